@@ -1,10 +1,10 @@
-"""Bodies of control flow: what they capture becomes operands of their node, and back again.
+"""Bodies of control flow: the values that they capture become operands of their node.
 
-A body reads values of the graphs around it without saying so. In the undivided graph each such
-value is an operand of the node as well, after the operator's own operands, so that planning,
-differentiation and partitioning see it as they see every other; `open_node` drops these operands
-where a node is written for a runtime. Constants of bodies are initializers of the model, and the
-names of a body's values and nodes are found nowhere else in the model.
+A body reads values of the graphs around it that are not operands of its node. In the undivided
+graph each such value is an operand as well, after the operator's own operands (the node is
+*closed*), so that planning, differentiation and partitioning treat it like every other operand.
+`open_node` drops these operands where a node is written for a runtime. Constants of bodies are
+initializers of the model, and the names of values and nodes are unique in the model and all bodies.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -45,27 +45,32 @@ def captured(node: ir.Node) -> tuple[ir.Value, ...]:
     """Returns the values that the bodies of a node read from outside, each once, in order."""
     found: dict[ir.Value, None] = {}
     for graph in bodies_of(node).values():
-        inside = set(graph.inputs) | set(graph.initializers.values())
-        for inner in ir.traversal.RecursiveGraphIterator(graph):
+        inside = {*graph.inputs, *graph.initializers.values()}
+        for inner in every_node(graph):
             inside.update(inner.outputs)
             for body in bodies_of(inner).values():
                 inside |= {*body.inputs, *body.initializers.values()}
-        for value in _read(graph):
-            if value not in inside:
-                found[value] = None
+        found.update(dict.fromkeys(v for v in _read(graph) if v not in inside))
     return tuple(found)
 
 
 def _read(graph: ir.Graph) -> Iterator[ir.Value]:
-    for inner in ir.traversal.RecursiveGraphIterator(graph):
+    """The values that the nodes of a body read, at any depth, and its results."""
+    for inner in every_node(graph):
         yield from (v for v in inner.inputs if v is not None)
         for body in bodies_of(inner).values():
             yield from body.outputs
     yield from graph.outputs
 
 
+def read_by(node: ir.Node) -> list[ir.Value]:
+    """Returns the values that a node reads, including those that its bodies read."""
+    inside = (value for body in bodies_of(node).values() for value in _read(body))
+    return [*(v for v in node.inputs if v is not None), *inside]
+
+
 def lift_constants(model: ir.Model) -> None:
-    """Moves the initializers of all bodies to the model and makes all names different."""
+    """Moves the initializers of all bodies to the model and makes all names unique."""
     graphs = [g for g in model.graphs() if g is not model.graph]
     if not graphs:
         return
@@ -85,7 +90,7 @@ def lift_constants(model: ir.Model) -> None:
 
 
 def hand_on_results(model: ir.Model) -> None:
-    """Hands on by an Identity what a body has as a result twice, or does not compute itself."""
+    """Inserts an Identity before each result that a body has twice or does not compute itself."""
     for graph in model.graphs():
         if graph is not model.graph:
             _hand_on(graph)
@@ -102,7 +107,7 @@ def _hand_on(graph: ir.Graph) -> None:
 
 
 def close(graph: ir.Graph) -> None:
-    """Appends to the operands of each node with bodies, at any depth, what they capture."""
+    """Closes each node with bodies, at any depth: appends the captured values to its operands."""
     for node in graph:
         bodies = bodies_of(node)
         if not bodies:
@@ -114,16 +119,21 @@ def close(graph: ir.Graph) -> None:
 
 def uncapture(graph: ir.Graph) -> None:
     """Undoes `close`."""
-    for node in ir.traversal.RecursiveGraphIterator(graph):
-        if captured_count(node):
-            node.resize_inputs(len(node.inputs) - captured_count(node))
-            node.metadata_props.pop(CAPTURED)
+    for node in every_node(graph):
+        _drop_captured(node)
+
+
+def _drop_captured(node: ir.Node) -> None:
+    count = captured_count(node)
+    if count:
+        node.resize_inputs(len(node.inputs) - count)
+        node.metadata_props.pop(CAPTURED)
 
 
 def close_node(node: ir.Node) -> None:
-    """Appends to the operands of one node what its bodies capture, the latter being closed.
+    """Appends to the operands of one node the values that its bodies, which are closed, capture.
 
-    Operands that are there keep their places, what is no longer read among them.
+    Captured operands that the node already has keep their places, even if they are no longer read.
     """
     count = captured_count(node)
     known = list(node.inputs)[len(node.inputs) - count :]
@@ -139,12 +149,12 @@ def close_node(node: ir.Node) -> None:
 def open_node(
     node: ir.Node, inputs: Sequence[ir.Value | None]
 ) -> tuple[list[ir.Value | None], dict[str, ir.Attr]]:
-    """Returns a closed node's operands and attributes as the operator has them.
+    """Returns the operands and attributes of a closed node without the captured values.
 
     Args:
         node: The node; it is not changed.
-        inputs: What stands for each of its operands, captured ones included. Bodies, which are
-            copied, read these.
+        inputs: The replacement of each of its operands, including captured ones. The bodies, which
+            are copied, read the replacements.
     """
     count = captured_count(node)
     own = len(node.inputs) - count
@@ -161,7 +171,7 @@ def open_node(
 
 
 def opened(graph: ir.Graph, change: Callable[[ir.Value], ir.Value | None]) -> ir.Graph:
-    """Returns a copy of a body in which some outer values are replaced and no node is closed."""
+    """Returns a copy of a body with some outer values replaced, in which no node is closed."""
     copy = graph.clone(allow_outer_scope_values=True)
     _open(copy, change)
     return copy
@@ -171,10 +181,7 @@ def _open(graph: ir.Graph, change: Callable[[ir.Value], ir.Value | None]) -> Non
     for node in graph:
         for body in bodies_of(node).values():
             _open(body, change)
-        count = captured_count(node)
-        if count:
-            node.resize_inputs(len(node.inputs) - count)
-            node.metadata_props.pop(CAPTURED)
+        _drop_captured(node)
         for index, value in enumerate(node.inputs):
             new = change(value) if value is not None else None
             if new is not None:
@@ -188,12 +195,12 @@ def _open(graph: ir.Graph, change: Callable[[ir.Value], ir.Value | None]) -> Non
 def inline_constant_branches(
     model: ir.Model, condition: Mapping[tuple[str, str], tuple[str, str]]
 ) -> None:
-    """Replaces nodes that choose between two bodies by a constant by the body that is chosen.
+    """Replaces nodes that choose between two bodies, if the condition is constant, by that body.
 
     Args:
         model: The model; it is changed.
-        condition: Of each operator (domain, type) that chooses by its first operand: the attributes
-            that hold the body for true and for false.
+        condition: For each operator (domain, type) that chooses by its first operand: the
+            attributes with the body for true and the body for false.
     """
     for graph in list(model.graphs()):
         while any(_inline(graph, node, condition) for node in list(graph)):
@@ -229,16 +236,3 @@ def _inline(
         old.replace_all_uses_with(new, replace_graph_outputs=True)
     graph.remove(node, safe=True)
     return True
-
-
-def read_by(node: ir.Node) -> list[ir.Value]:
-    """Returns the values that a node reads, those captured by its subgraphs included."""
-    values = [v for v in node.inputs if v is not None]
-    for attribute in node.attributes.values():
-        if attribute.type != ir.AttributeType.GRAPH:
-            continue
-        graph = attribute.as_graph()
-        for inner in ir.traversal.RecursiveGraphIterator(graph):
-            values += [v for v in inner.inputs if v is not None]
-        values += list(graph.outputs)
-    return values

@@ -1,7 +1,7 @@
-"""What every builder of a graph does: `Builder` emits nodes, constants, sizes and reductions.
+"""The base of all builders of graphs: `Builder` emits nodes, constants, sizes and reductions.
 
 `LocalBuilder` builds the program of all ranks, in local shapes. `GlobalBuilder` adds to the
-undivided program, in global shapes. What follows from shapes alone is written here once, for both.
+undivided program, in global shapes. `Builder` has what both do in the same way.
 """
 
 from abc import ABC, abstractmethod
@@ -19,8 +19,8 @@ from onnxpar.graph.names import Names
 from onnxpar.graph.new_nodes import constant
 
 DOMAIN = "onnxpar"
-# Ends the names of values that the model has no name for.
 GENERATED = ".out"
+"""Suffix of the names of values that the model has no name for."""
 INT64 = ir.DataType.INT64
 
 
@@ -29,10 +29,12 @@ class Builder(ABC):
     """Emits nodes into a graph.
 
     Attributes:
-        table: What is known of the symbols.
+        table: The symbols and their constraints.
         opset: Version of the default domain of the graph.
         scope: Prefix of the names of new nodes.
         metadata: Metadata of new nodes.
+        value_names: Names of values that are in use.
+        node_names: Names of nodes that are in use.
     """
 
     table: SymbolTable
@@ -47,15 +49,15 @@ class Builder(ABC):
 
     @abstractmethod
     def append(self, node: ir.Node) -> None:
-        """Puts a node where new nodes stand."""
+        """Adds a node to the graph."""
 
     @abstractmethod
     def hold(self, constant: ir.Value) -> None:
-        """Keeps a new constant with the graph."""
+        """Adds a constant to the graph."""
 
     @abstractmethod
     def note_shape(self, value: ir.Value, shape: Sequence[Dim]) -> None:
-        """Keeps the shape of a value, for `shape_of`."""
+        """Stores the shape of a value, for `shape_of`."""
 
     @abstractmethod
     def shape_of(self, value: ir.Value) -> tuple[Dim, ...]:
@@ -67,12 +69,12 @@ class Builder(ABC):
 
     @abstractmethod
     def computed_sizes(self, dims: tuple[Dim, ...]) -> ir.Value:
-        """Returns sizes of which not all are static, as int64 [len(dims)]."""
+        """Returns sizes that are not all static, as int64 [len(dims)]."""
 
     # -- nodes -----------------------------------------------------------------------------------
 
     def fresh(self, hint: str) -> str:
-        """Returns a name that no other value of the graph has, beginning with `hint`."""
+        """Returns a name that begins with `hint` and that no other value of the graph has."""
         return self.value_names.fresh(hint)
 
     def declare(
@@ -100,12 +102,12 @@ class Builder(ABC):
 
         Args:
             op_type: The operator.
-            inputs: Its operands; None for one that is absent.
-            outputs: Element type and shape of each result; None where they are unknown.
+            inputs: Its operands; None for an absent one.
+            outputs: Element type and shape of each result; None if unknown.
             attributes: Its attributes.
             domain: Domain of the operator.
-            name: What the node's name begins with; the scope and the operator where it is None.
-            metadata: Metadata beyond that of all nodes.
+            name: Prefix of the node's name; by default the scope and the operator.
+            metadata: Metadata in addition to that of all nodes.
         """
         node_name = self.node_names.fresh(name or f"{self.scope}/{op_type}")
         values = []
@@ -135,7 +137,7 @@ class Builder(ABC):
         name: str | None = None,
         **attributes: Any,
     ) -> ir.Value:
-        """Emits a node with one output, whose shape and dtype default to the first input's."""
+        """Emits a node with one output, by default of the shape and dtype of the first input."""
         first = next((v for v in inputs if v is not None), None)
         if dtype is None and first is not None:
             dtype = first.dtype
@@ -146,7 +148,7 @@ class Builder(ABC):
     # -- constants and sizes ---------------------------------------------------------------------
 
     def const(self, array: object, dtype: ir.DataType | None = None) -> ir.Value:
-        """Returns a constant (Python numbers become int64 or float32 unless `dtype` says)."""
+        """Returns a constant; without `dtype`, Python numbers become int64 or float32."""
         data = np.asarray(array)
         if dtype is not None:
             data = data.astype(dtype.numpy())
@@ -162,7 +164,7 @@ class Builder(ABC):
         return self._consts[key]
 
     def sizes(self, dims: Sequence[Dim]) -> ir.Value:
-        """Returns sizes as int64 [len(dims)]: one constant where all of them are static."""
+        """Returns sizes as int64 [len(dims)]: one constant if all of them are static."""
         if all(isinstance(d, int | sympy.Integer) for d in dims):
             return self.const(np.array([int(d) for d in dims], np.int64))
         return self.computed_sizes(tuple(dims))
@@ -170,7 +172,7 @@ class Builder(ABC):
     # -- shared forms ----------------------------------------------------------------------------
 
     def cast(self, x: ir.Value, dtype: ir.DataType | None) -> ir.Value:
-        """Returns `x` in another element type; itself where it has it, or where it is None."""
+        """Returns `x` in another element type; `x` itself if this is None or its own type."""
         if dtype is None or x.dtype == dtype:
             return x
         return self.op("Cast", x, dtype=dtype, to=int(dtype))
@@ -178,7 +180,7 @@ class Builder(ABC):
     def reduce(
         self, op_type: str, x: ir.Value, axes: Sequence[int], *, keepdims: bool = False
     ) -> ir.Value:
-        """Emits a reduction of `x` over `axes`, which go out or (`keepdims`) have size 1."""
+        """Emits a reduction of `x` over `axes`, which are removed or (`keepdims`) have size 1."""
         before = self.shape_of(x)
         shape = [1 if a in axes else d for a, d in enumerate(before) if keepdims or a not in axes]
         every = self.const(np.array(axes, np.int64))
@@ -193,22 +195,22 @@ class Builder(ABC):
 
     def reshape_to(self, x: ir.Value, sizes: ir.Value, shape: Sequence[Dim]) -> ir.Value:
         """Returns `x` in `shape`, which the int64 value `sizes` holds."""
-        # A size of zero means zero.
+        # Without `allowzero`, 0 would mean the operand's size.
         return self.op("Reshape", x, sizes, shape=shape, allowzero=1)
 
     def reshape(self, x: ir.Value, dims: Sequence[Dim]) -> ir.Value:
-        """Returns `x` with the shape `dims`; the value itself where nothing changes."""
+        """Returns `x` with the shape `dims`; `x` itself if it has this shape."""
         if x.shape is not None and ir_shape(dims) == x.shape:
             return x
         return self.reshape_to(x, self.sizes(dims), dims)
 
 
 def ir_shape(dims: Sequence[Dim]) -> ir.Shape:
-    """Returns an onnx_ir shape: ints stay ints, expressions become symbolic dims."""
+    """Returns an onnx_ir shape; expressions become symbolic dims."""
     return ir.Shape([int(d) if isinstance(d, int | sympy.Integer) else _text(d) for d in dims])
 
 
 @lru_cache(1 << 16)
 def _text(expr: sympy.Expr) -> str:
-    # sympy prints a size in 0.2 ms, and a graph of 6,000 nodes has four sizes a value.
+    # sympy prints a size in 0.2 ms, and a graph of 6,000 nodes has about four sizes per value.
     return dim_str(expr)

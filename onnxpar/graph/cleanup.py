@@ -1,4 +1,4 @@
-"""Removes what nobody needs from a rank-generic graph, keeping the chain of tokens whole."""
+"""Removes what is not needed from a rank-generic graph, without breaking the chain of tokens."""
 
 from collections.abc import Sequence
 
@@ -12,17 +12,17 @@ from onnxpar.graph.local_builder import LocalBuilder
 def remove_unused(builder: LocalBuilder, outputs: Sequence[ir.Value]) -> None:
     """Removes nodes, collectives, constants and system inputs that the outputs do not need.
 
-    A collective whose result is unused goes too, on all ranks alike: the next one takes its token.
+    A collective whose result is unused is removed too, on all ranks; the next one takes its token.
     """
     needed = set(outputs)
     kept: list[ir.Node] = []
     for node in reversed(builder.nodes):
-        results = node.outputs[:1] if _is_collective(node) else node.outputs
+        read, results = read_by(node), node.outputs
+        if _is_collective(node):  # The token of a collective does not count.
+            read, results = read[:1], results[:1]
         if any(out in needed for out in results):
             kept.append(node)
-            needed.update(
-                read_by(node)[:1] if _is_collective(node) else read_by(node)  # not the token
-            )
+            needed.update(read)
     kept.reverse()
     token: ir.Value | None = None
     for node in kept:

@@ -13,10 +13,10 @@ TEXT_ELEMENTS = 64
 
 
 class Dumper:
-    """Writes numbered files into one directory, which is made where it is missing."""
+    """Writes numbered files into one directory, which is created if it does not exist."""
 
     def __init__(self, folder: Path) -> None:
-        """Makes the directory; ArtifactError where that is not possible."""
+        """Creates the directory; ArtifactError if that is not possible."""
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -30,14 +30,14 @@ class Dumper:
         return self._folder / f"{self._count:02d}.{stage}{suffix}"
 
     def model(self, stage: str, model: ir.Model) -> None:
-        """Writes a model; larger initializers become inputs, so that weights are not copied."""
+        """Writes a model; large initializers become inputs, so that weights are not copied."""
         proto = _without_weights(model)
         onnx.save(proto, self._path(stage, ".onnx"))
         self._path(stage, ".txt").write_text(onnx.printer.to_text(proto), encoding="utf-8")
         self._count += 1
 
     def plan(self, stage: str, model: ir.Model, plan: Plan) -> None:
-        """Writes a plan, a line for each operand and result of each node."""
+        """Writes a plan: one line for each operand and result of each node."""
         lines = []
         for node in model.graph:
             chosen = plan.nodes[node.name or ""]

@@ -1,8 +1,8 @@
-"""Adds nodes to a global graph, shapes known: autodiff and the programs of training use it.
+"""Adds nodes to a global graph whose shapes are known, for autodiff and the programs of training.
 
-The global graph is the undivided program; what is added to it is sharded later by the same rules as
-what the user wrote. Every new value gets its shape as expressions and, for small integer values
-such as target shapes, its elements, so that inference need not run again.
+The global graph is the undivided program; added nodes are sharded later by the same rules as the
+user's. Every new value gets its shape as expressions and, for small integer values such as target
+shapes, its elements, so that inference need not run again.
 """
 
 import json
@@ -17,21 +17,21 @@ from onnxpar.graph.builder import DOMAIN, INT64, Builder
 from onnxpar.graph.shapes import ShapeEnv
 
 SIZES = "Sizes"
-"""Operator of the global graph, without operands: sizes that are expressions in the symbols."""
+"""Operator of the global graph, without operands, that returns sizes in terms of the symbols."""
 SIZES_KEY = "onnxpar.sizes"
-"""Metadata key of such a node: its sizes as JSON, so that shape inference may run again."""
+"""Metadata key of such a node: its sizes as JSON, so that shape inference can run again."""
 
 
 @dataclass
 class GlobalBuilder(Builder):
-    """Adds nodes to a graph, whose shapes are global.
+    """Adds nodes to a graph whose shapes are global.
 
     Attributes:
         graph: The graph; it is changed.
         shapes: Shape of each value by name; new values are added.
         contents: Elements of small integer values by name; new values are added.
-        before: The node of the graph before which new nodes stand; None: they stand at the end.
-        outermost: The graph that holds the constants of a body; None where that is `graph`.
+        before: The node before which new nodes are inserted; None: they are appended.
+        outermost: The graph that has the constants of a body; None if that is `graph`.
     """
 
     graph: ir.Graph
@@ -56,18 +56,27 @@ class GlobalBuilder(Builder):
 
     def nested(self, body: ir.Graph) -> "GlobalBuilder":
         """Returns a builder that appends to a body; names, shapes and constants are shared."""
-        outermost = self.graph if self.outermost is None else self.outermost
-        return replace(self, graph=body, before=None, outermost=outermost, _shape_values={})
+        return replace(
+            self,
+            graph=body,
+            before=None,
+            outermost=self._holder,
+            _shape_values={},
+        )
+
+    @property
+    def _holder(self) -> ir.Graph:
+        return self.graph if self.outermost is None else self.outermost
 
     @property
     def env(self) -> ShapeEnv:
-        """What is known of all values, new ones included."""
+        """Shapes and contents of all values, including new ones."""
         return ShapeEnv(self.shapes, self.contents, self.table)
 
     # -- names -----------------------------------------------------------------------------------
 
     def rename(self, value: ir.Value, name: str) -> None:
-        """Gives a value a name beginning with `name`, and moves what is known of it there."""
+        """Gives a value, and its known shape and contents, a new name beginning with `name`."""
         old = value.name or ""
         new = self.fresh(name)
         value.name = new
@@ -76,7 +85,7 @@ class GlobalBuilder(Builder):
                 known[new] = known.pop(old)
 
     def forget(self, value: ir.Value) -> None:
-        """Takes the name of an output that nobody will read, so that it is not computed."""
+        """Removes the name of an output that nothing reads, so that it is not computed."""
         self.shapes.pop(value.name or "", None)
         self.contents.pop(value.name or "", None)
         value.name = ""
@@ -84,17 +93,17 @@ class GlobalBuilder(Builder):
     # -- values ----------------------------------------------------------------------------------
 
     def add_input(self, name: str, dtype: ir.DataType, shape: Sequence[Dim]) -> ir.Value:
-        """Gives the graph one more input."""
+        """Adds an input to the graph and returns it."""
         value = self.declare(ir.Value(name=name), dtype, shape)
         self.graph.inputs.append(value)
         return value
 
     def note_shape(self, value: ir.Value, shape: Sequence[Dim]) -> None:
-        """Keeps the global shape of a value."""
+        """Stores the global shape of a value."""
         self.shapes[value.name or ""] = tuple(shape)
 
     def shape_of(self, value: ir.Value) -> tuple[Dim, ...]:
-        """Returns the global shape of a value; KeyError where it is unknown."""
+        """Returns the global shape of a value; KeyError if it is unknown."""
         return self.shapes[value.name or ""]
 
     def append(self, node: ir.Node) -> None:
@@ -105,9 +114,8 @@ class GlobalBuilder(Builder):
             self.graph.insert_before(self.before, node)
 
     def hold(self, constant: ir.Value) -> None:
-        """Keeps a new constant, and its elements where they are integers."""
-        holder = self.graph if self.outermost is None else self.outermost
-        holder.register_initializer(constant)
+        """Adds a constant to the graph and, if it has integers, stores its elements."""
+        self._holder.register_initializer(constant)
         assert constant.const_value is not None
         data = constant.const_value.numpy()
         if data.dtype.kind in "iu":
@@ -118,7 +126,7 @@ class GlobalBuilder(Builder):
         shape = self.shape_of(value)
         symbols = {name for d in shape for name in symbols_of(d)}
         if not symbols or (self.outermost is not None and symbols.issubset(self.table)):
-            # In a body, so that the value need not be kept from step to step for its shape.
+            # In a body, this way the value need not be kept from step to step for its shape.
             return self.sizes(shape)
         if value not in self._shape_values:
             made = self.op("Shape", value, dtype=INT64, shape=[len(shape)])
@@ -127,7 +135,7 @@ class GlobalBuilder(Builder):
         return self._shape_values[value]
 
     def computed_sizes(self, dims: tuple[Dim, ...]) -> ir.Value:
-        """Returns sizes as a node `Sizes`, which is computed from the symbols on each device."""
+        """Returns the result of a node `Sizes`, which each device computes from the symbols."""
         made = self.op(SIZES, dtype=INT64, shape=[len(dims)], domain=DOMAIN)
         maker = made.producer()
         assert maker is not None

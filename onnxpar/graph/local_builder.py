@@ -1,16 +1,14 @@
 """Builds the rank-generic graph: nodes, shape arithmetic, and collectives chained by tokens.
 
 A rank-generic graph is the program of all ranks of a stage. What differs between ranks is either a
-small integer input (mesh coordinates; the global values of symbols are inputs too) or filled in at
-emission (the `group` of a collective, see `onnxpar.emit.rank_graph`).
+small integer input (mesh coordinates; the global values of symbols are inputs too) or is added when
+the graph is written (the `group` of a collective, see `onnxpar.emit.rank_graph`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
-from typing import Any
+from functools import reduce
 
-import onnx
 import onnx_ir as ir
 import sympy
 
@@ -27,9 +25,18 @@ COUNTERS = ("onnxpar.seed", "onnxpar.step", "onnxpar.micro_batch")
 LOSS_WEIGHT = "onnxpar.loss_weight"
 """Input that scales the loss of a micro-batch, and so its gradients."""
 HYPER_PREFIX = "onnxpar.hyper."
-"""Begins the names of the scalars that an optimizer reads, such as the learning rate."""
+"""Prefix of the names of the scalars that an optimizer reads, such as the learning rate."""
 PLACE = "place"
-"""Key among a node's `meta`: the builder's `place` when it was built."""
+"""Key in a node's `meta`: the builder's `place` when the node was built."""
+
+_KINDS = {
+    sympy.Add: "Add",
+    sympy.Mul: "Mul",
+    sympy.Max: "Max",
+    sympy.Min: "Min",
+    sympy.Mod: "Mod",
+}
+"""The ONNX operator of each function in a size."""
 
 
 @dataclass(frozen=True)
@@ -39,14 +46,14 @@ class Collective:
     Attributes:
         op: Operator name in the domain `onnxpar`.
         node: Name of its node.
-        value: Name of the global value that it moves.
+        value: Name of the global value that it transfers.
         atoms: Mesh atoms that span its groups.
-        bytes: Bytes that one rank sends (symbolic), by the count that `onnxpar_runtime` keeps too.
-        reason: The node and operand that want the value so.
+        bytes: Bytes that one rank sends (symbolic), counted as in `onnxpar_runtime`.
+        reason: The node and operand that need the value in the layout `after`.
         before: Layout of the value before, for people.
         after: Layout of the value after, for people.
-        stages: The pipeline stages whose ranks of one place on the mesh are the groups; empty for
-            groups within a stage.
+        stages: For groups across pipeline stages: the stages; a group is the ranks at one place on
+            their meshes. Empty for groups within a stage.
     """
 
     op: str
@@ -66,9 +73,13 @@ class LocalBuilder(Builder):
 
     Attributes:
         mesh: The device mesh.
-        varying: Of each symbol whose value differs between ranks, the atoms along which it does.
+        varying: For each symbol whose value differs between ranks, the atoms along which it does.
+        nodes: The nodes so far, in order.
+        initializers: The constants so far.
+        system_inputs: The inputs that the runtime fills, by name.
+        collectives: The collectives so far, in order.
         shapes: Local shape of each value whose rank is known.
-        place: Which program of a pipeline the nodes built from here on belong to, see
+        place: The place of the next nodes in a pipeline, see
             `onnxpar.graph.pipeline_places.Places`.
     """
 
@@ -88,7 +99,7 @@ class LocalBuilder(Builder):
         """Returns a builder of a body inside the graph being built.
 
         Constants and system inputs go to the outer graph, which the body reads; sizes that the body
-        computes stay in the body. Names are found once in all of them.
+        computes stay in the body. Names are unique across both.
         """
         return replace(
             self,
@@ -101,7 +112,7 @@ class LocalBuilder(Builder):
     # -- nodes -----------------------------------------------------------------------------------
 
     def append(self, node: ir.Node) -> None:
-        """Puts a node behind all others."""
+        """Puts a node after all others."""
         node.meta[PLACE] = self.place
         self.nodes.append(node)
 
@@ -114,32 +125,8 @@ class LocalBuilder(Builder):
         self.shapes[value] = tuple(shape)
 
     def shape_of(self, value: ir.Value) -> tuple[Dim, ...]:
-        """Returns the local shape of a value; KeyError where it is unknown."""
+        """Returns the local shape of a value; KeyError if it is unknown."""
         return self.shapes[value]
-
-    def op(
-        self,
-        op_type: str,
-        *inputs: ir.Value | None,
-        shape: Sequence[Dim] | None = None,
-        dtype: ir.DataType | None = None,
-        domain: str = "",
-        name: str | None = None,
-        **attributes: Any,
-    ) -> ir.Value:
-        """As of every builder.
-
-        Raises:
-            ShardingError: The model's opset does not have the operator yet.
-        """
-        if not domain and not _is_defined(op_type, self.opset):
-            raise ShardingError(
-                f"{self.scope}: sharding it needs the operator {op_type}, which opset "
-                f"{self.opset} lacks; convert the model to opset 13 or later"
-            )
-        return super().op(
-            op_type, *inputs, shape=shape, dtype=dtype, domain=domain, name=name, **attributes
-        )
 
     # -- sizes -----------------------------------------------------------------------------------
 
@@ -154,7 +141,7 @@ class LocalBuilder(Builder):
         return self.system_input(f"{COORD_PREFIX}{atom}")
 
     def position(self, atoms: Atoms) -> ir.Value:
-        """Returns this rank's position in its group over `atoms`, first atom major, int64 [1]."""
+        """Returns this rank's position in its group over `atoms`, major atom first, int64 [1]."""
         total = self.coord(atoms[0])
         for atom in atoms[1:]:
             scaled = self.op("Mul", total, self.const([self.mesh.atoms[atom]]))
@@ -162,14 +149,15 @@ class LocalBuilder(Builder):
         return total
 
     def bind(self, symbol: str, value: ir.Value, axis: int) -> None:
-        """Tells where a symbol that is not an input symbol is read: dim `axis` of a local value.
+        """Reads a symbol that no input has from dim `axis` of a local value.
 
-        The dim must not be split, so that the local size is the global one. The first word stays.
+        The dim must be replicated, so that its local size is the global one. If a symbol is bound
+        several times, the first binding counts.
         """
 
         def read() -> ir.Value:
-            whole = self.op("Shape", value, dtype=INT64, shape=[len(value.shape or ())])
-            return self.op("Slice", whole, self.const([axis]), self.const([axis + 1]), shape=[1])
+            sizes = self.op("Shape", value, dtype=INT64, shape=[len(value.shape or ())])
+            return self.op("Slice", sizes, self.const([axis]), self.const([axis + 1]), shape=[1])
 
         self._bound.setdefault(symbol, read)
 
@@ -182,7 +170,7 @@ class LocalBuilder(Builder):
         return self.sizes([expr])
 
     def computed_sizes(self, dims: tuple[Dim, ...]) -> ir.Value:
-        """Returns sizes by arithmetic on the symbols' inputs, each computed once."""
+        """Returns sizes by arithmetic on the inputs of the symbols; each size is computed once."""
         if dims not in self._sizes:
             self._sizes[dims] = (
                 self._emit_size(dims[0])
@@ -201,50 +189,30 @@ class LocalBuilder(Builder):
                     f"replicated value has it"
                 )
             return self.system_input(f"{SYMBOL_PREFIX}{expr.name}")
-        if isinstance(expr, sympy.floor | sympy.ceiling):
+        if isinstance(expr, sympy.floor):
             top, bottom = sympy.fraction(sympy.together(expr.args[0]))
             numerator, denominator = self.size(top), self.size(bottom)
-            if isinstance(expr, sympy.ceiling):
-                less = self.op("Sub", denominator, self.const([1]), shape=[1])
-                numerator = self.op("Add", numerator, less)
-            if not all(self._at_least_zero(part) for part in (top, bottom)):
-                # Div rounds towards zero; a number without what Mod leaves is divided exactly.
+            lows = [self.table.bounds(part)[0] for part in (top, bottom)]
+            if any(low is None or low < 0 for low in lows):
+                # Div rounds towards zero, so make the numerator a multiple of the denominator.
                 rest = self.op("Mod", numerator, denominator, shape=[1])
                 numerator = self.op("Sub", numerator, rest, shape=[1])
             return self.op("Div", numerator, denominator, shape=[1])
-        if expr.is_Mul and any(f.is_Rational and not f.is_Integer for f in expr.args):
-            top, bottom = sympy.fraction(expr)
+        top, bottom = sympy.fraction(sympy.together(expr) if expr.is_Add else expr)
+        if bottom != 1:
             return self.op("Div", self.size(top), self.size(bottom), shape=[1])
-        if expr.is_Add:
-            top, bottom = sympy.fraction(sympy.together(expr))
-            if bottom != 1:
-                return self.op("Div", self.size(top), self.size(bottom), shape=[1])
-        if expr.is_Pow and expr.exp.is_Integer and int(expr.exp) > 0:
-            base = self.size(expr.base)
-            total = base
-            for _ in range(int(expr.exp) - 1):
-                total = self.op("Mul", total, base, shape=[1])
-            return total
-        kinds = {sympy.Add: "Add", sympy.Mul: "Mul", sympy.Max: "Max", sympy.Min: "Min"}
-        if isinstance(expr, sympy.Mod):
-            return self.op("Mod", *(self.size(a) for a in expr.args), shape=[1])
-        kind = next((k for c, k in kinds.items() if isinstance(expr, c)), None)
+        kind, args = _KINDS.get(expr.func), expr.args
+        if expr.is_Pow and expr.exp.is_Integer:
+            kind, args = "Mul", [expr.base] * int(expr.exp)
         if kind is None:
             raise ShardingError(f"{self.scope}: cannot compute the size {expr} in a graph")
-        total = self.size(expr.args[0])
-        for arg in expr.args[1:]:
-            total = self.op(kind, total, self.size(arg), shape=[1])
-        return total
-
-    def _at_least_zero(self, expr: sympy.Expr) -> bool:
-        low, _ = self.table.bounds(int(expr) if expr.is_Integer else expr)
-        return low is not None and low >= 0
+        return reduce(lambda a, b: self.op(kind, a, b, shape=[1]), map(self.size, args))
 
     def after(self, x: ir.Value, others: Sequence[ir.Value]) -> ir.Value:
-        """Returns `x` as a value that is not there before the others are.
+        """Returns `x` as a value that is computed after the others.
 
-        The runtime runs a node as soon as its operands are there, and nodes that it has fused after
-        all others, wherever they stand.
+        The runtime runs a node as soon as its operands are computed, and fused nodes after all
+        others, regardless of their order in the graph.
         """
         made = self.ops("Barrier", [x, *others], [(x.dtype, None)], domain=DOMAIN)[0]
         made.shape = x.shape
@@ -279,15 +247,15 @@ class LocalBuilder(Builder):
             shape: Local shape of the result.
             moved: Bytes that one rank sends.
             value: Name of the global value, for people.
-            reason: Which node and operand want it.
+            reason: Which node and operand need it.
             before: Layout of the value before.
             after: Layout of the value after.
             pairs: For Permute: (source, destination) positions in the group.
-            stages: In place of atoms: the pipeline stages whose counterparts are a group.
+            stages: In place of atoms: the pipeline stages (see `Collective.stages`).
             attributes: Further attributes of the operator.
 
         Raises:
-            ShardingError: The ranks of a group would move tensors of different sizes.
+            ShardingError: The ranks of a group would transfer tensors of different sizes.
         """
         self._check_sizes(op_type, atoms, moved, value, reason)
         texts = (
@@ -333,12 +301,3 @@ class LocalBuilder(Builder):
                     f"which is per-rank along {self.mesh.describe(tuple(sorted(over)))}: choose "
                     f"a strategy that does not move it, or use one size on all ranks"
                 )
-
-
-@lru_cache(maxsize=1024)
-def _is_defined(op_type: str, opset: int) -> bool:
-    try:
-        onnx.defs.get_schema(op_type, opset, "")
-    except onnx.defs.SchemaError:
-        return False
-    return True

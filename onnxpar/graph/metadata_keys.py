@@ -1,23 +1,24 @@
-"""Metadata keys by which the stages mark models and nodes, for one another and for people."""
+"""Metadata keys with which passes mark models and nodes, for other passes and for people."""
 
 GRADIENT_OF = "onnxpar.gradient_of"
-"""Metadata key of a node that autodiff added: name of the node whose gradient it belongs to."""
+"""Metadata key of a node that autodiff added: name of the node whose gradient it computes."""
 
 VIRTUAL_STAGE = "onnxpar.virtual_stage"
 """Metadata key of a node: number of the virtual stage that it belongs to."""
 
 RECOMPUTED_FROM = "onnxpar.recomputed_from"
-"""Metadata key of a node that computes anew what another node has computed: that node's name."""
+"""Metadata key of a recomputed copy of a node: that node's name."""
 
 EXPANDED_FROM = "onnxpar.expanded_from"
 """Metadata key of a node of an operator's body: name of the node that the body replaces."""
 EXPANDED_OPERANDS = "onnxpar.expanded_operands"
-"""Metadata key beside it: JSON, names of the operands and results that the replaced node had."""
+"""Metadata key of the same node: JSON, names of the operands and results of the replaced node."""
 NOT_EXPANDED = "onnxpar.not_expanded"
-"""Metadata key of a node whose operator has a body that it cannot be replaced by: the reason."""
+"""Metadata key of a node that its operator's body cannot replace: the reason."""
 
 ANNOTATION = "onnxpar.annotation"
-"""Metadata key of a model: what its strategy says beyond ONNX's multi-device fields, as JSON."""
+"""Metadata key of a model: the part of its strategy that ONNX's multi-device fields cannot express,
+as JSON."""
 
 CAPTURED = "onnxpar.captured"
-"""Metadata key of a node: the number of its last operands that are there for its bodies alone."""
+"""Metadata key of a node: how many of its last operands only its bodies read."""

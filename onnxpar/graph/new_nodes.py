@@ -1,4 +1,4 @@
-"""Nodes and constants that passes add themselves, where no builder is: constants, copies."""
+"""Nodes and constants that passes add without a builder: constants, identities, copies."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,7 +8,7 @@ import onnx_ir as ir
 
 
 def constant(name: str, array: Any, dtype: ir.DataType | None = None) -> ir.Value:
-    """Returns a value that holds an array, in the array's element type unless `dtype` says."""
+    """Returns a constant value of an array, by default in the array's element type."""
     data = np.asarray(array)
     data = data if dtype is None else data.astype(dtype.numpy())
     kind = dtype or ir.DataType.from_numpy(data.dtype)
@@ -21,7 +21,7 @@ def constant(name: str, array: Any, dtype: ir.DataType | None = None) -> ir.Valu
 
 
 def identity(value: ir.Value, result: str, name: str | None = None) -> ir.Node:
-    """Returns an Identity of a value, whose result `result` has its type and shape."""
+    """Returns an Identity of a value; its result has the name `result`."""
     output = ir.Value(name=result, type=value.type, shape=value.shape)
     return ir.Node("", "Identity", [value], outputs=[output], name=name)
 
@@ -29,7 +29,7 @@ def identity(value: ir.Value, result: str, name: str | None = None) -> ir.Node:
 def twin(node: ir.Node, inputs: Sequence[ir.Value | None], suffix: str = "") -> ir.Node:
     """Returns a copy of a node without bodies that reads `inputs`.
 
-    Names of the copy and of its results are those of the node, with `suffix` at the end.
+    The names of the copy and of its results are those of the node with `suffix` appended.
     """
     outputs = []
     for old in node.outputs:

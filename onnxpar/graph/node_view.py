@@ -1,4 +1,4 @@
-"""What a sharding rule sees of one node: `NodeView`."""
+"""The part of a node and its surroundings that a sharding rule sees: `NodeView`."""
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
@@ -15,24 +15,24 @@ from onnxpar.graph.metadata_keys import EXPANDED_FROM, GRADIENT_OF, RECOMPUTED_F
 from onnxpar.graph.shapes import ShapeEnv
 
 CONST_LIMIT = 65536
-"""Elements; larger constants are weights, which no rule looks into."""
+"""Elements; rules do not read larger constants, which are weights."""
 
 
 def default_opset(opsets: Mapping[str, int]) -> int:
-    """Returns the version of the default domain, which has two names; 1 where it is not said."""
+    """Returns the version of the default domain, which has two names; 1 if it is not given."""
     return opsets.get("", opsets.get("ai.onnx", 1))
 
 
 @dataclass(frozen=True)
 class BodyFacts:
-    """A body of a node of control flow, and what is known of the nodes in it.
+    """A body of a node of control flow, with the rules of its nodes.
 
     Attributes:
         graph: The body.
         env: Shapes of its values and of those around it.
         rules: The sharding rule of each of its nodes, by name.
-        views: What the rules saw.
-        reasons: For nodes that are replicated: why.
+        views: The view from which each rule was made, by name.
+        reasons: For nodes that are replicated: why, by name.
     """
 
     graph: ir.Graph
@@ -44,15 +44,15 @@ class BodyFacts:
 
 @dataclass(frozen=True)
 class NodeView:
-    """One node and what is known of it: all that an operator's rule may look at.
+    """One node with its shapes and constants: all that an operator's rule may depend on.
 
     Attributes:
         node: The node of the global graph; rules only read it.
         env: Shapes and contents of all values.
         opset: Version of the default domain.
-        bodies: What is known of its bodies, by attribute, where its operator's rule follows from
-            those of the nodes in them.
-        sizes: Of each rule asked for, the sizes of its factors (see `graph.plan.factor_sizes`).
+        bodies: Its bodies, by attribute, if the rule of its operator follows from the rules of the
+            nodes in them.
+        sizes: A cache of `graph.plan.factor_sizes`, by rule.
     """
 
     node: ir.Node
@@ -74,32 +74,32 @@ class NodeView:
         return self.node.op_type
 
     def fail(self, expected: str, kind: type[OnnxparError] = ModelError) -> OnnxparError:
-        """Returns the error that names the node and says what was expected of it."""
+        """Returns an error that names the node, followed by the text `expected`."""
         return kind(f"node {self.name!r} ({self.op_type}): {expected}")
 
     @property
     def drawing_name(self) -> str:
-        """Name that random numbers are keyed by: a node that is recomputed draws the same again."""
+        """Name from which random numbers are drawn, equal for a node and its recomputed copy."""
         return self.node.metadata_props.get(RECOMPUTED_FROM, self.name)
 
     @property
     def is_backward(self) -> bool:
-        """Whether autodiff added the node: no strategy of the user's is meant for it."""
+        """Whether autodiff added the node, so that the user's strategy does not apply to it."""
         return GRADIENT_OF in self.node.metadata_props
 
     @property
     def origin(self) -> str:
-        """Name of the node of the model in whose place this one stands; "" where it is its own."""
+        """Name of the node of the model whose body this node is part of; "" if there is none."""
         return self.node.metadata_props.get(EXPANDED_FROM, "")
 
     @property
     def table(self) -> SymbolTable:
-        """What is known of the symbols."""
+        """The symbols and their constraints."""
         return self.env.table
 
     @property
     def arity(self) -> int:
-        """Number of inputs, absent ones included."""
+        """Number of inputs, including absent ones."""
         return len(self.node.inputs)
 
     def has(self, index: int) -> bool:
@@ -109,39 +109,33 @@ class NodeView:
     def _input(self, index: int) -> ir.Value:
         value = self.node.inputs[index] if index < len(self.node.inputs) else None
         if value is None or value.name is None:
-            raise ModelError(f"node {self.name!r} ({self.node.op_type}): no input {index}")
+            raise self.fail(f"no input {index}")
         return value
 
     def shape(self, index: int) -> tuple[Dim, ...]:
-        """Global shape of input `index`; ModelError where its rank is unknown."""
-        name = self._input(index).name or ""
-        if name not in self.env.shapes:
-            raise ModelError(
-                f"node {self.name!r} ({self.node.op_type}): the shape of input {index} "
-                f"({name!r}) is unknown"
-            )
-        return self.env.shapes[name]
+        """Global shape of input `index`; ModelError if its rank is unknown."""
+        return self._known_shape(f"input {index}", self._input(index))
 
     def known_shape(self, index: int) -> tuple[Dim, ...]:
-        """Global shape of input `index`, () where its rank is unknown."""
+        """Global shape of input `index`, () if its rank is unknown."""
         return self.env.shapes.get(self._input(index).name or "", ())
 
     def out_shape(self, index: int = 0) -> tuple[Dim, ...]:
-        """Global shape of output `index`; ModelError where its rank is unknown."""
-        name = self.node.outputs[index].name
-        if name is None or name not in self.env.shapes:
-            raise ModelError(
-                f"node {self.name!r} ({self.node.op_type}): the shape of output {index} "
-                f"({name!r}) is unknown"
-            )
-        return self.env.shapes[name]
+        """Global shape of output `index`; ModelError if its rank is unknown."""
+        return self._known_shape(f"output {index}", self.node.outputs[index])
+
+    def _known_shape(self, place: str, value: ir.Value) -> tuple[Dim, ...]:
+        shape = self.env.shapes.get(value.name or "")
+        if shape is None:
+            raise self.fail(f"the shape of {place} ({value.name!r}) is unknown")
+        return shape
 
     def contents(self, index: int) -> tuple[Dim, ...] | None:
-        """Elements of integer input `index` as expressions; None where they are unknown."""
+        """Elements of integer input `index` as expressions; None if they are unknown."""
         return self.env.contents.get(self._input(index).name or "")
 
     def const(self, index: int) -> NDArray[Any] | None:
-        """Input `index` as an array where it is a small constant, else None."""
+        """Input `index` as an array if it is a small constant, else None."""
         tensor = self._input(index).const_value
         if tensor is None or tensor.size > CONST_LIMIT:
             return None
@@ -153,17 +147,14 @@ class NodeView:
         return default if attribute is None else attribute.value
 
     def ints(self, input_index: int) -> tuple[int, ...] | None:
-        """Integers that an input gives, such as axes; None if it is absent.
+        """Elements of an input of integers, such as axes; None if it is absent.
 
         Raises:
-            ModelError: The input is there, but is not a constant.
+            ModelError: The input is present, but its elements are not known numbers.
         """
         if not self.has(input_index):
             return None
         known = self.contents(input_index)
         if known is None or not all(isinstance(k, int) for k in known):
-            raise ModelError(
-                f"node {self.name!r} ({self.node.op_type}): input {input_index} must be "
-                "constant to be sharded"
-            )
+            raise self.fail(f"input {input_index} must be constant to be sharded")
         return tuple(int(k) for k in known)

@@ -1,10 +1,11 @@
-"""Masks for padded dims: how many elements are valid, and setting the others to an identity.
+"""Masks for padded dims: how many elements are valid, and setting the padding to an identity.
 
-Padding itself is added where data is split: `onnxpar.resharding.lowering` pads values,
+Padding is added where data is sharded: `onnxpar.resharding.lowering` pads values,
 `onnxpar.emit.weight_files` weights, and the runtime inputs (`onnxpar_format.boxes`).
 """
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -12,16 +13,17 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from onnxpar.core.errors import ShardingError
-from onnxpar.core.sharding import Component, Sharding, local_size
+from onnxpar.core.sharding import Component, Sharding, is_even, local_size
 from onnxpar.core.symbols import Dim, ceil_div
 from onnxpar.graph.builder import INT64
 from onnxpar.graph.local_builder import LocalBuilder
 
 
 def valid_count(builder: LocalBuilder, component: Component) -> ir.Value:
-    """Returns the number of local elements of a component that are no padding, int64 [1].
+    """Returns the number of local elements of a component that are not padding, int64 [1].
 
-    Atom by atom: of v valid elements in a block, piece i of L elements has min(max(v - i·L, 0), L).
+    Atom by atom: if a block with v valid elements is split into blocks of L elements, block i has
+    min(max(v - i·L, 0), L) valid elements.
     """
     if not component.atoms:
         return builder.size(component.size)
@@ -29,21 +31,16 @@ def valid_count(builder: LocalBuilder, component: Component) -> ir.Value:
     local: Dim = component.size
     for atom in component.atoms:
         local = ceil_div(local, builder.mesh.atoms[atom], builder.table)
-        piece = builder.size(local)
-        start = builder.op("Mul", builder.coord(atom), piece, dtype=INT64, shape=[1])
+        length = builder.size(local)
+        start = builder.op("Mul", builder.coord(atom), length, dtype=INT64, shape=[1])
         left = builder.op("Sub", valid, start, dtype=INT64, shape=[1])
-        valid = _clamp(builder, left, piece)
+        left = builder.op("Max", left, builder.const([0]), dtype=INT64, shape=[1])
+        valid = builder.op("Min", left, length, dtype=INT64, shape=[1])
     return valid
 
 
-def _clamp(builder: LocalBuilder, x: ir.Value, top: ir.Value) -> ir.Value:
-    """Returns min(max(x, 0), top) of int64 [1]."""
-    low = builder.op("Max", x, builder.const([0]), dtype=INT64, shape=[1])
-    return builder.op("Min", low, top, dtype=INT64, shape=[1])
-
-
 def block_start(builder: LocalBuilder, component: Component) -> ir.Value:
-    """Returns the index, inside a component, of this rank's first element of it, int64 [1]."""
+    """Returns the index in a component of the first element that this rank holds, int64 [1]."""
     total: ir.Value | None = None
     local: Dim = component.size
     for atom in component.atoms:
@@ -66,8 +63,7 @@ def fill_value(dtype: ir.DataType, fill: float | str) -> NDArray[Any]:
     return np.array(fill, kind)
 
 
-# Integers for which onnxruntime has no Where, and the type that they are chosen in; uint64 wraps
-# into it and back.
+# onnxruntime has no Where for these integers, so they are cast to int64; uint64 wraps both ways.
 _CHOSEN_AS = dict.fromkeys((ir.DataType.INT16, ir.DataType.UINT16, ir.DataType.UINT64), INT64)
 
 
@@ -120,19 +116,16 @@ def mask_component(
         fill: See `fill_value`.
     """
     mesh, table = builder.mesh, builder.table
-    if table.divisible(component.size, mesh.count(component.atoms)) or x.dtype is None:
+    if is_even(component, mesh, table) or x.dtype is None:
         return x
-    outer: Dim = 1
-    for c in before:
-        outer = outer * local_size(c, mesh, table)
-    inner: Dim = 1
-    for c in after:
-        inner = inner * local_size(c, mesh, table)
+    outer: Dim = prod(local_size(c, mesh, table) for c in before)
+    inner: Dim = prod(local_size(c, mesh, table) for c in after)
     length = local_size(component, mesh, table)
-    view = [*local[:axis], outer, length, inner, *local[axis + 1 :]]
+    view, position = list(local), axis
+    if before or after:
+        view, position = [*local[:axis], outer, length, inner, *local[axis + 1 :]], axis + 1
     tall = builder.reshape(x, view) if before or after else x
-    position = axis + 1 if before or after else axis
-    tail = (len(view) if before or after else len(local)) - position - 1
+    tail = len(view) - position - 1
     scalar = builder.const(np.array(0, np.int64))
     stop = builder.op("Squeeze", builder.size(length), dtype=INT64, shape=[])
     one = builder.const(np.array(1, np.int64))
@@ -140,13 +133,8 @@ def mask_component(
     valid = builder.op(
         "Less", index, valid_count(builder, component), dtype=ir.DataType.BOOL, shape=[length]
     )
-    valid_shape: list[Dim] = [length, *[1] * tail]
-    valid = builder.op(
-        "Reshape",
-        valid,
-        builder.const(np.array([-1, *[1] * tail], np.int64)),
-        shape=valid_shape,
-    )
+    column = builder.const(np.array([-1, *[1] * tail], np.int64))
+    valid = builder.op("Reshape", valid, column, shape=[length, *[1] * tail])
     kept = select(builder, valid, tall, fill_value(x.dtype, fill))
     return builder.reshape(kept, local) if before or after else kept
 
@@ -154,7 +142,7 @@ def mask_component(
 def mask_padding(
     builder: LocalBuilder, x: ir.Value, sharding: Sharding, fill: float | str
 ) -> ir.Value:
-    """Returns `x`, laid out as `sharding`, with all of its padding set to `fill`."""
+    """Returns `x`, whose sharding is `sharding`, with all of its padding set to `fill`."""
     local = sharding.local_shape(builder.mesh, builder.table)
     for axis, parts in enumerate(sharding.dims):
         for index, part in enumerate(parts):

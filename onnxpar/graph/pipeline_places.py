@@ -1,4 +1,4 @@
-"""Where the nodes of a program run in a pipeline: virtual stages, places, copies of weights."""
+"""The virtual stages of a pipeline in which the nodes of a program run, and copies of weights."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -9,16 +9,16 @@ from onnxpar.graph.metadata_keys import VIRTUAL_STAGE
 
 
 def virtual_stage_of(node: ir.Node) -> int:
-    """Returns the virtual stage that a node belongs to; 0 where the model is not cut."""
+    """Returns the virtual stage that a node belongs to; 0 if the model is not cut into stages."""
     return int(node.metadata_props.get(VIRTUAL_STAGE, "0"))
 
 
 @dataclass(frozen=True)
 class Places:
-    """Where each node and output of a program runs: places are programs of virtual stages.
+    """The place of each node and output of a program; a place is a program of a virtual stage.
 
     Attributes:
-        virtual_stage: That of each place.
+        virtual_stage: The virtual stage of each place.
         nodes: The place of each node, by name.
         outputs: The place of each graph output, by name.
     """
@@ -29,11 +29,11 @@ class Places:
 
 
 ONE_PLACE = Places((0,), {}, {})
-"""The only place of a program that is not cut."""
+"""The only place of a program that is not cut into stages."""
 
 
 def with_added(places: Places, added: Mapping[str, str]) -> Places:
-    """Returns the places of a program with further nodes, each with the node beside it."""
+    """Returns the places with further nodes; `added` names the node whose place each one gets."""
     if not places.nodes:
         return places
     nodes = {name: places.nodes[beside] for name, beside in added.items()}
@@ -42,11 +42,11 @@ def with_added(places: Places, added: Mapping[str, str]) -> Places:
 
 @dataclass(frozen=True)
 class Copy:
-    """An initializer that stands for another one in a further stage.
+    """An initializer that is the copy of another one in a further stage.
 
     Attributes:
-        original: Name of that other one.
-        stage: The stage.
+        original: Name of the other one.
+        stage: The stage of the copy.
     """
 
     original: str

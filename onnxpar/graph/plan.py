@@ -1,7 +1,7 @@
 """A plan: the sharding of every operand of every node, and the algebra between rules and shardings.
 
-`shardings` goes from a choice of splits per factor to shardings of operands and results; `project`
-goes from the sharding of one operand back to splits per factor.
+`shardings` goes from the components of each sharded factor to the shardings of operands and
+results; `project` goes from the sharding of one operand back to the components of factors.
 """
 
 from collections.abc import Mapping
@@ -11,11 +11,22 @@ from types import MappingProxyType
 from onnxpar.core.errors import ShardingError
 from onnxpar.core.mesh import Atoms, Mesh
 from onnxpar.core.rule import ANY, REPLICATED, Operand, OpRule
-from onnxpar.core.sharding import REDUCTIONS, Component, DimSharding, Sharding, canonical_dim
+from onnxpar.core.sharding import (
+    REDUCTIONS,
+    Component,
+    DimSharding,
+    Sharding,
+    atoms_of,
+    canonical_dim,
+    is_even,
+)
 from onnxpar.core.symbols import Dim, SymbolTable, exact_div, symbols_of
 from onnxpar.graph.node_view import NodeView
 
 Factors = Mapping[str, DimSharding]
+"""The components of each sharded factor of a rule."""
+Carried = Mapping[int, tuple[Atoms, str]]
+"""For each operand that stays partial through a node, by index: its atoms and reduction."""
 
 
 @dataclass(frozen=True)
@@ -24,12 +35,12 @@ class NodePlan:
 
     Attributes:
         rule: The node's sharding rule.
-        factors: Components of each factor that is split; others are replicated.
+        factors: Components of each sharded factor; others are replicated.
         inputs: Sharding that each input must have (None: absent, or taken in its current layout).
-        outputs: Sharding in which each output is made.
+        outputs: Sharding in which each output is computed.
         reason: Empty, or why the node is replicated.
         pinned: Whether the user set it.
-        carried: For operands that stay partial: their atoms and reduction.
+        carried: The operands that stay partial.
     """
 
     rule: OpRule
@@ -38,21 +49,22 @@ class NodePlan:
     outputs: tuple[Sharding, ...]
     reason: str = ""
     pinned: bool = False
-    carried: Mapping[int, tuple[Atoms, str]] = field(default_factory=dict)
+    carried: Carried = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A plan for a whole model.
+    """A plan for a program.
 
     Attributes:
         mesh: The device mesh.
         nodes: Plan of each node, by node name.
         inputs: Sharding of each graph input.
         parameters: Sharding of each initializer.
-        outputs: Sharding in which each graph output leaves; never partial.
-        resharded: Sharding that the user asked an output of a node to have after it was made.
-        stages: Pipeline stage of each node, by name, where there are several: all have the same
+        outputs: Sharding of each graph output.
+        resharded: For some outputs of nodes, the sharding into which they are resharded after the
+            node.
+        stages: Pipeline stage of each node, by name, if there are several; all stages have the same
             mesh.
     """
 
@@ -66,14 +78,14 @@ class Plan:
 
 
 def varying(inputs: Mapping[str, Sharding], table: SymbolTable) -> dict[str, frozenset[int]]:
-    """Returns along which atoms each per-rank symbol has different values.
+    """Returns the atoms along which each per-rank symbol has different values.
 
-    Ranks that hold different parts of a graph input may be given different sizes of it; ranks that
-    hold the same part are given the same.
+    Ranks that hold different shards of a graph input may get different sizes of it; replicas get
+    the same size.
 
     Args:
         inputs: Sharding of each graph input.
-        table: What is known of the symbols.
+        table: The symbols and their constraints.
     """
     found: dict[str, frozenset[int]] = {}
     for sharding in inputs.values():
@@ -108,7 +120,7 @@ def _factor_sizes(rule: OpRule, view: NodeView) -> dict[str, Dim]:
                 f"{index}, but the operand has shape {shape}"
             )
         for size, names in zip(shape, operand.dims, strict=True):
-            # Operands that must agree may say it differently: a number tells more than a symbol.
+            # Dims that must be equal may have different expressions; a number is preferred.
             known = sizes.get(names[0]) if len(names) == 1 else 1
             if names and names[0] in rule.scaled:
                 known = None if operand is rule.outputs[0] or known is None else 1
@@ -124,12 +136,12 @@ def operand_sharding(
     sizes: Mapping[str, Dim],
     scaled: frozenset[str] = frozenset(),
 ) -> Sharding:
-    """Returns the split of one operand that a choice of splits per factor implies.
+    """Returns the sharding of one operand that follows from the components of the factors.
 
     Args:
         operand: The operand in the rule.
         shape: Its global shape.
-        factors: Components of each split factor.
+        factors: Components of each sharded factor.
         sizes: Size of each factor.
         scaled: The rule's scaled factors.
     """
@@ -138,10 +150,10 @@ def operand_sharding(
     dims: list[DimSharding] = []
     for size, names in zip(shape, operand.dims, strict=True):
         if names and names[0] in scaled:
-            dims.append((Component(size, _atoms(factors.get(names[0], ()))),))
+            dims.append((Component(size, atoms_of(factors.get(names[0], ()))),))
             continue
-        parts = [c for f in names for c in factors.get(f, (Component(sizes[f]),))]
-        dims.append(tuple(parts) if any(c.atoms for c in parts) else (Component(size),))
+        parts = tuple(c for f in names for c in factors.get(f, (Component(sizes[f]),)))
+        dims.append(parts if atoms_of(parts) else (Component(size),))
     return Sharding(tuple(dims))
 
 
@@ -151,35 +163,35 @@ def shardings(
     factors: Factors,
     mesh: Mesh,
     *,
-    carried: Mapping[int, tuple[Atoms, str]] | None = None,
+    carried: Carried | None = None,
     pinned: bool = False,
     reason: str = "",
 ) -> NodePlan:
-    """Returns the plan of a node from the splits of its factors.
+    """Returns the plan of a node from the components of its factors.
 
     Args:
         rule: The node's rule.
         view: The node.
-        factors: Components of each split factor.
+        factors: Components of each sharded factor.
         mesh: The mesh.
-        carried: For operands that stay partial: their atoms and reduction. The caller has checked
-            with `may_stay_partial`.
+        carried: The operands that stay partial; the caller has checked them with
+            `may_stay_partial`.
         pinned: Whether the user set it.
         reason: Why it is replicated, if it is.
 
     Raises:
-        ShardingError: A factor must be replicated or an atom is used twice.
+        ShardingError: A sharded factor must be replicated, an atom is used twice, or the outputs
+            would be partial over two reductions.
     """
     sizes = factor_sizes(rule, view)
-    # The operands of a scaled factor agree in atoms alone: a component of one is not one of
-    # another.
+    # The operands of a scaled factor have the atoms in common, but not the components.
     factors = {
-        name: (Component(sizes[name], _atoms(parts)),) if name in rule.scaled else parts
+        name: (Component(sizes[name], atoms_of(parts)),) if name in rule.scaled else parts
         for name, parts in factors.items()
     }
     used: list[int] = []
     for name, parts in factors.items():
-        atoms = [a for c in parts for a in c.atoms]
+        atoms = atoms_of(parts)
         if atoms and rule.kinds[name] == REPLICATED:
             raise ShardingError(
                 f"node {view.name!r}: its dim {name!r} must be replicated, got "
@@ -188,7 +200,7 @@ def shardings(
         used += atoms
     if len(set(used)) != len(used):
         twice = {a for a in used if used.count(a) > 1}
-        names = [n for n, parts in factors.items() if twice & set(_atoms(parts))]
+        names = [n for n, parts in factors.items() if twice & set(atoms_of(parts))]
         raise ShardingError(
             f"node {view.name!r}: expected mesh axes that each shard one of its dims, got "
             f"{mesh.describe(tuple(sorted(twice)))} for {' and '.join(names)}"
@@ -207,9 +219,7 @@ def shardings(
         held, reduction = carried.get(index, ((), "sum"))
         inputs.append(sharding.with_partial(held, reduction).canonical(mesh, table))
     reduced = {
-        name: tuple(a for c in parts for a in c.atoms)
-        for name, parts in factors.items()
-        if rule.kinds[name] in REDUCTIONS
+        name: atoms_of(parts) for name, parts in factors.items() if rule.kinds[name] in REDUCTIONS
     }
     reductions = {rule.kinds[name] for name, atoms in reduced.items() if atoms}
     reductions |= {kind for _, kind in carried.values()}
@@ -224,16 +234,18 @@ def shardings(
         shape = view.env.shapes.get(view.node.outputs[index].name or "", ())
         sharding = operand_sharding(operand, shape, factors, sizes, rule.scaled)
         has = {name for names in operand.dims for name in names}
-        pending = {a for name, atoms in reduced.items() if name not in has for a in atoms}
-        pending |= {a for held, _ in carried.values() for a in held}
-        partial = () if operand.mode else pending
+        partial = {a for name, atoms in reduced.items() if name not in has for a in atoms}
+        partial |= {a for held, _ in carried.values() for a in held}
+        if operand.mode:
+            partial = set()
         outputs.append(sharding.with_partial(partial, reduction).canonical(mesh, table))
-    kept = {f: parts for f, parts in factors.items() if any(c.atoms for c in parts)}
+    kept = {f: parts for f, parts in factors.items() if atoms_of(parts)}
     return NodePlan(rule, kept, tuple(inputs), tuple(outputs), reason, pinned, dict(carried))
 
 
-def _atoms(parts: DimSharding) -> Atoms:
-    return tuple(a for c in parts for a in c.atoms)
+def used_atoms(factors: Factors) -> set[int]:
+    """Returns the atoms that shard some factor."""
+    return {a for parts in factors.values() for a in atoms_of(parts)}
 
 
 def may_stay_partial(rule: OpRule, operands: frozenset[int], reduction: str) -> bool:
@@ -249,21 +261,21 @@ def project(
     table: SymbolTable,
     scaled: frozenset[str] = frozenset(),
 ) -> dict[str, DimSharding]:
-    """Returns the splits per factor that a sharding of one operand implies.
+    """Returns the components of factors that follow from the sharding of one operand.
 
-    Where a dim's components do not line up with its factors, the longest prefix of atoms that does
-    is kept, so the caller compares the result with the sharding to see what would be resharded. A
-    scaled factor takes the atoms of a dim that is one component.
+    Where the components of a dim do not line up with its factors, only the leading components that
+    do are kept, so a caller compares the result with the sharding to see what would be resharded. A
+    scaled factor gets the atoms of a dim that has one component.
     """
     factors: dict[str, DimSharding] = {}
     if operand.mode:
         return factors
     for dim, names in zip(sharding.dims, operand.dims, strict=True):
-        if not any(c.atoms for c in dim):
+        if not atoms_of(dim):
             continue
         if names and names[0] in scaled:
             if len(dim) == 1:
-                factors[names[0]] = (Component(sizes[names[0]], _atoms(dim)),)
+                factors[names[0]] = (Component(sizes[names[0]], dim[0].atoms),)
         elif len(names) == 1:
             factors[names[0]] = dim
         elif names:
@@ -274,6 +286,7 @@ def project(
 def _match(
     dim: DimSharding, names: list[tuple[str, Dim]], mesh: Mesh, table: SymbolTable
 ) -> dict[str, DimSharding]:
+    """Divides the components of a merged dim among its factors, as far as they line up."""
     found: dict[str, DimSharding] = {}
     parts = list(dim)
     for name, size in names:
@@ -284,30 +297,21 @@ def _match(
             if table.equal(part.size, left):
                 taken.append(parts.pop(0))
                 left = 1
-                break
-            inside = exact_div(left, part.size)
-            if inside is not None:
+            elif (inside := exact_div(left, part.size)) is not None:
                 taken.append(parts.pop(0))
                 left = inside
-                continue
-            beyond = exact_div(part.size, left)
-            if beyond is None:
-                return _closed(found, name, taken, left)
-            if part.atoms and not table.divisible(left, mesh.count(part.atoms)):
-                return _closed(found, name, taken, left)
-            taken.append(Component(left, part.atoms))
-            parts[0] = Component(beyond)
-            left = 1
+            elif (beyond := exact_div(part.size, left)) is not None and is_even(
+                Component(left, part.atoms), mesh, table
+            ):
+                taken.append(Component(left, part.atoms))
+                parts[0] = Component(beyond)
+                left = 1
+            else:
+                break
         if left != 1:
-            return _closed(found, name, taken, left)
-        if any(c.atoms for c in taken):
+            if atoms_of(taken):
+                found[name] = (*taken, Component(left))
+            return found
+        if atoms_of(taken):
             found[name] = canonical_dim(tuple(taken), mesh, table)
-    return found
-
-
-def _closed(
-    found: dict[str, DimSharding], name: str, taken: list[Component], left: Dim
-) -> dict[str, DimSharding]:
-    if any(c.atoms for c in taken):
-        found[name] = (*taken, Component(left)) if left != 1 else tuple(taken)
     return found

@@ -1,4 +1,4 @@
-"""What the user fixed before propagation, resolved to the mesh and the nodes of one model."""
+"""The part of a plan that the user fixed, in terms of the mesh and the nodes of one model."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,11 +14,12 @@ class NodeSeed:
 
     Attributes:
         node: Name of the node.
-        factors: Components of each factor of its rule that is split; all others are replicated.
-        out: For each output, the sharding to bring it into after it is made; None: as it is made.
-        where: Where the user said so, `file:line`, for messages.
+        factors: Components of each sharded factor of its rule; all others are replicated.
+        out: For each output, the sharding into which it is resharded after the node; None: it stays
+            as the node computes it.
+        where: Where the user gave the strategy, `file:line`, for messages.
         carried: For operands that stay partial: their atoms and reduction.
-        pinned: Whether it is the user's word; else it is what followed from the user's word before.
+        pinned: Whether the user gave it; else it followed from what the user gave before.
     """
 
     node: str
@@ -31,21 +32,21 @@ class NodeSeed:
 
 @dataclass(frozen=True)
 class Seeds:
-    """What the user fixed.
+    """The part of a plan that the user fixed.
 
     Attributes:
         mesh: The device mesh, fine enough for every strategy.
         nodes: Strategies of nodes, by node name.
-        inputs: Sharding of graph inputs, by name; those not named are whole.
-        parameters: Sharding of initializers, by name; those not named follow their users.
-        parameter_axes: Runs of atoms that split parameters and what follows from them (tensor
+        inputs: Sharding of graph inputs, by name; others are replicated.
+        parameters: Sharding of initializers, by name; others get what their readers need.
+        parameter_axes: Runs of atoms that shard parameters and what follows from them (tensor
             parallelism), never the batch.
-        outputs: Sharding in which graph outputs leave, by name, which may be partial. Those not
-            named leave as they are made, reduced.
-        plans: Plans of nodes that another program of the same model was given, by node name; kept
-            where the node has the same rule here.
+        outputs: Sharding of graph outputs, by name; it may be partial. Others have the sharding in
+            which they are computed, reduced.
+        plans: Plans of nodes of another program of the same model, by node name; a plan is kept if
+            the node has the same rule here.
         rest: What happens to nodes without a strategy: "propagate" or "replicate".
-        held: Graph inputs whose layout is the user's word: they enter in no other.
+        held: Graph inputs whose layout the user fixed, so that propagation does not change it.
     """
 
     mesh: Mesh

@@ -1,7 +1,7 @@
-"""Shapes and dtypes of every value as expressions in the input symbols, and known integer contents.
+"""The shape of every value as expressions in the input symbols, and known integer contents.
 
-The inference itself is `onnx-shape-inference`'s with the corrections of `onnxpar.ops.inference`;
-this module reads its results into `Dim`s, for `onnxpar.graph.node_view` and all later rooms.
+Shapes are inferred by `onnx-shape-inference` with the corrections of `onnxpar.ops.inference`; this
+module converts the results to `Dim`s, for `onnxpar.graph.node_view` and all later rooms.
 """
 
 import json
@@ -19,13 +19,13 @@ from onnxpar.core.symbols.expressions import fraction
 
 @dataclass(frozen=True)
 class ShapeEnv:
-    """What is known of each value, by name.
+    """Shapes and contents of values, by name.
 
     Attributes:
         shapes: Global shape of each value whose rank is known.
         contents: For small integer values whose elements are known expressions: those elements,
             flattened.
-        table: What is known of the symbols.
+        table: The symbols and their constraints.
     """
 
     shapes: Mapping[str, tuple[Dim, ...]]
@@ -46,7 +46,7 @@ def shapes(model: ir.Model, table: SymbolTable) -> ShapeEnv:
 
 
 def read_shapes(values: Iterable[ir.Value], table: SymbolTable) -> ShapeEnv:
-    """Reads what inference found out of some values."""
+    """Returns the shapes and contents that inference found for some values."""
     found: dict[str, tuple[Dim, ...]] = {}
     contents: dict[str, tuple[Dim, ...]] = {}
     for value in values:
@@ -74,7 +74,7 @@ def read_shapes(values: Iterable[ir.Value], table: SymbolTable) -> ShapeEnv:
 
 
 def _proved(size: Dim, table: SymbolTable) -> Dim:
-    """A size without ends of slices that constraints show to lie inside, and quotients computed."""
+    """A size simplified by the constraints if it has min, max or a floor divided by a symbol."""
     if isinstance(size, int):
         return size
     if not size.has(sympy.Min, sympy.Max) and not any(_by_size(f) for f in size.atoms(sympy.floor)):
@@ -90,7 +90,7 @@ _INTEGERS = (ir.DataType.INT64, ir.DataType.INT32)
 
 
 def body_env(graph: ir.Graph, outer: ShapeEnv) -> ShapeEnv:
-    """Returns what is known of a body's values, and of those around it."""
+    """Returns the shapes and contents of the values of a body and of those around it."""
     inner = read_shapes([*graph.inputs, *(v for n in graph for v in n.outputs)], outer.table)
     return ShapeEnv(
         ChainMap(dict(inner.shapes), dict(outer.shapes)),

@@ -1,4 +1,4 @@
-"""Invalid models: what ONNX's own checker says of a model that could not be worked on."""
+"""Invalid models: the verdict of ONNX's checker on a model that could not be processed."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,15 +13,15 @@ from onnxpar.core.errors import ModelError, OnnxparError
 def blamed_on_model(path: Path) -> Iterator[None]:
     """Turns an exception that an invalid model caused into a `ModelError`.
 
-    The checker is asked only after the fact: it reads the whole file once more, and it refuses
-    models that run, such as those that do not import the opset of a custom domain.
+    The checker runs only after an exception: it reads the file again, and it refuses some models
+    that run, such as those that do not import the opset of a custom domain.
 
     Args:
-        path: The model that the block works on.
+        path: The model that the block processes.
 
     Raises:
-        ModelError: The block raised something that is not ours, and ONNX's checker or its shape
-            inference refuses the model.
+        ModelError: The block raised an exception other than `OnnxparError`, and ONNX's checker or
+            its shape inference refuses the model.
     """
     try:
         yield

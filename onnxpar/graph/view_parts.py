@@ -1,9 +1,9 @@
-"""Which parts of a dim views tell apart: a projection's columns are really (heads, size).
+"""The parts of a dim that views separate: the columns of a projection may be (heads, size).
 
-Walks the graph backwards. Where a Reshape splits a dim into (heads, size), or a Split takes it
-apart into (3, width), every value before it up to the weight has that structure too, so that a
-split of the weight can be chosen which the later views keep. The other way round, rows are really
-(batch, positions) behind the view that merged them (`merged`).
+Walks the graph backwards. If a Reshape splits a dim into (heads, size), or a Split into (3, width),
+then every value before it, up to the weight, has these parts too. So a sharding of the weight can
+be chosen that the later views keep. In the other direction, rows after a view that merged them are
+(batch, positions); see `merged`.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,7 +19,7 @@ from onnxpar.graph.plan import factor_sizes
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a dim: its size, and whether the operators that use it let it be split."""
+    """A part of a dim: its size, and whether the operators that use it allow sharding it."""
 
     size: Dim
     splittable: bool = True
@@ -64,10 +64,10 @@ def merged(
     table: SymbolTable,
     found: Mapping[str, tuple[Parts, ...]],
 ) -> dict[str, tuple[Parts, ...]]:
-    """Returns `structure`, with the parts that symbolic dims were merged of where it has one part.
+    """Returns `structure`, and for undivided symbolic dims the parts from which they were merged.
 
-    A split of the leading part stays where it is through the view whatever the sizes are; one of
-    the merged dim does so only where it is proved to divide that part.
+    A view keeps a sharding of the leading part at all sizes. It keeps a sharding of the merged dim
+    only if the number of shards is proved to divide that part.
     """
     finer = dict(found)
     for node in nodes:
@@ -98,7 +98,7 @@ def _of_factors(
     found: Mapping[str, tuple[Parts, ...]],
     table: SymbolTable,
 ) -> dict[str, Parts]:
-    """The parts of each factor, from those of the operands given: what is read, or what is made."""
+    """The parts of each factor, from those of the given operands (the inputs, or the outputs)."""
     sizes = factor_sizes(rule, view)
     factors: dict[str, Parts] = {}
     for operand, value in operands:
@@ -106,7 +106,7 @@ def _of_factors(
         if dims is None or operand.mode:
             continue
         for names, parts in zip(operand.dims, dims, strict=True):
-            for name, mine in _cut(names, parts, sizes, table).items():
+            for name, mine in _divide_parts(names, parts, sizes, table).items():
                 factors[name] = _finer(factors.get(name, ()), mine)
     for name in rule.factors:
         if rule.kinds[name] == REPLICATED:
@@ -116,10 +116,10 @@ def _of_factors(
     return factors
 
 
-def _cut(
+def _divide_parts(
     names: tuple[str, ...], parts: Parts, sizes: Mapping[str, Dim], table: SymbolTable
 ) -> dict[str, Parts]:
-    """Gives each factor of a merged dim its share of the dim's parts, where they line up."""
+    """Divides the parts of a merged dim among its factors, as far as they line up."""
     if len(names) == 1:
         return {names[0]: parts}
     factors: dict[str, Parts] = {}
