@@ -29,7 +29,9 @@ from onnxpar.frontend.load import normalise
 from onnxpar.report.inspect_data import directory_data
 from onnxpar.search.decide import search
 from onnxpar.search.find_plan import LEVELS
+from onnxpar.search.rival_plans import Pricing
 from onnxpar.search.workload import Workload
+from onnxpar.stages.stage_price import PipelineSplit
 from onnxpar.strategy import NodeEntry, Strategy, resolve, resolved
 from onnxpar.strategy.call_layouts import (
     Given,
@@ -418,8 +420,9 @@ class Sharded:
         seeds = left_as_given(seeds, program.rules, gates.outputs, sliced=any(given.sliced))
         entry = strategy.search
         workload = Workload.inference(program)
-        peak = workload.peak(load_machine(entry.machine), entry.sizes)
-        found = search(strategy, workload, seeds, peak=peak)
+        undivided = PipelineSplit(stages=1, micro_batches=1)
+        pricing = Pricing(workload, load_machine(entry.machine), entry.sizes, undivided)
+        found = search(strategy, workload, seeds, peak=pricing.peak)
         divided = divide(program, found.seeds)
         report = directory_data((divided,))
         write(

@@ -13,7 +13,7 @@ from onnxpar.graph.validity import blamed_on_model
 from onnxpar.parameters.recognise import read_parameters
 from onnxpar.report.found_strategy import FoundStrategy
 from onnxpar.search.decide import decide
-from onnxpar.search.find_plan import Told
+from onnxpar.search.find_plan import OnProgress, silent
 from onnxpar.search.rival_plans import Pricing
 from onnxpar.search.workload import Workload
 from onnxpar.stages.stage_price import PipelineSplit
@@ -30,7 +30,7 @@ def plan_strategy(
     training: TrainingSpec | None = None,
     stages: Sequence[int] | None = None,
     micro_batches: int | None = None,
-    told: Told = lambda stage, number, count: None,
+    progress: OnProgress = silent,
 ) -> FoundStrategy:
     """Searches for a strategy and compares it with the plain ones.
 
@@ -44,21 +44,23 @@ def plan_strategy(
         training: Plan the program that trains the model, instead of the model.
         stages: Numbers of pipeline stages to try, as in `decide`.
         micro_batches: Micro-batches of a step of training, as in `decide`.
-        told: As in `decide`.
+        progress: As in `decide`.
 
     Raises:
         OnnxparError: The model or the strategy is wrong, or nothing fits into a device's memory.
     """
     strategy = replace(strategy, symbols={**strategy.symbols, **(symbols or {})})
-    told("reading the model", 0, 0)
+    progress("reading the model", 0, 0)
     with blamed_on_model(Path(model)):
         workload = read_workload(model, strategy.symbols, training, strategy.optimizer_parallel)
-    decision = decide(strategy, workload, stages=stages, micro_batches=micro_batches, told=told)
+    decision = decide(
+        strategy, workload, stages=stages, micro_batches=micro_batches, progress=progress
+    )
     machine, ways = load_machine(strategy.search.machine), decision.ways
     if not decision.free:
         split = PipelineSplit(1, ways[0].micro_batches)
         pricing = Pricing(workload, machine, strategy.search.sizes, split)
-        ways += tuple(way for _, way, _ in pricing.presets(strategy, told))
+        ways += tuple(way for _, way, _ in pricing.presets(strategy, progress))
     return FoundStrategy(
         decision.found,
         decision.plan,

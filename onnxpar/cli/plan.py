@@ -32,7 +32,7 @@ from onnxpar.emit import check_file, new_file
 from onnxpar.frontend.load import read
 from onnxpar.graph.validity import blamed_on_model
 from onnxpar.report.found_strategy import REPLICATED, FoundStrategy, bytes_text, seconds_text
-from onnxpar.search.find_plan import Told
+from onnxpar.search.find_plan import OnProgress
 from onnxpar.search.rival_plans import Way
 from onnxpar.strategy import Strategy, strategy_for
 from onnxpar.strategy.presets import AUTO
@@ -111,7 +111,7 @@ def command(
     except ValueError as error:
         raise StrategyError(f"--memory: {error}") from None
     entry = _entry(wanted, search, sizes)
-    with _progress() as told, _uncollected():
+    with _progress() as progress, _uncollected():
         planned = plan_strategy(
             model,
             replace(wanted, search=entry),
@@ -119,7 +119,7 @@ def command(
             training=None if training.loss is None else training.spec(training.loss, OPTIMIZER),
             stages=_stages(stages, wanted),
             micro_batches=micro_batches,
-            told=told,
+            progress=progress,
         )
     with new_file(out) as file:
         file.write_text(write_strategy(planned.data, planned.summary(entry)), encoding="utf-8")
@@ -151,7 +151,7 @@ def _uncollected() -> Iterator[None]:
 
 
 @contextmanager
-def _progress() -> Iterator[Told]:
+def _progress() -> Iterator[OnProgress]:
     """A bar on a terminal, which is cleared at the end; nothing elsewhere."""
     console = Console(stderr=True, highlight=False)
     columns = (
@@ -164,12 +164,12 @@ def _progress() -> Iterator[Told]:
     with shown:
         task = shown.add_task("", total=None)
 
-        def told(stage: str, number: int, count: int) -> None:
+        def show(stage: str, number: int, count: int) -> None:
             # What has begun is not done.
             done = max(number - 1, 0)
             shown.update(task, description=escape(stage), completed=done, total=count or None)
 
-        yield told
+        yield show
 
 
 def _again(training: TrainingOptions) -> str:

@@ -1,7 +1,7 @@
-"""From a strategy to what is sharded by it: what the user fixed, and what a search adds.
+"""From a strategy that searches to one that does not: the search adds what the user left open.
 
-Whoever carries a strategy out goes through `settled`; `onnxpar plan` shows the same `Decision`, and
-writes what it says. So a strategy that searches is the same by a file and without one.
+All commands that carry out a strategy call `settled`. `onnxpar plan` shows the same `Decision` and
+writes it to a file, so a strategy that searches gives the same result with such a file or without.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,7 +16,15 @@ from onnxpar.core.name_patterns import check_symbol_sizes
 from onnxpar.core.symbols import Symbol, SymbolTable
 from onnxpar.graph.plan import Plan
 from onnxpar.graph.seeds import Seeds
-from onnxpar.search.find_plan import UNLIMITED, Candidate, Found, SearchSpec, Told, find
+from onnxpar.search.find_plan import (
+    UNLIMITED,
+    Candidate,
+    Found,
+    OnProgress,
+    SearchSpec,
+    find,
+    silent,
+)
 from onnxpar.search.rival_plans import SLOWDOWN, Objective, Pricing, Way
 from onnxpar.search.workload import Workload
 from onnxpar.stages.assign_stages import assigned
@@ -27,26 +35,26 @@ from onnxpar.strategy.save import strategy_data
 from onnxpar.strategy.schema import SEARCH, Strategy
 
 MICRO_BATCHES = 8
-"""Micro-batches of a step where stages are compared and nobody says how many."""
+"""Micro-batches of a step if numbers of stages are compared and the user gives no number."""
 
 _TRIES = 4
 """Searches with a limit, after the first without one."""
 _FASTEST = 2
-"""The level that seeks speed."""
+"""The level that minimises time."""
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What a strategy that searches comes to.
+    """The result of a strategy that searches.
 
     Attributes:
-        found: The search's result, or the preset that it did not better.
-        plan: The plan of the whole program that follows from it.
-        ways: That plan, then those found for other numbers of stages, then the presets if they were
-            rivals: if nothing is fixed that they would not keep.
-        objective: What made it the best.
-        data: The content of a strategy file that says the plan.
-        free: Whether presets were rivals.
+        found: The result of the search, or the preset that was better.
+        plan: The plan of the complete program that follows from it.
+        ways: That plan, then the plans found for other numbers of stages, then the presets, if the
+            plan was compared with them.
+        objective: The objective by which it is the best.
+        data: The content of a strategy file for the plan.
+        free: Whether the plan was compared with presets: they would keep everything that is fixed.
     """
 
     found: Found
@@ -58,20 +66,20 @@ class Decision:
 
 
 def settled(strategy: Strategy, workload: Workload, symbols: Mapping[str, Symbol]) -> Strategy:
-    """Returns a strategy that searches for nothing: of one that searches, what was decided.
+    """Returns a strategy that leaves nothing to a search; runs the search if necessary.
 
     Args:
         strategy: The strategy.
-        workload: What is sharded, not split into stages.
-        symbols: Constraints on symbols, the strategy's included.
+        workload: The program that is sharded, before it is split into stages.
+        symbols: Constraints on symbols, including those of the strategy.
 
     Raises:
         StrategyError: An entry does not fit the model.
-        ShardingError: Nothing fits into the memory of a device.
+        ShardingError: No plan fits into the memory of a device.
         MachineError: There is no such machine, or its file is malformed.
     """
     if strategy.rest != SEARCH:
-        # They also say where a pipeline is cut.
+        # The sizes are also used to choose stage boundaries.
         _check_sizes(strategy, workload)
         return strategy
     data = decide(replace(strategy, symbols=symbols), workload).data
@@ -94,22 +102,21 @@ def decide(
     *,
     stages: Sequence[int] | None = None,
     micro_batches: int | None = None,
-    told: Told = lambda stage, number, count: None,
+    progress: OnProgress = silent,
 ) -> Decision:
-    """Searches for what a strategy leaves open, and compares what is found with the presets.
+    """Searches for what a strategy leaves open, and compares the result with the presets.
 
-    A preset is taken where it is better by the objective and nothing is fixed that it would not
-    keep; also where no plan that the search finds fits into the memory.
+    Presets are considered if they would keep everything that is fixed. One is taken if it is better
+    by the objective, or if no plan that the search finds fits into the memory.
 
     Args:
         strategy: The strategy, whose `rest` is "search".
-        workload: What is sharded, not split into stages.
+        workload: The program that is sharded, before it is split into stages.
         stages: Numbers of pipeline stages to try, all of which divide the devices; by default the
             strategy's.
-        micro_batches: Micro-batches of a step of training; by default what the strategy says, or 1
-            without stages, else `MICRO_BATCHES`. A forward program runs once, whatever is said.
-        told: Called with the name of each stage as it begins, and that it is number n of m
-            candidates; 0 of 0 where there are none to count.
+        micro_batches: Micro-batches of a step of training; by default the strategy's, or 1 without
+            stages, else `MICRO_BATCHES`. It does not matter for a forward program.
+        progress: Called as each step of the search begins.
 
     Raises:
         OnnxparError: As `settled`.
@@ -128,11 +135,11 @@ def decide(
         for count in counts
     ]
     for count, pricing in zip(counts, pricings, strict=True):
-        told("searching" if counts == [1] else f"searching, stages: {count}", 0, 0)
+        progress("searching" if counts == [1] else f"searching, stages: {count}", 0, 0)
         one = replace(strategy, devices=strategy.world // count, pipeline=None)
         try:
             seeds = resolve(one, workload.program)
-            found = search(one, workload, seeds, told, runs, pricing.peak)
+            found = search(one, workload, seeds, progress, runs, pricing.peak)
             plan, way = pricing(found.seeds)
         except OnnxparError as error:
             if len(counts) == 1 and not isinstance(error, ShardingError):
@@ -144,9 +151,9 @@ def decide(
     plain: list[tuple[str, Way, Plan, Pricing]] = []
     shown: list[Way] = []
     for pricing in pricings if free else ():
-        # A stage of one device has nothing to divide: what is found is the only plan.
+        # A stage of one device has nothing to shard: there is only one plan.
         if pricing.split.stages == 1 or pricing.split.stages < strategy.world:
-            for name, way, seen in pricing.presets(strategy, told):
+            for name, way, seen in pricing.presets(strategy, progress):
                 shown.append(way)
                 plain += [(name, way, seen, pricing)] if seen is not None else []
     objective = Objective.among((*(way for way, _, _ in tried), *shown), entry.level, limit)
@@ -156,7 +163,7 @@ def decide(
     for name, rival, seen, pricing in sorted(plain, key=lambda item: rank(item[1])):
         if not rival.fits(limit) or (tried and rank(tried[0][0]) <= rank(rival)):
             break
-        # What is written down is what each node has; what follows from that may be another plan.
+        # A strategy file has the sharding of each node; another plan may follow from that.
         seeds = workload.pinned(seen)
         plan = workload.plan(seeds)
         way = pricing.way(name, plan)
@@ -188,25 +195,23 @@ def _nothing_fits(
     rivals: Sequence[tuple[str, Way, Plan, Pricing]],
     table: SymbolTable,
 ) -> str:
-    """The message where there is no plan: why not, what the presets would need, what may help."""
-    told = [way.reason for way in refused]
-    if len(refused) > 1:
-        told = [f"{way.name}: {way.reason}" for way in refused]
+    """The message if there is no plan: why not, what the presets would need, what may help."""
+    texts = [f"{way.name}: {way.reason}" if refused[1:] else way.reason for way in refused]
     if rivals:
         least = min((way for _, way, _, _ in rivals), key=lambda way: way.peak)
-        told.append(f"the preset that needs least memory is {least.name}, with {least.peak} bytes")
+        texts.append(f"the preset that needs least memory is {least.name}, with {least.peak} bytes")
         divisors = _unproved((plan for _, _, plan, _ in rivals), table)
         if divisors:
             said = " ".join(f"--symbol {name}:divisor={n}" for name, n in divisors.items())
-            told.append(
+            texts.append(
                 "sizes that may not divide evenly are padded or gathered; if they always divide, "
                 f"{said} may save that memory"
             )
-    return "; ".join(told)
+    return "; ".join(texts)
 
 
 def _unproved(plans: Iterable[Plan], table: SymbolTable) -> dict[str, int]:
-    """The divisors of symbols by which all splits of plans would be even, where not known."""
+    """The divisors of symbols, not known so far, with which all dims would divide evenly."""
     found: dict[str, int] = {}
     for plan in plans:
         shardings = (s for node in plan.nodes.values() for s in (*node.inputs, *node.outputs))
@@ -219,7 +224,7 @@ def _unproved(plans: Iterable[Plan], table: SymbolTable) -> dict[str, int]:
 
 
 def _is_free(strategy: Strategy) -> bool:
-    """Whether nothing is fixed that a preset would not keep."""
+    """Whether presets would keep everything that is fixed."""
     fixed = strategy.annotation or strategy.axes or strategy.nodes or strategy.parameters
     return not fixed and strategy.dataset == SEARCH
 
@@ -259,16 +264,21 @@ def search(
     strategy: Strategy,
     workload: Workload,
     seeds: Seeds,
-    told: Told | None = None,
+    progress: OnProgress = silent,
     micro_batches: int = 1,
     peak: Callable[[Seeds], int] | None = None,
 ) -> Found:
-    """Searches for what a strategy leaves open; presets are no part of it.
+    """Searches for what a strategy leaves open; presets are not considered.
 
-    `told` is as in `find`. Of a plan that was written down, what the user spoke of is kept and what
-    followed is open. The limit on memory holds for `peak`, the bytes of a device at the peak of the
-    plan that follows from seeds; by default for the search's own count, a sum over nodes that knows
-    no lifetimes.
+    Args:
+        strategy: The strategy.
+        workload: The program that is sharded.
+        seeds: What is fixed. Entries of nodes that are not pinned are left to the search.
+        progress: As in `find`.
+        micro_batches: Micro-batches of a step of training.
+        peak: Returns the bytes of a device at the peak of the plan that follows from seeds, for
+            which the limit on memory holds. None: the limit holds for the search's own estimate, a
+            sum over nodes that ignores lifetimes.
     """
     seeds = replace(seeds, nodes={n: seed for n, seed in seeds.nodes.items() if seed.pinned})
     entry = strategy.search
@@ -293,7 +303,7 @@ def search(
             named=bool(strategy.axes),
             free_inputs=strategy.dataset == SEARCH,
             trained=list(workload.gradients),
-            told=told,
+            progress=progress,
         )
         timed |= found.timed
         return found
@@ -301,7 +311,7 @@ def search(
     found = run(spec) if peak is None else _within(spec, run, peak)
     if spec.weights.memory_first:
         found = _in_time(spec, run, found, peak)
-    # A search that was stopped may have led to the limit of the one that is taken.
+    # The limit of the search that is taken may follow from one that was stopped.
     return replace(found, timed=timed)
 
 
@@ -310,11 +320,11 @@ def _within(
 ) -> Found:
     """Returns the best plan found whose peak is within the limit.
 
-    The search limits a sum over nodes. How much of it is there at the same time is only known of a
-    whole plan; so its limit is moved between one that is too much and one that fits.
+    The search limits a sum over nodes. The peak is known only for a complete plan. So the limit of
+    the search is moved between one that is too high and one that fits.
 
     Raises:
-        ShardingError: The least that was found is more than the limit.
+        ShardingError: The smallest peak found is above the limit.
     """
     found = run(replace(spec, memory=UNLIMITED))
     most = peak(found.seeds)
@@ -358,10 +368,11 @@ def _in_time(
 ) -> Found:
     """Returns the plan of least memory that takes at most `SLOWDOWN` times as long as the fastest.
 
-    The last bytes are dear: beyond that, the fastest plans under limits between the two are tried.
-    The limit on memory comes first: where nothing that fits is as fast, `found` stays.
+    The last bytes cost much time. If `found` is slower, the fastest plans under limits between the
+    two are tried. The limit on memory comes first: if no plan that fits is fast enough, `found` is
+    returned.
     """
-    # What is sought lies anywhere between two plans: to prove how good each is would be useless.
+    # Proofs of how good these plans are would be useless.
     fast = replace(spec, level=_FASTEST, integer=False)
     fastest = run(replace(fast, memory=UNLIMITED))
     slowest = SLOWDOWN * fastest.chosen.seconds
@@ -390,11 +401,11 @@ def _in_time(
 
 
 def pipeline_data(staged: StagedPrice, micro_batches: int | None) -> dict[str, Any]:
-    """Returns the section `pipeline` of a strategy file that cuts a model so.
+    """Returns the section `pipeline` of a strategy file with the same stages.
 
     Args:
-        staged: How it is cut.
-        micro_batches: Of a step, where that is said.
+        staged: The stages.
+        micro_batches: Micro-batches of a step, if the file gives them.
     """
     split = staged.split
     data: dict[str, Any] = {"stages": split.stages, "schedule": split.schedule}

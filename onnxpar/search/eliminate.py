@@ -1,11 +1,11 @@
 """Exact minimum of a sum of tables, by eliminating one variable after another.
 
-Eliminating a variable adds up the tables that it stands in and keeps, for every choice of its
-neighbours, the least (dynamic programming; Bertelè & Brioschi 1972, Dechter 1999). The work is
-exponential in the width of the graph only, which for a chain of layers is small however long the
-chain, and linear in the number of variables. What is eliminated again in the next layer, with equal
-tables, is looked up. Where variables are left whose tables would be large, their options are first
-thinned out by bounds (`lower_bound`).
+Eliminating a variable adds up its tables and keeps the least entry for every choice of its
+neighbours (dynamic programming; Bertelè & Brioschi 1972, Dechter 1999). The work is linear in the
+number of variables and exponential only in the width of the graph, which is small for a chain of
+layers, however long. If the next layer has equal tables, the results are looked up. If the tables
+of the remaining variables would be large, bounds first exclude some of their options
+(`lower_bound`).
 """
 
 import heapq
@@ -23,11 +23,11 @@ from onnxpar.search.prune import alive
 MAX_ENTRIES = 1 << 25
 """Entries of the largest table that an elimination may make (256 MiB)."""
 EASY_ENTRIES = 1 << 18
-"""Tables up to so many entries are made before options are excluded by bounds."""
+"""Tables with up to this number of entries are made before bounds exclude options."""
 _STEP = 8
-"""By so much larger tables are made where bounds exclude few options."""
+"""The factor by which larger tables are allowed if bounds exclude few options."""
 FEW_OPTIONS = 8
-"""Where no variable has more, looking for dead options takes longer than eliminating them."""
+"""If no variable has more options, looking for dead options takes longer than eliminating them."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Least:
 
     Attributes:
         choice: The option of each variable.
-        slack: How much less another choice might cost; 0 where this one is the least.
+        slack: How much less another choice may cost; 0 if this one is proved to be the least.
     """
 
     choice: tuple[int, ...]
@@ -48,7 +48,7 @@ def solve(problem: Problem, weight: float = 0.0) -> Least:
 
     Args:
         problem: The problem.
-        weight: Seconds that a byte of memory is worth.
+        weight: The price of a byte of memory, in seconds.
     """
     everything = [np.arange(len(v.cost)) for v in problem.variables]
     few = all(len(options) <= FEW_OPTIONS for options in everything)
@@ -57,16 +57,16 @@ def solve(problem: Problem, weight: float = 0.0) -> Least:
         (v.cost + weight * v.memory if weight else v.cost)[k]
         for v, k in zip(problem.variables, kept, strict=True)
     ]
-    cut: dict[tuple[object, ...], Table] = {}
+    thinned: dict[tuple[object, ...], Table] = {}
     terms: list[Scoped] = []
     for term in problem.terms:
         if all(len(kept[v]) == n for v, n in zip(term.scope, term.table.shape, strict=True)):
             terms.append((term.scope, term.table))
             continue
         key = (id(term.table), *(kept[v].tobytes() for v in term.scope))
-        if key not in cut:
-            cut[key] = term.table[np.ix_(*(kept[v] for v in term.scope))]
-        terms.append((term.scope, cut[key]))
+        if key not in thinned:
+            thinned[key] = term.table[np.ix_(*(kept[v] for v in term.scope))]
+        terms.append((term.scope, thinned[key]))
     found = minimise(units, terms)
     choice = tuple(int(k[c]) for k, c in zip(kept, found.choice, strict=True))
     return Least(choice, found.slack)
@@ -89,7 +89,7 @@ def minimise(units: Sequence[Table], terms: Sequence[Scoped]) -> Least:
             graph.decide(seen)
             break
         graph.restrict(seen)
-        # The more is eliminated, the tighter bounds are, long before everything can be.
+        # The more variables are eliminated, the tighter the bounds.
         if not thinned:
             most = min(most * _STEP, MAX_ENTRIES)
         graph.eliminate(most)
@@ -108,10 +108,10 @@ class _Step:
 
 @dataclass
 class _Graph:
-    """What is left of a sum while its variables are eliminated.
+    """A sum while its variables are eliminated.
 
     Attributes:
-        units: What the options of each variable cost.
+        units: The cost of each option of each variable.
         left: The variables that are left.
     """
 
@@ -119,17 +119,17 @@ class _Graph:
     left: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        """Variables with one option are no variables."""
+        """Leaves out variables with one option."""
         self.width = [len(u) for u in self.units]
         self.left = {v for v, n in enumerate(self.width) if n > 1}
-        # Options by their first numbers, where some were excluded.
+        # The original numbers of the options, for variables of which some were excluded.
         self.options: dict[int, NDArray[np.intp]] = {}
         self.tables: dict[int, tuple[tuple[int, ...], Table, int]] = {}
         self.holds: list[set[int]] = [set() for _ in self.units]
         self.neighbours: list[set[int]] = [set() for _ in self.units]
         self.steps: list[_Step] = []
         self.number = 0
-        # Equal tables have one number, and what was made of them is made once.
+        # Equal tables have one number, so that the same elimination is done only once.
         self.numbers: dict[object, int] = {}
         self.shaped: dict[int, Table] = {}
         self.made: dict[tuple[object, ...], tuple[NDArray[np.intp], Table, int]] = {}
@@ -146,7 +146,7 @@ class _Graph:
         self.add(free, table, self.numbers.setdefault(("table", id(table)), len(self.numbers)))
 
     def add(self, scope: tuple[int, ...], table: Table, key: int) -> None:
-        """Adds a table over variables of several options; tables of one key are equal."""
+        """Adds a table over variables with several options; tables with one key are equal."""
         if len(scope) == 1:
             self.units[scope[0]] = self.units[scope[0]] + table
             return
@@ -158,11 +158,11 @@ class _Graph:
         self.number += 1
 
     def size(self, v: int) -> float:
-        """The entries of the table that eliminating a variable makes on the way."""
+        """The number of entries of the sum that eliminating a variable computes."""
         return prod(map(float, (self.width[v], *(self.width[n] for n in self.neighbours[v]))))
 
     def fill(self, v: int) -> tuple[float, float]:
-        """The entries of the pairs of neighbours that would newly meet, then those of the table."""
+        """The entries of the pairs of neighbours that would be joined, then those of the sum."""
         around = sorted(self.neighbours[v]) if len(self.neighbours[v]) > 1 else []
         new = 0.0
         for i, a in enumerate(around):
@@ -173,9 +173,9 @@ class _Graph:
         return new, self.size(v)
 
     def eliminate(self, most: int) -> None:
-        """Eliminates variables, those first that join few, up to tables of `most` entries."""
-        # One that is too large now may become smaller with its neighbours; until then nobody asks
-        # for the pairs that it would join, of which a value that every layer reads has many.
+        """Eliminates variables that join few pairs first, with tables of up to `most` entries."""
+        # A variable that is too large now may become smaller later. Until then its pairs are not
+        # counted, because a value that every layer reads has many.
         easy = (v for v in sorted(self.left) if self.size(v) <= most)
         price = {v: self.fill(v) for v in easy}
         queue = [(*price[v], v) for v in price]
@@ -185,7 +185,7 @@ class _Graph:
             if v not in self.left or price.get(v) != tuple(priced):
                 continue
             scope = self.remove(v)
-            # Those further away have fewer pairs to join at most; their old price will do.
+            # Variables further away can only have fewer pairs to join; their old price is kept.
             for n in scope:
                 if self.size(n) > most:
                     price.pop(n, None)
@@ -230,20 +230,20 @@ class _Graph:
         return scope
 
     def core(self) -> tuple[list[Table], list[Scoped]]:
-        """What is left, its variables numbered anew in ascending order."""
+        """The units and tables that are left, with variables renumbered in ascending order."""
         place = {v: i for i, v in enumerate(sorted(self.left))}
         units = [self.units[v] for v in place]
         tables = (self.tables[i] for i in sorted(self.tables))
         return units, [(tuple(place[n] for n in scope), table) for scope, table, _ in tables]
 
     def restrict(self, seen: Bounded) -> None:
-        """Keeps the options of what is left that bounds do not exclude."""
+        """Removes the options that bounds exclude."""
         kept = dict(zip(sorted(self.left), seen.kept, strict=True))
         for v, options in kept.items():
             self.units[v] = self.units[v][options]
             self.width[v] = len(options)
             self.options[v] = self.options[v][options] if v in self.options else options
-        # What was eliminated before looks its neighbours up by their new numbers, too.
+        # Earlier steps must look up their neighbours by the new numbers, too.
         self.steps = [_narrowed(step, kept) for step in self.steps]
         old = [self.tables[i] for i in sorted(self.tables)]
         self.tables = {}
@@ -257,17 +257,17 @@ class _Graph:
             table = table[np.ix_(*(kept[v] for v in scope))]
             free = tuple(v for v in scope if v in self.left)
             if free:
-                key = self.numbers.setdefault(("cut", self.number), len(self.numbers))
+                key = self.numbers.setdefault(("thinned", self.number), len(self.numbers))
                 self.add(free, table.reshape([n for n in table.shape if n > 1]), key)
 
     def decide(self, seen: Bounded) -> None:
-        """Takes a choice for what is left."""
+        """Takes the choice of the bounds for the variables that are left."""
         for v, c in zip(sorted(self.left), seen.choice, strict=True):
             self.steps.append(_Step(v, (), np.array(c, np.intp), self.options.get(v)))
         self.left = set()
 
     def choice(self) -> tuple[int, ...]:
-        """The best option of every variable, by its first number."""
+        """The best option of every variable, by its original number."""
         chosen = [0] * len(self.units)
         shown = [0] * len(self.units)
         for step in reversed(self.steps):
@@ -286,7 +286,7 @@ def _narrowed(step: _Step, kept: Mapping[int, NDArray[np.intp]]) -> _Step:
 
 
 def _aligned(scope: tuple[int, ...], table: Table, place: Mapping[int, int]) -> Table:
-    """A table with its dims in the order of places, 1 where it does not have a variable."""
+    """A table with its dims in the order of places; size 1 for variables that it does not have."""
     have = sorted(range(len(scope)), key=lambda i: place[scope[i]])
     moved = table.transpose(have)
     shape = [1] * len(place)

@@ -1,8 +1,19 @@
-"""From a model and a machine to the plans of all its nodes."""
+"""From a model and a machine to the plans of all its nodes.
+
+The exact search (`ilp`) decides all mesh axes at once. The recursive one halves the devices again
+and again. It takes the atoms of the mesh one by one and decides all nodes in each halving. There, a
+node has as many options as it has factors, so the least sum over all nodes, including reshards, is
+found exactly in time linear in the number of nodes; earlier halvings stay as they were decided.
+(After Cai, Wu et al., "D-Rec", Euro-Par 2021. Their inner recursion decides nodes greedily by
+falling weight and counts elements of 2-way splits. Ours adds up seconds of a cost model, and atoms
+need not be 2.)
+"""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from math import inf
+from operator import mul
 from time import perf_counter
 
 from onnxpar.core.errors import ShardingError
@@ -17,9 +28,8 @@ from onnxpar.graph.seeds import NodeSeed, Seeds
 from onnxpar.search.memory_bounded import best, least
 from onnxpar.search.node_options import Option, options
 from onnxpar.search.problem import CostWeights, Problem, build
-from onnxpar.search.recursive import recurse
 from onnxpar.search.repeated_layers import fold
-from onnxpar.search.solution import Solution
+from onnxpar.search.solution import Solution, gap
 from onnxpar.search.value_flow import Flow, Item, flow
 
 LEVELS = {
@@ -27,18 +37,22 @@ LEVELS = {
     1: CostWeights(memory_first=True),
     2: CostWeights(),
 }
-"""What each level of the objective weighs; see `SearchSpec`."""
+"""The weights of each level of the objective; see `SearchSpec`."""
 
 
 UNLIMITED = 1 << 62
-"""Bytes of a device that holds whatever there is."""
+"""Bytes of a device without a limit on memory."""
 GAP = 0.01
-"""The exact search stops where no plan is better by more than this share."""
-Told = Callable[[str, int, int], None]
-"""Is told what is tried, and that it is number n of m."""
+"""The exact search stops if no other plan can be better by more than this share."""
+OnProgress = Callable[[str, int, int], None]
+"""Called with the name of what is tried next, and its number n of m; 0 of 0 without a count."""
 
-# Later halvings cannot halve all memory: how much of what would remain is counted on.
+# Later halvings cannot halve all memory; this share of what they could halve is assumed.
 _SHARES = (1.0, 0.75, 0.5, 0.0)
+
+
+def silent(name: str, number: int, count: int) -> None:
+    """Reports no progress."""
 
 
 @dataclass(frozen=True)
@@ -46,15 +60,15 @@ class SearchSpec:
     """How to search.
 
     Attributes:
-        machine: What computes and communicates.
+        machine: The machine that runs the plan.
         algorithm: "recursive" or "ilp".
-        level: 0 keeps communication small against computing (a second of it counts ten), 1 memory
-            (the least first, time among equals), 2 the time of a step.
-        memory: Bytes that a device may hold; the machine's where it is None.
+        level: The objective. 0: little communication; a second of it counts as ten of computing.
+            1: least memory, then least time. 2: least time of a step.
+        memory: Bytes that a device may hold; None for the machine's memory.
         sizes: Sizes of symbols to plan for.
-        gap: The exact search stops where no better plan than this share is possible.
-        integer: Whether an integer program follows where prices of memory prove too little.
-        parallel: What replicas of a parameter share in training.
+        gap: The exact search stops if no other plan can be better by more than this share.
+        integer: Whether an integer program follows if prices of memory leave a larger gap.
+        parallel: Optimizer parallel, in training.
         micro_batches: Micro-batches of a step of training.
     """
 
@@ -70,7 +84,7 @@ class SearchSpec:
 
     @property
     def weights(self) -> CostWeights:
-        """What the sum weighs."""
+        """The weights of the sum that is minimised."""
         return replace(LEVELS[self.level], parallel=self.parallel, micro_batches=self.micro_batches)
 
     @property
@@ -85,12 +99,12 @@ class Candidate:
 
     Attributes:
         axes: Its axes.
-        seconds: Time of a step of the best plan on it; infinite where none fits.
+        seconds: Time of a step of the best plan on it; infinite if none fits.
         memory: Bytes of one device.
-        bound: No plan on this mesh takes less time; 0 where nothing was proved.
+        bound: No plan on this mesh takes fewer seconds; 0 if nothing is proved.
         elapsed: Seconds that the search took.
         reason: Why there is no plan, or empty.
-        limit: Bytes that a device could hold in this search; its bound is for plans that fit.
+        limit: Bytes that a device could hold in this search; the bound is for plans that fit.
     """
 
     axes: tuple[tuple[str, int], ...]
@@ -103,20 +117,20 @@ class Candidate:
 
     @property
     def gap(self) -> float:
-        """How much less another plan on this mesh may cost, as a share, where there is a bound."""
-        return max(0.0, 1 - self.bound / self.seconds) if self.seconds else 0.0
+        """How much less another plan on this mesh may cost, as a share."""
+        return gap(self.seconds, self.bound)
 
 
 @dataclass(frozen=True)
 class Found:
-    """What a search found.
+    """The result of a search.
 
     Attributes:
         seeds: The plan of every node, for propagation to carry out.
-        chosen: The candidate that won.
-        candidates: All that were tried, in order.
-        timed: Whether the clock stopped a search that this follows from: another machine may find
-            another.
+        chosen: The best candidate.
+        candidates: All candidates, in the order in which they were tried.
+        timed: Whether a time limit stopped a search on which this depends: on another computer the
+            result may differ.
     """
 
     seeds: Seeds
@@ -133,67 +147,65 @@ def find(
     named: bool,
     free_inputs: bool,
     trained: Collection[str] = (),
-    told: Told | None = None,
+    progress: OnProgress = silent,
 ) -> Found:
     """Searches for the strategy of every forward node that the user did not fix.
 
     Args:
         program: A forward program, or one with its backward; it is not changed.
-        seeds: What the user fixed, on the mesh that the user gave.
+        seeds: What the user fixed, on the user's mesh.
         spec: How to search.
-        named: Whether the mesh is the user's; else its shape is searched, too.
-        free_inputs: Whether graph inputs may be split as suits the nodes best.
+        named: Whether the user fixed the shape of the mesh; else it is searched, too.
+        free_inputs: Whether the search may shard graph inputs.
         trained: Names of the parameters that are trained; none for a forward program.
-        told: Is told of each mesh, or of each halving of the devices, as it begins.
+        progress: Called for each mesh, or for each halving of the devices, as it begins.
 
     Raises:
-        ShardingError: Nothing fits into the memory of a device.
+        ShardingError: No plan fits into the memory of a device.
     """
     seen = flow(program, trained, seeds.nodes)
     tried: list[Candidate] = []
+    runs: list[_Search] = []
     winner: tuple[float, Candidate, Seeds] | None = None
-    timed = False
     pinned = replace(seeds, inputs={} if free_inputs else seeds.inputs)
     fixed = bool(pinned.nodes or pinned.inputs or pinned.parameters or pinned.outputs)
-    told = told or (lambda what, number, count: None)
     meshes = list(_meshes(seeds.mesh, spec, named, fixed))
     for number, mesh in enumerate(meshes, 1):
         if spec.algorithm != "recursive":
-            told("mesh " + "x".join(str(n) for _, n in mesh.axes), number, len(meshes))
+            progress("mesh " + "x".join(str(n) for _, n in mesh.axes), number, len(meshes))
         started = perf_counter()
         cost = CostModel(spec.machine, mesh, program.env.table, spec.sizes)
-        run = _Search(seen, cost, replace(pinned, mesh=mesh), spec, told)
+        run = _Search(seen, cost, replace(pinned, mesh=mesh), spec, progress)
+        runs.append(run)
         try:
             problem, solution, chosen = run.solve()
         except ShardingError as error:
-            timed |= run.timed
-            spent = perf_counter() - started
-            tried.append(Candidate(mesh.axes, inf, 0.0, 0.0, spent, str(error)))
+            elapsed = perf_counter() - started
+            tried.append(Candidate(mesh.axes, inf, 0.0, 0.0, elapsed, str(error)))
             continue
-        timed |= run.timed
-        plain = problem.seconds(solution.choice)
-        candidate = Candidate(
-            mesh.axes,
-            plain,
-            solution.memory,
-            solution.bound,
-            perf_counter() - started,
-            limit=spec.limit,
+        tried.append(
+            Candidate(
+                mesh.axes,
+                problem.seconds(solution.choice),
+                solution.memory,
+                solution.bound,
+                perf_counter() - started,
+                limit=spec.limit,
+            )
         )
-        tried.append(candidate)
         if winner is None or solution.seconds < winner[0]:
-            lying = problem.lying(solution.choice)
-            winner = solution.seconds, candidate, seeds_of(seen, chosen, lying, run.seeds)
+            layouts = problem.layouts(solution.choice)
+            winner = solution.seconds, tried[-1], seeds_of(seen, chosen, layouts, run.seeds)
     if winner is None:
         raise ShardingError(tried[0].reason)
-    return Found(winner[2], winner[1], tuple(tried), timed)
+    return Found(winner[2], winner[1], tuple(tried), any(run.timed for run in runs))
 
 
 def _meshes(mesh: Mesh, spec: SearchSpec, named: bool, fixed: bool) -> Iterator[Mesh]:
-    """The meshes to try: the user's; every pair of axes; or, halving, the row of all atoms.
+    """The meshes to try: the user's; or all pairs of axes; or, for halving, one axis for each atom.
 
-    What the user fixed is said in the atoms of the user's mesh, so where anything is fixed these
-    are kept, and pairs of axes that would need others are left out.
+    If the user fixed anything, it is in terms of the atoms of the user's mesh. Then these atoms are
+    kept, and pairs of axes that need others are left out.
     """
     if named or mesh.size == 1:
         yield mesh
@@ -202,27 +214,12 @@ def _meshes(mesh: Mesh, spec: SearchSpec, named: bool, fixed: bool) -> Iterator[
         atoms = mesh.atoms if fixed else tuple(reversed(Mesh.of({"x": mesh.size}).atoms))
         yield Mesh.of({f"x{i}": n for i, n in enumerate(atoms)})
         return
-    sizes = [n for n in range(1, mesh.size) if mesh.size % n == 0]
-    tried = 0
-    for first in sizes:
-        if first == 1 and len(sizes) > 1:
-            continue
-        axes = {"x": first, "y": mesh.size // first} if first > 1 else {"x": mesh.size}
-        if not fixed or _cuts(mesh, first):
-            tried += 1
-            yield Mesh.refine(mesh.size, [mesh.atoms], axes) if fixed else Mesh.of(axes)
-    if not tried:
-        yield Mesh.refine(mesh.size, [mesh.atoms], {"x": mesh.size})
-
-
-def _cuts(mesh: Mesh, size: int) -> bool:
-    """Whether a row of atoms makes up an axis of a size, and the next ones the other axis."""
-    position = 1
-    for atom in mesh.atoms:
-        if position >= size:
-            break
-        position *= atom
-    return position == size
+    firsts = [n for n in range(2, mesh.size) if mesh.size % n == 0]
+    if fixed:
+        # An axis is a run of atoms.
+        firsts = [n for n in firsts if n in accumulate(mesh.atoms, mul)]
+    for axes in [{"x": n, "y": mesh.size // n} for n in firsts] or [{"x": mesh.size}]:
+        yield Mesh.refine(mesh.size, [mesh.atoms], axes) if fixed else Mesh.of(axes)
 
 
 @dataclass
@@ -231,34 +228,28 @@ class _Search:
     cost: CostModel
     seeds: Seeds
     spec: SearchSpec
-    told: Told
+    progress: OnProgress
     timed: bool = False
 
     def solve(self) -> tuple[Problem, Solution, tuple[Option, ...]]:
-        """Returns a problem, its solution, and the option of every node that it means."""
+        """Returns a problem, its solution, and the option of every node in the solution."""
         mesh = self.cost.mesh
         axes = [mesh.axis_atoms(name) for name, size in mesh.axes if size > 1]
         if not mesh.axes:
             axes = [(atom,) for atom in range(len(mesh.atoms))]
         if self.spec.algorithm == "recursive":
             return self._recurse(axes)
-        known: dict[object, tuple[Option, ...]] = {}
-        for item in self.flow.items:
-            key = (item.kind, item.pin)
-            if key not in known:
-                known[key] = self._options(item, axes, None)
-        found = [known[item.kind, item.pin] for item in self.flow.items]
-        problem = build(self.flow, found, self.cost, self._pins, self.spec.weights)
+        problem = self._problem(self.flow, axes, [None] * len(self.flow.items))
         solution = self._best(problem, self.spec.limit)
         return problem, solution, problem.chosen(solution.choice)
 
     def _recurse(self, axes: Sequence[Atoms]) -> tuple[Problem, Solution, tuple[Option, ...]]:
-        """Halves with less and less memory left to later halvings, until all fits at the end."""
+        """Halves, assuming that later halvings save less and less memory, until the plan fits."""
         if not self.spec.weights.memory_first:
             folded = fold(self.flow, self._pins)
             if folded is not None:
                 problem, solution = self._halve(folded.flow, axes, UNLIMITED)
-                # Under a limit that binds it may be better to divide only some of alike layers.
+                # If the limit binds, it may be better to shard only some of the repeated layers.
                 if solution.memory <= self.spec.limit:
                     return problem, solution, folded.unfold(problem.chosen(solution.choice))
         for share in _SHARES:
@@ -274,29 +265,43 @@ class _Search:
     def _halve(
         self, flow: Flow, axes: Sequence[Atoms], limit: float, share: float = 1.0
     ) -> tuple[Problem, Solution]:
-        """Halves until nothing is left to halve.
+        """Returns the problem of the last halving and its solution, whose bound is 0.
 
         Args:
             flow: The model, or a smaller one.
             axes: The runs of atoms in the order in which they are decided.
             limit: Bytes of one device.
-            share: Of what a later halving may still cut, so much counts as if it did.
+            share: The share of the memory that later halvings could save and that is assumed saved.
+
+        Raises:
+            ShardingError: No plan is within the limit.
         """
-        done = 0
-
-        def decide(problem: Problem, later: int) -> Solution:
-            nonlocal done
-            done += 1
-            self.told("halving", done, len(axes))
-            if later == 1:
-                return self._best(problem, limit)
+        chosen: Sequence[Option | None] = [None] * len(flow.items)
+        for number in range(1, max(len(axes), 1) + 1):
+            problem = self._problem(flow, axes[:number], chosen)
+            self.progress("halving", number, len(axes))
+            later = self.cost.mesh.count(atom for axis in axes[number:] for atom in axis)
             try:
-                return self._best(problem, share * later * limit)
+                solution = self._best(problem, limit if later == 1 else share * later * limit)
             except ShardingError:
-                return least(problem)
+                if later == 1:
+                    raise
+                solution = least(problem)
+            chosen = problem.chosen(solution.choice)
+        return problem, replace(solution, bound=0.0)
 
-        pins, weights = self._pins, self.spec.weights
-        return recurse(flow, axes, self.cost, self._options, decide, pins=pins, weights=weights)
+    def _problem(
+        self, flow: Flow, axes: Sequence[Atoms], chosen: Sequence[Option | None]
+    ) -> Problem:
+        """The problem of the options that keep what was chosen for the first axes."""
+        known: dict[object, tuple[Option, ...]] = {}
+        found = []
+        for item, before in zip(flow.items, chosen, strict=True):
+            key = (item.kind, item.pin, before and before.places)
+            if key not in known:
+                known[key] = self._options(item, axes, before)
+            found.append(known[key])
+        return build(flow, found, self.cost, self._pins, self.spec.weights)
 
     def _best(self, problem: Problem, limit: float) -> Solution:
         if self.spec.weights.memory_first:
@@ -327,15 +332,15 @@ class _Search:
 
 
 def seeds_of(
-    flow: Flow, chosen: Sequence[Option], lying: Mapping[str, Sharding], seeds: Seeds
+    flow: Flow, chosen: Sequence[Option], layouts: Mapping[str, Sharding], seeds: Seeds
 ) -> Seeds:
-    """Returns what propagation is given: the plan of every node, how inputs and parameters lie.
+    """Returns seeds with the plan of every node and the shardings of inputs and parameters.
 
     Args:
         flow: The model.
         chosen: The option of each of its nodes.
-        lying: How parameters and inputs lie.
-        seeds: What the user fixed, kept; on the mesh of the options.
+        layouts: The shardings of parameters and inputs.
+        seeds: What the user fixed, on the mesh of the options; it is kept.
     """
     nodes: dict[str, NodeSeed] = {}
     for item, option in zip(flow.items, chosen, strict=True):
@@ -343,14 +348,14 @@ def seeds_of(
             plan = option.plan
             nodes[item.name] = NodeSeed(item.name, plan.factors, carried=plan.carried, pinned=False)
     parameters = {v.name for v in flow.values if v.parameter}
-    inputs = {n: s for n, s in lying.items() if n not in parameters}
-    # One that is read once follows its reader.
+    inputs = {n: s for n, s in layouts.items() if n not in parameters}
+    # A parameter with one reader follows it.
     several = {v.name for v in flow.values if len(v.uses) > 1}
-    laid = {n: s for n, s in lying.items() if n in parameters & several}
+    shared = {n: s for n, s in layouts.items() if n in parameters & several}
     return replace(
         seeds,
         inputs={**inputs, **seeds.inputs},
-        parameters={**laid, **seeds.parameters},
+        parameters={**shared, **seeds.parameters},
         parameter_axes=(),
         nodes={**nodes, **seeds.nodes},
         rest="propagate",

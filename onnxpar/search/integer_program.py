@@ -1,5 +1,6 @@
 """The choice as an integer program for HiGHS."""
 
+from dataclasses import replace
 from math import prod
 
 import numpy as np
@@ -9,30 +10,30 @@ from onnxpar.search.problem import Problem
 from onnxpar.search.solution import Solution, solution
 
 MAX_COLUMNS = 40_000
-"""Columns of the largest integer program that is given to HiGHS.
+"""Columns of the largest integer program that HiGHS gets.
 
-Of one with 111,000 columns it did not solve the first relaxation in 30 s.
+With 111,000 columns it did not solve the first relaxation in 30 s.
 """
 SECONDS = 60.0
-"""Stops what takes unexpectedly long; `NODES` should have before, on any machine at the same."""
+"""The time limit. Normally `NODES` is reached before, so that results are the same everywhere."""
 NODES = 2000
-"""Relaxations that HiGHS may branch on."""
+"""Relaxations on which HiGHS may branch."""
 
-# The status of scipy.optimize.milp where the clock stopped it; the limit on nodes has another.
+# The status of scipy.optimize.milp if the time limit stopped it; the limit on nodes has another.
 _TIME = 1
 
 
 def solve_integer(
     problem: Problem, limit: float, known: Solution, gap: float, seconds: float = SECONDS
 ) -> Solution:
-    """Solves the integer program; what is known stands where it is too large or nothing is better.
+    """Solves the integer program; returns `known` if it is too large or finds nothing better.
 
-    It stops after `NODES` relaxations. Where it takes `seconds` before, it says so.
+    It stops after `NODES` relaxations. If it takes longer than `seconds`, the result is `timed`.
 
     One column for each option of a variable (0 or 1) and for each entry of a table, whose sums
     along each dim are the options' columns (the local polytope; Wainwright & Jordan 2008).
     """
-    # They take half a second to load, which most searches do without.
+    # These take half a second to load, and most searches do not need them.
     from scipy.optimize import Bounds, LinearConstraint, milp
     from scipy.sparse import coo_array
 
@@ -90,16 +91,12 @@ def solve_integer(
         ],
         options={"time_limit": seconds, "node_limit": NODES, "mip_rel_gap": max(gap, 1e-9)},
     )
-    timed = result.status == _TIME
-    bound = known.bound
+    best, bound = known, known.bound
     if result.mip_dual_bound is not None:
         bound = max(bound, float(result.mip_dual_bound) * unit)
-    if result.x is None:
-        return Solution(known.choice, known.seconds, known.memory, min(bound, known.seconds), timed)
-    choice = tuple(
-        int(result.x[first[v] : first[v] + width].argmax()) for v, width in enumerate(widths)
-    )
-    found = solution(problem, choice)
-    if found.memory > limit or found.seconds > known.seconds:
-        found = known
-    return Solution(found.choice, found.seconds, found.memory, min(bound, found.seconds), timed)
+    if result.x is not None:
+        choice = [int(result.x[first[v] : first[v + 1]].argmax()) for v in range(len(widths))]
+        found = solution(problem, choice)
+        if found.memory <= limit and found.seconds <= known.seconds:
+            best = found
+    return replace(best, bound=min(bound, best.seconds), timed=result.status == _TIME)

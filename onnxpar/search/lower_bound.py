@@ -1,10 +1,9 @@
 """A lower bound of a sum of tables, a good choice, and the options that the two exclude.
 
-Every variable in turn takes the least that each of its tables has for each of its options, and
-gives all of them an equal share of the total (max-sum diffusion; Werner 2007, Kolmogorov 2006). The
-sum stays what it was for every choice, while the sum of the tables' least entries, a bound from
-below, rises. An option whose own bound is above what a known choice costs cannot be part of a
-better one.
+Every variable in turn takes from each of its tables the least entry for each of its options, and
+gives each table an equal share of the total (max-sum diffusion; Werner 2007, Kolmogorov 2006). The
+sum of every choice stays the same, while the sum of the tables' least entries, a lower bound,
+rises. An option whose own bound is above the cost of a known choice cannot be part of a better one.
 """
 
 from collections.abc import Sequence
@@ -18,19 +17,19 @@ Scoped = tuple[tuple[int, ...], Table]
 
 _SWEEPS, _STALLED = 200, 5
 _EAGER = 10
-"""First sweeps after each of which a choice is made: bounds of most networks meet one there."""
+"""A choice is made after each of the first sweeps; for most networks the bound soon meets it."""
 _MARGIN = 1e-9
 
 
 @dataclass(frozen=True)
 class Bounded:
-    """What is known of the least sum.
+    """What is known about the least sum.
 
     Attributes:
-        choice: A choice.
+        choice: A good choice.
         cost: What it costs.
         bound: No choice costs less.
-        kept: For each variable the options that may be part of a better choice, or of this one.
+        kept: For each variable the options of this choice and of all choices that may be better.
     """
 
     choice: tuple[int, ...]
@@ -40,7 +39,7 @@ class Bounded:
 
     @property
     def proved(self) -> bool:
-        """Whether nothing costs less, but for rounding."""
+        """Whether no choice costs less, up to rounding."""
         return self.cost - self.bound <= _MARGIN * abs(self.cost)
 
 
@@ -101,7 +100,7 @@ def _least(table: Table, axis: int) -> Table:
 
 
 def _share(v: int, own: list[Table], tables: list[Table], around: list[tuple[int, int]]) -> None:
-    """Takes from every table of a variable its least, and shares the total equally."""
+    """Takes the least entries from every table of a variable, and shares the total equally."""
     if not around:
         return
     least = [_least(tables[index], axis) for index, axis in around]
@@ -119,14 +118,14 @@ def _decode(
     tables: list[Table],
     around: list[list[tuple[int, int]]],
 ) -> list[int]:
-    """Decides one variable after another by what is decided and the least of what is not."""
+    """Decides one variable after another, assuming the least for those not yet decided."""
     choice = [-1] * len(own)
     for v, unit in enumerate(own):
         total = unit.copy()
         for index, axis in around[v]:
             scope, table = terms[index][0], tables[index]
-            cut = tuple(choice[n] if choice[n] >= 0 else slice(None) for n in scope)
-            total += _least(table[cut], sum(choice[n] < 0 for n in scope[:axis]))
+            decided = tuple(choice[n] if choice[n] >= 0 else slice(None) for n in scope)
+            total += _least(table[decided], sum(choice[n] < 0 for n in scope[:axis]))
         choice[v] = int(total.argmin())
     return choice
 
@@ -137,7 +136,7 @@ def _descend(
     terms: Sequence[Scoped],
     around: list[list[tuple[int, int]]],
 ) -> tuple[int, ...]:
-    """Changes one variable at a time as long as that costs less."""
+    """Changes one variable at a time as long as that reduces the cost."""
     changed = True
     while changed:
         changed = False
@@ -145,8 +144,8 @@ def _descend(
             total = unit.copy()
             for index, axis in around[v]:
                 scope, table = terms[index]
-                cut = tuple(slice(None) if a == axis else choice[n] for a, n in enumerate(scope))
-                total += table[cut]
+                others = (slice(None) if a == axis else choice[n] for a, n in enumerate(scope))
+                total += table[tuple(others)]
             least = int(total.argmin())
             if total[least] < total[choice[v]] - _MARGIN * abs(total[choice[v]]):
                 choice[v], changed = least, True

@@ -1,11 +1,11 @@
 """The best choice under a limit on memory, with a proof of how good it is.
 
-Without a limit elimination is exact. With one, a price on memory (a Lagrange multiplier) turns the
-limit into a part of the sum: for every price the exact minimum gives a lower bound, and where its
-memory is below the limit, a choice. Where the two do not meet, what is left is an integer program
-for HiGHS, over the options that the bound does not exclude.
+Without a limit, elimination is exact. With a limit, a price on memory (a Lagrange multiplier) makes
+the limit part of the sum. For every price, the exact minimum gives a lower bound and, if its memory
+is within the limit, a choice. If the two do not meet, an integer program for HiGHS follows.
 """
 
+from dataclasses import replace
 from math import inf
 
 import numpy as np
@@ -27,11 +27,11 @@ def best(
     Args:
         problem: The problem.
         limit: Bytes of one device.
-        gap: Stop where no better choice than this share is possible.
-        integer: Whether what prices of memory leave open goes to HiGHS.
+        gap: Stops if no other choice can be better by more than this share.
+        integer: Whether an integer program follows if prices of memory leave a larger gap.
 
     Raises:
-        ShardingError: No choice is within the limit; the message says the least memory there is.
+        ShardingError: No choice is within the limit; the message has the least possible memory.
     """
     found = _priced(problem, 0.0)
     if found.memory <= limit:
@@ -43,10 +43,10 @@ def best(
 
 
 def least(problem: Problem, limit: float = inf) -> Solution:
-    """Returns the choice of least memory, and of least time among those.
+    """Returns the choice of least memory, and among these the one of least time.
 
     Raises:
-        ShardingError: That is more than `limit` bytes.
+        ShardingError: The least memory is more than `limit` bytes.
     """
     total = sum(float(v.cost.max()) for v in problem.variables)
     total += sum(float(np.where(np.isfinite(t.table), t.table, 0).max()) for t in problem.terms)
@@ -54,14 +54,13 @@ def least(problem: Problem, limit: float = inf) -> Solution:
     if found.memory > limit:
         raise ShardingError(
             "no strategy fits the memory limit: the smallest possible peak is "
-            f"{found.memory:.0f} bytes, "
-            f"expected at most {limit:.0f}"
+            f"{found.memory:.0f} bytes, expected at most {limit:.0f}"
         )
-    return Solution(found.choice, found.seconds, found.memory, 0.0)
+    return replace(found, bound=0.0)
 
 
 def _priced(problem: Problem, price: float) -> Solution:
-    """The least seconds + `price` · bytes; its bound is lower by what is not proved."""
+    """The choice of least seconds + `price` · bytes; the bound leaves out what is not proved."""
     found = solve(problem, price)
     cost = problem.seconds(found.choice)
     return solution(problem, found.choice, cost - found.slack)
@@ -88,6 +87,4 @@ def _lagrange(problem: Problem, limit: float, over: Solution, under: Solution) -
             low = middle
         else:
             high = middle
-    return Solution(
-        best_found.choice, best_found.seconds, best_found.memory, min(bound, best_found.seconds)
-    )
+    return replace(best_found, bound=min(bound, best_found.seconds))

@@ -1,4 +1,4 @@
-"""The ways to divide one node: each mesh axis splits one part of one factor, or nothing."""
+"""The ways to shard one node: each mesh axis shards one part of one factor, or nothing."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,17 +14,17 @@ from onnxpar.graph.view_parts import Part
 from onnxpar.search.value_flow import Item
 
 Place = tuple[str, int]
-"""A factor and the number of one of its parts; `("", k)`: the k-th group of linear operands stays
-partial over the axis."""
+"""A factor and the number of one of its parts. `("", k)` means that the k-th group of linear
+operands stays partial over the axis."""
 
 
 @dataclass(frozen=True)
 class Option:
-    """One way to divide a node.
+    """One way to shard a node.
 
     Attributes:
         plan: The shardings that follow.
-        places: For each axis the place that it splits; None where it splits nothing.
+        places: For each axis the place that it shards, or None.
     """
 
     plan: NodePlan
@@ -32,9 +32,9 @@ class Option:
 
 
 def factor_parts(item: Item) -> dict[str, tuple[Part, ...]]:
-    """Returns the parts of each factor that may be split: what later views of a dim tell apart."""
+    """Returns the parts of each factor to shard, as later views of its dims show them."""
     rule, sizes = item.rule, factor_sizes(item.rule, item.view)
-    # A rule may say a size that is no factor of its operands, for its local form.
+    # A rule may have a kind for a name that is not a factor, for its local form.
     found: dict[str, tuple[Part, ...]] = {
         f: (Part(sizes[f], kind != REPLICATED),) for f, kind in rule.kinds.items() if f in sizes
     }
@@ -50,22 +50,22 @@ def factor_parts(item: Item) -> dict[str, tuple[Part, ...]]:
 def options(
     item: Item, axes: Sequence[Atoms], cost: CostModel, before: Option | None = None
 ) -> tuple[Option, ...]:
-    """Returns every way to lay mesh axes on the parts of a node's factors.
+    """Returns every way to shard the parts of a node's factors over mesh axes.
 
-    A part whose size is a number is split only where the pieces are equal; one that is a symbol
-    where there are elements enough at the cost model's size.
+    A part with a fixed size is sharded only if it divides evenly; a part with a symbolic size only
+    if it has at least one element per shard at the size that the cost model assumes.
 
     Args:
         item: The node.
         axes: The runs of atoms that are decided together.
-        cost: Says the mesh and the sizes.
-        before: What earlier axes were decided to split; kept.
+        cost: The cost model, with the mesh and the sizes.
+        before: The decision for earlier axes, which is kept.
     """
     parts = {} if item.fixed else factor_parts(item)
     places: list[Place | None] = [None]
     places += [(f, i) for f, ps in parts.items() for i, p in enumerate(ps) if p.splittable]
     if not item.fixed:
-        # Where a sum passes through one operand alone, it is as well finished before.
+        # With a single linear operand, reducing the sum before the node costs no more.
         groups = [k for k, (r, s) in enumerate(item.rule.linear) if r == "sum" and len(s) > 1]
         places += [("", k) for k in groups]
     held: tuple[tuple[Place | None, Atoms], ...] = ()
@@ -120,7 +120,7 @@ def _plan(
 
 
 def _summed(item: Item, operand: int) -> bool:
-    """Whether an operand may wait for a sum: a parameter or an input of the graph is complete."""
+    """Whether an operand may be partial: parameters and inputs of the graph are complete."""
     value = item.view.node.inputs[operand] if item.view.has(operand) else None
     return value is not None and value.producer() is not None and not item.rule.inputs[operand].mode
 

@@ -1,14 +1,14 @@
 """The choice of one option for every node, as a sum of tables over few variables each.
 
 A variable is a node (its options), a parameter or input that several nodes read (the layouts that
-they want), or the *kept version* of a value that several nodes read. A value is brought from where
-it is made to where each reader wants it, forward, and its cotangent back; one version is kept, so
-that readers who want the same pay once. A value that readers want in more than two layouts is
-priced as if each of the others were brought there by itself.
+they want), or the *kept version* of a value that several nodes read. Forward, a value is resharded
+for each reader; backward, the reader's share of the cotangent is resharded for the sum. One
+version is kept, so that readers that want the same version pay once. If readers want more than two
+layouts, the others are priced as separate reshards.
 """
 
 from collections.abc import Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar, cast
 
 import numpy as np
@@ -22,22 +22,23 @@ from onnxpar.search.value_flow import Flow, Item, Use, Value
 
 Table = NDArray[np.float64]
 MOMENTS = 2
-"""Tensors like a trained parameter that are held besides it and its gradient."""
+"""Moments that an optimizer keeps of each trained parameter, at most."""
 _UPDATE_PASSES = 7
+"""How often an update reads or writes a tensor of the parameter's size."""
 _WORKING = 0.25
-"""The share of every result that counts as held besides what is saved for the backward. One node's
-results are there at a time, but a sum knows no largest: without this the least memory is sought by
-products whose results are partial, whole, on every device."""
+"""The share of every result that counts as held, in addition to what is saved for the backward.
+Only one node's results exist at a time, but a sum has no maximum. Without this share, the search
+for least memory would choose products whose complete results are partial on every device."""
 
 
 @dataclass(frozen=True)
 class CostWeights:
-    """What the sum weighs.
+    """The weights of the sum.
 
     Attributes:
-        communication: How much a second of communication counts against one of computing.
-        memory_first: Whether the least memory counts before time.
-        parallel: What replicas of a parameter share in training.
+        communication: Weight of a second of communication, relative to a second of computing.
+        memory_first: Whether memory is minimised first, and time second.
+        parallel: Optimizer parallel, in training.
         micro_batches: Micro-batches of a step, which share its reductions of gradients and its
             update.
     """
@@ -53,14 +54,12 @@ class Variable:
     """Something to choose.
 
     Attributes:
-        name: Of the node or value.
-        kind: "node", "source" (parameter or input) or "version".
+        name: Name of the node or value.
         cost: Seconds of each option.
         memory: Bytes of one device for each option.
     """
 
     name: str
-    kind: str
     cost: Table
     memory: Table
 
@@ -81,8 +80,8 @@ class Problem:
         variables: The variables; first the nodes, in the order of the flow.
         terms: Costs of several variables together.
         options: The options of each node.
-        sources: The layout of each parameter or input: by name, the variable that says it, and the
-            layout for each of its options.
+        sources: For each parameter or input, by name: the variable that decides its sharding, and
+            the sharding for each option of that variable.
     """
 
     variables: tuple[Variable, ...]
@@ -94,8 +93,8 @@ class Problem:
         """Returns the option of each node under a choice."""
         return tuple([found[c] for found, c in zip(self.options, choice, strict=False)])
 
-    def lying(self, choice: Sequence[int]) -> dict[str, Sharding]:
-        """Returns how parameters and inputs lie under a choice."""
+    def layouts(self, choice: Sequence[int]) -> dict[str, Sharding]:
+        """Returns the shardings of parameters and inputs under a choice."""
         return {name: layouts[choice[v]] for name, (v, layouts) in self.sources.items()}
 
     def seconds(self, choice: Sequence[int]) -> float:
@@ -110,7 +109,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class _Usage:
-    """How a reader wants a value, and over which atoms its share of the cotangent is partial."""
+    """The sharding that a reader wants, and the atoms over which its cotangent is partial."""
 
     target: Sharding
     partials: tuple[int, ...]
@@ -131,10 +130,10 @@ def build(
 
     Args:
         flow: The model.
-        options: The options of each node; the same tuple for nodes that are alike.
+        options: The options of each node; nodes that are alike share one tuple.
         cost: The cost model.
-        pins: How parameters and inputs lie that the user fixed.
-        weights: What the sum weighs.
+        pins: The shardings of parameters and inputs that the user fixed, by name.
+        weights: The weights of the sum.
     """
     return _Builder(flow, tuple(options), cost, pins or {}, weights).run()
 
@@ -174,9 +173,7 @@ class _Builder:
     def run(self) -> Problem:
         for item, found in zip(self.flow.items, self.options, strict=True):
             seconds, memory = self._unit(item, found)
-            self.variables.append(
-                Variable(item.name, "node", item.count * seconds, item.count * memory)
-            )
+            self.variables.append(Variable(item.name, item.count * seconds, item.count * memory))
         for value in self.flow.values:
             if value.producer is None:
                 self._source(value)
@@ -189,18 +186,16 @@ class _Builder:
     def _count(self, variable: int, seconds: Table, memory: Table | float = 0.0) -> None:
         """Adds to what the options of a variable cost."""
         old = self.variables[variable]
-        self.variables[variable] = Variable(
-            old.name, old.kind, old.cost + seconds, old.memory + memory
-        )
+        self.variables[variable] = replace(old, cost=old.cost + seconds, memory=old.memory + memory)
 
     def _term(self, scope: tuple[int, ...], table: Table, count: int) -> None:
-        """Adds a table that holds `count` times; a node that is in it twice has one choice."""
+        """Adds a table that counts `count` times; a node may be in its scope twice."""
         distinct = tuple(dict.fromkeys(scope))
         pattern = tuple([distinct.index(v) for v in scope])
         key = (id(table), pattern, count)
         if key not in self._counted:
-            cut = table if len(distinct) == len(scope) else _diagonal(table, pattern)
-            self._counted[key] = cut if count == 1 else cut * count
+            once = table if len(distinct) == len(scope) else _diagonal(table, pattern)
+            self._counted[key] = once if count == 1 else once * count
         self.terms.append(Term(distinct, self._counted[key]))
 
     # -- nodes -----------------------------------------------------------------------------------
@@ -223,7 +218,7 @@ class _Builder:
         return self._units[key]
 
     def _held(self, item: Item, option: Option) -> float:
-        """Bytes that a node adds to what a device holds when its backward begins."""
+        """Bytes that a device holds for a node when its backward begins."""
         node, plan = item.view.node, option.plan
         made = list(zip(node.outputs, plan.outputs, strict=True))
         read = list(zip(node.inputs, plan.inputs, strict=False))
@@ -238,7 +233,7 @@ class _Builder:
         )
 
     def _trained(self, item: Item) -> tuple[int, ...]:
-        """The operands of a node that a cotangent comes back along."""
+        """The operands of a node that have cotangents."""
         names = ("" if v is None else v.name or "" for v in item.view.node.inputs)
         return tuple(i for i, name in enumerate(names) if name in self._varying)
 
@@ -274,11 +269,11 @@ class _Builder:
         return self._one(_Usage(self._one(target), tuple(sorted(partials))))
 
     def _one(self, thing: T) -> T:
-        """The first of all that are equal."""
+        """Returns one object for all that are equal."""
         return cast(T, self._known.setdefault(thing, thing))
 
     def _move(self, source: Sharding, usage: _Usage, value: Value) -> float:
-        """Seconds to bring a value to a reader, and its cotangent back."""
+        """Seconds to reshard a value for a reader, and its cotangent back."""
         key = (id(source), id(usage), value.itemsize, value.trained)
         if key not in self._moves:
             seconds = self.cost.reshard(source, usage.target, value.itemsize)
@@ -287,7 +282,7 @@ class _Builder:
         return self._moves[key]
 
     def _back(self, to: Sharding, usage: _Usage, value: Value, *, met: bool = False) -> float:
-        """Seconds to bring a reader's share of a cotangent to where the shares are added up."""
+        """Seconds to reshard a reader's share of a cotangent for the sum of all shares."""
         if not value.trained:
             return 0.0
         held = {*usage.target.split_atoms, *usage.target.partial}
@@ -301,7 +296,7 @@ class _Builder:
     def _source(self, value: Value) -> None:
         pin = self.pins.get(value.name)
         if pin is None and value.readers == 1:
-            # It lies as its only reader wants it.
+            # It is laid out as its only reader wants it.
             use = value.uses[0]
             seconds, memory, layouts_of, index = self._read_once(value, use)
             self.sources[value.name] = use.item, layouts_of
@@ -309,28 +304,27 @@ class _Builder:
             return
         uses = tuple([(id(self.options[use.item]), use.operand) for use in value.uses])
         layouts = self._layouts(value, uses) if pin is None else [self._one(pin)]
-        lying = self._ways_to_lie(value, layouts)
-        if not lying:
+        ways = self._ways(value, layouts)
+        if not ways:
             return
-        seconds, memory = self._lying(value, lying)
-        self.variables.append(
-            Variable(value.name, "source", value.count * seconds, value.count * memory)
-        )
+        seconds, memory = self._stored(value, ways)
+        self.variables.append(Variable(value.name, value.count * seconds, value.count * memory))
         here = len(self.variables) - 1
-        self.sources[value.name] = here, tuple(usage.target for usage in lying)
-        same = tuple(map(id, lying))
+        self.sources[value.name] = here, tuple(way.target for way in ways)
+        same = tuple(map(id, ways))
         for use, (found, operand) in zip(value.uses, uses, strict=True):
             key = ("source", same, found, operand, value.itemsize, value.trained)
             if key not in self._tables:
                 usages, index = self._usages(use)
-                table = np.array([[self._added(s, u, value) for u in usages] for s in lying])
+                table = np.array([[self._added(s, u, value) for u in usages] for s in ways])
                 self._tables[key] = table[:, index]
             self._term((here, use.item), self._tables[key], use.count * value.count)
 
-    def _ways_to_lie(self, value: Value, layouts: Collection[Sharding]) -> list[_Usage]:
-        """How a source may lie, and over what its gradient may be partial until the step ends.
+    def _ways(self, value: Value, layouts: Collection[Sharding]) -> list[_Usage]:
+        """The shardings of a source, and the atoms over which its gradient is partial.
 
-        That is no more than each reader's share of the gradient is partial over.
+        The gradient may be partial until the end of the step over atoms over which the shares of
+        all readers are partial.
         """
         partials = {frozenset[int]()}
         if value.parameter and value.trained:
@@ -345,14 +339,14 @@ class _Builder:
         )
         return [self._one(usage) for usage in dict.fromkeys(found)]
 
-    def _added(self, lying: _Usage, usage: _Usage, value: Value) -> float:
-        """Seconds to bring a source to a reader, and its share of the gradient to the sum."""
-        seconds = self.cost.reshard(lying.target, usage.target, value.itemsize)
-        back = self._back(lying.target.with_partial(lying.partials), usage, value)
+    def _added(self, way: _Usage, usage: _Usage, value: Value) -> float:
+        """Seconds to reshard a source for a reader, and its share of the gradient for the sum."""
+        seconds = self.cost.reshard(way.target, usage.target, value.itemsize)
+        back = self._back(way.target.with_partial(way.partials), usage, value)
         return self.weights.communication * seconds + back
 
     def _layouts(self, value: Value, uses: Sequence[tuple[int, int]]) -> list[Sharding]:
-        """How readers want a value, each way once."""
+        """The distinct shardings in which readers want a value."""
         layouts: dict[Sharding, None] = {}
         for use in dict(zip(uses, value.uses, strict=True)).values():
             for option in self.options[use.item]:
@@ -371,11 +365,11 @@ class _Builder:
             usages, index = self._usages(use)
             wanted = (o.plan.inputs[use.operand] for o in found)
             layouts = tuple(s.with_partial(()) for s in wanted if s is not None)
-            self._once[key] = (*self._lying(value, usages), layouts, index)
+            self._once[key] = (*self._stored(value, usages), layouts, index)
         return self._once[key]
 
-    def _lying(self, value: Value, usages: Sequence[_Usage]) -> tuple[Table, Table]:
-        """Seconds and bytes of a parameter or input that lies as each usage wants it."""
+    def _stored(self, value: Value, usages: Sequence[_Usage]) -> tuple[Table, Table]:
+        """Seconds and bytes of a parameter or input that is laid out as each usage wants it."""
         seconds, memory = np.zeros(len(usages)), np.zeros(len(usages))
         for i, usage in enumerate(usages if value.parameter else ()):
             size = self.cost.elements(usage.target) * value.itemsize
@@ -385,7 +379,7 @@ class _Builder:
         return seconds, memory
 
     def _states(self, value: Value, usage: _Usage, size: int) -> tuple[float, float]:
-        """Seconds and bytes of the gradient and the moments of a parameter, and of itself."""
+        """Seconds and bytes of a trained parameter, its gradient and its moments."""
         cost, machine, parallel = self.cost, self.cost.machine, self.weights.parallel
         atoms = parallel.shared(size, usage.partials, cost.mesh)
         replicas = cost.mesh.count(atoms)
@@ -393,7 +387,7 @@ class _Builder:
         communication, exposed = self.weights.communication, 1 - machine.overlap
         each, once = 0.0, _UPDATE_PASSES * part / machine.bandwidth
         if atoms and parallel.level >= GRADIENTS:
-            # Reduced and split as soon as it is made, over what the group has of the replicas.
+            # The gradient is reduce-scattered over the group as soon as it is made.
             rest = tuple(a for a in usage.partials if a not in atoms)
             scattered = cost.collective("reduce_scatter", atoms, size - part) + cost.wait(atoms)
             gathered = cost.collective("all_gather", atoms, size - part)
@@ -405,7 +399,7 @@ class _Builder:
             else:
                 once += communication * gathered
         else:
-            # All gradients are reduced together, so that ranks meet once for all of them.
+            # All gradients are reduced together, so ranks wait for each other only once.
             once += exposed * self._back(usage.target.with_partial(()), usage, value, met=True)
         seconds = each + once / self.weights.micro_batches
         return seconds, parallel.kept(size, replicas, MOMENTS)
@@ -413,7 +407,7 @@ class _Builder:
     def _reads(self, value: Value) -> int:
         """How many nodes read a parameter, forward and backward.
 
-        The cotangent of what it is multiplied with is computed from it.
+        The backward of a product reads it for the cotangent of the other operand.
         """
         count = 0
         for use in value.uses:
@@ -439,7 +433,7 @@ class _Builder:
             self._shared(value, producer, output)
 
     def _outputs(self, producer: int, output: int) -> tuple[Sharding, ...]:
-        """How each option of a node makes an output."""
+        """The sharding of an output for each option of its node."""
         options = self.options[producer]
         key = (id(options), output)
         if key not in self._made_as:
@@ -463,12 +457,10 @@ class _Builder:
         return self._tables[key]
 
     def _shared(self, value: Value, producer: int, output: int) -> None:
-        """One version of a value is kept for its readers; the others fetch their own."""
+        """One version of a value is kept for its readers; the others are resharded separately."""
         options, made = self.options[producer], self._outputs(producer, output)
         kept = self._kept(value)
-        self.variables.append(
-            Variable(value.name, "version", np.zeros(len(kept)), np.zeros(len(kept)))
-        )
+        self.variables.append(Variable(value.name, np.zeros(len(kept)), np.zeros(len(kept))))
         here = len(self.variables) - 1
         of = (id(options), output, tuple(map(id, kept)), value.itemsize, value.trained)
         for use in value.uses:
@@ -492,7 +484,7 @@ class _Builder:
         self._term((producer, here), self._tables[fetched], value.count)
 
     def _kept(self, value: Value) -> tuple[_Usage | None, ...]:
-        """What may be kept: nothing, or what several readers want; what one wants spares nobody."""
+        """The versions that may be kept: none, or one that several readers want."""
         uses = tuple([(id(self.options[u.item]), u.operand, u.count) for u in value.uses])
         if uses not in self._versions:
             readers: dict[int, tuple[_Usage, int]] = {}
@@ -512,11 +504,11 @@ class _Builder:
 
 
 def _diagonal(table: Table, pattern: tuple[int, ...]) -> Table:
-    """The entries in which dims of one number have one index."""
+    """The entries in which dims with the same number have the same index."""
     letters = "abcdefgh"
     dims = "".join(letters[i] for i in pattern)
-    cut: Table = np.einsum(f"{dims}->{letters[: len(set(pattern))]}", table)
-    return cut
+    entries: Table = np.einsum(f"{dims}->{letters[: len(set(pattern))]}", table)
+    return entries
 
 
 def _passes(item: Item, trained: Collection[int], work: Work) -> int:
@@ -525,7 +517,7 @@ def _passes(item: Item, trained: Collection[int], work: Work) -> int:
         return 1
     if work.flops <= 2 * work.traffic:
         return 2
-    # The backward of a product has a product for each of its operands that varies.
+    # The backward of a product has one product for each operand with a cotangent.
     kinds = item.rule.kinds
     multiplied = (
         i

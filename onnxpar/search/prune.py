@@ -1,8 +1,8 @@
 """Drops options that cannot be part of a best choice.
 
-Option a is dead where some b of the same variable makes every choice of the neighbours strictly
-cheaper: cost(a) - cost(b) + Σ over terms of the least difference > 0 (Goldstein's criterion for
-dead-end elimination, 1994). What is left has the same minimum.
+Option a is dead if another option b of the variable is strictly cheaper, whatever the neighbours
+choose: cost(a) - cost(b) + Σ over terms of the least difference > 0 (Goldstein's criterion for
+dead-end elimination, 1994). The remaining options have the same minimum.
 """
 
 from collections.abc import Sequence
@@ -23,10 +23,10 @@ def alive(problem: Problem, *, memory: bool = False) -> tuple[NDArray[np.intp], 
 
     Args:
         problem: The problem.
-        memory: Whether an option that needs less memory must stay.
+        memory: Whether options that need less memory than b must stay.
     """
     kept = [np.arange(len(v.cost)) for v in problem.variables]
-    # Layers that are alike share their tables; everything that a node is judged by has a number.
+    # Equal layers share their tables. What the verdict on a node depends on is numbered.
     shared = {id(t.table): t.table for t in problem.terms}
     tables = {key: np.minimum(table, _HUGE) for key, table in shared.items()}
     around: list[list[tuple[int, int, tuple[int, ...]]]] = [[] for _ in kept]
@@ -41,7 +41,7 @@ def alive(problem: Problem, *, memory: bool = False) -> tuple[NDArray[np.intp], 
     own = [(number(v.cost), number(v.memory) if memory else 0) for v in problem.variables]
     left = [number(k) for k in kept]
     known: dict[tuple[object, ...], NDArray[np.intp]] = {}
-    # One is judged again where an option of a neighbour is gone: nothing else changes the verdict.
+    # The verdict on a variable changes only when a neighbour loses an option.
     stale = set(range(len(kept)))
     for _ in range(_ROUNDS):
         for v in sorted(stale):

@@ -1,9 +1,9 @@
-"""Repeated layers as one: a smaller model, in which alike layers choose alike.
+"""Repeated layers as one: a smaller model in which equal layers make equal choices.
 
-A deep model is a few layers, then the same layer again and again. A layer's options and tables are
-those of the one before; where all but the outermost also choose as the one but one before them (so
-that two kinds of layers may take turns: columns, then rows), the sum has the variables of four
-layers, whatever the depth. Its least choice is one of the whole problem.
+In a deep model the same layer is repeated many times, and each repetition has the same options and
+tables. We demand that all but the outermost layers choose as the layer two before them, so that two
+choices may alternate (columns, then rows). Then the sum has the variables of four layers, however
+deep the model is. Its least choice is a choice of the complete problem.
 """
 
 from collections import Counter
@@ -16,18 +16,18 @@ from onnxpar.search.node_options import Option
 from onnxpar.search.value_flow import Flow, Item, Use, Value
 
 _PERIODS = 2
-"""Layers that take turns."""
+"""Number of choices that may alternate."""
 _LEAST = _PERIODS + 3
-"""Layers from which on something is the same as something else: two are the outermost."""
+"""The least number of layers with which two layers share a choice, besides the outermost two."""
 
 _Place = tuple[int, int]
 _Edge = tuple[_Place | None, tuple[_Place, ...], tuple[int, bool, bool, bool], Sharding | None]
-"""Output and operands that a value goes between, what moving it costs, its layout if pinned."""
+"""Producer and readers of a value, everything that resharding it costs, its sharding if fixed."""
 
 
 @dataclass(frozen=True)
 class _Run:
-    """What repeats: `count` times `period` nodes, from number `start` on."""
+    """A repetition: `count` times `period` nodes, from number `start` on."""
 
     start: int
     period: int
@@ -36,27 +36,23 @@ class _Run:
 
 @dataclass(frozen=True)
 class Folded:
-    """A model in which one node stands for all that choose as it does.
+    """A model in which one node stands for all that make the same choice.
 
     Attributes:
-        flow: The model.
-        classes: The number in it of each node of the whole model.
+        flow: The smaller model.
+        classes: For each node of the complete model, its number in the smaller one.
     """
 
     flow: Flow
     classes: tuple[int, ...]
 
     def unfold(self, chosen: Sequence[Option]) -> tuple[Option, ...]:
-        """Returns the options of the whole model's nodes."""
+        """Returns the option of each node of the complete model."""
         return tuple([chosen[c] for c in self.classes])
 
 
 def _runs(items: Sequence[Item]) -> tuple[_Run, ...]:
-    """Returns what repeats in a row of nodes, and so often that something can be spared.
-
-    Args:
-        items: The nodes.
-    """
+    """Returns the repetitions that are long enough to be folded."""
     if not items:
         return ()
     found: list[_Run] = []
@@ -71,11 +67,11 @@ def _runs(items: Sequence[Item]) -> tuple[_Run, ...]:
 
 
 def fold(flow: Flow, pins: Mapping[str, Sharding]) -> Folded | None:
-    """Returns the smaller model in which alike layers choose alike; None where too few repeat.
+    """Returns the smaller model in which equal layers choose equally; None if too few repeat.
 
     Args:
         flow: The model.
-        pins: How parameters and inputs lie that the user fixed.
+        pins: The shardings of parameters and inputs that the user fixed, by name.
     """
     repeated = _runs(flow.items)
     if not repeated:
@@ -97,11 +93,11 @@ def fold(flow: Flow, pins: Mapping[str, Sharding]) -> Folded | None:
         counted = tuple([Use(*use, count) for use, count in Counter(uses).items()])
         names = tuple([other.name for other in others])
         values.append(replace(value, producer=made, uses=counted, alike=names))
-    return Folded(Flow(items, tuple(values), flow.table), classes)
+    return Folded(Flow(items, tuple(values)), classes)
 
 
 def _classes(flow: Flow, repeated: Sequence[_Run]) -> tuple[int, ...]:
-    """The class of each node, numbered in the order in which they come."""
+    """The class of each node; classes are numbered in the order in which they occur."""
     varying = {value.name for value in flow.values if value.trained}
     keys: list[object] = list(range(len(flow.items)))
     for run in repeated:

@@ -1,4 +1,4 @@
-"""The plans that are compared: those that follow from a search, and those of presets."""
+"""The plans that are compared: from a search, and from presets."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -10,7 +10,7 @@ from onnxpar.cost.cost_model import CostModel
 from onnxpar.cost.price import Price
 from onnxpar.graph.plan import Plan
 from onnxpar.graph.seeds import Seeds
-from onnxpar.search.find_plan import LEVELS, Told
+from onnxpar.search.find_plan import LEVELS, OnProgress
 from onnxpar.search.workload import Workload
 from onnxpar.stages.assign_stages import between_stages
 from onnxpar.stages.partition_chain import chain_of, floating
@@ -20,20 +20,20 @@ from onnxpar.strategy.resolve_strategy import resolve
 from onnxpar.strategy.schema import PIPELINE_AXIS, Strategy
 
 FOUND = "found"
-"""Name of what a search finds."""
+"""Name of the plan that a search finds."""
 SLOWDOWN = 2.0
-"""How many times longer than the fastest plan one may take to save memory, at level 1."""
+"""At level 1, a plan that saves memory may take this many times as long as the fastest plan."""
 
 
 @dataclass(frozen=True)
 class Way:
-    """One way to divide the model, priced.
+    """One way to shard the model, priced.
 
     Attributes:
-        name: A preset, or "found", with the number of pipeline stages where there are several.
-        price: What it costs without stages, on the devices of one; None where it cannot be.
-        reason: Why it cannot be.
-        staged: What it costs in stages, where there are several.
+        name: A preset, or "found"; with the number of pipeline stages if there are several.
+        price: What it costs without stages, on the devices of one stage; None if it is impossible.
+        reason: Why it is impossible.
+        staged: What it costs in stages, if there are several.
         micro_batches: Micro-batches of a step.
     """
 
@@ -45,27 +45,25 @@ class Way:
 
     @property
     def seconds(self) -> float:
-        """Seconds of a step; infinity where there is none."""
+        """Seconds of a step; infinity if the way is impossible."""
         if self.staged is not None:
             return self.staged.seconds
         return inf if self.price is None else self.price.step(self.micro_batches)
 
     @property
     def peak(self) -> int:
-        """Bytes at the peak of a device, of the fullest stage."""
-        if self.staged is not None:
-            return self.staged.peak
-        return 0 if self.price is None else self.price.peak
+        """Bytes at the peak of a device of the fullest stage; 0 if the way is impossible."""
+        priced = self.staged or self.price
+        return 0 if priced is None else priced.peak
 
     @property
     def held(self) -> int:
-        """Bytes held all the time by a device, of the stage that holds most."""
-        if self.staged is not None:
-            return self.staged.held
-        return 0 if self.price is None else self.price.held
+        """Bytes held all the time by a device of the stage that holds most."""
+        priced = self.staged or self.price
+        return 0 if priced is None else priced.held
 
     def fits(self, limit: int) -> bool:
-        """Whether it can be, in so many bytes of a device."""
+        """Whether it is possible within `limit` bytes of a device."""
         return self.price is not None and self.peak <= limit
 
 
@@ -74,9 +72,9 @@ class Objective:
     """What makes one way better than another.
 
     Attributes:
-        level: The objective, as of a search.
+        level: The level of the objective (see `SearchSpec`).
         limit: Bytes that a device may hold.
-        slowest: Seconds beyond which saving memory is not worth it.
+        slowest: Seconds that a way may take in order to save memory.
     """
 
     level: int
@@ -90,7 +88,7 @@ class Objective:
         return Objective(level, limit, SLOWDOWN * fastest)
 
     def rank(self, way: Way) -> tuple[float, ...]:
-        """Returns what ways are ordered by, the best first: those that fit, by the level."""
+        """Returns the sort key of a way: those that fit come first, then by the objective."""
         if way.price is None:
             return (1.0, inf)
         weights, over = LEVELS[self.level], float(not way.fits(self.limit))
@@ -102,13 +100,13 @@ class Objective:
 
 @dataclass
 class Pricing:
-    """Plans of a program that follow from seeds, each made and priced once.
+    """Makes and prices the plans that follow from seeds, each once.
 
     Attributes:
-        workload: What is planned.
-        machine: What it runs on.
+        workload: The program that is planned.
+        machine: The machine that runs it.
         sizes: Sizes of its symbols.
-        split: How it is split into stages; a plan is on the mesh of one.
+        split: How it is split into stages; a plan is on the mesh of one stage.
     """
 
     workload: Workload
@@ -118,11 +116,11 @@ class Pricing:
     _known: list[tuple[Seeds, Plan, Way]] = field(default_factory=list)
 
     def peak(self, seeds: Seeds) -> int:
-        """Returns the bytes of a device at the peak of the plan that follows."""
+        """Returns the bytes of a device at the peak of the plan that follows from seeds."""
         return self(seeds)[1].peak
 
     def __call__(self, seeds: Seeds) -> tuple[Plan, Way]:
-        """Returns the plan that follows, as found by a search, and what it costs.
+        """Returns the plan that follows from the seeds of a search, and what it costs.
 
         Raises:
             ShardingError: The seeds do not fit the program.
@@ -137,7 +135,7 @@ class Pricing:
         return plan, way
 
     def way(self, name: str, plan: Plan) -> Way:
-        """Returns a plan of one stage's mesh as a way, priced in stages where there are several.
+        """Returns a plan on one stage's mesh as a way, priced in stages if there are several.
 
         Raises:
             StrategyError: There are more virtual stages than nodes.
@@ -156,28 +154,30 @@ class Pricing:
         return Way(title, found, "", staged, split.micro_batches)
 
     def refused(self, reason: str, name: str = FOUND) -> Way:
-        """Returns a way that cannot be."""
+        """Returns a way that is impossible."""
         return Way(self._title(name), None, reason)
 
     def _title(self, name: str) -> str:
-        """A preset as it is written, with the stages first; `found, pp=2`."""
+        """A name with the number of stages: `pp=2,dp=2` as a preset is written; `found, pp=2`."""
         stages = self.split.stages
         if stages == 1:
             return name
-        said = f"{PIPELINE_AXIS}={stages}"
-        return f"{name}, {said}" if name == FOUND else f"{said},{name}"
+        axis = f"{PIPELINE_AXIS}={stages}"
+        return f"{name}, {axis}" if name == FOUND else f"{axis},{name}"
 
-    def presets(self, strategy: Strategy, told: Told) -> Iterator[tuple[str, Way, Plan | None]]:
-        """Yields each preset on the mesh of one stage, priced, and its plan where it has one.
+    def presets(
+        self, strategy: Strategy, progress: OnProgress
+    ) -> Iterator[tuple[str, Way, Plan | None]]:
+        """Yields each preset on the mesh of one stage: its name, its price, its plan if possible.
 
         Args:
-            strategy: Whose symbols hold, and whose devices they are, of all stages.
-            told: Is told of each as it begins.
+            strategy: The strategy that gives the symbols and the number of devices.
+            progress: Called for each preset as it begins.
         """
         devices = strategy.world // self.split.stages
         names = rival_presets(devices)
         for number, name in enumerate(names, 1):
-            told(f"pricing {self._title(name)}", number, len(names))
+            progress(f"pricing {self._title(name)}", number, len(names))
             try:
                 preset = replace(load_strategy(name, devices), symbols=strategy.symbols)
                 plan = self.workload.plan(resolve(preset, self.workload.program))
@@ -189,6 +189,6 @@ class Pricing:
 
 
 def rival_presets(devices: int) -> list[str]:
-    """Returns the presets that a found strategy is compared with, on so many devices."""
+    """Returns the presets with which a found strategy is compared, for a number of devices."""
     mixed = [f"dp={n},tp={devices // n}" for n in range(2, devices) if devices % n == 0]
     return [f"dp={devices}", *mixed, f"tp={devices}"] if devices > 1 else ["replicate"]

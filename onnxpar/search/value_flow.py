@@ -1,11 +1,10 @@
-"""What a search sees of a model: its nodes, and which value goes from where to where."""
+"""A model as a search sees it: its nodes, and the values between them."""
 
 from collections.abc import Collection, Hashable
 from dataclasses import dataclass
 from math import prod
 
 from onnxpar.core.rule import ANY, OpRule
-from onnxpar.core.symbols import Dim, SymbolTable
 from onnxpar.facts.program import Program
 from onnxpar.graph.metadata_keys import GRADIENT_OF
 from onnxpar.graph.node_view import NodeView
@@ -13,9 +12,9 @@ from onnxpar.graph.view_parts import Parts, merged, structure
 from onnxpar.ops.node_cost import CostFn
 
 WEIGHT = 1024
-"""Elements from which a parameter, or an input of real numbers, counts as a weight. What depends on
-no weight (masks, positions, tokens) is replicated, and sliced without communication where
-it is read."""
+"""A floating-point parameter or input counts as a weight if it has at least this many elements. A
+value that depends on no weight (masks, positions, tokens) is replicated, and its readers slice it
+without communication."""
 
 
 @dataclass(frozen=True)
@@ -24,9 +23,9 @@ class Saved:
 
     Attributes:
         made: Whether it is a result.
-        index: Which one.
-        share: The part of the value that counts here, among all nodes whose backward reads it: they
-            may have it in one layout.
+        index: Its index among the operands or results.
+        share: The share of the value that counts here. It is divided among all nodes whose backward
+            reads it, since they may all read it in one layout.
     """
 
     made: bool
@@ -41,15 +40,15 @@ class Item:
     Attributes:
         name: Its name.
         rule: Its sharding rule.
-        view: What its rule saw.
-        fixed: Whether there is nothing to choose: it is replicated.
-        trained: Whether its results vary with a trained parameter, so that it has a backward.
+        view: The view from which its rule was made.
+        fixed: Whether there is nothing to choose, because it is replicated.
+        trained: Whether its results depend on a trained parameter, so that it has a backward.
         parts: For each operand, the parts of its dims.
-        saved: What its backward reads of its operands and results.
-        kind: A number; nodes of the same have the same options and costs.
-        pin: Its name where the user fixed it, else "".
-        cost: What a device computes and moves for it, where its operator says that.
-        count: Nodes that it stands for.
+        saved: The operands and results that its backward reads.
+        kind: A number; nodes with the same number have the same options and costs.
+        pin: Its name if the user fixed it, else "".
+        cost: Its cost function, if its operator has one.
+        count: Number of nodes that it stands for.
     """
 
     name: str
@@ -67,7 +66,7 @@ class Item:
 
 @dataclass(frozen=True)
 class Use:
-    """Operands that read a value: operand `operand` of item `item`, `count` of them."""
+    """A reader of a value: operand `operand` of item `item`, which stands for `count` readers."""
 
     item: int
     operand: int
@@ -76,16 +75,15 @@ class Use:
 
 @dataclass(frozen=True)
 class Value:
-    """A value and who reads it.
+    """A value and its readers.
 
     Attributes:
         name: Its name.
         producer: Item and output that make it; None for an input or a parameter.
-        uses: Who reads its elements.
-        shape: Its global shape.
+        uses: The operands that read its elements.
         itemsize: Bytes of one element.
         parameter: Whether it is a parameter.
-        trained: Whether a cotangent comes back along it.
+        trained: Whether it has a cotangent.
         leaves: Whether it is an output of the graph.
         alike: Names of other values that it stands for.
     """
@@ -93,7 +91,6 @@ class Value:
     name: str
     producer: tuple[int, int] | None
     uses: tuple[Use, ...]
-    shape: tuple[Dim, ...]
     itemsize: int
     parameter: bool
     trained: bool
@@ -102,22 +99,21 @@ class Value:
 
     @property
     def count(self) -> int:
-        """Values that it stands for."""
+        """Number of values that it stands for."""
         return 1 + len(self.alike)
 
     @property
     def readers(self) -> int:
-        """Operands that read one of them."""
+        """Number of operands that read one of these values."""
         return sum(use.count for use in self.uses)
 
 
 @dataclass(frozen=True)
 class Flow:
-    """A model as a search sees it; where nodes choose alike, one for all of them (`fold`)."""
+    """A model as a search sees it; one item may stand for several nodes (see `fold`)."""
 
     items: tuple[Item, ...]
     values: tuple[Value, ...]
-    table: SymbolTable
 
 
 def flow(
@@ -132,14 +128,15 @@ def flow(
         trained: Names of the parameters that are trained; none for a forward program.
         pinned: Names of the nodes that the user fixed.
     """
-    model, env, rules = program.model, program.env, program.rules
-    nodes = [n for n in model.graph if not rules.views[n.name or ""].is_backward]
-    parts = structure(nodes, rules.by_node, rules.views, env.table)
-    parts = merged(nodes, rules.by_node, rules.views, env.table, parts)
+    graph, env, rules = program.graph, program.env, program.rules
+    sources = (*graph.inputs, *graph.initializers.values())
+    nodes = [n for n in graph if not rules.views[n.name or ""].is_backward]
+    facts = (nodes, rules.by_node, rules.views, env.table)
+    parts = merged(*facts, structure(*facts))
     saved = _saved(program)
     varying: set[str] = set(trained)
     weighty = set(trained)
-    for value in (*model.graph.inputs, *model.graph.initializers.values()):
+    for value in sources:
         shape = env.shapes.get(value.name or "", ())
         real = value.dtype is None or value.dtype.is_floating_point()
         if real and prod(map(env.table.typical, shape)) >= WEIGHT:
@@ -174,14 +171,9 @@ def flow(
         for position, operand in enumerate(rule.inputs):
             if view.has(position) and operand.mode != ANY and names[position] in env.shapes:
                 uses.setdefault(names[position], []).append(Use(index, position))
-    leaving = {v.name for v in model.graph.outputs}
-    graph = model.graph
+    leaving = {v.name for v in graph.outputs}
     values = []
-    for value in (
-        *graph.inputs,
-        *graph.initializers.values(),
-        *(out for node in nodes for out in node.outputs),
-    ):
+    for value in (*sources, *(out for node in nodes for out in node.outputs)):
         name = value.name or ""
         if name not in env.shapes or not (name in uses or name in leaving):
             continue
@@ -190,18 +182,17 @@ def flow(
                 name,
                 made.get(name),
                 tuple(uses.get(name, ())),
-                env.shapes[name],
                 int(value.dtype.itemsize) if value.dtype is not None else 4,
                 name in graph.initializers,
                 name in varying,
                 name in leaving,
             )
         )
-    return Flow(tuple(items), tuple(values), env.table)
+    return Flow(tuple(items), tuple(values))
 
 
 def _saved(program: Program) -> dict[str, tuple[Saved, ...]]:
-    """Returns of each node what its backward reads of its operands and results."""
+    """Returns for each node the operands and results that its backward reads."""
     read: dict[str, set[str]] = {}
     for node in program.graph:
         forward = node.metadata_props.get(GRADIENT_OF)

@@ -1,6 +1,6 @@
-"""What is planned: a program, and all that the prices of its plans follow from."""
+"""What is planned: a program, and everything that the prices of its plans depend on."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -22,15 +22,15 @@ from onnxpar.propagation.propagate import Alike, alike, propagate
 
 @dataclass(frozen=True)
 class Workload:
-    """What is to be planned: a forward program, or one with its backward.
+    """A program to be planned: a forward program, or one with its backward.
 
     Attributes:
         program: The program of one device, undivided.
-        links: Of each cotangent its primals.
+        links: For each cotangent its primals.
         gradients: The output that is the gradient of each trained parameter, by name.
-        moments: Tensors like a trained parameter that its optimizer keeps.
-        forward: The model, before a loss is appended to it.
-        parallel: What replicas of a parameter share in training.
+        moments: Number of tensors per trained parameter, of its shape, that the optimizer keeps.
+        forward: The model without loss and backward.
+        parallel: Optimizer parallel.
     """
 
     program: Program
@@ -42,26 +42,25 @@ class Workload:
 
     @staticmethod
     def inference(program: Program) -> "Workload":
-        """Returns a forward program as what is planned."""
+        """Returns the workload of a forward program."""
         return Workload(program, {}, {}, 0, program.model)
 
     @staticmethod
     def training(
         prepared: TrainingProgram, spec: TrainingSpec, parallel: OptimizerParallel
     ) -> "Workload":
-        """Returns a training program as what is planned.
+        """Returns the workload of a training program.
 
         Args:
             prepared: The program of one micro-batch.
             spec: How it is trained.
-            parallel: What replicas of a parameter share.
+            parallel: Optimizer parallel.
         """
-        moments = len(moments_of(spec.optimizer))
         return Workload(
             prepared.program,
             prepared.links,
             prepared.gradients,
-            moments,
+            len(moments_of(spec.optimizer)),
             prepared.evaluation,
             parallel,
         )
@@ -75,16 +74,12 @@ class Workload:
         return alike(self.program)
 
     def pinned(self, plan: Plan) -> Seeds:
-        """Returns seeds from which a plan follows: what it has of each forward node."""
+        """Returns seeds with the shardings that a plan has for forward nodes."""
+        forward = [n.name or "" for n in self.program.graph if GRADIENT_OF not in n.metadata_props]
         nodes = {
-            node.name or "": NodeSeed(
-                node.name or "",
-                plan.nodes[node.name or ""].factors,
-                carried=plan.nodes[node.name or ""].carried,
-                pinned=False,
-            )
-            for node in self.program.graph
-            if GRADIENT_OF not in node.metadata_props and not plan.nodes[node.name or ""].reason
+            name: NodeSeed(name, found.factors, carried=found.carried, pinned=False)
+            for name in forward
+            if not (found := plan.nodes[name]).reason
         }
         return Seeds(plan.mesh, nodes, dict(plan.inputs), dict(plan.parameters))
 
@@ -95,13 +90,9 @@ class Workload:
     def priced(
         self, plan: Plan, machine: Machine, sizes: Mapping[str, int]
     ) -> tuple[Price, tuple[MemoryStep, ...]]:
-        """As `price`, with its steps as memory is counted by them."""
+        """As `price`, with the steps by which memory is counted."""
         cost = CostModel(machine, plan.mesh, self.program.env.table, sizes)
         held = self.program.graph.initializers
         itemsizes = {n: int((held[n].dtype or ir.DataType.FLOAT).itemsize) for n in self.gradients}
         shards = shard_states(plan, self.gradients, itemsizes, self.parallel)
         return price(self.program, plan, cost, shards, self.moments)
-
-    def peak(self, machine: Machine, sizes: Mapping[str, int]) -> Callable[[Seeds], int]:
-        """Returns what tells the bytes of a device at the peak of the plan that follows."""
-        return lambda seeds: self.price(self.plan(seeds), machine, sizes).peak

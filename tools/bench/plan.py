@@ -156,7 +156,7 @@ def at_random(case: Case, workload: Workload, count: int, seed: int) -> Iterator
             continue
         made += 1
         start = replace(base, mesh=mesh, inputs={})
-        seeds = seeds_of(seen, problem.chosen(choice), problem.lying(choice), start)
+        seeds = seeds_of(seen, problem.chosen(choice), problem.layouts(choice), start)
         name = f"random {number} ({share:.0%} of {'x'.join(str(n) for _, n in mesh.axes)})"
         yield Entry(name, strategy_data(seeds, program.rules, {}), case.price(workload, seeds))
 

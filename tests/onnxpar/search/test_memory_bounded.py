@@ -20,7 +20,7 @@ def random_problem(seed: int) -> Problem:
     rng = np.random.default_rng(seed)
     widths = [int(n) for n in rng.integers(1, 5, rng.integers(2, 8))]
     variables = tuple(
-        Variable(str(i), "node", rng.random(n), rng.integers(0, 9, n).astype(float))
+        Variable(str(i), rng.random(n), rng.integers(0, 9, n).astype(float))
         for i, n in enumerate(widths)
     )
     possible = [int(rng.integers(n)) for n in widths]
@@ -57,8 +57,7 @@ def entangled(seed: int) -> Problem:
     rng = np.random.default_rng(seed)
     side, width = 3, 4
     variables = tuple(
-        Variable(str(i), "node", 0.3 * rng.random(width), np.zeros(width))
-        for i in range(2 * side**2)
+        Variable(str(i), 0.3 * rng.random(width), np.zeros(width)) for i in range(2 * side**2)
     )
     edges = [(v, v + 1) for v in range(side**2) if (v + 1) % side]
     edges += [(v, v + side) for v in range(side * (side - 1))]
@@ -121,7 +120,7 @@ def test_the_least_memory_and_the_least_time_among_those(seed: int) -> None:
 
 
 def test_what_does_not_fit_is_an_error_with_the_least_that_would() -> None:
-    variable = Variable("a", "node", np.array([1.0, 2.0]), np.array([8.0, 4.0]))
+    variable = Variable("a", np.array([1.0, 2.0]), np.array([8.0, 4.0]))
     with pytest.raises(ShardingError, match="is 4 bytes, expected at most 3"):
         best(Problem((variable,), (), ()), 3.0)
 

@@ -88,7 +88,7 @@ def test_a_choice_of_the_smaller_problem_costs_what_it_costs_in_the_whole_one(
         assert whole.seconds(many) == pytest.approx(seconds, rel=1e-12)
         if seconds < np.inf:
             assert whole.memory(many) == pytest.approx(small.memory(few), rel=1e-12)
-            assert whole.lying(many) == small.lying(few)
+            assert whole.layouts(many) == small.layouts(few)
     assert possible > 0
 
 
