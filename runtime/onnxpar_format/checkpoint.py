@@ -1,8 +1,8 @@
-"""`checkpoint.json` (schema 2): its records, and what must hold of them.
+"""`checkpoint.json` (schema 2): its records, and the checks between them.
 
 The file holds the contents and the SHA-256 of their text, so that any change to it is found; the
-contents have the SHA-256 of every other file. Schema 1, which is read too, is the same but for the
-sum of each tensor, which may be missing. The order of fields here is their order in the file.
+contents have the SHA-256 of every other file. Schema 1 can be read too; there the sum of a tensor
+may be missing. The fields have the order of the file.
 """
 
 import hashlib
@@ -39,15 +39,15 @@ class Progress:
     """How far a run has come.
 
     Attributes:
-        step: Optimizer steps that are done, of all epochs.
-        epoch: Epoch of the last of them, from 1; 0 before the first.
-        epoch_step: Its number in the epoch, from 1: the position in the data.
+        step: Number of optimizer steps that are done, over all epochs.
+        epoch: Epoch of the last step, from 1; 0 before the first step.
+        epoch_step: Number of the last step in its epoch, from 1: the position in the data.
         seed: Seed of the order of samples and of the model's random numbers.
-        loss: Its loss; None before the first.
-        lr: Its learning rate; None before the first.
-        skipped: How many of the steps changed nothing, since gradients of 16 bits overflowed.
-        loss_scale: What the next step multiplies its loss by.
-        good: Steps with finite gradients since that changed.
+        loss: Loss of the last step; None before the first step.
+        lr: Learning rate of the last step; None before the first step.
+        skipped: Number of steps that changed nothing, because 16-bit gradients overflowed.
+        loss_scale: The loss scale of the next step.
+        good: Steps with finite gradients since the loss scale changed.
     """
 
     step: Count = 0
@@ -63,12 +63,12 @@ class Progress:
 
 @dataclass(frozen=True)
 class StoredShard:
-    """A part of a tensor in a file, without padding, under the tensor's name.
+    """A shard of a tensor in a file, without padding, under the tensor's name.
 
     Attributes:
         file: Name of the file.
-        shape: Shape of the part.
-        boxes: Boxes of the global tensor, and where they lie in the part.
+        shape: Shape of the shard.
+        boxes: Boxes of the global tensor, and their places in the shard.
     """
 
     file: FileName
@@ -86,9 +86,8 @@ class StoredTensor:
         parameter: The parameter that it is, or belongs to.
         dtype: Name of its element type.
         shape: Global shape.
-        sum: Sum of its elements, see `onnxpar_runtime.checkpoint.sums`; None where it was written
-            without.
-        shards: Its parts: every element is in one of them.
+        sum: Sum of its elements, see `onnxpar_runtime.checkpoint.sums`; None in schema 1.
+        shards: Its shards; every element is in one of them.
     """
 
     name: Annotated[str, KEYED]
@@ -106,7 +105,7 @@ class StoredTensor:
 
     @property
     def bytes(self) -> int:
-        """Bytes of the whole tensor."""
+        """Bytes of the global tensor."""
         return prod(self.shape) * self.itemsize
 
     def problems(self) -> Iterator[Problem]:
@@ -130,16 +129,16 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class CheckpointContents:
-    """What a checkpoint says.
+    """The contents of a checkpoint's manifest.
 
     Attributes:
         schema: Version of the format.
-        generator: Name of what wrote it.
+        generator: Name of the program that wrote it.
         model: Name of the model.
         optimizer: Kind of the optimizer.
         devices: Number of ranks that it was written for.
         progress: How far the run had come.
-        run: What the run was to do: data, batch size, learning rate, …
+        run: Options of the run: data, batch size, learning rate, …
         tensors: By name.
         files: Checksums by file name.
     """
@@ -171,14 +170,14 @@ class CheckpointContents:
 
 @dataclass(frozen=True)
 class _Signed:
-    """The whole file: the contents, and the SHA-256 of their text."""
+    """The file: the contents, and the SHA-256 of their text."""
 
     sha256: Digest
     contents: Mapping[str, Any]
 
 
 def _canonical(contents: Any) -> str:
-    # A loss that is not finite is NaN to Python's reader and writer alike.
+    # Python writes and reads a loss that is not a number as NaN.
     return json.dumps(contents, ensure_ascii=False, separators=(",", ":"))
 
 

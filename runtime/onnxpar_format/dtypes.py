@@ -38,16 +38,15 @@ _CODES = {element.dtype: element.code for element in DTYPES.values()}
 
 
 def onnx_code(dtype: np.dtype[Any]) -> int:
-    """Returns ONNX's code (`TensorProto.DataType`) of a numpy dtype; KeyError where it has none."""
+    """Returns ONNX's code (`TensorProto.DataType`) of a numpy dtype; KeyError if it has none."""
     return _CODES[dtype]
 
 
 def lossless(array: Array, dtype: np.dtype[Any]) -> Array | None:
-    """Returns `array` as `dtype` where every value of its type survives, else None.
+    """Returns `array` as `dtype` if that keeps every value of the array's type, else None.
 
-    Integers widen to integers and floats to floats; nothing crosses between them, bool stays bool.
-    numpy's files have no bfloat16 and give it back as two opaque bytes, which are read as what is
-    wanted.
+    Integers widen to integers and floats to floats; there are no other conversions. numpy's files
+    return bfloat16 as two opaque bytes, which are read as the dtype that is asked for.
     """
     if array.dtype == dtype:
         return array

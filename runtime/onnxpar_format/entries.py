@@ -1,7 +1,7 @@
-"""What a manifest says of symbols, tensors, programs, parameters and files.
+"""The records of a manifest about symbols, tensors, programs, parameters and files.
 
-Sizes are integers or integer arithmetic over the symbols' names. The order of fields here is their
-order in the file.
+Sizes are integers or integer arithmetic over the symbols' names. The fields have the order of the
+file.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,18 +14,19 @@ from onnxpar_format.expressions import Size, evaluate
 from onnxpar_format.records import KEYED, NONE_GIVEN, OPTIONAL, Check, Key, Problem
 
 COUNTERS = ("seed", "step", "micro_batch")
-"""What random numbers are keyed by, next to the node that draws them."""
+"""The keys of random numbers, besides the node that draws them."""
+_NO_SYMBOLS: Mapping[str, int] = {}
 
 
 def one_of(values: Sequence[str]) -> Check:
-    """Returns the check of a text that is one of some."""
+    """Returns the check that a text is one of some values."""
     return Check(f"one of {[str(v) for v in values]}", frozenset(values).__contains__)
 
 
 def is_file_name(name: str) -> bool:
     """Whether a name is that of a file in the folder itself."""
-    # onnxruntime refuses external data outside a model's folder, and a manifest from elsewhere
-    # must not make the runtime read other people's files.
+    # onnxruntime refuses external data outside a model's folder, and a foreign manifest must not
+    # make the runtime read other files.
     return name not in ("", ".", "..") and "/" not in name and "\\" not in name
 
 
@@ -49,8 +50,8 @@ class SymbolEntry:
         max: Largest value; no limit unless it is larger than `min`.
         divisor: The d of d·N + r.
         remainder: The r of d·N + r, 0 ≤ r < d.
-        unique: Whether every use is the same number.
-        per_rank: Whether data-parallel ranks may have different values.
+        unique: Whether all uses have one value.
+        per_rank: Whether data ranks may have different values.
         same_as: Another symbol whose value this one must have.
     """
 
@@ -88,13 +89,13 @@ class SymbolEntry:
         return [v for v in values if self.admits(v)]
 
     def problems(self) -> Iterator[Problem]:
-        """Yields what is wrong with it."""
+        """Yields what is wrong between fields."""
         if self.divisor < 1 or not 0 <= self.remainder < self.divisor:
             yield "", "divisor >= 1 and 0 <= remainder < divisor", vars(self)
 
 
 class DimComponent(NamedTuple):
-    """A component of a dim: its size, and the atoms that split it."""
+    """A component of a dim: its size, and the atoms that shard it."""
 
     size: Size
     atoms: tuple[int, ...]
@@ -118,7 +119,7 @@ class TensorEntry:
 
     @property
     def split_atoms(self) -> tuple[int, ...]:
-        """The atoms that split it."""
+        """The atoms that shard it."""
         return tuple(a for dim in self.dims for _, atoms in dim for a in atoms)
 
     def problems(self) -> Iterator[Problem]:
@@ -128,18 +129,18 @@ class TensorEntry:
         if len(self.dims) != len(self.shape):
             yield ".shape", f"{len(self.dims)} sizes", self.shape
 
-    def cut(
+    def sharding(
         self,
         atoms: tuple[int, ...],
-        values: Mapping[str, int],
+        values: Mapping[str, int] = _NO_SYMBOLS,
         local: tuple[int, ...] | None = None,
     ) -> SizedSharding:
-        """Returns how the tensor is sharded when the symbols have these values.
+        """Returns how the tensor is sharded at these values of the symbols.
 
         Args:
             atoms: Sizes of the mesh's atoms.
             values: Values of the symbols.
-            local: Local shape of a shard, which gives the size of a dim that is not split and whose
+            local: Local shape of a shard. It gives the size of a dim that is not sharded and whose
                 expression has a symbol without a value (a size that depends on data).
 
         Raises:
@@ -163,10 +164,9 @@ class SystemInput:
 
     Attributes:
         name: Name in the rank's graph.
-        kind: Which of the following says what it takes; a loss weight is what the loss is
-            multiplied by.
+        kind: Which of the following values it takes, or `loss_weight`, a factor of the loss.
         symbol: The symbol whose global value it takes.
-        atom: The atom whose coordinate of the rank it takes.
+        atom: The atom along which it takes the rank's coordinate.
         counter: The session's counter that it takes.
         hyperparameter: The hyperparameter that it takes (`lr`).
     """
@@ -197,9 +197,9 @@ class CollectiveEntry:
         node: Name of the node.
         value: Name of the global value.
         atoms: Atoms that span its groups.
-        stages: The pipeline stages that span its groups; none for groups within a stage.
+        stages: The pipeline stages that span its groups; None for groups within a stage.
         bytes: Bytes that a rank sends, as a size expression (may be fractional).
-        reason: Node and operand that want it.
+        reason: Node and operand that need it.
         before: Layout before.
         after: Layout after.
     """
@@ -217,14 +217,14 @@ class CollectiveEntry:
 
 @dataclass(frozen=True)
 class EqualSizes:
-    """Two dims of the operands of a node that every rank takes to be of one size.
+    """Two dims of a node's operands that must have one size.
 
     Attributes:
         node: Name of the node.
         op_type: Its operator.
         values: Names of the two global values.
-        dims: Which dim of each.
-        sizes: Its size as an expression.
+        dims: The dim of each.
+        sizes: The size of each dim, as an expression.
     """
 
     node: str
@@ -236,7 +236,7 @@ class EqualSizes:
 
 @dataclass(frozen=True)
 class IndexRangeEntry:
-    """What a node demands of the elements of an input that it reads as indices.
+    """The range of the elements of an input that a node reads as indices.
 
     Attributes:
         node: Name of the node.
@@ -244,7 +244,7 @@ class IndexRangeEntry:
         input: Name of the input.
         low: Least element, as an expression.
         high: Greatest element, as an expression.
-        ignored: An element that is admitted as well, or None.
+        ignored: An element outside the range that is also allowed, or None.
     """
 
     node: str
@@ -270,12 +270,12 @@ class StateOutput:
 
 @dataclass(frozen=True)
 class HandedEntry:
-    """A tensor that a program of a pipeline hands to others, of the same micro-batch.
+    """A tensor that a program of a pipeline hands to others, for the same micro-batch.
 
     Attributes:
-        name: Name of the graph's output, and of the input of those that read it.
+        name: Name of the graph's output, and of the input of the programs that read it.
         dtype: Name of the element type.
-        shape: Local sizes as expressions; None where the symbols do not tell them.
+        shape: Local sizes as expressions; None if they do not follow from the symbols.
     """
 
     name: str
@@ -288,7 +288,7 @@ class HandedInEntry(HandedEntry):
     """A tensor that a program of a pipeline takes from another.
 
     Attributes:
-        source: The program that makes it.
+        source: The program that computes it.
     """
 
     source: Annotated[str, Key(("from",))]
@@ -305,11 +305,11 @@ class ProgramEntry:
         outputs: Outputs with global shapes; never partial.
         system_inputs: Inputs that the runtime fills.
         collectives: In the order in which every rank issues them.
-        equal_sizes: What a run must check, since nothing but the operators says it.
-        index_ranges: Likewise, of the elements of inputs.
+        equal_sizes: Dims that operators need to be equal; a run checks them.
+        index_ranges: Ranges of inputs that operators read as indices; a run checks them.
         state_inputs: Graph inputs that are states, by the state's name.
         state_outputs: Graph outputs that are new values of states.
-        handed_in: Graph inputs that other programs of the pipeline make.
+        handed_in: Graph inputs that other programs of the pipeline compute.
         handed_out: Graph outputs that other programs of the pipeline read.
     """
 
@@ -329,7 +329,7 @@ class ProgramEntry:
 
 @dataclass(frozen=True)
 class ShardFile:
-    """One unique shard of a parameter: who holds it, where it is stored, which boxes it has."""
+    """One shard of a parameter: the ranks that hold it, its file, its boxes and its shape."""
 
     ranks: tuple[int, ...]
     file: FileName
@@ -339,7 +339,7 @@ class ShardFile:
 
 @dataclass(frozen=True)
 class ParameterEntry(TensorEntry):
-    """A parameter and its shards. It may be of any element type: onnxruntime reads it, not we."""
+    """A parameter and its shards. Any element type is allowed: only onnxruntime reads it."""
 
     name: Annotated[str, KEYED]
     dtype: str

@@ -2,8 +2,8 @@
 
 The grammar is a part of Python's: `+ - * / // % **`, unary minus, `min(...)`, `max(...)`,
 `floor(...)`, `ceil(...)` and `Mod(a, b)` over integers and names. A name that is not a Python
-identifier (an ONNX dim_param may be any text) stands for itself when it is the whole expression.
-Evaluation is exact, in rationals, so that `3*batch/2` has no rounding.
+identifier (an ONNX dim_param may be any text) can only be an expression on its own. Evaluation uses
+exact rationals, so that `3*batch/2` has no rounding.
 """
 
 import ast
@@ -53,7 +53,7 @@ class UnknownSymbolError(ExpressionError):
 
 @lru_cache(maxsize=65536)
 def _parse(text: str) -> ast.expr | None:
-    """Returns the syntax tree, or None where the text is not an expression and so a bare name."""
+    """Returns the syntax tree; None if the text is not an expression, but a bare name."""
     try:
         return ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError):
@@ -61,7 +61,7 @@ def _parse(text: str) -> ast.expr | None:
 
 
 def bare_name(size: Size) -> str | None:
-    """Returns the symbol that a size is on its own, None for ints and composed expressions."""
+    """Returns the symbol if a size is a symbol alone; None for integers and other expressions."""
     if isinstance(size, int):
         return None
     tree = _parse(size)
@@ -144,4 +144,4 @@ def _walk(tree: ast.expr, values: Mapping[str, int], text: str) -> Fraction:
                 return function(*(_walk(a, values, text) for a in args))
             except TypeError:
                 raise ExpressionError(f"{text!r}: wrong arguments of {name}") from None
-    raise ExpressionError(f"{text!r} is no size expression")
+    raise ExpressionError(f"{text!r} is not a size expression")

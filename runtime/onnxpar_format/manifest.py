@@ -1,8 +1,8 @@
-"""`manifest.json` (schema 1) of an artifact directory: all that it says, and what must hold of it.
+"""`manifest.json` (schema 1) of an artifact directory: its records, and the checks between them.
 
-The manifest is the only thing that the runtime knows of the transformer's decisions: mesh, symbols,
-programs with their inputs and outputs, parameters as explicit boxes of indices, files with
-checksums. The order of fields here is their order in the file.
+The runtime knows the transformer's decisions only from the manifest: mesh, symbols, programs with
+their inputs and outputs, parameters as explicit boxes of indices, files with checksums. The fields
+have the order of the file.
 """
 
 from collections.abc import Iterator, Mapping
@@ -39,12 +39,12 @@ SCHEMA = 1
 
 
 class StateKind(StrEnum):
-    """What a buffer between runs is for.
+    """The kind of a state.
 
     Attributes:
         PARAMETER: A trained parameter.
         GRADIENT: Its gradient, summed over the micro-batches of a step so far.
-        MICRO_GRADIENT: Its gradient of one micro-batch, where a step has several.
+        MICRO_GRADIENT: Its gradient of one micro-batch, if a step has several.
         MOMENT1: The momentum, or the mean of gradients.
         MOMENT2: The mean of squared gradients.
         STATISTIC: A running statistic of the model, which every micro-batch updates.
@@ -69,9 +69,10 @@ class VirtualStage:
     """The programs of one virtual stage.
 
     Attributes:
-        forward: Name of the program of the forward.
-        backward: That of the backward; None where nothing is differentiated.
-        weight: The part of the backward that no other stage waits for; None where it is not split.
+        forward: Name of the program of the forward pass.
+        backward: Name of that of the backward pass; None without gradients.
+        weight: Name of the part of the backward pass for which no other stage waits; None if the
+            backward pass is one program.
     """
 
     forward: str
@@ -86,7 +87,7 @@ class VirtualStage:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """The stages of a pipeline, each on a mesh of its own.
+    """The stages of a pipeline, each with its own mesh.
 
     Virtual stage s is chunk s // stages of stage s % stages. The rank at a place on the mesh of a
     stage exchanges values with those at the same place of other stages.
@@ -95,11 +96,11 @@ class Pipeline:
         stages: Number of stages.
         chunks: Virtual stages of each stage.
         schedule: Name of the schedule.
-        micro_batches: Micro-batches of a step, unless another number is asked for.
-        parts: The programs that each program consists of. One that runs through the stages has for
-            each virtual stage its `forward` and perhaps `backward` and `weight`; one that works on
-            states alone has an `update` for each stage (the optimizer's) or virtual stage (the
-            accumulation's).
+        micro_batches: Default number of micro-batches in a step.
+        parts: The programs that each program consists of. A program that runs through the stages
+            has `forward`, and perhaps `backward` and `weight`, for each virtual stage. A program
+            that works on states alone has an `update` for each stage (optimizer) or virtual stage
+            (accumulation).
     """
 
     stages: Positive
@@ -110,7 +111,7 @@ class Pipeline:
 
     @property
     def virtual_stages(self) -> int:
-        """Their number."""
+        """Number of virtual stages."""
         return self.stages * self.chunks
 
     def virtual_stages_of(self, stage: int) -> range:
@@ -119,7 +120,7 @@ class Pipeline:
 
     @property
     def programs(self) -> dict[str, tuple[VirtualStage, ...]]:
-        """Of each program that runs through the stages its parts, by virtual stage."""
+        """The parts of each program that runs through the stages, by virtual stage."""
         return {
             name: tuple(
                 VirtualStage(p["forward"] or "", p.get("backward"), p.get("weight")) for p in parts
@@ -130,7 +131,7 @@ class Pipeline:
 
     @property
     def updates(self) -> dict[str, tuple[str, ...]]:
-        """Of each program that works on states alone its parts, by stage or virtual stage."""
+        """The parts of each program that works on states alone, by stage or virtual stage."""
         return {
             name: tuple(part["update"] or "" for part in parts)
             for name, parts in self.parts.items()
@@ -152,13 +153,13 @@ class Pipeline:
 
 @dataclass(frozen=True)
 class Loss:
-    """The loss that is trained on.
+    """The loss of a training program.
 
     Attributes:
-        kind: `softmax_cross_entropy`, `mse`, `mae`, `bce`, or `output` for one of the model's own.
+        kind: `softmax_cross_entropy`, `mse`, `mae`, `bce`, or `output` for an output of the model.
         labels: Name of the input with the labels, or None.
         ignore_index: The label that does not count, or None.
-        count: What its mean is over, as a size expression; None where that is unknown, and a
+        count: Number of terms of its mean, as a size expression; None if it is unknown, so that a
             batch counts by its rows.
     """
 
@@ -180,11 +181,11 @@ class StateEntry(TensorEntry):
         dtype: Name of the element type.
         shape: Global shape, of integers.
         dims: Components of each dim, of integers.
-        kind: What it is for.
-        parameter: The parameter that it is, or belongs to; of a statistic the statistic itself.
-        partial: Atoms over whose ranks the stored values have still to be added up.
+        kind: Its kind.
+        parameter: The parameter that it is, or belongs to; for a statistic the statistic itself.
+        partial: Atoms over which the stored values are partial sums.
         stages: The stages of the pipeline that hold it.
-        partial_stages: Whether those stages' values have still to be added up; None without a
+        partial_stages: Whether the values of these stages are partial sums; None without a
             pipeline.
     """
 
@@ -210,9 +211,9 @@ class TrainingTensor:
         name: Its name.
         elements: Number of its elements.
         trained: Whether the optimizer changes it.
-        parameter: Whether it is a parameter; others are constants and running statistics.
-        reason: Why it is not trained; empty where it is.
-        rule: By what that is known.
+        parameter: Whether it is a parameter; other weights are constants and running statistics.
+        reason: Why it is not trained; empty if it is.
+        rule: Name of the rule that decided this.
         used_by: Names of the nodes that read it.
     """
 
@@ -227,17 +228,17 @@ class TrainingTensor:
 
 @dataclass(frozen=True)
 class Training:
-    """What an artifact for training says beside its programs.
+    """What a manifest says about training, besides its programs.
 
     Attributes:
         loss: The loss.
         optimizer: Kind of the optimizer: `sgd`, `momentum`, `adam`, `adamw` or `lamb`.
         states: By name.
-        compute: The 16-bit type that products are computed in, with float32 parameters; None where
-            there is none.
+        compute: The 16-bit type of products, with float32 parameters; None if the type of the
+            parameters is used.
         tensors: The weights, trained or not.
-        notices: What the user should hear of.
-        spec: What was asked for, as the transformer understood it.
+        notices: Notices for the user.
+        spec: The user's request as the transformer understood it.
     """
 
     loss: Loss
@@ -260,11 +261,11 @@ class Replicated:
 
 @dataclass(frozen=True)
 class ManifestContents:
-    """What a manifest says.
+    """The contents of a manifest.
 
     Attributes:
         schema: Version of the format.
-        generator: Name and version of what wrote it.
+        generator: Name and version of the program that wrote it.
         model: Name of the model.
         axes: Named mesh axes with their sizes, major first.
         atoms: Sizes of the atoms, major first.
@@ -275,9 +276,9 @@ class ManifestContents:
         files: Checksums by file name.
         strategy: The strategy as resolved.
         replicated: Nodes that every rank computes in full.
-        report: What else the transformer has to tell.
-        training: What there is to say about training; None where the artifact is for inference.
-        pipeline: The stages; None where there is one.
+        report: Further reports of the transformer.
+        training: The training; None in artifacts for inference.
+        pipeline: The pipeline; None if there is one stage.
     """
 
     schema: int
@@ -339,7 +340,7 @@ class ManifestContents:
             yield from self._pipeline_problems(self.pipeline)
 
     def _known(self, place: str, what: str, name: str | None) -> Iterator[Problem]:
-        """Names are those of symbols, files, programs or parameters."""
+        """Yields a problem unless `what` (symbols, files, programs or parameters) has the name."""
         known: Mapping[str, object] = getattr(self, what)
         if name not in known:
             yield place, f"one of the {what} {sorted(known)}", name
@@ -374,7 +375,7 @@ class ManifestContents:
     def _state_problems(self, place: str, state: StateEntry) -> Iterator[Problem]:
         yield from self._tensor_problems(place, state)
         if not self._are_atoms((*state.split_atoms, *state.partial)):
-            yield f"{place}.partial", "atoms that do not split it, once each", list(state.partial)
+            yield f"{place}.partial", "atoms that do not shard it, once each", list(state.partial)
         yield from self._known(f"{place}.parameter", "parameters", state.parameter)
         every = list(range(self.stages))
         held = state.stages
@@ -382,7 +383,7 @@ class ManifestContents:
             yield f"{place}.stages", f"different stages of {every}", list(held)
 
     def _pipeline_problems(self, pipeline: Pipeline) -> Iterator[Problem]:
-        """The parts are programs, have graphs on their stages alone, and fit together."""
+        """Yields parts that are not programs, have graphs on other stages, or do not match."""
         yield from pipeline.part_problems()
         for name in pipeline.programs:
             yield from self._known(f".pipeline.programs.{name}", "programs", name)
@@ -409,10 +410,10 @@ class ManifestContents:
 
 
 def manifest_json(directory: Path) -> Any:
-    """Returns the content of a directory's manifest, which need not be valid.
+    """Returns the JSON of a directory's manifest, without checks.
 
     Raises:
-        FormatError: There is no such directory, it has no manifest, or one that is no JSON.
+        FormatError: There is no such directory, or it has no manifest in JSON.
     """
     if not directory.is_dir():
         raise FormatError(f"{directory}: no such directory")

@@ -1,6 +1,6 @@
 """The options of the commands that run programs, each declared once.
 
-The command line makes an option of each field (`Option` says how), and the runtime takes the
+The command line has an option for each field (`Option` describes it), and the runtime takes the
 objects. A field's help says what it means.
 """
 
@@ -12,14 +12,14 @@ from typing import Annotated, Any
 
 @dataclass(frozen=True)
 class Option:
-    """How a field is an option of a command.
+    """A field as an option of a command.
 
     Attributes:
-        help: What it means.
-        metavar: What stands for its value in help texts.
+        help: The help text.
+        metavar: The placeholder for its value in help texts.
         flags: Its names on the command line; by default that of the field.
         minimum: The smallest number that it takes.
-        parse: Returns the value that a text stands for; ValueError says what was expected.
+        parse: Returns the value of a text; raises ValueError with what was expected.
     """
 
     help: str
@@ -30,7 +30,7 @@ class Option:
 
 
 def parse_betas(text: str) -> tuple[float, float]:
-    """Returns the two numbers of a text such as `0.9,0.999`; ValueError if it is not two."""
+    """Returns the two numbers of a text such as `0.9,0.999`; raises ValueError for other texts."""
     try:
         first, second = (float(part) for part in text.split(","))
     except ValueError:
@@ -61,7 +61,7 @@ class Execution:
 
 @dataclass(frozen=True)
 class Settings:
-    """What the user sets of an optimizer; None takes the default of its kind."""
+    """The settings of an optimizer; None takes the default of its kind."""
 
     momentum: Annotated[float | None, Option("For momentum. Default: 0.9.", "M")] = None
     dampening: Annotated[float | None, Option("For momentum. Default: 0.", "D")] = None
@@ -94,14 +94,13 @@ class Saving:
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """What `train` is to do."""
+    """The options of `train`."""
 
     data: Annotated[
         str,
         Option(
             "digits (scikit-learn's handwritten digits), npz:FILE (arrays with the names of the "
-            "inputs), "
-            "idx:DIR (MNIST's files) or module:function (an iterator of dicts).",
+            "inputs), idx:DIR (MNIST's files) or module:function (an iterator of dicts).",
             "SOURCE",
         ),
     ]
@@ -188,13 +187,13 @@ class TrainingRun:
 
     @property
     def evaluates(self) -> bool:
-        """Whether anything is evaluated."""
+        """Whether the run evaluates after each epoch."""
         return self.evaluate or self.eval_data is not None
 
 
 @dataclass(frozen=True)
 class EvaluationRun:
-    """What `eval` is to do."""
+    """The options of `eval`."""
 
     data: Annotated[
         str,

@@ -1,10 +1,9 @@
 """Frozen dataclasses to JSON and back, by the types of their fields.
 
 A record is a frozen dataclass, or a named tuple, of numbers, texts, tuples, mappings and other
-records. Its fields in their order are the JSON object. What a type does not say, a mark in
-`Annotated` says: `Check`, `Key`, `KEYED`, `LISTED` or `OPTIONAL`. Conditions on several fields are
-in the record's method `problems`. A field that may be None may be missing. Keys that are unknown
-are ignored.
+records. Its fields in their order are the JSON object. Marks in `Annotated` say what types cannot:
+`Check`, `Key`, `KEYED`, `LISTED` and `OPTIONAL`. The record's method `problems` checks conditions
+between fields. A field that may be None may be missing. Unknown keys are ignored.
 """
 
 import json
@@ -28,16 +27,16 @@ from typing import (
 R = TypeVar("R")
 
 Problem = tuple[str, str, object]
-"""What is wrong with a record: the place in it (`.dims`), what is expected there, what is there."""
+"""An error in a record: the place in it (`.dims`), what is expected there, what was found."""
 
 
 class FormatError(Exception):
-    """A file that is not what its format says; the message names file, place, expected and got."""
+    """A file that violates its format; the message names file, place, expected and got."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """A condition on a field: what is expected, for people, and whether a value is that."""
+    """A condition on a field: a description, and a function that checks a value."""
 
     expected: str
     holds: Callable[[Any], bool]
@@ -57,13 +56,13 @@ class Mark:
     meaning: str
 
 
-KEYED = Mark("the field is the key under which a mapping has the record")
-LISTED = Mark("the mapping of records by name stands as a list of them")
-OPTIONAL = Mark("the key may be missing, and is where the field is its very default")
+KEYED = Mark("the field is the record's key in a mapping")
+LISTED = Mark("the mapping of records by name is a list in the file")
+OPTIONAL = Mark("the key is left out if the field has its default, and may be missing")
 
 
 class Absent(tuple[Any, ...]):
-    """The default of an optional tuple: equal to others with these elements, but not written."""
+    """The default of an optional tuple. Only the default itself is left out, not an equal tuple."""
 
 
 NONE_GIVEN = Absent()
@@ -93,14 +92,14 @@ _PLAIN: Mapping[Any, tuple[type, ...]] = {
 
 
 def load_json(path: Path, missing: str) -> Any:
-    """Returns the content of a file.
+    """Returns the JSON of a file.
 
     Args:
         path: The file.
-        missing: What to say where its folder has none.
+        missing: The message if there is no such file in the folder.
 
     Raises:
-        FormatError: It cannot be read, or is no JSON.
+        FormatError: It cannot be read, or is not JSON.
     """
     try:
         return json.loads(path.read_text(encoding="utf-8"))
@@ -113,22 +112,22 @@ def load_json(path: Path, missing: str) -> Any:
 
 
 def from_json(kind: type[R], raw: Any, place: str) -> R:
-    """Returns the record that plain data says.
+    """Returns the record of some JSON data.
 
     Args:
         kind: The record's class.
         raw: The data.
-        place: What the data is, for messages: each begins with it.
+        place: Name of the data; messages begin with it.
 
     Raises:
-        FormatError: The data is not as the record's fields and checks say.
+        FormatError: The data violates the types or checks of the record's fields.
     """
     read: _Read = _reader(cast(Any, kind))
     return cast(R, read(raw, place))
 
 
 def to_json(value: Any) -> Any:
-    """Returns a record, or what holds records, as plain data."""
+    """Returns a record, or a collection of records, as JSON data."""
     if _is_record(type(value)):
         found: dict[str, Any] = {}
         for field in _fields(cast(Any, type(value))):
@@ -149,7 +148,7 @@ def to_json(value: Any) -> Any:
 
 
 def failure(place: str, expected: str, got: object) -> FormatError:
-    """Returns the error for a place that has something else than expected."""
+    """Returns the error for an unexpected value at a place."""
     shown = repr(got)
     shown = shown if len(shown) <= 80 else shown[:77] + "..."
     return FormatError(f"{place}: expected {expected}, got {shown}")
@@ -168,7 +167,7 @@ def _fields(kind: Any) -> tuple[_Field, ...]:
         key = next((m for m in marks if isinstance(m, Key)), Key((name,)))
         default = declared[name].default if name in declared else MISSING
         if OPTIONAL not in marks:
-            # What has no value may be missing, whatever else a record has for a default.
+            # A field that may be None may be missing, whatever default the record has.
             plain = get_args(hint)[0] if marks else hint
             default = None if NoneType in get_args(plain) else MISSING
         found.append(_Field(name, key.path, _reader(hint), default, marks))
@@ -177,7 +176,7 @@ def _fields(kind: Any) -> tuple[_Field, ...]:
 
 @lru_cache
 def _reader(hint: Any) -> _Read:
-    """Returns what reads values of a type."""
+    """Returns a function that reads values of a type."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Annotated:
         return _marked(arguments[0], arguments[1:])
@@ -197,7 +196,7 @@ def _reader(hint: Any) -> _Read:
 
 
 def _plain(kinds: tuple[Any, ...]) -> _Read:
-    """Of one of the plain types; a boolean is not a number."""
+    """Returns a function that reads numbers or texts; a boolean is not a number."""
     allowed = tuple(t for kind in kinds for t in _PLAIN[kind])
     names = " or ".join(kind.__name__ for kind in kinds)
 
@@ -232,7 +231,7 @@ def _tuple(arguments: tuple[Any, ...]) -> _Read:
 
 
 def _item(place: str, index: int, raw: Any) -> str:
-    """The place of a list's item: its name where it has one."""
+    """Returns the place of a list's item: its name if it has one, else its index."""
     name = raw.get("name") if isinstance(raw, dict) else None
     return f"{place} {name!r}" if isinstance(name, str) else f"{place}[{index}]"
 

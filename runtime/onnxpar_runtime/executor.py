@@ -472,7 +472,7 @@ class Executor:
         reusable = True
         for spec in self.program.outputs:
             try:
-                spec.cut(self.manifest.atoms, values)
+                spec.sharding(self.manifest.atoms, values)
             except ExpressionError:
                 reusable = False
         captures = self._graphs and reusable and not self._reads_inputs_on_host()

@@ -14,7 +14,7 @@ from onnxpar_format.boxes import SizedSharding
 from onnxpar_format.dtypes import DTYPES
 from onnxpar_format.entries import TensorEntry
 from onnxpar_runtime.collectives import Rank, World
-from onnxpar_runtime.inputs import cut_of
+from onnxpar_runtime.inputs import sharding_of
 from onnxpar_runtime.manifest import Manifest
 
 Array = NDArray[Any]
@@ -39,7 +39,7 @@ _communicators: "WeakKeyDictionary[World, Any]" = WeakKeyDictionary()
 
 def gather_to_root(
     rank: Rank,
-    cut: SizedSharding,
+    sharding: SizedSharding,
     part: Array | None,
     first: int = 0,
     dtype: np.dtype[Any] | None = None,
@@ -48,8 +48,8 @@ def gather_to_root(
 
     Args:
         rank: This rank.
-        cut: How the array is cut over the mesh of those that hold it.
-        part: This rank's part, of shape `cut.local_shape`; None on ranks outside of that mesh.
+        sharding: How the array is sharding over the mesh of those that hold it.
+        part: This rank's part, of shape `sharding.local_shape`; None on ranks outside of that mesh.
         first: The mesh's first rank.
         dtype: The array's type; needed where rank 0 has no part.
 
@@ -57,23 +57,23 @@ def gather_to_root(
         ValueError: The part does not have the local shape.
     """
     if part is not None:
-        if part.shape != cut.local_shape:
-            raise ValueError(f"expected a part of shape {cut.local_shape}, got {part.shape}")
+        if part.shape != sharding.local_shape:
+            raise ValueError(f"expected a part of shape {sharding.local_shape}, got {part.shape}")
         dtype = part.dtype
     if dtype is None:
         raise ValueError("expected a dtype, since this rank holds no shard of the array")
     world = rank.world
-    owners = tuple(first + place for place in cut.owners())
+    owners = tuple(first + place for place in sharding.owners())
     if owners == (0,):
         # Rank 0 has all of it; nothing needs to move.
         return np.array(part) if rank.index == 0 else None
     if len(world.local_ranks) == world.size:
-        return _gather_threads(rank, cut, part, first, dtype)
-    return _gather_mpi(rank, cut, part, first, dtype)
+        return _gather_threads(rank, sharding, part, first, dtype)
+    return _gather_mpi(rank, sharding, part, first, dtype)
 
 
 def _gather_threads(
-    rank: Rank, cut: SizedSharding, part: Array | None, first: int, dtype: np.dtype[Any]
+    rank: Rank, sharding: SizedSharding, part: Array | None, first: int, dtype: np.dtype[Any]
 ) -> Array | None:
     with _lock:
         board = _boards.setdefault(rank.world, _Board())
@@ -88,11 +88,11 @@ def _gather_threads(
         return None
     with board.lock:
         parts = board.parts.pop(number)
-    return cut.join(lambda place: parts[first + place], dtype)
+    return sharding.join(lambda place: parts[first + place], dtype)
 
 
 def _gather_mpi(
-    rank: Rank, cut: SizedSharding, part: Array | None, first: int, dtype: np.dtype[Any]
+    rank: Rank, sharding: SizedSharding, part: Array | None, first: int, dtype: np.dtype[Any]
 ) -> Array | None:
     world = rank.world
     comm = _communicators.get(world)
@@ -104,13 +104,13 @@ def _gather_mpi(
         def receive(place: int) -> Array:
             if first + place == 0 and part is not None:
                 return part
-            buffer = np.empty(cut.local_shape, dtype)
+            buffer = np.empty(sharding.local_shape, dtype)
             for piece in _pieces(buffer):
                 comm.Recv(piece, source=first + place, tag=_TAG)
             return buffer
 
-        return cut.join(receive, dtype)
-    if part is not None and rank.index - first in cut.owners():
+        return sharding.join(receive, dtype)
+    if part is not None and rank.index - first in sharding.owners():
         for piece in _pieces(np.ascontiguousarray(part)):
             comm.Send(piece, dest=0, tag=_TAG)
     return None
@@ -139,15 +139,15 @@ def join_outputs(
         values: Global values of the symbols.
 
     Raises:
-        ArtifactError: How an output is cut cannot be evaluated.
+        ArtifactError: How an output is sharding cannot be evaluated.
     """
     whole: dict[str, Array] = {}
     for spec, stage in made.items():
         part = parts.get(spec.name)
         shape = _local_shape(rank, manifest, spec, part)
-        cut = cut_of(manifest, spec, values, shape)
+        sharding = sharding_of(manifest, spec, values, shape)
         first = stage * manifest.stage_devices
-        array = gather_to_root(rank, cut, part, first, DTYPES[spec.dtype].dtype)
+        array = gather_to_root(rank, sharding, part, first, DTYPES[spec.dtype].dtype)
         if array is not None:
             whole[spec.name] = array
     return whole if rank.index == 0 else None

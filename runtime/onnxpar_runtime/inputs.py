@@ -1,4 +1,4 @@
-"""Cuts a program's inputs for one rank: global arrays, its own parts, or data ranks' batches."""
+"""Shards a program's inputs for one rank: global arrays, its own shards, or data ranks' batches."""
 
 import threading
 from collections import OrderedDict
@@ -33,28 +33,28 @@ class Feeds:
 
     Attributes:
         values: Global values of the symbols.
-        local: The rank's part of every input, padding included; or what is on its way to a GPU.
+        local: The rank's shard of every input, padding included; or a copy on its way to a GPU.
     """
 
     values: Mapping[str, int]
     local: Mapping[str, Array | Staged]
 
 
-def cut_of(
+def sharding_of(
     manifest: Manifest,
     spec: TensorEntry,
     values: Mapping[str, int],
     local: tuple[int, ...] | None = None,
 ) -> SizedSharding:
-    """Returns `spec.cut`; raises ArtifactError where it cannot be evaluated."""
+    """Returns `spec.sharding(...)`; raises ArtifactError if it cannot be evaluated."""
     try:
-        return spec.cut(manifest.atoms, values, local)
+        return spec.sharding(manifest.atoms, values, local)
     except ExpressionError as error:
         raise ArtifactError(f"{manifest.directory}: sharding of {spec.name!r}: {error}") from None
 
 
 class Inputs:
-    """What cuts the inputs of a program for a rank. It needs no graph.
+    """Shards the inputs of a program for a rank. It needs no graph.
 
     Args:
         manifest: The manifest.
@@ -71,17 +71,17 @@ class Inputs:
     """
 
     def __init__(self, manifest: Manifest, program: str, rank: int) -> None:
-        """Cuts nothing yet."""
+        """Shards nothing yet."""
         self.manifest = manifest
         self.program: ProgramEntry = manifest.program(program)
         self.rank = rank
         self._specs = {spec.name: spec for spec in self.program.inputs}
         self._lock = threading.Lock()
-        self._cuts: OrderedDict[tuple[Any, ...], tuple[dict[str, int], dict[str, ShardSlices]]]
-        self._cuts = OrderedDict()
+        self._known: OrderedDict[tuple[Any, ...], tuple[dict[str, int], dict[str, ShardSlices]]]
+        self._known = OrderedDict()
 
-    def cut_inputs(self, feeds: Mapping[str, Array]) -> Feeds:
-        """Returns the symbols' values and this rank's part of every global array.
+    def shard_inputs(self, feeds: Mapping[str, Array]) -> Feeds:
+        """Returns the symbols' values and this rank's shard of every global array.
 
         May be called from another thread while the program runs.
 
@@ -93,19 +93,22 @@ class Inputs:
         arrays = convert(self.program.inputs, feeds)
         key = tuple(a.shape for a in arrays.values())
         with self._lock:
-            known = self._cuts.get(key)
+            known = self._known.get(key)
             if known is None:
                 shapes = {n: a.shape for n, a in arrays.items()}
                 values = symbol_values(self.manifest.symbols, self.program, shapes)
-                parts = {n: self._cut(s, values).slices(self.rank) for n, s in self._specs.items()}
+                parts = {
+                    n: sharding_of(self.manifest, s, values).slices(self.rank)
+                    for n, s in self._specs.items()
+                }
                 known = values, parts
-                self._cuts[key] = known
-                while len(self._cuts) > _MAX_SHAPES:
-                    self._cuts.popitem(last=False)
-        values, parts = known
+                self._known[key] = known
+                while len(self._known) > _MAX_SHAPES:
+                    self._known.popitem(last=False)
+        values, shards = known
         local = {
-            # Not ascontiguousarray, which gives a scalar a dim.
-            name: np.asarray(parts[name].take(a), order="C")
+            # Not ascontiguousarray, which adds a dim to a scalar.
+            name: np.asarray(shards[name].take(a), order="C")
             for name, a in arrays.items()
         }
         check_index_ranges(self.program, local, values)
@@ -114,12 +117,12 @@ class Inputs:
     def local_inputs(
         self, feeds: Mapping[str, Array], symbols: Mapping[str, int] | None = None
     ) -> Feeds:
-        """Returns checked inputs from this rank's parts.
+        """Returns checked inputs from this rank's shards.
 
         Args:
             feeds: Local array of every input, padding included.
-            symbols: Global values of the symbols. Without them they are read off the local shapes,
-                which works for whole dims and for splits that the constraint makes even.
+            symbols: Global values of the symbols. Without them they follow from the local shapes of
+                dims that are replicated, or that the constraint lets every sharding divide evenly.
 
         Raises:
             InputError: An input is missing, unknown, or of the wrong dtype or local shape.
@@ -133,28 +136,26 @@ class Inputs:
     def part_inputs(
         self, arrays: Mapping[str, Array], values: Mapping[str, int], atoms: tuple[int, ...]
     ) -> Feeds:
-        """Returns this rank's part of arrays that have been split in dim 0 already.
+        """Returns this rank's shards of arrays whose dim 0 is already sharded over the data ranks.
 
         Args:
-            arrays: By input, of the right dtypes. Where `atoms` split dim 0: the valid rows of
-                this rank's place along them. Elsewhere: the global array.
+            arrays: By input, of the right dtypes. If `atoms` shard dim 0 of the input, the valid
+                rows of this rank's data rank; otherwise the global array.
             values: Global values of the symbols on this rank.
-            atoms: Atoms that have split dim 0.
+            atoms: Atoms that have sharded dim 0.
         """
         local = {}
         for name, spec in self._specs.items():
-            array, cut = arrays[name], self._cut(spec, values)
-            if atoms and cut.dims and cut.dims[0][0][1] == atoms:
-                rows = cut.local_shape[0]
+            array, sharding = arrays[name], sharding_of(self.manifest, spec, values)
+            if atoms and sharding.dims and sharding.dims[0][0][1] == atoms:
+                rows = sharding.local_shape[0]
                 padding = [(0, rows - len(array))] + [(0, 0)] * (array.ndim - 1)
                 array = np.pad(array, padding)
-                cut = SizedSharding(cut.atoms, (((rows, ()),), *cut.dims[1:]))
-            local[name] = np.asarray(cut.take(array, self.rank), order="C")
+                # Only the other dims are still to be sharded.
+                sharding = SizedSharding(sharding.atoms, (((rows, ()),), *sharding.dims[1:]))
+            local[name] = np.asarray(sharding.take(array, self.rank), order="C")
         check_index_ranges(self.program, local, values)
         return Feeds(values, local)
-
-    def _cut(self, spec: TensorEntry, values: Mapping[str, int]) -> SizedSharding:
-        return cut_of(self.manifest, spec, values)
 
     def _local_symbols(
         self, local: Mapping[str, Array], symbols: Mapping[str, int] | None
@@ -178,7 +179,7 @@ class Inputs:
     def _check_local(self, local: Mapping[str, Array], values: Mapping[str, int]) -> None:
         for name, array in local.items():
             try:
-                expected = self._specs[name].cut(self.manifest.atoms, values).local_shape
+                expected = self._specs[name].sharding(self.manifest.atoms, values).local_shape
             except UnknownSymbolError:
                 continue  # without the symbol's value there is nothing to compare with
             if array.shape != expected:

@@ -98,7 +98,7 @@ class Session(Closing):
             SymbolValueError: A symbol's value violates its constraint, or ranks disagree.
             RankError: Another rank cannot go on; raised by all ranks.
         """
-        inputs = self._agreed(lambda: self._inputs.cut_inputs(feeds))
+        inputs = self._agreed(lambda: self._inputs.shard_inputs(feeds))
         parts = self._runs.run(inputs, self.counters)
         return together(
             self.rank,

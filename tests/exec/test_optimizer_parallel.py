@@ -27,7 +27,6 @@ from onnxpar.strategy import Strategy, resolve
 from onnxpar.strategy.machine_file import load_machine
 from onnxpar_format.options import VerifyOptions
 from onnxpar_runtime import Trainer
-from onnxpar_runtime.checkpoint.layout import cut_of
 from onnxpar_runtime.collectives import Rank
 from onnxpar_runtime.group import Ranks
 from onnxpar_runtime.manifest import Manifest
@@ -134,8 +133,8 @@ def test_sixteen_bits_are_gathered(tmp_path: Path) -> None:
 def bytes_of(manifest: Manifest, kind: str) -> int:
     """Bytes of the buffers of a kind on a rank."""
     states = manifest.trained().states
-    cuts = [cut_of(manifest, s) for s in states.values() if s.kind == kind]
-    return sum(4 * prod(cut.local_shape) for cut in cuts)
+    shardings = [s.sharding(manifest.atoms) for s in states.values() if s.kind == kind]
+    return sum(4 * prod(sharding.local_shape) for sharding in shardings)
 
 
 def counts(manifest: Manifest, program: str) -> Counter[str]:

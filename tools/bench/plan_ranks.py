@@ -35,7 +35,7 @@ def main(text: str) -> int:
         if job["training"] is None:
             session = Session(directory, rank=rank, device="cpu")
             # What is timed is the program, not how a global batch is cut for it.
-            feeds = session._inputs.cut_inputs({case.input: batch[case.input]})
+            feeds = session._inputs.shard_inputs({case.input: batch[case.input]})
             return lambda: session._runs.run(feeds, session.counters)
         trainer = Trainer(directory, rank=rank, device="cpu")
         prepared = trainer.prepare(batch)

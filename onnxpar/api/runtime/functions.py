@@ -156,10 +156,10 @@ class _Program:
         shapes = dict(zip((spec.name for spec in specs), call.shapes, strict=True))
         values = bind_symbols(specs, shapes)
         atoms = first.manifest.atoms
-        cuts = {spec.name: spec.cut(atoms, values) for spec in specs}
+        shardings = {spec.name: spec.sharding(atoms, values) for spec in specs}
         feeds = {
             session.rank.index: {
-                n: call.local(n, cut, session.rank.index) for n, cut in cuts.items()
+                n: call.local(n, sharding, session.rank.index) for n, sharding in shardings.items()
             }
             for session in self._sessions
         }
@@ -169,7 +169,7 @@ class _Program:
             rank = session.rank.index
             outputs = session.run(feeds[rank], values)
             return [
-                np.array(spec.cut(atoms, values, output.shape).unpadded(output, rank))
+                np.array(spec.sharding(atoms, values, output.shape).unpadded(output, rank))
                 for spec in first.program.outputs
                 for output in [outputs[spec.name]]
             ]

@@ -1,7 +1,7 @@
 """Which boxes of every state the ranks of an artifact directory hold, and who writes which.
 
-A state that several ranks hold is written by one of them; which one goes round from state to state,
-so that replicas share the work. All ranks work this out alike from the manifest alone.
+If several ranks hold a state, one of them writes it. Replicas take turns from state to state, so
+that they share the work. All ranks compute the same from the manifest alone.
 """
 
 from collections.abc import Iterator
@@ -21,13 +21,8 @@ def kept_states(manifest: Manifest) -> list[StateEntry]:
     return [states[name] for name in sorted(states) if states[name].kind not in TRANSIENT]
 
 
-def cut_of(manifest: Manifest, state: StateEntry) -> SizedSharding:
-    """Returns how a state is cut over the ranks."""
-    return state.cut(manifest.atoms, {})
-
-
 def held_states(manifest: Manifest, rank: int) -> list[StateEntry]:
-    """Returns the states that a checkpoint has and a rank holds a part of, by name."""
+    """Returns the states that a checkpoint has and whose shards a rank holds, by name."""
     stage = manifest.stage_of(rank)
     return [state for state in kept_states(manifest) if stage in state.stages]
 
@@ -39,52 +34,52 @@ def rank_file(rank: int) -> str:
 
 @dataclass(frozen=True)
 class Written:
-    """A part of a state that is written once.
+    """A shard of a state, and the one rank that writes it.
 
     Attributes:
         state: The state.
-        cut: How it is cut.
-        place: The place on its stage's mesh of who writes it.
-        rank: Who writes it.
+        sharding: Its sharding.
+        place: The place of the rank on its stage's mesh.
+        rank: The rank that writes the shard.
     """
 
     state: StateEntry
-    cut: SizedSharding
+    sharding: SizedSharding
     place: int
     rank: int
 
 
 def written(manifest: Manifest) -> Iterator[Written]:
-    """Returns every part of every kept state that is not empty, with the rank that writes it."""
+    """Returns every shard of every kept state that is not empty, with the rank that writes it."""
     for number, state in enumerate(kept_states(manifest)):
-        cut = cut_of(manifest, state)
-        free = [a for a in range(len(cut.atoms)) if a not in state.split_atoms]
-        sizes = [len(state.stages), *(cut.atoms[a] for a in free)]
+        sharding = state.sharding(manifest.atoms)
+        free = [a for a in range(len(sharding.atoms)) if a not in state.split_atoms]
+        sizes = [len(state.stages), *(sharding.atoms[a] for a in free)]
         copy, *digits = coordinates(number % prod(sizes), sizes)
         fixed = dict(zip(free, digits, strict=True))
         for coords in product(
-            *([fixed[a]] if a in fixed else range(size) for a, size in enumerate(cut.atoms))
+            *([fixed[a]] if a in fixed else range(size) for a, size in enumerate(sharding.atoms))
         ):
             place = 0
-            for digit, size in zip(coords, cut.atoms, strict=True):
+            for digit, size in zip(coords, sharding.atoms, strict=True):
                 place = place * size + digit
-            if all(b.valid for b in cut.blocks(place)):
+            if all(b.valid for b in sharding.blocks(place)):
                 rank = state.stages[copy] * manifest.stage_devices + place
-                yield Written(state, cut, place, rank)
+                yield Written(state, sharding, place, rank)
 
 
 def stored_tensors(manifest: Manifest) -> dict[str, StoredTensor]:
     """Returns what a checkpoint of the ranks of an artifact directory holds, by name.
 
-    Sums are zero: what is in the tensors is unknown here.
+    Sums are zero, because the contents of the tensors are unknown here.
     """
     shards: dict[str, list[StoredShard]] = {s.name: [] for s in kept_states(manifest)}
     for part in written(manifest):
         shards[part.state.name].append(
             StoredShard(
                 rank_file(part.rank),
-                part.cut.unpadded_shape(part.place),
-                part.cut.boxes(part.place, padded=False),
+                part.sharding.unpadded_shape(part.place),
+                part.sharding.boxes(part.place, padded=False),
             )
         )
     return {
@@ -93,7 +88,7 @@ def stored_tensors(manifest: Manifest) -> dict[str, StoredTensor]:
             state.kind,
             state.parameter,
             state.dtype,
-            cut_of(manifest, state).shape,
+            state.sharding(manifest.atoms).shape,
             0,
             tuple(shards[state.name]),
         )

@@ -12,7 +12,7 @@ from onnxpar_runtime.agree import together, together_for_long
 from onnxpar_runtime.checkpoint.contents import Checkpoint
 from onnxpar_runtime.checkpoint.copying import Source
 from onnxpar_runtime.checkpoint.folder import resolve
-from onnxpar_runtime.checkpoint.layout import cut_of, held_states, kept_states
+from onnxpar_runtime.checkpoint.layout import held_states, kept_states
 from onnxpar_runtime.collectives import Rank
 from onnxpar_runtime.errors import CheckpointError
 from onnxpar_runtime.manifest import Manifest
@@ -59,7 +59,7 @@ def check_fits(checkpoint: Checkpoint, manifest: Manifest) -> None:
     wanted = {state.name: state for state in kept_states(manifest)}
     wrong = []
     for name, state in wanted.items():
-        tensor, shape = checkpoint.tensors.get(name), cut_of(manifest, state).shape
+        tensor, shape = checkpoint.tensors.get(name), state.sharding(manifest.atoms).shape
         expected = f"expected {state.kind} {name!r} {state.dtype} {list(shape)}"
         if tensor is None:
             wrong.append(f"{expected}, got none")
@@ -97,9 +97,9 @@ def load_states(
     def load() -> None:
         source = Source(checkpoint)
         for state in held_states(manifest, rank.index):
-            cut = cut_of(manifest, state)
-            part = np.zeros(cut.local_shape, DTYPES[state.dtype].dtype)
-            boxes = cut.boxes(rank.index % manifest.stage_devices, padded=True)
+            sharding = state.sharding(manifest.atoms)
+            part = np.zeros(sharding.local_shape, DTYPES[state.dtype].dtype)
+            boxes = sharding.boxes(rank.index % manifest.stage_devices, padded=True)
             source.fill(checkpoint.tensors[state.name], part, boxes)
             put(state.name, part)
 

@@ -256,7 +256,7 @@ class Checkpointer:
         partial.mkdir(exist_ok=True)
         self._source.finish_copies()
         arrays = [
-            part.cut.unpadded(array, part.place)
+            part.sharding.unpadded(array, part.place)
             for part, array in zip(self._mine, self._copies, strict=True)
         ]
         entries = [

@@ -51,7 +51,7 @@ def prepare(inputs: Inputs, loss: Loss, batch: Batch) -> Prepared:
     try:
         if isinstance(batch, tuple):
             return _of_data_ranks(inputs, loss, batch)
-        feeds = inputs.cut_inputs(batch)
+        feeds = inputs.shard_inputs(batch)
         count = _mean_over(loss, inputs.program.inputs, batch, feeds.values)
         return Prepared(feeds, count, count)
     except OnnxparRuntimeError as error:

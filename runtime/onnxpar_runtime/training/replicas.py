@@ -84,9 +84,9 @@ def check_replicas(trainer: Trainer, names: Sequence[str], where: str) -> None:
     digests, held = rank.all_reduce(digests), rank.all_reduce(held)
     for name, found, holding in zip(names, digests, held, strict=True):
         holders: dict[Any, dict[int, list[int]]] = {}
-        cut = trainer.cut(name)
+        sharding = trainer.sharding(name)
         for other in map(int, np.flatnonzero(holding)):
-            same = holders.setdefault(tuple(cut.blocks(other)), {})
+            same = holders.setdefault(tuple(sharding.blocks(other)), {})
             same.setdefault(int(found[other]), []).append(other)
         for contents in holders.values():
             if len(contents) > 1:

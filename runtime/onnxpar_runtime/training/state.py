@@ -63,9 +63,9 @@ class States:
         """Whether the rank's stage holds a state; raises InputError if there is none such."""
         return self._stage in self[name].stages
 
-    def cut(self, name: str) -> SizedSharding:
-        """Returns how a state is cut."""
-        return self[name].cut(self._manifest.atoms, {})
+    def sharding(self, name: str) -> SizedSharding:
+        """Returns how a state is sharded."""
+        return self[name].sharding(self._manifest.atoms)
 
     def value(self, name: str) -> Any:
         """Returns the OrtValue of a state, always the same one.
@@ -82,7 +82,7 @@ class States:
                     f"state {name!r} is held by the stages {list(state.stages)}, but rank "
                     f"{self._rank} is in stage {self._stage}"
                 )
-            dtype, shape = DTYPES[state.dtype], self.cut(name).local_shape
+            dtype, shape = DTYPES[state.dtype], self.sharding(name).local_shape
             initial = self._initial(state, shape)
             if self._loader.device is Device.CPU:
                 memory = aligned_zeros(shape, dtype.dtype)
@@ -110,7 +110,7 @@ class States:
 
     def memory(self, name: str) -> Array:
         """Returns host memory for this rank's part of a state, into which copying is fast."""
-        dtype, shape = DTYPES[self[name].dtype].dtype, self.cut(name).local_shape
+        dtype, shape = DTYPES[self[name].dtype].dtype, self.sharding(name).local_shape
         queue = self._loader.queue
         return np.empty(shape, dtype) if queue is None else queue.pinned(shape, dtype)
 
@@ -148,7 +148,7 @@ class States:
         """Makes every state what it was in the beginning."""
         for name in self._values:
             state = self[name]
-            self._write(name, self._initial(state, self.cut(name).local_shape))
+            self._write(name, self._initial(state, self.sharding(name).local_shape))
 
     def close(self) -> None:
         """Frees the states."""
@@ -162,7 +162,7 @@ class States:
             # The copy is not on the rank's streams.
             self._loader.synchronize()
             self.finish_copies()
-            whole = np.broadcast_to(part, self.cut(name).local_shape)
+            whole = np.broadcast_to(part, self.sharding(name).local_shape)
             copy_in(self._values[name].data_ptr(), np.asarray(whole, order="C"))
 
     def _initial(self, state: StateEntry, shape: tuple[int, ...]) -> Array:

@@ -448,13 +448,13 @@ class Trainer(Closing):
         """
         return self.states.holds(name)
 
-    def cut(self, name: str) -> SizedSharding:
-        """Returns how a state is cut over the ranks.
+    def sharding(self, name: str) -> SizedSharding:
+        """Returns how a state is sharded over the ranks.
 
         Raises:
             InputError: There is no such state.
         """
-        return self.states.cut(name)
+        return self.states.sharding(name)
 
     def gather(self, name: str) -> Array | None:
         """Returns the global array of a state on rank 0 and None elsewhere. All ranks must call it.
@@ -473,7 +473,7 @@ class Trainer(Closing):
         if self.manifest.stage_of(self.rank.index) != stage:
             part = None
         first, dtype = stage * self.manifest.stage_devices, DTYPES[state.dtype].dtype
-        return gather_to_root(self.rank, states.cut(name), part, first, dtype)
+        return gather_to_root(self.rank, states.sharding(name), part, first, dtype)
 
     def load_parameters(self, arrays: Mapping[str, Array]) -> None:
         """Overwrites trained parameters and running statistics. Every rank must call it.
@@ -524,14 +524,14 @@ class Trainer(Closing):
 
     def _part(self, name: str, array: Array) -> Array:
         states = self.states
-        cut, dtype = states.cut(name), DTYPES[states[name].dtype].dtype
+        sharding, dtype = states.sharding(name), DTYPES[states[name].dtype].dtype
         converted = lossless(array, dtype)
-        if converted is None or array.shape != cut.shape:
+        if converted is None or array.shape != sharding.shape:
             raise InputError(
-                f"{states[name].kind} {name!r}: expected {dtype} {cut.shape}, got {array.dtype} "
-                f"{array.shape}"
+                f"{states[name].kind} {name!r}: expected {dtype} {sharding.shape}, got "
+                f"{array.dtype} {array.shape}"
             )
-        return cut.take(converted, self.rank.index)
+        return sharding.take(converted, self.rank.index)
 
     def close(self) -> None:
         """Frees sessions and states, and the world of one rank if it made one.

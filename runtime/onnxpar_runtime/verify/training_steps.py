@@ -484,7 +484,7 @@ class Comparison:
             if not member.holds(name):
                 continue
             got = expected.copy()
-            member.cut(name).put(got, member.state(name), rank)
+            member.sharding(name).put(got, member.state(name), rank)
             difference = np.abs(got - expected)
             # A limit of zero admits no difference.
             parts = difference / np.maximum(allowed, np.finfo(np.float64).tiny)

@@ -193,12 +193,14 @@ def test_a_rank_gets_its_own_rows(atoms: tuple[int, ...]) -> None:
     assert all(set(own) == {"x"} for own in ranks)
     for count in (1, 4, 5):
         indices = order(11, 0, 1)[:count]
-        cut = split.cut(atoms, {"batch": count})
+        sharding = split.sharding(atoms, {"batch": count})
         expected = arrays["x"][indices]
         for rank, own in enumerate(ranks):
             batch = source.take(indices, own)
             assert batch["x"].shape == (count, 2)
-            np.testing.assert_array_equal(cut.take(batch["x"], rank), cut.take(expected, rank))
+            np.testing.assert_array_equal(
+                sharding.take(batch["x"], rank), sharding.take(expected, rank)
+            )
             np.testing.assert_array_equal(batch["labels"], indices)
 
 

@@ -457,7 +457,7 @@ def test_a_parameter_split_unevenly(tmp_path: Path, dtype: str) -> None:
         ),
         (
             lambda raw: raw["training"]["states"][1].update(partial=[1]),
-            r"'onnxpar\.grad\.w'.partial: expected atoms that do not split it",
+            r"'onnxpar\.grad\.w'.partial: expected atoms that do not shard it",
         ),
         (
             lambda raw: raw["training"]["states"][1].update(name="w"),
