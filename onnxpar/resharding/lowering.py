@@ -1,10 +1,9 @@
 """Writes the steps of a reshard into a rank-generic graph.
 
-A step works on the component that gains or loses atoms, so a dim of several components is seen with
-one axis per component around it. Where a split is not proved even, a dim is padded with zeros up to
-whole pieces before it is split, and trimmed level by level after it is gathered; where it is
-proved,
-nothing but the step itself is emitted. Zeros pad zeros: a reshard never makes padding non-zero.
+A step changes the atoms of one or two components. A dim of several components is therefore reshaped
+for the step, so that each component has its own axis. Where sharding is not proved even, an axis is
+padded with zeros before it is split, and trimmed, level by level, after it is gathered; where it is
+proved even, only the step itself is emitted. Padding that is zero stays zero.
 """
 
 from collections.abc import Sequence
@@ -14,14 +13,14 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from onnxpar.core.mesh import Atoms, Mesh
-from onnxpar.core.sharding import Component, Sharding, local_size
+from onnxpar.core.mesh import Mesh
+from onnxpar.core.sharding import Sharding, local_size
 from onnxpar.core.symbols import Dim, as_dim, ceil_div
 from onnxpar.graph.builder import INT64
 from onnxpar.graph.local_builder import LocalBuilder
 from onnxpar.resharding.routes import OPERATORS, ReshardStep, Slot
 
-# For these onnxruntime 1.31 has a kernel of Pad on the CPU and on CUDA.
+# onnxruntime 1.31 has kernels of Pad for these on the CPU and on CUDA.
 PADDED = (ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BOOL)
 
 
@@ -42,7 +41,7 @@ def emit_reshard(
         steps: From `onnxpar.resharding.routes.plan_reshard`.
         dtype: Its element type.
         name: Name of the global value, for people.
-        reason: Which node and operand want it, for people.
+        reason: Which node and operand need it, for people.
     """
     if value.dtype is None:
         value.dtype = dtype
@@ -52,6 +51,8 @@ def emit_reshard(
 
 
 class _Emitter:
+    """Writes one step. The shape of each value is that in which the builder has stored it."""
+
     def __init__(self, builder: LocalBuilder, step: ReshardStep, name: str, reason: str) -> None:
         self.builder = builder
         self.mesh: Mesh = builder.mesh
@@ -69,10 +70,11 @@ class _Emitter:
         step = self.step
         shape = self._view(step.before)
         x = self.builder.reshape(x, shape)
+        self.builder.note_shape(x, shape)
         if step.kind in ("all_reduce", "permute"):
             x = self._collective(x, shape)
         else:
-            x, shape = self._change(x, shape)
+            x = self._change(x)
         return self.builder.reshape(x, step.after.local_shape(self.mesh, self.builder.table))
 
     def _view(self, sharding: Sharding) -> list[Dim]:
@@ -86,164 +88,127 @@ class _Emitter:
                 shape.append(size)
         return shape
 
-    def _axis(self, slot: Slot) -> int:
-        axis = 0
-        for d in range(slot[0]):
-            axis += len(self.step.before.dims[d]) if d in self.open else 1
-        return axis + (slot[1] if slot[0] in self.open else 0)
-
-    def _levels(self, component: Component, atoms: Atoms) -> list[Dim]:
-        """Local sizes of a component while `atoms` split it on: first whole, last cut."""
-        sizes = [local_size(component, self.mesh, self.builder.table)]
-        for atom in atoms:
+    def _levels(self, slot: Slot, sharding: Sharding) -> tuple[int, list[Dim]]:
+        """The axis of a component, and its local sizes: before, and after each atom of the step."""
+        d, c = slot
+        axes = (len(self.step.before.dims[i]) if i in self.open else 1 for i in range(d))
+        sizes = [local_size(sharding.dims[d][c], self.mesh, self.builder.table)]
+        for atom in self.step.atoms:
             sizes.append(ceil_div(sizes[-1], self.mesh.atoms[atom], self.builder.table))
-        return sizes
+        return sum(axes) + (c if d in self.open else 0), sizes
 
-    def _change(self, x: ir.Value, shape: list[Dim]) -> tuple[ir.Value, list[Dim]]:
-        step, atoms = self.step, self.step.atoms
-        source = None if step.source is None else self._axis(step.source)
-        target = None if step.target is None else self._axis(step.target)
-        gathered = (
-            self._levels(step.after.dims[step.source[0]][step.source[1]], atoms)
-            if step.source is not None
-            else []
-        )
-        scattered = (
-            self._levels(step.before.dims[step.target[0]][step.target[1]], atoms)
-            if step.target is not None
-            else []
-        )
-        if step.kind == "slice":
-            assert target is not None
-            return self._own(x, shape, target, scattered)
+    def _change(self, x: ir.Value) -> ir.Value:
+        step = self.step
+        source = None if step.source is None else self._levels(step.source, step.after)
+        target = None if step.target is None else self._levels(step.target, step.before)
         if target is not None:
-            x, shape = self._pad_levels(x, shape, target, scattered)
-        shape = list(shape)
-        group = self.mesh.count(atoms)
+            if step.kind == "slice":
+                return self._own(x, *target)
+            x = self._pad_levels(x, *target)
+        shape = list(self.builder.shape_of(x))
+        attributes: dict[str, object] = {}
         if target is not None:
-            shape[target] = scattered[-1]
+            axis, levels = target
+            shape[axis] = levels[-1]
+            attributes["axis" if source is None else "split_axis"] = axis
         if source is not None:
-            shape[source] = gathered[-1] * group
-        by_kind: dict[str, dict[str, object]] = {
-            "all_gather": {"axis": source},
-            "reduce_scatter": {"axis": target, "reduction": step.before.reduction},
-            "all_to_all": {"split_axis": target, "concat_axis": source},
-        }
-        x = self._collective(x, shape, **by_kind[step.kind])
-        if source is not None:
-            x, shape = self._cut_levels(x, shape, source, gathered)
-        return x, shape
+            axis, levels = source
+            shape[axis] = levels[-1] * self.mesh.count(step.atoms)
+            attributes["axis" if target is None else "concat_axis"] = axis
+        x = self._collective(x, shape, **attributes)
+        return x if source is None else self._trim_levels(x, *source)
 
-    def _pad(
-        self, x: ir.Value, shape: list[Dim], axis: int, size: Dim
-    ) -> tuple[ir.Value, list[Dim]]:
+    def _with(self, x: ir.Value, axis: int, size: Dim) -> list[Dim]:
+        """The shape of a value with another size of one axis."""
+        shape = self.builder.shape_of(x)
+        return [*shape[:axis], size, *shape[axis + 1 :]]
+
+    def _pad(self, x: ir.Value, axis: int, size: Dim) -> ir.Value:
         """Pads an axis with zeros at its end up to `size`."""
-        if self.builder.table.equal(shape[axis], size):
-            return x, shape
-        build = self.builder
-        missing = build.op("Sub", build.size(size), build.size(shape[axis]), dtype=INT64, shape=[1])
-        before, shape = shape, [*shape[:axis], size, *shape[axis + 1 :]]
+        build, before = self.builder, self.builder.shape_of(x)
+        if build.table.equal(before[axis], size):
+            return x
+        missing = build.op(
+            "Sub", build.size(size), build.size(before[axis]), dtype=INT64, shape=[1]
+        )
+        shape = self._with(x, axis, size)
         if x.dtype not in PADDED:
             parts = [build.sizes(before[:axis]), missing, build.sizes(before[axis + 1 :])]
             gap = build.op("Concat", *parts, dtype=INT64, shape=[len(shape)], axis=0)
-            added = [*shape[:axis], as_dim(size - before[axis]), *shape[axis + 1 :]]
+            added = self._with(x, axis, as_dim(size - before[axis]))
             zeros = build.op("ConstantOfShape", gap, dtype=ir.DataType.FLOAT, shape=added)
             zeros = build.cast(zeros, x.dtype)
-            return build.op("Concat", x, zeros, shape=shape, axis=axis), shape
+            return build.op("Concat", x, zeros, shape=shape, axis=axis)
         ends = [0] * (len(shape) + axis), [0] * (len(shape) - axis - 1)
         parts = [build.const(np.array(ends[0], np.int64)), missing]
         if ends[1]:
             parts.append(build.const(np.array(ends[1], np.int64)))
         pads = build.op("Concat", *parts, dtype=INT64, shape=[2 * len(shape)], axis=0)
-        return build.op("Pad", x, pads, build.const(0, x.dtype), shape=shape), shape
+        return build.op("Pad", x, pads, build.const(0, x.dtype), shape=shape)
 
-    def _cut(
-        self, x: ir.Value, shape: list[Dim], axis: int, size: Dim
-    ) -> tuple[ir.Value, list[Dim]]:
+    def _trim(self, x: ir.Value, axis: int, size: Dim) -> ir.Value:
         """Keeps the first `size` elements of an axis."""
-        if self.builder.table.equal(shape[axis], size):
-            return x, shape
-        shape = [*shape[:axis], size, *shape[axis + 1 :]]
-        kept = self.builder.op(
-            "Slice",
-            x,
-            self.builder.const([0]),
-            self.builder.size(size),
-            self.builder.const([axis]),
-            dtype=x.dtype,
-            shape=shape,
-        )
-        return kept, shape
+        build, shape = self.builder, self._with(x, axis, size)
+        if build.table.equal(build.shape_of(x)[axis], size):
+            return x
+        bounds = build.const([0]), build.size(size), build.const([axis])
+        return build.op("Slice", x, *bounds, dtype=x.dtype, shape=shape)
 
-    def _own(
-        self, x: ir.Value, shape: list[Dim], axis: int, levels: list[Dim]
-    ) -> tuple[ir.Value, list[Dim]]:
-        """Keeps this rank's piece of an axis: one Slice for each run of even levels."""
-        atoms, first = self.step.atoms, 0
+    def _own(self, x: ir.Value, axis: int, levels: list[Dim]) -> ir.Value:
+        """Keeps this rank's shard of an axis: one Slice for each run of even levels."""
+        build, atoms, first = self.builder, self.step.atoms, 0
         while first < len(atoms):
             last = first + 1
             while last < len(atoms) and self._is_even(levels, last):
                 last += 1
             run, local = atoms[first:last], levels[last]
-            x, shape = self._pad(x, shape, axis, as_dim(local * self.mesh.count(run)))
-            piece = self.builder.size(local)
-            start = self.builder.op(
-                "Mul", self.builder.position(run), piece, dtype=INT64, shape=[1]
-            )
-            stop = self.builder.op("Add", start, piece, dtype=INT64, shape=[1])
-            shape = [*shape[:axis], local, *shape[axis + 1 :]]
-            x = self.builder.op(
-                "Slice", x, start, stop, self.builder.const([axis]), dtype=x.dtype, shape=shape
-            )
+            x = self._pad(x, axis, as_dim(local * self.mesh.count(run)))
+            length = build.size(local)
+            start = build.op("Mul", build.position(run), length, dtype=INT64, shape=[1])
+            stop = build.op("Add", start, length, dtype=INT64, shape=[1])
+            shape = self._with(x, axis, local)
+            x = build.op("Slice", x, start, stop, build.const([axis]), dtype=x.dtype, shape=shape)
             first = last
-        return x, shape
+        return x
 
     def _is_even(self, levels: list[Dim], index: int) -> bool:
-        parts = self.mesh.atoms[self.step.atoms[index]]
-        return self.builder.table.equal(levels[index], levels[index + 1] * parts)
+        count = self.mesh.atoms[self.step.atoms[index]]
+        return self.builder.table.equal(levels[index], levels[index + 1] * count)
 
-    def _pad_levels(
-        self, x: ir.Value, shape: list[Dim], axis: int, levels: list[Dim]
-    ) -> tuple[ir.Value, list[Dim]]:
-        """Lays an axis out as whole pieces of pieces, so that one collective can cut it."""
+    def _pad_levels(self, x: ir.Value, axis: int, levels: list[Dim]) -> ir.Value:
+        """Pads an axis at every level, so that one collective can split it into equal shards."""
         group = self.mesh.count(self.step.atoms)
         if self.builder.table.equal(levels[0], levels[-1] * group):
-            return x, shape
-        outer = 1
-        for atom, local in zip(self.step.atoms, levels[1:], strict=True):
-            parts = self.mesh.atoms[atom]
-            tall = [*shape[:axis], outer, *shape[axis:]] if outer > 1 else shape
-            position = axis + (outer > 1)
+            return x
+        shape, outer = self.builder.shape_of(x), 1
+        head, tail = shape[:axis], shape[axis + 1 :]
+        for before, local, atom in zip(levels, levels[1:], self.step.atoms, strict=False):
+            count = self.mesh.atoms[atom]
             if outer > 1:
-                tall[position] = levels[self.step.atoms.index(atom)]
-                x = self.builder.reshape(x, tall)
-            x, tall = self._pad(x, list(tall), position, local * parts)
-            outer *= parts
-            shape = [*shape[:axis], outer * local, *shape[axis + 1 :]]
-            x = self.builder.reshape(x, shape)
-        return x, shape
+                x = self.builder.reshape(x, [*head, outer, before, *tail])
+            x = self._pad(x, axis + (outer > 1), local * count)
+            outer *= count
+            x = self.builder.reshape(x, [*head, outer * local, *tail])
+        return x
 
-    def _cut_levels(
-        self, x: ir.Value, shape: list[Dim], axis: int, levels: list[Dim]
-    ) -> tuple[ir.Value, list[Dim]]:
-        """Cuts the padding of gathered pieces back, innermost atom first."""
-        group = self.mesh.count(self.step.atoms)
-        if self.builder.table.equal(levels[0], levels[-1] * group):
-            return x, [*shape[:axis], levels[0], *shape[axis + 1 :]]
-        outer = group
-        for index in range(len(self.step.atoms) - 1, -1, -1):
-            parts = self.mesh.atoms[self.step.atoms[index]]
-            outer //= parts
-            tall = [*shape[:axis], outer, parts * levels[index + 1], *shape[axis + 1 :]]
-            x = self.builder.reshape(x, tall)
-            x, tall = self._cut(x, tall, axis + 1, levels[index])
-            shape = [*shape[:axis], outer * levels[index], *shape[axis + 1 :]]
-            x = self.builder.reshape(x, shape)
-        return x, shape
+    def _trim_levels(self, x: ir.Value, axis: int, levels: list[Dim]) -> ir.Value:
+        """Removes the padding of gathered shards, innermost atom first."""
+        outer = self.mesh.count(self.step.atoms)
+        if self.builder.table.equal(levels[0], levels[-1] * outer):
+            return x
+        shape = self.builder.shape_of(x)
+        head, tail = shape[:axis], shape[axis + 1 :]
+        for index, atom in reversed(list(enumerate(self.step.atoms))):
+            outer //= self.mesh.atoms[atom]
+            gathered = self.mesh.atoms[atom] * levels[index + 1]
+            x = self.builder.reshape(x, [*head, outer, gathered, *tail])
+            x = self._trim(x, axis + 1, levels[index])
+            x = self.builder.reshape(x, [*head, outer * levels[index], *tail])
+        return x
 
     def _collective(self, x: ir.Value, shape: Sequence[Dim], **attributes: Any) -> ir.Value:
         step = self.step
-        if step.kind == "all_reduce":
+        if step.kind in ("all_reduce", "reduce_scatter"):
             attributes["reduction"] = step.before.reduction
         return self.builder.collective(
             OPERATORS[step.kind],
@@ -263,9 +228,9 @@ class _Emitter:
 def permutation(step: ReshardStep, mesh: Mesh) -> list[tuple[int, int]]:
     """Returns (source, destination) positions in the group, each once, for a Permute step.
 
-    A destination needs the block that `after` gives it. The sources that hold it under `before` and
-    the destinations that need it are equally many; who holds it already keeps it, the others are
-    paired in order.
+    A destination needs the block that `after` gives it. As many sources hold a block under `before`
+    as destinations need it. A device that already holds its block keeps it; the others are paired
+    in order.
     """
     atoms = step.atoms
     positions = list(product(*(range(mesh.atoms[a]) for a in atoms)))

@@ -1,24 +1,25 @@
 """Plans reshards: the cheapest sequence of collectives, a route, from one sharding to another.
 
-The two shardings are first written over the same components of each dim (a dim that a reshape
-merged can be seen as several lists of components without moving anything, where splits are proved
-even); then `onnxpar.resharding.shortest_path` finds the cheapest path. Byte counts are those of the
-ring algorithms, the same that the runtime counts.
+The two shardings are first written with the same components of each dim (a merged dim can be
+written as several lists of components without moving data, if it is proved to be sharded evenly);
+then `onnxpar.resharding.shortest_path` finds the cheapest path. Bytes are those of the ring
+algorithms, counted as in the runtime.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import sympy
 
 from onnxpar.core.errors import ShardingError
 from onnxpar.core.mesh import Atoms, Mesh
-from onnxpar.core.sharding import Component, DimSharding, Sharding, local_size
+from onnxpar.core.sharding import Component, DimSharding, Sharding, atoms_of, is_even, local_size
 from onnxpar.core.symbols import Dim, SymbolTable, as_dim, exact_div
-from onnxpar.resharding.shortest_path import Move, PathState, cheapest
+from onnxpar.resharding.shortest_path import Move, PathState, cheapest, ring_fraction
 
 Slot = tuple[int, int]
+"""A dim of a tensor, and the number of a component of it."""
 
 OPERATORS = {
     "all_gather": "AllGather",
@@ -27,14 +28,7 @@ OPERATORS = {
     "all_to_all": "AllToAll",
     "permute": "Permute",
 }
-"""The collective of each kind of step; a slice is none."""
-
-
-@dataclass(frozen=True)
-class LinkCost:
-    """Cost of one collective: `latency` (in bytes' worth of time) plus the bytes one rank sends."""
-
-    latency: float = 4096.0
+"""The collective of each kind of step, except for a slice."""
 
 
 @dataclass(frozen=True)
@@ -42,12 +36,12 @@ class ReshardStep:
     """One step of a reshard.
 
     Attributes:
-        kind: slice, all_gather, reduce_scatter, all_reduce, all_to_all or permute. Between two
-            steps the same local elements may be seen as other components.
+        kind: slice, all_gather, reduce_scatter, all_reduce, all_to_all or permute.
         atoms: Atoms of the groups, in the order of the group.
-        source: (dim, component) that loses atoms; None where there is none.
-        target: (dim, component) that gains atoms; None where there is none.
-        before: Sharding before the step; its components are those of the positions above.
+        source: (dim, component) that loses atoms; None if there is none.
+        target: (dim, component) that gains atoms; None if there is none.
+        before: Sharding before the step, in whose components `source` and `target` are. It may be
+            the sharding after the previous step in terms of other components.
         after: Sharding after the step.
         bytes: Bytes that one rank sends, possibly symbolic.
     """
@@ -62,7 +56,7 @@ class ReshardStep:
 
 
 def reachable(source: Sharding, target: Sharding) -> bool:
-    """Whether a value can be brought from one sharding to another: no reduction becomes partial."""
+    """Whether a value can be resharded: it cannot become partial where it is not."""
     if not target.partial:
         return True
     return set(target.partial) <= set(source.partial) and target.reduction == source.reduction
@@ -74,33 +68,29 @@ def plan_reshard(
     mesh: Mesh,
     table: SymbolTable,
     itemsize: int,
-    cost: LinkCost = LinkCost(),
 ) -> tuple[ReshardStep, ...]:
     """Returns the cheapest steps from one sharding of a tensor to another.
 
     Args:
-        source: Sharding of the value that is there.
-        target: Sharding wanted; it may be partial only over atoms that the source is partial over.
+        source: The present sharding.
+        target: The new sharding; it may be partial only over atoms over which the source is.
         mesh: The mesh.
-        table: What is known of the symbols; costs are taken at their typical sizes.
+        table: The symbols and their constraints; costs are those of typical sizes.
         itemsize: Bytes per element.
-        cost: The link model.
 
     Raises:
         ShardingError: The target is partial where the source is not, or the shapes differ.
     """
-    if source == target:
-        return ()
-    return _plan(source, target, mesh, table, itemsize, cost)
+    return () if source == target else _plan(source, target, mesh, table, itemsize)
 
 
 @dataclass(frozen=True)
 class Route:
-    """How a value comes into a sharding.
+    """How a value is brought into a sharding.
 
     Attributes:
-        source: The sharding that it is brought from.
-        steps: The steps; none where it is there already.
+        source: The sharding from which it is brought.
+        steps: The steps; none if it already has the sharding.
         bytes: Bytes that one rank sends, at the symbols' typical sizes.
     """
 
@@ -116,29 +106,31 @@ def cheapest_route(
     table: SymbolTable,
     itemsize: int,
 ) -> Route:
-    """Returns the way to a sharding from the nearest of those in which a value is there.
+    """Returns the cheapest route to a sharding from those that a value already has.
 
-    Propagation prices a node's operands by it and partitioning carries it out, so what was planned
-    is what is emitted. Of equally cheap ways the one of fewest steps is taken, then the first.
+    Propagation uses it to price the operands of a node, and partitioning carries it out, so that
+    the program is what was planned. Of equally cheap routes the one of fewest steps is taken, then
+    the first.
 
     Args:
-        versions: The shardings in which the value is there, at least one, the first made first.
-        target: The sharding wanted.
+        versions: The shardings in which the value exists, at least one, in the order in which they
+            were made.
+        target: The new sharding.
         mesh: The mesh.
-        table: What is known of the symbols.
+        table: The symbols and their constraints.
         itemsize: Bytes per element.
 
     Raises:
-        ShardingError: From none of them can it be reached.
+        ShardingError: The target can be reached from none of them.
     """
-    there = tuple(versions)
-    if target in there:
+    sources = tuple(versions)
+    if target in sources:
         return Route(target, (), 0)
-    ways = []
-    for source in [v for v in there if reachable(v, target)] or there[:1]:
+    routes = []
+    for source in [v for v in sources if reachable(v, target)] or sources[:1]:
         steps = plan_reshard(source, target, mesh, table, itemsize)
-        ways.append(Route(source, steps, sum(table.typical(step.bytes) for step in steps)))
-    return min(ways, key=lambda way: (way.bytes, len(way.steps)))
+        routes.append(Route(source, steps, sum(table.typical(step.bytes) for step in steps)))
+    return min(routes, key=lambda route: (route.bytes, len(route.steps)))
 
 
 @lru_cache(maxsize=65536)
@@ -148,20 +140,19 @@ def _plan(
     mesh: Mesh,
     table: SymbolTable,
     itemsize: int,
-    cost: LinkCost,
 ) -> tuple[ReshardStep, ...]:
     if not reachable(source, target):
         raise ShardingError(
             f"cannot make a value partial {target.reduction} over "
             f"{mesh.describe(target.partial)}: it is {source.describe(mesh)}"
         )
-    # Two symbolic sizes may be equal without a proof: the graph decides.
+    # Two symbolic sizes may be equal without a proof; then the graph is right at run time.
     if source.rank != target.rank or any(
         isinstance(a, int) and isinstance(b, int) and a != b
         for a, b in zip(source.shape, target.shape, strict=True)
     ):
         raise ShardingError(f"cannot reshard a value of shape {source.shape} to {target.shape}")
-    run = _Run(mesh, table, itemsize, cost)
+    run = _Run(mesh, table, itemsize)
     return tuple(
         step for here, there in legs(source, target, mesh, table) for step in run.steps(here, there)
     )
@@ -170,43 +161,35 @@ def _plan(
 def legs(
     source: Sharding, target: Sharding, mesh: Mesh, table: SymbolTable
 ) -> tuple[tuple[Sharding, Sharding], ...]:
-    """Returns the one or two moves that a reshard is made of, each between equal components.
+    """Returns the one or two moves of a reshard, each between shardings of the same components.
 
-    Where the components of a dim do not line up, their part of it goes through being replicated;
-    what else differs is left for afterwards, when both sides are seen as the target's components.
+    If the components of a dim do not line up, the first move replicates those that do not. All
+    other changes are left for the second move, in which both sides have the target's components.
     """
     views = [_aligned(a, b, mesh, table) for a, b in zip(source.dims, target.dims, strict=True)]
-    here = Sharding(tuple(v.source for v in views), source.partial, source.reduction)
-    there = Sharding(tuple(v.target for v in views), target.partial, target.reduction)
+    here = replace(source, dims=tuple(v.source for v in views))
+    there = replace(target, dims=tuple(v.target for v in views))
     if all(v.gathered is None for v in views):
         return ((here, there),)
-    whole = Sharding(
-        tuple(v.source if v.gathered is None else v.gathered for v in views),
-        source.partial,
-        source.reduction,
+    gathered = tuple(v.source if v.gathered is None else v.gathered for v in views)
+    rewritten = tuple(
+        v.source
+        if v.gathered is None
+        else v.gathered[: v.agreed] + tuple(Component(c.size) for c in v.target[v.agreed :])
+        for v in views
     )
-    seen = Sharding(
-        tuple(
-            v.source
-            if v.gathered is None
-            else v.gathered[: v.agreed] + tuple(Component(c.size) for c in v.target[v.agreed :])
-            for v in views
-        ),
-        source.partial,
-        source.reduction,
-    )
-    return ((here, whole), (seen, there))
+    return ((here, replace(source, dims=gathered)), (replace(source, dims=rewritten), there))
 
 
 @dataclass(frozen=True)
 class _View:
-    """The two lists of components of a dim, cut at the same sizes as far as that goes.
+    """The two lists of components of a dim, split at the same sizes as far as possible.
 
     Attributes:
         source: Components of the source.
         target: Components of the target.
         agreed: How many leading components line up.
-        gathered: The source with the rest whole; None where all components line up.
+        gathered: The source with all other components replicated; None if all line up.
     """
 
     source: DimSharding
@@ -225,23 +208,23 @@ def _aligned(a: DimSharding, b: DimSharding, mesh: Mesh, table: SymbolTable) -> 
         if table.equal(x.size, y.size):
             source.append(left.pop(0))
             target.append(right.pop(0))
-        elif pieces := _cut(x, y.size, mesh, table):
-            left[0:1] = pieces
-        elif pieces := _cut(y, x.size, mesh, table):
-            right[0:1] = pieces
-        elif pieces := _cut_first(x, mesh, table):
+        elif two := _split_at(x, y.size, mesh, table):
+            left[0:1] = two
+        elif two := _split_at(y, x.size, mesh, table):
+            right[0:1] = two
+        elif two := _split_first_atom(x, mesh, table):
             coarser = coarser or (tuple(source), tuple(target), tuple(left), tuple(right))
-            left[0:1] = pieces
-        elif pieces := _cut_first(y, mesh, table):
+            left[0:1] = two
+        elif two := _split_first_atom(y, mesh, table):
             coarser = coarser or (tuple(source), tuple(target), tuple(left), tuple(right))
-            right[0:1] = pieces
+            right[0:1] = two
         else:
-            # Do not split a run atom by atom: gather it at once.
+            # In vain: undo splits by single atoms, so that their run is gathered at once.
             if coarser is not None:
                 source, target, left, right = map(list, coarser)
             break
-    # What is left on one side when the other is used up has no elements but one.
-    if not any(c.atoms for c in (*left, *right)) and not (left and right):
+    # Components that remain on one side only have size 1.
+    if not atoms_of((*left, *right)) and not (left and right):
         return _View(tuple(source), tuple(target), len(source), None)
     return _View(
         (*source, *left),
@@ -251,12 +234,12 @@ def _aligned(a: DimSharding, b: DimSharding, mesh: Mesh, table: SymbolTable) -> 
     )
 
 
-def _cut(c: Component, size: Dim, mesh: Mesh, table: SymbolTable) -> list[Component] | None:
-    """A component seen as two, the major one of `size`; None where that would move elements."""
+def _split_at(c: Component, size: Dim, mesh: Mesh, table: SymbolTable) -> list[Component] | None:
+    """A component as two, the major one of `size`; None if that would move elements."""
     rest = exact_div(c.size, size, table)
     if rest is None:
         return None
-    if not c.atoms or table.divisible(size, mesh.count(c.atoms)):
+    if is_even(Component(size, c.atoms), mesh, table):
         return [Component(size, c.atoms), Component(rest)]
     for length in range(1, len(c.atoms)):
         if table.equal(size, mesh.count(c.atoms[:length])):
@@ -264,8 +247,8 @@ def _cut(c: Component, size: Dim, mesh: Mesh, table: SymbolTable) -> list[Compon
     return None
 
 
-def _cut_first(c: Component, mesh: Mesh, table: SymbolTable) -> list[Component] | None:
-    """A component seen as its first atom and the rest; None where that would move elements."""
+def _split_first_atom(c: Component, mesh: Mesh, table: SymbolTable) -> list[Component] | None:
+    """A component as its first atom and the rest; None if that would move elements."""
     if not c.atoms:
         return None
     size = mesh.atoms[c.atoms[0]]
@@ -282,7 +265,6 @@ class _Run:
     mesh: Mesh
     table: SymbolTable
     itemsize: int
-    cost: LinkCost
 
     def steps(self, source: Sharding, target: Sharding) -> tuple[ReshardStep, ...]:
         slots = [(d, c) for d, dim in enumerate(source.dims) for c in range(len(dim))]
@@ -292,11 +274,10 @@ class _Run:
         path = cheapest(
             self.mesh,
             tuple(self.table.typical(s) for s in sizes),
-            lambda s, pieces: self.table.divisible(sizes[s], pieces),
+            lambda s, shards: self.table.divisible(sizes[s], shards),
             start,
             goal,
             self.itemsize,
-            self.cost.latency,
         )
         steps = []
         state = start
@@ -324,18 +305,17 @@ class _Run:
         return Sharding(dims).with_partial(state[1], source.reduction)
 
     def _bytes(self, move: Move, state: PathState, sizes: list[Dim]) -> Dim:
-        """Bytes that one rank sends: of the collective's operand, padding for its cut included."""
+        """Bytes that one rank sends, including the padding of the collective's operand."""
         if move.kind == "slice":
             return 0
-        cut = list(state[0])
-        group = 1
+        runs, group = list(state[0]), self.mesh.count(move.atoms)
+        operand: Dim = self.itemsize
         if move.takes is not None:
-            cut[move.takes] += move.atoms
-            group = self.mesh.count(move.atoms)
-        operand: Dim = self.itemsize * group
-        for size, run in zip(sizes, cut, strict=True):
+            runs[move.takes] += move.atoms
+            operand = operand * group
+        for size, run in zip(sizes, runs, strict=True):
             operand = operand * local_size(Component(size, run), self.mesh, self.table)
-        return moved_bytes(move.kind, as_dim(operand), self.mesh.count(move.atoms))
+        return moved_bytes(move.kind, as_dim(operand), group)
 
 
 def _state(sharding: Sharding, slots: list[Slot]) -> PathState:
@@ -345,12 +325,10 @@ def _state(sharding: Sharding, slots: list[Slot]) -> PathState:
 def moved_bytes(kind: str, operand: Dim, group: int) -> Dim:
     """Returns the bytes that one rank sends in a collective on `operand` bytes over `group` ranks.
 
-    A fraction is rounded down. These are the counts that the runtime keeps, but for a permute, in
-    which some ranks keep what they have: the count is that of a rank that sends.
+    A fraction is rounded down. See `onnxpar.resharding.shortest_path.ring_fraction`.
     """
-    if kind in ("permute", "all_gather"):
-        return as_dim(operand if kind == "permute" else operand * (group - 1))
-    top = (2 if kind == "all_reduce" else 1) * operand * (group - 1)
-    if isinstance(top, int):
-        return top // group
-    return as_dim(sympy.floor(top / sympy.Integer(group)))
+    top, bottom = ring_fraction(kind, group)
+    total = operand * top
+    if bottom == 1:
+        return as_dim(total)
+    return total // bottom if isinstance(total, int) else as_dim(sympy.floor(total / bottom))

@@ -1,21 +1,21 @@
-"""Searches the cheapest sequence of collectives between two placements of atoms on slots.
+"""Searches for the cheapest sequence of collectives between two placements of atoms on slots.
 
-The components of a tensor, of all its dims, are *slots*. A state is the run of atoms on each slot
-and the set of partial atoms; a move is one collective (or a slice). Dijkstra's algorithm finds the
-cheapest path under a latency + bandwidth cost (the α-β model of Thakur et al., "Optimization of
-Collective Communication Operations in MPICH", 2005).
+The components of all dims of a tensor are *slots*. A state is the run of atoms on each slot and the
+set of partial atoms; a move is one collective (or a slice). Dijkstra's algorithm finds the cheapest
+path under a latency + bandwidth cost (the α-β model of Thakur et al., "Optimization of Collective
+Communication Operations in MPICH", 2005).
 
-What bounds the search: atoms that lie where the goal has them never move; neighbours that stay
-together on both sides move as one *unit*; with few units every move is tried, with many only those
-that lead towards the goal; and nothing dearer is looked at than the recipe that reduces, gathers
-and slices, which is also the answer where the search grows too wide all the same.
+The search is bounded as follows. Atoms that are in the place that the goal gives them never move.
+Neighbours that stay together move as one *unit*. With few units every move is tried, with many only
+those that lead towards the goal. Paths that cost more than a fixed recipe (reduce, gather, slice)
+are dropped; the recipe is also the result if the search takes too long.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from heapq import heappop, heappush
-from itertools import combinations, count, pairwise, permutations
+from itertools import combinations, count, pairwise, permutations, takewhile
 from math import prod
 
 from onnxpar.core.mesh import Atoms, Mesh
@@ -23,11 +23,13 @@ from onnxpar.core.mesh import Atoms, Mesh
 Slots = tuple[Atoms, ...]
 PathState = tuple[Slots, frozenset[int]]
 
+LATENCY = 4096.0
+"""Cost of starting one collective, in bytes that could be sent in that time."""
 # A slice sends nothing; it counts as one byte so that of two equal paths the shorter one wins.
 _SLICE_COST = 1.0
-# Up to so many units every move is tried: some hundred states, a few milliseconds.
+# Up to this many units every move is tried: some hundred states, a few milliseconds.
 _WIDE = 4
-# States looked at before the search settles for the recipe.
+# The most states that are visited before the search gives up and returns the recipe.
 _LIMIT = 2000
 
 
@@ -38,9 +40,9 @@ class Move:
     Attributes:
         kind: slice, all_gather, reduce_scatter, all_reduce, all_to_all or permute.
         atoms: Atoms of the groups, in the order of the group.
-        gives: Slot that loses the atoms; None where there is none.
-        takes: Slot that gains the atoms; None where there is none.
-        after: The state that it leads to.
+        gives: Slot that loses the atoms; None if there is none.
+        takes: Slot that gains the atoms; None if there is none.
+        after: The state after the move.
     """
 
     kind: str
@@ -50,16 +52,29 @@ class Move:
     after: PathState
 
 
+def ring_fraction(kind: str, group: int) -> tuple[int, int]:
+    """Returns the bytes that one rank sends in a collective, as a fraction of its operand's bytes.
+
+    These are the counts of the ring algorithms; the runtime uses the same formulas. In a permute
+    some ranks keep what they have: the count is that of a rank that sends.
+
+    Returns:
+        Numerator and denominator.
+    """
+    if kind == "permute":
+        return 1, 1
+    if kind == "all_gather":
+        return group - 1, 1
+    return (2 if kind == "all_reduce" else 1) * (group - 1), group
+
+
 def group_bytes(kind: str, operand: float, group: int) -> float:
     """Returns the bytes that one rank sends in a collective on `operand` bytes over `group` ranks.
 
-    These are the counts of the ring algorithms; the runtime counts by the same formulas.
+    `onnxpar.resharding.routes.moved_bytes` returns the same as an integer or expression.
     """
-    if kind == "permute":
-        return operand
-    if kind == "all_gather":
-        return operand * (group - 1)
-    return (2 if kind == "all_reduce" else 1) * operand * (group - 1) / group
+    top, bottom = ring_fraction(kind, group)
+    return operand * top / bottom
 
 
 def cheapest(
@@ -69,45 +84,41 @@ def cheapest(
     start: PathState,
     goal: PathState,
     itemsize: int,
-    latency: float,
 ) -> list[Move]:
     """Returns the moves of the cheapest path found from `start` to `goal`.
 
     Args:
         mesh: The mesh.
         sizes: Typical size of each slot, elements.
-        even: Whether a split of slot s into n pieces is proved even: `(s, n) -> bool`.
-        start: The state that is there.
-        goal: The state that is wanted; its partial atoms are partial at the start too.
+        even: Whether n is proved to divide the size of slot s evenly: `(s, n) -> bool`.
+        start: The first state.
+        goal: The last state; its partial atoms are partial at the start too.
         itemsize: Bytes per element.
-        latency: Cost of one collective, in bytes.
     """
     fixed = tuple(r[: _agreeing(r, g)] for r, g in zip(start[0], goal[0], strict=True))
     free = _rest(start, fixed), _rest(goal, fixed)
     units = _units(*free)
-    index = {unit: i for i, unit in enumerate(units)}
-    pieces = [mesh.count(run) for run in fixed]
+    shards = [mesh.count(run) for run in fixed]
     sides = tuple(tuple(mesh.atoms[a] for a in unit) for unit in units)
     counts = _subproducts(prod(side) for side in sides)
+    heads = {unit[0]: i for i, unit in enumerate(units)}
     moves = _answer(
         sides,
-        tuple(-(-size // n) for size, n in zip(sizes, pieces, strict=True)),
-        tuple(frozenset(n for n in counts if even(s, pieces[s] * n)) for s in range(len(sizes))),
-        _coarse(free[0], index),
-        _coarse(free[1], index),
+        tuple(-(-size // n) for size, n in zip(sizes, shards, strict=True)),
+        tuple(frozenset(n for n in counts if even(s, shards[s] * n)) for s in range(len(sizes))),
+        _coarse(free[0], heads),
+        _coarse(free[1], heads),
         itemsize,
-        latency,
     )
 
-    def fine(atoms: Atoms) -> Atoms:
+    def fine(atoms: Iterable[int]) -> Atoms:
         return tuple(a for unit in atoms for a in units[unit])
 
-    # Partial atoms of the goal took no part.
-    still = goal[1]
     result = []
     for move in moves:
         slots = tuple(f + fine(run) for f, run in zip(fixed, move.after[0], strict=True))
-        after = (slots, frozenset(fine(tuple(move.after[1]))) | still)
+        # The goal's partial atoms are not part of the search.
+        after = (slots, goal[1].union(fine(move.after[1])))
         atoms = fine(move.atoms)
         if move.kind in ("all_reduce", "permute"):
             atoms = tuple(sorted(atoms))
@@ -131,13 +142,12 @@ def _answer(
     start: PathState,
     goal: PathState,
     itemsize: int,
-    latency: float,
 ) -> tuple[Move, ...]:
-    """The cheapest path between two states of units; many reshards ask for the same one.
+    """The cheapest path between two states of units, which is the same for many reshards.
 
-    `even` has for each slot the numbers of pieces into which its split is proved even.
+    `even` has for each slot the numbers that are proved to divide its size.
     """
-    search = RouteFinder(units, sizes, lambda s, n: n in even[s], goal, itemsize, latency)
+    search = RouteFinder(units, sizes, lambda s, n: n in even[s], goal, itemsize)
     return tuple(search.shortest(start))
 
 
@@ -146,10 +156,10 @@ def _rest(state: PathState, fixed: Slots) -> PathState:
 
 
 def _units(start: PathState, goal: PathState) -> list[Atoms]:
-    """Runs of atoms that may move as one, from the atoms that are not in place.
+    """Runs of atoms that may move as one, of the atoms that are not in place.
 
-    Two neighbours belong together where each side has them as such neighbours, has both replicated,
-    or has both partial.
+    Two neighbours belong together if both start and goal have them as neighbours on a slot, have
+    both replicated, or have both partial.
     """
     partials = start[1] - goal[1]
     links = []
@@ -164,7 +174,7 @@ def _units(start: PathState, goal: PathState) -> list[Atoms]:
             for after, placed, partial in links
         )
 
-    # Every atom comes after the one that it may follow: the order of runs, then of partial atoms.
+    # Every atom comes after the one that it may follow: first the atoms of runs, then partial ones.
     order = dict.fromkeys(a for slots in (start[0], goal[0]) for run in slots for a in run)
     order.update(dict.fromkeys(sorted(partials)))
     followers = {a: b for after, _, _ in links for a, b in after.items()}
@@ -181,8 +191,8 @@ def _units(start: PathState, goal: PathState) -> list[Atoms]:
     return units
 
 
-def _coarse(state: PathState, index: dict[Atoms, int]) -> PathState:
-    heads = {unit[0]: i for unit, i in index.items()}
+def _coarse(state: PathState, heads: dict[int, int]) -> PathState:
+    """A state in terms of units, given the number of the unit that begins with each atom."""
     slots = tuple(tuple(heads[a] for a in run if a in heads) for run in state[0])
     return slots, frozenset(heads[a] for a in state[1] if a in heads)
 
@@ -194,10 +204,9 @@ class RouteFinder:
     Attributes:
         units: The sizes of the atoms of each unit, major first.
         sizes: Typical size of each slot, elements.
-        even: Whether a split of slot s into n pieces is proved even: `(s, n) -> bool`.
-        goal: The state that is wanted, with nothing partial.
+        even: Whether n is proved to divide the size of slot s evenly: `(s, n) -> bool`.
+        goal: The last state, without partial atoms.
         itemsize: Bytes per element.
-        latency: Cost of one collective, in bytes.
     """
 
     units: tuple[tuple[int, ...], ...]
@@ -205,30 +214,18 @@ class RouteFinder:
     even: Callable[[int, int], bool]
     goal: PathState
     itemsize: int
-    latency: float
+    # Caches: the number of shards of a run, the bytes of a shard, placements with equal blocks.
+    _counts: dict[Atoms, int] = field(default_factory=dict, init=False)
+    _sizes_of: dict[Slots, int] = field(default_factory=dict, init=False)
+    _alike: dict[tuple[object, ...], list[Slots]] = field(default_factory=dict, init=False)
 
     @cached_property
     def _home(self) -> dict[int, tuple[int, int]]:
         """Where the goal has each unit: (slot, position in its run)."""
         return {unit: (s, i) for s, run in enumerate(self.goal[0]) for i, unit in enumerate(run)}
 
-    @cached_property
-    def _counts(self) -> dict[Atoms, int]:
-        """The pieces of the runs seen so far, which are few and asked for at every move."""
-        return {}
-
-    @cached_property
-    def _sizes_of(self) -> dict[Slots, int]:
-        """The bytes of a shard at the placements seen so far."""
-        return {}
-
-    @cached_property
-    def _alike(self) -> dict[tuple[object, ...], list[Slots]]:
-        """The placements with equal blocks found so far."""
-        return {}
-
     def count(self, run: Atoms) -> int:
-        """Returns the number of pieces that a split by units makes."""
+        """Returns the number of shards that a run of units makes."""
         found = self._counts.get(run)
         if found is None:
             found = prod(size for unit in run for size in self.units[unit])
@@ -245,10 +242,9 @@ class RouteFinder:
     def _search(
         self, start: PathState, known: list[Move], moves: Callable[[PathState], Iterator[Move]]
     ) -> list[Move]:
-        """Returns the cheapest path by `moves`; among equal costs one of fewest moves.
+        """Returns the cheapest path by `moves`; among equally cheap ones, a path of fewest moves.
 
-        A path that is known already is the answer where none is cheaper, or where too many states
-        would have to be looked at.
+        The path `known` is returned if none is cheaper, or if too many states are visited.
         """
         tie = count()
         bound = self.price(start, known)
@@ -264,8 +260,8 @@ class RouteFinder:
                 return _path(came, start, state)
             done.add(state)
             for move in moves(state):
-                rest = self.latency if self._unfinished(move.after) else 0.0
-                if move.kind != "slice" and price + self.latency + rest > bound:
+                rest = LATENCY if self._unfinished(move.after) else 0.0
+                if move.kind != "slice" and price + LATENCY + rest > bound:
                     continue
                 after = price + self.cost(state, move)
                 if after + rest > bound:
@@ -277,7 +273,7 @@ class RouteFinder:
         return known
 
     def recipe(self, start: PathState) -> list[Move]:
-        """Returns the path that reduces, gathers what is out of place and slices; always there."""
+        """Returns the path that reduces, gathers what is out of place, and slices."""
         moves: list[Move] = []
         slots, partial = start
         if partial:
@@ -306,22 +302,22 @@ class RouteFinder:
     def cost(self, state: PathState, move: Move) -> float:
         """Returns the cost of one move, in bytes.
 
-        Padding for an uneven split, or cutting it off, costs as much as starting a collective.
+        Adding or removing padding costs as much as starting a collective.
         """
         price = 0.0
         for s, run in ((move.takes, move.after[0]), (move.gives, state[0])):
             if s is not None and not self.even(s, self.count(run[s])):
-                price += self.latency
+                price += LATENCY
         if move.kind == "slice":
             return price + _SLICE_COST
         group = self.count(move.atoms)
         if move.takes is None:
             operand = self._bytes(state[0])
         else:
-            # The operand is padded up to whole pieces for its cut.
-            cut = _put(state[0], {move.takes: state[0][move.takes] + move.atoms})
-            operand = self._bytes(cut) * group
-        return price + self.latency + group_bytes(move.kind, operand, group)
+            # The operand is padded to a multiple of the number of its shards.
+            after = _put(state[0], {move.takes: state[0][move.takes] + move.atoms})
+            operand = self._bytes(after) * group
+        return price + LATENCY + group_bytes(move.kind, operand, group)
 
     def _bytes(self, slots: Slots) -> int:
         found = self._sizes_of.get(slots)
@@ -333,10 +329,10 @@ class RouteFinder:
         return found
 
     def _unfinished(self, state: PathState) -> bool:
-        """Whether more than slices is missing to the goal."""
+        """Whether the way to the goal needs more than slices."""
         if state[1]:
             return True
-        for run, goal in zip(state[0], self.goal[0], strict=True):  # noqa: SIM110 asked most often
+        for run, goal in zip(state[0], self.goal[0], strict=True):  # noqa: SIM110 the hottest loop
             if run != goal[: len(run)]:
                 return True
         return False
@@ -344,7 +340,7 @@ class RouteFinder:
     # -- moves -----------------------------------------------------------------------------------
 
     def all_moves(self, state: PathState) -> Iterator[Move]:
-        """Every move there is; for few units."""
+        """Yields all moves; for few units."""
         slots, partial = state
         replicated = sorted(self._replicated(state))
         for s, run in enumerate(slots):
@@ -370,7 +366,7 @@ class RouteFinder:
             yield from self._permutes(state, after)
 
     def moves(self, state: PathState) -> Iterator[Move]:
-        """The moves that lead towards the goal; for many units."""
+        """Yields the moves that lead towards the goal; for many units."""
         slots, partial = state
         replicated = self._replicated(state)
         for s, run in enumerate(slots):
@@ -380,8 +376,8 @@ class RouteFinder:
                 yield from self._slices(state, s, _leading(ahead, replicated))
                 yield from self._scatters(state, s, _leading(ahead, partial))
             else:
-                # What the goal has first is behind something else: cut by it at the minor end, and
-                # let a permute put the run in order, which is cheaper on the smaller shards.
+                # An atom that the goal does not have here comes first. Shard at the minor end, and
+                # let a permute reorder the run, which is cheaper on the smaller shards.
                 missing = [a for a in goal if a not in run]
                 room = len(goal) - len(run)
                 yield from self._slices(state, s, _among(missing, replicated, room))
@@ -421,7 +417,7 @@ class RouteFinder:
             yield Move("permute", units, None, None, (after, state[1]))
 
     def _exchange(self, state: PathState, s: int, cut: int) -> Iterator[Move]:
-        """The all-to-all that brings a minor end of slot s home, to the minor end of its slot."""
+        """The all-to-all that brings a minor end of slot s to the end of the slot of the goal."""
         slots, partial = state
         units = slots[s][cut:]
         if units[0] not in self._home:
@@ -437,21 +433,20 @@ class RouteFinder:
     # -- placements with equal blocks --------------------------------------------------------------
 
     def _same_blocks(self, s: int, run: Atoms, other: Atoms) -> bool:
-        """Whether two runs cut slot s into the same blocks.
+        """Whether two runs split slot s into the same blocks.
 
-        They do where the sizes of their atoms are the same, one after another, or the split is
-        even: one into 2 and then 3 has the blocks of one into 3 and then 2.
+        They do if the sizes of their atoms are the same in the same order, or if the split is even:
+        2 and then 3 give the same blocks as 3 and then 2.
         """
         sizes = [[n for unit in r for n in self.units[unit]] for r in (run, other)]
         if sizes[0] == sizes[1]:
             return True
-        pieces = prod(sizes[0])
-        return pieces == prod(sizes[1]) and self.even(s, pieces)
+        return self.count(run) == self.count(other) and self.even(s, self.count(run))
 
     def _same_block_placements(self, slots: Slots, partial: frozenset[int]) -> list[Slots]:
         """Every placement of the units that are not partial with the blocks of `slots`.
 
-        Slots whose runs have atoms of the same sizes have the same ones.
+        Slots whose runs have atoms of the same sizes have the same placements.
         """
         key = (tuple(tuple(self.units[u] for u in run) for run in slots), partial)
         found = self._alike.get(key)
@@ -476,7 +471,7 @@ class RouteFinder:
     def _relabelled(self, state: PathState) -> Slots:
         """The placement with equal blocks in which most units are where the goal has them.
 
-        Partial units stay out of it: a permute moves the values of a group to other devices of it.
+        Partial units are left out: a permute moves values only within a group.
         """
         slots, partial = state
         wanted: dict[tuple[int, int], int] = {}
@@ -499,7 +494,7 @@ class RouteFinder:
             for i, unit in enumerate(run):
                 chosen = wanted.get((s, i), unit)
                 if (s, i) not in wanted and unit in taken:
-                    # As many units of a size lose their place as places lose their unit.
+                    # There is one: as many units of a size lose their place as places their unit.
                     chosen = next(u for u in displaced if self.units[u] == self.units[unit])
                     displaced.remove(chosen)
                 new.append(chosen)
@@ -546,10 +541,7 @@ def _agreeing(run: Atoms, goal: Atoms) -> int:
 
 
 def _leading(run: Atoms, among: set[int] | frozenset[int]) -> Atoms:
-    length = 0
-    while length < len(run) and run[length] in among:
-        length += 1
-    return run[:length]
+    return tuple(takewhile(among.__contains__, run))
 
 
 def _among(run: list[int], among: set[int] | frozenset[int], room: int) -> Atoms:

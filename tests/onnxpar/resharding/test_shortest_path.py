@@ -14,11 +14,10 @@ from onnxpar.core.errors import ShardingError
 from onnxpar.core.mesh import Atoms, Mesh
 from onnxpar.core.sharding import Component, Sharding
 from onnxpar.core.symbols import Symbol, SymbolTable, dim_symbol
-from onnxpar.resharding.routes import LinkCost, Route, cheapest_route, moved_bytes, plan_reshard
+from onnxpar.resharding.routes import Route, cheapest_route, moved_bytes, plan_reshard
 from onnxpar.resharding.shortest_path import Move, PathState, RouteFinder, cheapest
 
 NONE = SymbolTable({})
-LATENCY = LinkCost().latency
 
 
 def kinds(source: Sharding, target: Sharding, mesh: Mesh, itemsize: int = 4) -> list[str]:
@@ -117,8 +116,8 @@ def test_no_path_is_cheaper(atoms: tuple[int, ...], sizes: tuple[int, ...]) -> N
         start = random_state(rng, len(atoms), len(sizes), True)
         goal = random_state(rng, len(atoms), len(sizes), False)
         itemsize = rng.choice([4, 4096])
-        path = cheapest(mesh, sizes, even, start, goal, itemsize, LATENCY)
-        search = RouteFinder(tuple((n,) for n in atoms), sizes, even, goal, itemsize, LATENCY)
+        path = cheapest(mesh, sizes, even, start, goal, itemsize)
+        search = RouteFinder(tuple((n,) for n in atoms), sizes, even, goal, itemsize)
         price = search.price(start, path)
         least = exhaustive(search, start, sizes, atoms)
         text = f"seed {seed}: {start} -> {goal}: {[(m.kind, m.atoms) for m in path]}"
