@@ -1,12 +1,12 @@
 """Losses appended to a normalised model, and the count of right answers for evaluation.
 
-The loss is a mean over the whole batch, or a scalar that the model has already. In a training
-program it is multiplied by `onnxpar.loss_weight`, the share of the micro-batch in its step, so that
-losses and gradients of the micro-batches add up to those of the step.
+The loss is a mean over the complete batch, or a scalar output of the model. In a training program
+it is multiplied by `onnxpar.loss_weight`, the share of the micro-batch in its step, so that losses
+and gradients of the micro-batches add up to those of the step.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from math import prod
 from typing import Any
@@ -22,14 +22,13 @@ from onnxpar.graph.global_builder import GlobalBuilder
 from onnxpar.graph.local_builder import LOSS_WEIGHT
 from onnxpar.graph.node_view import default_opset
 from onnxpar.graph.shapes import shapes
-from onnxpar.ops.local_helpers import work_dtype
+from onnxpar.ops.local_helpers import FLOAT, work_dtype
 
 LOSS = "onnxpar.loss"
 CORRECT = "onnxpar.correct"
 LABELS = "labels"
 
 _BOOL = ir.DataType.BOOL
-_FLOAT = ir.DataType.FLOAT
 _INT32 = ir.DataType.INT32
 
 
@@ -60,8 +59,8 @@ class LossSpec:
 
     Attributes:
         kind: What is minimised.
-        output: The model's output that it is computed of (logits or prediction; for OUTPUT the
-            scalar itself); None for the first.
+        output: The model's output from which it is computed (logits or prediction; for OUTPUT the
+            scalar itself); None for the first output.
         label_input: The model's own input that has the labels; None adds the input `labels`.
         ignore_index: Label that does not count, for softmax cross-entropy; None counts all.
     """
@@ -75,12 +74,12 @@ class LossSpec:
 def parse_loss(
     text: str, *, label_input: str | None = None, ignore_index: int | None = None
 ) -> LossSpec:
-    """Reads a loss as it is written on the command line: a kind, or `output:NAME`.
+    """Returns the loss for a text of the command line: a kind, or `output:NAME`.
 
-    A kind may name its output too, as in `mse:prediction`; else it takes the model's first.
+    Other kinds may name an output too, as in `mse:prediction`; the default is the first output.
 
     Raises:
-        ModelError: No such loss, or an option that it does not have.
+        ModelError: There is no such loss, or it does not have one of the options.
     """
     word, colon, output = text.partition(":")
     known = [kind.value for kind in LossKind]
@@ -101,12 +100,11 @@ class LossInfo:
     """What `append_loss` appended.
 
     Attributes:
-        model: The model with the loss: the one given, changed. Its own outputs are still there; the
-            loss stands behind them.
-        spec: What was asked for, `output` filled in.
-        labels: The input that has the labels; None where the loss is an output of the model.
-        count: How many terms the mean is over, as an expression of the symbols, `ignore_index` not
-            considered; None where that is not known (a loss of the model's own).
+        model: The model that was given, with the loss as its last output.
+        spec: The loss that was asked for, with `output` filled in.
+        labels: The input that has the labels; None if the loss is an output of the model.
+        count: Number of terms of the mean, as an expression of the symbols, without regard to
+            `ignore_index`; None if the loss is an output of the model.
     """
 
     model: ir.Model
@@ -118,17 +116,17 @@ class LossInfo:
 def append_loss(model: ir.Model, spec: LossSpec) -> LossInfo:
     """Appends the scalar `onnxpar.loss` to the model's outputs. The model given is changed.
 
-    Softmax cross-entropy takes logits [N, C], or [batch, positions, C] which it flattens, and int64
-    labels of the same dims without C. C may be symbolic, as in the logits [batch, batch] of a
-    contrastive loss. The others take labels like the prediction. Logits and
-    predictions of 16 bits are widened, so the loss is float32, or float64 where they are.
+    Softmax cross-entropy takes logits [N, C] or [batch, positions, C], and int64 labels of the same
+    dims without C. C may be symbolic, as in the logits [batch, batch] of a contrastive loss. The
+    other losses take labels with the shape and type of the prediction. Logits and predictions of 16
+    bits are cast to float32; the loss has their type.
 
     Args:
         model: A normalised model (`onnxpar.frontend.load.normalise`).
         spec: The loss.
 
     Raises:
-        ModelError: No such output or input, a rank, type or size that does not fit, or a name that
+        ModelError: There is no such output or input, a rank, type or size does not fit, or a name
             is taken.
     """
     _check_spec(spec)
@@ -144,23 +142,21 @@ def append_loss(model: ir.Model, spec: LossSpec) -> LossInfo:
         wanted = _labels(builder, spec, source)
         loss, count = _LOSSES[spec.kind](builder, spec, source, wanted)
         labels = wanted.name
-    weight = builder.add_input(LOSS_WEIGHT, _FLOAT, ())
+    weight = builder.add_input(LOSS_WEIGHT, FLOAT, ())
     assert loss.dtype is not None
     loss = builder.op("Mul", loss, builder.cast(weight, loss.dtype), shape=())
     loss.name = LOSS
     graph.outputs.append(loss)
-    named = LossSpec(spec.kind, source.name, spec.label_input, spec.ignore_index)
-    return LossInfo(model, named, labels, count)
+    return LossInfo(model, replace(spec, output=source.name), labels, count)
 
 
 def append_metrics(info: LossInfo) -> tuple[str, ...]:
-    """Appends what evaluation reports besides the loss, and returns the names of the new outputs.
+    """Appends the metrics of evaluation, and returns the names of the new outputs.
 
-    For softmax cross-entropy that is `onnxpar.correct` (int64 []): how many labels are the class
-    of the greatest logit, the first of equal ones as in numpy; labels equal to `ignore_index` do
-    not count. The other losses have none.
-
-    Where a logit is NaN no class is the greatest.
+    Softmax cross-entropy has one: `onnxpar.correct` (int64 []), the number of labels that are the
+    class of the greatest logit. Of equal logits the first counts, as in numpy; labels equal to
+    `ignore_index` do not count. If a logit is NaN, no class is the greatest. The other losses have
+    no metrics.
     """
     if info.spec.kind is not LossKind.SOFTMAX_CROSS_ENTROPY:
         return ()
@@ -181,10 +177,10 @@ def append_metrics(info: LossInfo) -> tuple[str, ...]:
 
 
 def _argmax(builder: GlobalBuilder, logits: ir.Value) -> ir.Value:
-    """The least class whose logit is the greatest, int64.
+    """The least class with the greatest logit, int64.
 
-    Written as a maximum and a minimum, both of which a split of the classes leaves partial, so that
-    logits are not gathered; an ArgMax would need all classes in one place.
+    It is written as a maximum and a minimum. If the classes are sharded, both are partial, so no
+    logits are gathered; an ArgMax would need all classes on one device.
     """
     # onnxruntime compares no bfloat16.
     x = builder.cast(logits, work_dtype(logits.dtype))
@@ -198,7 +194,7 @@ def _argmax(builder: GlobalBuilder, logits: ir.Value) -> ir.Value:
 
 
 def _numbered(builder: GlobalBuilder, x: ir.Value) -> tuple[ir.Value, ir.Value]:
-    """The numbers of the classes in the last dim of `x`, int32 [C], and how many they are."""
+    """The indices of the classes in the last dim of `x`, int32 [C], and their number, int32 []."""
     *leading, classes = builder.shape_of(x)
     if isinstance(classes, int):
         return builder.const(np.arange(classes), _INT32), builder.const(classes, _INT32)
@@ -233,7 +229,7 @@ def _check_spec(spec: LossSpec) -> None:
 
 
 def _find_output(graph: ir.Graph, spec: LossSpec) -> ir.Value:
-    """The model's output that the loss is computed of.
+    """The model's output from which the loss is computed.
 
     Raises:
         ModelError: There is no such output, or its type or shape is unknown or does not fit.
@@ -260,14 +256,14 @@ def _find_output(graph: ir.Graph, spec: LossSpec) -> ir.Value:
     if spec.kind is LossKind.SOFTMAX_CROSS_ENTROPY and len(value.shape) not in (2, 3):
         raise ModelError(
             f"{what}: expected [N, C] or [batch, positions, C] with the classes last, got "
-            f"{_shape_text(value)}; for other forms, compute the loss in the model (--loss "
+            f"{_shape_text(value.shape)}; for other forms, compute the loss in the model (--loss "
             "output:NAME)"
         )
     return value
 
 
 def _labels(builder: GlobalBuilder, spec: LossSpec, source: ir.Value) -> ir.Value:
-    """The input that has the labels: the model's own that is named, or a new one."""
+    """The input that has the labels: the named input of the model, or a new one."""
     assert source.shape is not None and source.dtype is not None
     classes = spec.kind is LossKind.SOFTMAX_CROSS_ENTROPY
     sizes = list(source.shape)[:-1] if classes else list(source.shape)
@@ -301,17 +297,13 @@ def _labels(builder: GlobalBuilder, spec: LossSpec, source: ir.Value) -> ir.Valu
     )
     if len(got) != len(sizes) or differ:
         raise ModelError(
-            f"{what}: expected the shape {_sizes_text(sizes)} of output {source.name!r}"
-            f"{' without its classes' if classes else ''}, got {_sizes_text(got)}"
+            f"{what}: expected the shape {_shape_text(sizes)} of output {source.name!r}"
+            f"{' without its classes' if classes else ''}, got {_shape_text(got)}"
         )
     return labels
 
 
-def _shape_text(value: ir.Value) -> str:
-    return _sizes_text(list(value.shape or ()))
-
-
-def _sizes_text(sizes: list[int | ir.SymbolicDim]) -> str:
+def _shape_text(sizes: Iterable[int | ir.SymbolicDim]) -> str:
     return f"[{', '.join(str(size) for size in sizes)}]"
 
 
@@ -327,7 +319,8 @@ def _own_loss(builder: GlobalBuilder, source: ir.Value) -> ir.Value:
     shape = builder.shape_of(source)
     if any(size != 1 for size in shape):
         raise ModelError(
-            f"loss {LossKind.OUTPUT}:{source.name}: expected a scalar, got {_shape_text(source)}"
+            f"loss {LossKind.OUTPUT}:{source.name}: expected a scalar, got "
+            f"{_shape_text(source.shape or ())}"
         )
     loss = builder.cast(source, work_dtype(source.dtype))
     if not shape:
@@ -343,7 +336,7 @@ def _softmax_cross_entropy(
     scores = builder.cast(logits, work_dtype(logits.dtype))
     wanted = builder.cast(labels, INT64)
     if len(leading) > 1:
-        # The operator wants the classes in dim 1: merging the others moves no data, a Transpose
+        # The operator wants the classes in dim 1. Merging the other dims moves no data; a Transpose
         # would move all of it.
         scores = builder.op("Flatten", scores, shape=(rows, classes), axis=len(leading))
         wanted = builder.op("Reshape", wanted, builder.const([-1]), shape=(rows,))
@@ -358,7 +351,7 @@ def _softmax_cross_entropy(
 
 @dataclass(frozen=True)
 class _Pair:
-    """Prediction and labels of an elementwise loss, in the type that it is computed in."""
+    """Prediction and labels of an elementwise loss, in the type of its arithmetic."""
 
     builder: GlobalBuilder
     x: ir.Value
@@ -384,9 +377,10 @@ def _mae(pair: _Pair) -> ir.Value:
 def _bce(pair: _Pair) -> ir.Value:
     """Returns y softplus(-x) + (1 - y) softplus(x).
 
-    No power overflows; nothing cancels where a sure prediction is right, as it does in
-    softplus(x) - xy; and the derivative at x = 0, where a head of zeros begins, is 1/2 - y, which
-    the customary max(x, 0) - xy + log(1 + exp(-abs(x))) has not operator by operator.
+    No exponential overflows. Nothing cancels for a confident, correct prediction, as it would in
+    softplus(x) - xy. The derivative at x = 0, where a head initialised with zeros starts, is
+    1/2 - y; the usual max(x, 0) - xy + log(1 + exp(-abs(x))), differentiated operator by operator,
+    has another one.
     """
     absent = pair.op("Sub", pair.builder.const(1, pair.x.dtype), pair.y)
     if_true = pair.op("Mul", pair.y, pair.op("Softplus", pair.op("Neg", pair.x)))
@@ -397,7 +391,7 @@ _LossFn = Callable[[GlobalBuilder, LossSpec, ir.Value, ir.Value], tuple[ir.Value
 
 
 def _mean(terms: Callable[[_Pair], ir.Value]) -> _LossFn:
-    """The mean of a loss of each element, and of how many."""
+    """Returns a function that appends the mean of an elementwise loss and counts its terms."""
 
     def append(
         builder: GlobalBuilder, spec: LossSpec, prediction: ir.Value, labels: ir.Value

@@ -1,10 +1,10 @@
 """Reverse-mode automatic differentiation on the global graph.
 
 The backward program is appended to the forward one, operator by operator, from the loss to the
-parameters, by the gradient rules of `onnxpar.ops`. It runs before partitioning: collectives need no
-gradients, backward operators are sharded by the same rules as forward ones, and the link from each
-cotangent to its primal, which is kept, lets the planner lay a cotangent out like its primal.
-(Griewank & Walther, Evaluating Derivatives, 2008; the accumulation order is that of the reversed
+parameters, by the gradient rules of `onnxpar.ops`. This happens before partitioning, so collectives
+need no gradients, and backward operators are sharded by the same rules as forward ones. The link
+from each cotangent to its primal is kept, so that the planner can lay out a cotangent like its
+primal. (Griewank & Walther, Evaluating Derivatives, 2008; cotangents are accumulated in reversed
 topological order of the nodes.)
 """
 
@@ -35,9 +35,9 @@ class Differentiated:
 
     Attributes:
         env: Shapes of all values, new ones included.
-        links: The primals of each cotangent, and of each contribution to one, by name: several
-            where nodes hand it on as it is.
-        gradients: Name of the gradient of each variable that was reached; it is an output.
+        links: The primals of each cotangent, and of each contribution to one, by name. There are
+            several if nodes pass the cotangent on unchanged.
+        gradients: Name of the gradient of each variable that has one; it is an output.
         unreached: The other variables, each with the reason.
     """
 
@@ -59,17 +59,17 @@ def differentiate(
 
     Args:
         model: The normalised model; nodes and outputs are appended to its graph. Each gradient
-            becomes an output named `onnxpar.grad.<variable>`, after those that are there.
+            becomes an output named `onnxpar.grad.<variable>`, after the existing outputs.
         env: Its shapes.
         registry: The operators, with their gradients.
         loss: Name of a value of one element and of a floating-point type.
         variables: Names of the initializers or inputs to differentiate by.
-        copies: Of variables that stand for another one, its name. If the loss has a derivative by
-            one of them, all get a gradient; it is zero where there is none.
+        copies: The originals of variables that are copies, by name. If the loss depends on one of
+            several copies, all of them get a gradient, which may be zero.
 
     Raises:
-        ModelError: There is no such loss or variable, or a node between the
-            two has no gradient; the message names the path.
+        ModelError: There is no such loss or variable, or a node between the two has no gradient;
+            the message names the path.
     """
     return _Autodiff(model, env, registry, loss, variables, copies or {}).run()
 
@@ -105,7 +105,6 @@ class _Autodiff:
             self.model.opset_imports,
             repr(self.loss),
         )
-        stopped = walk.stopped
         reached = self._reaching(loss)
         one = self.builder.const(np.ones(self._static_shape(loss)), loss.dtype)
         walk.run({loss: one})
@@ -116,7 +115,7 @@ class _Autodiff:
                 if value not in walk.parts:
                     walk.parts[value] = [self._zero(name, value)]
                 gradients[name] = self._output(walk, name, value)
-            elif value in stopped & reached:
+            elif value in walk.stopped & reached:
                 unreached[name] = "the loss depends on it only through nodes without a derivative"
             else:
                 unreached[name] = "the loss does not depend on it"
@@ -146,10 +145,10 @@ class _Autodiff:
         return found
 
     def _zero(self, name: str, value: ir.Value) -> ir.Value:
-        """The gradient by what the loss has no derivative by, in its readers' virtual stage."""
+        """A gradient of zeros, in the virtual stage of the first reader of its variable."""
         self.builder.scope = f"{name}/grad"
         reader = next(node for node in self.model.graph if value in read_by(node))
-        self.builder.metadata = {GRADIENT_OF: reader.name or "", **part_entry(reader)}
+        self.builder.metadata = {GRADIENT_OF: reader.name or "", **stage_entry(reader)}
         zero, shape = self.builder.const(0.0, value.dtype), self.builder.shape_of(value)
         return self.builder.op("Expand", zero, self.builder.sizes(shape), shape=shape)
 
@@ -158,7 +157,7 @@ class _Autodiff:
         self.builder.scope = name
         total = walk.total(value)
         assert total is not None
-        self.builder.metadata = {**self.builder.metadata, **part_entry(total.producer())}
+        self.builder.metadata = {**self.builder.metadata, **stage_entry(total.producer())}
         wanted = f"{GRADIENT_PREFIX}{name}"
         shared = total.producer() is None or total in self.model.graph.outputs
         if shared or len([p for p in walk.parts.values() if total in p]) > 1:
@@ -180,9 +179,12 @@ class _Backward:
         builder: Where nodes are appended.
         registry: The operators.
         forward: The nodes, in their order.
-        sources: What is differentiated by.
+        sources: The variables.
         opsets: Version of each domain.
-        what: What is differentiated, for people.
+        what: Names what is differentiated, for people.
+        links: As in `Differentiated`.
+        parts: The contributions to each value's cotangent.
+        done: The cotangents that have been added up.
     """
 
     builder: GlobalBuilder
@@ -199,16 +201,16 @@ class _Backward:
         self.varying, self.stopped = self._dependent()
 
     def run(self, cotangents: Mapping[ir.Value, ir.Value]) -> None:
-        """Walks from values whose cotangents are given."""
+        """Walks backward from values whose cotangents are given."""
         for value, cotangent in cotangents.items():
             self.parts.setdefault(value, []).append(cotangent)
             self.link(cotangent, value)
         for node in reversed(self.forward):
             if any(out in self.parts for out in node.outputs):
-                self._node(node, self.varying)
+                self._node(node)
 
     def _dependent(self) -> tuple[set[ir.Value], set[ir.Value]]:
-        """Returns the values that vary with a source, and the sources read where none does."""
+        """Returns the values that vary with a source, and those read where the variation ends."""
         varying: set[ir.Value] = set(self.sources)
         stopped: set[ir.Value] = set()
         for node in self.forward:
@@ -236,8 +238,8 @@ class _Backward:
             return Missing(f"the operator {node.domain or 'onnx'}::{node.op_type} is not known")
         return definition.gradient
 
-    def _node(self, node: ir.Node, varying: set[ir.Value]) -> None:
-        wanted = frozenset(i for i, v in enumerate(node.inputs) if v is not None and v in varying)
+    def _node(self, node: ir.Node) -> None:
+        wanted = frozenset(i for i, v in enumerate(node.inputs) if v in self.varying)
         if not wanted:
             return
         gradient = self._gradient(node)
@@ -246,11 +248,11 @@ class _Backward:
         if isinstance(gradient, Missing):
             raise ModelError(
                 f"node {node.name!r} ({node.op_type}) has no gradient: {gradient.reason}; it is on "
-                f"the path {self._path(node, varying)}"
+                f"the path {self._path(node)}"
             )
         assert callable(gradient)
         self.builder.scope = f"{node.name}/grad"
-        self.builder.metadata = {GRADIENT_OF: node.name or "", **part_entry(node)}
+        self.builder.metadata = {GRADIENT_OF: node.name or "", **stage_entry(node)}
         cotangents = tuple(self.total(out) for out in node.outputs)
         view = NodeView(node, self.builder.env, self.builder.opset)
         grad = GradNode(
@@ -267,7 +269,7 @@ class _Backward:
 
     def _check(self, node: ir.Node, index: int, value: ir.Value, made: ir.Value) -> None:
         want, have = self.builder.shapes.get(value.name or ""), self.builder.shape_of(made)
-        # The cotangent of integers is of the floats that they stand for.
+        # The cotangent of integers belongs to the floats that they represent.
         real = value.dtype is None or value.dtype.is_floating_point()
         wrong = real and made.dtype != value.dtype
         if wrong or (want is not None and len(want) != len(have)):
@@ -277,27 +279,27 @@ class _Backward:
             )
 
     def link(self, cotangent: ir.Value, primal: ir.Value) -> None:
-        """Takes note that a value is a cotangent, or a contribution to it, of another one."""
+        """Records that a value is a cotangent of another one, or a contribution to it."""
         known = self.links.get(cotangent.name or "", ())
         self.links[cotangent.name or ""] = tuple(dict.fromkeys((*known, primal.name or "")))
 
     def total(self, value: ir.Value) -> ir.Value | None:
-        """Returns the cotangent of a value: the sum of what its users contributed."""
+        """Returns the cotangent of a value: the sum of the contributions of its readers."""
         if value in self.done:
             return self.done[value]
         parts = self.parts.get(value)
         if not parts:
             return None
-        # Parts that later stages of a pipeline have made are added up there, and then from stage to
-        # stage: each sends one.
+        # In a pipeline, each stage adds up its own parts and the sum of later stages, and sends one
+        # tensor to the stage before it.
         groups: dict[int, list[ir.Value]] = {}
         for part in parts:
             maker = part.producer()
             groups.setdefault(0 if maker is None else virtual_stage_of(maker), []).append(part)
         total: ir.Value | None = None
         for stage in sorted(groups, reverse=True):
-            # In pairs, the first reader's part first: those of queries, keys and values, which may
-            # be partial over the same devices, are one sum before it meets the residual's.
+            # The parts of later readers are added first: those of queries, keys and values, which
+            # may be partial over the same devices, are one sum before the residual's is added.
             own = groups[stage][-1]
             for part in reversed(groups[stage][:-1]):
                 own = self._added(part, own, value)
@@ -310,22 +312,22 @@ class _Backward:
         return total
 
     def _added(self, left: ir.Value, right: ir.Value, value: ir.Value) -> ir.Value:
-        """The sum of two parts of a value's cotangent, where the second was made."""
+        """The sum of two parts of a value's cotangent, in the virtual stage of the second part."""
         for part in (left, right):
             self.link(part, value)
         kept = self.builder.metadata
-        self.builder.metadata = {**kept, **part_entry(right.producer())}
+        self.builder.metadata = {**kept, **stage_entry(right.producer())}
         total = self.builder.op("Add", left, right, shape=self.builder.shape_of(value))
         self.builder.metadata = kept
         return total
 
-    def _path(self, node: ir.Node, varying: set[ir.Value]) -> str:
-        """Names the nodes from the loss over `node` down to a variable."""
+    def _path(self, node: ir.Node) -> str:
+        """Names the nodes on a path from the loss through `node` to a variable."""
         names = [node.name or node.op_type]
         down: ir.Node | None = node
         end = ""
         while down is not None:
-            value = next((v for v in read_by(down) if v in varying), None)
+            value = next((v for v in read_by(down) if v in self.varying), None)
             if value is None:
                 break
             down = value.producer()
@@ -373,7 +375,7 @@ class _Inner:
         return found
 
 
-def part_entry(node: ir.Node | None) -> dict[str, str]:
+def stage_entry(node: ir.Node | None) -> dict[str, str]:
     """Returns the metadata that puts a node into the virtual stage of another, if it has one."""
     if node is None or VIRTUAL_STAGE not in node.metadata_props:
         return {}

@@ -1,7 +1,7 @@
 """Mixed precision: the forward graph computes in 16 bits, the parameters are kept in float32.
 
-Masters are the initializers themselves, in float32; the graph casts them where it computes in 16
-bits (Micikevicius et al., 2018, "Mixed Precision Training", section 3.1). So gradients reach the
+The initializers are the float32 masters; the graph casts them where it computes in 16 bits
+(Micikevicius et al., 2018, "Mixed Precision Training", section 3.1). So gradients reach the
 optimizer in float32, through the gradient of the cast, and evaluation computes as training does.
 """
 
@@ -23,11 +23,11 @@ COMPUTE_TYPES: Mapping[str, ir.DataType] = {
     "float16": ir.DataType.FLOAT16,
     "bfloat16": ir.DataType.BFLOAT16,
 }
-"""Types that the user may ask to compute in, by name."""
+"""The 16-bit types in which products can be computed, by name."""
 
 
 def parse_compute(text: str) -> str:
-    """Returns the name of a type to compute in; ModelError if not in `COMPUTE_TYPES`."""
+    """Returns the name of a 16-bit type; raises ModelError if it is not in `COMPUTE_TYPES`."""
     if text not in COMPUTE_TYPES:
         known = ", ".join(COMPUTE_TYPES)
         raise ModelError(f"--compute: expected one of {known}, got {text!r}")
@@ -35,14 +35,14 @@ def parse_compute(text: str) -> str:
 
 
 def widen_parameters(graph: ir.Graph, names: Iterable[str]) -> dict[str, ir.DataType]:
-    """Makes float32 masters of 16-bit initializers, which the graph casts back.
+    """Turns 16-bit initializers into float32 masters, which the graph casts back.
 
     Args:
         graph: The graph; it is changed.
-        names: Initializers to look at.
+        names: Names of the initializers to consider.
 
     Returns:
-        What was widened, and the type that it had.
+        The original type of each initializer that was widened, by name.
     """
     made = _Casts(graph)
     found = {}
@@ -71,20 +71,20 @@ def _widened(tensor: ir.TensorProtocol, name: str) -> ir.LazyTensor:
 
 
 def compute_in(model: ir.Model, dtype: ir.DataType, registry: Registry) -> int:
-    """Lets the products of a float32 model be computed in 16 bits, as `ops.precision` sorts them.
+    """Makes a float32 model compute its products in 16 bits, as `ops.precision` sorts operators.
 
     Outputs of the model keep their types.
 
     Args:
         model: A normalised model; its graph is changed.
-        dtype: The type to compute in.
+        dtype: The 16-bit type.
         registry: The table of operators.
 
     Returns:
-        How many nodes are computed in it.
+        The number of nodes that compute in 16 bits.
 
     Raises:
-        ModelError: There is nothing that would be.
+        ModelError: There is no such node.
     """
     opset = default_opset(model.opset_imports)
     return _Precision(model.graph, dtype, opset, registry).run()
@@ -92,7 +92,7 @@ def compute_in(model: ir.Model, dtype: ir.DataType, registry: Registry) -> int:
 
 @dataclass
 class _Casts:
-    """Casts of values, each made once: right behind the value, of initializers before a reader."""
+    """Casts of values, each made once: right after the value; of initializers, before a reader."""
 
     graph: ir.Graph
     known: dict[tuple[ir.Value, ir.DataType], ir.Value] = field(default_factory=dict)
@@ -109,7 +109,7 @@ class _Casts:
                 self.outer[id(inner)] = (place, node)
 
     def first(self, readers: Iterable[ir.Node]) -> ir.Node:
-        """Returns the first node of the graph of those that read a value, itself or in a body."""
+        """Returns the first node of the graph that is one of the readers or contains one."""
         return min((self.outer[id(node)] for node in readers), key=lambda found: found[0])[1]
 
     def cast(self, value: ir.Value, dtype: ir.DataType, before: ir.Node) -> ir.Value:
@@ -167,7 +167,7 @@ class _Precision:
     def _takes(
         self, node: ir.Node, inputs: frozenset[int], outputs: frozenset[int], must: bool
     ) -> bool:
-        """Whether a node is computed in 16 bits."""
+        """Whether a node can be computed in 16 bits."""
         operands = [node.inputs[i] for i in sorted(inputs)]
         given = [v for v in operands if v is not None]
         if not given or any(v.dtype != FLOAT and v not in self.narrow for v in given):
@@ -177,11 +177,11 @@ class _Precision:
         if must:
             return True
         moving = [v for v in given if not v.is_initializer()]
-        # One wide operand makes the result wide, as everywhere.
+        # One wide operand makes the result wide.
         return bool(moving) and all(v in self.narrow for v in moving) and self._fits(given)
 
     def _fits(self, values: Iterable[ir.Value]) -> bool:
-        """Whether constants, such as the -3e38 of a mask, are no infinities in 16 bits."""
+        """Whether constants, such as the -3e38 of a mask, are finite in 16 bits."""
         for value in values:
             tensor = value.const_value
             if tensor is not None and tensor.size == 1 and abs(tensor.numpy().item()) > self.most:
@@ -199,7 +199,7 @@ class _Precision:
                 node.replace_input_with(index, self.casts.cast(value, FLOAT, node))
 
     def _widen_elsewhere(self) -> None:
-        """Gives bodies of control flow, and the model's outputs, what they had before."""
+        """Gives control-flow bodies and the model's outputs their original types."""
         for value in self.narrow:
             for user, index in tuple(value.uses()):
                 if user.graph is not self.graph:

@@ -1,18 +1,18 @@
 """Optimizer and accumulation programs: the update of all states, as one global graph.
 
-Every state is read and written element by element, so its new value may take the place of the old
-one. The formulas are those of `torch.optim` 2.13 (SGD, Adam, AdamW), one fused node for each
-parameter (`onnxpar.ops.fused.updates`), and of LAMB (You et al., 2020, "Large Batch
-Optimization for Deep Learning", algorithm 2, with the identity for phi) in standard nodes. They are
-rearranged for fewer passes over memory; results differ from PyTorch's by rounding.
+Every state is read and written element by element, so its new value can overwrite the old one. SGD,
+Adam and AdamW have the formulas of `torch.optim` 2.13, with one fused node for each parameter
+(`onnxpar.ops.fused.updates`). LAMB (You et al., 2020, "Large Batch Optimization for Deep Learning",
+algorithm 2, with the identity for phi) has standard nodes. The formulas are rearranged for fewer
+passes over memory; results differ from PyTorch's by rounding.
 
-Numbers that are the same for all elements are float64 inputs and float64 arithmetic, rounded to the
-parameter's type when they meet a tensor. Parameters of 16 bits are updated in float32 and rounded
-at the end, and their moments are float32: a second moment in 16 bits loses its small terms.
+Hyperparameters are float64 inputs. They are combined in float64 and rounded to the parameter's type
+when they meet a tensor. Parameters of 16 bits are updated in float32 and rounded at the end. Their
+moments are float32, because a second moment in 16 bits loses its small terms.
 
-A new optimizer has its name in `OptimizerKind`, its program in `_UPDATES`, its numbers in
+A new optimizer has its name in `OptimizerKind`, its program in `_UPDATES`, its hyperparameters in
 `onnxpar_runtime.training.hyper`, and its help in `onnxpar.cli.shard`. Its states have the shape of
-the parameter; one with others (Adafactor's rows and columns) needs a `StateKind` with a shape.
+the parameter; other shapes (Adafactor's rows and columns) need a `StateKind` with a shape.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -39,14 +39,14 @@ HYPER = "onnxpar.hyper."
 NEW = "onnxpar.new."
 INVERSE = "loss_scale_inverse"
 CLIP_EPSILON = 1e-6
-"""Added to the norm that gradients are clipped by, as in `torch.nn.utils.clip_grad_norm_`."""
+"""Added to the norm when gradients are clipped, as in `torch.nn.utils.clip_grad_norm_`."""
 
 _IR_VERSION = 10
 _BOOL = ir.DataType.BOOL
 
 
 class OptimizerKind(StrEnum):
-    """Which optimizer, by the names of the command line."""
+    """The optimizers, with their names on the command line."""
 
     SGD = "sgd"
     MOMENTUM = "momentum"
@@ -72,7 +72,7 @@ def state_name(kind: StateKind, parameter: str) -> str:
 
 @dataclass(frozen=True)
 class State:
-    """A buffer that lives between runs.
+    """A buffer that lives from step to step.
 
     Attributes:
         name: Name of the buffer and of the graph input that reads it.
@@ -95,11 +95,11 @@ class StateProgram:
 
     Attributes:
         model: The global graph. Its inputs are states and hyperparameters (float64 []).
-        states: The states that it reads, by the order of its inputs.
-        updated: Graph output with a state's new value -> name of the state.
+        states: The states that it reads, in the order of its inputs.
+        updated: For each graph output with a state's new value, the name of the state.
         hyperparameters: Names of the hyperparameters that it reads, without the input's prefix.
-        reduced: Gradient -> the value from which on it is used. A gradient that is a partial sum is
-            to be reduced there, once for all that read it.
+        reduced: For each gradient, the value that all its readers read. If the gradient is partial,
+            it is reduced there, once for all readers.
     """
 
     model: ir.Model
@@ -115,7 +115,7 @@ def moments_of(kind: OptimizerKind) -> tuple[StateKind, ...]:
 
 
 def states_of(parameters: Sequence[ParameterInfo], kinds: Sequence[StateKind]) -> tuple[State, ...]:
-    """Returns the states of these kinds: all parameters' of the first kind, then the next."""
+    """Returns the states of all parameters, kind by kind."""
     return tuple(
         State(state_name(kind, p.name), kind, p.name, _state_dtype(kind, p.dtype), p.shape)
         for kind in kinds
@@ -129,7 +129,7 @@ def _state_dtype(kind: StateKind, dtype: ir.DataType) -> ir.DataType:
 
 
 def optimizer_model(
-    kind: OptimizerKind | str,
+    kind: OptimizerKind,
     parameters: Sequence[ParameterInfo],
     *,
     opset: int = OPSET,
@@ -144,24 +144,23 @@ def optimizer_model(
     gradients before clipping, float64 where a parameter is, else float32). Gradients are clipped to
     the norm `clip_norm`, which may be infinite.
 
-    Gradients that are `scaled` have been multiplied by a loss scale (Micikevicius et al., 2018,
-    section 3.2), whose inverse is the hyperparameter `loss_scale_inverse`; the norm is that of the
-    gradients without it. Where it is not finite no state changes, on any rank: it is the same on
-    all of them.
+    If `scaled`, gradients have been multiplied by a loss scale (Micikevicius et al., 2018, section
+    3.2). Its inverse is the hyperparameter `loss_scale_inverse`, and the norm is that of the
+    gradients without the scale. If the norm is not finite, no state changes on any rank; all ranks
+    have the same norm.
 
     Args:
         kind: The optimizer.
-        parameters: What it trains.
+        parameters: The parameters that it trains.
         opset: Version of the default domain.
-        scaled: Whether gradients carry a loss scale.
-        stages: Number of pipeline stages, each with a program for its own parameters, which may be
-            none; the norm is that of all.
+        scaled: Whether gradients have a loss scale.
+        stages: Number of pipeline stages. Each has a program for its own parameters, which may be
+            none; the norm is that of the gradients of all stages.
         double: Whether some stage has parameters of float64.
 
     Raises:
-        ModelError: No such optimizer, nothing to train, a parameter given twice or not floating.
+        ModelError: There is nothing to train, or a parameter is given twice or not floating.
     """
-    kind = parse_optimizer(kind)
     update = _UPDATES[kind]
     states = states_of(parameters, (StateKind.PARAMETER, StateKind.GRADIENT, *update.moments))
     builder, inputs = _open(parameters, states, opset, "optimizer", empty=stages > 1)
@@ -219,12 +218,12 @@ def accumulation_model(
     `onnxpar.new.onnxpar.grad.<parameter>`.
 
     Args:
-        parameters: What is trained.
-        opset: As `optimizer_model`.
-        empty: Whether there may be none, as in a part of a pipeline.
+        parameters: The parameters that are trained.
+        opset: Version of the default domain.
+        empty: Whether there may be no parameters, as in a pipeline stage.
 
     Raises:
-        ModelError: Nothing to train, a parameter given twice or not floating.
+        ModelError: There is nothing to train, or a parameter is given twice or not floating.
     """
     states = states_of(parameters, (StateKind.GRADIENT, StateKind.MICRO_GRADIENT))
     builder, inputs = _open(parameters, states, opset, "accumulation", empty=empty)
@@ -243,12 +242,12 @@ def accumulation_model(
 # -- building ------------------------------------------------------------------------------------
 
 
-def parse_optimizer(kind: OptimizerKind | str) -> OptimizerKind:
-    """Returns the optimizer of a name; ModelError where there is none."""
+def parse_optimizer(name: str) -> OptimizerKind:
+    """Returns the optimizer with a name; raises ModelError if there is none."""
     known = [k.value for k in OptimizerKind]
-    if kind not in known:
-        raise ModelError(f"--optimizer: expected one of {', '.join(known)}, got {str(kind)!r}")
-    return OptimizerKind(kind)
+    if name not in known:
+        raise ModelError(f"--optimizer: expected one of {', '.join(known)}, got {name!r}")
+    return OptimizerKind(name)
 
 
 def _open(
@@ -259,7 +258,7 @@ def _open(
     *,
     empty: bool = False,
 ) -> tuple[GlobalBuilder, dict[str, ir.Value]]:
-    """An empty graph with the states as its inputs, and these by name."""
+    """A builder of a new graph with the states as its inputs, and these inputs by name."""
     if not parameters and not empty:
         raise ModelError(f"{what}: expected at least one parameter to train, got none")
     seen: set[str] = set()
@@ -285,7 +284,7 @@ def _close(builder: GlobalBuilder) -> ir.Model:
 
 
 def _put_out(builder: GlobalBuilder, value: ir.Value, dtype: ir.DataType, name: str) -> None:
-    """Makes a value a graph output of this type and name, written by the node that makes it."""
+    """Makes a value a graph output with a type and a name."""
     value = builder.cast(value, dtype)
     builder.rename(value, name)
     builder.graph.outputs.append(value)
@@ -299,7 +298,7 @@ def _norm(
     *,
     double: bool,
 ) -> ir.Value:
-    """The 2-norm of all gradients: squares summed in each group, over the groups, over stages."""
+    """The 2-norm of all gradients: squares are summed in each group, over groups, over stages."""
     builder.scope = "optimizer/grad_norm"
     wide = DOUBLE if double or any(p.dtype == DOUBLE for p in parameters) else FLOAT
     groups: dict[str, list[ir.Value]] = {}
@@ -320,7 +319,7 @@ def _over_stages(builder: GlobalBuilder, x: ir.Value, stages: Sequence[int]) -> 
 
 
 def _square_sum(builder: GlobalBuilder, x: ir.Value) -> ir.Value:
-    """The sum of squares of a tensor in the working type."""
+    """The sum of squares of a tensor, in its type."""
     if not builder.shape_of(x):
         return builder.op("Mul", x, x, shape=())
     return builder.op(SQUARE_SUM.name, x, shape=(), domain=DOMAIN)
@@ -332,7 +331,7 @@ def _sum(builder: GlobalBuilder, values: Sequence[ir.Value]) -> ir.Value:
 
 @dataclass
 class _Scalars:
-    """Hyperparameters, made inputs when they are first read, and arithmetic on them in float64."""
+    """Hyperparameters, which become inputs when first read, and float64 arithmetic on them."""
 
     builder: GlobalBuilder
     inputs: dict[str, ir.Value] = field(default_factory=dict)
@@ -344,14 +343,14 @@ class _Scalars:
         return self.inputs[name]
 
     def op(self, op_type: str, *operands: ir.Value, dtype: ir.DataType = DOUBLE) -> ir.Value:
-        """The result of an operator on scalars, which is computed once for all parameters."""
+        """The result of an operator on scalars, computed once for all parameters."""
         key = (op_type, *operands)
         if key not in self._known:
             self._known[key] = self.builder.op(op_type, *operands, shape=(), dtype=dtype)
         return self._known[key]
 
     def cast(self, scalar: ir.Value, dtype: ir.DataType | None) -> ir.Value:
-        """A scalar in another type, which is computed once for all parameters."""
+        """A scalar in another type, computed once for all parameters."""
         assert dtype is not None
         key = ("cast", scalar, dtype)
         if key not in self._known:
@@ -365,25 +364,25 @@ class _Scalars:
 def _unscaled(scalars: _Scalars, norm: ir.Value) -> tuple[ir.Value, ir.Value]:
     """The norm of gradients without their loss scale, and whether it is finite."""
     wide = scalars.cast(norm, DOUBLE)
-    # x - x is 0 of finite numbers alone.
+    # x - x is 0 only if x is finite.
     zero = scalars.op("Sub", wide, wide)
     finite = scalars.op("Equal", zero, scalars.const(0), dtype=_BOOL)
     return scalars.cast(scalars.op("Mul", wide, scalars[INVERSE]), norm.dtype), finite
 
 
 def _clip(scalars: _Scalars, norm: ir.Value) -> ir.Value:
-    """The factor of all gradients, min(1, clip_norm / (norm + 1e-6)); 1 where it is infinite."""
+    """The factor of all gradients, min(1, clip_norm / (norm + 1e-6)); 1 without a limit."""
     limit, one = scalars["clip_norm"], scalars.const(1)
     above = scalars.op("Add", scalars.cast(norm, DOUBLE), scalars.const(CLIP_EPSILON))
     factor = scalars.op("Min", one, scalars.op("Div", limit, above))
-    # Without a limit a norm that overflows must not become inf / inf, which would spoil all.
+    # Without a limit, a norm that overflows must not give inf / inf, which would spoil everything.
     unlimited = scalars.op("IsInf", limit, dtype=_BOOL)
     return scalars.op("Where", unlimited, one, factor)
 
 
 @dataclass(frozen=True)
 class _Tensors:
-    """A parameter's states, in the type that the update is computed in."""
+    """The states of a parameter, in the type of the update's arithmetic."""
 
     parameter: ir.Value
     gradient: ir.Value
@@ -409,7 +408,7 @@ class _Step:
         return self.builder.op(op_type, *operands, shape=self.builder.shape_of(operands[0]))
 
     def scaled(self, x: ir.Value, *factors: ir.Value) -> ir.Value:
-        """A tensor times scalars, which are multiplied first."""
+        """A tensor times the product of scalars."""
         factor = factors[0]
         for other in factors[1:]:
             factor = self.scalars.op("Mul", factor, other)
@@ -441,7 +440,7 @@ def _fused(
 def _lamb(step: _Step, p: ParameterInfo, old: _Tensors) -> tuple[ir.Value, ...]:
     """New parameter: p - lr (|p| / |r|) r, r = Adam's direction + wd p; a norm of 0 makes no ratio.
 
-    It is computed from u = lr r, in which the corrected learning rate is contained: the change is
+    It is computed from u = lr r, which contains the corrected learning rate: the change is
     (lr |p| / |u|) u, or u itself.
     """
     s, op, builder = step.scalars, step.op, step.builder
@@ -461,7 +460,7 @@ def _lamb(step: _Step, p: ParameterInfo, old: _Tensors) -> tuple[ir.Value, ...]:
 def _moments(step: _Step, old: _Tensors) -> tuple[ir.Value, ir.Value]:
     """New m = beta1 m + (1 - beta1) g and v = beta2 v + (1 - beta2) g², g clipped.
 
-    The square is taken of (1 - beta1) g, which is there, and the constant made up for.
+    g² is computed from the square of (1 - beta1) g, which exists already, and a constant factor.
     """
     s, op = step.scalars, step.op
     m, v = old.moments
@@ -490,7 +489,7 @@ class _Update:
     emit: Callable[[_Step, ParameterInfo, _Tensors], tuple[ir.Value, ...]]
 
 
-# What takes the place of a hyperparameter for parameters without weight decay.
+# Values of hyperparameters for parameters without weight decay.
 _WITHOUT_DECAY = {"weight_decay": 0.0, "decay": 1.0}
 _HYPERPARAMETERS = {"first": "momentum_first"}
 _BOTH = (StateKind.MOMENT1, StateKind.MOMENT2)

@@ -1,4 +1,4 @@
-"""The program that trains a model, before anything is decided: loss appended, differentiated."""
+"""The undivided program that trains a model: with its loss appended, and differentiated."""
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
@@ -29,14 +29,14 @@ class TrainingSpec:
     """What the user asks to train, and how.
 
     Attributes:
-        loss: What is minimised.
-        optimizer: By what.
-        trainable: Patterns of tensors to train besides the parameters of the file.
-        freeze: Patterns of parameters not to train; those of `trainable` win.
-        decay: Patterns of parameters with weight decay, besides those of two dims or more.
-        no_decay: Patterns of parameters that it does not apply to, whatever their dims.
-        compute: Type that products are computed in, "float16" or "bfloat16"; None for the model's.
-        ties: `A=B` each, for tensors that are one parameter.
+        loss: The loss.
+        optimizer: The optimizer.
+        trainable: Patterns of tensors to train in addition to the parameters of the file.
+        freeze: Patterns of parameters not to train; `trainable` wins.
+        decay: Patterns of parameters with weight decay, in addition to those of two or more dims.
+        no_decay: Patterns of parameters without weight decay, whatever their dims.
+        compute: Type of products, "float16" or "bfloat16"; None for the model's own type.
+        ties: Entries `A=B` for tensors that are one parameter.
     """
 
     loss: LossSpec
@@ -50,7 +50,7 @@ class TrainingSpec:
 
     @staticmethod
     def of(entry: Mapping[str, Any]) -> "TrainingSpec":
-        """Returns what the manifest says: `TrainingSpec.of(asdict(spec)) == spec`."""
+        """Returns a spec from its manifest entry: `TrainingSpec.of(asdict(spec)) == spec`."""
         loss = LossSpec(**{**entry["loss"], "kind": LossKind(entry["loss"]["kind"])})
         lists = ("trainable", "freeze", "decay", "no_decay", "ties")
         patterns = {key: tuple(entry[key]) for key in lists}
@@ -61,21 +61,20 @@ class TrainingSpec:
 
 @dataclass(frozen=True)
 class TrainingProgram:
-    """The program of one micro-batch, and all that is known of it before anything is decided.
+    """The undivided program of one micro-batch.
 
     Attributes:
         program: Forward, loss and backward.
-        links: Of each cotangent its primals, and of each new running statistic the old one.
+        links: For each cotangent its primals, and for each new running statistic the old one.
         loss: The loss.
         gradients: Name of the gradient of each parameter that is trained; it is an output.
-        updated: Of each output that is a new running statistic the old one.
-        selection: What is trained, and what is not.
-        unreached: Parameters chosen that the loss does not depend on, with the reason.
-        notices: What the user should know of the model.
+        updated: For each output that is a new running statistic, the old one.
+        selection: Which parameters are trained, and which are not.
+        unreached: The selected parameters on which the loss does not depend, each with the reason.
+        notices: Notices about the model, for the user.
         evaluation: The model without loss and backward.
-        compute: The 16-bit type that it computes in, with float32 parameters; None where there is
-            none.
-        copies: Of each initializer that a further pipeline stage has in place of another: which.
+        compute: The 16-bit type of its products, if parameters are float32 masters; else None.
+        copies: The copies of initializers in further pipeline stages, by name.
     """
 
     program: Program
@@ -104,10 +103,10 @@ def prepare_training(
     """Appends loss and backward to a model. The model given is used up.
 
     Args:
-        recognised: The normalised model, and what its initializers were.
+        recognised: The normalised model with its recognised parameters.
         symbols: Constraints on the symbols of its inputs.
         spec: What to train and how.
-        stager: Puts the forward nodes into pipeline parts, where there are several.
+        stager: Puts the forward nodes into virtual stages, in a pipeline.
 
     Raises:
         OnnxparError: The loss or the parameters do not fit the model, or an operator between them
@@ -128,7 +127,7 @@ def prepare_training(
             "nothing to train: the model has no floating-point parameter that is not frozen"
         )
     frozen = frozenset(t.name for t in selection.tensors if t.reason == FROZEN)
-    notices += _told_forms(model.graph, frozen)
+    notices += _normalisation_notices(model.graph, frozen)
     selection, compute = _in_half(model, selection, spec, recognised.registry)
     if compute is not None:
         notices.append(f"{compute} computation: {_ON_CPU[compute]}")
@@ -162,7 +161,7 @@ def prepare_training(
     }
     return TrainingProgram(
         Program.of(model, found.env, recognised.registry),
-        # A statistic leaves in its current layout, as a gradient leaves split as its parameter.
+        # A new statistic is laid out like the old one, as a gradient is like its parameter.
         {**found.links, **{new: (old,) for new, old in running.updated.items()}},
         info,
         found.gradients,
@@ -185,7 +184,11 @@ _ON_CPU = {
 def _in_half(
     model: ir.Model, selection: Selection, spec: TrainingSpec, registry: Registry
 ) -> tuple[Selection, str | None]:
-    """Lets the model compute in 16 bits with float32 parameters; returns them, and the type."""
+    """Makes the model compute in 16 bits with float32 parameters, if asked for or stored so.
+
+    Returns:
+        The selection with the new types of parameters, and the 16-bit type, if there is one.
+    """
     names = [p.name for p in selection.trained]
     widened = widen_parameters(model.graph, names)
     types = {dtype.name.lower() for dtype in widened.values()}
@@ -200,12 +203,12 @@ def _in_half(
     trained = tuple(
         replace(p, dtype=ir.DataType.FLOAT) if p.name in widened else p for p in selection.trained
     )
-    # Of two, float16 has the range that a loss has to be scaled for.
+    # Of two types the maximum is float16, whose range needs loss scaling.
     return replace(selection, trained=trained), max(types, default=None)
 
 
-def _told_forms(graph: ir.Graph, frozen: frozenset[str]) -> list[str]:
-    """Notices of what is normalised by which statistics."""
+def _normalisation_notices(graph: ir.Graph, frozen: frozenset[str]) -> list[str]:
+    """Notices about which statistics BatchNormalization nodes use in training."""
     found = forms(graph, frozen)
     texts = (
         (

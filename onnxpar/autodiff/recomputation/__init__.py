@@ -1,5 +1,5 @@
-"""Recomputation: what the backward pass reads of the forward pass is computed again.
+"""Recomputation: forward values that the backward pass reads are computed again.
 
-Takes a planned program and the user's options; gives the program with clones behind barriers.
+Takes a planned program and the user's options; gives the program with clones of forward nodes.
 Begin with `selection` (which nodes), then `clones` (the change of the graph).
 """

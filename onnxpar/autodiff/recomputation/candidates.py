@@ -1,4 +1,4 @@
-"""What can be recomputed of a forward pass, and what a layer's share of it is."""
+"""Which nodes of a forward pass can be recomputed, and which of them belong to a layer."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,10 +19,11 @@ class ForwardPass:
 
     Attributes:
         nodes: All of them, in order.
-        row: Those in which layers are looked for: the carriers (see `onnxpar.facts.layers`) that
-            are no border between pipeline stages.
-        able: Names of those that can be recomputed: that have no bodies, and read more than
-            parameters and constants, since the rest is no load of a batch, and are no border.
+        row: The nodes among which layers are found: the carriers (see `onnxpar.facts.layers`),
+            without the nodes of our own domain.
+        able: Names of the nodes that can be recomputed: they have no bodies, are not of our own
+            domain, and read more than parameters and constants (other results take memory that
+            does not depend on the batch).
     """
 
     nodes: tuple[ir.Node, ...]
@@ -39,9 +40,9 @@ class ForwardPass:
         return ForwardPass(nodes, row, frozenset(n.name or "" for n in able))
 
     def inside(self, layer: Layer) -> frozenset[str]:
-        """Names of what is recomputed of a layer: not what hands its results on to later nodes.
+        """Names of the nodes of a layer that can be recomputed and that no later node reads.
 
-        What stands between the first and the last node of a layer is of the layer, too.
+        All nodes between the first and the last node of a layer belong to the layer.
         """
         at = {node: i for i, node in enumerate(self.nodes)}
         start, stop = at[self.row[layer.start]], at[self.row[layer.stop - 1]] + 1
@@ -77,12 +78,12 @@ def _varying(nodes: Sequence[ir.Node]) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class Loads:
-    """What recomputation weighs, of one device.
+    """The memory and time of one device.
 
     Attributes:
-        bytes: Of each value, by name.
-        seconds: Of each node, by name.
-        views: Names of nodes whose results lie where their operands lie, which frees nothing.
+        bytes: Bytes of each value, by name.
+        seconds: Seconds of each node, by name.
+        views: Names of nodes whose results share the memory of their operands.
     """
 
     bytes: Mapping[str, int]
@@ -91,16 +92,17 @@ class Loads:
 
 
 def by_cost(forward: ForwardPass, layers: Sequence[Layer], loads: Loads) -> list[frozenset[str]]:
-    """Returns what to recompute, more and more: each set has that before it and a bit more.
+    """Returns growing sets of nodes to recompute: each contains the one before it.
 
-    Bits are nodes, taken in the order of bytes freed by second of recomputation: freed is what
-    the backward pass reads of a node's results. Of layers that are alike the first is weighed, and
-    the same nodes of all of them follow one another, since what early layers keep is kept longest.
+    Nodes are added in the order of bytes freed per second of recomputation. The results of a node
+    that the backward pass reads are freed. Of equal layers only the first is priced. The same nodes
+    of all these layers are added one after another, early layers first, because their results are
+    kept longest.
 
     Args:
         forward: The forward pass.
-        layers: Its layers, of which what they hand on is kept.
-        loads: What values and nodes weigh.
+        layers: Its layers; results that later nodes read are kept.
+        loads: The memory of values and the time of nodes.
     """
     rows = _alike(forward, layers)
     steps: list[tuple[float, int, int, tuple[str, ...]]] = []
@@ -108,7 +110,7 @@ def by_cost(forward: ForwardPass, layers: Sequence[Layer], loads: Loads) -> list
         order = _greedy(forward, row[0], loads)
         least = float("inf")
         for place, (positions, ratio) in enumerate(order):
-            # A later bit may be better only since an earlier one was taken.
+            # A later step may be better only because an earlier one was taken.
             least = min(least, ratio)
             for block in row:
                 steps.append((-least, number, place, tuple(block[p] for p in positions)))
@@ -121,7 +123,7 @@ def by_cost(forward: ForwardPass, layers: Sequence[Layer], loads: Loads) -> list
 
 
 def _alike(forward: ForwardPass, layers: Sequence[Layer]) -> list[list[list[str]]]:
-    """Rows of blocks of nodes: layers that are alike, and what is outside of layers."""
+    """Lists of blocks of nodes: one list for each kind of layer, and one for the other nodes."""
     names = [node.name or "" for node in forward.row]
     kinds = [node.op_type for node in forward.row]
     inside = {i for layer in layers for i in range(layer.start, layer.stop)}
@@ -129,7 +131,7 @@ def _alike(forward: ForwardPass, layers: Sequence[Layer]) -> list[list[list[str]
     for layer in layers:
         kind = tuple(kinds[layer.start : layer.stop])
         kept = forward.inside(layer)
-        # What a layer hands on has no name here, so that it is never taken.
+        # Nodes whose results later nodes read have no name here, so they are never taken.
         block = [n if n in kept else "" for n in names[layer.start : layer.stop]]
         rows.setdefault(kind, []).append(block)
     placed = {names[i] for i in inside}
@@ -140,10 +142,10 @@ def _alike(forward: ForwardPass, layers: Sequence[Layer]) -> list[list[list[str]
 def _greedy(
     forward: ForwardPass, block: Sequence[str], loads: Loads
 ) -> list[tuple[tuple[int, ...], float]]:
-    """Positions of a block's nodes in the order in which they are taken, with bytes by second.
+    """The steps of a block, best first: positions of nodes, and bytes freed per second.
 
-    A step takes a node whose results are kept, and the nodes that it takes to make them of what
-    else is kept.
+    A step takes a node whose results are kept, and all nodes that must run to compute these results
+    from other results that are kept.
     """
     at = {name: i for i, name in enumerate(block) if name}
     nodes = {n.name or "": n for n in forward.nodes if n.name in at and n.name in forward.able}
@@ -155,7 +157,7 @@ def _greedy(
     taken: set[str] = set()
 
     def chain(name: str) -> list[str]:
-        """The nodes to run for a node, itself included, that have not been taken."""
+        """The nodes to run for a node, including itself, that have not been taken."""
         found, stack = {name}, [name]
         while stack:
             for value in nodes[stack.pop()].inputs:

@@ -1,9 +1,10 @@
-"""Recomputation: what the backward pass reads of the forward pass is made anew where it is read.
+"""Recomputation: forward values are computed again where the backward pass reads them.
 
 Nodes of the forward pass are cloned right before the first backward node that reads their results
-(Chen et al., 2016, "Training Deep Nets with Sublinear Memory Cost"), so that these die after their
-last forward reader. A clone reads clones of what is recomputed too, and what is kept through a
-Barrier. It runs after planning: a clone is sharded as its original, so the arithmetic is the same.
+(Chen et al., 2016, "Training Deep Nets with Sublinear Memory Cost"), so the original results are
+freed after their last forward reader. A clone reads clones of other recomputed values, and values
+that are kept through a Barrier. This pass runs after planning: a clone is sharded as its original,
+so the arithmetic is the same.
 """
 
 from collections.abc import Mapping
@@ -33,8 +34,8 @@ class Recomputation:
 
     Attributes:
         nodes: Names of forward nodes.
-        keep_communication: Whether what a collective between forward nodes brought is kept, instead
-            of being communicated again.
+        keep_communication: Whether results of collectives between forward nodes are kept, instead
+            of communicating again.
     """
 
     nodes: frozenset[str]
@@ -72,8 +73,7 @@ def recompute(planned: Planned, wanted: Recomputation) -> Planned:
 class _Recompute:
     old: Planned
     wanted: Recomputation
-    # What reads a value now: the clone of each value, and the Barrier of each value, sharding and
-    # virtual stage.
+    # The clone of each value; and for each kept value, sharding and virtual stage its Barrier.
     clones: dict[str, ir.Value] = field(default_factory=dict)
     barriers: dict[tuple[str, Sharding, int], ir.Value] = field(default_factory=dict)
     added: dict[str, str] = field(default_factory=dict)
@@ -116,7 +116,7 @@ class _Recompute:
         return Planned(program, plan, self.added)
 
     def _made(self) -> dict[str, Sharding]:
-        """How each value of a forward node lies when it has been made."""
+        """The sharding of each value of a forward node after it has been made."""
         found = {}
         for node in self.forward:
             for value, sharding in zip(
@@ -127,7 +127,7 @@ class _Recompute:
         return found
 
     def _forward_versions(self) -> dict[str, set[Sharding]]:
-        """In which shardings the forward pass reads each value."""
+        """The shardings in which the forward pass reads each value."""
         found: dict[str, set[Sharding]] = {}
         for node in self.forward:
             for value, want in zip(node.inputs, self.plans[node.name or ""].inputs, strict=False):
@@ -136,7 +136,7 @@ class _Recompute:
         return found
 
     def _redirect(self, node: ir.Node) -> None:
-        """Lets a backward node read what is made anew, right before it."""
+        """Makes a backward node read values that are computed again, right before it."""
         plan = self.plans[node.name or ""]
         for index, value in enumerate(tuple(node.inputs)):
             if value is None or (value.name or "") not in self.made:
@@ -147,13 +147,13 @@ class _Recompute:
             if self._again(maker, node) and not self._kept(value, want):
                 node.replace_input_with(index, self._clone_of(value, node))
             elif bar in self.barriers:
-                # The kept value itself then dies at its Barrier, which takes its memory.
+                # The kept value is then freed at its Barrier, which takes over its memory.
                 node.replace_input_with(index, self.barriers[bar])
 
     def _again(self, maker: ir.Node | None, reader: ir.Node) -> TypeGuard[ir.Node]:
-        """Whether a reader gets what a node makes from the node's clone.
+        """Whether a reader gets a node's result from the node's clone.
 
-        Another virtual stage has received the value, and keeps that: nothing is sent back.
+        A reader in another virtual stage does not: that stage has received the value and keeps it.
         """
         if maker is None or maker.name not in self.wanted.nodes:
             return False
@@ -164,7 +164,7 @@ class _Recompute:
         return self.made[value.name or ""] if want is None else want
 
     def _kept(self, value: ir.Value, want: Sharding) -> bool:
-        """Whether a value that is recomputed is kept in this sharding, which was communicated."""
+        """Whether a value that is recomputed is kept in a sharding that needed communication."""
         name = value.name or ""
         if not self.wanted.keep_communication or want not in self.read.get(name, ()):
             return False
@@ -177,7 +177,7 @@ class _Recompute:
         return cheapest_route(home, want, plan.mesh, self.env.table, size).bytes > 0
 
     def _clone_of(self, value: ir.Value, before: ir.Node) -> ir.Value:
-        """Returns the clone of a value, made before a node if it is not there."""
+        """Returns the clone of a value; makes it before a node if it does not exist."""
         name = value.name or ""
         if name not in self.clones:
             maker = value.producer()
@@ -186,7 +186,7 @@ class _Recompute:
         return self.clones[name]
 
     def _clone(self, target: ir.Node, before: ir.Node) -> None:
-        """Clones a node and, first, the nodes that it reads and that are recomputed, in order."""
+        """Clones a node after the recomputed nodes that it reads."""
         stack = [target]
         while stack:
             node = stack[-1]
@@ -207,7 +207,7 @@ class _Recompute:
                 self._emit(node, before)
 
     def _to_clone(self, node: ir.Node, index: int, value: ir.Value) -> ir.Node | None:
-        """The node whose clone makes an operand of a clone; None where it is kept."""
+        """The node whose clone makes an operand of a clone; None if the operand is kept."""
         maker = value.producer()
         if not self._again(maker, node) or (value.name or "") not in self.made:
             return None
@@ -224,7 +224,7 @@ class _Recompute:
             elif self._to_clone(node, index, value) is not None:
                 operands.append(self.clones[value.name or ""])
             elif value.producer() is None or (value.name or "") in self.contents:
-                # Inputs and parameters are there all the time, sizes are no load.
+                # Inputs and parameters are always there, and sizes take no memory.
                 operands.append(value)
             else:
                 operands.append(self._barrier(node, index, value, before))
@@ -258,7 +258,7 @@ class _Recompute:
             self.reasons[clone.name or ""] = self.reasons[name]
 
     def _barrier(self, node: ir.Node, index: int, value: ir.Value, before: ir.Node) -> ir.Value:
-        """Returns what a clone reads of a value that is kept, in the sharding that is kept."""
+        """Returns a kept value behind a Barrier, for a clone to read."""
         name = value.name or ""
         want = self._barred(node, index, value)
         bar = (name, want, virtual_stage_of(before))
@@ -273,10 +273,10 @@ class _Recompute:
         return self.barriers[bar]
 
     def _reached(self, before: ir.Node) -> ir.Value:
-        """A value that is there only when the backward pass has come to a node.
+        """A value that exists only when the backward pass has reached a node.
 
-        onnxruntime gives nodes that it fuses later numbers than the others have, and would run
-        clones before the forward nodes that they are clones of.
+        onnxruntime gives fused nodes higher numbers than other nodes, and would run clones before
+        their originals.
         """
         for value in before.inputs:
             maker = None if value is None else value.producer()
@@ -285,10 +285,10 @@ class _Recompute:
         return self.reached
 
     def _barred(self, node: ir.Node, index: int, value: ir.Value) -> Sharding:
-        """In which sharding a value is kept: as it was made, or as it was read at a cost.
+        """The sharding in which a value is kept: as it was made, or as it was resharded.
 
-        A sum that is partial is kept reduced, since that is what the forward pass has kept; other
-        collectives are repeated unless their results are to be kept.
+        A partial value is kept reduced, as in the forward pass. Other collectives are repeated
+        unless their results are to be kept.
         """
         name = value.name or ""
         home = self.made.get(name) or self._given(name)
@@ -315,7 +315,7 @@ class _Recompute:
         return made
 
     def _place(self, node: ir.Node, before: ir.Node, metadata: Mapping[str, str]) -> None:
-        """Puts a node before a backward node, of whose gradient it is a part from then on."""
+        """Puts a node before a backward node, and into the same gradient and virtual stage."""
         node.metadata_props.update(metadata)
         if VIRTUAL_STAGE in before.metadata_props:
             node.metadata_props[VIRTUAL_STAGE] = before.metadata_props[VIRTUAL_STAGE]

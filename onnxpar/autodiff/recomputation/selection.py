@@ -1,4 +1,4 @@
-"""Which nodes are recomputed, by what the user asks for."""
+"""Which nodes are recomputed, by the user's options."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,16 +16,16 @@ from onnxpar.strategy.recompute_entry import KEEP, RecomputeOptions
 
 
 def recomputed(planned: Planned, options: RecomputeOptions, measure: "Measure") -> Planned:
-    """Returns a program in which what the user asks for is recomputed.
+    """Returns a program with the recomputation that the user asks for.
 
     Args:
         planned: Forward and backward of a model; not changed.
-        options: What the user asks for.
-        measure: What nodes cost and what a device holds, for a limit of memory.
+        options: The user's options.
+        measure: How memory and time are measured, for a limit on memory.
 
     Raises:
-        StrategyError: A pattern holds for no node, or for nodes with bodies only; no layers are
-            found; or the limit of memory is not reached.
+        StrategyError: A pattern matches no node that can be recomputed; no layers are found; or the
+            program does not fit the limit on memory.
     """
     if not options:
         return planned
@@ -37,11 +37,11 @@ def recomputed(planned: Planned, options: RecomputeOptions, measure: "Measure") 
 
 @dataclass(frozen=True)
 class Measure:
-    """How a program is weighed.
+    """How time and memory are measured.
 
     Attributes:
-        cost: What nodes cost a device.
-        held: Returns the bytes that a device holds which trains with a program.
+        cost: The cost model.
+        held: Returns the bytes that a device holds when it trains with a program.
     """
 
     cost: CostModel
@@ -51,7 +51,7 @@ class Measure:
 def _within(
     planned: Planned, options: RecomputeOptions, named: frozenset[str], measure: Measure
 ) -> Planned:
-    """The least recomputation of `by_cost` with which a device holds no more than the limit."""
+    """The program with the smallest set of `by_cost` that fits the limit on memory."""
 
     def made(names: frozenset[str]) -> tuple[Planned, int]:
         run = recompute(planned, Recomputation(names, options.communication == KEEP))
