@@ -1,6 +1,6 @@
-"""The runtime's programs, as the command line and `mpirun python` scripts start them.
+"""`run`, as the command line and `mpirun python` scripts start it.
 
-Those of training are in `onnxpar_runtime.training.commands`.
+The commands of training are in `onnxpar_runtime.training.commands`.
 """
 
 import logging
@@ -12,7 +12,7 @@ from onnxpar_format.options import Execution
 from onnxpar_runtime.agree import together
 from onnxpar_runtime.collectives import Rank
 from onnxpar_runtime.errors import LaunchError
-from onnxpar_runtime.interrupts import told_when_terminated
+from onnxpar_runtime.interrupts import reporting_termination
 from onnxpar_runtime.launch import guarded, init, mpirun_place
 from onnxpar_runtime.logs import open_log
 from onnxpar_runtime.manifest import Manifest
@@ -67,22 +67,22 @@ def run(
                 write_npz(outputs, results)
                 log.info("wrote %s", outputs)
 
-        # The disk may be full by now, which the other ranks have to hear of.
+        # If the disk is full by now, all ranks must raise the error.
         together(rank, finish)
         session.close()
         return 0
 
     def interruptible() -> int:
-        with told_when_terminated(rank):
+        with reporting_termination(rank):
             return body()
 
     code = guarded(rank, interruptible)
-    # An interrupt has been printed; 128 and a signal's number would have the caller tell it again.
+    # The interrupt has been printed; for 128 and a signal's number the caller would print it again.
     return 1 if code > 128 else code
 
 
 def start(how: Execution) -> Rank:
-    """Returns this process's rank; raises LaunchError, for a malformed option before MPI starts."""
+    """Returns this process's rank; raises LaunchError (for malformed options before MPI starts)."""
     parse_pairs(how.ort)
     return init(how.transport, how.device)
 
@@ -94,7 +94,7 @@ def begin(
     how: Execution,
     writes: str | Path | None = None,
 ) -> Manifest:
-    """Returns the manifest on every rank, once logs are open and what is to be written can be."""
+    """Opens the log, checks directory, ranks and the file to write; returns the manifest."""
 
     def prepare() -> Manifest:
         if how.log_dir is not None:

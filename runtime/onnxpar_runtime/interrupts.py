@@ -1,13 +1,12 @@
-"""An interrupt of mpirun, as its ranks see it.
+"""Reports an interrupt of mpirun.
 
-Ctrl-C goes to mpirun, which sends its ranks SIGTERM, forwards no more of what they print, and says
-nothing itself. So the first rank tells it, straight to where mpirun writes its errors. It has to do
-so while the main thread computes or waits in a collective, where Python gets no turn to run a
-signal's handler.
+Ctrl-C goes to mpirun, which sends its ranks SIGTERM, stops forwarding their output, and prints
+nothing itself. So rank 0 writes the message directly to mpirun's stderr. It must do so while the
+main thread computes or waits in a collective, where Python does not run signal handlers.
 
-mpirun ends the ranks in the same way when one of them has failed, which is already reported. So a
-rank that fails sends the first a word before. One that dies without a word cannot be told from an
-interrupt here; the message says both, and mpirun names the rank.
+mpirun also ends the ranks with SIGTERM when one of them has failed, which is already reported. So a
+rank that fails sends rank 0 a message before it ends. A rank that dies without this message looks
+like an interrupt; the report names both causes, and mpirun names the rank.
 """
 
 import os
@@ -28,11 +27,11 @@ _CLEAN = "\r\x1b[2K\x1b[?25h"
 
 
 @contextmanager
-def told_when_terminated(rank: Rank) -> Iterator[None]:
-    """Ends the process at SIGTERM within the block, after the first of the ranks has told it.
+def reporting_termination(rank: Rank) -> Iterator[None]:
+    """Ends the process at SIGTERM within the block, after rank 0 has reported it.
 
-    Every rank of the world must enter it. It does nothing but under Open MPI on one Linux machine,
-    and nothing outside the main thread, where no signal's handler can be installed.
+    Every rank of the world must enter it. It only has an effect under Open MPI on one Linux
+    machine, and in the main thread, because signal handlers cannot be installed in other threads.
     """
     local = os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE")
     main = threading.current_thread() is threading.main_thread()
@@ -40,7 +39,7 @@ def told_when_terminated(rank: Rank) -> Iterator[None]:
         yield
         return
     own = os.getpid() if rank.index == 0 else 0
-    # A name without a file, which ends with its owner.
+    # An abstract socket, without a file; it ends with its owner.
     address = f"\0onnxpar-{int(rank.all_reduce(np.array([own], np.int64))[0])}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as words:
         words.setblocking(False)
@@ -58,9 +57,9 @@ def told_when_terminated(rank: Rank) -> Iterator[None]:
 
 @contextmanager
 def _errors_of_mpirun() -> Iterator[int | None]:
-    """Gives a descriptor of where mpirun, the parent, writes its errors; None if it is closed."""
+    """Yields a descriptor of the stderr of mpirun, the parent; None if it is closed."""
     try:
-        # Appended, since it may be a file. Opened now, since mpirun does not wait for its ranks.
+        # Append, because it may be a file. Open now, because mpirun does not wait for its ranks.
         errors = os.open(f"/proc/{os.getppid()}/fd/2", os.O_WRONLY | os.O_APPEND | os.O_NOCTTY)
     except OSError:
         yield None
@@ -73,7 +72,7 @@ def _errors_of_mpirun() -> Iterator[int | None]:
 
 @contextmanager
 def _ended_by_sigterm(rank: int, words: socket.socket, errors: int | None) -> Iterator[None]:
-    """Ends the process at SIGTERM; the first rank tells it unless it has words of a failure."""
+    """Ends the process at SIGTERM; rank 0 reports it unless a failure was announced."""
     read, write = os.pipe()
     os.set_blocking(write, False)
 
@@ -81,13 +80,13 @@ def _ended_by_sigterm(rank: int, words: socket.socket, errors: int | None) -> It
         while number := os.read(read, 1):
             if number[0] == signal.SIGTERM:
                 if rank == 0 and errors is not None:
-                    _tell(words, errors)
+                    _report(words, errors)
                 os._exit(128 + signal.SIGTERM)
 
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
-    # Python's own handler writes the signal's number to the pipe at once; what is run in the main
-    # thread's next turn need not do anything.
+    # Python's C-level handler writes the signal's number to the pipe at once; the Python handler,
+    # which runs in the main thread later, has nothing to do.
     handler = signal.signal(signal.SIGTERM, lambda number, frame: None)
     wakeup = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
     try:
@@ -100,7 +99,7 @@ def _ended_by_sigterm(rank: int, words: socket.socket, errors: int | None) -> It
         os.close(read)
 
 
-def _tell(words: socket.socket, errors: int) -> None:
+def _report(words: socket.socket, errors: int) -> None:
     try:
         words.recv(16)
     except BlockingIOError:

@@ -1,5 +1,5 @@
 """Training of artifact directories: data, steps, states, and the loop.
 
-A batch enters by `sources` and `batches`, is split for the rank and weighed in `counts`, and goes
-through a step in `trainer`; `loop` has epochs, `learning_rate` and `hyper` the numbers of a step.
+`sources` and `batches` make batches. `counts` shards a batch for the rank and computes its weight.
+`trainer` runs steps, `loop` epochs; `learning_rate` and `hyper` have the numbers of a step.
 """

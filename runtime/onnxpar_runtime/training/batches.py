@@ -1,7 +1,7 @@
-"""Puts samples together to steps and micro-batches, ahead of time and in an order of its own.
+"""Makes steps and micro-batches of samples, ahead of time.
 
 The order of an epoch is a permutation that depends on the seed and the epoch alone, so that a run
-sees the same batches on any mesh.
+gets the same batches on any mesh.
 """
 
 import queue
@@ -36,11 +36,11 @@ Sizes = tuple[int, ...]
 
 @dataclass(frozen=True)
 class BatchDim:
-    """What a micro-batch's number of samples may be.
+    """The numbers of samples that a micro-batch may have.
 
     Attributes:
         size: The dim's size in the model: a fixed number, or the symbol's name.
-        symbol: The symbol's constraint; unused where the size is fixed.
+        symbol: The symbol's constraint; unused if the size is fixed.
     """
 
     size: Size
@@ -48,7 +48,7 @@ class BatchDim:
 
     @staticmethod
     def of(manifest: Manifest, specs: Sequence[TensorEntry]) -> "BatchDim":
-        """Returns that of a program with these inputs, whose samples are their dim 0.
+        """Returns the batch dim of a program with these inputs: dim 0 of the first.
 
         Raises:
             InputError: The first input has no dims.
@@ -65,13 +65,13 @@ class BatchDim:
         return f"symbol {self.size!r} must be {self.symbol.constraint}"
 
     def limits(self, samples: int, parts: int) -> str:
-        """The constraint for people, and the number of micro-batches if that is what is wrong."""
+        """The constraint for people; if `parts` is too large, also the possible number."""
         most = samples // self.least if self.least else 0
         more = f", so at most {most} are possible" if 0 < most < parts else ""
         return self.constraint + more
 
     def admits(self, samples: int) -> bool:
-        """Whether a micro-batch may have so many samples."""
+        """Whether a micro-batch may have this number of samples."""
         if isinstance(self.size, int):
             return samples == self.size
         return self.symbol.admits(samples)
@@ -88,10 +88,9 @@ class BatchDim:
         return next((n for n in range(limit, 0, -1) if self.admits(n)), 0)
 
     def split(self, samples: int, parts: int) -> Sizes | None:
-        """Returns admissible sizes, as equal as can be, larger ones first; None if there are none.
+        """Returns admissible sizes, as equal as possible, larger ones first; None without any.
 
-        Sizes have the form d·N + r, so their differences are multiples of d: the N are made equal
-        but for one.
+        Sizes have the form d·N + r, so they differ by multiples of d: the N differ by at most 1.
         """
         divisor, remainder = self.symbol.divisor, self.symbol.remainder
         if isinstance(self.size, int):
@@ -99,22 +98,20 @@ class BatchDim:
         count, left = divmod(samples - parts * remainder, divisor)
         if left or count < parts:
             return None
-        whole, more = divmod(count, parts)
-        sizes = tuple(
-            divisor * (whole + 1 if part < more else whole) + remainder for part in range(parts)
-        )
+        least, more = divmod(count, parts)
+        sizes = tuple(divisor * (least + (part < more)) + remainder for part in range(parts))
         return sizes if all(self.admits(size) for size in sizes) else None
 
 
 @dataclass(frozen=True)
 class EpochPlan:
-    """How an epoch's samples are put together.
+    """The sizes of an epoch's steps and micro-batches.
 
     Attributes:
-        full: Micro-batches of every step but the last.
+        full: Sizes of the micro-batches of every step except the last.
         steps: Number of steps, the last one included.
-        last: Micro-batches of the last step.
-        notice: What people should know of it: what is left out and why. Empty if nothing is.
+        last: Sizes of the micro-batches of the last step.
+        notice: A notice about samples that are left out; empty if there are none.
     """
 
     full: Sizes
@@ -123,7 +120,7 @@ class EpochPlan:
     notice: str = ""
 
     def sizes(self) -> Iterator[Sizes]:
-        """Returns the micro-batches of each step."""
+        """Returns the sizes of the micro-batches of each step."""
         for _ in range(self.steps - 1):
             yield self.full
         if self.steps:
@@ -133,11 +130,12 @@ class EpochPlan:
 def plan_training(count: int, batch: int, accumulate: int, dim: BatchDim) -> EpochPlan:
     """Returns the plan of an epoch that trains on `count` samples.
 
-    The last batch, of what remains, is kept, in fewer micro-batches if need be, unless no number of
-    them satisfies the constraint.
+    The last batch, with the remaining samples, may have fewer micro-batches. It is left out if no
+    number of micro-batches satisfies the constraint.
 
     Raises:
-        LaunchError: A full batch cannot be sharded so, or there are too few samples for a step.
+        LaunchError: A full batch cannot be divided into admissible micro-batches, or there are too
+            few samples for a step.
     """
     if batch < 1 or accumulate < 1:
         raise LaunchError(
@@ -168,8 +166,9 @@ def plan_evaluation(count: int, batch: int | None, dim: BatchDim) -> EpochPlan:
 
     Args:
         count: Number of samples.
-        batch: Samples in a batch; None takes an admissible number up to 256, or the smallest.
-        dim: What a batch's number of samples may be.
+        batch: Samples in a batch; None takes the largest admissible number up to 256, or the
+            smallest above.
+        dim: The admissible numbers of samples.
 
     Raises:
         LaunchError: The batch is not admissible, or there are too few samples for one.
@@ -208,7 +207,7 @@ class Step:
     """The data of one step.
 
     Attributes:
-        micro_batches: In the order in which they run: batches, or what they were made into.
+        micro_batches: In the order in which they run: batches, or what `Trainer.prepare` returned.
         samples: Number of samples in all of them.
     """
 
@@ -227,9 +226,9 @@ def steps_of(
 
     Args:
         samples: The samples.
-        plan: How they are put together.
-        indices: Their order.
-        own: As of `Samples.take`.
+        plan: The sizes of steps and micro-batches.
+        indices: The order of the samples.
+        own: As `Samples.take`.
         skip: Steps at the beginning that are left out.
     """
     start = 0
@@ -255,22 +254,22 @@ def steps_from(
 
     Raises:
         InputError: A batch lacks an input, or has no dim of samples.
-        LaunchError: A batch cannot be sharded as the constraint wants.
+        LaunchError: A batch cannot be divided into admissible micro-batches.
     """
     for number, batch in enumerate(stream.open(request), 1):
         parts = batch if isinstance(batch, tuple) else (batch,)
         where = f"{stream.name}: batch {number}"
         counts = [_count(part, specs, where) for part in parts]
-        # With a dict for each data rank their rows together are the batch.
+        # With a dict for each data rank, their rows together are the batch.
         if accumulate == 1:
             yield Step((batch,), sum(counts))
             continue
-        pieces = [
-            _pieces(part, count, len(parts), accumulate, specs, dim, where)
+        divided = [
+            _divided(part, count, len(parts), accumulate, specs, dim, where)
             for part, count in zip(parts, counts, strict=True)
         ]
         micro = tuple(
-            tuple(row) if isinstance(batch, tuple) else row[0] for row in zip(*pieces, strict=True)
+            tuple(row) if isinstance(batch, tuple) else row[0] for row in zip(*divided, strict=True)
         )
         yield Step(micro, sum(counts))
 
@@ -286,7 +285,7 @@ def _count(arrays: Arrays, specs: Sequence[TensorEntry], where: str) -> int:
     return len(arrays[first])
 
 
-def _pieces(
+def _divided(
     arrays: Arrays,
     count: int,
     ranks: int,
@@ -295,30 +294,30 @@ def _pieces(
     dim: BatchDim,
     where: str,
 ) -> list[dict[str, Any]]:
-    """Returns a batch, or one data rank's part of it, in micro-batches."""
+    """Returns a batch, or one data rank's rows of it, in micro-batches."""
     sizes = dim.split(count * ranks, accumulate)
     if sizes is None or any(size % ranks for size in sizes):
         raise LaunchError(
             f"{where}: {count * ranks} samples{_in_parts(accumulate)}: "
             f"{dim.limits(count * ranks, accumulate)}"
         )
-    rows, start, pieces = per_sample(specs), 0, []
+    rows, start, divided = per_sample(specs), 0, []
     for size in sizes:
         stop = start + size // ranks
-        pieces.append({n: a[start:stop] if n in rows else a for n, a in arrays.items()})
+        divided.append({n: a[start:stop] if n in rows else a for n, a in arrays.items()})
         start = stop
-    return pieces
+    return divided
 
 
 class Ahead(Generic[T]):
-    """Runs an iterator in a thread of its own, a few items ahead; used in a `with` statement.
+    """Runs an iterator in its own thread, a few items ahead; used in a `with` statement.
 
-    What the iterator raises is raised where its items are taken. On leaving, the thread ends after
-    the item that it is making.
+    An exception of the iterator is raised where its items are taken. At the end of the block, the
+    thread ends after the item that it is making.
 
     Args:
         items: The iterator.
-        depth: How many items lie ready at most.
+        depth: The largest number of items that are ready.
     """
 
     def __init__(self, items: Iterable[T], depth: int = 2) -> None:
@@ -327,7 +326,7 @@ class Ahead(Generic[T]):
         self._ready: queue.Queue[tuple[T | None, BaseException | None, bool]]
         self._ready = queue.Queue(depth)
         self._stop = threading.Event()
-        # A function of the user's that never returns must not keep the process alive.
+        # A user's function that never returns must not keep the process alive.
         self._thread = threading.Thread(target=self._work, name="onnxpar-data", daemon=True)
 
     def _work(self) -> None:
@@ -336,7 +335,7 @@ class Ahead(Generic[T]):
                 if not self._put(item, None, False):
                     return
             self._put(None, None, True)
-        except BaseException as error:  # carried to whom takes the items
+        except BaseException as error:  # raised where the items are taken
             self._put(None, error, True)
 
     def _put(self, item: T | None, error: BaseException | None, last: bool) -> bool:
@@ -447,7 +446,7 @@ def training_data(
     """Returns the data of a run; the arguments are the attributes of `TrainingData`.
 
     Raises:
-        LaunchError: Samples without a batch size, or one that cannot be; see `plan_training`.
+        LaunchError: Samples without a batch size, or an impossible one; see `plan_training`.
     """
     if isinstance(source, Stream):
         if accumulate < 1:
@@ -471,7 +470,7 @@ def evaluation_data(
     """Returns the data of an evaluation; the arguments are the attributes of `EvaluationData`.
 
     Raises:
-        LaunchError: A batch size that cannot be; see `plan_evaluation`.
+        LaunchError: An impossible batch size; see `plan_evaluation`.
     """
     plan = plan_evaluation(source.count, batch, dim) if isinstance(source, Samples) else None
     return EvaluationData(source, specs, dim, batch, seed, plan, own)

@@ -1,4 +1,4 @@
-"""What a training run does with checkpoints: where it begins, and when it writes one."""
+"""Resuming a training run from a checkpoint, and writing checkpoints."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,14 +17,14 @@ from onnxpar_runtime.training.hyper import Hyperparameters
 from onnxpar_runtime.training.learning_rate import LearningRateSchedule
 from onnxpar_runtime.training.trainer import Trainer
 
-Told = Callable[[Progress], None]
-
+AfterStep = Callable[[Progress], None]
+"""Is called after each step, with the progress of the run."""
 
 _EVERY, _KEEP = 100, 2
 
 
 def check_saving(wanted: Saving) -> None:
-    """Raises LaunchError for a number that is not positive, or of checkpoints that go nowhere."""
+    """Raises LaunchError for a number that is not positive, or one without a folder to write to."""
     for name, number in (("every", wanted.every), ("keep", wanted.keep)):
         if number is not None and wanted.checkpoint is None:
             raise LaunchError(f"--{name}: expected with --checkpoint FOLDER")
@@ -35,11 +35,11 @@ def check_saving(wanted: Saving) -> None:
 def described(
     name: str, data: TrainingData, hyper: Hyperparameters, schedule: LearningRateSchedule
 ) -> dict[str, Any]:
-    """Returns what a run is to do, as a checkpoint tells it.
+    """Returns the options of a run as a checkpoint stores them.
 
     Args:
         name: The text of `--data`.
-        data: What it opened.
+        data: The data that it names.
         hyper: The optimizer's scalars.
         schedule: The learning rate.
     """
@@ -53,17 +53,17 @@ def described(
         "lr": schedule.rate,
         "schedule": schedule.kind,
         "warmup": schedule.warmup,
-        # A constant rate is the same however long the run is.
+        # A constant rate does not depend on the length of the run.
         "total_steps": None if schedule.kind == "constant" else schedule.total,
         **{k: list(v) if isinstance(v, tuple) else v for k, v in settings.items()},
     }
 
 
 def resume(trainer: Trainer, checkpoint: Checkpoint, run: dict[str, Any]) -> list[str]:
-    """Puts a trainer where a checkpoint was written. Every rank must call it.
+    """Brings a trainer to the state in which a checkpoint was written. Every rank must call it.
 
     Returns:
-        What people should know: where it is, and what is otherwise than it was.
+        Lines for people: the progress of the run, and the options that differ from before.
 
     Raises:
         CheckpointError: The run would take other samples, or a file cannot be read.
@@ -84,10 +84,10 @@ def resume(trainer: Trainer, checkpoint: Checkpoint, run: dict[str, Any]) -> lis
 @contextmanager
 def saving(
     trainer: Trainer, wanted: Saving, run: dict[str, Any], start: Progress
-) -> Iterator[Told | None]:
-    """Gives what is to be called after each step; after the last one a checkpoint is written too.
+) -> Iterator[AfterStep | None]:
+    """Yields a function to call after each step. At the end of the block, a checkpoint is written.
 
-    Every rank must call it. On leaving, what has been begun is whole.
+    Every rank must call it. At the end, every checkpoint that was begun is complete.
 
     Raises:
         CheckpointError: The folder cannot be used, or a checkpoint cannot be written.

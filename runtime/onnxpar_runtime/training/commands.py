@@ -21,7 +21,7 @@ from onnxpar_runtime.checkpoint.restore import open_checkpoint
 from onnxpar_runtime.collectives import Rank
 from onnxpar_runtime.commands import begin, start
 from onnxpar_runtime.errors import LaunchError
-from onnxpar_runtime.interrupts import told_when_terminated
+from onnxpar_runtime.interrupts import reporting_termination
 from onnxpar_runtime.launch import guarded
 from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.npz import check_writable
@@ -34,7 +34,7 @@ from onnxpar_runtime.training.batches import (
     evaluation_data,
     training_data,
 )
-from onnxpar_runtime.training.checkpoints import Told, check_saving, described, resume, saving
+from onnxpar_runtime.training.checkpoints import AfterStep, check_saving, described, resume, saving
 from onnxpar_runtime.training.hyper import Hyperparameters, hyperparameters
 from onnxpar_runtime.training.learning_rate import LearningRateSchedule
 from onnxpar_runtime.training.log import Reporter, what_is_trained
@@ -59,7 +59,7 @@ ACCURACY = "accuracy"
 
 @dataclass(frozen=True)
 class _Prepared:
-    """What of a run can be wrong before anything is computed."""
+    """The inputs of a run, checked before anything is computed."""
 
     data: TrainingData
     evaluation: EvaluationData | None
@@ -75,15 +75,14 @@ def train(directory: str | Path, wanted: TrainingRun, how: Execution) -> int:
 
     Args:
         directory: A directory that was made for training.
-        wanted: What to do.
+        wanted: The options.
         how: How to run.
 
     Returns:
-        The exit code. Errors have been printed; an interrupt (130) of a lone rank has not.
+        The exit code. Errors have been printed, except the interrupt (130) of a single rank.
     """
-    rank = start(how)
 
-    def body() -> int:
+    def body(rank: Rank) -> None:
         manifest = begin(rank, "train", directory, how, wanted.save)
         prepared = together(rank, lambda: _prepare(manifest, wanted, rank.index))
         checkpoint = _checkpoint(rank, manifest, wanted)
@@ -93,23 +92,21 @@ def train(directory: str | Path, wanted: TrainingRun, how: Execution) -> int:
         )
         _train(trainer, wanted, prepared, checkpoint)
         trainer.close()
-        return 0
 
-    return _interruptible(rank, body)
+    return _on_rank(how, body)
 
 
 def train_with(trainer: Trainer, wanted: TrainingRun) -> Fitted:
-    """Trains as `train` does, with a trainer that is there and stays. Every rank must call it.
+    """Trains as `train` does, with an existing trainer, which stays open. Every rank must call it.
 
     The seed of the model's random numbers is the trainer's own.
 
     Args:
         trainer: This rank's trainer.
-        wanted: What to do.
+        wanted: The options.
 
     Raises:
-        OnnxparRuntimeError: Something that is wanted cannot be, on all ranks; or as
-            `Trainer.train_step`.
+        OnnxparRuntimeError: An option cannot be satisfied; or as `Trainer.train_step`.
     """
     prepared = together(
         trainer.rank, lambda: _prepare(trainer.manifest, wanted, trainer.rank.index)
@@ -122,20 +119,19 @@ def train_with(trainer: Trainer, wanted: TrainingRun) -> Fitted:
 def evaluation(directory: str | Path, wanted: EvaluationRun, how: Execution) -> int:
     """Evaluates on the test part of a source; the body of one rank. Rank 0 prints the result.
 
-    As JSON it is `{"data", "samples", "loss", "accuracy", "correct", "labels", "notice"}`, in which
-    a loss that is not finite, as of no labels that count, is null.
+    As JSON it is `{"data", "samples", "loss", "accuracy", "correct", "labels", "notice"}`. A loss
+    that is not finite, for example because no label counts, is null.
 
     Args:
-        directory: A directory that was partitioned for training.
-        wanted: What to do.
+        directory: A directory that was made for training.
+        wanted: The options.
         how: How to run.
 
     Returns:
-        The exit code. Errors have been printed; an interrupt (130) of a lone rank has not.
+        The exit code. Errors have been printed, except the interrupt (130) of a single rank.
     """
-    rank = start(how)
 
-    def body() -> int:
+    def body(rank: Rank) -> None:
         manifest = begin(rank, "eval", directory, how)
         together(rank, lambda: _check_metric(wanted.metric, manifest))
         chosen = together(
@@ -147,23 +143,26 @@ def evaluation(directory: str | Path, wanted: EvaluationRun, how: Execution) -> 
         if rank.index == 0:
             _print_evaluation(wanted, chosen, result)
         trainer.close()
-        return 0
 
-    return _interruptible(rank, body)
+    return _on_rank(how, body)
 
 
-def _interruptible(rank: Rank, body: Callable[[], int]) -> int:
-    """Returns the exit code of a rank's program; the interrupt of a lone rank is not told."""
+def _on_rank(how: Execution, body: Callable[[Rank], None]) -> int:
+    """Runs `body` on this process's rank; returns the exit code.
+
+    The interrupt of a single rank is not reported.
+    """
+    rank = start(how)
 
     def quiet() -> int:
         try:
-            with told_when_terminated(rank):
-                code = body()
+            with reporting_termination(rank):
+                body(rank)
         except KeyboardInterrupt:
             if rank.world.size > 1:
                 raise
-            code = INTERRUPTED
-        return code
+            return INTERRUPTED
+        return 0
 
     return guarded(rank, quiet)
 
@@ -220,9 +219,7 @@ def _prepare(manifest: Manifest, wanted: TrainingRun, rank: int) -> _Prepared:
         training.optimizer, wanted.settings, set(hyperparameters_read(manifest))
     )
     total = total_steps(data, wanted.epochs, wanted.steps)
-    held_out = None
-    if wanted.evaluates:
-        held_out = _held_out(manifest, rank, wanted)
+    held_out = _held_out(manifest, rank, wanted) if wanted.evaluates else None
     schedule = LearningRateSchedule(wanted.lr, wanted.schedule, wanted.warmup, total)
     if wanted.trace is not None:
         if manifest.pipeline is None:
@@ -295,7 +292,7 @@ def _train(
 
 
 def _notices(wanted: TrainingRun, prepared: _Prepared) -> Iterator[str]:
-    """Returns what people should know of the data."""
+    """Returns notices about the data."""
     held_out = prepared.evaluation
     for plan in (prepared.data.plan, held_out and held_out.plan):
         if plan and plan.notice:
@@ -308,7 +305,7 @@ def _notices(wanted: TrainingRun, prepared: _Prepared) -> Iterator[str]:
 
 
 def _waiting(traced: Traced | None) -> str:
-    """Returns for people how long stages wait; nothing on ranks that do not know."""
+    """Returns for people how long stages wait; empty without a trace."""
     if traced is None:
         return ""
     return (
@@ -317,8 +314,8 @@ def _waiting(traced: Traced | None) -> str:
     )
 
 
-def _checked(trainer: Trainer, every: int | None, then: Told | None) -> Told | None:
-    """Returns what follows a step: a check of replicas, if it is wanted, and then the rest."""
+def _checked(trainer: Trainer, every: int | None, then: AfterStep | None) -> AfterStep | None:
+    """Returns the function to call after each step: a check of replicas, if wanted, then `then`."""
     if every is None:
         return then
     check = ReplicaCheck(trainer, every)
@@ -349,7 +346,7 @@ def save(trainer: Trainer, path: str | Path) -> None:
             if trainer.rank.index == 0:
                 write_tensors(path, entries, cast(Iterator[Array], gathered))
         finally:
-            # After an error too: the other ranks wait until their parts have been taken.
+            # After an error too: the other ranks wait until their shards have been taken.
             for _ in gathered:
                 pass
 
@@ -360,7 +357,7 @@ def save(trainer: Trainer, path: str | Path) -> None:
 
 
 def _held_out(manifest: Manifest, rank: int, wanted: TrainingRun) -> EvaluationData:
-    """Returns what a run evaluates on after each epoch."""
+    """Returns the data for the evaluation after each epoch."""
     found = _evaluation_data(
         manifest,
         rank,
@@ -369,7 +366,7 @@ def _held_out(manifest: Manifest, rank: int, wanted: TrainingRun) -> EvaluationD
         wanted.seed,
         "--data" if wanted.eval_data is None else "--eval-data",
     )
-    # A function is asked for batches of the size that the run has; others are put together here.
+    # A stream's function makes batches of the size of the run.
     return replace(found, batch=wanted.batch_size) if found.plan is None else found
 
 
@@ -389,7 +386,7 @@ def _evaluation_data(
         own=places(specs, manifest.atoms, rank, labels),
     )
     if isinstance(source, Samples) and found.plan is not None:
-        # Else a mistake would show at the end of the first epoch.
+        # Otherwise a mistake would only be found at the end of the first epoch.
         check_samples(manifest, program, source, {*found.plan.full, *found.plan.last})
     return found
 

@@ -1,9 +1,9 @@
-"""How much a micro-batch counts in its step: the weights of losses and gradients.
+"""The weights of micro-batches in the loss and the gradients of a step.
 
-The training graph's loss is a mean. A step over several micro-batches is to equal the mean over all
-that they hold, so each is weighted by what its own mean is over, divided by the total. Where a
-symbol has a value of its own on each data rank, the same holds for the ranks' batches, as if one
-device took them one after another.
+The training graph's loss is a mean. The loss of a step over several micro-batches must be the mean
+over all of them, so each is weighted by the number of terms of its own mean, divided by the total.
+If a symbol has a different value on each data rank, the ranks' batches are weighted in the same
+way, as if one device computed them one after another.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,14 +29,14 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True)
 class Prepared:
-    """A micro-batch, cut for this rank.
+    """A micro-batch, sharded for this rank.
 
     Attributes:
-        feeds: This rank's part.
-        divisor: What the mean of this rank's graph is over: labels that count, or elements.
-        count: What the micro-batch counts in its step, all ranks together.
-        alike: Whether the mean of every data rank's graph is over the same number.
-        error: Why the batch cannot be used. It is raised where all ranks agree on going on.
+        feeds: This rank's shards.
+        divisor: Number of terms of the mean in this rank's graph: labels that count, or elements.
+        count: Number of terms of the micro-batch's mean over all ranks.
+        alike: Whether the means in all data ranks' graphs have the same number of terms.
+        error: Why the batch cannot be used. It is raised when all ranks agree on going on.
     """
 
     feeds: Feeds
@@ -47,7 +47,7 @@ class Prepared:
 
 
 def prepare(inputs: Inputs, loss: Loss, batch: Batch) -> Prepared:
-    """Returns a batch cut for the rank of `inputs`; an error of the user's stands in the result."""
+    """Returns a batch sharded for the rank of `inputs`; a user's error is part of the result."""
     try:
         if isinstance(batch, tuple):
             return _of_data_ranks(inputs, loss, batch)
@@ -61,7 +61,7 @@ def prepare(inputs: Inputs, loss: Loss, batch: Batch) -> Prepared:
 def _mean_over(
     loss: Loss, specs: Sequence[TensorEntry], arrays: Arrays, values: Mapping[str, int]
 ) -> int:
-    """Returns what the mean loss of global arrays is over.
+    """Returns the number of terms of the mean loss of global arrays.
 
     Raises:
         InputError: The expression of the manifest cannot be evaluated.
@@ -80,8 +80,8 @@ def _mean_over(
 def _of_data_ranks(inputs: Inputs, loss: Loss, parts: tuple[Arrays, ...]) -> Prepared:
     """Prepares one dict for each data rank, in the order of the ranks.
 
-    The data ranks are the positions along the atoms that split dim 0 of the inputs. Inputs without
-    such a split are each data rank's own.
+    The data ranks are the positions along the atoms that shard dim 0 of the inputs. Inputs whose
+    dim 0 is not sharded are each data rank's own.
 
     Raises:
         InputError: The arrays do not fit the inputs, or one another.
@@ -95,7 +95,7 @@ def _of_data_ranks(inputs: Inputs, loss: Loss, parts: tuple[Arrays, ...]) -> Pre
     if len(parts) != len(places) or any(len(s.dims[0]) > 1 for s in rows):
         raise InputError(
             f"expected a batch of {len(places)} parts, one for each data rank, whose inputs are "
-            f"split in dim 0 as samples, got {len(parts)} parts"
+            f"sharded in dim 0 as samples, got {len(parts)} parts"
         )
     arrays = [convert(specs, part) for part in parts]
     total = {s.name: sum(a[s.name].shape[0] for a in arrays) for s in rows}
@@ -128,7 +128,7 @@ def _of_data_ranks(inputs: Inputs, loss: Loss, parts: tuple[Arrays, ...]) -> Pre
     mine = places.index(tuple(here[a] for a in data))
     feeds = inputs.part_inputs(arrays[mine], values[mine], data)
     if _ignores(loss):
-        # The graph counts the labels of all ranks, since their number has no size of its own.
+        # The graph counts the labels of all ranks: their number is not the size of a dim.
         return Prepared(feeds, int(count), count)
     return Prepared(feeds, divisors[mine], count, alike=len(set(divisors)) == 1)
 
@@ -138,6 +138,6 @@ def _ignores(loss: Loss) -> bool:
 
 
 def _share(part: Arrays, total: Mapping[str, int], divisor: int) -> Fraction:
-    """Returns what a data rank's part counts: its rows' share of what its mean is over."""
-    name, whole = next(iter(total.items()), ("", 1))
-    return Fraction(divisor * (part[name].shape[0] if name else 1), max(whole, 1))
+    """Returns the share of a data rank's rows in the number of terms of its mean."""
+    name, rows = next(iter(total.items()), ("", 1))
+    return Fraction(divisor * (part[name].shape[0] if name else 1), max(rows, 1))

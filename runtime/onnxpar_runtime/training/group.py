@@ -1,4 +1,4 @@
-"""The trainers of all ranks in one process, one thread each, over the threads transport."""
+"""The trainers of all ranks in one process, one thread each, over the `threads` transport."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,9 +1,9 @@
 """The optimizer's settings, and the scalars that its program takes at each step.
 
 The formulas are those of PyTorch 2.13's `torch.optim` (SGD with momentum and dampening; Kingma &
-Ba, 2015 for Adam; Loshchilov & Hutter, 2019 for AdamW) and of You et al., 2020 for LAMB. What
-depends on the step t = 1, 2, … is computed here in double precision, so that 1 - beta2^t keeps its
-digits.
+Ba, 2015 for Adam; Loshchilov & Hutter, 2019 for AdamW) and of You et al., 2020 for LAMB. Scalars
+that depend on the step t = 1, 2, … are computed here in double precision, so that 1 - beta2^t keeps
+its digits.
 """
 
 from collections.abc import Collection, Mapping
@@ -23,7 +23,7 @@ DEFAULTS: Mapping[str, Settings] = {
 }
 """The settings that each optimizer has, with PyTorch's defaults (LAMB: the paper's)."""
 
-# The scalars that go with a setting; the optimizer's graph must read one, or the setting is vain.
+# The scalars of a setting. The setting has an effect only if the optimizer's graph reads one.
 _SCALARS = {
     "momentum": ("momentum",),
     "dampening": ("dampening",),
@@ -40,7 +40,7 @@ class Hyperparameters:
 
     Attributes:
         kind: `sgd`, `momentum`, `adam`, `adamw` or `lamb`.
-        settings: Settings, complete but for `clip_norm`.
+        settings: The settings that the optimizer has; only `clip_norm` may be left open.
     """
 
     kind: str
@@ -82,7 +82,7 @@ def hyperparameters(
     Args:
         kind: The artifact's optimizer.
         given: What the user set.
-        reads: Names of the scalars that the optimizer's program takes, where they are known.
+        reads: Names of the scalars that the optimizer's program takes, if they are known.
 
     Raises:
         ArtifactError: An unknown optimizer.

@@ -38,7 +38,7 @@ def resize(images: Array, height: int, width: int | None = None) -> Array:
 
 
 def _interpolation(old: int, new: int) -> NDArray[np.float32]:
-    """[new, old]: each row weighs the two nearest old pixels and sums to one."""
+    """Returns a matrix [new, old]: each row has the weights of the two nearest old pixels."""
     place = np.clip((np.arange(new) + 0.5) * old / new - 0.5, 0, old - 1)
     low = np.minimum(place.astype(np.int64), max(old - 2, 0))
     high = np.minimum(low + 1, old - 1)
@@ -52,13 +52,13 @@ def _interpolation(old: int, new: int) -> NDArray[np.float32]:
 def handwritten_digits() -> tuple[NDArray[np.float32], NDArray[np.int64]]:
     """Returns images [1797, 8, 8] from 0 (paper) to 1 (ink), and their digits [1797].
 
-    They are the ones that scikit-learn carries (Alpaydin & Kaynak, 1998, the test half of the UCI
-    set); nothing is downloaded.
+    They come with scikit-learn (Alpaydin & Kaynak, 1998, the test half of the UCI set); nothing is
+    downloaded.
 
     Raises:
-        InputError: scikit-learn is not installed, or does not have them where it always had.
+        InputError: scikit-learn is not installed, or has no such file.
     """
-    # Importing the package takes a second, which many ranks on one machine would all spend.
+    # Importing the package takes a second for each rank of the machine, so only its file is read.
     package = importlib.util.find_spec("sklearn")
     if package is None or package.origin is None:
         raise InputError(
@@ -78,7 +78,7 @@ def mnist_files(folder: str | Path, part: str) -> tuple[NDArray[np.float32], NDA
     """Returns images [count, h, w] from 0 to 1 and labels [count] of a folder of MNIST's files.
 
     Args:
-        folder: Has `train-images-idx3-ubyte` and its companions, as they are or with `.gz`.
+        folder: Has `train-images-idx3-ubyte` and its companions, plain or as `.gz`.
         part: `train` or `test` (MNIST's `t10k`).
 
     Raises:
@@ -110,7 +110,7 @@ def read_idx(path: Path) -> Array:
     """Returns the array of an IDX file, as described with MNIST (LeCun, Cortes & Burges, 1998).
 
     Two zero bytes, a type code, the number of dims, each size as a big-endian 32-bit integer, then
-    the elements, big-endian, the last dim running fastest. A name in `.gz` is unpacked.
+    the elements, big-endian, in C order. A file that ends in `.gz` is decompressed.
 
     Raises:
         InputError: The file cannot be read, or its length is not what its header says.

@@ -29,7 +29,7 @@ class LearningRateSchedule:
         rate: The base learning rate.
         kind: One of `KINDS`.
         warmup: Warm-up steps.
-        total: Steps of the whole run; None where the run has no known end.
+        total: Number of steps of the run; None if it is unknown.
 
     Raises:
         LaunchError: A negative or infinite rate, an unknown kind, a warm-up longer than the run, or
@@ -42,7 +42,7 @@ class LearningRateSchedule:
     total: int | None = None
 
     def __post_init__(self) -> None:
-        """Refuses what cannot be scheduled."""
+        """Checks the numbers."""
         if not isfinite(self.rate) or self.rate < 0:
             raise LaunchError(f"--lr: expected a number >= 0, got {self.rate}")
         if self.kind not in KINDS:

@@ -1,10 +1,9 @@
-"""How far two runs of the same step of an optimizer may be apart by rounding alone.
+"""How far two runs of the same step of an optimizer may differ by rounding alone.
 
-Both begin with the same states. The gradient of one differs from the other's, since sums are formed
-in another order. What the optimizer makes of that difference is worked out here for each element of
-a parameter: where an update is m / sqrt(v), noise in g is divided by sqrt(v), so one number for a
-whole tensor would be either too small for elements whose gradients are noise or blind to mistakes
-in the others.
+Both begin with the same states. Their gradients differ because sums are formed in another order.
+This module computes the effect of that difference for each element of a parameter. If an update is
+m / sqrt(v), noise in g is divided by sqrt(v); so one limit for a complete tensor would be either
+too small for elements whose gradients are noise, or too large to find mistakes in the others.
 """
 
 from collections.abc import Mapping
@@ -18,12 +17,12 @@ from numpy.typing import NDArray
 Array = NDArray[Any]
 
 NOISE_ULPS = 4
-"""Units of rounding of the largest gradient of all that every gradient may be apart.
+"""By how many units of rounding of the largest of all gradients any gradient may differ.
 
-A gradient that is zero by mathematics (that of attention's key bias, which shifts all scores of a
-row alike) is what is left of a sum whose terms cancel: its error is as large as rounding in the
-terms, and says nothing relative to what is left. Terms are taken to be as large as the largest
-gradient of any parameter, through which the same cotangents went.
+A gradient that is zero in exact arithmetic (for example of attention's key bias, which shifts all
+scores of a row equally) is the rest of a sum whose terms cancel. Its error is as large as the
+rounding of the terms, however small the rest is. The terms are assumed to be as large as the
+largest gradient of any parameter, which is computed from the same cotangents.
 """
 _STATE_ULPS = 4
 _CERTAIN = 0.5
@@ -48,7 +47,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Limits:
-    """How far apart a parameter and its moments may be: a number, or one for each element."""
+    """The limits of the differences of a parameter and its moments: one, or one per element."""
 
     parameter: Array
     moment1: Array | float = 0.0
@@ -58,14 +57,14 @@ class Limits:
 def after_step(
     kind: str, noise: float, tensor: Tensor, hyper: Mapping[str, float], step: int, unit: float
 ) -> Limits:
-    """Returns how far apart a parameter and its moments may be after a step.
+    """Returns how much a parameter and its moments may differ after a step.
 
     For SGD the update is linear in the gradient; for Adam and AdamW (Kingma & Ba, 2015) see
     `_adam`, for LAMB (You et al., 2020) `_lamb`.
 
     Args:
         kind: The optimizer.
-        noise: How far apart any element of the gradient may be that the optimizer reads, clipped.
+        noise: How much an element of the clipped gradient, which the optimizer reads, may differ.
         tensor: The reference's values.
         hyper: The scalars of the step.
         step: Its number, from 1.
@@ -90,27 +89,27 @@ def after_step(
 
 
 def of_statistic(rtol: float, scale: float, largest: float, unit: float) -> float:
-    """Returns how far apart a running statistic may be after a step, before the step is shaken.
+    """Returns how much a running statistic may differ after a step, before the step is shaken.
 
     The new statistic is (1 - k) r + k s: the old r is the same on both sides, and s is the mean or
-    the variance of a channel's activations x over the batch. Where x is d apart, by the order of
-    the sums before it,
+    the variance of a channel's activations x over the batch. If x differs by d, because of the
+    order of earlier sums,
 
         |mean(x + d) - mean(x)| <= max |d|
         |var(x + d) - var(x)|   <= 2 std(x) std(d) + var(d)
 
-    (the second by Cauchy and Schwarz). So s is as far apart as activations are, and has their
-    tolerance `rtol`, relative to the largest channel. A mean may be what is left of terms that
-    cancel; then it is apart by rounding in its terms, as gradients are (`NOISE_ULPS`). The terms of
-    a statistic as large as L are no larger than about L, or sqrt(L) where it is a variance.
+    (the second by Cauchy and Schwarz). So s differs as much as activations do, and has their
+    tolerance `rtol`, relative to the largest channel. A mean may be the rest of terms that cancel;
+    then it differs by the rounding of its terms, as gradients do (`NOISE_ULPS`). The terms of a
+    statistic as large as L are no larger than about L, or sqrt(L) if it is a variance.
 
-    How large d is in a network is no matter of one layer: each normalisation divides by a deviation
-    and so carries d on, larger by its condition, most where the deviation is over few elements. By
-    backward error (Higham, Accuracy and Stability of Numerical Algorithms, 2002, section 3.1) a sum
-    of products in another order is the same sum of products whose weights moved by units of
-    rounding. Therefore where this limit does not hold, the undivided program runs with its weights
-    moved so, and twice as far as its own statistics move theirs may be apart: a network that does
-    not carry rounding on is given nothing.
+    The size of d does not depend on one layer alone: each normalisation divides by a deviation and
+    so amplifies d by its condition, most if the deviation is over few elements. By backward error
+    (Higham, Accuracy and Stability of Numerical Algorithms, 2002, section 3.1) a sum of products in
+    another order is the same sum of products with weights that moved by units of rounding.
+    Therefore, if this limit does not hold, the undivided program runs with its weights moved by as
+    much, and the statistics may differ by twice the movement of its own statistics. A network that
+    does not amplify rounding gains nothing by this.
 
     Args:
         rtol: Tolerance of outputs of the type.
@@ -129,14 +128,13 @@ def _adam(
     With m^ and v^ the corrected averages and s = sqrt(v^) + eps, the update is lr m^ / s. Noise n
     in this step's gradient moves m^ by at most a = n (1 - beta1) / (1 - beta1^t). sqrt(v^) is a
     weighted 2-norm of the gradients, which by Minkowski's inequality moves by at most
-    b = n sqrt((1 - beta2) / (1 - beta2^t)). So where b < s
+    b = n sqrt((1 - beta2) / (1 - beta2^t)). So if b < s, the direction moves by at most
 
-        |(m^ + a) / (s - b) - m^ / s| = (a + |r| b) / (s - b)
+        |(m^ + a) / (s - b) - m^ / s| = (a + |r| b) / (s - b),
 
-    is the most that the direction moves: about n / sqrt(v^). It is never more than both directions
-    together, and any direction is bounded: by Cauchy-Schwarz |m_t| = |sum a_k g_k| is at most
-    sqrt(sum a_k^2 / b_k) sqrt(v_t), with a_k and b_k the weights of the two averages; that is 1 in
-    the first step.
+    about n / sqrt(v^). It never moves by more than the sum of both directions, and any direction is
+    bounded: by Cauchy-Schwarz |m_t| = |sum a_k g_k| is at most sqrt(sum a_k^2 / b_k) sqrt(v_t),
+    where a_k and b_k are the weights of the two averages; in the first step this is sqrt(v_t).
     """
     share1, share2 = hyper["beta1_complement"], hyper["beta2_complement"]
     correction1, root2 = 1.0 - (1.0 - share1) ** step, hyper["correction2_sqrt"]
@@ -156,8 +154,8 @@ def _adam(
 def _lamb(update: Array, direction: Array, tensor: Tensor, hyper: Mapping[str, float]) -> Array:
     """Returns the limit of an update of LAMB, lr |p| d / |d|, d = Adam's direction + decay p.
 
-    Where d may be a large part of its own length apart, the limit is two whole updates. Whether a
-    parameter decays is unknown here, so the larger of both limits is taken.
+    If d may differ by a large part of its own length, the limit is two complete updates. It is not
+    known here whether a parameter decays, so the larger of both limits is taken.
     """
     lr, p = hyper["lr"], tensor.before
     length, moved = float(np.linalg.norm(p)), np.abs(tensor.after - p)
@@ -169,6 +167,6 @@ def _lamb(update: Array, direction: Array, tensor: Tensor, hyper: Mapping[str, f
         if not length or off > _CERTAIN * norm:
             limits.append(np.full(p.shape, 2 * lr * max(length, 1.0)))
         else:
-            # The quotient's denominator moves too, which at half its length doubles the limit.
+            # The denominator moves too, by at most half its length, which doubles the limit.
             limits.append(2 * (lr * length / norm * apart + moved * off / norm))
     return np.asarray(np.maximum(limits[0], limits[1]))

@@ -1,6 +1,6 @@
-"""What a run tells: a line for each step, a file of JSON lines, and a bar on a terminal.
+"""The reports of a run: a printed line for each step, a file of JSON lines, and a progress bar.
 
-Only the first rank tells anything. What all ranks should know is said by errors.
+Only rank 0 reports. Errors are raised on all ranks.
 """
 
 import json
@@ -29,14 +29,14 @@ SHOWN = 5
 
 @dataclass(frozen=True)
 class StepRecord:
-    """What there is to say of a step.
+    """The numbers of a step that are reported.
 
     Attributes:
         epoch: Number of the epoch, from 1.
         step: Number of the step in its epoch, from 1.
         loss: Mean loss of the step's batch, before the parameters were changed.
         lr: Learning rate.
-        samples_per_s: Samples of the global batch by the seconds from the end of the step before.
+        samples_per_s: Samples of the global batch divided by the seconds since the last record.
         grad_norm: 2-norm of all gradients together, before clipping.
     """
 
@@ -49,12 +49,12 @@ class StepRecord:
 
     @property
     def line(self) -> str:
-        """The line for people; a float32 has no more than these digits."""
+        """The line for people, with the seven digits of a float32."""
         return f"epoch: {self.epoch} step: {self.step}, loss is {self.loss:.7g}"
 
     @property
     def json(self) -> str:
-        """The line of the log file; what JSON has no number for is null."""
+        """The line of the log file; numbers that are not finite, which JSON lacks, are null."""
         values = vars(self)
         return json.dumps(
             {k: v if isinstance(v, int) or isfinite(v) else None for k, v in values.items()}
@@ -65,12 +65,12 @@ class Reporter(Closing):
     """Prints and logs what happens; used in a `with` statement.
 
     Args:
-        first: Whether this is the first rank. Others tell nothing.
-        log: File of JSON lines that is written anew, or None.
-        keep: Lines of that file that stay: of the steps before the run was resumed.
-        every: Print every so many steps of an epoch; 0 prints none.
-        out: Where lines go.
-        bar: Whether to draw a progress bar; by default where a terminal shows what is printed.
+        first: Whether this is rank 0. Other ranks report nothing.
+        log: File of JSON lines to write, or None.
+        keep: Lines of that file to keep: the steps before the run was resumed.
+        every: Print each step of an epoch whose number this divides; 0 prints none.
+        out: The stream for printed lines.
+        bar: Whether to draw a progress bar; by default if the output is shown on a terminal.
 
     Raises:
         InputError: The log file cannot be written.
@@ -96,12 +96,12 @@ class Reporter(Closing):
         if first and log is not None:
             check_writable(log)
             try:
-                # Closed by the stack, with the run. Without a buffer nothing is left over for the
-                # end that a full disk would refuse again.
+                # Closed by the stack, with the run. Without a buffer, a full disk is reported at
+                # the step, and not again when the file is closed.
                 kept = _length(Path(log), keep)
                 stream = open(log, "r+b" if kept else "wb", buffering=0)  # noqa: SIM115
                 self._file = self._open.enter_context(stream)
-                # Lines that stay are not written again: a kill here must not lose them.
+                # Lines to keep are not written again, so that a kill here does not lose them.
                 if kept:
                     self._file.truncate(kept)
                     self._file.seek(kept)
@@ -112,7 +112,7 @@ class Reporter(Closing):
             self._progress = _bar(self._out)
 
     def begin(self, steps: int | None, done: int = 0) -> None:
-        """Begins a run of so many steps, None where nobody knows, of which some are done."""
+        """Begins a run of `steps` steps (None if unknown), of which `done` are done."""
         if self._progress is not None:
             self._progress.start()
             self._task = self._progress.add_task("training", total=steps, completed=done, state="")
@@ -128,11 +128,11 @@ class Reporter(Closing):
             self._out.flush()
 
     def step(self, record: StepRecord, steps: int = 1) -> None:
-        """Tells of a step.
+        """Reports a step.
 
         Args:
             record: The step.
-            steps: How many were made since the last one that was told of.
+            steps: Number of steps since the last report.
 
         Raises:
             InputError: The log file cannot be written.
@@ -163,7 +163,7 @@ class Reporter(Closing):
 
 
 def _length(path: Path, count: int) -> int:
-    """Returns the bytes of up to `count` whole lines at the beginning of a file."""
+    """Returns the bytes of up to `count` complete lines at the beginning of a file."""
     if not count or not path.exists():
         return 0
     lines = path.read_bytes().splitlines(keepends=True)[:count]
@@ -172,7 +172,7 @@ def _length(path: Path, count: int) -> int:
 
 def _bar(out: TextIO) -> "Progress":
     """Returns a progress bar that is drawn on a terminal."""
-    # Loading it takes a tenth of a second, which no other rank has to spend.
+    # Loading it takes a tenth of a second, so only rank 0 does.
     from rich import console, progress
 
     return progress.Progress(
@@ -181,18 +181,17 @@ def _bar(out: TextIO) -> "Progress":
         progress.MofNCompleteColumn(),
         progress.TimeRemainingColumn(),
         progress.TextColumn("{task.fields[state]}"),
-        # A rank's own standard output is mpirun's, of which rich knows no width.
+        # A rank's standard output belongs to mpirun, so rich cannot tell that it is a terminal.
         console=console.Console(file=out, force_terminal=True, highlight=False),
         transient=True,
     )
 
 
 def on_terminal(stream: TextIO) -> bool:
-    """Whether a terminal shows what is written to the stream.
+    """Whether the stream is shown on a terminal.
 
     Open MPI gives every rank a pseudo-terminal, whatever its own output is. So under mpirun the
-    question is asked of the parent process, where the system tells (Linux), and answered with no
-    elsewhere.
+    output of the parent process decides (on Linux; elsewhere the answer is no).
     """
     try:
         if not stream.isatty():
@@ -205,7 +204,7 @@ def on_terminal(stream: TextIO) -> bool:
 
 
 def what_is_trained(training: Training) -> list[str]:
-    """Returns lines that say how much of the model is trained, what is not, and what is shared."""
+    """Returns lines about the trained, untrained and shared parameters, and the notices."""
     tensors = [t for t in training.tensors if t.parameter]
     trained = [t for t in tensors if t.trained]
     elements, of = (sum(t.elements for t in group) for group in (trained, tensors))

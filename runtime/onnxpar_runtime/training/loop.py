@@ -33,9 +33,9 @@ class Fitted:
     """How a run ended.
 
     Attributes:
-        epochs: Epochs that were begun.
-        steps: Steps of all of them, with those before the run was resumed.
-        loss: Loss of the last step that was read.
+        epochs: Number of epochs that were begun.
+        steps: Number of steps of all epochs, including those before the run was resumed.
+        loss: Loss of the last step whose loss was read.
     """
 
     epochs: int
@@ -45,12 +45,12 @@ class Fitted:
 
 @dataclass(frozen=True)
 class Evaluated:
-    """What an evaluation found.
+    """The result of an evaluation.
 
     Attributes:
-        loss: Mean over everything that counts.
+        loss: Mean loss over the labels that count.
         samples: Number of samples.
-        correct: Number of labels that the model's largest output hits; None without classes.
+        correct: Number of labels that were predicted correctly; None without classes.
         labels: Number of labels that count.
     """
 
@@ -61,7 +61,7 @@ class Evaluated:
 
     @property
     def accuracy(self) -> float | None:
-        """Share of the labels that were hit, None where there are no classes or no labels."""
+        """Share of correct labels; None without classes or labels."""
         return None if self.correct is None or not self.labels else self.correct / self.labels
 
     @property
@@ -74,12 +74,12 @@ class Evaluated:
 
 
 def total_steps(data: TrainingData, epochs: int | None, steps: int | None) -> int | None:
-    """Returns how many steps a run has, None where a stream decides.
+    """Returns the number of steps of a run; None if a stream decides.
 
     Args:
-        data: What it trains on.
-        epochs: Epochs; by default one, or as many as `steps` takes.
-        steps: Steps of all epochs together after which it ends.
+        data: The training data.
+        epochs: Number of epochs; by default one, or as many as `steps` needs.
+        steps: Number of steps over all epochs after which the run ends.
 
     Raises:
         LaunchError: A number that is not positive.
@@ -91,8 +91,8 @@ def total_steps(data: TrainingData, epochs: int | None, steps: int | None) -> in
         return steps
     if epochs is None:
         return data.steps_per_epoch if steps is None else steps
-    whole = epochs * data.steps_per_epoch
-    return whole if steps is None else min(steps, whole)
+    total = epochs * data.steps_per_epoch
+    return total if steps is None else min(steps, total)
 
 
 def fit(
@@ -113,16 +113,17 @@ def fit(
 
     Args:
         trainer: Runs the steps.
-        data: What to train on.
+        data: The training data.
         hyper: The optimizer's scalars.
         schedule: The learning rate.
-        reporter: Whom to tell.
+        reporter: Prints and logs the steps.
         epochs: As `total_steps`.
         steps: As `total_steps`.
-        evaluation: What to evaluate on after each epoch, and after the last step.
-        start: How far the run has come already.
-        after_step: Is called after each step, with how far the run has come then.
-        log_every: Of every so many steps the loss is read, checked and told of; and of the last.
+        evaluation: Data for an evaluation after each epoch, and after the last step.
+        start: The progress of the run so far.
+        after_step: Is called after each step, with the progress of the run.
+        log_every: The loss of each step that this divides, and of the last step, is read, checked
+            and reported.
 
     Raises:
         InputError: The data ends before the first step, or not on all ranks in the same step.
@@ -145,8 +146,8 @@ def fit(
             done, last = done + 1, epoch
             rate = schedule.at(done)
             try:
-                # A step that changed nothing is none to the averages of the optimizer.
                 read = done % log_every == 0 or done == limit
+                # The optimizer's averages do not count steps that changed nothing.
                 scalars = hyper.at(done - skipped, rate)
                 outcome = trainer.train_step(step.micro_batches, scalars, read=read)
             except TrainingError as error:
@@ -168,7 +169,7 @@ def fit(
                 reporter.step(record, done - reported)
                 begin, samples, reported = end, 0, done
             if after_step is not None:
-                # JSON has no number for a loss that nobody has read yet.
+                # JSON has no number for a loss that has not been read yet.
                 known = None if isnan(loss) else loss
                 after_step(Progress(done, epoch, number, data.seed, known, rate))
     if evaluation is not None:
@@ -183,14 +184,14 @@ def _numbered(
     limit: int | None,
     start: Progress,
 ) -> Iterator[Numbered]:
-    """Returns the steps of the run that are left, cut for this rank."""
+    """Returns the remaining steps of the run, sharded for this rank."""
     done, epoch, skip = start.step, max(start.epoch - 1, 0), start.epoch_step
     while (epochs is None or epoch < epochs) and (limit is None or done < limit):
         epoch += 1
         before = done - skip
         for number, step in enumerate(data.epoch(epoch, skip), skip + 1):
-            cut = tuple(trainer.prepare(batch) for batch in step.micro_batches)
-            yield epoch, number, Step(cut, step.samples)
+            prepared = tuple(trainer.prepare(batch) for batch in step.micro_batches)
+            yield epoch, number, Step(prepared, step.samples)
             done += 1
             if done == limit:
                 return
@@ -205,9 +206,9 @@ def _next(items: Iterator[Numbered], rank: Rank, together: str | None) -> Number
     Args:
         items: The steps.
         rank: This rank.
-        together: Name of the stream of which the ranks must agree that there is one, since the
-            user's own function says so on each rank by itself; the others would wait for a rank
-            that has ended. None where nothing has to be agreed on.
+        together: Name of the stream. The user's function ends it on each rank separately, so the
+            ranks must agree that there is a next step; otherwise some would wait for a rank that
+            has ended. None for samples, which end on all ranks together.
     """
     if together is None:
         return next(items, None)
@@ -230,7 +231,7 @@ def _next(items: Iterator[Numbered], rank: Rank, together: str | None) -> Number
 def evaluate(trainer: Trainer, data: EvaluationData) -> Evaluated:
     """Returns loss and accuracy over all of the data. Every rank of the world must call it.
 
-    The mean is over what counts in the loss (labels that are not ignored), not over batches.
+    The mean is over the labels that count (those that are not ignored), not over batches.
 
     Raises:
         InputError: There is no data, or it does not end on all ranks in the same batch.
@@ -246,7 +247,7 @@ def evaluate(trainer: Trainer, data: EvaluationData) -> Evaluated:
             (batch,) = step.micro_batches
             result = trainer.evaluate(batch)
             count = result["count"]
-            # A batch of ignored labels has no mean.
+            # A batch whose labels are all ignored has no mean.
             weighted += result["loss"] * count if count else 0.0
             labels += count
             samples += step.samples

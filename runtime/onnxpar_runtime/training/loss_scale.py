@@ -1,9 +1,9 @@
-"""The loss scale of training in 16 bits, by which small gradients stay above what float16 holds.
+"""The loss scale of training in 16 bits, which keeps small gradients in the range of float16.
 
 Dynamic scaling is that of Micikevicius et al., 2018, "Mixed Precision Training", section 3.2, with
-the numbers of PyTorch's `torch.amp.GradScaler`: it begins at 2^16, doubles after 2000 steps whose
-gradients were finite, and halves after one whose were not. Scales are powers of two, so that
-multiplying by one rounds nothing.
+the numbers of PyTorch's `torch.amp.GradScaler`: it begins at 2^16, doubles after 2000 steps with
+finite gradients, and halves after a step without. Scales are powers of two, so that multiplying by
+a scale rounds nothing.
 """
 
 from dataclasses import dataclass
@@ -22,13 +22,13 @@ _DEFAULTS = {"float16": DYNAMIC, "bfloat16": "1"}
 
 @dataclass
 class LossScale:
-    """What the loss is multiplied by, and what is known of the steps before.
+    """The factor of the loss, and its history.
 
     Attributes:
         scale: The factor, > 0.
         dynamic: Whether it follows the gradients.
-        good: Steps since it last changed, all of them with finite gradients.
-        skipped: Steps that changed nothing, since their gradients were not finite.
+        good: Number of steps since it last changed, all with finite gradients.
+        skipped: Number of steps that changed nothing, because their gradients were not finite.
     """
 
     scale: float = 1.0
@@ -37,20 +37,20 @@ class LossScale:
     skipped: int = 0
 
     def resume(self, scale: float, good: int, skipped: int) -> None:
-        """Goes on where a run was; a fixed scale stays what it is."""
+        """Continues from the numbers of a checkpoint; a fixed scale does not change."""
         self.skipped = skipped
         if self.dynamic:
             self.scale, self.good = scale, good
 
     def after(self, finite: bool, step: int) -> None:
-        """Takes note of a step's gradients.
+        """Adapts the scale to a step's gradients.
 
         Args:
-            finite: Whether their norm was finite; where not, the step changed nothing.
+            finite: Whether their norm was finite; otherwise the step changed nothing.
             step: Its number, for messages.
 
         Raises:
-            TrainingError: They were not finite though the scale is fixed, or as small as it gets.
+            TrainingError: They were not finite, and the scale is fixed or the smallest possible.
         """
         if finite:
             self.good += 1
@@ -67,12 +67,12 @@ class LossScale:
 
 
 def loss_scale(text: str | None, compute: str | None) -> LossScale:
-    """Returns what `--loss-scale` says.
+    """Returns the loss scale that `--loss-scale` asks for.
 
     Args:
         text: `dynamic`, a number > 0, or None for the default: dynamic for float16, 1 for bfloat16,
             whose range is that of float32.
-        compute: The type that the artifact computes in where that has 16 bits, or None.
+        compute: The 16-bit type that the artifact computes in, or None.
 
     Raises:
         LaunchError: Something else; or a scale for an artifact that computes in float32.

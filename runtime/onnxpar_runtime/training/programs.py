@@ -25,7 +25,7 @@ def hyperparameters_read(manifest: Manifest) -> list[str]:
 
 
 class Programs:
-    """Executors by the program's name, each loaded when it is first asked for.
+    """Executors by the program's name, each loaded at its first use.
 
     Args:
         manifest: The manifest of an artifact for training.
@@ -47,7 +47,7 @@ class Programs:
         self.states = States(manifest, loader)
 
     def load(self, name: str) -> Executor:
-        """Returns a program of this rank, loaded if it was not.
+        """Returns a program of this rank, and loads it at the first call.
 
         Raises:
             ArtifactError: There is no such program, or it cannot be loaded.
@@ -57,7 +57,7 @@ class Programs:
         return self._executors[name]
 
     def loaded(self, name: str) -> Executor | None:
-        """Returns a program of this rank if it is loaded. Any thread may ask."""
+        """Returns a program of this rank if it is loaded. Any thread may call it."""
         return self._executors.get(name)
 
     @cached_property
@@ -78,7 +78,7 @@ class Programs:
 
     @property
     def bound_bytes(self) -> int:
-        """Bytes of weights, of the states that have memory, and of the inputs that are bound."""
+        """Bytes of weights, of the states that have memory, and of the bound inputs."""
         inputs = sum(executor.bound_bytes for executor in self._executors.values())
         weights = weight_bytes(self._manifest, self.loader.rank.index)
         return weights + self.states.bytes + inputs

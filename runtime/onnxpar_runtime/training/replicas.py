@@ -1,8 +1,8 @@
-"""A check for debugging: replicas of a part of a state are equal, bit for bit.
+"""A check for debugging: replicas of a state's shard are equal, bit for bit.
 
-Every replica computes its update by itself, or gets it from one gather, so that parameters, moments
-and running statistics never differ. Where they do (a collective that rounds differently on
-different ranks, memory or a link that is broken), training would go on with several models.
+Replicas compute the same updates, or get them from one all-gather, so parameters, moments and
+running statistics never differ. If they did (because a collective rounds differently on different
+ranks, or because memory or a link is broken), training would continue with several models.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,9 +26,9 @@ class ReplicaCheck:
     """Compares some states over the ranks from time to time.
 
     Args:
-        trainer: Holds the states.
-        every: Steps from one check to the next.
-        sample: States that one check compares.
+        trainer: This rank's trainer.
+        every: Number of steps from one check to the next.
+        sample: Number of states that one check compares.
 
     Raises:
         LaunchError: `every` is not positive.
@@ -65,16 +65,16 @@ def check_replicas(trainer: Trainer, names: Sequence[str], where: str) -> None:
     """Compares states over the ranks, bit for bit. Every rank must call it.
 
     Args:
-        trainer: Holds the states.
-        names: The states, the same on all ranks; gradients that wait for a sum are no replicas.
-        where: When that is, for the message.
+        trainer: This rank's trainer.
+        names: The states, the same on all ranks; not gradients, which may be partial.
+        where: The step, for the message.
 
     Raises:
         ReplicaError: Replicas differ, with the state and the ranks; raised by all ranks.
     """
     rank = trainer.rank
     size: int = rank.world.size
-    # Every rank fills a column, so that a sum brings them all to all.
+    # Every rank fills a column, so that a sum brings all columns to all ranks.
     digests = np.zeros((len(names), size), np.int64)
     held = np.zeros((len(names), size), np.int64)
     for row, name in enumerate(names):
@@ -105,6 +105,6 @@ def _difference(contents: Mapping[int, Sequence[int]]) -> str:
 
 
 def _digest(part: NDArray[Any]) -> int:
-    """Returns 64 bits that tell the bytes of arrays apart."""
+    """Returns a 64-bit hash of an array's bytes."""
     number = blake2b(np.ascontiguousarray(part).tobytes(), digest_size=8).digest()
     return int.from_bytes(number, "little", signed=True)

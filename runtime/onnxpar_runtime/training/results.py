@@ -1,4 +1,4 @@
-"""What a trainer's steps and evaluations return."""
+"""The results of a trainer's steps and evaluations."""
 
 from dataclasses import dataclass
 from typing import Any, TypedDict
@@ -10,12 +10,12 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step returns, equal on all ranks.
+    """The result of a step, equal on all ranks.
 
     Attributes:
-        loss: Mean loss of all that the step's micro-batches hold; not a number if nobody asked.
+        loss: Mean loss over all micro-batches of the step; not a number if it was not read.
         grad_norm: 2-norm of all gradients together, before clipping; likewise.
-        skipped: Whether nothing was changed, since gradients were not finite: the loss scale was
+        skipped: Whether nothing was changed, because gradients were not finite: the loss scale was
             too large.
     """
 
@@ -25,13 +25,13 @@ class StepResult:
 
 
 class Evaluation(TypedDict):
-    """What an evaluation returns, equal on all ranks but for the outputs.
+    """The result of an evaluation, equal on all ranks except for the outputs.
 
     Attributes:
         loss: Mean loss of the batch.
-        count: What the mean is over.
-        correct: Number of labels that the largest output hits; None where there are no classes.
-        outputs: On rank 0 the global outputs of the model if they were asked for, else None.
+        count: Number of terms of the mean.
+        correct: Number of labels that were predicted correctly; None without classes.
+        outputs: On rank 0 the global outputs of the model if requested, else None.
     """
 
     loss: float

@@ -1,4 +1,4 @@
-"""How the micro-batches of a step are run: one after another on all ranks, or through stages."""
+"""Runs the micro-batches of a step: one after another on all ranks, or through stages."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -35,11 +35,11 @@ _NOTHING = Feeds({}, {})
 
 @dataclass(frozen=True)
 class Found:
-    """What an evaluation leaves on a rank.
+    """The results of an evaluation on a rank.
 
     Attributes:
-        loss: Weighted loss, on all ranks.
-        correct: Labels that were hit, on all ranks; None where there are no classes.
+        loss: Weighted loss, equal on all ranks.
+        correct: Number of correct labels, equal on all ranks; None without classes.
         parts: Local arrays of the outputs that this rank has.
     """
 
@@ -54,8 +54,8 @@ class Traced:
 
     Attributes:
         ranks: For each rank its computations in each step.
-        bubble: The share of a step's time in which ranks compute nothing, in the median.
-        even: The same if all stages took the same time and transfers none.
+        bubble: The share of a step's time in which ranks are idle: the median over steps.
+        even: The share if all stages took the same time, and transfers none.
     """
 
     ranks: Sequence[Steps]
@@ -144,7 +144,7 @@ class Runner(ABC):
 
 
 def runner(manifest: Manifest, rank: Rank, programs: Programs) -> Runner:
-    """Returns what runs the programs of an artifact.
+    """Returns the runner of an artifact's programs.
 
     Args:
         manifest: The manifest.
@@ -310,9 +310,9 @@ class Pipelined(Runner):
 class _Gradients:
     """Where the parts of a training program write gradients; as `pipeline.work.Writes`.
 
-    The first micro-batch of a virtual stage writes them in their place, every other one beside it,
-    from where the virtual stage's accumulation program adds them. Schedules differentiate the
-    micro-batches of a virtual stage in ascending order, as one device does.
+    The first micro-batch of a virtual stage writes them to their states, every other one to second
+    states, from which the virtual stage's accumulation program adds them. Schedules differentiate
+    the micro-batches of a virtual stage in ascending order, as one device does.
     """
 
     def __init__(self, manifest: Manifest, programs: Programs) -> None:
@@ -336,7 +336,7 @@ class _Gradients:
             if not own & self._written:
                 self._written |= own
                 return None
-            # Two virtual stages of this rank share a parameter: what the other one wrote stays.
+            # Two virtual stages of this rank share a parameter: keep what the other one wrote.
             for name in own - self._written:
                 states.clear(name)
             self._written |= own

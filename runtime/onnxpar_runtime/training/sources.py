@@ -1,8 +1,8 @@
-"""Where training data comes from: the texts of `--data` and `--eval-data`, and what they open.
+"""The sources of training data, which `--data` and `--eval-data` name.
 
-A source is either `Samples`, arrays in memory whose rows are put together to batches here, or a
-`Stream`, batches that somebody else puts together. Every rank opens the same source; which rows a
-step takes depends on the seed alone, so that the mesh has no influence on it.
+A source is either `Samples`, arrays in memory whose rows become batches here, or a `Stream`, whose
+batches a function of the user makes. Every rank opens the same source. The rows of a step depend on
+the seed alone, and not on the mesh.
 """
 
 import importlib
@@ -31,14 +31,14 @@ Batch = Arrays | tuple[Arrays, ...]
 """Global arrays of every input, or a tuple of them, one for each data rank (per-rank symbols)."""
 
 TEST_EVERY = 5
-"""Of the handwritten digits every fifth, beginning with the first, is held out for testing."""
+"""Every fifth of the handwritten digits, from the first on, is held out for testing."""
 
 FORMS = "digits[:train|:test], npz:FILE, idx:DIR or module:function"
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank stands along the atoms that split a dim.
+    """A rank's place along the atoms that shard a dim.
 
     Attributes:
         parts: Sizes of the atoms.
@@ -49,7 +49,7 @@ class Place:
     position: tuple[int, ...]
 
     def rows(self, size: int) -> slice:
-        """Returns which of so many rows the rank has."""
+        """Returns the rows that the rank has, of `size` rows."""
         mine = block(size, self.parts, self.position)
         return slice(mine.start, mine.start + mine.valid)
 
@@ -57,9 +57,9 @@ class Place:
 def places(
     specs: Sequence[TensorEntry], atoms: Sequence[int], rank: int, labels: str | None
 ) -> dict[str, Place]:
-    """Returns the rank's place in dim 0 of each input that is split there by rows.
+    """Returns the rank's place in dim 0 of each input whose rows are sharded.
 
-    Labels are left out: each rank counts those of the whole batch.
+    Labels are left out: each rank counts the labels of the global batch.
     """
     here = coordinates(rank, atoms)
     return {
@@ -76,16 +76,16 @@ class Samples:
     """Samples in memory.
 
     Attributes:
-        name: What people know them by: the option and its text.
-        rows: Arrays with one row a sample, all of the same length, by input.
-        whole: Arrays of the inputs that every batch takes whole.
+        name: Name for messages: the option and its text.
+        rows: Arrays with one row for each sample, by input.
+        fixed: Arrays that are the same in every batch, by input.
         count: Number of samples.
-        parted: Whether its two parts, for training and for testing, are different samples.
+        parted: Whether training and testing use different samples.
     """
 
     name: str
     rows: Arrays
-    whole: Arrays
+    fixed: Arrays
     count: int
     parted: bool = False
 
@@ -93,9 +93,9 @@ class Samples:
         """Returns the batch of these samples.
 
         Args:
-            indices: Which samples.
-            own: Inputs of which the rank needs its own rows only; their other rows are left unset,
-                so that memory of theirs is never touched.
+            indices: The samples.
+            own: Inputs of which the rank needs its own rows only; the memory of their other rows
+                is not written.
         """
         batch: dict[str, Array] = {}
         for name, array in self.rows.items():
@@ -105,18 +105,18 @@ class Samples:
             rows = own[name].rows(len(indices))
             batch[name] = np.empty((len(indices), *array.shape[1:]), array.dtype)
             batch[name][rows] = array[indices[rows]]
-        return {**batch, **self.whole}
+        return {**batch, **self.fixed}
 
 
 @dataclass(frozen=True)
 class Request:
-    """What a stream's function may ask for, by the names of its parameters.
+    """The arguments that a stream's function may take, by the names of its parameters.
 
     Attributes:
         epoch: Number of the epoch, from 1.
         seed: Seed of the run.
         batch_size: `--batch-size`, or None.
-        train: Whether the batches are trained on, rather than evaluated.
+        train: Whether the batches are for training rather than evaluation.
     """
 
     epoch: int
@@ -127,12 +127,12 @@ class Request:
 
 @dataclass(frozen=True)
 class Stream:
-    """Batches from a function of the user's.
+    """Batches from a function of the user.
 
     Attributes:
-        name: What people know it by: the option and its text.
+        name: Name for messages: the option and its text.
         open: Returns the batches of an epoch.
-        parted: Whether it knows which batches are trained on.
+        parted: Whether the function takes `train`, to make different batches for evaluation.
     """
 
     name: str
@@ -144,7 +144,7 @@ Source = Samples | Stream
 
 
 def per_sample(specs: Sequence[TensorEntry]) -> tuple[str, ...]:
-    """Returns the inputs with one row a sample: those whose dim 0 is the first input's dim 0.
+    """Returns the inputs with a row for each sample: those whose dim 0 is that of the first input.
 
     Raises:
         InputError: The first input has no dims.
@@ -163,17 +163,16 @@ def open_source(
 ) -> Source:
     """Opens the source that a text such as `digits`, `npz:FILE` or `idx:DIR` names.
 
-    `digits` and `idx` are images from 0 to 1 and their classes, which a floating input
-    takes as numbers, for regression. Images are resized to the model's
-    input: its first input but the labels, of shape [batch, h, w] with any dims of 1 besides, or
-    [batch, n] with a square number n.
+    `digits` and `idx` are images from 0 to 1 and their classes. If the labels are floating, classes
+    are taken as numbers, for regression. Images are resized to the first input that is not the
+    labels, of shape [batch, h, w] with any further dims of 1, or [batch, n] with a square number n.
 
     Args:
         text: The source.
         specs: The program's inputs.
-        labels: The input that takes the labels, None where no input does.
-        part: `train` or `test`: which half of a source that has two, if `text` does not say.
-        option: What the text was given by, for messages.
+        labels: The input for the labels; None if there is none.
+        part: `train` or `test`: the part of a source that has two, unless `text` names it.
+        option: The option that gave the text, for messages.
 
     Raises:
         InputError: The text is not one of the forms, the data cannot be read, or it does not fit
@@ -217,7 +216,7 @@ def samples(name: str, arrays: Arrays, specs: Sequence[TensorEntry]) -> Samples:
     return Samples(
         name,
         rows={n: arrays[n] for n in names},
-        whole={n: a for n, a in arrays.items() if n not in names},
+        fixed={n: a for n, a in arrays.items() if n not in names},
         count=count,
     )
 
@@ -227,19 +226,19 @@ def check_samples(
 ) -> None:
     """Checks that batches of these numbers of samples fit a program, before any is made.
 
-    Elements that operators read as indices, such as labels, are checked too: of all samples, at the
+    Elements of all samples that operators read as indices, such as labels, are checked too, at the
     sizes of the largest batch.
 
     Raises:
-        InputError: They do not; names source, input, expected and got.
+        InputError: They do not fit; names source, input, expected and got.
     """
     for number, size in enumerate(sorted(set(sizes), reverse=True)):
         shapes = {name: (size, *array.shape[1:]) for name, array in source.rows.items()}
-        shapes |= {name: array.shape for name, array in source.whole.items()}
+        shapes |= {name: array.shape for name, array in source.fixed.items()}
         try:
             values = symbol_values(manifest.symbols, program, shapes)
             if number == 0:
-                check_index_ranges(program, {**source.rows, **source.whole}, values, "")
+                check_index_ranges(program, {**source.rows, **source.fixed}, values, "")
         except (InputError, SymbolValueError) as error:
             raise InputError(f"{source.name}: {error}") from None
 
@@ -299,11 +298,11 @@ def _image_size(name: str, spec: TensorEntry) -> tuple[int, int]:
 
 
 def _function(name: str, module: str, attribute: str) -> Stream:
-    """Returns the stream of a function that is called once an epoch.
+    """Returns the stream of a function that is called once for each epoch.
 
-    It is given those of the fields of `Request` that it has parameters for.
+    It gets the fields of `Request` for which it has parameters.
     """
-    # As `python -m` has it, but not the script that mpirun starts.
+    # `python -m` finds modules in the current folder; the script that mpirun starts does not.
     if "" not in sys.path:
         sys.path.insert(0, "")
     try:

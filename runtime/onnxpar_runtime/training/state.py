@@ -1,8 +1,8 @@
 """States: tensors that stay on a rank's device between runs and are updated in place.
 
 Parameters and running statistics begin as the shards of the weight files, gradients and moments as
-zeros. A state gets its memory when it is first needed, and keeps it: the sessions' bindings point
-there.
+zeros. A state gets its memory when it is first needed, and keeps it, because the sessions' bindings
+point to it.
 """
 
 from collections.abc import Mapping
@@ -32,7 +32,7 @@ class States:
 
     Args:
         manifest: The manifest of an artifact for training.
-        loader: Knows the rank and the device.
+        loader: Has the rank and the device.
 
     Raises:
         ArtifactError: The artifact is not for training.
@@ -50,7 +50,7 @@ class States:
         self._host: dict[str, Array] = {}  # the memory of `_values`, on the CPU
 
     def __getitem__(self, name: str) -> StateEntry:
-        """Returns what the manifest says about a state; raises InputError if it knows none such."""
+        """Returns the manifest's entry of a state; raises InputError if there is none."""
         if name not in self._states:
             raise InputError(f"no state {name!r}; the artifact has {sorted(self._states)}")
         return self._states[name]
@@ -60,7 +60,7 @@ class States:
         return {s.parameter: n for n, s in self._states.items() if s.kind == kind and self.holds(n)}
 
     def holds(self, name: str) -> bool:
-        """Whether the rank's stage holds a state; raises InputError if there is none such."""
+        """Whether the rank's stage holds a state; raises InputError if there is no such state."""
         return self._stage in self[name].stages
 
     def sharding(self, name: str) -> SizedSharding:
@@ -68,7 +68,7 @@ class States:
         return self[name].sharding(self._manifest.atoms)
 
     def value(self, name: str) -> Any:
-        """Returns the OrtValue of a state, always the same one.
+        """Returns the OrtValue of a state, always the same object.
 
         Raises:
             InputError: The rank's stage does not hold it.
@@ -97,11 +97,11 @@ class States:
 
     @property
     def bytes(self) -> int:
-        """Bytes of the states that have got their memory."""
+        """Bytes of the states that have memory."""
         return sum(int(value.tensor_size_in_bytes()) for value in self._values.values())
 
     def get(self, name: str) -> Array:
-        """Returns a copy of this rank's part of a state, padding included."""
+        """Returns a copy of this rank's shard of a state, padding included."""
         value = self.value(name)
         if name in self._host:
             return self._host[name].copy()
@@ -109,16 +109,16 @@ class States:
         return to_host(value)
 
     def memory(self, name: str) -> Array:
-        """Returns host memory for this rank's part of a state, into which copying is fast."""
+        """Returns host memory for this rank's shard of a state, to which a GPU copies fast."""
         dtype, shape = DTYPES[self[name].dtype].dtype, self.sharding(name).local_shape
         queue = self._loader.queue
         return np.empty(shape, dtype) if queue is None else queue.pinned(shape, dtype)
 
     def copy_to(self, name: str, into: Array) -> None:
-        """Copies this rank's part of a state into an array of the state's type and local shape.
+        """Copies this rank's shard of a state to an array of the state's type and local shape.
 
-        From a GPU it is on its way when this returns, and there after `finish_copies`. Programs may
-        run meanwhile: the GPU overwrites no state that a checkpoint holds before.
+        A copy from a GPU is complete only after `finish_copies`. Programs may run meanwhile: the
+        GPU does not overwrite a state of a checkpoint before the copy has left it.
         """
         value, queue = self.value(name), self._loader.queue
         if queue is None:
@@ -127,7 +127,7 @@ class States:
             queue.read(value.data_ptr(), into)
 
     def finish_copies(self) -> None:
-        """Returns when all that `copy_to` was called for is there. Any thread may call it.
+        """Waits until all copies of `copy_to` are complete. Any thread may call it.
 
         Raises:
             CudaError: The GPU failed.
@@ -136,16 +136,16 @@ class States:
             self._loader.queue.finish_reading()
 
     def set(self, name: str, part: Array) -> None:
-        """Overwrites this rank's part of a state, of the state's own type and local shape."""
+        """Overwrites this rank's shard of a state, with an array of the same type and shape."""
         self.value(name)
         self._write(name, part)
 
     def clear(self, name: str) -> None:
-        """Makes this rank's part of a state zero."""
+        """Sets this rank's shard of a state to zero."""
         self.set(name, np.zeros((), DTYPES[self[name].dtype].dtype))
 
     def reset(self) -> None:
-        """Makes every state what it was in the beginning."""
+        """Sets every state to its initial value."""
         for name in self._values:
             state = self[name]
             self._write(name, self._initial(state, self.sharding(name).local_shape))
@@ -162,17 +162,17 @@ class States:
             # The copy is not on the rank's streams.
             self._loader.synchronize()
             self.finish_copies()
-            whole = np.broadcast_to(part, self.sharding(name).local_shape)
-            copy_in(self._values[name].data_ptr(), np.asarray(whole, order="C"))
+            shard = np.broadcast_to(part, self.sharding(name).local_shape)
+            copy_in(self._values[name].data_ptr(), np.asarray(shard, order="C"))
 
     def _initial(self, state: StateEntry, shape: tuple[int, ...]) -> Array:
-        """Returns what a state begins with: its shard, or zeros that take no memory."""
+        """Returns the initial value of a state: its shard, or zeros that take no memory."""
         if state.kind in FROM_FILES:
             return self._weights(state, shape)
         return np.broadcast_to(np.zeros((), DTYPES[state.dtype].dtype), shape)
 
     def _weights(self, state: StateEntry, shape: tuple[int, ...]) -> Array:
-        """Returns this rank's shard of a parameter, which lies in a file."""
+        """Returns this rank's shard of a parameter from its file."""
         name = state.parameter
         shards = self._manifest.parameters[name].shards
         file = next((s.file for s in shards if self._rank in s.ranks), None)
@@ -192,7 +192,7 @@ class States:
         return array
 
     def partial_group(self, name: str) -> tuple[int, ...]:
-        """Returns the ranks whose parts of a state add up, this one among them."""
+        """Returns the ranks whose partial values of a state are added up, including this one."""
         manifest, state = self._manifest, self[name]
         mine = coordinates(self._rank, manifest.atoms)
         fixed = [a for a in range(len(manifest.atoms)) if a not in state.partial]
@@ -206,7 +206,7 @@ class States:
 
 
 def aligned_zeros(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-    """Returns zeros whose memory begins at a page's beginning, as vector kernels like it."""
+    """Returns zeros whose memory begins at a page, for fast vector kernels."""
     size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
     room = np.zeros(size + PAGE_BYTES, np.uint8)
     start = -room.ctypes.data % PAGE_BYTES

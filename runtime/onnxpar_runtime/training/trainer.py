@@ -1,6 +1,6 @@
 """One rank of a training run: steps over micro-batches, evaluation, access to the states.
 
-A loop over epochs is `onnxpar_runtime.training.loop`; what a loop of one's own needs is here:
+`onnxpar_runtime.training.loop` has a loop over epochs. A loop of one's own looks like this:
 
     rank = init()
     trainer = Trainer("out", rank=rank)
@@ -58,7 +58,7 @@ INVERSE_SCALE = "loss_scale_inverse"
 
 @dataclass(frozen=True)
 class _Open:
-    """What a trainer has until it is closed."""
+    """The resources of a trainer until it is closed."""
 
     programs: Programs
     runner: Runner
@@ -88,11 +88,11 @@ class Trainer(Closing):
         manifest: The manifest.
         training: What it says about training.
         rank: The rank.
-        counters: What random numbers are keyed by: `seed`; `step`, the number of optimizer steps
-            that are done; `micro_batch`, the number of the micro-batch in its step. Every rank must
-            have the same.
-        loss_scale: What the loss is multiplied by in the graph. What is returned is without it; the
-            gradients among the states have it.
+        counters: The keys of random numbers: `seed`; `step`, the number of optimizer steps that are
+            done; `micro_batch`, the number of the micro-batch in its step. They must be equal on
+            all ranks.
+        loss_scale: The factor of the loss in the graph. The gradients among the states are scaled
+            by it; losses and norms that are returned are not.
 
     Raises:
         ArtifactError: The directory is incomplete or not for training, or onnxruntime refuses a
@@ -173,14 +173,14 @@ class Trainer(Closing):
     # -- training --------------------------------------------------------------------------------
 
     def prepare(self, batch: Batch) -> Prepared:
-        """Returns a micro-batch cut for this rank; `train_step` and the rest take it in its place.
+        """Returns a micro-batch sharded for this rank, which `train_step` takes like a batch.
 
-        May be called ahead of time, from another thread: where the rank computes on a GPU, the
-        batch then goes there while the GPU computes. A mistake in the batch is raised where the
-        result is used, on all ranks together.
+        May be called ahead of time, from another thread: the batch is then copied to the GPU while
+        the GPU computes. An error in the batch is raised when the result is used, on all ranks
+        together.
 
         Raises:
-            CudaError: The batch cannot be brought to the GPU.
+            CudaError: The batch cannot be copied to the GPU.
         """
         opened = self._opened
         prepared = prepare(opened.inputs[TRAINING], self.training.loss, batch)
@@ -197,22 +197,22 @@ class Trainer(Closing):
     ) -> StepResult:
         """Runs all micro-batches and then the optimizer. Every rank must call it.
 
-        Loss and gradients are those of the mean over all that the micro-batches hold. Those that
-        hold nothing that counts (every label ignored) are left out.
+        Loss and gradients are those of the mean over all micro-batches. Micro-batches in which
+        nothing counts (every label is ignored) are left out.
 
         Args:
-            micro_batches: Global arrays of the inputs, or a tuple of dicts (see `Batch`); or what
-                `prepare` returned. The same on all ranks.
-            hyper: The scalars that the optimizer's program reads, by name; others do no harm.
+            micro_batches: Global arrays of the inputs, a tuple of dicts (see `Batch`), or results
+                of `prepare`. The same on all ranks.
+            hyper: The scalars that the optimizer's program reads, by name; others are ignored.
             read: Read and check loss and norm. Otherwise a GPU is not waited for, and both are not
-                a number in what is returned; the same on all ranks.
+                a number in the result. The same on all ranks.
 
         Raises:
             InputError: An input is missing, unknown, of the wrong dtype or shape; a hyperparameter
                 is missing; nothing in the step counts.
             SymbolValueError: A symbol's value violates its constraint, or ranks disagree.
-            TrainingError: The loss is not finite, or gradients of 16 bits are not at a fixed loss
-                scale; parameters are left as they were.
+            TrainingError: The loss is not finite, or 16-bit gradients are not finite at a fixed
+                loss scale; parameters are unchanged.
             RankError: Another rank cannot go on; raised by all ranks.
         """
         prepared = [b if isinstance(b, Prepared) else self.prepare(b) for b in micro_batches]
@@ -239,7 +239,7 @@ class Trainer(Closing):
 
         Args:
             batch: As for `train_step`.
-            weight: What the mean loss of the micro-batch is multiplied by, and so its gradients.
+            weight: The factor of the micro-batch's mean loss, and so of its gradients.
             accumulate: Add to the gradients that are there, instead of replacing them.
 
         Returns:
@@ -257,7 +257,7 @@ class Trainer(Closing):
             error = InputError("the micro-batch has no labels that count")
         self._agree([micro], error)
         self.counters["micro_batch"] = self.counters["micro_batch"] + 1 if accumulate else 0
-        # Differs from `weight` where data ranks have sizes of their own.
+        # It differs from `weight` if the sizes of data ranks differ.
         own = weight * float(micro.divisor / micro.count)
         run = self._micro(micro, own, self.counters["micro_batch"])
         return self._forward_backward([run], accumulate=accumulate)
@@ -316,7 +316,7 @@ class Trainer(Closing):
         return None
 
     def _agree(self, prepared: Sequence[Prepared], error: OnnxparRuntimeError | None) -> None:
-        """One small reduction: all ranks go on, with equal sizes, or none does."""
+        """Lets all ranks go on, with equal sizes, or none: one small reduction."""
         values = prepared[0].feeds.values if prepared else {}
         sizes = [p.feeds.values.get(name, 0) for p in prepared for name in self._common]
         agree(self.rank, error, values, self._common, [len(prepared), *sizes])
@@ -330,7 +330,7 @@ class Trainer(Closing):
             ).as_agreed()
 
     def begin_trace(self) -> None:
-        """Notes from now on when the stages of a pipeline compute in training.
+        """Records from now on when the stages of a pipeline compute in training.
 
         Every rank must call it.
 
@@ -341,13 +341,13 @@ class Trainer(Closing):
         self._opened.runner.begin_trace()
 
     def write_trace(self, path: str | Path) -> Traced | None:
-        """Writes what was noted, in the format of Chrome's trace viewer. Every rank must call it.
+        """Writes the trace in the format of Chrome's trace viewer. Every rank must call it.
 
         Args:
             path: The file, which rank 0 writes.
 
         Returns:
-            On rank 0 what was noted, None elsewhere.
+            On rank 0 the trace, None elsewhere.
 
         Raises:
             LaunchError: No trace was begun, or the file cannot be written.
@@ -368,11 +368,11 @@ class Trainer(Closing):
     # -- evaluation ------------------------------------------------------------------------------
 
     def evaluate(self, batch: Batch, *, outputs: bool = False) -> Evaluation:
-        """Returns loss and hits of a batch. Every rank must call it.
+        """Returns loss and correct labels of a batch. Every rank must call it.
 
         Args:
             batch: As for `train_step`.
-            outputs: Bring the model's outputs to rank 0 as well.
+            outputs: Also gather the model's outputs to rank 0.
 
         Raises:
             InputError: As `train_step`; or data ranks have different sizes, and the program has no
@@ -392,19 +392,19 @@ class Trainer(Closing):
         weight = float(prepared.divisor / prepared.count) if prepared.count else 1.0
         micro = Micro(prepared.feeds, {LOSS_WEIGHT: weight}, self.counters["micro_batch"])
         found = running.evaluate(micro, self.counters)
-        whole: dict[str, Array] | None = None
+        joined: dict[str, Array] | None = None
         if outputs:
             made, values = running.outputs, prepared.feeds.values
-            whole = together(
+            joined = together(
                 self.rank, lambda: join_outputs(self.rank, self.manifest, made, found.parts, values)
             )
             for name in (LOSS, CORRECT):
-                (whole or {}).pop(name, None)
+                (joined or {}).pop(name, None)
         return Evaluation(
             loss=found.loss,
             count=int(prepared.count),
             correct=found.correct,
-            outputs=whole,
+            outputs=joined,
         )
 
     def _weighs(self) -> bool:
@@ -415,16 +415,17 @@ class Trainer(Closing):
     # -- states ----------------------------------------------------------------------------------
 
     def parameters(self) -> dict[str, Array]:
-        """Returns copies of this rank's parts of the trained parameters, padding included.
+        """Returns copies of this rank's shards of the trained parameters, padding included.
 
-        Of a pipeline they are those of the rank's stage; so it is with `statistics`.
+        In a pipeline these are the parameters of the rank's stage.
         """
         return self._of_kind("parameter")
 
     def statistics(self) -> dict[str, Array]:
-        """Returns copies of this rank's parts of the running statistics, padding included.
+        """Returns copies of this rank's shards of the running statistics, padding included.
 
-        Every micro-batch of training updates them, those of a step that failed too.
+        Every micro-batch of training updates them, even in a step that fails. In a pipeline these
+        are the statistics of the rank's stage.
         """
         return self._of_kind("statistic")
 
@@ -433,7 +434,7 @@ class Trainer(Closing):
         return {parameter: self.state(name) for parameter, name in names.items()}
 
     def state(self, name: str) -> Array:
-        """Returns a copy of this rank's part of a state, padding included.
+        """Returns a copy of this rank's shard of a state, padding included.
 
         Raises:
             InputError: There is no such state, or not on this rank.
@@ -441,7 +442,7 @@ class Trainer(Closing):
         return self.states.get(name)
 
     def holds(self, name: str) -> bool:
-        """Whether this rank has a part of a state: in a pipeline a stage has its own states.
+        """Whether this rank has a shard of a state: in a pipeline each stage has its own states.
 
         Raises:
             InputError: There is no such state.
@@ -481,11 +482,11 @@ class Trainer(Closing):
         Gradients and moments stay.
 
         Args:
-            arrays: Global arrays by their name in the model; those that are left out stay.
+            arrays: Global arrays by their name in the model; other parameters do not change.
 
         Raises:
-            InputError: An unknown parameter, a wrong shape, or a type that would lose something;
-                nothing has been overwritten then.
+            InputError: An unknown parameter, a wrong shape, or a type whose conversion loses
+                information; nothing is overwritten.
             RankError: Another rank cannot go on; raised by all ranks.
         """
         known = self.training.states
@@ -496,7 +497,7 @@ class Trainer(Closing):
         """Overwrites states, as `load_parameters` does parameters. Every rank must call it.
 
         Args:
-            arrays: Global arrays by state; those that are left out stay as they are.
+            arrays: Global arrays by state; other states do not change.
 
         Raises:
             InputError: As `load_parameters`.
@@ -518,7 +519,7 @@ class Trainer(Closing):
                 self.states.set(name, part)
 
     def reset(self) -> None:
-        """Makes all states and the counters of steps what they were at first."""
+        """Sets all states and the counters of steps to their initial values."""
         self.states.reset()
         self.counters |= {"step": 0, "micro_batch": 0}
 
@@ -536,7 +537,7 @@ class Trainer(Closing):
     def close(self) -> None:
         """Frees sessions and states, and the world of one rank if it made one.
 
-        What needs them raises LaunchError from then on.
+        Methods that need them raise LaunchError afterwards.
         """
         if self._open is None:
             return
