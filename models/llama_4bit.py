@@ -5,9 +5,9 @@
 Inputs: `input_ids` [batch, seq] and `attention_mask` [batch, total] int64, and for each layer
 `past_key_values.<n>.key` and `.value` [batch, kv_heads, past, head_dim] float32. Outputs: `logits`
 [batch, seq, vocab] float32 and `present.<n>.key` and `.value`, which are given to the next step. A
-prompt has an empty cache (past = 0, total = seq), or zeros of the length that the cache is to have
-to the end; the mask says how much of it counts. A divided model needs the latter, since no symbol
-of it may be 0.
+prompt has an empty cache (past = 0, total = seq), or a cache of zeros with its final length; the
+mask says how much of it counts. A sharded model needs the latter, since none of its symbols may be
+0.
 
 Projections are `MatMulNBits`, attention is `GroupQueryAttention` with rotary embedding inside,
 norms are `SimplifiedLayerNormalization` and `SkipSimplifiedLayerNormalization` (Touvron et al.,

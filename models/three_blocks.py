@@ -1,4 +1,4 @@
-"""Three equal blocks, each two dense layers with Gelu between them, to be divided one by one.
+"""Three equal blocks, each two dense layers with Gelu between them, to be sharded one by one.
 
     python models/three_blocks.py -o three_blocks.onnx
 

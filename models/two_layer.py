@@ -1,4 +1,4 @@
-"""The smallest network worth dividing: MatMul, ReLU, MatMul.
+"""The smallest network worth sharding: MatMul, ReLU, MatMul.
 
     python models/two_layer.py -o two_layer.onnx
 

@@ -1,4 +1,4 @@
-"""What the ranks of divided training compute of a network of the zoo, to lay beside PyTorch."""
+"""Runs and trains the ranks of a zoo network, to compare them with PyTorch."""
 
 from collections.abc import Sequence
 from math import prod

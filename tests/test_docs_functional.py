@@ -43,7 +43,7 @@ def test_the_function_shown_runs_on_threads_and_under_mpirun(
     assert sorted(done.out.split("\n")) == sorted(2 * told.split("\n"))[1:]
 
 
-def test_the_blocks_shown_are_divided(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_blocks_shown_can_be_sharded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     os.symlink(ROOT / "models", "models")
     program = tmp_path / "blocks.py"

@@ -1,4 +1,4 @@
-"""A model with its strategy written into it, as ONNX's multi-device annotations."""
+"""Stores a strategy in a model, as ONNX's multi-device annotations."""
 
 import filecmp
 import os
@@ -33,8 +33,8 @@ class Annotated:
         devices: Number of devices.
         nodes: Number of nodes in the file's main graph.
         annotated: How many of them have an annotation.
-        differing: Names of the nodes that are divided otherwise when the annotation is read again:
-            what it cannot say, and does not follow from what it can.
+        differing: Names of the nodes and tensors whose sharding changes when the file is read
+            again: annotations cannot express it, and propagation does not restore it.
     """
 
     out: Path
@@ -52,22 +52,22 @@ def annotate(
     devices: int | None = None,
     symbols: Mapping[str, Symbol] | None = None,
 ) -> Annotated:
-    """Writes a model with the plan of a strategy as annotations; everything else stays as it is.
+    """Writes a model with the plan of a strategy as annotations, and changes nothing else in it.
 
-    Weights in external files stay in them; where the model is written to another folder, the files
-    are copied there.
+    External weight files are not changed. If the model is written to another folder, they are
+    copied.
 
     Args:
         model: Path of the ONNX file.
         strategy: A strategy, the path of a strategy file, or a preset such as `dp=2,tp=4`; None
-            for the annotation that the model has, which is written anew.
-        out: The file to write, which may be the model itself.
+            for the model's annotations, which are then written again.
+        out: The file to write; it may be the model itself.
         devices: Number of devices, if the strategy does not give it.
         symbols: Constraints on symbols; they replace the strategy's of the same name.
 
     Raises:
-        OnnxparError: The model or the strategy is wrong, or the file cannot be written; it is then
-            complete or unchanged.
+        OnnxparError: The model or the strategy is wrong, or the file cannot be written; an existing
+            file is then unchanged.
     """
     path, out = Path(model), Path(out)
     check_file(out)
@@ -80,7 +80,7 @@ def annotate(
         placed, places, plan = plan_in_stages(program, strategy)
         count = annotate_proto(proto, placed, plan, constraints, strategy.pipeline)
         if strategy.pipeline is not None:
-            # Its nodes have been put into parts.
+            # Its nodes were assigned to stages.
             program = analyse(in_memory(proto, path), constraints)
         written = strategy_for(None, None, proto, f"model {str(out)!r}")
         _, where, again = plan_in_stages(program, written)
@@ -120,7 +120,7 @@ def _differing(first: Plan, second: Plan) -> tuple[str, ...]:
 
 
 def _locations(proto: onnx.ModelProto) -> Iterator[str]:
-    """The external files of a model, as it names them."""
+    """Yields the names of a model's external files."""
     nodes = [*proto.graph.node, *(n for f in proto.functions for n in f.node)]
     graphs = [proto.graph, *inner_graphs(nodes)]
     nodes += [node for graph in graphs[1:] for node in graph.node]
@@ -140,7 +140,7 @@ def _locations(proto: onnx.ModelProto) -> Iterator[str]:
 
 
 def _copy_weights(proto: onnx.ModelProto, source: Path, target: Path) -> None:
-    """Copies the external files of a model; those that are there already are left."""
+    """Copies the external files of a model, except those that are already there."""
     for location in _locations(proto):
         inside = PurePosixPath(location)
         if inside.is_absolute() or ".." in inside.parts:

@@ -1,8 +1,8 @@
-"""A trained model as one ONNX file: the model that was cut, with other weights.
+"""Writes a trained model as one ONNX file: the model that was sharded, with other weights.
 
-The weights come in a safetensors file, named as the initializers. Where training undid what an
-exporter had done to parameters (`onnxpar.parameters.recognise`), the file's own graph cannot hold
-them: then what is written is the graph with that undone.
+The weights are in a safetensors file, by the names of initializers. If training undid what an
+exporter had done to parameters (`onnxpar.parameters.recognise`), the original graph has no place
+for them, and the new file has the graph with this undone.
 """
 
 import json
@@ -23,8 +23,8 @@ from onnxpar.frontend.load import in_memory, read
 from onnxpar.parameters.recognise import recognise
 
 LARGEST = (1 << 31) - (1 << 24)
-"""Bytes of weights from which on they stand in a file of their own: a message of protobuf has less
-than 2 GiB, and the graph needs room too."""
+"""Larger weights (in bytes) go to a separate file: a protobuf message has less than 2 GiB, and the
+graph needs room, too."""
 
 _DTYPES = {
     "F64": ir.DataType.DOUBLE,
@@ -40,11 +40,10 @@ class Exported:
 
     Attributes:
         path: The model.
-        tensors: How many initializers have other weights.
-        kept: How many have those of the file.
-        untied: Whether the graph is no longer the file's, since what exporters did to parameters
-            was undone.
-        external: The file with the weights, where they are too many for one file.
+        tensors: Number of initializers with trained weights.
+        kept: Number of floating-point initializers with their original weights.
+        untied: Whether the graph has changed, because what exporters did to parameters was undone.
+        external: The file with the weights, if they are too large for the model's own file.
     """
 
     path: Path
@@ -54,7 +53,7 @@ class Exported:
     external: Path | None
 
     def __str__(self) -> str:
-        """What was written, for people."""
+        """Describes the file in one line."""
         text = f"{self.path}: {self.tensors} trained tensors, {self.kept} unchanged"
         if self.untied:
             text += (
@@ -65,17 +64,17 @@ class Exported:
 
 
 def put_weights(model: Path, weights: Path, out: Path, ties: Sequence[str] = ()) -> Exported:
-    """Writes a model with weights of a safetensors file in the place of its own.
+    """Writes a model with the weights of a safetensors file in place of its own.
 
     Args:
-        model: The model that was made for training.
+        model: The model that was sharded.
         weights: Tensors by the names of initializers, in the initializers' shapes.
-        out: The file to write, which may be the model itself.
-        ties: `A=B` each, as it was cut (`--tie`).
+        out: The file to write; it may be the model itself.
+        ties: The values `A=B` that `shard --tie` was given.
 
     Raises:
         ModelError: It is not the model that was trained, or cannot be read.
-        ArtifactError: The file cannot be written; it is then complete or unchanged.
+        ArtifactError: The file cannot be written; an existing file is then unchanged.
     """
     tensors = _tensors(weights)
     found = in_memory(read(model), model)
@@ -103,12 +102,12 @@ def put_weights(model: Path, weights: Path, out: Path, ties: Sequence[str] = ())
 
 
 def _wiring(graph: ir.Graph) -> list[list[str | None]]:
-    """Returns the names of what each node reads."""
+    """Returns the names of the values that each node reads."""
     return [[None if v is None else v.name for v in node.inputs] for node in graph]
 
 
 def _tensors(path: Path) -> Mapping[str, ir.ExternalTensor]:
-    """Returns the tensors of a safetensors file, which stay there."""
+    """Returns the tensors of a safetensors file, without reading their contents."""
     with path.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         header = json.loads(stream.read(length))
@@ -139,13 +138,13 @@ def _replace(value: ir.Value, tensor: ir.ExternalTensor, model: Path) -> None:
     if own.dtype == tensor.dtype:
         value.const_value = tensor
         return
-    # Parameters of 16 bits are trained in 32: they are rounded to what the graph reads.
+    # A 16-bit parameter is trained in float32: it is rounded to the type that the graph reads.
     rounded = tensor.numpy().astype(own.dtype.numpy())
     value.const_value = ir.Tensor(rounded, dtype=own.dtype, name=value.name)
 
 
 def _save(model: ir.Model, out: Path) -> Path | None:
-    """Writes a model, which appears whole; returns the file of its weights, if it has one."""
+    """Writes a model, completely or not at all; returns the file of its weights, if it has one."""
     size = sum(v.const_value.nbytes for v in model.graph.initializers.values() if v.const_value)
     data = f"{out.name}.data" if size > LARGEST else None
     folder = Path(mkdtemp(dir=out.absolute().parent, prefix=f".{out.name}."))

@@ -3,9 +3,10 @@
     dense = onnxpar.shard(dense_relu, in_strategy=((4, 2), None, None))
     y = dense(x, weight, bias)
 
-The first call says shapes. It cuts the graph with a symbol for every size, so that the next call
-with other sizes uses the same cut where its constraints allow; a call with other ranks, element
-types, or sizes that coincide in another way cuts again.
+The first call determines the shapes. It shards the function with a symbol for every size, so a
+later call with other sizes can use the same programs if their constraints allow these sizes. For a
+call with other numbers of dims, other element types, or other sizes that are equal, the function is
+sharded again.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,7 +19,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from onnxpar.api.shard_model import analyse, divide
+from onnxpar.api.shard_model import analyse, propagate_and_partition
 from onnxpar.core.errors import CallError, ModelError, OnnxparError, StrategyError
 from onnxpar.core.name_patterns import match
 from onnxpar.core.symbols import Symbol, as_dim, dim_symbol
@@ -49,14 +50,14 @@ from onnxpar.strategy.tensor_entry import TensorEntry
 from onnxpar.strategy.yaml_document import Document
 
 Dims = tuple[tuple[int | str, ...], ...]
-Divisible = Exportable | ir.Function | ir.Model | onnx.ModelProto | str | Path
+Shardable = Exportable | ir.Function | ir.Model | onnx.ModelProto | str | Path
 Entry = Sequence[int | None] | Any
 WHERE = "shard"
 DATASETS = ("full_batch", "data_parallel")
 
 
 def shard(
-    fn: Divisible,
+    fn: Shardable,
     in_strategy: Sequence[Entry],
     out_strategy: Sequence[Entry] | None = None,
     parameter_plan: Mapping[str, Entry] | None = None,
@@ -72,28 +73,28 @@ def shard(
     process. Every rank must make the same calls.
 
     Args:
-        fn: A function of onnxscript or an `ir.Function`, all of whose sizes calls say; a model, its
-            path or proto, or a part of one (`onnxpar.part`), whose declared sizes hold.
-        in_strategy: For each input of `fn` a tuple with a number of pieces for each dim, a layout
-            (a `Layout` that was called with a name for each dim), or None: derived. The nodes that
-            read the input take it in its current layout wherever their rules allow it.
-        out_strategy: For each output the same: how it is laid out when it is made. None: derived.
+        fn: An onnxscript function or an `ir.Function`, whose sizes are those of each call; or a
+            model, its path or proto, or a part of one (`onnxpar.part`), with its declared sizes.
+        in_strategy: For each input of `fn` a tuple with a number of shards for each dim, a layout
+            (a `Layout` that was called with a name for each dim), or None to derive it. The nodes
+            that read the input take it in this layout if their rules allow it.
+        out_strategy: The same for each output: the layout in which it is computed.
         parameter_plan: The same for the initializers of `fn`, by name or pattern.
-        level: What is sought for all that is open: 0 little communication relative to computation,
-            1 little memory, 2 speed.
-        devices: Number of ranks. By default as many as mpirun started; outside of mpirun as few as
-            the strategies can be carried out on.
-        dataset: `full_batch`: every rank is given and returns global arrays. `data_parallel`: each
-            its slice of dim 0 of every input and output over all ranks (of an output with a
-            strategy: its part of that); scalars and declared dims of 1 are whole. Or one of them
-            for each input, after which outputs are slices where an input is. Where the ranks are
-            threads, an array for each rank, in a sequence, stands for a slice.
+        level: What the search minimises for everything that is open: 0 communication relative to
+            computation, 1 memory, 2 time.
+        devices: Number of ranks. Default: as many as mpirun started; without mpirun, the least
+            number that can carry out the strategies.
+        dataset: `full_batch`: every rank takes and returns whole arrays. `data_parallel`: each rank
+            takes and returns its slice of dim 0 over all ranks (for an output with a strategy, its
+            shard); scalars and declared dims of 1 are not sliced. Or one of the two for each input;
+            outputs are then slices if any input is. If ranks are threads, a sequence with an array
+            for each rank takes the place of a slice.
         machine: The machine that the search plans for, a preset or a machine file.
 
     Raises:
-        ModelError: `fn` is nothing that can be sharded, or is already sharded: shard is not nested.
-        StrategyError: Another number of entries than inputs or outputs, an entry whose product does
-            not divide the devices, an unknown parameter, level or dataset.
+        ModelError: `fn` cannot be sharded, or is already sharded: shard cannot be nested.
+        StrategyError: The number of entries is not that of inputs or outputs, the product of an
+            entry does not divide the devices, or a parameter, level or dataset is unknown.
     """
     if isinstance(fn, Sharded):
         raise ModelError(
@@ -134,14 +135,14 @@ def shard(
 
 
 def _sliced(dataset: str | Sequence[str], inputs: int) -> tuple[bool, ...]:
-    """For each input whether a rank is given a slice of it."""
+    """Returns for each input whether a rank is given a slice of it."""
     each = (dataset,) * inputs if isinstance(dataset, str) else tuple(dataset)
     for entry in (dataset,) if isinstance(dataset, str) else each:
         if entry not in DATASETS:
             raise StrategyError(f"dataset: expected one of {', '.join(DATASETS)}, got {entry!r}")
     if len(each) != inputs:
         raise StrategyError(
-            f"dataset: expected one word, or one for each of {inputs} inputs, got {len(each)}"
+            f"dataset: expected one word, or one for each of the {inputs} inputs, got {len(each)}"
         )
     return tuple(entry == "data_parallel" for entry in each)
 
@@ -176,11 +177,13 @@ def _check_rank(entry: TensorEntry, title: str, shape: Sequence[object]) -> None
 def _devices(
     given: int | None, matrices: Sequence[tuple[str, tuple[int, ...]]], started: int | None
 ) -> int:
-    """The number of ranks that the caller, mpirun and the strategies agree on."""
+    """Returns the number of ranks on which the caller, mpirun and the strategies agree."""
     if given is not None and (isinstance(given, bool) or not isinstance(given, int)):
         raise StrategyError(f"devices: expected a number of ranks, got {given!r}")
     if started is not None and given not in (None, started):
-        raise StrategyError(f"devices: expected the {started} that mpirun started, got {given}")
+        raise StrategyError(
+            f"devices: expected the {started} ranks that mpirun started, got {given}"
+        )
     count = started if given is None else given
     if count is None:
         if not matrices:
@@ -201,22 +204,22 @@ def _devices(
 
 
 @dataclass(frozen=True)
-class Cut:
-    """One cut of a function: for calls whose arrays have these dims.
+class ShardedProgram:
+    """A function that was sharded for calls whose arrays have these dims.
 
     Attributes:
         dims: Dims of each input: sizes, symbols or expressions in symbols.
         dtypes: Element type of each input.
         symbols: Constraints on the symbols.
-        report: What `onnxpar inspect --json` would print of it.
-        program: The ranks with their graphs loaded.
+        report: What `onnxpar inspect --json` would print.
+        ranks: The ranks with their graphs loaded.
     """
 
     dims: Dims
     dtypes: tuple[np.dtype[Any], ...]
     symbols: Mapping[str, Symbol]
     report: Mapping[str, Any] = field(repr=False)
-    program: Any = field(repr=False)
+    ranks: Any = field(repr=False)
 
 
 class Sharded:
@@ -227,7 +230,7 @@ class Sharded:
         inputs: Names of the inputs, in the order of arguments.
         outputs: Names of the outputs.
         devices: Number of ranks.
-        cuts: The cuts that calls have made, in order.
+        programs: The programs for which calls sharded the function, in order.
     """
 
     def __init__(self, source: Source, given: Given, runtime: Any) -> None:
@@ -239,22 +242,22 @@ class Sharded:
         self.inputs = source.inputs
         self.outputs = source.outputs
         self.devices = given.devices
-        self.cuts: list[Cut] = []
+        self.programs: list[ShardedProgram] = []
 
     def __call__(self, *arrays: Any, **named: Any) -> Any:
         """Computes the function; every rank must call it.
 
         Args:
-            arrays: The inputs in order: arrays, or where `dataset` says so slices.
+            arrays: The inputs in order: arrays, or slices if `dataset` says so.
             named: Inputs by name.
 
         Returns:
-            The output, a tuple where there are several: an array, or the rank's slice of it; where
-            the ranks are threads a list with the slice of each rank.
+            The output, or a tuple of outputs: each an array, or the rank's slice of it; if ranks
+            are threads, a list with the slice of each rank.
 
         Raises:
-            OnnxparError: Inputs are missing or of another rank, type or size than declared, a
-                strategy does not fit the shapes, or the model is not valid. All ranks raise it.
+            OnnxparError: An input is missing, or its rank, type or size is not the declared one; a
+                strategy does not fit the shapes; or the model is not valid. All ranks raise it.
             OnnxparRuntimeError: A rank failed; see `onnxpar_runtime.Session`.
         """
         declared = self._source.shapes
@@ -264,25 +267,25 @@ class Sharded:
         }
         call = self._runtime.Call(self.devices, self._feeds(arrays, named), sliced)
         _values(self.inputs, declared, call.shapes)
-        cut = self._known(call)
-        if cut is None:
-            cut = self._cut(call)
-            self.cuts.append(cut)
+        program = self._known(call)
+        if program is None:
+            program = self._shard(call)
+            self.programs.append(program)
         try:
-            results = cut.program.run(call, sliced=any(self._given.sliced))
+            results = program.ranks.run(call, sliced=any(self._given.sliced))
         except BaseException as error:
             if not getattr(error, "agreed", isinstance(error, OnnxparError)):
-                # Ranks have been stopped in the middle of it.
-                self.cuts.remove(cut)
-                cut.program.close()
+                # Ranks were stopped in the middle of the run.
+                self.programs.remove(program)
+                program.ranks.close()
             raise
         return results[0] if len(results) == 1 else tuple(results)
 
     def close(self) -> None:
-        """Frees the ranks' sessions. The next call cuts again."""
-        for cut in self.cuts:
-            cut.program.close()
-        self.cuts.clear()
+        """Frees the ranks' sessions. The next call shards the function again."""
+        for program in self.programs:
+            program.ranks.close()
+        self.programs.clear()
 
     def __enter__(self) -> "Sharded":
         """Returns itself."""
@@ -309,37 +312,37 @@ class Sharded:
             raise CallError(f"{self.name}: expected an array for input {missing[0]!r}, got none")
         return {name: feeds[name] for name in self.inputs}
 
-    def _known(self, call: Any) -> Cut | None:
-        """Returns a cut that a call can use."""
-        for cut in self.cuts:
-            if cut.dtypes != call.dtypes:
+    def _known(self, call: Any) -> ShardedProgram | None:
+        """Returns an existing program that a call can use."""
+        for program in self.programs:
+            if program.dtypes != call.dtypes:
                 continue
             try:
-                values = _values(self.inputs, cut.dims, call.shapes)
-                for name, symbol in cut.symbols.items():
+                values = _values(self.inputs, program.dims, call.shapes)
+                for name, symbol in program.symbols.items():
                     symbol.check(name, values[name])
             except OnnxparError:
                 continue
-            return cut
+            return program
         return None
 
-    def _cut(self, call: Any) -> Cut:
+    def _shard(self, call: Any) -> ShardedProgram:
         for name, entry, shape in zip(self.inputs, self._given.inputs, call.shapes, strict=True):
             if entry is not None:
                 _check_rank(entry, f"in_strategy, input {name!r}", shape)
         try:
-            return self._cut_for(self._dims(call.shapes, symbolic=True), call)
+            return self._shard_for(self._dims(call.shapes, symbolic=True), call)
         except OnnxparError:
-            # A constant inside may hold for one size alone: a Reshape to numbers, say.
+            # A constant inside may fit only one size, such as the numbers of a Reshape.
             if all(shape is not None for shape in self._source.shapes):
                 raise
-        return self._cut_for(self._dims(call.shapes, symbolic=False), call)
+        return self._shard_for(self._dims(call.shapes, symbolic=False), call)
 
     def _dims(self, shapes: Sequence[tuple[int, ...]], *, symbolic: bool) -> Dims:
-        """Declared dims; where there are none sizes, or one symbol for all dims of a size.
+        """Returns the declared dims; if there are none, sizes, or one symbol for equal sizes.
 
-        Sizes that are equal by accident only make the cut hold for fewer calls. A dim of 1 is a
-        number always: broadcasting depends on it.
+        Sizes that are equal by accident only make the program fit fewer calls. A dim of 1 is always
+        a number: broadcasting depends on it.
         """
         names: dict[int, str] = {}
         found = []
@@ -356,9 +359,9 @@ class Sharded:
             found.append(tuple(dims))
         return tuple(found)
 
-    def _cut_for(self, dims: Dims, call: Any) -> Cut:
+    def _shard_for(self, dims: Dims, call: Any) -> ShardedProgram:
         values = _values(self.inputs, dims, call.shapes)
-        # A divisor that the devices share with the size makes splits even, which saves padding.
+        # A divisor that the size shares with the number of devices saves padding.
         symbols = {
             name: Symbol(divisor=divisor)
             for name, value in values.items()
@@ -374,11 +377,11 @@ class Sharded:
                 self._check_sizes(call.shapes, types)
             return self._write(folder, dims, types, symbols, values)
 
-        opened, report = self._runtime.open_program(self.devices, make)
-        return Cut(dims, call.dtypes, symbols, report, opened)
+        ranks, report = self._runtime.open_program(self.devices, make)
+        return ShardedProgram(dims, call.dtypes, symbols, report, ranks)
 
     def _check_sizes(self, shapes: Sequence[tuple[int, ...]], types: Sequence[ir.DataType]) -> None:
-        """Raises ModelError where sizes of a call do not fit one another: symbols hide that."""
+        """Raises ModelError if the sizes of a call do not fit together: symbols would hide that."""
         model = self._source.make()
         typed(model, self.inputs, shapes, types)
         normalise(model)
@@ -391,7 +394,7 @@ class Sharded:
         symbols: Mapping[str, Symbol],
         values: Mapping[str, int],
     ) -> Mapping[str, Any]:
-        """Divides the function for inputs of these dims, writes the ranks, returns the report."""
+        """Shards the function for inputs of these dims, writes it, and returns the report."""
         given = self._given
         model = self._source.make()
         typed(model, self.inputs, dims, types)
@@ -405,12 +408,12 @@ class Sharded:
         program = analyse(model, symbols)
         leaving = [program.env.shapes.get(v.name or "") for v in program.model.graph.outputs]
         for index, (laid, shape) in enumerate(zip(outputs, leaving, strict=True)):
-            # The rank of what is shaped by data is known to nobody yet.
+            # The rank is unknown if the shape depends on data.
             if laid is not None and shape is not None:
                 _check_rank(laid, f"out_strategy[{index}], output {self.outputs[index]!r}", shape)
         strategy = self._strategy(program, gates, dims, values)
         seeds = resolve(strategy, program)
-        # Slices lie as they are given, which says nothing about the nodes that read them.
+        # The layout of a slice says nothing about the nodes that read it.
         pinned = {n: s for n, s in seeds.inputs.items() if not self._slice_of(n, dims)}
         pinned |= seeds.parameters
         pinned |= {
@@ -423,19 +426,19 @@ class Sharded:
         undivided = PipelineSplit(stages=1, micro_batches=1)
         pricing = Pricing(workload, load_machine(entry.machine), entry.sizes, undivided)
         found = search(strategy, workload, seeds, peak=pricing.peak)
-        divided = divide(program, found.seeds)
-        report = directory_data((divided,))
+        parted = propagate_and_partition(program, found.seeds)
+        report = directory_data((parted,))
         write(
-            (divided,),
+            (parted,),
             folder,
             report=report,
-            strategy=resolved(divided.plan, divided.source),
+            strategy=resolved(parted.plan, parted.source),
             model_name=self.name,
         )
         return report
 
     def _slice_of(self, name: str, dims: Dims) -> TensorEntry | None:
-        """Returns the layout of an input of which each rank is given a slice."""
+        """Returns the layout of an input if each rank is given a slice of it."""
         index = self.inputs.index(name)
         shape = dims[index]
         if not self._given.sliced[index] or not shape or shape[0] == 1:
@@ -445,9 +448,9 @@ class Sharded:
     def _strategy(
         self, program: Program, gates: Gates, dims: Dims, values: Mapping[str, int]
     ) -> Strategy:
-        """What was given as a strategy for the graph between the gates."""
+        """Returns what was given, as a strategy for the graph between the gates."""
         given = self._given
-        # By the name of the value that the nodes of the function read; a gate's is its own.
+        # By the name of the value that the function's nodes read, which may be that of a gate.
         entries = {gates.inputs.get(i, n): given.inputs[i] for i, n in enumerate(self.inputs)}
         parameters = match(
             given.parameters,
@@ -483,10 +486,10 @@ def _values(
     dims: Sequence[Sequence[int | str | None] | None],
     shapes: Sequence[tuple[int, ...]],
 ) -> dict[str, int]:
-    """Returns the sizes of the symbols that stand alone as a dim.
+    """Returns the sizes of the symbols that are a dim by themselves.
 
     Raises:
-        CallError: A shape is of another rank or size than the dims, or a symbol has two sizes.
+        CallError: A shape does not fit the dims, or a symbol has two sizes.
     """
     found: dict[str, int] = {}
     for name, wanted, shape in zip(names, dims, shapes, strict=True):

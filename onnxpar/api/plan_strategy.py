@@ -1,4 +1,4 @@
-"""A strategy for a model: searched for, compared with the plain ones, explained."""
+"""Searches for a model's strategy, and compares it with the presets."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -32,10 +32,10 @@ def plan_strategy(
     micro_batches: int | None = None,
     progress: OnProgress = silent,
 ) -> FoundStrategy:
-    """Searches for a strategy and compares it with the plain ones.
+    """Searches for a strategy and compares it with the presets.
 
-    What is decided is what `onnxpar shard` carries out of the same strategy (`search.decide`).
-    Where something is fixed, presets that do not keep it are priced all the same, to be shown.
+    `onnxpar shard` with the same strategy carries out the same plan (`search.decide`). If something
+    is fixed, presets that do not keep it are priced, too, and shown.
 
     Args:
         model: Path of the ONNX file.
@@ -47,7 +47,7 @@ def plan_strategy(
         progress: As in `decide`.
 
     Raises:
-        OnnxparError: The model or the strategy is wrong, or nothing fits into a device's memory.
+        OnnxparError: The model or the strategy is wrong, or no plan fits into a device's memory.
     """
     strategy = replace(strategy, symbols={**strategy.symbols, **(symbols or {})})
     progress("reading the model", 0, 0)
@@ -78,7 +78,7 @@ def read_workload(
     training: TrainingSpec | None = None,
     parallel: OptimizerParallel = NOT_PARALLEL,
 ) -> Workload:
-    """Returns what is planned: the program of a model, or the one that trains it.
+    """Returns the program to plan: the forward program of a model, or the one that trains it.
 
     Args:
         path: Path of the ONNX file.
@@ -87,7 +87,7 @@ def read_workload(
         parallel: What replicas of a parameter share in training.
 
     Raises:
-        OnnxparError: The model cannot be read, or cannot be trained so.
+        OnnxparError: The model cannot be read, or cannot be trained in this way.
     """
     loaded = load(path)
     if training is None:
@@ -97,9 +97,9 @@ def read_workload(
 
 
 def searching(strategy: Strategy) -> Strategy:
-    """Returns a strategy with what it leaves open searched for.
+    """Returns a strategy that searches for everything that it leaves open.
 
-    Inputs are open where only a default lays them out; those of an annotation are not.
+    The layouts of inputs are open if they are only the default, but not those of an annotation.
     """
     if strategy.rest == "search":
         return strategy

@@ -1,6 +1,6 @@
 """From a model to an artifact directory: reads, plans, partitions, writes, in this order."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from time import perf_counter
@@ -59,22 +59,17 @@ def analyse(
     return Program.of(model, shapes(model, symbol_table(model, symbols, registry)), registry)
 
 
-def divide(program: Program, seeds: Seeds, places: Places = ONE_PLACE) -> PartitionedModel:
-    """Plans and partitions a program.
-
-    Args:
-        program: The program.
-        seeds: What is fixed.
-        places: Where its nodes run in a pipeline.
+def propagate_and_partition(program: Program, seeds: Seeds) -> PartitionedModel:
+    """Fills in what seeds leave open, and partitions the program.
 
     Raises:
         ShardingError: A strategy does not fit its node.
     """
-    return partition(program, propagate(program, seeds), places=places)
+    return partition(program, propagate(program, seeds))
 
 
-def cut_model(program: Program, staging: Staging) -> tuple[Program, Places]:
-    """Puts the nodes of a program into virtual stages, and says where they are.
+def assign_virtual_stages(program: Program, staging: Staging) -> tuple[Program, Places]:
+    """Assigns the nodes of a program to virtual stages, and returns the program and its places.
 
     Args:
         program: The program, whose model is changed.
@@ -84,24 +79,24 @@ def cut_model(program: Program, staging: Staging) -> tuple[Program, Places]:
         StrategyError: As `onnxpar.stages.assign_stages.decide_virtual_stages`.
     """
     places = staging.put_forward(program)
-    # Copies of nodes are new.
+    # Some nodes were copied: their shapes and rules are not known yet.
     env = shapes(program.model, program.env.table)
     return Program.of(program.model, env, program.registry), places
 
 
 def plan_in_stages(program: Program, strategy: Strategy) -> tuple[Program, Places, Plan]:
-    """Returns a program, cut into virtual stages if there is a pipeline, and its plan.
+    """Returns the program, with virtual stages if there is a pipeline, its places and its plan.
 
     Args:
-        program: The program; the model of one that is cut is changed.
-        strategy: The strategy, settled.
+        program: The program; in a pipeline, its model is changed.
+        strategy: The strategy, with nothing left to a search.
 
     Raises:
         OnnxparError: The strategy does not fit the model.
     """
     places, stages = ONE_PLACE, {}
     if strategy.pipeline is not None:
-        program, places = cut_model(program, Staging(strategy, strategy.pipeline))
+        program, places = assign_virtual_stages(program, Staging(strategy, strategy.pipeline))
         stages = {
             name: places.virtual_stage[place] % strategy.stages
             for name, place in places.nodes.items()
@@ -111,57 +106,42 @@ def plan_in_stages(program: Program, strategy: Strategy) -> tuple[Program, Place
 
 
 @dataclass(frozen=True)
-class Divided:
-    """A model, divided.
+class PartitionedForward:
+    """The programs that run a model.
 
     Attributes:
-        whole: The program; without nodes where a pipeline's programs have them.
-        programs: What is written: the program, or those of a pipeline.
-        strategy: The strategy, without what was left to a search.
-        pipeline: How they make up a pipeline, where the strategy has one.
+        programs: The program, or in a pipeline those of its stages.
+        strategy: The strategy, with nothing left to a search.
+        pipeline: How the programs make up a pipeline, if the strategy has one.
     """
 
-    whole: PartitionedModel
     programs: tuple[PartitionedModel, ...]
     strategy: Strategy
     pipeline: PipelinePrograms | None = None
 
 
-def divide_model(
-    model: ir.Model,
-    strategy: Strategy,
-    symbols: Mapping[str, Symbol],
-    *,
-    dumper: Dumper | None = None,
-    lap: Callable[[str], None] = lambda stage: None,
-) -> Divided:
-    """Divides a forward program: everything that `shard_model` does but write files.
+def partition_forward(
+    program: Program, strategy: Strategy, symbols: Mapping[str, Symbol]
+) -> PartitionedForward:
+    """Plans and partitions a forward program, which is used up.
 
     Args:
-        model: As read by `onnxpar.frontend.load.load`; it is used up.
+        program: The program.
         strategy: The strategy.
         symbols: Constraints on symbols, the strategy's included.
-        dumper: Where the normalised model is written, if anywhere.
-        lap: Called with the name of each stage at its end.
 
     Raises:
-        OnnxparError: The model or the strategy is wrong.
+        OnnxparError: The strategy does not fit the model.
     """
-    program = analyse(model, symbols)
-    if dumper:
-        dumper.model("normalised", program.model)
-    lap("analyse")
     strategy = settled(strategy, Workload.inference(program), symbols)
     if strategy.pipeline is None:
-        whole = divide(program, resolve(strategy, program))
-        lap("divide")
-        return Divided(whole, (whole,), strategy)
+        made = propagate_and_partition(program, resolve(strategy, program))
+        return PartitionedForward((made,), strategy)
     staging = Staging(strategy, strategy.pipeline)
-    program, places = cut_model(program, staging)
-    whole = divide(program, resolve(strategy, program), places)
-    stages = staging.split(whole, places, "model")
-    lap("divide")
-    return Divided(stages.unsplit, stages.programs, strategy, staging.pipeline([stages]))
+    program, places = assign_virtual_stages(program, staging)
+    plan = propagate(program, resolve(strategy, program))
+    split = staging.split(partition(program, plan, places=places), places, "model")
+    return PartitionedForward(split.programs, strategy, staging.pipeline([split]))
 
 
 def partition_for_training(
@@ -170,10 +150,10 @@ def partition_for_training(
     symbols: Mapping[str, Symbol],
     spec: TrainingSpec,
 ) -> PartitionedTraining:
-    """Partitions the programs that train a model: all that `shard_model` does but write files.
+    """Plans and partitions the programs that train a model.
 
     Args:
-        recognised: The normalised model, and what its initializers were; it is used up.
+        recognised: The normalised model with what is known of its initializers; it is used up.
         strategy: The strategy.
         symbols: Constraints on the symbols of its inputs.
         spec: What to train and how.
@@ -188,9 +168,9 @@ def partition_for_training(
         strategy = settled(strategy, Workload.training(prepared, spec, parallel), symbols)
         return partition_training(prepared, strategy, symbols, spec)
     if strategy.rest == SEARCH:
-        # What is searched is the program before it is split; the plan says where.
-        whole = prepare_training(recognised.clone(), symbols, spec)
-        strategy = settled(strategy, Workload.training(whole, spec, parallel), symbols)
+        # The search needs the program without stages, and decides where they begin.
+        unstaged = prepare_training(recognised.clone(), symbols, spec)
+        strategy = settled(strategy, Workload.training(unstaged, spec, parallel), symbols)
     assert strategy.pipeline is not None
     staging = Staging(strategy, strategy.pipeline)
     prepared = prepare_training(recognised, symbols, spec, staging.put)
@@ -206,12 +186,12 @@ def plan(
 ) -> Plan:
     """Returns the sharding of every operand of every node, without writing anything.
 
-    Of a pipeline it says the stage of each node, too, and its mesh is that of one stage.
+    For a pipeline, the plan also gives the stage of each node; its mesh is that of one stage.
 
     Args:
-        model: The model, or its path. A model given is used up.
+        model: The model, which is used up, or its path.
         strategy: A strategy, the path of a strategy file, or a preset such as `dp=2,tp=4`;
-            by default what the model is annotated with.
+            by default the model's annotations.
         devices: Number of devices, if the strategy does not give it.
         symbols: Constraints on symbols; they replace the strategy's of the same name.
 
@@ -262,133 +242,105 @@ def shard_model(
     optimizer_parallel: int | None = None,
     recompute: RecomputeOptions | None = None,
 ) -> Summary:
-    """Cuts a model into rank graphs and writes the output directory.
+    """Shards a model and writes the output directory.
 
     Args:
         model: Path of the ONNX file.
         strategy: A strategy, the path of a strategy file, or a preset such as `dp=2,tp=4`; None
-            for what the model is annotated with.
+            for the model's annotations.
         out: The directory to write; it is written completely or not at all.
         devices: Number of devices, if the strategy does not give it.
         symbols: Constraints on symbols; they replace the strategy's of the same name.
-        ranks: Write these ranks only.
-        dump: Directory for the model after each stage.
+        ranks: Write only these ranks.
+        dump: Directory for the model after each phase of processing.
         force: Replace an existing output directory.
-        training: Write the programs that train the model, instead of the model.
+        training: Write the programs that train the model instead of the forward program.
         optimizer_parallel: Level of optimizer parallel; it replaces the strategy's.
-        recompute: What of training is recomputed; it replaces the strategy's.
+        recompute: What training recomputes; it replaces the strategy's.
 
     Raises:
-        OnnxparError: Anything wrong with model, strategy or target; nothing is written then.
+        OnnxparError: The model, the strategy or the target is wrong; nothing is written.
     """
     check_target(Path(out), force=force)
     with blamed_on_model(Path(model)):
-        return _shard(
-            model,
-            strategy,
-            out,
-            devices,
-            symbols or {},
-            ranks,
-            dump,
-            force,
-            training,
-            optimizer_parallel,
-            recompute,
-        )
-
-
-def _shard(
-    model: str | Path,
-    strategy: str | Path | Strategy | None,
-    out: str | Path,
-    devices: int | None,
-    symbols: Mapping[str, Symbol],
-    ranks: Sequence[int] | None,
-    dump: str | Path | None,
-    force: bool,
-    training: TrainingSpec | None,
-    optimizer_parallel: int | None,
-    recompute: RecomputeOptions | None,
-) -> Summary:
-    clock = _Clock()
-    dumper = Dumper(Path(dump)) if dump is not None else None
-    proto = read(model)
-    strategy = strategy_for(strategy, devices, proto, f"model {str(model)!r}")
-    if optimizer_parallel is not None:
-        strategy = strategy.at_level(optimizer_parallel)
-    if recompute is not None:
-        strategy = replace(strategy, recompute=recompute)
-    loaded = in_memory(proto, model)
-    _check_ranks(ranks, strategy.world)
-    clock.lap("load")
-    constraints = {**strategy.symbols, **symbols}
-    if dumper:
-        dumper.model("loaded", loaded)
-    divided: PartitionedTraining | None = None
-    if training is None:
-        forward = divide_model(loaded, strategy, constraints, dumper=dumper, lap=clock.lap)
-        programs, pipeline, first = forward.programs, forward.pipeline, forward.whole
-        strategy = forward.strategy
-    else:
-        parameters = read_parameters(loaded, training.ties)
+        clock = _Clock()
+        dumper = Dumper(Path(dump)) if dump is not None else None
+        proto = read(model)
+        strategy = strategy_for(strategy, devices, proto, f"model {str(model)!r}")
+        if optimizer_parallel is not None:
+            strategy = strategy.at_level(optimizer_parallel)
+        if recompute is not None:
+            strategy = replace(strategy, recompute=recompute)
+        loaded = in_memory(proto, model)
+        _check_ranks(ranks, strategy.world)
+        clock.lap("load")
         if dumper:
-            dumper.model("normalised", parameters.model)
-        divided = partition_for_training(parameters, strategy, constraints, training)
-        programs, pipeline, strategy = divided.programs, divided.pipeline, divided.strategy
-        first = pipeline.unsplit[0] if pipeline is not None else programs[0]
-        clock.lap("divide")
-    if dumper:
-        dumper.plan("planned", first.source, first.plan)
-        for program in programs:
-            rank = program.ranks.start
-            name = f"partitioned.{program.program}.rank{rank}"
-            dumper.model(name, emit_rank(program, rank))
-    report = directory_data(programs if pipeline is None else pipeline.shown(programs), programs)
-    if pipeline is not None and strategy.pipeline is not None:
-        # As it was cut, whatever costs say elsewhere.
-        cut = strategy.pipeline.model_copy(update={"assign": dict(pipeline.assign)})
-        strategy = replace(strategy, pipeline=cut)
-    write(
-        programs,
-        Path(out),
-        ranks=ranks,
-        force=force,
-        report=report,
-        strategy=_resolved(first, divided, strategy),
-        strategy_file=_strategy_file(first, divided, strategy, constraints),
-        model_name=Path(model).stem,
-        training=training_entry(divided) if divided else None,
-        pipeline=pipeline,
-    )
-    clock.lap("write")
-    return Summary(Path(out), first, report, clock.laps, divided)
+            dumper.model("loaded", loaded)
+        constraints = {**strategy.symbols, **(symbols or {})}
+        parted = _partition(loaded, strategy, constraints, training, dumper, clock)
+        trained = parted if isinstance(parted, PartitionedTraining) else None
+        programs, pipeline, strategy = parted.programs, parted.pipeline, parted.strategy
+        first = programs[0] if pipeline is None else pipeline.unsplit[0]
+        if dumper:
+            dumper.plan("planned", first.source, first.plan)
+            for program in programs:
+                rank = program.ranks.start
+                name = f"partitioned.{program.program}.rank{rank}"
+                dumper.model(name, emit_rank(program, rank))
+        shown = programs if pipeline is None else pipeline.shown(programs)
+        report = directory_data(shown, programs)
+        if pipeline is not None and strategy.pipeline is not None:
+            # The stages chosen here, even if costs differ where the file is read.
+            entry = strategy.pipeline.model_copy(update={"assign": dict(pipeline.assign)})
+            strategy = replace(strategy, pipeline=entry)
+        plan, source = first.plan, first.source
+        if trained is not None:
+            plan, source = trained.shards.plan, trained.prepared.program.model
+        write(
+            programs,
+            Path(out),
+            ranks=ranks,
+            force=force,
+            report=report,
+            strategy=resolved(plan, source) | ({} if trained is None else _training_keys(strategy)),
+            strategy_file=write_strategy(plan_data(plan, source, strategy, constraints), NOTE),
+            model_name=Path(model).stem,
+            training=None if trained is None else training_entry(trained),
+            pipeline=pipeline,
+        )
+        clock.lap("write")
+    return Summary(Path(out), first, report, clock.laps, trained)
 
 
-def _resolved(
-    first: PartitionedModel, divided: PartitionedTraining | None, strategy: Strategy
-) -> dict[str, Any]:
-    """The strategy as resolved; parameters lie as nodes want them, however they are kept."""
-    if divided is None:
-        return resolved(first.plan, first.source)
-    told = resolved(divided.shards.plan, divided.prepared.program.model)
-    told["optimizer_parallel"] = asdict(strategy.optimizer_parallel)
-    if strategy.recompute:
-        told["recompute"] = strategy.recompute.entry
-    return told
-
-
-def _strategy_file(
-    first: PartitionedModel,
-    divided: PartitionedTraining | None,
+def _partition(
+    model: ir.Model,
     strategy: Strategy,
     symbols: Mapping[str, Symbol],
-) -> str:
-    """The same as a strategy file, from which the same programs follow."""
-    plan, source = first.plan, first.source
-    if divided is not None:
-        plan, source = divided.shards.plan, divided.prepared.program.model
-    return write_strategy(plan_data(plan, source, strategy, symbols), NOTE)
+    training: TrainingSpec | None,
+    dumper: Dumper | None,
+    clock: "_Clock",
+) -> PartitionedForward | PartitionedTraining:
+    """Partitions a model, which is used up, or the programs that train it."""
+    parted: PartitionedForward | PartitionedTraining
+    if training is None:
+        program = analyse(model, symbols)
+        if dumper:
+            dumper.model("normalised", program.model)
+        clock.lap("analyse")
+        parted = partition_forward(program, strategy, symbols)
+    else:
+        recognised = read_parameters(model, training.ties)
+        if dumper:
+            dumper.model("normalised", recognised.model)
+        parted = partition_for_training(recognised, strategy, symbols, training)
+    clock.lap("partition")
+    return parted
+
+
+def _training_keys(strategy: Strategy) -> dict[str, Any]:
+    """Returns what a resolved strategy says about training besides layouts."""
+    parallel = {"optimizer_parallel": asdict(strategy.optimizer_parallel)}
+    return parallel | ({"recompute": strategy.recompute.entry} if strategy.recompute else {})
 
 
 def _check_ranks(ranks: Sequence[int] | None, devices: int) -> None:

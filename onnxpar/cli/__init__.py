@@ -3,10 +3,9 @@
 Takes arguments; gives what `onnxpar` prints, and its exit code: parse, call, print, no logic.
 Begin with `shard`, or with the module that has the name of the subcommand.
 
-Every module parses, calls and prints. An error that a user can mend is one message on stderr and
-exit code 2 (1 where a check does not hold), without a traceback unless `ONNXPAR_TRACEBACK=1`. So is
-an interrupt, at any time: exit code 1. This module therefore imports the standard library only,
-and all else once signals are handled.
+An error that the user can correct is one message on stderr and exit code 2 (1 if a check fails),
+without a traceback unless `ONNXPAR_TRACEBACK=1`. An interrupt, at any time, is one message and exit
+code 1. So this module imports only the standard library until signals are handled.
 """
 
 import gc
@@ -28,18 +27,17 @@ if TYPE_CHECKING:
 _TRACEBACK = "ONNXPAR_TRACEBACK"
 _VERSION = "--version"
 _RANKS = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
-# Seconds for which a rank that tells nothing waits for the one that tells.
+# Seconds for which the other ranks wait, so that rank 0 can print the message.
 _PATIENCE = 3.0
 
-# 128 and the number of a signal that ends a program, as shells and Typer have it.
+# Shells and Typer use 128 plus the number of the signal that ended a program.
 _SIGNALS = tuple(
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
 )
 _INTERRUPTED = tuple(128 + number for number in _SIGNALS)
 
-# Name on the command line -> module whose function `command` it is, or whose `app` has commands of
-# its own. Modules are named here and not found by scanning, so that nothing is registered by
-# accident.
+# The name of each command, and the module with its function `command`, or with an `app` of several
+# commands. Modules are listed, not found by scanning, so nothing is registered by accident.
 COMMANDS: tuple[tuple[str, str], ...] = (
     ("shard", "onnxpar.cli.shard"),
     ("annotate", "onnxpar.cli.annotate"),
@@ -55,28 +53,28 @@ COMMANDS: tuple[tuple[str, str], ...] = (
     ("ops", "onnxpar.cli.ops"),
 )
 
-# onnxruntime and MPI give Python no turn for as long as they compute; then SIGTERM has to end the
-# process as it does any other. Ctrl-C waits for the turn.
+# While onnxruntime and MPI compute, Python handles no signals. SIGTERM must end these commands
+# directly, as it ends any other process; Ctrl-C waits.
 _COMPUTING = ("run", "train", "eval", "verify")
 
-# An interrupt ends these with the code that shells have for it, since a script that starts a long
-# run must tell an interrupt from a failure; the others end with 1.
+# After an interrupt, these commands exit with the code that shells use for it, so that a script can
+# tell an interrupt from a failure. The others exit with 1.
 _LONG = ("train", "eval", "launch")
 
 
 def collect_rarely() -> None:
-    """Lets Python look for garbage seldom, in a process that transforms models and ends.
+    """Makes Python's garbage collection rare, for a process that transforms models and ends.
 
-    A model is hundreds of thousands of objects that live as long as the process; looking through
-    them again and again takes a fifth of the time of `shard`.
+    A model is hundreds of thousands of objects that live as long as the process. To traverse them
+    again and again takes a fifth of the time of `shard`.
     """
     gc.set_threshold(100_000, 20, 50)
 
 
 def build_app(only: str | None = None) -> "typer.Typer":
-    """Returns the application with every subcommand, or with that one of them which `only` names.
+    """Returns the application with every subcommand, or only with the one that `only` names.
 
-    Loading the transformer takes a second, which eight ranks of `run` would each waste.
+    Loading the transformer takes a second, which each rank of `run` would waste.
     """
     import typer
 
@@ -126,10 +124,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             return _run(given, interrupts)
         except BaseException:
-            # What was loading or cleaning up may have made another exception of the interrupt.
+            # Code that was loading or cleaning up may have turned the interrupt into this error.
             if not interrupts.seen:
                 raise
-            interrupts.tell()
+            interrupts.report()
             return 1
 
 
@@ -145,45 +143,45 @@ def _run(given: list[str], interrupts: "_ProgramSignals") -> int:
     except SystemExit as leave:
         left = leave.code
     except Exception as error:
-        # The error trees of transformer and runtime share no module, only this attribute, which
-        # Typer's errors of usage have too; those alone show themselves, with the usage.
+        # The errors of transformer and runtime share only this attribute. Typer's usage errors have
+        # it too, and a method that shows them with the usage.
         code = getattr(error, "exit_code", None)
         show = getattr(error, "show", None)
         if not isinstance(code, int) or (os.environ.get(_TRACEBACK) == "1" and show is None):
             raise
-        if not _speaks():
-            # mpirun ends all ranks when the first of them fails, and with them what is not told.
+        if not _prints():
+            # mpirun ends all ranks when the first one fails; rank 0 must print its message first.
             time.sleep(_PATIENCE)
         elif show is None:
-            _tell(str(error))
+            _print_error(str(error))
         else:
             show()
         return code
     code = left if isinstance(left, int) else 0
     if code in _INTERRUPTED:
-        interrupts.tell()
+        interrupts.report()
         return code if name in _LONG else 1
     return code
 
 
-def _speaks() -> bool:
-    """Whether this process tells what is wrong: every rank of mpirun finds the same mistake."""
+def _prints() -> bool:
+    """Whether this process prints errors: every rank of mpirun finds the same mistake."""
     return all(os.environ.get(name, "0") == "0" for name in _RANKS)
 
 
-def _tell(message: str) -> None:
-    if _speaks():
+def _print_error(message: str) -> None:
+    if _prints():
         sys.stderr.write(f"onnxpar: error: {message}\n")
         sys.stderr.flush()
 
 
 class _ProgramSignals:
-    """What SIGINT, SIGTERM and SIGHUP do: at first they end the process, then they raise.
+    """The effect of SIGINT, SIGTERM and SIGHUP: they end a loading process, and raise later.
 
-    While a directory is written, `onnxpar.emit.atomic_directory` holds them back on top of this.
+    While a directory is written, `onnxpar.emit.atomic_directory` delays them.
 
     Attributes:
-        seen: Whether one of them has come.
+        seen: Whether one of them has arrived.
     """
 
     def __init__(self) -> None:
@@ -192,7 +190,7 @@ class _ProgramSignals:
         self._previous: dict[int, Any] = {}
 
     def install(self) -> None:
-        """Takes over the signals that are not ignored, as `nohup` has them."""
+        """Handles the signals that are not ignored (`nohup` ignores one)."""
         for number in _SIGNALS:
             previous = signal.getsignal(number)
             if previous in (signal.SIG_DFL, signal.default_int_handler):
@@ -200,32 +198,32 @@ class _ProgramSignals:
                 signal.signal(number, self._receive)
 
     def begin(self, command: str | None) -> None:
-        """Says that everything is loaded: there may be something to clean up from now on."""
+        """Notes that everything is loaded: from now on there may be something to clean up."""
         self._loading = False
-        # Ranks are ended by mpirun, which tells it.
+        # mpirun ends ranks, and reports it.
         if command in _COMPUTING or any(name in os.environ for name in _RANKS):
             for number in [n for n in self._previous if n != signal.SIGINT]:
                 signal.signal(number, self._previous.pop(number))
 
     def restore(self, ours: bool) -> None:
-        """Gives the signals back; where the process is ours and about to end, lets it end."""
+        """Restores the handlers; if the process is ours and about to end, ignores signals."""
         ending = ours and (self.seen or signal.SIGTERM in self._previous)
         for number, previous in self._previous.items():
             signal.signal(number, signal.SIG_IGN if ending else previous)
 
-    def tell(self) -> None:
-        """Says that the program was interrupted, and hears of no further signal."""
+    def report(self) -> None:
+        """Prints that the program was interrupted, and ignores further signals."""
         for number in self._previous:
             signal.signal(number, signal.SIG_IGN)
-        _tell("interrupted")
+        _print_error("interrupted")
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         del number, frame
         again, self.seen = self.seen, True
         if self._loading or again:
-            # An exception could end in whatever is being imported, or in the handling of the first.
-            # What has to be cleaned up holds signals back meanwhile.
-            self.tell()
+            # An exception could get lost in an import, or in the handling of the first signal.
+            # Code that must clean up delays signals.
+            self.report()
             os._exit(1)
         raise KeyboardInterrupt
 
@@ -233,7 +231,7 @@ class _ProgramSignals:
 @contextmanager
 def _interruptible(ours: bool) -> Iterator[_ProgramSignals]:
     interrupts = _ProgramSignals()
-    # Only the main thread may install handlers, and only there do signals arrive.
+    # Only the main thread may install handlers, and only it receives signals.
     with suppress(ValueError):
         interrupts.install()
     try:

@@ -1,4 +1,4 @@
-"""`onnxpar annotate`: a strategy written into the model itself."""
+"""`onnxpar annotate`: stores a strategy in the model itself."""
 
 from pathlib import Path
 from typing import Annotated
@@ -27,7 +27,10 @@ def command(
     devices: Devices = None,
     symbol: Constraints = None,
 ) -> None:
-    """Write a model's strategy into the model as annotations, for `shard` and for other tools."""
+    """Store a strategy in the model, as annotations.
+
+    `shard` and other tools can read them.
+    """
     done = annotate(model, strategy, out, devices=devices, symbols=parse_symbols(symbol or []))
     console = Console(soft_wrap=True, highlight=False)
     lines = [
@@ -38,7 +41,7 @@ def command(
         shown = ", ".join(done.differing[:SHOWN])
         more = len(done.differing) - SHOWN
         lines.append(
-            f"differing     {len(done.differing)}whose layout annotations cannot express: {shown}"
+            f"differing     annotations cannot express the layouts of {shown}"
             f"{f' and {more} more' if more > 0 else ''}"
         )
     lines += [f"written       {done.out}", f"next          onnxpar shard {done.out} -o DIR"]

@@ -1,11 +1,11 @@
-"""`onnxpar checkpoint`: other files of a checkpoint, for another mesh, another program."""
+"""`onnxpar checkpoint`: converts checkpoints for another mesh or another program."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-app = typer.Typer(no_args_is_help=True, help="Convert checkpoints.")
+app = typer.Typer(no_args_is_help=True, help="Reshard, merge or export checkpoints.")
 
 SourceFolder = Annotated[
     Path,
@@ -39,7 +39,7 @@ def reshard(
 
 @app.command()
 def merge(source: SourceFolder, target: Target, verify: Verify = False) -> None:
-    """Merge a checkpoint into unsharded tensors, as for one device."""
+    """Merge the shards of a checkpoint, as for one device."""
     from onnxpar.api import runtime
 
     typer.echo(runtime.merge_checkpoint(source, target, verify=verify))
@@ -59,12 +59,15 @@ def export(
     tie: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="A=B", help="For .onnx: the value that was given to `shard`; may be repeated."
+            metavar="A=B", help="For .onnx: the same --tie as for `shard`; may be repeated."
         ),
     ] = None,
     verify: Verify = False,
 ) -> None:
-    """Write the trained parameters, as an ONNX model or by name for PyTorch."""
+    """Write the trained parameters to a .onnx or .safetensors file.
+
+    The .safetensors file has them by name, for PyTorch.
+    """
     from onnxpar.api import runtime
 
     typer.echo(runtime.export_checkpoint(source, output, model, tie or (), verify=verify))

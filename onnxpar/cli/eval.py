@@ -8,7 +8,10 @@ from onnxpar_format.options import EvaluationRun, Execution
 
 @takes_options
 def command(directory: TrainingArtifacts, wanted: EvaluationRun, how: Execution) -> None:
-    """Evaluate a model on data: `mpirun -n N onnxpar eval DIR …`."""
+    """Evaluate a model on data.
+
+    Start it as `mpirun -n N onnxpar eval DIR …`.
+    """
     # It loads onnxruntime and MPI, which the other commands do without.
     from onnxpar.api import runtime
 

@@ -1,4 +1,4 @@
-"""`onnxpar inspect`: how a model was sharded, or how it can be."""
+"""`onnxpar inspect`: shows how a model was sharded, or how it can be."""
 
 import json
 import sys
@@ -24,7 +24,7 @@ from onnxpar.report.inspect_data import OF_A_PROGRAM, model_data
 
 Json = dict[str, Any]
 WIDTH = 240
-"""Columns of a table that goes to a file or a pipe."""
+"""Columns of a table that is written to a file or a pipe."""
 
 
 def command(
@@ -33,13 +33,13 @@ def command(
         typer.Argument(metavar="DIR|MODEL", help="Output of `onnxpar shard`, or an ONNX model."),
     ],
     rank: Annotated[
-        int | None, typer.Option(min=0, help="Show the collective groups of this rank only.")
+        int | None, typer.Option(min=0, help="Show only the collective groups of this rank.")
     ] = None,
     program: Annotated[
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Show the nodes of this program. Default: model, or training_model.",
+            help="Show the nodes of this program. Default: model or training_model.",
         ),
     ] = None,
     device: Annotated[
@@ -51,7 +51,7 @@ def command(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show how a model was sharded, or which dims of a model can be."""
+    """Show how a model was sharded, or how it can be."""
     if device not in (None, "cuda"):
         raise ArtifactError(f"--device: expected cuda, got {device!r}")
     if not target.exists():
@@ -73,7 +73,7 @@ def command(
     if device is not None:
         show_device(data["device"], console)
     elif target.is_dir():
-        show_divided(data, console)
+        show_directory(data, console)
     else:
         show_model(data, console)
 
@@ -81,17 +81,17 @@ def command(
 def read_report(directory: Path, rank: int | None = None, program: str | None = None) -> Json:
     """Returns the report of an artifact directory.
 
-    Keys are those of `onnxpar.report.inspect_data.inspect_data` for one program, and `program`, its
-    name; `programs`, with `collectives`, `replicated` and `totals` of every program by name; and
-    `training`, the manifest's entry of that name, where the directory is for training.
+    Keys are those of `onnxpar.report.inspect_data.inspect_data` for one program; `program`, its
+    name; `programs`, with the keys `OF_A_PROGRAM` except `nodes` for every program; and, in a
+    training directory, `training`, the manifest's entry of that name.
 
     Args:
         directory: The directory.
-        rank: Show the collective groups of this rank only.
+        rank: Show only the collective groups of this rank.
         program: Which program; None for the forward or the training program.
 
     Raises:
-        ArtifactError: No manifest, one without a report, or no such rank or program.
+        ArtifactError: There is no manifest, or it has no report, no such rank or no such program.
     """
     path = directory / MANIFEST
     manifest = read_manifest(directory)
@@ -118,7 +118,7 @@ def read_report(directory: Path, rank: int | None = None, program: str | None = 
 
 
 def graphs_of(directory: Path) -> dict[str, ir.Model]:
-    """Returns one rank's graph of each program, and of each stage's, by the name of its file.
+    """Returns one rank's graph of each program, also of those of stages, by file name.
 
     Raises:
         ArtifactError: A graph cannot be read, or there is none.
@@ -140,14 +140,14 @@ def graphs_of(directory: Path) -> dict[str, ir.Model]:
 
 
 def _of_rank(report: Json, rank: int | None) -> list[Json]:
-    """The collectives of a program, with the groups that the rank is in."""
+    """Returns the collectives of a program with only the groups that contain the rank."""
     found: list[Json] = report["collectives"]
     if rank is None:
         return found
     return [{**c, "groups": [group for group in c["groups"] if rank in group]} for c in found]
 
 
-def show_divided(report: Json, console: Console) -> None:
+def show_directory(report: Json, console: Console) -> None:
     """Prints the report of an artifact directory as tables."""
     console.print(escape(f"{report['devices']} devices{describe_mesh(report)}"))
     for name, constraint in report["symbols"].items():
@@ -168,7 +168,7 @@ def show_divided(report: Json, console: Console) -> None:
         console.print(collectives)
     conflicts = _table("conflict", "from", "to", "reader", "by", "bytes sent", "why")
     for item in report["conflicts"]:
-        reader = f"{item['node']} operand {item['operand']}" if item["node"] else "it leaves"
+        reader = f"{item['node']} operand {item['operand']}" if item["node"] else "the output"
         steps = " ".join(item["steps"])
         _row(
             conflicts, item["value"], item["from"], item["to"], reader, steps, str(item["bytes"]),
@@ -197,11 +197,11 @@ def show_divided(report: Json, console: Console) -> None:
 
 
 def _show_stages(report: Json, console: Console) -> None:
-    """Prints what the stages of a pipeline have, and what goes between them."""
+    """Prints the contents of the stages of a pipeline, and the transfers between them."""
     if not report["stage_totals"]:
         return
     stages = _table(
-        "stage", "ranks", "nodes", "parameters", "bytes of them on a device", "collectives",
+        "stage", "ranks", "nodes", "parameters", "bytes on each device", "collectives",
         "bytes sent",
     )  # fmt: skip
     for item in report["stage_totals"]:
@@ -211,7 +211,7 @@ def _show_stages(report: Json, console: Console) -> None:
         sent = (str(item[key]) for key in ("collectives", "bytes"))
         _row(stages, str(item["stage"]), ranks, *counts, size, *sent)
     console.print(stages)
-    moved = _table("value", "from stage", "to stage", "bytes of a rank for each micro-batch")
+    moved = _table("value", "from stage", "to stage", "bytes per rank and micro-batch")
     chunks = any(item["from_chunk"] or item["to_chunk"] for item in report["transfers"])
     for item in report["transfers"]:
         size = "unknown" if item["bytes"] is None else str(item["bytes"])
@@ -221,12 +221,12 @@ def _show_stages(report: Json, console: Console) -> None:
 
 
 def _stage_and_chunk(item: Json, end: str, chunks: bool) -> str:
-    """One end of a transfer: its stage, and its chunk where stages have several."""
+    """Returns one end of a transfer: its stage, and its chunk if stages have several."""
     return f"{item[end]}, chunk {item[f'{end}_chunk']}" if chunks else str(item[end])
 
 
 def _show_nodes(found: Sequence[Json], console: Console) -> None:
-    nodes = _table("node", "operator", "operand", "shape", "on a device", "pieces", "layout")
+    nodes = _table("node", "operator", "operand", "shape", "local shape", "shards", "layout")
     for node in found:
         rows = [("", item) for item in node["inputs"] if item["name"]]
         rows += [("-> ", item) for item in node["outputs"]]
@@ -237,11 +237,11 @@ def _show_nodes(found: Sequence[Json], console: Console) -> None:
             title = ["", ""]
     console.print(nodes)
     if any(node["pinned"] for node in found):
-        console.print("* strategy given")
+        console.print("* given by the strategy")
 
 
 def _show_training(training: Json, console: Console) -> None:
-    """Prints every tensor of the model, whether it is trained and, where it is not, why."""
+    """Prints every tensor of the model, and why it is not trained if it is not."""
     tensors = [t for t in training["tensors"] if t["parameter"]]
     trained = [t for t in tensors if t["trained"]]
     elements, of = (sum(t["elements"] for t in group) for group in (trained, tensors))
@@ -266,24 +266,24 @@ def _show_training(training: Json, console: Console) -> None:
 
 def _show_programs(programs: Mapping[str, Json], console: Console) -> None:
     """Prints a line for each program."""
-    table = _table("program", "nodes", "divided", "collectives", "bytes sent by a device in a run")
+    table = _table("program", "nodes", "sharded", "collectives", "bytes that a device sends")
     for name, report in programs.items():
         totals = report["totals"]
         kinds = ", ".join(f"{n} {op}" for op, n in totals["collectives_by_op"].items())
-        numbers = [str(totals[key]) for key in ("nodes", "divided")]
+        numbers = [str(totals[key]) for key in ("nodes", "sharded")]
         _row(table, name, *numbers, kinds or "none", str(totals["bytes"]))
     console.print(table)
 
 
 def show_model(data: Json, console: Console) -> None:
-    """Prints what of a model can be sharded as tables."""
+    """Prints what a strategy can address in a model, as tables."""
     values = _table("", "name", "type", "shape")
     for kind in ("inputs", "outputs", "parameters"):
         for item in data[kind]:
             _row(values, kind[:-1], item["name"], item["dtype"] or "?", _shape(item["shape"]))
     console.print(values)
     console.print(escape(f"symbols: {', '.join(data['symbols']) or 'none'}"))
-    nodes = _table("node", "operator", "an entry for each of", "rule", "factors")
+    nodes = _table("node", "operator", "operands with an entry", "rule", "factors")
     for node in data["nodes"]:
         factors = ", ".join(
             f"{f['name']}={f['size']}" + ("" if f["kind"] == "parallel" else f" {f['kind']}")
@@ -293,14 +293,14 @@ def show_model(data: Json, console: Console) -> None:
         _row(nodes, node["name"], node["op_type"], ", ".join(node["operands"]), rule, factors)
     console.print(nodes)
     console.print(
-        "A strategy has one list for each operand with one entry for each dim: a number of "
-        "shards or a mesh axis. Dims of one factor are sharded alike; a reduced factor (sum) "
-        "makes the result a partial sum."
+        "A strategy has one list for each of these operands, with one entry for each dim: a "
+        "number of shards or a mesh axis. Dims with the same factor are sharded alike. Sharding a "
+        "reduced factor (sum) makes the result a partial sum."
     )
 
 
 def show_device(data: Json, console: Console) -> None:
-    """Prints which nodes are computed on the CPU beside a device."""
+    """Prints which nodes would run on the CPU instead of a device."""
     fallbacks = _table("graph", "node", "operator", "types", "why it runs on the CPU")
     for name, program in data["programs"].items():
         for item in program["fallbacks"]:
@@ -311,8 +311,8 @@ def show_device(data: Json, console: Console) -> None:
         console.print(fallbacks)
     for name, program in data["programs"].items():
         text = (
-            f"{name}: of {count(program['nodes'], 'node')} {len(program['fallbacks'])} would fall "
-            f"back to the CPU; {len(program['sizes'])} compute sizes there by design"
+            f"{name}: {len(program['fallbacks'])} of {count(program['nodes'], 'node')} would fall "
+            f"back to the CPU; {len(program['sizes'])} more compute sizes there on purpose"
         )
         console.print(escape(text))
     console.print(f"kernels: CUDA provider of onnxruntime {data['onnxruntime']}")
@@ -333,8 +333,8 @@ def _layout(item: Json) -> tuple[str, str, str, str]:
     layout = item["sharding"] or "in its current layout"
     if item["partial"]:
         layout += f", partial {item['partial']['reduction']} over {item['partial']['over']}"
-    pieces = "" if item["strategy"] is None else ",".join(map(str, item["strategy"]))
-    return _shape(item["shape"]), _shape(item["local_shape"]), pieces, layout
+    shards = "" if item["strategy"] is None else ",".join(map(str, item["strategy"]))
+    return _shape(item["shape"]), _shape(item["local_shape"]), shards, layout
 
 
 def _shape(shape: "list[int | str] | None") -> str:

@@ -1,4 +1,4 @@
-"""`onnxpar launch`: mpirun under a supervisor, which starts it again when a rank has died."""
+"""`onnxpar launch`: mpirun under a supervisor, which restarts it after a rank has died."""
 
 import sys
 from pathlib import Path
@@ -13,7 +13,9 @@ def command(
     ],
     ranks: Annotated[
         int | None,
-        typer.Option("-n", "--ranks", metavar="N", help="Number of ranks. Default: that of DIR."),
+        typer.Option(
+            "-n", "--ranks", metavar="N", help="Number of ranks. Default: as many as DIR needs."
+        ),
     ] = None,
     retries: Annotated[
         int, typer.Option(metavar="K", help="Restart up to K times when a rank fails.")
@@ -22,20 +24,22 @@ def command(
         list[Path] | None,
         typer.Option(
             metavar="DIR2",
-            help="When retries are used up, go on with this directory, partitioned for fewer "
-            "ranks; may be repeated.",
+            help="When no retries are left, continue with this directory, which was sharded for "
+            "fewer ranks; may be repeated.",
         ),
     ] = None,
     mpirun: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="OPTION", help="An option of mpirun, as in --mpirun=--bind-to --mpirun=core."
+            metavar="OPTION",
+            help="An option for mpirun, as in --mpirun=--bind-to --mpirun=core; may be repeated.",
         ),
     ] = None,
 ) -> None:
-    """Train under mpirun: `onnxpar launch -n N --retries K -- train DIR --checkpoint FOLDER …`.
+    """Train under mpirun, and restart after failures.
 
-    If a rank fails, all ranks stop, and training resumes from the last complete checkpoint.
+    Use it as `onnxpar launch -n N --retries K -- train DIR --checkpoint FOLDER …`. If a rank fails,
+    all ranks stop, and training resumes from the last complete checkpoint.
     """
     # It loads onnxruntime, which the other commands do without.
     from onnxpar.api import runtime

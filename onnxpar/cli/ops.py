@@ -1,4 +1,4 @@
-"""`onnxpar ops`: what each operator has."""
+"""`onnxpar ops`: what each operator supports."""
 
 import json
 import sys

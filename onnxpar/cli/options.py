@@ -1,4 +1,4 @@
-"""Options that several commands have, each declared once, and commands that take them together."""
+"""The options that several commands have, and commands that take dataclasses of options."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
@@ -31,19 +31,19 @@ Constraints = Annotated[
     ),
 ]
 TRAINING = "Training"
-"""Title of the options of training where a command has others."""
+"""Title of the training options in the help of a command."""
 RecomputeCommunication = Annotated[
     str,
     typer.Option(
         metavar="keep|recompute",
-        help="Whether to repeat collectives when recomputing, or to keep their results.",
+        help="Recompute collectives among the recomputed nodes, or keep their results.",
     ),
 ]
 
 
 @dataclass(frozen=True)
 class TrainingOptions:
-    """What `shard` and `plan` are told of training."""
+    """The training options of `shard` and `plan`."""
 
     loss: Annotated[
         str | None,
@@ -79,7 +79,7 @@ class TrainingOptions:
         list[str] | None,
         typer.Option(
             metavar="GLOB",
-            help="Also train these tensors, even if they may be constants or --freeze matches "
+            help="Also train these tensors, even if they look like constants or --freeze matches "
             "them; may be repeated.",
             rich_help_panel=TRAINING,
         ),
@@ -122,7 +122,7 @@ class TrainingOptions:
     ] = None
 
     def given(self) -> dict[str, Any]:
-        """Returns what was given, by the name of the option."""
+        """Returns the options that were given, by name."""
         values = {f"--{f.name.replace('_', '-')}": getattr(self, f.name) for f in fields(self)}
         return {name: value for name, value in values.items() if value is not None}
 
@@ -131,7 +131,7 @@ class TrainingOptions:
 
         Args:
             loss: The loss.
-            optimizer: The optimizer, where none was given.
+            optimizer: The optimizer if the option was not given.
 
         Raises:
             OnnxparError: An option is malformed.
@@ -147,14 +147,14 @@ class TrainingOptions:
 
 
 def takes_options(function: Callable[..., None]) -> Callable[..., None]:
-    """Returns a command that has an option for each field of its parameters that are dataclasses.
+    """Returns a command that has an option for each field of its dataclass parameters.
 
-    Fields of dataclasses that are fields become options as well. What is not given has the default
-    of its field.
+    This includes the fields of nested dataclasses. An option that is not given has the default of
+    its field.
     """
     own = signature(function, eval_str=True).parameters.values()
     parameters = [each for one in own for each in _expanded(one)]
-    # Typer wants what has no default first.
+    # Typer needs parameters without a default first.
     parameters.sort(key=lambda one: one.default is not Parameter.empty)
 
     def command(**given: Any) -> None:
@@ -173,7 +173,7 @@ def takes_options(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def _expanded(parameter: Parameter) -> list[Parameter]:
-    """Returns the options of a parameter: itself, but for a dataclass of them."""
+    """Returns the options of a parameter: the fields of a dataclass, or the parameter itself."""
     kind, one = parameter.annotation, Parameter.KEYWORD_ONLY
     if is_dataclass(kind):
         hints = get_type_hints(kind, include_extras=True)
@@ -187,16 +187,16 @@ def _expanded(parameter: Parameter) -> list[Parameter]:
 
 
 def _of_typer(parameter: Parameter, option: Option) -> Parameter:
-    """Returns an option as Typer has it."""
+    """Returns an option in Typer's form."""
     kind, default = get_args(parameter.annotation)[0], parameter.default
     if option.parse is not None:
         kind = str | None
     elif get_origin(kind) is Sequence:
         (item,) = get_args(kind)
         kind, default = list[Path if Path in get_args(item) else item] | None, None  # type: ignore[misc]
-    told = typer.Option(*option.flags, help=option.help, metavar=option.metavar, min=option.minimum)
+    form = typer.Option(*option.flags, help=option.help, metavar=option.metavar, min=option.minimum)
     return Parameter(
-        parameter.name, Parameter.KEYWORD_ONLY, annotation=Annotated[kind, told], default=default
+        parameter.name, Parameter.KEYWORD_ONLY, annotation=Annotated[kind, form], default=default
     )
 
 
@@ -205,7 +205,7 @@ def _default(value: Any) -> Any:
 
 
 def _built(kind: Any, given: Mapping[str, Any]) -> Any:
-    """Returns a dataclass of what was given; OnnxparError for a text that it cannot have."""
+    """Returns a dataclass of the options given; OnnxparError if a text is malformed."""
     hints, values = get_type_hints(kind, include_extras=True), {}
     for field in fields(kind):
         hint = hints[field.name]

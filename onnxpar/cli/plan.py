@@ -1,4 +1,4 @@
-"""`onnxpar plan`: a strategy, searched for and explained."""
+"""`onnxpar plan`: searches for a strategy and explains it."""
 
 import gc
 import json
@@ -43,7 +43,7 @@ from onnxpar.strategy.validation_errors import in_words, problem
 WIDE = 160
 _SIZE = re.compile(r"([^:=]+)=(\d+)")
 OPTIMIZER = "adamw"
-"""What is planned for where a loss is given and no optimizer."""
+"""The optimizer to plan for if only a loss is given."""
 
 
 @takes_options
@@ -59,7 +59,7 @@ def command(
         typer.Option(
             metavar="FILE|AXES",
             help="The fixed part of the strategy: a file, or only a mesh such as dp=2,tp=4. The "
-            "rest is searched. Default: the model's annotations.",
+            "search decides the rest. Default: the model's annotations.",
         ),
     ] = None,
     algorithm: Annotated[
@@ -83,19 +83,22 @@ def command(
         list[str] | None,
         typer.Option(
             metavar="NAME=SIZE|NAME:CONSTRAINTS",
-            help="The size to plan for, or constraints on it; may be repeated.",
+            help="A symbol's size to plan for, or constraints on it; may be repeated.",
         ),
     ] = None,
     stages: Annotated[
         str | None,
-        typer.Option(metavar="N|auto", help="Number of pipeline stages; auto tries all that fit."),
+        typer.Option(
+            metavar="N|auto",
+            help="Number of pipeline stages; auto tries all that divide the devices.",
+        ),
     ] = None,
     micro_batches: Annotated[
         int | None, typer.Option(min=1, metavar="M", help="Micro-batches in a step.")
     ] = None,
     json_output: AsJson = False,
 ) -> None:
-    """Search for a strategy, explain the choice, and write it to a file."""
+    """Search for a strategy, and explain the choice."""
     check_file(out)
     sizes, constraints = _symbols(symbol or [])
     with blamed_on_model(model):
@@ -128,19 +131,19 @@ def command(
         return
     console = Console(soft_wrap=True, highlight=False)
     if not console.is_terminal:
-        # Names would be cut to fit 80 columns.
+        # In 80 columns, names would be truncated.
         console.width = WIDE
     _print(planned, console)
     console.print(f"written       {out}", markup=False)
     console.print(
-        f"next          onnxpar shard {model} --strategy {out}{_again(training)} -o DIR",
+        f"next          onnxpar shard {model} --strategy {out}{_training_options(training)} -o DIR",
         markup=False,
     )
 
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Plans are trees: to look for cycles in hundreds of thousands of them took an eighth."""
+    """Turns off garbage collection: plans have no cycles, and looking for them took an eighth."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -152,7 +155,7 @@ def _uncollected() -> Iterator[None]:
 
 @contextmanager
 def _progress() -> Iterator[OnProgress]:
-    """A bar on a terminal, which is cleared at the end; nothing elsewhere."""
+    """Shows a bar on a terminal, and clears it at the end."""
     console = Console(stderr=True, highlight=False)
     columns = (
         TextColumn("{task.description}"),
@@ -172,8 +175,8 @@ def _progress() -> Iterator[OnProgress]:
         yield show
 
 
-def _again(training: TrainingOptions) -> str:
-    """The options with which `shard` trains what was planned; the level is in the file."""
+def _training_options(training: TrainingOptions) -> str:
+    """Returns the same training options for `shard`; the level is in the strategy file."""
     if training.loss is None:
         return ""
     given = {"--loss": training.loss, "--optimizer": OPTIMIZER} | training.given()
@@ -186,7 +189,7 @@ def _again(training: TrainingOptions) -> str:
 
 
 def _symbols(texts: list[str]) -> tuple[dict[str, int], list[str]]:
-    """Sizes to plan for, and the options that are constraints."""
+    """Returns the sizes to plan for, and the options that are constraints."""
     sizes: dict[str, int] = {}
     constraints = []
     for text in texts:
@@ -204,7 +207,7 @@ def _symbols(texts: list[str]) -> tuple[dict[str, int], list[str]]:
 
 
 def _stages(text: str | None, strategy: Strategy) -> list[int] | None:
-    """Numbers of stages to try: with `auto` all that divide the devices."""
+    """Returns the numbers of stages to try; with `auto`, all that divide the devices."""
     if text is None:
         return None
     if text == "auto":
@@ -249,16 +252,16 @@ def _print(planned: FoundStrategy, console: Console) -> None:
         )
     console.print(layers)
     if all(row.name == REPLICATED or not row.nodes for row in rows):
-        console.print("Everything is replicated: every device computes the full model.")
+        console.print("Everything is replicated: every device computes the complete model.")
     _print_stages(planned.ways[0], console)
     runs = planned.ways[0].micro_batches
     step = f"a step of {runs} micro-batches" if runs > 1 else "a step"
-    ways = Table("way", step, "computing", "communication", "on a device", "why not")
+    ways = Table("plan", step, "computing", "communication", "memory", "why not")
     for way in planned.ways:
         if way.price is None:
             ways.add_row(way.name, "", "", "", "", escape(way.reason))
             continue
-        # In stages, of all of them: a micro-batch goes through one after another.
+        # For a pipeline, the sums over its stages: a micro-batch passes through all of them.
         ways.add_row(
             way.name,
             seconds_text(way.seconds),
@@ -270,13 +273,15 @@ def _print(planned: FoundStrategy, console: Console) -> None:
     console.print(ways)
     console.print(escape(planned.reason()))
     if planned.found.timed:
-        console.print("The search reached its time limit: another machine may find another plan.")
+        console.print(
+            "The search reached its time limit: on another machine it may find another plan."
+        )
 
 
 def _print_stages(way: Way, console: Console) -> None:
     if way.staged is None:
         return
-    stages = Table("stage", "nodes", "a micro-batch", "of it transfers", "on a device")
+    stages = Table("stage", "nodes", "a micro-batch", "its transfers", "memory")
     for number, stage in enumerate(way.staged.stages):
         stages.add_row(
             str(number),

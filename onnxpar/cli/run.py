@@ -1,4 +1,4 @@
-"""`onnxpar run`: one run of the program on global arrays."""
+"""`onnxpar run`: runs the program once, on whole arrays."""
 
 from pathlib import Path
 from typing import Annotated
@@ -15,7 +15,7 @@ def command(
     inputs: Annotated[
         Path,
         typer.Option(
-            metavar="FILE", help=".npz file of global arrays, with the names of the inputs."
+            metavar="FILE", help=".npz file of whole arrays, with the names of the inputs."
         ),
     ],
     outputs: Annotated[
@@ -24,7 +24,10 @@ def command(
     ],
     how: Execution,
 ) -> None:
-    """Run the program once on global arrays: `mpirun -n N onnxpar run DIR …`."""
+    """Run the program once on whole arrays.
+
+    Start it as `mpirun -n N onnxpar run DIR …`.
+    """
     # It loads onnxruntime and MPI, which the other commands do without.
     from onnxpar.api import runtime
 

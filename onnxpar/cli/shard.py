@@ -1,4 +1,4 @@
-"""`onnxpar shard`: one ONNX file for each rank."""
+"""`onnxpar shard`: writes one ONNX file for each rank."""
 
 import os
 from dataclasses import dataclass, replace
@@ -30,20 +30,23 @@ SHOWN = 5
 
 @dataclass(frozen=True)
 class _TrainingOptions(TrainingOptions):
-    """The options of `shard` for training that `plan` does not have."""
+    """The training options of `shard`, some of which `plan` does not have."""
 
     decay: Annotated[
         list[str] | None,
         typer.Option(
             metavar="GLOB",
-            help="Also apply weight decay to these. Default: parameters with two or more dims.",
+            help="Also apply weight decay to these; may be repeated. Default: parameters with two "
+            "or more dims.",
             rich_help_panel=TRAINING,
         ),
     ] = None
     no_decay: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="GLOB", help="Apply no weight decay to these.", rich_help_panel=TRAINING
+            metavar="GLOB",
+            help="Apply no weight decay to these; may be repeated.",
+            rich_help_panel=TRAINING,
         ),
     ] = None
     recompute: Annotated[
@@ -52,13 +55,13 @@ class _TrainingOptions(TrainingOptions):
             metavar="WHAT",
             help="Forward values to recompute in the backward pass: a node name pattern, layers "
             "(all repeated layers), layers=K (every K-th layer), or auto=BYTES (as few as "
-            "possible within this memory per device); may be repeated. Default: as in the "
+            "possible within this memory per device); may be repeated. Default: those of the "
             "strategy, else none.",
         ),
     ] = None
 
     def spec(self, loss: str, optimizer: str) -> TrainingSpec:
-        """Returns what is trained and how, with the choice of what decays."""
+        """Returns what is trained and how, and which parameters decay."""
         decay, no_decay = tuple(self.decay or ()), tuple(self.no_decay or ())
         return replace(super().spec(loss, optimizer), decay=decay, no_decay=no_decay)
 
@@ -92,13 +95,13 @@ def command(
     ] = None,
     dump: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Write the model after each stage to this directory."),
+        typer.Option(metavar="DIR", help="Write the model after each phase to this directory."),
     ] = None,
     force: Annotated[
         bool, typer.Option("--force", help="Replace an existing output directory.")
     ] = False,
     train: Annotated[
-        bool, typer.Option("--train", help="Write programs that train the model.")
+        bool, typer.Option("--train", help="Write the programs that train the model.")
     ] = False,
     recompute_communication: RecomputeCommunication = AGAIN,
 ) -> None:
@@ -132,7 +135,7 @@ def parse_symbols(texts: "list[str] | tuple[()]") -> dict[str, Symbol]:
     """Returns the constraints of `--symbol NAME:CONSTRAINTS` options by name.
 
     Raises:
-        SymbolError: Malformed, or a name that is given twice.
+        SymbolError: A text is malformed, or a name is given twice.
     """
     symbols: dict[str, Symbol] = {}
     for text in texts:
@@ -172,7 +175,7 @@ def _print(summary: Summary, ranks: "list[int] | range") -> None:
 
 
 def _stages(report: dict[str, Any]) -> list[str]:
-    """Returns a line for each stage of a pipeline: what it has, and what it sends on."""
+    """Returns a line for each stage of a pipeline: its contents, and what it sends."""
     lines = []
     chunks = any(t["from_chunk"] or t["to_chunk"] for t in report["transfers"])
     for item in report["stage_totals"]:
@@ -184,14 +187,14 @@ def _stages(report: dict[str, Any]) -> list[str]:
             f"{title:<14}ranks {ranks[0]} to {ranks[-1]}: "
             f"{count(item['nodes'], 'node')}, {count(item['parameters'], 'parameter')} of "
             f"{item['parameter_bytes_per_device']:,} bytes on each device, "
-            f"{count(item['collectives'], 'collective')} of {item['bytes']} bytes; sends for each "
-            f"micro-batch {', '.join(goes) or 'nothing'}"
+            f"{count(item['collectives'], 'collective')} of {item['bytes']} bytes; in each "
+            f"micro-batch it sends {', '.join(goes) or 'nothing'}"
         )
     return lines
 
 
 def _where(transfer: dict[str, Any], chunks: bool) -> str:
-    """Returns where something goes; with chunks, from which and to which."""
+    """Returns the target stage of a transfer, and the chunks if stages have several."""
     if not chunks:
         return str(transfer["to"])
     return f"{transfer['to']} (chunk {transfer['from_chunk']} to {transfer['to_chunk']})"
@@ -202,7 +205,7 @@ def _size(sent: int | str | None) -> str:
 
 
 def _trained(training: PartitionedTraining, device: str) -> list[str]:
-    """Returns what is trained and what is not, since to train less than one thinks is silent."""
+    """Returns what is trained and what is not: the user must notice if something is missing."""
     selection, unreached = training.prepared.selection, training.prepared.unreached
     counts = selection.counts(unreached)
     lines = [
@@ -210,16 +213,19 @@ def _trained(training: PartitionedTraining, device: str) -> list[str]:
         f"{counts.trained_tensors} of {counts.tensors} tensors",
         *_states(training, device),
     ]
-    told = selection.told(unreached)
-    constants = [t for t in told if not t.parameter and t.elements > 1]
+    tensors = selection.told(unreached)
+    constants = [t for t in tensors if not t.parameter and t.elements > 1]
     if constants:
         lines.append(
-            f"constants     {count(len(constants), 'tensor')} of "
-            f"{sum(t.elements for t in constants):,} elements, among them {constants[0].name}; "
-            "onnxpar inspect lists all of them, with the reason"
+            f"constants     {count(len(constants), 'tensor')} with "
+            f"{sum(t.elements for t in constants):,} elements, such as {constants[0].name}; "
+            "onnxpar inspect lists all, with the reason"
         )
     groups = (
-        ("not trained", [f"{t.name}: {t.reason}" for t in told if t.parameter and not t.trained]),
+        (
+            "not trained",
+            [f"{t.name}: {t.reason}" for t in tensors if t.parameter and not t.trained],
+        ),
         (
             "shared",
             [f"{t.name}, by {', '.join(t.used_by)}" for t in selection.shared(unreached)],
@@ -234,7 +240,7 @@ def _trained(training: PartitionedTraining, device: str) -> list[str]:
 
 
 def _states(training: PartitionedTraining, device: str) -> list[str]:
-    """Returns what a device keeps from step to step, and what of it replicas share."""
+    """Returns what a device keeps from step to step, and how much of it replicas share."""
     kept = training.kept
     moments = kept[StateKind.MOMENT1] + kept[StateKind.MOMENT2]
     lines = [
@@ -243,43 +249,43 @@ def _states(training: PartitionedTraining, device: str) -> list[str]:
     ]
     shards = training.shards
     if shards.options.level:
-        # Of a tensor that several stages have each has its own; it is one of the model.
+        # A tensor that several stages hold counts once.
         trained = {p.name for p in training.prepared.selection.trained}
-        split, every = len(trained & shards.shards.keys()), len(trained & shards.gradients.keys())
+        shared, every = len(trained & shards.shards.keys()), len(trained & shards.gradients.keys())
         lines.append(
-            f"              optimizer parallel, level {shards.options.level}: {split} of "
-            f"{count(every, 'tensor')} split over replicas; the others have none, cannot be "
-            f"made smaller, or have fewer than {shards.options.threshold:,} bytes"
+            f"              optimizer parallel, level {shards.options.level}: {shared} of "
+            f"{count(every, 'tensor')} sharded over replicas; the others have no replicas, no dim "
+            f"that can be sharded, or fewer than {shards.options.threshold:,} bytes"
         )
     return lines
 
 
 def describe_mesh(report: dict[str, Any]) -> str:
-    """Returns what is said behind the number of devices: the stages, and the mesh of each."""
+    """Returns the text after the number of devices: the stages, and the mesh of each stage."""
     stages, axes = report["stages"], report["mesh"]["axes"]
     named = f", mesh {' x '.join(f'{n}={s}' for n, s in axes.items())}" if axes else ""
     return f" in {stages} stages{named and f'{named} of each'}" if stages > 1 else named
 
 
 def describe_device(report: dict[str, Any]) -> str:
-    """Returns whose bytes are told: stages hold different parameters."""
-    return "each device" if report["stages"] == 1 else "a device of the stage with most memory"
+    """Returns which device is meant: stages hold different parameters."""
+    return "each device" if report["stages"] == 1 else "each device of the fullest stage"
 
 
 def describe_sent(report: dict[str, Any]) -> str:
-    """Returns who sends the bytes of a program: its collectives are those of all stages."""
+    """Returns what a device sends; a program's collectives are those of all its stages."""
     sent = f"{report['totals']['bytes']} bytes"
     if report["stages"] == 1:
         return f"a device sends {sent}"
-    return f"one device of each stage, added up, sends {sent} within the stages"
+    return f"one device of each stage sends {sent} in total"
 
 
 def describe_nodes(report: dict[str, Any]) -> str:
-    """Returns how many nodes there are of each kind; every node is of one."""
+    """Returns the number of nodes of each kind: sharded, or replicated for one of two reasons."""
     totals = report["totals"]
     names = [item["name"] for item in report["replicated"]]
-    unsplit = totals["nodes"] - totals["divided"] - len(names)
-    parts = [f"{totals['divided']} sharded"]
+    unsplit = totals["nodes"] - totals["sharded"] - len(names)
+    parts = [f"{totals['sharded']} sharded"]
     if unsplit:
         parts.append(f"{unsplit} replicated: none of their dims is sharded")
     if names:
@@ -291,7 +297,7 @@ def describe_nodes(report: dict[str, Any]) -> str:
 
 
 def count(number: int, noun: str) -> str:
-    """Returns the number with the noun, in the plural but for 1."""
+    """Returns the number with the noun, which is plural unless the number is 1."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
@@ -304,7 +310,7 @@ def _collectives(report: dict[str, Any]) -> str:
 
 
 def _conflicts(report: dict[str, Any]) -> list[str]:
-    """What neighbours that want different layouts cost, the most expensive ones in full."""
+    """Returns what different layouts of neighbours cost, with the most expensive conflicts."""
     found = report["conflicts"]
     if not found:
         return []
@@ -318,7 +324,7 @@ def _conflicts(report: dict[str, Any]) -> list[str]:
 
 def describe_conflict(item: dict[str, Any]) -> str:
     """Returns one conflict of a report in a line."""
-    reader = f"{item['node']} operand {item['operand']}" if item["node"] else "it leaves"
+    reader = f"{item['node']} operand {item['operand']}" if item["node"] else "the output"
     return (
         f"{item['value']} {item['from']} -> {item['to']} for {reader}: "
         f"{' '.join(item['steps'])}, {item['bytes']} bytes ({item['reason']})"
@@ -326,7 +332,7 @@ def describe_conflict(item: dict[str, Any]) -> str:
 
 
 def _next(out: Path, devices: int, trains: bool) -> str:
-    # One device needs no mpirun, which refuses more ranks than cores unless told.
+    # One device needs no mpirun. Without --oversubscribe, mpirun refuses more ranks than cores.
     more = " --oversubscribe" if devices > (os.cpu_count() or 1) else ""
     start = f"mpirun{more} -n {devices} " if devices > 1 else ""
     run = f"onnxpar run {out} --inputs in.npz --outputs out.npz"

@@ -1,4 +1,4 @@
-"""`onnxpar train`: epochs over a source of data."""
+"""`onnxpar train`: trains on a source of data."""
 
 import typer
 
@@ -8,7 +8,10 @@ from onnxpar_format.options import Execution, TrainingRun
 
 @takes_options
 def command(directory: TrainingArtifacts, wanted: TrainingRun, how: Execution) -> None:
-    """Train a model on data: `mpirun -n N onnxpar train DIR …`."""
+    """Train a model on data.
+
+    Start it as `mpirun -n N onnxpar train DIR …`.
+    """
     # It loads onnxruntime and MPI, which the other commands do without.
     from onnxpar.api import runtime
 

@@ -1,4 +1,4 @@
-"""`onnxpar verify`: the partitioned program against the undivided one."""
+"""`onnxpar verify`: compares the partitioned program with the undivided one."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,8 +15,8 @@ from onnxpar_format.options import VerifyOptions
 if TYPE_CHECKING:
     from onnxpar.api.runtime import Case, TrainingCase
 
-# Names of a list that may be long.
 _SHOWN = 5
+"""Names of a long list that are printed."""
 
 
 @takes_options
@@ -42,7 +42,10 @@ def command(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Run every rank in this process and compare with the undivided model."""
+    """Compare the ranks with the undivided model.
+
+    All ranks run in this process. The exit code is 1 if they differ.
+    """
     # It loads onnxruntime, which the other commands do without.
     from onnxpar.api import runtime
 
@@ -57,27 +60,29 @@ def command(
 def _print(cases: "Sequence[Case]", training: "type[TrainingCase]") -> None:
     console = Console()
     trained = [case for case in cases if isinstance(case, training)]
-    shown = "bytes sent by a rank"
+    sent = "bytes sent by a rank"
     if trained:
-        table = Table("symbols", "loss", "gradient", "state", shown, "holds")
+        table = Table("symbols", "loss", "gradient", "state", sent, "agrees")
     else:
-        table = Table("symbols", "max abs", "max rel", "worst", shown, "holds")
+        table = Table("symbols", "max abs", "max rel", "worst", sent, "agrees")
     for case in cases:
         found = _steps(case) if isinstance(case, training) else _outputs(case)
         table.add_row(escape(_symbols(case)), *found, _bytes(case), "yes" if case.ok else "no")
     console.print(table)
     if trained:
-        console.print("loss, gradient: largest relative difference; state: largest part of a limit")
+        console.print(
+            "loss, gradient: largest relative difference; state: largest fraction of its tolerance"
+        )
     for one in trained:
         console.print(_worst(one), markup=False, soft_wrap=True)
         jumps = sorted({name for step in one.steps for name in step.jumps})
         if jumps:
             named = ", ".join(jumps[:_SHOWN]) + (", …" if jumps[_SHOWN:] else "")
-            told = f"{len(jumps)} compared less strictly (discontinuous gradients): {named}"
-            console.print(told, markup=False, soft_wrap=True)
+            text = f"{len(jumps)} compared less strictly (discontinuous gradients): {named}"
+            console.print(text, markup=False, soft_wrap=True)
     for case in cases:
         for problem in case.problems:
-            console.print(f"does not hold: {problem}", markup=False, soft_wrap=True)
+            console.print(f"difference: {problem}", markup=False, soft_wrap=True)
 
 
 def _symbols(case: "Case") -> str:
@@ -95,7 +100,7 @@ def _outputs(case: "Case") -> list[str]:
 
 
 def _steps(case: "TrainingCase") -> list[str]:
-    """The largest difference of each kind in any step."""
+    """Returns the largest difference of each kind over all steps."""
     return [
         f"{max((getattr(step, name) for step in case.steps), default=0.0):.1e}"
         for name in ("loss_rel", "gradient_rel", "state_share")

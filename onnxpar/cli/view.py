@@ -1,4 +1,4 @@
-"""`onnxpar view`: a rank's graph in Netron."""
+"""`onnxpar view`: opens a rank's graph in Netron."""
 
 import threading
 from pathlib import Path
@@ -15,7 +15,7 @@ from onnxpar.emit.read_manifest import read_manifest
 
 def command(
     directory: Artifacts,
-    rank: Annotated[int, typer.Option(min=0, help="Rank whose graph is shown.")] = 0,
+    rank: Annotated[int, typer.Option(min=0, help="The rank.")] = 0,
     program: Annotated[
         str | None,
         typer.Option(
@@ -43,8 +43,8 @@ def graph_file(directory: Path, program: str | None, rank: int) -> Path:
 
     Args:
         directory: The artifact directory.
-        program: Which program; None for the first that the rank runs. Of one that runs through the
-            stages of a pipeline, the first program of the rank's stage.
+        program: Which program; None for the first that the rank runs. For a program that runs
+            through the stages of a pipeline, the first program of the rank's stage is shown.
         rank: Rank whose graph is shown.
 
     Raises:

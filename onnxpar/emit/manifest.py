@@ -249,7 +249,7 @@ def _whole(pm: PartitionedModel, devices: int) -> ProgramEntry:
 def _handed(value: ir.Value, symbols: Mapping[str, Symbol]) -> HandedEntry:
     """A local tensor that goes from program to program; its shape, where symbols tell it."""
     if value.dtype is None:
-        raise ArtifactError(f"{value.name!r}: the element type of a value between stages")
+        raise ArtifactError(f"{value.name!r}, a value between stages: its element type is unknown")
     sizes = [dim if isinstance(dim, int) else as_dim(dim.value or "") for dim in value.shape or ()]
     told = value.shape is not None and all(
         name in symbols for size in sizes if not isinstance(size, int) for name in symbols_of(size)

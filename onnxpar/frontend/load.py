@@ -358,12 +358,12 @@ def _name_dims(graph: ir.Graph) -> None:
         if value.dtype in (None, ir.DataType.UNDEFINED):
             raise ModelError(f"input {value.name!r} has no element type")
         if value.dtype == ir.DataType.STRING:
-            raise ModelError(f"input {value.name!r} is of strings, which no rank can be given")
+            raise ModelError(f"input {value.name!r} has text elements, which ranks cannot receive")
         for dim in value.shape:
             text = "" if isinstance(dim, int) else dim.value or ""
             # `9**9**9` is a name to `as_dim`, but a number to shape inference, which computes it.
             if "**" in text and as_dim(text) == dim_symbol(text):
-                raise ModelError(f"input {value.name!r} has the dim {text!r}, which is no size")
+                raise ModelError(f"input {value.name!r} has the dim {text!r}, which is not a size")
         value.shape = ir.Shape(
             [
                 d if isinstance(d, int) or d.value is not None else f"{value.name}.{axis}"

@@ -1,4 +1,4 @@
-"""Where the nodes of a graph compute beside onnxruntime's CUDA provider, as `inspect` shows it."""
+"""Which nodes onnxruntime's CUDA provider would leave to the CPU, as `inspect` shows it."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -17,13 +17,13 @@ Json = dict[str, Any]
 def device_data(programs: Mapping[str, ir.Model], registry: Registry = REGISTRY) -> Json:
     """Returns which nodes of programs are on the device, which on the host, and why.
 
-    Keys: `device`; `onnxruntime`, the version whose kernels are meant; `programs`, which has of
-    each program by name: `nodes`, how many there are, those of bodies included; `sizes`, nodes that
-    compute small sizes on the host on purpose, `{"name", "op_type"}`; `fallbacks`, nodes that are
-    there for lack of a kernel, with `domain`, `types` (of the operands, None where left out or
-    unknown) and `reason`.
+    Keys: `device`; `onnxruntime`, the version whose kernels are known; and `programs`, which has
+    for each program by name: `nodes`, their number, including those in bodies; `sizes`, the nodes
+    that compute small sizes on the host on purpose, `{"name", "op_type"}`; and `fallbacks`, the
+    nodes on the host because there is no kernel, also with `domain`, `types` (of the operands,
+    None if absent or unknown) and `reason`.
 
-    In a rank's graph the sizes are those that are marked; in another model those that would be.
+    In a rank's graph, `sizes` are the nodes marked so; in another model, those that would be.
 
     Args:
         programs: Models by name; they are not changed.

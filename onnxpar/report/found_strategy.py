@@ -1,4 +1,4 @@
-"""A strategy that was found, and why: what `onnxpar plan` shows."""
+"""The strategy that was found, and why: what `onnxpar plan` shows."""
 
 import re
 from dataclasses import asdict, dataclass, replace
@@ -12,25 +12,25 @@ from onnxpar.search.find_plan import GAP, UNLIMITED, Candidate, Found
 from onnxpar.search.rival_plans import FOUND, Objective, Way
 from onnxpar.strategy.schema import SearchEntry
 
-AIMS = ("little communication for the computing done", "memory", "speed")
-"""What each level seeks."""
+AIMS = ("little communication relative to computation", "memory", "speed")
+"""What each level of the objective seeks."""
 EXACT = 1e-4
-"""A gap that is shown as none."""
+"""A smaller gap is shown as none."""
 REPLICATED = "replicated"
-"""The row of nodes that no device shares with another."""
+"""The row of nodes that every device computes."""
 _DIGITS = re.compile(r"(\d+)")
 
 
 @dataclass(frozen=True)
 class LayerRow:
-    """A row of what a run or a micro-batch costs a device.
+    """A row of the table that says what a run or a micro-batch costs a device.
 
     Attributes:
-        name: Names of its nodes, with `*` for numbers that they differ in; or what it is that no
-            node does.
+        name: The common name of its nodes, with `*` for numbers that differ; or the name of work
+            that belongs to no node.
         strategy: The layouts of their operands.
-        local: The shapes of a node's results on a device.
-        nodes: How many there are.
+        local: The local shapes of a node's results.
+        nodes: Number of nodes.
         computing: Seconds of computing.
         communication: Seconds of communication.
         made: Bytes of their results.
@@ -50,13 +50,13 @@ class FoundStrategy:
     """What `plan_strategy` found.
 
     Attributes:
-        found: The search's result, or the preset that it did not better.
-        plan: The plan of the whole program that follows from it.
+        found: The search's result, or a preset than which it found nothing better.
+        plan: The plan of the complete program that follows from it.
         ways: That plan, then those found for other numbers of stages, then the presets.
-        data: The content of a strategy file that says the plan.
-        machine: The machine that it is for.
-        objective: What made it the best.
-        program: The program that is planned.
+        data: The content of a strategy file with this plan.
+        machine: The machine to plan for.
+        objective: How plans are compared.
+        program: The program that was planned.
     """
 
     found: Found
@@ -69,23 +69,23 @@ class FoundStrategy:
 
     @property
     def devices(self) -> int:
-        """Number of devices, of all stages."""
+        """Number of devices of all stages together."""
         staged = self.ways[0].staged
         return self.plan.mesh.size * (staged.split.stages if staged is not None else 1)
 
     def layers(self) -> list[LayerRow]:
-        """Returns nodes by layer, then what is no node's; the seconds sum to those of the plan.
+        """Returns a row for each layer, then rows for other work; they sum to the plan's seconds.
 
-        Nodes are of one layer whose names are alike but for numbers, and that are sharded alike.
+        Nodes belong to one layer if their names differ only in numbers and they are sharded alike.
         """
         best, plan = self.ways[0].price, self.plan
         assert best is not None
         groups: dict[tuple[str, str, object], list[NodePrice]] = {}
-        whole: list[NodePrice] = []
+        replicated: list[NodePrice] = []
         for node in best.nodes:
             chosen = plan.nodes[node.name]
             if not chosen.factors and not node.moving:
-                whole.append(node)
+                replicated.append(node)
                 continue
             strategy = " ".join(
                 s.describe(plan.mesh) for s in chosen.inputs if s is not None and s.rank
@@ -95,8 +95,8 @@ class FoundStrategy:
             _layer(_common([n.name for n in nodes]), strategy, nodes)
             for (_, strategy, _), nodes in groups.items()
         ]
-        if whole:
-            found.append(replace(_layer(REPLICATED, "", whole), local=()))
+        if replicated:
+            found.append(replace(_layer(REPLICATED, "", replicated), local=()))
         rest = (
             LayerRow("outputs", communication=best.outputs),
             LayerRow("gradients", communication=best.gradients),
@@ -105,7 +105,7 @@ class FoundStrategy:
         return [*found, *(row for row in rest if row.computing or row.communication)]
 
     def summary(self, entry: SearchEntry) -> str:
-        """Returns two lines: by what it was found, and what it costs."""
+        """Returns two lines: how it was found, and what it costs."""
         best = self.ways[0]
         assert best.price is not None
         sizes = ", ".join(f"{n}={s}" for n, s in entry.sizes.items()) or "typical sizes"
@@ -114,7 +114,7 @@ class FoundStrategy:
         runs = f" of {best.micro_batches} micro-batches" if best.micro_batches > 1 else ""
         by = f"Found by {entry.algorithm}"
         if not best.name.startswith(FOUND):
-            by = f"The preset {best.name}, which {entry.algorithm} does not better,"
+            by = f"The preset {best.name} (the search, {entry.algorithm}, found nothing better)"
         return (
             f"{by} for {self.plan.mesh.size} devices{stages} "
             f"({self.machine.name}), {sizes}.\n"
@@ -168,8 +168,10 @@ class FoundStrategy:
         fitting = [w for w in self.ways[1:] if w.fits(objective.limit)]
         proof = _proof(self.found.chosen)
         if not fitting:
-            rest = f"no other way fits into {bytes_text(objective.limit)}"
-            return f"{best.name} is taken; {rest if self.ways[1:] else 'there is no other'}{proof}."
+            rest = f"no other plan fits into {bytes_text(objective.limit)}"
+            return (
+                f"{best.name} is chosen; {rest if self.ways[1:] else 'there is no other'}{proof}."
+            )
         rival = min(fitting, key=objective.rank)
         assert rival.price is not None
         ratio = rival.seconds / best.seconds if best.seconds else 1.0
@@ -177,41 +179,41 @@ class FoundStrategy:
         more = ""
         if not best.staged:
             word = "more" if less >= 0 else "less"
-            more = f", {seconds_text(abs(less))} {word} of it communication"
+            more = f", with {seconds_text(abs(less))} {word} communication"
         if objective.level == 1:
             more += f", and {rival.peak / max(best.peak, 1):.2f} times the memory"
         chosen = f"{best.name} is best for {AIMS[objective.level]}"
         if objective.rank(rival) < objective.rank(best):
             return (
-                f"{chosen} of what keeps all that is fixed; {rival.name}, which does not, takes "
-                f"{ratio:.2f} times as long{more}{proof}."
+                f"{chosen} among the plans that keep what is fixed; {rival.name} does not keep it, "
+                f"and takes {ratio:.2f} times as long{more}{proof}."
             )
         if objective.rank(rival) == objective.rank(best):
             return f"{chosen}, and so is {rival.name}{proof}."
         return (
-            f"{chosen}; the next best is {rival.name}: it takes {ratio:.2f} times as long{more}"
+            f"{chosen}; the next best is {rival.name}, which takes {ratio:.2f} times as long{more}"
             f"{proof}."
         )
 
 
 def _proof(chosen: Candidate) -> str:
-    """What an exact search proved on the mesh that won: by the sum that it takes the least of."""
+    """Returns what an exact search proved about the mesh that won, for the search's own sum."""
     if not chosen.bound:
         return ""
     axes = " x ".join(f"{n}={s}" for n, s in chosen.axes)
     if chosen.limit < UNLIMITED:
         # The search counts memory without lifetimes, so its limit is not the device's.
-        axes += f" that holds at most {bytes_text(chosen.limit)}, as the search counts,"
+        axes += f" with at most {bytes_text(chosen.limit)} by the search's own count"
     gap = f"{100 * chosen.gap:.2f} %"
     if chosen.gap > GAP:
-        return f"; the search of the mesh {axes} stopped early: another may be {gap} better"
+        return f"; the search on the mesh {axes} stopped early: another plan may be {gap} better"
     if chosen.gap < EXACT:
-        return f"; no other on the mesh {axes} is better, which is proved"
-    return f"; no other on the mesh {axes} is more than {gap} better, which is proved"
+        return f"; it is proved that no other plan on the mesh {axes} is better"
+    return f"; it is proved that no other plan on the mesh {axes} is more than {gap} better"
 
 
 def _common(names: list[str]) -> str:
-    """Returns names that are alike but for numbers as one, with `*` for numbers that differ."""
+    """Returns the common form of names, with `*` for numbers that differ."""
     parts = zip(*(_DIGITS.split(name) for name in names), strict=True)
     return "".join(part[0] if len(set(part)) == 1 else "*" for part in parts)
 

@@ -20,7 +20,7 @@ from onnxpar.graph.shapes import ShapeEnv, shapes
 from onnxpar.ops.node_rules import Rules
 from onnxpar.partition.partitioned_model import PartitionedModel
 from onnxpar.propagation.conflicts import Conflict
-from onnxpar.report.stage_data import count_of_bytes, stage_data
+from onnxpar.report.stage_data import bytes_of, count_of_bytes, local_bytes, stage_data, total_bytes
 from onnxpar.resharding.routes import OPERATORS
 
 Json = dict[str, Any]
@@ -34,10 +34,10 @@ OF_A_PROGRAM = (
     "stage_totals",
     "transfers",
 )
-"""Keys of a report that are those of one program; the others are of the whole directory."""
+"""Keys of a report that describe one program; the others describe the directory."""
 
 SMALL = 1024
-"""Elements up to which an initializer of integers is taken for a shape or axis, not a parameter."""
+"""Up to this many elements, an initializer of integers counts as a shape or an axis."""
 
 
 def directory_data(
@@ -45,12 +45,12 @@ def directory_data(
 ) -> Json:
     """Returns the manifest's "report": the data of the first program, and of the others by name.
 
-    Keys: those of `inspect_data`; `program`, the name of the first; `programs`, which has of each
-    other program the keys that are its own (`OF_A_PROGRAM`).
+    Keys: those of `inspect_data`; `program`, the name of the first program; and `programs`, which
+    has the keys `OF_A_PROGRAM` for each other program.
 
     Args:
-        programs: All programs of a directory, the one that is shown first at the head.
-        split: Of a pipeline, the programs that run in place of these.
+        programs: All programs of a directory; the first one is shown by default.
+        split: In a pipeline, the programs that run in place of these.
     """
     first, *others = programs
     return {
@@ -68,22 +68,23 @@ def inspect_data(parted: PartitionedModel, split: Sequence[PartitionedModel] = (
     """Returns how one program was partitioned.
 
     Sizes are integers, or text in the model's symbols. Shapes are global, in elements; a
-    `local_shape` is what every device holds, padding included. `strategy` counts the pieces of each
-    dim, `sharding` names their mesh axes (`2@4`: an unnamed pair of devices 4 apart), and both are
-    None for an operand that is absent or taken in its current layout. `partial` is None or the
-    reduction that
-    the value waits for: `{"reduction", "over"}`. `bytes` is what one device sends.
+    `local_shape` is that of every device's shard, padding included. `strategy` has the number of
+    shards of each dim, and `sharding` the mesh axes (`2@4`: two unnamed devices that are 4 apart).
+    Both are None for an operand that is absent or taken in its current layout. `partial` is None,
+    or the reduction that has not been done yet: `{"reduction", "over"}`. `bytes` are those that
+    one device sends.
 
-    `conflicts` are the reshards that neighbours' different layouts cost, what costs most first:
-    `cost` are the bytes that the reader's choice sends at typical sizes, `as_it_lies` those of the
-    other way, None where there is none; `node` is empty where an output leaves.
+    `conflicts` are the reshards between neighbours with different layouts, the most expensive
+    first: `cost` is the number of bytes that the reader's layout sends at typical sizes, and
+    `cost_in_current_layout` the number if the reader followed the value, or None if it cannot.
+    `node` is empty if the value is an output of the model.
 
     Keys: `mesh` (of one pipeline stage), `devices`, `stages`, `symbols`, `nodes`, `collectives`,
     `conflicts`, `replicated`, `totals`, and those of `onnxpar.report.stage_data.stage_data`.
 
     Args:
         parted: The program of all ranks.
-        split: Of a pipeline, the programs that run in its place.
+        split: In a pipeline, the programs that run in its place.
     """
     texts = _Texts(parted.plan.mesh, shapes(parted.source, parted.builder.table))
     replicated = [
@@ -115,7 +116,7 @@ def inspect_data(parted: PartitionedModel, split: Sequence[PartitionedModel] = (
 
 @dataclass(frozen=True)
 class _Texts:
-    """Layouts and groups in words, each found once: a deep model has few that differ."""
+    """Layouts and groups as text, each made once: a deep model has few different ones."""
 
     mesh: Mesh
     env: ShapeEnv
@@ -181,7 +182,7 @@ class _Texts:
             "bytes": count_of_bytes(conflict.bytes),
             "chosen": conflict.why,
             "cost": conflict.cost,
-            "as_it_lies": conflict.other,
+            "cost_in_current_layout": conflict.other,
             "reason": conflict.reason,
         }
 
@@ -213,7 +214,7 @@ def _sizes(shape: Sequence[Dim]) -> list[int | str]:
     return [size if isinstance(size, int) else dim_text(size) for size in shape]
 
 
-def _is_divided(node: Json) -> bool:
+def _is_sharded(node: Json) -> bool:
     operands = [*node["inputs"], *node["outputs"]]
     return any(o["partial"] or prod(o["strategy"] or ()) > 1 for o in operands)
 
@@ -224,45 +225,36 @@ def _totals(
     replicated: Sequence[Json],
     stages: Sequence[Json],
 ) -> Json:
-    """Sums of a program; of a pipeline, the parameters' bytes on a device of the fullest stage."""
+    """Sums of a program. Of the stages of a pipeline, the fullest gives the bytes of a device."""
     collectives = parted.builder.collectives
-    mesh = parted.plan.mesh
-    # A parameter that several stages have counts once as a whole.
-    whole: dict[str, int] = {}
-    local = 0
-    for parameter in parted.parameters:
-        itemsize = parameter.source.dtype.itemsize if parameter.source.dtype is not None else 0
-        whole[parameter.name] = int(prod(map(int, parameter.sharding.shape)) * itemsize)
-        local += int(prod(map(int, parameter.sharding.local_shape(mesh))) * itemsize)
-    total: Dim = 0
-    for collective in collectives:
-        total = total + collective.bytes
-    disputed: Dim = 0
-    for conflict in parted.conflicts:
-        disputed = disputed + conflict.bytes
+    # A parameter that several stages hold counts once.
+    sizes = {
+        p.name: bytes_of(p.source.dtype, map(int, p.sharding.shape)) for p in parted.parameters
+    }
     return {
         "nodes": len(nodes),
-        "divided": sum(map(_is_divided, nodes)),
+        "sharded": sum(map(_is_sharded, nodes)),
         "replicated": len(replicated),
         "collectives": len(collectives),
         "collectives_by_op": dict(sorted(Counter(c.op for c in collectives).items())),
-        "bytes": count_of_bytes(total),
+        "bytes": total_bytes(c.bytes for c in collectives),
         "conflicts": len(parted.conflicts),
-        "conflict_bytes": count_of_bytes(disputed),
-        "parameters": len(whole),
-        "parameter_bytes": sum(whole.values()),
+        "conflict_bytes": total_bytes(c.bytes for c in parted.conflicts),
+        "parameters": len(sizes),
+        "parameter_bytes": sum(sizes.values()),
         "parameter_bytes_per_device": max(
-            (stage["parameter_bytes_per_device"] for stage in stages), default=local
+            (stage["parameter_bytes_per_device"] for stage in stages),
+            default=local_bytes(parted.parameters, parted.plan.mesh),
         ),
     }
 
 
 def model_data(program: Program) -> Json:
-    """Returns what `onnxpar inspect MODEL --json` prints: what can be sharded, and by which names.
+    """Returns what `onnxpar inspect MODEL --json` prints: what a strategy can address.
 
-    Keys: `inputs`, `outputs`, `parameters` (`name`, `dtype`, `shape`; small integers and scalars
-    are left out), `symbols`, `nodes` with `rule`, `operands` (names of the operands that a strategy
-    has entries for), `factors` (name, size, kind) and `reason`, why a node cannot be sharded.
+    Keys: `inputs`, `outputs`, `parameters` (`name`, `dtype`, `shape`; without small integers and
+    scalars), `symbols`, and `nodes` with `rule`, `operands` (names of the operands that take an
+    entry of a strategy), `factors` (name, size, kind) and `reason` (why it cannot be sharded).
     """
     graph, env, rules = program.graph, program.env, program.rules
     return {
@@ -271,14 +263,14 @@ def model_data(program: Program) -> Json:
         "outputs": [_value(v, env) for v in graph.outputs],
         "symbols": {name: str(symbol) for name, symbol in env.table.items()},
         "parameters": [
-            _value(v, env) for v in graph.initializers.values() if _is_worth_dividing(v)
+            _value(v, env) for v in graph.initializers.values() if _is_worth_sharding(v)
         ],
         "nodes": [_rule(node, rules) for node in graph],
     }
 
 
-def _is_worth_dividing(value: ir.Value) -> bool:
-    """Whether an initializer is worth dividing: no shape, axis or scalar of the graph."""
+def _is_worth_sharding(value: ir.Value) -> bool:
+    """Whether an initializer is large enough: shapes, axes and scalars of the graph are not."""
     if value.shape is None or value.dtype is None:
         return True
     large = value.shape.is_dynamic() or prod(value.shape.numpy()) > SMALL

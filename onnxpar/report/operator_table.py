@@ -1,4 +1,4 @@
-"""What each operator has, as plain data for `onnxpar ops`."""
+"""What each operator supports, as plain data for `onnxpar ops`."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ class OperatorRow:
         gradient: "yes", "of its body", or why there is none.
         cost: "yes", or where the cost comes from.
         keeps_zero: Whether zero padding stays zero.
-        slots: What the further slots of its record say, by the slot's name (`slot_words`).
+        slots: The contents of the other slots, by the slot's name (`slot_words`).
     """
 
     domain: str
@@ -43,10 +43,9 @@ class OperatorRow:
 
 
 def operator_table(registry: Registry = REGISTRY) -> list[OperatorRow]:
-    """Returns a row for each operator definition, by domain, name and version.
+    """Returns a row for each operator definition, ordered by domain, name and version.
 
-    Operators of ONNX that have no definition, and need none since ONNX gives them a body, have a
-    row too.
+    ONNX operators without a definition also have a row if ONNX gives them a body.
     """
     rows = [_row(definition) for definition in registry.defs]
     rows += [_expanded_row(name, version) for name, version in schema_bodies(registry)]
@@ -54,7 +53,7 @@ def operator_table(registry: Registry = REGISTRY) -> list[OperatorRow]:
 
 
 def schema_bodies(registry: Registry = REGISTRY) -> list[tuple[str, int]]:
-    """Returns the operators that ONNX's body alone divides, each with its first such version."""
+    """Returns the operators that are sharded only through ONNX's body, with their first version."""
     first: dict[str, int] = {}
     for schema in _schemas():
         if not (schema.has_function or schema.has_context_dependent_function):
@@ -66,7 +65,7 @@ def schema_bodies(registry: Registry = REGISTRY) -> list[tuple[str, int]]:
 
 
 def _schemas() -> list[Any]:
-    """All versions of ONNX's operators, as onnx's stubs do not know them: with their bodies."""
+    """Returns all versions of ONNX's operators; onnx's type stubs lack the flags for bodies."""
     return [s for s in onnx.defs.get_all_schemas_with_history() if not s.domain]
 
 
@@ -117,7 +116,7 @@ def _first_line(function: object) -> str:
 
 
 def slot_words(definition: OpDef) -> dict[str, str]:
-    """Returns what the slots of a record say that have no field of their own in `OperatorRow`."""
+    """Describes the slots of a record that have no field of their own in `OperatorRow`."""
     return {name: words(getattr(definition, name)) for name, words in SLOT_WORDS.items()}
 
 
@@ -148,8 +147,8 @@ def _roles(roles: Roles) -> str:
 def _memory(kernel: Kernel) -> str:
     found = ["a view of its first operand"] if kernel.view else []
     found += [f"result {output} over operand {operand}" for operand, output in kernel.over]
-    found += ["room to work in"] if kernel.work is not no_workspace else []
-    return ", ".join(found) or "memory of its own for each result"
+    found += ["a workspace"] if kernel.work is not no_workspace else []
+    return ", ".join(found) or "separate memory for each result"
 
 
 def _precision(precision: Precision) -> str:
@@ -179,4 +178,4 @@ SLOT_WORDS: Mapping[str, Callable[[Any], str]] = {
     "refused": _function,
     "upgrades": lambda upgrades: _operands(tuple(upgrades)),
 }
-"""How each further slot of a record is told."""
+"""How each of the other slots is described."""

@@ -1,42 +1,43 @@
-"""What `onnxpar inspect` shows of a pipeline: what each stage has, and what goes between them."""
+"""The part of `onnxpar inspect` about a pipeline: its stages, and the values between them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import prod
 from typing import Any
 
 import onnx_ir as ir
 
+from onnxpar.core.mesh import Mesh
 from onnxpar.core.symbols import Dim, as_dim, dim_text
 from onnxpar.core.symbols.expressions import fraction
 from onnxpar.graph.pipeline_places import virtual_stage_of
-from onnxpar.partition.partitioned_model import PartitionedModel
+from onnxpar.partition.partitioned_model import Parameter, PartitionedModel
 
 Json = dict[str, Any]
 
 
-def stage_data(whole: PartitionedModel, split: Sequence[PartitionedModel]) -> Json:
-    """Returns what the stages of one program have and send; nothing where it was not split.
+def stage_data(undivided: PartitionedModel, split: Sequence[PartitionedModel]) -> Json:
+    """Returns what the stages of one program contain and send; nothing if it has no stages.
 
     Keys:
-        `stage_totals`: of each stage its `stage`, `ranks`, `nodes`, `parameters`,
+        `stage_totals`: for each stage `stage`, `ranks`, `nodes`, `parameters`,
             `parameter_bytes_per_device`, padding included, and `collectives` with the `bytes` that
             a device sends in them.
-        `transfers`: what goes from a rank to its counterpart of another stage for every
-            micro-batch, `{"value", "from", "from_chunk", "to", "to_chunk", "bytes"}`; bytes are an
-            integer, text in the model's symbols, or None where no symbol tells them.
+        `transfers`: what a rank sends to its counterpart in another stage in every micro-batch,
+            `{"value", "from", "from_chunk", "to", "to_chunk", "bytes"}`; bytes are an integer,
+            text in the model's symbols, or None if symbols do not determine the size.
 
     Args:
-        whole: The program.
-        split: The programs that it was split into; those of other programs are left out.
+        undivided: The program before it was split into stages.
+        split: The programs of stages, also of other undivided programs.
     """
-    mine = [pm for pm in split if pm.plan is whole.plan and pm is not whole]
+    mine = [pm for pm in split if pm.plan is undivided.plan and pm is not undivided]
     if not mine:
         return {"stage_totals": [], "transfers": []}
     by_name = {pm.program: pm for pm in mine}
-    nodes = [0] * whole.stages
-    for node in whole.source.graph:
-        if node.name in whole.plan.nodes:
-            nodes[virtual_stage_of(node) % whole.stages] += 1
+    nodes = [0] * undivided.stages
+    for node in undivided.source.graph:
+        if node.name in undivided.plan.nodes:
+            nodes[virtual_stage_of(node) % undivided.stages] += 1
     transfers: dict[tuple[str, int, int], Json] = {}
     for pm in mine:
         for handed in pm.handed_in:
@@ -45,13 +46,13 @@ def stage_data(whole: PartitionedModel, split: Sequence[PartitionedModel]) -> Js
                 transfers[name, source.virtual_stage, pm.virtual_stage] = {
                     "value": name,
                     "from": source.stage,
-                    "from_chunk": source.virtual_stage // whole.stages,
+                    "from_chunk": source.virtual_stage // undivided.stages,
                     "to": pm.stage,
-                    "to_chunk": pm.virtual_stage // whole.stages,
+                    "to_chunk": pm.virtual_stage // undivided.stages,
                     "bytes": _bytes(handed.local),
                 }
     return {
-        "stage_totals": [_stage(stage, nodes[stage], mine) for stage in range(whole.stages)],
+        "stage_totals": [_stage(stage, nodes[stage], mine) for stage in range(undivided.stages)],
         "transfers": list(transfers.values()),
     }
 
@@ -59,28 +60,37 @@ def stage_data(whole: PartitionedModel, split: Sequence[PartitionedModel]) -> Js
 def _stage(stage: int, nodes: int, split: Sequence[PartitionedModel]) -> Json:
     own = [pm for pm in split if pm.stage == stage]
     held = {p.name: p for pm in own for p in pm.parameters}
-    mesh = own[0].plan.mesh
-    sent: Dim = 0
-    for pm in own:
-        for collective in pm.builder.collectives:
-            sent = sent + collective.bytes
     return {
         "stage": stage,
         "ranks": list(own[0].ranks),
         "nodes": nodes,
         "parameters": len(held),
-        "parameter_bytes_per_device": sum(
-            int(prod(map(int, p.sharding.local_shape(mesh))) * p.source.dtype.itemsize)
-            for p in held.values()
-            if p.source.dtype is not None
-        ),
+        "parameter_bytes_per_device": local_bytes(held.values(), own[0].plan.mesh),
         "collectives": sum(len(pm.builder.collectives) for pm in own),
-        "bytes": count_of_bytes(sent),
+        "bytes": total_bytes(c.bytes for pm in own for c in pm.builder.collectives),
     }
 
 
+def local_bytes(parameters: Iterable[Parameter], mesh: Mesh) -> int:
+    """Returns the bytes of the shards that a device holds, padding included."""
+    return sum(bytes_of(p.source.dtype, map(int, p.sharding.local_shape(mesh))) for p in parameters)
+
+
+def bytes_of(dtype: ir.DataType | None, shape: Iterable[int]) -> int:
+    """Returns the bytes of a tensor, or 0 if its element type is unknown."""
+    return 0 if dtype is None else int(prod(shape) * dtype.itemsize)
+
+
+def total_bytes(counts: Iterable[Dim]) -> int | str:
+    """Returns the sum of counts, for JSON."""
+    total: Dim = 0
+    for count in counts:
+        total = total + count
+    return count_of_bytes(total)
+
+
 def count_of_bytes(count: Dim) -> int | str:
-    """Returns a count for JSON; it is not an integer where an odd number of bytes is halved."""
+    """Returns a count for JSON; it may be half of an odd number of bytes, and so no integer."""
     if isinstance(count, int):
         return count
     top, bottom = fraction(count)

@@ -86,8 +86,8 @@ def agree(
             ).as_agreed()
     if sizes is not None and result[-2] != -result[-1]:
         raise SymbolValueError(
-            "expected the same number and sizes of batches on all ranks, got on this rank "
-            f"{list(sizes)}"
+            "expected the same number and sizes of batches on all ranks, got "
+            f"{list(sizes)} on this rank"
         ).as_agreed()
 
 

@@ -63,7 +63,7 @@ def read_npz(path: str | Path) -> dict[str, Array]:
             if start == _NPY:
                 raise InputError(f"{path}: expected an .npz file with named arrays, got one array")
             if not start.startswith(_ZIP):
-                raise _unreadable(path, "it is no zip file or is truncated")
+                raise _unreadable(path, "it is not a zip file, or it is truncated")
             stream.seek(0)
             with np.load(stream, allow_pickle=False) as archive:
                 return {name: _member(path, archive, name) for name in archive.files}

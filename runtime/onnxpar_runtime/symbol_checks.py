@@ -58,7 +58,7 @@ def bind_symbols(specs: Sequence[TensorEntry], shapes: Mapping[str, Shape]) -> d
                 raise InputError(f"input {spec.name!r}, dim {index}: {error}") from None
             if expected != got:
                 name = bare_name(size)
-                why = f" ({name!r} is {expected} by {origin[name]})" if name in origin else ""
+                why = f" ({name!r} is {expected} in {origin[name]})" if name in origin else ""
                 if not why and isinstance(size, str):
                     why = f" (= {size})"
                 raise InputError(

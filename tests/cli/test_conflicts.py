@@ -47,7 +47,7 @@ def test_two_strategies_of_the_user(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert (first["value"], first["node"], first["made_by"]) == ("x", "/matmul1/MatMul", "")
     assert (first["from"], first["to"]) == ("[8@1, ~]", "[2@4, ~]")
     assert (first["steps"], first["bytes"]) == (["AllGather"], "48*batch")
-    assert first["chosen"] == "strategy" and first["as_it_lies"] == 0
+    assert first["chosen"] == "strategy" and first["cost_in_current_layout"] == 0
     # An eighth of the hidden [batch, 16] float32, 3 of 4 parts of which go to others.
     assert (second["value"], second["made_by"]) == ("/relu/Relu_output_0", "/relu/Relu")
     assert (second["steps"], second["bytes"]) == (["AllToAll"], "6*batch")
@@ -55,7 +55,7 @@ def test_two_strategies_of_the_user(tmp_path: Path, capsys: pytest.CaptureFixtur
     # are sent.
     typical = second["cost"] // 6
     assert second["cost"] == 6 * typical
-    assert second["as_it_lies"] == typical // 2 * 16 * 4 * 3 // 4
+    assert second["cost_in_current_layout"] == typical // 2 * 16 * 4 * 3 // 4
     assert report["totals"]["conflicts"] == 2
     assert report["totals"]["conflict_bytes"] == "54*batch"
     assert "conflicts     2 reshards between neighbours, 54*batch bytes\n" in printed
@@ -63,8 +63,8 @@ def test_two_strategies_of_the_user(tmp_path: Path, capsys: pytest.CaptureFixtur
     told = lines[lines.index("conflicts     2 reshards between neighbours, 54*batch bytes") + 2]
     assert told.strip() == (
         "/relu/Relu_output_0 [2@4, 4@1] -> [8@1, ~] for /matmul2/MatMul operand 0: AllToAll, "
-        f"6*batch bytes (strategy given: {second['cost']:,} bytes, {second['as_it_lies']:,} bytes "
-        "in its current layout)"
+        f"6*batch bytes (strategy given: {second['cost']:,} bytes, "
+        f"{second['cost_in_current_layout']:,} bytes in its current layout)"
     )
     reasons = {c["value"]: c["reason"] for c in report["collectives"]}
     assert reasons["x"] == f"/matmul1/MatMul operand 0: {first['reason']}"
@@ -95,7 +95,7 @@ def test_the_cheaper_side_gives_way(
     # Half of the 16 x 4 float32 that a device has go to the other one, whichever is moved.
     assert (chosen["steps"], chosen["bytes"]) == (["AllToAll"], 16 * 4 * 4 // 4)
     assert chosen["chosen"] == "cost"
-    assert chosen["cost"] == chosen["as_it_lies"] == 64
+    assert chosen["cost"] == chosen["cost_in_current_layout"] == 64
 
 
 def test_an_operator_that_needs_a_dim_whole(
@@ -110,7 +110,11 @@ def test_an_operator_that_needs_a_dim_whole(
     onnx.save(onnx.parser.parse_model(text), tmp_path / "m.onnx")
     _, report = cut(tmp_path, "devices: 2\ndataset: {x: [2, 1]}\n", capsys)
     (item,) = report["conflicts"]
-    assert (item["node"], item["chosen"], item["as_it_lies"]) == ("turned", "operator", None)
+    assert (item["node"], item["chosen"], item["cost_in_current_layout"]) == (
+        "turned",
+        "operator",
+        None,
+    )
     assert item["reason"] == "the operator cannot take it in its current layout"
 
 

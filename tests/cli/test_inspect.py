@@ -1,4 +1,4 @@
-"""`onnxpar inspect`: the report of a divided model, and of a model to be divided."""
+"""`onnxpar inspect`: the report of a sharded model, and of a model that has not been sharded."""
 
 import json
 from pathlib import Path
@@ -55,7 +55,7 @@ def test_json_of_a_directory(here: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert ops["ReduceScatter"]["bytes"] == "24*batch"
     totals = report["totals"]
     assert totals["collectives"] == len(report["collectives"]) == 2
-    assert totals["nodes"] == totals["divided"] == 3
+    assert totals["nodes"] == totals["sharded"] == 3
     assert totals["parameter_bytes"] == (32 * 16 + 16 * 16) * 4
     # The first weight lies in quarters; the second node is split by the batch alone.
     assert totals["parameter_bytes_per_device"] == (8 * 16 + 16 * 16) * 4
@@ -96,14 +96,14 @@ def test_replicated_nodes(here: Path, capsys: pytest.CaptureFixture[str]) -> Non
     report = json.loads(capsys.readouterr().out)
     (item,) = report["replicated"]
     assert (item["name"], item["op_type"]) == ("where", "NonZero")
-    assert report["totals"]["divided"] == 0
+    assert report["totals"]["sharded"] == 0
     assert main(["inspect", "c"]) == 0
     assert "how many elements are found" in capsys.readouterr().out
     assert main(["inspect", "c.onnx"]) == 0
     assert "how many elements are found" in capsys.readouterr().out
 
 
-def test_what_of_a_model_can_be_divided(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_of_a_model_can_be_sharded(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
     assert main(["inspect", "model.onnx", "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
@@ -164,7 +164,7 @@ def test_what_a_model_leaves_to_the_cpu(here: Path, capsys: pytest.CaptureFixtur
     assert main(["inspect", "falls.onnx", "--device", "cuda"]) == 0
     text = capsys.readouterr().out
     assert "distinct  Unique    float  the provider has no kernel for it" in text
-    assert "falls.onnx: of 5 nodes 1 would fall back to the CPU; 1 compute sizes there" in text
+    assert "falls.onnx: 1 of 5 nodes would fall back to the CPU; 1 more compute sizes there" in text
 
 
 def test_what_graphs_of_ranks_leave_to_the_cpu(

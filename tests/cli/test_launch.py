@@ -45,8 +45,8 @@ def test_mistakes(cuts: Path, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--every", "5"], "--every: expected with --checkpoint FOLDER"),
-        (["--keep", "5"], "--keep: expected with --checkpoint FOLDER"),
+        (["--every", "5"], "--every: expected --checkpoint FOLDER as well"),
+        (["--keep", "5"], "--keep: expected --checkpoint FOLDER as well"),
         (["--checkpoint", "c", "--every", "0"], "--every: expected a number >= 1, got 0"),
         (["--checkpoint", "c", "--keep", "0"], "--keep: expected a number >= 1, got 0"),
         (["--resume", "nowhere"], "nowhere: no such checkpoint or folder"),

@@ -12,7 +12,7 @@ import onnx
 import onnx_ir as ir
 import pytest
 
-from onnxpar.api.shard_model import analyse, divide
+from onnxpar.api.shard_model import analyse, propagate_and_partition
 from onnxpar.core.errors import ShardingError
 from onnxpar.core.symbols import Symbol
 from onnxpar.partition.partitioned_model import PartitionedModel
@@ -36,9 +36,9 @@ def cut(
     analysed = analyse(ir.from_proto(model), constraints)
     seeds = seeds_of(analysed, analysed.model.graph.inputs, seed)
     if seed % 2 == 0:
-        return divide(analysed, seeds)
+        return propagate_and_partition(analysed, seeds)
     try:
-        return divide(analysed, pinned(analysed, seeds, seed))
+        return propagate_and_partition(analysed, pinned(analysed, seeds, seed))
     except ShardingError as error:
         assert "'n" in str(error), "a refusal names its node"
         return None

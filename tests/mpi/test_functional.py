@@ -53,7 +53,7 @@ for rows in (16, 32, 5):
     x = numbers(rows, 32)
     # Sums of 32 products a layer, six layers: some hundred roundings of 2^-24.
     assert np.abs(fn(x) - undivided(x)).max() < 1e-5
-assert fn.devices == size and len(fn.cuts) == 2, fn.cuts
+assert fn.devices == size and len(fn.programs) == 2, fn.programs
 # All ranks have loaded; rank 0 removes the directory before it goes on.
 MPI.COMM_WORLD.Barrier()
 leave(os.listdir(tempfile.gettempdir()))

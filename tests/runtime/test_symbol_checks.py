@@ -28,7 +28,7 @@ def test_bound_and_checked() -> None:
 @pytest.mark.parametrize(
     ("mask", "message"),
     [
-        ((24, 6, 4), "input 'mask', dim 1: expected 5 ('seq' is 5 by dim 1 of input 'ids'), got 6"),
+        ((24, 6, 4), "input 'mask', dim 1: expected 5 ('seq' is 5 in dim 1 of input 'ids'), got 6"),
         ((25, 5, 4), "input 'mask', dim 0: expected 24 (= 8*batch), got 25"),
         ((24, 5, 3), "input 'mask', dim 2: expected 4, got 3"),
         ((24, 5), "input 'mask': expected 3 dims [8*batch, seq, 4], got shape [24, 5]"),

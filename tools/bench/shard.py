@@ -91,7 +91,7 @@ def graph_task(model: str, strategy: str, out: str, profile: str) -> None:
         laps[name] = now - last
         last = now
 
-    from onnxpar.api.shard_model import divide_model
+    from onnxpar.api.shard_model import analyse, partition_forward
     from onnxpar.emit.rank_graph import fill, template
     from onnxpar.emit.weight_layout import layout
     from onnxpar.frontend.load import load
@@ -105,7 +105,10 @@ def graph_task(model: str, strategy: str, out: str, profile: str) -> None:
     given = load_strategy(strategy, None)
     loaded = load(model)
     lap("load")
-    parted = divide_model(loaded, given, given.symbols, lap=lap).whole
+    program = analyse(loaded, given.symbols)
+    lap("analyse")
+    (parted,) = partition_forward(program, given, given.symbols).programs
+    lap("partition")
     directory_data((parted,))
     lap("report")
     # As the output directory is written, but for the weights and the other ranks.

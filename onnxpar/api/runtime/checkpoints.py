@@ -1,4 +1,4 @@
-"""Other files of a checkpoint: for another mesh, for another program."""
+"""Converts checkpoints: for another mesh, or to unsharded tensors."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ from onnxpar_runtime.checkpoint.reshard import Made
 
 
 def reshard_checkpoint(source: Path, target: Path, to: Path, *, verify: bool) -> str:
-    """Writes a checkpoint as the ranks of an artifact directory hold it; returns what to tell.
+    """Writes a checkpoint as the ranks of an artifact directory hold it; returns a summary.
 
     Args:
         source: The checkpoint, or a folder of them.
@@ -18,11 +18,11 @@ def reshard_checkpoint(source: Path, target: Path, to: Path, *, verify: bool) ->
     Raises:
         OnnxparRuntimeError: As `onnxpar_runtime.checkpoint.reshard.reshard`.
     """
-    return told(reshard.reshard(source, target, to, verify=verify))
+    return summary(reshard.reshard(source, target, to, verify=verify))
 
 
 def merge_checkpoint(source: Path, target: Path, *, verify: bool) -> str:
-    """Writes a checkpoint with every tensor unsharded; returns what to tell.
+    """Writes a checkpoint with every tensor unsharded; returns a summary.
 
     Args:
         source: The checkpoint, or a folder of them.
@@ -32,11 +32,11 @@ def merge_checkpoint(source: Path, target: Path, *, verify: bool) -> str:
     Raises:
         OnnxparRuntimeError: As `onnxpar_runtime.checkpoint.reshard.merge`.
     """
-    return told(reshard.merge(source, target, verify=verify))
+    return summary(reshard.merge(source, target, verify=verify))
 
 
-def told(made: Made) -> str:
-    """Returns what to tell of files that were written."""
+def summary(made: Made) -> str:
+    """Describes the files that were written, in one line."""
     files = "1 file" if made.files == 1 else f"{made.files} files"
     return (
         f"{made.path}: {made.tensors} tensors in {files}, {made.bytes:,} bytes; after step "

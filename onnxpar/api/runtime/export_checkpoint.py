@@ -5,7 +5,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from onnxpar.api.export_model import put_weights
-from onnxpar.api.runtime.checkpoints import told
+from onnxpar.api.runtime.checkpoints import summary
 from onnxpar.core.errors import ArtifactError
 from onnxpar_runtime.checkpoint import reshard
 from onnxpar_runtime.checkpoint.reshard import SAFETENSORS
@@ -16,17 +16,17 @@ ONNX = ".onnx"
 def export_checkpoint(
     source: Path, output: Path, model: Path | None, ties: Sequence[str] = (), *, verify: bool
 ) -> str:
-    """Writes the trained parameters, by name or in their model; returns what to tell.
+    """Writes the trained parameters, by name or in their model; returns a summary.
 
     Args:
         source: The checkpoint, or a folder of them.
         output: A `.safetensors` or `.onnx` file.
-        model: The model that was cut and trained, for a `.onnx` file.
-        ties: `A=B` each, as the model was cut (`--tie`).
+        model: The model that was sharded and trained, for a `.onnx` file.
+        ties: The values `A=B` that `shard --tie` was given.
         verify: Whether to compare SHA-256 of the source's files.
 
     Raises:
-        ArtifactError: The file is of neither kind, or a model is missing or too many.
+        ArtifactError: The file is of neither kind, or the model is missing or not needed.
         OnnxparError: As `onnxpar.api.export_model.put_weights`.
         OnnxparRuntimeError: As `onnxpar_runtime.checkpoint.reshard.export_weights`.
     """
@@ -38,7 +38,7 @@ def export_checkpoint(
             f"{output}: {output.suffix[1:]} {need} --model, the model that was sharded"
         )
     if model is None:
-        return told(reshard.export_weights(source, output, verify=verify))
+        return summary(reshard.export_weights(source, output, verify=verify))
     if not output.absolute().parent.is_dir():
         raise ArtifactError(f"{output}: the folder does not exist")
     try:

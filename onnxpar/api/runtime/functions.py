@@ -1,4 +1,4 @@
-"""Divided functions: the ranks of this process, and the arrays of one call on all of them."""
+"""Sharded functions: the ranks of this process, and the arrays of one call on all ranks."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -24,35 +24,36 @@ _POLL_S = 0.01
 
 
 def started() -> int | None:
-    """Returns how many ranks mpirun started; None where the ranks are threads of this process."""
+    """Returns how many ranks mpirun started, or None if ranks are threads of this process."""
     place = mpirun_place()
     return None if place is None or place[1] == 1 else place[1]
 
 
 @cache
 def _own_rank() -> tuple[Rank, Any]:
-    """This process's rank, and a communicator of its own for what is not done in graphs."""
+    """Returns this process's rank, and a separate communicator for messages outside of graphs."""
     rank = init()
     return rank, rank.world.comm.Dup()
 
 
 class Call:
-    """The arrays of one call of a sharded function, as all ranks of it see them.
+    """The arrays of one call of a sharded function, as all its ranks see them.
 
     Every rank must make it at the same time.
 
     Args:
         devices: Number of ranks.
-        feeds: By input an array; where a rank is given a slice, this rank's, or a sequence with one
-            for each rank where they are threads.
-        sliced: By input whether a rank is given a slice.
+        feeds: An array for each input; for a sliced input this rank's slice, or a sequence with a
+            slice for each rank if ranks are threads.
+        sliced: For each input whether a rank is given a slice.
 
     Attributes:
         shapes: Global shape of each input.
         dtypes: Element type of each input.
 
     Raises:
-        CallError: An input is no array, or ranks do not fit together. All ranks raise it.
+        CallError: An input is not an array, or the arrays of ranks do not fit together. All ranks
+            raise it.
     """
 
     def __init__(self, devices: int, feeds: Mapping[str, Any], sliced: Mapping[str, bool]) -> None:
@@ -80,7 +81,7 @@ class Call:
             if isinstance(entry, str):
                 raise CallError(entry)
         self._mine = mine
-        # By rank, the shape and type of each input that it is given.
+        # For each rank the shape and type of each input that it is given.
         self._seen: list[dict[str, tuple[tuple[int, ...], np.dtype[Any]]]] = seen
         self._sliced = {n: flag and len(seen[0][n][0]) > 0 for n, flag in sliced.items()}
         self.shapes = tuple(self._global_shape(name) for name in feeds)
@@ -101,27 +102,27 @@ class Call:
             return shape
         return (sum(other[0] for other, _ in found), *shape[1:])
 
-    def local(self, name: str, cut: SizedSharding, rank: int) -> Array:
-        """Returns the part of an input that a rank of this process takes, padding included.
+    def local(self, name: str, sharding: SizedSharding, rank: int) -> Array:
+        """Returns the shard of an input for a rank of this process, padding included.
 
         Raises:
-            CallError: The slices are others than the cut makes. All ranks raise it.
+            CallError: The slices are not those of the sharding. All ranks raise it.
         """
         array = self._mine[name][rank - self._first]
         if not self._sliced[name]:
-            return np.asarray(cut.take(array, rank), order="C")
-        expected = [cut.blocks(r)[0].valid for r in range(self._size)]
+            return np.asarray(sharding.take(array, rank), order="C")
+        expected = [sharding.blocks(r)[0].valid for r in range(self._size)]
         got = [entry[name][0][0] for entry in self._seen]
         if got != expected:
             raise CallError(
                 f"input {name!r}: expected slices of {expected} rows on the ranks, got {got}"
             )
-        padding = [(0, cut.local_shape[0] - len(array))] + [(0, 0)] * (array.ndim - 1)
+        padding = [(0, sharding.local_shape[0] - len(array))] + [(0, 0)] * (array.ndim - 1)
         return np.pad(array, padding)
 
 
 def _parts(name: str, given: Any, count: int, sliced: bool) -> list[Array]:
-    """One array for each rank of this process."""
+    """Returns an array for each rank of this process."""
     several = sliced and started() is None
     if several and (not isinstance(given, list | tuple) or len(given) != count):
         raise CallError(
@@ -145,10 +146,10 @@ class _Program:
         self._group = group
 
     def run(self, call: Call, *, sliced: bool) -> list[Any]:
-        """Returns each output: whole, or each rank's own where `sliced`.
+        """Returns each output: complete, or if `sliced` the shards of the ranks of this process.
 
         Raises:
-            CallError: Slices are others than the cut makes.
+            CallError: Slices are not those of the sharding.
             OnnxparRuntimeError: As `Session.run`.
         """
         first = self._sessions[0]
@@ -198,14 +199,14 @@ def _end_all(error: BaseException, rank: Rank) -> None:
 
 
 def open_program(devices: int, make: Callable[[Path], Report]) -> tuple[_Program, Report]:
-    """Returns the ranks of a program that is made for them; every rank must call it.
+    """Returns ranks that have loaded a program, and its report; every rank must call it.
 
-    The program is written to a temporary directory, by rank 0 alone, which is removed as soon as
-    all ranks have loaded their graphs. So nothing is left behind however the ranks end later.
+    Only rank 0 writes the program. Its temporary directory is removed as soon as all ranks have
+    loaded their graphs, so nothing is left behind, however the ranks end later.
 
     Args:
         devices: Number of ranks.
-        make: Writes the artifact directory of the path it is given, and returns its report.
+        make: Writes an artifact directory at the path that it is given, and returns its report.
 
     Raises:
         OnnxparError: What `make` raises, on all ranks.
@@ -213,8 +214,8 @@ def open_program(devices: int, make: Callable[[Path], Report]) -> tuple[_Program
     """
     if started() is None:
         with TemporaryDirectory(prefix="onnxpar-shard-") as folder:
-            report = make(Path(folder, "cut"))
-            group = ThreadsGroup(Path(folder, "cut"))
+            report = make(Path(folder, "program"))
+            group = ThreadsGroup(Path(folder, "program"))
         return _Program(group.members, group), report
     rank, comm = _own_rank()
     try:
@@ -226,10 +227,10 @@ def open_program(devices: int, make: Callable[[Path], Report]) -> tuple[_Program
         with TemporaryDirectory(prefix="onnxpar-shard-") as folder:
             report, error = {}, None
             try:
-                report = make(Path(folder, "cut"))
+                report = make(Path(folder, "program"))
             except OnnxparError as caught:
                 error = caught
-            packet = Path(folder, "cut"), report, error
+            packet = Path(folder, "program"), report, error
             for other in range(1, devices):
                 comm.send(packet, dest=other, tag=_TAG)
             return _opened(rank, *packet)

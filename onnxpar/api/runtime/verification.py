@@ -1,4 +1,4 @@
-"""Comparing a partitioned program with the undivided one, as `onnxpar verify` does."""
+"""Compares a partitioned program with the undivided one, as `onnxpar verify` does."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,12 +28,12 @@ def verify(
 ) -> list[Case]:
     """Compares the partitioned program with the undivided one, all ranks in this process.
 
-    Artifacts for training are compared by training: losses, gradients and parameters.
+    For training artifacts, it compares losses, gradients and parameters.
 
     Args:
         directory: The artifact directory.
         model: The undivided model, or artifacts of it for one device.
-        cases: Texts `batch=16,seq=8`, one case each; none means three default cases.
+        cases: Texts such as `batch=16,seq=8`, one for each case; by default three cases.
         inputs: `.npz` file of global inputs instead of random ones.
         options: What to compare and how strictly.
 
@@ -44,25 +44,25 @@ def verify(
     """
     parsed = [parse_case(text) for text in cases]
     feeds = None if inputs is None else read_npz(inputs)
-    with _undivided(Manifest.load(directory), model) as whole:
-        return compare.verify(directory, whole, parsed, feeds, options)
+    with _undivided(Manifest.load(directory), model) as undivided:
+        return compare.verify(directory, undivided, parsed, feeds, options)
 
 
 @contextmanager
 def _undivided(manifest: Manifest, model: Path) -> Iterator[Path]:
-    """Gives what to compare with: of a training a directory for one device, made if need be."""
+    """Yields the model, or for training a directory for one device, which is made if needed."""
     if manifest.training is None or (model / FILE_NAME).is_file():
         yield model
         return
     spec = TrainingSpec.of(manifest.trained().spec)
     with TemporaryDirectory(prefix="onnxpar-verify-") as folder:
-        whole = Path(folder, "whole")
-        shard_model(model, "replicate", whole, devices=1, symbols=_symbols(manifest), training=spec)
-        yield whole
+        made = Path(folder, "undivided")
+        shard_model(model, "replicate", made, devices=1, symbols=_symbols(manifest), training=spec)
+        yield made
 
 
 def _symbols(manifest: Manifest) -> dict[str, Symbol]:
-    """The constraints of the artifacts; names that are one size share their symbol."""
+    """Returns the artifacts' constraints; names that must have one size share their symbol."""
     found: dict[str, Symbol] = {}
     for name, symbol in manifest.symbols.items():
         found[name] = (
@@ -84,7 +84,7 @@ def parse_case(text: str) -> Mapping[str, int]:
     """Returns the values of symbols in `batch=16,seq=8`.
 
     Raises:
-        SymbolError: A part is not `name=integer`, or a name comes twice.
+        SymbolError: A part is not `name=integer`, or a name is given twice.
     """
     values: dict[str, int] = {}
     for part in text.split(","):
@@ -100,7 +100,7 @@ def parse_case(text: str) -> Mapping[str, int]:
 def report_json(cases: Sequence[Case]) -> str:
     """Returns the comparison as JSON: `{"ok", "cases": [{"symbols", "max_abs", …}]}`.
 
-    Cases of training have `steps` as well, a list of what was found in each.
+    Training cases also have `steps`, a list with the findings in each step.
     """
     report = {"ok": all(case.ok for case in cases), "cases": [asdict(case) for case in cases]}
     return json.dumps(report, indent=2)

@@ -74,7 +74,7 @@ def _within(
     if best is None:
         raise StrategyError(
             f"{options.where}: expected at most {options.memory:,} bytes on a device, got "
-            f"{least:,} even with everything recomputed that saves memory"
+            f"{least:,} even if every value that costs memory is recomputed"
         )
     while low < high:
         middle = (low + high) // 2

@@ -60,7 +60,7 @@ def read_values(manifest: Manifest, program: str) -> Values:
     """
     pipeline = manifest.pipeline
     if pipeline is None or program not in pipeline.programs:
-        raise ArtifactError(f"{manifest.directory}: no program {program!r} in stages")
+        raise ArtifactError(f"{manifest.directory}: no program {program!r} that runs in stages")
     stages = pipeline.programs[program]
     made = {
         name: (index, kind)

@@ -453,7 +453,7 @@ def training_data(
             raise LaunchError(f"--accumulate: expected a number >= 1, got {accumulate}")
         return TrainingData(source, specs, dim, batch, seed, None, own, accumulate)
     if batch is None:
-        raise LaunchError(f"--batch-size: expected with {source.name}")
+        raise LaunchError(f"--batch-size: expected a number for {source.name}, got none")
     plan = plan_training(source.count, batch, accumulate, dim)
     return TrainingData(source, specs, dim, batch, seed, plan, own, accumulate)
 

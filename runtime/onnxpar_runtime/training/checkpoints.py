@@ -27,7 +27,7 @@ def check_saving(wanted: Saving) -> None:
     """Raises LaunchError for a number that is not positive, or one without a folder to write to."""
     for name, number in (("every", wanted.every), ("keep", wanted.keep)):
         if number is not None and wanted.checkpoint is None:
-            raise LaunchError(f"--{name}: expected with --checkpoint FOLDER")
+            raise LaunchError(f"--{name}: expected --checkpoint FOLDER as well, got none")
         if number is not None and number < 1:
             raise LaunchError(f"--{name}: expected a number >= 1, got {number}")
 

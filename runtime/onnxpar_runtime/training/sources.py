@@ -150,7 +150,7 @@ def per_sample(specs: Sequence[TensorEntry]) -> tuple[str, ...]:
         InputError: The first input has no dims.
     """
     if not specs or not specs[0].shape:
-        raise InputError("expected a first input with a dim of samples")
+        raise InputError("expected the first input to have a dim of samples")
     return tuple(s.name for s in specs if s.shape and s.shape[0] == specs[0].shape[0])
 
 

@@ -180,7 +180,7 @@ class Comparison:
         for rank, got in enumerate(found):
             if got["correct"] != expected["correct"] or got["count"] != expected["count"]:
                 self.found.problems.append(
-                    f"evaluation on rank {rank}: expected {expected['correct']} right of "
+                    f"evaluation on rank {rank}: expected {expected['correct']} correct of "
                     f"{expected['count']}, got {got['correct']} of {got['count']}"
                 )
                 break

@@ -46,14 +46,14 @@ def close(got: Array, want: Array) -> None:
     np.testing.assert_allclose(got, want, rtol=0, atol=TOLERANCE)
 
 
-def pieces(fn: onnxpar.Sharded, node: str, cut: int = 0) -> tuple[list[Any], list[Any]]:
-    """In how many pieces a node of a cut takes its operands and makes its outputs."""
-    (entry,) = [n for n in fn.cuts[cut].report["nodes"] if n["name"] == node]
+def shards(fn: onnxpar.Sharded, node: str, program: int = 0) -> tuple[list[Any], list[Any]]:
+    """The numbers of shards of a node's operands and results."""
+    (entry,) = [n for n in fn.programs[program].report["nodes"] if n["name"] == node]
     return tuple([t["strategy"] for t in entry[k]] for k in ("inputs", "outputs"))  # type: ignore[return-value]
 
 
-def collectives(fn: onnxpar.Sharded, cut: int = 0) -> list[str]:
-    return [c["op"] for c in fn.cuts[cut].report["collectives"]]
+def collectives(fn: onnxpar.Sharded, program: int = 0) -> list[str]:
+    return [c["op"] for c in fn.programs[program].report["collectives"]]
 
 
 @pytest.fixture
@@ -76,8 +76,8 @@ def test_reports_speak_of_dims_by_their_names(sharded: Make) -> None:
     fn = sharded(dense_relu, ((1, 4), (4, 2), None), devices=8)
     x, weight, bias = numbers(32, 128), numbers(128, 10), numbers(10)
     close(fn(x, weight, bias), expected(x, weight, bias))
-    sizes = str([c["bytes"] for c in fn.cuts[0].report["collectives"]])
-    assert "x.0" in sizes and "weight.1" in sizes and "sym__" not in str(fn.cuts[0].report)
+    sizes = str([c["bytes"] for c in fn.programs[0].report["collectives"]])
+    assert "x.0" in sizes and "weight.1" in sizes and "sym__" not in str(fn.programs[0].report)
 
 
 def test_the_tutorial(sharded: Make) -> None:
@@ -87,17 +87,17 @@ def test_the_tutorial(sharded: Make) -> None:
     for rows in (32, 64, 8):
         x = numbers(rows, 128)
         close(fn(x, weight, bias), expected(x, weight, bias))
-    assert len(fn.cuts) == 1
-    assert pieces(fn, "n0")[0] == [[4, 2], [2, 1]]
+    assert len(fn.programs) == 1
+    assert shards(fn, "n0")[0] == [[4, 2], [2, 1]]
 
 
-def test_sizes_that_do_not_divide_are_cut_for_themselves(sharded: Make) -> None:
+def test_sizes_that_do_not_divide_need_a_program_of_their_own(sharded: Make) -> None:
     fn = sharded(dense_relu, ((4, 2), None, None))
     weight, bias = numbers(128, 10), numbers(10)
-    for rows, cuts in ((32, 1), (30, 2), (64, 2), (26, 2), (31, 3), (7, 3), (1, 3)):
+    for rows, count in ((32, 1), (30, 2), (64, 2), (26, 2), (31, 3), (7, 3), (1, 3)):
         x = numbers(rows, 128)
         close(fn(x, weight, bias), expected(x, weight, bias))
-        assert len(fn.cuts) == cuts, rows
+        assert len(fn.programs) == count, rows
 
 
 def test_sizes_that_are_equal_by_accident_hold_for_calls_alike(sharded: Make) -> None:
@@ -105,17 +105,17 @@ def test_sizes_that_are_equal_by_accident_hold_for_calls_alike(sharded: Make) ->
     for rows, inner in ((16, 16), (32, 32), (32, 16), (8, 16)):
         x, weight, bias = numbers(rows, inner), numbers(inner, 16), numbers(16)
         close(fn(x, weight, bias), expected(x, weight, bias))
-    assert len(fn.cuts) <= 3
+    assert len(fn.programs) <= 3
 
 
-def test_another_type_is_another_cut(sharded: Make) -> None:
+def test_another_type_needs_another_program(sharded: Make) -> None:
     fn = sharded(dense_relu, ((2, 1), None, None))
     for dtype in (np.float32, np.float64, np.float32):
         arguments = [a.astype(dtype) for a in (numbers(8, 6), numbers(6, 4), numbers(4))]
         got = fn(*arguments)
         assert got.dtype == dtype
         close(got, expected(*arguments))
-    assert len(fn.cuts) == 2
+    assert len(fn.programs) == 2
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_layouts_on_sizes_that_change(sharded: Make, layout: Any) -> None:
         close(fn(x, weight, bias), expected(x, weight, bias))
     assert fn.devices == 8
     wanted = [8 if n > 1 else n for n in (1, 1)]
-    first = pieces(fn, "n0")[0][0]
+    first = shards(fn, "n0")[0][0]
     assert np.prod(first) in (4, 8) and first != wanted
 
 
@@ -154,7 +154,7 @@ def test_the_layout_of_the_output_is_kept_and_makes_a_reduction_scatter(sharded:
     for out, after in (((4, 1), ["ReduceScatter", "AllGather"]), ((2, 1), ["AllReduce"])):
         fn = sharded(product, ((2, 2), (2, 1)), (out,))
         close(fn(a, b), a.astype(np.float64) @ b)
-        assert pieces(fn, "shard/made/0")[0] == [list(out)]
+        assert shards(fn, "shard/made/0")[0] == [list(out)]
         assert collectives(fn)[: len(after)] == after
 
 
@@ -176,7 +176,7 @@ def test_the_level_is_what_is_sought(sharded: Make, tmp_path: Path) -> None:
     for level in (1, 2):
         fn = sharded(path, (None,), None, None, level, devices=4)
         fn(x)
-        weights = [pieces(fn, f"/matmul{i}/MatMul")[0][1] for i in (1, 2)]
+        weights = [shards(fn, f"/matmul{i}/MatMul")[0][1] for i in (1, 2)]
         held[level] = sum(256 * 256 // int(np.prod(w)) for w in weights)
     assert held[1] < held[2]
 
@@ -192,7 +192,7 @@ def test_each_level_has_a_plan_of_its_own(sharded: Make, tmp_path: Path) -> None
     for level in (0, 1, 2):
         fn = sharded(path, (None,), None, None, level, devices=4)
         close(fn(x), whole)
-        found.add(tuple(str(pieces(fn, f"/matmul{i}/MatMul")) for i in (1, 2)))
+        found.add(tuple(str(shards(fn, f"/matmul{i}/MatMul")) for i in (1, 2)))
     assert len(found) == 3
 
 
@@ -216,10 +216,10 @@ def test_blocks_are_divided_one_by_one(sharded: Make) -> None:
         x = numbers(rows, 32)
         got = net(block2(block1(x)), [3])
         np.testing.assert_allclose(got, whole.run(None, {"x": x})[0], rtol=0, atol=1e-5)
-    assert pieces(block1, "/block1/dense1/Gemm")[0][0] == [1, 8]
-    assert pieces(block1, "/block1/dense2/Gemm")[0][1] == [8, 1]
-    assert pieces(block2, "/block2/dense1/Gemm")[0][0] == [8, 1]
-    assert len(block1.cuts) == 1 + 1  # 16 and 40 rows; 6, which 8 does not divide
+    assert shards(block1, "/block1/dense1/Gemm")[0][0] == [1, 8]
+    assert shards(block1, "/block1/dense2/Gemm")[0][1] == [8, 1]
+    assert shards(block2, "/block2/dense1/Gemm")[0][0] == [8, 1]
+    assert len(block1.programs) == 1 + 1  # 16 and 40 rows; 6, which 8 does not divide
 
 
 def test_a_transformer_at_sizes_that_change(sharded: Make) -> None:
@@ -231,7 +231,7 @@ def test_a_transformer_at_sizes_that_change(sharded: Make) -> None:
         (want,) = session.run(None, {"input_ids": tokens})
         # Logits are sums of 32 products after a few layers of such sums, all below 1.
         np.testing.assert_allclose(fn(tokens), want, rtol=0, atol=1e-5)
-    assert len(fn.cuts) == 2
+    assert len(fn.programs) == 2
 
 
 def test_functions_of_onnx_ir(sharded: Make) -> None:
@@ -295,7 +295,7 @@ def test_slices_in_and_out(sharded: Make) -> None:
         got = fn(parts, weight, bias)
         assert [len(g) for g in got] == slices
         close(np.concatenate(got), expected(x, weight, bias))
-    assert pieces(fn, "shard/in/x")[1] == [[2, 2]]
+    assert shards(fn, "shard/in/x")[1] == [[2, 2]]
     with pytest.raises(CallError, match=r"input 'x': expected slices of \[3, 2, 3, 2\] rows"):
         fn(np.split(numbers(10, 128), [1, 3, 6]), weight, bias)
     with pytest.raises(CallError, match="expected a sequence of 4 slices"):
@@ -371,7 +371,7 @@ PART = onnxpar.part(three_blocks.build(), "/block1/*")
         (PART, {"in_strategy": ((3, 1),), "devices": 8}, r"divides the 8 devices, got 3·1 = 3"),
         (PART, {"in_strategy": ((2, 1),), "level": 3}, "level: expected one of"),
         (PART, {"in_strategy": ((2, 1),), "dataset": "sliced"}, "dataset: expected one of full_b"),
-        (PART, {"in_strategy": ((2, 1),), "dataset": ()}, "one for each of 1 inputs, got 0"),
+        (PART, {"in_strategy": ((2, 1),), "dataset": ()}, "one for each of the 1 inputs, got 0"),
         (PART, {"in_strategy": (None,), "devices": 0}, "expected from 1 to 65536 ranks, got 0"),
         (PART, {"in_strategy": (None,), "devices": True}, "devices: expected a number of ranks"),
         (
@@ -398,7 +398,7 @@ def test_mistakes_are_told_before_anything_is_called(
         onnxpar.shard(fn, **arguments)
 
 
-def test_what_is_divided_is_not_divided_again(sharded: Make, tmp_path: Path) -> None:
+def test_a_sharded_function_or_model_is_not_sharded_again(sharded: Make, tmp_path: Path) -> None:
     fn = sharded(PART, ((2, 1),))
     with pytest.raises(ModelError, match="shard cannot be nested"):
         onnxpar.shard(fn, ((2, 1),))
@@ -443,7 +443,7 @@ def test_calls_that_do_not_fit(sharded: Make) -> None:
             fn(*arguments, **named)
     # A call that is refused leaves the others as they are.
     assert fn(x).shape == (4, 32)
-    assert len(fn.cuts) == 1
+    assert len(fn.programs) == 1
 
 
 def test_sizes_that_do_not_fit_one_another_are_told_before_ranks_run(sharded: Make) -> None:
@@ -452,7 +452,7 @@ def test_sizes_that_do_not_fit_one_another_are_told_before_ranks_run(sharded: Ma
     x, weight = numbers(32, 128), numbers(128, 10)
     with pytest.raises(ModelError, match=r"\(Add\): Incompatible dimensions, .* shape \[32,10\]"):
         fn(x, weight, numbers(5))
-    assert fn.cuts == []
+    assert fn.programs == []
 
 
 def test_an_out_strategy_of_another_rank_is_told_as_such(sharded: Make) -> None:
@@ -484,5 +484,5 @@ def test_nothing_is_left_behind(sharded: Make, tmp_path: Path, monkeypatch: Any)
     fn(numbers(6, 32))
     with fn:
         pass
-    assert fn.cuts == [] and threading.active_count() <= before
+    assert fn.programs == [] and threading.active_count() <= before
     assert fn(numbers(4, 32)).shape == (4, 32)

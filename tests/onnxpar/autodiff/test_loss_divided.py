@@ -9,7 +9,7 @@ import onnx_ir as ir
 import pytest
 from numpy.typing import NDArray
 
-from onnxpar.api.shard_model import analyse, divide
+from onnxpar.api.shard_model import analyse, propagate_and_partition
 from onnxpar.autodiff.append_loss import (
     CORRECT,
     LOSS,
@@ -67,7 +67,7 @@ def divided(case: Case, kind: LossKind, w: Array) -> PartitionedModel:
         {"mesh": case.mesh, "dataset": "full_batch", "nodes": {"head": {"in": case.inputs}}}
     )
     analysed = analyse(info.model, {})
-    return divide(analysed, resolve(strategy, analysed))
+    return propagate_and_partition(analysed, resolve(strategy, analysed))
 
 
 def expected(kind: LossKind, logits: Array, labels: Array) -> float:

@@ -20,7 +20,7 @@ from onnxpar.core.mesh import Mesh
 from onnxpar.emit import check_target, write
 from onnxpar.emit.atomic_directory import new_directory
 from tests.children import with_tests
-from tests.onnxpar.emit.divided import cut, exposing, parameter, two_layers
+from tests.onnxpar.emit.small_models import cut, exposing, parameter, two_layers
 
 MESH = Mesh.of(dp=2, tp=4)
 HERE = str(Path(__file__).parent)
@@ -148,7 +148,7 @@ def child(body: str, folder: Path, **options: object) -> "subprocess.Popen[str]"
     """Runs Python code with `out` = folder/out in a process of its own."""
     code = (
         "from pathlib import Path\n"
-        "from tests.onnxpar.emit.divided import *\n"
+        "from tests.onnxpar.emit.small_models import *\n"
         "from onnxpar.emit import write\n"
         "from onnxpar.core.errors import ArtifactError\n"
         f"folder = Path({str(folder)!r}); out = folder / 'out'; MESH = Mesh.of(dp=2, tp=4)\n{body}"

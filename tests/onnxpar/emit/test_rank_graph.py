@@ -14,7 +14,7 @@ from onnxpar.emit.rank_graph import describe_rank, emit_rank, fill, template
 from onnxpar.emit.weight_layout import layout
 from onnxpar.graph.local_builder import LocalBuilder
 from onnxpar.partition.partitioned_model import PartitionedModel
-from tests.onnxpar.emit.divided import BATCH, assemble, cut, graph_input, two_layers
+from tests.onnxpar.emit.small_models import BATCH, assemble, cut, graph_input, two_layers
 
 MESH = Mesh.of(dp=2, tp=4)
 

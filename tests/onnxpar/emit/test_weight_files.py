@@ -30,7 +30,14 @@ from onnxpar.emit.weight_files import LANES, Written, write_weights
 from onnxpar.emit.weight_layout import layout
 from onnxpar.graph.local_builder import LocalBuilder
 from onnxpar.partition.partitioned_model import Parameter
-from tests.onnxpar.emit.divided import assemble, cut, exposing, graph_input, parameter, two_layers
+from tests.onnxpar.emit.small_models import (
+    assemble,
+    cut,
+    exposing,
+    graph_input,
+    parameter,
+    two_layers,
+)
 
 MESH = Mesh.of(dp=2, tp=4)
 

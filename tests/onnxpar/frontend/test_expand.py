@@ -11,7 +11,7 @@ import onnxruntime as ort
 import pytest
 from onnx.reference import ReferenceEvaluator
 
-from onnxpar.api.shard_model import analyse, divide
+from onnxpar.api.shard_model import analyse, propagate_and_partition
 from onnxpar.autodiff.differentiate import differentiate
 from onnxpar.core.errors import ModelError
 from onnxpar.core.mesh import Mesh
@@ -70,7 +70,9 @@ def test_divided_through_its_body(title: str) -> None:
     assert not analysed.rules.reasons
     mesh = Mesh.of(dp=2, tp=2)
     shape = analysed.env.shapes["x"]
-    parted = divide(analysed, Seeds(mesh, {}, {"x": Sharding.of(shape, [(0,), (1,)])}))
+    parted = propagate_and_partition(
+        analysed, Seeds(mesh, {}, {"x": Sharding.of(shape, [(0,), (1,)])})
+    )
     assert not parted.replicated
     x = np.random.default_rng(0).standard_normal((5, 6)).astype(np.float32)
     reference = ort.InferenceSession(proto.SerializeToString(), providers=["CPUExecutionProvider"])
@@ -250,7 +252,9 @@ def test_an_operator_in_a_branch() -> None:
     assert "CenterCropPad" not in {n.op_type for n in nodes}
     assert {n.metadata_props.get(EXPANDED_FROM) for n in nodes} >= {"c", "d"}
     shape = analysed.env.shapes["x"]
-    parted = divide(analysed, Seeds(Mesh.of(dp=2), {}, {"x": Sharding.of(shape, [(0,), ()])}))
+    parted = propagate_and_partition(
+        analysed, Seeds(Mesh.of(dp=2), {}, {"x": Sharding.of(shape, [(0,), ()])})
+    )
     x = np.random.default_rng(0).standard_normal((5, 6)).astype(np.float32)
     for chosen, want in ((True, x[:, 1:5]), (False, -x[:, 1:5])):
         made = run_model(parted, {"x": x, "p": np.array(chosen)}, {"n": 5})

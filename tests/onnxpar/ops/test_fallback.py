@@ -6,7 +6,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
-from onnxpar.api.shard_model import analyse, divide
+from onnxpar.api.shard_model import analyse, propagate_and_partition
 from onnxpar.core.mesh import Mesh
 from onnxpar.core.sharding import Sharding
 from onnxpar.graph.seeds import Seeds
@@ -61,7 +61,9 @@ def test_computed_whole_and_named(title: str, batch: int) -> None:
     analysed = analyse(ir.serde.deserialize_model(proto), {})
     mesh = Mesh.of(dp=2, tp=2)
     shape = analysed.env.shapes["x"]
-    parted = divide(analysed, Seeds(mesh, {}, {"x": Sharding.of(shape, [(0, 1), ()])}))
+    parted = propagate_and_partition(
+        analysed, Seeds(mesh, {}, {"x": Sharding.of(shape, [(0, 1), ()])})
+    )
     named = {op_type: told for _, op_type, told in parted.replicated}
     assert (f"{reason}{op}" if reason == NO_RULE else reason) in named[op]
     rng = np.random.default_rng(0)
@@ -83,7 +85,7 @@ def parted_on_two(text: str) -> tuple[onnx.ModelProto, PartitionedModel]:
         v.name or "": Sharding.of(analysed.env.shapes[v.name or ""], [(0,), ()])
         for v in analysed.model.graph.inputs
     }
-    return proto, divide(analysed, Seeds(mesh, {}, inputs))
+    return proto, propagate_and_partition(analysed, Seeds(mesh, {}, inputs))
 
 
 def test_an_input_that_is_an_output_too() -> None:

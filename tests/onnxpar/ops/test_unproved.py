@@ -5,7 +5,7 @@ import onnx.parser
 import onnx_ir as ir
 import pytest
 
-from onnxpar.api.shard_model import analyse, divide
+from onnxpar.api.shard_model import analyse, propagate_and_partition
 from onnxpar.strategy import Strategy, resolve
 from tests.lockstep import evaluator, run_model
 
@@ -35,7 +35,7 @@ def test_sizes_that_cannot_be_proved_equal(last: str, strategy: str) -> None:
     assert not analysed.rules.reasons
     data = {"mesh": {strategy: 2}, "dataset": {"x": [strategy, None], "z": [None, strategy]}}
     seeds = resolve(Strategy.from_dict(data), analysed)
-    parted = divide(analysed, seeds)
+    parted = propagate_and_partition(analysed, seeds)
     for batch in (1, 4, 7):
         feeds = {
             "x": rng.standard_normal((batch, 4)).astype(np.float32),

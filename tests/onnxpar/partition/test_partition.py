@@ -11,7 +11,7 @@ import pytest
 import transformer
 import two_layer
 
-from onnxpar.api.shard_model import analyse, divide
+from onnxpar.api.shard_model import analyse, propagate_and_partition
 from onnxpar.core.mesh import Mesh
 from onnxpar.core.sharding import Component, Sharding
 from onnxpar.core.symbols import Symbol
@@ -63,7 +63,7 @@ def reductions(parted: PartitionedModel, axis: str) -> list[str]:
 def test_transformer_dp2_tp4(form: dict[str, bool]) -> None:
     model = transformer.build(layers=4, **form)
     analysed = analyse(transformer.build(layers=4, **form), {})
-    parted = divide(analysed, preset(analysed, dp=2, tp=4))
+    parted = propagate_and_partition(analysed, preset(analysed, dp=2, tp=4))
     assert not parted.replicated
     if "loss" not in form:
         # One for the embeddings, two for each layer; logits stay split by vocabulary.
@@ -86,7 +86,7 @@ def test_heads_and_vocabulary_that_the_axis_does_not_divide(
 ) -> None:
     """4 heads over 8 are split by 4; 4 heads and 257 words over 3 are split unevenly."""
     analysed = analyse(transformer.build(layers=2, vocab=257, **form), {})
-    parted = divide(analysed, preset(analysed, **axes))
+    parted = propagate_and_partition(analysed, preset(analysed, **axes))
     model = transformer.build(layers=2, vocab=257, **form)
     rng = np.random.default_rng(4)
     for batch, seq in ((3, 7), (1, 1)):
@@ -98,7 +98,7 @@ def test_heads_and_vocabulary_that_the_axis_does_not_divide(
 
 def test_every_weight_of_the_transformer_is_split_over_tp() -> None:
     analysed = analyse(transformer.build(layers=2), {})
-    plan = divide(analysed, preset(analysed, dp=2, tp=4)).plan
+    plan = propagate_and_partition(analysed, preset(analysed, dp=2, tp=4)).plan
     tensor = set(plan.mesh.axis_atoms("tp"))
     for name, sharding in plan.parameters.items():
         if sharding.rank == 2:
@@ -114,7 +114,7 @@ def test_every_model_on_four_data_ranks_without_constraints(batch: int) -> None:
         (lambda: transformer.build(layers=1), {"input_ids": rng.integers(0, 256, (batch, 3))}),
     ):
         analysed = analyse(build(), {})
-        parted = divide(analysed, preset(analysed, dp=4))
+        parted = propagate_and_partition(analysed, preset(analysed, dp=4))
         assert parted.builder.collectives == []
         check(build(), parted, feeds, {"batch": batch, "seq": 3})
 
@@ -144,7 +144,7 @@ def test_two_layer_tutorial() -> None:
         },
         {"x": Sharding.of(analysed.env.shapes["x"], [(0, 1, 2), ()])},
     )
-    parted = divide(analysed, seeds)
+    parted = propagate_and_partition(analysed, seeds)
     plan, table = parted.plan, analysed.env.table
     strategies = {
         name: tuple(s.strategy(mesh) for s in node.inputs if s) for name, node in plan.nodes.items()
@@ -187,7 +187,7 @@ def test_mlp_tutorial(divisor: int) -> None:
         },
         {"x": Sharding.of(analysed.env.shapes["x"], [eight, (), (), ()])},
     )
-    parted = divide(analysed, seeds)
+    parted = propagate_and_partition(analysed, seeds)
     assert parted.plan.nodes["/fc3/MatMul"].inputs[0].strategy(mesh) == (8, 1)
     rng = np.random.default_rng(0)
     for batch in (8, 24) if divisor == 8 else (1, 3, 7, 16):
@@ -204,7 +204,9 @@ def single(devices: int, matrix: tuple[int, int, int]) -> PartitionedModel:
     mesh = Mesh.refine(devices, [matrix])
     m, k, n = mesh.matrix(matrix)
     name = next(iter(analysed.model.graph)).name or ""
-    return divide(analysed, Seeds(mesh, {name: numeric(analysed, mesh, name, M=m, K=k, N=n)}))
+    return propagate_and_partition(
+        analysed, Seeds(mesh, {name: numeric(analysed, mesh, name, M=m, K=k, N=n)})
+    )
 
 
 @pytest.mark.parametrize(

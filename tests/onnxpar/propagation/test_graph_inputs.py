@@ -4,7 +4,7 @@ import onnx.parser
 import onnx_ir as ir
 import pytest
 
-from onnxpar.api.shard_model import analyse, divide
+from onnxpar.api.shard_model import analyse, propagate_and_partition
 from onnxpar.facts.program import Program
 from onnxpar.strategy import Strategy, resolve
 
@@ -32,7 +32,7 @@ def enters(strategy: str) -> str:
     text = f"mesh: {{dp: 2, tp: 2}}\n{strategy}"
     given = Strategy.from_text(text, source="s")
     seeds = resolve(given, analysed)
-    plan = divide(analysed, seeds).plan
+    plan = propagate_and_partition(analysed, seeds).plan
     # The product is split by columns, whatever is said of the cache.
     assert plan.nodes["product"].inputs[1].describe(plan.mesh) == "[~, tp]"
     return plan.inputs["k"].describe(plan.mesh)

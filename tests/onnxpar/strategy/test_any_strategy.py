@@ -10,7 +10,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onnxpar.api.shard_model import analyse, divide
+from onnxpar.api.shard_model import analyse, propagate_and_partition
 from onnxpar.core.errors import OnnxparError, StrategyError
 from onnxpar.facts.program import Program
 from onnxpar.strategy import Strategy, resolve
@@ -171,7 +171,7 @@ def test_numeric_strategies_give_the_right_numbers(
         return
     analysed = model()
     seeds = resolve(Strategy.from_dict(data), analysed)
-    parted = divide(analysed, seeds)
+    parted = propagate_and_partition(analysed, seeds)
     plan = parted.plan.nodes["mm"]
     assert [s.strategy(seeds.mesh) for s in plan.inputs if s is not None] == [(m, k), (k, n)]
     if out is not None:

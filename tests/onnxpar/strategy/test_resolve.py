@@ -11,7 +11,7 @@ import pytest
 import transformer
 import two_layer
 
-from onnxpar.api.shard_model import analyse, divide
+from onnxpar.api.shard_model import analyse, propagate_and_partition
 from onnxpar.core.errors import StrategyError
 from onnxpar.core.layout import Layout, TensorLayout
 from onnxpar.core.mesh import Mesh
@@ -361,7 +361,7 @@ def test_execution_equals_the_undivided_model(text: str, operators: list[str] | 
         if ":" not in text
         else (Strategy.from_text(text))
     )
-    parted = divide(analysed, resolve(strategy, analysed))
+    parted = propagate_and_partition(analysed, resolve(strategy, analysed))
     if operators is not None:
         assert [c.op for c in parted.builder.collectives][: len(operators)] == operators
     for batch in (1, 5, 16):
@@ -375,7 +375,7 @@ def test_rest_data_parallel_returns_to_the_batch_after_a_node_of_its_own() -> No
     text = "mesh: {dp: 4}\nrest: data_parallel\nnodes: {/relu/Relu: {in: [[~, dp]]}}"
     found = seeds(analysed, text)
     assert set(found.nodes) == {"/matmul1/MatMul", "/relu/Relu", "/matmul2/MatMul"}
-    parted = divide(analysed, found)
+    parted = propagate_and_partition(analysed, found)
     assert [c.op for c in parted.builder.collectives] == ["AllToAll", "AllToAll"]
     assert parted.plan.nodes["/matmul2/MatMul"].inputs[0].strategy(found.mesh) == (4, 1)
     assert run(parted, two_layer.build(), 6) < 1e-5
@@ -397,7 +397,7 @@ def test_rest_data_parallel_leaves_what_has_no_batch_alone() -> None:
 def test_resolved_says_what_the_plan_does() -> None:
     analysed = analyse(two_layer.build(), {})
     found = seeds(analysed, "mesh: {dp: 2, tp: 4}\nnodes: {'*1/MatMul': {in: [[dp, tp], ~]}}")
-    data = resolved(divide(analysed, found).plan, analysed.model)
+    data = resolved(propagate_and_partition(analysed, found).plan, analysed.model)
     assert data["mesh"] == {"devices": 8, "axes": {"dp": 2, "tp": 4}, "atoms": [2, 2, 2]}
     # The only reader wants its columns split, so it enters so.
     assert data["inputs"]["x"] == {"pieces": [2, 4], "text": "[dp, tp]"}
@@ -427,9 +427,9 @@ nodes:
   "/layer*/mlp/fc2/MatMul": {in: [[dp, ~, tp], [tp, ~]], out: [[dp, ~, ~]]}
 """
     analysed = analyse(transformer.build(layers=2, **form), {})
-    by_hand = divide(analysed, seeds(analysed, text))
+    by_hand = propagate_and_partition(analysed, seeds(analysed, text))
     strategy = load_strategy("dp=2,tp=4")
-    preset = divide(analysed, resolve(strategy, analysed))
+    preset = propagate_and_partition(analysed, resolve(strategy, analysed))
     moved = [(c.op, c.value, c.atoms) for c in by_hand.builder.collectives]
     assert moved == [(c.op, c.value, c.atoms) for c in preset.builder.collectives]
     assert [op for op, _, _ in moved] == ["AllReduce"] * 5

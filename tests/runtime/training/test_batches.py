@@ -205,7 +205,7 @@ def test_a_rank_gets_its_own_rows(atoms: tuple[int, ...]) -> None:
 
 
 def test_samples_need_a_batch_size() -> None:
-    with pytest.raises(LaunchError, match="--batch-size: expected with --data made"):
+    with pytest.raises(LaunchError, match="--batch-size: expected a number for --data made"):
         training_data(samples(5), [X], dim(), batch=None)
 
 

@@ -197,5 +197,5 @@ def test_a_function_that_is_not_there(text: str, message: str) -> None:
 
 
 def test_a_program_without_samples() -> None:
-    with pytest.raises(InputError, match="expected a first input with a dim of samples"):
+    with pytest.raises(InputError, match="expected the first input to have a dim of samples"):
         per_sample([spec("x", "float32")])

@@ -10,7 +10,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
-from onnxpar.api.shard_model import analyse, divide, shard_model
+from onnxpar.api.shard_model import analyse, propagate_and_partition, shard_model
 from onnxpar.autodiff.append_loss import LossKind, LossSpec
 from onnxpar.autodiff.optimizer import OptimizerKind
 from onnxpar.autodiff.training_program import TrainingSpec
@@ -49,7 +49,7 @@ def divided(text: str, devices: int = 2) -> tuple[onnx.ModelProto, PartitionedMo
     analysed = analyse(ir.serde.deserialize_model(proto), {})
     shape = analysed.env.shapes["x"]
     laid = Sharding.of(shape, [(0,), *[()] * (len(shape) - 1)])
-    return proto, divide(analysed, Seeds(Mesh.of(dp=devices), {}, {"x": laid}))
+    return proto, propagate_and_partition(analysed, Seeds(Mesh.of(dp=devices), {}, {"x": laid}))
 
 
 def whole(proto: onnx.ModelProto, feeds: Mapping[str, Array]) -> list[Array]:

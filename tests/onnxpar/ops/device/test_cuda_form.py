@@ -9,7 +9,7 @@ import pytest
 from onnx import shape_inference
 from onnx.reference import ReferenceEvaluator
 
-from onnxpar.api.shard_model import analyse, divide
+from onnxpar.api.shard_model import analyse, propagate_and_partition
 from onnxpar.emit.rank_graph import fill, template
 from onnxpar.emit.weight_layout import layout
 from onnxpar.graph.body_captures import every_node
@@ -116,7 +116,7 @@ def emitted(source: str) -> onnx.ModelProto:
     model = ir.from_onnx_text(source)
     analysed = analyse(model, {})
     strategy = strategy_for("dp", 1, model, "the model")
-    pm = divide(analysed, resolve(strategy, analysed))
+    pm = propagate_and_partition(analysed, resolve(strategy, analysed))
     return fill(template(pm, layout(pm.parameters, pm.plan.mesh)), 0)
 
 

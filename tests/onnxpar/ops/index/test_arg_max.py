@@ -5,7 +5,7 @@ import onnx.parser
 import onnx_ir as ir
 import pytest
 
-from onnxpar.api.shard_model import analyse, divide
+from onnxpar.api.shard_model import analyse, propagate_and_partition
 from onnxpar.facts.program import Program
 from onnxpar.strategy import Strategy, resolve
 from tests.lockstep import evaluator, run_model
@@ -33,7 +33,7 @@ def test_compress_is_divided_along_other_dims(node: str, count: int, batch: int)
     assert bool(rule.splittable) == ("axis" in node)
     data = {"mesh": {"dp": 2}, "dataset": {"x": ["dp", None], "c": [None]}}
     seeds = resolve(Strategy.from_dict(data), model)
-    parted = divide(model, seeds)
+    parted = propagate_and_partition(model, seeds)
     gathered = [c.op for c in parted.builder.collectives]
     assert gathered == ([] if "axis" in node else ["AllGather"])
     rng = np.random.default_rng(0)
@@ -60,7 +60,7 @@ def test_what_depends_on_all_data_is_computed_whole_with_the_reason(text: str) -
     seeds = resolve(Strategy.from_dict(data), model)
     feeds = {"x": np.random.default_rng(0).integers(0, 3, (5, 4)).astype(np.float32)}
     want = evaluator(proto, reference=False)(feeds)["y"]
-    got = run_model(divide(model, seeds), feeds, {"batch": 5})["y"]
+    got = run_model(propagate_and_partition(model, seeds), feeds, {"batch": 5})["y"]
     np.testing.assert_array_equal(got, want)
 
 
@@ -73,7 +73,7 @@ def test_only_candidates_travel(op: str, count: int) -> None:
     )
     data = {"mesh": {"tp": 2}, "dataset": {"x": [None, "tp"]}}
     seeds = resolve(Strategy.from_dict(data), model)
-    parted = divide(model, seeds)
+    parted = propagate_and_partition(model, seeds)
     # A float and an int64 each: all-reduced over 2 devices, or gathered, each sends it once.
     assert [c.bytes for c in parted.builder.collectives] == [5 * count * 4, 5 * count * 8]
     assert all("over a sharded dim" in c.reason for c in parted.builder.collectives)

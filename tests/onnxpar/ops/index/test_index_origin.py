@@ -5,7 +5,7 @@ import onnx.parser
 import onnx_ir as ir
 import pytest
 
-from onnxpar.api.shard_model import analyse, divide
+from onnxpar.api.shard_model import analyse, propagate_and_partition
 from onnxpar.core.rule import format_rule
 from onnxpar.facts.program import Program
 from onnxpar.strategy import Strategy, resolve
@@ -65,7 +65,7 @@ def test_a_mask_is_picked_row_by_row() -> None:
     assert rule_of(model, "GatherND") == "a d, a b c d 1 -> a b c d"
     data = {"mesh": {"dp": 2, "sp": 2}, "dataset": {"mask": ["dp", "sp"]}}
     seeds = resolve(Strategy.from_dict(data), model)
-    parted = divide(model, seeds)
+    parted = propagate_and_partition(model, seeds)
     rng = np.random.default_rng(0)
     for batch, seq in ((4, 6), (5, 3)):
         feeds = {"mask": rng.random((batch, seq)) < 0.5}
@@ -83,7 +83,7 @@ def test_a_cache_is_written_row_by_row(batch: int) -> None:
     rows = {"cache": ["dp", None, "tp"], "position": ["dp"], "value": ["dp", "tp"]}
     data = {"mesh": {"dp": 2, "tp": 2}, "dataset": rows}
     seeds = resolve(Strategy.from_dict(data), model)
-    parted = divide(model, seeds)
+    parted = propagate_and_partition(model, seeds)
     assert not parted.builder.collectives
     rng = np.random.default_rng(0)
     feeds = {

@@ -7,7 +7,7 @@ import onnx.parser
 import onnx_ir as ir
 import pytest
 
-from onnxpar.api.shard_model import analyse, divide, shard_model
+from onnxpar.api.shard_model import analyse, propagate_and_partition, shard_model
 from onnxpar.core.errors import ShardingError
 from onnxpar.strategy import Strategy, resolve
 from onnxpar_runtime import Session
@@ -73,7 +73,7 @@ def test_nodes_draw_independently() -> None:
 def run(graph: str, feeds: dict[str, np.ndarray], devices: int) -> dict[str, np.ndarray]:
     analysed = analyse(ir.from_proto(onnx.parser.parse_model(HEAD + graph)), {})
     strategy = Strategy.from_text(f"devices: {devices}\ndataset: data_parallel", source="test")
-    program = divide(analysed, resolve(strategy, analysed))
+    program = propagate_and_partition(analysed, resolve(strategy, analysed))
     return run_model(program, feeds, {})
 
 

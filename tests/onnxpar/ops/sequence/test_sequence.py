@@ -9,7 +9,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
-from onnxpar.api.shard_model import analyse, divide
+from onnxpar.api.shard_model import analyse, propagate_and_partition
 from onnxpar.core.errors import ModelError, NodeError
 from onnxpar.core.mesh import Mesh
 from onnxpar.core.sharding import Sharding
@@ -106,7 +106,7 @@ def test_folded_and_divided(title: str, batch: int) -> None:
         for v in proto.graph.input
         if (shape := analysed.env.shapes[v.name])[0] != 6
     }
-    parted = divide(analysed, Seeds(mesh, {}, inputs))
+    parted = propagate_and_partition(analysed, Seeds(mesh, {}, inputs))
     rng = np.random.default_rng(0)
     feeds = {
         v.name: rng.standard_normal(
@@ -158,7 +158,9 @@ def test_a_list_that_branches_read() -> None:
     analysed = analyse(ir.from_proto(proto), {})
     assert not analysed.rules.reasons
     shape = analysed.env.shapes["x"]
-    parted = divide(analysed, Seeds(Mesh.of(dp=2), {}, {"x": Sharding.of(shape, [(0,), ()])}))
+    parted = propagate_and_partition(
+        analysed, Seeds(Mesh.of(dp=2), {}, {"x": Sharding.of(shape, [(0,), ()])})
+    )
     x = np.random.default_rng(0).standard_normal((5, 6)).astype(np.float32)
     for chosen, want in ((True, x[:, 2:4]), (False, -x[:, 2:4])):
         made = run_model(parted, {"x": x, "p": np.array(chosen)}, {"n": 5})
@@ -187,7 +189,7 @@ def test_computed_whole_where_not_known(title: str) -> None:
     proto = parse(text)
     analysed = analyse(ir.from_proto(proto), {})
     whole = {v.name: Sharding.replicated(analysed.env.shapes[v.name]) for v in proto.graph.input}
-    parted = divide(analysed, Seeds(Mesh.of(dp=2), {}, whole))
+    parted = propagate_and_partition(analysed, Seeds(Mesh.of(dp=2), {}, whole))
     told = {op_type: reason for _, op_type, reason in parted.replicated}
     assert operators <= set(told)
     assert all("unknown before the model runs" in told[o] for o in operators)

@@ -43,7 +43,7 @@ def parameter(
 
 
 def graph_input(name: str, dtype: ir.DataType, sharding: Sharding, mesh: Mesh) -> GraphInput:
-    """An input of the divided model."""
+    """An input of the partitioned model."""
     local = ir.Value(
         name=name, type=ir.TensorType(dtype), shape=ir_shape(sharding.local_shape(mesh))
     )
