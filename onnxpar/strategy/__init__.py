@@ -1,8 +1,8 @@
 """Strategies: the strategy file, presets, MindSpore's tuples, ONNX annotations.
 
-Takes what the user says and a program; gives `Seeds`, and writes a plan back as a file.
-Begin with `schema` (the file) and `resolve_strategy` (a strategy met with a program), which turns
-tuples into splits with `factor_splits`; `presets` reads `--strategy`, `annotation_reader` ONNX's
+Takes a strategy and a program; gives `Seeds`, and writes a plan back as a file or as annotations.
+Begin with `schema` (the file) and `resolve_strategy` (a strategy applied to a program), which uses
+`factor_splits` for MindSpore's tuples; `presets` reads `--strategy`, and `annotation_reader` ONNX's
 annotations.
 """
 

@@ -1,17 +1,16 @@
 """ONNX's multi-device annotations (IR version 11), read from a model of any producer and checked.
 
-The checker of ONNX looks at none of these fields. What is read here: `ModelProto.configuration`,
-and of each node `device_configurations` with a `sharding_spec` for some of its operands and
-results. A spec lists devices in the order of the shards; shards are counted row by row over the
-split axes of the tensor, in the tensor's order. An entry of the list is a device, or the key of a
-group of devices that all hold the shard. `pipeline_stage` is the node's virtual stage (see
+The ONNX checker ignores these fields. Read are `ModelProto.configuration`, and for each node
+`device_configurations` with a `sharding_spec` for some of its operands and results. A spec lists
+devices in the order of the shards; shards are numbered row by row over the sharded axes of the
+tensor, in the tensor's order. An entry of the list is a device, or the key of a group of devices
+that all hold the shard. `pipeline_stage` is the node's virtual stage (see
 `onnxpar.stages.partition_chain`); the devices of a stage are neighbours, those of stage 0 first.
 
-What the fields have no place for stands in the model's metadata under `ANNOTATION`, written by
-`onnxpar annotate` alone: names of mesh axes, constraints on symbols, how graph inputs and
-parameters lie before a node reads them, the schedule of a pipeline, and which nodes the user spoke
-of. Values that wait for a reduction cannot be said; they follow from the operands (see
-`onnxpar.strategy.annotation_seeds`).
+Facts for which there are no fields are in the model's metadata under `ANNOTATION`. Only `onnxpar
+annotate` writes them: names of mesh axes, constraints on symbols, layouts of graph inputs and
+parameters, the schedule of a pipeline, and which nodes have entries from the user. Partial values
+cannot be annotated; they follow from the operands (see `onnxpar.strategy.annotation_seeds`).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -31,19 +30,19 @@ from onnxpar.strategy.validation_errors import in_words, problem
 
 MAX_DEVICES = 1 << 16
 MIN_IR_VERSION = 11
-"""The first that has the fields."""
+"""The first version that has the fields."""
 
 Piece = tuple[int | str | None, int]
-"""The size of a part of a dim, where it is said, and its number of shards."""
+"""The size of a part of a dim, if it is given, and its number of shards."""
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """How one tensor is split.
+    """How one tensor is sharded.
 
     Attributes:
-        groups: Of each shard the devices that hold it, ascending, counted from the first of the
-            node's stage; they are all devices of that, once each.
+        groups: For each shard the devices that hold it, ascending, counted from the first device of
+            the node's stage. Each device of the stage occurs once.
         dims: The axes that are named, each with its parts, major first.
     """
 
@@ -52,24 +51,20 @@ class TensorSpec:
 
 
 @dataclass(frozen=True)
-class NodeSpec:
-    """The annotation of one node.
+class _Node:
+    """A node with names for its tensors.
 
     Attributes:
         name: The node's name, which may be empty.
         op_type: Its operator.
         inputs: Names of its operands.
         outputs: Names of its results.
-        tensors: The tensors that are annotated, by name.
-        stage: Its virtual stage of a pipeline, where that is said.
     """
 
     name: str
     op_type: str
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
-    tensors: Mapping[str, TensorSpec]
-    stage: int | None = None
 
     @property
     def title(self) -> str:
@@ -77,19 +72,32 @@ class NodeSpec:
         return f"node {self.name or '/'.join(self.outputs)!r} ({self.op_type})"
 
 
+@dataclass(frozen=True)
+class NodeSpec(_Node):
+    """The annotation of one node.
+
+    Attributes:
+        tensors: The tensors that are annotated, by name.
+        stage: Its virtual stage, if it is given.
+    """
+
+    tensors: Mapping[str, TensorSpec]
+    stage: int | None
+
+
 _Count = Annotated[int, Field(ge=1)]
 DeviceRuns = list[list[tuple[int | str, list[tuple[_Count, _Count]]]]]
-"""Of each dim its parts, major first, none where it is replicated: a size, and the splits of it as
-`(pieces, devices between neighbours)`, outermost first."""
+"""For each dim its parts, major first; none if it is replicated. A part is a size, and runs of
+devices `(shards, distance of neighbours)`, outermost first."""
 
 
 class AnnotatedSchedule(BaseModel):
     """How a pipeline runs, as in a strategy file.
 
     Attributes:
-        schedule: In which order micro-batches go through the stages.
+        schedule: The order in which stages work on micro-batches.
         micro_batches: Micro-batches of a step.
-        chunks: Virtual stages that each stage has; number v is on stage `v % stages`.
+        chunks: Virtual stages of each stage; virtual stage v is on stage `v % stages`.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -100,18 +108,18 @@ class AnnotatedSchedule(BaseModel):
 
 
 class Extras(BaseModel):
-    """What the metadata holds.
+    """The content of the metadata.
 
     Attributes:
-        axes: Named mesh axes, major first; none where the strategy has numbers.
-        atoms: The mesh, where its axes do not say it.
+        axes: Named mesh axes, major first; none if the strategy has numbers of shards.
+        atoms: The atoms of the mesh, if its axes do not determine them.
         symbols: Constraints on symbols.
-        inputs: How graph inputs arrive.
-        parameters: How those parameters lie that lie otherwise than the first node wants that
-            reads them.
-        pinned: The nodes that the user spoke of, where the others followed; None: all.
-        carried: The nodes that take operands which wait for a reduction; None: all that can.
-        pipeline: How a pipeline runs; None where there is none, or nothing is said of it.
+        inputs: The layouts of graph inputs.
+        parameters: The layouts of parameters that differ from what their first reader wants.
+        pinned: The nodes with entries from the user, if the others followed from them; None if all
+            have entries from the user.
+        carried: The nodes that take partial operands; None for all that can.
+        pipeline: How a pipeline runs; None without a pipeline, or if it is not known.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -128,13 +136,13 @@ class Extras(BaseModel):
 
 @dataclass(frozen=True)
 class Annotation:
-    """The annotation of a model, checked for itself.
+    """The annotation of a model, checked without the model.
 
     Attributes:
-        source: What it was read from, for messages.
+        source: Where it was read, for messages.
         devices: Number of devices of a stage.
         nodes: The nodes that are annotated, in the order of the graph.
-        extras: What the metadata says.
+        extras: The content of the metadata.
         symbols: Its constraints on symbols.
         stages: Number of pipeline stages.
     """
@@ -148,30 +156,29 @@ class Annotation:
 
 
 @dataclass(frozen=True)
-class _Node:
-    """A node as annotations see it, of a file or in memory."""
+class _Configured(_Node):
+    """A node of a file or in memory, with its annotations for all configurations."""
 
-    name: str
-    op_type: str
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
     configurations: Sequence[onnx.NodeDeviceConfigurationProto]
+
+
+_Entry = onnx.NodeDeviceConfigurationProto | None
+"""The annotation of a node for the configuration that is carried out."""
 
 
 def read_annotation(
     model: onnx.ModelProto | ir.Model, source: str, devices: int | None = None
 ) -> Annotation | None:
-    """Returns the annotation of a model; None where no node has one.
+    """Returns the annotation of a model; None if no node has one.
 
     Args:
         model: The model; it is not changed.
-        source: What it is called in messages.
-        devices: The number of devices wanted: of several configurations it chooses the one of so
-            many.
+        source: Name of the model in messages.
+        devices: The number of devices wanted; it selects one of several configurations.
 
     Raises:
-        StrategyError: The annotation is malformed, is for another number of devices, or says what
-            cannot be carried out.
+        StrategyError: The annotation is malformed, is for another number of devices, or cannot be
+            carried out.
     """
     if isinstance(model, ir.Model):
         known = [(c.name, c.num_devices, c.device_names) for c in model.device_configurations]
@@ -182,7 +189,7 @@ def read_annotation(
     else:
         known = [(c.name, c.num_devices, tuple(c.device)) for c in model.configuration]
         nodes = [_of_file(node) for node in model.graph.node if node.device_configurations]
-        inner = _in_bodies(n for n in _nodes_of_bodies(model) if n.device_configurations)
+        inner = _in_bodies(n for n in nodes_of_bodies(model) if n.device_configurations)
         metadata = {p.key: p.value for p in model.metadata_props}
     if inner:
         raise StrategyError(
@@ -205,8 +212,8 @@ def read_annotation(
     return Annotation(source, size, specs, extras, symbols, stages)
 
 
-def _of_file(node: onnx.NodeProto) -> _Node:
-    return _Node(
+def _of_file(node: onnx.NodeProto) -> _Configured:
+    return _Configured(
         node.name,
         node.op_type,
         tuple(node.input),
@@ -215,12 +222,12 @@ def _of_file(node: onnx.NodeProto) -> _Node:
     )
 
 
-def _of_memory(node: ir.Node) -> _Node:
+def _of_memory(node: ir.Node) -> _Configured:
     try:
         found = [*map(ir.serde.serialize_node_device_configuration, node.device_configurations)]
     except ValueError as error:
         raise StrategyError(f"node {node.name!r} ({node.op_type}): {error}") from None
-    return _Node(
+    return _Configured(
         node.name or "",
         node.op_type,
         tuple("" if v is None else v.name or "" for v in node.inputs),
@@ -229,7 +236,8 @@ def _of_memory(node: ir.Node) -> _Node:
     )
 
 
-def _nodes_of_bodies(model: onnx.ModelProto) -> Iterable[onnx.NodeProto]:
+def nodes_of_bodies(model: onnx.ModelProto) -> Iterable[onnx.NodeProto]:
+    """Returns the nodes of functions and of the graphs that are attributes of nodes."""
     inner = [node for function in model.functions for node in function.node]
     yield from inner
     for graph in inner_graphs((*inner, *model.graph.node)):
@@ -237,7 +245,7 @@ def _nodes_of_bodies(model: onnx.ModelProto) -> Iterable[onnx.NodeProto]:
 
 
 def inner_graphs(nodes: Iterable[onnx.NodeProto]) -> Iterable[onnx.GraphProto]:
-    """Returns the graphs that are attributes of nodes, and those within them."""
+    """Returns the graphs that are attributes of nodes, and the graphs inside them."""
     waiting = list(nodes)
     while waiting:
         for attribute in waiting.pop().attribute:
@@ -247,7 +255,7 @@ def inner_graphs(nodes: Iterable[onnx.NodeProto]) -> Iterable[onnx.GraphProto]:
 
 
 def _in_bodies(nodes: Iterable[ir.Node | onnx.NodeProto]) -> str:
-    """Names the first of some nodes; empty where there is none."""
+    """Names the first of some nodes; empty if there is none."""
     return next((f"node {n.name!r} ({n.op_type})" for n in nodes), "")
 
 
@@ -272,9 +280,9 @@ def _configurations(source: str, known: Iterable[tuple[str, int, Sequence[str]]]
 
 
 def _chosen(
-    source: str, nodes: Sequence[_Node], sizes: Mapping[str, int], devices: int | None
+    source: str, nodes: Sequence[_Configured], sizes: Mapping[str, int], devices: int | None
 ) -> str:
-    """The one configuration that is to be carried out."""
+    """The name of the configuration that is carried out."""
     used: dict[str, None] = {}
     for node in nodes:
         for entry in node.configurations:
@@ -301,33 +309,24 @@ def _chosen(
 # -- nodes and tensors ---------------------------------------------------------------------------
 
 
-def _title(source: str, node: _Node) -> str:
-    return f"{source}: node {node.name or '/'.join(node.outputs)!r} ({node.op_type})"
-
-
-def _configuration(
-    source: str, node: _Node, chosen: str
-) -> onnx.NodeDeviceConfigurationProto | None:
-    """The entry of a node for the configuration that is carried out."""
+def _configuration(source: str, node: _Configured, chosen: str) -> _Entry:
+    """The annotation of a node for the configuration that is carried out."""
     mine = [c for c in node.configurations if c.configuration_id == chosen]
     if len(mine) > 1:
         raise StrategyError(
-            f"{_title(source, node)}: expected {chosen!r} once, got it {len(mine)} times"
+            f"{source}: {node.title}: expected {chosen!r} once, got it {len(mine)} times"
         )
     return mine[0] if mine else None
 
 
-def _stage(entry: onnx.NodeDeviceConfigurationProto | None) -> int | None:
-    said = entry is not None and entry.HasField("pipeline_stage")
-    return int(entry.pipeline_stage) if entry is not None and said else None
+def _stage(entry: _Entry) -> int | None:
+    if entry is None or not entry.HasField("pipeline_stage"):
+        return None
+    return int(entry.pipeline_stage)
 
 
-_Entry = onnx.NodeDeviceConfigurationProto | None
-"""What a node says for the configuration that is carried out."""
-
-
-def _virtual_stages(source: str, nodes: Sequence[tuple[_Node, _Entry]]) -> int:
-    """How many virtual stages the model is cut into: each has a node."""
+def _virtual_stages(source: str, nodes: Sequence[tuple[_Configured, _Entry]]) -> int:
+    """The number of virtual stages, each of which must have a node."""
     first: dict[int, _Node] = {}
     for node, entry in nodes:
         stage = _stage(entry)
@@ -335,7 +334,7 @@ def _virtual_stages(source: str, nodes: Sequence[tuple[_Node, _Entry]]) -> int:
             continue
         if not 0 <= stage < MAX_DEVICES:
             raise StrategyError(
-                f"{_title(source, node)}: expected a pipeline stage from 0 to {MAX_DEVICES - 1}, "
+                f"{source}: {node.title}: expected a pipeline stage from 0 to {MAX_DEVICES - 1}, "
                 f"got {stage}"
             )
         first.setdefault(stage, node)
@@ -343,21 +342,19 @@ def _virtual_stages(source: str, nodes: Sequence[tuple[_Node, _Entry]]) -> int:
     missing = next((n for n in range(last) if n not in first), None)
     if missing is not None:
         raise StrategyError(
-            f"{_title(source, first[last])}: expected at least one node in each pipeline stage "
-            "up to its own, "
-            f"{last}; stage {missing} has none"
+            f"{source}: {first[last].title}: expected at least one node in each pipeline stage "
+            f"up to its own, {last}; stage {missing} has none"
         )
     return last + 1
 
 
 def _stages(source: str, virtual_stages: int, devices: int, extras: Extras) -> int:
-    """Number of pipeline stages: of several chunks each has as many virtual stages."""
+    """Number of pipeline stages, each of which has one virtual stage for each chunk."""
     chunks = 1 if extras.pipeline is None else extras.pipeline.chunks
     if virtual_stages % chunks:
         raise StrategyError(
             f"{source}: metadata {ANNOTATION!r}: expected a number of chunks that divides the "
-            f"{virtual_stages} pipeline "
-            f"stages of the nodes, got {chunks}"
+            f"{virtual_stages} pipeline stages of the nodes, got {chunks}"
         )
     if devices % (virtual_stages // chunks):
         raise StrategyError(
@@ -369,13 +366,13 @@ def _stages(source: str, virtual_stages: int, devices: int, extras: Extras) -> i
 
 def _node(
     source: str,
-    node: _Node,
-    entry: onnx.NodeDeviceConfigurationProto | None,
+    node: _Configured,
+    entry: _Entry,
     devices: int,
     virtual_stages: int,
     stages: int,
 ) -> NodeSpec:
-    title, stage = _title(source, node), _stage(entry)
+    title, stage = f"{source}: {node.title}", _stage(entry)
     tensors: dict[str, TensorSpec] = {}
     for spec in entry.sharding_spec if entry is not None else ():
         if stage is None and virtual_stages > 1:
@@ -392,7 +389,7 @@ def _node(
             raise StrategyError(f"{title}: tensor {name!r}: expected one spec, got two")
         held = range(devices)
         if stages > 1:
-            title = f"{_title(source, node)}, of pipeline stage {stage}"
+            title = f"{source}: {node.title}, of pipeline stage {stage}"
             start = (stage or 0) % stages * devices
             held = range(start, start + devices)
         tensors[name] = _tensor(f"{title}: tensor {name!r}", spec, held)
@@ -431,7 +428,7 @@ def _size(title: str, part: onnx.SimpleShardedDimProto) -> int | str | None:
 def _groups(
     title: str, spec: onnx.ShardingSpecProto, count: int, devices: range
 ) -> tuple[tuple[int, ...], ...]:
-    """Of each shard the devices that hold it, counted from the first of `devices`."""
+    """For each shard the devices that hold it, counted from the first of `devices`."""
     named: dict[int, tuple[int, ...]] = {}
     for entry in spec.index_to_device_group_map:
         if entry.key in named:
@@ -439,7 +436,7 @@ def _groups(
         named[entry.key] = tuple(entry.value)
     listed = list(spec.device)
     if not listed and count in (1, len(devices)):
-        # The order is left open, and there is but one that everybody means.
+        # Without an order, all devices hold the tensor in their own order.
         listed = list(devices)
     groups = [tuple(sorted(named.get(d, (d,)))) for d in listed]
     if count == 1 and len(groups) > 1:
@@ -489,7 +486,7 @@ def _extras(source: str, text: str | None) -> Extras:
 
 
 def _checked(source: str, extras: Extras, devices: int) -> dict[str, Symbol]:
-    """Checks what the metadata says of a mesh of so many devices; returns its symbols."""
+    """Checks the metadata against the number of devices; returns its symbols."""
     title = f"{source}: metadata {ANNOTATION!r}"
     for what, sizes in (("axes", list(extras.axes.values())), ("atoms", extras.atoms)):
         if sizes and prod(sizes) != devices:

@@ -1,19 +1,20 @@
-"""ONNX annotations met with a program: the mesh, and the seeds from which propagation starts.
+"""ONNX annotations applied to a program: the mesh, and the seeds from which propagation starts.
 
 The shards of every tensor must follow from one order of the devices: along each axis of a mesh
 whose last axis varies fastest, the devices of neighbouring shards are equally far apart. The mesh
-is the coarsest one in which that holds for all tensors.
+is the coarsest one for which this holds for all tensors.
 
-A value that waits for a reduction cannot be annotated, so it is read off what is: a result that a
-split makes such, and that has no spec, stays so; a node whose results have none either takes it as
-it is, where its operator is linear in it. A result with a spec is reduced at once.
+A partial value cannot be annotated, so it is derived. If the sharding of a node makes a result
+partial, and the result has no spec, it stays partial. If the next node's results have no spec
+either, and its operator is linear in the operand, it takes the operand partial. A result with a
+spec is reduced at once.
 """
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from itertools import product
+from math import prod
 
 import onnx_ir as ir
 
@@ -33,15 +34,15 @@ from onnxpar.strategy.expanded_nodes import Replaced, bodies_by_results
 from onnxpar.strategy.output_layouts import check_sizes
 
 Run = tuple[int, int]
-"""A number of pieces, and how far apart the devices of neighbours are."""
+"""A number of shards, and the distance between the devices of neighbouring shards."""
 
 AnnotatedPart = tuple[Dim, tuple[Run, ...]]
-"""A part of a dim: its size and the runs that split it, outermost first."""
+"""A part of a dim: its size and the runs over which it is sharded, outermost first."""
 
 AnnotatedDims = tuple[tuple[AnnotatedPart, ...], ...]
 
 PartialSum = tuple[Atoms, str]
-"""The atoms over which a value waits for a reduction, and the reduction."""
+"""The atoms over which a value is partial, and the reduction."""
 
 SHOWN = 4
 
@@ -54,30 +55,30 @@ def annotated_seeds(annotation: Annotation, program: Program) -> Seeds:
         program: The program of one device; it is not changed.
 
     Raises:
-        StrategyError: An annotation that does not fit its tensor or its node's operator, or an
-            order of the devices that no mesh has.
+        StrategyError: An annotation does not fit its tensor or its node's operator, or no mesh has
+            the order of the devices.
     """
     return _Reader(annotation, program).run()
 
 
 def annotated_virtual_stages(annotation: Annotation, graph: ir.Graph) -> dict[str, int]:
-    """Returns the virtual stages that an annotation says, by the names of the graph's nodes.
+    """Returns the virtual stages of an annotation, by the names of the graph's nodes.
 
-    The nodes of a body are of the virtual stage of the node in whose place it stands.
+    The nodes of a body have the virtual stage of the node that the body replaces.
     """
-    said = {n: s.stage for s in annotation.nodes if s.stage is not None for n in s.outputs if n}
+    stages = {n: s.stage for s in annotation.nodes if s.stage is not None for n in s.outputs if n}
     found = {}
     for node in graph:
         replaced = node.metadata_props.get(EXPANDED_OPERANDS)
         made = json.loads(replaced)["out"] if replaced else [v.name for v in node.outputs]
-        virtual = next((said[name] for name in made if name in said), None)
+        virtual = next((stages[name] for name in made if name in stages), None)
         if virtual is not None:
             found[node.name or ""] = virtual
     return found
 
 
 def runs_of(sharding: Sharding, mesh: Mesh) -> DeviceRuns:
-    """Returns a layout as the metadata of a model holds it; partial reductions are left out."""
+    """Returns a layout as in the metadata of a model, without the axes over which it is partial."""
     return [
         [
             (
@@ -94,13 +95,13 @@ def runs_of(sharding: Sharding, mesh: Mesh) -> DeviceRuns:
 
 @dataclass(frozen=True)
 class _Tensor:
-    """An annotated tensor: its parts, and what it is called in messages."""
+    """An annotated tensor: its name in messages, and the parts of its dims."""
 
     title: str
     dims: AnnotatedDims
 
     def sharding(self, mesh: Mesh) -> Sharding:
-        """Returns its sharding; StrategyError where two parts take the same devices."""
+        """Returns its sharding; raises StrategyError if two parts use the same devices."""
 
         def atoms(runs: tuple[Run, ...]) -> Atoms:
             rows = (mesh.run(mesh.size // (n * apart), n) for n, apart in runs if n > 1)
@@ -128,20 +129,16 @@ class _Annotated:
 class _Reader:
     annotation: Annotation
     program: Program
-    # Where each run was met first, for messages.
-    cuts: dict[Run, str] = field(default_factory=dict)
+    # The tensor with which each run was first read, for messages.
+    found_in: dict[Run, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.env, self.rules = self.program.env, self.program.rules
+        self.pinned = frozenset(self.annotation.extras.pinned or ())
 
-    def spoken_of(self, node: str) -> bool:
-        """Whether a node's strategy is the user's word."""
-        return self._pinned is None or node in self._pinned
-
-    @cached_property
-    def _pinned(self) -> frozenset[str] | None:
-        names = self.annotation.extras.pinned
-        return None if names is None else frozenset(names)
+    def is_pinned(self, node: str) -> bool:
+        """Whether a node's strategy comes from the user."""
+        return self.annotation.extras.pinned is None or node in self.pinned
 
     def run(self) -> Seeds:
         source, extras = self.annotation.source, self.annotation.extras
@@ -190,26 +187,23 @@ class _Reader:
         runs = iter(self.runs(title, counts, spec.groups))
         found = []
         for axis, size in enumerate(shape):
-            said = [s for s, _ in dims.get(axis, ())]
-            sizes = self.sizes(f"{title}: axis {axis}", size, said)
-            found.append(tuple((s, next(runs) if said else ()) for s in sizes))
+            given = [s for s, _ in dims.get(axis, ())]
+            sizes = self.sizes(f"{title}: axis {axis}", size, given)
+            found.append(tuple((s, next(runs) if given else ()) for s in sizes))
         return _Tensor(title, tuple(found))
 
-    def sizes(self, title: str, size: Dim, said: Sequence[int | str | None]) -> list[Dim]:
+    def sizes(self, title: str, size: Dim, given: Sequence[int | str | None]) -> list[Dim]:
         """The sizes of the parts of a dim of `size`."""
-        if len(said) <= 1:
-            # The tensor says it; a name may be another tool's for the same size.
-            if said and isinstance(said[0], int) and isinstance(size, int) and said[0] != size:
-                raise StrategyError(f"{title}: expected the size {size}, got {said[0]}")
+        if len(given) <= 1:
+            # The tensor has the size; another tool may have another name for it.
+            if given and isinstance(given[0], int) and isinstance(size, int) and given[0] != size:
+                raise StrategyError(f"{title}: expected the size {size}, got {given[0]}")
             return [size]
         try:
-            sizes = [as_dim(s) for s in said]
+            sizes = [as_dim(s) for s in given]
         except SymbolError as error:
             raise StrategyError(f"{title}: expected the size of each part: {error}") from None
-        whole: Dim = 1
-        for part in sizes:
-            whole = whole * part
-        if not self.env.table.equal(as_dim(whole), size):
+        if not self.env.table.equal(as_dim(prod(sizes)), size):
             raise StrategyError(
                 f"{title}: expected parts whose product is {dim_str(size)}, got "
                 f"{' x '.join(map(dim_str, sizes))}"
@@ -219,7 +213,7 @@ class _Reader:
     def runs(
         self, title: str, counts: Sequence[int], groups: Sequence[tuple[int, ...]]
     ) -> list[tuple[Run, ...]]:
-        """Returns for each number of shards the runs of devices that make it up."""
+        """Returns for each number of shards the runs of devices over which they are."""
         firsts = [group[0] for group in groups]
         offsets, step = [], len(groups)
         for count in counts:
@@ -230,7 +224,7 @@ class _Reader:
         parts = [run for runs in found if runs is not None for run in runs]
         end = 1
         for count, stride in sorted(parts, key=lambda run: run[1]):
-            # Those of one order of the devices begin where the smaller ones end.
+            # Runs of one order of the devices begin where the smaller runs end.
             end = stride * count if stride == end else 0
         if (
             None in found
@@ -245,13 +239,13 @@ class _Reader:
                 f"each dim sharded over mesh axes), got {shown}{more}"
             )
         for run in parts:
-            self.cuts.setdefault(run, title)
+            self.found_in.setdefault(run, title)
         return [runs or () for runs in found[:-1]]
 
     def layouts(
         self, kind: str, layouts: Mapping[str, DeviceRuns], known: Sequence[str]
     ) -> dict[str, _Tensor]:
-        """Reads what the metadata says of graph inputs or parameters."""
+        """Reads the layouts of graph inputs or parameters from the metadata."""
         found = {}
         for name, layout in layouts.items():
             title = f"{self.annotation.source}: metadata {ANNOTATION!r}: {kind} {name!r}"
@@ -268,7 +262,7 @@ class _Reader:
                 runs = [tuple(r) for _, r in parts] or [()]
                 dims.append(tuple(zip(sizes, runs, strict=True)))
                 for run in (run for row in runs for run in row):
-                    self.cuts.setdefault(run, title)
+                    self.found_in.setdefault(run, title)
             found[name] = _Tensor(title, tuple(dims))
         return found
 
@@ -276,7 +270,7 @@ class _Reader:
         devices, extras = self.annotation.devices, self.annotation.extras
         rows = [tuple(extras.atoms)] if extras.atoms else []
         title = f"{self.annotation.source}: metadata {ANNOTATION!r}"
-        for row, where in [((), title), *((r, t) for r, t in self.cuts.items() if r[0] > 1)]:
+        for row, where in [((), title), *((r, t) for r, t in self.found_in.items() if r[0] > 1)]:
             if row:
                 count, stride = row
                 rows.append((devices // (count * stride), count, stride))
@@ -285,8 +279,7 @@ class _Reader:
             except MeshError as error:
                 raise StrategyError(
                     f"{where}: expected a device order that is compatible with the tensors "
-                    "before it: "
-                    f"{error}"
+                    f"before it: {error}"
                 ) from None
         return mesh
 
@@ -302,18 +295,18 @@ class _Reader:
                 seeds |= {s.node: s for s in self.body(mesh, item, bodies[item.spec.outputs])}
                 continue
             name = next((made_by[n] for n in item.spec.outputs if n in made_by), None)
-            # Constants and nodes whose results nobody reads are no nodes any more.
+            # Constants, and nodes whose results nothing reads, have been removed.
             if name is not None and item.tensors:
                 seeds[name] = self.node(mesh, item, self.rules.views[name], partials)
         return seeds
 
     def body(self, mesh: Mesh, item: _Annotated, views: Sequence[NodeView]) -> Iterator[NodeSeed]:
-        """The strategies of a node's body that follow from the node's operands and results."""
+        """The strategies of the nodes of a body that read or make annotated tensors."""
         names = {n: (lambda _, s=s: s) for n, s in item.tensors.items()}
         inputs = {n: names[n] for n in item.spec.inputs if n in names}
         outputs = {n: names[n] for n in item.spec.outputs if n in names}
         for seed in Replaced(item.title, tuple(views), inputs, outputs).seeds(self.rules, mesh):
-            yield replace(seed, pinned=self.spoken_of(seed.node))
+            yield replace(seed, pinned=self.is_pinned(seed.node))
 
     def node(
         self, mesh: Mesh, item: _Annotated, view: NodeView, partials: dict[str, PartialSum]
@@ -332,8 +325,8 @@ class _Reader:
         outputs = [v.name or "" for v in view.node.outputs]
         taken = {a for parts in factors.values() for c in parts for a in c.atoms}
         carried: dict[int, PartialSum] = {}
-        said = self.annotation.extras.carried
-        if not any(n in item.tensors for n in outputs) and (said is None or view.name in said):
+        known = self.annotation.extras.carried
+        if not any(n in item.tensors for n in outputs) and (known is None or view.name in known):
             carried = _carried(rule, view, partials, taken)
         try:
             made = shardings(rule, view, factors, mesh, carried=carried, pinned=True).outputs
@@ -348,13 +341,13 @@ class _Reader:
             out.append(None if want == sharding else want)
             if want is None and sharding.partial:
                 partials[name] = (sharding.partial, sharding.reduction)
-        pinned = self.spoken_of(view.name)
+        pinned = self.is_pinned(view.name)
         return NodeSeed(view.name, factors, tuple(out), item.title, carried, pinned)
 
     def factors(
         self, mesh: Mesh, item: _Annotated, view: NodeView, rule: OpRule
     ) -> dict[str, DimSharding]:
-        """The splits of a node's factors: of its operands, and of its results for the rest."""
+        """The shardings of a node's factors: from its operands; of others, from its results."""
         table, sizes = self.env.table, factor_sizes(rule, view)
         found: dict[str, DimSharding] = {}
         sources: dict[str, str] = {}
@@ -377,8 +370,7 @@ class _Reader:
                 if any(c.atoms for c in part) and factor not in rule.splittable:
                     raise StrategyError(
                         f"{title}: expected its dim {factor} replicated, because the operator "
-                        "needs all of it, got "
-                        f"{want.describe(mesh)}"
+                        f"needs all of it, got {want.describe(mesh)}"
                     )
                 if _atoms(found.get(factor, part)) != _atoms(part):
                     raise StrategyError(
@@ -403,10 +395,10 @@ class _Reader:
     def entering(
         self, nodes: Sequence[_Annotated], known: Mapping[str, Sharding]
     ) -> dict[str, Sharding]:
-        """How graph inputs arrive: as is said, or as the first node wants that reads them.
+        """The shardings of graph inputs: as annotated, or as the first reader wants them.
 
-        One that no annotated node reads (labels, for one) has its dim 0 split as another's of the
-        same size.
+        An input that no annotated node reads, such as labels, has its dim 0 sharded like dim 0 of
+        the same size of another input.
         """
         found = dict(known)
         for value in self.graph.inputs:
@@ -430,7 +422,7 @@ def _atoms(parts: DimSharding) -> Atoms:
 def _decompose(offsets: Sequence[int]) -> tuple[Run, ...] | None:
     """Returns the runs, outermost first, whose steps add up to the offsets; None if there are none.
 
-    `[0, 1, 4, 5]` is 2 pieces 4 apart, of 2 pieces 1 apart: `((2, 4), (2, 1))`.
+    `[0, 1, 4, 5]` is `((2, 4), (2, 1))`: 2 shards 4 apart, each of 2 shards 1 apart.
     """
     if len(offsets) == 1:
         return ()
@@ -446,15 +438,15 @@ def _decompose(offsets: Sequence[int]) -> tuple[Run, ...] | None:
 def _carried(
     rule: OpRule, view: NodeView, partials: Mapping[str, PartialSum], taken: set[int]
 ) -> dict[int, PartialSum]:
-    """The most operands that can stay partial through the node together."""
-    waiting = {
+    """The largest group of operands that can stay partial through the node together."""
+    partial = {
         i: partials[v.name or ""]
         for i, v in enumerate(view.node.inputs)
         if v is not None and v.name in partials
     }
     best: dict[int, PartialSum] = {}
-    for chosen in sorted({w for w in waiting.values() if not taken & set(w[0])}):
-        alike = frozenset(i for i, w in waiting.items() if w == chosen)
+    for chosen in sorted({p for p in partial.values() if not taken & set(p[0])}):
+        alike = frozenset(i for i, p in partial.items() if p == chosen)
         for reduction, operands in sorted(rule.linear, key=lambda item: sorted(item[1])):
             together = operands <= alike and len(operands) > len(best)
             if together and reduction == chosen[1] and may_stay_partial(rule, operands, reduction):

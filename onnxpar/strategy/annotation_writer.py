@@ -1,10 +1,10 @@
 """Writes a plan into a model as ONNX's multi-device annotations (see `annotation_reader`).
 
-The file's own nodes are annotated, each with the shardings of its operands as it takes them and of
-its results as they are afterwards; of a node which was replaced by its body, those of its operands
-and results that the body has. A result that waits for a reduction has no spec: the format has no
-word for it. A node of a pipeline has its virtual stage as `pipeline_stage`, and its tensors lie on
-the devices of its stage.
+The nodes of the file are annotated with the shardings in which they take their operands, and the
+shardings of their results after reshards. If a node was replaced by its body, it has the operands
+and results that the body has. A partial result has no spec, because the format has no word for it.
+In a pipeline, a node has its virtual stage as `pipeline_stage`, and its tensors are on the devices
+of its stage.
 """
 
 from collections.abc import Mapping
@@ -25,13 +25,12 @@ from onnxpar.graph.plan import Plan
 from onnxpar.strategy.annotation_reader import (
     MIN_IR_VERSION,
     AnnotatedSchedule,
-    DeviceRuns,
     Extras,
-    inner_graphs,
+    nodes_of_bodies,
 )
 from onnxpar.strategy.annotation_seeds import runs_of
 from onnxpar.strategy.expanded_nodes import bodies_by_results
-from onnxpar.strategy.save import symbol_data
+from onnxpar.strategy.save import own_layouts, symbol_data
 from onnxpar.strategy.schema import PIPELINE_AXIS, PipelineEntry
 
 
@@ -42,17 +41,20 @@ def annotate_proto(
     symbols: Mapping[str, Symbol],
     pipeline: PipelineEntry | None = None,
 ) -> int:
-    """Annotates a model in place and returns how many of its nodes; older annotations go.
+    """Annotates a model in place, and returns the number of annotated nodes.
+
+    Earlier annotations are removed.
 
     Args:
-        proto: The model as its file has it.
+        proto: The model as it is in its file.
         program: The program of the same model; it is not changed.
         plan: Its plan.
-        symbols: Constraints on its symbols, kept in the metadata.
-        pipeline: How it is split into stages, if it is; its nodes know their virtual stages.
+        symbols: Constraints on its symbols, which are kept in the metadata.
+        pipeline: How it is split into stages, if it is; the program's nodes have their virtual
+            stages.
 
     Raises:
-        StrategyError: A node in whose place a body stands is cut in two by stages.
+        StrategyError: A stage boundary is inside a node that was replaced by its body.
     """
     _forget(proto)
     stages = 1 if pipeline is None else pipeline.stages
@@ -83,7 +85,7 @@ def annotate_proto(
         atoms=list(mesh.atoms),
         symbols={name: symbol_data(symbol) for name, symbol in symbols.items()},
         inputs={name: runs_of(sharding, mesh) for name, sharding in plan.inputs.items()},
-        parameters=_parameters(program.model, plan),
+        parameters={n: runs_of(s, mesh) for n, s in own_layouts(plan, program.graph).items()},
         carried=[name for name, chosen in plan.nodes.items() if chosen.carried],
         pinned=None if len(pinned) == len(plan.nodes) else pinned,
         pipeline=None
@@ -100,28 +102,11 @@ def annotate_proto(
 
 def _forget(proto: onnx.ModelProto) -> None:
     proto.ClearField("configuration")
-    inner = [node for function in proto.functions for node in function.node]
-    for graph in inner_graphs((*inner, *proto.graph.node)):
-        inner += graph.node
-    for node in (*inner, *proto.graph.node):
+    for node in (*nodes_of_bodies(proto), *proto.graph.node):
         node.ClearField("device_configurations")
     kept = [entry for entry in proto.metadata_props if entry.key != ANNOTATION]
     proto.ClearField("metadata_props")
     proto.metadata_props.extend(kept)
-
-
-def _parameters(model: ir.Model, plan: Plan) -> dict[str, DeviceRuns]:
-    """The parameters that lie otherwise than the first node wants that reads them."""
-    first: dict[str, Sharding] = {}
-    for node in model.graph:
-        for value, want in zip(node.inputs, plan.nodes[node.name or ""].inputs, strict=False):
-            if value is not None and want is not None:
-                first.setdefault(value.name or "", want.with_partial(()))
-    return {
-        name: runs_of(sharding, plan.mesh)
-        for name, sharding in plan.parameters.items()
-        if first.get(name, sharding) != sharding
-    }
 
 
 @dataclass
@@ -136,7 +121,7 @@ class _Writer:
         self.made_by = {v.name: node for node in graph for v in node.outputs if v.name}
 
     def nodes(self, node: onnx.NodeProto) -> list[ir.Node]:
-        """The nodes of the model that a node of the file has become."""
+        """The nodes of the program for a node of the file."""
         outputs = tuple(node.output)
         if outputs in self.bodies:
             return [view.node for view in self.bodies[outputs]]
@@ -144,10 +129,10 @@ class _Writer:
         return [] if made is None else [made]
 
     def virtual_stage(self, node: onnx.NodeProto) -> int | None:
-        """The virtual stage of a node of the file; None where it is no longer a node.
+        """The virtual stage of a node of the file; None if the program no longer has it.
 
         Raises:
-            StrategyError: Its body is of several virtual stages.
+            StrategyError: Its body is in several virtual stages.
         """
         virtual_stages = sorted({virtual_stage_of(one) for one in self.nodes(node)})
         if len(virtual_stages) > 1:
@@ -159,7 +144,7 @@ class _Writer:
         return virtual_stages[0] if virtual_stages else None
 
     def tensors(self, node: onnx.NodeProto) -> dict[str, Sharding]:
-        """The sharding of each operand and result of a node of the file that has one to say."""
+        """The shardings of the operands and results of a node of the file that get a spec."""
         outputs = tuple(node.output)
         nodes = self.nodes(node)
         wants: dict[str, list[Sharding]] = {}
@@ -179,14 +164,14 @@ class _Writer:
                 left = self.plan.resharded.get(name, made_as)
                 if name in outputs and not left.partial:
                     results[name] = left
-        # A tensor has one spec in a node, so one that it takes in two ways has none.
+        # A node has one spec for a tensor; an operand that it takes in two ways has none.
         taken = {n: found[0] for n, found in wants.items() if nodes[1:] or len({*found}) == 1}
         ordered = [n for n in (*node.input, *node.output) if n in self.program.env.shapes]
         both = {**results, **taken}
         return {n: both[n] for n in ordered if n in both and self.known(n, both[n])}
 
     def known(self, name: str, sharding: Sharding) -> bool:
-        """Whether a sharding is of the rank of its tensor."""
+        """Whether a sharding has the rank of its tensor."""
         return sharding.rank == len(self.program.env.shapes[name])
 
     def spec(self, name: str, sharding: Sharding, first: int) -> ir.ShardingSpec:
@@ -203,7 +188,7 @@ class _Writer:
 
 
 def _placement(sharding: Sharding, mesh: Mesh, start: int) -> ir.ShardingSpec:
-    """Returns the spec of a sharding, of no tensor, on the devices from `start` on."""
+    """Returns the spec of a sharding, without a tensor, on the devices from `start` on."""
     split = sharding.split_atoms
     rest = [a for a in range(len(mesh.atoms)) if a not in split]
     firsts = mesh.group(0, split)
@@ -223,7 +208,7 @@ def _placement(sharding: Sharding, mesh: Mesh, start: int) -> ir.ShardingSpec:
     )
     if not rest:
         return ir.ShardingSpec(None, tuple(start + d for d in firsts), (), dims)
-    # Keys below zero are no devices.
+    # Negative keys are not devices.
     groups = tuple(
         ir.IndexToDeviceGroupMapEntry(-1 - shard, tuple(start + d for d in mesh.group(first, rest)))
         for shard, first in enumerate(firsts)

@@ -1,11 +1,9 @@
-"""What the caller of `onnxpar.shard` gives, met with the graph that was called."""
+"""The arguments of `onnxpar.shard`, applied to the graph of the function."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
-
-from pydantic_core import PydanticCustomError
 
 from onnxpar.core.errors import StrategyError
 from onnxpar.core.layout import TensorLayout
@@ -13,22 +11,22 @@ from onnxpar.core.sharding import DimSharding, Sharding
 from onnxpar.graph.plan import factor_sizes, operand_sharding, project
 from onnxpar.graph.seeds import NodeSeed, Seeds
 from onnxpar.ops.node_rules import Rules
-from onnxpar.strategy.factor_splits import Site, counts_of, numeric_factors, show
+from onnxpar.strategy.factor_splits import Site, counts_of, is_named, numeric_factors, show
 from onnxpar.strategy.schema import NodeEntry
 from onnxpar.strategy.tensor_entry import TensorEntry, read_tensor
 
 
 @dataclass(frozen=True)
 class Given:
-    """The arguments of `onnxpar.shard`, checked for themselves.
+    """The arguments of `onnxpar.shard`, checked without a graph.
 
     Attributes:
-        inputs: An entry for each input, None where it is derived.
-        outputs: An entry for each output, None where it is derived.
-        parameters: Entry of the initializers that a name or pattern holds for.
+        inputs: An entry for each input, or None if it is derived.
+        outputs: An entry for each output, or None if it is derived.
+        parameters: Entries of initializers, by name or pattern.
         level: The objective of the search.
         devices: Number of devices.
-        sliced: For each input whether a rank is given its slice of dim 0.
+        sliced: For each input, whether a rank gets only its slice of dim 0.
         machine: A preset or a machine file, for the search.
     """
 
@@ -42,46 +40,43 @@ class Given:
 
 
 def read_entry(value: Any, title: str) -> TensorEntry:
-    """Returns what was given for one tensor: numbers of pieces, or a layout.
+    """Returns the entry given for one tensor: numbers of shards, or a layout.
 
     Raises:
-        StrategyError: It is something else; `title` begins the message.
+        StrategyError: It is something else; the message begins with `title`.
     """
     try:
         entry = read_tensor(value)
-    except PydanticCustomError as error:
-        raise StrategyError(f"{title}: {error.message()}") from None
-    if not isinstance(entry, TensorLayout):
-        for dim in entry:
-            if isinstance(dim, tuple):
-                raise StrategyError(
-                    f"{title}: expected numbers of shards, or a Layout with named axes, got "
-                    f"{show(entry)}"
-                )
+    except ValueError as error:
+        raise StrategyError(f"{title}: {error}") from None
+    if not isinstance(entry, TensorLayout) and is_named(entry):
+        raise StrategyError(
+            f"{title}: expected numbers of shards, or a Layout with named axes, got {show(entry)}"
+        )
     return entry
 
 
 def matrix_of(entry: TensorEntry) -> tuple[int, ...]:
-    """Returns the device matrix that an entry uses."""
+    """Returns the device matrix of an entry."""
     return entry.device_matrix if isinstance(entry, TensorLayout) else counts_of(entry)
 
 
 def read_together(
     rules: Rules, entries: Mapping[str, TensorEntry], devices: int
 ) -> tuple[dict[str, NodeEntry], frozenset[str]]:
-    """Returns strategies for nodes that read several of the tensors that the caller laid out.
+    """Returns strategies for nodes that read several tensors with entries of the caller.
 
-    Numbers of pieces say which devices hold a piece only together: (2, 2) and (2, 1) on the
+    Only together do numbers of shards say which devices hold a shard: (2, 2) and (2, 1) on the
     operands of a product are one device matrix (2, 2, 1) of its dims, as in MindSpore. A node that
-    cannot be sharded so is left out; each tensor then has its own numbers.
+    cannot be sharded like this is left out; its operands are then resolved separately.
 
     Args:
         rules: The rule of each node, in the order of the graph.
-        entries: By name of a value, what was given for it.
-        devices: Number of devices, which the product of the pieces has to divide.
+        entries: The entries of values, by name.
+        devices: Number of devices, which the product of the numbers must divide.
 
     Returns:
-        Entries by node, and the values whose layout they say.
+        Entries by node, and the names of the values whose layouts these entries decide.
     """
     nodes: dict[str, NodeEntry] = {}
     taken: set[str] = set()
@@ -113,15 +108,15 @@ def followed(
 ) -> Seeds:
     """Adds strategies that make the readers of pinned values take them in their current layout.
 
-    A search that is free may gather a tensor before it is read for the first time, and what the
-    caller said of it would come to nothing. A node whose rule cannot take the layout is left to
-    the search; where two operands of it contradict one another, the first one holds.
+    Otherwise a search might gather a tensor before its first reader, and the caller's entry would
+    have no effect. A node whose rule cannot take the layout is left to the search. If two operands
+    of a node contradict each other, the first one wins.
 
     Args:
-        seeds: What is fixed already; nodes that are keep their strategy.
+        seeds: What is fixed already; nodes with a strategy keep it.
         rules: The rule of each node.
         shapes: The shape of each value.
-        pinned: Sharding of the values that the caller laid out, by name.
+        pinned: Shardings of the values that the caller laid out, by name.
     """
     nodes: dict[str, NodeSeed] = {}
     for name, view in rules.views.items():
@@ -152,20 +147,20 @@ def followed(
 
 
 def made_by(seeds: Seeds, rules: Rules, gate: str) -> Sharding:
-    """Returns the layout of the output of a node that has a strategy and hands one value on."""
+    """Returns the layout of the output of a node that has a strategy and passes one value on."""
     view, rule = rules.views[gate], rules.by_node[gate]
     sizes = factor_sizes(rule, view)
     return operand_sharding(rule.outputs[0], view.out_shape(0), seeds.nodes[gate].factors, sizes)
 
 
 def left_as_given(seeds: Seeds, rules: Rules, gates: Sequence[str], *, sliced: bool) -> Seeds:
-    """Adds strategies for the nodes through which outputs leave and that have none.
+    """Adds strategies for nodes without one that make the outputs.
 
     Args:
         seeds: What is fixed already.
         rules: The rule of each node.
-        gates: Names of the nodes; each hands one value on.
-        sliced: Whether each rank gets its slice of dim 0, or everything.
+        gates: Names of the nodes; each passes one value on.
+        sliced: Whether each rank gets only its slice of dim 0.
     """
     nodes: dict[str, NodeSeed] = {}
     for name in gates:

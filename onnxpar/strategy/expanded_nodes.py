@@ -1,8 +1,7 @@
-"""Strategies for nodes in whose place a body stands (see `onnxpar.frontend.expand`).
+"""Strategies for nodes that were replaced by a body (see `onnxpar.frontend.expand`).
 
-The user's entry speaks of the operands and results of the node, which the body's nodes read and
-make. So each of these nodes is sharded as the entry divides what it has of them; the rest of the
-body follows by propagation.
+The user's entry is for the operands and results of the node. The nodes of the body that read or
+make these tensors are sharded as the entry shards them; propagation decides the rest of the body.
 """
 
 import json
@@ -29,13 +28,13 @@ ReadTensor = Callable[[str, Sequence[Dim], TensorEntry], ShardingFn]
 
 @dataclass(frozen=True)
 class Replaced:
-    """A strategy for a node that is no more.
+    """A strategy for a node that was replaced by its body.
 
     Attributes:
-        where: Where the user said so.
+        where: File and line of the entry.
         views: The nodes of its body.
-        inputs: How each of its operands is laid out, by the name of the value.
-        outputs: The same of its results.
+        inputs: The sharding of its operands, by the name of the value.
+        outputs: The sharding of its results, by the name of the value.
     """
 
     where: str
@@ -60,10 +59,10 @@ class Replaced:
             entry: The entry.
             views: The nodes of its body.
             env: Shapes of the model.
-            tensor: Reads the entry of one tensor: what it is called, its shape, the entry.
+            tensor: Reads the entry of one tensor, given its title, its shape and the entry.
 
         Raises:
-            StrategyError: It has not an entry for each operand.
+            StrategyError: It does not have an entry for each operand or result.
         """
         values = json.loads(views[0].node.metadata_props[EXPANDED_OPERANDS])
         title = f"{where}: node {name!r}, which was replaced by its body"
@@ -88,9 +87,9 @@ class Replaced:
         return Replaced(where, tuple(views), read("in", entry.inputs), read("out", entry.out))
 
     def seeds(self, rules: Rules, mesh: Mesh) -> Iterator[NodeSeed]:
-        """The strategies of those nodes of the body that read or make what the entry lays out."""
-        inputs = {name: laid(mesh) for name, laid in self.inputs.items()}
-        outputs = {name: laid(mesh) for name, laid in self.outputs.items()}
+        """The strategies of the nodes of the body that read or make tensors with an entry."""
+        inputs = {name: sharding(mesh) for name, sharding in self.inputs.items()}
+        outputs = {name: sharding(mesh) for name, sharding in self.outputs.items()}
         for view in self.views:
             factors = _factors(rules.by_node[view.name], view, inputs, outputs, mesh)
             made = tuple(outputs.get(v.name or "") for v in view.node.outputs)
@@ -99,7 +98,7 @@ class Replaced:
 
 
 def bodies_by_results(rules: Rules) -> dict[tuple[str, ...], list[NodeView]]:
-    """Returns the nodes of each body, by the names of the results of the node that it replaces."""
+    """Returns the nodes of each body, by the result names of the node that it replaces."""
     found: dict[tuple[str, ...], list[NodeView]] = {}
     for view in rules.views.values():
         if view.origin and not view.is_backward:
@@ -115,7 +114,7 @@ def _factors(
     outputs: Mapping[str, Sharding],
     mesh: Mesh,
 ) -> dict[str, DimSharding]:
-    """The splits of a node's factors that layouts imply; of two that clash the first."""
+    """The shardings of a node's factors that layouts imply; the first wins if two contradict."""
     sizes = factor_sizes(rule, view)
     found: dict[str, DimSharding] = {}
     used: set[int] = set()

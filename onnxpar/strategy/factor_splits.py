@@ -1,12 +1,13 @@
-"""From the entries of a node's operands, MindSpore's tuples among them, to splits of its factors.
+"""From the entries of a node's operands, including MindSpore's tuples, to shardings of its factors.
 
-A *unit* is a factor of a device matrix: a mesh axis, a dim of a `Layout`, or the number of pieces
-of a factor in a numeric strategy. A factor is split by a row of units, outermost first.
+A *unit* is a factor of a device matrix: a mesh axis, a dim of a `Layout`, or the number of shards
+of a factor in a numeric strategy. A factor is sharded over a sequence of units, outermost first.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import gcd, prod
+from typing import TypeVar
 
 from onnxpar.core.errors import StrategyError, SymbolError
 from onnxpar.core.layout import TensorLayout
@@ -21,7 +22,7 @@ from onnxpar.strategy.tensor_entry import DimPart, TensorEntry, run_of
 
 @dataclass(frozen=True)
 class Unit:
-    """A factor of a device matrix: `size` devices-blocks, after `before` of them."""
+    """A factor `size` of a device matrix; the product of the factors before it is `before`."""
 
     before: int
     size: int
@@ -33,12 +34,11 @@ Units = tuple[Unit, ...]
 
 @dataclass(frozen=True)
 class FactorSplit:
-    """How a dim or factor is split.
+    """How a dim or factor is sharded.
 
     Attributes:
-        units: The units that split it, outermost first.
-        parts: The parts that they split, major first, each with its size; none where they split
-            the whole.
+        units: The units over which it is sharded, outermost first.
+        parts: If it has several parts: the size and the units of each part, major first.
     """
 
     units: Units = ()
@@ -46,11 +46,11 @@ class FactorSplit:
 
     @property
     def count(self) -> int:
-        """Number of pieces."""
+        """Number of shards."""
         return count_of(self.units)
 
     def components(self, size: Dim, mesh: Mesh, table: SymbolTable, what: str) -> DimSharding:
-        """Returns the components of a dim of `size` that is split so; `what` is it, for messages.
+        """Returns the components of a dim of this size; `what` names it in messages.
 
         Raises:
             StrategyError: The parts do not make up the dim.
@@ -61,10 +61,7 @@ class FactorSplit:
             parts = tuple(Component(as_dim(n), atoms_of(u, mesh)) for n, u in self.parts)
         except SymbolError as error:
             raise StrategyError(f"{what}: {error}") from None
-        whole: Dim = 1
-        for part in parts:
-            whole = whole * part.size
-        if not table.equal(as_dim(whole), size):
+        if not table.equal(as_dim(prod(part.size for part in parts)), size):
             raise StrategyError(
                 f"{what}: expected parts whose product is {dim_str(size)}, got {_split_text(self)}"
             )
@@ -72,17 +69,17 @@ class FactorSplit:
 
 
 def atoms_of(units: Units, mesh: Mesh) -> Atoms:
-    """Returns the atoms of a row of units, outermost first."""
+    """Returns the atoms of a sequence of units, outermost first."""
     return tuple(atom for unit in units for atom in mesh.run(unit.before, unit.size))
 
 
 def count_of(units: Units) -> int:
-    """Returns the number of pieces that a row of units makes."""
+    """Returns the number of shards over a sequence of units."""
     return prod(unit.size for unit in units)
 
 
 class _Units(dict[str, Unit]):
-    """The unit of each named mesh axis, and of `4@2`: 4 pieces on devices that are 2 apart."""
+    """The unit of each named mesh axis, and of `4@2`: 4 shards on devices that are 2 apart."""
 
     def __init__(self, devices: int) -> None:
         super().__init__()
@@ -96,7 +93,7 @@ class _Units(dict[str, Unit]):
 
 
 def axis_units(axes: Mapping[str, int], devices: int) -> dict[str, Unit]:
-    """Returns the unit of each named mesh axis; of a run without name (`4@2`), too."""
+    """Returns the unit of each named mesh axis, and of runs without a name (`4@2`)."""
     units, before = _Units(devices), 1
     for name, size in axes.items():
         units[name] = Unit(before, size, name)
@@ -105,7 +102,7 @@ def axis_units(axes: Mapping[str, int], devices: int) -> dict[str, Unit]:
 
 
 def is_numeric(entry: TensorEntry) -> bool:
-    """Whether an entry counts pieces."""
+    """Whether an entry has numbers of shards."""
     return not isinstance(entry, TensorLayout) and any(isinstance(d, int) for d in entry)
 
 
@@ -115,18 +112,18 @@ def is_named(entry: TensorEntry) -> bool:
 
 
 def rank_of(entry: TensorEntry) -> int:
-    """Returns the number of dims that an entry is for."""
+    """Returns the number of dims of an entry."""
     return len(entry.dims) if isinstance(entry, TensorLayout) else len(entry)
 
 
 def counts_of(entry: TensorEntry) -> tuple[int, ...]:
-    """Returns the number of pieces of each dim of a numeric entry."""
+    """Returns the number of shards of each dim of a numeric entry."""
     assert not isinstance(entry, TensorLayout)
     return tuple(d if isinstance(d, int) else 1 for d in entry)
 
 
 def splits_of(entry: TensorEntry, axes: Mapping[str, Unit]) -> tuple[FactorSplit, ...]:
-    """Returns the split of each dim of an entry of mesh axes or of a layout."""
+    """Returns how an entry of mesh axes, or a layout, shards each dim."""
     if isinstance(entry, TensorLayout):
         return tuple(
             FactorSplit(tuple(Unit(*entry.axis(name), name) for name in names))
@@ -144,7 +141,7 @@ def _split(dim: tuple[str | DimPart, ...], axes: Mapping[str, Unit]) -> FactorSp
 
 @dataclass(frozen=True)
 class Site:
-    """A node that the user wrote a strategy for, as its rule sees it.
+    """A node with an entry of the user.
 
     Attributes:
         view: The node.
@@ -172,13 +169,13 @@ class Site:
 
 
 def aligned(site: Site, entries: Sequence[TensorEntry | None]) -> list[tuple[int, TensorEntry]]:
-    """Returns the operand that each entry is for.
+    """Returns the entries with the indices of their operands.
 
-    Operands that are not divided (the target of a Reshape, scalars), or that the node does not
+    Operands that cannot be sharded (the target of a Reshape, scalars), or that the node does not
     have, may be left out.
 
     Raises:
-        StrategyError: Another number of entries, or another rank than the operand's.
+        StrategyError: The number of entries is wrong, or the rank of one of them.
     """
     rule, view = site.rule, site.view
     data = [i for i, o in enumerate(rule.inputs) if not o.mode and view.has(i)]
@@ -202,16 +199,16 @@ def aligned(site: Site, entries: Sequence[TensorEntry | None]) -> list[tuple[int
             if is_named(entry) or prod(counts_of(entry)) > 1:
                 raise site.fail(f"{site.operand(index)}: expected ~, since it cannot be sharded")
             continue
-        check_rank(site, site.operand(index), view.shape(index), entry)
+        check_rank(f"{site.title}: {site.operand(index)}", view.shape(index), entry)
         found.append((index, entry))
     return found
 
 
-def check_rank(site: Site, tensor: str, shape: Sequence[Dim], entry: TensorEntry) -> None:
-    """Raises StrategyError unless an entry has the rank of its tensor."""
+def check_rank(title: str, shape: Sequence[Dim], entry: TensorEntry) -> None:
+    """Raises StrategyError unless an entry has the rank of its tensor, which `title` names."""
     if rank_of(entry) != len(shape):
-        raise site.fail(
-            f"{tensor}: expected {len(shape)} entries for the shape "
+        raise StrategyError(
+            f"{title}: expected {len(shape)} entries for the shape "
             f"({', '.join(map(dim_str, shape))}), got {rank_of(entry)}: {show(entry)}"
         )
 
@@ -236,45 +233,86 @@ def _dim_text(dim: tuple[str | DimPart, ...]) -> str:
     return names[0] if len(names) == 1 else f"[{', '.join(names)}]" if names else "~"
 
 
+S = TypeVar("S", int, FactorSplit)
+"""How a factor is sharded: a number of shards, or a split."""
+
+
 def numeric_factors(site: Site, operands: Sequence[tuple[int, TensorEntry]]) -> dict[str, int]:
-    """Returns the number of pieces of each factor, in the order of the rule's factors.
+    """Returns the number of shards of each factor, in the order of the rule's factors.
 
     Raises:
-        StrategyError: A factor with two counts, a dim that must not be split, or a merged dim
-            whose pieces cannot be given to its factors.
+        StrategyError: A factor has two numbers, a dim cannot be sharded, or the number of a merged
+            dim cannot be distributed to its factors.
     """
-    counts: dict[str, int] = {}
+    dims = [(index, counts_of(entry)) for index, entry in operands]
+    return _factors(site, dims, lambda count: count, _count_text, _merged_counts)
+
+
+def named_factors(
+    site: Site, operands: Sequence[tuple[int, TensorEntry]], axes: Mapping[str, Unit]
+) -> dict[str, FactorSplit]:
+    """Returns how each factor is sharded, in the order of the rule's factors.
+
+    Raises:
+        StrategyError: A factor is sharded in two ways, a dim cannot be sharded, or the axes of a
+            merged dim cannot be distributed to its factors.
+    """
+    dims = [(index, splits_of(entry, axes)) for index, entry in operands]
+    return _factors(site, dims, lambda split: split.count, _split_text, _merged_units)
+
+
+def _factors(
+    site: Site,
+    operands: Sequence[tuple[int, Sequence[S]]],
+    count: Callable[[S], int],
+    text: Callable[[S], str],
+    distribute: Callable[[Site, str, Sequence[str], S, dict[str, S]], None],
+) -> dict[str, S]:
+    """How each factor is sharded, given how the dims of operands are.
+
+    Args:
+        site: The node.
+        operands: Indices of operands, each with how its dims are sharded.
+        count: Returns the number of shards.
+        text: Shows how a dim is sharded, in messages.
+        distribute: Distributes the shards of a merged dim to its factors.
+    """
+    found: dict[str, S] = {}
     sources: dict[str, str] = {}
     merged = []
-    for index, entry in operands:
+    for index, splits in operands:
         dims = site.rule.inputs[index].dims
-        for position, (names, count) in enumerate(zip(dims, counts_of(entry), strict=True)):
+        for position, (names, split) in enumerate(zip(dims, splits, strict=True)):
             tensor = f"{site.operand(index)}, dim {position}{_factor(names)}"
             if len(names) > 1:
-                merged.append((tensor, names, count))
+                merged.append((tensor, names, split))
             elif not names:
-                if count > 1:
+                if count(split) > 1:
                     raise site.fail(
-                        f"{tensor}: expected 1 shard, since it is replicated; got {count}"
+                        f"{tensor}: expected 1 shard, since it is replicated; got {text(split)}"
                     )
-            elif names[0] in counts:
-                if counts[names[0]] != count:
+            elif names[0] in found:
+                if found[names[0]] != split:
                     raise site.fail(
-                        f"{tensor}: expected {counts[names[0]]} shards, as {sources[names[0]]} "
-                        f"has, got {count}"
+                        f"{tensor}: expected {text(found[names[0]])}, as {sources[names[0]]} has, "
+                        f"got {text(split)}"
                     )
             else:
-                _check_whole(site, tensor, names[0], count)
-                counts[names[0]], sources[names[0]] = count, tensor
-    for tensor, names, count in merged:
-        _merged_counts(site, tensor, names, count, counts)
-    return {name: counts[name] for name in site.rule.factors if name in counts}
+                _check_shardable(site, tensor, names[0], count(split))
+                found[names[0]], sources[names[0]] = split, tensor
+    for tensor, names, split in merged:
+        distribute(site, tensor, names, split, found)
+    return {name: found[name] for name in site.rule.factors if name in found}
+
+
+def _count_text(count: int) -> str:
+    return "1 shard" if count == 1 else f"{count} shards"
 
 
 def _merged_counts(
     site: Site, tensor: str, names: Sequence[str], count: int, counts: dict[str, int]
 ) -> None:
-    """Gives the pieces of a merged dim to its factors, major first."""
+    """Distributes the shards of a merged dim to its factors, major first."""
     sizes = factor_sizes(site.rule, site.view)
     left = count
     for position, name in enumerate(names):
@@ -293,7 +331,7 @@ def _merged_counts(
             taken = size
         else:
             raise _not_contiguous(site, tensor, count, [sizes[n] for n in names])
-        _check_whole(site, tensor, name, taken)
+        _check_shardable(site, tensor, name, taken)
         counts[name] = taken
         left //= taken
     if left > 1:
@@ -310,54 +348,17 @@ def _not_contiguous(site: Site, tensor: str, count: int, sizes: Sequence[Dim]) -
     )
 
 
-def _check_whole(site: Site, tensor: str, factor: str, count: int) -> None:
+def _check_shardable(site: Site, tensor: str, factor: str, count: int) -> None:
     if count > 1 and site.rule.kinds[factor] == REPLICATED:
         raise site.fail(
             f"{tensor}: expected 1 shard, since the operator needs all of it; got {count}"
         )
 
 
-def named_factors(
-    site: Site, operands: Sequence[tuple[int, TensorEntry]], axes: Mapping[str, Unit]
-) -> dict[str, FactorSplit]:
-    """Returns how each factor is split.
-
-    Raises:
-        StrategyError: A factor split in two ways, a dim that must not be split, or a merged dim
-            whose axes cannot be given to its factors.
-    """
-    found: dict[str, FactorSplit] = {}
-    sources: dict[str, str] = {}
-    merged = []
-    for index, entry in operands:
-        dims = site.rule.inputs[index].dims
-        for position, (names, split) in enumerate(zip(dims, splits_of(entry, axes), strict=True)):
-            tensor = f"{site.operand(index)}, dim {position}{_factor(names)}"
-            if len(names) > 1:
-                merged.append((tensor, names, split))
-            elif not names:
-                if split.count > 1:
-                    raise site.fail(
-                        f"{tensor}: expected ~, since it is replicated; got {_split_text(split)}"
-                    )
-            elif names[0] in found:
-                if found[names[0]] != split:
-                    raise site.fail(
-                        f"{tensor}: expected {_split_text(found[names[0]])} as "
-                        f"{sources[names[0]]} has, got {_split_text(split)}"
-                    )
-            else:
-                _check_whole(site, tensor, names[0], split.count)
-                found[names[0]], sources[names[0]] = split, tensor
-    for tensor, names, split in merged:
-        _merged_units(site, tensor, names, split, found)
-    return {name: found[name] for name in site.rule.factors if name in found}
-
-
 def _merged_units(
     site: Site, tensor: str, names: Sequence[str], split: FactorSplit, found: dict[str, FactorSplit]
 ) -> None:
-    """Gives the axes of a merged dim to its factors, major first; parts one after another."""
+    """Distributes the axes, or the parts, of a merged dim to its factors, major first."""
     if split.parts:
         _merged_parts(site, tensor, names, split, found)
         return
@@ -385,7 +386,7 @@ def _merged_units(
                 taken.append(unit)
                 room //= unit.size
             found_here = FactorSplit(tuple(taken))
-        _check_whole(site, tensor, name, found_here.count)
+        _check_shardable(site, tensor, name, found_here.count)
         found[name] = found_here
         left = left[len(found_here.units) :]
     if left:
@@ -421,7 +422,7 @@ def _merged_parts(
                 f"{tensor}: expected {_split_text(found[name])} for {name}, as another operand "
                 f"has, got {_split_text(split)}"
             )
-        _check_whole(site, tensor, name, given.count)
+        _check_shardable(site, tensor, name, given.count)
         found[name] = given
 
 

@@ -1,4 +1,4 @@
-"""Machine files, and the one entry for `--machine NAME|FILE`."""
+"""Machine files; `load_machine` reads the value of `--machine NAME|FILE`."""
 
 from itertools import pairwise
 from pathlib import Path
@@ -34,10 +34,10 @@ class _MachineFile(BaseModel):
 
 
 def load_machine(text: str) -> Machine:
-    """Reads a machine file, or returns a preset; a file of that name wins.
+    """Reads a machine file, or returns a preset; if both exist, the file wins.
 
     Raises:
-        MachineError: There is neither, or the file is malformed.
+        MachineError: There is neither a file nor a preset, or the file is malformed.
     """
     path = Path(text)
     if not path.is_file():

@@ -1,4 +1,4 @@
-"""The layout that the user wants of a node's outputs after they are made."""
+"""The layouts of a node's outputs that the user wants."""
 
 from collections.abc import Mapping, Sequence
 
@@ -30,12 +30,12 @@ def wanted(
     mesh: Mesh,
     axes: Mapping[str, Unit],
 ) -> tuple[Sharding | None, ...]:
-    """Returns the sharding that each output is to be brought into; None where it stays as made.
+    """Returns the sharding wanted for each output; None if it stays as it was made.
 
     Raises:
-        StrategyError: More entries than outputs, another rank than the output's, an axis that
-            splits two dims, pieces that the node's devices cannot make, or more than one of a dim
-            whose size depends on data.
+        StrategyError: There are more entries than outputs; an entry does not have the rank of its
+            output; an axis shards two dims; the node's devices cannot hold the number of shards; or
+            a dim whose size depends on data would be sharded.
     """
     outputs = site.view.node.outputs
     if len(entries) > len(outputs):
@@ -47,7 +47,7 @@ def wanted(
             continue
         tensor = f"output {index} ({outputs[index].name!r})"
         shape = site.view.out_shape(index)
-        check_rank(site, tensor, shape, entry)
+        check_rank(f"{site.title}: {tensor}", shape, entry)
         if is_named(entry):
             sharding = Sharding(
                 tuple(
@@ -67,17 +67,19 @@ def wanted(
 
 
 def check_sizes(view: NodeView, index: int, sharding: Sharding, mesh: Mesh, what: str) -> None:
-    """Refuses to split a dim of an output whose size depends on data: no rank knows its part of it.
+    """Checks that no sharded dim of an output has a size that depends on data.
+
+    No rank would know its part of such a dim.
 
     Args:
         view: The node.
-        index: Which output.
-        sharding: How it is wanted.
+        index: Index of the output.
+        sharding: The sharding that is wanted.
         mesh: The mesh.
         what: Names the output, for the message.
 
     Raises:
-        StrategyError: There is such a dim.
+        StrategyError: Such a dim is sharded.
     """
     for dim, size in enumerate(view.out_shape(index)):
         pieces = mesh.count(sharding.dim_atoms(dim))
@@ -91,11 +93,10 @@ def check_sizes(view: NodeView, index: int, sharding: Sharding, mesh: Mesh, what
 def factors_from_outputs(
     site: Site, shardings: Sequence[Sharding | None], mesh: Mesh
 ) -> dict[str, DimSharding]:
-    """Returns the splits of the factors of a node of which only the outputs' layout is given.
+    """Returns the shardings of a node's factors if the user gives only layouts of outputs.
 
-    Outputs are made in that layout, earlier ones first: one that wants a factor, or the devices
-    that split another, in its own way is brought into its layout afterwards. Factors that no output
-    has are whole.
+    Outputs are made in their layouts, earlier outputs first. An output that contradicts an earlier
+    one is resharded afterwards. Factors that no output has are replicated.
     """
     sizes = factor_sizes(site.rule, site.view)
     factors: dict[str, DimSharding] = {}
@@ -114,12 +115,12 @@ def factors_from_outputs(
 def _numeric(
     site: Site, tensor: str, index: int, entry: TensorEntry, factors: Factors, mesh: Mesh
 ) -> Sharding:
-    """Finds the atoms for numbers of pieces.
+    """Finds the atoms for numbers of shards.
 
-    A dim keeps the atoms that split it when it is made. One that is to have fewer pieces gives its
-    minor atoms up; one that is to have more takes, in this order, atoms over which the output is a
-    partial value (so that the AllReduce becomes a ReduceScatter, as in MindSpore), atoms that
-    other dims give up (AllToAll), and atoms over which the node repeats.
+    A dim keeps the atoms that shard it when it is made. If it needs fewer shards, it gives up its
+    minor atoms. If it needs more, it takes, in this order: atoms over which the output is partial
+    (so that the AllReduce becomes a ReduceScatter, as in MindSpore), atoms that other dims give up
+    (AllToAll), and atoms over which the node is replicated.
     """
     shape = site.view.out_shape(index)
     sizes = factor_sizes(site.rule, site.view)
@@ -163,7 +164,7 @@ def _dim(made: Sharding, dim: int, size: Dim, atoms: Atoms) -> DimSharding:
 
 
 def _prefix(atoms: Atoms, count: int, mesh: Mesh) -> int:
-    """Returns how many of the leading atoms a split in `count` pieces keeps."""
+    """Returns how many of the leading atoms a dim with `count` shards keeps."""
     length = 0
     while length < len(atoms) and count % mesh.count(atoms[: length + 1]) == 0:
         length += 1
@@ -171,7 +172,7 @@ def _prefix(atoms: Atoms, count: int, mesh: Mesh) -> int:
 
 
 def _take(pool: Sequence[int], missing: int, mesh: Mesh) -> Atoms | None:
-    """Returns the first atoms of the pool that make `missing` pieces, None if there are none."""
+    """Returns the first atoms of the pool that give `missing` shards; None if there are none."""
     taken: list[int] = []
     for atom in pool:
         if missing == 1:

@@ -1,4 +1,4 @@
-"""Presets, and the one entry for `--strategy FILE|PRESET`."""
+"""Presets; `load_strategy` reads the value of `--strategy FILE|PRESET`."""
 
 import re
 from math import prod
@@ -22,17 +22,17 @@ _PART = re.compile(r"([A-Za-z_]\w*)(?:=(\d+))?")
 def load_strategy(text: str, devices: int | None = None) -> Strategy:
     """Reads a strategy file, or makes the strategy of a preset.
 
-    Presets: `dp` splits the batch; `tp=4` splits parameters; `dp=2,tp=4` both, on a 2x4 mesh;
-    `pp=2` cuts the model into stages, each on a mesh of the other axes (`pp=2,dp=2,tp=2`); one
-    axis may go without a number and takes the devices that are left; `replicate` splits nothing;
-    `auto` or `auto:recursive`, `auto:ilp` search; `auto:propagation` splits the batch and follows.
+    `dp` shards the batch; `tp=4` shards parameters; `dp=2,tp=4` does both, on a 2x4 mesh. `pp=2`
+    splits the model into stages, each on a mesh of the other axes (`pp=2,dp=2,tp=2`). One axis may
+    have no number; it takes the remaining devices. `replicate` shards nothing. `auto`,
+    `auto:recursive` and `auto:ilp` search. `auto:propagation` shards the batch and propagates.
 
     Args:
-        text: Path or preset; a file of that name wins.
-        devices: Number of devices, where file or preset do not say.
+        text: Path or preset; if both exist, the file wins.
+        devices: Number of devices, if the file or preset does not give it.
 
     Raises:
-        StrategyError: No such file or preset, or a malformed one.
+        StrategyError: There is no such file or preset, or it is malformed.
     """
     path = Path(text)
     if path.is_file():
@@ -60,17 +60,18 @@ def strategy_for(
     source: str,
     default: str | None = None,
 ) -> Strategy:
-    """Returns the strategy that is given, or else the one that the model is annotated with.
+    """Returns the strategy that is given, or else that of the model's annotation.
 
     Args:
         strategy: A strategy, a file or a preset (as `load_strategy`), or None.
-        devices: Number of devices, where the strategy does not say.
+        devices: Number of devices, if the strategy does not give it.
         model: The model.
-        source: What it is called in messages.
+        source: Name of the model in messages.
         default: A preset for a model without annotations.
 
     Raises:
-        StrategyError: No such strategy; none is given, and the model has none or a malformed one.
+        StrategyError: There is no such strategy; or none is given, and the model has no annotation
+            or a malformed one.
     """
     if isinstance(strategy, Strategy):
         return strategy

@@ -1,14 +1,13 @@
-"""The entry `recompute` of a strategy file, and the same on the command line."""
+"""The entry `recompute` of a strategy file, and its options on the command line."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from pydantic_core import PydanticCustomError
-
 from onnxpar.core.errors import StrategyError
 from onnxpar.core.machine import parse_bytes
 from onnxpar.core.name_patterns import nearest
+from onnxpar.strategy.tensor_entry import expected
 
 KEEP, AGAIN = "keep", "recompute"
 COMMUNICATION = (KEEP, AGAIN)
@@ -21,12 +20,12 @@ class RecomputeOptions:
     """What the user asks to recompute.
 
     Attributes:
-        nodes: Names of nodes, and patterns of them (`fnmatch`).
-        layers: Every so many-th layer of those that repeat; 0 none.
-        communication: Whether what collectives inside brought is kept, or communicated again.
-        memory: Bytes that a device may hold in training; as little is recomputed as that needs.
-        sizes: Sizes of symbols to hold that for; a typical size of those not named.
-        where: Where the user said so, for messages.
+        nodes: Names or patterns (`fnmatch`) of nodes.
+        layers: k for every k-th of the repeated layers; 0 for none.
+        communication: "keep" to keep the results of collectives, "recompute" to communicate again.
+        memory: Bytes that a device may hold in training; as little as possible is recomputed.
+        sizes: Sizes of symbols to which the limit applies; the others have their typical size.
+        where: The file and line, or the option, for messages.
     """
 
     nodes: tuple[str, ...] = ()
@@ -38,12 +37,12 @@ class RecomputeOptions:
 
     @property
     def entry(self) -> dict[str, Any]:
-        """What a strategy file says of it."""
-        said: dict[str, Any] = {"nodes": list(self.nodes)} if self.nodes else {}
-        said |= {"layers": self.layers} if self.layers else {}
-        said |= {"memory": self.memory} if self.memory is not None else {}
-        said |= {"sizes": dict(self.sizes)} if self.sizes else {}
-        return {**said, "communication": self.communication}
+        """The entry of a strategy file."""
+        entry: dict[str, Any] = {"nodes": list(self.nodes)} if self.nodes else {}
+        entry |= {"layers": self.layers} if self.layers else {}
+        entry |= {"memory": self.memory} if self.memory is not None else {}
+        entry |= {"sizes": dict(self.sizes)} if self.sizes else {}
+        return {**entry, "communication": self.communication}
 
     def __bool__(self) -> bool:
         """Whether anything is to be recomputed."""
@@ -54,62 +53,48 @@ NOTHING = RecomputeOptions()
 
 
 def read_recompute(entry: object) -> RecomputeOptions:
-    """Returns what an entry says: patterns of nodes, or a mapping.
+    """Returns the options of an entry: a list of node patterns, or a mapping.
 
-    Keys are `nodes`, a list of names and patterns; `layers`, every so many-th of the layers that
-    repeat; `memory`, bytes that a device may hold, for which as little as possible is recomputed;
-    `sizes`, of symbols, for which it may; `communication`, "keep" or "recompute", for results of
-    collectives inside.
+    The keys of the mapping are the first five attributes of `RecomputeOptions`.
 
     Raises:
-        PydanticCustomError: It is malformed.
+        ValueError: It is malformed.
     """
     if isinstance(entry, list | tuple):
         entry = {"nodes": entry}
     if not isinstance(entry, Mapping):
-        raise _error("a list of nodes or a mapping with 'nodes', 'layers' or 'memory'", entry)
+        raise expected("a list of nodes or a mapping with 'nodes', 'layers' or 'memory'", entry)
     for key in entry:
         if key not in _KEYS:
-            text = f"unknown key {key!r}{nearest(str(key), _KEYS)}"
-            raise PydanticCustomError("entry", "{text}", {"text": text})
+            raise ValueError(f"unknown key {key!r}{nearest(str(key), _KEYS)}")
     given: dict[str, Any] = dict(entry)
     nodes = given.get("nodes", ())
     if not isinstance(nodes, list | tuple) or not all(isinstance(n, str) for n in nodes):
-        raise _error("a list of names and patterns of nodes under 'nodes'", nodes)
+        raise expected("a list of names and patterns of nodes under 'nodes'", nodes)
     layers = given.get("layers", 0)
     if isinstance(layers, bool) or not isinstance(layers, int) or layers < ("layers" in given):
-        raise _error("a number of at least 1 under 'layers'", layers)
+        raise expected("a number of at least 1 under 'layers'", layers)
     communication = given.get("communication", NOTHING.communication)
     if communication not in COMMUNICATION:
-        raise _error(f"one of {list(COMMUNICATION)} under 'communication'", communication)
-    memory = None
-    if "memory" in given:
-        try:
-            memory = parse_bytes(given["memory"])
-        except ValueError as error:
-            raise PydanticCustomError("entry", "{text}", {"text": str(error)}) from None
+        raise expected(f"one of {list(COMMUNICATION)} under 'communication'", communication)
+    memory = parse_bytes(given["memory"]) if "memory" in given else None
     sizes = given.get("sizes", {})
     if not isinstance(sizes, Mapping) or not all(
         isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in sizes.values()
     ):
-        raise _error("sizes of symbols such as {batch: 32} under 'sizes'", sizes)
+        raise expected("sizes of symbols such as {batch: 32} under 'sizes'", sizes)
     pairs = tuple((str(name), size) for name, size in sizes.items())
     found = RecomputeOptions(tuple(nodes), layers, communication, memory, pairs)
     if not found:
-        raise _error("'nodes', 'layers' or 'memory'", dict(entry))
+        raise expected("'nodes', 'layers' or 'memory'", dict(entry))
     return found
 
 
-def _error(expected: str, got: object) -> PydanticCustomError:
-    text = f"expected {expected}, got {got!r}"
-    return PydanticCustomError("entry", "{text}", {"text": text[:200]})
-
-
 def parse_recompute(texts: Sequence[str], communication: str) -> RecomputeOptions:
-    """Returns what `--recompute` says: patterns of nodes, `layers`, `layers=K` or `auto=BYTES`.
+    """Returns the options for `--recompute`: node patterns, `layers`, `layers=K` or `auto=BYTES`.
 
     Raises:
-        StrategyError: A number that is none.
+        StrategyError: A number or `communication` is malformed.
     """
     if communication not in COMMUNICATION:
         raise StrategyError(

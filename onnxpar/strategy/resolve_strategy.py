@@ -1,4 +1,4 @@
-"""A strategy file or preset, MindSpore's tuples among them, met with a program: mesh and seeds."""
+"""A strategy file or preset, including MindSpore's tuples, applied to a program: mesh and seeds."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from onnxpar.core.mesh import Atoms, Mesh
 from onnxpar.core.name_patterns import match, nearest
 from onnxpar.core.rule import REPLICATED, SPECIAL
 from onnxpar.core.sharding import Component, DimSharding, Sharding
-from onnxpar.core.symbols import Dim, dim_str
+from onnxpar.core.symbols import Dim
 from onnxpar.facts.program import Program
 from onnxpar.graph.node_view import NodeView
 from onnxpar.graph.plan import Plan, factor_sizes, may_stay_partial
@@ -27,12 +27,12 @@ from onnxpar.strategy.factor_splits import (
     aligned,
     atoms_of,
     axis_units,
+    check_rank,
     counts_of,
     is_named,
     is_numeric,
     named_factors,
     numeric_factors,
-    rank_of,
     show,
     splits_of,
 )
@@ -43,7 +43,7 @@ from onnxpar.strategy.tensor_entry import TensorEntry, names_in
 
 @dataclass(frozen=True)
 class _Matrix:
-    """A device matrix that a strategy uses, and whose it is."""
+    """A device matrix that a strategy uses, and the entry that uses it."""
 
     factors: tuple[int, ...]
     owner: str
@@ -51,7 +51,7 @@ class _Matrix:
 
 @dataclass(frozen=True)
 class _Choice:
-    """How each factor of a node is split."""
+    """How each factor of a node is sharded."""
 
     site: Site
     entry: NodeEntry
@@ -66,8 +66,8 @@ def resolve(strategy: Strategy, program: Program) -> Seeds:
         program: The program of one device; it is not changed.
 
     Raises:
-        StrategyError: An entry that fits nothing, contradicts another one or does not fit its
-            tensor; device matrices that do not divide the devices or exclude one another.
+        StrategyError: An entry matches nothing, contradicts another one or does not fit its tensor;
+            or device matrices do not divide the devices or exclude one another.
     """
     if strategy.annotation is not None:
         return annotated_seeds(strategy.annotation, program)
@@ -117,7 +117,7 @@ class _Resolver:
     # -- nodes -----------------------------------------------------------------------------------
 
     def bodies(self) -> dict[str, list[NodeView]]:
-        """The nodes of each body, by the name of the node in whose place they stand."""
+        """The nodes of each body, by the name of the node that it replaces."""
         found: dict[str, list[NodeView]] = {}
         for view in self.rules.views.values():
             if view.origin and not view.is_backward:
@@ -127,8 +127,8 @@ class _Resolver:
     def entries(self, bodies: Mapping[str, Sequence[NodeView]]) -> list[tuple[str, str, NodeEntry]]:
         """Name, place and entry of every node that has one, in the order of the graph.
 
-        A pattern that holds for a node and, since they begin with its name, for those of its body
-        too, is meant for the node.
+        If a pattern matches a node and also the nodes of its body, because their names begin with
+        its name, it applies to the node.
         """
         where = {key: self.strategy.where("nodes", key) for key in self.strategy.nodes}
         views = self.rules.views.values()
@@ -176,7 +176,7 @@ class _Resolver:
     def further(
         self, site: Site, entry: NodeEntry, known: Mapping[str, FactorSplit]
     ) -> dict[str, FactorSplit]:
-        """How the factors are split that `split` names: those that no operand has."""
+        """How the factors under `split` are sharded, which no operand has."""
         found = {}
         for name, dim in (entry.split or {}).items():
             if name not in site.rule.splittable or name in known:
@@ -241,7 +241,7 @@ class _Resolver:
     def tensors(
         self, section: str, what: str, names: Sequence[str]
     ) -> dict[str, Callable[[Mesh], Sharding]]:
-        """Returns for each tensor with an entry how to lay it out once the mesh is known."""
+        """Returns for each tensor with an entry a function from the mesh to its sharding."""
         entries: object = getattr(self.strategy, section)
         if not isinstance(entries, Mapping):
             return {}
@@ -255,11 +255,7 @@ class _Resolver:
     def tensor(
         self, title: str, shape: Sequence[Dim], entry: TensorEntry
     ) -> Callable[[Mesh], Sharding]:
-        if rank_of(entry) != len(shape):
-            raise StrategyError(
-                f"{title}: expected {len(shape)} entries for the shape "
-                f"({', '.join(map(dim_str, shape))}), got {rank_of(entry)}: {show(entry)}"
-            )
+        check_rank(title, shape, entry)
         self.use_names(entry, title)
         if is_numeric(entry):
             counts = counts_of(entry)
@@ -277,7 +273,7 @@ class _Resolver:
     # -- mesh ------------------------------------------------------------------------------------
 
     def use(self, matrix: tuple[int, ...], owner: str) -> None:
-        """Notes a device matrix for the mesh to hold."""
+        """Records a device matrix that the mesh must contain."""
         devices = self.strategy.devices
         if devices % prod(matrix):
             product = "·".join(map(str, matrix))
@@ -289,7 +285,7 @@ class _Resolver:
             self.matrices.append(_Matrix(matrix, owner))
 
     def use_names(self, entry: TensorEntry, owner: str) -> None:
-        """Notes the devices that a layout, or runs without a name such as `4@2`, speak of."""
+        """Records the device matrices of a layout, or of runs without a name such as `4@2`."""
         if isinstance(entry, TensorLayout):
             self.use(entry.device_matrix, owner)
         for name in names_in(entry):
@@ -303,7 +299,7 @@ class _Resolver:
         try:
             return Mesh.refine(devices, [m.factors for m in matrices], axes)
         except MeshError:
-            # The cuts of all matrices must form one chain of divisors, so two of them clash.
+            # The divisors of all matrices must form one chain, so two matrices contradict.
             if axes:
                 where = self.strategy.where("mesh")
                 matrices.insert(0, _Matrix(tuple(axes.values()), f"{where}: the mesh {axes}"))
@@ -320,13 +316,13 @@ class _Resolver:
     # -- data parallel ---------------------------------------------------------------------------
 
     def data_atoms(self) -> Atoms:
-        """The atoms that split the batch: of the axis dp, or all where no axis has a name."""
+        """The atoms that shard the batch: of the axis dp, or all if no axis has a name."""
         if not self.strategy.axes:
             return tuple(range(len(self.mesh.atoms)))
         return self.mesh.axis_atoms(DATA_AXIS) if DATA_AXIS in self.strategy.axes else ()
 
     def data_parallel(self) -> dict[str, Sharding]:
-        """Dim 0 of every input over the data axes; a dim of size 1 has nothing to split."""
+        """The shardings of inputs with dim 0 over the data axes, unless its size is 1."""
         found = {}
         for value in self.model.graph.inputs:
             shape = self.env.shapes[value.name or ""]
@@ -336,10 +332,10 @@ class _Resolver:
         return found
 
     def data_parallel_nodes(self, fixed: Mapping[str, NodeSeed]) -> dict[str, NodeSeed]:
-        """Splits the batch in every node that has no entry of its own.
+        """Shards the batch in every node that has no entry of its own.
 
-        The batch is followed from dim 0 of the graph inputs: it is the leading factor of dim 0 of
-        an operand that carries it, and goes on to the outputs whose dim 0 begins with that factor.
+        The batch is followed from dim 0 of the graph inputs. It is the leading factor of dim 0 of
+        an operand that has it, and is passed on to outputs whose dim 0 begins with that factor.
         """
         atoms = self.data_atoms()
         where = self.strategy.where("rest")
@@ -364,14 +360,13 @@ class _Resolver:
 
 
 def resolved(plan: Plan, model: ir.Model) -> dict[str, Any]:
-    """Returns the strategy that a plan carries out, as plain data for the manifest.
+    """Returns the strategy of a plan, as plain data for the manifest.
 
     `{"mesh": {"devices", "axes", "atoms"}, "inputs": {name: layout}, "parameters": {…}, "nodes":
     {name: {"in": [layout | None, …], "out": […]}}}` with layouts as `{"pieces": [2, 1], "text":
     "[dp, ~]"}`; None is an operand that is absent or taken in its current layout.
     """
     mesh = plan.mesh
-
     known: dict[Sharding | None, dict[str, Any] | None] = {None: None}
 
     def show_layout(sharding: Sharding | None) -> dict[str, Any] | None:

@@ -1,4 +1,4 @@
-"""What was decided, as a strategy file that says the same."""
+"""Writes plans as strategy files."""
 
 import json
 import re
@@ -20,9 +20,7 @@ from onnxpar.strategy.schema import SEARCH, Strategy
 
 _PLAIN = re.compile(r"[A-Za-z_/][\w./-]*")
 _WORDS = ("y", "n", "yes", "no", "on", "off", "true", "false", "null")
-"""What YAML 1.1 takes for something else than text."""
-
-Carried = Mapping[int, tuple[Atoms, str]]
+"""Words that YAML 1.1 does not read as text."""
 
 
 def strategy_data(
@@ -37,9 +35,9 @@ def strategy_data(
     Args:
         seeds: Every node's strategy.
         rules: The rules of the nodes.
-        symbols: Constraints on symbols, kept.
-        parallel: What replicas of a parameter share in training, kept.
-        staged: The section `pipeline`, where there are stages with this mesh.
+        symbols: Constraints on symbols; they are kept.
+        parallel: Optimizer parallel; it is kept.
+        staged: The section `pipeline`, if there are stages with this mesh.
     """
     mesh = seeds.mesh
     data = _head(mesh, symbols, 1 if staged is None else staged["stages"])
@@ -57,31 +55,23 @@ def strategy_data(
 def plan_data(
     plan: Plan, model: ir.Model, strategy: Strategy, symbols: Mapping[str, Symbol]
 ) -> dict[str, Any]:
-    """Returns the content of a strategy file that says all of a plan: the strategy as resolved.
+    """Returns the content of a strategy file with the complete plan: the resolved strategy.
 
-    Every node is in it, those that differentiation added too, so it is for the same program of the
-    same model. `given` names the nodes that the user spoke of.
+    It has an entry for every node, including those that differentiation added, so it is for the
+    same program of the same model. `given` names the nodes with entries from the user.
 
     Args:
-        plan: What is carried out.
-        model: The program that it is for.
-        strategy: What it came from.
-        symbols: Constraints on symbols, those of the strategy included.
+        plan: The plan.
+        model: Its program.
+        strategy: The strategy from which it followed.
+        symbols: Constraints on symbols, including those of the strategy.
     """
     mesh, graph = plan.mesh, model.graph
     data = _head(mesh, symbols, strategy.stages)
     data["dataset"] = {
         name: _layout(s, mesh) for name, s in plan.inputs.items() if _has_rank(graph, name, s)
     }
-    first: dict[str, Sharding] = {}
-    for node in graph:
-        for value, want in zip(node.inputs, plan.nodes[node.name or ""].inputs, strict=False):
-            if value is not None and want is not None:
-                first.setdefault(value.name or "", want.with_partial(()))
-    # Others lie as the first node wants them that reads them.
-    data["parameters"] = {
-        name: _layout(s, mesh) for name, s in plan.parameters.items() if first.get(name, s) != s
-    }
+    data["parameters"] = {n: _layout(s, mesh) for n, s in own_layouts(plan, graph).items()}
     data["parameter_axes"] = list(strategy.parameter_axes)
     data["nodes"] = {
         node.name or "": _planned(node, plan)
@@ -98,19 +88,29 @@ def plan_data(
     return data
 
 
+def own_layouts(plan: Plan, graph: ir.Graph) -> dict[str, Sharding]:
+    """Returns the shardings of parameters that differ from what their first reader wants."""
+    first: dict[str, Sharding] = {}
+    for node in graph:
+        for value, want in zip(node.inputs, plan.nodes[node.name or ""].inputs, strict=False):
+            if value is not None and want is not None:
+                first.setdefault(value.name or "", want.with_partial(()))
+    return {n: s for n, s in plan.parameters.items() if first.get(n, s) != s}
+
+
 def _parallel(options: OptimizerParallel) -> dict[str, Any]:
-    told = {k: v for k, v in asdict(options).items() if v is not None}
-    return {"optimizer_parallel": told} if options.level else {}
+    entry = {k: v for k, v in asdict(options).items() if v is not None}
+    return {"optimizer_parallel": entry} if options.level else {}
 
 
 def _has_rank(graph: ir.Graph, name: str, sharding: Sharding) -> bool:
-    """Whether the rank of a graph input is known: a sequence has none."""
+    """Whether the rank of a graph input is known; a sequence has none."""
     (value,) = (v for v in graph.inputs if v.name == name)
     return value.shape is not None and len(value.shape) == sharding.rank
 
 
 def _head(mesh: Mesh, symbols: Mapping[str, Symbol], stages: int) -> dict[str, Any]:
-    """The mesh of each stage, and symbols; devices without names are counted in all stages."""
+    """The mesh of a stage, and symbols; a number of devices is that of all stages."""
     data: dict[str, Any] = {}
     if mesh.axes:
         data["mesh"] = dict(mesh.axes)
@@ -126,9 +126,9 @@ def _head(mesh: Mesh, symbols: Mapping[str, Symbol], stages: int) -> dict[str, A
 
 
 def write_strategy(data: Mapping[str, Any], head: str = "") -> str:
-    """Returns the content of a strategy file as YAML, after comment lines that say `head`.
+    """Returns the content of a strategy file as YAML, after `head` as comment lines.
 
-    A node, a tensor or a symbol has a line of its own.
+    Each node, tensor and symbol has its own line.
     """
     lines = [f"# {line}".rstrip() for line in head.splitlines()]
     for key, value in data.items():
@@ -151,7 +151,7 @@ def _flow(value: Any) -> str:
 
 
 def _text(text: str) -> str:
-    """Text as YAML; what may be taken for something else in quotes, which are JSON's."""
+    """Text as YAML; in the quotes of JSON if YAML might not read it as text."""
     plain = _PLAIN.fullmatch(text) and text.lower() not in _WORDS
     return text if plain else json.dumps(text)
 
@@ -192,7 +192,7 @@ def _entry(
     inputs: Sequence[Sharding | None],
     factors: Factors,
     out: Sequence[Sharding | None],
-    carried: Carried,
+    carried: Mapping[int, tuple[Atoms, str]],
     mesh: Mesh,
 ) -> dict[str, Any]:
     entry: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""The schema of the strategy file, and `Strategy`, what is known of one before it meets a model."""
+"""The schema of the strategy file, and `Strategy`, a strategy before it is applied to a model."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -16,7 +16,7 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
-from pydantic_core import ErrorDetails, PydanticCustomError
+from pydantic_core import ErrorDetails
 
 from onnxpar.core.errors import MeshError, StrategyError
 from onnxpar.core.layout import REPLICATED
@@ -44,9 +44,9 @@ from onnxpar.strategy.yaml_document import Document, Location, parse_document, r
 
 DATA_AXIS, PARAMETER_AXIS = "dp", "tp"
 PIPELINE_AXIS = "pp"
-"""In presets: the number of pipeline stages, each of which has the mesh of the other axes."""
+"""In presets: the number of pipeline stages, each with the mesh of the other axes."""
 MAX_DEVICES = 1 << 16
-"""Each has a file of its own, and all are written before the directory appears."""
+"""Each device has its own file, and all files are written before the directory appears."""
 Rest = Literal["propagate", "data_parallel", "replicate", "search"]
 SEARCH = "search"
 
@@ -59,13 +59,6 @@ def _dataset(entry: object) -> str | dict[str, TensorEntry]:
     raise expected("data_parallel, full_batch or a mapping of inputs", entry)
 
 
-def _bytes(entry: object) -> int:
-    try:
-        return parse_bytes(entry)
-    except ValueError as error:
-        raise PydanticCustomError("entry", "{text}", {"text": str(error)}) from None
-
-
 def _symbol(entry: object) -> Symbol:
     if isinstance(entry, Symbol):
         return entry
@@ -74,13 +67,11 @@ def _symbol(entry: object) -> Symbol:
     known = Symbol.__dataclass_fields__
     for key in entry:
         if key not in known:
-            raise PydanticCustomError(
-                "entry", "unknown key {key}{near}", {"key": repr(key), "near": nearest(key, known)}
-            )
+            raise ValueError(f"unknown key {key!r}{nearest(key, known)}")
     try:
         return Symbol(**entry)
-    except (TypeError, ValueError) as error:
-        raise PydanticCustomError("entry", "{text}", {"text": str(error)}) from None
+    except TypeError as error:
+        raise ValueError(str(error)) from None
 
 
 _Tensors = Annotated[tuple[TensorEntry | None, ...], PlainValidator(read_tensors)]
@@ -91,12 +82,12 @@ class _Section(BaseModel):
 
 
 class PartialEntry(_Section):
-    """Operands of a node that are left waiting for a reduction, which its output then waits for.
+    """Operands of a node that stay partial, so that its output is partial.
 
     Attributes:
-        operands: Their numbers, all those that may wait together.
-        axes: The mesh axes that they wait for.
-        reduction: What they wait for.
+        operands: Their indices; all operands that must be partial together.
+        axes: The mesh axes over which they are partial.
+        reduction: The reduction that has not been done yet.
     """
 
     operands: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
@@ -108,10 +99,10 @@ class NodeEntry(_Section):
     """What the user wants of one node.
 
     Attributes:
-        inputs: An entry for each operand (key `in`), None where the others say it.
-        out: An entry for each output: its layout afterwards.
-        partial: Operands that stay a partial sum through the node.
-        split: An entry for each factor of its rule that is split and that no operand has.
+        inputs: An entry for each operand (key `in`), None if it follows from the others.
+        out: An entry for each output: its layout after a reshard.
+        partial: Operands that stay partial.
+        split: An entry for each factor of its rule that is sharded and that no operand has.
     """
 
     inputs: _Tensors | None = Field(default=None, alias="in")
@@ -123,7 +114,7 @@ class NodeEntry(_Section):
     def _not_empty(self) -> Self:
         more = self.partial is not None or self.split is not None
         if self.inputs is None and (self.out is None or more):
-            raise PydanticCustomError("entry", "expected 'in', 'out' or both, got neither")
+            raise ValueError("expected 'in', 'out' or both, got neither")
         return self
 
 
@@ -132,44 +123,44 @@ class SearchEntry(_Section):
 
     Attributes:
         algorithm: `recursive` halves the devices again and again; `ilp` is exact.
-        level: 0 little communication for the computing done, 1 memory, 2 speed.
-        memory: Bytes that a device may hold; by default what the machine has.
+        level: The objective: 0 for little communication, 1 for little memory, 2 for speed.
+        memory: Bytes that a device may hold; by default the memory of the machine.
         machine: A preset or a machine file.
-        sizes: Sizes of symbols to plan for; a typical size of those not named.
+        sizes: Sizes of symbols to plan for; the others have their typical size.
     """
 
     algorithm: Literal["recursive", "ilp"] = "recursive"
     level: Literal[0, 1, 2] = 2
-    memory: Annotated[int, BeforeValidator(_bytes), Field(ge=1)] | None = None
+    memory: Annotated[int, BeforeValidator(parse_bytes), Field(ge=1)] | None = None
     machine: str = "cpu"
     sizes: dict[str, Annotated[int, Field(ge=1)]] = {}
 
 
 class OptimizerParallelEntry(_Section):
-    """How the states of training are split over the replicas of a parameter.
+    """How the states of training are sharded over the replicas of a parameter.
 
     Attributes:
-        level: 0 nothing, 1 moments, 2 gradients too, 3 parameters too.
-        threshold: Bytes of a device's part of a parameter under which it is not split.
-        group: The most devices that share the replicas of one part.
+        level: 0 for nothing, 1 for moments, 2 also for gradients, 3 also for parameters.
+        threshold: Shards of a parameter with fewer bytes than this stay replicated.
+        group: The most replicas over which one shard is sharded further.
     """
 
     level: Literal[0, 1, 2, 3]
-    threshold: Annotated[int, BeforeValidator(_bytes), Field(ge=0)] = THRESHOLD
+    threshold: Annotated[int, BeforeValidator(parse_bytes), Field(ge=0)] = THRESHOLD
     group: Annotated[int, Field(ge=2)] | None = None
 
 
 class PipelineEntry(_Section):
-    """How the model is cut into pipeline stages, and in which order micro-batches go through them.
+    """How the model is split into pipeline stages, and their schedule.
 
     Attributes:
-        stages: Number of stages, each on a mesh of its own.
-        micro_batches: Micro-batches of a step, unless the command says otherwise; by default
-            as many as there are stages.
-        schedule: The order of the micro-batches' forwards and backwards.
-        chunks: Virtual stages that each stage has, in the interleaved schedule: the c-th of stage s
-            is number `c * stages + s` of all.
-        assign: Patterns of nodes by the number of their virtual stage; the rest is cut by cost.
+        stages: Number of stages, each with its own mesh.
+        micro_batches: Micro-batches of a step, unless the command overrides it; by default the
+            number of stages.
+        schedule: The order in which stages work on micro-batches.
+        chunks: Virtual stages of each stage, in the interleaved schedule: chunk c of stage s is
+            virtual stage `c * stages + s`.
+        assign: The virtual stage of nodes, by pattern; other nodes are assigned by cost.
     """
 
     stages: Annotated[int, Field(ge=1)]
@@ -194,7 +185,7 @@ class PipelineEntry(_Section):
 
     @property
     def virtual_stages(self) -> int:
-        """Number of virtual stages that the model is cut into: of each stage as many as chunks."""
+        """Number of virtual stages of all stages."""
         return self.stages * self.chunks
 
 
@@ -217,29 +208,29 @@ class _File(_Section):
 
 @dataclass(frozen=True)
 class Strategy:
-    """A strategy, checked for itself; `resolve` checks it against a model.
+    """A strategy that was checked without a model; `resolve` checks it against a model.
 
     Attributes:
         source: File name or preset, for messages.
-        devices: Number of devices of the mesh, which is that of one stage of a pipeline.
-        axes: Named mesh axes, major first; empty where the strategy is numeric.
+        devices: Number of devices of the mesh of one stage.
+        axes: Named mesh axes, major first; empty if the strategy has only numbers of shards.
         symbols: Constraints on the symbols of the model.
-        dataset: "data_parallel", "full_batch", an entry for each graph input named, or "search":
-            inputs are laid out as suits the nodes.
-        parameters: Entry of the initializers that a name or pattern holds for.
-        parameter_axes: Axes that split parameters wherever that is cheapest.
-        nodes: Entry of the nodes that a name or pattern holds for.
+        dataset: "data_parallel", "full_batch", entries of graph inputs by name, or "search": the
+            search decides.
+        parameters: Entries of initializers, by name or pattern.
+        parameter_axes: Axes that shard parameters wherever that is cheapest.
+        nodes: Entries of nodes, by name or pattern.
         rest: What happens to nodes without an entry.
-        search: How to search, where `rest` is "search".
-        optimizer_parallel: What of training is split over replicas; a forward program has none.
-        pipeline: How the model is split into stages; None: it is one.
-        recompute: What of training is recomputed; a forward program has nothing of it.
-        document: Where each of these stands.
-        annotation: What the model itself says, in place of all these but `symbols`.
-        atoms: Prime factors of the number of devices in the order in which the mesh has them, where
-            the other entries do not say it.
-        given: The nodes whose entry is the user's word, where others followed; None: all. Entries
-            may then be for nodes that differentiation adds.
+        search: How to search, if `rest` is "search".
+        optimizer_parallel: Optimizer parallel, in training.
+        pipeline: How the model is split into stages; None for a single stage.
+        recompute: What is recomputed in training.
+        document: The file, for the lines of entries.
+        annotation: The model's annotation, which replaces all entries except `symbols`.
+        atoms: The atoms of the mesh, if the other entries do not determine them.
+        given: The nodes whose entries come from the user, in a file that also has entries that
+            followed from them; None if all do. If set, there may be entries for nodes that
+            differentiation adds.
     """
 
     source: str
@@ -276,15 +267,16 @@ class Strategy:
     ) -> "Strategy":
         """Returns a strategy from the content of a strategy file as Python data.
 
-        Lists may be tuples, a tensor's entry may be a `TensorLayout`, a symbol's a `Symbol`.
+        Lists may be tuples; entries of tensors may be `TensorLayout`, those of symbols `Symbol`.
 
         Args:
             data: The content.
-            devices: Number of devices, where the data does not say.
+            devices: Number of devices, if the data does not give it.
             source: A name for messages.
 
         Raises:
-            StrategyError: Unknown keys, malformed entries, or no or two numbers of devices.
+            StrategyError: A key is unknown, an entry is malformed, or the number of devices is
+                missing or contradictory.
         """
         return _strategy(Document(data, source), devices)
 
@@ -302,10 +294,10 @@ class Strategy:
 
     @staticmethod
     def from_annotation(annotation: Annotation) -> "Strategy":
-        """Returns the strategy that the annotation of a model is.
+        """Returns the strategy of an annotated model.
 
         Raises:
-            StrategyError: What its metadata says of a pipeline contradicts itself.
+            StrategyError: Its metadata about a pipeline is contradictory.
         """
         return Strategy(
             annotation.source,
@@ -372,12 +364,12 @@ def _strategy(document: Document, devices: int | None) -> Strategy:
 
 
 def _annotated_pipeline(annotation: Annotation) -> PipelineEntry | None:
-    """The pipeline of an annotation, whose nodes say their parts themselves."""
-    said = annotation.extras.pipeline
-    if said is None and annotation.stages == 1:
+    """The pipeline of an annotation, whose nodes have their virtual stages."""
+    schedule = annotation.extras.pipeline
+    if schedule is None and annotation.stages == 1:
         return None
     try:
-        known = {} if said is None else said.model_dump()
+        known = {} if schedule is None else schedule.model_dump()
         return PipelineEntry.model_validate({"stages": annotation.stages, **known})
     except ValidationError as error:
         raise StrategyError(
@@ -403,18 +395,18 @@ def _keys(section: type[_Section]) -> list[str]:
 
 def _message(document: Document, error: ErrorDetails) -> str:
     location: Location = error["loc"]
-    # Data that are from no file have no lines, and the keys are told below.
+    # Data without a file have no lines; the message names the keys anyway.
     where = document.where(location) if document.lines else document.source
     if error["type"] == "extra_forbidden":
         names = _SECTIONS.get(location[0], _File) if len(location) > 1 else _File
         keys = _keys(names)
         inside = "" if len(location) == 1 else " in " + ": ".join(map(repr, location[:-1]))
         return f"{where}: unknown key {location[-1]!r}{inside}{nearest(str(location[-1]), keys)}"
-    said = f"{where}: {in_words(location)}"
+    place = f"{where}: {in_words(location)}"
     if error["type"] in ("model_type", "model_attributes_type"):
         known = ", ".join(map(repr, _keys(_SECTIONS.get(location[0], _File))))
-        return f"{said}expected a mapping with the keys {known}, got {short(error['input'])}"
-    return f"{said}{problem(error)}"
+        return f"{place}expected a mapping with the keys {known}, got {short(error['input'])}"
+    return f"{place}{problem(error)}"
 
 
 def _entries(parsed: _File) -> list[tuple[Location, TensorEntry]]:
@@ -457,19 +449,17 @@ def _check_axes(document: Document, parsed: _File) -> None:
 def _check_names(document: Document, parsed: _File, devices: int) -> None:
     """Checks that entries name mesh axes, or runs of devices."""
     axes = parsed.mesh or {}
-    for location, entry in _entries(parsed):
+    partials: list[tuple[Location, TensorEntry]] = [
+        (("nodes", name, "partial"), (tuple(node.partial.axes),))
+        for name, node in parsed.nodes.items()
+        if node.partial is not None
+    ]
+    for location, entry in (*_entries(parsed), *partials):
         for name in names_in(entry):
             if not _is_axis(name, axes, devices):
                 raise StrategyError(
                     f"{document.where(location)}: {location[0]} {location[1]!r}: expected a mesh "
                     f"axis, got {name!r}{nearest(name, axes)}"
-                )
-    for node, wanted in parsed.nodes.items():
-        for name in wanted.partial.axes if wanted.partial is not None else ():
-            if not _is_axis(name, axes, devices):
-                raise StrategyError(
-                    f"{document.where(('nodes', node, 'partial'))}: nodes {node!r}: expected a "
-                    f"mesh axis, got {name!r}{nearest(name, axes)}"
                 )
     if parsed.atoms and prod(parsed.atoms) != devices:
         raise StrategyError(
@@ -485,16 +475,16 @@ def _check_names(document: Document, parsed: _File, devices: int) -> None:
 
 
 def _is_axis(name: str, axes: Mapping[str, int], devices: int) -> bool:
-    """Whether a name is a mesh axis, or a run of devices without a name."""
+    """Whether a name is a mesh axis, or a run of devices such as `4@2`."""
     run = run_of(name)
     return name in axes or (run is not None and devices % (run[0] * run[1]) == 0)
 
 
 def _parameter_axes(parsed: _File) -> tuple[str, ...]:
-    """The axes that split parameters where no entry says otherwise.
+    """The axes that shard parameters without an entry.
 
-    Those that the file names; else `tp`, and every axis but `dp` that no entry places. Going by the
-    name, a file that places `tp` on some nodes leaves the others as the preset would have them.
+    These are the axes that the file names; else `tp`, and every axis but `dp` that no entry uses.
+    `tp` is included even if entries use it, so that other parameters are sharded as in the preset.
     """
     if parsed.parameter_axes is not None:
         return tuple(dict.fromkeys(parsed.parameter_axes))
@@ -504,7 +494,7 @@ def _parameter_axes(parsed: _File) -> tuple[str, ...]:
 
 
 def _devices(document: Document, parsed: _File, given: int | None) -> int:
-    """The one number of devices of a stage that file, mesh and command line agree on."""
+    """The number of devices of a stage, on which file, mesh and command line must agree."""
     stages = parsed.pipeline.stages if parsed.pipeline is not None else 1
     of_stages = f" in {stages} stages" if stages > 1 else ""
     sources = []

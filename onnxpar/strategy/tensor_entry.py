@@ -1,37 +1,33 @@
-"""What a strategy says of one tensor: the entry of each dim, read and checked for itself."""
+"""The entry of one tensor in a strategy: reads and checks it without a model."""
 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-
-from pydantic_core import PydanticCustomError
 
 from onnxpar.core.layout import REPLICATED, TensorLayout
 
 
 @dataclass(frozen=True)
 class DimPart:
-    """A part of a dim that was merged from several: its size, and the axes that split it."""
+    """A part of a dim that was merged from several: its size, and the axes that shard it."""
 
     size: str
     axes: tuple[str, ...] = ()
 
 
 DimEntry = int | tuple[str, ...] | tuple[DimPart, ...]
-"""A number of pieces; the mesh axes that split a dim (outermost first, empty: whole); or, for a dim
-that was merged from others or is taken apart later, its parts, major first."""
+"""A number of shards; the mesh axes that shard a dim (outermost first; none if it is replicated);
+or, for a dim that was merged from others or is split later, its parts, major first."""
 
 TensorEntry = tuple[DimEntry | None, ...] | TensorLayout
-"""One entry a dim, None for a replicated dim; or a layout with a device matrix of its own."""
+"""One entry per dim, None for a replicated dim; or a layout with its own device matrix."""
 
 _RUN = re.compile(r"([2-9]|[1-9]\d{1,4})@([1-9]\d{0,4})")
 
 
-def expected(wanted: str, got: object) -> PydanticCustomError:
-    """Returns the error of an entry that is something else."""
-    return PydanticCustomError(
-        "entry", "expected {expected}, got {got}", {"expected": wanted, "got": short(got)}
-    )
+def expected(wanted: str, got: object) -> ValueError:
+    """Returns the error for an entry that is something else than what is wanted."""
+    return ValueError(f"expected {wanted}, got {short(got)}")
 
 
 def short(value: object) -> str:
@@ -57,7 +53,7 @@ def _dim(entry: object) -> DimEntry | None:
 
 
 def _parts(text: str) -> tuple[DimPart, ...]:
-    """Reads `(3 16:tp 64)`, as `onnxpar inspect` shows the parts of a dim."""
+    """Reads the parts of a dim as `onnxpar inspect` shows them, such as `(3 16:tp 64)`."""
     found = [item.partition(":") for item in text.removeprefix("(").removesuffix(")").split()]
     parts = tuple(DimPart(size, tuple(axes.split(".")) if axes else ()) for size, _, axes in found)
     if not text.endswith(")") or not parts or any(c and not axes for _, c, axes in found):
@@ -69,7 +65,7 @@ def read_tensor(entry: object) -> TensorEntry:
     """Returns the entry of one tensor.
 
     Raises:
-        PydanticCustomError: It is malformed.
+        ValueError: It is malformed.
     """
     if isinstance(entry, TensorLayout):
         return entry
@@ -86,17 +82,16 @@ def read_tensor(entry: object) -> TensorEntry:
 
 
 def read_tensors(entry: object) -> tuple[TensorEntry | None, ...]:
-    """Returns the entries of several tensors, None where there is none; as `read_tensor`."""
-    if not isinstance(entry, list | tuple) or isinstance(entry, TensorLayout):
+    """Returns the entries of several tensors, or None for one without entry; as `read_tensor`."""
+    if not isinstance(entry, list | tuple) or not all(
+        isinstance(item, list | tuple | TensorLayout | None) for item in entry
+    ):
         raise expected("a list with one list for each operand, as in [[2, 4], [4, 1]]", entry)
-    for item in entry:
-        if item is not None and not isinstance(item, list | tuple | TensorLayout):
-            raise expected("a list with one list for each operand, as in [[2, 4], [4, 1]]", entry)
     return tuple(None if item is None else read_tensor(item) for item in entry)
 
 
 def read_split(entry: object) -> dict[str, DimEntry]:
-    """Returns the entry of each factor by name; as `read_tensor`."""
+    """Returns the entry of each factor, by name; as `read_tensor`."""
     if not isinstance(entry, Mapping):
         raise expected("mesh axes for each factor, as in {V: tp}", entry)
     found: dict[str, DimEntry] = {}
@@ -109,7 +104,7 @@ def read_split(entry: object) -> dict[str, DimEntry]:
 
 
 def run_of(name: str) -> tuple[int, int] | None:
-    """Returns what `4@2` says, 4 pieces on devices that are 2 apart; None for another name."""
+    """Returns (4, 2) for `4@2`: 4 shards on devices that are 2 apart; None for any other name."""
     found = _RUN.fullmatch(name)
     return (int(found[1]), int(found[2])) if found else None
 

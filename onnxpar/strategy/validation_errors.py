@@ -1,4 +1,4 @@
-"""What pydantic found wrong with a file, in this project's words: what was expected, and got."""
+"""Error messages for what pydantic finds wrong with a file: expected …, got …."""
 
 from collections.abc import Mapping, Sequence
 
@@ -26,14 +26,14 @@ _BOUNDS: Mapping[str, tuple[str, str]] = {
 
 
 def in_words(location: Sequence[str | int]) -> str:
-    """Returns a place in a file as its keys, with a colon after each; nothing for the whole."""
+    """Returns the keys of a place in a file, with a colon after each."""
     return "".join(f"{part!r}: " for part in location)
 
 
 def problem(error: ErrorDetails) -> str:
-    """Returns what is wrong in one line, without the place."""
+    """Returns a message of one line, without the place."""
     kind, message = error["type"], error["msg"]
-    if kind in ("entry", "value_error"):  # our own validators', which say all
+    if kind == "value_error":  # from our own validators, whose messages are complete
         return message.removeprefix("Value error, ")
     if kind == "missing":
         return "expected this key, got none"

@@ -1,8 +1,8 @@
 """A strategy file as plain data, with the line of every key and item.
 
-YAML 1.1 by PyYAML's safe resolver; JSON is a part of it. Only mappings with text keys, sequences
-and scalars are read; a key that stands twice in one mapping is an error, which YAML asks for and
-PyYAML leaves out.
+The format is YAML 1.1 with PyYAML's safe resolver, so JSON is read too. Only mappings with text
+keys, sequences and scalars are read. A key that occurs twice in a mapping is an error, as YAML
+demands and PyYAML does not check.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from onnxpar.core.errors import StrategyError
 
 Location = tuple[str | int, ...]
 MAX_NODES = 1_000_000
-"""Keys, items and scalars of one file; aliases multiply them, so a small file can ask for many."""
+"""The most keys, items and scalars of one file; with aliases, a small file could contain many."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Document:
     Attributes:
         data: Mappings, lists and scalars.
         source: File name, or another name of the source, for messages.
-        lines: Line, from 1, of each key and item by its location; empty where there is not a file.
+        lines: Line, from 1, of each key and item by its location; empty without a file.
     """
 
     data: Any
@@ -34,7 +34,7 @@ class Document:
     lines: Mapping[Location, int] = field(default_factory=dict)
 
     def where(self, location: Location = ()) -> str:
-        """Returns `file:line` of a location, or of the closest thing around it."""
+        """Returns `file:line` of a location, or of the closest location around it."""
         for length in range(len(location), 0, -1):
             line = self.lines.get(location[:length])
             if line is not None:
@@ -48,7 +48,7 @@ def read_document(path: Path) -> Document:
     """Reads a strategy file.
 
     Raises:
-        StrategyError: It cannot be read, is no YAML, or has a key twice.
+        StrategyError: It cannot be read, is not YAML, or has a key twice.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -63,7 +63,7 @@ def parse_document(text: str, source: str) -> Document:
     """Parses the text of a strategy file; `source` names it in messages.
 
     Raises:
-        StrategyError: It is no YAML (with line and column), or has a key twice.
+        StrategyError: It is not YAML (the message has line and column), or has a key twice.
     """
     try:
         return _Reader(source).read(text)
@@ -77,7 +77,7 @@ def parse_document(text: str, source: str) -> Document:
             f"{source}: not valid YAML: character {error.position} is {error.reason}"
         ) from None
     except (ValueError, OverflowError) as error:
-        # PyYAML's constructors of dates and numbers, which match by form before they compute.
+        # PyYAML recognises dates and numbers by their form, before it computes their values.
         raise StrategyError(f"{source}: not valid YAML: {error}") from None
     except RecursionError:
         raise StrategyError(f"{source}: nested too deeply") from None

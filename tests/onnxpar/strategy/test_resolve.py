@@ -112,7 +112,7 @@ def test_matrices_that_exclude_one_another_name_both_nodes() -> None:
         ),
         (
             "mesh: {a: 2, b: 2}\nnodes: {mm: {in: [[a, b], [a, ~]]}}",
-            r"operand 1 \('w'\), dim 0 \(K\): expected \[b\] as operand 0 .* has, got \[a\]",
+            r"operand 1 \('w'\), dim 0 \(K\): expected \[b\], as operand 0 .* has, got \[a\]",
         ),
         (
             "mesh: {a: 2, b: 2}\nnodes: {mm: {in: [[a, ~], [~, a]]}}",
