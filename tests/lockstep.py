@@ -25,7 +25,7 @@ from onnxpar.core.symbols import symbols_of
 from onnxpar.graph.body_captures import every_node, read_by
 from onnxpar.graph.builder import DOMAIN
 from onnxpar.graph.local_builder import COORD_PREFIX, COUNTERS, SYMBOL_PREFIX, LocalBuilder
-from onnxpar.ops.contraction.matmul_gradient import MICROSOFT
+from onnxpar.ops.contrib_schemas import MICROSOFT
 from onnxpar.ops.function import VERSION
 from onnxpar.ops.table import REGISTRY
 from onnxpar.partition.partitioned_model import PartitionedModel

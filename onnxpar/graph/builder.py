@@ -177,6 +177,11 @@ class Builder(ABC):
             return x
         return self.op("Cast", x, dtype=dtype, to=int(dtype))
 
+    def zeros(self, shape: Sequence[Dim], dtype: ir.DataType | None) -> ir.Value:
+        """Returns zeros of a shape whose sizes need not be static."""
+        zero = self.const(np.array(0), dtype)
+        return self.op("Expand", zero, self.sizes(shape), shape=shape)
+
     def reduce(
         self, op_type: str, x: ir.Value, axes: Sequence[int], *, keepdims: bool = False
     ) -> ir.Value:

@@ -73,6 +73,16 @@ def zero_unless(node: LocalNode, kept: ir.Value, x: ir.Value) -> ir.Value:
     return select(node.builder, kept, x, fill_value(x.dtype or FLOAT, 0))
 
 
+def with_padding(node: LocalNode, operand: int, fill: float = 0) -> ir.Value:
+    """Returns a local operand with all of its padding set to `fill`, such as a valid index."""
+    value, kinds = node.input(operand), node.plan.rule.kinds
+    for factor in (f for dim in node.plan.rule.inputs[operand].dims for f in dim):
+        # Padding of a greatest or least has been set to an end of the type's range.
+        zero = node.zero[operand] and kinds[factor] not in ("max", "min")
+        value = node.masked(value, operand, factor, fill, known_zero=zero)
+    return value
+
+
 def reduced(shape: Sequence[Dim], axes: Sequence[int]) -> list[Dim]:
     """Returns `shape` with ones at `axes`."""
     return [1 if axis in axes else size for axis, size in enumerate(shape)]

@@ -1,9 +1,9 @@
-"""Attention in its parts, for bodies and for local forms that communicate inside of it.
+"""The parts of attention, for bodies and for local forms that communicate.
 
 Softmax(scale · Q Kᵀ + bias) V (Vaswani et al., 2017), with grouped heads, a soft cap on the scores,
-masks, and keys that a split spreads over devices: then the maximum and the sum of each row are
-all-reduced, and what each device makes of its own values is a part of a sum (as in Milakov and
-Gimelshein's online softmax, 2018, of which flash attention is a schedule).
+masks, and keys that may be sharded. If they are, the maximum and the sum of each row are
+all-reduced, and each device computes one term of the result from its own values (as in Milakov and
+Gimelshein's online softmax, 2018, on which flash attention is based).
 """
 
 from collections.abc import Sequence
@@ -24,11 +24,11 @@ Emitter = LocalNode | BodyNode
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of an attention, local ones in a local form.
+    """Sizes of an attention; in a local form the local ones.
 
     Attributes:
-        batch: Sequences.
-        kv: Heads of keys and values.
+        batch: Number of sequences.
+        kv: Number of key and value heads.
         groups: Query heads for each of them.
         queries: Length of the queries.
         keys: Length of keys and values.
@@ -64,6 +64,17 @@ def transpose(node: Emitter, x: ir.Value, dims: Sequence[Dim], order: Sequence[i
     return node.op("Transpose", x, shape=[dims[i] for i in order], perm=list(order))
 
 
+def split(node: BodyNode, x: ir.Value, sizes: Sequence[Dim]) -> tuple[ir.Value, ...]:
+    """Emits a Split of the last dim of `x` into parts of these static sizes."""
+    lead = node.shape(x)[:-1]
+    return node.builder.ops(
+        "Split",
+        [x, node.builder.const(np.array(sizes))],
+        [(x.dtype, [*lead, size]) for size in sizes],
+        {"axis": -1},
+    )
+
+
 def constant(node: Emitter, value: float, dtype: ir.DataType) -> ir.Value:
     """A scalar."""
     return node.builder.const(np.array(value), dtype)
@@ -96,13 +107,34 @@ def merged_heads(node: Emitter, y: ir.Value, sizes: Sizes, *, rank: int) -> ir.V
 
 
 def over_heads(node: Emitter, mask: ir.Value, dims: Sequence[Dim], sizes: Sizes) -> ir.Value:
-    """A mask of up to 4 dims, right-aligned at [batch, heads, queries, keys], in 5 dims."""
+    """A mask of up to 4 dims, right-aligned to [batch, heads, queries, keys], in 5 dims."""
     full = [1] * (4 - len(dims)) + list(dims)
     heads = [1, 1] if full[1] == 1 else [sizes.kv, sizes.groups]
     return reshape(node, mask, [full[0], *heads, *full[2:]])
 
 
-def places(node: BodyNode, size: Dim) -> ir.Value:
+def behind_past(
+    node: BodyNode, past: int, k: ir.Value, v: ir.Value, sizes: Sizes
+) -> tuple[ir.Value, ir.Value]:
+    """Concatenates the operands `past` and `past + 1`, if present, and new keys and values.
+
+    Args:
+        node: The attention.
+        past: Index of the operand that holds past keys [batch, kv, past, size].
+        k: New keys [batch, kv, new, size].
+        v: New values [batch, kv, new, value_size].
+        sizes: Sizes of the attention; `keys` counts past and new keys.
+    """
+    if not node.has(past):
+        return k, v
+    lead = [sizes.batch, sizes.kv, sizes.keys]
+    return (
+        node.op("Concat", node.input(past), k, shape=[*lead, sizes.size], axis=2),
+        node.op("Concat", node.input(past + 1), v, shape=[*lead, sizes.value_size], axis=2),
+    )
+
+
+def positions(node: BodyNode, size: Dim) -> ir.Value:
     """0, 1, … size - 1 as int64 [size]."""
     if isinstance(size, int):
         return node.builder.const(np.arange(size))
@@ -113,11 +145,11 @@ def places(node: BodyNode, size: Dim) -> ir.Value:
 
 @dataclass(frozen=True)
 class Window:
-    """Which keys a query may see by their places: from `left` before it to `right` after it.
+    """Which keys a query sees by their positions: from `left` before it to `right` after it.
 
     Attributes:
-        left: Places before a query, None without a bound.
-        right: Places after it; causal attention has 0.
+        left: Number of positions before the query; None without a bound.
+        right: Number of positions after it, 0 in causal attention; None without a bound.
     """
 
     left: int | None
@@ -138,16 +170,16 @@ def seen(
     keys: Dim,
     batch: Dim | None = None,
 ) -> ir.Value:
-    """Which keys each query may see.
+    """Emits which keys each query sees by their positions.
 
     Args:
         node: Where to emit.
-        rows: Place of each query among the keys, int64 [queries] or [batch, 1, queries].
-        columns: Place of each key, int64 [keys].
-        window: The bounds, at least one.
+        rows: Position of each query among the keys, int64 [queries] or [batch, 1, queries].
+        columns: Position of each key, int64 [keys].
+        window: The bounds; there must be one.
         queries: Number of queries.
         keys: Number of keys.
-        batch: Size of dim 0 of `rows`, where it has one.
+        batch: Size of dim 0 of `rows`; None if `rows` is [queries].
 
     Returns:
         Booleans [queries, keys], or [batch, 1, queries, keys].
@@ -182,7 +214,7 @@ def attend(
     allowed: ir.Value | None = None,
     atoms: Atoms = (),
 ) -> ir.Value:
-    """Emits an attention.
+    """Emits an attention from its parts.
 
     Args:
         node: Where to emit.
@@ -190,11 +222,11 @@ def attend(
         k: Keys [batch, kv, keys, size].
         v: Values [batch, kv, keys, value_size].
         sizes: The sizes.
-        scale: What scores are multiplied by.
+        scale: Factor of the scores.
         softcap: Bound of the scores, by a hyperbolic tangent; 0 for none.
         bias: Added to the scores; broadcasts against them in 5 dims.
-        allowed: Booleans that do so too; where false the key is not seen.
-        atoms: Atoms that split the keys. The result is then a part of a sum.
+        allowed: Booleans that broadcast in the same way; a key is not seen where they are false.
+        atoms: Atoms that shard the keys. The result is then partial.
 
     Returns:
         [batch, kv, groups, queries, value_size]; zeros for a query that sees no key.
@@ -209,7 +241,7 @@ def attend(
         limit = constant(node, softcap, wide)
         capped = node.op("Tanh", node.op("Div", scores, limit, shape=dims), shape=dims)
         scores = node.op("Mul", capped, limit, shape=dims)
-    # Finite, so that a row without any key has no infinity to subtract from itself.
+    # Finite: in a row without keys, infinity minus infinity would be NaN.
     lowest = constant(node, float(np.finfo(wide.numpy()).min), wide)
     if bias is not None:
         bias = _cast(node, bias, wide, None)
@@ -247,7 +279,7 @@ def _cast(node: Emitter, x: ir.Value, dtype: ir.DataType, dims: Sequence[Dim] | 
 
 
 def _reduce(node: Emitter, op_type: str, x: ir.Value, dims: Sequence[Dim]) -> ir.Value:
-    """Reduces the last of 5 dims, which stays as 1."""
+    """Reduces the last of 5 dims to size 1."""
     kept = [*dims[:4], 1]
     if isinstance(node, BodyNode):
         return node.builder.reduce(op_type, x, [4], keepdims=True)

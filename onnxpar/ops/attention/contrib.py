@@ -1,7 +1,8 @@
-"""Attention of onnxruntime's contrib operators: by batch and heads, the cache with them."""
+"""Attention of onnxruntime (com.microsoft): batch and heads may be sharded, the cache with them."""
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import onnx_ir as ir
@@ -14,45 +15,44 @@ from onnxpar.ops.attention.composed import (
     Sizes,
     Window,
     attend,
+    behind_past,
     key_heads,
     merged_heads,
     over_heads,
-    places,
+    positions,
     query_heads,
     reshape,
     seen,
+    split,
 )
 from onnxpar.ops.attention.heads import (
     Heads,
     Operands,
     head_size,
     heads_of,
-    in_range,
     local_heads,
+    present,
     valid_along,
 )
 from onnxpar.ops.attention.inference import infer_group_query_attention
 from onnxpar.ops.body_node import BodyNode
-from onnxpar.ops.local_helpers import BOOL
+from onnxpar.ops.contrib_schemas import MICROSOFT
+from onnxpar.ops.elementwise.broadcast import broadcast_dims
+from onnxpar.ops.local_helpers import BOOL, with_padding
 from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.node_cost import attends
 from onnxpar.ops.operator import BY_BODY, Missing, OpDef, expanded
 
-MICROSOFT = "com.microsoft"
 _SEQLENS, _TOTAL, _POSITIONS = 5, 6, 9
 _PADDING, _ADDED, _PAST, _STEP, _BEAMS = 4, 5, 6, 8, 9
 INT32 = ir.DataType.INT32
 
 
-def _outputs(view: NodeView, texts: Sequence[str]) -> str:
-    return ", ".join(texts[: len(view.node.outputs)])
-
-
 def group_query_rule(view: NodeView) -> OpRule:
     """GroupQueryAttention: `b s (h g d), b s (h d), b s (h d), b h P d, … -> b s (h g d), b h T d`.
 
-    Batch and heads are split, and the cache with them. Positions in the sequence are not: each
-    query reads the cache up to its own.
+    Batch and heads may be sharded, and the cache with them. The sequence may not: each query reads
+    the cache up to its own position.
 
     Raises:
         ModelError: Queries, keys and values are packed into one operand.
@@ -69,23 +69,22 @@ def group_query_rule(view: NodeView) -> OpRule:
     cache = "b h 1 1"
     operands = Operands(view)
     lengths = "b" if len(view.shape(_SEQLENS)) == 1 else "b 1"
-    for text in (queries, keys, keys, cache, cache, lengths, ".", ".", ".", "b 1"):
-        operands.add(text)
-    # The heads of the bias are one dim, and may be one for all.
-    operands.add_broadcast(["b", f"({heads.names})", "1", "1"])
+    operands.add(queries, keys, keys, cache, cache, lengths, ".", ".", ".", "b 1")
+    # The bias has all query heads in one dim, or 1 for all of them.
+    operands.add_broadcast("b", f"({heads.names})", "1", "1")
     operands.add(f"({heads.names})")
     for index in (12, 13):
-        # One scale for all heads, or one for each element of them.
+        # One scale in all, or one for each element of the heads.
         many = view.has(index) and len(view.shape(index)) > 0 and view.shape(index)[-1] != 1
         operands.add("(h d)" if many and len(view.shape(index)) == 1 else None)
-    made = _outputs(view, (queries, cache, cache, f"b ({heads.names}) 1 1"))
-    return parse_rule(f"{operands.rest()} -> {made}; replicated: d", heads.sizes)
+    text = operands.rule(queries, cache, cache, f"b ({heads.names}) 1 1")
+    return parse_rule(f"{text}; replicated: d", heads.sizes)
 
 
 def group_query_local(node: LocalNode) -> Sequence[ir.Value]:
-    """The local numbers of heads. A sequence that is padding has the length of the longest.
+    """The local numbers of heads. A sequence that is padding gets the length of the longest.
 
-    Any length would do for what is not read, but one beyond the cache would read and write there.
+    Its results are never read, but a length beyond the cache would read and write out of bounds.
     """
     inputs = list(node.inputs)
     if not node.is_even("b"):
@@ -95,7 +94,7 @@ def group_query_local(node: LocalNode) -> Sequence[ir.Value]:
         here = node.builder.reshape(valid_along(node, "b"), shape)
         inputs[_SEQLENS] = node.op("Where", here, lengths, longest, dtype=INT32, shape=shape)
         if node.has(_POSITIONS):
-            inputs[_POSITIONS] = in_range(node, _POSITIONS, ("b",))
+            inputs[_POSITIONS] = with_padding(node, _POSITIONS)
     keys, queries = local_heads(node)
     return node.copy(inputs, {"num_heads": queries, "kv_num_heads": keys})
 
@@ -103,14 +102,14 @@ def group_query_local(node: LocalNode) -> Sequence[ir.Value]:
 def multi_head_rule(view: NodeView) -> OpRule:
     """MultiHeadAttention: `b s (h d), b t (h d), b t (h e), … -> b s (h e)`, t and d replicated.
 
-    Keys and values may lie as a cache has them (`b h t d`).
+    Keys and values may also have the layout of a cache (`b h t d`).
 
     Raises:
-        ModelError: Operands are packed, as kernels of GPUs take them, it is one step of a beam
-            search, or the bias is of heads of two sizes.
+        ModelError: Operands are packed, as kernels on GPUs allow; the node is a step on a shared
+            cache or of a beam search; or it has a bias, and heads of values differ in size.
     """
     if view.has(_STEP) or view.has(_BEAMS):
-        raise view.fail("a step on a shared cache cannot be sharded")
+        raise view.fail("a step on a shared cache or of a beam search cannot be sharded")
     if len(view.shape(0)) != 3 or not view.has(1) or not view.has(2):
         raise view.fail("expected query, key and value as separate operands")
     heads = _multi_heads(view)
@@ -126,26 +125,22 @@ def multi_head_rule(view: NodeView) -> OpRule:
             f"a bias of heads of {heads.size} and {heads.value_size} elements cannot be sharded"
         )
     operands.add("(c h d)")
+    mask, replicated = None, "c d"
     if view.has(_PADDING):
         rows = view.shape(_PADDING)
         batch = view.table.equal(rows[0], view.shape(0)[0])
-        # Three numbers a sequence and two more lie in one dim.
-        texts = {1: "b" if batch else ".", 2: "b 1", 3: f"b {s} 1"}
-        operands.add(texts[len(rows)])
-        fixed = "" if batch else " b"
-    else:
-        operands.add()
-        fixed = ""
-    operands.add_broadcast(["b", "h", s, "1"])
-    for text in ("b h 1 d", "b h 1 e"):
-        operands.add(text)
-    made = _outputs(view, (f"b {s} (h e)", "b h 1 d", "b h 1 e", "b h 1 1"))
-    text = f"{operands.rest()} -> {made}; replicated: d"
-    used = text.split(";")[0].replace("(", " ").replace(")", " ").replace(",", " ").split()
-    text += fixed + (" c" if "c" in used else "")
-    if "e" in used and (view.has(3) or view.has(_PAST) or len(view.shape(2)) == 4):
+        mask = {1: "b" if batch else ".", 2: "b 1", 3: f"b {s} 1"}[len(rows)]
+        if not batch:
+            # A mask [3 · batch + 2]: no part of it is that of one sequence.
+            replicated += " b"
+    operands.add(mask)
+    operands.add_broadcast("b", "h", s, "1")
+    operands.add("b h 1 d", "b h 1 e")
+    text = operands.rule(f"b {s} (h e)", "b h 1 d", "b h 1 e", "b h 1 1")
+    if view.has(3) or view.has(_PAST) or len(view.shape(2)) == 4:
         # Values are then as wide as keys, or the bias is.
-        text += " e"
+        replicated += " e"
+    text += f"; replicated: {present(text, replicated)}"
     if len(view.node.outputs) == 1 and not view.has(3):
         text += "; linear: sum 2"
     return parse_rule(text, {**heads.sizes, "c": 3})
@@ -159,10 +154,11 @@ def _multi_heads(view: NodeView) -> Heads:
 
 
 def multi_head_local(node: LocalNode) -> Sequence[ir.Value]:
-    """The local number of heads; a sequence that is padding has no key masked by its length."""
+    """The local number of heads; the mask of a sequence that is padding is set to zeros."""
     inputs = list(node.inputs)
-    if node.has(_PADDING) and "b" in node.split_factors():
-        inputs[_PADDING] = in_range(node, _PADDING, ("b",))
+    if node.has(_PADDING):
+        mask, zero = node.input(_PADDING), node.zero[_PADDING]
+        inputs[_PADDING] = node.masked(mask, _PADDING, "b", 0, known_zero=zero)
     return node.copy(inputs, {"num_heads": int(node.local_size("h"))})
 
 
@@ -170,7 +166,7 @@ def multi_head_body(node: BodyNode) -> Sequence[ir.Value | None]:
     """Products, masks and a Softmax.
 
     Raises:
-        ModelError: Operands are packed, or the mask is one of lengths.
+        ModelError: Operands are packed, a cache is shared, or the mask is one of starts and ends.
     """
     view = node.view
     if len(view.shape(0)) != 3 or not node.has(2) or len(view.node.outputs) > 3:
@@ -187,12 +183,8 @@ def multi_head_body(node: BodyNode) -> Sequence[ir.Value | None]:
     k = key_heads(node, k, sizes, heads.size, rank=ranks[0])
     v = key_heads(node, v, sizes, heads.value_size, rank=ranks[1])
     past = view.shape(_PAST)[2] if node.has(_PAST) else 0
-    total = new + past
-    if node.has(_PAST):
-        shapes = [[batch, heads.kv, total, size] for size in (heads.size, heads.value_size)]
-        k = node.op("Concat", node.input(_PAST), k, shape=shapes[0], axis=2)
-        v = node.op("Concat", node.input(_PAST + 1), v, shape=shapes[1], axis=2)
-    sizes = Sizes(batch, heads.kv, 1, queries, total, heads.size, heads.value_size)
+    sizes = replace(sizes, keys=new + past)
+    k, v = behind_past(node, _PAST, k, v, sizes)
     y = attend(
         node,
         query_heads(node, q, sizes, rank=3),
@@ -206,17 +198,11 @@ def multi_head_body(node: BodyNode) -> Sequence[ir.Value | None]:
 
 
 def _biased(node: BodyNode, heads: Heads, operands: tuple[ir.Value, ...]) -> tuple[ir.Value, ...]:
-    """Query, key and value, each with its part of the bias; none for a cache's keys and values."""
+    """Query, key and value, each plus its part of the bias, except keys and values of a cache."""
     if not node.has(3):
         return operands
     widths = [heads.kv * int(s) for s in (heads.size, heads.size, heads.value_size)]
-    bias = node.input(3)
-    parts = node.builder.ops(
-        "Split",
-        [bias, node.builder.const(np.array(widths))],
-        [(bias.dtype, [width]) for width in widths],
-        {"axis": 0},
-    )
+    parts = split(node, node.input(3), widths)
     return tuple(
         node.op("Add", x, part) if len(node.shape(x)) == 3 else x
         for x, part in zip(operands, parts, strict=True)
@@ -224,7 +210,7 @@ def _biased(node: BodyNode, heads: Heads, operands: tuple[ir.Value, ...]) -> tup
 
 
 def _bias(node: BodyNode, sizes: Sizes, past: Dim) -> ir.Value | None:
-    """What is added to the scores: the operand, a large number where a mask or the order hides."""
+    """The sum of all that is added to the scores: a bias, and masks as large negative numbers."""
     view = node.view
     dtype = node.input(0).dtype or ir.DataType.FLOAT
     found: list[ir.Value] = []
@@ -241,31 +227,25 @@ def _bias(node: BodyNode, sizes: Sizes, past: Dim) -> ir.Value | None:
         shape = [wide[0], 1, 1, *wide[1:]]
         found.append(node.op("Reshape", added, node.builder.sizes(shape), shape=shape))
     if view.attr("unidirectional", 0):
-        rows = places(node, sizes.queries)
+        rows = positions(node, sizes.queries)
         if past != 0:
             offset = node.builder.sizes([past])
             rows = node.op("Add", rows, offset, shape=[sizes.queries])
-        shown = seen(
-            node,
-            rows,
-            places(node, sizes.keys),
-            Window(None, 0),
-            sizes.queries,
-            sizes.keys,
-        )
+        columns = positions(node, sizes.keys)
+        shown = seen(node, rows, columns, Window(None, 0), sizes.queries, sizes.keys)
         lowest = node.builder.const(np.array(np.finfo(dtype.numpy()).min), dtype)
         added = node.op("Where", shown, zero, lowest, dtype=dtype)
         found.append(over_heads(node, added, node.shape(added), sizes))
     total = found[0] if found else None
     for other in found[1:]:
         assert total is not None
-        pairs = zip(node.shape(total), node.shape(other), strict=True)
-        total = node.op("Add", total, other, shape=[b if a == 1 else a for a, b in pairs])
+        shape = broadcast_dims(node.shape(total), node.shape(other))
+        total = node.op("Add", total, other, shape=shape)
     return total
 
 
 def _hidden_keys(node: BodyNode, sizes: Sizes) -> tuple[ir.Value, list[Dim]]:
-    """Which keys the mask hides, and the shape of that as [batch, 1 or queries, keys].
+    """Which keys the mask hides, and their shape with a dim for queries: [batch, 1 or n, keys].
 
     Raises:
         ModelError: The mask is one of starts and ends of sequences.
@@ -279,15 +259,16 @@ def _hidden_keys(node: BodyNode, sizes: Sizes) -> tuple[ir.Value, list[Dim]]:
         raise node.fail("expected a mask with a length for each sequence or a number for each key")
     lengths = node.builder.unsqueeze(node.builder.cast(mask, INT64), [1])
     shape = [sizes.batch, sizes.keys]
-    shown = node.op("Less", places(node, sizes.keys), lengths, dtype=BOOL, shape=shape)
+    shown = node.op("Less", positions(node, sizes.keys), lengths, dtype=BOOL, shape=shape)
     return node.op("Not", shown), [sizes.batch, 1, sizes.keys]
 
 
 def attention_body(node: BodyNode) -> Sequence[ir.Value | None]:
-    """One product to queries, keys and values, and MultiHeadAttention.
+    """One product for queries, keys and values, and MultiHeadAttention.
 
     Raises:
-        ModelError: Rotary embedding inside, a cache of full length, or heads of two sizes.
+        ModelError: It includes rotary embedding, shares its cache, or the widths of queries, keys
+            and values are unknown.
     """
     view = node.view
     width = node.shape(node.input(1))[1]
@@ -298,12 +279,7 @@ def attention_body(node: BodyNode) -> Sequence[ir.Value | None]:
     fused = node.op("MatMul", node.input(0), node.input(1), shape=[*lead, width])
     if node.has(2):
         fused = node.op("Add", fused, node.input(2))
-    q, k, v = node.builder.ops(
-        "Split",
-        [fused, node.builder.const(np.array(widths))],
-        [(fused.dtype, [*lead, w]) for w in widths],
-        {"axis": -1},
-    )
+    q, k, v = split(node, fused, widths)
     heads = int(view.attr("num_heads"))
     cache: list[ir.Value | None] = [None, None]
     present = [view.shape(0)[0], heads, lead[1], int(widths[2]) // heads]
@@ -333,9 +309,13 @@ def attention_body(node: BodyNode) -> Sequence[ir.Value | None]:
 
 
 def exact_third(node: BodyNode, width: Dim) -> int:
-    """A third of the columns; ModelError where there is none."""
+    """Returns a third of the columns.
+
+    Raises:
+        ModelError: Their number is unknown or no multiple of three.
+    """
     if not isinstance(width, int) or width % 3:
-        raise node.fail(f"expected a weight of three parts, got {width} columns")
+        raise node.fail(f"expected a weight with a multiple of three columns, got {width}")
     return width // 3
 
 

@@ -1,6 +1,6 @@
-"""Operators of decoding that carry a state: caches, recurrent attention, causal convolution.
+"""Operators of decoding that have a state: caches, recurrent attention, causal convolution.
 
-Batch and heads (or channels) are split, the sequence is not.
+Batch and heads (or channels) may be sharded, the sequence may not.
 """
 
 from collections.abc import Sequence
@@ -9,35 +9,35 @@ import onnx_ir as ir
 
 from onnxpar.core.rule import OpRule, parse_rule
 from onnxpar.graph.node_view import NodeView
-from onnxpar.ops.attention.heads import Operands, head_size, in_range
+from onnxpar.ops.attention.heads import Operands, head_size
+from onnxpar.ops.contrib_schemas import MICROSOFT
 from onnxpar.ops.elementwise.broadcast import axis_names
-from onnxpar.ops.local_helpers import normal_axis
+from onnxpar.ops.local_helpers import normal_axis, with_padding
 from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.node_cost import convolves, keeps_state
 from onnxpar.ops.operator import Missing, OpDef
 
-MICROSOFT = "com.microsoft"
 _SELECTED = "any 0+1, max 0, max 1, min 0, min 1"
 _DECODING = Missing("it is a step of decoding; train a model without a cache")
+"""Why operators of decoding have no gradient."""
 
 
 def tensor_scatter_rule(view: NodeView) -> OpRule:
-    """TensorScatter: every dim but the written one; places go with dim 0."""
+    """TensorScatter: every dim but the written one; the write positions are sharded as dim 0."""
     names = axis_names(len(view.shape(0)))
     axis = normal_axis(view, view.attr("axis", -2), len(names))
     words = ["1" if i == axis else name for i, name in enumerate(names)]
     text = " ".join(words)
     operands = Operands(view)
-    for operand in (text, text, words[0]):
-        operands.add(operand)
-    return parse_rule(f"{operands.rest()} -> {text}; linear: {_SELECTED}")
+    operands.add(text, text, words[0])
+    return parse_rule(f"{operands.rule(text)}; linear: {_SELECTED}")
 
 
 def tensor_scatter_local(node: LocalNode) -> Sequence[ir.Value]:
-    """Padding is written at the beginning."""
+    """For sequences that are padding, the write position is 0."""
     inputs = list(node.inputs)
     if node.has(2):
-        inputs[2] = in_range(node, 2, node.plan.rule.inputs[2].dims[0])
+        inputs[2] = with_padding(node, 2)
     return node.copy(inputs)
 
 
@@ -45,7 +45,8 @@ def linear_attention_rule(view: NodeView) -> OpRule:
     """LinearAttention: `b 1 (h d), b 1 (h d), b 1 (h e), b h d e, … -> b 1 (h e), b h d e`.
 
     Raises:
-        ModelError: Queries and values have different numbers of heads, or several states are kept.
+        ModelError: Queries, keys and values have different numbers of heads, or several states are
+            kept.
     """
     queries, values = (int(view.attr(f"{n}_num_heads")) for n in ("q", "kv"))
     if queries != values or view.attr("state_window", 0):
@@ -58,15 +59,13 @@ def linear_attention_rule(view: NodeView) -> OpRule:
     if view.shape(1)[2] != view.shape(0)[2]:
         raise view.fail("expected equal numbers of key and value heads")
     operands = Operands(view)
-    for text in ("b 1 (h d)", "b 1 (h d)", "b 1 (h e)", "b h 1 1"):
-        operands.add(text)
+    operands.add("b 1 (h d)", "b 1 (h d)", "b 1 (h e)", "b h 1 1")
     for index in (4, 5):
         width = view.shape(index)[2] if view.has(index) else 1
         kinds = {1: "b 1 1", values: "b 1 h", values * size: "b 1 (h d)"}
         operands.add(kinds.get(width) if isinstance(width, int) else None)
-    made = ", ".join(("b 1 (h e)", "b h 1 1")[: len(view.node.outputs)])
     sizes = {"h": values, "d": size, "e": value_size}
-    return parse_rule(f"{operands.rest()} -> {made}; replicated: d e", sizes)
+    return parse_rule(f"{operands.rule('b 1 (h e)', 'b h 1 1')}; replicated: d e", sizes)
 
 
 def linear_attention_local(node: LocalNode) -> Sequence[ir.Value]:
@@ -76,40 +75,33 @@ def linear_attention_local(node: LocalNode) -> Sequence[ir.Value]:
 
 
 def causal_conv_rule(view: NodeView) -> OpRule:
-    """CausalConvWithState: `b c 1, c 1 1, c, b c 1 -> b c 1, b c 1`: each channel by itself.
+    """CausalConvWithState: `b c 1, c 1 1, c, b c 1 -> b c 1, b c 1`.
 
     Raises:
-        ModelError: The convolution is of several dims, or keeps several states.
+        ModelError: The convolution has several dims, has its channels last, or keeps several
+            states.
     """
     plain = not view.attr("state_window", 0) and int(view.attr("ndim", 1)) == 1
     if not plain or view.attr("channels_last", 0):
         raise view.fail("expected one dim, channels before it and one state")
     operands = Operands(view)
-    for text in ("b c 1", "c 1 1", "c", "b c 1"):
-        operands.add(text)
-    made = ", ".join(("b c 1", "b c 1")[: len(view.node.outputs)])
-    return parse_rule(f"{operands.rest()} -> {made}")
+    operands.add("b c 1", "c 1 1", "c", "b c 1")
+    return parse_rule(operands.rule("b c 1", "b c 1"))
 
 
 DEFS = (
     OpDef("", "TensorScatter", 24, tensor_scatter_rule, tensor_scatter_local, gradient=_DECODING),
-    OpDef(
-        "",
-        "LinearAttention",
-        27,
-        linear_attention_rule,
-        linear_attention_local,
-        gradient=_DECODING,
-        cost=keeps_state,
-    ),
-    OpDef(
-        MICROSOFT,
-        "LinearAttention",
-        1,
-        linear_attention_rule,
-        linear_attention_local,
-        gradient=_DECODING,
-        cost=keeps_state,
+    *(
+        OpDef(
+            domain,
+            "LinearAttention",
+            since,
+            linear_attention_rule,
+            linear_attention_local,
+            gradient=_DECODING,
+            cost=keeps_state,
+        )
+        for domain, since in (("", 27), (MICROSOFT, 1))
     ),
     OpDef(
         MICROSOFT,

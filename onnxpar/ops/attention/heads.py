@@ -1,10 +1,11 @@
 """Attention heads as factors: how the dims of queries, keys and values are named in a rule.
 
-A hidden dim of an operand with three dims is `(h g d)`: h heads of keys and values, g queries to
-each of them (grouped-query attention, Ainslie et al., 2023), d numbers in a head. A split of h
-splits queries, keys and values alike; a split of g splits the queries and repeats keys and values.
+The hidden dim of an operand with three dims is `(h g d)`: h heads of keys and values, g query heads
+for each of them (grouped-query attention, Ainslie et al., 2023), d elements in a head. Sharding h
+shards queries, keys and values alike. Sharding g shards the queries and replicates keys and values.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -46,10 +47,10 @@ class Heads:
 
 
 def heads_of(view: NodeView, queries: object, keys: object) -> tuple[int, int]:
-    """Returns heads of keys and values, and query heads for each.
+    """Returns the number of key and value heads, and of query heads for each of them.
 
     Raises:
-        ModelError: The numbers are unknown, or one does not divide the other.
+        ModelError: A number is missing, or the query heads are no multiple of the key heads.
     """
     if not isinstance(queries, int) or not isinstance(keys, int) or keys < 1 or queries % keys:
         raise view.fail(
@@ -60,7 +61,11 @@ def heads_of(view: NodeView, queries: object, keys: object) -> tuple[int, int]:
 
 
 def head_size(view: NodeView, hidden: Dim, heads: int) -> int:
-    """Returns the elements of a head; ModelError where the hidden size has no such heads."""
+    """Returns the number of elements in a head.
+
+    Raises:
+        ModelError: The hidden size is unknown, or no multiple of the number of heads.
+    """
     if not isinstance(hidden, int) or hidden % heads:
         raise view.fail(f"expected a hidden size that is a multiple of {heads} heads, got {hidden}")
     return hidden // heads
@@ -72,8 +77,13 @@ def broadcast(shape: Sequence[Dim], words: Sequence[str]) -> str:
     return " ".join("1" if size == 1 else word for size, word in zip(shape, kept, strict=True))
 
 
+def present(text: str, factors: str) -> str:
+    """Returns those of `factors`, names separated by spaces, that occur in the text of a rule."""
+    return " ".join(f for f in factors.split() if f in re.findall(r"\w+", text))
+
+
 def local_heads(node: LocalNode) -> tuple[int, int]:
-    """Returns the local heads of keys and values, and of queries."""
+    """Returns the local number of key and value heads, and of query heads."""
     keys = int(node.local_size("h"))
     groups = int(node.local_size("g")) if "g" in node.plan.rule.kinds else 1
     return keys, keys * groups
@@ -81,35 +91,40 @@ def local_heads(node: LocalNode) -> tuple[int, int]:
 
 @dataclass
 class Operands:
-    """Collects the text of a rule's operands, those that are absent included.
+    """Collects the texts of a rule's operands; absent ones become `-`.
 
     Attributes:
         view: The node.
-        texts: One for each operand so far.
+        texts: The texts of the operands so far.
     """
 
     view: NodeView
     texts: list[str] = field(default_factory=list)
 
-    def add(self, text: str | None = None) -> None:
-        """Adds the next operand; without a text it must be replicated."""
-        index = len(self.texts)
-        self.texts.append((text or ".") if self.view.has(index) else "-")
+    def add(self, *texts: str | None) -> None:
+        """Adds the next operands; one without a text must be replicated."""
+        for text in texts:
+            self.texts.append((text or ".") if self.view.has(len(self.texts)) else "-")
 
-    def add_broadcast(self, words: Sequence[str]) -> None:
+    def add_broadcast(self, *words: str) -> None:
         """Adds an operand that broadcasts against dims named `words`."""
         index = len(self.texts)
         self.add(broadcast(self.view.shape(index), words) if self.view.has(index) else None)
 
-    def rest(self) -> str:
-        """The text of all operands; those not added must be replicated."""
-        while len(self.texts) < self.view.arity:
-            self.add()
-        return ", ".join(self.texts[: self.view.arity])
+    def rule(self, *results: str) -> str:
+        """Returns the text of a rule without clauses.
+
+        Args:
+            *results: Texts of all results; those that the node does not have are left out.
+        """
+        # Operands that were not added must be replicated.
+        self.add(*[None] * (self.view.arity - len(self.texts)))
+        operands = self.texts[: self.view.arity]
+        return f"{', '.join(operands)} -> {', '.join(results[: len(self.view.node.outputs)])}"
 
 
 def valid_along(node: LocalNode, factor: str) -> ir.Value:
-    """Returns which local places along a factor are no padding, booleans [local size]."""
+    """Returns whether each local element along a factor is no padding, booleans [local size]."""
     found: ir.Value | None = None
     length: Dim = 1
     for component in node.components(factor):
@@ -125,11 +140,3 @@ def valid_along(node: LocalNode, factor: str) -> ir.Value:
         found = node.builder.reshape(both, [length])
     assert found is not None
     return found
-
-
-def in_range(node: LocalNode, index: int, factors: Sequence[str], fill: int = 0) -> ir.Value:
-    """Returns an operand of positions whose padding is `fill`: garbage would be looked up."""
-    value = node.input(index)
-    for factor in factors:
-        value = node.masked(value, index, factor, fill, known_zero=node.zero[index])
-    return value

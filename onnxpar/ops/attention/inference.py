@@ -11,9 +11,9 @@ from onnxpar.ops.slots import Library
 def infer_group_query_attention(
     library: Library, context: ShapeInferenceContext, node: ir.Node
 ) -> None:
-    """GroupQueryAttention: the cache grows to the total length, or is as long as it was.
+    """GroupQueryAttention: the cache grows to the total length, or stays as it is if it is longer.
 
-    The library takes it to grow by the new tokens, which a cache of full length does not.
+    The library assumes that it grows by the new tokens, which a cache of full length does not.
     """
     library.infer(context, node)
     past, total = node.inputs[3], node.inputs[6]

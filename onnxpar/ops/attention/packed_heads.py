@@ -1,8 +1,8 @@
-"""Projections to queries, keys and values that are packed into one are taken apart.
+"""Separates projections to queries, keys and values that are packed into one.
 
-The heads of queries, of keys and of values lie one after the other in the packed dim, so that no
-split of it gives a device heads that belong together. The rows of the weight are cut where they
-are; nothing is computed otherwise. onnxruntime-genai packs them so for GroupQueryAttention.
+The packed dim holds all heads of queries, then those of keys, then those of values, so that no
+shard of it has heads that belong together. The weight is separated by its rows; nothing else
+changes in what is computed. onnxruntime-genai packs projections for GroupQueryAttention.
 """
 
 from collections.abc import Sequence
@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-MICROSOFT = "com.microsoft"
+from onnxpar.ops.contrib_schemas import MICROSOFT
+
 _PARTS = ("query", "key", "value")
 _ROWS_LAST = "MatMul"
 _ROWS_FIRST = "MatMulNBits"
@@ -22,7 +23,7 @@ class _Projection:
 
     Attributes:
         product: The product.
-        bias: The node that adds a bias to it, None where there is none.
+        bias: The node that adds a bias to it, or None.
     """
 
     product: ir.Node
@@ -30,7 +31,7 @@ class _Projection:
 
     @property
     def weights(self) -> dict[int, int]:
-        """Which operands of the product have rows, and in which dim."""
+        """The operands of the product that have rows, each with the dim of its rows."""
         if self.product.op_type == _ROWS_LAST:
             return {1: 1}
         present = range(1, len(self.product.inputs))
@@ -38,9 +39,9 @@ class _Projection:
 
 
 def unpack_heads(model: ir.Model) -> None:
-    """Takes apart the projections of all attention nodes with packed operands, in place.
+    """Separates the projections of all attention nodes with packed operands, in place.
 
-    A node whose packed operand is made in any other way is left as it is.
+    A node stays as it is if its packed operand comes from anything but a projection.
     """
     graph = model.graph
     for node in list(graph):
@@ -67,7 +68,7 @@ def unpack_heads(model: ir.Model) -> None:
 
 
 def _projection(graph: ir.Graph, value: ir.Value | None) -> _Projection | None:
-    """The nodes that make a value and nothing else; None where it is no projection."""
+    """The projection that computes a value; None if other nodes do, or read a part of it."""
     node = _only_producer(value)
     bias: ir.Node | None = None
     if node is not None and node.op_identifier() == ("", "Add", ""):
@@ -91,7 +92,7 @@ def _projection(graph: ir.Graph, value: ir.Value | None) -> _Projection | None:
 
 
 def _only_producer(value: ir.Value | None) -> ir.Node | None:
-    """The node that makes a value which one node reads once; None where more do."""
+    """The node that computes a value; None if the value is read more than once."""
     if value is None or value.is_graph_output() or len(value.uses()) != 1:
         return None
     return value.producer()
@@ -102,7 +103,7 @@ def _is_constant(value: ir.Value | None) -> bool:
 
 
 def _widths(node: ir.Node, found: _Projection) -> Sequence[int] | None:
-    """Rows of queries, keys and values; None where the weight has others."""
+    """Numbers of rows of queries, keys and values; None if the weight does not have such rows."""
     heads = node.attributes.get_int("num_heads", 0)
     kv = node.attributes.get_int("kv_num_heads", 0)
     weight = found.product.inputs[1]
@@ -118,7 +119,7 @@ def _widths(node: ir.Node, found: _Projection) -> Sequence[int] | None:
 def _part(
     graph: ir.Graph, found: _Projection, part: str, start: int, width: int, rows: int
 ) -> ir.Value:
-    """Emits the projection to some of the rows."""
+    """Emits the projection to `width` rows, from row `start` on."""
     product = found.product
     inputs = list(product.inputs)
     for index, axis in found.weights.items():
@@ -168,7 +169,7 @@ def _rows(
     rows: int,
     axis: int,
 ) -> ir.Value:
-    """Some rows of a constant, read when they are needed; a flat one has all of a row together."""
+    """Some rows of a constant, loaded lazily; in a flat constant, the elements of a row adjoin."""
     assert value is not None and value.const_value is not None
     tensor, name = value.const_value, f"{value.name}.{part}"
     shape = [int(n) for n in tensor.shape.numpy()]
@@ -176,10 +177,10 @@ def _rows(
     shape[axis] = width * each
     place = (slice(None),) * axis + (slice(start * each, (start + width) * each),)
 
-    def cut() -> ir.TensorProtocol:
+    def load() -> ir.TensorProtocol:
         return ir.Tensor(tensor.numpy()[place].copy(), dtype=tensor.dtype, name=name)
 
-    part_of = ir.LazyTensor(cut, tensor.dtype, ir.Shape(shape), name=name)
+    part_of = ir.LazyTensor(load, tensor.dtype, ir.Shape(shape), name=name)
     made = ir.Value(
         name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(shape), const_value=part_of
     )

@@ -1,22 +1,20 @@
-"""Rotary position embedding (Su et al., 2021): every dim may be split but the rotated one."""
+"""Rotary position embedding (Su et al., 2021): every dim but the rotated one may be sharded."""
 
 from collections.abc import Sequence
 
-import numpy as np
 import onnx_ir as ir
 
 from onnxpar.core.rule import OpRule, parse_rule
 from onnxpar.core.symbols import Dim
 from onnxpar.graph.builder import INT64
 from onnxpar.graph.node_view import NodeView
-from onnxpar.ops.attention.composed import places, reshape
-from onnxpar.ops.attention.heads import head_size, in_range
+from onnxpar.ops.attention.composed import positions, reshape, split
+from onnxpar.ops.attention.heads import head_size
 from onnxpar.ops.body_node import BodyNode
-from onnxpar.ops.local_helpers import global_index
+from onnxpar.ops.contrib_schemas import MICROSOFT
+from onnxpar.ops.local_helpers import global_index, with_padding
 from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.operator import BY_BODY, OpDef
-
-MICROSOFT = "com.microsoft"
 
 
 def _operand(view: NodeView, heads: int) -> tuple[str, dict[str, Dim]]:
@@ -31,33 +29,33 @@ def _operand(view: NodeView, heads: int) -> tuple[str, dict[str, Dim]]:
     return "b s (h d)", {"h": heads, "d": head_size(view, shape[2], heads)}
 
 
-def _rule(text: str, caches: str, sizes: dict[str, Dim], *, linear: str, special: str) -> OpRule:
-    clauses = ("; replicated: d" if sizes else "") + special
-    return parse_rule(f"{text}, {caches} -> {text}{clauses}; linear: {linear}", sizes)
+def _rule(text: str, caches: str, sizes: dict[str, Dim], linear: str, special: str = "") -> OpRule:
+    kinds = f"replicated: {'d' if sizes else ''}; special: {special}"
+    return parse_rule(f"{text}, {caches} -> {text}; {kinds}; linear: {linear}", sizes)
 
 
 def rotary_rule(view: NodeView) -> OpRule:
     """RotaryEmbedding (23): `b s (h d), ., ., b s -> b s (h d)`, d replicated."""
     text, sizes = _operand(view, int(view.attr("num_heads", 0)))
     if view.has(3):
-        return _rule(text, "., ., b s", sizes, linear="sum 0", special="")
+        return _rule(text, "., ., b s", sizes, "sum 0")
     caches = "b s 1, b s 1" + (", -" if view.arity > 3 else "")
-    # What is not rotated passes whatever the angles are.
+    # Elements that are not rotated do not depend on the angles: the result is not linear in them.
     linear = "sum 0" if view.attr("rotary_embedding_dim", 0) else "sum 0, sum 1+2"
-    return _rule(text, caches, sizes, linear=linear, special="")
+    return _rule(text, caches, sizes, linear)
 
 
 def rotary_local(node: LocalNode) -> Sequence[ir.Value]:
-    """The local number of heads; padding rotates by the first angle."""
+    """The local number of heads; padding is rotated by the first angle."""
     inputs = list(node.inputs)
     if node.has(3):
-        inputs[3] = in_range(node, 3, ("b", "s"))
+        inputs[3] = with_padding(node, 3)
     heads = {"num_heads": int(node.local_size("h"))} if len(node.in_shape(0)) == 3 else {}
     return node.copy(inputs, heads)
 
 
 def _contrib_heads(view: NodeView) -> int:
-    """Heads of an operand with three dims: said, or by the caches, which rotate whole heads."""
+    """Heads of an operand with three dims: the attribute, or from the width of the caches."""
     heads = int(view.attr("num_heads", 0))
     hidden, half = view.shape(0)[-1], view.shape(2)[-1]
     if heads or not isinstance(hidden, int) or not isinstance(half, int):
@@ -66,40 +64,41 @@ def _contrib_heads(view: NodeView) -> int:
 
 
 def contrib_rotary_rule(view: NodeView) -> OpRule:
-    """RotaryEmbedding of com.microsoft: positions come before the caches, or are one offset.
+    """RotaryEmbedding of com.microsoft: `b s (h d), b s, ., . -> b s (h d)`, d replicated.
+
+    The positions may also be one offset (`1`); then `special: s`.
 
     Raises:
-        ModelError: Sequences of a packed batch (`is_packed_batching`).
+        ModelError: The batch is packed (`is_packed_batching`).
     """
     if view.attr("is_packed_batching", 0):
         raise view.fail("a packed batch cannot be sharded")
     text, sizes = _operand(view, _contrib_heads(view))
     offset = len(view.shape(1)) == 1
-    positions = "1" if offset else "b s"
-    special = "; special: s" if offset else ""
-    return _rule(text, f"{positions}, ., .", sizes, linear="sum 0", special=special)
+    caches = f"{'1' if offset else 'b s'}, ., ."
+    return _rule(text, caches, sizes, "sum 0", "s" if offset else "")
 
 
 def contrib_rotary_local(node: LocalNode) -> Sequence[ir.Value]:
-    """The local number of heads; an offset becomes the positions of the local part."""
+    """The local number of heads; an offset is replaced by the positions of the local shard."""
     inputs = list(node.inputs)
     x = node.in_shape(0)
     batch, length = x[0], x[1 if len(x) == 3 else 2]
     if len(node.view.shape(1)) == 2:
-        inputs[1] = in_range(node, 1, ("b", "s"))
+        inputs[1] = with_padding(node, 1)
     elif node.atoms("s"):
-        # Behind the end there are no angles: padding takes those of the last position.
+        # Padding takes the last position: beyond it there are no angles.
         last = node.builder.size(node.size("s") - 1)
         index = node.op("Min", global_index(node, "s"), last, dtype=INT64, shape=[length])
-        positions = node.op("Add", index, node.input(1), dtype=INT64, shape=[length])
+        line = node.op("Add", index, node.input(1), dtype=INT64, shape=[length])
         shape = node.builder.sizes([batch, length])
-        inputs[1] = node.op("Expand", positions, shape, dtype=INT64, shape=[batch, length])
+        inputs[1] = node.op("Expand", line, shape, dtype=INT64, shape=[batch, length])
     named = len(x) == 3 and node.attr("num_heads", 0)
     return node.copy(inputs, {"num_heads": int(node.local_size("h"))} if named else {})
 
 
 def rotary_body(node: BodyNode) -> Sequence[ir.Value]:
-    """Pairs of elements as points of a plane, turned by the angle of their place."""
+    """Pairs of elements as points in a plane, rotated by the angle of their position."""
     cos, sin = node.input(1), node.input(2)
     rank = len(node.view.shape(0))
     if node.has(3):
@@ -109,53 +108,52 @@ def rotary_body(node: BodyNode) -> Sequence[ir.Value]:
 
 
 def contrib_rotary_body(node: BodyNode) -> Sequence[ir.Value]:
-    """The same for com.microsoft.
+    """Pairs of elements as points in a plane, rotated by the angle of their position.
 
     Raises:
-        ModelError: Sequences of a packed batch.
+        ModelError: The batch is packed.
     """
     if node.attr("is_packed_batching", 0):
         raise node.fail("expected a batch that is not packed")
     x = node.view.shape(0)
-    positions, length = node.input(1), x[1 if len(x) == 3 else 2]
+    indices, length = node.input(1), x[1 if len(x) == 3 else 2]
     axes = [2 if len(x) == 3 else 1]
     if len(node.view.shape(1)) == 1:
-        positions = node.op("Add", places(node, length), positions, shape=[length])
+        indices = node.op("Add", positions(node, length), indices, shape=[length])
         axes = [0, 2] if len(x) == 3 else [0, 1]
     angles = tuple(
-        node.builder.unsqueeze(_looked_up(node, node.input(i), positions), axes) for i in (2, 3)
+        node.builder.unsqueeze(_looked_up(node, node.input(i), indices), axes) for i in (2, 3)
     )
     return (_turned(node, angles, _contrib_heads(node.view)),)
 
 
-def _looked_up(node: BodyNode, table: ir.Value, positions: ir.Value) -> ir.Value:
-    shape = [*node.shape(positions), node.shape(table)[-1]]
-    return node.op("Gather", table, positions, shape=shape, axis=0)
+def _looked_up(node: BodyNode, table: ir.Value, indices: ir.Value) -> ir.Value:
+    shape = [*node.shape(indices), node.shape(table)[-1]]
+    return node.op("Gather", table, indices, shape=shape, axis=0)
 
 
 def _turned(node: BodyNode, angles: Sequence[ir.Value], heads: int) -> ir.Value:
-    """The operand turned by the cosines and sines, which broadcast against its halves."""
+    """The operand rotated by cosines and sines, which broadcast against its halves."""
     x, given = node.input(0), node.view.shape(0)
     shape = list(given)
     if len(given) == 3:
         size = head_size(node.view, given[2], heads)
         shape = [*given[:2], heads, size]
         x = reshape(node, x, shape)
-    whole = shape[-1]
+    *lead, width = shape
     half = node.shape(angles[0])[-1]
-    if not isinstance(whole, int) or not isinstance(half, int):
-        raise node.fail(f"expected heads of known size, got {whole}")
+    if not isinstance(width, int) or not isinstance(half, int):
+        raise node.fail(f"expected heads and angles of known size, got {width} and {half}")
     rest: list[ir.Value] = []
-    if 2 * half < whole:
-        x, other = _split(node, x, [2 * half, whole - 2 * half])
+    if 2 * half < width:
+        x, other = split(node, x, [2 * half, width - 2 * half])
         rest = [other]
-    lead = shape[:-1]
     pairs = bool(node.attr("interleaved", 0))
     if pairs:
-        parts = _split(node, reshape(node, x, [*lead, half, 2]), [1, 1])
+        parts = split(node, reshape(node, x, [*lead, half, 2]), [1, 1])
         first, second = (reshape(node, part, [*lead, half]) for part in parts)
     else:
-        first, second = _split(node, x, [half, half])
+        first, second = split(node, x, [half, half])
     cos, sin = angles
     turned = [
         node.op(sign, node.op("Mul", a, cos), node.op("Mul", b, sin))
@@ -169,16 +167,6 @@ def _turned(node: BodyNode, angles: Sequence[ir.Value], heads: int) -> ir.Value:
     else:
         y = node.op("Concat", *turned, *rest, shape=shape, axis=-1)
     return reshape(node, y, given)
-
-
-def _split(node: BodyNode, x: ir.Value, sizes: Sequence[int]) -> tuple[ir.Value, ...]:
-    lead = node.shape(x)[:-1]
-    return node.builder.ops(
-        "Split",
-        [x, node.builder.const(np.array(sizes))],
-        [(x.dtype, [*lead, size]) for size in sizes],
-        {"axis": -1},
-    )
 
 
 DEFS = (

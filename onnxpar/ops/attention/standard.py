@@ -1,9 +1,9 @@
-"""Attention of ONNX (since opset 23): by batch, by heads, and by either sequence.
+"""Attention of ONNX (since opset 23), sharded by batch, by heads, and by either sequence.
 
-A split of the queries leaves queries where they are; each device needs all keys and values. A split
-of keys and values leaves those where they are: the devices agree on each row's maximum and sum, and
-the result waits for a sum. Propagation takes what is cheaper: gathering keys and values for a long
-prompt, and parts of a sum for a few tokens behind a long cache.
+If the queries are sharded, each device needs all keys and values. If keys and values are sharded,
+the devices all-reduce the maximum and the sum of each row, and the result is partial. Propagation
+chooses what is cheaper: to gather keys and values for a long prompt, or a partial result for a few
+tokens behind a long cache.
 """
 
 import math
@@ -12,40 +12,42 @@ from dataclasses import replace
 
 import onnx_ir as ir
 
+from onnxpar.core.mesh import Atoms
 from onnxpar.core.rule import OpRule, parse_rule
 from onnxpar.core.symbols import Dim
 from onnxpar.graph.builder import INT64
 from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.attention.composed import (
+    Emitter,
     Sizes,
     Window,
     attend,
+    behind_past,
     constant,
     key_heads,
     merged_heads,
     over_heads,
-    places,
+    positions,
     query_heads,
     seen,
 )
 from onnxpar.ops.attention.heads import (
     Heads,
     Operands,
-    broadcast,
     head_size,
     heads_of,
-    in_range,
     local_heads,
     valid_along,
 )
 from onnxpar.ops.body_node import BodyNode
-from onnxpar.ops.local_helpers import BOOL, global_index, iota
+from onnxpar.ops.elementwise.broadcast import broadcast_dims
+from onnxpar.ops.local_helpers import BOOL, global_index, iota, with_padding
 from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.node_cost import attends
 from onnxpar.ops.operator import BY_BODY, OpDef
 from onnxpar.ops.slots import Precision
 
-_MASK, _PAST_KEY, _PAST_VALUE, _LENGTHS = 3, 4, 5, 6
+_MASK, _PAST_KEY, _LENGTHS = 3, 4, 6
 
 
 def _heads(view: NodeView) -> Heads:
@@ -58,7 +60,7 @@ def _heads(view: NodeView) -> Heads:
 
 
 def _window(view: NodeView) -> Window:
-    """The bounds by place: those of the attributes, and 0 on the right where it is causal."""
+    """The bounds by position: those of the attributes, and 0 on the right if it is causal."""
     left, right = (int(view.attr(f"{side}_window_size", -1)) for side in ("left", "right"))
     if view.attr("is_causal", 0):
         right = 0
@@ -76,54 +78,45 @@ def _lengths(view: NodeView) -> tuple[Dim, Dim, Dim]:
 def attention_rule(view: NodeView) -> OpRule:
     """Attention: `b s (h g d), b t (h d), b t (h e), … -> b s (h g e); sum: t`, d replicated.
 
-    Keys are split only where there is no past to be put before them.
+    Keys may be sharded only where no past comes before them.
     """
-    heads = _heads(view)
-    _, _, keys = _lengths(view)
-    flat = len(view.shape(0)) == 3
-    grown = view.has(_PAST_KEY)
+    heads, names = _heads(view), _heads(view).names
+    queries, _, keys = _lengths(view)
+    grown, bounded = view.has(_PAST_KEY), _window(view).bounded
+    mask = view.shape(_MASK) if view.has(_MASK) else ()
+    # A mask may end before the keys do; it is then padded.
+    short = bool(mask) and mask[-1] != 1 and not view.table.equal(mask[-1], keys)
     t = "1" if grown else "t"
     operands = Operands(view)
-    if flat:
-        texts = [f"b s ({heads.names} d)", f"b {t} (h d)", f"b {t} (h e)"]
-        result = f"b s ({heads.names} e)"
+    if len(view.shape(0)) == 3:
+        operands.add(f"b s ({names} d)", f"b {t} (h d)", f"b {t} (h e)")
+        result = f"b s ({names} e)"
     else:
-        texts = [f"b ({heads.names}) s d", f"b h {t} d", f"b h {t} e"]
-        result = f"b ({heads.names}) s e"
-    for text in texts:
-        operands.add(text)
-    fixed = {"d"}
-    mask = view.shape(_MASK) if view.has(_MASK) else ()
-    if mask and mask[-1] != 1 and not view.table.equal(mask[-1], keys):
-        # A mask that ends before the keys do is filled up behind its end.
-        operands.add(broadcast(mask, ["b", f"({heads.names})", "s", "1"]))
-        fixed |= {"s", "t"}
-    else:
-        operands.add_broadcast(["b", f"({heads.names})", "s", t])
-    for text in ("b h 1 d", "b h 1 e", "b"):
-        operands.add(text)
-    scores = f"b ({heads.names}) s 1"
-    outputs = [result, f"b h {t} d", f"b h {t} e", scores][: len(view.node.outputs)]
-    if len(outputs) > 3:
-        fixed |= {"t", "s"} if _window(view).bounded else {"t"}
-    text = f"{operands.rest()} -> {', '.join(outputs)}"
-    special = ""
-    if not grown and "t" not in fixed:
-        text += "; sum: t"
-    if _window(view).bounded and "s" not in fixed:
-        special = "; special: s"
-    fixed -= {"t"} if grown else set()
-    text += f"; replicated: {' '.join(sorted(fixed))}{special}"
-    rule = parse_rule(text + ("; linear: sum 2" if len(outputs) == 1 else ""), heads.sizes)
-    if rule.kinds.get("t") != "sum":
+        operands.add(f"b ({names}) s d", f"b h {t} d", f"b h {t} e")
+        result = f"b ({names}) s e"
+    operands.add_broadcast("b", f"({names})", "s", "1" if short else t)
+    operands.add("b h 1 d", "b h 1 e", "b")
+    text = operands.rule(result, f"b h {t} d", f"b h {t} e", f"b ({names}) s 1")
+    scores = len(view.node.outputs) > 3
+    kinds = {"d": "replicated"}
+    if not grown:
+        kinds["t"] = "replicated" if short or scores else "sum"
+    if short or (scores and bounded):
+        kinds["s"] = "replicated"
+    elif bounded:
+        kinds["s"] = "special"
+    text += "".join(f"; {kind}: {factor}" for factor, kind in kinds.items())
+    text += "; linear: sum 2" if len(view.node.outputs) == 1 else ""
+    rule = parse_rule(text, heads.sizes)
+    if kinds.get("t") != "sum":
         return rule
     # The maximum and the sum of each row.
-    rows = view.shape(0)[0] * heads.kv * heads.groups * _lengths(view)[0]
+    rows = view.shape(0)[0] * heads.kv * heads.groups * queries
     return replace(rule, inner={"t": 2 * rows})
 
 
 def attention_local(node: LocalNode) -> Sequence[ir.Value]:
-    """The local numbers of heads; a split of queries says in a mask what they may see."""
+    """The local numbers of heads; if queries are sharded, a mask says which keys they see."""
     if "t" in node.plan.rule.kinds and node.atoms("t"):
         return _over_keys(node)
     inputs = list(node.inputs)
@@ -132,19 +125,18 @@ def attention_local(node: LocalNode) -> Sequence[ir.Value]:
         keys, queries = local_heads(node)
         attributes = {"q_num_heads": queries, "kv_num_heads": keys}
     if node.has(_LENGTHS):
-        # A sequence that is padding has one key, since none is more than some kernels expect.
-        inputs[_LENGTHS] = in_range(node, _LENGTHS, ("b",), 1)
+        # A sequence that is padding has one key, since some kernels do not expect none.
+        inputs[_LENGTHS] = with_padding(node, _LENGTHS, 1)
     if node.atoms("s") and _window(node.view).bounded:
-        while len(inputs) <= _MASK:
-            inputs.append(None)
-        inputs[_MASK] = _with_places(node)
+        inputs += [None] * (_MASK + 1 - len(inputs))
+        inputs[_MASK] = _with_positions(node)
         attributes |= {"is_causal": 0}
         attributes |= dict.fromkeys(("left_window_size", "right_window_size"))
     return node.copy(inputs, attributes)
 
 
 def _seen_locally(node: LocalNode) -> tuple[ir.Value, list[Dim]]:
-    """What the local queries may see of the local keys by their places, and its shape."""
+    """Which local keys the local queries see by their positions, and the shape of this."""
     view = node.view
     axis = 1 if len(view.shape(0)) == 3 else 2
     queries = node.in_shape(0)[axis]
@@ -166,13 +158,13 @@ def _seen_locally(node: LocalNode) -> tuple[ir.Value, list[Dim]]:
     return found, [batch, 1, queries, keys]
 
 
-def _with_places(node: LocalNode) -> ir.Value:
-    """The mask of the local queries, what they may see by their places included."""
+def _with_positions(node: LocalNode) -> ir.Value:
+    """The mask of the local queries, together with what they see by their positions."""
     found, shape = _seen_locally(node)
     if not node.has(_MASK):
         return found
     mask, dims = node.input(_MASK), node.in_shape(_MASK)
-    together = _broadcast_shape(dims, shape)
+    together = broadcast_dims(dims, shape)
     if mask.dtype == BOOL:
         return node.op("And", mask, found, shape=together)
     assert mask.dtype is not None
@@ -180,18 +172,8 @@ def _with_places(node: LocalNode) -> ir.Value:
     return node.op("Where", found, mask, lowest, dtype=mask.dtype, shape=together)
 
 
-def _broadcast_shape(left: Sequence[Dim], right: Sequence[Dim]) -> list[Dim]:
-    length = max(len(left), len(right))
-    pairs = zip(
-        [1] * (length - len(left)) + list(left),
-        [1] * (length - len(right)) + list(right),
-        strict=True,
-    )
-    return [b if a == 1 else a for a, b in pairs]
-
-
 def _over_keys(node: LocalNode) -> Sequence[ir.Value]:
-    """Keys split: statistics of each row are all-reduced, and the result is a part of a sum."""
+    """Keys are sharded: statistics of each row are all-reduced, and the result is partial."""
     view = node.view
     q, rank = node.in_shape(0), len(node.in_shape(0))
     kv, queries = local_heads(node)
@@ -226,45 +208,56 @@ def _over_keys(node: LocalNode) -> Sequence[ir.Value]:
         shape = [sizes.batch, 1, 1, 1, sizes.keys]
         columns = global_index(node, "t")
         allowed.append(node.op("Less", columns, ends, dtype=BOOL, shape=shape))
+    return _outputs(node, k, v, sizes, bias, allowed, node.atoms("t"))
+
+
+def _outputs(
+    node: Emitter,
+    k: ir.Value,
+    v: ir.Value,
+    sizes: Sizes,
+    bias: ir.Value | None,
+    allowed: Sequence[ir.Value],
+    atoms: Atoms = (),
+) -> list[ir.Value]:
+    """The attention (see `attend`), and its keys and values if they are outputs too."""
+    view = node.view
+    rank = len(view.shape(0))
+    scale = view.attr("scale")
     y = attend(
         node,
         query_heads(node, node.input(0), sizes, rank=rank),
         k,
         v,
         sizes,
-        scale=_scale(view, heads),
+        scale=1 / math.sqrt(int(sizes.size)) if scale is None else float(scale),
         softcap=float(view.attr("softcap", 0.0)),
         bias=bias,
         allowed=_all(node, allowed),
-        atoms=node.atoms("t"),
+        atoms=atoms,
     )
     return [merged_heads(node, y, sizes, rank=rank), k, v][: len(view.node.outputs)]
 
 
-def _all(node: LocalNode | BodyNode, allowed: Sequence[ir.Value]) -> ir.Value | None:
+def _all(node: Emitter, allowed: Sequence[ir.Value]) -> ir.Value | None:
     """What all of these allow; they broadcast against the scores in 5 dims."""
     if not allowed:
         return None
     found = allowed[0]
     for other in allowed[1:]:
         if isinstance(node, BodyNode):
-            shape = _broadcast_shape(node.shape(found), node.shape(other))
+            shape = broadcast_dims(node.shape(found), node.shape(other))
             found = node.op("And", found, other, shape=shape)
         else:
             found = node.op("And", found, other)
     return found
 
 
-def _scale(view: NodeView, heads: Heads) -> float:
-    scale = view.attr("scale")
-    return float(scale) if scale is not None else 1 / math.sqrt(int(heads.size))
-
-
 def attention_body(node: BodyNode) -> Sequence[ir.Value | None]:
-    """Products, a mask and a Softmax, with the heads as dims of their own.
+    """Products, a mask and a Softmax; the heads are a dim of their own.
 
     Raises:
-        ModelError: The scores are an output too.
+        ModelError: The scores are an output too, or the mask ends before the keys do.
     """
     view = node.view
     if len(view.node.outputs) > 3 and view.node.outputs[3].name:
@@ -276,28 +269,14 @@ def attention_body(node: BodyNode) -> Sequence[ir.Value | None]:
     sizes = Sizes(batch, heads.kv, heads.groups, queries, new, heads.size, heads.value_size)
     k = key_heads(node, node.input(1), sizes, heads.size, rank=rank)
     v = key_heads(node, node.input(2), sizes, heads.value_size, rank=rank)
-    if node.has(_PAST_KEY):
-        shapes = [[batch, heads.kv, total, size] for size in (heads.size, heads.value_size)]
-        k = node.op("Concat", node.input(_PAST_KEY), k, shape=shapes[0], axis=2)
-        v = node.op("Concat", node.input(_PAST_VALUE), v, shape=shapes[1], axis=2)
-    sizes = Sizes(batch, heads.kv, heads.groups, queries, total, heads.size, heads.value_size)
+    sizes = replace(sizes, keys=total)
+    k, v = behind_past(node, _PAST_KEY, k, v, sizes)
     bias, allowed = _masks(node, sizes)
-    y = attend(
-        node,
-        query_heads(node, node.input(0), sizes, rank=rank),
-        k,
-        v,
-        sizes,
-        scale=_scale(view, heads),
-        softcap=float(view.attr("softcap", 0.0)),
-        bias=bias,
-        allowed=allowed,
-    )
-    return [merged_heads(node, y, sizes, rank=rank), k, v][: len(view.node.outputs)]
+    return _outputs(node, k, v, sizes, bias, allowed)
 
 
-def _masks(node: BodyNode, sizes: Sizes) -> tuple[ir.Value | None, ir.Value | None]:
-    """What is added to the scores, and which keys are seen."""
+def _masks(node: BodyNode, sizes: Sizes) -> tuple[ir.Value | None, list[ir.Value]]:
+    """What is added to the scores, and masks that all say which keys are seen."""
     view, window = node.view, _window(node.view)
     bias: ir.Value | None = None
     allowed: list[ir.Value] = []
@@ -311,8 +290,8 @@ def _masks(node: BodyNode, sizes: Sizes) -> tuple[ir.Value | None, ir.Value | No
         else:
             bias = mask
     if not window.bounded and not node.has(_LENGTHS):
-        return bias, _all(node, allowed)
-    rows, columns = places(node, sizes.queries), places(node, sizes.keys)
+        return bias, allowed
+    rows, columns = positions(node, sizes.queries), positions(node, sizes.keys)
     if node.has(_LENGTHS):
         lead = [sizes.batch, 1, 1]
         ends = node.op(
@@ -331,7 +310,7 @@ def _masks(node: BodyNode, sizes: Sizes) -> tuple[ir.Value | None, ir.Value | No
         batch = sizes.batch if node.has(_LENGTHS) else None
         found = seen(node, rows, columns, window, sizes.queries, sizes.keys, batch)
         allowed.append(over_heads(node, found, node.shape(found), sizes))
-    return bias, _all(node, allowed)
+    return bias, allowed
 
 
 DEFS: tuple[OpDef, ...] = (

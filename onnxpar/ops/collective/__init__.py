@@ -1,1 +1,1 @@
-"""Operators of the domain `onnxpar` that order or add up: Barrier, sums over stages."""
+"""Operators of the domain `onnxpar` that order nodes or communicate: Barrier, sums over stages."""

@@ -1,9 +1,8 @@
-"""Barrier: an identity that keeps apart what comes before it and what after (domain `onnxpar`).
+"""Barrier: an identity that separates the nodes before it from those after (domain `onnxpar`).
 
-onnxruntime merges equal nodes of standard operators, and so would undo recomputation; a node that
-reads a Barrier's result is equal to none that reads its operand. Its further operands are read for
-their being there: what reads the result cannot run before them, wherever onnxruntime's own order
-puts it.
+onnxruntime merges equal nodes of standard operators, which would undo recomputation. A node that
+reads a Barrier's result never equals one that reads its operand. The elements of its further
+operands are not read; what reads the result runs after them, whatever order onnxruntime chooses.
 """
 
 import onnx_ir as ir
@@ -20,13 +19,13 @@ VERSION = 1
 
 
 def barrier_rule(view: NodeView) -> OpRule:
-    """Barrier: every dim, replicated or sharded, and whatever its operand waits for."""
+    """Barrier: every dim; its operand may be partial in any way."""
     names = " ".join(axis_names(len(view.shape(0))))
     return parse_rule(f"{names}{', *' * (view.arity - 1)} -> {names}; linear: any 0")
 
 
 def barrier_node(name: str, operand: ir.Value, after: ir.Value, result: ir.Value) -> ir.Node:
-    """Returns a Barrier between two values of one type and shape, behind a third value."""
+    """Returns a Barrier from `operand` to `result`, which is computed after the value `after`."""
     return ir.Node(DOMAIN, BARRIER, [operand, after], outputs=[result], name=name)
 
 

@@ -6,6 +6,6 @@ from onnxpar.ops.slots import IN_PLACE
 DEFS = (
     for_ranks("AllReduce", memory=IN_PLACE),
     for_ranks("Broadcast", memory=IN_PLACE),
-    # The shape of what arrives.
+    # Its operand is the shape of the result.
     for_ranks("Recv", host_operands=(0,)),
 )

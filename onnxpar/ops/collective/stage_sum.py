@@ -1,4 +1,4 @@
-"""The sum over pipeline stages, which programs of optimizers need: of norms, of tied weights."""
+"""The sum over pipeline stages that optimizers need for norms and for tied weights."""
 
 from collections.abc import Sequence
 
@@ -14,11 +14,11 @@ from onnxpar.ops.operator import NOT_DIFFERENTIABLE, OpDef
 from onnxpar.resharding.routes import moved_bytes
 
 STAGE_SUM = "StageSum"
-"""Operator of the global graph: the sum of what the stages in its attribute `stages` have."""
+"""Operator of the undivided program: a sum over the stages in its attribute `stages`."""
 
 
 def stage_sum_rule(view: NodeView) -> OpRule:
-    """StageSum: every dim; counterparts of all stages hold the same part."""
+    """StageSum: every dim; counterparts in all stages hold the same shard."""
     names = " ".join(axis_names(len(view.shape(0))))
     return parse_rule(f"{names} -> {names}")
 
@@ -27,8 +27,7 @@ def stage_sum_local(node: LocalNode) -> Sequence[ir.Value]:
     """An all-reduce over the counterparts of a rank in these stages."""
     stages = tuple(node.attr("stages"))
     x, shape = node.input(0), node.in_shape(0)
-    width = x.dtype.itemsize if x.dtype is not None else 0
-    size: Dim = int(width)
+    size: Dim = int(x.dtype.itemsize) if x.dtype is not None else 0
     for d in shape:
         size = size * d
     source = node.view.node.inputs[0]

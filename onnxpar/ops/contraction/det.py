@@ -1,4 +1,4 @@
-"""Determinants of matrices: a batch of them may be split, a matrix may not."""
+"""Determinants of matrices: a batch of them may be sharded, a matrix may not."""
 
 from collections.abc import Sequence
 
@@ -12,11 +12,11 @@ from onnxpar.ops.grad_node import GradNode
 from onnxpar.ops.operator import OpDef
 
 MAX_SIZE = 32
-"""Greatest matrix that is differentiated: the minors are n² matrices of (n - 1)² elements."""
+"""Most rows of a matrix that is differentiated: it has n² minors of (n - 1)² elements each."""
 
 
 def det_rule(view: NodeView) -> OpRule:
-    """Det: every dim before the matrix."""
+    """Det: every dim before those of the matrix."""
     names = axis_names(len(view.shape(0)))
     batch, matrix = " ".join(names[:-2]), " ".join(names[-2:])
     return parse_rule(f"{batch} {matrix} -> {batch}; replicated: {matrix}")
@@ -25,10 +25,10 @@ def det_rule(view: NodeView) -> OpRule:
 def det_gradient(node: GradNode) -> Sequence[ir.Value | None]:
     """dX_ij = dy (-1)^(i+j) det of X without row i and column j.
 
-    The cofactors are those of any matrix, where det(X) X⁻ᵀ has none for a singular one.
+    These cofactors exist for any matrix, but the formula det(X) X⁻ᵀ fails for a singular one.
 
     Raises:
-        ModelError: The size of the matrix is not a number up to `MAX_SIZE`.
+        ModelError: The size of the matrix is unknown or above `MAX_SIZE`.
     """
     x, dy = node.input(0), node.cotangent()
     shape = node.shape(x)

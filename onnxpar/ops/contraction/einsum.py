@@ -21,14 +21,14 @@ _TERM = re.compile(r"([A-Za-z]*)(\.\.\.)?([A-Za-z]*)")
 
 @dataclass(frozen=True)
 class Equation:
-    """An equation with a label for each dim, those of an ellipsis named too.
+    """An equation with a label for each dim, dims of an ellipsis included.
 
     Attributes:
         inputs: Labels of the dims of each operand.
         output: Labels of the dims of the result.
-        sizes: Size of each label, that of an operand that is not broadcast along it.
+        sizes: Size of each label, from an operand that is not broadcast along it.
         broadcast: For each operand the positions of its dims of size 1 that are broadcast.
-        unknown: Labels of which it is unknown whether an operand is broadcast along them.
+        unknown: Labels along which it is unknown whether an operand is broadcast.
     """
 
     inputs: tuple[tuple[str, ...], ...]
@@ -92,7 +92,7 @@ def _term(view: NodeView, text: str) -> tuple[str, bool, str]:
 
 
 def _free(count: int, span: int) -> tuple[str, ...]:
-    """Labels of the dims of an ellipsis, which are aligned at the end."""
+    """Labels of the last `span` dims of an ellipsis that has `count` dims in all."""
     return tuple(f"e{i}" for i in range(count - span, count))
 
 
@@ -101,9 +101,9 @@ def _wrong(view: NodeView, expected: str) -> OnnxparError:
 
 
 def einsum_rule(view: NodeView) -> OpRule:
-    """Einsum: labels are factors, those that are not in the result sums; linear in each operand."""
+    """Einsum: labels are factors, reduced if the result lacks them; linear in each operand."""
     equation = read_equation(view)
-    whole, texts = set(equation.unknown), []
+    replicated, texts = set(equation.unknown), []
     for labels, ones in zip(equation.inputs, equation.broadcast, strict=True):
         words = list[str]()
         for position, label in enumerate(labels):
@@ -111,9 +111,9 @@ def einsum_rule(view: NodeView) -> OpRule:
             if position in ones or equation.sizes[label] == 1:
                 word = "1"
             elif label in words:
-                # A diagonal: row and column are at one place on one device only.
+                # A diagonal: one device alone would hold an element's row and column.
                 word = f"{label}_{position}"
-                whole |= {label, word}
+                replicated |= {label, word}
             words.append(word)
         texts.append(" ".join(words))
     result = ["1" if equation.sizes[label] == 1 else label for label in equation.output]
@@ -123,8 +123,8 @@ def einsum_rule(view: NodeView) -> OpRule:
         if size != 1 and label not in equation.output
     }
     text = f"{', '.join(texts)} -> {' '.join(result)}"
-    for kind, names in (("sum", summed - whole), ("replicated", whole)):
-        text += f"; {kind}: {' '.join(sorted(names))}" if names else ""
+    for kind, names in (("sum", summed - replicated), ("replicated", replicated)):
+        text += f"; {kind}: {' '.join(sorted(names))}"
     moves = view.arity == 1 and set(equation.inputs[0]) == set(equation.output)
     linear = ["any 0"] if moves else [f"sum {i}" for i in range(view.arity)]
     if not moves and not summed:
@@ -133,7 +133,12 @@ def einsum_rule(view: NodeView) -> OpRule:
 
 
 def equation_gradient(node: GradNode) -> Sequence[ir.Value | None]:
-    """The equation with the cotangent in the place of the operand."""
+    """For each operand, the equation with the cotangent in its place.
+
+    Raises:
+        ModelError: It is unknown whether a dim is broadcast, or the cotangent of a diagonal is
+            wanted.
+    """
     equation = read_equation(node.view)
     if equation.unknown:
         raise node.fail("whether dims of the ellipsis are broadcast must be known for a gradient")

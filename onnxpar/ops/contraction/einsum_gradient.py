@@ -1,4 +1,4 @@
-"""Gradient of Einsum: by each operand it is an Einsum of the cotangent and the other operands."""
+"""Gradient of Einsum: for each operand, an Einsum of the cotangent and the other operands."""
 
 from collections.abc import Sequence
 from string import ascii_letters
@@ -27,7 +27,7 @@ def einsum_gradient(
     Raises:
         ModelError: The cotangent of a diagonal is wanted.
     """
-    # A dim that is broadcast has the same element for all of its label, so none of the sum's.
+    # A dim that is broadcast is not the loop of its label: it has one element for all its steps.
     own = [
         tuple(f"{label}:{i}:{p}" if p in ones else label for p, label in enumerate(labels))
         for i, (labels, ones) in enumerate(zip(inputs, broadcast, strict=True))
@@ -47,12 +47,12 @@ def _cotangent(
         )
     parts = [(node.cotangent(), output)]
     parts += [(node.input(i), names) for i, names in enumerate(own) if i != index]
-    there = {label for _, names in parts for label in names}
-    target = tuple(label for label in own[index] if label in there)
+    known = {label for _, names in parts for label in names}
+    target = tuple(label for label in own[index] if label in known)
     dx = _product(node, parts, target)
     x = node.input(index)
-    # What was summed in this operand alone, and what was broadcast.
-    missing = [p for p, label in enumerate(own[index]) if label not in there]
+    # Dims that were summed in this operand alone, or broadcast.
+    missing = [p for p, label in enumerate(own[index]) if label not in known]
     if missing:
         dx = node.builder.unsqueeze(dx, missing)
     if node.shape(dx) != node.shape(x):

@@ -1,8 +1,8 @@
-"""Mixtures of experts as one operator (com.microsoft): by tokens, and through every expert.
+"""Mixtures of experts as one operator (com.microsoft), sharded by tokens and by inner width.
 
-Each expert is a feed-forward network; its inner width is split as Megatron-LM splits one (Shoeybi
-et al., 2019), so that each device has a part of all experts, the router's choice is the same
-everywhere, and one sum is partial. No device waits for one whose experts are asked for more often.
+Each expert is a feed-forward network, whose inner width is sharded as in Megatron-LM (Shoeybi et
+al., 2019): each device has a shard of every expert, the router's choice is the same on all devices,
+and the result is a partial sum. All devices have equal work, whichever experts are chosen.
 """
 
 from collections.abc import Sequence
@@ -12,19 +12,25 @@ import onnx_ir as ir
 from onnxpar.core.rule import OpRule, parse_rule
 from onnxpar.core.symbols import Dim
 from onnxpar.graph.node_view import NodeView
-from onnxpar.ops.attention.heads import Operands
+from onnxpar.ops.attention.heads import Operands, present
 from onnxpar.ops.contraction.matmul import on_first
+from onnxpar.ops.contrib_schemas import MICROSOFT
 from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.node_cost import routes
 from onnxpar.ops.operator import Missing, OpDef
 
-MICROSOFT = "com.microsoft"
-# Operands of MoE and of QMoE.
+# The index of the last bias among the operands of MoE, and of QMoE.
 _LAST_BIAS, _QUANTISED_LAST_BIAS = 5, 7
 
 
 def _widths(view: NodeView, rows: Dim, inner: int) -> str:
-    """How rows of the first weight are made of the inner width: one, or two together."""
+    """Factors of the rows of the first weight, `{0}` being the inner width.
+
+    There is one row for each inner element, or two with an activation that has a gate (SwiGLU).
+
+    Raises:
+        ModelError: There is another number of rows.
+    """
     fusion = int(view.attr("swiglu_fusion", 0))
     if rows == inner:
         return "{0}"
@@ -37,24 +43,26 @@ def _widths(view: NodeView, rows: Dim, inner: int) -> str:
 
 
 def _tokens(view: NodeView) -> tuple[str, str]:
-    """The text of tokens, and of the router's numbers for each."""
+    """The texts of the tokens, and of the router's probabilities of experts for each token."""
     return ("n 1", "n 1") if len(view.shape(0)) == 2 else ("b s 1", "(b s) 1")
 
 
 def experts_rule(view: NodeView) -> OpRule:
-    """MoE: `n 1, n 1, 1 k 1, 1 k, 1 1 k, 1 1, … -> n 1; sum: k`, k the inner width."""
+    """MoE: `n 1, n 1, 1 k 1, 1 k, 1 1 k, 1 1, … -> n 1; sum: k`, k the inner width.
+
+    Raises:
+        ModelError: The inner width is unknown, or the first weight does not fit it.
+    """
     inner = view.shape(4)[2]
     if not isinstance(inner, int):
         raise view.fail(f"expected a known inner width, got {inner}")
     rows = _widths(view, view.shape(2)[1], inner).format("k")
     tokens, router = _tokens(view)
     operands = Operands(view)
-    texts = (tokens, router, f"1 {rows} 1", f"1 {rows}", "1 1 k", "1 1", "1 k 1", "1 k")
-    for text in texts:
-        operands.add(text)
-    text = f"{operands.rest()} -> {tokens}; sum: k" + ("; replicated: u" if "u" in rows else "")
+    operands.add(tokens, router, f"1 {rows} 1", f"1 {rows}", "1 1 k", "1 1", "1 k 1", "1 k")
+    text = operands.rule(tokens)
     sizes: dict[str, Dim] = {"k": inner, "u": 2, **_token_sizes(view)}
-    return parse_rule(text, sizes)
+    return parse_rule(f"{text}; sum: k; replicated: {present(text, 'u')}", sizes)
 
 
 def _token_sizes(view: NodeView) -> dict[str, Dim]:
@@ -63,10 +71,11 @@ def _token_sizes(view: NodeView) -> dict[str, Dim]:
 
 
 def quantised_experts_rule(view: NodeView) -> OpRule:
-    """QMoE: as MoE, its weights integers of few bits; bytes and blocks of them are not cut.
+    """QMoE: as MoE, with weights of few bits; a shard has whole bytes and blocks of them.
 
     Raises:
-        ModelError: Zero points, or weights of two widths, or prepared for one kernel.
+        ModelError: It has zero points, weights with different numbers of bits, or weights that are
+            prepared for one kernel; or the inner width is unknown or has no whole blocks.
     """
     bits, block = int(view.attr("expert_weight_bits", 4)), int(view.attr("block_size", 0))
     further = any(view.has(i) for i in range(11, view.arity) if i != 14)
@@ -88,7 +97,7 @@ def quantised_experts_rule(view: NodeView) -> OpRule:
     tokens, router = _tokens(view)
     wide = " 1" if block else ""
     operands = Operands(view)
-    for text in (
+    operands.add(
         tokens,
         router,
         f"1 {rows} 1",
@@ -100,22 +109,17 @@ def quantised_experts_rule(view: NodeView) -> OpRule:
         f"1 {columns} 1",
         f"1 {columns}{wide}",
         f"1 {columns}",
-    ):
-        operands.add(text)
-    while len(operands.texts) < 14:
-        operands.add()
-    operands.add(router)
-    text = f"{operands.rest()} -> {tokens}; sum: k"
+        *[None] * 3,
+        router,
+    )
+    text = operands.rule(tokens)
     sizes: dict[str, Dim] = {"k": inner // unit, "p": unit, "w": unit // per_byte, "u": 2}
-    named = text.replace("(", " ").replace(")", " ").replace(",", " ").split()
-    whole = [name for name in ("p", "w", "u") if name in named]
-    if whole:
-        text += f"; replicated: {' '.join(whole)}"
+    text += f"; sum: k; replicated: {present(text, 'p w u')}"
     return parse_rule(text, {**sizes, **_token_sizes(view)})
 
 
 def experts_local(node: LocalNode) -> Sequence[ir.Value]:
-    """The last bias is added on one device of those that share the inner width."""
+    """If the inner width is sharded, the last bias is added on one device only."""
     inputs = list(node.inputs)
     index = _LAST_BIAS if node.op_type == "MoE" else _QUANTISED_LAST_BIAS
     if node.atoms("k") and node.has(index):

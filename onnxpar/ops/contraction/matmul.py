@@ -1,10 +1,12 @@
-"""MatMul and Gemm: contraction split into partial sums, Megatron's column and row forms alike."""
+"""MatMul and Gemm: sharding rows or columns is parallel, sharding the inner dim gives partial sums.
+
+These are the column and the row parallel layers of Megatron-LM.
+"""
 
 from collections.abc import Sequence
 
 import onnx_ir as ir
 
-from onnxpar.core.errors import ModelError
 from onnxpar.core.mesh import Atoms
 from onnxpar.core.rule import OpRule, parse_rule
 from onnxpar.graph.node_view import NodeView
@@ -13,6 +15,7 @@ from onnxpar.ops.contraction.matmul_gradient import (
     gemm_gradient,
     matmul_gradient,
 )
+from onnxpar.ops.contrib_schemas import MICROSOFT
 from onnxpar.ops.elementwise.broadcast import aligned, axis_names
 from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.operator import OpDef
@@ -22,46 +25,44 @@ from onnxpar.ops.slots import HALF, Roles
 def matmul_rule(view: NodeView) -> OpRule:
     """numpy.matmul: batch dims broadcast, `m k, k n -> m n`, vectors as numpy does.
 
-    FusedMatMul (com.microsoft) reads its operands with the last two dims swapped where `transA` or
-    `transB` says so.
+    FusedMatMul (com.microsoft) swaps the last two dims of its operands if `transA` or `transB` is
+    set.
 
     Raises:
-        ModelError: FusedMatMul moves the batch dims as well (`transBatchA`, `transBatchB`).
+        ModelError: FusedMatMul also moves batch dims (`transBatchA`, `transBatchB`).
     """
     if view.attr("transBatchA", 0) or view.attr("transBatchB", 0):
-        raise ModelError(f"node {view.name!r}: transBatchA and transBatchB cannot be sharded")
+        raise view.fail("transBatchA and transBatchB cannot be sharded")
     left, right, out = view.shape(0), view.shape(1), view.out_shape()
     m, n = len(left) > 1, len(right) > 1
     batch = out[: len(out) - m - n]
     names = axis_names(len(batch))
-    a, whole_a = aligned(left[:-2] if m else (), batch, names)
-    b, whole_b = aligned(right[:-2] if n else (), batch, names)
+    a, fixed_a = aligned(left[:-2] if m else (), batch, names)
+    b, fixed_b = aligned(right[:-2] if n else (), batch, names)
     result = " ".join("1" if s == 1 else x for x, s in zip(names, batch, strict=True))
     rows = "" if not m else "K M" if view.attr("transA", 0) else "M K"
     columns = "" if not n else "N K" if view.attr("transB", 0) else "K N"
-    text = (
+    return parse_rule(
         f"{a} {rows or 'K'}, {b} {columns or 'K'} -> "
-        f"{result} {'M' if m else ''} {'N' if n else ''}; sum: K; linear: sum 0, sum 1"
+        f"{result} {'M' if m else ''} {'N' if n else ''}; sum: K; linear: sum 0, sum 1; "
+        f"replicated: {' '.join(sorted(fixed_a | fixed_b))}"
     )
-    if whole_a | whole_b:
-        text += f"; replicated: {' '.join(sorted(whole_a | whole_b))}"
-    return parse_rule(text)
 
 
 def gemm_rule(view: NodeView) -> OpRule:
-    """alpha·A'·B' + beta·C; with a split K the bias is added on one device of the group only."""
+    """alpha·A'·B' + beta·C; if K is sharded, one device of a group alone adds the bias C."""
     a = "K M" if view.attr("transA", 0) else "M K"
     b = "N K" if view.attr("transB", 0) else "K N"
     if not view.has(2):
         operands = f"{a}, {b}" + (", -" if view.arity > 2 else "")
         return parse_rule(f"{operands} -> M N; sum: K; linear: sum 0, sum 1")
-    c, whole = aligned(view.shape(2), view.out_shape(), ["M", "N"])
+    c, fixed = aligned(view.shape(2), view.out_shape(), ["M", "N"])
     text = f"{a}, {b}, {c} -> M N; sum: K; linear: sum 0+2, sum 1+2"
-    return parse_rule(text + (f"; replicated: {' '.join(sorted(whole))}" if whole else ""))
+    return parse_rule(f"{text}; replicated: {' '.join(sorted(fixed))}")
 
 
 def gemm_local(node: LocalNode) -> Sequence[ir.Value]:
-    """With K split, each device would add the bias: all but the first of the group add zero."""
+    """If K is sharded, only the first device of a group adds the bias; the others add zero."""
     atoms = node.atoms("K")
     if not atoms or not node.has(2):
         return node.copy()
@@ -69,7 +70,7 @@ def gemm_local(node: LocalNode) -> Sequence[ir.Value]:
 
 
 def on_first(node: LocalNode, operand: int, atoms: Atoms) -> ir.Value:
-    """Returns an operand that is to be added once: zero on all devices of a group but the first."""
+    """Returns an operand that is added once: it is zero on all devices of a group but the first."""
     value = node.input(operand)
     first = node.op(
         "Equal",
@@ -108,7 +109,7 @@ DEFS = (
         precision=HALF,
     ),
     OpDef(
-        "com.microsoft",
+        MICROSOFT,
         "FusedMatMul",
         1,
         matmul_rule,

@@ -1,8 +1,9 @@
 """Gradients of MatMul, Gemm and FusedMatMul: two contractions of the same factors.
 
-For Y = A·B: dA = dY·Bᵀ and dB = Aᵀ·dY (Petersen & Pedersen, The Matrix Cookbook, 2012). Transposes
-are attributes of the operators emitted, never copies: Gemm for two dims, and for a weight under a
-batch of rows, whose gradient contracts all of them at once; FusedMatMul (com.microsoft) elsewhere.
+For Y = A·B: dA = dY·Bᵀ and dB = Aᵀ·dY (Petersen & Pedersen, The Matrix Cookbook, 2012). No operand
+is transposed by a copy: the emitted operators have attributes for it. They are Gemm for two dims
+and for a weight that multiplies a batch of rows, which its gradient contracts all at once, and
+FusedMatMul (com.microsoft) otherwise.
 """
 
 from collections.abc import Sequence
@@ -11,9 +12,9 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxpar.core.symbols import Dim
+from onnxpar.ops.contrib_schemas import MICROSOFT
+from onnxpar.ops.elementwise.broadcast import broadcast_dims
 from onnxpar.ops.grad_node import GradNode
-
-MICROSOFT = "com.microsoft"
 
 
 def matmul_gradient(node: GradNode) -> Sequence[ir.Value | None]:
@@ -22,7 +23,7 @@ def matmul_gradient(node: GradNode) -> Sequence[ir.Value | None]:
 
 
 def fused_matmul_gradient(node: GradNode) -> Sequence[ir.Value | None]:
-    """Cotangents of A and B of alpha·A'·B', A' and B' transposed in their last two dims or not."""
+    """Cotangents of A and B of alpha·A'·B', where the last dims of A' and B' may be transposed."""
     view = node.view
     return _product(
         node, bool(view.attr("transA", 0)), bool(view.attr("transB", 0)), view.attr("alpha", 1.0)
@@ -32,7 +33,7 @@ def fused_matmul_gradient(node: GradNode) -> Sequence[ir.Value | None]:
 def _product(node: GradNode, ta: bool, tb: bool, alpha: float) -> Sequence[ir.Value | None]:
     a, b, dy = node.input(0), node.input(1), node.cotangent()
     rank_a, rank_b = len(node.shape(a)), len(node.shape(b))
-    # Vectors as numpy has them: one more dim while it is multiplied, and away again.
+    # As in numpy, a vector gets one more dim for the product, which is removed afterwards.
     if rank_b == 1:
         b, tb = node.builder.unsqueeze(b, [1]), False
         dy = node.builder.unsqueeze(dy, [len(node.shape(dy))])
@@ -63,7 +64,7 @@ def _product(node: GradNode, ta: bool, tb: bool, alpha: float) -> Sequence[ir.Va
 
 
 def _fit(node: GradNode, x: ir.Value, index: int, like: ir.Value) -> ir.Value:
-    """Sums over batch dims that the operand does not have, and takes away the dim of a vector."""
+    """Sums over batch dims that the operand does not have, and removes the dim of a vector."""
     original = node.input(index)
     if like is original:
         return node.unbroadcast(x, index)
@@ -80,7 +81,7 @@ def _rows(node: GradNode, x: ir.Value) -> ir.Value:
     for size in batch:
         count = count * size
     if isinstance(last, int):
-        # The other size follows: no arithmetic on shapes when the model runs.
+        # The other size follows without arithmetic on shapes at run time.
         target = node.builder.const(np.array([-1, last], np.int64))
         node.builder.contents[target.name or ""] = (-1, last)
         return node.builder.op("Reshape", x, target, shape=[count, last])
@@ -94,7 +95,7 @@ def _matmul(node: GradNode, a: ir.Value, b: ir.Value, ta: bool, tb: bool, alpha:
     n = right[-2] if tb else right[-1]
     if len(left) == len(right) == 2:
         return _gemm(node, a, b, ta, tb, alpha)
-    batch = _broadcast(left[:-2], right[:-2])
+    batch = broadcast_dims(left[:-2], right[:-2])
     if not ta and not tb and alpha == 1.0:
         return node.op("MatMul", a, b, shape=[*batch, m, n])
     return node.op(
@@ -107,13 +108,6 @@ def _matmul(node: GradNode, a: ir.Value, b: ir.Value, ta: bool, tb: bool, alpha:
         transB=int(tb),
         alpha=float(alpha),
     )
-
-
-def _broadcast(left: Sequence[Dim], right: Sequence[Dim]) -> list[Dim]:
-    rank = max(len(left), len(right))
-    a = [1] * (rank - len(left)) + list(left)
-    b = [1] * (rank - len(right)) + list(right)
-    return [y if x == 1 else x for x, y in zip(a, b, strict=True)]
 
 
 def _gemm(node: GradNode, a: ir.Value, b: ir.Value, ta: bool, tb: bool, alpha: float) -> ir.Value:

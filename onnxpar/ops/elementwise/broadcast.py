@@ -21,43 +21,47 @@ def axis_names(rank: int) -> list[str]:
     return list(LETTERS[:rank])
 
 
+def broadcast_dims(left: Sequence[Dim], right: Sequence[Dim]) -> list[Dim]:
+    """Returns the shape to which two shapes broadcast, as numpy does."""
+    rank = max(len(left), len(right))
+    one, other = ([1] * (rank - len(shape)) + list(shape) for shape in (left, right))
+    return [b if a == 1 else a for a, b in zip(one, other, strict=True)]
+
+
 def aligned(shape: Sequence[Dim], out: Sequence[Dim], names: Sequence[str]) -> tuple[str, set[str]]:
     """Returns the rule text of an operand broadcast to `out`, and the replicated factors.
 
-    A dim of unknown relation to the output's (it may be 1 when the model runs) makes its factor
-    whole, since only then is a copy on every device right in both cases.
+    It may be unknown before a run whether a dim is 1 or as large as that of the output. Its factor
+    must then be replicated, which is right in both cases.
     """
-    words, whole = [], set()
+    words, replicated = [], set()
     offset = len(out) - len(shape)
-    for position, size in enumerate(shape):
-        target = out[offset + position]
-        name = names[offset + position]
-        if size == target and size != 1:
-            words.append(name)
-        elif size == 1:
-            words.append("1")
-        else:
-            words.append("1")
-            whole.add(name)
-    return " ".join(words), whole
+    for size, target, name in zip(shape, out[offset:], names[offset:], strict=True):
+        sharded = size == target and size != 1
+        words.append(name if sharded else "1")
+        if not sharded and size != 1:
+            replicated.add(name)
+    return " ".join(words), replicated
 
 
 def broadcast_rule(view: NodeView, linear: str = "", operands: int | None = None) -> OpRule:
-    """Returns the rule of an elementwise node, `linear` being the text of its linear clause."""
+    """Returns the rule of an elementwise node.
+
+    Args:
+        view: The node.
+        linear: Text of the rule's linear clause; "" for none.
+        operands: Number of operands that broadcast; None for all.
+    """
     out = view.out_shape()
     names = axis_names(len(out))
-    texts, whole = [], set[str]()
+    texts, replicated = [], set[str]()
     for index in range(view.arity if operands is None else operands):
         if not view.has(index):
             texts.append("-")
             continue
         text, fixed = aligned(view.shape(index), out, names)
         texts.append(text)
-        whole |= fixed
+        replicated |= fixed
     result = " ".join("1" if size == 1 else n for n, size in zip(names, out, strict=True))
-    rule = f"{', '.join(texts)} -> {result}"
-    if whole:
-        rule += f"; replicated: {' '.join(sorted(whole))}"
-    if linear:
-        rule += f"; linear: {linear}"
-    return parse_rule(rule)
+    rule = f"{', '.join(texts)} -> {result}; replicated: {' '.join(sorted(replicated))}"
+    return parse_rule(rule + (f"; linear: {linear}" if linear else ""))

@@ -1,1 +1,1 @@
-"""Indices: Gather (vocabulary splits), GatherND, OneHot, Scatter, TopK, ArgMax."""
+"""Operators with indices: Gather (a vocabulary may be sharded), Scatter, OneHot, TopK, ArgMax."""

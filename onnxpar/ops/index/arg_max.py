@@ -1,8 +1,8 @@
-"""Operators that say where something is: ArgMax, Hardmax, TopK, and those that count as they find.
+"""Operators that find elements: ArgMax, Hardmax, TopK, Compress, NonZero, Unique.
 
-Over a split axis every device finds its own candidates, and only those travel: one value and one
-index a row for ArgMax, k of each for TopK. Of equal values the one of the least global index is
-found, as on one device.
+If the searched axis is sharded, every device finds its own candidates and sends only those: one
+value and one index per row for ArgMax, k of each for TopK. Among equal values, the one with the
+least global index is found, as on one device.
 """
 
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ from onnxpar.ops.operator import NOT_DIFFERENTIABLE, Missing, NotDifferentiable,
 from onnxpar.ops.slots import Folding
 from onnxpar.ops.view.reshape import further
 
-# Types in which onnxruntime does not compare, and those in which it does so in their place.
+# Types that onnxruntime cannot compare, and the types in which we compare them.
 _COMPARED_AS = {
     **dict.fromkeys(
         (ir.DataType.INT8, ir.DataType.UINT8, ir.DataType.INT16, ir.DataType.UINT16),
@@ -43,7 +43,7 @@ _COMPARED_AS = {
 
 
 def arg_rule(view: NodeView) -> OpRule:
-    """Every dim may be split; the searched one communicates a value and an index a row."""
+    """Every dim may be sharded; the searched one communicates a value and an index per row."""
     names = axis_names(len(view.shape(0)))
     axis = normal_axis(view, view.attr("axis", 0), len(names))
     keep = view.attr("keepdims", 1)
@@ -56,7 +56,7 @@ def arg_rule(view: NodeView) -> OpRule:
 
 
 def hardmax_rule(view: NodeView) -> OpRule:
-    """Hardmax: every dim may be split; the searched one communicates a value and an index a row."""
+    """Hardmax: every dim; the searched one communicates a value and an index per row."""
     names = axis_names(len(view.shape(0)))
     text = " ".join(names)
     axis = normal_axis(view, view.attr("axis", -1), len(names))
@@ -64,7 +64,7 @@ def hardmax_rule(view: NodeView) -> OpRule:
 
 
 def hardmax_local(node: LocalNode) -> Sequence[ir.Value]:
-    """One at the first index that has the greatest of all parts, zero elsewhere."""
+    """One at the first index of the greatest value over all shards, zero elsewhere."""
     view, shape = node.view, node.in_shape(0)
     axis = normal_axis(view, view.attr("axis", -1), len(shape))
     factor = axis_names(len(shape))[axis]
@@ -74,7 +74,7 @@ def hardmax_local(node: LocalNode) -> Sequence[ir.Value]:
 
 
 def _places(node: LocalNode, factor: str, fill: str) -> ir.Value:
-    """The global index of each local element along `factor`, padding at an end of the range."""
+    """The global index of each local element along `factor`; that of padding is `fill`."""
     index = global_index(node, factor)
     length = node.local_size(factor)
     components = node.components(factor)
@@ -105,9 +105,9 @@ def _arg(node: LocalNode, *, largest: bool) -> Sequence[ir.Value]:
 def _first(
     node: LocalNode, axis: int, factor: str, *, largest: bool, last: bool
 ) -> tuple[ir.Value, ir.Value]:
-    """The first (last) global index along an axis that has the extremum, and each element's own.
+    """The first (last) global index of the extremum along an axis, and the index of each element.
 
-    The former has a dim of size 1 there, the latter is [local size, 1, …].
+    The former has size 1 along the axis, the latter is [local size, 1, …].
     """
     shape = node.in_shape(0)
     x = node.masked(node.input(0), 0, factor, "lowest" if largest else "highest")
@@ -116,7 +116,7 @@ def _first(
     top = node.builder.reduce("ReduceMax" if largest else "ReduceMin", x, [axis], keepdims=True)
     top = node.all_reduce(top, atoms, "max" if largest else "min")
     hit = node.op("Equal", x, top, dtype=BOOL, shape=shape)
-    # Where nothing is equal, as to NaN, the end that is never better than a hit.
+    # Where nothing is equal, as with NaN: the end of the range that never beats a hit.
     size = node.builder.size(node.size(factor))
     one = node.builder.const([1])
     other = node.builder.const([0]) if last else node.op("Sub", size, one, shape=[1])
@@ -128,17 +128,17 @@ def _first(
 
 
 def arg_max_local(node: LocalNode) -> Sequence[ir.Value]:
-    """The greatest of all parts, then the first (last) index that has it, each all-reduced."""
+    """The greatest value over all shards, then its first (last) index, each by an all-reduce."""
     return _arg(node, largest=True)
 
 
 def arg_min_local(node: LocalNode) -> Sequence[ir.Value]:
-    """The least of all parts, then the first (last) index that has it, each all-reduced."""
+    """The least value over all shards, then its first (last) index, each by an all-reduce."""
     return _arg(node, largest=False)
 
 
 def top_k_rule(view: NodeView) -> OpRule:
-    """TopK: every dim may be split; the searched one gathers k values and indices of each part."""
+    """TopK: every dim; the searched one gathers k values and indices of each shard."""
     names = axis_names(len(view.shape(0)))
     axis = normal_axis(view, view.attr("axis", -1), len(names))
     result = list(names)
@@ -149,7 +149,7 @@ def top_k_rule(view: NodeView) -> OpRule:
 
 
 def top_k_local(node: LocalNode) -> Sequence[ir.Value]:
-    """The k best of each part, gathered, and the k best of those."""
+    """The k best of each shard, gathered, and the k best of those."""
     view, shape = node.view, list(node.in_shape(0))
     axis = normal_axis(view, view.attr("axis", -1), len(shape))
     factor = axis_names(len(shape))[axis]
@@ -158,7 +158,7 @@ def top_k_local(node: LocalNode) -> Sequence[ir.Value]:
     values = node.masked(node.input(0), 0, factor, "lowest" if largest else "highest")
     index = _places(node, factor, "highest")
     if len(components) == 1 or node.is_even(factor):
-        # Padding lies behind what is equal to it, so that it is never preferred.
+        # Padding comes after elements that are equal to it, so it is never preferred.
         count = _least(node.out_shape()[axis], shape[axis])
         values, place = _best(node, values, shape, axis, count, largest=largest)
         shape[axis] = count
@@ -171,7 +171,7 @@ def top_k_local(node: LocalNode) -> Sequence[ir.Value]:
     index = node.all_gather(index, atoms, axis)
     shape[axis] = shape[axis] * node.mesh.count(atoms)
     if len(components) > 1:
-        # Parts interleave: of equal values the first must be that of the least index.
+        # Shards interleave: among equal values, that with the least index must come first.
         index, order = _best(node, index, shape, axis, shape[axis], largest=0)
         values = node.op("GatherElements", values, order, shape=shape, axis=axis)
     out = node.out_shape()
@@ -188,7 +188,7 @@ def _least(one: Dim, other: Dim) -> Dim:
 def _best(
     node: LocalNode, x: ir.Value, shape: Sequence[Dim], axis: int, count: Dim, *, largest: int
 ) -> tuple[ir.Value, ...]:
-    """The `count` greatest (least) along an axis and their places, in order."""
+    """The `count` greatest (least) elements along an axis and their places, in order."""
     found = [*shape[:axis], count, *shape[axis + 1 :]]
     return node.builder.ops(
         "TopK",
@@ -199,37 +199,45 @@ def _best(
 
 
 def compress_rule(view: NodeView) -> OpRule:
-    """Compress: the chosen axis is replicated, since how many are chosen depends on data."""
+    """Compress: every dim but its axis, since how many elements it chooses depends on data."""
     names = axis_names(len(view.shape(0)))
     axis = view.attr("axis")
-    if axis is None:
-        text = f"{' '.join(names)}, C -> K; replicated: {' '.join([*names, 'C', 'K'])}"
-        return parse_rule(f"{text}; linear: any 0")
-    chosen = normal_axis(view, axis, len(names))
-    result = list(names)
-    result[chosen] = "K"
-    text = f"{' '.join(names)}, C -> {' '.join(result)}; replicated: {names[chosen]} C K"
+    result, fixed = ["K"], names
+    if axis is not None:
+        chosen = normal_axis(view, axis, len(names))
+        result, fixed = [*names[:chosen], "K", *names[chosen + 1 :]], [names[chosen]]
+    text = f"{' '.join(names)}, C -> {' '.join(result)}; replicated: {' '.join(fixed)} C K"
     return parse_rule(f"{text}; linear: any 0")
 
 
-def _depends_on_data(view: NodeView, what: str) -> OpRule:
-    raise view.fail(f"{what} depends on the data of all devices")
-
-
 def non_zero_rule(view: NodeView) -> OpRule:
-    """NonZero: replicated; how many elements are found depends on all data."""
-    return _depends_on_data(view, "how many elements are found, and their order,")
+    """NonZero: replicated, since the number of elements found depends on the data of all devices.
+
+    Raises:
+        ModelError: Always.
+    """
+    raise view.fail(
+        "how many elements are found, and their order, depends on the data of all devices"
+    )
 
 
 def unique_rule(view: NodeView) -> OpRule:
-    """Unique: replicated; how many values are found, and their order, depends on all data."""
-    return _depends_on_data(view, "how many values are found, and their order,")
+    """Unique: replicated, since the number of values found depends on the data of all devices.
+
+    Raises:
+        ModelError: Always.
+    """
+    raise view.fail(
+        "how many values are found, and their order, depends on the data of all devices"
+    )
 
 
 def _count_as_operand(old: OldNode) -> None:
     old.put(1, old.constant([old.attr("k")], np.int64))
     del old.node.attributes["k"]
 
+
+_SHAPE_BY_DATA = Missing("the shape of its result depends on data, but a gradient needs it")
 
 DEFS = (
     OpDef("", "ArgMax", 1, arg_rule, copy_or(arg_max_local), gradient=NOT_DIFFERENTIABLE),
@@ -258,16 +266,10 @@ DEFS = (
         "Compress",
         9,
         compress_rule,
-        gradient=Missing("the shape of its resultdepends on data, but a gradient needs it"),
+        gradient=_SHAPE_BY_DATA,
         keeps_zero=True,
         folding=Folding.MOVE,
     ),
     OpDef("", "NonZero", 9, non_zero_rule, gradient=NOT_DIFFERENTIABLE, folding=Folding.INTEGERS),
-    OpDef(
-        "",
-        "Unique",
-        11,
-        unique_rule,
-        gradient=Missing("the shape of its resultdepends on data, but a gradient needs it"),
-    ),
+    OpDef("", "Unique", 11, unique_rule, gradient=_SHAPE_BY_DATA),
 )

@@ -1,13 +1,11 @@
-"""Gather: by dims of the indices, dims of the rows, and by the indexed dim (vocabulary) itself.
+"""Gather, sharded by dims of the indices, by dims of the rows, and by the indexed dim (vocabulary).
 
-A device that holds a part of the vocabulary looks up the indices that are in its part and gives
-zeros for the others; the sum over the devices is partial (Megatron-LM's parallel embedding,
-Shoeybi et al., 2019).
+A device that holds a shard of the vocabulary looks up the indices in its shard and gives zeros for
+the others. The result is a partial sum (Megatron-LM's parallel embedding, Shoeybi et al., 2019).
 """
 
 from collections.abc import Sequence
 
-import numpy as np
 import onnx_ir as ir
 
 from onnxpar.core.rule import OpRule, parse_rule
@@ -17,16 +15,23 @@ from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.elementwise.broadcast import axis_names
 from onnxpar.ops.function import Function
 from onnxpar.ops.index.gather_gradient import INDEXED_SUM, gather_gradient
-from onnxpar.ops.local_helpers import locate, normal_axis, zero_unless
+from onnxpar.ops.local_helpers import locate, normal_axis, with_padding, zero_unless
 from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.node_cost import moves, selects
 from onnxpar.ops.operator import Missing, OpDef, for_ranks
 from onnxpar.ops.sizes.computed_sizes import gathered
 from onnxpar.ops.slots import FOLLOWS, Folding, Roles
 
-_INDEXED = "V"
+INDEXED = "V"
+"""Name of the indexed dim in rules."""
 _LIKE = 2
 _NO_SUMS = (ir.DataType.BOOL, ir.DataType.STRING)
+
+
+def lookup_kind(view: NodeView) -> str:
+    """Returns the kind of a factor by which operand 0 is indexed: booleans have no sums."""
+    value = view.node.inputs[0]
+    return "replicated" if value is None or value.dtype in _NO_SUMS else "sum"
 
 
 def gather_rule(view: NodeView) -> OpRule:
@@ -35,18 +40,14 @@ def gather_rule(view: NodeView) -> OpRule:
     axis = normal_axis(view, view.attr("axis", 0), len(data))
     names = axis_names(len(data) - 1 + len(indices))
     rows, places = names[: len(data) - 1], names[len(data) - 1 :]
-    operand = [*rows[:axis], _INDEXED, *rows[axis:]]
+    operand = [*rows[:axis], INDEXED, *rows[axis:]]
     result = [*rows[:axis], *places, *rows[axis:]]
-    value = view.node.inputs[0]
-    kind = "replicated" if value is None or value.dtype in _NO_SUMS else "sum"
-    return parse_rule(
-        f"{' '.join(operand)}, {' '.join(places)} -> {' '.join(result)}; {kind}: {_INDEXED}; "
-        "linear: any 0"
-    )
+    text = f"{' '.join(operand)}, {' '.join(places)} -> {' '.join(result)}"
+    return parse_rule(f"{text}; {lookup_kind(view)}: {INDEXED}; linear: any 0")
 
 
 def gather_local(node: LocalNode) -> Sequence[ir.Value]:
-    """Looks up what is in this rank's part of the indexed dim; padding of indices looks up 0."""
+    """Looks up indices in this rank's shard of the indexed dim; indices that are padding are 0."""
     place, inside = indexed_place(node, 1)
     rows = node.copy([node.input(0), place])[0]
     if inside is None:
@@ -58,78 +59,78 @@ def gather_local(node: LocalNode) -> Sequence[ir.Value]:
 
 
 def indexed_place(node: LocalNode, operand: int) -> tuple[ir.Value, ir.Value | None]:
-    """Returns where in this rank's part of the indexed dim `V` the indices of an operand point.
+    """Converts the global indices of an operand to indices into this rank's shard.
 
     Args:
         node: The node, whose rule calls the indexed dim `V`.
-        operand: Index of the operand that is indices, into the dim as it is when undivided.
+        operand: Index of the operand that holds global indices along this dim.
 
     Returns:
-        The local indices, of the operand's local shape, and whether each is in this part (its local
-        shape, or [1] for a scalar); None where every device has the whole dim.
+        The local indices, of the operand's local shape, and whether each is in this shard (its
+        local shape, or [1] for a scalar); None instead of the latter if the dim is replicated.
     """
-    indices = node.input(operand)
-    shape = node.in_shape(operand)
-    for dim in node.plan.rule.inputs[operand].dims:
-        for factor in dim:
-            indices = node.masked(indices, operand, factor, 0, known_zero=node.zero[operand])
-    if not node.atoms(_INDEXED):
+    indices, shape = with_padding(node, operand), node.in_shape(operand)
+    if not node.atoms(INDEXED):
         return indices, None
-    indices = node.builder.cast(indices, INT64)
-    indices = _wrapped(node, indices, _with_one(shape))
-    place, inside = locate(node, _INDEXED, indices, _with_one(shape))
+    place, inside = in_shard(node, INDEXED, indices, _with_one(shape))
     return (place if shape else node.builder.reshape(place, shape)), inside
 
 
-def _wrapped(node: LocalNode, indices: ir.Value, shape: Sequence[Dim]) -> ir.Value:
-    """Indices counted from the front, of local shape `shape`."""
+def from_front(node: LocalNode, factor: str, indices: ir.Value, shape: Sequence[Dim]) -> ir.Value:
+    """Returns global indices along `factor`, of local `shape`, counted from the front as int64.
+
+    Negative ones of the given indices count from the end.
+    """
+    indices = node.builder.cast(indices, INT64)
     zero = node.builder.const([0])
     negative = node.op("Less", indices, zero, dtype=ir.DataType.BOOL, shape=shape)
-    wrapped = node.op("Add", indices, node.builder.size(node.size(_INDEXED)), shape=shape)
+    wrapped = node.op("Add", indices, node.builder.size(node.size(factor)), shape=shape)
     return node.op("Where", negative, wrapped, indices, dtype=INT64, shape=shape)
 
 
+def in_shard(
+    node: LocalNode, factor: str, indices: ir.Value, shape: Sequence[Dim]
+) -> tuple[ir.Value, ir.Value]:
+    """As `locate`, for indices of any integer type that may be negative (see `from_front`)."""
+    return locate(node, factor, from_front(node, factor, indices, shape), shape)
+
+
 def _with_one(shape: Sequence[Dim]) -> Sequence[Dim]:
-    # Sizes are tensors of shape [1], so a scalar index becomes one too.
+    # Sizes are tensors of shape [1], so a scalar index gets this shape too.
     return shape or (1,)
 
 
 def gather_grad_rule(view: NodeView) -> OpRule:
-    """IndexedSum: `i j b, i j, * -> V b; sum: i j`; every device fills its own part of V."""
+    """IndexedSum: `i j b, i j, * -> V b; sum: i j`; every device fills its own shard of V."""
     names = axis_names(len(view.shape(0)))
     places = names[: len(view.shape(1))]
     rows = " ".join(names[len(places) :])
     like = "*" if view.has(_LIKE) else "-"
-    text = f"{' '.join(names)}, {' '.join(places)}, {like} -> {_INDEXED} {rows}; linear: sum 0"
-    return parse_rule(text + (f"; sum: {' '.join(places)}" if places else ""))
+    text = f"{' '.join(names)}, {' '.join(places)}, {like} -> {INDEXED} {rows}; linear: sum 0"
+    return parse_rule(f"{text}; sum: {' '.join(places)}")
 
 
 def gather_grad_local(node: LocalNode) -> Sequence[ir.Value]:
-    """Adds rows up at the indices that are in this rank's part of the indexed dim."""
+    """Adds up the rows of indices in this rank's shard of the indexed dim."""
     shape, rows = node.in_shape(1), node.in_shape(0)
     wide = _with_one(shape)
-    place = _wrapped(node, node.builder.cast(node.input(1), INT64), wide)
+    place = from_front(node, INDEXED, node.input(1), wide)
     updates = node.builder.reshape(node.input(0), [*wide, *rows[len(shape) :]])
-    if node.atoms(_INDEXED):
-        place, inside = locate(node, _INDEXED, place, wide)
+    if node.atoms(INDEXED):
+        place, inside = locate(node, INDEXED, place, wide)
         inside = node.builder.reshape(inside, [*wide, *[1] * (len(rows) - len(shape))])
         updates = zero_unless(node, inside, updates)
     out = node.out_shape()
-    # Zeros would be folded into a constant as large as the result.
     like = node.inputs[_LIKE]
     if like is None or like.shape != ir_shape(out):
-        like = _zeros(node, updates.dtype, out)
+        # Only if needed: onnxruntime folds these zeros into a constant as large as the result.
+        like = node.builder.zeros(out, updates.dtype)
     made = [(updates.dtype, out)]
     return node.builder.ops(GATHER_GRAD.name, [updates, place, like], made, domain=DOMAIN)
 
 
-def _zeros(node: LocalNode, dtype: ir.DataType | None, shape: Sequence[Dim]) -> ir.Value:
-    zero = node.builder.const(np.array(0), dtype)
-    return node.op("Expand", zero, node.builder.sizes(shape), shape=shape)
-
-
 def gather_indices(view: NodeView) -> list[tuple[int, Dim, Dim, int | None]]:
-    """Indices count from the front, or, negative, from behind."""
+    """Indices count from the front; negative ones count from the end."""
     data = view.shape(0)
     size = data[normal_axis(view, view.attr("axis", 0), len(data))]
     return [(1, -size, size - 1, None)]
@@ -139,7 +140,7 @@ GATHER_GRAD = Function(
     "GatherGrad",
     ("dy", "indices", "data"),
     ("dx",),
-    # Along dim 0, by indices counted from the front; of `data` only the shape is read.
+    # Along dim 0; indices are not negative. Only the shape of `data` is read.
     """
     number = Constant<value = float {0.0}>()
     zero = CastLike(number, dy)

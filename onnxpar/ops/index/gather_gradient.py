@@ -1,4 +1,4 @@
-"""Gradients of lookups: what was read at an index is added up there."""
+"""Gradients of lookups: cotangents are added up at the indices from which elements were read."""
 
 from collections.abc import Sequence
 
@@ -9,15 +9,15 @@ from onnxpar.graph.builder import DOMAIN
 from onnxpar.ops.grad_node import GradNode
 
 INDEXED_SUM = "IndexedSum"
-"""Operator of the global graph: rows [i…, b…], indices [i…], what was read? [V, b…] -> [V, b…].
+"""Operator of the undivided program: rows [i…, b…], indices [i…], data? [V, b…] -> [V, b…].
 
-Rows of equal index are added up: the gradient of Gather along dim 0. The last operand has the
-result's shape, and its elements are not read.
+It adds up rows of equal index: the gradient of Gather along dim 0. The optional operand has the
+result's shape; its elements are not read.
 """
 
 
 def gather_gradient(node: GradNode) -> Sequence[ir.Value | None]:
-    """Adds the cotangent's rows up where they were read."""
+    """Adds up the cotangent's rows where they were read."""
     data = node.input(0)
     axis = node.attr("axis", 0)
     axis = axis + len(node.shape(data)) if axis < 0 else axis
@@ -32,12 +32,12 @@ def indexed_gradient(
     rows = list(shape)
     vocabulary = rows.pop(axis)
     if axis:
-        # The indexed dims to the front, and the result's back to where it was.
+        # Move the indexed dims to the front; that of the result moves back below.
         order = [*range(axis, axis + places), *range(axis), *range(axis + places, rank)]
         before = node.shape(dy)
         dy = node.op("Transpose", dy, shape=[before[i] for i in order], perm=order)
     source = node.input(0)
-    # An activation would be held in memory for its shape; a parameter is there anyway.
+    # An activation would stay in memory only for its shape; a parameter is there anyway.
     held = source.producer() is None and not axis and node.shape(source) == tuple(shape)
     like = source if held else None
     found = node.op(INDEXED_SUM, dy, index, like, shape=[vocabulary, *rows], domain=DOMAIN)

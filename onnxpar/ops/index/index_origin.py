@@ -1,7 +1,7 @@
-"""Where indices come from: columns that count along a dim of their own.
+"""Finds columns of indices that count 0, 1, … along a dim of the indices.
 
-`x[arange(batch), places]` is exported as a GatherND (or, written to, a ScatterND) whose indices say
-for every row which row it is. Both tensors may then be split by rows, as if these were a batch.
+`x[arange(batch), places]` is exported as a GatherND (as a ScatterND if it is written). Its indices
+name each row by its number. The rows of both tensors may then be sharded as if they were a batch.
 """
 
 import numpy as np
@@ -19,7 +19,7 @@ def counted_columns(view: NodeView, operand: int) -> dict[int, int]:
     """Finds the columns of indices [a…, k] that count 0, 1, … along one of the dims a….
 
     Returns:
-        For each such column its dim; no dim twice.
+        The dim of each such column; no dim occurs twice.
     """
     value = view.node.inputs[operand]
     shape = view.shape(operand)
@@ -37,16 +37,16 @@ def counted_columns(view: NodeView, operand: int) -> dict[int, int]:
 def _columns(
     value: ir.Value, env: ShapeEnv, shape: tuple[Dim, ...]
 ) -> list[tuple[ir.Value, int | None]]:
-    """For each column the value that it is of, and which column of that where it has several."""
+    """For each column the value that holds it, and its index there if the value has several."""
     count = shape[-1]
     node = value.producer()
     if node is not None and node.op_type == "Concat" and _axis(node) in (-1, len(shape) - 1):
         found: list[tuple[ir.Value, int | None]] = []
         for part in node.inputs:
-            whole = env.shapes.get(part.name or "") if part is not None else None
-            if part is None or whole is None or not isinstance(whole[-1], int):
+            dims = env.shapes.get(part.name or "") if part is not None else None
+            if part is None or dims is None or not isinstance(dims[-1], int):
                 return []
-            found += [(part, None if whole[-1] == 1 else i) for i in range(int(whole[-1]))]
+            found += [(part, None if dims[-1] == 1 else i) for i in range(int(dims[-1]))]
         return found
     if not isinstance(count, int):
         return []
@@ -59,7 +59,7 @@ def _axis(node: ir.Node) -> int | None:
 
 
 def _counted(value: ir.Value, env: ShapeEnv, column: int | None) -> int | None:
-    """The dim of `value`, or of one of its last dim's columns, along which it counts from 0."""
+    """The dim of `value`, or of one column of its last dim, along which it counts from 0."""
     if value.const_value is not None:
         return _counted_in(value, column)
     node, shape = value.producer(), env.shapes.get(value.name or "")
@@ -84,7 +84,7 @@ def _counted(value: ir.Value, env: ShapeEnv, column: int | None) -> int | None:
 
 
 def _moved(env: ShapeEnv, before: tuple[Dim, ...], after: tuple[Dim, ...], dim: int) -> int | None:
-    """The place of a dim after dims of size 1 came or went; None where more happened."""
+    """The place of a dim after dims of size 1 were added or removed; None if more changed."""
     ours = [d for d, size in enumerate(before) if size != 1]
     theirs = [d for d, size in enumerate(after) if size != 1]
     if len(ours) != len(theirs) or dim not in ours:

@@ -1,13 +1,12 @@
-"""GatherElements, GatherND, OneHot, the Scatters and others that use given places.
+"""GatherElements, GatherND, OneHot, ScatterElements and ScatterND, which read or write at indices.
 
-A device that holds a part of an indexed dim looks after the places that lie in its part: a lookup
-gives zeros for the others and leaves a sum partial, a write leaves the others out. What is written
-may be split too where writes add up (or take the greatest or least).
+A device that holds a shard of an indexed dim handles the indices in its shard. A lookup gives zeros
+for the others, and the result is a partial sum; a write skips the others. The updates may be
+sharded too if writes add up (or take the greatest or least).
 """
 
 from collections.abc import Sequence
 
-import numpy as np
 import onnx_ir as ir
 
 from onnxpar.core.rule import SPECIAL, Operand, OpRule, parse_rule
@@ -17,6 +16,7 @@ from onnxpar.graph.node_view import NodeView
 from onnxpar.graph.padding_masks import fill_value, select
 from onnxpar.ops.elementwise.broadcast import axis_names
 from onnxpar.ops.grad_node import GradNode
+from onnxpar.ops.index.gather import INDEXED, from_front, in_shard, lookup_kind
 from onnxpar.ops.index.index_origin import counted_columns
 from onnxpar.ops.index.scatter_gradient import (
     GATHER_ND_GRAD,
@@ -30,8 +30,8 @@ from onnxpar.ops.local_helpers import (
     copy_or,
     global_index,
     iota,
-    locate,
     normal_axis,
+    with_padding,
     zero_unless,
 )
 from onnxpar.ops.local_node import LocalNode
@@ -40,12 +40,10 @@ from onnxpar.ops.old_node import renamed
 from onnxpar.ops.operator import BY_BODY, Missing, OpDef, expanded
 from onnxpar.ops.slots import IN_PLACE, Folding
 
-_INDEXED = "V"
-_NO_SUMS = (BOOL, ir.DataType.STRING)
-# What a write leaves as it is, by how writes are combined.
+# The update that changes nothing, by how writes are combined.
 _IDENTITY: dict[str, float | str] = {"add": 0, "mul": 1, "max": "lowest", "min": "highest"}
-# Pending reduction that a split of the writes leaves.
-_PENDING = {"add": "sum", "max": "max", "min": "min"}
+# The kind of a dim of the updates, by how writes are combined.
+_KINDS = {"add": "sum", "max": "max", "min": "min", "mul": "replicated", "none": "replicated"}
 _LINEAR = {
     "none": "any 0+2, max 0, max 2, min 0, min 2",
     "add": "sum 0+2, max 0, min 0",
@@ -55,12 +53,6 @@ _LINEAR = {
 }
 
 
-def _summable(view: NodeView) -> str:
-    """The kind of a factor that is looked up: booleans and strings have no sums."""
-    value = view.node.inputs[0]
-    return "replicated" if value is None or value.dtype in _NO_SUMS else "sum"
-
-
 def _reduction(view: NodeView) -> str:
     found = str(view.attr("reduction", "none"))
     if found not in _LINEAR:
@@ -68,93 +60,63 @@ def _reduction(view: NodeView) -> str:
     return found
 
 
-def _in_range(node: LocalNode, operand: int) -> ir.Value:
-    """Operand `operand`, indices, its padding set to 0 so that it names a place that is there."""
-    indices = node.input(operand)
-    for dim in node.plan.rule.inputs[operand].dims:
-        for factor in dim:
-            # Padding of a greatest or least has been set to an end of the type's range.
-            zero = node.zero[operand] and node.plan.rule.kinds[factor] not in ("max", "min")
-            indices = node.masked(indices, operand, factor, 0, known_zero=zero)
-    return indices
-
-
-def _found(
-    node: LocalNode, factor: str, indices: ir.Value, shape: Sequence[Dim]
-) -> tuple[ir.Value, ir.Value]:
-    """Where in this rank's shard indices lie that may count from the end, and whether they do."""
-    indices = node.builder.cast(indices, INT64)
-    negative = node.op("Less", indices, node.builder.const([0]), dtype=BOOL, shape=shape)
-    wrapped = node.op("Add", indices, node.builder.size(node.size(factor)), shape=shape)
-    indices = node.op("Where", negative, wrapped, indices, dtype=INT64, shape=shape)
-    return locate(node, factor, indices, shape)
-
-
 # -- elements --------------------------------------------------------------------------------------
 
 
 def _element_dims(view: NodeView) -> tuple[list[str], list[str], int, list[str]]:
-    """Returns the dims of the data and of the indices, the axis, and what must be whole."""
+    """Returns the factors of the data and of the indices, the axis, and the replicated factors."""
     data, indices = view.shape(0), view.shape(1)
     names = axis_names(len(data))
     axis = normal_axis(view, view.attr("axis", 0), len(data))
-    operand, whole = list(names), list[str]()
-    operand[axis] = _INDEXED
+    operand, replicated = list(names), list[str]()
+    operand[axis] = INDEXED
     for position, name in enumerate(names):
         if position != axis and not view.table.equal(data[position], indices[position]):
-            # Fewer rows are indexed than there are.
+            # The indices name only some of the rows.
             operand[position] = f"{name}_all"
-            whole += [name, operand[position]]
-    return operand, names, axis, whole
+            replicated += [name, operand[position]]
+    return operand, names, axis, replicated
 
 
 def gather_elements_rule(view: NodeView) -> OpRule:
     """GatherElements: `a V b, a i b -> a i b; sum: V` for rank 3 and axis 1."""
-    operand, names, _, whole = _element_dims(view)
+    operand, names, _, replicated = _element_dims(view)
     places = " ".join(names)
-    kind = _summable(view)
-    if kind == "replicated":
-        whole = [*whole, _INDEXED]
     text = f"{' '.join(operand)}, {places} -> {places}; linear: any 0"
-    text += f"; sum: {_INDEXED}" if kind == "sum" else ""
-    return parse_rule(text + (f"; replicated: {' '.join(whole)}" if whole else ""))
+    return parse_rule(f"{text}; {lookup_kind(view)}: {INDEXED}; replicated: {' '.join(replicated)}")
 
 
 def gather_elements_local(node: LocalNode) -> Sequence[ir.Value]:
-    """Looks up what is in this rank's part of the indexed dim; padding of indices looks up 0."""
-    indices, shape = _in_range(node, 1), node.in_shape(1)
-    if not node.atoms(_INDEXED):
+    """Looks up indices in this rank's shard of the indexed dim; indices that are padding are 0."""
+    indices, shape = with_padding(node, 1), node.in_shape(1)
+    if not node.atoms(INDEXED):
         return node.copy([node.input(0), indices])
-    place, inside = _found(node, _INDEXED, indices, shape)
+    place, inside = in_shard(node, INDEXED, indices, shape)
     (rows,) = node.copy([node.input(0), place])
     return (zero_unless(node, inside, rows),)
 
 
 def scatter_elements_rule(view: NodeView) -> OpRule:
-    """ScatterElements: `a V b, a i b, a i b -> a V b; special: V; sum: i` where writes add up."""
-    operand, names, axis, whole = _element_dims(view)
+    """ScatterElements: `a V b, a i b, a i b -> a V b; special: V; sum: i` if writes add up."""
+    operand, names, axis, replicated = _element_dims(view)
     reduction = _reduction(view)
     places, rows = " ".join(names), " ".join(operand)
-    text = f"{rows}, {places}, {places} -> {rows}; special: {_INDEXED}"
-    if reduction in _PENDING:
-        text += f"; {_PENDING[reduction]}: {names[axis]}"
-    else:
-        whole = [*whole, names[axis]]
-    text += f"; replicated: {' '.join(whole)}" if whole else ""
+    text = f"{rows}, {places}, {places} -> {rows}; special: {INDEXED}"
+    text += f"; {_KINDS[reduction]}: {names[axis]}; replicated: {' '.join(replicated)}"
     return parse_rule(f"{text}; linear: {_LINEAR[reduction]}")
 
 
 def scatter_elements_local(node: LocalNode) -> Sequence[ir.Value]:
-    """Writes what lies in this rank's part; split writes that add up see the data on one device."""
-    indices, shape, updates = _in_range(node, 1), node.in_shape(1), node.input(2)
+    """Writes at indices in this rank's shard; one device alone adds sharded updates to the data."""
+    indices, shape, updates = with_padding(node, 1), node.in_shape(1), node.input(2)
     axis = normal_axis(node.view, node.attr("axis", 0), len(shape))
     data = _once(node, node.plan.rule.inputs[1].dims[axis])
-    if not node.atoms(_INDEXED):
+    if not node.atoms(INDEXED):
         return node.copy([data, indices, updates])
-    place, inside = _found(node, _INDEXED, indices, shape)
+    place, inside = in_shard(node, INDEXED, indices, shape)
     reduction = _reduction(node.view)
     if reduction != "none":
-        return node.copy([data, place, _kept(node, updates, inside, shape, reduction)])
+        return node.copy([data, place, _kept(node, updates, inside, reduction)])
     length = node.in_shape(0)[axis]
     spare = node.builder.size(length)
     place = node.op("Where", inside, place, spare, dtype=INT64, shape=shape)
@@ -164,7 +126,7 @@ def scatter_elements_local(node: LocalNode) -> Sequence[ir.Value]:
 
 
 def _once(node: LocalNode, places: Sequence[str]) -> ir.Value:
-    """The data, or zeros on all devices but the first of those that add up parts of the writes."""
+    """The data; zeros on all devices but the first of those that add up shards of the updates."""
     data, kinds = node.input(0), node.plan.rule.kinds
     atoms = tuple(a for factor in places if kinds[factor] == "sum" for a in node.atoms(factor))
     if not atoms:
@@ -176,21 +138,17 @@ def _once(node: LocalNode, places: Sequence[str]) -> ir.Value:
     return zero_unless(node, first, data)
 
 
-def _kept(
-    node: LocalNode, updates: ir.Value, inside: ir.Value, shape: Sequence[Dim], reduction: str
-) -> ir.Value:
-    """The writes, those of other devices' places changed to what leaves everything as it is."""
+def _kept(node: LocalNode, updates: ir.Value, inside: ir.Value, reduction: str) -> ir.Value:
+    """The updates; where `inside` is false, an update that changes nothing."""
     assert updates.dtype is not None
     fill = fill_value(updates.dtype, _IDENTITY[reduction])
     return select(node.builder, inside, updates, fill)
 
 
 def _with_spare(node: LocalNode, data: ir.Value, axis: int) -> tuple[ir.Value, list[Dim]]:
-    """The data with one more row along `axis`, for writes to places that are elsewhere."""
+    """The data with one more row along `axis`, for writes to other devices' shards."""
     shape = list(node.in_shape(0))
-    row = [*shape[:axis], 1, *shape[axis + 1 :]]
-    zero = node.builder.const(np.array(0), data.dtype)
-    spare = node.op("Expand", zero, node.builder.sizes(row), shape=row)
+    spare = node.builder.zeros([*shape[:axis], 1, *shape[axis + 1 :]], data.dtype)
     longer = [*shape[:axis], shape[axis] + 1, *shape[axis + 1 :]]
     return node.op("Concat", data, spare, shape=longer, axis=axis), longer
 
@@ -204,7 +162,7 @@ def _without_spare(node: LocalNode, data: ir.Value, axis: int) -> ir.Value:
 
 
 def _depth(view: NodeView) -> int:
-    """How many dims an index names."""
+    """The number of dims that an index names; ModelError if it is unknown."""
     depth = view.shape(1)[-1]
     if not isinstance(depth, int):
         raise view.fail("the number of indexed dims must be known")
@@ -212,25 +170,25 @@ def _depth(view: NodeView) -> int:
 
 
 def _indexed(view: NodeView, sizes: Sequence[Dim], places: Sequence[str], batch: int) -> list[str]:
-    """Factors of the indexed dims, of these sizes: one of `places` where a column counts along it.
+    """Returns the factors of the indexed dims: one of `places` where a column counts along it.
 
     Args:
-        view: The node, whose operand 1 are the indices.
+        view: The node; its operand 1 holds the indices.
         sizes: Sizes of the indexed dims.
-        places: Factors of the dims of the indices, but for the last.
-        batch: How many of them are batch dims, which the indexed tensor has anyway.
+        places: Factors of all dims of the indices except the last.
+        batch: Number of them that are batch dims, which the indexed tensor has too.
     """
     counted = counted_columns(view, 1)
     names = []
     for column, size in enumerate(sizes):
         dim = counted.get(column, -1)
         same = dim >= batch and view.table.equal(view.shape(1)[dim], size)
-        names.append(places[dim] if same else f"{_INDEXED}{column}")
+        names.append(places[dim] if same else f"{INDEXED}{column}")
     return names
 
 
 def gather_nd_rule(view: NodeView) -> OpRule:
-    """GatherND: `a V0 V1 b, a i 1 -> a i b; sum: V0 V1`; where indices count along i, V0 is i."""
+    """GatherND: `a V0 V1 b, a i 1 -> a i b; sum: V0 V1`; V0 is i if indices count along i."""
     depth, batch = _depth(view), int(view.attr("batch_dims", 0))
     lead, shape = len(view.shape(1)) - 1, view.shape(0)
     names = axis_names(lead + len(shape) - batch - depth)
@@ -239,25 +197,24 @@ def gather_nd_rule(view: NodeView) -> OpRule:
     data = [*places[:batch], *indexed, *rows]
     text = f"{' '.join(data)}, {' '.join([*places, '1'])} -> {' '.join([*places, *rows])}"
     searched = [name for name in indexed if name not in places]
-    text += f"; {_summable(view)}: {' '.join(searched)}" if searched else ""
-    return parse_rule(f"{text}; linear: any 0")
+    return parse_rule(f"{text}; {lookup_kind(view)}: {' '.join(searched)}; linear: any 0")
 
 
 def _columns(
     node: LocalNode, indices: ir.Value, lead: Sequence[Dim], data: Operand, batch: int
 ) -> tuple[list[ir.Value], ir.Value | None] | None:
-    """Indices into this rank's shard.
+    """Converts global indices to indices into this rank's shard.
 
     Args:
         node: The node.
-        indices: Global indices, their padding 0.
-        lead: Local sizes of their dims, but for the last.
-        data: The operand that is indexed, or the result.
+        indices: Global indices; those that are padding are 0.
+        lead: Local sizes of all their dims except the last.
+        data: The operand or the result that is indexed.
         batch: Number of batch dims.
 
     Returns:
-        For each indexed dim the column [lead…, 1], and whether all of them are there, None if they
-        always are; None where the indices may stay as they are.
+        For each indexed dim the column [lead…, 1], and whether all indices of a row are in this
+        shard (None if they always are); None in all if no indexed dim is sharded.
     """
     shape = [*lead, 1]
     columns: list[ir.Value] = []
@@ -277,7 +234,7 @@ def _columns(
             column = node.op("Gather", indices, chosen, shape=shape, axis=len(lead))
         column = node.builder.cast(column, INT64)
         if node.atoms(factor):
-            column, here = _found(node, factor, column, shape)
+            column, here = in_shard(node, factor, column, shape)
             inside = here if inside is None else node.op("And", inside, here, shape=shape)
         columns.append(column)
     return columns, inside
@@ -299,8 +256,8 @@ def _joined(node: LocalNode, columns: Sequence[ir.Value], lead: Sequence[Dim]) -
 
 
 def gather_nd_local(node: LocalNode) -> Sequence[ir.Value]:
-    """Looks up what is in this rank's part of the indexed dims; padding of indices looks up 0."""
-    indices, lead, out = _in_range(node, 1), node.in_shape(1)[:-1], node.out_shape()
+    """Looks up indices in this rank's shard of the indexed dims; indices that are padding are 0."""
+    indices, lead, out = with_padding(node, 1), node.in_shape(1)[:-1], node.out_shape()
     batch = int(node.attr("batch_dims", 0))
     found = _columns(node, indices, lead, node.plan.rule.inputs[0], batch)
     if found is None:
@@ -314,9 +271,9 @@ def gather_nd_local(node: LocalNode) -> Sequence[ir.Value]:
 
 
 def scatter_nd_rule(view: NodeView) -> OpRule:
-    """ScatterND: `V0 V1 b, i 1, i b -> V0 V1 b; special: V0 V1; sum: i` where writes add up.
+    """ScatterND: `V0 V1 b, i 1, i b -> V0 V1 b; special: V0 V1; sum: i` if writes add up.
 
-    V0 is i, and parallel, where the indices of dim 0 count along i.
+    V0 is i, and parallel, if the indices of dim 0 count along i.
     """
     depth, reduction = _depth(view), _reduction(view)
     lead, shape = len(view.shape(1)) - 1, view.shape(0)
@@ -325,17 +282,14 @@ def scatter_nd_rule(view: NodeView) -> OpRule:
     indexed = _indexed(view, shape[:depth], places, 0)
     data = " ".join([*indexed, *rows])
     text = f"{data}, {' '.join([*places, '1'])}, {' '.join(names)} -> {data}"
-    kinds = {
-        "special": [name for name in indexed if name not in places],
-        _PENDING.get(reduction, "replicated"): [name for name in places if name not in indexed],
-    }
-    text += "".join(f"; {kind}: {' '.join(found)}" for kind, found in kinds.items() if found)
+    text += f"; special: {' '.join(name for name in indexed if name not in places)}"
+    text += f"; {_KINDS[reduction]}: {' '.join(name for name in places if name not in indexed)}"
     return parse_rule(f"{text}; linear: {_LINEAR[reduction]}")
 
 
 def scatter_nd_local(node: LocalNode) -> Sequence[ir.Value]:
-    """Writes what lies in this rank's part; split writes that add up see the data on one device."""
-    indices, lead, shape = _in_range(node, 1), node.in_shape(1)[:-1], node.in_shape(2)
+    """Writes at indices in this rank's shard; one device alone adds sharded updates to the data."""
+    indices, lead, shape = with_padding(node, 1), node.in_shape(1)[:-1], node.in_shape(2)
     updates, reduction, rule = node.input(2), _reduction(node.view), node.plan.rule
     data = _once(node, [f for dim in rule.inputs[1].dims for f in dim])
     found = _columns(node, indices, lead, rule.inputs[0], 0)
@@ -346,7 +300,7 @@ def scatter_nd_local(node: LocalNode) -> Sequence[ir.Value]:
         return node.copy([data, _joined(node, columns, lead), updates])
     if reduction != "none":
         there = node.builder.reshape(inside, [*lead, *[1] * (len(shape) - len(lead))])
-        updates = _kept(node, updates, there, shape, reduction)
+        updates = _kept(node, updates, there, reduction)
         return node.copy([data, _joined(node, columns, lead), updates])
     axis = next(i for i, (f,) in enumerate(rule.inputs[0].dims) if f in node.split_factors(SPECIAL))
     spare = node.builder.size(node.in_shape(0)[axis])
@@ -357,7 +311,7 @@ def scatter_nd_local(node: LocalNode) -> Sequence[ir.Value]:
 
 
 def gather_nd_grad_rule(view: NodeView) -> OpRule:
-    """GatherNDGrad: `a i b, a i 1 -> a V0 V1 b; sum: i`; every device fills its own part of V."""
+    """GatherNDGrad: `a i b, a i 1 -> a V0 V1 b; sum: i`; every device fills its own shard of V."""
     depth, batch = _depth(view), int(view.attr("batch_dims", 0))
     names = axis_names(len(view.shape(0)))
     lead = len(view.shape(1)) - 1
@@ -366,12 +320,12 @@ def gather_nd_grad_rule(view: NodeView) -> OpRule:
     result = " ".join([*places[:batch], *indexed, *rows])
     text = f"{' '.join(names)}, {' '.join([*places, '1'])} -> {result}; linear: sum 0"
     added = [name for name in places[batch:] if name not in indexed]
-    return parse_rule(text + (f"; sum: {' '.join(added)}" if added else ""))
+    return parse_rule(f"{text}; sum: {' '.join(added)}")
 
 
 def gather_nd_grad_local(node: LocalNode) -> Sequence[ir.Value]:
-    """Adds rows up at the places that are in this rank's part."""
-    place, lead, shape = _in_range(node, 1), node.in_shape(1)[:-1], node.in_shape(0)
+    """Adds up the rows of indices in this rank's shard."""
+    place, lead, shape = with_padding(node, 1), node.in_shape(1)[:-1], node.in_shape(0)
     batch, updates = int(node.attr("batch_dims", 0)), node.input(0)
     found = _columns(node, place, lead, node.plan.rule.outputs[0], batch)
     columns, inside = found or ([node.builder.cast(place, INT64)], None)
@@ -381,12 +335,11 @@ def gather_nd_grad_local(node: LocalNode) -> Sequence[ir.Value]:
     columns = [*(_counting(node, lead, axis) for axis in range(batch)), *columns]
     out = node.out_shape()
     if len(columns) > 1:
-        whole = [*lead, batch + _depth(node.view)]
-        place = node.op("Concat", *columns, dtype=INT64, shape=whole, axis=len(lead))
+        shape = (*lead, batch + _depth(node.view))
+        place = node.op("Concat", *columns, dtype=INT64, shape=shape, axis=len(lead))
     else:
         place = columns[0]
-    zero = node.builder.const(np.array(0), updates.dtype)
-    start = node.op("Expand", zero, node.builder.sizes(out), shape=out)
+    start = node.builder.zeros(out, updates.dtype)
     return (node.op("ScatterND", start, place, updates, shape=out, reduction="add"),)
 
 
@@ -394,31 +347,28 @@ def gather_nd_grad_local(node: LocalNode) -> Sequence[ir.Value]:
 
 
 def one_hot_rule(view: NodeView) -> OpRule:
-    """OneHot: `i j -> i V j`; every device makes its own part of the classes V."""
+    """OneHot: `i j -> i V j`; every device computes its own shard of the classes V."""
     names = axis_names(len(view.shape(0)))
     axis = normal_axis(view, view.attr("axis", -1), len(names) + 1)
-    result = [*names[:axis], _INDEXED, *names[axis:]]
-    return parse_rule(f"{' '.join(names)}, ., . -> {' '.join(result)}; special: {_INDEXED}")
+    result = [*names[:axis], INDEXED, *names[axis:]]
+    return parse_rule(f"{' '.join(names)}, ., . -> {' '.join(result)}; special: {INDEXED}")
 
 
 def one_hot_local(node: LocalNode) -> Sequence[ir.Value]:
-    """Compares global classes where they are split."""
+    """Compares the indices with the global numbers of this rank's classes."""
     shape, out = node.in_shape(0), node.out_shape()
     axis = normal_axis(node.view, node.attr("axis", -1), len(out))
     wide = [*shape[:axis], 1, *shape[axis:]]
-    index = node.builder.cast(node.builder.reshape(node.input(0), wide), INT64)
-    negative = node.op("Less", index, node.builder.const([0]), dtype=BOOL, shape=wide)
-    wrapped = node.op("Add", index, node.builder.size(node.size(_INDEXED)), shape=wide)
-    index = node.op("Where", negative, wrapped, index, dtype=INT64, shape=wide)
+    index = from_front(node, INDEXED, node.builder.reshape(node.input(0), wide), wide)
     classes: list[Dim] = [out[axis], *[1] * (len(out) - axis - 1)]
-    classes_value = node.builder.reshape(global_index(node, _INDEXED), classes)
+    classes_value = node.builder.reshape(global_index(node, INDEXED), classes)
     hit = node.builder.cast(node.op("Equal", index, classes_value, dtype=BOOL, shape=out), INT64)
-    # A lookup: onnxruntime has no Where for some of the types that the values may have.
+    # A lookup, since onnxruntime has no Where for some types of values.
     return (node.op("Gather", node.input(2), hit, dtype=node.out_dtype(), shape=out, axis=0),)
 
 
 def scattered_gradient(node: GradNode) -> Sequence[ir.Value | None]:
-    """Reads the cotangent where something was written."""
+    """Reads the cotangent where updates were written."""
     return scatter_gradient(node, _reduction(node.view))
 
 

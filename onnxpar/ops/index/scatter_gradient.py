@@ -1,4 +1,4 @@
-"""Gradients of reads and writes at given places: what was read is written back."""
+"""Gradients of reads and writes at indices: reads become writes, and writes become reads."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,30 +6,31 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from onnxpar.core.symbols import Dim
 from onnxpar.graph.builder import DOMAIN
 from onnxpar.ops.fallback import readable
 from onnxpar.ops.grad_node import GradNode
 
 GATHER_ND_GRAD = "GatherNDGrad"
-"""Operator of the global graph: rows [a…, i…, b…], indices [a…, i…, k] -> [a…, V1…Vk, b…], rows of
-equal index added up (the gradient of GatherND with the same attribute batch_dims)."""
+"""Operator of the undivided program: rows [a…, i…, b…], indices [a…, i…, k] -> [a…, V1…Vk, b…].
+
+It adds up rows of equal index: the gradient of GatherND with the same attribute batch_dims.
+"""
 
 
 def gather_elements_gradient(node: GradNode) -> Sequence[ir.Value | None]:
-    """Adds the cotangent's elements up where they were read."""
+    """Adds up the cotangent's elements where they were read."""
     return [add_elements(node, node.cotangent(), node.input(1), int(node.attr("axis", 0)))]
 
 
 def add_elements(node: GradNode, dy: ir.Value, indices: ir.Value, axis: int) -> ir.Value:
     """Emits zeros shaped as input 0 with `dy` added along `axis` at `indices`, of its shape."""
     shape = node.shape(node.input(0))
-    zeros = _zeros(node, shape, dy.dtype)
+    zeros = node.builder.zeros(shape, dy.dtype)
     return node.op("ScatterElements", zeros, indices, dy, shape=shape, axis=axis, reduction="add")
 
 
 def gather_nd_gradient(node: GradNode) -> Sequence[ir.Value | None]:
-    """Adds the cotangent's rows up where they were read."""
+    """Adds up the cotangent's rows where they were read."""
     found = node.op(
         GATHER_ND_GRAD,
         node.cotangent(),
@@ -42,13 +43,13 @@ def gather_nd_gradient(node: GradNode) -> Sequence[ir.Value | None]:
 
 
 def scatter_gradient(node: GradNode, reduction: str) -> Sequence[ir.Value | None]:
-    """Of ScatterElements and ScatterND: the data's cotangent is what was not written over.
+    """ScatterElements and ScatterND: the data gets dy where nothing was written, updates the rest.
 
-    Where two writes meet and do not add up, which of them stays is not said by the specification;
-    both get the cotangent then.
+    If several updates are written to one place and do not add up, the specification does not say
+    which of them remains. Each of them then gets the cotangent.
 
     Raises:
-        ModelError: Writes that multiply, or of which the greatest or least stays.
+        ModelError: The reduction is a product, a maximum or a minimum.
     """
     op_type = node.op_type
     if reduction not in ("none", "add"):
@@ -70,7 +71,7 @@ def scatter_gradient(node: GradNode, reduction: str) -> Sequence[ir.Value | None
 
 
 def one_hot_gradient(node: GradNode) -> Sequence[ir.Value | None]:
-    """Of the two values: the cotangent summed where there is none, and where there is one."""
+    """Gradient of the two values: dy summed over the off elements, and over the on elements."""
     dy, view = node.cotangent(), node.view
     ends = node.builder.const(np.array([0, 1]), dy.dtype)
     axis = int(view.attr("axis", -1))
@@ -92,15 +93,10 @@ def one_hot_gradient(node: GradNode) -> Sequence[ir.Value | None]:
     return [None, None, node.op("Concat", *totals, shape=[2], axis=0)]
 
 
-def _zeros(node: GradNode, shape: Sequence[Dim], dtype: ir.DataType | None) -> ir.Value:
-    zero = node.builder.const(np.array(0), dtype)
-    return node.op("Expand", zero, node.builder.sizes(shape), shape=shape)
-
-
 def _zeros_like(node: GradNode, like: ir.Value, dtype: ir.DataType | None) -> ir.Value:
     shape = node.shape(like)
     if readable(node.view, shape):
-        return _zeros(node, shape, dtype)
-    # A size that depends on data, as that of what a mask chooses, is read off the value.
+        return node.builder.zeros(shape, dtype)
+    # A size that depends on data, such as the number of elements that a mask chooses.
     zero = node.builder.const(np.array(0), dtype)
     return node.op("Expand", zero, node.builder.shape_value(like), shape=shape)

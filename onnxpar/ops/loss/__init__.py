@@ -1,1 +1,1 @@
-"""Cross-entropy losses, split by rows, by positions and by classes."""
+"""Cross-entropy losses, sharded by rows, by positions and by classes."""

@@ -1,8 +1,8 @@
-"""Cross-entropy losses, split by rows, by positions and by classes.
+"""Cross-entropy losses, sharded by rows, by positions and by classes.
 
-With the classes split, each device finds the labels that are in its part; what travels is one
-maximum, one sum and one score for each row, never the scores (Megatron-LM's parallel
-cross-entropy, Shoeybi et al., 2019). A mean is divided by the global weight of all labels.
+If the classes are sharded, each device handles the labels in its shard. One maximum, one sum and
+one score per row are all-reduced, never all scores (Megatron-LM's parallel cross-entropy, Shoeybi
+et al., 2019). A mean is the sum divided by the global weight of all labels.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ from onnxpar.graph.builder import DOMAIN, INT64
 from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.elementwise.broadcast import axis_names
 from onnxpar.ops.function import Function
-from onnxpar.ops.local_helpers import BOOL, count_of, locate, work_dtype
+from onnxpar.ops.local_helpers import BOOL, count_of, locate, with_padding, work_dtype
 from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.loss.cross_entropy_gradient import (
     LOSS_GRAD,
@@ -33,30 +33,34 @@ CLASSES = "C"
 SCORES, LABELS, WEIGHTS, COTANGENT = range(4)
 REDUCTIONS = ("none", "mean", "sum")
 _NO_LABEL = -1
-"""What is ignored where the loss ignores none: labels are not negative."""
+"""The label to ignore if the loss ignores none: labels are not negative."""
 
 
 def _keeps_log_prob(view: NodeView) -> bool:
     return len(view.node.outputs) > 1 and bool(view.node.outputs[1].name)
 
 
-def loss_rule(view: NodeView) -> OpRule:
-    """`a C b, a b, C -> ; sum: a b; special: C`: rows and positions b, classes C.
+def _dims(view: NodeView) -> tuple[str, str]:
+    """The texts of the scores and of the labels in a rule."""
+    first, *rest = axis_names(len(view.shape(LABELS)))
+    return " ".join([first, CLASSES, *rest]), " ".join([first, *rest])
 
-    The log-probabilities, where they are an output too, are split by rows and positions while the
-    loss is partial.
+
+def loss_rule(view: NodeView) -> OpRule:
+    """`a C b, a b, C -> ; sum: a b; special: C`: rows a, positions b, classes C.
+
+    Log-probabilities, if they are an output too, are sharded as the scores while the loss is
+    partial.
 
     Raises:
-        NodeError: There is no such reduction.
+        NodeError: The reduction is unknown.
     """
     reduction = view.attr("reduction", "mean")
     if reduction not in REDUCTIONS:
         raise view.fail(
             f"'reduction': expected one of {', '.join(REDUCTIONS)}, got {reduction!r}", NodeError
         )
-    names = axis_names(len(view.shape(LABELS)))
-    rows = " ".join(names)
-    scores = " ".join([names[0], CLASSES, *names[1:]])
+    scores, rows = _dims(view)
     weights = f", {CLASSES}" if view.has(WEIGHTS) else ", -" if view.arity > 2 else ""
     plain = reduction == "none"
     outputs = [rows if plain else ""]
@@ -75,7 +79,9 @@ def _loss(*, softmax: bool) -> Callable[[LocalNode], Sequence[ir.Value]]:
         if not node.plan.factors or (plain and not node.atoms(CLASSES)):
             if softmax and _keeps_log_prob(node.view) and _fuses(node):
                 return _fused_loss(node)
-            return node.copy([node.input(SCORES), _safe_labels(node), *node.inputs[WEIGHTS:]])
+            # Labels that are padding become class 0, which every device has.
+            labels = with_padding(node, LABELS)
+            return node.copy([node.input(SCORES), labels, *node.inputs[WEIGHTS:]])
         return _Loss(node, softmax).emit()
 
     local.__doc__ = "Each device finds the labels of its classes; a mean uses global weights."
@@ -84,13 +90,13 @@ def _loss(*, softmax: bool) -> Callable[[LocalNode], Sequence[ir.Value]]:
 
 
 def _fuses(node: LocalNode) -> bool:
-    """Whether a kernel can take the place of the node's form in standard operators."""
+    """Whether one kernel can replace the node's local form in standard operators."""
     return not node.has(WEIGHTS) and not node.atoms(CLASSES)
 
 
 def _fused_loss(node: LocalNode) -> Sequence[ir.Value]:
-    """The same operator in one pass over the scores, where training reads its second output."""
-    labels = node.builder.cast(_safe_labels(node), INT64)
+    """The same operator in one pass over the scores; training reads its second output."""
+    labels = node.builder.cast(with_padding(node, LABELS), INT64)
     return node.builder.ops(
         CROSS_ENTROPY.name,
         [node.input(SCORES), labels],
@@ -103,21 +109,18 @@ def _fused_loss(node: LocalNode) -> Sequence[ir.Value]:
     )
 
 
-def _safe_labels(node: LocalNode) -> ir.Value:
-    """The labels, padding set to class 0, which is always there."""
-    labels = node.input(LABELS)
-    for factor in _rows(node):
-        labels = node.masked(labels, LABELS, factor, 0, known_zero=node.zero[LABELS])
-    return labels
-
-
 def _rows(node: LocalNode) -> tuple[str, ...]:
     return tuple(f for f in node.split_factors() if f != CLASSES)
 
 
 @dataclass(frozen=True)
 class _Loss:
-    """Emits the local form of one loss node."""
+    """Emits the local form of one loss node.
+
+    Attributes:
+        node: The node.
+        softmax: Whether operand 0 holds scores; otherwise it holds log-probabilities.
+    """
 
     node: LocalNode
     softmax: bool
@@ -126,6 +129,11 @@ class _Loss:
     def rows(self) -> tuple[Dim, ...]:
         """Local shape of the labels."""
         return self.node.in_shape(LABELS)
+
+    @property
+    def reduction(self) -> str:
+        """How the losses of the labels are combined."""
+        return str(self.node.attr("reduction", "mean"))
 
     @property
     def wide(self) -> ir.DataType:
@@ -149,10 +157,9 @@ class _Loss:
         weight = self._weight(place, inside, counted, atoms)
         if weight is not None and view.has(WEIGHTS):
             loss = node.op("Mul", loss, weight, shape=self.rows)
-        reduction = view.attr("reduction", "mean")
-        if reduction != "none":
+        if self.reduction != "none":
             loss = self._total(loss)
-            if reduction == "mean":
+            if self.reduction == "mean":
                 loss = node.op("Div", loss, self._denominator(weight), shape=[])
         outputs = [node.builder.cast(loss, node.out_dtype())]
         if _keeps_log_prob(view):
@@ -178,7 +185,7 @@ class _Loss:
         return log_softmax(node, x, 1, atoms, shape)
 
     def _counted(self, labels: ir.Value) -> ir.Value | None:
-        """Which labels count: neither ignored nor padding; None where all do."""
+        """Whether each label counts, being neither ignored nor padding; None if all count."""
         node, rows = self.node, self.rows
         uneven = [f for f in _rows(node) if not node.is_even(f)]
         ignored = node.attr("ignore_index")
@@ -195,7 +202,7 @@ class _Loss:
         return counted
 
     def _picked(self, log_prob: ir.Value, place: ir.Value) -> ir.Value:
-        """The log-probability of each row's label, where this device has it."""
+        """The log-probability of each row's label, if it is in this device's shard."""
         node, rows = self.node, self.rows
         column = [rows[0], 1, *rows[1:]]
         index = node.builder.reshape(place, column)
@@ -205,7 +212,7 @@ class _Loss:
     def _weight(
         self, place: ir.Value, inside: ir.Value, counted: ir.Value | None, atoms: Atoms
     ) -> ir.Value | None:
-        """The weight of each row; None where every one is 1."""
+        """The weight of each row; None if all of them are 1."""
         node, rows = self.node, self.rows
         zero = node.builder.const(np.array(0), self.wide)
         if node.has(WEIGHTS):
@@ -238,9 +245,7 @@ class _Loss:
 
 def loss_grad_rule(view: NodeView) -> OpRule:
     """`a C b, a b, C, -> a C b; special: C`: as the loss; the last operand is its cotangent."""
-    names = axis_names(len(view.shape(LABELS)))
-    rows = " ".join(names)
-    scores = " ".join([names[0], CLASSES, *names[1:]])
+    scores, rows = _dims(view)
     weights = CLASSES if view.has(WEIGHTS) else "-"
     plain = view.attr("reduction", "mean") == "none"
     special = f"{CLASSES} {rows}" if _counts_labels(view) else CLASSES
@@ -250,22 +255,22 @@ def loss_grad_rule(view: NodeView) -> OpRule:
 
 
 def _counts_labels(view: NodeView) -> bool:
-    """Whether a mean is over a number of labels that only the labels tell."""
+    """Whether the divisor of a mean depends on the labels."""
     counted = view.has(WEIGHTS) or view.attr("ignore_index") is not None
     return counted and view.attr("reduction", "mean") == "mean"
 
 
 def loss_grad_local(node: LocalNode) -> Sequence[ir.Value]:
-    """(exp(log_prob) - [class is label]) · weight · cotangent, by the global weight under a mean.
+    """(exp(log_prob) - [class is label]) · weight · cotangent; a mean divides by the global weight.
 
-    Without `softmax` the exponential is left out: the scores are log-probabilities themselves.
+    Without `softmax` there is no exponential: the scores are log-probabilities themselves.
     """
     return _LossGrad(node, bool(node.attr("softmax", 1))).emit()
 
 
 @dataclass(frozen=True)
 class _LossGrad(_Loss):
-    """Emits the local form of the gradient of a loss; operand 0 is the log-probabilities."""
+    """Emits the local form of the gradient of a loss; operand 0 holds log-probabilities."""
 
     def emit(self) -> Sequence[ir.Value]:
         node = self.node
@@ -275,15 +280,13 @@ class _LossGrad(_Loss):
         return (node.builder.cast(result, node.out_dtype()),)
 
     def _fused(self, shape: Sequence[Dim]) -> ir.Value:
-        """One node, where every row of scores is whole and of weight 1 or none."""
+        """One node, if classes are not sharded and every row has weight 1 or 0."""
         node = self.node
         labels = node.builder.cast(node.input(LABELS), INT64)
-        reduction = node.attr("reduction", "mean")
-        scale = node.builder.cast(node.input(COTANGENT), self.wide)
-        if reduction == "mean":
-            counted = self._counted(labels)
-            weight = None if counted is None else node.builder.cast(counted, self.wide)
-            scale = node.op("Div", scale, self._denominator(weight), shape=[])
+        weight: ir.Value | None = None
+        if self.reduction == "mean" and (counted := self._counted(labels)) is not None:
+            weight = node.builder.cast(counted, self.wide)
+        scale = self._scale(weight)
         ignored = node.attr("ignore_index", _NO_LABEL)
         for factor in _rows(node):
             labels = node.masked(labels, LABELS, factor, ignored)
@@ -292,27 +295,33 @@ class _LossGrad(_Loss):
             [scale, node.builder.cast(node.input(SCORES), self.wide), labels],
             [(self.wide, shape)],
             {
-                "reduction": "none" if reduction == "none" else "sum",
+                "reduction": "none" if self.reduction == "none" else "sum",
                 "ignore_index": ignored,
             },
             domain=DOMAIN,
         )[0]
 
+    def _scale(self, weight: ir.Value | None) -> ir.Value:
+        """The cotangent, divided by the global weight under a mean."""
+        node = self.node
+        scale = node.builder.cast(node.input(COTANGENT), self.wide)
+        if self.reduction != "mean":
+            return scale
+        return node.op("Div", scale, self._denominator(weight), shape=[])
+
     def _composed(self, shape: Sequence[Dim]) -> ir.Value:
-        node, rows, view = self.node, self.rows, self.node.view
+        """The gradient in standard operators."""
+        node, rows = self.node, self.rows
         labels = node.builder.cast(node.input(LABELS), INT64)
         counted = self._counted(labels)
         place, inside = locate(node, CLASSES, labels, rows)
         if counted is not None:
             inside = node.op("And", inside, counted, shape=rows)
         weight = self._weight(place, inside, counted, node.atoms(CLASSES))
-        plain = view.attr("reduction", "mean") == "none"
-        scale = node.builder.cast(node.input(COTANGENT), self.wide)
-        if view.attr("reduction", "mean") == "mean":
-            scale = node.op("Div", scale, self._denominator(weight), shape=[])
+        scale = self._scale(weight)
         if weight is not None:
             scale = node.op("Mul", weight, scale, shape=rows)
-        elif not plain:
+        elif self.reduction != "none":
             scale = node.op("Expand", scale, node.builder.sizes(rows), shape=rows)
         zero = node.builder.const(np.array(0), self.wide)
         there = node.op("Where", inside, scale, zero, dtype=self.wide, shape=rows)
@@ -320,7 +329,9 @@ class _LossGrad(_Loss):
         there = node.builder.reshape(node.op("Neg", there, shape=rows), column)
         index = node.builder.reshape(place, column)
         spread = self._spread(scale, column, shape, counted)
-        return _scatter_add(node, spread, index, there, shape, column)
+        return node.op(
+            "ScatterElements", spread, index, there, shape=shape, axis=1, reduction="add"
+        )
 
     def _spread(
         self,
@@ -329,35 +340,23 @@ class _LossGrad(_Loss):
         shape: Sequence[Dim],
         counted: ir.Value | None,
     ) -> ir.Value:
-        """The part of every class: its probability, scaled; nothing where there is no softmax."""
+        """The term of every class: its probability, scaled; zeros without a softmax."""
         node = self.node
-        zero = node.builder.const(np.array(0), self.wide)
         if not self.softmax:
-            return node.op("Expand", zero, node.builder.sizes(shape), shape=shape)
+            return node.builder.zeros(shape, self.wide)
         log_prob = node.builder.cast(node.input(SCORES), self.wide)
         part = node.op("Exp", log_prob, shape=shape)
         part = node.op("Mul", part, node.builder.reshape(scale, column), shape=shape)
         if counted is None:
             return part
-        # A row that is not counted may hold anything, and zero times infinity is no zero.
+        # A row that is not counted may hold anything, and zero times infinity is NaN.
+        zero = node.builder.const(np.array(0), self.wide)
         kept = node.builder.reshape(counted, column)
         return node.op("Where", kept, part, zero, dtype=self.wide, shape=shape)
 
 
-def _scatter_add(
-    node: LocalNode,
-    x: ir.Value,
-    index: ir.Value,
-    there: ir.Value,
-    shape: Sequence[Dim],
-    column: Sequence[Dim],
-) -> ir.Value:
-    """Adds `there`, of shape `column`, to `x`, of `shape`, at one place along dim 1 of each row."""
-    return node.op("ScatterElements", x, index, there, shape=shape, axis=1, reduction="add")
-
-
 def label_indices(view: NodeView) -> list[tuple[int, Dim, Dim, int | None]]:
-    """Labels are classes, or the label that does not count."""
+    """Labels are classes, or the label to ignore."""
     return [(LABELS, 0, view.shape(SCORES)[1] - 1, view.attr("ignore_index"))]
 
 
@@ -376,8 +375,8 @@ CROSS_ENTROPY_GRAD = Function(
     "SoftmaxCrossEntropyLossGrad",
     ("dloss", "log_prob", "labels"),
     ("dx",),
-    # Of a loss that is a sum ("sum", dloss one element) or not reduced ("none", dloss shaped as the
-    # labels): to spread dloss over the labels is right for both.
+    # For a sum ("sum", dloss has one element) and for no reduction ("none", dloss has the labels'
+    # shape); Expand is right for both.
     """
     number = Constant<value = float {0.0}>()
     zero = CastLike(number, log_prob)

@@ -1,4 +1,4 @@
-"""Gradients of the cross-entropy losses, from the log-probabilities that the forward pass has."""
+"""Gradients of the cross-entropy losses, from the log-probabilities of the forward pass."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,10 +9,10 @@ from onnxpar.graph.builder import DOMAIN
 from onnxpar.ops.grad_node import GradNode
 
 LOSS_GRAD = "CrossEntropyGrad"
-"""Operator of the global graph: log-probabilities, labels, weights, cotangent -> d scores.
+"""Operator of the undivided program: log-probabilities, labels, weights, cotangent -> d scores.
 
-Attributes `reduction` and `ignore_index` as the loss has them; `softmax`: whether the loss is of
-scores (1) or of log-probabilities (0).
+Its attributes `reduction` and `ignore_index` are those of the loss. `softmax` is 1 if operand 0 of
+the loss holds scores, and 0 if it holds log-probabilities.
 """
 
 
@@ -25,7 +25,7 @@ def softmax_cross_entropy_gradient(node: GradNode) -> Sequence[ir.Value | None]:
     if node.cotangents[0] is not None:
         result = _grad(node, log_prob, softmax=1)
     if len(node.cotangents) > 1 and node.cotangents[1] is not None:
-        # The log-probabilities are read too: d = c - softmax · Σ c.
+        # The log-probabilities have a cotangent c too: d = c - softmax · Σ c.
         given = node.cotangent(1)
         total = node.builder.reduce("ReduceSum", given, [1], keepdims=True)
         shape = node.shape(scores)

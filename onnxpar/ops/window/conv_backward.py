@@ -17,7 +17,7 @@ from onnxpar.core.rule import OpRule, parse_rule
 from onnxpar.core.symbols import Dim
 from onnxpar.graph.builder import DOMAIN
 from onnxpar.graph.node_view import NodeView
-from onnxpar.ops.contraction.matmul_gradient import MICROSOFT
+from onnxpar.ops.contrib_schemas import MICROSOFT
 from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.node_cost import convolves
 from onnxpar.ops.operator import Missing, OpDef

@@ -35,7 +35,7 @@ from onnxpar.graph.node_view import NodeView
 from onnxpar.graph.plan import factor_sizes, shardings
 from onnxpar.graph.seeds import NodeSeed, Seeds
 from onnxpar.graph.shapes import ShapeEnv, shapes
-from onnxpar.ops.contraction.matmul_gradient import MICROSOFT
+from onnxpar.ops.contrib_schemas import MICROSOFT
 from onnxpar.ops.node_rules import Rules, find_rules
 from onnxpar.ops.registry import Registry
 from onnxpar.ops.table import REGISTRY

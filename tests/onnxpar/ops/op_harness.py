@@ -27,7 +27,7 @@ from onnxpar.graph.local_builder import COORD_PREFIX, SYMBOL_PREFIX, LocalBuilde
 from onnxpar.graph.node_view import NodeView
 from onnxpar.graph.plan import NodePlan, Plan, factor_sizes, shardings
 from onnxpar.graph.shapes import ShapeEnv, shapes
-from onnxpar.ops.contraction.matmul_gradient import MICROSOFT
+from onnxpar.ops.contrib_schemas import MICROSOFT
 from onnxpar.ops.fallback import settle
 from onnxpar.ops.local_node import copy_node
 from onnxpar.ops.node_rules import Rules, with_bodies
