@@ -106,7 +106,7 @@ def parse_rule(text: str, sizes: Mapping[str, Dim] | None = None) -> OpRule:
     """Parses a rule.
 
     Args:
-        text: The rule, see the module's docstring. A clause may name no factor.
+        text: The rule, see the module's docstring. Clauses of kinds may be empty.
         sizes: Sizes (elements) of the factors that occur only in merged dims.
 
     Raises:
