@@ -1,7 +1,7 @@
-"""What one node and one reshard cost: seconds of computing and of communication, bytes.
+"""The cost of one node and of one reshard: seconds of computing and of communication, bytes.
 
-Costs are taken at one size of every symbol: the user's, else `Symbol.typical`. Time is modelled as
-a sum, operators and collectives one after another, which is how one stream runs them.
+Costs are those of one size of every symbol: the user's, else `Symbol.typical`. The seconds of
+operators and collectives are added, since one stream runs them one after another.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -13,32 +13,34 @@ import onnx_ir as ir
 from onnxpar.core.machine import Machine
 from onnxpar.core.mesh import Atoms, Mesh
 from onnxpar.core.rule import ANY, SPECIAL, OpRule
-from onnxpar.core.sharding import Component, Sharding, local_size
+from onnxpar.core.sharding import Component, Sharding, atoms_of, is_even, local_size
 from onnxpar.core.symbols import Dim, SymbolTable
 from onnxpar.graph.node_view import NodeView
 from onnxpar.graph.plan import NodePlan, factor_sizes
+from onnxpar.graph.shapes import itemsize as itemsize_of
 from onnxpar.ops.node_cost import CostFn, Share, by_rule
 from onnxpar.resharding.routes import legs, reachable
+from onnxpar.resharding.shortest_path import group_bytes
 
 _NUMBERS = SymbolTable({})
 _ROUNDS = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "all_to_all": 1.0}
 _ORDER = ("slice", "reduce_scatter", "all_to_all", "all_reduce", "all_gather")
 _Slot = tuple[int, int]
-_WHOLE: _Slot = (-1, -1)
+_REPLICATED: _Slot = (-1, -1)
 _LOCAL_FORM = 3
 """How many more times a local form with statistics reads and writes its data than the kernel that
-it stands for: softmax and normalisations read it for two statistics, and write it after each."""
+it replaces: softmax and normalisations read it for two statistics, and write it after each."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """What one device does for one node.
+    """The work of one device for one node.
 
     Attributes:
         flops: Arithmetic operations.
         traffic: Bytes read and written.
-        seconds: How long that takes.
-        special: Seconds of the collectives inside the node's own local form, and of waiting there.
+        seconds: Seconds of both.
+        special: Seconds of the collectives in the node's own local form, including waiting.
     """
 
     flops: float
@@ -49,9 +51,12 @@ class Work:
 
 @dataclass(frozen=True)
 class _Moves:
-    """Seconds in which data moves, and those before in which ranks wait for one another.
+    """The cost of a reshard.
 
-    `room`: bytes of what is there only in between, where a dim goes through being replicated.
+    Attributes:
+        seconds: Seconds in which data moves.
+        wait: Seconds before, in which ranks wait for one another.
+        room: Bytes that are needed only during the reshard, if a dim is replicated on the way.
     """
 
     seconds: float
@@ -66,8 +71,8 @@ class CostModel:
     Attributes:
         machine: The machine.
         mesh: The device mesh.
-        table: What is known of the symbols.
-        sizes: The sizes at which symbols are taken; `Symbol.typical` for those not named.
+        table: The symbols and their constraints.
+        sizes: The sizes of symbols; `Symbol.typical` for others.
     """
 
     machine: Machine
@@ -93,7 +98,7 @@ class CostModel:
         return self._values[size]
 
     def fixed(self, sharding: Sharding) -> Sharding:
-        """Returns a sharding with every size a number."""
+        """Returns a sharding in which every size is a number."""
         if sharding not in self._fixed:
             dims = tuple(
                 tuple(Component(max(self.value(c.size), 1), c.atoms) for c in dim)
@@ -102,22 +107,23 @@ class CostModel:
             self._fixed[sharding] = Sharding(dims, sharding.partial, sharding.reduction)
         return self._fixed[sharding]
 
-    def _even(self, part: Component) -> bool:
-        return not part.atoms or self.table.divisible(part.size, self.mesh.count(part.atoms))
+    def is_even(self, parts: Iterable[Component]) -> bool:
+        """Whether components are proved to need no padding."""
+        return all(is_even(part, self.mesh, self.table) for part in parts)
 
     def _uneven(self, sharding: Sharding) -> set[int]:
         """The dims that are padded."""
-        return {d for d, dim in enumerate(sharding.dims) if not all(map(self._even, dim))}
+        return {d for d, dim in enumerate(sharding.dims) if not self.is_even(dim)}
 
     def local_shape(self, sharding: Sharding) -> tuple[int, ...]:
-        """Returns the shape of what one device holds, padding included."""
+        """Returns the shape of one device's shard, padding included."""
         if sharding not in self._shapes:
             shape = self.fixed(sharding).local_shape(self.mesh, _NUMBERS)
             self._shapes[sharding] = tuple(self.value(size) for size in shape)
         return self._shapes[sharding]
 
     def elements(self, sharding: Sharding) -> int:
-        """Returns the number of elements that one device holds, padding included."""
+        """Returns the number of elements of one device's shard, padding included."""
         return prod(self.local_shape(sharding))
 
     # -- communication ---------------------------------------------------------------------------
@@ -125,7 +131,7 @@ class CostModel:
     def collective(self, kind: str, atoms: Atoms, moved: float) -> float:
         """Returns the seconds of one collective in which every rank sends `moved` bytes.
 
-        All ranks of its group are there as it begins; `wait` says what it takes until they are.
+        All ranks of its group begin it together; `wait` returns the seconds before that.
         """
         if not atoms:
             return 0.0
@@ -134,7 +140,7 @@ class CostModel:
         return rounds * link.latency + moved / link.bandwidth
 
     def wait(self, atoms: Iterable[int]) -> float:
-        """Returns the seconds until all ranks that differ in `atoms` have met after computing."""
+        """Returns the seconds that ranks which differ in `atoms` wait after computing."""
         among = tuple(atoms)
         return self.machine.link(self.mesh, among).wait if among else 0.0
 
@@ -148,15 +154,14 @@ class CostModel:
     ) -> float:
         """Returns the seconds to bring a value from one sharding into another.
 
-        Infinity where that is impossible: the target waits for a reduction that is not partial.
+        The result is infinite if the target is partial where the source is not. If sharding is not
+        proved even, it includes the copies for padding.
 
         Args:
-            source: The layout of the value.
-            target: How it is wanted.
+            source: The present sharding of the value.
+            target: The new sharding.
             itemsize: Bytes of an element.
-            met: Whether the ranks come from another collective, not from computing.
-
-        A split of a symbol that is not proved even costs copies of what is padded.
+            met: Whether another collective, not computing, comes before.
         """
         if source == target:
             return 0.0
@@ -164,7 +169,7 @@ class CostModel:
         return known.seconds if met else known.seconds + known.wait
 
     def room(self, source: Sharding, target: Sharding, itemsize: int) -> int:
-        """Returns the bytes that a device holds in between, while `reshard` brings a value."""
+        """Returns the bytes that a device needs only during the reshard of a value."""
         return 0 if source == target else self._moves(source, target, itemsize).room
 
     def _moves(self, source: Sharding, target: Sharding, itemsize: int) -> _Moves:
@@ -177,19 +182,18 @@ class CostModel:
                 found = _Moves(float("inf"))
             else:
                 uneven = self._uneven(source) | self._uneven(target)
-                # What symbols do not prove to line up is not moved piece by piece in the graph.
-                ways = legs(source, target, self.mesh, self.table)
-                moves = [
+                # By the symbolic sizes, since the graph lines components up by what is proved.
+                moves = legs(source, target, self.mesh, self.table)
+                costs = [
                     self._independent(self.fixed(a), self.fixed(b), itemsize, uneven)
-                    for a, b in ways
+                    for a, b in moves
                 ]
+                between = sum(self.elements(b) for a, b in moves[:-1] if a != b)
                 found = _Moves(
-                    sum(m.seconds for m in moves),
-                    max(m.wait for m in moves),
-                    # Padded before it is split, if need be: into a copy.
-                    sum(self.elements(b) for a, b in ways[:-1] if a != b)
-                    * itemsize
-                    * (2 if uneven else 1),
+                    sum(m.seconds for m in costs),
+                    max(m.wait for m in costs),
+                    # An uneven dim is padded, into a copy, before it is split.
+                    between * itemsize * (2 if uneven else 1),
                 )
             self._known[key] = found
         return self._known[key]
@@ -199,36 +203,36 @@ class CostModel:
     ) -> _Moves:
         """A move between equal components in which every atom changes by itself.
 
-        What makes the value smaller comes first, what makes it larger last: the order that the
-        search over sequences of collectives finds, too. Atoms of one component that change their
-        order cost one exchange of everything. A dim that is padded is copied when it is cut or put
-        together.
+        Changes that make the value smaller come first, those that make it larger last; the search
+        over sequences of collectives finds the same order. If atoms of one component change their
+        order, all data is exchanged once. A padded dim is copied when it is split or gathered.
         """
-        gone: dict[int, tuple[int, int] | None] = dict.fromkeys(source.partial)
-        come: dict[int, tuple[int, int] | None] = dict.fromkeys(target.partial)
-        turned: list[int] = []
+        # The slot of each atom; None if it is partial.
+        before: dict[int, _Slot | None] = dict.fromkeys(source.partial)
+        after: dict[int, _Slot | None] = dict.fromkeys(target.partial)
+        reordered: list[int] = []
         for d, (old, new) in enumerate(zip(source.dims, target.dims, strict=True)):
             for c, (a, b) in enumerate(zip(old, new, strict=True)):
-                gone.update((atom, (d, c)) for atom in a.atoms)
-                come.update((atom, (d, c)) for atom in b.atoms)
+                before.update((atom, (d, c)) for atom in a.atoms)
+                after.update((atom, (d, c)) for atom in b.atoms)
                 kept = [x for x in a.atoms if x in b.atoms]
                 if kept != [x for x in b.atoms if x in a.atoms]:
-                    turned += kept
+                    reordered += kept
         moves: dict[tuple[str, _Slot | None, _Slot | None], list[int]] = {}
-        for atom in sorted({*gone, *come}):
-            was = gone.get(atom, _WHOLE)
-            now = come.get(atom, _WHOLE)
+        for atom in sorted({*before, *after}):
+            was = before.get(atom, _REPLICATED)
+            now = after.get(atom, _REPLICATED)
             if was == now:
                 continue
-            if was == _WHOLE:
+            if was == _REPLICATED:
                 kind = "slice"
             elif was is None:
-                kind = "all_reduce" if now == _WHOLE else "reduce_scatter"
+                kind = "all_reduce" if now == _REPLICATED else "reduce_scatter"
             else:
-                kind = "all_gather" if now == _WHOLE else "all_to_all"
+                kind = "all_gather" if now == _REPLICATED else "all_to_all"
             moves.setdefault((kind, was, now), []).append(atom)
         size = float(self.elements(source) * itemsize)
-        seconds, meeting = 0.0, set(turned)
+        seconds, meeting = 0.0, set(reordered)
         for (kind, was, now), atoms in sorted(moves.items(), key=lambda m: _ORDER.index(m[0][0])):
             count = self.mesh.count(atoms)
             for slot in (was, now):
@@ -239,14 +243,12 @@ class CostModel:
                 seconds += self.copying(size)
                 continue
             meeting.update(atoms)
+            seconds += self.collective(kind, tuple(atoms), group_bytes(kind, size, count))
             if kind == "reduce_scatter":
-                moved, size = size * (count - 1) / count, size / count
+                size /= count
             elif kind == "all_gather":
-                moved, size = size * (count - 1), size * count
-            else:
-                moved = (2 if kind == "all_reduce" else 1) * size * (count - 1) / count
-            seconds += self.collective(kind, tuple(atoms), moved)
-        seconds += self.collective("permute", tuple(turned), size)
+                size *= count
+        seconds += self.collective("permute", tuple(reordered), size)
         return _Moves(seconds, self.wait(sorted(meeting)))
 
     # -- nodes -----------------------------------------------------------------------------------
@@ -254,22 +256,22 @@ class CostModel:
     def node(
         self, rule: OpRule, view: NodeView, plan: NodePlan, count: CostFn | None = None
     ) -> Work:
-        """Returns what one device does for a node under a plan.
+        """Returns the work of one device for a node under a plan.
 
         Args:
-            rule: Its rule.
-            view: What its rule saw.
-            plan: How it is sharded.
-            count: Counts what its operator computes and moves; the rule's factors where None.
+            rule: The rule of the node.
+            view: The node.
+            plan: Its plan.
+            count: Counts the arithmetic and traffic of the operator; None: by the rule's factors.
         """
         operands = tuple(
             None if v is None else (v.dtype, view.env.shapes.get(v.name or ""))
             for v in (*view.node.inputs, *view.node.outputs)
         )
-        # Where the operator counts, it may look at attributes.
+        # The operator's own count may depend on attributes.
         counting = None if count is None else (count, str(view.node.attributes))
-        divided = (plan.inputs, plan.outputs, tuple(plan.factors.items()))
-        key = (rule, operands, counting, divided)
+        planned = (plan.inputs, plan.outputs, tuple(plan.factors.items()))
+        key = (rule, operands, counting, planned)
         if key not in self._works:
             self._works[key] = self._work(rule, view, plan, count)
         return self._works[key]
@@ -279,28 +281,29 @@ class CostModel:
     ) -> float:
         """Returns the seconds in which the backward of a node sets padding.
 
-        The cotangent of an operand is a sum over the factors that the operand does not have. Where
-        one of them is split unevenly, padding is set to zero in what is summed: in the cotangent
-        of the output, and in the other operand unless the node only adds.
+        The cotangent of an operand is a sum over the factors that the operand does not have. If one
+        of them is sharded unevenly, padding is set to zero in the terms: in the cotangent of the
+        output, and in the other operand unless the node only adds.
 
         Args:
-            rule: Its rule.
-            view: What its rule saw.
-            plan: How it is sharded.
-            trained: The operands whose cotangents are made.
+            rule: The rule of the node.
+            view: The node.
+            plan: Its plan.
+            trained: The operands whose cotangents are computed.
         """
-        uneven = {f for f, parts in plan.factors.items() if not all(map(self._even, parts))}
+        uneven = {f for f, parts in plan.factors.items() if not self.is_even(parts)}
         if not uneven:
             return 0.0
         held = [{f for names in o.dims for f in names} for o in rule.inputs]
-        made = max((self._size(s, v) for s, v in zip(plan.outputs, view.node.outputs, strict=True)))
+        results = zip(plan.outputs, view.node.outputs, strict=True)
+        largest = max(self._size(s, v) for s, v in results)
         seconds = 0.0
         for operand in trained:
             summed = uneven - held[operand]
             if not summed:
                 continue
-            seconds += self.copying(made)
-            # A product lets each of its operands stay partial alone.
+            seconds += self.copying(largest)
+            # Operands of a sum may be partial together, those of a product only alone.
             adds = any(len(group) > 1 and operand in group for _, group in rule.linear)
             others = [
                 self._size(s, v)
@@ -327,15 +330,13 @@ class CostModel:
             seconds += self.machine.overhead
         special = self._special(rule, view, plan, local)
         if special:
-            width = int(dtype.itemsize) if dtype is not None else 4
-            largest = max(map(self.elements, plan.outputs), default=0) * width
-            seconds += self.copying(largest, _LOCAL_FORM)
+            seconds += self.copying(self._largest(view, plan), _LOCAL_FORM)
         return Work(counted.flops, counted.traffic, seconds, special)
 
     def _share(
         self, rule: OpRule, view: NodeView, plan: NodePlan, local: Mapping[str, int]
     ) -> Share:
-        """What one device has of a node."""
+        """The local sizes of a node."""
 
         def shape(sharding: Sharding | None, mode: str) -> tuple[int, ...] | None:
             return None if sharding is None or mode == ANY else self.local_shape(sharding)
@@ -375,19 +376,21 @@ class CostModel:
     def _special(
         self, rule: OpRule, view: NodeView, plan: NodePlan, local: Mapping[str, int]
     ) -> float:
-        """Statistics over the split dims: what the largest output has without them, reduced."""
+        """Seconds of all-reducing two statistics over the sharded dims of the largest output."""
         seconds = 0.0
         for name, parts in plan.factors.items():
-            atoms = tuple(a for c in parts for a in c.atoms)
+            atoms = atoms_of(parts)
             if rule.kinds[name] != SPECIAL or not atoms:
                 continue
-            size = max(map(self.elements, plan.outputs), default=0)
-            dtype = view.node.outputs[0].dtype
-            width = int(dtype.itemsize) if dtype is not None else 4
-            count = self.mesh.count(atoms)
             held = any(name in names for o in rule.outputs for names in o.dims)
-            moved = 2 * width * size / (max(local[name], 1) if held else 1) * (count - 1) / count
-            # The second follows soon after the first: ranks that have met still nearly do.
+            size = self._largest(view, plan) / (max(local[name], 1) if held else 1)
+            moved = group_bytes("all_reduce", size, self.mesh.count(atoms))
+            # The second all-reduce follows soon after the first, so ranks wait once.
             seconds += 2 * self.collective("all_reduce", tuple(sorted(atoms)), moved)
             seconds += self.wait(atoms)
         return seconds
+
+    def _largest(self, view: NodeView, plan: NodePlan) -> int:
+        """The bytes of the shard of the largest output, of which all have the type of the first."""
+        width = itemsize_of(next(iter(view.node.outputs), None))
+        return max(map(self.elements, plan.outputs), default=0) * width

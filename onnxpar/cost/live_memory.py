@@ -1,15 +1,16 @@
 """The memory of a program: the bytes of its values that are alive at the same time.
 
 A program is a sequence of steps in the order of execution. A value is alive from the step that
-makes it to the last one that reads it; then its memory is given back at once, as the runtime's
-sessions do. Views share the memory of their operand, and some kernels write over an operand that
-nobody reads any more (`onnxpar.ops.slots`).
+computes it to the last step that reads it; then its memory is freed at once, as in the runtime's
+sessions. Views share the memory of their operand, and some kernels overwrite an operand that no
+later step reads (`onnxpar.ops.slots`).
 
 Steps come from a plan of the undivided program (`onnxpar.cost.price`), where only the sharding of
-each value is known, or from the program that was made of it (`onnxpar.partition.program_memory`),
-which has masks, reshards and local forms as they run.
+each value is known, or from the partitioned program (`onnxpar.partition.program_memory`), which
+contains the masks, reshards and local forms.
 """
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -18,13 +19,13 @@ from onnxpar.ops.slots import Kernel
 
 @dataclass(frozen=True)
 class Made:
-    """A value that a step makes.
+    """A value that a step computes.
 
     Attributes:
-        name: Its name; every value has one of its own.
+        name: Its name, which is unique.
         bytes: Its size.
-        view_of: The value that it lies on; "" for memory of its own.
-        over: Values whose memory it may take, if they are of its size and nobody reads them later.
+        view_of: The value whose memory it shares; "" for memory of its own.
+        over: Values whose memory it may reuse, if they have its size and no later step reads them.
     """
 
     name: str
@@ -38,9 +39,9 @@ class MemoryStep:
     """One node's execution.
 
     Attributes:
-        name: Name of the node.
+        name: Name of the node; for other work, a text that no node has.
         reads: Values that it reads, once for each operand.
-        makes: Values that it makes.
+        makes: Values that it computes.
         work: Bytes that it needs while it runs.
     """
 
@@ -50,41 +51,23 @@ class MemoryStep:
     work: int = 0
 
 
-@dataclass(frozen=True)
-class Peak:
-    """Where a program's values take the most memory.
+def live_peak(steps: Sequence[MemoryStep], kept: Collection[str] = ()) -> int:
+    """Returns the most bytes that the values of a program, and the work of a step, need at once.
 
-    Attributes:
-        bytes: Of all values that are alive then, and of the step's work.
-        step: The step, from 0; -1 where there is none.
-        name: Its node's name.
-    """
-
-    bytes: int
-    step: int
-    name: str
-
-
-def live_peak(steps: Sequence[MemoryStep], kept: Collection[str] = ()) -> Peak:
-    """Returns the peak of what a program makes and drops again.
-
-    What no step makes (inputs, parameters) is held from outside and counts nothing.
+    Values that no step computes (inputs, parameters) do not count.
 
     Args:
         steps: The program.
-        kept: Values that stay after the program, in memory of their own: its outputs. They count
-            nothing either, since they are there from the run before.
+        kept: Values that stay after the program, in memory of their own: its outputs. They do not
+            count either, since their memory is kept from run to run.
     """
-    left: dict[str, int] = {}
-    for step in steps:
-        for name in step.reads:
-            left[name] = left.get(name, 0) + 1
-    # Of each value the memory that it lies in; of each memory its size, and reads to come.
+    left = Counter(name for step in steps for name in step.reads)
+    # The memory of each value, by name; the size of each memory, and the reads to come.
     place: dict[str, str] = {}
     size: dict[str, int] = {}
     reads: dict[str, int] = {}
-    live, peak = 0, Peak(0, -1, "")
-    for number, step in enumerate(steps):
+    live = peak = 0
+    for step in steps:
         for made in step.makes:
             if made.name in kept:
                 continue
@@ -95,10 +78,9 @@ def live_peak(steps: Sequence[MemoryStep], kept: Collection[str] = ()) -> Peak:
                 size[home], reads[home] = made.bytes, 0
                 live += made.bytes
             place[made.name] = home
-            # Its own making counts as a reading, so that it lasts to the end of the step.
-            reads[home] += left.get(made.name, 0) + 1
-        if live + step.work > peak.bytes:
-            peak = Peak(live + step.work, number, step.name)
+            # Computing it counts as a read, so that it is alive until the end of the step.
+            reads[home] += left[made.name] + 1
+        peak = max(peak, live + step.work)
         for name in (*step.reads, *(m.name for m in step.makes)):
             home = place.get(name)
             if home is None:
@@ -112,7 +94,7 @@ def live_peak(steps: Sequence[MemoryStep], kept: Collection[str] = ()) -> Peak:
 def _home(
     made: Made, place: Mapping[str, str], size: Mapping[str, int], reads: Mapping[str, int]
 ) -> str | None:
-    """The memory of a value that is made; None where it is not the program's own."""
+    """The memory of a computed value; None if the value is a view of one that does not count."""
     if made.view_of:
         return place.get(made.view_of)
     for name in made.over:
@@ -125,13 +107,13 @@ def _home(
 def makes(
     kernel: Kernel, reads: Sequence[str], names: Sequence[str], sizes: Sequence[int]
 ) -> tuple[Made, ...]:
-    """Returns the values that a node makes.
+    """Returns the values that a node computes.
 
     Args:
-        kernel: What its kernel does with memory.
-        reads: Names of its operands, "" where one is absent.
-        names: Names of its results, "" where one is not made.
-        sizes: Bytes of each.
+        kernel: How its kernel uses memory.
+        reads: Names of its operands, "" for an absent one.
+        names: Names of its results, "" for one that is not computed.
+        sizes: Bytes of each result.
     """
     found = []
     for index, (name, size) in enumerate(zip(names, sizes, strict=True)):

@@ -1,9 +1,9 @@
-"""Optimizer parallel: what replicas of a parameter hold of its moments, gradient and elements.
+"""Optimizer parallel: replicas of a parameter shard its moments, gradient and elements.
 
-ZeRO (Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter
-Models") as nothing but a sharding. The *shard* of a parameter is its layout in the plan, split
-further over the axes that split the batch. Level 1 keeps moments as shards, level 2 also gradients,
-level 3 also the parameters, which are then gathered for each node that reads them.
+This is ZeRO (Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion
+Parameter Models"), expressed by shardings alone. The *shard* of a parameter is its sharding in the
+plan, and in addition over the axes that shard the batch. Level 1 keeps moments as shards, level 2
+also gradients, level 3 also the parameters, which are then gathered for each node that reads them.
 """
 
 from collections.abc import Collection, Mapping
@@ -23,19 +23,19 @@ from onnxpar.ops.node_rules import Rules
 THRESHOLD = 64 << 10
 LEVELS = (0, 1, 2, 3)
 MOMENTS, GRADIENTS, PARAMETERS = 1, 2, 3
-"""The level from which on each of them is split."""
+"""The level from which each of them is sharded."""
 
 
 @dataclass(frozen=True)
 class OptimizerParallel:
-    """What is split over the replicas of a parameter, and where that pays.
+    """What is sharded over the replicas of a parameter, and of which parameters.
 
     Attributes:
         level: 0 nothing, 1 moments, 2 gradients too, 3 parameters too.
-        threshold: Bytes of a device's part of a parameter, in the layout of the plan, under which
-            it stays as it is.
-        group: The most devices that share the replicas of one part; the others keep copies of
-            their shards. None: all.
+        threshold: Least bytes of a device's shard of a parameter, in the plan; the states of
+            smaller ones are replicated.
+        group: The most replicas over which states are sharded; the other replicas have copies of
+            these shards. None: all replicas.
     """
 
     level: int = 0
@@ -43,11 +43,11 @@ class OptimizerParallel:
     group: int | None = None
 
     def shared(self, bytes_: int, atoms: Collection[int], mesh: Mesh) -> Atoms:
-        """Returns the atoms over which the states of a parameter are split.
+        """Returns the atoms over which the states of a parameter are sharded.
 
         Args:
-            bytes_: Bytes of a device's part of the parameter.
-            atoms: Those over which it has replicas that split the batch.
+            bytes_: Bytes of a device's shard of the parameter, in the plan.
+            atoms: The atoms over which the parameter is replicated and the batch is sharded.
             mesh: The mesh.
         """
         if not self.level or bytes_ < self.threshold:
@@ -55,12 +55,12 @@ class OptimizerParallel:
         return within(atoms, mesh, self.group)
 
     def kept(self, bytes_: int, replicas: int, moments: int) -> float:
-        """Returns the bytes that a device keeps of a parameter, its gradient and its moments.
+        """Returns the bytes of a parameter, its gradient and its moments that a device keeps.
 
         Args:
-            bytes_: Bytes of a device's part of the parameter.
-            replicas: How many devices share it.
-            moments: Tensors like the parameter that its optimizer keeps.
+            bytes_: Bytes of a device's shard of the parameter, in the plan.
+            replicas: Over how many replicas its states are sharded.
+            moments: How many tensors of the parameter's shape the optimizer keeps.
         """
         counts = {PARAMETERS: 1, GRADIENTS: 1, MOMENTS: moments}
         return sum(
@@ -74,13 +74,13 @@ NOT_PARALLEL = OptimizerParallel()
 
 @dataclass(frozen=True)
 class Shards:
-    """How the buffers of a training program lie.
+    """The layouts of the buffers of a training program.
 
     Attributes:
-        plan: The plan of the program, in which nothing is split over replicas.
+        plan: The plan of the program, without optimizer parallel.
         gradients: Name of the output that is the gradient of each trained parameter.
-        options: What is split.
-        shards: The shard of each trained parameter that has one; others stay as in the plan.
+        options: The options of optimizer parallel.
+        shards: The shard of each trained parameter that has one; others are as in the plan.
     """
 
     plan: Plan
@@ -89,15 +89,15 @@ class Shards:
     shards: Mapping[str, Sharding] = field(default_factory=dict)
 
     def _at(self, level: int, parameter: str) -> Sharding:
-        whole = self.plan.parameters[parameter]
-        return self.shards.get(parameter, whole) if self.options.level >= level else whole
+        planned = self.plan.parameters[parameter]
+        return self.shards.get(parameter, planned) if self.options.level >= level else planned
 
     def parameter(self, name: str) -> Sharding:
         """Returns the layout of a parameter between runs."""
         return self._at(PARAMETERS, name)
 
     def moment(self, parameter: str) -> Sharding:
-        """Returns how the moments of a parameter lie, and how its update is computed."""
+        """Returns the layout of the moments of a parameter, in which its update is computed."""
         return self._at(MOMENTS, parameter)
 
     def gradient(self, parameter: str) -> Sharding:
@@ -110,9 +110,9 @@ class Shards:
         return shard.with_partial((a for a in leaves.partial if a not in taken), leaves.reduction)
 
     def training(self, program: Program) -> "ShardedPlan":
-        """Returns the training plan, with gradients and parameters in their current layout.
+        """Returns the training plan, with gradients and parameters in the layouts between runs.
 
-        A gradient is reduced and split as soon as it is made.
+        A gradient is reduce-scattered as soon as it is computed.
         """
         laid = self.laid(self.plan, program)
         gradients = {
@@ -128,13 +128,14 @@ class Shards:
         return ShardedPlan(plan, laid.gathered)
 
     def laid(self, plan: Plan, program: Program) -> "ShardedPlan":
-        """Returns the plan of a program with parameters in their current layout.
+        """Returns the plan of a program with parameters in the layout between runs.
 
-        What only rearranges a shard (a transpose, a cast) is computed of the shard, and gathered
-        in its place: gathered first, the rearranged parameter would be kept for all its readers.
+        Nodes that only rearrange a parameter (a transpose, a cast) compute a shard from the shard,
+        and the result is gathered. If the parameter were gathered first, the rearranged parameter
+        would be kept for all its readers.
         """
-        whole = self.options.level < PARAMETERS
-        held = {} if whole else {n: s for n, s in self.shards.items() if n in plan.parameters}
+        sharded = self.options.level >= PARAMETERS
+        held = {n: s for n, s in self.shards.items() if sharded and n in plan.parameters}
         parameters = {**plan.parameters, **held}
         nodes = dict(plan.nodes)
         for node in program.graph if held else ():
@@ -151,7 +152,7 @@ class ShardedPlan:
 
     Attributes:
         plan: The plan.
-        gathered: Values that are gathered anew for each node that reads them, and dropped after it.
+        gathered: Values that are gathered again for each node that reads them, and dropped after.
     """
 
     plan: Plan
@@ -165,14 +166,14 @@ def _of_shards(
     held: Mapping[str, Sharding],
     constants: Collection[str],
 ) -> NodePlan | None:
-    """Returns the plan of a node that computes a shard of its results of one shard; None: not so.
+    """Returns the plan of a node that computes shards from one shard; None if it cannot.
 
     Args:
         node: The node.
-        plan: The plan, in which it is computed otherwise.
+        plan: The plan without optimizer parallel.
         rules: The rules of the nodes.
         held: The shards so far.
-        constants: Names of the initializers, which may be its other operands.
+        constants: Names of the initializers, which may be the other operands.
     """
     name = node.name or ""
     names = [v.name if v is not None else None for v in node.inputs]
@@ -187,8 +188,8 @@ def _of_shards(
     if not set(factors) <= set(rule.splittable):
         return None
     made = shardings(rule, view, factors, plan.mesh)
-    whole = any(s.partial or not s.split_atoms for s in made.outputs)
-    return None if whole or made.inputs[index] != shard else made
+    unfit = any(s.partial or not s.split_atoms for s in made.outputs)
+    return None if unfit or made.inputs[index] != shard else made
 
 
 def shard_states(
@@ -203,26 +204,26 @@ def shard_states(
         plan: The plan of the training program.
         gradients: Name of the output that is the gradient of each trained parameter.
         itemsizes: Bytes of an element of each of these parameters.
-        options: What to split.
+        options: What to shard.
     """
     shards: dict[str, Sharding] = {}
     batch = {a for s in plan.inputs.values() for a in s.split_atoms}
     for name, output in gradients.items():
-        whole = plan.parameters[name]
-        if not all(isinstance(n, int) for n in whole.shape):
-            continue  # a node takes it to be of another size, which partitioning refuses
-        size = prod(int(n) for n in whole.local_shape(plan.mesh)) * itemsizes[name]
-        atoms = (batch | set(plan.outputs[output].partial)) - set(whole.split_atoms)
-        shard = split_further(whole, options.shared(size, atoms, plan.mesh), plan.mesh)
+        planned = plan.parameters[name]
+        if not all(isinstance(n, int) for n in planned.shape):
+            continue  # A node assumes another size for it, which partitioning refuses.
+        size = prod(int(n) for n in planned.local_shape(plan.mesh)) * itemsizes[name]
+        atoms = (batch | set(plan.outputs[output].partial)) - set(planned.split_atoms)
+        shard = shard_further(planned, options.shared(size, atoms, plan.mesh), plan.mesh)
         if shard is not None:
             shards[name] = shard
     return Shards(plan, gradients, options, shards)
 
 
 def within(atoms: Collection[int], mesh: Mesh, limit: int | None) -> Atoms:
-    """Returns the atoms, ascending, that make the most devices within a limit.
+    """Returns the atoms, ascending, that span the most devices within a limit.
 
-    Of several choices the minor atoms are taken: devices that are neighbours share a fast link.
+    Of several choices the minor atoms are taken, since neighbouring devices have a fast link.
     """
     row = sorted(atoms)
     if limit is None or mesh.count(row) <= limit:
@@ -231,21 +232,22 @@ def within(atoms: Collection[int], mesh: Mesh, limit: int | None) -> Atoms:
     return max((c for c in choices if mesh.count(c) <= limit), key=lambda c: (mesh.count(c), c))
 
 
-def split_further(whole: Sharding, atoms: Atoms, mesh: Mesh) -> Sharding | None:
-    """Returns a sharding that splits one dim by `atoms` as well, None where no shard is smaller.
+def shard_further(planned: Sharding, atoms: Atoms, mesh: Mesh) -> Sharding | None:
+    """Returns a sharding in which `atoms` shard one more dim, None if no shard would be smaller.
 
-    The new atoms are the minor ones, so that what a device holds is cut in pieces where it lies.
-    It is the dim that leaves the smallest shards, padding included; of several the first, whose
-    pieces are contiguous.
+    The new atoms are the minor ones, so that each device splits the shard that it has. The dim is
+    the one with the smallest shards, padding included; of several the first, whose shards are
+    contiguous.
     """
     best: tuple[int, Sharding] | None = None
-    elements = prod(int(size) for size in whole.local_shape(mesh))
-    for d, dim in enumerate(whole.dims):
+    elements = prod(int(size) for size in planned.local_shape(mesh))
+    for d, dim in enumerate(planned.dims):
         for c, component in enumerate(dim):
             finer = Component(component.size, (*component.atoms, *atoms))
             local = int(local_size(component, mesh))
             size = elements // local * int(local_size(finer, mesh)) if local else elements
             if size < (elements if best is None else best[0]):
-                dims = (*whole.dims[:d], (*dim[:c], finer, *dim[c + 1 :]), *whole.dims[d + 1 :])
+                changed = (*dim[:c], finer, *dim[c + 1 :])
+                dims = (*planned.dims[:d], changed, *planned.dims[d + 1 :])
                 best = size, Sharding(dims).canonical(mesh, NO_CONSTRAINTS)
     return None if best is None else best[1]

@@ -1,6 +1,6 @@
-"""What the plan of a program costs: each node, what moves for it, the memory at its peak."""
+"""The cost of the plan of a program: each node, its communication, the memory at its peak."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -8,27 +8,28 @@ from math import prod
 import onnx_ir as ir
 
 from onnxpar.core.rule import ANY, IDENTITY
-from onnxpar.core.sharding import Component, Sharding
+from onnxpar.core.sharding import Sharding
 from onnxpar.cost.cost_model import CostModel, Work
 from onnxpar.cost.live_memory import Made, MemoryStep, live_peak, makes
 from onnxpar.cost.optimizer_parallel import Shards
 from onnxpar.facts.program import Program
 from onnxpar.graph.plan import NodePlan, Plan
+from onnxpar.graph.shapes import itemsize
 from onnxpar.ops.kernel_memory import call, kernel
 
 
 @dataclass(frozen=True)
 class NodePrice:
-    """What one node costs a device.
+    """The cost of one node on a device.
 
     Attributes:
         name: Its name.
         work: Its arithmetic and memory traffic.
-        filling: Seconds in which the padding of its operands is set that it would read.
-        moving: Seconds in which its operands are brought to where it wants them, and its outputs
-            to where the user wants them.
-        local: The shapes of its results on a device.
-        made: Bytes of these.
+        filling: Seconds to set the padding of its operands.
+        moving: Seconds to reshard its operands as it needs them, and its outputs as the user wants
+            them.
+        local: The local shapes of its results.
+        made: Bytes of its results on a device.
     """
 
     name: str
@@ -40,30 +41,29 @@ class NodePrice:
 
     @property
     def seconds(self) -> float:
-        """All of it."""
+        """All seconds of the node."""
         return self.computing + self.work.special + self.moving
 
     @property
     def computing(self) -> float:
-        """What is no communication."""
+        """The seconds without communication."""
         return self.work.seconds + self.filling
 
 
 @dataclass(frozen=True)
 class Price:
-    """What a plan costs one device.
+    """The cost of a plan on one device.
 
     Attributes:
         nodes: Each node, in order.
-        outputs: Seconds in which outputs are brought to where they leave.
-        gradients: Seconds in which gradients are reduced, as far as nothing hides them.
-        updating: Seconds in which the optimizer reads and writes what it trains.
-        held: Bytes held all the time: parameters and, where they are trained, their gradients and
+        outputs: Seconds to reshard the outputs of the graph.
+        gradients: Seconds to reduce gradients, as far as they are not hidden.
+        updating: Seconds in which the optimizer reads and writes the states.
+        held: Bytes that are always held: parameters and, if they are trained, their gradients and
             moments.
-        peak: Bytes held at the peak: inputs, outputs and values between nodes besides, or what the
-            optimizer needs, whichever is more.
-        fullest: The node at which the values take the most.
-        kept: Of each parameter what is held of it all the time.
+        peak: Bytes at the peak: in addition to `held`, inputs, outputs, and the larger of the
+            values between nodes and the memory of the optimizer.
+        kept: For each parameter, its part of `held`.
     """
 
     nodes: tuple[NodePrice, ...]
@@ -72,7 +72,6 @@ class Price:
     updating: float
     held: int
     peak: int
-    fullest: str
     kept: Mapping[str, int]
 
     @property
@@ -92,7 +91,7 @@ class Price:
         return self.computing + self.communicating
 
     def step(self, micro_batches: int) -> float:
-        """Returns the seconds of a step of so many micro-batches, or of so many runs."""
+        """Returns the seconds of a step of some micro-batches, or of as many runs."""
         once = self.outputs + self.gradients + self.updating
         return micro_batches * (self.seconds - once) + once
 
@@ -104,14 +103,14 @@ def price(
     shards: Shards | None = None,
     moments: int = 0,
 ) -> tuple[Price, tuple[MemoryStep, ...]]:
-    """Prices a plan; returns its price, and its steps as memory is counted by them.
+    """Returns the price of a plan, and the steps from which its memory is counted.
 
     Args:
-        program: The program that the plan is of.
-        plan: The plan.
+        program: The program.
+        plan: Its plan.
         cost: The cost model.
-        shards: How the buffers of what is trained lie; None for a forward program.
-        moments: Tensors like a trained parameter that its optimizer keeps.
+        shards: The layouts of the states of a training program; None for a forward program.
+        moments: How many tensors the optimizer keeps for each trained parameter.
     """
     shards = shards or Shards(plan, {})
     laid = shards.training(program)
@@ -135,29 +134,29 @@ class _Pricing:
     def run(self) -> Price:
         graph, plan = self.program.graph, self.plan
         for value in (*graph.inputs, *graph.initializers.values()):
-            self._typed(value)
+            self.itemsizes[value.name or ""] = itemsize(value)
         for name, sharding in (*plan.inputs.items(), *plan.parameters.items()):
             self._define(name, sharding)
             self.outside.add(name)
         prices = tuple(self._node(node) for node in graph)
         outputs, gradients = self._leaving(), self._reducing()
-        # Of a parameter and its moments, all are read and written, and its gradient is read.
+        # A parameter and its moments are read and written, and its gradient is read.
         trained = ((self.shards.moment(n), self.itemsizes[n]) for n in self.shards.gradients)
         updated = (2 * (1 + self.moments) + 1) * sum(self._bytes(s, i) for s, i in trained)
         updating = updated / self.cost.machine.bandwidth
         kept = {n: self._kept(n) for n in plan.parameters}
         held = sum(kept.values())
         values = live_peak(self.steps, self._outputs())
-        peak = held + self._bound() + max(values.bytes, self._reduced())
-        return Price(prices, outputs, gradients, updating, held, peak, values.name, kept)
+        peak = held + self._bound() + max(values, self._reduced())
+        return Price(prices, outputs, gradients, updating, held, peak, kept)
 
     def _kept(self, name: str) -> int:
         """Bytes of a parameter, its gradient and its moments."""
-        itemsize = self.itemsizes[name]
-        size = self._bytes(self.plan.parameters[name], itemsize)
+        width = self.itemsizes[name]
+        size = self._bytes(self.plan.parameters[name], width)
         if name in self.shards.gradients:
-            size += self._bytes(self.shards.gradient(name), itemsize)
-            size += self.moments * self._bytes(self.shards.moment(name), itemsize)
+            size += self._bytes(self.shards.gradient(name), width)
+            size += self.moments * self._bytes(self.shards.moment(name), width)
         return size
 
     def _node(self, node: ir.Node) -> NodePrice:
@@ -172,7 +171,7 @@ class _Pricing:
         for index, value in enumerate(node.inputs):
             want = chosen.inputs[index] if index < len(chosen.inputs) else None
             source = "" if value is None else value.name or ""
-            # Of what is taken in its current layout only the sizes are asked for.
+            # Of an operand that is taken in its current layout, the node reads only the sizes.
             if source not in self.made or want is None or rule.inputs[index].mode == ANY:
                 reads.append("")
                 continue
@@ -181,9 +180,9 @@ class _Pricing:
             spent, filled = self._masked(version, source, want, index, chosen)
             filling += spent
             reads.append(filled)
-        shapes = [self._shape(s) for s in chosen.outputs]
+        shapes = [self.cost.local_shape(s) for s in chosen.outputs]
         for value in node.outputs:
-            self._typed(value)
+            self.itemsizes[value.name or ""] = itemsize(value)
         sizes = [
             prod(shape) * self.itemsizes[v.name or ""]
             for v, shape in zip(node.outputs, shapes, strict=True)
@@ -192,7 +191,7 @@ class _Pricing:
         facts = kernel(node, self.program.registry)
         seen = call(
             node,
-            [None if s is None else self._shape(s) for s in chosen.inputs],
+            [None if s is None else self.cost.local_shape(s) for s in chosen.inputs],
             shapes,
             self.itemsizes[names[0]] if names else 0,
         )
@@ -214,67 +213,57 @@ class _Pricing:
 
     # -- values ----------------------------------------------------------------------------------
 
-    def _typed(self, value: ir.Value) -> None:
-        self.itemsizes[value.name or ""] = int(value.dtype.itemsize) if value.dtype else 4
-
     def _define(self, name: str, sharding: Sharding) -> str:
-        """Returns the name of a value's version, the value's own for the first."""
+        """Returns the name of a version of a value; the first has the name of the value."""
         versions = self.made.setdefault(name, {})
         if sharding not in versions:
             versions[sharding] = f"{name}@{len(versions)}" if versions else name
         return versions[sharding]
 
     def _brought(self, name: str, want: Sharding) -> tuple[float, str]:
-        """Seconds in which a value is brought into a sharding, and the version that it is then."""
-        there = self.made[name]
-        if want in there:
-            return 0.0, there[want]
-        itemsize = self.itemsizes[name]
+        """Seconds to bring a value into a sharding, and the name of the resulting version."""
+        versions = self.made[name]
+        if want in versions:
+            return 0.0, versions[want]
+        width = self.itemsizes[name]
         seconds, nearest = min(
-            ((self.cost.reshard(s, want, itemsize), s) for s in there), key=lambda found: found[0]
+            ((self.cost.reshard(s, want, width), s) for s in versions), key=lambda found: found[0]
         )
-        # What is gathered for one reader is not there for the next.
-        anew = name in self.gathered
-        version = f"{name} for {len(self.steps)}" if anew else self._define(name, want)
-        source = there[nearest]
-        # Reduced where it lies, moved or cut out into memory of its own.
+        # A value that is gathered for one reader is dropped before the next one.
+        again = name in self.gathered
+        version = f"{name} for {len(self.steps)}" if again else self._define(name, want)
+        source = versions[nearest]
+        # A reduction may overwrite its operand; all other reshards need new memory.
         over = (source,) if nearest.partial and nearest.dims == want.dims else ()
-        made = Made(version, self._bytes(want, itemsize), over=over)
-        room = self.cost.room(nearest, want, itemsize)
+        made = Made(version, self._bytes(want, width), over=over)
+        room = self.cost.room(nearest, want, width)
         self.steps.append(MemoryStep(f"{name} brought", (source,), (made,), room))
         return seconds, version
 
     def _masked(
         self, version: str, name: str, sharding: Sharding, index: int, chosen: NodePlan
     ) -> tuple[float, str]:
-        """Seconds to set the padding that a reduction sees, and the version of the operand then."""
+        """Seconds to set the padding that a reduction reads, and the resulting version."""
         if name in self.outside or not any(
             chosen.rule.kinds[factor] in IDENTITY
             and any(factor in names for names in chosen.rule.inputs[index].dims)
-            and not self._even(parts)
+            and not self.cost.is_even(parts)
             for factor, parts in chosen.factors.items()
         ):
             return 0.0, version
         size = self._bytes(sharding, self.itemsizes[name])
         masked = f"{version} for {len(self.steps)}"
-        # A choice by a mask: what is chosen from is spread out first.
+        # Where selects by a mask, which is as large as the operand.
         self.steps.append(MemoryStep(f"{name} masked", (version,), (Made(masked, size),), size))
         return self.cost.copying(size), masked
 
-    def _even(self, parts: Iterable[Component]) -> bool:
-        mesh, table = self.plan.mesh, self.cost.table
-        return all(not c.atoms or table.divisible(c.size, mesh.count(c.atoms)) for c in parts)
+    def _bytes(self, sharding: Sharding, width: int) -> int:
+        return self.cost.elements(sharding) * width
 
-    def _shape(self, sharding: Sharding) -> tuple[int, ...]:
-        return self.cost.local_shape(sharding)
-
-    def _bytes(self, sharding: Sharding, itemsize: int) -> int:
-        return self.cost.elements(sharding) * itemsize
-
-    # -- what stays ------------------------------------------------------------------------------
+    # -- outputs and states ----------------------------------------------------------------------
 
     def _leaving(self) -> float:
-        """Seconds in which outputs are brought to where they leave."""
+        """Seconds to reshard the outputs of the graph."""
         return sum(
             self._brought(name, leaving)[0]
             for name, leaving in self.plan.outputs.items()
@@ -282,21 +271,21 @@ class _Pricing:
         )
 
     def _reducing(self) -> float:
-        """Seconds in which gradients are reduced, and parameters that replicas share gathered."""
+        """Seconds to reduce gradients, and to gather parameters that replicas share."""
         seconds = 0.0
         meeting: set[int] = set()
         for name, output in self.shards.gradients.items():
             leaves, shard = self.plan.outputs[output], self.shards.moment(name)
-            itemsize = self.itemsizes[name]
-            reduced = self.cost.reshard(leaves, shard, itemsize, met=True)
+            width = self.itemsizes[name]
+            reduced = self.cost.reshard(leaves, shard, width, met=True)
             seconds += self._hidden(output) * reduced
-            seconds += self.cost.reshard(shard, self.shards.parameter(name), itemsize, met=True)
+            seconds += self.cost.reshard(shard, self.shards.parameter(name), width, met=True)
             meeting.update(leaves.partial)
-        # All of them are reduced one after another at the end of a step.
+        # They are reduced one after another at the end of a step, so ranks wait once.
         return seconds + (1 - self.cost.machine.overlap) * self.cost.wait(sorted(meeting))
 
     def _hidden(self, output: str) -> float:
-        """The share of a value's reshard that the backward pass does not hide."""
+        """The fraction of the reshard of an output that the backward pass does not hide."""
         return 1 - self.cost.machine.overlap if output in self._gradients else 1
 
     @cached_property
@@ -304,20 +293,20 @@ class _Pricing:
         return frozenset(self.shards.gradients.values())
 
     def _outputs(self) -> set[str]:
-        """The versions in which values leave; they have memory of their own."""
+        """The versions that are outputs of the graph; they have memory of their own."""
         return {self.made[n][s] for n, s in self.plan.outputs.items() if n in self.made}
 
     def _bound(self) -> int:
-        """Bytes of inputs, and of outputs that are no gradients."""
+        """Bytes of inputs, and of outputs that are not gradients."""
         plan = self.plan
         kept = [(n, s) for n, s in plan.outputs.items() if n not in self._gradients]
         bound = [*plan.inputs.items(), *kept]
         return sum(self._bytes(s, self.itemsizes[n]) for n, s in bound if n in self.itemsizes)
 
     def _reduced(self) -> int:
-        """Bytes of reduced gradients, which the optimizer has beside those that were partial.
+        """Bytes of reduced gradients, which the optimizer keeps beside the partial ones.
 
-        All of them are there when the norm is known.
+        It needs all of them at once, since it waits for the norm.
         """
         return sum(
             self._bytes(self.shards.moment(name), self.itemsizes[name])

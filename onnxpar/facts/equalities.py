@@ -1,8 +1,8 @@
-"""Sizes that a plan takes to be equal without a proof, for the runtime to compare.
+"""Sizes that a plan assumes to be equal without a proof, for the runtime to compare.
 
 A rule gives one factor to dims of several operands, as `k` in "m k, k n -> m n", because the
-operator demands that they are equal. Where the model does not show it (the batches of scores and of
-labels have two names), every rank cuts both by the one size, so a run must have equal ones.
+operator requires that they are equal. If the model does not show it (the batches of scores and of
+labels have two names), every rank shards both by one size, so they must be equal in a run.
 """
 
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Equality:
-    """Two dims that a node takes to be of one size.
+    """Two dims that a node requires to have the same size.
 
     Attributes:
         node: Name of the node, the first in the model's order that needs this equality.
@@ -38,10 +38,10 @@ class Equality:
 
 
 def assumed_equalities(program: Program) -> tuple[Equality, ...]:
-    """Returns the equalities between operands that rules assume and nothing proves.
+    """Returns the equalities between operands that rules assume and that are not proved.
 
     Each pair of sizes is listed once. Pairs of integers are left out (shape inference has compared
-    them), and sizes that depend on data, which no runtime knows beforehand.
+    them), and so are sizes that depend on data, which are unknown before a run.
     """
     rules, table = program.rules, program.env.table
     found: dict[frozenset[Dim], Equality] = {}

@@ -1,38 +1,41 @@
-"""Which nodes of a rank's graph compute on the host where the others compute on a device.
+"""The nodes of a rank graph that compute on the host while the others compute on a device.
 
-Sizes of this rank are computed from system inputs (values of symbols, coordinates) by small integer
-nodes, and are read by kernels in host memory: the shape of a Reshape, the bounds of a Slice. Left
-alone, onnxruntime computes them on the device, which has kernels for them, and copies each to the
-host; every such copy waits for all that the device has to do. So these nodes are marked for the
+Small integer nodes compute the sizes of this rank from system inputs (values of symbols,
+coordinates). Kernels read these sizes in host memory: the shape of a Reshape, the bounds of a
+Slice. By default onnxruntime computes them on the device, which has kernels for them, and copies
+each to the host; every such copy waits until the device is idle. So these nodes are marked for the
 host, and nothing is copied.
 """
 
 from collections.abc import Collection, Iterable, Sequence
+from math import prod
 
 import onnx_ir as ir
 
+from onnxpar.graph.body_captures import bodies_of
 from onnxpar.ops.operand_roles import reads_elements
 from onnxpar.ops.registry import Registry
 
 LAYER, HOST = "layer_ann", "onnxpar.host"
-"""Metadata of a node that computes on the host also where others compute on a device. The key is
-onnxruntime's, whose session option `session.layer_assignment_settings` says what the word means."""
+"""Metadata of a node that computes on the host even if others compute on a device. The key is
+onnxruntime's, whose session option `session.layer_assignment_settings` gives the word a meaning."""
 SMALL = 100
-"""Elements of a value that is worth computing on the host at most."""
+"""The most elements of a value that is worth computing on the host."""
 
 
 def host_nodes(
     nodes: Sequence[ir.Node], given: Collection[ir.Value], registry: Registry
 ) -> frozenset[ir.Node]:
-    """Returns the nodes that are to compute on the host.
+    """Returns the nodes that shall compute on the host.
 
-    A node is one where all that it reads is on the host, all that it gives is small, and some
-    kernel reads that, or what an equal node gives, in host memory, directly or through other such
-    nodes. Bodies of control flow are read, and decide nothing of their own nodes.
+    These are the nodes whose operands are all on the host, whose results are all small, and whose
+    results, or those of an equal node, some kernel reads in host memory, directly or through other
+    such nodes. The kernels in bodies of control flow count as readers; nodes in bodies are not
+    returned.
 
     Args:
         nodes: The nodes of a graph in topological order.
-        given: Values that are on the host from the start: system inputs and small constants.
+        given: Values that are on the host before the run: system inputs and small constants.
         registry: The table of operators.
     """
     on_host = set(given)
@@ -53,9 +56,9 @@ def host_nodes(
 
 
 def _alike(nodes: Iterable[ir.Node]) -> list[list[ir.Node]]:
-    """Groups nodes that compute the same from the same, the groups in topological order.
+    """Groups nodes that compute the same from the same operands; groups are in topological order.
 
-    onnxruntime merges them before it places them, and keeps the mark of whichever stays.
+    onnxruntime merges such nodes before it places them, and keeps the mark of only one of them.
     """
     groups: dict[object, list[ir.Node]] = {}
     same: dict[ir.Value, tuple[object, int]] = {}
@@ -71,13 +74,9 @@ def _alike(nodes: Iterable[ir.Node]) -> list[list[ir.Node]]:
 
 
 def is_small(value: ir.Value) -> bool:
-    """Tells whether the number of elements of a value is known and no more than `SMALL`."""
-    if value.shape is None or not value.shape.is_static():
-        return False
-    count = 1
-    for size in value.shape.numpy():
-        count *= size
-    return count <= SMALL
+    """Whether the number of elements of a value is known and at most `SMALL`."""
+    shape = value.shape
+    return shape is not None and shape.is_static() and prod(shape.numpy()) <= SMALL
 
 
 def _able(node: ir.Node, on_host: Collection[ir.Value]) -> bool:
@@ -85,14 +84,14 @@ def _able(node: ir.Node, on_host: Collection[ir.Value]) -> bool:
     return (
         node.domain in ("", "ai.onnx")
         and bool(node.inputs)
-        and not _bodies(node)
+        and not bodies_of(node)
         and all(value is None or value in on_host for value in node.inputs)
         and all(is_small(value) for value in node.outputs)
     )
 
 
 def _wanted(nodes: Iterable[ir.Node], registry: Registry) -> set[ir.Value]:
-    """Returns what kernels, those of bodies included, read in host memory."""
+    """Returns the values that kernels, including those of bodies, read in host memory."""
     found: set[ir.Value] = set()
     for node in nodes:
         definition = registry.of(node)
@@ -100,11 +99,6 @@ def _wanted(nodes: Iterable[ir.Node], registry: Registry) -> set[ir.Value]:
             value = node.inputs[index] if index < len(node.inputs) else None
             if value is not None:
                 found.add(value)
-        for body in _bodies(node):
+        for body in bodies_of(node).values():
             found |= _wanted(body, registry)
     return found
-
-
-def _bodies(node: ir.Node) -> list[ir.Graph]:
-    graphs = [a for a in node.attributes.values() if a.type == ir.AttributeType.GRAPH]
-    return [attribute.as_graph() for attribute in graphs]

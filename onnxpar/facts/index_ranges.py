@@ -1,13 +1,14 @@
-"""Ranges that operators demand of the elements of graph inputs, for the runtime to check.
+"""Ranges that operators require of the elements of graph inputs, for the runtime to check.
 
-onnxruntime refuses a label or token that is out of range where one device holds all classes. A
-device that holds a part of them cannot tell such an index from one that is another device's, and
-would find it nowhere: a silent zero. So what reaches an operator as an index is checked before a
-run, where it is an input of the model, perhaps reshaped or cast on its way.
+If one device holds all classes, onnxruntime refuses a label or token that is out of range. A device
+that holds a shard of them cannot tell such an index from an index of another device's shard, and
+the result would silently be zero. So the indices that an operator reads are checked before a run,
+if they are an input of the model, possibly reshaped or cast.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import prod
 
 import onnx_ir as ir
 
@@ -20,15 +21,15 @@ from onnxpar.ops.node_rules import Rules
 
 @dataclass(frozen=True)
 class IndexRange:
-    """What an operator demands of the elements of a graph input.
+    """The range that an operator requires of the elements of a graph input.
 
     Attributes:
-        node: Name of the node, the first in the model's order that demands it.
+        node: Name of the node, the first in the model's order that requires it.
         op_type: Its operator.
         input: Name of the graph input.
         low: Least element.
         high: Greatest element.
-        ignored: An element that is admitted as well; None for none.
+        ignored: An element outside the range that is allowed too; None for none.
     """
 
     node: str
@@ -40,7 +41,7 @@ class IndexRange:
 
 
 def demanded_ranges(program: Program) -> tuple[IndexRange, ...]:
-    """Returns the ranges that nodes demand of graph inputs, each once."""
+    """Returns the ranges that nodes require of graph inputs, each once."""
     graph, rules = program.graph, program.rules
     inputs = {value.name for value in graph.inputs}
     found: dict[tuple[object, ...], IndexRange] = {}
@@ -63,7 +64,7 @@ def _known(sizes: Iterable[Dim], view: NodeView) -> bool:
 
 
 def _origin(value: ir.Value | None, rules: Rules) -> str | None:
-    """Name of the value that has the same integers, before reshapes, transposes and casts."""
+    """Name of the value from which reshapes, transposes and casts made these integers."""
     while value is not None and (node := value.producer()) is not None:
         rule, view = rules.by_node[node.name or ""], rules.views[node.name or ""]
         if not (_is_integer(value) and _is_integer(node.inputs[0]) and _rearranges(rule, view)):
@@ -77,22 +78,16 @@ def _is_integer(value: ir.Value | None) -> bool:
 
 
 def _rearranges(rule: OpRule, view: NodeView) -> bool:
-    """Whether a node's output has the elements of its first operand, all of them and no others."""
+    """Whether the output of a node has exactly the elements of its first operand."""
     alone = frozenset((0,))
     data = [index for index, operand in enumerate(rule.inputs) if not operand.mode]
     if data != [0] or len(rule.outputs) != 1:
         return False
     first, last = view.node.inputs[0], view.node.outputs[0]
     if first is not None and first.dtype != last.dtype:
-        # From integers of one width to those of another, element by element: a cast.
+        # A cast between integer types, element by element.
         return rule.inputs[0].dims == rule.outputs[0].dims
-    # What commutes with maximum, minimum and sum changes no integer.
+    # An operator that commutes with maximum, minimum and sum does not change integers.
     if any((reduction, alone) not in rule.linear for reduction in ("max", "min", "sum")):
         return False
-    before: Dim = 1
-    after: Dim = 1
-    for size in view.shape(0):
-        before = before * size
-    for size in view.out_shape():
-        after = after * size
-    return view.table.equal(before, after)
+    return view.table.equal(prod(view.shape(0)), prod(view.out_shape()))

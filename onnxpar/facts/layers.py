@@ -1,11 +1,12 @@
-"""Finds the layers of a network: runs of nodes that repeat one after another.
+"""Finds the layers of a network: sequences of nodes that repeat one after another.
 
-Sizes, masks and positions that all layers share are computed where the first of them is needed, in
-many an exported network within the first layer. So layers are looked for in what remains, which is
-the same in each: see `carriers`.
+Exported networks often compute the sizes, masks and positions that all layers share within the
+first layer. So layers are searched for among the other nodes, which are the same in each layer; see
+`carriers`.
 
-Two nodes are alike where operator, element types and shapes of what they read and make are alike. A
-run is found by comparing the row of nodes with itself, shifted by each possible length of a layer.
+Two nodes are alike if their operators and the element types and shapes of their operands and
+results are equal. Repetitions are found by comparing the row of nodes with itself, shifted by each
+possible length of a layer.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
+from numpy.typing import NDArray
 
 from onnxpar.graph.body_captures import read_by
 from onnxpar.graph.shapes import ShapeEnv
@@ -20,7 +22,9 @@ from onnxpar.ops.operand_roles import reads_elements
 from onnxpar.ops.registry import Registry
 
 SMALLEST = 8
-"""Nodes that a layer must have at least, so that a few alike in a row are taken for none."""
+"""The least number of nodes of a layer, so that short repetitions do not count."""
+
+Numbers = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -34,8 +38,8 @@ class Layer:
 def carriers(nodes: Iterable[ir.Node], registry: Registry) -> list[ir.Node]:
     """Returns the nodes whose results depend on elements of a graph input and on a weight.
 
-    A position bias, made of a weight and of how long the input is, is none. A weight is an
-    initializer of a floating type that is not a scalar.
+    A position bias, which depends on a weight and only on the length of the input, is not one. A
+    weight is an initializer of a floating type that is not a scalar.
 
     Args:
         nodes: Nodes in topological order, with all that they read from one another.
@@ -65,10 +69,10 @@ def _is_weight(value: ir.Value) -> bool:
 
 
 def find_layers(nodes: Sequence[ir.Node], env: ShapeEnv) -> list[Layer]:
-    """Returns the layers of a forward pass, in order; none where nothing repeats.
+    """Returns the layers of a forward pass, in order; none if nothing repeats.
 
-    Of all rows of repetitions the one that covers the most nodes is taken, and then what remains
-    before and behind it is looked at in the same way. Layers begin where the least is read across.
+    The repetition that covers the most nodes is taken first, then the nodes before and after it are
+    searched in the same way. Layers begin where the fewest values are read across the border.
 
     Args:
         nodes: Nodes in topological order, best those of `carriers`.
@@ -89,7 +93,7 @@ def _kind(node: ir.Node, env: ShapeEnv) -> object:
 
 
 def _crossing(nodes: Sequence[ir.Node]) -> list[int]:
-    """How many values that nodes made are read across the border before each node."""
+    """For each node, how many values of earlier nodes it or later nodes read."""
     number = {id(node): i for i, node in enumerate(nodes)}
     change = [0] * (len(nodes) + 1)
     for i, node in enumerate(nodes):
@@ -101,16 +105,12 @@ def _crossing(nodes: Sequence[ir.Node]) -> list[int]:
     return [int(n) for n in np.cumsum(change[: len(nodes)])]
 
 
-def _find(
-    row: "np.ndarray[tuple[int], np.dtype[np.int64]]",
-    crossing: "np.ndarray[tuple[int], np.dtype[np.int64]]",
-    offset: int,
-) -> list[tuple[int, int]]:
+def _find(row: Numbers, crossing: Numbers, offset: int) -> list[tuple[int, int]]:
     best = _longest(row)
     if best is None:
         return []
     start, period, length = best
-    # A run may be cut at any place of its first layer; a cheap cut may cost a layer's worth.
+    # The layers may begin anywhere in the first period, even if that costs one layer.
     places = range(start, start + period)
     first = min(places, key=lambda at: (crossing[at], -((start + length - at) // period), at))
     count = (start + length - first) // period
@@ -123,11 +123,9 @@ def _find(
     ]
 
 
-def _longest(
-    row: "np.ndarray[tuple[int], np.dtype[np.int64]]",
-) -> tuple[int, int, int] | None:
+def _longest(row: Numbers) -> tuple[int, int, int] | None:
     """Start, period and length of the repetition that covers the most nodes."""
-    # Of several periods the least: two layers are no layer.
+    # The shortest period wins: two layers are not one layer.
     best: tuple[int, int, int] | None = None
     covered = 0
     for period in range(SMALLEST, len(row) // 2 + 1):
@@ -138,7 +136,7 @@ def _longest(
             continue
         at = int(lengths.argmax())
         length = int(lengths[at]) + period
-        whole = length // period * period
-        if length >= 2 * period and whole > covered:
-            best, covered = (int(begins[at]), period, length), whole
+        repeated = length // period * period
+        if length >= 2 * period and repeated > covered:
+            best, covered = (int(begins[at]), period, length), repeated
     return best

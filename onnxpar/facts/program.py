@@ -1,7 +1,7 @@
-"""A program: a model and all that is known of it before anything is decided.
+"""A program: a model with its shapes and rules, before there is a plan.
 
-Every later stage takes this one record. A stage that changes the model makes a new program of it
-(`Program.of`), by the same table of operators.
+Every later pass takes this one record. A pass that changes the model makes a new program of it
+(`Program.of`), with the same table of operators.
 """
 
 from dataclasses import dataclass
@@ -16,13 +16,13 @@ from onnxpar.ops.registry import Registry
 
 @dataclass(frozen=True)
 class Program:
-    """A model and all that is known of it before anything is decided.
+    """A model with its shapes and rules.
 
     Attributes:
         model: The normalised model.
         env: Shapes of its values, and the symbols with their constraints.
         rules: The sharding rule and the operator definition of each of its nodes.
-        registry: The table of operators that the rules are from.
+        registry: The table of operators that has the rules.
     """
 
     model: ir.Model
@@ -40,7 +40,7 @@ class Program:
             registry: The table of operators.
 
         Raises:
-            NodeError: An attribute or a constant operand of a node is not legal.
+            NodeError: An attribute or a constant operand of a node is illegal.
         """
         return Program(model, env, find_rules(model, env, registry), registry)
 

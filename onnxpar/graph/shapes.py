@@ -89,6 +89,11 @@ def _by_size(rounded: sympy.Expr) -> bool:
 _INTEGERS = (ir.DataType.INT64, ir.DataType.INT32)
 
 
+def itemsize(value: ir.Value | None) -> int:
+    """Returns the bytes of an element of a value; those of float32 if its type is unknown."""
+    return int(value.dtype.itemsize) if value is not None and value.dtype is not None else 4
+
+
 def body_env(graph: ir.Graph, outer: ShapeEnv) -> ShapeEnv:
     """Returns the shapes and contents of the values of a body and of those around it."""
     inner = read_shapes([*graph.inputs, *(v for n in graph for v in n.outputs)], outer.table)

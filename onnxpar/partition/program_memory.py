@@ -7,7 +7,7 @@ from math import prod
 import onnx_ir as ir
 
 from onnxpar.core.symbols import SymbolTable, as_dim
-from onnxpar.cost.live_memory import MemoryStep, Peak, live_peak, makes
+from onnxpar.cost.live_memory import MemoryStep, live_peak, makes
 from onnxpar.graph.body_captures import read_by
 from onnxpar.ops.kernel_memory import call, kernel
 from onnxpar.ops.registry import Registry
@@ -32,7 +32,7 @@ class ProgramMemory:
     states: Mapping[str, int]
     inputs: int
     outputs: int
-    values: Peak
+    values: int
     unknown: tuple[str, ...]
 
 
@@ -78,7 +78,7 @@ def total_bytes(programs: Iterable[ProgramMemory]) -> int:
         states |= program.states
     bound = sum(p.inputs + p.outputs for p in known)
     weights = max((p.weights for p in known), default=0)
-    return weights + sum(states.values()) + bound + max((p.values.bytes for p in known), default=0)
+    return weights + sum(states.values()) + bound + max((p.values for p in known), default=0)
 
 
 def handed_bytes(

@@ -53,7 +53,7 @@ def fullest_stage(
                 for handed, size in zip(pm.handed_in, handed_bytes(pm, sizes), strict=True)
                 if (handed.local.name or "") not in stash
             )
-            running = known[pm.program].values.bytes + arrived
+            running = known[pm.program].values + arrived
             if pm.program in forwards:
                 # What it leaves for its own backward is counted in `kept`.
                 running -= sum(made[pm.virtual_stage].values())
@@ -65,5 +65,5 @@ def fullest_stage(
 
 def _held(programs: Sequence[ProgramMemory], besides: Sequence[ProgramMemory], values: int) -> int:
     """Bytes held for programs whose values take at most `values` bytes at the same time."""
-    alone = max((p.values.bytes for p in (*programs, *besides)), default=0)
+    alone = max((p.values for p in (*programs, *besides)), default=0)
     return total_bytes([*programs, *besides]) + max(values - alone, 0)

@@ -273,7 +273,7 @@ class _Staging:
         made = {m.name: m.bytes for s in forward for m in s.makes if not m.view_of}
         wanted = {name for s in mine if s.name in self.backward for name in s.reads}
         stash = sum(size for name, size in made.items() if name in wanted)
-        return live_peak(mine).bytes, stash
+        return live_peak(mine), stash
 
 
 def _origin(node: ir.Node) -> str:

@@ -198,7 +198,7 @@ def predicted(case: Case, facts: Facts) -> int:
         steps.append(
             MemoryStep(names[0], tuple(reads), makes(told, reads, names, sizes), told.work(seen))
         )
-    return live_peak(steps, case.outputs).bytes
+    return live_peak(steps, case.outputs)
 
 
 def measured(case: Case, folder: Path) -> int:

@@ -9,7 +9,7 @@ from onnxpar.core.mesh import Mesh
 from onnxpar.core.sharding import Component, Sharding
 from onnxpar.core.symbols import NO_CONSTRAINTS
 from onnxpar.core.symbols.symbol_table import SymbolTable
-from onnxpar.cost.optimizer_parallel import OptimizerParallel, shard_states, split_further, within
+from onnxpar.cost.optimizer_parallel import OptimizerParallel, shard_further, shard_states, within
 from onnxpar.facts.program import Program
 from onnxpar.graph.plan import Plan
 from onnxpar.graph.shapes import ShapeEnv
@@ -46,21 +46,21 @@ def plan_of(parameter: Sharding, partial: tuple[int, ...], batch: tuple[int, ...
 def test_the_dim_that_pads_least_is_split(
     shape: tuple[int, ...], held: list[tuple[int, ...]], wanted: list[tuple[int, ...]]
 ) -> None:
-    found = split_further(Sharding.of(shape, held), (A, B), MESH)
+    found = shard_further(Sharding.of(shape, held), (A, B), MESH)
     assert found == Sharding.of(shape, wanted)
 
 
 def test_what_cannot_become_smaller_stays() -> None:
     for shape in ((), (1,), (1, 1)):
-        assert split_further(Sharding.replicated(shape), (A, B), MESH) is None
-    assert split_further(Sharding.replicated((8,)), (), MESH) is None
+        assert shard_further(Sharding.replicated(shape), (A, B), MESH) is None
+    assert shard_further(Sharding.replicated((8,)), (), MESH) is None
 
 
 def test_a_part_of_a_dim_is_split() -> None:
     """Three projections in one dim, heads split: each device's columns are cut within a part."""
     dim = (Component(3), Component(12, (TP,)))
     whole = Sharding((dim, (Component(5),)))
-    found = split_further(whole, (A, B), MESH)
+    found = shard_further(whole, (A, B), MESH)
     assert found is not None
     assert found == Sharding(((Component(3), Component(12, (TP, A, B))), (Component(5),)))
     assert found == found.canonical(MESH, NO_CONSTRAINTS)
