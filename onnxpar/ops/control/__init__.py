@@ -1,1 +1,1 @@
-"""If, Loop and Scan: all that is known of them follows from the nodes in their bodies."""
+"""If, Loop and Scan: their rules and local forms follow from the nodes in their bodies."""

@@ -1,21 +1,20 @@
 """The rule of a node with bodies, from the rules of the nodes in them.
 
-The factors of all nodes of a body are put together dim by dim (see `unified_dims`), through the
-bodies' inputs and results and through what they capture: a part of a dim that every node lets be
-split alike is a factor of the whole node. A sum over such a part (or a maximum, and so on) may stay
-partial to the end of the body where all that reads it is linear; it is then partial in the results
-of the node, and in a state from step to step if the state begins with zero. What would need
-communication within a body is left replicated: a device that stands still in a loop would keep the
-others waiting, and it is never emitted there.
+The factors of all nodes of a body are unified dim by dim (see `unified_dims`), through the bodies'
+inputs, results and captured values. A part of a dim that all nodes can shard in the same way is a
+factor of the node with the bodies. A sum over such a part (or a maximum, and so on) may be partial
+until the body ends if every node that reads it is linear. The results of the node are then partial,
+and so is a state from step to step if its initial value is zero. Nodes of a body never communicate:
+a device that is delayed in a loop would block the others. A dim that would need communication there
+is replicated.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import onnx_ir as ir
 
-from onnxpar.core.errors import ModelError
 from onnxpar.core.mesh import Mesh
 from onnxpar.core.rule import (
     ABSENT,
@@ -42,9 +41,9 @@ class Port:
     """An operand or a result of a node with bodies.
 
     Attributes:
-        outer: The value outside; None where it is absent.
-        inner: The inputs or results of bodies that are it, or a slice of it.
-        axis: The dim of the outer value that the slices are of; None where they are all of it.
+        outer: The value outside the bodies; None if it is absent.
+        inner: The inputs or results of bodies that equal it, or that are slices of it.
+        axis: The dim of the outer value that is sliced; None if it is not sliced.
     """
 
     outer: ir.Value | None
@@ -54,14 +53,14 @@ class Port:
 
 @dataclass(frozen=True)
 class Wiring:
-    """How the bodies of a node hang together with its operands and results.
+    """How operands and results of a node are connected to its bodies.
 
     Attributes:
-        operands: The operands that the operator has, captured ones excluded.
+        operands: The operands that the operator has; captured values are excluded.
         results: The results.
-        states: Of each value that is handed from step to step: where it begins, the input and the
-            result of the body that it is.
-        control: Results of bodies that decide what is run, which every device must have.
+        states: For each value that is passed from step to step: its initial value, and the input
+            and the result of the body that hold it.
+        control: Results of bodies that determine what runs; they must be replicated.
     """
 
     operands: tuple[Port, ...]
@@ -71,7 +70,7 @@ class Wiring:
 
 
 def is_zero(value: ir.Value | None) -> bool:
-    """Whether a value is known to hold nothing but zeros."""
+    """Whether all elements of a value are known to be zero."""
     if value is None:
         return False
     if value.const_value is not None:
@@ -90,25 +89,26 @@ def is_zero(value: ir.Value | None) -> bool:
 
 @dataclass
 class BodyAnalysis:
-    """What may be split of a node with bodies.
+    """Which dims of a node with bodies may be sharded.
 
     Attributes:
         view: The node.
-        wiring: How its bodies hang together.
+        wiring: How its operands and results are connected to its bodies.
         bodies: The bodies, by attribute.
+        partial: For each value in a body, the parts over which it may be partial.
     """
 
     view: NodeView
     wiring: Wiring
     bodies: Mapping[str, BodyFacts]
-    pending: dict[str, PartialDims] = field(default_factory=dict)
+    partial: dict[str, PartialDims] = field(default_factory=dict)
     _dims: dict[str, tuple[int, ...]] = field(default_factory=dict)
     _factors: dict[str, dict[str, int]] = field(default_factory=dict)
     _carried: dict[str, dict[int, PartialDims]] = field(default_factory=dict)
     _names: dict[int, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Puts the factors of all nodes together."""
+        """Unifies the factors of all nodes."""
         self.parts = DimParts(self.view.table)
         for body in self.bodies.values():
             for node in body.graph:
@@ -125,7 +125,7 @@ class BodyAnalysis:
     # -- dims --------------------------------------------------------------------------------------
 
     def dims(self, value: ir.Value) -> tuple[int, ...] | None:
-        """The parts that the dims of a value are; None where its rank is unknown."""
+        """The parts that are the dims of a value; None if its rank is unknown."""
         name = value.name or ""
         if name not in self._dims:
             shape = self._shape(name)
@@ -172,15 +172,15 @@ class BodyAnalysis:
                 continue
             for dim, names in zip(dims, operand.dims, strict=True):
                 if names:
-                    # As a rule does of the operands of its node (see `facts.equalities`).
+                    # A rule may assume equal sizes of its node's operands (see `facts.equalities`).
                     parts = [factors[n] for n in names]
                     self.parts.unify((dim,), parts, why, assume=len(names) == 1)
                 else:
                     self.parts.forbid((dim,), why)
         for factor, kind in rule.kinds.items():
             if kind in (REPLICATED, SPECIAL):
-                told = why if kind == REPLICATED else f"{name!r} ({node.op_type}) would communicate"
-                self.parts.forbid((factors[factor],), told)
+                would = f"{name!r} ({node.op_type}) would communicate"
+                self.parts.forbid((factors[factor],), why if kind == REPLICATED else would)
 
     def _port(self, port: Port) -> None:
         why = "its rank in a body is unknown"
@@ -211,22 +211,22 @@ class BodyAnalysis:
     # -- partial values ------------------------------------------------------------------------
 
     def _settled(self) -> bool:
-        """Follows partial values to the results; False where that forbade another split."""
+        """Follows partial values to the results; False if this forbade another part."""
         self._forbid_twice()
         before = len(self.parts.fixed)
         entering: dict[str, PartialDims] = {v.name or "": {} for _, v, _ in self.wiring.states}
         zeros = {v.name or "" for begin, v, _ in self.wiring.states if is_zero(begin)}
         while True:
-            self.pending = dict(entering)
+            self.partial = dict(entering)
             for body in self.bodies.values():
                 for node in body.graph:
                     if not self._follow(body, node, zeros):
                         return False
             for name in zeros:
-                entering[name] = self.pending[name]
+                entering[name] = self.partial[name]
             grown = False
             for begin, inner, after in self.wiring.states:
-                old, new = entering[inner.name or ""], self.pending.get(after.name or "", {})
+                old, new = entering[inner.name or ""], self.partial.get(after.name or "", {})
                 if old == new:
                     continue
                 if not is_zero(begin) or not old.items() <= new.items():
@@ -236,13 +236,13 @@ class BodyAnalysis:
             if not grown:
                 break
         for value in self.wiring.control:
-            if self.pending.get(value.name or ""):
-                return self._refuse(self.pending[value.name or ""], "it determines what runs")
+            if partial := self.partial.get(value.name or ""):
+                return self._refuse(partial, "it determines what runs")
         self._check_results()
         return len(self.parts.fixed) == before
 
     def _forbid_twice(self) -> None:
-        # Devices that split rows and columns alike would make the blocks of the diagonal alone.
+        # Devices that shard rows and columns alike would compute only the blocks of the diagonal.
         for name, factors in self._factors.items():
             self._forbid_repeated(
                 factors.values(), f"two dims of {name!r} in its body must be sharded alike"
@@ -254,8 +254,8 @@ class BodyAnalysis:
         leaves = self.parts.leaves(list(parts))
         self.parts.forbid([leaf for leaf in leaves if leaves.count(leaf) > 1], why)
 
-    def _refuse(self, pending: PartialDims, why: str) -> bool:
-        self.parts.forbid(list(pending), why)
+    def _refuse(self, partial: PartialDims, why: str) -> bool:
+        self.parts.forbid(list(partial), why)
         return False
 
     def _follow(self, body: BodyFacts, node: ir.Node, zeros: set[str]) -> bool:
@@ -264,21 +264,21 @@ class BodyAnalysis:
         why = f"{name!r} ({node.op_type}) in its body is not linear in a sum over it"
         held: dict[int, PartialDims] = {}
         for index, (value, operand) in enumerate(zip(node.inputs, rule.inputs, strict=False)):
-            waiting = self.pending.get(value.name or "", {}) if value is not None else {}
-            if not waiting or operand.mode == ANY:
+            partial = self.partial.get(value.name or "", {}) if value is not None else {}
+            if not partial or operand.mode == ANY:
                 continue
             if operand.mode:
-                return self._refuse(waiting, why)
-            held[index] = waiting
+                return self._refuse(partial, why)
+            held[index] = partial
         carried: PartialDims = {}
         if held:
             carried = next(iter(held.values()))
             for index, value in enumerate(node.inputs):
-                # Zeros wait for whatever sum the other operands wait for.
+                # Zeros are partial in whatever way the other operands are.
                 if index in held or value is None or rule.inputs[index].mode:
                     continue
                 if value.name in zeros:
-                    self.pending[value.name or ""] = held[index] = carried
+                    self.partial[value.name or ""] = held[index] = carried
                 elif is_zero(value) and ("sum", frozenset(held)) not in rule.linear:
                     held[index] = carried
             every: PartialDims = {k: r for p in held.values() for k, r in p.items()}
@@ -294,52 +294,49 @@ class BodyAnalysis:
         self._carried[name] = held
         for value, operand in zip(node.outputs, rule.outputs, strict=True):
             has = {f for names in operand.dims for f in names}
-            waiting = dict(carried)
+            partial = dict(carried)
             for factor, kind in rule.kinds.items():
                 if kind not in REDUCTIONS or factor in has:
                     continue
                 for leaf in self.parts.leaves((factors[factor],)):
                     if leaf not in self.parts.fixed:
-                        waiting[leaf] = kind
-            if waiting and (operand.mode or len(set(waiting.values())) > 1):
-                return self._refuse(waiting, why)
-            self.pending[value.name or ""] = waiting
+                        partial[leaf] = kind
+            if partial and (operand.mode or len(set(partial.values())) > 1):
+                return self._refuse(partial, why)
+            self.partial[value.name or ""] = partial
         return True
 
     def _check_results(self) -> None:
-        waiting = [self.result_pending(port) for port in self.wiring.results]
-        for port, mine in zip(self.wiring.results, waiting, strict=True):
+        partials = [self._result_partial(port) for port in self.wiring.results]
+        for port, mine in zip(self.wiring.results, partials, strict=True):
             for value in port.inner:
-                theirs = self.pending.get(value.name or "", {})
+                theirs = self.partial.get(value.name or "", {})
                 if theirs != mine and not is_zero(value):
                     self.parts.forbid([*theirs, *mine], "only one of the bodies sums over it")
             if len(set(mine.values())) > 1:
                 self.parts.forbid(list(mine), "two reductions would be partial")
-        for leaf, kind in {k: r for p in waiting for k, r in p.items()}.items():
-            for port, mine in zip(self.wiring.results, waiting, strict=True):
+        for leaf, kind in {k: r for p in partials for k, r in p.items()}.items():
+            for port, mine in zip(self.wiring.results, partials, strict=True):
                 if port.outer is None or not port.outer.name:
                     continue
                 if mine.get(leaf) != kind and leaf not in self._leaves(port.outer):
                     self.parts.forbid(
                         (leaf,), f"it is summed over, but not for {port.outer.name!r}"
                     )
-        reached = {leaf for p in waiting for leaf in p}
+        reached = {leaf for p in partials for leaf in p}
         for port in self.wiring.results:
             if port.outer is not None and port.outer.name:
                 reached |= self._leaves(port.outer)
-        for value in self._outside():
-            for leaf in self._leaves(value) - reached:
-                self.parts.forbid((leaf,), "no result contains it")
+        for operand in self.view.node.inputs:
+            if operand is not None:
+                self.parts.forbid(list(self._leaves(operand) - reached), "no result contains it")
 
-    def result_pending(self, port: Port) -> PartialDims:
-        """What a result waits for."""
+    def _result_partial(self, port: Port) -> PartialDims:
+        """The parts over which a result may be partial."""
         for value in port.inner:
             if not is_zero(value):
-                return self.pending.get(value.name or "", {})
+                return self.partial.get(value.name or "", {})
         return {}
-
-    def _outside(self) -> Iterator[ir.Value]:
-        yield from (v for v in self.view.node.inputs if v is not None)
 
     # -- the rule ----------------------------------------------------------------------------------
 
@@ -347,7 +344,7 @@ class BodyAnalysis:
         """Returns the rule of the node.
 
         Raises:
-            ModelError: Nothing may be split.
+            ModelError: No dim may be sharded.
         """
         node = self.view.node
         inputs = [self._operand(v) for v in node.inputs]
@@ -356,32 +353,30 @@ class BodyAnalysis:
                 inputs[index] = REPLICATED_OPERAND if port.outer is not None else ABSENT
         outputs = [self._operand(v) for v in node.outputs]
         text = f"{', '.join(inputs)} -> {', '.join(outputs)}"
-        leaves = {leaf: name for leaf, name in self._names.items()}
-        splittable = [leaf for leaf in leaves if leaf not in self.parts.fixed]
-        if not splittable:
-            raise ModelError(self._why())
-        whole = [name for leaf, name in leaves.items() if leaf in self.parts.fixed]
-        if whole:
-            text += f"; replicated: {' '.join(whole)}"
-        reduced: dict[str, list[str]] = {}
-        for leaf, kind in {
-            k: r for port in self.wiring.results for k, r in self.result_pending(port).items()
-        }.items():
-            if leaf in leaves:
-                reduced.setdefault(kind, []).append(leaves[leaf])
-        for kind, names in reduced.items():
-            text += f"; {kind}: {' '.join(names)}"
+        leaves = self._names
+        if all(leaf in self.parts.fixed for leaf in leaves):
+            raise self.view.fail(self._why())
+        replicated = [name for leaf, name in leaves.items() if leaf in self.parts.fixed]
+        text += f"; replicated: {' '.join(replicated)}"
+        reduced: PartialDims = {}
+        for port in self.wiring.results:
+            reduced |= self._result_partial(port)
+        for leaf, kind in reduced.items():
+            text += f"; {kind}: {leaves[leaf]}" if leaf in leaves else ""
         return parse_rule(text, {name: self.parts.size(leaf) for leaf, name in leaves.items()})
 
     def _why(self) -> str:
-        told = f"node {self.view.name!r} ({self.view.op_type}): no dim can be sharded"
+        """Says that no dim can be sharded, with up to three reasons."""
+        values = (*self.view.node.inputs, *self.view.node.outputs)
         reasons = dict.fromkeys(
             self.parts.fixed[leaf]
-            for value in (*self._outside(), *self.view.node.outputs)
+            for value in values
+            if value is not None
             for leaf in self.parts.leaves(self.dims(value) or ())
             if leaf in self.parts.fixed and self.parts.size(leaf) != 1
         )
-        return f"{told}: {'; '.join(list(reasons)[:3])}" if reasons else told
+        why = f": {'; '.join(list(reasons)[:3])}" if reasons else ""
+        return f"no dim can be sharded{why}"
 
     def _operand(self, value: ir.Value | None) -> str:
         if value is None:
@@ -401,7 +396,7 @@ class BodyAnalysis:
     # -- carrying out a plan -----------------------------------------------------------------------
 
     def plans(self, factors: Mapping[str, DimSharding], mesh: Mesh) -> "BodyPlans":
-        """Returns how bodies are sharded, from the splits of the rule's factors."""
+        """Returns how the bodies are sharded, given the sharding of the rule's factors."""
         self.rule()
         split = {leaf: factors[n] for leaf, n in self._names.items() if n in factors}
         return BodyPlans(self, split, mesh)
@@ -412,8 +407,8 @@ class BodyPlans:
     """How the bodies of a node are sharded.
 
     Attributes:
-        analysis: What may be split.
-        split: The components of each part that is split.
+        analysis: Which dims may be sharded.
+        split: The components of each part that is sharded.
         mesh: The device mesh.
     """
 
@@ -430,12 +425,13 @@ class BodyPlans:
             for c in self.split.get(leaf, (Component(known.size(leaf)),))
         )
 
-    def _held(self, pending: PartialDims) -> tuple[tuple[int, ...], str]:
-        atoms = tuple(a for leaf in pending for c in self.split.get(leaf, ()) for a in c.atoms)
-        return atoms, next(iter(pending.values()), "sum")
+    def _held(self, partial: PartialDims) -> tuple[tuple[int, ...], str]:
+        """The atoms over which a value is partial, and its reduction."""
+        atoms = tuple(a for leaf in partial for c in self.split.get(leaf, ()) for a in c.atoms)
+        return atoms, next(iter(partial.values()), "sum")
 
     def sharding(self, value: ir.Value) -> Sharding:
-        """The layout of a value that the bodies read, make or hand on."""
+        """The sharding of a value in the bodies."""
         analysis = self.analysis
         dims, shape = analysis.dims(value), analysis._shape(value.name or "")
         if dims is None or shape is None:
@@ -443,7 +439,7 @@ class BodyPlans:
         names = {f"d{i}": self.components((dim,)) for i, dim in enumerate(dims)}
         operand = Operand(tuple((name,) for name in names))
         sizes = dict(zip(names, shape, strict=True))
-        atoms, reduction = self._held(analysis.pending.get(value.name or "", {}))
+        atoms, reduction = self._held(analysis.partial.get(value.name or "", {}))
         laid = operand_sharding(operand, shape, names, sizes)
         return laid.with_partial(atoms, reduction).canonical(self.mesh, analysis.view.table)
 

@@ -1,4 +1,4 @@
-"""Builds loops and branches on the undivided graph: bodies, their copies, their nodes."""
+"""Builds loops and branches in the undivided program: bodies, their copies, their nodes."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ StepFn = Callable[
     [GlobalBuilder, Sequence[ir.Value], Sequence[ir.Value]],
     tuple[Sequence[ir.Value], Sequence[ir.Value]],
 ]
-"""Emits one step: from a builder, the states and the slices to the new states and the results."""
+"""Emits one step: takes a builder, states and slices; returns the new states and the results."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,10 @@ class Along:
 
     axis: int = 0
     reverse: bool = False
+
+    def reversed(self) -> "Along":
+        """Returns the other direction along the same axis."""
+        return Along(self.axis, not self.reverse)
 
 
 def entry(builder: GlobalBuilder, like: ir.Value, shape: Sequence[Dim], hint: str) -> ir.Value:
@@ -50,12 +54,12 @@ def scan(
     step: StepFn,
     results: Sequence[Along],
 ) -> tuple[ir.Value, ...]:
-    """Emits a Scan, of which there is one slice at least.
+    """Emits a Scan.
 
     Args:
-        builder: Where it stands.
-        states: What the states begin with.
-        scanned: What is sliced.
+        builder: Where to emit.
+        states: Initial values of the states.
+        scanned: The tensors that are sliced, at least one.
         step: Emits one step.
         results: How each result of a step is stacked.
 
@@ -97,10 +101,13 @@ def scan_node(
     outputs: Sequence[tuple[ir.DataType | None, Sequence[Dim]]],
     results: Sequence[Along],
 ) -> tuple[ir.Value, ...]:
-    """Emits the node of a Scan whose body is there."""
-    attributes: dict[str, object] = {"body": body, "num_scan_inputs": len(scanned)}
-    attributes["scan_input_axes"] = [a.axis for _, a in scanned]
-    attributes["scan_input_directions"] = [int(a.reverse) for _, a in scanned]
+    """Emits the node of a Scan, given its body."""
+    attributes: dict[str, object] = {
+        "body": body,
+        "num_scan_inputs": len(scanned),
+        "scan_input_axes": [a.axis for _, a in scanned],
+        "scan_input_directions": [int(a.reverse) for _, a in scanned],
+    }
     if results:
         attributes["scan_output_axes"] = [a.axis for a in results]
         attributes["scan_output_directions"] = [int(a.reverse) for a in results]
@@ -112,7 +119,10 @@ def scan_node(
 
 
 def finish(builder: GlobalBuilder, inputs: Sequence[ir.Value], outputs: Sequence[ir.Value]) -> None:
-    """Gives a body its inputs and its results, all of them made in the body and no two the same."""
+    """Gives a body its inputs and results.
+
+    A result that no node of the body computes, or that occurs twice, goes through an Identity.
+    """
     body = builder.graph
     body.inputs.clear()
     body.inputs.extend(inputs)
@@ -128,7 +138,7 @@ def finish(builder: GlobalBuilder, inputs: Sequence[ir.Value], outputs: Sequence
 
 
 def prune(graph: ir.Graph) -> None:
-    """Removes the nodes of a body whose results nobody reads."""
+    """Removes the nodes of a body whose results are not read."""
     read = set(graph.outputs)
     for node in list(reversed(graph)):
         if any(out in read for out in node.outputs):
@@ -140,7 +150,7 @@ def prune(graph: ir.Graph) -> None:
 
 
 def learn(builder: GlobalBuilder, graph: ir.Graph) -> None:
-    """Tells a builder what is known of the values of a body."""
+    """Adds shapes and contents of a body's values to what a builder knows."""
     values = [*graph.inputs, *(v for node in graph for v in node.outputs)]
     found = read_shapes(values, builder.table)
     for name, shape in found.shapes.items():
@@ -152,10 +162,10 @@ def learn(builder: GlobalBuilder, graph: ir.Graph) -> None:
 def copied(
     builder: GlobalBuilder, graph: ir.Graph
 ) -> tuple[ir.Graph, dict[ir.Value, ir.Value], dict[ir.Node, ir.Node]]:
-    """Copies a body whose values the builder knows; names in the copy are new.
+    """Copies a body whose values the builder knows, with new names.
 
     Returns:
-        The copy, and of each of its values and nodes the one that it is a copy of.
+        The copy, and the original of each of its values and of each of its nodes.
     """
     copy = graph.clone(allow_outer_scope_values=True)
     values = dict(zip(copy.inputs, graph.inputs, strict=True))

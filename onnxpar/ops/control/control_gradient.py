@@ -1,12 +1,11 @@
-"""Gradients of branches and loops: their bodies differentiated, and run backwards.
+"""Gradients of branches and loops: their bodies are differentiated and run backwards.
 
-The gradient of an If is an If on the same condition, each branch of which computes the forward
-branch again as far as its gradient reads it. The gradient of a Scan is a Scan from the last step to
-the first: its states are the cotangents of the forward states, and sums for what the body captures;
-what the gradient of a step reads of the forward step is stacked by the forward Scan. So a step is
-computed once, and memory is that of backpropagation through time (Werbos, 1990, "Backpropagation
-through time: what it does and how to do it"). A Loop that no condition ends is a Scan over its
-steps' numbers.
+The gradient of an If is an If with the same condition. Each of its branches computes those parts of
+the forward branch again that its gradient reads. The gradient of a Scan is a Scan in reverse order.
+Its states are the cotangents of the forward states, and sums for captured values. The forward Scan
+stacks the values that the gradient of a step reads. So each step is computed once, and memory is
+that of backpropagation through time (Werbos, 1990, "Backpropagation through time: what it does and
+how to do it"). A Loop that no condition can end is a Scan over the numbers of its steps.
 """
 
 from collections.abc import Mapping, Sequence
@@ -40,7 +39,7 @@ def _floats(values: Sequence[ir.Value]) -> list[ir.Value]:
 
 
 def _captured(node: GradNode) -> dict[int, ir.Value]:
-    """The captured operands that a gradient is wanted of, by position."""
+    """The captured operands whose cotangent is wanted, by position."""
     inputs = node.view.node.inputs
     own = len(own_inputs(node.view.node))
     return {i: v for i in sorted(node.wanted) if i >= own and (v := inputs[i]) is not None}
@@ -50,7 +49,7 @@ def _captured(node: GradNode) -> dict[int, ir.Value]:
 
 
 def if_gradient(node: GradNode) -> Sequence[ir.Value | None]:
-    """The gradient of the branch that was taken."""
+    """An If with the same condition, whose branches are the gradients of both branches."""
     builder, forward = node.builder, node.view.node
     targets = _captured(node)
     branches: dict[str, tuple[GlobalBuilder, dict[ir.Value, ir.Value]]] = {}
@@ -88,7 +87,16 @@ def if_gradient(node: GradNode) -> Sequence[ir.Value | None]:
 
 @dataclass(frozen=True)
 class _Forward:
-    """The forward Scan."""
+    """The forward Scan.
+
+    Attributes:
+        node: The node.
+        body: Its body.
+        states: Number of states.
+        slices: How each scanned operand is sliced.
+        stacks: How each scanned result is stacked.
+        steps: Number of steps.
+    """
 
     node: ir.Node
     body: ir.Graph
@@ -96,6 +104,10 @@ class _Forward:
     slices: tuple[Along, ...]
     stacks: tuple[Along, ...]
     steps: Dim
+
+    def is_float_state(self, index: int) -> bool:
+        """Whether input `index` of the body is a state of floating-point numbers."""
+        return index < self.states and bool(_floats([self.body.inputs[index]]))
 
     @staticmethod
     def of(node: GradNode) -> "_Forward":
@@ -132,7 +144,7 @@ def scan_gradient(node: GradNode) -> Sequence[ir.Value | None]:
     wanted = [
         v
         for i, v in enumerate(copy.inputs)
-        if v in _floats([v]) and (i < scan.states or i in node.wanted)
+        if scan.is_float_state(i) or (i >= scan.states and i in node.wanted and _floats([v]))
     ]
     given = {**state_cotangents, **stack_cotangents}
     made = node.inner.differentiate(inner, given, [*wanted, *targets.values()])
@@ -141,8 +153,8 @@ def scan_gradient(node: GradNode) -> Sequence[ir.Value | None]:
     inner.scope = f"{node.name}/grad"
     after = [
         made[v] if v in made else zeros_like(inner, v)
-        for v in copy.inputs[: scan.states]
-        if v in _floats([v])
+        for i, v in enumerate(copy.inputs)
+        if scan.is_float_state(i)
     ]
     after += [
         inner.op("Add", total, made[v], shape=builder.shape_of(v))
@@ -154,7 +166,7 @@ def scan_gradient(node: GradNode) -> Sequence[ir.Value | None]:
         if i >= scan.states and v in made and i in node.wanted
     }
     kept = _kept(copy, forward, [*after, *slices.values()])
-    scanned = [(v, Along(a.axis, not a.reverse)) for v, a in stacked]
+    scanned = [(v, along.reversed()) for v, along in stacked]
     entering = [*state_cotangents.values(), *totals, *stack_cotangents.values()]
     inputs = list(copy.inputs)
     renamed: dict[ir.Value, ir.Value] = {}
@@ -162,8 +174,7 @@ def scan_gradient(node: GradNode) -> Sequence[ir.Value | None]:
     for value in kept:
         place = inputs.index(value) if value in inputs else -1
         if place >= scan.states:
-            operand, along = node.input(place), scan.slices[place - scan.states]
-            scanned.append((operand, Along(along.axis, not along.reverse)))
+            scanned.append((node.input(place), scan.slices[place - scan.states].reversed()))
             entering.append(value)
             continue
         scanned.append((_stack(builder, scan, value, origins, nodes), Along(0, True)))
@@ -177,34 +188,26 @@ def scan_gradient(node: GradNode) -> Sequence[ir.Value | None]:
     finish(inner, entering, results)
     close_node(scan.node)
     begin = [*last, *(zeros_like(builder, v) for v in sums.values())]
-    stacks = [
-        Along(scan.slices[i - scan.states].axis, not scan.slices[i - scan.states].reverse)
-        for i in slices
-    ]
+    stacks = [scan.slices[i - scan.states].reversed() for i in slices]
     outputs: list[tuple[ir.DataType | None, Sequence[Dim]]] = [
         (v.dtype, builder.shape_of(v)) for v in begin
     ]
     outputs += [(node.input(i).dtype, node.shape(node.input(i))) for i in slices]
     values = scan_node(builder, copy, begin, scanned, outputs, stacks)
-    places = [i for i in range(scan.states) if copy_is_float(scan.body, i)]
+    places = [i for i in range(scan.states) if scan.is_float_state(i)]
     results_by_place = dict(zip([*places, *sums, *slices], values, strict=True))
     return [
         results_by_place.get(i) if i in node.wanted else None for i in range(len(scan.node.inputs))
     ]
 
 
-def copy_is_float(body: ir.Graph, index: int) -> bool:
-    """Whether a state of a body is of floating-point numbers."""
-    return bool(_floats([body.inputs[index]]))
-
-
 def _state_cotangents(
     node: GradNode, scan: _Forward, copy: ir.Graph
 ) -> tuple[list[ir.Value], dict[ir.Value, ir.Value]]:
-    """Where the cotangents of the states begin, and of each result of a step its cotangent."""
+    """The initial cotangents of the states, and the cotangent in a step of each new state."""
     begin, found = [], {}
     for index in range(scan.states):
-        if not copy_is_float(scan.body, index):
+        if not scan.is_float_state(index):
             continue
         cotangent = node.cotangents[index]
         if cotangent is None:
@@ -218,6 +221,7 @@ def _state_cotangents(
 def _stack_cotangents(
     node: GradNode, scan: _Forward, copy: ir.Graph
 ) -> tuple[list[tuple[ir.Value, Along]], dict[ir.Value, ir.Value]]:
+    """The cotangents of the stacked results, and the cotangent in a step of each slice of them."""
     operands, found = [], {}
     for index, along in enumerate(scan.stacks, start=scan.states):
         cotangent = node.cotangents[index]
@@ -232,7 +236,7 @@ def _stack_cotangents(
 def _kept(
     copy: ir.Graph, forward: Sequence[ir.Node], results: Sequence[ir.Value]
 ) -> list[ir.Value]:
-    """The values of a forward step that its gradient reads, and that differ from step to step."""
+    """The values of a forward step that its gradient reads and that differ between steps."""
     differing = set(copy.inputs)
     for inner in forward:
         if any(v in differing for v in read_by(inner)):
@@ -249,11 +253,11 @@ def _stack(
     origins: Mapping[ir.Value, ir.Value],
     nodes: Mapping[ir.Node, ir.Node],
 ) -> ir.Value:
-    """Has the forward Scan stack a value of its body, and returns the stack."""
+    """Makes the forward Scan stack a value of its body, and returns the stack."""
     body = scan.body
     original = origins.get(value)
     if original is None:
-        # A further output that the gradient asked of the copy.
+        # A further output, which the gradient added to a node of the copy.
         maker = value.producer()
         assert maker is not None
         source, place = nodes[maker], list(maker.outputs).index(value)
@@ -288,7 +292,8 @@ def loop_body(node: BodyNode) -> Sequence[ir.Value | None]:
     """A Scan over the numbers of the steps.
 
     Raises:
-        ModelError: A condition may end the loop, or there is no trip count.
+        ModelError: A condition may end the loop, there is no trip count or it is 0, or a state has
+            no initial value.
     """
     builder, loop = node.builder, node.view.node
     if not node.has(0) or not runs_through(loop):
@@ -303,7 +308,7 @@ def loop_body(node: BodyNode) -> Sequence[ir.Value | None]:
     if len(states) != len(own) - 2:
         raise node.fail("a state has no initial value")
     if _steps(node, len(states)) == 0:
-        # onnxruntime's Scan refuses to take no step.
+        # onnxruntime's Scan needs at least one step.
         raise node.fail("for a gradient, expected at least one step, got a trip count of 0")
     copy, _, _ = copied(builder, body)
     inner = builder.nested(copy)

@@ -1,12 +1,12 @@
-"""Shape inference of bodies: what stays the same from step to step, and how many steps there are.
+"""Shape inference of bodies: which dims of states stay the same, and how many steps there are.
 
-`onnx-shape-inference` takes a loop's state to have, in every step, the shape with which it enters
-the first, and a loop that a condition may end to run to its greatest number of steps. Here a dim of
-a state that a step changes is one of which nothing is known, and so is the number of steps of a
-loop that may end early. Values that are operands only because a body captures them are left out.
+`onnx-shape-inference` assumes that a loop's state has the same shape in every step, and that a loop
+always takes its greatest number of steps. Here, a dim of a state is unknown if a step changes it,
+and so is the number of steps of a loop that a condition may end. Operands that are only captured by
+a body are left out.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import onnx_ir as ir
 from onnx_shape_inference import ShapeInferenceContext
@@ -15,17 +15,16 @@ from onnxpar.core.symbols import as_dim, symbols_of
 from onnxpar.graph.body_captures import own_inputs
 from onnxpar.ops.slots import Library
 
-BodyInferFn = Callable[..., object]
 Size = int | ir.SymbolicDim
 
 
 def infer_loop(library: Library, context: ShapeInferenceContext, node: ir.Node) -> None:
-    """Loop: the states' dims that a step leaves alone, and the trip count where it is certain."""
+    """Loop: the dims of states that a step does not change, and the trip count if it is certain."""
     body = node.attributes["body"].as_graph()
     initial = own_inputs(node)[2:]
     for value in body.inputs[:2]:
         value.shape = ir.Shape([])
-    _settle(library.infer_body, context, body, initial, body.inputs[2:], body.outputs[1:])
+    _settle(library, context, body, initial, body.inputs[2:], body.outputs[1:])
     _put_states(context, node, initial, body.outputs[1:])
     count = trip_count(context, node)
     for out, made in zip(
@@ -35,7 +34,7 @@ def infer_loop(library: Library, context: ShapeInferenceContext, node: ir.Node) 
 
 
 def infer_scan(library: Library, context: ShapeInferenceContext, node: ir.Node) -> None:
-    """Scan (since opset 9): the states' dims that a step leaves alone."""
+    """Scan (since opset 9): the dims of states that a step does not change."""
     body = node.attributes["body"].as_graph()
     operands = own_inputs(node)
     scanned = node.attributes["num_scan_inputs"].as_int()
@@ -52,7 +51,7 @@ def infer_scan(library: Library, context: ShapeInferenceContext, node: ir.Node) 
         else:
             inner.shape = None
     _settle(
-        library.infer_body,
+        library,
         context,
         body,
         operands[:states],
@@ -66,7 +65,7 @@ def infer_scan(library: Library, context: ShapeInferenceContext, node: ir.Node) 
 
 
 def trip_count(context: ShapeInferenceContext, node: ir.Node) -> Size | None:
-    """The number of steps of a Loop; None where it is unknown, or a condition may end it."""
+    """The number of steps of a Loop; None if it is unknown or a condition may end the loop."""
     first = node.inputs[0]
     known = None if first is None else context.get_symbolic_value(first)
     if known is None or len(known) != 1 or not runs_through(node):
@@ -76,7 +75,7 @@ def trip_count(context: ShapeInferenceContext, node: ir.Node) -> Size | None:
 
 
 def runs_through(node: ir.Node) -> bool:
-    """Whether no condition can end a Loop before its trip count does."""
+    """Whether no condition can end a Loop before its trip count."""
     body = node.attributes["body"].as_graph()
     start, value = node.inputs[1], body.outputs[0]
     while (maker := value.producer()) is not None and maker.op_type == "Identity":
@@ -99,21 +98,21 @@ def _axes(node: ir.Node, name: str, count: int) -> list[int]:
 
 
 def _settle(
-    infer_body: BodyInferFn,
+    library: Library,
     context: ShapeInferenceContext,
     body: ir.Graph,
     initial: Sequence[ir.Value | None],
     entering: Sequence[ir.Value],
     leaving: Sequence[ir.Value],
 ) -> None:
-    """Infers a body, and again with fewer known dims of the states until a step changes none."""
+    """Infers a body again and again, with dims of states unknown that a step changed."""
     for value, inner in zip(initial, entering, strict=True):
         inner.shape = None if value is None or value.shape is None else ir.Shape(value.shape)
         if value is not None and inner.type is None:
             inner.type = value.type
     while True:
         _clear(body)
-        infer_body(context, body, warn_on_missing=False)
+        library.infer_body(context, body, warn_on_missing=False)
         changed = False
         for inner, after in zip(entering, leaving, strict=False):
             if inner.shape is None:
@@ -143,7 +142,7 @@ def _clear(graph: ir.Graph) -> None:
 
 
 def _unknown(context: ShapeInferenceContext, dim: Size) -> bool:
-    """Whether nothing is known of a dim but that it depends on data."""
+    """Whether nothing is known of a dim except that it depends on data."""
     if isinstance(dim, int):
         return False
     return dim.value is None or any(
@@ -184,11 +183,11 @@ def _put_stacked(
 
 
 BRANCHES = {("", "If"): ("then_branch", "else_branch")}
-"""Operators that choose by their first operand: the bodies for true and for false."""
+"""Operators whose first operand chooses a body: the bodies for true and for false."""
 
 
 def is_decided(node: ir.Node) -> bool:
-    """Whether a node chooses between two bodies by what is known to be a constant."""
+    """Whether a node chooses between two bodies by a constant."""
     if (node.domain, node.op_type) not in BRANCHES:
         return False
     first = node.inputs[0]

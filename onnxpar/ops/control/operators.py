@@ -1,8 +1,8 @@
-"""If, Loop and Scan: rule and local form, which follow from the nodes inside their bodies.
+"""If, Loop and Scan: rules and local forms, which follow from the nodes in their bodies.
 
-What is run is decided alike on every device: conditions and trip counts must be replicated, and the
-axis that a Scan steps along is not split. A body is then partitioned as a graph is, for what its
-node splits, and never communicates (see `onnxpar.ops.control.body_rule`).
+All devices run the same bodies equally often: conditions and trip counts must be replicated, and
+the axis along which a Scan steps is not sharded. A body is partitioned as a graph is, with the
+shardings of its node, and never communicates (see `onnxpar.ops.control.body_rule`).
 """
 
 from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ WiringFn = Callable[[NodeView], Wiring]
 
 
 def if_wiring(view: NodeView) -> Wiring:
-    """The condition, and of each result the results of both branches."""
+    """The condition, and for each result the results of both branches."""
     branches = [g.outputs for g in bodies_of(view.node).values()]
     results = tuple(
         Port(out, tuple(outputs[i] for outputs in branches))
@@ -37,7 +37,7 @@ def if_wiring(view: NodeView) -> Wiring:
 
 
 def loop_wiring(view: NodeView) -> Wiring:
-    """Trip count and condition, the states, and the results that steps are stacked to."""
+    """Trip count and condition, the states, and the results that stack a slice of each step."""
     node, own = view.node, own_inputs(view.node)
     body = bodies_of(node)["body"]
     initial, entering, leaving = own[2:], body.inputs[2:], body.outputs[1:]
@@ -54,7 +54,7 @@ def loop_wiring(view: NodeView) -> Wiring:
 
 
 def scan_wiring(view: NodeView) -> Wiring:
-    """The states, and what is sliced and stacked along an axis each."""
+    """The states, and the operands and results that are sliced or stacked along an axis."""
     node, own = view.node, own_inputs(view.node)
     body = bodies_of(node)["body"]
     scanned = view.attr("num_scan_inputs")
@@ -85,7 +85,7 @@ def _port(outer: ir.Value | None, inner: ir.Value) -> Port:
 
 
 def rule_by(wiring: WiringFn) -> Callable[[NodeView], OpRule]:
-    """Returns the rule of an operator, what all nodes of its bodies let be split."""
+    """Returns the rule of an operator with bodies."""
 
     def rule(view: NodeView) -> OpRule:
         return BodyAnalysis(view, wiring(view), view.bodies).rule()
@@ -95,7 +95,7 @@ def rule_by(wiring: WiringFn) -> Callable[[NodeView], OpRule]:
 
 
 def local_by(wiring: WiringFn) -> Callable[[LocalNode], Sequence[ir.Value]]:
-    """Returns the local form of an operator: its bodies partitioned."""
+    """Returns the local form of an operator with bodies."""
 
     def local(node: LocalNode) -> Sequence[ir.Value]:
         view = node.view
@@ -106,9 +106,8 @@ def local_by(wiring: WiringFn) -> Callable[[LocalNode], Sequence[ir.Value]]:
             value, laid, here = view.node.inputs[index], node.plan.inputs[index], node.inputs[index]
             if value is not None and laid is not None and here is not None:
                 captured.append((value, laid, here, node.zero[index]))
-        attributes: dict[str, object] = dict(view.node.attributes)
-        for name, body in plans.analysis.bodies.items():
-            attributes[name] = node.partition_body(
+        bodies = {
+            name: node.partition_body(
                 node.builder,
                 body,
                 plans.nodes(body),
@@ -116,6 +115,9 @@ def local_by(wiring: WiringFn) -> Callable[[LocalNode], Sequence[ir.Value]]:
                 [plans.sharding(v) for v in body.graph.inputs],
                 [plans.sharding(v) for v in body.graph.outputs],
             )
+            for name, body in plans.analysis.bodies.items()
+        }
+        # Not `node.copy`: the metadata of captured operands does not hold for the local node.
         return node.builder.ops(
             view.op_type,
             node.inputs[: len(own)],
@@ -123,7 +125,7 @@ def local_by(wiring: WiringFn) -> Callable[[LocalNode], Sequence[ir.Value]]:
                 (out.dtype, node.out_shape(i) if out.name in view.env.shapes else None)
                 for i, out in enumerate(view.node.outputs)
             ],
-            attributes,
+            {**view.node.attributes, **bodies},
             domain=view.node.domain,
             name=view.name,
         )
@@ -154,10 +156,10 @@ def _control(
 
 
 def _batch_outside(old: OldNode) -> None:
-    """Scan was of a batch of sequences: it is a Scan over the batch of what it is today.
+    """Scan had a batch dim: it becomes a Scan over the batch, whose body is a Scan of today.
 
     Raises:
-        ModelError: The sequences have different lengths.
+        ModelError: The node has lengths of sequences.
     """
     node = old.node
     what = f"node {node.name!r} (Scan)"

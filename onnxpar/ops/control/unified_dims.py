@@ -1,7 +1,7 @@
-"""Which dims of many tensors are one: a union-find of dims and of the parts that they have.
+"""Which dims of many tensors are the same: a union-find of dims and of their parts.
 
-A dim is one part until an operator takes it for several, major first (a Reshape that tells batch
-from heads); it is then these parts wherever it stands.
+A dim has one part until an operator divides it into several, major first, as a Reshape separates
+batch from heads. It then has these parts wherever it occurs.
 """
 
 from collections.abc import Sequence
@@ -10,15 +10,15 @@ from onnxpar.core.symbols import Dim, SymbolTable, exact_div
 
 
 class DimParts:
-    """Parts of dims, which become the same as rules say so.
+    """Parts of dims, which rules unify.
 
     Attributes:
         table: What is known of symbols.
-        fixed: Of each part that must not be split, why.
+        fixed: For each part that must not be sharded, the reason.
     """
 
     def __init__(self, table: SymbolTable) -> None:
-        """Begins without parts."""
+        """Creates a record without parts."""
         self.table = table
         self.fixed: dict[int, str] = {}
         self._sizes: list[Dim] = []
@@ -26,7 +26,7 @@ class DimParts:
         self._inside: dict[int, tuple[int, ...]] = {}
 
     def new(self, size: Dim) -> int:
-        """Returns a part that is like no other yet."""
+        """Returns a new part of this global size."""
         self._sizes.append(size)
         self._parent.append(len(self._parent))
         return len(self._parent) - 1
@@ -36,7 +36,7 @@ class DimParts:
         return self._sizes[self._root(part)]
 
     def leaves(self, parts: Sequence[int]) -> list[int]:
-        """Returns the parts that are not made of smaller ones, in order, each by one number."""
+        """Returns the smallest parts of these parts, in order; equal parts have equal numbers."""
         found: list[int] = []
         for part in parts:
             root = self._root(part)
@@ -45,17 +45,17 @@ class DimParts:
         return found
 
     def forbid(self, parts: Sequence[int], why: str) -> None:
-        """Says that parts must not be split; the first reason stays."""
+        """Notes that parts must not be sharded; the first reason stays."""
         for leaf in self.leaves(parts):
             self.fixed.setdefault(leaf, why)
 
     def unify(
         self, ones: Sequence[int], others: Sequence[int], why: str, *, assume: bool = False
     ) -> None:
-        """Says that two lists of parts are the same, cutting parts where one list is finer.
+        """Notes that two lists of parts are the same; a part is divided where the other is finer.
 
-        Parts that cannot be shown to be of one size must not be split, for the reason given; but
-        with `assume`, one part is taken to be as large as another unless both are numbers.
+        Parts that are not proved to have equal sizes must not be sharded, for the reason given. But
+        with `assume`, two single parts are assumed to be equal unless both sizes are numbers.
         """
         left, right = self.leaves(ones), self.leaves(others)
         if assume and len(left) == len(right) == 1:
@@ -71,14 +71,14 @@ class DimParts:
                 left.pop(0)
                 right.pop(0)
             elif (rest := exact_div(one, other)) is not None:
-                left[:1] = self._cut(a, other, rest)
+                left[:1] = self._divide(a, other, rest)
             elif (rest := exact_div(other, one)) is not None:
-                right[:1] = self._cut(b, one, rest)
+                right[:1] = self._divide(b, one, rest)
             else:
                 break
         self.forbid([*left, *right], why)
 
-    def _cut(self, part: int, major: Dim, minor: Dim) -> list[int]:
+    def _divide(self, part: int, major: Dim, minor: Dim) -> list[int]:
         why = self.fixed.get(part)
         inside = (self.new(major), self.new(minor))
         self._inside[part] = inside

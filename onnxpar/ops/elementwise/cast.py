@@ -15,7 +15,7 @@ from onnxpar.ops.sizes.computed_sizes import cast_elements
 from onnxpar.ops.slots import IN_PLACE, REARRANGES, Folding
 
 _F = ir.DataType
-# Casts that lose nothing, so that a sum may be taken after them.
+# Casts that are exact, so that a partial operand of any kind gives a partial result.
 _WIDENING = {
     (_F.FLOAT16, _F.FLOAT),
     (_F.FLOAT16, _F.DOUBLE),
@@ -32,25 +32,25 @@ def _linear(view: NodeView) -> str:
         return ""
     if source == target or (source, target) in _WIDENING:
         return "; linear: any 0"
-    # Rounding keeps the order of floats; a sum of rounded parts is not the rounded sum.
+    # Rounding keeps the order of floats; a sum of rounded terms is not the rounded sum.
     both = source.is_floating_point() and target.is_floating_point()
     return "; linear: max 0, min 0" if both else ""
 
 
 def cast_rule(view: NodeView) -> OpRule:
-    """Cast: every dim; partial sums only where the cast is exact."""
+    """Cast: every dim; a sum may stay partial only if the cast is exact."""
     names = " ".join(axis_names(len(view.shape(0))))
     return parse_rule(f"{names} -> {names}{_linear(view)}")
 
 
 def cast_like_rule(view: NodeView) -> OpRule:
-    """CastLike: as Cast; the second operand gives its type alone."""
+    """CastLike: as Cast; only the type of the second operand is used."""
     names = " ".join(axis_names(len(view.shape(0))))
     return parse_rule(f"{names}, * -> {names}{_linear(view)}")
 
 
 def cast_like_local(node: LocalNode) -> Sequence[ir.Value]:
-    """A Cast to the type of the second operand, which is then needed by nobody."""
+    """A Cast to the type of the second operand, which the node then does not read."""
     return (node.builder.cast(node.input(0), node.out_dtype()),)
 
 
@@ -61,10 +61,10 @@ def bit_cast_rule(view: NodeView) -> OpRule:
 
 
 def fold_casts(graph: ir.Graph) -> None:
-    """Replaces CastLike of constants to a known type, which bodies are full of, by constants.
+    """Replaces each CastLike of a constant to a known type, as is common in bodies, by a constant.
 
     Args:
-        graph: The graph; it is changed. Types of what its nodes make need not be known.
+        graph: The graph; it is changed. The types of its nodes' results need not be known.
     """
     for node in list(graph):
         if node.domain or node.op_type != "CastLike":

@@ -8,7 +8,7 @@ from onnxpar.ops.grad_node import GradNode
 
 
 def cast_gradient(node: GradNode) -> Sequence[ir.Value | None]:
-    """Gives dy in the type of x, rounded where that is narrower; types like another's vary not."""
+    """Gives dy in the type of x, rounded if that is narrower; the second operand gets nothing."""
     x = node.input(0)
     if not node.wants(0) or x.dtype is None:
         return []

@@ -1,19 +1,19 @@
-"""Elementwise operators: every dim is a parallel factor; they differ in what they are linear in."""
+"""Elementwise operators: every dim is a parallel factor; they differ in their linear clauses."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import numpy as np
 import onnx_ir as ir
 
 from onnxpar.core.rule import OpRule
+from onnxpar.core.symbols import Dim
 from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.body_node import BodyNode
 from onnxpar.ops.device.cuda_functions import itself
 from onnxpar.ops.elementwise import elementwise_gradient as grad
 from onnxpar.ops.elementwise.broadcast import broadcast_rule
 from onnxpar.ops.grad_node import Gradient
-from onnxpar.ops.local_helpers import BOOL
+from onnxpar.ops.local_helpers import BOOL, with_padding
 from onnxpar.ops.local_node import LocalNode, copy_node
 from onnxpar.ops.old_node import OldNode, Upgrade
 from onnxpar.ops.operator import BY_BODY, LocalFn, NotDifferentiable, OpDef, RuleFn
@@ -49,14 +49,13 @@ def _rule(linear: str = "") -> Callable[[NodeView], OpRule]:
     def rule(view: NodeView) -> OpRule:
         return broadcast_rule(view, linear)
 
-    rule.__doc__ = "Every dim, broadcast as numpy does" + (
-        f"; linear: {linear}." if linear else "."
-    )
+    clause = f"; linear: {linear}" if linear else ""
+    rule.__doc__ = f"Every dim, broadcast as numpy does{clause}."
     return rule
 
 
 def _extrema(operands: Iterable[int]) -> str:
-    """A partial max or min of one operand passes where the result grows with it."""
+    """The clause that lets one operand be a partial max or min: the result grows with each."""
     return ", ".join(f"{reduction} {i}" for i in operands for reduction in ("max", "min"))
 
 
@@ -66,19 +65,20 @@ def _sum_rule(view: NodeView) -> OpRule:
     return broadcast_rule(view, f"sum {everyone}, {_extrema(range(view.arity))}")
 
 
-def _mean_body(node: BodyNode) -> Sequence[ir.Value]:
-    """The sum of the operands and its quotient by how many they are."""
+def _mean(node: BodyNode | LocalNode, shape: Sequence[Dim]) -> Sequence[ir.Value]:
     operands = [node.input(i) for i in range(node.arity)]
-    total = node.op("Sum", *operands, shape=node.view.out_shape())
+    total = node.op("Sum", *operands, shape=shape)
     return [node.op("Div", total, node.number(len(operands), total))]
 
 
+def _mean_body(node: BodyNode) -> Sequence[ir.Value]:
+    """The sum of the operands, divided by their number."""
+    return _mean(node, node.view.out_shape())
+
+
 def _mean_local(node: LocalNode) -> Sequence[ir.Value]:
-    """The sum by how many they are: CUDA has no Mean."""
-    operands = [node.input(i) for i in range(node.arity)]
-    total = node.op("Sum", *operands, shape=node.out_shape())
-    count = node.builder.const(np.array(len(operands)), total.dtype)
-    return (node.op("Div", total, count, shape=node.out_shape()),)
+    """The sum of the operands, divided by their number: CUDA has no Mean."""
+    return _mean(node, node.out_shape())
 
 
 def _shrink_body(node: BodyNode) -> Sequence[ir.Value]:
@@ -92,7 +92,7 @@ def _shrink_body(node: BodyNode) -> Sequence[ir.Value]:
 
 
 def _extremum_rule(view: NodeView) -> OpRule:
-    """Max and Min: any one operand, since max and min distribute over one another; or all."""
+    """Max and Min: one operand may be partial, since max distributes over min; or all may."""
     everyone = "+".join(str(i) for i in range(view.arity))
     joint = f", {view.op_type.lower()} {everyone}" if view.arity > 1 else ""
     return broadcast_rule(view, _extrema(range(view.arity)) + joint)
@@ -104,34 +104,31 @@ def _is_float(view: NodeView) -> bool:
 
 
 def _div_rule(view: NodeView) -> OpRule:
-    """Quotients of integers are rounded: a sum of them is not the quotient of the sum."""
+    """Div: every dim; linear in floats only, since quotients of integers are rounded."""
     return broadcast_rule(view, "sum 0" if _is_float(view) else "")
 
 
 def _quotient_local(node: LocalNode) -> Sequence[ir.Value]:
-    """The same operator; integers divide padding by 1, since a division by zero ends the run."""
+    """The same operator; divisors that are padding become 1, since integers over 0 end the run."""
     if _is_float(node.view):
         return node.copy()
-    divisor = node.input(1)
-    for factor in node.split_factors():
-        divisor = node.masked(divisor, 1, factor, 1)
-    return node.copy([node.input(0), divisor])
+    return node.copy([node.input(0), with_padding(node, 1, 1)])
 
 
 def _hard_sigmoid_rule(view: NodeView) -> OpRule:
-    """Every dim; a partial max or min passes where the slope alpha is not negative."""
+    """Every dim; the operand may be a partial max or min if the slope alpha is not negative."""
     return broadcast_rule(view, _MONOTONE if view.attr("alpha", 0.2) >= 0 else "")
 
 
 def _shrink_rule(view: NodeView) -> OpRule:
-    """Every dim; a partial max or min passes where no jump goes down: bias at most lambd (or 0)."""
+    """Every dim; the operand may be a partial max or min if no jump goes down (bias ≤ lambd)."""
     edge, bias = float(view.attr("lambd", 0.5)), float(view.attr("bias", 0.0))
     rises = bias <= edge if edge >= 0 else bias <= 0
     return broadcast_rule(view, _MONOTONE if rises else "")
 
 
-# Operators that keep the order of all their operands may come before a partial max or min. Sqrt
-# and Log do too, but a part may be negative where the greatest is not, and become NaN.
+# Operators that keep the order of elements may take a partial max or min. Sqrt and Log keep it too,
+# but one device's term may be negative, and become NaN, where the greatest is not.
 _MONOTONE = "max 0, min 0"
 
 _STEPS = NotDifferentiable("constant between its steps")
@@ -155,12 +152,12 @@ def _test(name: str, version: int, **slots: Any) -> OpDef:
     return OpDef("", name, version, _rule(), gradient=_TRUTH, **slots)
 
 
-# The bias of a product, or the scale of a normalisation written out, stands on either side.
+# The bias of a product, or the scale of a composed normalisation, may be either operand.
 _ROWS = Roles(row_vectors=(0, 1))
 
 
 def _sum_kept(call: KernelCall) -> int:
-    """With a bias before it onnxruntime makes one kernel of both, which keeps the sum."""
+    """After a bias: onnxruntime fuses both into one kernel, which keeps the sum."""
     return call.bytes(call.outputs[0]) if call.after_bias else 0
 
 
@@ -259,8 +256,8 @@ DEFS = (
     _op(
         "HardSigmoid", 1, grad.hard_sigmoid, _hard_sigmoid_rule, memory=IN_PLACE, precision=FOLLOWS
     ),
-    # |xy| = |x||y|. The sign and the reciprocal of a product are not left partial so: the product
-    # may vanish or overflow in its type where the parts do not.
+    # |xy| = |x||y|. This holds for sign and reciprocal too, but the product may vanish or overflow
+    # where its factors do not.
     _op(
         "Abs",
         1,
@@ -362,27 +359,19 @@ DEFS = (
         body=_mean_body,
         broadcasts=True,
     ),
-    _op(
-        "Max",
-        6,
-        grad.extremum_gradient,
-        _extremum_rule,
-        zero=True,
-        broadcasts=True,
-        precision=FOLLOWS,
-        values=MAX,
-        folding=Folding.EXACT,
-    ),
-    _op(
-        "Min",
-        6,
-        grad.extremum_gradient,
-        _extremum_rule,
-        zero=True,
-        broadcasts=True,
-        precision=FOLLOWS,
-        values=MIN,
-        folding=Folding.EXACT,
+    *(
+        _op(
+            name,
+            6,
+            grad.extremum_gradient,
+            _extremum_rule,
+            zero=True,
+            broadcasts=True,
+            precision=FOLLOWS,
+            values=values,
+            folding=Folding.EXACT,
+        )
+        for name, values in (("Max", MAX), ("Min", MIN))
     ),
     _op(
         "Clip",

@@ -1,8 +1,8 @@
 """Gradients of elementwise operators.
 
-Each is the derivative at the kink that PyTorch takes, in as few passes over the data as there are
-terms; results of the forward node stand in for exponentials where they hold them already. Where a
-formula of the textbook overflows or cancels although the derivative does not, another is used.
+At a kink, each takes the derivative that PyTorch takes. Results of the forward node replace
+exponentials if they already contain them. Where a textbook formula overflows or cancels although
+the derivative does not, another formula is used.
 """
 
 import math
@@ -15,12 +15,12 @@ from onnxpar.ops.grad_node import Gradient, GradNode
 
 _BOOL = ir.DataType.BOOL
 Cotangents = Sequence[ir.Value | None]
-# From the node and the cotangent of its result to that of its operand.
+# Returns the cotangent of the operand, given the node and the cotangent of its result.
 Unary = Callable[[GradNode, ir.Value], ir.Value]
 
 
 def unary(derive: Unary) -> Gradient:
-    """Returns the gradient of an operator that has one operand that varies, and one result."""
+    """Returns the gradient of an operator with one differentiable operand and one result."""
 
     def gradient(node: GradNode) -> Cotangents:
         return [derive(node, node.cotangent())]
@@ -32,9 +32,14 @@ def unary(derive: Unary) -> Gradient:
 # -- pieces ------------------------------------------------------------------------------------
 
 
+def _value(node: GradNode, x: ir.Value | float, like: ir.Value) -> ir.Value:
+    """`x`; a number as a scalar of the type of `like`."""
+    return x if isinstance(x, ir.Value) else node.number(x, like)
+
+
 def _binary(node: GradNode, op_type: str, a: ir.Value, b: ir.Value | float) -> ir.Value:
-    """`a` and `b`, whose shape is `a`'s or broadcasts to it."""
-    return node.op(op_type, a, node.number(b, a) if isinstance(b, float | int) else b)
+    """The operator on `a` and `b`, which has the shape of `a` or broadcasts to it."""
+    return node.op(op_type, a, _value(node, b, a))
 
 
 def _from(node: GradNode, number: float, b: ir.Value) -> ir.Value:
@@ -43,14 +48,12 @@ def _from(node: GradNode, number: float, b: ir.Value) -> ir.Value:
 
 
 def _where(node: GradNode, test: ir.Value, yes: ir.Value, no: ir.Value | float) -> ir.Value:
-    """`yes` where the test holds; test and `yes` are of one shape, or one is a scalar."""
-    other = node.number(no, yes) if isinstance(no, float | int) else no
-    return node.op("Where", test, yes, other, dtype=yes.dtype)
+    """`yes` where the test holds; both have one shape, or one is a scalar."""
+    return node.op("Where", test, yes, _value(node, no, yes), dtype=yes.dtype)
 
 
 def _test(node: GradNode, op_type: str, a: ir.Value, b: ir.Value | float) -> ir.Value:
-    other = node.number(b, a) if isinstance(b, float | int) else b
-    return node.op(op_type, a, other, dtype=_BOOL)
+    return node.op(op_type, a, _value(node, b, a), dtype=_BOOL)
 
 
 def _one_minus_square(node: GradNode, x: ir.Value) -> ir.Value:
@@ -118,7 +121,7 @@ def absolute(node: GradNode, dy: ir.Value) -> ir.Value:
 
 @unary
 def erf(node: GradNode, dy: ir.Value) -> ir.Value:
-    """dy·2/√π·exp(-x²), the factor inside of the exponential."""
+    """dy·2/√π·exp(-x²), with the factor inside the exponential."""
     x = node.input(0)
     power = _from(node, math.log(2 / math.sqrt(math.pi)), node.op("Mul", x, x))
     return node.op("Mul", dy, node.op("Exp", power))
@@ -220,7 +223,7 @@ def elu(node: GradNode, dy: ir.Value) -> ir.Value:
 
 @unary
 def celu(node: GradNode, dy: ir.Value) -> ir.Value:
-    """dy·exp(min(x, 0)/α), the exponential read off y."""
+    """dy·exp(min(x, 0)/α), the exponential being min(y, 0)/α + 1."""
     below = _binary(node, "Min", node.output(), 0)
     slope = _binary(node, "Div", below, node.attr("alpha", 1.0))
     return node.op("Mul", dy, _binary(node, "Add", slope, 1))
@@ -241,7 +244,6 @@ def selu(node: GradNode, dy: ir.Value) -> ir.Value:
 @unary
 def gelu(node: GradNode, dy: ir.Value) -> ir.Value:
     """dy·(Φ(x) + x·φ(x)), or the derivative of its approximation by tanh."""
-    # Gelu itself is of opset 20, so the body is always there.
     if node.attr("approximate", "none") == "tanh":
         return _gelu_tanh(node, dy)
     return node.fused(GELU_GRAD, dy, node.input(0))
@@ -272,7 +274,7 @@ def mish(node: GradNode, dy: ir.Value) -> ir.Value:
 
 @unary
 def hard_sigmoid(node: GradNode, dy: ir.Value) -> ir.Value:
-    """α·dy where y lies between 0 and 1."""
+    """α·dy where 0 < y < 1."""
     y = node.output()
     inside = node.op("And", _test(node, "Greater", y, 0), _test(node, "Less", y, 1))
     return _where(node, inside, _binary(node, "Mul", dy, node.attr("alpha", 0.2)), 0)
@@ -343,18 +345,18 @@ def div_gradient(node: GradNode) -> Cotangents:
 
 
 def mod_gradient(node: GradNode) -> Cotangents:
-    """Gives dy and -dy·q, q = (a - y) / b being the quotient that the remainder leaves."""
+    """Gives dy and -dy·q, q = (a - y) / b being the integer quotient."""
     dy, y = node.cotangent(), node.output()
     left = node.unbroadcast(dy, 0) if node.wants(0) else None
     if not node.wants(1):
         return [left]
-    whole = node.op("Sub", node.input(0), y, shape=node.shape(y))
-    part = node.op("Mul", dy, node.op("Round", node.op("Div", whole, node.input(1))))
+    multiple = node.op("Sub", node.input(0), y, shape=node.shape(y))
+    part = node.op("Mul", dy, node.op("Round", node.op("Div", multiple, node.input(1))))
     return [left, node.op("Neg", node.unbroadcast(part, 1))]
 
 
 def prelu_gradient(node: GradNode) -> Cotangents:
-    """Passes dy where x > 0, else slope·dy; for the slope x·dy where x is not above 0."""
+    """For x, dy where x > 0, else slope·dy; for the slope, x·dy where x ≤ 0, else 0."""
     dy, x, slope = node.cotangent(), node.input(0), node.input(1)
     test = _test(node, "Greater", x, 0)
     left = _where(node, test, dy, node.op("Mul", dy, slope)) if node.wants(0) else None
@@ -366,7 +368,7 @@ def prelu_gradient(node: GradNode) -> Cotangents:
 
 
 def extremum_gradient(node: GradNode) -> Cotangents:
-    """Max and Min: dy to the operand that was taken, in even shares where several were."""
+    """Max and Min: dy to the operand that equals the result, in equal shares if several do."""
     dy, y = node.cotangent(), node.output()
     if node.arity == 1:
         return [dy]
@@ -384,7 +386,7 @@ def extremum_gradient(node: GradNode) -> Cotangents:
 
 
 def where_gradient(node: GradNode) -> Cotangents:
-    """Gives dy to the branch that was taken, zero for the other."""
+    """Gives dy to the chosen operand, zero to the other."""
     dy, test = node.cotangent(), node.input(0)
     zero, shape = node.number(0, dy), node.shape(dy)
     branches = ((1, (dy, zero)), (2, (zero, dy)))
@@ -398,12 +400,12 @@ def where_gradient(node: GradNode) -> Cotangents:
 
 
 def clip_gradient(node: GradNode) -> Cotangents:
-    """Passes dy inside and at the bounds, where x is its own result; else to the bound."""
+    """For x, dy where x equals the result, bounds included; elsewhere dy goes to the bound."""
     dy, x = node.cotangent(), node.input(0)
     dx = _where(node, _test(node, "Equal", x, node.output()), dy, 0) if node.wants(0) else None
     low, high = (node.input(i) if node.has(i) else None for i in (1, 2))
     found = [dx, None, None]
-    # Bounds that cross give the upper one everywhere.
+    # If the bounds cross, the result is the upper bound everywhere.
     if low is not None and node.wants(1):
         test = _test(node, "Less", x, low)
         if high is not None:
@@ -417,7 +419,7 @@ def clip_gradient(node: GradNode) -> Cotangents:
 
 
 def pow_gradient(node: GradNode) -> Cotangents:
-    """dy·p·x^(p - 1), zero where p is; and dy·y·log x, zero for 0 to a power not below 0."""
+    """dy·p·x^(p - 1), zero where p = 0; and dy·y·log x, zero where x = 0 and p ≥ 0."""
     base = _pow_base(node) if node.wants(0) else None
     return [base, _pow_exponent(node)] if node.wants(1) else [base]
 

@@ -1,4 +1,4 @@
-"""Shape inference of operators that broadcast: the default where a record says `broadcasts`."""
+"""Shape inference of operators that broadcast: the default if `OpDef.broadcasts` is set."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ from onnxpar.ops.slots import Library
 
 
 def infer_broadcast(library: Library, context: ShapeInferenceContext, node: ir.Node) -> None:
-    """Elementwise operators: the greatest of the sizes, since all that differ from it are 1."""
+    """Elementwise operators: the greatest size of each dim, since all other sizes are 1."""
     library.infer(context, node)
     shapes = [v.shape for v in node.inputs if v is not None]
     if all(shape is not None for shape in shapes):
@@ -20,7 +20,7 @@ def infer_broadcast(library: Library, context: ShapeInferenceContext, node: ir.N
 
 
 def broadcast_shape(context: ShapeInferenceContext, shapes: Sequence[ir.Shape]) -> ir.Shape:
-    """Returns the shape that shapes are broadcast to: the greatest of the sizes of each dim."""
+    """Returns the shape to which shapes broadcast: the greatest size of each dim."""
     dims: list[int | ir.SymbolicDim] = []
     for place in range(max(len(shape) for shape in shapes), 0, -1):
         here = [shape[-place] for shape in shapes if place <= len(shape)]

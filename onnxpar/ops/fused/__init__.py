@@ -1,1 +1,1 @@
-"""Operators that are fused: activations, chains of backward nodes, optimizer updates."""
+"""Fused operators: activations, chains of backward nodes, optimizer updates."""

@@ -10,28 +10,21 @@ from onnxpar.core.rule import OpRule
 from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.body_node import BodyNode
 from onnxpar.ops.contraction.matmul import gemm_rule, on_first
+from onnxpar.ops.contrib_schemas import MICROSOFT
 from onnxpar.ops.elementwise.broadcast import broadcast_rule
 from onnxpar.ops.fused.inference import infer_fused_gemm
 from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.operator import BY_BODY, OpDef
 
-MICROSOFT = "com.microsoft"
 
-
-def _gelu(node: BodyNode, x: ir.Value, *, tanh: bool) -> ir.Value:
-    """Gelu, by the error function or the hyperbolic tangent (Hendrycks and Gimpel, 2016)."""
-    return node.op("Gelu", x, approximate="tanh" if tanh else "none")
-
-
-def _gelu_body(*, tanh: bool) -> Callable[[BodyNode], Sequence[ir.Value]]:
+def _gelu_body(*, approximate: str) -> Callable[[BodyNode], Sequence[ir.Value]]:
     def body(node: BodyNode) -> Sequence[ir.Value]:
         x = node.input(0)
         if node.has(1):
-            shape = node.view.out_shape()
-            x = node.op("Add", x, node.input(1), shape=shape)
-        return (_gelu(node, x, tanh=tanh),)
+            x = node.op("Add", x, node.input(1), shape=node.view.out_shape())
+        return (node.op("Gelu", x, approximate=approximate),)
 
-    body.__doc__ = "The sum with the bias, if any, and its Gelu."
+    body.__doc__ = "The sum with the bias, if any, and its Gelu (Hendrycks and Gimpel, 2016)."
     return body
 
 
@@ -42,7 +35,7 @@ def quick_gelu_body(node: BodyNode) -> Sequence[ir.Value]:
     return (node.op("Mul", x, node.op("Sigmoid", steep)),)
 
 
-# What an activation's attributes alpha and beta are in ONNX, with the defaults of onnxruntime.
+# For each activation: its attributes in ONNX, those of FusedGemm, and onnxruntime's defaults.
 _ACTIVATIONS = {
     "Relu": (),
     "Tanh": (),
@@ -58,7 +51,7 @@ def _activation(view: NodeView) -> tuple[str, dict[str, Any]]:
     """The operator that follows a product, and its attributes.
 
     Raises:
-        ModelError: It is none that is known.
+        ModelError: The activation is unknown.
     """
     name = str(view.attr("activation", ""))
     if name not in _ACTIVATIONS:
@@ -66,11 +59,14 @@ def _activation(view: NodeView) -> tuple[str, dict[str, Any]]:
     return name, {kind: float(view.attr(key, d)) for kind, key, d in _ACTIVATIONS[name]}
 
 
-_PRODUCT = ("alpha", "beta", "transA", "transB")
+def _product(view: NodeView) -> dict[str, Any]:
+    """The attributes of the product."""
+    names = ("alpha", "beta", "transA", "transB")
+    return {name: view.attr(name) for name in names if view.attr(name) is not None}
 
 
 def fused_gemm_rule(view: NodeView) -> OpRule:
-    """FusedGemm: as Gemm, but a sum over a split K must be complete before the activation."""
+    """FusedGemm: as Gemm, but K is special: its sum must be complete before the activation."""
     _activation(view)
     rule = gemm_rule(view)
     kinds = {name: "special" if name == "K" else kind for name, kind in rule.kinds.items()}
@@ -78,7 +74,7 @@ def fused_gemm_rule(view: NodeView) -> OpRule:
 
 
 def fused_gemm_local(node: LocalNode) -> Sequence[ir.Value]:
-    """With K split: Gemm, an all-reduce of its parts, and the activation."""
+    """If K is sharded: Gemm, an all-reduce of its partial sums, and the activation."""
     atoms = node.atoms("K")
     if not atoms:
         return node.copy()
@@ -88,23 +84,21 @@ def fused_gemm_local(node: LocalNode) -> Sequence[ir.Value]:
     if node.has(2):
         operands.append(on_first(node, 2, atoms))
     shape = node.out_shape()
-    attributes = {n: node.attr(n) for n in _PRODUCT if node.attr(n) is not None}
-    part = node.op("Gemm", *operands, dtype=node.out_dtype(), shape=shape, **attributes)
+    part = node.op("Gemm", *operands, dtype=node.out_dtype(), shape=shape, **_product(node.view))
     name, given = _activation(node.view)
     return (node.op(name, node.all_reduce(part, atoms), shape=shape, **given),)
 
 
 def fused_gemm_body(node: BodyNode) -> Sequence[ir.Value]:
     """Gemm and the activation."""
-    attributes = {n: node.attr(n) for n in _PRODUCT if node.attr(n) is not None}
     operands = [node.input(i) for i in range(3) if node.has(i)]
-    y = node.op("Gemm", *operands, shape=node.view.out_shape(), **attributes)
+    y = node.op("Gemm", *operands, shape=node.view.out_shape(), **_product(node.view))
     name, given = _activation(node.view)
     return (node.op(name, y, **given),)
 
 
 def elementwise_rule(view: NodeView) -> OpRule:
-    """Every dim; a bias goes with the dims that it has."""
+    """Every dim; a bias is sharded by the dims that it has."""
     return broadcast_rule(view)
 
 
@@ -113,9 +107,9 @@ def _elementwise(op_type: str, body: Callable[[BodyNode], Sequence[ir.Value]]) -
 
 
 DEFS = (
-    _elementwise("Gelu", _gelu_body(tanh=False)),
-    _elementwise("BiasGelu", _gelu_body(tanh=False)),
-    _elementwise("FastGelu", _gelu_body(tanh=True)),
+    _elementwise("Gelu", _gelu_body(approximate="none")),
+    _elementwise("BiasGelu", _gelu_body(approximate="none")),
+    _elementwise("FastGelu", _gelu_body(approximate="tanh")),
     _elementwise("QuickGelu", quick_gelu_body),
     OpDef(
         MICROSOFT,

@@ -1,7 +1,7 @@
-"""The fused gradients that gradient rules emit: one node for a chain of elementwise operators.
+"""Fused gradients, which gradient rules emit: one node instead of a chain of elementwise operators.
 
-Where what is normalised together is split, a form of standard operators stands for the node, in
-which one number per row travels.
+If rows that are normalised are sharded, the local form has standard operators and all-reduces one
+number per row.
 """
 
 from collections.abc import Sequence
@@ -10,7 +10,6 @@ from math import log, pi, sqrt
 import onnx_ir as ir
 
 from onnxpar.core.rule import OpRule, parse_rule
-from onnxpar.core.symbols import Dim
 from onnxpar.graph.builder import DOMAIN
 from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.elementwise.broadcast import axis_names
@@ -19,7 +18,6 @@ from onnxpar.ops.local_helpers import (
     copy_or,
     count_of,
     normal_axis,
-    reduced,
     work_dtype,
 )
 from onnxpar.ops.local_node import LocalNode
@@ -27,15 +25,13 @@ from onnxpar.ops.operator import Missing, OpDef
 from onnxpar.ops.slots import IN_PLACE
 
 _ITSELF = Missing("it is already a gradient")
-
-
 _GRADIENT = ("dy", "y")
 
 RELU_GRAD = Function(
     "ReluGrad",
     _GRADIENT,
     ("dx",),
-    # y, a result of Relu, is never negative; CUDA has no Greater for bfloat16.
+    # A cast to bool: y, a result of Relu, is never negative, and CUDA has no Greater for bfloat16.
     """
     number = Constant<value = float {0.0}>()
     zero = CastLike(number, dy)
@@ -74,7 +70,7 @@ GELU_GRAD = Function(
     "GeluGrad",
     ("dy", "x"),
     ("dx",),
-    # dy (Φ(x) + x φ(x)); 2 φ(x) = exp(log √(2/π) - x²/2), and the half of all terms goes to dy.
+    # dy (Φ(x) + x φ(x)); 2 φ(x) = exp(log √(2/π) - x²/2), and dy is halved instead of each term.
     f"""
     number1 = Constant<value = double {{{sqrt(0.5)!r}}}>()
     number2 = Constant<value = double {{{log(sqrt(2 / pi))!r}}}>()
@@ -135,8 +131,8 @@ LAYER_NORMALIZATION_GRAD = Function(
     "LayerNormalizationGrad",
     ("dy", "x", "scale", "mean", "inv_std"),
     ("dx", "dscale", "dbias"),
-    # The axis is counted from the end: -1 where the last dim alone is normalised. All axes are
-    # constants once the body stands in a graph, whatever the rank.
+    # The axis is negative: -1 if only the last dim is normalised. So all axes are constants in a
+    # graph, whatever the rank.
     """
     zero = Constant<value = int64 {0}>()
     one = Constant<value = int64 {1}>()
@@ -169,7 +165,7 @@ LAYER_NORMALIZATION_GRAD = Function(
 
 
 def elementwise_rule(view: NodeView) -> OpRule:
-    """Every dim; the cotangent may be a partial sum, the other operand not."""
+    """Every dim; the cotangent may be a partial sum, the other operand may not."""
     dims = " ".join(axis_names(len(view.shape(0))))
     return parse_rule(f"{dims}, {dims} -> {dims}; linear: sum 0")
 
@@ -179,39 +175,36 @@ def _axis(view: NodeView) -> int:
 
 
 def softmax_grad_rule(view: NodeView) -> OpRule:
-    """Every dim, that of the normalised axis by the communicating form; linear in the cotangent."""
+    """Every dim; if the normalised one is sharded, the devices communicate; linear in dy."""
     names = axis_names(len(view.shape(0)))
     dims = " ".join(names)
     return parse_rule(f"{dims}, {dims} -> {dims}; special: {names[_axis(view)]}; linear: sum 0")
 
 
-def _total(
-    node: LocalNode, x: ir.Value, axes: Sequence[int], shape: Sequence[Dim]
-) -> tuple[ir.Value, list[Dim]]:
-    """Sums local `x`, laid out as operand 0, over axes that devices hold parts of."""
+def _total(node: LocalNode, x: ir.Value, axes: Sequence[int]) -> ir.Value:
+    """Sums local `x`, laid out as operand 0, over axes that may be sharded; they get size 1."""
     split = node.split_factors("special")
     for factor in split:
         x = node.masked(x, 0, factor, 0)
-    kept = reduced(shape, axes)
     atoms = tuple(a for factor in split for a in node.atoms(factor))
-    return node.all_reduce(node.builder.reduce("ReduceSum", x, axes, keepdims=True), atoms), kept
+    return node.all_reduce(node.builder.reduce("ReduceSum", x, axes, keepdims=True), atoms)
 
 
 def softmax_grad_local(node: LocalNode) -> Sequence[ir.Value]:
-    """Forms y (dy - Σ dy y), the sum all-reduced: one number per row."""
+    """y·(dy - Σ dy·y), with the sum all-reduced: one number per row."""
     shape, wide = node.in_shape(0), work_dtype(node.out_dtype())
     dy, y = (node.builder.cast(node.input(i), wide) for i in (0, 1))
     part = node.op("Mul", dy, y, shape=shape)
-    total, _ = _total(node, part, (_axis(node.view),), shape)
+    total = _total(node, part, (_axis(node.view),))
     rest = node.op("Sub", dy, total, shape=shape)
     return (node.builder.cast(node.op("Mul", y, rest, shape=shape), node.out_dtype()),)
 
 
 def log_softmax_grad_local(node: LocalNode) -> Sequence[ir.Value]:
-    """Forms dy - exp(y) Σ dy, the sum all-reduced: one number per row."""
+    """Dy - exp(y)·Σ dy, with the sum all-reduced: one number per row."""
     shape, wide = node.in_shape(0), work_dtype(node.out_dtype())
     dy, y = (node.builder.cast(node.input(i), wide) for i in (0, 1))
-    total, _ = _total(node, dy, (_axis(node.view),), shape)
+    total = _total(node, dy, (_axis(node.view),))
     share = node.op("Mul", node.op("Exp", y, shape=shape), total, shape=shape)
     return (node.builder.cast(node.op("Sub", dy, share, shape=shape), node.out_dtype()),)
 
@@ -219,8 +212,9 @@ def log_softmax_grad_local(node: LocalNode) -> Sequence[ir.Value]:
 def layer_norm_grad_rule(view: NodeView) -> OpRule:
     """`a b c, a b c, c, a b 1, a b 1 -> a b c, c, c; sum: a b; special: c`.
 
-    The cotangent is needed replicated: its sum comes before the node, once, and not after it for
-    each of the results (Megatron-LM's two sums a layer of the backward pass, Shoeybi et al., 2019).
+    The cotangent may not be partial: it is summed once before the node, rather than once for each
+    result (as in Megatron-LM, which has two sums per layer in the backward pass; Shoeybi et al.,
+    2019).
     """
     names = axis_names(len(view.shape(0)))
     axis = _axis(view)
@@ -229,14 +223,12 @@ def layer_norm_grad_rule(view: NodeView) -> OpRule:
     reads = [bool(out.name) for out in view.node.outputs]
     outputs = [dims, *(normalised if read else "." for read in reads[1:])]
     text = f"{dims}, {dims}, {normalised}, {row}, {row} -> {', '.join(outputs)}"
-    text += f"; special: {normalised}"
-    if leading and any(reads[1:]):
-        text += f"; sum: {leading}"
-    return parse_rule(text)
+    summed = leading if any(reads[1:]) else ""
+    return parse_rule(f"{text}; special: {normalised}; sum: {summed}")
 
 
 def layer_norm_grad_local(node: LocalNode) -> Sequence[ir.Value]:
-    """Of a split row both means are all-reduced: two numbers for each row."""
+    """If rows are sharded, both means are all-reduced: two numbers for each row."""
     view, shape, wide = node.view, node.in_shape(0), work_dtype(node.out_dtype())
     axis = _axis(view)
     axes = tuple(range(axis, len(shape)))
@@ -248,16 +240,16 @@ def layer_norm_grad_local(node: LocalNode) -> Sequence[ir.Value]:
     along = node.op("Mul", dy, normal, shape=shape)
     g = node.op("Mul", dy, scale, shape=shape)
     count = count_of(node, [view.shape(0)[a] for a in axes], wide)
-    total_g, kept = _total(node, g, axes, shape)
-    total_both, _ = _total(node, node.op("Mul", along, scale, shape=shape), axes, shape)
-    mean_g = node.op("Div", total_g, count, shape=kept)
-    mean_both = node.op("Div", total_both, count, shape=kept)
+    total_g = _total(node, g, axes)
+    total_both = _total(node, node.op("Mul", along, scale, shape=shape), axes)
+    mean_g = node.op("Div", total_g, count)
+    mean_both = node.op("Div", total_both, count)
     rest = node.op("Sub", g, mean_g, shape=shape)
     rest = node.op("Sub", rest, node.op("Mul", normal, mean_both, shape=shape), shape=shape)
     outputs = [node.op("Mul", rest, inverse, shape=shape)]
     for x, index in ((along, 1), (dy, 2)):
         if not view.node.outputs[index].name:
-            # A value of its own, since it loses its name; nobody reads it.
+            # A separate value, since it will lose its name; no node reads it.
             x = node.op("Identity", x, shape=shape)
         elif axis:
             x = node.builder.reduce("ReduceSum", x, range(axis), keepdims=True)
@@ -280,34 +272,21 @@ DEFS = (
         )
         for function in (RELU_GRAD, TANH_GRAD, SIGMOID_GRAD, GELU_GRAD)
     ),
-    OpDef(
-        DOMAIN,
-        SOFTMAX_GRAD.name,
-        VERSION,
-        softmax_grad_rule,
-        copy_or(softmax_grad_local),
-        gradient=_ITSELF,
-        memory=IN_PLACE,
-        function=SOFTMAX_GRAD,
-    ),
-    OpDef(
-        DOMAIN,
-        LOG_SOFTMAX_GRAD.name,
-        VERSION,
-        softmax_grad_rule,
-        copy_or(log_softmax_grad_local),
-        gradient=_ITSELF,
-        memory=IN_PLACE,
-        function=LOG_SOFTMAX_GRAD,
-    ),
-    OpDef(
-        DOMAIN,
-        LAYER_NORMALIZATION_GRAD.name,
-        VERSION,
-        layer_norm_grad_rule,
-        copy_or(layer_norm_grad_local),
-        gradient=_ITSELF,
-        memory=IN_PLACE,
-        function=LAYER_NORMALIZATION_GRAD,
+    *(
+        OpDef(
+            DOMAIN,
+            function.name,
+            VERSION,
+            rule,
+            copy_or(local),
+            gradient=_ITSELF,
+            memory=IN_PLACE,
+            function=function,
+        )
+        for function, rule, local in (
+            (SOFTMAX_GRAD, softmax_grad_rule, softmax_grad_local),
+            (LOG_SOFTMAX_GRAD, softmax_grad_rule, log_softmax_grad_local),
+            (LAYER_NORMALIZATION_GRAD, layer_norm_grad_rule, layer_norm_grad_local),
+        )
     ),
 )

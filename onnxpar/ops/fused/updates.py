@@ -1,4 +1,4 @@
-"""The fused updates of optimizers: element by element over a parameter and its states."""
+"""Fused updates of optimizers, which are elementwise over a parameter and its states."""
 
 from collections.abc import Callable
 
@@ -34,7 +34,7 @@ MOMENTUM_STEP = Function(
     "MomentumStep",
     ("p", "g", "m", "scale", "lr", "momentum", "dampening", "first", "weight_decay"),
     ("new_p", "new_m"),
-    # m starts as zeros, so the first step, m = g, differs in the share of g alone.
+    # m starts as zeros, so the first step, m = g, differs only in the factor of g.
     """
     one = Constant<value = double {1.0}>()
     later = Sub(one, first)
@@ -61,7 +61,7 @@ _ADAM = (
     *("beta2_complement", "eps", "correction2_sqrt"),
 )
 # The quotient of lr m / (1 - beta1^t) and sqrt(v / (1 - beta2^t)) + eps, both multiplied by
-# sqrt(1 - beta2^t), which takes one pass less.
+# sqrt(1 - beta2^t), which saves one pass.
 _ADAM_STEP = """
     beta1_t = CastLike(beta1, p)
     beta2_t = CastLike(beta2, p)
@@ -117,8 +117,8 @@ SQUARE_SUM = Function(
     "SquareSum",
     ("x",),
     ("sum",),
-    # Row by row: onnxruntime adds up a whole matrix in too few lanes, and 4 million squares came
-    # out wrong by 1.6e-4 in float32; by rows it is 1e-8.
+    # Row by row: onnxruntime adds up a complete matrix in too few lanes. For 4 million squares in
+    # float32, the error was 1.6e-4; by rows it is 1e-8.
     """
     square = Mul(x, x)
     last = Constant<value = int64[1] {-1}>()
@@ -141,7 +141,7 @@ def _update_rule(function: Function, tensors: int) -> Callable[[NodeView], OpRul
 def square_sum_rule(view: NodeView) -> OpRule:
     """SquareSum: every dim is summed."""
     dims = " ".join(axis_names(len(view.shape(0))))
-    return parse_rule(f"{dims} -> ; sum: {dims}" if dims else " -> ")
+    return parse_rule(f"{dims} -> ; sum: {dims}")
 
 
 def _op(function: Function, tensors: int, memory: Kernel, *, zero: bool = False) -> OpDef:
@@ -162,7 +162,7 @@ _ADAM_MEMORY = Kernel(over=((0, 0), (2, 1), (3, 2)))
 DEFS = (
     _op(SGD_STEP, 2, IN_PLACE, zero=True),
     _op(MOMENTUM_STEP, 3, Kernel(over=((0, 0), (2, 1))), zero=True),
-    # Zero over zero where eps is zero.
+    # Padding does not stay zero: if eps is zero, it is zero over zero.
     _op(ADAM_STEP, 4, _ADAM_MEMORY),
     _op(ADAMW_STEP, 4, _ADAM_MEMORY),
     OpDef(

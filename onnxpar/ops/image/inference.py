@@ -1,7 +1,7 @@
-"""Shape inference of operators on images where `onnx-shape-inference` says too little, or else.
+"""Shape inference of operators on images, where `onnx-shape-inference` is wrong or incomplete.
 
-It rounds down where an aspect ratio is kept. A symbolic number of regions is another symbol to it
-after RoiAlign.
+It rounds down if an aspect ratio is kept. After RoiAlign, it gives a symbolic number of regions
+another symbol.
 """
 
 from math import floor
@@ -23,19 +23,18 @@ def infer_resize(library: Library, context: ShapeInferenceContext, node: ir.Node
         return
     dims = list(x.shape)
     axes = [a % len(dims) for a in node.attributes.get_ints("axes", range(len(dims)))]
-    before = [dims[a] for a in axes]
-    if not all(isinstance(d, int) for d in before):
+    before = [d for d in (dims[a] for a in axes) if isinstance(d, int)]
+    if len(before) != len(axes):
         return
-    wanted = [int(s) for s in known.numpy()]
-    ratios = [w / int(d) for w, d in zip(wanted, before, strict=True)]  # type: ignore[arg-type]
+    ratios = [int(s) / d for s, d in zip(known.numpy(), before, strict=True)]
     ratio = min(ratios) if policy == "not_larger" else max(ratios)
     for axis, size in zip(axes, before, strict=True):
-        dims[axis] = floor(int(size) * ratio + 0.5)  # type: ignore[arg-type]
+        dims[axis] = floor(size * ratio + 0.5)
     node.outputs[0].shape = ir.Shape(dims)
 
 
 def infer_roi_align(library: Library, context: ShapeInferenceContext, node: ir.Node) -> None:
-    """RoiAlign, CropAndResize: a result for each region and channel, symbolic numbers too."""
+    """RoiAlign, CropAndResize: a result for each region and channel, also of symbolic numbers."""
     x, rois = node.inputs[:2]
     if x is None or rois is None or x.shape is None or rois.shape is None:
         return

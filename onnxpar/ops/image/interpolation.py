@@ -1,9 +1,9 @@
-"""Interpolation along one axis as a matrix: what Resize does, one axis at a time.
+"""Interpolation along one axis as a matrix; Resize interpolates one axis after another.
 
 Resize is linear in its operand and separable: along each axis a result is a weighted sum of inputs.
-`matrix` gives these weights, as the specification of Resize (opset 19) defines them; antialiasing
-widens the filter by the factor of reduction, as Pillow does, and sums weights beyond the border up
-at the border unless `exclude_outside` drops them.
+`matrix` gives these weights, as the specification of Resize (opset 19) defines them. Antialiasing
+widens the filter by the factor of reduction, as in Pillow. Weights beyond the border are added to
+those at the border, unless `exclude_outside` drops them.
 """
 
 from collections.abc import Callable
@@ -26,12 +26,12 @@ class Interpolation:
     Attributes:
         size: Elements before.
         out: Elements after.
-        scale: Elements after for one before, as the coordinates are computed by it.
+        scale: Ratio of elements after to elements before, from which coordinates are computed.
         mode: nearest, linear or cubic.
         coordinates: `coordinate_transformation_mode`.
-        nearest: `nearest_mode`, or "": up for a reduction, down otherwise.
+        nearest: `nearest_mode`, or "": rounds up in a reduction, else down.
         cubic: `cubic_coeff_a`.
-        exclude_outside: Whether taps beyond the border count for nothing.
+        exclude_outside: Whether weights beyond the border are dropped.
         antialias: Whether a reduction widens the filter.
     """
 
@@ -47,7 +47,7 @@ class Interpolation:
 
 
 def places(axis: Interpolation, real: type[np.floating[Any]] = np.float64) -> NDArray[Any]:
-    """Where each element after lies among those before, computed in the type `real`.
+    """Returns the coordinate before of each element after, computed in the type `real`.
 
     Raises:
         ModelError: The mode of coordinates is unknown, or crops.
@@ -70,17 +70,17 @@ def places(axis: Interpolation, real: type[np.floating[Any]] = np.float64) -> ND
     elif axis.coordinates == "tf_half_pixel_for_nn":
         found = (index + half) / scale
     else:
-        raise ModelError(f"Resize: no matrix for coordinates {axis.coordinates!r}")
+        raise ModelError(f"Resize: unknown 'coordinate_transformation_mode' {axis.coordinates!r}")
     return np.asarray(found, real)
 
 
 def nearest(axis: Interpolation) -> NDArray[np.int64]:
-    """Which element before each one after is, for mode nearest.
+    """Returns the index before of each element after, for mode nearest.
 
     Raises:
         ModelError: The mode of rounding is unknown.
     """
-    # In float32, as onnxruntime: what rounds up and what down is decided by the last bit.
+    # In float32, as in onnxruntime: the last bit decides what rounds up and what rounds down.
     at = places(axis, np.float32)
     half = np.float32(0.5)
     if axis.nearest == "round_prefer_floor":
@@ -92,12 +92,12 @@ def nearest(axis: Interpolation) -> NDArray[np.int64]:
     elif axis.nearest in ("ceil", ""):
         found = np.ceil(at)
     else:
-        raise ModelError(f"Resize: no rounding {axis.nearest!r}")
+        raise ModelError(f"Resize: unknown 'nearest_mode' {axis.nearest!r}")
     return np.asarray(np.clip(found, 0, axis.size - 1), np.int64)
 
 
 def repeats(axis: Interpolation) -> int:
-    """How often each element is repeated, in place, by a nearest enlargement; 0 if it is not so."""
+    """How often each element is repeated in place; 0 if the axis is interpolated otherwise."""
     times, rest = divmod(axis.out, axis.size)
     if axis.mode != "nearest" or rest or times == 0:
         return 0
@@ -106,7 +106,7 @@ def repeats(axis: Interpolation) -> int:
 
 @lru_cache(maxsize=256)
 def matrix(axis: Interpolation) -> AxisWeights:
-    """The weights, [elements after, elements before].
+    """Returns the weights, [elements after, elements before].
 
     Raises:
         ModelError: A mode is unknown.
@@ -117,7 +117,7 @@ def matrix(axis: Interpolation) -> AxisWeights:
         found[rows, nearest(axis)] = 1
         return found
     if axis.mode not in ("linear", "cubic"):
-        raise ModelError(f"Resize: no mode {axis.mode!r}")
+        raise ModelError(f"Resize: expected a mode of nearest, linear or cubic, got {axis.mode!r}")
     wide = axis.antialias and axis.scale < 1
     at = places(axis)
     stretch = axis.scale if wide else 1.0

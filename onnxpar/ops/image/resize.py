@@ -1,9 +1,9 @@
-"""Resize and Upsample: batch and channels are parallel, resized dims divide too.
+"""Resize and Upsample: batch and channels are parallel, and resized dims may be sharded too.
 
-The same devices hold a part of a dim before and after. Where every element is repeated in place and
-the parts line up, as for the enlargement of a feature map by 2, a device needs nothing of another.
-Else each gathers the dim and makes its own part of the result, by the rows of the interpolation's
-matrix that are its own.
+The same devices shard a resized dim before and after. If every element is repeated in place and the
+shards line up, as when a feature map is enlarged by 2, devices do not communicate. Otherwise each
+device gathers the dim and computes its own shard of the result from its rows of the interpolation's
+matrix.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,28 +22,26 @@ from onnxpar.ops.elementwise.broadcast import axis_names
 from onnxpar.ops.grad_node import GradNode
 from onnxpar.ops.image.inference import infer_resize
 from onnxpar.ops.image.interpolation import Interpolation, matrix, nearest, repeats
-from onnxpar.ops.image.resize_gradient import resize_gradient
-from onnxpar.ops.local_helpers import BOOL, global_index, work_dtype
+from onnxpar.ops.image.resize_gradient import along, resize_gradient
+from onnxpar.ops.local_helpers import BOOL, global_index, with_padding, work_dtype
 from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.old_node import OldNode, Upgrade, operands, renamed
 from onnxpar.ops.operator import BY_BODY, OpDef, expanded
 
 _MATRIX_LIMIT = 1 << 22
-"""Elements of a matrix of weights that is written into a graph."""
-
-
+"""Most elements of a matrix of weights that is written into a graph."""
 _SCALES = 2
 
 
 def _places(view: NodeView) -> tuple[int, ...]:
-    """The axes that scales and sizes are of."""
+    """The axes to which scales and sizes apply."""
     rank = len(view.shape(0))
     axes = view.attr("axes")
     return tuple(range(rank)) if not axes else tuple(a % rank for a in axes)
 
 
 def _scales(view: NodeView) -> dict[int, float] | None:
-    """Scale of each axis that has one; None where sizes are given.
+    """The scale of each axis that has one; None if the node has sizes instead.
 
     Raises:
         ModelError: They are not constant.
@@ -70,7 +68,7 @@ def _keeps_ratio(view: NodeView) -> bool:
 
 
 def resized(view: NodeView) -> dict[int, Interpolation | None]:
-    """Returns the axes that are resized, each with how; None where that is unknown.
+    """Returns the interpolation of each resized axis; None if it is unknown or crops.
 
     Raises:
         ModelError: The scales are not constant.
@@ -78,7 +76,7 @@ def resized(view: NodeView) -> dict[int, Interpolation | None]:
     shape, out = view.shape(0), view.out_shape()
     scales = _scales(view)
     if not _crops(view) and shape == out and all(isinstance(d, int) for d in shape):
-        return {}  # onnxruntime copies, whatever the scales
+        return {}  # onnxruntime then copies, whatever the scales are
     found: dict[int, Interpolation | None] = {}
     policy = scales is None and _keeps_ratio(view)
     for axis, (before, after) in enumerate(zip(shape, out, strict=True)):
@@ -113,7 +111,7 @@ def _linear(view: NodeView, axes: Mapping[int, Interpolation | None]) -> str:
 
 
 def _splits(view: NodeView, axis: Interpolation | None) -> bool:
-    """Whether a resized axis may be split."""
+    """Whether a resized axis may be sharded."""
     if axis is None or axis.size * axis.out > _MATRIX_LIMIT:
         return False
     value = view.node.inputs[0]
@@ -125,8 +123,8 @@ def resize_rule(view: NodeView) -> OpRule:
     """Resize: `a b h w -> a b h w; scaled: h w`; dims of unknown size must be replicated.
 
     Raises:
-        ModelError: The scales or sizes are not constant, or an aspect ratio is kept that the batch
-            takes part in.
+        ModelError: The scales are not constant, or dims that are not resized take part in a kept
+            aspect ratio.
     """
     names = axis_names(len(view.shape(0)))
     axes = resized(view)
@@ -136,22 +134,21 @@ def resize_rule(view: NodeView) -> OpRule:
             "a kept aspect ratio can only be sharded if the attribute axes names just the "
             "resized dims"
         )
-    left, right, scaled, whole = list(names), list(names), [], []
+    right, scaled, replicated = list(names), [], []
     for axis, how in axes.items():
         if _splits(view, how):
             scaled.append(names[axis])
         else:
             right[axis] = f"{names[axis]}_out"
-            whole += [names[axis], right[axis]]
+            replicated += [names[axis], right[axis]]
     rest = "".join(", ." if view.has(i) else ", -" for i in range(1, view.arity))
-    text = f"{' '.join(left)}{rest} -> {' '.join(right)}"
-    for kind, factors in (("scaled", scaled), ("replicated", whole)):
-        text += f"; {kind}: {' '.join(factors)}" if factors else ""
+    text = f"{' '.join(names)}{rest} -> {' '.join(right)}"
+    text += f"; scaled: {' '.join(scaled)}; replicated: {' '.join(replicated)}"
     return parse_rule(text + _linear(view, axes))
 
 
 def resize_local(node: LocalNode) -> Sequence[ir.Value]:
-    """Divided axes that do not line up are resized by their matrices, what is left by a Resize."""
+    """Sharded axes that do not line up are resized by their matrices, all others by a Resize."""
     if not node.plan.factors:
         return node.copy()
     view, names = node.view, axis_names(len(node.in_shape(0)))
@@ -161,7 +158,7 @@ def resize_local(node: LocalNode) -> Sequence[ir.Value]:
     for axis, how in axes.items():
         if how is None or not node.atoms(names[axis]) or _lines_up(node, how, names[axis]):
             continue
-        x = _part(node, x, axis, how, shape)
+        x = _shard(node, x, axis, how, shape)
         shape[axis] = out[axis]
         del left[axis]
     if not left:
@@ -170,19 +167,18 @@ def resize_local(node: LocalNode) -> Sequence[ir.Value]:
 
 
 def _safe(node: LocalNode) -> ir.Value:
-    """The operand with zeros for padding that onnxruntime would multiply by zero, NaN included.
+    """The operand; its padding is zero if onnxruntime would read it.
 
-    It interpolates between all dims of a tensor that has fewer than four.
+    Of tensors with fewer than four dims, it interpolates all dims. It then multiplies padding by
+    zero, which would keep a NaN.
     """
-    x = node.input(0)
     if len(node.in_shape(0)) < 4 and _mode(node.view) != "nearest":
-        for factor in node.split_factors():
-            x = node.masked(x, 0, factor, 0, known_zero=node.zero[0])
-    return x
+        return with_padding(node, 0)
+    return node.input(0)
 
 
 def _lines_up(node: LocalNode, how: Interpolation, factor: str) -> bool:
-    """Whether a device's part of the result is its part of the operand, each element repeated."""
+    """Whether a device's shard of the result is its shard of the operand, each element repeated."""
     times = repeats(how)
     size, out = how.size, how.out
     for atom in node.atoms(factor):
@@ -193,10 +189,10 @@ def _lines_up(node: LocalNode, how: Interpolation, factor: str) -> bool:
     return repeats(replace(how, size=size, out=out)) == times
 
 
-def _part(
+def _shard(
     node: LocalNode, x: ir.Value, axis: int, how: Interpolation, shape: Sequence[Dim]
 ) -> ir.Value:
-    """This device's part of a resized dim, made of the gathered operand of local shape `shape`."""
+    """This device's shard of a resized dim, from the operand of local shape `shape`, gathered."""
     sharding = node.plan.inputs[0]
     assert sharding is not None
     (component,) = sharding.dims[axis]
@@ -227,7 +223,7 @@ def _part(
 
 
 def _held(component: Component, mesh: Mesh, size: int) -> np.ndarray:
-    """Where each element of a dim lies in what is gathered of its parts, padding between them."""
+    """The index of each element of a dim in its gathered shards, which have padding."""
     place, length = np.zeros(size, np.int64), size
     inside = np.arange(size)
     for atom in component.atoms:
@@ -238,26 +234,8 @@ def _held(component: Component, mesh: Mesh, size: int) -> np.ndarray:
     return place * length + inside
 
 
-def along(
-    node: LocalNode, x: ir.Value, weights: ir.Value, axis: int, shape: Sequence[Dim], out: Dim
-) -> ir.Value:
-    """Returns weights [out, size] times `x`, of local shape `shape`, along an axis of it."""
-    rank = len(shape)
-    result = [*shape[:axis], out, *shape[axis + 1 :]]
-    if axis == rank - 2:
-        return node.op("MatMul", weights, x, dtype=x.dtype, shape=result)
-    turned = node.op("Transpose", weights, shape=[shape[axis], out], perm=[1, 0])
-    if axis == rank - 1:
-        return node.op("MatMul", x, turned, shape=result)
-    order = [*(i for i in range(rank) if i != axis), axis]
-    last = node.op("Transpose", x, shape=[shape[i] for i in order], perm=order)
-    made = node.op("MatMul", last, turned, shape=[result[i] for i in order])
-    back = [order.index(i) for i in range(rank)]
-    return node.op("Transpose", made, shape=result, perm=back)
-
-
 def _rest(node: LocalNode, x: ir.Value, left: Mapping[int, object]) -> ir.Value:
-    """A Resize of the axes `left`; the others have their local sizes already."""
+    """A Resize of the axes `left`; all others already have their local sizes."""
     view, out = node.view, node.out_shape()
     scales, places = _scales(view), _places(view)
     inputs = list(node.inputs)
@@ -272,7 +250,11 @@ def _rest(node: LocalNode, x: ir.Value, left: Mapping[int, object]) -> ir.Value:
 
 
 def _gradient(node: GradNode) -> Sequence[ir.Value | None]:
-    """The transposed matrices, axis by axis; sums over what was repeated."""
+    """The transposed matrices, axis by axis; sums over elements that were repeated.
+
+    Raises:
+        ModelError: The size of a resized axis is unknown, or the axis is cropped.
+    """
     axes = resized(node.view)
     scales = _scales(node.view)
     times: dict[int, int] = {}
@@ -287,11 +269,11 @@ def _gradient(node: GradNode) -> Sequence[ir.Value | None]:
 
 
 def _always_repeats(view: NodeView, scale: float) -> int:
-    """How often elements of a dim of any size are repeated in place; 0 where they may not be."""
+    """How often elements are repeated in place, whatever the size; 0 if they may not be."""
     mode = view.attr("coordinate_transformation_mode", "half_pixel")
     if scale != int(scale) or scale < 1 or mode in ("align_corners", "half_pixel_symmetric"):
         return 0
-    # What is repeated depends on the position within an element alone.
+    # It depends only on the position within an element, so one size stands for all.
     size = 64
     return repeats(
         Interpolation(
@@ -306,12 +288,12 @@ def _always_repeats(view: NodeView, scale: float) -> int:
 
 
 def _coordinates_as_attributes(old: OldNode) -> None:
-    """Places were counted from the corner, and rounded down when enlarging, else up.
+    """Coordinates were asymmetric, and rounded down in an enlargement, else up.
 
-    onnxruntime reads the empty mode so, whatever the scales are.
+    In onnxruntime, an empty mode means this for any scales.
     """
     mode = old.attr("mode", "nearest")
-    # Some said bilinear and the like.
+    # Some versions have bilinear and the like.
     mode = "linear" if mode.endswith("linear") else mode
     given = old.input(1)
     scales = None if given is None else ir.convenience.get_const_tensor(given)

@@ -1,6 +1,6 @@
 """Gradient of Resize: the transpose of a linear map that is separable by axes."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import onnx_ir as ir
 
@@ -8,18 +8,19 @@ from onnxpar.core.symbols import Dim
 from onnxpar.ops.grad_node import GradNode
 from onnxpar.ops.image.interpolation import Interpolation, matrix
 from onnxpar.ops.local_helpers import work_dtype
+from onnxpar.ops.local_node import LocalNode
 
 
 def resize_gradient(
     node: GradNode, axes: Mapping[int, Interpolation | None], times: Mapping[int, int]
 ) -> ir.Value:
-    """Brings the cotangent back to the operand's shape.
+    """Emits the cotangent of the operand.
 
     Args:
         node: The Resize.
-        axes: How each resized axis was interpolated.
-        times: Of each axis how often its elements were repeated in place, 0 where they were not;
-            such an axis needs no interpolation.
+        axes: How each resized axis was interpolated; None if its elements were repeated and its
+            size is unknown.
+        times: How often the elements of each axis were repeated in place; 0 if they were not.
     """
     dx = _summed(node, node.cotangent(), {a: n for a, n in times.items() if n})
     before = dx.dtype
@@ -27,13 +28,14 @@ def resize_gradient(
         if how is None or times[axis]:
             continue
         dx = node.builder.cast(dx, work_dtype(dx.dtype))
-        dx = _along(node, dx, node.builder.const(matrix(how).T, dx.dtype), axis)
+        weights = node.builder.const(matrix(how).T, dx.dtype)
+        dx = along(node, dx, weights, axis, node.shape(dx), how.size)
     assert before is not None
     return node.builder.cast(dx, before)
 
 
 def _summed(node: GradNode, dy: ir.Value, times: Mapping[int, int]) -> ir.Value:
-    """Sums what came of one element, which a view has as a dim of its own."""
+    """Sums over the repetitions of each element, which a reshape makes a dim of their own."""
     if not times:
         return dy
     wide: list[Dim] = []
@@ -50,17 +52,23 @@ def _summed(node: GradNode, dy: ir.Value, times: Mapping[int, int]) -> ir.Value:
     return node.builder.reduce("ReduceSum", view, axes)
 
 
-def _along(node: GradNode, x: ir.Value, weights: ir.Value, axis: int) -> ir.Value:
-    """Returns weights [size, out] times `x` along an axis of it."""
-    shape = node.shape(x)
-    rank, size = len(shape), node.shape(weights)[0]
-    result = [*shape[:axis], size, *shape[axis + 1 :]]
+def along(
+    node: GradNode | LocalNode,
+    x: ir.Value,
+    weights: ir.Value,
+    axis: int,
+    shape: Sequence[Dim],
+    out: Dim,
+) -> ir.Value:
+    """Emits the product of `weights` [out, size] and `x`, of `shape`, along one axis of `x`."""
+    rank = len(shape)
+    result = [*shape[:axis], out, *shape[axis + 1 :]]
     if axis == rank - 2:
-        return node.op("MatMul", weights, x, shape=result)
-    order = [*(i for i in range(rank) if i != axis), axis]
-    turned = node.op("Transpose", weights, shape=list(node.shape(weights))[::-1], perm=[1, 0])
+        return node.op("MatMul", weights, x, dtype=x.dtype, shape=result)
+    turned = node.op("Transpose", weights, shape=[shape[axis], out], perm=[1, 0])
     if axis == rank - 1:
         return node.op("MatMul", x, turned, shape=result)
+    order = [*(i for i in range(rank) if i != axis), axis]
     last = node.op("Transpose", x, shape=[shape[i] for i in order], perm=order)
     made = node.op("MatMul", last, turned, shape=[result[i] for i in order])
     back = [order.index(i) for i in range(rank)]

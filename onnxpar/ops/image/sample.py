@@ -1,8 +1,8 @@
-"""Operators that read images at places that other tensors give: GridSample, RoiAlign and the like.
+"""Operators that read images at places that other operands give: GridSample, RoiAlign and others.
 
-What is read may lie anywhere, so images are whole where they are read; batch, channels, regions and
-the places themselves divide. Regions that lie in the images of another device count as zero, and
-the sum is partial.
+They may read any place, so the spatial dims of images are replicated. Batch, channels, regions and
+places may be sharded. For regions of another device's images, the result is zero, and the sum is
+partial.
 """
 
 from collections.abc import Sequence
@@ -12,15 +12,16 @@ import onnx_ir as ir
 from onnxpar.core.rule import OpRule, parse_rule
 from onnxpar.graph.builder import INT64
 from onnxpar.graph.node_view import NodeView
+from onnxpar.ops.contrib_schemas import MICROSOFT
 from onnxpar.ops.elementwise.broadcast import axis_names
 from onnxpar.ops.image.inference import infer_roi_align
 from onnxpar.ops.image.sample_body import affine_body, grid_body, roi_body
-from onnxpar.ops.local_helpers import locate, zero_unless
+from onnxpar.ops.local_helpers import locate, with_padding, zero_unless
 from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.old_node import OldNode, Upgrade
 from onnxpar.ops.operator import BY_BODY, NOT_DIFFERENTIABLE, Missing, OpDef, expanded
 
-_IMAGE, _REGION = "N", "R"
+_IMAGE = "N"
 
 
 def grid_rule(view: NodeView) -> OpRule:
@@ -29,7 +30,7 @@ def grid_rule(view: NodeView) -> OpRule:
     names = axis_names(rank)
     before = [f"{n}_in" for n in names]
     text = f"N C {' '.join(before)}, N {' '.join(names)} 1 -> N C {' '.join(names)}"
-    # Nothing but elements of the image where there is no border of zeros.
+    # Without a border of zeros, every result is an element of the image.
     moves = view.attr("mode") == "nearest" and view.attr("padding_mode", "zeros") != "zeros"
     linear = "any 0" if moves else "sum 0"
     return parse_rule(f"{text}; replicated: {' '.join(before)}; linear: {linear}")
@@ -43,9 +44,8 @@ def align_rule(view: NodeView) -> OpRule:
 
 
 def align_local(node: LocalNode) -> Sequence[ir.Value]:
-    """Regions of images that are elsewhere give zero; padding of regions reads the first image."""
-    rois = node.masked(node.input(1), 1, _REGION, 0, known_zero=node.zero[1])
-    images = node.masked(node.input(2), 2, _REGION, 0, known_zero=node.zero[2])
+    """Regions of other devices' images give zero; regions that are padding read the first image."""
+    rois, images = with_padding(node, 1), with_padding(node, 2)
     rest = node.inputs[3:]
     if not node.atoms(_IMAGE):
         return node.copy([node.input(0), rois, images, *rest])
@@ -58,7 +58,7 @@ def align_local(node: LocalNode) -> Sequence[ir.Value]:
 
 
 def crop_rule(view: NodeView) -> OpRule:
-    """CropAndResize (com.microsoft): RoiAlign's, with the sizes of the crop as an operand."""
+    """CropAndResize (com.microsoft): as RoiAlign, with the sizes of the crop as an operand."""
     linear = "" if view.attr("extrapolation_value", 0.0) else "; linear: sum 0"
     return parse_rule(f"N C h w, R 1, R, . -> R C y x; sum: N; replicated: h w y x{linear}")
 
@@ -69,13 +69,12 @@ def max_rule(view: NodeView) -> OpRule:
 
 
 def max_local(node: LocalNode) -> Sequence[ir.Value]:
-    """Padding of regions reads the first image."""
-    rois = node.masked(node.input(1), 1, _REGION, 0, known_zero=node.zero[1])
-    return node.copy([node.input(0), rois])
+    """Regions that are padding read the first image."""
+    return node.copy([node.input(0), with_padding(node, 1)])
 
 
 def suppression_rule(view: NodeView) -> OpRule:
-    """NonMaxSuppression: whole, since how much it selects depends on the data.
+    """NonMaxSuppression: replicated, since how many boxes it selects depends on the data.
 
     Raises:
         ModelError: Always.
@@ -92,7 +91,7 @@ def _modes_of_any_rank(old: OldNode) -> None:
 
 
 def _from_the_corner(old: OldNode) -> None:
-    """Pixels were not taken to lie at their centres."""
+    """Coordinates of pixels were those of their corners, not of their centres."""
     mode = ir.AttrString("coordinate_transformation_mode", "output_half_pixel")
     old.node.attributes.add(mode)
 
@@ -108,7 +107,7 @@ DEFS: tuple[OpDef, ...] = (
         body=grid_body,
         upgrades={20: Upgrade(_modes_of_any_rank)},
     ),
-    OpDef("com.microsoft", "GridSample", 1, grid_rule, gradient=BY_BODY, body=grid_body),
+    OpDef(MICROSOFT, "GridSample", 1, grid_rule, gradient=BY_BODY, body=grid_body),
     OpDef("", "AffineGrid", 20, expanded, gradient=BY_BODY, body=affine_body),
     OpDef(
         "",
@@ -122,7 +121,7 @@ DEFS: tuple[OpDef, ...] = (
         upgrades={16: Upgrade(_from_the_corner)},
     ),
     OpDef(
-        "com.microsoft",
+        MICROSOFT,
         "CropAndResize",
         1,
         crop_rule,
@@ -130,14 +129,7 @@ DEFS: tuple[OpDef, ...] = (
         gradient=_ELSEWHERE,
         infer=infer_roi_align,
     ),
-    OpDef(
-        "",
-        "MaxRoiPool",
-        1,
-        max_rule,
-        max_local,
-        gradient=_ELSEWHERE,
-    ),
+    OpDef("", "MaxRoiPool", 1, max_rule, max_local, gradient=_ELSEWHERE),
     OpDef(
         "",
         "NonMaxSuppression",

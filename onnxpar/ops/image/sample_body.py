@@ -1,8 +1,8 @@
-"""What GridSample, AffineGrid and RoiAlign compute, in operators that have rules and gradients.
+"""Bodies of GridSample, AffineGrid and RoiAlign, in operators that have rules and gradients.
 
-An image is read at a place between its elements as a sum over the elements around, the taps, each
-with a weight that depends on the place; a tap is a gather of a flattened image, so the gradient by
-the image adds up where the taps lay and that by the places comes of the weights.
+The value of an image at a place between its elements is a weighted sum of the elements around it,
+the taps. The weights depend on the place. A tap is a gather from a flattened image, so the gradient
+of the image adds up at the taps, and the gradient of the places comes from the weights.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,11 +22,11 @@ _CUBIC = -0.75
 
 @dataclass(frozen=True)
 class Tap:
-    """One element beside each place, along one axis: [N, 1, places].
+    """One element near each place, along one axis: [N, 1, places].
 
     Attributes:
-        at: Its index, a float that is a whole number in range.
-        weight: Its weight, zero where it lies outside of the image and counts for nothing.
+        at: Its index in the image, an integer in a float type.
+        weight: Its weight, zero if the element is outside the image.
     """
 
     at: ir.Value
@@ -34,7 +34,7 @@ class Tap:
 
 
 class _Arithmetic:
-    """Shorter words for arithmetic on values of one shape and numbers."""
+    """Short names for arithmetic on values of one shape and numbers."""
 
     def __init__(self, node: BodyNode, shape: Sequence[Dim]) -> None:
         self.node, self.shape = node, shape
@@ -78,7 +78,7 @@ def grid_body(node: BodyNode) -> Sequence[ir.Value | None]:
     rows = _Arithmetic(node, [batch, 1, count])
     axes: list[list[Tap]] = []
     for axis, size in enumerate(sizes):
-        # The grid says x first.
+        # The last dim of the grid begins with x, the last spatial dim.
         column = len(sizes) - 1 - axis
         bounds = (node.builder.const(np.array([v], np.int64)) for v in (column, column + 1, -1))
         at = node.op("Slice", grid, *bounds, shape=[batch, *places, 1])
@@ -104,7 +104,7 @@ def grid_body(node: BodyNode) -> Sequence[ir.Value | None]:
 
 
 def _taps(node: BodyNode, rows: _Arithmetic, place: ir.Value, size: int) -> Iterator[Tap]:
-    """The taps along one axis, the place being given from -1 to 1."""
+    """The taps along one axis of places from -1 to 1."""
     align = bool(node.attr("align_corners", 0))
     mode = str(node.attr("mode", "linear")).removeprefix("bi")
     if align:
@@ -142,7 +142,7 @@ def _keys(rows: _Arithmetic, x: ir.Value, *, near: bool) -> ir.Value:
 
 
 def _bordered(node: BodyNode, rows: _Arithmetic, at: ir.Value, size: int, align: bool) -> ir.Value:
-    """A place brought into the image where padding_mode copies the border or reflects."""
+    """A place, moved into the image if padding_mode copies the border or reflects."""
     mode = node.attr("padding_mode", "zeros")
     if mode == "zeros":
         return at
@@ -164,17 +164,17 @@ def _bordered(node: BodyNode, rows: _Arithmetic, at: ir.Value, size: int, align:
 
 
 def _tap(rows: _Arithmetic, at: ir.Value, weight: ir.Value | None, size: int) -> Tap:
-    """A tap; what is outside counts for nothing and is read inside."""
+    """A tap; outside the image its weight becomes zero, and its index that of the border."""
     inside = rows.within(at, size)
     weight = inside if weight is None else rows("Mul", weight, inside)
     return Tap(rows("Clip", at, 0.0, float(size - 1)), weight)
 
 
 def affine_body(node: BodyNode) -> Sequence[ir.Value | None]:
-    """AffineGrid: places of an even grid times each matrix: a product, whatever the dims.
+    """AffineGrid: the product of the places of an even grid with each matrix.
 
     Raises:
-        ModelError: The sizes are unknown before the model runs, or are 1 with corners aligned.
+        ModelError: The sizes are unknown before the model runs, or one is 1 with aligned corners.
     """
     theta = node.input(0)
     known = node.view.contents(1)
@@ -201,7 +201,7 @@ def affine_body(node: BodyNode) -> Sequence[ir.Value | None]:
     left = node.builder.const(places, theta.dtype)
     made = node.op("MatMul", left, right, shape=[batch, prod(spatial), len(lines)])
     out = [batch, *spatial, len(lines)]
-    # The batch stays (0), whatever it is: this body may be put in before symbols have values.
+    # 0 keeps the batch as it is: symbols may have no values yet.
     target = node.builder.const(np.array([0, *spatial, len(lines)], np.int64))
     return [node.op("Reshape", made, target, shape=out)]
 
@@ -219,7 +219,9 @@ def roi_body(node: BodyNode) -> Sequence[ir.Value | None]:
     height, width = _sizes(node, rest)
     samples = int(view.attr("sampling_ratio", 0))
     if samples <= 0 or view.attr("mode", "avg") != "avg":
-        raise node.fail("its body averages a fixed number of samples (sampling_ratio above 0)")
+        raise node.fail(
+            "its body needs mode 'avg' and a fixed number of samples (sampling_ratio above 0)"
+        )
     regions = node.shape(rois)[0]
     bins = int(view.attr("output_height", 1)), int(view.attr("output_width", 1))
     half = view.attr("coordinate_transformation_mode", "half_pixel") == "half_pixel"

@@ -1,4 +1,4 @@
-"""Packed projections taken apart make what they made, and others are left as they are."""
+"""Separated projections compute what the packed ones did; others are left as they are."""
 
 import numpy as np
 import onnx
@@ -21,7 +21,7 @@ def model(body: str, outputs: str = "y, k, v") -> onnx.ModelProto:
     rng = np.random.default_rng(0)
     weights = {
         "w": rng.integers(0, 256, (128, 2, 8)).astype(np.uint8),
-        # Flat, as older models have them.
+        # Flat, as in older models.
         "s": rng.uniform(0.01, 0.1, 256).astype(np.float32),
         "z": rng.integers(0, 256, 128).astype(np.uint8),
         "c": rng.standard_normal(128).astype(np.float32),
@@ -31,7 +31,7 @@ def model(body: str, outputs: str = "y, k, v") -> onnx.ModelProto:
         weights["w"] = rng.standard_normal((32, 128)).astype(np.float32) / 5
         body = body.replace("(x, w, s, z)", "(x, w)")
         del weights["s"], weights["z"]
-    results = ", ".join(f"float[N,M] {o}".replace("[N,M]", "") for o in outputs.split(", "))
+    results = ", ".join(f"float {o}" for o in outputs.split(", "))
     graph = onnx.parser.parse_graph(f"g (float[N,3,32] x, int32[N] n) => ({results}) {{ {body} }}")
     graph.initializer.extend(onnx.numpy_helper.from_array(a, n) for n, a in weights.items())
     return onnx.helper.make_model(
@@ -51,7 +51,7 @@ def run(proto: onnx.ModelProto) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("body", [BODY, PLAIN], ids=["4 bits", "floats"])
-def test_rows_are_cut_where_they_lie(body: str) -> None:
+def test_a_packed_projection_is_separated(body: str) -> None:
     proto = model(body)
     made = normalise(ir.from_proto(proto))
     names = [n.op_type for n in made.graph]

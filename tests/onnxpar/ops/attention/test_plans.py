@@ -1,4 +1,4 @@
-"""What a split sequence costs: keys and values are gathered, or nothing but statistics."""
+"""What a sharded sequence communicates: keys and values, or only statistics and a result."""
 
 from collections import Counter
 from pathlib import Path
@@ -29,10 +29,10 @@ def attention(path: Path, queries: int | str, keys: int | str, attributes: str =
     return path
 
 
-def divided(
+def sharded(
     tmp_path: Path, model: Path, query: str, key: str, feeds: dict[str, tuple[int, ...]]
 ) -> tuple[Counter[str], Counter[str]]:
-    """Cuts and verifies; returns the collectives and the values that they move."""
+    """Shards and verifies a model; returns its collectives and the values that they take."""
     strategy = tmp_path / "s.yaml"
     entry = f"{{q: {query}, k: {key}, v: {key}}}"
     strategy.write_text(f"mesh: {{sp: 2}}\ndataset: {entry}\n")
@@ -54,7 +54,7 @@ def test_a_long_prompt_gathers_keys_and_values_but_no_query(
     model = attention(tmp_path / "m.onnx", "S", "S", attributes)
     half = "[~, ~, sp, ~]"
     shape = (2, HEADS, length, 8)
-    ops, values = divided(tmp_path, model, half, half, dict.fromkeys("qkv", shape))
+    ops, values = sharded(tmp_path, model, half, half, dict.fromkeys("qkv", shape))
     assert ops == {"AllGather": 2}
     assert values == {"k": 1, "v": 1}
 
@@ -65,8 +65,8 @@ def test_a_token_behind_a_long_cache_sends_statistics_and_a_sum(
 ) -> None:
     model = attention(tmp_path / "m.onnx", 1, "T")
     shapes = {"q": (2, HEADS, 1, 8)} | dict.fromkeys("kv", (2, HEADS, length, 8))
-    ops, values = divided(tmp_path, model, "[~, ~, ~, ~]", "[~, ~, sp, ~]", shapes)
-    # Of each row the maximum, the sum of the powers, and the result.
+    ops, values = sharded(tmp_path, model, "[~, ~, ~, ~]", "[~, ~, sp, ~]", shapes)
+    # For each row the maximum, the sum of the exponentials, and the result.
     assert ops == {"AllReduce": 3}
     assert not {"q", "k", "v"} & set(values)
 
@@ -81,9 +81,9 @@ BLOCK = """
 
 
 def test_training_keeps_heads_where_they_are(tmp_path: Path) -> None:
-    """Two layers over tp: one reduction a layer forward, and one backward where x has a gradient.
+    """Two layers over tp: one reduction per layer forward, and one backward if x has a gradient.
 
-    Attention is differentiated by its body, whose heads stay split: nothing is gathered.
+    Attention is differentiated by its body, whose heads stay sharded: nothing is gathered.
     """
     rng = np.random.default_rng(0)
     body = BLOCK.format(x="x", next="h") + BLOCK.format(x="h", next="y")

@@ -1,4 +1,4 @@
-"""Equations as rules, and equations that are none."""
+"""Equations as rules, and equations that are refused."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ from onnxpar.ops.contraction.einsum import einsum_rule, read_equation
 
 
 def view(equation: str, *shapes: Sequence[int | str]) -> NodeView:
-    """A node of operands of these shapes; nothing else of a model is read."""
+    """A node with operands of these shapes; the rule reads nothing else."""
     inputs = [ir.Value(name=f"x{i}") for i in range(len(shapes))]
     attributes = ir.convenience.convert_attributes({"equation": equation})
     node = ir.Node("", "Einsum", inputs, attributes, name="sum")
@@ -42,7 +42,7 @@ def test_an_equation_is_a_rule(equation: str, shapes: list[tuple[int, ...]], tex
     assert format_rule(einsum_rule(view(equation, *shapes))) == text
 
 
-def test_dims_of_an_ellipsis_that_may_be_broadcast_are_whole() -> None:
+def test_dims_of_an_ellipsis_that_may_be_broadcast_are_replicated() -> None:
     rule = einsum_rule(view("...i,...i->...", ("N", 3), ("M", 3)))
     assert rule.kinds["e0"] == "replicated"
     # Letters are equal by the specification.
@@ -61,7 +61,7 @@ def test_dims_of_an_ellipsis_that_may_be_broadcast_are_whole() -> None:
         ("...i...->i", [(2, 3)], "expected letters"),
     ],
 )
-def test_equations_that_do_not_fit_are_told(
+def test_equations_that_do_not_fit_are_refused(
     equation: str, shapes: list[tuple[int, ...]], expected: str
 ) -> None:
     with pytest.raises(ModelError, match=expected):

@@ -41,7 +41,7 @@ def test_every_operand(equation: str, shapes: list[str]) -> None:
         ("i...->...i", ["N,2,3"]),
     ],
 )
-def test_ellipsis_and_what_is_broadcast(equation: str, shapes: list[str]) -> None:
+def test_ellipsis_and_broadcast_dims(equation: str, shapes: list[str]) -> None:
     names = "xy"[: len(shapes)]
     GradCase(
         f'r = Einsum<equation="{equation}">({", ".join(names)})',

@@ -1,4 +1,4 @@
-"""Bodies in whole models: constants, captured values, what may not be divided, and training."""
+"""Models with bodies: constants, captured values, dims that may not be sharded, and training."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -43,7 +43,7 @@ NESTED = """g (float[n, 6] x, bool p, float[6] k) => (float[n, 6] y, float[4, n,
 }"""
 
 
-def divided(text: str, devices: int = 2) -> tuple[onnx.ModelProto, PartitionedModel]:
+def sharded(text: str, devices: int = 2) -> tuple[onnx.ModelProto, PartitionedModel]:
     """A model on a row of devices that split the first dim of its input x."""
     proto = onnx.parser.parse_model(HEAD + text)
     analysed = analyse(ir.serde.deserialize_model(proto), {})
@@ -52,15 +52,15 @@ def divided(text: str, devices: int = 2) -> tuple[onnx.ModelProto, PartitionedMo
     return proto, propagate_and_partition(analysed, Seeds(Mesh.of(dp=devices), {}, {"x": laid}))
 
 
-def whole(proto: onnx.ModelProto, feeds: Mapping[str, Array]) -> list[Array]:
-    """What the undivided model makes."""
+def undivided(proto: onnx.ModelProto, feeds: Mapping[str, Array]) -> list[Array]:
+    """The results of the undivided program."""
     session = ort.InferenceSession(proto.SerializeToString(), providers=["CPUExecutionProvider"])
     return list(session.run(None, dict(feeds)))
 
 
 @pytest.mark.parametrize("batch", [4, 5])
 def test_a_branch_in_a_loop_that_captures_from_both_graphs(batch: int) -> None:
-    proto, parted = divided(NESTED)
+    proto, parted = sharded(NESTED)
     assert not parted.replicated and not parted.builder.collectives
     rng = np.random.default_rng(0)
     feeds = {
@@ -69,8 +69,8 @@ def test_a_branch_in_a_loop_that_captures_from_both_graphs(batch: int) -> None:
         "p": np.array(True),
     }
     got = run_model(parted, feeds, {"n": batch})
-    # The same operations on the same numbers.
-    for name, want in zip(("y", "ys"), whole(proto, feeds), strict=True):
+    # The same operations on the same numbers give the same bits.
+    for name, want in zip(("y", "ys"), undivided(proto, feeds), strict=True):
         assert np.array_equal(got[name], want)
 
 
@@ -99,23 +99,23 @@ def test_a_dim_that_a_step_changes_is_not_known_afterwards() -> None:
     assert str(env.shapes["z"][0]) not in env.table
 
 
-def test_what_is_run_may_not_depend_on_a_part() -> None:
+def test_what_runs_may_not_depend_on_a_shard() -> None:
     text = """g (float[n, 6] x, bool t) => (float[n, 6] y) <int64 m = {9}> {
       y = Loop (m, t, x) < body = l (int64 i, bool go, float[n, 6] s)
           => (bool on, float[n, 6] u) {
         u = Mul(s, s) e = Less(u, s) on = ReduceMax<keepdims = 0>(e) } >
     }"""
-    _, parted = divided(text)
+    _, parted = sharded(text)
     ((_, op_type, reason),) = parted.replicated
     assert op_type == "Loop" and "it determines what runs" in reason
 
 
-def test_dims_that_change_places_are_not_split() -> None:
+def test_dims_that_change_places_are_not_sharded() -> None:
     text = """g (float[6, 6] x) => (float[6, 6] y) <int64 m = {3}, bool t = {1}> {
       y = Loop (m, t, x) < body = l (int64 i, bool go, float[6, 6] s) => (bool on, float[6, 6] u)
         { on = Identity(go) u = Transpose(s) } >
     }"""
-    _, parted = divided(text)
+    _, parted = sharded(text)
     ((_, _, reason),) = parted.replicated
     assert "two dims of 'l/Transpose' in its body must be sharded alike" in reason
     x = np.random.default_rng(0).standard_normal((6, 6)).astype(np.float32)
@@ -128,7 +128,7 @@ def test_random_numbers_in_a_body_are_refused() -> None:
                    else_branch = b () => (float[n, 6] q) { q = Exp(x) } >
     }"""
     with pytest.raises(ShardingError, match=r"\(If\): 'u' .* draws random numbers|draws random"):
-        divided(text)
+        sharded(text)
 
 
 def test_a_dump_is_a_model_that_runtimes_take(tmp_path: Path) -> None:

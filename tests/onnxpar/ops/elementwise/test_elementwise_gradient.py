@@ -69,7 +69,7 @@ UNARY: Mapping[str, tuple[Torch | None, Data | None]] = {
 def test_unary(text: str) -> None:
     function, data = UNARY[text]
     given = {} if data is None else {"x": data}
-    # Their attributes and constants are of type float32: right to 6e-8 of themselves.
+    # Their attributes and constants have type float32: a relative error of up to 6e-8.
     single = text.startswith(("Hard", "Selu"))
     rtol = {"rtol": 1e-6, "torch_rtol": 1e-6} if single else {}
     GradCase(f"y = {text}", {"x": "double[N,6]"}, function, data=given, **rtol).check()
@@ -273,8 +273,8 @@ def test_no_overflow_far_from_zero(text: str) -> None:
         *("CumSum(x, i)", "Identity(x)"),
     ],
 )
-def test_pending_cotangent(first: str) -> None:
-    # Where w is split by columns, the cotangent of h is a partial sum, as in Megatron's MLP.
+def test_partial_cotangent(first: str) -> None:
+    # If w is sharded by columns, the cotangent of h is a partial sum, as in Megatron's MLP.
     constants = {
         "c": np.array([True, False, True, True]),
         "l": np.array(0.3),

@@ -1,4 +1,4 @@
-"""Gradients of fused activations and products, which ONNX's reference does not have: by PyTorch."""
+"""Gradients of fused activations and products against PyTorch; onnx.reference lacks them."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""The matrices of Resize are those of onnxruntime's and PyTorch's interpolation."""
+"""The matrices of Resize against the interpolation of onnxruntime and of PyTorch."""
 
 from importlib import import_module
 from importlib.util import find_spec
@@ -18,7 +18,7 @@ SIZES = ((5, 10), (5, 7), (7, 3), (12, 5), (6, 18))
 
 
 def by_onnxruntime(axis: Interpolation) -> np.ndarray:
-    """What onnxruntime makes of the unit matrix."""
+    """The unit matrix, resized by onnxruntime."""
     node = onnx.helper.make_node(
         "Resize",
         ["x", "", "", "sizes"],
@@ -75,7 +75,7 @@ def test_pytorch(size: int, out: int) -> None:
             antialias=antialias and out < size,
         )
         coordinates = "align_corners" if corners else "half_pixel"
-        # Pillow, and PyTorch after it, widens with another coefficient, and drops what is outside.
+        # Pillow, and so PyTorch, widens with another coefficient, and drops weights outside.
         wide = antialias and out < size
         how = ("cubic", coordinates, "floor", -0.5 if wide else -0.75, wide, wide)
         axis = Interpolation(size, out, out / size, *how)

@@ -41,8 +41,8 @@ def test_linear(shape: str, size: tuple[int, ...], corners: bool) -> None:
 @pytest.mark.parametrize("size", [(5, 6), (3, 4), (7, 2)])
 def test_cubic(size: tuple[int, ...]) -> None:
     text = 'mode="cubic", coordinate_transformation_mode="pytorch_half_pixel"'
-    # onnx.reference, which computes the loss, has the weights in float32; what is ours is compared
-    # in float64 by test_interpolation, and divides as it does for linear.
+    # onnx.reference, which computes the loss, has weights in float32. test_interpolation compares
+    # ours in float64, and they shard as for linear.
     rounded = {"rtol": 1e-5, "torch_rtol": 1e-6}
     cubic = case(text, "double[N,1,4,3]", size, resized("bicubic", size), **rounded)
     cubic.check_program()

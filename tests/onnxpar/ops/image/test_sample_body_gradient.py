@@ -17,8 +17,8 @@ def places(size: int, align: int) -> Any:
     def draw(rng: np.random.Generator, shape: list[int]) -> np.ndarray:
         part = rng.uniform(0.1, 0.4, shape) + rng.choice([0, 0.5], shape)
         pixel = rng.integers(-1, size, shape) + part
-        whole = 2 * pixel / (size - 1) if align else (2 * pixel + 1) / size
-        return np.asarray(whole - 1)
+        place = 2 * pixel / (size - 1) if align else (2 * pixel + 1) / size
+        return np.asarray(place - 1)
 
     return draw
 
@@ -45,7 +45,7 @@ def test_grid_sample(mode: str, padding: str) -> None:
     case.check_program()
     case.check_differences()
     case.check_torch()
-    # All bodies are taps that divide alike.
+    # All bodies consist of taps, which shard in the same way.
     if mode == "linear" and padding == "zeros":
         case.check_meshes()
 

@@ -1,4 +1,4 @@
-"""Gradients of TopK, and how what finds places is differentiated otherwise."""
+"""Gradients of TopK, and operators whose indices have no gradient."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Rows that are named by their own numbers are a batch: nothing travels."""
+"""Rows that are named by their own numbers are a batch: devices do not communicate."""
 
 import numpy as np
 import onnx.parser

@@ -1,4 +1,4 @@
-"""Gradients of reads and writes at given places."""
+"""Gradients of reads and writes at indices."""
 
 from collections.abc import Sequence
 
@@ -32,7 +32,7 @@ def test_gather_elements_of_a_part_of_the_rows() -> None:
         {"d": "double[N,4]", "i": "int64[2,3]"},
         lambda torch, d, i: d.gather(1, i),
         data={"i": ELEMENTS[:2]},
-        reference=False,  # onnx.reference wants all rows
+        reference=False,  # onnx.reference expects all rows
     ).check()
 
 
@@ -85,7 +85,7 @@ def test_gather_nd_of_each_of_a_batch(batch: int) -> None:
         {"d": f"double[{','.join(shape)},3,2]", "i": f"int64[{','.join(shape)},4,1]"},
         lambda torch, d, i: d.gather(batch, i.expand(*i.shape[:-1], 2)),
         data={"i": rows},
-        reference=False,  # onnx.reference makes another shape of it
+        reference=False,  # onnx.reference gives it another shape
     ).check()
 
 
