@@ -24,22 +24,22 @@ GENERATOR = "onnxpar"
 
 @contextmanager
 def new_directory(out: Path, *, force: bool, need: int = 0) -> Iterator[Path]:
-    """Gives an empty directory that becomes `out` when the block ends without an exception.
+    """Yields an empty directory that becomes `out` when the block ends without an exception.
 
-    It lies beside `out` under a hidden name until then, and is removed where the block fails or is
-    interrupted, by Ctrl-C, SIGTERM or SIGHUP; a second interrupt does not stop the removal. What a
-    writer that was killed left of `out` is removed first. Against a loss of power nothing is
-    promised: files are not flushed to the disk.
+    Until then it is beside `out` under a hidden name. It is removed if the block fails or is
+    interrupted by Ctrl-C, SIGTERM or SIGHUP; a second interrupt does not stop the removal. The
+    leftovers of killed writers of `out` are removed first. Files are not flushed to the disk, so
+    the directory may be incomplete after a loss of power.
 
     Args:
         out: The directory to make. It must not exist, unless it is empty.
-        force: Replace `out` where it is an artifact directory: one that has a manifest of ours and
-            nothing but the files that this manifest names.
+        force: Replace `out` if it is an artifact directory: it has a manifest of ours, and only
+            files that this manifest names.
         need: Bytes that will be written.
 
     Raises:
-        ArtifactError: `out` may not be replaced, its parent is missing or read-only, or the disk is
-            too small or becomes full.
+        ArtifactError: `out` may not be replaced, its parent is missing or read-only, or the disk
+            does not have enough space.
     """
     out = Path(os.path.realpath(out))
     replaced = _may_become(out, force)
@@ -66,7 +66,7 @@ def new_directory(out: Path, *, force: bool, need: int = 0) -> Iterator[Path]:
 
 
 def check_target(out: Path, *, force: bool) -> None:
-    """Checks what `new_directory` checks before it writes, so that a mistake shows early.
+    """Makes the checks of `new_directory` early, before anything is computed.
 
     Raises:
         ArtifactError: As `new_directory`.
@@ -79,7 +79,7 @@ def check_target(out: Path, *, force: bool) -> None:
 
 
 def _may_become(out: Path, force: bool) -> bool:
-    """Returns whether `out` is there and is to be replaced."""
+    """Returns whether `out` exists and will be replaced."""
     if not os.path.lexists(out):
         return False
     if not out.is_dir():
@@ -99,14 +99,14 @@ def _may_become(out: Path, force: bool) -> bool:
             f"{foreign[0]!r} is not an artifact"
             + (f" (and {len(foreign) - 1} more)" if len(foreign) > 1 else "")
         )
-    # Renaming asks leave of the parent only, and an immutable folder is found when all is written.
+    # To rename `out` needs only the permissions of its parent, and fails late if it is immutable.
     if not os.access(out, os.W_OK, effective_ids=os.access in os.supports_effective_ids):
         raise ArtifactError(f"{out}: cannot be replaced: it is read-only")
     return True
 
 
 def _own_files(out: Path) -> set[str]:
-    """Returns the names in `out` that its manifest, if it is ours, accounts for."""
+    """Returns the files in `out` that its manifest names, or none if the manifest is not ours."""
     try:
         manifest = json.loads((out / MANIFEST).read_bytes())
         if str(manifest["generator"]).split()[0] == GENERATOR:
@@ -117,13 +117,13 @@ def _own_files(out: Path) -> set[str]:
 
 
 def _prefix(out: Path) -> str:
-    """How names of directories begin that become `out`: a lock holds on one machine only."""
+    """Returns a prefix for hidden directories, with the machine: locks work on one machine only."""
     machine = hashlib.sha256(os.uname().nodename.encode()).hexdigest()[:8]
     return f".{out.name}.{machine}-"
 
 
 def _make_beside(out: Path) -> tuple[Path, int]:
-    """Returns a new directory and its open, locked descriptor: a lock ends with its process."""
+    """Returns a new directory and its locked descriptor; the lock ends with the process."""
     if not out.parent.is_dir():
         raise ArtifactError(f"{out}: its parent directory {out.parent} does not exist")
     for _ in range(8):
@@ -135,16 +135,16 @@ def _make_beside(out: Path) -> tuple[Path, int]:
         lock = _lock(temporary)
         if lock is not None:
             return temporary, lock
-        # Another writer took it for a stale one between the two calls, or it cannot be opened.
+        # It cannot be opened, or another writer took it for a stale one.
         with suppress(OSError):
             temporary.rmdir()
     raise ArtifactError(f"{out}: a new directory in {out.parent} cannot be opened")
 
 
 def _lock(folder: Path) -> int | None:
-    """Returns a descriptor of the folder, locked; None where another has the lock or it is gone.
+    """Returns a locked descriptor of the folder, or None if it is locked already, or gone.
 
-    Where the file system has no locks, the descriptor is not locked, and nobody can lock it.
+    If the file system has no locks, the descriptor is not locked.
     """
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -157,7 +157,7 @@ def _lock(folder: Path) -> int | None:
         return None
     except OSError:
         return descriptor
-    # Its last holder may have removed it, or renamed it, before letting go.
+    # The last holder may have removed or renamed the folder before it released the lock.
     try:
         same = os.path.samestat(os.stat(folder, follow_symlinks=False), os.fstat(descriptor))
     except OSError:
@@ -169,7 +169,7 @@ def _lock(folder: Path) -> int | None:
 
 
 def _remove_stale(out: Path) -> None:
-    """Removes what killed writers of `out` left; running ones have a lock."""
+    """Removes the leftovers of killed writers of `out`; running writers hold locks."""
     name = re.compile(re.escape(_prefix(out)) + r"[0-9a-f]{12}\.partial")
     with suppress(OSError):
         for entry in list(os.scandir(out.parent)):
@@ -183,7 +183,7 @@ def _remove_stale(out: Path) -> None:
 
 def _swap(temporary: Path, out: Path, replaced: bool) -> None:
     if not replaced:
-        # Another process may have made it meanwhile: rename refuses a directory with contents.
+        # If another process has made it meanwhile, rename refuses, unless it is empty.
         temporary.rename(out)
         return
     old = temporary.with_suffix(".old")
@@ -200,7 +200,7 @@ def _swap(temporary: Path, out: Path, replaced: bool) -> None:
 
 
 def cannot_write(out: Path, error: OSError) -> ArtifactError:
-    """Returns what is reported of a directory or a file that could not be written, and why."""
+    """Returns the error for a directory or a file that could not be written."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return ArtifactError(f"{out}: the disk is full ({error.strerror}); nothing was written")
     if error.errno == errno.EFBIG:
@@ -217,11 +217,11 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class _HeldSignals:
-    """Makes the first of SIGINT, SIGTERM and SIGHUP an exception, and nothing of those after it.
+    """Turns the first SIGINT, SIGTERM or SIGHUP into an exception, and ignores later ones.
 
-    The exception waits while they are held, as they are in the beginning. A handler that the
-    program has (on the command line, that of `onnxpar.cli`) decides what is raised, and a signal
-    that it ignores stays ignored.
+    While signals are held, as they are at first, the exception waits. The program's own handler (on
+    the command line, that of `onnxpar.cli`) decides what is raised. A signal that the program
+    ignores stays ignored.
     """
 
     def __init__(self) -> None:
@@ -239,11 +239,11 @@ class _HeldSignals:
         return self
 
     def hold(self) -> None:
-        """Lets signals wait."""
+        """Makes signals wait."""
         self._held = True
 
     def release(self) -> None:
-        """Lets signals raise; one that waits does at once."""
+        """Lets signals raise; a signal that waits raises at once."""
         self._held = False
         self._deliver()
 
@@ -261,7 +261,7 @@ class _HeldSignals:
         if not callable(self._previous[number]):
             raise SystemExit(128 + number)
         self._previous[number](number, None)
-        self._seen = None  # It raised nothing: the program goes on, and hears of the next.
+        self._seen = None  # It raised nothing, so the program goes on and may get another one.
 
     def __exit__(
         self,
@@ -272,4 +272,4 @@ class _HeldSignals:
         for number, previous in self._previous.items():
             signal.signal(number, previous)
         if kind is None:
-            self._deliver()  # One that waited, or whose exception was caught inside.
+            self._deliver()  # It waited, or its exception was caught inside.

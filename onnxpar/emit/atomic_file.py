@@ -12,11 +12,10 @@ from onnxpar.emit.atomic_directory import cannot_write
 
 @contextmanager
 def new_file(out: Path) -> Iterator[Path]:
-    """Gives a path to write to that becomes `out` when the block ends without an exception.
+    """Yields a path to write to that becomes `out` when the block ends without an exception.
 
-    It lies beside `out` under a hidden name until then. A device or a pipe is not a file that could
-    be
-    half written: it is given as it is.
+    Until then it is beside `out` under a hidden name. For a device or a pipe, `out` itself is
+    yielded.
 
     Args:
         out: The file to make, or to replace.
@@ -24,7 +23,7 @@ def new_file(out: Path) -> Iterator[Path]:
     Raises:
         ArtifactError: `out` is a directory, or it cannot be written.
     """
-    # A link stays one: what it leads to is replaced.
+    # A link stays a link: the file that it points to is replaced.
     target = Path(os.path.realpath(out))
     if target.is_dir():
         raise ArtifactError(f"{out}: expected a file to write to, got a directory")
@@ -48,7 +47,7 @@ def new_file(out: Path) -> Iterator[Path]:
 
 
 def check_file(out: Path) -> None:
-    """Checks what `new_file` checks before it writes, so that a mistake shows early.
+    """Makes the checks of `new_file` early, before anything is computed.
 
     Raises:
         ArtifactError: As `new_file`.
@@ -58,13 +57,13 @@ def check_file(out: Path) -> None:
 
 
 class _Checked(Exception):
-    """Ends the block of `new_file` before there is anything to keep."""
+    """Ends the block of `new_file` without a file."""
 
 
 def _make_beside(out: Path) -> Path:
     with NamedTemporaryFile(dir=out.parent, prefix=f".{out.name}.", delete=False) as file:
         name = Path(file.name)
-    # Temporary files are the user's alone; what is written is as open as other files.
+    # Temporary files are private; the result gets the permissions of other new files.
     mask = os.umask(0)
     os.umask(mask)
     name.chmod(0o666 & ~mask)

@@ -1,6 +1,6 @@
-"""The manifest of an artifact directory, from programs and weights.
+"""Makes the manifest of an artifact directory from programs and weights.
 
-A symbol whose name is no identifier is written in its safe form throughout.
+It has the safe form of a symbol whose name is not an identifier.
 """
 
 from collections.abc import Mapping, Sequence
@@ -75,20 +75,20 @@ def manifest(
 
     Args:
         models: The programs, all of one mesh.
-        graphs: By program, the graph file of each rank, None where it was not written.
+        graphs: For each program the graph file of each rank, or None if it was not written.
         parameters: By name.
         layout: Where each shard is stored; shards in files that were not written are left out.
-        files: Every file that was written.
+        files: All files that were written.
         model_name: Name of the model, for people.
-        strategy: The strategy as resolved.
-        report: What else the transformer has to tell.
+        strategy: The resolved strategy.
+        report: The transformer's report.
         training: What the runtime must know to train, for programs that train.
-        pipeline: How the programs make up a pipeline, where they do.
+        pipeline: How the programs make up a pipeline, if they do.
     """
     mesh = models[0].plan.mesh
     devices = mesh.size * models[0].stages
     programs = [_program(pm, graphs[pm.program]) for pm in models]
-    programs += [_whole(pm, devices) for pm in (pipeline.unsplit if pipeline else ())]
+    programs += [_without_graphs(pm, devices) for pm in (pipeline.unsplit if pipeline else ())]
     return ManifestContents(
         schema=SCHEMA,
         generator=f"{GENERATOR} {__version__}",
@@ -121,7 +121,7 @@ def dtype_name(dtype: ir.DataType) -> str:
 
 def _symbol(name: str, symbols: Mapping[str, Symbol]) -> SymbolEntry:
     symbol = symbols[name]
-    # Names of one unique object are one size, which the runtime must check: the plan relies on it.
+    # The plan relies on names of one `unique` symbol having one size; the runtime must check it.
     first = min(other for other in symbols if symbols[other] is symbol)
     same_as = safe_name(first) if symbol.unique and first != name else None
     return SymbolEntry(**vars(symbol), same_as=same_as)
@@ -135,7 +135,7 @@ def _size(size: Dim) -> int | str:
 
 
 def _bytes(size: Dim) -> int | str:
-    """Returns a count that need not be an integer (a half of an odd number of bytes)."""
+    """Returns a count, which may be half of an odd number of bytes."""
     if isinstance(size, int):
         return size
     over, under = fraction(size)
@@ -165,13 +165,13 @@ def _dtype(item: GraphInput) -> str:
 def state_entry(
     item: GraphInput, kind: str, parameter: str, stages: tuple[int, ...] = (), *, summed: bool
 ) -> StateEntry:
-    """Returns the manifest's entry of a buffer that the runtime keeps between runs.
+    """Returns the manifest's entry for a buffer that the runtime keeps between runs.
 
     Args:
         item: The buffer.
-        kind: What it is for.
-        parameter: The parameter that it belongs to.
-        stages: The pipeline stages that hold it; none where there is no pipeline.
+        kind: Its purpose.
+        parameter: The parameter to which it belongs.
+        stages: The pipeline stages that hold it; empty without a pipeline.
         summed: Whether its value is the sum of what these stages hold.
     """
     return StateEntry(
@@ -203,9 +203,8 @@ def _program(pm: PartitionedModel, graphs: Sequence[str | None]) -> ProgramEntry
             for h in pm.handed_in
         )
         more["handed_out"] = tuple(_handed(h.local, pm.symbols) for h in pm.handed_out)
-    whole = _whole(pm, len(graphs))
     return replace(
-        whole,
+        _without_graphs(pm, len(graphs)),
         files=tuple(graphs),
         system_inputs=tuple(_system_input(name) for name in scalars),
         collectives=tuple(
@@ -219,8 +218,8 @@ def _program(pm: PartitionedModel, graphs: Sequence[str | None]) -> ProgramEntry
     )
 
 
-def _whole(pm: PartitionedModel, devices: int) -> ProgramEntry:
-    """The entry of a program that a pipeline's programs make up: inputs and outputs, no graphs."""
+def _without_graphs(pm: PartitionedModel, devices: int) -> ProgramEntry:
+    """Returns a program's entry with inputs and outputs, but without graphs."""
     return ProgramEntry(
         name=pm.program,
         files=(None,) * devices,
@@ -247,19 +246,19 @@ def _whole(pm: PartitionedModel, devices: int) -> ProgramEntry:
 
 
 def _handed(value: ir.Value, symbols: Mapping[str, Symbol]) -> HandedEntry:
-    """A local tensor that goes from program to program; its shape, where symbols tell it."""
+    """Returns the entry of a local tensor between programs, with its shape if it is known."""
     if value.dtype is None:
         raise ArtifactError(f"{value.name!r}, a value between stages: its element type is unknown")
     sizes = [dim if isinstance(dim, int) else as_dim(dim.value or "") for dim in value.shape or ()]
-    told = value.shape is not None and all(
+    known = value.shape is not None and all(
         name in symbols for size in sizes if not isinstance(size, int) for name in symbols_of(size)
     )
-    shape = tuple(_size(size) for size in sizes) if told else None
+    shape = tuple(_size(size) for size in sizes) if known else None
     return HandedEntry(value.name or "", dtype_name(value.dtype), shape)
 
 
 def _is_scalar(name: str) -> bool:
-    """Whether the runtime computes an input by itself, from settings and counts."""
+    """Whether the runtime computes an input itself, from settings and counts."""
     return name == LOSS_WEIGHT or name.startswith(HYPER_PREFIX)
 
 

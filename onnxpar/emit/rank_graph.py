@@ -1,8 +1,8 @@
-"""Makes one rank's ONNX graph of the rank-generic graph; `write_directory` writes it.
+"""Makes one rank's ONNX graph from the rank-generic graph; `write_directory` writes it.
 
-The graphs of the ranks differ only in the `group` (and `pairs`, `root`) of each collective, in
-where their weights lie, and in texts for people. So the graph is serialised once into a template,
-and a rank's graph is the template with these few fields filled in.
+The graphs of ranks differ only in the `group` (and `pairs`, `root`) of each collective, in the
+locations of weights, and in texts for people. So the graph is serialised once, as a template, and
+these few fields are filled in for each rank.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,7 +28,7 @@ DOMAIN_VERSION = 1
 WIDE = int(ir.DataType.FLOAT)
 _SHAPE_SIZE = 64
 _SCALES = 8
-"""Numbers of a Resize's scales at most, one per dim."""
+"""The most scales that a Resize has, one per dim."""
 MIN_IR_VERSION = 11
 """The first version with multi-device fields."""
 MAX_IR_VERSION = 13
@@ -37,16 +37,16 @@ MAX_IR_VERSION = 13
 
 @dataclass(frozen=True)
 class Template:
-    """A program's graph with the places that differ between ranks.
+    """A program's graph, and the places in it that differ between ranks.
 
     Attributes:
-        model: The partitioned model it is made from.
+        model: The partitioned model.
         layout: Where each weight is stored.
-        proto: The graph; `fill` writes into it, so it is one rank's at a time.
+        proto: The graph; `fill` changes it, so it belongs to one rank at a time.
         collectives: Each node that has a group: its position in the graph, and the node.
-        weights: `(parameter, position among the initializers)` of each weight kept in a file.
-        shapes: The same of what may say a shape. onnxruntime may read it while it infers shapes,
-            when it refuses external data, so that the rank's shard stands in the graph as well.
+        weights: `(parameter, position among the initializers)` of each weight in a file.
+        shapes: The same for weights that may determine a shape. onnxruntime may read them during
+            shape inference, when it refuses external data, so they are stored in the graph.
     """
 
     model: PartitionedModel
@@ -58,10 +58,10 @@ class Template:
 
 
 def emit_rank(pm: PartitionedModel, rank: int) -> ir.Model:
-    """Returns one rank's graph as a model of its own.
+    """Returns one rank's graph as a separate model.
 
-    Its weights are external tensors of the files that `onnxpar.emit.write` makes of this model
-    alone; they are not read here. To write several ranks, use one `template` and `fill` it.
+    Its weights are external tensors, in the files that `onnxpar.emit.write` makes of this model
+    alone; they are not read here. To write several ranks, `fill` one `template`.
 
     Raises:
         ArtifactError: The rank is not in the mesh, or a parameter cannot be stored.
@@ -90,7 +90,7 @@ def describe_rank(mesh: Mesh, rank: int, stages: int = 1) -> str:
 def global_group(
     mesh: Mesh, rank: int, atoms: Sequence[int], stages: Sequence[int]
 ) -> tuple[int, ...]:
-    """Returns the ranks of a collective's group: of the rank's stage, or its places in `stages`."""
+    """Returns the ranks of a collective's group: in the rank's stage, or its peers in `stages`."""
     stage, here = divmod(rank, mesh.size)
     if stages:
         return tuple(s * mesh.size + here for s in stages)
@@ -98,7 +98,7 @@ def global_group(
 
 
 def used_system_inputs(pm: PartitionedModel) -> tuple[ir.Value, ...]:
-    """Returns the system inputs that some node reads, in the order in which they were asked for."""
+    """Returns the system inputs that some node reads, in the order of their creation."""
     read = {value for node in pm.builder.nodes for value in read_by(node)}
     return tuple(value for value in pm.builder.system_inputs.values() if value in read)
 
@@ -108,7 +108,7 @@ def template(pm: PartitionedModel, places: WeightLayout) -> Template:
 
     Args:
         pm: The program of all ranks.
-        places: Where its weights lie.
+        places: Where its weights are stored.
 
     Raises:
         ArtifactError: A parameter has no place and cannot be written into the graph.
@@ -122,7 +122,7 @@ def template(pm: PartitionedModel, places: WeightLayout) -> Template:
         proto.domain = source.domain
     if source.model_version:
         proto.model_version = source.model_version
-    # onnxruntime does without an import of a custom domain, ONNX's checker does not.
+    # ONNX's checker needs an import of every domain; onnxruntime does not.
     nodes = list(every_node(pm.builder.nodes))
     used = {node.domain: 1 for node in nodes if node.domain not in ("", "ai.onnx")}
     form = _form(pm, nodes)
@@ -153,10 +153,10 @@ def template(pm: PartitionedModel, places: WeightLayout) -> Template:
         ir.serde.serialize_value_into(graph.input.add(), value)
     for item in pm.outputs:
         _put_value(graph.output.add(), item, mesh)
-    told = {item.local for item in pm.outputs}
+    written = {item.local for item in pm.outputs}
     for handed in pm.handed_out:
-        # What is an output of the model is one of the graph once, also where other stages read it.
-        if handed.local not in told:
+        # An output of the model that other stages also read is one output of the graph.
+        if handed.local not in written:
             ir.serde.serialize_value_into(graph.output.add(), handed.local)
     for value in pm.builder.initializers:
         if value.const_value is None:
@@ -179,7 +179,7 @@ def template(pm: PartitionedModel, places: WeightLayout) -> Template:
 def fill(form: Template, rank: int) -> onnx.ModelProto:
     """Fills in one rank's groups and weights, and returns the template's graph.
 
-    The graph returned is the template's own: it is valid until the next call.
+    The graph is the template's own, and valid until the next call.
 
     Raises:
         ArtifactError: The rank is not in the mesh.
@@ -226,9 +226,9 @@ def fill(form: Template, rank: int) -> onnx.ModelProto:
 
 
 def _form(pm: PartitionedModel, nodes: Sequence[ir.Node]) -> CudaForm:
-    """How the graph is written: the same for all devices, and such that GPUs have kernels for it.
+    """Returns the form of the graph: the same for all devices, with kernels on GPUs.
 
-    A model with functions of its own keeps its opset, which they are of.
+    A model with functions keeps its opset, which is also that of the functions.
     """
     if pm.source.functions:
         return CudaForm(pm.builder.opset)
@@ -255,7 +255,7 @@ def _put_nodes(
 
 
 def _formed(proto: onnx.NodeProto, node: ir.Node, form: CudaForm) -> list[onnx.NodeProto]:
-    """Returns what is written for a node, whose bodies are changed: itself, casts around it."""
+    """Returns the node in the graph's form, also in its bodies, with casts around it if needed."""
     for name, body in bodies_of(node).items():
         inner = _attribute(proto, name).g.node
         made = [_formed(p, n, form) for p, n in zip(inner, body, strict=True)]
@@ -288,7 +288,7 @@ def _cast(name: str, x: str, y: str, to: int) -> onnx.NodeProto:
 
 
 def _given_to_host(pm: PartitionedModel) -> set[ir.Value]:
-    """Returns what is on the host from the start: sizes, coordinates, counters, small constants."""
+    """Returns the values that begin on the host: sizes, coordinates, counters, small constants."""
     builder = pm.builder
     prefixes = (SYMBOL_PREFIX, COORD_PREFIX, *COUNTERS)
     given = {v for name, v in builder.system_inputs.items() if name.startswith(prefixes)}
@@ -297,7 +297,7 @@ def _given_to_host(pm: PartitionedModel) -> set[ir.Value]:
 
 
 def _layouts(pm: PartitionedModel, node: ir.Node) -> dict[str, str]:
-    """Returns the layout of a node of the undivided model, for people."""
+    """Returns the layouts of a node of the undivided model, for people."""
     plan = pm.plan.nodes.get(node.name or "")
     if plan is None or node.domain == DOMAIN:
         return {}
@@ -324,7 +324,7 @@ def _put_value(proto: onnx.ValueInfoProto, item: GraphInput, mesh: Mesh) -> None
 
 
 def _says_a_size(parameter: Parameter) -> bool:
-    """Whether onnxruntime may read it to infer a shape, which it cannot in a weight file."""
+    """Whether onnxruntime may read it for shape inference; it cannot read a weight file then."""
     content = parameter.source.const_value
     if content is None or content.size > _SHAPE_SIZE:
         return False
@@ -338,7 +338,7 @@ def _put_parameter(
 ) -> None:
     source = parameter.source
     if parameter.name not in places.shards:
-        # Text: ONNX allows no external data for it.
+        # It holds text, for which ONNX allows no external data.
         if source.const_value is None or parameter.sharding.split_atoms:
             raise ArtifactError(f"parameter {parameter.name!r} is not in the weight files")
         ir.serde.serialize_tensor_into(proto, source.const_value)
@@ -397,7 +397,7 @@ def _put_int(node: onnx.NodeProto, name: str, value: int) -> None:
 def _called_functions(pm: PartitionedModel, form: CudaForm) -> list[ir.Function]:
     """Returns the functions that the program calls, directly or through others.
 
-    They are the model's own, and those of the operators that onnxpar has put in.
+    They are the model's own, and those of operators that onnxpar inserted.
     """
     functions = dict(pm.source.functions)
     for node in every_node(pm.builder.nodes):

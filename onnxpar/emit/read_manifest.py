@@ -1,4 +1,4 @@
-"""Reads the manifest of an artifact directory, for the commands that show one."""
+"""Reads the manifest of an artifact directory, for commands that show it."""
 
 from pathlib import Path
 from typing import Any
@@ -9,10 +9,10 @@ from onnxpar_format.records import FormatError
 
 
 def read_manifest(directory: Path) -> Any:
-    """Returns the content of a directory's manifest, which need not be valid.
+    """Returns the content of a directory's manifest without validating it.
 
     Raises:
-        ArtifactError: There is no such directory, it has no manifest, or one that is no JSON.
+        ArtifactError: There is no such directory, it has no manifest, or that is not JSON.
     """
     try:
         return manifest_json(directory)

@@ -1,4 +1,4 @@
-"""What the manifest says of a training beside its programs."""
+"""The manifest's record of a training, besides its programs."""
 
 from dataclasses import asdict
 

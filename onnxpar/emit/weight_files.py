@@ -1,11 +1,11 @@
 """Writes the weight files in one parallel pass over the model's weights.
 
-Each of a few threads makes files of its own, from front to back: it goes through the weights in the
-order of the shards, and of each chunk that its files need appends every file's part, hashed and
-written while a cache holds it. Threads share nothing, so that none waits for another or for the
-interpreter's lock: hashing is most of the work, and a handful of calls per chunk do the rest.
-Memory is bounded by a few chunks for each thread, whatever the size of a tensor. What a part leaves
-out between two is padding: zeros.
+Each of a few threads makes its own files, from front to back. It goes through the weights in the
+order of the shards, and appends each file's part of a chunk, which is hashed and written while it
+is in the cache. Threads share nothing and so do not wait for one another. They rarely wait for the
+interpreter's lock: most of the work is hashing, and the rest is a few calls per chunk. Memory is
+bounded by a few chunks for each thread, whatever the size of a tensor. Gaps between parts are
+padding: zeros.
 """
 
 import errno
@@ -29,19 +29,19 @@ from onnxpar.partition.partitioned_model import Parameter
 from onnxpar_format.boxes import Block
 
 CHUNK = 1 << 20
-"""Bytes of a shard that are gathered, hashed and written at a time: few enough for a cache.
+"""Bytes of a shard that are gathered, hashed and written at a time; they fit into a cache.
 
-Smaller ones cost more in the system, whose pages they fill in smaller groups.
+Smaller chunks cost more time in the system, which then fills fewer pages at a time.
 """
 
 SPAN = 32
-"""Chunks of the source at most that are gone through for one chunk of a shard."""
+"""The most chunks of the source that are read for one chunk of a shard."""
 
 LANES = max(2, min(4, os.cpu_count() or 1))
 """Threads that read, hash and write."""
 
 OPEN_FILES = 128
-"""Output files kept open at once; a process may have 256 on macOS."""
+"""Output files that are open at once; macOS allows a process 256."""
 
 _ZEROS = np.zeros(1 << 16, np.uint8)
 
@@ -65,10 +65,10 @@ def write_weights(
     """Writes the weight files of a layout.
 
     Args:
-        parameters: The parameters, in any order; those without a place are left out.
+        parameters: The parameters, in any order; those without shards in the layout are left out.
         layout: Where each shard is stored.
         folder: An existing folder.
-        ranks: Write only what these ranks read; None: everything.
+        ranks: Write only the files that these ranks read; None: all files.
         chunk: Bytes of a shard at a time.
 
     Returns:
@@ -91,15 +91,15 @@ def write_weights(
             for lane in as_completed(lanes):
                 written |= lane.result()
         finally:
-            # One that failed, or an interrupt, must not wait for the others to write everything.
+            # After a failure or an interrupt, do not wait until the other threads are done.
             stop.set()
     return {f.name: written[f.name] for f in files}
 
 
 def _lanes(files: Sequence[WeightFile], folder: Path) -> "list[_Files]":
-    """Shares files out to threads, the largest first, each to the thread with the least to do."""
+    """Distributes files over threads, the largest first, each to the thread with the least work."""
     if len(files) == 1:
-        # Hashing costs three times what writing does: one thread would take a third longer.
+        # Hashing takes three times as long as writing: one thread for both would take a third more.
         return [_Files(files, folder, write=False), _Files(files, folder, hashed=False)]
     lanes: list[list[WeightFile]] = [[] for _ in range(min(LANES, len(files)))]
     for file in sorted(files, key=lambda f: -f.size):
@@ -114,7 +114,7 @@ def _fill(
     chunk: int,
     stop: Event,
 ) -> dict[str, Written]:
-    """Makes the files of one thread; returns early, with less, once `stop` is set."""
+    """Makes the files of one thread; returns early, with unfinished files, if `stop` is set."""
     with files:
         files.start()
         for name, shards in layout.shards.items():
@@ -126,14 +126,14 @@ def _fill(
 
 @dataclass(frozen=True)
 class _Chunk:
-    """Rows `[low, high)` along one axis of a tensor, at one place along the axes before it.
+    """Rows `[low, high)` along one axis of a tensor, at one index of each axis before it.
 
     Attributes:
         low: First row.
         high: Index after the last row.
         first: Their first byte in the tensor.
         last: Index after their last byte.
-        held: Which shards have a part, each with its local indices along the axes before.
+        held: The shards that have a part of it, with their local indices along the axes before.
     """
 
     low: int
@@ -150,7 +150,7 @@ def _write_parameter(
     chunk: int,
     stop: Event,
 ) -> None:
-    """Appends shards of one tensor to their files; no two shards are of one file."""
+    """Appends the shards of one tensor to their files; each shard has another file."""
     dtype = parameter.source.dtype
     assert dtype is not None, "layout() refuses parameters without a type"
     itemsize, _ = stored_dtype(dtype)
@@ -202,19 +202,19 @@ def _chunks(
 
 
 def _unit(itemsize: int) -> np.dtype[Any]:
-    # 16-byte complex numbers are copied as two halves; the last dim of a chunk holds them.
+    # A 16-byte complex number is copied as two halves, which are the last dim of a chunk.
     return np.dtype(f"u{min(itemsize, 8)}")
 
 
 def _rows(
     sizes: Sequence[int], blocks: Sequence[Block], itemsize: int, chunk: int
 ) -> tuple[int, int]:
-    """Returns the axis along which a tensor is cut into chunks, and how many rows a chunk has.
+    """Returns the axis along which a tensor is split into chunks, and the rows of a chunk.
 
-    It is the first one of which a row is not too much.
+    It is the first axis whose rows are small enough.
     """
     for axis in range(len(sizes)):
-        # Padding may make a part larger than the row that it is of.
+        # With padding, a part may be larger than its row.
         part = prod(b.local for b in blocks[axis + 1 :]) * itemsize
         row = prod(sizes[axis + 1 :]) * itemsize
         count = min(chunk // max(part, 1), SPAN * chunk // max(row, 1))
@@ -224,7 +224,7 @@ def _rows(
 
 
 def _place(blocks: Sequence[Block], axis: int, piece: _Chunk, inside: Sequence[int]) -> int:
-    """Returns where in a shard its part of a chunk begins, in elements."""
+    """Returns the offset in a shard, in elements, of its part of a chunk."""
     at = 0
     for index, b in zip([*inside, piece.low - blocks[axis].start], blocks, strict=False):
         at = at * b.local + index
@@ -235,8 +235,9 @@ def _part(rows: NDArray[Any], trailing: Sequence[Block], scratch: Bytes) -> Byte
     """Returns a shard's part of a chunk, padded.
 
     Args:
-        rows: The chunk's rows, all of them the shard's; the halves of elements are the last dim.
-        trailing: The shard's block of each component after the one that the rows index.
+        rows: The chunk's rows, which all belong to the shard; the halves of elements are the last
+            dim.
+        trailing: The shard's block of each component after the rows' component.
         scratch: Memory for a part that is not contiguous.
     """
     picked = rows[(slice(None), *(slice(b.start, b.start + b.valid) for b in trailing))]
@@ -252,11 +253,11 @@ def _part(rows: NDArray[Any], trailing: Sequence[Block], scratch: Bytes) -> Byte
 
 
 class _Files:
-    """Files that one thread appends to, each in its order, and hashes.
+    """The files that one thread writes from front to back, and hashes.
 
     Args:
         files: The files.
-        folder: Where they lie.
+        folder: Their folder.
         hashed: Hash them.
         write: Write them; False: only hash them.
     """
@@ -309,9 +310,9 @@ class _Files:
         return {n: Written(self._size[n], d.hexdigest()) for n, d in self._digest.items()}
 
     def _stream(self, name: str) -> BinaryIO:
-        """Opens a file at the place where it was left; a new one gets all its blocks at once.
+        """Opens a file at its end; a new file gets all its blocks at once.
 
-        Writing 1 GiB in pieces took 0.16 to 0.25 s so, 0.3 to 0.9 s where it grew (ext4, 2 cores).
+        To write 1 GiB in chunks then took 0.16 to 0.25 s, instead of 0.3 to 0.9 s (ext4, 2 cores).
         """
         if name in self._open:
             return self._open[name]
@@ -325,7 +326,7 @@ class _Files:
             try:
                 os.posix_fallocate(stream.fileno(), 0, self._files[name].size)
             except OSError as error:
-                # Not every file system, nor every C library, can do it.
+                # Some file systems and C libraries cannot do it.
                 if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
                     raise
         return stream

@@ -1,15 +1,14 @@
-"""Which file holds which weight shard, at which offset, and which ranks read it.
+"""Decides which file holds which weight shard, at which offset, and which ranks read it.
 
-A parameter that is split by atoms a, b, … has one shard for each position along them; the ranks
-that differ in other atoms only hold the same shard. All shards held by one set of ranks share a
-file in the safetensors format (https://huggingface.co/docs/safetensors: eight bytes of header
-length, a JSON header, the tensors without gaps), and the rank graphs point into it as ONNX external
-data.
+A parameter that is sharded over atoms a, b, … has one shard for each position along them; ranks
+that differ only in other atoms hold the same shard. All shards of one set of ranks share a file in
+the safetensors format (https://huggingface.co/docs/safetensors: eight bytes of header length, a
+JSON header, the tensors without gaps). The rank graphs refer to it as ONNX external data.
 """
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import prod
 
@@ -21,7 +20,7 @@ from onnxpar.partition.partitioned_model import Parameter
 from onnxpar_format.boxes import Block
 
 ALIGNMENT = 64
-"""Bytes; what vector units load at once and what onnxruntime's own allocator aligns to."""
+"""Bytes that vector units load at once, and to which onnxruntime's own allocator aligns."""
 
 SAFETENSORS = {
     ir.DataType.FLOAT: "F32",
@@ -40,7 +39,7 @@ SAFETENSORS = {
     ir.DataType.UINT64: "U64",
     ir.DataType.BOOL: "BOOL",
 }
-"""Names of the element types that the format knows; others are stored as their bytes (U8)."""
+"""Names of the element types that the format has; others are stored as bytes (U8)."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ class Shard:
 
     Attributes:
         ranks: The ranks that hold it, ascending.
-        file: Name of the file that has it.
+        file: Name of its file.
         offset: Bytes from the beginning of the file.
         length: Bytes.
         shape: Local shape, padding included.
@@ -74,7 +73,7 @@ class WeightFile:
         name: File name.
         ranks: The ranks that read it.
         header: The bytes before the first tensor.
-        size: Bytes of the whole file.
+        size: Bytes of the file.
     """
 
     name: str
@@ -85,12 +84,12 @@ class WeightFile:
 
 @dataclass(frozen=True)
 class WeightLayout:
-    """All weight files and what is stored where in them.
+    """All weight files, and where each shard is stored.
 
     Attributes:
         files: By name.
-        shards: Of each parameter, by parameter name. The order of the parameters is their order in
-            every file, so that one pass over them writes every file from front to back.
+        shards: The shards of each parameter, by name. Parameters have the same order in every file,
+            so one pass over them writes every file from front to back.
     """
 
     files: Mapping[str, WeightFile]
@@ -109,9 +108,9 @@ class WeightLayout:
 
 
 def stored_dtype(dtype: ir.DataType) -> tuple[int, bool]:
-    """Returns the bytes of the unit in which an element type is copied, and if that is one element.
+    """Returns the bytes that are copied at a time, and whether they are one element.
 
-    Types below eight bits are packed, several elements to a byte, so that only bytes can be copied.
+    Types with less than eight bits are packed, so their unit is a byte with several elements.
     """
     return (dtype.bitwidth // 8, True) if dtype.bitwidth >= 8 else (1, False)
 
@@ -121,9 +120,9 @@ def layout(
 ) -> WeightLayout:
     """Places every shard of the given parameters.
 
-    Each tensor is aligned to 64 bytes or to the largest power of two that divides its length: the
-    format admits no gaps, so tensors are ordered by that power, descending, and otherwise as given.
-    Text has no place: neither this format nor ONNX's external data holds it.
+    Each tensor is aligned to 64 bytes, or to the largest power of two that divides its length. The
+    format allows no gaps, so tensors are ordered by that power, descending, and otherwise as given.
+    Parameters of text are left out: neither this format nor ONNX's external data can hold them.
 
     Args:
         parameters: The parameters, each once.
@@ -131,17 +130,18 @@ def layout(
         stages: The pipeline stages that hold each parameter, by name; by default there is one.
 
     Raises:
-        ArtifactError: A parameter is of a packed type and split, or has no known shape.
+        ArtifactError: A parameter of a packed type is sharded, or a shape is unknown.
     """
     stored = [p for p in parameters if p.source.dtype != ir.DataType.STRING]
     on = stages or {}
-    cut = {p.name: (_kind(p), _cut(p, mesh, on.get(p.name, (0,)))) for p in stored}
-    order = sorted(cut, key=lambda name: -_power(cut[name][1][0][3]))
+    kinds = {p.name: _kind(p) for p in stored}
+    unplaced = {p.name: _shards(p, kinds[p.name], mesh, on.get(p.name, (0,))) for p in stored}
+    lengths = {name: shards[0].length for name, shards in unplaced.items()}
+    order = sorted(unplaced, key=lambda name: -_power(lengths[name]))
     held: dict[tuple[int, ...], list[str]] = {}
     for name in order:
-        for ranks, *_ in cut[name][1]:
-            held.setdefault(ranks, []).append(name)
-    lengths = {name: cut[name][1][0][3] for name in order}
+        for shard in unplaced[name]:
+            held.setdefault(shard.ranks, []).append(name)
     files: dict[str, WeightFile] = {}
     begin: dict[tuple[int, ...], dict[str, int]] = {}
     names: dict[tuple[int, ...], str] = {}
@@ -149,21 +149,18 @@ def layout(
     for index, ranks in enumerate(sorted(held, key=lambda r: (-len(r), r))):
         names[ranks] = f"weights.{index:04d}.safetensors"
         header, begin[ranks] = _header(
-            [(name, cut[name][0], cut[name][1][0][1], lengths[name]) for name in held[ranks]]
+            [(name, kinds[name], unplaced[name][0].shape, lengths[name]) for name in held[ranks]]
         )
         size = len(header) + sum(lengths[name] for name in held[ranks])
         files[names[ranks]] = WeightFile(names[ranks], ranks, header, size)
     shards = {
         name: tuple(
-            Shard(ranks, names[ranks], begin[ranks][name], length, shape, sizes, blocks)
-            for ranks, shape, blocks, length, sizes in cut[name][1]
+            replace(shard, file=names[shard.ranks], offset=begin[shard.ranks][name])
+            for shard in unplaced[name]
         )
         for name in order
     }
     return WeightLayout(files, shards)
-
-
-_Cut = tuple[tuple[int, ...], tuple[int, ...], tuple[Block, ...], int, tuple[int, ...]]
 
 
 def _kind(parameter: Parameter) -> ir.DataType:
@@ -179,8 +176,10 @@ def _kind(parameter: Parameter) -> ir.DataType:
     return dtype
 
 
-def _cut(parameter: Parameter, mesh: Mesh, stages: Sequence[int]) -> list[_Cut]:
-    """Returns `(ranks, local shape, blocks, bytes, component sizes)` of each distinct shard."""
+def _shards(
+    parameter: Parameter, dtype: ir.DataType, mesh: Mesh, stages: Sequence[int]
+) -> list[Shard]:
+    """Returns the distinct shards, without file and offset."""
     sharding = parameter.sharding
     if sharding.partial or not all(
         isinstance(c.size, int) or c.size.is_Integer for dim in sharding.dims for c in dim
@@ -189,24 +188,23 @@ def _cut(parameter: Parameter, mesh: Mesh, stages: Sequence[int]) -> list[_Cut]:
             f"parameter {parameter.name!r}: expected a sharding with known sizes that is not "
             f"partial, got {sharding.describe(mesh)} of {sharding.shape}"
         )
-    dtype = _kind(parameter)
     sized = sharding.sized(mesh)
     shape = sized.local_shape
     length = -(-prod(shape) * dtype.bitwidth // 8)
-    cut = []
+    sizes = tuple(n for dim in sized.dims for n, _ in dim)
+    shards = []
     for ranks in _holders(mesh, frozenset(sharding.split_atoms)):
         blocks = tuple(sized.blocks(ranks[0]))
-        sizes = tuple(n for dim in sized.dims for n, _ in dim)
         if not stored_dtype(dtype)[1]:
             sizes, blocks = (length,), (Block(0, length, length),)
         holders = tuple(stage * mesh.size + rank for stage in stages for rank in ranks)
-        cut.append((holders, shape, blocks, length, sizes))
-    return cut
+        shards.append(Shard(holders, "", 0, length, shape, sizes, blocks))
+    return shards
 
 
 @lru_cache(1024)
 def _holders(mesh: Mesh, atoms: frozenset[int]) -> tuple[tuple[int, ...], ...]:
-    """Returns, for each position along `atoms`, the ranks that are there, ordered by first rank."""
+    """Returns the ranks at each position along `atoms`, ordered by first rank."""
     others = [a for a in range(len(mesh.atoms)) if a not in atoms]
     return tuple(tuple(sorted(group)) for group in mesh.groups(others))
 

@@ -1,4 +1,4 @@
-"""Reads the bytes of a model's weights in pieces, so that none of them need fit into memory."""
+"""Reads the bytes of a model's weights in parts, so that weights may be larger than memory."""
 
 import mmap
 import os
@@ -20,17 +20,17 @@ from onnxpar.partition.partitioned_model import Parameter
 Bytes = NDArray[np.uint8]
 
 MADV_POPULATE_READ = 22
-"""Advice of Linux 5.14 and later, from its mman-common.h: all pages are read, or it is an error."""
+"""Advice to read all pages, or fail; from mman-common.h of Linux 5.14."""
 
 WINDOW = 1 << 25
-"""Bytes of a file that are mapped at once, from a multiple of this on: large pages fit."""
+"""Bytes of a file that are mapped at once, aligned to this size, so that large pages fit."""
 
 
 class Reader(Protocol):
-    """Gives the bytes of one tensor, little-endian and packed as in ONNX's `raw_data`."""
+    """Reads the bytes of one tensor, little-endian and packed as in ONNX's `raw_data`."""
 
     def read(self, start: int, stop: int) -> Bytes:
-        """Returns bytes `[start, stop)`, not to be changed."""
+        """Returns bytes `[start, stop)`, which must not be changed."""
         ...
 
 
@@ -39,7 +39,7 @@ class Region:
     """A tensor's bytes in a file of external data.
 
     Attributes:
-        path: The file. Links are followed, as the caches of model hubs are made of them.
+        path: The file. Links are followed, because the caches of model hubs consist of links.
         offset: Bytes before the tensor.
         length: Bytes of the tensor.
     """
@@ -75,7 +75,7 @@ def check(parameters: Iterable[Parameter]) -> None:
 
 @contextmanager
 def reader(parameter: Parameter) -> Iterator[Reader]:
-    """Opens a parameter's data; a tensor that is no external data is held in memory meanwhile.
+    """Opens a parameter's data; a tensor that is not external data is held in memory.
 
     Raises:
         ArtifactError: As `check`.
@@ -120,10 +120,10 @@ class _InFile:
         return self._copied(start, stop) if mapped is None else mapped
 
     def _mapped(self, start: int, stop: int) -> Bytes | None:
-        """Returns bytes in the system's own memory; None where that is not possible or not safe.
+        """Returns bytes in mapped memory, or None if that is impossible or unsafe.
 
-        A process that touches a page which the system cannot read, as the file became shorter, is
-        ended. So pages are asked for before they are touched; where that fails, reading says why.
+        If a file has become shorter, a process that touches a missing page is killed. So pages are
+        requested before they are touched; if that fails, `_copied` finds the reason.
         """
         if sys.platform != "linux":
             return None
@@ -184,7 +184,7 @@ def _bytes(tensor: ir.TensorProtocol) -> Bytes:
 
 def _region(name: str, tensor: ir.ExternalTensor) -> Region:
     base, location = os.fspath(tensor.base_dir), os.fspath(tensor.location)
-    # A model from elsewhere must not make other files of this machine part of its weights.
+    # A foreign model must not make other files of this machine part of its weights.
     folder = os.path.abspath(base)
     path = os.path.abspath(os.path.join(base, location))
     if base and os.path.commonpath([folder, path]) != folder:

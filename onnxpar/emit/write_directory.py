@@ -24,7 +24,7 @@ MAX_PROTOBUF = 2**31 - 1
 """Bytes; the largest message that protobuf writes."""
 
 STRATEGY_FILE = "strategy.yaml"
-"""The strategy as resolved; what `shard --strategy` makes of it is the same directory."""
+"""The resolved strategy; `shard --strategy` makes the same directory from it."""
 
 LINE = 100
 
@@ -44,20 +44,21 @@ def write(
 ) -> None:
     """Writes programs of one mesh as an artifact directory, completely or not at all.
 
-    Memory stays bounded by a few chunks of a weight (where the model holds its weights itself, by
-    a copy of the largest for each thread), not by the model.
+    Memory is bounded by a few chunks of a weight, or, if the model holds its weights in memory, by
+    a copy of the largest weight for each thread.
 
     Args:
-        models: The programs; one parameter in several of them must be cut alike.
-        out_dir: The directory to make; flat, as onnxruntime refuses external data elsewhere.
+        models: The programs; a parameter must be sharded alike in all of them.
+        out_dir: The directory to make; it is flat, because onnxruntime refuses external data in
+            other folders.
         ranks: Write only the graphs of these ranks and the weights that they read.
-        force: Replace an artifact directory that is there.
-        report: What the transformer has to tell, as JSON.
-        strategy: The strategy as resolved, as JSON.
+        force: Replace an existing artifact directory.
+        report: The transformer's report, as JSON.
+        strategy: The resolved strategy, as JSON.
         strategy_file: The same as a strategy file, written beside the manifest.
         model_name: Name of the model, for people.
         training: What the runtime must know to train.
-        pipeline: How the programs make up a pipeline, where they do.
+        pipeline: How the programs make up a pipeline, if they do.
 
     Raises:
         ArtifactError: The directory cannot be written or must not be replaced, a weight's data is
@@ -113,7 +114,7 @@ def write(
         with (folder / MANIFEST).open("w", encoding="utf-8") as stream:
             stream.write(_json(to_json(contents)) + "\n")
         for names in graphs.values():
-            # Graphs of the other ranks differ in numbers only.
+            # The graphs of other ranks differ only in numbers.
             first = next((name for name in names if name is not None), None)
             if first is not None:
                 _check(folder / first)
@@ -171,10 +172,10 @@ def _json(contents: Mapping[str, Any]) -> str:
 
 
 def _pretty(item: Any, indent: str) -> str:
-    """Returns JSON in which only what does not fit on a line is broken into lines.
+    """Returns JSON that is broken into lines only where an item does not fit on one line.
 
-    What has a line break inside did not fit, so neither does what holds it: each item is written
-    once, however deep it is.
+    An item with a line break inside does not fit, and neither does the item around it, so each item
+    is written once.
     """
     inner = indent + " "
     if isinstance(item, dict):

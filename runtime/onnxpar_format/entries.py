@@ -42,25 +42,35 @@ Positive = Annotated[int, Check("a number >= 1", lambda number: number >= 1)]
 
 
 @dataclass(frozen=True)
-class SymbolEntry:
-    """Constraint of a symbolic dim: its value is divisor·N + remainder, N ≥ 1, in [min, max].
+class SymbolSizes:
+    """Constraint of a symbolic dim: its size is divisor·N + remainder, N ≥ 1, in [min, max].
 
     Attributes:
-        min: Smallest value.
-        max: Largest value; no limit unless it is larger than `min`.
-        divisor: The d of d·N + r.
+        max: Greatest size; no limit unless it is greater than `min`.
+        min: Least size, at least 1.
+        divisor: The d of d·N + r, at least 1.
         remainder: The r of d·N + r, 0 ≤ r < d.
-        unique: Whether all uses have one value.
-        per_rank: Whether data ranks may have different values.
-        same_as: Another symbol whose value this one must have.
+        unique: Whether all dims with this same constraint have one size. Dims with the same name in
+            an ONNX model have one size in any case.
+        per_rank: Whether data ranks may have different sizes.
     """
 
-    min: int = 1
     max: int = 0
+    min: int = 1
     divisor: int = 1
     remainder: int = 0
     unique: bool = False
     per_rank: bool = False
+
+
+@dataclass(frozen=True)
+class SymbolEntry(SymbolSizes):
+    """A symbol of a manifest.
+
+    Attributes:
+        same_as: Another symbol whose value this one must have.
+    """
+
     same_as: Annotated[str | None, OPTIONAL] = None
 
     @property

@@ -161,7 +161,7 @@ def test_of_a_pipeline_stages_and_transfers_are_told(
     assert there["bytes"] == back["bytes"] == "40*((batch + 1)//2)"
     assert report["programs"]["eval_model"]["transfers"] == [there]
     assert main(["inspect", str(out)]) == 0
-    assert "bytes of a rank for each micro-batch" in capsys.readouterr().out
+    assert "bytes per rank and micro-batch" in capsys.readouterr().out
 
 
 def test_with_chunks_transfers_are_told_by_chunk(

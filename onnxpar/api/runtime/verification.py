@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -68,14 +68,7 @@ def _symbols(manifest: Manifest) -> dict[str, Symbol]:
         found[name] = (
             found[symbol.same_as]
             if symbol.same_as in found
-            else Symbol(
-                max=symbol.max,
-                min=symbol.min,
-                divisor=symbol.divisor,
-                remainder=symbol.remainder,
-                unique=symbol.unique,
-                per_rank=symbol.per_rank,
-            )
+            else Symbol(**{f.name: getattr(symbol, f.name) for f in fields(Symbol)})
         )
     return found
 
