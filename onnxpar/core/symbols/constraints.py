@@ -6,38 +6,24 @@ from typing import Self
 
 from onnxpar.core.errors import SymbolError
 from onnxpar.core.symbols.congruences import Facts, make
+from onnxpar_format.entries import SymbolSizes
 
 TYPICAL_SIZE = 64
 """Models seldom run at sizes below this, so costs are not compared there."""
 
 
 @dataclass(frozen=True)
-class Symbol:
+class Symbol(SymbolSizes):
     """The sizes `divisor · N + remainder`, `N >= 1`, from `min` to `max`.
 
     The arguments and their checks are those of MindSpore's `Symbol`; in addition, `bool` in place
-    of an `int` and constraints that no size satisfies are refused.
-
-    Attributes:
-        max: Greatest size; without effect unless greater than `min`.
-        min: Least size, at least 1.
-        divisor: At least 1.
-        remainder: In `[0, divisor)`.
-        unique: Every dimension with this same object has the same size. Dimensions of one name in
-            an ONNX model have the same size in any case.
-        per_rank: The size may differ between data ranks.
+    of an `int` and constraints that no size satisfies are refused. `unique` ties the dims that have
+    this same object.
 
     Raises:
         TypeError: An argument has another type.
         ValueError: `min` or `divisor` below 1, `remainder` outside `[0, divisor)`, or no size left.
     """
-
-    max: int = 0
-    min: int = 1
-    divisor: int = 1
-    remainder: int = 0
-    unique: bool = False
-    per_rank: bool = False
 
     def __post_init__(self) -> None:
         """Checks the arguments."""
