@@ -15,6 +15,7 @@ import onnx_ir as ir
 from onnxpar.core.mesh import Atoms
 from onnxpar.core.symbols import Dim
 from onnxpar.graph.builder import INT64
+from onnxpar.ops.attention.heads import Heads
 from onnxpar.ops.body_node import BodyNode
 from onnxpar.ops.local_helpers import BOOL, work_dtype
 from onnxpar.ops.local_node import LocalNode
@@ -27,27 +28,21 @@ class Sizes:
     """Sizes of an attention; in a local form the local ones.
 
     Attributes:
+        heads: The heads.
         batch: Number of sequences.
-        kv: Number of key and value heads.
-        groups: Query heads for each of them.
         queries: Length of the queries.
         keys: Length of keys and values.
-        size: Elements of a head of queries and keys.
-        value_size: Elements of a head of values.
     """
 
+    heads: Heads
     batch: Dim
-    kv: Dim
-    groups: Dim
     queries: Dim
     keys: Dim
-    size: Dim
-    value_size: Dim
 
     @property
     def scores(self) -> list[Dim]:
         """Shape of the scores."""
-        return [self.batch, self.kv, self.groups, self.queries, self.keys]
+        return [self.batch, self.heads.kv, self.heads.groups, self.queries, self.keys]
 
 
 def reshape(node: Emitter, x: ir.Value, dims: Sequence[Dim]) -> ir.Value:
@@ -59,9 +54,10 @@ def reshape(node: Emitter, x: ir.Value, dims: Sequence[Dim]) -> ir.Value:
     return node.op("Reshape", x, node.builder.sizes(dims), shape=dims)
 
 
-def transpose(node: Emitter, x: ir.Value, dims: Sequence[Dim], order: Sequence[int]) -> ir.Value:
-    """Emits a Transpose of `x`, of shape `dims`."""
-    return node.op("Transpose", x, shape=[dims[i] for i in order], perm=list(order))
+def transpose(node: Emitter, x: ir.Value, order: Sequence[int]) -> ir.Value:
+    """Emits a Transpose."""
+    shape = node.shape(x)
+    return node.op("Transpose", x, shape=[shape[i] for i in order], perm=list(order))
 
 
 def split(node: BodyNode, x: ir.Value, sizes: Sequence[Dim]) -> tuple[ir.Value, ...]:
@@ -82,34 +78,34 @@ def constant(node: Emitter, value: float, dtype: ir.DataType) -> ir.Value:
 
 def query_heads(node: Emitter, q: ir.Value, sizes: Sizes, *, rank: int) -> ir.Value:
     """Queries as [batch, kv, groups, queries, size], from 3 dims or from 4 (heads second)."""
-    b, h, g, s, d = sizes.batch, sizes.kv, sizes.groups, sizes.queries, sizes.size
+    b, s, heads = sizes.batch, sizes.queries, sizes.heads
+    h, g, d = heads.kv, heads.groups, heads.size
     if rank == 4:
         return reshape(node, q, [b, h, g, s, d])
-    dims = [b, s, h, g, d]
-    return transpose(node, reshape(node, q, dims), dims, [0, 2, 3, 1, 4])
+    return transpose(node, reshape(node, q, [b, s, h, g, d]), [0, 2, 3, 1, 4])
 
 
 def key_heads(node: Emitter, x: ir.Value, sizes: Sizes, size: Dim, *, rank: int) -> ir.Value:
     """Keys or values as [batch, kv, keys, size], from 3 dims or from 4 (heads second)."""
     if rank == 4:
         return x
-    dims = [sizes.batch, sizes.keys, sizes.kv, size]
-    return transpose(node, reshape(node, x, dims), dims, [0, 2, 1, 3])
+    dims = [sizes.batch, sizes.keys, sizes.heads.kv, size]
+    return transpose(node, reshape(node, x, dims), [0, 2, 1, 3])
 
 
 def merged_heads(node: Emitter, y: ir.Value, sizes: Sizes, *, rank: int) -> ir.Value:
     """The result [batch, kv, groups, queries, value_size] in 3 dims or in 4."""
-    b, h, g, s, e = sizes.batch, sizes.kv, sizes.groups, sizes.queries, sizes.value_size
+    b, s, heads = sizes.batch, sizes.queries, sizes.heads
+    h, e = heads.kv * heads.groups, heads.value_size
     if rank == 4:
-        return reshape(node, y, [b, h * g, s, e])
-    turned = transpose(node, y, [b, h, g, s, e], [0, 3, 1, 2, 4])
-    return reshape(node, turned, [b, s, h * g * e])
+        return reshape(node, y, [b, h, s, e])
+    return reshape(node, transpose(node, y, [0, 3, 1, 2, 4]), [b, s, h * e])
 
 
 def over_heads(node: Emitter, mask: ir.Value, dims: Sequence[Dim], sizes: Sizes) -> ir.Value:
     """A mask of up to 4 dims, right-aligned to [batch, heads, queries, keys], in 5 dims."""
     full = [1] * (4 - len(dims)) + list(dims)
-    heads = [1, 1] if full[1] == 1 else [sizes.kv, sizes.groups]
+    heads = [1, 1] if full[1] == 1 else [sizes.heads.kv, sizes.heads.groups]
     return reshape(node, mask, [full[0], *heads, *full[2:]])
 
 
@@ -127,10 +123,11 @@ def behind_past(
     """
     if not node.has(past):
         return k, v
-    lead = [sizes.batch, sizes.kv, sizes.keys]
+    heads = sizes.heads
+    lead = [sizes.batch, heads.kv, sizes.keys]
     return (
-        node.op("Concat", node.input(past), k, shape=[*lead, sizes.size], axis=2),
-        node.op("Concat", node.input(past + 1), v, shape=[*lead, sizes.value_size], axis=2),
+        node.op("Concat", node.input(past), k, shape=[*lead, heads.size], axis=2),
+        node.op("Concat", node.input(past + 1), v, shape=[*lead, heads.value_size], axis=2),
     )
 
 
@@ -231,12 +228,13 @@ def attend(
     Returns:
         [batch, kv, groups, queries, value_size]; zeros for a query that sees no key.
     """
-    dims, dtype = sizes.scores, q.dtype or ir.DataType.FLOAT
+    dims, dtype, cast = sizes.scores, q.dtype or ir.DataType.FLOAT, node.builder.cast
     wide = work_dtype(dtype)
-    b, h, t, d, e = sizes.batch, sizes.kv, sizes.keys, sizes.size, sizes.value_size
-    columns = reshape(node, transpose(node, k, [b, h, t, d], [0, 1, 3, 2]), [b, h, 1, d, t])
+    heads, b, t = sizes.heads, sizes.batch, sizes.keys
+    h, d, e = heads.kv, heads.size, heads.value_size
+    columns = reshape(node, transpose(node, k, [0, 1, 3, 2]), [b, h, 1, d, t])
     q = node.op("Mul", q, constant(node, scale, dtype), shape=[*dims[:4], d])
-    scores = _cast(node, node.op("MatMul", q, columns, shape=dims), wide, dims)
+    scores = cast(node.op("MatMul", q, columns, shape=dims), wide)
     if softcap:
         limit = constant(node, softcap, wide)
         capped = node.op("Tanh", node.op("Div", scores, limit, shape=dims), shape=dims)
@@ -244,8 +242,7 @@ def attend(
     # Finite: in a row without keys, infinity minus infinity would be NaN.
     lowest = constant(node, float(np.finfo(wide.numpy()).min), wide)
     if bias is not None:
-        bias = _cast(node, bias, wide, None)
-        scores = node.op("Add", scores, bias, shape=dims)
+        scores = node.op("Add", scores, cast(bias, wide), shape=dims)
         scores = node.op("Max", scores, lowest, shape=dims)
     if allowed is not None:
         scores = node.op("Where", allowed, scores, lowest, dtype=wide, shape=dims)
@@ -253,34 +250,19 @@ def attend(
     rows = [*dims[:4], 1]
     top: ir.Value | None = None
     if hidden or isinstance(node, LocalNode):
-        top = _reduce(node, "ReduceMax", scores, dims)
+        top = node.builder.reduce("ReduceMax", scores, [4], keepdims=True)
     if isinstance(node, LocalNode):
         assert top is not None
         top = node.all_reduce(top, atoms, "max")
         powers = node.op("Exp", node.op("Sub", scores, top, shape=dims), shape=dims)
-        total = node.all_reduce(_reduce(node, "ReduceSum", powers, dims), atoms)
+        total = node.builder.reduce("ReduceSum", powers, [4], keepdims=True)
+        total = node.all_reduce(total, atoms)
         shares = node.op("Div", powers, total, shape=dims)
     else:
         shares = node.op("Softmax", scores, shape=dims, axis=-1)
     values = reshape(node, v, [b, h, 1, t, e])
-    y = node.op("MatMul", _cast(node, shares, dtype, dims), values, shape=[*dims[:4], e])
+    y = node.op("MatMul", cast(shares, dtype), values, shape=[*dims[:4], e])
     if top is None or not hidden:
         return y
     some = node.op("Less", lowest, top, dtype=BOOL, shape=rows)
     return node.op("Where", some, y, constant(node, 0, dtype), dtype=dtype, shape=[*dims[:4], e])
-
-
-def _cast(node: Emitter, x: ir.Value, dtype: ir.DataType, dims: Sequence[Dim] | None) -> ir.Value:
-    if x.dtype == dtype:
-        return x
-    if dims is None and isinstance(node, BodyNode):
-        dims = node.shape(x)
-    return node.op("Cast", x, dtype=dtype, shape=dims, to=int(dtype))
-
-
-def _reduce(node: Emitter, op_type: str, x: ir.Value, dims: Sequence[Dim]) -> ir.Value:
-    """Reduces the last of 5 dims to size 1."""
-    kept = [*dims[:4], 1]
-    if isinstance(node, BodyNode):
-        return node.builder.reduce(op_type, x, [4], keepdims=True)
-    return node.op(op_type, x, node.builder.const([4]), shape=kept, keepdims=1)

@@ -111,7 +111,7 @@ def multi_head_rule(view: NodeView) -> OpRule:
     if view.has(_STEP) or view.has(_BEAMS):
         raise view.fail("a step on a shared cache or of a beam search cannot be sharded")
     if len(view.shape(0)) != 3 or not view.has(1) or not view.has(2):
-        raise view.fail("expected query, key and value as separate operands")
+        raise view.fail("to be sharded, expected query, key and value as separate operands")
     heads = _multi_heads(view)
     causal = bool(view.attr("unidirectional", 0))
     s = "1" if causal or len(view.node.outputs) > 3 else "s"
@@ -172,14 +172,14 @@ def multi_head_body(node: BodyNode) -> Sequence[ir.Value | None]:
     if len(view.shape(0)) != 3 or not node.has(2) or len(view.node.outputs) > 3:
         raise node.fail("its gradient needs query, key and value as separate operands")
     if view.has(_STEP) or view.has(_BEAMS):
-        raise node.fail("its gradient needs a cache that grows")
+        raise node.fail("its gradient needs a cache that is neither shared nor of a beam search")
     heads = _multi_heads(view)
     q, k, v = (node.input(i) for i in range(3))
     q, k, v = _biased(node, heads, (q, k, v))
     batch, queries, _ = view.shape(0)
     ranks = [len(view.shape(i)) for i in (1, 2)]
     new = view.shape(1)[1 if ranks[0] == 3 else 2]
-    sizes = Sizes(batch, heads.kv, 1, queries, new, heads.size, heads.value_size)
+    sizes = Sizes(heads, batch, queries, new)
     k = key_heads(node, k, sizes, heads.size, rank=ranks[0])
     v = key_heads(node, v, sizes, heads.value_size, rank=ranks[1])
     past = view.shape(_PAST)[2] if node.has(_PAST) else 0
@@ -256,7 +256,9 @@ def _hidden_keys(node: BodyNode, sizes: Sizes) -> tuple[ir.Value, list[Dim]]:
         wide = dims if len(dims) == 3 else [dims[0], 1, dims[1]]
         return node.op("Equal", mask, none, dtype=BOOL), wide
     if not node.table.equal(dims[0], sizes.batch):
-        raise node.fail("expected a mask with a length for each sequence or a number for each key")
+        raise node.fail(
+            "its gradient needs a mask with a length for each sequence or a number for each key"
+        )
     lengths = node.builder.unsqueeze(node.builder.cast(mask, INT64), [1])
     shape = [sizes.batch, sizes.keys]
     shown = node.op("Less", positions(node, sizes.keys), lengths, dtype=BOOL, shape=shape)
@@ -272,9 +274,12 @@ def attention_body(node: BodyNode) -> Sequence[ir.Value | None]:
     """
     view = node.view
     width = node.shape(node.input(1))[1]
-    widths = view.attr("qkv_hidden_sizes") or [exact_third(node, width)] * 3
+    widths = view.attr("qkv_hidden_sizes") or [_third(node, width)] * 3
     if view.attr("do_rotary", 0) or view.attr("past_present_share_buffer", 0) or node.has(6):
-        raise node.fail("expected no rotary embedding inside and no shared cache")
+        raise node.fail(
+            "to be sharded, expected 'do_rotary' 0, 'past_present_share_buffer' 0 and no operand 6 "
+            "(past_sequence_length)"
+        )
     lead = list(view.shape(0))[:2]
     fused = node.op("MatMul", node.input(0), node.input(1), shape=[*lead, width])
     if node.has(2):
@@ -308,14 +313,17 @@ def attention_body(node: BodyNode) -> Sequence[ir.Value | None]:
     return made[0], node.op("Concat", *pair, shape=[2, *present], axis=0)
 
 
-def exact_third(node: BodyNode, width: Dim) -> int:
+def _third(node: BodyNode, width: Dim) -> int:
     """Returns a third of the columns.
 
     Raises:
         ModelError: Their number is unknown or no multiple of three.
     """
     if not isinstance(width, int) or width % 3:
-        raise node.fail(f"expected a weight with a multiple of three columns, got {width}")
+        raise node.fail(
+            "without 'qkv_hidden_sizes', expected a weight with a multiple of three columns, "
+            f"got {width}"
+        )
     return width // 3
 
 

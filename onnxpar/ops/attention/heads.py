@@ -6,7 +6,6 @@ shards queries, keys and values alike. Sharding g shards the queries and replica
 """
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import onnx_ir as ir
@@ -71,12 +70,6 @@ def head_size(view: NodeView, hidden: Dim, heads: int) -> int:
     return hidden // heads
 
 
-def broadcast(shape: Sequence[Dim], words: Sequence[str]) -> str:
-    """Returns the text of an operand that broadcasts against dims named `words`, right-aligned."""
-    kept = words[len(words) - len(shape) :]
-    return " ".join("1" if size == 1 else word for size, word in zip(shape, kept, strict=True))
-
-
 def present(text: str, factors: str) -> str:
     """Returns those of `factors`, names separated by spaces, that occur in the text of a rule."""
     return " ".join(f for f in factors.split() if f in re.findall(r"\w+", text))
@@ -107,9 +100,13 @@ class Operands:
             self.texts.append((text or ".") if self.view.has(len(self.texts)) else "-")
 
     def add_broadcast(self, *words: str) -> None:
-        """Adds an operand that broadcasts against dims named `words`."""
+        """Adds the next operand, which broadcasts against dims named `words`."""
         index = len(self.texts)
-        self.add(broadcast(self.view.shape(index), words) if self.view.has(index) else None)
+        shape = self.view.shape(index) if self.view.has(index) else ()
+        kept = words[len(words) - len(shape) :]
+        self.add(
+            " ".join("1" if size == 1 else word for size, word in zip(shape, kept, strict=True))
+        )
 
     def rule(self, *results: str) -> str:
         """Returns the text of a rule without clauses.

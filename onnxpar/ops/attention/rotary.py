@@ -24,7 +24,7 @@ def _operand(view: NodeView, heads: int) -> tuple[str, dict[str, Dim]]:
         return "b h s 1", {}
     if len(shape) != 3 or heads < 1:
         raise view.fail(
-            f"expected 4 dims, or 3 and the number of heads, got {len(shape)} and {heads}"
+            f"expected 4 dims, or 3 dims and 'num_heads', got {len(shape)} dims and {heads} heads"
         )
     return "b s (h d)", {"h": heads, "d": head_size(view, shape[2], heads)}
 
@@ -72,7 +72,7 @@ def contrib_rotary_rule(view: NodeView) -> OpRule:
         ModelError: The batch is packed (`is_packed_batching`).
     """
     if view.attr("is_packed_batching", 0):
-        raise view.fail("a packed batch cannot be sharded")
+        raise view.fail("a packed batch ('is_packed_batching') cannot be sharded")
     text, sizes = _operand(view, _contrib_heads(view))
     offset = len(view.shape(1)) == 1
     caches = f"{'1' if offset else 'b s'}, ., ."
@@ -114,7 +114,7 @@ def contrib_rotary_body(node: BodyNode) -> Sequence[ir.Value]:
         ModelError: The batch is packed.
     """
     if node.attr("is_packed_batching", 0):
-        raise node.fail("expected a batch that is not packed")
+        raise node.fail("its gradient needs a batch that is not packed ('is_packed_batching')")
     x = node.view.shape(0)
     indices, length = node.input(1), x[1 if len(x) == 3 else 2]
     axes = [2 if len(x) == 3 else 1]

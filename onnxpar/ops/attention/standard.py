@@ -3,7 +3,7 @@
 If the queries are sharded, each device needs all keys and values. If keys and values are sharded,
 the devices all-reduce the maximum and the sum of each row, and the result is partial. Propagation
 chooses what is cheaper: to gather keys and values for a long prompt, or a partial result for a few
-tokens behind a long cache.
+tokens that follow a long cache.
 """
 
 import math
@@ -80,7 +80,8 @@ def attention_rule(view: NodeView) -> OpRule:
 
     Keys may be sharded only where no past comes before them.
     """
-    heads, names = _heads(view), _heads(view).names
+    heads = _heads(view)
+    names = heads.names
     queries, _, keys = _lengths(view)
     grown, bounded = view.has(_PAST_KEY), _window(view).bounded
     mask = view.shape(_MASK) if view.has(_MASK) else ()
@@ -177,19 +178,10 @@ def _over_keys(node: LocalNode) -> Sequence[ir.Value]:
     view = node.view
     q, rank = node.in_shape(0), len(node.in_shape(0))
     kv, queries = local_heads(node)
-    heads = _heads(view)
-    length = q[1] if rank == 3 else q[2]
-    sizes = Sizes(
-        q[0],
-        kv,
-        queries // kv,
-        length,
-        node.local_size("t"),
-        heads.size,
-        node.local_size("e"),
-    )
+    heads = Heads(kv, queries // kv, _heads(view).size, node.local_size("e"))
+    sizes = Sizes(heads, q[0], q[1] if rank == 3 else q[2], node.local_size("t"))
     k = key_heads(node, node.input(1), sizes, heads.size, rank=rank)
-    v = key_heads(node, node.input(2), sizes, sizes.value_size, rank=rank)
+    v = key_heads(node, node.input(2), sizes, heads.value_size, rank=rank)
     bias: ir.Value | None = None
     allowed: list[ir.Value] = []
     if view.has(_MASK):
@@ -230,7 +222,7 @@ def _outputs(
         k,
         v,
         sizes,
-        scale=1 / math.sqrt(int(sizes.size)) if scale is None else float(scale),
+        scale=1 / math.sqrt(int(sizes.heads.size)) if scale is None else float(scale),
         softcap=float(view.attr("softcap", 0.0)),
         bias=bias,
         allowed=_all(node, allowed),
@@ -265,8 +257,7 @@ def attention_body(node: BodyNode) -> Sequence[ir.Value | None]:
     heads = _heads(view)
     queries, new, total = _lengths(view)
     rank = len(view.shape(0))
-    batch = view.shape(0)[0]
-    sizes = Sizes(batch, heads.kv, heads.groups, queries, new, heads.size, heads.value_size)
+    sizes = Sizes(heads, view.shape(0)[0], queries, new)
     k = key_heads(node, node.input(1), sizes, heads.size, rank=rank)
     v = key_heads(node, node.input(2), sizes, heads.value_size, rank=rank)
     sizes = replace(sizes, keys=total)

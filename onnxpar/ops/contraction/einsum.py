@@ -141,7 +141,7 @@ def equation_gradient(node: GradNode) -> Sequence[ir.Value | None]:
     """
     equation = read_equation(node.view)
     if equation.unknown:
-        raise node.fail("whether dims of the ellipsis are broadcast must be known for a gradient")
+        raise node.fail("a gradient needs to know whether dims of the ellipsis are broadcast")
     return einsum_gradient(node, equation.inputs, equation.output, equation.broadcast)
 
 

@@ -32,7 +32,7 @@ def matmul_rule(view: NodeView) -> OpRule:
         ModelError: FusedMatMul also moves batch dims (`transBatchA`, `transBatchB`).
     """
     if view.attr("transBatchA", 0) or view.attr("transBatchB", 0):
-        raise view.fail("transBatchA and transBatchB cannot be sharded")
+        raise view.fail("it cannot be sharded with 'transBatchA' or 'transBatchB'")
     left, right, out = view.shape(0), view.shape(1), view.out_shape()
     m, n = len(left) > 1, len(right) > 1
     batch = out[: len(out) - m - n]

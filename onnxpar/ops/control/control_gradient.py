@@ -306,7 +306,7 @@ def loop_body(node: BodyNode) -> Sequence[ir.Value | None]:
     own = own_inputs(loop)
     states = [v for v in own[2:] if v is not None]
     if len(states) != len(own) - 2:
-        raise node.fail("a state has no initial value")
+        raise node.fail("for a gradient, expected an initial value of each state")
     if _steps(node, len(states)) == 0:
         # onnxruntime's Scan needs at least one step.
         raise node.fail("for a gradient, expected at least one step, got a trip count of 0")

@@ -51,7 +51,7 @@ def _scales(view: NodeView) -> dict[int, float] | None:
     known = view.const(_SCALES)
     given = None if known is None else [float(s) for s in known]
     if given is None or len(given) != len(_places(view)):
-        raise view.fail("the scales must be constant to be sharded")
+        raise view.fail("to be sharded, expected a constant scale for each axis")
     return dict(zip(_places(view), given, strict=True))
 
 
@@ -218,7 +218,7 @@ def _shard(
     before = x.dtype
     weights = node.builder.const(matrix(how), kind)
     weights = node.op("Gather", weights, index, shape=[*length, how.size], axis=0)
-    x = along(node, node.builder.cast(x, kind), weights, axis, wide, length[0])
+    x = along(node, node.builder.cast(x, kind), weights, axis)
     return node.builder.cast(x, before)
 
 

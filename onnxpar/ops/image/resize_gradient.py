@@ -1,6 +1,6 @@
 """Gradient of Resize: the transpose of a linear map that is separable by axes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import onnx_ir as ir
 
@@ -28,8 +28,7 @@ def resize_gradient(
         if how is None or times[axis]:
             continue
         dx = node.builder.cast(dx, work_dtype(dx.dtype))
-        weights = node.builder.const(matrix(how).T, dx.dtype)
-        dx = along(node, dx, weights, axis, node.shape(dx), how.size)
+        dx = along(node, dx, node.builder.const(matrix(how).T, dx.dtype), axis)
     assert before is not None
     return node.builder.cast(dx, before)
 
@@ -52,20 +51,14 @@ def _summed(node: GradNode, dy: ir.Value, times: Mapping[int, int]) -> ir.Value:
     return node.builder.reduce("ReduceSum", view, axes)
 
 
-def along(
-    node: GradNode | LocalNode,
-    x: ir.Value,
-    weights: ir.Value,
-    axis: int,
-    shape: Sequence[Dim],
-    out: Dim,
-) -> ir.Value:
-    """Emits the product of `weights` [out, size] and `x`, of `shape`, along one axis of `x`."""
+def along(node: GradNode | LocalNode, x: ir.Value, weights: ir.Value, axis: int) -> ir.Value:
+    """Emits the product of `weights` [out, size] and `x` along one axis of `x`."""
+    shape, (out, size) = node.shape(x), node.shape(weights)
     rank = len(shape)
     result = [*shape[:axis], out, *shape[axis + 1 :]]
     if axis == rank - 2:
         return node.op("MatMul", weights, x, dtype=x.dtype, shape=result)
-    turned = node.op("Transpose", weights, shape=[shape[axis], out], perm=[1, 0])
+    turned = node.op("Transpose", weights, shape=[size, out], perm=[1, 0])
     if axis == rank - 1:
         return node.op("MatMul", x, turned, shape=result)
     order = [*(i for i in range(rank) if i != axis), axis]

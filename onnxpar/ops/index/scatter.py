@@ -107,7 +107,7 @@ def scatter_elements_rule(view: NodeView) -> OpRule:
 
 
 def scatter_elements_local(node: LocalNode) -> Sequence[ir.Value]:
-    """Writes at indices in this rank's shard; one device alone adds sharded updates to the data."""
+    """Writes at indices in its shard; if updates are sharded, one device alone adds the data."""
     indices, shape, updates = with_padding(node, 1), node.in_shape(1), node.input(2)
     axis = normal_axis(node.view, node.attr("axis", 0), len(shape))
     data = _once(node, node.plan.rule.inputs[1].dims[axis])
@@ -165,7 +165,7 @@ def _depth(view: NodeView) -> int:
     """The number of dims that an index names; ModelError if it is unknown."""
     depth = view.shape(1)[-1]
     if not isinstance(depth, int):
-        raise view.fail("the number of indexed dims must be known")
+        raise view.fail(f"expected a known number of indexed dims, got {depth}")
     return depth
 
 
@@ -288,7 +288,7 @@ def scatter_nd_rule(view: NodeView) -> OpRule:
 
 
 def scatter_nd_local(node: LocalNode) -> Sequence[ir.Value]:
-    """Writes at indices in this rank's shard; one device alone adds sharded updates to the data."""
+    """Writes at indices in its shard; if updates are sharded, one device alone adds the data."""
     indices, lead, shape = with_padding(node, 1), node.in_shape(1)[:-1], node.in_shape(2)
     updates, reduction, rule = node.input(2), _reduction(node.view), node.plan.rule
     data = _once(node, [f for dim in rule.inputs[1].dims for f in dim])

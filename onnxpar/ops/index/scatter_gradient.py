@@ -53,7 +53,7 @@ def scatter_gradient(node: GradNode, reduction: str) -> Sequence[ir.Value | None
     """
     op_type = node.op_type
     if reduction not in ("none", "add"):
-        raise node.fail(f"no gradient of the reduction {reduction!r}")
+        raise node.fail(f"the reduction {reduction!r} has no gradient")
     dy, indices, updates = node.cotangent(), node.input(1), node.input(2)
     flags: dict[str, Any] = {}
     read = "GatherND"

@@ -84,7 +84,7 @@ def _loss(*, softmax: bool) -> Callable[[LocalNode], Sequence[ir.Value]]:
             return node.copy([node.input(SCORES), labels, *node.inputs[WEIGHTS:]])
         return _Loss(node, softmax).emit()
 
-    local.__doc__ = "Each device finds the labels of its classes; a mean uses global weights."
+    local.__doc__ = "Each device handles the labels of its classes; a mean uses the global weight."
 
     return local
 
