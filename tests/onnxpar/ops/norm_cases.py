@@ -64,6 +64,16 @@ ROWS = (
     Case("y = LpNormalization<axis=-1, p=1>(x)", {"x": "float[N,6]"}, N5),
     Case("y = LpNormalization(x)", {"x": "float[N,6]"}, N5, feeds={"x": _WITH_ZEROS}),
 )
+NORMALIZER = tuple(
+    Case(f'y = ai.onnx.ml.Normalizer<norm="{norm}">(x)', {"x": shape}, N5, feeds=feeds)
+    for norm in ("MAX", "L1", "L2")
+    for shape, feeds in (
+        ("float[N,7]", {}),
+        ("float[7]", {}),
+        ("int64[N,6]", {"x": _WITH_ZEROS - 6 * (_WITH_ZEROS > 20)}),
+        ("double[N,6]", {"x": -_WITH_ZEROS}),
+    )
+)
 _AFFINE = {k: "float[6]" for k in "sb"}
 GROUPS = (
     Case("y = InstanceNormalization(x, s, b)", {"x": "float[N,6,7]", **_AFFINE}, N5),
@@ -103,4 +113,4 @@ RESIDUAL = (
     _skip("y, , , t = SkipSimplifiedLayerNormalization(x, k, g)", kind="float16"),
 )
 
-CASES = (*BATCH, *ROWS, *GROUPS, *RESIDUAL)
+CASES = (*BATCH, *ROWS, *NORMALIZER, *GROUPS, *RESIDUAL)
