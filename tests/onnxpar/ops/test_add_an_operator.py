@@ -75,4 +75,4 @@ def test_the_table_shows_it(registry: Registry) -> None:
     (row,) = (r for r in operator_table(registry) if r.op_type == "LpNormalization")
     assert row.rule == "Every dim may be split; the normalised one communicates norms."
     assert row.local == "The norm of the local part, all-reduced."
-    assert row.cost == "yes"
+    assert row.gradient == "yes"
