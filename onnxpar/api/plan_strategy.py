@@ -60,7 +60,7 @@ def plan_strategy(
     if not decision.free:
         split = PipelineSplit(1, ways[0].micro_batches)
         pricing = Pricing(workload, machine, strategy.search.sizes, split)
-        ways += tuple(way for _, way, _ in pricing.presets(strategy, progress))
+        ways += tuple(pricing.presets(strategy, progress))
     return FoundStrategy(
         decision.found,
         decision.plan,

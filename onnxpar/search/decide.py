@@ -25,7 +25,7 @@ from onnxpar.search.find_plan import (
     find,
     silent,
 )
-from onnxpar.search.rival_plans import SLOWDOWN, Objective, Pricing, Way
+from onnxpar.search.rival_plans import FOUND, SLOWDOWN, Objective, Pricing, Way
 from onnxpar.search.workload import Workload
 from onnxpar.stages.assign_stages import assigned
 from onnxpar.stages.stage_price import PipelineSplit, StagedPrice
@@ -128,7 +128,7 @@ def decide(
     counts = _counts(strategy, stages)
     trains = bool(workload.gradients)
     runs = _micro_batches(strategy, counts, micro_batches) if trains else 1
-    tried: list[tuple[Way, Found, Plan]] = []
+    tried: list[tuple[Way, Found]] = []
     refused: list[Way] = []
     pricings = [
         Pricing(workload, machine, entry.sizes, _split(strategy, workload.forward, count, runs))
@@ -140,42 +140,41 @@ def decide(
         try:
             seeds = resolve(one, workload.program)
             found = search(one, workload, seeds, progress, runs, pricing.peak)
-            plan, way = pricing(found.seeds)
+            tried.append((pricing.found(found.seeds), found))
         except OnnxparError as error:
             if len(counts) == 1 and not isinstance(error, ShardingError):
                 raise
-            refused.append(pricing.refused(str(error)))
-            continue
-        tried.append((way, found, plan))
+            refused.append(Way(pricing.title(FOUND), None, str(error)))
     free = _is_free(strategy)
-    plain: list[tuple[str, Way, Plan, Pricing]] = []
-    shown: list[Way] = []
+    rivals: list[tuple[Way, Pricing]] = []
     for pricing in pricings if free else ():
         # A stage of one device has nothing to shard: there is only one plan.
         if pricing.split.stages == 1 or pricing.split.stages < strategy.world:
-            for name, way, seen in pricing.presets(strategy, progress):
-                shown.append(way)
-                plain += [(name, way, seen, pricing)] if seen is not None else []
-    objective = Objective.among((*(way for way, _, _ in tried), *shown), entry.level, limit)
+            rivals += [(way, pricing) for way in pricing.presets(strategy, progress)]
+    shown = [way for way, _ in rivals]
+    objective = Objective.among((*(way for way, _ in tried), *shown), entry.level, limit)
     rank = objective.rank
-    timed = any(found.timed for _, found, _ in tried)
+    timed = any(found.timed for _, found in tried)
     tried.sort(key=lambda item: rank(item[0]))
-    for name, rival, seen, pricing in sorted(plain, key=lambda item: rank(item[1])):
-        if not rival.fits(limit) or (tried and rank(tried[0][0]) <= rank(rival)):
+    for rival, pricing in sorted(rivals, key=lambda item: rank(item[0])):
+        if rival.plan is None or not rival.fits(limit):
+            break
+        if tried and rank(tried[0][0]) <= rank(rival):
             break
         # A strategy file has the sharding of each node; another plan may follow from that.
-        seeds = workload.pinned(seen)
+        seeds = workload.pinned(rival.plan)
         plan = workload.plan(seeds)
-        way = pricing.way(name, plan)
+        way = pricing.way(rival.name, plan)
         if way.fits(limit) and not (tried and rank(tried[0][0]) <= rank(way)):
             chosen = Candidate(plan.mesh.axes, way.seconds, way.peak, 0.0, 0.0)
             meshes = tried[0][1].candidates if tried else ()
-            tried.insert(0, (way, Found(seeds, chosen, meshes), plan))
-            shown = [other for other in shown if other is not rival]
+            tried.insert(0, (way, Found(seeds, chosen, meshes)))
+            shown.remove(rival)
             break
     if not tried:
-        raise ShardingError(_nothing_fits(refused, plain, workload.program.env.table))
-    best, found, plan = tried[0]
+        raise ShardingError(_nothing_fits(refused, shown, workload.program.env.table))
+    best, found = tried[0]
+    assert best.plan is not None
     staged: dict[str, Any] | None = None
     if best.staged is not None:
         wanted = strategy.pipeline.micro_batches if strategy.pipeline is not None else None
@@ -186,26 +185,23 @@ def decide(
     if strategy.recompute:
         data["recompute"] = strategy.recompute.entry
     found = replace(found, timed=timed)
-    ways = (*(way for way, _, _ in tried), *refused, *shown)
-    return Decision(found, plan, ways, objective, data, free)
+    ways = (*(way for way, _ in tried), *refused, *shown)
+    return Decision(found, best.plan, ways, objective, data, free)
 
 
-def _nothing_fits(
-    refused: Sequence[Way],
-    rivals: Sequence[tuple[str, Way, Plan, Pricing]],
-    table: SymbolTable,
-) -> str:
+def _nothing_fits(refused: Sequence[Way], presets: Sequence[Way], table: SymbolTable) -> str:
     """The message if there is no plan: why not, what the presets would need, what may help."""
     texts = [f"{way.name}: {way.reason}" if refused[1:] else way.reason for way in refused]
-    if rivals:
-        least = min((way for _, way, _, _ in rivals), key=lambda way: way.peak)
+    plans = {way.name: way.plan for way in presets if way.plan is not None}
+    if plans:
+        least = min((way for way in presets if way.name in plans), key=lambda way: way.peak)
         texts.append(f"the preset that needs least memory is {least.name}, with {least.peak} bytes")
-        divisors = _unproved((plan for _, _, plan, _ in rivals), table)
+        divisors = _unproved(plans.values(), table)
         if divisors:
-            said = " ".join(f"--symbol {name}:divisor={n}" for name, n in divisors.items())
+            options = " ".join(f"--symbol {name}:divisor={n}" for name, n in divisors.items())
             texts.append(
                 "sizes that may not divide evenly are padded or gathered; if they always divide, "
-                f"{said} may save that memory"
+                f"{options} may save that memory"
             )
     return "; ".join(texts)
 

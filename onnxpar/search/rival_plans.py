@@ -35,6 +35,7 @@ class Way:
         reason: Why it is impossible.
         staged: What it costs in stages, if there are several.
         micro_batches: Micro-batches of a step.
+        plan: Its plan, on the mesh of one stage; None if it is impossible.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Way:
     reason: str = ""
     staged: StagedPrice | None = None
     micro_batches: int = 1
+    plan: Plan | None = None
 
     @property
     def seconds(self) -> float:
@@ -113,26 +115,25 @@ class Pricing:
     machine: Machine
     sizes: Mapping[str, int]
     split: PipelineSplit
-    _known: list[tuple[Seeds, Plan, Way]] = field(default_factory=list)
+    _known: list[tuple[Seeds, Way]] = field(default_factory=list)
 
     def peak(self, seeds: Seeds) -> int:
         """Returns the bytes of a device at the peak of the plan that follows from seeds."""
-        return self(seeds)[1].peak
+        return self.found(seeds).peak
 
-    def __call__(self, seeds: Seeds) -> tuple[Plan, Way]:
-        """Returns the plan that follows from the seeds of a search, and what it costs.
+    def found(self, seeds: Seeds) -> Way:
+        """Returns the plan that follows from the seeds of a search, priced.
 
         Raises:
             ShardingError: The seeds do not fit the program.
             StrategyError: There are more virtual stages than nodes.
         """
-        for known, plan, way in self._known:
+        for known, way in self._known:
             if known is seeds:
-                return plan, way
-        plan = self.workload.plan(seeds)
-        way = self.way(FOUND, plan)
-        self._known.append((seeds, plan, way))
-        return plan, way
+                return way
+        way = self.way(self.title(FOUND), self.workload.plan(seeds))
+        self._known.append((seeds, way))
+        return way
 
     def way(self, name: str, plan: Plan) -> Way:
         """Returns a plan on one stage's mesh as a way, priced in stages if there are several.
@@ -141,9 +142,9 @@ class Pricing:
             StrategyError: There are more virtual stages than nodes.
         """
         found, steps = self.workload.priced(plan, self.machine, self.sizes)
-        title, split = self._title(name), self.split
+        split = self.split
         if split.stages == 1:
-            return Way(title, found, micro_batches=split.micro_batches)
+            return Way(name, found, micro_batches=split.micro_batches, plan=plan)
         graph = self.workload.forward.graph
         chain = chain_of(graph, floating(graph), self.workload.program.registry)
         names = frozenset(node.name or "" for node in graph)
@@ -151,13 +152,9 @@ class Pricing:
         cost = CostModel(self.machine, plan.mesh, self.workload.program.env.table, self.sizes)
         link = between_stages(self.machine, split.stages, plan.mesh.size)
         staged = price_stages(priced, chain, cost, link, split)
-        return Way(title, found, "", staged, split.micro_batches)
+        return Way(name, found, "", staged, split.micro_batches, plan)
 
-    def refused(self, reason: str, name: str = FOUND) -> Way:
-        """Returns a way that is impossible."""
-        return Way(self._title(name), None, reason)
-
-    def _title(self, name: str) -> str:
+    def title(self, name: str) -> str:
         """A name with the number of stages: `pp=2,dp=2` as a preset is written; `found, pp=2`."""
         stages = self.split.stages
         if stages == 1:
@@ -165,10 +162,8 @@ class Pricing:
         axis = f"{PIPELINE_AXIS}={stages}"
         return f"{name}, {axis}" if name == FOUND else f"{axis},{name}"
 
-    def presets(
-        self, strategy: Strategy, progress: OnProgress
-    ) -> Iterator[tuple[str, Way, Plan | None]]:
-        """Yields each preset on the mesh of one stage: its name, its price, its plan if possible.
+    def presets(self, strategy: Strategy, progress: OnProgress) -> Iterator[Way]:
+        """Yields each preset on the mesh of one stage, priced.
 
         Args:
             strategy: The strategy that gives the symbols and the number of devices.
@@ -177,15 +172,15 @@ class Pricing:
         devices = strategy.world // self.split.stages
         names = rival_presets(devices)
         for number, name in enumerate(names, 1):
-            progress(f"pricing {self._title(name)}", number, len(names))
+            title = self.title(name)
+            progress(f"pricing {title}", number, len(names))
             try:
                 preset = replace(load_strategy(name, devices), symbols=strategy.symbols)
                 plan = self.workload.plan(resolve(preset, self.workload.program))
-                way = self.way(name, plan)
+                way = self.way(title, plan)
             except OnnxparError as error:
-                yield name, self.refused(str(error), name), None
-            else:
-                yield name, way, plan
+                way = Way(title, None, str(error))
+            yield way
 
 
 def rival_presets(devices: int) -> list[str]:

@@ -42,14 +42,6 @@ from onnxpar.strategy.tensor_entry import TensorEntry, names_in
 
 
 @dataclass(frozen=True)
-class _Matrix:
-    """A device matrix that a strategy uses, and the entry that uses it."""
-
-    factors: tuple[int, ...]
-    owner: str
-
-
-@dataclass(frozen=True)
 class _Choice:
     """How each factor of a node is sharded."""
 
@@ -79,9 +71,10 @@ class _Resolver:
         self.strategy = strategy
         self.model, self.env, self.rules = program.model, program.env, program.rules
         self.axes = axis_units(strategy.axes, strategy.devices)
-        self.matrices: list[_Matrix] = []
+        # The device matrices that the strategy uses, each with the first entry that uses it.
+        self.matrices: dict[tuple[int, ...], str] = {}
         if strategy.atoms:
-            self.matrices.append(_Matrix(strategy.atoms, f"{strategy.where('atoms')}: 'atoms'"))
+            self.matrices[strategy.atoms] = f"{strategy.where('atoms')}: 'atoms'"
 
     def run(self) -> Seeds:
         strategy, graph = self.strategy, self.model.graph
@@ -281,8 +274,7 @@ class _Resolver:
                 f"{owner}: expected numbers of shards whose product divides the {devices} devices, "
                 f"got {product} = {prod(matrix)}"
             )
-        if matrix not in {m.factors for m in self.matrices}:
-            self.matrices.append(_Matrix(matrix, owner))
+        self.matrices.setdefault(matrix, owner)
 
     def use_names(self, entry: TensorEntry, owner: str) -> None:
         """Records the device matrices of a layout, or of runs without a name such as `4@2`."""
@@ -295,21 +287,21 @@ class _Resolver:
 
     def build_mesh(self) -> Mesh:
         devices, axes = self.strategy.devices, dict(self.strategy.axes)
-        matrices = list(self.matrices)
         try:
-            return Mesh.refine(devices, [m.factors for m in matrices], axes)
+            return Mesh.refine(devices, list(self.matrices), axes)
         except MeshError:
             # The divisors of all matrices must form one chain, so two matrices contradict.
+            used = list(self.matrices.items())
             if axes:
                 where = self.strategy.where("mesh")
-                matrices.insert(0, _Matrix(tuple(axes.values()), f"{where}: the mesh {axes}"))
-            for index, second in enumerate(matrices):
-                for first in matrices[:index]:
+                used.insert(0, (tuple(axes.values()), f"{where}: the mesh {axes}"))
+            for index, (second, later) in enumerate(used):
+                for first, earlier in used[:index]:
                     try:
-                        Mesh.refine(devices, [first.factors, second.factors])
+                        Mesh.refine(devices, [first, second])
                     except MeshError as error:
                         raise StrategyError(
-                            f"{second.owner}: cannot be used with {first.owner}: {error}"
+                            f"{later}: cannot be used with {earlier}: {error}"
                         ) from None
             raise
 

@@ -14,6 +14,8 @@ _TYPES: Mapping[str, str] = {
     "float_parsing": "a number",
     "finite_number": "a finite number",
     "dict_type": "a mapping",
+    "model_type": "a mapping",
+    "model_attributes_type": "a mapping",
     "string_type": "text",
     "list_type": "a list",
 }
@@ -40,8 +42,6 @@ def problem(error: ErrorDetails) -> str:
     if kind == "extra_forbidden":
         return "unknown key"
     got = short(error["input"])
-    if kind in ("model_type", "model_attributes_type"):
-        return f"expected a mapping, got {got}"
     if kind == "literal_error":
         return f"expected {error['ctx']['expected']}, got {got}"
     if kind in _TYPES:

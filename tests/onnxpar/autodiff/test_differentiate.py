@@ -1,4 +1,4 @@
-"""Differentiation of whole graphs: what is reached, what is added up, and what is refused."""
+"""Differentiation of complete graphs: what is reached, what is added up, and what is refused."""
 
 import numpy as np
 import onnx.parser

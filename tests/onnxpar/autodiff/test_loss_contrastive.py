@@ -50,8 +50,8 @@ g (float[batch, {WIDTHS["x"]}] x, float[batch, {WIDTHS["z"]}] z)
 APPENDED, OWN = "softmax_cross_entropy", "output:loss"
 
 
-def split(*sides: list[str | None]) -> Strategy:
-    """The product of the towers split over a mesh of 2x2."""
+def sharded(*sides: list[str | None]) -> Strategy:
+    """A strategy that shards the product of the towers over a mesh of 2x2."""
     return Strategy.from_dict(
         {"mesh": {"dp": 2, "tp": 2}, "nodes": {"*cosines*": {"in": list(sides)}}}
     )
@@ -62,8 +62,8 @@ STRATEGIES: Mapping[str, str | Strategy] = {
     "dp": "dp=2",
     "tp": "tp=2",
     "both": "dp=2,tp=2",
-    "classes": split([None, None], [None, "tp"]),
-    "rows and classes": split(["dp", None], [None, "tp"]),
+    "classes": sharded([None, None], [None, "tp"]),
+    "rows and classes": sharded(["dp", None], [None, "tp"]),
 }
 
 

@@ -1,4 +1,4 @@
-"""Whole models, cut and run on all devices in lockstep, equal the undivided model at many sizes."""
+"""Complete models, partitioned and run on all devices in lockstep, equal the undivided model."""
 
 from collections.abc import Mapping
 
@@ -66,7 +66,7 @@ def test_transformer_dp2_tp4(form: dict[str, bool]) -> None:
     parted = propagate_and_partition(analysed, preset(analysed, dp=2, tp=4))
     assert not parted.replicated
     if "loss" not in form:
-        # One for the embeddings, two for each layer; logits stay split by vocabulary.
+        # One for the embeddings, two for each layer; logits stay sharded by vocabulary.
         assert reductions(parted, "tp") == ["AllReduce"] * (1 + 2 * 4)
         assert len(parted.builder.collectives) == 9
     rng = np.random.default_rng(1)
@@ -84,7 +84,7 @@ def test_transformer_dp2_tp4(form: dict[str, bool]) -> None:
 def test_heads_and_vocabulary_that_the_axis_does_not_divide(
     form: dict[str, bool], axes: dict[str, int]
 ) -> None:
-    """4 heads over 8 are split by 4; 4 heads and 257 words over 3 are split unevenly."""
+    """4 heads over 8 devices are sharded by 4; 4 heads and 257 words over 3 unevenly."""
     analysed = analyse(transformer.build(layers=2, vocab=257, **form), {})
     parted = propagate_and_partition(analysed, preset(analysed, **axes))
     model = transformer.build(layers=2, vocab=257, **form)

@@ -1,7 +1,7 @@
-"""Every strategy of a small program, and what each costs: what a search is compared with.
+"""Every strategy of a small program, and its cost, to compare with a search.
 
-The costs are added up from the cost model alone, as docs/design/0011 says them, without the tables
-of the search. A forward program is one of which nothing is trained.
+The costs are added up directly from the cost model, as docs/design/0011 defines them, without the
+tables of the search. In a forward program nothing is trained.
 """
 
 import random
@@ -26,27 +26,27 @@ from onnxpar.search.workload import Workload
 
 SIZES = {"batch": 96, "seq": 32}
 STATES = {1: 2, 2: 1, 3: 1}
-"""What is held of a trained parameter, and the level of optimizer parallel that splits it: two
-moments, the gradient, the parameter."""
+"""The number of tensors of a trained parameter by the level of optimizer parallel that shards them:
+two moments, the gradient, the parameter."""
 TOUCHED = 7
-"""How often an update reads or writes a tensor like the parameter: the parameter and two moments
-both, the gradient once."""
+"""How often an update reads or writes a tensor of the parameter's size: it reads and writes the
+parameter and two moments, and reads the gradient."""
 
 T = TypeVar("T")
 Reading = tuple[Sharding, frozenset[int]]
-"""How a reader wants a value, and the atoms over which its share of the cotangent is partial."""
+"""The sharding that a reader wants, and the atoms over which its cotangent is partial."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What a program is planned for, beside the program itself.
+    """The circumstances for which a program is planned.
 
     Attributes:
         machine: The machine.
         mesh: The mesh.
-        parallel: What replicas of a parameter share in training.
-        micro_batches: Micro-batches in a step.
-        pins: How inputs and parameters lie that the user laid out.
+        parallel: Optimizer parallel.
+        micro_batches: Micro-batches of a step.
+        pins: The shardings of inputs and parameters that the user fixed.
     """
 
     machine: Machine
@@ -58,7 +58,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Case:
-    """A program, what it is planned for, and every option of every node."""
+    """A program, its setting, and every option of every node."""
 
     workload: Workload
     setting: Setting
@@ -77,15 +77,15 @@ class Case:
 
     @property
     def count(self) -> int:
-        """How many strategies there are."""
+        """The number of strategies."""
         sources = (v for v in self.flow.values if v.producer is None)
-        lying = prod(len(self._layouts(v)) for v in sources if len(v.uses) > 1)
-        return prod(map(len, self.found)) * lying
+        layouts = prod(len(self._layouts(v)) for v in sources if len(v.uses) > 1)
+        return prod(map(len, self.found)) * layouts
 
     def search(
         self, memory: int | None = None, algorithm: str = "ilp", level: int = 2
     ) -> Candidate:
-        """What is found."""
+        """The result of a search."""
         s, p = self.setting, self.workload
         spec = SearchSpec(
             s.machine,
@@ -110,14 +110,14 @@ class Case:
     # -- every strategy --------------------------------------------------------------------------
 
     def everything(self) -> Iterator[tuple[float, float]]:
-        """Seconds and bytes of every strategy that is possible."""
+        """Seconds and bytes of every possible strategy."""
         computed = [
             [(self._seconds(item, option), self._kept(item, option)) for option in found]
             for item, found in zip(self.flow.items, self.found, strict=True)
         ]
         made = [_Known(self._around(v), self._moving(v)) for v in self.flow.values if v.producer]
         sources = [v for v in self.flow.values if v.producer is None]
-        lying = [_Known(self._around(v), self._lying(v)) for v in sources]
+        laid = [_Known(self._around(v), self._stored(v)) for v in sources]
         for choice in product(*(range(len(f)) for f in self.found)):
             seconds = held = 0.0
             for of_item, c in zip(computed, choice, strict=True):
@@ -126,24 +126,24 @@ class Case:
             seconds += sum(known(choice) for known in made)
             if seconds == inf:
                 continue
-            for ways in product(*(known(choice) for known in lying)):
+            for ways in product(*(known(choice) for known in laid)):
                 yield seconds + sum(w[0] for w in ways), held + sum(w[1] for w in ways)
 
     def _around(self, value: Value) -> tuple[int, ...]:
-        """The nodes whose options what a value costs depends on."""
+        """The nodes on whose options the cost of a value depends."""
         readers = dict.fromkeys(use.item for use in value.uses)
         return (*readers, *(value.producer or ())[:1])
 
     # -- nodes -----------------------------------------------------------------------------------
 
     def _seconds(self, item: Item, option: Option) -> float:
-        """A node's own, forward and backward."""
+        """Seconds of a node, forward and backward."""
         work = self.cost.node(item.rule, item.view, option.plan, item.cost)
         if not item.trained:
             return work.seconds + work.special
         varying = self._varying(item)
-        # The backward of a product (more arithmetic than bytes) is a product for each operand that
-        # varies; that of another node takes what it takes forward.
+        # The backward of a product (more arithmetic than bytes) has a product for each operand that
+        # varies; the backward of another node takes as long as its forward.
         multiplied = [
             i
             for i, operand in enumerate(item.rule.inputs)
@@ -162,7 +162,7 @@ class Case:
         ]
 
     def _kept(self, item: Item, option: Option) -> float:
-        """Bytes of a quarter of the results."""
+        """A quarter of the bytes of the results."""
         if not item.trained:
             return 0.0
         pairs = zip(option.plan.outputs, item.view.node.outputs, strict=True)
@@ -170,7 +170,7 @@ class Case:
 
     @cached_property
     def _saved(self) -> list[list[tuple[int, bool, int, int]]]:
-        """Of each value that backward nodes read: where the nodes that these are of have it."""
+        """For each value that backward nodes read: its places at their forward nodes."""
         places = {
             (item.name, v.name): (number, made, index, v.dtype.itemsize)
             for number, item in enumerate(self.flow.items)
@@ -188,14 +188,14 @@ class Case:
         return [[places[of, name] for of in sorted(found)] for name, found in readers.items()]
 
     def _waiting(self, choice: Sequence[int]) -> float:
-        """Bytes of what the backward reads: in the mean where several nodes have it."""
+        """Bytes of values that the backward reads; the mean over the nodes that have a value."""
         total = 0.0
         for places in self._saved:
             for number, made, index, itemsize in places:
                 plan = self.found[number][choice[number]].plan
-                lies = (plan.outputs if made else plan.inputs)[index]
-                if lies is not None:
-                    total += self.cost.elements(lies) * itemsize / len(places)
+                sharding = (plan.outputs if made else plan.inputs)[index]
+                if sharding is not None:
+                    total += self.cost.elements(sharding) * itemsize / len(places)
         return total
 
     # -- values ----------------------------------------------------------------------------------
@@ -204,7 +204,7 @@ class Case:
         return [self._reading(use.item, use.operand, choice[use.item]) for use in value.uses]
 
     def _reading(self, item: int, operand: int, option: int) -> Reading:
-        """A cotangent is partial over what splits the results and the operand does not have."""
+        """A cotangent is partial over atoms that shard the results but not the operand."""
         plan = self.found[item][option].plan
         wanted = plan.inputs[operand]
         assert wanted is not None
@@ -213,27 +213,27 @@ class Case:
         return wanted, frozenset(partials)
 
     def _back(self, reading: Reading, to: Sharding, value: Value) -> float:
-        """Seconds in which a reader's share of the cotangent gets to where it is added up."""
+        """Seconds to reshard a reader's share of the cotangent for the sum."""
         if not value.trained:
             return 0.0
         target, partials = reading
         return self.cost.reshard(target.with_partial(sorted(partials)), to, value.itemsize)
 
     def _moving(self, value: Value) -> Callable[[Sequence[int]], float]:
-        """Seconds in which a value gets to its readers, who share one version of it at best.
+        """Seconds to reshard a value for its readers, which may share one version, and back.
 
-        And its cotangent back: of readers that want the same the shares are added up before.
+        The shares of the cotangent of readers that want the same version are added up before.
         """
         assert value.producer is not None
         maker, output = value.producer
 
         def seconds(choice: Sequence[int]) -> float:
             source = self.found[maker][choice[maker]].plan.outputs[output]
-            whole = source.with_partial(())
+            reduced = source.with_partial(())
             readings = self._readings(value, choice)
 
             def back(reading: Reading) -> float:
-                return self._back(reading, whole, value)
+                return self._back(reading, reduced, value)
 
             def brought(reading: Reading) -> float:
                 return self.cost.reshard(source, reading[0], value.itemsize) + back(reading)
@@ -243,7 +243,7 @@ class Case:
                     return 0.0
                 return back(reading) if reading[0] == kept[0] else brought(reading)
 
-            leaving = self.cost.reshard(source, whole, value.itemsize) if value.leaves else 0.0
+            leaving = self.cost.reshard(source, reduced, value.itemsize) if value.leaves else 0.0
             each = sum(map(brought, readings))
             shared = (brought(k) + sum(beside(r, k) for r in readings) for k in set(readings))
             return leaving + min((each, *shared))
@@ -251,7 +251,7 @@ class Case:
         return seconds
 
     def _layouts(self, value: Value) -> tuple[Sharding, ...]:
-        """How an input or a parameter may lie: as the user says, or as a reader might want it."""
+        """The possible shardings of an input or parameter: the user's, or those of readers."""
         if value.name in self.setting.pins:
             return (self.setting.pins[value.name],)
         wanted = (
@@ -261,11 +261,11 @@ class Case:
         )
         return tuple(dict.fromkeys(wanted))
 
-    def _lying(self, value: Value) -> Callable[[Sequence[int]], list[tuple[float, float]]]:
-        """Seconds and bytes of an input or a parameter, for each way in which it may lie.
+    def _stored(self, value: Value) -> Callable[[Sequence[int]], list[tuple[float, float]]]:
+        """Seconds and bytes of an input or a parameter, for each possible sharding.
 
-        What one reader alone reads lies as that wants it. The gradient of what several read may
-        stay partial, until the step ends, over what the shares of all of them are partial over.
+        With one reader, it has the sharding that the reader wants. With several, its gradient may
+        stay partial until the end of the step over atoms over which all shares are partial.
         """
 
         def ways(choice: Sequence[int]) -> list[tuple[float, float]]:
@@ -283,7 +283,7 @@ class Case:
         return ways
 
     def _common(self, layout: Sharding, readings: Sequence[Reading]) -> list[frozenset[int]]:
-        """Over what a gradient may stay partial: what is common, or some axes of it."""
+        """The atoms over which a gradient may stay partial: the common ones, or some of them."""
         most = frozenset.intersection(*(partials for _, partials in readings))
         most -= {*layout.split_atoms}
         if len(readings) == 1:
@@ -304,7 +304,7 @@ class Case:
         partials: frozenset[int],
         readings: Sequence[Reading],
     ) -> tuple[float, float]:
-        """Seconds and bytes of a value that lies so, with its states if it is trained."""
+        """Seconds and bytes of a value with this layout, including states if it is trained."""
         seconds = sum(self.cost.reshard(layout, r[0], value.itemsize) for r in readings)
         size = float(self.cost.elements(layout) * value.itemsize)
         if not value.parameter:
@@ -347,7 +347,7 @@ class Case:
 
 @dataclass
 class _Known(Generic[T]):
-    """What depends on the options of a few nodes, asked for once for each of them."""
+    """A function of the options of a few nodes that remembers its results."""
 
     nodes: tuple[int, ...]
     ask: Callable[[Sequence[int]], T]
@@ -361,7 +361,7 @@ class _Known(Generic[T]):
 
 
 def random_machine(draw: random.Random) -> Machine:
-    """From links that everything is cheap over to links that nothing should be moved over."""
+    """A machine with links between very fast and very slow."""
     link = Link(
         0, 10 ** draw.uniform(7, 10), 10 ** draw.uniform(-9, -6), 10 ** draw.uniform(-9, -6)
     )

@@ -1,4 +1,4 @@
-"""What is found: MindSpore's published cases, limits on memory, pinned nodes, real programs."""
+"""The search: MindSpore's published cases, limits on memory, pinned nodes, real programs."""
 
 import os
 import subprocess
@@ -54,8 +54,8 @@ def search(program: Program, spec: SearchSpec, seeds: Seeds | None = None) -> tu
     return found, propagate(program, found.seeds)
 
 
-def pieces(plan: Plan, node: str) -> tuple[tuple[int, ...], ...]:
-    """In how many pieces a node wants its operands."""
+def shards(plan: Plan, node: str) -> tuple[tuple[int, ...], ...]:
+    """The numbers of shards in which a node wants its operands."""
     return tuple(s.strategy(plan.mesh) for s in plan.nodes[node].inputs if s is not None)
 
 
@@ -63,8 +63,8 @@ def pieces(plan: Plan, node: str) -> tuple[tuple[int, ...], ...]:
 def test_rows_stay_split_through_two_products(tmp_path: Path, algorithm: str) -> None:
     program = products(tmp_path, [32768, 1024], [1024, 1024], [1024, 1024])
     _, plan = search(program, SearchSpec(PRESETS["a100"], algorithm))
-    assert pieces(plan, "m0") == ((8, 1), (1, 1))
-    assert pieces(plan, "m1") == ((8, 1), (1, 1))
+    assert shards(plan, "m0") == ((8, 1), (1, 1))
+    assert shards(plan, "m1") == ((8, 1), (1, 1))
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -74,15 +74,15 @@ def test_around_a_first_product_that_is_pinned_to_columns(tmp_path: Path, algori
     pin = NodeSeed("m0", {factor: (Component(1024, (0, 1, 2)),)})
     spec = SearchSpec(PRESETS["a100"], algorithm)
     _, plan = search(program, spec, Seeds(Mesh.of({"x": 8}), {"m0": pin}))
-    assert pieces(plan, "m0") == ((1, 1), (1, 8))
-    assert pieces(plan, "m1") in (((1, 8), (8, 1)), ((8, 1), (1, 1)))
+    assert shards(plan, "m0") == ((1, 1), (1, 8))
+    assert shards(plan, "m1") in (((1, 8), (8, 1)), ((8, 1), (1, 1)))
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_the_dim_that_dominates_is_split(tmp_path: Path, algorithm: str) -> None:
     program = products(tmp_path, [160, 320], [320, 3_200_000])
     _, plan = search(program, SearchSpec(PRESETS["a100"], algorithm))
-    assert pieces(plan, "m0") == ((1, 1), (1, 8))
+    assert shards(plan, "m0") == ((1, 1), (1, 8))
 
 
 def gpt(tmp_path: Path) -> Program:
@@ -136,8 +136,8 @@ def test_level_0_weighs_the_reduction_of_an_output(tmp_path: Path, algorithm: st
     """A sum over eight saves 38 us of reading and costs 12 us: worth it, but not ten times that."""
     program = products(tmp_path, [1, 1 << 16], [1 << 16, 1])
     spec = SearchSpec(PRESETS["cpu"], algorithm)
-    assert pieces(search(program, spec)[1], "m0") == ((1, 8), (8, 1))
-    assert pieces(search(program, replace(spec, level=0))[1], "m0") == ((1, 1), (1, 1))
+    assert shards(search(program, spec)[1], "m0") == ((1, 8), (8, 1))
+    assert shards(search(program, replace(spec, level=0))[1], "m0") == ((1, 1), (1, 1))
 
 
 def test_the_plan_depends_on_nothing_but_its_input(tmp_path: Path) -> None:
@@ -179,4 +179,4 @@ def test_what_is_pinned_keeps_its_devices(
     factors = {m: (Component(36, rows),), n: (Component(36, columns),)}
     start = Seeds(mesh, {"m0": NodeSeed("m0", factors)})
     _, plan = search(program, SearchSpec(PRESETS["cpu"], algorithm), start)
-    assert pieces(plan, "m0") == ((matrix[0], 1), (1, matrix[1]))
+    assert shards(plan, "m0") == ((matrix[0], 1), (1, matrix[1]))

@@ -1,4 +1,4 @@
-"""The exact search against trying everything."""
+"""The exact search, compared with all choices."""
 
 from dataclasses import replace
 from itertools import product
@@ -53,7 +53,7 @@ def test_elimination_finds_the_least(seed: int) -> None:
 
 
 def entangled(seed: int) -> Problem:
-    """A grid with two longer edges, in which bounds are seldom tight; each of it has a leaf."""
+    """A grid with two longer edges and a leaf at each node, for which bounds are seldom tight."""
     rng = np.random.default_rng(seed)
     side, width = 3, 4
     variables = tuple(
@@ -68,7 +68,7 @@ def entangled(seed: int) -> Problem:
 
 @pytest.mark.parametrize("largest", [1 << 25, 40])
 def test_bounds_exclude_no_best_choice(monkeypatch: pytest.MonkeyPatch, largest: int) -> None:
-    """Whether all is eliminated, or what bounds leave over, or only what is within small tables."""
+    """Tables may be large enough to eliminate everything, or so small that bounds decide."""
     thinned: list[int] = []
     bounded = eliminate.bounded
 
@@ -119,14 +119,14 @@ def test_the_least_memory_and_the_least_time_among_those(seed: int) -> None:
     assert (found.memory, found.seconds) == (memory, pytest.approx(seconds, rel=1e-9))
 
 
-def test_what_does_not_fit_is_an_error_with_the_least_that_would() -> None:
+def test_an_error_has_the_least_memory_that_would_fit() -> None:
     variable = Variable("a", np.array([1.0, 2.0]), np.array([8.0, 4.0]))
     with pytest.raises(ShardingError, match="is 4 bytes, expected at most 3"):
         best(Problem((variable,), (), ()), 3.0)
 
 
 def between(seed: int) -> tuple[Problem, float]:
-    """Entangled, with a limit that prices of memory alone do not meet."""
+    """An entangled problem with a limit that prices of memory alone do not meet."""
     rng = np.random.default_rng(seed)
     problem = entangled(seed)
     weighed = [
@@ -141,13 +141,13 @@ def test_the_clock_stops_a_search_only_where_it_says_so() -> None:
     problem, limit = between(1)
     prices = best(problem, limit, integer=False)
     assert prices.memory <= limit and prices.gap > 0.01 and not prices.timed
-    whole = integer_program.solve_integer(problem, limit, prices, 0.0)
-    assert whole.seconds < prices.seconds and whole.gap < 1e-6 and not whole.timed
+    exact = integer_program.solve_integer(problem, limit, prices, 0.0)
+    assert exact.seconds < prices.seconds and exact.gap < 1e-6 and not exact.timed
     stopped = integer_program.solve_integer(problem, limit, prices, 0.0, seconds=0.0)
     assert stopped.timed and stopped.choice == prices.choice
 
 
-def test_a_limit_on_branches_is_the_same_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_limit_on_branches_gives_the_same_result_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(integer_program, "NODES", 1)
     problem, limit = between(1)
     found = best(problem, limit)

@@ -43,5 +43,5 @@ def test_a_rule_may_say_a_size_that_is_no_factor_of_its_operands() -> None:
     cost = CostModel(PRESETS["cpu"], mesh, program.env.table)
     (item,) = flow(program).items
     assert item.rule.sizes.keys() - item.rule.kinds.keys()
-    pieces = {o.plan.outputs[0].strategy(mesh) for o in options(item, [mesh.axis_atoms("x")], cost)}
-    assert {(2, 1, 1, 1), (1, 2, 1, 1)} <= pieces
+    counts = {o.plan.outputs[0].strategy(mesh) for o in options(item, [mesh.axis_atoms("x")], cost)}
+    assert {(2, 1, 1, 1), (1, 2, 1, 1)} <= counts

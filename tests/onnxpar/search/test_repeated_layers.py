@@ -1,4 +1,4 @@
-"""Repeated layers as one: a smaller problem whose choices cost what they cost in the whole one."""
+"""Repeated layers as one: choices of the smaller problem cost the same in the complete one."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -28,7 +28,7 @@ SIZES = {"batch": 8, "seq": 64}
 
 
 def gpt(folder: Path, layers: int) -> Program:
-    """A transformer of so many layers, whose batch every mesh here divides."""
+    """A transformer with `layers` layers; every mesh here divides its batch."""
     path = folder / f"gpt-{layers}.onnx"
     config = transformer.Config(layers=layers, d_model=128, heads=4, vocab=256, max_positions=64)
     save(transformer.build(config), path)
@@ -36,7 +36,7 @@ def gpt(folder: Path, layers: int) -> Program:
 
 
 def problems(program: Program, *, trained: bool = False) -> tuple[Folded, Problem, Problem]:
-    """How nodes may be divided on two axes of two devices: layers alike, and each by itself."""
+    """The problems of two mesh axes of two devices: with folded layers, and with every layer."""
     mesh = Mesh.of({"x": 2, "y": 2})
     cost = CostModel(PRESETS["h100"], mesh, program.env.table, SIZES)
     weights = list(program.model.graph.initializers) if trained else []
@@ -45,14 +45,14 @@ def problems(program: Program, *, trained: bool = False) -> tuple[Folded, Proble
     assert folded is not None
     axes = [mesh.axis_atoms(name) for name, _ in mesh.axes]
     known = {item.kind: options(item, axes, cost) for item in seen.items}
-    small, whole = (
+    small, full = (
         build(f, [known[item.kind] for item in f.items], cost) for f in (folded.flow, seen)
     )
-    return folded, small, whole
+    return folded, small, full
 
 
 def completed(problem: Problem, nodes: Sequence[int]) -> list[int]:
-    """What nodes chose, and the least that parameters and versions cost then."""
+    """A choice of nodes, completed with the cheapest options of parameters and versions."""
     choice = [*nodes, *(0 for _ in problem.variables[len(nodes) :])]
     totals = {
         v: problem.variables[v].cost.copy() for v in range(len(nodes), len(problem.variables))
@@ -70,10 +70,10 @@ def completed(problem: Problem, nodes: Sequence[int]) -> list[int]:
 
 
 @pytest.mark.parametrize("trained", [False, True])
-def test_a_choice_of_the_smaller_problem_costs_what_it_costs_in_the_whole_one(
+def test_a_choice_of_the_smaller_problem_costs_the_same_in_the_complete_one(
     tmp_path: Path, trained: bool
 ) -> None:
-    folded, small, whole = problems(gpt(tmp_path, 7), trained=trained)
+    folded, small, full = problems(gpt(tmp_path, 7), trained=trained)
     rng = np.random.default_rng(0)
     possible = 0
     for _ in range(50):
@@ -81,23 +81,23 @@ def test_a_choice_of_the_smaller_problem_costs_what_it_costs_in_the_whole_one(
         spread = rng.integers(1, 3)
         nodes = [int(rng.integers(min(len(found), spread))) for found in small.options]
         few = completed(small, nodes)
-        many = completed(whole, [nodes[c] for c in folded.classes])
-        assert folded.unfold(small.chosen(few)) == whole.chosen(many)
+        many = completed(full, [nodes[c] for c in folded.classes])
+        assert folded.unfold(small.chosen(few)) == full.chosen(many)
         seconds = small.seconds(few)
         possible += seconds < np.inf
-        assert whole.seconds(many) == pytest.approx(seconds, rel=1e-12)
+        assert full.seconds(many) == pytest.approx(seconds, rel=1e-12)
         if seconds < np.inf:
-            assert whole.memory(many) == pytest.approx(small.memory(few), rel=1e-12)
-            assert whole.layouts(many) == small.layouts(few)
+            assert full.memory(many) == pytest.approx(small.memory(few), rel=1e-12)
+            assert full.layouts(many) == small.layouts(few)
     assert possible > 0
 
 
 def test_depth_adds_nothing_to_decide(tmp_path: Path) -> None:
     sizes = []
     for layers in (6, 12):
-        _, small, whole = problems(gpt(tmp_path, layers))
+        _, small, full = problems(gpt(tmp_path, layers))
         sizes.append(len(small.variables))
-        assert len(small.variables) < len(whole.variables)
+        assert len(small.variables) < len(full.variables)
     assert sizes[0] == sizes[1]
 
 
@@ -128,7 +128,7 @@ def test_layers_that_choose_alike_cost_no_more(
     assert folded == pytest.approx(cost("recursive"), rel=1e-9)
 
 
-def test_a_limit_that_binds_divides_only_some_layers(tmp_path: Path) -> None:
+def test_a_limit_that_binds_shards_only_some_layers(tmp_path: Path) -> None:
     program = gpt(tmp_path, 6)
     start = Seeds(Mesh.of({"x": 2}))
 
@@ -138,7 +138,7 @@ def test_a_limit_that_binds_divides_only_some_layers(tmp_path: Path) -> None:
         return chosen.seconds, chosen.memory
 
     seconds, memory = search(None)
-    # All layers split, or none, would be half or all of it.
+    # All layers sharded, or none, would be half or all of it.
     slower, held = search(int(0.75 * memory))
     assert 0.6 * memory < held <= 0.75 * memory
     assert slower >= seconds

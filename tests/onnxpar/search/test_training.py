@@ -1,4 +1,4 @@
-"""What the search counts of a step of training is what the price of the whole program counts."""
+"""The cost that the search computes for a step of training is the price of the program."""
 
 from dataclasses import replace
 
@@ -29,13 +29,13 @@ g (float[batch, 256] x) => (float[batch, 256] y) {
 }
 """
 SIZES = {"batch": 1 << 20}
-# Nothing costs time by being many: what is compared is what is computed and sent.
+# Without latencies, so that only computing and bytes are compared.
 MACHINE = replace(PRESETS["h100"], overhead=0.0, overlap=0.0, links=(Link(0, 1e9, 0.0),))
 MESH = Mesh.of({"x": 4})
 
 
 def products(second: str, parallel: OptimizerParallel = NOT_PARALLEL) -> Workload:
-    """Two products, whose weights are `w` and the one named."""
+    """Two products, with the weights `w` and `second`."""
     proto = onnx.parser.parse_model(TEXT.replace("SECOND", second))
     for name in sorted({"w", second}):
         weight = numpy_helper.from_array(np.zeros((256, 256), np.float32), name)
@@ -51,13 +51,13 @@ def products(second: str, parallel: OptimizerParallel = NOT_PARALLEL) -> Workloa
 @pytest.mark.parametrize("level", range(4))
 @pytest.mark.parametrize("micro_batches", [1, 4])
 def test_a_step_costs_what_its_program_costs(second: str, level: int, micro_batches: int) -> None:
-    """Of one weight that two nodes read, too: its gradient is one, and reduced once a step."""
+    """If two nodes read one weight, it has one gradient, which is reduced once per step."""
     p = products(second, OptimizerParallel(level))
     spec = SearchSpec(MACHINE, "ilp", sizes=SIZES, parallel=p.parallel, micro_batches=micro_batches)
     trained = list(p.gradients)
     found = find(p.program, Seeds(MESH), spec, named=True, free_inputs=True, trained=trained)
     price = p.price(p.plan(found.seeds), MACHINE, SIZES)
-    # The rows are split, and gradients are partial.
+    # The rows are sharded, and gradients are partial.
     assert price.communicating > 0
     # The search does not count the sum of one weight's two gradients: three times 256 KiB, which
     # take 0.23 us of some 2 ms.
@@ -66,10 +66,10 @@ def test_a_step_costs_what_its_program_costs(second: str, level: int, micro_batc
 
 
 def test_what_the_user_laid_out_is_held() -> None:
-    """A weight that is whole on each device, and its gradient and two moments."""
+    """A device holds a replicated weight, its gradient and two moments."""
     p = products("v")
-    whole = Sharding.replicated((256, 256))
-    seeds = Seeds(MESH, parameters={"w": whole, "v": whole})
+    replicated = Sharding.replicated((256, 256))
+    seeds = Seeds(MESH, parameters={"w": replicated, "v": replicated})
     # Results of 64 rows, of which a device keeps a quarter, are small beside two such weights.
     spec = SearchSpec(MACHINE, "ilp", sizes={"batch": 64})
     trained = list(p.gradients)

@@ -98,7 +98,7 @@ def test_round_trip_of_numbers(models: dict[str, Path], tmp_path: Path) -> None:
     assert [(c.name, c.num_devices) for c in found.configuration] == [("devices=8", 8)]
     node = next(n for n in found.graph.node if n.name == "/fc1/MatMul")
     spec = next(s for s in node.device_configurations[0].sharding_spec if "weight" in s.tensor_name)
-    # [4, 1] of the matrix 2 x 4: each of the four pieces is held by two devices, 4 apart.
+    # [4, 1] of the matrix 2 x 4: each of the four shards is held by two devices, 4 apart.
     assert [(d.axis, [p.num_shards for p in d.simple_sharding]) for d in spec.sharded_dim] == [
         (0, [4])
     ]
@@ -141,15 +141,15 @@ def test_round_trip_of_pipelines(
     found = onnx.load(done.out)
     size = done.devices // 2
     assert found.configuration[0].num_devices == done.devices
-    said = [c for node in found.graph.node for c in node.device_configurations]
+    entries = [c for node in found.graph.node for c in node.device_configurations]
     parts = 4 if kind == "chunks" else 2
-    assert {c.pipeline_stage for c in said if c.HasField("pipeline_stage")} == set(range(parts))
-    for entry in said:
+    assert {c.pipeline_stage for c in entries if c.HasField("pipeline_stage")} == set(range(parts))
+    for entry in entries:
         held = range(entry.pipeline_stage % 2 * size, entry.pipeline_stage % 2 * size + size)
         for spec in entry.sharding_spec:
             groups = {g.key: list(g.value) for g in spec.index_to_device_group_map}
             assert sorted(d for key in spec.device for d in groups.get(key, [key])) == [*held]
-    # What was written names the same cut and schedule, and computes the same.
+    # The written annotation has the same stages and schedule, and computes the same.
     cut = [tmp_path / "by_strategy", tmp_path / "by_annotation"]
     manifests = [json.loads((folder / "manifest.json").read_text()) for folder in cut]
     assert manifests[0]["pipeline"] == manifests[1]["pipeline"]
@@ -243,7 +243,7 @@ def test_training_takes_the_annotation(models: dict[str, Path], tmp_path: Path) 
     annotate(models["mlp"], "dp=2,tp=2", first)
     assert main(["shard", str(first), "-o", str(tmp_path / "out"), *given]) == 0
     assert (tmp_path / "out" / "rank0003.training_model.onnx").is_file()
-    # Ranks are given graphs of their own, which are not to be divided again.
+    # Ranks get their own graphs, which must not be sharded again.
     for file in sorted((tmp_path / "out").glob("*.onnx")):
         assert not onnx.load(file, load_external_data=False).configuration
 

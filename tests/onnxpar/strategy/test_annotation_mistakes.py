@@ -52,7 +52,7 @@ def metadata(text: str) -> Edit:
 
 
 def stages(model: onnx.ModelProto, first: int | None, second: int | None, devices: int = 4) -> None:
-    """Puts the two nodes into pipeline stages; a first one not in order has no tensors said."""
+    """Puts the two nodes into stages; a first one out of order has no annotated tensors."""
     model.configuration[0].num_devices = devices
     del model.configuration[0].device[:]
     model.graph.node[1].device_configurations.add(configuration_id="any")
@@ -182,12 +182,14 @@ MISTAKES: list[tuple[str, Edit, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("edit", "said"), [m[1:] for m in MISTAKES], ids=[m[0] for m in MISTAKES])
-def test_mistakes(edit: Edit, said: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("edit", "message"), [m[1:] for m in MISTAKES], ids=[m[0] for m in MISTAKES]
+)
+def test_mistakes(edit: Edit, message: str, tmp_path: Path) -> None:
     model = foreign()
     edit(model)
     path = saved(tmp_path, model)
-    with pytest.raises(StrategyError, match=said) as raised:
+    with pytest.raises(StrategyError, match=message) as raised:
         shard_model(path, None, tmp_path / "out")
     assert "model.onnx" in str(raised.value)
     assert not (tmp_path / "out").exists()
@@ -198,10 +200,10 @@ def test_mistakes(edit: Edit, said: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", [5, 6, 7, 8, 13, 18, 21, 26, 31])
 def test_mistakes_of_a_model_in_memory(number: int) -> None:
     """Those that onnx_ir keeps when it reads the file."""
-    _, edit, said = MISTAKES[number]
+    _, edit, message = MISTAKES[number]
     model = foreign()
     edit(model)
-    with pytest.raises(StrategyError, match=said):
+    with pytest.raises(StrategyError, match=message):
         plan(ir.from_proto(model))
 
 

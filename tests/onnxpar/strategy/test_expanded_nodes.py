@@ -49,7 +49,7 @@ def test_operands_and_results_are_those_of_the_node(entry: str, text: str) -> No
 
 
 @pytest.mark.parametrize(
-    ("entry", "said"),
+    ("entry", "message"),
     [
         (
             "  crop: {in: [[dp, ~, tp]]}",
@@ -60,6 +60,6 @@ def test_operands_and_results_are_those_of_the_node(entry: str, text: str) -> No
         ("  crap: {in: [[dp, ~, tp], ~]}", "nearest: 'crop'"),
     ],
 )
-def test_mistakes(entry: str, said: str) -> None:
-    with pytest.raises(StrategyError, match=said):
+def test_mistakes(entry: str, message: str) -> None:
+    with pytest.raises(StrategyError, match=message):
         planned(MODEL, entry)

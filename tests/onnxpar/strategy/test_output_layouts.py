@@ -1,4 +1,4 @@
-"""`out` on nodes of several families: the result lies as asked, by the cheapest collective."""
+"""`out` on nodes of several families: results get their layouts by the cheapest collective."""
 
 from pathlib import Path
 

@@ -219,7 +219,7 @@ SPLIT = SPLIT.replace("[2] target = {-1, 4}", "[4] target = {-1, 2, 3, 4}").repl
 def test_pieces_of_a_merged_dim_go_to_its_major_factors_first(
     entry: str, sizes: dict[int, int]
 ) -> None:
-    """12 rows seen as (2, 2, 3, 4): 2 pieces cut the first dim, 4 the second too, 12 the third."""
+    """12 rows viewed as (2, 2, 3, 4): 2 shards split dim 0, 4 also dim 1, and 12 also dim 2."""
     found = seeds(parse(SPLIT), f"devices: 12\nnodes: {{view: {{in: {entry}}}}}")
     factors = found.nodes["view"].factors
     total = int(np.prod([found.mesh.count(p[0].atoms) for p in factors.values()]))
@@ -304,7 +304,7 @@ def test_layouts_and_maps() -> None:
     ],
 )
 def test_dataset(text: str, atoms: dict[str, tuple[tuple[int, ...], ...]]) -> None:
-    """A dim of size 1, such as that of `s`, is not divided."""
+    """A dim of size 1, such as that of `s`, is replicated."""
     found = seeds(parse(BIAS), text).inputs
     assert {n: tuple(s.dim_atoms(d) for d in range(s.rank)) for n, s in found.items()} == atoms
 
@@ -321,7 +321,7 @@ def test_parameters_by_pattern() -> None:
 
 
 def run(parted: PartitionedModel, model: ir.Model, batch: int) -> float:
-    """Largest difference between the divided and the undivided model, relative to the largest."""
+    """Largest difference between the sharded and the undivided model, relative to the largest."""
     x = np.random.default_rng(batch).standard_normal((batch, 32)).astype(np.float32)
     session = ort.InferenceSession(
         ir.to_proto(model).SerializeToString(), providers=["CPUExecutionProvider"]
@@ -399,7 +399,7 @@ def test_resolved_says_what_the_plan_does() -> None:
     found = seeds(analysed, "mesh: {dp: 2, tp: 4}\nnodes: {'*1/MatMul': {in: [[dp, tp], ~]}}")
     data = resolved(propagate_and_partition(analysed, found).plan, analysed.model)
     assert data["mesh"] == {"devices": 8, "axes": {"dp": 2, "tp": 4}, "atoms": [2, 2, 2]}
-    # The only reader wants its columns split, so it enters so.
+    # The only reader wants its columns sharded, so that is the layout of the input.
     assert data["inputs"]["x"] == {"pieces": [2, 4], "text": "[dp, tp]"}
     node = data["nodes"]["/matmul1/MatMul"]
     assert node["in"] == [

@@ -67,7 +67,7 @@ def test_the_same_from_python() -> None:
         ("mesh: {dp: 2, x: 2}\nparameter_axes: []", ()),
     ],
 )
-def test_tp_and_axes_that_no_entry_places_split_parameters(
+def test_tp_and_axes_that_no_entry_uses_shard_parameters(
     text: str, expected: tuple[str, ...]
 ) -> None:
     assert Strategy.from_text(text).parameter_axes == expected
@@ -172,7 +172,7 @@ def test_mistakes_name_line_expected_and_got(text: str, message: str) -> None:
         Strategy.from_text(text, source="s")
 
 
-def test_data_without_a_file_are_told_once() -> None:
+def test_a_message_about_data_without_a_file_names_the_key_once() -> None:
     with pytest.raises(StrategyError) as caught:
         Strategy.from_dict({"devices": 2, "pipeline": {"stages": 0}})
     assert str(caught.value) == "strategy: 'pipeline': 'stages': expected a number >= 1, got 0"

@@ -1,4 +1,4 @@
-"""Losses and metrics divided over devices, all of them in one process, against numpy."""
+"""Sharded losses and metrics, with all devices in one process, against numpy."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -32,14 +32,14 @@ SIZES = {"b": 5, "s": 3}
 
 @dataclass(frozen=True)
 class Case:
-    """A form of the model's output and how its head is divided."""
+    """The dims of the model's output, and how its head is sharded."""
 
     dims: tuple[str, ...]
     mesh: dict[str, int]
     inputs: list[Any]
 
 
-# The batch of 5 is uneven on two devices; classes are split where the head's columns are.
+# The batch of 5 is uneven on two devices; classes are sharded if the head's columns are.
 CASES = {
     "batch": Case(("b",), {"dp": 2}, [["dp", None], [None, None]]),
     "classes": Case(("b",), {"tp": 2}, [[None, None], [None, "tp"]]),
@@ -50,7 +50,7 @@ CASES = {
 }
 
 
-def divided(case: Case, kind: LossKind, w: Array) -> PartitionedModel:
+def sharded(case: Case, kind: LossKind, w: Array) -> PartitionedModel:
     dims = ", ".join(case.dims)
     text = (
         f'<ir_version: 10, opset_import: ["": 18]>\n'
@@ -88,7 +88,7 @@ def test_divided_losses(name: str, kind: LossKind) -> None:
     case = CASES[name]
     rng = np.random.default_rng(0)
     sizes = [SIZES[d] for d in case.dims]
-    # Every logit is there twice, where classes are split on two devices: the first counts.
+    # Every logit occurs twice; if classes are sharded, on two devices. The first counts.
     w = np.tile(rng.integers(-2, 3, (WIDTH, CLASSES // 2)).astype(np.float32), 2)
     x = rng.integers(-2, 3, (*sizes, WIDTH)).astype(np.float32)
     logits = (x @ w).astype(np.float64)
@@ -98,7 +98,7 @@ def test_divided_losses(name: str, kind: LossKind) -> None:
         labels = np.where(rng.random(sizes) < 0.5, np.argmax(logits, -1), labels)
         labels.ravel()[:: len(labels.ravel()) - 1] = IGNORED
     labels = labels.astype(np.int64 if classes else np.float32)
-    model = divided(case, kind, w)
+    model = sharded(case, kind, w)
     feed = {"x": x, "labels": labels, LOSS_WEIGHT: np.array(WEIGHT, np.float32)}
     symbols = {d: SIZES[d] for d in case.dims}
     got = run_model(model, feed, symbols, padding=7)
@@ -110,8 +110,8 @@ def test_divided_losses(name: str, kind: LossKind) -> None:
 
 def test_split_classes_are_not_gathered() -> None:
     w = np.ones((WIDTH, CLASSES), np.float32)
-    model = divided(CASES["classes"], LossKind.SOFTMAX_CROSS_ENTROPY, w)
-    # The model's output stays split. Of each row three numbers travel for the loss, two for the
+    model = sharded(CASES["classes"], LossKind.SOFTMAX_CROSS_ENTROPY, w)
+    # The model's output stays sharded. For each row three numbers travel for the loss, two for the
     # metrics.
     assert [c.op for c in model.builder.collectives] == ["AllReduce"] * 5
     assert {str(c.bytes) for c in model.builder.collectives} == {"4*b"}

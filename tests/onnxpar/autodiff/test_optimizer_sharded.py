@@ -1,4 +1,4 @@
-"""Optimizer programs divided over devices, states cut and gradients partial, against one device."""
+"""Optimizer programs with sharded states and partial gradients, against one device."""
 
 from collections.abc import Mapping
 from itertools import chain
@@ -46,7 +46,7 @@ PARAMETERS: dict[str, tuple[tuple[int, ...], list[list[int]], list[int]]] = {
     "bias": ((6,), [[TP]], [DP]),
     "norm": ((4,), [[]], [DP, TP]),
     "sharded": ((5, 3), [[DP], []], []),
-    "whole": ((2, 2, 2), [[], [], []], []),
+    "replicated": ((2, 2, 2), [[], [], []], []),
 }
 INFOS = [
     ParameterInfo(name, FLOAT, shape, len(shape) > 1, str(sorted(chain(*atoms))))
@@ -76,7 +76,7 @@ def sharding_of(kind: StateKind, parameter: str) -> Sharding:
     return Sharding.of(shape, atoms, partial if gradient else ())
 
 
-def divided(update: StateProgram) -> PartitionedModel:
+def sharded(update: StateProgram) -> PartitionedModel:
     env = shapes(update.model, SymbolTable({}))
     program = Program.of(update.model, env, REGISTRY)
     rules = program.rules
@@ -89,8 +89,8 @@ def divided(update: StateProgram) -> PartitionedModel:
             if made == reduced:
                 name = node.name or ""
                 rule, view = rules.by_node[name], rules.views[name]
-                whole = held[gradient].with_partial(())
-                factors = project(rule.inputs[0], whole, factor_sizes(rule, view), MESH, env.table)
+                sharding, sizes = held[gradient].with_partial(()), factor_sizes(rule, view)
+                factors = project(rule.inputs[0], sharding, sizes, MESH, env.table)
                 nodes[name] = NodeSeed(name, factors)
     outputs = {output: held[state] for output, state in update.updated.items()}
     plan = propagate(program, Seeds(MESH, nodes, held, outputs=outputs))
@@ -110,7 +110,7 @@ def draw(program: StateProgram) -> dict[str, Array]:
     return feed
 
 
-def undivided(program: StateProgram, feed: Mapping[str, Array]) -> dict[str, Array]:
+def on_one_device(program: StateProgram, feed: Mapping[str, Array]) -> dict[str, Array]:
     """One device's results; a partial gradient is the sum of what devices hold, all the same."""
     feed = dict(feed)
     for state in program.states:
@@ -125,33 +125,34 @@ def undivided(program: StateProgram, feed: Mapping[str, Array]) -> dict[str, Arr
 
 
 @pytest.mark.parametrize("kind", list(OptimizerKind))
-def test_a_divided_step_is_the_step(kind: OptimizerKind) -> None:
+def test_a_sharded_step_is_the_step(kind: OptimizerKind) -> None:
     program = optimizer_model(kind, INFOS)
-    model = divided(program)
+    model = sharded(program)
     feed = draw(program)
-    got, wanted = run_model(model, feed, {}), undivided(program, feed)
+    got, wanted = run_model(model, feed, {}), on_one_device(program, feed)
     assert set(got) == {*program.updated, GRAD_NORM}
     for name, array in wanted.items():
-        # Sums of squares in another order; a few roundings in the rest.
+        # Sums of 99 squares in another order, at most: sqrt(99) roundings of 6e-8 are 6e-7 of the
+        # norm, which scales all gradients. The update itself has some 20 more roundings.
         np.testing.assert_allclose(got[name], array, rtol=2e-6, atol=2e-6, err_msg=name)
-    # One reduction for each partial gradient, one of the norm's groups that are split, and LAMB's
-    # two norms of each parameter that is split.
+    # One reduction for each partial gradient, one for each sharded group of the norm, and two norms
+    # of LAMB for each sharded parameter.
     moved = [c.op for c in model.builder.collectives]
     assert set(moved) == {"AllReduce"}
     norms = 2 * 4 if kind is OptimizerKind.LAMB else 0
     assert len(moved) == 4 + 2 + norms, [c.value for c in model.builder.collectives]
 
 
-def test_divided_accumulation_moves_nothing() -> None:
+def test_sharded_accumulation_does_not_communicate() -> None:
     program = accumulation_model(INFOS)
-    model = divided(program)
+    model = sharded(program)
     assert not model.builder.collectives
     feed = draw(program)
-    got, wanted = run_model(model, feed, {}), undivided(program, feed)
+    got, wanted = run_model(model, feed, {}), on_one_device(program, feed)
     for name, array in wanted.items():
         parameter = program.updated[name].removeprefix("onnxpar.grad.")
         partial = PARAMETERS[parameter][2]
-        # Every device of a partial gradient holds the whole of what was put in; adding up six
-        # rounds five times.
+        # Every device holds the complete array as its term of a partial gradient. Adding up six
+        # terms rounds five times: 5 * 6e-8 = 3e-7.
         holders = np.prod([MESH.atoms[a] for a in partial], dtype=np.float32)
         np.testing.assert_allclose(got[name], array * holders, rtol=1e-6, err_msg=name)
