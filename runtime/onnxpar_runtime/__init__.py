@@ -32,7 +32,7 @@ __all__ = [
     "run_threads",
 ]
 
-# Who only runs a model does not wait for what training needs.
+# Training is imported only when it is used, so that running a model starts faster.
 _LAZY = {
     "Trainer": "onnxpar_runtime.training.trainer",
     "TrainerGroup": "onnxpar_runtime.training.group",
@@ -40,7 +40,7 @@ _LAZY = {
 
 
 def __getattr__(name: str) -> Any:
-    """Returns a public name that is imported when it is first used."""
+    """Imports a public name at its first use."""
     if name in _LAZY:
         return getattr(import_module(_LAZY[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

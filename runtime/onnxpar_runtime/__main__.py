@@ -1,4 +1,4 @@
-"""`python -m onnxpar_runtime`: what of a GPU and its libraries this machine has."""
+"""`python -m onnxpar_runtime`: prints the GPUs of this machine and their libraries."""
 
 import sys
 
@@ -6,7 +6,7 @@ from onnxpar_runtime.devices import describe, look, obstacle
 
 
 def main() -> int:
-    """Prints what the machine has; returns 0 where CUDA can be used, else 3."""
+    """Prints what the machine has; returns 0 if CUDA can be used, else 3."""
     facts = look()
     print("\n".join(describe(facts)))
     return 3 if obstacle(facts) else 0

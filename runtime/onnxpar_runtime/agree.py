@@ -1,6 +1,6 @@
 """Ranks agree, in one small reduction, on whether all of them can go on.
 
-Without it a rank that has a bad input would raise while the others wait for it in a collective.
+Otherwise a rank with a bad input would raise an error while the others wait in a collective.
 """
 
 import threading
@@ -20,7 +20,7 @@ _ABSENT = np.iinfo(np.int64).min
 
 
 class Reducer(Protocol):
-    """What is needed of a rank: its index, the number of ranks, and a reduction on the host."""
+    """A rank: its index, the number of ranks, and a reduction on the host."""
 
     @property
     def index(self) -> int:
@@ -50,11 +50,11 @@ def agree(
         error: Why this rank cannot go on, or None.
         values: Values by name that must be equal on all ranks that have them.
         names: The names to compare, the same on all ranks.
-        sizes: Sizes of several batches, of any number, that must be equal on all ranks; None on
-            all of them where there are none.
+        sizes: Sizes of several batches, which must be equal on all ranks; None on all ranks if
+            there are no batches.
 
     Raises:
-        OnnxparRuntimeError: `error` itself where every rank has one, with `agreed` set.
+        OnnxparRuntimeError: `error` itself if every rank has one, with `agreed` set.
         RankError: Some rank has an error; the lowest such rank's message is raised by all.
         SymbolValueError: A value or the sizes differ between ranks.
     """
@@ -92,7 +92,7 @@ def agree(
 
 
 def _digest(sizes: Sequence[int]) -> int:
-    """Returns a number that tells sequences apart: a polynomial modulo the prime 2^61 - 1."""
+    """Returns a hash of a sequence: a polynomial modulo the prime 2^61 - 1."""
     number = len(sizes)
     for size in sizes:
         number = (number * 1_000_003 + size) % ((1 << 61) - 1)
@@ -100,7 +100,7 @@ def _digest(sizes: Sequence[int]) -> int:
 
 
 def _raise_of(rank: Reducer, failed: int, error: OnnxparRuntimeError | None) -> None:
-    """Raises the error of rank `failed` on every rank, which a second reduction brings."""
+    """Raises the error of rank `failed` on every rank, with a second reduction for the message."""
     packet = np.zeros(1 + _MESSAGE_BYTES, np.int64)
     if rank.index == failed and error is not None:
         text = str(error).encode()[:_MESSAGE_BYTES]
@@ -128,10 +128,10 @@ def together(rank: Reducer, action: Callable[[], T]) -> T:
 
 
 def together_for_long(rank: Reducer, action: Callable[[], T]) -> T:
-    """Does as `together` for an action that may take longer than a collective may wait.
+    """Does the same as `together` for an action that may take longer than a collective may wait.
 
-    The action runs in a thread of its own; meanwhile the ranks ask one another, at least once in
-    `_PATIENCE_S`, whether all have done theirs.
+    The action runs in its own thread. Meanwhile, at least once in `_PATIENCE_S`, a reduction finds
+    whether all ranks are done.
 
     Raises:
         OnnxparRuntimeError: As `agree`; any other exception passes through.

@@ -2,12 +2,12 @@
 
 A `World` is a set of ranks: all in this process, one thread each (`World.threads`), or one per
 process under `mpirun` (`World.mpi`). A rank registers the operators in the session options of
-onnxruntime; the kernels of sessions made with them act as that rank. Any number of worlds may live
-side by side.
+onnxruntime; the kernels of sessions made with them act as that rank. A process may have any number
+of worlds.
 
-The operators, their reductions and the formulas of the byte counters are described in
-`runtime/csrc/collective/collective.h`; how the transports keep results deterministic and ranks
-from waiting for ever, in `runtime/csrc/transport/transport.h`.
+`runtime/csrc/collective/collective.h` describes the operators, their reductions and the formulas of
+the byte counters; `runtime/csrc/transport/transport.h` describes how the transports keep results
+deterministic and limit how long ranks wait.
 """
 
 import ctypes
@@ -42,11 +42,11 @@ _REDUCTIONS = ("sum", "max", "min", "prod")
 
 @dataclass(frozen=True)
 class OpCounter:
-    """What one rank did with one operator.
+    """The calls of one operator on one rank.
 
     Attributes:
         calls: How often its kernel ran.
-        bytes: Bytes sent by this rank, by the formulas in `runtime/csrc/collective/collective.h`.
+        bytes: Bytes that the rank sent, by the formulas in `runtime/csrc/collective/collective.h`.
     """
 
     calls: int
@@ -58,11 +58,11 @@ class World(Closing):
 
     Attributes:
         size: Number of ranks.
-        local_ranks: The ranks that live in this process.
+        local_ranks: The ranks in this process.
         comm: For MPI the mpi4py communicator it was made from, else None.
-        timeout_s: How long one call waits for other ranks before all ranks end, in seconds; 0 for
-            ever.
-        placements: Where ranks of this process compute, as far as that is decided.
+        timeout_s: How long one call waits for other ranks before all ranks end, in seconds; 0 means
+            without a limit.
+        placements: The devices of ranks of this process, as far as they are decided.
     """
 
     def __init__(self, handle: int, size: int, local_ranks: range, comm: Any = None) -> None:
@@ -82,8 +82,8 @@ class World(Closing):
 
         Args:
             size: Number of ranks.
-            debug: Compare what the ranks of a group call (operator, type, shape, attributes)
-                before data moves. Without it only operator and size are compared.
+            debug: Compare operator, type, shape and attributes of a group's calls before data
+                moves. Otherwise only operator and size are compared.
 
         Raises:
             ValueError: `size` is not positive.
@@ -98,9 +98,10 @@ class World(Closing):
     def mpi(comm: Any = None) -> "World":
         """Returns a world with one rank per process of an MPI communicator.
 
-        Every rank of the communicator must call it. MPI is initialised if it is not yet. Groups on
-        one node share memory, others send messages, and with ONNXPAR_SHARED_MEMORY=0 in the
-        environment all do. Every call is compared on all members of its group.
+        Every rank of the communicator must call it. MPI is initialised unless it already is. Groups
+        on one machine share memory, other groups send messages. If the environment has
+        ONNXPAR_SHARED_MEMORY=0, all groups send messages. Every call is compared on all members of
+        its group.
 
         Args:
             comm: An mpi4py intra-communicator; `MPI.COMM_WORLD` if None.
@@ -109,7 +110,7 @@ class World(Closing):
             LaunchError: MPI cannot be loaded, or it is not the one that the library was built for.
         """
         try:
-            from mpi4py import MPI  # opened only where this transport is chosen
+            from mpi4py import MPI  # importing it initialises MPI
         except (ImportError, RuntimeError) as error:
             raise LaunchError(f"MPI cannot be used: {error}") from None
         if comm is None:
@@ -125,7 +126,7 @@ class World(Closing):
         return World(handle, comm.Get_size(), range(rank, rank + 1), comm)
 
     def rank(self, r: int) -> "Rank":
-        """Returns rank `r`, which must live in this process.
+        """Returns rank `r`, which must be in this process.
 
         Raises:
             ValueError: It does not.
@@ -140,9 +141,9 @@ class World(Closing):
     def abort(self, rank: int, message: str, code: int = 1) -> None:
         """Ends all communication of the world because `rank` cannot go on.
 
-        Threads: every rank that waits in a collective, or calls one later, fails with the message.
-        MPI: prints `r<rank> | message` to stderr and ends all processes by MPI_Abort, with the exit
-        code `code`.
+        With threads, every rank that waits in a collective, or calls one later, fails with the
+        message. With MPI, it prints `r<rank> | message` to stderr and ends all processes by
+        MPI_Abort, with the exit code `code`.
         """
         if self.comm is not None:
             print(f"r{rank} | {message}", file=sys.stderr, flush=True)
@@ -150,10 +151,9 @@ class World(Closing):
         self._check(self._library.onnxpar_abort(self._handle, f"rank {rank}: {message}".encode()))
 
     def close(self) -> None:
-        """Gives back what the world holds. Kernels that run afterwards fail with an error.
+        """Frees the world's resources. Kernels that run afterwards fail with an error.
 
-        Under MPI every rank of the communicator must call it, before MPI is finalised or not at
-        all.
+        Under MPI, all ranks of the communicator must call it before MPI is finalised, or none.
         """
         if not self._closed:
             self._closed = True
@@ -179,14 +179,14 @@ class Rank:
 
     @property
     def placement(self) -> Placement | None:
-        """Where it computes, once that is decided: by `place`."""
+        """The rank's device, once `place` has decided it."""
         return self.world.placements.get(self.index)
 
     def place(self, placement: Placement) -> None:
-        """Decides where the rank computes, before its sessions are made.
+        """Decides the rank's device, before its sessions are made.
 
         Args:
-            placement: Where. A GPU stays the rank's until the world is closed.
+            placement: The device. The rank keeps a GPU until the world is closed.
 
         Raises:
             LaunchError: As `open_device`.
@@ -196,10 +196,11 @@ class Rank:
         self.world.placements[self.index] = placement
 
     def open_device(self, device: int, transport: str) -> None:
-        """Gives the rank a GPU, before sessions on it are made; the same once more changes nothing.
+        """Gives the rank a GPU, before sessions on it are made. A second call changes nothing.
 
-        Sessions registered from then on have kernels on both of onnxruntime's providers, so that
-        collectives take tensors where they lie. The rank keeps its transport for host memory.
+        Sessions that are registered later have kernels for both of onnxruntime's providers, so that
+        collectives take tensors in host and GPU memory. Tensors in host memory keep their
+        transport.
 
         Args:
             device: The GPU's number.
@@ -217,8 +218,9 @@ class Rank:
         file = None
         if transport == "nccl":
             file = nccl_library()[0].encode()
-            # Kernels of NCCL wait for other ranks, on streams of their own. CUDA deals streams out
-            # to so many queues (8 by default, 32 at most), where what came later may wait for them.
+            # NCCL's kernels wait for other ranks, on their own streams. CUDA distributes streams
+            # over this number of queues (8 by default, at most 32); in a queue, kernels of other
+            # streams may wait behind them.
             os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
         library = self.world._library
         if library.onnxpar_open_device(
@@ -227,14 +229,14 @@ class Rank:
             raise LaunchError(f"device cuda:{device}: {last_error(library)}")
 
     def check_device(self, stream: ctypes.c_void_p | None = None) -> None:
-        """Returns if what was enqueued on the rank's GPU is whole, as far as is known.
+        """Raises RankError if work on the rank's GPU is known to have failed.
 
-        Calls on a GPU return before they are carried out. Where ranks were aborted what ran there
-        has ended all the same, and left what it left: so this comes before results are used.
+        Calls on a GPU return before they are carried out. If ranks were aborted, their kernels have
+        ended too, with undefined results. So call this before results are used.
 
         Args:
-            stream: A stream that has been waited for, to hear also of labels and indices out of
-                range that were met on it since the last time.
+            stream: A stream that has been waited for: also check for labels and indices out of
+                range that its kernels found since the last call.
 
         Raises:
             RankError: All ranks were aborted, or a value on the stream was out of range.
@@ -248,7 +250,7 @@ class Rank:
         """Registers the operators in `onnxruntime.SessionOptions`, bound to this rank.
 
         Raises:
-            onnxruntime's own error where it cannot load the library.
+            Exception: onnxruntime cannot load the library.
         """
         library = self.world._library
         self.world._check(library.onnxpar_bind(self.world._handle, self.index))
@@ -260,7 +262,7 @@ class Rank:
     def counters(self) -> dict[str, OpCounter]:
         """Returns calls and bytes of every operator that ran since the last reset.
 
-        A Start counts as its collective; Wait and Barrier move nothing and are not counted.
+        A Start counts as its collective; Wait and Barrier send nothing and are not counted.
         """
         library = self.world._library
         counters = {}
@@ -285,15 +287,15 @@ class Rank:
     def all_reduce(
         self, array: NDArray[Any], group: Sequence[int] | None = None, op: str = "sum"
     ) -> NDArray[Any]:
-        """Returns the element-wise reduction of the arrays that the ranks of `group` pass.
+        """Returns the element-wise reduction of the arrays of the ranks of `group`.
 
-        Not counted, and independent of any session; but a rank's collectives, in sessions or here,
-        must come in the same order on all ranks of the group.
+        It is not counted, and independent of any session. But a rank's collectives, in sessions or
+        here, must come in the same order on all ranks of the group.
 
         Args:
             array: Of the same shape and dtype on every rank.
             group: Global ranks, this one among them; all ranks if None.
-            op: sum, max, min or prod; for bool sum and max are "or", prod and min are "and".
+            op: sum, max, min or prod; for bool, sum and max mean "or", prod and min mean "and".
 
         Raises:
             ValueError: The dtype, the reduction or the group cannot be used.
@@ -358,8 +360,8 @@ class Rank:
             peer: The sender's global rank.
             tag: As of `send`.
             what: What it is, for messages.
-            background: Without a limit of time. Where ranks are `concurrent` several threads of a
-                rank may do so, each from a peer of its own, beside whatever it does.
+            background: Receive without a time limit. If the rank is `concurrent`, several of its
+                threads may do so at the same time, each from another peer.
 
         Raises:
             ValueError: The array is not contiguous, or the world has no such rank.
@@ -374,11 +376,11 @@ class Rank:
     ) -> None:
         """Sends memory of the rank's GPU, without waiting for the receiver. Counted as `Send`.
 
-        It goes as the rank's `open_device` says. Messages of one tag from one rank's GPU to
-        another's arrive in the order in which they were sent.
+        It uses the transport of `open_device`. Messages of one tag from one rank's GPU to another's
+        arrive in the order in which they were sent.
 
         Args:
-            address: The GPU's address; what is enqueued on the stream later may change the memory.
+            address: The GPU's address; work enqueued on the stream later may change the memory.
             size: Bytes.
             peer: The receiver's global rank.
             tag: As of `send`.
@@ -404,8 +406,8 @@ class Rank:
     ) -> None:
         """Receives into memory of the rank's GPU. Counted as `Recv`, with no bytes.
 
-        It returns once something has been sent. The memory is written when all is done that the
-        stream had to do, and whole for what is enqueued on the stream later.
+        It returns once something has been sent. The memory is written after the work that is
+        already on the stream, and complete for work that is enqueued on the stream later.
 
         Args:
             address: The GPU's address.

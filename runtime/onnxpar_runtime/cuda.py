@@ -1,11 +1,11 @@
-"""The queue of one rank's GPU, and the memory through which data gets there: CUDA's runtime API.
+"""The streams of one rank's GPU, and copies to and from it, with CUDA's runtime API.
 
-Everything that a rank computes is enqueued on one stream, in order, and the process does not wait
-for it: who reads on the host calls `Queue.synchronize` first. That stream is of the default kind,
-so that what onnxruntime copies on CUDA's legacy stream comes before and after what it should.
+A rank enqueues all of its work on one stream, in order, and the process does not wait for it; call
+`Queue.synchronize` before reading on the host. That stream is of the default kind, so that it is
+ordered with onnxruntime's copies on CUDA's legacy stream.
 
-Batches go by another stream, from pinned memory, while the GPU computes what came before
-(`Queue.stage`). The names are those of the CUDA Runtime API, version 13.
+Batches are copied on another stream, from pinned memory, while the GPU computes (`Queue.stage`).
+The names are those of the CUDA Runtime API, version 13.
 """
 
 import ctypes
@@ -72,10 +72,10 @@ def copy_in(address: int, array: Array) -> None:
 
 
 def copy_out(address: int, array: Array) -> None:
-    """Copies what lies at a GPU's address to a C-contiguous array.
+    """Copies memory at a GPU's address to a C-contiguous array.
 
     Raises:
-        CudaError: It failed, or what was enqueued before did.
+        CudaError: It failed, or earlier work on the GPU did.
     """
     _copy_now(array.ctypes.data, address, array.nbytes, _DEVICE_TO_HOST)
 
@@ -86,7 +86,7 @@ def _copy_now(target: int, source: int, size: int, kind: int) -> None:
 
 
 class CudaRuntime:
-    """The entries of CUDA's runtime that are called from here, on one GPU.
+    """Calls functions of CUDA's runtime on one GPU.
 
     Args:
         index: Number of the GPU.
@@ -102,16 +102,16 @@ class CudaRuntime:
         _library()
 
     def call(self, name: str, *arguments: Any) -> None:
-        """Calls an entry with the rank's GPU being the calling thread's.
+        """Calls a function, after making the rank's GPU that of the calling thread.
 
         Raises:
             CudaError: It returned an error.
         """
-        # The GPU is a property of the thread, and batches are staged by one of their own.
+        # Each thread has its own current GPU, and another thread stages batches.
         where = f"GPU {self._index}"
         _call(where, "cudaSetDevice", ctypes.c_int(self._index))
         if not getattr(self._known, "thread", False):
-            # Otherwise what other threads call here would break a capture of onnxruntime's.
+            # Otherwise calls in other threads would break a capture by onnxruntime.
             _call(
                 where,
                 "cudaThreadExchangeStreamCaptureMode",
@@ -121,7 +121,7 @@ class CudaRuntime:
         _call(where, name, *arguments)
 
     def handle(self, name: str, *arguments: Any) -> ctypes.c_void_p:
-        """Returns what an entry writes to its first argument: a stream, an event, memory."""
+        """Returns what a function writes to its first argument: a stream, an event, memory."""
         made = ctypes.c_void_p()
         self.call(name, ctypes.byref(made), *arguments)
         return made
@@ -147,7 +147,7 @@ class _Slot:
         size: Bytes.
         host: The pinned memory.
         device: The memory on the GPU.
-        arrived: The event after the last copy from one to the other.
+        arrived: The event after the last copy from host to GPU.
         taken: The event after the last use of the memory on the GPU.
     """
 
@@ -159,9 +159,9 @@ class _Slot:
 
 
 class Staged:
-    """An array that is on its way to the GPU, or there. Made by `Queue.stage`.
+    """An array that is being copied to the GPU, or has been. Made by `Queue.stage`.
 
-    Its memory is used again once nobody has it any more.
+    Its memory is used again after the last reference to this object is gone.
 
     Attributes:
         shape: Its shape.
@@ -177,7 +177,7 @@ class Staged:
         self._queue, self._slot = queue, slot
 
     def put(self, target: int) -> None:
-        """Enqueues a copy to the GPU's address `target`, for what is enqueued after it."""
+        """Enqueues a copy to the GPU's address `target`, before work that is enqueued later."""
         queue, slot = self._queue, self._slot
         call = queue.runtime.call
         call("cudaStreamWaitEvent", queue.stream, slot.arrived, ctypes.c_uint(0))
@@ -188,24 +188,24 @@ class Staged:
 
     def __del__(self) -> None:
         """Gives the memory back."""
-        # Garbage is collected anywhere, in the midst of the queue's own work on any thread too:
-        # so no lock is taken here, and CUDA is not called.
+        # Garbage may be collected in any thread, even while the queue holds its lock. So no lock is
+        # taken here, and CUDA is not called.
         self._queue.returned.append(self._slot)
 
 
 def _preload() -> None:
-    """Loads CUDA's libraries from NVIDIA's wheels, or from where the system has them."""
-    said = io.StringIO()
-    # It prints what it does not find, which a run's own output must not be mixed with.
-    with _LOADING, redirect_stdout(said):
+    """Loads CUDA's libraries from NVIDIA's wheels, or from the system."""
+    printed = io.StringIO()
+    # onnxruntime prints libraries that it does not find; they are logged instead.
+    with _LOADING, redirect_stdout(printed):
         onnxruntime.preload_dlls()
-    # It warns of every session on CUDA that the provider is no plug-in.
+    # onnxruntime would warn for every session on CUDA that the provider is not a plug-in.
     onnxruntime.set_default_logger_severity(_ERRORS)
-    # Of values that are made outside of sessions, as states are: what is asked for is taken, where
-    # doubling could hold twice as much.
+    # For values that are made outside of sessions, such as states: the arena grows by the size that
+    # is asked for; doubling could hold twice as much.
     _pybind_state.set_arena_extend_strategy(_pybind_state.ArenaExtendStrategy.kSameAsRequested)
-    if said.getvalue():
-        log.info("%s", said.getvalue().strip())
+    if printed.getvalue():
+        log.info("%s", printed.getvalue().strip())
 
 
 class Queue:
@@ -217,8 +217,8 @@ class Queue:
     Attributes:
         index: The GPU's number.
         runtime: CUDA's runtime.
-        stream: The stream that everything is computed on.
-        returned: What `Staged` has given back, to be used again.
+        stream: The stream of all computations.
+        returned: Slots that `Staged` has given back, to be used again.
 
     Raises:
         LaunchError: CUDA's runtime cannot be loaded.
@@ -247,10 +247,10 @@ class Queue:
         return self.runtime.handle("cudaEventCreateWithFlags", ctypes.c_uint(_NO_TIMING))
 
     def synchronize(self) -> None:
-        """Waits until all that was enqueued has been done.
+        """Waits until all enqueued work is done.
 
         Raises:
-            CudaError: Something of it failed.
+            CudaError: Some of it failed.
         """
         self.runtime.call("cudaStreamSynchronize", self.stream)
 
@@ -264,20 +264,20 @@ class Queue:
         return stream
 
     def mark(self, stream: ctypes.c_void_p) -> ctypes.c_void_p:
-        """Returns an event that comes when all that is on a stream now is done, for one `hold`."""
+        """Returns an event after all work that is on a stream now, for one `hold`."""
         event = self._event()
         self.runtime.call("cudaEventRecord", event, stream)
         return event
 
     def hold(self, stream: ctypes.c_void_p, event: ctypes.c_void_p) -> None:
-        """Lets what is enqueued on a stream from here on come after an event, which is freed."""
+        """Lets later work on a stream wait for an event, which is freed."""
         self.runtime.call("cudaStreamWaitEvent", stream, event, ctypes.c_uint(0))
         self.runtime.call("cudaEventDestroy", event)
 
     # -- to the GPU --------------------------------------------------------------------------------
 
     def stage(self, array: Array) -> Staged:
-        """Begins to bring an array to the GPU, beside what is computed. Any thread may call it.
+        """Begins to copy an array to the GPU, while the GPU computes. Any thread may call it.
 
         Args:
             array: C-contiguous; it may be changed once this returns.
@@ -287,7 +287,7 @@ class Queue:
         """
         slot = self._slot(array.nbytes)
         call = self.runtime.call
-        # What was staged here before has left the pinned memory, and the GPU is done with its copy.
+        # The last array in this slot has left the pinned memory, and the GPU has used its copy.
         call("cudaEventSynchronize", slot.arrived)
         call("cudaStreamWaitEvent", self._inward, slot.taken, ctypes.c_uint(0))
         ctypes.memmove(slot.host, array.ctypes.data, array.nbytes)
@@ -296,18 +296,18 @@ class Queue:
         return Staged(self, slot, array)
 
     def _slot(self, size: int) -> _Slot:
-        whole = _GRAIN
-        while whole < size:
-            whole *= 2
+        rounded = _GRAIN
+        while rounded < size:
+            rounded *= 2
         with self._lock:
             while self.returned:
                 slot = self.returned.popleft()
                 self._free.setdefault(slot.size, []).append(slot)
-            if free := self._free.get(whole):
+            if free := self._free.get(rounded):
                 return free.pop()
-        count = ctypes.c_size_t(whole)
+        count = ctypes.c_size_t(rounded)
         slot = _Slot(
-            size=whole,
+            size=rounded,
             host=self.runtime.handle("cudaMallocHost", count),
             device=self.runtime.handle("cudaMalloc", count),
             arrived=self._event(),
@@ -320,13 +320,13 @@ class Queue:
     # -- from the GPU ------------------------------------------------------------------------------
 
     def read(self, source: int, into: Array) -> None:
-        """Begins to copy what is computed so far to host memory, beside what is computed next.
+        """Begins to copy memory to the host, after earlier and beside later computations.
 
-        What `before_writing` is called before does not overwrite it; `finish_reading` waits for it.
+        `before_writing` keeps later work from overwriting it; `finish_reading` waits for the copy.
 
         Args:
             source: The GPU's address.
-            into: C-contiguous memory, better pinned (`pinned`).
+            into: C-contiguous memory, preferably pinned (`pinned`).
         """
         call = self.runtime.call
         call("cudaEventRecord", self._computed, self.stream)
@@ -337,14 +337,14 @@ class Queue:
         call("cudaEventRecord", self._read, self._outward)
 
     def before_writing(self) -> None:
-        """Lets what is enqueued after it wait, on the GPU, until all that is read has left it."""
+        """Lets later work wait, on the GPU, until all copies of `read` are complete."""
         self.runtime.call("cudaStreamWaitEvent", self.stream, self._read, ctypes.c_uint(0))
 
     def finish_reading(self) -> None:
-        """Waits until all that is read has arrived. Any thread may call it.
+        """Waits until all copies of `read` are complete. Any thread may call it.
 
         Raises:
-            CudaError: Something failed.
+            CudaError: A copy failed.
         """
         self.runtime.call("cudaStreamSynchronize", self._outward)
 
@@ -360,7 +360,7 @@ class Queue:
         return array.view(dtype).reshape(shape)
 
     def close(self) -> None:
-        """Waits for everything, and frees streams and memory."""
+        """Waits for all work, and frees streams and memory."""
         if not self._open:
             return
         self._open = False

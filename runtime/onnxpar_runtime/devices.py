@@ -1,8 +1,8 @@
-"""Where a rank computes: what the machine has, what follows from it, and who says so.
+"""The device of a rank: what the machine has, and how the device is chosen.
 
-A list of names tells nothing: onnxruntime-gpu lists its CUDA provider on machines without a GPU.
-So a program of its own (`onnxpar_runtime.probe`) loads the libraries and runs a session, once for
-each machine, and what it found (`Facts`) decides (`choose`, a pure function).
+The list of onnxruntime's providers is not enough: onnxruntime-gpu lists CUDA on machines without a
+GPU. So a separate program (`onnxpar_runtime.probe`) loads the libraries and runs a session, once
+for each machine. From its results (`Facts`), `choose`, a pure function, decides.
 """
 
 import ctypes
@@ -27,8 +27,8 @@ log = logging.getLogger(__name__)
 CUDA = "CUDAExecutionProvider"
 NCCL, STAGED = "nccl", "staged"
 DRIVER = "libcuda.so.1"
-# The switch by which ranks may share a GPU, and the first NCCL that is taken to know it; an older
-# one would refuse as "Duplicate GPU" when the communicator is made.
+# The variable that lets ranks share a GPU, and the first version of NCCL with it. Older versions
+# fail with "Duplicate GPU" when the communicator is made.
 SHARES, SHARES_SINCE = "NCCL_MULTI_RANK_GPU_ENABLE", 23000
 EXTRA = "pip install 'onnxpar[cuda]'"
 PROBE = ("-m", "onnxpar_runtime.probe")
@@ -38,7 +38,7 @@ _EXCLUSIVE = ("onnxruntime", "onnxruntime-gpu")
 
 
 class Device(enum.Enum):
-    """Where a session computes."""
+    """The kind of device of a session."""
 
     CPU = "cpu"
     CUDA = "cuda"
@@ -46,22 +46,21 @@ class Device(enum.Enum):
 
 @dataclass(frozen=True)
 class Facts:
-    """What a machine has for CUDA, as far as was looked.
+    """What a machine has for CUDA, as far as it is known.
 
     Attributes:
-        packages: Distributions of onnxruntime that are installed and exclude one another.
+        packages: Installed distributions of onnxruntime that exclude one another.
         provider: Whether this onnxruntime has the CUDA provider.
-        needs: The CUDA version that it was built for, as (13, 0); empty where nobody knows.
-        driver: The CUDA version that the driver supports; empty where it could not be loaded.
-        driver_error: Why it cannot be loaded, or not be started.
-        gpus: Names of the GPUs that it shows.
-        missing: Libraries that the provider needs and that cannot be loaded; None where nobody
-            looked.
+        needs: The CUDA version that it was built for, as (13, 0); empty if unknown.
+        driver: The CUDA version that the driver supports; empty if it could not be loaded.
+        driver_error: Why the driver cannot be loaded or started.
+        gpus: Names of the GPUs that the driver shows.
+        missing: Libraries that the provider needs and that cannot be loaded; None if unknown.
         absent: Libraries that only some operators need and that cannot be loaded.
-        session_errors: For each GPU why a session cannot run on it; empty where one did.
-        crash: How the probe ended before its time.
-        nccl: Version of NCCL, as 23200; 0 where it cannot be loaded.
-        nccl_error: Why not.
+        session_errors: For each GPU why a session cannot run on it; an empty text if it can.
+        crash: How the probe ended, if it failed.
+        nccl: Version of NCCL, as 23200; 0 if it cannot be loaded.
+        nccl_error: Why NCCL cannot be loaded.
     """
 
     packages: tuple[str, ...] = ()
@@ -80,16 +79,16 @@ class Facts:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where one rank computes.
+    """The device of one rank.
 
     Attributes:
         device: The kind of device.
         index: Number of the GPU; 0 on the CPU.
-        shared: Whether further ranks compute on the same GPU.
+        shared: Whether other ranks compute on the same GPU.
         transport: How its tensors travel to other ranks' GPUs: `nccl`, or `staged` through the
-            host; of no meaning on the CPU.
-        notice: What people should know of the choice; empty where there is nothing.
-        facts: What the machine has; None where nobody looked.
+            host; unused on the CPU.
+        notice: A notice about the choice; empty if there is none.
+        facts: What the machine has; None if unknown.
     """
 
     device: Device
@@ -116,7 +115,7 @@ def check_wanted(wanted: str) -> int | None:
 
 
 def obstacle(facts: Facts, index: int | None = None) -> str:
-    """Returns why CUDA cannot be used, and what would help; empty where it can.
+    """Returns why CUDA cannot be used, and what would help; empty if it can be used.
 
     Args:
         facts: What the machine has.
@@ -139,8 +138,8 @@ def obstacle(facts: Facts, index: int | None = None) -> str:
         )
     if facts.driver and not facts.gpus:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        told = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible!r})"
-        return f"the NVIDIA driver shows no GPU{told}"
+        setting = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible!r})"
+        return f"the NVIDIA driver shows no GPU{setting}"
     if index is not None and facts.gpus and index >= len(facts.gpus):
         return f"there is no GPU {index}: the driver shows {_gpus(facts.gpus)}"
     if facts.missing:
@@ -157,16 +156,16 @@ def obstacle(facts: Facts, index: int | None = None) -> str:
 
 
 def choose(wanted: str, facts: Facts | None, place: int, ranks: int) -> Placement:
-    """Returns where a rank computes.
+    """Returns the device of a rank.
 
     Args:
         wanted: `auto`, `cpu`, `cuda` or `cuda:NUMBER`.
         facts: What the machine has; None only for `cpu`.
-        place: The rank's place among those that see the same GPUs.
-        ranks: Number of these.
+        place: The rank's number among the ranks that see the same GPUs.
+        ranks: Number of these ranks.
 
     Raises:
-        LaunchError: An unknown device, or CUDA where it cannot be used; says what is missing.
+        LaunchError: An unknown device, or CUDA if it cannot be used; says what is missing.
     """
     index = check_wanted(wanted)
     if wanted == "cpu" or facts is None:
@@ -175,7 +174,7 @@ def choose(wanted: str, facts: Facts | None, place: int, ranks: int) -> Placemen
     if why and wanted != "auto":
         raise LaunchError(f"device {wanted}: {why}")
     if why:
-        # Where there is no GPU nobody expects one to be used.
+        # Without a GPU no notice is needed.
         notice = f"{_gpus(facts.gpus)} not used: {why}; computing on the CPU" if facts.gpus else ""
         return Placement(Device.CPU, notice=notice, facts=facts)
     notices = []
@@ -197,8 +196,8 @@ def alike(placements: Sequence[Placement], own: Placement) -> Placement:
     """Returns a rank's placement once all are known: all ranks compute on one kind of device.
 
     Args:
-        placements: Of all ranks of the world.
-        own: The rank's.
+        placements: The placements of all ranks of the world.
+        own: The placement of this rank.
     """
     without = [r for r, p in enumerate(placements) if p.device is Device.CPU]
     if own.device is Device.CPU or not without:
@@ -210,24 +209,24 @@ def alike(placements: Sequence[Placement], own: Placement) -> Placement:
 
 
 def route(wanted: str, placements: Sequence[Placement], own: Placement) -> Placement:
-    """Returns a rank's placement with the way of its tensors to other ranks, the same on all.
+    """Returns a rank's placement with the transport of its GPU, the same on all ranks.
 
     Args:
-        wanted: `nccl`; `mpi` or `threads`, through the host; or `auto`, which is NCCL where it can
-            be used.
-        placements: Of all ranks of the world, on one kind of device.
-        own: The rank's.
+        wanted: `nccl`; `mpi` or `threads`, through the host; or `auto`, which is NCCL if it can be
+            used.
+        placements: The placements of all ranks of the world, on one kind of device.
+        own: The placement of this rank.
 
     Raises:
-        LaunchError: `nccl` where it cannot be used; says why.
+        LaunchError: `nccl` if it cannot be used; says why.
     """
     why = ""
     for number, placement in enumerate(placements):
         facts = placement.facts
         if placement.device is Device.CPU:
             because = "" if facts is None else obstacle(facts)
-            told = ": ".join(filter(None, ("the ranks compute on the CPU", because)))
-            why = placement.notice or told
+            reasons = ("the ranks compute on the CPU", because)
+            why = placement.notice or ": ".join(filter(None, reasons))
         elif facts is not None and not facts.nccl:
             why = facts.nccl_error
         elif placement.shared and os.environ.get(SHARES) != "1":
@@ -247,13 +246,13 @@ def route(wanted: str, placements: Sequence[Placement], own: Placement) -> Place
     if wanted == NCCL or (wanted == "auto" and not why and len(placements) > 1):
         return replace(own, transport=NCCL)
     if wanted == "auto" and own.device is Device.CUDA and why:
-        told = f"tensors are copied through the host, because NCCL is not used: {why}"
-        return replace(own, notice="; ".join(filter(None, (own.notice, told))))
+        notice = f"tensors are copied through the host, because NCCL is not used: {why}"
+        return replace(own, notice="; ".join(filter(None, (own.notice, notice))))
     return own
 
 
 def describe(facts: Facts) -> list[str]:
-    """Returns for people what was found, a line for each thing."""
+    """Returns the facts for people, one in each line."""
     usable = obstacle(facts)
     built = f"built for CUDA {_version(facts.needs)}" if facts.needs else "without CUDA"
     libraries, nccl = "not checked", facts.nccl_error or "not checked"
@@ -291,7 +290,7 @@ def _gpus(names: Sequence[str]) -> str:
 
 
 def installed() -> tuple[str, ...]:
-    """Returns which distributions of onnxruntime are installed, of those that exclude another."""
+    """Returns the installed distributions of onnxruntime, of those that exclude one another."""
     found = []
     for name in _EXCLUSIVE:
         try:
@@ -303,7 +302,7 @@ def installed() -> tuple[str, ...]:
 
 
 def built_for() -> tuple[int, ...]:
-    """Returns the CUDA version that this onnxruntime was built for, as (13, 0); else nothing."""
+    """Returns the CUDA version that this onnxruntime was built for, as (13, 0); () without CUDA."""
     numbers = re.findall(r"\d+", onnxruntime.cuda_version or "")
     return tuple(int(number) for number in numbers[:2])
 
@@ -315,7 +314,7 @@ def no_driver(error: OSError) -> str:
 
 @functools.cache
 def machine() -> Facts:
-    """Returns what this machine has; looks once for each process, where there is a driver."""
+    """Returns what this machine has; runs the probe once in each process, if there is a driver."""
     try:
         ctypes.CDLL(DRIVER)
     except OSError as error:
@@ -325,11 +324,11 @@ def machine() -> Facts:
 
 
 def look() -> Facts:
-    """Returns what this machine has, whatever of it is missing.
+    """Returns what this machine has, and what is missing.
 
-    A program of its own looks: a library that ends the process it is loaded in ends that one only.
+    It runs a separate program, because a broken library may end the process that loads it.
     """
-    # Ranks that compute are started by mpirun; what only looks must not be taken for one of them.
+    # Without mpirun's variables, so that the probe is not taken for a rank.
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMIX_"))}
     command = [sys.executable, "-P", *PROBE]
     try:
@@ -349,7 +348,7 @@ def look() -> Facts:
 
 
 def _end(code: int, stderr: bytes) -> str:
-    """Returns how the probe ended where it did not end well."""
+    """Returns how the probe failed; empty after success."""
     if code == 0:
         return ""
     if code < 0:
@@ -358,15 +357,15 @@ def _end(code: int, stderr: bytes) -> str:
     return " ".join([f"exit code {code}", *last])
 
 
-def read_facts(told: bytes, crash: str) -> Facts:
+def read_facts(output: bytes, crash: str) -> Facts:
     """Returns the facts of the probe's lines, each a JSON object with some of them.
 
     Args:
-        told: What it wrote. `doing` is what it was about to do.
-        crash: How it ended, where not well.
+        output: What it wrote. `doing` is what it did next.
+        crash: How it failed; empty after success.
     """
     found: dict[str, Any] = {}
-    for line in told.splitlines():
+    for line in output.splitlines():
         try:
             found |= json.loads(line)
         except ValueError:
@@ -381,11 +380,11 @@ def read_facts(told: bytes, crash: str) -> Facts:
 
 
 def placed(rank: Any, wanted: str) -> Placement:
-    """Returns where a rank computes: where it was told to when it was made, or as it finds alone.
+    """Returns the device of a rank: the one decided before, or the rank's own choice.
 
     Args:
         rank: The `onnxpar_runtime.collectives.Rank`.
-        wanted: As `choose`; `auto` leaves it to what was decided for the rank.
+        wanted: As `choose`; `auto` takes the device that was decided for the rank.
 
     Raises:
         LaunchError: As `choose`.
@@ -406,9 +405,9 @@ def placed(rank: Any, wanted: str) -> Placement:
 
 
 def gather(rank: Any, wanted: str, transport: str = "auto") -> Placement:
-    """Returns where a rank computes, having looked where that is needed. All ranks must call it.
+    """Returns the device of a rank, and runs the probe if needed. All ranks must call it.
 
-    Machines are looked at once, by one rank, which tells the others that see the same GPUs.
+    One rank runs the probe, for all ranks of its machine that see the same GPUs.
 
     Args:
         rank: The `onnxpar_runtime.collectives.Rank`.
@@ -424,8 +423,8 @@ def gather(rank: Any, wanted: str, transport: str = "auto") -> Placement:
         return route(transport, [ON_CPU], ON_CPU)
     if world.comm is None:
         alone = choose(wanted, machine(), rank.index, world.size)
-        return _told(route(transport, [alone], alone), rank.index == 0)
-    from mpi4py import MPI  # it is loaded: the world was made with it
+        return _announced(route(transport, [alone], alone), rank.index == 0)
+    from mpi4py import MPI  # already imported: the world was made with it
 
     local = world.comm.Split_type(MPI.COMM_TYPE_SHARED)
     try:
@@ -448,14 +447,14 @@ def gather(rank: Any, wanted: str, transport: str = "auto") -> Placement:
     common = alike(placements, placement)
     if common is not placement or common.device is Device.CPU:
         placements = [common]
-    return _told(
+    return _announced(
         route(transport, placements, common),
         rank.index == 0 or (place == 0 and bool(placement.notice)),
     )
 
 
 def _seen(local: Any) -> tuple[Facts, int, int]:
-    """Returns the facts, the rank's place among those that see the same GPUs, and their number."""
+    """Returns the facts, the rank's number among those with the same GPUs, and their number."""
     mine = os.environ.get("CUDA_VISIBLE_DEVICES")
     same = [r for r, other in enumerate(local.allgather(mine)) if other == mine]
     here = local.Get_rank()
@@ -463,7 +462,8 @@ def _seen(local: Any) -> tuple[Facts, int, int]:
     return facts[same[0]], same.index(here), len(same)
 
 
-def _told(placement: Placement, speaks: bool) -> Placement:
-    if speaks and placement.notice:
+def _announced(placement: Placement, here: bool) -> Placement:
+    """Returns a placement, after logging its notice on one rank."""
+    if here and placement.notice:
         log.warning("device: %s", placement.notice)
     return placement

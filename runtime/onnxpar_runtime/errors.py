@@ -1,8 +1,7 @@
 """The errors of the runtime that a user can cause, with the exit code of the command line.
 
-Every class derives from `OnnxparRuntimeError`, whose message is complete on its own: the command
-line prints it without a traceback. `exit_code` is 2 for the user's mistake and 1 where a run
-failed.
+Every class derives from `OnnxparRuntimeError`, whose message is complete without a traceback.
+`exit_code` is 2 for a mistake of the user, and 1 for a run that failed.
 """
 
 from typing import Self
@@ -12,9 +11,9 @@ class OnnxparRuntimeError(RuntimeError):
     """A failure with a message for people; no traceback is needed to understand it.
 
     Attributes:
-        exit_code: What the command line exits with.
-        agreed: Whether every rank raises in the same place, so that one of them may speak for all
-            and all may end in order.
+        exit_code: The exit code of the command line.
+        agreed: Whether every rank raises it in the same place, so that one rank can print it and
+            all can end in order.
     """
 
     exit_code = 2
@@ -43,7 +42,7 @@ class SymbolValueError(OnnxparRuntimeError):
 
 
 class LaunchError(OnnxparRuntimeError):
-    """The program was started wrongly: rank count, transport, device, or option."""
+    """The program was started with a wrong number of ranks, transport, device, or option."""
 
 
 class TrainingError(OnnxparRuntimeError):
@@ -53,20 +52,20 @@ class TrainingError(OnnxparRuntimeError):
 
 
 class ScheduleError(OnnxparRuntimeError):
-    """A pipeline schedule that cannot be made, or could not be played to its end."""
+    """A pipeline schedule that is impossible, or cannot be played to its end."""
 
 
 class ReplicaError(OnnxparRuntimeError):
-    """Ranks that should hold the same part of a state hold different ones."""
+    """Ranks that should hold the same shard of a state hold different ones."""
 
     exit_code = 1
 
 
 class RankError(OnnxparRuntimeError):
-    """A rank failed while all were running; the message begins with the rank that failed first.
+    """A rank failed while all were running; the message begins with the first rank that failed.
 
     Attributes:
-        rank: The rank that failed first.
+        rank: The first rank that failed.
     """
 
     exit_code = 1
@@ -79,6 +78,6 @@ class RankError(OnnxparRuntimeError):
 
 
 def first_line(error: BaseException) -> str:
-    """Returns an error's text on one line, of a length for people."""
+    """Returns an error's text on one line, shortened to 2000 characters."""
     text = " ".join(str(error).split())
     return text if len(text) <= 2000 else text[:2000] + " …"

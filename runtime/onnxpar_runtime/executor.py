@@ -1,9 +1,9 @@
 """One rank's graph of one program in onnxruntime: loading, binding, running.
 
-The rank's graph is an ordinary ONNX file. Collectives are bound to the rank, system inputs (global
-values of symbols, mesh coordinates, counters, hyperparameters) are filled here, and states are
-bound to buffers that outlive the run. One IO binding is kept for each set of shapes, so that a
-repeated step neither allocates nor copies on the device.
+The rank's graph is an ordinary ONNX file. This module fills system inputs (global values of
+symbols, mesh coordinates, counters, hyperparameters), and binds states to buffers that outlive the
+run. One IO binding is kept for each set of shapes, so that a repeated step neither allocates nor
+copies on the device.
 """
 
 import functools
@@ -41,26 +41,26 @@ _MAX_BINDINGS = 8
 _GRAPHS = "cuda.enable_cuda_graph"
 _INITIALIZERS = "session.use_device_allocator_for_initializers"
 _ON_GPU = "Cuda"  # onnxruntime's name of a GPU's memory
-# In its message for a graph of which the host computes a part.
+# Part of onnxruntime's message for a graph with nodes on the host.
 _NO_CAPTURE = "cannot use the graph capture feature"
 LOSS_WEIGHT = "loss_weight"
 """The key of the loss weight among the numbers of a run."""
 
 
-class Buffers(Protocol):
-    """Where states lie."""
+class StateMemory(Protocol):
+    """The memory of states."""
 
     def value(self, name: str) -> Any:
-        """Returns the OrtValue of a state, always the same one."""
+        """Returns the OrtValue of a state, always the same object."""
 
 
 @dataclass(frozen=True)
 class Results:
-    """What a run leaves beside states.
+    """The results of a run, besides states.
 
     Attributes:
         data: Local array of every output, padding included.
-        handed: The values that other programs take, on the device.
+        handed: The values for other programs, on the device.
     """
 
     data: Mapping[str, Array]
@@ -72,9 +72,10 @@ class _Number:
     """A system input of a binding.
 
     Attributes:
-        entry: What it is.
-        memory: Its value on the host, which onnxruntime reads at every run unless it lies on a GPU.
-        sent: The value that the GPU has, for one that lies there; None before the first.
+        entry: Its entry in the manifest.
+        memory: Its value on the host, which onnxruntime reads at every run.
+        on_gpu: Whether onnxruntime reads it on the GPU instead.
+        sent: The value that the GPU has; None before the first.
     """
 
     entry: SystemInput
@@ -90,10 +91,10 @@ class _Binding:
     io: Any
     reusable: bool
     options: Any
-    # Whether its next run is captured as a CUDA graph, which is then replayed.
+    # Whether its next run is captured as a CUDA graph; later runs replay it.
     captures: bool = False
     inputs: dict[str, Any] = field(default_factory=dict)
-    # The buffers of the outputs that are neither states nor handed on, once a run has made them.
+    # The buffers of the outputs that are not states, once a run has made them.
     outputs: list[Any] = field(default_factory=list)
     system: list[_Number] = field(default_factory=list)
 
@@ -103,20 +104,20 @@ class Loader:
 
     Args:
         rank: The rank.
-        device: `auto` (where the rank was placed, else CUDA where it can be used), `cpu`, `cuda` or
-            `cuda:NUMBER`.
+        device: `auto` (the rank's device if it is decided, else CUDA if it can be used), `cpu`,
+            `cuda` or `cuda:NUMBER`.
         ort_options: Options of onnxruntime, see `onnxpar_runtime.options.session_options`.
         custom_ops: Further custom-op libraries that the model needs.
         measured: Whether to count the bytes that the sessions hold, on the CPU.
 
     Attributes:
         rank: The rank.
-        memory: Counts the bytes that the sessions hold; None where that is not asked for, and
-            before the first session.
-        device: Where it computes.
+        memory: Counts the bytes that the sessions hold; None unless `measured`, and before the
+            first session.
+        device: The kind of device.
         index: Number of the device.
-        queue: What the device does, in order; None on the CPU.
-        graphs: Whether runs that may be are captured as CUDA graphs and replayed.
+        queue: The streams of the GPU; None on the CPU.
+        graphs: Whether runs are captured as CUDA graphs and replayed, if they can be.
 
     Raises:
         LaunchError: The device cannot be used.
@@ -152,12 +153,12 @@ class Loader:
             )
 
     def load(self, path: Path, graphs: bool) -> tuple[Any, bool]:
-        """Returns a session of a rank's graph, and whether its runs may be captured.
+        """Returns a session of a rank's graph, and whether its runs can be captured.
 
         Args:
             path: The graph.
-            graphs: Whether they may as far as is known; no graph is captured of which the host
-                computes a part, which only onnxruntime knows.
+            graphs: Whether to try to capture runs. Graphs with nodes on the host cannot be
+                captured; only onnxruntime knows which nodes these are.
 
         Raises:
             ArtifactError: onnxruntime refuses the graph.
@@ -176,7 +177,7 @@ class Loader:
                 raise LaunchError(f"custom-op library {library}: {first_line(error)}") from None
         wanted: list[Any] = [CPU]
         if self.queue is not None:
-            # Weights lie beside the arena, which would otherwise never give their room back.
+            # Weights are allocated outside the arena, which would never give their memory back.
             options.add_session_config_entry(_INITIALIZERS, "1")
             stream = self.queue.stream.value or 0
             pairs = {k: v for k, v in self._pairs.items() if graphs or k != _GRAPHS}
@@ -209,7 +210,7 @@ class Loader:
         return session, graphs
 
     def run_options(self, graph: int | None) -> Any:
-        """Returns how a session is run: on a GPU without waiting for what it enqueues.
+        """Returns the options of a run; on a GPU it does not wait for the work that it enqueues.
 
         Args:
             graph: Number under which the run is captured as a CUDA graph, or None for no capture.
@@ -218,26 +219,26 @@ class Loader:
         if self.queue is not None:
             options.add_run_config_entry("disable_synchronize_execution_providers", "1")
         if self.graphs:
-            # Of a session that captures: without a number it would capture every run.
+            # A session that captures would capture every run without a number.
             options.add_run_config_entry("gpu_graph_id", "-1" if graph is None else str(graph))
         return options
 
     def synchronize(self) -> None:
-        """Returns when the device has done all that it was told; before anything is read from it.
+        """Waits until the device has done all enqueued work; call it before reading results.
 
         Raises:
-            RankError: Something of it failed.
+            RankError: Some of the work failed.
         """
         if self.queue is not None:
             try:
                 self.queue.synchronize()
             except CudaError as error:
                 raise RankError(self.rank.index, str(error)) from error
-            # What was enqueued ends also where ranks were aborted, and leaves anything.
+            # After an abort, the enqueued work ends too, but with undefined results.
             self.rank.check_device(self.queue.stream)
 
     def close(self) -> None:
-        """Gives the device back. No session may run."""
+        """Frees the device. No session may run."""
         if self.queue is not None:
             self.queue.close()
 
@@ -249,14 +250,14 @@ class Executor:
         manifest: The manifest.
         program: Name of the program.
         loader: Makes the session.
-        buffers: Where the states of the program lie.
+        buffers: The memory of the program's states.
 
     Attributes:
         manifest: The manifest.
         program: The program.
         rank: The rank.
-        device: Where it computes.
-        queue: What the device does, in order; None on the CPU.
+        device: The kind of device.
+        queue: The streams of the GPU; None on the CPU.
 
     Raises:
         ArtifactError: The graph was not written, does not match its manifest, or onnxruntime
@@ -265,7 +266,7 @@ class Executor:
     """
 
     def __init__(
-        self, manifest: Manifest, program: str, loader: Loader, buffers: Buffers | None = None
+        self, manifest: Manifest, program: str, loader: Loader, buffers: StateMemory | None = None
     ) -> None:
         """Loads the rank's graph."""
         self.manifest = manifest
@@ -294,7 +295,7 @@ class Executor:
         self._coordinates = coordinates(self.rank.index, manifest.atoms)
         self._bindings: OrderedDict[tuple[Any, ...], _Binding] = OrderedDict()
         self._captures = count()
-        self._keeps = self._writes_what_is_saved()
+        self._saved = self._writes_saved_states()
         log.info("rank %d of %d: %s on %s", self.rank.index, manifest.devices, path, self.device)
 
     def _check_graph(self, path: Path, found: set[str]) -> None:
@@ -311,14 +312,14 @@ class Executor:
                 f"outputs {absent} are not in the graph"
             )
 
-    def _writes_what_is_saved(self) -> bool:
-        """Whether a run writes states that checkpoints hold and so may be copying."""
+    def _writes_saved_states(self) -> bool:
+        """Whether a run writes states that checkpoints hold, which may be being copied."""
         training = self.manifest.training
         states = {} if training is None else training.states
         return any(states[s].kind not in TRANSIENT for s in self._states.values() if s in states)
 
     def stage(self, feeds: Feeds) -> Feeds:
-        """Returns inputs that are on their way to where the program computes.
+        """Begins to copy inputs to the program's device, and returns them.
 
         May be called from another thread while the program runs.
         """
@@ -348,11 +349,11 @@ class Executor:
             feeds: The inputs.
             counters: Values of `onnxpar_format.entries.COUNTERS`.
             numbers: Values of the hyperparameters by name, and of `LOSS_WEIGHT`.
-            redirect: States by the name of the state in whose place they are written.
-            read: Bring the outputs to the host. Otherwise a GPU is not waited for.
+            redirect: For the name of a state, the state that is written instead.
+            read: Copy the outputs to the host. Otherwise a GPU is not waited for.
 
         Returns:
-            Local array of every output that is no state, padding included; nothing unless `read`.
+            Local array of every output that is not a state, padding included; empty unless `read`.
 
         Raises:
             RankError: onnxruntime failed on this rank, or another rank did.
@@ -377,8 +378,8 @@ class Executor:
             counters: As `run`.
             numbers: As `run`.
             redirect: As `run`.
-            handed: OrtValues of what other programs have made for this one, at least. They are not
-                held on to.
+            handed: OrtValues of the values that the program takes from others, by name; there may
+                be more. No reference to them is kept.
             read: As `run`.
 
         Raises:
@@ -399,7 +400,7 @@ class Executor:
         for name in self._taken:
             binding.io.bind_ortvalue_input(name, handed[name])
         self._number(binding, counters, numbers or {})
-        if self.queue is not None and self._keeps:
+        if self.queue is not None and self._saved:
             self.queue.before_writing()
         if not binding.reusable:
             binding.outputs.clear()
@@ -412,12 +413,12 @@ class Executor:
             del self._bindings[key]
             raise RankError(self.rank.index, first_line(error)) from error
         if not binding.outputs:
-            # Those that are no states were bound first.
+            # Outputs that are not states were bound first.
             binding.outputs = binding.io.get_outputs()[: len(self._made)]
         made = dict(zip(self._made, binding.outputs, strict=True))
         if read or self._handed:
-            # What is sent is announced when it is there, so that a receiver's limit of time counts
-            # from then.
+            # Values are sent only when they are complete, so that the receiver's time limit begins
+            # then.
             self._loader.synchronize()
         results = Results(
             {name: to_host(value) for name, value in made.items() if read and name in self._data},
@@ -427,10 +428,10 @@ class Executor:
         return results
 
     def _capture(self, binding: _Binding, redirect: Mapping[str, str] | None) -> None:
-        """Has onnxruntime capture a run, and leaves the states as they were.
+        """Has onnxruntime capture a run, and restores the states afterwards.
 
-        It runs the program several times for that: to get its memory, to capture, and a replay.
-        What a program reads and writes would be updated as often.
+        onnxruntime runs the program several times: to allocate memory, to capture, and to replay.
+        States that the program reads and writes would be updated each time.
         """
         written = {(redirect or {}).get(s, s) for s in self._states.values()}
         both = sorted(written & set(self.program.state_inputs))
@@ -459,7 +460,7 @@ class Executor:
                 number.sent = memory.copy()
 
     def _let_go(self, binding: _Binding) -> None:
-        """Keeps no value of other programs, whose memory is theirs to free."""
+        """Drops the references to values of other programs, so that their memory can be freed."""
         for name in self._taken:
             binding.io.bind_ortvalue_input(name, _nothing())
         for name in self._handed:
@@ -468,7 +469,7 @@ class Executor:
             binding.outputs.clear()
 
     def _bind(self, values: Mapping[str, int], redirect: Mapping[str, str] | None) -> _Binding:
-        """Returns a new binding. Its output buffers are kept where the shapes alone fix theirs."""
+        """Returns a new binding; it keeps output buffers whose sizes follow from the shapes."""
         reusable = True
         for spec in self.program.outputs:
             try:
@@ -495,12 +496,12 @@ class Executor:
         return binding
 
     def _repeats(self) -> bool:
-        """Whether a run does on the host what the run before did, where shapes are the same.
+        """Whether the host does the same in every run with the same shapes.
 
-        A CUDA graph replays nothing of that. Where the program counts, as random numbers do, it
-        changes. All ranks must capture in the same step, so sizes must be the same on all. While
-        one captures no other thread may ask CUDA for memory, but to a stage of a pipeline values
-        come at any time.
+        A CUDA graph does not replay the host's work, which differs if the program has counters, as
+        for random numbers. All ranks must capture in the same step, so sizes must be equal on all
+        ranks. During a capture no other thread may allocate GPU memory, but a stage of a pipeline
+        may receive values at any time.
         """
         manifest = self.manifest
         counts = any(entry.counter is not None for entry in self.program.system_inputs)
@@ -508,7 +509,7 @@ class Executor:
         return alike and manifest.pipeline is None and not counts
 
     def _reads_inputs_on_host(self) -> bool:
-        """Whether kernels read, in host memory, what may differ from run to run."""
+        """Whether kernels read, in host memory, values that may differ between runs."""
         numbers = {
             entry.name
             for entry in self.program.system_inputs
@@ -537,7 +538,7 @@ class Executor:
                 binding.io.bind_ortvalue_output(name, value)
 
     def _bind_made(self, binding: _Binding, name: str) -> None:
-        """Has an output made where the session makes it."""
+        """Binds an output to the memory in which the session makes it."""
         if name in self._made_on_gpu:
             binding.io.bind_output(name, self.device.value, self._index)
         else:
@@ -552,7 +553,7 @@ class Executor:
         return self._buffers.value(name)
 
     def _feed(self, binding: _Binding, local: Mapping[str, Array | Staged]) -> None:
-        """Binds the inputs: on the CPU the arrays themselves, on a GPU memory that is kept."""
+        """Binds the inputs: on the CPU the arrays themselves, on a GPU the binding's own memory."""
         for name, array in local.items():
             if isinstance(array, Staged) or name in self._on_gpu:
                 self._put(binding, name, array)
@@ -562,7 +563,7 @@ class Executor:
             binding.io.bind_ortvalue_input(name, value)
 
     def _put(self, binding: _Binding, name: str, array: Array | Staged) -> None:
-        """Enqueues writing an input on the GPU, in memory that the binding keeps."""
+        """Enqueues writing an input to the binding's memory on the GPU."""
         assert self.queue is not None
         kept = binding.inputs.get(name)
         if kept is None:
@@ -576,7 +577,7 @@ class Executor:
 
     @property
     def bound_bytes(self) -> int:
-        """Bytes of the inputs that are bound to the session, states apart."""
+        """Bytes of the inputs that are bound to the session, without states."""
         values = {id(v): v for b in self._bindings.values() for v in b.inputs.values()}
         return sum(v.tensor_size_in_bytes() for v in values.values())
 

@@ -1,4 +1,4 @@
-"""Checks the files of a directory against the checksums that its manifest has of them."""
+"""Checks the files of a directory against the sizes and checksums of its manifest."""
 
 import hashlib
 from collections.abc import Mapping
@@ -11,13 +11,13 @@ from onnxpar_runtime.errors import OnnxparRuntimeError
 def check_sizes(
     directory: Path, files: Mapping[str, FileEntry], owner: str, error: type[OnnxparRuntimeError]
 ) -> None:
-    """Raises `error` unless every file is there with its size.
+    """Raises `error` unless every file exists and has its size.
 
     Args:
-        directory: Where the files are.
+        directory: The folder of the files.
         files: The files by name.
-        owner: What names them, for the message.
-        error: What is raised.
+        owner: The record that lists them, for the message.
+        error: The class of the error.
     """
     for name, entry in files.items():
         path = directory / name
@@ -31,7 +31,7 @@ def check_sizes(
 
 
 def check_sum(path: Path, entry: FileEntry, error: type[OnnxparRuntimeError]) -> None:
-    """Raises `error` unless a file's SHA-256 is as said; reads every byte."""
+    """Raises `error` unless a file has its SHA-256; reads every byte."""
     try:
         with path.open("rb") as stream:
             digest = hashlib.file_digest(stream, "sha256").hexdigest()

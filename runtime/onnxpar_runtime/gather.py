@@ -1,4 +1,4 @@
-"""Brings the parts of an output to rank 0, over whichever transport the ranks use."""
+"""Gathers the shards of an output to rank 0, over the ranks' transport."""
 
 import threading
 from collections import defaultdict
@@ -25,7 +25,7 @@ _TAG = 1
 
 @dataclass
 class _Board:
-    """Where the threads of one world leave parts for rank 0: gathering number -> rank -> part."""
+    """The shards that the threads of one world leave for rank 0, by number of the call and rank."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     parts: dict[int, dict[int, Array]] = field(default_factory=lambda: defaultdict(dict))
@@ -48,13 +48,13 @@ def gather_to_root(
 
     Args:
         rank: This rank.
-        sharding: How the array is sharding over the mesh of those that hold it.
-        part: This rank's part, of shape `sharding.local_shape`; None on ranks outside of that mesh.
+        sharding: The array's sharding over the mesh that holds it.
+        part: This rank's shard, of shape `sharding.local_shape`; None on ranks outside that mesh.
         first: The mesh's first rank.
-        dtype: The array's type; needed where rank 0 has no part.
+        dtype: The array's type; needed if rank 0 has no shard.
 
     Raises:
-        ValueError: The part does not have the local shape.
+        ValueError: The shard does not have the local shape.
     """
     if part is not None:
         if part.shape != sharding.local_shape:
@@ -65,7 +65,7 @@ def gather_to_root(
     world = rank.world
     owners = tuple(first + place for place in sharding.owners())
     if owners == (0,):
-        # Rank 0 has all of it; nothing needs to move.
+        # Rank 0 has the global array; no communication is needed.
         return np.array(part) if rank.index == 0 else None
     if len(world.local_ranks) == world.size:
         return _gather_threads(rank, sharding, part, first, dtype)
@@ -82,7 +82,7 @@ def _gather_threads(
         board.done[rank.index] += 1
         if part is not None:
             board.parts[number][rank.index] = part
-    # The reduction is a barrier that ends with an error, not a hang, when a rank has failed.
+    # The reduction is a barrier; it raises an error, and does not hang, if a rank has failed.
     rank.all_reduce(np.zeros(1, np.int64))
     if rank.index != 0:
         return None
@@ -135,13 +135,13 @@ def join_outputs(
         rank: This rank.
         manifest: The manifest.
         made: The outputs, and the stage that makes each.
-        parts: This rank's parts of the outputs that its stage makes.
+        parts: This rank's shards of the outputs that its stage makes.
         values: Global values of the symbols.
 
     Raises:
-        ArtifactError: How an output is sharding cannot be evaluated.
+        ArtifactError: The sharding of an output cannot be evaluated.
     """
-    whole: dict[str, Array] = {}
+    joined: dict[str, Array] = {}
     for spec, stage in made.items():
         part = parts.get(spec.name)
         shape = _local_shape(rank, manifest, spec, part)
@@ -149,14 +149,14 @@ def join_outputs(
         first = stage * manifest.stage_devices
         array = gather_to_root(rank, sharding, part, first, DTYPES[spec.dtype].dtype)
         if array is not None:
-            whole[spec.name] = array
-    return whole if rank.index == 0 else None
+            joined[spec.name] = array
+    return joined if rank.index == 0 else None
 
 
 def _local_shape(
     rank: Rank, manifest: Manifest, spec: TensorEntry, part: Array | None
 ) -> tuple[int, ...] | None:
-    """Returns the local shape, which ranks of other stages than the one that makes it are told."""
+    """Returns the local shape, which ranks of other stages learn by a reduction."""
     if manifest.stages == 1:
         return None if part is None else part.shape
     sizes = np.zeros(len(spec.shape), np.int64) if part is None else np.array(part.shape, np.int64)

@@ -1,4 +1,4 @@
-"""All ranks in one process, one thread each, over the threads transport."""
+"""All ranks in one process, one thread each, over the `threads` transport."""
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -22,25 +22,25 @@ M = TypeVar("M", bound=Closing)
 
 
 class Ranks(Closing, Generic[M]):
-    """Something for every rank of an artifact directory, all in this process, kept between runs.
+    """A member for every rank of an artifact directory, all in this process, kept between runs.
 
-    When a rank fails, all others end with it, and the group is of no further use.
+    If a rank fails, all others end with it, and the group can no longer be used.
 
     Args:
         directory: The artifact directory.
-        make: Makes what a rank has, from the manifest and the rank; all ranks at the same time.
+        make: Makes the member of a rank, from the manifest and the rank; on all ranks at once.
 
     Attributes:
         manifest: The manifest.
         world: The ranks.
-        members: What was made, in the order of the ranks.
+        members: The members, in the order of the ranks.
 
     Raises:
         OnnxparRuntimeError: What `make` raises, or the manifest cannot be read.
     """
 
     def __init__(self, directory: str | Path, make: Callable[[Manifest, Rank], M]) -> None:
-        """Makes what all ranks have."""
+        """Makes the members."""
         self.manifest = Manifest.load(directory)
         self.world = World.threads(self.manifest.devices)
         self._pool = ThreadPoolExecutor(self.manifest.devices, "onnxpar-rank")
@@ -57,8 +57,8 @@ class Ranks(Closing, Generic[M]):
         """Returns what `action` returns for each rank, all ranks running at the same time.
 
         Raises:
-            OnnxparRuntimeError: What the first rank that failed raised, if all fail alike.
-            RankError: The first rank that failed, with its message.
+            OnnxparRuntimeError: The error of the first rank that failed, if all fail alike.
+            RankError: Otherwise, with the message of the first rank that failed.
         """
 
         def guarded(rank: int) -> T:

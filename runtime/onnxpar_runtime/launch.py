@@ -1,8 +1,9 @@
 """How a process learns its rank, and how all ranks end when one cannot go on.
 
-A rank that raises, or calls `sys.exit`, leaves the others and mpirun waiting. So the outermost call
-of a rank's program is `guarded`: what every rank agreed on is printed once and ends in order; what
-happened to one rank is printed with its number and ends all of them by MPI_Abort.
+If a rank raised an error or called `sys.exit`, the others and mpirun would wait for it. So the
+outermost call of a rank's program is `guarded`. It prints an error that all ranks agreed on once,
+and all ranks end in order. It prints an error of one rank with the rank's number, and ends all
+ranks by MPI_Abort.
 """
 
 import logging
@@ -27,17 +28,17 @@ _RANK_VARIABLES = (("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), ("PMI_RANK"
 _INTERRUPTED = 130
 _OWN = re.compile(r"^(?:\x00|-{70,})*((?:r\d+ \||onnxpar: ).*?)(?:-{70,})?$", re.MULTILINE)
 SUPERVISED = "ONNXPAR_SUPERVISED"
-"""Set for ranks that a supervisor started."""
+"""The variable that is set for ranks that a supervisor started."""
 AGREED = 64
-"""Is added to the exit code of ranks that a supervisor started and that agreed on an error.
+"""Is added to the exit code if all ranks of a supervisor agreed on an error.
 
-An error that all ranks agreed on would come again, and 1 alone may also be that of a rank that
-failed by itself. An exit code reaches the supervisor from whatever machine a rank is on.
+Such an error would come again after a restart. Exit code 1 alone may also come from a rank that
+failed by itself. Exit codes reach the supervisor from ranks on any machine.
 """
 
 
 def mpirun_place(environ: Mapping[str, str] | None = None) -> tuple[int, int] | None:
-    """Returns `(rank, size)` as mpirun tells it in the environment, None outside mpirun."""
+    """Returns `(rank, size)` from mpirun's environment variables; None outside mpirun."""
     environ = os.environ if environ is None else environ
     for rank, size in _RANK_VARIABLES:
         if rank in environ and size in environ:
@@ -49,12 +50,12 @@ def init(transport: str = "auto", device: str = "auto") -> Rank:
     """Returns this process's rank, placed on a device. Every rank must call it.
 
     Args:
-        transport: `mpi`; `nccl`, by which tensors on GPUs travel from GPU to GPU, and all else as
-            with `mpi`; `threads`, a world of this one rank; or `auto`, which is `threads` outside
-            mpirun, `nccl` where each rank has a GPU and NCCL can be loaded, and else `mpi`.
-        device: `cpu`; `cuda`, a GPU for each rank of a machine, or shared where there are fewer;
-            `cuda:NUMBER`, this GPU; or `auto`, which is `cuda` where all ranks can use it, and
-            `cpu` elsewhere. Sessions and trainers of the rank compute there.
+        transport: `mpi`; `nccl`, which sends tensors from GPU to GPU, and all else as `mpi`;
+            `threads`, a world of this one rank; or `auto`, which is `threads` outside mpirun,
+            `nccl` if each rank has a GPU and NCCL can be loaded, and otherwise `mpi`.
+        device: `cpu`; `cuda`, a GPU for each rank of a machine, shared if there are fewer GPUs;
+            `cuda:NUMBER`, this GPU; or `auto`, which is `cuda` if all ranks can use it, and
+            otherwise `cpu`. Sessions and trainers of the rank compute there.
 
     Raises:
         LaunchError: The transport or the device is unknown or cannot be used; says what is missing.
@@ -71,7 +72,7 @@ def init(transport: str = "auto", device: str = "auto") -> Rank:
 
 
 def find_mpirun() -> str:
-    """Returns the path of mpirun: the environment's of this Python, else that on the PATH.
+    """Returns the path of mpirun: next to this Python, or else on the PATH.
 
     Raises:
         LaunchError: There is none.
@@ -86,7 +87,7 @@ def find_mpirun() -> str:
 
 
 def mpirun_environment(environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Returns the environment for mpirun; as root, with the leave that Open MPI asks for."""
+    """Returns the environment for mpirun; for root, with the permission that Open MPI asks for."""
     result = dict(os.environ if environ is None else environ)
     if os.geteuid() == 0:
         result.setdefault("OMPI_ALLOW_RUN_AS_ROOT", "1")
@@ -97,8 +98,8 @@ def mpirun_environment(environ: Mapping[str, str] | None = None) -> dict[str, st
 def own_messages(errors: str) -> list[str]:
     """Returns the lines of mpirun's stderr that are onnxpar's: `r<rank> | …` and `onnxpar: …`.
 
-    mpirun's own reports run into them, by a rule of dashes behind a message, and by the zero byte
-    that ends a report before one.
+    mpirun's own reports may be on the same lines: a line of dashes after a message, or a zero byte
+    at the end of a report before it.
     """
     return _OWN.findall(errors)
 
@@ -106,10 +107,10 @@ def own_messages(errors: str) -> list[str]:
 def guarded(rank: Rank, action: Callable[[], int]) -> int:
     """Returns the exit code of `action`, which is this rank's whole program.
 
-    An error that all ranks agreed on is printed by rank 0 and its exit code returned by all, under
-    a supervisor with `AGREED` added. Any other error, and a call of `sys.exit`, ends all ranks:
-    `r3 | message` on stderr, then MPI_Abort.
-    The traceback of an error that is not the user's goes to the rank's log only.
+    Rank 0 prints an error that all ranks agreed on, and all ranks return its exit code (plus
+    `AGREED` under a supervisor). Any other error, and a call of `sys.exit`, ends all ranks:
+    `r3 | message` on stderr, then MPI_Abort. Tracebacks of internal errors go to the rank's log
+    only.
 
     Raises:
         SystemExit: The only rank calls `sys.exit`.

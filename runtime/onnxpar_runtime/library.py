@@ -1,4 +1,4 @@
-"""Finds and opens the compiled libraries, and refuses an MPI other than the one they expect."""
+"""Finds and loads the compiled libraries, and checks that they use the MPI of mpi4py."""
 
 import ctypes
 import functools
@@ -11,7 +11,7 @@ from typing import Any
 from onnxpar_runtime.errors import LaunchError
 
 Signatures = Mapping[str, tuple[Any, list[Any]]]
-"""Type of the result and of the arguments of functions, by name."""
+"""Types of the result and of the arguments of functions, by name."""
 _POINTER, _TEXT, _INT, _SIZE = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int, ctypes.c_size_t
 _SECONDS, _COUNTER = ctypes.c_double, ctypes.POINTER(ctypes.c_int64)
 SIGNATURES: Signatures = {
@@ -59,14 +59,14 @@ MPI_SIGNATURES: Signatures = {
     "onnxpar_mpi_file": (_TEXT, []),
     "onnxpar_mpi_time_all_reduce": (_SECONDS, [_POINTER, _POINTER, _SIZE, _INT]),
 }
-"""What Python calls of the MPI transport's library (`runtime/csrc/transport/mpi.cc`)."""
+"""The functions of the MPI transport's library that Python calls (`transport/mpi.cc`)."""
 _SUFFIX = ".dylib" if sys.platform == "darwin" else ".so"
 
 
 def custom_op_library() -> Path:
     """Returns the library with the operators of the domain `onnxpar`.
 
-    Any onnxruntime binding can register it; graphs load then, and kernels need a rank, which
+    Any onnxruntime binding can register it to load graphs. Kernels need a rank, which
     `Rank.register` binds.
 
     Raises:
@@ -77,8 +77,8 @@ def custom_op_library() -> Path:
 
 @functools.cache
 def _find(name: str) -> Path:
-    # An editable installation has the package's Python files in the source tree and what was
-    # compiled in site-packages; both are locations of the package.
+    # An editable installation has the Python files in the source tree, and the compiled libraries
+    # in site-packages; both are locations of the package.
     spec = importlib.util.find_spec("onnxpar_runtime")
     places = list(spec.submodule_search_locations or ()) if spec else []
     places.append(str(Path(__file__).parent))
@@ -95,7 +95,7 @@ def _find(name: str) -> Path:
 
 @functools.cache
 def load_library() -> ctypes.CDLL:
-    """Returns the operator library with its own C interface declared (`SIGNATURES`).
+    """Returns the operator library, with its C interface declared (`SIGNATURES`).
 
     Raises:
         LaunchError: It has not been built, or from older sources.
@@ -127,7 +127,7 @@ def mpi_library(version: str) -> Path:
     """Returns the MPI transport's library, after checking that it uses the MPI that mpi4py uses.
 
     Args:
-        version: What MPI_Get_library_version says through mpi4py. MPI must be initialised.
+        version: The result of MPI_Get_library_version in mpi4py. MPI must be initialised.
 
     Raises:
         LaunchError: The library has not been built, its MPI cannot be loaded, or it is another.
@@ -153,7 +153,7 @@ def mpi_library(version: str) -> Path:
 
 
 def _nccl_file() -> str:
-    """Returns what to open for NCCL: the wheel's library where it is installed, else its name."""
+    """Returns the path of NCCL's library in its wheel, or else the library's name."""
     name = "libnccl.so.2"
     for folder in sys.path:
         path = Path(folder or ".") / "nvidia" / "nccl" / "lib" / name
@@ -168,7 +168,7 @@ def nccl_library() -> tuple[str, int]:
     The version is 10000 major + 100 minor + patch.
 
     Raises:
-        LaunchError: There is none, or it is too old; the message says what brings it.
+        LaunchError: There is none, or it is too old; the message says how to install it.
     """
     file = _nccl_file()
     library = load_library()

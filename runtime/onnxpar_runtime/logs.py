@@ -6,13 +6,12 @@ from pathlib import Path
 from onnxpar_runtime.errors import LaunchError
 
 PACKAGE = "onnxpar_runtime"
-# Without a handler Python would print warnings and errors to stderr, which are told there once
-# already.
+# Without a handler Python would print warnings and errors to stderr a second time.
 logging.getLogger(PACKAGE).addHandler(logging.NullHandler())
 
 
 def open_log(directory: str | Path, rank: int) -> Path:
-    """Sends this process's log to `rank0007.log` in `directory`, which is made if need be.
+    """Writes this process's log to `rank0007.log` in `directory`, which is created if missing.
 
     Lines have time, rank, level and message. Returns the file's path.
 

@@ -1,4 +1,4 @@
-"""An artifact directory: what its manifest says, and where its files are."""
+"""An artifact directory: the contents of its manifest, and its files."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +12,7 @@ from onnxpar_runtime.files import check_sizes, check_sum
 
 @dataclass(frozen=True)
 class Manifest(ManifestContents):
-    """An artifact directory's contents, read from its manifest.
+    """The contents of an artifact directory, read from its manifest.
 
     Attributes:
         directory: The directory.
@@ -49,7 +49,7 @@ class Manifest(ManifestContents):
         return self.programs[name]
 
     def parts(self, name: str) -> tuple[str, ...]:
-        """Returns the programs that a program consists of: itself, or those of its stages.
+        """Returns the programs that a program consists of: itself, or its parts on the stages.
 
         Raises:
             ArtifactError: There is no such program.
@@ -62,10 +62,10 @@ class Manifest(ManifestContents):
         return (self.program(name).name,)
 
     def trained(self) -> Training:
-        """Returns what the artifact says about training.
+        """Returns the training of the artifact.
 
         Raises:
-            ArtifactError: It says nothing: it was made for inference.
+            ArtifactError: The artifact was made for inference.
         """
         if self.training is None:
             raise ArtifactError(

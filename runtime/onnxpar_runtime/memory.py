@@ -1,13 +1,12 @@
-"""Measuring: the bytes that a rank's sessions hold on the CPU, and the most that they held.
+"""Measures the bytes that a rank's sessions hold on the CPU, and their peak.
 
-A measured session takes its memory from a counter instead of onnxruntime's arena. The counter hands
-out what is asked for and takes back what is freed at once, so it knows the bytes that are alive;
-an arena knows its blocks, which are larger than what is in them, and grows in doubling steps.
-That costs time: memory comes from the system at every run. So measuring has to be asked for.
+A measured session takes its memory from a counting allocator instead of onnxruntime's arena. The
+allocator gets every block from the system and frees it at once, so it knows the live bytes. An
+arena only knows its blocks, which are larger than their contents and grow by doubling. Allocating
+from the system at every run takes time, so sessions are measured only on request.
 
-Weights that are no states are mapped from their files, and onnxruntime's kernels make copies of
-some that are packed in another way, after which the mapped ones are given back. A measured session
-does not pack, and weights are counted once, by the manifest.
+Weights that are not states are mapped from their files. onnxruntime's kernels may replace some by
+packed copies. A measured session does not pack, and weights are counted once, by the manifest.
 """
 
 import ctypes
@@ -29,15 +28,15 @@ _INSTALLING = threading.Lock()
 class LiveBytes:
     """The bytes that sessions hold: weights, values between nodes, outputs, working memory.
 
-    The operators of the domain `onnxpar` must have been registered (`Rank.register`) before. What
-    transports keep to themselves is not counted.
+    The operators of the domain `onnxpar` must have been registered (`Rank.register`) before.
+    Buffers of the transports are not counted.
 
     Raises:
-        LaunchError: onnxruntime has no counter for us.
+        LaunchError: The allocator cannot be made.
     """
 
     def __init__(self) -> None:
-        """Makes a counter, which stays as long as the process: sessions may outlive this object."""
+        """Makes an allocator, which is never freed, because sessions may outlive this object."""
         self._library = load_library()
         self._handle = ctypes.c_void_p(self._library.onnxpar_live_bytes())
         if not self._handle:
@@ -45,10 +44,10 @@ class LiveBytes:
 
     @contextmanager
     def counted(self, options: Any) -> Iterator[None]:
-        """Counts the sessions that this thread makes meanwhile with these options.
+        """Counts the sessions that this thread makes in the block with these options.
 
         Args:
-            options: Of `onnxruntime.SessionOptions`; they are changed.
+            options: The `onnxruntime.SessionOptions`, which are changed.
 
         Raises:
             LaunchError: Another allocator has been registered with onnxruntime.
@@ -92,7 +91,7 @@ class LiveBytes:
 
 
 def weight_bytes(manifest: Manifest, rank: int) -> int:
-    """Returns the bytes of a rank's weights that are no states, which sessions map from files."""
+    """Returns the bytes of a rank's weights that are not states; sessions map them from files."""
     states = manifest.training.states.values() if manifest.training is not None else ()
     trained = {s.parameter for s in states if s.kind in FROM_FILES}
     return sum(
@@ -105,15 +104,15 @@ def weight_bytes(manifest: Manifest, rank: int) -> int:
 
 
 def peak_bytes(memory: LiveBytes | None, bound: int, *, reset: bool) -> int:
-    """Returns the peak of a rank: of its sessions, and what is outside of them all the time.
+    """Returns the peak bytes of a rank: of its sessions, and of constant size outside of them.
 
     Args:
-        memory: What the sessions hold.
+        memory: The bytes that the sessions hold; None if they are not measured.
         bound: Bytes of weights, states and inputs.
         reset: Begin a new peak.
 
     Raises:
-        LaunchError: Nothing is counted.
+        LaunchError: The sessions are not measured.
     """
     if memory is None:
         raise LaunchError(

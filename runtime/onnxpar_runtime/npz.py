@@ -22,7 +22,7 @@ Array = NDArray[Any]
 def convert(specs: Sequence[TensorEntry], feeds: Mapping[str, Array]) -> dict[str, Array]:
     """Returns the arrays in the inputs' order, C-contiguous and of the inputs' dtypes.
 
-    Only conversions that lose nothing are made: integers widen to integers, floats to floats.
+    Only lossless conversions are made: integers widen to integers, floats to floats.
 
     Raises:
         InputError: A name is missing or unknown, or a dtype or number of dims does not fit.
@@ -55,7 +55,7 @@ def read_npz(path: str | Path) -> dict[str, Array]:
     """Returns the arrays of an `.npz` file by name.
 
     Raises:
-        InputError: The file is missing, is no `.npz`, or holds pickled objects.
+        InputError: The file is missing, is not an `.npz` file, or holds pickled objects.
     """
     try:
         with open(path, "rb") as stream:
@@ -77,10 +77,10 @@ def read_npz(path: str | Path) -> dict[str, Array]:
         raise _unreadable(path, str(error)) from None
 
 
-# How numpy's format for one array begins, and zip files with and without members.
+# The first bytes of numpy's format for one array, and of zip files with and without members.
 _NPY = b"\x93NUMPY"
 _ZIP = (b"PK\x03\x04", b"PK\x05\x06")
-# What numpy and zipfile raise on files that are cut short, altered, encrypted or of another kind.
+# Errors of numpy and zipfile for files that are truncated, changed, encrypted or of another kind.
 _BROKEN = (ValueError, EOFError, AttributeError, RuntimeError, zipfile.BadZipFile, zlib.error)
 
 
@@ -88,10 +88,10 @@ def _member(path: str | Path, archive: Mapping[str, Any], name: str) -> Array:
     try:
         array = archive[name]
     except ValueError as error:
-        # numpy advises to allow pickled objects, which may run any code.
+        # numpy's message suggests to allow pickled objects, which may run any code.
         reason = "it contains Python objects" if "pickle" in str(error) else str(error)
         raise _unreadable(path, f"array {name!r}: {reason}") from None
-    if not isinstance(array, np.ndarray):  # numpy returns what is no array as bytes
+    if not isinstance(array, np.ndarray):  # numpy returns other members as bytes
         raise _unreadable(path, f"{name!r} in it is not an array")
     return array
 
@@ -101,7 +101,7 @@ def _unreadable(path: str | Path, reason: str) -> InputError:
 
 
 def check_writable(path: str | Path) -> None:
-    """Checks what `write_npz` needs, so that a mistake shows before anything is computed.
+    """Checks that a file can be written, so that a mistake is found before anything is computed.
 
     Raises:
         InputError: The folder does not exist or no file can be made in it, or the path is a folder.
@@ -121,7 +121,7 @@ def check_writable(path: str | Path) -> None:
 def write_npz(path: str | Path, arrays: Mapping[str, Array]) -> None:
     """Writes an `.npz` file; it appears complete under its name, or not at all.
 
-    bfloat16, which numpy's format lacks, is stored as two opaque bytes an element.
+    bfloat16, which numpy's format lacks, is stored as two opaque bytes for each element.
 
     Raises:
         InputError: The folder does not exist or cannot be written, or the disk is full.
@@ -132,7 +132,7 @@ def write_npz(path: str | Path, arrays: Mapping[str, Array]) -> None:
 
 @contextmanager
 def replacing(path: str | Path) -> Iterator[IO[bytes]]:
-    """Gives a file to write, which takes its name when the block ends; no trace after an error.
+    """Yields a file to write, which gets its name when the block ends; nothing after an error.
 
     Raises:
         InputError: The folder does not exist or cannot be written, or the disk is full.

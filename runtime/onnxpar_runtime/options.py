@@ -11,14 +11,14 @@ from onnxpar_runtime.devices import CUDA
 from onnxpar_runtime.errors import LaunchError
 
 CPU = "CPUExecutionProvider"
-# How many processes of a job are on this machine: of Open MPI's mpirun, and of MPICH's family.
+# Number of the job's processes on this machine: of Open MPI's mpirun, and of MPICH's family.
 _LOCAL_SIZES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 _CPUS, _SIBLINGS = Path("/sys/devices/system/cpu"), "topology/thread_siblings_list"
-# About what it takes to wake a thread that sleeps, so that waiting costs at most twice the least.
-# onnxruntime's own default is longer than the pauses of a step: the threads of one session then
-# take the processor from those of another (training, optimizer), or from another rank.
+# About the time to wake a sleeping thread, so that waiting costs at most twice the minimum.
+# onnxruntime's default is longer than the pauses of a step: the threads of one session would take
+# the processor from those of another (training, optimizer), or from another rank.
 _SPIN_MICROSECONDS = "50"
-# Nodes that the transformer has marked compute on the host on a device, too (`layer_ann`).
+# Nodes that the transformer has marked (`layer_ann`) compute on the host, even with a GPU.
 _HOST_NODES = "session.layer_assignment_settings", "cpu(=onnxpar.host)"
 _LEVELS = {
     "disable": "ORT_DISABLE_ALL",
@@ -46,19 +46,19 @@ def parse_pairs(texts: Iterable[str]) -> dict[str, str]:
 
 
 def threads_per_rank(world_size: int, ranks_here: int) -> int:
-    """Returns how many threads a rank computes with by default.
+    """Returns the default number of threads of a rank.
 
-    The cores that this process may use are divided by the ranks on this machine. A core counts
-    once, however many hardware threads it has: matrix products gain nothing from the second. Where
-    mpirun has bound each rank to cores of its own that is too few rather than too many.
+    The cores that this process may use are divided by the ranks on this machine. A core with
+    several hardware threads counts once, because matrix products do not gain from the others. If
+    mpirun has bound each rank to its own cores, the number is too small rather than too large.
 
     Args:
         world_size: Number of ranks.
-        ranks_here: Those of them that are threads of this process.
+        ranks_here: Number of ranks in this process.
     """
-    told = [os.environ[v] for v in _LOCAL_SIZES if os.environ.get(v, "").isdecimal()]
-    # Ranks that are processes and were not counted may all be on this machine.
-    processes = int(told[0]) if told else world_size // ranks_here
+    found = [os.environ[v] for v in _LOCAL_SIZES if os.environ.get(v, "").isdecimal()]
+    # Without the variable, all processes may be on this machine.
+    processes = int(found[0]) if found else world_size // ranks_here
     return max(1, _cores() // (processes * ranks_here))
 
 
@@ -77,20 +77,19 @@ def _cores() -> int:
 def session_options(pairs: Mapping[str, str], threads: int = 1) -> onnxruntime.SessionOptions:
     """Returns session options with the runtime's defaults, overridden by `pairs`.
 
-    Defaults: nodes run in the order in which the graph has them (PRIORITY_BASED, the order that the
-    transformer decided); threads that have nothing to do ask for work for a short time only; memory
-    is given back where a value is last read, not kept for a later value of the same shape, which
-    would hold it in between; nodes marked for the host run there; only fatal messages are logged,
-    since every other error is raised.
+    Defaults: nodes run in the order of the graph (PRIORITY_BASED), which the transformer chose;
+    idle threads spin for a short time only; memory is freed after a value is last read, and not
+    kept for a later value of the same shape; nodes marked for the host run there; only fatal
+    messages are logged, because all other errors are raised.
 
     Args:
         threads: Threads that compute.
         pairs: An attribute of `onnxruntime.SessionOptions` and its value, or a configuration entry
             (a key with a dot, `session.intra_op.allow_spinning`). Keys `cuda.*` are for the
-            provider and are left out here.
+            provider and are ignored here.
 
     Raises:
-        LaunchError: An unknown key, or a value that its type does not take.
+        LaunchError: An unknown key, or a value of the wrong type.
     """
     options = onnxruntime.SessionOptions()
     options.execution_order = onnxruntime.ExecutionOrder.PRIORITY_BASED
@@ -139,17 +138,17 @@ def _convert(key: str, value: str, current: Any) -> Any:
 def cuda_options(index: int, stream: int, pairs: Mapping[str, str]) -> tuple[str, dict[str, str]]:
     """Returns the CUDA provider with its options.
 
-    Defaults: all sessions of a rank work on one stream; the arena grows by what is asked for, not
-    by doubling; matrix products of float32 keep all its bits (`cuda.use_tf32=1` gives ten of them
-    for speed); cuDNN's convolutions are those that its heuristic names, the same in every run.
+    Defaults: all sessions of a rank use one stream; the arena grows by the requested size, not by
+    doubling; matrix products of float32 use all bits (`cuda.use_tf32=1` is faster, with ten bits of
+    mantissa); cuDNN chooses convolutions by its heuristic, the same in every run.
 
     Args:
         index: Number of the GPU.
         stream: The stream, a `cudaStream_t`.
-        pairs: Options as of `session_options`; keys `cuda.*` override the defaults.
+        pairs: Options as for `session_options`; keys `cuda.*` override the defaults.
 
     Raises:
-        LaunchError: What the placement or the runtime decides is among the keys.
+        LaunchError: A key that the placement or the runtime decides.
     """
     settings = {
         "device_id": str(index),

@@ -1,7 +1,7 @@
 """Finds out what a machine has for CUDA: `python -m onnxpar_runtime.probe`.
 
-It writes JSON objects, one a line, each as soon as it is known, since a broken library may end the
-process: `onnxpar_runtime.devices.Facts` has what they mean, and `doing` is what comes next.
+It writes one JSON object in each line, as soon as it is known, because a broken library may end the
+process. `onnxpar_runtime.devices.Facts` describes the fields; `doing` is the next action.
 """
 
 import ctypes
@@ -22,11 +22,11 @@ from onnxpar_runtime.errors import LaunchError
 from onnxpar_runtime.library import nccl_library
 
 _NAME_BYTES = 256
-# What libonnxruntime_providers_cuda.so is linked with, and what it opens when it needs it.
+# The libraries that libonnxruntime_providers_cuda.so is linked with, and those it opens on demand.
 _LINKED = ("libcudart.so.{cuda}", "libcublasLt.so.{cuda}", "libcublas.so.{cuda}", "libcurand.so.10")
 _OPENED = ("libcudnn.so.9", "libcufft.so.{fft}", "libnvrtc.so.{cuda}")
 _UNFOUND = re.compile(r"(lib[\w.+-]+\.so[.\d]*): cannot open shared object file")
-# What onnxruntime writes behind its own source's position and signature: what CUDA said of a call.
+# The part of onnxruntime's message with CUDA's error, after the position in its own source.
 _FAILURE = re.compile(r"(?P<said>\b[A-Z]+ failure -?\d+: [^;]*?) ;.* expr=(?P<call>.*?);")
 _MESSAGE = 500  # characters
 _MODEL = """<ir_version: 10, opset_import: ["": 21]>
@@ -34,7 +34,7 @@ _MODEL = """<ir_version: 10, opset_import: ["": 21]>
 
 
 def probe(tell: Callable[[dict[str, Any]], None]) -> None:
-    """Tells what it finds; a session is tried only where nothing that it needs is missing."""
+    """Reports what it finds; tries a session only if no library that it needs is missing."""
     names = onnxruntime.get_available_providers()
     needs = built_for()
     provider = CUDA in names
@@ -62,7 +62,7 @@ def probe(tell: Callable[[dict[str, Any]], None]) -> None:
 
 
 def _tell_driver(tell: Callable[[dict[str, Any]], None]) -> int:
-    """Tells about the driver and its GPUs; returns how many there are."""
+    """Reports the driver and its GPUs; returns the number of GPUs."""
     try:
         driver = ctypes.CDLL(DRIVER)
     except OSError as error:
@@ -108,9 +108,9 @@ def _nccl() -> dict[str, Any]:
 
 
 def _session_error(gpu: int) -> str:
-    """Returns why a session cannot run on a GPU; nothing where it does.
+    """Returns why a session cannot run on a GPU; empty if it can.
 
-    Where the provider cannot be made, onnxruntime writes why to stderr and takes the CPU.
+    If the provider cannot be made, onnxruntime writes the reason to stderr and uses the CPU.
     """
     model = onnx.parser.parse_model(_MODEL)
     options = onnxruntime.SessionOptions()
@@ -134,14 +134,14 @@ def _session_error(gpu: int) -> str:
 
 
 def cause(text: str) -> str:
-    """Returns in one line what onnxruntime's message has of use: what CUDA said, or its end."""
+    """Returns the useful part of onnxruntime's message in one line: CUDA's error, or the end."""
     line = " ".join(text.split())
     failure = _FAILURE.search(line)
     return f"{failure['said']}: {failure['call']}" if failure else line[-_MESSAGE:]
 
 
 class _Stderr:
-    """What is written to the process's stderr in a `with` statement, by libraries as well."""
+    """Captures what is written to the process's stderr in a `with` statement, also by libraries."""
 
     def __enter__(self) -> None:
         sys.stderr.flush()
@@ -170,7 +170,7 @@ class _Stderr:
 
 
 def main() -> None:
-    """Writes the lines to stdout, and whatever else writes there to stderr."""
+    """Writes the lines to stdout, and redirects all other output on stdout to stderr."""
     own = os.dup(1)
     os.dup2(2, 1)
     with os.fdopen(own, "w", encoding="utf-8") as out:

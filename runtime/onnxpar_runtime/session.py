@@ -1,4 +1,4 @@
-"""One rank's program in onnxruntime, on its local arrays or on global arrays, cut and joined."""
+"""One rank's program in onnxruntime, on its local arrays or on global arrays."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -31,11 +31,11 @@ class Session(Closing):
         program: Which of its programs.
         rank: The rank, of a world with as many ranks as the artifact has devices. Without one, the
             artifact must be for one device.
-        device: `auto` (where `init` has placed the rank, else CUDA where it can be used), `cpu`,
-            `cuda` or `cuda:NUMBER`.
+        device: `auto` (the device that `init` chose, else CUDA if it can be used), `cpu`, `cuda` or
+            `cuda:NUMBER`.
         ort_options: Options of onnxruntime, see `onnxpar_runtime.options.session_options`.
         custom_ops: Further custom-op libraries that the model needs.
-        manifest: The manifest, if it has been read already.
+        manifest: The manifest, if it has already been read.
         measured: Whether to count the bytes that the rank holds, for `peak_bytes`; on the CPU only,
             and runs take longer.
 
@@ -43,9 +43,9 @@ class Session(Closing):
         manifest: The manifest.
         program: The program.
         rank: The rank.
-        device: Where it computes.
-        counters: Seed, step and micro-batch that random numbers are keyed by, all 0 at first; every
-            rank of a run must have the same.
+        device: The kind of device.
+        counters: Seed, step and micro-batch, the keys of random numbers; all 0 at first. They must
+            be equal on all ranks.
 
     Raises:
         ArtifactError: The directory is incomplete, or onnxruntime refuses the graph.
@@ -108,12 +108,12 @@ class Session(Closing):
     def run(
         self, feeds: Mapping[str, Array], symbols: Mapping[str, int] | None = None
     ) -> dict[str, Array]:
-        """Runs the program on this rank's parts; every rank must call it.
+        """Runs the program on this rank's shards; every rank must call it.
 
         Args:
             feeds: Local array of every input, padding included.
-            symbols: Global values of the symbols. Without them they are read off the local shapes,
-                which works for whole dims and for splits that the constraint makes even.
+            symbols: Global values of the symbols. Without them they follow from the local shapes of
+                dims that are replicated, or that the constraint lets every sharding divide evenly.
 
         Returns:
             Local array of every output, padding included; in a pipeline, of those that this rank's
@@ -128,7 +128,7 @@ class Session(Closing):
         return self._runs.run(inputs, self.counters)
 
     def peak_bytes(self, *, reset: bool = False) -> int:
-        """Returns the most bytes that this rank held at once: inputs, values, weights.
+        """Returns the most bytes that this rank held at a time: inputs, values, weights.
 
         Args:
             reset: Begin a new peak, at what is held now.

@@ -1,9 +1,8 @@
 """Runs mpirun, and runs it again from the last complete checkpoint when a rank has died.
 
-mpirun ends all ranks when one of them dies. What is added here: whether it is worth starting again,
-which the exit code tells, since an error that all ranks agreed on would come again; ranks of this
-machine that lost their mpirun are ended too (on others Open MPI's daemons do so, which lose their
-mpirun likewise); and signals are handed on.
+mpirun ends all ranks when one of them dies. The supervisor decides from the exit code whether to
+start again: an error that all ranks agreed on would come again. It ends ranks of this machine whose
+mpirun has died (on other machines, Open MPI's daemons do so). It also passes signals on to mpirun.
 """
 
 import ctypes
@@ -19,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 
 from onnxpar_format.manifest import FILE_NAME
-from onnxpar_runtime.checkpoint.folder import resolve, whole_steps
+from onnxpar_runtime.checkpoint.folder import complete_steps, resolve
 from onnxpar_runtime.errors import LaunchError
 from onnxpar_runtime.launch import (
     AGREED,
@@ -33,22 +32,22 @@ from onnxpar_runtime.manifest import Manifest
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _GRACE_S = 8.0
 _POLL_S = 0.05
-# Of Linux' prctl.h.
+# From Linux's prctl.h.
 _SET_PARENT_DEATH_SIGNAL = 1
 _SET_CHILD_SUBREAPER = 36
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be run, and how often.
+    """A command to run under mpirun, and how often to restart it.
 
     Attributes:
-        program: What starts one rank, without its arguments.
+        program: The command that starts one rank, without its arguments.
         arguments: A command that trains: `train DIR …`.
         ranks: Number of ranks; None for that of the directory.
-        retries: How often a directory's run is started again.
-        fallbacks: Directories with which the run goes on when retries are used up, one after
-            another: the same training, cut for fewer ranks.
+        retries: How often the run of a directory is restarted.
+        fallbacks: Directories with which the run continues, one after another, when no retries are
+            left: the same training, sharded for fewer ranks.
         options: Further options of mpirun.
     """
 
@@ -62,18 +61,18 @@ class Job:
 
 @dataclass(frozen=True)
 class _End:
-    """How an mpirun ended: its exit code, and by which signal to this process."""
+    """How an mpirun ended: its exit code, and the signal that this process got, if any."""
 
     code: int
     interrupted: int | None
 
 
 def supervise(job: Job) -> int:
-    """Runs a job to its end, and tells on stderr what happens to it.
+    """Runs a job to its end, and reports restarts on stderr.
 
     Returns:
-        0 when it is done; 1 or 2 where the ranks agreed on an error, as `train` has them; 1 when
-        ranks died and retries are used up; 128 and its number for a signal that ended it.
+        0 after success; 1 or 2 if the ranks agreed on an error, as for `train`; 1 if ranks died and
+        no retries are left; 128 plus the number of a signal that ended it.
 
     Raises:
         LaunchError: The command does not train, a directory is for another number of ranks, or
@@ -94,18 +93,18 @@ def supervise(job: Job) -> int:
         agreed = end.code - AGREED
         if end.code in (0, 2) or agreed in (1, 2):
             return agreed if agreed > 0 else end.code
-        _tell(f"a rank failed, and mpirun ended {_how(end.code)} after "
-              f"{time.monotonic() - start:.1f} s")  # fmt: skip
+        elapsed = time.monotonic() - start
+        _report(f"a rank failed, and mpirun ended {_how(end.code)} after {elapsed:.1f} s")
         if number + 1 < len(plan):
             again, count = plan[number + 1]
-            _tell(f"{_where(folder)} on {ranks_in_words(count)}, with {again} "
-                  f"(restart {number + 1} of {len(plan) - 1})")  # fmt: skip
-    _tell("giving up: no retries are left" if len(plan) > 1 else "use --retries to restart")
+            restart = f"(restart {number + 1} of {len(plan) - 1})"
+            _report(f"{_where(folder)} on {ranks_in_words(count)}, with {again} {restart}")
+    _report("giving up: no retries are left" if len(plan) > 1 else "use --retries to restart")
     return 1
 
 
 def option(arguments: Sequence[str], name: str) -> str | None:
-    """Returns the value of the last option of a name in a command, None if it has none."""
+    """Returns the value of the last option with a name in a command; None if it has none."""
     found = None
     for index, argument in enumerate(arguments):
         if argument == name and index + 1 < len(arguments):
@@ -138,16 +137,16 @@ def _attempts(job: Job) -> Iterator[tuple[Path, int]]:
 
 
 def _arguments(job: Job, directory: Path, folder: str | None) -> list[str]:
-    """Returns the command of an attempt, which goes on from the last checkpoint of `folder`."""
+    """Returns the command of an attempt, which resumes from the last checkpoint of `folder`."""
     arguments = [job.arguments[0], str(directory), *job.arguments[2:]]
-    if folder is not None and whole_steps(Path(folder)):
+    if folder is not None and complete_steps(Path(folder)):
         # The last of two options counts.
         arguments += ["--resume", folder]
     return arguments
 
 
 def _where(folder: str | None) -> str:
-    if folder is None or not whole_steps(Path(folder)):
+    if folder is None or not complete_steps(Path(folder)):
         return "restarting from the beginning, because no checkpoint is complete,"
     return f"resuming from {resolve(folder)}"
 
@@ -164,7 +163,7 @@ def _how(code: int) -> str:
 def _run(job: Job, ranks: int, arguments: Sequence[str]) -> _End:
     """Runs mpirun once, until none of its ranks is left."""
     more = ["--oversubscribe"] if ranks > (os.cpu_count() or 1) else []
-    # Ranks on other machines have the environment that they are sent, and no other.
+    # Ranks on other machines only get the variables that are exported to them.
     more += ["-x", SUPERVISED]
     command = [find_mpirun(), *more, *job.options, "-n", str(ranks), *job.program, *arguments]
     known = set(_children())
@@ -189,7 +188,7 @@ def _run(job: Job, ranks: int, arguments: Sequence[str]) -> _End:
 
 
 class _Signals:
-    """Signals that came, and when."""
+    """The signals that this process got, and when."""
 
     def __init__(self) -> None:
         self.seen: int | None = None
@@ -197,13 +196,13 @@ class _Signals:
         self._since = 0.0
 
     def receive(self, number: int, frame: FrameType | None) -> None:
-        """Takes note of the first."""
+        """Keeps the first signal."""
         del frame
         if self.seen is None:
             self.seen, self._since = number, time.monotonic()
 
     def pass_to(self, process: "subprocess.Popen[bytes]") -> None:
-        """Sends mpirun a signal that came, as SIGTERM, and SIGKILL if that does not help."""
+        """Sends mpirun SIGTERM after a signal, and SIGKILL if that does not end it in time."""
         if self.seen is None:
             return
         if not self._passed:
@@ -215,7 +214,7 @@ class _Signals:
 
 @contextmanager
 def _handed_on() -> Iterator[_Signals]:
-    """Takes note of signals within the block, instead of what they did before."""
+    """Keeps signals within the block, instead of handling them as before."""
     signals = _Signals()
     previous = {n: signal.getsignal(n) for n in _SIGNALS}
     for number, handler in previous.items():
@@ -237,7 +236,7 @@ def _prctl(name: int, value: int) -> None:
 
 
 def _end_with_parent() -> None:
-    """In mpirun, before it begins: SIGTERM when this process dies, which ends the ranks."""
+    """Runs in mpirun's process before mpirun: SIGTERM, if this process dies, ends the ranks."""
     _prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGTERM)
 
 
@@ -247,10 +246,10 @@ def _adopt_orphans() -> None:
 
 
 def _end_orphans(known: set[int]) -> None:
-    """Ends and collects ranks that mpirun left behind, as it does where it was killed itself.
+    """Ends and collects ranks that mpirun left behind because it was killed.
 
     Args:
-        known: Processes that were children of this one before, which are no ranks.
+        known: Processes that were already children of this one; they are not ranks.
     """
     for sent in (None, signal.SIGTERM, signal.SIGKILL):
         until = time.monotonic() + (1.0 if sent is None else _GRACE_S)
@@ -268,7 +267,7 @@ def _end_orphans(known: set[int]) -> None:
 
 
 def _children() -> list[int]:
-    """Returns the processes whose parent this one is, where the system tells."""
+    """Returns the children of this process (on Linux; elsewhere none)."""
     own = os.getpid()
     found = []
     for task in Path(f"/proc/{own}/task").glob("*/children"):
@@ -277,6 +276,6 @@ def _children() -> list[int]:
     return found
 
 
-def _tell(text: str) -> None:
+def _report(text: str) -> None:
     sys.stderr.write(f"onnxpar: launch: {text}\n")
     sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""Reads the values of symbols off the shapes of the inputs, and checks them against constraints."""
+"""Finds the values of symbols from the shapes of the inputs, and checks their constraints."""
 
 from collections.abc import Mapping, Sequence
 from math import prod
@@ -22,9 +22,9 @@ Shape = tuple[int, ...]
 
 
 def bind_symbols(specs: Sequence[TensorEntry], shapes: Mapping[str, Shape]) -> dict[str, int]:
-    """Returns the value of every symbol that the global shapes of the inputs tell.
+    """Returns the value of every symbol that follows from the global shapes of the inputs.
 
-    A dim that is a bare name binds it; every other dim, and every further use, is checked.
+    A dim that is a bare name gives its value; all other dims are checked against the values.
 
     Args:
         specs: The inputs.
@@ -73,9 +73,9 @@ def bind_local_symbols(
     atoms: Sequence[int],
     symbols: Mapping[str, SymbolEntry],
 ) -> dict[str, int]:
-    """Returns the value of every symbol that the *local* shapes of the inputs tell.
+    """Returns the value of every symbol that follows from the *local* shapes of the inputs.
 
-    A whole dim tells its symbol; a split one tells it where the constraint makes every split even.
+    A dim gives its symbol if it is replicated, or if the constraint makes its shards equally large.
     """
     values: dict[str, int] = {}
     for spec in specs:
@@ -113,7 +113,7 @@ def check_values(
 
 
 def check_symbols(symbols: Mapping[str, SymbolEntry], values: Mapping[str, int]) -> None:
-    """Raises SymbolValueError naming symbols, values and constraint where one does not hold."""
+    """Raises SymbolValueError, with symbols, values and constraint, if a constraint is violated."""
     for name, value in values.items():
         symbol = symbols.get(name, SymbolEntry())
         if not symbol.admits(value):
@@ -129,12 +129,12 @@ def check_symbols(symbols: Mapping[str, SymbolEntry], values: Mapping[str, int])
 
 
 def check_equal_sizes(program: ProgramEntry, values: Mapping[str, int]) -> None:
-    """Compares the sizes that operators of the program take to be equal.
+    """Compares the sizes that operators of the program need to be equal.
 
-    Sizes with a symbol that has no value (which local shapes need not tell) are not compared.
+    Sizes with a symbol without a value (local shapes may leave it open) are not compared.
 
     Raises:
-        InputError: Two differ; names the node, both dims, their sizes and the inputs they are of.
+        InputError: Two differ; names the node, both dims, their sizes and the inputs.
     """
     for equal in program.equal_sizes:
         try:
@@ -145,10 +145,10 @@ def check_equal_sizes(program: ProgramEntry, values: Mapping[str, int]) -> None:
             raise InputError(f"node {equal.node!r} ({equal.op_type}): {error}") from None
         if left != right:
             dims = [f"dim {d} of {v!r}" for v, d in zip(equal.values, equal.dims, strict=True)]
-            told = [_told(size, values, program.inputs) for size in equal.sizes]
+            sizes = [_explained(size, values, program.inputs) for size in equal.sizes]
             raise InputError(
                 f"node {equal.node!r} ({equal.op_type}): {dims[0]} and {dims[1]} must be equal, "
-                f"got {told[0]} and {told[1]}"
+                f"got {sizes[0]} and {sizes[1]}"
             )
 
 
@@ -162,12 +162,12 @@ def check_index_ranges(
 
     Args:
         program: The program.
-        arrays: This rank's part of each input; padding holds zeros.
+        arrays: This rank's shard of each input; padding holds zeros.
         values: Global values of the symbols.
-        of: What a place is of, for people.
+        of: The end of the message, which says in what the place is counted.
 
     Raises:
-        InputError: One is out of range; names input, range, element, its place and the node.
+        InputError: An element is out of range; names input, range, element, place and node.
     """
     for demand in program.index_ranges:
         array = arrays[demand.input]
@@ -189,7 +189,7 @@ def check_index_ranges(
             )
 
 
-def _told(size: Size, values: Mapping[str, int], inputs: Sequence[TensorEntry]) -> str:
+def _explained(size: Size, values: Mapping[str, int], inputs: Sequence[TensorEntry]) -> str:
     """Returns a size and where it comes from: `3 (batch = 3, dim 0 of input 'x')`."""
     places = {
         name: f", dim {index} of input {spec.name!r}"

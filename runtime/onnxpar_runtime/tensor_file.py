@@ -46,7 +46,7 @@ class Entry:
 
 
 def header(entries: Sequence[Entry]) -> bytes:
-    """Returns what a file of these tensors begins with, before their data in this order."""
+    """Returns the beginning of a file of these tensors, before their data in this order."""
     table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     start = 0
     for entry in entries:
@@ -61,7 +61,7 @@ def header(entries: Sequence[Entry]) -> bytes:
 
 
 def raw_bytes(array: Array) -> memoryview:
-    """Returns the bytes of an array as they stand in a file, without a copy where it can be."""
+    """Returns the bytes of an array as in a file, without a copy if it is contiguous."""
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
@@ -70,12 +70,12 @@ def write_tensors(path: str | Path, entries: Sequence[Entry], arrays: Iterable[A
 
     Args:
         path: The file.
-        entries: What the tensors are.
+        entries: Names, types and shapes of the tensors.
         arrays: The tensors, in the order of `entries`; taken one at a time.
 
     Raises:
         InputError: The file cannot be written.
-        ValueError: An array is not what its entry says.
+        ValueError: An array does not match its entry.
     """
     with replacing(path) as stream:
         stream.write(header(entries))
@@ -93,7 +93,7 @@ def read_tensors(path: str | Path) -> Mapping[str, Array]:
     """Returns the tensors of a file by name; they are read-only and stay on the disk until used.
 
     Raises:
-        InputError: The file is missing, is no safetensors file, or has a type that is unknown.
+        InputError: The file is missing, is not a safetensors file, or has an unknown type.
     """
     try:
         with open(path, "rb") as stream:

@@ -1,4 +1,4 @@
-"""Arrays to onnxruntime's values and back, bfloat16 included, which it does not give to numpy."""
+"""Arrays to onnxruntime's values and back, with bfloat16, which it does not convert to numpy."""
 
 import ctypes
 from typing import Any
@@ -18,7 +18,7 @@ _BY_CODE = {element.code: element.dtype for element in DTYPES.values()}
 def to_ort(array: Array, device: str = "cpu", index: int = 0) -> Any:
     """Returns an OrtValue of a C-contiguous array.
 
-    On the CPU it lies on the array's own memory, which it keeps alive. On a GPU it is a copy.
+    On the CPU it shares the array's memory and keeps it alive. On a GPU it is a copy.
     """
     make = onnxruntime.OrtValue
     if device != "cpu":
@@ -32,9 +32,9 @@ def to_ort(array: Array, device: str = "cpu", index: int = 0) -> Any:
 
 
 def host_view(value: Any) -> Array:
-    """Returns an OrtValue in host memory: its own where it lies there, else a copy.
+    """Returns an OrtValue in host memory: a view if it is on the host, else a copy.
 
-    It must not outlive the value.
+    A view must not outlive the value.
     """
     if value.device_name() != "cpu" or value.data_type() == "tensor(bfloat16)":
         return to_host(value)
@@ -43,9 +43,9 @@ def host_view(value: Any) -> Array:
 
 
 def to_host(value: Any) -> Array:
-    """Returns a copy of an OrtValue in host memory, of its own.
+    """Returns a copy of an OrtValue in host memory.
 
-    Of a GPU's value it is what the GPU has when all that it was told before is done.
+    A copy from a GPU waits for the work that was enqueued before.
     """
     shape = tuple(value.shape())
     if value.device_name() != "cpu":

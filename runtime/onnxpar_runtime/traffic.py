@@ -1,4 +1,4 @@
-"""The bytes that ranks send, by the manifest's formulas and by their own counts."""
+"""The bytes that ranks send, by the manifest's formulas and as the ranks count them."""
 
 from collections.abc import Mapping
 from math import floor, prod
@@ -15,14 +15,14 @@ _NOT_KNOWN = "?"
 
 
 def collectives(manifest: Manifest, program: str, stage: int) -> tuple[CollectiveEntry, ...]:
-    """Returns what the ranks of a stage issue in one run of a program on one micro-batch.
+    """Returns the collectives of a stage's ranks in one run of a program on one micro-batch.
 
-    What is sent to other stages is among it, as `Send`.
+    They include values that are sent to other stages, as `Send`.
 
     Args:
         manifest: The manifest.
         program: Name of the program.
-        stage: The stage; 0 where there are none.
+        stage: The stage; 0 without a pipeline.
 
     Raises:
         ArtifactError: There is no such program.
@@ -69,19 +69,19 @@ def compare_bytes(
 ) -> tuple[int | None, int, list[str]]:
     """Returns bytes expected and counted, and the operators for which they differ.
 
-    A formula's fraction of a byte is rounded down, as the ranks count. A rank that sends nothing in
-    a Permute, or receives in a Broadcast, counts less than the formula's rank.
+    Fractions of a byte in a formula are rounded down, as the ranks count. A rank that sends nothing
+    in a Permute, or receives in a Broadcast, counts less than the formula says.
 
     Args:
-        runs: How often each program has run since the counts were zero.
+        runs: How often each program has run since the counts were reset.
         group: The ranks.
         values: Values of the symbols.
-        widened: Allow twice the bytes: on the CPU onnxruntime may bring float16 to float32 before a
-            collective instead of after it.
+        widened: Allow twice the bytes: on the CPU onnxruntime may convert float16 to float32 before
+            a collective instead of after it.
 
     Returns:
-        The bytes that the rank which sends most should send, None where a formula has a size that
-        is unknown; the most that any rank counted; and what does not hold, for people.
+        The largest number of bytes that a rank should send, None if a formula has an unknown size;
+        the largest number that a rank counted; and the differences, for people.
     """
     manifest = group.manifest
     wanted = [_expected(manifest, runs, stage, values) for stage in range(manifest.stages)]
@@ -106,7 +106,7 @@ def compare_bytes(
 def _expected(
     manifest: Manifest, runs: Mapping[str, int], stage: int, values: Mapping[str, int]
 ) -> dict[str, int] | None:
-    """Returns the bytes by operator, None where a formula cannot be evaluated."""
+    """Returns the bytes by operator; None if a formula cannot be evaluated."""
     expected: dict[str, int] = {}
     for program, count in runs.items():
         for issued in collectives(manifest, program, stage):

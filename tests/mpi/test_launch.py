@@ -17,7 +17,7 @@ import pytest
 
 from onnxpar.cli import main
 from onnxpar_runtime.checkpoint.contents import Checkpoint
-from onnxpar_runtime.checkpoint.folder import resolve, step_name, whole_steps
+from onnxpar_runtime.checkpoint.folder import complete_steps, resolve, step_name
 from onnxpar_runtime.launch import mpirun_environment
 from tests.cli import linear
 from tests.runtime.launching import LIMIT, alive, children
@@ -152,7 +152,7 @@ def test_a_rank_killed_at_any_moment_costs_no_more_than_steps(work: Path) -> Non
         what = f"kill {number}, seed {SEED}"
         with launched("-n", "2", "--retries", "1", "--", *arguments, *saving) as process:
             ranks = ranks_of(process, 2)
-            while not whole_steps(folder):
+            while not complete_steps(folder):
                 assert process.poll() is None, process.communicate()
                 time.sleep(0.005)
             time.sleep(rng.uniform(0, 0.9))
@@ -186,7 +186,7 @@ def test_fewer_ranks_go_on(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saving = ["--checkpoint", str(folder), "--every", "5", "--log", str(log)]
     with launched("--fallback", str(fewer), "--", *arguments, *saving) as process:
         ranks = ranks_of(process, 3)
-        while not whole_steps(folder):
+        while not complete_steps(folder):
             assert process.poll() is None, process.communicate()
             time.sleep(0.01)
         os.kill(ranks[2], signal.SIGKILL)
@@ -237,7 +237,7 @@ def test_on_two_machines_a_rank_dies(work: Path, machines: list[str], whom: int)
     arguments = training(work, directory, "--log", str(log), "--checkpoint", str(folder))
     with launched("--retries", "1", *machines, "--", *arguments, "--every", "1") as process:
         ranks = ranks_anywhere(process, 2)
-        while not whole_steps(folder):
+        while not complete_steps(folder):
             assert process.poll() is None, process.communicate()
             time.sleep(0.01)
         os.kill(ranks[whom], signal.SIGKILL)
@@ -279,7 +279,7 @@ def test_a_disk_that_is_full(work: Path) -> None:
     assert done.returncode == 2, done.stderr
     assert "cannot be written: No space left on device" in done.stderr
     assert "Traceback" not in done.stderr and "resuming" not in done.stderr
-    steps = whole_steps(kept / "ck")
+    steps = complete_steps(kept / "ck")
     assert steps == list(range(1, len(steps) + 1)) and len(steps) > 1
     for step in steps:
         checkpoint = Checkpoint.load(kept / "ck" / step_name(step))
@@ -295,7 +295,7 @@ def test_what_would_come_again_is_not_tried_again(work: Path) -> None:
     assert p.returncode == 1
     assert errors.count("step 2: the loss is nan") == 1 and "resuming" not in errors
     # What was being written when the run ended has become whole.
-    assert whole_steps(work / "ck") == [1]
+    assert complete_steps(work / "ck") == [1]
     with launched("--retries", "3", "--", *arguments, "--nope") as p:
         _, errors = finish(p)
     assert p.returncode == 2
@@ -322,7 +322,7 @@ def test_a_signal_ends_all_ranks(work: Path, number: signal.Signals) -> None:
     arguments = training(work, directory, *saving)
     with launched("--retries", "3", "--", *arguments) as process:
         ranks = ranks_of(process, 2)
-        while not whole_steps(folder):
+        while not complete_steps(folder):
             assert process.poll() is None, process.communicate()
             time.sleep(0.01)
         process.send_signal(number)
@@ -340,7 +340,7 @@ def test_no_rank_is_left_behind(work: Path, whom: str) -> None:
     with launched("--retries", "1", "--", *arguments) as process:
         ranks = ranks_of(process, 2)
         (mpirun,) = children(process.pid)
-        while not whole_steps(folder):
+        while not complete_steps(folder):
             assert process.poll() is None, process.communicate()
             time.sleep(0.01)
         os.kill(mpirun if whom == "mpirun" else process.pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""A checkpoint: what its manifest says, and where its files are."""
+"""A checkpoint: the contents of its manifest, and its files."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,5 +36,5 @@ class Checkpoint(CheckpointContents):
         return Checkpoint(**vars(contents), directory=root)
 
     def verify_file(self, name: str) -> None:
-        """Raises CheckpointError unless a file's SHA-256 is as said; reads every byte."""
+        """Raises CheckpointError unless a file has its SHA-256; reads every byte."""
         check_sum(self.directory / name, self.files[name], CheckpointError)

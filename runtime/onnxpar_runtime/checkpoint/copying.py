@@ -19,7 +19,7 @@ Box = tuple[tuple[int, int], ...]
 
 
 class Source:
-    """The tensors of a checkpoint, which stay on the disk until they are read.
+    """The tensors of a checkpoint; they stay on the disk until they are read.
 
     Args:
         checkpoint: The checkpoint.
@@ -31,7 +31,7 @@ class Source:
         self._files: dict[str, dict[str, Array]] = {}
 
     def array(self, tensor: StoredTensor, shard: StoredShard) -> Array:
-        """Returns a shard in its current layout in its file.
+        """Returns a shard as its file has it.
 
         Raises:
             CheckpointError: The file cannot be read, or has another type or shape.
@@ -52,7 +52,7 @@ class Source:
         return array
 
     def forget(self) -> None:
-        """Gives back the memory of what was read: pages of files count as a process's own."""
+        """Gives back the memory of the files read so far: it counts as the process's own."""
         for arrays in self._files.values():
             base = next(iter(arrays.values()), None)
             while isinstance(base, np.ndarray):
@@ -61,7 +61,7 @@ class Source:
                 base.madvise(mmap.MADV_DONTNEED)
 
     def fill(self, tensor: StoredTensor, target: Array, boxes: Sequence[ShardBox]) -> None:
-        """Copies boxes of a tensor to where they lie in `target`.
+        """Copies boxes of a tensor to their places in `target`.
 
         Raises:
             CheckpointError: As `array`.
@@ -76,7 +76,7 @@ class Source:
 
 
 def _overlaps(wanted: ShardBox, there: Sequence[ShardBox]) -> Iterator[tuple[Box, Box]]:
-    """Returns where the common elements lie: on the side that wants them, and in the shard."""
+    """Yields the boxes of the common elements: in the target, and in the stored shard."""
     for box in there:
         both = tuple(
             (max(a, c), min(b, d)) for (a, b), (c, d) in zip(wanted.source, box.source, strict=True)
@@ -86,7 +86,7 @@ def _overlaps(wanted: ShardBox, there: Sequence[ShardBox]) -> Iterator[tuple[Box
 
 
 def _moved(common: Box, box: ShardBox) -> Box:
-    """Returns a part of a box in the coordinates of what holds it."""
+    """Returns a part of a box in the local coordinates of the box."""
     return tuple(
         (start - origin + local, stop - origin + local)
         for (start, stop), (origin, _), (local, _) in zip(

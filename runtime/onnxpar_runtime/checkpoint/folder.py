@@ -1,8 +1,8 @@
-"""The folder of a run's checkpoints: names, what is whole, and how one becomes whole.
+"""The folder of a run's checkpoints: names, complete checkpoints, and how one becomes complete.
 
-A checkpoint is a folder `step-00000012`. It is written as `.step-00000012.partial`, of which every
-file is brought to the disk before the folder takes its name: a folder of that name is whole. What a
-run that was killed left behind is removed by the next one.
+A checkpoint is a folder `step-00000012`. It is written as `.step-00000012.partial`, and gets its
+name when all of its files are on the disk. So every folder with such a name is complete. The rest
+of a run that was killed is removed by the next run.
 """
 
 import fcntl
@@ -22,7 +22,7 @@ from onnxpar_runtime.errors import CheckpointError
 _STEP = re.compile(r"step-(\d{8,})")
 _HIDDEN = re.compile(r"\.step-\d{8,}\.(partial|removed)")
 _LOCK = ".lock"
-# Linux' ext4 took six times as long for the same bytes in calls of 32 MiB.
+# Linux's ext4 took six times as long to write the same bytes in calls of 32 MiB.
 _WRITE_BYTES = 1 << 17
 _SYNC_BYTES = 1 << 26
 
@@ -37,7 +37,7 @@ def partial_name(step: int) -> str:
     return f".{step_name(step)}.partial"
 
 
-def whole_steps(root: Path) -> list[int]:
+def complete_steps(root: Path) -> list[int]:
     """Returns the steps of the complete checkpoints in a folder, ascending."""
     try:
         names = [entry.name for entry in os.scandir(root) if entry.is_dir()]
@@ -56,7 +56,7 @@ def resolve(path: str | Path) -> Path:
     root = Path(path)
     if (root / FILE_NAME).exists():
         return root
-    steps = whole_steps(root)
+    steps = complete_steps(root)
     if not steps:
         what = "has no complete checkpoint" if root.is_dir() else "no such checkpoint or folder"
         raise CheckpointError(f"{root}: {what}")
@@ -65,7 +65,7 @@ def resolve(path: str | Path) -> Path:
 
 @contextmanager
 def owned(root: Path) -> Iterator[None]:
-    """Makes the folder this process's to write checkpoints to, and removes what is not whole.
+    """Locks the folder for this process, and removes incomplete checkpoints.
 
     Raises:
         CheckpointError: It cannot be written to or locked, or another run writes there.
@@ -81,7 +81,7 @@ def owned(root: Path) -> Iterator[None]:
         except BlockingIOError:
             raise CheckpointError(f"{root}: another run is writing checkpoints there") from None
         except OSError as error:
-            # Without it two runs would each remove what the other one is writing.
+            # Without the lock, two runs would remove each other's incomplete checkpoints.
             raise CheckpointError(
                 f"{root}: expected a file system whose files can be locked, since only one run may "
                 f"write checkpoints there, got: {error.strerror or error}"
@@ -95,7 +95,7 @@ def owned(root: Path) -> Iterator[None]:
 
 
 def write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> FileEntry:
-    """Writes a file and brings it to the disk; returns its checksum.
+    """Writes a file to the disk (fsync); returns its checksum and size.
 
     Raises:
         CheckpointError: It cannot be written.
@@ -105,7 +105,7 @@ def write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> FileEntry:
     try:
         with open(path, "wb", buffering=0) as stream, ThreadPoolExecutor(2) as pool:
             for piece in pieces:
-                # Both take about as long, and neither holds the interpreter up.
+                # Hashing and writing take about as long, and both release the interpreter's lock.
                 hashed = pool.submit(digest.update, piece)
                 rest = memoryview(piece)
                 while rest:
@@ -113,7 +113,7 @@ def write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> FileEntry:
                 size += len(piece)
                 unsynced += len(piece)
                 if unsynced >= _SYNC_BYTES and (synced is None or synced.done()):
-                    # The disk works while more is written, and has little left to do at the end.
+                    # The disk works while more is written, so that the last sync is short.
                     synced, unsynced = pool.submit(os.fdatasync, stream.fileno()), 0
                 hashed.result()
             if synced is not None:
@@ -127,7 +127,7 @@ def write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> FileEntry:
 
 
 def finish(partial: Path, contents: CheckpointContents, target: Path) -> None:
-    """Writes the manifest of a folder whose files are whole, and gives it its name.
+    """Writes the manifest of a folder whose files are complete, and gives the folder its name.
 
     Raises:
         CheckpointError: It cannot be written, or the name is taken.
@@ -142,7 +142,7 @@ def finish(partial: Path, contents: CheckpointContents, target: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Brings the names in a folder to the disk."""
+    """Writes the names in a folder to the disk (fsync)."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -152,8 +152,8 @@ def sync_folder(folder: Path) -> None:
 
 def prune(root: Path, keep: int) -> None:
     """Removes all complete checkpoints but the last `keep`."""
-    for step in whole_steps(root)[:-keep]:
-        # Under its name it is whole, so it loses the name first.
+    for step in complete_steps(root)[:-keep]:
+        # A folder with this name must be complete, so it loses the name first.
         old = root / step_name(step)
         hidden = root / f".{step_name(step)}.removed"
         with suppress(OSError):
@@ -162,5 +162,5 @@ def prune(root: Path, keep: int) -> None:
 
 
 def cannot_write(path: Path, error: OSError) -> CheckpointError:
-    """Returns the error for what the system refused to write."""
+    """Returns the error for a path that cannot be written."""
     return CheckpointError(f"{path}: cannot be written: {error.strerror or error}")

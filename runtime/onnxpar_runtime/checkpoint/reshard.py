@@ -1,9 +1,9 @@
-"""Makes of one checkpoint another for any mesh, a piece in memory at a time.
+"""Makes another checkpoint of a checkpoint, for any mesh, with one piece in memory at a time.
 
-Files are written one after another. Each piece of a tensor, of `PIECE_BYTES` at most, is put
-together from the boxes of the source that it needs, so memory is bounded whatever the tensors are.
-The sums of the tensors are compared with those that the source says; SHA-256 of its files are
-compared meanwhile, by a thread, if that is wanted. What is written gets its name only if all hold.
+Files are written one after another. Each piece of a tensor, of `PIECE_BYTES` at most, is copied
+from the boxes of the source that it needs, so memory is bounded for tensors of any size. The sums
+of the tensors are compared with those of the source. On request, a thread compares the SHA-256 of
+the source's files meanwhile. The result gets its name only if all of them are equal.
 """
 
 import os
@@ -51,11 +51,11 @@ class Made:
     """What was written.
 
     Attributes:
-        path: Where.
-        step: Steps that its run had done.
+        path: The folder or file.
+        step: Number of steps that the run had done.
         tensors: Number of tensors.
         files: Number of files with tensors.
-        bytes: Their bytes.
+        bytes: Bytes of these files.
     """
 
     path: Path
@@ -71,16 +71,16 @@ def reshard(
     """Writes a checkpoint as the ranks of an artifact directory hold it.
 
     Args:
-        source: The checkpoint, or a folder of them, whose last complete one is taken.
+        source: The checkpoint, or a folder of checkpoints, whose last complete one is taken.
         target: The checkpoint to write, which must not exist.
         to: The artifact directory.
-        verify: Whether to compare SHA-256 of the source's files: sizes and the sums of tensors
-            are, in any case. Where the source has no sums, SHA-256 is.
+        verify: Whether to compare the SHA-256 of the source's files. Sizes and the sums of tensors
+            are always compared. A source without sums is always compared by SHA-256.
 
     Raises:
         ArtifactError: `to` cannot be read, or is not for training.
-        CheckpointError: The source is not whole or does not fit the artifacts, or the target cannot
-            be written; nothing has been written then.
+        CheckpointError: The source is incomplete or does not fit the artifacts, or the target
+            cannot be written; nothing has been written then.
     """
     checkpoint, manifest = Checkpoint.load(resolve(source)), Manifest.load(to)
     check_fits(checkpoint, manifest)
@@ -88,7 +88,7 @@ def reshard(
 
 
 def merge(source: str | Path, target: str | Path, *, verify: bool = False) -> Made:
-    """Writes a checkpoint with every tensor unsharded, in one file: as one device holds it.
+    """Writes a checkpoint with every tensor unsharded, in one file, as one device holds it.
 
     Args:
         source: As `reshard`.
@@ -99,7 +99,7 @@ def merge(source: str | Path, target: str | Path, *, verify: bool = False) -> Ma
         CheckpointError: As `reshard`.
     """
     checkpoint = Checkpoint.load(resolve(source))
-    tensors = {n: _whole(t, rank_file(0)) for n, t in checkpoint.tensors.items()}
+    tensors = {n: _unsharded(t, rank_file(0)) for n, t in checkpoint.tensors.items()}
     return _write(checkpoint, tensors, 1, Path(target), verify)
 
 
@@ -118,7 +118,7 @@ def export_weights(source: str | Path, target: str | Path, *, verify: bool = Fal
     weights = sorted(
         (t for t in checkpoint.tensors.values() if t.kind in FROM_FILES), key=lambda t: t.parameter
     )
-    parts = [(_whole(tensor, path.name), tensor) for tensor in weights]
+    parts = [(_unsharded(tensor, path.name), tensor) for tensor in weights]
     if path.is_dir():
         raise CheckpointError(f"{path}: expected a file to write to, got a folder")
     if not path.parent.is_dir():
@@ -136,7 +136,7 @@ def export_weights(source: str | Path, target: str | Path, *, verify: bool = Fal
     return Made(path, checkpoint.progress.step, len(weights), 1, entry.bytes)
 
 
-def _whole(tensor: StoredTensor, file: str) -> StoredTensor:
+def _unsharded(tensor: StoredTensor, file: str) -> StoredTensor:
     box = tuple((0, n) for n in tensor.shape)
     shards = (StoredShard(file, tensor.shape, (ShardBox(box, box),)),) if tensor.bytes else ()
     return replace(tensor, shards=shards)
@@ -155,7 +155,7 @@ def _write(
             f"{target}: already exists; expected a new path (a checkpoint is never overwritten)"
         )
     partial = target.parent / f".{target.name}.partial"
-    # Of one that was killed.
+    # A run that was killed may have left it.
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir(parents=True)
@@ -187,7 +187,7 @@ def _write(
 
 
 Parts = Sequence[tuple[StoredTensor, StoredTensor]]
-"""Tensors with the one shard that a file has of them, and the same tensors in the source."""
+"""Tensors with their one shard in a file, and the same tensors in the source."""
 
 
 def _by_file(checkpoint: Checkpoint, tensors: Mapping[str, StoredTensor]) -> dict[str, Parts]:
@@ -200,10 +200,10 @@ def _by_file(checkpoint: Checkpoint, tensors: Mapping[str, StoredTensor]) -> dic
 
 
 class _Files:
-    """Writes files of pieces of a checkpoint, which is being verified.
+    """Writes files with pieces of a checkpoint, which is verified meanwhile.
 
     Attributes:
-        sums: Sum of what was written of each tensor, by its name; none of those without elements.
+        sums: Sum of the elements written so far of each tensor that has elements, by its name.
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
@@ -214,7 +214,7 @@ class _Files:
 
     def __call__(self, path: Path, parts: Parts, name: Callable[[StoredTensor], str]) -> FileEntry:
         """Writes the parts to a file, under the names that `name` gives them."""
-        # The larger elements first, so that all of them are aligned.
+        # Larger elements first, so that all tensors are aligned.
         ordered = sorted(parts, key=lambda part: (-part[0].itemsize, name(part[0])))
         entries = [Entry(name(part), part.dtype, _shape(part)) for part, _ in ordered]
         return write_file(path, self._pieces(header(entries), ordered))
@@ -239,7 +239,7 @@ class _Files:
         return raw.data
 
     def check(self) -> None:
-        """Raises CheckpointError unless the tensors that were written are those of the source."""
+        """Raises CheckpointError unless the tensors that were written have the source's sums."""
         for name, got in self.sums.items():
             tensor = self._checkpoint.tensors[name]
             if tensor.sum not in (None, got):
@@ -252,7 +252,7 @@ class _Files:
 
 @contextmanager
 def _verified(checkpoint: Checkpoint, verify: bool) -> Iterator[_Files]:
-    """Gives what writes files of a checkpoint; raises at the end if its own have been changed."""
+    """Yields a writer of files; raises at the end if the checkpoint's files have changed."""
     unsummed = any(tensor.sum is None for tensor in checkpoint.tensors.values())
     names = sorted(checkpoint.files) if verify or unsummed else []
     pool = ThreadPoolExecutor(1, "onnxpar-verify")
@@ -272,17 +272,17 @@ def _shape(part: StoredTensor) -> tuple[int, ...]:
 
 
 def pieces_of(shape: Sequence[int], itemsize: int, limit: int = PIECE_BYTES) -> Iterator[Box]:
-    """Returns boxes that make up an array, in the order of its memory, each without a gap in it.
+    """Returns boxes that make up an array, each contiguous, in the order of its memory.
 
     Args:
         shape: Shape of the array.
         itemsize: Bytes of an element.
-        limit: Bytes of a box at most, but for a single element.
+        limit: The most bytes of a box; a single element may be larger.
     """
     if not shape:
         yield ()
         return
-    # The first dim that has a fitting index: those before it are walked one by one.
+    # The first dim of which one index fits: the indices of dims before it are visited one by one.
     fits = (d for d in range(len(shape)) if prod(shape[d + 1 :]) * itemsize <= limit)
     dim = next(fits, len(shape) - 1)
     rows = max(1, limit // max(1, prod(shape[dim + 1 :]) * itemsize))
@@ -294,7 +294,7 @@ def pieces_of(shape: Sequence[int], itemsize: int, limit: int = PIECE_BYTES) -> 
 
 
 def _clipped(boxes: Sequence[ShardBox], region: Box) -> Iterator[ShardBox]:
-    """Returns what of the boxes lies in a region of the shard, which becomes the whole array."""
+    """Yields the parts of the boxes in a region of the shard, relative to the region."""
     for box in boxes:
         common = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(box.local, region, strict=True)]
         if all(start < stop for start, stop in common):

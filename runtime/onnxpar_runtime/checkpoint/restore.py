@@ -1,4 +1,4 @@
-"""Reads what a rank needs of a checkpoint, whatever mesh it was written on."""
+"""Reads a rank's shards from a checkpoint, which may have been written on any mesh."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -32,7 +32,7 @@ def open_checkpoint(rank: Rank, manifest: Manifest, path: str | Path) -> Checkpo
         path: The checkpoint, or a folder of checkpoints, whose last complete one is taken.
 
     Raises:
-        CheckpointError: There is none, it is not whole, or it is of another model or optimizer.
+        CheckpointError: There is none, it is incomplete, or it has another model or optimizer.
         RankError: Likewise, on another rank.
     """
 
@@ -53,7 +53,7 @@ def open_checkpoint(rank: Rank, manifest: Manifest, path: str | Path) -> Checkpo
 
 
 def check_fits(checkpoint: Checkpoint, manifest: Manifest) -> None:
-    """Raises CheckpointError unless a checkpoint has just the states of an artifact directory."""
+    """Raises CheckpointError unless a checkpoint has exactly the states of the artifacts."""
     where = f"{checkpoint.directory} does not fit {manifest.directory}"
     optimizer = manifest.trained().optimizer
     wanted = {state.name: state for state in kept_states(manifest)}
@@ -65,9 +65,11 @@ def check_fits(checkpoint: Checkpoint, manifest: Manifest) -> None:
             wrong.append(f"{expected}, got none")
         elif (tensor.kind, tensor.dtype, tensor.shape) != (state.kind, state.dtype, shape):
             wrong.append(f"{expected}, got {tensor.kind} {tensor.dtype} {list(tensor.shape)}")
-    wrong += [f"got {t.kind} {n!r}, which the artifact does not "
-              f"have" for n, t in checkpoint.tensors.items()
-              if n not in wanted]  # fmt: skip
+    wrong += [
+        f"got {tensor.kind} {name!r}, which the artifact does not have"
+        for name, tensor in checkpoint.tensors.items()
+        if name not in wanted
+    ]
     if checkpoint.optimizer != optimizer:
         wrong.insert(0, f"expected the optimizer {optimizer}, got {checkpoint.optimizer}")
     if wrong:
@@ -81,13 +83,13 @@ def load_states(
     checkpoint: Checkpoint,
     put: Callable[[str, Array], None],
 ) -> None:
-    """Reads this rank's part of every state, one after another. Every rank must call it.
+    """Reads this rank's shard of every state, one after another. Every rank must call it.
 
     Args:
         rank: This rank.
         manifest: The artifact directory's manifest, which the checkpoint fits.
         checkpoint: The checkpoint.
-        put: Takes a state's name and this rank's part, padding included.
+        put: Takes a state's name and this rank's shard, padding included.
 
     Raises:
         CheckpointError: A file cannot be read.
@@ -111,14 +113,14 @@ MUST_AGREE: Mapping[str, str] = {
     "batch_size": "--batch-size",
     "steps_per_epoch": "the steps of an epoch",
 }
-"""What the position in the data means nothing without."""
+"""Options on which the position in the data depends, by key."""
 
 
 def check_run(checkpoint: Checkpoint, run: Mapping[str, Any]) -> list[str]:
-    """Returns what a run that goes on does otherwise than the one that wrote the checkpoint.
+    """Returns how the options of a resumed run differ from those of the checkpoint's run.
 
     Raises:
-        CheckpointError: It would take other samples.
+        CheckpointError: The run would take other samples.
     """
     before = checkpoint.run
     for key, option in MUST_AGREE.items():

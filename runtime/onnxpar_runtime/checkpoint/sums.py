@@ -1,9 +1,9 @@
-"""Sums of tensors that tell a change, and are the same however the tensor is cut.
+"""Sums of tensors that detect changes and do not depend on the sharding.
 
-A tensor's elements, their bits taken as integers, are added up modulo 2^32, or 2^64 where an
-element has 8 bytes. Parts add up to the whole, so a sum holds before and after a tensor is cut
-anew, and finds an element that is missing or there twice. One changed bit changes it, always; two
-elements that have changed places do not.
+The bits of a tensor's elements are added as integers modulo 2^32, or 2^64 for elements of 8 bytes.
+The sums of the shards add up to the sum of the tensor, so resharding does not change it. It detects
+elements that are missing or doubled. It always detects one changed bit, but not two elements that
+have changed places.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ _BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
 def modulus(itemsize: int) -> int:
-    """Returns what sums of elements of so many bytes are taken modulo."""
+    """Returns the modulus of sums of elements of `itemsize` bytes."""
     return 1 << (64 if itemsize == 8 else 32)
 
 

@@ -1,10 +1,10 @@
 """Writes checkpoints while training goes on.
 
-At the end of a step every rank copies what it has to write, and goes on; a thread of its own brings
-the copy to the disk, under a hidden name, and leaves a mark with the checksum when it is there.
-The first rank's thread waits for the marks of all ranks, and only then gives the checkpoint its
-name. So ranks need not wait for one another, and no collective is needed while a step may be in
-one. The next checkpoint begins when the last one is complete on all ranks.
+At the end of a step every rank copies its shards and goes on. A thread writes the copies to the
+disk, under a hidden name, and then a mark with the checksum. Rank 0's thread waits for the marks of
+all ranks, and only then gives the checkpoint its name. So ranks do not wait for one another, and no
+collective is needed while a step may run one. The next checkpoint begins when the last one is
+complete on all ranks.
 """
 
 import json
@@ -27,12 +27,12 @@ from onnxpar_format.entries import FileEntry
 from onnxpar_runtime.agree import together, together_for_long
 from onnxpar_runtime.checkpoint.folder import (
     cannot_write,
+    complete_steps,
     finish,
     owned,
     partial_name,
     prune,
     step_name,
-    whole_steps,
     write_file,
 )
 from onnxpar_runtime.checkpoint.layout import Written, rank_file, stored_tensors, written
@@ -53,29 +53,30 @@ class Source(Protocol):
     """The states of a rank, as `onnxpar_runtime.training.state.States`."""
 
     def memory(self, name: str) -> Array:
-        """Returns memory for this rank's part of a state, padding included."""
+        """Returns memory for this rank's shard of a state, padding included."""
 
     def copy_to(self, name: str, into: Array) -> None:
-        """Begins to copy this rank's part of a state, as it is now."""
+        """Begins to copy this rank's shard of a state, as it is now."""
 
     def finish_copies(self) -> None:
-        """Returns when all that was begun is there. Any thread may call it."""
+        """Waits until all copies are complete. Any thread may call it."""
 
 
 class Checkpointer:
-    """Writes one rank's part of checkpoints; used in a `with` statement, by all ranks.
+    """Writes one rank's files of checkpoints; used in a `with` statement, by all ranks.
 
     Args:
         rank: This rank.
         manifest: The artifact directory's manifest.
-        root: The folder of checkpoints, the same one for all ranks.
+        root: The folder of checkpoints, the same for all ranks.
         source: The states of this rank.
-        run: What the run is to do, to be compared when it is resumed.
-        keep: How many complete checkpoints to keep.
-        begun: Steps that are done when the run begins: the folder may have none later than that.
+        run: The options of the run, to compare when it is resumed.
+        keep: Number of complete checkpoints to keep.
+        begun: Number of steps that are done when the run begins; the folder may have no later
+            checkpoints.
 
     Raises:
-        CheckpointError: The folder cannot be used: all ranks raise it.
+        CheckpointError: The folder cannot be used; raised by all ranks.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class Checkpointer:
         self._manifest = manifest
         self._root = Path(root)
         self._source = source
-        # Kept from one checkpoint to the next: new memory costs more than the copying.
+        # Kept from one checkpoint to the next: new memory would cost more than copying.
         self._copies: list[Array] = []
         self._run = run
         self._keep = keep
@@ -109,7 +110,7 @@ class Checkpointer:
             self._writers.add(part.rank)
             if part.rank == rank.index:
                 self._mine.append(part)
-        # The larger elements first, so that all of them are aligned.
+        # Larger elements first, so that all tensors are aligned.
         self._mine.sort(key=lambda part: -DTYPES[part.state.dtype].dtype.itemsize)
         self._tensors: dict[str, StoredTensor] = stored_tensors(manifest) if not rank.index else {}
         self._open = ExitStack()
@@ -124,7 +125,7 @@ class Checkpointer:
         if self._rank.index:
             return
         self._open.enter_context(owned(self._root))
-        later = [step for step in whole_steps(self._root) if step > begun]
+        later = [step for step in complete_steps(self._root) if step > begun]
         if later:
             raise CheckpointError(
                 f"{self._root}: has checkpoints up to step {later[-1]}, but this run begins at "
@@ -161,7 +162,7 @@ class Checkpointer:
     # -- in the main thread ----------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raises what the thread failed with, on this rank alone; nothing if it did not."""
+        """Raises the error of the thread, if it failed, on this rank alone."""
         if self._error is not None:
             raise self._error
 
@@ -189,7 +190,7 @@ class Checkpointer:
         self._thread.start()
 
     def wait(self) -> None:
-        """Returns when the last checkpoint is whole on all ranks. Every rank must call it.
+        """Waits until the last checkpoint is complete on all ranks. Every rank must call it.
 
         Raises:
             CheckpointError: As `save`.
@@ -198,7 +199,7 @@ class Checkpointer:
         if self._thread is None:
             return
         try:
-            # The first rank must not wait for the mark of a rank that will never leave one.
+            # Rank 0 must not wait for the mark of a rank that has failed to write.
             together_for_long(self._rank, self._join_own)
             together_for_long(self._rank, self._join)
         except BaseException:
@@ -220,7 +221,7 @@ class Checkpointer:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        """Waits for what is being written; after an error, only if all ranks do, not for ever."""
+        """Waits for the last checkpoint; after an error for a limited time, if all ranks do so."""
         try:
             together = getattr(error, "agreed", False) or self._rank.world.size == 1
             if error is None:
@@ -247,7 +248,7 @@ class Checkpointer:
             self._error = error
         except OSError as error:
             self._error = cannot_write(self._root, error)
-        except Exception as error:  # carried to the main thread, which ends all ranks
+        except Exception as error:  # raised in the main thread, which ends all ranks
             self._error = CheckpointError(f"{self._root}: {type(error).__name__}: {error}")
         finally:
             self._own_done.set()

@@ -1,4 +1,4 @@
-"""How a value goes from one stage's rank to another's: from host memory, or from GPU to GPU."""
+"""Carries values from one stage's rank to another's: from host memory, or from GPU to GPU."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,8 +25,8 @@ class Leaving:
 
     Attributes:
         name: Its name.
-        value: As the carrier takes it.
-        with_shape: Whether its shape goes ahead, since the receiver does not know it.
+        value: The value, in the form that the carrier takes.
+        with_shape: Whether its shape is sent first, because the receiver does not know it.
     """
 
     name: str
@@ -36,12 +36,12 @@ class Leaving:
 
 @dataclass(frozen=True)
 class Expected:
-    """A value that a message has.
+    """A value that is received.
 
     Attributes:
         name: Its name.
         dtype: Its type.
-        shape: Its shape; None where the message says it.
+        shape: Its shape; None if the sender sends it first.
     """
 
     name: str
@@ -50,19 +50,19 @@ class Expected:
 
 
 Receive = Callable[[bool], Any]
-"""Receives a value, of which `Carrier.take` makes one to compute with; in the background or not, as
-`Rank.recv`. It raises RankError where another rank failed, or sent something of another size."""
+"""Receives a value, for `Carrier.take`; the argument is `background` of `Rank.recv`. It raises
+RankError if another rank failed, or sent something of another size."""
 
 
 class Carrier(Protocol):
     """Sends and receives values. Those from one rank to another arrive in the order of sending."""
 
     def send(self, value: Any, with_shape: bool, peer: int, what: str) -> None:
-        """Sends a value, without waiting for the receiver; it may be let go of at once.
+        """Sends a value, without waiting for the receiver; the value may be freed afterwards.
 
         Args:
             value: The value.
-            with_shape: Whether its shape goes ahead, since the receiver does not know it.
+            with_shape: Whether its shape is sent first, because the receiver does not know it.
             peer: The receiver's global rank.
             what: What it is, for messages.
 
@@ -71,7 +71,7 @@ class Carrier(Protocol):
         """
 
     def post(self, expected: Expected, peer: int, what: str) -> Receive:
-        """Returns what receives a value, once, on the same thread or on one for each peer.
+        """Returns a function that receives a value, once, on this thread or on the peer's thread.
 
         Args:
             expected: The value.
@@ -83,7 +83,7 @@ class Carrier(Protocol):
         """
 
     def take(self, received: Any) -> Any:
-        """Returns a value that was received, for what the rank computes from here on."""
+        """Returns a received value in a form for the rank's later computations."""
 
 
 class HostCarrier:
@@ -122,11 +122,11 @@ class HostCarrier:
 
 @dataclass(frozen=True)
 class _Eventual:
-    """A value whose memory is not ready yet: to be written, or to be read.
+    """A value whose memory is not ready yet, to be written or to be read.
 
     Attributes:
         value: The OrtValue.
-        event: Comes when it is.
+        event: The event after which it is ready.
     """
 
     value: Any
@@ -134,17 +134,17 @@ class _Eventual:
 
 
 class DeviceCarrier:
-    """Carries OrtValues on the rank's GPU, which pass through its transport of device memory.
+    """Carries OrtValues on the rank's GPU, by its transport for GPUs.
 
-    Only shapes go by way of the host. A value's memory may be some that was let go of and is still
-    read by what the GPU has been told to compute. So what arrives, on a stream for each peer, waits
-    for what was computed when its memory was taken, and what reads it waits for its arrival; the
-    process waits for neither. Memory is taken when a receive is posted, for a value not to wait for
-    what is computed after that; where its shape is unknown, when the shape has come.
+    Only shapes go through the host. Memory for a value may be reused while enqueued work still
+    reads its last contents. So a receive, on a stream for each peer, waits for the work that was
+    enqueued when its memory was allocated, and work that reads the value waits for its arrival. The
+    process waits for neither. Memory is allocated when a receive is posted, so that it does not
+    wait for later work; if the shape is unknown, when the shape has arrived.
 
     Args:
-        rank: The rank; it has been given the GPU.
-        queue: What its GPU does.
+        rank: The rank; it has the GPU.
+        queue: The streams of the GPU.
     """
 
     def __init__(self, rank: Rank, queue: Queue) -> None:
@@ -166,7 +166,7 @@ class DeviceCarrier:
         return partial(self._receive, expected.dtype, known, peer, what)
 
     def _space(self, shape: tuple[int, ...], dtype: np.dtype[Any], what: str) -> _Eventual:
-        """Returns memory for a value, and when it may be written."""
+        """Returns memory for a value, with the event after which it may be written."""
         queue = self._queue
         try:
             value = onnxruntime.OrtValue.ortvalue_from_shape_and_type(

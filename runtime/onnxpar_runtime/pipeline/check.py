@@ -12,13 +12,13 @@ from onnxpar_runtime.pipeline.transfers import ends_of, messages, rendezvous
 
 
 def check(program: PlayedSchedule) -> None:
-    """Returns if the program computes everything, transfers what is needed, and comes to its end.
+    """Checks that a program computes everything, transfers all values, and comes to its end.
 
-    Deadlocks are found by playing the program where nothing is buffered, and where a send ends only
-    when its receiver waits for it, which may have had to learn the shapes before it could post.
+    It finds deadlocks by playing the program without buffers: a send ends only when its receiver
+    waits for it, because the receiver may need the shapes before it can post the receive.
 
     Raises:
-        ScheduleError: What does not hold, with the rank and the step.
+        ScheduleError: A condition does not hold; the message names the rank and the step.
     """
     schedule = program.schedule
     require_complete(schedule)
@@ -36,7 +36,7 @@ def check(program: PlayedSchedule) -> None:
 
 
 def _check_points(name: str, program: PlayedSchedule) -> None:
-    """Checks that every message has its four points, between what makes and what reads it."""
+    """Checks that every message has its four points, between its making and its reading."""
     found = where(program.schedule)
     at = [_indices(steps) for steps in program.ranks]
     expected: set[tuple[int, Transfer]] = set()
@@ -77,7 +77,7 @@ def _check_points(name: str, program: PlayedSchedule) -> None:
 
 
 def _indices(steps: Sequence[Step]) -> defaultdict[Step, list[int]]:
-    """Returns the indices at which each step stands."""
+    """Returns the indices of each step."""
     result: defaultdict[Step, list[int]] = defaultdict(list)
     for index, step in enumerate(steps):
         result[step].append(index)
@@ -85,7 +85,7 @@ def _indices(steps: Sequence[Step]) -> defaultdict[Step, list[int]]:
 
 
 def _check_channels(name: str, program: PlayedSchedule) -> None:
-    """Checks that what one rank sends to another is received in the same order."""
+    """Checks that messages from one rank to another are received in the order of sending."""
     posts: defaultdict[tuple[int, int, Point], list[Transfer]] = defaultdict(list)
     for rank, steps in enumerate(program.ranks):
         for step in steps:

@@ -16,7 +16,7 @@ Array = NDArray[Any]
 
 
 class Forward:
-    """A rank's part of a program without states.
+    """A rank's programs of a forward program without states.
 
     Args:
         manifest: The manifest of a pipeline.
@@ -62,7 +62,7 @@ class Forward:
 
     @property
     def bound_bytes(self) -> int:
-        """Bytes of the inputs that are bound."""
+        """Bytes of the bound inputs."""
         return sum(executor.bound_bytes for executor in self._executors.values())
 
     def close(self) -> None:

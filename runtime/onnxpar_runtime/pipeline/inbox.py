@@ -1,4 +1,4 @@
-"""Receives that are posted early: messages come in while the rank computes."""
+"""Receives that are posted early: messages arrive while the rank computes."""
 
 import queue
 import threading
@@ -29,32 +29,32 @@ class Ticket(Generic[T]):
         self._error: BaseException | None = None
 
     def run(self) -> None:
-        """Receives; what is raised is kept for whom takes the result."""
+        """Receives; `result` raises its error."""
         try:
             self._result = self._receive()
-        except BaseException as error:  # carried to the thread that waits
+        except BaseException as error:  # raised in the thread that waits
             self._error = error
         self.done.set()
 
     def result(self) -> T:
-        """Returns what was received, or raises what the receiving raised."""
+        """Returns what was received, or raises the error of receiving it."""
         if self._error is not None:
             raise self._error
         return self._result  # type: ignore[return-value]  # `run` has set it
 
 
 class Inbox:
-    """What a rank has been sent and will be sent.
+    """The receives that a rank has posted.
 
-    Messages of one peer come in in the order in which they were posted. Where the transport lets
-    other threads receive, each peer has one; elsewhere messages are received when they are waited
-    for.
+    Messages of one peer are received in the order in which they were posted. If the transport lets
+    other threads receive, there is a thread for each peer; otherwise messages are received when
+    they are waited for.
 
     Args:
         rank: The rank.
 
     Attributes:
-        background: Whether receives run beside the rank's own thread; `Rank.recv` wants to know.
+        background: Whether receives run in other threads, as `Rank.recv` needs to know.
     """
 
     def __init__(self, rank: Rank) -> None:
@@ -86,10 +86,10 @@ class Inbox:
         return ticket
 
     def wait(self, peer: int, ticket: Ticket[T]) -> T:
-        """Returns what was received, once it is there.
+        """Returns a message once it has been received.
 
         Raises:
-            RankError: A rank failed, or nothing came within the world's limit of time, which ends
+            RankError: A rank failed, or nothing arrived within the world's time limit, which ends
                 all ranks.
         """
         if not self.background:

@@ -1,4 +1,4 @@
-"""The order that a schedule's computations have, and whether they are complete."""
+"""The order of a schedule's computations, and whether they are complete."""
 
 from collections import Counter
 from itertools import pairwise
@@ -13,7 +13,7 @@ Unit = tuple[int, int, Kind]
 
 
 def unit(schedule: Schedule, rank: int, action: Action) -> Unit:
-    """Returns what an action is for other stages, to which a split backward is a backward."""
+    """Returns the unit of an action; the inputs' part of a split backward counts as a backward."""
     kind = Kind.BACKWARD if action.kind is Kind.BACKWARD_INPUT else action.kind
     return schedule.virtual_stage(rank, action.chunk), action.micro_batch, kind
 
@@ -26,14 +26,14 @@ def where(schedule: Schedule) -> dict[Unit, Place]:
 
 
 def require_complete(schedule: Schedule) -> None:
-    """Returns if every virtual stage computes every micro-batch once.
+    """Checks that every virtual stage computes every micro-batch once.
 
-    Each has one forward and, unless the schedule is of evaluation, after it either one whole
-    backward or one of its inputs and then one of its weights.
+    Each has one forward. Unless the schedule is for evaluation, it then has one backward, either
+    unsplit or as the inputs' part and then the weights' part.
 
     Raises:
-        ScheduleError: A computation is missing, doubled, of no such chunk or micro-batch, or on its
-            rank before one that it needs; the message names rank and computation.
+        ScheduleError: A computation is missing or doubled, has an unknown chunk or micro-batch, or
+            comes before one that it needs; the message names rank and computation.
     """
     name = f"schedule {schedule.name!r}"
     if len(schedule.ranks) != schedule.stages:
@@ -62,17 +62,17 @@ def require_complete(schedule: Schedule) -> None:
 def _require_unit(
     place: str, has_backward: bool, at: dict[Action, int], chunk: int, micro_batch: int
 ) -> None:
-    """Checks what one rank, whose actions are `at` their indices, does with one micro-batch."""
-    forward, whole, inputs, weights = (
+    """Checks the actions of one rank, with their indices `at`, for one micro-batch and chunk."""
+    forward, unsplit, inputs, weights = (
         Action(kind, chunk, micro_batch)
         for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
     )
-    if whole in at and (inputs in at or weights in at):
+    if unsplit in at and (inputs in at or weights in at):
         part = inputs if inputs in at else weights
-        raise ScheduleError(f"{place}: both {whole} and {part}, expected one of them")
+        raise ScheduleError(f"{place}: both {unsplit} and {part}, expected one of them")
     wanted = [forward]
     if has_backward:
-        wanted += [inputs, weights] if inputs in at or weights in at else [whole]
+        wanted += [inputs, weights] if inputs in at or weights in at else [unsplit]
     for action in wanted:
         if action not in at:
             raise ScheduleError(f"{place}: {action} is missing")
@@ -87,8 +87,8 @@ def _require_unit(
 def in_order(schedule: Schedule) -> Timeline:
     """Returns a timeline of a schedule's computations, each virtual stage after the one before it.
 
-    Forwards take 1, whole backwards 2, and either part of a split one 1. No edge between virtual
-    stages can ask for more than this order gives.
+    Forwards take 1, unsplit backwards 2, and each part of a split backward 1. No edge between
+    virtual stages needs another order.
 
     Raises:
         ScheduleError: The computations wait for one another in a circle.

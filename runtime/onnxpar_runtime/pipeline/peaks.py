@@ -1,4 +1,4 @@
-"""How much a schedule keeps of its forwards for its backwards."""
+"""The activations that a schedule keeps for its backwards."""
 
 from itertools import accumulate
 
@@ -6,10 +6,11 @@ from onnxpar_runtime.pipeline.schedule import Kind, Schedule
 
 
 def activation_peaks(schedule: Schedule) -> tuple[int, ...]:
-    """Returns for each rank the most activations, of one micro-batch in one chunk, kept at a time.
+    """Returns for each rank the largest number of activations that it keeps at a time.
 
-    They are kept from the forward to the end of the backward; if the backward is split, to the end
-    of the weights' part. Without a backward they are kept during the forward alone.
+    An activation (of one micro-batch in one chunk) is kept from the forward to the end of the
+    backward, or of the weights' part of a split backward. Without a backward it is kept during the
+    forward alone.
 
     Args:
         schedule: A complete schedule.

@@ -1,4 +1,4 @@
-"""Plays a schedule on one rank: computations in its order, messages beside them."""
+"""Plays a schedule on one rank: computations in its order, and messages meanwhile."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,24 +15,24 @@ from onnxpar_runtime.pipeline.transfers import with_transfers
 
 
 class Work(Protocol):
-    """What a rank's virtual stages compute."""
+    """The computations of a rank's virtual stages."""
 
     def compute(self, action: Action) -> None:
         """Carries out a computation."""
 
     def leaving(self, message: Message) -> Sequence[Leaving]:
-        """Returns the values of a message. They are asked for once."""
+        """Returns the values of a message, once."""
 
     def expected(self, message: Message) -> Sequence[Expected]:
-        """Returns what a message to this rank has."""
+        """Returns the values that a message to this rank has."""
 
     def arrived(self, message: Message, values: Sequence[Any]) -> None:
-        """Takes the values of a message, from the carrier. They are the receiver's own."""
+        """Takes the received values of a message; nothing else refers to them."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank is in a pipeline.
+    """The place of a rank in a pipeline.
 
     Attributes:
         stage: Its stage.
@@ -53,14 +53,14 @@ class Place:
 def plan(
     name: str, stages: int, micro_batches: int, chunks: int, edges: tuple[Edge, ...]
 ) -> PlayedSchedule:
-    """Returns a schedule with its transfers, which is known to come to its end.
+    """Returns a schedule with its transfers, after checking that it comes to its end.
 
     Args:
         name: Name of the schedule.
         stages: Number of stages.
         micro_batches: Number of micro-batches.
         chunks: Virtual stages of each stage.
-        edges: What virtual stages give to one another.
+        edges: The values that virtual stages send to one another.
 
     Raises:
         ScheduleError: There is no such schedule, or it cannot be played.
@@ -78,19 +78,19 @@ def play(
     inbox: Inbox,
     trace: Trace | None = None,
 ) -> None:
-    """Plays a rank's part of a program. Every rank of the pipeline must call it.
+    """Plays a rank's steps of a program. Every rank of the pipeline must call it.
 
     Args:
-        carrier: How the rank's values go to other ranks.
-        place: Where the rank is in the pipeline.
-        program: What all ranks play.
-        work: What it computes.
-        inbox: The rank's, kept from one call to the next.
-        trace: Notes when computations began and ended, if given.
+        carrier: Sends and receives the rank's values.
+        place: The rank's place in the pipeline.
+        program: The steps of all ranks.
+        work: The rank's computations.
+        inbox: The rank's posted receives, kept from one call to the next.
+        trace: Records when computations began and ended, if given.
 
     Raises:
-        RankError: Another rank failed, or nothing came from it for too long.
-        OnnxparRuntimeError: What `work` raises.
+        RankError: Another rank failed, or nothing arrived from it within the time limit.
+        OnnxparRuntimeError: As `work` raises.
     """
     posted: dict[Message, Ticket[list[Any]]] = {}
     if trace is not None:

@@ -1,26 +1,26 @@
-"""A schedule as text: a row of each rank over time."""
+"""A schedule as text: a row over time for each rank."""
 
 from onnxpar_runtime.pipeline.peaks import activation_peaks
 from onnxpar_runtime.pipeline.schedule import Action, Kind, PlayedSchedule
 from onnxpar_runtime.pipeline.simulate import Times, simulate
 
-# What fills a computation after its label, and time in which a rank is idle.
+# The characters that fill a computation after its label, and idle time.
 _FILL = {Kind.FORWARD: "-", Kind.BACKWARD: "=", Kind.BACKWARD_INPUT: "=", Kind.BACKWARD_WEIGHT: "~"}
 _IDLE = "."
 
 
 def render(program: PlayedSchedule, times: Times, width: int | None = None) -> str:
-    """Returns the program over time, a line of each rank, for example `|F0-F1-......B0====`.
+    """Returns the program over time, a line for each rank, for example `|F0-F1-......B0====`.
 
-    A computation is its kind (F forward, B backward; I and W its parts for inputs and weights),
-    the chunk as a letter where there are several, and the micro-batch; its width is its time. Dots
-    are idle time. After the line stand the share of idle time and the most activations kept.
+    A computation is shown as its kind (F forward, B backward; I and W its parts for inputs and
+    weights), the chunk as a letter if there are several, and the micro-batch; its width is its
+    time. Dots are idle time. The share of idle time and the peak of activations end the line.
 
     Args:
         program: The program.
-        times: The times of its parts.
-        width: Columns of time; None for as many as let the shortest computation show its label.
-            A label that does not fit is cut.
+        times: The times of its computations and transfers.
+        width: Columns of time; None for as many as the label of the shortest computation needs. A
+            label that does not fit is truncated.
 
     Raises:
         ScheduleError: As `simulate`.
@@ -54,6 +54,6 @@ def render(program: PlayedSchedule, times: Times, width: int | None = None) -> s
 
 
 def _label(action: Action, chunks: int) -> str:
-    """Returns what stands in the line for a computation."""
+    """Returns the label of a computation."""
     letter = chr(ord("a") + action.chunk) if chunks > 1 else ""
     return f"{action.kind.value}{letter}{action.micro_batch}"

@@ -1,4 +1,4 @@
-"""A pipeline schedule as data: what every rank does, in which order.
+"""A pipeline schedule as data: the actions of every rank, in order.
 
 A pipeline of `stages` ranks holds `chunks` parts of the model on each rank. Part `chunk` of `rank`
 is *virtual stage* `chunk * stages + rank`: the model runs through the virtual stages in ascending
@@ -13,11 +13,12 @@ from enum import Enum
 
 
 class Kind(Enum):
-    """What is computed of one micro-batch by one virtual stage.
+    """The kind of computation of one micro-batch by one virtual stage.
 
-    A virtual stage's backward is whole (`BACKWARD`), or split as in Qi et al., "Zero bubble
-    pipeline parallelism" (ICLR 2024): `BACKWARD_INPUT` gives the cotangents of the stage's inputs,
-    which the stage before waits for, and `BACKWARD_WEIGHT`, any time later, the parameters'.
+    A virtual stage's backward is one computation (`BACKWARD`), or split as in Qi et al., "Zero
+    bubble pipeline parallelism" (ICLR 2024): `BACKWARD_INPUT` computes the cotangents of the
+    stage's inputs, for which the stage before waits, and `BACKWARD_WEIGHT`, any time later, the
+    gradients of the parameters.
     """
 
     FORWARD = "F"
@@ -44,17 +45,17 @@ class Action:
 
 
 class Payload(Enum):
-    """What a message carries: results of a forward, or the cotangents of such results."""
+    """The contents of a message: results of a forward, or cotangents of such results."""
 
     ACTIVATION = "activation"
     COTANGENT = "cotangent"
 
 
 class Point(Enum):
-    """One of the four points of a transfer, two on either rank.
+    """One of the four points of a transfer, two on each rank.
 
     `SEND` and `RECEIVE` post a nonblocking operation and return at once; `WAIT_SEND` returns when
-    the sent buffers may be reused, `WAIT_RECEIVE` when the received values are there.
+    the sent buffers may be reused, `WAIT_RECEIVE` when the values have arrived.
     """
 
     SEND = "send"
@@ -65,10 +66,10 @@ class Point(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What one virtual stage sends to another about one micro-batch.
+    """The values that one virtual stage sends to another for one micro-batch.
 
     Attributes:
-        payload: Activations flow from a virtual stage to a later one, cotangents to an earlier one.
+        payload: Activations go from a virtual stage to a later one, cotangents to an earlier one.
         source: The virtual stage that sends.
         target: The virtual stage that receives.
         micro_batch: The micro-batch.
@@ -108,17 +109,17 @@ Step = Action | Transfer
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """What virtual stage `source` gives to the later virtual stage `target`, for each micro-batch.
+    """The values that a virtual stage sends to a later one, for each micro-batch.
 
-    A value that several virtual stages read has an edge to each of them, whatever lies between.
+    A value that several virtual stages read has an edge to each of them.
 
     Attributes:
         source: The virtual stage that computes the values.
         target: The virtual stage that reads them.
-        values: Names of the values; empty where `target` only gives back what has come through it
-            unchanged, as the cotangent of a sum does, for a value that goes to stages between.
-        cotangents: Those of `values` whose cotangents `target` gives back; may be empty. Where
-            there are no values, names of what it gives back.
+        values: Names of the values; may be empty, if `target` only sends back a cotangent that
+            passes through it unchanged (as that of a sum), for a value read by stages between.
+        cotangents: Those of `values` whose cotangents `target` sends back; may be empty. Without
+            values, the names of the cotangents that it sends back.
     """
 
     source: int
@@ -152,7 +153,7 @@ class Schedule:
 
     @property
     def has_backward(self) -> bool:
-        """Whether anything is differentiated; False for a schedule of evaluation."""
+        """Whether the schedule has backwards; False for a schedule for evaluation."""
         return any(action.kind is not Kind.FORWARD for rank in self.ranks for action in rank)
 
     def virtual_stage(self, rank: int, chunk: int) -> int:
@@ -168,11 +169,11 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True)
 class PlayedSchedule:
-    """A schedule with its transfers: what the ranks of a pipeline play.
+    """A schedule with its transfers, which the ranks of a pipeline play.
 
     Attributes:
         schedule: The computations alone.
-        edges: What the virtual stages give to one another.
+        edges: The values that the virtual stages send to one another.
         ranks: For each rank its computations and the points of its transfers, in order.
     """
 
@@ -181,5 +182,5 @@ class PlayedSchedule:
     ranks: tuple[tuple[Step, ...], ...]
 
 
-# Where a step stands: its rank, and its index in the rank's list.
+# The place of a step: its rank, and its index in the rank's list.
 Place = tuple[int, int]

@@ -20,9 +20,9 @@ def make(name: str, stages: int, micro_batches: int, chunks: int = 1) -> Schedul
     Args:
         name: One of `SCHEDULES`.
         stages: Number of ranks of the pipeline, p ≥ 1.
-        micro_batches: Number of micro-batches, m ≥ 1; it need have no relation to `stages`.
-        chunks: Number of virtual stages on each rank, v ≥ 1; more than 1 only where the schedule
-            runs around the ranks several times.
+        micro_batches: Number of micro-batches, m ≥ 1; it need not be a multiple of `stages`.
+        chunks: Number of virtual stages on each rank, v ≥ 1; more than 1 only for schedules that
+            run around the ranks several times.
 
     Raises:
         ScheduleError: An unknown name, or a number that the schedule does not take.
@@ -75,8 +75,8 @@ def _interleaved(rank: int, stages: int, micro_batches: int, chunks: int) -> Act
     """
     if chunks == 1:
         return _one_f_one_b(rank, stages, micro_batches, chunks)
-    # The last rank starts its backwards with the last chunk of micro-batch 0; every rank before it
-    # is two units ahead: one forward and one backward that it hears of later.
+    # The last rank starts its backwards with the last chunk of micro-batch 0. Every rank before it
+    # is two units ahead: its forward comes one unit earlier, and its backward one unit later.
     warm_up = (chunks - 1) * groups(stages, micro_batches)[0] + 2 * (stages - rank - 1)
     forwards = list(_around(stages, micro_batches, chunks))
     backwards = [(chunks - 1 - chunk, micro_batch) for chunk, micro_batch in forwards]
@@ -86,8 +86,8 @@ def _interleaved(rank: int, stages: int, micro_batches: int, chunks: int) -> Act
 def _zb_h1(rank: int, stages: int, micro_batches: int, chunks: int) -> Actions:
     """ZB-H1 (Qi et al., ICLR 2024, section 2.3): 1F1B with split backwards.
 
-    Rank r computes the parameters' gradients r micro-batches late, so that all ranks keep the
-    activations of as many micro-batches as the first one of 1F1B does, and no more.
+    Rank r computes the parameters' gradients r micro-batches late, so that every rank keeps the
+    activations of as many micro-batches as rank 0 of 1F1B.
     """
     actions: list[Action] = []
     for action in _one_f_one_b(rank, stages, micro_batches, chunks):
@@ -105,8 +105,8 @@ def _zb_h1(rank: int, stages: int, micro_batches: int, chunks: int) -> Actions:
 def groups(stages: int, micro_batches: int) -> tuple[int, ...]:
     """Returns the sizes of the groups in which micro-batches go around the ranks, largest first.
 
-    A group of fewer micro-batches than ranks would come back to the first rank late, so there are
-    as many groups as fit with at least `stages` in each, of sizes that differ by at most 1.
+    A group with fewer micro-batches than ranks would come back to rank 0 late. So there are as many
+    groups as possible with at least `stages` in each, of sizes that differ by at most 1.
     """
     count = max(1, micro_batches // stages)
     size, larger = divmod(micro_batches, count)
@@ -125,7 +125,7 @@ def _around(stages: int, micro_batches: int, chunks: int) -> Iterator[tuple[int,
 def _alternate(
     forwards: list[tuple[int, int]], backwards: list[tuple[int, int]], warm_up: int
 ) -> Actions:
-    """Returns `warm_up` forwards, then a forward and a backward in turn, then what is left."""
+    """Returns `warm_up` forwards, then forwards and backwards in turn, then the other backwards."""
     ahead = min(warm_up, len(forwards))
     actions = [Action(_F, *unit) for unit in forwards[:ahead]]
     for forward, backward in zip(forwards[ahead:], backwards, strict=False):

@@ -1,4 +1,4 @@
-"""How long a program takes, and how much of it ranks are idle, for given times of its parts."""
+"""The time of a program, and the share in which ranks are idle, for given times of its steps."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -11,15 +11,15 @@ from onnxpar_runtime.pipeline.transfers import rendezvous
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """The times of one micro-batch in each virtual stage, in any one unit.
+    """The times of one micro-batch in each virtual stage, in any unit.
 
     Attributes:
-        forward: Of the forward.
-        backward: Of a whole backward.
-        backward_input: Of a split backward's inputs' part.
-        backward_weight: Of its weights' part.
-        transfer: Of a transfer that the virtual stage sends, from the moment when both ranks have
-            posted it. Transfers do not slow one another.
+        forward: Times of the forward.
+        backward: Times of an unsplit backward.
+        backward_input: Times of the inputs' part of a split backward.
+        backward_weight: Times of its weights' part.
+        transfer: Times of a transfer that the virtual stage sends, after both ranks have posted it.
+            Transfers do not slow each other down.
     """
 
     forward: Sequence[float]
@@ -36,7 +36,7 @@ class Times:
         backward_weight: float = 1.0,
         transfer: float = 0.0,
     ) -> "Times":
-        """Returns the same times for all virtual stages; a whole backward is both its parts."""
+        """Returns the same times for all virtual stages; an unsplit backward takes both parts."""
         return Times(
             (forward,) * virtual_stages,
             (backward_input + backward_weight,) * virtual_stages,
@@ -58,11 +58,11 @@ class Times:
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """What a program took.
+    """The times of a program.
 
     Attributes:
-        makespan: From the beginning to the end of the last computation of all ranks.
-        busy: For each rank the time during which it computes.
+        makespan: Time from the beginning to the end of the last computation of all ranks.
+        busy: For each rank the time in which it computes.
         starts: For each rank the times at which its computations begin, as in the schedule.
         ends: The times at which they end.
     """
@@ -82,7 +82,7 @@ class Simulation:
 
 
 def simulate(program: PlayedSchedule, times: Times) -> Simulation:
-    """Returns when a program's computations happen, each as early as it can.
+    """Returns when a program's computations run, each as early as possible.
 
     Raises:
         ScheduleError: There are not as many times as virtual stages, or the program deadlocks.

@@ -1,4 +1,4 @@
-"""When each step of each rank happens, where ranks wait for one another."""
+"""The times of each rank's steps, if ranks wait for one another."""
 
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from onnxpar_runtime.errors import ScheduleError
 from onnxpar_runtime.pipeline.schedule import Place, Step
 
-# The places that must have ended before a place can begin, each with the time that lies between.
+# The places whose steps must end before a step can begin, each with the time in between.
 Needs = Mapping[Place, Sequence[tuple[Place, float]]]
 
 
@@ -16,9 +16,9 @@ class Timeline:
     """The times of all steps, in the unit of the durations.
 
     Attributes:
-        starts: For each rank the times at which its steps begin, as far as it comes.
+        starts: For each rank the times at which its steps begin, up to a step that is stuck.
         ends: The times at which they end.
-        stuck: For each rank the index of the step that it waits in forever; None where it has none.
+        stuck: For each rank the index of the step in which it waits forever; None if it ends.
     """
 
     starts: tuple[tuple[float, ...], ...]
@@ -27,11 +27,11 @@ class Timeline:
 
 
 def timeline(durations: Sequence[Sequence[float]], needs: Needs) -> Timeline:
-    """Returns when each step happens: as soon as the one before it, and what it needs, have ended.
+    """Returns the times of all steps. A step begins when the last step and its needs have ended.
 
     Args:
         durations: For each rank the durations of its steps.
-        needs: What a step needs, of its own rank or of others.
+        needs: The steps that a step needs, on its own rank or on others.
     """
     starts: list[list[float]] = [[] for _ in durations]
     ends: list[list[float]] = [[] for _ in durations]
@@ -61,10 +61,10 @@ def timeline(durations: Sequence[Sequence[float]], needs: Needs) -> Timeline:
 
 
 def require_end(name: str, lists: Sequence[Sequence[Step]], needs: Needs, result: Timeline) -> None:
-    """Returns if all ranks come to the end of their lists.
+    """Checks that all ranks come to the end of their lists.
 
     Raises:
-        ScheduleError: They do not: each stuck rank, its step, and what this waits for.
+        ScheduleError: They do not; names each stuck rank, its step, and what the step waits for.
     """
     texts = []
     for rank, index in enumerate(result.stuck):

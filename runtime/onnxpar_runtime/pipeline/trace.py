@@ -1,4 +1,4 @@
-"""When computations of a pipeline began and ended, and what share of the time ranks had none.
+"""Records when computations of a pipeline began and ended, and computes the share of idle time.
 
 Traces are written in the format of Chrome's trace viewer ("Trace Event Format"), which Perfetto and
 chrome://tracing read: a process for each stage, a thread for each rank.
@@ -47,11 +47,11 @@ class Trace:
     """The computations of one rank.
 
     Args:
-        rank: The rank. Every rank of the world must make its trace at the same time, which is the
-            beginning for all.
+        rank: The rank. Every rank of the world must make its trace at the same time, which becomes
+            the common origin of the times.
 
     Attributes:
-        steps: What was noted so far.
+        steps: The steps recorded so far.
     """
 
     def __init__(self, rank: Rank) -> None:
@@ -67,7 +67,7 @@ class Trace:
 
     @contextmanager
     def of(self, action: Action) -> Iterator[None]:
-        """Notes a computation, which the body of the `with` statement carries out."""
+        """Records a computation, which the body of the `with` statement carries out."""
         start = time.monotonic()
         yield
         end = time.monotonic()
@@ -96,10 +96,10 @@ class Trace:
 
 
 def bubble(ranks: Sequence[Sequence[Span]]) -> float:
-    """Returns the share of the time of a step in which ranks compute nothing, of all together.
+    """Returns the share of a step's time in which ranks are idle, over all ranks.
 
-    The time goes from the first beginning to the last end on any rank: with equal times of all
-    stages it is (p - 1) / (m + p - 1) for GPipe and 1F1B of m micro-batches on p stages.
+    The time goes from the first beginning to the last end on any rank. With equal times of all
+    stages, the share is (p - 1) / (m + p - 1) for GPipe and 1F1B of m micro-batches on p stages.
 
     Args:
         ranks: For each rank the computations of one step.
@@ -110,7 +110,7 @@ def bubble(ranks: Sequence[Sequence[Span]]) -> float:
 
 
 def even_bubble(program: PlayedSchedule) -> float:
-    """Returns what `bubble` is where all stages take the same time, and transfers none.
+    """Returns the bubble if all stages take the same time, and transfers take none.
 
     A backward takes twice as long as a forward, half of it for the parameters' gradients.
     """
@@ -119,7 +119,7 @@ def even_bubble(program: PlayedSchedule) -> float:
 
 
 def median_bubble(traces: Sequence[Steps]) -> float:
-    """Returns the median over steps of `bubble`; not the first step, in which memory is found."""
+    """Returns the median of `bubble` over all steps but the first, which allocates memory."""
     count = len(traces[0])
     first = min(1, count - 1)
     return median(bubble([trace[step] for trace in traces]) for step in range(first, count))
@@ -130,7 +130,7 @@ def write_trace(path: str | Path, traces: Sequence[Steps], size: int) -> None:
 
     Args:
         path: The file.
-        traces: Of each rank.
+        traces: The trace of each rank.
         size: Number of ranks of a stage.
 
     Raises:

@@ -1,9 +1,9 @@
-"""The transfers that a schedule needs, and where their four points stand.
+"""The transfers that a schedule needs, and the places of their four points.
 
 Receives are posted early and waited for late, so that data travel while the rank computes. Between
-any two ranks there is one channel in either direction, in which sends and receives are posted in
-the same order, whatever is in them: transports that match by order (NCCL) need it, and those that
-match by order within a tag (MPI) need then no tags.
+any two ranks there is one channel in each direction, in which all sends and receives are posted in
+the same order. Transports that match by order (NCCL) need this, and transports that match by order
+within a tag (MPI) then need no tags.
 """
 
 from bisect import bisect_left
@@ -27,12 +27,12 @@ from onnxpar_runtime.pipeline.schedule import (
 )
 from onnxpar_runtime.pipeline.timeline import Needs
 
-# In the steady state of 1F1B a forward and a backward.
+# A forward and a backward in the steady state of 1F1B.
 LOOKAHEAD = 2
 
 
 def chain(schedule: Schedule, value: str = "x") -> tuple[Edge, ...]:
-    """Returns the edges of a pipeline whose virtual stages each give one value to the next."""
+    """Returns the edges of a pipeline whose virtual stages each send one value to the next."""
     return tuple(
         Edge(stage, stage + 1, (value,), (value,)) for stage in range(schedule.virtual_stages - 1)
     )
@@ -43,21 +43,23 @@ def with_transfers(
 ) -> PlayedSchedule:
     """Returns the schedule with the transfers that the edges need.
 
-    A receive is posted `lookahead` computations before the one that reads the values, or earlier
-    where a later one of its channel is; it is waited for right before that computation. A send is
-    posted right after the computation that makes its values. It is waited for `lookahead`
-    computations after the reader has begun in the schedule's own order, or at the end: until then
-    the sender must keep the values. Values between two chunks of one rank need no transfer.
+    A receive is posted `lookahead` computations before the one that reads the values, or earlier if
+    a later receive of its channel is posted earlier; it is waited for directly before that
+    computation. A send is posted directly after the computation that makes its values. It is waited
+    for `lookahead` computations after the reader has begun in the schedule's own order, or at the
+    end. Until then the sender must keep the values. Values between two chunks of one rank need no
+    transfer.
 
-    In the order that the schedule has with its virtual stages in a chain, a wait comes after every
-    step that it waits for, whether receivers take values when they post or when they wait. So any
-    edges can be played that lead from earlier virtual stages to later ones.
+    In the order of the schedule with its virtual stages in a chain, a wait comes after every step
+    that it waits for, whether receivers take values when they post or when they wait. So any edges
+    from earlier virtual stages to later ones can be played.
 
     Args:
         schedule: The computations.
-        edges: What virtual stages give to one another; at most one edge from one to another.
-        lookahead: Computations, at least 1, during which a transfer can travel unnoticed. It bounds
-            the buffers that lie ready for receiving, and those kept for sending.
+        edges: The values that virtual stages send to one another; at most one edge from one to
+            another.
+        lookahead: Number of computations, at least 1, that can hide a transfer. It bounds the
+            buffers for receiving and those kept for sending.
 
     Raises:
         ScheduleError: The schedule is not complete or deadlocks, or an edge is impossible.
@@ -68,7 +70,7 @@ def with_transfers(
     starts = in_order(schedule).starts
     found = where(schedule)
     slots = [[_Slot() for _ in range(len(actions) + 1)] for actions in schedule.ranks]
-    # For each channel: where its messages are sent and read, and the messages.
+    # For each channel: the places where its messages are made and read, and the messages.
     channels: defaultdict[tuple[int, int], list[tuple[Place, Place, Message]]] = defaultdict(list)
     for message in messages(schedule, edges):
         made, read = (found[key] for key in ends_of(message))
@@ -78,7 +80,7 @@ def with_transfers(
         sent.sort(key=lambda item: (item[0], item[2].target))
         post = len(schedule.ranks[target])
         for made, read, message in reversed(sent):
-            # No later than any that follows in the channel.
+            # Not later than any receive that follows in the channel.
             post = min(post, max(0, read[1] - lookahead))
             begun = bisect_left(starts[source], starts[target][read[1]], made[1] + 1)
             done = min(begun + lookahead, len(starts[source]))
@@ -114,14 +116,13 @@ class _Slot:
 
 
 def messages(schedule: Schedule, edges: Sequence[Edge]) -> list[Message]:
-    """Returns every message of a step: each edge's, for each micro-batch, there and back.
+    """Returns every message of a step: for each edge and micro-batch, in both directions.
 
-    Messages between chunks of one rank are among them.
+    They include messages between chunks of one rank.
 
     Raises:
-        ScheduleError: An edge does not lead from a virtual stage to a later one, has nothing to
-            carry, a name twice, or cotangents that are not of its values, or has the ends of
-            another edge.
+        ScheduleError: An edge does not lead from a virtual stage to a later one, is empty, has a
+            name twice or cotangents of other values, or has the same ends as another edge.
     """
     seen: set[tuple[int, int]] = set()
     has_backward = schedule.has_backward
@@ -159,7 +160,7 @@ def messages(schedule: Schedule, edges: Sequence[Edge]) -> list[Message]:
 
 
 def ends_of(message: Message) -> tuple[Unit, Unit]:
-    """Returns the units of computation that make and that read what a message carries."""
+    """Returns the units of computation that make and read the values of a message."""
     kind = Kind.FORWARD if message.payload is Payload.ACTIVATION else Kind.BACKWARD
     return (
         (message.source, message.micro_batch, kind),
@@ -170,15 +171,15 @@ def ends_of(message: Message) -> tuple[Unit, Unit]:
 def rendezvous(
     program: PlayedSchedule, time_of: Callable[[Message], float], taken: Point = Point.RECEIVE
 ) -> Needs:
-    """Returns what the waits of a program need: that both sides have posted the transfer.
+    """Returns the needs of a program's waits: both ranks must have posted the transfer.
 
-    Nothing is assumed to be buffered: a send is done only when its receiver takes the values.
+    It assumes no buffers: a send is done only when its receiver takes the values.
 
     Args:
         program: The program; every message has its four points.
-        time_of: How long a message travels.
-        taken: Where the receiver takes them: where it posts the receive, or `WAIT_RECEIVE` if it
-            must learn the shapes before it can post.
+        time_of: Returns the time of a message's transfer.
+        taken: The point at which the receiver takes the values: `RECEIVE`, or `WAIT_RECEIVE` if it
+            needs the shapes before it can post the receive.
     """
     points: defaultdict[Message, dict[Point, Place]] = defaultdict(dict)
     for rank, steps in enumerate(program.ranks):

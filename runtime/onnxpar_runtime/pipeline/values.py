@@ -1,9 +1,8 @@
-"""What the programs of a pipeline hand to one another, read off the manifest.
+"""The values that the programs of a pipeline hand to one another, by the manifest.
 
-A value that a virtual stage's programs take from another virtual stage's is sent from rank to rank,
-with all others of the same pair in one message: as activations if a forward made it, as cotangents
-if a backward did. Values between programs of one virtual stage, or of two on one rank, stay where
-they are.
+Values from one virtual stage to another are sent from rank to rank, those of one pair in one
+message: as activations if a forward made them, as cotangents if a backward did. Values between
+programs of one virtual stage, or of two on one rank, stay on the rank.
 """
 
 from collections.abc import Mapping
@@ -16,19 +15,19 @@ from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.pipeline.schedule import Edge, Kind, Payload
 
 Ends = tuple[Payload, int, int]
-"""What is sent, the virtual stage that makes it, and the one that reads it."""
+"""The payload, the virtual stage that makes it, and the one that reads it."""
 _VALUES = ("values",)
 
 
 @dataclass(frozen=True)
 class Values:
-    """What the programs of the virtual stages hand to one another.
+    """The values that the programs of the virtual stages hand to one another.
 
     Attributes:
         stages: The virtual stages.
-        messages: The values that each virtual stage gives to another one.
-        kept: The values that each virtual stage's programs keep for its later ones.
-        readers: For each virtual stage, how many of its programs read a value, by its name.
+        messages: The values that each virtual stage sends to another one.
+        kept: The values that each virtual stage's programs keep for its later programs.
+        readers: For each virtual stage, the number of its programs that read a value, by its name.
     """
 
     stages: tuple[VirtualStage, ...]
@@ -38,7 +37,7 @@ class Values:
 
     @property
     def edges(self) -> tuple[Edge, ...]:
-        """What the virtual stages give to one another, as schedules want it."""
+        """The edges between the virtual stages, for schedules."""
         forward = {(s, t) for what, s, t in self.messages if what is Payload.ACTIVATION}
         back = {(t, s) for what, s, t in self.messages if what is Payload.COTANGENT}
         return tuple(
@@ -48,15 +47,15 @@ class Values:
 
 
 def read_values(manifest: Manifest, program: str) -> Values:
-    """Returns what the parts of a program hand to one another.
+    """Returns the values that the parts of a program hand to one another.
 
     Args:
         manifest: The manifest of a pipeline.
         program: Name of a program that runs through its stages.
 
     Raises:
-        ArtifactError: The manifest has no such program, or a value goes a way that no schedule
-            provides: to an earlier part of the computation.
+        ArtifactError: The manifest has no such program, or a value goes to an earlier part of the
+            computation, which no schedule allows.
     """
     pipeline = manifest.pipeline
     if pipeline is None or program not in pipeline.programs:
@@ -93,7 +92,7 @@ def read_values(manifest: Manifest, program: str) -> Values:
 
 
 def _kinds(stage: VirtualStage) -> dict[Kind, str]:
-    """Returns the programs of a virtual stage, by what they compute, in their order."""
+    """Returns the programs of a virtual stage by kind, in their order."""
     names = {
         Kind.FORWARD: stage.forward,
         Kind.BACKWARD_INPUT if stage.weight else Kind.BACKWARD: stage.backward,
@@ -103,7 +102,7 @@ def _kinds(stage: VirtualStage) -> dict[Kind, str]:
 
 
 def _allowed(source: int, maker: Kind, target: int, reader: Kind) -> bool:
-    """Whether every schedule has the reading after the making."""
+    """Whether every schedule reads such a value after making it."""
     if source == target:
         order = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
         return order.index(maker) < order.index(reader)

@@ -1,4 +1,4 @@
-"""A rank's part of a program that runs through the stages of a pipeline."""
+"""A rank's virtual stages of a program that runs through the stages of a pipeline."""
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -33,19 +33,19 @@ from onnxpar_runtime.tensors import host_view, to_ort
 
 Array = NDArray[Any]
 FORWARD = "forward"
-"""The schedule that differentiates nothing."""
+"""The schedule without backwards."""
 _MAX_SIZES = 64
-"""Sets of values of symbols whose shapes are kept."""
+"""Number of sets of the symbols' values for which shapes are kept."""
 
 
 @dataclass(frozen=True)
 class Micro:
-    """A micro-batch, as it is run.
+    """A micro-batch to run.
 
     Attributes:
-        feeds: This rank's part of the inputs.
+        feeds: This rank's shards of the inputs.
         numbers: Numbers that programs read, by name.
-        number: Its number in the step, which random numbers are keyed by.
+        number: Its number in the step, a key of random numbers.
     """
 
     feeds: Feeds
@@ -54,13 +54,13 @@ class Micro:
 
 
 class Writes(Protocol):
-    """Where programs write states, and what follows once they have."""
+    """Decides where programs write states, and adds to them afterwards."""
 
     def before(self, virtual_stage: int, program: str, index: int) -> Mapping[str, str] | None:
-        """Returns what `Executor.run` takes as `redirect` for the run on micro-batch `index`."""
+        """Returns the `redirect` of `Executor.run` for the run on micro-batch `index`."""
 
     def after(self, virtual_stage: int, redirect: Mapping[str, str] | None) -> None:
-        """Is told that a run has been made that was redirected so."""
+        """Is called after a run with this `redirect`."""
 
 
 class _Held:
@@ -79,12 +79,12 @@ class VirtualStages:
         program: Name of a program that runs through its stages.
         rank: The rank.
         load: Returns the executor of a part.
-        inbox: The rank's.
+        inbox: The rank's posted receives.
 
     Attributes:
         made: The program's outputs, and the stage that makes each.
-        peak_bytes: The most bytes of values of other programs and other stages that the rank has
-            kept at a time. A value that two of its virtual stages read counts twice.
+        peak_bytes: The most bytes of values from other programs and stages that the rank has kept
+            at a time. A value that two of its virtual stages read counts twice.
 
     Raises:
         ArtifactError: The manifest has no such program, parts do not fit together, or a graph
@@ -110,13 +110,13 @@ class VirtualStages:
         own = self._pipeline.virtual_stages_of(self._place.stage)
         parts = [name for stage in own for name in self._values.stages[stage].programs]
         self._executors = {name: load(name) for name in parts if _makes(manifest, name)}
-        # All of a rank's parts are on one device; where nothing is computed nothing is carried.
+        # All of a rank's parts are on one device. Without parts, nothing is sent.
         queues = [executor.queue for executor in self._executors.values()]
         self._queue = queues[0] if queues else None
         self._carrier: Carrier = (
             HostCarrier(rank) if self._queue is None else DeviceCarrier(rank, self._queue)
         )
-        # Of what each part makes: the messages that take it, and the virtual stages here that do.
+        # For each value that a part makes: the messages and the virtual stages here that take it.
         self._sent: dict[tuple[str, str], list[Ends]] = defaultdict(list)
         self._near: dict[tuple[str, str], list[int]] = defaultdict(list)
         for ends, values in self._values.messages.items():
@@ -165,16 +165,16 @@ class VirtualStages:
         Args:
             schedule: Name of the schedule.
             micro_batches: The micro-batches.
-            counters: Values of `onnxpar_format.entries.COUNTERS`, the micro-batch left out.
-            writes: Where states are written, if not in their own place.
-            trace: Notes what is computed, if given.
+            counters: Values of `onnxpar_format.entries.COUNTERS`, without the micro-batch.
+            writes: Decides where states are written; None for the states themselves.
+            trace: Records computations, if given.
 
         Returns:
             For each micro-batch the local arrays of the outputs that this rank's stage makes.
 
         Raises:
             ScheduleError: The schedule cannot be played.
-            ArtifactError: The schedule splits a backward that is not in parts.
+            ArtifactError: The schedule splits a backward that is one program.
             RankError: A rank failed.
         """
         program = self._plan(schedule, len(micro_batches))
@@ -187,7 +187,7 @@ class VirtualStages:
         return self._found
 
     def even_bubble(self, schedule: str, count: int) -> float:
-        """Returns the bubble of a schedule of `count` micro-batches if stages took equal times."""
+        """Returns the bubble for `count` micro-batches if all stages took the same time."""
         return even_bubble(self._plan(schedule, count))
 
     def _plan(self, schedule: str, count: int) -> PlayedSchedule:
@@ -228,28 +228,28 @@ class VirtualStages:
         ]
 
     def _outgoing(self, value: Any) -> Any:
-        """Returns an OrtValue as the carrier takes it."""
+        """Returns an OrtValue in the form that the carrier takes."""
         if self._queue is None:
             return np.asarray(host_view(value), order="C")
         if value.device_name() == "cpu":
-            # Sizes are made on the host; the receiver does not know what is made where.
+            # Some nodes compute on the host, but the receiver expects all values on the GPU.
             return to_ort(host_view(value), "cuda", self._queue.index)
         return value
 
     def expected(self, message: Message) -> list[Expected]:
-        """Returns what a message has; as `player.Work`."""
+        """Returns the values of a message to this rank; as `player.Work`."""
         values = self._values.messages[message.payload, message.source, message.target]
         return [self._expected(value, message.micro_batch) for value in values]
 
     def arrived(self, message: Message, values: Sequence[Any]) -> None:
-        """Keeps what came for the programs that read it; as `player.Work`."""
+        """Keeps received values for the programs that read them; as `player.Work`."""
         expected = self._values.messages[message.payload, message.source, message.target]
         for handed, value in zip(expected, values, strict=True):
             kept = to_ort(value) if self._queue is None else value
             self._keep(message.target, message.micro_batch, handed.name, kept)
 
     def _expected(self, value: HandedEntry, index: int) -> Expected:
-        """Returns type and shape of a value; they are worked out once for each set of sizes."""
+        """Returns type and shape of a value, computed once for each set of sizes."""
         symbols = self._micro[index].feeds.values
         key = tuple(symbols.items())
         known = self._known.setdefault(key, {})
@@ -257,10 +257,10 @@ class VirtualStages:
         while len(self._known) > _MAX_SIZES:
             self._known.popitem(last=False)
         if value.name not in known:
-            known[value.name] = self._worked_out(value, symbols)
+            known[value.name] = self._described(value, symbols)
         return known[value.name]
 
-    def _worked_out(self, value: HandedEntry, symbols: Mapping[str, int]) -> Expected:
+    def _described(self, value: HandedEntry, symbols: Mapping[str, int]) -> Expected:
         dtype = DTYPES[value.dtype].dtype
         if value.shape is None:
             return Expected(value.name, dtype, None)
@@ -301,7 +301,7 @@ class VirtualStages:
             self._writes.after(virtual, redirect)
 
     def _check(self, value: HandedEntry, made: Any, index: int) -> None:
-        """Raises RankError where a value is not as the manifest promises to its readers."""
+        """Raises RankError unless a value has the shape that its readers expect."""
         shape = self._expected(value, index).shape
         if shape is not None and tuple(made.shape()) != shape:
             raise RankError(
@@ -316,14 +316,14 @@ class VirtualStages:
         self.peak_bytes = max(self.peak_bytes, self._bytes)
 
     def _read(self, held: dict[str, _Held], name: str) -> None:
-        """Forgets a value that was read, if that was the last time."""
+        """Forgets a value when its last reader has read it."""
         held[name].readers -= 1
         if not held[name].readers:
             self._bytes -= held.pop(name).value.tensor_size_in_bytes()
 
 
 def _makes(manifest: Manifest, name: str) -> bool:
-    """Whether a program makes anything: a backward does not where nothing is trained before it."""
+    """Whether a program makes anything; a backward may not, if nothing before it is trained."""
     program = manifest.program(name)
     return bool(program.outputs or program.handed_out or program.state_outputs)
 

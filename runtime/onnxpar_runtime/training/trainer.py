@@ -72,16 +72,16 @@ class Trainer(Closing):
         directory: The artifact directory.
         rank: The rank, of a world with as many ranks as the artifact has devices. Without one, the
             artifact must be for one device.
-        device: `auto` (where `init` has placed the rank, else CUDA where it can be used), `cpu`,
-            `cuda` or `cuda:NUMBER`.
+        device: `auto` (the device that `init` chose, else CUDA if it can be used), `cpu`, `cuda` or
+            `cuda:NUMBER`.
         ort_options: Options of onnxruntime, see `onnxpar_runtime.options.session_options`.
         custom_ops: Further custom-op libraries that the model needs.
         seed: Seed of the random numbers that the model draws.
-        programs: The programs to load at once; others are loaded when they are first needed.
-        manifest: The manifest, if it has been read already.
+        programs: The programs to load now; others are loaded when they are first needed.
+        manifest: The manifest, if it has already been read.
         measured: Whether to count the bytes that the rank holds, for `peak_bytes`; on the CPU only,
             and steps take longer.
-        loss_scale: `dynamic` or a number, where the artifact computes in 16 bits; see
+        loss_scale: `dynamic` or a number, if the artifact computes in 16 bits; see
             `onnxpar_runtime.training.loss_scale`.
 
     Attributes:
@@ -150,7 +150,7 @@ class Trainer(Closing):
 
     @property
     def device(self) -> Device:
-        """Where the rank computes."""
+        """The kind of the rank's device."""
         return self._opened.programs.loader.device
 
     @property
@@ -159,7 +159,7 @@ class Trainer(Closing):
         return self.counters["step"]
 
     def peak_bytes(self, *, reset: bool = False) -> int:
-        """Returns the most bytes that this rank held at once: states, inputs, values, weights.
+        """Returns the most bytes that this rank held at a time: states, inputs, values, weights.
 
         Args:
             reset: Begin a new peak, at what is held now.

@@ -1,4 +1,4 @@
-"""At which values of the symbols the programs are compared."""
+"""The values of the symbols at which programs are compared."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -25,9 +25,9 @@ def chosen_cases(
 
     Args:
         manifest: The manifest.
-        program: Whose inputs are meant.
-        cases: Values of symbols, completed where some are left out; none takes the default cases.
-        feeds: The inputs, whose shapes tell the symbols; None for random ones.
+        program: The program whose inputs are compared.
+        cases: Values of symbols; missing symbols get a default. Without cases the default is used.
+        feeds: The inputs, whose shapes determine the symbols; None for random ones.
 
     Raises:
         OnnxparRuntimeError: There are cases and inputs, or a case or an input does not fit.
@@ -64,7 +64,7 @@ def complete_case(
             raise SymbolValueError(f"unknown symbol {name!r}; the inputs have {sorted(known)}")
     default = default_cases(manifest, program)[0]
     tied = _tied(known, program)
-    # A value given for one of several symbols that must be equal holds for all of them.
+    # The value of one of several equal symbols is that of all.
     given = {tied[name]: value for name, value in case.items() if name in tied}
     values = {name: case.get(name, given.get(tied[name], default[name])) for name in known}
     check_values(known, program, values)
@@ -81,7 +81,7 @@ def default_cases(manifest: Manifest, program: ProgramEntry) -> list[dict[str, i
 def _offers(
     manifest: Manifest, program: ProgramEntry, offer: Callable[[SymbolEntry], list[int]]
 ) -> dict[str, list[int]]:
-    """Returns the values that are offered for each symbol and that all it must equal admit."""
+    """Returns values for each symbol that all symbols equal to it admit."""
     known = symbols_of(manifest, program)
     tied = _tied(known, program)
     found: dict[str, list[int]] = {}
@@ -98,7 +98,7 @@ def _offers(
 
 
 def _tied(known: Mapping[str, SymbolEntry], program: ProgramEntry) -> dict[str, str]:
-    """Returns for each symbol the first of those that must have its value."""
+    """Returns for each symbol the first of the symbols that must be equal to it."""
     first = {name: name for name in known}
     pairs: list[tuple[str | None, str | None]]
     pairs = [(name, symbol.same_as) for name, symbol in known.items()]
@@ -114,7 +114,7 @@ def _picks(symbol: SymbolEntry, devices: int) -> list[int]:
     near = symbol.admissible(devices + 1, 2 * devices + 2) or symbol.admissible(1, 4)[::-1]
     smallest = symbol.admissible(1, 1)
     even = [v for v in near if v % devices == 0]
-    # Not a multiple of any part of the mesh, if there is such a value.
+    # An odd value if possible, which is not divisible by the sizes of a mesh of powers of two.
     uneven = [v for v in near if v % 2 and v % devices] or [v for v in near if v % devices]
     picks = [*even[:1], *uneven[:1], *smallest, *near]
     return list(dict.fromkeys(picks))[:3]

@@ -1,6 +1,6 @@
-"""One way to compare: choose values of the symbols, draw inputs, run both programs, report.
+"""Compares programs: chooses values of the symbols, draws inputs, runs both programs, reports.
 
-A forward program is compared by its outputs, a training by what `training_steps` says. The bytes
+Forward programs are compared by their outputs, training as `training_steps` describes. The bytes
 that the ranks count in their collectives are compared with the formulas of the manifest.
 """
 
@@ -31,16 +31,16 @@ def verify(
     feeds: Mapping[str, Array] | None = None,
     options: VerifyOptions | None = None,
 ) -> list[Case]:
-    """Returns the comparison at each case; of training each is a `TrainingCase`.
+    """Returns the comparison at each case; for training each is a `TrainingCase`.
 
     Args:
         directory: The artifact directory.
-        model: The undivided ONNX model, or a directory of artifacts for one device; of training,
+        model: The undivided ONNX model, or a directory of artifacts for one device; for training,
             such a directory.
-        cases: Values of symbols; those that a case leaves out take a default. None at all means
-            three cases: an even one, an uneven one and the smallest, as the constraints allow.
-        feeds: The inputs, and the labels of training, of every batch, instead of random ones; then
-            there is one case and `cases` must be empty.
+        cases: Values of symbols; missing symbols get a default. Without cases there are three: an
+            even one, an uneven one and the smallest, if the constraints allow them.
+        feeds: The inputs of every batch (in training also labels), instead of random ones. Then
+            there is one case, and `cases` must be empty.
         options: What to compare and how strictly.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What a comparison finds: differences, bytes sent, and what does not hold."""
+"""The findings of a comparison: differences, bytes sent, and problems."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,8 +15,8 @@ from onnxpar_runtime.traffic import compare_bytes
 
 Array = NDArray[Any]
 
-# Relative to the largest magnitude of the tensor. float32 as the project's tests ask; the others
-# are some ten to a hundred units of rounding of their type, since sums are formed in another order.
+# Relative to the largest magnitude of the tensor. They are six to a hundred units of rounding of
+# the type (for float64 several thousand), because sums are formed in another order.
 TOLERANCE = {"float64": 1e-12, "float32": 1e-5, "float16": 1e-2, "bfloat16": 5e-2}
 
 
@@ -26,16 +26,16 @@ class Case:
 
     Attributes:
         symbols: Values of the symbols.
-        ok: Whether everything is within its limit and the bytes are as promised.
+        ok: Whether all differences are within their limits and the bytes are as expected.
         max_abs: Largest absolute difference of any output; in training also of any gradient or
             parameter.
         max_rel: Largest difference relative to its tensor's largest magnitude, of any output; in
             training also of any loss or gradient.
-        worst: What `max_rel` is of; empty where nothing differs.
-        bytes_expected: Bytes that one rank sends by the manifest's formulas, None where a formula
-            has a size that depends on data.
-        bytes_counted: The most bytes that any rank counted.
-        problems: What does not hold, for people.
+        worst: The tensor that has `max_rel`; empty if nothing differs.
+        bytes_expected: Bytes that one rank sends by the manifest's formulas; None if a size depends
+            on data.
+        bytes_counted: The largest number of bytes that any rank counted.
+        problems: Descriptions of all problems.
     """
 
     symbols: Mapping[str, int]
@@ -50,22 +50,22 @@ class Case:
 
 @dataclass(frozen=True)
 class StepCase:
-    """What was found in one step of training.
+    """The findings in one step of training.
 
     Attributes:
         step: Its number, from 1.
-        micro_batches: How many it had.
-        loss: Loss of the ranks, of the one that is furthest off.
+        micro_batches: Number of its micro-batches.
+        loss: The loss of the rank that differs most.
         loss_expected: Loss of the undivided run.
-        loss_rel: Their difference, relative.
+        loss_rel: Their relative difference.
         gradient_rel: Largest difference of a gradient, relative to its tensor's largest magnitude
-            and what rounding leaves of the largest of all (`limits.NOISE_ULPS`).
-        gradient_worst: The parameter whose gradient that is.
+            and the rounding of the largest gradient (`limits.NOISE_ULPS`).
+        gradient_worst: The parameter with this gradient.
         parameter_abs: Largest difference of a parameter.
         state_share: Largest difference of an element of a parameter, of a moment
-            (`onnxpar_runtime.training.limits`) or of a running statistic, as a part of its limit.
-        state_worst: The state that has it.
-        jumps: Parameters whose gradients jump there, so that they were compared less strictly.
+            (`onnxpar_runtime.training.limits`) or of a running statistic, divided by its limit.
+        state_worst: The state with this difference.
+        jumps: Parameters whose gradients jump, so that they were compared less strictly.
     """
 
     step: int
@@ -83,7 +83,7 @@ class StepCase:
 
 @dataclass(frozen=True)
 class TrainingCase(Case):
-    """The outcome of training at one choice of the symbols: of the evaluation and all steps.
+    """The outcome of training at one choice of the symbols, with the evaluation and all steps.
 
     Attributes:
         steps: The steps.
@@ -93,15 +93,15 @@ class TrainingCase(Case):
 
 
 class Findings:
-    """What has been found so far in one case.
+    """The findings so far in one case.
 
     Args:
         options: What to compare and how strictly.
-        compute: The type that a training computes in, where it is not that of its tensors.
+        compute: The 16-bit type that a training computes in, if any.
 
     Attributes:
         options: What to compare and how strictly.
-        problems: What does not hold, for people.
+        problems: Descriptions of the problems.
         max_abs: As `Case`.
     """
 
@@ -120,7 +120,7 @@ class Findings:
         return own if self.options.rtol is None else self.options.rtol
 
     def note(self, name: str, difference: float, relative: float) -> None:
-        """Keeps a difference where it is the largest."""
+        """Keeps a difference if it is the largest so far."""
         self.max_abs = max(self.max_abs, difference)
         if relative > self._max_rel:
             self._max_rel, self._worst = relative, name
@@ -136,9 +136,9 @@ class Findings:
 
         Args:
             specs: The outputs to compare.
-            expected: Those of the undivided program.
-            got: Those of the ranks.
-            where: What problems begin with.
+            expected: The outputs of the undivided program.
+            got: The outputs of the ranks.
+            where: The beginning of the descriptions of problems.
 
         Raises:
             InputError: The undivided program lacks an output.
@@ -174,7 +174,7 @@ class Findings:
             runs: How often each program has run since then.
             group: The ranks.
             values: Values of the symbols.
-            where: What problems begin with.
+            where: The beginning of the descriptions of problems.
         """
         widened = self._compute is not None
         sent, counted, wrong = compare_bytes(runs, group, values, widened=widened)
@@ -183,7 +183,7 @@ class Findings:
         self._counted += counted
 
     def case(self, values: Mapping[str, int]) -> Case:
-        """Returns what was found."""
+        """Returns the findings."""
         return Case(
             dict(values),
             not self.problems,
@@ -197,9 +197,9 @@ class Findings:
 
 
 def difference_of(expected: Array, got: Array) -> tuple[float, float, bool]:
-    """Returns largest difference, largest finite magnitude, and whether the rest is the same.
+    """Returns largest difference, largest finite magnitude, and whether all else is equal.
 
-    The rest: shape, dtype kind, and where elements are infinite or not a number.
+    All else is the shape, and the elements that are infinite or not a number.
     """
     if expected.shape != got.shape:
         return float("inf"), 0.0, False
@@ -212,5 +212,5 @@ def difference_of(expected: Array, got: Array) -> tuple[float, float, bool]:
     a, b = np.where(finite, a, 0), np.where(finite, b, 0)
     difference = float(np.abs(a - b).max())
     if expected.dtype.kind in "iub" and difference == 0 and not np.array_equal(expected, got):
-        difference = 1.0  # integers beyond 2^53 that float64 does not tell apart
+        difference = 1.0  # integers beyond 2^53 that are equal in float64
     return difference, float(np.abs(a).max()), True

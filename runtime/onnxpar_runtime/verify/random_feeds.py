@@ -1,4 +1,4 @@
-"""Random inputs, and what integers among them may be."""
+"""Random inputs, and the range of integers among them."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ _NOTHING_KNOWN: Mapping[str, "Span"] = {}
 
 
 class Draws(Protocol):
-    """What gives a batch."""
+    """Draws batches."""
 
     def batch(self, values: Mapping[str, int]) -> dict[str, Array]:
         """Returns global inputs, and labels of training, at these values of the symbols."""
@@ -44,12 +44,12 @@ class GivenFeeds:
 
 
 class RandomFeeds:
-    """Random inputs, whose integers are such that the undivided program takes them.
+    """Random inputs, with integers that the undivided program accepts.
 
     Args:
         reference: The undivided program.
-        program: Its inputs.
-        cases: All values of the symbols that batches are drawn at.
+        program: The program with its inputs.
+        cases: All values of the symbols at which batches are drawn.
         seed: Seed.
 
     Raises:
@@ -73,7 +73,7 @@ class RandomFeeds:
             self._spans[frozenset(case.items())] = spans
 
     def spans(self, values: Mapping[str, int]) -> dict[str, "Span"]:
-        """Returns what the integer inputs may hold at these values of the symbols."""
+        """Returns the spans of the integer inputs at these values of the symbols."""
         return self._spans[frozenset(values.items())]
 
     def batch(self, values: Mapping[str, int]) -> dict[str, Array]:
@@ -87,7 +87,7 @@ def random_feeds(
     bounds: Mapping[str, int],
     rng: np.random.Generator,
 ) -> dict[str, Array]:
-    """Returns random inputs: normal floats, integers below their bound, either truth value."""
+    """Returns random inputs: normal floats, integers below their bound, and booleans."""
     feeds = {}
     for spec in program.inputs:
         shape = _shape(spec, values)
@@ -105,8 +105,7 @@ def _shape(spec: TensorEntry, values: Mapping[str, int]) -> tuple[int, ...]:
     except ExpressionError as error:
         raise InputError(
             f"input {spec.name!r}: cannot draw a random array of shape {list(spec.shape)}: "
-            f"{error} (give "
-            "inputs with --inputs)"
+            f"{error} (give inputs with --inputs)"
         ) from None
 
 
@@ -116,12 +115,12 @@ def _shapes(outputs: Mapping[str, Array]) -> dict[str, tuple[int, ...]]:
 
 @dataclass(frozen=True)
 class Span:
-    """What an integer input may hold.
+    """The values that an integer input may have.
 
     Attributes:
-        low: The smallest value that the model takes everywhere at once: 0, or 1 where it refuses
-            nothing but zeros, as of a mask.
-        limit: The smallest value above that the model refuses; None where there is none up to 2^20.
+        low: The smallest value that the model accepts in all elements at once: 0, or 1 if it
+            refuses an array of zeros, as for a mask.
+        limit: The smallest larger value that the model refuses; None if there is none up to 2^20.
     """
 
     low: int
@@ -129,7 +128,7 @@ class Span:
 
     @property
     def high(self) -> int:
-        """One more than the largest value to draw: what takes any is no index, but a mask."""
+        """One more than the largest value to draw; 2 without a limit, as for a mask."""
         return 2 if self.limit is None else self.limit
 
 
@@ -142,7 +141,7 @@ def drawn_feeds(
 ) -> dict[str, Array]:
     """Returns random inputs whose integers are in the spans, with zeros among them.
 
-    Where all zeros are refused, the model is asked whether it takes the zeros drawn.
+    If the model refuses arrays of zeros, it is run to find out whether it accepts the drawn zeros.
     """
     feeds = random_feeds(program, values, {name: span.high for name, span in spans.items()}, rng)
     raised = {n: np.maximum(feeds[n], span.low) for n, span in spans.items() if span.low}
@@ -160,16 +159,16 @@ def index_spans(
     values: Mapping[str, int],
     known: Mapping[str, Span] = _NOTHING_KNOWN,
 ) -> dict[str, Span]:
-    """Returns for each integer input what it may hold at these values of the symbols.
+    """Returns the span of each integer input at these values of the symbols.
 
-    An input that is used as an index is refused by the undivided model where it is out of range. So
-    the model is asked: the limit is the smallest refused value, found by doubling and bisection,
-    while the others hold zeros, or ones where the model refuses zeros.
+    The undivided model refuses an index that is out of range. So the model is run to find the
+    smallest refused value, by doubling and bisection, while other integer inputs have zeros, or
+    ones if the model refuses zeros.
 
     Args:
         reference: The undivided model.
-        program: Its inputs.
-        values: Values of the symbols: what is in range may depend on them.
+        program: The program with its inputs.
+        values: Values of the symbols, on which the range may depend.
         known: Spans at other values, which are tried first.
 
     Raises:
@@ -183,7 +182,7 @@ def index_spans(
     try:
         usual = _shapes(reference.run(floats))
     except Exception:
-        # Of the two errors that of ones is the reason: no mask of a batch is nothing but zeros.
+        # An error with ones is reported, because masks are never all zeros in practice.
         base = 1
         floats |= {s.name: np.ones_like(floats[s.name]) for s in integers}
         usual = _shapes(reference_run(reference, floats, values))
@@ -194,12 +193,12 @@ def index_spans(
         try:
             found = _shapes(reference.run(feeds))
         except Exception:
-            # Whatever onnxruntime raises for an index out of range: it has no class of its own.
+            # onnxruntime has no class of its own for an index out of range.
             return False
         if found != usual:
             raise InputError(
                 f"input {spec.name!r} determines the shape of an output, so it is not drawn at "
-                f"random: give inputs with --inputs"
+                "random: give inputs with --inputs"
             )
         return True
 
@@ -214,7 +213,7 @@ def index_spans(
 def _limit(
     admits: Callable[[int], bool], spec: TensorEntry, base: int, known: Span | None
 ) -> int | None:
-    """Returns the smallest value above `base`, which is admitted, that is not, as far as asked."""
+    """Returns the smallest refused value above the accepted `base`; None if there is none."""
     top = min(_MAX_INDEX, int(np.iinfo(DTYPES[spec.dtype].dtype).max))
     if known is not None:
         if known.limit is None and admits(top // 2):

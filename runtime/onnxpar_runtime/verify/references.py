@@ -1,4 +1,4 @@
-"""What computes the undivided program."""
+"""Runs the undivided program."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -16,11 +16,11 @@ from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.tensors import to_host, to_ort
 
 Array = NDArray[Any]
-NEWEST_IR = 13  # that onnxruntime 1.31 reads; onnx 1.23 writes 14
+NEWEST_IR = 13  # the newest that onnxruntime 1.31 reads; onnx 1.23 writes 14
 
 
 class Reference(Protocol):
-    """Whatever computes the undivided program on global arrays."""
+    """Runs the undivided program on global arrays."""
 
     def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
         """Returns the outputs by name."""
@@ -30,9 +30,9 @@ class Reference(Protocol):
 
 
 def _readable(path: Path, options: onnxruntime.SessionOptions) -> str | bytes:
-    """Returns the model's path, or its bytes where its file format is newer than onnxruntime's.
+    """Returns the model's path, or its bytes if its file format is too new for onnxruntime.
 
-    What newer IR versions add are annotations: a program means the same without them.
+    Newer IR versions only add annotations, so the version can be lowered.
     """
     model = onnx.load(path, load_external_data=False)
     if model.ir_version <= NEWEST_IR:
@@ -48,7 +48,7 @@ class ModelReference:
     """An ONNX model in onnxruntime on the CPU."""
 
     def __init__(self, path: Path, custom_ops: Sequence[str | Path] = ()) -> None:
-        """Loads the model; raises ArtifactError where onnxruntime cannot."""
+        """Loads the model; raises ArtifactError if onnxruntime cannot."""
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 4
         for library in custom_ops:
@@ -109,7 +109,7 @@ class ArtifactReference:
     def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
         """Returns the outputs by name."""
         group = self._group or self._start()
-        # A group is of no further use once a rank failed, so it is kept only after success.
+        # A group cannot be used after a rank has failed, so it is kept only after success.
         self._group = None
         try:
             outputs = group.run_global(feeds)
@@ -128,7 +128,7 @@ class ArtifactReference:
 def open_reference(
     model: Path, manifest: Manifest, program: str, custom_ops: Sequence[str | Path] = ()
 ) -> Reference:
-    """Returns what computes a program undivided.
+    """Returns the reference of a program.
 
     Args:
         model: An ONNX model, or a directory of artifacts for one device.
@@ -146,7 +146,7 @@ def open_reference(
         return ArtifactReference(model, program, custom_ops)
     parts = [manifest.program(name) for name in manifest.parts(program)]
     if any(entry.counter is not None for part in parts for entry in part.system_inputs):
-        # onnxruntime's own generators have hidden state, so no run of the model repeats another.
+        # onnxruntime's generators have hidden state, so two runs of a model draw other numbers.
         raise InputError(
             f"the program draws random numbers, and {model} would draw differently: use "
             "`onnxpar shard --devices 1` and give that directory as --model"
@@ -155,7 +155,7 @@ def open_reference(
 
 
 def undivided_fails(values: Mapping[str, int], error: Exception) -> InputError:
-    """Returns the error to raise where the undivided model cannot be run."""
+    """Returns the error for an undivided model that cannot be run."""
     shown = ", ".join(f"{k}={v}" for k, v in values.items())
     text = " ".join(str(error).split())
     return InputError(
@@ -167,7 +167,7 @@ def undivided_fails(values: Mapping[str, int], error: Exception) -> InputError:
 def reference_run(
     reference: Reference, feeds: Mapping[str, Array], values: Mapping[str, int]
 ) -> dict[str, Array]:
-    """Returns the outputs of the undivided model; raises InputError where it fails."""
+    """Returns the outputs of the undivided model; raises InputError if it fails."""
     try:
         return reference.run(feeds)
     except Exception as error:  # onnxruntime has no class of its own for a node that fails

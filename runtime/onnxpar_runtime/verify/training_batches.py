@@ -23,11 +23,11 @@ _IGNORED_SHARE = 0.25
 
 
 class RandomBatches(RandomFeeds):
-    """Random batches: labels are classes that there are, or probabilities; some are ignored.
+    """Random batches: labels are existing classes, or probabilities; some are ignored.
 
     Args:
         undivided: The artifacts for one device, which show which indices are out of range.
-        cases: All values of the symbols that batches are drawn at.
+        cases: All values of the symbols at which batches are drawn.
         seed: Seed.
         custom_ops: Further custom-op libraries.
 
@@ -45,7 +45,7 @@ class RandomBatches(RandomFeeds):
         """Finds the bounds of the integers."""
         training, program = undivided.trained(), undivided.program(EVALUATION)
         self._loss, self._inputs = training.loss, program
-        # Sizes of outputs may be symbolic, as of the logits [batch, batch] of a contrastive loss.
+        # Sizes of outputs may be symbolic: a contrastive loss has the logits [batch, batch].
         self._classes: dict[str, Size] = {}
         if training.loss.kind == CROSS_ENTROPY and training.loss.labels is not None:
             self._classes[training.loss.labels] = _classes(undivided)
@@ -91,13 +91,12 @@ def _evaluated(labels: str, classes: Size, values: Mapping[str, int]) -> int:
     except ExpressionError as error:
         raise InputError(
             f"labels {labels!r}: cannot draw random labels for {classes} classes: {error} (give "
-            "inputs with "
-            "--inputs)"
+            "inputs with --inputs)"
         ) from None
 
 
 class _Evaluated:
-    """The undivided evaluation without the labels, as what says which indices it refuses."""
+    """The undivided evaluation without the labels; it refuses indices out of range."""
 
     def __init__(
         self, undivided: Manifest, custom_ops: Sequence[str | Path], classes: Collection[str]

@@ -1,20 +1,21 @@
 """Compares a training, step by step, with the undivided one.
 
 Both train on the same random batches for some steps, and their losses are compared. Optimizers such
-as Adam blow noise up: the element of a parameter whose gradient is rounding noise may move either
-way, and after that gradients differ by more than rounding. So the undivided program takes every
-step a second time, beginning with the states that the ranks have: of this step loss, gradients,
-moments and parameters must be equal but for rounding. A mistake of any step is seen in that step,
-and what adds up over steps in the losses.
+as Adam amplify noise: an element of a parameter whose gradient is rounding noise may move in either
+direction, and afterwards gradients differ by more than rounding. So the undivided program repeats
+every step from the states of the ranks. Loss, gradients, moments and parameters of this step must
+be equal except for rounding. So an error in a step is found in that step, and errors that add up
+over steps are found in the losses.
 
-A gradient that jumps (ReLU's at 0) may jump on one side alone, where its operand is rounding noise.
-So where a gradient differs, the undivided program is asked how far its own gradients move when its
-parameters move by rounding; that far they may be apart. Running statistics likewise, since layers
-that normalise over few elements carry rounding on (`onnxpar_runtime.training.limits`).
+A gradient that jumps (that of ReLU at 0) may jump on one side alone, if its operand is rounding
+noise. So if a gradient differs, the undivided program runs with parameters that are moved by
+rounding; the gradients may differ by as much as its own gradients then move. The same holds for
+running statistics, because layers that normalise over few elements amplify rounding
+(`onnxpar_runtime.training.limits`).
 
-Before the first step both evaluate. Steps have as many micro-batches as a pipeline was made for, or
-one; those of even number have one more, and clip the gradients to half of the last step's norm. The
-bytes that the ranks count are compared with the formulas of the manifest.
+Both sides evaluate before the first step. Steps have one micro-batch, or the number for which a
+pipeline was made. Even steps have one more, and clip the gradients to half of the last step's norm.
+The bytes that the ranks count are compared with the formulas of the manifest.
 """
 
 from collections.abc import Mapping, Sequence
@@ -51,18 +52,18 @@ Array = NDArray[Any]
 _SHAKES = 8
 _SHAKE_ULPS = 8
 LATER = 10
-"""How much further apart the losses of two runs may be after the first step than in it.
+"""The factor by which the losses of two runs may differ more after the first step than in it.
 
-From then on the parameters differ, and with them all that is computed.
+After the first step the parameters differ, and so do all later values.
 """
 RATES: Mapping[str, float] = {"sgd": 1e-2, "momentum": 1e-2, "adam": 1e-3, "adamw": 1e-3,
                               "lamb": 1e-3}  # fmt: skip
-"""Learning rate of each optimizer, unless one is given: steps as in practice."""
+"""The default learning rate of each optimizer, as in practice."""
 _DECAY = 1e-2
 
 
 def undivided_training(manifest: Manifest, directory: str | Path) -> Manifest:
-    """Returns the manifest of the undivided training; raises ArtifactError if it is another one."""
+    """Returns the manifest of the undivided training; raises ArtifactError if it differs."""
     undivided = undivided_artifacts(directory)
     mine, its = manifest.trained(), undivided.trained()
     for what, got, expected in (
@@ -102,11 +103,11 @@ def compare_steps(
         OnnxparRuntimeError: Graphs cannot be loaded, or a rank fails.
     """
     kind = manifest.trained().optimizer
-    # Nothing of the optimizer is without effect.
+    # With these settings, all parts of the optimizer have an effect.
     settings = Settings(weight_decay=_DECAY, dampening=0.1 if kind == "momentum" else None)
     rate = RATES[kind] if options.lr is None else options.lr
     hyper = hyperparameters(kind, settings)
-    # Limits of what is compared are worked out for gradients as they are.
+    # The limits are computed for unscaled gradients.
     scale = None if manifest.trained().compute is None else "1"
     start = partial(
         TrainerGroup, custom_ops=options.custom_ops, seed=options.seed, loss_scale=scale
@@ -120,7 +121,7 @@ def compare_steps(
 
 @dataclass(frozen=True)
 class _Work:
-    """A step, and the loss that it has in a run of the undivided program alone."""
+    """A step, and its loss in a run of the undivided program alone."""
 
     step: int
     batches: Sequence[Mapping[str, Array]]
@@ -129,11 +130,11 @@ class _Work:
 
 
 class Comparison:
-    """One case: what was found so far.
+    """The comparison of one case.
 
     Args:
         ranks: The partitioned program.
-        one: The undivided one.
+        one: The undivided program.
         hyper: The optimizer's scalars.
         rate: The learning rate.
         options: What to compare and how strictly.
@@ -197,12 +198,12 @@ class Comparison:
     def _loss(
         self, where: str, losses: Sequence[float], expected: float, more: int
     ) -> tuple[float, float]:
-        """Compares every rank's loss; returns the furthest and how far off it is, relative."""
+        """Compares every rank's loss; returns the loss that differs most, and by how much."""
         dtype = next(s.dtype for s in self.ranks.manifest.program(TRAINING).outputs if not s.shape)
         got = max(losses, key=lambda loss: _apart(loss, expected))
         relative = _apart(got, expected) / abs(expected) if expected else _apart(got, expected)
         limit = self.found.rtol(dtype) * more * abs(expected) + self.found.options.atol
-        # A loss that is all but zero is what is left of terms of size one.
+        # A loss near zero is the rest of terms of size one.
         limit += limits.NOISE_ULPS * float(np.finfo(DTYPES[dtype].dtype).eps)
         self.found.note("loss", _apart(got, expected), relative)
         if not _apart(got, expected) <= limit:
@@ -219,7 +220,7 @@ class Comparison:
         return [{n: a for n, a in batch.items() if n in names} for batch in batches]
 
     def _alone(self, steps: Sequence[Sequence[Mapping[str, Array]]]) -> list["_Work"]:
-        """Trains the undivided program from its own beginning; returns the steps to compare."""
+        """Trains the undivided program from its initial states; returns the steps to compare."""
         plan: list[_Work] = []
         norm = inf
         for number, batches in enumerate(steps, 1):
@@ -240,7 +241,7 @@ class Comparison:
             raise undivided_fails(self.values, error) from None
 
     def _step(self, work: "_Work") -> StepCase | None:
-        """Runs a step on both sides from the ranks' states; None where the ranks could not."""
+        """Runs a step on both sides from the ranks' states; returns None if the ranks cannot."""
         where, batches = f"step {work.step}", work.batches
         if work.step > 1:
             kept = [n for n, s in self.states.items() if s.kind not in TRANSIENT]
@@ -282,8 +283,8 @@ class Comparison:
         for parameter, name in self._kind("parameter").items():
             allowed = noise[parameter]
             if isfinite(work.hyper["clip_norm"]):
-                # The factor that clips is as far apart, relative, as the norm may be: as far as the
-                # largest gradient, and what gradients moved that jump.
+                # The relative difference of the clipping factor is that of the norm: that of the
+                # largest gradient, plus the movement of gradients that jump.
                 size = float(np.abs(wanted[parameter]).max(initial=0.0))
                 allowed = 2 * allowed + size * 2 * moved / max(expected.grad_norm, tiny)
             tensor, unit = tensors[parameter], _unit(self.states[name].dtype)
@@ -317,7 +318,7 @@ class Comparison:
         return {s.parameter: n for n, s in self.states.items() if s.kind == kind}
 
     def _unit(self, state: StateEntry) -> float:
-        """Returns the unit of rounding of what is computed for a state."""
+        """Returns the unit of rounding of the type in which a state is computed."""
         compute = self.ranks.manifest.trained().compute
         return max(_unit(state.dtype), _unit(compute or state.dtype))
 
@@ -345,7 +346,7 @@ class Comparison:
         return {p: self._of_one(n) for p, n in self._kind("gradient").items()}
 
     def _noise(self, wanted: Mapping[str, Array]) -> dict[str, float]:
-        """Returns how far apart the elements of each parameter's gradient may be by rounding."""
+        """Returns how much the elements of each parameter's gradient may differ by rounding."""
         largest = max(float(np.abs(a).max(initial=0.0)) for a in wanted.values())
         noise = {}
         for parameter, name in self._kind("gradient").items():
@@ -358,7 +359,7 @@ class Comparison:
         return noise
 
     def _statistic_bounds(self, running: Mapping[str, Array]) -> dict[str, float]:
-        """Returns how far apart running statistics may be, `atol` aside."""
+        """Returns how much running statistics may differ, without `atol`."""
         largest = max((float(np.abs(a).max(initial=0.0)) for a in running.values()), default=0.0)
         bounds = {}
         for name, array in running.items():
@@ -369,7 +370,7 @@ class Comparison:
         return bounds
 
     def _statistics_hold(self, running: Mapping[str, Array], bounds: Mapping[str, float]) -> bool:
-        """Whether all are within their bounds, the first copies of their parts at least."""
+        """Whether all statistics are within their bounds, at least on the first replicas."""
         for name, expected in running.items():
             difference, _, same = difference_of(expected, self.ranks.gather(name))
             if not same or difference > bounds[name] + self.found.options.atol:
@@ -377,7 +378,7 @@ class Comparison:
         return True
 
     def _gradients(self, wanted: Mapping[str, Array]) -> dict[str, tuple[float, bool]]:
-        """Returns how far off each parameter's gradient is, and whether it is finite alike."""
+        """Returns how much each parameter's gradient differs, and whether it is equally finite."""
         found = {}
         for parameter, name in self._kind("gradient").items():
             difference, _, same = difference_of(wanted[parameter], self.ranks.gather(name))
@@ -391,9 +392,9 @@ class Comparison:
         noise: Mapping[str, float],
         found: Mapping[str, tuple[float, bool]],
     ) -> tuple[float, str]:
-        """Compares differences with limits; returns the largest, relative, and whose it is.
+        """Compares differences with limits; returns the largest relative one and its parameter.
 
-        Relative to the magnitude for which the limit would be the tolerance, where there is one.
+        A difference is relative to the magnitude at which the tolerance equals its limit.
         """
         top, worst = 0.0, ""
         for parameter, (difference, same) in found.items():
@@ -418,10 +419,11 @@ class Comparison:
         old: Mapping[str, Array],
         wanted: Mapping[str, Array],
     ) -> dict[str, tuple[float, float]]:
-        """Returns how far what the undivided program computes moves with its parameters.
+        """Returns how much gradients and statistics of the undivided program move with rounding.
 
-        They move by some units of rounding, several times. That is of the gradient of each
-        parameter, and of each running statistic, the largest movement of an element and its 2-norm.
+        The parameters are moved by some units of rounding, several times. For the gradient of each
+        parameter, and for each running statistic, the result has the largest movement of an element
+        and the 2-norm of the movement.
 
         Args:
             work: The step.
@@ -455,10 +457,10 @@ class Comparison:
     def _apart(
         self, where: str, parameter: str, tensor: limits.Tensor, limit: limits.Limits
     ) -> list[tuple[str, float, float]]:
-        """Compares parameter and moments on every rank: the state, how far, in parts of the limit.
+        """Compares parameter and moments on every rank.
 
-        A rank's own elements are put into a copy of the reference, so that copies of a tensor that
-        should be equal are all compared.
+        Returns:
+            Each state, its difference, and the difference divided by the limit.
         """
         wanted: dict[str, tuple[Array | None, Array | float]] = {
             "parameter": (tensor.after, limit.parameter),
@@ -477,7 +479,10 @@ class Comparison:
     def _on_ranks(
         self, where: str, name: str, expected: Array, bound: Array | float
     ) -> tuple[float, float]:
-        """Compares a state on every rank: how far it is off, and in parts of its limit."""
+        """Compares a state on every rank: returns the difference, and divided by its limit.
+
+        A rank's elements are written to a copy of the reference, so that all replicas are compared.
+        """
         allowed = np.broadcast_to(bound, expected.shape) + self.found.options.atol
         most, share = 0.0, 0.0
         for rank, member in enumerate(self.ranks.members):
@@ -502,7 +507,7 @@ class Comparison:
 
 
 def _apart(got: float, expected: float) -> float:
-    """The distance of two numbers, infinite where one is not finite."""
+    """Returns the distance of two numbers; infinite if one is not finite."""
     difference = abs(got - expected)
     return difference if isfinite(difference) else inf
 

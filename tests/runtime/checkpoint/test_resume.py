@@ -19,7 +19,7 @@ from onnxpar.strategy import Strategy
 from onnxpar_format.options import Saving, Settings, TrainingRun
 from onnxpar_runtime import TrainerGroup
 from onnxpar_runtime.checkpoint import writer
-from onnxpar_runtime.checkpoint.folder import owned, partial_name, step_name, whole_steps
+from onnxpar_runtime.checkpoint.folder import complete_steps, owned, partial_name, step_name
 from onnxpar_runtime.errors import CheckpointError, OnnxparRuntimeError
 from onnxpar_runtime.training import commands
 from onnxpar_runtime.training.trainer import Trainer
@@ -61,7 +61,7 @@ def interrupted(
 
     def stops(self: Trainer, *args: Any, **more: Any) -> Any:
         if self.steps == after:
-            while whole_steps(folder)[-1:] != [after - after % every]:
+            while complete_steps(folder)[-1:] != [after - after % every]:
                 time.sleep(0.01)
             raise Stop
         return step(self, *args, **more)
@@ -81,9 +81,9 @@ def test_inside_an_epoch_and_at_its_end(
     saving = replace(wanted, checkpoints=Saving(tmp_path / "ck", every=1))
     interrupted(directory, saving, after, monkeypatch)
     # An older one may still be there: it is removed after the newer one has its name.
-    assert whole_steps(tmp_path / "ck")[-2:] == [after - 1, after]
+    assert complete_steps(tmp_path / "ck")[-2:] == [after - 1, after]
     assert train(directory, replace(saving, resume=tmp_path / "ck")) == losses
-    assert whole_steps(tmp_path / "ck") == [8, 9]
+    assert complete_steps(tmp_path / "ck") == [8, 9]
 
 
 def test_a_run_that_is_done_writes_what_it_was_asked_to(tmp_path: Path) -> None:
@@ -218,7 +218,7 @@ def test_a_full_disk_ends_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         train(directory, saving)
     # The one before is still there, and the folder can be used again.
     monkeypatch.setattr(writer, "write_file", write)
-    assert whole_steps(tmp_path / "ck") == [2]
+    assert complete_steps(tmp_path / "ck") == [2]
     (tmp_path / "ck" / partial_name(6)).mkdir(exist_ok=True)
     train(directory, replace(saving, resume=tmp_path / "ck"))
     assert sorted(p.name for p in (tmp_path / "ck").iterdir()) == [
