@@ -1,7 +1,8 @@
-"""What can be called as a model: functions, models and parts of models, and their boundary."""
+"""Objects that can be called as a model: functions, models, parts of models; their boundary."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -9,18 +10,18 @@ import onnx
 import onnx_ir as ir
 
 from onnxpar.core.errors import ModelError
-from onnxpar.frontend.model_part import COLLECTIVES, whole_model
+from onnxpar.frontend.model_part import COLLECTIVES, own_model
 from onnxpar.graph.new_nodes import identity
 
 IR_VERSION = 10
-"""Of the model that is made of a function: every opset that is supported may stand in it."""
+"""The IR version of the model of a function; it allows every supported opset."""
 
 
 @runtime_checkable
 class Exportable(Protocol):
-    """A function that knows its model, such as those of onnxscript.
+    """A function that can return its model, such as those of onnxscript.
 
-    The form alone is asked for, so that onnxscript is needed by those only who have such functions.
+    Only the method is required, so that onnxscript need not be installed.
     """
 
     def to_model_proto(self) -> Any:
@@ -29,16 +30,16 @@ class Exportable(Protocol):
 
 @dataclass(frozen=True)
 class Source:
-    """What is sharded when it is called.
+    """An object that can be called as a model.
 
     Attributes:
-        name: What it is called in messages.
+        name: Its name in messages.
         inputs: Names of the inputs.
-        shapes: Declared dims of each input, sizes or expressions; None where calls say them.
-        dtypes: Declared element type of each input, None where calls say it.
+        shapes: Declared dims of each input, sizes or expressions; None if they are those of a call.
+        dtypes: Declared element type of each input; None if it is that of a call.
         outputs: Names of the outputs.
         parameters: Names of the initializers.
-        make: Returns the model, a new one at each call.
+        make: Returns a new model at each call.
     """
 
     name: str
@@ -51,43 +52,31 @@ class Source:
 
 
 def source_of(fn: object) -> Source:
-    """Returns what `fn` is.
+    """Returns an object as a `Source`.
 
     Args:
-        fn: A function of onnxscript or an `ir.Function`, whose dims calls say; or a model, its
-            proto or its path, whose declared dims hold.
+        fn: A function of onnxscript or an `ir.Function`, whose dims are those of each call; or a
+            model, its proto or its path, with declared dims.
 
     Raises:
         ModelError: It is something else, has attributes without a value, or is already sharded.
     """
+    declared = False
     if isinstance(fn, ir.Function):
-        name, function, declared = fn.name, fn, False
-
-        def make() -> ir.Model:
-            return _function_model(function)
-
+        name, make = fn.name, partial(_function_model, fn)
     elif isinstance(fn, ir.Model | onnx.ModelProto | str | Path):
-        given: ir.Model | onnx.ModelProto | str | Path = fn
         name = str(fn) if isinstance(fn, str | Path) else fn.graph.name or "model"
-        declared = True
-
-        def make() -> ir.Model:
-            return whole_model(given)
-
+        declared, make = True, partial(own_model, fn)
     elif isinstance(fn, Exportable):
-        proto, declared = _exported(fn), False
-        name = proto.graph.name
-
-        def make() -> ir.Model:
-            return ir.from_proto(proto)
-
+        proto = _exported(fn)
+        name, make = proto.graph.name, partial(own_model, proto)
     else:
         raise ModelError(
             "shard: expected an onnxscript function, an onnx_ir.Function, a model, its path or "
             f"a part of it, got {type(fn).__name__}; only a graph can be sharded"
         )
     model = make()
-    _check_undivided(model, name)
+    _check_not_sharded(model, name)
     inputs = [v for v in model.graph.inputs if v.name not in model.graph.initializers]
     return Source(
         name,
@@ -117,9 +106,7 @@ def _function_model(function: ir.Function) -> ir.Model:
             f"attribute {attribute.name!r}; call the function from another one that gives it a "
             f"value"
         )
-    graph = function.clone().graph
-    version = IR_VERSION
-    return ir.Model(graph, ir_version=version)
+    return ir.Model(function.clone().graph, ir_version=IR_VERSION)
 
 
 def _dims(value: ir.Value) -> tuple[int | str | None, ...] | None:
@@ -128,7 +115,7 @@ def _dims(value: ir.Value) -> tuple[int | str | None, ...] | None:
     return tuple(d if isinstance(d, int) else d.value for d in value.shape)
 
 
-def _check_undivided(model: ir.Model, name: str) -> None:
+def _check_not_sharded(model: ir.Model, name: str) -> None:
     graphs = [model.graph, *(f.graph for f in model.functions.values())]
     for graph in graphs:
         for node in ir.traversal.RecursiveGraphIterator(graph):
@@ -146,9 +133,9 @@ def typed(
     shapes: Sequence[Sequence[int | str]],
     dtypes: Sequence[ir.DataType],
 ) -> None:
-    """Gives the inputs of a model their shapes and element types, in place.
+    """Sets the shapes and element types of the inputs of a model, in place.
 
-    What functions declare of other values is dropped: it follows from the inputs.
+    Declared shapes and types of other values are removed, since they follow from the inputs.
     """
     by_name = {v.name: v for v in model.graph.inputs}
     for name, shape, dtype in zip(names, shapes, dtypes, strict=True):
@@ -161,12 +148,12 @@ def typed(
 
 @dataclass(frozen=True)
 class Gates:
-    """The nodes at the boundary of a model: each hands one value on and can be given a strategy.
+    """Identities at the boundary of a model, which can have a strategy.
 
     Attributes:
-        inputs: By number of the input, the node behind it.
-        made: By number of the output, the node that lays it out as it is made.
-        outputs: The node through which each output leaves.
+        inputs: For some inputs, by number, the node after the input.
+        made: For some outputs, by number, the node that has the layout of the computed value.
+        outputs: The last node before each output.
     """
 
     inputs: dict[int, str]
@@ -177,13 +164,13 @@ class Gates:
 def add_gates(
     model: ir.Model, names: Sequence[str], behind: Sequence[int], made: Sequence[int]
 ) -> Gates:
-    """Puts nodes at the boundary of a model, in place.
+    """Adds Identities at the boundary of a model, in place.
 
     Args:
         model: The model.
         names: Names of its inputs.
         behind: Numbers of the inputs that get a node.
-        made: Numbers of the outputs that get a node besides the one through which they leave.
+        made: Numbers of the outputs that get a node before the last one.
     """
     graph = model.graph
     by_name = {v.name: v for v in graph.inputs}

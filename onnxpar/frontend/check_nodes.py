@@ -1,7 +1,7 @@
 """Refuses nodes that no runtime could run, by ONNX's own schemas and inference.
 
-Everything later may take attributes to be what the standard says: of the right name, type and
-range. What is wrong is reported with node and attribute, before anything is sharded.
+Later passes can assume that attributes have the names, types and ranges of the standard. Faults are
+reported with node and attribute, before anything is sharded.
 """
 
 import re
@@ -11,6 +11,8 @@ import onnx
 import onnx_ir as ir
 
 from onnxpar.core.errors import ModelError, NodeError
+from onnxpar.graph.body_captures import bodies_of
+from onnxpar.graph.node_view import default_opset
 from onnxpar.ops.contrib_schemas import correct_schemas
 
 DEFAULT_DOMAINS = ("", "ai.onnx")
@@ -30,7 +32,7 @@ def check_operators(model: ir.Model, opset: int) -> None:
     correct_schemas()
     _check_nodes(ir.traversal.RecursiveGraphIterator(model.graph), opset, model)
     for function in model.functions.values():
-        version = function.opset_imports.get("", function.opset_imports.get("ai.onnx", opset))
+        version = default_opset(function.opset_imports, opset)
         _check_nodes(ir.traversal.RecursiveGraphIterator(function), version, model)
 
 
@@ -60,18 +62,19 @@ def _check_nodes(nodes: Iterable[ir.Node], opset: int, model: ir.Model) -> None:
 
 
 def check_inferred(model: ir.Model, opset: int) -> None:
-    """Checks each node on the inferred types of its operands: axes in range, shapes that fit.
+    """Checks each node with the inferred types of its operands: axes in range, shapes that fit.
 
-    Bodies of control flow are left to the runtime: what they capture has no types of its own there.
+    Nodes with bodies, and nodes in bodies, are left to the runtime: captured values have no types
+    there.
 
     Raises:
         NodeError: ONNX's inference refuses the node; the message has its reason.
     """
     imports = [onnx.OperatorSetIdProto(domain=d, version=v) for d, v in model.opset_imports.items()]
-    # Repeated layers ask the same again, which costs most of the time.
-    asked: set[object] = set()
+    # Repeated layers would be checked again, which takes most of the time.
+    checked: set[object] = set()
     for node in model.graph:
-        if node.domain not in DEFAULT_DOMAINS or _bodies(node):
+        if node.domain not in DEFAULT_DOMAINS or bodies_of(node):
             continue
         operands = [value for value in node.inputs if value is not None and value.name]
         if any(value.type is None for value in operands):
@@ -79,15 +82,15 @@ def check_inferred(model: ir.Model, opset: int) -> None:
         known = {
             value.name or "": data for value in operands if (data := _small(value)) is not None
         }
-        question = (
+        key = (
             node.op_type,
             tuple((a.name, repr(a.value)) for a in node.attributes.values()),
             tuple(_described(value, known) for value in node.inputs),
             len(node.outputs),
         )
-        if question in asked:
+        if key in checked:
             continue
-        asked.add(question)
+        checked.add(key)
         schema = onnx.defs.get_schema(node.op_type, max_inclusive_version=opset)
         if not schema.has_type_and_shape_inference_function:
             continue
@@ -108,7 +111,7 @@ def check_inferred(model: ir.Model, opset: int) -> None:
 
 
 def _small(value: ir.Value) -> ir.TensorProtocol | None:
-    """The content of a small constant of integers, such as axes and shapes; no weight is read."""
+    """The content of a small constant of integers, such as axes; weights are not read."""
     tensor = value.const_value
     if tensor is None or tensor.dtype not in _INTEGERS:
         return None
@@ -120,13 +123,6 @@ def _described(value: ir.Value | None, known: Mapping[str, ir.TensorProtocol]) -
         return None
     data = known.get(value.name or "")
     return str(value.type), str(value.shape), None if data is None else data.tobytes()
-
-
-def _bodies(node: ir.Node) -> bool:
-    return any(
-        a.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
-        for a in node.attributes.values()
-    )
 
 
 def _given(node: ir.Node) -> str:

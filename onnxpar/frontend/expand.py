@@ -1,11 +1,11 @@
 """Replaces nodes by their bodies: calls of functions, operators without a rule, and gradients.
 
-A body's nodes are named `<node>/<inner name>`, stand where the node stood, and say in their
-metadata which node that was, so that a strategy for it still reaches them. What the node's results
-are called, the body's are called.
+The nodes of a body are named `<node>/<inner name>` and take the place of the node. Their metadata
+names that node, so that a strategy for it applies to them. The results of the body get the names of
+the node's results.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import onnx_ir as ir
 import onnx_ir.passes.common as common
@@ -14,7 +14,7 @@ from onnx_shape_inference import ShapeInferenceContext
 from onnxpar.core.errors import ModelError
 from onnxpar.core.symbols import SymbolTable, dim_str, symbols_of
 from onnxpar.frontend.upgrade import upgrade_graph
-from onnxpar.graph.body_captures import read_by
+from onnxpar.graph.body_captures import every_node, read_by
 from onnxpar.graph.global_builder import GlobalBuilder
 from onnxpar.graph.metadata_keys import NOT_EXPANDED
 from onnxpar.graph.names import Names, names_of
@@ -37,7 +37,7 @@ from onnxpar.ops.registry import Registry
 from onnxpar.ops.sequence.sequence import fold_sequences
 
 MAX_DEPTH = 16
-"""Bodies within bodies; ONNX's go three deep."""
+"""The most levels of bodies within bodies; those of ONNX have three."""
 
 
 def inline_functions(model: ir.Model, registry: Registry) -> None:
@@ -47,13 +47,13 @@ def inline_functions(model: ir.Model, registry: Registry) -> None:
 
     Raises:
         ModelError: A function calls itself, takes a graph, or is written for another opset in which
-            an operator of it means something else.
+            one of its operators has another meaning.
     """
     if not model.functions:
         return
-    opset = _opset(model)
+    opset = default_opset(model.opset_imports)
     for function in model.functions.values():
-        version = function.opset_imports.get("", function.opset_imports.get("ai.onnx", opset))
+        version = default_opset(function.opset_imports, opset)
         if version < opset:
             upgrade_graph(function.graph, version, min(opset, OPSET), registry, {})
             function.opset_imports[""] = max(version, min(opset, OPSET))
@@ -84,9 +84,8 @@ def expand_unknown(
 ) -> None:
     """Replaces every node whose operator has a body and no rule. The model is changed.
 
-    Sequences whose length and positions are known are folded away too, which is the same to them.
-    What cannot be replaced stays as it is, is replicated, and says why in its
-    metadata.
+    Sequences whose length and positions are known are replaced by their elements too. A node that
+    cannot be replaced stays and is replicated; its metadata has the reason.
 
     Args:
         model: The model, on which shape inference has run.
@@ -94,10 +93,10 @@ def expand_unknown(
         infer: Runs shape inference again.
         table: Returns the symbols of the model's inputs.
     """
-    opset = _opset(model)
+    opset = default_opset(model.opset_imports)
     for _ in range(MAX_DEPTH):
         changed, failed = fold_sequences(model), False
-        # A body of ours is emitted with shapes; what ONNX's give is inferred afterwards.
+        # Our bodies are emitted with shapes; the shapes of ONNX's bodies are inferred afterwards.
         builder: GlobalBuilder | None = None
         nodes = list(ir.traversal.RecursiveGraphIterator(model.graph))
         unknown = [
@@ -109,7 +108,7 @@ def expand_unknown(
         for node, definition in unknown:
             try:
                 ours = definition is not None and definition.body is not None
-                # Shapes within the bodies of control flow are unknown to the builder.
+                # The builder does not know the shapes in bodies of control flow.
                 if definition is not None and ours and node.graph is model.graph:
                     if builder is None:
                         env = shapes(model, table())
@@ -144,17 +143,17 @@ def expand_by_body(
     variables: Iterable[ir.Value],
     end: ir.Value,
 ) -> None:
-    """Replaces the nodes differentiated by their body that lie between variables and `end`.
+    """Replaces the nodes between variables and `end` whose gradient is that of their body.
 
     Args:
         model: The model; its graph is changed.
         registry: The operators.
-        builder: Over its graph; shapes of all values are known to it, and will be of new ones.
-        variables: What is differentiated by.
-        end: What is differentiated.
+        builder: A builder over its graph; it knows the shapes of all values, and of new ones.
+        variables: The values by which `end` is differentiated.
+        end: The value that is differentiated.
 
     Raises:
-        ModelError: What a body needs to know is unknown.
+        ModelError: A shape or a constant that a body needs is unknown.
     """
     opset = builder.opset
     for _ in range(MAX_DEPTH):
@@ -172,10 +171,6 @@ def expand_by_body(
                 _by_our_body(node, definition, builder)
             else:
                 _infer(model, _by_schema(model, node, opset, names), builder, registry)
-
-
-def _opset(model: ir.Model) -> int:
-    return default_opset(model.opset_imports)
 
 
 def _between(graph: ir.Graph, variables: Iterable[ir.Value], end: ir.Value) -> list[ir.Node]:
@@ -207,7 +202,7 @@ def _by_our_body(node: ir.Node, definition: OpDef, builder: GlobalBuilder) -> No
 
 
 def _by_schema(model: ir.Model, node: ir.Node, opset: int, names: Names) -> list[ir.Node]:
-    """Puts the nodes of ONNX's body in the place of a node; their shapes are unknown yet."""
+    """Replaces a node by ONNX's body of it; the shapes of the new nodes are not yet known."""
     function = schema_body(node, opset)
     fill_defaults(node, opset)
     return _by_function(model, node, function, names)
@@ -216,8 +211,8 @@ def _by_schema(model: ir.Model, node: ir.Node, opset: int, names: Names) -> list
 def _by_function(
     model: ir.Model, node: ir.Node, function: ir.Function, names: Names
 ) -> list[ir.Node]:
-    """Puts the nodes of a function in the place of a node; their shapes are unknown yet."""
-    # The body is instantiated on operands of its own, one each even where one value is two.
+    """Replaces a node by the body of a function; the shapes of the new nodes are not yet known."""
+    # The body is inlined with operands of its own, all different even if two operands are equal.
     operands = [
         None if v is None else ir.Value(name=f"operand.{i}", type=v.type, shape=v.shape)
         for i, v in enumerate(node.inputs)
@@ -258,7 +253,7 @@ def _by_function(
     for value in constants:
         value.name = names.fresh(f"{node.name}/{value.name}")
         node.graph.register_initializer(value)
-    for inner in _within(made):
+    for inner in every_node(made):
         inner.metadata_props.update(origin(node))
         inner.name = names.fresh(f"{node.name}/{_title(inner)}")
         for value in inner.outputs:
@@ -273,25 +268,16 @@ def _by_function(
     return made
 
 
-def _within(nodes: Iterable[ir.Node]) -> Iterator[ir.Node]:
-    """The nodes, and those of their bodies at any depth."""
-    for node in nodes:
-        yield node
-        for attribute in node.attributes.values():
-            if attribute.type == ir.AttributeType.GRAPH:
-                yield from ir.traversal.RecursiveGraphIterator(attribute.as_graph())
-
-
 def _title(inner: ir.Node) -> str:
-    """What a node of a body is called: InlinePass calls those without a name `node`."""
-    named = inner.name and not inner.name.startswith("node")
-    return (inner.name or "") if named else inner.op_type
+    """The name of a node of a body; InlinePass gives `node…` to those without one."""
+    name = inner.name or ""
+    return inner.op_type if not name or name.startswith("node") else name
 
 
 def _replace(
     node: ir.Node, results: Sequence[ir.Value | None], builder: GlobalBuilder | None
 ) -> None:
-    """Puts results in the place of a node's, under the names of those, and removes the node."""
+    """Replaces the results of a node by others, which get their names, and removes the node."""
     graph = node.graph
     assert graph is not None
     taken: set[ir.Value | None] = set(node.inputs)
@@ -299,7 +285,7 @@ def _replace(
         if new is None or not old.name or not (old.uses() or old.is_graph_output()):
             continue
         if new in taken or new.producer() is None:
-            # An operand, or the same as another result: it needs a name of its own.
+            # An operand, or equal to another result: it needs its own name.
             same = identity(new, "", f"{node.name}/same.{index}")
             same.metadata_props.update(origin(node))
             if builder is not None and new.name in builder.shapes:
@@ -319,7 +305,7 @@ def _replace(
     graph.remove(node, safe=True)
 
 
-# -- shapes of what ONNX's bodies are made of, where inference does not run again ----------------
+# -- shapes in ONNX's bodies, if inference does not run again ------------------------------------
 
 
 def _infer(
@@ -329,11 +315,9 @@ def _infer(
     context = ShapeInferenceContext(model.opset_imports)
     sizes = {size for shape in builder.shapes.values() for size in shape}
     context.reserve_symbol_names({name for size in sizes for name in symbols_of(size)})
-    constants = {v for node in nodes for v in read_by(node) if v.is_initializer()}
-    found = read_shapes(constants, builder.table)
-    builder.shapes.update(found.shapes)
-    builder.contents.update(found.contents)
-    for value in {v for node in nodes for v in read_by(node)}:
+    read = {v for node in nodes for v in read_by(node)}
+    _note(builder, [v for v in read if v.is_initializer()])
+    for value in read:
         items = builder.contents.get(value.name or "")
         if items is not None and value.const_value is None:
             data = [d if isinstance(d, int) else ir.SymbolicDim(dim_str(d)) for d in items]
@@ -343,6 +327,11 @@ def _infer(
         infer = functions.get(node.domain, node.op_type, version=builder.opset)
         if infer is not None:
             infer(context, node)
-    found = read_shapes([out for node in nodes for out in node.outputs], builder.table)
+    _note(builder, [out for node in nodes for out in node.outputs])
+
+
+def _note(builder: GlobalBuilder, values: Iterable[ir.Value]) -> None:
+    """Stores the inferred shapes and contents of values in a builder."""
+    found = read_shapes(values, builder.table)
     builder.shapes.update(found.shapes)
     builder.contents.update(found.contents)

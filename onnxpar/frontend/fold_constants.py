@@ -1,10 +1,10 @@
-"""Computes what constants alone determine, once, when a model is read.
+"""Computes nodes whose operands are constant, once, when a model is read.
 
 `torch.onnx.export(optimize=False)` leaves ranges, casts and shapes of constants in the graph, whose
 sizes are known only once they are computed. Their results become initializers; a result that only
-such nodes read is dropped. Nothing that may be trained is computed with: the floating-point
-initializers of the file stay operands of the nodes that read them, and so does all that is made of
-them. A result is not a parameter of the user's: the file has no tensor of that name.
+such nodes read is dropped. Values that may be trained are not folded: the floating-point
+initializers of the file stay operands of the nodes that read them, and so do values computed from
+them. A result is not a parameter: the file has no tensor of that name.
 """
 
 from collections.abc import Collection
@@ -24,9 +24,9 @@ Array = NDArray[Any]
 def fold_constants(
     model: ir.Model, opset: int, kept: Collection[ir.Value], registry: Registry
 ) -> bool:
-    """Replaces nodes that are computed of constants by their results. The model is changed.
+    """Replaces nodes whose operands are constant by their results. The model is changed.
 
-    Nodes in the bodies of control flow stay, and so does a node that makes a result of the model.
+    Nodes in bodies of control flow stay, and so do nodes that compute an output of the model.
 
     Args:
         model: The model, its nodes in topological order and its constants initializers.
@@ -61,7 +61,8 @@ def fold_constants(
     for node in folded:
         for out in node.outputs:
             if any(user not in gone for user, _ in out.uses()):
-                value = _initializer(out, known[out])
+                array = known[out]
+                value = constant(out.name or "", np.ascontiguousarray(array).reshape(array.shape))
                 out.replace_all_uses_with(value)
                 fresh.append(value)
     graph.remove(reversed(folded), safe=True)
@@ -73,7 +74,7 @@ def fold_constants(
 def _constant(
     value: ir.Value, known: dict[ir.Value, Array], kept: Collection[ir.Value]
 ) -> Array | None:
-    """The elements of a small constant that is not trained."""
+    """The elements of a small constant that cannot be trained, else None."""
     if value in known:
         return known[value]
     tensor = value.const_value
@@ -82,7 +83,3 @@ def _constant(
     if value in kept or tensor.dtype == ir.DataType.STRING:
         return None
     return np.asarray(tensor.numpy())
-
-
-def _initializer(made: ir.Value, array: Array) -> ir.Value:
-    return constant(made.name or "", np.ascontiguousarray(array).reshape(array.shape))

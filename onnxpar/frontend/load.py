@@ -1,15 +1,15 @@
-"""Reading a model and bringing it into the one form that the later stages take.
+"""Reads a model and brings it into the normal form that later passes take.
 
-Afterwards: nodes are in topological order and have different names, functions are inlined,
-constants are initializers, initializers are no graph inputs, every dim of an input has a name or a
-size, and the shape of every value is inferred as an expression in those names.
+In this form, nodes are in topological order and have unique names, functions are inlined, constants
+are initializers, initializers are not graph inputs, every dim of an input has a name or a size, and
+the shape of every value is inferred as an expression in these names.
 """
 
-import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import onnx
@@ -28,6 +28,7 @@ from onnxpar.core.symbols import Symbol, SymbolTable, as_dim, dim_symbol, symbol
 from onnxpar.frontend.check_nodes import check_inferred, check_operators
 from onnxpar.frontend.expand import expand_unknown, inline_functions
 from onnxpar.frontend.fold_constants import fold_constants
+from onnxpar.frontend.quiet import quiet
 from onnxpar.frontend.upgrade import upgrade_model
 from onnxpar.graph.body_captures import (
     close,
@@ -50,16 +51,16 @@ MIN_OPSET = 7
 
 
 def load(path: str | Path) -> ir.Model:
-    """Reads an ONNX file; weights in external files stay there until they are needed.
+    """Reads an ONNX file; weights in external files are read when they are needed.
 
     Raises:
-        ModelError: The file is missing, is not an ONNX model, or its graph has a cycle.
+        ModelError: The file is missing or is not an ONNX model.
     """
     return in_memory(read(path), path)
 
 
 def read(path: str | Path) -> onnx.ModelProto:
-    """Reads an ONNX file as it is, without the external files of its weights.
+    """Reads the proto of an ONNX file, without the external files of its weights.
 
     Raises:
         ModelError: The file is missing or is not an ONNX model.
@@ -75,21 +76,14 @@ def read(path: str | Path) -> onnx.ModelProto:
 
 
 def in_memory(proto: onnx.ModelProto, path: str | Path) -> ir.Model:
-    """Returns a model read from `path`, which shares its weights with the file's content.
+    """Returns the model of a proto that was read from `path`; the two share their weights.
 
     Raises:
-        ModelError: It is not a model.
+        ModelError: The proto is not a model.
     """
-    library = logging.getLogger("onnx_ir")
-    level = library.level
-    # It warns of what is reported elsewhere as an error.
-    library.setLevel(logging.ERROR)
-    try:
-        with _readable(Path(path)):
-            model = ir.from_proto(proto)
-            ir.external_data.set_base_dir(model.graph, Path(path).parent)
-    finally:
-        library.setLevel(level)
+    with quiet("onnx_ir"), _readable(Path(path)):
+        model = ir.from_proto(proto)
+        ir.external_data.set_base_dir(model.graph, Path(path).parent)
     if not model.opset_imports or not (len(model.graph) or len(model.graph.outputs)):
         raise ModelError(f"{str(path)!r} is not an ONNX model: it has no graph or no opset")
     return model
@@ -97,7 +91,7 @@ def in_memory(proto: onnx.ModelProto, path: str | Path) -> ir.Model:
 
 @contextmanager
 def _readable(path: Path) -> Iterator[None]:
-    """Turns what the block raises of a malformed file into a ModelError."""
+    """Turns the exceptions that a malformed file causes into a ModelError."""
     try:
         yield
     except (
@@ -117,7 +111,7 @@ def _readable(path: Path) -> Iterator[None]:
 
 
 def _check_text(message: Message, place: str) -> None:
-    """Raises ModelError where a string is not UTF-8, which protobuf gives as bytes.
+    """Raises ModelError if a string is not UTF-8; protobuf returns such strings as bytes.
 
     Fields of bytes, such as the data of weights, are not read.
     """
@@ -128,7 +122,7 @@ def _check_text(message: Message, place: str) -> None:
 
 
 def _bad_text(message: Message) -> tuple[str, bytes] | None:
-    """Returns the first such string and where it is; places are named only then."""
+    """Returns the path and the bytes of the first such string, None if there is none."""
     for name, repeated, nested in _text_fields(message.DESCRIPTOR):
         if not repeated and not message.HasField(name):
             continue
@@ -143,7 +137,7 @@ def _bad_text(message: Message) -> tuple[str, bytes] | None:
 
 @cache
 def _text_fields(kind: Descriptor) -> tuple[tuple[str, bool, bool], ...]:
-    """Returns the fields that are or hold text: name, whether repeated, whether messages."""
+    """Returns the fields of text and of messages: name, whether repeated, whether messages."""
     return tuple(
         (field.name, field.is_repeated, field.type == field.TYPE_MESSAGE)
         for field in kind.fields
@@ -152,19 +146,19 @@ def _text_fields(kind: Descriptor) -> tuple[tuple[str, bool, bool], ...]:
 
 
 def normalise(model: ir.Model, registry: Registry = REGISTRY) -> ir.Model:
-    """Returns the model in the form described in the module's text; the argument is used up.
+    """Returns the model in the form that the module's docstring describes.
 
     Args:
-        model: As it was read.
-        registry: The table of operators; nodes of others are replaced by their bodies.
+        model: The model as it was read; it is changed, and must not be used afterwards.
+        registry: The table of operators; nodes of other operators are replaced by their bodies.
 
     Raises:
-        ModelError: The graph is not valid: a cycle, an input nobody makes, an unknown version, a
-            node that no runtime could run.
+        ModelError: The graph is not valid: a cycle, an undefined input, an unknown version, a node
+            that no runtime could run.
     """
     opset = model.opset_imports.get("", model.opset_imports.get("ai.onnx"))
     if opset is None and not any(n.domain in ("", "ai.onnx") for n in model.graph.all_nodes()):
-        # A model of other domains alone need not import it; the nodes that are added are of it.
+        # A model of other domains need not import the default one, but added nodes need it.
         opset = model.opset_imports[""] = OPSET
     if opset is None or opset < MIN_OPSET:
         raise ModelError(f"expected an opset version of at least {MIN_OPSET}, got {opset}")
@@ -172,7 +166,7 @@ def normalise(model: ir.Model, registry: Registry = REGISTRY) -> ir.Model:
         newest = onnx.defs.onnx_opset_version()
         raise ModelError(f"expected an opset version of at most {newest}, got {opset}")
     name_nodes(model.graph)
-    # They are of the whole model, and have been read.
+    # The annotation has been read, and does not apply to the model that is made here.
     model.device_configurations = ()
     model.metadata_props.pop(ANNOTATION, None)
     for node in model.graph.all_nodes():
@@ -202,7 +196,7 @@ def normalise(model: ir.Model, registry: Registry = REGISTRY) -> ir.Model:
     lift_constants(model)
     fold_constants(model, opset, weights, registry)
     unpack_heads(model)
-    _name_nodes(model.graph)
+    _make_names_unique(model.graph)
     _name_dims(model.graph)
     _infer(model, opset, registry)
 
@@ -212,7 +206,7 @@ def normalise(model: ir.Model, registry: Registry = REGISTRY) -> ir.Model:
         lift_constants(model)
         _infer(model, opset, registry)
 
-    # Types and sizes are known now, and with them what CastLike makes, and which branch is taken.
+    # Types and sizes are known now, and with them the results of CastLike and the branches taken.
     if fold_constants(model, opset, weights, registry) or any(
         map(is_decided, model.graph.all_nodes())
     ):
@@ -223,7 +217,7 @@ def normalise(model: ir.Model, registry: Registry = REGISTRY) -> ir.Model:
 
 
 def _infer(model: ir.Model, opset: int, registry: Registry) -> None:
-    """Infers all shapes anew and checks each node on them."""
+    """Infers all shapes again and checks each node with them."""
     inputs = set(model.graph.inputs)
     declared: dict[ir.Value, ir.Shape] = {}
     uncapture(model.graph)
@@ -236,21 +230,17 @@ def _infer(model: ir.Model, opset: int, registry: Registry) -> None:
                 output.metadata_props.pop(SYM_DATA_KEY, None)
                 if output.dtype == ir.DataType.UNDEFINED:
                     output.type = None
-    # Models declare names for output dims that differ from what follows from the inputs; the
-    # inferred expressions are the ones that splits can be reasoned about with. Nor does the library
-    # adopt names: it takes long over sizes that are quotients, and finds nothing that is used.
-    library = logging.getLogger("onnx_shape_inference")
-    level = library.level
-    library.setLevel(logging.ERROR)
+    # The names that models declare for output dims are dropped, since proofs need the inferred
+    # expressions. The library does not adopt names either: that is slow for quotients, and finds
+    # nothing that is used.
     try:
-        inference(registry).infer_shapes(model)
+        with quiet("onnx_shape_inference"):
+            inference(registry).infer_shapes(model)
     except (ShapeInferenceError, OpUsageError, ValueError) as error:
         if "inference failed for" in str(error):
-            # That says no reason; ONNX's own inference does.
+            # This message has no reason; ONNX's own inference gives one.
             check_inferred(model, opset)
         raise ModelError(f"shape inference failed: {error}") from error
-    finally:
-        library.setLevel(level)
     close(model.graph)
     check_inferred(model, opset)
     for value, shape in declared.items():
@@ -259,7 +249,7 @@ def _infer(model: ir.Model, opset: int, registry: Registry) -> None:
 
 
 def _declared(value: ir.Value, shape: ir.Shape) -> ir.Shape:
-    """The shape that the model declares: its numbers, and sizes that depend on data otherwise."""
+    """The numbers of the declared shape; other dims get the names of sizes that depend on data."""
     return ir.Shape(
         [d if isinstance(d, int) else f"{value.name}.{axis}" for axis, d in enumerate(shape)]
     )
@@ -287,7 +277,7 @@ def _check_edges(model: ir.Model) -> None:
 
 
 def _check_tensor(name: str, tensor: ir.TensorProtocol) -> None:
-    """Checks that a tensor has as much data as its shape says; external data is not looked at."""
+    """Checks that a tensor has as much data as its shape requires; external data is not read."""
     if tensor.dtype == ir.DataType.UNDEFINED:
         raise ModelError(f"initializer {name!r} has no element type")
     shape = [d for d in tensor.shape if isinstance(d, int)]
@@ -303,31 +293,12 @@ def _check_tensor(name: str, tensor: ir.TensorProtocol) -> None:
 
 
 def _cycle(graph: ir.Graph) -> str:
-    """Names the nodes of one cycle."""
-    state: dict[ir.Node, int] = {}
-    for root in graph:
-        path: list[ir.Node] = []
-        stack = [(root, False)]
-        while stack:
-            node, done = stack.pop()
-            if done:
-                state[node] = 2
-                path.pop()
-                continue
-            if state.get(node) == 2:
-                continue
-            if state.get(node) == 1:
-                names = [n.name or n.op_type for n in path[path.index(node) :]]
-                return " <- ".join(repr(n) for n in [*names, names[0]])
-            state[node] = 1
-            path.append(node)
-            stack.append((node, True))
-            for before in node.predecessors():
-                if state.get(before) == 1:
-                    names = [n.name or n.op_type for n in path[path.index(before) :]]
-                    return " <- ".join(repr(n) for n in [*names, names[0]])
-                if before not in state:
-                    stack.append((before, False))
+    """Names the nodes of one cycle, each before a node whose result it reads."""
+    try:
+        TopologicalSorter({node: node.predecessors() for node in graph}).prepare()
+    except CycleError as error:
+        cycle: list[ir.Node] = error.args[1]
+        return " <- ".join(repr(node.name or node.op_type) for node in reversed(cycle))
     return "unknown nodes"
 
 
@@ -336,12 +307,12 @@ def _name(node: ir.Node) -> str:
 
 
 def name_nodes(graph: ir.Graph) -> None:
-    """Names nodes without a name, since messages name nodes."""
+    """Names nodes that have no name, for messages."""
     for node in graph:
         node.name = _name(node)
 
 
-def _name_nodes(graph: ir.Graph) -> None:
+def _make_names_unique(graph: ir.Graph) -> None:
     names = Names()
     for node in graph:
         node.name = names.fresh(_name(node))
@@ -361,7 +332,7 @@ def _name_dims(graph: ir.Graph) -> None:
             raise ModelError(f"input {value.name!r} has text elements, which ranks cannot receive")
         for dim in value.shape:
             text = "" if isinstance(dim, int) else dim.value or ""
-            # `9**9**9` is a name to `as_dim`, but a number to shape inference, which computes it.
+            # `as_dim` reads `9**9**9` as a name, but shape inference would compute the number.
             if "**" in text and as_dim(text) == dim_symbol(text):
                 raise ModelError(f"input {value.name!r} has the dim {text!r}, which is not a size")
         value.shape = ir.Shape(
@@ -375,10 +346,10 @@ def _name_dims(graph: ir.Graph) -> None:
 def symbol_table(
     model: ir.Model, constraints: Mapping[str, Symbol], registry: Registry = REGISTRY
 ) -> SymbolTable:
-    """Returns the symbols of a model's inputs, with constraints of the user's and the model's own.
+    """Returns the symbols of a model's inputs, with the constraints of the user and of the model.
 
     Raises:
-        ModelError: A constraint is on a name that no input dim has.
+        ModelError: A constraint is for a name that no input dim has.
     """
     names: list[str] = []
     for value in model.graph.inputs:
@@ -396,6 +367,6 @@ def symbol_table(
     for name, least in least_sizes(model.graph, registry).items():
         symbol = found.get(name)
         if symbol is not None and symbol.min < least:
-            with suppress(ValueError):  # Where the user's own constraints admit no such size.
+            with suppress(ValueError):  # The user's own constraints may exclude such a size.
                 found[name] = replace(symbol, min=least)
     return SymbolTable(found)

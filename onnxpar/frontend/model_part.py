@@ -13,11 +13,14 @@ from onnxpar.frontend.load import load, normalise
 from onnxpar.graph.body_captures import every_node, uncapture
 
 COLLECTIVES = "onnxpar"
-"""The domain of the operators that a partitioned program has."""
+"""The domain of the operators of a partitioned program."""
+
+GivenModel = ir.Model | onnx.ModelProto | str | Path
+"""A model, its proto, or the path of its file."""
 
 
-def whole_model(model: ir.Model | onnx.ModelProto | str | Path) -> ir.Model:
-    """Returns a model that may be used up: read from its file, or a copy that shares its weights.
+def own_model(model: GivenModel) -> ir.Model:
+    """Returns a model that may be changed: read from its file, or a copy that shares its weights.
 
     Raises:
         ModelError: The file is missing or is not an ONNX model.
@@ -27,56 +30,57 @@ def whole_model(model: ir.Model | onnx.ModelProto | str | Path) -> ir.Model:
     return ir.from_proto(model) if isinstance(model, onnx.ModelProto) else model.clone()
 
 
-def part(model: ir.Model | onnx.ModelProto | str | Path, *patterns: str) -> ir.Model:
-    """Returns the nodes of a model whose names fit, as a model: its inputs are what enters them.
+def part(model: GivenModel, *patterns: str) -> ir.Model:
+    """Returns the nodes of a model that match some patterns, as a model.
 
-    Initializers that the nodes read stay inside, under their names. Outputs are the values that
-    other nodes read or that the model returns, in the order in which they are made; inputs are in
-    the order in which they are read first, with the shapes inferred for them.
+    Its inputs are the values that the nodes read and do not compute, in the order in which they are
+    first read, with their inferred shapes. Initializers that the nodes read stay, with their names.
+    The outputs are the values that other nodes read or that the model returns, in the order in
+    which they are computed.
 
     Args:
         model: The model, its path or its proto. It is not changed.
-        patterns: Names of nodes or patterns of them in the sense of `fnmatch` (`*` crosses `/`),
-            such as `/block1/*`; nodes without a name have that of the normalised model.
+        patterns: Names of nodes or patterns of them as in `fnmatch` (`*` matches `/` too), such as
+            `/block1/*`; nodes without a name have that of the normalised model.
 
     Raises:
-        ModelError: The model is not valid, a pattern fits no node, or what the nodes need is made
-            from what they make by nodes outside of the range.
+        ModelError: The model is not valid, a pattern matches no node, or other nodes compute values
+            that the nodes read from values that the nodes compute.
     """
-    whole = normalise(whole_model(model))
-    inside = _inside(whole.graph, patterns)
-    _check_closed(whole.graph, inside)
+    source = normalise(own_model(model))
+    inside = _inside(source.graph, patterns)
+    _check_closed(source.graph, inside)
     chosen = set(inside)
-    outside = [node for node in whole.graph if node not in chosen]
+    outside = [node for node in source.graph if node not in chosen]
     read = {v: None for node in inside for v in node.inputs if v is not None}
     made = {v for node in inside for v in node.outputs}
-    results = {*whole.graph.outputs, *(v for node in outside for v in node.inputs)}
+    results = {*source.graph.outputs, *(v for node in outside for v in node.inputs)}
     leaving = [v for node in inside for v in node.outputs if v in results]
-    initializers = [v for v in whole.graph.initializers.values() if v in read]
+    initializers = [v for v in source.graph.initializers.values() if v in read]
     entering = {
         v: ir.Value(name=v.name, shape=v.shape, type=v.type)
         for v in read
         if v not in made and not v.is_initializer()
     }
-    # A node may change its graph once no value ties it to those that stay.
+    # A node can be moved to another graph once it shares no value with the nodes that stay.
     for node in every_node(outside):
         _replace(node, dict.fromkeys(made))
-    whole.graph.outputs.clear()
-    whole.graph.remove(inside)
+    source.graph.outputs.clear()
+    source.graph.remove(inside)
     for node in every_node(inside):
         _replace(node, entering)
     for value in initializers:
-        del whole.graph.initializers[value.name or ""]
+        del source.graph.initializers[value.name or ""]
     graph = ir.Graph(
         list(entering.values()),
         leaving,
         nodes=inside,
         initializers=initializers,
-        opset_imports=whole.graph.opset_imports,
-        name=whole.graph.name,
+        opset_imports=source.graph.opset_imports,
+        name=source.graph.name,
     )
     uncapture(graph)
-    return ir.Model(graph, ir_version=whole.ir_version)
+    return ir.Model(graph, ir_version=source.ir_version)
 
 
 def _replace(node: ir.Node, by: Mapping[ir.Value, ir.Value | None]) -> None:
@@ -99,9 +103,9 @@ def _inside(graph: ir.Graph, patterns: Sequence[str]) -> list[ir.Node]:
 
 
 def _check_closed(graph: ir.Graph, inside: Sequence[ir.Node]) -> None:
-    """Raises ModelError where a way leads out of the nodes and back into them."""
+    """Raises ModelError if a path leads out of the nodes and back into them."""
     chosen = set(inside)
-    # By value made outside, the node inside that it depends on.
+    # For each value computed outside, a node inside on which it depends.
     after: dict[ir.Value, ir.Node] = {}
     for node in graph:
         read = [v for v in node.inputs if v is not None]

@@ -1,16 +1,16 @@
-"""Brings a model to one opset: each node of an older one is written as a node of `OPSET`.
+"""Brings a model to one opset: each node of an older opset is rewritten for `OPSET`.
 
-What is written for a node is said by its operator (`OpDef.upgrades`); where that says nothing, the
-node means the same in the newer version. Design note 0025 says why it is this opset.
+The record of an operator says how its nodes are rewritten (`OpDef.upgrades`); other nodes have the
+same meaning in the newer opset. Design note 0025 explains the choice of this opset.
 """
 
-import logging
 from collections.abc import Mapping
 from contextlib import suppress
 
 import onnx_ir as ir
 from onnx_shape_inference import OpUsageError, ShapeInferenceError
 
+from onnxpar.frontend.quiet import quiet
 from onnxpar.graph.names import Names, names_of
 from onnxpar.ops.inference import inference
 from onnxpar.ops.old_node import OPSET, OldNode, Upgrade
@@ -18,7 +18,7 @@ from onnxpar.ops.registry import Registry
 
 
 def upgrade_model(model: ir.Model, opset: int, registry: Registry) -> int:
-    """Brings a model, without functions, to `OPSET` and returns the opset that it has now.
+    """Brings a model without functions to `OPSET` and returns its new opset.
 
     Args:
         model: The model; it is changed.
@@ -46,14 +46,14 @@ def upgrade_graph(
     registry: Registry,
     known: Mapping[ir.Value, ir.Shape],
 ) -> None:
-    """Writes the nodes of a graph of the opset `given` for the opset `wanted`.
+    """Rewrites the nodes of a graph of the opset `given` for the opset `wanted`.
 
     Args:
         graph: The graph; it is changed, and its bodies too.
-        given: Version of the default domain that it is of.
-        wanted: A newer one.
+        given: Its version of the default domain.
+        wanted: A newer version.
         registry: The operators.
-        known: Shapes of values as far as they are known.
+        known: Known shapes of values.
 
     Raises:
         ModelError: A node has no equal in the newer opset.
@@ -76,19 +76,18 @@ def _due(node: ir.Node, given: int, wanted: int, registry: Registry) -> Mapping[
 
 
 def _known_shapes(model: ir.Model, registry: Registry) -> dict[ir.Value, ir.Shape]:
-    """The shapes of all values as inference finds them; the model keeps its own, and gets types."""
+    """The inferred shapes of all values; the model keeps its declared shapes, and gets types."""
     values = [v for n in ir.traversal.RecursiveGraphIterator(model.graph) for v in n.outputs]
     declared = [(v, v.shape, dict(v.metadata_props)) for v in values]
-    library = logging.getLogger("onnx_shape_inference")
-    level = library.level
-    library.setLevel(logging.ERROR)
     try:
-        # What is wrong with the model is told when its shapes are inferred for good.
-        with suppress(ShapeInferenceError, OpUsageError, ValueError):
+        # Errors are reported when the shapes are inferred again, after the upgrade.
+        with (
+            quiet("onnx_shape_inference"),
+            suppress(ShapeInferenceError, OpUsageError, ValueError),
+        ):
             inference(registry).infer_shapes(model)
         return {v: v.shape for v in values if v.shape is not None}
     finally:
-        library.setLevel(level)
         for value, shape, metadata in declared:
             value.shape = shape
             value.metadata_props.clear()

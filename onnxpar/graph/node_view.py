@@ -18,9 +18,9 @@ CONST_LIMIT = 65536
 """Elements; rules do not read larger constants, which are weights."""
 
 
-def default_opset(opsets: Mapping[str, int]) -> int:
-    """Returns the version of the default domain, which has two names; 1 if it is not given."""
-    return opsets.get("", opsets.get("ai.onnx", 1))
+def default_opset(opsets: Mapping[str, int], missing: int = 1) -> int:
+    """Returns the version of the default domain, which has two names; else `missing`."""
+    return opsets.get("", opsets.get("ai.onnx", missing))
 
 
 @dataclass(frozen=True)

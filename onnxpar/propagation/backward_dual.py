@@ -1,10 +1,10 @@
-"""How the backward of a node is divided where that node has a strategy: as the node itself.
+"""How the backward of a node with a strategy is sharded: like the node itself.
 
-What a forward node reads whole it has a whole cotangent of, what it reads split a split one, and a
-factor that an operand lacks is summed away in the operand's cotangent, which is then partial. This
-duality (Megatron-LM's f and g, Shoeybi et al., 2019) is what a search counts a strategy's backward
-by, so a plan that follows from its strategies has to keep it: node by node the least traffic may be
-elsewhere, and lead the rest of the backward pass away from its parameters.
+The cotangent of an operand is replicated or sharded like the operand. A factor that the operand
+lacks is summed in its cotangent, which is then partial. The search prices the backward of a
+strategy by this duality (Megatron-LM's f and g, Shoeybi et al., 2019), so a plan that follows from
+its strategies must keep it. The choice by the least traffic of each node could differ, and lead the
+rest of the backward pass to other layouts than those of the parameters.
 """
 
 from collections.abc import Mapping
@@ -18,13 +18,13 @@ from onnxpar.graph.plan import NodePlan
 
 @dataclass(frozen=True)
 class Dual:
-    """The layout of a backward node by its forward node's plan.
+    """The layout of a backward node that follows from the plan of its forward node.
 
     Attributes:
-        inputs: The layout of each operand; None where the forward node says nothing of it.
-        outputs: The same of the outputs.
-        adds: Whether it adds up several readers' shares of a cotangent. Shares that are partial
-            over the same devices may be one sum before they are reduced.
+        inputs: The layout of each operand; None if the forward node does not determine it.
+        outputs: The same for the outputs.
+        adds: Whether it adds the terms of a cotangent from several readers. Terms that are partial
+            over the same atoms may be added before they are reduced.
     """
 
     inputs: tuple[Sharding | None, ...]
@@ -35,13 +35,13 @@ class Dual:
 def dual(
     node: ir.Node, forward: ir.Node, plan: NodePlan, links: Mapping[str, tuple[str, ...]]
 ) -> Dual | None:
-    """Returns the layout of a backward node by its forward node's plan; None if there is none.
+    """Returns the layout of a backward node from its forward node's plan; None if there is none.
 
     Args:
         node: The backward node.
-        forward: The node that it is of the gradient of.
-        plan: How that one is sharded.
-        links: Of each cotangent, and each contribution to one, its primals, by name.
+        forward: The node whose gradient it computes.
+        plan: The plan of the forward node.
+        links: For each cotangent, and each term of one, its primals, by name.
     """
     read = {v.name: s for v, s in zip(forward.inputs, plan.inputs, strict=False) if v is not None}
     made = {v.name: s.with_partial(()) for v, s in zip(forward.outputs, plan.outputs, strict=True)}
@@ -60,5 +60,5 @@ def dual(
     sums = [layout_of(v, made) for v in node.outputs]
     adds = sums[0] is not None and all(layout_of(v, made) is not None for v in node.inputs)
     outputs = tuple(sums if adds else (layout_of(v, read) for v in node.outputs))
-    # What fills a cotangent with zeros reads nothing of the forward node.
+    # A node that fills a cotangent with zeros does not depend on the forward node.
     return Dual(inputs, outputs, adds) if any(s is not None for s in (*inputs, *outputs)) else None

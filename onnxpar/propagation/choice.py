@@ -1,23 +1,32 @@
 """How one node is sharded, given the layouts of its operands: candidates, their cost, the choice.
 
-Candidates come from what the operands and the later users of the outputs already have, from the
-user's parameter axes, and from leaving everything whole. The choice is by bytes moved, then by the
-number of operands that move, then by the elements a device computes, then by order; but a parameter
-axis that could split a matrix and is left idle counts before all of these. It depends on nothing
-else, so that it is the same on every machine.
+Candidates come from the layouts of the operands, from those that later readers of the outputs need,
+from the user's parameter axes, and from replicating everything. The first criterion is the number
+of parameter axes that could shard a matrix but do not. The next are the bytes sent, the number of
+operands that are resharded, the elements that a device computes, and the order of the candidates.
+Nothing else counts, so the choice is the same on every machine.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
 from onnxpar.core.errors import ShardingError
 from onnxpar.core.mesh import Atoms, Mesh
 from onnxpar.core.rule import ANY, PARALLEL, REPLICATED, SPECIAL, OpRule
-from onnxpar.core.sharding import REDUCTIONS, Component, DimSharding, Sharding
+from onnxpar.core.sharding import REDUCTIONS, Component, DimSharding, Sharding, atoms_of
 from onnxpar.core.symbols import SymbolTable
 from onnxpar.graph.node_view import NodeView
-from onnxpar.graph.plan import Factors, NodePlan, factor_sizes, may_stay_partial, project, shardings
+from onnxpar.graph.plan import (
+    Carried,
+    Factors,
+    NodePlan,
+    factor_sizes,
+    may_stay_partial,
+    project,
+    shardings,
+    used_atoms,
+)
 from onnxpar.graph.view_parts import Part, Parts
 from onnxpar.propagation.backward_dual import Dual
 
@@ -26,20 +35,21 @@ ReshardCost = Callable[[Sequence[Sharding], Sharding, int], int]
 
 @dataclass(frozen=True)
 class Situation:
-    """What the choice for one node may look at.
+    """All that the choice for one node depends on, except the node.
 
     Attributes:
-        operands: Sharding in which each operand was made; None for an operand whose sharding is
-            still free (a parameter, or a value made of parameters only) or absent.
-        versions: For each operand the shardings in which it is there, having been brought into
-            them for earlier nodes; the one in which it was made is the first.
+        operands: Sharding in which each operand was computed; None for an absent operand, and if
+            its sharding is still free (a parameter, or a value computed from parameters only).
+        versions: For each operand the shardings in which it exists: first that in which it was
+            computed, then those into which it was resharded for earlier nodes.
         free: For each operand, whether its sharding is still free.
         parts: For each operand, the parts of its dims (see `graph.view_parts`).
-        wishes: For each output, the split that its later users want; None if unknown.
-        gradients: For each output that is a parameter's gradient, the layout of the parameter; it
-            leaves so, still partial over other atoms: it is reduced once a step, at no cost here.
-        joined: For each output, the atoms over which it may be partial at no cost, since its user
-            adds it to what is partial over them anyway.
+        wishes: For each output, the sharding that later readers need; None if unknown.
+        gradients: For each output that is a parameter's gradient, the layout of the parameter. The
+            gradient gets this layout and stays partial over other atoms, since it is reduced once
+            per step, which costs nothing here.
+        joined: For each output, the atoms over which it may be partial at no cost, since its reader
+            adds it to a value that is partial over them anyway.
         itemsizes: Bytes per element of each operand, then of each output.
     """
 
@@ -54,9 +64,27 @@ class Situation:
 
 
 def leaving(made: Sharding, parameter: Sharding) -> Sharding:
-    """Returns how a gradient leaves: split as its parameter, partial over what that leaves over."""
+    """Returns the layout of a gradient output: that of its parameter, partial over other atoms."""
     taken = parameter.split_atoms
     return parameter.with_partial(atom for atom in made.partial if atom not in taken)
+
+
+def merged(proposals: Iterable[Factors], rule: OpRule) -> dict[str, DimSharding]:
+    """Returns the sharded factors of all proposals; where two conflict, those of the first."""
+    result: dict[str, DimSharding] = {}
+    used: set[int] = set()
+    for proposal in proposals:
+        for name, parts in proposal.items():
+            atoms = set(atoms_of(parts))
+            if name not in result and rule.kinds[name] != REPLICATED and not atoms & used:
+                result[name] = parts
+                used |= atoms
+    return result
+
+
+def local_elements(sharding: Sharding, mesh: Mesh, table: SymbolTable) -> int:
+    """Returns the elements of a shard, at the typical sizes of symbols."""
+    return prod(table.typical(size) for size in sharding.local_shape(mesh, table))
 
 
 @dataclass(frozen=True)
@@ -65,10 +93,10 @@ class Chooser:
 
     Attributes:
         mesh: The mesh.
-        table: What is known of symbols.
-        parameter_axes: Runs of atoms that split parameters.
-        cost: Bytes that one device sends to bring a value into a sharding: (where it is, to,
-            itemsize) -> bytes.
+        table: The symbols and their constraints.
+        parameter_axes: Runs of atoms that shard parameters.
+        cost: Bytes that one device sends to reshard a value: (its versions, new sharding, itemsize)
+            -> bytes.
     """
 
     mesh: Mesh
@@ -88,8 +116,8 @@ class Chooser:
         Args:
             rule: The node's rule.
             view: The node.
-            situation: What the choice may look at.
-            implied: Its layout by another node's plan: it is sharded so if it can be.
+            situation: The layouts of its operands, and so on.
+            implied: Its layout by another node's plan; it is used if that is possible.
         """
         if implied is not None:
             follows = self._following(rule, view, situation, implied)
@@ -108,7 +136,7 @@ class Chooser:
         candidates: Iterable[dict[str, DimSharding]],
     ) -> NodePlan | None:
         best: tuple[tuple[int, ...], NodePlan] | None = None
-        seen: list[tuple[Factors, Mapping[int, tuple[Atoms, str]]]] = []
+        seen: list[tuple[Factors, Carried]] = []
         for factors in candidates:
             for carried in self._carries(rule, factors, situation):
                 if (factors, carried) in seen:
@@ -135,11 +163,11 @@ class Chooser:
         situation: Situation,
         implied: Dual,
     ) -> dict[str, DimSharding]:
-        """The factors by which operands and outputs lie as implied, else as operands were made."""
+        """The factors of the implied layout; operands without one keep their own layout."""
         mesh, table, sizes = self.mesh, self.table, factor_sizes(rule, view)
-        lying = [s or made for s, made in zip(implied.inputs, situation.operands, strict=True)]
+        layouts = [s or made for s, made in zip(implied.inputs, situation.operands, strict=True)]
         pairs = (
-            *zip(rule.inputs, lying, strict=False),
+            *zip(rule.inputs, layouts, strict=False),
             *zip(rule.outputs, implied.outputs, strict=False),
         )
         proposals = [
@@ -147,58 +175,43 @@ class Chooser:
             for operand, sharding in pairs
             if sharding is not None and not operand.mode
         ]
-        return self._merge(rule, proposals)
+        return merged(proposals, rule)
 
     def _candidates(
         self, rule: OpRule, view: NodeView, situation: Situation
     ) -> Iterator[dict[str, DimSharding]]:
         mesh, table, sizes = self.mesh, self.table, factor_sizes(rule, view)
-        proposals: list[dict[str, DimSharding]] = []
-        for index, versions in enumerate(situation.versions[: len(rule.inputs)]):
-            for sharding in versions:
-                proposals.append(
-                    project(rule.inputs[index], sharding, sizes, mesh, table, rule.scaled)
-                )
-        for index, wish in enumerate(situation.wishes):
-            if wish is not None and index < len(rule.outputs):
-                proposals.append(
-                    project(rule.outputs[index], wish, sizes, mesh, table, rule.scaled)
-                )
-        proposals = [p for i, p in enumerate(proposals) if p and p not in proposals[:i]]
-        orders = [proposals] + [[p, *proposals] for p in proposals[1:]]
-        for order in orders:
-            merged = self._merge(rule, order)
-            yield from self._with_axes(rule, merged, situation)
-            yield merged
-            yield from self._scattered(rule, merged, situation)
+        layouts = [
+            (operand, version)
+            for operand, versions in zip(rule.inputs, situation.versions, strict=False)
+            for version in versions
+        ]
+        layouts += [
+            (operand, wish)
+            for operand, wish in zip(rule.outputs, situation.wishes, strict=False)
+            if wish is not None
+        ]
+        found = [project(o, s, sizes, mesh, table, rule.scaled) for o, s in layouts]
+        proposals = [p for i, p in enumerate(found) if p and p not in found[:i]]
+        for order in (proposals, *([p, *proposals] for p in proposals[1:])):
+            factors = merged(order, rule)
+            yield from self._with_axes(rule, factors, situation)
+            yield factors
+            yield from self._scattered(rule, factors, situation)
         for single in proposals:
-            yield self._merge(rule, [single])
+            yield merged([single], rule)
         yield {}
-
-    def _merge(
-        self, rule: OpRule, proposals: list[dict[str, DimSharding]]
-    ) -> dict[str, DimSharding]:
-        merged: dict[str, DimSharding] = {}
-        used: set[int] = set()
-        for proposal in proposals:
-            for name, parts in proposal.items():
-                atoms = {a for c in parts for a in c.atoms}
-                if name in merged or rule.kinds[name] == REPLICATED or atoms & used:
-                    continue
-                merged[name] = parts
-                used |= atoms
-        return merged
 
     def _with_axes(
         self, rule: OpRule, factors: dict[str, DimSharding], situation: Situation
     ) -> Iterator[dict[str, DimSharding]]:
-        """Splits parameters over the parameter axes that are not used yet, one way at most."""
+        """Shards parameters over the parameter axes that are not used yet, in at most one way."""
         extended = dict(factors)
+        partial = {a for s in situation.operands if s is not None for a in s.partial}
         for axis in self.parameter_axes:
-            used = {a for parts in extended.values() for c in parts for a in c.atoms}
-            if used & set(axis) or self._is_partial_over(axis, situation):
+            if (used_atoms(extended) | partial) & set(axis):
                 continue
-            choice = self._parameter_split(rule, extended, situation, axis)
+            choice = self._parameter_factor(rule, extended, situation, axis)
             if choice is not None:
                 extended[choice[0]] = choice[1]
         if extended != factors:
@@ -207,18 +220,17 @@ class Chooser:
     def _scattered(
         self, rule: OpRule, factors: Factors, situation: Situation
     ) -> Iterator[dict[str, DimSharding]]:
-        """Splits a dim, the last that divides, over atoms that an operand is partial over.
+        """Shards the last dim that divides evenly over atoms over which an operand is partial.
 
-        The reduction is then a reduce-scatter, half the traffic of an all-reduce, and what
-        follows is computed once. Not over parameter axes: there activations stay whole.
+        The reduction is then a reduce-scatter, with half the traffic of an all-reduce, and later
+        nodes are not computed several times. Not over parameter axes, which replicate activations.
         """
-        kept = {a for axis in self.parameter_axes for a in axis}
-        used = {a for parts in factors.values() for c in parts for a in c.atoms}
+        taken = used_atoms(factors).union(*self.parameter_axes)
         for index, sharding in enumerate(situation.operands):
             if sharding is None or not sharding.partial or rule.inputs[index].mode:
                 continue
             atoms = sharding.partial
-            if set(atoms) & (kept | used):
+            if taken.intersection(atoms):
                 continue
             for dim, names in reversed(
                 list(zip(sharding.dims, rule.inputs[index].dims, strict=True))
@@ -231,17 +243,14 @@ class Chooser:
                 if self.table.divisible(dim[0].size, self.mesh.count(together)):
                     yield {**factors, names[0]: (Component(dim[0].size, together),)}
 
-    def _is_partial_over(self, axis: Atoms, situation: Situation) -> bool:
-        return any(s is not None and set(axis) & set(s.partial) for s in situation.operands)
-
-    def _parameter_split(
+    def _parameter_factor(
         self, rule: OpRule, factors: Factors, situation: Situation, axis: Atoms
     ) -> tuple[str, DimSharding] | None:
-        """Picks the factor of a free matrix to split: vocabulary first, else columns.
+        """Picks the factor of a free matrix to shard: vocabulary first, else columns.
 
-        A factor that the activations share is left alone: splitting it would cut what they hold
-        whole. What remains of the parameter's own factors is, in this order, one that is reduced
-        away (the rows of an embedding), then one that reaches the output (Megatron's columns).
+        Factors of activations are not sharded, since activations are replicated over the axis. Of
+        the other factors of a parameter, the first choice is a reduced one (the rows of an
+        embedding), the second one that reaches the output (Megatron's columns).
         """
         shared = {
             name
@@ -265,27 +274,27 @@ class Chooser:
                         rule.kinds[n] in REDUCTIONS for other in operand.dims for n in other
                     ):
                         continue
-                    split = self._cut(dim_parts, axis)
-                    if split is not None:
-                        return names[0], split
+                    sharded = self._shard_parts(dim_parts, axis)
+                    if sharded is not None:
+                        return names[0], sharded
         return None
 
     def _idle_axes(self, rule: OpRule, plan: NodePlan, situation: Situation) -> int:
-        """Number of parameter axes that split nothing although a free matrix is contracted."""
+        """Number of parameter axes that shard nothing although the node contracts a free matrix."""
         matrix = any(
             situation.free[index]
             and len(operand.dims) > 1
             and any(rule.kinds[name] in REDUCTIONS for names in operand.dims for name in names)
             for index, operand in enumerate(rule.inputs)
         )
-        used = {a for parts in plan.factors.values() for c in parts for a in c.atoms}
+        used = used_atoms(plan.factors)
         return sum(matrix and not used & set(axis) for axis in self.parameter_axes)
 
-    def _cut(self, parts: tuple[Part, ...], axis: Atoms) -> DimSharding | None:
-        """Splits the first part that may be split, by as much of the axis as makes pieces smaller.
+    def _shard_parts(self, parts: tuple[Part, ...], axis: Atoms) -> DimSharding | None:
+        """Shards the first part that may be sharded, by the leading atoms that make shards smaller.
 
-        Heads that the axis does not divide are split over a prefix of it, or unevenly, whichever
-        leaves a device fewer; an even split wins a tie.
+        Heads whose number the axis does not divide are sharded over its leading atoms, or unevenly,
+        whichever leaves a device fewer; an even sharding wins a tie.
         """
         for position, part in enumerate(parts):
             if not part.splittable:
@@ -309,16 +318,14 @@ class Chooser:
             )
         return None
 
-    def _carries(
-        self, rule: OpRule, factors: Factors, situation: Situation
-    ) -> list[dict[int, tuple[Atoms, str]]]:
-        """Returns the ways in which partial operands may pass: none, or all the rule admits."""
-        options: list[dict[int, tuple[Atoms, str]]] = [{}]
+    def _carries(self, rule: OpRule, factors: Factors, situation: Situation) -> list[Carried]:
+        """Returns the choices of operands that stay partial: none, and those of the rule."""
+        options: list[Carried] = [{}]
         partial = {i: s for i, s in enumerate(situation.operands) if s is not None and s.partial}
         if not partial:
             return options
-        used = {a for parts in factors.values() for c in parts for a in c.atoms}
-        # What is there in a complete version as well need not be carried.
+        used = used_atoms(factors)
+        # An operand that also has a complete version need not stay partial.
         complete = {i for i in partial if any(not v.partial for v in situation.versions[i])}
         for carried in (partial.keys(), partial.keys() - complete):
             sharing = {(partial[i].partial, partial[i].reduction) for i in carried}
@@ -341,7 +348,7 @@ class Chooser:
         situation: Situation,
         carries: bool,
     ) -> tuple[int, int, int]:
-        """Returns the bytes a plan sends, how many operands move, and the elements it touches."""
+        """Returns the bytes that a plan sends, how many operands it reshards, and its elements."""
         moved, moves, elements = 0, 0, 0
         for index, want in enumerate(plan.inputs):
             have = situation.versions[index] if index < len(situation.versions) else ()
@@ -363,31 +370,28 @@ class Chooser:
                 moved += self.cost((made,), leaving(made, parameter), itemsize)
             elif made.partial and not situation.joined[index].issuperset(made.partial):
                 count = self.mesh.count(made.partial)
-                # A partial value needs at least a reduce-scatter; one that was passed on would
-                # have needed the all-reduce here.
+                # A partial result needs at least a reduce-scatter; an operand that stayed partial
+                # would have needed an all-reduce here.
                 moved += (2 if carries else 1) * size * itemsize * (count - 1) // count
         for name, parts in plan.factors.items():
             if rule.kinds[name] == SPECIAL:
-                count = self.mesh.count(a for c in parts for a in c.atoms)
+                count = self.mesh.count(atoms_of(parts))
                 size = (
                     self._elements(plan.outputs[0]) * situation.itemsizes[len(situation.operands)]
                 )
-                whole = self.table.typical(factor_sizes(rule, view)[name])
-                moved += 4 * size * (count - 1) // max(whole, 1)
+                factor = self.table.typical(factor_sizes(rule, view)[name])
+                moved += 4 * size * (count - 1) // max(factor, 1)
         for name in rule.inner.keys() & plan.factors.keys():
             moved += self._inside(rule, plan, name, situation)
         return moved, moves, elements
 
     def _inside(self, rule: OpRule, plan: NodePlan, name: str, situation: Situation) -> int:
-        """Bytes that a device sends where its local form all-reduces statistics."""
-        split = {f: self.mesh.count(a for c in p for a in c.atoms) for f, p in plan.factors.items()}
-        count = split.pop(name)
-        held = self.table.typical(rule.inner[name]) // max(prod(split.values()), 1)
+        """Bytes that a device sends if its local form all-reduces statistics."""
+        counts = {f: self.mesh.count(atoms_of(parts)) for f, parts in plan.factors.items()}
+        count = counts.pop(name)
+        held = self.table.typical(rule.inner[name]) // max(prod(counts.values()), 1)
         itemsize = situation.itemsizes[len(situation.operands)]
         return 2 * held * itemsize * (count - 1) // count
 
     def _elements(self, sharding: Sharding) -> int:
-        total = 1
-        for size in sharding.local_shape(self.mesh, self.table):
-            total *= self.table.typical(size)
-        return total
+        return local_elements(sharding, self.mesh, self.table)

@@ -1,34 +1,44 @@
-"""What a plan pays because two neighbours want a value in different layouts, and why it does.
+"""The reshards of a plan that are due to two neighbours with different layouts, and their reasons.
 
-A value whose maker and reader agree is there already; one that waits for a reduction costs that
-reduction, whatever the reader. All else that is sent between nodes is a conflict: the maker (a
-node, the data set, an earlier reader of a parameter) has laid the value out in one way and the
-reader wants another. Beside what was chosen stands the price of the other way to resolve it: that
-the reader takes the value in its current layout.
+If the node that computes a value and its reader have the same layout, nothing is sent. A partial
+value costs a reduction for every reader. All other communication between nodes is a conflict: the
+value has one layout (from a node, the data set, or an earlier reader of a parameter), and the
+reader needs another. Each conflict has two prices: that of the plan, and that of the reader taking
+the value in its current layout.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
 from onnxpar.core.errors import ShardingError
-from onnxpar.core.mesh import Atoms
+from onnxpar.core.mesh import Mesh
 from onnxpar.core.rule import OpRule
 from onnxpar.core.sharding import DimSharding, Sharding
 from onnxpar.core.symbols import Dim
 from onnxpar.facts.program import Program
 from onnxpar.graph.node_view import NodeView
-from onnxpar.graph.plan import Factors, NodePlan, Plan, factor_sizes, project, shardings
-from onnxpar.propagation.choice import Chooser, Situation
+from onnxpar.graph.plan import (
+    Carried,
+    Factors,
+    NodePlan,
+    Plan,
+    factor_sizes,
+    project,
+    shardings,
+    used_atoms,
+)
+from onnxpar.graph.shapes import itemsize
+from onnxpar.propagation.choice import Chooser, Situation, merged
 from onnxpar.propagation.partial_hints import partial_hints
 from onnxpar.resharding.routes import Route, cheapest_route
 
 REDUCING = ("slice", "all_reduce", "reduce_scatter")
 
 STRATEGY, OPERATOR, COST, WHOLE_PLAN = "strategy", "operator", "cost", "plan"
-"""Why a reader does not take a value in its current layout: the user's strategy says so; its
-operator cannot; that would not send fewer bytes; it would send fewer here, but more elsewhere."""
+"""Why a reader does not take a value in its current layout: the user's strategy requires another;
+its operator cannot; it would not send fewer bytes; it would send fewer here, but more elsewhere."""
 
 _WORDS = {STRATEGY: "strategy given", COST: "cheapest", WHOLE_PLAN: "for the whole plan"}
 
@@ -38,21 +48,21 @@ class Conflict:
     """A reshard between neighbours.
 
     Attributes:
-        node: The reader; an output of the graph that leaves in another layout has none.
-        operand: Number of its operand; of the output where `node` brings its own result into the
-            layout that the user asked for.
+        node: The reader; "" for an output of the graph.
+        operand: Number of its operand; number of its output if `node` reshards its own result as
+            the user's strategy requires.
         value: The value.
-        maker: The node that made it, or "" for what enters the graph.
-        held: The sharding that it is brought from.
-        wanted: The sharding that it is brought into.
+        maker: The node that computed it, or "" for inputs and initializers.
+        held: The sharding from which it is brought.
+        wanted: The sharding into which it is brought.
         steps: Kinds of the steps, in order.
         bytes: Bytes that one device sends for it, possibly symbolic.
         typical: The same at typical sizes.
         why: One of `STRATEGY`, `OPERATOR`, `COST` and `WHOLE_PLAN`.
-        detail: Where `why` is `OPERATOR` and the node has no rule: the reason for that.
-        cost: Bytes that the choice for the reader sends, all operands and what its results wait
-            for included, at typical sizes.
-        other: The same if it took the value in its current layout; None where it cannot.
+        detail: If `why` is `OPERATOR` and the node has no rule: the reason for that.
+        cost: Bytes that the reader's plan sends for all its operands and for the reductions of its
+            results, at typical sizes.
+        other: The same if it took the value in its current layout; None if it cannot.
     """
 
     node: str
@@ -90,15 +100,14 @@ def conflicts(
     Args:
         program: The program of one device; it is not changed.
         plan: Its plan.
-        gathered: Values that are kept in parts and gathered for whoever reads them (optimizer
-            parallel): their readers do not disagree.
+        gathered: Values that optimizer parallel gathers for each reader; they are not conflicts.
     """
     return tuple(c for c in _Replay(program, plan).run() if c.value not in gathered)
 
 
 @dataclass
 class _Replay:
-    """The nodes in order, with the layouts in which each value is there by then."""
+    """Goes over the nodes in order, with the versions of each value at that point."""
 
     program: Program
     plan: Plan
@@ -111,20 +120,16 @@ class _Replay:
 
     def run(self) -> Iterator[Conflict]:
         graph, plan = self.program.graph, self.plan
-        nodes = list(graph)
-        self.made.update(plan.inputs)
-        self.made.update(plan.parameters)
-        for node in nodes:
+        self.made.update({**plan.inputs, **plan.parameters})
+        self.versions.update({name: (sharding,) for name, sharding in self.made.items()})
+        for node in graph:
             for value, made in zip(node.outputs, plan.nodes[node.name or ""].outputs, strict=True):
                 name = value.name or ""
                 self.made[name] = plan.resharded.get(name, made)
-        self.versions.update({n: (s,) for n, s in (*plan.inputs.items(), *plan.parameters.items())})
-        self.joined = partial_hints(
-            nodes, self.rules.by_node, plan.nodes, self.made, plan.mesh, self.env.table
-        ).joined
-        # Nobody has read them yet: they lie as their first reader wants them.
+        self.joined = partial_hints(self.program, plan, self.made).joined
+        # The layout of a parameter is that of its first reader.
         self.unread = set(plan.parameters)
-        for node in nodes:
+        for node in graph:
             yield from self._node(node)
         for value in graph.outputs:
             yield from self._leaving(value)
@@ -136,12 +141,10 @@ class _Replay:
             there = self._there(value)
             if value is None or want is None or not there or want in there:
                 continue
-            way = self._way(there, want, value)
-            if _pays(way):
+            route = self._route(there, want, value)
+            if _conflicts(route):
                 why, detail, cost, other = self._why(node, index)
-                yield self._conflict(
-                    value, name, index, way, want, why=why, detail=detail, cost=cost, other=other
-                )
+                yield self._conflict(value, name, index, route, want, why, detail, cost, other)
         for value, want in zip(node.inputs, plan.inputs, strict=False):
             key = value.name or "" if value is not None else ""
             self.unread.discard(key)
@@ -152,63 +155,59 @@ class _Replay:
             self.versions[key] = (made,)
             after = self.plan.resharded.get(key)
             if after is not None and after != made:
-                way = self._way((made,), after, value)
+                route = self._route((made,), after, value)
                 self.versions[key] = (after, made)
-                if _pays(way):
-                    yield self._conflict(value, name, index, way, after, why=STRATEGY)
+                if _conflicts(route):
+                    yield self._conflict(value, name, index, route, after, STRATEGY)
 
     def _leaving(self, value: ir.Value) -> Iterator[Conflict]:
         name = value.name or ""
         want, there = self.plan.outputs[name], self._there(value)
         if there and want not in there:
-            way = self._way(there, want, value)
-            if _pays(way):
-                yield self._conflict(value, "", 0, way, want, why=STRATEGY)
+            route = self._route(there, want, value)
+            if _conflicts(route):
+                yield self._conflict(value, "", 0, route, want, STRATEGY)
 
     def _there(self, value: ir.Value | None) -> tuple[Sharding, ...]:
         return () if value is None else self.versions.get(value.name or "", ())
 
-    def _way(self, there: Sequence[Sharding], want: Sharding, value: ir.Value) -> Route:
+    def _route(self, there: Sequence[Sharding], want: Sharding, value: ir.Value) -> Route:
         mesh, table = self.plan.mesh, self.env.table
-        return cheapest_route(there, want, mesh, table, _itemsize(value))
+        return cheapest_route(there, want, mesh, table, itemsize(value))
 
     def _conflict(
         self,
         value: ir.Value,
         node: str,
         operand: int,
-        way: Route,
+        route: Route,
         wanted: Sharding,
-        *,
         why: str,
         detail: str = "",
         cost: int = 0,
         other: int | None = None,
     ) -> Conflict:
-        sent: Dim = 0
-        for step in way.steps:
-            sent = sent + step.bytes
         maker = value.producer()
         return Conflict(
             node,
             operand,
             value.name or "",
             (maker.name or "") if maker is not None else "",
-            way.source,
+            route.source,
             wanted,
-            tuple(step.kind for step in way.steps),
-            sent,
-            way.bytes,
+            tuple(step.kind for step in route.steps),
+            sum(step.bytes for step in route.steps),
+            route.bytes,
             why,
             detail,
-            cost or way.bytes,
+            cost or route.bytes,
             other,
         )
 
     # -- the other way ---------------------------------------------------------------------------
 
     def _why(self, node: ir.Node, index: int) -> tuple[str, str, int, int | None]:
-        """Why a node does not take an operand in its current layout, and the bytes of both ways."""
+        """Why a node does not take an operand in its current layout, and the bytes of both."""
         plan = self.plan.nodes[node.name or ""]
         if plan.reason:
             return OPERATOR, plan.reason, 0, None
@@ -223,7 +222,7 @@ class _Replay:
         name = node.name or ""
         plan, view = self.plan.nodes[name], self.rules.views[name]
         situation = self._situation(node)
-        # Repeated layers ask the same.
+        # Repeated layers have equal keys.
         key = (
             plan.rule.inputs,
             plan.rule.outputs,
@@ -248,22 +247,22 @@ class _Replay:
     ) -> tuple[int, int | None]:
         mesh, table = self.plan.mesh, self.env.table
 
-        def sent(versions: Sequence[Sharding], target: Sharding, itemsize: int) -> int:
-            return cheapest_route(versions, target, mesh, table, itemsize).bytes
+        def sent(versions: Sequence[Sharding], target: Sharding, width: int) -> int:
+            return cheapest_route(versions, target, mesh, table, width).bytes
 
         chooser = Chooser(mesh, table, (), sent)
         held = situation.operands[index]
         assert held is not None
-        split = held.with_partial(()).canonical(mesh, table)
+        sharded = held.with_partial(()).canonical(mesh, table)
         others = []
-        for factors in _agreeing(plan, view, situation, index, self.plan):
+        for factors in _agreeing(plan, view, situation, index, mesh):
             for carried in _carries(plan.rule, factors, situation, held):
                 try:
                     found = shardings(plan.rule, view, factors, mesh, carried=carried)
                 except ShardingError:
                     continue
                 want = found.inputs[index]
-                if want is not None and want.with_partial(()).canonical(mesh, table) == split:
+                if want is not None and want.with_partial(()).canonical(mesh, table) == sharded:
                     price = chooser.price(plan.rule, found, view, situation, bool(carried))
                     others.append(price[0])
         chosen = chooser.price(plan.rule, plan, view, situation, bool(plan.carried))
@@ -284,69 +283,51 @@ class _Replay:
             (None,) * len(outs),
             tuple(self._gradient(n) for n in outs),
             tuple(self.joined.get(n, frozenset()) for n in outs),
-            tuple(_itemsize(v) for v in (*node.inputs, *node.outputs)),
+            tuple(map(itemsize, (*node.inputs, *node.outputs))),
         )
 
     def _gradient(self, name: str) -> Sharding | None:
-        """The layout of the parameter whose gradient leaves as this output, still to be reduced."""
+        """The layout of the parameter whose gradient this graph output is, if it is partial."""
         leaves = self.plan.outputs.get(name)
         return leaves.with_partial(()) if leaves is not None and leaves.partial else None
 
 
 def _agreeing(
-    plan: NodePlan, view: NodeView, situation: Situation, index: int, whole: Plan
+    plan: NodePlan, view: NodeView, situation: Situation, index: int, mesh: Mesh
 ) -> Iterator[Factors]:
-    """Yields factor splits with which a node takes an operand in its current layout."""
+    """Yields sharded factors with which a node takes an operand in its current layout."""
     rule, sizes = plan.rule, factor_sizes(plan.rule, view)
 
-    def splits_of(number: int) -> dict[str, DimSharding]:
+    def factors_of(number: int) -> dict[str, DimSharding]:
         held = situation.operands[number] if number < len(situation.operands) else None
         if held is None or rule.inputs[number].mode:
             return {}
-        found = project(rule.inputs[number], held, sizes, whole.mesh, view.table, rule.scaled)
+        found = project(rule.inputs[number], held, sizes, mesh, view.table, rule.scaled)
         return {name: parts for name, parts in found.items() if name in rule.splittable}
 
-    first = splits_of(index)
-    others = [splits_of(i) for i in range(len(rule.inputs)) if i != index and not situation.free[i]]
-    yield _merged([first, dict(plan.factors)])
-    yield _merged([first, *others])
+    first = factors_of(index)
+    numbers = (i for i in range(len(rule.inputs)) if i != index and not situation.free[i])
+    yield merged([first, plan.factors], rule)
+    yield merged([first, *map(factors_of, numbers)], rule)
     yield first
-
-
-def _merged(proposals: Sequence[Mapping[str, DimSharding]]) -> Factors:
-    """The splits of each proposal that clash with none before it."""
-    merged: dict[str, DimSharding] = {}
-    used: set[int] = set()
-    for proposal in proposals:
-        for name, parts in proposal.items():
-            atoms = {a for c in parts for a in c.atoms}
-            if name not in merged and not atoms & used:
-                merged[name] = parts
-                used |= atoms
-    return merged
 
 
 def _carries(
     rule: OpRule, factors: Factors, situation: Situation, held: Sharding
-) -> Iterator[dict[int, tuple[Atoms, str]]]:
-    """Ways in which what an operand waits for may pass: it is reduced first, or passed on."""
+) -> Iterator[Carried]:
+    """The choices for a partial operand: it is reduced first, or stays partial."""
     yield {}
-    used = {a for parts in factors.values() for c in parts for a in c.atoms}
-    if not held.partial or used & set(held.partial):
+    if not held.partial or used_atoms(factors) & set(held.partial):
         return
-    waiting = (held.partial, held.reduction)
+    partial = (held.partial, held.reduction)
     alike = {
-        i for i, s in enumerate(situation.operands) if s and (s.partial, s.reduction) == waiting
+        i for i, s in enumerate(situation.operands) if s and (s.partial, s.reduction) == partial
     }
     for reduction, group in rule.linear:
         if reduction == held.reduction and group <= alike:
-            yield dict.fromkeys(sorted(group), waiting)
+            yield dict.fromkeys(sorted(group), partial)
 
 
-def _pays(way: Route) -> bool:
-    """Whether a way sends more than the reduction that its value waits for."""
-    return way.bytes > 0 and any(step.kind not in REDUCING for step in way.steps)
-
-
-def _itemsize(value: ir.Value | None) -> int:
-    return int(value.dtype.itemsize) if value is not None and value.dtype is not None else 4
+def _conflicts(route: Route) -> bool:
+    """Whether a route sends more than the reduction of a partial value."""
+    return route.bytes > 0 and any(step.kind not in REDUCING for step in route.steps)

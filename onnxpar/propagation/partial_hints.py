@@ -1,68 +1,63 @@
-"""What one round of propagation teaches the next about partial values.
+"""Hints about partial values that one round of propagation gives to the next.
 
-A node is divided by looking at its own operands, which misses two things. A value that is partial
-and read twice may be passed on by both readers and end in two reductions where one at its origin
-would do (a norm written out in single operators reads the cotangent twice). And a product that
-could be left partial for nothing, since it is added to another that is partial anyway (the
-cotangents of queries, keys and values), looks as if it cost a reduction.
+The choice for a node depends only on its own operands, and misses two things. First, a partial
+value with two readers may stay partial through both and need two reductions later, where one at its
+origin would be enough (a norm written as single operators reads the cotangent twice). Second, a
+product that could stay partial at no cost, since it is added to another partial value (the
+cotangents of queries, keys and values), seems to cost a reduction.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
-from onnxpar.core.mesh import Mesh
 from onnxpar.core.rule import OpRule
 from onnxpar.core.sharding import Sharding
-from onnxpar.core.symbols import SymbolTable
-from onnxpar.graph.plan import NodePlan
+from onnxpar.facts.program import Program
+from onnxpar.graph.plan import Plan
+from onnxpar.propagation.choice import local_elements
 
 
 @dataclass(frozen=True)
 class Hints:
-    """What has been seen of partial values.
+    """Hints about partial values.
 
     Attributes:
-        early: Values whose reduction is best done at once, for all readers.
-        joined: For a value the atoms over which it may be partial at no cost: its reader adds it to
-            what is partial over them.
+        early: Values that are best reduced at once, for all readers.
+        joined: For some values the atoms over which they may be partial at no cost, since their
+            reader adds them to a value that is partial over these atoms.
     """
 
     early: frozenset[str] = frozenset()
     joined: Mapping[str, frozenset[int]] = field(default_factory=dict)
 
     def __or__(self, other: "Hints") -> "Hints":
-        """Returns what either has seen."""
+        """Returns the hints of both."""
         return Hints(self.early | other.early, {**self.joined, **other.joined})
 
 
-def partial_hints(
-    nodes: Sequence[ir.Node],
-    rules: Mapping[str, OpRule],
-    plans: Mapping[str, NodePlan],
-    values: Mapping[str, Sharding],
-    mesh: Mesh,
-    table: SymbolTable,
-) -> Hints:
-    """Returns what a plan shows about partial values.
+def partial_hints(program: Program, plan: Plan, values: Mapping[str, Sharding]) -> Hints:
+    """Returns the hints that follow from a plan.
 
     Args:
-        nodes: The nodes, in topological order.
-        rules: The rule of each, by name.
-        plans: The plan of each, by name.
-        values: The sharding in which each value is made.
-        mesh: The mesh.
-        table: What is known of symbols.
+        program: The program.
+        plan: Its plan.
+        values: The sharding in which each value is computed.
     """
+    rules = program.rules.by_node
     origins: dict[str, str] = {}
-    # For each origin, what is reduced of it: the elements of each value, by name.
+    # For each origin, the reductions of values that stayed partial: elements, by name.
     reduced: dict[str, dict[str, int]] = {}
     joined: dict[str, frozenset[int]] = {}
-    for node in nodes:
-        plan = plans[node.name or ""]
+
+    def elements(sharding: Sharding) -> int:
+        return local_elements(sharding, plan.mesh, program.env.table)
+
+    for node in program.graph:
+        chosen = plan.nodes[node.name or ""]
         carried = []
-        for value, want in zip(node.inputs, plan.inputs, strict=False):
+        for value, want in zip(node.inputs, chosen.inputs, strict=False):
             name = value.name or "" if value is not None else ""
             made = values.get(name)
             if made is None or want is None or not made.partial:
@@ -70,9 +65,8 @@ def partial_hints(
             if want.partial:
                 carried.append(name)
             elif not set(want.split_atoms) & set(made.partial):
-                size = _elements(made, mesh, table)
-                reduced.setdefault(origins.get(name, name), {})[name] = size
-        for value, made in zip(node.outputs, plan.outputs, strict=True):
+                reduced.setdefault(origins.get(name, name), {})[name] = elements(made)
+        for value, made in zip(node.outputs, chosen.outputs, strict=True):
             if made.partial:
                 name = value.name or ""
                 alone = len(carried) == 1 and values[carried[0]].partial == made.partial
@@ -81,7 +75,7 @@ def partial_hints(
     early = {
         origin
         for origin, parts in reduced.items()
-        if len(parts) > 1 and sum(parts.values()) >= _elements(values[origin], mesh, table)
+        if len(parts) > 1 and sum(parts.values()) >= elements(values[origin])
     }
     return Hints(frozenset(early), joined)
 
@@ -89,7 +83,7 @@ def partial_hints(
 def _joined(
     node: ir.Node, rules: Mapping[str, OpRule], values: Mapping[str, Sharding]
 ) -> dict[str, frozenset[int]]:
-    """The complete operands of a sum that could be partial, as the others of it are."""
+    """The complete operands of a sum that could be partial like the other operands."""
     found: dict[str, frozenset[int]] = {}
     for reduction, group in rules[node.name or ""].linear:
         operands = [node.inputs[i] for i in sorted(group)]
@@ -107,13 +101,6 @@ def _joined(
 
 
 def _contracts(value: ir.Value, rules: Mapping[str, OpRule], reduction: str) -> bool:
-    """Whether a split of its node could leave a value partial."""
+    """Whether some sharding of its node would leave a value partial."""
     node = value.producer()
     return node is not None and reduction in rules[node.name or ""].kinds.values()
-
-
-def _elements(sharding: Sharding, mesh: Mesh, table: SymbolTable) -> int:
-    total = 1
-    for size in sharding.local_shape(mesh, table):
-        total *= table.typical(size)
-    return total

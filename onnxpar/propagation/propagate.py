@@ -1,12 +1,11 @@
 """Propagation: from what the user fixed to a sharding of every value.
 
-Forward over the nodes in topological order, each choosing by the layouts of its operands
-(`choose`); then once more with what later nodes turned out to want as further proposals, so that
-information flows in both directions, and again while something new is seen of partial values
-(`partial_hints`). Parameters and values made only of parameters stay *free* until a node wants
-them, and take the
-sharding that it wants: laying out a weight costs nothing. The backward of a node that has a
-strategy is sharded as the node is (`backward_dual`).
+A round goes over the nodes in topological order; each is sharded by the layouts of its operands
+(`choice`). In the second round, the layouts that later nodes needed are further proposals, so that
+information flows in both directions. Further rounds follow while there are new hints about partial
+values (`partial_hints`). Parameters, and values computed only from parameters, stay *free* until a
+node reads them, and get the sharding that it needs: the layout of a weight costs nothing. The
+backward of a node with a strategy is sharded like the node (`backward_dual`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,26 +30,28 @@ from onnxpar.graph.plan import (
     varying,
 )
 from onnxpar.graph.seeds import Seeds
+from onnxpar.graph.shapes import itemsize
 from onnxpar.graph.view_parts import Parts, structure
 from onnxpar.propagation.backward_dual import Dual, dual
 from onnxpar.propagation.choice import Chooser, Situation, leaving
-from onnxpar.propagation.graph_inputs import entering
+from onnxpar.propagation.graph_inputs import shard_inputs
 from onnxpar.propagation.partial_hints import Hints, partial_hints
 from onnxpar.resharding.routes import cheapest_route, reachable
 
 ROUNDS, MOST_ROUNDS = 2, 4
 FORBIDDEN = 1 << 60
-"""Bytes; the price of moving a tensor between ranks that have different sizes of it."""
+"""Bytes; the price of a collective between ranks that have different sizes of a tensor."""
 
 
 @dataclass(frozen=True)
 class Alike:
-    """What is the same in every plan of a program, so that comparing plans finds it once.
+    """Facts that are the same for every plan of a program, to be computed once.
 
     Attributes:
         parts: For each value the parts of each of its dims (see `graph.view_parts`).
-        kinds: A number for each node, by name; nodes of one number are sharded alike in one
-            situation: rule, shapes, types and parts of their operands are equal.
+        kinds: A number for each node, by name. Nodes with one number have equal rules, and operands
+            and results of equal shapes, types and parts, so they are sharded alike in the same
+            situation.
     """
 
     parts: Mapping[str, tuple[Parts, ...]]
@@ -58,7 +59,7 @@ class Alike:
 
 
 def alike(program: Program) -> Alike:
-    """Returns what is the same in every plan of a program."""
+    """Returns the facts that are the same for every plan of a program."""
     nodes, env, rules = list(program.graph), program.env, program.rules
     parts = structure(nodes, rules.by_node, rules.views, env.table)
     numbers: dict[object, int] = {}
@@ -79,56 +80,56 @@ def propagate(
     links: Mapping[str, tuple[str, ...]] | None = None,
     known: Alike | None = None,
 ) -> Plan:
-    """Returns a plan for the whole model.
+    """Returns a plan for a program.
 
     Args:
         program: The program of one device; it is not changed.
-        seeds: What the user fixed; always kept.
-        links: Of each cotangent its primals, by name. A cotangent is proposed to be split as its
-            primal is (which of the two is partial says nothing of the other: they are dual). An
-            output whose primal is a parameter is its gradient: it leaves split as the parameter
-            is, and may still be partial, since it is reduced once a step.
-        known: What `alike` returns, where several plans of a program are wanted.
+        seeds: The part of the plan that the user fixed; always kept.
+        links: For each cotangent its primals, by name. A cotangent is proposed to be sharded like
+            its primal (where it is partial does not follow from the primal, since the two are
+            dual). An output whose primal is a parameter is its gradient: it is sharded like the
+            parameter, and may be partial, since it is reduced once per step.
+        known: The result of `alike`, if several plans of one program are made.
 
     Raises:
         ShardingError: A strategy does not fit its node.
     """
-    nodes, rules, table = list(program.graph), program.rules, program.env.table
     known = known or alike(program)
-    wishes = _wishes(program, _pinned(program, seeds), seeds)
+    seeded = _seeded(program, seeds)
+    wishes = _wishes(program, seeded, seeds)
     decided: dict[object, NodePlan] = {}
     hints = Hints()
     for number in range(MOST_ROUNDS):
-        walk = _Walk(program, seeds, known, wishes, links or {}, decided, hints)
-        plan = walk.run(nodes)
+        walk = _Walk(program, seeds, seeded, known, wishes, links or {}, decided, hints)
+        plan = walk.run()
         wishes = _wishes(program, plan.nodes, seeds)
-        seen = hints | partial_hints(
-            nodes, rules.by_node, plan.nodes, walk.values, seeds.mesh, table
-        )
+        seen = hints | partial_hints(program, plan, walk.values)
         if number + 1 >= ROUNDS and seen == hints:
             break
         hints = seen
-    return entering(plan, nodes, program.graph.outputs, seeds, table)
+    return shard_inputs(program, plan, seeds)
 
 
-def _pinned(program: Program, seeds: Seeds) -> dict[str, NodePlan]:
-    plans, rules = {}, program.rules
-    for node in program.graph:
-        name = node.name or ""
-        if name in seeds.nodes:
-            plans[name] = shardings(
-                rules.by_node[name],
-                rules.views[name],
-                seeds.nodes[name].factors,
-                seeds.mesh,
-                carried=seeds.nodes[name].carried,
-                pinned=True,
-            )
-    return plans
+def _seeded(program: Program, seeds: Seeds) -> dict[str, NodePlan]:
+    """The plans of the nodes that have a strategy, by name."""
+    rules = program.rules
+    return {
+        name: shardings(
+            rules.by_node[name],
+            rules.views[name],
+            seeds.nodes[name].factors,
+            seeds.mesh,
+            carried=seeds.nodes[name].carried,
+            pinned=seeds.nodes[name].pinned,
+            reason=rules.reasons.get(name, ""),
+        )
+        for name in (node.name or "" for node in program.graph)
+        if name in seeds.nodes
+    }
 
 
 def _wishes(program: Program, plans: Mapping[str, NodePlan], seeds: Seeds) -> dict[str, Sharding]:
-    """Returns the split that the first user of each value wants, passed back through views."""
+    """Returns the sharding that the first reader of each value needs, passed back through views."""
     wishes: dict[str, Sharding] = {}
     rules = program.rules
     for node in reversed(program.graph):
@@ -158,10 +159,11 @@ def _wishes(program: Program, plans: Mapping[str, NodePlan], seeds: Seeds) -> di
 
 @dataclass
 class _Walk:
-    """One forward pass. Holds the shardings found so far."""
+    """One round over the nodes, with the shardings found so far."""
 
     program: Program
     seeds: Seeds
+    seeded: Mapping[str, NodePlan]
     known: Alike
     wishes: Mapping[str, Sharding]
     links: Mapping[str, tuple[str, ...]]
@@ -171,71 +173,61 @@ class _Walk:
     versions: dict[str, tuple[Sharding, ...]] = field(default_factory=dict)
     plans: dict[str, NodePlan] = field(default_factory=dict)
     free: set[str] = field(default_factory=set)
-    # Parameters, and what only rearranges one.
+    # Parameters, and values that only rearrange one.
     parametric: set[str] = field(default_factory=set)
     resharded: dict[str, Sharding] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.env, self.rules = self.program.env, self.program.rules
 
-    def run(self, nodes: Sequence[ir.Node]) -> Plan:
-        mesh, table = self.seeds.mesh, self.env.table
+    def run(self) -> Plan:
         graph = self.program.graph
         for value in graph.inputs:
             name = value.name or ""
-            self.values[name] = self.seeds.inputs.get(
-                name, Sharding.replicated(self.env.shapes[name])
-            ).canonical(mesh, table)
+            replicated = Sharding.replicated(self.env.shapes[name])
+            self.values[name] = self._canonical(self.seeds.inputs.get(name, replicated))
         self.parametric.update(graph.initializers)
         for name in graph.initializers:
             if name in self.seeds.parameters:
-                self.values[name] = self.seeds.parameters[name].canonical(mesh, table)
+                self.values[name] = self._canonical(self.seeds.parameters[name])
             else:
                 self.free.add(name)
-        for node in nodes:
+        for node in graph:
             self._visit(node)
-        for value in (*graph.outputs, *(v for node in nodes for v in node.outputs)):
+        made = (v for node in graph for v in node.outputs)
+        for value in (*graph.outputs, *made, *graph.initializers.values()):
             self._settle(value, None)
-        for name in graph.initializers:
-            self._settle(graph.initializers[name], None)
-        outputs = {v.name or "": self._leaving(v.name or "") for v in graph.outputs}
         return Plan(
-            mesh,
+            self.seeds.mesh,
             self.plans,
             {v.name or "": self.values[v.name or ""] for v in graph.inputs},
             {n: self.values[n] for n in graph.initializers},
-            outputs,
+            {v.name or "": self._leaving(v.name or "") for v in graph.outputs},
             self.resharded,
         )
 
+    def _canonical(self, sharding: Sharding) -> Sharding:
+        return sharding.canonical(self.seeds.mesh, self.env.table)
+
     def _leaving(self, name: str) -> Sharding:
-        """Returns the sharding in which an output leaves."""
-        mesh, table = self.seeds.mesh, self.env.table
+        """Returns the sharding of a graph output."""
         if name in self.seeds.outputs:
-            return self.seeds.outputs[name].canonical(mesh, table)
+            return self._canonical(self.seeds.outputs[name])
         made, parameter = self.values[name], self._parameter(name)
-        wanted = made.with_partial(()) if parameter is None else leaving(made, parameter)
-        return wanted.canonical(mesh, table)
+        return self._canonical(
+            made.with_partial(()) if parameter is None else leaving(made, parameter)
+        )
 
     def _parameter(self, gradient: str) -> Sharding | None:
-        """The layout of the parameter, or the rearranged parameter, whose gradient a value is."""
+        """The layout of the parameter, possibly rearranged, whose gradient a value is."""
         primals = self.links.get(gradient, ())
         return next((self.values.get(p) for p in primals if p in self.parametric), None)
 
     def _visit(self, node: ir.Node) -> None:
         name = node.name or ""
         rule, view = self.rules.by_node[name], self.rules.views[name]
-        seed = self.seeds.nodes.get(name)
-        if seed is not None:
-            plan = shardings(
-                rule,
-                view,
-                seed.factors,
-                self.seeds.mesh,
-                carried=seed.carried,
-                pinned=seed.pinned,
-                reason=self.rules.reasons.get(name, ""),
-            )
+        if name in self.seeded:
+            plan = self.seeded[name]
         elif self._holds(node, rule):
             plan = self.seeds.plans[name]
         elif name in self.rules.reasons or (
@@ -251,14 +243,13 @@ class _Walk:
                 return
             plan = self._choose(node, rule, view)
         self._adopt(node, plan)
-        for index, want in enumerate(seed.out if seed is not None else ()):
+        for index, want in enumerate(self.seeds.nodes[name].out if name in self.seeded else ()):
             if want is not None:
                 out = node.outputs[index].name or ""
-                self.resharded[out] = want.canonical(self.seeds.mesh, self.env.table)
-                self.values[out] = self.resharded[out]
+                self.resharded[out] = self.values[out] = self._canonical(want)
 
     def _holds(self, node: ir.Node, rule: OpRule) -> bool:
-        """Whether the plan that another program gave a node can be kept: its operands get there."""
+        """Whether the node's plan in another program can be kept: its operands can be resharded."""
         plan = self.seeds.plans.get(node.name or "")
         if plan is None or plan.rule != rule:
             return False
@@ -269,7 +260,7 @@ class _Walk:
         return True
 
     def _stays_free(self, node: ir.Node, rule: OpRule) -> bool:
-        """Whether the node is made of free values only, so that its user may choose its layout."""
+        """Whether all operands are free, so that the reader of the result may choose its layout."""
         operands = [
             v
             for v, o in zip(node.inputs, rule.inputs, strict=False)
@@ -299,10 +290,7 @@ class _Walk:
         key = (self.known.kinds[node.name or ""], laid, later, implied)
         if key not in self.decided:
             parts = tuple(self.known.parts.get(n) if n is not None else None for n in names)
-            itemsizes = tuple(
-                int(v.dtype.itemsize) if v is not None and v.dtype is not None else 4
-                for v in (*node.inputs, *node.outputs)
-            )
+            itemsizes = tuple(map(itemsize, (*node.inputs, *node.outputs)))
             chooser = Chooser(
                 self.seeds.mesh, self.env.table, self.seeds.parameter_axes, self._cost
             )
@@ -311,7 +299,7 @@ class _Walk:
         return self.decided[key]
 
     def _implied(self, node: ir.Node) -> Dual | None:
-        """The layout of a backward node where its forward node has a strategy."""
+        """The layout of a backward node whose forward node has a strategy."""
         name = node.metadata_props.get(GRADIENT_OF, "")
         if name not in self.seeds.nodes:
             return None
@@ -322,24 +310,24 @@ class _Walk:
         return () if made is None else (made, *self.versions.get(name, ()))
 
     def _wish(self, name: str) -> Sharding | None:
-        """The split that a value's later users want; for a cotangent, that of its primal."""
+        """The sharding that later readers of a value need; for a cotangent, that of its primal."""
         for primal in self.links.get(name, ()):
             made = self.values.get(primal)
             if made is not None and made.split_atoms:
                 return made.with_partial(())
         return self.wishes.get(name)
 
-    def _cost(self, versions: Sequence[Sharding], target: Sharding, itemsize: int) -> int:
-        way = cheapest_route(versions, target, self.seeds.mesh, self.env.table, itemsize)
-        for step in way.steps if self.varying else ():
+    def _cost(self, versions: Sequence[Sharding], target: Sharding, width: int) -> int:
+        route = cheapest_route(versions, target, self.seeds.mesh, self.env.table, width)
+        for step in route.steps if self.varying else ():
             for symbol in symbols_of(step.bytes):
                 if self.varying.get(symbol, frozenset()) & set(step.atoms):
                     return FORBIDDEN
-        return way.bytes
+        return route.bytes
 
     @cached_property
     def varying(self) -> Mapping[str, frozenset[int]]:
-        """Along which atoms the value of a per-rank symbol differs."""
+        """The atoms along which the value of each per-rank symbol differs."""
         return varying(self.seeds.inputs, self.env.table)
 
     def _adopt(self, node: ir.Node, plan: NodePlan) -> None:
@@ -355,11 +343,10 @@ class _Walk:
             self.values[name] = made
             self.free.discard(name)
             if name in self.hints.early and made.partial:
-                whole = made.with_partial(()).canonical(self.seeds.mesh, self.env.table)
-                self.versions[name] = (whole,)
+                self.versions[name] = (self._canonical(made.with_partial(())),)
 
     def _settle(self, value: ir.Value, want: Sharding | None) -> None:
-        """Lays out a free value as its first user wants it, and the free values it is made of."""
+        """Gives a free value, and the free values behind it, the layout of its first reader."""
         name = value.name or ""
         if name not in self.free:
             return
@@ -367,8 +354,8 @@ class _Walk:
         mesh, table = self.seeds.mesh, self.env.table
         node = value.producer()
         if node is None:
-            whole = Sharding.replicated(self.env.shapes[name])
-            self.values[name] = (want or whole).with_partial(()).canonical(mesh, table)
+            layout = want or Sharding.replicated(self.env.shapes[name])
+            self.values[name] = self._canonical(layout.with_partial(()))
             return
         rule, view = self.rules.by_node[node.name or ""], self.rules.views[node.name or ""]
         factors = {}
