@@ -1,11 +1,11 @@
 """What the example models share: a small graph writer, seeded weights and the command line.
 
-The graphs look as a framework's exporter writes them: one node per operation with a path-like name
-(`/layer0/attn/q_proj/MatMul`), values named after the node that makes them, shape arithmetic
-in the graph, and symbolic dims on the inputs and outputs only.
+The graphs look like those of a framework's exporter: each operation is one node with a path-like
+name (`/layer0/attn/q_proj/MatMul`), values are named after the node that makes them, shapes are
+computed in the graph, and only inputs and outputs have symbolic dims.
 
-Weights are drawn when they are read, never all at once, so a model may be larger than memory: each
-is a function of the seed and its own name alone, and stays the same whatever else the graph holds.
+Weights are drawn when they are read, never all at once, so a model may be larger than memory. Each
+weight depends only on the seed and its own name, not on the rest of the graph.
 """
 
 import argparse
@@ -30,7 +30,7 @@ IR_VERSION = 11
 OPSET = 21
 
 EXTERNAL_BYTES = 16 * 2**20
-"""Models with more bytes of weights than this keep them in a file beside the `.onnx`."""
+"""Models with more bytes of weights than this store them in a file beside the `.onnx`."""
 
 _ALIGNMENT = 4096
 
@@ -133,7 +133,7 @@ class GraphWriter:
         return value
 
     def table(self, name: str, array: npt.NDArray[np.generic]) -> ir.Value:
-        """An initializer with this content: bytes of a quantised weight, angles, scales."""
+        """An initializer with this content, such as a quantised weight, angles or scales."""
         if name in self._weights:
             raise ValueError(f"weight {name!r} is defined twice")
         tensor = ir.tensor(array, name=name)
@@ -141,8 +141,8 @@ class GraphWriter:
         return self._weights[name]
 
     def normal(self, name: str, shape: tuple[int, ...], std: float) -> npt.NDArray[np.float32]:
-        """What `weight` draws for this name around 0; to be quantised, say."""
-        # Keyed by the name, so that an option which adds a weight changes none of the others.
+        """What `weight` draws for this name around 0, for example to quantise it."""
+        # Keyed by the name, so that an option that adds a weight does not change the others.
         key = [self._seed, zlib.crc32(name.encode())]
         sample = np.random.default_rng(key).standard_normal(shape, dtype=np.float32)
         sample *= np.float32(std)
@@ -171,13 +171,13 @@ def weight_bytes(model: ir.Model) -> int:
 
 
 def save(model: ir.Model, path: Path, *, materialise: bool = True) -> None:
-    """Write `path`, and `path` + ".data" beside it where the weights are large.
+    """Write `path`, and `path` + ".data" beside it if the weights are large.
 
     Args:
         model: as a `build` function returns it; it is left unchanged.
         path: the `.onnx` file; its folder is made.
-        materialise: `False` writes no weight: the data file is sparse, of the right size, and reads
-            as zeros. For graphs whose weights would not fit on the disk.
+        materialise: `False` writes no weights: the data file is sparse, has the right size, and
+            reads as zeros. For graphs whose weights would not fit on the disk.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     data = path.with_name(path.name + ".data")
@@ -219,6 +219,14 @@ def _save_sparse(model: ir.Model, path: Path, data: Path) -> None:
     finally:
         for value, tensor in kept.items():
             value.const_value = tensor
+
+
+def check_positive(config: "DataclassInstance", *names: str) -> None:
+    """Raises ValueError if one of these fields, an integer or a tuple of them, is below 1."""
+    for name in names:
+        value = getattr(config, name)
+        if min(value if isinstance(value, tuple) else (value,), default=1) < 1:
+            raise ValueError(f"{name}: expected a positive integer, got {value}")
 
 
 def main(description: str, config: type[ConfigT], build: Callable[[ConfigT], ir.Model]) -> None:

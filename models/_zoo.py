@@ -1,4 +1,4 @@
-"""What the networks of `zoo.py` have in common: their sizes, and what trains them."""
+"""What the networks of `zoo.py` have in common: their sizes, and their training data."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -23,12 +23,11 @@ class Network(Example):
     """An example with what is needed to run and train it on random numbers.
 
     Attributes:
-        loss: What `shard --train --loss` is to minimise.
+        loss: The value of `shard --train --loss`.
         labels: Labels of softmax cross-entropy are below this.
-        integers: Range of the integers of each input that has any: the least, and one more than
-            the greatest.
-        perturbed: Whether parameters of one dim or none, which begin equal in many layers, have
-            something random added.
+        integers: Range of each integer input: the least value, and one more than the greatest.
+        perturbed: Whether random numbers are added to parameters with at most one dim, which begin
+            equal in many layers.
     """
 
     loss: str = "softmax_cross_entropy"
@@ -38,18 +37,18 @@ class Network(Example):
 
 
 FIRST_TOKEN = 3
-"""What comes before are special tokens, padding among them."""
+"""Tokens before this are special, such as padding."""
 
 TOKENS = (FIRST_TOKEN, VOCAB)
 
 
 def ids() -> dict[str, int]:
-    """Special tokens that lie in the small vocabulary."""
+    """Special tokens within the small vocabulary."""
     return {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 
 def tokens(*names: str, seq: int = SEQ, fixed: bool = False) -> Traced:
-    """Inputs of token ids, and their open dims; `seq` is none of them where it is fixed."""
+    """Inputs of token ids, and their open dims; `seq` is not one of them if it is fixed."""
     dims = {0: "batch"} if fixed else {0: "batch", 1: "seq"}
     inputs = {name: torch.zeros((BATCH, seq), dtype=torch.int64) for name in names}
     return inputs, {name: dims for name in names}
@@ -62,11 +61,11 @@ def images(size: int, channels: int = 3) -> Traced:
 
 
 def language(module: nn.Module, *, seq: int = SEQ, fixed: bool = False) -> Network:
-    """A model of token ids alone."""
+    """A model whose only input is token ids."""
     inputs, dims = tokens("input_ids", seq=seq, fixed=fixed)
     return Network(module, inputs, dims, integers={"input_ids": TOKENS})
 
 
 def vision(module: nn.Module, size: int, **options: Any) -> Network:
-    """A model of square images alone."""
+    """A model whose only input is square images."""
     return Network(module, *images(size), **options)

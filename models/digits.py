@@ -1,10 +1,10 @@
-"""Real handwritten digits as the input of `models/mlp.py`, with no download.
+"""Writes handwritten digits as the input of `models/mlp.py`, without a download.
 
     python models/digits.py -o digits.npz --count 128
 
-The 1,797 images of 8x8 pixels that scikit-learn carries (Alpaydin & Kaynak, 1998, the test half of
-the UCI set) are resized to 28x28, the size of MNIST. Written is one array `x`
-[count, 1, 28, 28] float32 from 0 (paper) to 1 (ink).
+The 1,797 images of 8x8 pixels in scikit-learn (Alpaydin & Kaynak, 1998, the test half of the UCI
+set) are resized to 28x28, the size of MNIST. The file has one array, `x` [count, 1, 28, 28] float32
+from 0 (paper) to 1 (ink).
 """
 
 import argparse
@@ -20,16 +20,16 @@ Array = npt.NDArray[np.float32]
 
 
 def digits(count: int | None = None, start: int = 0, size: int = 28) -> Array:
-    """Images [count, 1, size, size] from the one numbered `start` on; all that follow by default.
+    """Images [count, 1, size, size] from number `start` on; by default all that follow.
 
     Raises:
-        ValueError: fewer images than asked for.
+        ValueError: there are fewer images.
     """
     images, _ = handwritten_digits()
     stop = len(images) if count is None else start + count
     if not 0 <= start < stop <= len(images):
         raise ValueError(f"images {start} to {stop}: expected a range within 0 to {len(images)}")
-    # All of them are resized, since the rounding of a matrix product depends on the number of rows.
+    # All are resized: the rounding of a matrix product depends on its number of rows.
     return resize(images, size)[start:stop, None]
 
 

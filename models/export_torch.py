@@ -5,20 +5,21 @@
 `function` takes nothing and returns an `Example`: the module, inputs to trace it with and the names
 of their open dims. From Python, `export(Example(...))` returns the model.
 
-`torch.onnx.export` by default folds a transposed weight into a nameless initializer, makes one
-initializer of all that are equal, and folds BatchNormalization into the convolution before it. A
-model so treated computes the same, but cannot be trained as it was. Here the graph is simplified by
-the same passes (onnxscript's optimizer), but parameters and buffers are graph *inputs* meanwhile,
-of which nothing can be folded, merged or fused away. They become initializers again afterwards,
-under the names of `state_dict()` and laid out as there. The price is one Transpose for each
-`nn.Linear`, which onnxruntime computes with the product.
+By default, `torch.onnx.export` folds a transposed weight into a nameless initializer, merges equal
+initializers, and folds BatchNormalization into the convolution before it. The resulting model
+computes the same, but cannot be trained like the original. Here the same passes (onnxscript's
+optimizer) simplify the graph. While they run, parameters and buffers are graph *inputs*, so they
+cannot be folded, merged or fused. Afterwards they become initializers again, with the names and
+layouts of `state_dict()`. The price is one Transpose for each `nn.Linear`, which onnxruntime
+computes with the product.
 
-Each initializer is marked, in PyTorch's own metadata, as PARAMETER or BUFFER: parameters of the
-module that require a gradient, scalars too, and all else, such as buffers, parameters that require
-none and what PyTorch makes itself (slopes, masks, the ones of a norm that has no scale). `onnxpar
-shard --train` trains the former. Nodes are named by their module: `/h.0/attn/c_attn/Gemm`.
+Each initializer is marked in PyTorch's own metadata. PARAMETER marks parameters of the module that
+require a gradient, including scalars. BUFFER marks everything else: buffers, parameters that
+require no gradient, and what PyTorch makes itself (slopes, masks, the ones of a norm without a
+scale). `onnxpar shard --train` trains the PARAMETERs. Nodes are named by their module:
+`/h.0/attn/c_attn/Gemm`.
 
-`plain_export` is what PyTorch writes by itself, for comparison.
+`plain_export` writes the plain result of PyTorch, for comparison.
 """
 
 import argparse
@@ -40,10 +41,10 @@ from _exporter import EXTERNAL_BYTES, IR_VERSION, weight_bytes
 from onnx_shape_inference import infer_symbolic_shapes
 
 OPSET = 20
-"""The default: what PyTorch's exporter writes without rewriting (18) brought to Gelu's opset."""
+"""The default: the opset of Gelu; without conversion, PyTorch's exporter writes opset 18."""
 
-WHOLE_OPSET = 23
-"""The first with Attention, RMSNormalization and RotaryEmbedding, which stay whole then."""
+ATTENTION_OPSET = 23
+"""The first with Attention, RMSNormalization and RotaryEmbedding, which are then single nodes."""
 
 _SCOPES = "pkg.torch.onnx.name_scopes"
 _KIND = "pkg.torch.export.graph_signature.InputSpec.kind"
@@ -57,11 +58,11 @@ class Example:
     Attributes:
         module: In the mode to export: after `train()`, Dropout drops.
         inputs: Keyword arguments of `forward` by name, tensors. A dim that is named in `dims` must
-            be 2 or more: PyTorch takes 0 and 1 for constants. Sizes of different symbols must
-            differ, and differ from the module's own sizes.
+            be 2 or more: PyTorch treats 0 and 1 as constants. Sizes of different symbols must
+            differ from one another and from the module's own sizes.
         dims: For each input, the symbol of each open dim: `{"input_ids": {0: "batch", 1: "seq"}}`.
-        outputs: Names for the leading outputs; further ones are dropped.
-        ranges: Least and greatest value of a symbol, where not every size from 2 is legal.
+        outputs: Names for the first outputs; the others are dropped.
+        ranges: Least and greatest value of a symbol, if not every size from 2 is legal.
     """
 
     module: torch.nn.Module
@@ -72,14 +73,14 @@ class Example:
 
 
 def export(example: Example, opset: int = OPSET) -> ir.Model:
-    """Returns the module as ONNX, every parameter that it uses by name.
+    """Returns the module as ONNX, with every parameter that it uses under its name.
 
     Args:
-        example: The module and its inputs. With more outputs than names, the others are dropped.
+        example: The module and its inputs.
         opset: Version of the default operator domain, 18 or more.
 
     Raises:
-        ValueError: A dim is of no input or was fixed by PyTorch, or there are more names than
+        ValueError: A dim belongs to no input or was fixed by PyTorch, or there are more names than
             outputs.
         torch.onnx.OnnxExporterError: PyTorch cannot export it.
     """
@@ -100,11 +101,11 @@ def export(example: Example, opset: int = OPSET) -> ir.Model:
 
 
 def plain_export(example: Example, *, optimize: bool, opset: int | None = None) -> ir.Model:
-    """Returns what `torch.onnx.export` gives, without further outputs than the example names.
+    """Returns the result of `torch.onnx.export`, with only the outputs that the example names.
 
     Args:
-        example: The module and its inputs. The names of its outputs are only counted.
-        optimize: Whether PyTorch simplifies the graph, as it does unless it is told not to.
+        example: The module and its inputs. The names of outputs are only counted.
+        optimize: Whether PyTorch simplifies the graph, as it does by default.
         opset: Version of the default operator domain; None for PyTorch's choice.
 
     Raises:
@@ -125,7 +126,7 @@ def save(model: ir.Model, path: Path) -> None:
 
 
 def _translate(example: Example, *, optimize: bool, opset: int | None) -> ir.Model:
-    """PyTorch's own translation, less the outputs that have no name."""
+    """Returns PyTorch's own translation without the outputs that have no name."""
     for name in example.dims:
         if name not in example.inputs:
             raise ValueError(f"dims of {name!r}: expected one of {', '.join(example.inputs)}")
@@ -140,7 +141,7 @@ def _translate(example: Example, *, optimize: bool, opset: int | None) -> ir.Mod
     }
     _forget_recurrent()
     with warnings.catch_warnings(), _silent("torch.onnx", "torch.export"):
-        # Of PyTorch's internals, and of modules that are exported in training mode, as they may.
+        # Warnings about PyTorch's internals, and about modules in training mode, which are allowed.
         warnings.simplefilter("ignore")
         program = torch.onnx.export(
             example.module,
@@ -169,30 +170,30 @@ def _translate(example: Example, *, optimize: bool, opset: int | None) -> ir.Mod
 
 
 def _forget_recurrent() -> None:
-    """Clears what PyTorch remembers of how it dispatches LSTM and GRU.
+    """Clears PyTorch's cache of how it dispatches LSTM and GRU.
 
-    Its exporter replaces both by loops of open length for as long as it traces. But it finds only
-    what it looked up before, once a module has been traced or run so, and then fixes the length.
+    While it traces, its exporter replaces both by loops of open length. But if a module was traced
+    or run before, PyTorch uses the cached entries instead, and fixes the length.
     """
     for operator in (torch.ops.aten.lstm.input, torch.ops.aten.gru.input):
         operator._dispatch_cache.clear()
 
 
 def _check_open(graph: ir.Graph, example: Example) -> None:
-    """Raises ValueError for a dim that PyTorch has fixed, which it does without a word."""
+    """Raises ValueError for a dim that PyTorch has fixed without a message."""
     for value in graph.inputs:
         for axis, symbol in example.dims.get(value.name or "", {}).items():
             assert value.shape is not None
             if isinstance(size := value.shape[axis], int):
                 raise ValueError(
                     f"input {value.name!r}, dim {axis} ({symbol}): expected it to stay open, got "
-                    f"{size}: the module can be traced at this size only"
+                    f"{size}: the module can only be traced at this size"
                 )
 
 
 @contextmanager
 def _silent(*names: str) -> Iterator[None]:
-    """Lets no warning of these loggers through: of packages that the module may not need."""
+    """Suppresses warnings of these loggers, about packages that the module may not need."""
     loggers = [logging.getLogger(name) for name in names]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
@@ -208,18 +209,18 @@ _RECURRENT = (torch.nn.LSTM, torch.nn.GRU)
 
 
 def _correct_shapes(model: ir.Model) -> None:
-    """Opens dims of values for which PyTorch notes the traced length, behind LSTM and GRU.
+    """Opens dims after LSTM and GRU for which PyTorch stored the traced length.
 
-    It would say of the output that it has that length, and constants could be folded from it.
+    Otherwise the output would have that length, and constants could be folded from it.
     """
     dims = [dim for value in model.graph.inputs for dim in value.shape or ()]
     symbols = {str(dim.value) for dim in dims if isinstance(dim, ir.SymbolicDim)}
     values = [value for node in model.graph for value in node.outputs]
-    noted = [value.shape for value in values]
+    stored = [value.shape for value in values]
     for value in values:
         value.shape = None
     infer_symbolic_shapes(model, warn_on_missing=False)
-    for value, shape in zip(values, noted, strict=True):
+    for value, shape in zip(values, stored, strict=True):
         found = value.shape
         if shape is not None and found is not None and len(found) == len(shape):
             open_dims = [not isinstance(f, int) and f.free_symbols() <= symbols for f in found]
@@ -229,7 +230,7 @@ def _correct_shapes(model: ir.Model) -> None:
 
 
 def _canonical_names(graph: ir.Graph, module: torch.nn.Module) -> None:
-    """Makes one of a tensor that has several names: that of `named_parameters()`."""
+    """Gives a tensor with several names one initializer, named as in `named_parameters()`."""
     first = {id(parameter): name for name, parameter in module.named_parameters()}
     for name, tensor in module.state_dict(keep_vars=True).items():
         wanted = first.get(id(tensor), name)
@@ -243,14 +244,14 @@ def _canonical_names(graph: ir.Graph, module: torch.nn.Module) -> None:
 
 
 def _mark(graph: ir.Graph, module: torch.nn.Module) -> None:
-    """Tells parameters that are to be trained from all other initializers."""
+    """Marks the parameters to train, and all other initializers."""
     trained = {name for name, p in module.named_parameters() if p.requires_grad}
     for name, value in graph.initializers.items():
         value.metadata_props[_KIND] = "PARAMETER" if name in trained else "BUFFER"
 
 
 def _simplify(model: ir.Model, kept: frozenset[str]) -> None:
-    """Folds constants and fuses nodes; initializers of the names given are out of reach."""
+    """Folds constants and fuses nodes, but not the initializers with these names."""
     graph = model.graph
     held = {}
     for name in [n for n in graph.initializers if n in kept]:
@@ -268,7 +269,7 @@ def _simplify(model: ir.Model, kept: frozenset[str]) -> None:
 
 
 def _name_nodes(graph: ir.Graph) -> None:
-    """Names each node by the module that it came from and its operator, as `/h.0/ln_1/Mul_1`."""
+    """Names each node after its module and its operator, as in `/h.0/ln_1/Mul_1`."""
     counts: collections.Counter[str] = collections.Counter()
     for node in graph.all_nodes():
         scopes = _scopes(node)
@@ -283,7 +284,7 @@ def _scopes(node: ir.Node) -> list[str]:
     names = [part.strip().strip("'\"") for part in text.strip("[]").split(",")]
     found, last = [], ""
     for name in names[:-1]:
-        # PyTorch's name for what belongs to no module is not a path.
+        # PyTorch's name for nodes outside of modules is not a path.
         if name.isidentifier() and name.startswith("_empty_nn_module_stack"):
             continue
         if name and name != last:
@@ -296,7 +297,7 @@ def load_function(name: str) -> Callable[[], Any]:
     """Returns `function` of `package.module:function`; the current folder is searched too.
 
     Raises:
-        ValueError: There is none.
+        ValueError: There is no such function.
     """
     module, _, function = name.partition(":")
     if not module or not function:
@@ -313,7 +314,7 @@ def load_function(name: str) -> Callable[[], Any]:
 
 
 def main() -> None:
-    """Exports what a function of the user's returns."""
+    """Exports the module that the user's function returns."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("function", help="package.module:function that returns an Example")
     parser.add_argument("-o", "--output", type=Path, required=True, help="the .onnx file to write")
@@ -332,7 +333,7 @@ def main() -> None:
 
 
 def report(module: torch.nn.Module, model: ir.Model, output: Path) -> None:
-    """Prints what was written, and the parameters that the graph does not have."""
+    """Prints a summary, and the parameters that are not in the graph."""
     own = dict(module.named_parameters())
     missing = [name for name in own if name not in model.graph.initializers]
     elements = sum(own[name].numel() for name in own if name not in missing)

@@ -3,15 +3,15 @@
     python models/hybrid.py -o hybrid.onnx
 
 `image` [batch, 1, 28, 28] float32 -> `y` [batch, 1] float32. The nodes are `/flatten/Flatten`,
-`/layer1/Gemm`, `/relu1/Relu`, `/layer2/Gemm`, `/relu2/Relu` and `/layer3/Gemm`. Weights lie as
-those of PyTorch and MindSpore, [outputs, inputs].
+`/layer1/Gemm`, `/relu1/Relu`, `/layer2/Gemm`, `/relu2/Relu` and `/layer3/Gemm`. Weights have
+the layout of PyTorch and MindSpore, [outputs, inputs].
 """
 
 import math
 from dataclasses import dataclass, field, replace
 
 import onnx_ir as ir
-from _exporter import GraphWriter, main
+from _exporter import GraphWriter, check_positive, main
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,7 @@ class Config:
 
     def __post_init__(self) -> None:
         """Refuse sizes that no layer can have."""
-        for size in (self.side, self.hidden):
-            if size < 1:
-                raise ValueError(f"sizes: expected positive integers, got {size}")
+        check_positive(self, "side", "hidden")
 
 
 def build(config: Config | None = None, **fields: int) -> ir.Model:

@@ -1,10 +1,10 @@
-"""A Llama of 4-bit weights with its cache, laid out as onnxruntime-genai's model builder does.
+"""A Llama with 4-bit weights and a cache, in the form of onnxruntime-genai's model builder.
 
     python models/llama_4bit.py -o llama.onnx --layers 4 --hidden 256 --heads 8 --kv-heads 4
 
 Inputs: `input_ids` [batch, seq] and `attention_mask` [batch, total] int64, and for each layer
 `past_key_values.<n>.key` and `.value` [batch, kv_heads, past, head_dim] float32. Outputs: `logits`
-[batch, seq, vocab] float32 and `present.<n>.key` and `.value`, which are given to the next step. A
+[batch, seq, vocab] float32 and `present.<n>.key` and `.value`, which the next step takes. A
 prompt has an empty cache (past = 0, total = seq), or a cache of zeros with its final length; the
 mask says how much of it counts. A sharded model needs the latter, since none of its symbols may be
 0.
@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
-from _exporter import GraphWriter, main
+from _exporter import GraphWriter, check_positive, main
 
 MICROSOFT = "com.microsoft"
 EPSILON = 1e-5
@@ -58,9 +58,9 @@ class Config:
 
     def __post_init__(self) -> None:
         """Refuse sizes that do not make a model."""
-        for name in ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "max_positions"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: expected a positive integer, got {getattr(self, name)}")
+        check_positive(
+            self, "layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "max_positions"
+        )
         if self.heads % self.kv_heads:
             raise ValueError(f"heads: expected a multiple of {self.kv_heads}, got {self.heads}")
         if self.head_dim < 16 or self.head_dim % 16:
@@ -161,7 +161,7 @@ def _skip_norm(
     *,
     last: bool = False,
 ) -> tuple[ir.Value, ir.Value]:
-    """The sum of both, normalised, and the sum itself (none is made at the end)."""
+    """The sum of both, normalised, and the sum itself (not for the last norm)."""
     outputs = writer.ops(
         "SkipSimplifiedLayerNormalization",
         [x, skip, _scale(writer, config, f"model.{name}.weight")],
@@ -225,7 +225,7 @@ def _feed_forward(writer: GraphWriter, config: Config, x: ir.Value, layer: int) 
 def _product(
     writer: GraphWriter, config: Config, x: ir.Value, columns: int, rows: int, name: str
 ) -> ir.Value:
-    """The product of x and a weight of 4 bits, `rows` outputs of `columns` inputs."""
+    """The product of x and a 4-bit weight with `rows` outputs and `columns` inputs."""
     full = f"model.{name}.MatMul"
     weight = writer.normal(f"{full}.weight", (rows, columns), 1 / math.sqrt(columns))
     packed, scales = quantise(weight, config.block)

@@ -4,7 +4,7 @@
 
 `x` [batch, 1, 28, 28] float32 -> Flatten -> `logits` [batch, 10] float32. The layers are named
 `/fc1/MatMul`, `/relu1/Relu`, `/fc2/MatMul`, ... and have no bias, so that each is one matrix
-product that a strategy can address. Weights are drawn as He et al. (2015) give them for ReLU.
+product that a strategy can address. Weights are drawn as in He et al. (2015), for ReLU.
 """
 
 import math
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import onnx_ir as ir
-from _exporter import GraphWriter, main
+from _exporter import GraphWriter, check_positive, main
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,7 @@ class Config:
 
     def __post_init__(self) -> None:
         """Refuse sizes that no layer can have."""
-        for size in (self.image, *self.hidden, self.classes):
-            if size < 1:
-                raise ValueError(f"layer sizes: expected positive integers, got {size}")
+        check_positive(self, "image", "hidden", "classes")
 
 
 def build(config: Config | None = None, **fields: int | tuple[int, ...]) -> ir.Model:

@@ -4,14 +4,14 @@
 
 `x` [batch, 32] float32 -> `y` [batch, 32] float32. The nodes are named `/block1/dense1/Gemm`,
 `/block1/gelu/Gelu`, `/block1/dense2/Gemm`, `/block2/dense1/Gemm`, ..., so that `/block1/*` is a
-block. Weights lie as those of PyTorch and MindSpore, [outputs, inputs].
+block. Weights have the layout of PyTorch and MindSpore, [outputs, inputs].
 """
 
 import math
 from dataclasses import dataclass, field, replace
 
 import onnx_ir as ir
-from _exporter import GraphWriter, main
+from _exporter import GraphWriter, check_positive, main
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,7 @@ class Config:
 
     def __post_init__(self) -> None:
         """Refuse sizes that no layer can have."""
-        for size in (self.width, self.blocks):
-            if size < 1:
-                raise ValueError(f"sizes: expected positive integers, got {size}")
+        check_positive(self, "width", "blocks")
 
 
 def build(config: Config | None = None, **fields: int) -> ir.Model:

@@ -13,18 +13,18 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import onnx_ir as ir
-from _exporter import GraphWriter, main
+from _exporter import GraphWriter, check_positive, main
 
 EPSILON = 1e-5
 """Added to the variance by every LayerNormalization."""
 
 MASKED = float(np.finfo(np.float32).min)
-"""What a masked score is raised by: finite, so that no row of the softmax becomes NaN."""
+"""Added to a masked score; it is finite, so that no row of the softmax becomes NaN."""
 
 WEIGHT_STD = 0.02
 
-# Scales and biases are drawn too, where training would start from ones and zeros: with those, a
-# bias added twice or a scale applied to the wrong columns would change no output.
+# Scales and biases are random, too, instead of ones and zeros: with those, a bias that is added
+# twice or a scale of the wrong columns would not change the output.
 SCALE_STD = 0.1
 
 
@@ -55,7 +55,7 @@ class Config:
     loss: bool = field(
         default=False, metadata={"help": "add the input labels and the output loss (mean)"}
     )
-    ignore_index: int = field(default=-100, metadata={"help": "the label that the loss leaves out"})
+    ignore_index: int = field(default=-100, metadata={"help": "the label that the loss ignores"})
     dropout: float = field(
         default=0.0, metadata={"help": "ratio of the Dropout nodes; 0 writes none"}
     )
@@ -66,9 +66,7 @@ class Config:
 
     def __post_init__(self) -> None:
         """Refuse sizes that do not make a model."""
-        for name in ("layers", "d_model", "heads", "vocab", "max_positions"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: expected a positive integer, got {getattr(self, name)}")
+        check_positive(self, "layers", "d_model", "heads", "vocab", "max_positions")
         if self.ffn < 0:
             raise ValueError(f"ffn: expected a width, or 0, got {self.ffn}")
         if self.d_model % self.heads:
@@ -228,21 +226,21 @@ def _heads_merged(
     """[batch, seq, d_model] to [batch*heads, seq, head_dim], as exporters of 2020 wrote it."""
     x = _heads(writer, config, x, batch, seq, path)
     rows = writer.op("Mul", batch, _scalar(writer, config.heads), name=f"{path}/merged/Mul")
-    # -1 rather than seq: the size that a Reshape infers must survive the division too.
+    # -1 instead of seq, to test that a sharded Reshape can still infer a size.
     target = _target(writer, f"{path}/merged", rows, -1, config.head_dim)
     return writer.op("Reshape", x, target, name=f"{path}/merged/Reshape")
 
 
 def _target(writer: GraphWriter, path: str, *dims: ir.Value | int) -> ir.Value:
     """A Reshape target: the Concat of constants and of scalars computed in the graph."""
-    pieces: list[ir.Value] = []
+    parts: list[ir.Value] = []
     for index, dim in enumerate(dims):
         if isinstance(dim, int):
-            pieces.append(_vector(writer, dim))
+            parts.append(_vector(writer, dim))
         else:
             name = f"{path}/dim{index}/Unsqueeze"
-            pieces.append(writer.op("Unsqueeze", dim, _vector(writer, 0), name=name))
-    return writer.op("Concat", *pieces, name=f"{path}/Concat", axis=0)
+            parts.append(writer.op("Unsqueeze", dim, _vector(writer, 0), name=name))
+    return writer.op("Concat", *parts, name=f"{path}/Concat", axis=0)
 
 
 def _linear(writer: GraphWriter, x: ir.Value, rows: int, columns: int, scope: str) -> ir.Value:
@@ -261,7 +259,7 @@ def _norm(writer: GraphWriter, x: ir.Value, width: int, scope: str) -> ir.Value:
 
 
 def _dropout(writer: GraphWriter, config: Config, x: ir.Value, scope: str) -> ir.Value:
-    """A Dropout; without `training_mode`, an identity, unless it is exported for training."""
+    """A Dropout, which is an identity unless the model is exported in training mode."""
     if not config.dropout:
         return x
     operands = [x, writer.constant(config.dropout, np.float32)]

@@ -3,14 +3,14 @@
     python models/two_layer.py -o two_layer.onnx
 
 `x` [batch, 32] float32 -> `y` [batch, 16] float32 through `/matmul1/MatMul` (32x16), `/relu/Relu`
-and `/matmul2/MatMul` (16x16). Weights are drawn as He et al. (2015) give them for ReLU networks.
+and `/matmul2/MatMul` (16x16). Weights are drawn as in He et al. (2015), for ReLU networks.
 """
 
 import math
 from dataclasses import dataclass, field, replace
 
 import onnx_ir as ir
-from _exporter import GraphWriter, main
+from _exporter import GraphWriter, check_positive, main
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,7 @@ class Config:
 
     def __post_init__(self) -> None:
         """Refuse sizes that no layer can have."""
-        for size in (self.inputs, self.hidden, self.outputs):
-            if size < 1:
-                raise ValueError(f"layer sizes: expected positive integers, got {size}")
+        check_positive(self, "inputs", "hidden", "outputs")
 
 
 def build(config: Config | None = None, **fields: int) -> ir.Model:

@@ -4,11 +4,11 @@
     python models/zoo.py --list
 
 Each is a configuration of the `transformers` package (`zoo_language.py`, `zoo_vision.py`), or a
-plain module (`zoo_other.py`), in two to sixteen layers with the structure of the original and
-narrower: ResNet has the depths of ResNet-50, Llama and its descendants fewer key and value heads
-than query heads, Mixtral and Qwen3 route each token to two experts of several. Nothing is
+plain module (`zoo_other.py`). It has two to sixteen layers and the structure of the original, but
+is narrower: ResNet has the depths of ResNet-50, Llama and its descendants have fewer key and value
+heads than query heads, and Mixtral and Qwen3 route each token to two of several experts. Nothing is
 downloaded. Dropout is off, so that PyTorch and the exported model compute the same. Open dims are
-`batch` and, where the network has one, `seq`.
+`batch` and, for networks that have a sequence, `seq`.
 """
 
 import argparse
@@ -33,15 +33,15 @@ ZOO: Mapping[str, Callable[[int], Network]] = {
 
 
 def example(name: str, seed: int = 0, layers: int = LAYERS) -> Network:
-    """Returns a network of the zoo, its weights drawn from the seed, in evaluation mode.
+    """Returns a network of the zoo in evaluation mode, with random weights.
 
     Args:
         name: A name in `ZOO`.
         seed: Seed of the weights.
-        layers: How many; networks that halve their images have their own number.
+        layers: Number of layers; networks that halve their images ignore it.
 
     Raises:
-        KeyError: There is none of that name.
+        KeyError: There is no such network.
     """
     make = ZOO[name]
     logging.getLogger("transformers").setLevel(logging.ERROR)
@@ -53,7 +53,7 @@ def example(name: str, seed: int = 0, layers: int = LAYERS) -> Network:
 
 
 def _draw(module: nn.Module) -> None:
-    """Draws what begins as zeros or ones: a scale applied twice would change nothing."""
+    """Adds random numbers to zeros and ones: a scale of 1 applied twice would have no effect."""
     with torch.no_grad():
         for parameter in module.parameters():
             if parameter.ndim <= 1:
@@ -66,12 +66,12 @@ def main() -> None:
     parser.add_argument("name", nargs="?", choices=ZOO, help="the network")
     parser.add_argument("-o", "--output", type=Path, help="the .onnx file to write")
     parser.add_argument("--opset", type=int, default=OPSET, help=f"default {OPSET}")
-    parser.add_argument("--seed", type=int, default=0, help="of the weights")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the weights")
     parser.add_argument(
         "--layers",
         type=int,
         default=LAYERS,
-        help=f"default {LAYERS}; networks that halve their images have their own number",
+        help=f"default {LAYERS}; networks that halve their images ignore it",
     )
     parser.add_argument("--list", action="store_true", help="print the names")
     options = parser.parse_args()

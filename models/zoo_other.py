@@ -47,7 +47,7 @@ def gru(layers: int) -> Network:
 
 
 class _Convolution(nn.Module):
-    """A layer over a graph: each node adds up what its edges bring (Gilmer et al. 2017)."""
+    """A layer over a graph: each node sums the messages of its edges (Gilmer et al. 2017)."""
 
     def __init__(self, before: int, after: int) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ def gnn(layers: int) -> Network:
 
 
 FEWEST_NODES = 4
-"""Edges join nodes with lower numbers, so that a graph must have as many nodes."""
+"""Edges join nodes with numbers below this, so a graph must have at least so many nodes."""
 
 
 class _Small(nn.Module):
@@ -115,12 +115,12 @@ class _Small(nn.Module):
 
 
 def normalised(layers: int) -> Network:
-    """Convolutions over an input less its mean by its deviation, which are buffers."""
+    """Convolutions over a normalised input, whose mean and deviation are buffers."""
     return vision(_Small(buffers=True), 16)
 
 
 def normalised_tensors(layers: int) -> Network:
-    """As `normalised`, but mean and deviation are plain tensors, no buffers."""
+    """As `normalised`, but mean and deviation are plain tensors, not buffers."""
     return vision(_Small(buffers=False), 16)
 
 
@@ -165,7 +165,7 @@ class _Temperature(nn.Module):
 
 
 def temperature(layers: int) -> Network:
-    """Norms without scale and bias, a tied head, and logits by a parameter of no dim."""
+    """Norms without scale and bias, a tied head, and logits divided by a scalar parameter."""
     return language(_Temperature(layers))
 
 
@@ -183,12 +183,12 @@ class _Encoder(nn.Module):
 
 
 def encoder(layers: int) -> Network:
-    """PyTorch's own encoder, whose layers begin as copies of one another; one more than asked."""
+    """PyTorch's own encoder, whose layers begin as copies of one another; it has one layer more."""
     return replace(language(_Encoder(layers + 1)), perturbed=False)
 
 
 class _Biased(nn.Module):
-    """Attention with a bias of the distance: learnt where it is short, linear beyond."""
+    """Attention with a bias by distance: learnt for short distances, linear for all."""
 
     def __init__(self, heads: int) -> None:
         super().__init__()
@@ -215,7 +215,7 @@ class _Biased(nn.Module):
 
 
 REACH = 3
-"""Distances up to this have a learnt bias of their own."""
+"""Distances up to this have their own learnt bias."""
 
 
 class _Distances(nn.Module):

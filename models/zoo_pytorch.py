@@ -1,4 +1,4 @@
-"""What PyTorch computes of a network of the zoo: its outputs, and its losses as it trains."""
+"""Computes the outputs and training losses of a zoo network in PyTorch."""
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,22 +17,22 @@ DECAY = 1e-2
 """Weight decay of tensors with more than one dim."""
 
 EPSILON = 1e-5
-"""AdamW's. Its first step is lr g / (abs(g) + epsilon), which with PyTorch's 1e-8 is a full step
-for a gradient that is nothing but rounding, of some 1e-7: of CLIP, one weight in 6144 went the
-other way so, and the third loss was 1.6e-4 off. With this it is a hundredth of a step."""
+"""AdamW's. Its first step is lr g / (abs(g) + epsilon). With PyTorch's 1e-8, a gradient of rounding
+noise, about 1e-7, gives a full step: in CLIP, one weight of 6144 then went the other way,
+and the third loss was off by 1.6e-4. With this epsilon it gives a hundredth of a step."""
 
 LABELS = "labels"
 
 
 @dataclass(frozen=True)
 class Trained:
-    """What training came to.
+    """The results of training.
 
     Attributes:
         losses: The loss of each step.
-        statistics: Running statistics after the last, by name.
-        parameters: Of each parameter that has a gradient, by name, how many elements it has and
-            whether it has weight decay.
+        statistics: Running statistics after the last step, by name.
+        parameters: For each parameter with a gradient, the number of its elements and whether it
+            has weight decay.
     """
 
     losses: Sequence[float]
@@ -41,17 +41,17 @@ class Trained:
 
     @property
     def elements(self) -> int:
-        """How many elements the parameters have."""
+        """Number of elements of all parameters."""
         return sum(count for count, _ in self.parameters.values())
 
     @property
     def decayed(self) -> int:
-        """How many elements have weight decay."""
+        """Number of elements with weight decay."""
         return sum(count for count, decays in self.parameters.values() if decays)
 
 
 def random_inputs(made: Network, symbols: Mapping[str, int], rng: np.random.Generator) -> Arrays:
-    """Returns inputs at these sizes: integers of their range, and normal numbers."""
+    """Returns inputs of these sizes: integers in their range, and normally distributed numbers."""
     feeds: Arrays = {}
     for name, traced in made.inputs.items():
         dims = made.dims.get(name, {})
@@ -64,7 +64,7 @@ def random_inputs(made: Network, symbols: Mapping[str, int], rng: np.random.Gene
 
 
 def random_batch(made: Network, symbols: Mapping[str, int], rng: np.random.Generator) -> Arrays:
-    """Returns inputs, and labels where the loss needs any."""
+    """Returns inputs, and labels if the loss needs them."""
     feeds = random_inputs(made, symbols, rng)
     if not made.loss.startswith("output:"):
         logits = outputs(made, feeds)[0]
@@ -82,9 +82,9 @@ def outputs(made: Network, feeds: Mapping[str, Any]) -> list[npt.NDArray[Any]]:
 def train(
     made: Network, batches: Sequence[Arrays], rate: float, dtype: torch.dtype = torch.float32
 ) -> Trained:
-    """Trains a copy of the module by AdamW in that type, in training mode.
+    """Trains a copy of the module with AdamW in this type, in training mode.
 
-    Running variances are those of the batches, as ONNX has them; PyTorch mixes the unbiased in.
+    Running variances use the variance of the population, as in ONNX; PyTorch uses the unbiased one.
     """
     module = copy.deepcopy(made.module).to(dtype).train()
     norms = {n: m for n, m in module.named_modules() if isinstance(m, nn.BatchNorm2d)}
@@ -134,7 +134,7 @@ def _loss(made: Network, found: Any, labels: torch.Tensor | None) -> torch.Tenso
 
 
 def _named(found: Any, names: Sequence[str]) -> list[torch.Tensor]:
-    """The outputs of those names; a module that returns one tensor has only one."""
+    """Returns the outputs with these names; a module that returns a tensor has only one."""
     return [found] if isinstance(found, torch.Tensor) else [found[name] for name in names]
 
 
@@ -143,8 +143,8 @@ def _keep(norm: Any, _: Any) -> None:
 
 
 def _of_the_batch(norm: Any, inputs: Any, _: Any) -> None:
-    """Replaces what was mixed in, the unbiased variance, by that of the batch."""
+    """Replaces the unbiased variance in the running variance by that of the batch."""
     count = inputs[0].numel() / inputs[0].shape[1]
     kept = norm.variance_before * (1 - norm.momentum)
-    # A new tensor, since the backward pass keeps the old one.
+    # A new tensor: the backward pass keeps the old one.
     norm.running_var = kept + (norm.running_var - kept) * (count - 1) / count

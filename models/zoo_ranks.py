@@ -15,11 +15,11 @@ from onnxpar_runtime.training.hyper import hyperparameters
 
 
 def train(directory: Path, batches: Sequence[Arrays], rate: float) -> Trained:
-    """Trains all ranks in this process by AdamW.
+    """Trains all ranks in this process with AdamW.
 
     Args:
         directory: The artifacts.
-        batches: Of each step.
+        batches: The batch of each step.
         rate: Learning rate.
     """
     scalars = hyperparameters("adamw", Settings(weight_decay=DECAY, eps=EPSILON))
@@ -40,7 +40,7 @@ def train(directory: Path, batches: Sequence[Arrays], rate: float) -> Trained:
 
 
 def _decays(manifest: Manifest) -> frozenset[str]:
-    """Returns the parameters whose update takes the weight decay; that of others has a constant."""
+    """Returns the parameters whose update reads the weight decay; others have a constant."""
     graph = ir.load(manifest.graph_path("optimizer_model", 0)).graph
     place = ADAMW_STEP.inputs.index("decay")
     found = set()

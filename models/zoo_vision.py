@@ -1,4 +1,4 @@
-"""Networks of the zoo that see or hear, from the `transformers` package, and a U-Net."""
+"""Vision and audio networks of the zoo, from the `transformers` package, and a U-Net."""
 
 # mypy: allow-subclassing-any
 # To mypy, modules of PyTorch are of any type.
@@ -48,7 +48,7 @@ def swin(layers: int) -> Network:
 
 
 class _Pixels(nn.Module):
-    """A network of which each pixel has logits, with the classes as the last dim."""
+    """A network with logits for each pixel; the classes are the last dim."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
@@ -71,11 +71,11 @@ def segformer(layers: int) -> Network:
 
 
 def resnet50(layers: int) -> Network:
-    """ResNet-50 (He et al. 2016), every width an eighth, on images of 128×128.
+    """ResNet-50 (He et al. 2016), with an eighth of every width, on images of 128×128.
 
-    So the maps of the last stage are 4×4. The last norm of each block begins with a small scale
-    (Goyal et al. 2017 begin with 0), since fifty layers that each divide by the deviation of a few
-    random numbers carry rounding on until 32 bits are not enough to compare anything.
+    The maps of the last stage are 4×4. The last norm of each block begins with a small scale (Goyal
+    et al. 2017 begin with 0). Otherwise fifty layers that each divide by the deviation of a few
+    random numbers amplify rounding until losses in 32 bits cannot be compared.
     """
     config = transformers.ResNetConfig(
         embedding_size=8, hidden_sizes=[32, 64, 128, 256], depths=[3, 4, 6, 3],
@@ -160,7 +160,7 @@ def unet(layers: int) -> Network:
 
 
 def clip(layers: int) -> Network:
-    """CLIP (Radford et al. 2021): each image beside each text, scaled by a parameter of no dim.
+    """CLIP (Radford et al. 2021): each image with each text, scaled by a scalar parameter.
 
     The loss is that of the images, whose classes are the texts of the batch.
     """

@@ -3,29 +3,30 @@
 
     mpirun -n 4 python tools/calibrate.py -o machine.yaml [--block 2]… [--threads 2] [--seconds 20]
 
-Start it as the program itself will be started: as many ranks, bound to the same cores, on the same
-machines. All ranks measure at the same time, so what they share (memory, caches, cores) is shared
-here too; each number is the least of several rounds, of each the time of the slowest rank. A round
-is long against the time for which a core is given to one process: of ranks that share a core, each
-would otherwise seem to have all of it.
+Start it as you will start the program itself: with as many ranks, bound to the same cores, on the
+same machines. All ranks measure at the same time, so they share memory, caches and cores as they
+will later. Each number is the least of several rounds, and a round takes as long as its slowest
+rank. A round is much longer than the time slice of a process; otherwise each rank that shares a
+core would seem to have all of it.
 
-- flops: a chain of MatMuls of 512 × 512 in onnxruntime, for each type that it has kernels of.
-- bandwidth: a chain of additions of vectors that no cache holds; two are read and one is written.
-- overhead: what one more node of a single element adds to a run.
+- flops: a chain of 512 × 512 MatMuls in onnxruntime, for each type that has kernels.
+- bandwidth: a chain of additions of vectors that are larger than any cache; each addition reads two
+  vectors and writes one.
+- overhead: the time that one more node with a single element adds to a run.
 - links: AllReduce and AllGather of the runtime, in a session, of 1 KiB and of 4 MiB. A block of K
-  neighbours (`--block K`, K a divisor of the ranks, may be repeated) has a link of its own: the
-  ranks of one host, of one socket. The last link is that of all ranks.
-  Its wait is what a small AllReduce adds to a millisecond of computing, besides its latency (the
-  median of pairs of rounds): the time by which the last rank comes late, most of all where ranks
+  neighbours (`--block K`, K a divisor of the ranks, may be repeated) has its own link, such as the
+  ranks of one host or of one socket. The last link is that of all ranks.
+  Its wait is the time that a small AllReduce adds to a millisecond of computing, besides its
+  latency (the median over pairs of rounds): the delay of the last rank, which is longest if ranks
   share cores.
-- memory: what the host has, divided by the ranks on it, unless `--memory` says it.
+- memory: that of the host, divided by its ranks, unless `--memory` gives it.
 
-Latency and bandwidth are those of the cost model: a collective of n ranks takes as many rounds of
-latency as log2 n (AllReduce: twice that) and sends the bytes of a ring. `overlap` is 0: the CPU
-runtime computes and communicates in turns.
+Latency and bandwidth are those of the cost model: a collective of n ranks takes log2 n rounds of
+latency (AllReduce: twice that) and sends the bytes of a ring. `overlap` is 0, because the CPU
+runtime does not compute and communicate at the same time.
 
-Where other processes took a tenth of a core or more of the ranks' machines meanwhile, that is told,
-on stderr and in the file: what was measured is what they left, and differs from hour to hour.
+If other processes used at least a tenth of a core of the ranks' machines, a warning says so on
+stderr and in the file: the measurement shows only what they left.
 """
 
 import argparse
@@ -62,7 +63,7 @@ FEWEST = 5  # rounds
 ROUND = 0.06  # seconds; a process keeps a core for some milliseconds
 BUSY = 0.1  # cores that others may take
 SEGMENT = 1e-3  # seconds of computing between two collectives
-TILE, SEGMENTS = 256, 16  # products of so many rows and columns; stretches of computing in a run
+TILE, SEGMENTS = 256, 16  # rows and columns of a product; segments of computing in a run
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ class Bench:
     seconds: float
 
     def session(self, text: str) -> onnxruntime.InferenceSession:
-        """A session of a graph in ONNX's text form, with the runtime's options."""
+        """Returns a session of a graph in ONNX's text form, with the runtime's options."""
         head = '<ir_version: 10, opset_import: ["": 21, "onnxpar": 1]>'
         model = onnx.parser.parse_model(f"{head}\n{text}").SerializeToString()
         options = session_options({}, self.threads)
@@ -88,19 +89,19 @@ class Bench:
         return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
 
     def agreed(self, value: float) -> float:
-        """The greatest value of all ranks."""
+        """Returns the greatest value of all ranks."""
         return float(self.rank.all_reduce(np.array([value]), op="max")[0])
 
     def least(self, run: Callable[[], object]) -> float:
-        """Seconds of a run of the slowest rank in the quickest round."""
+        """Returns the seconds of a run on the slowest rank in the fastest round."""
         return min(times[0] for times in self._rounds(run))
 
     def more(self, run: Callable[[], object], base: Callable[[], object]) -> float:
-        """Seconds that a run takes more than another; the median of rounds that have both."""
+        """Returns by how many seconds a run is longer than another: the median over rounds."""
         return median(longer - shorter for longer, shorter in self._rounds(run, base))
 
     def _rounds(self, *runs: Callable[[], object]) -> list[list[float]]:
-        """Seconds of a run of the slowest rank: of each, in each round."""
+        """Returns for each round the seconds of each run on the slowest rank."""
         for run in runs:
             run()
         begin = perf_counter()
@@ -110,7 +111,7 @@ class Bench:
         count = ceil(ROUND / max(once, 1e-9))
         rounds: list[list[float]] = []
         started = monotonic()
-        # All make the same number of rounds, or a collective would wait for ever.
+        # All ranks must make the same number of rounds: otherwise a collective would wait forever.
         while self.agreed(float(len(rounds) < FEWEST or monotonic() - started < self.seconds)):
             rounds.append([self._seconds(run, count) for run in runs])
         return rounds
@@ -124,7 +125,7 @@ class Bench:
 
 
 def flops(bench: Bench, dtype: str) -> float | None:
-    """Operations per second of products, None where onnxruntime has no kernel for the type."""
+    """Returns the operations per second of products, or None if the type has no kernel."""
     name, kind = TYPES[dtype]
     links = 4
     nodes = " ".join(f"a{i + 1} = MatMul(a{i}, w)" for i in range(links))
@@ -133,14 +134,14 @@ def flops(bench: Bench, dtype: str) -> float | None:
         session = bench.session(f"g ({shape} a0, {shape} w) => ({shape} a{links}) {{ {nodes} }}")
     except onnxruntime.capi.onnxruntime_pybind11_state.NotImplemented:
         return None
-    # Powers of a matrix of norm 1: neither overflow nor denormal numbers.
+    # Powers of a matrix of norm 1 have neither overflow nor denormal numbers.
     w = np.eye(SIDE, dtype=kind)[::-1].copy()
     feeds = {"a0": w, "w": w}
     return 2 * SIDE**3 * links / bench.least(lambda: session.run(None, feeds))
 
 
 def bandwidth(bench: Bench) -> float:
-    """Bytes per second between a rank and its memory."""
+    """Returns the bytes per second between a rank and its memory."""
     links = 4
     nodes = " ".join(f"a{i + 1} = Add(a{i}, b)" for i in range(links))
     shape = f"float[{VECTOR}]"
@@ -155,7 +156,7 @@ def bandwidth(bench: Bench) -> float:
 
 
 def overhead(bench: Bench) -> float:
-    """Seconds that a node of one element adds to a run."""
+    """Returns the seconds that a node with one element adds to a run."""
     x = {"a0": np.ones(1, np.float32), "b": np.ones(1, np.float32)}
 
     def chain(links: int) -> float:
@@ -168,20 +169,20 @@ def overhead(bench: Bench) -> float:
 
 
 def neighbours(bench: Bench, block: int) -> str:
-    """The ranks of this rank's block, as an attribute lists them."""
+    """Returns the ranks of this rank's block, as text for an attribute."""
     first = bench.rank.index // block * block
     return ", ".join(str(r) for r in range(first, first + block))
 
 
 def collective(bench: Bench, kind: str, block: int, size: int) -> float:
-    """Seconds of one collective among `block` neighbours; every rank holds `size` bytes."""
+    """Returns the seconds of a collective of `block` neighbours that hold `size` bytes each."""
     group = neighbours(bench, block)
     links = max(4, min(100, (1 << 22) // size))
     if kind == "AllReduce":
         call, shape = f"AllReduce <group = [{group}]>", "float[n]"
     else:
         call, shape = f"AllGather <axis = 0, group = [{group}]>", "float[m]"
-    # Gathers read the same: a chain of them would grow.
+    # All AllGathers read the same value: the values of a chain would grow.
     nodes = [f"a0, t0 = onnxpar.{call} (x)"]
     for i in range(1, links):
         source = f"a{i - 1}" if kind == "AllReduce" else "x"
@@ -192,7 +193,7 @@ def collective(bench: Bench, kind: str, block: int, size: int) -> float:
 
 
 def late(bench: Bench, block: int) -> float:
-    """Seconds that a small AllReduce among `block` neighbours adds to a stretch of computing."""
+    """Returns the seconds that a small AllReduce of `block` neighbours adds to a segment."""
     group, shape = neighbours(bench, block), f"float[{TILE},{TILE}]"
     feeds = {"a": np.zeros((TILE, TILE), np.float32), "w": np.eye(TILE, dtype=np.float32)}
 
@@ -218,7 +219,7 @@ def late(bench: Bench, block: int) -> float:
 
 
 def link(bench: Bench, block: int) -> dict[str, float]:
-    """Latency, bandwidth and wait that explain collectives among `block` neighbours."""
+    """Returns latency, bandwidth and wait of collectives among `block` neighbours."""
     latencies, bandwidths = [], []
     for kind, rounds, sent in (
         ("AllReduce", 2.0, 2 * (block - 1) / block),
@@ -236,12 +237,12 @@ def link(bench: Bench, block: int) -> dict[str, float]:
 
 
 def _mean(values: Sequence[float]) -> float:
-    """The geometric mean."""
+    """Returns the geometric mean."""
     return exp(sum(map(log, values)) / len(values))
 
 
 def measure(bench: Bench, blocks: Sequence[int], memory: int, name: str) -> dict[str, object]:
-    """The content of the machine file."""
+    """Returns the content of the machine file."""
     rates = {dtype: flops(bench, dtype) for dtype in TYPES}
     size = bench.rank.world.size
     links: list[dict[str, float]] = [{"devices": k, **link(bench, k)} for k in blocks]
@@ -268,14 +269,14 @@ def _rounded(value: float) -> float:
 
 
 def host_memory(rank: Rank) -> int:
-    """Bytes of this host, divided by its ranks; the least of all hosts."""
+    """Returns the memory of a host in bytes, divided by its ranks; the least of all hosts."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     here = int(os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", rank.world.size))
     return int(rank.all_reduce(np.array([total // here]), op="min")[0])
 
 
 def computed() -> float | None:
-    """Seconds of processor time that this machine has spent so far, None where it does not say."""
+    """Returns the processor seconds that this machine has used, or None if that is unknown."""
     try:
         words = Path("/proc/stat").read_text(encoding="ascii").split("\n", 1)[0].split()
     except FileNotFoundError:
@@ -287,12 +288,12 @@ def computed() -> float | None:
 
 
 def watched(rank: Rank, action: Callable[[], T]) -> tuple[T, float]:
-    """Returns what `action` does, and how many cores processes that are no ranks had meanwhile."""
+    """Returns the result of `action`, and the cores that other processes used meanwhile."""
     here = int(os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", rank.world.size))
     before, own, begin = computed(), process_time(), perf_counter()
     done = action()
     after, own, seconds = computed(), process_time() - own, perf_counter() - begin
-    # A rank's share of what its machine has done, less its own: over all ranks, what others did.
+    # Each rank takes its share of the machine's time and subtracts its own; the sum is the others'.
     share = 0.0 if before is None or after is None else (after - before) / here - own
     return done, float(rank.all_reduce(np.array([share / seconds]), op="sum")[0])
 
@@ -304,12 +305,16 @@ def main() -> int:
     )
     parser.add_argument("-o", "--out", type=Path, required=True)
     parser.add_argument("--block", type=int, action="append", default=[])
-    parser.add_argument("--threads", type=int, help="of a rank; those that the runtime gives it")
-    parser.add_argument("--seconds", type=float, default=20.0, help="for all, about")
-    parser.add_argument("--memory", help="of one rank, as 8GiB")
+    parser.add_argument(
+        "--threads", type=int, help="threads of a rank; by default as many as in the runtime"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=20.0, help="approximate time for all measurements"
+    )
+    parser.add_argument("--memory", help="memory of one rank, such as 8GiB")
     parser.add_argument("--name", default="measured")
     arguments = parser.parse_args()
-    # What would fail after the measurement is told before it.
+    # Check now what would otherwise fail after the measurement.
     if not arguments.out.parent.is_dir():
         parser.error(f"--out: expected a file in a folder that exists, got {arguments.out}")
     try:

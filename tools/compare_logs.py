@@ -2,12 +2,12 @@
 
     python tools/compare_logs.py GOT.jsonl WANT.jsonl [--rtol 1e-5]
 
-Exits with 1 where they differ, with 2 where a log cannot be read. The tolerance is relative to the
+The exit code is 1 if they differ, and 2 if a log cannot be read. The tolerance is relative to the
 wanted loss of the same step.
 
-Compare runs of a few small steps from equal parameters. In a long run, or at a large learning rate,
-rounding alone parts them: a ReLU whose operand is all but 0 may pass on one side only, and what
-that changes grows from step to step.
+Compare runs of a few small steps from equal parameters. In a long run, or at a high learning rate,
+runs drift apart: if the operand of a ReLU is almost 0, rounding decides whether it passes, and the
+difference grows from step to step.
 """
 
 import argparse
@@ -20,7 +20,7 @@ def read(path: Path) -> list[tuple[int, int, float]]:
     """Returns `(epoch, step, loss)` of each line.
 
     Raises:
-        ValueError: The file cannot be read, or is no log.
+        ValueError: The file cannot be read, or is not a log.
     """
     found: list[tuple[int, int, float]] = []
     try:
@@ -35,7 +35,7 @@ def read(path: Path) -> list[tuple[int, int, float]]:
 
 
 def main() -> int:
-    """Print how far the losses are apart and return the exit code."""
+    """Prints the largest difference between the losses, and returns the exit code."""
     parser = argparse.ArgumentParser(description="Compare the losses of two training logs.")
     parser.add_argument("got", type=Path)
     parser.add_argument("want", type=Path)
@@ -51,7 +51,7 @@ def main() -> int:
     pairs = list(zip(got, want, strict=True))
     far = [abs(a[2] - b[2]) / abs(b[2]) if b[2] else abs(a[2] - b[2]) for a, b in pairs]
     worst = max(range(len(far)), key=far.__getitem__)
-    # Not `<=` of the largest: a loss that is not a number is within no tolerance.
+    # `far[worst]` may miss a loss that is not a number, which is never within the tolerance.
     holds = all(difference <= options.rtol for difference in far)
     epoch, step, _ = pairs[worst][0]
     print(

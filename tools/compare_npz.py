@@ -1,4 +1,4 @@
-"""Compares two `.npz` files array by array; exits with 1 where they differ.
+"""Compares two `.npz` files array by array; the exit code is 1 if they differ.
 
     python tools/compare_npz.py GOT WANT [--rtol 1e-5]
 
@@ -13,9 +13,9 @@ import numpy as np
 
 
 def difference(got: np.ndarray, want: np.ndarray) -> float:
-    """The largest difference relative to the largest magnitude wanted; infinite where none is.
+    """Returns the largest difference, relative to the largest wanted magnitude.
 
-    Arrays of different shape or dtype, or not finite where the wanted are, differ infinitely.
+    It is infinite for different shapes or dtypes, different integers and non-finite elements.
     """
     if got.shape != want.shape or got.dtype != want.dtype:
         return float("inf")
@@ -28,7 +28,7 @@ def difference(got: np.ndarray, want: np.ndarray) -> float:
 
 
 def main() -> int:
-    """Print one line for each array and return the exit code."""
+    """Prints a line for each array, and returns the exit code."""
     parser = argparse.ArgumentParser(description="Compare two .npz files.")
     parser.add_argument("got", type=Path)
     parser.add_argument("want", type=Path)

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Lists what onnxpar says to its users: error messages, help texts, and all other prose in strings.
 
-    tools/messages.py                      # everything in onnxpar/ and runtime/onnxpar_runtime/
+    tools/messages.py                      # everything in onnxpar/ and the packages of runtime/
     tools/messages.py onnxpar/cli          # only these files or folders
     tools/messages.py --kind error --kind help
 
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("onnxpar", "runtime/onnxpar_runtime")
+FOLDERS = ("onnxpar", "runtime/onnxpar_format", "runtime/onnxpar_runtime")
 KINDS = ("error", "help", "text")
 _WORDS = 3
 
@@ -55,7 +55,7 @@ def messages(folders: Sequence[str] = FOLDERS) -> Iterator[Message]:
 
 
 def _docstrings(tree: ast.Module) -> frozenset[ast.AST]:
-    # A string that is a statement of its own documents what stands around or above it.
+    # A string that is a statement documents the code around or above it.
     return frozenset(
         node.value
         for node in ast.walk(tree)

@@ -78,5 +78,5 @@ def test_hidden_layers_of_any_number_and_width() -> None:
 
 @pytest.mark.parametrize("field", [{"image": 0}, {"hidden": (4, -1)}, {"classes": 0}])
 def test_mlp_refuses_empty_layers(field: dict[str, int | tuple[int, ...]]) -> None:
-    with pytest.raises(ValueError, match="expected positive"):
+    with pytest.raises(ValueError, match="expected a positive integer"):
         mlp.build(**field)

@@ -28,7 +28,7 @@ def test_the_python_asked_for_is_taken(tmp_path: Path) -> None:
 def test_a_python_that_does_not_work_is_refused_by_name(tmp_path: Path) -> None:
     done = source("find_python", tmp_path, PYTHON="/no/such/python")
     assert done.returncode == 1
-    assert "PYTHON=/no/such/python is no Python of version 3.11 or newer" in done.stderr
+    assert "PYTHON=/no/such/python is not Python 3.11 or newer" in done.stderr
 
 
 def test_a_missing_compiler_is_told_before_anything_is_made(tmp_path: Path) -> None:

@@ -169,11 +169,11 @@ def scale(options: argparse.Namespace, folder: Path) -> Iterator[str]:
         stages: list[float] = []
         began = perf_counter()
 
-        def told(stage: str, number: int, count: int, stages: list[float] = stages) -> None:
+        def progress(stage: str, number: int, count: int, stages: list[float] = stages) -> None:
             if len(stages) < 2 or (len(stages) == 2 and stage.startswith("pricing")):
                 stages.append(process_time())
 
-        planned = plan_strategy(path, wanted, told=told)
+        planned = plan_strategy(path, wanted, progress=progress)
         stages.append(process_time())
         write_strategy(planned.data, "")
         stages.append(process_time())
