@@ -11,6 +11,7 @@ from onnxpar.core.symbols import Dim
 from onnxpar.graph.builder import INT64
 from onnxpar.graph.node_view import NodeView
 from onnxpar.graph.padding_masks import block_start, fill_value, select, valid_count
+from onnxpar.ops.body_node import BodyNode
 from onnxpar.ops.local_node import LocalNode
 
 BOOL = ir.DataType.BOOL
@@ -98,12 +99,12 @@ def count_of(node: LocalNode, sizes: Sequence[Dim], dtype: ir.DataType) -> ir.Va
     return node.op("Cast", node.builder.size(total), dtype=dtype, shape=[1], to=int(dtype))
 
 
-def iota(node: LocalNode, size: Dim) -> ir.Value:
+def iota(node: LocalNode | BodyNode, size: Dim) -> ir.Value:
     """Returns 0, 1, … size-1 as int64 [size]."""
     if isinstance(size, int):
         return node.builder.const(np.arange(size, dtype=np.int64))
     zero, one = (node.builder.const(np.array(n, np.int64)) for n in (0, 1))
-    stop = node.builder.reshape(node.builder.size(size), [])
+    stop = node.builder.reshape(node.builder.sizes([size]), [])
     return node.op("Range", zero, stop, one, dtype=INT64, shape=[size])
 
 

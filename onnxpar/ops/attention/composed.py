@@ -45,15 +45,6 @@ class Sizes:
         return [self.batch, self.heads.kv, self.heads.groups, self.queries, self.keys]
 
 
-def reshape(node: Emitter, x: ir.Value, dims: Sequence[Dim]) -> ir.Value:
-    """Emits a Reshape to local dims, or to global ones in a body."""
-    if isinstance(node, LocalNode):
-        return node.builder.reshape(x, dims)
-    if node.shape(x) == tuple(dims):
-        return x
-    return node.op("Reshape", x, node.builder.sizes(dims), shape=dims)
-
-
 def transpose(node: Emitter, x: ir.Value, order: Sequence[int]) -> ir.Value:
     """Emits a Transpose."""
     shape = node.shape(x)
@@ -81,8 +72,8 @@ def query_heads(node: Emitter, q: ir.Value, sizes: Sizes, *, rank: int) -> ir.Va
     b, s, heads = sizes.batch, sizes.queries, sizes.heads
     h, g, d = heads.kv, heads.groups, heads.size
     if rank == 4:
-        return reshape(node, q, [b, h, g, s, d])
-    return transpose(node, reshape(node, q, [b, s, h, g, d]), [0, 2, 3, 1, 4])
+        return node.builder.reshape(q, [b, h, g, s, d])
+    return transpose(node, node.builder.reshape(q, [b, s, h, g, d]), [0, 2, 3, 1, 4])
 
 
 def key_heads(node: Emitter, x: ir.Value, sizes: Sizes, size: Dim, *, rank: int) -> ir.Value:
@@ -90,7 +81,7 @@ def key_heads(node: Emitter, x: ir.Value, sizes: Sizes, size: Dim, *, rank: int)
     if rank == 4:
         return x
     dims = [sizes.batch, sizes.keys, sizes.heads.kv, size]
-    return transpose(node, reshape(node, x, dims), [0, 2, 1, 3])
+    return transpose(node, node.builder.reshape(x, dims), [0, 2, 1, 3])
 
 
 def merged_heads(node: Emitter, y: ir.Value, sizes: Sizes, *, rank: int) -> ir.Value:
@@ -98,15 +89,15 @@ def merged_heads(node: Emitter, y: ir.Value, sizes: Sizes, *, rank: int) -> ir.V
     b, s, heads = sizes.batch, sizes.queries, sizes.heads
     h, e = heads.kv * heads.groups, heads.value_size
     if rank == 4:
-        return reshape(node, y, [b, h, s, e])
-    return reshape(node, transpose(node, y, [0, 3, 1, 2, 4]), [b, s, h * e])
+        return node.builder.reshape(y, [b, h, s, e])
+    return node.builder.reshape(transpose(node, y, [0, 3, 1, 2, 4]), [b, s, h * e])
 
 
 def over_heads(node: Emitter, mask: ir.Value, dims: Sequence[Dim], sizes: Sizes) -> ir.Value:
     """A mask of up to 4 dims, right-aligned to [batch, heads, queries, keys], in 5 dims."""
     full = [1] * (4 - len(dims)) + list(dims)
     heads = [1, 1] if full[1] == 1 else [sizes.heads.kv, sizes.heads.groups]
-    return reshape(node, mask, [full[0], *heads, *full[2:]])
+    return node.builder.reshape(mask, [full[0], *heads, *full[2:]])
 
 
 def behind_past(
@@ -129,15 +120,6 @@ def behind_past(
         node.op("Concat", node.input(past), k, shape=[*lead, heads.size], axis=2),
         node.op("Concat", node.input(past + 1), v, shape=[*lead, heads.value_size], axis=2),
     )
-
-
-def positions(node: BodyNode, size: Dim) -> ir.Value:
-    """0, 1, … size - 1 as int64 [size]."""
-    if isinstance(size, int):
-        return node.builder.const(np.arange(size))
-    stop = node.op("Reshape", node.builder.sizes([size]), node.builder.const([], INT64), shape=[])
-    zero, one = (node.builder.const(np.array(n)) for n in (0, 1))
-    return node.op("Range", zero, stop, one, shape=[size])
 
 
 @dataclass(frozen=True)
@@ -183,7 +165,7 @@ def seen(
     """
     lead = [] if batch is None else [batch, 1]
     dims = [*lead, queries, keys]
-    tall = reshape(node, rows, [*lead, queries, 1])
+    tall = node.builder.reshape(rows, [*lead, queries, 1])
     found: ir.Value | None = None
     for bound, sign in ((window.right, 1), (window.left, -1)):
         if bound is None:
@@ -232,7 +214,7 @@ def attend(
     wide = work_dtype(dtype)
     heads, b, t = sizes.heads, sizes.batch, sizes.keys
     h, d, e = heads.kv, heads.size, heads.value_size
-    columns = reshape(node, transpose(node, k, [0, 1, 3, 2]), [b, h, 1, d, t])
+    columns = node.builder.reshape(transpose(node, k, [0, 1, 3, 2]), [b, h, 1, d, t])
     q = node.op("Mul", q, constant(node, scale, dtype), shape=[*dims[:4], d])
     scores = cast(node.op("MatMul", q, columns, shape=dims), wide)
     if softcap:
@@ -260,7 +242,7 @@ def attend(
         shares = node.op("Div", powers, total, shape=dims)
     else:
         shares = node.op("Softmax", scores, shape=dims, axis=-1)
-    values = reshape(node, v, [b, h, 1, t, e])
+    values = node.builder.reshape(v, [b, h, 1, t, e])
     y = node.op("MatMul", cast(shares, dtype), values, shape=[*dims[:4], e])
     if top is None or not hidden:
         return y

@@ -19,9 +19,7 @@ from onnxpar.ops.attention.composed import (
     key_heads,
     merged_heads,
     over_heads,
-    positions,
     query_heads,
-    reshape,
     seen,
     split,
 )
@@ -38,7 +36,7 @@ from onnxpar.ops.attention.inference import infer_group_query_attention
 from onnxpar.ops.body_node import BodyNode
 from onnxpar.ops.contrib_schemas import MICROSOFT
 from onnxpar.ops.elementwise.broadcast import broadcast_dims
-from onnxpar.ops.local_helpers import BOOL, with_padding
+from onnxpar.ops.local_helpers import BOOL, iota, with_padding
 from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.node_cost import attends
 from onnxpar.ops.operator import BY_BODY, Missing, OpDef, expanded
@@ -223,15 +221,13 @@ def _bias(node: BodyNode, sizes: Sizes, past: Dim) -> ir.Value | None:
     if node.has(_PADDING):
         hides, wide = _hidden_keys(node, sizes)
         added = node.op("Where", hides, hidden, zero, dtype=dtype)
-        added = reshape(node, added, wide)
-        shape = [wide[0], 1, 1, *wide[1:]]
-        found.append(node.op("Reshape", added, node.builder.sizes(shape), shape=shape))
+        found.append(node.builder.reshape(added, [wide[0], 1, 1, *wide[1:]]))
     if view.attr("unidirectional", 0):
-        rows = positions(node, sizes.queries)
+        rows = iota(node, sizes.queries)
         if past != 0:
             offset = node.builder.sizes([past])
             rows = node.op("Add", rows, offset, shape=[sizes.queries])
-        columns = positions(node, sizes.keys)
+        columns = iota(node, sizes.keys)
         shown = seen(node, rows, columns, Window(None, 0), sizes.queries, sizes.keys)
         lowest = node.builder.const(np.array(np.finfo(dtype.numpy()).min), dtype)
         added = node.op("Where", shown, zero, lowest, dtype=dtype)
@@ -261,7 +257,7 @@ def _hidden_keys(node: BodyNode, sizes: Sizes) -> tuple[ir.Value, list[Dim]]:
         )
     lengths = node.builder.unsqueeze(node.builder.cast(mask, INT64), [1])
     shape = [sizes.batch, sizes.keys]
-    shown = node.op("Less", positions(node, sizes.keys), lengths, dtype=BOOL, shape=shape)
+    shown = node.op("Less", iota(node, sizes.keys), lengths, dtype=BOOL, shape=shape)
     return node.op("Not", shown), [sizes.batch, 1, sizes.keys]
 
 

@@ -8,11 +8,11 @@ from onnxpar.core.rule import OpRule, parse_rule
 from onnxpar.core.symbols import Dim
 from onnxpar.graph.builder import INT64
 from onnxpar.graph.node_view import NodeView
-from onnxpar.ops.attention.composed import positions, reshape, split
+from onnxpar.ops.attention.composed import split
 from onnxpar.ops.attention.heads import head_size
 from onnxpar.ops.body_node import BodyNode
 from onnxpar.ops.contrib_schemas import MICROSOFT
-from onnxpar.ops.local_helpers import global_index, with_padding
+from onnxpar.ops.local_helpers import global_index, iota, with_padding
 from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.operator import BY_BODY, OpDef
 
@@ -119,7 +119,7 @@ def contrib_rotary_body(node: BodyNode) -> Sequence[ir.Value]:
     indices, length = node.input(1), x[1 if len(x) == 3 else 2]
     axes = [2 if len(x) == 3 else 1]
     if len(node.view.shape(1)) == 1:
-        indices = node.op("Add", positions(node, length), indices, shape=[length])
+        indices = node.op("Add", iota(node, length), indices, shape=[length])
         axes = [0, 2] if len(x) == 3 else [0, 1]
     angles = tuple(
         node.builder.unsqueeze(_looked_up(node, node.input(i), indices), axes) for i in (2, 3)
@@ -139,7 +139,7 @@ def _turned(node: BodyNode, angles: Sequence[ir.Value], heads: int) -> ir.Value:
     if len(given) == 3:
         size = head_size(node.view, given[2], heads)
         shape = [*given[:2], heads, size]
-        x = reshape(node, x, shape)
+        x = node.builder.reshape(x, shape)
     *lead, width = shape
     half = node.shape(angles[0])[-1]
     if not isinstance(width, int) or not isinstance(half, int):
@@ -150,8 +150,8 @@ def _turned(node: BodyNode, angles: Sequence[ir.Value], heads: int) -> ir.Value:
         rest = [other]
     pairs = bool(node.attr("interleaved", 0))
     if pairs:
-        parts = split(node, reshape(node, x, [*lead, half, 2]), [1, 1])
-        first, second = (reshape(node, part, [*lead, half]) for part in parts)
+        parts = split(node, node.builder.reshape(x, [*lead, half, 2]), [1, 1])
+        first, second = (node.builder.reshape(part, [*lead, half]) for part in parts)
     else:
         first, second = split(node, x, [half, half])
     cos, sin = angles
@@ -160,13 +160,13 @@ def _turned(node: BodyNode, angles: Sequence[ir.Value], heads: int) -> ir.Value:
         for sign, a, b in (("Sub", first, second), ("Add", second, first))
     ]
     if pairs:
-        turned = [reshape(node, part, [*lead, half, 1]) for part in turned]
+        turned = [node.builder.reshape(part, [*lead, half, 1]) for part in turned]
         y = node.op("Concat", *turned, shape=[*lead, half, 2], axis=-1)
-        y = reshape(node, y, [*lead, 2 * half])
+        y = node.builder.reshape(y, [*lead, 2 * half])
         y = node.op("Concat", y, *rest, shape=shape, axis=-1) if rest else y
     else:
         y = node.op("Concat", *turned, *rest, shape=shape, axis=-1)
-    return reshape(node, y, given)
+    return node.builder.reshape(y, given)
 
 
 DEFS = (

@@ -27,7 +27,6 @@ from onnxpar.ops.attention.composed import (
     key_heads,
     merged_heads,
     over_heads,
-    positions,
     query_heads,
     seen,
 )
@@ -282,12 +281,10 @@ def _masks(node: BodyNode, sizes: Sizes) -> tuple[ir.Value | None, list[ir.Value
             bias = mask
     if not window.bounded and not node.has(_LENGTHS):
         return bias, allowed
-    rows, columns = positions(node, sizes.queries), positions(node, sizes.keys)
+    rows, columns = iota(node, sizes.queries), iota(node, sizes.keys)
     if node.has(_LENGTHS):
         lead = [sizes.batch, 1, 1]
-        ends = node.op(
-            "Reshape", node.input(_LENGTHS), node.builder.sizes(lead), dtype=INT64, shape=lead
-        )
+        ends = node.builder.reshape(node.input(_LENGTHS), lead)
         length = node.builder.sizes([sizes.queries])
         first = node.op("Sub", ends, length, shape=lead)
         rows = node.op("Add", rows, first, shape=[sizes.batch, 1, sizes.queries])

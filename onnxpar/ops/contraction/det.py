@@ -45,13 +45,11 @@ def det_gradient(node: GradNode) -> Sequence[ir.Value | None]:
     columns = kept[None, :, None, :]
     places = (rows * size + columns).reshape(size * size, rest * rest)
     elements = [*batch, size * size]
-    flat = node.op("Reshape", x, node.builder.sizes(elements), shape=elements)
+    flat = node.builder.reshape(x, elements)
     picked = [*batch, size * size, rest * rest]
     minors = node.op("Gather", flat, node.builder.const(places), shape=picked, axis=len(batch))
-    square = [*batch, size * size, rest, rest]
-    minors = node.op("Reshape", minors, node.builder.sizes(square), shape=square)
-    cofactors = node.op("Det", minors, shape=elements)
-    cofactors = node.op("Reshape", cofactors, node.builder.shape_value(x), shape=shape)
+    minors = node.builder.reshape(minors, [*batch, size * size, rest, rest])
+    cofactors = node.builder.reshape_like(node.op("Det", minors, shape=elements), x)
     signs = (-1.0) ** np.add.outer(np.arange(size), np.arange(size))
     signed = node.op("Mul", cofactors, node.builder.const(signs, x.dtype))
     return [node.op("Mul", signed, slope)]

@@ -47,8 +47,7 @@ def _summed(node: GradNode, dy: ir.Value, times: Mapping[int, int]) -> ir.Value:
             continue
         wide += [size, times[axis]]
         axes.append(len(wide) - 1)
-    view = node.op("Reshape", dy, node.builder.sizes(wide), shape=wide)
-    return node.builder.reduce("ReduceSum", view, axes)
+    return node.builder.reduce("ReduceSum", node.builder.reshape(dy, wide), axes)
 
 
 def along(node: GradNode | LocalNode, x: ir.Value, weights: ir.Value, axis: int) -> ir.Value:

@@ -82,10 +82,9 @@ def grid_body(node: BodyNode) -> Sequence[ir.Value | None]:
         column = len(sizes) - 1 - axis
         bounds = (node.builder.const(np.array([v], np.int64)) for v in (column, column + 1, -1))
         at = node.op("Slice", grid, *bounds, shape=[batch, *places, 1])
-        at = node.op("Reshape", at, node.builder.sizes([batch, 1, count]), shape=rows.shape)
+        at = node.builder.reshape(at, rows.shape)
         axes.append(list(_taps(node, rows, at, size)))
-    flat: list[Dim] = [batch, channels, prod(sizes)]
-    pixels = node.op("Reshape", image, node.builder.sizes(flat), shape=flat)
+    pixels = node.builder.reshape(image, [batch, channels, prod(sizes)])
     made = [batch, channels, count]
     total: ir.Value | None = None
     for taps in product(*axes):
@@ -99,8 +98,7 @@ def grid_body(node: BodyNode) -> Sequence[ir.Value | None]:
         value = node.op("Mul", value, weight, shape=made)
         total = value if total is None else node.op("Add", total, value, shape=made)
     assert total is not None
-    out = [batch, channels, *places]
-    return [node.op("Reshape", total, node.builder.sizes(out), shape=out)]
+    return [node.builder.reshape(total, [batch, channels, *places])]
 
 
 def _taps(node: BodyNode, rows: _Arithmetic, place: ir.Value, size: int) -> Iterator[Tap]:
@@ -228,12 +226,8 @@ def roi_body(node: BodyNode) -> Sequence[ir.Value | None]:
     taps_y = _line(node, 1, height, bins[0], samples, half=half)
     taps_x = _line(node, 0, width, bins[1], samples, half=half)
     grid = [regions, bins[0] * samples, bins[1] * samples]
-    image_rows = node.op(
-        "Reshape",
-        node.op("Transpose", image, shape=[batch, height, width, channels], perm=[0, 2, 3, 1]),
-        node.builder.sizes([batch * height * width, channels]),
-        shape=[batch * height * width, channels],
-    )
+    last = node.op("Transpose", image, shape=[batch, height, width, channels], perm=[0, 2, 3, 1])
+    image_rows = node.builder.reshape(last, [batch * height * width, channels])
     scaled = node.op("Mul", node.builder.cast(index, INT64), node.number(height * width, index))
     start = node.builder.unsqueeze(scaled, [1, 2])
     total: ir.Value | None = None
@@ -249,8 +243,7 @@ def roi_body(node: BodyNode) -> Sequence[ir.Value | None]:
         value = node.op("Mul", value, weight, shape=[*grid, channels])
         total = value if total is None else node.op("Add", total, value, shape=[*grid, channels])
     assert total is not None
-    wide = [regions, bins[0], samples, bins[1], samples, channels]
-    total = node.op("Reshape", total, node.builder.sizes(wide), shape=wide)
+    total = node.builder.reshape(total, [regions, bins[0], samples, bins[1], samples, channels])
     mean = node.builder.reduce("ReduceMean", total, [2, 4])
     return [node.op("Transpose", mean, shape=[regions, channels, *bins], perm=[0, 3, 1, 2])]
 
