@@ -38,7 +38,7 @@ void copy(void* to, const void* from, size_t bytes, Stream stream) {
 void copy_rows(void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t width,
                size_t rows, Stream stream) {
   if (width == 0 || rows == 0) return;
-  // The driver refuses rows that lie 2 GiB apart, also where there is but one.
+  // The driver refuses a pitch of 2 GiB, even for one row.
   constexpr size_t kMaxPitch = std::numeric_limits<int32_t>::max();
   if (rows == 1 || to_pitch > kMaxPitch || from_pitch > kMaxPitch) {
     for (size_t row = 0; row < rows; ++row) {

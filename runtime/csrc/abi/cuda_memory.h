@@ -1,11 +1,11 @@
-// Memory of the GPU beside what onnxruntime hands to kernels, and copies.
+// Copies, and memory of the GPU besides that which onnxruntime gives to kernels.
 #pragma once
 
 #include "abi/cuda_driver.h"
 
 namespace onnxpar::cuda {
 
-// One piece of memory, on the device or of the host but pinned, that grows as needed.
+// A buffer, on the device or in pinned host memory, that grows as needed.
 class Slab {
  public:
   enum class Kind { kDevice, kPinned };
@@ -13,8 +13,7 @@ class Slab {
   ~Slab();
   Slab(const Slab&) = delete;
   Slab& operator=(const Slab&) = delete;
-  // At least `bytes` of it. Where it has to grow, what the stream still does with it is waited for;
-  // its contents are lost.
+  // At least `bytes` of memory. To grow, it waits for the stream's work on it, and loses its contents.
   std::byte* get(size_t bytes, Stream stream);
   size_t size() const { return size_; }
 
@@ -25,7 +24,7 @@ class Slab {
 };
 
 void copy(void* to, const void* from, size_t bytes, Stream stream);
-// `rows` rows of `width` bytes, which lie `to_pitch` and `from_pitch` bytes apart.
+// `rows` rows of `width` bytes, whose starts are `to_pitch` and `from_pitch` bytes apart.
 void copy_rows(void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t width,
                size_t rows, Stream stream);
 

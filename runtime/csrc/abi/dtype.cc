@@ -65,8 +65,8 @@ T combine(T a, T b) {
   if constexpr (std::is_floating_point_v<T>) {
     if constexpr (R == Reduction::kSum) return a + b;
     if constexpr (R == Reduction::kProd) return a * b;
-    // Selections and no branches, so that loops become vector instructions. Equal numbers have equal
-    // bits but for the sign of zero: "and" keeps + for the maximum, "or" keeps - for the minimum.
+    // Selections instead of branches, so that loops become vector instructions. Equal numbers have
+    // equal bits except for the sign of zero: "and" keeps + for the maximum, "or" - for the minimum.
     using U = std::conditional_t<sizeof(T) == 4, uint32_t, uint64_t>;
     const U x = bit_cast<U>(a);
     const U y = bit_cast<U>(b);
@@ -127,8 +127,8 @@ struct Functions {
   }
   static void many(void* dst, const void* const* srcs, size_t sources, size_t count) {
     if (sources == 2) return both(dst, srcs[0], srcs[1], count);
-    // The accumulators live on the stack: dst may be one of the sources, and a block that stays in
-    // the first-level cache is read and written once per source at that cache's speed.
+    // The accumulators are on the stack: dst may be one of the sources, and a block in the first-level
+    // cache is read and written once per source at the speed of this cache.
     constexpr size_t kBlock = 1024;
     typename K::Accumulator acc[kBlock];
     for (size_t begin = 0; begin < count; begin += kBlock) {
@@ -147,7 +147,7 @@ struct Functions {
     T* d = static_cast<T*>(dst);
     const T* x = static_cast<const T*>(a);
     const T* y = static_cast<const T*>(b);
-    // dst is one of the sources or apart from both; an element depends on its own place only.
+    // dst is one of the sources or does not overlap them; an element depends on its own place only.
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC ivdep
 #endif

@@ -24,12 +24,12 @@ enum class DType : int {
   kBfloat16 = 16,
 };
 
-// For bool: sum and max are "or", prod and min are "and". Integers wrap around. A float max or min
-// with a NaN is NaN, and +0 counts as greater than -0, so that every reduction is commutative and
-// all ranks agree to the bit whichever order the transport combines them in (NaN payloads excepted).
+// For bool, sum and max mean "or", prod and min mean "and". Integers wrap around. A float max or min
+// with a NaN is NaN, and +0 is greater than -0. So every reduction is commutative, and all ranks agree
+// to the bit in whatever order the transport combines the values (except for the payloads of NaN).
 enum class Reduction : int { kSum = 0, kMax = 1, kMin = 2, kProd = 3 };
 
-// Throws std::invalid_argument where the type is not one of DType.
+// Throws std::invalid_argument if the type is not in DType.
 DType dtype_from_onnx(int onnx_type);
 size_t dtype_size(DType type);
 const char* dtype_name(DType type);
@@ -42,7 +42,7 @@ const char* reduction_name(Reduction reduction);
 // rounded to nearest even once per call.
 void reduce_into(void* dst, const void* src, size_t count, DType type, Reduction reduction);
 
-// Whether sums and products of the type are accumulated in a wider one, float32.
+// Whether the reduction of the type is accumulated in float32, a wider type.
 bool accumulates_wide(DType type, Reduction reduction);
 // Between a 16-bit float type and float32, which holds all its values; rounds to nearest even.
 void widen(float* to, const void* from, size_t count, DType type);

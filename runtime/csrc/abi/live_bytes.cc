@@ -8,7 +8,7 @@
 namespace onnxpar {
 namespace {
 
-// What onnxruntime's own kernels are aligned to; the size of a block is kept in front of it.
+// The alignment of onnxruntime's own kernels; the size of a block is kept in front of it.
 constexpr size_t kAlignment = 64;
 
 LiveBytes& self(ort::Allocator* allocator) { return *static_cast<LiveBytes*>(allocator); }
@@ -32,7 +32,7 @@ void LiveBytes::uninstall() { check(api().unregister_allocator(env_, info_)); }
 void* LiveBytes::take(size_t bytes) {
   const size_t whole = (bytes + 2 * kAlignment - 1) / kAlignment * kAlignment;
   void* block = bytes == 0 || whole < bytes ? nullptr : std::aligned_alloc(kAlignment, whole);
-  // onnxruntime takes a null pointer to mean that there is no memory, but for no bytes.
+  // For onnxruntime a null pointer means that there is no memory, except for zero bytes.
   if (block == nullptr) return nullptr;
   *static_cast<size_t*>(block) = bytes;
   const int64_t now = live_ += static_cast<int64_t>(bytes);

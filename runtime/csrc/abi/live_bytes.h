@@ -1,9 +1,9 @@
 // The bytes that onnxruntime's sessions hold on the CPU, counted.
 //
-// Sessions made while a LiveBytes is installed take all their memory from it: weights, values
-// between nodes, outputs and the working memory of kernels. It hands out exactly what is asked for
-// and gives back at once what is freed, so that its peak is that of the bytes that are alive, and
-// not that of an arena, whose blocks are larger than what lies in them.
+// Sessions made while a LiveBytes is installed take all their memory from it: weights, values between
+// nodes, outputs and the working memory of kernels. It allocates exactly the requested size and frees
+// memory at once. So its peak is that of the live bytes, and not that of an arena, whose blocks are
+// larger than their contents.
 #pragma once
 
 #include <atomic>
@@ -13,7 +13,7 @@
 
 namespace onnxpar {
 
-// Sessions and their values keep a pointer to it, and nobody tells when the last of them ends; so
+// Sessions and their values keep a pointer to it, and it is not known when the last of them ends; so
 // none is ever freed (a few bytes each).
 class LiveBytes : public ort::Allocator {
  public:
@@ -21,8 +21,8 @@ class LiveBytes : public ort::Allocator {
   LiveBytes(const LiveBytes&) = delete;
   LiveBytes& operator=(const LiveBytes&) = delete;
 
-  // Makes it the allocator of the CPU, for sessions made from now on that ask for the shared ones
-  // (session.use_env_allocators). Throws std::runtime_error where another is installed.
+  // Makes it the allocator of the CPU for new sessions that use the environment's allocators
+  // (session.use_env_allocators). Throws std::runtime_error if another is installed.
   void install();
   void uninstall();
 

@@ -1,4 +1,4 @@
-// How an operator of the domain `onnxpar` is described: once, for the kernels of either provider.
+// The description of an operator of the domain `onnxpar`, for the kernels of both providers.
 #pragma once
 
 #include <functional>
@@ -22,23 +22,23 @@ inline constexpr int kToken = static_cast<int>(DType::kUint8);
 struct InPort {
   int type = kAny;
   int characteristic = ort::kRequired;
-  bool on_host = false;  // lies in host memory for kernels on a GPU too
+  bool on_host = false;  // is in host memory for kernels on a GPU too
 };
 
-// What the shape of an output is inferred from. `rank` is null for sessions without one.
+// The inputs of shape inference. `rank` is null for sessions without one.
 struct ShapeQuery {
   const ort::ShapeContext* context;
   RankContext* rank;
   SymbolicTensor input(size_t index) const { return inferred_input(context, index); }
 };
-// Nothing where it cannot be told. onnxruntime reports an input whose shape it does not know as one
-// without dims, like a scalar: of that, nothing is said either.
+// Nothing if it is unknown. onnxruntime reports an input with an unknown shape like a scalar, so
+// nothing is inferred from scalars either.
 using Inferred = std::optional<SymbolicTensor>;
 
 struct OutPort {
   int type = kAny;
   int characteristic = ort::kRequired;
-  // Null where nothing is told. Throws std::invalid_argument.
+  // Null if nothing is inferred. Throws std::invalid_argument.
   std::function<Inferred(const ShapeQuery&)> infer = nullptr;
 };
 
@@ -50,7 +50,7 @@ class Kernel {
   virtual ~Kernel() = default;
   virtual void compute(const Io& io) = 0;
   virtual std::string describe() const { return where_; }
-  // What to say where a call failed for another reason than its inputs.
+  // The message if a call failed for another reason than its inputs.
   virtual std::string failure(const std::string& what) const { return describe() + ": " + what; }
 
  protected:
@@ -60,8 +60,8 @@ class Kernel {
 // A node that a kernel is made for.
 struct Node {
   const KernelAttributes& attributes;
-  std::string where;  // "rank 0: Philox 'node'", the rank only where the operator is of ranks
-  RankContext* rank;  // null where the operator is not of ranks
+  std::string where;  // "rank 0: Philox 'node'", with the rank if the operator acts as a rank
+  RankContext* rank;  // null if the operator does not act as a rank
   bool on_device;     // its tensors are on a GPU
   size_t outputs;
 };
@@ -84,17 +84,17 @@ inline size_t never_in_place(int** inputs, int** outputs) {
 
 struct Operator {
   const char* name;
-  // Where onnxruntime does not know the shape of the input that output i is like, it gives the output
-  // the type of the last input of type kAny, so that one must be like it: a tensor is not told from a
-  // scalar there.
+  // If onnxruntime does not know the shape of the input whose type output i has, it gives the output
+  // the type of the last input of type kAny. So that input must have the same type, because unknown
+  // shapes look like scalars.
   std::vector<InPort> inputs;
   std::vector<OutPort> outputs;
   InPlace in_place = never_in_place;
-  // Throws std::invalid_argument where the attributes are wrong.
+  // Throws std::invalid_argument if the attributes are wrong.
   std::function<std::unique_ptr<Kernel>(const Node&)> make;
   bool of_rank = false;    // its kernels act as a rank
-  bool on_host = true;     // false where the CPU provider, or a function in graphs, does it
-  bool needs_gpu = false;  // it is registered for the CUDA provider only where the rank has a GPU
+  bool on_host = true;     // false if the CPU provider, or a function in graphs, has it
+  bool needs_gpu = false;  // registered for the CUDA provider only if the rank has a GPU
 };
 
 }  // namespace onnxpar

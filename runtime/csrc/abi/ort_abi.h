@@ -1,9 +1,9 @@
 // The part of onnxruntime's C interface that this library uses, declared by ourselves.
 //
-// No onnxruntime package ships C headers, and its C interface only ever grows at the end: the
-// position of an entry in the function table and the offset of a field in OrtCustomOp never change
-// once released. So we declare the entries we use, by position. Every entry below is called by the
-// test suite; a wrong position shows there as a crash or a wrong value.
+// No onnxruntime package has C headers. Its C interface only grows at the end: the position of an
+// entry in the function table and the offset of a field in OrtCustomOp never change once released. So
+// we declare the entries that we use, by position. The tests call every entry below; a wrong position
+// causes a crash or a wrong value there.
 #pragma once
 
 #include <cstddef>
@@ -11,7 +11,7 @@
 
 namespace onnxpar::ort {
 
-// Opaque types of onnxruntime, only ever held by pointer.
+// Opaque types of onnxruntime, only used by pointer.
 struct Status;
 struct KernelInfo;
 struct KernelContext;
@@ -26,7 +26,7 @@ struct Env;
 struct MemoryInfo;
 struct Allocator;
 
-// The interface version in which the newest entry or field that we use appeared.
+// The interface version of the newest entry or field that we use.
 inline constexpr uint32_t kVersion = 18;
 
 inline constexpr int kFail = 1;             // OrtErrorCode: ORT_FAIL
@@ -34,7 +34,7 @@ inline constexpr int kInvalidArgument = 2;  // OrtErrorCode: ORT_INVALID_ARGUMEN
 inline constexpr int kRequired = 0;         // OrtCustomOpInputOutputCharacteristic
 inline constexpr int kOptional = 1;
 inline constexpr int kVariadic = 2;
-// What OrtCustomOp's GetExecutionProviderType says; null is the CPU's.
+// The result of OrtCustomOp's GetExecutionProviderType; null for the CPU.
 inline constexpr const char* kCudaProvider = "CUDAExecutionProvider";
 inline constexpr int kMemoryDefault = 0;  // OrtMemType
 inline constexpr int kMemoryCpuInput = -2;

@@ -33,11 +33,22 @@ class TensorInfo {
   ort::TensorInfo* info_;
 };
 
-// True where the call succeeded; the error is dropped.
+// Whether the call succeeded; an error is dropped.
 bool succeeded(ort::Status* status) {
   if (status == nullptr) return true;
   g_api.release_status(status);
   return false;
+}
+
+// A text that read(buffer, &size) gives, with a first call for its size; nothing if it has none.
+template <class Read>
+std::optional<std::string> read_text(Read read) {
+  size_t size = 0;
+  if (!succeeded(read(nullptr, &size)) || size == 0) return std::nullopt;
+  std::string value(size, '\0');
+  check(read(value.data(), &size));
+  value.resize(size - 1);  // the size counts the terminating zero
+  return value;
 }
 
 }  // namespace
@@ -118,14 +129,8 @@ std::optional<int64_t> KernelAttributes::integer(const char* name) const {
 }
 
 std::optional<std::string> KernelAttributes::text(const char* name) const {
-  size_t size = 0;
-  if (!succeeded(g_api.attr_string(info_, name, nullptr, &size)) || size == 0) {
-    return std::nullopt;
-  }
-  std::string value(size, '\0');
-  check(g_api.attr_string(info_, name, value.data(), &size));
-  value.resize(size - 1);  // the size counts the terminating zero
-  return value;
+  return read_text(
+      [&](char* to, size_t* size) { return g_api.attr_string(info_, name, to, size); });
 }
 
 std::optional<std::vector<int64_t>> KernelAttributes::integers(const char* name) const {
@@ -143,12 +148,8 @@ std::optional<double> KernelAttributes::real(const char* name) const {
 }
 
 std::string KernelAttributes::node() const {
-  size_t size = 0;
-  if (!succeeded(g_api.node_name(info_, nullptr, &size)) || size == 0) return {};
-  std::string name(size, '\0');
-  check(g_api.node_name(info_, name.data(), &size));
-  name.resize(size - 1);
-  return name;
+  const auto read = [&](char* to, size_t* size) { return g_api.node_name(info_, to, size); };
+  return read_text(read).value_or("");
 }
 
 size_t KernelAttributes::outputs() const {
@@ -163,13 +164,18 @@ const ort::OpAttr* ShapeAttributes::find(const char* name) const {
   return attribute;
 }
 
-std::optional<int64_t> ShapeAttributes::integer(const char* name) const {
+template <class T>
+std::optional<T> ShapeAttributes::number(const char* name, int kind) const {
   const ort::OpAttr* attribute = find(name);
   if (attribute == nullptr) return std::nullopt;
-  int64_t value = 0;
+  T value = 0;
   size_t size = 0;
-  check(g_api.read_attr(attribute, ort::kAttrInt, &value, sizeof(value), &size));
+  check(g_api.read_attr(attribute, kind, &value, sizeof(value), &size));
   return value;
+}
+
+std::optional<int64_t> ShapeAttributes::integer(const char* name) const {
+  return number<int64_t>(name, ort::kAttrInt);
 }
 
 std::optional<std::string> ShapeAttributes::text(const char* name) const {
@@ -185,7 +191,7 @@ std::optional<std::string> ShapeAttributes::text(const char* name) const {
 std::optional<std::vector<int64_t>> ShapeAttributes::integers(const char* name) const {
   const ort::OpAttr* attribute = find(name);
   if (attribute == nullptr) return std::nullopt;
-  // The length is not known before; a call with too little room fails and says how much it needs.
+  // The length is unknown: a call with a buffer that is too small fails and returns the needed size.
   std::vector<int64_t> values(1024);
   size_t bytes = 0;
   if (!succeeded(g_api.read_attr(attribute, ort::kAttrInts, values.data(),
@@ -198,18 +204,13 @@ std::optional<std::vector<int64_t>> ShapeAttributes::integers(const char* name) 
 }
 
 std::optional<double> ShapeAttributes::real(const char* name) const {
-  const ort::OpAttr* attribute = find(name);
-  if (attribute == nullptr) return std::nullopt;
-  float value = 0;
-  size_t size = 0;
-  check(g_api.read_attr(attribute, ort::kAttrFloat, &value, sizeof(value), &size));
-  return value;
+  return number<float>(name, ort::kAttrFloat);
 }
 
 SymbolicTensor inferred_input(const ort::ShapeContext* context, size_t index) {
   ort::TensorInfo* raw = nullptr;
   check(g_api.shape_input(context, index, &raw));
-  // onnxruntime keeps this one; it must not be released here.
+  // onnxruntime owns it, so it must not be released here.
   SymbolicTensor tensor;
   check(g_api.element_type(raw, &tensor.type));
   size_t dims = 0;
@@ -228,8 +229,8 @@ void infer_output(const ort::ShapeContext* context, size_t index, const Symbolic
   const TensorInfo info(raw);
   check(g_api.set_element_type(raw, tensor.type));
   check(g_api.set_dims(raw, tensor.shape.data(), tensor.shape.size()));
-  // An unknown dim must have a name, and one of its own: onnxruntime takes dims of equal names to be
-  // equal when it plans memory.
+  // An unknown dim must have a unique name: onnxruntime assumes that dims with equal names are equal
+  // when it plans memory.
   static std::atomic<uint64_t> unknown{0};
   std::vector<std::string> names = tensor.names;
   for (size_t i = 0; i < names.size(); ++i) {

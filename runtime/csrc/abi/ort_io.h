@@ -15,7 +15,7 @@ namespace onnxpar {
 const ort::Api& api();
 void set_api(const ort::Api& api);
 
-// Throws std::runtime_error with onnxruntime's message where a call failed.
+// Throws std::runtime_error with onnxruntime's message if a call failed.
 void check(ort::Status* status);
 
 struct Tensor {
@@ -33,7 +33,7 @@ class Io {
   explicit Io(ort::KernelContext* context) : context_(context) {}
   size_t inputs() const;
   Tensor input(size_t index) const;
-  // Memory of the output, allocated by onnxruntime; null where the node leaves it out.
+  // Memory of the output, allocated by onnxruntime; null if the node leaves it out.
   void* output(size_t index, const Shape& shape) const;
   // Writes the token that chains the next collective.
   void token(size_t index) const;
@@ -69,10 +69,12 @@ class ShapeAttributes : public Attributes {
 
  private:
   const ort::OpAttr* find(const char* name) const;
+  template <class T>
+  std::optional<T> number(const char* name, int kind) const;
   const ort::ShapeContext* context_;
 };
 
-// Type and shape as shape inference sees them: unknown dims are negative, with a name or "".
+// Type and shape in shape inference: unknown dims are negative, with a name or "".
 struct SymbolicTensor {
   int type = 0;
   Shape shape;

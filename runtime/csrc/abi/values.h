@@ -1,4 +1,4 @@
-// What all parts of the library name alike: shapes, streams, the attributes of a node.
+// Common types of all parts of the library: shapes, streams, the attributes of a node.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@ using Shape = std::vector<int64_t>;
 // memory. Host transports ignore it; device transports enqueue on it.
 using Stream = void*;
 
-// Reads attributes of a node, whichever interface they come from.
+// Reads attributes of a node, from any interface.
 class Attributes {
  public:
   virtual ~Attributes() = default;
@@ -22,7 +22,7 @@ class Attributes {
   virtual std::optional<std::string> text(const char* name) const = 0;
   virtual std::optional<std::vector<int64_t>> integers(const char* name) const = 0;
   virtual std::optional<double> real(const char* name) const = 0;
-  // Throw std::invalid_argument where the attribute is absent.
+  // Throw std::invalid_argument if the attribute is missing.
   int64_t need_integer(const char* name) const;
 };
 

@@ -55,7 +55,7 @@ MpiEntry mpi_entry(const char* library) {
 
 std::vector<int> group_of(const int* group, int members) { return {group, group + members}; }
 
-// What moves tensors that lie on the rank's GPU.
+// The transport of tensors on the rank's GPU.
 Transport& device_transport(RankContext& context) {
   DeviceRank* device = context.device();
   if (device == nullptr) {
@@ -268,7 +268,7 @@ ONNXPAR_EXPORT ort::Status* RegisterCustomOps(ort::SessionOptions* options,
                                               const ort::ApiBase* base) {
   const void* const* table = base->get_api(ort::kVersion);
   if (table == nullptr) {
-    // Without a table no status can be made; a null pointer would mean success.
+    // Without a table of functions no status can be made, and a null pointer would mean success.
     throw std::runtime_error("onnxruntime is too old for this library");
   }
   static const bool loaded = [&] {

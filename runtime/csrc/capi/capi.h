@@ -21,21 +21,21 @@ ONNXPAR_EXPORT onnxpar::World* onnxpar_mpi(const char* library, const void* comm
                                            int debug, double timeout_s);
 // The version of NCCL in this file, as 10000 major + 100 minor + patch; 0 on failure.
 ONNXPAR_EXPORT int onnxpar_nccl_version(const char* library);
-// Gives the rank a GPU. Collectives of tensors there go through NCCL, of this file, or with a null
-// `library` through the host. Sessions registered from here on have kernels for the CUDA provider.
+// Gives the rank a GPU. Collectives of tensors there use NCCL from this file, or the host if `library`
+// is null. Sessions registered later have kernels for the CUDA provider.
 ONNXPAR_EXPORT int onnxpar_open_device(const onnxpar::World* world, int rank, int device,
                                        const char* library, double timeout_s);
-// Fails where all was aborted, also what ran on a GPU and could not tell.
+// Fails if the world was aborted, even if calls on a GPU did not report it.
 ONNXPAR_EXPORT int onnxpar_check_device(const onnxpar::World* world, int rank);
-// Fails where a kernel on the stream, which has been waited for, has met a value that no result can be
-// made from, as a label that is none of the classes.
+// Fails if a kernel on the stream, which has been waited for, has found an invalid value, such as a
+// label that is not one of the classes.
 ONNXPAR_EXPORT int onnxpar_check_computed(void* stream);
 ONNXPAR_EXPORT int onnxpar_size(const onnxpar::World* world);
 ONNXPAR_EXPORT int onnxpar_abort(const onnxpar::World* world, const char* message);
 ONNXPAR_EXPORT int onnxpar_close(const onnxpar::World* world);
 // Sets the rank that RegisterCustomOps binds on this thread; a null world unsets it.
 ONNXPAR_EXPORT int onnxpar_bind(const onnxpar::World* world, int rank);
-// Number of operators, their names, and what a rank has counted of each.
+// Number of operators, their names, and a rank's counts of each.
 ONNXPAR_EXPORT int onnxpar_ops();
 ONNXPAR_EXPORT const char* onnxpar_op_name(int op);
 ONNXPAR_EXPORT int onnxpar_counter(const onnxpar::World* world, int rank, int op, int64_t* calls,
@@ -45,10 +45,10 @@ ONNXPAR_EXPORT int onnxpar_reset_counters(const onnxpar::World* world, int rank)
 ONNXPAR_EXPORT int onnxpar_all_reduce(const onnxpar::World* world, int rank, const int* group,
                                       int members, const void* in, void* out, size_t count,
                                       int onnx_type, int reduction);
-// A counter of the bytes that sessions hold on the CPU, kept for ever; only once RegisterCustomOps
+// An allocator that counts the bytes of sessions on the CPU, never freed; only after RegisterCustomOps
 // has run. Null on failure.
 ONNXPAR_EXPORT onnxpar::LiveBytes* onnxpar_live_bytes();
-// Sessions made between the two, with the environment's allocators, are counted by it.
+// Sessions made between the two calls, with the environment's allocators, are counted.
 ONNXPAR_EXPORT int onnxpar_live_bytes_install(onnxpar::LiveBytes* counter);
 ONNXPAR_EXPORT int onnxpar_live_bytes_uninstall(onnxpar::LiveBytes* counter);
 ONNXPAR_EXPORT int onnxpar_live_bytes_read(const onnxpar::LiveBytes* counter, int64_t* live,
@@ -58,16 +58,16 @@ ONNXPAR_EXPORT int onnxpar_live_bytes_reset(onnxpar::LiveBytes* counter);
 // drops the result: a check that needs NVRTC but no GPU.
 ONNXPAR_EXPORT int onnxpar_compile_kernels(int capability);
 // A message of host memory to or from the global rank `peer`, outside a session; counted as Send and
-// Recv. `what` says in messages what it is. Sending does not wait for the receiver. Receiving in the
-// background has no time limit, and may be done by several threads at once, each from a peer of its
-// own, where onnxpar_concurrent says so (1 or 0; -1 on failure).
+// Recv. `what` names it in error messages. Sending does not wait for the receiver. Receiving in the
+// background has no time limit; if onnxpar_concurrent returns 1 (else 0, or -1 on failure), several
+// threads may receive at once, each from another peer.
 ONNXPAR_EXPORT int onnxpar_concurrent(const onnxpar::World* world, int rank);
 ONNXPAR_EXPORT int onnxpar_send(const onnxpar::World* world, int rank, int peer, int tag,
                                 const void* in, size_t bytes, const char* what);
 ONNXPAR_EXPORT int onnxpar_recv(const onnxpar::World* world, int rank, int peer, int tag, void* out,
                                 size_t bytes, int background, const char* what);
-// The same of memory on the rank's GPU, which it must have (onnxpar_open_device). Sending copies on the
-// stream; what was received is complete on the stream, which works on the memory before that, if at all.
+// The same for memory on the rank's GPU, which it must have (onnxpar_open_device). Sending copies on
+// the stream; a received message is complete for later work on the stream.
 ONNXPAR_EXPORT int onnxpar_send_device(const onnxpar::World* world, int rank, int peer, int tag,
                                        const void* in, size_t bytes, void* stream,
                                        const char* what);

@@ -71,7 +71,7 @@ ort::Status* infer_shape(const ort::CustomOp* op, ort::ShapeContext* context) {
       try {
         infer_output(context, i, *found);
       } catch (const std::runtime_error&) {
-        // The count of outputs cannot be asked for; one that may be left out is.
+        // The number of outputs is not available here; an output that may be left out is optional.
         if (outputs[i].characteristic != ort::kOptional) throw;
       }
     }
@@ -81,7 +81,7 @@ ort::Status* infer_shape(const ort::CustomOp* op, ort::ShapeContext* context) {
   }
 }
 
-// onnxruntime asks beyond the last for what a variadic port stands for.
+// onnxruntime uses indices beyond the last port for the values of a variadic port.
 template <class Port>
 const Port& port(const std::vector<Port>& ports, size_t index) {
   return ports[index < ports.size() ? index : ports.size() - 1];
@@ -133,8 +133,8 @@ CustomOp make_op(const Operator& of, RankContext* rank, bool on_device) {
   return op;
 }
 
-// Operators must outlive every session made with them, whose end nobody tells: they are kept, one for
-// each rank, or one for all where it is not of ranks.
+// Operators must outlive every session made with them, and it is not known when sessions end. So they
+// are kept: one for each rank, or one for all ranks if the operator does not act as a rank.
 const CustomOp& kept_op(const Operator& of, RankContext* rank, bool on_device) {
   static auto* mutex = new std::mutex();
   static auto* kept = new std::map<std::tuple<const Operator*, RankContext*, bool>, CustomOp>();
@@ -150,7 +150,7 @@ const CustomOp& kept_op(const Operator& of, RankContext* rank, bool on_device) {
 ort::Status* register_ops(ort::SessionOptions* options, RankContext* rank) {
   ort::CustomOpDomain* domain = nullptr;
   if (ort::Status* status = api().create_domain("onnxpar", &domain)) return status;
-  // A rank with a GPU has both kernels: onnxruntime leaves arithmetic of shapes to the CPU.
+  // A rank with a GPU has both kernels: onnxruntime runs arithmetic of shapes on the CPU.
   const bool has_gpu = rank != nullptr && rank->device() != nullptr;
   for (const auto* operators : {&collective_operators(), &fused_operators()}) {
     for (const Operator& of : *operators) {

@@ -12,7 +12,7 @@ constexpr const char* kNames[kOps] = {"AllReduce", "AllGather", "ReduceScatter",
                                       "Broadcast", "Permute",   "Send",          "Recv",
                                       "Barrier",   "Start",     "Wait",          "Philox"};
 
-// What stays allocated between calls, per buffer.
+// The size up to which a buffer stays allocated between calls.
 constexpr size_t kKeptScratch = size_t{64} << 20;
 
 int64_t normal_axis(int64_t axis, size_t rank, const char* name) {

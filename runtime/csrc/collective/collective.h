@@ -1,4 +1,4 @@
-// A collective operator apart from onnxruntime: its attributes, its shapes, its execution.
+// A collective operator, independent of onnxruntime: its attributes, its shapes, its execution.
 #pragma once
 
 #include <cstdint>
@@ -48,22 +48,22 @@ struct Collective {
   int size() const { return static_cast<int>(group.size()); }
 };
 
-// Reads and checks the attributes. A group that is not given is all ranks of a world of `size`.
+// Reads and checks the attributes. Without a group, the collective is over all ranks of the world.
 // Throws std::invalid_argument.
 Collective parse_collective(Op op, const std::string& node, const Attributes&, int world_size);
 
-// The shape of the result. Dims that are not known are negative and stay so where they matter.
-// Throws std::invalid_argument for an axis out of range or a dim that does not divide.
+// The shape of the result. Unknown dims are negative and stay so. Throws std::invalid_argument for an
+// axis out of range, or a dim that is not divisible.
 Shape output_shape(const Collective&, const Shape& input);
 
-// Bytes that one rank sends, by the usual algorithms' optimal volumes, with n the bytes of the
-// rank's input, g the size of the group; rounded down to whole bytes:
+// Bytes that one rank sends, by the optimal volumes of the usual algorithms, where n is the bytes of
+// the rank's input and g the size of the group; rounded down:
 //   AllReduce 2·n·(g-1)/g   AllGather n·(g-1)   ReduceScatter, AllToAll, Broadcast n·(g-1)/g
 //   Permute n if the rank sends to another, else 0   Send n
-// The planner predicts with the same formulas.
+// The transformer predicts with the same formulas.
 int64_t bytes_sent(const Collective&, int index, int64_t input_bytes);
 
-// Where the tensors of a collective lie: what packing needs of that memory.
+// The memory of a collective's tensors, with the operations that packing needs.
 class Memory {
  public:
   virtual ~Memory() = default;
@@ -73,10 +73,10 @@ class Memory {
   // parts exchanged.
   virtual void interleave(void* to, const void* from, size_t outer, size_t parts, size_t chunk,
                           Stream) = 0;
-  // One of two pieces of memory that are kept from call to call, so that packing does not need fresh
-  // memory each time. Calls on one stream may use it one after the other.
+  // One of two buffers that are kept from call to call, so that packing does not allocate each time.
+  // Calls on one stream may use it one after the other.
   virtual std::byte* scratch(size_t slot, size_t bytes, Stream) = 0;
-  // Gives back what exceeds the bound that is worth keeping, after a call.
+  // Frees buffers that are too large to keep, after a call.
   virtual void trim() = 0;
 };
 
@@ -97,8 +97,8 @@ class HostMemory : public Memory {
   Slab slabs_[2];
 };
 
-// Carries the collective out. `in` and `out` may be the same for AllReduce and Broadcast, and lie in
-// `memory`, of the kind that the transport moves.
+// Carries out the collective. `in` and `out` may be the same for AllReduce and Broadcast. They are in
+// `memory`, of the transport's kind.
 void execute(Transport&, Group&, const Collective&, const void* in, void* out, const Shape& input,
              DType, Memory& memory, Stream);
 

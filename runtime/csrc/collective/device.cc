@@ -1,5 +1,5 @@
-// The operators for tensors on the rank's GPU. Everything is enqueued on the stream that onnxruntime
-// hands the kernel; nothing waits for the device.
+// The operators for tensors on the rank's GPU. All work is enqueued on the stream that onnxruntime
+// gives the kernel; nothing waits for the device.
 #include <stdexcept>
 
 #include "collective/device_rank.h"
@@ -28,13 +28,13 @@ class DeviceKernel : public RankKernel {
   DeviceRank& device_;
 };
 
-// Start runs the collective on the background stream, into memory of its own, since that of Wait's
+// Start runs the collective on the background stream, into its own memory, because that of Wait's
 // output is not known yet.
 class StartKernel : public CollectiveKernel<DeviceKernel> {
  public:
   using CollectiveKernel::CollectiveKernel;
   ~StartKernel() override {
-    // What runs still writes into the result.
+    // A running collective still writes to the result.
     try {
       device_.device.make_current();
       done_.synchronize();

@@ -14,7 +14,7 @@ void DeviceMemory::interleave(void* to, const void* from, size_t outer, size_t p
                               onnxpar::Stream stream) {
   std::byte* target = static_cast<std::byte*>(to);
   const std::byte* source = static_cast<const std::byte*>(from);
-  // As few copies as there can be: one of the two is the size of a group.
+  // Use the smaller number of copies; one of the two numbers is the size of a group.
   if (parts <= outer) {
     for (size_t p = 0; p < parts; ++p) {
       copy_rows(target + p * outer * chunk, chunk, source + p * chunk, parts * chunk, chunk, outer,

@@ -1,4 +1,4 @@
-// Memory of the GPU, as collectives use it.
+// Memory of the GPU, for collectives.
 #pragma once
 
 #include "abi/cuda_memory.h"
@@ -6,7 +6,7 @@
 
 namespace onnxpar::cuda {
 
-// Copies are enqueued on the stream. All is kept until the end: a CUDA graph holds its addresses.
+// Copies are enqueued on the stream. Buffers are kept until the end: CUDA graphs hold their addresses.
 class DeviceMemory : public Memory {
  public:
   void copy(void* to, const void* from, size_t bytes, onnxpar::Stream) override;

@@ -1,4 +1,4 @@
-// What a rank has on a GPU, beside its transport for host memory.
+// A rank's data for its GPU, besides its transport for host memory.
 #pragma once
 
 #include <map>
@@ -27,12 +27,12 @@ struct DeviceRank {
   DeviceRank(int index, std::string library_file) : device(index), library(library_file) {}
 
   const cuda::Device device;
-  const std::string library;  // NCCL's, empty where the transport is another
+  const std::string library;  // NCCL's; empty for another transport
   std::unique_ptr<Transport> transport;  // of device memory
-  // Of calls on either lane.
+  // One for each lane.
   cuda::DeviceMemory memory[kLanes];
   cuda::StreamHandle background;
-  // By the address of the handle that Start has given Wait.
+  // By the address of the handle that goes from Start to Wait.
   std::mutex mutex;
   std::map<const void*, Started> started;
 };

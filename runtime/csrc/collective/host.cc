@@ -40,7 +40,7 @@ class StartKernel : public CollectiveKernel<HostKernel> {
     request->result.reset(new std::byte[bytes]);
     request->result_bytes = bytes;
     const int64_t number = rank_.start(std::move(request));
-    // Waits of earlier runs are over, or never come: one run of a session ends before the next.
+    // Waits of earlier runs are done, or will never come: one run of a session ends before the next.
     numbers_.push_back(number);
     if (numbers_.size() > 1) {
       rank_.drain({numbers_.front()});
@@ -55,7 +55,7 @@ class StartKernel : public CollectiveKernel<HostKernel> {
   std::vector<int64_t> numbers_;
 };
 
-// Wait(handle, X; the attributes of Start) -> Y. X is an input only to stay alive until here.
+// Wait(handle, X; the attributes of Start) -> Y. X is only an input so that it is not freed before.
 class WaitKernel : public CollectiveKernel<HostKernel> {
  public:
   using CollectiveKernel::CollectiveKernel;
@@ -73,8 +73,8 @@ class WaitKernel : public CollectiveKernel<HostKernel> {
   }
 };
 
-// Barrier(X, after…) -> X. Its output is a new value to onnxruntime, so that nothing is merged
-// across it, and is there only when the further inputs are.
+// Barrier(X, after…) -> X. Its output is a new value for onnxruntime, so that no nodes are merged
+// across it, and is computed after the other inputs.
 class BarrierKernel : public HostKernel {
  public:
   using HostKernel::HostKernel;

@@ -1,4 +1,4 @@
-// What the kernels of collectives have in common, on whichever provider.
+// The common part of the kernels of collectives, for both providers.
 #pragma once
 
 #include <memory>
@@ -16,7 +16,7 @@ class RankKernel : public Kernel {
   RankKernel(const Node& node, std::string where)
       : Kernel(std::move(where)), rank_(*node.rank), outputs_(node.outputs) {}
   std::string describe() const override { return at(where_); }
-  // Transports say themselves which rank and node it is.
+  // Messages of transports already name rank and node.
   std::string failure(const std::string& what) const override { return what; }
 
  protected:
@@ -36,7 +36,7 @@ std::string where_of(Op op, const Node& node);
 // The attributes of a node of one of the collectives, or of a Start or Wait of one. Throws
 // std::invalid_argument.
 Collective collective_of(Op op, const Node& node);
-// Throws std::invalid_argument where this rank is not in the group.
+// Throws std::invalid_argument if this rank is not in the group.
 void require_member(const RankContext& rank, const Collective& collective);
 
 // peer and tag of a Send or Recv. Throws std::invalid_argument.
@@ -48,14 +48,14 @@ struct Peer {
 // The bytes of a tensor of this type and shape. Throws std::invalid_argument for a negative dim.
 size_t bytes_of(const Shape& shape, DType type);
 
-// The shape of what a Wait with these attributes gives. Throws std::invalid_argument where its tensor
-// is not the one, at `in` with the shape `input`, that the Start of `started` was given, or where that
-// had other attributes.
+// The shape of the output of a Wait with these attributes. Throws std::invalid_argument if its tensor
+// is not the input of the Start of `started`, at `in` with the shape `input`, or if Start had other
+// attributes.
 Shape waited_shape(const Collective& own, const Tensor& x, const Collective& started,
                    const void* in, const Shape& input);
 
 // The kernel of an operator for tensors in host memory, and for tensors on the rank's GPU. Throw
-// std::invalid_argument where the attributes are wrong.
+// std::invalid_argument if the attributes are wrong.
 std::unique_ptr<Kernel> make_host_kernel(Op op, const Node& node);
 std::unique_ptr<Kernel> make_device_kernel(Op op, const Node& node);
 

@@ -1,6 +1,6 @@
-// The operators that are alike for tensors in host memory and on the rank's GPU. A side of these says
-// what differs: `enter`, which comes first in a call, throws once the world was closed and returns the
-// stream that tensors are computed on; `transport` and `memory`, of collectives; and `token`.
+// The kernels that are the same for tensors in host memory and on the rank's GPU. A `Side` has the
+// differences: `enter`, which begins a call, throws once the world was closed, and returns the stream
+// of the tensors; `transport` and `memory`, for collectives; and `token`.
 #pragma once
 
 #include <memory>
@@ -37,8 +37,8 @@ class CollectiveKernel : public Side {
             this->memory(lane_), stream);
     count(x);
   }
-  // Made at the first call and not with the kernel, since making it is a collective of the members
-  // too, and only calls have an order that all ranks share.
+  // Made at the first call and not with the kernel: making it is a collective of the members too, and
+  // only calls have the same order on all ranks.
   Group& group() {
     if (group_ == nullptr) group_ = &this->transport().group(collective_.group, lane_);
     return *group_;

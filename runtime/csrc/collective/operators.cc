@@ -41,16 +41,15 @@ Operator collective(Op op, std::vector<InPort> inputs, std::vector<OutPort> outp
   const auto make = [op](const Node& node) {
     return node.on_device ? make_device_kernel(op, node) : make_host_kernel(op, node);
   };
-  // A barrier's kernel needs nothing that a rank has on a GPU.
+  // A barrier's kernel does not need the rank's GPU.
   const bool needs_gpu = op != Op::kBarrier;
   return {op_name(op), std::move(inputs), std::move(outputs), pairs, make, true, true, needs_gpu};
 }
 
 }  // namespace
 
-// Tokens on a GPU are values that nobody writes or reads: only their order is meant. So neither they
-// nor the handle between Start and Wait, which stand for themselves by their address, ever move
-// between GPU and host.
+// Tokens on a GPU are never written or read; they only order nodes. The handle between Start and Wait
+// is identified by its address. So neither is ever copied between GPU and host.
 const std::vector<Operator>& collective_operators() {
   const InPort x;
   const InPort token{kToken, ort::kOptional};

@@ -12,10 +12,12 @@ RankContext::RankContext(std::unique_ptr<Transport> transport)
 RankContext::~RankContext() = default;
 
 Transport& RankContext::transport() {
-  if (closed_) {
-    throw std::runtime_error("rank " + std::to_string(rank_) + ": its world was closed");
-  }
+  if (closed_) throw failure("its world was closed");
   return *transport_;
+}
+
+std::runtime_error RankContext::failure(const std::string& what) const {
+  return std::runtime_error("rank " + std::to_string(rank_) + ": " + what);
 }
 
 DeviceRank* RankContext::device() {
@@ -36,7 +38,7 @@ int64_t RankContext::start(std::shared_ptr<Request> request) {
   const int64_t number = next_++;
   requests_[number] = request;
   if (request->done) return number;
-  if (stop_) throw std::runtime_error("rank " + std::to_string(rank_) + ": its world was closed");
+  if (stop_) throw failure("its world was closed");
   if (!worker_.joinable()) worker_ = std::thread([this] { work(); });
   queue_.push_back(std::move(request));
   queued_.notify_one();
@@ -47,8 +49,7 @@ std::shared_ptr<Request> RankContext::wait(int64_t number, const std::string& wh
   std::unique_lock lock(mutex_);
   const auto found = requests_.find(number);
   if (found == requests_.end()) {
-    throw std::runtime_error("rank " + std::to_string(rank_) + ": " + where +
-                             ": its handle is not one of a Start that still runs");
+    throw failure(where + ": its handle is not one of a Start that still runs");
   }
   std::shared_ptr<Request> request = found->second;
   finished_.wait(lock, [&] { return request->done; });
@@ -109,7 +110,7 @@ void RankContext::close() {
     stop_ = true;
     queued_.notify_all();
   }
-  // What is queued still runs: it fails at once on a transport that can be stopped, and completes
+  // Queued collectives still run: they fail at once on a transport that can be stopped, and complete
   // with the other ranks on one that cannot.
   if (device_) device_->transport->stop();
   transport_->stop();

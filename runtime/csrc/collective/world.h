@@ -1,4 +1,4 @@
-// A set of ranks, and what this process keeps for each rank of it that lives here.
+// A set of ranks, and the data of each of its ranks in this process.
 #pragma once
 
 #include <atomic>
@@ -8,6 +8,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <stdexcept>
 #include <string>
 #include <thread>
 #include <vector>
@@ -17,8 +18,8 @@
 
 namespace onnxpar {
 
-// A collective that runs in the background, between its Start and its Wait. The result is kept
-// here, since the memory of Wait's output is not known before Wait.
+// A collective that runs in the background, between its Start and its Wait. The result is kept here,
+// because the memory of Wait's output is not known before Wait.
 struct Request {
   Collective collective;
   Group* group = nullptr;
@@ -38,8 +39,8 @@ struct Counter {
   std::atomic<int64_t> bytes{0};
 };
 
-// One rank. Kernels hold a pointer to it, and onnxruntime does not say when the last session of a
-// library ends; ranks are therefore never freed, only closed (a few kilobytes each).
+// One rank. Kernels hold a pointer to it, and it is not known when the last session of a library
+// ends. So ranks are never freed, only closed (a few kilobytes each).
 class RankContext {
  public:
   explicit RankContext(std::unique_ptr<Transport> transport);
@@ -49,12 +50,12 @@ class RankContext {
   Transport& transport();
   int rank() const { return rank_; }
   int size() const { return size_; }
-  // Of calls on the host transport's main lane.
+  // For calls on the host transport's main lane.
   Memory& memory() { return memory_; }
 
-  // What the rank has on a GPU; null before open_device. Throws std::runtime_error once closed.
+  // The rank's GPU; null before open_device. Throws std::runtime_error once closed.
   DeviceRank* device();
-  // Throws std::invalid_argument where the rank has another already.
+  // Throws std::invalid_argument if the rank already has a GPU.
   void open_device(std::unique_ptr<DeviceRank> device);
 
   void count(Op op, int64_t bytes) {
@@ -64,12 +65,12 @@ class RankContext {
   }
   Counter& counter(Op op) { return counters_[static_cast<int>(op)]; }
 
-  // Queues the collective and returns its number. Where the transport cannot be used by two
-  // threads it is carried out at once.
+  // Queues the collective and returns its number. If two threads cannot use the transport at once, it
+  // is carried out immediately.
   int64_t start(std::shared_ptr<Request> request);
   // Returns the finished request and forgets it. Throws its error.
   std::shared_ptr<Request> wait(int64_t number, const std::string& where);
-  // Waits for those of `numbers` that still run, so that their inputs may be freed.
+  // Waits for the requests of `numbers` that still run, so that their inputs may be freed.
   void drain(const std::vector<int64_t>& numbers);
 
   void abort(const std::string& message);
@@ -78,6 +79,7 @@ class RankContext {
  private:
   void work();
   void run(Request& request, Memory& memory);
+  std::runtime_error failure(const std::string& what) const;
 
   std::unique_ptr<Transport> transport_;
   const int rank_;
@@ -97,7 +99,7 @@ class RankContext {
   std::thread worker_;
 };
 
-// The ranks of one world that live in this process, by global rank.
+// The ranks of one world in this process, by global rank.
 struct World {
   int size = 0;
   std::map<int, RankContext*> ranks;

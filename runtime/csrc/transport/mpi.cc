@@ -1,19 +1,19 @@
 // The transport for ranks that are processes of an MPI job.
 //
-// Every group has communicators of its own, one per lane, made by its members alone
-// (MPI_Comm_create_group) at the first use. Where all members are on one node they share memory, and
-// collectives go through that (transport/shared.h). The rest is about groups on several nodes.
+// Every group has its own communicators, one per lane, made by its members alone
+// (MPI_Comm_create_group) at the first use. If all members are on one machine, they share memory, and
+// collectives use that (transport/shared.h). The following is about groups on several machines.
 //
-// Sums of float32 and float64 use MPI's own operation; all others ours (dtype.h), which Open MPI
-// either lacks (16-bit floats) or does not define for NaN and signed zero. All are commutative, so
-// that the algorithms of Open MPI, which give every rank the same tree or a copy of one result, agree
-// to the bit. Sums and products of 16-bit floats go over the wire as float32 and are rounded once, at
-// the end: an operation on the 16-bit type would round at every step of the tree.
+// Sums of float32 and float64 use MPI's own operation; all others use ours (dtype.h), because Open MPI
+// lacks them (16-bit floats) or does not define them for NaN and signed zero. All are commutative. So
+// the algorithms of Open MPI, which give every rank the same tree or a copy of one result, agree to
+// the bit. Sums and products of 16-bit floats are sent as float32 and rounded once, at the end: an
+// operation on the 16-bit type would round at every step of the tree.
 //
-// An error that MPI reports ends the job, since nobody can know what the other ranks have received.
+// An error that MPI reports ends the job, because it is unknown what the other ranks have received.
 //
-// Counts are 32-bit in Open MPI 5.0. Reductions go in pieces anyway: Open MPI's temporaries for one
-// large call cost more than the data. Movement beyond 1 GiB per block uses a datatype that covers
+// Counts are 32-bit in Open MPI 5.0. Reductions are split into pieces anyway: Open MPI's temporaries
+// for one large call cost more than the data. Copies beyond 1 GiB per block use a datatype that covers
 // the block.
 #include <dlfcn.h>
 #include <mpi.h>
@@ -35,13 +35,13 @@ namespace {
 
 constexpr size_t kPieceBytes = size_t{4} << 20;  // of a reduction
 constexpr size_t kTextBytes = 512;
-constexpr std::chrono::microseconds kShortestPause{10};  // between looks for a message
+constexpr std::chrono::microseconds kShortestPause{10};  // between two polls for a message
 constexpr std::chrono::microseconds kLongestPause{200};
-constexpr std::chrono::seconds kPatience{5};  // with messages that nobody receives, at the end
+constexpr std::chrono::seconds kPatience{5};  // for messages that are not received, at the end
 
 struct MpiGroup : Group {
   MPI_Comm comm = MPI_COMM_NULL;
-  // Where all members are on one node; then the rest is not used.
+  // Set if all members are on one machine; then the communicator is not used for collectives.
   std::unique_ptr<SharedMemory> memory;
   std::unique_ptr<SharedGroup> shared;
 };
@@ -57,7 +57,7 @@ struct Disagreement : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// What goes ahead of a message, so that a wrong size is an error and not a truncated tensor.
+// Is sent before a message, so that a wrong size is an error and not a truncated tensor.
 struct Header {
   uint64_t bytes;
 };
@@ -72,7 +72,7 @@ class MpiTransport : public Transport {
     int level = MPI_THREAD_SINGLE;
     check(MPI_Query_thread(&level), "MPI_Query_thread");
     concurrent_ = level == MPI_THREAD_MULTIPLE;
-    // Where ranks share cores, one that waits must not keep another from working.
+    // If ranks share cores, a waiting rank must not keep another from working.
     if (processes_on_node(world_) > sysconf(_SC_NPROCESSORS_ONLN)) looks_ = 0;
     watchdog_ = std::make_unique<Watchdog>(rank_, options_.timeout_s, world_);
   }
@@ -166,7 +166,7 @@ class MpiTransport : public Transport {
               "MPI_Reduce_scatter_block");
       };
       if (count <= step && !wide) return reduce(from, out, count);
-      // A piece of every member's block, brought together; then room for the result.
+      // A piece of every member's block, contiguous, and then memory for the result.
       const size_t largest = std::min(step, count);
       std::unique_ptr<std::byte[]> piece(new std::byte[(members + 1) * largest * moved]);
       std::byte* const result = piece.get() + members * largest * moved;
@@ -282,8 +282,8 @@ class MpiTransport : public Transport {
 
   void abort(const std::string& message) override { end_job(message); }
 
-  // A call of MPI cannot be interrupted. The watchdog still bounds how long one waits, and receives
-  // in the background, which nobody bounds, give up: not at once, for other ranks may stop later.
+  // A call of MPI cannot be interrupted, but the watchdog limits its time. Receives in the background
+  // have no limit and give up now; not at once, because other ranks may stop later.
   void stop() override { stopped_ = Clock::now().time_since_epoch(); }
 
   void close() override {
@@ -291,8 +291,8 @@ class MpiTransport : public Transport {
     int finalized = 0;
     MPI_Finalized(&finalized);
     if (finalized != 0) return;  // MPI has freed all of it
-    // A message that its receiver has not asked for by then keeps its memory: the transport is
-    // never freed.
+    // A message that its receiver has not received by then keeps its memory: the transport is never
+    // freed.
     const Clock::time_point end = Clock::now() + kPatience;
     for (reap(); !outgoing_.empty() && Clock::now() < end; reap()) std::this_thread::yield();
     for (auto& entry : groups_) MPI_Comm_free(&entry.second->comm);
@@ -320,12 +320,12 @@ class MpiTransport : public Transport {
     }
   }
 
-  // Gives the group shared memory where it can be had.
+  // Gives the group shared memory, if possible.
   void share(MpiGroup& group) {
     if (group.size() == 1) return;
     group.memory = share_memory(group.comm, SharedGroup::bytes(group.size()));
     if (!group.memory) return;
-    // Messages under way may need this rank's help, and another may wait for them before it comes.
+    // Pending messages may need this rank's progress, and another member may wait for them first.
     const auto progress = [comm = world_] {
       int found = 0;
       MPI_Iprobe(MPI_ANY_SOURCE, MPI_ANY_TAG, comm, &found, MPI_STATUS_IGNORE);
@@ -334,7 +334,7 @@ class MpiTransport : public Transport {
                                                  looks_, progress);
   }
 
-  // Calls near(SharedGroup&) or far(MPI_Comm), by where the group's members are.
+  // Calls near(SharedGroup&) if the group shares memory, else far(MPI_Comm).
   template <class Near, class Far>
   void run(Group& base, const Call& call, Near&& near, Far&& far) {
     MpiGroup& group = static_cast<MpiGroup&>(base);
@@ -361,9 +361,9 @@ class MpiTransport : public Transport {
            own + ", where rank " + rank + " calls " + theirs;
   }
 
-  // Throws Disagreement where the members differ on this call, before its data moves: MPI takes what
-  // it is given, and where sizes differ it may write beyond the smaller buffer. 16 bytes where they
-  // agree, a microsecond on one node and a round trip between nodes; else the texts of the calls.
+  // Throws Disagreement if the members differ on this call, before its data moves: MPI does not check
+  // sizes, and may write beyond the smaller buffer if they differ. It sends 16 bytes if the members
+  // agree (a microsecond on one machine, a round trip between machines), else the texts of the calls.
   void compare(const MpiGroup& group, const Call& call) {
     uint64_t extremes[2] = {call.signature, ~call.signature};
     check(MPI_Allreduce(MPI_IN_PLACE, extremes, 2, MPI_UINT64_T, MPI_MAX, group.comm),
@@ -387,8 +387,8 @@ class MpiTransport : public Transport {
         conflict(group, call.where, own, static_cast<int>(other), &texts[other * kTextBytes]));
   }
 
-  // Receives without keeping a core busy: what MPI waits for, it asks for without pause. Looking
-  // also moves the messages that this rank sends, while its foreground computes.
+  // Receives without keeping a core busy: MPI's own waiting would poll without a pause. Polling also
+  // advances the messages that this rank sends, while its foreground computes.
   void await(void* out, const Bytes& block, int peer, int tag, const Call& call) {
     MPI_Request request = MPI_REQUEST_NULL;
     check(MPI_Irecv(out, block.count(), block.type(), peer, tag, world_, &request), "MPI_Irecv");

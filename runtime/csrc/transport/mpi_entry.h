@@ -1,4 +1,4 @@
-// How the MPI transport's library is entered by the one that onnxruntime loads.
+// The entry of the MPI transport's library, for the library that onnxruntime loads.
 #pragma once
 
 #include "transport/transport.h"

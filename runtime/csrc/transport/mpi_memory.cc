@@ -28,7 +28,7 @@ class File {
   const int descriptor_;
 };
 
-// Where the first member's file is to be found, and how to know that it is the same.
+// The place of the first member's file, and the identity of the file.
 struct Place {
   int64_t process = 0;
   int64_t descriptor = -1;  // negative: there is none
@@ -36,8 +36,8 @@ struct Place {
   uint64_t inode = 0;
 };
 
-// A file without a name. A name in /dev/shm would outlive a job that is killed in the wrong moment,
-// and containers give that folder little room.
+// A file without a name. A file in /dev/shm would remain if the job is killed at the wrong moment, and
+// in containers this folder is small.
 int make_file([[maybe_unused]] size_t bytes) {
 #if defined(__linux__)
   const int descriptor = memfd_create("onnxpar", MFD_CLOEXEC);
@@ -110,7 +110,7 @@ std::unique_ptr<SharedMemory> share_memory(MPI_Comm comm, size_t bytes) {
   }
   check(MPI_Bcast(&place, sizeof(place), MPI_BYTE, 0, comm), "MPI_Bcast");
   if (place.descriptor < 0) return nullptr;
-  // Process numbers of another container mean other processes: what opens must be the file itself.
+  // In another container the process number may name another process, so the opened file is compared.
   const File opened(index == 0 ? -1 : open_file(place));
   const int descriptor = index == 0 ? made.get() : opened.get();
   std::unique_ptr<SharedMemory> memory;

@@ -1,4 +1,4 @@
-// Memory that the members of a communicator share, where all of them run on one node.
+// Memory that the members of a communicator share, if all of them run on one machine.
 #pragma once
 
 #include <mpi.h>
@@ -8,8 +8,8 @@
 
 namespace onnxpar {
 
-// A mapping, undone at its end. The memory itself goes with the last mapping of it, so that nothing
-// is left behind however a process ends.
+// A mapping, which the destructor removes. The memory is freed with its last mapping, so nothing is
+// left however a process ends.
 class SharedMemory {
  public:
   SharedMemory(void* data, size_t size) : data_(data), size_(size) {}
@@ -23,12 +23,12 @@ class SharedMemory {
   const size_t size_;
 };
 
-// `bytes` zeros, mapped by every member. All members call it. Null on all of them where they are on
-// several nodes, where one of them has ONNXPAR_SHARED_MEMORY=0 in its environment, or where one
-// cannot map it (containers of their own, a system other than Linux). Throws MpiError.
+// `bytes` zeros, mapped by every member. All members call it. Null on all members if they are on
+// several machines, if one of them has ONNXPAR_SHARED_MEMORY=0 in its environment, or if one cannot
+// map it (because of separate containers, or a system other than Linux). Throws MpiError.
 std::unique_ptr<SharedMemory> share_memory(MPI_Comm comm, size_t bytes);
 
-// How many processes of the communicator are on this node. All members call it. Throws MpiError.
+// The number of the communicator's processes on this machine. All members call it. Throws MpiError.
 int processes_on_node(MPI_Comm comm);
 
 }  // namespace onnxpar

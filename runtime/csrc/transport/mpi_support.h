@@ -1,5 +1,4 @@
-// What the MPI transport is made of: error codes as exceptions, large counts, reductions, and the
-// watchdog.
+// Helpers of the MPI transport: error codes as exceptions, large counts, reductions, and the watchdog.
 #pragma once
 
 #include <mpi.h>
@@ -32,7 +31,7 @@ inline std::string mpi_message(int code) {
   return {text, static_cast<size_t>(length)};
 }
 
-// What MPI itself reports. After it nothing is known of the messages under way.
+// An error of MPI. After it the state of pending messages is unknown.
 struct MpiError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
@@ -178,7 +177,7 @@ class Watchdog {
         : dog_(dog), slot_(dog.slots_[static_cast<int>(lane)]) {
       if (dog_.timeout_s_ <= 0) return;
       std::lock_guard lock(dog_.mutex_);
-      // The watching thread looks at the clock; reading it here would cost as much as all the rest.
+      // The watching thread reads the clock; reading it here would cost as much as all the rest.
       slot_ = {slot_.number + 1, &call, &ranks};
     }
     ~Guard() {

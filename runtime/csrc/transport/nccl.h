@@ -8,8 +8,8 @@
 
 namespace onnxpar {
 
-// `host` is the rank's transport of host memory, over which ranks meet, and lives longer. `library` is
-// the path of NCCL's. Throws std::runtime_error.
+// `host` is the rank's transport of host memory, which connects the ranks and lives longer. `library`
+// is the path of NCCL's library. Throws std::runtime_error.
 std::unique_ptr<Transport> make_nccl_transport(Transport& host, const cuda::Device& device,
                                                const char* library,
                                                const TransportOptions& options);

@@ -8,32 +8,18 @@ namespace onnxpar {
 namespace {
 
 constexpr size_t kLine = 64;  // bytes of a cache line
-// A member's piece of data in one step. Larger ones would leave the caches, smaller ones wait more.
+// A member's piece of data in one step. A larger one would leave the caches, a smaller one wait more.
 constexpr size_t kSlot = size_t{512} << 10;
-// What is reduced and then copied at once, while it is in the first-level cache.
+// A block that is reduced and then copied, while it is in the first-level cache.
 constexpr size_t kBlock = size_t{8} << 10;
-// Up to here every member reduces all of the data: twice the work, half the waiting.
-constexpr size_t kWhole = size_t{4} << 10;
-constexpr size_t kText = 512;  // of a call on which the members differ
+// Up to this size every member reduces all of the data: twice the work, but half the waiting.
+constexpr size_t kReplicated = size_t{4} << 10;
+constexpr size_t kText = 512;  // the text of a call on which the members differ
 
 static_assert(std::atomic<uint64_t>::is_always_lock_free, "atomics in shared memory");
 
 void put(void* to, const void* from, size_t bytes) {
   if (bytes != 0) std::memcpy(to, from, bytes);
-}
-
-struct Range {
-  size_t begin;
-  size_t end;
-  size_t size() const { return end - begin; }
-};
-
-// The part of `count` elements that one of `parts` members reduces, in whole cache lines.
-Range part(size_t count, int parts, int index) {
-  const size_t n = static_cast<size_t>(parts);
-  const size_t each = ((count + n - 1) / n + kLine - 1) / kLine * kLine;
-  const size_t begin = std::min(count, each * static_cast<size_t>(index));
-  return {begin, std::min(count, begin + each)};
 }
 
 // Calls f(begin, size) for each piece of at most `largest`, and at least once.
@@ -119,7 +105,7 @@ void SharedGroup::step(const Call& call, Pack pack, Unpack unpack) {
   unpack();
 }
 
-// All members come here, since all have seen the same hashes: they tell one another what they call.
+// All members come here, because all have seen the same hashes. They exchange the texts of the calls.
 void SharedGroup::disagree(const Call& call) {
   ++step_;
   char* own = reinterpret_cast<char*>(slot(index_));
@@ -138,7 +124,7 @@ void SharedGroup::all_reduce(const Call& call, const void* in, void* out, size_t
   const size_t item = dtype_size(type);
   const std::byte* from = static_cast<const std::byte*>(in);
   std::byte* to = static_cast<std::byte*>(out);
-  if (count * item <= kWhole) {
+  if (count * item <= kReplicated) {
     return step(
         call, [&](std::byte* own) { put(own, from, count * item); },
         [&] {
@@ -148,7 +134,7 @@ void SharedGroup::all_reduce(const Call& call, const void* in, void* out, size_t
         });
   }
   pieces(count, kSlot / item, [&](size_t begin, size_t n) {
-    const Range mine = part(n, members_, index_);
+    const Range mine = share_of(n, members_, index_);
     const std::byte* input = from + begin * item;
     step(
         call,
@@ -158,8 +144,8 @@ void SharedGroup::all_reduce(const Call& call, const void* in, void* out, size_t
         },
         [&] {
           for (int m = 0; m < members_; ++m) {
-            const std::byte* whole = m == index_ ? input : slot(m);
-            sources_[static_cast<size_t>(m)] = whole + mine.begin * item;
+            const std::byte* data = m == index_ ? input : slot(m);
+            sources_[static_cast<size_t>(m)] = data + mine.begin * item;
           }
         });
     step(
@@ -176,7 +162,7 @@ void SharedGroup::all_reduce(const Call& call, const void* in, void* out, size_t
         [&] {
           for (int m = 0; m < members_; ++m) {
             if (m == index_) continue;
-            const Range theirs = part(n, members_, m);
+            const Range theirs = share_of(n, members_, m);
             put(to + (begin + theirs.begin) * item, slot(m) + theirs.begin * item,
                  theirs.size() * item);
           }
@@ -246,32 +232,27 @@ void SharedGroup::all_to_all(const Call& call, const void* in, void* out, size_t
 }
 
 void SharedGroup::broadcast(const Call& call, const void* in, void* out, size_t bytes, int root) {
-  const std::byte* from = static_cast<const std::byte*>(in);
-  std::byte* to = static_cast<std::byte*>(out);
   const bool gives = index_ == root;
-  if (gives && in != out) put(to, from, bytes);
-  pieces(bytes, kSlot, [&](size_t begin, size_t n) {
-    step(
-        call,
-        [&](std::byte* own) {
-          if (gives) put(own, from + begin, n);
-        },
-        [&] {
-          if (!gives) put(to + begin, slot(root), n);
-        });
-  });
+  if (gives && in != out) put(out, in, bytes);
+  pass(call, in, out, bytes, gives, gives ? -1 : root);
 }
 
 void SharedGroup::permute(const Call& call, const void* in, void* out, size_t bytes,
                           const std::vector<Pair>& pairs) {
-  const std::byte* from = static_cast<const std::byte*>(in);
-  std::byte* to = static_cast<std::byte*>(out);
   bool gives = false;
   int giver = -1;
   for (const Pair& pair : pairs) {
     gives = gives || pair.source == index_;
     if (pair.destination == index_) giver = pair.source;
   }
+  pass(call, in, out, bytes, gives, giver);
+  if (giver < 0 && bytes != 0) std::memset(out, 0, bytes);
+}
+
+void SharedGroup::pass(const Call& call, const void* in, void* out, size_t bytes, bool gives,
+                       int giver) {
+  const std::byte* from = static_cast<const std::byte*>(in);
+  std::byte* to = static_cast<std::byte*>(out);
   pieces(bytes, kSlot, [&](size_t begin, size_t n) {
     step(
         call,
@@ -279,11 +260,7 @@ void SharedGroup::permute(const Call& call, const void* in, void* out, size_t by
           if (gives) put(own, from + begin, n);
         },
         [&] {
-          if (giver >= 0) {
-            put(to + begin, slot(giver), n);
-          } else if (n != 0) {
-            std::memset(to + begin, 0, n);
-          }
+          if (giver >= 0) put(to + begin, slot(giver), n);
         });
   });
 }

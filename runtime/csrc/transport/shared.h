@@ -1,20 +1,20 @@
-// Collectives between ranks of one node, through memory that all members of a group have mapped.
+// Collectives between ranks of one machine, through memory that all members of a group have mapped.
 //
-// Each member owns a header and two slots. A collective is a row of steps, which all members count
-// alike. In a step a member
-//   1. packs what others need of its input into its slot of the step's parity,
-//   2. announces in its header the number of the step, and a hash of what it calls,
+// Each member owns a header and two slots. A collective is a sequence of steps, with the same numbers
+// on all members. In a step a member
+//   1. packs the part of its input that others need into its slot of the step's parity,
+//   2. announces in its header the number of the step, and a hash of its call,
 //   3. waits until all members have announced the step,
 //   4. unpacks from their slots.
-// One wait per step is enough: who has announced step n + 1 has read all it needs of step n, and
-// nobody packs for step n + 2, into the slots of step n, before all have announced step n + 1.
+// One wait per step is enough: a member that has announced step n + 1 has read all it needs of step
+// n, and no member packs for step n + 2, into the slots of step n, before all have announced n + 1.
 //
 // Data goes in pieces that fit into a slot, and so stays in the caches between two copies. A member
-// reads each announcement with the hash beside it, so that a call on which the members differ is
-// found before any of its data is used, at no cost.
+// reads the hash with each announcement, so a call on which the members differ is found before any of
+// its data is used, at no cost.
 //
-// A reduced element is computed by one member, or by all from the same slots in the same order: the
-// results are equal to the bit on all ranks.
+// A reduced element is computed by one member, or by all from the same slots in the same order. So
+// the results are equal to the bit on all ranks.
 #pragma once
 
 #include <atomic>
@@ -31,7 +31,7 @@
 
 namespace onnxpar {
 
-// What another member calls instead; it too has the exception.
+// Another member makes another call; all members throw it.
 struct Conflict : std::runtime_error {
   Conflict(int other, const std::string& text) : std::runtime_error(text), member(other) {}
   int member;  // index within the group; what() is its `Call::text`
@@ -39,17 +39,17 @@ struct Conflict : std::runtime_error {
 
 class SharedGroup {
  public:
-  // Called now and then by a member that waits.
+  // Is called now and then by a member that waits.
   using Idle = std::function<void()>;
 
-  // Size of the memory for so many members.
+  // Size of the memory for a number of members.
   static size_t bytes(int members);
 
-  // `memory` is aligned to cache lines, zero before the first member's first call, and outlives this.
-  // A member that waits looks `looks` times before it gives its core to others between two looks.
+  // `memory` is aligned to cache lines, zero before the first call of any member, and outlives this. A
+  // waiting member polls `looks` times before it yields its core to others between two polls.
   SharedGroup(std::byte* memory, int index, int members, int looks, Idle idle);
 
-  // As those of Transport. Throw Conflict, on all members.
+  // As in Transport. They throw Conflict, on all members.
   void all_reduce(const Call&, const void* in, void* out, size_t count, DType, Reduction);
   void all_gather(const Call&, const void* in, void* out, size_t bytes);
   void reduce_scatter(const Call&, const void* in, void* out, size_t count, DType, Reduction);
@@ -62,12 +62,14 @@ class SharedGroup {
   struct Header;
 
   Header& header(int member) const;
-  std::byte* slot(int member) const;  // of the present step's parity
+  std::byte* slot(int member) const;  // of the current step's parity
   // Calls pack(own slot), then unpack() once all members have packed.
   template <class Pack, class Unpack>
   void step(const Call& call, Pack pack, Unpack unpack);
+  // Copies `in` to the slot if this member gives, and the giver's slot to `out` unless it is negative.
+  void pass(const Call& call, const void* in, void* out, size_t bytes, bool gives, int giver);
   void announce(const Call& call);
-  // Whether all members announced the same call in the present step.
+  // Whether all members announced the same call in the current step.
   bool meet(const Call& call);
   void wait(const std::atomic<uint64_t>& step) const;
   [[noreturn]] void disagree(const Call& call);
@@ -78,7 +80,7 @@ class SharedGroup {
   const int looks_;
   const Idle idle_;
   uint64_t step_ = 0;
-  std::vector<const void*> sources_;  // of a reduction, by member
+  std::vector<const void*> sources_;  // the sources of a reduction, by member
 };
 
 }  // namespace onnxpar

@@ -10,7 +10,7 @@
 namespace onnxpar {
 namespace {
 
-constexpr size_t kPieceBytes = size_t{4} << 20;  // of one block of either side, together
+constexpr size_t kPieceBytes = size_t{4} << 20;  // of all blocks of a side together
 constexpr int kSlots = 2;
 
 struct StagedGroup : Group {
@@ -20,7 +20,7 @@ struct StagedGroup : Group {
 // One side of a call on the device: `blocks` blocks of `bytes`, one after the other.
 struct Side {
   std::byte* data = nullptr;
-  size_t blocks = 0;  // 0 where nothing moves on this side
+  size_t blocks = 0;  // 0 if nothing is copied on this side
 };
 
 // Pinned memory and streams that the calls of one thread use, one after the other.
@@ -35,7 +35,7 @@ struct Stage {
   cuda::EventHandle went[kSlots];
 
   // Calls move(in, out, bytes of a block) for each piece of the blocks, in host memory. A piece has
-  // an equal part of every block.
+  // the same range of every block.
   template <class Move>
   void pass(const Side& source, const Side& target, size_t bytes, size_t item, Stream stream,
             Move move) {
@@ -57,7 +57,7 @@ struct Stage {
       const size_t n = std::min(step, bytes - begin);
       if (begin + step < bytes) fetch(begin + step, 1 - slot);
       came[slot].synchronize();
-      // The piece before the last went from here.
+      // The last piece in this slot has been copied to the device.
       went[slot].synchronize();
       std::byte* result = out[slot].get(n * target.blocks, up.get());
       move(in[slot].get(n * source.blocks, down.get()), result, n);
@@ -160,13 +160,13 @@ class StagedTransport : public Transport {
     cuda::check(cuda::driver().stream_synchronize(stream), "cuStreamSynchronize");
   }
 
-  // It has nothing that waits but in calls of the host's transport, which is aborted with it.
+  // Only calls of the host's transport wait, and it is aborted too.
   void abort(const std::string&) override {}
   void stop() override {}
   void close() override {}
 
  private:
-  // Memory for messages of one tag from one rank. It is kept: giving pinned memory back waits for
+  // Memory for messages of one tag from one rank. It is kept, because freeing pinned memory waits for
   // the device.
   struct Inward {
     std::mutex mutex;

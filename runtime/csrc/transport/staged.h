@@ -1,8 +1,8 @@
 // The transport of device memory over the transport of host memory, for ranks without NCCL.
 //
-// Data goes through pinned host memory in pieces: while the ranks exchange one, the next comes from
-// the device and the one before goes to it. The thread that calls waits for its share of that, so
-// nothing runs in the background: a Start is over when it returns.
+// Data goes through pinned host memory in pieces: while the ranks exchange one piece, the next is
+// copied from the device and the last one to it. The calling thread waits for all of this, so nothing
+// runs in the background: a Start is complete when it returns.
 #pragma once
 
 #include <memory>

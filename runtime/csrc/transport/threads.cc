@@ -1,11 +1,11 @@
 // The transport for ranks that are threads of one process.
 //
-// Each call on a group is a meeting: every member publishes the addresses of its buffers and waits
-// for the rest (opening); then each pulls what it needs out of the others' memory; then all wait
-// once more (closing), so that no buffer changes or goes away while another rank reads it. The
-// last to arrive at the opening compares what the members announced.
+// Each call on a group is a meeting: every member publishes the addresses of its buffers and waits for
+// the others (opening); then each copies what it needs from the others' memory; then all wait once
+// more (closing), so that no buffer is changed or freed while another rank reads it. The last member
+// to arrive at the opening compares the announcements.
 //
-// One lock guards all bookkeeping of a world; data moves outside it.
+// One lock guards all bookkeeping of a world; data is copied outside it.
 #include <algorithm>
 #include <chrono>
 #include <condition_variable>
@@ -33,7 +33,7 @@ struct Announcement {
   const Call* call = nullptr;
 };
 
-// Where the members of one group meet, on one lane.
+// The meetings of one group, on one lane.
 struct Meeting {
   std::vector<int> ranks;
   std::vector<Announcement> members;  // by index; stable between opening and closing
@@ -49,7 +49,7 @@ struct Message {
 
 struct Mailbox {
   std::deque<Message> messages;
-  int receiver = -1;  // the rank that waits for one, if any
+  int receiver = -1;  // the rank that waits for a message, if any
   std::condition_variable arrival;
 };
 
@@ -71,7 +71,7 @@ class ThreadWorld {
     return *place;
   }
 
-  // Publishes `own` and returns when all members have done so. Throws where they disagree.
+  // Publishes `own` and returns when all members have done so. Throws if they disagree.
   void open(Meeting& meeting, const Group& group, const Announcement& own) {
     std::unique_lock lock(mutex_);
     if (!abort_message_.empty()) check_alive(describe(rank_of(group), *own.call, group.ranks));
@@ -153,8 +153,8 @@ class ThreadWorld {
     wait(lock, meeting.all_here, who, [&] { return meeting.generation != generation; });
   }
 
-  // Notes that a rank waits. If now all ranks do, none can ever go on: that is an error at once
-  // and not after the timeout. Background lanes are left out: they wait for the foreground.
+  // Records that a rank waits. If all ranks wait, none can ever go on: this is an error at once, and
+  // not after the timeout. Background lanes do not count: they wait for the foreground.
   void block(int rank, Lane lane, const std::string& who) {
     if (lane != Lane::kMain) return;
     waiting_[static_cast<size_t>(rank)] = who;
@@ -192,7 +192,7 @@ class ThreadWorld {
           (!options_.debug || a.call->signature == first.call->signature)) {
         continue;
       }
-      // Which of the two is wrong cannot be known; both are named.
+      // It is not known which of the two is wrong, so both are named.
       const size_t other = last == 0 ? 1 : 0;
       return describe(meeting.ranks[i], *a.call, meeting.ranks) + " disagrees with rank " +
              std::to_string(meeting.ranks[other]) + ": got " + text(a) + ", where rank " +
@@ -225,7 +225,7 @@ class ThreadWorld {
   std::string abort_message_;
   std::map<std::pair<Lane, std::vector<int>>, std::unique_ptr<Meeting>> meetings_;
   std::map<std::tuple<int, int, int>, std::unique_ptr<Mailbox>> mailboxes_;
-  std::vector<std::string> waiting_;  // by rank: what it waits for in the foreground, or empty
+  std::vector<std::string> waiting_;  // by rank: the call in which its foreground waits, or empty
 };
 
 struct ThreadGroup : Group {
@@ -258,9 +258,9 @@ class ThreadTransport : public Transport {
                   DType type, Reduction reduction, Stream) override {
     const size_t size = dtype_size(type);
     meet(group, call, Kind::kAllReduce, in, out, count * size, [&](const auto& members) {
-      // Each rank reduces its own part of the elements over all inputs, always in the order of
-      // the group. It alone reads that part of anyone's input, so that out may be in.
-      const auto [begin, end] = part(count, group.size(), group.index);
+      // Each rank reduces its own share of the elements over all inputs, always in the order of the
+      // group. No other rank reads this share of any input, so out may be in.
+      const auto [begin, end] = share_of(count, group.size(), group.index);
       std::vector<const void*> sources(members.size());
       for (size_t i = 0; i < members.size(); ++i) sources[i] = members[i].in + begin * size;
       std::byte* to = static_cast<std::byte*>(out);
@@ -270,7 +270,7 @@ class ThreadTransport : public Transport {
       }
       world_->close(*meeting(group), group, call);
       for (int i = 0; i < group.size(); ++i) {
-        const auto [b, e] = part(count, group.size(), i);
+        const auto [b, e] = share_of(count, group.size(), i);
         if (i == group.index || b == e) continue;
         std::memcpy(to + b * size, members[static_cast<size_t>(i)].out + b * size,
                     (e - b) * size);
@@ -357,14 +357,6 @@ class ThreadTransport : public Transport {
     if (bytes != 0) std::memcpy(to, from, bytes);
   }
 
-  static std::pair<size_t, size_t> part(size_t count, int parts, int index) {
-    // Whole cache lines, so that ranks do not write into one another's.
-    const size_t n = static_cast<size_t>(parts);
-    const size_t step = ((count + n - 1) / n + 63) & ~size_t{63};
-    const size_t begin = std::min(count, step * static_cast<size_t>(index));
-    return {begin, std::min(count, begin + step)};
-  }
-
   static Meeting* meeting(Group& group) { return static_cast<ThreadGroup&>(group).meeting; }
 
   template <class Move>
@@ -380,7 +372,7 @@ class ThreadTransport : public Transport {
 
   std::shared_ptr<ThreadWorld> world_;
   const int rank_;
-  // Only this rank's foreground thread asks for groups.
+  // Used by this rank's foreground thread only.
   std::map<std::pair<Lane, std::vector<int>>, std::unique_ptr<ThreadGroup>> groups_;
 };
 

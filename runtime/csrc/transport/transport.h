@@ -1,15 +1,15 @@
-// What a transport offers to the operators: collectives over blocks of contiguous memory.
+// The interface of transports: collectives over blocks of contiguous memory.
 //
 // Transports of host memory are `threads` (all ranks in one process) and `mpi` (one rank per process,
-// in a library of its own); a rank has one of them. Where it computes on a GPU it has besides one of
-// device memory, `nccl` or `staged`, which stands on the first. The operators know nothing else of how
-// data moves. Rules for every implementation:
+// in its own library); a rank has one of them. A rank on a GPU also has a transport of device memory,
+// `nccl` or `staged`, which uses the first. The operators only know this interface. Rules for every
+// implementation:
 //   - All ranks of a group call the same collectives on it in the same order (operators are chained
 //     by tokens). Calls on different lanes match separately.
-//   - When a call returns, the output is complete (on `stream`, where there is one) and no other
-//     rank reads this rank's input any more.
-//   - Results of a reduction are equal to the bit on all ranks and from run to run.
-//   - Failures are exceptions of type std::runtime_error. None may leave a rank waiting for ever.
+//   - When a call returns, the output is complete (on `stream`, if there is one) and no other rank
+//     still reads this rank's input.
+//   - Results of a reduction are equal to the bit on all ranks and in all runs.
+//   - Failures are exceptions of type std::runtime_error. No rank may wait forever.
 #pragma once
 
 #include <cstddef>
@@ -25,35 +25,35 @@
 
 namespace onnxpar {
 
-// Separate matching spaces on the same ranks, so that a collective running in the background
-// (Start/Wait) cannot be taken for one running in the foreground.
+// Separate matching spaces on the same ranks, so that a collective in the background (Start/Wait) is
+// never matched with one in the foreground.
 enum class Lane : int { kMain = 0, kAsync = 1 };
 inline constexpr int kLanes = 2;
 
-// Tags of messages are below it. MPI takes any up to 32767, and those that are a few times larger
-// wherever it is used.
+// Tags of messages are smaller. MPI allows all tags up to 32767, and its implementations allow tags
+// that are a few times larger.
 inline constexpr int kTags = 1 << 15;
 
-// A group of ranks as one member sees it. Made and owned by the transport.
+// A group of ranks for one of its members. Made and owned by the transport.
 struct Group {
   std::vector<int> ranks;  // global ranks; the position is the rank within the group
-  int index = 0;           // of this rank
+  int index = 0;           // this rank's position
   Lane lane = Lane::kMain;
   int size() const { return static_cast<int>(ranks.size()); }
   virtual ~Group() = default;
 };
 
-// Which call this is: for messages, and for the agreement check.
+// The identity of a call, for messages and for the agreement check.
 struct Call {
   explicit Call(std::string_view name, uint64_t hash = 0) : where(name), signature(hash) {}
   virtual ~Call() = default;
-  // What must agree between the ranks; made only where a message or a comparison needs it.
+  // A description of all that must be equal on all ranks; only made if it is needed.
   virtual std::string detail() const { return {}; }
   // "AllReduce '/fc1/all_reduce' with AllReduce float32 [3] reduction=sum"
   std::string text() const;
 
   std::string_view where;  // "AllReduce '/fc1/all_reduce'"; outlives the call
-  uint64_t signature;      // hash of what must agree; 0 where it is not a collective
+  uint64_t signature;      // hash of all that must be equal on all ranks; 0 unless a collective
 };
 
 struct Pair {
@@ -61,17 +61,28 @@ struct Pair {
   int destination;  // index within the group
 };
 
-// FNV-1a of the text, or of the number's bytes, from the hash `h` of what came before.
+// FNV-1a of the text, starting from the hash `h` of earlier values.
 inline constexpr uint64_t kHashStart = 14695981039346656037u;
 inline uint64_t hash(std::string_view text, uint64_t h = kHashStart) {
   for (char c : text) h = (h ^ static_cast<unsigned char>(c)) * 1099511628211u;
   return h;
 }
-// Cheap enough for every call: the number goes in whole, and its high bits come down by a shift.
+// A faster hash of a number, for every call: one multiplication, and a shift for the high bits.
 inline uint64_t hash(uint64_t number, uint64_t h) {
   h = (h ^ number) * 0x9e3779b97f4a7c15u;
   return h ^ (h >> 32);
 }
+
+// Elements [begin, end) of a tensor.
+struct Range {
+  size_t begin;
+  size_t end;
+  size_t size() const { return end - begin; }
+};
+
+// The share of one of `members` members in `count` elements, in whole cache lines, so that members do
+// not write to the same line.
+Range share_of(size_t count, int members, int index);
 
 class Transport {
  public:
@@ -81,7 +92,7 @@ class Transport {
   // Whether two threads of this rank may communicate at once, on different lanes.
   virtual bool concurrent() const = 0;
 
-  // The group, made at its first use. Members call this; others need not know of it.
+  // The group, made at its first use. Only its members call this.
   virtual Group& group(const std::vector<int>& ranks, Lane lane) = 0;
 
   // out may equal in.
@@ -104,19 +115,20 @@ class Transport {
                        const std::vector<Pair>& pairs, Stream) = 0;
   // Buffered: returns without waiting for the receiver. `peer` is a global rank.
   virtual void send(const Call&, int peer, int tag, const void* in, size_t bytes, Stream) = 0;
-  // On the background lane several threads may receive at once, each from a peer of its own, while
-  // the foreground does anything. Such a call has no time limit until something was sent, and is no
-  // part of a deadlock: it may be made long before anyone waits for it, and who does minds the time.
+  // On the background lane several threads may receive at once, each from another peer, while the
+  // foreground works. Such a call has no time limit until something was sent, and does not count in
+  // the detection of deadlocks: it may be made long before its result is needed, and the thread that
+  // waits for the result has its own time limit.
   virtual void recv(const Call&, int peer, int tag, void* out, size_t bytes, Lane lane, Stream) = 0;
 
-  // Throws where all was aborted. Of use where a call returns before it is carried out.
+  // Throws if the world was aborted; for transports whose calls return before they are carried out.
   virtual void check_alive() const {}
   // Ends all communication: ranks that wait, and later calls, fail with this message.
   virtual void abort(const std::string& message) = 0;
-  // Makes calls that wait fail, where the transport can. Comes before close(); other threads may
-  // still be in a call.
+  // Makes waiting calls fail, if the transport can. Comes before close(); other threads may still be
+  // in a call.
   virtual void stop() = 0;
-  // Gives back what the transport holds. No calls run, and none may follow.
+  // Frees the transport's resources. No calls run, and none may follow.
   virtual void close() = 0;
 };
 
@@ -125,7 +137,7 @@ std::string describe(int rank, const Call& call, const std::vector<int>& group);
 
 struct TransportOptions {
   bool debug = true;
-  double timeout_s = 60;  // how long one call may wait before it fails; 0: for ever
+  double timeout_s = 60;  // how long one call may wait before it fails; 0 means without a limit
 };
 
 // One transport per rank, sharing one set of ranks in this process.
