@@ -213,7 +213,7 @@ def _trained(training: PartitionedTraining, device: str) -> list[str]:
         f"{counts.trained_tensors} of {counts.tensors} tensors",
         *_states(training, device),
     ]
-    tensors = selection.told(unreached)
+    tensors = selection.outcome(unreached)
     constants = [t for t in tensors if not t.parameter and t.elements > 1]
     if constants:
         lines.append(

@@ -20,7 +20,7 @@ def training_entry(training: PartitionedTraining) -> Training:
         optimizer=training.spec.optimizer,
         states={state.name: state for state in states},
         compute=prepared.compute,
-        tensors=prepared.selection.told(prepared.unreached),
+        tensors=prepared.selection.outcome(prepared.unreached),
         notices=tuple(prepared.notices),
         spec=asdict(training.spec),
     )

@@ -1,9 +1,9 @@
-"""What a tensor is trained as that an exporter folded from parameters.
+"""Whether a tensor that an exporter folded from parameters can be trained in their place.
 
-The exporter leaves the names of the values that it folded, and no operators. A tensor is trained as
-it stands only where these names say that each of its elements is one element of one parameter: a
-rearrangement by the module's own code, or by the translation of an operator that is known to do no
-more. Everything else is in doubt.
+The exporter leaves the names of the values that it folded, but not their operators. A folded tensor
+is trained only if these names show that each of its elements is one element of one parameter: it
+was rearranged by the module's own code, or by the translation of an operator that is known to do no
+more. All other folded tensors are in doubt.
 """
 
 from collections import Counter
@@ -14,7 +14,7 @@ import onnx_ir as ir
 
 from onnxpar.ops.operand_roles import invertible, is_weight
 from onnxpar.ops.registry import Registry
-from onnxpar.parameters.origin import sizes
+from onnxpar.parameters.origin import array_of, sizes
 from onnxpar.parameters.torch_metadata import (
     Signature,
     arguments_of,
@@ -33,10 +33,10 @@ REARRANGING = frozenset(
         "unsafe_view", "unsqueeze", "view",
     )
 )  # fmt: skip
-"""Functions of PyTorch whose result has elements of the argument, each once at the most."""
+"""Functions of PyTorch whose result has elements of the argument, each at most once."""
 
-_CUTTING = frozenset({"select", "slice"})
-"""Those of them that say nothing of other results, which may overlap."""
+_PICKING = frozenset({"select", "slice"})
+"""Those of them that return one part of the argument, which may overlap with other parts."""
 
 _TRANSLATED = frozenset(
     (
@@ -48,7 +48,7 @@ _TRANSLATED = frozenset(
         "native_layer_norm", "prelu", "repeat", "rnn_relu", "rnn_tanh",
     )
 )  # fmt: skip
-"""Operators of PyTorch whose translation rearranges parameters, and computes nothing of them."""
+"""Operators of PyTorch whose translation only rearranges parameters."""
 
 MAKING = frozenset(
     (
@@ -56,7 +56,7 @@ MAKING = frozenset(
         "scalar_tensor_default", "zeros", "zeros_like",
     )
 )  # fmt: skip
-"""Functions of PyTorch whose result depends on no tensor's elements."""
+"""Functions of PyTorch whose result does not depend on the elements of a tensor."""
 
 _SHIFTING = "add"
 _LOOK_UP = "embedding"
@@ -68,16 +68,16 @@ def functions_of(
     uses: Iterable[tuple[ir.Node, int]],
     live: Collection[str],
 ) -> frozenset[str]:
-    """Returns the functions of PyTorch by which a module computed a tensor from placeholders.
+    """Returns the functions of PyTorch with which a module computed a tensor from placeholders.
 
-    Empty where only the translation of the reader's operator did. A function that was applied
-    several times is named with its count, since nothing tells to what, unless it rearranges.
+    Empty if only the translation of the reader's operator computed it. A function that was applied
+    several times is named with its count, since its arguments are unknown, unless it rearranges.
 
     Args:
         value: The tensor.
         signature: The placeholders.
         uses: Its readers.
-        live: Names of values that a run computes: only their shapes can be folded.
+        live: Names of values that a run computes; only their shapes can have been folded.
     """
     made = [
         name
@@ -99,13 +99,13 @@ def functions_of(
 def doubt(
     value: ir.Value, functions: frozenset[str], parameters: Sequence[str], others: Sequence[str]
 ) -> str:
-    """Returns why a folded tensor may not be trained as it stands; empty where it may.
+    """Returns why a folded tensor cannot be trained in place of its parameters; empty if it can.
 
     Args:
         value: The tensor.
-        functions: What `functions_of` says.
-        parameters: Names in the module of the parameters that it came from.
-        others: Names of buffers and constants that it came from.
+        functions: The result of `functions_of`.
+        parameters: Names in the module of the parameters from which it was computed.
+        others: Names of buffers and constants from which it was computed.
     """
     names = ", ".join((*parameters, *others))
     within = {
@@ -124,7 +124,7 @@ def doubt(
             return ""
         if not computed and not others:
             return ""
-        # A number was added: the difference of a parameter and what stands here never changes.
+        # A number was added: the difference between the parameter and the tensor stays the same.
         inner = [name for name in folded_from(value) if is_inner(name)]
         vector = sum(1 for size in sizes(value) if size > 1) <= 1
         if functions == {_SHIFTING} and not others and len(inner) == 1 and vector:
@@ -134,23 +134,22 @@ def doubt(
 
 
 def overlap(functions: frozenset[str]) -> bool:
-    """Tells whether a tensor made so may share elements with another of the same parameter."""
+    """Whether the result of functions may share elements with another part of its parameter."""
     parts = functions & {"chunk", "split", "split_with_sizes", "unbind"}
-    return not parts or bool(functions & _CUTTING)
+    return not parts or bool(functions & _PICKING)
 
 
 def order(functions: frozenset[str], value: ir.Value) -> list[str]:
-    """Returns element-wise functions in the order in which they made a tensor, first to last.
+    """Returns element-wise functions in the order in which they were applied, first to last.
 
-    One function has one order. Of an exponential and a negative the sign of the result tells it.
-    Empty where nothing does.
+    The order of an exponential and a negative follows from the sign of the result. Empty if the
+    order is unknown, or a function cannot be inverted.
     """
-    assert value.const_value is not None
     computed = functions - REARRANGING
     if not all(map(invertible, computed)):
         return []
     if computed == {"exp", "neg"}:
-        array = value.const_value.numpy()
+        array = array_of(value)
         if (array < 0).all():
             return ["exp", "neg"]
         return ["neg", "exp"] if (array > 0).all() else []
@@ -160,8 +159,8 @@ def order(functions: frozenset[str], value: ir.Value) -> list[str]:
 def dims(value: ir.Value, functions: frozenset[str], registry: Registry) -> int:
     """Returns how many dims the parameter had from which a tensor was folded.
 
-    Weights of products keep theirs, as does what the module computed without a rearrangement; other
-    tensors are vectors to which the translation gives dims of one element.
+    Weights of products have the dims of the parameter, and so do tensors that the module computed
+    without a rearrangement. Other tensors are vectors to which the translation adds dims of size 1.
     """
     shape = sizes(value)
     if any(is_weight(node, index, registry) for node, index in value.uses()):
@@ -172,7 +171,6 @@ def dims(value: ir.Value, functions: frozenset[str], registry: Registry) -> int:
 
 
 def _rows_differ(value: ir.Value) -> bool:
-    """Tells whether no two rows, along the last dim, are the same."""
-    assert value.const_value is not None
-    rows = value.const_value.numpy().reshape(-1, sizes(value)[-1])
+    """Whether no two rows, along the last dim, are the same."""
+    rows = array_of(value).reshape(-1, sizes(value)[-1])
     return len(np.unique(rows, axis=0)) == len(rows)

@@ -1,10 +1,9 @@
-"""The untying of scales, biases and statistics that exporters merged, where they say nothing of it.
+"""Unties scales, biases and statistics that an exporter merged without recording it.
 
-The exporter of PyTorch that traces makes one tensor of all initializers that are equal, such as the
-ones of every LayerNormalization, or the zeros that are biases and running means. Trained so, the
-layers would share what they do not share in the model that was exported; `untie` gives each its own
-again. Files that say which parameter each node reads are restored by
-`onnxpar.parameters.restore_exported`.
+PyTorch's tracing exporter makes one tensor of all equal initializers, such as the ones of every
+LayerNormalization, or the zeros of biases and running means. If they were trained like this, layers
+would share tensors that they do not share in the exported model; `untie` gives each layer its own
+again. `onnxpar.parameters.restore_exported` restores files that record the parameters of each node.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,20 +11,19 @@ from math import prod
 
 import onnx_ir as ir
 
-from onnxpar.core.name_patterns import SHOWN
+from onnxpar.core.name_patterns import listed
 from onnxpar.graph.names import names_of
 from onnxpar.ops.operand_roles import is_identity, is_scale_or_bias, is_statistic
 from onnxpar.ops.registry import Registry
-from onnxpar.parameters.origin import copy_of, is_floating, is_uniform, sizes
+from onnxpar.parameters.origin import array_of, copy_of, is_floating, is_uniform, sizes
 
 
 def untie(model: ir.Model, registry: Registry) -> tuple[str, ...]:
-    """Gives scales, biases and running statistics their own where exporters merged equal ones.
+    """Gives scales, biases and running statistics tensors of their own if exporters merged them.
 
-    Only tensors whose elements are all the same number, as those of fresh layers are, are taken to
-    have been merged by the exporter. Where it left an Identity in the place of a tensor, its name
-    comes back; otherwise the first use keeps the name `x` and the others read the copies `x.1`,
-    `x.2`…. The model given is changed.
+    Only tensors whose elements are all the same number, as in new layers, count as merged. If the
+    exporter left an Identity in the place of a tensor, the tensor gets its name back; otherwise the
+    first use keeps the name `x` and the others read the copies `x.1`, `x.2`…. The model is changed.
 
     Returns:
         A notice for each tensor that was untied.
@@ -41,7 +39,7 @@ def untie(model: ir.Model, registry: Registry) -> tuple[str, ...]:
         copies = [copy for node, _ in uses for copy in _in_place_of(node, value, graph, registry)]
         uses = [use for use in uses if use[0].graph is not None]
         places = [(node, index) for node, index in uses if _is_place(node, index, registry)]
-        # A use that is no scale or bias, such as an initial state, must not be trained with one.
+        # Other uses, such as an initial state, must not share a tensor with a scale or bias.
         if places and len(places) == len(uses):
             places.pop(0)
         for node, index in places:
@@ -57,11 +55,11 @@ def untie(model: ir.Model, registry: Registry) -> tuple[str, ...]:
 def _in_place_of(
     node: ir.Node, value: ir.Value, graph: ir.Graph, registry: Registry
 ) -> Iterator[ir.Value]:
-    """Puts a copy of an initializer in the place of an Identity of it that is a scale or bias."""
+    """Replaces an Identity of an initializer, if it is a scale or bias, by a copy."""
     made = node.outputs[0]
     if not is_identity(node) or made.is_graph_output() or node.graph is not graph:
         return
-    # A file need not say it.
+    # The file may lack it.
     made.shape = value.shape
     if not any(_is_place(user, index, registry) for user, index in made.uses()):
         return
@@ -80,9 +78,8 @@ def _is_place(node: ir.Node, index: int, registry: Registry) -> bool:
 def _is_constant(value: ir.Value, uses: Sequence[tuple[ir.Node, int]], registry: Registry) -> bool:
     """Whether a tensor has more than one element, all of them the same number.
 
-    One of one element may be a constant of a formula, unless it is somewhere a running statistic.
+    A tensor of one element may be a constant of a formula, unless some use is a running statistic.
     """
-    assert value.const_value is not None
     count = prod(sizes(value))
     if count >= 2 or (count and any(is_statistic(node, i, registry) for node, i in uses)):
         return is_uniform(value)
@@ -90,17 +87,14 @@ def _is_constant(value: ir.Value, uses: Sequence[tuple[ir.Node, int]], registry:
 
 
 def _notice(value: ir.Value, copies: Sequence[ir.Value]) -> str:
-    assert value.const_value is not None
-    number = float(value.const_value.numpy().flat[0])
+    number = float(array_of(value).flat[0])
     places = [
         f"{v.name!r} at {', '.join(repr(node.name) for node in v.consumers())}"
         for v in (value, *copies)
         if v.uses()
     ]
-    more = f" and {len(places) - SHOWN} more" if len(places) > SHOWN else ""
     return (
         f"initializer {value.name!r} (all elements {number:g}) was shared by several scales, "
         "biases or statistics, because exporters merge equal tensors; each use now has its own "
-        "copy: "
-        f"{', '.join(places[:SHOWN])}{more}"
+        f"copy: {listed(places)}"
     )

@@ -1,17 +1,23 @@
-"""What an initializer was in the model that was exported, and the rule that tells."""
+"""The origin of an initializer: what it was in the exported model, and the rule that shows it."""
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 import onnx_ir as ir
+from numpy.typing import NDArray
 
 from onnxpar.graph.new_nodes import constant
 
 _ORIGIN = "onnxpar.origin"
+MARKED = "PyTorch's exporter marks it {}"
+NO_PARAMETER = "it contains no parameter of the PyTorch module"
+STATISTIC = "it is a running statistic"
+"""Rules for which several modules decide."""
 
 
 class Role(StrEnum):
-    """What an initializer was to the model's author."""
+    """The role of an initializer in the author's model."""
 
     PARAMETER = "parameter"
     CONSTANT = "constant"
@@ -20,15 +26,15 @@ class Role(StrEnum):
 
 @dataclass(frozen=True)
 class Origin:
-    """What an initializer was.
+    """The origin of an initializer.
 
     Attributes:
         role: Parameter, constant, or in doubt.
-        rule: By what that is known, for people: "PyTorch's exporter marks it PARAMETER". Of what is
-            in doubt, why.
-        dims: How many dims the parameter has in the module, where an exporter computed it of one;
-            None for its own.
-        names: Names that the parameters have in the module, where that is not its own.
+        rule: How the role is known, for people: "PyTorch's exporter marks it PARAMETER". If the
+            role is in doubt, the reason.
+        dims: How many dims the parameter has in the module, if an exporter computed the initializer
+            from it; None if the initializer is the parameter.
+        names: Names of its parameters in the module, if they differ from its own.
     """
 
     role: Role
@@ -38,20 +44,26 @@ class Origin:
 
 
 def note_origin(value: ir.Value, origin: Origin) -> None:
-    """Notes what an initializer was; clones of the model know it too."""
+    """Stores the origin of an initializer; clones of the model have it too."""
     value.meta[_ORIGIN] = origin
 
 
 def origin_of(value: ir.Value) -> Origin | None:
-    """Returns what was noted; None for what no file had, such as a constant of the graph."""
+    """Returns the stored origin; None if there is none, as for a constant of the graph."""
     found = value.meta.get(_ORIGIN)
     assert found is None or isinstance(found, Origin)
     return found
 
 
 def is_floating(value: ir.Value) -> bool:
-    """Tells whether an initializer's elements are floating-point numbers."""
+    """Whether the elements of an initializer are floating-point numbers."""
     return value.dtype is not None and value.dtype.is_floating_point()
+
+
+def array_of(value: ir.Value) -> NDArray[Any]:
+    """Returns the elements of an initializer."""
+    assert value.const_value is not None
+    return value.const_value.numpy()
 
 
 def sizes(value: ir.Value) -> tuple[int, ...]:
@@ -61,16 +73,14 @@ def sizes(value: ir.Value) -> tuple[int, ...]:
 
 
 def is_uniform(value: ir.Value) -> bool:
-    """Tells whether all elements of an initializer are the same number; there is one at least."""
-    assert value.const_value is not None
-    flat = value.const_value.numpy().ravel()
-    # A large weight differs in its first elements, and need not be read whole.
+    """Whether all elements of an initializer are the same number, and there is at least one."""
+    flat = array_of(value).ravel()
+    # The first elements of a large weight differ, so the others need not be read.
     return flat.size > 0 and all(bool((part == flat[0]).all()) for part in (flat[:64], flat))
 
 
 def copy_of(value: ir.Value, name: str) -> ir.Value:
-    """Returns an initializer of the same elements and origin under another name."""
-    assert value.const_value is not None and value.dtype is not None
-    copy = constant(name, value.const_value.numpy(), value.dtype)
+    """Returns an initializer with the same elements and origin and another name."""
+    copy = constant(name, array_of(value), value.dtype)
     copy.meta.update(value.meta)
     return copy

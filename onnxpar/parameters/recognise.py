@@ -1,9 +1,9 @@
-"""Which initializers of a file are parameters: what its exporter says, names, places.
+"""Which initializers of a file are parameters: by marks of its exporter, by name, by use.
 
-PyTorch's exporter says it (`onnxpar.parameters.restore_exported`). Of other files an initializer is
-a parameter by its name (`fc1.weight`) or by its place (the weight of a product, the bias of a
-layer), a constant where it is one number of a formula, and in doubt otherwise: what is in doubt is
-never trained or left out silently.
+PyTorch's exporter marks them (`onnxpar.parameters.restore_exported`). In other files an initializer
+is a parameter by its name (`fc1.weight`) or by its use (the weight of a product, the bias of a
+layer), a constant if it is a number of a formula, and otherwise in doubt. Tensors in doubt are
+never trained, nor left out, without a message.
 """
 
 import re
@@ -14,6 +14,7 @@ from math import prod
 import onnx_ir as ir
 
 from onnxpar.core.errors import ModelError
+from onnxpar.core.name_patterns import listed
 from onnxpar.frontend.load import name_nodes, normalise
 from onnxpar.graph.names import names_of
 from onnxpar.ops.operand_roles import (
@@ -27,6 +28,9 @@ from onnxpar.ops.registry import Registry
 from onnxpar.ops.table import REGISTRY
 from onnxpar.parameters.merged_tensors import untie
 from onnxpar.parameters.origin import (
+    MARKED,
+    NO_PARAMETER,
+    STATISTIC,
     Origin,
     Role,
     is_floating,
@@ -49,7 +53,7 @@ _TRACED = (
     "records all of it"
 )
 _LARGE = 64
-"""Elements from which equal tensors are no accident."""
+"""The least number of elements of tensors that are not equal by accident."""
 
 _SHOWN = 3
 _PARAMETER = re.compile(
@@ -68,12 +72,12 @@ _GENERATED = re.compile(
 
 @dataclass(frozen=True)
 class Recognised:
-    """A normalised model whose floating-point initializers have their origins noted.
+    """A normalised model whose floating-point initializers have stored origins.
 
     Attributes:
         model: The model.
-        notices: What the user should know of it.
-        registry: The table of operators that it was normalised by.
+        notices: Notices for the user.
+        registry: The table of operators with which it was normalised.
     """
 
     model: ir.Model
@@ -81,22 +85,22 @@ class Recognised:
     registry: Registry
 
     def clone(self) -> "Recognised":
-        """Returns the same of a copy of the model."""
+        """Returns a record with a copy of the model."""
         return Recognised(self.model.clone(), self.notices, self.registry)
 
 
 def read_parameters(
     model: ir.Model, ties: Sequence[str] = (), registry: Registry = REGISTRY
 ) -> Recognised:
-    """Recognises a model's parameters and normalises it; the model given is used up.
+    """Recognises a model's parameters and normalises it.
 
     Args:
-        model: As it was read.
+        model: The model as it was read; it is changed, and must not be used afterwards.
         ties: As for `recognise`.
         registry: The table of operators.
 
     Raises:
-        ModelError: As `recognise`, or the model is not valid.
+        ModelError: As for `recognise`, or the model is not valid.
     """
     notices = recognise(model, ties, registry)
     return Recognised(normalise(model, registry), notices, registry)
@@ -105,10 +109,10 @@ def read_parameters(
 def recognise(
     model: ir.Model, ties: Sequence[str] = (), registry: Registry = REGISTRY
 ) -> tuple[str, ...]:
-    """Notes what each floating-point initializer was, and undoes what exporters did to them.
+    """Stores the origin of each floating-point initializer, and undoes changes of exporters.
 
     Args:
-        model: As it was read from a file; it is changed.
+        model: The model as it was read from a file; it is changed.
         ties: `A=B` each, for tensors that are one parameter (`--tie`).
         registry: The table of operators.
 
@@ -116,7 +120,7 @@ def recognise(
         Notices for the user.
 
     Raises:
-        ModelError: As `onnxpar.parameters.tying.tie_named`.
+        ModelError: An initializer has no data, or as for `onnxpar.parameters.tying.tie_named`.
     """
     for name, value in model.graph.initializers.items():
         if value.const_value is None:
@@ -142,29 +146,29 @@ def recognise(
 
 
 def _origin(value: ir.Value, signature: Signature, *, traced: bool, registry: Registry) -> Origin:
-    """Returns what an initializer was, by its mark, its name or its place.
+    """Returns the origin of an initializer, by its mark, its name or its uses.
 
     Args:
         value: The initializer.
-        signature: What PyTorch's exporter wrote; empty of other files.
-        traced: Whether the file is of PyTorch's exporter that traces, which writes no signature.
+        signature: The signature of PyTorch's exporter; empty for other files.
+        traced: Whether the file is from PyTorch's tracing exporter, which writes no signature.
         registry: The table of operators.
     """
     name = value.name or ""
     known = signature.targets.get(name)
-    # Its own mark is the later word: a parameter of two names may have been frozen.
+    # Its own mark is newer: a parameter with two names may have been frozen.
     kind = kind_of(value) or (None if known is None else known.kind)
     if kind is not None:
         role = Role.PARAMETER if kind == PARAMETER else Role.CONSTANT
-        return Origin(role, f"PyTorch's exporter marks it {kind}")
+        return Origin(role, MARKED.format(kind))
     if signature.placeholders:
-        return Origin(Role.CONSTANT, "it contains no parameter of the PyTorch module")
+        return Origin(Role.CONSTANT, NO_PARAMETER)
     elements = prod(sizes(value))
     uses = list(_uses(value, registry))
     last = re.split(r"[./:]", re.sub(r"(\.\d+|:\d+)+$", "", name))[-1]
     generated = _GENERATED.match(name) is not None
     if uses and all(is_statistic(node, index, registry) for node, index in uses):
-        return Origin(Role.CONSTANT, "it is a running statistic")
+        return Origin(Role.CONSTANT, STATISTIC)
     if (_PARAMETER.search(last) or _NORM.search(name)) and not generated:
         return Origin(Role.PARAMETER, "it has the name of a parameter")
     if elements > 1:
@@ -181,7 +185,7 @@ def _origin(value: ir.Value, signature: Signature, *, traced: bool, registry: Re
         if is_layer_bias(node, index, registry):
             return Origin(Role.PARAMETER, f"it is the scale or bias of node {node.name!r}")
     if elements <= 1:
-        # Numbers of formulas have no names of their own in what PyTorch traced.
+        # Numbers of formulas have no names of their own in traced files.
         doubt = not generated and (traced or _NUMBER.search(last))
         return (
             Origin(Role.DOUBTFUL, _doubt(uses)) if doubt else Origin(Role.CONSTANT, "one element")
@@ -195,7 +199,7 @@ def _doubt(uses: Sequence[tuple[ir.Node, int]]) -> str:
 
 
 def _uses(value: ir.Value, registry: Registry) -> Iterator[tuple[ir.Node, int]]:
-    """Yields the nodes that read a value's elements, rearranged or as they are, and where."""
+    """Yields the nodes and operand numbers that read the elements of a value, also rearranged."""
     for node, index in value.uses():
         if rearranges(node, registry) and index == 0:
             yield from _uses(node.outputs[0], registry)
@@ -212,7 +216,7 @@ def _parameters(model: ir.Model) -> list[ir.Value]:
 
 
 def _tie_tables(model: ir.Model, registry: Registry) -> Iterator[str]:
-    """Ties what an exporter folded from a table that indices are looked up in, such as a head."""
+    """Ties tensors that an exporter folded from a lookup table, such as the weight of a head."""
     names = names_of(model.graph, nodes=False)
     for first, *others in equal_tensors(_parameters(model), _LARGE):
         group = [first, *others]
@@ -231,15 +235,12 @@ def _tie_tables(model: ir.Model, registry: Registry) -> Iterator[str]:
 
 
 def _equal(model: ir.Model) -> Iterator[str]:
-    """Says which parameters are equal: tied ones in the module, or copies that began alike."""
+    """Notices parameters with equal elements, which may be tied or not in the module."""
     groups = equal_tensors(_parameters(model), _LARGE)
     if groups:
-        shown = "; ".join(
-            " = ".join(repr(v.name) for v in group[:_SHOWN]) for group in groups[:_SHOWN]
-        )
-        more = f" and {len(groups) - _SHOWN} more" if len(groups) > _SHOWN else ""
+        texts = [" = ".join(repr(v.name) for v in group[:_SHOWN]) for group in groups]
         pair = f"{groups[0][0].name}={groups[0][1].name}"
         yield (
-            f"parameters have equal elements but are trained separately: {shown}{more}; if the "
-            f"module has them tied, pass --tie {pair}"
+            f"parameters have equal elements but are trained separately: "
+            f"{listed(texts, '; ', _SHOWN)}; if the module has them tied, pass --tie {pair}"
         )

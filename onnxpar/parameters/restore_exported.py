@@ -1,19 +1,20 @@
-"""Decides what each initializer of a PyTorch export was, and puts back what the exporter did to it.
+"""Finds the origins of the initializers of a PyTorch export, and undoes its optimizations.
 
-With `optimize=True`, its default, the exporter computes what depends on initializers alone, makes
-one initializer of small ones that are equal, and drops biases that are zero. The file computes the
-same, but trains otherwise: tied weights are two tensors, layers that began alike are one, constants
-are merged with parameters. The metadata that it leaves (`onnxpar.parameters.torch_metadata`) tells
-most of it, and this module goes by that, one use of an initializer after another:
+With `optimize=True`, its default, the exporter folds nodes that depend only on initializers, makes
+one initializer of small equal ones, and drops biases that are zero. The file computes the same, but
+trains differently: tied weights become two tensors, equal parameters of different layers become
+one, constants are merged with parameters. Most of this can be seen from the metadata
+(`onnxpar.parameters.torch_metadata`). This module uses it for each use of an initializer:
 
-- a use whose operator reads other placeholders than the initializer came from was merged, and gets
-  a tensor of its own;
-- a tensor that was folded from a parameter by a rearrangement is trained where it stands, and where
-  the parameter is there too, or was folded twice, one is computed from the other again;
-- exponentials and negatives of parameters are computed again from what they were of;
-- zeros come back as the biases that operators of the exporter's list read and nodes do not.
+- a use whose operator reads other placeholders than those of the initializer was merged, and gets a
+  tensor of its own;
+- a tensor that was folded from a parameter by a rearrangement is trained in its place; if the
+  parameter is also present, or was folded twice, one is computed from the other again;
+- exponentials and negatives of parameters are computed again from the parameters;
+- biases that operators of the exported program read and nodes do not are restored as zeros.
 
-What is folded from parameters in another way, or multiplied by a batch norm, is in doubt.
+Tensors that were folded from parameters in another way, or multiplied by a batch norm, are in
+doubt.
 """
 
 from collections import defaultdict
@@ -22,32 +23,39 @@ from collections.abc import Sequence
 import numpy as np
 import onnx_ir as ir
 
-from onnxpar.core.name_patterns import SHOWN
+from onnxpar.core.name_patterns import listed
 from onnxpar.graph.names import names_of
 from onnxpar.graph.new_nodes import constant
 from onnxpar.ops.operand_roles import applied, inverted, is_statistic, missing_bias
 from onnxpar.ops.registry import Registry
 from onnxpar.parameters.folded_tensors import dims, doubt, functions_of, order, overlap
-from onnxpar.parameters.origin import Origin, Role, copy_of, note_origin
+from onnxpar.parameters.origin import (
+    MARKED,
+    NO_PARAMETER,
+    STATISTIC,
+    Origin,
+    Role,
+    array_of,
+    copy_of,
+    note_origin,
+)
 from onnxpar.parameters.torch_metadata import PARAMETER, Signature, arguments_of
 from onnxpar.parameters.tying import put, tie
 from onnxpar.parameters.use_attribution import CONSTANT, UNKNOWN, Attribution, Initializer, Key
 
 _ASK = "when it was exported; optimize=False avoids that"
-_MARKED = "PyTorch's exporter marks it {}"
-_NO_PARAMETER = "it contains no parameter of the PyTorch module"
 
 
 def restore(model: ir.Model, signature: Signature, registry: Registry) -> tuple[str, ...]:
-    """Restores a model, which is changed, and notes the origin of each floating initializer.
+    """Restores a model, which is changed, and stores the origin of each floating initializer.
 
     Args:
-        model: As it was read from a file.
-        signature: What PyTorch's exporter wrote of it; not empty.
+        model: The model as it was read from a file.
+        signature: Its signature, not empty.
         registry: The table of operators.
 
     Returns:
-        Notices of what was changed, and of parameters of the module that the file lacks.
+        Notices of the changes, and of parameters of the module that the file lacks.
     """
     work = _Restorer(model, signature, registry)
     work.split()
@@ -67,7 +75,7 @@ class _Restorer(Attribution):
     # -- biases ------------------------------------------------------------------------------------
 
     def add_biases(self) -> None:
-        """Gives layers the biases of zeros that the optimizer has dropped."""
+        """Gives layers the zero biases that the optimizer has dropped."""
         for operator in self.operators.values():
             biases = [p for p in operator.left if p.is_parameter]
             places = [n for n in operator.nodes if missing_bias(n, self.registry) is not None]
@@ -100,7 +108,7 @@ class _Restorer(Attribution):
     # -- uses --------------------------------------------------------------------------------------
 
     def split(self) -> None:
-        """Gives each use of an initializer a tensor of what it stands for there."""
+        """Gives each use of an initializer the tensor that it was before the exporter merged it."""
         outputs = (out for node in self.graph.all_nodes() for out in node.outputs)
         live = {v.name for v in (*self.graph.inputs, *outputs) if v.name is not None}
         for tensor in list(self.tensors):
@@ -130,7 +138,7 @@ class _Restorer(Attribution):
                 )
 
     def _copy(self, tensor: Initializer, key: Key) -> ir.Value:
-        """Returns a new initializer for uses that stand for other placeholders."""
+        """Returns a new initializer for the uses that were other placeholders."""
         name, folded = tensor.value.name or "", tensor.folded
         first = self.signature.placeholders.get(min(key)) if len(key) == 1 else None
         if first is not None and not folded and first.target not in self.names:
@@ -155,8 +163,7 @@ class _Restorer(Attribution):
 
     def _compute_again(self, tensor: Initializer, chain: Sequence[str]) -> None:
         value, target = tensor.value, tensor.own[0].target
-        assert value.const_value is not None and value.dtype is not None
-        array = value.const_value.numpy()
+        array = array_of(value)
         for function in reversed(chain):
             array = inverted(function, array)
         if not np.isfinite(array.astype(np.float32)).all():
@@ -178,7 +185,7 @@ class _Restorer(Attribution):
         )
 
     def tie(self) -> None:
-        """Makes one of the tensors that are the same parameter, and notes what each was."""
+        """Makes one tensor of those that are the same parameter, and stores all origins."""
         same: dict[Key, list[Initializer]] = defaultdict(list)
         for tensor in self.tensors:
             same[tensor.key].append(tensor)
@@ -193,7 +200,7 @@ class _Restorer(Attribution):
                 note_origin(tensor.value, origins[id(tensor.value)])
 
     def _tied(self, base: Initializer, others: Sequence[Initializer]) -> dict[int, Origin]:
-        """Computes tensors from the one that they are rearranged of; returns what is in doubt."""
+        """Computes tensors from the one that they rearrange; returns the origins of others."""
         doubtful: dict[int, Origin] = {}
         for tensor in others:
             if tie(self.graph, base.value, tensor.value, self.names):
@@ -209,10 +216,10 @@ class _Restorer(Attribution):
                 )
         return doubtful
 
-    # -- what they were ----------------------------------------------------------------------------
+    # -- origins -----------------------------------------------------------------------------------
 
     def _origin(self, tensor: Initializer) -> Origin:
-        """Returns what a tensor was."""
+        """Returns the origin of a tensor."""
         unknown = sorted(name[1:] for name in tensor.key if name.startswith(UNKNOWN))
         if unknown:
             return Origin(
@@ -224,17 +231,17 @@ class _Restorer(Attribution):
         kinds = {p.kind for p in placeholders}
         uses = list(tensor.value.uses())
         if uses and all(is_statistic(node, index, self.registry) for node, index in uses):
-            return Origin(Role.CONSTANT, "it is a running statistic")
+            return Origin(Role.CONSTANT, STATISTIC)
         if PARAMETER not in kinds:
             marked = len(kinds) == 1 and not tensor.folded
-            return Origin(Role.CONSTANT, _MARKED.format(min(kinds)) if marked else _NO_PARAMETER)
+            return Origin(Role.CONSTANT, MARKED.format(min(kinds)) if marked else NO_PARAMETER)
         if tensor.rewritten:
             return Origin(
                 Role.DOUBTFUL,
                 f"it was fused with another tensor, such as a batch norm, {_ASK}",
             )
         if not tensor.folded:
-            return Origin(Role.PARAMETER, _MARKED.format(PARAMETER))
+            return Origin(Role.PARAMETER, MARKED.format(PARAMETER))
         parameters = tuple(p.target for p in placeholders if p.is_parameter)
         others = tuple(p.target for p in placeholders if not p.is_parameter)
         why = doubt(tensor.value, tensor.functions, parameters, others)
@@ -244,7 +251,7 @@ class _Restorer(Attribution):
         return Origin(Role.PARAMETER, f"folded from {names}", count, parameters)
 
     def missing(self) -> tuple[str, ...]:
-        """Returns a notice of the parameters of the module that no tensor stands for."""
+        """Returns a notice of the parameters of the module that the file lacks."""
         there = {name for tensor in self.tensors for name in tensor.key}
         known = {t.value.name for t in self.tensors}
         names = [
@@ -257,9 +264,8 @@ class _Restorer(Attribution):
         ]
         if not names:
             return ()
-        more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
         return (
-            f"the file lacks {', '.join(names[:SHOWN])}{more}, which are parameters of the "
+            f"the file lacks {listed(names)}, which are parameters of the "
             "PyTorch module: they are unused, or another name of a tied parameter, or were "
             "dropped by the exporter's optimizer (optimize=False prevents that)",
         )

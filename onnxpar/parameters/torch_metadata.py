@@ -1,10 +1,10 @@
-"""What `torch.onnx.export` wrote about where tensors come from.
+"""The metadata of `torch.onnx.export` about the origin of tensors.
 
-PyTorch's exporter keeps, as metadata, the signature of the program that it translated: which of its
-placeholders is a parameter, a buffer or a constant of the module, and under which name. Each node
-has the text of the operator (of PyTorch's `fx` graph) that it was made for, which names the
-placeholders that the operator reads, and the module that it stands in. onnxscript's optimizer
-records from which values it folded an initializer. See `torch.export.graph_signature` and
+PyTorch's exporter records the signature of the program that it translated: which of its
+placeholders is a parameter, a buffer or a constant of the module, and its name there. Each node has
+the text of the operator (of PyTorch's `fx` graph) from which it was translated, which names the
+placeholders that the operator reads, and the module of the operator. onnxscript's optimizer records
+the values from which it folded an initializer. See `torch.export.graph_signature` and
 `onnxscript.optimizer.FOLDED_FROM_KEY`.
 """
 
@@ -33,7 +33,7 @@ _COUNTED = re.compile(r"_\d+$")
 
 @dataclass(frozen=True)
 class Placeholder:
-    """An input of the program that PyTorch exported, which is not an input of the user's.
+    """An input of the program that PyTorch exported that is not one of the user's inputs.
 
     Attributes:
         name: Its name in the program: `p_fc1_weight`.
@@ -53,7 +53,7 @@ class Placeholder:
 
 @dataclass(frozen=True)
 class Signature:
-    """The placeholders of an exported program, by name; empty of other models."""
+    """The placeholders of an exported program, by name; empty for other models."""
 
     placeholders: Mapping[str, Placeholder]
 
@@ -77,13 +77,13 @@ def read_signature(model: ir.Model) -> Signature:
         if kind is not None:
             placeholder = value.metadata_props.get(_PLACEHOLDER, name)
             target = found[placeholder].target if placeholder in found else name
-            # The mark of the tensor itself is the later word: a parameter may have been frozen.
+            # The mark of the tensor itself is newer: a parameter may have been frozen.
             found[placeholder] = Placeholder(placeholder, kind, target)
     return Signature(found)
 
 
 def kind_of(value: ir.Value) -> str | None:
-    """Returns what an initializer is marked as; None where it is not."""
+    """Returns the kind with which an initializer is marked; None if it is not."""
     kind = value.metadata_props.get(_KIND)
     return kind if kind in _KINDS else None
 
@@ -106,18 +106,18 @@ def folded_from(value: ir.Value) -> tuple[str, ...]:
 
 
 def operator_of(node: ir.Node) -> str:
-    """Returns the text of the operator that a node was made for; nodes of one operator share it."""
+    """Returns the text of the operator of a node; all nodes of one operator have the same text."""
     return node.metadata_props.get(_OPERATOR, "")
 
 
 def target_of(node: ir.Node) -> str:
-    """Returns the operator of PyTorch that a node was made for, as `linear`; empty if unknown."""
+    """Returns the operator of PyTorch from which a node comes, as `linear`; empty if unknown."""
     found = _TARGET.search(operator_of(node))
     return found[1] if found else operator_of(node)
 
 
 def has_factor(node: ir.Node) -> bool:
-    """Tells whether a node's operator was given a factor of an operand by name."""
+    """Whether the operator of a node has a factor of an operand as a named argument."""
     return re.search(r"\b(alpha|beta|value): ", operator_of(node)) is not None
 
 
@@ -128,17 +128,17 @@ def arguments_of(node: ir.Node) -> tuple[str, ...]:
 
 
 def module_of(node: ir.Node) -> str:
-    """Returns the module that a node stands in, as `layers.0.fc`; empty for the outermost."""
+    """Returns the module of a node, as `layers.0.fc`; empty for the outermost."""
     text = node.metadata_props.get(_SCOPES, "")
     names = [part.strip().strip("'\"") for part in text.strip("[]").split(",")]
     return names[-2] if len(names) > 1 else ""
 
 
 def function_of(name: str) -> str:
-    """Returns the function of PyTorch that a value was named for: `exp` of `exp_3`."""
+    """Returns the function of PyTorch after which a value is named: `exp` for `exp_3`."""
     return _COUNTED.sub("", name).strip("_")
 
 
 def is_inner(name: str) -> bool:
-    """Tells whether a value stands inside the translation of one operator."""
+    """Whether a value is inside the translation of one operator."""
     return re.fullmatch(r"(val|tmp)_\d+|tmp", name) is not None

@@ -1,4 +1,4 @@
-"""Which initializers are trained, and by which rule, told in full."""
+"""Selects the initializers that are trained, with a reason for each."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -30,12 +30,12 @@ class ParameterInfo:
         dtype: Its element type, floating.
         shape: Its global shape.
         decay: Whether weight decay applies to it.
-        norm_group: Parameters of one group are added up first in the gradient norm. Where those
-            whose gradients are split over the same devices share a group, the norm costs one
-            reduction for each group instead of one for each parameter.
-        stages: The pipeline stages that have a copy of it, where there are several: its gradient
-            is the sum of theirs.
-        counted: Whether its gradient counts in the norm of this stage; of copies, one does.
+        norm_group: The gradient norm first adds the parameters of each group. If parameters whose
+            gradients are sharded over the same devices are one group, the norm needs one reduction
+            for each group instead of one for each parameter.
+        stages: The pipeline stages that have a copy of it, if there are several: its gradient is
+            the sum of theirs.
+        counted: Whether its gradient counts in the norm of this stage; that of one copy does.
     """
 
     name: str
@@ -49,7 +49,7 @@ class ParameterInfo:
 
 @dataclass(frozen=True)
 class Counts:
-    """How much is trained, of all parameters.
+    """How many elements and tensors are trained, and how many there are.
 
     Attributes:
         trained: Elements that are trained.
@@ -69,18 +69,18 @@ class Selection:
     """The outcome of `select`.
 
     Attributes:
-        trained: The parameters chosen, in the order of the model's initializers.
-        tensors: Every floating-point initializer that the model's file had, with the reason where
-            it is not trained.
-        doubtful: Of each chosen tensor that may as well be a constant, what is in doubt.
+        trained: The selected parameters, in the order of the model's initializers.
+        tensors: Every floating-point initializer of the model's file; if it is not trained, with
+            the reason.
+        doubtful: For each selected tensor that may also be a constant, the reason for the doubt.
     """
 
     trained: tuple[ParameterInfo, ...]
     tensors: tuple[TrainingTensor, ...]
     doubtful: Mapping[str, str]
 
-    def told(self, unreached: Mapping[str, str]) -> tuple[TrainingTensor, ...]:
-        """Returns all tensors, those chosen that the loss does not depend on with that reason.
+    def outcome(self, unreached: Mapping[str, str]) -> tuple[TrainingTensor, ...]:
+        """Returns all tensors; those on which the loss does not depend are not trained.
 
         Args:
             unreached: Parameter -> why no gradient reaches it.
@@ -94,27 +94,26 @@ class Selection:
 
     def counts(self, unreached: Mapping[str, str]) -> Counts:
         """Returns how much is trained."""
-        told = [t for t in self.told(unreached) if t.parameter]
-        trained = [t.elements for t in told if t.trained]
-        return Counts(sum(trained), sum(t.elements for t in told), len(trained), len(told))
+        tensors = [t for t in self.outcome(unreached) if t.parameter]
+        trained = [t.elements for t in tensors if t.trained]
+        return Counts(sum(trained), sum(t.elements for t in tensors), len(trained), len(tensors))
 
     def shared(self, unreached: Mapping[str, str]) -> tuple[TrainingTensor, ...]:
         """Returns the tensors that are trained and that more than one node reads."""
-        return tuple(t for t in self.told(unreached) if t.trained and len(t.used_by) > 1)
+        return tuple(t for t in self.outcome(unreached) if t.trained and len(t.used_by) > 1)
 
     def ask(self, reached: Iterable[str]) -> None:
-        """Raises ModelError where a tensor in doubt is one that a gradient reaches."""
-        asked = [name for name in reached if name in self.doubtful]
-        if not asked:
-            return
+        """Raises ModelError if a gradient reaches a tensor in doubt."""
         shapes = {p.name: list(p.shape) for p in self.trained}
-        lines = [f"  {n} {shapes[n]}: {self.doubtful[n]}" for n in asked[:SHOWN]]
-        lines += [f"  and {len(asked) - SHOWN} more"] if len(asked) > SHOWN else []
-        raise ModelError(
-            "the file does not show whether these tensors are trained; expected --trainable "
-            "NAME to train a tensor, or --freeze NAME to keep it fixed (NAME may be a pattern), "
-            "got neither:\n" + "\n".join(lines)
-        )
+        asked = [f"  {n} {shapes[n]}: {self.doubtful[n]}" for n in reached if n in self.doubtful]
+        if len(asked) > SHOWN:
+            asked[SHOWN:] = [f"  and {len(asked) - SHOWN} more"]
+        if asked:
+            raise ModelError(
+                "the file does not show whether these tensors are trained; expected --trainable "
+                "NAME to train a tensor, or --freeze NAME to keep it fixed (NAME may be a "
+                "pattern), got neither:\n" + "\n".join(asked)
+            )
 
 
 def select(
@@ -125,19 +124,20 @@ def select(
     decay: Sequence[str] = (),
     no_decay: Sequence[str] = (),
 ) -> Selection:
-    """Chooses what is trained: the parameters of the file, and what the user says of them.
+    """Selects the tensors that are trained: the parameters of the file, changed by user options.
 
-    What is in doubt is chosen as well, and named as such. Whether the loss depends on a parameter
-    is not looked at here.
+    Tensors in doubt are selected too, and listed as doubtful. Whether the loss depends on a
+    parameter is not checked here.
 
     Args:
         model: The normalised model, whose initializers were recognised before
             (`onnxpar.parameters.recognise`); it is not changed.
         registry: The table of operators.
-        trainable: Names and patterns (`fnmatch`) of what to train besides; they win over `freeze`.
-        freeze: Names and patterns of what not to train.
-        decay: Names and patterns of parameters with weight decay, though they have fewer dims.
-        no_decay: Names and patterns of parameters without it, though they have two dims or more.
+        trainable: Names and patterns (`fnmatch`) of further tensors to train; they win over
+            `freeze`.
+        freeze: Names and patterns of tensors not to train.
+        decay: Names and patterns of parameters of fewer than two dims that have weight decay.
+        no_decay: Names and patterns of parameters of two or more dims that have no weight decay.
 
     Raises:
         ModelError: A pattern matches no floating-point initializer, or one has both kinds of decay.
@@ -196,11 +196,11 @@ def _matching(
     Args:
         option: For messages.
         patterns: Names and patterns.
-        names: Of each tensor its own name, and those of the parameters that it was folded from. The
-            latter count where the pattern matches them all.
+        names: For each tensor its own name, then those of the parameters from which it was folded.
+            The latter count if the pattern matches all of them.
 
     Raises:
-        ModelError: A pattern matches none.
+        ModelError: A pattern matches no tensor.
     """
     found: set[str] = set()
     for pattern in patterns:
@@ -231,10 +231,10 @@ def _unfit(
 
     Args:
         value: The initializer.
-        origin: What it was in the module.
+        origin: Its origin.
         registry: The table of operators.
-        frozen: Whether a pattern of what not to train matches it.
-        named: Whether one of what to train does.
+        frozen: Whether a pattern of `freeze` matches it.
+        named: Whether a pattern of `trainable` matches it.
     """
     uses = value.uses()
     if uses and all(is_statistic(node, index, registry) for node, index in uses):

@@ -13,14 +13,14 @@ from onnxpar.core.name_patterns import nearest
 from onnxpar.graph.names import Names, names_of
 from onnxpar.graph.new_nodes import constant
 from onnxpar.ops.operand_roles import reshaped, transposed
-from onnxpar.parameters.origin import is_floating, is_uniform, sizes
+from onnxpar.parameters.origin import array_of, is_floating, is_uniform, sizes
 
 _RANKS = 5
 """Permutations are tried up to this number of dims."""
 
 
 def tie(graph: ir.Graph, base: ir.Value, other: ir.Value, names: Names) -> bool:
-    """Replaces an initializer by what is computed from another, by Transpose and Reshape.
+    """Replaces an initializer by Transpose and Reshape of another one.
 
     Args:
         graph: The graph of both, which is changed.
@@ -29,7 +29,7 @@ def tie(graph: ir.Graph, base: ir.Value, other: ir.Value, names: Names) -> bool:
         names: Names that new values must not have; theirs are added.
 
     Returns:
-        Whether its elements are those of the other in some order of dims; else nothing is changed.
+        Whether the two have equal elements in some order of dims; if not, nothing is changed.
     """
     found = _rearrangement(base, other)
     if found is None:
@@ -48,7 +48,7 @@ def tie(graph: ir.Graph, base: ir.Value, other: ir.Value, names: Names) -> bool:
 
 
 def put(graph: ir.Graph, node: ir.Node, of: ir.Value, names: Names) -> ir.Value:
-    """Puts a new node right behind its operand, names it, and returns its result."""
+    """Inserts a new node right after its operand, names it, and returns its result."""
     node.name = node.outputs[0].name = names.fresh(f"{of.name or ''}.again")
     if of.dtype is not None:
         node.outputs[0].dtype = of.dtype
@@ -61,7 +61,7 @@ def put(graph: ir.Graph, node: ir.Node, of: ir.Value, names: Names) -> ir.Value:
 
 
 def tie_named(model: ir.Model, pairs: Sequence[str]) -> tuple[str, ...]:
-    """Ties initializers as the user says.
+    """Ties the initializers that the user names.
 
     Args:
         model: The model, which is changed.
@@ -87,8 +87,8 @@ def tie_named(model: ir.Model, pairs: Sequence[str]) -> tuple[str, ...]:
                     f"{name!r}{nearest(name, known)}"
                 )
         a, b = graph.initializers[first], graph.initializers[second]
-        shapes = f"{list(sizes(a))} and {list(sizes(b))}"
         if not tie(graph, a, b, names):
+            shapes = f"{list(sizes(a))} and {list(sizes(b))}"
             raise ModelError(
                 f"--tie {text!r}: expected tensors with equal elements, possibly transposed, "
                 f"got different ones, of shapes {shapes}"
@@ -98,17 +98,17 @@ def tie_named(model: ir.Model, pairs: Sequence[str]) -> tuple[str, ...]:
 
 
 def equal_tensors(values: Iterable[ir.Value], least: int) -> list[list[ir.Value]]:
-    """Returns initializers that are equal, maybe transposed, in groups of two or more.
+    """Returns initializers that are equal, possibly transposed, in groups of two or more.
 
-    Tensors of fewer elements than `least`, and those whose elements are all the same, are left out.
+    Tensors with fewer elements than `least`, and those whose elements are all the same, are left
+    out.
     """
-    # First and last element stay where they are in any order of dims.
+    # The first and the last element are the same in any order of dims.
     alike: dict[object, list[ir.Value]] = defaultdict(list)
     for value in values:
         shape = sizes(value)
         if len(shape) > 1 and prod(shape) >= least:
-            assert value.const_value is not None
-            flat = value.const_value.numpy().ravel()
+            flat = array_of(value).ravel()
             ends = (float(flat[0]), float(flat[-1]))
             alike[value.dtype, tuple(sorted(shape)), ends].append(value)
     groups = []
@@ -125,12 +125,11 @@ def equal_tensors(values: Iterable[ir.Value], least: int) -> list[list[ir.Value]
 
 
 def _rearrangement(base: ir.Value, other: ir.Value) -> tuple[tuple[int, ...] | None, bool] | None:
-    """Returns how one tensor is made of another: the order of dims, and whether to reshape then."""
+    """Returns how to compute a tensor from another: the order of dims, and whether to reshape."""
     a, b = sizes(base), sizes(other)
     if base.dtype != other.dtype or prod(a) != prod(b):
         return None
-    assert base.const_value is not None and other.const_value is not None
-    x, y = base.const_value.numpy(), other.const_value.numpy()
+    x, y = array_of(base), array_of(other)
     if np.array_equal(x.ravel(), y.ravel()):
         return None, a != b
     for perm in permutations(range(len(a))) if 1 < len(a) <= _RANKS else ():

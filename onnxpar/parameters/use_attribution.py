@@ -1,9 +1,9 @@
-"""What each use of an initializer stands for, in a file of `torch.onnx.export`.
+"""Which parameter each use of an initializer was, in a file of `torch.onnx.export`.
 
-The optimizer of PyTorch's exporter makes one initializer of small ones that are equal. Which of
-them a node means is told by the operator that it was made for: its text names the placeholders that
-it reads, and the values that were computed before. What a node's operands do not account for is
-what a merged initializer stands for there.
+The optimizer of PyTorch's exporter makes one initializer of small equal ones. Which of them a node
+reads follows from the operator from which it was translated: its text names the placeholders and
+computed values that it reads. A placeholder that no operand of the node explains is the one that a
+merged initializer was there.
 """
 
 from collections import defaultdict
@@ -29,8 +29,8 @@ from onnxpar.parameters.torch_metadata import (
 )
 
 Key = frozenset[str]
-"""Names of the placeholders that a tensor stands for; empty for a constant. A name that begins with
-`UNKNOWN` is no placeholder, but a value whose source the file does not tell."""
+"""Names of the placeholders from which a tensor comes; empty for a constant. A name with the prefix
+`UNKNOWN` is not a placeholder, but a value whose source the file does not show."""
 
 CONSTANT: Key = frozenset()
 UNKNOWN = "?"
@@ -42,11 +42,11 @@ class Initializer:
 
     Attributes:
         value: The initializer in the graph.
-        own: The placeholders that it came from, by its mark, by what it was folded from or by name.
+        own: The placeholders from which it comes, by its mark, its record of folding, or its name.
         folded: Whether it was folded from them.
         rewritten: Whether it has the name of a placeholder but not its mark: a rewriting of the
             optimizer has replaced it.
-        key: The placeholders that it stands for.
+        key: The placeholders that its uses were.
         functions: Functions of PyTorch that the module's own code applied to them, if any.
     """
 
@@ -59,20 +59,20 @@ class Initializer:
 
     @property
     def own_key(self) -> Key:
-        """The placeholders that it came from, by name."""
+        """The placeholders from which it comes, by name."""
         return frozenset(p.name for p in self.own)
 
 
 @dataclass
 class Operator:
-    """An operator of the exported program: the nodes made for it, and what they leave unexplained.
+    """An operator of the exported program: its nodes, and the arguments that they do not explain.
 
     Attributes:
         nodes: Its nodes.
-        left: Placeholders that it reads and that no operand came from, in the order of arguments.
+        left: Placeholders that it reads but that are no operand's, in the order of arguments.
         aliases: Arguments that are neither placeholders nor operands: values that the optimizer has
-            replaced by others. Empty where computed operands account for them.
-        taken: By identity of a merged initializer, which of `left` it stands for.
+            replaced by others. Empty if they can be computed operands.
+        taken: By identity of a merged initializer, which of `left` it was.
     """
 
     nodes: list[ir.Node] = field(default_factory=list)
@@ -82,12 +82,12 @@ class Operator:
 
 
 class Attribution:
-    """The floating initializers of a graph, and what their uses stand for.
+    """The floating initializers of a graph, and the placeholders that their uses were.
 
     Attributes:
         tensors: The initializers.
         by_value: The same by identity of the value.
-        operators: The operators that nodes were made for, by text.
+        operators: The operators from which nodes were translated, by text.
     """
 
     def __init__(self, graph: ir.Graph, signature: Signature, registry: Registry) -> None:
@@ -114,7 +114,7 @@ class Attribution:
         )
 
     def is_alias(self, target: str) -> bool:
-        """Tells whether the module of a parameter reads another's, to which it was tied."""
+        """Whether the module of a parameter reads that of another module, to which it was tied."""
         module, _, last = target.rpartition(".")
         return any(
             module_of(node) == module
@@ -136,14 +136,14 @@ class Attribution:
         if own or sources:
             return Initializer(value, own, True, False)
         if name in targets:
-            # A tool may have dropped all marks: then what its readers were made for tells.
+            # A tool may have dropped all marks; then the operators of its readers decide.
             reads = [self.signature.read_by(node) for node, _ in value.uses()]
             other = any(found and targets[name] not in found for found in reads)
             return Initializer(value, (targets[name],), False, marks or other)
         return Initializer(value, (), False, False)
 
     def _explain(self, operator: Operator) -> None:
-        """Finds what of an operator's arguments its nodes' operands do not account for."""
+        """Finds the arguments of an operator that the operands of its nodes do not explain."""
         read = self.signature.read_by(operator.nodes[0])
         arguments = dict.fromkeys(arguments_of(operator.nodes[0]))
         made = {id(out) for node in operator.nodes for out in node.outputs}
@@ -155,33 +155,33 @@ class Attribution:
         for value in outside.values():
             tensor = self.by_value.get(id(value))
             if tensor is not None:
-                # An argument of its own was computed from them before.
+                # If it is an argument itself, it was computed from its placeholders before.
                 claimed |= set() if value.name in arguments else tensor.own_key
             elif not value.is_initializer() and value.name not in arguments:
                 unnamed += 1
         operator.left = [p for p in dict.fromkeys(read) if p.name not in claimed]
         placeholders = self.signature.placeholders
         others = [a for a in arguments if a not in placeholders and a not in named]
-        # Computed operands account for as many; where more are left, some stand for initializers.
+        # Computed operands explain as many; if more are left, some were initializers.
         operator.aliases = tuple(others) if len(others) > unnamed else ()
 
     def key(self, tensor: Initializer, node: ir.Node, index: int) -> Key:
-        """Returns the placeholders that an initializer stands for in one place."""
+        """Returns the placeholders that one use of an initializer was."""
         own, text = tensor.own_key, operator_of(node)
         if not text or tensor.value.name in arguments_of(node):
             return own
         operator = self.operators[text]
         if is_statistic(node, index, self.registry):
             return self._statistic(tensor, node, index)
-        # Ones that are the scale of a norm without one were merged with its running variance.
+        # The ones that scale a norm without a parameter were merged with its running variance.
         statistic = not any(p.is_parameter for p in tensor.own) and any(
             v is tensor.value and is_statistic(node, i, self.registry)
             for i, v in enumerate(node.inputs)
         )
         if not statistic and own & {p.name for p in self.signature.read_by(node)}:
             return own
-        # From here on it was merged, or its operator reads it by a name that is gone. Only tensors
-        # of equal elements, and parameters that were copied, are equal by chance.
+        # Now it was merged, or its operator reads it by a name that no longer exists. Only uniform
+        # tensors, and parameters that were copied, are equal by chance.
         if not own and operator.left and not operator.taken:
             self._take_constants(operator)
         if own and operator.left and id(tensor) not in operator.taken:
@@ -193,7 +193,7 @@ class Attribution:
         return own if own and not is_uniform(tensor.value) else CONSTANT
 
     def _statistic(self, tensor: Initializer, node: ir.Node, index: int) -> Key:
-        """Returns the buffer that a running statistic is, by its place among statistics."""
+        """Returns the buffer of a running statistic, by its place among the statistics."""
         places = [i for i in range(len(node.inputs)) if is_statistic(node, i, self.registry)]
         buffers = [p for p in self.signature.read_by(node) if not p.is_parameter]
         if len(places) != len(buffers):
@@ -201,10 +201,10 @@ class Attribution:
         return frozenset({buffers[places.index(index)].name})
 
     def _alias(self, operator: Operator, tensor: Initializer, node: ir.Node) -> Key:
-        """Returns what an initializer stands for that its operator reads by a name that is gone.
+        """Returns the placeholders of an initializer that its operator reads by an unknown name.
 
-        It may be the same tensor, handed on by a function that changes nothing; that of another
-        module, where both were computed alike; or of equal elements by chance.
+        It may be the same tensor, returned by a function that changes nothing; the tensor of
+        another module that was computed in the same way; or a tensor that is equal by chance.
         """
         own, functions = tensor.own_key, {function_of(a) for a in operator.aliases}
         like = {*REARRANGING, *MAKING, function_of(tensor.value.name or "")}
@@ -215,7 +215,7 @@ class Attribution:
         return unknown if chance and self._lacking else own
 
     def _take(self, operator: Operator, tensor: Initializer) -> Key:
-        """Returns the placeholder of an operator that is most like the tensor's own, by name."""
+        """Returns the placeholder of an operator whose name is most like that of the tensor."""
         wanted = tensor.own[0].target.split(".")
         best = max(
             operator.left,
@@ -225,10 +225,10 @@ class Attribution:
         return frozenset({best.name})
 
     def _take_constants(self, operator: Operator) -> None:
-        """Finds the constants that stand for the parameters of an operator that nobody has.
+        """Finds the constants that were the unexplained parameters of an operator.
 
-        A constant that came first was merged with parameters of other operators. Scale and bias of
-        the operator that group norms are written with are constants for certain.
+        A constant that was first in the file has been merged with parameters of other operators.
+        The scale and bias of the InstanceNormalization in a group norm are always constants.
         """
         candidates = {
             id(tensor): None
@@ -244,7 +244,7 @@ class Attribution:
                 operator.taken[key] = frozenset({placeholder.name})
 
     def _of_module(self, tensor: Initializer, node: ir.Node) -> Key:
-        """Returns the placeholder of the module that a node stands in, most like the own one."""
+        """Returns the placeholder of the same name and kind in the module of a node."""
         module = module_of(node)
         if not module or any(p.target.startswith(f"{module}.") for p in tensor.own):
             return tensor.own_key

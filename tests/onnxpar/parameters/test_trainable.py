@@ -157,10 +157,10 @@ def test_patterns_that_match_nothing(option: str, pattern: str, message: str) ->
         chosen(sample(), **{option: [pattern]})
 
 
-def test_what_the_loss_does_not_reach_is_told() -> None:
+def test_what_the_loss_does_not_reach_is_reported() -> None:
     selection = chosen(sample(), freeze=["b1"])
     unreached = {"table": "behind ArgMax"}
-    entries = {entry.name: entry for entry in selection.told(unreached)}
+    entries = {entry.name: entry for entry in selection.outcome(unreached)}
     assert entries["table"] == TrainingTensor(
         name="table",
         elements=12,
