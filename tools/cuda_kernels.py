@@ -2,19 +2,19 @@
 """Writes the table of the kernels that onnxruntime's CUDA provider has.
 
     tools/cuda_kernels.py            # writes onnxpar/ops/device/cuda_kernels.json
-    tools/cuda_kernels.py --check    # exit code 1 where the file is not what it would write
+    tools/cuda_kernels.py --check    # exit code 1 if the file is out of date
 
-The kernels are listed by the provider itself, which loads without a GPU from the stand-in
-libraries of `tests/gpu/standin`; needs g++ and nm, and onnxruntime-gpu. Run it when the version of
-onnxruntime changes.
+The provider itself lists its kernels. It loads without a GPU, with the stand-in libraries of
+`tests/gpu/standin`. This needs g++, nm and onnxruntime-gpu. Run it when the version of onnxruntime
+changes.
 
-The table has, of each operator for which there is a kernel, each version of its schema: the names
-of the types of its operands and results (the last one repeats where there may be any number), and
-for each kernel the types that it takes for each name. Kernels that differ in one name are written
-as one. Operators of the default domain are by name, others as `domain:name`.
+For each operator that has a kernel, the table has each version of its schema: the names of the
+types of its operands and results (the last one repeats if there may be any number), and for each
+kernel the types that it takes for each name. Kernels that differ in one name are merged. Operators
+of the default domain are listed by name, others as `domain:name`.
 
-Under "expanded" it has the versions of operators of the default domain for which neither provider,
-the CPU's or CUDA's, has a kernel, and ONNX a function: onnxruntime puts that in their place.
+Under "expanded" it has the versions of default-domain operators for which neither the CPU provider
+nor the CUDA provider has a kernel, but ONNX has a function, which onnxruntime then uses.
 """
 
 import argparse
@@ -90,10 +90,9 @@ def _has_function(name: str, since: int) -> bool:
 
 
 def _covers(versions: tuple[int, int], since: int) -> bool:
-    """Whether onnxruntime takes a kernel for an operator of this version.
+    """Whether onnxruntime uses a kernel for an operator of this version.
 
-    A kernel without an end is one for the version with which it begins, since nobody knows what
-    the next will be.
+    A kernel without a last version is only for its first version: later ones may differ.
     """
     start, end = versions
     return start == since or (end != _OPEN and start <= since <= end)
@@ -112,7 +111,7 @@ def _types(kernel: Any) -> Kernel:
 
 
 def _merged(kernels: list[Kernel]) -> list[Kernel]:
-    """Joins kernels that differ in the types of one name, until none do."""
+    """Merges kernels that differ in the types of one name, until none do."""
     found: list[Kernel] = []
     for kernel in kernels:
         for other in found:

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Writes the results of the golden files anew, from the commands and models that they have.
+"""Writes the results of the golden files again, from the commands and models in them.
 
     python tools/golden.py [PATTERN ...] [--check]
 
-A golden file, `tests/golden/<area>/<case>.txt`, shows in text what the command line makes of a
+A golden file, `tests/golden/<area>/<case>.txt`, shows as text what the command line makes of a
 small model:
 
     # One sentence that says what the case shows.
@@ -15,10 +15,11 @@ small model:
     === out/rank0000.model.onnx
     <what the command wrote, as text>
 
-What stands before the first `===` is the author's, and is kept. Each `===` names a file that the
-command writes, or `printed`, what it prints; what follows is the result. Of `manifest.json` it is
-what the runtime goes by, of weight files their tensors. A new case has these lines with nothing
-below them. PATTERN is a part of the path of the files; all by default.
+The author writes everything before the first `===`, and this tool keeps it. Each `===` names a
+file that the command writes, or `printed` for what it prints; the result follows. For
+`manifest.json` the result shows what the runtime needs, and for weight files their tensors. A new
+case has nothing below its `===` lines. PATTERN is a part of the path of the files; the default is
+all files.
 """
 
 import argparse
@@ -56,9 +57,9 @@ class Golden:
 
     Attributes:
         sentence: The comment at its beginning.
-        commands: What is run, in order.
+        commands: The commands, in order.
         given: The files that the commands read, by name, as text.
-        results: What is shown of what they write, by name.
+        results: The text of the files that they write, by name.
     """
 
     sentence: str
@@ -68,7 +69,7 @@ class Golden:
 
     @property
     def text(self) -> str:
-        """The whole file."""
+        """The complete file."""
         parts = [f"# {self.sentence}\n", *(f"$ {command}\n" for command in self.commands)]
         parts += [f"{GIVEN}{name}\n{text}" for name, text in self.given.items()]
         parts += [f"{RESULT}{name}\n{text}" for name, text in self.results.items()]
@@ -79,7 +80,7 @@ def read(text: str) -> Golden:
     """Parses a golden file.
 
     Raises:
-        ValueError: It does not begin with a sentence and a command, or shows nothing.
+        ValueError: It does not begin with a sentence and a command, or has no results.
     """
     first, *lines = text.splitlines()
     commands: list[str] = []
@@ -98,16 +99,16 @@ def read(text: str) -> Golden:
         else:
             raise ValueError(f"expected `$ command`, `--- file` or `=== file`, got {line!r}")
     if not (first.startswith("# ") and commands and results):
-        raise ValueError("expected a sentence behind #, a command and a result")
+        raise ValueError("expected a sentence after #, a command and a result")
     joined = [{name: "".join(body) for name, body in part.items()} for part in (given, results)]
     return Golden(first.removeprefix("# "), tuple(commands), *joined)
 
 
 def made(case: Golden) -> Golden:
-    """Returns the case with its results as the command line makes them now.
+    """Returns the case with the results that the command line makes now.
 
     Raises:
-        RuntimeError: A command fails, or writes no file of that name.
+        RuntimeError: A command fails, or does not write a file of the results.
     """
     with tempfile.TemporaryDirectory() as folder, chdir(folder):
         for name, text in case.given.items():
@@ -121,9 +122,9 @@ def made(case: Golden) -> Golden:
 
 
 def parsed(text: str) -> onnx.ModelProto:
-    """Parses a model; values that have a type, and that no node makes, are weights.
+    """Parses a model; a value that has a type, and that no node makes, is a weight.
 
-    Their elements count up: none of them is all zeros or ones, as what a norm begins with.
+    Its elements count up, so no weight is all zeros or all ones, like the scale of a new norm.
     """
     model = onnx.parser.parse_model(text)
     graph = model.graph
@@ -148,7 +149,7 @@ def printed_by(command: str) -> str:
     """Runs a command in this process and returns what it prints.
 
     Raises:
-        RuntimeError: It is no command of onnxpar, or fails.
+        RuntimeError: It is not a command of onnxpar, or fails.
     """
     program, *arguments = shlex.split(command)
     if program != "onnxpar":
@@ -164,11 +165,11 @@ def printed_by(command: str) -> str:
 def _shown(path: Path, printed: str) -> str:
     """Returns the text of what was written or printed."""
     if str(path) == PRINTED:
-        # Neither how long it took nor how many cores the machine has.
+        # Leave out what depends on the machine: the time, and the number of cores.
         return _SECONDS.sub("(time)", printed).replace(" --oversubscribe", "")
     if not path.is_file():
         there = sorted(str(p) for p in Path().rglob("*") if p.is_file())
-        raise RuntimeError(f"no file {path} was written, but {', '.join(there)}")
+        raise RuntimeError(f"expected the file {path}, got {', '.join(there)}")
     if path.suffix == ".onnx":
         return Form(onnx.load(path, load_external_data=False)).text()
     if path.suffix == ".safetensors":
@@ -183,14 +184,14 @@ def _shown(path: Path, printed: str) -> str:
 class Form:
     """The golden form of a model: a line for each node, with the types of its results.
 
-    ONNX's own text form drops the multi-device fields and metadata, and lists types far from what
-    they are of. Here small constants stand where they are read. Nodes that follow one another in a
-    scope stand below it: there `./name` is `scope/name`. The name of a node is left out where its
-    result is `name.out`. Behind # is metadata: layouts of operands -> of results first.
+    ONNX's own text form drops the multi-device fields and metadata, and lists types far from their
+    values. Here small constants are written where they are read. Consecutive nodes of a scope are
+    written below it, where `./name` is `scope/name`. The name of a node is left out if its result
+    is `name.out`. Metadata follows #: first the layouts of operands -> those of results.
     """
 
     def __init__(self, model: onnx.ModelProto) -> None:
-        """Takes a model; `text` renders it."""
+        """Takes a model; `text` gives its form."""
         self._model = model
         self._constants: dict[str, str] = {}
 
@@ -266,7 +267,7 @@ class Form:
         bodies = [a for a in node.attribute if a.type == onnx.AttributeProto.GRAPH]
         plain = [f"{a.name}={_attribute(a)}" for a in _named(node.attribute) if a not in bodies]
         operator = f"{node.domain}.{node.op_type}" if node.domain else node.op_type
-        # A result that is named after its node says the node's name as well.
+        # A result that is named after its node also shows the node's name.
         own = re.compile(re.escape(node.name) + r"(:0)?\.out(\.\d+)?")
         named = any(own.fullmatch(name) for name in node.output)
         name = "" if named or not node.name else f"[{short(node.name)}] "
@@ -288,7 +289,7 @@ def _named(attributes: Iterable[onnx.AttributeProto]) -> list[onnx.AttributeProt
 
 
 def _scope(name: str) -> str:
-    """Returns what stands before the last / of a name; what is in parentheses is one word."""
+    """Returns the part of a name before its last /; text in parentheses counts as one word."""
     return name.split("(", 1)[0].rpartition("/")[0]
 
 
@@ -302,8 +303,8 @@ def _noted(properties: Iterable[onnx.StringStringEntryProto]) -> str:
             operands, results = found.pop(before, ""), found.pop(after, "")
             parts += [f"{operands} -> {results}"] if operands or results else []
     if "global_shape" in found or "layout" in found:
-        whole, layout = found.pop("global_shape", ""), found.pop("layout", "")
-        parts += [f"{whole} as {layout}"] if (whole, layout) != ("[]", "[]") else []
+        shape, layout = found.pop("global_shape", ""), found.pop("layout", "")
+        parts += [f"{shape} as {layout}"] if (shape, layout) != ("[]", "[]") else []
     parts += [f"{key}: {value}" for key, value in sorted(found.items())]
     return f"  # {'; '.join(parts)}" if parts else ""
 
@@ -335,7 +336,7 @@ def _dtype(number: int) -> str:
 
 
 def _tensor(tensor: onnx.TensorProto, most: int = ELEMENTS) -> str:
-    """Returns type, shape and, of few elements, the elements; of one in a file, the file."""
+    """Returns type and shape, and the elements if they are few, or the tensor's file."""
     shape = f"[{', '.join(map(str, tensor.dims))}]" if tensor.dims else ""
     kind = f"{_dtype(tensor.data_type)}{shape}"
     if tensor.data_location == onnx.TensorProto.EXTERNAL:
@@ -379,15 +380,15 @@ def _attribute(attribute: onnx.AttributeProto) -> str:
 
 
 def _spec(spec: onnx.ShardingSpecProto) -> str:
-    """Returns a tensor's sharding: the pieces of each dim that is split, and who has each piece."""
+    """Returns a tensor's sharding: the shards of each sharded dim, and the devices of each."""
     groups = {g.key: list(g.value) for g in spec.index_to_device_group_map}
     dims = []
     for dim in spec.sharded_dim:
-        pieces = []
+        parts = []
         for part in dim.simple_sharding:
             size = part.dim_param or (str(part.dim_value) if part.HasField("dim_value") else "?")
-            pieces.append(f"{size} in {part.num_shards}")
-        dims.append(f"dim {dim.axis}: {' × '.join(pieces)}")
+            parts.append(f"{size} in {part.num_shards}")
+        dims.append(f"dim {dim.axis}: {' × '.join(parts)}")
     devices = [str(groups.get(d, d)) for d in spec.device]
     return f"{spec.tensor_name}: {', '.join(dims) or 'replicated'}; on {' '.join(devices)}"
 
@@ -395,11 +396,11 @@ def _spec(spec: onnx.ShardingSpecProto) -> str:
 def manifest_form(manifest: dict[str, Any]) -> list[str]:
     """Returns the lines of the golden form of a manifest: all that the runtime needs to know.
 
-    `8@0,1` is a dim of 8 that is divided over the atoms 0 and 1 of the mesh; of several components
-    the major stands first, as in `(2@0 × 4)`. `[4:5, 0:2] at [0:1, 0:2] of [2, 2]` is the part of a
-    weight that a file has, where in the tensor of that file, and that tensor's shape. Collectives
-    are left out, since the graphs show them, and so are the strategy and the report, which are for
-    people, and versions, hashes and bytes of files.
+    `8@0,1` is a dim of 8 that is sharded over the atoms 0 and 1 of the mesh. Components are listed
+    major first, as in `(2@0 × 4)`. `[4:5, 0:2] at [0:1, 0:2] of [2, 2]` says which part of a weight
+    a file has, where it is in the file's tensor, and the shape of that tensor. Left out are
+    collectives, which the graphs show; the strategy and the report, which are for people; and
+    versions, and the hashes and bytes of files.
     """
     mesh = manifest["mesh"]
     axes = ", ".join(f"{name}={size}" for name, size in mesh["axes"])
@@ -432,7 +433,7 @@ def manifest_form(manifest: dict[str, Any]) -> list[str]:
 
 
 def _program(program: dict[str, Any]) -> list[str]:
-    """Returns the lines of a program, empty lists left out."""
+    """Returns the lines of a program, without empty lists."""
     names = program.get("files", ())
     lines = ["  files " + ", ".join(n or "none" for n in names)] if any(names) else []
     for key, word in (("inputs", "in "), ("outputs", "out")):
@@ -440,8 +441,8 @@ def _program(program: dict[str, Any]) -> list[str]:
     for value in program.get("system_inputs", ()):
         kind = value["kind"]
         more = value.get(kind, value.get("atom"))
-        said = kind if more is None else f"{kind} {more}"
-        lines.append(f"  computed {value['name']}: {said}")
+        text = kind if more is None else f"{kind} {more}"
+        lines.append(f"  computed {value['name']}: {text}")
     lines += [f"  reads {name}" for name in program.get("state_inputs", ())]
     lines += [f"  writes {s['state']} := {s['name']}" for s in program.get("state_outputs", ())]
     for key in ("handed_in", "handed_out"):
@@ -455,7 +456,7 @@ def _program(program: dict[str, Any]) -> list[str]:
 
 
 def _data(tensor: dict[str, Any]) -> str:
-    """Returns a tensor's name, type, global dims and the atoms that each is divided over."""
+    """Returns a tensor's name, type, and global dims with the atoms that shard them."""
     dims = []
     for parts in tensor["dims"]:
         texts = []
@@ -471,15 +472,15 @@ def _box(intervals: Iterable[Sequence[int]]) -> str:
 
 
 def _pairs(found: dict[str, Any]) -> str:
-    """Returns keys with their values; what is null, false or empty is left out."""
-    said = {
+    """Returns keys with their values, without those that are null, false or empty."""
+    shown = {
         k: v for k, v in found.items() if v is not None and v is not False and v not in ([], "")
     }
-    return ", ".join(f"{key} {value}" for key, value in said.items())
+    return ", ".join(f"{key} {value}" for key, value in shown.items())
 
 
 def difference(path: Path) -> str:
-    """Returns how what is made now differs from a golden file: a unified diff, or nothing.
+    """Returns the difference between a golden file and its results now: a unified diff, or "".
 
     Raises:
         ValueError: The file is malformed.
@@ -495,7 +496,7 @@ def difference(path: Path) -> str:
 
 
 def files(patterns: Sequence[str] = ()) -> list[Path]:
-    """Returns the golden files whose path has one of the patterns in it, by name."""
+    """Returns the golden files whose path contains one of the patterns, by name."""
     found = sorted(FOLDER.rglob("*.txt"))
     return [
         p for p in found if not patterns or any(s in str(p.relative_to(FOLDER)) for s in patterns)
@@ -503,11 +504,11 @@ def files(patterns: Sequence[str] = ()) -> list[Path]:
 
 
 def main() -> int:
-    """Rewrites the files, says which changed, and returns the exit code."""
-    parser = argparse.ArgumentParser(description="Write the results of the golden files anew.")
+    """Rewrites the files, prints which of them changed, and returns the exit code."""
+    parser = argparse.ArgumentParser(description="Write the results of the golden files again.")
     parser.add_argument("patterns", nargs="*", metavar="PATTERN", help="part of a file's path")
     parser.add_argument(
-        "--check", action="store_true", help="write nothing; exit with 1 if any differs"
+        "--check", action="store_true", help="write nothing; exit with 1 if a file differs"
     )
     options = parser.parse_args()
     chosen, changed, failed = files(options.patterns), 0, 0

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Prints the rooms of `onnxpar/` from the ground up: their size, and what each imports of others.
+"""Prints the rooms of `onnxpar/` in their order, with their sizes and imports.
 
     tools/house.py             # one line for each room, and for each other folder of Python code
     tools/house.py --upward    # each import that goes against the order; there should be none
     tools/house.py --circles   # files that import one another in a circle; there should be none
 
-A room imports only rooms that stand before it in `ROOMS`. `tests/test_boundaries.py` holds it so.
+A room imports only rooms before it in `ROOMS`. `tests/test_boundaries.py` enforces this.
 """
 
 import argparse
@@ -39,7 +39,7 @@ ROOMS = (
     "api",
     "cli",
 )
-"""The order of the rooms, from the ground up."""
+"""The rooms in their order."""
 OTHERS = ("runtime/onnxpar_format", "runtime/onnxpar_runtime", "models", "tools", "tests")
 """Folders of Python code beside the package."""
 
@@ -50,11 +50,11 @@ class Import:
 
     Attributes:
         path: The file, relative to the repository.
-        line: Where it says so.
+        line: The line of the import.
         source: The module that imports.
-        target: The module that is imported, or from which the name comes.
-        name: The name; "" where the module itself is imported.
-        inside: Whether the import stands inside a function.
+        target: The module that is imported, or from which the name is imported.
+        name: The name; "" if the module itself is imported.
+        inside: Whether the import is inside a function.
     """
 
     path: str
@@ -79,9 +79,9 @@ def modules(root: Path = ROOT) -> dict[str, Path]:
 
 
 def imports(root: Path = ROOT) -> Iterator[Import]:
-    """Yields every import of the package inside the package, wherever in a file it stands.
+    """Yields every import of the package inside the package, anywhere in a file.
 
-    Relative imports and `import_module` of a text are among them.
+    This includes relative imports, and `import_module` of a text.
     """
     known = modules(root)
     for source, path in known.items():
@@ -131,14 +131,14 @@ def _targets(node: Statement, package: str, known: Mapping[str, Path]) -> Iterat
 
 
 def room(module: str) -> str:
-    """Returns the room of a module; "" for the package itself, which every room stands in."""
+    """Returns the room of a module, or "" for the package itself."""
     return module.split(".")[1] if "." in module else ""
 
 
 def upward(root: Path = ROOT) -> list[Import]:
     """Returns the imports that go against the order of `ROOMS`.
 
-    An import from the package itself does, since the package takes its names from `api`.
+    This includes imports from the package itself, because it takes its names from `api`.
 
     Raises:
         ValueError: A folder of the package is not in `ROOMS`.
@@ -192,9 +192,9 @@ def circles(root: Path = ROOT) -> list[list[str]]:
 
 
 def statements(text: str) -> int:
-    """Returns the number of statements of a Python file, docstrings not counted.
+    """Returns the number of statements in a Python file, without docstrings.
 
-    Packing lines does not change it, and neither do comments.
+    Comments and the number of lines do not change it.
     """
     return sum(
         isinstance(node, ast.stmt)
@@ -226,7 +226,7 @@ def table(root: Path = ROOT) -> list[str]:
 
 def main() -> None:
     """Prints what the arguments ask for."""
-    parser = argparse.ArgumentParser(description="The rooms of the package, from the ground up.")
+    parser = argparse.ArgumentParser(description="Print the rooms of the package.")
     parser.add_argument("--upward", action="store_true", help="imports against the order")
     parser.add_argument("--circles", action="store_true", help="files in a circle of imports")
     chosen = parser.parse_args()

@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
 """Makes `docs/operators.md` from the table of operators and from ONNX's node tests.
 
-    tools/operator_table.py                   # the page anew, with the tests' results as they were
-    tools/operator_table.py --run             # the tests first: samples of the ways to cut each
-    tools/operator_table.py --run --all       # in all ways
-    tools/operator_table.py --again           # those that did not pass last time
-    tools/operator_table.py --only softmax    # some tests, told here and written nowhere
+    tools/operator_table.py                   # write the page, with the stored test results
+    tools/operator_table.py --run             # first run the tests, with samples of plans
+    tools/operator_table.py --run --all       # with all plans
+    tools/operator_table.py --again           # run the tests that did not pass last time
+    tools/operator_table.py --only softmax    # run some tests, and only print their results
 
-Exit code 1 where a test gives a wrong result or crashes.
+The exit code is 1 if a test gives a wrong result or crashes.
 """
 
 import argparse
@@ -24,11 +24,15 @@ def main() -> int:
     """Runs the command."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--run", action="store_true", help="run the node tests first")
-    parser.add_argument("--again", action="store_true", help="run those that did not pass")
-    parser.add_argument("--all", action="store_true", help="cut each test in all ways")
-    parser.add_argument("--samples", type=int, default=3, help="ways to cut each, per rank count")
-    parser.add_argument("--only", metavar="TEXT", help="tests whose name has this in it")
-    parser.add_argument("--workers", type=int, default=2, help="processes at a time")
+    parser.add_argument("--again", action="store_true", help="run the tests that did not pass")
+    parser.add_argument("--all", action="store_true", help="shard each test in all ways")
+    parser.add_argument(
+        "--samples", type=int, default=3, help="plans of each test and number of ranks"
+    )
+    parser.add_argument("--only", metavar="TEXT", help="run tests whose name contains this")
+    parser.add_argument(
+        "--workers", type=int, default=2, help="processes that run at the same time"
+    )
     given = parser.parse_args()
     bad = False
     if given.run or given.only or given.again:
@@ -43,7 +47,7 @@ def main() -> int:
         bad = any(o.status in (WRONG, CRASHED) for o in outcomes)
         if given.only:
             for outcome in outcomes:
-                print(f"{outcome.name}: {outcome.splits} of {outcome.plans} plans split a node")
+                print(f"{outcome.name}: {outcome.splits} of {outcome.plans} plans shard a node")
             return int(bad)
         page.save(
             page.again(page.load(), outcomes)

@@ -1,40 +1,39 @@
 #!/usr/bin/env python3
-"""Trains the networks of `models/zoo.py` beside PyTorch, or verifies them, and prints a table.
+"""Compares training of the networks in `models/zoo.py` with PyTorch, or verifies them.
 
     tools/zoo_table.py                                          # all networks
     tools/zoo_table.py gpt2 llama --exporter ours --strategy tp=2
-    tools/zoo_table.py --results zoo.jsonl --models exported    # goes on where it was interrupted
+    tools/zoo_table.py --results zoo.jsonl --models exported    # continues an interrupted table
     tools/zoo_table.py --verify gpt2                            # the other table
 
-For each network, exporter and strategy: the outputs of the undivided model at two settings of the
-symbols, what is trained, and three losses of AdamW from the same weights and batches, all beside
-PyTorch's. The exporters are `ours` (`models/export_torch.py`), `plain` (`torch.onnx.export`) and
-`unoptimised` (the same with `optimize=False`). What must hold:
-- each output is within 2e-5 of PyTorch's, of its largest element;
-- as many elements are trained as get a gradient in PyTorch, and as many have weight decay, which
-  is for tensors with more than one dim (PyTorch makes one tensor of the two biases of an LSTM);
-- each loss is within 1e-5 of PyTorch's, relative; or, where the network is ill conditioned, within
-  four times what PyTorch's losses in 32 bits differ from its own in 64: both sides round, each in
-  an order of its own, and one tells of the other the size only;
-- with `ours`, the names of what is trained are those of PyTorch.
+For each network, exporter and strategy, it compares with PyTorch: the outputs of the undivided
+model at two settings of the symbols, what is trained, and three losses of AdamW from the same
+weights and batches. The exporters are `ours` (`models/export_torch.py`), `plain`
+(`torch.onnx.export`) and `unoptimised` (the same with `optimize=False`). It checks that
+- each output is within 2e-5 of PyTorch's, relative to its largest element;
+- as many elements are trained as have a gradient in PyTorch, and as many have weight decay, which
+  applies to tensors with more than one dim (PyTorch makes one tensor of two biases of an LSTM);
+- each loss is within a relative 1e-5 of PyTorch's, or, if the network is ill conditioned, within
+  four times the distance between PyTorch's losses in 32 and in 64 bits: both sides round in their
+  own order, so PyTorch's rounding shows only the size of ours;
+- with `ours`, trained tensors have the names that they have in PyTorch.
 
 With `--verify`, for each network and strategy, exported by `ours`:
 - `verify` of the forward program, and of three AdamW steps, at two settings of the symbols;
-- five AdamW steps on the same weights and batches as PyTorch: each loss within 1e-4 of PyTorch's,
-  and then each running statistic (PyTorch mixes the unbiased variance in, ONNX that of the batch,
-  so PyTorch's is rescaled).
+- five AdamW steps on the same weights and batches as PyTorch: each loss, and then each running
+  statistic, within 1e-4 of PyTorch's (PyTorch uses the unbiased variance, ONNX that of the
+  population, so PyTorch's is rescaled).
 
-PyTorch's module is in training mode, with Dropout off. Embeddings that leave out a padding token
-(`padding_idx`) have no gradient there in PyTorch, which the exported graph does not say: batches
-have no padding tokens.
+PyTorch's module is in training mode, with Dropout off. In PyTorch, an embedding with `padding_idx`
+has no gradient at that token; the exported graph does not say this, so batches have no padding.
 
-ResNet-50 has larger batches and a lower learning rate than the rest (`OWN`): a network that has
-fifty norms over few numbers carries rounding on. With the settings of the others PyTorch's losses
-in 32 and in 64 bits are 1e-2 apart after one step, and no comparison could tell anything. That they
-are within 1e-4 with its own is part of what must hold.
+ResNet-50 has larger batches and a lower learning rate than the others (`OWN`), because fifty norms
+over few numbers amplify rounding. With the other settings, PyTorch's losses in 32 and in 64 bits
+are 1e-2 apart after one step, and a comparison would show nothing. With its own settings they must
+be within 1e-4.
 
-Each network has a process of its own and a time limit. Needs the extra `zoo`. Exit code 1 where
-anything does not hold.
+Each network has its own process and a time limit. This needs the extra `zoo`. The exit code is 1 if
+a condition does not hold.
 """
 
 import argparse
@@ -73,15 +72,15 @@ LOSS_TOLERANCE = 1e-4
 COMPARED_STEPS = 3
 COMPARED_TOLERANCE = 1e-5
 FOLDED_FROM = "pkg.onnxscript.optimizer.folded_from"
-"""Metadata key of PyTorch's optimizer: what it computed an initializer from."""
+"""Metadata key of PyTorch's optimizer: the values from which it computed an initializer."""
 FORWARD_TOLERANCE = 2e-5
 ROUNDING = 4.0
-"""How many times PyTorch's own distance from 64 bits losses may be from PyTorch's."""
+"""Losses may differ from PyTorch's by this factor times PyTorch's own distance from 64 bits."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """With what a network is trained.
+    """The settings with which a network is trained.
 
     Attributes:
         symbols: Sizes of the batches, in turn, and of the cases of `verify`.
@@ -93,12 +92,12 @@ class Settings:
 
 
 OWN = {"resnet50": Settings(({"batch": 8}, {"batch": 7}), 3e-5)}
-"""Settings of networks that are ill conditioned with those of the rest."""
+"""Settings for networks that are ill conditioned with the usual settings."""
 
 
 @dataclass
 class Compared:
-    """How training by one exporter under one strategy compares with PyTorch; see `COMPARED`."""
+    """A comparison of one exporter and one strategy with PyTorch; see `COMPARED`."""
 
     model: str
     exporter: str
@@ -126,14 +125,14 @@ COMPARED = (
     "| model | exporter | strategy | forward | trained | PyTorch | loss | bound | s | holds |\n|"
     + " --- |" * 10
 )
-"""Forward: largest difference of an output from PyTorch's, of its largest element. Trained:
-elements / tensors, and how many the user has to freeze. Loss: largest relative
-difference of a loss from PyTorch's. Seconds: `shard`."""
+"""Forward: largest difference of an output from PyTorch's, relative to its largest element.
+Trained: elements / tensors, and the number that the user must freeze. Loss: largest relative
+difference of a loss from PyTorch's. Seconds: the time of `shard`."""
 
 
 @dataclass
 class Verified:
-    """What is found of one network under one strategy; see `VERIFIED`."""
+    """The results of one network with one strategy; see `VERIFIED`."""
 
     model: str
     strategy: str
@@ -161,7 +160,7 @@ VERIFIED = (
     "| model | strategy | nodes | without a rule | collectives forward | in a micro-batch | bytes "
     "| shard, s | loss | holds |\n|" + " --- |" * 10
 )
-"""Bytes: sent by a device forward and in a micro-batch, at the first setting. Seconds: `shard` with
+"""Bytes: sent by a device forward and in a micro-batch, at the first setting. Seconds: `shard` for
 training. Loss: largest relative difference of a loss from PyTorch's."""
 
 Row = Compared | Verified
@@ -173,14 +172,14 @@ def _held(problem: str) -> str:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a table is of.
+    """The contents of a table.
 
     Attributes:
         exporters: Names of `EXPORTERS`.
         strategies: Presets.
-        opset: Of the exports by `ours`; PyTorch chooses that of the others.
+        opset: Opset of the exports by `ours`; PyTorch chooses that of the others.
         verify: Whether the table is that of `--verify`.
-        models: Folder that exported networks are taken from and put into; None for none.
+        models: Folder in which exported networks are kept, if any.
     """
 
     exporters: tuple[str, ...]
@@ -201,13 +200,13 @@ class Wanted:
 
 
 def table(names: Sequence[str], wanted: Wanted, limit: float, results: Path | None) -> bool:
-    """Prints the table; returns whether everything holds.
+    """Prints the table; returns whether all conditions hold.
 
     Args:
         names: The networks.
-        wanted: What is wanted of each.
-        limit: Seconds for each.
-        results: Where rows are kept as lines of JSON, and those that hold are not made again.
+        wanted: The contents of the table.
+        limit: Seconds for each network.
+        results: File that keeps rows as lines of JSON; rows without a problem are not made again.
     """
     print(VERIFIED if wanted.verify else COMPARED, flush=True)
     kept: list[Row] = []
@@ -234,7 +233,7 @@ def _key(row: Row) -> tuple[str, str, str]:
 
 
 def measure(name: str, rows: Sequence[Row], wanted: Wanted, limit: float) -> Iterator[Row]:
-    """Makes rows of one network in a process of its own, and gives each as it comes."""
+    """Makes rows of one network in a separate process, and yields each as it comes."""
     if not rows:
         return
     pairs = [part for row in rows for part in ("--pair", f"{row.exporter}:{row.strategy}")]
@@ -265,23 +264,23 @@ def measure(name: str, rows: Sequence[Row], wanted: Wanted, limit: float) -> Ite
         code = process.wait()
         timer.cancel()
         errors.seek(0)
-        told = (errors.read().strip().splitlines() or ["it was killed"])[-1][:200]
+        last = (errors.read().strip().splitlines() or ["it was killed"])[-1][:200]
     late = perf_counter() - began >= limit
     for row in missing.values():
-        row.problem = f"not done in {limit:.0f} s" if late else f"exit code {code}: {told}"
+        row.problem = f"not done in {limit:.0f} s" if late else f"exit code {code}: {last}"
         yield row
 
 
 @dataclass(frozen=True)
 class Exported:
-    """What an exporter made of a network.
+    """An exported network.
 
     Attributes:
         path: The file.
         loss: The loss, as an option of `shard`.
-        forward: Largest difference of an output from PyTorch's, of its largest element.
-        freeze: What the user has to freeze: parameters that require no gradient, of which the
-            exporters of PyTorch do not tell.
+        forward: Largest difference of an output from PyTorch's, relative to its largest element.
+        freeze: Parameters that the user must freeze, because PyTorch's exporters do not store that
+            they require no gradient.
     """
 
     path: Path
@@ -291,15 +290,15 @@ class Exported:
 
 
 class Bench:
-    """One network, exported and trained by PyTorch once for all rows.
+    """One network, which is exported and trained in PyTorch once for all rows.
 
     Attributes:
         name: Its name.
         made: The network.
-        settings: With what it is trained.
-        folder: Where files go.
-        opset: Of the exports by `ours`.
-        models: Folder of exported networks; None for none.
+        settings: The settings of its training.
+        folder: Folder for files.
+        opset: Opset of the exports by `ours`.
+        models: Folder in which exported networks are kept, if any.
     """
 
     def __init__(self, name: str, folder: Path, opset: int, models: Path | None) -> None:
@@ -315,7 +314,7 @@ class Bench:
         self._exported: dict[str, Exported | Exception] = {}
 
     def exported(self, exporter: str) -> Exported:
-        """Returns what an exporter makes of the network, which it is asked for once."""
+        """Returns the network as one exporter writes it; each exporter runs once."""
         if exporter not in self._exported:
             try:
                 self._exported[exporter] = self._export(exporter)
@@ -365,7 +364,7 @@ class Bench:
 
     @cached_property
     def batches(self) -> "list[Arrays]":
-        """Of five steps, at the settings in turn."""
+        """The batches of five steps, with the sizes in turn."""
         from zoo_pytorch import random_batch
 
         rng = np.random.default_rng(0)
@@ -375,21 +374,21 @@ class Bench:
 
     @cached_property
     def theirs(self) -> "Trained":
-        """What PyTorch comes to."""
+        """The results of training in PyTorch."""
         from zoo_pytorch import train
 
         return train(self.made, self.batches, self.settings.rate)
 
     @cached_property
     def exact(self) -> "Trained":
-        """What PyTorch comes to in 64 bits."""
+        """The results of training in PyTorch in 64 bits."""
         import torch
         from zoo_pytorch import train
 
         return train(self.made, self.batches, self.settings.rate, torch.float64)
 
     def shard(self, row: Row, out: Path) -> Any:
-        """Divides training by AdamW; returns the summary."""
+        """Shards the network for training with AdamW; returns the summary."""
         from onnxpar.api.shard_model import shard_model
         from onnxpar.autodiff.append_loss import parse_loss
         from onnxpar.autodiff.optimizer import parse_optimizer
@@ -399,9 +398,8 @@ class Bench:
         spec = TrainingSpec(
             parse_loss(exported.loss), parse_optimizer("adamw"), freeze=exported.freeze
         )
-        began = perf_counter()
         summary = shard_model(exported.path, row.strategy, out, force=True, training=spec)
-        row.seconds = perf_counter() - began
+        row.seconds = sum(summary.seconds.values())
         return summary
 
     def ranks(self, directory: Path, steps: int) -> "Trained":
@@ -432,7 +430,7 @@ def task(name: str, pairs: Sequence[str], opset: int, verify: bool, models: Path
 
 
 def compare(row: Compared, bench: Bench) -> None:
-    """Trains by an exporter's graph, and by PyTorch."""
+    """Compares training of an exported graph with PyTorch."""
     out = bench.folder / "compared"
     exported, theirs = bench.exported(row.exporter), bench.theirs
     row.forward = f"{exported.forward:.0e}"
@@ -453,18 +451,18 @@ def compare(row: Compared, bench: Bench) -> None:
     if not exported.forward <= FORWARD_TOLERANCE:
         problems.append(f"outputs differ by {exported.forward:.1e} from PyTorch's")
     if ours.elements != theirs.elements:
-        problems.append(f"{ours.elements:,} elements are trained, in PyTorch {theirs.elements:,}")
+        problems.append(f"{ours.elements:,} elements train, but {theirs.elements:,} in PyTorch")
     if ours.decayed != theirs.decayed:
-        problems.append(f"{ours.decayed:,} elements decay, in PyTorch {theirs.decayed:,}")
+        problems.append(f"{ours.decayed:,} elements decay, but {theirs.decayed:,} in PyTorch")
     if row.exporter == "ours" and (names := ours.parameters.keys() ^ theirs.parameters.keys()):
-        problems.append(f"trained or not, unlike in PyTorch: {sorted(names)[:8]}")
+        problems.append(f"trained only here or only in PyTorch: {sorted(names)[:8]}")
     if not worst <= bound:
         problems.append(f"losses differ by {worst:.1e} from PyTorch's")
     row.problem = "; ".join(problems)
 
 
 def check_forward(row: Verified, bench: Bench) -> None:
-    """Divides the forward program and verifies it."""
+    """Shards the forward program and verifies it."""
     from onnxpar.api import runtime
     from onnxpar.api.shard_model import shard_model
 
@@ -482,7 +480,7 @@ def check_forward(row: Verified, bench: Bench) -> None:
 
 
 def check_training(row: Verified, bench: Bench) -> None:
-    """Divides training, verifies three steps, and compares five losses with PyTorch's."""
+    """Shards training, verifies three steps, and compares five losses with PyTorch's."""
     from onnxpar.api import runtime
 
     path = bench.exported(row.exporter).path
@@ -500,7 +498,9 @@ def check_training(row: Verified, bench: Bench) -> None:
         if (apart := _apart(theirs.losses, bench.exact.losses)) > LOSS_TOLERANCE:
             raise AssertionError(f"PyTorch's losses differ by {apart:.1e} from its own in 64 bits")
         if (apart := _furthest(theirs, bench.exact)) > LOSS_TOLERANCE:
-            raise AssertionError(f"PyTorch's statistics differ by {apart:.1e} from its own so")
+            raise AssertionError(
+                f"PyTorch's statistics differ by {apart:.1e} from those in 64 bits"
+            )
     _same_names("running statistics", ours.statistics, theirs.statistics)
     worst, statistic = _apart(ours.losses, theirs.losses), _furthest(ours, theirs)
     row.loss = f"{worst:.0e}"
@@ -514,7 +514,7 @@ def _same_names(what: str, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -
     """Raises AssertionError with the names that only one side has."""
     if ours.keys() != theirs.keys():
         raise AssertionError(
-            f"{what} or not, unlike in PyTorch: {sorted(ours.keys() ^ theirs.keys())}"
+            f"{what} only here or only in PyTorch: {sorted(ours.keys() ^ theirs.keys())}"
         )
 
 
@@ -523,7 +523,7 @@ def _counts(kinds: Mapping[str, int]) -> str:
 
 
 def _cases(directory: Path, settings: Settings) -> list[str]:
-    """Returns the settings as options of `verify`, symbols that there are only."""
+    """Returns the settings as options of `verify`, with only the symbols of the program."""
     from onnxpar_runtime.manifest import Manifest
 
     manifest = Manifest.load(directory)
@@ -534,7 +534,7 @@ def _cases(directory: Path, settings: Settings) -> list[str]:
 
 
 def _demand(cases: Sequence[Any]) -> None:
-    """Raises AssertionError with the first problem of a case that does not hold."""
+    """Raises AssertionError with the first problem of a case that failed."""
     for case in cases:
         if not case.ok:
             symbols = ", ".join(f"{n}={v}" for n, v in case.symbols.items())
@@ -542,17 +542,17 @@ def _demand(cases: Sequence[Any]) -> None:
 
 
 def _apart(losses: Sequence[float], expected: Sequence[float]) -> float:
-    # Where there is no number, no number is the greatest, which `max` would not find.
+    # `np.max` gives NaN if a loss is NaN; `max` might not.
     return float(np.max([abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True)]))
 
 
 def _furthest(found: "Trained", expected: "Trained") -> float:
-    """Returns how far a running statistic is off, of its largest element."""
+    """Returns the largest difference of a running statistic, relative to its largest element."""
     return _of_largest((found.statistics[name], a) for name, a in expected.statistics.items())
 
 
 def _of_largest(pairs: Iterable[tuple[Any, Any]]) -> float:
-    """Returns how far the first of a pair is off, of the second's largest element, the furthest."""
+    """Returns the largest difference within a pair, relative to the second's largest element."""
     apart = [np.abs(found - wanted).max() / np.abs(wanted).max() for found, wanted in pairs]
     return float(np.max(apart, initial=0.0))
 
@@ -563,11 +563,11 @@ def main() -> int:
     parser.add_argument("names", nargs="*", help="networks; default: all")
     parser.add_argument("--strategy", action="append", help="may be repeated; default: three")
     parser.add_argument("--exporter", action="append", choices=EXPORTERS, help="may be repeated")
-    parser.add_argument("--verify", action="store_true", help="verify, too; by ours alone")
-    parser.add_argument("--results", type=Path, help="lines of JSON; what holds is not run again")
-    parser.add_argument("--models", type=Path, help="folder of exported networks, made once")
+    parser.add_argument("--verify", action="store_true", help="print the table of verify")
+    parser.add_argument("--results", type=Path, help="file of rows; good ones are not run again")
+    parser.add_argument("--models", type=Path, help="folder that keeps exported networks")
     parser.add_argument("--limit", type=float, default=900, help="seconds for each network")
-    parser.add_argument("--opset", type=int, default=20, help="of the export by ours")
+    parser.add_argument("--opset", type=int, default=20, help="opset of the exporter ours")
     parser.add_argument("--pair", action="append", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.pair:
