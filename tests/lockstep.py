@@ -24,7 +24,7 @@ from onnxpar.core.sharding import Component, DimSharding, Sharding, split
 from onnxpar.core.symbols import symbols_of
 from onnxpar.graph.body_captures import every_node, read_by
 from onnxpar.graph.builder import DOMAIN
-from onnxpar.graph.local_builder import COORD_PREFIX, COUNTERS, SYMBOL_PREFIX, LocalBuilder
+from onnxpar.graph.local_builder import COORD_PREFIX, COUNTER_INPUTS, SYMBOL_PREFIX, LocalBuilder
 from onnxpar.ops.contrib_schemas import MICROSOFT
 from onnxpar.ops.function import VERSION
 from onnxpar.ops.table import REGISTRY
@@ -72,7 +72,7 @@ def run_model(
         for name in model.builder.system_inputs:
             if name.startswith(COORD_PREFIX):
                 value = mesh.coords(rank)[int(name.removeprefix(COORD_PREFIX))]
-            elif name in COUNTERS:
+            elif name in COUNTER_INPUTS:
                 value = len(name)
             else:
                 value = symbols[name.removeprefix(SYMBOL_PREFIX)]

@@ -21,7 +21,7 @@ from onnxpar.emit.weight_layout import WeightLayout
 from onnxpar.graph.builder import DOMAIN
 from onnxpar.graph.local_builder import (
     COORD_PREFIX,
-    COUNTERS,
+    COUNTER_INPUTS,
     HYPER_PREFIX,
     LOSS_WEIGHT,
     SYMBOL_PREFIX,
@@ -267,7 +267,7 @@ def _system_input(name: str) -> SystemInput:
         return SystemInput(name, "symbol", symbol=safe_name(name.removeprefix(SYMBOL_PREFIX)))
     if name.startswith(COORD_PREFIX):
         return SystemInput(name, "coordinate", atom=int(name.removeprefix(COORD_PREFIX)))
-    if name in COUNTERS:
+    if name in COUNTER_INPUTS:
         return SystemInput(name, "counter", counter=name.removeprefix(f"{DOMAIN}."))
     if name == LOSS_WEIGHT:
         return SystemInput(name, "loss_weight")

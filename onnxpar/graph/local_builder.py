@@ -17,11 +17,12 @@ from onnxpar.core.mesh import Atoms, Mesh
 from onnxpar.core.sharding import Sharding
 from onnxpar.core.symbols import Dim, dim_str, symbols_of
 from onnxpar.graph.builder import DOMAIN, INT64, Builder
+from onnxpar_format.entries import COUNTERS
 
 SYMBOL_PREFIX = "onnxpar.symbol."
 COORD_PREFIX = "onnxpar.coord."
-COUNTERS = ("onnxpar.seed", "onnxpar.step", "onnxpar.micro_batch")
-"""System inputs that key random numbers; the runtime advances them."""
+COUNTER_INPUTS = tuple(f"{DOMAIN}.{counter}" for counter in COUNTERS)
+"""System inputs with the keys of random numbers; the runtime advances them."""
 LOSS_WEIGHT = "onnxpar.loss_weight"
 """Input that scales the loss of a micro-batch, and so its gradients."""
 HYPER_PREFIX = "onnxpar.hyper."

@@ -30,8 +30,9 @@ from onnxpar.strategy import Strategy
 from onnxpar_format.options import VerifyOptions
 from onnxpar_runtime import TrainerGroup
 from onnxpar_runtime.manifest import Manifest
-from onnxpar_runtime.pipeline import activation_peaks, make
+from onnxpar_runtime.pipeline.schedule_kinds import make
 from onnxpar_runtime.verify.compare import verify
+from tests.runtime.pipeline.picture import activation_peaks
 from tests.training_cases import CROSS_ENTROPY, cut, hyper
 
 Array = NDArray[Any]

@@ -17,10 +17,12 @@ import onnxruntime
 from onnxpar_runtime.collectives import Rank, World
 from onnxpar_runtime.cuda import Queue
 from onnxpar_runtime.errors import RankError
-from onnxpar_runtime.pipeline import Action, Kind, Message, Payload, chain, make
 from onnxpar_runtime.pipeline.carriers import DeviceCarrier, Expected, Leaving
 from onnxpar_runtime.pipeline.inbox import Inbox
 from onnxpar_runtime.pipeline.player import Place, plan, play
+from onnxpar_runtime.pipeline.schedule import Action, Kind, Message, Payload
+from onnxpar_runtime.pipeline.schedule_kinds import make
+from onnxpar_runtime.pipeline.transfers import chain
 from onnxpar_runtime.tensors import to_host, to_ort
 from tests.runtime.pipeline.test_player import StandIn, shape_of
 

@@ -30,7 +30,7 @@ from onnxpar.core.rule import REPLICATED, format_rule
 from onnxpar.core.sharding import Component, DimSharding
 from onnxpar.emit import write
 from onnxpar.facts.program import Program
-from onnxpar.graph.local_builder import COUNTERS
+from onnxpar.graph.local_builder import COUNTER_INPUTS
 from onnxpar.graph.plan import factor_sizes, shardings
 from onnxpar.graph.seeds import NodeSeed, Seeds
 from onnxpar.partition.partition import partition
@@ -381,7 +381,7 @@ def _examine(
             plans += 1
             splits += bool(here)
             split |= here
-            if set(COUNTERS) & set(program.builder.system_inputs):
+            if set(COUNTER_INPUTS) & set(program.builder.system_inputs):
                 whole = whole or run(divided(case, known, Seeds(Mesh.of())), case.feeds)
             wrong = compare(run(program, case.feeds), whole or want)
             if wrong:

@@ -17,7 +17,7 @@ from onnxpar.core.rule import OpRule, parse_rule
 from onnxpar.core.sharding import Component, local_size
 from onnxpar.core.symbols import Dim
 from onnxpar.graph.builder import DOMAIN, INT64
-from onnxpar.graph.local_builder import COUNTERS
+from onnxpar.graph.local_builder import COUNTER_INPUTS
 from onnxpar.graph.node_view import NodeView
 from onnxpar.graph.padding_masks import block_start
 from onnxpar.ops.elementwise.broadcast import axis_names
@@ -110,7 +110,7 @@ def drawn(node: LocalNode, shape: Sequence[Dim], distribution: str) -> ir.Value:
     name = crc32(node.view.drawing_name.encode())
     key = builder.ops(
         "Concat",
-        [*map(builder.system_input, COUNTERS), builder.const([name])],
+        [*map(builder.system_input, COUNTER_INPUTS), builder.const([name])],
         [(INT64, [4])],
         {"axis": 0},
     )[0]

@@ -3,7 +3,7 @@
 import random
 from collections import defaultdict
 
-from onnxpar_runtime.pipeline import (
+from onnxpar_runtime.pipeline.schedule import (
     Action,
     Kind,
     Message,

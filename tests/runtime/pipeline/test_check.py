@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 
 from onnxpar_runtime.errors import ScheduleError
-from onnxpar_runtime.pipeline import (
+from onnxpar_runtime.pipeline.check import check
+from onnxpar_runtime.pipeline.schedule import (
     Action,
     Edge,
     Kind,
@@ -17,11 +18,9 @@ from onnxpar_runtime.pipeline import (
     Schedule,
     Step,
     Transfer,
-    chain,
-    check,
-    make,
-    with_transfers,
 )
+from onnxpar_runtime.pipeline.schedule_kinds import make
+from onnxpar_runtime.pipeline.transfers import chain, with_transfers
 
 Rank = list[Step]
 

@@ -12,10 +12,11 @@ import pytest
 
 from onnxpar_runtime.collectives import Rank, World
 from onnxpar_runtime.errors import RankError
-from onnxpar_runtime.pipeline import Action, Edge, Kind, Message, Payload, chain, make
 from onnxpar_runtime.pipeline.carriers import Array, Expected, HostCarrier, Leaving
 from onnxpar_runtime.pipeline.inbox import Inbox
 from onnxpar_runtime.pipeline.player import Place, plan, play
+from onnxpar_runtime.pipeline.schedule import Action, Edge, Kind, Message, Payload
+from onnxpar_runtime.pipeline.schedule_kinds import make
 from onnxpar_runtime.pipeline.trace import (
     Span,
     Trace,
@@ -24,6 +25,7 @@ from onnxpar_runtime.pipeline.trace import (
     median_bubble,
     write_trace,
 )
+from onnxpar_runtime.pipeline.transfers import chain
 
 SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zb-h1", 1)]
 

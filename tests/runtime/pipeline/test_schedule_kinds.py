@@ -9,18 +9,12 @@ from collections.abc import Iterator
 import pytest
 
 from onnxpar_runtime.errors import ScheduleError
-from onnxpar_runtime.pipeline import (
-    SCHEDULES,
-    Kind,
-    PlayedSchedule,
-    Times,
-    activation_peaks,
-    chain,
-    check,
-    make,
-    simulate,
-    with_transfers,
-)
+from onnxpar_runtime.pipeline.check import check
+from onnxpar_runtime.pipeline.schedule import Kind, PlayedSchedule
+from onnxpar_runtime.pipeline.schedule_kinds import SCHEDULES, make
+from onnxpar_runtime.pipeline.simulate import Times, simulate
+from onnxpar_runtime.pipeline.transfers import chain, with_transfers
+from tests.runtime.pipeline.picture import activation_peaks
 
 FULL = bool(os.environ.get("ONNXPAR_FULL"))
 STAGES = range(1, 9) if FULL else (1, 2, 3, 4, 6, 8)

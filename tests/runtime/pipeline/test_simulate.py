@@ -8,16 +8,11 @@ from typing import Any
 import pytest
 
 from onnxpar_runtime.errors import ScheduleError
-from onnxpar_runtime.pipeline import (
-    PlayedSchedule,
-    Times,
-    activation_peaks,
-    chain,
-    make,
-    render,
-    simulate,
-    with_transfers,
-)
+from onnxpar_runtime.pipeline.schedule import PlayedSchedule
+from onnxpar_runtime.pipeline.schedule_kinds import make
+from onnxpar_runtime.pipeline.simulate import Times, simulate
+from onnxpar_runtime.pipeline.transfers import chain, with_transfers
+from tests.runtime.pipeline.picture import activation_peaks, render
 
 
 def program(name: str, stages: int, micro_batches: int, chunks: int = 1) -> PlayedSchedule:

@@ -8,22 +8,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onnxpar_runtime.errors import ScheduleError
-from onnxpar_runtime.pipeline import (
-    SCHEDULES,
+from onnxpar_runtime.pipeline.check import check
+from onnxpar_runtime.pipeline.schedule import (
     Action,
     Edge,
     Payload,
     PlayedSchedule,
     Point,
     Schedule,
-    Times,
     Transfer,
-    chain,
-    check,
-    make,
-    simulate,
-    with_transfers,
 )
+from onnxpar_runtime.pipeline.schedule_kinds import SCHEDULES, make
+from onnxpar_runtime.pipeline.simulate import Times, simulate
+from onnxpar_runtime.pipeline.transfers import chain, with_transfers
 from tests.runtime.pipeline.players import Player
 
 

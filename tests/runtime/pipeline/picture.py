@@ -1,7 +1,8 @@
-"""A schedule as text: a row over time for each rank."""
+"""A schedule as text, a row over time for each rank, and the activations that ranks keep."""
 
-from onnxpar_runtime.pipeline.peaks import activation_peaks
-from onnxpar_runtime.pipeline.schedule import Action, Kind, PlayedSchedule
+from itertools import accumulate
+
+from onnxpar_runtime.pipeline.schedule import Action, Kind, PlayedSchedule, Schedule
 from onnxpar_runtime.pipeline.simulate import Times, simulate
 
 # The characters that fill a computation after its label, and idle time.
@@ -57,3 +58,21 @@ def _label(action: Action, chunks: int) -> str:
     """Returns the label of a computation."""
     letter = chr(ord("a") + action.chunk) if chunks > 1 else ""
     return f"{action.kind.value}{letter}{action.micro_batch}"
+
+
+def activation_peaks(schedule: Schedule) -> tuple[int, ...]:
+    """Returns for each rank the largest number of activations that it keeps at a time.
+
+    An activation (of one micro-batch in one chunk) is kept from the forward to the end of the
+    backward, or of the weights' part of a split backward. Without a backward it is kept during the
+    forward alone.
+
+    Args:
+        schedule: A complete schedule.
+    """
+    if not schedule.has_backward:
+        return (1,) * schedule.stages
+    changes = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.BACKWARD_INPUT: 0, Kind.BACKWARD_WEIGHT: -1}
+    return tuple(
+        max(accumulate(changes[action.kind] for action in actions)) for actions in schedule.ranks
+    )
