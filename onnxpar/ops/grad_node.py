@@ -76,7 +76,9 @@ class GradNode(EmittedNode[GlobalBuilder]):
         """Result `index` of the forward node."""
         return self.view.node.outputs[index]
 
-    def further_output(self, index: int, dtype: ir.DataType, shape: Sequence[Dim]) -> ir.Value:
+    def further_output(
+        self, index: int, dtype: ir.DataType | None, shape: Sequence[Dim]
+    ) -> ir.Value:
         """Result `index` of the forward node, which is made to have it if it does not yet.
 
         For statistics that the operator computes anyway (LayerNormalization's mean and inverse

@@ -47,8 +47,13 @@ def normal_axes(
 
 
 def normal_axis(view: NodeView, axis: int, rank: int) -> int:
-    """Returns one axis counted from the front; NodeError where there is none such."""
+    """Returns one axis counted from the front; NodeError if the tensor has no such axis."""
     return normal_axes(view, (axis,), rank, "axis")[0]
+
+
+def axis_of(view: NodeView, default: int) -> int:
+    """Returns the attribute `axis`, a dim of operand 0, counted from the front."""
+    return normal_axis(view, view.attr("axis", default), len(view.shape(0)))
 
 
 def reduced_axes(view: NodeView) -> tuple[int, ...] | None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 
 import onnx_ir as ir
 
@@ -78,10 +79,7 @@ class LocalNode(EmittedNode[LocalBuilder]):
 
     def local_size(self, factor: str) -> Dim:
         """Local size of a factor, padding included."""
-        total: Dim = 1
-        for c in self.components(factor):
-            total = total * local_size(c, self.mesh, self.view.table)
-        return total
+        return prod(local_size(c, self.mesh, self.table) for c in self.components(factor))
 
     def is_even(self, factor: str) -> bool:
         """Whether the split of a factor is proved to leave no padding."""
@@ -94,6 +92,10 @@ class LocalNode(EmittedNode[LocalBuilder]):
         """Factors that the plan splits, in the order of the rule; of one kind where it is given."""
         kinds = self.plan.rule.kinds
         return tuple(f for f in kinds if self.atoms(f) and kind in (None, kinds[f]))
+
+    def split_atoms(self, kind: str) -> Atoms:
+        """Atoms that shard the factors of one kind, in the order of the rule."""
+        return tuple(a for factor in self.split_factors(kind) for a in self.atoms(factor))
 
     def in_shape(self, index: int) -> tuple[Dim, ...]:
         """Local shape of operand `index`."""
@@ -171,10 +173,8 @@ class LocalNode(EmittedNode[LocalBuilder]):
         )
 
     def _bytes(self, x: ir.Value) -> Dim:
-        total: Dim = int(x.dtype.itemsize) if x.dtype is not None else 1
-        for size in self.shape(x):
-            total = total * size
-        return total
+        each = int(x.dtype.itemsize) if x.dtype is not None else 1
+        return each * prod(self.shape(x))
 
     def masked(
         self, x: ir.Value, operand: int, factor: str, fill: float | str, *, known_zero: bool = False

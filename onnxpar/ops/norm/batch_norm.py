@@ -1,14 +1,13 @@
-"""BatchNormalization (Ioffe & Szegedy, 2015): statistics over the batch and all that splits it.
+"""BatchNormalization (Ioffe & Szegedy, 2015), with statistics over a sharded batch.
 
 In inference form every dim is parallel. In training form the batch and the spatial dims are
-special: each device sums what it holds, and the sums are all-reduced, one number a channel.
+special: each device sums its shard, and the sums are all-reduced, one number for each channel.
 """
 
 from collections.abc import Sequence
 
 import onnx_ir as ir
 
-from onnxpar.core.mesh import Atoms
 from onnxpar.core.rule import OpRule, parse_rule
 from onnxpar.core.symbols import Dim
 from onnxpar.graph.builder import DOMAIN
@@ -23,7 +22,6 @@ from onnxpar.ops.norm.split_statistics import (
     inverse_deviation,
     masker,
     mean_and_variance,
-    split_atoms,
 )
 from onnxpar.ops.old_node import Upgrade
 from onnxpar.ops.operator import Missing, OpDef
@@ -31,7 +29,7 @@ from onnxpar.ops.slots import Roles
 
 
 def _axes(rank: int) -> tuple[int, ...]:
-    """The axes that statistics run over: all but that of the channels."""
+    """The axes that statistics run over: all except the channels."""
     return (0, *range(2, rank))
 
 
@@ -39,7 +37,7 @@ def batch_norm_rule(view: NodeView) -> OpRule:
     """`a b c, b, b, b, b -> a b c`; in training form `a` and `c` are special.
 
     Raises:
-        ModelError: There is no dim of channels; or statistics are outputs of the inference form.
+        ModelError: There is no dim of channels, or the inference form has statistics as outputs.
     """
     rank = len(view.shape(0))
     if rank < 2:
@@ -49,7 +47,7 @@ def batch_norm_rule(view: NodeView) -> OpRule:
     outputs = [dims, *["b"] * (len(view.node.outputs) - 1)]
     trains = view.attr("training_mode", 0)
     if len(outputs) > 1 and not trains:
-        raise view.fail("expected training_mode, because its statistics are outputs")
+        raise view.fail("expected training_mode=1, because its statistics are outputs")
     text = f"{dims}, b, b, b, b -> {', '.join(outputs)}"
     if trains:
         text += f"; special: {' '.join(names[axis] for axis in _axes(rank))}"
@@ -57,10 +55,10 @@ def batch_norm_rule(view: NodeView) -> OpRule:
 
 
 def batch_norm_local(node: LocalNode) -> Sequence[ir.Value]:
-    """Copies the inference form; writes out the training form, whatever is split.
+    """Copies the inference form; always writes the training form in other operators.
 
-    Written out it works on any of onnxruntime's devices: on CUDA there is no
-    kernel for the training form, and the CPU's writes new statistics over the old ones.
+    That form works on each of onnxruntime's devices: CUDA has no kernel for the training form,
+    and the CPU's kernel overwrites the old statistics with the new ones.
     """
     view = node.view
     if not view.attr("training_mode", 0):
@@ -95,7 +93,7 @@ def batch_norm_local(node: LocalNode) -> Sequence[ir.Value]:
 
 
 def batch_norm_grad_rule(view: NodeView) -> OpRule:
-    """`a b c, a b c, b, b, b -> a b c, b, b; special: a c`: the sums come out whole."""
+    """`a b c, a b c, b, b, b -> a b c, b, b; special: a c`: the sums are all-reduced inside."""
     names = axis_names(len(view.shape(0)))
     dims = " ".join(names)
     outputs = [dims, *("b" if out.name else "." for out in view.node.outputs[1:])]
@@ -104,16 +102,16 @@ def batch_norm_grad_rule(view: NodeView) -> OpRule:
 
 
 def batch_norm_grad_local(node: LocalNode) -> Sequence[ir.Value]:
-    """As `onnxpar.ops.norm.batch_norm_gradient` says; both sums travel together.
+    """Follows `onnxpar.ops.norm.batch_norm_gradient`; one all-reduce carries both sums.
 
-    With n elements a channel, i the inverse deviation and x̂ = (x - mean) i: dbias = Σ dy,
+    With n elements in each channel, inverse deviation i and x̂ = (x - mean) i: dbias = Σ dy,
     dscale = Σ dy x̂, dx = scale i (dy - dbias / n - x̂ dscale / n).
     """
     view, shape = node.view, node.in_shape(0)
     wide = work_dtype(node.out_dtype())
     axes = _axes(len(shape))
     kept = reduced(shape, axes)
-    mask, atoms = masker(node), split_atoms(node)
+    mask = masker(node)
     dy, x = (node.builder.cast(node.input(i), wide) for i in (0, 1))
     scale, mean, variance = (
         node.builder.reshape(node.builder.cast(node.input(i), wide), kept) for i in (2, 3, 4)
@@ -126,7 +124,7 @@ def batch_norm_grad_local(node: LocalNode) -> Sequence[ir.Value]:
         node.builder.reduce("ReduceSum", mask(values, False), axes, keepdims=True)
         for values in (dy, along)
     ]
-    total, slope = _summed(node, counted, atoms, kept)
+    total, slope = _summed(node, counted, kept)
     slope = node.op("Mul", slope, inverse, shape=kept)
     step = node.op("Mul", scale, inverse, shape=kept)
     mean_dy = node.op("Div", total, count, shape=kept)
@@ -138,10 +136,9 @@ def batch_norm_grad_local(node: LocalNode) -> Sequence[ir.Value]:
     return [node.builder.cast(value, node.out_dtype(index)) for index, value in enumerate(found)]
 
 
-def _summed(
-    node: LocalNode, parts: Sequence[ir.Value], atoms: Atoms, shape: Sequence[Dim]
-) -> list[ir.Value]:
-    """All-reduces values of one shape, whose first dim is 1, together."""
+def _summed(node: LocalNode, parts: Sequence[ir.Value], shape: Sequence[Dim]) -> list[ir.Value]:
+    """All-reduces values of one shape, whose first dim is 1, in one collective."""
+    atoms = node.split_atoms("special")
     if not atoms:
         return list(parts)
     both = [len(parts), *shape[1:]]

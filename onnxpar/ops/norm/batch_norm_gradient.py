@@ -13,10 +13,11 @@ BATCH_NORM_GRAD = "BatchNormalizationGrad"
 
 
 def batch_norm_gradient(node: GradNode) -> Sequence[ir.Value | None]:
-    """Gives dbias = Σ dy and dscale = Σ dy x̂, and of x what the form of the node makes of them.
+    """Gives dbias = Σ dy and dscale = Σ dy x̂; dx depends on the form of the node.
 
-    In inference form dx = dy · scale · inverse; mean and variance are operands as others are. In
-    training form they depend on x: dx = scale · inverse (dy - mean(dy) - x̂ mean(dy x̂)).
+    In inference form dx = dy · scale · inverse, and mean and variance have gradients like other
+    operands. In training form they depend on x:
+    dx = scale · inverse (dy - mean(dy) - x̂ mean(dy x̂)).
     """
     if node.attr("training_mode", 0):
         return _training(node)
@@ -43,7 +44,7 @@ def _by_constants(
             along = node.builder.reduce("ReduceSum", along, _axes(node), keepdims=True)
             slope = node.op("Mul", along, inverse)
         if 4 in wanted:
-            # The derivative of inverse by variance is -inverse³ / 2; slope has one inverse already.
+            # The derivative of inverse by variance is -inverse³ / 2; slope contains one inverse.
             bend = node.op("Mul", node.op("Mul", slope, step), inverse)
             result[4] = node.op("Mul", bend, node.number(-0.5, bend))
     if 0 in wanted:
@@ -58,9 +59,8 @@ def _by_constants(
 
 
 def _like(node: GradNode, made: ir.Value, index: int) -> ir.Value:
-    """One number a channel, as operand `index` has them."""
+    """Brings one number for each channel to the shape and type of operand `index`."""
     operand = node.input(index)
-    assert operand.dtype is not None
     return node.builder.cast(node.builder.reshape_like(made, operand), operand.dtype)
 
 
@@ -69,9 +69,8 @@ def _axes(node: GradNode) -> tuple[int, ...]:
 
 
 def _aside(node: GradNode, value: ir.Value) -> ir.Value:
-    """One number a channel, of the type of x and in the shape in which it meets x."""
+    """Brings one number for each channel to the type of x and a shape that broadcasts to x."""
     x = node.input(0)
-    assert x.dtype is not None
     shape = node.shape(x)
     dims = [1 if axis != 1 else size for axis, size in enumerate(shape)]
     if len(dims) == 2:
@@ -111,7 +110,7 @@ def _training(node: GradNode) -> Sequence[ir.Value | None]:
             else:
                 node.builder.forget(value)
     elif dy is not None and node.wanted & {1, 2}:
-        # The bias alone needs none of them.
+        # The gradient of the bias alone needs no statistics.
         mean, variance = _statistics(node) if node.wants(1) else (scale, scale)
         result = _by_constants(node, mean, variance, node.wanted & {1, 2})
     for index, cotangent in enumerate(running, 3):
@@ -123,9 +122,9 @@ def _training(node: GradNode) -> Sequence[ir.Value | None]:
 def _through_running(
     node: GradNode, index: int, cotangent: ir.Value, result: list[ir.Value | None]
 ) -> None:
-    """Adds what comes through a running statistic: momentum · old + (1 - momentum) · of the batch.
+    """Adds the gradient through a running statistic: momentum · old + (1 - momentum) · batch's.
 
-    Of the batch, the mean's derivative by x is 1/n, the variance's 2 (x - mean) / n.
+    The derivative of the batch's mean by x is 1/n, that of its variance 2 (x - mean) / n.
     """
     momentum = float(node.attr("momentum", 0.9))
     if node.wants(index):
@@ -133,7 +132,6 @@ def _through_running(
     if not node.wants(0):
         return
     x = node.input(0)
-    assert x.dtype is not None
     each = _aside(node, cotangent)
     share = node.number((1 - momentum) * (1 if index == 3 else 2), each)
     sizes = [node.shape(x)[axis] for axis in _axes(node)]
@@ -150,8 +148,8 @@ def _through_running(
 def _statistics(node: GradNode) -> tuple[ir.Value, ir.Value]:
     """Mean and variance of the batch.
 
-    The node has them as outputs where it mixes nothing of the running ones in. One that mixes keeps
-    its outputs, and the statistics are computed once more.
+    A node with momentum 0 has them as its outputs. A node with another momentum, whose outputs are
+    used, keeps them, and the statistics are computed once more.
     """
     forward = node.view.node
     kept = [out for out in forward.outputs[1:3] if out.name]
@@ -159,8 +157,8 @@ def _statistics(node: GradNode) -> tuple[ir.Value, ir.Value]:
         forward.attributes["momentum"] = ir.AttrFloat32("momentum", 0.0)
     if not float(node.attr("momentum", 0.9)):
         mean, variance = (
-            node.further_output(i, _type(node, i + 2), node.shape(node.input(i + 2)))
-            for i in (1, 2)
+            node.further_output(i, operand.dtype, node.shape(operand))
+            for i, operand in ((1, node.input(3)), (2, node.input(4)))
         )
         return mean, variance
     x, axes = node.input(0), _axes(node)
@@ -169,9 +167,3 @@ def _statistics(node: GradNode) -> tuple[ir.Value, ir.Value]:
     square = node.op("Mul", centred, centred)
     variance = node.builder.reduce("ReduceMean", square, axes, keepdims=True)
     return _like(node, mean, 3), _like(node, variance, 4)
-
-
-def _type(node: GradNode, index: int) -> ir.DataType:
-    dtype = node.input(index).dtype
-    assert dtype is not None
-    return dtype

@@ -5,40 +5,35 @@ from collections.abc import Sequence
 import onnx_ir as ir
 
 from onnxpar.core.rule import OpRule, parse_rule
-from onnxpar.core.symbols import Dim
 from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.body_node import BodyNode
 from onnxpar.ops.elementwise.broadcast import axis_names
 from onnxpar.ops.local_helpers import (
     BOOL,
+    axis_of,
     copy_or,
-    normal_axes,
-    normal_axis,
     reduced,
     work_dtype,
     written_out,
 )
 from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.norm.group_norm_gradient import (
+    MVN_EPSILON,
     group_norm_gradient,
     instance_norm_gradient,
     lp_norm_gradient,
     mean_variance_norm_gradient,
+    mvn_axes,
 )
 from onnxpar.ops.norm.old_versions import affine_of_channels
 from onnxpar.ops.norm.split_statistics import (
-    inverse_deviation,
     masker,
     mean_and_variance,
-    split_atoms,
+    normalised,
 )
 from onnxpar.ops.old_node import Upgrade
 from onnxpar.ops.operator import BY_BODY, OpDef
 from onnxpar.ops.slots import Roles
-
-_MVN_EPSILON = 1e-9
-"""Added to the deviation, by ONNX's function body."""
-
 
 # -- InstanceNormalization -------------------------------------------------------------------------
 
@@ -51,32 +46,19 @@ def instance_norm_rule(view: NodeView) -> OpRule:
 
 
 def instance_norm_local(node: LocalNode) -> Sequence[ir.Value]:
-    """Statistics summed over the parts, two numbers a channel of an instance."""
+    """Statistics are all-reduced, two numbers for each channel of an instance."""
     shape, dtype = node.in_shape(0), node.out_dtype()
     wide = work_dtype(dtype)
     axes = range(2, len(shape))
     x = node.builder.cast(node.input(0), wide)
-    y = _standardised(node, x, shape, axes, [node.view.shape(0)[axis] for axis in axes])
+    sizes = node.view.shape(0)[2:]
+    y = normalised(node, x, shape, axes, sizes, float(node.attr("epsilon", 1e-5))).y
     aside = [1, shape[1], *[1] * len(axes)]
     scale, bias = (
         node.builder.reshape(node.builder.cast(node.input(i), wide), aside) for i in (1, 2)
     )
     y = node.op("Add", node.op("Mul", y, scale, shape=shape), bias, shape=shape)
     return (node.builder.cast(y, dtype),)
-
-
-def _standardised(
-    node: LocalNode,
-    x: ir.Value,
-    shape: Sequence[Dim],
-    axes: Sequence[int],
-    sizes: Sequence[Dim],
-) -> ir.Value:
-    """(x - mean) / sqrt(variance + epsilon) over axes, x being laid out as input 0."""
-    centred, _, variance = mean_and_variance(node, x, shape, axes, sizes, masker(node))
-    epsilon = float(node.attr("epsilon", 1e-5))
-    inverse = inverse_deviation(node, variance, epsilon, reduced(shape, axes))
-    return node.op("Mul", centred, inverse, shape=shape)
 
 
 # -- GroupNormalization ----------------------------------------------------------------------------
@@ -86,7 +68,7 @@ def group_norm_rule(view: NodeView) -> OpRule:
     """`a (g k) c, (g k), (g k) -> a (g k) c; special: k c` (Wu & He, 2018).
 
     Raises:
-        ModelError: The channels are unknown to be so many groups.
+        ModelError: The number of channels is unknown, or not a multiple of the groups.
     """
     shape = view.shape(0)
     groups = int(view.attr("num_groups", 1))
@@ -99,7 +81,7 @@ def group_norm_rule(view: NodeView) -> OpRule:
 
 
 def group_norm_local(node: LocalNode) -> Sequence[ir.Value]:
-    """The groups that the device has; where they are in parts, statistics summed over these."""
+    """The device's own groups; where groups are sharded, their statistics are all-reduced."""
     view, shape = node.view, node.in_shape(0)
     groups, inner = node.local_size("g"), node.local_size("k")
     if not node.split_factors("special"):
@@ -116,12 +98,9 @@ def group_norm_local(node: LocalNode) -> Sequence[ir.Value]:
         return node.builder.reshape(x, grouped)
 
     x = node.builder.reshape(node.builder.cast(node.input(0), wide), grouped)
-    centred, _, variance = mean_and_variance(node, x, grouped, axes, sizes, mask)
     epsilon = float(view.attr("epsilon", 1e-5))
-    inverse = inverse_deviation(node, variance, epsilon, reduced(grouped, axes))
-    y = node.op("Mul", centred, inverse, shape=grouped)
-    rest = [1] * len(shape[2:])
-    aside = [1, groups, inner, *rest]
+    y = normalised(node, x, grouped, axes, sizes, epsilon, mask=mask).y
+    aside = [1, groups, inner, *[1] * len(shape[2:])]
     scale, bias = (
         node.builder.reshape(node.builder.cast(node.input(i), wide), aside) for i in (1, 2)
     )
@@ -139,47 +118,39 @@ def _axes_rule(view: NodeView, axes: Sequence[int]) -> OpRule:
     return parse_rule(f"{text} -> {text}" + (f"; special: {special}" if special else ""))
 
 
-def _mvn_axes(view: NodeView) -> tuple[int, ...]:
-    return normal_axes(view, view.attr("axes", (0, 2, 3)), len(view.shape(0)))
-
-
 def mean_variance_norm_rule(view: NodeView) -> OpRule:
-    """Every dim may be split; the normalised ones communicate statistics."""
-    return _axes_rule(view, _mvn_axes(view))
+    """Every dim may be sharded; the normalised ones communicate statistics."""
+    return _axes_rule(view, mvn_axes(view))
 
 
 def mean_variance_norm_local(node: LocalNode) -> Sequence[ir.Value]:
-    """(x - mean) / (deviation + 1e-9), statistics summed over the parts."""
+    """(x - mean) / (deviation + 1e-9), with all-reduced statistics."""
     shape, dtype = node.in_shape(0), node.out_dtype()
-    wide, axes = work_dtype(dtype), _mvn_axes(node.view)
+    wide, axes = work_dtype(dtype), mvn_axes(node.view)
     x = node.builder.cast(node.input(0), wide)
     sizes = [node.view.shape(0)[axis] for axis in axes]
     centred, _, variance = mean_and_variance(node, x, shape, axes, sizes, masker(node))
     kept = reduced(shape, axes)
     deviation = node.op("Sqrt", variance, shape=kept)
-    deviation = node.op("Add", deviation, node.builder.const(_MVN_EPSILON, wide), shape=kept)
+    deviation = node.op("Add", deviation, node.builder.const(MVN_EPSILON, wide), shape=kept)
     return (node.builder.cast(node.op("Div", centred, deviation, shape=shape), dtype),)
 
 
-def _lp_axis(view: NodeView) -> int:
-    return normal_axis(view, view.attr("axis", -1), len(view.shape(0)))
-
-
 def lp_norm_rule(view: NodeView) -> OpRule:
-    """Every dim may be split; the normalised one communicates norms."""
-    return _axes_rule(view, [_lp_axis(view)])
+    """Every dim may be sharded; the normalised one communicates norms."""
+    return _axes_rule(view, [axis_of(view, -1)])
 
 
 def lp_norm_local(node: LocalNode) -> Sequence[ir.Value]:
-    """The norm of the parts, all-reduced; what has none stays zero."""
+    """Norms are all-reduced; where a norm is zero, so is the result."""
     shape, dtype = node.in_shape(0), node.out_dtype()
-    wide, axes = work_dtype(dtype), [_lp_axis(node.view)]
+    wide, axes = work_dtype(dtype), [axis_of(node.view, -1)]
     x = masker(node)(node.input(0), node.zero[0])
     x = node.builder.cast(x, wide)
     kept = reduced(shape, axes)
     one = node.attr("p", 2) == 1
     part = node.builder.reduce("ReduceL1" if one else "ReduceSumSquare", x, axes, keepdims=True)
-    norm = node.all_reduce(part, split_atoms(node))
+    norm = node.all_reduce(part, node.split_atoms("special"))
     if not one:
         norm = node.op("Sqrt", norm, shape=kept)
     none = node.op("Equal", norm, node.builder.const(0, wide), dtype=BOOL, shape=kept)
@@ -191,7 +162,7 @@ def lp_norm_local(node: LocalNode) -> Sequence[ir.Value]:
 
 
 def lrn_rule(view: NodeView) -> OpRule:
-    """Every dim but that of the channels, whose neighbours an element needs."""
+    """Every dim except the channels, since an element needs the neighbouring channels."""
     names = axis_names(len(view.shape(0)))
     text = " ".join(names)
     return parse_rule(f"{text} -> {text}; replicated: {names[1]}")
@@ -200,8 +171,8 @@ def lrn_rule(view: NodeView) -> OpRule:
 def lrn_body(node: BodyNode) -> Sequence[ir.Value]:
     """Emits x (bias + alpha/size Σ x²)^-beta, Σ over near channels (Krizhevsky et al., 2012).
 
-    The window is added up shift by shift: it is five channels wide as a rule, and a sum of shifts
-    has derivatives in any type.
+    The window is added up shift by shift: it is usually five channels wide, and a sum of shifts
+    has a gradient in every element type.
     """
     view, x = node.view, node.input(0)
     shape = node.shape(x)
@@ -248,8 +219,8 @@ DEFS: tuple[OpDef, ...] = (
         "MeanVarianceNormalization",
         9,
         mean_variance_norm_rule,
-        written_out(mean_variance_norm_local, _mvn_axes),
-        gradient=mean_variance_norm_gradient(_mvn_axes),
+        written_out(mean_variance_norm_local, mvn_axes),
+        gradient=mean_variance_norm_gradient,
     ),
     OpDef(
         "",
@@ -257,7 +228,7 @@ DEFS: tuple[OpDef, ...] = (
         1,
         lp_norm_rule,
         copy_or(lp_norm_local),
-        gradient=lp_norm_gradient(_lp_axis),
+        gradient=lp_norm_gradient,
     ),
     OpDef("", "LRN", 1, lrn_rule, gradient=BY_BODY, body=lrn_body),
 )

@@ -1,4 +1,4 @@
-"""Softmax, BatchNormalization and GroupNormalization of old opsets, written as those of today."""
+"""Upgrades of Softmax, BatchNormalization and GroupNormalization from old opsets."""
 
 import numpy as np
 import onnx_ir as ir
@@ -8,7 +8,7 @@ from onnxpar.ops.old_node import OldNode, Upgrade
 
 
 def _of_one_axis(old: OldNode) -> None:
-    """The axis and all behind it were one: they are joined before, and parted behind the node."""
+    """These versions normalised `axis` and all later axes together: they are merged first."""
     axis, shape = int(old.attr("axis", 1)), old.shape(0)
     if shape is not None:
         axis = axis + len(shape) if axis < 0 else axis
@@ -25,7 +25,7 @@ OF_ONE_AXIS = Upgrade(_of_one_axis, by_shapes=True)
 
 
 def statistics_of_channels(old: OldNode) -> None:
-    """Without `spatial` there was a mean for each place: the node is written out."""
+    """Without `spatial` each place had its own mean: such a node becomes several operators."""
     spatial = old.attr("spatial", 1)
     old.node.attributes.pop("spatial", None)
     if spatial:
@@ -38,10 +38,10 @@ def statistics_of_channels(old: OldNode) -> None:
 
 
 def training_as_attribute(old: OldNode) -> None:
-    """The training form said itself by its outputs.
+    """A node was in training form if it had further outputs.
 
     Raises:
-        ModelError: The statistics that it saved are read, which it does not give any more.
+        ModelError: Its saved statistics are read, which later versions do not return.
     """
     node = old.node
     if not any(out.name for out in node.outputs[1:]):
@@ -56,9 +56,9 @@ def training_as_attribute(old: OldNode) -> None:
 
 
 def affine_of_channels(old: OldNode) -> None:
-    """Scale and bias were one number a group: they are repeated for each channel.
+    """Scale and bias had one number for each group, which is now repeated for each channel.
 
-    Statistics were of the type of the data; since, they are of float32 where nothing is said.
+    Statistics had the type of the data; now they are float32 unless `stash_type` says otherwise.
     """
     x = old.input(0)
     if x is not None and x.dtype == ir.DataType.DOUBLE:

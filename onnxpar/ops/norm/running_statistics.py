@@ -1,10 +1,10 @@
-"""Running statistics: how BatchNormalization goes from one form to the other, and what it keeps.
+"""Puts BatchNormalization in training or inference form, and updates its running statistics.
 
-Exporters write the inference form, whatever mode a model is in. To be trained a node goes to the
-training form, and what it mixes into its running statistics is written out beside it, so that they
-are plain values of the graph: new = momentum · old + (1 - momentum) · of the batch, the variance of
-the batch being that of the population, as the operator's specification says. They keep the element
-type of their initializer; `onnxpar.autodiff.mixed_precision` widens trained parameters only.
+Exporters write the inference form in any mode of the model. For training, a node is put in training
+form, and its running statistics are updated by nodes of their own, so that they are plain values of
+the graph: new = momentum · old + (1 - momentum) · batch's, where the batch's variance is that of
+the population, as the operator's specification says. They keep the element type of their
+initializer; `onnxpar.autodiff.mixed_precision` widens only trained parameters.
 """
 
 from collections.abc import Iterable, Mapping
@@ -29,7 +29,7 @@ class Running:
 
     Attributes:
         env: Shapes of all values, new ones included.
-        updated: Name of the value that a running statistic gets -> name of its initializer.
+        updated: Name of each new value of a running statistic -> name of its initializer.
     """
 
     env: ShapeEnv
@@ -41,10 +41,10 @@ class Forms:
     """The nodes with running statistics, by what training does with them.
 
     Attributes:
-        put: Those in inference form that are put in training form.
-        fixed: Those that keep the inference form, since their statistics are frozen.
-        stuck: Those that stay as they are: in a body of control flow, or with statistics that are
-            no initializers.
+        put: Nodes in inference form that are put in training form.
+        fixed: Nodes that keep the inference form, since their statistics are frozen.
+        stuck: Nodes that stay unchanged: they are in a body of control flow, or their statistics
+            are not initializers.
     """
 
     put: tuple[str, ...]
@@ -53,7 +53,7 @@ class Forms:
 
 
 def forms(graph: ir.Graph, frozen: Iterable[str]) -> Forms:
-    """Tells what `keep_statistics` will do; the graph is not changed."""
+    """Returns what `keep_statistics` will do; the graph is not changed."""
     frozen = frozenset(frozen)
     put, fixed, stuck = [], [], []
     for node in ir.traversal.RecursiveGraphIterator(graph):
@@ -72,15 +72,15 @@ def forms(graph: ir.Graph, frozen: Iterable[str]) -> Forms:
 def keep_statistics(model: ir.Model, env: ShapeEnv, frozen: Iterable[str], prefix: str) -> Running:
     """Puts nodes in training form and appends the updates of their statistics as outputs.
 
-    Statistics that several nodes share are updated by one after the other, in the order of the
-    graph, as by a layer that is called several times.
+    If several nodes share statistics, they update them one after the other, in the order of the
+    graph, like a layer that is called several times.
 
     Args:
         model: The normalised model; it is changed.
         env: Its shapes.
         frozen: Names of initializers that do not change. A node with a frozen statistic is put in
             inference form.
-        prefix: What the name of an update begins with; the statistic's name follows.
+        prefix: Beginning of the name of an update; the statistic's name follows.
     """
     graph = model.graph
     frozen = frozenset(frozen)
@@ -95,7 +95,7 @@ def keep_statistics(model: ir.Model, env: ShapeEnv, frozen: Iterable[str], prefi
             continue
         momentum = node.attributes.get_float("momentum", 0.9)
         node.attributes["training_mode"] = ir.AttrInt64("training_mode", 1)
-        # With no share of the old ones, what the node makes are the statistics of the batch.
+        # With momentum 0 the node's outputs are the statistics of the batch.
         node.attributes["momentum"] = ir.AttrFloat32("momentum", 0.0)
         node.resize_outputs(3)
         builder.scope = node.name or ""
@@ -121,7 +121,7 @@ def keep_statistics(model: ir.Model, env: ShapeEnv, frozen: Iterable[str], prefi
 
 
 def infer_with_statistics(graph: ir.Graph) -> None:
-    """Puts every node, those in bodies too, in inference form."""
+    """Puts every node, including those in bodies, in inference form."""
     for node in ir.traversal.RecursiveGraphIterator(graph):
         if _has_statistics(node):
             _infer(node)
@@ -129,7 +129,6 @@ def infer_with_statistics(graph: ir.Graph) -> None:
 
 def _mixed(builder: GlobalBuilder, old: ir.Value, batch: ir.Value, momentum: float) -> ir.Value:
     dtype, shape = old.dtype, builder.shape_of(old)
-    assert dtype is not None
     wide = work_dtype(dtype)
     parts = [
         builder.op("Mul", builder.cast(value, wide), builder.const(share, wide), shape=shape)
@@ -139,7 +138,7 @@ def _mixed(builder: GlobalBuilder, old: ir.Value, batch: ir.Value, momentum: flo
 
 
 def _infer(node: ir.Node) -> None:
-    """Puts a node in inference form; who read a new statistic reads the old one."""
+    """Puts a node in inference form; readers of a new statistic read the old one instead."""
     node.attributes.pop("training_mode", None)
     for index, out in enumerate(node.outputs[1:3], 3):
         old = node.inputs[index]
@@ -157,7 +156,7 @@ def _has_statistics(node: ir.Node) -> bool:
 
 
 def _learns(node: ir.Node, graph: ir.Graph) -> bool:
-    """Whether a node may keep statistics: it stands in the graph, and they are initializers."""
+    """Whether a node's statistics can be updated: it is in `graph`, and they are initializers."""
     statistics = [node.inputs[index] for index in _PLACES]
     return node.graph is graph and all(
         v is not None and graph.initializers.get(v.name or "") is v for v in statistics

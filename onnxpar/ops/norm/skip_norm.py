@@ -1,12 +1,13 @@
 """Normalisations of a residual sum, which onnxruntime fuses (domain `com.microsoft`).
 
-y = norm(x + skip + bias), the sum itself being a further output for the next layer.
+y = norm(x + skip + bias). The sum itself is a further output, for the next layer.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import onnx_ir as ir
+from onnx_shape_inference import ShapeInferenceContext
 
 from onnxpar.core.rule import OpRule, parse_rule
 from onnxpar.graph.node_view import NodeView
@@ -15,9 +16,9 @@ from onnxpar.ops.contrib_schemas import MICROSOFT
 from onnxpar.ops.elementwise.broadcast import aligned, axis_names
 from onnxpar.ops.local_helpers import reduced, work_dtype
 from onnxpar.ops.local_node import LocalNode
-from onnxpar.ops.norm.inference import infer_skip_norm
-from onnxpar.ops.norm.split_statistics import inverse_deviation, masker, mean_and_variance
+from onnxpar.ops.norm.split_statistics import normalised
 from onnxpar.ops.operator import BY_BODY, LocalFn, OpDef
+from onnxpar.ops.slots import Library
 
 
 @dataclass(frozen=True)
@@ -26,8 +27,8 @@ class _Kind:
 
     Attributes:
         name: Its name.
-        centre: Whether the mean is taken off.
-        bias: Which input is added to the sum before it is normalised.
+        centre: Whether the mean is subtracted.
+        bias: The input that is added to the sum before it is normalised.
     """
 
     name: str
@@ -47,7 +48,7 @@ def _rule(kind: _Kind) -> Callable[[NodeView], OpRule]:
         shape = view.shape(0)
         names = axis_names(len(shape))
         dims, last = " ".join(names), names[-1]
-        skip, whole = aligned(view.shape(1), shape, names)
+        skip, replicated = aligned(view.shape(1), shape, names)
         operands = [dims, skip]
         operands += [last if view.has(i) else "-" for i in range(2, view.arity)]
         row = " ".join([*names[:-1], "1"])
@@ -56,13 +57,13 @@ def _rule(kind: _Kind) -> Callable[[NodeView], OpRule]:
         if not kind.centre and len(outputs) > _MEAN and outputs[_MEAN] != ".":
             raise view.fail("it has no mean output")
         text = f"{', '.join(operands)} -> {', '.join(outputs)}"
-        if last not in whole:
+        if last not in replicated:
             text += f"; special: {last}"
-        if whole:
-            text += f"; replicated: {' '.join(sorted(whole))}"
+        if replicated:
+            text += f"; replicated: {' '.join(sorted(replicated))}"
         return parse_rule(text)
 
-    rule.__doc__ = "Leading dims are parallel, the normalised dim special; vectors go with it."
+    rule.__doc__ = "Leading dims are parallel; the normalised dim, which vectors share, is special."
     return rule
 
 
@@ -71,37 +72,31 @@ def _local(kind: _Kind) -> LocalFn:
         if not node.split_factors("special"):
             return _copied(node)
         view, shape, dtype = node.view, node.in_shape(0), node.out_dtype()
-        wide = work_dtype(dtype)
         total = node.op("Add", node.input(0), node.input(1), shape=shape)
         if view.has(kind.bias):
             total = node.op("Add", total, node.input(kind.bias), shape=shape)
-        x = node.builder.cast(total, wide)
-        axis = len(shape) - 1
-        centred, mean, variance = mean_and_variance(
-            node, x, shape, [axis], [view.shape(0)[axis]], masker(node), centre=kind.centre
-        )
-        kept = reduced(shape, [axis])
-        inverse = inverse_deviation(node, variance, _epsilon(view), kept)
-        y = node.builder.cast(node.op("Mul", centred, inverse, shape=shape), dtype)
-        y = node.op("Mul", y, node.input(2), shape=shape)
+        x = node.builder.cast(total, work_dtype(dtype))
+        axes, sizes = [len(shape) - 1], view.shape(0)[-1:]
+        made = normalised(node, x, shape, axes, sizes, _epsilon(view), centre=kind.centre)
+        y = node.op("Mul", node.builder.cast(made.y, dtype), node.input(2), shape=shape)
         if kind.centre and view.has(3):
             y = node.op("Add", y, node.input(3), shape=shape)
-        known = {0: y, _MEAN: mean, _INVERSE: inverse, _SUM: total}
+        known = {0: y, _MEAN: made.mean, _INVERSE: made.inverse, _SUM: total}
         outputs = []
         for index, out in enumerate(view.node.outputs):
             value = known[index]
-            # One that nobody reads is a value of its own, since it has no name.
+            # An output without a name, which nobody reads, must be a value of its own.
             if value is None or not out.name:
-                value = node.op("Identity", inverse, shape=kept)
+                value = node.op("Identity", made.inverse, shape=reduced(shape, axes))
             outputs.append(node.builder.cast(value, out.dtype if out.name else None))
         return outputs
 
-    local.__doc__ = "Statistics summed over the shards, at most two numbers per row."
+    local.__doc__ = "Statistics are all-reduced, at most two numbers per row."
     return local
 
 
 def _copied(node: LocalNode) -> Sequence[ir.Value]:
-    """The same node; what nobody reads has no name, and is not computed."""
+    """The same node; outputs that nobody reads get no name, and are not computed."""
     made = node.copy()
     for value, out in zip(made, node.view.node.outputs, strict=True):
         if not out.name:
@@ -138,13 +133,26 @@ def _body(kind: _Kind) -> Callable[[BodyNode], Sequence[ir.Value | None]]:
             found[index] = value
         return found[: len(view.node.outputs)]
 
-    body.__doc__ = "The sum, and its normalisation."
+    body.__doc__ = "Adds the operands, then normalises the sum."
     return body
 
 
 def _epsilon(view: NodeView) -> float:
-    # As onnxruntime's schema has it, unlike ONNX's normalisations.
+    # onnxruntime's default, which differs from that of ONNX's normalisations.
     return float(view.attr("epsilon", 1e-12))
+
+
+def infer_skip_norm(library: Library, context: ShapeInferenceContext, node: ir.Node) -> None:
+    """Shapes are those of the first operand; statistics have one number per row."""
+    x = node.inputs[0]
+    if x is None or x.shape is None:
+        return
+    rows = ir.Shape([*x.shape.dims[:-1], 1])
+    for index, out in enumerate(node.outputs):
+        if index in (_MEAN, _INVERSE):
+            context.set_shape_and_dtype(out, rows, ir.DataType.FLOAT)
+        else:
+            context.set_shape_and_dtype(out, x.shape, x.dtype)
 
 
 DEFS = tuple(
@@ -156,7 +164,7 @@ DEFS = tuple(
         _local(kind),
         gradient=BY_BODY,
         body=_body(kind),
-        infer=infer_skip_norm if kind.name.startswith("Skip") else None,
+        infer=infer_skip_norm,
     )
     for kind in _KINDS
 )

@@ -1,6 +1,6 @@
 """Gradients of Softmax, LogSoftmax, LayerNormalization and RMSNormalization."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import onnx_ir as ir
@@ -9,128 +9,104 @@ from onnxpar.graph.builder import DOMAIN
 from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.fused.backward import LAYER_NORMALIZATION_GRAD, LOG_SOFTMAX_GRAD, SOFTMAX_GRAD
 from onnxpar.ops.grad_node import GradNode
-from onnxpar.ops.local_helpers import work_dtype
-
-Axes = Callable[[NodeView], tuple[int, ...]]
+from onnxpar.ops.local_helpers import axis_of, reduced, work_dtype
 
 
-def softmax_gradient(axes: Axes) -> Callable[[GradNode], Sequence[ir.Value | None]]:
-    """Returns the rule dx = y (dy - Σ dy y) over the axis that is normalised."""
-
-    def gradient(node: GradNode) -> Sequence[ir.Value | None]:
-        dy, y = node.cotangent(), node.output()
-        (axis,) = axes(node.view)
-        return [node.fused(SOFTMAX_GRAD, dy, y, axis=axis)]
-
-    gradient.__doc__ = softmax_gradient.__doc__
-    return gradient
+def softmax_gradient(node: GradNode) -> Sequence[ir.Value | None]:
+    """Gives dx = y (dy - Σ dy y), the sum over the normalised axis."""
+    dy, y = node.cotangent(), node.output()
+    return [node.fused(SOFTMAX_GRAD, dy, y, axis=axis_of(node.view, -1))]
 
 
-def log_softmax_gradient(axes: Axes) -> Callable[[GradNode], Sequence[ir.Value | None]]:
-    """Returns the rule dx = dy - exp(y) Σ dy over the axis that is normalised."""
-
-    def gradient(node: GradNode) -> Sequence[ir.Value | None]:
-        dy, y = node.cotangent(), node.output()
-        (axis,) = axes(node.view)
-        return [node.fused(LOG_SOFTMAX_GRAD, dy, y, axis=axis)]
-
-    gradient.__doc__ = log_softmax_gradient.__doc__
-    return gradient
+def log_softmax_gradient(node: GradNode) -> Sequence[ir.Value | None]:
+    """Gives dx = dy - exp(y) Σ dy, the sum over the normalised axis."""
+    dy, y = node.cotangent(), node.output()
+    return [node.fused(LOG_SOFTMAX_GRAD, dy, y, axis=axis_of(node.view, -1))]
 
 
-def layer_norm_gradient(axes: Axes) -> Callable[[GradNode], Sequence[ir.Value | None]]:
-    """Returns the rule of LayerNormalization (Ba et al., 2016), by mean and inverse deviation.
+def normalised_axes(view: NodeView) -> tuple[int, ...]:
+    """Returns the axes that a LayerNormalization normalises: from `axis` to the last."""
+    return tuple(range(axis_of(view, -1), len(view.shape(0))))
+
+
+def layer_norm_gradient(node: GradNode) -> Sequence[ir.Value | None]:
+    """LayerNormalization (Ba et al., 2016), from its mean and inverse deviation.
 
     With x̂ = (x - mean) · inverse and g = dy · scale: dx = inverse (g - mean(g) - x̂ mean(g x̂)),
     dscale = Σ dy x̂ and dbias = Σ dy over the leading dims.
     """
-
-    def gradient(node: GradNode) -> Sequence[ir.Value | None]:
-        if any(c is not None for c in node.cotangents[1:]):
-            raise node.fail(
-                "the loss depends on its mean or inverse deviation, which have no gradient"
-            )
-        x, scale, dy = node.input(0), node.input(1), node.cotangent()
-        if not node.wants(0) and not node.wants(1):
-            return [None, None, node.unbroadcast(dy, 2)]
-        over = axes(node.view)
-        stash = ir.DataType(node.attr("stash_type", 1))
-        kept = [1 if axis in over else size for axis, size in enumerate(node.shape(x))]
-        mean, inverse = (node.further_output(i, stash, kept) for i in (1, 2))
-        if node.wants(0) and _is_plain(node, over):
-            return _fused(node, (dy, x, scale, mean, inverse), over)
-        assert x.dtype is not None
-        mean, inverse = node.builder.cast(mean, x.dtype), node.builder.cast(inverse, x.dtype)
-        normal = node.op("Mul", node.op("Sub", x, mean), inverse)
-        along = node.op("Mul", dy, normal)
-        result: list[ir.Value | None] = [None, None, None]
-        if node.wants(0):
-            g = node.op("Mul", dy, scale)
-            both = node.op("Mul", along, scale)
-            mean_g = node.builder.reduce("ReduceMean", g, over, keepdims=True)
-            mean_both = node.builder.reduce("ReduceMean", both, over, keepdims=True)
-            rest = node.op("Sub", node.op("Sub", g, mean_g), node.op("Mul", normal, mean_both))
-            result[0] = node.op("Mul", rest, inverse)
-        if node.wants(1):
-            result[1] = node.unbroadcast(along, 1)
-        if node.wants(2):
-            result[2] = node.unbroadcast(dy, 2)
-        return result
-
-    gradient.__doc__ = layer_norm_gradient.__doc__
-    return gradient
+    if any(c is not None for c in node.cotangents[1:]):
+        raise node.fail("the loss depends on its mean or inverse deviation, which have no gradient")
+    x, scale, dy = node.input(0), node.input(1), node.cotangent()
+    if not node.wants(0) and not node.wants(1):
+        return [None, None, node.unbroadcast(dy, 2)]
+    over = normalised_axes(node.view)
+    stash = ir.DataType(node.attr("stash_type", 1))
+    kept = reduced(node.shape(x), over)
+    mean, inverse = (node.further_output(i, stash, kept) for i in (1, 2))
+    if node.wants(0) and _is_plain(node, over):
+        return _fused(node, (dy, x, scale, mean, inverse), over)
+    mean, inverse = node.builder.cast(mean, x.dtype), node.builder.cast(inverse, x.dtype)
+    normal = node.op("Mul", node.op("Sub", x, mean), inverse)
+    along = node.op("Mul", dy, normal)
+    result: list[ir.Value | None] = [None, None, None]
+    if node.wants(0):
+        g = node.op("Mul", dy, scale)
+        both = node.op("Mul", along, scale)
+        mean_g = node.builder.reduce("ReduceMean", g, over, keepdims=True)
+        mean_both = node.builder.reduce("ReduceMean", both, over, keepdims=True)
+        rest = node.op("Sub", node.op("Sub", g, mean_g), node.op("Mul", normal, mean_both))
+        result[0] = node.op("Mul", rest, inverse)
+    if node.wants(1):
+        result[1] = node.unbroadcast(along, 1)
+    if node.wants(2):
+        result[2] = node.unbroadcast(dy, 2)
+    return result
 
 
-def rms_norm_gradient(axes: Axes) -> Callable[[GradNode], Sequence[ir.Value | None]]:
-    """Returns the rule of RMSNormalization (Zhang & Sennrich, 2019).
+def rms_norm_gradient(node: GradNode) -> Sequence[ir.Value | None]:
+    """RMSNormalization (Zhang & Sennrich, 2019).
 
     With x̂ = x · inverse and g = dy · scale: dx = inverse (g - x̂ mean(g x̂)) and dscale = Σ dy x̂
-    over the leading dims. The inverse is that of the forward node, which gives it as a further
-    output.
+    over the leading dims. The forward node gives the inverse as a further output, if it can.
     """
-
-    def gradient(node: GradNode) -> Sequence[ir.Value | None]:
-        if any(c is not None for c in node.cotangents[1:]):
-            raise node.fail("the loss depends on its inverse deviation, which has no gradient")
-        scale, over = node.input(1), axes(node.view)
-        dtype = node.input(0).dtype
-        assert dtype is not None and scale.dtype is not None
-        wide = work_dtype(dtype)
-        x, dy = (node.builder.cast(v, wide) for v in (node.input(0), node.cotangent()))
-        normal, inverse = _normal_by_inverse(node, x, over)
-        result: list[ir.Value | None] = [None, None]
-        if node.wants(0):
-            g = node.op("Mul", dy, node.builder.cast(scale, wide))
-            both = node.builder.reduce("ReduceMean", node.op("Mul", g, normal), over, keepdims=True)
-            rest = node.op("Sub", g, node.op("Mul", normal, both))
-            result[0] = node.builder.cast(node.op("Mul", rest, inverse), dtype)
-        if node.wants(1):
-            along = node.unbroadcast(node.op("Mul", dy, normal), 1)
-            result[1] = node.builder.cast(along, scale.dtype)
-        return result
-
-    gradient.__doc__ = rms_norm_gradient.__doc__
-    return gradient
+    if any(c is not None for c in node.cotangents[1:]):
+        raise node.fail("the loss depends on its inverse deviation, which has no gradient")
+    scale, over = node.input(1), normalised_axes(node.view)
+    dtype = node.input(0).dtype
+    wide = work_dtype(dtype)
+    x, dy = (node.builder.cast(v, wide) for v in (node.input(0), node.cotangent()))
+    normal, inverse = _normal_by_inverse(node, x, over)
+    result: list[ir.Value | None] = [None, None]
+    if node.wants(0):
+        g = node.op("Mul", dy, node.builder.cast(scale, wide))
+        both = node.builder.reduce("ReduceMean", node.op("Mul", g, normal), over, keepdims=True)
+        rest = node.op("Sub", g, node.op("Mul", normal, both))
+        result[0] = node.builder.cast(node.op("Mul", rest, inverse), dtype)
+    if node.wants(1):
+        along = node.unbroadcast(node.op("Mul", dy, normal), 1)
+        result[1] = node.builder.cast(along, scale.dtype)
+    return result
 
 
 _WITH_INVERSE = "SimplifiedLayerNormalization"
-"""The name of RMSNormalization in onnxruntime, which gives the inverse deviation, too."""
+"""onnxruntime's form of RMSNormalization, which also returns the inverse deviation."""
 
 
 def _normal_by_inverse(
     node: GradNode, x: ir.Value, over: Sequence[int]
 ) -> tuple[ir.Value, ir.Value]:
-    """Returns x̂ and the inverse root of the mean square, saved by the forward node if it can.
+    """Returns x̂ and 1 / sqrt(mean square + epsilon), saved by the forward node if possible.
 
-    It cannot where its statistics are narrower than x, nor where RMSNormalization broadcasts its
-    scale: onnxruntime's operator need not.
+    That is impossible where its statistics are narrower than x, or where RMSNormalization
+    broadcasts its scale, which onnxruntime's operator need not support.
     """
     view, build = node.view, node.builder
     stash = ir.DataType(view.attr("stash_type", 1))
     named = view.op_type == _WITH_INVERSE
     if x.dtype == stash and (named or _is_plain(node, over)):
         view.node.op_type = _WITH_INVERSE
-        kept = [1 if axis in over else size for axis, size in enumerate(node.shape(x))]
+        kept = reduced(node.shape(x), over)
         inverse = node.further_output(1, stash, kept)
         return node.op("Mul", x, inverse), inverse
     square = build.reduce("ReduceMean", node.op("Mul", x, x), over, keepdims=True)
@@ -141,11 +117,11 @@ def _normal_by_inverse(
 
 @dataclass(frozen=True)
 class Pulled:
-    """The gradient of a normalisation by itself.
+    """The gradient of a normalisation without scale and bias.
 
     Attributes:
-        normal: What is normalised, x̂.
-        dx: The cotangent of x; None where that of x̂ was not given.
+        normal: The normalised x, x̂.
+        dx: The cotangent of x; None if that of x̂ was not given.
     """
 
     normal: ir.Value
@@ -153,12 +129,12 @@ class Pulled:
 
 
 def pull_back(node: GradNode, x: ir.Value, g: ir.Value | None, axes: Sequence[int]) -> Pulled:
-    """Emits x̂ = (x - mean) · inverse over `axes` anew, and the cotangent of x from that of x̂.
+    """Emits x̂ = (x - mean) · inverse over `axes`, and the cotangent of x from that of x̂.
 
     Args:
-        node: The node, whose attribute `epsilon` is added to the variance.
-        x: What is normalised.
-        g: The cotangent of x̂, if that of x is wanted.
+        node: The node; its attribute `epsilon` is added to the variance.
+        x: What the node normalises.
+        g: The cotangent of x̂; None if the cotangent of x is not wanted.
         axes: The axes that statistics run over.
     """
     build = node.builder
@@ -190,17 +166,17 @@ def _is_plain(node: GradNode, over: Sequence[int]) -> bool:
 def _fused(
     node: GradNode, operands: Sequence[ir.Value], over: Sequence[int]
 ) -> Sequence[ir.Value | None]:
-    """Emits the node with all its outputs: onnxruntime infers types for each that a function has.
+    """Emits the fused gradient with all its outputs, since onnxruntime infers the type of each.
 
-    Those that nobody wants have no name, and are not computed.
+    Outputs that are not wanted get no name, and are not computed.
     """
     x, scale = node.input(0), node.input(1)
-    whole = (x.dtype, node.shape(x))
-    part = (scale.dtype, node.shape(scale))
+    full = (x.dtype, node.shape(x))
+    vector = (scale.dtype, node.shape(scale))
     made = node.builder.ops(
         LAYER_NORMALIZATION_GRAD.name,
         operands,
-        [whole, part, part],
+        [full, vector, vector],
         {"axis": over[0] - len(node.shape(x))},
         domain=DOMAIN,
     )

@@ -1,11 +1,11 @@
-"""Mean and variance over dims that are split, which several normalisations share."""
+"""Statistics over dims that may be sharded, for all normalisations."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import onnx_ir as ir
 
 from onnxpar.core.errors import ShardingError
-from onnxpar.core.mesh import Atoms
 from onnxpar.core.symbols import Dim, symbols_of
 from onnxpar.ops.local_helpers import count_of, reduced
 from onnxpar.ops.local_node import LocalNode
@@ -13,15 +13,10 @@ from onnxpar.ops.local_node import LocalNode
 Mask = Callable[[ir.Value, bool], ir.Value]
 
 
-def split_atoms(node: LocalNode) -> Atoms:
-    """Returns the atoms that split the node's special factors."""
-    return tuple(a for f in node.split_factors("special") for a in node.atoms(f))
-
-
 def masker(node: LocalNode) -> Mask:
-    """Returns what sets padding of the special factors to zero in values laid out as input 0.
+    """Returns a function that zeroes the padding of special factors in values laid out as input 0.
 
-    Its second argument says whether that is known to be zero.
+    Its second argument says whether the padding is known to be zero already.
     """
 
     def mask(x: ir.Value, known_zero: bool) -> ir.Value:
@@ -33,7 +28,7 @@ def masker(node: LocalNode) -> Mask:
 
 
 def global_count(node: LocalNode, sizes: Sequence[Dim], dtype: ir.DataType) -> ir.Value:
-    """Returns how many elements all devices together have, as a tensor of shape [1].
+    """Returns the number of elements on all devices together, as a tensor of shape [1].
 
     Args:
         node: The node.
@@ -41,9 +36,9 @@ def global_count(node: LocalNode, sizes: Sequence[Dim], dtype: ir.DataType) -> i
         dtype: Type of the result.
 
     Raises:
-        ShardingError: Devices that share statistics have different sizes of what they are of.
+        ShardingError: The devices that share statistics may have different sizes of these dims.
     """
-    atoms = set(split_atoms(node))
+    atoms = set(node.split_atoms("special"))
     for symbol in sorted({s for size in sizes for s in symbols_of(size)}):
         if node.builder.varying.get(symbol, frozenset()) & atoms:
             raise ShardingError(
@@ -63,27 +58,27 @@ def mean_and_variance(
     *,
     centre: bool = True,
 ) -> tuple[ir.Value, ir.Value | None, ir.Value]:
-    """Emits mean and variance over the axes, of which devices hold parts.
+    """Emits mean and variance over axes that may be sharded.
 
-    Mean first and squares of what is centred then: E[x²] - E[x]² loses all digits where the mean is
-    large (Chan, Golub & LeVeque, 1983).
+    The mean comes first, then the squares of x - mean: E[x²] - E[x]² loses all digits where the
+    mean is large (Chan, Golub & LeVeque, 1983).
 
     Args:
-        node: The node; its special factors are what is split.
-        x: Local values, in the type in which sums are made.
+        node: The node; its special factors are those of the axes.
+        x: Local values, in the type in which sums are computed.
         shape: Their local shape.
         axes: The axes that statistics run over.
         sizes: Global sizes of these axes.
         mask: Sets padding to zero.
-        centre: Whether the mean is taken off; without it the "variance" is the mean square.
+        centre: Whether the mean is subtracted; without it the "variance" is the mean square.
 
     Returns:
-        What is centred, the mean (None where it is not taken off), the variance.
+        x - mean (or x), the mean (None if it is not subtracted), the variance.
 
     Raises:
         ShardingError: As `global_count`.
     """
-    atoms, kept = split_atoms(node), reduced(shape, axes)
+    atoms, kept = node.split_atoms("special"), reduced(shape, axes)
     assert x.dtype is not None
     count = global_count(node, sizes, x.dtype)
 
@@ -106,3 +101,51 @@ def inverse_deviation(
     number = node.builder.const(epsilon, variance.dtype)
     root = node.op("Sqrt", node.op("Add", variance, number, shape=shape), shape=shape)
     return node.op("Reciprocal", root, shape=shape)
+
+
+@dataclass(frozen=True)
+class Normalised:
+    """Normalised values and their statistics.
+
+    Attributes:
+        y: (x - mean) · inverse, or x · inverse where the mean is not subtracted.
+        mean: The mean; None where it is not subtracted.
+        inverse: 1 / sqrt(variance + epsilon).
+    """
+
+    y: ir.Value
+    mean: ir.Value | None
+    inverse: ir.Value
+
+
+def normalised(
+    node: LocalNode,
+    x: ir.Value,
+    shape: Sequence[Dim],
+    axes: Sequence[int],
+    sizes: Sequence[Dim],
+    epsilon: float,
+    *,
+    mask: Mask | None = None,
+    centre: bool = True,
+) -> Normalised:
+    """Emits (x - mean) / sqrt(variance + epsilon) over axes that may be sharded.
+
+    Args:
+        node: As in `mean_and_variance`.
+        x: As there.
+        shape: As there.
+        axes: As there.
+        sizes: As there.
+        epsilon: What is added to the variance.
+        mask: Sets padding to zero; None where `x` is laid out as input 0.
+        centre: As there.
+
+    Raises:
+        ShardingError: As `global_count`.
+    """
+    centred, mean, variance = mean_and_variance(
+        node, x, shape, axes, sizes, mask or masker(node), centre=centre
+    )
+    inverse = inverse_deviation(node, variance, epsilon, reduced(shape, axes))
+    return Normalised(node.op("Mul", centred, inverse, shape=shape), mean, inverse)
