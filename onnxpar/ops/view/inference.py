@@ -1,7 +1,7 @@
 """Shape inference of Slice, Expand, Split, Pad and Reshape.
 
-`onnx-shape-inference` takes the end of a Slice that is a number to lie inside of a symbolic dim,
-which then has a size that it may not have when the model runs.
+`onnx-shape-inference` assumes that a constant end of a Slice is inside a symbolic dim, and so gives
+the dim a size that it may not have when the model runs.
 """
 
 import onnx_ir as ir
@@ -13,14 +13,14 @@ from onnxpar.ops.elementwise.inference import broadcast_shape
 from onnxpar.ops.sizes.inference import as_library, elements_of, readable_size, round_up
 from onnxpar.ops.slots import Library
 
-# Ends beyond this mean "to the end", whichever width of integer they were written for.
+# Ends from here on mean "to the end", whatever integer type the exporter had in mind.
 _FAR = 2**31 - 1
-# No tensor has more dims.
+# More elements than the dims of any tensor are not followed.
 _FEW = 64
 
 
 def infer_slice(library: Library, context: ShapeInferenceContext, node: ir.Node) -> None:
-    """Slice: bounds limited to the dim's ends, as the specification says, whatever its size."""
+    """Slice: bounds are limited to the dim's ends, as the specification says."""
     library.infer(context, node)
     data, starts, ends, axes, steps = (
         node.inputs[i] if i < len(node.inputs) else None for i in range(5)
@@ -47,10 +47,10 @@ def infer_slice(library: Library, context: ShapeInferenceContext, node: ir.Node)
 
 
 def infer_expand(library: Library, context: ShapeInferenceContext, node: ir.Node) -> None:
-    """Expand: the operand is broadcast to the target, and so is a size that it holds.
+    """Expand: the operand is broadcast to the target shape; a known element is repeated.
 
-    `torch.onnx.export` writes the bias that a convolution does not have as zeros expanded to a
-    size, and that size as one expanded to one element.
+    `torch.onnx.export` writes a missing bias of a convolution as zeros expanded to a size, and that
+    size as a size expanded to one element.
     """
     library.infer(context, node)
     data, target = node.inputs
@@ -64,7 +64,7 @@ def infer_expand(library: Library, context: ShapeInferenceContext, node: ir.Node
 
 
 def infer_split(library: Library, context: ShapeInferenceContext, node: ir.Node) -> None:
-    """Split: parts of sizes that are no constants are as large as they say, not equal parts."""
+    """Split: parts whose sizes are not constant have these sizes; they are not equal parts."""
     library.infer(context, node)
     sizes = node.inputs[1] if len(node.inputs) > 1 else None
     if sizes is None or sizes.const_value is not None:
@@ -82,7 +82,7 @@ def infer_split(library: Library, context: ShapeInferenceContext, node: ir.Node)
 
 
 def infer_pad(library: Library, context: ShapeInferenceContext, node: ir.Node) -> None:
-    """Pad: pads that are expressions count as numbers do."""
+    """Pad: pads that are expressions are added like numbers."""
     library.infer(context, node)
     data, pads, axes = (node.inputs[i] if i < len(node.inputs) else None for i in (0, 1, 3))
     if pads is None or pads.const_value is not None or data is None or data.shape is None:
@@ -101,7 +101,7 @@ def infer_pad(library: Library, context: ShapeInferenceContext, node: ir.Node) -
 
 
 def infer_reshape(library: Library, context: ShapeInferenceContext, node: ir.Node) -> None:
-    """Reshape: a size that a quotient shows to be a number is that number."""
+    """Reshape: a quotient that is proved to be a number becomes that number."""
     library.infer(context, node)
     shape = node.outputs[0].shape
     if shape is not None:
@@ -113,7 +113,7 @@ def infer_reshape(library: Library, context: ShapeInferenceContext, node: ir.Nod
 def _length(
     context: ShapeInferenceContext, dim: int | ir.SymbolicDim, start: Dim, end: Dim, step: Dim
 ) -> Dim | None:
-    """The number of elements that a slice keeps of a dim; None where it cannot be said."""
+    """The number of elements of a dim that a slice keeps; None where it is unknown."""
     size = readable_size(context, dim)
     if size is None or not isinstance(step, int) or step == 0:
         return None
@@ -137,7 +137,7 @@ def _length(
 
 
 def _counts_from(bound: Dim) -> int | None:
-    """1 for a bound that counts from the start, -1 from the end; None where it may do either."""
+    """1 for a bound that counts from the start, -1 from the end; None if it may be either."""
     low, high = NO_CONSTRAINTS.bounds(bound)
     if low is not None and low >= 0:
         return 1

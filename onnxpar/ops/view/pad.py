@@ -22,10 +22,10 @@ from onnxpar.ops.view.reshape import further
 
 
 def _amounts(view: NodeView) -> dict[int, tuple[Dim, Dim]]:
-    """Returns for each axis that gets or loses elements how many before and after.
+    """Returns for each axis that gains or loses elements how many before and after.
 
     Raises:
-        ModelError: They are unknown before the model runs.
+        ModelError: The pads are unknown before the model runs.
     """
     rank = len(view.shape(0))
     given, axes = view.contents(1), view.ints(3)
@@ -39,7 +39,7 @@ def _amounts(view: NodeView) -> dict[int, tuple[Dim, Dim]]:
 
 
 def _linear(view: NodeView, padded: bool) -> str:
-    """What may stay partial: the border must be what the reduction makes of borders."""
+    """What may stay partial: reducing the devices' borders must give the border again."""
     if not padded or _mode(view) != "constant":
         return "any 0"
     if view.has(2):
@@ -57,7 +57,7 @@ def _mode(view: NodeView) -> str:
 
 
 def pad_rule(view: NodeView) -> OpRule:
-    """Pad: a dim that keeps its size may be split, the others are replicated."""
+    """Pad: a dim that keeps its size may be sharded, the others are replicated."""
     names = axis_names(len(view.shape(0)))
     padded = sorted(_amounts(view))
     result = [f"{n}_pad" if axis in padded else n for axis, n in enumerate(names)]
@@ -68,7 +68,7 @@ def pad_rule(view: NodeView) -> OpRule:
 
 
 def padded_gradient(node: GradNode) -> Sequence[ir.Value | None]:
-    """What the border was made of gets the border's cotangent."""
+    """As `onnxpar.ops.view.pad_gradient` says."""
     return pad_gradient(node, _mode(node.view), _amounts(node.view))
 
 
@@ -83,7 +83,7 @@ def _repeats(view: NodeView) -> tuple[Dim, ...]:
 
 
 def tile_rule(view: NodeView) -> OpRule:
-    """Tile: `a b -> (t a) b`; the copies t may be made in shards, as Expand does."""
+    """Tile: `a b -> (t a) b`; the repetitions t may be sharded."""
     shape, repeats = view.shape(0), _repeats(view)
     names = axis_names(len(shape))
     operand, result = [], []
@@ -104,7 +104,7 @@ def tile_rule(view: NodeView) -> OpRule:
 
 
 def tile_local(node: LocalNode) -> Sequence[ir.Value]:
-    """Repeats as often as the local part has it."""
+    """Repeats as often as the device's shard needs."""
     if not node.plan.factors:
         return node.copy()
     names = axis_names(len(node.in_shape(0)))
@@ -116,7 +116,7 @@ def tile_local(node: LocalNode) -> Sequence[ir.Value]:
 
 
 def tiled_gradient(node: GradNode) -> Sequence[ir.Value | None]:
-    """Sums over the copies."""
+    """Sums over the repetitions."""
     return tile_gradient(node, _repeats(node.view))
 
 

@@ -1,4 +1,4 @@
-"""Gradients of Pad and Tile: a copy of an element adds its cotangent to the element's."""
+"""Gradients of Pad and Tile: the cotangent of a copy is added to that of the original."""
 
 from collections.abc import Mapping, Sequence
 
@@ -9,23 +9,23 @@ from onnxpar.core.symbols import Dim, as_dim, dim_str
 from onnxpar.ops.grad_node import GradNode
 from onnxpar.ops.index.gather_gradient import indexed_gradient
 
-# As numpy.pad calls what the operator does.
-_COPIES = {"reflect": "reflect", "edge": "edge", "wrap": "wrap"}
+# Modes that copy elements, which numpy.pad calls the same.
+_COPIES = ("reflect", "edge", "wrap")
 
 
 def pad_gradient(
     node: GradNode, mode: str, amounts: Mapping[int, tuple[Dim, Dim]]
 ) -> Sequence[ir.Value | None]:
-    """Cuts the border off, or adds it up where it was copied from.
+    """Removes the border, or adds its cotangent to the elements that it was copied from.
 
     Args:
         node: The Pad.
-        mode: How the border was made.
-        amounts: Of each axis that got or lost elements, how many before and after.
+        mode: The attribute `mode`.
+        amounts: For each axis that gained or lost elements, how many before and after.
 
     Raises:
-        ModelError: How many they are is unknown, or a border was copied from a dim of unknown
-            size.
+        ModelError: It is unknown whether elements were added or removed, or a border was copied
+            from a dim of unknown size.
     """
     dy = node.cotangent()
     if mode != "constant":
@@ -39,13 +39,13 @@ def pad_gradient(
                     f"{dim_str(ends[0])} and {dim_str(ends[1])} along axis {axis}"
                 )
     added = {axis: _parts(node, ends, 1) for axis, ends in amounts.items()}
-    cut = {axis: _parts(node, ends, -1) for axis, ends in amounts.items()}
+    removed = {axis: _parts(node, ends, -1) for axis, ends in amounts.items()}
     dx = dy
     if node.wants(0) or node.wants(2):
-        dx = _uncut(node, _cropped(node, dy, added), cut)
+        dx = _refilled(node, _cropped(node, dy, added), removed)
     if not node.wants(2):
         return [dx]
-    # The border alone: exactly zero elsewhere.
+    # The difference is the border's cotangent, and exactly zero elsewhere.
     pads = node.builder.sizes(_border(len(node.shape(dy)), amounts))
     inside = node.op("Pad", dx, pads, node.number(0, dy), shape=node.shape(dy))
     border = node.op("Sub", dy, inside)
@@ -54,7 +54,7 @@ def pad_gradient(
 
 
 def _parts(node: GradNode, ends: tuple[Dim, Dim], sign: int) -> tuple[Dim, Dim]:
-    """The pads of that sign, made positive; zero where they are of the other."""
+    """The sizes of the pads of that sign, and zero for those of the other sign."""
     before, after = (
         as_dim(sign * end) if (node.builder.table.bounds(sign * end)[0] or 0) >= 0 else 0
         for end in ends
@@ -63,7 +63,7 @@ def _parts(node: GradNode, ends: tuple[Dim, Dim], sign: int) -> tuple[Dim, Dim]:
 
 
 def _border(rank: int, ends: Mapping[int, tuple[Dim, Dim]]) -> list[Dim]:
-    """The pads as the operator has them: those before every axis, then those after."""
+    """The operand `pads`: those before every axis, then those after."""
     none = (0, 0)
     return [ends.get(axis, none)[side] for side in (0, 1) for axis in range(rank)]
 
@@ -73,7 +73,7 @@ def _some(ends: Mapping[int, tuple[Dim, Dim]]) -> dict[int, tuple[Dim, Dim]]:
 
 
 def _cropped(node: GradNode, dy: ir.Value, ends: Mapping[int, tuple[Dim, Dim]]) -> ir.Value:
-    """The cotangent without what was added."""
+    """The cotangent without the elements that were added."""
     added = _some(ends)
     if not added:
         return dy
@@ -87,19 +87,19 @@ def _cropped(node: GradNode, dy: ir.Value, ends: Mapping[int, tuple[Dim, Dim]]) 
     return node.op("Slice", dy, starts, stops, axes, shape=shape)
 
 
-def _uncut(node: GradNode, dy: ir.Value, ends: Mapping[int, tuple[Dim, Dim]]) -> ir.Value:
-    """The cotangent with zeros for what a negative pad took away."""
-    cut = _some(ends)
-    if not cut:
+def _refilled(node: GradNode, dy: ir.Value, ends: Mapping[int, tuple[Dim, Dim]]) -> ir.Value:
+    """The cotangent with zeros for the elements that a negative pad removed."""
+    removed = _some(ends)
+    if not removed:
         return dy
-    pads = node.builder.sizes(_border(len(node.shape(dy)), cut))
+    pads = node.builder.sizes(_border(len(node.shape(dy)), removed))
     return node.op("Pad", dy, pads, node.number(0, dy), shape=node.shape(node.input(0)))
 
 
 def _copied(
     node: GradNode, dy: ir.Value, mode: str, amounts: Mapping[int, tuple[Dim, Dim]]
 ) -> ir.Value:
-    """Adds the cotangents up where a border was copied from, axis by axis."""
+    """Adds the border's cotangents to the elements that it was copied from, axis by axis."""
     if mode not in _COPIES:
         raise node.fail(f"expected a mode of {', '.join(_COPIES)}, got {mode!r}")
     for axis, (before, after) in amounts.items():
@@ -111,7 +111,7 @@ def _copied(
                 f"at least 0, got {dim_str(size)} and the pads {dim_str(before)} and "
                 f"{dim_str(after)} along axis {axis}"
             )
-        places = np.pad(np.arange(size, dtype=np.int64), both, mode=_COPIES[mode])  # type: ignore[call-overload]
+        places = np.pad(np.arange(size, dtype=np.int64), both, mode=mode)  # type: ignore[call-overload]
         shape = list(node.shape(dy))
         shape[axis] = size
         dy = indexed_gradient(node, dy, node.builder.const(places), axis, shape)
@@ -119,7 +119,7 @@ def _copied(
 
 
 def tile_gradient(node: GradNode, repeats: Sequence[Dim]) -> Sequence[ir.Value | None]:
-    """Sums over the copies, which a view of the cotangent has as dims of their own."""
+    """Sums over the repetitions, which are dims of their own in a view of the cotangent."""
     dy, shape = node.cotangent(), node.shape(node.input(0))
     axes, tall = [], list[Dim]()
     for size, count in zip(shape, repeats, strict=True):

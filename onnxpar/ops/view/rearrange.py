@@ -1,4 +1,4 @@
-"""Operators that put elements elsewhere: DepthToSpace, SpaceToDepth, ReverseSequence."""
+"""Operators that rearrange elements: DepthToSpace, SpaceToDepth, ReverseSequence."""
 
 from collections.abc import Sequence
 
@@ -17,7 +17,7 @@ from onnxpar.ops.view.rearrange_gradient import (
     space_to_depth_gradient,
 )
 
-# The channels of what has depth: x and y are the row and column in a block.
+# The factors of the depth channels: x and y are the row and column within a block.
 _DEPTH = {"DCR": "(x y c)", "CRD": "(c x y)"}
 _SPACE = "n c (h x) (w y)"
 
@@ -49,7 +49,7 @@ def space_to_depth_rule(view: NodeView) -> OpRule:
 
 
 def reverse_sequence_rule(view: NodeView) -> OpRule:
-    """ReverseSequence: the time axis is replicated; the batch axis and all others may be split."""
+    """ReverseSequence: the time axis is replicated; all other axes may be sharded."""
     names = axis_names(len(view.shape(0)))
     batch, time = (int(view.attr(f"{n}_axis", d)) for n, d in (("batch", 1), ("time", 0)))
     if {batch, time} != {0, 1}:
@@ -59,7 +59,7 @@ def reverse_sequence_rule(view: NodeView) -> OpRule:
 
 
 def reverse_sequence_local(node: LocalNode) -> Sequence[ir.Value]:
-    """Reverses the local sequences; those of padding are empty."""
+    """Reverses the local sequences; padding counts as empty sequences."""
     (dim,) = node.plan.rule.inputs[1].dims
     lengths = node.input(1)
     for factor in dim:

@@ -1,4 +1,4 @@
-"""Gradients of what puts elements elsewhere: they are put back."""
+"""Gradients of operators that rearrange elements: the inverse rearrangement."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,7 +9,7 @@ from onnxpar.ops.grad_node import GradNode
 
 
 def depth_to_space_gradient(node: GradNode) -> Sequence[ir.Value | None]:
-    """SpaceToDepth; for CRD, which that has from opset 28 only, a view, transposed."""
+    """SpaceToDepth; for mode CRD, which it has only since opset 28, Reshape and Transpose."""
     dy, x, block = node.cotangent(), node.input(0), int(node.attr("blocksize"))
     shape = node.shape(x)
     if str(node.attr("mode", "DCR")) == "DCR":
@@ -23,13 +23,11 @@ def depth_to_space_gradient(node: GradNode) -> Sequence[ir.Value | None]:
 
 
 def space_to_depth_gradient(node: GradNode) -> Sequence[ir.Value | None]:
-    """DepthToSpace of the same order of channels."""
-    flags: dict[str, Any] = {"blocksize": int(node.attr("blocksize"))}
+    """DepthToSpace with the same order of channels."""
     mode = str(node.attr("mode", "DCR"))
-    if mode != "DCR":
-        # Before opset 11 DepthToSpace has no mode.
-        flags["mode"] = mode
-    return [node.op("DepthToSpace", node.cotangent(), shape=node.shape(node.input(0)), **flags)]
+    flags: dict[str, Any] = {} if mode == "DCR" else {"mode": mode}
+    shape, block = node.shape(node.input(0)), int(node.attr("blocksize"))
+    return [node.op("DepthToSpace", node.cotangent(), shape=shape, blocksize=block, **flags)]
 
 
 def reverse_sequence_gradient(node: GradNode) -> Sequence[ir.Value | None]:

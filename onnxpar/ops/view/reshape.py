@@ -1,11 +1,12 @@
-"""Views: the elements stay in row-major order, only the dims are cut or merged differently.
+"""Views: the elements stay in row-major order, only the dims are split or merged differently.
 
 Every rule here follows from the row-major order alone: where the products of the leading sizes of
-both shapes meet, so do their factors, and a dim that the other shape cuts in two is a merged dim of
-two factors, `(b h)`.
+both shapes are equal, a factor ends in both shapes, and a dim that the other shape splits in two is
+a merged dim of two factors, `(b h)`.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from math import gcd
 
 import numpy as np
@@ -39,13 +40,13 @@ class _Matcher:
     def __init__(self, table: SymbolTable) -> None:
         self.table = table
         self.sizes: dict[str, Dim] = {}
-        self.whole: list[str] = []
+        self.replicated: list[str] = []
 
-    def factor(self, size: Dim, *, whole: bool = False) -> str:
+    def factor(self, size: Dim, *, replicated: bool = False) -> str:
         name = f"f{len(self.sizes)}"
         self.sizes[name] = size
-        if whole:
-            self.whole.append(name)
+        if replicated:
+            self.replicated.append(name)
         return name
 
     def match(
@@ -71,31 +72,31 @@ class _Matcher:
                 for side in (0, 1):
                     here[side].append(name)
                     quotient = self.table.exact_div(rest[side], common)
-                    # Of equal sizes that are written differently no quotient may be known.
+                    # Equal sizes that are written differently may have no known quotient.
                     rest[side] = 1 if quotient is None else quotient
                 continue
-            # No common leading factor is left: whole up to the next place where both shapes meet.
+            # No common leading factor is left: replicated up to where both shapes meet again.
             until = self._ends(shapes, at)
             group: list[Dim] = [1, 1]
             for side in (0, 1):
                 if rest[side] != 1:
-                    here[side].append(self.factor(rest[side], whole=True))
+                    here[side].append(self.factor(rest[side], replicated=True))
                 group[side], rest[side] = rest[side], 1
             while at != list(until) and not self.table.equal(group[0], group[1]):
                 side = self._behind(group, at, until)
                 size = shapes[side][at[side]]
                 if size != 1:
-                    names[side][at[side]].append(self.factor(size, whole=True))
+                    names[side][at[side]].append(self.factor(size, replicated=True))
                 at[side] += 1
                 group[side] = group[side] * size
 
     def _ends(
         self, shapes: tuple[Sequence[Dim], Sequence[Dim]], at: Sequence[int]
     ) -> tuple[int, int]:
-        """Where the last dims begin that are the same in both shapes, of those not yet met.
+        """The positions from which on both shapes have the same dims, of those not yet matched.
 
-        What is before them has as many elements in both, also where that cannot be proved: a size
-        `n` and the sizes `n//2` and 2 meet in every Reshape that runs.
+        The dims before them have as many elements in both shapes, even where that cannot be proved:
+        a size `n` equals the sizes `n//2` and 2 together in every Reshape that runs.
         """
         left, right = len(shapes[0]), len(shapes[1])
         while left > at[0] and right > at[1]:
@@ -105,7 +106,7 @@ class _Matcher:
         return left, right
 
     def _common(self, a: Dim, b: Dim) -> Dim | None:
-        """The greatest common leading factor that can be proved, None where it is 1."""
+        """The greatest common leading factor that can be proved; None where it is 1."""
         if self.table.equal(a, b):
             return a
         if isinstance(a, int) and isinstance(b, int):
@@ -159,8 +160,8 @@ def view_rule(
     names = matcher.match(left, right)
     texts = [" ".join(f"({' '.join(n)})" if n else "1" for n in side) for side in names]
     text = f"{texts[0]}{extra} -> {texts[1]}; linear: {linear}"
-    if matcher.whole:
-        text += f"; replicated: {' '.join(matcher.whole)}"
+    if matcher.replicated:
+        text += f"; replicated: {' '.join(matcher.replicated)}"
     return parse_rule(text, matcher.sizes)
 
 
@@ -170,7 +171,7 @@ def further(view: NodeView, first: int = 1) -> str:
 
 
 def reshape_rule(view: NodeView) -> OpRule:
-    """Reshape: from the known shapes; the target operand itself is not looked at.
+    """Reshape: from the known shapes; the operand that names the shape is not read.
 
     Raises:
         ModelError: The tensor is empty, or two sizes of the output depend on data.
@@ -184,7 +185,7 @@ def reshape_rule(view: NodeView) -> OpRule:
 
 
 def reshape_local(node: LocalNode) -> Sequence[ir.Value]:
-    """The target in local sizes; a size that only the run knows is left to Reshape (-1)."""
+    """Reshapes to local sizes; a size known only when the model runs is left to Reshape (-1)."""
     if not node.plan.factors:
         return node.copy()
     dims = [size if readable(node.view, (size,)) else -1 for size in node.out_shape()]
@@ -209,7 +210,7 @@ def transpose_rule(view: NodeView) -> OpRule:
     """Transpose: the same factors in another order.
 
     Raises:
-        NodeError: The order does not have the rank of the tensor (inference looks at values only).
+        NodeError: `perm` does not have one axis for each dim (inference looks only at its values).
     """
     rank = len(view.shape(0))
     names = axis_names(rank)
@@ -223,7 +224,7 @@ def transpose_rule(view: NodeView) -> OpRule:
 
 
 def unsqueeze_rule(view: NodeView) -> OpRule:
-    """Unsqueeze: dims of size 1 come in."""
+    """Unsqueeze: inserts dims of size 1."""
     rank = len(view.out_shape())
     new = set(normal_axes(view, view.ints(1) or (), rank))
     names = iter(axis_names(rank - len(new)))
@@ -233,11 +234,11 @@ def unsqueeze_rule(view: NodeView) -> OpRule:
 
 
 def squeeze_rule(view: NodeView) -> OpRule:
-    """Squeeze: dims of size 1 go out; with no axes given, all of size 1.
+    """Squeeze: removes dims of size 1; all of them if no axes are given.
 
     Raises:
         SymbolError: No axes are given and a dim may be 1 when the model runs. The rank of the
-            output is unknown then, nor is anything that follows from it.
+            output is then unknown, and so is everything that follows from it.
     """
     shape = view.shape(0)
     axes = view.ints(1)
@@ -268,7 +269,7 @@ def _refuse_unsure(view: NodeView, shape: Sequence[Dim]) -> None:
 
 
 def squeeze_local(node: LocalNode) -> Sequence[ir.Value]:
-    """Without axes a split dim of local size 1 would go too: the dims are named then."""
+    """Names the axes where none are given: a sharded dim of local size 1 must not be removed."""
     if not node.plan.factors or node.view.has(1):
         return node.copy()
     gone = [axis for axis, size in enumerate(node.view.shape(0)) if size == 1]
@@ -281,38 +282,47 @@ def identity_rule(view: NodeView) -> OpRule:
     return parse_rule(f"{names} -> {names}; linear: any 0")
 
 
+_view = partial(
+    OpDef,
+    "",
+    cost=view_only,
+    keeps_zero=True,
+    roles=REARRANGES,
+    memory=VIEW,
+    precision=FOLLOWS,
+    values=same_elements,
+    folding=Folding.MOVE,
+)
+
 DEFS = (
-    OpDef(
-        "",
+    _view(
         "Reshape",
         5,
         reshape_rule,
         reshape_local,
         gradient=reshape_gradient,
-        cost=view_only,
-        keeps_zero=True,
         host_operands=(1,),
-        roles=REARRANGES,
-        memory=VIEW,
-        precision=FOLLOWS,
         infer=infer_reshape,
-        values=same_elements,
-        folding=Folding.MOVE,
     ),
-    OpDef(
-        "",
-        "Flatten",
+    _view("Flatten", 1, flatten_rule, gradient=reshape_gradient),
+    _view(
+        "Unsqueeze",
         1,
-        flatten_rule,
+        unsqueeze_rule,
+        upgrades={13: operands(axes=1)},
         gradient=reshape_gradient,
-        cost=view_only,
-        keeps_zero=True,
-        roles=REARRANGES,
-        memory=VIEW,
-        precision=FOLLOWS,
-        values=same_elements,
-        folding=Folding.MOVE,
+        host_operands=(1,),
     ),
+    _view(
+        "Squeeze",
+        1,
+        squeeze_rule,
+        squeeze_local,
+        upgrades={13: operands(axes=1)},
+        gradient=reshape_gradient,
+        host_operands=(1,),
+    ),
+    _view("Identity", 1, identity_rule, gradient=identity_gradient),
     OpDef(
         "",
         "Transpose",
@@ -323,53 +333,6 @@ DEFS = (
         roles=REARRANGES,
         precision=FOLLOWS,
         values=transposed,
-        folding=Folding.MOVE,
-    ),
-    OpDef(
-        "",
-        "Unsqueeze",
-        1,
-        unsqueeze_rule,
-        upgrades={13: operands(axes=1)},
-        gradient=reshape_gradient,
-        cost=view_only,
-        keeps_zero=True,
-        host_operands=(1,),
-        roles=REARRANGES,
-        memory=VIEW,
-        precision=FOLLOWS,
-        values=same_elements,
-        folding=Folding.MOVE,
-    ),
-    OpDef(
-        "",
-        "Squeeze",
-        1,
-        squeeze_rule,
-        squeeze_local,
-        upgrades={13: operands(axes=1)},
-        gradient=reshape_gradient,
-        cost=view_only,
-        keeps_zero=True,
-        host_operands=(1,),
-        roles=REARRANGES,
-        memory=VIEW,
-        precision=FOLLOWS,
-        values=same_elements,
-        folding=Folding.MOVE,
-    ),
-    OpDef(
-        "",
-        "Identity",
-        1,
-        identity_rule,
-        gradient=identity_gradient,
-        cost=view_only,
-        keeps_zero=True,
-        roles=REARRANGES,
-        memory=VIEW,
-        precision=FOLLOWS,
-        values=same_elements,
         folding=Folding.MOVE,
     ),
 )

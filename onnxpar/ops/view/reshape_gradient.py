@@ -1,4 +1,4 @@
-"""Gradients of views: the cotangent's elements lie in the same order, so it is viewed back."""
+"""Gradients of views: the cotangent has the same order of elements and gets the old shape."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ from onnxpar.ops.grad_node import GradNode
 
 
 def reshape_gradient(node: GradNode) -> Sequence[ir.Value | None]:
-    """Of Reshape, Flatten, Squeeze and Unsqueeze: the shape of the operand again."""
+    """Reshape, Flatten, Squeeze and Unsqueeze: gives the cotangent the shape of the operand."""
     return [node.builder.reshape_like(node.cotangent(), node.input(0))]
 
 
@@ -26,5 +26,5 @@ def identity_gradient(node: GradNode) -> Sequence[ir.Value | None]:
 
 
 def expand_gradient(node: GradNode) -> Sequence[ir.Value | None]:
-    """Sums over the dims that came in."""
+    """Sums over the dims that were added or repeated."""
     return [node.unbroadcast(node.cotangent(), 0)]

@@ -1,11 +1,12 @@
-"""Operators that cut and join along a dim: Slice, Split, Concat, Expand, Where.
+"""Operators that split and join along a dim: Slice, Split, Concat, Expand, Where.
 
-A cut dim is whole, unless it is cut into or joined from equal pieces: such a dim is `(t d)`, t
-pieces of d elements, and d may be split (a fused projection to queries, keys and values splits by
-heads).
+Such a dim is replicated, unless it consists of equal pieces: it is then `(t d)`, t pieces of d
+elements, and d may be sharded. So a fused projection to queries, keys and values is sharded by
+heads.
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import onnx_ir as ir
@@ -17,7 +18,7 @@ from onnxpar.ops.elementwise.broadcast import aligned, axis_names, broadcast_rul
 from onnxpar.ops.elementwise.elementwise_gradient import where_gradient
 from onnxpar.ops.fallback import require_readable
 from onnxpar.ops.grad_node import GradNode
-from onnxpar.ops.local_helpers import normal_axis
+from onnxpar.ops.local_helpers import axis_of, normal_axis
 from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.node_cost import selects
 from onnxpar.ops.old_node import OldNode, Upgrade, operands
@@ -39,18 +40,18 @@ _TO_THE_END = 2**31 - 1
 
 
 def _piece_rule(view: NodeView, joined: Sequence[Dim], axis: int, pieces: Sequence[Dim]) -> OpRule:
-    """Returns the rule between one tensor and its pieces along `axis`; Split's way round."""
+    """Returns the rule of Split or Concat, between one tensor and its pieces along `axis`."""
     names = axis_names(len(joined))
     equal = all(view.table.equal(pieces[0], piece) for piece in pieces)
     sizes: dict[str, Dim] = {}
     if equal:
         last = "d" if pieces[0] != 1 else ""
-        whole = ["t"]
+        replicated = ["t"]
         sizes = {"t": len(pieces)} | ({"d": pieces[0]} if last else {})
         outer, inner = [f"(t {last})"], [last or "1"] * len(pieces)
     else:
         inner = [f"p{i}" for i in range(len(pieces))]
-        whole = ["p", *inner]
+        replicated = ["p", *inner]
         outer = ["p"]
 
     def words(middle: str) -> str:
@@ -65,21 +66,21 @@ def _piece_rule(view: NodeView, joined: Sequence[Dim], axis: int, pieces: Sequen
         everyone = "+".join(map(str, range(len(many))))
         text = f"{', '.join(many)} -> {one}; linear: any {everyone}"
         if len(many) > 1:
-            # A copy on every device is its own maximum, but not its own sum.
+            # A replicated value is its own maximum, but not its own sum.
             text += "".join(f", max {i}, min {i}" for i in range(len(many)))
-    return parse_rule(f"{text}; replicated: {' '.join(whole)}", sizes)
+    return parse_rule(f"{text}; replicated: {' '.join(replicated)}", sizes)
 
 
 def split_rule(view: NodeView) -> OpRule:
     """Split: `(t d) -> d, d, …` for equal pieces, else the axis is replicated."""
     shape = view.shape(0)
-    axis = normal_axis(view, view.attr("axis", 0), len(shape))
+    axis = axis_of(view, 0)
     pieces = [view.out_shape(i)[axis] for i in range(len(view.node.outputs))]
     return _piece_rule(view, shape, axis, pieces)
 
 
 def split_local(node: LocalNode) -> Sequence[ir.Value]:
-    """Sizes of the pieces, where they are given, become local ones."""
+    """Makes given sizes of the pieces local."""
     if not node.view.has(1) or "d" not in node.plan.factors:
         return node.copy()
     pieces: list[Dim] = [node.local_size("d")] * len(node.view.node.outputs)
@@ -89,7 +90,7 @@ def split_local(node: LocalNode) -> Sequence[ir.Value]:
 def concat_rule(view: NodeView) -> OpRule:
     """Concat: `d, d, … -> (t d)` for equal pieces, else the axis is replicated."""
     shapes = [view.shape(i) for i in range(view.arity)]
-    axis = normal_axis(view, view.attr("axis", 1), len(shapes[0]))
+    axis = axis_of(view, 1)
     return _piece_rule(view, view.out_shape(), axis, [shape[axis] for shape in shapes])
 
 
@@ -97,13 +98,13 @@ def _slices(view: NodeView) -> dict[int, int]:
     """Returns for each sliced axis its position in starts, ends and steps.
 
     Raises:
-        ModelError: The axes are an input that is not constant, or are not said by anything.
+        ModelError: The axes, or their number, are not constant.
     """
     rank = len(view.shape(0))
     axes = view.ints(3)
     (count,) = view.shape(1)
     if axes is None and not isinstance(count, int):
-        raise view.fail(f"the number of starts is {count}")
+        raise view.fail(f"expected a constant number of starts, got {count}")
     found = axes if axes is not None else range(int(count))
     return {normal_axis(view, axis, rank): position for position, axis in enumerate(found)}
 
@@ -116,7 +117,7 @@ def _bounds(view: NodeView, index: int, position: int) -> Dim | None:
 
 
 def _keeps_all(view: NodeView, axis: int, position: int) -> bool:
-    """Whether the slice of an axis is proved to keep all of it."""
+    """Whether the slice of an axis is proved to keep all its elements."""
     start = _bounds(view, 1, position)
     end = _bounds(view, 2, position)
     step = _bounds(view, 4, position)
@@ -132,16 +133,16 @@ def slice_rule(view: NodeView) -> OpRule:
     """Slice: a dim that keeps all its elements may be split, the others are replicated."""
     shape = view.shape(0)
     names = axis_names(len(shape))
-    cut = {axis for axis, at in _slices(view).items() if not _keeps_all(view, axis, at)}
-    result = [f"{n}_cut" if axis in cut else n for axis, n in enumerate(names)]
+    sliced = {axis for axis, at in _slices(view).items() if not _keeps_all(view, axis, at)}
+    result = [f"{n}_cut" if axis in sliced else n for axis, n in enumerate(names)]
     text = f"{' '.join(names)}{further(view)} -> {' '.join(result)}; linear: any 0"
-    if cut:
-        text += f"; replicated: {' '.join(f'{names[a]} {names[a]}_cut' for a in sorted(cut))}"
+    if sliced:
+        text += f"; replicated: {' '.join(f'{names[a]} {names[a]}_cut' for a in sorted(sliced))}"
     return parse_rule(text)
 
 
 def slice_local(node: LocalNode) -> Sequence[ir.Value]:
-    """Leaves out the axes of which all is kept: their ends are global sizes."""
+    """Drops the axes that keep all their elements, since their ends are global sizes."""
     view = node.view
     if not node.plan.factors:
         return node.copy()
@@ -150,21 +151,19 @@ def slice_local(node: LocalNode) -> Sequence[ir.Value]:
         return (node.op("Identity", node.input(0), shape=node.out_shape()),)
     positions = list(kept.values())
     chosen = node.builder.const(np.array(positions, np.int64))
-    operands = [node.input(0)]
-    for index in (1, 2, 4):
-        if index == 4:
-            axes = np.array(list(kept), np.int64)
-            dtype = operands[1].dtype
-            operands.append(node.builder.const(axes, dtype))
-            if not view.has(4):
-                continue
-        value = node.input(index)
-        operands.append(node.op("Gather", value, chosen, shape=[len(positions)], axis=0))
+
+    def kept_of(index: int) -> ir.Value:
+        return node.op("Gather", node.input(index), chosen, shape=[len(positions)], axis=0)
+
+    starts, ends = kept_of(1), kept_of(2)
+    operands = [node.input(0), starts, ends, node.builder.const(list(kept), starts.dtype)]
+    if view.has(4):
+        operands.append(kept_of(4))
     return node.copy(operands)
 
 
 def sliced_gradient(node: GradNode) -> Sequence[ir.Value | None]:
-    """Zeros where nothing was taken."""
+    """Gives zeros to the elements that were not taken."""
     view = node.view
     cuts: dict[int, AxisSlice] = {}
     for axis, position in _slices(view).items():
@@ -179,7 +178,7 @@ def sliced_gradient(node: GradNode) -> Sequence[ir.Value | None]:
 
 
 def _first(view: NodeView, position: int, size: Dim, step: int | None) -> Dim | None:
-    """The index from which on an axis is taken, counted from the front; None where it is unsure."""
+    """The first index of an axis that is taken, counted from the front; None if unknown."""
     start = _bounds(view, 1, position)
     if start is None or step is None:
         return None
@@ -188,20 +187,22 @@ def _first(view: NodeView, position: int, size: Dim, step: int | None) -> Dim | 
     least, most = view.table.bounds(start)
     if least is not None and least >= 0:
         return start
-    from_behind = most is not None and most < 0
+    from_end = most is not None and most < 0
     least, _ = view.table.bounds(size + start)
-    return size + start if from_behind and least is not None and least >= 0 else None
+    return size + start if from_end and least is not None and least >= 0 else None
 
 
 def expand_rule(view: NodeView) -> OpRule:
-    """Expand: dims that come in are factors of the output alone, so they can be made in shards."""
+    """Expand: added dims are factors of the output alone, so each device makes its shard."""
     out = view.out_shape()
     require_readable(view, "the shape of the output", out)
     names = axis_names(len(out))
-    operand, whole = aligned(view.shape(0), out, names)
+    operand, replicated = aligned(view.shape(0), out, names)
     result = " ".join("1" if size == 1 else n for n, size in zip(names, out, strict=True))
     text = f"{operand}, . -> {result}; linear: any 0"
-    return parse_rule(text + (f"; replicated: {' '.join(sorted(whole))}" if whole else ""))
+    if replicated:
+        text += f"; replicated: {' '.join(sorted(replicated))}"
+    return parse_rule(text)
 
 
 def expand_local(node: LocalNode) -> Sequence[ir.Value]:
@@ -212,7 +213,7 @@ def expand_local(node: LocalNode) -> Sequence[ir.Value]:
 
 
 def where_rule(view: NodeView) -> OpRule:
-    """Where: both branches may be partial together, one alone where the other is zero."""
+    """Where: both branches may be partial together; one alone if the other is zero."""
     linear = "any 1+2, max 1, max 2, min 1, min 2"
     for held, other in ((1, 2), (2, 1)):
         value = view.node.inputs[other]
@@ -223,7 +224,7 @@ def where_rule(view: NodeView) -> OpRule:
 
 
 def _spread(call: KernelCall) -> int:
-    """Both choices are spread out over the condition before they are joined."""
+    """The kernel broadcasts both choices to the condition before it joins them."""
     condition, *choices = call.inputs[:3]
     if condition is None or any(c is None for c in choices):
         return 0
@@ -232,79 +233,55 @@ def _spread(call: KernelCall) -> int:
 
 
 def _count_parts(old: OldNode) -> None:
-    """Without sizes of the parts, their number was that of the results."""
+    """Without sizes of the parts, the number of results said how many there are."""
     if old.input(1) is None:
         old.node.attributes.add(ir.AttrInt64("num_outputs", len(old.node.outputs)))
 
 
+_move = partial(OpDef, "", keeps_zero=True, precision=FOLLOWS, folding=Folding.MOVE)
+
 DEFS = (
-    OpDef(
-        "",
+    _move(
         "Split",
         2,
         split_rule,
         split_local,
         gradient=split_gradient,
-        keeps_zero=True,
         host_operands=(1,),
-        precision=FOLLOWS,
         infer=infer_split,
         values=parts,
-        folding=Folding.MOVE,
         upgrades={13: operands(split=1), 18: Upgrade(_count_parts)},
     ),
-    OpDef(
-        "",
-        "Concat",
-        4,
-        concat_rule,
-        gradient=concat_gradient,
-        keeps_zero=True,
-        precision=FOLLOWS,
-        values=concatenated,
-        folding=Folding.MOVE,
-    ),
-    OpDef(
-        "",
+    _move("Concat", 4, concat_rule, gradient=concat_gradient, values=concatenated),
+    _move(
         "Slice",
         1,
         slice_rule,
         slice_local,
         gradient=sliced_gradient,
         cost=selects,
-        keeps_zero=True,
         host_operands=(1, 2, 3, 4),
-        precision=FOLLOWS,
         infer=infer_slice,
         values=sliced,
-        folding=Folding.MOVE,
         upgrades={10: operands(starts=1, ends=2, axes=3)},
     ),
-    OpDef(
-        "",
+    _move(
         "Expand",
         8,
         expand_rule,
         expand_local,
         gradient=expand_gradient,
-        keeps_zero=True,
         host_operands=(1,),
-        precision=FOLLOWS,
         infer=infer_expand,
         values=expanded,
-        folding=Folding.MOVE,
     ),
-    OpDef(
-        "",
+    _move(
         "Where",
         9,
         where_rule,
         gradient=where_gradient,
-        keeps_zero=True,
         memory=Kernel(work=_spread),
-        precision=FOLLOWS,
         broadcasts=True,
         values=chosen,
-        folding=Folding.MOVE,
     ),
 )

@@ -1,4 +1,4 @@
-"""Gradients of what cuts and joins: what was removed gets zeros, what was joined is cut again."""
+"""Gradients of Slice, Split and Concat: removed elements get zeros, joined tensors are split."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from onnxpar.ops.index.gather_gradient import indexed_gradient
 
 
 def split_gradient(node: GradNode) -> Sequence[ir.Value | None]:
-    """Joins the cotangents; a piece that the loss does not read has zeros."""
+    """Joins the cotangents, with zeros for a piece that the loss does not depend on."""
     x = node.input(0)
     pieces = [
         _zeros(node, node.shape(output)) if given is None else given
@@ -23,7 +23,7 @@ def split_gradient(node: GradNode) -> Sequence[ir.Value | None]:
 
 
 def concat_gradient(node: GradNode) -> Sequence[ir.Value | None]:
-    """Cuts the cotangent into the operands' pieces."""
+    """Splits the cotangent into those of the operands."""
     dy, view = node.cotangent(), node.view
     operands = [node.input(i) for i in range(view.arity)]
     if len(operands) == 1:
@@ -36,12 +36,12 @@ def concat_gradient(node: GradNode) -> Sequence[ir.Value | None]:
 
 @dataclass(frozen=True)
 class AxisSlice:
-    """How an axis is cut.
+    """How an axis is sliced.
 
     Attributes:
-        position: Where starts, ends and steps say so.
-        start: The first index, counted from the front; None where the run decides it.
-        step: The step; None where the run decides it.
+        position: Position of the axis in starts, ends and steps.
+        start: The first index, counted from the front; None if unknown before the model runs.
+        step: The step; None if unknown before the model runs.
     """
 
     position: int
@@ -50,11 +50,11 @@ class AxisSlice:
 
 
 def slice_gradient(node: GradNode, cuts: Mapping[int, AxisSlice]) -> ir.Value:
-    """Puts zeros before and after the cotangent, or its elements where they were taken.
+    """Pads the cotangent with zeros, or scatters it to the indices that were taken.
 
     Args:
         node: The Slice.
-        cuts: Of each axis that does not keep all.
+        cuts: How each axis is sliced that does not keep all its elements.
     """
     dy, x = node.cotangent(), node.input(0)
     for axis, cut in cuts.items():
@@ -80,7 +80,7 @@ def _taken(node: GradNode, cut: AxisSlice, full: Dim, count: Dim) -> ir.Value:
     builder = node.builder
     if isinstance(cut.start, int) and cut.step is not None and isinstance(count, int):
         return builder.const(cut.start + cut.step * np.arange(count, dtype=np.int64))
-    # All indices cut as the axis is, so that bounds outside of it are understood as they are there.
+    # Slices the indices themselves, so that bounds beyond the axis mean the same.
     zero, one = builder.const(0), builder.const(1)
     end = node.op("Reshape", builder.sizes([full]), builder.const(np.empty(0, np.int64)), shape=())
     every = node.op("Range", zero, end, one, shape=[full])
