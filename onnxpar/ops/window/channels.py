@@ -1,4 +1,4 @@
-"""The channels of a convolution's rule: groups are a factor that both kinds of channels share."""
+"""The channels in a convolution's rule: input and output channels share the factor of groups."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,12 +13,12 @@ BATCH, GROUP, FEW, MANY = "N", "G", "C", "M"
 
 @dataclass(frozen=True)
 class Channels:
-    """Words of the channel dims of a rule; a factor of one element is left out.
+    """The channel dims in the text of a rule; a factor of one element is left out.
 
     Attributes:
         image: Channels of the image that a convolution slides over, groups major.
         results: Channels of its results, groups major.
-        few: Channels of the image in one group, as the weights have them.
+        few: Channels of the image in one group, which are a dim of the weights.
         sizes: Sizes of the factors of merged dims.
         group: Number of groups.
     """
@@ -31,12 +31,12 @@ class Channels:
 
     @property
     def summed(self) -> str:
-        """Clause on the channels that a convolution sums over."""
+        """The clause for the channels that a convolution sums over."""
         return f"; sum: {FEW}" if self.few != "1" else ""
 
     @property
     def gathered(self) -> str:
-        """Clause on the channels that a transposed convolution sums over."""
+        """The clause for the channels that a transposed convolution sums over."""
         return f"; sum: {MANY}" if MANY in self.results else ""
 
     def local_group(self, node: LocalNode) -> Dim:
@@ -45,12 +45,12 @@ class Channels:
 
 
 def channels(view: NodeView, few: Dim, many: Dim, group: int) -> Channels:
-    """Returns the words of channel dims.
+    """Returns the channel dims in the text of a rule.
 
     Args:
         view: The node.
-        few: Channels of the image, of all groups.
-        many: Channels of the results, of all groups.
+        few: Channels of the image, in all groups.
+        many: Channels of the results, in all groups.
         group: Number of groups.
 
     Raises:
@@ -62,13 +62,20 @@ def channels(view: NodeView, few: Dim, many: Dim, group: int) -> Channels:
     if group < 1 or few % group or many % group:
         raise view.fail(f"expected {group} groups to divide {few} and {many} channels", NodeError)
     sizes: dict[str, Dim] = {}
-    image, one = _word(sizes, group, FEW, few // group)
-    results, _ = _word(sizes, group, MANY, many // group)
+    image, one = channel_dims(sizes, group, FEW, few // group)
+    results, _ = channel_dims(sizes, group, MANY, many // group)
     return Channels(image, results, one, sizes, group)
 
 
-def _word(sizes: dict[str, Dim], group: int, name: str, size: int) -> tuple[str, str]:
-    """Word of a dim of groups times `size`, and of a dim of `size` alone."""
+def channel_dims(sizes: dict[str, Dim], group: int, name: str, size: int) -> tuple[str, str]:
+    """Returns a dim of groups times `size`, and a dim of `size` alone, in the text of a rule.
+
+    Args:
+        sizes: The sizes of factors of merged dims, to which new ones are added.
+        group: Number of groups.
+        name: The factor of the channels in one group.
+        size: Its size.
+    """
     if group == 1:
         return name, name
     sizes[GROUP] = group

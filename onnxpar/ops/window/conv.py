@@ -1,7 +1,7 @@
 """Conv and ConvTranspose, sharded along any of their dims.
 
-Batch and groups are parallel, output channels too, a split of the input channels leaves a partial
-sum, and spatial dims exchange halos (`onnxpar.ops.window.halo`).
+Batch, groups and output channels are parallel. Sharding the input channels leaves a partial sum.
+Sharded spatial dims exchange halos (`onnxpar.ops.window.halo`).
 """
 
 from collections.abc import Sequence
@@ -17,9 +17,9 @@ from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.node_cost import convolves
 from onnxpar.ops.operator import OpDef
 from onnxpar.ops.slots import HALF, Kernel, KernelCall, Roles
-from onnxpar.ops.window.channels import BATCH, FEW, Channels, channels
+from onnxpar.ops.window.channels import BATCH, FEW, MANY, Channels, channels
 from onnxpar.ops.window.conv_gradient import conv_gradient, conv_transpose_gradient
-from onnxpar.ops.window.geometry import conv_dims, windowed, words
+from onnxpar.ops.window.geometry import Words, conv_dims, windowed, words
 from onnxpar.ops.window.transposed import spread, transpose_dims
 
 
@@ -38,19 +38,44 @@ def _channels(view: NodeView) -> Channels:
 def conv_rule(view: NodeView) -> OpRule:
     """Conv: `N (G C) y x, (G M) C j i, (G M) -> N (G M) y x; sum: C; scaled: y x`."""
     channel, space = _channels(view), words(conv_dims(view))
-    text = f"{BATCH} {channel.image} {space.image}, {channel.results} {channel.few} {space.kernel}"
+    image, results = (channel.image, space.image), (channel.results, space.results)
+    return _rule(view, channel, space, image, results, channel.summed)
+
+
+def transposed_rule(view: NodeView, space: Words) -> OpRule:
+    """Returns the rule of a transposed convolution, whose operands are results and weights.
+
+    Args:
+        view: The node.
+        space: Its spatial dims, in the roles that they have in the convolution.
+    """
+    channel = transposed_channels(view)
+    image, results = (channel.image, space.image), (channel.results, space.results)
+    return _rule(view, channel, space, results, image, channel.gathered)
+
+
+def _rule(
+    view: NodeView,
+    channel: Channels,
+    space: Words,
+    operand: tuple[str, str],
+    result: tuple[str, str],
+    summed: str,
+) -> OpRule:
+    """The rule; of operand 0 and the result, channels and spatial dims are given."""
+    text = f"{BATCH} {' '.join(operand)}, {channel.results} {channel.few} {space.kernel}"
     linear = "sum 0, sum 1"
     if view.has(2):
-        text += f", {channel.results}"
+        text += f", {result[0]}"
         linear = "sum 0+2, sum 1+2, max 2, min 2"
     elif view.arity > 2:
         text += ", -"
-    text += f" -> {BATCH} {channel.results} {space.results}{channel.summed}{space.clauses()}"
+    text += f" -> {BATCH} {' '.join(result)}{summed}{space.clauses()}"
     return parse_rule(f"{text}; linear: {linear}", channel.sizes)
 
 
 def conv_local(node: LocalNode) -> Sequence[ir.Value]:
-    """On windows of the image; of devices that sum channels the first of a group adds the bias."""
+    """Runs on windows of the image; of the devices that sum channels, one adds the bias."""
     if not node.plan.factors:
         return node.copy()
     image = windowed(node, 0, conv_dims(node.view))
@@ -65,46 +90,36 @@ def conv_local(node: LocalNode) -> Sequence[ir.Value]:
 
 
 def bias_once(node: LocalNode, summed: str) -> list[ir.Value]:
-    """Returns the bias, where there is one: zero on all but the first of those that sum."""
+    """Returns the bias, if there is one: zero on all but the first of the devices that sum."""
     if not node.has(2):
         return []
     atoms = node.atoms(summed) if summed in node.plan.factors else ()
     return [on_first(node, 2, atoms) if atoms else node.input(2)]
 
 
-def _transposed_channels(view: NodeView) -> Channels:
-    # What a transposed convolution takes is what the convolution made, and the other way round.
+def transposed_channels(view: NodeView) -> Channels:
+    """Returns the channels of a transposed convolution, in their roles in the convolution."""
     group = int(view.attr("group", 1))
-    many, few = view.shape(1)[0], view.shape(1)[1]
+    many, few = view.shape(1)[:2]
     return channels(view, few * group, many, group)
 
 
 def conv_transpose_rule(view: NodeView) -> OpRule:
     """ConvTranspose: `N (G M) y x, (G M) C j i, (G C) -> N (G C) y x; sum: M; scaled: y x`."""
-    channel, space = _transposed_channels(view), words(transpose_dims(view))
-    text = f"{BATCH} {channel.results} {space.results}"
-    text += f", {channel.results} {channel.few} {space.kernel}"
-    linear = "sum 0, sum 1"
-    if view.has(2):
-        text += f", {channel.image}"
-        linear = "sum 0+2, sum 1+2, max 2, min 2"
-    elif view.arity > 2:
-        text += ", -"
-    text += f" -> {BATCH} {channel.image} {space.image}{channel.gathered}{space.clauses()}"
-    return parse_rule(f"{text}; linear: {linear}", channel.sizes)
+    return transposed_rule(view, words(transpose_dims(view)))
 
 
 def conv_transpose_local(node: LocalNode) -> Sequence[ir.Value]:
-    """On windows of the operand, what is outside of the own block removed."""
+    """Runs on windows of the operand and drops the results outside the device's block."""
     if not node.plan.factors:
         return node.copy()
     dims = transpose_dims(node.view)
-    group = int(_transposed_channels(node.view).local_group(node))
-    return (spread(node, dims, node.input(1), group, bias_once(node, "M")),)
+    group = int(transposed_channels(node.view).local_group(node))
+    return (spread(node, dims, node.input(1), group, bias_once(node, MANY)),)
 
 
 def _columns(call: KernelCall) -> int:
-    """A transposed convolution multiplies the filters with one image after another."""
+    """The kernel multiplies the filters with one image after another."""
     image, filters = call.inputs[0], call.inputs[1]
     if image is None or filters is None:
         return 0

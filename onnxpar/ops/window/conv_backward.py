@@ -1,9 +1,9 @@
-"""The two gradients of a convolution as operators of the global graph, and their local forms.
+"""The two gradients of a convolution as operators of the undivided graph, and their local forms.
 
-They are the transposes of the convolution in its image and in its weights, so each is divided
-along every dim of the convolution: by images a split of output channels is summed, by weights a
-split of batch and of spatial dims. Local forms are of standard operators alone; which ones, and how
-fast they are, is in docs/design/0008-convolutions.md.
+They are the transposes of the convolution in its image and in its weights, so each can be sharded
+along every dim of the convolution. The gradient by the image sums over sharded output channels, the
+gradient by the weights over a sharded batch and sharded spatial dims. Local forms consist of
+standard operators; docs/design/0008-convolutions.md says which ones, and how fast they are.
 """
 
 from collections.abc import Sequence
@@ -23,37 +23,29 @@ from onnxpar.ops.node_cost import convolves
 from onnxpar.ops.operator import Missing, OpDef
 from onnxpar.ops.slots import Kernel, KernelCall
 from onnxpar.ops.window.channels import BATCH, Channels, channels
+from onnxpar.ops.window.conv import transposed_channels, transposed_rule
 from onnxpar.ops.window.conv_gradient import INPUT_GRAD, WEIGHT_GRAD
 from onnxpar.ops.window.geometry import Spatial, constant, kernel_of, spatial_dims, windowed, words
 from onnxpar.ops.window.transposed import spread
 
 _ITSELF = Missing("it is already a gradient")
 FEW_CHANNELS = 16
-"""Channels of a group below which the products of all elements of the kernel are one."""
+"""With fewer channels in a group, all elements of the kernel share one product."""
 
 
 def _input_dims(view: NodeView) -> tuple[Spatial, ...]:
     return spatial_dims(view, kernel_of(view, 1), view.out_shape()[2:], view.shape(0)[2:])
 
 
-def _input_channels(view: NodeView) -> Channels:
-    group = int(view.attr("group", 1))
-    return channels(view, view.shape(1)[1] * group, view.shape(1)[0], group)
-
-
 def input_grad_rule(view: NodeView) -> OpRule:
     """`N (G M) y x, (G M) C j i -> N (G C) y x; sum: M; scaled: y x`."""
-    channel, space = _input_channels(view), words(_input_dims(view))
-    text = f"{BATCH} {channel.results} {space.results}"
-    text += f", {channel.results} {channel.few} {space.kernel}"
-    text += f" -> {BATCH} {channel.image} {space.image}{channel.gathered}{space.clauses()}"
-    return parse_rule(f"{text}; linear: sum 0, sum 1", channel.sizes)
+    return transposed_rule(view, words(_input_dims(view)))
 
 
 def input_grad_local(node: LocalNode) -> Sequence[ir.Value]:
-    """A convolution with turned weights where all strides are 1, else a transposed one."""
+    """A convolution with turned weights if all strides are 1, else a transposed convolution."""
     dims = _input_dims(node.view)
-    group = int(_input_channels(node.view).local_group(node))
+    group = int(transposed_channels(node.view).local_group(node))
     turned = _turned_dims(node, dims)
     if turned is None:
         return (spread(node, dims, node.input(1), group),)
@@ -72,7 +64,7 @@ def input_grad_local(node: LocalNode) -> Sequence[ir.Value]:
 
 
 def _turned_dims(node: LocalNode, dims: Sequence[Spatial]) -> tuple[Spatial, ...] | None:
-    """Geometry of the convolution over the cotangent; None where the gradient is none."""
+    """Geometry of the convolution over the cotangent; None where the gradient is not one."""
     found = []
     for dim in dims:
         before = dim.extent - 1 - (dim.before or 0)
@@ -84,7 +76,7 @@ def _turned_dims(node: LocalNode, dims: Sequence[Spatial]) -> tuple[Spatial, ...
 
 
 def _turned(node: LocalNode, group: int) -> ir.Value:
-    """Local weights with the two kinds of channels exchanged and the kernel read backwards."""
+    """Local weights with input and output channels exchanged and the kernel reversed."""
     w, shape = node.input(1), list(node.in_shape(1))
     kernel = [int(k) for k in shape[2:]]
     many, few = int(shape[0]) // group, int(shape[1])
@@ -102,11 +94,8 @@ def _turned(node: LocalNode, group: int) -> ir.Value:
     axes = [2 + d for d, k in enumerate(kernel) if k > 1]
     if not axes:
         return w
-    low = np.iinfo(np.int64).min
-    bounds = (
-        node.builder.const(np.array([value] * len(axes) if value else axes, np.int64))
-        for value in (-1, low, 0, -1)
-    )
+    last, before_first = [-1] * len(axes), [int(np.iinfo(np.int64).min)] * len(axes)
+    bounds = map(node.builder.const, (last, before_first, axes, last))
     return node.op("Slice", w, *bounds, shape=turned)
 
 
@@ -123,16 +112,16 @@ def weight_grad_rule(view: NodeView) -> OpRule:
     channel, space = _weight_channels(view), words(_weight_dims(view))
     text = f"{BATCH} {channel.image} {space.image}, {BATCH} {channel.results} {space.results}"
     text += f" -> {channel.results} {channel.few} {space.kernel}"
-    summed = [name for name in space.image.split() if name not in space.whole]
+    summed = [name for name in space.image.split() if name not in space.replicated]
     text += f"; sum: {' '.join([BATCH, *summed])}{space.clauses()}"
     return parse_rule(f"{text}; linear: sum 0, sum 1", channel.sizes)
 
 
 def weight_grad_local(node: LocalNode) -> Sequence[ir.Value]:
-    """Of each element of the kernel a product over batch and results.
+    """A product over batch and results for each element of the kernel.
 
-    With many channels one product after another, with few one product of all, whose operand is the
-    image unrolled (im2col).
+    With many channels these are separate products. With few channels they are one product, whose
+    operand is the unrolled image (im2col).
     """
     dims = _weight_dims(node.view)
     group = int(_weight_channels(node.view).local_group(node))
@@ -145,10 +134,8 @@ def weight_grad_local(node: LocalNode) -> Sequence[ir.Value]:
         begins = [0, 0, *image.pads[:rank]]
         ends = [0, 0, *image.pads[rank:]]
         shape = [s + b + e for s, b, e in zip(shape, begins, ends, strict=True)]
-        x = node.op("Pad", x, node.builder.const(np.array([*begins, *ends], np.int64)), shape=shape)
-    count: Dim = 1
-    for size in results[2:]:
-        count = count * size
+        x = node.op("Pad", x, node.builder.const([*begins, *ends]), shape=shape)
+    count = prod(results[2:])
     batch = shape[0]
     groups = [group] if group > 1 else []
     dy = node.builder.reshape(node.input(1), [batch, *groups, many, count])
@@ -165,12 +152,12 @@ def weight_grad_local(node: LocalNode) -> Sequence[ir.Value]:
         (taps,) = node.builder.ops("Concat", [tap(p) for p in places], [(x.dtype, made)], axis)
         products = [_summed(node, dy, taps, [batch, *rows], few * len(places))]
     else:
-        # Each product follows its slice, so that there is one slice at a time.
+        # Each product follows its slice, so that memory holds one slice at a time.
         products = [_summed(node, dy, tap(place), [batch, *rows], few) for place in places]
-    whole = [1, *rows, few * len(places)]
+    joined = [1, *rows, few * len(places)]
     y = products[0]
     if len(products) > 1:
-        (y,) = node.builder.ops("Concat", products, [(x.dtype, whole)], {"axis": len(whole) - 1})
+        (y,) = node.builder.ops("Concat", products, [(x.dtype, joined)], {"axis": len(joined) - 1})
     if len(places) > 1:
         y = node.builder.reshape(y, [group * many, len(places), few])
         y = node.op("Transpose", y, shape=[group * many, few, len(places)], perm=[0, 2, 1])
@@ -185,7 +172,7 @@ def _tap(
     place: Sequence[int],
     results: Sequence[Dim],
 ) -> ir.Value:
-    """What one element of the kernel meets: a strided slice of the image."""
+    """The elements that one element of the kernel reads: a strided slice of the image."""
     starts, ends, axes, steps = [], [], [], []
     for d, (dim, at) in enumerate(zip(dims, place, strict=True)):
         start = at * dim.dilation
@@ -198,7 +185,7 @@ def _tap(
         steps.append(dim.stride)
     if not axes:
         return x
-    begin, along, step = (node.builder.const(np.array(v, np.int64)) for v in (starts, axes, steps))
+    begin, along, step = map(node.builder.const, (starts, axes, steps))
     made = [*shape[:2], *results]
     return node.op("Slice", x, begin, node.builder.sizes(ends), along, step, shape=made)
 
@@ -206,7 +193,7 @@ def _tap(
 def _summed(
     node: LocalNode, dy: ir.Value, x: ir.Value, rows: Sequence[Dim], columns: Dim
 ) -> ir.Value:
-    """The product of [N, …, M, P] and [N, …, C, P] over P, summed over N, which stays as 1."""
+    """The product of [N, …, M, P] and [N, …, C, P] over P, summed over N: [1, …, M, C]."""
     made = [*rows, columns]
     (y,) = node.builder.ops(
         "FusedMatMul", [dy, x], [(dy.dtype, made)], {"transB": 1}, domain=MICROSOFT
@@ -215,10 +202,10 @@ def _summed(
 
 
 def _unrolled(call: KernelCall) -> int:
-    """A filter's gradient: a padded image, and slices of it that meet the cotangent.
+    """The padded image, and its slices that are multiplied by the cotangent.
 
-    With few channels all slices lie beside each other before their product, with many there is one
-    at a time; a product is summed over the batch afterwards.
+    With few channels all slices exist before their product, with many channels one at a time; each
+    product is then summed over the batch.
     """
     image, cotangent, filters = call.inputs[0], call.inputs[1], call.outputs[0]
     if image is None or cotangent is None or filters is None:
@@ -231,15 +218,15 @@ def _unrolled(call: KernelCall) -> int:
     sliced = taps > 1 or any(s > 1 for s in strides)
     tap = prod(image[:2]) * prod(cotangent[2:]) if sliced else 0
     window = prod(image[:2]) * prod(padded) if any(pads) else 0
-    whole = prod(filters)
+    full = prod(filters)
     if few < FEW_CHANNELS and taps > 1:
-        each = whole * (batch + 1 if batch > 1 else 1)
+        each = full * (batch + 1 if batch > 1 else 1)
         most = max(window + taps * tap, 2 * taps * tap, taps * tap + each)
     else:
-        each = whole // taps * (batch + 1 if batch > 1 else 1)
-        most = max(window + tap + whole - whole // taps + each, 2 * whole)
-    # The result is there at the end only.
-    return max(most - whole, 0) * call.itemsize
+        each = full // taps * (batch + 1 if batch > 1 else 1)
+        most = max(window + tap + full - full // taps + each, 2 * full)
+    # The result itself exists only at the end.
+    return max(most - full, 0) * call.itemsize
 
 
 DEFS = (

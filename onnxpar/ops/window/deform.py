@@ -23,7 +23,7 @@ _OFFSETS = "O"
 def deform_conv_rule(view: NodeView) -> OpRule:
     """DeformConv: `N (O C) y x, M (O C) j i, N (O t) q p, M, N (O u) q p -> N M q p; sum: O C`.
 
-    Groups are a factor where each has offsets of its own or all have the same.
+    Groups are a factor if each has its own offsets, or all share one set of offsets.
 
     Raises:
         ModelError: A number of channels is unknown, or groups and offset groups differ.
@@ -35,19 +35,19 @@ def deform_conv_rule(view: NodeView) -> OpRule:
     channel = channels(view, x[1], w[0], group)
     image, results, few = channel.image, channel.results, channel.few
     sizes: dict[str, Dim] = dict(channel.sizes)
-    moved = ""
+    outer = ""
     summed = [FEW] if few != "1" else []
     if offsets > 1 and group > 1:
-        moved = GROUP
+        outer = GROUP
     elif offsets > 1:
-        moved = _OFFSETS
+        outer = _OFFSETS
         sizes |= {_OFFSETS: offsets, FEW: int(x[1]) // offsets}
         image = few = f"({_OFFSETS} {FEW})"
         summed = [_OFFSETS, FEW]
     taps = int(w[2]) * int(w[3])
-    if moved:
-        sizes |= {"t": 2 * taps, "u": taps}
-    steps, mask = (f"({moved} {name})" if moved else name for name in ("t", "u"))
+    if outer:
+        sizes |= {"t": 2 * taps} | ({"u": taps} if view.has(4) else {})
+    steps, mask = (f"({outer} {name})" if outer else name for name in ("t", "u"))
     operands = [
         f"{BATCH} {image} y x",
         f"{results} {few} j i",
@@ -55,12 +55,10 @@ def deform_conv_rule(view: NodeView) -> OpRule:
         results if view.has(3) else "-",
         f"{BATCH} {mask} q p" if view.has(4) else "-",
     ][: view.arity]
-    whole = ["y", "x", "j", "i", "t", "q", "p", *(["u"] if view.has(4) else [])]
+    replicated = ["y", "x", "j", "i", "t", "q", "p", *(["u"] if view.has(4) else [])]
     linear = [0, 1, *([4] if view.has(4) else [])]
     with_bias = "+3" if view.has(3) else ""
-    if not view.has(4):
-        sizes.pop("u", None)
-    text = f"{', '.join(operands)} -> {BATCH} {results} q p; replicated: {' '.join(whole)}"
+    text = f"{', '.join(operands)} -> {BATCH} {results} q p; replicated: {' '.join(replicated)}"
     text += f"; sum: {' '.join(summed)}" if summed else ""
     text += f"; linear: {', '.join(f'sum {i}{with_bias}' for i in linear)}"
     text += ", max 3, min 3" if view.has(3) else ""
@@ -68,7 +66,7 @@ def deform_conv_rule(view: NodeView) -> OpRule:
 
 
 def deform_conv_local(node: LocalNode) -> Sequence[ir.Value]:
-    """On local channels; of devices that sum channels the first of a group adds the bias."""
+    """Runs on local channels; of the devices that sum channels, one adds the bias."""
     if not node.plan.factors:
         return node.copy()
     group = int(node.attr("group", 1))
@@ -77,14 +75,14 @@ def deform_conv_local(node: LocalNode) -> Sequence[ir.Value]:
     if offsets > 1:
         offsets = int(local if group > 1 else node.local_size(_OFFSETS))
     operands = list(node.inputs)
-    split = tuple(a for f in node.split_factors("sum") for a in node.atoms(f))
+    split = node.split_atoms("sum")
     if split and node.has(3):
         operands[3] = on_first(node, 3, split)
     return node.copy(operands, {"group": int(local), "offset_group": offsets})
 
 
 def col2im_rule(view: NodeView) -> OpRule:
-    """Col2Im: `N (C k) l -> N C y x`; blocks and image are whole.
+    """Col2Im: `N (C k) l -> N C y x`; blocks and image are replicated.
 
     Raises:
         ModelError: The number of channels is unknown before the model runs.

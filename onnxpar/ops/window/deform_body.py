@@ -1,9 +1,9 @@
-"""DeformConv as a program of standard operators, by which it is differentiated.
+"""DeformConv as a body of standard operators, which is differentiated in its place.
 
-Each element of the kernel reads the image at a place of its own, moved by an offset, as the
-weighted sum of the four elements around it (Dai et al., "Deformable convolutional networks", ICCV
-2017; with masks Zhu et al., 2019); what is outside counts as zero. What was read is then
-multiplied by the weights.
+Each element of the kernel reads the image at its own place, moved by an offset. The value there is
+the weighted sum of the four elements around it; places outside count as zero. These values are then
+multiplied by the weights. (Dai et al., "Deformable convolutional networks", ICCV 2017; with masks
+Zhu et al., 2019.)
 """
 
 from collections.abc import Sequence
@@ -15,12 +15,11 @@ import onnx_ir as ir
 from onnxpar.core.symbols import Dim
 from onnxpar.graph.builder import INT64
 from onnxpar.ops.body_node import BodyNode
-
-_BOOL = ir.DataType.BOOL
+from onnxpar.ops.local_helpers import BOOL
 
 
 def deform_conv_body(node: BodyNode) -> Sequence[ir.Value | None]:
-    """Reads the image at each place of each element of the kernel, and multiplies by the weights.
+    """Reads the image at the place of each element of the kernel, and multiplies by the weights.
 
     Raises:
         ModelError: Sizes other than the batch's are symbolic.
@@ -37,16 +36,16 @@ def deform_conv_body(node: BodyNode) -> Sequence[ir.Value | None]:
     count = taps * int(results[0]) * int(results[1])
     rows: list[Dim] = [batch * offsets, 1, count]
     cotangents: list[Dim] = [batch * offsets, taps, 2, count // taps]
-    moves = _viewed(node, node.input(2), cotangents)
+    moves = node.builder.reshape(node.input(2), cotangents)
     axes = []
     for axis, size in enumerate(image):
-        column = node.builder.const(np.array(axis, np.int64))
+        column = node.builder.const(axis)
         move = node.op("Gather", moves, column, shape=[*cotangents[:2], count // taps], axis=2)
         start = node.builder.const(_starts(node, axis, kernel, results), move.dtype)
-        at = node.op("Add", _viewed(node, move, rows), start, shape=rows)
+        at = node.op("Add", node.builder.reshape(move, rows), start, shape=rows)
         axes.append(_corners(node, at, int(size), rows))
     deep: list[Dim] = [batch * offsets, int(channels) // offsets, count]
-    pixels = _viewed(node, node.input(0), [*deep[:2], int(image[0]) * int(image[1])])
+    pixels = node.builder.reshape(node.input(0), [*deep[:2], int(image[0]) * int(image[1])])
     total: ir.Value | None = None
     for (y, y_weight), (x, x_weight) in product(*axes):
         width = node.number(int(image[1]), y)
@@ -59,32 +58,28 @@ def deform_conv_body(node: BodyNode) -> Sequence[ir.Value | None]:
         total = value if total is None else node.op("Add", total, value, shape=deep)
     assert total is not None
     if node.has(4):
-        total = node.op("Mul", total, _viewed(node, node.input(4), rows), shape=deep)
+        total = node.op("Mul", total, node.builder.reshape(node.input(4), rows), shape=deep)
     return [_multiplied(node, total, batch, taps, results)]
 
 
 def _multiplied(
     node: BodyNode, read: ir.Value, batch: Dim, taps: int, results: Sequence[Dim]
 ) -> ir.Value:
-    """The product of what was read with the weights, group by group, and the bias."""
+    """The product of the values read with the weights, group by group, plus the bias."""
     many, few = (int(size) for size in node.shape(node.input(1))[:2])
     group = int(node.attr("group", 1))
     places = int(results[0]) * int(results[1])
-    columns = _viewed(node, read, [batch, group, few * taps, places])
-    weights = _viewed(node, node.input(1), [group, many // group, few * taps])
+    columns = node.builder.reshape(read, [batch, group, few * taps, places])
+    weights = node.builder.reshape(node.input(1), [group, many // group, few * taps])
     y = node.op("MatMul", weights, columns, shape=[batch, group, many // group, places])
-    y = _viewed(node, y, [batch, many, *results])
+    y = node.builder.reshape(y, [batch, many, *results])
     if not node.has(3):
         return y
-    return node.op("Add", y, _viewed(node, node.input(3), [many, 1, 1]))
-
-
-def _viewed(node: BodyNode, x: ir.Value, shape: Sequence[Dim]) -> ir.Value:
-    return node.op("Reshape", x, node.builder.sizes(shape), shape=shape)
+    return node.op("Add", y, node.builder.reshape(node.input(3), [many, 1, 1]))
 
 
 def _starts(node: BodyNode, axis: int, kernel: Sequence[Dim], results: Sequence[Dim]) -> np.ndarray:
-    """Where each element of the kernel of each result lies along an axis, before it is moved."""
+    """The place of each element of the kernel of each result along an axis, before offsets."""
     strides = node.attr("strides") or [1, 1]
     dilations = node.attr("dilations") or [1, 1]
     pads = node.attr("pads") or [0, 0, 0, 0]
@@ -97,7 +92,7 @@ def _starts(node: BodyNode, axis: int, kernel: Sequence[Dim], results: Sequence[
 def _corners(
     node: BodyNode, at: ir.Value, size: int, shape: Sequence[Dim]
 ) -> list[tuple[ir.Value, ir.Value]]:
-    """The elements below and above each place, in range, and their weights, 0 out of range."""
+    """The elements below and above each place, clipped, and their weights: 0 if out of range."""
 
     def op(
         op_type: str, a: ir.Value, b: float | ir.Value, dtype: ir.DataType | None = None
@@ -111,9 +106,9 @@ def _corners(
     for step in (0, 1):
         corner = op("Add", low, float(step))
         weight = rest if step else op("Add", node.op("Neg", rest, shape=shape), 1.0)
-        above = op("GreaterOrEqual", corner, 0.0, dtype=_BOOL)
-        below = op("LessOrEqual", corner, float(size - 1), dtype=_BOOL)
-        inside = node.op("And", above, below, dtype=_BOOL, shape=shape)
+        above = op("GreaterOrEqual", corner, 0.0, dtype=BOOL)
+        below = op("LessOrEqual", corner, float(size - 1), dtype=BOOL)
+        inside = node.op("And", above, below, dtype=BOOL, shape=shape)
         zero = node.number(0, weight)
         weight = node.op("Where", inside, weight, zero, dtype=weight.dtype, shape=shape)
         ends = (node.number(0, corner), node.number(size - 1, corner))

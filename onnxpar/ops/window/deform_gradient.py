@@ -1,4 +1,4 @@
-"""Gradient of Col2Im: the blocks of the cotangent, taken by a convolution with unit kernels."""
+"""Gradient of Col2Im: the blocks of the cotangent, read by a convolution with unit kernels."""
 
 from collections.abc import Sequence
 from math import prod
@@ -33,13 +33,8 @@ def col2im_gradient(node: GradNode) -> Sequence[ir.Value | None]:
             raise view.fail("a gradient needs a constant image")
         made.append(room // int(strides[d]) + 1)
     images = out[0] * out[1]
-    # Batch and channels are one dim, as each channel is split by itself.
-    image = node.op(
-        "Reshape",
-        dy,
-        node.builder.sizes([images, 1, *out[2:]]),
-        shape=[images, 1, *out[2:]],
-    )
+    # Batch and channels become one dim, as each channel is handled by itself.
+    image = node.builder.reshape(dy, [images, 1, *out[2:]])
     units = node.builder.const(np.eye(count).reshape([count, 1, *kernel]), dy.dtype)
     blocks = node.op(
         "Conv",

@@ -3,7 +3,7 @@
 ONNX operators Conv, ConvTranspose, MaxPool, AveragePool, LpPool; sizes in elements.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import onnx_ir as ir
@@ -24,13 +24,12 @@ class Spatial:
 
     Attributes:
         kernel: Elements of the kernel.
-        stride: Step between results; of a transposed convolution, between what operands add to.
+        stride: Step between the windows of neighbouring results.
         dilation: Step between the elements of the kernel.
-        before: Padding before; None where it depends on sizes that are not numbers.
+        before: Padding before; None where it depends on symbolic sizes.
         after: Padding after, likewise.
-        size: Global size of the dim of the image that slides (of a transposed convolution: of the
-            result).
-        results: Global size of the dim of what is made of it (transposed: of the operand).
+        size: Global size of the image (in a transposed convolution: of the result).
+        results: Global size of the results (in a transposed convolution: of the operand).
     """
 
     kernel: int
@@ -60,10 +59,14 @@ class Spatial:
 
 
 def kernel_of(view: NodeView, weight: int | None) -> tuple[int, ...]:
-    """Returns the kernel's sizes, from the weights or the attribute.
+    """Returns the kernel's sizes, from the attribute or the weights.
+
+    Args:
+        view: The node.
+        weight: The operand of the weights; None if there is none.
 
     Raises:
-        ModelError: A size is not a number.
+        ModelError: A size is symbolic.
     """
     given = view.attr("kernel_shape")
     if given is not None:
@@ -93,7 +96,7 @@ def spatial_dims(
         view: A node with the attributes of Conv or of a pool.
         kernel: The kernel's sizes.
         image: Sizes of the dims that it slides over.
-        results: Sizes of the dims that come of it.
+        results: Sizes of the dims of its results.
     """
     rank = len(kernel)
     strides = view.attr("strides") or [1] * rank
@@ -110,13 +113,22 @@ def spatial_dims(
         elif auto in SAME:
             extent = dilation * (kernel[d] - 1) + 1
             total = constant((results[d] - 1) * stride + extent - image[d], view.table)
-            before = after = None
-            if total is not None:
-                total = max(total, 0)
-                before = total // 2 if auto == "SAME_UPPER" else total - total // 2
-                after = total - before
+            before, after = shared_padding(None if total is None else max(total, 0), auto)
         found.append(Spatial(kernel[d], stride, dilation, before, after, image[d], results[d]))
     return tuple(found)
+
+
+def shared_padding(total: int | None, auto: str) -> tuple[int | None, int | None]:
+    """Returns padding before and after: the smaller half comes first only in SAME_UPPER.
+
+    Args:
+        total: Their sum; None if it is unknown.
+        auto: The attribute `auto_pad`.
+    """
+    if total is None:
+        return None, None
+    before = total // 2 if auto == "SAME_UPPER" else total - total // 2
+    return before, total - before
 
 
 def constant(expr: Dim, table: SymbolTable) -> int | None:
@@ -128,49 +140,48 @@ def constant(expr: Dim, table: SymbolTable) -> int | None:
 
 @dataclass(frozen=True)
 class Words:
-    """The spatial dims of a rule.
+    """The spatial dims in the text of a rule.
 
     Attributes:
         image: Factors of the dims that the operator slides over.
-        results: Factors of the dims that come of it.
-        scaled: Those that may be split although results overlap in what they read.
-        whole: Those that must not be, and the kernel's.
+        results: Factors of the dims of its results.
+        scaled: Factors that may be sharded although results read the same elements.
+        replicated: Factors of these dims that must be replicated.
         kernel: Factors of the kernel's dims.
     """
 
     image: str
     results: str
     scaled: tuple[str, ...]
-    whole: tuple[str, ...]
+    replicated: tuple[str, ...]
     kernel: str
 
     def clauses(self, *, kernel: bool = True) -> str:
-        """The clauses on them, with those on the kernel's dims where the rule has these."""
-        whole = " ".join([*self.whole, *(self.kernel.split() if kernel else ())])
+        """The clauses for these factors; `kernel` says whether the rule has the kernel's dims."""
+        replicated = " ".join([*self.replicated, *(self.kernel.split() if kernel else ())])
         text = f"; scaled: {' '.join(self.scaled)}" if self.scaled else ""
-        return text + (f"; replicated: {whole}" if whole else "")
+        return text + (f"; replicated: {replicated}" if replicated else "")
 
 
 def words(dims: Sequence[Spatial]) -> Words:
-    """Returns the spatial dims of a rule.
+    """Returns the spatial dims in the text of a rule.
 
-    Where the padding is unknown before the model runs, all dims are replicated. A dim whose kernel
-    has one element has no halo and is parallel, without stride and padding.
+    If the padding is unknown before the model runs, all dims are replicated. A dim whose kernel has
+    one element, with stride 1 and no padding, has no halo and is parallel.
     """
-    image, results, scaled, whole = [], [], [], []
-    known = all(dim.before is not None for dim in dims)
-    for name, dim in zip(axis_names(len(dims)), dims, strict=True):
-        if not known:
-            image.append(f"{name}_in")
-            results.append(f"{name}_out")
-            whole += [image[-1], results[-1]]
-            continue
-        image.append(name)
-        results.append(name)
-        if (dim.kernel, dim.stride, dim.before, dim.after) != (1, 1, 0, 0):
-            scaled.append(name)
-    kernel = " ".join(f"k_{name}" for name in axis_names(len(dims)))
-    return Words(" ".join(image), " ".join(results), tuple(scaled), tuple(whole), kernel)
+    names = axis_names(len(dims))
+    kernel = " ".join(f"k_{name}" for name in names)
+    if any(dim.before is None for dim in dims):
+        image, results = ([f"{name}_{end}" for name in names] for end in ("in", "out"))
+        pairs = zip(image, results, strict=True)
+        replicated = tuple(factor for pair in pairs for factor in pair)
+        return Words(" ".join(image), " ".join(results), (), replicated, kernel)
+    scaled = tuple(
+        name
+        for name, dim in zip(names, dims, strict=True)
+        if (dim.kernel, dim.stride, dim.before, dim.after) != (1, 1, 0, 0)
+    )
+    return Words(" ".join(names), " ".join(names), scaled, (), kernel)
 
 
 @dataclass(frozen=True)
@@ -178,9 +189,9 @@ class Windowed:
     """A local image on which an operator runs.
 
     Attributes:
-        x: The image, in the split dims with all that the device's results read.
+        x: The image; along sharded dims it has all elements that the device's results read.
         shape: Its local shape.
-        pads: Padding that is left to the operator, as the attribute has it.
+        pads: Padding that is left to the operator, in the form of the attribute.
     """
 
     x: ir.Value
@@ -189,11 +200,23 @@ class Windowed:
 
 
 def split_dims(node: LocalNode, dims: Sequence[Spatial]) -> dict[int, Atoms]:
-    """Returns for each spatial dim that is split the atoms that split it."""
+    """Returns the atoms that shard each sharded spatial dim."""
     names = words(dims).scaled
     every = enumerate(axis_names(len(dims)))
     found = {d: node.atoms(name) for d, name in every if name in names}
     return {d: atoms for d, atoms in found.items() if atoms}
+
+
+def unsharded_padding(dims: Sequence[Spatial], split: Mapping[int, Atoms]) -> tuple[int, ...]:
+    """Returns the attribute `pads` of an operator on windows, which has none along sharded dims.
+
+    Args:
+        dims: The geometry.
+        split: As `split_dims` returns it.
+    """
+    before = [0 if d in split else dim.before or 0 for d, dim in enumerate(dims)]
+    after = [0 if d in split else dim.after or 0 for d, dim in enumerate(dims)]
+    return (*before, *after)
 
 
 def windowed(
@@ -204,26 +227,20 @@ def windowed(
     *,
     exact: bool = False,
 ) -> Windowed:
-    """Emits the image of an operator that slides over it, halos of the split dims included.
+    """Emits the image that an operator slides over, with the halos of sharded dims.
 
     Args:
         node: The node; its rule names the spatial factors as `axis_names` does.
-        operand: Which operand is the image.
+        operand: Index of the operand that is the image.
         dims: The geometry.
-        fill: What the border holds.
-        exact: Whether the image may not be longer than needed, by less than a stride.
+        fill: The value of the border.
+        exact: Whether the image must not be longer than needed, not even by less than a stride.
     """
     x, shape = node.input(operand), list(node.in_shape(operand))
     split = split_dims(node, dims)
-    before, after = [], []
-    for d, dim in enumerate(dims):
-        if d not in split:
-            before.append(dim.before or 0)
-            after.append(dim.after or 0)
-            continue
-        part = DimSplit(2 + d, split[d], dim.size, dim.results, dim.sliding)
+    for d, atoms in split.items():
+        dim = dims[d]
+        part = DimSplit(2 + d, atoms, dim.size, dim.results, dim.sliding)
         slack = 0 if exact else dim.stride - 1
         x, shape = window(node, x, shape, part, fill, slack=slack, zero=node.zero[operand])
-        before.append(0)
-        after.append(0)
-    return Windowed(x, tuple(shape), (*before, *after))
+    return Windowed(x, tuple(shape), unsharded_padding(dims, split))

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-import numpy as np
 import onnx_ir as ir
 
 from onnxpar.core.rule import OpRule, parse_rule
@@ -32,7 +31,7 @@ def global_average_rule(view: NodeView) -> OpRule:
 
 
 def global_average_local(node: LocalNode) -> Sequence[ir.Value]:
-    """The sum over the local part by the global count."""
+    """The local sum divided by the global count."""
     if not node.split_factors("sum"):
         return node.copy()
     shape, made = node.in_shape(0), node.out_shape()
@@ -59,7 +58,7 @@ def _space(view: NodeView) -> range:
 
 
 def global_lp_local(node: LocalNode) -> Sequence[ir.Value]:
-    """The sum of powers of the local part, all-reduced, and its root."""
+    """The root of the all-reduced sum of powers."""
     shape, made = node.in_shape(0), node.out_shape()
     wide = work_dtype(node.out_dtype())
     x = node.input(0)
@@ -67,16 +66,11 @@ def global_lp_local(node: LocalNode) -> Sequence[ir.Value]:
         x = node.masked(x, 0, factor, 0, known_zero=node.zero[0])
     p = int(node.attr("p", 2))
     x = node.op("Abs", node.builder.cast(x, wide), shape=shape)
-    power = x if p == 1 else node.op("Pow", x, _number(node, p, wide), shape=shape)
+    power = x if p == 1 else node.op("Pow", x, node.number(p, x), shape=shape)
     total = node.builder.reduce("ReduceSum", power, range(2, len(shape)), keepdims=True)
-    atoms = tuple(a for f in node.split_factors("special") for a in node.atoms(f))
-    total = node.all_reduce(total, atoms)
-    root = total if p == 1 else node.op("Pow", total, _number(node, 1 / p, wide), shape=made)
+    total = node.all_reduce(total, node.split_atoms("special"))
+    root = total if p == 1 else node.op("Pow", total, node.number(1 / p, x), shape=made)
     return (node.builder.cast(root, node.out_dtype()),)
-
-
-def _number(node: LocalNode, value: float, dtype: ir.DataType) -> ir.Value:
-    return node.builder.const(np.array(value), dtype)
 
 
 DEFS = (

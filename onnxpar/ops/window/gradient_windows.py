@@ -1,4 +1,4 @@
-"""What the gradients of convolutions and pools have in common: windows, in numbers."""
+"""The attributes of windows in the gradients of convolutions and pools."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,15 +15,15 @@ def window_attributes(node: GradNode, dims: Sequence[Spatial]) -> dict[str, Any]
         dims: Its spatial dims.
 
     Raises:
-        ModelError: The padding depends on sizes that are not numbers.
+        ModelError: The padding depends on symbolic sizes.
     """
     view = node.view
     before = [d.before for d in dims if d.before is not None]
     after = [d.after for d in dims if d.after is not None]
     if len(before) != len(dims):
         raise view.fail(
-            "a gradient needs sizes that determine the padding of "
-            f"auto_pad={view.attr('auto_pad', 'NOTSET')!r} follows"
+            "a gradient needs constant sizes where they determine the padding, got "
+            f"auto_pad={view.attr('auto_pad', 'NOTSET')!r}"
         )
     return {
         "kernel_shape": [d.kernel for d in dims],

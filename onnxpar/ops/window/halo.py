@@ -1,35 +1,34 @@
-"""Halo exchange: what a device reads of a split dim where results overlap in what they read.
+"""Halo exchange: brings together what a device reads of a sharded dim where windows overlap.
 
-A convolution's result o reads the elements i of a dim with
+Result o of a convolution reads the elements i of a dim with
 
     stride * o - before <= i < stride * o - before + extent        (`Sliding`)
 
-and the transpose of a convolution the other way round, all i with
+and result o of a transposed convolution all i with
 
     o + before - extent < stride * i <= o + before                 (`Spreading`)
 
-where `before` is the padding at the beginning and `extent` is dilation * (kernel - 1) + 1. Operand
-and result are split by the same atoms, each by its own size, so the block of results [o0, o0 + l)
-of a device reads elements from `first(o0)` on, and they are not the block that the device holds:
-some lie with neighbours, some are borders outside of the dim. `window` brings them together in one
-local tensor, of one length on all devices, on which the operator runs without padding of its own.
+where `before` is the padding at the beginning and `extent` is dilation * (kernel - 1) + 1. The same
+atoms shard operand and result, each by its own size. So a device's block of results [o0, o0 + l)
+reads elements from `first(o0)` on that are not exactly the block that the device holds: neighbours
+hold some of them, and some are borders outside the dim. `window` collects them in one local tensor,
+which has the same length on all devices. The operator runs on it without padding of its own.
 
-Sizes that are numbers: the blocks of all devices are known, so for every device and every place of
-its window it is known which device holds the element, and where. For each distance d between
-holder and reader, the least range of places that covers what anybody needs is cut out and goes d
-devices along in one Permute; several distances where a halo is wider than a neighbour's block.
-What has come and the own block, one behind the other, hold all elements of the window. Where these
-lie in one run, at the same place on all devices, the window is a slice of it; otherwise (uneven
-blocks) an index table gathers it. A device that nothing is sent to gets zeros, which are the
-border of a convolution; any other border is set by a mask, and nothing is where no device needs
-it.
+If sizes are numbers, the blocks of all devices are known, and so is the device that holds each
+element of each window. For each distance d between holder and reader, the smallest range of places
+that covers all needed elements is sliced out and sent d devices along in one Permute; a halo that
+is wider than a neighbour's block has several distances. The received pieces and the device's own
+block, concatenated, contain all elements of the window. If the window is one run at the same place
+on all devices, it is a slice of them; otherwise (uneven blocks) an index table gathers it. A device
+that receives nothing gets zeros, which are the border of a convolution. A mask sets any other
+border, and is left out where no device needs it.
 
-Symbolic sizes that are proved to be even (size = stride * results, both divided by the devices):
-the window begins at the same place on all devices, so its halos are two constants, and a halo that
-is proved to be no wider than a block comes from the neighbour. All other symbolic sizes: the dim
-is gathered and each device picks its window by indices that it computes.
+If symbolic sizes are proved to be even (size = stride * results, both divisible by the devices),
+the window begins at the same place on all devices, and its halos are two constants. A halo that is
+proved to be no wider than a block comes from the neighbour. For all other symbolic sizes the dim is
+gathered, and each device picks its window by computed indices.
 
-An even split whose stride is the kernel exchanges nothing and copies nothing.
+An even sharding whose stride is the kernel exchanges nothing and copies nothing.
 
 Domain decomposition of convolutions with halo exchange: Dryden et al., "Improving strong-scaling of
 CNN training by exploiting finer-grained parallelism", IPDPS 2019.
@@ -38,6 +37,7 @@ CNN training by exploiting finer-grained parallelism", IPDPS 2019.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
+from math import prod
 
 import numpy as np
 import onnx_ir as ir
@@ -49,24 +49,23 @@ from onnxpar.core.sharding import Component, Sharding, local_size
 from onnxpar.core.symbols import Dim, as_dim
 from onnxpar.graph.builder import INT64
 from onnxpar.graph.padding_masks import block_start, fill_value, select
-from onnxpar.ops.local_helpers import iota
+from onnxpar.ops.local_helpers import BOOL, iota
 from onnxpar.ops.local_node import LocalNode
 from onnxpar.resharding.lowering import emit_reshard
 from onnxpar.resharding.routes import cheapest_route, moved_bytes
 from onnxpar_format.boxes import block
 
-BOOL = ir.DataType.BOOL
 _END = np.iinfo(np.int64).max
 Table = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class Sliding:
-    """What results of a convolution or a pool read along one dim, in elements.
+    """The elements that results of a convolution or a pool read along one dim.
 
     Attributes:
-        stride: Step between results.
-        extent: Elements between the first and the last that one result reads, both included.
+        stride: Step between the windows of neighbouring results.
+        extent: Elements from the first to the last that one result reads, both included.
         before: Padding before the first element.
     """
 
@@ -75,7 +74,7 @@ class Sliding:
     before: int
 
     def first(self, o: int) -> int:
-        """First element that result `o` reads; it may be outside of the dim."""
+        """First element that result `o` reads; it may be outside the dim."""
         return self.stride * o - self.before
 
     def last(self, o: int) -> int:
@@ -102,14 +101,14 @@ class Sliding:
 
 @dataclass(frozen=True)
 class Spreading:
-    """What results of a transposed convolution read along one dim; attributes as `Sliding`."""
+    """The elements that results of a transposed convolution read; attributes as in `Sliding`."""
 
     stride: int
     extent: int
     before: int
 
     def first(self, o: int) -> int:
-        """First element that result `o` reads; with gaps between windows, or one before it."""
+        """First element that result `o` reads; if windows have gaps, perhaps the one before it."""
         return (o + self._shift) // self.stride
 
     @property
@@ -118,7 +117,7 @@ class Spreading:
 
     @property
     def _shift(self) -> int:
-        # Rounded up; but down with gaps, as no window may begin behind the result.
+        # Rounds up; with gaps it rounds down, as no window may begin after the result.
         return self.before - self.extent + (1 if self._gaps else self.stride)
 
     def last(self, o: int) -> int:
@@ -126,8 +125,8 @@ class Spreading:
         return (o + self.before) // self.stride
 
     def span(self, count: Dim) -> Dim:
-        """Length of a window that has all that `count` results read, wherever it begins."""
-        # One more where results between the windows of two elements read nothing.
+        """Length of a window with all elements that `count` results read, wherever it begins."""
+        # One more if there are results between the windows of two elements.
         more = 2 if self._gaps else 1
         top = count + self.extent + self.stride - 3
         return (top // self.stride if isinstance(top, int) else _floor(top, self.stride)) + more
@@ -149,13 +148,13 @@ class Spreading:
         return node.table.equal(made, held * self.stride)
 
     def skipped(self, o: int) -> int:
-        """Results that the window of the block that begins at `o` makes before it."""
+        """Results before `o` that the window of the block that begins at `o` makes."""
         return o + self.before - self.stride * self.first(o)
 
 
 @dataclass(frozen=True)
 class Covering:
-    """Of an element the whole image of all results that read it; attributes as `Sliding`."""
+    """For each element, all that the results read that read it; attributes as in `Sliding`."""
 
     stride: int
     extent: int
@@ -170,11 +169,11 @@ class Covering:
         return Sliding(self.stride, self.extent, self.before)
 
     def first(self, o: int) -> int:
-        """First element that the results read that read element `o`, or one before it."""
+        """First element read by the results that read element `o`, or one before it."""
         return self._slide.first(self._spread.first(o))
 
     def last(self, o: int) -> int:
-        """Last element that the results read that read element `o`."""
+        """Last element read by the results that read element `o`."""
         return self._slide.last(self._spread.last(o))
 
     def span(self, count: Dim) -> Dim:
@@ -190,7 +189,7 @@ class Covering:
         return self._slide.emit_first(node, self._spread.emit_first(node, o))
 
     def aligned(self, node: LocalNode, held: Dim, made: Dim) -> bool:
-        """Whether blocks of `held` elements are proved to begin at results that begin there."""
+        """Whether blocks of `held` elements are proved to begin where a result's window does."""
         return node.table.equal(held, made) and node.table.divisible(held, self.stride)
 
     def skipped(self, o: int) -> int:
@@ -207,14 +206,14 @@ def _floor(top: sympy.Expr, bottom: int) -> Dim:
 
 @dataclass(frozen=True)
 class DimSplit:
-    """A dim of an operand that atoms split, and the results that read it.
+    """A sharded dim of an operand, and the results that read it.
 
     Attributes:
         axis: The dim of the operand.
-        atoms: What splits it, and the results.
+        atoms: The atoms that shard it, and the results.
         size: Its global size.
         results: Global number of results along it.
-        reach: What each result reads.
+        reach: The elements that each result reads.
     """
 
     axis: int
@@ -243,19 +242,19 @@ def window(
     zero: bool = False,
     strict: bool = False,
 ) -> tuple[ir.Value, list[Dim]]:
-    """Emits what the device's results read along one dim.
+    """Emits the elements that the device's results read along one dim.
 
-    Elements that only padding reads hold anything that elements or padding of `x` hold.
+    Elements that only padding reads may have any value that `x` has, its padding included.
 
     Args:
         node: The node.
         x: Local operand.
         shape: Its local shape.
-        split: How the dim is split.
-        fill: What elements outside of the dim hold; see `onnxpar.graph.padding_masks.fill_value`.
-        slack: How many elements more than needed the window may have, where that saves a copy.
+        split: How the dim is sharded.
+        fill: The value of elements outside the dim; see `onnxpar.graph.padding_masks.fill_value`.
+        slack: How many elements more than needed the window may have, if that saves a copy.
         zero: Whether the padding of `x` is known to be zero.
-        strict: Whether elements that only padding reads hold `fill` too.
+        strict: Whether elements that only padding reads have the value `fill`, too.
 
     Returns:
         The window, and its shape.
@@ -275,7 +274,7 @@ def window(
 
 
 def by_place(node: LocalNode, atoms: Atoms, table: Table) -> ir.Value:
-    """Returns this device's row of a table with one row for each place among the atoms' devices."""
+    """Returns this device's row of a table that has a row for each of the atoms' devices."""
     constant = node.builder.const(np.ascontiguousarray(table))
     shape = [1, *table.shape[1:]]
     return node.op(
@@ -284,13 +283,13 @@ def by_place(node: LocalNode, atoms: Atoms, table: Table) -> ir.Value:
 
 
 def places(node: LocalNode, atoms: Atoms, size: int) -> list[tuple[int, int, int]]:
-    """Returns for each place among the atoms' devices its block: start, valid elements, length."""
+    """Returns the block of each of the atoms' devices: start, valid elements, length."""
     parts = [node.mesh.atoms[a] for a in atoms]
     blocks = [block(size, parts, at) for at in product(*(range(n) for n in parts))]
     return [(b.start, b.valid, b.local) for b in blocks]
 
 
-def _cut(
+def _sliced(
     node: LocalNode, x: ir.Value, shape: Sequence[Dim], axis: int, start: int, end: int, size: Dim
 ) -> ir.Value:
     bounds = (node.builder.const([n]) for n in (start, end, axis))
@@ -304,10 +303,8 @@ def _sent(
     atoms: Atoms,
     pairs: Sequence[tuple[int, int]],
 ) -> ir.Value:
-    """Emits the Permute of a piece; zeros come to a device that nothing is sent to."""
-    total: Dim = int(x.dtype.itemsize) if x.dtype is not None else 1
-    for size in shape:
-        total = total * size
+    """Emits the Permute of a piece; a device that receives nothing gets zeros."""
+    total = (int(x.dtype.itemsize) if x.dtype is not None else 1) * prod(shape)
     return node.builder.collective(
         "Permute",
         x,
@@ -325,15 +322,15 @@ def _joined(
 ) -> ir.Value:
     if len(pieces) == 1:
         return pieces[0]
-    whole = [*shape[:axis], length, *shape[axis + 1 :]]
-    return node.builder.ops("Concat", pieces, [(pieces[0].dtype, whole)], {"axis": axis})[0]
+    joined = [*shape[:axis], length, *shape[axis + 1 :]]
+    return node.builder.ops("Concat", pieces, [(pieces[0].dtype, joined)], {"axis": axis})[0]
 
 
 class _Known:
-    """The window where sizes are numbers.
+    """The window, if sizes are numbers.
 
-    A *place* numbers the devices along the split dim; `take[p, j]` says whether the device at place
-    p needs element j of its window and there is such an element.
+    A *place* is the number of a device along the sharded dim. `take[p, j]` says whether the device
+    at place p needs element j of its window and this element is inside the dim.
     """
 
     def __init__(
@@ -344,7 +341,7 @@ class _Known:
         made = places(node, split.atoms, results)
         count = len(self.held)
         self.length = max(split.reach.length(start, own) for start, _, own in made)
-        # Who holds each element, and where.
+        # The place that holds each element, and the element's index there.
         holder, offset = np.zeros(size, np.int64), np.zeros(size, np.int64)
         for place, (start, valid, _) in enumerate(self.held):
             holder[start : start + valid] = place
@@ -373,8 +370,8 @@ class _Known:
         node, axis, atoms = self.node, self.split.axis, self.split.atoms
         own = self.held[0][2]
         pieces: list[ir.Value] = []
-        # Where in the joined pieces each element of each window lies, and which places of them
-        # are zeros there.
+        # The index of each window's elements in the joined pieces, and which elements of the joined
+        # pieces are zeros.
         column = np.zeros_like(self.at)
         zeros: list[NDArray[np.bool_]] = []
         total = 0
@@ -386,7 +383,7 @@ class _Known:
             if distance:
                 low, high = int(self.at[here].min()), int(self.at[here].max()) + 1
                 if (low, high) != (0, own):
-                    piece = _cut(node, x, shape, axis, low, high, high - low)
+                    piece = _sliced(node, x, shape, axis, low, high, high - low)
                 readers = [int(p) for p in np.flatnonzero(here.any(axis=1))]
                 local = [*shape[:axis], high - low, *shape[axis + 1 :]]
                 pairs = [(p + distance, p) for p in readers]
@@ -409,7 +406,7 @@ class _Known:
             value, length = joined, total
             if start or total - self.length > slack:
                 length = self.length
-                value = _cut(node, joined, shape, axis, start, start + length, length)
+                value = _sliced(node, joined, shape, axis, start, start + length, length)
             clean = np.concatenate(zeros, axis=1)[:, start : start + self.length]
         else:
             index = by_place(node, atoms, np.where(self.take, column, 0))
@@ -443,7 +440,7 @@ def _selected(
 
 
 def _even_halos(node: LocalNode, split: DimSplit) -> tuple[int, int] | None:
-    """Elements before and after the own block that the window has; None where they may differ."""
+    """Elements that the window has before and after the device's block; None if they may differ."""
     table, count = node.table, node.mesh.count(split.atoms)
     if not table.divisible(split.size, count) or not table.divisible(split.results, count):
         return None
@@ -451,7 +448,7 @@ def _even_halos(node: LocalNode, split: DimSplit) -> tuple[int, int] | None:
     if not split.reach.aligned(node, held, split.own(node)):
         return None
     before = -split.reach.first(0)
-    # span(held results) is held + span(0), since the one is a multiple of the other.
+    # The span of all held results is held + span(0), since one is a multiple of the other.
     after = int(split.reach.span(0)) - before
     least = table.bounds(held)[0]
     if least is None or least < max(abs(before), abs(after)):
@@ -476,14 +473,14 @@ def _neighbours(
     if before < 0 or (after < 0 and (before > 0 or -after > slack)):
         low, high = max(-before, 0), after if after < 0 else _END
         length = length + min(before, 0) + min(after, 0)
-        own = _cut(node, x, shape, axis, low, high, length)
+        own = _sliced(node, x, shape, axis, low, high, length)
     pieces = [own]
     for side, halo in ((-1, before), (1, after)):
         if halo <= 0:
             continue
         local = [*shape[:axis], halo, *shape[axis + 1 :]]
         start, end = (-halo, _END) if side < 0 else (0, halo)
-        piece = _cut(node, x, shape, axis, start, end, halo)
+        piece = _sliced(node, x, shape, axis, start, end, halo)
         pairs = [(p + side, p) for p in range(count) if 0 <= p + side < count]
         piece = _sent(node, piece, local, atoms, pairs)
         if fill != 0:
@@ -501,10 +498,10 @@ def _gathered(
 ) -> tuple[ir.Value, Dim]:
     axis = split.axis
     dims = [(Component(size),) for size in shape]
-    whole = Sharding(tuple((*dims[:axis], (Component(split.size),), *dims[axis + 1 :])))
+    replicated = Sharding(tuple((*dims[:axis], (Component(split.size),), *dims[axis + 1 :])))
     held = Sharding(tuple((*dims[:axis], (Component(split.size, split.atoms),), *dims[axis + 1 :])))
     dtype = x.dtype or ir.DataType.FLOAT
-    way = cheapest_route((held,), whole, node.mesh, node.table, int(dtype.itemsize))
+    way = cheapest_route((held,), replicated, node.mesh, node.table, int(dtype.itemsize))
     reason = f"{node.name} ({node.op_type}: halo of unknown size)"
     x = emit_reshard(node.builder, x, way.steps, dtype=dtype, name=x.name or "", reason=reason)
     length = split.reach.span(split.own(node))
@@ -522,14 +519,14 @@ def _gathered(
 
 
 def skipped(node: LocalNode, split: DimSplit) -> int | ir.Value:
-    """Returns how much is made of a window before the device's own block of results.
+    """Returns how many results a window gives before the device's own block.
 
     Args:
         node: The node.
-        split: How the dim is split; its reach is `Spreading` or `Covering`.
+        split: How the dim is sharded; its reach is `Spreading` or `Covering`.
 
     Returns:
-        A number where all devices have the same, else an int64 [1].
+        A number if it is the same on all devices, else an int64 [1].
     """
     reach = split.reach
     assert not isinstance(reach, Sliding)

@@ -1,10 +1,11 @@
 """Pools over windows: MaxPool, AveragePool, LpPool, MaxUnpool.
 
-Batch and channels are parallel, spatial dims exchange halos (`onnxpar.ops.window.halo`), whose
-border holds what changes no result: the lowest number for a maximum, zero for a sum.
+Batch and channels are parallel. Sharded spatial dims exchange halos (`onnxpar.ops.window.halo`),
+whose border has a value that changes no result: the lowest number for a maximum, zero for a sum.
 """
 
 from collections.abc import Sequence
+from math import prod
 
 import onnx_ir as ir
 
@@ -20,7 +21,7 @@ from onnxpar.ops.operator import OpDef
 from onnxpar.ops.slots import FOLLOWS
 from onnxpar.ops.window.geometry import Spatial, pool_dims, split_dims, windowed, words
 from onnxpar.ops.window.halo import DimSplit, begin
-from onnxpar.ops.window.pool_counts import corrected
+from onnxpar.ops.window.pool_counts import divided_by_counts
 from onnxpar.ops.window.pool_gradient import (
     average_pool_gradient,
     lp_pool_gradient,
@@ -34,9 +35,10 @@ def _has_indices(view: NodeView) -> bool:
 
 
 def max_pool_rule(view: NodeView) -> OpRule:
-    """MaxPool: `N C y x -> N C y x; scaled: y x`; with indices N and C communicate nothing either.
+    """MaxPool: `N C y x -> N C y x; scaled: y x`; with indices N and C are special.
 
-    Indices count through the whole tensor, so batch and channels have a local form then.
+    Indices are those of the undivided tensor, so batch and channels then need a local form, which
+    does not communicate.
     """
     space = words(pool_dims(view))
     outputs = [f"N C {space.results}"]
@@ -54,50 +56,63 @@ def sum_pool_rule(view: NodeView) -> OpRule:
 
 
 def _pooled(node: LocalNode, fill: float | str) -> tuple[ir.Value, ...]:
-    """The pool on windows; the copy where no spatial dim is split."""
+    """The pool on windows; a copy of the node if no spatial dim is sharded."""
     dims = pool_dims(node.view)
     if not split_dims(node, dims):
         return node.copy()
-    # With ceil_mode a longer image would make one more result; indices tell by its length.
+    # With ceil_mode a longer image would give one more result; indices depend on its length.
     exact = bool(node.attr("ceil_mode", 0)) or _has_indices(node.view)
     image = windowed(node, 0, dims, fill, exact=exact)
     return node.copy([image.x], {"pads": list(image.pads), "auto_pad": None})
 
 
 def max_pool_local(node: LocalNode) -> Sequence[ir.Value]:
-    """On windows; indices in the window become indices in the whole tensor."""
+    """Runs on windows; indices in a window become indices in the undivided tensor."""
     made = _pooled(node, "lowest")
     if not _has_indices(node.view) or not node.plan.factors:
         return made
-    return made[0], _whole_indices(node, made[1])
+    return made[0], _global_indices(node, made[1])
 
 
-def _whole_indices(node: LocalNode, index: ir.Value) -> ir.Value:
-    """Indices as the whole tensor has them, from those in a local one."""
+def _global_indices(node: LocalNode, index: ir.Value) -> ir.Value:
+    """Indices in the undivided tensor, from those in a local one."""
     dims, image = pool_dims(node.view), node.view.shape(0)
     split, shape = split_dims(node, dims), node.out_shape(1)
     sizes: list[Dim] = []
     for d, dim in enumerate(dims):
         part = _split(node, dims, d)
         sizes.append(dim.size if part is None else dim.sliding.span(part.own(node)))
-    where = node.op("Mod", index, node.builder.size(_product(sizes)), shape=shape)
+    where = node.op("Mod", index, node.builder.size(prod(sizes)), shape=shape)
     if split:
-        where = _whole_places(node, where, sizes, shape)
-    ones = [1] * len(dims)
-    # Which image of the batch and which channel follows from where the index stands.
-    batch = node.builder.reshape(global_index(node, "N"), [shape[0], 1, *ones])
-    channel = node.builder.reshape(global_index(node, "C"), [shape[1], *ones])
-    rows = [shape[0], shape[1], *ones]
-    row = node.op("Mul", batch, node.builder.size(image[1]), shape=[shape[0], 1, *ones])
-    row = node.op("Add", row, channel, shape=rows)
-    row = node.op("Mul", row, node.builder.size(_product(image[2:])), shape=rows)
+        where = _global_places(node, where, sizes, shape)
+    # Batch and channel of an index follow from its own position.
+    size = node.builder.size(prod(image[2:]))
+    row = _row(node, global_index(node, "N"), global_index(node, "C"), image[1], size, shape)
     return node.op("Add", where, row, dtype=INT64, shape=shape)
 
 
-def _whole_places(
+def _row(
+    node: LocalNode,
+    batch: ir.Value,
+    channel: ir.Value,
+    channels: Dim,
+    size: ir.Value,
+    shape: Sequence[Dim],
+) -> ir.Value:
+    """The index of the first element of each image: (batch · channels + channel) · size."""
+    ones = [1] * (len(shape) - 2)
+    batch = node.builder.reshape(batch, [shape[0], 1, *ones])
+    channel = node.builder.reshape(channel, [shape[1], *ones])
+    rows = [*shape[:2], *ones]
+    row = node.op("Mul", batch, node.builder.size(channels), shape=[shape[0], 1, *ones])
+    row = node.op("Add", row, channel, shape=rows)
+    return node.op("Mul", row, size, shape=rows)
+
+
+def _global_places(
     node: LocalNode, where: ir.Value, sizes: Sequence[Dim], shape: Sequence[Dim]
 ) -> ir.Value:
-    """Places in the whole image, from those in an image of local sizes."""
+    """Places in the undivided image, from those in an image of local sizes."""
     dims = pool_dims(node.view)
     columns = bool(node.attr("storage_order", 0))
     order = range(len(dims)) if columns else range(len(dims) - 1, -1, -1)
@@ -119,28 +134,22 @@ def _whole_places(
 
 
 def _split(node: LocalNode, dims: Sequence[Spatial], d: int) -> DimSplit | None:
-    """How one spatial dim is split, or None."""
+    """How one spatial dim is sharded, or None."""
     atoms = split_dims(node, dims).get(d)
     if atoms is None:
         return None
     return DimSplit(2 + d, atoms, dims[d].size, dims[d].results, dims[d].sliding)
 
 
-def _product(sizes: Sequence[Dim]) -> Dim:
-    total: Dim = 1
-    for size in sizes:
-        total = total * size
-    return total
-
-
 def average_pool_local(node: LocalNode) -> Sequence[ir.Value]:
-    """On windows, what a result does not count corrected along the split dims."""
+    """Runs on windows; averages over full kernels become averages over the elements counted."""
     (made,) = _pooled(node, 0)
-    return (corrected(node, made, pool_dims(node.view)),)
+    dims = pool_dims(node.view)
+    return (divided_by_counts(node, made, node.out_shape(), dims, all_dims=False),)
 
 
 def lp_pool_local(node: LocalNode) -> Sequence[ir.Value]:
-    """On windows with a border of zeros."""
+    """Runs on windows with a border of zeros."""
     return _pooled(node, 0)
 
 
@@ -155,19 +164,14 @@ def max_unpool_rule(view: NodeView) -> OpRule:
 
 
 def max_unpool_local(node: LocalNode) -> Sequence[ir.Value]:
-    """Indices of the whole tensor become indices of the local one; those of padding do too."""
+    """Indices in the undivided tensor become indices in the local one, also those in padding."""
     if not node.plan.factors:
         return node.copy()
     shape, out = node.in_shape(1), list(node.out_shape())
-    size = node.builder.size(_product(out[2:]))
-    # What stands in padding may be any number: Mod of a positive divisor is not negative.
+    size = node.builder.size(prod(out[2:]))
+    # Padding may hold any number; Mod by a positive divisor is not negative.
     where = node.op("Mod", node.input(1), size, shape=shape)
-    ones = [1] * (len(shape) - 2)
-    batch = node.builder.reshape(iota(node, shape[0]), [shape[0], 1, *ones])
-    channel = node.builder.reshape(iota(node, shape[1]), [shape[1], *ones])
-    rows = [shape[0], shape[1], *ones]
-    row = node.op("Mul", batch, node.builder.size(shape[1]), shape=[shape[0], 1, *ones])
-    row = node.op("Mul", node.op("Add", row, channel, shape=rows), size, shape=rows)
+    row = _row(node, iota(node, shape[0]), iota(node, shape[1]), shape[1], size, shape)
     index = node.op("Add", where, row, dtype=INT64, shape=shape)
     return node.copy([node.input(0), index, node.builder.sizes(out)])
 

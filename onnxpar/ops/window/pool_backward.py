@@ -1,8 +1,8 @@
-"""The gradients of pools as operators of the global graph, and their local forms.
+"""The gradients of pools as operators of the undivided graph, and their local forms.
 
 `MaxPoolGrad(dy, x)` finds the maxima again instead of keeping their indices: the forward pool is
-faster without them, and they take twice the memory of its results. `SumPoolGrad(dy)` adds to each
-element the cotangents of the results that read it, divided by their counts where `mean` is 1.
+faster without indices, which need twice the memory of its results. `SumPoolGrad(dy)` adds to each
+element the cotangents of the results that read it, divided by their counts if `mean` is 1.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,14 @@ from onnxpar.graph.builder import DOMAIN, INT64
 from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.operator import Missing, OpDef
-from onnxpar.ops.window.geometry import Spatial, kernel_of, spatial_dims, split_dims, words
+from onnxpar.ops.window.geometry import (
+    Spatial,
+    kernel_of,
+    spatial_dims,
+    split_dims,
+    unsharded_padding,
+    words,
+)
 from onnxpar.ops.window.halo import Covering, DimSplit, skipped, window
 from onnxpar.ops.window.pool_counts import divided_by_counts
 from onnxpar.ops.window.pool_gradient import MAX_POOL_GRAD, SUM_POOL_GRAD
@@ -32,34 +39,28 @@ def _dims(view: NodeView) -> tuple[Spatial, ...]:
 
 
 def max_pool_grad_rule(view: NodeView) -> OpRule:
-    """`N C y x, N C y x -> N C y x; scaled: y x`: cotangent and image to the image's cotangent."""
+    """`N C y x, N C y x -> N C y x; scaled: y x`, from the results' cotangent and the image."""
     space = words(_dims(view))
     text = f"N C {space.results}, N C {space.image} -> N C {space.image}"
     return parse_rule(f"{text}{space.clauses(kernel=False)}; linear: sum 0")
 
 
 def max_pool_grad_local(node: LocalNode) -> Sequence[ir.Value]:
-    """The maxima of all windows that meet the own block, and their cotangents added there."""
+    """Finds the maxima of all windows that overlap the device's block and adds their cotangents."""
     dims = _dims(node.view)
     split = split_dims(node, dims)
     dy, dy_shape = node.input(0), list(node.in_shape(0))
     x, shape = node.input(1), list(node.in_shape(1))
-    # The maximum of padding that is not a number lies nowhere: it must not add anything.
+    # Padding may be NaN, whose maximum has no valid index: it must not add anything.
     for factor in node.plan.factors:
         dy = node.masked(dy, 0, factor, 0, known_zero=node.zero[0])
     begins: dict[int, int | ir.Value] = {}
-    before, after = [], []
-    for d, dim in enumerate(dims):
-        if d not in split:
-            before.append(dim.before or 0)
-            after.append(dim.after or 0)
-            continue
-        before.append(0)
-        after.append(0)
-        results = DimSplit(2 + d, split[d], dim.results, dim.size, dim.spreading)
+    for d, atoms in split.items():
+        dim = dims[d]
+        results = DimSplit(2 + d, atoms, dim.results, dim.size, dim.spreading)
         dy, dy_shape = window(node, dy, dy_shape, results, strict=True)
         cover = Covering(dim.stride, dim.extent, dim.before or 0)
-        image = DimSplit(2 + d, split[d], dim.size, dim.size, cover)
+        image = DimSplit(2 + d, atoms, dim.size, dim.size, cover)
         x, shape = window(node, x, shape, image, "lowest")
         begins[d] = skipped(node, image)
     _, index = node.builder.ops(
@@ -70,16 +71,16 @@ def max_pool_grad_local(node: LocalNode) -> Sequence[ir.Value]:
             "kernel_shape": [d.kernel for d in dims],
             "strides": [d.stride for d in dims],
             "dilations": [d.dilation for d in dims],
-            "pads": [*before, *after],
+            "pads": list(unsharded_padding(dims, split)),
             "ceil_mode": int(node.attr("ceil_mode", 0)),
         },
     )
-    count = _product(dy_shape)
+    count = prod(dy_shape)
     index = node.builder.reshape(index, [count])
     if node.plan.factors:
-        # Where all of a window is padding, the index is before it.
+        # A window that is all padding has a negative index.
         index = node.op("Max", index, node.builder.const([0]), shape=[count])
-    size = _product(shape)
+    size = prod(shape)
     nothing = ir.Tensor(np.zeros(1, (x.dtype or ir.DataType.FLOAT).numpy()), dtype=x.dtype)
     zeros = node.op(
         "ConstantOfShape", node.builder.size(size), dtype=x.dtype, shape=[size], value=nothing
@@ -95,14 +96,14 @@ def max_pool_grad_local(node: LocalNode) -> Sequence[ir.Value]:
 
 
 def sum_pool_grad_rule(view: NodeView) -> OpRule:
-    """`N C y x -> N C y x; scaled: y x`: cotangent of the results to that of the image."""
+    """`N C y x -> N C y x; scaled: y x`, from the results' cotangent."""
     space = words(_dims(view))
     text = f"N C {space.results} -> N C {space.image}{space.clauses(kernel=False)}"
     return parse_rule(f"{text}; linear: sum 0")
 
 
 def sum_pool_grad_local(node: LocalNode) -> Sequence[ir.Value]:
-    """A transposed convolution of each channel with ones; copies where no two windows meet."""
+    """A transposed convolution of each channel with ones; an Expand if windows do not overlap."""
     view, dims = node.view, _dims(node.view)
     shape, out = list(node.in_shape(0)), node.out_shape()
     dy, share = node.input(0), 1.0
@@ -112,7 +113,7 @@ def sum_pool_grad_local(node: LocalNode) -> Sequence[ir.Value]:
     split = split_dims(node, dims)
     if all(_is_tiled(node, dim, split.get(d, ())) for d, dim in enumerate(dims)):
         return (_tiled(node, dy, shape, dims, share),)
-    # Batch and channels are one dim: the kernel is the same for all.
+    # Batch and channels become one dim: the kernel is the same for all.
     rows, one = shape[0] * shape[1], list(out)
     one[:2] = [rows, 1]
     dy = node.builder.reshape(dy, [rows, 1, *shape[2:]])
@@ -122,9 +123,9 @@ def sum_pool_grad_local(node: LocalNode) -> Sequence[ir.Value]:
 
 
 def _is_tiled(node: LocalNode, dim: Spatial, atoms: Atoms) -> bool:
-    """Whether windows cover a dim side by side, on each device too.
+    """Whether windows cover a dim side by side, also on each device.
 
-    Results and image are cut at the same windows only where the results are split evenly.
+    Shards of results and image end at the same windows only if the results are sharded evenly.
     """
     plain = (dim.stride, dim.dilation, dim.before) == (dim.kernel, 1, 0)
     table = node.table
@@ -138,7 +139,7 @@ def _is_tiled(node: LocalNode, dim: Spatial, atoms: Atoms) -> bool:
 def _tiled(
     node: LocalNode, dy: ir.Value, shape: Sequence[Dim], dims: Sequence[Spatial], share: float
 ) -> ir.Value:
-    """Copies each cotangent over its window."""
+    """Copies each cotangent to all elements of its window."""
     if share != 1:
         scale = node.builder.const(np.array(share), dy.dtype)
         dy = node.op("Mul", dy, scale, shape=shape)
@@ -149,13 +150,6 @@ def _tiled(
     dy = node.builder.reshape(dy, tall)
     dy = node.op("Expand", dy, node.builder.sizes(wide), shape=wide)
     return node.builder.reshape(dy, node.out_shape())
-
-
-def _product(sizes: Sequence[Dim]) -> Dim:
-    total: Dim = 1
-    for size in sizes:
-        total = total * size
-    return total
 
 
 DEFS = (

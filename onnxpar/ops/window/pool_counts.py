@@ -1,12 +1,11 @@
-"""How many elements a result of AveragePool counts along a dim, where padding is not counted.
+"""The number of elements that a result of AveragePool counts along a dim.
 
 A result o counts the elements j of the kernel with
 
     low <= stride * o - before + dilation * j < high,
 
-low and high being the ends of the dim, or of its padding where `count_include_pad` is set.
-What a window reaches beyond that (`ceil_mode`) is never counted (ONNX operator specification,
-AveragePool).
+where low and high are the ends of the dim, or of its padding if `count_include_pad` is set. What a
+window covers beyond that (`ceil_mode`) is never counted (ONNX operator specification, AveragePool).
 """
 
 from collections.abc import Sequence
@@ -33,7 +32,7 @@ def counts_all(view: NodeView, dim: Spatial) -> bool:
     low, high = (dim.before, dim.after) if include else (0, 0)
     if dim.before > low:
         return False
-    # What is left between the end of the last window and what may be counted.
+    # Elements between the end of the last window and the last that may be counted.
     left = constant(
         dim.size + high + dim.before - (dim.results - 1) * dim.stride - dim.extent, view.table
     )
@@ -48,7 +47,7 @@ def counts(node: LocalNode, dim: Spatial, atoms: Atoms) -> ir.Value:
     Args:
         node: The node; its attributes say what is counted.
         dim: The dim; its padding must be known.
-        atoms: What splits it; none where it is replicated.
+        atoms: The atoms that shard it; none if it is replicated.
     """
     assert dim.before is not None and dim.after is not None
     include = bool(node.attr("count_include_pad", 0))
@@ -72,28 +71,28 @@ def counts(node: LocalNode, dim: Spatial, atoms: Atoms) -> ir.Value:
     at_first = node.op("Sub", at_first, node.builder.const([dim.before]), shape=[own])
     ends = []
     for limit in (node.builder.size(dim.size + high), node.builder.const([-low])):
-        # How many elements of the kernel lie before the limit.
+        # The number of the kernel's elements before the limit.
         room = node.op("Sub", limit, at_first, shape=[own])
         room = node.op("Max", room, node.builder.const([0]), shape=[own])
         steps = node.op("Add", room, node.builder.const([dim.dilation - 1]), shape=[own])
         steps = node.op("Div", steps, node.builder.const([dim.dilation]), shape=[own])
         ends.append(node.op("Min", steps, node.builder.const([dim.kernel]), shape=[own]))
     number = node.op("Sub", *ends, shape=[own])
-    # Results that are padding may count nothing.
+    # Results that are padding may count no element.
     return node.op("Max", number, node.builder.const([1]), shape=[own])
 
 
 def divided_by_counts(
     node: LocalNode, x: ir.Value, shape: Sequence[Dim], dims: Sequence[Spatial], *, all_dims: bool
 ) -> ir.Value:
-    """Multiplies by the kernel's elements over those counted.
+    """Multiplies by the number of the kernel's elements over the number counted.
 
     Args:
         node: The node.
         x: A local value of results.
         shape: Its local shape.
         dims: The geometry.
-        all_dims: Whether along all dims, or the split ones alone.
+        all_dims: Whether along all dims, or only along sharded ones.
     """
     split = split_dims(node, dims)
     for d, dim in enumerate(dims):
@@ -107,8 +106,3 @@ def divided_by_counts(
         share = node.builder.reshape(share, [own, *[1] * (len(dims) - d - 1)])
         x = node.op("Mul", x, share, shape=shape)
     return x
-
-
-def corrected(node: LocalNode, x: ir.Value, dims: Sequence[Spatial]) -> ir.Value:
-    """Returns averages over whole kernels as averages over what is counted, split dims alone."""
-    return divided_by_counts(node, x, node.out_shape(), dims, all_dims=False)

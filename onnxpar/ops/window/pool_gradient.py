@@ -1,17 +1,16 @@
 """Gradients of the pools.
 
-A maximum passes the cotangent on to the first element that has it (as PyTorch does), a mean to all
-elements that it counts. Both are operators of their own on the global graph, so that a spatial
-split of them exchanges halos as the pool does.
+The cotangent of a maximum goes to the first element that has this value (as in PyTorch), that of a
+mean to all elements that it counts. Both gradients are operators of the undivided graph, so that
+they exchange halos over sharded spatial dims, like the pool.
 """
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
-import numpy as np
 import onnx_ir as ir
 
-from onnxpar.core.symbols import Dim
 from onnxpar.graph.builder import DOMAIN
 from onnxpar.ops.grad_node import GradNode
 from onnxpar.ops.reduce.reduce_gradient import spread_extremum, spread_mean
@@ -22,18 +21,18 @@ MAX_POOL_GRAD, SUM_POOL_GRAD = "MaxPoolGrad", "SumPoolGrad"
 
 
 def max_pool_gradient(node: GradNode) -> Sequence[ir.Value | None]:
-    """Cotangent of the image; indices have none."""
+    """The cotangent of the image; indices have no gradient."""
     x, dy = node.input(0), node.cotangent()
     return [node.op(MAX_POOL_GRAD, dy, x, shape=node.shape(x), domain=DOMAIN, **_attributes(node))]
 
 
 def average_pool_gradient(node: GradNode) -> Sequence[ir.Value | None]:
-    """Cotangent of the image: to each counted element its share."""
+    """The cotangent of the image: each counted element gets its share."""
     return [_spread(node, node.cotangent(), mean=1)]
 
 
 def lp_pool_gradient(node: GradNode) -> Sequence[ir.Value | None]:
-    """Gives sign(x) |x|^(p-1) Σ dy y^(1-p), the sum over the results that read x; 0 where y is."""
+    """Gives sign(x) |x|^(p-1) Σ dy y^(1-p) over the results that read x; 0 where y is 0."""
     x, y, dy = node.input(0), node.output(), node.cotangent()
     p = int(node.attr("p", 2))
     if p == 1:
@@ -43,23 +42,20 @@ def lp_pool_gradient(node: GradNode) -> Sequence[ir.Value | None]:
 
 
 def max_unpool_gradient(node: GradNode) -> Sequence[ir.Value | None]:
-    """Takes the cotangent from where each element went."""
+    """Gives each element the cotangent of the place that it was moved to."""
     dy, index = node.cotangent(), node.input(1)
-    count: Dim = 1
-    for size in node.shape(dy):
-        count = count * size
-    flat = node.op("Reshape", dy, node.builder.const(np.array([-1], np.int64)), shape=[count])
+    flat = node.op("Reshape", dy, node.builder.const([-1]), shape=[prod(node.shape(dy))])
     dx = node.op("Gather", flat, index, shape=node.shape(index), axis=0)
-    return [dx, *[None for _ in range(node.arity - 1)]]
+    return [dx, *[None] * (node.arity - 1)]
 
 
 def global_average_gradient(node: GradNode) -> Sequence[ir.Value | None]:
-    """Gives every element dy by their number."""
+    """Gives dy / count to every element."""
     return [spread_mean(node, _space(node), node.cotangent())]
 
 
 def global_max_gradient(node: GradNode) -> Sequence[ir.Value | None]:
-    """Gives dy to the greatest element, in even shares where several are."""
+    """Gives dy to the greatest element, in equal shares if there are several."""
     return [spread_extremum(node, _space(node), node.cotangent())]
 
 
@@ -77,7 +73,7 @@ def _space(node: GradNode) -> tuple[int, ...]:
 
 
 def _root_power(node: GradNode, y: ir.Value, p: int) -> ir.Value:
-    """y^(p-1), 1 where y is 0: so is every x that it read then, and the product with it."""
+    """y^(p-1), but 1 where y is 0: every x read there is 0, and so is the product with it."""
     zero = node.op("Equal", y, node.number(0, y), dtype=ir.DataType.BOOL)
     safe = node.op("Where", zero, node.number(1, y), y, dtype=y.dtype, shape=node.shape(y))
     return safe if p == 2 else node.op("Pow", safe, node.number(p - 1, y))

@@ -1,8 +1,9 @@
-"""Local forms of transposed convolutions: ConvTranspose, and gradients by images.
+"""Local forms of transposed convolutions: ConvTranspose, and gradients by the image.
 
-Element i of the operand adds to the results stride * i - before to that + extent - 1. A device
-takes the elements that add to its block of results, of which those at the ends add beyond the block
-too; that is removed, by the operator's own padding where all devices removed as much.
+Element i of the operand adds to `extent` results, the first of which is stride * i - before. A
+device takes all elements that add to its block of results. Those at the ends also add to results
+outside the block, which are removed: by the operator's own padding if all devices remove equally
+many, else by a Slice.
 """
 
 from collections.abc import Sequence
@@ -12,15 +13,22 @@ import onnx_ir as ir
 from onnxpar.core.symbols import Dim
 from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.local_node import LocalNode
-from onnxpar.ops.window.geometry import SAME, Spatial, constant, kernel_of, split_dims
+from onnxpar.ops.window.geometry import (
+    SAME,
+    Spatial,
+    constant,
+    kernel_of,
+    shared_padding,
+    split_dims,
+)
 from onnxpar.ops.window.halo import DimSplit, skipped, window
 
 
 def transpose_dims(view: NodeView) -> tuple[Spatial, ...]:
-    """Returns the geometry of a ConvTranspose, as that of the convolution that it transposes.
+    """Returns the geometry of the convolution that a ConvTranspose transposes.
 
-    Padding that follows from `output_shape` or `auto_pad` is half the total before, the smaller
-    half where `auto_pad` is SAME_UPPER and the greater elsewhere (ONNX operator specification).
+    Padding that follows from `output_shape` or `auto_pad` is shared as the ONNX operator
+    specification says (`shared_padding`).
     """
     kernel = kernel_of(view, 1)
     rank = len(kernel)
@@ -40,10 +48,7 @@ def transpose_dims(view: NodeView) -> tuple[Spatial, ...]:
         if auto in SAME or view.attr("output_shape"):
             extent = dilation * (kernel[d] - 1) + 1
             total = constant(stride * (results - 1) + int(extra[d]) + extent - size, view.table)
-            before = after = None
-            if total is not None and total >= 0:
-                before = total // 2 if auto == "SAME_UPPER" else total - total // 2
-                after = total - before
+            before, after = shared_padding(total if total is None or total >= 0 else None, auto)
         found.append(Spatial(kernel[d], stride, dilation, before, after, size, results))
     return tuple(found)
 
@@ -65,9 +70,9 @@ def spread(
         dims: The geometry of the convolution that it transposes.
         weights: Local weights.
         group: Local number of groups.
-        bias: The bias, where there is one.
-        x: The local operand, by default operand 0, whose spatial dims it has.
-        out: Local shape of the result, by default that of output 0.
+        bias: The bias, if there is one.
+        x: The local operand, with the spatial dims of operand 0; by default that operand.
+        out: Local shape of the result; by default that of output 0.
     """
     shape = list(node.in_shape(0))
     if x is None or out is None:
@@ -120,17 +125,17 @@ def spread(
 
 
 def _even(before: int, after: int | None, stride: int) -> tuple[int, int, int | None]:
-    """Says how to cut both ends of a result with equal padding, which is all that cuDNN knows.
+    """Returns how to remove both ends of a result with equal padding: cuDNN knows no other.
 
     Args:
-        before: Elements to cut before the first that is wanted.
-        after: Elements to cut after the last; negative where there are too few, None where that
-            depends on a size, and is less than a step too few.
-        stride: Elements of a step; output padding must be less.
+        before: Elements to remove before the first wanted one.
+        after: Elements to remove after the last wanted one. Negative if there are too few; None if
+            that depends on a symbolic size and fewer than `stride` are missing.
+        stride: The stride; output padding must be less.
 
     Returns:
-        The padding, the output padding (which gives back what the padding cuts at the end), and
-        where the wanted part begins in what is left; None where nothing else is left.
+        The padding, the output padding (which restores elements that the padding removes at the
+        end), and the start of the wanted part in the rest; None if the rest is the wanted part.
     """
     if after is None:
         return 0, stride - 1, before
@@ -150,7 +155,7 @@ def kept(
     begin: ir.Value | int,
     size: Dim,
 ) -> ir.Value:
-    """Emits the slice of one dim that begins somewhere and has this local size."""
+    """Emits the slice of one dim that begins at `begin` and has the local size `size`."""
     start = node.builder.const([begin]) if isinstance(begin, int) else begin
     end = node.op("Add", start, node.builder.size(size), shape=[1])
     made = [*shape[:axis], size, *shape[axis + 1 :]]
