@@ -1,9 +1,9 @@
 """Products and look-ups with weights of few bits, in blocks along the contraction.
 
-A weight of N rows and K columns is kept as `[N, blocks, bytes of a block]`, with one scale (and
+A weight of N rows and K columns is stored as `[N, blocks, bytes of a block]`, with one scale (and
 perhaps one zero point) for each block (`MatMulNBits` and `GatherBlockQuantized` of onnxruntime's
-contrib operators). A block is the least that can be cut: the contraction is split between blocks,
-and where zero points are packed several to a byte, between bytes of them.
+contrib operators). A block cannot be sharded: the contraction is sharded between blocks, and where
+a byte holds several zero points, between these bytes.
 """
 
 from collections.abc import Sequence
@@ -15,6 +15,7 @@ from onnxpar.core.rule import OpRule, parse_rule
 from onnxpar.core.symbols import Dim
 from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.contraction.matmul import on_first
+from onnxpar.ops.contrib_schemas import MICROSOFT
 from onnxpar.ops.elementwise.broadcast import axis_names
 from onnxpar.ops.index.gather import indexed_place
 from onnxpar.ops.local_helpers import normal_axis, zero_unless
@@ -23,20 +24,20 @@ from onnxpar.ops.node_cost import selects
 from onnxpar.ops.operator import Missing, NotDifferentiable, OpDef
 from onnxpar.ops.quantized.inference import infer_gather_block_quantized, infer_matmul_bnb4
 
-MICROSOFT = "com.microsoft"
 _ZERO_POINTS, _GROUP_INDEX, _BIAS = 3, 4, 5
 _INTEGERS = NotDifferentiable("its weights are integers with few bits")
+_TRAIN_DEQUANTISED = Missing("the weight holds integers; train a dequantised model")
 
 
 @dataclass(frozen=True)
 class _Blocks:
-    """How the blocks of a quantised axis are named in a rule.
+    """The blocks of a quantised axis in the text of a rule.
 
     Attributes:
-        blocks: Text of a dim with one element a block.
-        packed: Text of a dim with one byte for several blocks.
-        inside: Factors of the axis itself: the blocks, then the elements of one.
-        clause: Text of the clause for what is in a block or a byte.
+        blocks: A dim with one element for each block.
+        packed: A dim with one byte for several blocks.
+        inside: The axis itself: the blocks, then the elements of a block.
+        clause: The clause that replicates the factors inside a block or a byte.
         sizes: Sizes of the factors.
     """
 
@@ -47,14 +48,14 @@ class _Blocks:
     sizes: dict[str, Dim]
 
 
-_WHOLE = _Blocks("1", "1", "1", "", {})
+_REPLICATED = _Blocks("1", "1", "1", "", {})
 
 
 def _blocks(elements: int, block: int, per_byte: int) -> _Blocks:
-    """Names the blocks of an axis, of which zero points are packed `per_byte` to a byte."""
+    """Names the blocks of an axis; a byte holds the zero points of `per_byte` blocks."""
     count, rest = divmod(elements, block)
     if rest or count % per_byte:
-        return _WHOLE
+        return _REPLICATED
     sizes: dict[str, Dim] = {"z": count // per_byte, "q": block}
     if per_byte == 1:
         return _Blocks("z", "z", "(z q)", "; replicated: q", sizes)
@@ -62,13 +63,13 @@ def _blocks(elements: int, block: int, per_byte: int) -> _Blocks:
 
 
 def _per_byte(view: NodeView, index: int, bits: int) -> int:
-    """Zero points in a byte; 1 where there are none, or they are no packed integers."""
+    """Zero points in a byte; 1 if there are none, or if they are not packed integers."""
     value = view.node.inputs[index] if view.has(index) else None
     return 8 // bits if value is not None and value.dtype == ir.DataType.UINT8 else 1
 
 
 def _flat(view: NodeView, index: int, rows: str, columns: str) -> str:
-    """A table of rows and columns, which older models have flattened."""
+    """A table of rows and columns, which older models store flattened."""
     if not view.has(index):
         return "-"
     if len(view.shape(index)) > 1:
@@ -80,7 +81,7 @@ def matmul_nbits_rule(view: NodeView) -> OpRule:
     """MatMulNBits: `a (z q), n z 1, n z -> a n; sum: z`, z blocks of q elements of K.
 
     Raises:
-        ModelError: The weight is in the order of one machine's instructions (`weight_prepacked`).
+        ModelError: The weight is packed for one kernel (`weight_prepacked`).
     """
     if view.attr("weight_prepacked", 0):
         raise view.fail(
@@ -89,7 +90,7 @@ def matmul_nbits_rule(view: NodeView) -> OpRule:
         )
     columns, block, bits = (int(view.attr(n)) for n in ("K", "block_size", "bits"))
     per_byte = _per_byte(view, _ZERO_POINTS, bits)
-    named = _WHOLE if view.has(_GROUP_INDEX) else _blocks(columns, block, per_byte)
+    named = _REPLICATED if view.has(_GROUP_INDEX) else _blocks(columns, block, per_byte)
     names = " ".join(axis_names(len(view.shape(0)) - 1))
     packed = named.packed if per_byte > 1 else named.blocks
     operands = [
@@ -100,19 +101,19 @@ def matmul_nbits_rule(view: NodeView) -> OpRule:
         "." if view.has(_GROUP_INDEX) else "-",
         "n" if view.has(_BIAS) else "-",
     ][: view.arity]
-    if named is _WHOLE and any(len(view.shape(i)) == 1 for i in (1, 2, 3) if view.has(i)):
-        # A flat table whose rows are not said apart cannot be cut.
+    if named is _REPLICATED and any(len(view.shape(i)) == 1 for i in (1, 2, 3) if view.has(i)):
+        # A flattened table whose rows are unknown cannot be sharded.
         operands[1:] = ["." if view.has(i) else "-" for i in range(1, view.arity)]
     linear = "linear: sum 0+5, sum 2+5" if view.has(_BIAS) else "linear: sum 0, sum 2"
     sizes: dict[str, Dim] = {**named.sizes, "n": int(view.attr("N"))}
     rows = "n" if "n" in operands[1] else "1"
-    total = "; sum: z" if named is not _WHOLE else ""
+    total = "; sum: z" if named is not _REPLICATED else ""
     text = f"{', '.join(operands)} -> {names} {rows}{total}{named.clause}; {linear}"
     return parse_rule(text, sizes)
 
 
 def matmul_nbits_local(node: LocalNode) -> Sequence[ir.Value]:
-    """The sizes that the attributes say are the local ones; the bias is added on one device."""
+    """The attributes get local sizes; one device adds the bias."""
     rows, columns = node.out_shape()[-1], node.in_shape(0)[-1]
     inputs = list(node.inputs)
     split = "z" in node.plan.rule.kinds and node.atoms("z")
@@ -124,7 +125,7 @@ def matmul_nbits_local(node: LocalNode) -> Sequence[ir.Value]:
 def gather_block_quantized_rule(view: NodeView) -> OpRule:
     """GatherBlockQuantized: `V (z w), i, V z -> i (z q); sum: V`; w bytes hold the q of a block.
 
-    Zero points that are packed several to a byte keep the blocks whole.
+    The blocks are replicated if a byte holds several zero points.
     """
     shape = view.shape(0)
     axis = normal_axis(view, view.attr("gather_axis", 0), len(shape))
@@ -133,7 +134,7 @@ def gather_block_quantized_rule(view: NodeView) -> OpRule:
     value = view.node.inputs[0]
     stored = 8 // bits if value is not None and value.dtype == ir.DataType.UINT8 else 1
     length = shape[quantised]
-    named = _WHOLE
+    named = _REPLICATED
     packed = stored > 1 and _per_byte(view, 3, bits) > 1
     if isinstance(length, int) and quantised != axis and block % stored == 0 and not packed:
         named = _blocks(length * stored, block, 1)
@@ -155,17 +156,17 @@ def gather_block_quantized_rule(view: NodeView) -> OpRule:
         operands.append(table("V", zero_points) if view.has(3) else "-")
     text = f"{', '.join(operands)} -> {' '.join(output)}; sum: V"
     sizes = dict(named.sizes)
-    whole: list[str] = [name for name in ("p", "q") if name in sizes]
+    replicated: list[str] = [name for name in ("p", "q") if name in sizes]
     if stored > 1 and "q" in sizes:
         sizes["w"] = block // stored
-        whole.append("w")
-    if whole:
-        text += f"; replicated: {' '.join(whole)}"
+        replicated.append("w")
+    if replicated:
+        text += f"; replicated: {' '.join(replicated)}"
     return parse_rule(text + "; linear: sum 2", sizes)
 
 
 def gather_block_quantized_local(node: LocalNode) -> Sequence[ir.Value]:
-    """Looks up what is in this rank's part of the indexed dim, zeros for what is elsewhere."""
+    """Looks up the rows in this rank's shard of the indexed dim; other rows are zero."""
     place, inside = indexed_place(node, 1)
     rows = node.copy([node.input(0), place, *node.inputs[2:]])[0]
     if inside is None:
@@ -177,14 +178,14 @@ def gather_block_quantized_local(node: LocalNode) -> Sequence[ir.Value]:
 
 
 def gather_block_quantized_indices(view: NodeView) -> list[tuple[int, Dim, Dim, int | None]]:
-    """Indices count from the front, or, negative, from behind."""
+    """Indices count from the front; negative ones count from the end."""
     shape = view.shape(0)
     size = shape[normal_axis(view, view.attr("gather_axis", 0), len(shape))]
     return [(1, -size, size - 1, None)]
 
 
 def matmul_bnb4_rule(view: NodeView) -> OpRule:
-    """MatMulBnb4: `a (z q), (n z w), (n z) -> a n; sum: z`, w bytes holding the q of a block."""
+    """MatMulBnb4: `a (z q), (n z w), (n z) -> a n; sum: z`; w bytes hold the q of a block."""
     columns, block = int(view.attr("K")), int(view.attr("block_size"))
     names = " ".join(axis_names(len(view.shape(0)) - 1))
     if columns % block or not view.attr("transB", 1):
@@ -206,7 +207,7 @@ DEFS = (
         1,
         matmul_nbits_rule,
         matmul_nbits_local,
-        gradient=Missing("the weight holds integers; train a dequantised model"),
+        gradient=_TRAIN_DEQUANTISED,
     ),
     OpDef(
         MICROSOFT,
@@ -214,7 +215,7 @@ DEFS = (
         1,
         matmul_bnb4_rule,
         matmul_nbits_local,
-        gradient=Missing("the weight holds integers; train a dequantised model"),
+        gradient=_TRAIN_DEQUANTISED,
         infer=infer_matmul_bnb4,
     ),
     OpDef(

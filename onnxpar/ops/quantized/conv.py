@@ -1,7 +1,7 @@
 """Convolutions of quantised tensors: ConvInteger, QLinearConv.
 
-Batch, output channels and groups are parallel. A split of the input channels sums int32, exactly,
-padding of the channels holding the zero point of the weights; QLinearConv rounds after the sum.
+Batch, output channels and groups are parallel. Sharded input channels are summed in int32, exactly;
+their padding has the zero point of the weights. QLinearConv rounds after the sum.
 """
 
 from collections.abc import Sequence
@@ -11,6 +11,7 @@ import onnx_ir as ir
 from onnxpar.core.rule import OpRule, parse_rule
 from onnxpar.core.symbols import Dim
 from onnxpar.graph.node_view import NodeView
+from onnxpar.ops.contrib_schemas import MICROSOFT
 from onnxpar.ops.elementwise.broadcast import axis_names
 from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.node_cost import convolves
@@ -23,12 +24,11 @@ from onnxpar.ops.quantized.helpers import (
     requantised,
 )
 from onnxpar.ops.quantized.products import FOR_INFERENCE, INTEGERS
-
-_BATCH, _GROUP, _IN, _OUT = "N", "G", "C", "M"
+from onnxpar.ops.window.channels import BATCH, FEW, GROUP, MANY, channel_dims
 
 
 class _Conv:
-    """Words of the rule: `N (G C) x…, (G M) C k… -> N (G M) y…`."""
+    """The dims in the text of the rule: `N (G C) x…, (G M) C k… -> N (G M) y…`."""
 
     def __init__(self, view: NodeView, weight: int) -> None:
         x, w = view.shape(0), view.shape(weight)
@@ -37,23 +37,23 @@ class _Conv:
             raise view.fail(f"the channels must be known to be sharded, got {w[0]} and {w[1]}")
         self.view = view
         self.sizes: dict[str, Dim] = {}
-        self.inner = "1" if group == w[1] == 1 else _merged(self.sizes, group, _IN, w[1])
-        self.outer = _merged(self.sizes, group, _OUT, w[0] // group)
+        inner = "1" if group == w[1] == 1 else channel_dims(self.sizes, group, FEW, w[1])[0]
+        self.outer = channel_dims(self.sizes, group, MANY, w[0] // group)[0]
         spatial = axis_names(len(x) - 2)
         self.last = bool(view.attr("channels_last", 0))
-        self.x = self._image(self.inner, [f"{n}_in" for n in spatial])
+        self.x = self._image(inner, [f"{n}_in" for n in spatial])
         self.y = self._image(self.outer, [f"{n}_out" for n in spatial])
         kernel = [f"{n}_kernel" for n in spatial]
-        self.w = f"{self.outer} {_IN if w[1] != 1 else 1} {' '.join(kernel)}"
-        self.whole = [f"{n}_{end}" for n in spatial for end in ("in", "out", "kernel")]
+        self.w = f"{self.outer} {FEW if w[1] != 1 else 1} {' '.join(kernel)}"
+        self.replicated = [f"{n}_{end}" for n in spatial for end in ("in", "out", "kernel")]
         self.channels = w[1]
 
     def _image(self, channels: str, spatial: Sequence[str]) -> str:
         words = [*spatial, channels] if self.last else [channels, *spatial]
-        return " ".join([_BATCH, *words])
+        return " ".join([BATCH, *words])
 
     def by_channel(self, index: int) -> str:
-        """Words of a scale, zero point or bias, which has one element or one for each channel."""
+        """The dims of a scale, zero point or bias: one element, or one for each channel."""
         if not self.view.has(index):
             return "-"
         shape = self.view.shape(index)
@@ -62,22 +62,12 @@ class _Conv:
         return self.outer
 
     def rule(self, operands: Sequence[str], kind: str) -> OpRule:
-        """The rule, a split of the input channels being of a kind."""
+        """The rule, in which the input channels are of a kind."""
         shown = ", ".join(operands[: self.view.arity])
-        text = f"{shown} -> {self.y}; replicated: {' '.join(self.whole)}"
+        text = f"{shown} -> {self.y}; replicated: {' '.join(self.replicated)}"
         if self.channels != 1:
-            text += f"{f' {_IN}' if kind == 'replicated' else f'; {kind}: {_IN}'}"
+            text += f" {FEW}" if kind == "replicated" else f"; {kind}: {FEW}"
         return parse_rule(text, self.sizes)
-
-
-def _merged(sizes: dict[str, Dim], group: int, name: str, size: int) -> str:
-    """Word of a dim of `group` times `size`, and the sizes of its factors."""
-    if group == 1:
-        return name
-    if size == 1:
-        return _GROUP
-    sizes |= {_GROUP: group, name: size}
-    return f"({_GROUP} {name})"
 
 
 def integer_rule(view: NodeView) -> OpRule:
@@ -88,16 +78,16 @@ def integer_rule(view: NodeView) -> OpRule:
 
 
 def _copied(node: LocalNode, inputs: Sequence[ir.Value | None] | None = None) -> ir.Value:
-    """The node on local operands, with as many groups as there are here."""
+    """The node on local operands, with the local number of groups."""
     attributes = {}
-    if node.attr("group", 1) != 1 and _GROUP in node.split_factors():
-        attributes = {"group": node.local_size(_GROUP)}
+    if node.attr("group", 1) != 1 and GROUP in node.split_factors():
+        attributes = {"group": node.local_size(GROUP)}
     return node.copy(inputs, attributes)[0]
 
 
 def integer_local(node: LocalNode) -> Sequence[ir.Value]:
-    """Padding of split input channels has weights that count as zero; the sum is partial."""
-    if _IN not in node.split_factors():
+    """Padding of sharded input channels gets weights that count as zero; the sum is partial."""
+    if FEW not in node.split_factors():
         return (_copied(node),)
     weight = _filled_weight(node, 1, 3)
     return (_copied(node, [node.input(0), weight, *node.inputs[2:]]),)
@@ -111,7 +101,7 @@ def _filled_weight(node: LocalNode, weight: int, point: int) -> ir.Value:
         rest = [1] * (len(node.in_shape(weight)) - 1)
         wide = [1] if is_single(node.view, point) else list(shape)
         zero = node.builder.reshape(zero, [*wide, *rest])
-    return filled(node, value, weight, _IN, zero)
+    return filled(node, value, weight, FEW, zero)
 
 
 def qlinear_rule(view: NodeView) -> OpRule:
@@ -120,23 +110,23 @@ def qlinear_rule(view: NodeView) -> OpRule:
     operands = [conv.x, conv.by_channel(1), conv.by_channel(2), conv.w]
     operands += [conv.by_channel(i) for i in (4, 5, 6, 7)]
     operands += [conv.by_channel(8) if view.arity > 8 else ""]
-    # onnxruntime's ConvInteger takes one zero point, channels second.
+    # onnxruntime's ConvInteger takes a single zero point, and channels as dim 1.
     split = is_single(view, 5) and not conv.last
     return conv.rule(operands, "special" if split else "replicated")
 
 
 def qlinear_local(node: LocalNode) -> Sequence[ir.Value]:
-    """ConvInteger of the channels that are here, an all-reduce, the bias, and one rounding."""
-    if _IN not in node.split_factors():
+    """ConvInteger of the local channels, an all-reduce, the bias, and one rounding."""
+    if FEW not in node.split_factors():
         return (_copied(node),)
     view, out = node.view, node.out_shape()
     names = ("auto_pad", "dilations", "group", "kernel_shape", "pads", "strides")
     attributes = {n: view.node.attributes[n] for n in names if n in view.node.attributes}
     operands = [node.input(0), _filled_weight(node, 3, 5), node.input(2), node.input(5)]
-    if _GROUP in node.split_factors():
-        attributes["group"] = ir.AttrInt64("group", int(node.local_size(_GROUP)))
+    if GROUP in node.split_factors():
+        attributes["group"] = ir.AttrInt64("group", int(node.local_size(GROUP)))
     total = node.builder.ops("ConvInteger", operands, [(INT32, out)], attributes)[0]
-    total = node.all_reduce(total, node.atoms(_IN))
+    total = node.all_reduce(total, node.atoms(FEW))
     column = [1] * (len(out) - 2)
     if view.has(8):
         bias = node.builder.reshape(node.input(8), [*node.in_shape(8), *column])
@@ -169,6 +159,6 @@ DEFS: tuple[OpDef, ...] = (
             cost=convolves(None, 3),
             windowed=not domain,
         )
-        for domain, since in (("", 10), ("com.microsoft", 1))
+        for domain, since in (("", 10), (MICROSOFT, 1))
     ),
 )

@@ -1,7 +1,7 @@
-"""onnxruntime's element by element operators on quantised tensors, its pools and its concatenation.
+"""onnxruntime's elementwise operators, pools and concatenation of quantised tensors.
 
-Their scales and zero points are of the whole tensor, so every dim that the operator treats alike
-may be split. (Domain `com.microsoft`.)
+Scale and zero point hold for all elements of a tensor, so they do not limit which dims may be
+sharded. (Domain `com.microsoft`.)
 """
 
 from collections.abc import Sequence
@@ -11,60 +11,63 @@ import onnx_ir as ir
 
 from onnxpar.core.rule import OpRule, parse_rule
 from onnxpar.graph.node_view import NodeView
+from onnxpar.ops.contrib_schemas import MICROSOFT
 from onnxpar.ops.elementwise.broadcast import aligned, axis_names
 from onnxpar.ops.local_helpers import (
     FLOAT,
+    axis_of,
     copy_or,
     count_of,
     normal_axes,
     normal_axis,
+    reduced,
 )
 from onnxpar.ops.local_node import LocalNode, copy_node
 from onnxpar.ops.operator import LocalFn, OpDef, RuleFn
 from onnxpar.ops.quantized.helpers import INT32, requantised
 from onnxpar.ops.quantized.inference import infer_mean, infer_pool
 from onnxpar.ops.quantized.products import FOR_INFERENCE
+from onnxpar.ops.view.reshape import further
 
 
 def _broadcast(*tensors: int) -> RuleFn:
-    """Returns the rule of operands that are broadcast against one another, the others scalars."""
+    """Returns the rule of an operator that broadcasts these operands; the others are scalars."""
 
     def rule(view: NodeView) -> OpRule:
         out = view.out_shape()
         names = axis_names(len(out))
-        whole, texts = set[str](), []
+        replicated, texts = set[str](), []
         for index in range(view.arity):
             if index in tensors:
                 text, fixed = aligned(view.shape(index), out, names)
                 texts.append(text)
-                whole |= fixed
+                replicated |= fixed
             else:
                 texts.append("." if view.has(index) else "-")
         result = " ".join("1" if s == 1 else n for n, s in zip(names, out, strict=True))
-        clause = f"; replicated: {' '.join(sorted(whole))}" if whole else ""
+        clause = f"; replicated: {' '.join(sorted(replicated))}" if replicated else ""
         return parse_rule(f"{', '.join(texts)} -> {result}{clause}")
 
-    rule.__doc__ = "Element by element; scales and zero points are replicated."
+    rule.__doc__ = "Elementwise; scales and zero points are replicated."
     return rule
 
 
 def softmax_rule(view: NodeView) -> OpRule:
     """QLinearSoftmax: rows are parallel; the normalised dims are replicated."""
     names = axis_names(len(view.shape(0)))
-    axis = normal_axis(view, view.attr("axis", -1), len(names))
-    # Before opset 13 everything from the axis on was one row.
+    axis = axis_of(view, -1)
+    # Before opset 13 all dims from the axis on formed one row.
     row = names[axis:] if int(view.attr("opset", 13)) < 13 else [names[axis]]
     return _scaled(view, " ".join(names), " ".join(names), "replicated", row)
 
 
 def _scaled(view: NodeView, left: str, right: str, kind: str, factors: Sequence[str]) -> OpRule:
-    scales = "".join(", ." if view.has(i) else ", -" for i in range(1, view.arity))
     clause = f"; {kind}: {' '.join(factors)}" if factors else ""
-    return parse_rule(f"{left}{scales} -> {right}{clause}")
+    return parse_rule(f"{left}{further(view)} -> {right}{clause}")
 
 
 def concat_rule(view: NodeView) -> OpRule:
-    """QLinearConcat: scale and zero point of the result, then three operands for each tensor."""
+    """QLinearConcat: all dims except the concatenated one may be sharded."""
     rank = len(view.out_shape())
     names = axis_names(rank)
     axis = normal_axis(view, view.attr("axis"), rank)
@@ -87,7 +90,7 @@ def _spatial(view: NodeView) -> list[int]:
 
 
 def mean_rule(view: NodeView) -> OpRule:
-    """QLinearGlobalAveragePool, QLinearReduceMean: split means sum integers over the devices."""
+    """QLinearGlobalAveragePool, QLinearReduceMean: devices add integer sums of sharded dims."""
     names = axis_names(len(view.shape(0)))
     axes = _mean_axes(view)
     keep = view.attr("keepdims", 1)
@@ -103,18 +106,16 @@ def _mean_axes(view: NodeView) -> list[int]:
 
 
 def mean_local(node: LocalNode) -> Sequence[ir.Value]:
-    """The part summed in int32, all-reduced, less the zero point, and rounded once."""
+    """Sums in int32, all-reduces, subtracts the zero point, and rounds once."""
     view, shape = node.view, node.in_shape(0)
     axes = _mean_axes(view)
     names = axis_names(len(shape))
-    split = node.split_factors("special")
     x = node.builder.cast(node.input(0), INT32)
-    for factor in split:
+    for factor in node.split_factors("special"):
         x = node.masked(x, 0, factor, 0, known_zero=node.zero[0])
-    kept = [1 if i in axes else size for i, size in enumerate(shape)]
+    kept = reduced(shape, axes)
     total = node.builder.reduce("ReduceSum", x, axes, keepdims=True)
-    atoms = tuple(a for f in split for a in node.atoms(f))
-    total = node.all_reduce(total, atoms)
+    total = node.all_reduce(total, node.split_atoms("special"))
     sizes = [node.size(names[a]) for a in axes]
     if view.has(2):
         point = node.builder.cast(node.builder.reshape(node.input(2), [1]), INT32)
@@ -129,17 +130,17 @@ def mean_local(node: LocalNode) -> Sequence[ir.Value]:
 
 
 def pool_rule(view: NodeView) -> OpRule:
-    """QLinearAveragePool: batch and channels are parallel, windows need whole images."""
+    """QLinearAveragePool: batch and channels are parallel, spatial dims replicated."""
     rank = len(view.shape(0))
     names, spatial = axis_names(rank), _spatial(view)
     left = [f"{n}_in" if i in spatial else n for i, n in enumerate(names)]
     right = [f"{n}_out" if i in spatial else n for i, n in enumerate(names)]
-    whole = [n for n in (*left, *right) if n not in names]
-    return _scaled(view, " ".join(left), " ".join(right), "replicated", whole)
+    windowed = [n for n in (*left, *right) if n not in names]
+    return _scaled(view, " ".join(left), " ".join(right), "replicated", windowed)
 
 
 def _op(op_type: str, rule: RuleFn, local: LocalFn = copy_node, **slots: Any) -> OpDef:
-    return OpDef("com.microsoft", op_type, 1, rule, local, gradient=FOR_INFERENCE, **slots)
+    return OpDef(MICROSOFT, op_type, 1, rule, local, gradient=FOR_INFERENCE, **slots)
 
 
 DEFS = (

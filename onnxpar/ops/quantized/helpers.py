@@ -1,10 +1,11 @@
-"""Pieces that quantised operators share: ranges, padding that counts as zero, requantisation.
+"""Helpers of quantised operators: ranges, padding that counts as zero, requantisation.
 
 A quantised operator that sums over a sharded dim sums integers, exactly, and rounds once, after the
 sum: the result is that of one device to the last bit.
 """
 
 from collections.abc import Sequence
+from math import prod
 
 import numpy as np
 import onnx_ir as ir
@@ -23,24 +24,24 @@ INT32 = ir.DataType.INT32
 def ranged(
     node: LocalNode, x: ir.Value, factors: Sequence[str], shape: Sequence[Dim]
 ) -> tuple[ir.Value, ir.Value, ir.Value]:
-    """Quantises local float32 `x` to uint8 by the range that it has on all devices.
+    """Quantises local float32 `x` to uint8 by its range on all devices.
 
     Args:
-        node: The node, of which `x` is operand 0.
+        node: The node, whose operand 0 is `x`.
         x: The local value.
-        factors: The split factors of its dims.
+        factors: The sharded factors of its dims.
         shape: Its local shape.
 
     Returns:
-        The quantised part, the scale and the zero point, as DynamicQuantizeLinear computes them.
+        The quantised shard, the scale and the zero point, as DynamicQuantizeLinear computes them.
     """
     for factor in factors:
         x = node.masked(x, 0, factor, 0, known_zero=node.zero[0])
     atoms = tuple(a for f in factors for a in node.atoms(f))
-    flat = node.builder.reshape(x, [_product(shape)])
+    flat = node.builder.reshape(x, [prod(shape)])
     zero, span, one = (node.builder.const(np.array(v, np.float32)) for v in (0, 255, 1))
-    # Zero, which padding is, belongs to every range. The least is the greatest of the negated, so
-    # that both ends travel together.
+    # Every range includes zero, the value of padding. The least element is negated, so that one
+    # all-reduce carries both ends.
     top = node.builder.reduce("ReduceMax", flat, [0], keepdims=True)
     low = node.builder.reduce("ReduceMin", flat, [0], keepdims=True)
     low = node.op("Neg", low, shape=[1])
@@ -58,15 +59,8 @@ def ranged(
     return made, scale, point
 
 
-def _product(sizes: Sequence[Dim]) -> Dim:
-    total: Dim = 1
-    for size in sizes:
-        total = total * size
-    return total
-
-
 def valid_mask(node: LocalNode, factor: str) -> ir.Value:
-    """Returns which local elements along `factor` are no padding, bool [local size]."""
+    """Returns which local elements along `factor` are not padding, bool [local size]."""
     length = node.local_size(factor)
     one = node.builder.const(np.array(1, np.int64))
     mask = node.op("Expand", one, node.builder.size(length), dtype=INT64, shape=[length])
@@ -83,12 +77,12 @@ def valid_mask(node: LocalNode, factor: str) -> ir.Value:
 def filled(
     node: LocalNode, x: ir.Value, operand: int, factor: str, point: ir.Value | None
 ) -> ir.Value:
-    """Returns local `x` with its zero point as the padding of `factor`, so that it counts as zero.
+    """Returns local `x` with its zero point as padding of `factor`, so that this counts as zero.
 
     Args:
         node: The node.
         x: A local value laid out as operand `operand`.
-        operand: Index of the operand; `factor` is a dim of it, alone or behind others.
+        operand: Index of the operand; one of its dims is `factor`, or has it as the last factor.
         factor: The factor.
         point: The zero point, of a shape that broadcasts against the operand; None for 0.
     """
@@ -100,9 +94,7 @@ def filled(
     axis = next(i for i, names in enumerate(dims) if factor in names)
     shape = node.in_shape(operand)
     length = node.local_size(factor)
-    before: Dim = 1
-    for name in dims[axis][: dims[axis].index(factor)]:
-        before = before * node.local_size(name)
+    before = prod(node.local_size(name) for name in dims[axis][: dims[axis].index(factor)])
     mask = valid_mask(node, factor)
     if before != 1:
         mask = node.op("Expand", mask, node.builder.sizes([before, length]), shape=[before, length])
@@ -134,10 +126,10 @@ def output_scale(
 
     Args:
         node: The node.
-        left: Scale of one element.
-        right: Scale of local shape `shape`.
-        out: Scale of one element of the result; None for 1.
-        shape: Local shape of `right` and of what is returned.
+        left: Scale of the left operand; it has one element.
+        right: Scale of the right operand, of local shape `shape`.
+        out: Scale of the result, with one element; None for 1.
+        shape: Local shape of `right` and of the returned scale.
     """
     one = node.builder.cast(node.builder.reshape(left, []), FLOAT)
     both = node.op("Mul", one, node.builder.cast(right, FLOAT), shape=shape)
@@ -148,5 +140,5 @@ def output_scale(
 
 
 def is_single(view: NodeView, index: int) -> bool:
-    """Whether input `index` is absent or of one element."""
+    """Whether operand `index` is absent or has one element."""
     return not view.has(index) or all(size == 1 for size in view.shape(index))

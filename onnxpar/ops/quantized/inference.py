@@ -1,6 +1,6 @@
-"""Shape inference of quantised contrib operators of which `onnx-shape-inference` knows too little.
+"""Shape inference of quantised contrib operators, where `onnx-shape-inference` is wrong.
 
-It takes the result of a pool to be shaped as the operand, and that of QGemm to be a float always.
+It gives the result of a pool the shape of the operand, and that of QGemm always a float type.
 """
 
 import onnx_ir as ir
@@ -10,9 +10,9 @@ from onnxpar.ops.slots import Library
 
 
 def _as(op_type: str, version: int, context: ShapeInferenceContext, node: ir.Node) -> ir.Value:
-    """What a standard operator makes of the node's operands, which have shapes and no content.
+    """Infers the result of a standard operator, whose operands have shapes but no elements.
 
-    The operands are new values: the node must not become a reader of those of the model.
+    The operands are new values: the node must not become a reader of the model's values.
     """
     infer = registry.get("", op_type, version)
     assert infer is not None, f"onnx-shape-inference has no {op_type}"
@@ -32,7 +32,7 @@ def infer_product(library: Library, context: ShapeInferenceContext, node: ir.Nod
 
 
 def infer_gemm(library: Library, context: ShapeInferenceContext, node: ir.Node) -> None:
-    """QGemm: floats where no scale of the result is given, else the type of its zero point."""
+    """QGemm: floats if no scale of the result is given, else the type of its zero point."""
     left, right = node.inputs[0], node.inputs[3]
     dtype: ir.DataType | None = ir.DataType.FLOAT
     if len(node.inputs) > 7 and node.inputs[7] is not None:
@@ -47,13 +47,13 @@ def infer_gemm(library: Library, context: ShapeInferenceContext, node: ir.Node) 
 
 
 def _moved(shape: ir.Shape, *, last: bool) -> list[int | ir.SymbolicDim]:
-    """The dims with the channels second."""
+    """The dims with the channels as dim 1."""
     dims = list(shape)
     return [dims[0], dims[-1], *dims[1:-1]] if last else dims
 
 
 def infer_pool(library: Library, context: ShapeInferenceContext, node: ir.Node) -> None:
-    """QLinearAveragePool: as AveragePool, the channels second or last."""
+    """QLinearAveragePool: like AveragePool, with the channels as dim 1 or last."""
     x, out = node.inputs[0], node.outputs[0]
     if x is None or x.shape is None:
         return
@@ -69,7 +69,7 @@ def infer_pool(library: Library, context: ShapeInferenceContext, node: ir.Node) 
 
 
 def infer_mean(library: Library, context: ShapeInferenceContext, node: ir.Node) -> None:
-    """QLinearGlobalAveragePool, QLinearReduceMean: reduced dims become 1, or go."""
+    """QLinearGlobalAveragePool, QLinearReduceMean: reduced dims become 1 or are removed."""
     x = node.inputs[0]
     if x is None or x.shape is None:
         return
@@ -96,7 +96,7 @@ def infer_matmul_bnb4(library: Library, context: ShapeInferenceContext, node: ir
 def infer_gather_block_quantized(
     library: Library, context: ShapeInferenceContext, node: ir.Node
 ) -> None:
-    """GatherBlockQuantized: as Gather; bytes hold several elements of the quantised axis."""
+    """GatherBlockQuantized: like Gather; a byte holds several elements of the quantised axis."""
     data, indices, scales = node.inputs[:3]
     if data is None or indices is None or scales is None:
         return

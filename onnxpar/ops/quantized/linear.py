@@ -1,8 +1,8 @@
-"""Linear quantisation (ONNX QuantizeLinear and its relatives), by tensor, by axis and by block.
+"""Linear quantisation (ONNX QuantizeLinear and related operators), by tensor, axis or block.
 
-Scales and zero points of an axis lie as the axis does; those of blocks as the blocks do, which may
-be split themselves. DynamicQuantizeLinear takes its scale from the range of the whole tensor, so
-split devices agree on the range first.
+Scales and zero points of an axis are sharded like the axis, those of blocks like the blocks; a
+block may be sharded itself. DynamicQuantizeLinear takes its scale from the range of the undivided
+tensor, so devices that hold shards agree on the range first.
 """
 
 from collections.abc import Sequence
@@ -13,8 +13,9 @@ from onnxpar.core.errors import NodeError
 from onnxpar.core.rule import OpRule, parse_rule
 from onnxpar.core.symbols import Dim
 from onnxpar.graph.node_view import NodeView
+from onnxpar.ops.contrib_schemas import MICROSOFT
 from onnxpar.ops.elementwise.broadcast import axis_names
-from onnxpar.ops.local_helpers import copy_or, normal_axis
+from onnxpar.ops.local_helpers import axis_of, copy_or
 from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.operator import OpDef
 from onnxpar.ops.quantized.helpers import ranged
@@ -28,18 +29,17 @@ def _rule(view: NodeView) -> OpRule:
     shape, scale = view.shape(0), view.shape(1)
     names = axis_names(len(shape))
     sizes: dict[str, Dim] = {}
-    whole: list[str] = []
+    replicated: list[str] = []
     rows = list(names)
     by = ["1"] * len(scale)
     if len(scale) == 1 and scale[0] != 1:
-        axis = normal_axis(view, view.attr("axis", 1), len(names))
-        by = [names[axis]]
+        by = [names[axis_of(view, 1)]]
     elif len(scale) > 1:
         if len(scale) != len(shape):
             raise view.fail(
                 f"expected a scale of rank 0, 1 or {len(shape)}, got {len(scale)}", NodeError
             )
-        axis = normal_axis(view, view.attr("axis", 1), len(names))
+        axis = axis_of(view, 1)
         by = list(names)
         block = view.attr("block_size", 0)
         if block and shape[axis] == scale[axis] * block:
@@ -47,17 +47,17 @@ def _rule(view: NodeView) -> OpRule:
             sizes = {names[axis]: scale[axis], _INSIDE: block}
         else:
             by[axis] = "blocks"
-            whole = [names[axis], "blocks"]
+            replicated = [names[axis], "blocks"]
     scales = " ".join(by)
     text = f"{' '.join(rows)}, {scales}"
     if view.arity > 2:
-        # A scale of [1] may go with a zero point of no dims, and the other way round.
+        # A scale of shape [1] may have a zero point of shape [], and vice versa.
         single = view.has(2) and all(size == 1 for size in view.shape(2)) and set(by) <= {"1"}
         point = " ".join("1" for _ in view.shape(2)) if single else scales
         text += f", {point if view.has(2) else '-'}"
     text += f" -> {' '.join(rows)}"
-    if whole:
-        text += f"; replicated: {' '.join(whole)}"
+    if replicated:
+        text += f"; replicated: {' '.join(replicated)}"
     if view.op_type == "DequantizeLinear":
         text += "; linear: sum 1"
     return parse_rule(text, sizes)
@@ -74,27 +74,24 @@ def dequantize_rule(view: NodeView) -> OpRule:
 
 
 def linear_local(node: LocalNode) -> Sequence[ir.Value]:
-    """Copies the node; the part of a block that a device holds is a block of its own."""
+    """Copies the node; a device's shard of a block is a block of its own."""
     if _INSIDE in node.split_factors():
         return node.copy(attributes={"block_size": node.local_size(_INSIDE)})
     return node.copy()
 
 
 def dynamic_rule(view: NodeView) -> OpRule:
-    """DynamicQuantizeLinear: every dim may be split; the range of all elements communicates."""
+    """DynamicQuantizeLinear: every dim may be sharded; the range is all-reduced."""
     text = " ".join(axis_names(len(view.shape(0))))
     return parse_rule(f"{text} -> {text}, , " + (f"; special: {text}" if text else ""))
 
 
 def dynamic_local(node: LocalNode) -> Sequence[ir.Value]:
-    """The range of the part, all-reduced; then every device quantises what it has."""
+    """All-reduces the range; then every device quantises its shard."""
     return ranged(node, node.input(0), node.split_factors("special"), node.in_shape(0))
 
 
-_LINEAR = (
-    ("", 10),
-    ("com.microsoft", 1),
-)
+_LINEAR = (("", 10), (MICROSOFT, 1))
 DEFS: tuple[OpDef, ...] = (
     *(
         OpDef(

@@ -1,10 +1,10 @@
-"""Gradients of linear quantisation: rounding passes the cotangent on, inside the range.
+"""Gradients of linear quantisation: inside the range, the cotangent passes through the rounding.
 
-The straight-through estimator (Bengio, Léonard & Courville, Estimating or Propagating Gradients
-Through Stochastic Neurons, 2013), as PyTorch's fake_quantize has it: the slope is 1 where the
-rounded value is one that the integers have, and 0 beyond. A step size that is itself trained gets
-the gradient of Learned Step Size Quantization (Esser et al., 2020), which the same estimator gives.
-The cotangent of the integers between the two operators is a float of the scale's type.
+This is the straight-through estimator (Bengio, Léonard & Courville, Estimating or Propagating
+Gradients Through Stochastic Neurons, 2013) in the form of PyTorch's fake_quantize: the slope is 1
+where the rounded value is in the range of the integers, and 0 outside. A trained scale gets the
+gradient of Learned Step Size Quantization (Esser et al., 2020), which follows from the same
+estimator. The cotangent of the integers between the two operators is a float of the scale's type.
 """
 
 from collections.abc import Sequence
@@ -13,10 +13,9 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxpar.ops.grad_node import GradNode
-from onnxpar.ops.local_helpers import normal_axis
+from onnxpar.ops.local_helpers import BOOL, axis_of
 
-BOOL = ir.DataType.BOOL
-# Of integers that numpy does not have.
+# The ranges of integers that numpy does not have.
 _RANGES = {ir.DataType.INT4: (-8, 7), ir.DataType.UINT4: (0, 15)}
 
 
@@ -24,32 +23,25 @@ def _wide(node: GradNode, value: ir.Value) -> ir.Value:
     """A scale or zero point, shaped so that it broadcasts against the tensor.
 
     Raises:
-        ModelError: It is given block by block, and a gradient cannot tell which is whose.
+        ModelError: It has one element for each block, for which there is no gradient.
     """
     shape, rank = node.shape(value), len(node.shape(node.input(0)))
     if len(shape) == 0 or (len(shape) == 1 and shape[0] == 1):
         return node.op("Reshape", value, node.builder.const(np.array([], np.int64)), shape=[])
     if len(shape) == 1:
-        axis = normal_axis(node.view, node.attr("axis", 1), rank)
-        size = shape[0]
-        target = np.array([-1, *[1] * (rank - axis - 1)], np.int64)
-        return node.op(
-            "Reshape",
-            value,
-            node.builder.const(target),
-            shape=[size, *[1] * (rank - axis - 1)],
-        )
+        ones = [1] * (rank - axis_of(node.view, 1) - 1)
+        return node.op("Reshape", value, node.builder.const([-1, *ones]), shape=[*shape, *ones])
     raise node.fail(
-        f"a gradient needs a scale of the tensor or of an axis, got one of the shape {list(shape)}"
+        f"a gradient needs a scale of the tensor or of an axis, got one of shape {list(shape)}"
     )
 
 
 def _to_scale(node: GradNode, x: ir.Value) -> ir.Value:
-    """Sums what every element does to its scale."""
+    """Sums the derivatives by the scale over the elements that share it."""
     scale, rank = node.input(1), len(node.shape(x))
     axes = list(range(rank))
     if len(node.shape(scale)) == 1 and node.shape(scale)[0] != 1:
-        axes.remove(normal_axis(node.view, node.attr("axis", 1), rank))
+        axes.remove(axis_of(node.view, 1))
     if axes:
         x = node.builder.reduce("ReduceSum", x, axes)
     return node.builder.reshape_like(x, scale)
@@ -63,23 +55,18 @@ def dequantize_gradient(node: GradNode) -> Sequence[ir.Value | None]:
     integers = node.op("Mul", dy, wide, shape=shape) if node.wants(0) else None
     if not node.wants(1):
         return [integers]
-    steps = _float(node, node.input(0), scale)
+    steps = node.builder.cast(node.input(0), scale.dtype)
     if node.has(2):
-        zero = _float(node, _wide(node, node.input(2)), scale)
+        zero = node.builder.cast(_wide(node, node.input(2)), scale.dtype)
         steps = node.op("Sub", steps, zero, shape=shape)
     return [integers, _to_scale(node, node.op("Mul", dy, steps, shape=shape))]
-
-
-def _float(node: GradNode, x: ir.Value, like: ir.Value) -> ir.Value:
-    assert like.dtype is not None
-    return node.builder.cast(x, like.dtype)
 
 
 def quantize_gradient(node: GradNode) -> Sequence[ir.Value | None]:
     """For q = round(x / s) + z inside the range: dx = dq / s, ds = -Σ dq x / s².
 
     Raises:
-        ModelError: The result is of no integers but of small floats.
+        ModelError: The result has small floats, not integers.
     """
     x, scale, dq = node.input(0), node.input(1), node.cotangent()
     shape = node.shape(x)
@@ -87,7 +74,7 @@ def quantize_gradient(node: GradNode) -> Sequence[ir.Value | None]:
     steps = node.op("Div", x, wide, shape=shape)
     rounded = node.op("Round", steps, shape=shape)
     if node.has(2):
-        zero = _float(node, _wide(node, node.input(2)), scale)
+        zero = node.builder.cast(_wide(node, node.input(2)), scale.dtype)
         rounded = node.op("Add", rounded, zero, shape=shape)
     low, high = (node.number(limit, scale) for limit in _limits(node))
     above = node.op("GreaterOrEqual", rounded, low, dtype=BOOL, shape=shape)

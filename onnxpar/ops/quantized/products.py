@@ -1,9 +1,9 @@
-"""Matrix products of quantised operands: MatMulInteger, QLinearMatMul and onnxruntime's relatives.
+"""Matrix products of quantised operands: MatMulInteger, QLinearMatMul and those of onnxruntime.
 
-A split contraction sums int32 and is exact. Padding of the contracted dim is set to the zero point
-of the left operand, so that it counts as zero whatever lies beside it. What rounds or adds a bias
-does so once, after the sum. (Jacob et al., Quantization and Training of Neural Networks for
-Efficient Integer-Arithmetic-Only Inference, 2018, section 2.2.)
+A sharded contraction sums int32 and is exact. Padding of the contracted dim gets the zero point of
+the left operand, so that it counts as zero whatever the right operand holds. Operators that round
+or add a bias do so once, after the sum. (Jacob et al., Quantization and Training of Neural Networks
+for Efficient Integer-Arithmetic-Only Inference, 2018, section 2.2.)
 """
 
 from collections.abc import Sequence
@@ -13,6 +13,7 @@ import onnx_ir as ir
 from onnxpar.core.rule import OpRule, parse_rule
 from onnxpar.core.symbols import Dim
 from onnxpar.graph.node_view import NodeView
+from onnxpar.ops.contrib_schemas import MICROSOFT
 from onnxpar.ops.elementwise.broadcast import aligned, axis_names
 from onnxpar.ops.local_helpers import FLOAT
 from onnxpar.ops.local_node import LocalNode
@@ -35,7 +36,7 @@ FOR_INFERENCE = Missing(
 
 
 class _Product:
-    """Words of the rule of `left · right`, in the manner of numpy.matmul or of Gemm."""
+    """The text of the rule of `left · right`, for products like numpy.matmul or Gemm."""
 
     def __init__(self, view: NodeView, left: int, right: int) -> None:
         a, b = view.shape(left), view.shape(right)
@@ -44,9 +45,9 @@ class _Product:
         out = view.out_shape()
         self.batch = out[: len(out) - self.m - self.n]
         names = axis_names(len(self.batch))
-        one, whole = aligned(a[:-2] if self.m else (), self.batch, names)
+        one, replicated = aligned(a[:-2] if self.m else (), self.batch, names)
         other, more = aligned(b[:-2] if self.n else (), self.batch, names)
-        self.whole = whole | more
+        self.replicated = replicated | more
         swapped = bool(view.attr("transA", 0)), bool(view.attr("transB", 0))
         rows = "" if not self.m else f"{_K} M" if swapped[0] else f"M {_K}"
         columns = "" if not self.n else f"N {_K}" if swapped[1] else f"{_K} N"
@@ -54,11 +55,10 @@ class _Product:
         self.right = f"{other} {columns or _K}"
         free = " ".join("1" if s == 1 else x for x, s in zip(names, self.batch, strict=True))
         self.out = f"{free} {'M' if self.m else ''} {'N' if self.n else ''}"
-        self.names = [*names, *("M" if self.m else "",), *("N" if self.n else "",)]
-        self.names = [n for n in self.names if n]
+        self.names = [*names, *["M"] * self.m, *["N"] * self.n]
 
     def scale(self, index: int, *, rows: bool = False) -> str:
-        """Words of a scale or zero point: of one element, of a row or column, or of many.
+        """The dims of a scale or zero point: one element, or one for each row or column.
 
         ONNX gives those of rows as [M] or [… M 1], those of columns as [N] or [… 1 N].
         """
@@ -69,24 +69,23 @@ class _Product:
             return " ".join("1" for _ in shape)
         if len(shape) == 1:
             return "M" if rows else "N"
-        words, whole = aligned(shape, self.view.out_shape(), self.names)
-        self.whole |= whole
-        return words
+        return self.added(index)
 
     def added(self, index: int) -> str:
-        """Words of a bias, which is broadcast to the result."""
+        """The dims of a bias, which is broadcast to the result."""
         if not self.view.has(index):
             return "-"
-        words, whole = aligned(self.view.shape(index), self.view.out_shape(), self.names)
-        self.whole |= whole
-        return words
+        dims, replicated = aligned(self.view.shape(index), self.view.out_shape(), self.names)
+        self.replicated |= replicated
+        return dims
 
     def rule(self, operands: Sequence[str], kinds: str) -> OpRule:
-        """The rule, `kinds` being the clauses after the operands."""
+        """The rule, with the clauses `kinds` after the operands."""
         shown = operands[: self.view.arity]
         text = f"{', '.join(shown)} -> {self.out}{kinds}"
-        whole = self.whole - {_K}
-        return parse_rule(text + (f"; replicated: {' '.join(sorted(whole))}" if whole else ""))
+        if replicated := self.replicated - {_K}:
+            text += f"; replicated: {' '.join(sorted(replicated))}"
+        return parse_rule(text)
 
 
 def integer_rule(view: NodeView) -> OpRule:
@@ -97,7 +96,7 @@ def integer_rule(view: NodeView) -> OpRule:
 
 
 def integer_local(node: LocalNode) -> Sequence[ir.Value]:
-    """Padding of a split K holds the left zero point; the sum is partial."""
+    """Padding of a sharded K gets the left zero point; the sum is partial."""
     if not node.atoms(_K):
         return node.copy()
     left = _filled_left(node, 0, 2)
@@ -115,20 +114,15 @@ def _filled_left(node: LocalNode, left: int, point: int) -> ir.Value:
     return filled(node, node.input(left), left, _K, zero)
 
 
-def _integers(
-    node: LocalNode, left: ir.Value, right: ir.Value, points: Sequence[ir.Value | None]
-) -> ir.Value:
-    """The product of this device's part of K, int32, of the local shape of the result."""
-    return node.op("MatMulInteger", left, right, *points, dtype=INT32, shape=node.out_shape())
-
-
 def _summed(node: LocalNode, left: ir.Value, right: ir.Value, *points: ir.Value | None) -> ir.Value:
-    total = _integers(node, left, right, points)
+    """The int32 product of this device's shard of K, all-reduced."""
+    shape = node.out_shape()
+    total = node.op("MatMulInteger", left, right, *points, dtype=INT32, shape=shape)
     return node.all_reduce(total, node.atoms(_K))
 
 
 def qlinear_rule(view: NodeView) -> OpRule:
-    """QLinearMatMul: the products of K sum in int32 before they are rounded."""
+    """QLinearMatMul: products over K are summed in int32, then rounded."""
     p = _Product(view, 0, 3)
     one = [p.scale(1, rows=True), p.scale(2, rows=True)]
     other = [p.scale(4), p.scale(5)]
@@ -139,7 +133,7 @@ def qlinear_rule(view: NodeView) -> OpRule:
 
 
 def qlinear_local(node: LocalNode) -> Sequence[ir.Value]:
-    """MatMulInteger of the part, an all-reduce, and one rounding."""
+    """MatMulInteger of the shard of K, an all-reduce, and one rounding."""
     if not node.atoms(_K):
         return node.copy()
     left = _filled_left(node, 0, 2)
@@ -149,7 +143,7 @@ def qlinear_local(node: LocalNode) -> Sequence[ir.Value]:
 
 
 def gemm_rule(view: NodeView) -> OpRule:
-    """QGemm (com.microsoft): Gemm of quantised operands, the bias int32."""
+    """QGemm (com.microsoft): Gemm of quantised operands with an int32 bias."""
     p = _Product(view, 0, 3)
     operands = [p.left, p.scale(1), p.scale(2), p.right, p.scale(4), p.scale(5)]
     operands += [p.added(6) if view.arity > 6 else ""]
@@ -158,7 +152,7 @@ def gemm_rule(view: NodeView) -> OpRule:
 
 
 def gemm_local(node: LocalNode) -> Sequence[ir.Value]:
-    """MatMulInteger of the part, an all-reduce, the bias, and one scaling."""
+    """MatMulInteger of the shard of K, an all-reduce, the bias, and one scaling."""
     if not node.atoms(_K):
         return node.copy()
     view, out = node.view, node.out_shape()
@@ -193,7 +187,7 @@ def float_rule(view: NodeView) -> OpRule:
 
 
 def float_local(node: LocalNode) -> Sequence[ir.Value]:
-    """MatMulInteger of the part, an all-reduce, the scales and the bias."""
+    """MatMulInteger of the shard of K, an all-reduce, the scales and the bias."""
     if not node.atoms(_K):
         return node.copy()
     left = _filled_left(node, 0, 4)
@@ -213,17 +207,17 @@ def _scaled(
 
 
 def dynamic_rule(view: NodeView) -> OpRule:
-    """DynamicQuantizeMatMul (com.microsoft): the left operand is quantised by its whole range."""
+    """DynamicQuantizeMatMul (com.microsoft): quantises the undivided left operand by its range."""
     p = _Product(view, 0, 1)
     operands = [p.left, p.right, p.scale(2), p.scale(3) if view.arity > 3 else ""]
     operands += [p.added(4) if view.arity > 4 else ""]
-    free = {n for n in p.left.split() if n not in ("1", _K)} - p.whole
+    free = {n for n in p.left.split() if n not in ("1", _K)} - p.replicated
     kinds = f"; special: {' '.join(sorted({_K, *free}))}"
     return p.rule(operands, kinds)
 
 
 def dynamic_local(node: LocalNode) -> Sequence[ir.Value]:
-    """The range is all-reduced where the left operand is split, the product where K is."""
+    """All-reduces the range if the left operand is sharded, and the product if K is."""
     factors = node.split_factors("special")
     if not factors:
         return node.copy()
@@ -235,13 +229,12 @@ def dynamic_local(node: LocalNode) -> Sequence[ir.Value]:
     return (_scaled(node, total, scale, 2, bias),)
 
 
-_MS = "com.microsoft"
 DEFS: tuple[OpDef, ...] = (
     OpDef("", "MatMulInteger", 10, integer_rule, integer_local, gradient=INTEGERS),
     OpDef("", "QLinearMatMul", 10, qlinear_rule, qlinear_local, gradient=FOR_INFERENCE),
-    OpDef(_MS, "QGemm", 1, gemm_rule, gemm_local, gradient=FOR_INFERENCE, infer=infer_gemm),
+    OpDef(MICROSOFT, "QGemm", 1, gemm_rule, gemm_local, gradient=FOR_INFERENCE, infer=infer_gemm),
     OpDef(
-        _MS,
+        MICROSOFT,
         "MatMulIntegerToFloat",
         1,
         float_rule,
@@ -250,7 +243,7 @@ DEFS: tuple[OpDef, ...] = (
         infer=infer_product,
     ),
     OpDef(
-        _MS,
+        MICROSOFT,
         "DynamicQuantizeMatMul",
         1,
         dynamic_rule,
