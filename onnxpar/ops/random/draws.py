@@ -1,9 +1,9 @@
-"""Dropout and all that draws: numbers of a counter-based generator, equal on every mesh.
+"""Dropout and other operators that draw random numbers, which are the same on every mesh.
 
-onnxruntime's own kernels keep hidden state and count local elements, so that no two runs or
-divisions agree, nor do two ranks that should hold the same.
-Here every element draws by its global index (Philox4x32-10, Salmon et al., 2011), keyed by the
-system inputs seed, step and micro-batch, and by the node's name; the attribute `seed` is not read.
+onnxruntime's own kernels keep hidden state and count local elements, so different runs, different
+meshes and even replicas get different numbers. Here a counter-based generator gives each element a
+number by its global index (Philox4x32-10, Salmon et al., 2011). Its key consists of the system
+inputs seed, step and micro-batch and of the node's name; the attribute `seed` is not read.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,21 +22,21 @@ from onnxpar.graph.node_view import NodeView
 from onnxpar.graph.padding_masks import block_start
 from onnxpar.ops.elementwise.broadcast import axis_names
 from onnxpar.ops.fallback import require_readable
-from onnxpar.ops.local_helpers import BOOL, FLOAT, work_dtype, zero_unless
+from onnxpar.ops.local_helpers import BOOL, DOUBLE, FLOAT, work_dtype, zero_unless
 from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.old_node import OldNode, Upgrade, operands
 from onnxpar.ops.operator import NOT_DIFFERENTIABLE, LocalFn, OpDef, RuleFn, for_ranks
 from onnxpar.ops.random.dropout_gradient import dropout_gradient, drops
 from onnxpar.ops.slots import Precision, always
+from onnxpar.ops.view.reshape import further
 
 _RATIO, _TRAINING = 1, 2
-DOUBLE = ir.DataType.DOUBLE
 
 
 def dropout_rule(view: NodeView) -> OpRule:
-    """Dropout: every dim; parts of a partial sum drop the same elements on every device."""
+    """Dropout: every dim; a sum may stay partial, as all devices drop the same elements."""
     names = " ".join(axis_names(len(view.shape(0))))
-    operands = names + "".join(", ." if view.has(i) else ", -" for i in range(1, view.arity))
+    operands = names + further(view)
     outputs = [names] * len(view.node.outputs)
     text = f"{operands} -> {', '.join(outputs)}"
     if len(outputs) == 1:
@@ -45,10 +45,10 @@ def dropout_rule(view: NodeView) -> OpRule:
 
 
 def dropout_local(node: LocalNode) -> Sequence[ir.Value]:
-    """Keeps an element where its random number is at least the ratio, and scales what is kept."""
+    """Keeps an element if its random number is at least the ratio, and scales kept elements."""
     shape = node.out_shape()
     if not drops(node.view.node):
-        # As it is, and the mask is true: of opset 22, onnxruntime has no Dropout for CUDA.
+        # The operand, and a mask of true: onnxruntime has no Dropout of opset 22 for CUDA.
         idle_outputs = [node.op("Identity", node.input(0), shape=shape)]
         if len(node.view.node.outputs) > 1:
             true = node.builder.const(np.array(True))
@@ -74,7 +74,7 @@ def dropout_local(node: LocalNode) -> Sequence[ir.Value]:
 
 
 def _masked(node: LocalNode, kept: ir.Value) -> ir.Value:
-    """The mask as an output: false on padding, as the partitioner may count on."""
+    """The mask as an output: false on padding, since the record says that zeros are kept."""
     for factor in node.split_factors():
         kept = node.masked(kept, 0, factor, 0)
     return kept
@@ -88,7 +88,7 @@ def stop_dropping(graph: ir.Graph) -> None:
 
 
 def idle_dropouts(graph: ir.Graph) -> list[str]:
-    """Returns the names of the Dropout nodes that are in inference mode, and drop nothing."""
+    """Returns the names of the Dropout nodes in inference mode, which drop nothing."""
     nodes = ir.traversal.RecursiveGraphIterator(graph)
     return [node.name or "" for node in nodes if _is_dropout(node) and not drops(node)]
 
@@ -100,9 +100,9 @@ def _is_dropout(node: ir.Node) -> bool:
 def drawn(node: LocalNode, shape: Sequence[Dim], distribution: str) -> ir.Value:
     """Emits float32 numbers for output 0, of local shape `shape`.
 
-    They are "uniform" in [0, 1), or "normal" of mean 0 and deviation 1. Each is a function of the
-    key and of the element's global row-major index alone. A merged dim is drawn as one dim for each
-    of its components, which leaves that index as it is.
+    They are "uniform" in [0, 1), or "normal" with mean 0 and deviation 1. Each depends only on the
+    key and on the element's global row-major index. A merged dim counts as one dim for each of its
+    components, which does not change this index.
     """
     builder = node.builder
     parts: list[Component] = [c for dim in node.plan.outputs[0].dims for c in dim]
@@ -134,10 +134,10 @@ def _starts(node: LocalNode, parts: Sequence[Component]) -> ir.Value:
 
 
 def noise_rule(view: NodeView) -> OpRule:
-    """Made in shards: every dim is a factor of the output alone; an operand gives its shape.
+    """Every dim is a factor of the output alone, so each device draws its shard.
 
     Raises:
-        ModelError: A size depends on data, or the numbers are to be of no floating-point type.
+        ModelError: A size depends on data, or the element type is not a floating-point type.
     """
     require_readable(view, "the sizes of the output", view.out_shape())
     dtype = view.node.outputs[0].dtype
@@ -166,15 +166,15 @@ def _noise(distribution: str, shift: str, scale: str) -> Callable[[LocalNode], S
 
 
 def bernoulli_rule(view: NodeView) -> OpRule:
-    """Bernoulli: every dim; a partial max or min, its parts being compared with equal numbers."""
+    """Bernoulli: every dim; a maximum or minimum may stay partial, as random numbers are equal."""
     names = " ".join(axis_names(len(view.shape(0))))
     dtype = view.node.outputs[0].dtype
-    pending = dtype is not None and dtype.is_floating_point()
-    return parse_rule(f"{names} -> {names}" + ("; linear: max 0, min 0" if pending else ""))
+    floats = dtype is not None and dtype.is_floating_point()
+    return parse_rule(f"{names} -> {names}" + ("; linear: max 0, min 0" if floats else ""))
 
 
 def bernoulli_local(node: LocalNode) -> Sequence[ir.Value]:
-    """One where the element's random number is less than its probability."""
+    """Gives 1 where the element's random number is less than its probability."""
     shape = node.out_shape()
     dtype = work_dtype(node.input(0).dtype)
     chance = node.builder.cast(node.input(0), dtype)
@@ -184,15 +184,15 @@ def bernoulli_local(node: LocalNode) -> Sequence[ir.Value]:
 
 
 def multinomial_rule(view: NodeView) -> OpRule:
-    """Multinomial: rows and samples are drawn in shards; a row's chances are whole."""
+    """Multinomial: rows and samples may be sharded; the probabilities of a row are replicated."""
     return parse_rule("b C -> b S; replicated: C")
 
 
 def multinomial_local(node: LocalNode) -> Sequence[ir.Value]:
-    """Counts the running sums of a row's chances that the element's random number has passed."""
+    """Counts the running sums of a row's probabilities that the random number exceeds."""
     shape = node.out_shape()
     rows, classes = node.in_shape(0)
-    # In float64: a uniform number below 1, times the total, is then below the total.
+    # In float64 the product of the total and a uniform number below 1 is below the total.
     x = node.builder.cast(node.input(0), DOUBLE)
     top = node.builder.reduce("ReduceMax", x, [1], keepdims=True)
     low = node.op("Sub", x, top, shape=[rows, classes])
@@ -222,7 +222,7 @@ def _drawing(op_type: str, since: int, rule: RuleFn, local: LocalFn) -> OpDef:
 
 
 def _mask_as_data(old: OldNode) -> None:
-    """The mask was of the type of the data."""
+    """The mask had the type of the data."""
     if len(old.node.outputs) > 1 and old.node.outputs[1].name:
         old.follow(1, "CastLike", old.input(0))
 
@@ -247,6 +247,6 @@ DEFS = (
     _drawing("RandomUniformLike", 1, noise_rule, _UNIFORM),
     _drawing("Bernoulli", 15, bernoulli_rule, bernoulli_local),
     _drawing("Multinomial", 7, multinomial_rule, multinomial_local),
-    # The key, and the boxes of the numbers.
+    # Its operands are the key, and sizes and starts of the numbers.
     for_ranks("Philox", host_operands=(0, 1, 2, 3)),
 )

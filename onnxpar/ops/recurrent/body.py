@@ -1,7 +1,7 @@
-"""What RNN, GRU and LSTM compute, as a Scan over the steps: for their gradients.
+"""The body of RNN, GRU and LSTM, a Scan over the steps, from which their gradients follow.
 
-The products with the input do not wait for one another and are one product for all steps; a step
-multiplies the hidden state alone. (ONNX's operator specification, RNN, GRU and LSTM since version
+The products with the input do not depend on each other and are one product for all steps; a step
+multiplies only the hidden state. (ONNX's operator specification, RNN, GRU and LSTM since version
 7; Hochreiter & Schmidhuber, 1997; Cho et al., 2014.)
 """
 
@@ -18,8 +18,8 @@ from onnxpar.graph.global_builder import GlobalBuilder
 from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.body_node import BodyNode
 from onnxpar.ops.control.build_loops import Along, scan
+from onnxpar.ops.local_helpers import BOOL
 
-BOOL = ir.DataType.BOOL
 Activation = tuple[str, float | None, float | None]
 
 # Default alpha and beta of the activations that have them.
@@ -27,6 +27,18 @@ _ALPHA = {"leakyrelu": 0.01, "thresholdedrelu": 1.0, "hardsigmoid": 0.2, "elu": 
 _BETA = {"hardsigmoid": 0.5}
 _TAKES_ALPHA = ("affine", "leakyrelu", "thresholdedrelu", "scaledtanh", "hardsigmoid", "elu")
 _TAKES_BETA = ("affine", "scaledtanh", "hardsigmoid")
+_OPERATORS = {
+    "sigmoid": "Sigmoid",
+    "tanh": "Tanh",
+    "relu": "Relu",
+    "softsign": "Softsign",
+    "softplus": "Softplus",
+    "leakyrelu": "LeakyRelu",
+    "thresholdedrelu": "ThresholdedRelu",
+    "hardsigmoid": "HardSigmoid",
+    "elu": "Elu",
+}
+_KNOWN = (*_OPERATORS, "affine", "scaledtanh")
 
 
 def activation_lists(view: NodeView) -> tuple[tuple[Activation, ...], ...]:
@@ -67,14 +79,14 @@ class _Emit:
         return self.builder.op("MatMul", x, w, shape=shape)
 
     def split(self, x: ir.Value, count: int, axis: int = -1) -> tuple[ir.Value, ...]:
-        """`x` cut into equal pieces along an axis of known size."""
+        """`x` split into equal pieces along an axis of known size."""
         if count == 1:
             return (x,)
         shape = list(self.builder.shape_of(x))
-        whole = shape[axis]
-        assert isinstance(whole, int)
-        shape[axis] = whole // count
-        sizes = self.builder.const(np.full(count, whole // count, np.int64))
+        size = shape[axis]
+        assert isinstance(size, int)
+        shape[axis] = size // count
+        sizes = self.builder.const([size // count] * count)
         return self.builder.ops("Split", [x, sizes], [(x.dtype, shape)] * count, {"axis": axis})
 
     def transpose(self, x: ir.Value, order: Sequence[int]) -> ir.Value:
@@ -82,13 +94,11 @@ class _Emit:
         return self.builder.op("Transpose", x, shape=[shape[i] for i in order], perm=list(order))
 
     def reshape(self, x: ir.Value, sizes: Sequence[int], shape: Sequence[Dim]) -> ir.Value:
-        """`x` reshaped to `sizes` in ONNX's notation (0: as before), which are `shape`."""
-        return self.builder.op(
-            "Reshape", x, self.builder.const(np.array(sizes, np.int64)), shape=shape
-        )
+        """`x` reshaped to `sizes`, in which 0 means unchanged; the result has the shape `shape`."""
+        return self.builder.op("Reshape", x, self.builder.const(list(sizes)), shape=shape)
 
     def activate(self, x: ir.Value, by: Sequence[Activation], clip: float | None) -> ir.Value:
-        """The activation of each direction, the first axis of `x`, its operand clipped before."""
+        """Clips `x`, then applies the activation of each direction, which is its first axis."""
         if clip is not None:
             x = self.op("Clip", x, self.number(-clip, x), self.number(clip, x))
         if len(set(by)) == 1:
@@ -98,23 +108,9 @@ class _Emit:
 
     def _activate(self, x: ir.Value, by: Activation) -> ir.Value:
         name, alpha, beta = by
-        simple = {
-            "sigmoid": "Sigmoid",
-            "tanh": "Tanh",
-            "relu": "Relu",
-            "softsign": "Softsign",
-            "softplus": "Softplus",
-        }
-        if name in simple:
-            return self.op(simple[name], x)
-        if name == "leakyrelu":
-            return self.op("LeakyRelu", x, alpha=alpha)
-        if name == "thresholdedrelu":
-            return self.op("ThresholdedRelu", x, alpha=alpha)
-        if name == "hardsigmoid":
-            return self.op("HardSigmoid", x, alpha=alpha, beta=beta)
-        if name == "elu":
-            return self.op("Elu", x, alpha=alpha)
+        if name in _OPERATORS:
+            given = {key: v for key, v in (("alpha", alpha), ("beta", beta)) if v is not None}
+            return self.op(_OPERATORS[name], x, **given)
         assert alpha is not None and beta is not None
         if name == "affine":
             return self.op("Add", self.op("Mul", x, self.number(alpha, x)), self.number(beta, x))
@@ -122,29 +118,14 @@ class _Emit:
         return self.op("Mul", inner, self.number(alpha, x))
 
 
-_KNOWN = (
-    "sigmoid",
-    "tanh",
-    "relu",
-    "softsign",
-    "softplus",
-    "leakyrelu",
-    "thresholdedrelu",
-    "hardsigmoid",
-    "elu",
-    "affine",
-    "scaledtanh",
-)
-
-
 @dataclass(frozen=True)
 class _Cell:
-    """What all steps share.
+    """The values and options that all steps share.
 
     Attributes:
         r: Recurrent weights, [directions, hidden, gates * hidden].
         bias: Biases of input and recurrence, [directions, 2 * gates * hidden], or None.
-        peepholes: Those of the gates i, o, f, [directions, 3 * hidden], or None (LSTM).
+        peepholes: Peepholes of the gates i, o, f, [directions, 3 * hidden], or None (LSTM).
         activations: f, g, h of each direction.
         after: Whether the reset gate is applied after the product (GRU).
         clip: Bound of the operands of activations.
@@ -180,7 +161,7 @@ def _gru_step(e: _Emit, cell: _Cell, x: ir.Value, states: Sequence[ir.Value]) ->
     r = cell.activate(e, e.op("Add", xr, hr), 0)
     inner = e.op("Mul", r, hh) if cell.after else e.matmul(e.op("Mul", r, h), rh)
     if cell.after and cell.bias is not None:
-        # The input's product has this bias already, all of it: r (h R + b) = r h R + b + (r - 1) b.
+        # The product with the input contains all of this bias: r (h R + b) = r h R + b + (r - 1) b.
         bias = e.builder.unsqueeze(e.split(cell.bias, 6)[5], [1])
         inner = e.op("Add", inner, e.op("Mul", e.op("Sub", r, e.number(1, r)), bias))
     new = cell.activate(e, e.op("Add", xh, inner), 1)
@@ -220,8 +201,8 @@ class CellKind:
     Attributes:
         step: Emits one step.
         activations: The activations of one direction, unless the node names others.
-        states: The operands that are the state before the first step.
-        peepholes: The operand that is the weights of the peepholes, if it may have some.
+        states: The operands that hold the state before the first step.
+        peepholes: The operand of the peephole weights; None if the operator has none.
     """
 
     step: CellFn
@@ -238,12 +219,12 @@ CELLS: Mapping[str, CellKind] = {
 
 
 def recurrent_body(node: BodyNode) -> Sequence[ir.Value | None]:
-    """One Scan, of both directions where there are two.
+    """One Scan, which computes both directions if there are two.
 
-    The weights of both are kept together, so that their gradients are made as they lie.
+    The weights of both directions stay together, so that their gradients have the same layout.
 
     Raises:
-        ModelError: An activation is not one of ONNX's, or a size that must be known is not.
+        ModelError: An activation is not one of ONNX's, or a size that must be a number is symbolic.
     """
     view, e = node.view, _Emit(node.builder)
     kind = CELLS[view.op_type]
@@ -302,11 +283,11 @@ def _gates(node: BodyNode, e: _Emit, x: ir.Value, count: int) -> ir.Value:
 
 
 def _lengths(node: BodyNode, e: _Emit, steps: Dim) -> tuple[ir.Value, ir.Value] | None:
-    """The numbers of the steps, and the length of each row as int64 [batch, 1]."""
+    """The numbers of the steps, and the lengths of the rows as int64 [batch, 1]."""
     if not node.has(4):
         return None
     lengths = e.builder.cast(node.input(4), INT64)
-    zero, one = (e.builder.const(np.array(n, np.int64)) for n in (0, 1))
+    zero, one = map(e.builder.const, (0, 1))
     stop = e.builder.sizes([steps])
     stop = e.builder.op("Squeeze", stop, shape=[])
     numbers = e.builder.op("Range", zero, stop, one, shape=[steps], dtype=INT64)
@@ -348,7 +329,7 @@ def _run(
 
 
 def _going(e: _Emit, number: ir.Value, lengths: ir.Value) -> ir.Value:
-    """Whether a step is of a row, bool [1, batch, 1]."""
+    """Whether each row has this step, bool [1, batch, 1]."""
     shape = e.builder.shape_of(lengths)
     going = e.builder.op("Less", number, lengths, shape=shape, dtype=BOOL)
     return e.builder.unsqueeze(going, [0])

@@ -1,10 +1,9 @@
-"""RNN, GRU and LSTM: batch and directions are sharded, the rest must be replicated.
+"""RNN, GRU and LSTM: batch and directions may be sharded, the rest must be replicated.
 
-The gates of a step read all of the hidden state of the step before, through a full matrix: a split
-of the hidden size would gather the state in every step, of every direction. Steps follow one
-another, and the input size is contracted inside of a nonlinear function. So batch is what is split,
-and of a bidirectional network the directions: a device that has the backward one reverses its
-input.
+The gates of a step read the complete hidden state of the previous step, through a full matrix: with
+a sharded hidden size, every step of every direction would gather the state. Steps follow each
+other, and the input size is contracted inside a nonlinear function. That leaves the batch and, in a
+bidirectional network, the directions: a device with the backward direction reverses its input.
 """
 
 from collections.abc import Sequence
@@ -29,7 +28,7 @@ _OPERANDS = {W: "d g i", R: "d g h", B: "d e", LENGTHS: "b", P: "d p"}
 def recurrent_rule(view: NodeView) -> OpRule:
     """`t b i, d g i, d g h, d e, b, d b h, d b h, d p -> t d b h, d b h, d b h`.
 
-    Batch is parallel; the directions are where there are two that differ in their direction alone.
+    Batch is parallel; two directions are special if they have the same activations.
     """
     batch_first = view.attr("layout", 0) == 1
     state = "b d h" if batch_first else "d b h"
@@ -41,14 +40,9 @@ def recurrent_rule(view: NodeView) -> OpRule:
         for text, out in zip(results, view.node.outputs, strict=False)
     ]
     present = {name for text in (*inputs, *outputs) for name in text.split()}
-    whole = [name for name in "tighep" if name in present]
-    special = ""
-    if _two_alike(view):
-        special = "; special: d"
-    else:
-        whole.append("d")
-    text = f"{', '.join(inputs)} -> {', '.join(outputs)}; replicated: {' '.join(whole)}{special}"
-    return parse_rule(text)
+    replicated = " ".join(name for name in "tighep" if name in present)
+    replicated += "; special: d" if _two_alike(view) else " d"
+    return parse_rule(f"{', '.join(inputs)} -> {', '.join(outputs)}; replicated: {replicated}")
 
 
 def _two_alike(view: NodeView) -> bool:
@@ -60,7 +54,7 @@ def _two_alike(view: NodeView) -> bool:
 
 
 def recurrent_local(node: LocalNode) -> Sequence[ir.Value]:
-    """The local rows. Lengths of rows that are padding are set to 1, which every kernel takes."""
+    """Runs on local rows; rows that are padding get length 1, which every kernel accepts."""
     inputs = list(node.inputs)
     lengths = inputs[LENGTHS] if len(inputs) > LENGTHS else None
     if lengths is not None:
@@ -71,7 +65,7 @@ def recurrent_local(node: LocalNode) -> Sequence[ir.Value]:
 
 
 def _one_direction(node: LocalNode, inputs: list[ir.Value | None]) -> Sequence[ir.Value]:
-    """The forward network, on the reversed input where a device has that direction."""
+    """The forward network, on the reversed input if the device has the backward direction."""
     view = node.view
     batch_first = view.attr("layout", 0) == 1
     times, rows = (1, 0) if batch_first else (0, 1)
@@ -107,7 +101,7 @@ def _one_direction(node: LocalNode, inputs: list[ir.Value | None]) -> Sequence[i
 
 
 def _unusual_recurrence(node: ir.Node) -> str | None:
-    """Activations, peepholes or an order of steps that cuDNN has not."""
+    """Refuses activations, peepholes and orders of operations that cuDNN does not have."""
     for name in ("activation_alpha", "activation_beta", "clip"):
         if name in node.attributes:
             return f"cuDNN has no {name}"

@@ -1,7 +1,7 @@
-"""Running sums and products: over a split axis a scan of each part, and what the parts before give.
+"""Running sums and products: a scan of each shard, combined with the totals of earlier shards.
 
-Of each part one total a row travels (the exclusive prefix of a parallel scan; Blelloch, 1990,
-"Prefix sums and their applications").
+Each shard sends one total per row (the exclusive prefix of a parallel scan; Blelloch, 1990, "Prefix
+sums and their applications").
 """
 
 from collections.abc import Sequence
@@ -15,31 +15,29 @@ from onnxpar.core.sharding import DimSharding, local_size
 from onnxpar.core.symbols import Dim
 from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.elementwise.broadcast import axis_names
-from onnxpar.ops.local_helpers import BOOL, copy_or, iota, normal_axes, reduced
+from onnxpar.ops.local_helpers import BOOL, copy_or, iota, reduced
 from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.operator import OpDef
-from onnxpar.ops.reduce.cumulative_gradient import cumprod_gradient
+from onnxpar.ops.reduce.cumulative_gradient import cumprod_gradient, running_axis
 from onnxpar.ops.reduce.reduce_gradient import cumsum_gradient
 from onnxpar.ops.slots import Folding
 
 
-def _axis(view: NodeView) -> int:
-    axis = view.ints(1)
-    return normal_axes(view, axis or (0,), len(view.shape(0)), "axis")[0]
-
-
 def cumsum_rule(view: NodeView) -> OpRule:
-    """CumSum: every dim may be split; the running one communicates a total a row."""
-    names = axis_names(len(view.shape(0)))
-    text = " ".join(names)
-    return parse_rule(f"{text}, . -> {text}; special: {names[_axis(view)]}; linear: sum 0")
+    """CumSum: every dim may be sharded; the running one communicates a total per row."""
+    return _rule(view, "sum")
 
 
 def cumprod_rule(view: NodeView) -> OpRule:
-    """CumProd: every dim may be split; the running one communicates a total a row."""
+    """CumProd: every dim may be sharded; the running one communicates a total per row."""
+    return _rule(view, "prod")
+
+
+def _rule(view: NodeView, linear: str) -> OpRule:
     names = axis_names(len(view.shape(0)))
     text = " ".join(names)
-    return parse_rule(f"{text}, . -> {text}; special: {names[_axis(view)]}; linear: prod 0")
+    running = names[running_axis(view)]
+    return parse_rule(f"{text}, . -> {text}; special: {running}; linear: {linear} 0")
 
 
 @dataclass(frozen=True)
@@ -48,9 +46,9 @@ class _Running:
 
     Attributes:
         op_type: Its name.
-        reduction: The reduction of a whole part.
-        combine: What joins two parts.
-        identity: What leaves a part as it is.
+        reduction: The operator that gives the total of a shard.
+        combine: The operator that combines two totals.
+        identity: The number that changes no total.
     """
 
     op_type: str
@@ -64,17 +62,17 @@ _PRODUCT = _Running("CumProd", "ReduceProd", "Mul", 1)
 
 
 def cumsum_local(node: LocalNode) -> Sequence[ir.Value]:
-    """The running sum of the local part, and the totals of the parts before it."""
+    """The running sum of the local shard, plus the totals of the shards before it."""
     return _local(node, _SUM)
 
 
 def cumprod_local(node: LocalNode) -> Sequence[ir.Value]:
-    """The running product of the local part, and the totals of the parts before it."""
+    """The running product of the local shard, times the totals of the shards before it."""
     return _local(node, _PRODUCT)
 
 
 def _local(node: LocalNode, running: _Running) -> Sequence[ir.Value]:
-    axis, shape = _axis(node.view), node.in_shape(0)
+    axis, shape = running_axis(node.view), node.in_shape(0)
     factor = axis_names(len(shape))[axis]
     zero = node.zero[0] and running.identity == 0
     x = node.masked(node.input(0), 0, factor, running.identity, known_zero=zero)
@@ -97,7 +95,7 @@ def _scan(
     *,
     exclusive: bool,
 ) -> ir.Value:
-    """The running total over the dims from `axis` on that `parts` are, as over one dim."""
+    """The running total over one dim of components `parts`, which are the dims from `axis` on."""
     at = axis + len(parts) - 1
     atoms = parts[-1].atoms
     reverse = int(node.attr("reverse", 0))
@@ -109,7 +107,7 @@ def _scan(
         count = node.mesh.count(atoms)
         totals = node.all_gather(total, atoms, at)
         gathered = [*kept[:at], count, *kept[at + 1 :]]
-        # Without the parts that come later, this one among them.
+        # Only the totals of earlier shards.
         side = "Greater" if reverse else "Less"
         earlier = node.op(
             side, iota(node, count), node.builder.position(atoms), dtype=BOOL, shape=[count]

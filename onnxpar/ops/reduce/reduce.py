@@ -1,10 +1,11 @@
-"""Reductions: a split of a reduced dim leaves a partial result, or communicates inside.
+"""Reductions: a sharded reduced dim leaves a partial result, or the local form communicates.
 
-Sum, Mean, L1 and SumSquare are sums of what each device has, Max, Min and Prod likewise; L2, LogSum
-and LogSumExp end in a function that no sum commutes with, so they reduce inside the node.
+Sum, Mean, L1 and SumSquare leave a partial sum; Max, Min and Prod likewise. L2, LogSum and
+LogSumExp end in a function that does not commute with sums, so their local forms all-reduce.
 """
 
 from collections.abc import Callable, Sequence
+from math import inf
 from typing import Any
 
 import onnx_ir as ir
@@ -16,6 +17,7 @@ from onnxpar.ops.local_helpers import (
     BOOL,
     copy_or,
     count_of,
+    reduced,
     reduced_axes,
     work_dtype,
 )
@@ -39,7 +41,7 @@ def _rule(kind: str, linear: str, exact: bool) -> Callable[[NodeView], OpRule]:
         axes = reduced_axes(view)
         operands = " ".join(names) + further(view)
         if axes is None:
-            # With noop_with_empty_axes what is not linear still squares, or takes absolute values.
+            # With noop_with_empty_axes, reductions that are not linear still square, for example.
             text = f"{operands} -> {' '.join(names)}"
             return parse_rule(text + ("; linear: any 0" if linear else ""))
         keep = view.attr("keepdims", 1)
@@ -69,25 +71,21 @@ def _of_floats(view: NodeView) -> bool:
 
 
 def mean_local(node: LocalNode) -> Sequence[ir.Value]:
-    """The sum over the local part by the global count."""
-    split = node.split_factors("sum")
-    if not split:
+    """The local sum divided by the global count."""
+    if not node.split_factors("sum"):
         return node.copy()
     axes = reduced_axes(node.view)
     assert axes is not None
-    shape = node.in_shape(0)
     wide = work_dtype(node.out_dtype())
-    total = node.builder.reduce(
-        "ReduceSum", node.builder.cast(node.input(0), wide), axes, keepdims=True
-    )
+    x = node.builder.cast(node.input(0), wide)
+    total = node.builder.reduce("ReduceSum", x, axes, keepdims=True)
     sizes = node.view.shape(0)
-    kept = [1 if axis in axes else size for axis, size in enumerate(shape)]
     count = count_of(node, [sizes[axis] for axis in axes], wide)
-    return _finish(node, node.op("Div", total, count, shape=kept))
+    return _finish(node, node.op("Div", total, count, shape=reduced(node.in_shape(0), axes)))
 
 
 def _inner(node: LocalNode, fill: float | str) -> tuple[ir.Value, tuple[int, ...]]:
-    """Returns the operand in the working type, padding of the reduced dims filled, and the axes."""
+    """Returns the operand in the working type, its padding filled, and the reduced axes."""
     axes = reduced_axes(node.view)
     assert axes is not None
     x = node.input(0)
@@ -104,33 +102,26 @@ def _finish(node: LocalNode, x: ir.Value) -> Sequence[ir.Value]:
 def _summed(op_type: str, last: str) -> Callable[[LocalNode], Sequence[ir.Value]]:
     def special(node: LocalNode) -> Sequence[ir.Value]:
         x, axes = _inner(node, 0)
-        shape = node.in_shape(0)
-        kept = [1 if axis in axes else size for axis, size in enumerate(shape)]
-        atoms = tuple(a for f in node.split_factors("special") for a in node.atoms(f))
-        total = node.all_reduce(node.builder.reduce(op_type, x, axes, keepdims=True), atoms)
-        return _finish(node, node.op(last, total, shape=kept))
+        part = node.builder.reduce(op_type, x, axes, keepdims=True)
+        total = node.all_reduce(part, node.split_atoms("special"))
+        return _finish(node, node.op(last, total, shape=reduced(node.in_shape(0), axes)))
 
     special.__doc__ = f"{op_type} of the local shard, all-reduced, then {last}."
     return special
 
 
 def log_sum_exp(node: LocalNode) -> Sequence[ir.Value]:
-    """Emits log Σ exp(x - m) + m, m the greatest element of all parts; infinite m is left out."""
+    """Emits log Σ exp(x - m) + m with the global maximum m; 0 stands for an infinite m."""
     x, axes = _inner(node, "lowest")
     shape = node.in_shape(0)
-    kept = [1 if axis in axes else size for axis, size in enumerate(shape)]
-    atoms = tuple(a for f in node.split_factors("special") for a in node.atoms(f))
+    kept, atoms = reduced(shape, axes), node.split_atoms("special")
     top = node.all_reduce(node.builder.reduce("ReduceMax", x, axes, keepdims=True), atoms, "max")
     size = node.op("Abs", top, shape=kept)
-    infinite = node.op("Equal", size, _number(node, x, "inf"), dtype=BOOL, shape=kept)
-    top = node.op("Where", infinite, _number(node, x, "0"), top, dtype=x.dtype, shape=kept)
+    infinite = node.op("Equal", size, node.number(inf, x), dtype=BOOL, shape=kept)
+    top = node.op("Where", infinite, node.number(0.0, x), top, dtype=x.dtype, shape=kept)
     powers = node.op("Exp", node.op("Sub", x, top, shape=shape), shape=shape)
     total = node.all_reduce(node.builder.reduce("ReduceSum", powers, axes, keepdims=True), atoms)
     return _finish(node, node.op("Add", node.op("Log", total, shape=kept), top, shape=kept))
-
-
-def _number(node: LocalNode, like: ir.Value, text: str) -> ir.Value:
-    return node.builder.const(float(text), like.dtype)
 
 
 def _op(
@@ -148,9 +139,9 @@ def _op(
 
     Args:
         name: Name of the operator.
-        spread: The cotangent of its operand.
-        kind: What a sharded dim that is reduced is to its rule.
-        linear: In which operands its rule is linear.
+        spread: Emits the cotangent of its operand.
+        kind: The kind of reduced dims in its rule.
+        linear: The operands in which its rule is linear.
         local: Its local form.
         exact: Whether shards of integers give the exact result; a mean or a logarithm rounds.
         zero: As `keeps_zero` of `OpDef`.
@@ -173,7 +164,7 @@ def _op(
 def _ends_in(
     name: str, spread: grad.Spread, local: Callable[[LocalNode], Sequence[ir.Value]]
 ) -> OpDef:
-    """The record of a reduction that ends in a function with which no sum commutes."""
+    """The record of a reduction that ends in a function that does not commute with sums."""
     return _op(name, spread, "special", local=copy_or(local), exact=False)
 
 
