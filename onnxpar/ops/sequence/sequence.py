@@ -1,10 +1,9 @@
-"""Sequences and optional values: folded away where their length and every position are constant.
+"""Sequences and optional values, which are folded away if lengths and positions are constant.
 
-Exporters use sequences for a list that they cut up at once: SplitToSequence, then SequenceAt at
-constant positions. Such a list is known when the model is normalised, so that cutting is a Split
-and joining a Concat, which are divided, and differentiated, as any other.
-A list whose length or positions depend on data (one that a loop grows, a graph's input) is left,
-and replicated.
+Exporters use a sequence as a list that they take apart at once: SplitToSequence, then SequenceAt at
+constant positions. Such a list is known when the model is normalised. It becomes a Split or Concat,
+which is sharded and differentiated like any other. A list whose length or positions depend on data
+(one that a loop extends, or an input of the graph) stays, and is replicated.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +11,6 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
 import onnx_ir as ir
 import onnx_ir.passes.common as common
 
@@ -28,22 +26,22 @@ from onnxpar.ops.operator import NOT_DIFFERENTIABLE, Missing, OpDef
 
 Items = list[ir.Value]
 _ABSENT = object()
-"""What an optional value without an element is known as."""
+"""Stands for the element of an optional value that has none."""
 
 
 def fold_sequences(model: ir.Model) -> bool:
-    """Replaces what reads sequences and optional values that are known. The model is changed.
+    """Replaces nodes that read known sequences and optional values. The model is changed.
 
-    Shapes are to be inferred anew afterwards, since those of new nodes are unknown.
+    Shapes of new nodes are unknown, so they must be inferred again afterwards.
 
     Args:
-        model: The model, on which shape inference has run.
+        model: The model, after shape inference.
 
     Returns:
         Whether anything was replaced.
 
     Raises:
-        NodeError: A constant position is outside of its sequence.
+        NodeError: A constant position is outside its sequence.
     """
     nodes = list(ir.traversal.RecursiveGraphIterator(model.graph))
     if not any(n.domain in ("", "ai.onnx") and n.op_type in _MAKERS for n in nodes):
@@ -70,7 +68,7 @@ class _Fold:
                 if attribute.type == ir.AttributeType.GRAPH:
                     self.graph(attribute.as_graph())
 
-    # -- what is made ----------------------------------------------------------------------------
+    # -- new nodes -------------------------------------------------------------------------------
 
     def emit(
         self,
@@ -80,7 +78,7 @@ class _Fold:
         count: int = 1,
         **attributes: Any,
     ) -> Items:
-        """Puts a node before another one and returns its results."""
+        """Inserts a node before another one and returns its results."""
         node = ir.Node(
             "",
             op_type,
@@ -96,9 +94,9 @@ class _Fold:
         before.graph.insert_before(before, node)
         return list(node.outputs)
 
-    def constant(self, before: ir.Node, array: Any) -> ir.Value:
-        """A constant of int64."""
-        value = constant(self.names.fresh(f"{before.name}/constant"), array, INT64)
+    def constant(self, before: ir.Node, array: Any, dtype: ir.DataType = INT64) -> ir.Value:
+        """Adds a constant to the graph of a node."""
+        value = constant(self.names.fresh(f"{before.name}/constant"), array, dtype)
         assert isinstance(before.graph, ir.Graph)
         before.graph.register_initializer(value)
         return value
@@ -108,7 +106,7 @@ class _Fold:
         return self.emit(before, op_type, [x, self.constant(before, [axis])])[0]
 
     def replace(self, node: ir.Node, value: ir.Value) -> None:
-        """Has the readers of a node's result read another value instead."""
+        """Makes the readers of a node's result read another value instead."""
         old = node.outputs[0]
         self.changed = self.changed or bool(old.uses()) or old.is_graph_output()
         maker = value.producer()
@@ -121,14 +119,14 @@ class _Fold:
             value.name, old.name = old.name, f"{old.name}.replaced"
         ir.convenience.replace_all_uses_with(old, value, replace_graph_outputs=True)
 
-    # -- what is known ---------------------------------------------------------------------------
+    # -- known lists -----------------------------------------------------------------------------
 
     def items(self, node: ir.Node, index: int = 0) -> Items | None:
         value = node.inputs[index]
         return None if value is None else self.lists.get(value)
 
     def position(self, node: ir.Node, index: int, count: int, *, end: bool = False) -> int | None:
-        """A constant position in a list of `count`; None where it is not constant."""
+        """A constant position in a list of `count` elements; None if it is not constant."""
         value = node.inputs[index] if len(node.inputs) > index else None
         if value is None:
             return count if end else count - 1
@@ -142,6 +140,12 @@ class _Fold:
                 f"{count}, got {found}"
             )
         return place
+
+    def found(self, node: ir.Node) -> tuple[Items, int] | None:
+        """The list and the position that a node reads; None if either is unknown."""
+        items = self.items(node)
+        place = None if items is None else self.position(node, 1, len(items))
+        return None if items is None or place is None else (items, place)
 
     # -- sequences -------------------------------------------------------------------------------
 
@@ -165,8 +169,8 @@ class _Fold:
                 each = int(parts.const_value.numpy().reshape(()))
             if not isinstance(size, int) or each < 1:
                 return
-            whole, rest = divmod(size, each)
-            every = [each] * whole + [rest] * bool(rest)
+            full, rest = divmod(size, each)
+            every = [each] * full + [rest] * bool(rest)
             count, lengths = len(every), self.constant(node, every)
         made = self.emit(node, "Split", [x, lengths], count, axis=axis)
         if parts is None and not _int(node, "keepdims", 1):
@@ -189,15 +193,13 @@ class _Fold:
             self.lists[node.outputs[0]] = [*items[:place], item, *items[place:]]
 
     def erase(self, node: ir.Node) -> None:
-        items = self.items(node)
-        place = None if items is None else self.position(node, 1, len(items))
-        if items is not None and place is not None:
+        if (found := self.found(node)) is not None:
+            items, place = found
             self.lists[node.outputs[0]] = [*items[:place], *items[place + 1 :]]
 
     def at(self, node: ir.Node) -> None:
-        items = self.items(node)
-        place = None if items is None else self.position(node, 1, len(items))
-        if items is not None and place is not None:
+        if (found := self.found(node)) is not None:
+            items, place = found
             self.replace(node, items[place])
 
     def length(self, node: ir.Node) -> None:
@@ -214,7 +216,7 @@ class _Fold:
         self.replace(node, self.emit(node, "Concat", items, axis=axis)[0])
 
     def map(self, node: ir.Node) -> None:
-        """Applies the body to each element: that often it stands there."""
+        """Puts a copy of the body in the graph for each element."""
         first = self.items(node)
         if first is None:
             return
@@ -256,7 +258,7 @@ class _Fold:
             self.lists[output] = items
 
     def same(self, node: ir.Node) -> None:
-        """Identity: of a sequence or an optional value, what that is."""
+        """Identity: what is known of its operand is known of its result."""
         value, result = node.inputs[0], node.outputs[0]
         if value in self.lists:
             self.lists[result] = self.lists[value]
@@ -292,10 +294,7 @@ class _Fold:
             present = True
         else:
             return
-        truth = constant(self.names.fresh(f"{node.name}/constant"), np.array(present))
-        assert isinstance(node.graph, ir.Graph)
-        node.graph.register_initializer(truth)
-        self.replace(node, truth)
+        self.replace(node, self.constant(node, present, ir.DataType.BOOL))
 
 
 _FOLDS: Mapping[str, Callable[[_Fold, ir.Node], None]] = MappingProxyType(
@@ -323,16 +322,16 @@ def _int(node: ir.Node, name: str, default: int) -> int:
     return default if attribute is None else attribute.as_int()
 
 
-# -- what is left ----------------------------------------------------------------------------------
+# -- sequences that stay ---------------------------------------------------------------------------
 
 
 def sequence_rule(view: NodeView) -> OpRule:
-    """Folded into Split, Concat and the like where length and positions are known, else whole."""
+    """Folded into Split, Concat and others if length and positions are known; else replicated."""
     raise view.fail("the length of its sequence, or a position, is unknown before the model runs")
 
 
 def optional_rule(view: NodeView) -> OpRule:
-    """Folded where it is known whether the value is there; else replicated."""
+    """Folded if it is known whether the value is present; else replicated."""
     raise view.fail("whether the value is present is unknown before the model runs")
 
 
@@ -340,15 +339,20 @@ _UNKNOWN = Missing("no gradient for a sequence of unknown length or positions")
 _UNKNOWN_VALUE = Missing("no gradient for a value that may be absent")
 
 DEFS = (
-    OpDef("", "SplitToSequence", 11, sequence_rule, gradient=_UNKNOWN),
-    OpDef("", "SequenceConstruct", 11, sequence_rule, gradient=_UNKNOWN),
     OpDef("", "SequenceEmpty", 11, sequence_rule, gradient=NOT_DIFFERENTIABLE),
-    OpDef("", "SequenceInsert", 11, sequence_rule, gradient=_UNKNOWN),
-    OpDef("", "SequenceErase", 11, sequence_rule, gradient=_UNKNOWN),
-    OpDef("", "SequenceAt", 11, sequence_rule, gradient=_UNKNOWN),
     OpDef("", "SequenceLength", 11, sequence_rule, gradient=NOT_DIFFERENTIABLE),
-    OpDef("", "ConcatFromSequence", 11, sequence_rule, gradient=_UNKNOWN),
-    OpDef("", "SequenceMap", 17, sequence_rule, gradient=_UNKNOWN),
+    *(
+        OpDef("", name, since, sequence_rule, gradient=_UNKNOWN)
+        for name, since in (
+            ("SplitToSequence", 11),
+            ("SequenceConstruct", 11),
+            ("SequenceInsert", 11),
+            ("SequenceErase", 11),
+            ("SequenceAt", 11),
+            ("ConcatFromSequence", 11),
+            ("SequenceMap", 17),
+        )
+    ),
     OpDef("", "Optional", 15, optional_rule, gradient=_UNKNOWN_VALUE),
     OpDef("", "OptionalGetElement", 15, optional_rule, gradient=_UNKNOWN_VALUE),
     OpDef("", "OptionalHasElement", 15, optional_rule, gradient=NOT_DIFFERENTIABLE),

@@ -1,8 +1,8 @@
-"""Fourier transforms and what goes with them: DFT, STFT, MelWeightMatrix.
+"""Fourier transforms and related operators: DFT, STFT, MelWeightMatrix.
 
-A transformed axis is replicated; everything around it divides, the frames of an STFT too: a device
-cuts the frames that are its own out of the whole signal. Windows are expanded to what computes
-them.
+A transformed axis is replicated; all other dims may be sharded. The frames of an STFT may be
+sharded, too: a device takes its own frames from the undivided signal. Operators that make windows
+(HannWindow and others) are replaced by their bodies.
 """
 
 from collections.abc import Sequence
@@ -22,15 +22,16 @@ from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.old_node import OldNode, Upgrade
 from onnxpar.ops.operator import BY_BODY, NOT_DIFFERENTIABLE, OpDef
 from onnxpar.ops.signal.fourier_gradient import dft_gradient
+from onnxpar.ops.view.reshape import further
 
 _FRAME = "F"
 
 
 def transformed_axis(view: NodeView) -> int:
-    """The axis that a DFT transforms, counted from the front.
+    """Returns the axis that a DFT transforms, counted from the front.
 
     Raises:
-        ModelError: It is an operand that is not constant.
+        ModelError: The operand that gives it is not constant.
     """
     rank = len(view.shape(0))
     if not view.has(2):
@@ -48,10 +49,9 @@ def dft_rule(view: NodeView) -> OpRule:
     axis = transformed_axis(view)
     left, right = list(names), list(names)
     left[axis], right[axis] = f"{names[axis]}_in", f"{names[axis]}_out"
-    rest = "".join(", ." if view.has(i) else ", -" for i in range(1, view.arity))
     return parse_rule(
-        f"{' '.join(left)} 1{rest} -> {' '.join(right)} 1; replicated: {left[axis]} {right[axis]}; "
-        "linear: sum 0"
+        f"{' '.join(left)} 1{further(view)} -> {' '.join(right)} 1; "
+        f"replicated: {left[axis]} {right[axis]}; linear: sum 0"
     )
 
 
@@ -63,7 +63,7 @@ def _scalar(view: NodeView, index: int, what: str) -> int:
 
 
 def _lengths(view: NodeView) -> tuple[int, int]:
-    """Elements from one frame to the next, and of a frame.
+    """The step from one frame to the next and the length of a frame, in elements.
 
     Raises:
         ModelError: They are not constant.
@@ -81,26 +81,24 @@ def stft_rule(view: NodeView) -> OpRule:
     """STFT: `n t 1, ., ., . -> n F b 1; replicated: t b; special: F; linear: sum 0`."""
     _lengths(view)
     signal = "N t" + " 1" * (len(view.shape(0)) - 2)
-    rest = "".join(", ." if view.has(i) else ", -" for i in range(1, view.arity))
-    kind = "special" if isinstance(view.out_shape()[1], int) else "replicated"
-    text = f"{signal}{rest} -> N {_FRAME} b 1; replicated: t b"
-    text += f"; special: {_FRAME}" if kind == "special" else f" {_FRAME}"
+    text = f"{signal}{further(view)} -> N {_FRAME} b 1; replicated: t b"
+    text += f"; special: {_FRAME}" if isinstance(view.out_shape()[1], int) else f" {_FRAME}"
     return parse_rule(f"{text}; linear: sum 0")
 
 
 def stft_local(node: LocalNode) -> Sequence[ir.Value]:
-    """Cuts what this device's frames cover out of the signal, zeros behind its end."""
+    """Gathers the part of the signal that this device's frames cover."""
     if not node.atoms(_FRAME):
         return node.copy()
     step, length = _lengths(node.view)
     frames = int(node.local_size(_FRAME))
     shape = list(node.in_shape(0))
     covered = (frames - 1) * step + length
-    # Elements by index, the last one for all behind the end: padding frames are not read.
+    # Indices beyond the end read the last element: only padding frames cover them.
     first = global_index(node, _FRAME)
-    zero, one = (node.builder.const(np.array([n], np.int64)) for n in (0, 1))
+    zero, one = (node.builder.const([n]) for n in (0, 1))
     first = node.op("Slice", first, zero, one, dtype=INT64, shape=[1])
-    first = node.op("Mul", first, node.builder.const(np.array([step], np.int64)), shape=[1])
+    first = node.op("Mul", first, node.builder.const([step]), shape=[1])
     place = node.builder.const(np.arange(covered, dtype=np.int64))
     place = node.op("Add", place, first, dtype=INT64, shape=[covered])
     last = node.op("Sub", node.builder.size(shape[1]), one, shape=[1])
@@ -114,8 +112,7 @@ def stft_body(node: BodyNode) -> Sequence[ir.Value | None]:
     """STFT: a gather of frames, their product with the window, and a DFT.
 
     Raises:
-        ModelError: The number or length of the frames is symbolic, or the signal is complex and
-            only half of the spectrum is wanted.
+        ModelError: The number of frames, the step or their length is not constant.
     """
     view, signal = node.view, node.input(0)
     step, length = _lengths(view)
@@ -125,21 +122,21 @@ def stft_body(node: BodyNode) -> Sequence[ir.Value | None]:
     rest = list(node.shape(signal)[2:])
     places = np.arange(frames)[:, None] * step + np.arange(length)
     shape: list[Dim] = [batch, frames, length, *rest]
-    cut = node.op("Gather", signal, node.builder.const(places), shape=shape, axis=1)
+    parts = node.op("Gather", signal, node.builder.const(places), shape=shape, axis=1)
     if not rest:
-        cut = node.builder.unsqueeze(cut, [3])
+        parts = node.builder.unsqueeze(parts, [3])
         shape.append(1)
     if view.has(2):
         window = node.builder.unsqueeze(node.input(2), [1])
-        cut = node.op("Mul", cut, window, shape=shape)
+        parts = node.op("Mul", parts, window, shape=shape)
     onesided = int(view.attr("onesided", 1))
     out = [batch, frames, bins, 2]
-    axis = node.builder.const(np.array(2, np.int64))
-    return [node.op("DFT", cut, None, axis, shape=out, onesided=onesided)]
+    axis = node.builder.const(2)
+    return [node.op("DFT", parts, None, axis, shape=out, onesided=onesided)]
 
 
 def mel_rule(view: NodeView) -> OpRule:
-    """MelWeightMatrix: a small matrix of constants, which every device makes.
+    """MelWeightMatrix: a small matrix, which every device computes.
 
     Raises:
         ModelError: Always.
@@ -153,7 +150,7 @@ def _gradient(node: GradNode) -> Sequence[ir.Value | None]:
 
 
 def _axis_as_operand(old: OldNode) -> None:
-    """The axis was the second where none was given."""
+    """Axis 1 was the default."""
     old.node.attributes.setdefault("axis", ir.AttrInt64("axis", 1))
     old.operand("axis", 2)
 

@@ -1,7 +1,7 @@
-"""Gradient of DFT: the adjoint of a transform is the inverse one, but for the factor.
+"""Gradient of DFT: the adjoint of a transform is the inverse transform, except for a factor.
 
 With y = F x for n elements, F* = n F^-1; the inverse divides by n, so its adjoint is F / n. Real
-and imaginary part count as two real numbers, as in PyTorch's complex autograd.
+and imaginary parts count as two real numbers, as in PyTorch's complex autograd.
 """
 
 import numpy as np
@@ -19,8 +19,7 @@ def dft_gradient(node: GradNode, axis: int) -> ir.Value:
         axis: The transformed axis, counted from the front.
 
     Raises:
-        ModelError: Its length is not constant, or an inverse gives real numbers from half of a
-            spectrum.
+        ModelError: Its length is not constant, or it is an inverse transform of half a spectrum.
     """
     view, x, dy = node.view, node.input(0), node.cotangent()
     inverse, onesided = bool(view.attr("inverse", 0)), bool(view.attr("onesided", 0))
@@ -37,10 +36,10 @@ def dft_gradient(node: GradNode, axis: int) -> ir.Value:
     if inverse and onesided:
         raise view.fail("an inverse transform of half a spectrum has no gradient")
     if onesided:
-        # What the spectrum does not have got no cotangent.
+        # The missing half of the spectrum has no cotangent.
         dy = _resized(node, dy, axis, length)
         made[axis] = length
-    place = node.builder.const(np.array(axis, np.int64))
+    place = node.builder.const(axis)
     back = node.op("DFT", dy, None, place, shape=made, inverse=int(not inverse))
     factor = 1 / length if inverse else float(length)
     back = node.op("Mul", back, node.number(factor, back), shape=made)
@@ -50,7 +49,7 @@ def dft_gradient(node: GradNode, axis: int) -> ir.Value:
 
 
 def _resized(node: GradNode, x: ir.Value, axis: int, size: int) -> ir.Value:
-    """Cuts an axis off at the end, or extends it by zeros."""
+    """Shortens an axis at its end, or extends it by zeros."""
     shape = list(node.shape(x))
     before = shape[axis]
     assert isinstance(before, int)
@@ -58,7 +57,7 @@ def _resized(node: GradNode, x: ir.Value, axis: int, size: int) -> ir.Value:
     if before == size:
         return x
     if before > size:
-        bounds = (node.builder.const(np.array([n], np.int64)) for n in (0, size, axis))
+        bounds = (node.builder.const([n]) for n in (0, size, axis))
         return node.op("Slice", x, *bounds, shape=shape)
     pads = np.zeros((2, len(shape)), np.int64)
     pads[1, axis] = size - before

@@ -1,9 +1,8 @@
-"""What a graph computes of sizes: the elements of small tensors as expressions in the symbols.
+"""Sizes that a graph computes: the elements of small tensors as expressions in the symbols.
 
-`onnx-shape-inference` follows sums and products of sizes. Here the other arithmetic is followed
-too: quotients, remainders, minima, roundings through floating-point numbers, choices, and all that
-moves elements about, on tensors of any rank. An element is an `int`, an expression, a `bool`, or
-None where it is unknown.
+`onnx-shape-inference` evaluates sums and products of sizes. This module also evaluates quotients,
+remainders, minima, rounding of floating-point numbers, choices, and everything that moves elements,
+on tensors of any rank. An element is an `int`, an expression, a `bool`, or None if it is unknown.
 
 The arithmetic of elements is in `onnxpar.ops.sizes.element_arithmetic`.
 """
@@ -18,7 +17,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 from onnx_shape_inference import SYM_DATA_KEY, ShapeInferenceContext
 
-from onnxpar.core.symbols import as_dim, dim_str, symbols_of
+from onnxpar.core.symbols import as_dim, symbols_of
 from onnxpar.ops.sizes.element_arithmetic import (
     Number,
     UnknownError,
@@ -40,12 +39,13 @@ from onnxpar.ops.sizes.element_arithmetic import (
     truncated,
     whole,
 )
+from onnxpar.ops.sizes.inference import as_library
 
 Array: TypeAlias = NDArray[Any]
 """An array of elements."""
 
 LIMIT = 1024
-"""Elements of the largest tensor that is followed."""
+"""Elements of the largest tensor that is evaluated."""
 
 _FEW_FLOATS = 16
 
@@ -57,14 +57,14 @@ _found: "WeakKeyDictionary[ShapeInferenceContext, dict[ir.Value, Array]]" = Weak
 
 Result: TypeAlias = Sequence[Array | None]
 ValuesFn: TypeAlias = Callable[["_Operands"], Result]
-"""Returns the elements of a node's results; UnknownError where they are unknown."""
+"""Returns the elements of a node's results; raises UnknownError if they are unknown."""
 
 
 def put_values(context: ShapeInferenceContext, node: ir.Node, compute: ValuesFn) -> None:
-    """Tells the context the elements of a node's results, in the place of what the library said.
+    """Puts the elements of a node's results in the context, instead of those of the library.
 
     Args:
-        context: Of an inference that has inferred the node's shapes.
+        context: The context of an inference that has inferred the node's shapes.
         node: The node.
         compute: The slot `values` of its operator's record.
     """
@@ -90,7 +90,7 @@ def _may_be_known(value: ir.Value) -> bool:
 
 
 def _forget(context: ShapeInferenceContext, value: ir.Value) -> None:
-    """Drops what the library says of a result's elements, and what was said in another turn."""
+    """Drops elements of a result that the library, or an earlier inference, has found."""
     _found.get(context, {}).pop(value, None)
     said = context._symbolic_values.pop(value, None)
     if value.metadata_props.pop(SYM_DATA_KEY, None) is not None or said is not None:
@@ -107,19 +107,13 @@ def _put(context: ShapeInferenceContext, value: ir.Value, result: Array) -> None
         return
     _found.setdefault(context, {})[value] = result
     if kind in _INTEGERS:
-        dims = [context.new_symbolic_dim() if x is None else _as_library(x) for x in result.flat]
+        dims = [context.new_symbolic_dim() if x is None else as_library(x) for x in result.flat]
         if any(x is None for x in result.flat):
             named = [d if isinstance(d, int) else as_dim(d.value) for d in dims]
             _found[context][value] = _array(named, result.shape)
         context.set_symbolic_value(value, dims)
     elif all(x is not None and (isinstance(x, bool) or whole(x)) for x in result.flat):
-        context.set_symbolic_value(value, [_as_library(x) for x in result.flat])
-
-
-def _as_library(x: Number) -> int | ir.SymbolicDim:
-    if isinstance(x, int):
-        return int(x)
-    return ir.SymbolicDim(dim_str(x))
+        context.set_symbolic_value(value, [as_library(x) for x in result.flat])
 
 
 def _array(items: Sequence[Any], shape: Sequence[int]) -> Array:
@@ -129,7 +123,7 @@ def _array(items: Sequence[Any], shape: Sequence[int]) -> Array:
 
 
 def _map(compute: Callable[..., Any], *arrays: Array) -> Array:
-    """Computes element by element, operands broadcast."""
+    """Computes element by element, with operands broadcast."""
     try:
         found = np.frompyfunc(compute, len(arrays), 1)(*arrays)
     except ValueError as error:
@@ -138,7 +132,7 @@ def _map(compute: Callable[..., Any], *arrays: Array) -> Array:
 
 
 def _known(context: ShapeInferenceContext, value: ir.Value) -> Array | None:
-    """The elements of a value; None where none is known."""
+    """The elements of a value; None if no element is known."""
     own = _found.get(context, {}).get(value)
     if own is not None:
         return own
@@ -170,7 +164,7 @@ def _constant(tensor: ir.TensorProtocol) -> Array | None:
 
 
 def _opaque(context: ShapeInferenceContext, x: Number | bool) -> bool:
-    """Whether an element depends on data, so that nothing is known of its sign."""
+    """Whether an element depends on data, so that its sign is unknown."""
     return not isinstance(x, int) and any(map(context.is_generated_symbol, symbols_of(x)))
 
 
@@ -191,7 +185,7 @@ class _Operands:
         return self.value(index) is not None
 
     def array(self, index: int) -> Array:
-        """Elements of an operand; `UnknownError` where none is known."""
+        """Elements of an operand; `UnknownError` if none is known."""
         value = self.value(index)
         found = None if value is None else _known(self.context, value)
         if found is None:
@@ -199,7 +193,7 @@ class _Operands:
         return found
 
     def ints(self, index: int) -> list[int]:
-        """Elements of an operand, all numbers."""
+        """Elements of an operand; `UnknownError` unless all are numbers."""
         items = self.array(index).ravel().tolist()
         if not all(isinstance(x, int) for x in items):
             raise UnknownError
@@ -214,14 +208,14 @@ class _Operands:
         return None if value is None else value.dtype
 
     def shape(self, output: int = 0) -> tuple[int, ...]:
-        """The inferred shape of a result, all numbers."""
+        """The inferred shape of a result; `UnknownError` unless all sizes are numbers."""
         found = self.node.outputs[output].shape
         if found is None or not found.is_static():
             raise UnknownError
         return tuple(found.numpy())
 
     def each(self, compute: Callable[..., Any], *arrays: Array) -> Array:
-        """Computes element by element, operands broadcast."""
+        """Computes element by element, with operands broadcast; None where that is unknown."""
 
         def one(*items: Any) -> Any:
             if any(x is None for x in items):
@@ -234,7 +228,7 @@ class _Operands:
         return _map(one, *arrays)
 
     def known_sign(self, compute: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps a function that asks for signs, which elements that depend on data do not have."""
+        """Wraps a function that needs signs: those of elements that depend on data are unknown."""
 
         def wrapped(*items: Any) -> Any:
             if any(_opaque(self.context, x) for x in items):
@@ -281,7 +275,7 @@ def _arithmetic(
 
 
 def divided(node: _Operands) -> Result:
-    """Div: whole quotients of integers, exact ones of floats."""
+    """Div: truncated quotients of integers, exact quotients of floats."""
     if node.dtype() in _FLOATS:
 
         def one(a: Number, b: Number) -> Number:
@@ -323,7 +317,7 @@ def _unary(
 
 
 def clipped(node: _Operands) -> Result:
-    """Clip: the greater of the least, and the lesser of the greatest."""
+    """Clip: at least `min`, then at most `max`."""
     result = node.array(0)
     for index, name, compute in ((1, "min", greatest), (2, "max", least)):
         if name in node.node.attributes:
@@ -371,7 +365,7 @@ def _logic(compute: Callable[..., bool]) -> Callable[[_Operands], Result]:
 
 
 def chosen(node: _Operands) -> Result:
-    """Where: the elements that the condition, as far as it is known, chooses."""
+    """Where: the elements that the condition chooses, as far as it is known."""
     condition = node.node.inputs[0]
     known = None if condition is None else _known(node.context, condition)
     x, y = node.array(1), node.array(2)
@@ -390,7 +384,7 @@ def chosen(node: _Operands) -> Result:
 
 
 def same_elements(node: _Operands) -> Result:
-    """Identity, Reshape and the like: the elements of the first operand in its order."""
+    """Identity, Reshape and similar: the elements of the first operand in the same order."""
     x, shape = node.array(0), node.shape()
     if x.size != np.prod(shape, dtype=int):
         raise UnknownError
@@ -427,7 +421,7 @@ def sliced(node: _Operands) -> Result:
         if not -x.ndim <= axis < x.ndim or step == 0:
             raise UnknownError
         if step < 0 and start < -x.shape[axis]:
-            # The first element to the specification, none to Python.
+            # The specification takes the first element, Python takes none.
             raise UnknownError
         chosen[axis] = slice(start, end, step)
     return [x[tuple(chosen)]]
@@ -478,7 +472,7 @@ def tiled(node: _Operands) -> Result:
 
 
 def filled(node: _Operands) -> Result:
-    """ConstantOfShape: its value in each place."""
+    """ConstantOfShape: its value in every place."""
     shape = node.shape()
     value = node.attribute("value", None)
     item = None if value is None else _constant(value)
@@ -488,7 +482,7 @@ def filled(node: _Operands) -> Result:
 
 
 def ranged(node: _Operands) -> Result:
-    """Range: start, and a step more in each place."""
+    """Range: start + i · step in place i."""
     (count,) = node.shape()
     start, step = node.array(0).ravel(), node.array(2).ravel()
     places = _array(list(range(count)), (count,))

@@ -1,10 +1,9 @@
 """Which nodes of constants can be computed when a model is read, and their values.
 
-Only what is exact is computed: integers and booleans, moves of elements, casts, and those
-operations on float32 and float64 that IEEE 754 rounds in one way. An exponential or a sine is left
-to the kernels, whose last bits differ from those of any other library. ONNX's reference
-implementation computes; `tests/onnxpar/frontend/test_fold_constants.py` compares it with
-onnxruntime.
+Only exact results are computed: integers and booleans, moved elements, casts, and those operations
+on float32 and float64 that IEEE 754 rounds in only one way. An exponential or a sine is left to the
+kernels, whose last bits differ from those of any other library. ONNX's reference implementation
+computes; `tests/onnxpar/frontend/test_fold_constants.py` compares it with onnxruntime.
 """
 
 from collections.abc import Sequence
@@ -22,7 +21,7 @@ from onnxpar.ops.slots import Folding
 Array = NDArray[Any]
 
 FOLD_BYTES = 16 << 10
-"""Size of the largest tensor that is read or made, so that files hardly grow."""
+"""Size of the largest tensor that is read or computed, so that files hardly grow."""
 
 _INTEGERS = tuple(ir.DataType[f"{sign}INT{bits}"] for sign in ("", "U") for bits in (8, 16, 32, 64))
 _FLOATS = (ir.DataType.FLOAT16, ir.DataType.FLOAT, ir.DataType.DOUBLE)
@@ -31,7 +30,7 @@ _COMPUTED = _MOVED - {ir.DataType.FLOAT16}
 
 
 def folding_of(node: ir.Node, registry: Registry) -> Folding | None:
-    """Returns how a node's results can be computed if its operands are known; None if not."""
+    """Returns how a node's results can be computed from constants; None if they cannot."""
     definition = registry.of(node)
     if not node.inputs or any(a.is_ref() for a in node.attributes.values()):
         return None
@@ -39,7 +38,7 @@ def folding_of(node: ir.Node, registry: Registry) -> Folding | None:
 
 
 def reads(node: ir.Node, folding: Folding) -> tuple[int, ...]:
-    """Returns the operands whose elements a foldable node reads; of the others the type counts."""
+    """Returns the operands whose elements a foldable node reads; others matter only by type."""
     if folding is Folding.SHAPE:
         return ()
     return (0,) if node.op_type == "CastLike" else tuple(range(len(node.inputs)))
@@ -48,13 +47,13 @@ def reads(node: ir.Node, folding: Folding) -> tuple[int, ...]:
 def fold_node(
     node: ir.Node, operands: Sequence[Array | None], opset: int, folding: Folding
 ) -> tuple[Array, ...] | None:
-    """Returns the results of a foldable node; None where they are unknown exactly, or large.
+    """Returns the results of a foldable node; None if they are not exact, or large.
 
     Args:
         node: The node.
         operands: Its operands; None for absent ones and those that `reads` does not name.
         opset: Version of the default domain.
-        folding: As `folding_of` says.
+        folding: As `folding_of` returns it.
     """
     if folding is Folding.SHAPE:
         return _sizes(node)
@@ -79,7 +78,7 @@ def fold_node(
     try:
         with np.errstate(all="ignore"):
             found = ReferenceEvaluator(proto, opsets={"": opset}).run(None, feeds)
-    except Exception:  # Whatever is wrong is reported when the node is checked.
+    except Exception:  # Errors are reported when the node is checked.
         return None
     results = tuple(np.asarray(x) for x in found)
     if any(x.nbytes > FOLD_BYTES or x.dtype.kind not in "biuf" for x in results):
@@ -88,7 +87,7 @@ def fold_node(
 
 
 def _sizes(node: ir.Node) -> tuple[Array] | None:
-    """Shape or Size of a constant, which says nothing of its elements: it may be trained."""
+    """Shape or Size of an initializer, which may be trained, since its elements are not read."""
     value = node.inputs[0]
     tensor = None if value is None or not value.is_initializer() else value.const_value
     if tensor is None:
@@ -112,7 +111,7 @@ def _admitted(folding: Folding, x: Array) -> bool:
 
 
 def _too_large(node: ir.Node, operands: Sequence[Array | None]) -> bool:
-    """Whether a result is seen to be large before it is made."""
+    """Whether a result is known to be large before it is computed."""
     limit = FOLD_BYTES
     if node.op_type in ("Expand", "ConstantOfShape"):
         target = operands[-1]
@@ -127,7 +126,7 @@ def _too_large(node: ir.Node, operands: Sequence[Array | None]) -> bool:
 
 
 def _cast(node: ir.Node, x: Array) -> tuple[Array] | None:
-    """A cast without doubt: no number that the type has not, and no string."""
+    """A cast whose result every kernel agrees on: no string, no number outside the type."""
     kind: ir.DataType | None
     if node.op_type == "Cast":
         kind = ir.DataType(node.attributes["to"].as_int())

@@ -1,15 +1,15 @@
-"""Arithmetic of the elements of small tensors, as `onnxpar.ops.sizes.computed_sizes` follows it.
+"""Arithmetic on the elements of small tensors, for `onnxpar.ops.sizes.computed_sizes`.
 
-Numbers are the specification's and onnxruntime's: integers are divided towards zero (of sizes,
-which are not negative, that is the floor), and Mod has its divisor's sign unless `fmod` says
-otherwise. Where the sign of an operand is unknown, the expression holds for both.
+It follows the specification and onnxruntime: a quotient of integers is rounded towards zero (for
+sizes, which are not negative, this is the floor), and Mod has the sign of its divisor unless `fmod`
+is set. If the sign of an operand is unknown, the expression holds for both signs.
 
-A floating-point element is the exact value that its operations have. It is kept only where a kernel
-gives it too. Numbers whose denominator is a power of two are computed exactly below 2^24. Of other
-quotients of such numbers the kernel knows the nearest one alone, and these are only rounded: for
-integers a, b < 2^24 a quotient that is not the integer n is off it by 1/b or more, that is n·2^-24,
-more than half a step of a float32 there, so that no rounding reaches n, and floor and ceiling are
-those of the exact quotient.
+A floating-point element is the exact value of its operations. It is kept only if a kernel gives
+the same value. Kernels compute numbers below 2^24 exactly if their denominator is a power of two.
+For other quotients of such numbers, kernels give the nearest float32, of which only floor and
+ceiling are used here. These are exact: for integers a, b < 2^24, a quotient a/b near an integer n
+differs from n by at least 1/b, which is about n/a and so more than n·2^-24. That is more than half
+a step of float32 near n, so rounding never reaches n.
 """
 
 from collections.abc import Callable
@@ -30,11 +30,11 @@ _MAX_POWER = 8
 
 
 class UnknownError(Exception):
-    """What is asked for is unknown."""
+    """An element or a property of an element is unknown."""
 
 
 def number(x: Number) -> Number:
-    """A number in canonical form, an `int` where it is one."""
+    """A number in canonical form; an `int` if it is an integer."""
     if isinstance(x, int):
         return x
     found = canonical(x)
@@ -42,7 +42,7 @@ def number(x: Number) -> Number:
 
 
 def normal(x: Number) -> Number:
-    """An integer in the form in which most equal ones are equal."""
+    """An integer in a normal form, in which most equal expressions are the same."""
     found = as_dim(x)
     return found if isinstance(found, int) else as_dim(NO_CONSTRAINTS.normal(found))
 
@@ -61,13 +61,13 @@ def whole(x: Number) -> bool:
 
 
 def dyadic(x: Number) -> bool:
-    """Whether the denominator is a power of two, so that kernels have the number exactly."""
+    """Whether the denominator is a power of two, so that kernels compute the number exactly."""
     bottom = split(x)[1]
     return isinstance(bottom, int) and bottom.bit_count() == 1
 
 
 def _bounds(x: Number) -> tuple[int | None, int | None]:
-    """Bounds of the numerator over a positive denominator, which has the sign of the number."""
+    """Bounds of the numerator over a positive denominator; it has the sign of the number."""
     top, bottom = split(x)
     low, _ = NO_CONSTRAINTS.bounds(bottom)
     if low is None or low < 0:
@@ -89,19 +89,19 @@ def truncated(x: Number) -> Number:
 
 
 def floored(x: Number) -> Number:
-    """The greatest integer up to a number."""
+    """The greatest integer that is not above a number."""
     return x if isinstance(x, int) else normal(floor_expr(x))
 
 
 def raised(x: Number) -> Number:
-    """The least integer from a number on."""
+    """The least integer that is not below a number."""
     return x if isinstance(x, int) else normal(ceiling_expr(x))
 
 
 def over(a: Number, b: Number) -> Number:
-    """The quotient of a number by one whose sign is known, with a positive denominator.
+    """The quotient of a number by one of known sign, with a positive denominator.
 
-    Nothing runs at sizes that divide by zero.
+    No model runs at sizes where the divisor is zero.
     """
     if b == 0:
         raise UnknownError
@@ -148,7 +148,7 @@ def _order(a: Number, b: Number) -> tuple[int | None, int | None, bool]:
 
 
 def equal(a: Number, b: Number) -> bool:
-    """Whether two numbers are equal; `UnknownError` where either is possible."""
+    """Whether two numbers are equal; `UnknownError` if both are possible."""
     if isinstance(a, int) and isinstance(b, int):
         return a == b
     low, high, may = _order(a, b)
@@ -160,7 +160,7 @@ def equal(a: Number, b: Number) -> bool:
 
 
 def less(a: Number, b: Number, or_equal: bool = False) -> bool:
-    """Whether a < b (or a <= b); `UnknownError` where either is possible."""
+    """Whether a < b (or a <= b); `UnknownError` if both are possible."""
     if isinstance(a, int) and isinstance(b, int):
         return a <= b if or_equal else a < b
     low, high, _ = _order(a, b)
@@ -189,14 +189,14 @@ def _chosen(kind: Callable[..., sympy.Expr], a: Number, b: Number) -> Number:
 
 
 def power(a: Number, b: Number) -> Number:
-    """A number to a small power that is known."""
+    """A number to a small constant power."""
     if not isinstance(b, int) or not 0 <= b <= _MAX_POWER:
         raise UnknownError
     return number(a**b)
 
 
 def absolute(x: Number) -> Number:
-    """A number without its sign."""
+    """The absolute value of a number."""
     low, high = _bounds(x)
     if low is not None and low >= 0:
         return x
@@ -212,7 +212,7 @@ def fits_float(x: Number) -> bool:
 
 
 def of_float(x: float) -> Number | None:
-    """A number that a float is; None where products with it are rounded."""
+    """The number that a float is; None if products with it may be rounded."""
     if not np.isfinite(x):
         return None
     exact = Fraction(x)

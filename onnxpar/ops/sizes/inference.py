@@ -1,6 +1,6 @@
-"""Shape inference of ConstantOfShape and Range, and what inference needs to know of sizes.
+"""Shape inference of ConstantOfShape and Range, and sizes as inference reads and writes them.
 
-`onnx-shape-inference` knows what ConstantOfShape makes only where its operand is constant.
+`onnx-shape-inference` infers ConstantOfShape only if its operand is constant.
 """
 
 import math
@@ -17,7 +17,7 @@ from onnxpar.ops.slots import Library
 def infer_constant_of_shape(
     library: Library, context: ShapeInferenceContext, node: ir.Node
 ) -> None:
-    """ConstantOfShape: its operand's elements, as expressions where they are not constant."""
+    """ConstantOfShape: the sizes are its operand's elements, which may be expressions."""
     value = node.attributes.get("value")
     dtype = ir.DataType.FLOAT if value is None else value.as_tensor().dtype
     operand = node.inputs[0] if node.inputs else None
@@ -27,7 +27,7 @@ def infer_constant_of_shape(
 
 
 def infer_range(library: Library, context: ShapeInferenceContext, node: ir.Node) -> None:
-    """Range: the number of elements where both ends are integers, whichever way it counts."""
+    """Range: the number of elements if both ends are integers, in either direction."""
     library.infer(context, node)
     known = [_integer(context, value) for value in node.inputs[:3]]
     if None in known:
@@ -40,7 +40,7 @@ def infer_range(library: Library, context: ShapeInferenceContext, node: ir.Node)
 
 
 def elements_of(context: ShapeInferenceContext, value: ir.Value | None) -> Sequence[Dim] | None:
-    """The elements of a tensor of integers; None where they, or what they depend on, is unknown."""
+    """The elements of a tensor of integers; None if one is unknown or depends on data."""
     items = None if value is None else context.get_symbolic_value(value)
     if items is None:
         return None
@@ -49,9 +49,9 @@ def elements_of(context: ShapeInferenceContext, value: ir.Value | None) -> Seque
 
 
 def _integer(context: ShapeInferenceContext, value: ir.Value | None) -> Dim | None:
-    """The one element of a tensor, where it is an integer, perhaps of a floating type.
+    """The only element of a tensor if it is an integer, perhaps of a floating-point type.
 
-    A size that is cast is exact: float32 has every integer up to 2^24.
+    A size that is cast is exact, since float32 has every integer up to 2^24.
     """
     found = elements_of(context, value)
     if found is not None:
@@ -68,7 +68,7 @@ def _integer(context: ShapeInferenceContext, value: ir.Value | None) -> Dim | No
 
 
 def readable_size(context: ShapeInferenceContext, size: int | ir.SymbolicDim) -> Dim | None:
-    """A size as an expression; None where it depends on data, so that it may be 0."""
+    """A size as an expression; None if it depends on data and may thus be 0."""
     if isinstance(size, int):
         return size
     if size.value is None:
@@ -80,11 +80,11 @@ def readable_size(context: ShapeInferenceContext, size: int | ir.SymbolicDim) ->
 
 
 def round_up(length: sympy.Expr, step: int) -> Dim:
-    """Returns how many steps there are in a length, a begun one included."""
+    """Returns length / step, rounded up, and at least 0."""
     found = as_dim(sympy.Max(0, sympy.ceiling(length / step)))
     return found if isinstance(found, int) else as_dim(NO_CONSTRAINTS.normal(found))
 
 
 def as_library(size: Dim) -> int | ir.SymbolicDim:
     """Returns a size as `onnx-shape-inference` writes it."""
-    return size if isinstance(size, int) else ir.SymbolicDim(dim_str(size))
+    return int(size) if isinstance(size, int) else ir.SymbolicDim(dim_str(size))

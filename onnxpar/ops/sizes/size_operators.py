@@ -1,11 +1,12 @@
 """Operators that make tensors from sizes: Shape, Size, ConstantOfShape, Range.
 
-Shape and Size of a global value are arithmetic on the symbols, since a device that holds a part of
-a value cannot know the whole. What ConstantOfShape and Range make exists nowhere before, so it can
-be made in shards: their factors stand in the output alone.
+Shape and Size of a global value are computed from the symbols, since a shard does not show the
+global size. The factors of ConstantOfShape and Range are those of the output alone, so each device
+makes its shard.
 """
 
 from collections.abc import Sequence
+from math import prod
 from types import MappingProxyType
 
 import onnx_ir as ir
@@ -24,6 +25,7 @@ from onnxpar.ops.operator import NOT_DIFFERENTIABLE, OpDef
 from onnxpar.ops.sizes.computed_sizes import filled, ranged
 from onnxpar.ops.sizes.inference import infer_constant_of_shape, infer_range
 from onnxpar.ops.slots import IN_PLACE, Folding
+from onnxpar.ops.view.reshape import further
 
 
 def _shown(view: NodeView) -> tuple[Dim, ...]:
@@ -32,32 +34,29 @@ def _shown(view: NodeView) -> tuple[Dim, ...]:
 
 
 def shape_rule(view: NodeView) -> OpRule:
-    """Shape: the operand is not read, its global sizes are computed."""
+    """Shape: the operand is not read; its global sizes are computed."""
     require_readable(view, "the sizes of the operand", _shown(view))
     return parse_rule("* -> .")
 
 
 def shape_local(node: LocalNode) -> Sequence[ir.Value]:
-    """The global sizes, from the symbols' inputs."""
+    """The global sizes, computed from the symbols."""
     return (node.builder.sizes(_shown(node.view)),)
 
 
 def size_rule(view: NodeView) -> OpRule:
-    """Size: the operand is not read, its global element count is computed."""
+    """Size: the operand is not read; its global number of elements is computed."""
     require_readable(view, "the sizes of the operand", view.shape(0))
     return parse_rule("* -> .")
 
 
 def size_local(node: LocalNode) -> Sequence[ir.Value]:
     """The product of the global sizes, as a scalar."""
-    total: Dim = 1
-    for size in node.view.shape(0):
-        total = total * size
-    return (node.builder.reshape(node.builder.size(total), []),)
+    return (node.builder.reshape(node.builder.size(prod(node.view.shape(0))), []),)
 
 
 def filled_rule(view: NodeView) -> OpRule:
-    """ConstantOfShape: every dim may be made in shards."""
+    """ConstantOfShape: every dim may be sharded."""
     shape = view.out_shape()
     require_readable(view, "the shape of the output", shape)
     names = axis_names(len(shape))
@@ -73,7 +72,7 @@ def filled_local(node: LocalNode) -> Sequence[ir.Value]:
 
 
 def range_rule(view: NodeView) -> OpRule:
-    """Range: element i is start + i·delta, so every device can make its own part."""
+    """Range: element i is start + i·delta, so every device makes its own shard."""
     require_readable(view, "the number of elements", view.out_shape())
     return parse_rule("., ., . -> n")
 
@@ -90,18 +89,18 @@ def range_local(node: LocalNode) -> Sequence[ir.Value]:
 
 
 def constant_rule(view: NodeView) -> OpRule:
-    """Constant: whole on every device (loading turns constants into initializers)."""
+    """Constant: replicated (loading turns constants into initializers)."""
     return replicated_rule(view)
 
 
 def eye_rule(view: NodeView) -> OpRule:
-    """EyeLike: rows and columns of the output alone; the operand gives shape and type only."""
+    """EyeLike: rows and columns may be sharded; the operand gives only shape and type."""
     require_readable(view, "the sizes of the operand", view.shape(0))
     return parse_rule("* -> a b")
 
 
 def eye_local(node: LocalNode) -> Sequence[ir.Value]:
-    """1 where the global column index is the row index + k."""
+    """Gives 1 where the global column index is the row index + k."""
     rows, columns = node.out_shape()
     dtype = node.out_dtype()
     row = node.builder.reshape(global_index(node, "a"), [rows, 1])
@@ -114,14 +113,13 @@ def eye_local(node: LocalNode) -> Sequence[ir.Value]:
 
 
 def trilu_rule(view: NodeView) -> OpRule:
-    """Trilu: an element stays by its global row and column, so every dim may be split."""
+    """Trilu: an element is kept by its global row and column, so every dim may be sharded."""
     names = " ".join(axis_names(len(view.shape(0))))
-    offset = ", ." if view.has(1) else ", -" if view.arity > 1 else ""
-    return parse_rule(f"{names}{offset} -> {names}; linear: any 0")
+    return parse_rule(f"{names}{further(view)} -> {names}; linear: any 0")
 
 
 def trilu_local(node: LocalNode) -> Sequence[ir.Value]:
-    """Compares global indices where rows or columns are split."""
+    """Compares global indices if rows or columns are sharded."""
     *_, row, column = axis_names(len(node.view.shape(0)))
     if not (node.atoms(row) or node.atoms(column)):
         return node.copy()
@@ -138,20 +136,20 @@ def trilu_local(node: LocalNode) -> Sequence[ir.Value]:
 
 
 def trilu_gradient(node: GradNode) -> Sequence[ir.Value | None]:
-    """Trilu of the cotangent: what was set to zero has no gradient."""
+    """Trilu of the cotangent: elements set to zero have no gradient."""
     offset = [node.input(1)] if node.has(1) else []
     upper = node.attr("upper", 1)
     return [node.op("Trilu", node.cotangent(), *offset, upper=upper)]
 
 
 def sizes_rule(view: NodeView) -> OpRule:
-    """Sizes (domain onnxpar): no operand; the elements are expressions in the symbols."""
+    """Sizes (domain onnxpar): it has no operand; its elements are expressions in the symbols."""
     require_readable(view, "the sizes", view.env.contents[view.node.outputs[0].name or ""])
     return OpRule((), (Operand(mode=REPLICATED_OPERAND),), MappingProxyType({}))
 
 
 def sizes_local(node: LocalNode) -> Sequence[ir.Value]:
-    """The global sizes, from the symbols' inputs."""
+    """The global sizes, computed from the symbols."""
     return (node.builder.sizes(node.view.env.contents[node.view.node.outputs[0].name or ""]),)
 
 
