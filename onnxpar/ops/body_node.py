@@ -1,14 +1,14 @@
-"""Operators as small programs of others: `BodyNode`, and the bodies that ONNX's schemas have.
+"""Bodies of operators: `BodyNode`, and the bodies in ONNX's schemas.
 
-An operator without a rule of its own is replaced by its body, and so is one whose gradient is that
-of its body. Bodies come from two places: a function of ours, which emits operators that have rules
-on the undivided graph; and the function that ONNX's schema gives the operator (`FunctionProto`, see
-ONNX's IR specification, "Functions"), which may depend on the attributes of the node and on the
-types of its operands.
+An operator without a rule of its own is replaced by its body, and so is a differentiated operator
+whose gradient is that of its body. A body is either a function of ours, which emits operators with
+rules on the undivided graph, or the function in ONNX's schema of the operator (`FunctionProto`, see
+ONNX's IR specification, "Functions"), which may depend on the attributes of the node and the types
+of its operands.
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,15 +25,15 @@ _GRAPH_KINDS = (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
 
 @dataclass(frozen=True)
 class BodyNode(EmittedNode[GlobalBuilder]):
-    """A node that is about to be replaced by its body."""
+    """A node that is replaced by its body."""
 
 
 BodyFn = Callable[[BodyNode], Sequence[ir.Value | None]]
-"""Emits what a node does and returns its outputs, None for those that nobody reads."""
+"""Emits the body of a node and returns its results; None for those that nobody reads."""
 
 
 def origin(node: ir.Node) -> dict[str, str]:
-    """Returns the metadata of the nodes that take the place of `node`."""
+    """Returns the metadata of the nodes that replace `node`."""
     stage = {k: v for k, v in node.metadata_props.items() if k == VIRTUAL_STAGE}
     if EXPANDED_FROM in node.metadata_props:
         known = {k: node.metadata_props[k] for k in (EXPANDED_FROM, EXPANDED_OPERANDS)}
@@ -54,12 +54,10 @@ def has_schema_body(node: ir.Node, opset: int) -> bool:
 
 
 def schema_body(node: ir.Node, opset: int) -> ir.Function:
-    """Returns the function that ONNX's schema gives a node.
-
-    The newest version of the body that the opset has is taken.
+    """Returns the body of a node in ONNX's schema, in its newest version up to `opset`.
 
     Args:
-        node: The node, the types and shapes of its operands as far as they are known.
+        node: The node, with types and shapes of its operands as far as they are known.
         opset: Version of the default domain.
 
     Raises:
@@ -87,7 +85,7 @@ def schema_body(node: ir.Node, opset: int) -> ir.Function:
             kind = onnx.TypeProto() if value is None else ir.serde.serialize_value(value).type
             types.append(kind.SerializeToString())
         proto = ir.serde.serialize_node(node)
-        _fill_defaults(proto, schema)
+        proto.attribute.extend(defaults(schema, {a.name for a in proto.attribute}))
         try:
             data = schema.get_context_dependent_function_with_opset_version(
                 version, proto.SerializeToString(), types
@@ -106,41 +104,36 @@ def schema_body(node: ir.Node, opset: int) -> ir.Function:
 
 
 def fill_defaults(node: ir.Node, opset: int) -> None:
-    """Gives a node the attributes that it leaves out and that have a default."""
+    """Gives a node the missing attributes that have a default."""
     schema = _schema(node, opset)
-    if schema is None:
-        return
-    for name, attribute in schema.attributes.items():
-        default = attribute.default_value
-        if name not in node.attributes and default.name:
-            node.attributes[name] = ir.serde.deserialize_attribute(default)
+    if schema is not None:
+        for default in defaults(schema, node.attributes):
+            node.attributes[default.name] = ir.serde.deserialize_attribute(default)
 
 
-def _fill_defaults(proto: onnx.NodeProto, schema: Any) -> None:
-    given = {a.name for a in proto.attribute}
+def defaults(schema: onnx.defs.OpSchema, given: Collection[str]) -> Iterator[onnx.AttributeProto]:
+    """Yields the default values of a schema's attributes, except of those in `given`."""
     for name, attribute in schema.attributes.items():
         if name not in given and attribute.default_value.name:
-            proto.attribute.append(attribute.default_value)
+            yield attribute.default_value
 
 
 def _schema(node: ir.Node, opset: int) -> Any:
-    """The schema, or None. Of what it says of functions onnx's stubs do not know."""
-    if node.domain not in ("", "ai.onnx"):
-        return None
-    if not onnx.defs.has(node.op_type, max_inclusive_version=opset):
+    """The schema, or None. Its type is `Any`, as onnx's stubs lack the methods for functions."""
+    if node.domain or not onnx.defs.has(node.op_type, max_inclusive_version=opset):
         return None
     return onnx.defs.get_schema(node.op_type, max_inclusive_version=opset)
 
 
 def adopt_opset(function: ir.Function, opset: int) -> None:
-    """Takes a function of another opset as one of `opset`. The function is changed.
+    """Makes a function of another opset one of `opset`. The function is changed.
 
     Raises:
-        ModelError: An operator of it means something else, or does not exist, in that opset.
+        ModelError: One of its operators means something else, or does not exist, in that opset.
     """
     version = function.opset_imports.get("", function.opset_imports.get("ai.onnx", opset))
     for node in ir.traversal.RecursiveGraphIterator(function.graph):
-        if node.domain in ("", "ai.onnx") and version != opset:
+        if not node.domain and version != opset:
             why = difference(node.op_type, len(node.inputs), list(node.attributes), version, opset)
             if why:
                 raise ModelError(
@@ -152,16 +145,22 @@ def adopt_opset(function: ir.Function, opset: int) -> None:
 
 
 def difference(name: str, arity: int, attributes: Sequence[str], given: int, wanted: int) -> str:
-    """Returns what a node of opset `given` would be in opset `wanted`; "" where it is the same.
+    """Returns how a node of opset `given` differs in opset `wanted`; "" if it means the same.
 
-    A later version that adds operands and attributes leaves what does not give them as it was, and
-    so does the older one. A later one that takes some away, or changes a default, means something
-    else.
+    A node without the operands and attributes that a later version adds means the same in both
+    versions. A version that removes some, or changes a default, means something else.
+
+    Args:
+        name: The operator.
+        arity: Number of the node's operands.
+        attributes: Names of the node's attributes.
+        given: The opset of the node.
+        wanted: The other opset, which may be older or newer.
     """
     if not onnx.defs.has(name, max_inclusive_version=wanted):
         return "is, unlike in"
-    schemas = [onnx.defs.get_schema(name, max_inclusive_version=v) for v in (given, wanted)]
-    ours, theirs = schemas
+    ours = onnx.defs.get_schema(name, max_inclusive_version=given)
+    theirs = onnx.defs.get_schema(name, max_inclusive_version=wanted)
     if ours.since_version == theirs.since_version:
         return ""
     changed = "is another operator than in"

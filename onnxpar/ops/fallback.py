@@ -1,4 +1,4 @@
-"""What holds where an operator cannot be sharded: every device computes the full node."""
+"""Nodes that cannot be sharded: every device computes all of them."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -10,21 +10,19 @@ import onnx_ir as ir
 from onnxpar.core.errors import ShardingError
 from onnxpar.core.rule import ABSENT, REPLICATED, REPLICATED_OPERAND, Operand, OpRule
 from onnxpar.core.symbols import Dim, symbols_of
+from onnxpar.graph.body_captures import bodies_of
 from onnxpar.graph.node_view import NodeView
 from onnxpar.graph.plan import factor_sizes
 from onnxpar.ops.registry import Registry
 
 
 def replicated_rule(view: NodeView) -> OpRule:
-    """Returns the rule of a node that needs whole operands and makes whole results."""
+    """Returns the rule of a node with replicated operands and results."""
     inputs = tuple(
         Operand(mode=REPLICATED_OPERAND if view.has(i) else ABSENT) for i in range(view.arity)
     )
     outputs = tuple(Operand(mode=REPLICATED_OPERAND) for _ in view.node.outputs)
     return OpRule(inputs, outputs, MappingProxyType({}))
-
-
-_GRAPH = ir.AttributeType.GRAPH
 
 
 def draws(node: ir.Node, registry: Registry) -> bool:
@@ -34,23 +32,23 @@ def draws(node: ir.Node, registry: Registry) -> bool:
 
 
 def refuse_random(node: ir.Node, registry: Registry, devices: int, *, copied: bool) -> None:
-    """Refuses a node that draws random numbers in a body, at any depth, or as a copy of itself.
+    """Refuses a node that draws random numbers in a body, at any depth, or is copied itself.
 
-    Each device would draw others, where all are taken to hold the same.
+    Each device would draw different numbers, although they count as replicated.
 
     Args:
         node: The node.
         registry: The table of operators.
-        devices: How many devices compute it.
+        devices: Number of devices that compute it.
         copied: Whether the node's local form is the same operator.
 
     Raises:
-        ShardingError: There is such a node, and more than one device.
+        ShardingError: It draws random numbers, and there is more than one device.
     """
     if devices == 1:
         return
     what = f"node {node.name!r} ({node.op_type})"
-    for body in (a.as_graph() for a in node.attributes.values() if a.type == _GRAPH):
+    for body in bodies_of(node).values():
         for inner in ir.traversal.RecursiveGraphIterator(body):
             if draws(inner, registry):
                 name = inner.name or inner.outputs[0].name
@@ -85,9 +83,9 @@ def require_readable(view: NodeView, what: str, dims: Iterable[Dim]) -> None:
 
 
 def settle(rule: OpRule, view: NodeView) -> OpRule:
-    """Returns the rule with every factor made whole whose size is zero or depends on data.
+    """Returns the rule with every factor replicated whose size is zero or depends on data.
 
-    No device could compute the local size or the padding of the latter.
+    No device could compute the local size or the padding of a factor whose size depends on data.
     """
     sizes = factor_sizes(rule, view)
     fixed = {f for f in rule.factors if sizes[f] == 0 or not readable(view, (sizes[f],))}

@@ -50,7 +50,7 @@ def is_statistic(node: ir.Node, index: int, registry: Registry) -> bool:
 
 def is_identity(node: ir.Node) -> bool:
     """Tells whether a node hands its operand on as it is."""
-    return node.domain in ("", "ai.onnx") and node.op_type == "Identity"
+    return not node.domain and node.op_type == "Identity"
 
 
 def reads_elements(node: ir.Node, registry: Registry) -> bool:
@@ -92,7 +92,7 @@ def rearranges(node: ir.Node, registry: Registry) -> bool:
 
 def is_instance_norm(node: ir.Node) -> bool:
     """Tells whether a node is the operator that exporters write group norms with."""
-    return node.domain in ("", "ai.onnx") and node.op_type == "InstanceNormalization"
+    return not node.domain and node.op_type == "InstanceNormalization"
 
 
 def missing_bias(node: ir.Node, registry: Registry) -> tuple[int, int] | None:

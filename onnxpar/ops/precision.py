@@ -1,6 +1,6 @@
-"""Which operands and results of a node have 16 bits where the user asks for them.
+"""Which operands and results of a node have 16 bits in mixed precision.
 
-What an operator is computed in is said in its record (`onnxpar.ops.slots.Precision`).
+The record of its operator says so (`onnxpar.ops.slots.Precision`).
 """
 
 from collections.abc import Sequence
@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import onnx
 import onnx_ir as ir
 
+from onnxpar.graph.body_captures import bodies_of
 from onnxpar.ops.device.cuda_functions import stands_for_in
 from onnxpar.ops.device.cuda_kernels import has_kernel_in
 from onnxpar.ops.registry import Registry
@@ -18,9 +19,9 @@ def half_operands(
 ) -> tuple[frozenset[int], frozenset[int], bool] | None:
     """Returns which operands and results of a node may have 16 bits, and whether they must.
 
-    Where ONNX, or both onnxruntime's CUDA provider and the runtime's library, do not have the
-    operator in this type, it keeps float32: a node that falls back to the CPU would cost more than
-    the 16 bits save.
+    An operator keeps float32 if ONNX does not define it in this type, or if neither onnxruntime's
+    CUDA provider nor the runtime's library has a kernel: falling back to the CPU would cost more
+    than 16 bits save.
 
     Args:
         node: A node.
@@ -29,10 +30,10 @@ def half_operands(
         registry: The table of operators.
 
     Returns:
-        Indices of inputs, indices of outputs, and True where the operator is computed in 16 bits,
-        False where it follows its operands; None where it keeps float32.
+        Indices of inputs, indices of outputs, and whether the operator is computed in 16 bits
+        (True) or has the type of its operands (False). None if it keeps float32.
     """
-    if node.domain not in ("", "ai.onnx") or any(_is_graph(a) for a in node.attributes.values()):
+    if node.domain or bodies_of(node):
         return None
     definition = registry.of(node)
     if definition is None or not (definition.precision.half or definition.precision.follows):
@@ -53,15 +54,11 @@ def half_operands(
     )
 
 
-def _is_graph(attribute: ir.Attr) -> bool:
-    return attribute.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
-
-
 def _first_tensor_type(schema: onnx.defs.OpSchema) -> frozenset[str]:
-    """The type variable of the data: the first result's, as of Where, whose first input is bool."""
+    """The type variable of the data: the first result's, since Where's first input is bool."""
     return frozenset({schema.outputs[0].type_str})
 
 
 def _types(parameters: "Sequence[onnx.defs.OpSchema.FormalParameter]", count: int) -> list[str]:
-    """The type variable of each operand; the last formal one stands for all further ones."""
+    """The type variable of each operand; the last parameter repeats."""
     return [parameters[min(i, len(parameters) - 1)].type_str for i in range(count)]

@@ -1,1 +1,1 @@
-"""What CUDA needs: kernels of its provider, forms for it, operands in host memory."""
+"""CUDA: the kernels of onnxruntime's provider, and the forms of graphs that suit it."""

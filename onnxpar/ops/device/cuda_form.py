@@ -1,10 +1,10 @@
-"""How a graph is written so that onnxruntime's CUDA provider has kernels for its nodes.
+"""Chooses the form of a graph in which onnxruntime's CUDA provider has kernels for its nodes.
 
 A provider that knows an operator only up to some version of its schema has no kernel for it in a
-graph of a newer opset, even where the new version merely admits more types: onnxruntime 1.31 has
-MaxPool, Dropout, Elu and others up to opset 21. So a graph of which all nodes mean the same in an
-older opset is written in that. What still has no kernel is written as an operator of ours, where
-the runtime's library has one, or computed in float32, where 16 bits are what is missing.
+graph of a newer opset, even if the new version only admits more types: onnxruntime 1.31 has
+MaxPool, Dropout, Elu and others up to opset 21. So a graph whose nodes all mean the same in an
+older opset is written in that opset. A node that still has no kernel becomes an operator of ours if
+the runtime's library has one, or is computed in float32 if only a 16-bit kernel is missing.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,6 +14,7 @@ from functools import cache
 import onnx
 import onnx_ir as ir
 
+from onnxpar.graph.body_captures import bodies_of
 from onnxpar.ops.body_node import difference
 from onnxpar.ops.device.cuda_functions import function_for
 from onnxpar.ops.device.cuda_kernels import type_name, why_no_kernel, why_on_host
@@ -22,17 +23,17 @@ from onnxpar.ops.old_node import OPSET
 from onnxpar.ops.registry import Registry
 
 _WINDOWS = 22
-"""Since this opset a pool's last window is left out where it would begin in the padding."""
+"""From this opset on, a pool has no last window that would begin in the padding."""
 
 
 @dataclass(frozen=True)
 class CudaForm:
-    """How a graph is written.
+    """The form in which a graph is written.
 
     Attributes:
         opset: Version of the default domain.
-        ours: The nodes that are written as operators of the domain `onnxpar`, and as which.
-        wide: The nodes whose operands and results of 16 bits are float32, with casts around them.
+        ours: The nodes that become operators of the domain `onnxpar`, and these operators.
+        wide: The nodes whose 16-bit operands and results become float32, with casts around them.
     """
 
     opset: int
@@ -41,14 +42,14 @@ class CudaForm:
 
 
 def cuda_form(nodes: Iterable[ir.Node], opset: int, registry: Registry) -> CudaForm:
-    """Returns the form in which most nodes have kernels, of equal ones that of the newest opset.
+    """Returns the form in which most nodes have kernels; among equals, that of the newest opset.
 
     Args:
-        nodes: The nodes of a graph and of its bodies; types of values are known as far as possible.
-        opset: Version of the default domain that they are of.
+        nodes: The nodes of a graph and of its bodies, with types of values as far as possible.
+        opset: Version of the default domain of these nodes.
         registry: The table of operators.
     """
-    standard = [node for node in nodes if node.domain in ("", "ai.onnx")]
+    standard = [node for node in nodes if not node.domain]
     best, lacking = opset, _lacking(standard, opset, registry)
     for version in range(opset - 1, OPSET - 1, -1):
         if not lacking or not all(_is_same(node, opset, version) for node in standard):
@@ -66,15 +67,15 @@ def _lacking(nodes: Sequence[ir.Node], opset: int, registry: Registry) -> list[i
 
 
 def is_narrow(value: ir.Value | None) -> bool:
-    """Whether a value has floats of 16 bits, all of which float32 has too."""
+    """Whether a value has 16-bit floats, each of which is also a float32."""
     return value is not None and value.dtype in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
 
 def _is_wider(node: ir.Node, opset: int) -> bool:
-    """Whether a node has a kernel in float32 where it has none in 16 bits."""
+    """Whether a node has a kernel in float32 but none in 16 bits."""
     if not any(map(is_narrow, (*node.inputs, *node.outputs))):
         return False
-    if any(a.name in _SAYS_TYPE or a.type in _BODIES for a in node.attributes.values()):
+    if bodies_of(node) or any(name in _TYPE_ATTRIBUTES for name in node.attributes):
         return False
     inputs, outputs = (
         ["float" if is_narrow(v) else type_name(v.type) if v else None for v in values]
@@ -83,14 +84,13 @@ def _is_wider(node: ir.Node, opset: int) -> bool:
     return why_no_kernel("", node.op_type, opset, inputs, outputs) is None
 
 
-_SAYS_TYPE = ("dtype", "output_dtype", "stash_type", "to")
-_BODIES = (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
+_TYPE_ATTRIBUTES = ("dtype", "output_dtype", "stash_type", "to")
 
 
 def _is_same(node: ir.Node, given: int, wanted: int) -> bool:
     """Whether a node of one opset means the same in an older one.
 
-    Operators of the default domain that ONNX does not know are onnxruntime's, for any opset.
+    Operators of the default domain that ONNX does not know belong to onnxruntime, in any opset.
     """
     if not onnx.defs.has(node.op_type, max_inclusive_version=given):
         return True
@@ -102,7 +102,7 @@ def _is_same(node: ir.Node, given: int, wanted: int) -> bool:
 
 
 def _admits(node: ir.Node, opset: int) -> bool:
-    """Whether the operator of an opset takes the types of a node, as far as they are known."""
+    """Whether the operator takes the types of a node in an opset, as far as they are known."""
     inputs, outputs, admitted = _parameters(node.op_type, opset)
     bound: dict[str, str] = {}
     for formal, values in ((inputs, node.inputs), (outputs, node.outputs)):
@@ -123,7 +123,7 @@ _Formal = tuple[tuple[str, bool], ...]
 
 @cache
 def _parameters(op_type: str, opset: int) -> tuple[_Formal, _Formal, dict[str, frozenset[str]]]:
-    """Type of each operand and result, whether all of that name are alike, and what it may be."""
+    """Types of operands and results, with whether they are homogeneous, and the types admitted."""
     schema = onnx.defs.get_schema(op_type, opset, "")
     inputs, outputs = (
         tuple((p.type_str, p.is_homogeneous) for p in part)

@@ -1,14 +1,15 @@
 """Standard operators that onnxruntime's CUDA provider lacks, as operators of the domain `onnxpar`.
 
-The slot `device_function` of an operator's record has a function (see `onnxpar.ops.function`) of
-the operator's own name. It says nothing but that operator, so that on the CPU that provider's
-kernel runs; for GPUs the runtime's library has one.
+The slot `device_function` of an operator's record holds a function (see `onnxpar.ops.function`)
+with the operator's own name, whose body is just that operator. So the CPU runs onnxruntime's own
+kernel, and GPUs run that of the runtime's library.
 """
 
 import onnx
 import onnx_ir as ir
 
 from onnxpar.graph.builder import DOMAIN
+from onnxpar.ops.body_node import defaults
 from onnxpar.ops.function import Function
 from onnxpar.ops.operator import OpDef
 from onnxpar.ops.registry import Registry
@@ -17,16 +18,16 @@ _FLOATS = frozenset(
     {ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16, ir.DataType.DOUBLE}
 )
 _MOST_SPACE = 3
-"""Spatial dims of a pool that the library's kernel takes."""
+"""Most spatial dims of a pool that the library's kernel takes."""
 
 
 def itself(name: str, outputs: tuple[str, ...] = ("y",), **attributes: str) -> Function:
-    """Returns the function that is the operator of its name.
+    """Returns the function whose body is the operator of the same name.
 
     Args:
         name: The operator.
         outputs: Names of its results.
-        **attributes: ONNX's word for the type of each of its attributes.
+        **attributes: Type of each attribute in ONNX's text form, such as `ints`.
     """
     given = ", ".join(f"{key}: {kind} = @{key}" for key, kind in attributes.items())
     body = f"{', '.join(outputs)} = {name}{f'<{given}>' if given else ''}(x)"
@@ -34,7 +35,7 @@ def itself(name: str, outputs: tuple[str, ...] = ("y",), **attributes: str) -> F
 
 
 def function_for(node: ir.Node, registry: Registry) -> Function | None:
-    """Returns as what operator of `onnxpar` a standard node may be written; None where as none."""
+    """Returns the operator of `onnxpar` that may replace a standard node; None if there is none."""
     definition = registry.of(node)
     if definition is None or definition.device_function is None:
         return None
@@ -47,7 +48,7 @@ def function_for(node: ir.Node, registry: Registry) -> Function | None:
 
 
 def stands_for_in(definition: OpDef, opset: int, dtype: ir.DataType) -> bool:
-    """Whether a standard operator exists in a type, and may be written as said."""
+    """Whether a standard operator takes a type, and an operator of `onnxpar` may replace it."""
     if definition.device_function is None or dtype not in _FLOATS:
         return False
     schema = onnx.defs.get_schema(definition.op_type, opset, "")
@@ -56,20 +57,15 @@ def stands_for_in(definition: OpDef, opset: int, dtype: ir.DataType) -> bool:
 
 
 def put(node: onnx.NodeProto, function: Function, opset: int) -> None:
-    """Writes a standard node as the operator of `onnxpar` that stands for it. It is changed.
+    """Turns a standard node into the operator of `onnxpar` that replaces it. It is changed.
 
-    Attributes that it leaves out and that have a default are filled in; results that it leaves out
-    have no name, since onnxruntime infers a type for each that a function has.
+    Missing attributes that have a default are filled in. Missing results are added without a name,
+    since onnxruntime infers the type of each result of a function.
     """
     schema = onnx.defs.get_schema(node.op_type, opset, "")
-    given = {a.name for a in node.attribute}
-    known = function.attributes
     node.output.extend([""] * (len(function.outputs) - len(node.output)))
-    for name in known:
-        default = schema.attributes[name].default_value
-        if name not in given and default.name:
-            node.attribute.append(default)
-    kept = [a for a in node.attribute if a.name in known]
+    node.attribute.extend(defaults(schema, {a.name for a in node.attribute}))
+    kept = [a for a in node.attribute if a.name in function.attributes]
     del node.attribute[:]
     node.attribute.extend(kept)
     node.domain = DOMAIN

@@ -1,7 +1,7 @@
-"""Which nodes onnxruntime's CUDA provider has a kernel for, and which it computes on the CPU.
+"""Which nodes have a kernel of onnxruntime's CUDA provider, and which are computed on the CPU.
 
-What the provider has is in `cuda_kernels.json`, which `tools/cuda_kernels.py` reads out of it. What
-it refuses in spite of a kernel, because of an attribute, its record says (`OpDef.refused`).
+`tools/cuda_kernels.py` lists the provider's kernels in `cuda_kernels.json`. The slot
+`refused` of an operator's record says which nodes the provider refuses because of an attribute.
 """
 
 import json
@@ -18,7 +18,7 @@ from onnxpar.ops.registry import Registry
 
 _TABLE = "cuda_kernels.json"
 Types = Sequence[str | None]
-"""Type of each operand or result, `float`, `int64`, …; None where it is left out or unknown."""
+"""Type of each operand or result, `float`, `int64`, …; None if it is absent or unknown."""
 
 
 @cache
@@ -29,7 +29,7 @@ def _read() -> Mapping[str, Any]:
 
 
 def table_version() -> str:
-    """Returns the version of onnxruntime that the table is of."""
+    """Returns the version of onnxruntime whose kernels the table lists."""
     version: str = _read()["onnxruntime"]
     return version
 
@@ -37,7 +37,7 @@ def table_version() -> str:
 def why_no_kernel(
     domain: str, op_type: str, opset: int, inputs: Types, outputs: Types
 ) -> str | None:
-    """Returns why the CUDA provider has no kernel for a node of these types; None where it has.
+    """Returns why the CUDA provider has no kernel for a node of these types; None if it has one.
 
     Args:
         domain: The operator's domain.
@@ -64,13 +64,13 @@ def why_no_kernel(
 
 
 def _is_expanded(name: str, opset: int) -> bool:
-    """Whether onnxruntime puts ONNX's function in the place of an operator."""
+    """Whether onnxruntime replaces an operator by ONNX's function body."""
     versions = _read()["expanded"].get(name)
     return bool(versions) and onnx.defs.get_schema(name, opset, "").since_version in versions
 
 
 def _named(formal: Sequence[str], actual: Types) -> list[tuple[tuple[str, ...], str]]:
-    """Pairs the two names that a type goes by with the type; the last formal one repeats."""
+    """Pairs each type with the names of its parameter; the last parameter repeats."""
     if not formal:
         return []
     last = len(formal) - 1
@@ -79,7 +79,7 @@ def _named(formal: Sequence[str], actual: Types) -> list[tuple[tuple[str, ...], 
 
 
 def has_kernel_in(op_type: str, opset: int, dtype: ir.DataType) -> bool:
-    """Tells whether a standard operator has a kernel whose every type variable can be a type."""
+    """Whether a standard operator has a kernel whose first result can have a type."""
     rows: Mapping[str, Any] = _read()["operators"].get(op_type, {})
     since = onnx.defs.get_schema(op_type, opset, "").since_version
     known = max((int(s) for s in rows if int(s) <= since), default=0)
@@ -93,9 +93,9 @@ def has_kernel_in(op_type: str, opset: int, dtype: ir.DataType) -> bool:
 
 
 def why_on_host(node: ir.Node, opset: int, registry: Registry) -> str | None:
-    """Returns why a node is computed on the CPU beside the CUDA provider; None where it is not.
+    """Returns why a node is computed on the CPU beside the CUDA provider; None if it is not.
 
-    Nodes of the domain `onnxpar` have kernels on the device: the runtime's library brings them.
+    The runtime's library has kernels on the device for nodes of the domain `onnxpar`.
     """
     if node.domain == DOMAIN:
         return None
@@ -109,7 +109,7 @@ def why_on_host(node: ir.Node, opset: int, registry: Registry) -> str | None:
 
 
 def type_name(kind: ir.TypeProtocol | None) -> str | None:
-    """Returns a type as onnxruntime writes it, without `tensor(...)`; None where it is unknown."""
+    """Returns a type as onnxruntime writes it, without `tensor(...)`; None if it is unknown."""
     if kind is None:
         return None
     if isinstance(kind, ir.SequenceType):

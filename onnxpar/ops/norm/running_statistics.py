@@ -152,7 +152,7 @@ def _infer(node: ir.Node) -> None:
 
 
 def _has_statistics(node: ir.Node) -> bool:
-    return node.domain in ("", "ai.onnx") and node.op_type == "BatchNormalization"
+    return not node.domain and node.op_type == "BatchNormalization"
 
 
 def _learns(node: ir.Node, graph: ir.Graph) -> bool:

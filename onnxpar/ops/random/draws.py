@@ -94,7 +94,7 @@ def idle_dropouts(graph: ir.Graph) -> list[str]:
 
 
 def _is_dropout(node: ir.Node) -> bool:
-    return node.domain in ("", "ai.onnx") and node.op_type == "Dropout"
+    return not node.domain and node.op_type == "Dropout"
 
 
 def drawn(node: LocalNode, shape: Sequence[Dim], distribution: str) -> ir.Value:

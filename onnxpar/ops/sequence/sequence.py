@@ -44,7 +44,7 @@ def fold_sequences(model: ir.Model) -> bool:
         NodeError: A constant position is outside its sequence.
     """
     nodes = list(ir.traversal.RecursiveGraphIterator(model.graph))
-    if not any(n.domain in ("", "ai.onnx") and n.op_type in _MAKERS for n in nodes):
+    if not any(not n.domain and n.op_type in _MAKERS for n in nodes):
         return False
     fold = _Fold(names_of(model.graph))
     fold.graph(model.graph)
@@ -61,7 +61,7 @@ class _Fold:
 
     def graph(self, graph: ir.Graph) -> None:
         for node in list(graph):
-            if node.domain in ("", "ai.onnx") and node.op_type in _FOLDS:
+            if not node.domain and node.op_type in _FOLDS:
                 _FOLDS[node.op_type](self, node)
                 continue
             for attribute in node.attributes.values():
