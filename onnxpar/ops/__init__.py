@@ -1,6 +1,6 @@
-"""What is known of operators: a folder for each family, one table that joins them.
+"""All that is known about operators: a folder for each family, and one table of their records.
 
 Takes a node; gives its sharding rule, local form, gradient, cost and shapes, as its `OpDef` says.
-Begin with `operator` (what an operator must say), a family such as `contraction`, `table`.
-Shapes are inferred by `inference`, which joins the corrections of the families.
+Begin with `operator` (the record `OpDef`), a family such as `contraction`, and `table`.
+`inference` infers shapes with the corrections of all families.
 """

@@ -1,4 +1,4 @@
-"""What ONNX does not know of onnxruntime's own operators."""
+"""onnxruntime's own operators: their domain, and schemas that ONNX lacks."""
 
 import onnx
 from onnx.defs import OpSchema
@@ -7,10 +7,10 @@ MICROSOFT = "com.microsoft"
 
 
 def correct_schemas() -> None:
-    """Tells ONNX, once a process, of what onnxruntime defines in ONNX's own domain.
+    """Registers with ONNX, once per process, an operator of onnxruntime in ONNX's own domain.
 
-    Its optimiser and its exporters of language models put SimplifiedLayerNormalization there,
-    which ONNX's checker would refuse.
+    onnxruntime's optimiser and its exporters of language models use SimplifiedLayerNormalization
+    there, which ONNX's checker would otherwise refuse.
     """
     if onnx.defs.has(_SIMPLIFIED):
         return

@@ -1,7 +1,7 @@
-"""A node, and where to emit what stands in its place: `EmittedNode`.
+"""A node and the builder that emits its replacement: `EmittedNode`.
 
-Local forms, bodies and gradients read their node and emit in the same words. They differ in what a
-value is: `LocalNode` has local operands and shapes, `BodyNode` and `GradNode` have those of the
+Local forms, bodies and gradients read their node and emit nodes in the same way. Only the values
+differ: `LocalNode` has local operands and shapes, `BodyNode` and `GradNode` have those of the
 undivided program.
 """
 
@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-import numpy as np
 import onnx_ir as ir
 
 from onnxpar.core.errors import ModelError, OnnxparError, RuleError
@@ -22,11 +21,11 @@ AnyBuilder = TypeVar("AnyBuilder", bound=Builder, covariant=True)
 
 @dataclass(frozen=True)
 class EmittedNode(Generic[AnyBuilder]):
-    """A node, and the builder of what stands in its place.
+    """A node, and the builder that emits its replacement.
 
     Attributes:
-        view: The node of the undivided graph and what is known of it.
-        builder: Where nodes are emitted.
+        view: The node of the undivided graph, with its shapes and constants.
+        builder: The builder.
     """
 
     view: NodeView
@@ -51,12 +50,12 @@ class EmittedNode(Generic[AnyBuilder]):
 
     @property
     def table(self) -> SymbolTable:
-        """What is known of the symbols."""
+        """The symbols and their constraints."""
         return self.view.table
 
     @property
     def operands(self) -> Sequence[ir.Value | None]:
-        """The operands, None for those that are absent."""
+        """The operands; None for absent ones."""
         return self.view.node.inputs
 
     def has(self, index: int) -> bool:
@@ -75,13 +74,13 @@ class EmittedNode(Generic[AnyBuilder]):
         return self.view.attr(name, default)
 
     def fail(self, expected: str, kind: type[OnnxparError] = ModelError) -> OnnxparError:
-        """Returns the error that names the node and says what was expected of it."""
+        """Returns an error that names the node and says what was expected."""
         return self.view.fail(expected, kind)
 
     # -- emission --------------------------------------------------------------------------------
 
     def shape(self, value: ir.Value) -> tuple[Dim, ...]:
-        """Shape of any value, in the builder's terms."""
+        """Shape of any value that the builder knows."""
         return self.builder.shape_of(value)
 
     def op(
@@ -93,11 +92,11 @@ class EmittedNode(Generic[AnyBuilder]):
         domain: str = "",
         **attributes: Any,
     ) -> ir.Value:
-        """Emits an operator with one output; shape and dtype default to the first input's."""
+        """Emits an operator with one result; shape and dtype default to the first input's."""
         return self.builder.op(
             op_type, *inputs, shape=shape, dtype=dtype, domain=domain, **attributes
         )
 
     def number(self, value: float, like: ir.Value) -> ir.Value:
         """A scalar constant of the dtype of `like`."""
-        return self.builder.const(np.array(value), like.dtype)
+        return self.builder.const(value, like.dtype)

@@ -1,24 +1,23 @@
-"""Operators without a rule whose body is ours: where ONNX's is missing, or worse to divide.
+"""Operators without a rule whose body is ours, since ONNX's body is missing or harder to shard.
 
-Operators that ONNX's own bodies serve well need no entry: they are replaced without being asked.
+Operators for which ONNX's own bodies suffice need no record: they are always replaced.
 """
 
 from collections.abc import Sequence
 
 import onnx_ir as ir
 
-from onnxpar.core.symbols import Dim
 from onnxpar.ops.body_node import BodyNode
 from onnxpar.ops.operator import BY_BODY, OpDef, expanded
 
 
 def center_crop_pad_body(node: BodyNode) -> Sequence[ir.Value]:
-    """A Slice of the dims that are cut and a Pad of those that grow; the others are left alone.
+    """A Slice of the dims that shrink and a Pad of those that grow; other dims are not touched.
 
-    ONNX's body pads and cuts every dim, by numbers that it computes when the model runs.
+    ONNX's body pads and slices every dim, by numbers that it computes when the model runs.
 
     Raises:
-        ModelError: It is unknown which dims are cut and which grow; ONNX's body is then taken.
+        ModelError: It is unknown which dims shrink and which grow; ONNX's body is then used.
     """
     x, view = node.input(0), node.view
     shape = list(node.shape(x))
@@ -27,7 +26,7 @@ def center_crop_pad_body(node: BodyNode) -> Sequence[ir.Value]:
     axes = [int(a) % rank for a in view.attr("axes", range(rank))]
     if target is None or len(target) != len(axes):
         raise node.fail("expected a target shape that is known before the model runs")
-    starts: dict[int, tuple[int, int]] = {}
+    kept: dict[int, tuple[int, int]] = {}
     pads = [0] * (2 * rank)
     for axis, wanted in zip(axes, target, strict=True):
         have = shape[axis]
@@ -37,31 +36,21 @@ def center_crop_pad_body(node: BodyNode) -> Sequence[ir.Value]:
             raise node.fail(f"expected to know whether dim {axis} shrinks or grows")
         if wanted < have:
             start = (have - wanted) // 2
-            starts[axis] = start, start + wanted
+            kept[axis] = start, start + wanted
         else:
             before = (wanted - have) // 2
             pads[axis], pads[rank + axis] = before, wanted - have - before
     y = x
-    if starts:
-        y = _cut(node, y, shape, starts)
+    if kept:
+        for axis, (start, end) in kept.items():
+            shape[axis] = end - start
+        first, last = ([bounds[i] for bounds in kept.values()] for i in (0, 1))
+        operands = map(node.builder.const, (first, last, list(kept)))
+        y = node.op("Slice", y, *operands, shape=shape)
     if any(pads):
-        shape = [
-            size + pads[axis] + pads[rank + axis] if pads[axis] or pads[rank + axis] else size
-            for axis, size in enumerate(node.shape(y))
-        ]
+        shape = [size + pads[axis] + pads[rank + axis] for axis, size in enumerate(shape)]
         y = node.op("Pad", y, node.builder.const(pads), shape=shape)
     return [y]
-
-
-def _cut(
-    node: BodyNode, x: ir.Value, shape: Sequence[Dim], ranges: dict[int, tuple[int, int]]
-) -> ir.Value:
-    cut: list[Dim] = list(shape)
-    for axis, (start, end) in ranges.items():
-        cut[axis] = end - start
-    starts, ends = ([pair[i] for pair in ranges.values()] for i in (0, 1))
-    operands = (node.builder.const(values) for values in (starts, ends, list(ranges)))
-    return node.op("Slice", x, *operands, shape=cut)
 
 
 DEFS: tuple[OpDef, ...] = (

@@ -1,12 +1,13 @@
-"""Operators of the domain `onnxpar` that say in standard operators what they compute: `Function`.
+"""Operators of the domain `onnxpar` that have a body of standard operators: `Function`.
 
-They exist for speed: one node, where standard operators need many passes over memory. A graph that
-calls one carries it as a model-local function. onnxruntime takes a registered kernel of the same
-name where there is one and the function where there is none, so the graph means the same without
-the runtime's library.
+They exist for speed: one node replaces standard operators that need many passes over memory. A
+graph that calls one carries its body as a model-local function. onnxruntime uses a registered
+kernel of the same name if there is one, and the function otherwise. So the graph means the same
+without the runtime's library.
 
-Functions are generic in the element type T of their tensors; optimizers' are called with float32
-or float64. Scalars of optimizers are float64 and are rounded to T where they meet a tensor.
+Functions are generic in the element type T of their tensors; those of optimizers are called with
+float32 or float64. Scalars of optimizers are float64 and are rounded to T before they are combined
+with a tensor.
 """
 
 from collections.abc import Iterable
@@ -27,10 +28,10 @@ class Function:
 
     Attributes:
         name: Name of the operator.
-        inputs: Names of its inputs, all of which must be given.
-        outputs: Names of its outputs; the last ones may be left out.
+        inputs: Names of its inputs, which are all required.
+        outputs: Names of its outputs; the last ones are optional.
         body: Its nodes, in ONNX's text form.
-        attributes: Names of its attributes, all of which must be given.
+        attributes: Names of its attributes, which are all required.
     """
 
     name: str
@@ -50,7 +51,7 @@ class Function:
 
 
 def attach_functions(model: ir.Model, known: Iterable[Function]) -> None:
-    """Gives a model the functions that its nodes call, of those that are known; it is changed."""
+    """Adds those of the `known` functions to a model that its nodes call; the model is changed."""
     opset = default_opset(model.opset_imports)
     functions = {function.name: function for function in known}
     for node in model.graph:

@@ -1,10 +1,10 @@
-"""What a gradient rule sees and may emit: `GradNode`.
+"""The view and the builder of a gradient: `GradNode`.
 
-A rule gets the cotangents of a node's outputs and returns those of its inputs (reverse-mode
-automatic differentiation on the global graph; the cotangent of y is ∂loss/∂y, shaped as y). It may
-read the node's operands and results, ask for further outputs that the forward operator offers
-(statistics, masks), and emit any operator that has an `OpDef`. Collectives never occur: what it
-emits is divided later, as everything else is.
+A gradient gets the cotangents of a node's results and returns those of its operands (reverse-mode
+automatic differentiation on the undivided graph; the cotangent of y is ∂loss/∂y and has the shape
+of y). It may read the node's operands and results, ask for further outputs of the forward operator
+(statistics, masks), and emit any operator that has an `OpDef`. It emits no collectives: its nodes
+are partitioned later, like all others.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,12 +27,12 @@ class InnerGradients(Protocol):
     def expand(
         self, builder: GlobalBuilder, variables: Sequence[ir.Value], results: Sequence[ir.Value]
     ) -> None:
-        """Replaces the nodes of the builder's graph that are differentiated by their body.
+        """Replaces those nodes of the builder's graph whose gradient is that of their body.
 
         Args:
-            builder: Over the body.
-            variables: What is differentiated by.
-            results: What is differentiated.
+            builder: The builder of the body's graph.
+            variables: The values to differentiate by.
+            results: The values to differentiate.
         """
 
     def differentiate(
@@ -44,9 +44,9 @@ class InnerGradients(Protocol):
         """Appends the gradient of the nodes of the builder's graph.
 
         Args:
-            builder: Over the body.
+            builder: The builder of the body's graph.
             cotangents: The cotangent of each result that has one.
-            variables: What to differentiate by: inputs of the body, or values of outer graphs.
+            variables: The values to differentiate by: inputs of the body or values of outer graphs.
 
         Returns:
             The cotangent of each variable on which a result with a cotangent depends.
@@ -55,14 +55,14 @@ class InnerGradients(Protocol):
 
 @dataclass(frozen=True)
 class GradNode(EmittedNode[GlobalBuilder]):
-    """A node of the global graph whose cotangents are known.
+    """A node of the undivided graph, with the cotangents of its results.
 
     Attributes:
-        view: The node and what is known of it.
-        builder: Where nodes are emitted.
-        cotangents: Cotangent of each output, of its shape and dtype; None where the loss does not
-            depend on it.
-        wanted: Indices of the inputs whose cotangent is needed; others may be left out.
+        view: The node, with its shapes and constants.
+        builder: The builder.
+        cotangents: Cotangent of each output, with its shape and dtype; None if the loss does not
+            depend on that output.
+        wanted: Indices of the operands whose cotangent is needed; others may be omitted.
         inner: Differentiates bodies.
     """
 
@@ -79,10 +79,10 @@ class GradNode(EmittedNode[GlobalBuilder]):
     def further_output(
         self, index: int, dtype: ir.DataType | None, shape: Sequence[Dim]
     ) -> ir.Value:
-        """Result `index` of the forward node, which is made to have it if it does not yet.
+        """Result `index` of the forward node, which is added if the node lacks it.
 
-        For statistics that the operator computes anyway (LayerNormalization's mean and inverse
-        deviation, Dropout's mask, the log-probabilities of SoftmaxCrossEntropyLoss).
+        This serves statistics that the operator computes anyway (LayerNormalization's mean and
+        inverse deviation, Dropout's mask, the log-probabilities of SoftmaxCrossEntropyLoss).
         """
         node = self.view.node
         if len(node.outputs) <= index:
@@ -94,7 +94,7 @@ class GradNode(EmittedNode[GlobalBuilder]):
         return value
 
     def cotangent(self, index: int = 0) -> ir.Value:
-        """Cotangent of result `index`, which must not be None."""
+        """Cotangent of result `index`; RuleError if the loss does not depend on it."""
         value = self.cotangents[index]
         if value is None:
             raise self.fail(
@@ -111,13 +111,11 @@ class GradNode(EmittedNode[GlobalBuilder]):
     # -- emission --------------------------------------------------------------------------------
 
     def fused(self, function: Function, *inputs: ir.Value, **attributes: Any) -> ir.Value:
-        """Emits a fused gradient of one output, shaped as the first input."""
+        """Emits a fused gradient with one output, which has the shape of the first input."""
         return self.op(function.name, *inputs, domain=DOMAIN, **attributes)
 
     def unbroadcast(self, x: ir.Value, index: int) -> ir.Value:
-        """Sums `x`, shaped as a broadcast of input `index`, down to the shape of that input.
-
-        Dims that the input does not have are summed away, dims of size 1 summed and kept.
+        """Sums `x`, which has a shape that input `index` was broadcast to, to the input's shape.
 
         Raises:
             ModelError: It is unknown before the model runs whether a dim is 1.
@@ -127,16 +125,13 @@ class GradNode(EmittedNode[GlobalBuilder]):
         extra = len(have) - len(want)
         axes = list(range(extra))
         for position, size in enumerate(want):
-            whole = have[extra + position]
-            if size == 1 and whole != 1:
+            broadcast = have[extra + position]
+            if size == 1 and broadcast != 1:
                 axes.append(extra + position)
-            elif isinstance(size, int) or self.builder.table.equal(size, whole):
-                continue
-            else:
-                raise self.view.fail(
-                    f"dim {position} of input "
-                    f"{index} is {dim_str(size)} and is combined with {dim_str(whole)}: a "
-                    "gradient needs to know whether it is broadcast"
+            elif not isinstance(size, int) and not self.table.equal(size, broadcast):
+                raise self.fail(
+                    f"dim {position} of input {index} is {dim_str(size)} and is combined with "
+                    f"{dim_str(broadcast)}: a gradient needs to know whether it is broadcast"
                 )
         if axes:
             x = self.builder.reduce("ReduceSum", x, axes, keepdims=extra == 0)

@@ -1,7 +1,7 @@
-"""Shape inference by the library's functions, and by those of records that correct them.
+"""Shape inference by `onnx-shape-inference`, with corrections from the records of operators.
 
-A size that is wrong is worse than one that is unknown, since the split of everything behind it
-follows from it. What corrects `onnx-shape-inference` is the slot `infer` of an operator's record.
+A wrong size is worse than an unknown size, since the sharding of all later values follows from it.
+The slots `infer` and `values` of an operator's record correct the library.
 """
 
 from functools import cache, partial
@@ -20,16 +20,16 @@ from onnxpar.ops.slots import InferFn, Library, LibraryFn
 
 
 class _Corrected:
-    """The functions of operators that are corrected; of all others what the library has by now.
+    """Our functions of corrected operators; the library's functions of all others.
 
-    So shape inference that a user registers with the library is found, whenever that is done.
+    The library is asked each time, so that functions that a user registers later are found.
     """
 
     def __init__(self) -> None:
         self.own = OpShapeInferenceRegistry()
 
     def collect(self) -> None:
-        """Loads the library's functions, as its engine asks for."""
+        """Loads the library's functions; its engine calls this."""
         registry.collect()
 
     def get(self, domain: str, op_type: str, version: int) -> LibraryFn | None:
@@ -40,9 +40,10 @@ class _Corrected:
 
 
 def _engine(functions: _Corrected) -> ModuleType:
-    """A copy of the library's engine that looks functions up in the registry given.
+    """A copy of the library's engine that looks functions up in `functions`.
 
-    The engine takes no registry: it looks up a global one, which other code of the process may use.
+    The engine takes no registry as an argument. It uses a global one, which other code in the
+    process may use as well.
     """
     spec = spec_from_file_location(
         f"{_library_engine.__name__}_of_onnxpar", _library_engine.__file__
@@ -55,7 +56,7 @@ def _engine(functions: _Corrected) -> ModuleType:
 
 
 def _infer_fn(definition: OpDef) -> InferFn | None:
-    """The correction of an operator; that of operators that broadcast is derived."""
+    """The correction of an operator; operators that broadcast share one."""
     if definition.infer is not None:
         return definition.infer
     return infer_broadcast if definition.broadcasts else None
@@ -87,7 +88,7 @@ class Inference:
     """
 
     def __init__(self, operators: Registry) -> None:
-        """Collects what the records correct; of all versions that the library tells apart."""
+        """Collects the corrections in the records, for each version that the library knows."""
         registry.collect()
         self.functions = _Corrected()
         self._engine = _engine(self.functions)
@@ -105,9 +106,9 @@ class Inference:
         """Infers the shapes of all values of a model, which is changed.
 
         Raises:
-            ShapeInferenceError: A node's operands do not fit one another.
-            OpUsageError: A node is not what its operator allows.
-            ValueError: As these.
+            ShapeInferenceError: The operands of a node do not fit together.
+            OpUsageError: A node is not legal.
+            ValueError: A node is not legal, in functions of the library that raise this.
         """
         self._engine.infer_symbolic_shapes(
             model, warn_on_missing=False, adopt_declared_symbols=False
@@ -116,5 +117,5 @@ class Inference:
 
 @cache
 def inference(operators: Registry) -> Inference:
-    """Returns shape inference by a table of operators, which is made once."""
+    """Returns shape inference by a table of operators; it is made only once."""
     return Inference(operators)

@@ -1,7 +1,4 @@
-"""What memory the kernel of a node takes: outputs in the memory of an operand, and room to work.
-
-What a kernel does is said in the record of its operator (`onnxpar.ops.slots.Kernel`).
-"""
+"""The memory that the kernel of a node uses, from the record of its operator (`Kernel`)."""
 
 from collections.abc import Sequence
 
@@ -12,7 +9,7 @@ from onnxpar.ops.slots import PLAIN, Kernel, KernelCall, Shape
 
 
 def kernel(node: ir.Node, registry: Registry) -> Kernel:
-    """Returns what the kernel of a node, or its local form, does with memory."""
+    """Returns how the kernel of a node, or its local form, uses memory."""
     definition = registry.of(node)
     return PLAIN if definition is None else definition.memory
 
@@ -20,11 +17,11 @@ def kernel(node: ir.Node, registry: Registry) -> Kernel:
 def call(
     node: ir.Node, inputs: Sequence[Shape | None], outputs: Sequence[Shape | None], itemsize: int
 ) -> KernelCall:
-    """Returns a node as its kernel sees it.
+    """Returns the call of a node's kernel.
 
     Args:
         node: The node.
-        inputs: Shape of each operand, None where it is absent or unknown.
+        inputs: Shape of each operand; None if it is absent or unknown.
         outputs: Shape of each result.
         itemsize: Bytes of an element of the first result.
     """

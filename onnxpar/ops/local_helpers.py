@@ -1,6 +1,7 @@
-"""Pieces that several local forms share: axes, reductions, indices of a shard."""
+"""Helpers of local forms: axes, reductions, indices of a shard."""
 
 from collections.abc import Callable, Sequence
+from math import prod
 
 import numpy as np
 import onnx_ir as ir
@@ -26,13 +27,13 @@ def normal_axes(
 
     Args:
         view: The node.
-        axes: The axes, of which negative ones count from the end.
-        rank: Rank of the tensor that they are of.
-        name: Name of the attribute or input that gives them.
+        axes: The axes; negative ones count from the end.
+        rank: Rank of the tensor.
+        name: Name of the attribute or input that gives the axes.
 
     Raises:
-        NodeError: An axis is not of a tensor of that rank.
-        ModelError: An axis stands twice, which some operators take.
+        NodeError: A tensor of this rank does not have such an axis.
+        ModelError: An axis occurs twice, which some operators accept.
     """
     if any(not -rank <= a < rank for a in axes):
         raise view.fail(
@@ -57,7 +58,7 @@ def axis_of(view: NodeView, default: int) -> int:
 
 
 def reduced_axes(view: NodeView) -> tuple[int, ...] | None:
-    """Returns the axes that a Reduce node reduces; None where it reduces nothing.
+    """Returns the axes that a Reduce node reduces; None if it reduces nothing.
 
     Raises:
         ModelError: The axes are an input that is not constant.
@@ -90,17 +91,15 @@ def with_padding(node: LocalNode, operand: int, fill: float = 0) -> ir.Value:
 
 
 def reduced(shape: Sequence[Dim], axes: Sequence[int]) -> list[Dim]:
-    """Returns `shape` with ones at `axes`."""
+    """Returns `shape` with size 1 at `axes`."""
     return [1 if axis in axes else size for axis, size in enumerate(shape)]
 
 
 def count_of(node: LocalNode, sizes: Sequence[Dim], dtype: ir.DataType) -> ir.Value:
     """Returns the product of global sizes as a tensor of shape [1] and type `dtype`."""
-    total: Dim = 1
-    for size in sizes:
-        total = total * size
+    total = prod(sizes)
     if isinstance(total, int):
-        return node.builder.const(np.array([total]), dtype)
+        return node.builder.const([total], dtype)
     return node.op("Cast", node.builder.size(total), dtype=dtype, shape=[1], to=int(dtype))
 
 
@@ -108,7 +107,7 @@ def iota(node: LocalNode | BodyNode, size: Dim) -> ir.Value:
     """Returns 0, 1, … size-1 as int64 [size]."""
     if isinstance(size, int):
         return node.builder.const(np.arange(size, dtype=np.int64))
-    zero, one = (node.builder.const(np.array(n, np.int64)) for n in (0, 1))
+    zero, one = map(node.builder.const, (0, 1))
     stop = node.builder.reshape(node.builder.sizes([size]), [])
     return node.op("Range", zero, stop, one, dtype=INT64, shape=[size])
 
@@ -116,7 +115,7 @@ def iota(node: LocalNode | BodyNode, size: Dim) -> ir.Value:
 def global_index(node: LocalNode, factor: str) -> ir.Value:
     """Returns the global index along `factor` of each local element, int64 [local size].
 
-    A padding element has the index it would have if its block were longer.
+    The indices of padding elements continue those of the block.
     """
     total: ir.Value | None = None
     length: Dim = 1
@@ -146,26 +145,21 @@ def locate(
     Args:
         node: The node.
         factor: The factor that is indexed.
-        index: Global indices, int64, of local shape `shape`; any out of range are nowhere.
+        index: Global indices, int64, of local shape `shape`; an index out of range is in no shard.
         shape: Their local shape.
 
     Returns:
-        For each index its place in the shard (0 where it is elsewhere), and whether it is there.
+        The place of each index in the shard (0 if it is not there), and whether it is there.
     """
     inside: ir.Value | None = None
     place: ir.Value | None = None
     zero = node.builder.const([0])
-    rest: Dim = node.size(factor)
     left = index
     components = node.components(factor)
     for position, component in enumerate(components):
         digit = left
         if position + 1 < len(components):
-            # The size of what is more minor; the quotient is exact, a product of later components.
-            rest = 1
-            for later in components[position + 1 :]:
-                rest = rest * later.size
-            stride = node.builder.size(rest)
+            stride = node.builder.size(prod(c.size for c in components[position + 1 :]))
             digit = node.op("Div", left, stride, shape=shape)
             left = node.op("Sub", left, node.op("Mul", digit, stride, shape=shape), shape=shape)
         if component.atoms:
@@ -190,7 +184,7 @@ def locate(
 def copy_or(
     special: Callable[[LocalNode], Sequence[ir.Value]],
 ) -> Callable[[LocalNode], Sequence[ir.Value]]:
-    """Returns the local form that copies the node unless one of its special factors is split."""
+    """Returns the local form that copies the node unless one of its special factors is sharded."""
 
     def local(node: LocalNode) -> Sequence[ir.Value]:
         return special(node) if node.split_factors("special") else node.copy()
@@ -203,9 +197,9 @@ def copy_or(
 def written_out(
     form: Callable[[LocalNode], Sequence[ir.Value]], axes: Callable[[NodeView], Sequence[int]]
 ) -> Callable[[LocalNode], Sequence[ir.Value]]:
-    """Returns the local form for an operator of axes for which CUDA has no kernel in any opset.
+    """Returns the local form of an operator for which CUDA has no kernel in any opset.
 
-    It is written out whatever is split, and copied only where there are no axes.
+    Other operators replace the node, sharded or not; it is copied only if it has no axes.
     """
 
     def local(node: LocalNode) -> Sequence[ir.Value]:

@@ -1,4 +1,4 @@
-"""How a node is written for one device: `LocalNode`, what a local form may ask and emit."""
+"""The view and the builder of a local form: `LocalNode`."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from onnxpar.ops.emitted_node import EmittedNode
 from onnxpar.resharding.routes import moved_bytes
 
 Captured = tuple[ir.Value, Sharding, ir.Value, bool]
-"""What a body captures: the global value, its sharding, the local one, whether padding is 0."""
+"""A captured value of a body: global value, sharding, local value, whether its padding is zero."""
 
 PartitionBody = Callable[
     [
@@ -31,23 +31,23 @@ PartitionBody = Callable[
     ],
     ir.Graph,
 ]
-"""Returns a body written for one device, given the builder of the graph around it, the plan of each
-of its nodes, what it captures, and the shardings of its inputs and of its results."""
+"""Returns the body for one device, given the builder of the graph around it, the body, the plan of
+each of its nodes, the values that it captures, and the shardings of its inputs and results."""
 
 
 @dataclass(frozen=True)
 class LocalNode(EmittedNode[LocalBuilder]):
-    """A node about to be emitted for one device.
+    """A node that is emitted for one device.
 
     Attributes:
-        view: The node of the global graph.
+        view: The node of the undivided graph.
         plan: How it is sharded.
-        builder: Where nodes are emitted.
-        inputs: Local operands, already in the shardings that the plan wants. Padding of a factor
-            that a reduction runs over already holds the reduction's identity. An operand that is
-            taken as it lies (`*`) may be None.
-        zero: For each operand, whether its padding is known to be zero.
-        partition_body: Writes a body of the node for one device.
+        builder: The builder.
+        inputs: Local operands, in the shardings of the plan. Padding along a reduced factor has the
+            identity of the reduction. An operand that the rule takes in any sharding (`*`) may be
+            None.
+        zero: Whether the padding of each operand is known to be zero.
+        partition_body: Partitions a body of the node.
     """
 
     plan: NodePlan
@@ -70,11 +70,11 @@ class LocalNode(EmittedNode[LocalBuilder]):
         return factor_sizes(self.plan.rule, self.view)[factor]
 
     def components(self, factor: str) -> DimSharding:
-        """Components of a factor, one whole component where it is not split."""
+        """Components of a factor; a single one without atoms if it is not sharded."""
         return self.plan.factors.get(factor) or (Component(self.size(factor)),)
 
     def atoms(self, factor: str) -> Atoms:
-        """Atoms that split a factor."""
+        """Atoms that shard a factor."""
         return tuple(a for c in self.components(factor) for a in c.atoms)
 
     def local_size(self, factor: str) -> Dim:
@@ -82,14 +82,14 @@ class LocalNode(EmittedNode[LocalBuilder]):
         return prod(local_size(c, self.mesh, self.table) for c in self.components(factor))
 
     def is_even(self, factor: str) -> bool:
-        """Whether the split of a factor is proved to leave no padding."""
+        """Whether the sharding of a factor is proved to leave no padding."""
         return all(
             not c.atoms or self.view.table.divisible(c.size, self.mesh.count(c.atoms))
             for c in self.components(factor)
         )
 
     def split_factors(self, kind: str | None = None) -> tuple[str, ...]:
-        """Factors that the plan splits, in the order of the rule; of one kind where it is given."""
+        """Factors that the plan shards, in the order of the rule; only those of `kind` if given."""
         kinds = self.plan.rule.kinds
         return tuple(f for f in kinds if self.atoms(f) and kind in (None, kinds[f]))
 
@@ -119,13 +119,11 @@ class LocalNode(EmittedNode[LocalBuilder]):
     ) -> tuple[ir.Value, ...]:
         """Emits the same operator in local shapes; `attributes` replace or (None) drop its own."""
         node = self.view.node
-        merged: dict[str, object] = dict(node.attributes)
-        for key, value in (attributes or {}).items():
-            merged[key] = value
+        merged = {**node.attributes, **(attributes or {})}
         kept = {k: v for k, v in merged.items() if v is not None}
         known = self.view.env.shapes
         outputs = [
-            # Of an unknown rank nothing is said, rather than that it is 0.
+            # A result of unknown rank gets no shape, rather than rank 0.
             (out.dtype, self.out_shape(i) if out.name in known or not out.name else None)
             for i, out in enumerate(node.outputs)
         ]
@@ -144,7 +142,7 @@ class LocalNode(EmittedNode[LocalBuilder]):
         return made
 
     def all_reduce(self, x: ir.Value, atoms: Atoms, reduction: str = "sum") -> ir.Value:
-        """Emits an AllReduce of local `x` inside the node's local algorithm."""
+        """Emits an AllReduce of local `x`; returns `x` itself if there are no atoms."""
         if not atoms:
             return x
         return self.builder.collective(
@@ -184,7 +182,7 @@ class LocalNode(EmittedNode[LocalBuilder]):
         Args:
             x: A local value laid out as operand `operand`.
             operand: Index of the input whose dims `x` has.
-            factor: Factor whose padding is set.
+            factor: The factor whose padding is set.
             fill: A number, or "lowest"/"highest" for the ends of the dtype's range.
             known_zero: Whether the padding is known to hold zero.
         """

@@ -1,8 +1,9 @@
-"""What one device computes and moves for its share of a node, where the rule does not say it.
+"""The arithmetic operations and bytes of one device's share of a node.
 
-The default (`by_rule`) counts a product for every point of the factors where two operands share a
-factor that no result has, as MatMul and Einsum do, and one operation for each element of the
-largest operand elsewhere; all operands are read and all results written once.
+The default (`by_rule`) counts a multiplication and an addition for every combination of factors if
+two operands share a factor that no result has, as in MatMul and Einsum. Otherwise it counts one
+operation for each element of the largest tensor. All operands are read and all results written
+once.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,12 +22,12 @@ class Share:
 
     Attributes:
         rule: The node's rule.
-        view: What the rule saw: attributes and global shapes.
+        view: The node's attributes and global shapes.
         factors: Local size of each factor.
-        inputs: Local shape of each operand; None where it is absent or its elements are not read.
+        inputs: Local shape of each operand; None if it is absent or its elements are not read.
         outputs: Local shape of each result.
-        input_bytes: Bytes of the local part of each operand, 0 where there is none.
-        output_bytes: Bytes of the local part of each result.
+        input_bytes: Bytes of each local operand; 0 if its shape is None.
+        output_bytes: Bytes of each local result.
     """
 
     rule: OpRule
@@ -43,13 +44,13 @@ class Share:
         return sum(self.input_bytes) + sum(self.output_bytes)
 
     def input(self, index: int) -> Shape:
-        """Local shape of an operand, () where it is absent."""
+        """Local shape of an operand; () if it is absent."""
         return (self.inputs[index] if index < len(self.inputs) else None) or ()
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Arithmetic operations, and bytes read and written; both 0 for what is nothing but a name."""
+    """Arithmetic operations, and bytes read and written; both are 0 for a view."""
 
     flops: float
     traffic: float
@@ -59,7 +60,7 @@ CostFn = Callable[[Share], Cost]
 
 
 def by_rule(share: Share) -> Cost:
-    """Counts from the rule's factors; see the module."""
+    """Counts by the rule's factors, as the module says."""
     rule = share.rule
     made = {f for o in rule.outputs for names in o.dims for f in names}
     read = [{f for names in i.dims for f in names} for i in rule.inputs if i.mode != ANY]
@@ -71,28 +72,28 @@ def by_rule(share: Share) -> Cost:
 
 
 def view_only(share: Share) -> Cost:
-    """A view of what is there: nothing is computed, nothing moves."""
+    """A view of its operand: it computes nothing and moves nothing."""
     return Cost(0.0, 0.0)
 
 
 def moves(share: Share) -> Cost:
-    """Everything is read and written once, however many factors the rule has."""
+    """All is read and written once, and nothing computed."""
     return Cost(0.0, share.bytes)
 
 
 def selects(share: Share) -> Cost:
-    """Reads of each operand no more than it writes: rows of a table, a part of a tensor."""
+    """Reads at most as much of each operand as it writes: rows of a table, a part of a tensor."""
     written = sum(share.output_bytes)
     return Cost(0.0, written + sum(min(size, written) for size in share.input_bytes))
 
 
 def convolves(image: int | None, weight: int | None) -> CostFn:
-    """Each element of one tensor meets all of the weight but its first dim.
+    """Each element of an image is multiplied by the weights of its channel.
 
     Args:
-        image: Operand of that tensor; None for the result.
-        weight: Operand of the weight, whose first dim are the channels of that tensor; None for
-            the result.
+        image: Operand of the image; None for the result.
+        weight: Operand of the weights, whose first dim is the channels of the image; None for the
+            result.
     """
 
     def cost(share: Share) -> Cost:
@@ -104,10 +105,10 @@ def convolves(image: int | None, weight: int | None) -> CostFn:
 
 
 def attends(past: int) -> CostFn:
-    """Queries meet all keys, and the scores all values; operands 0 and 1 are queries and keys.
+    """Queries are multiplied by all keys, and scores by all values; operands 0 and 1 are q and k.
 
     Args:
-        past: Operand of the earlier keys, put before the new ones where there are any.
+        past: Operand of the keys of earlier positions, if there are any.
     """
 
     def cost(share: Share) -> Cost:
@@ -135,12 +136,12 @@ def keeps_state(share: Share) -> Cost:
 
 
 def routes(*weights: int, bits: int = 8) -> CostFn:
-    """Each token meets the weights of the experts that it is sent to.
+    """Each token is multiplied by the weights of its experts.
 
     Args:
-        *weights: Operands that are weights, an expert in each of the first dim.
-        bits: Of an element of a weight in each of its bytes, where no attribute says it; 8 where
-            none are packed.
+        *weights: Operands that are weights; their first dim is the experts.
+        bits: Bits of a weight's element, unless the attribute `expert_weight_bits` gives them; 8 if
+            elements are not packed.
     """
 
     def cost(share: Share) -> Cost:

@@ -24,9 +24,9 @@ class Rules:
 
     Attributes:
         by_node: The sharding rules.
-        views: What the rules saw.
-        reasons: For nodes that are replicated: why.
-        ops: The operator definition of each node that has one and is not replicated.
+        views: The nodes with their shapes and constants, as the rules saw them.
+        reasons: Why a node is replicated, for each node without a rule of its operator.
+        ops: The record of each node's operator, except for nodes in `reasons`.
     """
 
     by_node: Mapping[str, OpRule]
@@ -36,13 +36,13 @@ class Rules:
 
     @cached_property
     def costs(self) -> Mapping[str, CostFn]:
-        """What a device computes and moves, for nodes whose operator says it."""
+        """The costs of nodes whose operator's record gives them."""
         costs = ((name, op.cost) for name, op in self.ops.items())
         return {name: cost for name, cost in costs if not isinstance(cost, Missing)}
 
 
 def find_rules(model: ir.Model, env: ShapeEnv, registry: Registry) -> Rules:
-    """Returns the rule of every node; one that has none is replicated, with the reason.
+    """Returns the rule of every node; a node without one is replicated, with the reason.
 
     Args:
         model: The normalised model; it is not changed.
@@ -50,7 +50,7 @@ def find_rules(model: ir.Model, env: ShapeEnv, registry: Registry) -> Rules:
         registry: The operators.
 
     Raises:
-        NodeError: An attribute or a constant operand is not legal, so there is nothing to compute.
+        NodeError: An attribute or a constant operand is not legal, so the node cannot run.
     """
     return graph_rules(model.graph, env, model.opset_imports, registry)
 
@@ -62,8 +62,8 @@ def graph_rules(
 
     Args:
         nodes: The nodes, whose names differ.
-        env: Shapes of what they read and make.
-        opsets: Version of each domain; 1 where it is not said.
+        env: Shapes of their operands and results.
+        opsets: Version of each domain; 1 if it is missing.
         registry: The operators.
     """
     rules: dict[str, OpRule] = {}
@@ -84,12 +84,12 @@ def graph_rules(
             try:
                 view = views[name] = with_bodies(view, definition, registry)
                 rule = settle(definition.rule(view), view)
-                # Layers that are alike have one rule, which is its own equal at a glance.
+                # Equal layers share one rule object, which makes comparisons fast.
                 rules[name] = same.setdefault(rule, rule)
                 ops[name] = definition
                 continue
             except NodeError as error:
-                # Of a body it is not the user's mistake: it holds what only the run decides.
+                # In a body this is no mistake of the user: the branch may never run.
                 if not view.origin:
                     raise
                 reasons[name] = str(error)
@@ -104,15 +104,15 @@ def graph_rules(
 
 
 def with_bodies(view: NodeView, definition: OpDef | None, registry: Registry) -> NodeView:
-    """Returns what a rule sees of a node, with its bodies where the operator's rule reads them.
+    """Returns the view of a node, with its bodies if the operator's rule reads them.
 
     Args:
         view: The node.
-        definition: Of its operator, if it has one.
+        definition: The record of its operator, if there is one.
         registry: The operators.
 
     Raises:
-        NodeError: As `find_rules`, of a node in a body.
+        NodeError: As `find_rules`, for a node in a body.
     """
     if definition is None or not definition.reads_bodies:
         return view

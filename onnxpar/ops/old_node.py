@@ -1,7 +1,7 @@
-"""A node of an old opset, as the functions see it that write it for a newer one: `OldNode`.
+"""The view of a node of an old opset that an upgrade changes: `OldNode`.
 
-Such a function changes the node in place. The node keeps its name, its metadata and the names of
-its results; what it needs besides stands beside it, under `<node>/…`.
+An upgrade changes the node in place. The node keeps its name, its metadata and the names of its
+results. Nodes that the upgrade adds are named `<node>/…`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,20 +14,20 @@ import onnx_ir as ir
 from onnxpar.core.errors import ModelError
 
 OPSET = 21
-"""Version of the default domain that older models are brought to; newer ones keep theirs.
+"""Version of the default domain to which older models are upgraded; newer models keep theirs.
 
-onnxruntime's CUDA provider has a kernel in it for all that it has one for in an older one."""
+onnxruntime's CUDA provider has no kernel for an older opset that it lacks for this one."""
 
 
 @dataclass(frozen=True)
 class OldNode:
-    """A node that is written for a newer version of its operator.
+    """A node that is upgraded to a newer version of its operator.
 
     Attributes:
         node: The node; it is changed.
-        shapes: Shapes of values as far as they are known. Only upgrades that ask for shapes may
-            rely on more than what the model declares.
-        fresh: Returns a name that nothing else in the model has, which begins with its argument.
+        shapes: Shapes of values as far as they are known. Only upgrades with `by_shapes` get more
+            than the shapes that the model declares.
+        fresh: Returns a name that is new in the model and begins with its argument.
     """
 
     node: ir.Node
@@ -35,19 +35,19 @@ class OldNode:
     fresh: Callable[[str], str]
 
     def input(self, index: int) -> ir.Value | None:
-        """Operand `index`; None where it is left out."""
+        """Operand `index`; None if it is absent."""
         return self.node.inputs[index] if index < len(self.node.inputs) else None
 
     def shape(self, index: int) -> ir.Shape | None:
-        """Shape of operand `index`; None where it is unknown."""
+        """Shape of operand `index`; None if it is unknown."""
         value = self.input(index)
         return None if value is None else self.shapes.get(value, value.shape)
 
     def attr(self, name: str, default: Any = None) -> Any:
-        """The value of an attribute, `default` where it is absent.
+        """The value of an attribute, or `default` if it is absent.
 
         Raises:
-            ModelError: It is the parameter of a function, which has no value here.
+            ModelError: It is a parameter of a function, which has no value here.
         """
         found = self.node.attributes.get(name)
         if found is None:
@@ -60,7 +60,7 @@ class OldNode:
         return found.as_string() if found.type == ir.AttributeType.STRING else found.value
 
     def put(self, index: int, value: ir.Value | None) -> None:
-        """Makes `value` the operand `index`."""
+        """Makes `value` operand `index`."""
         if index >= len(self.node.inputs):
             self.node.resize_inputs(index + 1)
         self.node.replace_input_with(index, value)
@@ -68,7 +68,7 @@ class OldNode:
     def become(
         self, op_type: str, inputs: Sequence[ir.Value | None], attributes: Mapping[str, Any]
     ) -> None:
-        """Makes the node one of another operator, with the results that it has."""
+        """Turns the node into one of another operator; it keeps its results."""
         self.node.op_type = op_type
         self.node.attributes.clear()
         for attribute in ir.convenience.convert_attributes(dict(attributes)):
@@ -78,16 +78,16 @@ class OldNode:
             self.node.replace_input_with(index, value)
 
     def emit(self, op_type: str, *inputs: ir.Value | None, **attributes: Any) -> ir.Value:
-        """Puts a node before this one and returns its result."""
+        """Inserts a node before this one and returns its result."""
         made = self._made(op_type, inputs, ir.convenience.convert_attributes(attributes))
         assert self.node.graph is not None
         self.node.graph.insert_before(self.node, made)
         return made.outputs[0]
 
     def follow(self, index: int, op_type: str, *others: ir.Value | None, **attributes: Any) -> None:
-        """Has those who read result `index` read what an operator makes of it and `others`.
+        """Inserts an operator after result `index`, whose readers read the new result instead.
 
-        That takes the name of the result.
+        The operator's operands are the old result and `others`. The new result takes its name.
         """
         old = self.node.outputs[index]
         made = self._made(op_type, [None, *others], ir.convenience.convert_attributes(attributes))
@@ -100,14 +100,14 @@ class OldNode:
         self.node.graph.insert_after(self.node, made)
 
     def constant(self, array: object, dtype: type[np.generic]) -> ir.Value:
-        """A constant before this node."""
+        """Inserts a constant before this node."""
         data = ir.Tensor(np.asarray(array, dtype))
         made = self.emit("Constant", value=data)
         made.type, made.shape = ir.TensorType(data.dtype), data.shape
         return made
 
     def operand(self, name: str, index: int) -> None:
-        """Makes an attribute of integers or floats the operand `index`, if the node has it."""
+        """Turns an attribute of integers or floats into operand `index`, if the node has it."""
         attribute = self.node.attributes.pop(name, None)
         if attribute is None:
             return
@@ -124,7 +124,7 @@ class OldNode:
         self.put(index, made.outputs[0])
 
     def like(self, index: int) -> None:
-        """Casts operand `index`, if there is one, to the type of the first."""
+        """Casts operand `index`, if there is one, to the type of the first operand."""
         value, first = self.input(index), self.input(0)
         if value is not None and (first is None or first.dtype != value.dtype):
             self.put(index, self.emit("CastLike", value, first))
@@ -155,11 +155,11 @@ WriteFn = Callable[[OldNode], None]
 
 @dataclass(frozen=True)
 class Upgrade:
-    """How a node is written for the version of its operator that changed its meaning or form.
+    """The upgrade of a node to a version of its operator that changed its meaning or form.
 
     Attributes:
         write: Changes the node.
-        by_shapes: Whether it writes less where it knows the shapes of operands.
+        by_shapes: Whether it needs fewer nodes if it knows the shapes of operands.
     """
 
     write: WriteFn
@@ -167,7 +167,7 @@ class Upgrade:
 
 
 def operands(**indices: int) -> Upgrade:
-    """Returns the upgrade to a version that takes attributes as the operands of these indices."""
+    """Returns the upgrade to a version in which attributes became the operands of these indices."""
 
     def write(old: OldNode) -> None:
         for name, index in indices.items():
@@ -177,7 +177,7 @@ def operands(**indices: int) -> Upgrade:
 
 
 def renamed(op_type: str) -> Upgrade:
-    """Returns the upgrade to a version that calls the operator otherwise."""
+    """Returns the upgrade to a version that renamed the operator."""
 
     def write(old: OldNode) -> None:
         old.node.op_type = op_type

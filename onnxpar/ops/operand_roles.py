@@ -1,4 +1,4 @@
-"""What an operand is to its operator: the scale or bias of a layer, or a running statistic."""
+"""The roles of operands: weight, scale or bias of a layer, running statistic."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -17,10 +17,10 @@ def _roles(node: ir.Node, registry: Registry) -> Roles:
 
 
 def is_scale_or_bias(node: ir.Node, index: int, registry: Registry) -> bool:
-    """Tells whether an operand stands where a layer has its scale or its bias.
+    """Whether an operand is in the position of a layer's scale or bias.
 
-    That is the place of one in a normalisation, Gemm or convolution, or a vector that is added to
-    or multiplied with something.
+    That is an operand of a normalisation, Gemm or convolution, or a vector that is added to or
+    multiplied by something.
     """
     value = node.inputs[index]
     if value is None or value.shape is None:
@@ -30,10 +30,10 @@ def is_scale_or_bias(node: ir.Node, index: int, registry: Registry) -> bool:
 
 
 def is_layer_bias(node: ir.Node, index: int, registry: Registry) -> bool:
-    """Tells whether an operand is a scale or bias even where it has but one element.
+    """Whether an operand is a scale or bias even if it has only one element.
 
-    A vector of one element that is added is the bias of a layer only behind the layer's product;
-    elsewhere it may as well be a constant of a formula.
+    A vector of one element that is added is a layer's bias only after the layer's product;
+    elsewhere it may be a constant of a formula.
     """
     if not is_scale_or_bias(node, index, registry):
         return False
@@ -44,31 +44,31 @@ def is_layer_bias(node: ir.Node, index: int, registry: Registry) -> bool:
 
 
 def is_statistic(node: ir.Node, index: int, registry: Registry) -> bool:
-    """Tells whether an operand is a running mean or variance, which no gradient changes."""
+    """Whether an operand is a running mean or variance, which no gradient changes."""
     return index in _roles(node, registry).statistics
 
 
 def is_identity(node: ir.Node) -> bool:
-    """Tells whether a node hands its operand on as it is."""
+    """Whether a node returns its operand unchanged."""
     return not node.domain and node.op_type == "Identity"
 
 
 def reads_elements(node: ir.Node, registry: Registry) -> bool:
-    """Tells whether a node reads more of its operands than how large they are."""
+    """Whether a node reads more of its operands than their shapes."""
     definition = registry.of(node)
     return definition is None or not definition.reads_shape_only
 
 
-# -- what an operand is, of graphs as exporters write them -----------------------------------------
+# -- roles in graphs that exporters write ----------------------------------------------------------
 
 _INVERSES: Mapping[str, str] = {"exp": "Exp", "neg": "Neg", "log": "Log"}
 
 
 def is_weight(node: ir.Node, index: int, registry: Registry) -> bool:
-    """Tells whether an operand stands where a layer has its weight.
+    """Whether an operand is in the position of a layer's weight.
 
-    That is an operand of a product, a convolution or a recurrent layer, and the table that indices
-    of the model's inputs are looked up in.
+    That is an operand of a product, a convolution or a recurrent layer, or a table in which indices
+    from the model's inputs are looked up.
     """
     roles = _roles(node, registry)
     if index not in roles.weights:
@@ -77,7 +77,7 @@ def is_weight(node: ir.Node, index: int, registry: Registry) -> bool:
 
 
 def _from_input(value: ir.Value | None, registry: Registry) -> bool:
-    """Tells whether a value is an input of the graph, rearranged at the most."""
+    """Whether a value is an input of the graph, perhaps rearranged."""
     while value is not None and (maker := value.producer()) is not None:
         if not rearranges(maker, registry):
             return False
@@ -86,19 +86,19 @@ def _from_input(value: ir.Value | None, registry: Registry) -> bool:
 
 
 def rearranges(node: ir.Node, registry: Registry) -> bool:
-    """Tells whether a node's result has the elements of its first operand, in another layout."""
+    """Whether a node's result has the elements of its first operand in another order or shape."""
     return _roles(node, registry).rearranges
 
 
 def is_instance_norm(node: ir.Node) -> bool:
-    """Tells whether a node is the operator that exporters write group norms with."""
+    """Whether a node is of the operator by which exporters write group norms."""
     return not node.domain and node.op_type == "InstanceNormalization"
 
 
 def missing_bias(node: ir.Node, registry: Registry) -> tuple[int, int] | None:
-    """Returns the index and the size of the bias that a layer may have and this one has not.
+    """Returns index and size of the bias that a node lacks, although its operator takes one.
 
-    None where it has one, where its operator takes none, or where its weight is computed.
+    None if it has a bias, if its operator takes none, or if its weight is computed.
     """
     roles = _roles(node, registry)
     if roles.bias_size is None:
@@ -117,17 +117,17 @@ def transposed(value: ir.Value, perm: tuple[int, ...]) -> ir.Node:
 
 
 def reshaped(value: ir.Value, shape: ir.Value) -> ir.Node:
-    """Returns a new node that gives a value the sizes that a 1-D int64 tensor has."""
+    """Returns a new node that gives a value the shape in a 1-D int64 tensor."""
     return ir.node("Reshape", [value, shape])
 
 
 def invertible(function: str) -> bool:
-    """Tells whether `inverted` and `applied` know an element-wise function of PyTorch."""
+    """Whether `inverted` and `applied` know an elementwise function of PyTorch."""
     return function in _INVERSES
 
 
 def inverted(function: str, array: NDArray[Any]) -> NDArray[Any]:
-    """Returns that of which an element-wise function is an array; computed in 64 bits."""
+    """Returns the array that an elementwise function maps to `array`; computed in float64."""
     wide = array.astype(np.float64)
     if function == "neg":
         found = -wide
@@ -138,5 +138,5 @@ def inverted(function: str, array: NDArray[Any]) -> NDArray[Any]:
 
 
 def applied(function: str, value: ir.Value) -> ir.Node:
-    """Returns a new node that computes an element-wise function of PyTorch."""
+    """Returns a new node that computes an elementwise function of PyTorch."""
     return ir.node(_INVERSES[function], [value])

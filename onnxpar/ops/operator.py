@@ -1,4 +1,4 @@
-"""What an operator must say to be sharded: `OpDef`."""
+"""`OpDef`: the record of an operator, with all that is known about it."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -38,22 +38,22 @@ IndicesFn = Callable[[NodeView], Iterable[tuple[int, Dim, Dim, int | None]]]
 
 @dataclass(frozen=True)
 class Missing:
-    """A slot that is not filled, and why."""
+    """A slot that is empty, and the reason."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class NotDifferentiable(Missing):
-    """Of a gradient that is no gap: nothing flows back through the operator, by what it is."""
+    """A gradient that does not exist: by its nature, the operator passes nothing back."""
 
 
 @dataclass(frozen=True)
 class ByBody:
-    """Of a gradient that is that of the operator's body.
+    """A gradient that is the gradient of the operator's body.
 
-    A node on a path from what is trained to the loss is replaced by its body before it is
-    differentiated; elsewhere the operator's own rule divides it.
+    A node on a path from a parameter to the loss is replaced by its body, which is then
+    differentiated. Elsewhere the operator's own rule shards the node.
     """
 
 
@@ -66,52 +66,74 @@ FROM_RULE = Missing("from the rule's factors")
 
 @dataclass(frozen=True)
 class OpDef:
-    """What an operator must say: how it is split, written for one device, differentiated, priced.
+    """All that is known about an operator.
+
+    Domain, name, version and rule are required. Every other slot has a default, which is correct
+    for an elementwise operator without special cases, or which makes a pass take the safe course.
 
     Attributes:
-        domain: "" for ONNX's default domain.
+        domain: Domain of the operator; "" is ONNX's default domain.
         op_type: Name of the operator.
-        since_version: First opset version for which this definition holds.
-        rule: Returns the sharding rule of a node.
-        local: Emits the node's local form; the default copies the node as it is, which is right
-            where the rule's parallel factors and partial reductions say all.
-        gradient: Emits the gradient, or BY_BODY, or why there is none.
-        cost: Counts what a device computes and moves for its share; else why the default holds.
-        keeps_zero: Whether the padding of the outputs is zero where that of all inputs is.
-        indices: Returns which operands are indices, as `(operand, least, greatest, ignored)`: the
-            range that its elements must lie in, and one element that may lie outside (None: none).
-        body: Emits what the operator does in operators that have rules; None where the function
-            body of ONNX's own schema says it, if the schema has one.
-        infer: Infers the shapes of a node's results where `onnx-shape-inference` says more, or
-            less, than is true; None where it is right, or the operator broadcasts.
-        values: Computes the elements of its results from those of its operands, where they are
-            sizes (see `onnxpar.ops.sizes.computed_sizes`).
-        folding: How its results are computed of constants when a model is read; None: they are not.
-        reads_bodies: Whether its rule and local form follow from the rules of the nodes in its
-            bodies (see `NodeView.bodies`).
-        carries_integers: Whether integers that the operator makes stand for floats, as quantised
-            ones do, so that what reads them may pass a cotangent on, which is a float.
-        draws: Tells whether a node draws random numbers. Copies would draw different ones on each
-            device, so that its local form must draw by the element's global index.
-        host_operands: Positions of the operands that a device's kernel reads in the host's memory:
-            sizes, axes, bounds, counts. As onnxruntime 1.31's CUDA provider has it, and the
-            runtime's library. What is computed on the device is copied to the host first, and the
-            host waits for it.
-        reads_shape_only: Whether it reads no element, only how many there are. Its result is then
-            left in the host's memory.
-        roles: What its operands are to a layer.
-        memory: What its kernel does with memory.
-        precision: Whether it is computed in 16 bits where the user asks for them.
-        broadcasts: Whether its operands are broadcast against one another, as numpy does.
-        windowed: Whether it slides windows over the dims of its result from the third on, so that
-            it has no result where these are empty.
-        function: Of an operator of `onnxpar`: its body, which graphs that call it carry.
-        device_function: The operator of `onnxpar`, as a function of its name, that stands for it on
-            GPUs where onnxruntime's CUDA provider has no kernel and the runtime's library has one.
-        refused: Returns why the CUDA provider refuses a node in spite of a kernel, because of an
-            attribute; None where it takes it.
-        upgrades: By version of the operator, how a node of the version before is written for it,
-            where that is not the same node. The rest holds for `OPSET` and newer.
+        since_version: First version of the domain for which the record holds. It holds until the
+            next record of the operator, and thus for the newest version.
+        rule: Returns the sharding rule of a node. It raises an error (`NodeView.fail`) with the
+            reason if this node must be replicated.
+        local: Emits the node's local form. Default: the same node on local operands, which is
+            correct if each device can compute its shard of the results from its shards of the
+            operands, perhaps as a partial value.
+        gradient: Emits the cotangents of a node's operands; or `BY_BODY`; or `Missing` with the
+            reason. Default: `Missing`, so that training through the operator is an error that names
+            it.
+        cost: Returns the arithmetic operations and bytes of a device's share of a node. Default:
+            they follow from the rule's factors (`node_cost.by_rule`).
+        keeps_zero: Whether padding of the results is zero if padding of all operands is. Default:
+            False, so that padding is set to zero where a reader needs that.
+        indices: Returns the operands that are indices, as `(operand, least, greatest, ignored)`:
+            the range of legal elements, and one element outside it that is legal too (None: none).
+            Default: no operand is an index.
+        body: Emits the operator as operators that have rules. Default: the function body in ONNX's
+            schema, if it has one.
+        reads_bodies: Whether rule and local form follow from the rules of the nodes in the node's
+            bodies (`NodeView.bodies`). Default: False, since only control flow has bodies.
+        infer: Infers the shapes of a node's results, where `onnx-shape-inference` finds too little
+            or a wrong size. Default: the library's function, which suits most operators; or
+            `infer_broadcast` if `broadcasts` is set.
+        values: Computes the elements of results that are sizes, from the elements of the operands
+            (see `onnxpar.ops.sizes.computed_sizes`). Default: they are unknown, unless
+            `onnx-shape-inference` finds them.
+        folding: How a model's reader may compute the results of constant operands. Default: not at
+            all, since a kernel may round differently.
+        carries_integers: Whether the integers that the operator makes stand for floats, as
+            quantised ones do, so that cotangents (floats) pass through readers of these integers.
+            Default: False, since integers have no gradient.
+        draws: Returns whether a node draws random numbers. Copies would draw different numbers on
+            each device, so its local form must draw by the element's global index. Default: no node
+            does.
+        host_operands: Positions of operands that the kernel of a GPU reads in host memory: sizes,
+            axes, bounds, counts. If they are computed on the device, they are copied to the host
+            first, and the host waits. The positions are those of onnxruntime 1.31's CUDA provider
+            and of the runtime's library. Default: none.
+        reads_shape_only: Whether it reads only the shape of its operands, no element. Its result
+            then stays in host memory. Default: False.
+        roles: The roles of its operands in a layer (weight, scale, bias, running statistic).
+            Default: none, as for an operator that is not a layer.
+        memory: Results that its kernel writes over operands, and memory that it needs besides.
+            Default: each result has memory of its own, and nothing else is needed.
+        precision: Whether mixed precision computes it in 16 bits. Default: it stays in float32,
+            which costs time but no accuracy.
+        broadcasts: Whether its operands are broadcast against each other as in numpy. Default:
+            False.
+        windowed: Whether it slides windows over dims 2 and up of its result, so that a model needs
+            sizes at which these dims are not empty. Default: False.
+        function: For operators of the domain `onnxpar`: the function body that graphs which call it
+            carry. Default: none, since onnxruntime, or the runtime's library, has its kernel.
+        device_function: The operator of `onnxpar`, as a function of the same name, that replaces it
+            on GPUs where only the runtime's library has a kernel. Default: none.
+        refused: Returns why the CUDA provider refuses a node although it has a kernel, because of
+            an attribute; None if it accepts the node. Default: it accepts every node.
+        upgrades: How a node of the previous version becomes one of this version, by versions of the
+            operator that changed its meaning or form. Default: none, since a node of an older
+            version then means the same. The other slots hold for `OPSET` and newer.
     """
 
     domain: str
@@ -144,10 +166,10 @@ class OpDef:
 
 
 def written_only(view: NodeView) -> OpRule:
-    """Only in the graphs of ranks: the local forms of other operators write it.
+    """It occurs only in graphs of ranks: local forms of other operators emit it.
 
     Raises:
-        ModelError: Always: an undivided graph has no such node.
+        ModelError: Always, since an undivided graph has no such node.
     """
     raise ModelError(
         f"expected an undivided graph, got node {view.name!r}: {view.op_type} is only in "
@@ -156,20 +178,20 @@ def written_only(view: NodeView) -> OpRule:
 
 
 def for_ranks(op_type: str, **slots: Any) -> OpDef:
-    """Returns the record of an operator of `onnxpar` that local forms write and nobody divides.
+    """Returns the record of an operator of `onnxpar` that occurs only in graphs of ranks.
 
     Args:
         op_type: Name of the operator.
-        **slots: What its kernels are like: slots of `OpDef`.
+        **slots: Slots of `OpDef` about its kernels.
     """
     return OpDef(DOMAIN, op_type, 1, written_only, gradient=FOR_RANKS, **slots)
 
 
 def expanded(view: NodeView) -> OpRule:
-    """Replaced by its body, in operators that have rules, before anything is sharded.
+    """It is replaced by its body before the model is sharded.
 
     Raises:
-        ModelError: Always: a node that is still there could not be replaced.
+        ModelError: Always, since a node that is still there could not be replaced.
     """
     raise ModelError(
         f"{view.op_type} is sharded through its body, but node {view.name!r} lacks the "

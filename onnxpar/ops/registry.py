@@ -19,7 +19,7 @@ class Registry:
     _index: dict[tuple[str, str], list[OpDef]] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
-        """Builds the index; RuleError where an operator is defined twice."""
+        """Builds the index; RuleError if an operator is defined twice."""
         seen: set[tuple[str, str, int]] = set()
         for op in self.defs:
             key = (op.domain, op.op_type, op.since_version)
@@ -31,7 +31,7 @@ class Registry:
             versions.sort(key=lambda op: op.since_version, reverse=True)
 
     def find(self, domain: str, op_type: str, version: int) -> OpDef | None:
-        """Returns the newest definition that holds for an opset version, or None."""
+        """Returns the definition that holds for a version of its domain, or None."""
         domain = "" if domain == "ai.onnx" else domain
         for op in self._index.get((domain, op_type), ()):
             if op.since_version <= version:
@@ -39,7 +39,7 @@ class Registry:
         return None
 
     def upgrades(self, op_type: str) -> Mapping[int, Upgrade]:
-        """Returns how nodes of an operator of the default domain are upgraded, by version."""
+        """Returns the upgrades of an operator of the default domain, by version."""
         versions = self._index.get(("", op_type), ())
         return {v: upgrade for op in versions for v, upgrade in op.upgrades.items()}
 
@@ -48,23 +48,19 @@ class Registry:
 
         Args:
             node: The node.
-            opsets: Version of each domain; 1 where it is not said.
+            opsets: Version of each domain; 1 if it is missing.
         """
-        if node.domain in ("", "ai.onnx"):
-            version = default_opset(opsets)
-        else:
-            version = opsets.get(node.domain, 1)
+        version = opsets.get(node.domain, 1) if node.domain else default_opset(opsets)
         return self.find(node.domain, node.op_type, version)
 
     def of(self, node: ir.Node) -> OpDef | None:
         """Returns the newest definition of a node's operator, or None.
 
-        It is for slots that no opset changes, such as what kernels are like.
+        It is for slots that do not depend on the opset, such as those about kernels.
         """
-        domain = "" if node.domain == "ai.onnx" else node.domain
-        found = self._index.get((domain, node.op_type))
+        found = self._index.get((node.domain, node.op_type))
         return found[0] if found else None
 
     def oldest(self, op: OpDef) -> OpDef:
-        """Returns the definition of the same operator that holds from the first version on."""
+        """Returns the first definition of the same operator."""
         return self._index[op.domain, op.op_type][-1]

@@ -1,4 +1,4 @@
-"""Operators that every device computes in full, by what they are, and one on text."""
+"""Operators on text and image files, which are replicated."""
 
 from collections.abc import Callable
 
@@ -12,7 +12,7 @@ _TEXT = "it computes on text, which no collective can transfer"
 _IMAGE = "the bytes of an image file are decoded sequentially"
 
 
-def _whole(reason: str) -> Callable[[NodeView], OpRule]:
+def _replicated(reason: str) -> Callable[[NodeView], OpRule]:
     def rule(view: NodeView) -> OpRule:
         raise view.fail(reason)
 
@@ -21,7 +21,7 @@ def _whole(reason: str) -> Callable[[NodeView], OpRule]:
 
 
 def tf_idf_rule(view: NodeView) -> OpRule:
-    """TfIdfVectorizer: rows of numbers may be split, the words of a row may not; text is whole."""
+    """TfIdfVectorizer: rows of numbers may be sharded, words of a row not; text is replicated."""
     value = view.node.inputs[0]
     if value is None or value.dtype == ir.DataType.STRING:
         raise view.fail(_TEXT)
@@ -31,7 +31,7 @@ def tf_idf_rule(view: NodeView) -> OpRule:
 
 DEFS = (
     *(
-        OpDef("", name, version, _whole(_TEXT), gradient=NOT_DIFFERENTIABLE)
+        OpDef("", name, version, _replicated(_TEXT), gradient=NOT_DIFFERENTIABLE)
         for name, version in (
             ("RegexFullMatch", 20),
             ("StringConcat", 20),
@@ -39,6 +39,6 @@ DEFS = (
             ("StringSplit", 20),
         )
     ),
-    OpDef("", "ImageDecoder", 20, _whole(_IMAGE), gradient=NOT_DIFFERENTIABLE),
+    OpDef("", "ImageDecoder", 20, _replicated(_IMAGE), gradient=NOT_DIFFERENTIABLE),
     OpDef("", "TfIdfVectorizer", 9, tf_idf_rule, gradient=NOT_DIFFERENTIABLE),
 )

@@ -1,12 +1,13 @@
-"""Greatest and least sizes that a model itself sets.
+"""Greatest and least sizes that follow from the model itself.
 
-A table of positions is cut to the length of the sequence, `table[:, :seq]`, and added to it. A
-slice beyond the end is shorter than asked for, so its size is min(64, seq), and the sum fails for
-longer sequences. All that a model can be run at has thus seq <= 64, which makes that size seq.
+A model slices a table of positions to the length of the sequence, `table[:, :seq]`, and adds it to
+the sequence. A slice beyond the end of a table of 64 rows is shorter than requested, so its size is
+min(64, seq), and the sum fails for longer sequences. So the model runs only with seq <= 64, and the
+size is seq.
 
-A convolution or pool of an image smaller than its windows has no result, so every size at which the
-model runs is one at which each of them has. From this follows that what an exporter computes of
-such sizes, rounded towards zero, is never negative.
+A convolution or pool of an image smaller than its windows has no result, so the model runs only at
+sizes where each of them has a result. Then sizes that an exporter computes from these, rounded
+towards zero, are never negative.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,11 +22,11 @@ from onnxpar.core.symbols.expressions import value_of
 from onnxpar.ops.registry import Registry
 
 _FAR = 1 << 20
-"""Least sizes beyond this are not looked for."""
+"""Greater least sizes are not searched for."""
 
 
 def size_limits(graph: ir.Graph, registry: Registry) -> dict[str, int]:
-    """Returns the greatest size of each symbol that a sum or product with a cut table limits.
+    """Returns the greatest size of each symbol that a sum or product with a sliced table limits.
 
     Args:
         graph: A graph whose shapes are inferred.
@@ -70,7 +71,7 @@ def _is_positive(size: sympy.Expr, name: str, value: int) -> bool:
 
 
 def _grows(size: sympy.Expr) -> bool:
-    """Whether a greater symbol never makes the size smaller."""
+    """Whether the size never decreases if a symbol increases."""
     if isinstance(size, sympy.Mul):
         number, rest = size.as_coeff_Mul()
         return bool(number >= 0) and not isinstance(rest, sympy.Mul) and _grows(rest)
@@ -80,7 +81,7 @@ def _grows(size: sympy.Expr) -> bool:
 
 
 def _first(holds: Callable[[int], bool]) -> int | None:
-    """The least number from 1 for which something holds that holds for all greater ones, too."""
+    """The least number, from 1, that satisfies a condition that all greater numbers satisfy too."""
     high = 1
     while not holds(high):
         high *= 2
@@ -94,7 +95,7 @@ def _first(holds: Callable[[int], bool]) -> int | None:
 
 
 def _met(node: ir.Node) -> Iterator[tuple[str, int]]:
-    """Yields each symbol that meets its own minimum with a number, and that number."""
+    """Yields each symbol that is broadcast against its minimum with a number, and the number."""
     shapes = [tuple(v.shape) for v in node.inputs if v is not None and v.shape is not None]
     for dims in zip_longest(*(reversed(shape) for shape in shapes), fillvalue=1):
         sizes = {as_dim(d if isinstance(d, int) else d.value) for d in dims if _is_named(d)}
@@ -108,7 +109,7 @@ def _is_named(dim: int | ir.SymbolicDim) -> bool:
 
 
 def _limit(size: Dim, other: Dim) -> Iterator[tuple[str, int]]:
-    """Where `other` is min(number, `size`): broadcast it is not, unless the number is 1."""
+    """Yields the limit if `other` is min(number, `size`); a number of 1 may be broadcast."""
     if not isinstance(size, sympy.Symbol) or not isinstance(other, sympy.Min):
         return
     numbers = [int(arg) for arg in other.args if arg.is_Integer]

@@ -1,7 +1,6 @@
-"""What the slots of `OpDef` hold that are no functions of a rule: memory, roles, random numbers.
+"""Types of the slots of `OpDef` about an operator's kernels and its use in layers.
 
-They say what the kernels of an operator, or the layers that it is in, are like. None of them
-depends on the opset.
+Their values do not depend on the opset.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,11 +18,11 @@ LibraryFn = Callable[[ShapeInferenceContext, ir.Node], None]
 
 @dataclass(frozen=True)
 class Library:
-    """What `onnx-shape-inference` has, for a function that corrects it.
+    """The functions of `onnx-shape-inference` that a correction of it may call.
 
     Attributes:
-        infer: Its own function of the operator; it does nothing where there is none.
-        infer_body: Infers the shapes of a body, as its engine does.
+        infer: The library's function of the operator; it does nothing if the library has none.
+        infer_body: Infers the shapes of a body, like the library's engine.
     """
 
     infer: LibraryFn
@@ -34,12 +33,12 @@ InferFn = Callable[[Library, ShapeInferenceContext, ir.Node], None]
 
 
 def never(node: ir.Node) -> bool:
-    """No node."""
+    """No node draws random numbers."""
     return False
 
 
 def always(node: ir.Node) -> bool:
-    """Every node."""
+    """Every node draws random numbers."""
     return True
 
 
@@ -47,34 +46,38 @@ Shape = tuple[int, ...]
 
 
 class Folding(Enum):
-    """How the results of an operator are computed of constants when a model is read.
+    """How the results of an operator are computed from constants when a model is read.
 
-    Only what is exact is computed: an exponential or a sine is left to the kernels, whose last bits
-    differ from those of any other library.
+    Only exact results are computed: an exponential or a sine is left to the kernels, whose last
+    bits differ from those of any other library.
     """
 
-    MOVE = "elements are moved, of any type"
-    CAST = "a cast without doubt"
+    MOVE = "moves elements of any type"
+    CAST = "casts whose result is certain"
     SHAPE = "the sizes of a constant"
-    EXACT = "IEEE 754 rounds in one way: also of float32 and float64"
-    INTEGERS = "of integers and booleans alone"
+    EXACT = "integers, booleans, float32 and float64, which IEEE 754 rounds in one way"
+    INTEGERS = "only integers and booleans"
 
 
 @dataclass(frozen=True)
 class Roles:
-    """What the operands of an operator are to a layer, in graphs as exporters write them.
+    """The roles of an operator's operands in a layer, in graphs that exporters write.
+
+    By default no operand has a role, as in most operators.
 
     Attributes:
         weights: Operands that are the layer's weight.
-        indexed_by: The operand that indices are in; `weights` are then the table that they are
-            looked up in, if the indices are an input of the model.
+        indexed_by: The operand with indices. If these are an input of the model, `weights` is the
+            table in which they are looked up; otherwise it is no weight. None: no such operand.
         vectors: Operands that are its scale or bias.
-        row_vectors: Operands that are so where they are vectors: of what is written out, the scale
-            or bias stands on either side.
+        row_vectors: Operands that are its scale or bias if they are vectors. In a layer that is
+            exported as Mul and Add, the scale or bias may be either operand.
         statistics: Operands that are running means and variances, which no gradient changes.
-        product: Whether it is the product of a layer whose bias may be added by a node behind it.
-        bias_size: Size of its bias by the sizes of its weight, where it may have one (`vectors`).
-        rearranges: Whether its result has the elements of its first operand, in another layout.
+        product: Whether it is the product of a layer whose bias a later node may add.
+        bias_size: Returns the size of its bias, given the sizes of its weight. None if it takes no
+            bias; else `vectors` has its position.
+        rearranges: Whether its result has the elements of its first operand in another order or
+            shape, so that a weight behind it is still a weight.
     """
 
     weights: tuple[int, ...] = ()
@@ -93,14 +96,14 @@ REARRANGES = Roles(rearranges=True)
 
 @dataclass(frozen=True)
 class KernelCall:
-    """A node as its kernel sees it.
+    """The call of a node's kernel.
 
     Attributes:
-        inputs: Shape of each operand, None where it is absent or unknown.
+        inputs: Shape of each operand; None if it is absent or unknown.
         outputs: Shape of each result.
         itemsize: Bytes of an element of the first result.
         attributes: Its attributes by name.
-        after_bias: Whether its operand is a sum with a row that nobody else reads.
+        after_bias: Whether its first operand is the sum with a vector that no other node reads.
     """
 
     inputs: tuple[Shape | None, ...]
@@ -110,7 +113,7 @@ class KernelCall:
     after_bias: bool
 
     def bytes(self, shape: Shape | None) -> int:
-        """Bytes of a tensor of that shape with elements of the first result's size."""
+        """Bytes of a tensor of this shape with elements of the first result's size."""
         return 0 if shape is None else prod(shape) * self.itemsize
 
 
@@ -118,26 +121,26 @@ WorkspaceFn = Callable[[KernelCall], int]
 
 
 def no_workspace(call: KernelCall) -> int:
-    """The kernel works in its operands and results."""
+    """The kernel needs no memory besides its operands and results."""
     return 0
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """What a kernel does with memory.
+    """How a kernel uses memory.
 
-    That is measured of onnxruntime's CPU provider and of the runtime's own library, entry by entry
-    (tests/exec/test_kernel_memory.py). By default it writes each of its results to memory of its
-    own and needs no more. Convolutions have 64 KiB for each thread besides, collectives the
-    buffers of their transport: neither grows with the tensors.
+    Each entry is measured with onnxruntime's CPU provider and the runtime's own library
+    (tests/exec/test_kernel_memory.py). By default a kernel writes each result to memory of its own
+    and needs no more: most do. Convolutions also need 64 KiB for each thread, and collectives the
+    buffers of their transport; neither grows with the tensors.
 
     Attributes:
-        view: Whether its first output is its first operand under another shape.
-        over: Pairs `(operand, output)`: the output takes the operand's memory where the operand is
-            read there for the last time and both have the same size.
-        work: Bytes that it needs while it runs.
-        form: Whether it is no kernel: the operator stands in the undivided program only, and this
-            is what the nodes of its local form do.
+        view: Whether its first result is its first operand in another shape, without a copy.
+        over: Pairs `(operand, result)`: the result takes the operand's memory if nothing reads the
+            operand later and both have the same size.
+        work: Returns the bytes that it needs while it runs.
+        form: Whether this describes the nodes of a local form, not a kernel, since the operator
+            occurs only in the undivided program.
     """
 
     view: bool = False
@@ -153,18 +156,18 @@ IN_PLACE = Kernel(over=((0, 0),))
 
 @dataclass(frozen=True)
 class Precision:
-    """Whether an operator is computed in 16 bits where the user asks for them.
+    """Whether mixed precision computes an operator in 16 bits.
 
-    The classes are those of mixed precision training (Micikevicius et al., 2018) as
-    `torch.autocast` sorts operators: products of matrices, which hold nearly all of the work, go in
-    16 bits; what sums, exponentiates or divides many terms stays in float32; what moves elements or
-    combines a few takes the type of its operands.
+    There are three classes of operators, as in mixed precision training (Micikevicius et al., 2018)
+    and `torch.autocast`. Matrix products, which are nearly all of the work, run in 16 bits.
+    Operators that sum, exponentiate or divide many terms stay in float32, the default. Operators
+    that move elements or combine a few take the type of their operands.
 
     Attributes:
-        half: Type variables, in ONNX's schema, of the operands that are made 16 bits.
-        follows: Whether it takes the type of what it is given.
-        written_out: Whether no rank's graph has it, and what is written for it has kernels in
-            all types.
+        half: Type variables, in ONNX's schema, of the operands that become 16 bits.
+        follows: Whether it takes the type of its operands.
+        written_out: Whether graphs of ranks have other operators in its place, which have kernels
+            in all types.
     """
 
     half: frozenset[str] = frozenset()

@@ -1,4 +1,4 @@
-"""The one table of all operators: the `DEFS` of every module in this folder."""
+"""The table of all operators, which joins the `DEFS` of every module in this folder."""
 
 from collections.abc import Iterator
 from importlib import import_module
