@@ -158,12 +158,12 @@ def difference(name: str, arity: int, attributes: Sequence[str], given: int, wan
         wanted: The other opset, which may be older or newer.
     """
     if not onnx.defs.has(name, max_inclusive_version=wanted):
-        return "is, unlike in"
+        return "exists, unlike in"
     ours = onnx.defs.get_schema(name, max_inclusive_version=given)
     theirs = onnx.defs.get_schema(name, max_inclusive_version=wanted)
     if ours.since_version == theirs.since_version:
         return ""
-    changed = "is another operator than in"
+    changed = "means something else than in"
     if arity > theirs.max_input:
         return changed
     if any(attribute not in theirs.attributes for attribute in attributes):

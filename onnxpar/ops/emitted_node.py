@@ -66,7 +66,7 @@ class EmittedNode(Generic[AnyBuilder]):
         """Operand `index`, which must be present."""
         value = self.operands[index] if index < len(self.operands) else None
         if value is None:
-            raise self.fail(f"the absent input {index} is read", RuleError)
+            raise self.fail(f"input {index} is absent, but needed", RuleError)
         return value
 
     def attr(self, name: str, default: Any = None) -> Any:

@@ -33,7 +33,7 @@ def center_crop_pad_body(node: BodyNode) -> Sequence[ir.Value]:
         if view.table.equal(have, wanted):
             continue
         if not isinstance(have, int) or not isinstance(wanted, int):
-            raise node.fail(f"expected to know whether dim {axis} shrinks or grows")
+            raise node.fail(f"it is unknown whether dim {axis} shrinks or grows")
         if wanted < have:
             start = (have - wanted) // 2
             kept[axis] = start, start + wanted

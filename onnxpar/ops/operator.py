@@ -60,7 +60,7 @@ class ByBody:
 BY_BODY = ByBody()
 UNWRITTEN = Missing("it has no gradient rule")
 NOT_DIFFERENTIABLE = NotDifferentiable("not differentiable")
-FOR_RANKS = NotDifferentiable("it is only in the graphs of ranks")
+FOR_RANKS = NotDifferentiable("it occurs only in the graphs of ranks")
 FROM_RULE = Missing("from the rule's factors")
 
 
@@ -172,7 +172,7 @@ def written_only(view: NodeView) -> OpRule:
         ModelError: Always, since an undivided graph has no such node.
     """
     raise ModelError(
-        f"expected an undivided graph, got node {view.name!r}: {view.op_type} is only in "
+        f"expected an undivided graph, got node {view.name!r}: {view.op_type} occurs only in "
         "the graphs of ranks"
     )
 

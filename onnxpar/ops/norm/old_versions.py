@@ -48,8 +48,8 @@ def training_as_attribute(old: OldNode) -> None:
         return
     if any(out.uses() or out.is_graph_output() for out in node.outputs[3:]):
         raise ModelError(
-            f"node {node.name!r} (BatchNormalization): expected saved statistics that nothing "
-            "reads, which later opsets do not have; convert the model"
+            f"node {node.name!r} (BatchNormalization): its saved statistics are read, which "
+            "later opsets do not have; convert the model"
         )
     node.resize_outputs(min(len(node.outputs), 3))
     node.attributes.add(ir.AttrInt64("training_mode", 1))

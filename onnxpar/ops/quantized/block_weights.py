@@ -85,8 +85,7 @@ def matmul_nbits_rule(view: NodeView) -> OpRule:
     """
     if view.attr("weight_prepacked", 0):
         raise view.fail(
-            "its weight is packed for one kernel "
-            "('weight_prepacked'); export the model without that"
+            "its weight is packed for one kernel ('weight_prepacked'); export the model without it"
         )
     columns, block, bits = (int(view.attr(n)) for n in ("K", "block_size", "bits"))
     per_byte = _per_byte(view, _ZERO_POINTS, bits)

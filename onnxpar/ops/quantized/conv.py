@@ -34,7 +34,7 @@ class _Conv:
         x, w = view.shape(0), view.shape(weight)
         group = int(view.attr("group", 1))
         if not isinstance(w[0], int) or not isinstance(w[1], int):
-            raise view.fail(f"the channels must be known to be sharded, got {w[0]} and {w[1]}")
+            raise view.fail(f"sharding needs constant numbers of channels, got {w[0]} and {w[1]}")
         self.view = view
         self.sizes: dict[str, Dim] = {}
         inner = "1" if group == w[1] == 1 else channel_dims(self.sizes, group, FEW, w[1])[0]

@@ -271,7 +271,7 @@ def _gates(node: BodyNode, e: _Emit, x: ir.Value, count: int) -> ir.Value:
     rows, size = node.shape(w)[1:]
     steps, batch, _ = node.shape(x)
     if not isinstance(rows, int) or not isinstance(size, int):
-        raise node.fail(f"the shape of its weights must be numbers, got {node.shape(w)}")
+        raise node.fail(f"its weights must have a constant shape, got {node.shape(w)}")
     flat = e.transpose(e.reshape(w, [-1, size], [count * rows, size]), (1, 0))
     y = e.matmul(x, flat)
     if node.has(3):

@@ -38,7 +38,7 @@ def transformed_axis(view: NodeView) -> int:
         return rank - 2
     known = view.contents(2)
     if known is None or not isinstance(known[0], int):
-        raise view.fail("the axis must be constant to be sharded")
+        raise view.fail("sharding needs a constant axis")
     return normal_axis(view, known[0], rank)
 
 
@@ -58,7 +58,7 @@ def dft_rule(view: NodeView) -> OpRule:
 def _scalar(view: NodeView, index: int, what: str) -> int:
     known = view.contents(index)
     if known is None or len(known) != 1 or not isinstance(known[0], int):
-        raise view.fail(f"{what} must be constant")
+        raise view.fail(f"sharding needs a constant {what}")
     return known[0]
 
 
@@ -68,12 +68,12 @@ def _lengths(view: NodeView) -> tuple[int, int]:
     Raises:
         ModelError: They are not constant.
     """
-    step = _scalar(view, 1, "the step")
+    step = _scalar(view, 1, "step")
     if view.has(3):
-        return step, _scalar(view, 3, "the length of a frame")
+        return step, _scalar(view, 3, "length of a frame")
     length = view.shape(2)[0]
     if not isinstance(length, int):
-        raise view.fail("the length of the window must be constant")
+        raise view.fail("sharding needs a window of constant length")
     return step, length
 
 

@@ -28,6 +28,7 @@ from onnxpar.ops.sizes.element_arithmetic import (
     floored,
     greatest,
     integer_quotient,
+    is_integer,
     least,
     less,
     modulo,
@@ -37,7 +38,6 @@ from onnxpar.ops.sizes.element_arithmetic import (
     power,
     raised,
     truncated,
-    whole,
 )
 from onnxpar.ops.sizes.inference import as_library
 
@@ -112,7 +112,7 @@ def _put(context: ShapeInferenceContext, value: ir.Value, result: Array) -> None
             named = [d if isinstance(d, int) else as_dim(d.value) for d in dims]
             _found[context][value] = _array(named, result.shape)
         context.set_symbolic_value(value, dims)
-    elif all(x is not None and (isinstance(x, bool) or whole(x)) for x in result.flat):
+    elif all(x is not None and (isinstance(x, bool) or is_integer(x)) for x in result.flat):
         context.set_symbolic_value(value, [as_library(x) for x in result.flat])
 
 

@@ -55,7 +55,7 @@ def split(x: Number) -> tuple[Dim, Dim]:
     return as_dim(top), as_dim(bottom)
 
 
-def whole(x: Number) -> bool:
+def is_integer(x: Number) -> bool:
     """Whether a number is an integer."""
     return split(x)[1] == 1
 
@@ -77,7 +77,7 @@ def _bounds(x: Number) -> tuple[int | None, int | None]:
 
 def truncated(x: Number) -> Number:
     """A number rounded towards zero."""
-    if isinstance(x, int) or whole(x):
+    if isinstance(x, int) or is_integer(x):
         return x
     low, high = _bounds(x)
     if low is not None and low >= 0:
@@ -183,7 +183,7 @@ def least(a: Number, b: Number) -> Number:
 
 
 def _chosen(kind: Callable[..., sympy.Expr], a: Number, b: Number) -> Number:
-    if whole(a) and whole(b):
+    if is_integer(a) and is_integer(b):
         return normal(kind(a, b))
     return number(kind(a, b))
 

@@ -30,7 +30,7 @@ def _amounts(view: NodeView) -> dict[int, tuple[Dim, Dim]]:
     rank = len(view.shape(0))
     given, axes = view.contents(1), view.ints(3)
     if given is None:
-        raise view.fail("the pads must be known to be sharded")
+        raise view.fail("sharding needs pads that are known before the model runs")
     places = range(rank) if axes is None else [normal_axis(view, a, rank) for a in axes]
     if len(given) != 2 * len(places):
         raise view.fail(f"expected {2 * len(places)} pads, got {len(given)}")
@@ -75,7 +75,7 @@ def padded_gradient(node: GradNode) -> Sequence[ir.Value | None]:
 def _repeats(view: NodeView) -> tuple[Dim, ...]:
     known = view.contents(1)
     if known is None:
-        raise view.fail("the repeats must be known to be sharded")
+        raise view.fail("sharding needs repeats that are known before the model runs")
     if len(known) != len(view.shape(0)):
         raise view.fail(f"expected {len(view.shape(0))} repeats, got {len(known)}")
     require_readable(view, "the repeats", known)

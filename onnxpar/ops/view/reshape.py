@@ -178,7 +178,7 @@ def reshape_rule(view: NodeView) -> OpRule:
     """
     right = view.out_shape()
     if 0 in right:
-        raise view.fail("its tensor has no elements")
+        raise view.fail("its result has no elements")
     if sum(not readable(view, (size,)) for size in right) > 1:
         require_readable(view, "the shape of the output", right)
     return view_rule(view, view.shape(0), right, further(view))

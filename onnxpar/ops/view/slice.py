@@ -165,7 +165,7 @@ def slice_local(node: LocalNode) -> Sequence[ir.Value]:
 def sliced_gradient(node: GradNode) -> Sequence[ir.Value | None]:
     """Gives zeros to the elements that were not taken."""
     view = node.view
-    cuts: dict[int, AxisSlice] = {}
+    slices: dict[int, AxisSlice] = {}
     for axis, position in _slices(view).items():
         if _keeps_all(view, axis, position):
             continue
@@ -173,8 +173,8 @@ def sliced_gradient(node: GradNode) -> Sequence[ir.Value | None]:
         given = _bounds(view, 4, position)
         step = given if isinstance(given, int) else None
         if step != 1 or not view.table.equal(taken, size):
-            cuts[axis] = AxisSlice(position, _first(view, position, size, step), step)
-    return [slice_gradient(node, cuts)]
+            slices[axis] = AxisSlice(position, _first(view, position, size, step), step)
+    return [slice_gradient(node, slices)]
 
 
 def _first(view: NodeView, position: int, size: Dim, step: int | None) -> Dim | None:

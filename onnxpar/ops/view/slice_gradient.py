@@ -49,42 +49,42 @@ class AxisSlice:
     step: int | None
 
 
-def slice_gradient(node: GradNode, cuts: Mapping[int, AxisSlice]) -> ir.Value:
+def slice_gradient(node: GradNode, slices: Mapping[int, AxisSlice]) -> ir.Value:
     """Pads the cotangent with zeros, or scatters it to the indices that were taken.
 
     Args:
         node: The Slice.
-        cuts: How each axis is sliced that does not keep all its elements.
+        slices: How each axis is sliced that does not keep all its elements.
     """
     dy, x = node.cotangent(), node.input(0)
-    for axis, cut in cuts.items():
+    for axis, piece in slices.items():
         full = node.shape(x)[axis]
         shape = list(node.shape(dy))
-        if cut.step == 1 and cut.start is not None:
+        if piece.step == 1 and piece.start is not None:
             parts = [dy]
-            after = full - cut.start - shape[axis]
-            if cut.start != 0:
-                parts.insert(0, _zeros(node, _with(shape, axis, cut.start), dy.dtype))
+            after = full - piece.start - shape[axis]
+            if piece.start != 0:
+                parts.insert(0, _zeros(node, _with(shape, axis, piece.start), dy.dtype))
             if after != 0:
                 parts.append(_zeros(node, _with(shape, axis, after), dy.dtype))
             if len(parts) > 1:
                 dy = node.op("Concat", *parts, shape=_with(shape, axis, full), axis=axis)
             continue
-        index = _taken(node, cut, full, shape[axis])
+        index = _taken(node, piece, full, shape[axis])
         dy = indexed_gradient(node, dy, index, axis, _with(shape, axis, full))
     return dy
 
 
-def _taken(node: GradNode, cut: AxisSlice, full: Dim, count: Dim) -> ir.Value:
+def _taken(node: GradNode, piece: AxisSlice, full: Dim, count: Dim) -> ir.Value:
     """The indices that a Slice takes along an axis of `full` elements, int64 [count]."""
     builder = node.builder
-    if isinstance(cut.start, int) and cut.step is not None and isinstance(count, int):
-        return builder.const(cut.start + cut.step * np.arange(count, dtype=np.int64))
+    if isinstance(piece.start, int) and piece.step is not None and isinstance(count, int):
+        return builder.const(piece.start + piece.step * np.arange(count, dtype=np.int64))
     # Slices the indices themselves, so that bounds beyond the axis mean the same.
     zero, one = builder.const(0), builder.const(1)
     end = node.op("Reshape", builder.sizes([full]), builder.const(np.empty(0, np.int64)), shape=())
     every = node.op("Range", zero, end, one, shape=[full])
-    chosen = builder.const([cut.position])
+    chosen = builder.const([piece.position])
     kind = node.input(1).dtype
     bounds: list[ir.Value | None] = [
         node.op("Gather", node.input(i), chosen, shape=[1]) for i in (1, 2)

@@ -58,7 +58,7 @@ def channels(view: NodeView, few: Dim, many: Dim, group: int) -> Channels:
         NodeError: The groups do not divide it.
     """
     if not isinstance(few, int) or not isinstance(many, int):
-        raise view.fail(f"the channels must be known to be sharded, got {few} and {many}")
+        raise view.fail(f"sharding needs constant numbers of channels, got {few} and {many}")
     if group < 1 or few % group or many % group:
         raise view.fail(f"expected {group} groups to divide {few} and {many} channels", NodeError)
     sizes: dict[str, Dim] = {}

@@ -91,7 +91,7 @@ def col2im_rule(view: NodeView) -> OpRule:
     require_readable(view, "the shape of the image", made)
     count, rows = made[1], held[1]
     if not isinstance(count, int) or not isinstance(rows, int):
-        raise view.fail(f"the channels must be known to be sharded, got {count}")
+        raise view.fail(f"sharding needs a constant number of channels, got {count}")
     space = " ".join(f"s{d}" for d in range(len(made) - 2))
     text = f"{BATCH} ({MANY} k) l, ., . -> {BATCH} {MANY} {space}; replicated: k l {space}"
     return parse_rule(f"{text}; linear: sum 0", {MANY: count, "k": rows // count})

@@ -73,7 +73,7 @@ def kernel_of(view: NodeView, weight: int | None) -> tuple[int, ...]:
         return tuple(int(k) for k in given)
     found = () if weight is None else view.shape(weight)[2:]
     if not found or not all(isinstance(k, int) for k in found):
-        raise view.fail(f"the kernel's sizes must be known to be sharded, got {list(found)}")
+        raise view.fail(f"sharding needs a kernel of constant sizes, got {list(found)}")
     return tuple(int(k) for k in found)
 
 

@@ -221,7 +221,7 @@ def test_a_function_in_a_branch() -> None:
     [
         (
             '<domain: "l", opset_import: ["": 24]> F <k> (x) => (y) { y = Swish(x) }',
-            r"l::F is of opset 24, in which Swish is, unlike in opset 20",
+            r"l::F is of opset 24, in which Swish exists, unlike in opset 20",
         ),
         (
             '<domain: "l", opset_import: ["": 20, "l": 1]> F <k> (x) => (y) { y = l.F(x) }',

@@ -1,8 +1,8 @@
-"""Small convolutions: sizes that splits by 2, 3 and 4 meet evenly and not, in 1, 2 and 3 dims."""
+"""Small convolutions in 1, 2 and 3 dims, with sizes that 2, 3 and 4 divide evenly and unevenly."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 
 from onnxpar.core.symbols import Symbol
 from onnxpar.frontend.load import symbol_table
@@ -12,7 +12,7 @@ from tests.onnxpar.ops.op_harness import Case
 
 @dataclass(frozen=True)
 class Bounded(Case):
-    """A case with something known of its symbols."""
+    """A case whose symbols have constraints."""
 
     symbols: Mapping[str, Symbol] = field(default_factory=dict)
 
@@ -27,23 +27,19 @@ _RTOL = 1e-5
 TWELVES = {"H": Symbol(divisor=12)}
 
 
-def _conv(x: str, w: str, attributes: str = "", bias: str = "", **more: object) -> Case:
-    """A Conv of an image and weights of these types."""
+def _case(
+    op_type: str, x: str, w: str, attributes: str = "", bias: str = "", **more: object
+) -> Case:
+    """A convolution of an image and weights of these types."""
     operands = {"x": x, "w": w} | ({"b": bias} if bias else {})
-    names = ", ".join(operands)
-    text = f"y = Conv<{attributes}>({names})" if attributes else f"y = Conv({names})"
+    call = f"{op_type}<{attributes}>" if attributes else op_type
     kind = Bounded if "symbols" in more else Case
+    text = f"y = {call}({', '.join(operands)})"
     return kind(text, operands, **{"sizes": {"N": 3}, "rtol": _RTOL} | more)  # type: ignore[arg-type]
 
 
-def _back(x: str, w: str, attributes: str = "", bias: str = "", **more: object) -> Case:
-    """A ConvTranspose likewise."""
-    operands = {"x": x, "w": w} | ({"b": bias} if bias else {})
-    names = ", ".join(operands)
-    call = f"ConvTranspose<{attributes}>" if attributes else "ConvTranspose"
-    kind = Bounded if "symbols" in more else Case
-    return kind(f"y = {call}({names})", operands, **{"sizes": {"N": 3}, "rtol": _RTOL} | more)  # type: ignore[arg-type]
-
+_conv = partial(_case, "Conv")
+_back = partial(_case, "ConvTranspose")
 
 CONV = (
     _conv("float[N,3,8]", "float[4,3,3]", "pads=[1,1]", "float[4]"),

@@ -1,4 +1,4 @@
-"""What the gradient tests below this folder check, found by calling them with nothing computed."""
+"""The cases of the gradient tests in this folder, found by calling them with checks disabled."""
 
 import inspect
 from collections import defaultdict
@@ -14,7 +14,7 @@ from unittest.mock import patch
 import onnx
 import pytest
 
-from tests.onnxpar.ops import gradient_harness
+from tests.onnxpar.ops import op_harness
 from tests.onnxpar.ops.gradient_harness import GradCase
 
 HERE = Path(__file__).resolve().parent
@@ -22,7 +22,7 @@ HERE = Path(__file__).resolve().parent
 
 @dataclass
 class Checked:
-    """What is checked of one operator: shapes of its operands, and whether PyTorch is asked."""
+    """The checks of one operator: shapes of its operands, and whether PyTorch is compared."""
 
     shapes: set[tuple[tuple[int | str, ...], ...]] = field(default_factory=set)
     torch: bool = False
@@ -30,7 +30,7 @@ class Checked:
 
 @lru_cache(maxsize=1)
 def checked() -> dict[tuple[str, str], Checked]:
-    """What is checked, by domain and name of the operator."""
+    """The checks, by domain and name of the operator."""
     found: dict[tuple[str, str], Checked] = defaultdict(Checked)
     for case in _cases():
         shapes = tuple(_shape(case, text) for text in case.inputs.values())
@@ -56,14 +56,14 @@ def _cases() -> Iterator[GradCase]:
     checks = [n for n in vars(GradCase) if n.startswith("check")]
     patches = [patch.object(GradCase, name, record) for name in checks]
     # All cases, where the quick tier runs a sample of them.
-    patches.append(patch.object(gradient_harness, "FULL", True))
+    patches.append(patch.object(op_harness, "FULL", True))
     for p in patches:
         p.start()
     try:
         for path in sorted(HERE.rglob("test_*gradient*.py")):
             if path.stem in ("test_gradient_slots", "test_gradient_coverage"):
                 continue
-            # Anew, since pytest has imported it with a sample of its cases.
+            # Executes the module again, since pytest has imported it with a sample of its cases.
             spec = spec_from_file_location(f"all_of_{path.parent.name}_{path.stem}", path)
             assert spec is not None and spec.loader is not None
             module = module_from_spec(spec)
@@ -96,6 +96,6 @@ def _call(function: Any, cases: list[GradCase]) -> None:
         try:
             function(**arguments)
         except pytest.fail.Exception:
-            del cases[before:]  # it expects a refusal, so nothing is checked
+            del cases[before:]  # the test expects a refusal, so nothing is checked
         except Exception:
-            continue  # what it asserts beside its checks needs what they would have computed
+            continue  # its other assertions need the results of the disabled checks

@@ -1,20 +1,17 @@
-"""Proves a gradient rule: by differences, by PyTorch, and on every mesh against one device.
+"""Checks a gradient: by differences, by PyTorch, and on every mesh against one device.
 
-A case is one node or a few in ONNX's text form, in float64. The loss is the sum of all results,
-each weighted at random, so that no element's cotangent hides another's. The joint graph of loss
-and gradients goes the way that every training program goes (rules, plan, partition) and is run for
-all devices in lockstep by onnx.reference, which computes in float64 what onnxruntime does not.
+A case is one node or a few in ONNX's text form, in float64. The loss is the sum of all results with
+random weights, so that no element's cotangent hides another's. The joint graph of loss and
+gradients passes through rules, plan and partition like every training program. onnx.reference runs
+it for all devices in lockstep, since it has float64 where onnxruntime does not.
 """
 
-import os
-import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import import_module
 from importlib.util import find_spec
-from itertools import permutations, product
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import onnx
@@ -23,7 +20,7 @@ import onnx_ir as ir
 from onnxpar.autodiff.differentiate import Differentiated, differentiate
 from onnxpar.core.mesh import Mesh
 from onnxpar.core.rule import OpRule
-from onnxpar.core.sharding import Component, DimSharding, Sharding
+from onnxpar.core.sharding import DimSharding, Sharding
 from onnxpar.facts.program import Program
 from onnxpar.frontend.expand import expand_by_body
 from onnxpar.frontend.load import normalise, symbol_table
@@ -32,7 +29,7 @@ from onnxpar.graph.builder import DOMAIN, ir_shape
 from onnxpar.graph.global_builder import GlobalBuilder
 from onnxpar.graph.local_builder import LocalBuilder
 from onnxpar.graph.node_view import NodeView
-from onnxpar.graph.plan import factor_sizes, shardings
+from onnxpar.graph.plan import shardings
 from onnxpar.graph.seeds import NodeSeed, Seeds
 from onnxpar.graph.shapes import ShapeEnv, shapes
 from onnxpar.ops.contrib_schemas import MICROSOFT
@@ -44,36 +41,33 @@ from onnxpar.partition.partitioned_model import PartitionedModel
 from onnxpar.partition.writer import ProgramWriter
 from onnxpar.propagation.propagate import propagate
 from tests.lockstep import Array, Evaluate, evaluator, run_model
+from tests.onnxpar.ops.op_harness import FULL, SEED, DirtyWriter, assignments, chosen
 
-FULL = bool(os.environ.get("ONNXPAR_FULL"))
-SEED = int(os.environ.get("ONNXPAR_SEED", "1"))
-SAMPLES = 3
 LOSS = "onnxpar.loss"
 WEIGHT = "onnxpar.weight."
 WEIGHTED = "onnxpar.weighted"
 MESHES = (Mesh.of(x=2), Mesh.of(x=2, y=2))
-# Five points h apart err by h^4/30 of the fifth derivative, and by 1.5 ulp(loss)/h in rounding:
-# 3e-15 and 1e-12 for a loss of 1. A factor of 1e4 over the greater leaves room for derivatives of
-# up to 1e6, as of 1/x at 0.1.
+# Differences over five points h apart err by h^4/30 times the fifth derivative, and by
+# 1.5 ulp(loss)/h in rounding: 3e-15 and 1e-12 for a loss of 1. A factor of 1e4 over the greater
+# error leaves room for derivatives of up to 1e6, such as those of 1/x at 0.1.
 STEP = 3e-4
 RTOL = 1e-8
-# PyTorch computes by other formulas; 1e-10 is 1e6 ulp.
+# PyTorch uses other formulas; 1e-10 is 1e6 ulp.
 TORCH_RTOL = 1e-10
 # Devices sum the same numbers in another order: 1e3 additions lose 1e3 ulp = 2e-13 at most.
 MESH_RTOL = 1e-11
 
 Data = Callable[[np.random.Generator, list[int]], Array] | Array | Sequence[float]
 Factors = dict[str, DimSharding]
-T = TypeVar("T")
 
 
 def shown(parameter: object) -> str:
-    """A test's parameter in its name, functions without the place in memory where they lie."""
+    """A parameter for the name of a test: a function's name, without its address."""
     return getattr(parameter, "__name__", "") or str(parameter)
 
 
 def away_from_zero(rng: np.random.Generator, shape: Sequence[int]) -> Array:
-    """Numbers of both signs, 0.1 to 2 in size: off the kink that many functions have at 0."""
+    """Numbers of both signs, 0.1 to 2 in size: away from the kink of many functions at 0."""
     return np.asarray(rng.uniform(0.1, 2, shape) * rng.choice([-1, 1], shape))
 
 
@@ -82,35 +76,29 @@ def between(low: float, high: float) -> Data:
     return lambda rng, shape: np.asarray(rng.uniform(low, high, shape))
 
 
-def chosen(items: Sequence[T], count: int = SAMPLES) -> Sequence[T]:
-    """All of them in the full tier, else a sample drawn by ONNXPAR_SEED."""
-    if FULL or len(items) <= count:
-        return items
-    return random.Random(SEED).sample(items, count)
-
-
 @dataclass(frozen=True)
 class GradCase:
     """A small forward program and its operands.
 
     Attributes:
-        nodes: The nodes in ONNX's text form; the factors of one are split.
-        inputs: Type of each operand in ONNX's text form, such as "double[N,6]". One whose shape is
-            all numbers becomes a parameter (its gradient may leave partial), others are inputs.
-        torch: The same function in PyTorch: from the module `torch` and tensors by keyword to a
-            tensor, or a tuple of one for each output.
+        nodes: The nodes in ONNX's text form; the factors of one node are sharded.
+        inputs: Type of each operand in ONNX's text form, such as "double[N,6]". An operand whose
+            sizes are all numbers becomes a parameter (its gradient may be partial), others are
+            inputs.
+        torch: The same function in PyTorch. It takes the module `torch` and tensors by keyword, and
+            returns a tensor, or a tuple with one for each output.
         sizes: Value of each symbolic dim.
-        data: For operands that may not be as `away_from_zero` makes them: a function of generator
-            and shape, or the content.
+        data: Operands for which `away_from_zero` is unsuitable: a function of generator and shape,
+            or the elements.
         consts: Operands that are initializers and not differentiated by.
         by: Names to differentiate by; by default all operands of type double.
         flat: Names among `by` on which the loss does not depend: their gradient must be absent.
         opset: Version of the default domain.
-        reference: Whether onnx.reference runs the nodes, or onnxruntime, which has fewer of them in
-            float64 and some of them better.
-        split: Which node is split; the others follow.
-        alone: Whether that runs the nodes as they stand; where neither has them in float64, it runs
-            what takes their place in training.
+        reference: Whether onnx.reference runs the nodes; else onnxruntime, which has fewer
+            operators in float64 but is right about some more.
+        split: Index of the node that is sharded; the others follow.
+        alone: Whether this runs the nodes themselves. If it lacks them in float64, it runs the
+            nodes that replace them in training.
         rtol: Tolerance against differences, relative to the greatest gradient and the loss.
         torch_rtol: The same against PyTorch.
         registry: The table of operators.
@@ -154,19 +142,19 @@ class GradCase:
 
     @property
     def variables(self) -> list[str]:
-        """What is differentiated by."""
+        """The names to differentiate by."""
         if self.by is not None:
             return list(self.by)
         return [name for name, text in self.inputs.items() if text.startswith("double")]
 
     @cached_property
     def program(self) -> "GradProgram":
-        """Loss, and after it the gradients, on the global graph."""
+        """Loss and gradients on the undivided graph."""
         return GradProgram.build(self)
 
     @cached_property
     def arrays(self) -> dict[str, Array]:
-        """The whole operands and the weights of the results, seeded by the case's text."""
+        """The undivided operands and the weights of the results, seeded by the case's text."""
         rng = np.random.default_rng(list(self.nodes.encode()))
         found: dict[str, Array] = {}
         env = self.program.env
@@ -197,10 +185,10 @@ class GradCase:
         return self.results({}, Mesh.of())
 
     def results(self, factors: Factors, mesh: Mesh, padding: float = 0) -> dict[str, Array]:
-        """Loss and gradients on a mesh, one node split as `factors` says."""
-        parted = self.program.partitioned(factors, mesh, clean=padding == 0)
+        """Loss and gradients on a mesh, with one node sharded as `factors` says."""
+        program = self.program.partitioned(factors, mesh, clean=padding == 0)
         made = run_model(
-            parted,
+            program,
             self.arrays,
             self.sizes,
             reference=self.reference,
@@ -209,7 +197,7 @@ class GradCase:
         names = {LOSS: "", **{g: n for n, g in self.program.done.gradients.items()}}
         return {names[name]: array for name, array in made.items() if name in names}
 
-    # -- what must hold ----------------------------------------------------------------------------
+    # -- checks ------------------------------------------------------------------------------------
 
     def check(self) -> None:
         """Fails unless the gradients are right, on one device and on all meshes."""
@@ -219,7 +207,7 @@ class GradCase:
         self.check_meshes()
 
     def check_program(self) -> None:
-        """Fails where a variable has no gradient, or the backward program has a dead value."""
+        """Fails if a variable has no gradient, or if the backward program has a dead value."""
         done, graph = self.program.done, self.program.model.graph
         assert set(done.unreached) == set(self.flat), f"{self}: unreached {dict(done.unreached)}"
         read = {v for node in graph for v in node.inputs} | set(graph.outputs)
@@ -239,7 +227,7 @@ class GradCase:
             self._close(name, self.single[name], want, self.rtol, "differences")
 
     def check_torch(self) -> None:
-        """Fails unless loss and gradients are PyTorch's, where there is PyTorch."""
+        """Fails unless loss and gradients are PyTorch's, if PyTorch is installed."""
         if self.torch is None or find_spec("torch") is None:
             return
         torch = import_module("torch")
@@ -261,7 +249,7 @@ class GradCase:
             )
 
     def check_meshes(self) -> None:
-        """Fails unless every split gives what one device gives, padding full of NaN included."""
+        """Fails unless every sharding gives the results of one device, also with NaN as padding."""
         for mesh in MESHES:
             for index, factors in enumerate(chosen(list(self.program.assignments(mesh)))):
                 for padding in (0, np.nan) if FULL else ((0, np.nan)[index % 2],):
@@ -292,23 +280,23 @@ class GradCase:
 
     def _loss(self, arrays: Mapping[str, Array]) -> float:
         if self._forward is None:
-            made = run_model(self._divided, arrays, self.sizes, reference=self.reference)
+            made = run_model(self._partitioned, arrays, self.sizes, reference=self.reference)
             return float(made[LOSS])
         results = self._forward({n: a for n, a in arrays.items() if not n.startswith(WEIGHT)})
         names = (n.removeprefix(WEIGHT) for n in self.program.weights)
         return sum(float(np.sum(results[n] * arrays[WEIGHT + n])) for n in names)
 
     @cached_property
-    def _divided(self) -> PartitionedModel:
+    def _partitioned(self) -> PartitionedModel:
         return self.program.partitioned({}, Mesh.of())
 
     @cached_property
     def _forward(self) -> Evaluate | None:
-        """The forward model by itself; None where nodes of it are ours, such as random ones."""
+        """The forward model by itself; None if it has nodes of ours, such as random ones."""
         if not self.alone:
             return None
         forward = {n.name for n in self.program.forward}
-        ours = [n for n in self._divided.builder.nodes if n.domain == DOMAIN]
+        ours = [n for n in self._partitioned.builder.nodes if n.domain == DOMAIN]
         if any((n.name or "").split("/")[0] in forward for n in ours):
             return None
         return evaluator(self.proto, self.reference)
@@ -316,7 +304,7 @@ class GradCase:
 
 @dataclass(frozen=True)
 class SplitNode:
-    """The node that is split: its rule, and what it was before a body took its place."""
+    """The node that is sharded: its rule, and the node before its body replaced it."""
 
     rule: OpRule
     view: NodeView
@@ -324,7 +312,7 @@ class SplitNode:
 
 @dataclass(frozen=True)
 class GradProgram:
-    """A loss and its gradients on the global graph, and what the planner needs of them."""
+    """A loss and its gradients on the undivided graph, and what the planner needs of them."""
 
     program: Program
     done: Differentiated
@@ -348,11 +336,11 @@ class GradProgram:
 
     @staticmethod
     def build(case: GradCase) -> "GradProgram":
-        """Appends the loss, differentiates it and finds the rules of the whole."""
+        """Appends the loss, differentiates it and finds the rules of all nodes."""
         model = normalise(ir.from_proto(case.proto), case.registry)
         env = shapes(model, symbol_table(model, {}))
         graph = model.graph
-        # What is differentiated by its body is split as the operator that it is.
+        # A node that is differentiated by its body is sharded by its own rule.
         first = model.clone()
         name = list(first.graph)[case.split].name or ""
         own = find_rules(first, env, case.registry)
@@ -374,24 +362,17 @@ class GradProgram:
         return GradProgram(program, done, split, forward, backward, parameters, weights)
 
     def assignments(self, mesh: Mesh) -> Iterator[Factors]:
-        """Every way to give the atoms of a mesh to factors of the split node, in every order."""
-        rule = self.split.rule
-        sizes = factor_sizes(rule, self.split.view)
-        for places in product((None, *rule.splittable), repeat=len(mesh.atoms)):
-            given = {n: [a for a, p in enumerate(places) if p == n] for n in places if n}
-            for orders in product(*(permutations(atoms) for atoms in given.values())):
-                yield {
-                    n: (Component(sizes[n], tuple(order)),)
-                    for n, order in zip(given, orders, strict=True)
-                }
+        """Every way to give the atoms of a mesh to factors of the sharded node, in every order."""
+        yield from assignments(self.split.rule, self.split.view, mesh)
 
     def partitioned(self, factors: Factors, mesh: Mesh, *, clean: bool = True) -> PartitionedModel:
-        """Plans and divides the program.
+        """Plans and partitions the program.
 
         Args:
-            factors: Components of the split factors of the node; what enters it lies so.
+            factors: Components of the sharded factors of the node, from which the shardings of its
+                operands follow.
             mesh: The mesh.
-            clean: Whether padding that enters is 0; else the partitioner takes none to be.
+            clean: Whether padding of operands is 0; else the partitioner assumes nothing about it.
         """
         node, name = self.split.view.node, self.split.view.name
         plan = shardings(self.split.rule, self.split.view, factors, mesh, pinned=True)
@@ -405,16 +386,9 @@ class GradProgram:
         seeds = Seeds(mesh, nodes, inputs)
         planned = propagate(self.program, seeds, self.done.links)
         builder = LocalBuilder(self.env.table, self.model.opset_imports[""], mesh)
-        kind = ProgramWriter if clean else _Dirty
+        kind = ProgramWriter if clean else DirtyWriter
         bodies = body_partitioner(self.program.registry)
         return kind(self.program, planned, builder, bodies).run()
-
-
-class _Dirty(ProgramWriter):
-    """A partitioner that takes no padding to be zero."""
-
-    def define(self, name: str, sharding: Sharding, local: ir.Value, *, zero: bool) -> None:
-        super().define(name, sharding, local, zero=False)
 
 
 def _variables(graph: ir.Graph, names: Sequence[str]) -> list[ir.Value]:
@@ -422,11 +396,11 @@ def _variables(graph: ir.Graph, names: Sequence[str]) -> list[ir.Value]:
 
 
 def _hold(graph: ir.Graph, names: Sequence[str]) -> list[str]:
-    """Makes parameters of the inputs to differentiate by that have a fixed shape."""
+    """Turns the inputs to differentiate by into parameters, if they have a fixed shape."""
     held = []
     for value in list(graph.inputs):
         name, shape = value.name or "", value.shape
-        # The content of a scalar would be written into the graph.
+        # A scalar would be folded into the graph.
         if name in names and shape and all(isinstance(d, int) for d in shape):
             graph.inputs.remove(value)
             assert value.dtype is not None
@@ -441,7 +415,7 @@ def _hold(graph: ir.Graph, names: Sequence[str]) -> list[str]:
 
 
 def _append_loss(builder: GlobalBuilder) -> list[str]:
-    """Appends Σ result · weight, the weights new inputs, and returns the names of the weights."""
+    """Appends Σ result · weight, where weights are new inputs, and returns their names."""
     graph = builder.graph
     names: list[str] = []
     total: ir.Value | None = None

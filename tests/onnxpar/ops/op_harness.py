@@ -56,8 +56,8 @@ def chosen(items: Sequence[T], count: int = SAMPLES) -> Sequence[T]:
 
 
 HALF = 4 * 2.0**-11
-"""Tolerance of results of 16 bits: each part and the sum of the parts are rounded by 2^-11 each,
-here and in the undivided node."""
+"""Tolerance of 16-bit results: each term and the sum of the terms are rounded by 2^-11 each, here
+and in the undivided node."""
 
 
 @dataclass(frozen=True)
@@ -65,13 +65,13 @@ class Case:
     """A small node and its operands.
 
     Attributes:
-        node: The node in ONNX's text form; its first output is compared, and all others.
+        node: The node in ONNX's text form; all its outputs are compared.
         inputs: Type of each operand in ONNX's text form, such as "float[N,6]".
         sizes: Value of each symbolic dim.
         consts: Operands that are initializers.
-        feeds: Operands that may not be random.
+        feeds: Operands that must not be random.
         opset: Version of the default domain.
-        reference: Whether all nodes run in onnx.reference, since onnxruntime has no such kernel.
+        reference: Whether all nodes run in onnx.reference, since onnxruntime lacks a kernel.
         rtol: Tolerance relative to the greatest absolute value of a result. The default is that of
             32 bits: 80 roundings by 2^-23, more than any sum of these cases has terms.
         proto: The whole one-node model, instead of `node` and `inputs`.
@@ -132,7 +132,7 @@ class Case:
 
     @cached_property
     def stands_alone(self) -> bool:
-        """Whether the model is the node alone when it is read, with operands that the case has."""
+        """Whether the normalised model is just the node, with operands that the case has."""
         graph = self.global_model.graph
         node = self.view.node
         given = {*self.arrays, *self.consts}
@@ -152,7 +152,7 @@ class Case:
 
     @cached_property
     def arrays(self) -> dict[str, Array]:
-        """The whole operands: random, mixed in sign, seeded by the case's text."""
+        """The undivided operands: random, mixed in sign, seeded by the case's text."""
         rng = np.random.default_rng(list(self.node.encode()))
         found: dict[str, Array] = {}
         for value in self.global_model.graph.inputs:
@@ -173,10 +173,10 @@ class Case:
 
     @cached_property
     def expected(self) -> list[Array]:
-        """What the undivided node makes."""
-        whole = self.run(Mesh.of(), {}, {}, dirty=False)
-        if DOMAIN in {n.domain for n in whole.program.builder.nodes}:
-            return [shards[0] for shards in whole.shards]
+        """The results of the undivided node."""
+        undivided = self.run(Mesh.of(), {}, {}, dirty=False)
+        if DOMAIN in {n.domain for n in undivided.program.builder.nodes}:
+            return [shards[0] for shards in undivided.shards]
         results = evaluator(self.model, self.reference)(self.arrays)
         names = [o.name for o in self.model.graph.output]
         return [results[n] for n in names]
@@ -185,7 +185,7 @@ class Case:
 
     def assignments(self, mesh: Mesh) -> Iterator[dict[str, DimSharding]]:
         """Every way to give atoms to the rule's splittable factors, in every order."""
-        yield from assignments(self, self.rule.splittable, mesh)
+        yield from assignments(self.rule, self.view, mesh)
 
     def run(
         self,
@@ -201,10 +201,10 @@ class Case:
 
         Args:
             mesh: The mesh.
-            factors: Components of the split factors.
+            factors: Components of the sharded factors.
             carried: Operands that stay partial.
             dirty: Whether padding holds garbage; else zeros, and the partitioner knows it.
-            rule: Another rule than the operator's own.
+            rule: The rule, by default the operator's own.
             copy: Whether to copy the node instead of writing its local form.
         """
         rule = rule or self.rule
@@ -225,9 +225,9 @@ class Case:
         assert not wrong, f"{self}\n{dict(factors)} {dict(carried)} on {mesh.atoms}: {wrong}"
 
 
-def assignments(case: Case, names: Sequence[str], mesh: Mesh) -> Iterator[dict[str, DimSharding]]:
-    """Every way to give the atoms of a mesh to some of the factors, in every order."""
-    sizes = factor_sizes(case.rule, case.view)
+def assignments(rule: OpRule, view: NodeView, mesh: Mesh) -> Iterator[dict[str, DimSharding]]:
+    """Every way to give the atoms of a mesh to the factors of a node's rule, in every order."""
+    sizes, names = factor_sizes(rule, view), rule.splittable
     for places in product((None, *names), repeat=len(mesh.atoms)):
         given = {n: [a for a, p in enumerate(places) if p == n] for n in names if n in places}
         for orders in product(*(permutations(atoms) for atoms in given.values())):
@@ -238,7 +238,7 @@ def assignments(case: Case, names: Sequence[str], mesh: Mesh) -> Iterator[dict[s
 
 
 def merged_assignments(case: Case, mesh: Mesh) -> Iterator[dict[str, DimSharding]]:
-    """Splits of one factor in its major or minor component, where its size is composite."""
+    """Every way to shard the major or minor component of a factor whose size is composite."""
     sizes = factor_sizes(case.rule, case.view)
     for name in case.rule.splittable:
         size = sizes[name]
@@ -257,8 +257,8 @@ def merged_assignments(case: Case, mesh: Mesh) -> Iterator[dict[str, DimSharding
 # -- execution -------------------------------------------------------------------------------------
 
 
-class _Dirty(ProgramWriter):
-    """A partitioner that takes no padding to be zero."""
+class DirtyWriter(ProgramWriter):
+    """A partitioner that assumes of no padding that it is zero."""
 
     def define(self, name: str, sharding: Sharding, local: ir.Value, *, zero: bool) -> None:
         super().define(name, sharding, local, zero=False)
@@ -266,7 +266,7 @@ class _Dirty(ProgramWriter):
 
 @dataclass(frozen=True)
 class Run:
-    """What all devices made: shards[output][device]."""
+    """The results of all devices: shards[output][device]."""
 
     mesh: Mesh
     program: PartitionedModel
@@ -276,7 +276,7 @@ class Run:
 
     def wrong(self, case: Case) -> str:
         """Says what is wrong with the results, or nothing."""
-        # An output that is left out has no name.
+        # An absent output has no name.
         named = [i for i, out in enumerate(case.view.node.outputs) if out.name]
         for index, (shards, expected) in enumerate(zip(self.shards, case.expected, strict=True)):
             sharding = self.plan.outputs[named[index]]
@@ -303,7 +303,7 @@ class Run:
 
 
 def _sized(sharding: Sharding, shape: Sequence[int], sizes: Mapping[str, int]) -> Sharding:
-    """The sharding, sizes read off a result where they depend on data; such a dim is not split."""
+    """The sharding, with data-dependent sizes of replicated dims taken from a result."""
     dims = tuple(
         (Component(size),)
         if not all(name in sizes for c in dim for name in symbols_of(c.size))
@@ -314,12 +314,13 @@ def _sized(sharding: Sharding, shape: Sequence[int], sizes: Mapping[str, int]) -
     return replace(sharding, dims=dims)
 
 
-def _close(got: Array, want: Array, whole: Array, rtol: float) -> bool:
+def _close(got: Array, want: Array, result: Array, rtol: float) -> bool:
+    """Whether a shard is right, relative to the greatest value of the undivided result."""
     if not np.issubdtype(want.dtype, np.inexact) and want.dtype.kind != "V":
         return bool(np.array_equal(got, want))
-    got, want, whole = (np.asarray(a, np.float64) for a in (got, want, whole))
-    finite = np.isfinite(whole)
-    scale = float(np.max(np.abs(whole[finite]), initial=1e-30))
+    got, want, result = (np.asarray(a, np.float64) for a in (got, want, result))
+    finite = np.isfinite(result)
+    scale = float(np.max(np.abs(result[finite]), initial=1e-30))
     same = (got == want) | (np.isnan(got) & np.isnan(want))
     with np.errstate(invalid="ignore"):
         return bool(np.all(same | (np.abs(got - want) <= rtol * scale)))
@@ -333,7 +334,7 @@ def execute(case: Case, mesh: Mesh, plan: NodePlan, *, dirty: bool, copy: bool =
         for v, s in zip(node.inputs, plan.inputs, strict=False)
         if v is not None
     }
-    whole = {
+    undivided = {
         v.name or "": Sharding.replicated(env.shapes[v.name or ""])
         for v in [*model.graph.inputs, *model.graph.initializers.values()]
     }
@@ -342,14 +343,17 @@ def execute(case: Case, mesh: Mesh, plan: NodePlan, *, dirty: bool, copy: bool =
     if copy:
         definition = OpDef(node.domain, node.op_type, 1, definition.rule, copy_node)
     rules = Rules({"node": plan.rule}, {"node": case.view}, {}, {"node": definition})
-    kind = _Dirty if dirty else ProgramWriter
+    kind = DirtyWriter if dirty else ProgramWriter
     work = kind(
         Program(model, env, rules, case.registry),
         Plan(
             mesh,
             {"node": plan},
-            {v.name or "": held.get(v.name or "", whole[v.name or ""]) for v in model.graph.inputs},
-            {n: held.get(n, whole[n]) for n in model.graph.initializers},
+            {
+                v.name or "": held.get(v.name or "", undivided[v.name or ""])
+                for v in model.graph.inputs
+            },
+            {n: held.get(n, undivided[n]) for n in model.graph.initializers},
             {n: outputs[n] for n in (v.name or "" for v in model.graph.outputs)},
         ),
         LocalBuilder(env.table, case.view.opset, mesh),
@@ -358,12 +362,12 @@ def execute(case: Case, mesh: Mesh, plan: NodePlan, *, dirty: bool, copy: bool =
     program = work.run()
     for equal in program.equalities:
         one, other = (env.table.evaluate(s.size, case.sizes) for s in (equal.left, equal.right))
-        assert one == other, f"{case}: takes {equal.left} and {equal.right} to be equal"
+        assert one == other, f"{case}: assumes that {equal.left} and {equal.right} are equal"
     feeds = [
         _feeds(
             case,
             program,
-            {n: concrete(s, env.table, case.sizes) for n, s in (whole | held).items()},
+            {n: concrete(s, env.table, case.sizes) for n, s in (undivided | held).items()},
             mesh,
             rank,
             dirty,
@@ -416,7 +420,7 @@ def _garbage(dtype: np.dtype[np.generic]) -> object:
 
 
 def _part(array: Array, sharding: Sharding, mesh: Mesh, rank: int, name: str) -> Array:
-    """What a device holds of a partial value: uneven parts of both signs that reduce to `array`."""
+    """A device's term of a partial value: terms of both signs that reduce to `array`."""
     if not sharding.partial:
         return array
     group = mesh.group(rank, sharding.partial)

@@ -1,4 +1,4 @@
-"""Bodies of contrib operators make what the operators make."""
+"""Bodies of contrib operators give the results of the operators."""
 
 import numpy as np
 import onnx_ir as ir
@@ -24,13 +24,13 @@ CASES = (*FUSED, *MULTI_HEAD, *ROTARY, *BODIES)
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.node)
 def test_a_body_is_the_operator(case: Case) -> None:
-    """Both compute in float32: sums of a few products differ by a few ulp."""
+    """Both compute in float32: sums of a few products differ by a few ulp, here up to 25."""
     model = normalise(ir.from_proto(case.model))
     env = shapes(model, symbol_table(model, {}))
     builder = GlobalBuilder.over(model.graph, model.opset_imports[""], env)
     (operator,) = (n.op_type for n in case.model.graph.node)
     nodes = [n for n in model.graph if n.op_type == operator]
-    # One without a rule of its own has been replaced when the model was read.
+    # A node without a rule of its own was replaced when the model was read.
     assert bool(nodes) == (case not in BODIES)
     for node in nodes:
         body = case.definition.body
@@ -42,9 +42,9 @@ def test_a_body_is_the_operator(case: Case) -> None:
             model.graph.outputs[index] = new
         model.graph.remove(node)
     program = Program.of(model, builder.env, REGISTRY)
-    divided = partition(program, propagate(program, Seeds(Mesh.of())))
+    partitioned = partition(program, propagate(program, Seeds(Mesh.of())))
     arrays = {**case.arrays, **case.consts}
-    got = run_model(divided, arrays, case.sizes).values()
+    got = run_model(partitioned, arrays, case.sizes).values()
     want = evaluator(case.model, False)(case.arrays)
     for value, expected in zip(got, (want[o.name] for o in case.model.graph.output), strict=True):
         assert value.dtype == expected.dtype

@@ -1,10 +1,10 @@
 """All placements on one mesh axis of two devices: those that a rule admits hold, no others do.
 
-A placement says of each operand and result whether both devices hold the whole, halves along a dim,
-or parts that a reduction makes whole. Each device runs the node as it is on what it holds, and the
-results are compared with the undivided node's: no knowledge of rules enters. What holds must be
-what the rule says (after DTensor's exhaustive validation of its sharding rules); a placement that
-holds and is not admitted would be needless strictness.
+In a placement, each operand and result is replicated, sharded in halves along a dim, or partial.
+Each device runs the node itself on its operands, and the results are compared with those of the
+undivided node, so no knowledge of rules enters. The placements that hold must be those that the
+rule admits (after DTensor's exhaustive validation of its sharding rules). If a rule does not admit
+a placement that holds, it is needlessly strict.
 """
 
 from collections.abc import Iterator, Mapping
@@ -27,7 +27,7 @@ from tests.onnxpar.ops.op_cases import ALL
 from tests.onnxpar.ops.op_harness import Case
 from tests.onnxpar.ops.test_placements import EXCUSED, NO_PRODUCTS
 
-REPLICATED = "whole"
+REPLICATED = "replicated"
 REFUSED = (state.Fail, state.InvalidArgument, state.RuntimeException, state.InvalidGraph)
 Placement = tuple[str, ...]
 Sizes = Mapping[str, int]
@@ -35,14 +35,14 @@ EVEN: Sizes = {"N": 6, "S": 4, "K": 8, "V": 8, "batch": 4}
 
 
 def plain(case: Case) -> bool:
-    """Whether a device runs the node as it is, whatever is split."""
+    """Whether a device always runs the node itself, in any sharding."""
     rule = case.rule
     return case.definition.local is copy_node and not getattr(rule, "scaled", ())
 
 
 @cache
 def even(case_index: int) -> Case:
-    """The case at even sizes, where its data allow it."""
+    """The case with even sizes, if its data allow it."""
     case = ALL[case_index]
     if case.feeds or case.proto is not None:
         return case
@@ -51,13 +51,13 @@ def even(case_index: int) -> Case:
 
 
 def spread(operand: int, placement: str, array: Array) -> list[Array] | None:
-    """What each of the two devices holds; None where there is no such placement."""
+    """The values of both devices; None if there is no such placement."""
     if placement == REPLICATED:
         return [array, array]
     if placement.isdigit():
         return np.split(array, 2, int(placement))
     rng = np.random.default_rng(operand)
-    # Of both signs, and never what leaves the other part as it is.
+    # Terms have both signs and are never neutral.
     part = np.asarray(rng.uniform(0.5, 3, array.shape) * rng.choice([-1, 1], array.shape))
     part = part.astype(array.dtype)
     if placement == "sum":
@@ -77,7 +77,7 @@ def choices(array: Array) -> Iterator[str]:
 
 
 def holding(parts: list[Array], want: Array, rtol: float) -> Iterator[str]:
-    """The placements in which two results are the whole one."""
+    """The placements in which two results are the undivided result."""
     candidates = {REPLICATED: parts[0]} if same(parts[0], parts[1], rtol) else {}
     for dim in range(want.ndim):
         if parts[0].shape == parts[1].shape and parts[0].shape[dim] * 2 == want.shape[dim]:
@@ -107,26 +107,26 @@ def free(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def admitted(case: Case, names: list[str]) -> set[tuple[Placement, Placement]]:
-    """What the rule says: for each splittable factor, and for each group that may be partial."""
+    """The placements by the rule: each factor sharded, each group of operands partial."""
     rule = case.rule
     sizes = factor_sizes(rule, case.view)
     operands = {v.name: o for v, o in zip(case.view.node.inputs, rule.inputs, strict=True) if v}
 
-    def split(operand: Operand, factor: str, pending: str) -> str | None:
-        """None where a split of the factor is no halves of a dim."""
+    def split(operand: Operand, factor: str, absent: str) -> str | None:
+        """The placement, `absent` without the factor; None if no dim is sharded in halves."""
         for axis, dim in enumerate(operand.dims):
             if factor in dim:
                 return str(axis) if dim[0] == factor else None
-        return pending
+        return absent
 
     found: set[tuple[Placement, Placement]] = set()
     for factor, kind in rule.kinds.items():
         size = case.env.table.evaluate(sizes[factor], case.sizes)
         if (kind != PARALLEL and kind not in REDUCTIONS) or size % 2:
             continue
-        pending = REPLICATED if kind == PARALLEL else kind
+        absent = REPLICATED if kind == PARALLEL else kind
         enter = [split(operands[n], factor, REPLICATED) for n in names]
-        leave = [split(o, factor, pending) for o in rule.outputs]
+        leave = [split(o, factor, absent) for o in rule.outputs]
         if None not in enter and None not in leave:
             found.add((tuple(filter(None, enter)), tuple(filter(None, leave))))
     positions = {v.name: i for i, v in enumerate(case.view.node.inputs) if v is not None}
@@ -139,21 +139,21 @@ def admitted(case: Case, names: list[str]) -> set[tuple[Placement, Placement]]:
 
 
 def may_be(case: Case, names: list[str], enter: Placement) -> bool:
-    """Whether the operands can be placed so."""
+    """Whether the operands can have these placements."""
     return all(p in choices(case.arrays[n]) for n, p in zip(names, enter, strict=True))
 
 
-def pending(placements: Placement) -> set[str]:
+def reductions(placements: Placement) -> set[str]:
     return set(placements) & set(REDUCTIONS)
 
 
-# Pending operands that pass although no rule says so, besides those of the test of placements.
+# Partial operands that hold although no rule says so, besides those of the test of placements.
 _SOME = "any of three operands may be partial together, and the rule names one or all"
 NEEDLESS = {
     **EXCUSED,
     **dict.fromkeys(NO_PRODUCTS, "products that vanish are not among the data"),
     **dict.fromkeys(("Max", "Min", "Concat"), _SOME),
-    "Pad": "what it fills with could wait as the data does; nothing makes it so",
+    "Pad": "the fill value could be partial like the data; no operator makes it so",
 }
 
 PLAIN = [i for i, case in enumerate(ALL) if case.proto is None]
@@ -166,7 +166,7 @@ def test_what_holds_is_what_the_rule_admits(index: int) -> None:
     names = [v.name or "" for v in case.view.node.inputs if v is not None]
     names = [n for n in dict.fromkeys(names) if n in case.arrays]
     if not plain(case) or len(names) > 3 or not case.view.node.outputs:
-        pytest.skip("written for one device in another way than as it is")
+        pytest.skip("its local form is not the node itself")
     run = evaluator(free(case.model), case.reference)
     want = case.expected
     held: set[tuple[Placement, Placement]] = set()
@@ -191,17 +191,17 @@ def test_what_holds_is_what_the_rule_admits(index: int) -> None:
     needless = {
         (e, o)
         for e, o in held
-        # One reduction that becomes another (Neg of a max is a min) no rule can say.
-        if pending(e) == pending(o) or not pending(e)
+        # No rule can say that one reduction becomes another (Neg of a max is a min).
+        if reductions(e) == reductions(o) or not reductions(e)
         if not any(e == a for a, _ in allowed)
     }
     if case.view.node.op_type in NEEDLESS:
-        needless = {(e, o) for e, o in needless if not pending(e)}
+        needless = {(e, o) for e, o in needless if not reductions(e)}
     assert not missing, f"{case}: admitted, and wrong: {missing}"
     assert not needless, f"{case}: right, and not admitted: {needless}"
 
 
-# Operators without a case here, by what there is to see of them.
+# Operators without a case here, with the reason.
 _DATA = "it is replicated: the size of its result depends on data"
 _DEFAULT = "the operator of the default domain has the same rule"
 NO_CASE = {
@@ -209,18 +209,18 @@ NO_CASE = {
         [("", n) for n in ("Compress", "NonMaxSuppression", "NonZero", "Unique")], _DATA
     ),
     ("", "Constant"): "loading turns it into an initializer",
-    ("", "LinearAttention"): "onnxruntime has no such kernel; its own tests have it",
+    ("", "LinearAttention"): "onnxruntime has no kernel; it has tests of its own",
     ("", "MelWeightMatrix"): "it is replicated, from five numbers",
-    ("", "Multinomial"): "what it draws is not what onnxruntime draws; tests of random have it",
+    ("", "Multinomial"): "it draws other numbers than onnxruntime; tests of random check it",
     ("", "Scatter"): "ScatterElements of an older opset",
-    ("com.microsoft", "FusedMatMul"): "MatMul's rule; tests of gradients divide it",
+    ("com.microsoft", "FusedMatMul"): "MatMul's rule; tests of gradients shard it",
     ("com.microsoft", "QLinearReduceMean"): "the rule of QLinearGlobalAveragePool",
     **dict.fromkeys(
         [("com.microsoft", n) for n in ("QuantizeLinear", "DequantizeLinear", "GridSample")],
         _DEFAULT,
     ),
 }
-# Modules of what is never divided, and of what is expanded before anything is.
+# Modules of operators that are always replicated, or always replaced by their bodies.
 UNDIVIDED = (
     "onnxpar.ops.replicated_operators",
     "onnxpar.ops.sequence.sequence",

@@ -39,7 +39,7 @@ MODELS = {
         }""",
         ("NonZero", "depends on the data of all devices"),
     ),
-    "control flow that captures divided values and would communicate": (
+    "control flow that captures sharded values and would communicate": (
         """g (float[n, 6] x, bool p) => (float[n, 6] y) <int64 zero = {0}, int64 one = {1}> {
           a = Relu(x)
           b = If (p) <
@@ -55,16 +55,16 @@ MODELS = {
 
 @pytest.mark.parametrize("title", MODELS)
 @pytest.mark.parametrize("batch", [4, 5])
-def test_computed_whole_and_named(title: str, batch: int) -> None:
+def test_replicated_and_named(title: str, batch: int) -> None:
     text, (op, reason) = MODELS[title]
     proto = onnx.parser.parse_model(HEAD + text)
     analysed = analyse(ir.serde.deserialize_model(proto), {})
     mesh = Mesh.of(dp=2, tp=2)
     shape = analysed.env.shapes["x"]
-    parted = propagate_and_partition(
+    partitioned = propagate_and_partition(
         analysed, Seeds(mesh, {}, {"x": Sharding.of(shape, [(0, 1), ()])})
     )
-    named = {op_type: told for _, op_type, told in parted.replicated}
+    named = {op_type: why for _, op_type, why in partitioned.replicated}
     assert (f"{reason}{op}" if reason == NO_RULE else reason) in named[op]
     rng = np.random.default_rng(0)
     feeds = {"x": rng.standard_normal((batch, 6)).astype(np.float32)}
@@ -72,8 +72,8 @@ def test_computed_whole_and_named(title: str, batch: int) -> None:
         feeds["p"] = np.array(True)
     reference = ort.InferenceSession(proto.SerializeToString(), providers=["CPUExecutionProvider"])
     want = reference.run(None, feeds)[0]
-    got = run_model(parted, feeds, {"n": batch})["y"]
-    # The same operations on the same numbers: no sum is taken in another order.
+    got = run_model(partitioned, feeds, {"n": batch})["y"]
+    # The same operations on the same numbers: no sum has another order.
     assert np.array_equal(got, want)
 
 
@@ -109,7 +109,7 @@ def test_a_symbol_that_a_weight_knows() -> None:
     assert np.array_equal(got, reference.run(None, {"x": x})[0])
 
 
-def test_a_domain_that_is_not_imported_is_whole_and_named() -> None:
+def test_a_domain_that_is_not_imported_is_replicated_and_named() -> None:
     proto = onnx.parser.parse_model(HEAD + "g (float[n, 6] x) => (float[n, 6] y) { y = Relu(x) }")
     proto.graph.node[0].domain = "elsewhere"
     analysed = analyse(ir.serde.deserialize_model(proto), {})

@@ -1,7 +1,7 @@
-"""`out` on every operator: a result lies as asked, whatever node makes it, and is right.
+"""`out` on every operator: a result has the requested layout, and is right.
 
-The node is given no other strategy: what devices can compute divided follows from the layout asked
-for, the rest is replicated and sliced.
+The node has no other strategy. Its operands are sharded as far as that follows from the requested
+layout; otherwise it is replicated, and its result sliced.
 """
 
 import random
@@ -26,9 +26,9 @@ CASES = [case for case in ALL if case.proto is None and not case.reference]
 
 
 @pytest.mark.parametrize("case", chosen(CASES, 12), ids=str)
-def test_a_result_lies_as_asked(case: Case, tmp_path: Path) -> None:
+def test_a_result_has_the_requested_layout(case: Case, tmp_path: Path) -> None:
     if not case.stands_alone or draws(case.view.node, REGISTRY):
-        pytest.skip("other nodes stand in its place, or it draws random numbers")
+        pytest.skip("other nodes replace it, or it draws random numbers")
     first, *others = [value.name or "" for value in case.view.node.outputs]
     model, feeds = tmp_path / "m.onnx", tmp_path / "in.npz"
     onnx.save(case.model, model)
@@ -51,11 +51,11 @@ def test_a_result_lies_as_asked(case: Case, tmp_path: Path) -> None:
 AXES = ("a", "b", "c")
 """Mesh axes of two devices each."""
 CLEAR = ("expected", "cannot be sharded", "outputs would be partial over two reductions")
-"""What a message about a strategy has: it says what is possible, or why nothing is."""
+"""Words in messages about a strategy, which say what is possible, or why nothing is."""
 
 
 def _entry(rng: random.Random, rank: int, axes: Sequence[str]) -> list[object]:
-    """A layout that puts each axis on some dim or on none; as numbers without axes' names."""
+    """A layout that puts each axis on some dim or on none."""
     dims: list[list[str]] = [[] for _ in range(rank)]
     for axis in rng.sample(axes, rng.randint(0, len(axes))) if rank else ():
         rng.choice(dims).append(axis)
@@ -67,7 +67,7 @@ def _counts(entry: list[object]) -> list[object]:
 
 
 def _drawn(case: Case, rng: random.Random, axes: Sequence[str]) -> dict[str, object]:
-    """The entry of the node: its operands, mostly as its rule has them, and some results."""
+    """The entry of the node: its operands, mostly in layouts that its rule admits, and results."""
     rule, view = case.rule, case.view
     factors: dict[str, list[str]] = {}
     for axis in axes:
@@ -98,12 +98,12 @@ DRAWS = [(case, count, draw) for case in CASES for count in (2, 3) for draw in r
 
 
 @pytest.mark.parametrize(("case", "count", "draw"), chosen(DRAWS, 24), ids=str)
-def test_whatever_is_asked_is_right_or_refused_clearly(
+def test_every_request_is_right_or_refused_clearly(
     case: Case, count: int, draw: int, tmp_path: Path
 ) -> None:
     """Random layouts of operands and of all results, at 4 and 8 devices."""
     if not case.stands_alone or draws(case.view.node, REGISTRY):
-        pytest.skip("other nodes stand in its place, or it draws random numbers")
+        pytest.skip("other nodes replace it, or it draws random numbers")
     rng = random.Random(f"{SEED} {draw} {count} {case}")
     data = {"dataset": "full_batch", **_drawn(case, rng, AXES[:count])}
     print(f"seed {SEED}: {data}")

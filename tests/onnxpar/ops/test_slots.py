@@ -1,4 +1,4 @@
-"""Every operator fills every slot of its record, or says why it does not."""
+"""Every operator fills every slot of its record, or gives the reason for an empty one."""
 
 import ast
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ import onnx
 import pytest
 
 from onnxpar.ops.local_node import copy_node
-from onnxpar.ops.operator import UNWRITTEN, ByBody, Missing, OpDef, written_only
+from onnxpar.ops.operator import UNWRITTEN, ByBody, Missing, OpDef, expanded, written_only
 from onnxpar.ops.slots import FLOAT32, VIEW, Precision, Roles, always
 from onnxpar.ops.table import REGISTRY
 from onnxpar.report.operator_table import OperatorRow, operator_table, slot_words
@@ -18,7 +18,7 @@ PACKAGE = Path(__file__).parents[3] / "onnxpar"
 
 
 def faults(definition: OpDef) -> list[str]:
-    """What is wrong with the slots of a record, alone and together."""
+    """The faults of a record's slots, alone and together."""
     gradient, cost, precision = definition.gradient, definition.cost, definition.precision
     memory, roles = definition.memory, definition.roles
     divided = definition.rule is not written_only
@@ -28,11 +28,13 @@ def faults(definition: OpDef) -> list[str]:
         "missing for no reason": any(
             isinstance(slot, Missing) and not slot.reason for slot in (gradient, cost)
         ),
-        "the rule says nothing of itself": not definition.rule.__doc__,
-        "the local form says nothing of itself": not definition.local.__doc__,
+        "the rule has no docstring": not (definition.rule.__doc__ or "").strip(),
+        "the local form has no docstring": not (definition.local.__doc__ or "").strip(),
         "what draws random numbers is copied": definition.draws is always
         and definition.local is copy_node,
-        "a body is asked for that nobody has": isinstance(gradient, ByBody)
+        "a body is asked for that nobody has": (
+            isinstance(gradient, ByBody) or definition.rule is expanded
+        )
         and not (definition.body or definition.upgrades or has_body(definition)),
         "it is made 16 bits and follows its operands": precision.half and precision.follows,
         "16 bits for what ONNX does not define": precision != FLOAT32
@@ -90,7 +92,7 @@ def test_each_fault_is_seen() -> None:
 
 
 def test_every_slot_is_shown() -> None:
-    """A slot that is added to the record is told by `onnxpar ops --json`, too."""
+    """`onnxpar ops --json` shows all slots, including new ones."""
     slots = {field.name for field in fields(OpDef)}
     row = next(r for r in operator_table() if r.op_type == "Conv")
     assert slots == ({field.name for field in fields(OperatorRow)} - {"slots"}) | set(row.slots)
@@ -115,7 +117,7 @@ def named_operators(tree: ast.AST) -> list[tuple[int, list[str]]]:
 
 
 def test_no_pass_has_a_table_of_operators() -> None:
-    """What a pass asks of an operator is a slot of its record; families are folders in `ops`."""
+    """Passes take facts about operators from slots of their records; families are in `ops`."""
     # The names of SymPy's functions, which two operators share.
     sympys = ["Max", "Min", "Mod"]
     found = {}

@@ -1,4 +1,4 @@
-"""Operands whose dims are equal only if the model is right: not divided there, but not refused."""
+"""Operands whose dims are equal only if the model is right: these are replicated, not refused."""
 
 import numpy as np
 import onnx.parser
@@ -9,7 +9,7 @@ from onnxpar.api.shard_model import analyse, propagate_and_partition
 from onnxpar.strategy import Strategy, resolve
 from tests.lockstep import evaluator, run_model
 
-# The table has rows enough, which cannot be known: it gives min(32, batch) of them.
+# That the table has enough rows cannot be proved: the slice has min(32, batch) rows.
 MODEL = """
 <ir_version: 10, opset_import: ["" : 20]>
 g (float[batch, 4] x, float[5, batch] z) => (float[n, m] y)
