@@ -257,7 +257,7 @@ MULTI_HEAD = (
 _X = {"x": "float[N,4,6]", "w": "float[6,24]", "b": "float[24]"}
 _ENDS = np.array([[1, 1, 1, 1], [1, 1, 1, 0], [1, 1, 0, 0], [1, 0, 0, 0], [1, 1, 1, 1]])
 
-# Operators that are divided by their bodies.
+# Operators that are sharded through their bodies.
 BODIES = (
     contrib("y = Attention<num_heads=2>(x, w, b)", _X),
     contrib(

@@ -166,7 +166,7 @@ RECURRENT = (
         _some(_shapes(4, 2), "x", "w", "r", "b"),
         {"N": 2},
     ),
-    # Directions that differ in more than the direction are not told apart by devices.
+    # Directions that differ in more than the direction are not sharded.
     Case(
         """y = RNN<hidden_size=3, direction="bidirectional", activations=["Tanh", "Relu"]>
             (x, w, r)""",

@@ -39,7 +39,7 @@ _UNARY = (
 _BINARY = ("Add", "Sub", "Mul", "Div", "Less", "Greater", "Equal", "LessOrEqual", "GreaterOrEqual")
 _REDUCE = ("Sum", "Mean", "Max", "Min", "Prod", "L1", "L2", "SumSquare", "LogSumExp")
 
-# Integers may not be divided by zero.
+# Integers must not be divided by zero.
 _QUOTIENTS = {"a": np.arange(-17, 18).reshape(5, 7), "b": np.arange(35).reshape(5, 7) % 4 + 1}
 
 ELEMENTWISE = (

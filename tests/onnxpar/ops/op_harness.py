@@ -74,7 +74,7 @@ class Case:
         reference: Whether all nodes run in onnx.reference, since onnxruntime lacks a kernel.
         rtol: Tolerance relative to the greatest absolute value of a result. The default is that of
             32 bits: 80 roundings by 2^-23, more than any sum of these cases has terms.
-        proto: The whole one-node model, instead of `node` and `inputs`.
+        proto: The one-node model, instead of `node` and `inputs`.
         registry: The table of operators.
     """
 

@@ -100,7 +100,7 @@ COL2IM = (
 
 
 def _deformed(attributes: str, **shapes: str) -> Case:
-    """A DeformConv of these operands; its offsets are of both signs and no whole numbers."""
+    """A DeformConv of these operands; its offsets have both signs and are not integers."""
     operands = ", ".join(shapes.get(n, "") and n for n in "xwobm").rstrip(", ")
     types = {n: f"float[{shapes[n]}]" for n in "xwobm" if n in shapes}
     return Case(f"y = DeformConv<{attributes}>({operands})", types, _N3, opset=22)

@@ -26,7 +26,7 @@ def _scaled(attributes: str, shape: str, *scales: float, opset: int = 19) -> Cas
 
 _AXES = "axes=[2,3]"
 CASES = (
-    # An enlargement by whole numbers: parts line up where the split is even, as that of 9 by 3.
+    # An enlargement by integers: shards line up if the sharding is even, such as 9 over 3.
     _scaled('mode="nearest"', "float[2,2,9,3]", 1, 1, 2, 2),
     _scaled(
         'mode="nearest", coordinate_transformation_mode="asymmetric", nearest_mode="floor"',

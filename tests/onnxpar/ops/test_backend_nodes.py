@@ -1,7 +1,8 @@
-"""ONNX's own backend node tests, cut along the legal factors of each node.
+"""ONNX's own backend node tests, sharded along the legal factors of each node.
 
-Twice: one node at a time in lockstep, with garbage in the padding; and whole models, expanded
-function bodies too, through the whole pipeline and run by all ranks over the threads transport.
+They run twice: one node at a time in lockstep, with garbage in the padding; and as models (also of
+expanded function bodies) that pass through all passes and are run by all ranks over the threads
+transport.
 """
 
 import random
@@ -121,7 +122,7 @@ def test_backend_nodes_hold_when_they_are_cut(op_type: str) -> None:
         except ModelError:
             continue  # replicated
         if not case.stands_alone:
-            continue  # folded or replaced; whole models are cut below
+            continue  # folded or replaced; models are sharded below
         for factors in chosen(splits, QUICK_SPLITS):
             try:
                 case.check(MESH, factors)

@@ -1,4 +1,4 @@
-"""No operator of ONNX is forgotten: each has a definition, or a body that is divided in its place.
+"""No operator of ONNX is forgotten: each has a definition, or a body that is sharded instead.
 
 Said of all opsets from the oldest that is read to the newest that onnxruntime runs.
 """

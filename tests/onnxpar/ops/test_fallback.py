@@ -77,7 +77,7 @@ def test_replicated_and_named(title: str, batch: int) -> None:
     assert np.array_equal(got, want)
 
 
-def parted_on_two(text: str) -> tuple[onnx.ModelProto, PartitionedModel]:
+def partitioned_on_two(text: str) -> tuple[onnx.ModelProto, PartitionedModel]:
     proto = onnx.parser.parse_model(HEAD + text)
     analysed = analyse(ir.serde.deserialize_model(proto), {})
     mesh = Mesh.of(dp=2)
@@ -89,23 +89,25 @@ def parted_on_two(text: str) -> tuple[onnx.ModelProto, PartitionedModel]:
 
 
 def test_an_input_that_is_an_output_too() -> None:
-    _, parted = parted_on_two("g (float[n, 6] x) => (float[n, 6] x, float[n, 6] y) { y = Relu(x) }")
-    assert [node.op_type for node in parted.builder.nodes] == ["Relu"]
-    assert parted.outputs[0].local is parted.inputs[0].local
+    _, partitioned = partitioned_on_two(
+        "g (float[n, 6] x) => (float[n, 6] x, float[n, 6] y) { y = Relu(x) }"
+    )
+    assert [node.op_type for node in partitioned.builder.nodes] == ["Relu"]
+    assert partitioned.outputs[0].local is partitioned.inputs[0].local
     x = np.random.default_rng(0).standard_normal((5, 6)).astype(np.float32)
-    got = run_model(parted, {"x": x}, {"n": 5})
+    got = run_model(partitioned, {"x": x}, {"n": 5})
     assert np.array_equal(got["x"], x)
     assert np.array_equal(got["y"], np.maximum(x, 0))
 
 
 def test_a_symbol_that_a_weight_knows() -> None:
     weight = ", ".join(str(i - 3) for i in range(12))
-    proto, parted = parted_on_two(
+    proto, partitioned = partitioned_on_two(
         f"g (float[n, k] x) => (float[n, 3] y) <float[4, 3] w = {{{weight}}}>{{ y = MatMul(x, w) }}"
     )
     x = np.random.default_rng(0).integers(-5, 5, (5, 4)).astype(np.float32)
     reference = ort.InferenceSession(proto.SerializeToString(), providers=["CPUExecutionProvider"])
-    got = run_model(parted, {"x": x}, {"n": 5, "k": 4})["y"]
+    got = run_model(partitioned, {"x": x}, {"n": 5, "k": 4})["y"]
     assert np.array_equal(got, reference.run(None, {"x": x})[0])
 
 
@@ -118,7 +120,7 @@ def test_a_domain_that_is_not_imported_is_replicated_and_named() -> None:
 
 
 def test_values_keep_the_names_of_the_model() -> None:
-    _, parted = parted_on_two(
+    _, partitioned = partitioned_on_two(
         "g (float[n, 6] x) => (float[n, 6] z) { mine = Relu(x) yours = Exp(mine) z = Neg(yours) }"
     )
-    assert [node.outputs[0].name for node in parted.builder.nodes] == ["mine", "yours", "z"]
+    assert [node.outputs[0].name for node in partitioned.builder.nodes] == ["mine", "yours", "z"]

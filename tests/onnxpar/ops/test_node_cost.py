@@ -1,4 +1,4 @@
-"""Operators' own counts against those of textbooks, whole and on one of several devices."""
+"""Operators' own counts against those of textbooks, undivided and on one of several devices."""
 
 from collections.abc import Mapping
 

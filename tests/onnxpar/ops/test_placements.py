@@ -130,7 +130,7 @@ def test_pending_operands_that_no_rule_admits_give_wrong_results(case: Case) -> 
 
 @pytest.mark.parametrize("case", ALL, ids=ids)
 def test_factors_that_need_care_cannot_be_split_without(case: Case) -> None:
-    """A whole factor that is split, or a special one with no local form, gives wrong results."""
+    """Sharding a replicated factor, or a special one without a local form, gives wrong results."""
     sizes = factor_sizes(case.rule, case.view)
     for factor, kind in case.rule.kinds.items():
         size = case.env.table.evaluate(sizes[factor], case.sizes)

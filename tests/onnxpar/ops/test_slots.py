@@ -21,7 +21,7 @@ def faults(definition: OpDef) -> list[str]:
     """The faults of a record's slots, alone and together."""
     gradient, cost, precision = definition.gradient, definition.cost, definition.precision
     memory, roles = definition.memory, definition.roles
-    divided = definition.rule is not written_only
+    in_models = definition.rule is not written_only
     places = (*definition.host_operands, *roles.weights, *roles.vectors, *roles.statistics)
     wrong = {
         "no gradient, and no reason why": gradient is UNWRITTEN,
@@ -39,12 +39,12 @@ def faults(definition: OpDef) -> list[str]:
         "it is made 16 bits and follows its operands": precision.half and precision.follows,
         "16 bits for what ONNX does not define": precision != FLOAT32
         and not has_schema(definition),
-        "a view lies over an operand": memory.view and memory.over,
+        "a view is written over an operand": memory.view and memory.over,
         "operands are named twice": len(set(places)) != len(places),
         "an operand that ONNX's schema has not": has_schema(definition)
         and any(place >= arity(definition) for place in places),
         "a slot that says nothing": not all(slot_words(definition).values()),
-        "it stands for ranks and is priced": not divided and not isinstance(cost, Missing),
+        "it stands for ranks and is priced": not in_models and not isinstance(cost, Missing),
         "it reads shapes and elements": definition.reads_shape_only and definition.host_operands,
     }
     return [what for what, holds in wrong.items() if holds]
@@ -84,7 +84,7 @@ def test_each_fault_is_seen() -> None:
     assert changed("Reshape", host_operands=(2,)) == ["an operand that ONNX's schema has not"]
     assert changed("Conv", roles=Roles(weights=(1,), vectors=(1,))) == ["operands are named twice"]
     assert changed("Reshape", memory=replace(VIEW, over=((0, 0),))) == [
-        "a view lies over an operand"
+        "a view is written over an operand"
     ]
     assert changed("Shape", host_operands=(0,)) == ["it reads shapes and elements"]
     half = Precision(half=frozenset({"T"}), follows=True)

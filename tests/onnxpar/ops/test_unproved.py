@@ -35,13 +35,13 @@ def test_sizes_that_cannot_be_proved_equal(last: str, strategy: str) -> None:
     assert not analysed.rules.reasons
     data = {"mesh": {strategy: 2}, "dataset": {"x": [strategy, None], "z": [None, strategy]}}
     seeds = resolve(Strategy.from_dict(data), analysed)
-    parted = propagate_and_partition(analysed, seeds)
+    partitioned = propagate_and_partition(analysed, seeds)
     for batch in (1, 4, 7):
         feeds = {
             "x": rng.standard_normal((batch, 4)).astype(np.float32),
             "z": rng.standard_normal((5, batch)).astype(np.float32),
         }
         want = evaluator(proto, reference=False)(feeds)["y"]
-        got = run_model(parted, feeds, {"batch": batch})["y"]
+        got = run_model(partitioned, feeds, {"batch": batch})["y"]
         # float32, sums of at most 7 products below 3^2: 7 * 9 * 2^-24 = 4e-6.
         assert np.abs(got - want).max() < 1e-5

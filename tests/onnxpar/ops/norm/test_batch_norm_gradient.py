@@ -40,9 +40,9 @@ def case(attributes: str, shape: str, opset: int = 20, **more: Any) -> GradCase:
 def alone(momentum: float, by: str) -> GradCase:
     """The training form, its running statistics being of no consequence."""
     form = f", training_mode=1, momentum={momentum}"
-    whole = case(form, "double[N,4,S]", by=tuple(by))
-    text = f"{whole.nodes} i = Shape(p) j = Shape(q)"
-    return replace(whole, nodes=text, torch=lambda *x, **y: trained(*x, **y)[0])
+    known = case(form, "double[N,4,S]", by=tuple(by))
+    text = f"{known.nodes} i = Shape(p) j = Shape(q)"
+    return replace(known, nodes=text, torch=lambda *x, **y: trained(*x, **y)[0])
 
 
 @pytest.mark.parametrize("opset", [13, 20])

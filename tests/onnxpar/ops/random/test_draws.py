@@ -81,7 +81,7 @@ NOISE = """g (float[6, 4] x) => (float[6, 4] y) { n = RandomNormalLike(x) y = Ad
 
 
 def test_noise_is_that_of_one_device_on_every_mesh() -> None:
-    """Drawn by each rank alone, copies of a whole value would differ."""
+    """If each rank drew for itself, replicas of a value would differ."""
     feeds = {"x": np.zeros((6, 4), np.float32)}
     alone = run(NOISE, feeds, devices=1)["y"]
     assert alone.std() > 0

@@ -1,4 +1,4 @@
-"""Sequences and optional values: folded where they are known, whole and right where not."""
+"""Sequences and optional values: folded if they are known, else replicated and right."""
 
 from collections.abc import Mapping
 
@@ -106,7 +106,7 @@ def test_folded_and_divided(title: str, batch: int) -> None:
         for v in proto.graph.input
         if (shape := analysed.env.shapes[v.name])[0] != 6
     }
-    parted = propagate_and_partition(analysed, Seeds(mesh, {}, inputs))
+    partitioned = propagate_and_partition(analysed, Seeds(mesh, {}, inputs))
     rng = np.random.default_rng(0)
     feeds = {
         v.name: rng.standard_normal(
@@ -114,7 +114,7 @@ def test_folded_and_divided(title: str, batch: int) -> None:
         ).astype(np.float32)
         for v in proto.graph.input
     }
-    made = run_model(parted, feeds, {"n": batch})
+    made = run_model(partitioned, feeds, {"n": batch})
     session = ort.InferenceSession(proto.SerializeToString(), providers=["CPUExecutionProvider"])
     for output, want in zip(session.get_outputs(), session.run(None, feeds), strict=True):
         # The same operations on the same numbers.
@@ -158,12 +158,12 @@ def test_a_list_that_branches_read() -> None:
     analysed = analyse(ir.from_proto(proto), {})
     assert not analysed.rules.reasons
     shape = analysed.env.shapes["x"]
-    parted = propagate_and_partition(
+    partitioned = propagate_and_partition(
         analysed, Seeds(Mesh.of(dp=2), {}, {"x": Sharding.of(shape, [(0,), ()])})
     )
     x = np.random.default_rng(0).standard_normal((5, 6)).astype(np.float32)
     for chosen, want in ((True, x[:, 2:4]), (False, -x[:, 2:4])):
-        made = run_model(parted, {"x": x, "p": np.array(chosen)}, {"n": 5})
+        made = run_model(partitioned, {"x": x, "p": np.array(chosen)}, {"n": 5})
         np.testing.assert_array_equal(made["y"], want)
 
 
@@ -188,16 +188,18 @@ def test_computed_whole_where_not_known(title: str) -> None:
     text, operators = LEFT[title]
     proto = parse(text)
     analysed = analyse(ir.from_proto(proto), {})
-    whole = {v.name: Sharding.replicated(analysed.env.shapes[v.name]) for v in proto.graph.input}
-    parted = propagate_and_partition(analysed, Seeds(Mesh.of(dp=2), {}, whole))
-    told = {op_type: reason for _, op_type, reason in parted.replicated}
-    assert operators <= set(told)
-    assert all("unknown before the model runs" in told[o] for o in operators)
+    replicated = {
+        v.name: Sharding.replicated(analysed.env.shapes[v.name]) for v in proto.graph.input
+    }
+    partitioned = propagate_and_partition(analysed, Seeds(Mesh.of(dp=2), {}, replicated))
+    reasons = {op_type: reason for _, op_type, reason in partitioned.replicated}
+    assert operators <= set(reasons)
+    assert all("unknown before the model runs" in reasons[o] for o in operators)
     feeds = {"x": np.random.default_rng(0).standard_normal((5, 6)).astype(np.float32)}
     if len(proto.graph.input) > 1:
         feeds["i"] = np.array(1)
-    # Nothing is divided, so that a rank's graph runs by itself.
-    for model in (proto, ir.to_proto(emit_rank(parted, 1))):
+    # Nothing is sharded, so a rank's graph runs by itself.
+    for model in (proto, ir.to_proto(emit_rank(partitioned, 1))):
         session = ort.InferenceSession(
             model.SerializeToString(), providers=["CPUExecutionProvider"]
         )
