@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import onnx_ir as ir
-from onnx_shape_inference import ShapeInferenceContext
 
 from onnxpar.core.rule import OpRule, parse_rule
 from onnxpar.graph.node_view import NodeView
@@ -16,9 +15,9 @@ from onnxpar.ops.contrib_schemas import MICROSOFT
 from onnxpar.ops.elementwise.broadcast import aligned, axis_names
 from onnxpar.ops.local_helpers import reduced, work_dtype
 from onnxpar.ops.local_node import LocalNode
+from onnxpar.ops.norm.inference import infer_skip_norm
 from onnxpar.ops.norm.split_statistics import normalised
 from onnxpar.ops.operator import BY_BODY, LocalFn, OpDef
-from onnxpar.ops.slots import Library
 
 
 @dataclass(frozen=True)
@@ -140,19 +139,6 @@ def _body(kind: _Kind) -> Callable[[BodyNode], Sequence[ir.Value | None]]:
 def _epsilon(view: NodeView) -> float:
     # onnxruntime's default, which differs from that of ONNX's normalisations.
     return float(view.attr("epsilon", 1e-12))
-
-
-def infer_skip_norm(library: Library, context: ShapeInferenceContext, node: ir.Node) -> None:
-    """Shapes are those of the first operand; statistics have one number per row."""
-    x = node.inputs[0]
-    if x is None or x.shape is None:
-        return
-    rows = ir.Shape([*x.shape.dims[:-1], 1])
-    for index, out in enumerate(node.outputs):
-        if index in (_MEAN, _INVERSE):
-            context.set_shape_and_dtype(out, rows, ir.DataType.FLOAT)
-        else:
-            context.set_shape_and_dtype(out, x.shape, x.dtype)
 
 
 DEFS = tuple(
