@@ -122,13 +122,13 @@ class _Autodiff:
         return Differentiated(self.builder.env, walk.links, gradients, unreached)
 
     def _find_loss(self) -> ir.Value:
-        for node in self.model.graph:
-            for value in node.outputs:
-                if value.name == self.loss:
-                    if value.dtype is None or not value.dtype.is_floating_point():
-                        raise ModelError(f"loss {self.loss!r}: expected a float, got {value.dtype}")
-                    return value
-        raise ModelError(f"loss {self.loss!r}: no node computes it")
+        made = (value for node in self.model.graph for value in node.outputs)
+        loss = next((value for value in made if value.name == self.loss), None)
+        if loss is None:
+            raise ModelError(f"loss {self.loss!r}: no node computes it")
+        if loss.dtype is None or not loss.dtype.is_floating_point():
+            raise ModelError(f"loss {self.loss!r}: expected a float, got {loss.dtype}")
+        return loss
 
     def _static_shape(self, loss: ir.Value) -> tuple[int, ...]:
         shape = self.builder.shapes.get(loss.name or "")

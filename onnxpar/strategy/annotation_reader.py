@@ -289,8 +289,8 @@ def _chosen(
             name = entry.configuration_id
             if name not in sizes:
                 raise StrategyError(
-                    f"{source}: node {node.name!r} ({node.op_type}): expected a configuration of "
-                    f"the model, one of {sorted(sizes)}, got {name!r}"
+                    f"{source}: {node.title}: expected a configuration of the model, one of "
+                    f"{sorted(sizes)}, got {name!r}"
                 )
             used[name] = None
     fitting = [name for name in used if devices in (None, sizes[name])]
