@@ -149,8 +149,7 @@ class _Autodiff:
         self.builder.scope = f"{name}/grad"
         reader = next(node for node in self.model.graph if value in read_by(node))
         self.builder.metadata = {GRADIENT_OF: reader.name or "", **stage_entry(reader)}
-        zero, shape = self.builder.const(0.0, value.dtype), self.builder.shape_of(value)
-        return self.builder.op("Expand", zero, self.builder.sizes(shape), shape=shape)
+        return self.builder.zeros(self.builder.shape_of(value), value.dtype)
 
     def _output(self, walk: "_Backward", name: str, value: ir.Value) -> str:
         """Makes the gradient of a variable an output of the graph and returns its name."""

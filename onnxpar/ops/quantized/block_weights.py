@@ -15,6 +15,7 @@ from onnxpar.core.rule import OpRule, parse_rule
 from onnxpar.core.symbols import Dim
 from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.contraction.matmul import on_first
+from onnxpar.ops.contrib_schemas import MICROSOFT
 from onnxpar.ops.elementwise.broadcast import axis_names
 from onnxpar.ops.index.gather import indexed_place
 from onnxpar.ops.local_helpers import normal_axis, zero_unless
@@ -23,7 +24,6 @@ from onnxpar.ops.node_cost import selects
 from onnxpar.ops.operator import Missing, NotDifferentiable, OpDef
 from onnxpar.ops.quantized.inference import infer_gather_block_quantized, infer_matmul_bnb4
 
-MICROSOFT = "com.microsoft"
 _ZERO_POINTS, _GROUP_INDEX, _BIAS = 3, 4, 5
 _INTEGERS = NotDifferentiable("its weights are integers with few bits")
 

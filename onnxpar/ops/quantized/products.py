@@ -13,6 +13,7 @@ import onnx_ir as ir
 from onnxpar.core.rule import OpRule, parse_rule
 from onnxpar.core.symbols import Dim
 from onnxpar.graph.node_view import NodeView
+from onnxpar.ops.contrib_schemas import MICROSOFT
 from onnxpar.ops.elementwise.broadcast import aligned, axis_names
 from onnxpar.ops.local_helpers import FLOAT
 from onnxpar.ops.local_node import LocalNode
@@ -235,13 +236,12 @@ def dynamic_local(node: LocalNode) -> Sequence[ir.Value]:
     return (_scaled(node, total, scale, 2, bias),)
 
 
-_MS = "com.microsoft"
 DEFS: tuple[OpDef, ...] = (
     OpDef("", "MatMulInteger", 10, integer_rule, integer_local, gradient=INTEGERS),
     OpDef("", "QLinearMatMul", 10, qlinear_rule, qlinear_local, gradient=FOR_INFERENCE),
-    OpDef(_MS, "QGemm", 1, gemm_rule, gemm_local, gradient=FOR_INFERENCE, infer=infer_gemm),
+    OpDef(MICROSOFT, "QGemm", 1, gemm_rule, gemm_local, gradient=FOR_INFERENCE, infer=infer_gemm),
     OpDef(
-        _MS,
+        MICROSOFT,
         "MatMulIntegerToFloat",
         1,
         float_rule,
@@ -250,7 +250,7 @@ DEFS: tuple[OpDef, ...] = (
         infer=infer_product,
     ),
     OpDef(
-        _MS,
+        MICROSOFT,
         "DynamicQuantizeMatMul",
         1,
         dynamic_rule,
