@@ -297,7 +297,7 @@ class _Backward:
             groups.setdefault(0 if maker is None else virtual_stage_of(maker), []).append(part)
         total: ir.Value | None = None
         for stage in sorted(groups, reverse=True):
-            # The parts of later readers are added first: those of queries, keys and values, which
+            # Parts of the first readers are added first: those of queries, keys and values, which
             # may be partial over the same devices, are one sum before the residual's is added.
             own = groups[stage][-1]
             for part in reversed(groups[stage][:-1]):

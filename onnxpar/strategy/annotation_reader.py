@@ -436,7 +436,7 @@ def _groups(
         named[entry.key] = tuple(entry.value)
     listed = list(spec.device)
     if not listed and count in (1, len(devices)):
-        # Without an order, all devices hold the tensor in their own order.
+        # If no devices are listed, only one order of all devices makes sense.
         listed = list(devices)
     groups = [tuple(sorted(named.get(d, (d,)))) for d in listed]
     if count == 1 and len(groups) > 1:
