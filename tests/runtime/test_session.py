@@ -1,4 +1,4 @@
-"""One rank's session, and all ranks in one process over the threads transport."""
+"""One rank's session, and all ranks in one process over the `threads` transport."""
 
 import time
 from collections.abc import Callable
@@ -24,7 +24,7 @@ from onnxpar_runtime.session import Session
 from tests.runtime import hand_made
 
 SECONDS = 10.0
-"""Within which all ranks must have ended when one has failed."""
+"""The time within which all ranks must end after one has failed."""
 
 
 def rows(count: int) -> NDArray[np.float32]:
