@@ -122,13 +122,13 @@ class _Autodiff:
         return Differentiated(self.builder.env, walk.links, gradients, unreached)
 
     def _find_loss(self) -> ir.Value:
-        for node in self.model.graph:
-            for value in node.outputs:
-                if value.name == self.loss:
-                    if value.dtype is None or not value.dtype.is_floating_point():
-                        raise ModelError(f"loss {self.loss!r}: expected a float, got {value.dtype}")
-                    return value
-        raise ModelError(f"loss {self.loss!r}: no node computes it")
+        made = (value for node in self.model.graph for value in node.outputs)
+        loss = next((value for value in made if value.name == self.loss), None)
+        if loss is None:
+            raise ModelError(f"loss {self.loss!r}: no node computes it")
+        if loss.dtype is None or not loss.dtype.is_floating_point():
+            raise ModelError(f"loss {self.loss!r}: expected a float, got {loss.dtype}")
+        return loss
 
     def _static_shape(self, loss: ir.Value) -> tuple[int, ...]:
         shape = self.builder.shapes.get(loss.name or "")
@@ -149,8 +149,7 @@ class _Autodiff:
         self.builder.scope = f"{name}/grad"
         reader = next(node for node in self.model.graph if value in read_by(node))
         self.builder.metadata = {GRADIENT_OF: reader.name or "", **stage_entry(reader)}
-        zero, shape = self.builder.const(0.0, value.dtype), self.builder.shape_of(value)
-        return self.builder.op("Expand", zero, self.builder.sizes(shape), shape=shape)
+        return self.builder.zeros(self.builder.shape_of(value), value.dtype)
 
     def _output(self, walk: "_Backward", name: str, value: ir.Value) -> str:
         """Makes the gradient of a variable an output of the graph and returns its name."""
@@ -298,7 +297,7 @@ class _Backward:
             groups.setdefault(0 if maker is None else virtual_stage_of(maker), []).append(part)
         total: ir.Value | None = None
         for stage in sorted(groups, reverse=True):
-            # The parts of later readers are added first: those of queries, keys and values, which
+            # Parts of the first readers are added first: those of queries, keys and values, which
             # may be partial over the same devices, are one sum before the residual's is added.
             own = groups[stage][-1]
             for part in reversed(groups[stage][:-1]):

@@ -137,9 +137,9 @@ class _Precision:
     def __post_init__(self) -> None:
         self.casts = _Casts(self.graph)
         self.narrow: set[ir.Value] = set()
-        self.most = float(np.finfo(np.float16).max)
-        if self.dtype == ir.DataType.BFLOAT16:
-            self.most = float(np.finfo(np.float32).max)
+        # The range of bfloat16 is that of float32.
+        like = np.float32 if self.dtype == ir.DataType.BFLOAT16 else np.float16
+        self.most = float(np.finfo(like).max)
 
     def run(self) -> int:
         count = 0

@@ -155,10 +155,8 @@ def prepare_training(
     selection.ask(found.gradients)
     if not found.gradients:
         raise ModelError(f"nothing to train: the loss depends on none of {', '.join(names)}")
-    unreached = {n: "the loss does not depend on it" for n in names}
-    unreached = {
-        n: r for n, r in {**unreached, **found.unreached}.items() if n not in found.gradients
-    }
+    reasons = {**dict.fromkeys(names, "the loss does not depend on it"), **found.unreached}
+    unreached = {n: reason for n, reason in reasons.items() if n not in found.gradients}
     return TrainingProgram(
         Program.of(model, found.env, recognised.registry),
         # A new statistic is laid out like the old one, as a gradient is like its parameter.

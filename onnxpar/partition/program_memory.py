@@ -81,12 +81,10 @@ def total_bytes(programs: Iterable[ProgramMemory]) -> int:
     return weights + sum(states.values()) + bound + max((p.values for p in known), default=0)
 
 
-def handed_bytes(
-    program: PartitionedModel, sizes: Mapping[str, int] | None = None
-) -> tuple[int, ...]:
-    """Returns the bytes of each value of `handed_in`."""
-    tensors = _Tensors(program.builder.table, dict(sizes or {}))
-    return tuple(tensors.bytes(handed.local) for handed in program.handed_in)
+def handed_bytes(program: PartitionedModel, sizes: Mapping[str, int]) -> dict[str, int]:
+    """Returns the bytes of each value of `handed_in`, by name; `sizes` as in `program_memory`."""
+    tensors = _Tensors(program.builder.table, sizes)
+    return {h.local.name or "": tensors.bytes(h.local) for h in program.handed_in}
 
 
 class _Tensors:

@@ -224,12 +224,7 @@ class _Replay:
         situation = self._situation(node)
         # Repeated layers have equal keys.
         key = (
-            plan.rule.inputs,
-            plan.rule.outputs,
-            tuple(plan.rule.kinds.items()),
-            plan.rule.linear,
-            tuple(plan.rule.sizes.items()),
-            plan.rule.scaled,
+            plan.rule,
             tuple(
                 view.env.shapes.get(v.name or "") if v is not None else None for v in node.inputs
             ),

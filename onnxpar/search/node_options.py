@@ -34,7 +34,7 @@ class Option:
 def factor_parts(item: Item) -> dict[str, tuple[Part, ...]]:
     """Returns the parts of each factor to shard, as later views of its dims show them."""
     rule, sizes = item.rule, factor_sizes(item.rule, item.view)
-    # A rule may have a kind for a name that is not a factor, for its local form.
+    # A rule may have a factor that is in no operand, for its local form.
     found: dict[str, tuple[Part, ...]] = {
         f: (Part(sizes[f], kind != REPLICATED),) for f, kind in rule.kinds.items() if f in sizes
     }

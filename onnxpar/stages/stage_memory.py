@@ -34,25 +34,22 @@ def fullest_stage(
     for stage in range(split.stages):
         own = [pm for pm in programs if pm.stage == stage]
         known = {pm.program: program_memory(pm, sizes) for pm in own}
+        taken = {pm.program: handed_bytes(pm, sizes) for pm in own}
         stashes: dict[int, dict[str, int]] = {pm.virtual_stage: {} for pm in own}
         made: dict[int, dict[str, int]] = {pm.virtual_stage: {} for pm in own}
         for pm in own:
-            for handed, size in zip(pm.handed_in, handed_bytes(pm, sizes), strict=True):
+            for handed in pm.handed_in:
                 if pm.program in forwards or handed.source not in forwards:
                     continue
                 name = handed.local.name or ""
-                stashes[pm.virtual_stage][name] = size
+                stashes[pm.virtual_stage][name] = taken[pm.program][name]
                 if handed.source in known:
-                    made[pm.virtual_stage][name] = size
+                    made[pm.virtual_stage][name] = taken[pm.program][name]
         kept = split.kept(stage) * sum(sum(s.values()) for s in stashes.values()) // len(stashes)
         most = 0
         for pm in own:
             stash = stashes[pm.virtual_stage]
-            arrived = sum(
-                size
-                for handed, size in zip(pm.handed_in, handed_bytes(pm, sizes), strict=True)
-                if (handed.local.name or "") not in stash
-            )
+            arrived = sum(size for name, size in taken[pm.program].items() if name not in stash)
             running = known[pm.program].values + arrived
             if pm.program in forwards:
                 # What it leaves for its own backward is counted in `kept`.

@@ -289,8 +289,8 @@ def _chosen(
             name = entry.configuration_id
             if name not in sizes:
                 raise StrategyError(
-                    f"{source}: node {node.name!r} ({node.op_type}): expected a configuration of "
-                    f"the model, one of {sorted(sizes)}, got {name!r}"
+                    f"{source}: {node.title}: expected a configuration of the model, one of "
+                    f"{sorted(sizes)}, got {name!r}"
                 )
             used[name] = None
     fitting = [name for name in used if devices in (None, sizes[name])]
@@ -436,7 +436,7 @@ def _groups(
         named[entry.key] = tuple(entry.value)
     listed = list(spec.device)
     if not listed and count in (1, len(devices)):
-        # Without an order, all devices hold the tensor in their own order.
+        # If no devices are listed, only one order of all devices makes sense.
         listed = list(devices)
     groups = [tuple(sorted(named.get(d, (d,)))) for d in listed]
     if count == 1 and len(groups) > 1:

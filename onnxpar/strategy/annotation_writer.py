@@ -166,13 +166,10 @@ class _Writer:
                     results[name] = left
         # A node has one spec for a tensor; an operand that it takes in two ways has none.
         taken = {n: found[0] for n, found in wants.items() if nodes[1:] or len({*found}) == 1}
-        ordered = [n for n in (*node.input, *node.output) if n in self.program.env.shapes]
+        shapes = self.program.env.shapes
+        ordered = [n for n in (*node.input, *node.output) if n in shapes]
         both = {**results, **taken}
-        return {n: both[n] for n in ordered if n in both and self.known(n, both[n])}
-
-    def known(self, name: str, sharding: Sharding) -> bool:
-        """Whether a sharding has the rank of its tensor."""
-        return sharding.rank == len(self.program.env.shapes[name])
+        return {n: both[n] for n in ordered if n in both and both[n].rank == len(shapes[n])}
 
     def spec(self, name: str, sharding: Sharding, first: int) -> ir.ShardingSpec:
         """Returns the spec of one tensor, on the devices from `first` on."""

@@ -68,9 +68,9 @@ def plan_data(
     """
     mesh, graph = plan.mesh, model.graph
     data = _head(mesh, symbols, strategy.stages)
-    data["dataset"] = {
-        name: _layout(s, mesh) for name, s in plan.inputs.items() if _has_rank(graph, name, s)
-    }
+    # A sequence has no rank.
+    ranks = {v.name: None if v.shape is None else len(v.shape) for v in graph.inputs}
+    data["dataset"] = {n: _layout(s, mesh) for n, s in plan.inputs.items() if ranks[n] == s.rank}
     data["parameters"] = {n: _layout(s, mesh) for n, s in own_layouts(plan, graph).items()}
     data["parameter_axes"] = list(strategy.parameter_axes)
     data["nodes"] = {
@@ -101,12 +101,6 @@ def own_layouts(plan: Plan, graph: ir.Graph) -> dict[str, Sharding]:
 def _parallel(options: OptimizerParallel) -> dict[str, Any]:
     entry = {k: v for k, v in asdict(options).items() if v is not None}
     return {"optimizer_parallel": entry} if options.level else {}
-
-
-def _has_rank(graph: ir.Graph, name: str, sharding: Sharding) -> bool:
-    """Whether the rank of a graph input is known; a sequence has none."""
-    (value,) = (v for v in graph.inputs if v.name == name)
-    return value.shape is not None and len(value.shape) == sharding.rank
 
 
 def _head(mesh: Mesh, symbols: Mapping[str, Symbol], stages: int) -> dict[str, Any]:

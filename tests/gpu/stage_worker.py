@@ -1,4 +1,4 @@
-"""Plays a schedule whose stages compute nothing and whose messages lie on GPUs, for a test.
+"""Plays a schedule whose stages compute nothing and whose messages are on GPUs, for a test.
 
 A process of its own, since the CUDA libraries that a process has once looked for are not checked
 again; under mpirun one for each rank. Its arguments are the transport, `threads` or `mpi`, and
@@ -42,7 +42,7 @@ def contents(message: Message, step: int, which: int) -> np.ndarray:
 
 @dataclass
 class OnGpu(StandIn):
-    """Stages whose values lie on the GPU: what was read is compared when it was let go of."""
+    """Stages whose values are on the GPU; a received value is compared when it is released."""
 
     step: int = 0
     wrong: list[str] = field(default_factory=list)

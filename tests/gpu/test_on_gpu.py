@@ -73,7 +73,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def cut(folder: Path, model: str, axis: str, ranks: int) -> Path:
-    """Returns the model cut for training, along a mesh axis or in stages; it is cut once."""
+    """Returns the model sharded for training, along a mesh axis or in stages; sharded once."""
     out = folder / f"{model}-{axis}{ranks}"
     if not out.exists():
         strategy = f"{axis}={ranks}"

@@ -1,4 +1,4 @@
-"""What a training step tells a GPU, read from the log of the stand-in CUDA libraries."""
+"""The calls of a training step to a GPU, read from the log of the stand-in CUDA libraries."""
 
 import subprocess
 import sys

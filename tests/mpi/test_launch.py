@@ -57,7 +57,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def ranks_of(process: "subprocess.Popen[str]", count: int) -> list[int]:
-    """The ranks' processes, once there are so many."""
+    """The ranks' processes, once all of them exist."""
     until = time.monotonic() + LIMIT
     while time.monotonic() < until and process.poll() is None:
         found = [rank for mpirun in children(process.pid) for rank in children(mpirun)]
@@ -68,7 +68,7 @@ def ranks_of(process: "subprocess.Popen[str]", count: int) -> list[int]:
 
 
 def ranks_anywhere(process: "subprocess.Popen[str]", count: int) -> list[int]:
-    """As `ranks_of`, in the order of their numbers, whichever machine they seem to be on."""
+    """As `ranks_of`, in the order of their numbers, on any (simulated) machine."""
     until = time.monotonic() + LIMIT
     while time.monotonic() < until and process.poll() is None:
         found = {}
@@ -84,7 +84,7 @@ def ranks_anywhere(process: "subprocess.Popen[str]", count: int) -> list[int]:
 
 
 def slow(folder: Path) -> str:
-    """Writes a module of data whose steps take a while, and puts it where ranks find it."""
+    """Writes a module of data with slow steps to a folder where ranks find it."""
     (folder / "slow_data.py").write_text(
         "import time\nimport numpy as np\n"
         "def batches(epoch, seed):\n"
@@ -114,7 +114,7 @@ def training(folder: Path, directory: Path, *more: str) -> list[str]:
 
 
 def failing(folder: Path, directory: Path) -> list[str]:
-    """A run whose second step fails, on all ranks alike."""
+    """A run whose second step fails, in the same way on all ranks."""
     (folder / "bad.py").write_text(
         "import numpy as np\ndef batches():\n    for x in (1, np.nan):\n"
         "        yield {'x': np.full((2, 64), x, np.float32), 'labels': np.ones(2, np.int64)}\n"
@@ -156,7 +156,7 @@ def test_a_rank_killed_at_any_moment_costs_no_more_than_steps(work: Path) -> Non
                 assert process.poll() is None, process.communicate()
                 time.sleep(0.005)
             time.sleep(rng.uniform(0, 0.9))
-            # Half of them at any moment, half while a checkpoint is being written.
+            # Half of the kills come at any moment, half while a checkpoint is being written.
             while number % 2 and not [*folder.glob(".*.partial")]:
                 assert process.poll() is None, what
             assert process.poll() is None, what
@@ -198,7 +198,7 @@ def test_fewer_ranks_go_on(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 AGENT = """#!/bin/bash
-# AGENT HOST COMMAND…: as ssh, with nothing of this environment, and a machine's name of its own.
+# AGENT HOST COMMAND…: like ssh, without this environment, and with another machine's name.
 host=$1; shift
 exec unshare --uts env -i PATH="$PATH" HOME="$HOME" TMPDIR={temporary} bash -c "hostname $host; $*"
 """
@@ -222,7 +222,7 @@ def machines(work: Path) -> list[str]:
 
 
 def test_on_two_machines_what_would_come_again_is_told(work: Path, machines: list[str]) -> None:
-    """The first rank, which speaks for all, is on the other one."""
+    """Rank 0, which prints for all ranks, is on the other machine."""
     arguments = failing(work, linear.cut(work, 2))
     with launched("--retries", "3", *machines, "--", *arguments) as process:
         _, errors = finish(process)
@@ -244,7 +244,7 @@ def test_on_two_machines_a_rank_dies(work: Path, machines: list[str], whom: int)
         assert gone(ranks)
         _, errors = finish(process)
     assert process.returncode == 0, errors
-    # What ended first is either rank: the one that was killed, or the one that lost its peer.
+    # Either rank may end first: the one that was killed, or the one that lost its peer.
     assert "a rank failed" in errors and "resuming from" in errors
     assert len(losses(log)) == 60
 
@@ -259,7 +259,7 @@ exit $code
 
 
 def test_a_disk_that_is_full(work: Path) -> None:
-    """All ranks end with the reason; the checkpoints that were whole stay so."""
+    """All ranks end with the reason; complete checkpoints stay complete."""
     directory, disk, kept = linear.cut(work, 2, optimizer="adamw"), work / "disk", work / "kept"
     disk.mkdir()
     saving = ["--checkpoint", str(disk / "ck"), "--every", "1", "--keep", "100"]
@@ -294,7 +294,7 @@ def test_what_would_come_again_is_not_tried_again(work: Path) -> None:
         _, errors = finish(p)
     assert p.returncode == 1
     assert errors.count("step 2: the loss is nan") == 1 and "resuming" not in errors
-    # What was being written when the run ended has become whole.
+    # The checkpoint that was being written when the run ended has become complete.
     assert complete_steps(work / "ck") == [1]
     with launched("--retries", "3", "--", *arguments, "--nope") as p:
         _, errors = finish(p)

@@ -57,7 +57,7 @@ SHAPES = {
     "zb-h1": Shape(stages=3, split=True, schedule="zb-h1"),
     "interleaved": Shape(stages=2, chunks=2, schedule="interleaved"),
 }
-# Whether ranks on one node share memory, or send messages as those on several do.
+# Whether ranks on one machine share memory, or send messages like ranks on several machines.
 CASES = [(name, memory) for name in SHAPES for memory in ("1", "0")]
 ENDS = [(rank, how) for rank in (2, 0) for how in ("raise", "kill")]
 

@@ -1,4 +1,4 @@
-"""`mpirun train`, `eval` and `run` of a pipeline that was cut from a model, beside one device."""
+"""`mpirun train`, `eval` and `run` of a model in pipeline stages, compared with one device."""
 
 import json
 import os
@@ -30,12 +30,12 @@ MESHES: dict[str, dict[str, Any]] = {
 
 
 def model() -> ir.Model:
-    """Images of 8x8 and layers of 10 and 7, which nothing divides."""
+    """Images of 8x8 and layers of 10 and 7, which the mesh does not divide evenly."""
     return mlp.build(image=8, hidden=(10, 7))
 
 
 def made(folder: Path, name: str) -> Path:
-    """What trains the model on a mesh of this name."""
+    """The artifacts that train the model on a mesh of this name."""
     strategy = Strategy.from_dict(MESHES[name]) if name in MESHES else "dp"
     return cut(
         folder / name, model(), strategy, optimizer="adamw", devices=None if name in MESHES else 1
@@ -60,7 +60,7 @@ def losses(log: Path) -> dict[int, float]:
 
 @pytest.mark.parametrize("name", ["pp=2", "pp=2,dp=2"] if FULL else ["pp=2,dp=2"])
 def test_trains_and_evaluates_as_one_device(tmp_path: Path, name: str) -> None:
-    """Of 15 batches the last has 37 images; each is two micro-batches, as the pipeline was cut."""
+    """The last of 15 batches has 37 images. Each has two micro-batches, the pipeline's default."""
     told, found = {}, {}
     for directory in (made(tmp_path, "one"), made(tmp_path, name)):
         log, saved = tmp_path / "log", tmp_path / f"{directory.name}.weights"
@@ -82,7 +82,7 @@ def test_trains_and_evaluates_as_one_device(tmp_path: Path, name: str) -> None:
 
 
 def test_runs_and_gathers_on_the_first_rank(tmp_path: Path) -> None:
-    """The output is made by the last stage."""
+    """The last stage computes the output."""
     path, rng = tmp_path / "m.onnx", np.random.default_rng(0)
     ir.save(model(), path)
     for name in ("one", "pp=2,dp=2"):
@@ -118,7 +118,7 @@ def test_the_death_of_a_rank_ends_all(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["pp=2", "pp=4", "dp=2"] if FULL else ["pp=2", "dp=2"])
 def test_resumes_from_a_checkpoint_of_two_stages(tmp_path: Path, name: str) -> None:
-    """On two stages to the same bits, on other meshes to the same losses."""
+    """Two stages give the same bits, other meshes the same losses."""
     two, saved = made(tmp_path, "pp=2"), tmp_path / "all"
     log, folder = tmp_path / "log", tmp_path / "ck"
     common = ["--seed", "3", "--accumulate", "3"]

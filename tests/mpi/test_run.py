@@ -102,7 +102,7 @@ def test_users_mistakes_are_told_once(tmp_path: Path, what: str) -> None:
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="Linux's /proc")
 def test_outputs_that_cannot_be_written_are_found_before_the_run(tmp_path: Path) -> None:
-    """No file can be made in /proc, though root has leave to write there."""
+    """No file can be made in /proc, although root has permission to write there."""
     directory = hand_made.failing(tmp_path / "a", 2)  # Its run would fail in another way.
     inputs = str(save(tmp_path, 1))
     arguments = ["run", str(directory), "--inputs", inputs, "--outputs", "/proc/o.npz"]
@@ -114,7 +114,7 @@ def test_outputs_that_cannot_be_written_are_found_before_the_run(tmp_path: Path)
 
 
 def test_mistake_of_one_rank_names_it(tmp_path: Path) -> None:
-    """A graph that only rank 1 cannot load: all end in order, with rank 1's message."""
+    """Only rank 1 cannot load its graph: all ranks end in order, with rank 1's message."""
     directory = hand_made.data_parallel(tmp_path / "a", 2)
     graph = directory / "rank0001.model.onnx"
     graph.write_bytes(b"\xff" * graph.stat().st_size)
@@ -136,7 +136,7 @@ def test_a_rank_that_fails_in_the_middle_ends_all(tmp_path: Path) -> None:
 @pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="Linux's /proc")
 @pytest.mark.parametrize("waits", ["none", "first", "last"])
 def test_an_interrupt_is_told_once_and_ends_all_ranks(tmp_path: Path, waits: str) -> None:
-    """In the middle of a computation, and where a rank waits in a collective for another's."""
+    """An interrupt during a computation, and while a rank waits in a collective."""
     directory = hand_made.endless(tmp_path / "a", {"none": None, "first": 0, "last": 1}[waits])
     logs, out = tmp_path / "logs", tmp_path / "out.npz"
     arguments = ["run", str(directory), "--inputs", str(save(tmp_path, 1)), "--outputs", str(out)]
@@ -144,7 +144,7 @@ def test_an_interrupt_is_told_once_and_ends_all_ranks(tmp_path: Path, waits: str
     ranks: list[int] = []
     try:
         until = time.monotonic() + LIMIT
-        # A line says that a rank's graph is loaded; all that follows is the run.
+        # A line reports that a rank's graph is loaded; the run follows.
         while not all(loaded(logs / f"rank{r:04d}.log") for r in range(2)):
             assert process.poll() is None and time.monotonic() < until
             time.sleep(0.05)
@@ -162,7 +162,7 @@ def test_an_interrupt_is_told_once_and_ends_all_ranks(tmp_path: Path, waits: str
     lines = [line.strip(" \0") for line in errors.splitlines() if "onnxpar" in line]
     assert lines == [MESSAGE.strip()]
     assert "Traceback" not in errors and not out.exists()
-    # mpirun is gone; whoever inherits its ranks takes a moment to take note of their end.
+    # mpirun has ended; the process that adopts its ranks needs a moment to collect them.
     while any(alive(rank) for rank in ranks) and time.monotonic() < start + 5:
         time.sleep(0.05)
     assert not any(alive(rank) for rank in ranks)
@@ -209,7 +209,7 @@ def test_an_exception_of_one_rank_ends_all(failure: str, message: str) -> None:
 
 
 def test_local_runs_agree_over_mpi(tmp_path: Path) -> None:
-    """Rank 1 brings a wrong dtype; both ranks raise its message, and both run the next batch."""
+    """Rank 1 has an input of a wrong dtype; both ranks raise its error and run the next batch."""
     directory = hand_made.data_parallel(tmp_path / "a", 2)
     script = tmp_path / "body.py"
     script.write_text(

@@ -1,4 +1,4 @@
-"""The example models, cut and run under mpirun, equal the undivided ones."""
+"""The example models, sharded and run under mpirun, equal the undivided models."""
 
 from pathlib import Path
 

@@ -39,7 +39,7 @@ def test_equals_one_device(tmp_path: Path, ranks: int) -> None:
     told = [line for line in outcome.out.splitlines() if "evaluated" in line]
     assert len(told) == 2 and f"accuracy is {accuracy:.2%}" in told[1]
     assert float(told[1].split("loss is ")[1].split(",")[0]) == pytest.approx(loss, rel=2e-6)
-    # One rank speaks.
+    # Only one rank prints.
     assert outcome.out.count("epoch: 1 step: 3,") == 1
 
 
@@ -56,7 +56,7 @@ def test_a_mistake_is_told_once(tmp_path: Path) -> None:
 
 
 def test_what_is_evaluated_on_is_checked_before_a_rank_waits(tmp_path: Path) -> None:
-    """And told once: by the first rank."""
+    """And is printed once, by rank 0."""
     directory, (x, classes) = linear.cut(tmp_path, 2), linear.digits(test=True)
     x = x.astype(np.float32)
     np.savez(tmp_path / "a.npz", x=x, labels=classes)
@@ -185,7 +185,7 @@ def test_an_interrupt_ends_all_ranks(tmp_path: Path, body: str, whom: str) -> No
     assert process.returncode != 0
     lines = [line.strip(" \0") for line in errors.splitlines() if "interrupted" in line]
     assert lines == [MESSAGE.strip() if whom == "mpirun" else "r1 | interrupted"]
-    # mpirun is gone; whoever inherits its ranks takes a moment to take note of their end.
+    # mpirun has ended; the process that adopts its ranks needs a moment to collect them.
     while any(alive(rank) for rank in ranks) and time.monotonic() < start + 5:
         time.sleep(0.05)
     assert not any(alive(rank) for rank in ranks)

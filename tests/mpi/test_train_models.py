@@ -1,4 +1,4 @@
-"""`mpirun -n N onnxpar train` on models that onnxpar itself has cut: the losses of one process."""
+"""`mpirun -n N onnxpar train` on models that onnxpar shards: the losses equal one process's."""
 
 import json
 import os

@@ -21,7 +21,7 @@ def tensor(name: str, dtype: str, shape: Sequence[int | str], dims: Dims) -> dic
 
 
 def collective(op: str, node: str, atoms: Sequence[int], size: int | str) -> dict[str, Any]:
-    """Returns the manifest's entry of a collective that sends `size` bytes a rank."""
+    """Returns the manifest's entry of a collective that sends `size` bytes on each rank."""
     return {
         "op": op,
         "node": node,
@@ -80,7 +80,7 @@ def write(
 
 
 def data_parallel(directory: Path, ranks: int = 2, symbol: Mapping[str, Any] | None = None) -> Path:
-    """Writes `y = 2*x + batch`, x float32 [batch, 3] with dim 0 split over a prime number of ranks.
+    """Writes `y = 2*x + batch`, x float32 [batch, 3] with dim 0 sharded over a prime of ranks.
 
     The symbol's global value comes from a system input, so a rank that got its local value differs.
     """
@@ -101,7 +101,7 @@ def data_parallel(directory: Path, ranks: int = 2, symbol: Mapping[str, Any] | N
 
 
 def reduced(directory: Path, ranks: int = 2) -> Path:
-    """Writes `y = sum(x, dim 0)`, x float32 [batch, 3] split over a prime number of ranks."""
+    """Writes `y = sum(x, dim 0)`, x float32 [batch, 3] sharded over a prime number of ranks."""
     members = ", ".join(str(r) for r in range(ranks))
     text = (
         "g (float[n, 3] x) => (float[1, 3] y) { axes = Constant<value_ints = [0]>()"
@@ -127,7 +127,7 @@ def undivided(path: Path, text: str) -> Path:
 
 
 def failing(directory: Path, ranks: int = 2) -> Path:
-    """Writes a program in which the last rank fails in the middle while the others wait for it.
+    """Writes a program whose last rank fails during the run while the others wait for it.
 
     Every rank takes row `coordinate` of a table that lacks the last rank's row, and all reduce it.
     """

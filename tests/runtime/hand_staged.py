@@ -33,7 +33,7 @@ _FACTOR = (
 
 @dataclass(frozen=True)
 class Shape:
-    """What is made.
+    """The shape of the pipeline.
 
     Attributes:
         stages: Number of stages.
@@ -98,7 +98,7 @@ def staged(directory: Path, shape: Shape) -> Path:
         {"name": "c", "kind": "coordinate", "atom": 0},
     ][: 2 if shape.size > 1 else 1]
     rows = "batch" if shape.size == 1 else f"ceil(batch/{shape.size})"
-    # Sizes that symbols do not tell are sent ahead.
+    # Sizes that do not follow from symbols are sent first.
     unknown = {"h0", "dskip"}
 
     def handed(name: str, source: str | None = None) -> Json:

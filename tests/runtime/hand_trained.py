@@ -35,7 +35,7 @@ class Program:
 
 
 def state(name: str, kind: str, parameter: str, spec: Json, partial: Sequence[int] = ()) -> Json:
-    """Returns the manifest's entry of a state that is cut as the parameter's `spec` says."""
+    """Returns the manifest's entry of a state that is sharded like the parameter's `spec`."""
     return {**spec, "name": name, "kind": kind, "parameter": parameter, "partial": list(partial)}
 
 

@@ -20,7 +20,7 @@ LIMIT = 90
 
 @dataclass(frozen=True)
 class Outcome:
-    """What mpirun left: exit code, both streams, seconds."""
+    """The outcome of mpirun: exit code, both streams, seconds."""
 
     code: int
     out: str
@@ -36,9 +36,9 @@ class Outcome:
 def start_mpirun(
     ranks: int, arguments: Sequence[str], environment: Mapping[str, str] | None = None
 ) -> "subprocess.Popen[str]":
-    """Starts Python with `arguments` on `ranks` ranks, and `environment` on top of the test's."""
+    """Starts Python with `arguments` on `ranks` ranks, with `environment` added to the test's."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMIX_"))}
-    # A session of its own, so that all of mpirun's ranks can be ended with it.
+    # Its own session, so that all of mpirun's ranks can be ended with it.
     return subprocess.Popen(
         [find_mpirun(), "--oversubscribe", "-n", str(ranks), sys.executable, *arguments],
         stdin=subprocess.DEVNULL,
@@ -51,15 +51,15 @@ def start_mpirun(
 
 
 def children(pid: int) -> list[int]:
-    """The processes that a process has started."""
+    """The children of a process."""
     texts = [task.read_text() for task in Path(f"/proc/{pid}/task").glob("*/children")]
     return [int(child) for text in texts for child in text.split()]
 
 
 def alive(pid: int) -> bool:
-    """Whether there is such a process that has not ended.
+    """Whether a process exists and has not ended.
 
-    One that has ended stays as a zombie until whoever inherited it looks, which may be never.
+    A process that has ended stays a zombie until its parent collects it, which may be never.
     """
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")

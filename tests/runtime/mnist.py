@@ -9,7 +9,7 @@ CODES = {"u1": 0x08, "i1": 0x09, "i2": 0x0B, "i4": 0x0C, "f4": 0x0D, "f8": 0x0E}
 
 
 def idx(path: Path, array: np.ndarray) -> Path:
-    """Writes an IDX file, packed where the name ends so."""
+    """Writes an IDX file, compressed if the name ends in `.gz`."""
     header = bytes([0, 0, CODES[array.dtype.str[1:]], array.ndim])
     header += b"".join(n.to_bytes(4, "big") for n in array.shape)
     data = header + array.astype(array.dtype.newbyteorder(">")).tobytes()

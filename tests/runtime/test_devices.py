@@ -1,4 +1,4 @@
-"""Where ranks compute: what was found decides, and the message says what is missing."""
+"""The devices of ranks: the facts decide, and the message says what is missing."""
 
 import json
 from dataclasses import replace
@@ -35,7 +35,7 @@ GOOD = Facts(
     nccl=23203,
 )
 NO_DRIVER = "no NVIDIA driver: libcuda.so.1: no such file"
-# What is wrong, and what the message must say. The first that is wrong is what is told.
+# A problem, and the text that the message must have. The first problem is reported.
 BAD = {
     "both": (
         {"packages": ("onnxruntime", "onnxruntime-gpu"), "provider": False},
@@ -122,7 +122,7 @@ def test_a_gpu_by_its_number() -> None:
     assert shared.notice == "3 ranks share GPU 1 (NVIDIA H100)"
     with pytest.raises(LaunchError, match=r"device cuda:2: there is no GPU 2: .* shows 2 GPUs"):
         choose("cuda:2", GOOD, 0, 1)
-    # What is wrong with another GPU does no harm.
+    # A problem of another GPU does not matter.
     broken = replace(GOOD, session_errors=("broken", ""))
     assert choose("cuda:1", broken, 0, 1).index == 1
     with pytest.raises(LaunchError, match=r"cannot run a session on GPU 0 \(NVIDIA H100\): broken"):

@@ -1,4 +1,4 @@
-"""Measured memory: exact bytes of small graphs, each rank's own, and what is refused."""
+"""Measured memory: exact bytes of small graphs on each rank, and refused requests."""
 
 from pathlib import Path
 
@@ -30,7 +30,7 @@ def artifact(path: Path, *bodies: str) -> Path:
     [
         ("y = Exp(x)", 0),
         ("a = Exp(x) y = Cos(a)", 1),
-        # Each has the one before beside it while it is made, and the first is gone by the third.
+        # Each value is live with the one before it, and the first is freed before the third.
         ("a = Exp(x) b = Sin(a) c = Cos(b) y = Sin(c)", 2),
         # The first is read again at the end.
         ("a = Exp(x) b = Sin(a) c = Cos(b) y = Sub(c, a)", 3),

@@ -1,4 +1,4 @@
-"""Arrays from files: only conversions that lose nothing, and clear errors otherwise."""
+"""Arrays from files: only lossless conversions, and clear errors otherwise."""
 
 import errno
 import os

@@ -16,7 +16,7 @@ def test_defaults() -> None:
     options = session_options({})
     assert options.execution_order == onnxruntime.ExecutionOrder.PRIORITY_BASED
     assert options.intra_op_num_threads == 1
-    # Otherwise an idle thread asks for work for longer than a step's pauses.
+    # Otherwise an idle thread spins for longer than a step's pauses.
     assert 0 < int(options.get_session_config_entry(SPIN)) <= 1000
     changed = session_options({SPIN: "7"}, threads=4)
     assert (changed.intra_op_num_threads, changed.get_session_config_entry(SPIN)) == (4, "7")
@@ -41,7 +41,7 @@ def test_ranks_on_one_machine_share_its_cores(monkeypatch: pytest.MonkeyPatch) -
     assert threads_per_rank(world_size=3, ranks_here=3) == 5
     # More ranks than cores.
     assert threads_per_rank(world_size=64, ranks_here=64) == 1
-    # A process each, and nobody says how many of them are here.
+    # Each rank is a process, and the number of processes on this machine is unknown.
     assert threads_per_rank(world_size=4, ranks_here=1) == 4
     monkeypatch.setenv("MPI_LOCALNRANKS", "8")
     assert threads_per_rank(world_size=64, ranks_here=1) == 2

@@ -1,4 +1,4 @@
-"""Dropout in training mode, through files and collective library: one draw on every mesh."""
+"""Dropout in training mode, through files and collective library: equal on every mesh."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""One rank's session, and all ranks in one process over the threads transport."""
+"""One rank's session, and all ranks in one process over the `threads` transport."""
 
 import time
 from collections.abc import Callable
@@ -24,7 +24,7 @@ from onnxpar_runtime.session import Session
 from tests.runtime import hand_made
 
 SECONDS = 10.0
-"""Within which all ranks must have ended when one has failed."""
+"""The time within which all ranks must end after one has failed."""
 
 
 def rows(count: int) -> NDArray[np.float32]:
@@ -85,55 +85,46 @@ def test_local_arrays_of_an_uneven_split_need_the_symbol(tmp_path: Path) -> None
             group.on_each(lambda member: member.run({"x": x}, {"batch": 5}))
 
 
-def test_fused_dim_and_coordinates(tmp_path: Path) -> None:
-    """A dim merged from (batch, 4 heads) is split by batch outside and by heads inside."""
+def fused_dim(folder: Path, *more: str) -> Path:
+    """A dim merged from (batch, 4 heads), sharded by batch outside and by heads inside.
+
+    Args:
+        folder: Where to write the artifacts.
+        more: Names of further inputs [batch].
+    """
     dims = [[("batch", [0]), (4, [1])]]
+    inputs = "".join(f"float[b] {name}, " for name in more)
     text = (
-        "g (float[n] x, int64[1] c0, int64[1] c1) => (float[n] y) {"
+        f"g (float[n] x, {inputs}int64[1] c0, int64[1] c1) => (float[n] y) {{"
         "  two = Constant<value_ints = [2]>()  t = Mul(c0, two)  i = Add(t, c1)"
         "  f = Cast<to: int = 1>(i)  y = Add(x, f) }"
     )
-    directory = hand_made.write(
-        tmp_path / "a",
+    x, y = (hand_made.tensor(name, "float32", ["4*batch"], dims) for name in ("x", "y"))
+    batches = [hand_made.tensor(n, "float32", ["batch"], [[("batch", [])]]) for n in more]
+    return hand_made.write(
+        folder,
         [text] * 4,
         atoms=[2, 2],
-        inputs=[hand_made.tensor("x", "float32", ["4*batch"], dims)],
-        outputs=[hand_made.tensor("y", "float32", ["4*batch"], dims)],
+        inputs=[x, *batches],
+        outputs=[y],
         symbols={"batch": {}},
         system_inputs=[
-            {"name": "c0", "kind": "coordinate", "atom": 0},
-            {"name": "c1", "kind": "coordinate", "atom": 1},
+            {"name": f"c{atom}", "kind": "coordinate", "atom": atom} for atom in range(2)
         ],
     )
-    # The batch is bound by no dim of its own here, so a second input tells it.
+
+
+def test_fused_dim_without_its_symbol(tmp_path: Path) -> None:
+    # No dim is the batch alone, so its value is unknown.
+    directory = fused_dim(tmp_path / "a")
     with ThreadsGroup(directory) as group, pytest.raises(ArtifactError, match="'batch'"):
         group.run_global({"x": np.zeros(12, np.float32)})
 
 
 def test_fused_dim_with_its_symbol(tmp_path: Path) -> None:
-    dims = [[("batch", [0]), (4, [1])]]
-    text = (
-        "g (float[n] x, float[b] s, int64[1] c0, int64[1] c1) => (float[n] y) {"
-        "  two = Constant<value_ints = [2]>()  t = Mul(c0, two)  i = Add(t, c1)"
-        "  f = Cast<to: int = 1>(i)  y = Add(x, f) }"
-    )
-    directory = hand_made.write(
-        tmp_path / "a",
-        [text] * 4,
-        atoms=[2, 2],
-        inputs=[
-            hand_made.tensor("x", "float32", ["4*batch"], dims),
-            hand_made.tensor("s", "float32", ["batch"], [[("batch", [])]]),
-        ],
-        outputs=[hand_made.tensor("y", "float32", ["4*batch"], dims)],
-        symbols={"batch": {}},
-        system_inputs=[
-            {"name": "c0", "kind": "coordinate", "atom": 0},
-            {"name": "c1", "kind": "coordinate", "atom": 1},
-        ],
-    )
+    directory = fused_dim(tmp_path / "a", "s")
     feeds = {"x": np.zeros(12, np.float32), "s": np.zeros(3, np.float32)}
-    # Batches 0 and 1 lie on coordinate 0 of atom 0, batch 2 on coordinate 1; heads 0, 1 and 2, 3.
+    # Batches 0 and 1 are on coordinate 0 of atom 0, batch 2 on coordinate 1; heads 0, 1 and 2, 3.
     expected = [[0, 0, 1, 1], [0, 0, 1, 1], [2, 2, 3, 3]]
     assert run_threads(directory, feeds)["y"].reshape(3, 4).tolist() == expected
 

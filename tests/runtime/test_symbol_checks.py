@@ -1,4 +1,4 @@
-"""Symbols are read off input shapes; contradictions name input, dim, expected and got."""
+"""Symbols follow from input shapes; contradictions name input, dim, expected and got."""
 
 import pytest
 

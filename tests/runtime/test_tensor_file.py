@@ -1,4 +1,4 @@
-"""Our safetensors files against the safetensors package, and files that are none."""
+"""Our safetensors files against the safetensors package, and malformed files."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The comparison finds what differs, and does not find what does not."""
+"""The comparison finds differences, and reports none where there are none."""
 
 from pathlib import Path
 from typing import Any
@@ -103,7 +103,7 @@ def test_tolerance_is_relative_to_the_largest_magnitude(tmp_path: Path) -> None:
     ],
 )
 def test_default_cases(tmp_path: Path, symbol: dict[str, Any], expected: list[int]) -> None:
-    """On four ranks: an even value, an uneven one and the smallest, as the symbol admits."""
+    """On four ranks: an even value, an uneven one and the smallest, if the symbol admits them."""
     split = [[("batch", [0, 1])], [(3, [])]]
     directory = hand_made.write(
         tmp_path / "a",
@@ -119,7 +119,7 @@ def test_default_cases(tmp_path: Path, symbol: dict[str, Any], expected: list[in
 
 
 def test_integers_stay_in_range(tmp_path: Path) -> None:
-    """Indices go up to the table's size, however they get there; a mask gets zeros and ones."""
+    """Indices go up to the table's size, however they are computed; a mask has zeros and ones."""
     text = (
         "g (int64[n] ids, int32[n] small, int64[n] mask) => (float[n] y) {"
         "  shape = Constant<value_ints = [37]>()  table = ConstantOfShape(shape)"
@@ -178,7 +178,7 @@ def cached(out: Path) -> Path:
 
 
 def test_integers_stay_in_the_range_of_each_case(tmp_path: Path) -> None:
-    """What is in range depends on the symbols, and at their smallest values nothing is."""
+    """The range depends on the symbols; at their smallest values it is empty."""
     model = hand_made.undivided(tmp_path / "m.onnx", CACHE)
     directory = cached(tmp_path / "a")
     program = Manifest.load(directory).program("model")

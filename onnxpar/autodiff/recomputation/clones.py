@@ -18,6 +18,7 @@ from onnxpar.core.sharding import Sharding
 from onnxpar.facts.program import Program
 from onnxpar.graph.metadata_keys import GRADIENT_OF, RECOMPUTED_FROM, VIRTUAL_STAGE
 from onnxpar.graph.names import Names
+from onnxpar.graph.new_nodes import twin
 from onnxpar.graph.node_view import NodeView
 from onnxpar.graph.pipeline_places import virtual_stage_of
 from onnxpar.graph.plan import NodePlan, Plan
@@ -233,26 +234,17 @@ class _Recompute:
             value = operands[index]
             assert value is not None
             operands[index] = self._barrier(node, index, value, before)
-        outputs = []
-        for out in node.outputs:
+        clone = twin(node, operands)
+        clone.name = self.names.fresh(f"{name}/recomputed")
+        for out, value in zip(node.outputs, clone.outputs, strict=True):
             known = out.name or ""
-            fresh = self.names.fresh(f"{known}.recomputed") if known else ""
-            outputs.append(self._like(out, fresh))
             if known:
-                self.clones[known] = outputs[-1]
+                value.name = self.names.fresh(f"{known}.recomputed")
+                self._copy_facts(known, value.name)
+                self.clones[known] = value
                 if known in self.resharded:
-                    self.resharded[fresh] = self.resharded[known]
-        clone = ir.Node(
-            node.domain,
-            node.op_type,
-            operands,
-            list(node.attributes.values()),
-            overload=node.overload,
-            outputs=outputs,
-            name=self.names.fresh(f"{name}/recomputed"),
-            version=node.version,
-        )
-        self._place(clone, before, {**node.metadata_props, RECOMPUTED_FROM: name})
+                    self.resharded[value.name] = self.resharded[known]
+        self._place(clone, before, {RECOMPUTED_FROM: name})
         self._adopt(clone, plan, self.rules[name], self.ops.get(name))
         if name in self.reasons:
             self.reasons[clone.name or ""] = self.reasons[name]
@@ -263,7 +255,9 @@ class _Recompute:
         want = self._barred(node, index, value)
         bar = (name, want, virtual_stage_of(before))
         if bar not in self.barriers:
-            kept = self._like(value, self.names.fresh(f"{name}.kept"))
+            kept_name = self.names.fresh(f"{name}.kept")
+            kept = ir.Value(name=kept_name, type=value.type, shape=value.shape)
+            self._copy_facts(name, kept_name)
             name_of_node = self.names.fresh(f"{name}/Barrier")
             barrier = barrier_node(name_of_node, value, self._reached(before), kept)
             self._place(barrier, before, {})
@@ -304,15 +298,12 @@ class _Recompute:
 
     # -- pieces ----------------------------------------------------------------------------------
 
-    def _like(self, value: ir.Value, name: str) -> ir.Value:
-        """A new value of the type and shape of another."""
-        made = ir.Value(name=name, type=value.type, shape=value.shape)
-        known = value.name or ""
-        if name and known in self.shapes:
+    def _copy_facts(self, known: str, name: str) -> None:
+        """Gives a new value the shape and the content of another, if they are known."""
+        if known in self.shapes:
             self.shapes[name] = self.shapes[known]
-        if name and known in self.contents:
+        if known in self.contents:
             self.contents[name] = self.contents[known]
-        return made
 
     def _place(self, node: ir.Node, before: ir.Node, metadata: Mapping[str, str]) -> None:
         """Puts a node before a backward node, and into the same gradient and virtual stage."""

@@ -254,9 +254,7 @@ def recurrent_body(node: BodyNode) -> Sequence[ir.Value | None]:
             state = node.input(operand)
             begin.append(e.transpose(state, (1, 0, 2)) if batch_first else state)
         else:
-            shape = [count, batch, hidden]
-            zero = e.number(0, x)
-            begin.append(e.builder.op("Expand", zero, e.builder.sizes(shape), shape=shape))
+            begin.append(e.builder.zeros([count, batch, hidden], x.dtype))
     ways = [False, True] if count == 2 else [view.attr("direction", "forward") == "reverse"]
     gates = e.split(_gates(node, e, x, count), count, 1)
     *last, y = _run(e, kind.step, cell, gates, begin, _lengths(node, e, steps), ways)

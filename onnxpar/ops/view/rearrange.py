@@ -8,6 +8,7 @@ from onnxpar.core.rule import OpRule, parse_rule
 from onnxpar.core.symbols import Dim
 from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.elementwise.broadcast import axis_names
+from onnxpar.ops.local_helpers import with_padding
 from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.operator import OpDef
 from onnxpar.ops.slots import FOLLOWS
@@ -60,11 +61,7 @@ def reverse_sequence_rule(view: NodeView) -> OpRule:
 
 def reverse_sequence_local(node: LocalNode) -> Sequence[ir.Value]:
     """Reverses the local sequences; padding counts as empty sequences."""
-    (dim,) = node.plan.rule.inputs[1].dims
-    lengths = node.input(1)
-    for factor in dim:
-        lengths = node.masked(lengths, 1, factor, 0, known_zero=node.zero[1])
-    return node.copy([node.input(0), lengths])
+    return node.copy([node.input(0), with_padding(node, 1)])
 
 
 DEFS = (

@@ -15,7 +15,7 @@ def split_gradient(node: GradNode) -> Sequence[ir.Value | None]:
     """Joins the cotangents, with zeros for a piece that the loss does not depend on."""
     x = node.input(0)
     pieces = [
-        _zeros(node, node.shape(output)) if given is None else given
+        node.builder.zeros(node.shape(output), x.dtype) if given is None else given
         for output, given in zip(node.view.node.outputs, node.cotangents, strict=True)
     ]
     axis = node.attr("axis", 0)
@@ -64,9 +64,9 @@ def slice_gradient(node: GradNode, slices: Mapping[int, AxisSlice]) -> ir.Value:
             parts = [dy]
             after = full - piece.start - shape[axis]
             if piece.start != 0:
-                parts.insert(0, _zeros(node, _with(shape, axis, piece.start), dy.dtype))
+                parts.insert(0, node.builder.zeros(_with(shape, axis, piece.start), dy.dtype))
             if after != 0:
-                parts.append(_zeros(node, _with(shape, axis, after), dy.dtype))
+                parts.append(node.builder.zeros(_with(shape, axis, after), dy.dtype))
             if len(parts) > 1:
                 dy = node.op("Concat", *parts, shape=_with(shape, axis, full), axis=axis)
             continue
@@ -97,8 +97,3 @@ def _taken(node: GradNode, piece: AxisSlice, full: Dim, count: Dim) -> ir.Value:
 
 def _with(shape: Sequence[Dim], axis: int, size: Dim) -> list[Dim]:
     return [size if position == axis else s for position, s in enumerate(shape)]
-
-
-def _zeros(node: GradNode, shape: Sequence[Dim], dtype: ir.DataType | None = None) -> ir.Value:
-    zero = node.builder.const(np.array(0), dtype or node.input(0).dtype)
-    return node.op("Expand", zero, node.builder.sizes(shape), shape=shape)

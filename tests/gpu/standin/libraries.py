@@ -71,7 +71,7 @@ def _undefined(library: Path) -> Sequence[tuple[str, str]]:
 
 
 def _named(library: Path) -> Sequence[str]:
-    """Returns the names of CUDA's functions that stand in the library as whole strings."""
+    """Returns the names of CUDA's functions that the library contains as complete strings."""
     # What begins with plain bytes is found twenty times as fast as one of several prefixes.
     found = re.findall(rb"\0(cu[a-z]*[A-Z]\w+)(?=\0)", library.read_bytes())
     return sorted({name.decode() for name in found})

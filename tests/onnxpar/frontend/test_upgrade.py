@@ -49,6 +49,7 @@ def _check(model: onnx.ModelProto, feeds: Mapping[str, Array]) -> onnx.ModelProt
     for old, new in zip(_run(model, feeds), _run(made, feeds), strict=True):
         assert old.dtype == new.dtype and old.shape == new.shape
         if old.dtype.kind == "f":
+            # The kernels may add in another order: at most 100 roundings of 6e-8.
             np.testing.assert_allclose(new, old, rtol=1e-5, atol=1e-6)
         else:
             np.testing.assert_array_equal(new, old)
@@ -166,7 +167,8 @@ def test_statistics_of_groups_are_repeated() -> None:
         rows = (rows - rows.mean(-1, keepdims=True)) / np.sqrt(rows.var(-1, keepdims=True) + 1e-5)
         want = (rows * s[:, None] + s[:, None]).reshape(2, 6, 4)
         (got,) = _run(_upgraded(model), feeds)
-        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+        # Some 20 roundings of 6e-8, of values below 8.
+        np.testing.assert_allclose(got, want, rtol=0, atol=1e-5)
 
 
 def test_each_version_that_means_something_else_has_an_upgrade() -> None:

@@ -42,30 +42,30 @@ def pad(x: Ints, axis: int, size: int) -> Ints:
 
 
 def scatter(x: Ints, axis: int, parts: Sequence[int]) -> list[Ints]:
-    """The pieces of an axis when it is split by `parts`, one by one, major first."""
-    pieces = [x]
+    """The shards of an axis that is split by `parts`, one after another, major first."""
+    shards = [x]
     for count in parts:
-        local = -(-pieces[0].shape[axis] // count)
-        pieces = [
+        local = -(-shards[0].shape[axis] // count)
+        shards = [
             part
-            for piece in pieces
-            for part in np.split(pad(piece, axis, count * local), count, axis=axis)
+            for shard in shards
+            for part in np.split(pad(shard, axis, count * local), count, axis=axis)
         ]
-    return pieces
+    return shards
 
 
-def gather(pieces: list[Ints], axis: int, parts: Sequence[int], size: int) -> Ints:
+def gather(shards: list[Ints], axis: int, parts: Sequence[int], size: int) -> Ints:
     """The inverse of scatter on an axis of `size` elements."""
     sizes = [size]
     for count in parts:
         sizes.append(-(-sizes[-1] // count))
-    for count, whole in zip(reversed(parts), reversed(sizes[:-1]), strict=True):
-        pieces = [
-            np.take(np.concatenate(pieces[i : i + count], axis=axis), range(whole), axis=axis)
-            for i in range(0, len(pieces), count)
+    for count, full in zip(reversed(parts), reversed(sizes[:-1]), strict=True):
+        shards = [
+            np.take(np.concatenate(shards[i : i + count], axis=axis), range(full), axis=axis)
+            for i in range(0, len(shards), count)
         ]
-    (whole_piece,) = pieces
-    return whole_piece
+    (result,) = shards
+    return result
 
 
 def view(sharding: Sharding, mesh: Mesh) -> list[int]:
@@ -83,7 +83,7 @@ def play(step: ReshardStep, shards: list[Ints], mesh: Mesh) -> tuple[list[Ints],
     def axis(place: tuple[int, int]) -> int:
         return sum(len(dim) for dim in step.before.dims[: place[0]]) + place[1]
 
-    def whole(place: tuple[int, int]) -> int:
+    def gathered(place: tuple[int, int]) -> int:
         component = step.after.dims[place[0]][place[1]]
         return -(-int(component.size) // mesh.count(component.atoms))
 
@@ -101,7 +101,7 @@ def play(step: ReshardStep, shards: list[Ints], mesh: Mesh) -> tuple[list[Ints],
         elif step.kind == "all_gather":
             assert step.source is not None
             sent = max(sent, mine.nbytes * (count - 1))
-            mine = gather(held, axis(step.source), parts, whole(step.source))
+            mine = gather(held, axis(step.source), parts, gathered(step.source))
         elif step.kind == "all_reduce":
             sent = max(sent, 2 * mine.nbytes * (count - 1) // count)
             mine = held[0]
@@ -109,17 +109,17 @@ def play(step: ReshardStep, shards: list[Ints], mesh: Mesh) -> tuple[list[Ints],
                 mine = combine(mine, operand)
         elif step.kind == "reduce_scatter":
             assert step.target is not None
-            cut = [scatter(x, axis(step.target), parts) for x in held]
-            sent = max(sent, sum(piece.nbytes for piece in cut[0]) * (count - 1) // count)
-            mine = cut[0][me]
-            for pieces in cut[1:]:
-                mine = combine(mine, pieces[me])
+            shards_of = [scatter(x, axis(step.target), parts) for x in held]
+            sent = max(sent, sum(shard.nbytes for shard in shards_of[0]) * (count - 1) // count)
+            mine = shards_of[0][me]
+            for theirs in shards_of[1:]:
+                mine = combine(mine, theirs[me])
         elif step.kind == "all_to_all":
             assert step.source is not None and step.target is not None
-            cut = [scatter(x, axis(step.target), parts) for x in held]
-            sent = max(sent, sum(piece.nbytes for piece in cut[0]) * (count - 1) // count)
-            received = [pieces[me] for pieces in cut]
-            mine = gather(received, axis(step.source), parts, whole(step.source))
+            shards_of = [scatter(x, axis(step.target), parts) for x in held]
+            sent = max(sent, sum(shard.nbytes for shard in shards_of[0]) * (count - 1) // count)
+            received = [theirs[me] for theirs in shards_of]
+            mine = gather(received, axis(step.source), parts, gathered(step.source))
         else:
             assert step.kind == "permute"
             assert sorted(p[0] for p in pairs) == sorted(p[1] for p in pairs) == list(range(count))

@@ -35,13 +35,13 @@ def every_move(state: PathState, sizes: tuple[int, ...], atoms: tuple[int, ...])
     def put(**runs: Atoms) -> tuple[Atoms, ...]:
         return tuple(runs.get(f"s{i}", run) for i, run in enumerate(slots))
 
-    def cuts(run: Atoms) -> list[int]:
+    def sides(run: Atoms) -> list[int]:
         return [atoms[a] for a in run]
 
     for s, run in enumerate(slots):
-        whole = [a for a in free if not any(a in other for other in slots)]
-        for length in range(1, len(whole) + 1):
-            for moved in permutations(whole, length):
+        replicated = [a for a in free if not any(a in other for other in slots)]
+        for length in range(1, len(replicated) + 1):
+            for moved in permutations(replicated, length):
                 yield Move("slice", moved, None, s, (put(**{f"s{s}": run + moved}), partial))
         for cut in range(len(run)):
             kept, moved = run[:cut], run[cut:]
@@ -62,7 +62,8 @@ def every_move(state: PathState, sizes: tuple[int, ...], atoms: tuple[int, ...])
         after = tuple(tuple(left.pop(0) for _ in run) for run in slots)
         changed = [(s, a, b) for s, (a, b) in enumerate(zip(slots, after, strict=True)) if a != b]
         if changed and all(
-            cuts(a) == cuts(b) or (prod(cuts(a)) == prod(cuts(b)) and sizes[s] % prod(cuts(a)) == 0)
+            sides(a) == sides(b)
+            or (prod(sides(a)) == prod(sides(b)) and sizes[s] % prod(sides(a)) == 0)
             for s, a, b in changed
         ):
             moved = tuple(sorted({atom for _, a, b in changed for atom in a + b}))
@@ -106,8 +107,8 @@ def random_state(rng: random.Random, atoms: int, slots: int, partial: bool) -> P
 def test_no_path_is_cheaper(atoms: tuple[int, ...], sizes: tuple[int, ...]) -> None:
     mesh = Mesh.of({f"x{i}": size for i, size in enumerate(atoms)})
 
-    def even(s: int, pieces: int) -> bool:
-        return sizes[s] % pieces == 0
+    def even(s: int, shards: int) -> bool:
+        return sizes[s] % shards == 0
 
     seed = random.randrange(2**32)
     rng = random.Random(seed)
@@ -151,7 +152,7 @@ def every_atom_moves(start: PathState, goal: PathState, atoms: int) -> bool:
 def test_nothing_to_do_is_no_step() -> None:
     mesh = Mesh.of(a=2, b=2)
     assert kinds(Sharding.of((8,), [(0,)]), Sharding.of((8,), [(0,)]), mesh) == []
-    # The same elements on every device, seen as other components.
+    # The same elements on every device, in terms of other components.
     fused = Sharding(((Component(2, (0,)), Component(32, (1,))),))
     assert kinds(fused, Sharding.of((64,), [(0, 1)]), mesh) == []
     split = Sharding(((Component(16, (0,)), Component(4)),))
@@ -160,8 +161,8 @@ def test_nothing_to_do_is_no_step() -> None:
 
 def test_an_atom_behind_another_is_put_first_by_a_permute() -> None:
     mesh = Mesh.of(a=2, b=2)
-    # [a] -> [b, a]: a cut by b at the minor end sends nothing, the permute a quarter of the value;
-    # gathering a first would send half of it.
+    # [a] -> [b, a]: a slice by b at the minor end sends nothing, and the permute a quarter of the
+    # value; gathering a first would send half of it.
     source, target = Sharding.of((64,), [(0,)]), Sharding.of((64,), [(1, 0)])
     steps = plan_reshard(source, target, mesh, NONE, 4096)
     assert [s.kind for s in steps] == ["slice", "permute"]
@@ -235,17 +236,16 @@ def test_a_value_is_brought_from_where_it_costs_least() -> None:
     mesh = Mesh.of(a=2, b=2)
     rows, columns = (Sharding.of((64, 64), dims) for dims in ([(0, 1), ()], [(), (0, 1)]))
     partials = Sharding.of((64, 64), [(), ()], (0, 1))
-    whole = Sharding.replicated((64, 64))
+    replicated = Sharding.replicated((64, 64))
     there = (partials, columns, rows)
     assert cheapest_route(there, columns, mesh, NONE, 4) == Route(columns, (), 0)
-    way = cheapest_route(there, Sharding.of((64, 64), [(0,), ()]), mesh, NONE, 4)
-    assert way.source == rows and [s.kind for s in way.steps] == ["all_gather"]
-    # What two shardings give as cheaply comes from the first; what is whole is cut for nothing.
-    assert cheapest_route(there, whole, mesh, NONE, 4).source == columns
-    assert (
-        cheapest_route((*there, whole), Sharding.of((64, 64), [(1,), ()]), mesh, NONE, 4).bytes == 0
-    )
-    # Only what is partial can stay partial.
+    route = cheapest_route(there, Sharding.of((64, 64), [(0,), ()]), mesh, NONE, 4)
+    assert route.source == rows and [s.kind for s in route.steps] == ["all_gather"]
+    # Of two equally cheap sources the first is taken; a replicated value is sliced at no cost.
+    assert cheapest_route(there, replicated, mesh, NONE, 4).source == columns
+    halves = Sharding.of((64, 64), [(1,), ()])
+    assert cheapest_route((*there, replicated), halves, mesh, NONE, 4).bytes == 0
+    # Only a partial value can stay partial.
     half = Sharding.of((64, 64), [(), ()], (0,))
     assert cheapest_route(there[::-1], half, mesh, NONE, 4).source == partials
     with pytest.raises(ShardingError, match="cannot make a value partial sum"):

@@ -26,7 +26,7 @@ if UNDER_MPI:
 
 @pytest.fixture(scope="session")
 def mpi_world() -> Iterator[World | None]:
-    """One MPI world for the whole run, since making one is a collective; None for threads."""
+    """One MPI world for all tests, because making one is a collective; None for threads."""
     if not UNDER_MPI:
         yield None
         return

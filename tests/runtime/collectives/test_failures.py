@@ -23,7 +23,7 @@ SECONDS = 10
 def messages(
     team: Team, texts: list[str], shapes: list[tuple[int, ...]], **more: bool
 ) -> list[str]:
-    """Runs text r on rank r, all of which must fail in time, and returns their messages."""
+    """Runs text r on rank r; all must fail in time. Returns their messages."""
     start = time.monotonic()
     kinds = [text.split("[")[0].split("(")[1] for text in texts]
     dtypes = [np.dtype(k.replace("float", "float32") if k == "float" else k) for k in kinds]

@@ -186,7 +186,7 @@ def test_every_axis_and_group(team: Team, shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("count", [1, 63, 64, 65, 1_000, 1_048_577 + 5, 2_500_003])
 def test_sizes_around_pieces_and_cache_lines(team: Team, count: int) -> None:
-    """4 MiB pieces hold 1,048,576 elements of float32; a rank's share is cut at 64 elements."""
+    """4 MiB pieces have 1,048,576 elements of float32; a rank's share is a multiple of 64."""
     text = """g (float[n] x) => (float[n] y) {
         y, t = onnxpar.AllReduce <reduction="sum"> (x) }"""
     x = (np.arange(count) % 97).astype(np.float32)

@@ -76,7 +76,7 @@ class Run(Protocol):
         narrow: int | None = None,
         **attributes: Attribute,
     ) -> list[Array]:
-        """`outputs[o]` tells whether the node has output o."""
+        """`outputs[o]` says whether the node has output o."""
         ...
 
 

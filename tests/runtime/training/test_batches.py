@@ -1,4 +1,4 @@
-"""Batches and micro-batches: sizes that constraints allow, an order of the seed's, a thread."""
+"""Batches and micro-batches: sizes that constraints allow, the order by the seed, the thread."""
 
 import threading
 import time
@@ -152,7 +152,7 @@ def test_the_order_is_of_seed_and_epoch() -> None:
     assert sorted(first) == list(range(50))
     np.testing.assert_array_equal(first, order(50, 3, 1))
     assert (first != order(50, 3, 2)).any() and (first != order(50, 4, 1)).any()
-    # Written down, so that a run of today can be told from one of tomorrow.
+    # The order is fixed, so that later versions give the same runs.
     assert (
         order(8, 0, 1).tolist()
         == np.random.Generator(np.random.PCG64(np.random.SeedSequence([0, 1])))
@@ -295,7 +295,7 @@ def test_it_works_ahead_but_not_without_end() -> None:
         deadline = time.monotonic() + 10
         while len(made) < 4 and time.monotonic() < deadline:
             time.sleep(0.01)
-        # One taken, two ready, one in the hand.
+        # One was taken, two are ready, and the thread holds one.
         assert len(made) == 4
         time.sleep(0.15)
         assert len(made) == 4

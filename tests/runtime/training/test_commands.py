@@ -1,4 +1,4 @@
-"""What `train` and `eval` share, where it is about several ranks; the rest is in tests/cli."""
+"""`train` and `eval` on several ranks; other tests of the commands are in tests/cli."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -35,7 +35,7 @@ def test_a_trainer_that_is_there(tmp_path: Path) -> None:
     )  # fmt: skip
     with TrainerGroup(regression(tmp_path / "a")) as group:
         done = group.on_each(lambda member: commands.train_with(member, wanted))[0]
-        # And on from there, from what was saved, with the momentum that has gathered.
+        # Continue from the saved parameters, with the momentum so far.
         more = replace(wanted, steps=1, parameters=tmp_path / "w", save=None)
         again = group.on_each(lambda member: commands.train_with(member, more))[0]
     hyper = hyperparameters("momentum", settings)
@@ -92,5 +92,5 @@ def test_all_ranks_hear_of_a_full_disk(tmp_path: Path, monkeypatch: pytest.Monke
             )
         with pytest.raises(OnnxparRuntimeError, match="No space left on device"):
             group.on_each(lambda member: commands.save(member, tmp_path / "w"))
-    # The rank that could not write took what the other had to send.
+    # The rank that could not write still received the shards of the other rank.
     assert gathered == ["w", "w"]

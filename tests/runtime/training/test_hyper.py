@@ -72,7 +72,7 @@ def test_what_the_program_does_not_read_is_refused() -> None:
         LaunchError, match=r"--weight-decay 0\.1: the artifact's optimizer .* not use"
     ):
         hyperparameters("adamw", given, {"lr_corrected"})
-    # No decay is what such a program does.
+    # Without weight decay such a program is correct.
     assert hyperparameters("adamw", Settings(weight_decay=0.0), {"lr_corrected"})
 
 

@@ -1,4 +1,4 @@
-"""IDX files, plain and packed, and what is wrong with them."""
+"""IDX files, plain and compressed, and malformed ones."""
 
 import gzip
 import importlib.machinery

@@ -1,4 +1,4 @@
-"""Limits of what rounding does to a step: never below what noise does, and not far above it."""
+"""Limits of rounding in a step: never below the effect of noise, and not far above it."""
 
 from math import inf
 
@@ -13,7 +13,7 @@ from onnxpar_runtime.training.hyper import hyperparameters
 Array = NDArray[np.float64]
 UNIT = 2.0**-52
 SIZES = np.array([0.0, 1e-12, 1e-9, 1e-8, 3e-8, 1e-7, 1e-5, 1e-3, 1.0, 10.0])
-"""Gradients from nothing to far above the noise."""
+"""Gradients from zero to far above the noise."""
 NOISE = 2e-8
 KINDS = ("sgd", "momentum", "adam", "adamw", "lamb")
 
@@ -21,7 +21,7 @@ KINDS = ("sgd", "momentum", "adam", "adamw", "lamb")
 def step(
     kind: str, p: Array, m: Array, v: Array, g: Array, h: dict[str, float]
 ) -> tuple[Array, Array, Array]:
-    """One step as PyTorch and You et al. write it, in float64."""
+    """One step by the formulas of PyTorch and You et al., in float64."""
     if kind in ("sgd", "momentum", "adam"):
         g = g + h["weight_decay"] * p
     if kind == "sgd":
@@ -44,7 +44,7 @@ def step(
 @pytest.mark.parametrize("before", [0, 1, 5])
 @pytest.mark.parametrize("seed", range(5))
 def test_noise_stays_within(kind: str, before: int, seed: int) -> None:
-    """Gradients that are off by at most the noise, in the worst direction and at random."""
+    """Gradients that differ by at most the noise, in the worst direction and at random."""
     rng = np.random.default_rng([seed, before])
     hyper = hyperparameters(kind, Settings(weight_decay=0.01))
     p = rng.standard_normal(SIZES.shape)

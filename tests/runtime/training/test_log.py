@@ -1,4 +1,4 @@
-"""What a run tells, in which form, and on which rank."""
+"""The reports of a run: their form, and the rank that prints them."""
 
 import io
 import json

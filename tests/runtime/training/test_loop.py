@@ -1,4 +1,4 @@
-"""The loop against numpy on one device, all ranks in this process; its ends, what it tells."""
+"""The loop against numpy on one device, all ranks in this process; its ends and its reports."""
 
 import io
 import json
@@ -58,7 +58,7 @@ def fitted(
     out: io.StringIO | None = None,
     **options: Any,
 ) -> Fitted:
-    """Runs `fit` on all ranks; rank 0 tells."""
+    """Runs `fit` on all ranks; rank 0 reports."""
 
     def body(rank: int) -> Fitted:
         with Reporter(rank == 0, log=log, out=out or io.StringIO(), bar=False) as reporter:

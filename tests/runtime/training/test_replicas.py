@@ -1,4 +1,4 @@
-"""Replicas of states are compared bit for bit; what differs is told by state and ranks."""
+"""Replicas of states are compared bit for bit; differences are reported by state and ranks."""
 
 from pathlib import Path
 
