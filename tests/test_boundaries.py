@@ -17,7 +17,7 @@ from tools import house
 ROOT = Path(__file__).parents[1]
 EXECUTION = {"mpi4py", "onnxruntime", "onnxpar_runtime"}
 SEAMS = ("onnxpar.api.runtime", "scipy", "typer")
-"""What is imported when it is needed: it takes long to load, and most commands do without it."""
+"""Modules that are imported when needed: they load slowly, and most commands do not need them."""
 PUBLIC = ("shard_model", "plan")
 """Functions that a room names beside its modules."""
 MAX_LINES = 600
@@ -81,7 +81,7 @@ def test_files_import_one_another_in_no_circle() -> None:
     assert house.circles() == []
 
 
-def test_every_folder_is_a_room_and_nothing_lies_loose() -> None:
+def test_every_folder_is_a_room_and_no_file_is_outside_of_one() -> None:
     package = ROOT / "onnxpar"
     folders = {path.parent for path in package.glob("*/*.py")}
     assert {folder.name for folder in folders} == set(house.ROOMS)
@@ -183,7 +183,7 @@ def stem(name: str) -> str:
 
 
 def test_no_two_modules_have_names_that_differ_by_an_ending() -> None:
-    """Families of operators and subcommands are told apart by their folder."""
+    """Families of operators and subcommands differ by their folder."""
     known: dict[str, list[str]] = {}
     for module in house.modules():
         if module.count(".") > 1 and house.room(module) not in ("ops", "cli"):
@@ -220,7 +220,7 @@ def test_records_of_files_have_names_of_their_own() -> None:
     }
 
 
-def test_operators_are_told_apart_in_ops_alone() -> None:
+def test_only_ops_tells_operators_apart() -> None:
     ops = ROOT / "onnxpar" / "ops"
     found = [
         f"{path.relative_to(ROOT)}:{node.lineno}"

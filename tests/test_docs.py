@@ -89,7 +89,7 @@ def test_the_reference_lists_every_option_of_every_command() -> None:
         assert documented == real, name
 
 
-def test_the_manifest_has_the_keys_that_are_told(tmp_path: Path) -> None:
+def test_the_manifest_has_the_keys_that_the_page_lists(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "reference" / "manifest.md").read_text(encoding="utf-8")
     top, program, training, pipeline = page.split("\n## ")
     directory = linear.cut(tmp_path, 2, "--symbol", "batch:divisor=2", optimizer="adamw")
@@ -116,7 +116,7 @@ def stages(folder: Path) -> Path:
 
 
 def first_column(text: str) -> set[str]:
-    """What is in code in the first column of the tables of a text, a row at a time."""
+    """The code in the first column of a text's tables, row by row."""
     rows = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
     found = [re.findall(r"`([^`]+)`", row) for row in rows]
     # A kind's own field stands in brackets behind it.
@@ -240,7 +240,7 @@ def test_the_python_shown_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         "True ('x',) 4",
         "True True (16, 16)",
     ]
-    # The program for mpirun trains on what the last block has cut.
+    # The program for mpirun trains the directory that the last block wrote.
     (program,) = python("python mpi", "docs/reference/python.md")
     (tmp_path / "program.py").write_text(program, encoding="utf-8")
     ran = mpirun(2, ["program.py"])

@@ -1,4 +1,4 @@
-"""What docs and docstrings name exists: modules, what is in them, files."""
+"""Modules, their contents and files that docs and docstrings name exist."""
 
 import ast
 import re
@@ -81,7 +81,7 @@ def wrong_names(text: str) -> Iterator[str]:
 
 
 def wrong_paths(path: Path, text: str) -> Iterator[str]:
-    """The paths in backticks that are nowhere where a reader would look for them."""
+    """Paths in backticks that do not exist where a reader would look for them."""
     homes = (
         ROOT,
         ROOT / "onnxpar",

@@ -12,11 +12,10 @@ import onnx_ir as ir
 from onnxpar.core.errors import ArtifactError
 from onnxpar.core.sharding import Sharding
 from onnxpar.core.symbols import Dim, Symbol, as_dim, dim_str, safe_name, symbols_of
-from onnxpar.core.symbols.expressions import fraction
+from onnxpar.core.symbols.expressions import count_str
 from onnxpar.core.version import __version__
 from onnxpar.emit.atomic_directory import GENERATOR
 from onnxpar.emit.rank_graph import used_system_inputs
-from onnxpar.emit.weight_files import Written
 from onnxpar.emit.weight_layout import WeightLayout
 from onnxpar.graph.builder import DOMAIN
 from onnxpar.graph.local_builder import (
@@ -63,7 +62,7 @@ def manifest(
     graphs: Mapping[str, Sequence[str | None]],
     parameters: Mapping[str, Parameter],
     layout: WeightLayout,
-    files: Mapping[str, Written],
+    files: Mapping[str, FileEntry],
     *,
     model_name: str,
     strategy: Mapping[str, Any],
@@ -103,7 +102,7 @@ def manifest(
         parameters={
             name: _parameter(parameters[name], layout, files, models[0]) for name in layout.shards
         },
-        files={name: FileEntry(f.sha256, f.size) for name, f in sorted(files.items())},
+        files=dict(sorted(files.items())),
         strategy=strategy,
         replicated=tuple(Replicated(*node) for pm in models for node in pm.replicated),
         report=report,
@@ -132,16 +131,6 @@ def _size(size: Dim) -> int | str:
         return size
     text = dim_str(size)
     return int(text) if text.isdigit() else text
-
-
-def _bytes(size: Dim) -> int | str:
-    """Returns a count, which may be half of an odd number of bytes."""
-    if isinstance(size, int):
-        return size
-    over, under = fraction(size)
-    if under == 1:
-        return _size(size)
-    return f"({dim_str(over)})/({dim_str(under)})"
 
 
 def _dims(sharding: Sharding) -> tuple[tuple[DimComponent, ...], ...]:
@@ -208,7 +197,8 @@ def _program(pm: PartitionedModel, graphs: Sequence[str | None]) -> ProgramEntry
         files=tuple(graphs),
         system_inputs=tuple(_system_input(name) for name in scalars),
         collectives=tuple(
-            CollectiveEntry(**{**vars(c), "bytes": _bytes(c.bytes)}) for c in pm.builder.collectives
+            CollectiveEntry(**{**vars(c), "bytes": count_str(c.bytes)})
+            for c in pm.builder.collectives
         ),
         index_ranges=tuple(
             IndexRangeEntry(**{**vars(r), "low": _size(r.low), "high": _size(r.high)})
@@ -280,7 +270,7 @@ def _system_input(name: str) -> SystemInput:
 def _parameter(
     parameter: Parameter,
     layout: WeightLayout,
-    files: Mapping[str, Written],
+    files: Mapping[str, FileEntry],
     pm: PartitionedModel,
 ) -> ParameterEntry:
     sharding, mesh = parameter.sharding, pm.plan.mesh

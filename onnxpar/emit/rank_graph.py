@@ -201,12 +201,12 @@ def fill(form: Template, rank: int) -> onnx.ModelProto:
         if key not in groups:
             groups[key] = global_group(mesh, rank, *key)
         group, root = groups[key], node.meta.get("root")
-        _put_ints(graph.node[index], "group", group)
+        _put_attribute(graph.node[index], "group", group)
         pairs = node.meta.get("pairs")
         if pairs:
-            _put_ints(graph.node[index], "pairs", [group[i] for pair in pairs for i in pair])
+            _put_attribute(graph.node[index], "pairs", [group[i] for pair in pairs for i in pair])
         if root is not None:
-            _put_int(graph.node[index], "root", group[root])
+            _put_attribute(graph.node[index], "root", group[root])
     for name, index in form.weights:
         shard = form.layout.shard(name, rank)
         if shard.length:
@@ -382,16 +382,8 @@ def _attribute(node: onnx.NodeProto, name: str) -> onnx.AttributeProto:
     return found
 
 
-def _put_ints(node: onnx.NodeProto, name: str, values: tuple[int, ...] | list[int]) -> None:
-    attribute = _attribute(node, name)
-    attribute.type = onnx.AttributeProto.INTS
-    attribute.ints[:] = values
-
-
-def _put_int(node: onnx.NodeProto, name: str, value: int) -> None:
-    attribute = _attribute(node, name)
-    attribute.type = onnx.AttributeProto.INT
-    attribute.i = value
+def _put_attribute(node: onnx.NodeProto, name: str, value: int | Sequence[int]) -> None:
+    _attribute(node, name).CopyFrom(onnx.helper.make_attribute(name, value))
 
 
 def _called_functions(pm: PartitionedModel, form: CudaForm) -> list[ir.Function]:

@@ -27,6 +27,7 @@ from onnxpar.emit.weight_layout import Shard, WeightFile, WeightLayout, stored_d
 from onnxpar.emit.weight_sources import Bytes, reader
 from onnxpar.partition.partitioned_model import Parameter
 from onnxpar_format.boxes import Block
+from onnxpar_format.entries import FileEntry
 
 CHUNK = 1 << 20
 """Bytes of a shard that are gathered, hashed and written at a time; they fit into a cache.
@@ -46,14 +47,6 @@ OPEN_FILES = 128
 _ZEROS = np.zeros(1 << 16, np.uint8)
 
 
-@dataclass(frozen=True)
-class Written:
-    """A file that was written: its length in bytes and its SHA-256 in hexadecimal."""
-
-    size: int
-    sha256: str
-
-
 def write_weights(
     parameters: Sequence[Parameter],
     layout: WeightLayout,
@@ -61,7 +54,7 @@ def write_weights(
     *,
     ranks: Iterable[int] | None = None,
     chunk: int = CHUNK,
-) -> dict[str, Written]:
+) -> dict[str, FileEntry]:
     """Writes the weight files of a layout.
 
     Args:
@@ -72,7 +65,7 @@ def write_weights(
         chunk: Bytes of a shard at a time.
 
     Returns:
-        Length and checksum of each file written, by name.
+        Checksum and size of each file written, by name.
 
     Raises:
         ArtifactError: A weight cannot be read.
@@ -82,7 +75,7 @@ def write_weights(
     files = [f for f in layout.files.values() if wanted is None or wanted & set(f.ranks)]
     by_name = {p.name: p for p in parameters}
     stop = Event()
-    written: dict[str, Written] = {}
+    written: dict[str, FileEntry] = {}
     with ThreadPoolExecutor(LANES) as pool:
         lanes = [
             pool.submit(_fill, lane, by_name, layout, chunk, stop) for lane in _lanes(files, folder)
@@ -113,7 +106,7 @@ def _fill(
     layout: WeightLayout,
     chunk: int,
     stop: Event,
-) -> dict[str, Written]:
+) -> dict[str, FileEntry]:
     """Makes the files of one thread; returns early, with unfinished files, if `stop` is set."""
     with files:
         files.start()
@@ -306,8 +299,8 @@ class _Files:
         while self._size[name] < size:
             self.append(name, _ZEROS[: size - self._size[name]])
 
-    def finish(self) -> dict[str, Written]:
-        return {n: Written(self._size[n], d.hexdigest()) for n, d in self._digest.items()}
+    def finish(self) -> dict[str, FileEntry]:
+        return {n: FileEntry(d.hexdigest(), self._size[n]) for n, d in self._digest.items()}
 
     def _stream(self, name: str) -> BinaryIO:
         """Opens a file at its end; a new file gets all its blocks at once.

@@ -14,9 +14,10 @@ from onnxpar.emit import weight_sources
 from onnxpar.emit.atomic_directory import MANIFEST, new_directory
 from onnxpar.emit.manifest import manifest
 from onnxpar.emit.rank_graph import fill, template
-from onnxpar.emit.weight_files import Written, write_weights
+from onnxpar.emit.weight_files import write_weights
 from onnxpar.emit.weight_layout import layout
 from onnxpar.partition.partitioned_model import Parameter, PartitionedModel, PipelinePrograms
+from onnxpar_format.entries import FileEntry
 from onnxpar_format.manifest import Training
 from onnxpar_format.records import to_json
 
@@ -98,7 +99,7 @@ def write(
                 files[name] = _write_graph(folder / name, fill(form, rank))
                 graphs[pm.program][rank] = name
         if strategy_file is not None:
-            files[STRATEGY_FILE] = _write_text(folder / STRATEGY_FILE, strategy_file)
+            files[STRATEGY_FILE] = _write(folder / STRATEGY_FILE, strategy_file.encode())
         contents = manifest(
             models,
             graphs,
@@ -143,13 +144,12 @@ def _parameters(models: Sequence[PartitionedModel]) -> dict[str, Parameter]:
     return found
 
 
-def _write_text(path: Path, text: str) -> Written:
-    data = text.encode()
+def _write(path: Path, data: bytes) -> FileEntry:
     path.write_bytes(data)
-    return Written(len(data), hashlib.sha256(data).hexdigest())
+    return FileEntry(hashlib.sha256(data).hexdigest(), len(data))
 
 
-def _write_graph(path: Path, proto: onnx.ModelProto) -> Written:
+def _write_graph(path: Path, proto: onnx.ModelProto) -> FileEntry:
     try:
         data = proto.SerializeToString(deterministic=True)
     except (EncodeError, ValueError) as error:
@@ -157,8 +157,7 @@ def _write_graph(path: Path, proto: onnx.ModelProto) -> Written:
             f"{path.name}: cannot be serialised, {error}; constants of more than {MAX_PROTOBUF} "
             "bytes must be weights"
         ) from error
-    path.write_bytes(data)
-    return Written(len(data), hashlib.sha256(data).hexdigest())
+    return _write(path, data)
 
 
 _ENCODER = json.JSONEncoder(allow_nan=False, ensure_ascii=False)

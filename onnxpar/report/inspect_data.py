@@ -12,6 +12,7 @@ from onnxpar.core.mesh import Atoms, Mesh
 from onnxpar.core.rule import format_rule
 from onnxpar.core.sharding import Sharding
 from onnxpar.core.symbols import Dim, dim_text
+from onnxpar.core.symbols.expressions import count_str
 from onnxpar.facts.program import Program
 from onnxpar.graph.local_builder import Collective
 from onnxpar.graph.pipeline_places import virtual_stage_of
@@ -20,7 +21,7 @@ from onnxpar.graph.shapes import ShapeEnv, shapes
 from onnxpar.ops.node_rules import Rules
 from onnxpar.partition.partitioned_model import PartitionedModel
 from onnxpar.propagation.conflicts import Conflict
-from onnxpar.report.stage_data import bytes_of, count_of_bytes, local_bytes, stage_data, total_bytes
+from onnxpar.report.stage_data import bytes_of, local_bytes, stage_data, total_bytes
 from onnxpar.resharding.routes import OPERATORS
 
 Json = dict[str, Any]
@@ -164,7 +165,7 @@ class _Texts:
             "value": collective.value,
             "over": self.mesh.describe(atoms),
             "groups": self._groups[atoms],
-            "bytes": count_of_bytes(collective.bytes),
+            "bytes": count_str(collective.bytes, dim_text),
             "reason": collective.reason,
             "before": collective.before,
             "after": collective.after,
@@ -179,7 +180,7 @@ class _Texts:
             "from": conflict.held.describe(self.mesh),
             "to": conflict.wanted.describe(self.mesh),
             "steps": [OPERATORS[kind] for kind in conflict.steps if kind in OPERATORS],
-            "bytes": count_of_bytes(conflict.bytes),
+            "bytes": count_str(conflict.bytes, dim_text),
             "chosen": conflict.why,
             "cost": conflict.cost,
             "cost_in_current_layout": conflict.other,

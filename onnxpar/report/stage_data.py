@@ -8,7 +8,7 @@ import onnx_ir as ir
 
 from onnxpar.core.mesh import Mesh
 from onnxpar.core.symbols import Dim, as_dim, dim_text
-from onnxpar.core.symbols.expressions import fraction
+from onnxpar.core.symbols.expressions import count_str
 from onnxpar.graph.pipeline_places import virtual_stage_of
 from onnxpar.partition.partitioned_model import Parameter, PartitionedModel
 
@@ -86,17 +86,7 @@ def total_bytes(counts: Iterable[Dim]) -> int | str:
     total: Dim = 0
     for count in counts:
         total = total + count
-    return count_of_bytes(total)
-
-
-def count_of_bytes(count: Dim) -> int | str:
-    """Returns a count for JSON; it may be half of an odd number of bytes, and so no integer."""
-    if isinstance(count, int):
-        return count
-    top, bottom = fraction(count)
-    if bottom == 1:
-        return dim_text(count)
-    return f"({dim_text(top)})/({dim_text(bottom)})"
+    return count_str(total, dim_text)
 
 
 def _bytes(value: ir.Value) -> int | str | None:

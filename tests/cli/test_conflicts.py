@@ -1,4 +1,4 @@
-"""Reshards between neighbours: found, priced both ways, and told by `shard` and `inspect`."""
+"""Reshards between neighbours: found, priced in both layouts, and shown by `inspect`."""
 
 import json
 from pathlib import Path
@@ -85,7 +85,7 @@ g (float[16, ROWS] a, float[16, 4] b, float[ROWS, 4] w) => (float[16, 4] y) {
 def test_the_cheaper_side_gives_way(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], rows: int
 ) -> None:
-    """What is added to rows of a product arrives in columns: one of the two is moved."""
+    """A sum of a product sharded by rows and a value sharded by columns: one is resharded."""
     onnx.save(onnx.parser.parse_model(SUM.replace("ROWS", str(rows))), tmp_path / "m.onnx")
     strategy = "devices: 2\ndataset: {a: [2, 1], b: [1, 2]}\n"
     _, report = cut(tmp_path, strategy, capsys)
@@ -98,7 +98,7 @@ def test_the_cheaper_side_gives_way(
     assert chosen["cost"] == chosen["cost_in_current_layout"] == 64
 
 
-def test_an_operator_that_needs_a_dim_whole(
+def test_an_operator_that_needs_a_dim_replicated(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = """

@@ -81,7 +81,7 @@ def alike(
     assert main(["shard", model, "--strategy", str(found), "-o", str(first), *train]) == 0
     assert main(["shard", model, *wanted, "-o", str(second), *train]) == 0
     assert seen(first, capsys) == seen(second, capsys)
-    # And the strategies as resolved, but for what a search was told of the machine.
+    # The resolved strategies are equal, too, except for the machine of the search.
     assert (first / "strategy.yaml").read_text() == (second / "strategy.yaml").read_text()
     return dict(yaml.safe_load(found.read_text()))
 
@@ -158,7 +158,7 @@ def test_memory_is_saved_for_twice_the_time_at_most(
     found = search(wanted, workload, seeds)
     assert found.chosen.seconds <= 2 * fastest.chosen.seconds
     assert least.chosen.memory <= found.chosen.memory < fastest.chosen.memory
-    # Where only the least fits, it is taken.
+    # If only the smallest plan fits, it is chosen.
     tight = replace(wanted, search=entry.model_copy(update={"memory": int(least.chosen.memory)}))
     assert search(tight, workload, seeds).chosen.memory == least.chosen.memory
     # A preset is no way around it.
@@ -193,14 +193,14 @@ def test_a_preset_is_taken_where_nothing_found_fits(
         r"with [0-9,]+ bytes",
     ):
         decide(limited(least.peak // 2), workload)
-    # What is fixed no preset would keep.
+    # No preset keeps what is fixed.
     fixed = replace(limited(least.peak), dataset="data_parallel")
     with pytest.raises(ShardingError, match=r"is 9$"):
         decide(fixed, workload)
 
 
 def unproved(folder: Path, model: ir.Model, loss: str) -> tuple[Workload, Strategy]:
-    """What trains a model on 4 devices, the batch not known to divide by anything."""
+    """Training on 4 devices, with a batch of which no divisor is known."""
     save(model, folder / "m.onnx")
     spec = TrainingSpec(parse_loss(loss), parse_optimizer("adamw"))
     wanted = searching(load_strategy("auto", 4))

@@ -57,7 +57,7 @@ def test_json_of_a_directory(here: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert totals["collectives"] == len(report["collectives"]) == 2
     assert totals["nodes"] == totals["sharded"] == 3
     assert totals["parameter_bytes"] == (32 * 16 + 16 * 16) * 4
-    # The first weight lies in quarters; the second node is split by the batch alone.
+    # The first weight has four shards; the second node is sharded only by the batch.
     assert totals["parameter_bytes_per_device"] == (8 * 16 + 16 * 16) * 4
 
 

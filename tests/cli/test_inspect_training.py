@@ -1,4 +1,4 @@
-"""`onnxpar inspect` and `--dump` of a directory for training: all programs, and what is trained."""
+"""`onnxpar inspect` and `--dump` for training: all programs, and what is trained."""
 
 import json
 from pathlib import Path
@@ -82,7 +82,7 @@ def test_json_of_one_program_and_rank(out: Path, capsys: pytest.CaptureFixture[s
     assert update["inputs"][0]["name"] == "w"
     assert update["inputs"][0]["local_shape"] == [6, 6]
     assert report["collectives"][0]["groups"] == [[0, 1]]
-    # What concerns the whole directory is there as well.
+    # The keys of the directory are there, too.
     assert {"mesh", "devices", "symbols", "training"} <= set(report)
 
 
@@ -131,18 +131,22 @@ def test_the_dump_has_every_program(out: Path) -> None:
     assert "first (MatMul)" in planned and "first/grad/" in planned
 
 
-def test_of_a_pipeline_stages_and_transfers_are_told(
+def in_stages(folder: Path, strategy: str, capsys: pytest.CaptureFixture[str]) -> tuple[Path, str]:
+    """Shards the training of an MLP of 5 -> 10 -> 7 -> 10; the directory, and what was printed."""
+    path, file, out = folder / "m.onnx", folder / "s.yaml", folder / "out"
+    ir.save(mlp.build(image=5, hidden=(10, 7)), path)
+    file.write_text(strategy)
+    options = ["--train", "--loss", "softmax_cross_entropy", "--optimizer", "sgd", "-o", str(out)]
+    assert main(["shard", str(path), "--strategy", str(file), *options]) == 0
+    return out, capsys.readouterr().out
+
+
+def test_stages_and_transfers_of_a_pipeline_are_shown(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The MLP of 5 -> 10 -> 7 -> 10 in two stages, the second from the second product on."""
-    path, strategy, out = tmp_path / "m.onnx", tmp_path / "s.yaml", tmp_path / "out"
-    ir.save(mlp.build(image=5, hidden=(10, 7)), path)
-    strategy.write_text(
-        "mesh: {dp: 2}\npipeline: {stages: 2, assign: {'/relu1/*': 0, '/fc2/*': 1}}\n"
-    )
-    options = ["--train", "--loss", "softmax_cross_entropy", "--optimizer", "sgd", "-o", str(out)]
-    assert main(["shard", str(path), "--strategy", str(strategy), *options]) == 0
-    printed = capsys.readouterr().out
+    """The second stage begins with the second product."""
+    strategy = "mesh: {dp: 2}\npipeline: {stages: 2, assign: {'/relu1/*': 0, '/fc2/*': 1}}\n"
+    out, printed = in_stages(tmp_path, strategy, capsys)
     assert "stage 1       ranks 2 to 3: " in printed and "560 bytes on each device" in printed
     assert main(["inspect", str(out), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
@@ -164,18 +168,14 @@ def test_of_a_pipeline_stages_and_transfers_are_told(
     assert "bytes per rank and micro-batch" in capsys.readouterr().out
 
 
-def test_with_chunks_transfers_are_told_by_chunk(
+def test_with_chunks_transfers_are_shown_by_chunk(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path, strategy, out = tmp_path / "m.onnx", tmp_path / "s.yaml", tmp_path / "out"
-    ir.save(mlp.build(image=5, hidden=(10, 7)), path)
-    strategy.write_text(
+    strategy = (
         "devices: 2\npipeline: {stages: 2, chunks: 2, schedule: interleaved, assign: "
         "{'/fc1/*': 0, '/relu1/*': 1, '/fc2/*': 2, '/relu2/*': 3}}\n"
     )
-    options = ["--train", "--loss", "softmax_cross_entropy", "--optimizer", "sgd", "-o", str(out)]
-    assert main(["shard", str(path), "--strategy", str(strategy), *options]) == 0
-    printed = capsys.readouterr().out
+    out, printed = in_stages(tmp_path, strategy, capsys)
     assert "to 1 (chunk 0 to 0)" in printed and "to 0 (chunk 0 to 1)" in printed
     assert main(["inspect", str(out), "--json"]) == 0
     transfers = json.loads(capsys.readouterr().out)["transfers"]

@@ -1,4 +1,4 @@
-"""Mistakes in `onnxpar launch` and in the options of checkpoints: told before anything starts."""
+"""Mistakes in `onnxpar launch` and in checkpoint options are reported before anything starts."""
 
 from pathlib import Path
 

@@ -99,7 +99,7 @@ def test_what_is_proved_is_said_of_plans_within_the_limit(
     assert data["stopped_by_clock"] is False
 
 
-def test_that_nothing_is_divided_is_said(
+def test_a_plan_that_shards_nothing_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "two_layer.onnx"
@@ -113,7 +113,7 @@ def test_that_nothing_is_divided_is_said(
 def test_the_rows_of_layers_sum_to_the_plan(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], train: bool
 ) -> None:
-    """Pinned so that a sum is partial at the end, and that replicas reduce gradients."""
+    """The fixed layouts leave a partial sum at the end, and replicas that reduce gradients."""
     path, fixed = tmp_path / "two_layer.onnx", tmp_path / "fixed.yaml"
     save(two_layer.build(inputs=256, hidden=256, outputs=256), path)
     fixed.write_text(
@@ -154,7 +154,7 @@ def test_ways_that_are_equally_good_are_called_so(
 
 
 def test_what_is_frozen_is_planned_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A frozen parameter has no gradient and no moments; `shard` is told what was planned."""
+    """A frozen parameter has no gradient and no moments; `plan` prints the options for `shard`."""
     path, out = tmp_path / "two_layer.onnx", tmp_path / "s.yaml"
     save(two_layer.build(inputs=256, hidden=256, outputs=256), path)
     command = ["plan", str(path), "--devices", "1", "--symbol", "batch=8", "--loss", "mse"]
@@ -185,7 +185,7 @@ def test_json_has_every_way_with_its_price(
     assert ways["tp=4"]["held_bytes"] < ways["dp=4"]["held_bytes"]
 
 
-def test_stages_are_cut_with_the_plan_of_each(
+def test_each_stage_has_its_own_plan(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "s.yaml"
@@ -205,7 +205,7 @@ def test_stages_are_cut_with_the_plan_of_each(
             # The bubble is (p - 1) / m; the optimizer's share comes on top.
             assert way["seconds"] >= (16 + count - 1) * slowest
             assert way["seconds"] <= (16 + count - 1) * slowest + 0.01
-    # A preset is taken where no plan that was found is better.
+    # A preset is chosen if the search finds nothing better.
     assert data["ways"][0] == min(data["ways"], key=lambda way: way["seconds"])
     assert main([*command[:-4], *SIZES, "--stages", "2", "-o", str(out)]) == 0
     text = yaml.safe_load(out.read_text())
@@ -219,7 +219,7 @@ def test_stages_are_cut_with_the_plan_of_each(
 def test_shared_states_let_data_parallel_fit(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Under a limit between what a device holds at levels 0 and 3; a tenth of that is not split."""
+    """The limit is between the bytes of levels 0 and 3; a tenth of them is not sharded."""
     out = tmp_path / "s.yaml"
     command = ["plan", str(model), "--devices", "4", *SIZES, "--json", "-o", str(out)]
     command += ["--loss", "softmax_cross_entropy", "--optimizer", "adamw"]
@@ -328,7 +328,7 @@ def test_mistakes(
         (".", "expected a file to write to, got a directory"),
     ],
 )
-def test_where_nothing_can_be_written_is_told_before_the_model_is_read(
+def test_an_output_that_cannot_be_written_is_refused_before_the_model_is_read(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str, out: str, message: str
 ) -> None:
     target = tmp_path / out
@@ -340,7 +340,7 @@ def test_where_nothing_can_be_written_is_told_before_the_model_is_read(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_strategy_is_written_whole_through_links_and_to_devices(tmp_path: Path) -> None:
+def test_a_strategy_is_written_completely_through_links_and_to_devices(tmp_path: Path) -> None:
     path, real, link = (tmp_path / name for name in ("m.onnx", "real.yaml", "link.yaml"))
     onnx.save(onnx.parser.parse_model(CHAIN), path)
     link.symlink_to(real)
@@ -363,7 +363,7 @@ PIN = "devices: 8\nnodes: {first: {in: [[2, 1], [1, 4]]}}\n"
 
 
 def pieces(file: Path, model: Path, node: str) -> list[tuple[int, ...]]:
-    """In how many pieces a node takes its operands by a strategy file."""
+    """The numbers of shards of a node's operands in a strategy file."""
     found = onnxpar.plan(model, file)
     return [s.strategy(found.mesh) for s in found.nodes[node].inputs if s is not None]
 
@@ -398,7 +398,7 @@ def test_what_the_user_fixed_is_kept_and_the_rest_searched(tmp_path: Path, kind:
     assert yaml.safe_load(free.read_text())["given"] == []
 
 
-def test_an_annotation_of_another_tool_is_pinned_as_a_whole(tmp_path: Path) -> None:
+def test_all_of_an_annotation_by_another_tool_is_fixed(tmp_path: Path) -> None:
     """One node has a spec, the other none: that one is searched for."""
     model, pin, annotated = (tmp_path / n for n in ("m.onnx", "pin.yaml", "annotated.onnx"))
     onnx.save(onnx.parser.parse_model(CHAIN), model)

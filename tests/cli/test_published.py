@@ -1,4 +1,4 @@
-"""MindSpore's published cases, as a user types them: the strategies of docs/published_cases.md."""
+"""MindSpore's published cases, with the commands that docs/published_cases.md shows."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ import pytest
 
 from onnxpar.cli import main
 
-Pieces = list[list[int]]
+Shards = list[list[int]]
 HEAD = '<ir_version: 10, opset_import: ["" : 20]>'
 
 
@@ -20,8 +20,8 @@ def saved(folder: Path, text: str) -> Path:
     return model
 
 
-def strategies(directory: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Pieces]:
-    """The pieces of every operand of every node, as `inspect` tells them."""
+def strategies(directory: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Shards]:
+    """The numbers of shards of every operand of every node, as `inspect` prints them."""
     capsys.readouterr()
     assert main(["inspect", str(directory), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
@@ -31,9 +31,9 @@ def strategies(directory: Path, capsys: pytest.CaptureFixture[str]) -> dict[str,
     }
 
 
-def cut(
+def sharded(
     folder: Path, model: Path, strategy: str, capsys: pytest.CaptureFixture[str]
-) -> dict[str, Pieces]:
+) -> dict[str, Shards]:
     (folder / "s.yaml").write_text(strategy)
     out = folder / "out"
     command = ["shard", str(model), "--strategy", str(folder / "s.yaml"), "-o", str(out)]
@@ -44,7 +44,7 @@ def cut(
 def test_propagation_from_the_first_product(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Dense, ReLU, dense: the pieces of the first product's result go on to the second."""
+    """Dense, ReLU, dense: the sharding of the first product's result continues in the second."""
     model = saved(
         tmp_path,
         """g (float[256, 784] x, float[784, 64] w1, float[64] b1, float[64, 10] w2)
@@ -56,7 +56,7 @@ def test_propagation_from_the_first_product(
            }""",
     )
     text = "devices: 8\ndataset: full_batch\nnodes: {dense1: {in: [[2, 1], [1, 4]]}}\n"
-    found = cut(tmp_path, model, text, capsys)
+    found = sharded(tmp_path, model, text, capsys)
     assert found["dense1"] == [[2, 1], [1, 4]]
     assert found["bias1"] == [[2, 4], [4]]
     assert found["relu"] == [[2, 4]]
@@ -76,15 +76,15 @@ def test_the_output_of_a_product_with_a_transposed_operand(
     text = (
         "devices: 8\ndataset: full_batch\nnodes: {product: {in: [[4, 2], [1, 2]], out: [[8, 1]]}}\n"
     )
-    found = cut(tmp_path, model, text, capsys)
+    found = sharded(tmp_path, model, text, capsys)
     assert found["product"][:2] == [[4, 2], [1, 2]]
     assert found["sum"] == [[8, 1], [8, 1]]
 
 
 def planned(
     folder: Path, model: Path, capsys: pytest.CaptureFixture[str], *more: str
-) -> tuple[dict[str, Any], dict[str, Pieces]]:
-    """What `plan --json` prints, and what `shard` makes of the file."""
+) -> tuple[dict[str, Any], dict[str, Shards]]:
+    """What `plan --json` prints, and the sharding that `shard` makes from its file."""
     file, out = folder / "found.yaml", folder / "out"
     capsys.readouterr()
     assert main(["plan", str(model), "-o", str(file), "--json", *more]) == 0
@@ -104,7 +104,7 @@ DEVICES = ("--devices", "8", "--machine", "a100")
 def test_the_plan_found_costs_no_more_than_the_published_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The published plan is priced by pinning it: nothing is then left to be searched for."""
+    """The published plan is priced by fixing it: nothing is then left to the search."""
     model = saved(
         tmp_path,
         """g (float[256, 784] x, float[512, 784] w) => (float[256, 512] y) {
@@ -133,10 +133,10 @@ def test_rows_through_two_products(tmp_path: Path, capsys: pytest.CaptureFixture
     assert found == {"first": [[8, 1], [1, 1]], "second": [[8, 1], [1, 1]]}
 
 
-def test_around_a_first_product_pinned_to_columns(
+def test_a_first_product_with_fixed_columns(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Rows by an AllToAll in place of the sum over columns, where the cost model says so."""
+    """Rows after an AllToAll instead of the sum over columns, if the cost model prefers them."""
     model, pin = saved(tmp_path, PRODUCTS), tmp_path / "pin.yaml"
     first = "first: {in: [[1, 1], [1, 8]]}"
     cost = {}

@@ -84,7 +84,7 @@ def test_users_mistakes(
     assert not outputs.exists()
 
 
-def test_an_interrupt_is_told_once(
+def test_an_interrupt_is_reported_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def interrupted(*_: object) -> None:

@@ -110,7 +110,7 @@ def test_every_node_is_counted(here: Path, capsys: pytest.CaptureFixture[str]) -
     ("cores", "option"),
     [(1, " --oversubscribe -n 2 onnxpar"), (2, " -n 2 onnxpar"), (None, " --oversubscribe")],
 )
-def test_mpirun_is_told_where_ranks_outnumber_cores(
+def test_mpirun_gets_oversubscribe_if_ranks_outnumber_cores(
     here: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,

@@ -39,7 +39,7 @@ def test_trains_as_numpy_does(sgd: Path, tmp_path: Path, capfd: pytest.CaptureFi
     # float32 against float64: some 1e-7 a step, which 45 steps do not make worse than tenfold.
     np.testing.assert_allclose([line["loss"] for line in lines], losses, rtol=2e-6)
     np.testing.assert_allclose(load_file(saved)["w"], w, rtol=0, atol=2e-6)
-    # 1437 samples: 14 whole batches and one of 37.
+    # 1437 samples: 14 full batches and one of 37.
     assert [(line["epoch"], line["step"]) for line in lines] == [
         (epoch, step) for epoch in (1, 2, 3) for step in range(1, 16)
     ]
@@ -65,7 +65,7 @@ def test_the_loss_is_read_every_few_steps(
     at = [(1, 4), (1, 8), (1, 12), (2, 1), (2, 2)]
     assert [(line["epoch"], line["step"]) for line in lines] == at
     assert capfd.readouterr().out.count("loss is") == 5
-    # As where every step is read: each depends on all before it.
+    # Equal to a run that reads every step: each loss depends on all steps before it.
     wanted = [losses[4 * n - 1] for n in (1, 2, 3, 4)] + [losses[16]]
     np.testing.assert_allclose([line["loss"] for line in lines], wanted, rtol=2e-6)
 
@@ -148,7 +148,7 @@ def test_evaluates_on_data_of_its_own(
         ("digits", [], False),
     ],
 )
-def test_evaluation_on_the_training_data_is_told_once(
+def test_evaluation_on_the_training_data_is_reported_once(
     sgd: Path,
     tmp_path: Path,
     capfd: pytest.CaptureFixture[str],
@@ -332,7 +332,7 @@ def test_more_devices_than_ranks_says_what_to_type(
         assert f" -n 2 onnxpar {command} {directory}" in capfd.readouterr().err
 
 
-def test_an_interrupt_is_told_once_and_has_its_own_code(
+def test_an_interrupt_is_reported_once_and_has_its_own_code(
     sgd: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def interrupted(*_: object, **__: object) -> None:

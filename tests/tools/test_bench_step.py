@@ -74,7 +74,7 @@ def test_two_ranks_take_the_steps_of_one(optimizer: str, tmp_path: Path) -> None
         job = replace(job, files=str(cuts.files(side, "mlp", optimizer)))
         with step.start(side, job, tmp_path) as running:
             running.connect()
-            # In two turns: the second goes on where the first ended.
+            # In two parts: the second continues after the first.
             found[side] = [x for count in (BATCHES, 5) for x in running.steps(count).losses]
     assert len(found[ONE]) == BATCHES + 5
     # Step 21 takes the batch of step 1 again, which has been learned from.

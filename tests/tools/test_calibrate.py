@@ -34,7 +34,7 @@ def test_what_it_writes_is_read(ranks: int, blocks: tuple[int, ...], tmp_path: P
         assert 0 <= link.wait < 1
 
 
-def test_a_busy_machine_is_told(tmp_path: Path) -> None:
+def test_a_busy_machine_is_reported(tmp_path: Path) -> None:
     out = tmp_path / "machine.yaml"
     command = [find_mpirun(), "--oversubscribe", "-n", "2", sys.executable, TOOL, "-o", str(out)]
     with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as other:
@@ -63,7 +63,7 @@ def test_a_busy_machine_is_told(tmp_path: Path) -> None:
         (["--out", "none/m.yaml"], "--out: expected a file in a folder that exists"),
     ],
 )
-def test_mistakes_are_told_before_anything_is_measured(
+def test_mistakes_are_reported_before_anything_is_measured(
     tmp_path: Path, options: list[str], message: str
 ) -> None:
     command = [sys.executable, TOOL, "-o", "m.yaml", *options]

@@ -50,7 +50,9 @@ def test_code_tells_whether_the_losses_agree(
         ("not json\n", "got.jsonl:1: expected a line of"),
     ],
 )
-def test_what_is_no_log_is_told(tmp_path: Path, text: str | None, message: str) -> None:
+def test_a_file_that_is_not_a_log_is_refused(
+    tmp_path: Path, text: str | None, message: str
+) -> None:
     (tmp_path / "want.jsonl").write_text(json.dumps({"epoch": 1, "step": 1, "loss": 2.0}) + "\n")
     if text is not None:
         (tmp_path / "got.jsonl").write_text(text)

@@ -8,7 +8,7 @@ from tools.operators.backend import FAILED, PASSED, WRONG, Outcome
 
 
 def test_the_page_is_up_to_date() -> None:
-    """Where this fails: `tools/operator_table.py`, and look at what changed."""
+    """If this fails, run `tools/operator_table.py` and review the diff."""
     assert page.PAGE.read_text("utf-8") == page.render(page.load())
 
 
@@ -23,7 +23,7 @@ def test_nothing_of_what_was_run_is_wrong() -> None:
     results = page.load()
     assert not [bad for bad in results.bad if bad[1] != FAILED]
     assert results.split >= 0.8 * results.divisible
-    # Each left whole has its reason, and the counts agree.
+    # Each replicated test has a reason, and the counts agree.
     left = sum(results.reasons.values())
     refused = len(results.bad)
     assert results.divisible - refused <= results.split + left <= results.divisible

@@ -361,6 +361,14 @@ def dim_text(expr: Dim) -> str:
     return re.sub(rf"\b{_ESCAPED}\w+", lambda m: symbol_name(m.group()), dim_str(expr))
 
 
+def count_str(count: Dim, text: Callable[[Dim], str] = dim_str) -> int | str:
+    """Returns a count for JSON; it may be a fraction, such as half of an odd number of bytes."""
+    if isinstance(count, int) or count.is_Integer:
+        return int(count)
+    over, under = fraction(count)
+    return text(count) if under == 1 else f"({text(over)})/({text(under)})"
+
+
 @lru_cache(_CACHE)
 def _text_of(expr: Dim) -> str:
     return str(expr) if isinstance(expr, int) else _show(expr, _SUM)

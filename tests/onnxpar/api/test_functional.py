@@ -168,7 +168,7 @@ def test_every_level_is_right(sharded: Make, level: int) -> None:
 
 
 def test_the_level_is_what_is_sought(sharded: Make, tmp_path: Path) -> None:
-    """Least memory divides the weights; speed leaves them whole where rows are many."""
+    """For least memory the weights are sharded; for speed they are replicated if rows are many."""
     path = tmp_path / "two.onnx"
     ir.save(two_layer.build(inputs=256, hidden=256, outputs=256), path)
     held = {}
@@ -182,7 +182,7 @@ def test_the_level_is_what_is_sought(sharded: Make, tmp_path: Path) -> None:
 
 
 def test_each_level_has_a_plan_of_its_own(sharded: Make, tmp_path: Path) -> None:
-    """Where rows do not split four ways, each level finds another way out."""
+    """If the rows cannot be sharded four ways, each level finds another plan."""
     path = tmp_path / "two.onnx"
     ir.save(two_layer.build(inputs=512, hidden=512, outputs=512), path)
     x = numbers(34, 512)
@@ -205,7 +205,7 @@ def net(x: Array, blocks: list[int]) -> Array:
     return x
 
 
-def test_blocks_are_divided_one_by_one(sharded: Make) -> None:
+def test_blocks_are_sharded_one_by_one(sharded: Make) -> None:
     model = three_blocks.build()
     block1 = sharded(
         onnxpar.part(model, "/block1/*"), ((1, 8),), parameter_plan={"block1.dense2.weight": (8, 1)}
@@ -391,7 +391,7 @@ PART = onnxpar.part(three_blocks.build(), "/block1/*")
         ),
     ],
 )
-def test_mistakes_are_told_before_anything_is_called(
+def test_mistakes_are_reported_before_anything_is_called(
     fn: Any, arguments: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(StrategyError, match=message):
@@ -446,8 +446,8 @@ def test_calls_that_do_not_fit(sharded: Make) -> None:
     assert len(fn.programs) == 1
 
 
-def test_sizes_that_do_not_fit_one_another_are_told_before_ranks_run(sharded: Make) -> None:
-    """Each is a symbol of its own in the cut, which says nothing of their sizes."""
+def test_sizes_that_do_not_fit_together_are_refused_before_ranks_run(sharded: Make) -> None:
+    """In the program each size is a separate symbol, which does not show that they differ."""
     fn = sharded(dense_relu, ((4, 2), None, None))
     x, weight = numbers(32, 128), numbers(128, 10)
     with pytest.raises(ModelError, match=r"\(Add\): Incompatible dimensions, .* shape \[32,10\]"):
@@ -455,14 +455,14 @@ def test_sizes_that_do_not_fit_one_another_are_told_before_ranks_run(sharded: Ma
     assert fn.programs == []
 
 
-def test_an_out_strategy_of_another_rank_is_told_as_such(sharded: Make) -> None:
+def test_an_out_strategy_of_another_rank_is_refused(sharded: Make) -> None:
     fn = sharded(dense_relu, ((4, 2), None, None), ((8,),))
     message = r"^out_strategy\[0\], output 'return_val': expected 2 entries .* \(32, 10\)"
     with pytest.raises(StrategyError, match=message):
         fn(numbers(32, 128), numbers(128, 10), numbers(10))
 
 
-def test_a_failed_run_is_cut_again(sharded: Make) -> None:
+def test_after_a_failed_run_the_function_is_sharded_again(sharded: Make) -> None:
     @script()
     def rows(x, shape):  # type: ignore[no-untyped-def]
         return op.Reshape(x, shape)

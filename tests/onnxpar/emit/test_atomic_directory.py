@@ -1,4 +1,4 @@
-"""A directory is written whole or not at all, and never over what is not ours."""
+"""A directory is written completely or not at all, and never over foreign files."""
 
 import os
 import resource
@@ -49,7 +49,7 @@ def test_an_empty_directory_is_filled(tmp_path: Path) -> None:
     assert names(tmp_path) == {"out"}
 
 
-def test_what_is_there_is_not_replaced_unless_told(tmp_path: Path) -> None:
+def test_an_existing_directory_is_not_replaced_without_force(tmp_path: Path) -> None:
     out = tmp_path / "out"
     check_target(out, force=False)
     assert names(tmp_path) == set()

@@ -1,4 +1,4 @@
-"""Emission: what the graphs of the ranks have in common and where they differ."""
+"""Rank graphs: what they have in common, and how they differ."""
 
 from pathlib import Path
 

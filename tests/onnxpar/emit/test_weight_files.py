@@ -26,10 +26,11 @@ from onnxpar.core.mesh import Mesh
 from onnxpar.core.sharding import Component, Sharding, split
 from onnxpar.core.symbols import SymbolTable
 from onnxpar.emit import weight_files, weight_sources, write
-from onnxpar.emit.weight_files import LANES, Written, write_weights
+from onnxpar.emit.weight_files import LANES, write_weights
 from onnxpar.emit.weight_layout import layout
 from onnxpar.graph.local_builder import LocalBuilder
 from onnxpar.partition.partitioned_model import Parameter
+from onnxpar_format.entries import FileEntry
 from tests.onnxpar.emit.small_models import (
     assemble,
     cut,
@@ -105,13 +106,16 @@ def test_shards_are_what_split_says(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(weight_sources, "WINDOW", mmap.ALLOCATIONGRANULARITY)
         if data == "copied":
-            # No advice that any system knows: as where the pages cannot be asked for.
+            # No system knows this advice, so pages cannot be requested.
             patch.setattr(weight_sources, "MADV_POPULATE_READ", -1)
         # Nothing smaller than an element can be read at a time.
         files = write_weights([p], places, folder, chunk=max(chunk, whole.itemsize))
     for name, written in files.items():
         content = (folder / name).read_bytes()
-        assert (len(content), hashlib.sha256(content).hexdigest()) == (written.size, written.sha256)
+        assert (len(content), hashlib.sha256(content).hexdigest()) == (
+            written.bytes,
+            written.sha256,
+        )
         assert len(content) == places.files[name].size
     joined = np.zeros_like(whole)
     for rank in range(mesh.size):
@@ -253,7 +257,7 @@ def test_manifest_says_what_is_there(tmp_path: Path) -> None:
         assert entry == {"sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)}
 
 
-def test_packed_elements_stay_whole(tmp_path: Path) -> None:
+def test_packed_elements_are_not_split(tmp_path: Path) -> None:
     values = np.array([[1, -2, 3], [4, -5, 6]], ml_dtypes.int4)
     tensor = ir.Tensor(values, dtype=ir.DataType.INT4)
     p = parameter("q", tensor, Sharding.replicated((2, 3)), MESH)
@@ -314,7 +318,7 @@ def test_files_are_shared_out_to_threads_whatever_their_number(
     assert {f.name for f in tmp_path.glob("*.safetensors")} == set(written)
     for name, file in written.items():
         content = (tmp_path / name).read_bytes()
-        assert file == Written(len(content), hashlib.sha256(content).hexdigest())
+        assert file == FileEntry(hashlib.sha256(content).hexdigest(), len(content))
     for p, array in zip(ps, arrays, strict=True):
         for rank in chosen:
             shard = places.shard(p.name, rank)
