@@ -32,8 +32,8 @@ from onnxpar.partition.program_memory import program_memory, total_bytes
 from onnxpar.search.workload import Workload
 from onnxpar.strategy import load_strategy, resolve
 from onnxpar.strategy.machine_file import load_machine
+from onnxpar_format.entries import ProgramEntry
 from onnxpar_format.options import Settings
-from onnxpar_runtime import manifest_entries
 from onnxpar_runtime.group import Ranks
 from onnxpar_runtime.session import Session
 from onnxpar_runtime.training.hyper import hyperparameters
@@ -128,7 +128,7 @@ def _step(trainers: Sequence[Trainer], batch: Batch, rates: Mapping[str, float],
     trainers[rank].train_step([batch], rates)
 
 
-def _names(program: manifest_entries.ProgramEntry) -> list[str]:
+def _names(program: ProgramEntry) -> list[str]:
     return [spec.name for spec in program.inputs]
 
 
