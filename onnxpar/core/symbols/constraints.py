@@ -44,18 +44,18 @@ class Symbol(SymbolSizes):
                 f"Symbol: remainder must be at least 0 and below the divisor {self.divisor}, "
                 f"got {self.remainder}"
             )
-        if self._facts() is None:
-            raise ValueError(f"Symbol: no size satisfies {self}")
-
-    def _facts(self) -> Facts | None:
-        least = max(self.min, self.divisor + self.remainder)
-        greatest = self.max if self.max > self.min else None
-        return make(self.divisor, self.remainder, least, greatest)
+        _ = self.facts
 
     @property
     def facts(self) -> Facts:
-        """Divisor, remainder, least and greatest admissible size."""
-        facts = self._facts()
+        """Divisor, remainder, least and greatest admissible size.
+
+        Raises:
+            ValueError: There is no admissible size.
+        """
+        least = max(self.min, self.divisor + self.remainder)
+        greatest = self.max if self.max > self.min else None
+        facts = make(self.divisor, self.remainder, least, greatest)
         if facts is None:
             raise ValueError(f"Symbol: no size satisfies {self}")
         return facts
@@ -140,8 +140,7 @@ class Symbol(SymbolSizes):
             facts.divisor, facts.remainder, max(facts.min or 1, TYPICAL_SIZE), facts.max
         )
         size = at_least.min if at_least is not None else facts.max
-        if size is None:
-            raise ValueError(f"Symbol: no size satisfies {self}")
+        assert size is not None, "without a greatest size there is one of at least 64"
         return size
 
 
