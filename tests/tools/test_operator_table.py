@@ -1,4 +1,4 @@
-"""The page of operators is what the table of operators says, and its parts are read right."""
+"""The page of operators shows the table of operators and the results of the node tests."""
 
 import re
 
@@ -19,17 +19,17 @@ def test_the_page_names_every_operator() -> None:
         assert f"| {name} | {definition.since_version} |" in text
 
 
-def test_nothing_of_what_was_run_is_wrong() -> None:
+def test_no_result_is_wrong() -> None:
     results = page.load()
     assert not [bad for bad in results.bad if bad[1] != FAILED]
-    assert results.split >= 0.8 * results.divisible
+    assert results.sharded >= 0.8 * results.shardable
     # Each replicated test has a reason, and the counts agree.
-    left = sum(results.reasons.values())
+    replicated = sum(results.reasons.values())
     refused = len(results.bad)
-    assert results.divisible - refused <= results.split + left <= results.divisible
+    assert results.shardable - refused <= results.sharded + replicated <= results.shardable
 
 
-def test_outcomes_are_added_up() -> None:
+def test_outcomes_are_summed() -> None:
     relu, top = ("ai.onnx::Relu 14",), ("ai.onnx::TopK 24",)
     why = ("TopK", "node 'a' (TopK): the size must be constant, got _d0, _d1")
     outcomes = [
@@ -40,8 +40,9 @@ def test_outcomes_are_added_up() -> None:
         Outcome("e", top, WRONG, True, detail="differs"),
     ]
     results = page.summary(outcomes, 9, "1.0")
-    assert (results.total, results.passed, results.divisible, results.split) == (9, 5, 4, 1)
-    assert results.cut == results.left == {"ai.onnx::Relu": 1}
+    assert (results.total, results.passed, results.shardable, results.sharded) == (9, 5, 4, 1)
+    one = {"ai.onnx::Relu": 1}
+    assert results.sharded_by_operator == results.replicated_by_operator == one
     assert results.bad == [("e", WRONG, "differs")]
     assert set(results.reasons) == {
         "Relu: every dim has size 1",

@@ -1,7 +1,7 @@
-"""ONNX's own backend node tests, cut along the factors of their nodes and run by all ranks.
+"""ONNX's own backend node tests, sharded along the factors of their nodes and run by all ranks.
 
-A case goes the whole way that a user's model goes: analysed, planned with one factor of one node
-split, partitioned, written as an artifact directory, and run by 2 or 4 ranks of this process over
+A case is processed like a user's model: analysed, planned with one factor of one node
+sharded, partitioned, written as an artifact directory, and run by 2 or 4 ranks of this process over
 the threads transport. Its results are compared with those of the undivided model in onnxruntime.
 """
 
@@ -92,9 +92,9 @@ class Outcome:
         status: PASSED, WRONG (a result differs), FAILED (an error where there should be none) or
             CRASHED.
         divisible: Whether any of its dims is larger than 1.
-        splits: How many different plans were run in which a node is truly split.
+        splits: Number of different plans that were run in which a node is sharded.
         plans: How many different plans were run.
-        reasons: For each node that was never split, why: its operator, and the reason.
+        reasons: For each node that was never sharded, its operator and the reason.
         detail: What went wrong.
     """
 
@@ -140,8 +140,8 @@ def _array(value: Any) -> Any:
 # -- the undivided model ---------------------------------------------------------------------------
 
 
-def whole_results(case: Case) -> dict[str, Any] | None:
-    """What onnxruntime makes of the undivided model; None where it does not pass the test."""
+def undivided_results(case: Case) -> dict[str, Any] | None:
+    """Returns onnxruntime's results of the undivided model; None if it does not pass the test."""
     options = ort.SessionOptions()
     options.log_severity_level = 4
     options.intra_op_num_threads = 1
@@ -191,7 +191,7 @@ def _passes(got: Any, want: Any, case: Case) -> bool:
         )
 
 
-# -- the divided model -----------------------------------------------------------------------------
+# -- the sharded model -----------------------------------------------------------------------------
 
 
 def with_constants(case: Case) -> Case:
@@ -227,7 +227,7 @@ def _says_something(array: Any) -> bool:
 
 
 def analysed(case: Case) -> Program:
-    """What is known of a case before it is divided; read anew, since dividing uses it up."""
+    """Returns the program of a case before it is partitioned, which uses it up."""
     model = onnx.ModelProto.FromString(case.model.SerializeToString())
     return analyse(ir.from_proto(model), {})
 
@@ -266,14 +266,14 @@ def _seed(known: Program, mesh: Mesh, name: str, split: Mapping[str, DimSharding
     return Seeds(mesh, {name: NodeSeed(name, split)}, inputs)
 
 
-def divided(case: Case, known: Program, chosen: Seeds) -> PartitionedModel:
+def partitioned(case: Case, known: Program, chosen: Seeds) -> PartitionedModel:
     """The program of all ranks under some seeds."""
     plan = propagate(known, chosen)
     return partition(known, plan)
 
 
 def signature(program: PartitionedModel) -> str:
-    """Text that is equal for two plans that divide every node alike."""
+    """Returns text that is equal for two plans that shard every node alike."""
     plan = program.plan
     return repr([(n, sorted(p.factors.items()), p.inputs) for n, p in plan.nodes.items()])
 
@@ -304,7 +304,7 @@ def examine(case: Case, sample: int | None, seed: int = 0) -> Outcome | None:
     Returns:
         What became of it; None where onnxruntime itself does not pass the test.
     """
-    want = whole_results(case)
+    want = undivided_results(case)
     if want is None:
         return None
     versions = {o.domain: o.version for o in case.model.opset_import}
@@ -321,7 +321,7 @@ def examine(case: Case, sample: int | None, seed: int = 0) -> Outcome | None:
 
 
 def _best(case: Case) -> tuple[Case, Program]:
-    """The case, or that with constants where more of it can be divided."""
+    """Returns the case, or the case with constants if more of it can then be sharded."""
     fixed = with_constants(case)
     same = len(fixed.feeds) == len(case.feeds)
     try:
@@ -332,7 +332,7 @@ def _best(case: Case) -> tuple[Case, Program]:
         return fixed, analysed(fixed)
     if same or not (known.rules.reasons or not _splittable(known)):
         return case, known
-    better = analysed(fixed) if whole_results(fixed) is not None else known
+    better = analysed(fixed) if undivided_results(fixed) is not None else known
     return (fixed, better) if _worth(better) > _worth(known) else (case, known)
 
 
@@ -359,7 +359,7 @@ def _examine(
     ops = {name: view.node for name, view in known.rules.views.items()}
     split: set[str] = set()
     splits, plans = 0, 0
-    whole: Mapping[str, Any] | None = None
+    undivided: Mapping[str, Any] | None = None
     for mesh in MESHES:
         choices = [Seeds(mesh), *seeds(known, mesh)]
         if sample is not None and len(choices) > sample + 1:
@@ -368,7 +368,7 @@ def _examine(
         seen: set[str] = set()
         for chosen in choices[1:] or choices:
             try:
-                program = divided(case, known, chosen)
+                program = partitioned(case, known, chosen)
             except ShardingError:
                 if not chosen.nodes:
                     raise
@@ -382,8 +382,8 @@ def _examine(
             splits += bool(here)
             split |= here
             if set(COUNTER_INPUTS) & set(program.builder.system_inputs):
-                whole = whole or run(divided(case, known, Seeds(Mesh.of())), case.feeds)
-            wrong = compare(run(program, case.feeds), whole or want)
+                undivided = undivided or run(partitioned(case, known, Seeds(Mesh.of())), case.feeds)
+            wrong = compare(run(program, case.feeds), undivided or want)
             if wrong:
                 where = {n: dict(s.factors) for n, s in chosen.nodes.items()}
                 return replace(made, status=WRONG, detail=f"{mesh.size} ranks, {where}: {wrong}")
@@ -400,11 +400,11 @@ def _why(known: Program, name: str) -> str:
     if not rule.factors:
         return "its rule has no factor"
     if all(sizes.get(f) == 1 for f in rule.splittable) and rule.splittable:
-        return "every dim that may be split has size 1"
-    whole = [f for f, kind in rule.kinds.items() if kind == REPLICATED]
+        return "every dim that can be sharded has size 1"
+    replicated = [f for f, kind in rule.kinds.items() if kind == REPLICATED]
     if not rule.splittable:
         return f"all its factors are replicated: {format_rule(rule)}"
-    return f"not split in the plans that were tried: {format_rule(rule)} {whole}"
+    return f"not sharded in the plans that were tried: {format_rule(rule)} {replicated}"
 
 
 def main(names: Sequence[str], sample: int | None) -> None:

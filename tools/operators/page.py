@@ -1,4 +1,4 @@
-"""`docs/operators.md`: what each operator has, and what became of ONNX's node tests of it."""
+"""`docs/operators.md`: what each operator supports, and the results of its ONNX node tests."""
 
 import json
 import re
@@ -22,90 +22,94 @@ _RULE = re.compile(r": \S.* -> .*$")
 
 @dataclass(frozen=True)
 class Results:
-    """What became of all node tests, added up.
+    """The results of all node tests, summed.
 
     Attributes:
-        total: How many there are.
+        total: Number of tests.
         runtime: Version of onnxruntime.
-        passed: How many onnxruntime passes undivided.
-        divisible: How many of these have a dim larger than 1.
-        split: How many of these were truly split.
-        plans: How many plans were run.
+        passed: Number of tests that onnxruntime passes undivided.
+        shardable: Number of these that have a dim larger than 1.
+        sharded: Number of these in which a node was sharded.
+        plans: Number of plans that were run.
         bad: Name, status and message of every test that gave a wrong result, crashed or failed.
-        cut: For each operator how many tests of it alone were split.
-        left: For each operator how many tests of it alone were not.
-        reasons: `operator: reason` of what was left whole, and how many tests.
+        sharded_by_operator: For each operator, the number of its own tests that were sharded.
+        replicated_by_operator: For each operator, the number of its own tests that were not.
+        reasons: `operator: reason` of tests that were not sharded, with their number.
     """
 
     total: int
     runtime: str
     passed: int
-    divisible: int
-    split: int
+    shardable: int
+    sharded: int
     plans: int
     bad: Sequence[Sequence[str]]
-    cut: Mapping[str, int]
-    left: Mapping[str, int]
+    sharded_by_operator: Mapping[str, int]
+    replicated_by_operator: Mapping[str, int]
     reasons: Mapping[str, int] = field(default_factory=dict)
 
 
 def summary(outcomes: Sequence[Outcome], total: int, runtime: str) -> Results:
-    """Adds up outcomes."""
+    """Sums outcomes."""
     fine = [o for o in outcomes if o.status == PASSED]
-    divisible = [o for o in fine if o.divisible]
-    cut: Counter[str] = Counter()
-    left: Counter[str] = Counter()
+    shardable = [o for o in fine if o.divisible]
+    sharded: Counter[str] = Counter()
+    replicated: Counter[str] = Counter()
     reasons: Counter[str] = Counter()
-    for outcome in divisible:
+    for outcome in shardable:
         alone = outcome.operators[0].split(" ")[0] if len(outcome.operators) == 1 else ""
         if alone:
-            (cut if outcome.splits else left)[alone] += 1
+            (sharded if outcome.splits else replicated)[alone] += 1
         if not outcome.splits:
-            told = [f"{op}: {_plain(why)}" for op, why in outcome.reasons]
-            reasons[" / ".join(dict.fromkeys(told[:1] if alone else told[:3]))] += 1
+            texts = [f"{op}: {_plain(why)}" for op, why in outcome.reasons]
+            reasons[" / ".join(dict.fromkeys(texts[: 1 if alone else 3]))] += 1
     bad = [(o.name, o.status, o.detail) for o in outcomes if o.status != PASSED]
     return Results(
         total,
         runtime,
         len(outcomes),
-        len(divisible) + sum(o.divisible for o in outcomes if o.status != PASSED),
-        sum(o.splits > 0 for o in divisible),
+        len(shardable) + sum(o.divisible for o in outcomes if o.status != PASSED),
+        sum(o.splits > 0 for o in shardable),
         sum(o.plans for o in outcomes),
         bad,
-        dict(sorted(cut.items())),
-        dict(sorted(left.items())),
+        dict(sorted(sharded.items())),
+        dict(sorted(replicated.items())),
         dict(sorted(reasons.items(), key=lambda item: (-item[1], item[0]))),
     )
 
 
 def again(results: Results, outcomes: Sequence[Outcome]) -> Results:
-    """Puts new outcomes of tests that did not pass in the place of the old ones."""
+    """Replaces the outcomes of tests that did not pass by new ones."""
     named = {o.name: o for o in outcomes}
     new = summary(outcomes, results.total, results.runtime)
     kept = [bad for bad in results.bad if bad[0] not in named]
+
+    def both(first: Mapping[str, int], second: Mapping[str, int]) -> dict[str, int]:
+        return dict(sorted((Counter(first) + Counter(second)).items()))
+
     return replace(
         results,
-        split=results.split + new.split,
+        sharded=results.sharded + new.sharded,
         plans=results.plans + new.plans,
         bad=[*kept, *new.bad],
-        cut=dict(sorted((Counter(results.cut) + Counter(new.cut)).items())),
-        left=dict(sorted((Counter(results.left) + Counter(new.left)).items())),
+        sharded_by_operator=both(results.sharded_by_operator, new.sharded_by_operator),
+        replicated_by_operator=both(results.replicated_by_operator, new.replicated_by_operator),
         reasons=dict((Counter(results.reasons) + Counter(new.reasons)).most_common()),
     )
 
 
 def _plain(reason: str) -> str:
-    """A reason without the names of nodes and sizes, so that equal ones are told once."""
+    """Returns a reason without names of nodes and sizes, so that equal reasons are one."""
     return _NAMES.sub("sizes that depend on data", _RULE.sub("", _NODE.sub("", reason)))
 
 
 def save(results: Results) -> None:
-    """Writes what the page is made of besides the table of operators."""
+    """Writes the results, from which the page is made besides the table of operators."""
     RESULTS.write_text(json.dumps(asdict(results), indent=1, ensure_ascii=False) + "\n", "utf-8")
 
 
 def load() -> Results:
-    """Reads it back."""
+    """Reads the results."""
     return Results(**json.loads(RESULTS.read_text("utf-8")))
 
 
@@ -113,27 +117,28 @@ def render(results: Results, rows: Sequence[OperatorRow] | None = None) -> str:
     """Returns the page."""
     rows = operator_table() if rows is None else rows
     kinds = Counter(status for _, status, _ in results.bad)
-    share = 100 * results.split / max(results.divisible, 1)
+    share = 100 * results.sharded / max(results.shardable, 1)
     parts = [
         "# Operators\n",
         "<!-- Made by tools/operator_table.py; edit the operators' modules instead. -->\n",
         _INTRODUCTION,
         "## ONNX's node tests\n",
-        f"ONNX has {results.total:,} node tests, of which onnxruntime {results.runtime} passes "
-        f"{results.passed:,} undivided. Each of these was cut over 2 and over 4 ranks along the "
-        "factors of its nodes (one factor over all ranks, or two over some each), written as an "
-        f"artifact directory and run by all ranks: {results.plans:,} different plans.\n",
+        f"ONNX has {results.total:,} node tests. onnxruntime {results.runtime} passes "
+        f"{results.passed:,} of them undivided. Each of these was sharded over 2 and over 4 ranks "
+        "along the factors of its nodes (one factor over all ranks, or two factors over some "
+        "ranks each), written as an artifact directory, and run by all ranks: "
+        f"{results.plans:,} different plans.\n",
         f"- wrong results: {kinds[WRONG]}; crashes: {kinds[CRASHED]}; refused with a message: "
         f"{kinds[FAILED]}",
-        f"- truly split, of the {results.divisible:,} with a dim larger than 1: "
-        f"{results.split:,} ({share:.1f} %)\n",
-        "## What each operator has\n",
-        "| operator | since | rule | local form | gradient | further slots | tests cut "
-        "| left whole |",
+        f"- sharded: {results.sharded:,} of the {results.shardable:,} tests with a dim larger "
+        f"than 1 ({share:.1f} %)\n",
+        "## What each operator supports\n",
+        "| operator | since | rule | local form | gradient | other slots | tests sharded "
+        "| not sharded |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
         *_operators(rows, results),
-        "\n## What was left whole, and why\n",
-        "The tests with a dim larger than 1 in which no node was split, by reason.\n",
+        "\n## What was not sharded, and why\n",
+        "Tests with a dim larger than 1 in which no node was sharded, by reason.\n",
         "| tests | operator and reason |",
         "| --- | --- |",
         *(f"| {n} | {_cell(why)} |" for why, n in results.reasons.items()),
@@ -154,13 +159,13 @@ def render(results: Results, rows: Sequence[OperatorRow] | None = None) -> str:
 _WORDS = {FAILED: "refused", WRONG: "wrong", CRASHED: "crashed"}
 
 _INTRODUCTION = """\
-What onnxpar knows of each operator: which of its dims may be split (the rule; its language is in
-[Adding an operator](add_an_operator.md)), what a device computes where that is more than the
-same operator on its part (the local form), whether training goes through it (the gradient), and
-what else its record says (`OpDef` in `onnxpar/ops/operator.py` explains each slot).
-`onnxpar ops --json` prints the same of the version that is installed. An operator that stands here
-with no rule, or not at all, is expanded into the function body that ONNX gives it; without one it
-is replicated, and `onnxpar inspect` names it with the reason.
+For each operator, this page says which of its dims can be sharded (the rule; [Adding an
+operator](add_an_operator.md) explains the language of rules), what a device computes if that is
+more than the same operator on its shards (the local form), whether training can differentiate it
+(the gradient), and what else its record says (`OpDef` in `onnxpar/ops/operator.py` explains each
+slot). `onnxpar ops --json` prints the same for the installed version. An operator without a rule,
+or that is not listed, is expanded into its ONNX function body. If ONNX has no body for it, it is
+replicated, and `onnxpar inspect` names it with the reason.
 """
 
 
@@ -170,24 +175,27 @@ def _operators(rows: Sequence[OperatorRow], results: Results) -> list[str]:
     for row in rows:
         name = f"{row.domain}::{row.op_type}" if row.domain else row.op_type
         key = f"{row.domain or 'ai.onnx'}::{row.op_type}"
-        # The tests of an operator stand beside its newest definition.
+        # The tests of an operator are listed with its newest definition.
         here = newest[row.domain, row.op_type] == row.since_version
-        known = here and (key in results.cut or key in results.left)
-        counts = (results.cut.get(key, 0), results.left.get(key, 0)) if known else ("", "")
+        found = [
+            by.get(key) for by in (results.sharded_by_operator, results.replicated_by_operator)
+        ]
+        known = here and found != [None, None]
+        counts = [n or 0 for n in found] if known else ["", ""]
         cells = (name, row.since_version, row.rule, row.local, row.gradient, _further(row), *counts)
         lines.append(f"| {' | '.join(_cell(str(c)) for c in cells)} |")
     return lines
 
 
 def _further(row: OperatorRow) -> str:
-    """What its record says in slots that most operators leave as they are."""
-    told = (f"{name}: {words}" for name, words in row.slots.items() if words != _USUAL[name])
-    return "; ".join(told).replace("_", " ")
+    """Returns the slots of a record that do not have their usual content."""
+    texts = (f"{name}: {words}" for name, words in row.slots.items() if words != _USUAL[name])
+    return "; ".join(texts).replace("_", " ")
 
 
 _USUAL = slot_words(OpDef("", "", 1, written_only))
 
 
 def _cell(text: str) -> str:
-    """Text that does not end a cell or a line of a table."""
+    """Returns text that does not end a cell or a line of a table."""
     return " ".join(text.split()).replace("|", "\\|")
