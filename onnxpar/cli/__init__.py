@@ -90,7 +90,7 @@ def build_app(only: str | None = None) -> "typer.Typer":
     )
 
     def group(version: bool = version) -> None:
-        """Partition an ONNX model into one program for each device, and run it."""
+        """Shard an ONNX model over devices, and run or train it."""
 
     app.callback()(group)
     known = only == _VERSION or only in [name for name, _ in COMMANDS]

@@ -105,7 +105,7 @@ def command(
     ] = False,
     recompute_communication: RecomputeCommunication = AGAIN,
 ) -> None:
-    """Partition a model into one program for each device."""
+    """Shard a model: write one program for each device."""
     given, spec = training.given(), None
     if train:
         if training.loss is None or training.optimizer is None:
