@@ -25,6 +25,7 @@ from onnxpar.search.find_plan import (
     find,
     silent,
 )
+from onnxpar.search.parameter_axes import decide_parameter_axes
 from onnxpar.search.rival_plans import FOUND, SLOWDOWN, Objective, Pricing, Way
 from onnxpar.search.workload import Workload
 from onnxpar.stages.assign_stages import assigned
@@ -81,12 +82,19 @@ def settled(strategy: Strategy, workload: Workload, symbols: Mapping[str, Symbol
     if strategy.rest != SEARCH:
         # The sizes are also used to choose stage boundaries.
         _check_sizes(strategy, workload)
-        return strategy
-    data = decide(replace(strategy, symbols=symbols), workload).data
+        seeds = resolve(strategy, workload.program)
+        decided = decide_parameter_axes(seeds, workload)
+        if decided is seeds:
+            return strategy
+        data = strategy_data(decided, workload.program.rules, symbols, strategy.optimizer_parallel)
+    else:
+        data = decide(replace(strategy, symbols=symbols), workload).data
+    found = Strategy.from_dict(data, source=strategy.source)
     return replace(
-        Strategy.from_dict(data, source=strategy.source),
+        found,
         search=strategy.search,
         recompute=strategy.recompute,
+        pipeline=found.pipeline or strategy.pipeline,
     )
 
 

@@ -1,6 +1,6 @@
 """The ways to shard one node: each mesh axis shards one part of one factor, or nothing."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -48,7 +48,12 @@ def factor_parts(item: Item) -> dict[str, tuple[Part, ...]]:
 
 
 def options(
-    item: Item, axes: Sequence[Atoms], cost: CostModel, before: Option | None = None
+    item: Item,
+    axes: Sequence[Atoms],
+    cost: CostModel,
+    before: Option | None = None,
+    *,
+    fixed: Collection[str] | None = None,
 ) -> tuple[Option, ...]:
     """Returns every way to shard the parts of a node's factors over mesh axes.
 
@@ -60,10 +65,18 @@ def options(
         axes: The runs of atoms that are decided together.
         cost: The cost model, with the mesh and the sizes.
         before: The decision for earlier axes, which is kept.
+        fixed: If given, only parts with a fixed size are sharded over the other axes, and of the
+            factors named here no first part.
     """
     parts = {} if item.fixed else factor_parts(item)
     places: list[Place | None] = [None]
-    places += [(f, i) for f, ps in parts.items() for i, p in enumerate(ps) if p.splittable]
+    places += [
+        (f, i)
+        for f, ps in parts.items()
+        for i, p in enumerate(ps)
+        if p.splittable
+        and (fixed is None or (isinstance(p.size, int) and not (i == 0 and f in fixed)))
+    ]
     if not item.fixed:
         # With a single linear operand, reducing the sum before the node costs no more.
         groups = [k for k, (r, s) in enumerate(item.rule.linear) if r == "sum" and len(s) > 1]

@@ -25,6 +25,8 @@ MOMENTS = 2
 """Moments that an optimizer keeps of each trained parameter, at most."""
 _UPDATE_PASSES = 7
 """How often an update reads or writes a tensor of the parameter's size."""
+_NEVER = 1e6
+"""Seconds; more than any plan takes."""
 _WORKING = 0.25
 """The share of every result that counts as held, in addition to what is saved for the backward.
 Only one node's results exist at a time, but a sum has no maximum. Without this share, the search
@@ -41,12 +43,15 @@ class CostWeights:
         parallel: Optimizer parallel, in training.
         micro_batches: Micro-batches of a step, which share its reductions of gradients and its
             update.
+        parameters_only: Whether memory is that of parameters alone, and nothing that is computed
+            from parameters alone is resharded, since that would undo what sharding them saves.
     """
 
     communication: float = 1.0
     memory_first: bool = False
     parallel: OptimizerParallel = NOT_PARALLEL
     micro_batches: int = 1
+    parameters_only: bool = False
 
 
 @dataclass(frozen=True)
@@ -125,6 +130,7 @@ def build(
     cost: CostModel,
     pins: Mapping[str, Sharding] | None = None,
     weights: CostWeights = CostWeights(),
+    outputs: Mapping[str, Sharding] | None = None,
 ) -> Problem:
     """Builds the problem of a model.
 
@@ -134,8 +140,10 @@ def build(
         cost: The cost model.
         pins: The shardings of parameters and inputs that the user fixed, by name.
         weights: The weights of the sum.
+        outputs: The shardings to which outputs of the graph are brought; by default they leave as
+            they are made, reduced.
     """
-    return _Builder(flow, tuple(options), cost, pins or {}, weights).run()
+    return _Builder(flow, tuple(options), cost, pins or {}, weights, outputs or {}).run()
 
 
 @dataclass
@@ -145,6 +153,7 @@ class _Builder:
     cost: CostModel
     pins: Mapping[str, Sharding]
     weights: CostWeights
+    outputs: Mapping[str, Sharding]
     sources: dict[str, tuple[int, tuple[Sharding, ...]]] = field(default_factory=dict)
     variables: list[Variable] = field(default_factory=list)
     terms: list[Term] = field(default_factory=list)
@@ -161,7 +170,7 @@ class _Builder:
     _counted: dict[tuple[int, tuple[int, ...], int], Table] = field(default_factory=dict)
     # Equal shardings and usages are one object, so that their identity is a key.
     _known: dict[Hashable, Hashable] = field(default_factory=dict)
-    _moves: dict[tuple[int, int, int, bool], float] = field(default_factory=dict)
+    _moves: dict[tuple[int, int, int, bool, bool], float] = field(default_factory=dict)
     _versions: dict[tuple[tuple[int, int, int], ...], tuple[_Usage | None, ...]] = field(
         default_factory=dict
     )
@@ -213,7 +222,7 @@ class _Builder:
                 )
                 if item.trained:
                     seconds[i] += self.cost.filling(item.rule, item.view, option.plan, trained)
-                    memory[i] = self._held(item, option)
+                    memory[i] = 0 if self.weights.parameters_only else self._held(item, option)
             self._units[key] = seconds, memory
         return self._units[key]
 
@@ -274,9 +283,11 @@ class _Builder:
 
     def _move(self, source: Sharding, usage: _Usage, value: Value) -> float:
         """Seconds to reshard a value for a reader, and its cotangent back."""
-        key = (id(source), id(usage), value.itemsize, value.trained)
+        key = (id(source), id(usage), value.itemsize, value.trained, value.stored)
         if key not in self._moves:
             seconds = self.cost.reshard(source, usage.target, value.itemsize)
+            if seconds and value.stored and self.weights.parameters_only:
+                seconds = _NEVER
             back = self._back(source.with_partial(()), usage, value)
             self._moves[key] = self.weights.communication * seconds + back
         return self._moves[key]
@@ -422,7 +433,12 @@ class _Builder:
     def _made(self, value: Value, producer: int, output: int) -> None:
         if value.leaves:
             made = self._outputs(producer, output)
-            reduced = [self.cost.reshard(s, s.with_partial(()), value.itemsize) for s in made]
+            reduced = [
+                self.cost.reshard(
+                    s, self.outputs.get(value.name, s.with_partial(())), value.itemsize
+                )
+                for s in made
+            ]
             weight = value.count * self.weights.communication
             self._count(producer, weight * np.array(reduced))
         if value.readers == 1:
@@ -448,6 +464,7 @@ class _Builder:
             id(self.options[use.item]),
             use.operand,
             value.trained,
+            value.stored,
         )
         if key not in self._tables:
             usages, index = self._usages(use)
@@ -462,7 +479,8 @@ class _Builder:
         kept = self._kept(value)
         self.variables.append(Variable(value.name, np.zeros(len(kept)), np.zeros(len(kept))))
         here = len(self.variables) - 1
-        of = (id(options), output, tuple(map(id, kept)), value.itemsize, value.trained)
+        costs = value.itemsize, value.trained, value.stored
+        of = (id(options), output, tuple(map(id, kept)), *costs)
         for use in value.uses:
             key = ("shared", of, id(self.options[use.item]), use.operand)
             if key not in self._tables:

@@ -21,7 +21,9 @@ _LEAST = _PERIODS + 3
 """The least number of layers with which two layers share a choice, besides the outermost two."""
 
 _Place = tuple[int, int]
-_Edge = tuple[_Place | None, tuple[_Place, ...], tuple[int, bool, bool, bool], Sharding | None]
+_Edge = tuple[
+    _Place | None, tuple[_Place, ...], tuple[int, bool, bool, bool, bool], Sharding | None
+]
 """Producer and readers of a value, everything that resharding it costs, its sharding if fixed."""
 
 
@@ -86,7 +88,7 @@ def fold(flow: Flow, pins: Mapping[str, Sharding]) -> Folded | None:
     for value in flow.values:
         made = value.producer and (classes[value.producer[0]], value.producer[1])
         uses = tuple([(classes[use.item], use.operand) for use in value.uses])
-        costs = value.itemsize, value.parameter, value.trained, value.leaves
+        costs = value.itemsize, value.parameter, value.trained, value.leaves, value.stored
         alike.setdefault((made, uses, costs, pins.get(value.name)), []).append(value)
     values = []
     for (made, uses, _, _), (value, *others) in alike.items():

@@ -11,6 +11,7 @@ from onnxpar.cost.price import Price
 from onnxpar.graph.plan import Plan
 from onnxpar.graph.seeds import Seeds
 from onnxpar.search.find_plan import LEVELS, OnProgress
+from onnxpar.search.parameter_axes import decide_parameter_axes
 from onnxpar.search.workload import Workload
 from onnxpar.stages.assign_stages import between_stages
 from onnxpar.stages.partition_chain import chain_of, floating
@@ -176,7 +177,8 @@ class Pricing:
             progress(f"pricing {title}", number, len(names))
             try:
                 preset = replace(load_strategy(name, devices), symbols=strategy.symbols)
-                plan = self.workload.plan(resolve(preset, self.workload.program))
+                seeds = resolve(preset, self.workload.program)
+                plan = self.workload.plan(decide_parameter_axes(seeds, self.workload))
                 way = self.way(title, plan)
             except OnnxparError as error:
                 way = Way(title, None, str(error))

@@ -1,8 +1,10 @@
 """A model as a search sees it: its nodes, and the values between them."""
 
-from collections.abc import Collection, Hashable
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
 from math import prod
+
+import onnx_ir as ir
 
 from onnxpar.core.rule import ANY, OpRule
 from onnxpar.facts.program import Program
@@ -85,6 +87,7 @@ class Value:
         parameter: Whether it is a parameter.
         trained: Whether it has a cotangent.
         leaves: Whether it is an output of the graph.
+        stored: Whether a node computes it from parameters alone, so that it may be stored instead.
         alike: Names of other values that it stands for.
     """
 
@@ -95,6 +98,7 @@ class Value:
     parameter: bool
     trained: bool
     leaves: bool
+    stored: bool = False
     alike: tuple[str, ...] = ()
 
     @property
@@ -171,6 +175,7 @@ def flow(
         for position, operand in enumerate(rule.inputs):
             if view.has(position) and operand.mode != ANY and names[position] in env.shapes:
                 uses.setdefault(names[position], []).append(Use(index, position))
+    stored = _stored(items, graph)
     leaving = {v.name for v in graph.outputs}
     values = []
     for value in (*sources, *(out for node in nodes for out in node.outputs)):
@@ -186,9 +191,25 @@ def flow(
                 name in graph.initializers,
                 name in varying,
                 name in leaving,
+                name in stored,
             )
         )
     return Flow(tuple(items), tuple(values))
+
+
+def _stored(items: Sequence[Item], graph: ir.Graph) -> set[str]:
+    """Returns what nodes compute from parameters alone."""
+    parameters, found = set(graph.initializers), set[str]()
+    for item in items:
+        node = item.view.node
+        read = [
+            v.name or ""
+            for v, operand in zip(node.inputs, item.rule.inputs, strict=False)
+            if v is not None and not operand.mode
+        ]
+        if read and all(name in parameters or name in found for name in read):
+            found.update(v.name or "" for v in node.outputs)
+    return found
 
 
 def _saved(program: Program) -> dict[str, tuple[Saved, ...]]:

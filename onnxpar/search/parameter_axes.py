@@ -1,0 +1,210 @@
+"""Parameter axes such as `tp`, decided for the whole program instead of node by node.
+
+Propagation decides each node by its neighbours. It cannot see that a split patch convolution, say,
+leaves the residual stream of all layers after it sharded by features. Here the search takes the
+parameter axes as its only freedom: every other axis stays as propagation has it, the memory of the
+parameters may not grow, and the least time at large sizes of the symbols wins, on links without
+latency. The result replaces propagation's only if it sends fewer bytes at typical sizes, too, so no
+plan is taken whose bytes grow faster with a symbol.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from onnxpar.core.errors import ShardingError
+from onnxpar.core.machine import PRESETS, Machine
+from onnxpar.core.mesh import Atoms
+from onnxpar.core.sharding import Sharding
+from onnxpar.core.symbols import symbols_of
+from onnxpar.cost.cost_model import CostModel
+from onnxpar.cost.optimizer_parallel import NOT_PARALLEL
+from onnxpar.graph.plan import Plan, shardings
+from onnxpar.graph.seeds import Seeds
+from onnxpar.search.find_plan import GAP, seeds_of
+from onnxpar.search.memory_bounded import best, least
+from onnxpar.search.node_options import Option, Place, factor_parts, options
+from onnxpar.search.problem import MOMENTS, CostWeights, build
+from onnxpar.search.repeated_layers import fold
+from onnxpar.search.value_flow import Item, flow
+from onnxpar.search.workload import Workload
+
+_DEVICE = PRESETS["h100"]
+_MACHINE = Machine(
+    "links without latency",
+    _DEVICE.flops,
+    _DEVICE.bandwidth,
+    1 << 62,
+    0.0,
+    (replace(_DEVICE.links[0], devices=0, latency=0.0),),
+)
+_LARGE = 16
+"""How many times larger than its typical size a symbol is at large sizes."""
+_LESS = 0.999
+"""A plan sends fewer bytes if it sends less than this share: not by rounding."""
+
+
+def decide_parameter_axes(seeds: Seeds, workload: Workload) -> Seeds:
+    """Returns seeds that decide the parameter axes, or the same seeds if propagation does as well.
+
+    Args:
+        seeds: What the user fixed; it is kept.
+        workload: The program that is sharded.
+
+    Raises:
+        ShardingError: A strategy does not fit its node.
+    """
+    if not seeds.parameter_axes or seeds.rest != "propagate":
+        return seeds
+    return _ParameterAxes(seeds, workload).decide()
+
+
+@dataclass
+class _ParameterAxes:
+    seeds: Seeds
+    workload: Workload
+
+    def decide(self) -> Seeds:
+        """Returns the seeds that the search finds if their plan is better, else propagation's."""
+        large = self._large()
+        before = [self._seconds(self.propagated, sizes) for sizes in ({}, large)]
+        if not all(before):
+            return self.seeds
+        seeds = self._search(large)
+        plan = self.workload.plan(seeds)
+        if self._memory(plan.parameters) > self._memory(self.propagated.parameters):
+            return self.seeds
+        after = [self._seconds(plan, s) + self._leaving(plan, s) for s in ({}, large)]
+        less = all(b < _LESS * a for a, b in zip(before, after, strict=True))
+        return seeds if less else self.seeds
+
+    @cached_property
+    def propagated(self) -> Plan:
+        """The plan in which propagation decides the parameter axes."""
+        return self.workload.plan(self.seeds)
+
+    def _seconds(self, plan: Plan, sizes: Mapping[str, int]) -> float:
+        return self.workload.price(plan, _MACHINE, sizes).communicating
+
+    def _leaving(self, plan: Plan, sizes: Mapping[str, int]) -> float:
+        """Seconds to bring the outputs of a plan to the shardings that propagation gives them."""
+        program, total = self.workload.program, 0.0
+        cost = CostModel(_MACHINE, self.seeds.mesh, program.env.table, sizes)
+        for value in program.graph.outputs:
+            made, wanted = (p.outputs[value.name or ""] for p in (plan, self.propagated))
+            if not made.partial:
+                itemsize = int(value.dtype.itemsize) if value.dtype is not None else 4
+                total += cost.reshard(made, wanted, itemsize)
+        return total
+
+    def _large(self) -> dict[str, int]:
+        """A large admissible size for each symbol of the program's inputs."""
+        env = self.workload.program.env
+        shapes = (env.shapes.get(v.name or "", ()) for v in self.workload.program.graph.inputs)
+        names = {name for shape in shapes for size in shape for name in symbols_of(size)}
+        found = {}
+        for name in names:
+            symbol = env.table.symbol(name)
+            typical, facts = symbol.typical(), symbol.facts
+            most = _LARGE * typical if facts.max is None else min(facts.max, _LARGE * typical)
+            found[name] = typical + (most - typical) // facts.divisor * facts.divisor
+        return found
+
+    def _memory(self, layouts: Mapping[str, Sharding]) -> float:
+        """Bytes of a device for parameters, their gradients and moments."""
+        cost = CostModel(_MACHINE, self.seeds.mesh, self.workload.program.env.table)
+        total = 0.0
+        for name, value in self.workload.program.graph.initializers.items():
+            size = cost.elements(layouts[name]) * int(value.dtype.itemsize if value.dtype else 4)
+            trained = name in self.workload.gradients
+            total += NOT_PARALLEL.kept(size, 1, MOMENTS) if trained else size
+        return total
+
+    def _search(self, sizes: Mapping[str, int]) -> Seeds:
+        """The plan of least time that needs no more memory for parameters than propagation's."""
+        mesh = self.seeds.mesh
+        seen = flow(self.workload.program, list(self.workload.gradients), self.seeds.nodes)
+        env = self.workload.program.env
+        complete = {name: Sharding.replicated(env.shapes[name]) for name in self.seeds.held}
+        pins = {**complete, **self.seeds.inputs, **self.seeds.parameters}
+        cost = CostModel(_MACHINE, mesh, env.table, sizes)
+        folded = fold(seen, pins)
+        items = seen if folded is None else folded.flow
+        ours = {atom for axis in self.seeds.parameter_axes for atom in axis}
+        first: list[Atoms] = [(a,) for a in range(len(mesh.atoms)) if a not in ours]
+        axes = [*first, *self.seeds.parameter_axes]
+        chosen = [self._before(item, first) for item in items.items]
+        limit = self._memory(self.propagated.parameters)
+        weights, batch = CostWeights(parameters_only=True), self._batch(seen.items)
+        for number in range(len(first) + 1, len(axes) + 1):
+            known: dict[object, tuple[Option, ...]] = {}
+            found = []
+            for item, before in zip(items.items, chosen, strict=True):
+                kept = batch[item.name]
+                key = (item.kind, item.pin, before.places, kept)
+                if key not in known:
+                    known[key] = self._options(item, axes[:number], cost, before, kept)
+                found.append(known[key])
+            problem = build(items, found, cost, pins, weights, self.propagated.outputs)
+            later = mesh.count(atom for axis in axes[number:] for atom in axis)
+            try:
+                solution = best(problem, later * limit, gap=GAP, integer=False)
+            except ShardingError:
+                solution = least(problem)
+            chosen = list(problem.chosen(solution.choice))
+        every = chosen if folded is None else folded.unfold(chosen)
+        return seeds_of(seen, every, problem.layouts(solution.choice), self.seeds)
+
+    def _batch(self, items: Sequence[Item]) -> dict[str, frozenset[str]]:
+        """For each node, the factors whose first part is the batch: dim 0 of the inputs."""
+        batch = {(v.name or "", 0) for v in self.workload.program.graph.inputs}
+        found = {}
+        for item in items:
+            node, rule = item.view.node, item.rule
+            factors = {
+                names[0]
+                for value, operand in zip(node.inputs, rule.inputs, strict=False)
+                for dim, names in enumerate(operand.dims)
+                if names and value is not None and (value.name or "", dim) in batch
+            }
+            found[item.name] = frozenset(factors)
+            batch |= {
+                (value.name or "", dim)
+                for value, result in zip(node.outputs, rule.outputs, strict=False)
+                for dim, names in enumerate(result.dims)
+                if names and names[0] in factors
+            }
+        return found
+
+    def _before(self, item: Item, axes: Sequence[Atoms]) -> Option:
+        """How propagation shards a node over the axes that are no parameter axes."""
+        plan = self.propagated.nodes[item.name]
+        parts = {} if item.fixed else factor_parts(item)
+        places: list[Place | None] = []
+        for (atom,) in axes:
+            place = None
+            for name, components in plan.factors.items():
+                for index, component in enumerate(components):
+                    if atom in component.atoms and name in parts:
+                        # A dim that propagation takes as one has its major part sharded.
+                        alike = len(components) == len(parts[name])
+                        place = (name, index if alike else 0)
+            places.append(place)
+        return Option(plan, tuple(places))
+
+    def _options(
+        self,
+        item: Item,
+        axes: Sequence[Atoms],
+        cost: CostModel,
+        before: Option,
+        batch: frozenset[str],
+    ) -> tuple[Option, ...]:
+        seed = self.seeds.nodes.get(item.name)
+        if seed is None:
+            return options(item, axes, cost, before, fixed=batch)
+        carried = seed.carried
+        plan = shardings(
+            item.rule, item.view, seed.factors, cost.mesh, carried=carried, pinned=True
+        )
+        return (Option(plan, (None,) * len(axes)),)
