@@ -167,8 +167,8 @@ def partition_for_training(
         prepared = prepare_training(recognised, symbols, spec)
         strategy = settled(strategy, Workload.training(prepared, spec, parallel), symbols)
         return partition_training(prepared, strategy, symbols, spec)
-    if strategy.rest == SEARCH:
-        # The search needs the program without stages, and decides where they begin.
+    if strategy.rest == SEARCH or strategy.parameter_axes:
+        # A search needs the program without stages. It may decide where they begin.
         unstaged = prepare_training(recognised.clone(), symbols, spec)
         strategy = settled(strategy, Workload.training(unstaged, spec, parallel), symbols)
     assert strategy.pipeline is not None

@@ -3,9 +3,10 @@
 Propagation decides each node by its neighbours. It cannot see that a split patch convolution, say,
 leaves the residual stream of all layers after it sharded by features. Here the search takes the
 parameter axes as its only freedom: every other axis stays as propagation has it, the memory of the
-parameters may not grow, and the least time at large sizes of the symbols wins, on links without
-latency. The result replaces propagation's only if it sends fewer bytes at typical sizes, too, so no
-plan is taken whose bytes grow faster with a symbol.
+parameters may not grow, and the least time at large sizes of the symbols wins. The result replaces
+propagation's only if it sends fewer bytes and communicates for less time, at large and at typical
+sizes. So no plan is taken whose bytes grow faster with a symbol, or that saves a few bytes with
+many collectives.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,15 +30,11 @@ from onnxpar.search.repeated_layers import fold
 from onnxpar.search.value_flow import Item, flow
 from onnxpar.search.workload import Workload
 
-_DEVICE = PRESETS["h100"]
-_MACHINE = Machine(
-    "links without latency",
-    _DEVICE.flops,
-    _DEVICE.bandwidth,
-    1 << 62,
-    0.0,
-    (replace(_DEVICE.links[0], devices=0, latency=0.0),),
-)
+_NODE = PRESETS["h100"]
+_MACHINE = replace(_NODE, overhead=0.0, links=(replace(_NODE.links[0], devices=0),))
+"""Devices that are all linked as those of one node are: a parameter axis is meant for these."""
+_BYTES = replace(_MACHINE, links=(replace(_MACHINE.links[0], latency=0.0),))
+"""The same without latency: seconds are proportional to bytes."""
 _LARGE = 16
 """How many times larger than its typical size a symbol is at large sizes."""
 _LESS = 0.999
@@ -67,14 +64,14 @@ class _ParameterAxes:
     def decide(self) -> Seeds:
         """Returns the seeds that the search finds if their plan is better, else propagation's."""
         large = self._large()
-        before = [self._seconds(self.propagated, sizes) for sizes in ({}, large)]
+        before = self._costs(self.propagated, large)
         if not all(before):
             return self.seeds
         seeds = self._search(large)
         plan = self.workload.plan(seeds)
         if self._memory(plan.parameters) > self._memory(self.propagated.parameters):
             return self.seeds
-        after = [self._seconds(plan, s) + self._leaving(plan, s) for s in ({}, large)]
+        after = self._costs(plan, large)
         less = all(b < _LESS * a for a, b in zip(before, after, strict=True))
         return seeds if less else self.seeds
 
@@ -83,13 +80,19 @@ class _ParameterAxes:
         """The plan in which propagation decides the parameter axes."""
         return self.workload.plan(self.seeds)
 
-    def _seconds(self, plan: Plan, sizes: Mapping[str, int]) -> float:
-        return self.workload.price(plan, _MACHINE, sizes).communicating
+    def _costs(self, plan: Plan, large: Mapping[str, int]) -> list[float]:
+        """Seconds of communication with and without latency, at typical and at large sizes."""
+        return [
+            self._seconds(plan, machine, sizes)
+            for machine in (_MACHINE, _BYTES)
+            for sizes in ({}, large)
+        ]
 
-    def _leaving(self, plan: Plan, sizes: Mapping[str, int]) -> float:
-        """Seconds to bring the outputs of a plan to the shardings that propagation gives them."""
-        program, total = self.workload.program, 0.0
-        cost = CostModel(_MACHINE, self.seeds.mesh, program.env.table, sizes)
+    def _seconds(self, plan: Plan, machine: Machine, sizes: Mapping[str, int]) -> float:
+        """Seconds of communication until outputs have the shardings that propagation gives them."""
+        program = self.workload.program
+        total = self.workload.price(plan, machine, sizes).communicating
+        cost = CostModel(machine, self.seeds.mesh, program.env.table, sizes)
         for value in program.graph.outputs:
             made, wanted = (p.outputs[value.name or ""] for p in (plan, self.propagated))
             if not made.partial:
