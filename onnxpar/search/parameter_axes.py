@@ -37,8 +37,9 @@ _BYTES = replace(_MACHINE, links=(replace(_MACHINE.links[0], latency=0.0),))
 """The same without latency: seconds are proportional to bytes."""
 _LARGE = 16
 """How many times larger than its typical size a symbol is at large sizes."""
-_LESS = 0.999
-"""A plan sends fewer bytes if it sends less than this share: not by rounding."""
+_LESS = 0.92
+"""The share of propagation's communication below which the search's plan replaces its plan. For
+less, the columns and rows that propagation writes (Shoeybi et al., "Megatron-LM", 2019) stay."""
 
 
 def decide_parameter_axes(seeds: Seeds, workload: Workload) -> Seeds:
