@@ -16,6 +16,7 @@ from functools import cached_property
 from onnxpar.core.errors import ShardingError
 from onnxpar.core.machine import PRESETS, Machine
 from onnxpar.core.mesh import Atoms
+from onnxpar.core.rule import SPECIAL
 from onnxpar.core.sharding import Sharding
 from onnxpar.core.symbols import symbols_of
 from onnxpar.cost.cost_model import CostModel
@@ -37,9 +38,9 @@ _BYTES = replace(_MACHINE, links=(replace(_MACHINE.links[0], latency=0.0),))
 """The same without latency: seconds are proportional to bytes."""
 _LARGE = 16
 """How many times larger than its typical size a symbol is at large sizes."""
-_LESS = 0.92
-"""The share of propagation's communication below which the search's plan replaces its plan. For
-less, the columns and rows that propagation writes (Shoeybi et al., "Megatron-LM", 2019) stay."""
+_LESS = 0.95
+"""The share of propagation's bytes below which the search's plan replaces its plan. For smaller
+gains, the columns and rows that propagation writes (Shoeybi et al., "Megatron-LM", 2019) stay."""
 
 
 def decide_parameter_axes(seeds: Seeds, workload: Workload) -> Seeds:
@@ -64,22 +65,61 @@ class _ParameterAxes:
 
     def decide(self) -> Seeds:
         """Returns the seeds that the search finds if their plan is better, else propagation's."""
+        if self._is_known_form():
+            return self.seeds
         large = self._large()
         before = self._costs(self.propagated, large)
-        if not all(before):
-            return self.seeds
         seeds = self._search(large)
         plan = self.workload.plan(seeds)
         if self._memory(plan.parameters) > self._memory(self.propagated.parameters):
             return self.seeds
         after = self._costs(plan, large)
-        less = all(b < _LESS * a for a, b in zip(before, after, strict=True))
-        return seeds if less else self.seeds
+        enough = (1.0, 1.0, _LESS, _LESS)
+        less = (b < e * a for a, b, e in zip(before, after, enough, strict=True))
+        return seeds if all(less) else self.seeds
 
     @cached_property
     def propagated(self) -> Plan:
         """The plan in which propagation decides the parameter axes."""
         return self.workload.plan(self.seeds)
+
+    def _is_known_form(self) -> bool:
+        """Whether propagation's plan is columns and rows in turn: there is nothing to gain.
+
+        Then nothing is resharded but partial sums of products with parameters, at most one for
+        every two matrices, and no local form communicates but that of the loss. In a deep model
+        this is far cheaper to see than to search.
+        """
+        plan, program = self.propagated, self.workload.program
+        cost = CostModel(_BYTES, plan.mesh, program.env.table)
+        made = {**plan.inputs, **plan.parameters}
+        stored, reduced, matrices, special = set(program.graph.initializers), set[str](), 0, 0
+        activations = set[str]()
+        for node in program.graph:
+            name = node.name or ""
+            rule, found = program.rules.by_node[name], plan.nodes[name]
+            operands = list(zip(node.inputs, rule.inputs, found.inputs, strict=False))
+            read = [
+                v.name or "" for v, operand, _ in operands if v is not None and not operand.mode
+            ]
+            if read and stored.issuperset(read):
+                stored.update(v.name or "" for v in node.outputs)
+            elif stored.isdisjoint(read) and "sum" in map(rule.kinds.get, found.factors):
+                activations.update(v.name or "" for v in node.outputs)
+            special += any(rule.kinds[factor] == SPECIAL for factor in found.factors)
+            for value, operand, want in operands:
+                have = made.get(value.name or "") if value is not None else None
+                if value is None or have is None or want is None:
+                    continue
+                if cost.reshard(have.with_partial(()), want.with_partial(()), 1):
+                    return False
+                if set(have.partial) - set(want.partial):
+                    reduced.add(value.name or "")
+                kinds = {rule.kinds[f] for names in operand.dims for f in names}
+                matrices += len(operand.dims) > 1 and value.name in stored and "sum" in kinds
+            for value, sharding in zip(node.outputs, found.outputs, strict=True):
+                made[value.name or ""] = plan.resharded.get(value.name or "", sharding)
+        return special <= 1 and reduced.isdisjoint(activations) and 2 * len(reduced) <= matrices
 
     def _costs(self, plan: Plan, large: Mapping[str, int]) -> list[float]:
         """Seconds of communication with and without latency, at typical and at large sizes."""
