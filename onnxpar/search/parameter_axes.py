@@ -21,6 +21,7 @@ from onnxpar.core.sharding import Sharding
 from onnxpar.core.symbols import symbols_of
 from onnxpar.cost.cost_model import CostModel
 from onnxpar.cost.optimizer_parallel import NOT_PARALLEL
+from onnxpar.facts.program import Program
 from onnxpar.graph.plan import Plan, shardings
 from onnxpar.graph.seeds import Seeds
 from onnxpar.search.find_plan import GAP, seeds_of
@@ -58,6 +59,18 @@ def decide_parameter_axes(seeds: Seeds, workload: Workload) -> Seeds:
     return _ParameterAxes(seeds, workload).decide()
 
 
+def large_sizes(program: Program) -> dict[str, int]:
+    """Returns a large admissible size for each symbol of a program's inputs."""
+    env, found = program.env, {}
+    shapes = (env.shapes.get(value.name or "", ()) for value in program.graph.inputs)
+    for name in sorted({name for shape in shapes for size in shape for name in symbols_of(size)}):
+        symbol = env.table.symbol(name)
+        typical, facts = symbol.typical(), symbol.facts
+        most = _LARGE * typical if facts.max is None else min(facts.max, _LARGE * typical)
+        found[name] = typical + (most - typical) // facts.divisor * facts.divisor
+    return found
+
+
 @dataclass
 class _ParameterAxes:
     seeds: Seeds
@@ -67,7 +80,7 @@ class _ParameterAxes:
         """Returns the seeds that the search finds if their plan is better, else propagation's."""
         if self._is_known_form():
             return self.seeds
-        large = self._large()
+        large = large_sizes(self.workload.program)
         before = self._costs(self.propagated, large)
         seeds = self._search(large)
         plan = self.workload.plan(seeds)
@@ -140,19 +153,6 @@ class _ParameterAxes:
                 itemsize = int(value.dtype.itemsize) if value.dtype is not None else 4
                 total += cost.reshard(made, wanted, itemsize)
         return total
-
-    def _large(self) -> dict[str, int]:
-        """A large admissible size for each symbol of the program's inputs."""
-        env = self.workload.program.env
-        shapes = (env.shapes.get(v.name or "", ()) for v in self.workload.program.graph.inputs)
-        names = {name for shape in shapes for size in shape for name in symbols_of(size)}
-        found = {}
-        for name in names:
-            symbol = env.table.symbol(name)
-            typical, facts = symbol.typical(), symbol.facts
-            most = _LARGE * typical if facts.max is None else min(facts.max, _LARGE * typical)
-            found[name] = typical + (most - typical) // facts.divisor * facts.divisor
-        return found
 
     def _memory(self, layouts: Mapping[str, Sharding]) -> float:
         """Bytes of a device for parameters, their gradients and moments."""

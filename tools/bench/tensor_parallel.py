@@ -1,0 +1,118 @@
+#!/usr/bin/env python
+"""The preset `tp=N` beside propagation alone, and beside what an expert would write.
+
+    tools/bench/tensor_parallel.py [NAME|FILE …] [--preset tp=2] [--models FOLDER]
+
+For each network of models/zoo.py (or those named; a file is an ONNX model): the bytes that a device
+sends in one forward run, at typical sizes of the symbols and at sixteen times these, the bytes of
+parameters that it holds, and how many nodes are sharded. Bytes are those of ring collectives, until
+the outputs have the shardings that propagation gives them. An expert's strategy is the file
+`tests/experts/NAME.yaml`, for `tp=2`. Networks are exported once into --models, a folder.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from time import process_time
+
+from plan_search import exported
+
+from onnxpar.api.plan_strategy import read_workload
+from onnxpar.core.machine import Link, Machine
+from onnxpar.cost.cost_model import CostModel
+from onnxpar.graph.plan import Plan
+from onnxpar.search.parameter_axes import decide_parameter_axes, large_sizes
+from onnxpar.search.workload import Workload
+from onnxpar.strategy import load_strategy, resolve
+
+ROOT = Path(__file__).resolve().parents[2]
+EXPERTS = ROOT / "tests" / "experts"
+WIRE = Machine("wire", {"float32": 1e30}, 1e30, 1 << 62, 0.0, (Link(0, 1.0, 0.0),))
+"""A second is a byte that is sent; computing takes no time."""
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A plan in numbers.
+
+    Attributes:
+        typical: Bytes that a device sends at typical sizes.
+        large: Bytes that a device sends at large sizes.
+        held: Bytes of parameters that a device holds.
+        sharded: Number of nodes that are sharded.
+    """
+
+    typical: float
+    large: float
+    held: int
+    sharded: int
+
+
+def sent(workload: Workload, plan: Plan, outputs: Plan) -> Sent:
+    """Returns a plan in numbers; its outputs are brought to the shardings of another plan."""
+    program = workload.program
+
+    def bytes_at(sizes: Mapping[str, int]) -> float:
+        cost = CostModel(WIRE, plan.mesh, program.env.table, sizes)
+        total = workload.price(plan, WIRE, sizes).communicating
+        for value in program.graph.outputs:
+            made, wanted = (p.outputs[value.name or ""] for p in (plan, outputs))
+            itemsize = int(value.dtype.itemsize) if value.dtype is not None else 4
+            total += cost.reshard(made, wanted, itemsize)
+        return total
+
+    return Sent(
+        bytes_at({}),
+        bytes_at(large_sizes(program)),
+        workload.price(plan, WIRE, {}).held,
+        sum(any(node.factors.values()) for node in plan.nodes.values()),
+    )
+
+
+def compare(path: Path, preset: str) -> Iterator[tuple[str, Sent, float]]:
+    """Yields the name of each plan of a model, what it sends, and the seconds to make it."""
+    workload = read_workload(path, {})
+    started = process_time()
+    seeds = resolve(load_strategy(preset), workload.program)
+    propagated = workload.plan(seeds)
+    yield "propagation", sent(workload, propagated, propagated), process_time() - started
+    started = process_time()
+    decided = workload.plan(decide_parameter_axes(seeds, workload))
+    yield preset, sent(workload, decided, propagated), process_time() - started
+    expert = EXPERTS / f"{path.stem}.yaml"
+    if expert.exists() and preset == "tp=2":
+        started = process_time()
+        plan = workload.plan(resolve(load_strategy(str(expert)), workload.program))
+        yield "expert", sent(workload, plan, propagated), process_time() - started
+
+
+def main() -> int:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME|FILE")
+    parser.add_argument("--preset", default="tp=2")
+    parser.add_argument("--models", type=Path, help="where exported networks are kept")
+    options = parser.parse_args()
+    print("| network | plan | bytes sent | at large sizes | parameters held | nodes sharded | s |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
+    with TemporaryDirectory(prefix="onnxpar-tp-") as scratch:
+        folder = options.models or Path(scratch)
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in options.names or sorted(path.stem for path in EXPERTS.glob("*.yaml")):
+            path = exported(name, folder)
+            for plan, found, seconds in compare(path, options.preset):
+                print(
+                    f"| {path.stem} | {plan} | {found.typical:,.0f} | {found.large:.3g} | "
+                    f"{found.held:,} | {found.sharded} | {seconds:.2f} |",
+                    flush=True,
+                )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
