@@ -13,7 +13,7 @@ from onnxpar.core.mesh import Atoms, Mesh
 from onnxpar.core.name_patterns import match, nearest
 from onnxpar.core.rule import REPLICATED, SPECIAL
 from onnxpar.core.sharding import Component, DimSharding, Sharding
-from onnxpar.core.symbols import Dim
+from onnxpar.core.symbols import Dim, symbols_of
 from onnxpar.facts.program import Program
 from onnxpar.graph.node_view import NodeView
 from onnxpar.graph.plan import Plan, factor_sizes, may_stay_partial
@@ -314,13 +314,20 @@ class _Resolver:
         return self.mesh.axis_atoms(DATA_AXIS) if DATA_AXIS in self.strategy.axes else ()
 
     def data_parallel(self) -> dict[str, Sharding]:
-        """The shardings of inputs with dim 0 over the data axes, unless its size is 1."""
+        """The shardings of inputs with the batch over the data axes, unless its size is 1.
+
+        The batch is dim 0. If the size of dim 0 is a number, as that of position ids for time, row
+        and column is, it is the one dim that has a symbol of another input's dim 0.
+        """
         found = {}
-        for value in self.model.graph.inputs:
-            shape = self.env.shapes[value.name or ""]
+        shapes = {v.name or "": self.env.shapes[v.name or ""] for v in self.model.graph.inputs}
+        batches = {shape[0] for shape in shapes.values() if shape and symbols_of(shape[0])}
+        for name, shape in shapes.items():
             if shape and shape[0] != 1:
-                atoms = [self.data_atoms(), *([()] * (len(shape) - 1))]
-                found[value.name or ""] = Sharding.of(shape, atoms)
+                others = [dim for dim, size in enumerate(shape) if size in batches]
+                batch = others[0] if shape[0] not in batches and len(others) == 1 else 0
+                atoms = [self.data_atoms() if dim == batch else () for dim in range(len(shape))]
+                found[name] = Sharding.of(shape, atoms)
         return found
 
     def data_parallel_nodes(self, fixed: Mapping[str, NodeSeed]) -> dict[str, NodeSeed]:

@@ -370,6 +370,25 @@ def test_execution_equals_the_undivided_model(text: str, operators: list[str] | 
         assert run(parted, two_layer.build(), batch) < 1e-5
 
 
+@pytest.mark.parametrize(
+    ("positions", "layout"),
+    [("3, batch, seq", (1, 2, 1)), ("batch, seq, 3", (2, 1, 1)), ("4, seq, 3", (2, 1, 1))],
+)
+def test_the_batch_of_positions_may_come_second(positions: str, layout: tuple[int, ...]) -> None:
+    """Qwen2-VL takes the positions of time, row and column as [3, batch, seq]."""
+    text = f"""
+        <ir_version: 10, opset_import: ["" : 21]>
+        g (float[batch, seq] x, float[{positions}] p) => (float[batch, seq] y, float[a, b, c] z)
+        {{
+            y = Relu(x)
+            z = Relu(p)
+        }}
+    """
+    found = seeds(parse(text), "mesh: {dp: 2}")
+    assert found.inputs["x"].strategy(found.mesh) == (2, 1)
+    assert found.inputs["p"].strategy(found.mesh) == layout
+
+
 def test_rest_data_parallel_returns_to_the_batch_after_a_node_of_its_own() -> None:
     analysed = analyse(two_layer.build(), {})
     text = "mesh: {dp: 4}\nrest: data_parallel\nnodes: {/relu/Relu: {in: [[~, dp]]}}"
