@@ -110,6 +110,8 @@ class _ParameterAxes:
         activations = set[str]()
         for node in program.graph:
             name = node.name or ""
+            if program.rules.views[name].is_backward:
+                continue
             rule, found = program.rules.by_node[name], plan.nodes[name]
             operands = list(zip(node.inputs, rule.inputs, found.inputs, strict=False))
             read = [
