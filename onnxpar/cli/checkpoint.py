@@ -39,7 +39,7 @@ def reshard(
 
 @app.command()
 def merge(source: SourceFolder, target: Target, verify: Verify = False) -> None:
-    """Merge the shards of a checkpoint, as for one device."""
+    """Merge the shards of a checkpoint into complete tensors."""
     from onnxpar.api import runtime
 
     typer.echo(runtime.merge_checkpoint(source, target, verify=verify))

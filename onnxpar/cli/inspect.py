@@ -51,7 +51,7 @@ def command(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show how a model was sharded, or how it can be."""
+    """Show how a model was sharded, or how it can be sharded."""
     if device not in (None, "cuda"):
         raise ArtifactError(f"--device: expected cuda, got {device!r}")
     if not target.exists():
@@ -107,7 +107,7 @@ def read_report(directory: Path, rank: int | None = None, program: str | None = 
     known = {name: {**p, "collectives": _of_rank(p, rank)} for name, p in known.items()}
     shown = report["program"] if program is None else program
     if shown not in known:
-        raise ArtifactError(f"{directory}: no program {shown!r}, it has {sorted(known)}")
+        raise ArtifactError(f"{directory}: no program {shown!r}; it has {sorted(known)}")
     every = {
         name: {key: p[key] for key in OF_A_PROGRAM if key != "nodes"} for name, p in known.items()
     }

@@ -116,7 +116,7 @@ class TrainingOptions:
             min=0,
             max=3,
             metavar="LEVEL",
-            help="Shard over data-parallel devices: 0 nothing, 1 optimizer states, 2 also "
+            help="Shard over the replicas of a parameter: 0 nothing, 1 moments, 2 also "
             "gradients, 3 also parameters. Default: the strategy's level, else 0.",
         ),
     ] = None

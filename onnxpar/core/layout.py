@@ -181,7 +181,7 @@ def _check_matrix(matrix: tuple[int, ...], names: tuple[str, ...]) -> None:
     for name in names:
         if not isinstance(name, str) or name in ("", REPLICATED):
             raise StrategyError(
-                f"layout: expected texts other than '' and {REPLICATED!r} as names, got {name!r}"
+                f"layout: expected names other than '' and {REPLICATED!r}, got {name!r}"
             )
     if len(names) != len(matrix):
         raise StrategyError(

@@ -40,7 +40,9 @@ def is_integer(value: object) -> bool:
 def _check_sizes(axes: Iterable[tuple[str, int]]) -> None:
     for name, size in axes:
         if not is_integer(size) or size < 1:
-            raise MeshError(f"mesh axis {name!r}: size must be an integer >= 1, got {size!r}")
+            raise MeshError(
+                f"mesh axis {name!r}: expected an integer >= 1 as its size, got {size!r}"
+            )
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ class Mesh:
         """Checks names and sizes, and that each axis is a run of atoms."""
         names = [name for name, _ in self.axes]
         if len(set(names)) != len(names):
-            raise MeshError(f"mesh axes must have different names, got {names}")
+            raise MeshError(f"expected mesh axes with different names, got {names}")
         _check_sizes(self.axes)
         if self.axes and prod(size for _, size in self.axes) != self.size:
             raise MeshError(f"mesh axes {dict(self.axes)} do not multiply to {self.size} devices")
@@ -103,14 +105,14 @@ class Mesh:
                 refinement in one device order (such as 3x8 and 8x3 on 24 devices).
         """
         if devices < 1:
-            raise MeshError(f"the number of devices must be at least 1, got {devices}")
+            raise MeshError(f"expected at least 1 device, got {devices}")
         bounds: dict[int, tuple[int, ...]] = {1: (), devices: (devices,)}
         rows = [tuple(m) for m in matrices]
         if axes:
             rows.append(tuple(axes.values()))
         for row in rows:
             if any(not is_integer(f) or f < 1 for f in row):
-                raise MeshError(f"device matrix {row}: every factor must be an integer >= 1")
+                raise MeshError(f"device matrix {row}: expected only integers >= 1")
             if devices % prod(row):
                 raise MeshError(
                     f"device matrix {row}: its product {prod(row)} does not divide "

@@ -58,7 +58,7 @@ def match(
             kind = "the pattern" if any(c in key for c in "*?[") else "the name"
             raise StrategyError(
                 f"{where[key]}: expected the name or a pattern of a {what}, got {kind} {key!r}, "
-                f"which no {what} has{nearest(key, known)}"
+                f"which matches no {what}{nearest(key, known)}"
             )
         for name in hits:
             if name in entries:

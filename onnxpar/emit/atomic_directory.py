@@ -90,13 +90,14 @@ def _may_become(out: Path, force: bool) -> bool:
         raise cannot_write(out, error) from error
     if present and not force:
         raise ArtifactError(
-            f"{out}: exists and is not empty; use --force to replace an artifact directory"
+            f"{out}: exists and is not empty; use --force to replace a directory that "
+            "`onnxpar shard` wrote"
         )
     foreign = sorted(present - _own_files(out)) if present else []
     if foreign:
         raise ArtifactError(
-            f"{out}: --force only replaces a directory that contains nothing but artifacts; "
-            f"{foreign[0]!r} is not an artifact"
+            f"{out}: --force only replaces a directory that contains nothing but the files "
+            f"that `onnxpar shard` writes, and {foreign[0]!r} is not one of them"
             + (f" (and {len(foreign) - 1} more)" if len(foreign) > 1 else "")
         )
     # To rename `out` needs only the permissions of its parent, and fails late if it is immutable.

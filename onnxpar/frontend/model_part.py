@@ -96,8 +96,8 @@ def _inside(graph: ir.Graph, patterns: Sequence[str]) -> list[ir.Node]:
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise ModelError(
-                f"part: expected the name or a pattern of a node, got {pattern!r}, which no node "
-                f"has{nearest(pattern, names)}"
+                f"part: expected the name or a pattern of a node, got {pattern!r}, which matches "
+                f"no node{nearest(pattern, names)}"
             )
     return [n for n in graph if any(fnmatchcase(n.name or "", p) for p in patterns)]
 

@@ -202,10 +202,10 @@ class _Reader:
         try:
             sizes = [as_dim(s) for s in given]
         except SymbolError as error:
-            raise StrategyError(f"{title}: expected the size of each part: {error}") from None
+            raise StrategyError(f"{title}: expected the size of each component: {error}") from None
         if not self.env.table.equal(as_dim(prod(sizes)), size):
             raise StrategyError(
-                f"{title}: expected parts whose product is {dim_str(size)}, got "
+                f"{title}: expected components whose product is {dim_str(size)}, got "
                 f"{' x '.join(map(dim_str, sizes))}"
             )
         return sizes

@@ -63,7 +63,8 @@ class FactorSplit:
             raise StrategyError(f"{what}: {error}") from None
         if not table.equal(as_dim(prod(part.size for part in parts)), size):
             raise StrategyError(
-                f"{what}: expected parts whose product is {dim_str(size)}, got {_split_text(self)}"
+                f"{what}: expected components whose product is {dim_str(size)}, got "
+                f"{_split_text(self)}"
             )
         return parts
 
@@ -412,8 +413,8 @@ def _merged_parts(
         if not table.equal(rest, 1):
             merged = " x ".join(dim_str(sizes[n]) for n in names)
             raise site.fail(
-                f"{tensor}: expected parts that make up the merged dims {merged} one after "
-                f"another, got {_split_text(split)}"
+                f"{tensor}: expected components that make up the merged dims {merged} one "
+                f"after another, got {_split_text(split)}"
             )
         units = tuple(unit for _, part in mine for unit in part)
         given = FactorSplit(units, tuple(mine) if len(mine) > 1 else ())

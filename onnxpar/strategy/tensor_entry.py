@@ -57,7 +57,7 @@ def _parts(text: str) -> tuple[DimPart, ...]:
     found = [item.partition(":") for item in text.removeprefix("(").removesuffix(")").split()]
     parts = tuple(DimPart(size, tuple(axes.split(".")) if axes else ()) for size, _, axes in found)
     if not text.endswith(")") or not parts or any(c and not axes for _, c, axes in found):
-        raise expected("the parts of a dim such as '(3 16:tp 64)'", text)
+        raise expected("the components of a dim, such as '(3 16:tp 64)'", text)
     return parts
 
 

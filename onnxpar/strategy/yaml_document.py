@@ -129,13 +129,13 @@ class _Reader:
             if not isinstance(key, str):
                 raise self.fail(
                     key_node,
-                    f"expected text as key, got {key!r} (quote keys that YAML does not read as "
+                    f"expected text as a key, got {key!r} (quote keys that YAML does not read as "
                     "text)",
                 )
             line = key_node.start_mark.line + 1
             if key in result:
                 first = self.lines[(*location, key)]
-                raise self.fail(key_node, f"key {key!r} is already defined in line {first}")
+                raise self.fail(key_node, f"key {key!r} is already defined on line {first}")
             self.lines[(*location, key)] = line
             result[key] = self.value(value_node, (*location, key))
         return result

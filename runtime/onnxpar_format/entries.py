@@ -135,7 +135,7 @@ class TensorEntry:
     def problems(self) -> Iterator[Problem]:
         """Yields what is wrong between fields."""
         if not all(self.dims):
-            yield ".dims", "a list of components a dim", self.dims
+            yield ".dims", "a list of components for each dim", self.dims
         if len(self.dims) != len(self.shape):
             yield ".shape", f"{len(self.dims)} sizes", self.shape
 

@@ -406,7 +406,7 @@ class ManifestContents:
             made = source and {(v.name, v.dtype, v.shape) for v in source.handed_out}
             if not made or (value.name, value.dtype, value.shape) not in made:
                 place = f".programs.{name}.handed_in {value.name!r}"
-                yield place, f"{value.source!r} to hand it out alike", value
+                yield place, f"{value.source!r} to hand it out with the same type and shape", value
 
 
 def manifest_json(directory: Path) -> Any:
@@ -417,9 +417,7 @@ def manifest_json(directory: Path) -> Any:
     """
     if not directory.is_dir():
         raise FormatError(f"{directory}: no such directory")
-    missing = (
-        f"not an artifact directory: it has no {FILE_NAME} (is it the output of `onnxpar shard`?)"
-    )
+    missing = f"expected a directory that `onnxpar shard` wrote, got one without {FILE_NAME}"
     return load_json(directory / FILE_NAME, missing)
 
 

@@ -100,7 +100,8 @@ class TrainingRun:
         str,
         Option(
             "digits (scikit-learn's handwritten digits), npz:FILE (arrays with the names of the "
-            "inputs), idx:DIR (MNIST's files) or module:function (an iterator of dicts).",
+            "inputs), idx:DIR (MNIST's files) or module:function (it returns an iterable of "
+            "dicts).",
             "SOURCE",
         ),
     ]
@@ -126,7 +127,7 @@ class TrainingRun:
     accumulate: Annotated[
         int | None,
         Option(
-            "Micro-batches in a step. Default: as many as the pipeline was partitioned for, or 1.",
+            "Micro-batches in a step. Default: the number for which the pipeline was made, or 1.",
             "K",
         ),
     ] = None
@@ -162,8 +163,8 @@ class TrainingRun:
     log_every: Annotated[
         int,
         Option(
-            "Read, check, print and log the loss of each K-th step only, without waiting for a "
-            "GPU in between.",
+            "Read, check, print and log only the losses of every K-th step and of the last one, "
+            "without waiting for a GPU in between.",
             "K",
             minimum=1,
         ),
@@ -208,7 +209,9 @@ class EvaluationRun:
     batch_size: Annotated[
         int | None, Option("Samples in a batch. Default: up to 256, if the symbols allow it.", "B")
     ] = None
-    metric: Annotated[str | None, Option("accuracy: fail if the model has none.", "NAME")] = None
+    metric: Annotated[str | None, Option("accuracy: fail if the loss has no classes.", "NAME")] = (
+        None
+    )
     as_json: Annotated[bool, Option("Print JSON.", flags=("--json",))] = False
 
 
@@ -230,12 +233,12 @@ class VerifyOptions:
     )
     steps: Annotated[
         int | None,
-        Option("For training artifacts: steps in each case. Default: 1.", minimum=1),
+        Option("For a training directory: steps in each case. Default: 1.", minimum=1),
     ] = None
     lr: Annotated[
         float | None,
         Option(
-            "For training artifacts: learning rate. Default: depends on the optimizer.", minimum=0
+            "For a training directory: learning rate. Default: depends on the optimizer.", minimum=0
         ),
     ] = None
     ort: Ort = ()

@@ -82,7 +82,7 @@ def agree(
         high, low = int(result[2 + 2 * slot]), -int(result[3 + 2 * slot])
         if high != _ABSENT and high != low:
             raise SymbolValueError(
-                f"symbol {name!r} must be equal on all ranks, got values from {low} to {high}"
+                f"symbol {name!r}: expected one value on all ranks, got values from {low} to {high}"
             ).as_agreed()
     if sizes is not None and result[-2] != -result[-1]:
         raise SymbolValueError(

@@ -58,7 +58,7 @@ def gather_to_root(
     """
     if part is not None:
         if part.shape != sharding.local_shape:
-            raise ValueError(f"expected a part of shape {sharding.local_shape}, got {part.shape}")
+            raise ValueError(f"expected a shard of shape {sharding.local_shape}, got {part.shape}")
         dtype = part.dtype
     if dtype is None:
         raise ValueError("expected a dtype, since this rank holds no shard of the array")

@@ -44,7 +44,7 @@ class Manifest(ManifestContents):
         """
         if name not in self.programs:
             raise ArtifactError(
-                f"{self.directory}: no program {name!r}, it has {sorted(self.programs)}"
+                f"{self.directory}: no program {name!r}; it has {sorted(self.programs)}"
             )
         return self.programs[name]
 
@@ -69,7 +69,7 @@ class Manifest(ManifestContents):
         """
         if self.training is None:
             raise ArtifactError(
-                f"{self.directory}: not made for training, it has the programs "
+                f"{self.directory}: not made for training; it has the programs "
                 f"{sorted(self.programs)} (use `onnxpar shard --train`)"
             )
         return self.training

@@ -123,8 +123,8 @@ def check_symbols(symbols: Mapping[str, SymbolEntry], values: Mapping[str, int])
         other = values.get(symbol.same_as, value) if symbol.same_as is not None else value
         if other != value:
             raise SymbolValueError(
-                f"symbols {symbol.same_as!r} and {name!r} are one unique symbol and must be equal, "
-                f"got {other} and {value}"
+                f"symbols {symbol.same_as!r} and {name!r}: expected equal values, since they are "
+                f"one unique symbol, got {other} and {value}"
             )
 
 
@@ -156,7 +156,7 @@ def check_index_ranges(
     program: ProgramEntry,
     arrays: Mapping[str, NDArray[Any]],
     values: Mapping[str, int],
-    of: str = " of this rank's part",
+    of: str = " of this rank's shard",
 ) -> None:
     """Checks the elements of a rank's inputs that operators read as indices.
 

@@ -123,7 +123,7 @@ def test_what_of_a_model_can_be_sharded(here: Path, capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "not an artifact directory"),
+        (None, "expected a directory that `onnxpar shard` wrote"),
         ("{", "not valid JSON"),
         ("[]", "expected a report"),
         ('{"report": {"nodes": []}}', "expected a report"),

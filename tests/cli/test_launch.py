@@ -36,7 +36,10 @@ def test_mistakes(cuts: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["-n", "4", *train], "-n 4: "),
         (["--retries", "1", *train], "expected --checkpoint in the command as well"),
         (["--retries", "-1", *train], "--retries: expected a number >= 0, got -1"),
-        (["--fallback", str(cuts), *train, "--checkpoint", "c"], "not an artifact directory"),
+        (
+            ["--fallback", str(cuts), *train, "--checkpoint", "c"],
+            "expected a directory that `onnxpar shard` wrote",
+        ),
     )
     for arguments, message in cases:
         assert message in told(capsys, "launch", *arguments), arguments

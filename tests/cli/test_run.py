@@ -117,7 +117,7 @@ def test_missing_files(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Non
     assert "nowhere: no such directory" in capfd.readouterr().err
     (tmp_path / "empty").mkdir()
     assert run(tmp_path / "empty", inputs)[0] == 2
-    assert "has no manifest.json" in capfd.readouterr().err
+    assert "got one without manifest.json" in capfd.readouterr().err
     directory = one_device(tmp_path / "a")
     assert run(directory, tmp_path / "none.npz")[0] == 2
     assert "none.npz: no such file" in capfd.readouterr().err

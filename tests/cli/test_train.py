@@ -278,7 +278,7 @@ def test_a_divisor_drops_the_last_batch(tmp_path: Path, capfd: pytest.CaptureFix
         (["--lr", "-1"], "--lr: expected a number >= 0, got -1"),
         (
             ["--momentum", "0.9"],
-            "--momentum: the artifact's optimizer sgd does not have this setting",
+            "--momentum: the directory's optimizer sgd does not have this setting",
         ),
         (["--betas", "0.9"], "--betas: expected two numbers A,B, got '0.9'"),
         (["--clip-norm", "0"], "--clip-norm: expected a number > 0, got 0"),
@@ -359,6 +359,6 @@ def test_accuracy_of_what_has_no_classes(tmp_path: Path, capfd: pytest.CaptureFi
     # float32 sums of 64 terms: printed with 7 digits.
     assert float(told.split("loss is ")[1]) == pytest.approx(expected, rel=5e-6)
     assert main([*evaluation, "--metric", "accuracy"]) == 2
-    assert "--metric accuracy: the artifact's loss mse has none" in capfd.readouterr().err
+    assert "--metric accuracy: the loss mse of the directory has none" in capfd.readouterr().err
     assert main([*evaluation, "--metric", "recall"]) == 2
     assert "--metric: expected accuracy, got 'recall'" in capfd.readouterr().err

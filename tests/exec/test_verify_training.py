@@ -273,7 +273,7 @@ def test_artifacts_as_the_reference(artifacts: Path, tmp_path: Path) -> None:
         ("another optimizer", "optimizer: expected adamw, got sgd"),
         ("another loss", "loss: expected mse, got mae"),
         ("another network", "trained parameters: expected"),
-        ("several devices", "expected a model, or artifacts for 1 device, got 4 devices"),
+        ("several devices", "expected a model, or a directory for 1 device, got 4 devices"),
         ("no model", "no.onnx' does not exist"),
     ],
 )
@@ -301,5 +301,5 @@ def test_steps_of_what_does_not_train(tmp_path: Path, capsys: pytest.CaptureFixt
     shard_model(path, "dp=2", tmp_path / "a")
     for option in (["--steps", "2"], ["--lr", "0.1"]):
         assert main(["verify", str(tmp_path / "a"), "--model", str(path), *option]) == 2
-        expected = f"onnxpar: error: {option[0]}: expected artifacts for training"
+        expected = f"onnxpar: error: {option[0]}: expected a training directory"
         assert capsys.readouterr().err.startswith(expected)

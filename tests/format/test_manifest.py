@@ -90,7 +90,7 @@ def test_malformed(tmp_path: Path, change: Edit, message: str) -> None:
 def test_missing_directory_and_manifest(tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match="no such directory"):
         Manifest.load(tmp_path / "nowhere")
-    with pytest.raises(ArtifactError, match=r"has no manifest\.json"):
+    with pytest.raises(ArtifactError, match=r"got one without manifest\.json"):
         Manifest.load(tmp_path)
 
 
@@ -131,7 +131,7 @@ def test_unwritten_rank_and_unknown_program(tmp_path: Path) -> None:
         manifest.graph_path("model", 1)
     with pytest.raises(ArtifactError, match="expected a rank from 0 to 1, got 2"):
         manifest.graph_path("model", 2)
-    with pytest.raises(ArtifactError, match=r"no program 'train', it has \['model'\]"):
+    with pytest.raises(ArtifactError, match=r"no program 'train'; it has \['model'\]"):
         manifest.program("train")
 
 

@@ -83,7 +83,7 @@ except onnxpar.OnnxparError as error:
     assert result.code == 0, result.text
     assert (
         lines(result.text, 2)
-        == ["input 'x': expected slices of [2, 1] rows on the ranks, got [1, 2]"] * 2
+        == ["input 'x': expected shards of [2, 1] rows on the ranks, got [1, 2]"] * 2
     )
 
 
@@ -97,7 +97,7 @@ def act(f):
     except onnxpar.OnnxparError as error:
         found.append(f"{type(error).__name__}: {error}")
 fn = onnxpar.shard(three_blocks.build(), (None,), out_strategy=((1, 1, 1),))
-act(lambda: fn(numbers(4, 32)))             # found by rank 0, which divides
+act(lambda: fn(numbers(4, 32)))             # found by rank 0, which shards
 act(lambda: fn(numbers(4 + rank, 32)))      # ranks differ
 act(lambda: fn(numbers(4, 31 + rank)))      # wrong on one rank alone
 act(lambda: onnxpar.shard(three_blocks.build(), (None,), devices=3))
@@ -111,7 +111,7 @@ leave(found)
         "StrategyError: out_strategy[0], output 'y': expected 2 entries",
         "CallError: input 'x': expected the same element type and shape on all ranks",
         "got float32[4, 32] on rank 0 and float32[5, 32] on rank 1",
-        "StrategyError: devices: expected the 2 that mpirun started, got 3",
+        "StrategyError: devices: expected the 2 ranks that mpirun started, got 3",
     ):
         assert part in first, first
 

@@ -85,7 +85,7 @@ def test_users_mistakes_are_told_once(tmp_path: Path, what: str) -> None:
     elif what == "input file":
         inputs = tmp_path / "none.npz"
     expected = {
-        "manifest": "has no manifest.json",
+        "manifest": "got one without manifest.json",
         "weights": "rank0001.model.onnx: truncated",
         "input file": "none.npz: no such file",
         "dtype": "input 'x': expected float32, got float64",

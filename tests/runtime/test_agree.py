@@ -67,7 +67,7 @@ def test_values() -> None:
     assert compare([{"batch": 4}, {}, {"batch": 4, "seq": 7}]) == [None] * 3
     for error in compare([{"batch": 4, "seq": 7}, {"batch": 4, "seq": 9}, {"batch": 4}]):
         assert isinstance(error, SymbolValueError) and error.agreed
-        assert str(error) == "symbol 'seq' must be equal on all ranks, got values from 7 to 9"
+        assert str(error) == "symbol 'seq': expected one value on all ranks, got values from 7 to 9"
 
 
 def test_together() -> None:

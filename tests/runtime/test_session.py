@@ -214,7 +214,9 @@ def test_one_ranks_bad_input_is_told_by_all(tmp_path: Path) -> None:
 def test_ranks_that_disagree_about_a_symbol(tmp_path: Path) -> None:
     with (
         ThreadsGroup(hand_made.data_parallel(tmp_path / "a")) as group,
-        pytest.raises(SymbolValueError, match=r"'batch' must be equal on all ranks.*from 3 to 4"),
+        pytest.raises(
+            SymbolValueError, match=r"'batch': expected one value on all ranks.*from 3 to 4"
+        ),
     ):
         group.each(lambda r: group.members[r].run({"x": rows(2)}, {"batch": 3 + r}))
 

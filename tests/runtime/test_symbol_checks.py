@@ -53,7 +53,9 @@ def test_names_of_one_unique_symbol_must_be_equal() -> None:
     check_symbols(symbols, {"b": 4})
     with pytest.raises(SymbolValueError) as caught:
         check_symbols(symbols, {"b": 5, "a": 4})
-    message = "symbols 'a' and 'b' are one unique symbol and must be equal, got 4 and 5"
+    message = (
+        "symbols 'a' and 'b': expected equal values, since they are one unique symbol, got 4 and 5"
+    )
     assert str(caught.value) == message
 
 

@@ -240,7 +240,7 @@ def test_artifacts_of_one_device_are_a_reference(tmp_path: Path) -> None:
         outputs=[hand_made.tensor("y", "float32", ["batch", 3], [[("batch", [])], [(3, [])]])],
     )
     assert all(c.ok for c in verify(hand_made.data_parallel(tmp_path / "a"), one))
-    with pytest.raises(ArtifactError, match="artifacts for 1 device, got 2 devices"):
+    with pytest.raises(ArtifactError, match="a directory for 1 device, got 2 devices"):
         verify(one, hand_made.data_parallel(tmp_path / "a"))
 
 

@@ -115,7 +115,7 @@ class Call:
         got = [entry[name][0][0] for entry in self._seen]
         if got != expected:
             raise CallError(
-                f"input {name!r}: expected slices of {expected} rows on the ranks, got {got}"
+                f"input {name!r}: expected shards of {expected} rows on the ranks, got {got}"
             )
         padding = [(0, sharding.local_shape[0] - len(array))] + [(0, 0)] * (array.ndim - 1)
         return np.pad(array, padding)
@@ -126,7 +126,7 @@ def _parts(name: str, given: Any, count: int, sliced: bool) -> list[Array]:
     several = sliced and started() is None
     if several and (not isinstance(given, list | tuple) or len(given) != count):
         raise CallError(
-            f"input {name!r}: expected a sequence of {count} slices, one for each rank, got "
+            f"input {name!r}: expected a sequence of {count} shards, one for each rank, got "
             f"{type(given).__name__}{f' of {len(given)}' if hasattr(given, '__len__') else ''}"
         )
     found = []

@@ -30,18 +30,18 @@ class Symbol(SymbolSizes):
         for name in ("max", "min", "divisor", "remainder"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"Symbol: {name} must be an int, got {value!r}")
+                raise TypeError(f"Symbol: {name}: expected an int, got {value!r}")
         for name in ("unique", "per_rank"):
             value = getattr(self, name)
             if not isinstance(value, bool):
-                raise TypeError(f"Symbol: {name} must be a bool, got {value!r}")
+                raise TypeError(f"Symbol: {name}: expected a bool, got {value!r}")
         if self.min <= 0:
-            raise ValueError(f"Symbol: min must be at least 1, got {self.min}")
+            raise ValueError(f"Symbol: min: expected at least 1, got {self.min}")
         if self.divisor <= 0:
-            raise ValueError(f"Symbol: divisor must be at least 1, got {self.divisor}")
+            raise ValueError(f"Symbol: divisor: expected at least 1, got {self.divisor}")
         if not 0 <= self.remainder < self.divisor:
             raise ValueError(
-                f"Symbol: remainder must be at least 0 and below the divisor {self.divisor}, "
+                f"Symbol: remainder: expected at least 0 and less than the divisor {self.divisor}, "
                 f"got {self.remainder}"
             )
         _ = self.facts
@@ -149,7 +149,8 @@ def _read_int(text: str, key: str, value: str | None) -> int:
         return int(value or "")
     except ValueError:
         raise SymbolError(
-            f"symbol constraint {text!r}: {key} must be an integer, got {value or 'nothing'!r}"
+            f"symbol constraint {text!r}: {key}: expected an integer, got "
+            f"{repr(value) if value else 'none'}"
         ) from None
 
 
@@ -158,7 +159,7 @@ def _read_flag(text: str, key: str, value: str | None) -> bool:
         return True
     if value.lower() == "false":
         return False
-    raise SymbolError(f"symbol constraint {text!r}: {key} must be true or false, got {value!r}")
+    raise SymbolError(f"symbol constraint {text!r}: {key}: expected true or false, got {value!r}")
 
 
 _READERS: dict[str, Callable[[str, str, str | None], int | bool]] = {

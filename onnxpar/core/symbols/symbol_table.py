@@ -93,8 +93,8 @@ class SymbolTable(Mapping[str, Symbol]):
             other = self._same.get(name, name)
             if other in values and values[other] != values[name]:
                 raise SymbolError(
-                    f"symbols {other!r} and {name!r} must be equal, as they are one unique "
-                    f"symbol, but are {values[other]} and {values[name]}"
+                    f"symbols {other!r} and {name!r}: expected equal values, since they are "
+                    f"one unique symbol, got {values[other]} and {values[name]}"
                 )
 
     def facts(self, expr: Dim) -> Facts:

@@ -109,7 +109,7 @@ def multi_head_rule(view: NodeView) -> OpRule:
     if view.has(_STEP) or view.has(_BEAMS):
         raise view.fail("a step on a shared cache or of a beam search cannot be sharded")
     if len(view.shape(0)) != 3 or not view.has(1) or not view.has(2):
-        raise view.fail("to be sharded, expected query, key and value as separate operands")
+        raise view.fail("sharding needs query, key and value as separate operands")
     heads = _multi_heads(view)
     causal = bool(view.attr("unidirectional", 0))
     s = "1" if causal or len(view.node.outputs) > 3 else "s"
@@ -273,7 +273,7 @@ def attention_body(node: BodyNode) -> Sequence[ir.Value | None]:
     widths = view.attr("qkv_hidden_sizes") or [_third(node, width)] * 3
     if view.attr("do_rotary", 0) or view.attr("past_present_share_buffer", 0) or node.has(6):
         raise node.fail(
-            "to be sharded, expected 'do_rotary' 0, 'past_present_share_buffer' 0 and no operand 6 "
+            "sharding needs 'do_rotary' 0, 'past_present_share_buffer' 0 and no operand 6 "
             "(past_sequence_length)"
         )
     lead = list(view.shape(0))[:2]

@@ -51,14 +51,14 @@ def linear_attention_rule(view: NodeView) -> OpRule:
     queries, values = (int(view.attr(f"{n}_num_heads")) for n in ("q", "kv"))
     if queries != values or view.attr("state_window", 0):
         raise view.fail(
-            "to be sharded, expected equal 'q_num_heads' and 'kv_num_heads', and 'state_window' 0, "
+            "sharding needs equal 'q_num_heads' and 'kv_num_heads', and 'state_window' 0, "
             f"got {queries}, {values} and {view.attr('state_window', 0)}"
         )
     size = head_size(view, view.shape(0)[2], queries)
     value_size = head_size(view, view.shape(2)[2], values)
     if view.shape(1)[2] != view.shape(0)[2]:
         raise view.fail(
-            "to be sharded, expected keys and queries of equal width, got "
+            "sharding needs keys and queries of equal width, got "
             f"{view.shape(1)[2]} and {view.shape(0)[2]}"
         )
     operands = Operands(view)
@@ -86,7 +86,7 @@ def causal_conv_rule(view: NodeView) -> OpRule:
     """
     plain = not view.attr("state_window", 0) and int(view.attr("ndim", 1)) == 1
     if not plain or view.attr("channels_last", 0):
-        raise view.fail("to be sharded, expected 'ndim' 1, 'channels_last' 0 and 'state_window' 0")
+        raise view.fail("sharding needs 'ndim' 1, 'channels_last' 0 and 'state_window' 0")
     operands = Operands(view)
     operands.add("b c 1", "c 1 1", "c", "b c 1")
     return parse_rule(operands.rule("b c 1", "b c 1"))

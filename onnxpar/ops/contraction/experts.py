@@ -55,7 +55,7 @@ def experts_rule(view: NodeView) -> OpRule:
     """
     inner = view.shape(4)[2]
     if not isinstance(inner, int):
-        raise view.fail(f"to be sharded, expected a known inner width, got {inner}")
+        raise view.fail(f"sharding needs a known inner width, got {inner}")
     rows = _widths(view, view.shape(2)[1], inner).format("k")
     tokens, router = _tokens(view)
     operands = Operands(view)
@@ -83,8 +83,7 @@ def quantised_experts_rule(view: NodeView) -> OpRule:
     kernel = view.attr("weights_prepacked", 0) not in (0, -1)
     if further or two or kernel or view.attr("quant_type", "int") not in ("int", b"int"):
         raise view.fail(
-            "to be sharded, expected integer weights of one width without zero points, and not "
-            "prepacked"
+            "sharding needs integer weights of one width without zero points, and not prepacked"
         )
     per_byte = 8 // bits
     stored = view.shape(5)[2]

@@ -51,7 +51,7 @@ def _scales(view: NodeView) -> dict[int, float] | None:
     known = view.const(_SCALES)
     given = None if known is None else [float(s) for s in known]
     if given is None or len(given) != len(_places(view)):
-        raise view.fail("to be sharded, expected a constant scale for each axis")
+        raise view.fail("sharding needs a constant scale for each axis")
     return dict(zip(_places(view), given, strict=True))
 
 

@@ -66,7 +66,7 @@ def check_fits(checkpoint: Checkpoint, manifest: Manifest) -> None:
         elif (tensor.kind, tensor.dtype, tensor.shape) != (state.kind, state.dtype, shape):
             wrong.append(f"{expected}, got {tensor.kind} {tensor.dtype} {list(tensor.shape)}")
     wrong += [
-        f"got {tensor.kind} {name!r}, which the artifact does not have"
+        f"got {tensor.kind} {name!r}, which the directory does not have"
         for name, tensor in checkpoint.tensors.items()
         if name not in wanted
     ]
@@ -126,8 +126,8 @@ def check_run(checkpoint: Checkpoint, run: Mapping[str, Any]) -> list[str]:
     for key, option in MUST_AGREE.items():
         if before.get(key) != run[key]:
             raise CheckpointError(
-                f"{checkpoint.directory}: {option}: expected {before.get(key)}, which it was "
-                f"written with, got {run[key]}; the position in the data depends on it"
+                f"{checkpoint.directory}: {option}: expected {before.get(key)}, with which it was "
+                f"written, got {run[key]}; the position in the data depends on it"
             )
     return [
         f"notice: {key} is {value}, but the checkpoint was written with {before.get(key)}"

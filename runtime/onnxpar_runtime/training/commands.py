@@ -397,7 +397,8 @@ def _check_metric(metric: str | None, manifest: Manifest) -> None:
     outputs = manifest.program(EVALUATION).outputs
     if metric is not None and all(spec.name != CORRECT for spec in outputs):
         raise LaunchError(
-            f"--metric {ACCURACY}: the artifact's loss {manifest.trained().loss.kind} has none"
+            f"--metric {ACCURACY}: the loss {manifest.trained().loss.kind} of the directory has "
+            "none"
         )
 
 

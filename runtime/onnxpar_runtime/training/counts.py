@@ -121,8 +121,8 @@ def _of_data_ranks(inputs: Inputs, loss: Loss, parts: tuple[Arrays, ...]) -> Pre
         found = {v[name] for v in values if name in v}
         if len(found) > 1 and not symbol.per_rank:
             raise SymbolValueError(
-                f"symbol {name!r} must be equal on all ranks, got values from {min(found)} to "
-                f"{max(found)}"
+                f"symbol {name!r}: expected one value on all ranks, got values from "
+                f"{min(found)} to {max(found)}"
             )
     here = coordinates(inputs.rank, manifest.atoms)
     mine = places.index(tuple(here[a] for a in data))

@@ -101,13 +101,13 @@ def hyperparameters(
             have = [f"--{f.name.replace('_', '-')}" for f in fields(Settings)
                     if getattr(defaults, f.name) is not None]  # fmt: skip
             raise LaunchError(
-                f"{option}: the artifact's optimizer {kind} does not have this setting; it has "
+                f"{option}: the directory's optimizer {kind} does not have this setting; it has "
                 f"{', '.join([*have, '--clip-norm'])}"
             )
         _check(option, field.name, value)
         if reads is not None and value and not set(_SCALARS[field.name]) & set(reads):
             raise LaunchError(
-                f"{option} {value}: the artifact's optimizer {kind} does not use it (shard the "
+                f"{option} {value}: the directory's optimizer {kind} does not use it (shard the "
                 "model again, see `onnxpar shard --help`)"
             )
         chosen[field.name] = value

@@ -320,7 +320,7 @@ def _function(name: str, module: str, attribute: str) -> Stream:
         given = {k: v for k, v in offered.items() if anything or k in taken}
         result = function(**given)
         if not isinstance(result, Iterable):
-            raise InputError(f"{name}: expected an iterator of dicts, got {result!r:.80}")
+            raise InputError(f"{name}: expected an iterable of dicts, got {result!r:.80}")
         for number, item in enumerate(result, 1):
             parts = item if isinstance(item, tuple) else (item,)
             if not parts or not all(isinstance(part, Mapping) for part in parts):

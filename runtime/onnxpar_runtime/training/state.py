@@ -52,7 +52,7 @@ class States:
     def __getitem__(self, name: str) -> StateEntry:
         """Returns the manifest's entry of a state; raises InputError if there is none."""
         if name not in self._states:
-            raise InputError(f"no state {name!r}; the artifact has {sorted(self._states)}")
+            raise InputError(f"no state {name!r}; the directory has {sorted(self._states)}")
         return self._states[name]
 
     def of_kind(self, kind: str) -> dict[str, str]:

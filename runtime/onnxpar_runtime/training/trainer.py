@@ -385,8 +385,8 @@ class Trainer(Closing):
         error = prepared.error
         if not prepared.alike and not self._weighs():
             error = error or InputError(
-                "evaluation: the artifact's eval_model gives all data ranks equal weight, so a "
-                "batch must have equal sizes on all of them"
+                "evaluation: expected batches of equal size on all data ranks, since eval_model "
+                "gives them equal weight, got different sizes"
             )
         self._agree([prepared], error)
         weight = float(prepared.divisor / prepared.count) if prepared.count else 1.0

@@ -65,7 +65,7 @@ def verify(
         return list(compare_steps(manifest, undivided, draw, values, options))
     for option, number in (("--steps", options.steps), ("--lr", options.lr)):
         if number is not None:
-            raise InputError(f"{option}: expected artifacts for training, got {directory}")
+            raise InputError(f"{option}: expected a training directory, got {directory}")
     with closing(open_reference(Path(model), manifest, FORWARD, options.custom_ops)) as reference:
         draw = (
             RandomFeeds(reference, program, values, options.seed)

@@ -89,7 +89,7 @@ def undivided_artifacts(directory: str | Path) -> Manifest:
     manifest = Manifest.load(directory)
     if manifest.devices != 1:
         raise ArtifactError(
-            f"{directory}: expected a model, or artifacts for 1 device, got {manifest.devices} "
+            f"{directory}: expected a model, or a directory for 1 device, got {manifest.devices} "
             "devices"
         )
     return manifest

@@ -296,9 +296,9 @@ def test_slices_in_and_out(sharded: Make) -> None:
         assert [len(g) for g in got] == slices
         close(np.concatenate(got), expected(x, weight, bias))
     assert shards(fn, "shard/in/x")[1] == [[2, 2]]
-    with pytest.raises(CallError, match=r"input 'x': expected slices of \[3, 2, 3, 2\] rows"):
+    with pytest.raises(CallError, match=r"input 'x': expected shards of \[3, 2, 3, 2\] rows"):
         fn(np.split(numbers(10, 128), [1, 3, 6]), weight, bias)
-    with pytest.raises(CallError, match="expected a sequence of 4 slices"):
+    with pytest.raises(CallError, match="expected a sequence of 4 shards"):
         fn(x, weight, bias)
 
 
@@ -345,7 +345,7 @@ def test_a_part_with_bodies_is_a_model_of_its_own() -> None:
 
 def test_parts_that_are_none() -> None:
     model = three_blocks.build()
-    with pytest.raises(ModelError, match="which no node has; nearest: '/block1/gelu/Gelu'"):
+    with pytest.raises(ModelError, match="which matches no node; nearest: '/block1/gelu/Gelu'"):
         onnxpar.part(model, "/block1/gelu/Gel")
     with pytest.raises(ModelError, match="expected names or patterns of nodes, got none"):
         onnxpar.part(model)
@@ -387,7 +387,7 @@ PART = onnxpar.part(three_blocks.build(), "/block1/*")
         (
             dense_relu,
             {"in_strategy": ((2, 1), None, None), "parameter_plan": {"weight": (2, 1)}},
-            "which no parameter has; there are none",
+            "which matches no parameter; there are none",
         ),
     ],
 )

@@ -110,9 +110,9 @@ def test_named_axes_and_matrices_must_share_a_refinement() -> None:
         (0, [], "at least 1"),
         (8, [(3,)], "product 3 does not divide the 8 devices"),
         (8, [(16,)], "product 16 does not divide"),
-        (8, [(0, 8)], "factor must be an integer >= 1"),
-        (8, [(True, 8)], "factor must be an integer >= 1"),
-        (8, [(2.0, 4)], "factor must be an integer >= 1"),
+        (8, [(0, 8)], "expected only integers >= 1"),
+        (8, [(True, 8)], "expected only integers >= 1"),
+        (8, [(2.0, 4)], "expected only integers >= 1"),
     ],
 )
 def test_refused_matrices(devices: int, matrices: list[tuple[int, ...]], message: str) -> None:

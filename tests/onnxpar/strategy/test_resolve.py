@@ -129,7 +129,7 @@ def test_matrices_that_exclude_one_another_name_both_nodes() -> None:
         ),
         (
             "mesh: {a: 2}\nnodes: {'n*': {in: [[a, ~], ~]}}",
-            r"got the pattern 'n\*', which no node has; there are 'mm'",
+            r"got the pattern 'n\*', which matches no node; there are 'mm'",
         ),
         (
             "mesh: {a: 2}\nnodes:\n  'm*': {in: [[a, ~], ~]}\n  '*m': {in: [[~, a], ~]}",

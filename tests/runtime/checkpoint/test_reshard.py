@@ -208,7 +208,7 @@ def test_what_cannot_be_is_told(
         (["reshard", str(trained / "ck"), str(tmp_path / "x"), "--to", str(other)],
          "expected the optimizer sgd, got adamw"),
         (["reshard", str(trained / "ck"), str(tmp_path / "x"), "--to", str(tmp_path)],
-         "not an artifact directory"),
+         "expected a directory that `onnxpar shard` wrote"),
         (["export", str(trained / "ck"), "-o", str(tmp_path / "x.pt")], "named *.onnx or"),
         (["export", str(trained / "ck"), "-o", str(tmp_path / "x.onnx")], "needs --model"),
         (["export", str(trained / "ck"), "-o", str(tmp_path / "no" / "x.safetensors")],

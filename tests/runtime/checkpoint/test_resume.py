@@ -164,9 +164,10 @@ def test_what_does_not_fit_is_told_on_all_ranks(tmp_path: Path) -> None:
     cases: Sequence[tuple[Path, TrainingRun, str]] = [
         (other, replace(mine, resume=tmp_path / "ck"),
          "expected the optimizer sgd, got momentum; expected parameter .* got none"),
-        (directory, replace(wanted, seed=4, resume=tmp_path / "ck"), "--seed: expected 3, which"),
+        (directory, replace(wanted, seed=4, resume=tmp_path / "ck"),
+         "--seed: expected 3, with which"),
         (directory, replace(wanted, batch_size=2, resume=tmp_path / "ck"),
-         "--batch-size: expected 4, which it was written with, got 2"),
+         "--batch-size: expected 4, with which it was written, got 2"),
         (directory, replace(wanted, resume=tmp_path / "nowhere"), "no such checkpoint or folder"),
         (directory, replace(wanted, resume=tmp_path / "a"), "has no complete checkpoint"),
         (directory, replace(wanted, checkpoints=Saving(tmp_path / "ck")),

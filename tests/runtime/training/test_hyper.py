@@ -44,14 +44,14 @@ def test_adamw_decays_by_pytorchs_default() -> None:
         (
             "adamw",
             Settings(momentum=0.9),
-            "--momentum: the artifact's optimizer adamw does not have this",
+            "--momentum: the directory's optimizer adamw does not have this",
         ),
         (
             "sgd",
             Settings(betas=(0.9, 0.9)),
             "sgd does not have this setting; it has --weight-decay, --cl",
         ),
-        ("sgd", Settings(eps=1.0), "--eps: the artifact's optimizer sgd"),
+        ("sgd", Settings(eps=1.0), "--eps: the directory's optimizer sgd"),
         ("momentum", Settings(momentum=1.0), "--momentum: expected a number >= 0 and < 1, got 1"),
         ("momentum", Settings(dampening=2.0), "--dampening: expected a number from 0 to 1"),
         ("adam", Settings(betas=(0.9, -0.1)), "--betas: expected a number >= 0 and < 1"),
@@ -69,7 +69,7 @@ def test_what_the_program_does_not_read_is_refused() -> None:
     given = Settings(weight_decay=0.1)
     assert hyperparameters("adamw", given, {"lr_corrected", "decay"}).settings.weight_decay == 0.1
     with pytest.raises(
-        LaunchError, match=r"--weight-decay 0\.1: the artifact's optimizer .* not use"
+        LaunchError, match=r"--weight-decay 0\.1: the directory's optimizer .* not use"
     ):
         hyperparameters("adamw", given, {"lr_corrected"})
     # Without weight decay such a program is correct.

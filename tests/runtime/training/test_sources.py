@@ -172,7 +172,7 @@ def test_a_batch_for_each_data_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ("def batches():\n    return 5\n", "expected an iterator of dicts, got 5"),
+        ("def batches():\n    return 5\n", "expected an iterable of dicts, got 5"),
         ("def batches():\n    yield [1]\n", "batch 1: expected a dict of arrays, or a tuple"),
         ("def batches():\n    yield ()\n", "batch 1: expected a dict"),
     ],

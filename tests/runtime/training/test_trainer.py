@@ -233,7 +233,7 @@ def test_mistakes_are_told_and_nothing_has_happened(
             r"number and sizes of batches on all ranks, got \[.*\] on this rank",
         ),
         (lambda rank: [batch_of(4), batch_of(2 + 2 * rank)], "number and sizes of batches"),
-        (lambda rank: [batch_of(2 + 2 * rank)], "'batch' must be equal on all ranks"),
+        (lambda rank: [batch_of(2 + 2 * rank)], "'batch': expected one value on all ranks"),
     ],
 )
 def test_ranks_with_different_batches(
@@ -384,7 +384,7 @@ def test_evaluation_that_cannot_weigh_data_ranks(tmp_path: Path) -> None:
     ones, twos = {"x": np.ones((1, 3))}, {"x": np.full((1, 5), 2.0)}
     with TrainerGroup(sequences(tmp_path / "a", weighed=False)) as group:
         assert group.evaluate((ones, {"x": np.full((1, 3), 2.0)}))["loss"] == 1.5 * 1.5
-        with pytest.raises(InputError, match="gives all data ranks equal weight") as caught:
+        with pytest.raises(InputError, match="equal size on all data ranks") as caught:
             group.evaluate((ones, twos))
         assert caught.value.agreed
     with TrainerGroup(sequences(tmp_path / "b")) as group:
@@ -510,7 +510,7 @@ def test_damaged_artifacts(
 
 
 def test_an_artifact_for_inference(tmp_path: Path) -> None:
-    with pytest.raises(ArtifactError, match=r"not made for training, it has .*\['model'\]"):
+    with pytest.raises(ArtifactError, match=r"not made for training; it has .*\['model'\]"):
         TrainerGroup(hand_made.data_parallel(tmp_path / "a"))
 
 

@@ -30,13 +30,13 @@ def test_wrong_types_are_refused(arguments: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"min": 0}, "min must be at least 1, got 0"),
-        ({"min": -3}, "min must be at least 1, got -3"),
-        ({"divisor": 0}, "divisor must be at least 1, got 0"),
-        ({"divisor": -8}, "divisor must be at least 1, got -8"),
-        ({"remainder": 1}, "below the divisor 1, got 1"),
-        ({"divisor": 8, "remainder": 8}, "below the divisor 8, got 8"),
-        ({"divisor": 8, "remainder": -1}, "below the divisor 8, got -1"),
+        ({"min": 0}, "min: expected at least 1, got 0"),
+        ({"min": -3}, "min: expected at least 1, got -3"),
+        ({"divisor": 0}, "divisor: expected at least 1, got 0"),
+        ({"divisor": -8}, "divisor: expected at least 1, got -8"),
+        ({"remainder": 1}, "less than the divisor 1, got 1"),
+        ({"divisor": 8, "remainder": 8}, "less than the divisor 8, got 8"),
+        ({"divisor": 8, "remainder": -1}, "less than the divisor 8, got -1"),
         ({"divisor": 8, "max": 7}, "no size satisfies divisor=8,max=7"),
         ({"divisor": 8, "min": 17, "max": 23}, "no size satisfies"),
     ],
@@ -131,11 +131,11 @@ def test_parse(text: str, symbol: Symbol) -> None:
         ("8", "unknown argument '8'"),
         ("max=8,", "unknown argument ''"),
         ("max=8,max=9", "max is given twice"),
-        ("max=eight", "max must be an integer, got 'eight'"),
-        ("max", "max must be an integer, got 'nothing'"),
-        ("max=1.5", "max must be an integer"),
-        ("unique=1", "unique must be true or false, got '1'"),
-        ("divisor=0", "divisor must be at least 1, got 0"),
+        ("max=eight", "max: expected an integer, got 'eight'"),
+        ("max", "max: expected an integer, got none"),
+        ("max=1.5", "max: expected an integer"),
+        ("unique=1", "unique: expected true or false, got '1'"),
+        ("divisor=0", "divisor: expected at least 1, got 0"),
         ("divisor=8,max=4", "no size satisfies"),
     ],
 )
@@ -162,7 +162,7 @@ def test_a_unique_symbol_under_two_names_is_one_size() -> None:
     table.check({"x0": 16, "y0": 16, "z0": 8})
     with pytest.raises(
         SymbolError,
-        match="'x0' and 'y0' must be equal, as they are one unique symbol, but are 16 and 8",
+        match=r"'x0' and 'y0': expected equal values, .* one unique symbol, got 16 and 8",
     ):
         table.check({"x0": 16, "y0": 8})
 
