@@ -58,13 +58,18 @@ def _without_weights(model: ir.Model) -> onnx.ModelProto:
         for name, value in model.graph.initializers.items()
         if value.const_value is None or value.const_value.size > TEXT_ELEMENTS
     }
-    values = {name: model.graph.initializers.pop(name) for name in large}
+    stored = model.graph.initializers
+    order = list(stored)
+    values = {name: stored.pop(name) for name in order if name in large}
     uncapture(model.graph)
     try:
         proto = ir.serde.serialize_model(model)
     finally:
         close(model.graph)
-        model.graph.initializers.update(values)
+        # In their old order: rank graphs list parameters in it.
+        every = {**stored, **values}
+        stored.clear()
+        stored.update({name: every.pop(name) for name in order if name in every} | every)
     named = {i.name for i in proto.graph.input}
     for name in sorted(large - named):
         proto.graph.input.append(ir.serde.serialize_value(values[name]))

@@ -4,6 +4,7 @@ import json
 import os
 from pathlib import Path
 
+import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
@@ -74,6 +75,24 @@ def test_preset_symbols_ranks_and_dump(here: Path, capsys: pytest.CaptureFixture
     symbol = json.loads((here / "out" / "manifest.json").read_text())["symbols"]["batch"]
     assert (symbol["divisor"], symbol["max"]) == (4, 64)
     assert any((here / "d").iterdir())
+
+
+def test_a_dump_changes_no_graph(here: Path) -> None:
+    """A dump leaves out large weights; the graphs still list all weights in the model's order."""
+    text = """
+        <ir_version: 10, opset_import: ["" : 18]>
+        g (float[batch, 32] x) => (float[batch, 32] y) { a = MatMul(x, large) y = Add(a, small) }
+    """
+    model = onnx.parser.parse_model(text)
+    for name, shape in (("large", (32, 32)), ("small", (32,))):
+        array = np.ones(shape, np.float32)
+        model.graph.initializer.append(onnx.numpy_helper.from_array(array, name))
+    onnx.save(model, here / "model.onnx")
+    graphs = []
+    for more in ((), ("--dump", "d")):
+        assert shard("--strategy", "tp=2", "--force", *more) == 0
+        graphs.append([path.read_bytes() for path in sorted((here / "out").glob("*.onnx"))])
+    assert graphs[0] == graphs[1]
 
 
 def test_replicated_nodes_are_named_with_the_reason(
