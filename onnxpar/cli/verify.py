@@ -110,5 +110,9 @@ def _steps(case: "TrainingCase") -> list[str]:
 def _worst(case: "TrainingCase") -> str:
     gradient = max(case.steps, key=lambda step: step.gradient_rel, default=None)
     state = max(case.steps, key=lambda step: step.state_share, default=None)
-    names = [gradient.gradient_worst if gradient else "", state.state_worst if state else ""]
-    return f"worst at {_symbols(case)}: {' and '.join(filter(None, names)) or 'none'}"
+    names = {
+        "gradient of": gradient.gradient_worst if gradient else "",
+        "state": state.state_worst if state else "",
+    }
+    found = ", ".join(f"{what} {name}" for what, name in names.items() if name)
+    return f"largest at {_symbols(case)}: {found or 'none'}"

@@ -24,6 +24,7 @@ from onnx_shape_inference import (
 )
 
 from onnxpar.core.errors import ModelError
+from onnxpar.core.name_patterns import nearest
 from onnxpar.core.symbols import Symbol, SymbolTable, as_dim, dim_symbol, symbols_of
 from onnxpar.frontend.check_nodes import check_inferred, check_operators
 from onnxpar.frontend.expand import expand_unknown, inline_functions
@@ -358,7 +359,9 @@ def symbol_table(
                 names += [n for n in sorted(symbols_of(as_dim(dim.value))) if n not in names]
     for name in constraints:
         if name not in names:
-            raise ModelError(f"symbol {name!r}: no input of the model has it; there are {names}")
+            raise ModelError(
+                f"symbol {name!r}: expected a symbol of the model's inputs{nearest(name, names)}"
+            )
     found = {name: constraints.get(name, Symbol()) for name in names}
     for name, most in size_limits(model.graph, registry).items():
         symbol = found.get(name)

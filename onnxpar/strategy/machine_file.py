@@ -44,8 +44,7 @@ def load_machine(text: str) -> Machine:
         if text in PRESETS:
             return PRESETS[text]
         raise MachineError(
-            f"machine {text!r}: expected a file or one of {', '.join(PRESETS)}"
-            f"{nearest(text, tuple(PRESETS))}"
+            f"machine {text!r}: expected a file or a known machine{nearest(text, PRESETS)}"
         )
     document = read_document(path)
     try:

@@ -106,9 +106,8 @@ def _preset(text: str, parts: list[tuple[str, str | None]], devices: int | None)
     for name in names:
         if name not in PRESET_AXES:
             raise StrategyError(
-                f"strategy {text!r}: expected a file, or a preset of "
-                f"{', '.join(PRESET_AXES)} or {REPLICATE!r}, got {name!r}"
-                f"{nearest(name, (*PRESET_AXES, REPLICATE))}"
+                f"strategy {text!r}: expected a file or a preset, got {name!r}"
+                f"{nearest(name, (*PRESET_AXES, REPLICATE, AUTO))}"
             )
         if names.count(name) > 1:
             raise StrategyError(f"strategy {text!r}: expected {name} once, got it twice")

@@ -499,10 +499,11 @@ def _devices(document: Document, parsed: _File, given: int | None) -> int:
     of_stages = f" in {stages} stages" if stages > 1 else ""
     sources = []
     if given is not None:
-        sources.append(("the requested number of devices", given, document.where()))
+        sources.append(("--devices", given, document.where()))
     if parsed.mesh:
         size = prod(parsed.mesh.values()) * stages
-        sources.append((f"the mesh {parsed.mesh}{of_stages}", size, document.where(("mesh",))))
+        axes = " x ".join(f"{name}={axis}" for name, axis in parsed.mesh.items())
+        sources.append((f"the mesh {axes}{of_stages}", size, document.where(("mesh",))))
     if parsed.devices is not None:
         sources.append(("'devices'", parsed.devices, document.where(("devices",))))
     if not sources:
@@ -516,7 +517,9 @@ def _devices(document: Document, parsed: _File, given: int | None) -> int:
                 f"{where}: {what}: expected from 1 to {MAX_DEVICES} devices, got {number}"
             )
         if number != count:
-            raise StrategyError(f"{where}: {what} has {number} devices, but {first} is {count}")
+            raise StrategyError(
+                f"{where}: expected {count} devices, as {first} has, got {number} from {what}"
+            )
     if count % stages:
         raise StrategyError(
             f"{document.where(('pipeline', 'stages'))}: expected a number of stages that divides "

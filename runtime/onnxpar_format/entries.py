@@ -75,12 +75,13 @@ class SymbolEntry(SymbolSizes):
 
     @property
     def constraint(self) -> str:
-        """The constraint for people: `8*N, N >= 1, at most 512`."""
-        text = "N" if self.divisor == 1 else f"{self.divisor}*N"
-        text += f" + {self.remainder}" if self.remainder else ""
-        text += ", N >= 1"
-        if self.min > self.divisor + self.remainder:
-            text += f", at least {self.min}"
+        """The constraint for people: `8*N, N >= 1, at most 512`, or `at least 1`."""
+        least = self.divisor + self.remainder
+        if self.divisor == 1:
+            text = f"at least {max(self.min, least)}"
+        else:
+            text = f"{self.divisor}*N" + (f" + {self.remainder}" if self.remainder else "")
+            text += ", N >= 1" + (f", at least {self.min}" if self.min > least else "")
         return text + (f", at most {self.max}" if self.max > self.min else "")
 
     def admits(self, value: int) -> bool:

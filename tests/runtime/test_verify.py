@@ -299,6 +299,11 @@ def test_wrong_requests(tmp_path: Path) -> None:
     other = hand_made.undivided(tmp_path / "o.onnx", DOUBLE.replace("y", "z"))
     with pytest.raises(InputError, match=r"the model has no output 'y'; it has \['z'\]"):
         verify(directory, other)
+    another = hand_made.undivided(tmp_path / "a.onnx", DOUBLE.replace("x", "w"))
+    with pytest.raises(
+        InputError, match=r"a\.onnx: expected a model with the inputs \['x'\], got \['w'\]"
+    ):
+        verify(directory, another)
     narrow = hand_made.undivided(tmp_path / "n.onnx", DOUBLE.replace("[batch, 3] x", "[4, 3] x"))
     with pytest.raises(InputError, match="the undivided model fails at batch=2"):
         verify(directory, narrow, [{"batch": 2}])

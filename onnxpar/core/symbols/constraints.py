@@ -83,8 +83,7 @@ class Symbol(SymbolSizes):
             if key not in _READERS:
                 expected = ", ".join(_READERS)
                 raise SymbolError(
-                    f"symbol constraint {text!r}: unknown argument {key!r}; "
-                    f"expected one of {expected}"
+                    f"symbol constraint {text!r}: expected one of {expected}, got {key!r}"
                 )
             if key in arguments:
                 raise SymbolError(f"symbol constraint {text!r}: {key} is given twice")

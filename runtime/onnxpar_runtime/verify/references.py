@@ -61,7 +61,14 @@ class ModelReference:
             text = str(error).splitlines()[0]
             raise ArtifactError(f"{path}: onnxruntime cannot load it: {text}") from None
         self._outputs = [o.name for o in self._session.get_outputs()]
-        self._inputs = {i.name for i in self._session.get_inputs()}
+        self._inputs = [i.name for i in self._session.get_inputs()]
+
+    def check_inputs(self, path: Path, names: Sequence[str]) -> None:
+        """Raises InputError unless the model's inputs are among those of the program."""
+        if not {*self._inputs} <= {*names}:
+            raise InputError(
+                f"{path}: expected a model with the inputs {list(names)}, got {self._inputs}"
+            )
 
     def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
         """Returns the outputs by name."""
@@ -137,7 +144,7 @@ def open_reference(
         custom_ops: Further custom-op libraries.
 
     Raises:
-        InputError: There is no such file, or the model draws random numbers.
+        InputError: There is no such file, or the model has other inputs or draws random numbers.
         ArtifactError: The model cannot be loaded, or the artifacts are for several devices.
     """
     if not model.exists():
@@ -151,7 +158,9 @@ def open_reference(
             f"the program draws random numbers, and {model} would draw differently: use "
             "`onnxpar shard --devices 1` and give that directory as --model"
         )
-    return ModelReference(model, custom_ops)
+    found = ModelReference(model, custom_ops)
+    found.check_inputs(model, [value.name for value in manifest.program(program).inputs])
+    return found
 
 
 def undivided_fails(values: Mapping[str, int], error: Exception) -> InputError:

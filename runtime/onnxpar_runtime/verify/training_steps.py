@@ -66,20 +66,28 @@ def undivided_training(manifest: Manifest, directory: str | Path) -> Manifest:
     """Returns the manifest of the undivided training; raises ArtifactError if it differs."""
     undivided = undivided_artifacts(directory)
     mine, its = manifest.trained(), undivided.trained()
-    for what, got, expected in (
-        ("optimizer", its.optimizer, mine.optimizer),
-        ("loss", its.loss.kind, mine.loss.kind),
-        ("trained parameters", _parameters(its.states), _parameters(mine.states)),
-    ):
-        if got != expected:
-            raise ArtifactError(f"{undivided.directory}: {what}: expected {expected}, got {got}")
+    expected = {
+        "optimizer": mine.optimizer,
+        "loss": mine.loss.kind,
+        **_parameters(mine.states),
+    }
+    got = {"optimizer": its.optimizer, "loss": its.loss.kind, **_parameters(its.states)}
+    wrong = [what for what in {**expected, **got} if expected.get(what) != got.get(what)]
+    if wrong:
+        first = wrong[0]
+        more = f" ({len(wrong) - 1} more differ)" if wrong[1:] else ""
+        raise ArtifactError(
+            f"undivided model: {first}: expected {expected.get(first)}, got {got.get(first)}{more}"
+        )
     return undivided
 
 
 def _parameters(states: Mapping[str, StateEntry]) -> dict[str, str]:
     """Returns the parameters among the states, with type and shape as a text."""
     return {
-        s.parameter: f"{s.dtype}{list(s.shape)}" for s in states.values() if s.kind == "parameter"
+        f"trained parameter {s.parameter!r}": f"{s.dtype}{list(s.shape)}"
+        for s in states.values()
+        if s.kind == "parameter"
     }
 
 

@@ -110,7 +110,7 @@ def test_tp_and_axes_that_no_entry_uses_shard_parameters(
         ),
         (
             "mesh: {dp: 2}\ndevices: 2\npipeline: {stages: 2}",
-            r"s:2: 'devices' has 2 devices, but the mesh {'dp': 2} in 2 stages is 4",
+            r"s:2: expected 4 devices, as the mesh dp=2 in 2 stages has, got 2 from 'devices'",
         ),
         ("recompute: []", "s:1: 'recompute': expected 'nodes', 'layers' or 'memory'"),
         ("optimizer_parallel: {}", "s:1: 'optimizer_parallel': 'level': expected this key, got no"),
@@ -134,7 +134,7 @@ def test_tp_and_axes_that_no_entry_uses_shard_parameters(
         ("mesh: {dp: two}", "s:1: 'mesh': 'dp': expected an integer, got 'two'"),
         ("mesh: {dp: 99999999999999999}", "s:1: expected at most"),
         ("mesh: [dp]", r"s:1: 'mesh': expected a mapping, got \['dp'\]"),
-        ("mesh: {dp: 2}\ndevices: 4", "s:2: 'devices' has 4 devices, but the mesh .* is 2"),
+        ("mesh: {dp: 2}\ndevices: 4", "s:2: expected 2 devices, as the mesh dp=2 has, got 4 "),
         ("devices: 65537", "s:1: 'devices': expected from 1 to 65536 devices, got 65537"),
         ("mesh: {dp: 2, tp: 100000}", "s:1: expected at most 65536 devices, got 100000"),
         ("pipeline: {stages: 0}", "s:1: 'pipeline': 'stages': expected a number >= 1, got 0$"),
@@ -241,12 +241,19 @@ def test_presets(text: str, devices: int | None, axes: dict[str, int]) -> None:
     [
         ("dp", None, "expected dp=N or --devices, got neither"),
         ("replicate", None, "expected a mesh, 'devices' or --devices"),
-        ("dp=2,tp=4", 4, r"the mesh .* has 8 devices, but the requested number of devices is 4"),
+        (
+            "dp=2,tp=4",
+            4,
+            "preset 'dp=2,tp=4': mesh: expected 4 devices, as --devices has, got 8 from the mesh "
+            "dp=2 x tp=4",
+        ),
         ("dp,tp=3", 8, "3 devices do not divide the 8 requested"),
         ("dp,tp", 8, "expected a number for every axis but one"),
         ("dp=2,dp=4", None, "expected dp once, got it twice"),
         ("dp=0", None, "expected an integer >= 1 as its size, got 0"),
         ("pd=2", None, "got 'pd'; nearest: 'tp', 'pp', 'dp'"),
+        ("sp=2", None, "expected a file or a preset, got 'sp'; nearest: "),
+        ("xx", None, "got 'xx'; there are 'dp', 'tp', 'pp', 'replicate', 'auto'"),
         ("auto", None, "expected a mesh, 'devices' or --devices"),
         ("auto:magic", 8, "expected one of recursive, ilp, propagation after 'auto:'"),
         ("missing.yaml", 8, r"expected an existing file or a preset \(.*\), got neither"),

@@ -127,9 +127,9 @@ def test_parse(text: str, symbol: Symbol) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("step=8", "unknown argument 'step'; expected one of max, min, divisor"),
-        ("8", "unknown argument '8'"),
-        ("max=8,", "unknown argument ''"),
+        ("step=8", "expected one of max, min, divisor, remainder, unique, per_rank, got 'step'"),
+        ("8", "got '8'"),
+        ("max=8,", "got ''"),
         ("max=8,max=9", "max is given twice"),
         ("max=eight", "max: expected an integer, got 'eight'"),
         ("max", "max: expected an integer, got none"),
