@@ -163,7 +163,7 @@ def difference(name: str, arity: int, attributes: Sequence[str], given: int, wan
     theirs = onnx.defs.get_schema(name, max_inclusive_version=wanted)
     if ours.since_version == theirs.since_version:
         return ""
-    changed = "means something else than in"
+    changed = "does not mean the same as in"
     if arity > theirs.max_input:
         return changed
     if any(attribute not in theirs.attributes for attribute in attributes):

@@ -55,7 +55,7 @@ class OldNode:
         if found.is_ref():
             raise ModelError(
                 f"node {self.node.name!r} ({self.node.op_type}): the attribute {name!r} is a "
-                "parameter of a function of another opset than the model's; convert the function"
+                "parameter of a function whose opset is not the model's; convert the function"
             )
         return found.as_string() if found.type == ir.AttributeType.STRING else found.value
 

@@ -341,7 +341,8 @@ def _strategy(document: Document, devices: int | None) -> Strategy:
     rest: Rest = parsed.rest or ("propagate" if parsed.search is None else "search")
     if parsed.search is not None and rest != SEARCH:
         raise StrategyError(
-            f"{document.where(('search',))}: 'search' configures the search, but 'rest' is {rest!r}"
+            f"{document.where(('search',))}: expected 'rest' {SEARCH!r} beside the key "
+            f"'search', got {rest!r}"
         )
     return Strategy(
         document.source,
@@ -442,7 +443,8 @@ def _check_axes(document: Document, parsed: _File) -> None:
         raise StrategyError(f"{document.where(('mesh',))}: {error}") from None
     if REPLICATED in axes:
         raise StrategyError(
-            f"{document.where(('mesh', REPLICATED))}: {REPLICATED!r} means a replicated dim"
+            f"{document.where(('mesh', REPLICATED))}: expected a name for the mesh "
+            f"axis, got {REPLICATED!r}, which means a replicated dim"
         )
 
 

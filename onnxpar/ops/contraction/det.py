@@ -34,7 +34,7 @@ def det_gradient(node: GradNode) -> Sequence[ir.Value | None]:
     shape = node.shape(x)
     size = shape[-1]
     if not isinstance(size, int) or size > MAX_SIZE:
-        raise node.fail(f"for a gradient, expected at most {MAX_SIZE} rows, got {size}")
+        raise node.fail(f"a gradient needs at most {MAX_SIZE} rows, got {size}")
     batch = list(shape[:-2])
     slope = node.builder.unsqueeze(dy, [len(batch), len(batch) + 1])
     if size == 1:

@@ -314,14 +314,15 @@ class BodyAnalysis:
                 if theirs != mine and not is_zero(value):
                     self.parts.forbid([*theirs, *mine], "only one of the bodies sums over it")
             if len(set(mine.values())) > 1:
-                self.parts.forbid(list(mine), "two reductions would be partial")
+                self.parts.forbid(list(mine), "it would be partial over two reductions")
         for leaf, kind in {k: r for p in partials for k, r in p.items()}.items():
             for port, mine in zip(self.wiring.results, partials, strict=True):
                 if port.outer is None or not port.outer.name:
                     continue
                 if mine.get(leaf) != kind and leaf not in self._leaves(port.outer):
                     self.parts.forbid(
-                        (leaf,), f"it is summed over, but not for {port.outer.name!r}"
+                        (leaf,),
+                        f"it is summed over for one result, but not for {port.outer.name!r}",
                     )
         reached = {leaf for p in partials for leaf in p}
         for port in self.wiring.results:

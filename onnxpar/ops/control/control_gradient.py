@@ -298,7 +298,7 @@ def loop_body(node: BodyNode) -> Sequence[ir.Value | None]:
     builder, loop = node.builder, node.view.node
     if not node.has(0) or not runs_through(loop):
         raise node.fail(
-            "for a gradient, expected a trip count that is known at the start, got a condition "
+            "a gradient needs a trip count that is known at the start, got a condition "
             "that may end the loop"
         )
     body = bodies_of(loop)["body"]
@@ -306,10 +306,10 @@ def loop_body(node: BodyNode) -> Sequence[ir.Value | None]:
     own = own_inputs(loop)
     states = [v for v in own[2:] if v is not None]
     if len(states) != len(own) - 2:
-        raise node.fail("for a gradient, expected an initial value of each state")
+        raise node.fail("a gradient needs an initial value of each state")
     if _steps(node, len(states)) == 0:
         # onnxruntime's Scan needs at least one step.
-        raise node.fail("for a gradient, expected at least one step, got a trip count of 0")
+        raise node.fail("a gradient needs at least one step, got a trip count of 0")
     copy, _, _ = copied(builder, body)
     inner = builder.nested(copy)
     number, condition, *entering = copy.inputs

@@ -109,7 +109,7 @@ DEFS = (
         "BitCast",
         26,
         bit_cast_rule,
-        gradient=NotDifferentiable("its result is a row of bits"),
+        gradient=NotDifferentiable("its result is a bit pattern"),
         keeps_zero=True,
     ),
 )

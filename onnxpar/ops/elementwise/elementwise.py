@@ -131,8 +131,8 @@ def _shrink_rule(view: NodeView) -> OpRule:
 # but one device's term may be negative, and become NaN, where the greatest is not.
 _MONOTONE = "max 0, min 0"
 
-_STEPS = NotDifferentiable("constant between its steps")
-_TRUTH = NotDifferentiable("its result is true or false, or a row of bits")
+_STEPS = NotDifferentiable("its derivative is 0 except at jumps")
+_TRUTH = NotDifferentiable("its result is a truth value or a bit pattern")
 
 
 def _op(

@@ -217,7 +217,7 @@ def non_zero_rule(view: NodeView) -> OpRule:
         ModelError: Always.
     """
     raise view.fail(
-        "how many elements are found, and their order, depends on the data of all devices"
+        "how many elements are found, and in which order, depends on the data of all devices"
     )
 
 
@@ -228,7 +228,7 @@ def unique_rule(view: NodeView) -> OpRule:
         ModelError: Always.
     """
     raise view.fail(
-        "how many values are found, and their order, depends on the data of all devices"
+        "how many values are found, and in which order, depends on the data of all devices"
     )
 
 
@@ -258,7 +258,7 @@ DEFS = (
         1,
         hardmax_rule,
         hardmax_local,
-        gradient=NotDifferentiable("constant between its steps"),
+        gradient=NotDifferentiable("its derivative is 0 except at jumps"),
         upgrades={13: OF_ONE_AXIS},
     ),
     OpDef(

@@ -17,7 +17,11 @@ def test_integers_and_steps_stop_gradients() -> None:
 
 @pytest.mark.parametrize(
     ("name", "shown"),
-    [("Relu", "yes"), ("Floor", "constant between its steps"), ("Shape", "not differentiable")],
+    [
+        ("Relu", "yes"),
+        ("Floor", "its derivative is 0 except at jumps"),
+        ("Shape", "not differentiable"),
+    ],
 )
 def test_the_command_line_shows_it(
     name: str, shown: str, capsys: pytest.CaptureFixture[str]
