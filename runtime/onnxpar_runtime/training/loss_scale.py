@@ -81,7 +81,7 @@ def loss_scale(text: str | None, compute: str | None) -> LossScale:
     if compute is None:
         if text is not None:
             raise LaunchError(
-                f"--loss-scale {text}: the directory computes in the type of its parameters; to "
+                f"--loss-scale {text}: the programs compute in the type of their parameters; to "
                 "train in 16 bits, shard the model with --compute float16"
             )
         return LossScale()

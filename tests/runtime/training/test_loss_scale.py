@@ -48,7 +48,7 @@ def test_options() -> None:
     for text in ("0", "-1", "many", "inf", "nan", "1e30"):
         with pytest.raises(LaunchError, match="expected dynamic or a number from"):
             loss_scale(text, "float16")
-    with pytest.raises(LaunchError, match="--loss-scale dynamic: the directory computes"):
+    with pytest.raises(LaunchError, match="--loss-scale dynamic: the programs compute"):
         loss_scale("dynamic", None)
     with pytest.raises(ArtifactError, match="'float8'"):
         loss_scale(None, "float8")
