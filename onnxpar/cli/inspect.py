@@ -33,7 +33,8 @@ def command(
         typer.Argument(metavar="DIR|MODEL", help="Output of `onnxpar shard`, or an ONNX model."),
     ],
     rank: Annotated[
-        int | None, typer.Option(min=0, help="Show only the collective groups of this rank.")
+        int | None,
+        typer.Option(min=0, metavar="R", help="Show only the collective groups of this rank."),
     ] = None,
     program: Annotated[
         str | None,

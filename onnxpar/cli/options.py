@@ -21,7 +21,8 @@ TrainingArtifacts = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Devices = Annotated[
-    int | None, typer.Option(min=1, help="Number of devices, if the strategy does not give it.")
+    int | None,
+    typer.Option(min=1, metavar="N", help="Number of devices, if the strategy does not give it."),
 ]
 Constraints = Annotated[
     list[str] | None,
@@ -30,8 +31,6 @@ Constraints = Annotated[
         help="Constraints on a symbol, as in batch:divisor=8,max=512; may be repeated.",
     ),
 ]
-TRAINING = "Training"
-"""Title of the training options in the help of a command."""
 RecomputeCommunication = Annotated[
     str,
     typer.Option(
@@ -52,27 +51,23 @@ class TrainingOptions:
             help="What training minimises: softmax_cross_entropy, mse, mae or bce of the first "
             "output (or of another, as in mse:NAME), or output:NAME for a scalar output of the "
             "model.",
-            rich_help_panel=TRAINING,
         ),
     ] = None
     label_input: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME",
-            help="Model input with the labels. Default: a new input named labels.",
-            rich_help_panel=TRAINING,
+            metavar="NAME", help="Model input with the labels. Default: a new input named labels."
         ),
     ] = None
     ignore_index: Annotated[
         int | None,
-        typer.Option(help="Label to ignore, for softmax_cross_entropy.", rich_help_panel=TRAINING),
+        typer.Option(metavar="LABEL", help="Label to ignore, for softmax_cross_entropy."),
     ] = None
     optimizer: Annotated[
         str | None,
         typer.Option(
             metavar="NAME",
             help="sgd, momentum, adam, adamw or lamb. `plan` takes adamw by default.",
-            rich_help_panel=TRAINING,
         ),
     ] = None
     trainable: Annotated[
@@ -81,16 +76,11 @@ class TrainingOptions:
             metavar="GLOB",
             help="Also train these tensors, even if they look like constants or --freeze matches "
             "them; may be repeated.",
-            rich_help_panel=TRAINING,
         ),
     ] = None
     freeze: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="GLOB",
-            help="Do not train these parameters; may be repeated.",
-            rich_help_panel=TRAINING,
-        ),
+        typer.Option(metavar="GLOB", help="Do not train these parameters; may be repeated."),
     ] = None
     tie: Annotated[
         list[str] | None,
@@ -98,7 +88,6 @@ class TrainingOptions:
             metavar="A=B",
             help="Tie B to A: train two tensors with equal elements (possibly transposed) as "
             "one; may be repeated.",
-            rich_help_panel=TRAINING,
         ),
     ] = None
     compute: Annotated[
@@ -107,7 +96,6 @@ class TrainingOptions:
             metavar="TYPE",
             help="float16 or bfloat16: compute the products of a float32 model in this type; "
             "parameters stay float32. bfloat16 runs on CUDA only.",
-            rich_help_panel=TRAINING,
         ),
     ] = None
     optimizer_parallel: Annotated[

@@ -52,7 +52,7 @@ def command(
     out: Annotated[
         Path, typer.Option("--out", "-o", metavar="FILE", help="The strategy file to write.")
     ],
-    training: TrainingOptions,
+    *,
     devices: Devices = None,
     strategy: Annotated[
         str | None,
@@ -69,7 +69,10 @@ def command(
     level: Annotated[
         int | None,
         typer.Option(
-            min=0, max=2, help="Objective: 0 little communication, 1 memory, 2 speed (the default)."
+            min=0,
+            max=2,
+            metavar="LEVEL",
+            help="Objective: 0 little communication, 1 memory, 2 speed (the default).",
         ),
     ] = None,
     memory: Annotated[
@@ -96,6 +99,7 @@ def command(
     micro_batches: Annotated[
         int | None, typer.Option(min=1, metavar="M", help="Micro-batches in a step.")
     ] = None,
+    training: TrainingOptions,
     json_output: AsJson = False,
 ) -> None:
     """Search for a strategy, and explain the choice."""

@@ -12,7 +12,6 @@ from rich.markup import escape
 from onnxpar.api.shard_model import Summary, shard_model
 from onnxpar.autodiff.training_program import TrainingSpec
 from onnxpar.cli.options import (
-    TRAINING,
     Constraints,
     Devices,
     RecomputeCommunication,
@@ -38,16 +37,11 @@ class _TrainingOptions(TrainingOptions):
             metavar="GLOB",
             help="Also apply weight decay to these; may be repeated. Default: parameters with two "
             "or more dims.",
-            rich_help_panel=TRAINING,
         ),
     ] = None
     no_decay: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="GLOB",
-            help="Apply no weight decay to these; may be repeated.",
-            rich_help_panel=TRAINING,
-        ),
+        typer.Option(metavar="GLOB", help="Apply no weight decay to these; may be repeated."),
     ] = None
     recompute: Annotated[
         list[str] | None,
@@ -78,7 +72,7 @@ def command(
             help="Output directory. It is written completely or not at all.",
         ),
     ],
-    training: _TrainingOptions,
+    *,
     strategy: Annotated[
         str | None,
         typer.Option(
@@ -91,7 +85,9 @@ def command(
     symbol: Constraints = None,
     rank: Annotated[
         list[int] | None,
-        typer.Option(min=0, help="Write this rank only; may be repeated. Default: all."),
+        typer.Option(
+            min=0, metavar="R", help="Write this rank only; may be repeated. Default: all."
+        ),
     ] = None,
     dump: Annotated[
         Path | None,
@@ -103,6 +99,7 @@ def command(
     train: Annotated[
         bool, typer.Option("--train", help="Write the programs that train the model.")
     ] = False,
+    training: _TrainingOptions,
     recompute_communication: RecomputeCommunication = AGAIN,
 ) -> None:
     """Shard a model: write one program for each device."""

@@ -28,7 +28,7 @@ def command(
             metavar="MODEL", help="The undivided model, or the output of `shard --devices 1`."
         ),
     ],
-    options: VerifyOptions,
+    *,
     symbol: Annotated[
         list[str] | None,
         typer.Option(
@@ -40,6 +40,7 @@ def command(
         Path | None,
         typer.Option(metavar="FILE", help=".npz file of inputs instead of random ones."),
     ] = None,
+    options: VerifyOptions,
     as_json: AsJson = False,
 ) -> None:
     """Compare the ranks with the undivided model.

@@ -15,15 +15,19 @@ from onnxpar.emit.read_manifest import read_manifest
 
 def command(
     directory: Artifacts,
-    rank: Annotated[int, typer.Option(min=0, help="The rank.")] = 0,
+    rank: Annotated[int, typer.Option(min=0, metavar="R", help="The rank.")] = 0,
     program: Annotated[
         str | None,
         typer.Option(
             metavar="NAME", help="Program to show. Default: the first one that the rank runs."
         ),
     ] = None,
-    host: Annotated[str, typer.Option(help="Address to serve on.")] = "localhost",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 chooses a free one.")] = 0,
+    host: Annotated[
+        str, typer.Option(metavar="ADDRESS", help="Address to serve on.")
+    ] = "localhost",
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, metavar="PORT", help="Port; 0 chooses a free one.")
+    ] = 0,
     browser: Annotated[bool, typer.Option(help="Open a browser.")] = True,
 ) -> None:
     """Show a rank's graph in Netron until interrupted."""

@@ -219,26 +219,29 @@ class EvaluationRun:
 class VerifyOptions:
     """What `verify` compares and how strictly."""
 
-    seed: Annotated[int, Option("Seed of the random inputs.", minimum=0)] = 0
+    seed: Annotated[int, Option("Seed of the random inputs.", "S", minimum=0)] = 0
     rtol: Annotated[
         float | None,
         Option(
             "Tolerance relative to the largest magnitude of an output. Default by dtype: "
             "float64 1e-12, float32 1e-5, float16 1e-2, bfloat16 5e-2, integers exact.",
+            "R",
             minimum=0,
         ),
     ] = None
-    atol: Annotated[float, Option("Absolute tolerance, added to the relative one.", minimum=0)] = (
-        0.0
-    )
+    atol: Annotated[
+        float, Option("Absolute tolerance, added to the relative one.", "A", minimum=0)
+    ] = 0.0
     steps: Annotated[
         int | None,
-        Option("For a training directory: steps in each case. Default: 1.", minimum=1),
+        Option("For a training directory: steps in each case. Default: 1.", "K", minimum=1),
     ] = None
     lr: Annotated[
         float | None,
         Option(
-            "For a training directory: learning rate. Default: depends on the optimizer.", minimum=0
+            "For a training directory: learning rate. Default: depends on the optimizer.",
+            "X",
+            minimum=0,
         ),
     ] = None
     ort: Ort = ()

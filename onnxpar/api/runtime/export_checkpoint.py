@@ -35,7 +35,7 @@ def export_checkpoint(
     if (output.suffix == ONNX) != (model is not None):
         need = "needs" if model is None else "takes no"
         raise ArtifactError(
-            f"{output}: {output.suffix[1:]} {need} --model, the model that was sharded"
+            f"{output}: a {output.suffix} file {need} --model, the model that was sharded"
         )
     if model is None:
         return summary(reshard.export_weights(source, output, verify=verify))

@@ -77,7 +77,8 @@ def undivided_training(manifest: Manifest, directory: str | Path) -> Manifest:
         first = wrong[0]
         more = f" ({len(wrong) - 1} more differ)" if wrong[1:] else ""
         raise ArtifactError(
-            f"undivided model: {first}: expected {expected.get(first)}, got {got.get(first)}{more}"
+            f"undivided model: {first}: expected {expected.get(first, 'none')}, "
+            f"got {got.get(first, 'none')}{more}"
         )
     return undivided
 

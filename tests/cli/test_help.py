@@ -1,0 +1,35 @@
+"""The help of every command: each option says what its value is, and common options come first."""
+
+from collections.abc import Iterator
+from dataclasses import fields
+
+import typer
+
+from onnxpar.cli import build_app
+from onnxpar.cli.options import TrainingOptions
+
+
+def commands() -> Iterator[typer.core.TyperCommand]:
+    for command in typer.main.get_command(build_app()).commands.values():
+        yield from getattr(command, "commands", {"": command}).values()
+
+
+def test_each_value_has_a_placeholder() -> None:
+    """Without one, help texts show a Python type such as `<int range>`."""
+    missing = [
+        f"{command.name} {param.opts[0]}"
+        for command in commands()
+        for param in command.params
+        if param.param_type_name == "option" and not param.is_flag and param.metavar is None
+    ]
+    assert missing == []
+
+
+def test_training_options_come_after_the_others() -> None:
+    named = {command.name: command for command in commands()}
+    training = [field.name for field in fields(TrainingOptions)]
+    for name in ("shard", "plan"):
+        own = [param.name for param in named[name].params]
+        first = own.index(training[0])
+        assert own[first : first + len(training)] == training
+        assert {"out", "strategy", "devices", "symbol"} < {*own[:first]}
