@@ -119,7 +119,7 @@ def test_a_file_for_another_program_is_refused(
     capsys.readouterr()
     assert main([*shard, "--strategy", str(file)]) == 2
     error = capsys.readouterr().err
-    assert "expected the name or a pattern of a" in error and "which no" in error
+    assert "expected the name or a pattern of a" in error and "which matches no node" in error
 
 
 @pytest.mark.parametrize(
