@@ -108,8 +108,9 @@ def has(text: str, op_type: str) -> bool:
 
 
 def families() -> dict[str, tuple[OpDef, ...]]:
-    """The tuples of definitions that the table joins, by name."""
-    return {n: defs for n, defs in vars(table).items() if n.isupper() and isinstance(defs, tuple)}
+    """The records of the modules that the table joins, by module."""
+    modules = {n: m for n, m in sys.modules.items() if n.startswith(f"{table.__package__}.")}
+    return {n: module.DEFS for n, module in modules.items() if hasattr(module, "DEFS")}
 
 
 def test_every_family_of_operators_is_shown(models: str, made: str) -> None:

@@ -100,9 +100,19 @@ OFF = [2.0, 1.5, 1.0001]
         (OFF, SAME, [2.0, 1.5, 1.00003, 0.9, 0.8], ""),
         (OFF, SAME, [2.0, 1.5, 1.00002, 0.5, 0.5], "losses differ"),
         ([2.0, math.nan, 1.0], SAME, LOSSES, "losses differ by nan"),
-        (LOSSES[:3], {"w": (6, True)}, LOSSES, "6 elements are trained, in PyTorch 9"),
-        (LOSSES[:3], {"w": (6, True), "b": (3, True)}, LOSSES, "9 elements decay, in PyTorch 6"),
-        (LOSSES[:3], {"w": (6, True), "c": (3, False)}, LOSSES, "unlike in PyTorch: ['b', 'c']"),
+        (LOSSES[:3], {"w": (6, True)}, LOSSES, "6 elements train, but 9 in PyTorch"),
+        (
+            LOSSES[:3],
+            {"w": (6, True), "b": (3, True)},
+            LOSSES,
+            "9 elements decay, but 6 in PyTorch",
+        ),
+        (
+            LOSSES[:3],
+            {"w": (6, True), "c": (3, False)},
+            LOSSES,
+            "trained only here or only in PyTorch: ['b', 'c']",
+        ),
     ],
 )
 def test_its_verdict(
