@@ -106,6 +106,11 @@ class NodeView:
         """Whether input `index` is present."""
         return index < len(self.node.inputs) and self.node.inputs[index] is not None
 
+    def has_floats(self, index: int) -> bool:
+        """Whether input `index` is known to have floating-point elements."""
+        value = self.node.inputs[index]
+        return value is not None and value.dtype is not None and value.dtype.is_floating_point()
+
     def _input(self, index: int) -> ir.Value:
         value = self.node.inputs[index] if index < len(self.node.inputs) else None
         if value is None or value.name is None:

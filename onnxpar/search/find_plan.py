@@ -23,10 +23,9 @@ from onnxpar.core.sharding import Sharding
 from onnxpar.cost.cost_model import CostModel
 from onnxpar.cost.optimizer_parallel import NOT_PARALLEL, OptimizerParallel
 from onnxpar.facts.program import Program
-from onnxpar.graph.plan import shardings
 from onnxpar.graph.seeds import NodeSeed, Seeds
 from onnxpar.search.memory_bounded import best, least
-from onnxpar.search.node_options import Option, options
+from onnxpar.search.node_options import Option, given_option, options
 from onnxpar.search.problem import CostWeights, Problem, build
 from onnxpar.search.repeated_layers import fold
 from onnxpar.search.solution import Solution, gap
@@ -320,15 +319,7 @@ class _Search:
         seed = self.seeds.nodes.get(item.name)
         if seed is None:
             return options(item, axes, self.cost, before)
-        plan = shardings(
-            item.rule,
-            item.view,
-            seed.factors,
-            self.cost.mesh,
-            carried=seed.carried,
-            pinned=True,
-        )
-        return (Option(plan, (None,) * len(axes)),)
+        return given_option(item, seed, axes, self.cost)
 
 
 def seeds_of(

@@ -10,6 +10,7 @@ from onnxpar.core.rule import REPLICATED
 from onnxpar.core.sharding import Component, DimSharding
 from onnxpar.cost.cost_model import CostModel
 from onnxpar.graph.plan import NodePlan, factor_sizes, shardings
+from onnxpar.graph.seeds import NodeSeed
 from onnxpar.graph.view_parts import Part
 from onnxpar.search.value_flow import Item
 
@@ -98,6 +99,16 @@ def options(
             seen.add(key)
             found.append(Option(plan, (*earlier, *chosen)))
     return tuple(found)
+
+
+def given_option(
+    item: Item, seed: NodeSeed, axes: Sequence[Atoms], cost: CostModel
+) -> tuple[Option, ...]:
+    """Returns the only way to shard a node that the user decided."""
+    plan = shardings(
+        item.rule, item.view, seed.factors, cost.mesh, carried=seed.carried, pinned=True
+    )
+    return (Option(plan, (None,) * len(axes)),)
 
 
 def _plan(

@@ -22,11 +22,11 @@ from onnxpar.core.symbols import symbols_of
 from onnxpar.cost.cost_model import CostModel
 from onnxpar.cost.optimizer_parallel import NOT_PARALLEL
 from onnxpar.facts.program import Program
-from onnxpar.graph.plan import Plan, shardings
+from onnxpar.graph.plan import Plan
 from onnxpar.graph.seeds import Seeds
 from onnxpar.search.find_plan import GAP, seeds_of
 from onnxpar.search.memory_bounded import best, least
-from onnxpar.search.node_options import Option, Place, factor_parts, options
+from onnxpar.search.node_options import Option, Place, factor_parts, given_option, options
 from onnxpar.search.problem import MOMENTS, CostWeights, build
 from onnxpar.search.repeated_layers import fold
 from onnxpar.search.value_flow import Item, flow
@@ -249,8 +249,4 @@ class _ParameterAxes:
         seed = self.seeds.nodes.get(item.name)
         if seed is None:
             return options(item, axes, cost, before, fixed=batch)
-        carried = seed.carried
-        plan = shardings(
-            item.rule, item.view, seed.factors, cost.mesh, carried=carried, pinned=True
-        )
-        return (Option(plan, (None,) * len(axes)),)
+        return given_option(item, seed, axes, cost)

@@ -98,19 +98,14 @@ def _extremum_rule(view: NodeView) -> OpRule:
     return broadcast_rule(view, _extrema(range(view.arity)) + joint)
 
 
-def _is_float(view: NodeView) -> bool:
-    value = view.node.inputs[0]
-    return value is not None and value.dtype is not None and value.dtype.is_floating_point()
-
-
 def _div_rule(view: NodeView) -> OpRule:
     """Div: every dim; linear in floats only, since quotients of integers are rounded."""
-    return broadcast_rule(view, "sum 0" if _is_float(view) else "")
+    return broadcast_rule(view, "sum 0" if view.has_floats(0) else "")
 
 
 def _quotient_local(node: LocalNode) -> Sequence[ir.Value]:
     """The same operator; divisors that are padding become 1, since integers over 0 end the run."""
-    if _is_float(node.view):
+    if node.view.has_floats(0):
         return node.copy()
     return node.copy([node.input(0), with_padding(node, 1, 1)])
 

@@ -51,7 +51,7 @@ def _rule(kind: str, linear: str, exact: bool) -> Callable[[NodeView], OpRule]:
             if keep or axis not in axes
         ]
         text = f"{operands} -> {' '.join(result)}"
-        divides = exact or _of_floats(view)
+        divides = exact or view.has_floats(0)
         if axes:
             text += f"; {kind if divides else 'replicated'}: "
             text += " ".join(names[axis] for axis in axes)
@@ -63,11 +63,6 @@ def _rule(kind: str, linear: str, exact: bool) -> Callable[[NodeView], OpRule]:
         f" Linear: {linear}." if linear else ""
     )
     return rule
-
-
-def _of_floats(view: NodeView) -> bool:
-    value = view.node.inputs[0]
-    return value is not None and value.dtype is not None and value.dtype.is_floating_point()
 
 
 def mean_local(node: LocalNode) -> Sequence[ir.Value]:
