@@ -241,7 +241,15 @@ def _entry(strategy: Strategy, given: Mapping[str, object], sizes: dict[str, int
 
 def _print(planned: FoundStrategy, console: Console) -> None:
     limit = planned.objective.limit
-    columns = ("layers", "strategy", "local sizes", "nodes", "computing", "communication", "made")
+    columns = (
+        "layers",
+        "strategy",
+        "local sizes",
+        "nodes",
+        "computing",
+        "communication",
+        "results",
+    )
     layers = Table(*columns, title=None)
     rows = planned.layers()
     for row in rows:
