@@ -108,7 +108,7 @@ def read_report(directory: Path, rank: int | None = None, program: str | None = 
     known = {name: {**p, "collectives": _of_rank(p, rank)} for name, p in known.items()}
     shown = report["program"] if program is None else program
     if shown not in known:
-        raise ArtifactError(f"{directory}: no program {shown!r}; it has {sorted(known)}")
+        raise ArtifactError(f"{directory}: no program {shown!r}; it has {', '.join(sorted(known))}")
     every = {
         name: {key: p[key] for key in OF_A_PROGRAM if key != "nodes"} for name, p in known.items()
     }

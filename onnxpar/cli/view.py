@@ -64,7 +64,7 @@ def graph_file(directory: Path, program: str | None, rank: int) -> Path:
         raise ArtifactError(f"{directory / MANIFEST}: not readable: {error!r}") from None
     known = sorted({*programs, *replaced})
     if program is not None and program not in known:
-        raise ArtifactError(f"{directory}: no program {program!r}; it has {known}")
+        raise ArtifactError(f"{directory}: no program {program!r}; it has {', '.join(known)}")
     if rank >= count:
         raise ArtifactError(f"{directory}: expected a rank from 0 to {count - 1}, got {rank}")
     wanted = list(programs) if program is None else [program, *replaced.get(program, ())]

@@ -44,7 +44,7 @@ class Manifest(ManifestContents):
         """
         if name not in self.programs:
             raise ArtifactError(
-                f"{self.directory}: no program {name!r}; it has {sorted(self.programs)}"
+                f"{self.directory}: no program {name!r}; it has {', '.join(sorted(self.programs))}"
             )
         return self.programs[name]
 

@@ -46,7 +46,7 @@ def test_serves_until_interrupted(tmp_path: Path) -> None:
     ("options", "message"),
     [
         (["--rank", "2"], "expected a rank from 0 to 1, got 2"),
-        (["--program", "train"], "no program 'train'; it has ['model']"),
+        (["--program", "train"], "no program 'train'; it has model"),
     ],
 )
 def test_users_mistakes(

@@ -285,9 +285,7 @@ def test_random_numbers_need_a_reference_with_the_same_counters(tmp_path: Path) 
 def test_wrong_requests(tmp_path: Path) -> None:
     model = hand_made.undivided(tmp_path / "m.onnx", DOUBLE)
     directory = hand_made.data_parallel(tmp_path / "a", 2, {"divisor": 2})
-    with pytest.raises(
-        SymbolValueError, match=r"unknown symbol 'seq'; the inputs have \['batch'\]"
-    ):
+    with pytest.raises(SymbolValueError, match=r"unknown symbol 'seq'; the inputs have batch"):
         verify(directory, model, [{"seq": 2}])
     with pytest.raises(SymbolValueError, match="'batch' is 3, which violates"):
         verify(directory, model, [{"batch": 3}])
@@ -297,7 +295,7 @@ def test_wrong_requests(tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match="onnxruntime cannot load it"):
         verify(directory, tmp_path / "text.onnx")
     other = hand_made.undivided(tmp_path / "o.onnx", DOUBLE.replace("y", "z"))
-    with pytest.raises(InputError, match=r"the model has no output 'y'; it has \['z'\]"):
+    with pytest.raises(InputError, match=r"the model has no output 'y'; it has z"):
         verify(directory, other)
     another = hand_made.undivided(tmp_path / "a.onnx", DOUBLE.replace("x", "w"))
     with pytest.raises(

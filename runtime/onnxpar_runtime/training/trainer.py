@@ -511,7 +511,9 @@ class Trainer(Closing):
         def parts() -> dict[str, Array]:
             unknown = sorted(set(arrays) - set(names))
             if unknown:
-                raise InputError(f"no {what} {unknown}; there are {sorted(names)}")
+                raise InputError(
+                    f"no {what} {', '.join(unknown)}; there are {', '.join(sorted(names))}"
+                )
             return {names[n]: self._part(names[n], np.asarray(a)) for n, a in arrays.items()}
 
         for name, part in together(self.rank, parts).items():

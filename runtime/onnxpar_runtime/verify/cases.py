@@ -61,7 +61,9 @@ def complete_case(
     known = symbols_of(manifest, program)
     for name in case:
         if name not in known:
-            raise SymbolValueError(f"unknown symbol {name!r}; the inputs have {sorted(known)}")
+            raise SymbolValueError(
+                f"unknown symbol {name!r}; the inputs have {', '.join(sorted(known))}"
+            )
     default = default_cases(manifest, program)[0]
     tied = _tied(known, program)
     # The value of one of several equal symbols is that of all.

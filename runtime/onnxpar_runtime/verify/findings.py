@@ -146,7 +146,9 @@ class Findings:
         for spec in specs:
             name = spec.name
             if name not in expected:
-                raise InputError(f"the model has no output {name!r}; it has {sorted(expected)}")
+                raise InputError(
+                    f"the model has no output {name!r}; it has {', '.join(sorted(expected))}"
+                )
             difference, scale, same = difference_of(expected[name], got[name])
             self.note(name, difference, difference / scale if scale else difference)
             limit = self.options.atol + self.rtol(spec.dtype) * scale
