@@ -18,7 +18,7 @@ def train(directory: Path, batches: Sequence[Arrays], rate: float) -> Trained:
     """Trains all ranks in this process with AdamW.
 
     Args:
-        directory: The artifacts.
+        directory: The directory.
         batches: The batch of each step.
         rate: Learning rate.
     """

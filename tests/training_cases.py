@@ -34,7 +34,7 @@ def cut(
     freeze: tuple[str, ...] = (),
     compute: str | None = None,
 ) -> Path:
-    """Writes a model beside `out` and the artifacts that train it to `out`; returns `out`."""
+    """Writes a model beside `out` and the directory that train it to `out`; returns `out`."""
     path = out.with_suffix(".onnx")
     ir.save(model, path)
     spec = TrainingSpec(

@@ -16,7 +16,7 @@ from tempfile import mkdtemp
 import onnx_ir as ir
 from google.protobuf.message import EncodeError
 
-from onnxpar.core.errors import ArtifactError, ModelError
+from onnxpar.core.errors import DirectoryError, ModelError
 from onnxpar.core.name_patterns import SHOWN, nearest
 from onnxpar.emit.manifest import dtype_name
 from onnxpar.frontend.load import in_memory, read
@@ -74,7 +74,7 @@ def put_weights(model: Path, weights: Path, out: Path, ties: Sequence[str] = ())
 
     Raises:
         ModelError: It is not the model that was trained, or cannot be read.
-        ArtifactError: The file cannot be written; an existing file is then unchanged.
+        DirectoryError: The file cannot be written; an existing file is then unchanged.
     """
     tensors = _tensors(weights)
     found = in_memory(read(model), model)
@@ -93,7 +93,7 @@ def put_weights(model: Path, weights: Path, out: Path, ties: Sequence[str] = ())
     try:
         external = _save(found, out)
     except (OSError, EncodeError, ValueError) as error:
-        raise ArtifactError(f"{out}: cannot be written: {error}") from error
+        raise DirectoryError(f"{out}: cannot be written: {error}") from error
     kept = sum(
         1 for n, v in initializers.items()
         if n not in tensors and v.dtype is not None and v.dtype.is_floating_point()

@@ -1,4 +1,4 @@
-"""From a model to an artifact directory: reads, plans, partitions, writes, in this order."""
+"""From a model to a directory: reads, plans, partitions, writes, in this order."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace

@@ -2,12 +2,12 @@
 
 import typer
 
-from onnxpar.cli.options import TrainingArtifacts, takes_options
+from onnxpar.cli.options import TrainingDirectory, takes_options
 from onnxpar_format.options import EvaluationRun, Execution
 
 
 @takes_options
-def command(directory: TrainingArtifacts, wanted: EvaluationRun, how: Execution) -> None:
+def command(directory: TrainingDirectory, wanted: EvaluationRun, how: Execution) -> None:
     """Evaluate a model on data.
 
     Start it as `mpirun -n N onnxpar eval DIR …`.

@@ -15,7 +15,7 @@ from rich.table import Table
 from onnxpar.api.shard_model import analyse
 from onnxpar.cli.options import AsJson
 from onnxpar.cli.shard import count, describe_device, describe_mesh, describe_nodes, describe_sent
-from onnxpar.core.errors import ArtifactError
+from onnxpar.core.errors import DirectoryError
 from onnxpar.emit.atomic_directory import MANIFEST
 from onnxpar.emit.read_manifest import read_manifest
 from onnxpar.frontend.load import load
@@ -54,13 +54,13 @@ def command(
 ) -> None:
     """Show how a model was sharded, or how it can be sharded."""
     if device not in (None, "cuda"):
-        raise ArtifactError(f"--device: expected cuda, got {device!r}")
+        raise DirectoryError(f"--device: expected cuda, got {device!r}")
     if not target.exists():
-        raise ArtifactError(f"{target}: no such directory or model")
+        raise DirectoryError(f"{target}: no such directory or model")
     if target.is_dir():
         data = read_report(target, rank, program)
     elif program is not None:
-        raise ArtifactError(f"--program {program}: {target} is a model, which has no programs")
+        raise DirectoryError(f"--program {program}: {target} is a model, which has no programs")
     else:
         analysed = analyse(load(target), {})
         data = model_data(analysed)
@@ -80,7 +80,7 @@ def command(
 
 
 def read_report(directory: Path, rank: int | None = None, program: str | None = None) -> Json:
-    """Returns the report of an artifact directory.
+    """Returns the report of a directory.
 
     Keys are those of `onnxpar.report.inspect_data.inspect_data` for one program; `program`, its
     name; `programs`, with the keys `OF_A_PROGRAM` except `nodes` for every program; and, in a
@@ -92,23 +92,25 @@ def read_report(directory: Path, rank: int | None = None, program: str | None = 
         program: Which program; None for the forward or the training program.
 
     Raises:
-        ArtifactError: There is no manifest, or it has no report, no such rank or no such program.
+        DirectoryError: There is no manifest, or it has no report, no such rank or no such program.
     """
     path = directory / MANIFEST
     manifest = read_manifest(directory)
     report = manifest.get("report") if isinstance(manifest, dict) else None
     keys = ("mesh", "devices", "stages", "symbols", "program", "programs", *OF_A_PROGRAM)
     if not isinstance(report, dict) or any(key not in report for key in keys):
-        raise ArtifactError(f"{path}: expected a report of how the model was sharded, got none")
+        raise DirectoryError(f"{path}: expected a report of how the model was sharded, got none")
     if rank is not None and rank >= report["devices"]:
-        raise ArtifactError(
+        raise DirectoryError(
             f"{directory}: expected a rank from 0 to {report['devices'] - 1}, got {rank}"
         )
     known = {report["program"]: {key: report[key] for key in OF_A_PROGRAM}, **report["programs"]}
     known = {name: {**p, "collectives": _of_rank(p, rank)} for name, p in known.items()}
     shown = report["program"] if program is None else program
     if shown not in known:
-        raise ArtifactError(f"{directory}: no program {shown!r}; it has {', '.join(sorted(known))}")
+        raise DirectoryError(
+            f"{directory}: no program {shown!r}; it has {', '.join(sorted(known))}"
+        )
     every = {
         name: {key: p[key] for key in OF_A_PROGRAM if key != "nodes"} for name, p in known.items()
     }
@@ -122,7 +124,7 @@ def graphs_of(directory: Path) -> dict[str, ir.Model]:
     """Returns one rank's graph of each program, also of those of stages, by file name.
 
     Raises:
-        ArtifactError: A graph cannot be read, or there is none.
+        DirectoryError: A graph cannot be read, or there is none.
     """
     found: dict[str, ir.Model] = {}
     seen = set()
@@ -134,9 +136,9 @@ def graphs_of(directory: Path) -> dict[str, ir.Model]:
         try:
             found[path.name] = ir.load(path)
         except Exception as error:
-            raise ArtifactError(f"{path}: not an ONNX graph: {error}") from None
+            raise DirectoryError(f"{path}: not an ONNX graph: {error}") from None
     if not found:
-        raise ArtifactError(f"{directory}: expected graphs of ranks (rank*.onnx), got none")
+        raise DirectoryError(f"{directory}: expected graphs of ranks (rank*.onnx), got none")
     return found
 
 
@@ -149,7 +151,7 @@ def _of_rank(report: Json, rank: int | None) -> list[Json]:
 
 
 def show_directory(report: Json, console: Console) -> None:
-    """Prints the report of an artifact directory as tables."""
+    """Prints the report of a directory as tables."""
     console.print(escape(f"{report['devices']} devices{describe_mesh(report)}"))
     for name, constraint in report["symbols"].items():
         console.print(escape(f"symbol {name}: {constraint or 'any size'}"))

@@ -15,8 +15,8 @@ from onnxpar.autodiff.training_program import TrainingSpec
 from onnxpar.core.errors import OnnxparError
 from onnxpar_format.options import Option
 
-Artifacts = Annotated[Path, typer.Argument(metavar="DIR", help="Output of `onnxpar shard`.")]
-TrainingArtifacts = Annotated[
+Directory = Annotated[Path, typer.Argument(metavar="DIR", help="Output of `onnxpar shard`.")]
+TrainingDirectory = Annotated[
     Path, typer.Argument(metavar="DIR", help="Output of `onnxpar shard --train`.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]

@@ -5,13 +5,13 @@ from typing import Annotated
 
 import typer
 
-from onnxpar.cli.options import Artifacts, takes_options
+from onnxpar.cli.options import Directory, takes_options
 from onnxpar_format.options import Execution
 
 
 @takes_options
 def command(
-    directory: Artifacts,
+    directory: Directory,
     inputs: Annotated[
         Path,
         typer.Option(

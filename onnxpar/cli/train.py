@@ -2,12 +2,12 @@
 
 import typer
 
-from onnxpar.cli.options import TrainingArtifacts, takes_options
+from onnxpar.cli.options import TrainingDirectory, takes_options
 from onnxpar_format.options import Execution, TrainingRun
 
 
 @takes_options
-def command(directory: TrainingArtifacts, wanted: TrainingRun, how: Execution) -> None:
+def command(directory: TrainingDirectory, wanted: TrainingRun, how: Execution) -> None:
     """Train a model on data.
 
     Start it as `mpirun -n N onnxpar train DIR …`.

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from onnxpar.cli.options import Artifacts, AsJson, takes_options
+from onnxpar.cli.options import AsJson, Directory, takes_options
 from onnxpar_format.options import VerifyOptions
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ _SHOWN = 5
 
 @takes_options
 def command(
-    directory: Artifacts,
+    directory: Directory,
     model: Annotated[
         Path,
         typer.Option(

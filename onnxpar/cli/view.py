@@ -7,14 +7,14 @@ from typing import Annotated
 import netron
 import typer
 
-from onnxpar.cli.options import Artifacts
-from onnxpar.core.errors import ArtifactError
+from onnxpar.cli.options import Directory
+from onnxpar.core.errors import DirectoryError
 from onnxpar.emit.atomic_directory import MANIFEST
 from onnxpar.emit.read_manifest import read_manifest
 
 
 def command(
-    directory: Artifacts,
+    directory: Directory,
     rank: Annotated[int, typer.Option(min=0, metavar="R", help="The rank.")] = 0,
     program: Annotated[
         str | None,
@@ -46,13 +46,13 @@ def graph_file(directory: Path, program: str | None, rank: int) -> Path:
     """Returns the path of a rank's graph as the manifest names it.
 
     Args:
-        directory: The artifact directory.
+        directory: The directory.
         program: Which program; None for the first that the rank runs. For a program that runs
             through the stages of a pipeline, the first program of the rank's stage is shown.
         rank: Rank whose graph is shown.
 
     Raises:
-        ArtifactError: No manifest, no such program or rank, or the file is missing.
+        DirectoryError: No manifest, no such program or rank, or the file is missing.
     """
     manifest = read_manifest(directory)
     try:
@@ -61,19 +61,19 @@ def graph_file(directory: Path, program: str | None, rank: int) -> Path:
         replaced = {n: [x for e in split for x in e.values()] for n, split in staged.items()}
         count = int(manifest["devices"])
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise ArtifactError(f"{directory / MANIFEST}: not readable: {error!r}") from None
+        raise DirectoryError(f"{directory / MANIFEST}: not readable: {error!r}") from None
     known = sorted({*programs, *replaced})
     if program is not None and program not in known:
-        raise ArtifactError(f"{directory}: no program {program!r}; it has {', '.join(known)}")
+        raise DirectoryError(f"{directory}: no program {program!r}; it has {', '.join(known)}")
     if rank >= count:
-        raise ArtifactError(f"{directory}: expected a rank from 0 to {count - 1}, got {rank}")
+        raise DirectoryError(f"{directory}: expected a rank from 0 to {count - 1}, got {rank}")
     wanted = list(programs) if program is None else [program, *replaced.get(program, ())]
     mine = {n: f[rank] for n, f in programs.items() if len(f) > rank and f[rank] is not None}
     found = next((directory / str(mine[name]) for name in wanted if name in mine), None)
     if found is None and mine:
-        raise ArtifactError(
+        raise DirectoryError(
             f"{directory}: rank {rank} does not run {program!r}; it runs {sorted(mine)}"
         )
     if found is None or not found.is_file():
-        raise ArtifactError(f"{directory}: the graph of rank {rank} was not written")
+        raise DirectoryError(f"{directory}: the graph of rank {rank} was not written")
     return found

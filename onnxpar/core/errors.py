@@ -47,5 +47,5 @@ class ShardingError(OnnxparError):
     """A sharding that is illegal for its tensor, or an impossible reshard."""
 
 
-class ArtifactError(OnnxparError):
+class DirectoryError(OnnxparError):
     """Output that cannot be written, or a directory that does not match its manifest."""

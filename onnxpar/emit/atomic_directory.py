@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
-from onnxpar.core.errors import ArtifactError
+from onnxpar.core.errors import DirectoryError
 
 MANIFEST = "manifest.json"
 GENERATOR = "onnxpar"
@@ -33,12 +33,12 @@ def new_directory(out: Path, *, force: bool, need: int = 0) -> Iterator[Path]:
 
     Args:
         out: The directory to make. It must not exist, unless it is empty.
-        force: Replace `out` if it is an artifact directory: it has a manifest of ours, and only
+        force: Replace `out` if it is a directory: it has a manifest of ours, and only
             files that this manifest names.
         need: Bytes that will be written.
 
     Raises:
-        ArtifactError: `out` may not be replaced, its parent is missing or read-only, or the disk
+        DirectoryError: `out` may not be replaced, its parent is missing or read-only, or the disk
             does not have enough space.
     """
     out = Path(os.path.realpath(out))
@@ -51,7 +51,7 @@ def new_directory(out: Path, *, force: bool, need: int = 0) -> Iterator[Path]:
             try:
                 free = shutil.disk_usage(temporary).free
                 if free < need:
-                    raise ArtifactError(
+                    raise DirectoryError(
                         f"{out}: not enough space on its disk: expected {need} bytes, got {free}"
                     )
                 yield temporary
@@ -69,7 +69,7 @@ def check_target(out: Path, *, force: bool) -> None:
     """Makes the checks of `new_directory` early, before anything is computed.
 
     Raises:
-        ArtifactError: As `new_directory`.
+        DirectoryError: As `new_directory`.
     """
     out = Path(os.path.realpath(out))
     _may_become(out, force)
@@ -83,26 +83,26 @@ def _may_become(out: Path, force: bool) -> bool:
     if not os.path.lexists(out):
         return False
     if not out.is_dir():
-        raise ArtifactError(f"{out}: expected a directory to write to, got a file")
+        raise DirectoryError(f"{out}: expected a directory to write to, got a file")
     try:
         present = {entry.name for entry in os.scandir(out)}
     except OSError as error:
         raise cannot_write(out, error) from error
     if present and not force:
-        raise ArtifactError(
+        raise DirectoryError(
             f"{out}: exists and is not empty; use --force to replace a directory that "
             "`onnxpar shard` wrote"
         )
     foreign = sorted(present - _own_files(out)) if present else []
     if foreign:
-        raise ArtifactError(
+        raise DirectoryError(
             f"{out}: --force only replaces a directory that contains nothing but the files "
             f"that `onnxpar shard` writes, and {foreign[0]!r} is not one of them"
             + (f" (and {len(foreign) - 1} more)" if len(foreign) > 1 else "")
         )
     # To rename `out` needs only the permissions of its parent, and fails late if it is immutable.
     if not os.access(out, os.W_OK, effective_ids=os.access in os.supports_effective_ids):
-        raise ArtifactError(f"{out}: cannot be replaced: it is read-only")
+        raise DirectoryError(f"{out}: cannot be replaced: it is read-only")
     return True
 
 
@@ -126,7 +126,7 @@ def _prefix(out: Path) -> str:
 def _make_beside(out: Path) -> tuple[Path, int]:
     """Returns a new directory and its locked descriptor; the lock ends with the process."""
     if not out.parent.is_dir():
-        raise ArtifactError(f"{out}: its parent directory {out.parent} does not exist")
+        raise DirectoryError(f"{out}: its parent directory {out.parent} does not exist")
     for _ in range(8):
         temporary = out.parent / f"{_prefix(out)}{secrets.token_hex(6)}.partial"
         try:
@@ -139,7 +139,7 @@ def _make_beside(out: Path) -> tuple[Path, int]:
         # It cannot be opened, or another writer took it for a stale one.
         with suppress(OSError):
             temporary.rmdir()
-    raise ArtifactError(f"{out}: a new directory in {out.parent} cannot be opened")
+    raise DirectoryError(f"{out}: a new directory in {out.parent} cannot be opened")
 
 
 def _lock(folder: Path) -> int | None:
@@ -191,7 +191,7 @@ def _swap(temporary: Path, out: Path, replaced: bool) -> None:
     try:
         out.rename(old)
     except OSError as error:
-        raise ArtifactError(f"{out}: cannot be replaced: {error.strerror or error}") from error
+        raise DirectoryError(f"{out}: cannot be replaced: {error.strerror or error}") from error
     try:
         temporary.rename(out)
     except BaseException:
@@ -200,18 +200,18 @@ def _swap(temporary: Path, out: Path, replaced: bool) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def cannot_write(out: Path, error: OSError) -> ArtifactError:
+def cannot_write(out: Path, error: OSError) -> DirectoryError:
     """Returns the error for a directory or a file that could not be written."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return ArtifactError(f"{out}: the disk is full ({error.strerror}); nothing was written")
+        return DirectoryError(f"{out}: the disk is full ({error.strerror}); nothing was written")
     if error.errno == errno.EFBIG:
-        return ArtifactError(
+        return DirectoryError(
             f"{out}: a file would be larger than the process may write (`ulimit -f`) or the file "
             f"system can hold ({error.strerror}); nothing was written"
         )
     if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
-        return ArtifactError(f"{out}: {out.parent} cannot be written to ({error.strerror})")
-    return ArtifactError(f"{out}: cannot be written: {error.strerror or error}")
+        return DirectoryError(f"{out}: {out.parent} cannot be written to ({error.strerror})")
+    return DirectoryError(f"{out}: cannot be written: {error.strerror or error}")
 
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -6,7 +6,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 
-from onnxpar.core.errors import ArtifactError
+from onnxpar.core.errors import DirectoryError
 from onnxpar.emit.atomic_directory import cannot_write
 
 
@@ -21,12 +21,12 @@ def new_file(out: Path) -> Iterator[Path]:
         out: The file to make, or to replace.
 
     Raises:
-        ArtifactError: `out` is a directory, or it cannot be written.
+        DirectoryError: `out` is a directory, or it cannot be written.
     """
     # A link stays a link: the file that it points to is replaced.
     target = Path(os.path.realpath(out))
     if target.is_dir():
-        raise ArtifactError(f"{out}: expected a file to write to, got a directory")
+        raise DirectoryError(f"{out}: expected a file to write to, got a directory")
     if target.exists() and not target.is_file():
         yield out
         return
@@ -41,7 +41,7 @@ def new_file(out: Path) -> Iterator[Path]:
     except FileNotFoundError as error:
         if target.parent.is_dir():
             raise cannot_write(target, error) from error
-        raise ArtifactError(f"{out}: its folder {target.parent} does not exist") from None
+        raise DirectoryError(f"{out}: its folder {target.parent} does not exist") from None
     except OSError as error:
         raise cannot_write(target, error) from error
 
@@ -50,7 +50,7 @@ def check_file(out: Path) -> None:
     """Makes the checks of `new_file` early, before anything is computed.
 
     Raises:
-        ArtifactError: As `new_file`.
+        DirectoryError: As `new_file`.
     """
     with suppress(_Checked), new_file(out):
         raise _Checked

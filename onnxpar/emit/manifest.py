@@ -1,4 +1,4 @@
-"""Makes the manifest of an artifact directory from programs and weights.
+"""Makes the manifest of a directory from programs and weights.
 
 It has the safe form of a symbol whose name is not an identifier.
 """
@@ -9,7 +9,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from onnxpar.core.errors import ArtifactError
+from onnxpar.core.errors import DirectoryError
 from onnxpar.core.sharding import Sharding
 from onnxpar.core.symbols import Dim, Symbol, as_dim, dim_str, safe_name, symbols_of
 from onnxpar.core.symbols.expressions import count_str
@@ -147,7 +147,7 @@ def _tensor(item: GraphInput) -> TensorEntry:
 
 def _dtype(item: GraphInput) -> str:
     if item.local.dtype is None:
-        raise ArtifactError(f"{item.name!r}: the element type of this input or output is unknown")
+        raise DirectoryError(f"{item.name!r}: the element type of this input or output is unknown")
     return dtype_name(item.local.dtype)
 
 
@@ -238,7 +238,7 @@ def _without_graphs(pm: PartitionedModel, devices: int) -> ProgramEntry:
 def _handed(value: ir.Value, symbols: Mapping[str, Symbol]) -> HandedEntry:
     """Returns the entry of a local tensor between programs, with its shape if it is known."""
     if value.dtype is None:
-        raise ArtifactError(f"{value.name!r}, a value between stages: its element type is unknown")
+        raise DirectoryError(f"{value.name!r}, a value between stages: its element type is unknown")
     sizes = [dim if isinstance(dim, int) else as_dim(dim.value or "") for dim in value.shape or ()]
     known = value.shape is not None and all(
         name in symbols for size in sizes if not isinstance(size, int) for name in symbols_of(size)
@@ -264,7 +264,7 @@ def _system_input(name: str) -> SystemInput:
     if name.startswith(HYPER_PREFIX):
         hyper = name.removeprefix(HYPER_PREFIX)
         return SystemInput(name, "hyperparameter", hyperparameter=hyper)
-    raise ArtifactError(f"system input {name!r} has an unknown kind")
+    raise DirectoryError(f"system input {name!r} has an unknown kind")
 
 
 def _parameter(

@@ -12,7 +12,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from onnxpar.core.errors import ArtifactError
+from onnxpar.core.errors import DirectoryError
 from onnxpar.core.mesh import Mesh
 from onnxpar.core.sharding import split
 from onnxpar.emit.weight_layout import WeightLayout, layout
@@ -64,7 +64,7 @@ def emit_rank(pm: PartitionedModel, rank: int) -> ir.Model:
     alone; they are not read here. To write several ranks, `fill` one `template`.
 
     Raises:
-        ArtifactError: The rank is not in the mesh, or a parameter cannot be stored.
+        DirectoryError: The rank is not in the mesh, or a parameter cannot be stored.
     """
     held = {p.name: (pm.stage,) for p in pm.parameters}
     proto = fill(template(pm, layout(pm.parameters, pm.plan.mesh, held)), rank)
@@ -111,7 +111,7 @@ def template(pm: PartitionedModel, places: WeightLayout) -> Template:
         places: Where its weights are stored.
 
     Raises:
-        ArtifactError: A parameter has no place and cannot be written into the graph.
+        DirectoryError: A parameter has no place and cannot be written into the graph.
     """
     source, mesh = pm.source, pm.plan.mesh
     proto = onnx.ModelProto(
@@ -160,7 +160,7 @@ def template(pm: PartitionedModel, places: WeightLayout) -> Template:
             ir.serde.serialize_value_into(graph.output.add(), handed.local)
     for value in pm.builder.initializers:
         if value.const_value is None:
-            raise ArtifactError(f"constant {value.name!r} has no value")
+            raise DirectoryError(f"constant {value.name!r} has no value")
         ir.serde.serialize_tensor_into(graph.initializer.add(), value.const_value)
         graph.initializer[-1].name = value.name or ""
     weights, shapes = [], []
@@ -182,11 +182,11 @@ def fill(form: Template, rank: int) -> onnx.ModelProto:
     The graph is the template's own, and valid until the next call.
 
     Raises:
-        ArtifactError: The rank is not in the mesh.
+        DirectoryError: The rank is not in the mesh.
     """
     pm, mesh = form.model, form.model.plan.mesh
     if rank not in pm.ranks:
-        raise ArtifactError(
+        raise DirectoryError(
             f"expected a rank from {pm.ranks.start} to {pm.ranks.stop - 1}, got {rank}"
         )
     graph = form.proto.graph
@@ -340,7 +340,7 @@ def _put_parameter(
     if parameter.name not in places.shards:
         # It holds text, for which ONNX allows no external data.
         if source.const_value is None or parameter.sharding.split_atoms:
-            raise ArtifactError(f"parameter {parameter.name!r} is not in the weight files")
+            raise DirectoryError(f"parameter {parameter.name!r} is not in the weight files")
         ir.serde.serialize_tensor_into(proto, source.const_value)
         proto.name = parameter.local.name or parameter.name
         return

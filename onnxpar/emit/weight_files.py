@@ -68,7 +68,7 @@ def write_weights(
         Checksum and size of each file written, by name.
 
     Raises:
-        ArtifactError: A weight cannot be read.
+        DirectoryError: A weight cannot be read.
         OSError: A file cannot be written.
     """
     wanted = None if ranks is None else frozenset(ranks)

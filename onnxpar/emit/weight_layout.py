@@ -14,7 +14,7 @@ from math import prod
 
 import onnx_ir as ir
 
-from onnxpar.core.errors import ArtifactError
+from onnxpar.core.errors import DirectoryError
 from onnxpar.core.mesh import Mesh
 from onnxpar.partition.partitioned_model import Parameter
 from onnxpar_format.boxes import Block
@@ -130,7 +130,7 @@ def layout(
         stages: The pipeline stages that hold each parameter, by name; by default there is one.
 
     Raises:
-        ArtifactError: A parameter of a packed type is sharded, or a shape is unknown.
+        DirectoryError: A parameter of a packed type is sharded, or a shape is unknown.
     """
     stored = [p for p in parameters if p.source.dtype != ir.DataType.STRING]
     on = stages or {}
@@ -166,9 +166,9 @@ def layout(
 def _kind(parameter: Parameter) -> ir.DataType:
     dtype = parameter.source.dtype
     if dtype is None:
-        raise ArtifactError(f"parameter {parameter.name!r}: its element type is unknown")
+        raise DirectoryError(f"parameter {parameter.name!r}: its element type is unknown")
     if not stored_dtype(dtype)[1] and parameter.sharding.split_atoms:
-        raise ArtifactError(
+        raise DirectoryError(
             f"parameter {parameter.name!r}: its elements of type {dtype.name.lower()} are packed "
             f"{8 // dtype.bitwidth} to a byte and cannot be sharded, got strategy "
             f"{parameter.sharding.dims}; replicate it"
@@ -184,7 +184,7 @@ def _shards(
     if sharding.partial or not all(
         isinstance(c.size, int) or c.size.is_Integer for dim in sharding.dims for c in dim
     ):
-        raise ArtifactError(
+        raise DirectoryError(
             f"parameter {parameter.name!r}: expected a sharding with known sizes that is not "
             f"partial, got {sharding.describe(mesh)} of {sharding.shape}"
         )

@@ -14,7 +14,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from onnxpar.core.errors import ArtifactError
+from onnxpar.core.errors import DirectoryError
 from onnxpar.partition.partitioned_model import Parameter
 
 Bytes = NDArray[np.uint8]
@@ -53,7 +53,7 @@ def check(parameters: Iterable[Parameter]) -> None:
     """Checks that every parameter's data is there, without reading it.
 
     Raises:
-        ArtifactError: A tensor has no data, its file is missing or outside the model's folder, or
+        DirectoryError: A tensor has no data, its file is missing or outside the model's folder, or
             has fewer bytes than the tensor.
     """
     sizes: dict[Path, int] = {}
@@ -66,7 +66,7 @@ def check(parameters: Iterable[Parameter]) -> None:
             sizes[region.path] = _size(parameter.name, region.path)
         end = region.offset + region.length
         if sizes[region.path] < end:
-            raise ArtifactError(
+            raise DirectoryError(
                 f"tensor {parameter.name!r}: its data file {region.path} is truncated: expected at "
                 f"least {end} bytes ({region.length} from byte {region.offset}), got "
                 f"{sizes[region.path]}"
@@ -78,14 +78,14 @@ def reader(parameter: Parameter) -> Iterator[Reader]:
     """Opens a parameter's data; a tensor that is not external data is held in memory.
 
     Raises:
-        ArtifactError: As `check`.
+        DirectoryError: As `check`.
     """
     tensor = _tensor(parameter)
     if not isinstance(tensor, ir.ExternalTensor):
         try:
             data = _bytes(tensor)
         except ValueError as error:
-            raise ArtifactError(
+            raise DirectoryError(
                 f"tensor {parameter.name!r}: its data does not fit its shape: {error}"
             ) from error
         yield _InMemory(data)
@@ -157,7 +157,7 @@ class _InFile:
             while done < len(view):
                 count = self._stream.readinto(view[done:])
                 if not count:
-                    raise ArtifactError(
+                    raise DirectoryError(
                         f"tensor {self._name!r}: its data file {self._region.path} became shorter "
                         f"while it was read: expected {self._region.length} bytes from byte "
                         f"{self._region.offset}, got {start + done}"
@@ -171,7 +171,7 @@ class _InFile:
 def _tensor(parameter: Parameter) -> ir.TensorProtocol:
     tensor = parameter.source.const_value
     if tensor is None:
-        raise ArtifactError(f"tensor {parameter.name!r}: the model has no data for it")
+        raise DirectoryError(f"tensor {parameter.name!r}: the model has no data for it")
     return tensor
 
 
@@ -188,13 +188,13 @@ def _region(name: str, tensor: ir.ExternalTensor) -> Region:
     folder = os.path.abspath(base)
     path = os.path.abspath(os.path.join(base, location))
     if base and os.path.commonpath([folder, path]) != folder:
-        raise ArtifactError(
+        raise DirectoryError(
             f"tensor {name!r}: expected its data file in the model's folder {base}, got {location}"
         )
     offset = tensor.offset or 0
     length = tensor.nbytes
     if offset < 0 or (tensor.length is not None and tensor.length != length):
-        raise ArtifactError(
+        raise DirectoryError(
             f"tensor {name!r}: expected {length} bytes of external data for "
             f"{tensor.dtype.name.lower()}{list(tensor.shape)}, got {tensor.length} bytes from byte "
             f"{offset} of {location}"
@@ -207,10 +207,10 @@ def _size(name: str, path: Path) -> int:
         with path.open("rb"):
             return path.stat().st_size
     except FileNotFoundError:
-        raise ArtifactError(f"tensor {name!r}: its data file {path} is missing") from None
+        raise DirectoryError(f"tensor {name!r}: its data file {path} is missing") from None
     except OSError as error:
         raise _unreadable(name, path, error) from error
 
 
-def _unreadable(name: str, path: Path, error: OSError) -> ArtifactError:
-    return ArtifactError(f"tensor {name!r}: its data file {path} cannot be read: {error.strerror}")
+def _unreadable(name: str, path: Path, error: OSError) -> DirectoryError:
+    return DirectoryError(f"tensor {name!r}: its data file {path} cannot be read: {error.strerror}")

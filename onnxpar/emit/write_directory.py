@@ -1,4 +1,4 @@
-"""Writes an artifact directory: graphs, weight shards, manifest."""
+"""Writes a directory: graphs, weight shards, manifest."""
 
 import hashlib
 import json
@@ -9,7 +9,7 @@ from typing import Any
 import onnx
 from google.protobuf.message import EncodeError
 
-from onnxpar.core.errors import ArtifactError
+from onnxpar.core.errors import DirectoryError
 from onnxpar.emit import weight_sources
 from onnxpar.emit.atomic_directory import MANIFEST, new_directory
 from onnxpar.emit.manifest import manifest
@@ -43,7 +43,7 @@ def write(
     training: Training | None = None,
     pipeline: PipelinePrograms | None = None,
 ) -> None:
-    """Writes programs of one mesh as an artifact directory, completely or not at all.
+    """Writes programs of one mesh as a directory, completely or not at all.
 
     Memory is bounded by a few chunks of a weight, or, if the model holds its weights in memory, by
     a copy of the largest weight for each thread.
@@ -53,7 +53,7 @@ def write(
         out_dir: The directory to make; it is flat, because onnxruntime refuses external data in
             other folders.
         ranks: Write only the graphs of these ranks and the weights that they read.
-        force: Replace an existing artifact directory.
+        force: Replace an existing directory.
         report: The transformer's report, as JSON.
         strategy: The resolved strategy, as JSON.
         strategy_file: The same as a strategy file, written beside the manifest.
@@ -62,16 +62,16 @@ def write(
         pipeline: How the programs make up a pipeline, if they do.
 
     Raises:
-        ArtifactError: The directory cannot be written or must not be replaced, a weight's data is
+        DirectoryError: The directory cannot be written or must not be replaced, a weight's data is
             missing, or the programs do not fit together.
     """
     mesh = models[0].plan.mesh
     if any(pm.plan.mesh != mesh for pm in models):
-        raise ArtifactError("all programs of one directory must use one mesh")
+        raise DirectoryError("all programs of one directory must use one mesh")
     devices = mesh.size * models[0].stages
     chosen = sorted(set(range(devices) if ranks is None else ranks))
     if not chosen or chosen[0] < 0 or chosen[-1] >= devices:
-        raise ArtifactError(f"expected ranks from 0 to {devices - 1}, got {chosen}")
+        raise DirectoryError(f"expected ranks from 0 to {devices - 1}, got {chosen}")
     parameters = _parameters(models)
     held: dict[str, set[int]] = {name: set() for name in parameters}
     for pm in models:
@@ -126,7 +126,7 @@ def _check(path: Path) -> None:
         onnx.checker.check_model(str(path))
     except onnx.checker.ValidationError as error:
         text = " ".join(str(error).split())
-        raise ArtifactError(f"{path.name} would not be valid ONNX: {text}") from error
+        raise DirectoryError(f"{path.name} would not be valid ONNX: {text}") from error
 
 
 def _parameters(models: Sequence[PartitionedModel]) -> dict[str, Parameter]:
@@ -136,7 +136,7 @@ def _parameters(models: Sequence[PartitionedModel]) -> dict[str, Parameter]:
             other = found.setdefault(parameter.name, parameter)
             if other.sharding != parameter.sharding or other.source.dtype != parameter.source.dtype:
                 mesh = pm.plan.mesh
-                raise ArtifactError(
+                raise DirectoryError(
                     f"parameter {parameter.name!r} is sharded in two ways: "
                     f"{other.sharding.describe(mesh)} and, in {pm.program!r}, "
                     f"{parameter.sharding.describe(mesh)}"
@@ -153,7 +153,7 @@ def _write_graph(path: Path, proto: onnx.ModelProto) -> FileEntry:
     try:
         data = proto.SerializeToString(deterministic=True)
     except (EncodeError, ValueError) as error:
-        raise ArtifactError(
+        raise DirectoryError(
             f"{path.name}: cannot be serialised, {error}; constants of more than {MAX_PROTOBUF} "
             "bytes must be weights"
         ) from error
@@ -167,7 +167,7 @@ def _json(contents: Mapping[str, Any]) -> str:
     try:
         return _pretty(contents, "\n")
     except (TypeError, ValueError) as error:
-        raise ArtifactError(f"the manifest cannot be written as JSON: {error}") from error
+        raise DirectoryError(f"the manifest cannot be written as JSON: {error}") from error
 
 
 def _pretty(item: Any, indent: str) -> str:

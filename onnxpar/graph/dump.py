@@ -5,7 +5,7 @@ from pathlib import Path
 import onnx
 import onnx_ir as ir
 
-from onnxpar.core.errors import ArtifactError
+from onnxpar.core.errors import DirectoryError
 from onnxpar.graph.body_captures import close, uncapture
 from onnxpar.graph.plan import Plan
 
@@ -16,11 +16,11 @@ class Dumper:
     """Writes numbered files into one directory, which is created if it does not exist."""
 
     def __init__(self, folder: Path) -> None:
-        """Creates the directory; ArtifactError if that is not possible."""
+        """Creates the directory; DirectoryError if that is not possible."""
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ArtifactError(
+            raise DirectoryError(
                 f"cannot make the dump directory {str(folder)!r}: {error}"
             ) from error
         self._folder = folder

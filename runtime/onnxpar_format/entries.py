@@ -307,7 +307,7 @@ class HandedInEntry(HandedEntry):
 
 @dataclass(frozen=True)
 class ProgramEntry:
-    """One program of the artifact, a graph per rank.
+    """One program of the directory, a graph per rank.
 
     Attributes:
         name: `model`, …

@@ -1,4 +1,4 @@
-"""`manifest.json` (schema 1) of an artifact directory: its records, and the checks between them.
+"""`manifest.json` (schema 1) of a directory: its records, and the checks between them.
 
 The runtime knows the transformer's decisions only from the manifest: mesh, symbols, programs with
 their inputs and outputs, parameters as explicit boxes of indices, files with checksums. The fields
@@ -277,7 +277,7 @@ class ManifestContents:
         strategy: The strategy as resolved.
         replicated: Nodes that every rank computes in full.
         report: Further reports of the transformer.
-        training: The training; None in artifacts for inference.
+        training: The training; None in a directory for inference.
         pipeline: The pipeline; None if there is one stage.
     """
 

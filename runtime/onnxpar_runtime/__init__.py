@@ -1,6 +1,6 @@
 """Runs rank graphs: sessions, training and pipelines over onnxruntime, one rank each.
 
-Takes an artifact directory (`manifest`), data and options; gives outputs, logs and checkpoints.
+Takes a directory (`manifest`), data and options; gives outputs, logs and checkpoints.
 Begin with `session` (a forward program) and `training` (a step); `library` loads the collectives.
 """
 

@@ -35,7 +35,7 @@ def run(
     Every rank reads `inputs`; rank 0 writes `outputs`, which appears complete or not at all.
 
     Args:
-        directory: The artifact directory.
+        directory: The directory.
         inputs: `.npz` file with a global array for each input, named as in the model.
         outputs: `.npz` file to write, arrays named as the model's outputs.
         how: How to run.

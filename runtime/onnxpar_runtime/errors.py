@@ -25,12 +25,12 @@ class OnnxparRuntimeError(RuntimeError):
         return self
 
 
-class ArtifactError(OnnxparRuntimeError):
-    """An artifact directory that is missing, incomplete, or does not match its manifest."""
+class DirectoryError(OnnxparRuntimeError):
+    """A directory that is missing, incomplete, or does not match its manifest."""
 
 
 class CheckpointError(OnnxparRuntimeError):
-    """A checkpoint that is missing, incomplete, changed, or does not fit the artifacts."""
+    """A checkpoint that is missing, incomplete, changed, or does not fit the directory."""
 
 
 class InputError(OnnxparRuntimeError):

@@ -28,7 +28,7 @@ from onnxpar_format.manifest import TRANSIENT
 from onnxpar_runtime.collectives import Rank
 from onnxpar_runtime.cuda import CudaError, Queue, Staged, copy_in
 from onnxpar_runtime.devices import CUDA, NCCL, Device, placed
-from onnxpar_runtime.errors import ArtifactError, LaunchError, RankError, first_line
+from onnxpar_runtime.errors import DirectoryError, LaunchError, RankError, first_line
 from onnxpar_runtime.inputs import Feeds
 from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.memory import LiveBytes
@@ -161,7 +161,7 @@ class Loader:
                 captured; only onnxruntime knows which nodes these are.
 
         Raises:
-            ArtifactError: onnxruntime refuses the graph.
+            DirectoryError: onnxruntime refuses the graph.
             LaunchError: The device, an option or a custom-op library cannot be used.
         """
         world = self.rank.world
@@ -197,7 +197,7 @@ class Loader:
                     "%s: cannot be captured, because some of its nodes run on the host", path
                 )
                 return self.load(path, graphs=False)
-            raise ArtifactError(
+            raise DirectoryError(
                 f"{path}: onnxruntime cannot load it: {first_line(error)}"
             ) from None
         if self.queue is not None:
@@ -260,7 +260,7 @@ class Executor:
         queue: The streams of the GPU; None on the CPU.
 
     Raises:
-        ArtifactError: The graph was not written, does not match its manifest, or onnxruntime
+        DirectoryError: The graph was not written, does not match its manifest, or onnxruntime
             refuses it.
         LaunchError: The device or an option cannot be used.
     """
@@ -307,7 +307,7 @@ class Executor:
         unknown = sorted(self._graph_inputs - known)
         absent = sorted(outputs - found)
         if unknown or absent:
-            raise ArtifactError(
+            raise DirectoryError(
                 f"{path}: does not match its manifest: inputs {unknown} are not in the manifest, "
                 f"outputs {absent} are not in the graph"
             )
@@ -546,7 +546,7 @@ class Executor:
 
     def _state(self, name: str) -> Any:
         if self._buffers is None:
-            raise ArtifactError(
+            raise DirectoryError(
                 f"{self.manifest.directory}: program {self.program.name!r} uses states such as "
                 f"{name!r}; run it with a Trainer"
             )

@@ -139,7 +139,7 @@ def join_outputs(
         values: Global values of the symbols.
 
     Raises:
-        ArtifactError: The sharding of an output cannot be evaluated.
+        DirectoryError: The sharding of an output cannot be evaluated.
     """
     joined: dict[str, Array] = {}
     for spec, stage in made.items():

@@ -22,12 +22,12 @@ M = TypeVar("M", bound=Closing)
 
 
 class Ranks(Closing, Generic[M]):
-    """A member for every rank of an artifact directory, all in this process, kept between runs.
+    """A member for every rank of a directory, all in this process, kept between runs.
 
     If a rank fails, all others end with it, and the group can no longer be used.
 
     Args:
-        directory: The artifact directory.
+        directory: The directory.
         make: Makes the member of a rank, from the manifest and the rank; on all ranks at once.
 
     Attributes:
@@ -113,10 +113,10 @@ class Ranks(Closing, Generic[M]):
 
 
 class ThreadsGroup(Ranks[Session]):
-    """The sessions of all ranks of an artifact directory; they are kept between runs.
+    """The sessions of all ranks of a directory; they are kept between runs.
 
     Args:
-        directory: The artifact directory.
+        directory: The directory.
         program: Which of its programs.
         device: As `Session`.
         ort_options: As `Session`.
@@ -167,7 +167,7 @@ def run_threads(
     """Returns the global outputs of one run of all ranks in this process.
 
     Args:
-        directory: The artifact directory.
+        directory: The directory.
         feeds: Global inputs.
         options: As `ThreadsGroup`.
 

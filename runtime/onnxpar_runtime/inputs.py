@@ -13,7 +13,7 @@ from onnxpar_format.boxes import ShardSlices, SizedSharding
 from onnxpar_format.entries import ProgramEntry, TensorEntry
 from onnxpar_format.expressions import ExpressionError, UnknownSymbolError
 from onnxpar_runtime.cuda import Staged
-from onnxpar_runtime.errors import ArtifactError, InputError, SymbolValueError
+from onnxpar_runtime.errors import DirectoryError, InputError, SymbolValueError
 from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.npz import convert
 from onnxpar_runtime.symbol_checks import (
@@ -46,11 +46,11 @@ def sharding_of(
     values: Mapping[str, int],
     local: tuple[int, ...] | None = None,
 ) -> SizedSharding:
-    """Returns `spec.sharding(...)`; raises ArtifactError if it cannot be evaluated."""
+    """Returns `spec.sharding(...)`; raises DirectoryError if it cannot be evaluated."""
     try:
         return spec.sharding(manifest.atoms, values, local)
     except ExpressionError as error:
-        raise ArtifactError(f"{manifest.directory}: sharding of {spec.name!r}: {error}") from None
+        raise DirectoryError(f"{manifest.directory}: sharding of {spec.name!r}: {error}") from None
 
 
 class Inputs:
@@ -67,7 +67,7 @@ class Inputs:
         rank: The rank's number.
 
     Raises:
-        ArtifactError: There is no such program.
+        DirectoryError: There is no such program.
     """
 
     def __init__(self, manifest: Manifest, program: str, rank: int) -> None:

@@ -1,4 +1,4 @@
-"""An artifact directory: the contents of its manifest, and its files."""
+"""A directory: the contents of its manifest, and its files."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -6,13 +6,13 @@ from pathlib import Path
 from onnxpar_format.entries import ProgramEntry
 from onnxpar_format.manifest import ManifestContents, Training, read_manifest
 from onnxpar_format.records import FormatError
-from onnxpar_runtime.errors import ArtifactError
+from onnxpar_runtime.errors import DirectoryError
 from onnxpar_runtime.files import check_sizes, check_sum
 
 
 @dataclass(frozen=True)
 class Manifest(ManifestContents):
-    """The contents of an artifact directory, read from its manifest.
+    """The contents of a directory, read from its manifest.
 
     Attributes:
         directory: The directory.
@@ -25,25 +25,25 @@ class Manifest(ManifestContents):
         """Reads and validates a directory's manifest, and the sizes of its files.
 
         Raises:
-            ArtifactError: The directory or a file is missing, truncated, or the manifest is
+            DirectoryError: The directory or a file is missing, truncated, or the manifest is
                 malformed or of another schema.
         """
         root = Path(directory)
         try:
             contents = read_manifest(root)
         except FormatError as error:
-            raise ArtifactError(str(error)) from None
-        check_sizes(root, contents.files, "manifest", ArtifactError)
+            raise DirectoryError(str(error)) from None
+        check_sizes(root, contents.files, "manifest", DirectoryError)
         return Manifest(**vars(contents), directory=root)
 
     def program(self, name: str) -> ProgramEntry:
         """Returns a program by name.
 
         Raises:
-            ArtifactError: There is none; the message names those there are.
+            DirectoryError: There is none; the message names those there are.
         """
         if name not in self.programs:
-            raise ArtifactError(
+            raise DirectoryError(
                 f"{self.directory}: no program {name!r}; it has {', '.join(sorted(self.programs))}"
             )
         return self.programs[name]
@@ -52,7 +52,7 @@ class Manifest(ManifestContents):
         """Returns the programs that a program consists of: itself, or its parts on the stages.
 
         Raises:
-            ArtifactError: There is no such program.
+            DirectoryError: There is no such program.
         """
         pipeline = self.pipeline
         if pipeline is not None and name in pipeline.programs:
@@ -62,13 +62,13 @@ class Manifest(ManifestContents):
         return (self.program(name).name,)
 
     def trained(self) -> Training:
-        """Returns the training of the artifact.
+        """Returns the training of the directory.
 
         Raises:
-            ArtifactError: The artifact was made for inference.
+            DirectoryError: The directory was made for inference.
         """
         if self.training is None:
-            raise ArtifactError(
+            raise DirectoryError(
                 f"{self.directory}: not made for training; it has the programs "
                 f"{sorted(self.programs)} (use `onnxpar shard --train`)"
             )
@@ -78,22 +78,22 @@ class Manifest(ManifestContents):
         """Returns the path of a rank's graph.
 
         Raises:
-            ArtifactError: The rank is not one of the mesh, or its graph was not written.
+            DirectoryError: The rank is not one of the mesh, or its graph was not written.
         """
         files = self.program(program).files
         if not 0 <= rank < self.devices:
-            raise ArtifactError(
+            raise DirectoryError(
                 f"{self.directory}: expected a rank from 0 to {self.devices - 1}, got {rank}"
             )
         name = files[rank]
         if name is None:
             have = [r for r, f in enumerate(files) if f is not None]
-            raise ArtifactError(
+            raise DirectoryError(
                 f"{self.directory}: the graph of rank {rank} was not written, only those of {have}"
             )
         return self.directory / name
 
     def verify_files(self) -> None:
-        """Raises ArtifactError unless every file's SHA-256 is the manifest's; reads every byte."""
+        """Raises DirectoryError unless every file's SHA-256 is the manifest's; reads every byte."""
         for name, entry in self.files.items():
-            check_sum(self.directory / name, entry, ArtifactError)
+            check_sum(self.directory / name, entry, DirectoryError)

@@ -24,13 +24,13 @@ Array = NDArray[Any]
 
 
 class Session(Closing):
-    """One rank of an artifact directory, ready to run.
+    """One rank of a directory, ready to run.
 
     Args:
-        directory: The artifact directory.
+        directory: The directory.
         program: Which of its programs.
-        rank: The rank, of a world with as many ranks as the artifact has devices. Without one, the
-            artifact must be for one device.
+        rank: The rank, of a world with as many ranks as the directory has devices. Without one, the
+            directory must be for one device.
         device: `auto` (the device that `init` chose, else CUDA if it can be used), `cpu`, `cuda` or
             `cuda:NUMBER`.
         ort_options: Options of onnxruntime, see `onnxpar_runtime.options.session_options`.
@@ -48,8 +48,8 @@ class Session(Closing):
             be equal on all ranks.
 
     Raises:
-        ArtifactError: The directory is incomplete, or onnxruntime refuses the graph.
-        LaunchError: The world does not have as many ranks as the artifact has devices, or the
+        DirectoryError: The directory is incomplete, or onnxruntime refuses the graph.
+        LaunchError: The world does not have as many ranks as the directory has devices, or the
             device or an option cannot be used.
     """
 
@@ -161,7 +161,7 @@ def own_rank(manifest: Manifest, rank: Rank | None) -> tuple[World | None, Rank]
     """Returns the rank, with a world of one rank made for it where none is given.
 
     Raises:
-        LaunchError: The world does not have as many ranks as the artifact has devices.
+        LaunchError: The world does not have as many ranks as the directory has devices.
     """
     size = 1 if rank is None else rank.world.size
     if size != manifest.devices:
@@ -178,7 +178,7 @@ def common_symbols(manifest: Manifest) -> list[str]:
 
 
 def wrong_size(manifest: Manifest, size: int) -> str:
-    """Returns the message for a world whose size is not the artifact's device count."""
+    """Returns the message for a world whose size is not the directory's device count."""
     return (
         f"{manifest.directory} was made for {ranks_in_words(manifest.devices)}, got {size}: start "
         f"it with `mpirun -n {manifest.devices} …`"

@@ -77,7 +77,7 @@ def supervise(job: Job) -> int:
     Raises:
         LaunchError: The command does not train, a directory is for another number of ranks, or
             there are retries and no checkpoints.
-        ArtifactError: A directory cannot be read.
+        DirectoryError: A directory cannot be read.
     """
     plan = list(_attempts(job))
     folder = option(job.arguments, "--checkpoint")

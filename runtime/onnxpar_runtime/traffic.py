@@ -25,7 +25,7 @@ def collectives(manifest: Manifest, program: str, stage: int) -> tuple[Collectiv
         stage: The stage; 0 without a pipeline.
 
     Raises:
-        ArtifactError: There is no such program.
+        DirectoryError: There is no such program.
     """
     pipeline = manifest.pipeline
     if pipeline is None or program not in pipeline.parts:

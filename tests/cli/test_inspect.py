@@ -15,7 +15,7 @@ STRATEGY = "devices: 8\nnodes: {/matmul1/MatMul: {in: [[2, 4], [4, 1]], out: [[8
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a model and its artifacts."""
+    """A folder with a model and its directory."""
     monkeypatch.chdir(tmp_path)
     ir.save(two_layer.build(), tmp_path / "model.onnx")
     (tmp_path / "s.yaml").write_text(STRATEGY)

@@ -13,7 +13,7 @@ from onnx import numpy_helper, parser
 
 from onnxpar.cli import main
 from onnxpar.cli.view import graph_file
-from onnxpar.core.errors import ArtifactError
+from onnxpar.core.errors import DirectoryError
 
 # The matrix `w` is read twice, `held` is frozen, and the loss does not depend on `unread`.
 MODEL = """<ir_version: 10, opset_import: ["" : 21]>
@@ -200,8 +200,8 @@ def test_each_rank_of_a_pipeline_has_graphs_to_view(tmp_path: Path) -> None:
         ):
             name = graph_file(out, program, rank).name
             assert name == f"rank{rank:04}.{shown}.{stage}.onnx"
-    with pytest.raises(ArtifactError, match="rank 3 does not run 'forward_model"):
+    with pytest.raises(DirectoryError, match="rank 3 does not run 'forward_model"):
         graph_file(out, "forward_model.0", 3)
-    with pytest.raises(ArtifactError, match="from 0 to 3, got 4"):
+    with pytest.raises(DirectoryError, match="from 0 to 3, got 4"):
         graph_file(out, None, 4)
     assert main(["inspect", str(out), "--rank", "3"]) == 0

@@ -304,7 +304,7 @@ def test_parameters_that_do_not_fit(
     sgd: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     for arrays, message in (
-        ({"v": linear.start()}, "no trained parameters and statistics ['v']"),
+        ({"v": linear.start()}, "no trained parameters and statistics v;"),
         (
             {"w": linear.start().T.copy()},
             "parameter 'w': expected float32 (64, 10), got float32 (1",
@@ -315,7 +315,7 @@ def test_parameters_that_do_not_fit(
         assert message in capfd.readouterr().err
 
 
-def test_an_artifact_without_training(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_directory_without_training(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     linear.cut(tmp_path, 1)
     arguments = [str(tmp_path / "linear.onnx"), "--strategy", "dp", "--devices", "1"]
     assert main(["shard", *arguments, "-o", str(tmp_path / "forward")]) == 0

@@ -17,7 +17,7 @@ SUM = (
 
 @pytest.fixture
 def paths(tmp_path: Path) -> tuple[str, str]:
-    """Artifacts for two ranks, and their undivided model."""
+    """A directory for two ranks, and their undivided model."""
     directory = hand_made.reduced(tmp_path / "a", 2)
     return str(directory), str(hand_made.undivided(tmp_path / "m.onnx", SUM))
 

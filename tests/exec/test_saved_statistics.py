@@ -34,9 +34,9 @@ def network(seed: int = 0) -> ir.Model:
     return ir.from_onnx_text(f"{head}<{content[2:]}>{rest.partition('>')[2]}")
 
 
-def nodes_of(artifacts: Path, prefix: str) -> list[onnx.NodeProto]:
+def nodes_of(sharded: Path, prefix: str) -> list[onnx.NodeProto]:
     """The training graph's nodes that stand for a node of the model, and for its gradient."""
-    path = artifacts / "rank0000.training_model.onnx"
+    path = sharded / "rank0000.training_model.onnx"
     graph = onnx.load(path, load_external_data=False).graph
     return [n for n in graph.node if n.name == prefix or n.name.startswith(f"{prefix}/")]
 

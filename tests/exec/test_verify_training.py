@@ -29,17 +29,17 @@ CASE = ["--symbol", "batch=5"]
 
 
 @pytest.fixture(scope="module")
-def artifacts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two layers cut for data and tensor ranks; the model lies beside them."""
     out = tmp_path_factory.mktemp("two") / "ranks"
     return cut(out, two_layer.build(), "dp=2,tp=2", loss="mse", optimizer="adamw")
 
 
 def changed(
-    artifacts: Path, out: Path, program: str, change: Callable[[onnx.GraphProto], None], *only: int
+    sharded: Path, out: Path, program: str, change: Callable[[onnx.GraphProto], None], *only: int
 ) -> Path:
-    """Copies artifacts with the graphs of a program changed, of all ranks or of `only` these."""
-    shutil.copytree(artifacts, out)
+    """Copies a directory with the graphs of a program changed, of all ranks or of `only` these."""
+    shutil.copytree(sharded, out)
     manifest = json.loads((out / "manifest.json").read_text())
     for rank, name in enumerate(manifest["programs"][program]["files"]):
         if rank not in (only or range(4)):
@@ -98,10 +98,10 @@ def unreduced(graph: onnx.GraphProto) -> None:
     graph.node.extend(order)
 
 
-def problems(directory: Path, artifacts: Path, steps: int = 2) -> list[str]:
+def problems(directory: Path, sharded: Path, steps: int = 2) -> list[str]:
     (case,) = runtime.verify(
         directory,
-        artifacts.with_suffix(".onnx"),
+        sharded.with_suffix(".onnx"),
         cases=["batch=5"],
         options=runtime.VerifyOptions(steps=steps),
     )
@@ -109,60 +109,60 @@ def problems(directory: Path, artifacts: Path, steps: int = 2) -> list[str]:
     return list(case.problems)
 
 
-def test_holds(artifacts: Path) -> None:
-    assert problems(artifacts, artifacts, 4) == []
+def test_holds(sharded: Path) -> None:
+    assert problems(sharded, sharded, 4) == []
 
 
-def test_a_wrong_gradient(artifacts: Path, tmp_path: Path) -> None:
+def test_a_wrong_gradient(sharded: Path, tmp_path: Path) -> None:
     """One tenth of a thousandth too large on all ranks: AdamW hardly feels it."""
     change = scaled("onnxpar.grad.matmul1.weight", 1.0001)
-    found = problems(changed(artifacts, tmp_path / "a", "training_model", change), artifacts)
+    found = problems(changed(sharded, tmp_path / "a", "training_model", change), sharded)
     assert any("step 1: gradient of 'matmul1.weight': expected a difference" in p for p in found)
     assert not any("'matmul2.weight'" in p for p in found)
 
 
-def test_a_wrong_loss(artifacts: Path, tmp_path: Path) -> None:
+def test_a_wrong_loss(sharded: Path, tmp_path: Path) -> None:
     change = scaled("onnxpar.loss", 1.0001)
-    found = problems(changed(artifacts, tmp_path / "a", "training_model", change), artifacts, 1)
+    found = problems(changed(sharded, tmp_path / "a", "training_model", change), sharded, 1)
     assert found and all(p.startswith("step 1") and ": expected loss " in p for p in found)
-    found = problems(changed(artifacts, tmp_path / "b", "eval_model", change), artifacts, 1)
+    found = problems(changed(sharded, tmp_path / "b", "eval_model", change), sharded, 1)
     (problem,) = found
     assert problem.startswith("evaluation: expected loss ")
 
 
-def test_a_wrong_output_of_evaluation(artifacts: Path, tmp_path: Path) -> None:
+def test_a_wrong_output_of_evaluation(sharded: Path, tmp_path: Path) -> None:
     change = scaled("y", 1.0001)
-    found = problems(changed(artifacts, tmp_path / "a", "eval_model", change), artifacts, 1)
+    found = problems(changed(sharded, tmp_path / "a", "eval_model", change), sharded, 1)
     assert [p for p in found if p.startswith("evaluation: output 'y': expected a difference")]
 
 
-def test_a_copy_of_a_parameter_that_differs(artifacts: Path, tmp_path: Path) -> None:
+def test_a_copy_of_a_parameter_that_differs(sharded: Path, tmp_path: Path) -> None:
     """Rank 3 alone, of whose parameters another rank has copies."""
     change = scaled("onnxpar.new.matmul2.weight", 1 + 1e-5)
-    directory = changed(artifacts, tmp_path / "a", "optimizer_model", change, 3)
-    found = problems(directory, artifacts, 1)
+    directory = changed(sharded, tmp_path / "a", "optimizer_model", change, 3)
+    found = problems(directory, sharded, 1)
     assert found and all("parameter 'matmul2.weight' on rank 3: element [" in p for p in found)
 
 
-def test_a_gradient_that_is_not_reduced(artifacts: Path, tmp_path: Path) -> None:
+def test_a_gradient_that_is_not_reduced(sharded: Path, tmp_path: Path) -> None:
     """Gradients are summed up where they are compared; what the optimizer makes of them is not."""
-    found = problems(changed(artifacts, tmp_path / "a", "optimizer_model", unreduced), artifacts, 1)
+    found = problems(changed(sharded, tmp_path / "a", "optimizer_model", unreduced), sharded, 1)
     assert any("AllReduce on rank 0: expected " in p for p in found)
     assert any(": parameter 'matmul" in p for p in found)
     assert any("expected a gradient norm of" in p for p in found)
 
 
-def test_micro_batches_that_are_not_added(artifacts: Path, tmp_path: Path) -> None:
+def test_micro_batches_that_are_not_added(sharded: Path, tmp_path: Path) -> None:
     """Only the second step has two."""
-    directory = changed(artifacts, tmp_path / "a", "accumulation_model", replaced("Add", "Sub"))
-    assert problems(directory, artifacts, 1) == []
-    found = problems(directory, artifacts, 2)
+    directory = changed(sharded, tmp_path / "a", "accumulation_model", replaced("Add", "Sub"))
+    assert problems(directory, sharded, 1) == []
+    found = problems(directory, sharded, 2)
     assert any(p.startswith("step 2: gradient of 'matmul1.weight'") for p in found)
 
 
-def test_a_loss_that_is_no_number(artifacts: Path, tmp_path: Path) -> None:
+def test_a_loss_that_is_no_number(sharded: Path, tmp_path: Path) -> None:
     change = scaled("onnxpar.loss", float("inf"))
-    (problem,) = problems(changed(artifacts, tmp_path / "a", "training_model", change), artifacts)
+    (problem,) = problems(changed(sharded, tmp_path / "a", "training_model", change), sharded)
     assert problem.startswith("step 1: expected loss ") and "the loss is inf" in problem
 
 
@@ -211,9 +211,9 @@ def test_a_gradient_that_jumps_is_no_mistake(tmp_path: Path) -> None:
 # -- the command ---------------------------------------------------------------------------------
 
 
-def test_json(artifacts: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = str(artifacts.with_suffix(".onnx"))
-    arguments = ["verify", str(artifacts), "--model", model, *CASE, "--steps", "2", "--json"]
+def test_json(sharded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = str(sharded.with_suffix(".onnx"))
+    arguments = ["verify", str(sharded), "--model", model, *CASE, "--steps", "2", "--json"]
     assert main([*arguments, "--lr", "0.01", "--seed", "7"]) == 0
     report = json.loads(capsys.readouterr().out)
     (case,) = report["cases"]
@@ -227,43 +227,43 @@ def test_json(artifacts: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_table(
-    artifacts: Path,
+    sharded: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    model = str(artifacts.with_suffix(".onnx"))
-    assert main(["verify", str(artifacts), "--model", model]) == 0
+    model = str(sharded.with_suffix(".onnx"))
+    assert main(["verify", str(sharded), "--model", model]) == 0
     shown = capsys.readouterr().out
-    manifest = Manifest.load(artifacts)
+    manifest = Manifest.load(sharded)
     found = default_cases(manifest, manifest.program("training_model"))
     assert len(found) == 3 and found[-1] == {"batch": 1}
     for values in found:
         assert f"largest at batch={values['batch']}: gradient of " in shown
     assert shown.count("yes") == 3 and "…" not in shown
     change = scaled("onnxpar.grad.matmul2.weight", 0.0)
-    wrong = changed(artifacts, tmp_path / "a", "training_model", change)
+    wrong = changed(sharded, tmp_path / "a", "training_model", change)
     assert main(["verify", str(wrong), "--model", model, *CASE]) == 1
     assert "difference: step 1: gradient of 'matmul2.weight'" in capsys.readouterr().out
 
 
-def test_given_inputs(artifacts: Path, tmp_path: Path) -> None:
+def test_given_inputs(sharded: Path, tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     feeds = {"x": rng.random((3, 32), np.float32), "labels": rng.random((3, 16), np.float32)}
     np.savez(tmp_path / "in.npz", **feeds)
     (case,) = runtime.verify(
-        artifacts,
-        artifacts.with_suffix(".onnx"),
+        sharded,
+        sharded.with_suffix(".onnx"),
         inputs=tmp_path / "in.npz",
         options=runtime.VerifyOptions(steps=2),
     )
     assert case.ok and case.symbols == {"batch": 3}
 
 
-def test_artifacts_as_the_reference(artifacts: Path, tmp_path: Path) -> None:
+def test_a_directory_as_the_reference(sharded: Path, tmp_path: Path) -> None:
     one = cut(tmp_path / "one", two_layer.build(), "dp", loss="mse", optimizer="adamw", devices=1)
-    (case,) = runtime.verify(artifacts, one, cases=["batch=5"])
+    (case,) = runtime.verify(sharded, one, cases=["batch=5"])
     assert case.ok
 
 
@@ -281,19 +281,19 @@ def test_artifacts_as_the_reference(artifacts: Path, tmp_path: Path) -> None:
     ],
 )
 def test_what_is_no_reference(
-    artifacts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, message: str
+    sharded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, message: str
 ) -> None:
     what = {"loss": "mse", "optimizer": "adamw"}
     model = two_layer.build(hidden=8) if kind == "another network" else two_layer.build()
     what |= {"optimizer": "sgd"} if kind == "another optimizer" else {}
     what |= {"loss": "mae"} if kind == "another loss" else {}
     if kind == "several devices":
-        reference = artifacts
+        reference = sharded
     elif kind == "no model":
         reference = tmp_path / "no.onnx"
     else:
         reference = cut(tmp_path / "one", model, "dp", devices=1, **what)
-    assert main(["verify", str(artifacts), "--model", str(reference), *CASE]) == 2
+    assert main(["verify", str(sharded), "--model", str(reference), *CASE]) == 2
     error = capsys.readouterr().err
     assert message in error and error.startswith("onnxpar: error: ") and error.count("\n") == 1
 

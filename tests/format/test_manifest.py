@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from onnxpar_format.entries import SymbolEntry
-from onnxpar_runtime.errors import ArtifactError
+from onnxpar_runtime.errors import DirectoryError
 from onnxpar_runtime.manifest import Manifest
 from tests.runtime import hand_made
 
@@ -81,23 +81,23 @@ def test_load(tmp_path: Path) -> None:
 )
 def test_malformed(tmp_path: Path, change: Edit, message: str) -> None:
     directory = edit(hand_made.data_parallel(tmp_path / "a"), change)
-    with pytest.raises(ArtifactError) as caught:
+    with pytest.raises(DirectoryError) as caught:
         Manifest.load(directory)
     assert message in str(caught.value)
     assert str(directory / "manifest.json") in str(caught.value)
 
 
 def test_missing_directory_and_manifest(tmp_path: Path) -> None:
-    with pytest.raises(ArtifactError, match="no such directory"):
+    with pytest.raises(DirectoryError, match="no such directory"):
         Manifest.load(tmp_path / "nowhere")
-    with pytest.raises(ArtifactError, match=r"got one without manifest\.json"):
+    with pytest.raises(DirectoryError, match=r"got one without manifest\.json"):
         Manifest.load(tmp_path)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", "[" * 100_000, "\x00"])
 def test_not_json(tmp_path: Path, text: str) -> None:
     (tmp_path / "manifest.json").write_text(text)
-    with pytest.raises(ArtifactError):
+    with pytest.raises(DirectoryError):
         Manifest.load(tmp_path)
 
 
@@ -108,17 +108,17 @@ def test_files_are_checked(tmp_path: Path) -> None:
     path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     manifest = Manifest.load(directory)  # the size is the same, and checksums are read on request
     with pytest.raises(
-        ArtifactError,
+        DirectoryError,
         match=r"rank0001\.model\.onnx: its content has changed: "
         r"expected SHA-256",
     ):
         manifest.verify_files()
     path.write_bytes(whole[:-1])
     size = len(whole)
-    with pytest.raises(ArtifactError, match=f"truncated, expected {size} bytes, got {size - 1}"):
+    with pytest.raises(DirectoryError, match=f"truncated, expected {size} bytes, got {size - 1}"):
         Manifest.load(directory)
     path.unlink()
-    with pytest.raises(ArtifactError, match="missing"):
+    with pytest.raises(DirectoryError, match="missing"):
         Manifest.load(directory)
 
 
@@ -126,16 +126,16 @@ def test_unwritten_rank_and_unknown_program(tmp_path: Path) -> None:
     directory = hand_made.data_parallel(tmp_path / "a")
     manifest = Manifest.load(edit(directory, lambda m: program(m)["files"].__setitem__(1, None)))
     with pytest.raises(
-        ArtifactError, match=r"graph of rank 1 was not written, only those of \[0\]"
+        DirectoryError, match=r"graph of rank 1 was not written, only those of \[0\]"
     ):
         manifest.graph_path("model", 1)
-    with pytest.raises(ArtifactError, match="expected a rank from 0 to 1, got 2"):
+    with pytest.raises(DirectoryError, match="expected a rank from 0 to 1, got 2"):
         manifest.graph_path("model", 2)
-    with pytest.raises(ArtifactError, match=r"no program 'train'; it has model"):
+    with pytest.raises(DirectoryError, match=r"no program 'train'; it has model"):
         manifest.program("train")
 
 
-def test_damage_of_any_part_is_an_artifact_error(tmp_path: Path) -> None:
+def test_damage_of_any_part_is_a_directory_error(tmp_path: Path) -> None:
     """Replaces each value of the manifest by values of other types: never another exception."""
     directory = hand_made.reduced(tmp_path / "a")
     path = directory / "manifest.json"
@@ -162,7 +162,7 @@ def test_damage_of_any_part_is_an_artifact_error(tmp_path: Path) -> None:
         path.write_text(json.dumps(raw))
         try:
             Manifest.load(directory)
-        except ArtifactError:
+        except DirectoryError:
             refused += 1
     assert refused > 30
 

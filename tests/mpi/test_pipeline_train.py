@@ -35,7 +35,7 @@ def model() -> ir.Model:
 
 
 def made(folder: Path, name: str) -> Path:
-    """The artifacts that train the model on a mesh of this name."""
+    """The directory that trains the model on a mesh of this name."""
     strategy = Strategy.from_dict(MESHES[name]) if name in MESHES else "dp"
     return cut(
         folder / name, model(), strategy, optimizer="adamw", devices=None if name in MESHES else 1

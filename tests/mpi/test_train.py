@@ -81,7 +81,7 @@ def test_the_threads_of_one_rank_are_refused(tmp_path: Path) -> None:
 
 
 def module(folder: Path, body: str) -> dict[str, str]:
-    """Writes a module of data beside the artifacts, and returns where Python finds it."""
+    """Writes a module of data beside the directory, and returns where Python finds it."""
     (folder / "stream_of_mine.py").write_text(
         "import numpy as np\nimport os, time\n"
         "GOOD = {'x': np.ones((4, 3)), 'labels': np.ones((4, 2))}\n" + body

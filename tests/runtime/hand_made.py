@@ -1,4 +1,4 @@
-"""Artifact directories made by hand: a few lines of ONNX text for each rank, and a manifest."""
+"""Directories made by hand: a few lines of ONNX text for each rank, and a manifest."""
 
 import hashlib
 import json
@@ -45,7 +45,7 @@ def write(
     system_inputs: Sequence[Mapping[str, Any]] = (),
     collectives: Sequence[Mapping[str, Any]] = (),
 ) -> Path:
-    """Writes an artifact directory whose rank r runs the ONNX text `graphs[r]`."""
+    """Writes a directory whose rank r runs the ONNX text `graphs[r]`."""
     directory.mkdir(parents=True, exist_ok=True)
     files, names = {}, []
     for rank, text in enumerate(graphs):

@@ -87,7 +87,7 @@ def batch_of(count: int, seed: int = 0) -> dict[str, Array]:
 
 
 def staged(directory: Path, shape: Shape) -> Path:
-    """Writes the artifact directory."""
+    """Writes the directory."""
     last = shape.count - 1
     split = [[("batch", [0] if shape.size > 1 else [])], [(N, [])]]
     x, labels = (tensor(n, "float64", ["batch", N], split) for n in ("x", "labels"))
@@ -437,7 +437,7 @@ class Reference:
     """The same training in numpy, in float64, on one device."""
 
     def __init__(self, shape: Shape) -> None:
-        """Begins with the artifact's parameters."""
+        """Begins with the directory's parameters."""
         self.shape = shape
         self.weights = {w: array.copy() for w, array in weights(shape).items()}
         self.seen = np.zeros(1)

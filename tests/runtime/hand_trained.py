@@ -1,4 +1,4 @@
-"""Training artifacts made by hand: ONNX text for each program and rank, weights, a manifest."""
+"""Training directories made by hand: ONNX text for each program and rank, weights, a manifest."""
 
 import hashlib
 import json
@@ -63,7 +63,7 @@ def write(
     optimizer: str = "sgd",
     pipeline: Json | None = None,
 ) -> Path:
-    """Writes an artifact directory.
+    """Writes a directory.
 
     Args:
         directory: Where.
@@ -305,7 +305,7 @@ class Reference:
     """The same training in numpy, in float64, on one device."""
 
     def __init__(self) -> None:
-        """Begins with the artifact's weight."""
+        """Begins with the directory's weight."""
         self.w = start()
         self.velocity = np.zeros_like(self.w)
         self.first = True

@@ -15,8 +15,8 @@ from tests.runtime.hand_trained import batch_of, regression
 COLUMNS = 64
 
 
-def artifact(path: Path, *bodies: str) -> Path:
-    """An artifact whose rank r computes y from x, both float32 [n, 64], by `bodies[r]`."""
+def directory_of(path: Path, *bodies: str) -> Path:
+    """A directory whose rank r computes y from x, both float32 [n, 64], by `bodies[r]`."""
     dims = [[("b", [])], [(COLUMNS, [])]]
     x, y = (hand_made.tensor(name, "float32", ["b", COLUMNS], dims) for name in "xy")
     types = f"(float[n, {COLUMNS}] x) => (float[n, {COLUMNS}] y)"
@@ -40,7 +40,7 @@ def artifact(path: Path, *bodies: str) -> Path:
 )
 def test_peak_is_what_is_alive(tmp_path: Path, body: str, values: int) -> None:
     rows = 5000
-    with Session(artifact(tmp_path / "a", body), device="cpu", measured=True) as session:
+    with Session(directory_of(tmp_path / "a", body), device="cpu", measured=True) as session:
         x = np.ones((rows, COLUMNS), np.float32)
         session.run({"x": x}, {"b": rows})
         session.peak_bytes(reset=True)
@@ -51,7 +51,9 @@ def test_peak_is_what_is_alive(tmp_path: Path, body: str, values: int) -> None:
 
 
 def test_a_new_peak_begins(tmp_path: Path) -> None:
-    with Session(artifact(tmp_path / "a", "y = Exp(x)"), device="cpu", measured=True) as session:
+    with Session(
+        directory_of(tmp_path / "a", "y = Exp(x)"), device="cpu", measured=True
+    ) as session:
         peaks = []
         for rows in (10, 4000, 20):
             session.run({"x": np.ones((rows, COLUMNS), np.float32)}, {"b": rows})
@@ -63,7 +65,7 @@ def test_a_new_peak_begins(tmp_path: Path) -> None:
 
 def test_ranks_are_counted_apart(tmp_path: Path) -> None:
     longer = "a = Exp(x) b = Sin(a) c = Cos(b) y = Sub(c, a)"
-    directory = artifact(tmp_path / "a", "y = Exp(x)", longer, "a = Exp(x) y = Cos(a)")
+    directory = directory_of(tmp_path / "a", "y = Exp(x)", longer, "a = Exp(x) y = Cos(a)")
     x = np.ones((3000, COLUMNS), np.float32)
     with Ranks(
         directory, lambda _, rank: Session(directory, rank=rank, device="cpu", measured=True)
@@ -92,7 +94,7 @@ def test_a_step_counts_states_and_batch(tmp_path: Path, ranks: int) -> None:
 
 def test_without_measuring_there_is_no_peak(tmp_path: Path) -> None:
     with (
-        Session(artifact(tmp_path / "a", "y = Exp(x)"), device="cpu") as session,
+        Session(directory_of(tmp_path / "a", "y = Exp(x)"), device="cpu") as session,
         pytest.raises(LaunchError, match="measured=True"),
     ):
         session.peak_bytes()

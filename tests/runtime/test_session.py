@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from onnxpar_runtime.collectives import World
 from onnxpar_runtime.errors import (
-    ArtifactError,
+    DirectoryError,
     InputError,
     LaunchError,
     OnnxparRuntimeError,
@@ -89,7 +89,7 @@ def fused_dim(folder: Path, *more: str) -> Path:
     """A dim merged from (batch, 4 heads), sharded by batch outside and by heads inside.
 
     Args:
-        folder: Where to write the artifacts.
+        folder: Where to write the directory.
         more: Names of further inputs [batch].
     """
     dims = [[("batch", [0]), (4, [1])]]
@@ -117,7 +117,7 @@ def fused_dim(folder: Path, *more: str) -> Path:
 def test_fused_dim_without_its_symbol(tmp_path: Path) -> None:
     # No dim is the batch alone, so its value is unknown.
     directory = fused_dim(tmp_path / "a")
-    with ThreadsGroup(directory) as group, pytest.raises(ArtifactError, match="'batch'"):
+    with ThreadsGroup(directory) as group, pytest.raises(DirectoryError, match="'batch'"):
         group.run_global({"x": np.zeros(12, np.float32)})
 
 
@@ -260,7 +260,7 @@ def broken_graph(directory: Path) -> Path:
 @pytest.mark.parametrize(
     ("damage", "kind", "message"),
     [
-        (without_input, ArtifactError, r"outputs \['z'\] are not in the graph"),
+        (without_input, DirectoryError, r"outputs \['z'\] are not in the graph"),
         (broken_graph, OnnxparRuntimeError, "rank0001.model.onnx: onnxruntime cannot load it"),
     ],
 )

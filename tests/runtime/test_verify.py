@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from onnxpar_runtime.errors import ArtifactError, InputError, SymbolValueError
+from onnxpar_runtime.errors import DirectoryError, InputError, SymbolValueError
 from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.verify.cases import default_cases
 from onnxpar_runtime.verify.compare import verify
@@ -48,7 +48,7 @@ def test_a_file_that_has_changed_is_found(tmp_path: Path) -> None:
     whole = path.read_bytes()
     path.write_bytes(whole.replace(b"Add", b"Sub", 1))
     with pytest.raises(
-        ArtifactError,
+        DirectoryError,
         match=r"rank0001\.model\.onnx: its content has changed: "
         r"expected SHA-256",
     ):
@@ -231,7 +231,7 @@ def test_given_inputs(tmp_path: Path) -> None:
         verify(directory, model, [{"batch": 7}], feeds)
 
 
-def test_artifacts_of_one_device_are_a_reference(tmp_path: Path) -> None:
+def test_a_directory_of_one_device_is_a_reference(tmp_path: Path) -> None:
     one = hand_made.write(
         tmp_path / "one",
         [DOUBLE],
@@ -240,7 +240,7 @@ def test_artifacts_of_one_device_are_a_reference(tmp_path: Path) -> None:
         outputs=[hand_made.tensor("y", "float32", ["batch", 3], [[("batch", [])], [(3, [])]])],
     )
     assert all(c.ok for c in verify(hand_made.data_parallel(tmp_path / "a"), one))
-    with pytest.raises(ArtifactError, match="a directory for 1 device, got 2 devices"):
+    with pytest.raises(DirectoryError, match="a directory for 1 device, got 2 devices"):
         verify(one, hand_made.data_parallel(tmp_path / "a"))
 
 
@@ -292,7 +292,7 @@ def test_wrong_requests(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no such file"):
         verify(directory, tmp_path / "none.onnx")
     (tmp_path / "text.onnx").write_text("hello")
-    with pytest.raises(ArtifactError, match="onnxruntime cannot load it"):
+    with pytest.raises(DirectoryError, match="onnxruntime cannot load it"):
         verify(directory, tmp_path / "text.onnx")
     other = hand_made.undivided(tmp_path / "o.onnx", DOUBLE.replace("y", "z"))
     with pytest.raises(InputError, match=r"the model has no output 'y'; it has z"):

@@ -42,7 +42,9 @@ SEED = 0
 Json = dict[str, Any]
 
 
-def artifacts(folder: Path, axes: Sequence[tuple[str, int]], shapes: dict[str, list[int]]) -> Path:
+def directories(
+    folder: Path, axes: Sequence[tuple[str, int]], shapes: dict[str, list[int]]
+) -> Path:
     """Writes a manifest with states alone: columns by tp, one moment's rows by dp too."""
     names = [name for name, _ in axes]
     states = []
@@ -145,8 +147,8 @@ def main() -> None:
     shapes |= {f"layer{i}": [WIDTH, WIDTH] for i in range(layers)}
     with tempfile.TemporaryDirectory(dir=options.folder, prefix="onnxpar-bench-") as name:
         work = Path(name)
-        first = artifacts(work / "dp2tp2", [("dp", 2), ("tp", 2)], shapes)
-        four = artifacts(work / "tp4", [("tp", 2), ("tp", 2)], shapes)
+        first = manifest_of(work / "dp2tp2", [("dp", 2), ("tp", 2)], shapes)
+        four = manifest_of(work / "tp4", [("tp", 2), ("tp", 2)], shapes)
         source = synthetic(work / "made", Manifest.load(first))
         size = sum(path.stat().st_size for path in source.iterdir())
         os.sync()

@@ -94,7 +94,7 @@ def _programs(summary: Summary) -> list[PartitionedModel]:
 
 
 def measure(directory: Path, trains: bool, sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """Returns the most bytes that each rank of an artifact directory held at once."""
+    """Returns the most bytes that each rank of a directory held at once."""
     rng = np.random.default_rng(0)
     if not trains:
         with Ranks(

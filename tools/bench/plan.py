@@ -164,7 +164,7 @@ def at_random(case: Case, workload: Workload, count: int, seed: int) -> Iterator
 def measure(
     case: Case, entries: Sequence[Entry], scratch: Path, rounds: int, steps: int
 ) -> tuple[dict[str, list[float]], dict[str, Path]]:
-    """Seconds of a step in every round, and the artifacts, by name; without what cannot be cut."""
+    """Seconds of a step in every round, and the directory, by name; without what cannot be cut."""
     directories: dict[str, Path] = {}
     for number, entry in enumerate(entries):
         out = scratch / f"{case.model.name}-{case.devices}-{bool(case.training)}-{number}"
@@ -192,10 +192,10 @@ def measure(
     return dict(zip(directories, json.loads(result.read_text()), strict=True)), directories
 
 
-def graphs(artifacts: Path) -> dict[str, bytes]:
+def graphs(directories: Path) -> dict[str, bytes]:
     """The graphs of all ranks by file, without what is written for people only."""
     result = {}
-    for path in sorted(artifacts.glob("rank*.onnx")):
+    for path in sorted(directories.glob("rank*.onnx")):
         model = onnx.load(path, load_external_data=False)
         graph = model.graph
         values = (*graph.input, *graph.output, *graph.value_info, *graph.initializer)
@@ -276,7 +276,7 @@ def speed(case: Case, arguments: argparse.Namespace, scratch: Path) -> list[str]
     for name in (f"dp={case.devices}", f"tp={case.devices}"):
         entries.append(priced(case, workload, name))
     entries.append(replace(entries[0], name=AGAIN))
-    times, artifacts = measure(case, entries, scratch, arguments.rounds, arguments.steps)
+    times, directories = measure(case, entries, scratch, arguments.rounds, arguments.steps)
     for entry in entries:
         took = times[entry.name]
         print(
@@ -291,7 +291,7 @@ def speed(case: Case, arguments: argparse.Namespace, scratch: Path) -> list[str]
     twice = ratio(AGAIN, "found")
     apart = max(twice, 1 / twice)
     said = f"the same workload twice: {twice:.3f}"
-    if graphs(artifacts["found"]) == graphs(artifacts[better]):
+    if graphs(directories["found"]) == graphs(directories[better]):
         print(f"{case.label}: found is the same workload as {better} ({said})", flush=True)
         return []
     slower = ratio("found", better)

@@ -1,7 +1,7 @@
 """ONNX's own backend node tests, sharded along the factors of their nodes and run by all ranks.
 
 A case is processed like a user's model: analysed, planned with one factor of one node
-sharded, partitioned, written as an artifact directory, and run by 2 or 4 ranks of this process over
+sharded, partitioned, written as a directory, and run by 2 or 4 ranks of this process over
 the threads transport. Its results are compared with those of the undivided model in onnxruntime.
 """
 

@@ -126,7 +126,7 @@ def render(results: Results, rows: Sequence[OperatorRow] | None = None) -> str:
         f"ONNX has {results.total:,} node tests. onnxruntime {results.runtime} passes "
         f"{results.passed:,} of them undivided. Each of these was sharded over 2 and over 4 ranks "
         "along the factors of its nodes (one factor over all ranks, or two factors over some "
-        "ranks each), written as an artifact directory, and run by all ranks: "
+        "ranks each), written as a directory, and run by all ranks: "
         f"{results.plans:,} different plans.\n",
         f"- wrong results: {kinds[WRONG]}; crashes: {kinds[CRASHED]}; refused with a message: "
         f"{kinds[FAILED]}",

@@ -1,6 +1,6 @@
 """The seam from the transformer to the runtime: running, training, verifying.
 
-Takes artifact directories and the options of commands; gives exit codes and reports. Begin with
+Takes directories and the options of commands; gives exit codes and reports. Begin with
 `verification`. Importing a name loads onnxruntime and the collective library, so the commands and
 `onnxpar.shard` import this package when they are called. Each module is loaded when one of its
 names is first used: the transformer, which `verify` needs, takes a second that every rank of

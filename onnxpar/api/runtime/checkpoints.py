@@ -7,12 +7,12 @@ from onnxpar_runtime.checkpoint.reshard import Made
 
 
 def reshard_checkpoint(source: Path, target: Path, to: Path, *, verify: bool) -> str:
-    """Writes a checkpoint as the ranks of an artifact directory hold it; returns a summary.
+    """Writes a checkpoint as the ranks of a directory hold it; returns a summary.
 
     Args:
         source: The checkpoint, or a folder of them.
         target: The checkpoint to write.
-        to: The artifact directory.
+        to: The directory.
         verify: Whether to compare SHA-256 of the source's files.
 
     Raises:

@@ -6,7 +6,7 @@ from tempfile import TemporaryDirectory
 
 from onnxpar.api.export_model import put_weights
 from onnxpar.api.runtime.checkpoints import summary
-from onnxpar.core.errors import ArtifactError
+from onnxpar.core.errors import DirectoryError
 from onnxpar_runtime.checkpoint import reshard
 from onnxpar_runtime.checkpoint.reshard import SAFETENSORS
 
@@ -26,25 +26,25 @@ def export_checkpoint(
         verify: Whether to compare SHA-256 of the source's files.
 
     Raises:
-        ArtifactError: The file is of neither kind, or the model is missing or not needed.
+        DirectoryError: The file is of neither kind, or the model is missing or not needed.
         OnnxparError: As `onnxpar.api.export_model.put_weights`.
         OnnxparRuntimeError: As `onnxpar_runtime.checkpoint.reshard.export_weights`.
     """
     if output.suffix not in (ONNX, SAFETENSORS):
-        raise ArtifactError(f"{output}: expected a file named *{ONNX} or *{SAFETENSORS}")
+        raise DirectoryError(f"{output}: expected a file named *{ONNX} or *{SAFETENSORS}")
     if (output.suffix == ONNX) != (model is not None):
         need = "needs" if model is None else "takes no"
-        raise ArtifactError(
+        raise DirectoryError(
             f"{output}: a {output.suffix} file {need} --model, the model that was sharded"
         )
     if model is None:
         return summary(reshard.export_weights(source, output, verify=verify))
     if not output.absolute().parent.is_dir():
-        raise ArtifactError(f"{output}: the folder does not exist")
+        raise DirectoryError(f"{output}: the folder does not exist")
     try:
         with TemporaryDirectory(prefix=".onnxpar-export-", dir=output.absolute().parent) as folder:
             weights = Path(folder, "weights.safetensors")
             made = reshard.export_weights(source, weights, verify=verify)
             return f"{put_weights(model, weights, output, ties)}; after step {made.step}"
     except OSError as error:
-        raise ArtifactError(f"{output}: cannot be written: {error.strerror or error}") from None
+        raise DirectoryError(f"{output}: cannot be written: {error.strerror or error}") from None

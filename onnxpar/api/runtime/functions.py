@@ -206,7 +206,7 @@ def open_program(devices: int, make: Callable[[Path], Report]) -> tuple[_Program
 
     Args:
         devices: Number of ranks.
-        make: Writes an artifact directory at the path that it is given, and returns its report.
+        make: Writes a directory at the path that it is given, and returns its report.
 
     Raises:
         OnnxparError: What `make` raises, on all ranks.

@@ -28,18 +28,18 @@ def verify(
 ) -> list[Case]:
     """Compares the partitioned program with the undivided one, all ranks in this process.
 
-    For training artifacts, it compares losses, gradients and parameters.
+    For a training directory, it compares losses, gradients and parameters.
 
     Args:
-        directory: The artifact directory.
-        model: The undivided model, or artifacts of it for one device.
+        directory: The directory.
+        model: The undivided model, or its directory for one device.
         cases: Texts such as `batch=16,seq=8`, one for each case; by default three cases.
         inputs: `.npz` file of global inputs instead of random ones.
         options: What to compare and how strictly.
 
     Raises:
         SymbolError: A case is malformed.
-        OnnxparError: The model cannot be partitioned for one device as the artifacts say.
+        OnnxparError: The model cannot be partitioned for one device as the directory says.
         OnnxparRuntimeError: As `onnxpar_runtime.verify.compare.verify`.
     """
     parsed = [parse_case(text) for text in cases]
@@ -62,7 +62,7 @@ def _undivided(manifest: Manifest, model: Path) -> Iterator[Path]:
 
 
 def _symbols(manifest: Manifest) -> dict[str, Symbol]:
-    """Returns the artifacts' constraints; names that must have one size share their symbol."""
+    """Returns the directory's constraints; names that must have one size share their symbol."""
     found: dict[str, Symbol] = {}
     for name, symbol in manifest.symbols.items():
         found[name] = (

@@ -1,4 +1,4 @@
-"""Which boxes of every state the ranks of an artifact directory hold, and who writes which.
+"""Which boxes of every state the ranks of a directory hold, and who writes which.
 
 If several ranks hold a state, one of them writes it. Replicas take turns from state to state, so
 that they share the work. All ranks compute the same from the manifest alone.
@@ -69,7 +69,7 @@ def written(manifest: Manifest) -> Iterator[Written]:
 
 
 def stored_tensors(manifest: Manifest) -> dict[str, StoredTensor]:
-    """Returns what a checkpoint of the ranks of an artifact directory holds, by name.
+    """Returns what a checkpoint of the ranks of a directory holds, by name.
 
     Sums are zero, because the contents of the tensors are unknown here.
     """

@@ -68,18 +68,18 @@ class Made:
 def reshard(
     source: str | Path, target: str | Path, to: str | Path, *, verify: bool = False
 ) -> Made:
-    """Writes a checkpoint as the ranks of an artifact directory hold it.
+    """Writes a checkpoint as the ranks of a directory hold it.
 
     Args:
         source: The checkpoint, or a folder of checkpoints, whose last complete one is taken.
         target: The checkpoint to write, which must not exist.
-        to: The artifact directory.
+        to: The directory.
         verify: Whether to compare the SHA-256 of the source's files. Sizes and the sums of tensors
             are always compared. A source without sums is always compared by SHA-256.
 
     Raises:
-        ArtifactError: `to` cannot be read, or is not for training.
-        CheckpointError: The source is incomplete or does not fit the artifacts, or the target
+        DirectoryError: `to` cannot be read, or is not for training.
+        CheckpointError: The source is incomplete or does not fit the directory, or the target
             cannot be written; nothing has been written then.
     """
     checkpoint, manifest = Checkpoint.load(resolve(source)), Manifest.load(to)

@@ -22,13 +22,13 @@ SHOWN = 3
 
 
 def open_checkpoint(rank: Rank, manifest: Manifest, path: str | Path) -> Checkpoint:
-    """Returns a checkpoint that fits an artifact directory. Every rank must call it.
+    """Returns a checkpoint that fits a directory. Every rank must call it.
 
     Every byte is read once, each file by one of the ranks, and compared with its checksum.
 
     Args:
         rank: This rank.
-        manifest: The artifact directory's manifest.
+        manifest: The directory's manifest.
         path: The checkpoint, or a folder of checkpoints, whose last complete one is taken.
 
     Raises:
@@ -53,7 +53,7 @@ def open_checkpoint(rank: Rank, manifest: Manifest, path: str | Path) -> Checkpo
 
 
 def check_fits(checkpoint: Checkpoint, manifest: Manifest) -> None:
-    """Raises CheckpointError unless a checkpoint has exactly the states of the artifacts."""
+    """Raises CheckpointError unless a checkpoint has exactly the states of the directory."""
     where = f"{checkpoint.directory} does not fit {manifest.directory}"
     optimizer = manifest.trained().optimizer
     wanted = {state.name: state for state in kept_states(manifest)}
@@ -87,7 +87,7 @@ def load_states(
 
     Args:
         rank: This rank.
-        manifest: The artifact directory's manifest, which the checkpoint fits.
+        manifest: The directory's manifest, which the checkpoint fits.
         checkpoint: The checkpoint.
         put: Takes a state's name and this rank's shard, padding included.
 

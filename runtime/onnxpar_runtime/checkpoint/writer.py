@@ -67,7 +67,7 @@ class Checkpointer:
 
     Args:
         rank: This rank.
-        manifest: The artifact directory's manifest.
+        manifest: The directory's manifest.
         root: The folder of checkpoints, the same for all ranks.
         source: The states of this rank.
         run: The options of the run, to compare when it is resumed.

@@ -27,7 +27,7 @@ class Forward:
         made: The program's outputs, and the stage that makes each.
 
     Raises:
-        ArtifactError: The manifest has no such program, parts do not fit together, or a graph
+        DirectoryError: The manifest has no such program, parts do not fit together, or a graph
             cannot be loaded.
         LaunchError: The device or an option cannot be used.
     """

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from onnxpar_format.entries import HandedEntry, HandedInEntry
 from onnxpar_format.manifest import VirtualStage
-from onnxpar_runtime.errors import ArtifactError
+from onnxpar_runtime.errors import DirectoryError
 from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.pipeline.schedule import Edge, Kind, Payload
 
@@ -54,12 +54,12 @@ def read_values(manifest: Manifest, program: str) -> Values:
         program: Name of a program that runs through its stages.
 
     Raises:
-        ArtifactError: The manifest has no such program, or a value goes to an earlier part of the
+        DirectoryError: The manifest has no such program, or a value goes to an earlier part of the
             computation, which no schedule allows.
     """
     pipeline = manifest.pipeline
     if pipeline is None or program not in pipeline.programs:
-        raise ArtifactError(f"{manifest.directory}: no program {program!r} that runs in stages")
+        raise DirectoryError(f"{manifest.directory}: no program {program!r} that runs in stages")
     stages = pipeline.programs[program]
     made = {
         name: (index, kind)
@@ -111,8 +111,8 @@ def _allowed(source: int, maker: Kind, target: int, reader: Kind) -> bool:
     return maker is not Kind.BACKWARD_WEIGHT and reader is not Kind.FORWARD and source > target
 
 
-def _wrong_way(manifest: Manifest, name: str, value: HandedInEntry) -> ArtifactError:
-    return ArtifactError(
+def _wrong_way(manifest: Manifest, name: str, value: HandedInEntry) -> DirectoryError:
+    return DirectoryError(
         f"{manifest.directory}: programs.{name}: takes {value.name!r} from {value.source!r}, "
         "expected a program that runs earlier in every schedule"
     )

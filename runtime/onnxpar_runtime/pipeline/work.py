@@ -13,7 +13,7 @@ from onnxpar_format.entries import HandedEntry, TensorEntry
 from onnxpar_format.expressions import ExpressionError, evaluate
 from onnxpar_format.manifest import Pipeline, VirtualStage
 from onnxpar_runtime.collectives import Rank
-from onnxpar_runtime.errors import ArtifactError, RankError
+from onnxpar_runtime.errors import DirectoryError, RankError
 from onnxpar_runtime.executor import Executor
 from onnxpar_runtime.inputs import Feeds
 from onnxpar_runtime.manifest import Manifest
@@ -87,7 +87,7 @@ class VirtualStages:
             at a time. A value that two of its virtual stages read counts twice.
 
     Raises:
-        ArtifactError: The manifest has no such program, parts do not fit together, or a graph
+        DirectoryError: The manifest has no such program, parts do not fit together, or a graph
             cannot be loaded.
     """
 
@@ -174,7 +174,7 @@ class VirtualStages:
 
         Raises:
             ScheduleError: The schedule cannot be played.
-            ArtifactError: The schedule splits a backward that is one program.
+            DirectoryError: The schedule splits a backward that is one program.
             RankError: A rank failed.
         """
         program = self._plan(schedule, len(micro_batches))
@@ -196,7 +196,7 @@ class VirtualStages:
         program = plan(schedule, pipeline.stages, count, pipeline.chunks, edges)
         split = any(a.kind is Kind.BACKWARD_WEIGHT for _, _, a in program.schedule.places())
         if split and any(stage.weight is None for stage in self._values.stages):
-            raise ArtifactError(
+            raise DirectoryError(
                 f"{self._manifest.directory}: schedule {schedule!r} computes parameter "
                 "gradients separately, but the backward pass of a stage is one program"
             )
@@ -267,7 +267,7 @@ class VirtualStages:
         try:
             shape = tuple(evaluate(size, symbols) for size in value.shape)
         except ExpressionError as error:
-            raise ArtifactError(
+            raise DirectoryError(
                 f"{self._manifest.directory}: shape of {value.name!r}: {error}"
             ) from None
         return Expected(value.name, dtype, shape)
@@ -334,7 +334,7 @@ def _made(
     """Returns the outputs of a program, and the stage that makes each.
 
     Raises:
-        ArtifactError: None does, or several do.
+        DirectoryError: None does, or several do.
     """
     makers: dict[str, list[int]] = defaultdict(list)
     for index, stage in enumerate(stages):
@@ -344,7 +344,7 @@ def _made(
     made = {}
     for spec in manifest.program(program).outputs:
         if len(makers[spec.name]) != 1:
-            raise ArtifactError(
+            raise DirectoryError(
                 f"{manifest.directory}: output {spec.name!r} of {program}: expected one stage "
                 f"that computes it, got {makers[spec.name]}"
             )

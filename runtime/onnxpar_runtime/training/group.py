@@ -21,7 +21,7 @@ class TrainerGroup(Ranks[Trainer]):
     `members`, for what differs between ranks: `group.on_each(lambda trainer: trainer.state(name))`.
 
     Args:
-        directory: The artifact directory.
+        directory: The directory.
         device: As `Trainer`.
         ort_options: As `Trainer`.
         custom_ops: As `Trainer`.

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from math import inf, isfinite, sqrt
 
 from onnxpar_format.options import Settings
-from onnxpar_runtime.errors import ArtifactError, LaunchError
+from onnxpar_runtime.errors import DirectoryError, LaunchError
 
 _ADAM = Settings(betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
 DEFAULTS: Mapping[str, Settings] = {
@@ -80,16 +80,16 @@ def hyperparameters(
     """Returns an optimizer's hyperparameters from what the user set.
 
     Args:
-        kind: The artifact's optimizer.
+        kind: The directory's optimizer.
         given: What the user set.
         reads: Names of the scalars that the optimizer's program takes, if they are known.
 
     Raises:
-        ArtifactError: An unknown optimizer.
+        DirectoryError: An unknown optimizer.
         LaunchError: A setting that this optimizer does not have, or a value out of its range.
     """
     if kind not in DEFAULTS:
-        raise ArtifactError(f"unknown optimizer {kind!r}, expected one of {', '.join(DEFAULTS)}")
+        raise DirectoryError(f"unknown optimizer {kind!r}, expected one of {', '.join(DEFAULTS)}")
     defaults, chosen = DEFAULTS[kind], {}
     for field in fields(Settings):
         value, default = getattr(given, field.name), getattr(defaults, field.name)

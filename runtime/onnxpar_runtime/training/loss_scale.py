@@ -8,7 +8,7 @@ a scale rounds nothing.
 
 from dataclasses import dataclass
 
-from onnxpar_runtime.errors import ArtifactError, LaunchError, TrainingError
+from onnxpar_runtime.errors import DirectoryError, LaunchError, TrainingError
 
 DYNAMIC = "dynamic"
 INITIAL = 2.0**16
@@ -72,11 +72,11 @@ def loss_scale(text: str | None, compute: str | None) -> LossScale:
     Args:
         text: `dynamic`, a number > 0, or None for the default: dynamic for float16, 1 for bfloat16,
             whose range is that of float32.
-        compute: The 16-bit type that the artifact computes in, or None.
+        compute: The 16-bit type that the directory computes in, or None.
 
     Raises:
-        LaunchError: Something else; or a scale for an artifact that computes in float32.
-        ArtifactError: The type is unknown.
+        LaunchError: Something else; or a scale for a directory that computes in float32.
+        DirectoryError: The type is unknown.
     """
     if compute is None:
         if text is not None:
@@ -86,7 +86,7 @@ def loss_scale(text: str | None, compute: str | None) -> LossScale:
             )
         return LossScale()
     if compute not in _DEFAULTS:
-        raise ArtifactError(f"unknown compute type {compute!r}, expected {' or '.join(_DEFAULTS)}")
+        raise DirectoryError(f"unknown compute type {compute!r}, expected {' or '.join(_DEFAULTS)}")
     text = _DEFAULTS[compute] if text is None else text
     if text == DYNAMIC:
         return LossScale(INITIAL, dynamic=True)

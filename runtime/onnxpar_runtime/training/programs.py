@@ -2,7 +2,7 @@
 
 from functools import cached_property
 
-from onnxpar_runtime.errors import ArtifactError
+from onnxpar_runtime.errors import DirectoryError
 from onnxpar_runtime.executor import Executor, Loader
 from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.memory import weight_bytes
@@ -28,7 +28,7 @@ class Programs:
     """Executors by the program's name, each loaded at its first use.
 
     Args:
-        manifest: The manifest of an artifact for training.
+        manifest: The manifest of a directory for training.
         loader: Makes the sessions of the rank.
 
     Attributes:
@@ -36,7 +36,7 @@ class Programs:
         states: What the programs share.
 
     Raises:
-        ArtifactError: The artifact is not for training.
+        DirectoryError: The directory is not for training.
     """
 
     def __init__(self, manifest: Manifest, loader: Loader) -> None:
@@ -50,7 +50,7 @@ class Programs:
         """Returns a program of this rank, and loads it at the first call.
 
         Raises:
-            ArtifactError: There is no such program, or it cannot be loaded.
+            DirectoryError: There is no such program, or it cannot be loaded.
         """
         if name not in self._executors:
             self._executors[name] = Executor(self._manifest, name, self.loader, self.states)
@@ -65,13 +65,13 @@ class Programs:
         """For each gradient's name the state that takes the gradient of a further micro-batch.
 
         Raises:
-            ArtifactError: A gradient has none.
+            DirectoryError: A gradient has none.
         """
         micro = self.states.of_kind("micro_gradient")
         gradients = self.states.of_kind("gradient")
         absent = sorted(set(gradients) - set(micro))
         if absent:
-            raise ArtifactError(
+            raise DirectoryError(
                 f"{self._manifest.directory}: no micro_gradient state for the parameters {absent}"
             )
         return {name: micro[parameter] for parameter, name in gradients.items()}

@@ -144,7 +144,7 @@ class Runner(ABC):
 
 
 def runner(manifest: Manifest, rank: Rank, programs: Programs) -> Runner:
-    """Returns the runner of an artifact's programs.
+    """Returns the runner of a directory's programs.
 
     Args:
         manifest: The manifest.

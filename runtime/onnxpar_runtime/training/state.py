@@ -17,7 +17,7 @@ from onnxpar_format.dtypes import DTYPES
 from onnxpar_format.manifest import FROM_FILES, StateEntry
 from onnxpar_runtime.cuda import copy_in
 from onnxpar_runtime.devices import Device
-from onnxpar_runtime.errors import ArtifactError, InputError
+from onnxpar_runtime.errors import DirectoryError, InputError
 from onnxpar_runtime.executor import Loader
 from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.tensor_file import read_tensors
@@ -31,11 +31,11 @@ class States:
     """The states of one rank.
 
     Args:
-        manifest: The manifest of an artifact for training.
+        manifest: The manifest of a directory for training.
         loader: Has the rank and the device.
 
     Raises:
-        ArtifactError: The artifact is not for training.
+        DirectoryError: The directory is not for training.
     """
 
     def __init__(self, manifest: Manifest, loader: Loader) -> None:
@@ -72,7 +72,7 @@ class States:
 
         Raises:
             InputError: The rank's stage does not hold it.
-            ArtifactError: The weight file of a parameter cannot be read, or has another type or
+            DirectoryError: The weight file of a parameter cannot be read, or has another type or
                 shape.
         """
         if name not in self._values:
@@ -178,17 +178,17 @@ class States:
         file = next((s.file for s in shards if self._rank in s.ranks), None)
         where = f"{self._manifest.directory}: parameter {name!r}"
         if file is None:
-            raise ArtifactError(f"{where}: the shard of rank {self._rank} was not written")
+            raise DirectoryError(f"{where}: the shard of rank {self._rank} was not written")
         if file not in self._files:
             try:
                 self._files[file] = read_tensors(self._manifest.directory / file)
             except InputError as error:
-                raise ArtifactError(str(error)) from None
+                raise DirectoryError(str(error)) from None
         array = self._files[file].get(name)
         wanted = DTYPES[state.dtype].dtype
         if array is None or array.shape != shape or array.dtype != wanted:
             got = "nothing" if array is None else f"{array.dtype} {array.shape}"
-            raise ArtifactError(f"{where}: expected {wanted} {shape} in {file}, got {got}")
+            raise DirectoryError(f"{where}: expected {wanted} {shape} in {file}, got {got}")
         return array
 
     def partial_group(self, name: str) -> tuple[int, ...]:

@@ -69,9 +69,9 @@ class Trainer(Closing):
     """One rank of a directory that was made for training.
 
     Args:
-        directory: The artifact directory.
-        rank: The rank, of a world with as many ranks as the artifact has devices. Without one, the
-            artifact must be for one device.
+        directory: The directory.
+        rank: The rank, of a world with as many ranks as the directory has devices. Without one, the
+            directory must be for one device.
         device: `auto` (the device that `init` chose, else CUDA if it can be used), `cpu`, `cuda` or
             `cuda:NUMBER`.
         ort_options: Options of onnxruntime, see `onnxpar_runtime.options.session_options`.
@@ -81,7 +81,7 @@ class Trainer(Closing):
         manifest: The manifest, if it has already been read.
         measured: Whether to count the bytes that the rank holds, for `peak_bytes`; on the CPU only,
             and steps take longer.
-        loss_scale: `dynamic` or a number, if the artifact computes in 16 bits; see
+        loss_scale: `dynamic` or a number, if the directory computes in 16 bits; see
             `onnxpar_runtime.training.loss_scale`.
 
     Attributes:
@@ -95,9 +95,9 @@ class Trainer(Closing):
             by it; losses and norms that are returned are not.
 
     Raises:
-        ArtifactError: The directory is incomplete or not for training, or onnxruntime refuses a
+        DirectoryError: The directory is incomplete or not for training, or onnxruntime refuses a
             graph.
-        LaunchError: The world does not have as many ranks as the artifact has devices, or the
+        LaunchError: The world does not have as many ranks as the directory has devices, or the
             device or an option cannot be used.
     """
 
@@ -335,7 +335,7 @@ class Trainer(Closing):
         Every rank must call it.
 
         Raises:
-            LaunchError: The artifact has no stages.
+            LaunchError: The directory has no stages.
             RankError: A rank failed.
         """
         self._opened.runner.begin_trace()

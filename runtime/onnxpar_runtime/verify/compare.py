@@ -34,8 +34,8 @@ def verify(
     """Returns the comparison at each case; for training each is a `TrainingCase`.
 
     Args:
-        directory: The artifact directory.
-        model: The undivided ONNX model, or a directory of artifacts for one device; for training,
+        directory: The directory.
+        model: The undivided ONNX model, or a directory for one device; for training,
             such a directory.
         cases: Values of symbols; missing symbols get a default. Without cases there are three: an
             even one, an uneven one and the smallest, if the constraints allow them.
@@ -44,7 +44,7 @@ def verify(
         options: What to compare and how strictly.
 
     Raises:
-        OnnxparRuntimeError: Artifacts or model cannot be loaded, were changed or do not belong
+        OnnxparRuntimeError: Directory or model cannot be loaded, were changed or do not belong
             together; a case names an unknown symbol or violates a constraint; steps or a learning
             rate are given for a forward program; or a rank fails.
     """

@@ -10,7 +10,7 @@ import onnxruntime
 from numpy.typing import NDArray
 
 from onnxpar_format.manifest import FILE_NAME
-from onnxpar_runtime.errors import ArtifactError, InputError
+from onnxpar_runtime.errors import DirectoryError, InputError
 from onnxpar_runtime.group import ThreadsGroup
 from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.tensors import to_host, to_ort
@@ -48,7 +48,7 @@ class ModelReference:
     """An ONNX model in onnxruntime on the CPU."""
 
     def __init__(self, path: Path, custom_ops: Sequence[str | Path] = ()) -> None:
-        """Loads the model; raises ArtifactError if onnxruntime cannot."""
+        """Loads the model; raises DirectoryError if onnxruntime cannot."""
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 4
         for library in custom_ops:
@@ -59,7 +59,7 @@ class ModelReference:
             )
         except Exception as error:
             text = str(error).splitlines()[0]
-            raise ArtifactError(f"{path}: onnxruntime cannot load it: {text}") from None
+            raise DirectoryError(f"{path}: onnxruntime cannot load it: {text}") from None
         self._outputs = [o.name for o in self._session.get_outputs()]
         self._inputs = [i.name for i in self._session.get_inputs()]
 
@@ -87,29 +87,29 @@ class ModelReference:
         self._session = None
 
 
-def undivided_artifacts(directory: str | Path) -> Manifest:
-    """Returns the manifest of artifacts for one device.
+def undivided_directory(directory: str | Path) -> Manifest:
+    """Returns the manifest of a directory for one device.
 
     Raises:
-        ArtifactError: It cannot be read, or is for several devices.
+        DirectoryError: It cannot be read, or is for several devices.
     """
     manifest = Manifest.load(directory)
     if manifest.devices != 1:
-        raise ArtifactError(
+        raise DirectoryError(
             f"{directory}: expected a model, or a directory for 1 device, got {manifest.devices} "
             "devices"
         )
     return manifest
 
 
-class ArtifactReference:
-    """Artifacts for one device: the reference of a model that draws random numbers."""
+class DirectoryReference:
+    """A directory for one device: the reference of a model that draws random numbers."""
 
     def __init__(
         self, directory: Path, program: str, custom_ops: Sequence[str | Path] = ()
     ) -> None:
-        """Reads the manifest; raises ArtifactError unless it is for one device."""
-        undivided_artifacts(directory)
+        """Reads the manifest; raises DirectoryError unless it is for one device."""
+        undivided_directory(directory)
         self._start = partial(ThreadsGroup, directory, program=program, custom_ops=custom_ops)
         self._group: ThreadsGroup | None = None
 
@@ -138,19 +138,19 @@ def open_reference(
     """Returns the reference of a program.
 
     Args:
-        model: An ONNX model, or a directory of artifacts for one device.
+        model: An ONNX model, or a directory for one device.
         manifest: The manifest of the partitioned program.
         program: Name of the program.
         custom_ops: Further custom-op libraries.
 
     Raises:
         InputError: There is no such file, or the model has other inputs or draws random numbers.
-        ArtifactError: The model cannot be loaded, or the artifacts are for several devices.
+        DirectoryError: The model cannot be loaded, or the directory are for several devices.
     """
     if not model.exists():
         raise InputError(f"{model}: no such file")
     if (model / FILE_NAME).is_file():
-        return ArtifactReference(model, program, custom_ops)
+        return DirectoryReference(model, program, custom_ops)
     parts = [manifest.program(name) for name in manifest.parts(program)]
     if any(entry.counter is not None for part in parts for entry in part.system_inputs):
         # onnxruntime's generators have hidden state, so two runs of a model draw other numbers.

@@ -26,7 +26,7 @@ class RandomBatches(RandomFeeds):
     """Random batches: labels are existing classes, or probabilities; some are ignored.
 
     Args:
-        undivided: The artifacts for one device, which show which indices are out of range.
+        undivided: The directory for one device, which show which indices are out of range.
         cases: All values of the symbols at which batches are drawn.
         seed: Seed.
         custom_ops: Further custom-op libraries.

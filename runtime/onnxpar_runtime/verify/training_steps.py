@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from onnxpar_format.dtypes import DTYPES
 from onnxpar_format.manifest import TRANSIENT, StateEntry
 from onnxpar_format.options import Settings, VerifyOptions
-from onnxpar_runtime.errors import ArtifactError, TrainingError
+from onnxpar_runtime.errors import DirectoryError, TrainingError
 from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.options import parse_pairs
 from onnxpar_runtime.training import limits
@@ -46,7 +46,7 @@ from onnxpar_runtime.verify.findings import (
     difference_of,
 )
 from onnxpar_runtime.verify.random_feeds import Draws
-from onnxpar_runtime.verify.references import undivided_artifacts, undivided_fails
+from onnxpar_runtime.verify.references import undivided_directory, undivided_fails
 
 Array = NDArray[Any]
 _SHAKES = 8
@@ -63,8 +63,8 @@ _DECAY = 1e-2
 
 
 def undivided_training(manifest: Manifest, directory: str | Path) -> Manifest:
-    """Returns the manifest of the undivided training; raises ArtifactError if it differs."""
-    undivided = undivided_artifacts(directory)
+    """Returns the manifest of the undivided training; raises DirectoryError if it differs."""
+    undivided = undivided_directory(directory)
     mine, its = manifest.trained(), undivided.trained()
     expected = {
         "optimizer": mine.optimizer,
@@ -76,7 +76,7 @@ def undivided_training(manifest: Manifest, directory: str | Path) -> Manifest:
     if wrong:
         first = wrong[0]
         more = f" ({len(wrong) - 1} more differ)" if wrong[1:] else ""
-        raise ArtifactError(
+        raise DirectoryError(
             f"undivided model: {first}: expected {expected.get(first, 'none')}, "
             f"got {got.get(first, 'none')}{more}"
         )

@@ -1,4 +1,4 @@
-"""Small partitioned models, built by hand, for tests of emission and artifacts."""
+"""Small partitioned models, built by hand, for tests of emission and directories."""
 
 from collections.abc import Mapping, Sequence
 

@@ -15,7 +15,7 @@ import onnx_ir as ir
 import pytest
 from numpy.typing import NDArray
 
-from onnxpar.core.errors import ArtifactError
+from onnxpar.core.errors import DirectoryError
 from onnxpar.core.mesh import Mesh
 from onnxpar.emit import check_target, write
 from onnxpar.emit.atomic_directory import new_directory
@@ -55,10 +55,10 @@ def test_an_existing_directory_is_not_replaced_without_force(tmp_path: Path) -> 
     assert names(tmp_path) == set()
     write([two_layers(MESH)], out, model_name="net")
     before = tree(out)
-    with pytest.raises(ArtifactError, match="--force"):
+    with pytest.raises(DirectoryError, match="--force"):
         check_target(out, force=False)
     check_target(out, force=True)
-    with pytest.raises(ArtifactError, match="--force"):
+    with pytest.raises(DirectoryError, match="--force"):
         write([two_layers(MESH, seed=1)], out, model_name="net")
     assert tree(out) == before
     write([two_layers(MESH, seed=1)], out, model_name="net", force=True)
@@ -94,7 +94,7 @@ def test_force_replaces_nothing_that_is_not_ours(tmp_path: Path, content: dict[s
     for name, data in content.items():
         (out / name).parent.mkdir(parents=True, exist_ok=True)
         (out / name).write_bytes(data)
-    with pytest.raises(ArtifactError, match="--force only replaces a directory"):
+    with pytest.raises(DirectoryError, match="--force only replaces a directory"):
         write([two_layers(MESH)], out, model_name="net", force=True)
     assert tree(out) == content
     assert names(tmp_path) == {"out"}
@@ -103,20 +103,20 @@ def test_force_replaces_nothing_that_is_not_ours(tmp_path: Path, content: dict[s
 def test_a_file_or_a_missing_parent_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     for name in ("file", "missing/out", "file/out"):
-        with pytest.raises(ArtifactError):
+        with pytest.raises(DirectoryError):
             check_target(tmp_path / name, force=True)
-    with pytest.raises(ArtifactError, match="expected a directory to write to, got a file"):
+    with pytest.raises(DirectoryError, match="expected a directory to write to, got a file"):
         write([two_layers(MESH)], tmp_path / "file", model_name="net", force=True)
-    with pytest.raises(ArtifactError, match=r"parent directory .*missing does not exist"):
+    with pytest.raises(DirectoryError, match=r"parent directory .*missing does not exist"):
         write([two_layers(MESH)], tmp_path / "missing" / "out", model_name="net")
-    with pytest.raises(ArtifactError, match=r"parent directory .*file does not exist"):
+    with pytest.raises(DirectoryError, match=r"parent directory .*file does not exist"):
         write([two_layers(MESH)], tmp_path / "file" / "out", model_name="net")
     assert names(tmp_path) == {"file"}
 
 
 def test_a_disk_that_is_too_small_is_found_at_once(tmp_path: Path) -> None:
     with (
-        pytest.raises(ArtifactError, match=r"not enough space on its disk: expected \d+ bytes"),
+        pytest.raises(DirectoryError, match=r"not enough space on its disk: expected \d+ bytes"),
         new_directory(tmp_path / "out", force=False, need=1 << 60),
     ):
         pytest.fail("nothing may be written")
@@ -138,7 +138,7 @@ def test_an_exception_keeps_what_was_to_be_replaced(tmp_path: Path) -> None:
     out = tmp_path / "out"
     write([two_layers(MESH)], out, model_name="net")
     before = tree(out)
-    with pytest.raises(ArtifactError, match="JSON"):
+    with pytest.raises(DirectoryError, match="JSON"):
         write([two_layers(MESH)], out, model_name="n", force=True, report={"x": object()})
     assert tree(out) == before
     assert names(tmp_path) == {"out"}
@@ -150,7 +150,7 @@ def child(body: str, folder: Path, **options: object) -> "subprocess.Popen[str]"
         "from pathlib import Path\n"
         "from tests.onnxpar.emit.small_models import *\n"
         "from onnxpar.emit import write\n"
-        "from onnxpar.core.errors import ArtifactError\n"
+        "from onnxpar.core.errors import DirectoryError\n"
         f"folder = Path({str(folder)!r}); out = folder / 'out'; MESH = Mesh.of(dp=2, tp=4)\n{body}"
     )
     return subprocess.Popen(
@@ -167,7 +167,7 @@ def child(body: str, folder: Path, **options: object) -> "subprocess.Popen[str]"
 TRY = """
 try:
     write([two_layers(MESH)], out, model_name="net")
-except ArtifactError as error:
+except DirectoryError as error:
     print(error)
 """
 
@@ -319,7 +319,7 @@ def test_a_source_that_shrinks_meanwhile_is_an_error(tmp_path: Path) -> None:
     )
     first = parameter("first", _Shrinking(data), cut([(32, [0])]), MESH)
     second = parameter("w", tensor, cut([(1024, [0])]), MESH)
-    with pytest.raises(ArtifactError, match=r"'w': its data file .* became shorter"):
+    with pytest.raises(DirectoryError, match=r"'w': its data file .* became shorter"):
         write([exposing([first, second], MESH)], tmp_path / "out", model_name="m")
     assert names(tmp_path) == {"model.data"}
 

@@ -6,7 +6,7 @@ import onnx
 import onnx_ir as ir
 import pytest
 
-from onnxpar.core.errors import ArtifactError
+from onnxpar.core.errors import DirectoryError
 from onnxpar.core.mesh import Mesh
 from onnxpar.core.symbols import Symbol, SymbolTable
 from onnxpar.emit import write
@@ -158,7 +158,7 @@ def test_functions_that_are_called_come_along() -> None:
 
 
 def test_a_rank_outside_the_mesh_is_refused() -> None:
-    with pytest.raises(ArtifactError, match="from 0 to 7, got 8"):
+    with pytest.raises(DirectoryError, match="from 0 to 7, got 8"):
         emit_rank(two_layers(MESH), 8)
 
 

@@ -1,4 +1,4 @@
-"""Artifact directories: weight shards, manifest, streaming."""
+"""Directories: weight shards, manifest, streaming."""
 
 import errno
 import hashlib
@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from safetensors import safe_open
 
-from onnxpar.core.errors import ArtifactError
+from onnxpar.core.errors import DirectoryError
 from onnxpar.core.mesh import Mesh
 from onnxpar.core.sharding import Component, Sharding, split
 from onnxpar.core.symbols import SymbolTable
@@ -267,7 +267,7 @@ def test_packed_elements_are_not_split(tmp_path: Path) -> None:
     # Two elements to a byte, the first in the low half: 1, -2 | 3, 4 | -5, 6.
     assert data == bytes([0xE1, 0x43, 0x6B])
     split_q = parameter("q", tensor, cut([(2, [0])], [(3, [])]), MESH)
-    with pytest.raises(ArtifactError, match=r"'q'.*int4 are packed 2 to a byte"):
+    with pytest.raises(DirectoryError, match=r"'q'.*int4 are packed 2 to a byte"):
         layout([split_q], MESH)
 
 
@@ -424,7 +424,7 @@ def test_weights_that_are_not_there_are_named_before_anything_is_written(
     )
     p = parameter("w", tensor, cut([(6, [1])], [(4, [])]), MESH)
     before = set(tmp_path.iterdir())
-    with pytest.raises(ArtifactError, match=message):
+    with pytest.raises(DirectoryError, match=message):
         write([exposing([p], MESH)], tmp_path / "out", model_name="m")
     assert set(tmp_path.iterdir()) == before
 
@@ -438,7 +438,7 @@ def test_weights_outside_the_models_folder_are_refused(tmp_path: Path, location:
         location, 0, 96, ir.DataType.FLOAT, shape=ir.Shape([24]), name="w", base_dir=folder
     )
     p = parameter("w", tensor, Sharding.replicated((24,)), MESH)
-    with pytest.raises(ArtifactError, match="'w': expected its data file in the model's folder"):
+    with pytest.raises(DirectoryError, match="'w': expected its data file in the model's folder"):
         write([exposing([p], MESH)], tmp_path / "out", model_name="m")
 
 
@@ -455,7 +455,7 @@ def test_programs_share_weights_and_must_agree_on_them(tmp_path: Path) -> None:
     assert sum(name.startswith("weights") for name in names) == 2
     third = exposing([other], MESH)
     object.__setattr__(third, "program", "eval_model")
-    with pytest.raises(ArtifactError, match="'w' is sharded in two ways"):
+    with pytest.raises(DirectoryError, match="'w' is sharded in two ways"):
         write([first, third], tmp_path / "out2", model_name="m")
 
 
@@ -478,6 +478,6 @@ def test_input_without_a_type_is_refused(tmp_path: Path) -> None:
     y = builder.op("Relu", x.local, shape=[8])
     y.type = None
     pm = assemble(builder, [x], {"y": (y, cut([(8, [])]))}, [])
-    with pytest.raises(ArtifactError, match="'y': the element type"):
+    with pytest.raises(DirectoryError, match="'y': the element type"):
         write([pm], tmp_path / "out", model_name="m")
     assert not list(tmp_path.iterdir())

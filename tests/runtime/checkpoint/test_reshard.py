@@ -47,7 +47,7 @@ if not os.environ.get("ONNXPAR_FULL"):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the artifacts of several meshes, a checkpoint of dp2·tp2 and its weights."""
+    """A folder with the directories of several meshes, a checkpoint of dp2·tp2 and its weights."""
     folder = tmp_path_factory.mktemp("reshard")
     model = transformer.build(**GPT, fused_qkv=True, tied_head=True)
     first = cut(folder / "dp2tp2", model, "dp=2,tp=2", optimizer="adamw")

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from onnxpar_format.options import Settings, parse_betas
-from onnxpar_runtime.errors import ArtifactError, LaunchError
+from onnxpar_runtime.errors import DirectoryError, LaunchError
 from onnxpar_runtime.training.hyper import hyperparameters
 
 
@@ -77,7 +77,7 @@ def test_what_the_program_does_not_read_is_refused() -> None:
 
 
 def test_unknown_optimizer() -> None:
-    with pytest.raises(ArtifactError, match="unknown optimizer 'adagrad', expected one of sgd"):
+    with pytest.raises(DirectoryError, match="unknown optimizer 'adagrad', expected one of sgd"):
         hyperparameters("adagrad", Settings())
 
 

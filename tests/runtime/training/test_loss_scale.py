@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from onnxpar_runtime.errors import ArtifactError, LaunchError, TrainingError
+from onnxpar_runtime.errors import DirectoryError, LaunchError, TrainingError
 from onnxpar_runtime.training.loss_scale import INTERVAL, LARGEST, LossScale, loss_scale
 
 
@@ -50,5 +50,5 @@ def test_options() -> None:
             loss_scale(text, "float16")
     with pytest.raises(LaunchError, match="--loss-scale dynamic: the programs compute"):
         loss_scale("dynamic", None)
-    with pytest.raises(ArtifactError, match="'float8'"):
+    with pytest.raises(DirectoryError, match="'float8'"):
         loss_scale(None, "float8")

@@ -11,7 +11,7 @@ import pytest
 
 from onnxpar_runtime.checkpoint.layout import written
 from onnxpar_runtime.errors import (
-    ArtifactError,
+    DirectoryError,
     InputError,
     LaunchError,
     OnnxparRuntimeError,
@@ -275,7 +275,7 @@ def test_a_manifest_that_is_wrong(
     tmp_path: Path, edit: Callable[[dict[str, Any]], object], message: str
 ) -> None:
     directory = change(staged(tmp_path / "a", Shape(size=2)), edit)
-    with pytest.raises(ArtifactError, match=message):
+    with pytest.raises(DirectoryError, match=message):
         TrainerGroup(directory)
 
 
@@ -288,7 +288,7 @@ def _hand_back(raw: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("edit", "error", "message"),
     [
-        (_hand_back, ArtifactError, "forward_model.0: takes 'dh0' from 'backward_model.1'"),
+        (_hand_back, DirectoryError, "forward_model.0: takes 'dh0' from 'backward_model.1'"),
         (
             lambda m: _of(m, "backward_model.0", "files").__setitem__(0, None),
             RankError,
@@ -296,7 +296,7 @@ def _hand_back(raw: dict[str, Any]) -> None:
         ),
         (
             lambda m: _of(m, "forward_model.1", "outputs").clear(),
-            ArtifactError,
+            DirectoryError,
             "output 'onnxpar.loss' of training_model: expected one stage that computes it, got ",
         ),
     ],
@@ -314,7 +314,7 @@ def test_parts_that_do_not_fit_together(
     ("schedule", "error", "message"),
     [
         ("2f2b", ScheduleError, "expected a schedule of gpipe, 1f1b"),
-        ("zb-h1", ArtifactError, "the backward pass of a stage is one program"),
+        ("zb-h1", DirectoryError, "the backward pass of a stage is one program"),
     ],
 )
 def test_a_schedule_that_cannot_be_played(

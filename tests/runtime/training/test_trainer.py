@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from onnxpar_format.dtypes import DTYPES
 from onnxpar_runtime import Trainer, TrainerGroup
 from onnxpar_runtime.errors import (
-    ArtifactError,
+    DirectoryError,
     InputError,
     LaunchError,
     OnnxparRuntimeError,
@@ -497,7 +497,7 @@ def test_a_parameter_split_unevenly(tmp_path: Path, dtype: str) -> None:
         ),
     ],
 )
-def test_damaged_artifacts(
+def test_damaged_directories(
     tmp_path: Path, damage: Callable[[dict[str, Any]], object], message: str
 ) -> None:
     directory = regression(tmp_path / "a")
@@ -505,12 +505,15 @@ def test_damaged_artifacts(
     raw = json.loads(path.read_text())
     damage(raw)
     path.write_text(json.dumps(raw))
-    with pytest.raises((ArtifactError, RankError), match=message), TrainerGroup(directory) as group:
+    with (
+        pytest.raises((DirectoryError, RankError), match=message),
+        TrainerGroup(directory) as group,
+    ):
         group.train_step([batch_of(4), batch_of(4)], scalars(1))
 
 
-def test_an_artifact_for_inference(tmp_path: Path) -> None:
-    with pytest.raises(ArtifactError, match=r"not made for training; it has .*\['model'\]"):
+def test_a_directory_for_inference(tmp_path: Path) -> None:
+    with pytest.raises(DirectoryError, match=r"not made for training; it has .*\['model'\]"):
         TrainerGroup(hand_made.data_parallel(tmp_path / "a"))
 
 
