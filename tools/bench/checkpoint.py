@@ -42,7 +42,7 @@ SEED = 0
 Json = dict[str, Any]
 
 
-def directories(
+def manifest_of(
     folder: Path, axes: Sequence[tuple[str, int]], shapes: dict[str, list[int]]
 ) -> Path:
     """Writes a manifest with states alone: columns by tp, one moment's rows by dp too."""
