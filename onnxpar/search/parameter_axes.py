@@ -82,8 +82,12 @@ class _ParameterAxes:
             return self.seeds
         large = large_sizes(self.workload.program)
         before = self._costs(self.propagated, large)
-        seeds = self._search(large)
-        plan = self.workload.plan(seeds)
+        try:
+            seeds = self._search(large)
+            plan = self.workload.plan(seeds)
+        except ShardingError:
+            # The search found nothing, or nothing that can be carried out.
+            return self.seeds
         if self._memory(plan.parameters) > self._memory(self.propagated.parameters):
             return self.seeds
         after = self._costs(plan, large)
