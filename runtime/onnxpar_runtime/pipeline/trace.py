@@ -52,6 +52,8 @@ class Trace:
 
     Attributes:
         steps: The steps recorded so far.
+        origin: This rank's origin, as `time.monotonic` counts; ranks leave the wait in which they
+            agree on it some microseconds apart.
     """
 
     def __init__(self, rank: Rank) -> None:
@@ -59,7 +61,7 @@ class Trace:
         self.steps: Steps = []
         self._rank = rank
         rank.all_reduce(np.zeros(1))
-        self._origin = time.monotonic()
+        self.origin = time.monotonic()
 
     def begin(self) -> None:
         """Begins a step."""
@@ -71,7 +73,7 @@ class Trace:
         start = time.monotonic()
         yield
         end = time.monotonic()
-        self.steps[-1].append(Span(action, start - self._origin, end - self._origin))
+        self.steps[-1].append(Span(action, start - self.origin, end - self.origin))
 
     def gather(self) -> list[Steps] | None:
         """Returns the traces of all ranks on rank 0, None elsewhere. Every rank must call it.
