@@ -45,7 +45,7 @@ def command(
 ) -> None:
     """Compare the ranks with the undivided model.
 
-    All ranks run in this process. The exit code is 1 if they differ.
+    All ranks run in this process. The exit code is 1 if the results differ.
     """
     # It loads onnxruntime, which the other commands do without.
     from onnxpar.api import runtime

@@ -127,8 +127,8 @@ class Mesh:
             if large % small:
                 raise MeshError(
                     f"device matrices {bounds[small]} and {bounds[large]} cannot be combined on "
-                    f"{devices} devices in one device order: one splits the devices after {small}, "
-                    f"the other after {large}, and {small} does not divide {large}"
+                    f"{devices} devices in one device order: one splits the devices into {small} "
+                    f"blocks, the other into {large}, and {small} does not divide {large}"
                 )
         atoms = tuple(p for small, large in pairwise(chain) for p in prime_factors(large // small))
         return Mesh(tuple((axes or {}).items()), atoms)

@@ -43,7 +43,7 @@ from onnxpar.parameters.torch_metadata import PARAMETER, Signature, arguments_of
 from onnxpar.parameters.tying import put, tie
 from onnxpar.parameters.use_attribution import CONSTANT, UNKNOWN, Attribution, Initializer, Key
 
-_ASK = "when it was exported; optimize=False avoids that"
+_ASK = "when the model was exported; optimize=False avoids that"
 
 
 def restore(model: ir.Model, signature: Signature, registry: Registry) -> tuple[str, ...]:
@@ -210,7 +210,7 @@ class _Restorer(Attribution):
                 )
             elif not base.folded or overlap(base.functions) or overlap(tensor.functions):
                 names = tuple(p.target for p in tensor.own)
-                why = f"{base.value.name!r} holds {', '.join(names)} as well"
+                why = f"it and {base.value.name!r} both hold {', '.join(names)}"
                 doubtful[id(tensor.value)] = Origin(
                     Role.DOUBTFUL, f"{why}: they were separated {_ASK}", names=names
                 )

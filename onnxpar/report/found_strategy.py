@@ -203,7 +203,7 @@ def _proof(chosen: Candidate) -> str:
     axes = " x ".join(f"{n}={s}" for n, s in chosen.axes)
     if chosen.limit < UNLIMITED:
         # The search counts memory without lifetimes, so its limit is not the device's.
-        axes += f" with at most {bytes_text(chosen.limit)} by the search's own count"
+        axes += f" with at most {bytes_text(chosen.limit)} by the search's own estimate of memory"
     gap = f"{100 * chosen.gap:.2f} %"
     if chosen.gap > GAP:
         return f"; the search on the mesh {axes} stopped early: another plan may be {gap} better"

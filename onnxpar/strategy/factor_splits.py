@@ -321,8 +321,8 @@ def _merged_counts(
         if name in counts:
             if left % counts[name]:
                 raise site.fail(
-                    f"{tensor}: expected a multiple of {counts[name]} shards, as another "
-                    f"operand has, got {count}"
+                    f"{tensor}: expected a multiple of the {counts[name]} shards that "
+                    f"another operand has, got {count}"
                 )
             left //= counts[name]
             continue
@@ -344,8 +344,8 @@ def _merged_counts(
 def _not_contiguous(site: Site, tensor: str, count: int, sizes: Sequence[Dim]) -> StrategyError:
     shape = " x ".join(map(dim_str, sizes))
     return site.fail(
-        f"{tensor}: expected a number of shards that splits the merged dims {shape} one after "
-        f"another, got {count}"
+        f"{tensor}: expected a number of shards that splits the merged dims {shape} in order, each "
+        f"completely before the next, got {count}"
     )
 
 
@@ -372,7 +372,7 @@ def _merged_units(
             if tuple(left[: len(known.units)]) != known.units:
                 raise site.fail(
                     f"{tensor}: expected it to begin with {_split_text(known)}, as another "
-                    f"operand has, got {_split_text(split)}"
+                    f"operand does, got {_split_text(split)}"
                 )
             found_here = known
         elif position == len(names) - 1 or not isinstance(size, int):
@@ -413,8 +413,8 @@ def _merged_parts(
         if not table.equal(rest, 1):
             merged = " x ".join(dim_str(sizes[n]) for n in names)
             raise site.fail(
-                f"{tensor}: expected components that make up the merged dims {merged} one "
-                f"after another, got {_split_text(split)}"
+                f"{tensor}: expected components whose products are the merged dims {merged}, "
+                f"in order, got {_split_text(split)}"
             )
         units = tuple(unit for _, part in mine for unit in part)
         given = FactorSplit(units, tuple(mine) if len(mine) > 1 else ())

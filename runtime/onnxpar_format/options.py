@@ -209,9 +209,9 @@ class EvaluationRun:
     batch_size: Annotated[
         int | None, Option("Samples in a batch. Default: up to 256, if the symbols allow it.", "B")
     ] = None
-    metric: Annotated[str | None, Option("accuracy: fail if the loss has no classes.", "NAME")] = (
-        None
-    )
+    metric: Annotated[
+        str | None, Option("accuracy. With it, a loss without classes is an error.", "NAME")
+    ] = None
     as_json: Annotated[bool, Option("Print JSON.", flags=("--json",))] = False
 
 

@@ -124,6 +124,6 @@ def check_size(
     if transport == "threads":
         raise LaunchError(
             f"--transport threads: expected one rank, but {manifest.directory} was made for "
-            f"{manifest.devices}; leave it out"
+            f"{manifest.devices}; leave out --transport"
         )
     raise LaunchError(wrong_size(manifest, size))

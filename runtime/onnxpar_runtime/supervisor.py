@@ -130,7 +130,7 @@ def _attempts(job: Job) -> Iterator[tuple[Path, int]]:
         if not place and job.ranks not in (None, manifest.devices):
             raise LaunchError(
                 f"-n {job.ranks}: {directory} was made for "
-                f"{ranks_in_words(manifest.devices)}; leave it out"
+                f"{ranks_in_words(manifest.devices)}; leave out -n"
             )
         for _ in range(1 + job.retries):
             yield directory, manifest.devices

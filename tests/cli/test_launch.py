@@ -114,5 +114,5 @@ def test_attempts_go_from_directory_to_directory(
 
 
 def test_a_job_of_another_directory_is_refused(cuts: Path) -> None:
-    with pytest.raises(OnnxparRuntimeError, match="leave it out"):
+    with pytest.raises(OnnxparRuntimeError, match="leave out -n"):
         supervise(Job(["python"], ["train", str(cuts / "cut2")], ranks=3))

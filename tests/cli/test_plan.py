@@ -89,10 +89,10 @@ def test_what_is_proved_is_said_of_plans_within_the_limit(
     command = ["plan", str(path), "--strategy", str(fixed), "--symbol", "batch=8", *exact]
     assert main(command) == 0
     free = capsys.readouterr().out
-    assert "it is proved" in free and "by the search's own count" not in free
+    assert "it is proved" in free and "by the search's own estimate" not in free
     assert main([*command, "--memory", "3MiB"]) == 0
     limited = capsys.readouterr().out
-    assert "with at most" in limited and "by the search's own count" in limited
+    assert "with at most" in limited and "by the search's own estimate" in limited
     assert main([*command, "--memory", "3MiB", "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert all(mesh["limit"] <= 3 << 20 for mesh in data["meshes"])

@@ -120,7 +120,8 @@ def multi_head_rule(view: NodeView) -> OpRule:
         operands.add(f"b 1 (h {size})" if flat else f"b h 1 {size}")
     if view.has(3) and heads.size != heads.value_size:
         raise view.fail(
-            f"a bias of heads of {heads.size} and {heads.value_size} elements cannot be sharded"
+            "with a bias, sharding needs keys and values with heads of one size, got "
+            f"{heads.size} and {heads.value_size} elements"
         )
     operands.add("(c h d)")
     mask, replicated = None, "c d"

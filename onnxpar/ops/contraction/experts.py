@@ -83,12 +83,13 @@ def quantised_experts_rule(view: NodeView) -> OpRule:
     kernel = view.attr("weights_prepacked", 0) not in (0, -1)
     if further or two or kernel or view.attr("quant_type", "int") not in ("int", b"int"):
         raise view.fail(
-            "sharding needs integer weights of one width without zero points, and not prepacked"
+            "sharding needs integer weights that all have the same number of bits, have no zero "
+            "points and are not prepacked"
         )
     per_byte = 8 // bits
     stored = view.shape(5)[2]
     if not isinstance(stored, int) or (block and stored * per_byte % block):
-        raise view.fail(f"expected whole blocks, got {stored} bytes")
+        raise view.fail(f"expected whole blocks in each row of operand 5, got {stored} bytes")
     unit = block or per_byte
     inner = stored * per_byte
     columns = "(k p)" if unit > 1 else "k"

@@ -237,7 +237,7 @@ class BodyAnalysis:
                 break
         for value in self.wiring.control:
             if partial := self.partial.get(value.name or ""):
-                return self._refuse(partial, "it determines what runs")
+                return self._refuse(partial, "a reduction over it determines what runs")
         self._check_results()
         return len(self.parts.fixed) == before
 

@@ -131,8 +131,7 @@ def resize_rule(view: NodeView) -> OpRule:
     by_sizes = _scales(view) is None
     if by_sizes and _keeps_ratio(view) and set(_places(view)) != set(axes):
         raise view.fail(
-            "a kept aspect ratio can only be sharded if the attribute axes names just the "
-            "resized dims"
+            "with 'keep_aspect_ratio_policy', sharding needs 'axes' that name only the resized dims"
         )
     right, scaled, replicated = list(names), [], []
     for axis, how in axes.items():

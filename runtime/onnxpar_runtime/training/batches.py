@@ -67,7 +67,7 @@ class BatchDim:
     def limits(self, samples: int, parts: int) -> str:
         """The constraint for people; if `parts` is too large, also the possible number."""
         most = samples // self.least if self.least else 0
-        more = f", so at most {most} are possible" if 0 < most < parts else ""
+        more = f", so at most {_micro_batches(most)} can be formed" if 0 < most < parts else ""
         return self.constraint + more
 
     def admits(self, samples: int) -> bool:
@@ -190,7 +190,11 @@ def plan_evaluation(count: int, batch: int | None, dim: BatchDim) -> EpochPlan:
 
 
 def _in_parts(count: int) -> str:
-    return f" in {count} micro-batches" if count > 1 else ""
+    return f" in {_micro_batches(count)}" if count > 1 else ""
+
+
+def _micro_batches(count: int) -> str:
+    return f"{count} micro-batch{'' if count == 1 else 'es'}"
 
 
 def _samples(count: int) -> str:

@@ -92,11 +92,16 @@ def _of_data_ranks(inputs: Inputs, loss: Loss, parts: tuple[Arrays, ...]) -> Pre
     rows = [s for s in specs if s.dims and s.dims[0][0][1] == data and data]
     ways = [manifest.atoms[a] for a in data]
     places: list[tuple[int, ...]] = list(np.ndindex(*ways))
-    if len(parts) != len(places) or any(len(s.dims[0]) > 1 for s in rows):
+    if len(parts) != len(places):
         raise InputError(
-            f"expected a batch of {len(places)} parts, one for each data rank, whose inputs are "
-            f"sharded in dim 0 as samples, got {len(parts)} parts"
+            f"expected a batch of {len(places)} parts, one for each data rank, got {len(parts)}"
         )
+    for spec in rows:
+        if len(spec.dims[0]) > 1:
+            raise InputError(
+                f"input {spec.name!r}: expected one sample in each row of dim 0, got a dim merged "
+                f"from {len(spec.dims[0])} sizes"
+            )
     arrays = [convert(specs, part) for part in parts]
     total = {s.name: sum(a[s.name].shape[0] for a in arrays) for s in rows}
     for spec in rows:

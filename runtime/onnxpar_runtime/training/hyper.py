@@ -107,8 +107,8 @@ def hyperparameters(
         _check(option, field.name, value)
         if reads is not None and value and not set(_SCALARS[field.name]) & set(reads):
             raise LaunchError(
-                f"{option} {value}: the directory's optimizer {kind} does not use it (shard the "
-                "model again, see `onnxpar shard --help`)"
+                f"{option} {value}: the directory's optimizer {kind} has no parameter to which it "
+                "applies; shard the model again with other options, such as --decay"
             )
         chosen[field.name] = value
     return Hyperparameters(kind, Settings(**chosen))
