@@ -82,6 +82,8 @@ def settled(strategy: Strategy, workload: Workload, symbols: Mapping[str, Symbol
     if strategy.rest != SEARCH:
         # The sizes are also used to choose stage boundaries.
         _check_sizes(strategy, workload)
+        if not strategy.parameter_axes:
+            return strategy
         seeds = resolve(strategy, workload.program)
         decided = decide_parameter_axes(seeds, workload)
         if decided is seeds:

@@ -54,7 +54,7 @@ def options(
     cost: CostModel,
     before: Option | None = None,
     *,
-    fixed: Collection[str] | None = None,
+    batch: Collection[str] | None = None,
 ) -> tuple[Option, ...]:
     """Returns every way to shard the parts of a node's factors over mesh axes.
 
@@ -66,8 +66,8 @@ def options(
         axes: The runs of atoms that are decided together.
         cost: The cost model, with the mesh and the sizes.
         before: The decision for earlier axes, which is kept.
-        fixed: If given, only parts with a fixed size are sharded over the other axes, and of the
-            factors named here no first part.
+        batch: The factors whose first part is the batch. If given, the other axes shard neither
+            these parts nor any part with a symbolic size.
     """
     parts = {} if item.fixed else factor_parts(item)
     places: list[Place | None] = [None]
@@ -76,7 +76,7 @@ def options(
         for f, ps in parts.items()
         for i, p in enumerate(ps)
         if p.splittable
-        and (fixed is None or (isinstance(p.size, int) and not (i == 0 and f in fixed)))
+        and (batch is None or (isinstance(p.size, int) and not (i == 0 and f in batch)))
     ]
     if not item.fixed:
         # With a single linear operand, reducing the sum before the node costs no more.

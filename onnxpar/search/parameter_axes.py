@@ -111,7 +111,7 @@ class _ParameterAxes:
         cost = CostModel(_BYTES, plan.mesh, program.env.table)
         made = {**plan.inputs, **plan.parameters}
         stored, reduced, matrices, special = set(program.graph.initializers), set[str](), 0, 0
-        activations = set[str]()
+        products = set[str]()  # of two activations
         for node in program.graph:
             name = node.name or ""
             if program.rules.views[name].is_backward:
@@ -124,7 +124,7 @@ class _ParameterAxes:
             if read and stored.issuperset(read):
                 stored.update(v.name or "" for v in node.outputs)
             elif stored.isdisjoint(read) and "sum" in map(rule.kinds.get, found.factors):
-                activations.update(v.name or "" for v in node.outputs)
+                products.update(v.name or "" for v in node.outputs)
             special += any(rule.kinds[factor] == SPECIAL for factor in found.factors)
             for value, operand, want in operands:
                 have = made.get(value.name or "") if value is not None else None
@@ -138,7 +138,7 @@ class _ParameterAxes:
                 matrices += len(operand.dims) > 1 and value.name in stored and "sum" in kinds
             for value, sharding in zip(node.outputs, found.outputs, strict=True):
                 made[value.name or ""] = plan.resharded.get(value.name or "", sharding)
-        return special <= 1 and reduced.isdisjoint(activations) and 2 * len(reduced) <= matrices
+        return special <= 1 and reduced.isdisjoint(products) and 2 * len(reduced) <= matrices
 
     def _costs(self, plan: Plan, large: Mapping[str, int]) -> list[float]:
         """Seconds of communication with and without latency, at typical and at large sizes."""
@@ -230,17 +230,15 @@ class _ParameterAxes:
         """How propagation shards a node over the axes that are no parameter axes."""
         plan = self.propagated.nodes[item.name]
         parts = {} if item.fixed else factor_parts(item)
-        places: list[Place | None] = []
-        for (atom,) in axes:
-            place = None
-            for name, components in plan.factors.items():
-                for index, component in enumerate(components):
-                    if atom in component.atoms and name in parts:
-                        # A dim that propagation takes as one has its major part sharded.
-                        alike = len(components) == len(parts[name])
-                        place = (name, index if alike else 0)
-            places.append(place)
-        return Option(plan, tuple(places))
+        # If propagation does not separate the parts of a dim, it shards the first one.
+        places: dict[int, Place] = {
+            atom: (name, index if len(components) == len(parts[name]) else 0)
+            for name, components in plan.factors.items()
+            if name in parts
+            for index, component in enumerate(components)
+            for atom in component.atoms
+        }
+        return Option(plan, tuple(places.get(atom) for (atom,) in axes))
 
     def _options(
         self,
@@ -252,5 +250,5 @@ class _ParameterAxes:
     ) -> tuple[Option, ...]:
         seed = self.seeds.nodes.get(item.name)
         if seed is None:
-            return options(item, axes, cost, before, fixed=batch)
+            return options(item, axes, cost, before, batch=batch)
         return given_option(item, seed, axes, cost)
