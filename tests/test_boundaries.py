@@ -91,9 +91,9 @@ def test_every_folder_is_a_room_and_no_file_is_outside_of_one() -> None:
 @pytest.mark.parametrize("room", house.ROOMS)
 def test_a_room_says_what_it_takes_what_it_gives_and_where_to_begin(room: str) -> None:
     text = (ROOT / "onnxpar" / room / "__init__.py").read_text(encoding="utf-8")
-    told = ast.get_docstring(ast.parse(text)) or ""
-    assert "\nTakes " in told and "gives " in told and "Begin with " in told
-    named = re.findall(r"`(\w+)`", told[told.index("Begin with ") :])
+    docstring = ast.get_docstring(ast.parse(text)) or ""
+    assert "\nTakes " in docstring and "gives " in docstring and "Begin with " in docstring
+    named = re.findall(r"`(\w+)`", docstring[docstring.index("Begin with ") :])
     files = {path.stem for path in (ROOT / "onnxpar" / room).iterdir()}
     known = {*files, *house.ROOMS, *PUBLIC}
     assert named and known.issuperset(n for n in named if n.islower())

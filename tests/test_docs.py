@@ -102,8 +102,8 @@ def test_the_manifest_has_the_keys_that_the_page_lists(tmp_path: Path) -> None:
     assert first_column(keys) == {key for p in programs for key in p}
     assert kinds <= {row.split()[0] for row in first_column(listed)} and "loss_weight" in kinds
     assert first_column(training) == set(manifest["training"]) == set(staged["training"])
-    told = set(re.findall(r"`(\w+)`", training.split("Kinds of states")[1]))
-    assert {s["kind"] for s in manifest["training"]["states"]} <= told
+    named = set(re.findall(r"`(\w+)`", training.split("Kinds of states")[1]))
+    assert {s["kind"] for s in manifest["training"]["states"]} <= named
     assert first_column(pipeline) == set(staged["pipeline"])
 
 
@@ -209,12 +209,12 @@ def test_the_export_shown_keeps_every_parameter(
     capfd.readouterr()
     arguments = ["--train", "--loss", "softmax_cross_entropy", "--optimizer", "sgd"]
     assert main(["shard", "work/net.onnx", "--strategy", "dp=2", "-o", "out", *arguments]) == 0
-    told = capfd.readouterr().out
+    printed = capfd.readouterr().out
     # Three layers and two norms: 784*128 + 128*128 + 128*10 weights, 128 + 128 + 10 biases, 4*128.
     # The other tensor is the rate of the Dropout.
-    assert "trained       118,794 of 118,795 parameters, in 10 of 11 tensors" in told
-    assert "Dropout nodes" not in told  # exported in training mode
-    assert len(re.findall("^notice .* was shared by several", told, re.MULTILINE)) == 2
+    assert "trained       118,794 of 118,795 parameters, in 10 of 11 tensors" in printed
+    assert "Dropout nodes" not in printed  # exported in training mode
+    assert len(re.findall("^notice .* was shared by several", printed, re.MULTILINE)) == 2
 
 
 def python(kind: str, page: str) -> list[str]:

@@ -33,14 +33,14 @@ def test_the_function_shown_runs_on_threads_and_under_mpirun(
     text = shown("shard", "docs/reference/python.md")
     program = tmp_path / "dense.py"
     program.write_text(text, encoding="utf-8")
-    told = "(32, 10) True 1\n(16, 10) True 1\n"
-    assert ran(program) == told
+    expected = "(32, 10) True 1\n(16, 10) True 1\n"
+    assert ran(program) == expected
     # Two processes stand for eight here.
     (tmp_path / "two.py").write_text(text.replace("(4, 2)", "(1, 2)"), encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     done = mpirun(2, ["two.py"])
     assert done.code == 0, done.err
-    assert sorted(done.out.split("\n")) == sorted(2 * told.split("\n"))[1:]
+    assert sorted(done.out.split("\n")) == sorted(2 * expected.split("\n"))[1:]
 
 
 def test_the_blocks_shown_can_be_sharded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,10 +55,10 @@ from tests.random_networks import CLASSES, EXAMPLE, Network, network
 EXPORTERS = ("ours", "folded", "plain")
 """`models/export_torch.py`; PyTorch's with `optimize=True`, its default, and without."""
 STRATEGIES = ("dp=1", "dp=2", "tp=2", "dp=2,tp=2")
-EQUAL, REFUSED, TOLD, DIFFERENT, CRASHED, INEXACT = (
-    "equal", "refused", "told", "different", "crashed", "exported otherwise",
+EQUAL, REFUSED, NOTICED, DIFFERENT, CRASHED, INEXACT = (
+    "equal", "refused", "noticed", "different", "crashed", "exported otherwise",
 )  # fmt: skip
-"""Told: not equal, and a notice of `shard_model` names parameters that the file lacks. The last:
+"""Noticed: not equal, and a notice of `shard_model` names parameters that the file lacks. The last:
 onnxruntime computes something else of the exported file than PyTorch of the module."""
 
 RATE, DECAY = 1e-2, 0.1
@@ -186,10 +186,10 @@ def _compared(case: Case, folder: Path) -> tuple[str, str]:
                 )
     if not problems:
         return EQUAL, ""
-    return TOLD if _is_told(net.module, ours.notices) else DIFFERENT, "; ".join(problems)
+    return NOTICED if _is_noticed(net.module, ours.notices) else DIFFERENT, "; ".join(problems)
 
 
-def _is_told(module: nn.Module, notices: Sequence[str]) -> bool:
+def _is_noticed(module: nn.Module, notices: Sequence[str]) -> bool:
     """Whether a notice names a trained parameter, and no other name of one, as what is missing."""
     lacking = [notice.split(" of the PyTorch")[0] for notice in notices if "file lacks" in notice]
     trained = [name for name, p in module.named_parameters() if p.requires_grad]

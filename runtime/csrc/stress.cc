@@ -263,7 +263,7 @@ struct Named : Call {
   const std::string name;
 };
 
-// In shared memory: one rank calls something else, every rank is told, and all go on.
+// In shared memory: one rank calls something else, every rank gets the error, and all go on.
 void disagreements(int size, int rounds) {
   const size_t memory = SharedGroup::bytes(size) / sizeof(Node::Line);
   std::vector<Node::Line> lines(memory);
@@ -276,14 +276,14 @@ void disagreements(int size, int rounds) {
         const std::string own = rank == odd ? "odd" : "even";
         const std::vector<float> x(100, 1.0f);
         std::vector<float> y(100);
-        std::string told;
+        std::string caught;
         try {
           group.broadcast(Named(own), x.data(), y.data(), 400, 0);
         } catch (const Conflict& e) {
-          told = e.what();
+          caught = e.what();
           expect((e.member == odd) != (rank == odd), "the other rank of a conflict");
         }
-        expect(told == (rank == odd ? "Named with even" : "Named with odd"), "the text of a conflict");
+        expect(caught == (rank == odd ? "Named with even" : "Named with odd"), "the text of a conflict");
         group.all_reduce(Named("sum"), x.data(), y.data(), 100, DType::kFloat32, Reduction::kSum);
         for (float value : y) expect(value == static_cast<float>(size), "after a conflict");
       }

@@ -60,8 +60,8 @@ def test_two_strategies_of_the_user(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert report["totals"]["conflict_bytes"] == "54*batch"
     assert "conflicts     2 reshards between neighbours, 54*batch bytes\n" in printed
     lines = printed.splitlines()
-    told = lines[lines.index("conflicts     2 reshards between neighbours, 54*batch bytes") + 2]
-    assert told.strip() == (
+    conflict = lines[lines.index("conflicts     2 reshards between neighbours, 54*batch bytes") + 2]
+    assert conflict.strip() == (
         "/relu/Relu_output_0 [2@4, 4@1] -> [8@1, ~] for /matmul2/MatMul operand 0: AllToAll, "
         f"6*batch bytes (strategy given: {second['cost']:,} bytes, "
         f"{second['cost_in_current_layout']:,} bytes in its current layout)"

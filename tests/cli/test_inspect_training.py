@@ -67,8 +67,8 @@ def test_json_of_all_programs(out: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert programs["accumulation_model"]["collectives"] == []
     training = report["training"]
     assert training["optimizer"] == {"kind": "momentum"}
-    told = {t["name"]: (t["trained"], t["reason"], t["used_by"]) for t in training["tensors"]}
-    assert told == {
+    tensors = {t["name"]: (t["trained"], t["reason"], t["used_by"]) for t in training["tensors"]}
+    assert tensors == {
         "w": (True, "", ["first", "second"]),
         "held": (False, "frozen", ["last"]),
         "unread": (False, "the loss does not depend on it", ["other"]),

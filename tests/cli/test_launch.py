@@ -19,7 +19,7 @@ def cuts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+def error_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     capsys.readouterr()
     assert main(list(arguments)) == 2
     printed = capsys.readouterr()
@@ -42,7 +42,7 @@ def test_mistakes(cuts: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ),
     )
     for arguments, message in cases:
-        assert message in told(capsys, "launch", *arguments), arguments
+        assert message in error_of(capsys, "launch", *arguments), arguments
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_options_of_checkpoints(
     cuts: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
     run = ["train", str(cuts / "cut1"), "--data", "digits", "--batch-size", "100", "--lr", "1"]
-    assert message in told(capsys, *run, *arguments)
+    assert message in error_of(capsys, *run, *arguments)
     assert not Path("c").exists()
 
 

@@ -103,8 +103,10 @@ def test_begins_with_what_was_saved(
     saved, log = tmp_path / "w.safetensors", tmp_path / "log.jsonl"
     arguments = ["train", str(sgd), *RUN, "--print-every", "0", "--eval"]
     assert main([*arguments, "--steps", "5", "--save", str(saved)]) == 0
-    told = capfd.readouterr().out.splitlines()
-    assert len(told) == 3 and told[1].startswith("epoch: 1 evaluated on 360 samples: loss is ")
+    printed = capfd.readouterr().out.splitlines()
+    assert len(printed) == 3 and printed[1].startswith(
+        "epoch: 1 evaluated on 360 samples: loss is "
+    )
     again = [*arguments, "--steps", "1", "--parameters", str(saved), "--log", str(log)]
     assert main(again) == 0
     x, classes = linear.digits(test=False)
@@ -132,15 +134,15 @@ def test_evaluates_on_data_of_its_own(
     x, classes = (array[:300] for array in linear.digits(test=True))
     for more in (["0"], ["0", "--eval"]):  # implied
         assert main([*arguments, *more, "--eval-data", held_out]) == 0
-        _, told, _ = capfd.readouterr().out.splitlines()
-        assert told.startswith("epoch: 1 evaluated on 300 samples: loss is ")
+        _, printed, _ = capfd.readouterr().out.splitlines()
+        assert printed.startswith("epoch: 1 evaluated on 300 samples: loss is ")
         loss, _, accuracy = linear.loss_of(load_file(saved)["w"].astype(float), x, classes)
-        assert float(told.split("loss is ")[1].split(",")[0]) == pytest.approx(loss, rel=2e-6)
-        assert f"accuracy is {accuracy:.2%}" in told
+        assert float(printed.split("loss is ")[1].split(",")[0]) == pytest.approx(loss, rel=2e-6)
+        assert f"accuracy is {accuracy:.2%}" in printed
 
 
 @pytest.mark.parametrize(
-    ("data", "more", "told"),
+    ("data", "more", "noticed"),
     [
         ("npz", [], True),
         ("npz", ["--eval-data", "npz"], False),  # the user has said so
@@ -154,7 +156,7 @@ def test_evaluation_on_the_training_data_is_reported_once(
     capfd: pytest.CaptureFixture[str],
     data: str,
     more: list[str],
-    told: bool,
+    noticed: bool,
 ) -> None:
     named = {"npz": npz(tmp_path / "a.npz", 300)}
     options = ["--data", named.get(data, data), "--epochs", "2", "--eval"]
@@ -164,7 +166,7 @@ def test_evaluation_on_the_training_data_is_reported_once(
     notices = [(n, line) for n, line in enumerate(lines) if line.startswith("notice")]
     # Right after what is trained, before the first step.
     expected = f"{NOT_HELD_OUT}{named.get(data, data)} has no test split; name "
-    assert notices == ([(1, expected + "other data with --eval-data")] if told else [])
+    assert notices == ([(1, expected + "other data with --eval-data")] if noticed else [])
     assert sum(" evaluated on " in line for line in lines) == 2
 
 
@@ -255,9 +257,9 @@ def test_a_divisor_drops_the_last_batch(tmp_path: Path, capfd: pytest.CaptureFix
     arguments = ["--data", "digits", "--batch-size", "256", "--lr", "0.1", "--log", "log"]
     arguments[-1] = str(tmp_path / "log")
     assert main(["train", str(directory), *arguments]) == 0
-    told = capfd.readouterr().out.splitlines()
+    printed = capfd.readouterr().out.splitlines()
     # 1437 = 5 * 256 + 157
-    assert told[1] == (
+    assert printed[1] == (
         "notice: the last 157 samples of each epoch are left out: symbol 'batch' must be 8*N, N "
         ">= 1"
     )
@@ -354,10 +356,10 @@ def test_accuracy_of_what_has_no_classes(tmp_path: Path, capfd: pytest.CaptureFi
     capfd.readouterr()
     assert main(evaluation) == 0
     expected = float(((x.astype(float) @ linear.start()) ** 2).mean())
-    told = capfd.readouterr().out
-    assert "accuracy is" not in told
+    printed = capfd.readouterr().out
+    assert "accuracy is" not in printed
     # float32 sums of 64 terms: printed with 7 digits.
-    assert float(told.split("loss is ")[1]) == pytest.approx(expected, rel=5e-6)
+    assert float(printed.split("loss is ")[1]) == pytest.approx(expected, rel=5e-6)
     assert main([*evaluation, "--metric", "accuracy"]) == 2
     assert "--metric accuracy: the loss mse of the directory has none" in capfd.readouterr().err
     assert main([*evaluation, "--metric", "recall"]) == 2

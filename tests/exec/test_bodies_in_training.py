@@ -57,8 +57,8 @@ def test_losses_gradients_and_states(
     case = ["--symbol", "batch=3", "--symbol", "seq=5"]
     source = str(out.with_suffix(".onnx"))
     code = main(["verify", str(out), "--model", source, *case, "--steps", "3", "--json"])
-    told = json.loads(capsys.readouterr().out)
-    assert code == 0 and told["ok"], told
+    printed = json.loads(capsys.readouterr().out)
+    assert code == 0 and printed["ok"], printed
     assert main(["inspect", str(out), "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert not shown["replicated"]

@@ -110,11 +110,11 @@ def test_divided(
     chosen = strategy(tmp_path, name, preset)
     options = TRAIN if train else []
     assert main(["shard", str(model), "--strategy", chosen, "-o", out, *options]) == 0
-    told = capsys.readouterr().out
+    printed = capsys.readouterr().out
     assert main(["inspect", out, "--json"]) == 0
     report = capsys.readouterr().out
     if name != "chosen":
-        assert not re.search(r"\b_d\d", told + report)
+        assert not re.search(r"\b_d\d", printed + report)
         assert json.loads(report)["replicated"] == []
     cases = [option for case in NETWORKS[name][1] for option in ("--symbol", case)]
     steps = ["--steps", "2"] if train else []

@@ -49,8 +49,10 @@ def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 
 def test_a_run_refuses_sizes_that_differ(directory: Path) -> None:
-    told = json.loads((directory / "manifest.json").read_text())["programs"]["model"]["equal_sizes"]
-    assert [(e["node"], e["values"], e["dims"], e["sizes"]) for e in told] == [
+    equal_sizes = json.loads((directory / "manifest.json").read_text())["programs"]["model"][
+        "equal_sizes"
+    ]
+    assert [(e["node"], e["values"], e["dims"], e["sizes"]) for e in equal_sizes] == [
         ("fc", ["x", "w"], [1, 0], ["k", 4]),
         ("loss", ["scores", "labels"], [0, 0], ["batch", "n"]),
     ]

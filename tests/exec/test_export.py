@@ -58,8 +58,8 @@ def test_the_file_keeps_its_graph(tmp_path: Path, capsys: pytest.CaptureFixture[
     directory = cut(tmp_path / "m", mlp.build(hidden=(8, 8)), "dp=2,tp=2", freeze=("fc1.*",))
     batch = batch_of(directory, np.random.default_rng(0), batch=8)
     wanted = trained(directory, batch)
-    told = exported(tmp_path, tmp_path / "m.onnx", capsys)
-    assert "2 trained tensors, 1 unchanged; after step 4" in told
+    printed = exported(tmp_path, tmp_path / "m.onnx", capsys)
+    assert "2 trained tensors, 1 unchanged; after step 4" in printed
     x = next(a for n, a in batch.items() if n != "labels")
     got = run(tmp_path / "trained.onnx", x)
     # float32 sums in another order.
@@ -92,8 +92,8 @@ def test_merged_tensors_have_their_own(tmp_path: Path, capsys: pytest.CaptureFix
     batch = batch_of(directory, np.random.default_rng(0), batch=8)
     batch["x"] *= np.arange(1, 9, dtype=np.float32)
     wanted = trained(directory, batch)
-    told = exported(tmp_path, tmp_path / "m.onnx", capsys)
-    assert "8 trained tensors, 0 unchanged; the graph is the one that was trained" in told
+    printed = exported(tmp_path, tmp_path / "m.onnx", capsys)
+    assert "8 trained tensors, 0 unchanged; the graph is the one that was trained" in printed
     got = run(tmp_path / "trained.onnx", batch["x"])
     np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
     names = {t.name for t in onnx.load(tmp_path / "trained.onnx").graph.initializer}
@@ -112,8 +112,8 @@ def test_tied_tensors_are_both_as_trained(
     directory = cut(tmp_path / "m", model, "tp=2")
     batch = batch_of(directory, np.random.default_rng(0), batch=8)
     wanted = trained(directory, batch)
-    told = exported(tmp_path, tmp_path / "m.onnx", capsys)
-    assert "1 trained tensors, 0 unchanged; the graph is the one that was trained" in told
+    printed = exported(tmp_path, tmp_path / "m.onnx", capsys)
+    assert "1 trained tensors, 0 unchanged; the graph is the one that was trained" in printed
     got = run(tmp_path / "trained.onnx", batch["ids"])
     np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
 
@@ -130,8 +130,8 @@ def test_another_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[
         out = tmp_path / "out.onnx"
         arguments = ["export", str(tmp_path / "ck"), "-o", str(out)]
         code = main(["checkpoint", *arguments, "--model", str(tmp_path / f"{name}.onnx")])
-        told = capsys.readouterr().err
-        assert code == 2 and message in told and "is not the model that was trained" in told
+        printed = capsys.readouterr().err
+        assert code == 2 and message in printed and "is not the model that was trained" in printed
         assert not out.exists()
 
 

@@ -182,7 +182,7 @@ PLAIN_ONES = {
 
 
 def predicted(case: Case, facts: Facts) -> int:
-    """The peak of a case's values if kernels do as told."""
+    """The peak of a case's values if kernels do as their facts say."""
     graph = ir.from_proto(parser.parse_model(hand_made.HEADER + case.text())).graph
     steps = []
     for node in graph:
@@ -194,9 +194,9 @@ def predicted(case: Case, facts: Facts) -> int:
             for n, v in zip(reads, node.inputs, strict=True)
         ]
         seen = call(node, shapes, [case.shape(n) for n in names], ITEM)
-        told = facts(node.domain, node.op_type)
+        fact = facts(node.domain, node.op_type)
         steps.append(
-            MemoryStep(names[0], tuple(reads), makes(told, reads, names, sizes), told.work(seen))
+            MemoryStep(names[0], tuple(reads), makes(fact, reads, names, sizes), fact.work(seen))
         )
     return live_peak(steps, case.outputs)
 

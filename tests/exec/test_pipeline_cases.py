@@ -282,7 +282,7 @@ def test_one_node_for_each_stage_and_no_weights(tmp_path: Path) -> None:
     assert not (tmp_path / "b").exists()
 
 
-def test_a_contradiction_is_told_by_file_and_lines(tmp_path: Path) -> None:
+def test_a_contradiction_is_reported_by_file_and_lines(tmp_path: Path) -> None:
     text = "devices: 2\npipeline:\n  stages: 2\n  assign:\n    n0: 1\n    n1: 0\n"
     with pytest.raises(OnnxparError) as caught:
         cut(tmp_path / "a", model_of(CHAIN), Strategy.from_text(text, source="s.yaml"))
@@ -293,7 +293,7 @@ def test_a_contradiction_is_told_by_file_and_lines(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("assign", "told"),
+    ("assign", "message"),
     [
         ({"n0": 1, "n1": 0}, "it reads a value from node 'n0' of virtual stage 1; values can"),
         ({"nothing*": 0}, "nothing"),
@@ -304,10 +304,10 @@ def test_a_contradiction_is_told_by_file_and_lines(tmp_path: Path) -> None:
     ],
     ids=["backwards", "matches nothing", "two stages", "empty stage", "loss", "backward nodes"],
 )
-def test_assignments_that_cannot_be(tmp_path: Path, assign: dict[str, int], told: str) -> None:
+def test_assignments_that_cannot_be(tmp_path: Path, assign: dict[str, int], message: str) -> None:
     with pytest.raises(OnnxparError) as caught:
         cut(tmp_path / "a", model_of(CHAIN), strategy_of(assign))
-    assert told in str(caught.value)
+    assert message in str(caught.value)
     assert not (tmp_path / "a").exists()
 
 

@@ -138,14 +138,14 @@ def test_files_that_are_others(copy: Path, tmp_path: Path, name: str) -> None:
     file = copy / "rank0000.safetensors"
     data = file.read_bytes()
     file.write_bytes(change(data))
-    told = tried(copy, tmp_path / "out") or ""
-    assert str(copy) in told and file.name in told and message.format(len(data)) in told
+    error = tried(copy, tmp_path / "out") or ""
+    assert str(copy) in error and file.name in error and message.format(len(data)) in error
 
 
 def test_files_that_are_missing(copy: Path, tmp_path: Path) -> None:
     (copy / "rank0001.safetensors").unlink()
-    told = tried(copy, tmp_path / "out") or ""
-    assert "rank0001.safetensors: missing, though the checkpoint names it" in told
+    error = tried(copy, tmp_path / "out") or ""
+    assert "rank0001.safetensors: missing, though the checkpoint names it" in error
     (copy / FILE_NAME).unlink()
     with pytest.raises(CheckpointError, match="has no complete checkpoint"):
         merge(copy, tmp_path / "out")

@@ -4,7 +4,7 @@ A case is one seed of `torch_training.py`, which says what is compared; `python 
 tests.torch_training SEED --verbose`, with `models` on PYTHONPATH, repeats a failure.
 `ONNXPAR_FUZZ_SEED` shifts the seeds, and `ONNXPAR_FULL` runs 500. Refused may be what PyTorch's
 exporter has computed of parameters with its default, `optimize=True`, in a way that is not undone;
-what it dropped must be told. All other networks must train.
+a notice must name what it dropped. All other networks must train.
 """
 
 import os
@@ -18,8 +18,8 @@ pytest.importorskip("onnxscript")
 from tests import random_networks  # noqa: E402
 from tests.torch_training import (  # noqa: E402
     EQUAL,
+    NOTICED,
     REFUSED,
-    TOLD,
     Outcome,
     case_of,
     outcome,
@@ -41,7 +41,7 @@ def quick() -> Iterator[None]:
 
 def may_be_so(found: Outcome) -> bool:
     refused = found.result == REFUSED and "optimize=False" in found.text
-    return found.case.exporter == "folded" and (refused or found.result == TOLD)
+    return found.case.exporter == "folded" and (refused or found.result == NOTICED)
 
 
 @pytest.mark.filterwarnings("ignore")  # of PyTorch's exporter

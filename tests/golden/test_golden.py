@@ -158,9 +158,9 @@ def sends(part: object, seen: set[object]) -> bool:
 
 def communicating(made: str) -> set[str]:
     """The operators of which a result has a collective that their own local form emitted."""
-    told = re.findall(r"reason: \S+ \((\w+)(?: over a sharded dim|: halo)\)", made)
+    named = re.findall(r"reason: \S+ \((\w+)(?: over a sharded dim|: halo)\)", made)
     staged = re.findall(r"reason: \S+/(\w+) sums over stages", made)
-    return {*told, *staged}
+    return {*named, *staged}
 
 
 def test_every_local_form_that_communicates_is_shown_to_do_so(made: str) -> None:

@@ -83,8 +83,8 @@ def act(rank: Rank, transport: str, fails: Action | None) -> list[Action]:
     try:
         carrier.post(Expected("huge", np.dtype(np.int8), (1 << 40,)), 1 - rank.index, "receive")
     except RankError as error:
-        told = f"r{rank.index} | receive: GPU 0 is out of memory for int8 of shape [{1 << 40}]: "
-        assert str(error).startswith(told), error
+        message = f"r{rank.index} | receive: GPU 0 is out of memory for int8 of shape [{1 << 40}]: "
+        assert str(error).startswith(message), error
     else:
         raise AssertionError("there is memory for anything")
     inbox.close()

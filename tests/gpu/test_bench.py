@@ -71,18 +71,18 @@ def cuts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Cuts:
 
 
 def test_losses_of_sides_that_run_are_compared(cuts: Cuts) -> None:
-    told: list[str] = []
-    wrong = gpu.parity("cuda", cuts, True, told.append)
+    lines: list[str] = []
+    wrong = gpu.parity("cuda", cuts, True, lines.append)
     assert len(wrong) == 4 and all(" tp" in line and "failed" in line for line in wrong)
-    assert sum("failed: and then: no memory" in line for line in told) == 4
-    assert sum(line.endswith(" 0.0e+00") for line in told) == 6  # one, dp2, dp4 of both models
+    assert sum("failed: and then: no memory" in line for line in lines) == 4
+    assert sum(line.endswith(" 0.0e+00") for line in lines) == 6  # one, dp2, dp4 of both models
 
 
-def test_steps_of_sides_that_run_are_told(cuts: Cuts) -> None:
-    told: list[str] = []
+def test_steps_of_sides_that_run_are_reported(cuts: Cuts) -> None:
+    lines: list[str] = []
     tables = gpu.cases("cuda", 4, shares=False)
-    failed, missed = gpu.steps("cuda", tables, cuts, True, 2, told.append)
-    eager = [line for line in told if "torch one " in line]
+    failed, missed = gpu.steps("cuda", tables, cuts, True, 2, lines.append)
+    eager = [line for line in lines if "torch one " in line]
     assert len(eager) == len(tables)  # once each, though the side beside it failed
     assert len(failed) == 4 * len(tables) and all(" tp" in line for line in failed)
     assert not missed

@@ -177,8 +177,8 @@ def test_what_is_said_of_nodes_is_what_the_provider_does(
         reason = why_on_host(node, 1 if node.domain else opset, REGISTRY)
         assert (reason is None) == (providers == [CUDA]), (text, reason, providers)
         if reason is None:
-            told = [i for i in _record(node).host_operands if i < len(node.inputs)]
-            assert told == wanted, (text, told, wanted)
+            given = [i for i in _record(node).host_operands if i < len(node.inputs)]
+            assert given == wanted, (text, given, wanted)
 
 
 def test_results_that_stay_on_the_host_are_sizes() -> None:

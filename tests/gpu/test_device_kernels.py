@@ -249,8 +249,8 @@ def test_a_max_pool_that_cannot_be(worker: Process) -> None:
         ({"kernel_shape": [2, 5]}, "a window of 5 is longer than the dim of size 4"),
         ({"kernel_shape": [2]}, "expected 1 spatial dims"),
     ):
-        _, told = worker.ask("MaxPool", [x], attributes, [True, False], runs=1)
-        assert isinstance(told, str) and message in told, told
+        _, error = worker.ask("MaxPool", [x], attributes, [True, False], runs=1)
+        assert isinstance(error, str) and message in error, error
 
 
 @every_type
@@ -518,7 +518,7 @@ def test_values_out_of_range(
     _, cuda = worker.ask(op, inputs, {}, [True], runs=2)
     assert f"{op} 'node': {message}" in cuda
     assert "found by the run before" in cuda
-    # Whoever has waited for the device anyway is told of the run itself.
+    # Whoever has waited for the device anyway gets the error of the run itself.
     _, waited = worker.ask(op, inputs, {}, [True], runs=0, last=inputs)
     assert waited.startswith(f"r0 | {op} 'node': {message}") and "found" not in waited
 

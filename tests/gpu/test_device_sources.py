@@ -115,7 +115,7 @@ def test_what_a_gpu_is_given(
     assert modules == [code]
 
 
-def test_a_driver_that_cannot_translate_is_told(
+def test_a_driver_that_cannot_translate_is_reported(
     standin_cuda: Mapping[str, str], tmp_path: Path
 ) -> None:
     environment = {**standin_cuda, "STANDIN_CC": "121", "STANDIN_OLD_DRIVER": "1"}
@@ -129,7 +129,7 @@ def test_a_driver_that_cannot_translate_is_told(
     assert "pip install --upgrade nvidia-cuda-nvrtc" in message
 
 
-def test_a_missing_compiler_is_told() -> None:
+def test_a_missing_compiler_is_reported() -> None:
     done = compile_all({**os.environ, "ONNXPAR_NVRTC": "/nowhere/libnvrtc.so.13"}, 90)
     assert done.returncode == 1
     assert done.stdout.startswith("ONNXPAR_NVRTC: /nowhere/libnvrtc.so.13")

@@ -171,12 +171,12 @@ def test_ranks_of_mpirun_take_the_gpus_in_turn(
     exported = [word for name in names for word in ("-x", name)]
     done = python(PLACED, [*mpirun, *exported], STANDIN_DEVICES=devices)
     assert sorted(done.stdout.split("\n")[:-1]) == lines, done.stderr
-    told = done.stderr.count(f"3 ranks share {devices} GPU")
-    assert told == (1 if devices != "3" else 0), done.stderr
+    times = done.stderr.count(f"3 ranks share {devices} GPU")
+    assert times == (1 if devices != "3" else 0), done.stderr
 
 
 @pytest.mark.parametrize(
-    ("more", "told"),
+    ("more", "message"),
     [
         ({}, "NCCL allows that only with NCCL_MULTI_RANK_GPU_ENABLE=1"),
         (
@@ -187,17 +187,17 @@ def test_ranks_of_mpirun_take_the_gpus_in_turn(
     ids=["not allowed", "too old"],
 )
 def test_ranks_that_cannot_share_a_gpu_by_nccl(
-    python: Run, more: Mapping[str, str], told: str
+    python: Run, more: Mapping[str, str], message: str
 ) -> None:
     start = [find_mpirun(), "--allow-run-as-root", "--oversubscribe", "-n", "2"]
     shared = "rank 0 shares its GPU with another rank"
     done = python(PLACED, start, **more)
     assert sorted(done.stdout.split("\n")[:-1]) == ["0 cuda 0", "1 cuda 0"], done.stderr
     unused = "tensors are copied through the host, because NCCL is not used"
-    assert f"{unused}: {shared}; {told}" in done.stderr
+    assert f"{unused}: {shared}; {message}" in done.stderr
     done = python(PLACED.replace("init()", "init('nccl')"), start, **more)
     assert done.returncode != 0
-    assert f"LaunchError: transport nccl: {shared}; {told}" in done.stderr
+    assert f"LaunchError: transport nccl: {shared}; {message}" in done.stderr
 
 
 def test_ranks_share_a_gpu_by_nccl_where_it_is_allowed(python: Run) -> None:

@@ -62,8 +62,8 @@ def test_a_stage_that_fails_ends_all(standin_cuda: Mapping[str, str], where: str
     environment = {**standin_cuda, "ONNXPAR_TIMEOUT": "30"}
     ranks = 2 if where == "mpi" else 0
     done = on_ranks(ranks, [str(WORKER), "nccl", where, "fails"], environment, fails=True)
-    told = "r1 | RuntimeError('it broke')" if ranks else "first failure: rank 1: RuntimeError("
-    assert told in done.stderr and "computed" not in done.stdout, done.stderr
+    message = "r1 | RuntimeError('it broke')" if ranks else "first failure: rank 1: RuntimeError("
+    assert message in done.stderr and "computed" not in done.stdout, done.stderr
 
 
 def train(

@@ -58,17 +58,17 @@ def log(standin_cuda: Mapping[str, str], tmp_path_factory: pytest.TempPathFactor
         "--every",
         "5",
     ]
-    told = folder / "log"
+    log_file = folder / "log"
     done = subprocess.run(
         [sys.executable, "-m", "onnxpar.cli", "train", str(out), *arguments, *saving],
-        env={**standin_cuda, "STANDIN_GUARD": "1", "STANDIN_LOG": str(told)},
+        env={**standin_cuda, "STANDIN_GUARD": "1", "STANDIN_LOG": str(log_file)},
         capture_output=True,
         text=True,
         timeout=100,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("loss is") == STEPS // 4
-    return Log(told.read_text())
+    return Log(log_file.read_text())
 
 
 def test_a_batch_goes_to_the_gpu_once_and_ahead(log: Log) -> None:
@@ -88,7 +88,7 @@ def test_nothing_else_goes_between_host_and_gpu_in_a_step(log: Log) -> None:
     assert sizes == {BATCH_BYTES, ROWS * 8}  # images and classes
 
 
-def test_the_loss_comes_back_only_where_it_is_told(log: Log) -> None:
+def test_the_loss_comes_back_only_where_it_is_reported(log: Log) -> None:
     # Loss and norm of the steps 4, 8 and 12.
     assert log.copies["DtoH", 4, LEGACY, "waits"] == 2 * STEPS // 4
 
@@ -104,7 +104,7 @@ def test_a_checkpoint_is_copied_beside_the_next_step(log: Log) -> None:
 def test_captured_steps_are_replayed_where_collectives_allow_it(
     standin_cuda: Mapping[str, str], tmp_path: Path
 ) -> None:
-    told = tmp_path / "log"
+    log_file = tmp_path / "log"
     options = ["--data", "digits", "--batch-size", "100", "--steps", "6", "--lr", "1"]
     options += ["--device", "cuda", "--ort", "cuda.enable_cuda_graph=1"]
 
@@ -113,7 +113,7 @@ def test_captured_steps_are_replayed_where_collectives_allow_it(
         command = [sys.executable, "-m", "onnxpar.cli", "train", str(linear.cut(tmp_path, ranks))]
         return subprocess.run(
             [*start, *command, *options, *more],
-            env={**mpirun_environment(standin_cuda), "STANDIN_LOG": str(told)},
+            env={**mpirun_environment(standin_cuda), "STANDIN_LOG": str(log_file)},
             capture_output=True,
             text=True,
             timeout=100,
@@ -121,7 +121,7 @@ def test_captured_steps_are_replayed_where_collectives_allow_it(
 
     done = train(1)
     assert done.returncode == 0, done.stderr
-    captured = Log(told.read_text())
+    captured = Log(log_file.read_text())
     # Training and optimizer, in every step and when they are captured: onnxruntime runs them three
     # times for that, so that the state is put back before the first step is made.
     assert sum(line[0] == "graph" for line in captured.lines) == 2 * (6 + 1)
@@ -168,7 +168,7 @@ def test_what_changes_between_replays_is_not_captured(
     model = onnx.parser.parse_model(text)
     model.graph.initializer.append(numpy_helper.from_array(linear.start(), "w"))
     onnx.save(model, tmp_path / "m.onnx")
-    out, told = tmp_path / "cut", tmp_path / "log"
+    out, log_file = tmp_path / "cut", tmp_path / "log"
     training = ["--train", "--loss", "softmax_cross_entropy", "--optimizer", "sgd", *constraints]
     what = [str(tmp_path / "m.onnx"), "--strategy", "dp", "--devices", "1", "-o", str(out)]
     assert main(["shard", *what, *training]) == 0
@@ -179,12 +179,12 @@ def test_what_changes_between_replays_is_not_captured(
     options += ["--device", "cuda", "--ort", "cuda.enable_cuda_graph=1"]
     done = subprocess.run(
         [sys.executable, "-m", "onnxpar.cli", "train", str(out), *options],
-        env={**standin_cuda, "STANDIN_LOG": str(told)},
+        env={**standin_cuda, "STANDIN_LOG": str(log_file)},
         capture_output=True,
         text=True,
         timeout=100,
     )
     assert done.returncode == 0, done.stderr
-    log = Log(told.read_text())
+    log = Log(log_file.read_text())
     assert sum(line[:2] == ["launch", "sgd_step"] for line in log.lines) >= 1
     assert sum(line[0] == "graph" for line in log.lines) == replays

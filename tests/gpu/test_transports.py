@@ -270,8 +270,8 @@ def test_a_message_that_cannot_be_sent(program: Program) -> None:
     done = program(UNSENT, {"STANDIN_NCCL_FAIL": "Send:1", "ONNXPAR_TIMEOUT": "0"})
     assert done.returncode == 0, done.stderr
     lines = done.stdout.strip().splitlines()
-    told = "rank 0: Send 'there' on group [0, 1]: NCCL: system error"
-    assert len(lines) == 2 and all(told in line for line in lines), done.stdout
+    message = "rank 0: Send 'there' on group [0, 1]: NCCL: system error"
+    assert len(lines) == 2 and all(message in line for line in lines), done.stdout
 
 
 REDUCE = """
@@ -291,7 +291,7 @@ with world(2) as w:
 
 
 @pytest.mark.parametrize(
-    ("more", "told"),
+    ("more", "message"),
     [
         (
             {"STANDIN_NCCL_FAIL": "AllReduce:3"},
@@ -309,16 +309,16 @@ with world(2) as w:
     ids=["a call", "a communicator", "an id"],
 )
 def test_what_nccl_reports_ends_all_ranks(
-    program: Program, more: Mapping[str, str], told: str
+    program: Program, more: Mapping[str, str], message: str
 ) -> None:
     done = program(REDUCE.replace("LATE", "0"), {"ONNXPAR_TIMEOUT": "5", **more})
     assert done.returncode == 0, done.stderr
     lines = done.stdout.strip().splitlines()
-    assert len(lines) == 2 and "None" not in lines and told in done.stdout, done.stdout
+    assert len(lines) == 2 and "None" not in lines and message in done.stdout, done.stdout
 
 
 @pytest.mark.parametrize(
-    ("more", "told"),
+    ("more", "message"),
     [
         (
             {"ONNXPAR_TIMEOUT": "1"},
@@ -332,14 +332,14 @@ def test_what_nccl_reports_ends_all_ranks(
     ids=["time", "a remote error"],
 )
 def test_ranks_that_wait_on_the_gpu_are_woken(
-    program: Program, tmp_path: Path, more: Mapping[str, str], told: str
+    program: Program, tmp_path: Path, more: Mapping[str, str], message: str
 ) -> None:
     """A call that has been compared before waits in NCCL alone, for a rank that comes too late."""
     log = tmp_path / "log"
     done = program(REDUCE.replace("LATE", "3"), {"STANDIN_LOG": str(log), **more})
     assert done.returncode == 0, done.stderr
     lines = done.stdout.strip().splitlines()
-    assert len(lines) == 2 and all(told in line for line in lines), done.stdout
+    assert len(lines) == 2 and all(message in line for line in lines), done.stdout
     for ranks in calls(log).values():
         assert all(made[-1] == "CommAbort 0" for made in ranks.values()), dict(ranks)
 
@@ -402,22 +402,22 @@ feed(made, {"x": np.ones(3, np.float32)})
 """
     done = program(body, {"ONNXPAR_TIMEOUT": "1"}, ranks=2)
     assert done.returncode != 0
-    told = "rank 0: AllReduce 'here' on group [0, 1]: waited 1 s for the other ranks"
-    assert f"r0 | {told}" in done.stderr
+    message = "rank 0: AllReduce 'here' on group [0, 1]: waited 1 s for the other ranks"
+    assert f"r0 | {message}" in done.stderr
 
 
 @pytest.mark.parametrize(
-    ("more", "told"),
+    ("more", "message"),
     [
         ({"STANDIN_NCCL_VERSION": "21903"}, "is NCCL 2.19.3; pip install 'onnxpar[cuda]' brings"),
         ({"STANDIN_DEVICES": "0"}, "device cuda:0: CUDA device 0 does not exist, there are 0"),
     ],
     ids=["version", "device"],
 )
-def test_what_is_missing_is_said(program: Program, more: Mapping[str, str], told: str) -> None:
+def test_what_is_missing_is_said(program: Program, more: Mapping[str, str], message: str) -> None:
     done = program("world(1)", more)
     assert done.returncode == 1
-    assert "LaunchError: " in done.stderr and told in done.stderr, done.stderr
+    assert "LaunchError: " in done.stderr and message in done.stderr, done.stderr
 
 
 def test_streams_have_queues_of_their_own(program: Program) -> None:

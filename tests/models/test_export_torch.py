@@ -189,10 +189,10 @@ def test_a_dim_that_pytorch_fixes_is_refused() -> None:
     """It unrolls this module, and says nothing."""
     module = First(torch.nn.RNN(8, 8, batch_first=True))
     example = Example(module, {"x": torch.zeros(3, 7, 8)}, {"x": {0: "batch", 1: "seq"}})
-    told = r"input 'x', dim 1 \(seq\): expected it to stay open, got 7"
-    with pytest.raises(ValueError, match=told):
+    message = r"input 'x', dim 1 \(seq\): expected it to stay open, got 7"
+    with pytest.raises(ValueError, match=message):
         export(example)
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         plain_export(example, optimize=True)
     fixed = replace(example, dims={"x": {0: "batch"}})
     assert [str(d) for d in export(fixed).graph.inputs[0].shape or ()] == ["batch", "7", "8"]
@@ -212,7 +212,7 @@ def test_a_plain_export_is_what_pytorch_writes(net: Any, optimize: bool) -> None
     np.testing.assert_allclose(got, want, rtol=0, atol=RTOL * np.abs(want).max())
 
 
-def test_mistakes_are_told(net: Any) -> None:
+def test_mistakes_are_reported(net: Any) -> None:
     example = Example(net, {"ids": torch.zeros(3, 5, dtype=torch.int64)}, {"x": {0: "batch"}})
     with pytest.raises(ValueError, match="dims of 'x': expected one of ids"):
         export(example)

@@ -56,7 +56,7 @@ def test_a_row_that_holds_is_made_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_a_network_that_takes_too_long_is_told(tmp_path: Path) -> None:
+def test_a_network_that_takes_too_long_is_reported(tmp_path: Path) -> None:
     code, (row,), (kept,) = made(tmp_path, "--limit", "0.01")
     assert code == 1
     assert kept["problem"] == "not done in 0 s" and "no: not done in 0 s" in row
@@ -91,7 +91,7 @@ OFF = [2.0, 1.5, 1.0001]
 
 
 @pytest.mark.parametrize(
-    ("losses", "trained", "exact", "told"),
+    ("losses", "trained", "exact", "reason"),
     [
         (LOSSES[:3], SAME, LOSSES, ""),
         ([2.0, 1.5, 1.000009], SAME, LOSSES, ""),
@@ -116,10 +116,10 @@ OFF = [2.0, 1.5, 1.0001]
     ],
 )
 def test_its_verdict(
-    table: ModuleType, losses: list[float], trained: Any, exact: list[float], told: str
+    table: ModuleType, losses: list[float], trained: Any, exact: list[float], reason: str
 ) -> None:
     from zoo_pytorch import Trained
 
     row = table.Compared("net", "ours", "tp=2")
     table.compare(row, bench_of(table, Trained(losses, {}, trained), LOSSES, exact))
-    assert (told in row.problem) if told else not row.problem
+    assert (reason in row.problem) if reason else not row.problem

@@ -51,8 +51,8 @@ def sizes(directory: Path) -> list[dict[str, int]]:
 
 def layers_of(directory: Path) -> Counter[str]:
     """How many nodes of each layer the first rank computes again, by the layer's name."""
-    told = json.loads((directory / "manifest.json").read_text())
-    file = told["programs"]["training_model"]["files"][0]
+    manifest = json.loads((directory / "manifest.json").read_text())
+    file = manifest["programs"]["training_model"]["files"][0]
     nodes = onnx.load(directory / file, load_external_data=False).graph.node
     entries = [e for node in nodes for e in node.metadata_props if e.key == RECOMPUTED_FROM]
     found = (

@@ -61,7 +61,7 @@ def test_the_suite_at(job: Start, ranks: int, way: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "size", "told"),
+    ("text", "size", "message"),
     [
         ("BC", 3, r"Broadcast float32 \[3\] root=0"),
         ("AR", 4, r"AllReduce float32 \[4\] reduction=sum"),
@@ -69,7 +69,7 @@ def test_the_suite_at(job: Start, ranks: int, way: dict[str, str]) -> None:
 )
 @both_ways
 def test_ranks_that_disagree(
-    job: Start, way: dict[str, str], text: str, size: int, told: str
+    job: Start, way: dict[str, str], text: str, size: int, message: str
 ) -> None:
     body = f"""
 if rank.index == 1:
@@ -81,7 +81,7 @@ else:
     assert result.code != 0 and result.seconds < SECONDS
     line = next(line for line in result.text.splitlines() if line.startswith(("r0 |", "r1 |")))
     assert "'here' on group [0, 1]: disagrees with rank" in line
-    assert re.search(told, line), line
+    assert re.search(message, line), line
 
 
 LATE = """
@@ -105,7 +105,7 @@ def test_late_calls_are_compared_at_once(job: Start, late: str, way: dict[str, s
 try:
     disagree({late})
 except Exception as error:
-    print("told", rank.index, error)
+    print("caught", rank.index, error)
 print("then", rank.all_reduce(x).tolist())
 """
     )
@@ -113,7 +113,7 @@ print("then", rank.all_reduce(x).tolist())
     assert result.code == 0, result.text
     for own, other in ((0, 1), (1, 0)):
         assert re.search(
-            rf"told {own} .*rank {own}: all_reduce of the program on group \[0, 1\]: disagrees "
+            rf"caught {own} .*rank {own}: all_reduce of the program on group \[0, 1\]: disagrees "
             rf"with rank {other}: got .*, where rank {other} calls ",
             result.text,
         ), result.text
@@ -219,8 +219,8 @@ act(lambda: run_text(rank, AR, x=x))
 """
     result = job(2, program(body), 60, {"ONNXPAR_TIMEOUT": "2"} | way)
     assert result.code != 0 and result.seconds < SECONDS + 2
-    told = rf"r0 \| rank 0: {waits} on group \[0, 1\]: waited 2 s"
-    assert re.search(told, result.text), result.text
+    message = rf"r0 \| rank 0: {waits} on group \[0, 1\]: waited 2 s"
+    assert re.search(message, result.text), result.text
 
 
 def test_messages_go_on_while_a_rank_waits_in_shared_memory(job: Start) -> None:

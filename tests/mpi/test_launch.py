@@ -221,7 +221,7 @@ def machines(work: Path) -> list[str]:
     return [f"--mpirun={option}" for option in [*options, "-x", "PYTHONPATH"]]
 
 
-def test_on_two_machines_what_would_come_again_is_told(work: Path, machines: list[str]) -> None:
+def test_on_two_machines_what_would_come_again_is_reported(work: Path, machines: list[str]) -> None:
     """Rank 0, which prints for all ranks, is on the other machine."""
     arguments = failing(work, linear.cut(work, 2))
     with launched("--retries", "3", *machines, "--", *arguments) as process:
@@ -310,9 +310,12 @@ def test_retries_are_used_up(work: Path) -> None:
     with launched("--retries", "1", "--", *arguments, "--checkpoint", str(work / "ck")) as process:
         _, errors = finish(process)
     assert process.returncode == 1
-    told = [line for line in errors.splitlines() if line.startswith("onnxpar: launch: ")]
-    assert "restarting from the beginning, because no checkpoint is complete, on 2 ranks" in told[1]
-    assert len(told) == 4 and told[3] == "onnxpar: launch: giving up: no retries are left"
+    reported = [line for line in errors.splitlines() if line.startswith("onnxpar: launch: ")]
+    assert (
+        "restarting from the beginning, because no checkpoint is complete, on 2 ranks"
+        in reported[1]
+    )
+    assert len(reported) == 4 and reported[3] == "onnxpar: launch: giving up: no retries are left"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT] if FULL else [signal.SIGTERM])

@@ -61,7 +61,7 @@ def losses(log: Path) -> dict[int, float]:
 @pytest.mark.parametrize("name", ["pp=2", "pp=2,dp=2"] if FULL else ["pp=2,dp=2"])
 def test_trains_and_evaluates_as_one_device(tmp_path: Path, name: str) -> None:
     """The last of 15 batches has 37 images. Each has two micro-batches, the pipeline's default."""
-    told, found = {}, {}
+    outputs, found = {}, {}
     for directory in (made(tmp_path, "one"), made(tmp_path, name)):
         log, saved = tmp_path / "log", tmp_path / f"{directory.name}.weights"
         more = ["--epochs", "1", "--seed", "3", "--log", str(log), "--save", str(saved)]
@@ -73,12 +73,12 @@ def test_trains_and_evaluates_as_one_device(tmp_path: Path, name: str) -> None:
         arguments += ["--parameters", str(saved)]
         outcome = mpirun(ranks_of(directory), ["-m", "onnxpar.cli", *arguments])
         assert outcome.code == 0, outcome.err
-        told[directory.name] = json.loads(outcome.out)
+        outputs[directory.name] = json.loads(outcome.out)
     one = list(found["one"].values())
     assert len(one) == 15 and one[-1] < one[0]
     np.testing.assert_allclose(list(found[name].values()), one, rtol=1e-5)
-    assert told[name]["accuracy"] == told["one"]["accuracy"]
-    assert told[name]["loss"] == pytest.approx(told["one"]["loss"], rel=1e-5)
+    assert outputs[name]["accuracy"] == outputs["one"]["accuracy"]
+    assert outputs[name]["loss"] == pytest.approx(outputs["one"]["loss"], rel=1e-5)
 
 
 def test_runs_and_gathers_on_the_first_rank(tmp_path: Path) -> None:

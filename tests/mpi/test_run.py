@@ -74,7 +74,7 @@ def test_violated_symbol(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("what", ["manifest", "weights", "input file", "dtype", "option"])
-def test_users_mistakes_are_told_once(tmp_path: Path, what: str) -> None:
+def test_users_mistakes_are_reported_once(tmp_path: Path, what: str) -> None:
     directory = hand_made.data_parallel(tmp_path / "a", 2)
     inputs = save(tmp_path, 4, "float64" if what == "dtype" else "float32")
     graph = directory / "rank0001.model.onnx"
@@ -135,7 +135,7 @@ def test_a_rank_that_fails_in_the_middle_ends_all(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="Linux's /proc")
 @pytest.mark.parametrize("waits", ["none", "first", "last"])
-def test_an_interrupt_is_told_once_and_ends_all_ranks(tmp_path: Path, waits: str) -> None:
+def test_an_interrupt_is_reported_once_and_ends_all_ranks(tmp_path: Path, waits: str) -> None:
     """An interrupt during a computation, and while a rank waits in a collective."""
     directory = hand_made.endless(tmp_path / "a", {"none": None, "first": 0, "last": 1}[waits])
     logs, out = tmp_path / "logs", tmp_path / "out.npz"
@@ -174,7 +174,7 @@ def loaded(log: Path) -> bool:
 
 
 @pytest.mark.parametrize("mistake", [["--bogus"], ["--device"], []])
-def test_a_mistake_of_usage_is_told_once(tmp_path: Path, mistake: list[str]) -> None:
+def test_a_mistake_of_usage_is_reported_once(tmp_path: Path, mistake: list[str]) -> None:
     outcome = mpirun(3, ["-m", "onnxpar.cli", "run", str(tmp_path), *mistake])
     assert outcome.code == 2
     assert outcome.err.count("Error: ") == 1
@@ -225,7 +225,7 @@ def test_local_runs_agree_over_mpi(tmp_path: Path) -> None:
         "    try:\n"
         "        session.run({'x': x.astype('float64') if rank.index else x}, {'batch': 4})\n"
         "    except OnnxparRuntimeError as error:\n"
-        "        print('told', str(error)[:14], flush=True)\n"
+        "        print('caught', str(error)[:14], flush=True)\n"
         "    y = session.run({'x': x}, {'batch': 4})['y']\n"
         "    print('ran', rank.index, y.sum(), flush=True)\n"
         "    return 0\n"
@@ -235,7 +235,7 @@ def test_local_runs_agree_over_mpi(tmp_path: Path) -> None:
     assert outcome.code == 0, outcome.err
     lines = sorted(outcome.out.splitlines())
     # 6 elements of 2·rank + 4.
-    assert lines == ["ran 0 24.0", "ran 1 36.0", *["told r1 | input 'x'"] * 2]
+    assert lines == ["ran 0 24.0", "ran 1 36.0", *["caught r1 | input 'x'"] * 2]
 
 
 def test_large_parts_travel_in_pieces(tmp_path: Path) -> None:

@@ -36,14 +36,14 @@ def test_equals_one_device(tmp_path: Path, ranks: int) -> None:
     np.testing.assert_allclose([line["loss"] for line in lines], losses, rtol=2e-6)
     np.testing.assert_allclose(load_file(saved)["w"], w, rtol=0, atol=2e-6)
     loss, _, accuracy = linear.loss_of(w, *linear.digits(test=True))
-    told = [line for line in outcome.out.splitlines() if "evaluated" in line]
-    assert len(told) == 2 and f"accuracy is {accuracy:.2%}" in told[1]
-    assert float(told[1].split("loss is ")[1].split(",")[0]) == pytest.approx(loss, rel=2e-6)
+    evaluated = [line for line in outcome.out.splitlines() if "evaluated" in line]
+    assert len(evaluated) == 2 and f"accuracy is {accuracy:.2%}" in evaluated[1]
+    assert float(evaluated[1].split("loss is ")[1].split(",")[0]) == pytest.approx(loss, rel=2e-6)
     # Only one rank prints.
     assert outcome.out.count("epoch: 1 step: 3,") == 1
 
 
-def test_a_mistake_is_told_once(tmp_path: Path) -> None:
+def test_a_mistake_is_reported_once(tmp_path: Path) -> None:
     directory = regression(tmp_path / "a")
     outcome = train(2, directory, *DIGITS)
     assert outcome.code == 2
@@ -144,8 +144,8 @@ def test_a_run_that_cannot_go_on_ends(
         monkeypatch.setenv(name, value)
     outcome = train(2, regression(tmp_path / "a"), "--data", "stream_of_mine:f", "--lr", "0.1")
     assert outcome.code == code, outcome.err
-    (told,) = outcome.messages
-    assert told.startswith(message)
+    (reported,) = outcome.messages
+    assert reported.startswith(message)
     assert "Traceback" not in outcome.err and outcome.seconds < LIMIT / 2
 
 

@@ -106,7 +106,7 @@ def test_ranks_take_the_gpus_in_turn(
     assert found == Placement(Device.CUDA, index, shared, "staged", notice, GOOD)
 
 
-def test_libraries_that_only_some_operators_need_are_told() -> None:
+def test_libraries_that_only_some_operators_need_are_reported() -> None:
     facts = replace(GOOD, absent=("libcudnn.so.9",))
     assert choose("auto", facts, 2, 3).notice == (
         "libcudnn.so.9 cannot be loaded, but some operators need them: pip install "
@@ -155,16 +155,16 @@ def test_facts_of_a_probe() -> None:
         {"missing": [], "nccl": 23203},
         {"session_errors": ["", ""], "doing": ""},
     ]
-    told = "\n".join(map(json.dumps, lines)).encode()
-    assert read_facts(told, "") == GOOD
+    written = "\n".join(map(json.dumps, lines)).encode()
+    assert read_facts(written, "") == GOOD
     # It died while it wrote the fourth line.
-    early = read_facts(b"\n".join(told.split(b"\n")[:3]) + b'\n{"miss', "killed by signal 6")
+    early = read_facts(b"\n".join(written.split(b"\n")[:3]) + b'\n{"miss', "killed by signal 6")
     assert early.gpus == GOOD.gpus
     assert early.crash == "killed by signal 6, while more"
     assert not early.session_errors
 
 
-def test_of_an_error_what_cuda_said_is_told() -> None:
+def test_an_error_has_the_words_of_cuda() -> None:
     signature = "std::conditional_t<THRW, void, Status> CudaCall(ERRTYPE, const char*, int) " * 8
     text = (
         f"[ONNXRuntimeError] : 1 : FAIL : Exception during initialization: {signature}CUBLAS "
@@ -179,7 +179,7 @@ def test_of_an_error_what_cuda_said_is_told() -> None:
     assert len(long) == 500 and long.endswith("x in the end")
 
 
-def test_a_probe_that_dies_or_hangs_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_probe_that_dies_or_hangs_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module.ctypes, "CDLL", lambda _: None)
 
     def found(program: str, seconds: float = 60.0) -> Facts:

@@ -189,7 +189,7 @@ def test_violated_symbol_on_all_ranks(tmp_path: Path) -> None:
         np.testing.assert_array_equal(group.run_global({"x": rows(4)})["y"], 2 * rows(4) + 4)
 
 
-def test_one_ranks_bad_input_is_told_by_all(tmp_path: Path) -> None:
+def test_one_ranks_bad_input_is_reported_by_all(tmp_path: Path) -> None:
     directory = hand_made.data_parallel(tmp_path / "a", 3)
     x = rows(6)
     with ThreadsGroup(directory) as group:

@@ -49,9 +49,9 @@ def test_a_busy_machine_is_reported(tmp_path: Path) -> None:
             )
         finally:
             other.kill()
-    told = re.search(r"other processes took (\d+\.\d) cores while this was measured", done.stderr)
-    assert told and float(told[1]) > 0
-    assert told[0] in out.read_text().splitlines()[0]
+    notice = re.search(r"other processes took (\d+\.\d) cores while this was measured", done.stderr)
+    assert notice and float(notice[1]) > 0
+    assert notice[0] in out.read_text().splitlines()[0]
     assert load_machine(str(out)).links
 
 

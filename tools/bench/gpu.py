@@ -146,12 +146,12 @@ def steps(
         job = Job(model=model, optimizer="adamw", quick=quick)
         base = sides[0]
         compiled = None
-        told = False  # of the reference
+        reference_shown = False
         for side in sides[1:]:
             try:
                 rows = measure([base, side], job, cuts, rounds, 0.05 if quick else 1.0)
             except SideError as error:
-                # A side that cannot run here is told of, and the others are measured.
+                # A side that cannot run here is reported, and the others are measured.
                 tell(
                     f"{model:8s} {compute or 'float32':9s} {side.label:18s} failed: {_last(error)}"
                 )
@@ -159,9 +159,9 @@ def steps(
                     failed.append(f"steps: {model} {compute or 'float32'} {side.label} failed")
                 continue
             ideal = products(model, quick) / rates[compute] / side.ranks
-            for row in rows[told:]:
+            for row in rows[reference_shown:]:
                 tell(_line(row, compute, ideal))
-            told, row = True, rows[1]
+            reference_shown, row = True, rows[1]
             if side.way == "compile":
                 compiled = row.ratio
             if side.system == "onnxpar" and side.ranks == 1:
@@ -197,7 +197,7 @@ def collectives(gpus: int, quick: bool, tell: Callable[[str], None]) -> list[str
     ranks = max(2, min(gpus, 8))
     command = [find_mpirun(), "--oversubscribe", "--bind-to", "none", "-n", str(ranks)]
     command += [sys.executable, str(HERE / "gpu_collectives.py"), *(["--quick"] if quick else [])]
-    # Rows that were made before ranks hang or fail are told.
+    # Rows that were made before ranks hang or fail are reported.
     process = subprocess.Popen(
         command, env=mpirun_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )

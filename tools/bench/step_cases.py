@@ -1,4 +1,4 @@
-"""What tools/bench/step.py measures: models, data, the sides, and how a side's ranks are told.
+"""What tools/bench/step.py measures: models, data, the sides, and the job that each rank gets.
 
 Imported by all of them, so it loads neither onnxruntime nor PyTorch.
 """

@@ -42,16 +42,16 @@ def _share(names: Sequence[str], sample: int | None) -> Iterator[Outcome]:
             worker.stdin.close()
             for line in worker.stdout:
                 try:
-                    told = json.loads(line)
+                    event = json.loads(line)
                 except json.JSONDecodeError:
                     continue  # what a library printed
-                if "begin" in told:
-                    begun = told["begin"]
+                if "begin" in event:
+                    begun = event["begin"]
                     continue
-                left.remove(told["done"])
+                left.remove(event["done"])
                 begun = ""
-                if told["outcome"]:
-                    yield Outcome(**told["outcome"])
+                if event["outcome"]:
+                    yield Outcome(**event["outcome"])
         if begun:
             left.remove(begun)
             how = f"the process ended with {worker.returncode}"

@@ -28,7 +28,7 @@ struct Code {
 };
 
 // Machine code for a GPU of compute capability `capability` (90 is 9.0) of the named source, with
-// Element as told; PTX, which the driver translates, where this NVRTC does not know the capability.
+// Element as given; PTX, which the driver translates, where this NVRTC does not know the capability.
 // Throws std::runtime_error with the compiler's log.
 Code compile(const std::string& source, DType element, int capability);
 

@@ -42,7 +42,7 @@ template <class Op, class... Args>
 auto fused(Args... args) {
   return [args...](const Node& node) -> std::unique_ptr<Kernel> {
     if (node.on_device) {
-      // What is missing is told before anything runs.
+      // Reports what is missing before anything runs.
       cuda::driver();
       cuda::load_compiler();
     }

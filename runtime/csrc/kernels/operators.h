@@ -10,7 +10,7 @@
 // T is float32, float64, float16 or bfloat16, the last two computed in float32; in a node all T are
 // the same. The ports take any type, since one that is not registered would not go to the function
 // but be refused when the graph is loaded. D is float64, with one element. Shapes are equal unless
-// told; `?` may be left out. Outputs named like an input with a prime may take that input's memory,
+// stated; `?` may be left out. Outputs named like an input with a prime may take that input's memory,
 // and so may dx that of dy. Sums are taken in pieces of fixed size, so that results do not depend
 // on the thread count.
 //

@@ -64,7 +64,7 @@ def placement(model: Path, rank: Rank | None = None) -> Mapping[str, Any]:
         RuntimeError: The provider did not load, or the session could not be made.
     """
     options = session_options({})
-    options.log_severity_level = 0  # the only place where the final placement is told
+    options.log_severity_level = 0  # the only place where the final placement is logged
     if rank is not None:
         rank.register(options)
     with tempfile.TemporaryDirectory(dir=model.parent) as folder:

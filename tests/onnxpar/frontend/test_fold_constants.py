@@ -217,7 +217,7 @@ def test_a_type_that_inference_finds_is_folded_by() -> None:
     assert [str(size) for size in env.shapes["r"]] == ["128"]
 
 
-def test_folded_constants_are_not_told_as_parameters() -> None:
+def test_folded_constants_are_not_reported_as_parameters() -> None:
     text = kept_text(
         "c = Constant<value_floats = [1.0, 2.0, 3.0, 4.0]>() k = Constant<value_float = 2.0>() "
         "p = Mul(c, k) t = MatMul(x, w) y = Add(t, p)"

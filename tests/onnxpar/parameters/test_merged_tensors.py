@@ -146,7 +146,7 @@ def test_an_identity_in_the_place_of_a_tensor_gives_its_name_back() -> None:
         ["b", "tied.w"],
         ["c", "w"],
     ]
-    # What is told to be an output stays; a tensor of different elements is tied on purpose.
+    # A tensor that is also an output stays; a tensor of different elements is tied on purpose.
     assert set(model.graph.initializers) == {"ln1.bias", "ln1.bias.1", "ln2.bias", "w"}
     assert "'ln2.bias' at 'b'" in notice
     trained = {p.name for p in select(read_parameters(model).model, REGISTRY).trained}

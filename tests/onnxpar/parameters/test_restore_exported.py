@@ -240,7 +240,7 @@ def test_tied_weights_are_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("function", "told"),
+    ("function", "how"),
     [
         (torch.sigmoid, "sigmoid"),
         (lambda s: s.exp().exp(), "exp 2 times"),
@@ -254,12 +254,12 @@ def test_tied_weights_are_one() -> None:
         (lambda s: torch.add(1.0, s, alpha=3), "add"),
     ],
 )
-def test_what_was_computed_otherwise_is_in_doubt(function: Any, told: str) -> None:
+def test_what_was_computed_otherwise_is_in_doubt(function: Any, how: str) -> None:
     selection, _, model = check(Net(lambda n, x: x * function(n.gate), gate=P(8)))
     (reason,) = selection.doubtful.values()
-    assert reason.startswith(f"computed from gate by {told}")
+    assert reason.startswith(f"computed from gate by {how}")
     assert not select(read_parameters(model).model, REGISTRY, freeze=["gate"]).doubtful
-    with pytest.raises(ModelError, match=f"computed from gate by {told}"):
+    with pytest.raises(ModelError, match=f"computed from gate by {how}"):
         selection.ask(selection.doubtful)
 
 
@@ -326,7 +326,7 @@ def test_a_weight_with_a_batch_norm_in_it_is_in_doubt() -> None:
     assert not kept.doubtful and kept.counts({}).trained == elements(module)[0]
 
 
-def test_parameters_that_the_file_lacks_are_told() -> None:
+def test_parameters_that_the_file_lacks_are_reported() -> None:
     _, notices, _ = check(Net(lambda n, x: x * n.gate + n.s, gate=P(value=1.0), s=P(8)))
     (notice,) = notices
     assert notice.startswith("the file lacks gate, which are parameters of the PyTorch module")
@@ -371,7 +371,7 @@ def test_ties_that_cannot_be(pair: str, message: str) -> None:
         recognise(read(TIED), [pair])
 
 
-def test_equal_parameters_of_other_files_are_told() -> None:
+def test_equal_parameters_of_other_files_are_reported() -> None:
     table = np.random.default_rng(0).standard_normal((16, 8))
     text = """g (int64[n] ids) => (float[n, 16] y)
     <float[16, 8] "embed.weight", float[8, 16] "onnx::MatMul_9", float[8, 8] "a.weight",

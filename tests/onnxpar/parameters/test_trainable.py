@@ -44,9 +44,9 @@ def sample() -> ir.Model:
 
 def test_parameters_are_trained_and_the_rest_has_its_reason() -> None:
     selection = chosen(sample())
-    told = {t.name: (t.elements, t.reason, t.rule, t.used_by) for t in selection.tensors}
+    tensors = {t.name: (t.elements, t.reason, t.rule, t.used_by) for t in selection.tensors}
     name, doubt = "it has the name of a parameter", selection.doubtful["ln"]
-    assert told == {
+    assert tensors == {
         "table": (12, "", "it is the weight of node 'look'", ("look",)),
         "w1": (16, "", name, ("fc1", "fc3")),
         "b1": (4, "", name, ("fc1",)),
@@ -180,9 +180,9 @@ def test_running_statistics_are_not_trained() -> None:
         <float[2] scale, float[2] bias, float[2] mean, float[2] var>
         { y = BatchNormalization(x, scale, bias, mean, var) }"""
     )
-    told = {t.name: t.reason for t in chosen(normal).tensors}
+    reasons = {t.name: t.reason for t in chosen(normal).tensors}
     reason = "running statistic"
-    assert told == {"scale": "", "bias": "", "mean": reason, "var": reason}
+    assert reasons == {"scale": "", "bias": "", "mean": reason, "var": reason}
 
 
 def test_who_asks_for_the_size_of_a_parameter_does_not_share_it() -> None:

@@ -197,7 +197,7 @@ def test_a_changed_byte_of_the_source_is_found(trained: Path, tmp_path: Path) ->
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
 
 
-def test_what_cannot_be_is_told(
+def test_what_cannot_be_is_reported(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "there").mkdir()
@@ -218,8 +218,10 @@ def test_what_cannot_be_is_told(
     capsys.readouterr()
     for arguments, message in cases:
         assert main(["checkpoint", *arguments]) == 2
-        told = capsys.readouterr().err
-        assert message in told and told.startswith("onnxpar: error: ") and "Traceback" not in told
+        error = capsys.readouterr().err
+        assert (
+            message in error and error.startswith("onnxpar: error: ") and "Traceback" not in error
+        )
     assert sorted(tmp_path.rglob("*")) == before
 
 

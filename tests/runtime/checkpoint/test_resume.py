@@ -155,7 +155,7 @@ def test_dropout_moments_and_uneven_shards(tmp_path: Path, monkeypatch: pytest.M
         np.testing.assert_allclose(rest, losses[: 3 + number], rtol=1e-4)
 
 
-def test_what_does_not_fit_is_told_on_all_ranks(tmp_path: Path) -> None:
+def test_what_does_not_fit_is_reported_on_all_ranks(tmp_path: Path) -> None:
     directory, wanted = regression(tmp_path / "a"), linear(tmp_path)
     train(directory, replace(wanted, checkpoints=Saving(tmp_path / "ck"), steps=2, warmup=0))
     other = cut(tmp_path / "mlp", mlp.build(hidden=(8, 8)), "dp=2")
@@ -189,19 +189,20 @@ def test_what_does_not_fit_is_told_on_all_ranks(tmp_path: Path) -> None:
         train(directory, replace(wanted, resume=tmp_path / "ck"))
 
 
-def test_another_learning_rate_is_told_and_taken(
+def test_another_learning_rate_is_reported_and_taken(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     directory, wanted = regression(tmp_path / "a"), linear(tmp_path)
     train(directory, replace(wanted, checkpoints=Saving(tmp_path / "ck"), steps=4))
     capsys.readouterr()
     train(directory, replace(wanted, resume=tmp_path / "ck", lr=0.2))
-    told = capsys.readouterr().out
+    printed = capsys.readouterr().out
     assert (
-        f"resumed from {tmp_path / 'ck' / step_name(4)}: 4 steps are done, epoch 2, step 1" in told
+        f"resumed from {tmp_path / 'ck' / step_name(4)}: 4 steps are done, epoch 2, step 1"
+        in printed
     )
-    assert "notice: lr is 0.2, but the checkpoint was written with 0.1" in told
-    assert "notice: total_steps is 9, but the checkpoint was written with 4" in told
+    assert "notice: lr is 0.2, but the checkpoint was written with 0.1" in printed
+    assert "notice: total_steps is 9, but the checkpoint was written with 4" in printed
 
 
 def test_a_full_disk_ends_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,7 +49,7 @@ def node(op: str, dims: str = "n", kind: str = "float", attributes: str = "") ->
 
 
 @pytest.mark.parametrize(
-    ("texts", "shapes", "told"),
+    ("texts", "shapes", "message"),
     [
         ([node("AllReduce"), node("Broadcast", attributes="root=0")], [(3,), (3,)], "Broadcast"),
         ([node("AllReduce"), node("AllReduce")], [(3,), (4,)], r"\[4\]"),
@@ -68,11 +68,11 @@ def node(op: str, dims: str = "n", kind: str = "float", attributes: str = "") ->
     ],
     ids=["op", "size", "shape", "dtype", "reduction", "axis"],
 )
-def test_ranks_that_disagree(texts: list[str], shapes: list[tuple[int, ...]], told: str) -> None:
+def test_ranks_that_disagree(texts: list[str], shapes: list[tuple[int, ...]], message: str) -> None:
     with World.threads(2) as world:
         for text in messages(Team(world), texts, shapes):
             assert re.search(r"rank [01]: \w+ 'here' on group \[0, 1\] disagrees with rank", text)
-            assert re.search(told, text), text
+            assert re.search(message, text), text
 
 
 def test_sizes_are_compared_without_debug_as_well() -> None:
@@ -180,7 +180,7 @@ World.threads(2).rank(0).all_reduce(np.ones(3))
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         (node("AllReduce", attributes="group=[0, 5]"), "rank 5 is not in a world of 2"),
         (node("AllReduce", attributes="group=[0, 0]"), "rank 0 occurs twice"),
@@ -193,9 +193,9 @@ World.threads(2).rank(0).all_reduce(np.ones(3))
         (node("Permute", attributes="pairs=[0]"), "pairs: expected source, destination"),
     ],
 )
-def test_attributes_that_cannot_be(text: str, told: str) -> None:
+def test_attributes_that_cannot_be(text: str, message: str) -> None:
     with World.threads(2) as world:
-        with pytest.raises(Exception, match=re.escape(told)) as caught:
+        with pytest.raises(Exception, match=re.escape(message)) as caught:
             run_text(world.rank(0), text, x=np.ones(3, np.float32))
         assert text.split("onnxpar.")[1].split(" ")[0] in str(caught.value)
 

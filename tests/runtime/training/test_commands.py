@@ -73,8 +73,8 @@ def test_a_trainer_that_is_there_evaluates_on_other_data(
     hyper = hyperparameters("momentum", Settings()).at(1, 0.1)
     reference.step({name: array[rows] for name, array in everything.items()}, hyper)
     loss, _ = reference.gradient(held_out)
-    (told,) = [line for line in capsys.readouterr().out.splitlines() if "evaluated" in line]
-    assert told == f"epoch: 1 evaluated on 5 samples: loss is {loss:.7g}"
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "evaluated" in line]
+    assert line == f"epoch: 1 evaluated on 5 samples: loss is {loss:.7g}"
 
 
 def test_all_ranks_hear_of_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

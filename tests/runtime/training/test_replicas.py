@@ -41,7 +41,7 @@ def spoil(group: TrainerGroup, rank: int, name: str) -> None:
     states.set(name, part)
 
 
-def test_what_differs_is_told_on_all_ranks(ranks: Path) -> None:
+def test_what_differs_is_reported_on_all_ranks(ranks: Path) -> None:
     with TrainerGroup(ranks) as group:
         names = sorted(
             n for n, s in group.manifest.trained().states.items() if "grad" not in s.kind
@@ -52,7 +52,7 @@ def test_what_differs_is_told_on_all_ranks(ranks: Path) -> None:
         checks = [ReplicaCheck(member, 2, sample=4) for member in group.members]
         for check in checks:
             check.after(1)
-        told = []
+        errors = []
 
         def run(rank: int) -> None:
             try:
@@ -60,12 +60,12 @@ def test_what_differs_is_told_on_all_ranks(ranks: Path) -> None:
                     checks[rank].after(step)
             except ReplicaError as error:
                 assert error.agreed and error.exit_code == 1
-                told.append(str(error))
+                errors.append(str(error))
 
         group.each(run)
         # Four of nine names in step 2, the next in step 4.
         step = 2 * (1 + names.index("fc2.weight") // 4)
-        assert told == 4 * [
+        assert errors == 4 * [
             f"step {step}: parameter 'fc2.weight': expected replicas that are equal bit for bit, "
             "but rank 1 and rank 3 differ"
         ]

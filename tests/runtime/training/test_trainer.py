@@ -210,7 +210,7 @@ WrongStep = Callable[[TrainerGroup], object]
         (lambda g: g.evaluate(batch_of(3)), SymbolValueError, "which violates"),
     ],
 )
-def test_mistakes_are_told_and_nothing_has_happened(
+def test_mistakes_are_reported_and_nothing_has_happened(
     tmp_path: Path, wrong: WrongStep, kind: type[OnnxparRuntimeError], message: str
 ) -> None:
     with TrainerGroup(regression(tmp_path / "a", 2, {"divisor": 2})) as group:

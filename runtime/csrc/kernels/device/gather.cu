@@ -8,7 +8,7 @@
 #include "common.cuh"
 #include "gather.cuh"
 
-// A row that is none is told, and counts as row `rows`, which nobody adds up.
+// An index that names no row is reported, and counts as row `rows`, which nobody adds up.
 extern "C" __global__ void gather_rows(Place* places, const Index* indices, Index count,
                                        Index rows, Fault* fault) {
   for (Index i = thread_index(); i < count; i += thread_count()) {

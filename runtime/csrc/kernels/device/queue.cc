@@ -186,9 +186,9 @@ FaultReport::~FaultReport() {
 Fault* FaultReport::next(Stream stream, size_t count) {
   std::lock_guard lock(reports().mutex);
   if (fault_ == nullptr) fault_ = new_fault();
-  if (const std::string told = take(); !told.empty()) {
+  if (const std::string fault = take(); !fault.empty()) {
     throw std::invalid_argument(
-        told + "; found by " +
+        fault + "; found by " +
         (runs_ > 1 ? "one of the " + std::to_string(runs_) + " runs before" : "the run before"));
   }
   stream_ = stream;
@@ -212,10 +212,10 @@ void check_faults(Stream stream) {
   for (FaultReport* report : reports().all) {
     if (report->stream_ != stream) continue;
     const size_t runs = std::exchange(report->runs_, 0);
-    const std::string told = report->take();
-    if (told.empty()) continue;
+    const std::string fault = report->take();
+    if (fault.empty()) continue;
     throw std::invalid_argument(
-        report->where_ + ": " + told +
+        report->where_ + ": " + fault +
         (runs > 1 ? "; found by one of the last " + std::to_string(runs) + " runs" : ""));
   }
 }

@@ -89,7 +89,7 @@ class FaultReport {
 
  private:
   friend void check_faults(Stream stream);
-  // What was told since the last time, or nothing.
+  // What was reported since the last time, or nothing.
   std::string take();
 
   const std::string where_;
@@ -101,7 +101,7 @@ class FaultReport {
   size_t runs_ = 0;  // since the stream was waited for
 };
 
-// Throws std::invalid_argument where kernels on the stream, which has been waited for, have told of a
+// Throws std::invalid_argument where kernels on the stream, which has been waited for, have reported a
 // fault.
 void check_faults(Stream stream);
 

@@ -2,7 +2,7 @@
 // once more for AVX2; which of the two runs is decided when the library is first used.
 //
 // Every output may be the same memory as an input of the same element type (exactly the same, not
-// shifted), unless told otherwise. No loop allocates, throws or uses the C++ library, so that no
+// shifted), unless stated otherwise. No loop allocates, throws or uses the C++ library, so that no
 // inline function compiled for AVX2 can be taken for the one that all processors run.
 #pragma once
 

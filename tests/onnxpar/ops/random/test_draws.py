@@ -42,7 +42,7 @@ def test_normal_numbers_have_their_mean_and_scale() -> None:
     assert abs((np.abs(x - 3) < 0.5).mean() - 0.6827) < off(0.5)
 
 
-def test_bernoulli_is_one_as_often_as_it_is_told() -> None:
+def test_bernoulli_is_one_as_often_as_its_chance_says() -> None:
     chances = np.repeat(np.array([0, 0.2, 1], np.float32), COUNT)
     case = Case("y = Bernoulli(x)", {"x": f"float[{3 * COUNT}]"}, feeds={"x": chances})
     never, seldom, always = np.split(case.expected[0], 3)

@@ -139,7 +139,7 @@ def test_rounded_quotients_of_floats_are_exact() -> None:
     assert known(env, "z")
 
 
-def test_what_floats_round_twice_is_not_told() -> None:
+def test_what_floats_round_twice_is_not_known() -> None:
     text = """g (float[a, b, 4] x) => (int64 y) {
       s = Shape(x) j = Constant<value_int = 1>() m = Gather(s, j) f = Cast<to = 1>(m)
       three = Constant<value_float = 3.0>() tenth = Constant<value_float = 0.1>()
