@@ -1,4 +1,4 @@
-"""Cuts ONNX models into per-rank ONNX graphs. The runtime that executes them is `onnxpar_runtime`.
+"""Shards ONNX models into one ONNX graph per rank. `onnxpar_runtime` executes them.
 
 Names are loaded when they are first used: the transformer takes a second to load, which every rank
 of `mpirun -n 8 onnxpar run` would otherwise spend in vain.

@@ -442,7 +442,7 @@ class Rotary(nn.Module):
 
 
 class Windows(nn.Module):
-    """Pads sequences to a multiple of k, mixes within windows, and cuts back."""
+    """Pads sequences to a multiple of k, mixes within windows, and slices the padding off."""
 
     def __init__(self, width: int, k: int, *, attend: bool) -> None:
         super().__init__()

@@ -303,7 +303,7 @@ def doubled(d: Draft) -> Made:
         y = functional.interpolate(x.transpose(1, 2), scale_factor=2.0, mode="nearest")
         return y.transpose(1, 2)[:, : x.shape[1]]
 
-    return layers.Apply(double), "doubled and cut"
+    return layers.Apply(double), "doubled and sliced"
 
 
 def cumulative(d: Draft) -> Made:

@@ -210,7 +210,7 @@ def reduction(p: Program) -> None:
 
 
 def reshape(p: Program) -> None:
-    """Merges and cuts dims a few times, then writes the target in one of its forms."""
+    """Merges and splits dims a few times, then writes the target in one of its forms."""
     x = p.pick(F32, F64, I64, BOOL, least=1)
     if x is None:
         return
@@ -412,7 +412,7 @@ def expand(p: Program) -> None:
 
 
 def make(p: Program) -> None:
-    """ConstantOfShape, Range, and a table of positions cut to a symbolic length."""
+    """ConstantOfShape, Range, and a table of positions sliced to a symbolic length."""
     sizes: list[Dim] = [*SIZES, *(dim_symbol(n) for n in SYMBOLS)]
     way = p.draw.randrange(3)
     if way == 0:

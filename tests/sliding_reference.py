@@ -55,20 +55,20 @@ class _Geometry:
         ]
 
     def padded(self, x: Array, fill: Any) -> Array:
-        whole = np.full([*x.shape[:2], *self.reach], fill, x.dtype)
+        padded = np.full([*x.shape[:2], *self.reach], fill, x.dtype)
         ends = zip(self.before, x.shape[2:], strict=True)
-        whole[(slice(None), slice(None), *(slice(b, b + n) for b, n in ends))] = x
-        return whole
+        padded[(slice(None), slice(None), *(slice(b, b + n) for b, n in ends))] = x
+        return padded
 
     def taps(self) -> Iterator[tuple[tuple[int, ...], tuple[slice, ...]]]:
         for place in product(*(range(k) for k in self.kernel)):
-            cuts = (
+            window = (
                 slice(p * d, p * d + (r - 1) * s + 1, s)
                 for p, d, r, s in zip(
                     place, self.dilations, self.results, self.strides, strict=True
                 )
             )
-            yield place, (Ellipsis, *cuts)
+            yield place, (Ellipsis, *window)
 
 
 class Conv(OpRun):  # type: ignore[misc]
@@ -90,12 +90,12 @@ class Conv(OpRun):  # type: ignore[misc]
     ) -> tuple[Array]:
         g = _Geometry(x.shape[2:], w.shape[2:], strides, dilations, pads, auto_pad or "NOTSET")
         group = group or 1
-        whole = g.padded(x, 0).reshape([len(x), group, -1, *g.reach])
+        padded = g.padded(x, 0).reshape([len(x), group, -1, *g.reach])
         weights = w.reshape([group, -1, *w.shape[1:]])
         y = np.zeros([len(x), group, weights.shape[1], *g.results], x.dtype)
-        for place, cut in g.taps():
+        for place, window in g.taps():
             tap = weights[(..., *place)]
-            y += np.einsum("gmc,ngc...->ngm...", tap, whole[cut])
+            y += np.einsum("gmc,ngc...->ngm...", tap, padded[window])
         y = y.reshape([len(x), -1, *g.results])
         return (y if b is None else y + b.reshape([-1, *[1] * len(g.kernel)]),)
 
@@ -140,12 +140,12 @@ class ConvTranspose(OpRun):  # type: ignore[misc]
         weights = w.reshape([group, -1, *w.shape[1:]])
         y = np.zeros([len(x), group, w.shape[1], *full], x.dtype)
         for place in product(*(range(k) for k in w.shape[2:])):
-            cut = (
+            window = (
                 slice(p * d, p * d + (n - 1) * s + 1, s)
                 for p, d, n, s in zip(place, dilations, x.shape[2:], strides, strict=True)
             )
             tap = weights[(..., *place)]
-            y[(Ellipsis, *cut)] += np.einsum("gmc,ngm...->ngc...", tap, image)
+            y[(Ellipsis, *window)] += np.einsum("gmc,ngm...->ngc...", tap, image)
         y = y.reshape([len(x), -1, *full])
         ends = zip(given[:rank], given[rank:], full, strict=True)
         y = y[(slice(None), slice(None), *(slice(a, n - z) for a, z, n in ends))]
@@ -175,10 +175,10 @@ class MaxPool(OpRun):  # type: ignore[misc]
             x.shape[2:], kernel_shape, strides, dilations, pads, auto_pad or "NOTSET", ceil_mode
         )
         place = np.broadcast_to(np.arange(x.size).reshape(x.shape), x.shape)
-        whole, where = g.padded(x, -np.inf), g.padded(place, -1)
-        values = np.stack([whole[cut] for _, cut in g.taps()])
+        padded, where = g.padded(x, -np.inf), g.padded(place, -1)
+        values = np.stack([padded[window] for _, window in g.taps()])
         best = np.argmax(values, axis=0)[None]
-        indices = np.stack([where[cut] for _, cut in g.taps()])
+        indices = np.stack([where[window] for _, window in g.taps()])
         y, at = (np.take_along_axis(a, best, 0)[0] for a in (values, indices))
         return (y, at)[: len(self.onnx_node.output)]
 
@@ -207,9 +207,9 @@ class AveragePool(OpRun):  # type: ignore[misc]
         if count_include_pad:
             ends = zip(g.before, x.shape[2:], g.after, strict=True)
             counted[(..., *(slice(0, b + n + a) for b, n, a in ends))] = 1
-        whole = g.padded(x, 0)
-        total = sum(whole[cut] for _, cut in g.taps())
-        return (total / sum(counted[cut] for _, cut in g.taps()),)
+        padded = g.padded(x, 0)
+        total = sum(padded[window] for _, window in g.taps())
+        return (total / sum(counted[window] for _, window in g.taps()),)
 
 
 class LpPool(OpRun):  # type: ignore[misc]
@@ -232,8 +232,8 @@ class LpPool(OpRun):  # type: ignore[misc]
         g = _Geometry(
             x.shape[2:], kernel_shape, strides, dilations, pads, auto_pad or "NOTSET", ceil_mode
         )
-        whole = g.padded(np.abs(x) ** p, 0)
-        total: Array = np.sum([whole[cut] for _, cut in g.taps()], axis=0)
+        padded = g.padded(np.abs(x) ** p, 0)
+        total: Array = np.sum([padded[window] for _, window in g.taps()], axis=0)
         return (total ** (1 / p),)
 
 

@@ -92,7 +92,7 @@ def test_the_reference_lists_every_option_of_every_command() -> None:
 def test_the_manifest_has_the_keys_that_the_page_lists(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "reference" / "manifest.md").read_text(encoding="utf-8")
     top, program, training, pipeline = page.split("\n## ")
-    directory = linear.cut(tmp_path, 2, "--symbol", "batch:divisor=2", optimizer="adamw")
+    directory = linear.shard(tmp_path, 2, "--symbol", "batch:divisor=2", optimizer="adamw")
     manifest = json.loads((directory / "manifest.json").read_text(encoding="utf-8"))
     staged = json.loads((stages(tmp_path) / "manifest.json").read_text(encoding="utf-8"))
     assert first_column(top) == {*manifest, *staged}
@@ -108,7 +108,7 @@ def test_the_manifest_has_the_keys_that_the_page_lists(tmp_path: Path) -> None:
 
 
 def stages(folder: Path) -> Path:
-    """Cuts a network for training in two stages."""
+    """Shards a network for training in two stages."""
     save(hybrid.build(side=4, hidden=8), folder / "net.onnx")
     command = ["shard", str(folder / "net.onnx"), "--strategy", "pp=2", "-o", str(folder / "pp2")]
     assert main([*command, "--train", "--loss", "mae", "--optimizer", "sgd"]) == 0

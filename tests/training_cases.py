@@ -1,4 +1,4 @@
-"""Models cut for training, and batches for them."""
+"""Models sharded for training, and batches for them."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,7 +22,7 @@ CROSS_ENTROPY = "softmax_cross_entropy"
 MLP_STRATEGY = Path(__file__).parents[1] / "models" / "mlp.strategy.yaml"
 
 
-def cut(
+def shard(
     out: Path,
     model: ir.Model,
     strategy: str | Path | Strategy,
@@ -34,7 +34,7 @@ def cut(
     freeze: tuple[str, ...] = (),
     compute: str | None = None,
 ) -> Path:
-    """Writes a model beside `out` and the directory that train it to `out`; returns `out`."""
+    """Writes a model beside `out` and the directory that trains it to `out`; returns `out`."""
     path = out.with_suffix(".onnx")
     ir.save(model, path)
     spec = TrainingSpec(

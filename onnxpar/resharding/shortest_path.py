@@ -347,12 +347,12 @@ class RouteFinder:
             for length in range(1, len(replicated) + 1):
                 for taken in permutations(replicated, length):
                     yield from self._slices(state, s, taken)
-            for cut in range(len(run)):
-                taken = run[cut:]
-                yield Move("all_gather", taken, s, None, (_put(slots, {s: run[:cut]}), partial))
+            for kept in range(len(run)):
+                taken = run[kept:]
+                yield Move("all_gather", taken, s, None, (_put(slots, {s: run[:kept]}), partial))
                 for t in range(len(slots)):
                     if t != s:
-                        after = _put(slots, {s: run[:cut], t: slots[t] + taken})
+                        after = _put(slots, {s: run[:kept], t: slots[t] + taken})
                         yield Move("all_to_all", taken, s, t, (after, partial))
         for length in range(1, len(partial) + 1):
             for chosen in combinations(sorted(partial), length):
@@ -388,10 +388,10 @@ class RouteFinder:
                 taken = tuple(sorted(chosen))
                 yield Move("all_reduce", taken, None, None, (slots, partial - chosen))
         for s, run in enumerate(slots):
-            for cut in range(_agreeing(run, self.goal[0][s]), len(run)):
-                after = _put(slots, {s: run[:cut]})
-                yield Move("all_gather", run[cut:], s, None, (after, partial))
-                yield from self._exchange(state, s, cut)
+            for kept in range(_agreeing(run, self.goal[0][s]), len(run)):
+                after = _put(slots, {s: run[:kept]})
+                yield Move("all_gather", run[kept:], s, None, (after, partial))
+                yield from self._exchange(state, s, kept)
         for after in dict.fromkeys((self._relabelled(state), *self._reordered(state))):
             yield from self._permutes(state, after)
 
@@ -416,10 +416,10 @@ class RouteFinder:
             units = tuple(sorted({u for pair in pairs for run in pair for u in run}))
             yield Move("permute", units, None, None, (after, state[1]))
 
-    def _exchange(self, state: PathState, s: int, cut: int) -> Iterator[Move]:
+    def _exchange(self, state: PathState, s: int, kept: int) -> Iterator[Move]:
         """The all-to-all that brings a minor end of slot s to the end of the slot of the goal."""
         slots, partial = state
-        units = slots[s][cut:]
+        units = slots[s][kept:]
         if units[0] not in self._home:
             return
         home, position = self._home[units[0]]
@@ -427,7 +427,7 @@ class RouteFinder:
         if home == s or slots[home] != goal[:position]:
             return
         if goal[position : position + len(units)] == units:
-            after = _put(slots, {s: slots[s][:cut], home: slots[home] + units})
+            after = _put(slots, {s: slots[s][:kept], home: slots[home] + units})
             yield Move("all_to_all", units, s, home, (after, partial))
 
     # -- placements with equal blocks --------------------------------------------------------------

@@ -190,9 +190,9 @@ void run_rank(RankContext& context, int size, int steps) {
   std::vector<Pending> pending;
   for (int step = 0; step < steps; ++step) {
     Options options;
-    const int cut = static_cast<int>(random() % static_cast<unsigned>(size));
+    const int border = static_cast<int>(random() % static_cast<unsigned>(size));
     for (int r = 0; r < size; ++r) {
-      if ((r < cut) == (rank < cut)) options.group.push_back(r);
+      if ((r < border) == (rank < border)) options.group.push_back(r);
     }
     const Op op = static_cast<Op>(random() % 6);
     const int64_t rows = 1 + static_cast<int64_t>(random() % 5);

@@ -19,8 +19,8 @@ def start() -> NDArray[np.float32]:
     return np.random.default_rng(0).normal(0, 0.1, (PIXELS, CLASSES)).astype(np.float32)
 
 
-def cut(folder: Path, devices: int, *more: str, optimizer: str = "sgd") -> Path:
-    """Writes the model `logits = x w`, and cuts it for training by data ranks."""
+def shard(folder: Path, devices: int, *more: str, optimizer: str = "sgd") -> Path:
+    """Writes the model `logits = x w`, and shards it for training over data ranks."""
     node = helper.make_node("MatMul", ["x", "w"], ["logits"], "product")
     graph = helper.make_graph(
         [node],
@@ -32,7 +32,7 @@ def cut(folder: Path, devices: int, *more: str, optimizer: str = "sgd") -> Path:
     opset = [helper.make_opsetid("", 18)]
     model = folder / "linear.onnx"
     onnx.save(helper.make_model(graph, opset_imports=opset, ir_version=10), model)
-    out = folder / f"cut{devices}"
+    out = folder / f"ranks{devices}"
     arguments = ["shard", str(model), "--strategy", "dp", "--devices", str(devices), "-o", str(out)]
     arguments += ["--train", "--loss", "softmax_cross_entropy", "--optimizer", optimizer, *more]
     assert main(arguments) == 0

@@ -55,7 +55,7 @@ def sums(folder: Path) -> dict[str, str]:
 
 
 def again(folder: Path, strategy: str, *training: str) -> None:
-    """Cuts, cuts by what was written of the strategy, and compares."""
+    """Shards, shards again by what was written of the strategy, and compares."""
     model, first, second = (str(folder / name) for name in ("m.onnx", "first", "second"))
     devices = [] if "=" in strategy or Path(strategy).is_file() else ["--devices", "4"]
     command = ["shard", model, "--strategy", strategy, "-o", first, *devices, *training]

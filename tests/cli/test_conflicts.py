@@ -23,7 +23,7 @@ nodes:
 BATCH = 32  # a typical size of a symbol of which nothing more is known, in multiples of 8
 
 
-def cut(
+def shard(
     folder: Path, strategy: str, capsys: pytest.CaptureFixture[str], *more: str
 ) -> tuple[str, dict[str, Any]]:
     """What `shard` prints, and what `inspect --json` does."""
@@ -41,7 +41,7 @@ def cut(
 
 def test_two_strategies_of_the_user(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ir.save(two_layer.build(), tmp_path / "m.onnx")
-    printed, report = cut(tmp_path, STRATEGY, capsys)
+    printed, report = shard(tmp_path, STRATEGY, capsys)
     first, second = report["conflicts"]
     # x [batch, 32] float32 is gathered from eighths to halves: 3 of 4 blocks come from others.
     assert (first["value"], first["node"], first["made_by"]) == ("x", "/matmul1/MatMul", "")
@@ -88,7 +88,7 @@ def test_the_cheaper_side_gives_way(
     """A sum of a product sharded by rows and a value sharded by columns: one is resharded."""
     onnx.save(onnx.parser.parse_model(SUM.replace("ROWS", str(rows))), tmp_path / "m.onnx")
     strategy = "devices: 2\ndataset: {a: [2, 1], b: [1, 2]}\n"
-    _, report = cut(tmp_path, strategy, capsys)
+    _, report = shard(tmp_path, strategy, capsys)
     moved = {c["value"]: c for c in report["conflicts"]}
     assert set(moved) <= {"b", "p", "w"}
     (chosen,) = [c for c in report["conflicts"] if c["node"] == "sum"]
@@ -108,7 +108,7 @@ def test_an_operator_that_needs_a_dim_replicated(
         }
     """
     onnx.save(onnx.parser.parse_model(text), tmp_path / "m.onnx")
-    _, report = cut(tmp_path, "devices: 2\ndataset: {x: [2, 1]}\n", capsys)
+    _, report = shard(tmp_path, "devices: 2\ndataset: {x: [2, 1]}\n", capsys)
     (item,) = report["conflicts"]
     assert (item["node"], item["chosen"], item["cost_in_current_layout"]) == (
         "turned",
@@ -126,7 +126,7 @@ def test_agreement_is_no_conflict(
     config = transformer.Config(layers=1, d_model=32, heads=4, vocab=64, max_positions=16)
     save(transformer.build(config), tmp_path / "m.onnx")
     for train in ([], ["--train", "--loss", "softmax_cross_entropy", "--optimizer", "sgd"]):
-        printed, report = cut(tmp_path, strategy, capsys, *train)
+        printed, report = shard(tmp_path, strategy, capsys, *train)
         assert report["conflicts"] == [] and "conflicts" not in printed
         for program in report["programs"].values():
             assert program["conflicts"] == []
@@ -142,7 +142,7 @@ def test_the_most_expensive_come_first(tmp_path: Path, capsys: pytest.CaptureFix
     strategy = "devices: 4\nnodes:\n" + "\n".join(
         f"  n{i}: {{in: [[{4 if i % 2 else 2}, 1]]}}" for i in range(8)
     )
-    printed, report = cut(tmp_path, strategy + "\n", capsys)
+    printed, report = shard(tmp_path, strategy + "\n", capsys)
     sent = [c["bytes"] for c in report["conflicts"]]
     assert len(sent) == 4 and sent == sorted(sent, reverse=True)
     assert [c["value"] for c in report["conflicts"]] == ["v0", "v2", "v4", "v6"]

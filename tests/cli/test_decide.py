@@ -68,7 +68,7 @@ def seen(directory: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
 def alike(
     folder: Path, capsys: pytest.CaptureFixture[str], loss: str | None, *, text: str = ""
 ) -> dict[str, Any]:
-    """Cuts by a search and by the file that `plan` writes; returns the content of the file."""
+    """Shards by a search and by the file that `plan` writes; returns the content of the file."""
     model, found = str(folder / "m.onnx"), folder / "found.yaml"
     wanted = ["--strategy", "auto", "--devices", "4"]
     if text:

@@ -12,10 +12,10 @@ from tests.cli import linear
 
 
 @pytest.fixture(scope="module")
-def cuts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("launch")
     for devices in (1, 2):
-        linear.cut(folder, devices)
+        linear.shard(folder, devices)
     return folder
 
 
@@ -27,17 +27,17 @@ def error_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return printed.err
 
 
-def test_mistakes(cuts: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    two = str(cuts / "cut2")
+def test_mistakes(sharded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    two = str(sharded / "ranks2")
     train = ["--", "train", two, "--data", "digits", "--lr", "1"]
     cases = (
         (["--", "run", two], "expected `-- train DIR …`"),
-        (["--", "train", str(cuts)], f"got `-- train {cuts}`"),
+        (["--", "train", str(sharded)], f"got `-- train {sharded}`"),
         (["-n", "4", *train], "-n 4: "),
         (["--retries", "1", *train], "expected --checkpoint in the command as well"),
         (["--retries", "-1", *train], "--retries: expected a number >= 0, got -1"),
         (
-            ["--fallback", str(cuts), *train, "--checkpoint", "c"],
+            ["--fallback", str(sharded), *train, "--checkpoint", "c"],
             "expected a directory that `onnxpar shard` wrote",
         ),
     )
@@ -56,18 +56,18 @@ def test_mistakes(cuts: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_options_of_checkpoints(
-    cuts: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+    sharded: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
-    run = ["train", str(cuts / "cut1"), "--data", "digits", "--batch-size", "100", "--lr", "1"]
+    run = ["train", str(sharded / "ranks1"), "--data", "digits", "--batch-size", "100", "--lr", "1"]
     assert message in error_of(capsys, *run, *arguments)
     assert not Path("c").exists()
 
 
 def test_a_folder_that_cannot_be_made(
-    cuts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    sharded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").touch()
-    run = ["train", str(cuts / "cut1"), "--data", "digits", "--batch-size", "100", "--lr", "1"]
+    run = ["train", str(sharded / "ranks1"), "--data", "digits", "--batch-size", "100", "--lr", "1"]
     where = tmp_path / "file" / "ck"
     assert main([*run, "--checkpoint", str(where), "--print-every", "0"]) == 2
     assert f"{where}: cannot be written: Not a directory" in capsys.readouterr().err
@@ -81,7 +81,10 @@ def test_the_last_of_two_options_counts() -> None:
 
 
 def test_attempts_go_from_directory_to_directory(
-    cuts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    sharded: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Two on the first directory, two on the next; from a checkpoint as soon as there is one."""
     ran: list[tuple[int, list[str]]] = []
@@ -93,7 +96,7 @@ def test_attempts_go_from_directory_to_directory(
         return supervisor._End(137, None)
 
     monkeypatch.setattr(supervisor, "_run", dies)
-    first, second = str(cuts / "cut2"), str(cuts / "cut1")
+    first, second = str(sharded / "ranks2"), str(sharded / "ranks1")
     more = ["--lr", "1", "--checkpoint", str(tmp_path)]
     job = Job(["python"], ["train", first, *more], retries=1, fallbacks=[Path(second)])
     assert supervise(job) == 1
@@ -113,6 +116,6 @@ def test_attempts_go_from_directory_to_directory(
     assert lines[-1] == "onnxpar: launch: giving up: no retries are left"
 
 
-def test_a_job_of_another_directory_is_refused(cuts: Path) -> None:
+def test_a_job_of_another_directory_is_refused(sharded: Path) -> None:
     with pytest.raises(OnnxparRuntimeError, match="leave out -n"):
-        supervise(Job(["python"], ["train", str(cuts / "cut2")], ranks=3))
+        supervise(Job(["python"], ["train", str(sharded / "ranks2")], ranks=3))

@@ -210,10 +210,10 @@ def test_each_stage_has_its_own_plan(
     assert main([*command[:-4], *SIZES, "--stages", "2", "-o", str(out)]) == 0
     text = yaml.safe_load(out.read_text())
     assert text["pipeline"]["stages"] == 2 and set(text["pipeline"]["assign"].values()) == {0, 1}
-    cut = tmp_path / "cut"
+    sharded = tmp_path / "sharded"
     train = ["--train", "--loss", loss, "--optimizer", "sgd"]
-    assert main(["shard", str(model), "--strategy", str(out), "-o", str(cut), *train]) == 0
-    assert main(["verify", str(cut), "--model", str(model), "--symbol", "batch=4,seq=5"]) == 0
+    assert main(["shard", str(model), "--strategy", str(out), "-o", str(sharded), *train]) == 0
+    assert main(["verify", str(sharded), "--model", str(model), "--symbol", "batch=4,seq=5"]) == 0
 
 
 def test_shared_states_let_data_parallel_fit(

@@ -53,8 +53,8 @@ def test_strategy_file(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_pipeline_tells_the_bytes_of_its_fullest_stage(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    cut = {"stages": 2, "assign": {"/matmul1/MatMul": 0, "/matmul2/MatMul": 1}}
-    (here / "p.yaml").write_text(json.dumps({"mesh": {"dp": 2}, "pipeline": cut}))
+    pipeline = {"stages": 2, "assign": {"/matmul1/MatMul": 0, "/matmul2/MatMul": 1}}
+    (here / "p.yaml").write_text(json.dumps({"mesh": {"dp": 2}, "pipeline": pipeline}))
     assert shard("--strategy", "p.yaml") == 0
     printed = capsys.readouterr().out
     assert "devices       4 in 2 stages, mesh dp=2 of each\n" in printed

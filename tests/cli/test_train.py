@@ -24,7 +24,7 @@ def outside_mpirun(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def sgd(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return linear.cut(tmp_path_factory.mktemp("sgd"), 1)
+    return linear.shard(tmp_path_factory.mktemp("sgd"), 1)
 
 
 def test_trains_as_numpy_does(sgd: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -252,7 +252,7 @@ def test_accumulation_and_schedule(sgd: Path, tmp_path: Path) -> None:
 
 
 def test_a_divisor_drops_the_last_batch(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    directory = linear.cut(tmp_path, 1, "--symbol", "batch:divisor=8")
+    directory = linear.shard(tmp_path, 1, "--symbol", "batch:divisor=8")
     capfd.readouterr()
     arguments = ["--data", "digits", "--batch-size", "256", "--lr", "0.1", "--log", "log"]
     arguments[-1] = str(tmp_path / "log")
@@ -318,7 +318,7 @@ def test_parameters_that_do_not_fit(
 
 
 def test_a_directory_without_training(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    linear.cut(tmp_path, 1)
+    linear.shard(tmp_path, 1)
     arguments = [str(tmp_path / "linear.onnx"), "--strategy", "dp", "--devices", "1"]
     assert main(["shard", *arguments, "-o", str(tmp_path / "forward")]) == 0
     assert main(["train", str(tmp_path / "forward"), *RUN]) == 2
@@ -328,7 +328,7 @@ def test_a_directory_without_training(tmp_path: Path, capfd: pytest.CaptureFixtu
 def test_more_devices_than_ranks_says_what_to_type(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    directory = linear.cut(tmp_path, 2)
+    directory = linear.shard(tmp_path, 2)
     for command, options in (("train", RUN), ("eval", ["--data", "digits"])):
         assert main([command, str(directory), *options]) == 2
         assert f" -n 2 onnxpar {command} {directory}" in capfd.readouterr().err
@@ -346,7 +346,7 @@ def test_an_interrupt_is_reported_once_and_has_its_own_code(
 
 
 def test_accuracy_of_what_has_no_classes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    linear.cut(tmp_path, 1)
+    linear.shard(tmp_path, 1)
     arguments = ["shard", str(tmp_path / "linear.onnx"), "--strategy", "dp", "--devices", "1"]
     out = tmp_path / "mse"
     assert main([*arguments, "-o", str(out), "--train", "--loss", "mse", "--optimizer", "sgd"]) == 0

@@ -22,7 +22,7 @@ from onnxpar_runtime.training.commands import save
 from onnxpar_runtime.training.group import TrainerGroup
 from onnxpar_runtime.verify import training_steps
 from onnxpar_runtime.verify.compare import verify
-from tests.training_cases import batch_of, cut, hyper
+from tests.training_cases import batch_of, hyper, shard
 
 Array = NDArray[Any]
 STEPS = 6
@@ -76,7 +76,7 @@ def named(name: str) -> str:
 def test_steps_equal_pytorchs(strategy: str, opset: int, tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     functional = torch.nn.functional
-    out = cut(tmp_path / "out", model(opset), strategy)
+    out = shard(tmp_path / "out", model(opset), strategy)
     arrays = {
         name: model().graph.initializers[named(name)].const_value.numpy().copy()  # type: ignore[union-attr]
         for name in WEIGHTS
@@ -127,7 +127,7 @@ def test_steps_equal_pytorchs(strategy: str, opset: int, tmp_path: Path) -> None
 
 
 def test_statistics_are_saved_loaded_and_reset(tmp_path: Path) -> None:
-    out = cut(tmp_path / "out", model(), "dp=2,tp=2")
+    out = shard(tmp_path / "out", model(), "dp=2,tp=2")
     file = tmp_path / "trained.safetensors"
     rng = np.random.default_rng(1)
     with TrainerGroup(out) as group:
@@ -148,7 +148,7 @@ def test_statistics_are_saved_loaded_and_reset(tmp_path: Path) -> None:
 
 
 def test_the_manifest_says_what_is_kept(tmp_path: Path) -> None:
-    manifest = Manifest.load(cut(tmp_path / "out", model(), "dp=2"))
+    manifest = Manifest.load(shard(tmp_path / "out", model(), "dp=2"))
     training = manifest.trained()
     kept = [name for name, state in training.states.items() if state.kind == "statistic"]
     assert kept == [named(name) for name in STATISTICS]
@@ -162,8 +162,8 @@ def test_the_manifest_says_what_is_kept(tmp_path: Path) -> None:
 
 def test_verify_finds_statistics_that_are_mixed_wrongly(tmp_path: Path) -> None:
     """Losses, gradients and parameters are the same, since no step reads what it mixes."""
-    out = cut(tmp_path / "out", model(), "dp=2")
-    whole = cut(tmp_path / "whole", model(norm=f"momentum={MOMENTUM + 1e-3}"), "dp=1")
+    out = shard(tmp_path / "out", model(), "dp=2")
+    whole = shard(tmp_path / "whole", model(norm=f"momentum={MOMENTUM + 1e-3}"), "dp=1")
     (case,) = verify(out, whole, [{"n": 7}])
     assert len(case.problems) == len(STATISTICS)
     assert all(p.startswith("step 1: statistic 'bn") for p in case.problems)
@@ -174,7 +174,7 @@ def test_rounding_that_a_norm_carries_on_is_no_mistake(
 ) -> None:
     """Columns whose deviation is 1e-3 of their mean: the first norm divides rounding by that."""
     norm = f"epsilon=1e-12, momentum={MOMENTUM}"
-    out, whole = (cut(tmp_path / s, model(norm=norm), s) for s in ("dp=2", "dp=1"))
+    out, whole = (shard(tmp_path / s, model(norm=norm), s) for s in ("dp=2", "dp=1"))
     rng = np.random.default_rng(3)
     x = (1 + 1e-3 * rng.standard_normal((37, 8))).astype(np.float32)
     feeds = {"x": x, "labels": rng.integers(0, 10, 37)}
@@ -186,7 +186,7 @@ def test_rounding_that_a_norm_carries_on_is_no_mistake(
 
 
 def test_frozen_statistics_do_not_change(tmp_path: Path) -> None:
-    out = cut(tmp_path / "out", model(), "dp=2", freeze=("bn1_*",))
+    out = shard(tmp_path / "out", model(), "dp=2", freeze=("bn1_*",))
     training = Manifest.load(out).trained()
     kept = [name for name, state in training.states.items() if state.kind == "statistic"]
     assert kept == ["bn2_m", "bn2_v"]
@@ -195,7 +195,9 @@ def test_frozen_statistics_do_not_change(tmp_path: Path) -> None:
 
 def test_a_model_of_an_older_opset_trains_as_one_of_a_newer(tmp_path: Path) -> None:
     (case,) = verify(
-        cut(tmp_path / "out", model(12), "dp=2"), cut(tmp_path / "one", model(), "dp=1"), [{"n": 7}]
+        shard(tmp_path / "out", model(12), "dp=2"),
+        shard(tmp_path / "one", model(), "dp=1"),
+        [{"n": 7}],
     )
     assert case.ok, case.problems
 
@@ -223,8 +225,8 @@ def test_a_convolution_sends_statistics_and_nothing_else(tmp_path: Path) -> None
     for name, shape in shapes.items():
         array = rng.uniform(0.5, 1.5, shape).astype(np.float32)
         proto.graph.initializer.append(onnx.numpy_helper.from_array(array, name))
-    whole = cut(tmp_path / "1", ir.from_proto(proto), "dp=1")
-    out = cut(tmp_path / "2", ir.from_proto(proto), "dp=2")
+    whole = shard(tmp_path / "1", ir.from_proto(proto), "dp=1")
+    out = shard(tmp_path / "2", ir.from_proto(proto), "dp=2")
     sent = Manifest.load(out).program("training_model").collectives
     # Mean, variance and both sums of the backward pass, of 6 channels, and the loss. Of two ranks
     # each sends as many bytes as a sum has.

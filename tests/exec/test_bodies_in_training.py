@@ -9,7 +9,7 @@ import onnx_ir as ir
 import pytest
 
 from onnxpar.cli import main
-from tests.training_cases import cut
+from tests.training_cases import shard
 
 TEXT = """<ir_version: 10, opset_import: ["": 24, "l": 1]>
 g (float[batch, seq, 16] x, float[batch, seq, 16] wanted) => (float loss)
@@ -51,7 +51,7 @@ def test_losses_gradients_and_states(
     if "\n" in strategy:
         given = tmp_path / "strategy.yaml"
         given.write_text(strategy)
-    out = cut(tmp_path / "ranks", model(), given, loss="output:loss", optimizer="adamw")
+    out = shard(tmp_path / "ranks", model(), given, loss="output:loss", optimizer="adamw")
     capsys.readouterr()
     # Uneven over two data ranks; `verify` compares 3 steps and evaluation with one device.
     case = ["--symbol", "batch=3", "--symbol", "seq=5"]

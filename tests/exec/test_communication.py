@@ -19,7 +19,7 @@ from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.verify.compare import verify
 from tests import block_models
 from tests.block_models import CHANNELS, HIDDEN, VOCAB
-from tests.training_cases import cut
+from tests.training_cases import shard
 
 LAYERS = 2
 FULL = bool(os.environ.get("ONNXPAR_FULL"))
@@ -52,7 +52,7 @@ def test_two_reductions_a_layer_in_each_direction(tmp_path: Path, name: str, way
     """Megatron-LM's count (Shoeybi et al., 2019), with the vocabulary split as well."""
     if ways == 4 and name != "llama" and not FULL:
         pytest.skip("the same with more devices; with ONNXPAR_FULL=1")
-    out = cut(tmp_path / "out", DECODERS[name](), f"tp={ways}")
+    out = shard(tmp_path / "out", DECODERS[name](), f"tp={ways}")
     found = Manifest.load(out).program("training_model").collectives
     assert {c.op for c in found} == {"AllReduce"}, Counter(c.op for c in found)
     statistics = [c for c in found if is_statistic(c, 10, ways)]
@@ -65,14 +65,14 @@ def test_two_reductions_a_layer_in_each_direction(tmp_path: Path, name: str, way
     assert len(whole) - len(backward) == len(backward) == 2 * LAYERS + 1, whole
     if name != "llama" and not FULL:
         return  # the numbers of the other are compared elsewhere
-    one = cut(tmp_path / "one", DECODERS[name](), "dp=1")
+    one = shard(tmp_path / "one", DECODERS[name](), "dp=1")
     (case,) = verify(out, one, [SIZES], options=VerifyOptions(steps=1))
     assert case.ok, case.problems
 
 
 @pytest.mark.parametrize("ways", [2, 4])
 def test_data_parallel_training_sends_gradients_alone(tmp_path: Path, ways: int) -> None:
-    out = cut(tmp_path / "out", gpt(), f"dp={ways}")
+    out = shard(tmp_path / "out", gpt(), f"dp={ways}")
     manifest = Manifest.load(out)
     (loss,) = manifest.program("training_model").collectives
     assert loss.value == "onnxpar.loss"
@@ -83,7 +83,7 @@ def test_data_parallel_training_sends_gradients_alone(tmp_path: Path, ways: int)
 
 @pytest.mark.parametrize("ways", [2, 4])
 def test_a_residual_network_sends_statistics_and_gradients(tmp_path: Path, ways: int) -> None:
-    out = cut(tmp_path / "out", block_models.residual(blocks=2), f"dp={ways}")
+    out = shard(tmp_path / "out", block_models.residual(blocks=2), f"dp={ways}")
     manifest = Manifest.load(out)
     *norms, loss = manifest.program("training_model").collectives
     assert loss.value == "onnxpar.loss"
@@ -94,7 +94,7 @@ def test_a_residual_network_sends_statistics_and_gradients(tmp_path: Path, ways:
     assert all(evaluate_exact(c.bytes, {"batch": 64}) <= most for c in norms)
     # Kernels and the head; the norms' gradients are whole, being of the sums above.
     assert len(manifest.program("optimizer_model").collectives) == 5 + 2
-    one = cut(tmp_path / "one", block_models.residual(blocks=2), "dp=1")
+    one = shard(tmp_path / "one", block_models.residual(blocks=2), "dp=1")
     for case in verify(out, one, [{"batch": 5}], options=VerifyOptions(steps=1)):
         assert case.ok, case.problems
 
@@ -118,11 +118,11 @@ def test_split_experts_exchange_tokens(tmp_path: Path, ways: int) -> None:
     sizes = [{"groups": g, "tokens": t} for g, t in ((ways, 6), (3, 5), (8, 20))]
     for case in verify(out, path, sizes):
         assert case.ok, case.problems
-    trained = cut(tmp_path / "trained", block_models.mixture(), experts(ways), loss="mse")
+    trained = shard(tmp_path / "trained", block_models.mixture(), experts(ways), loss="mse")
     *exchanged, loss = Manifest.load(trained).program("training_model").collectives
     assert [c.op for c in exchanged] == ["AllToAll"] * 4
     assert loss.value == "onnxpar.loss"
-    one = cut(tmp_path / "one", block_models.mixture(), "dp=1", loss="mse")
+    one = shard(tmp_path / "one", block_models.mixture(), "dp=1", loss="mse")
     settings = VerifyOptions(steps=1)
     for case in verify(trained, one, sizes[:2], options=settings):
         assert case.ok, case.problems

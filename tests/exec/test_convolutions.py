@@ -11,7 +11,7 @@ import pytest
 from onnxpar_format.options import VerifyOptions
 from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.verify.compare import verify
-from tests.training_cases import cut
+from tests.training_cases import shard
 
 FULL = bool(os.environ.get("ONNXPAR_FULL"))
 # Padding, strides, overlapping pools, groups, a convolution of one element and a global pool.
@@ -65,8 +65,8 @@ def test_images_split_in_space_train_as_whole_ones(
 ) -> None:
     strategy = tmp_path / "strategy.yaml"
     strategy.write_text(f"mesh: {mesh}\ndataset: {{x: {rows}}}\n")
-    ranks = cut(tmp_path / "ranks", _network(height), strategy)
-    whole = cut(tmp_path / "one", _network(height), "replicate", devices=1)
+    ranks = shard(tmp_path / "ranks", _network(height), strategy)
+    whole = shard(tmp_path / "one", _network(height), "replicate", devices=1)
     found = verify(ranks, whole, [{"batch": 3}], options=VerifyOptions(steps=2))
     assert [problem for case in found for problem in case.problems] == []
     program = Manifest.load(ranks).program("training_model")

@@ -17,7 +17,7 @@ from onnxpar_format.options import Saving, TrainingRun
 from onnxpar_runtime import TrainerGroup
 from onnxpar_runtime.training import commands
 from tests.onnxpar.parameters.declared import read
-from tests.training_cases import batch_of, cut
+from tests.training_cases import batch_of, shard
 
 Array = NDArray[Any]
 
@@ -55,7 +55,7 @@ def exported(folder: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> s
 
 
 def test_the_file_keeps_its_graph(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    directory = cut(tmp_path / "m", mlp.build(hidden=(8, 8)), "dp=2,tp=2", freeze=("fc1.*",))
+    directory = shard(tmp_path / "m", mlp.build(hidden=(8, 8)), "dp=2,tp=2", freeze=("fc1.*",))
     batch = batch_of(directory, np.random.default_rng(0), batch=8)
     wanted = trained(directory, batch)
     printed = exported(tmp_path, tmp_path / "m.onnx", capsys)
@@ -88,7 +88,7 @@ def merged_norms() -> ir.Model:
 
 
 def test_merged_tensors_have_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    directory = cut(tmp_path / "m", merged_norms(), "dp=2", loss="mse", optimizer="adamw")
+    directory = shard(tmp_path / "m", merged_norms(), "dp=2", loss="mse", optimizer="adamw")
     batch = batch_of(directory, np.random.default_rng(0), batch=8)
     batch["x"] *= np.arange(1, 9, dtype=np.float32)
     wanted = trained(directory, batch)
@@ -109,7 +109,7 @@ def test_tied_tensors_are_both_as_trained(
     <float[12, 8] "embed.weight", float[8, 12] "onnx::MatMul_7">
     { e = Gather("embed.weight", ids) h = Tanh(e) y = MatMul(h, "onnx::MatMul_7") }"""
     model = read(text, **{"embed.weight": table, "onnx::MatMul_7": table.T})
-    directory = cut(tmp_path / "m", model, "tp=2")
+    directory = shard(tmp_path / "m", model, "tp=2")
     batch = batch_of(directory, np.random.default_rng(0), batch=8)
     wanted = trained(directory, batch)
     printed = exported(tmp_path, tmp_path / "m.onnx", capsys)
@@ -119,7 +119,7 @@ def test_tied_tensors_are_both_as_trained(
 
 
 def test_another_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    directory = cut(tmp_path / "m", mlp.build(hidden=(8, 8)), "dp=2")
+    directory = shard(tmp_path / "m", mlp.build(hidden=(8, 8)), "dp=2")
     trained(directory, batch_of(directory, np.random.default_rng(0), batch=8))
     for name, model, message in (
         ("wider", mlp.build(hidden=(8, 9)), "initializer 'fc2.weight': expected float32["),
@@ -154,7 +154,7 @@ def test_pytorch_loads_it(tmp_path: Path) -> None:
     example = export_torch.Example(
         net().train(), {"input": torch.zeros(3, 1, 8, 8)}, {"input": {0: "batch"}}
     )
-    directory = cut(tmp_path / "m", export_torch.export(example), "dp=2", optimizer="adamw")
+    directory = shard(tmp_path / "m", export_torch.export(example), "dp=2", optimizer="adamw")
     batch = batch_of(directory, np.random.default_rng(0), batch=8)
     wanted = trained(directory, batch)
     out = tmp_path / "w.safetensors"

@@ -29,7 +29,7 @@ from onnxpar_runtime.training.group import TrainerGroup
 from onnxpar_runtime.training.trainer import Trainer
 from onnxpar_runtime.verify.compare import verify
 from tests.lockstep import evaluator
-from tests.training_cases import CROSS_ENTROPY, batch_of, cut, hyper
+from tests.training_cases import CROSS_ENTROPY, batch_of, hyper, shard
 
 Array = NDArray[Any]
 HALF = ir.DataType.FLOAT16
@@ -144,8 +144,8 @@ def test_a_mask_that_half_cannot_hold_stays_wide() -> None:
 def test_equals_the_undivided_run(
     tmp_path: Path, build: Any, strategy: str, symbols: dict[str, int], optimizer: str
 ) -> None:
-    ranks = cut(tmp_path / "a", build(), strategy, optimizer=optimizer, compute="float16")
-    one = cut(tmp_path / "b", build(), "dp", devices=1, optimizer=optimizer, compute="float16")
+    ranks = shard(tmp_path / "a", build(), strategy, optimizer=optimizer, compute="float16")
+    one = shard(tmp_path / "b", build(), "dp", devices=1, optimizer=optimizer, compute="float16")
     (case,) = verify(ranks, one, [symbols], options=VerifyOptions(steps=2))
     assert case.ok, case.problems
     with TrainerGroup(ranks) as group:
@@ -161,7 +161,7 @@ def losses(directory: Path, scale: str | None, steps: int) -> list[float]:
 
 
 def test_a_scale_that_is_a_power_of_two_changes_nothing(tmp_path: Path) -> None:
-    ranks = cut(tmp_path / "a", small_mlp(), "dp=2", optimizer="adamw", compute="float16")
+    ranks = shard(tmp_path / "a", small_mlp(), "dp=2", optimizer="adamw", compute="float16")
     one = losses(ranks, "1", 5)
     # The norm's small constant is added to what has been unscaled, so clipping is the same too.
     assert losses(ranks, None, 5) == losses(ranks, "1024", 5) == one
@@ -169,7 +169,7 @@ def test_a_scale_that_is_a_power_of_two_changes_nothing(tmp_path: Path) -> None:
 
 
 def test_an_overflow_changes_nothing_on_any_rank(tmp_path: Path) -> None:
-    ranks = cut(tmp_path / "a", small_mlp(), "dp=2", optimizer="adamw", compute="float16")
+    ranks = shard(tmp_path / "a", small_mlp(), "dp=2", optimizer="adamw", compute="float16")
     batch = batch_of(ranks, np.random.default_rng(3), batch=6)
     with TrainerGroup(ranks) as group:
         group.train_step([batch], hyper("adamw", 1))
@@ -191,7 +191,7 @@ def test_an_overflow_changes_nothing_on_any_rank(tmp_path: Path) -> None:
 
 
 def test_bfloat16_is_refused_on_the_cpu(tmp_path: Path) -> None:
-    ranks = cut(tmp_path / "a", small_mlp(), "dp", devices=1, compute="bfloat16")
+    ranks = shard(tmp_path / "a", small_mlp(), "dp", devices=1, compute="bfloat16")
     with pytest.raises(LaunchError, match="bfloat16, but onnxruntime has no CPU kernels"):
         Trainer(ranks, device="cpu")
 
@@ -204,6 +204,6 @@ def test_what_cannot_be_computed_in_16_bits_is_refused(tmp_path: Path) -> None:
     model = normalise(ir.from_proto(onnx.parser.parse_model(text)))
     with pytest.raises(ModelError, match="expected products of float32 matrices"):
         compute_in(model, HALF, REGISTRY)
-    ranks = cut(tmp_path / "a", small_mlp(), "dp", devices=1, loss=CROSS_ENTROPY)
+    ranks = shard(tmp_path / "a", small_mlp(), "dp", devices=1, loss=CROSS_ENTROPY)
     with pytest.raises(LaunchError, match="--loss-scale 8: the programs compute in the type"):
         Trainer(ranks, device="cpu", loss_scale="8")

@@ -1,4 +1,4 @@
-"""The example models, cut and run with every rank in this process, equal the undivided ones."""
+"""The example models, sharded and run with every rank in this process, equal the undivided ones."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -26,11 +26,11 @@ MODELS: dict[str, Callable[[], ir.Model]] = {
 }
 
 
-def cut(
+def shard(
     tmp_path: Path, model: ir.Model, strategy: str, cases: Sequence[Mapping[str, int]]
 ) -> tuple[Manifest, list[Case]]:
-    """Cuts a model and compares it with the whole one at each case."""
-    path, directory = tmp_path / "model.onnx", tmp_path / "cut"
+    """Shards a model and compares it with the undivided one at each case."""
+    path, directory = tmp_path / "model.onnx", tmp_path / "sharded"
     ir.save(model, path)
     shard_model(path, strategy, directory)
     return Manifest.load(directory), verify(directory, path, cases)
@@ -44,7 +44,7 @@ def test_batches_from_1_to_17(tmp_path: Path, name: str, strategy: str) -> None:
     has_seq = any("seq" in str(value.shape) for value in model.graph.inputs)
     # Lengths 1 to 13, so that some are uneven wherever they might be split.
     cases = [{"batch": b, "seq": 1 + 5 * b % 13} if has_seq else {"batch": b} for b in range(1, 18)]
-    _, results = cut(tmp_path, model, strategy, cases)
+    _, results = shard(tmp_path, model, strategy, cases)
     assert [p for case in results for p in case.problems] == []
     assert [case.symbols["batch"] for case in results] == list(range(1, 18))
 
@@ -58,7 +58,7 @@ def test_transformer_over_data_and_tensor_axes(tmp_path: Path) -> None:
         {"batch": 8, "seq": 33},
     ]
     model = transformer.build(layers=LAYERS, d_model=64)
-    manifest, results = cut(tmp_path, model, "dp=2,tp=4", cases)
+    manifest, results = shard(tmp_path, model, "dp=2,tp=4", cases)
     for case in results:
         assert case.ok, case.problems
         assert case.max_rel < 1e-5
@@ -86,7 +86,7 @@ def test_scalars_control_flow_and_sizes_that_depend_on_data(tmp_path: Path) -> N
       i = NonZero(y)
     }"""
     model = ir.serde.deserialize_model(onnx.parser.parse_model(text))
-    _, results = cut(tmp_path, model, "dp=3", [{"n": n} for n in (1, 3, 7)])
+    _, results = shard(tmp_path, model, "dp=3", [{"n": n} for n in (1, 3, 7)])
     for case in results:
         assert case.ok, case.problems
 
@@ -104,5 +104,5 @@ def test_scales_of_a_whole_resize_can_be_read_at_load(tmp_path: Path, strategy: 
             y = Add(b, c)
         }"""
     model = ir.from_proto(onnx.parser.parse_model(text))
-    _, results = cut(tmp_path, model, strategy, [{"batch": 5}])
+    _, results = shard(tmp_path, model, strategy, [{"batch": 5}])
     assert [p for case in results for p in case.problems] == []

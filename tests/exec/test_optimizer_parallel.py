@@ -32,7 +32,7 @@ from onnxpar_runtime.group import Ranks
 from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.training.programs import OPTIMIZER, TRAINING
 from onnxpar_runtime.verify.compare import verify
-from tests.training_cases import CROSS_ENTROPY, batch_of, cut, hyper
+from tests.training_cases import CROSS_ENTROPY, batch_of, hyper, shard
 
 FULL = bool(os.environ.get("ONNXPAR_FULL"))
 OPTIMIZERS = ("sgd", "momentum", "adam", "adamw", "lamb")
@@ -67,7 +67,7 @@ def strategy_of(mesh: str, level: int, **more: Any) -> Strategy:
 
 
 def check(tmp_path: Path, name: str, strategy: Strategy, optimizer: str) -> Manifest:
-    ranks = cut(tmp_path / "ranks", model_of(name), strategy, optimizer=optimizer)
+    ranks = shard(tmp_path / "ranks", model_of(name), strategy, optimizer=optimizer)
     found = runtime.verify(
         ranks,
         tmp_path / "ranks.onnx",
@@ -120,8 +120,8 @@ def test_sixteen_bits_are_gathered(tmp_path: Path) -> None:
     sent = {}
     for compute in (None, "float16"):
         strategy = strategy_of("dp=4", 3)
-        out = cut(tmp_path / str(compute), model_of("mlp"), strategy, compute=compute)
-        one = cut(tmp_path / f"{compute}.1", model_of("mlp"), "dp", devices=1, compute=compute)
+        out = shard(tmp_path / str(compute), model_of("mlp"), strategy, compute=compute)
+        one = shard(tmp_path / f"{compute}.1", model_of("mlp"), "dp", devices=1, compute=compute)
         (case,) = verify(out, one, [{"batch": 7}], options=VerifyOptions(steps=3))
         assert case.problems == () and case.bytes_counted == case.bytes_expected
         found = Manifest.load(out).program("training_model").collectives
@@ -147,7 +147,7 @@ def test_what_a_device_holds_and_sends(tmp_path: Path, mesh: str) -> None:
     held: dict[int, Manifest] = {}
     for level in range(4):
         strategy = strategy_of(mesh, level)
-        out = cut(tmp_path / str(level), model_of("transformer"), strategy, optimizer="adamw")
+        out = shard(tmp_path / str(level), model_of("transformer"), strategy, optimizer="adamw")
         held[level] = Manifest.load(out)
     whole = {kind: bytes_of(held[0], kind) for kind in ("parameter", "gradient", "moment1")}
     share = 4 if mesh == "dp=4" else 2
@@ -185,7 +185,7 @@ def test_what_a_device_holds_and_sends(tmp_path: Path, mesh: str) -> None:
 def test_a_gathered_parameter_is_dropped_after_its_reader(tmp_path: Path, program: str) -> None:
     """One node reads it, which is written right after it; so does what only rearranges it."""
     strategy = strategy_of("dp=2,tp=2", 3)
-    out = cut(tmp_path / "a", model_of("tied head"), strategy, optimizer="adamw")
+    out = shard(tmp_path / "a", model_of("tied head"), strategy, optimizer="adamw")
     names = {s.parameter for s in Manifest.load(out).trained().states.values()}
     path = out / f"rank0000.{program}.onnx"
     nodes = list(onnx.load(path, load_external_data=False).graph.node)
@@ -222,7 +222,7 @@ def test_what_is_held_beside_the_states(tmp_path: Path) -> None:
     batch, more, largest = {}, {}, 0
     for level in range(4):
         strategy = strategy_of("dp=4", level)
-        out = cut(tmp_path / str(level), model, strategy, optimizer="adamw")
+        out = shard(tmp_path / str(level), model, strategy, optimizer="adamw")
         batch = batch or batch_of(out, np.random.default_rng(0), batch=4, seq=4)
         with Ranks(out, partial(measured, out)) as group:
             members, step = group.members, hyper("adamw", 1)

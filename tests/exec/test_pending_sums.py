@@ -9,7 +9,7 @@ import onnx_ir as ir
 
 from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.verify.compare import verify
-from tests.training_cases import cut
+from tests.training_cases import shard
 
 # Attention after a norm, as in BERT: the norm's result is read by queries, keys, values and the
 # residual sum. The product of the three stands for attention.
@@ -39,11 +39,11 @@ def post_norm() -> ir.Model:
 
 
 def test_cotangents_of_a_split_projection_are_reduced_once(tmp_path: Path) -> None:
-    ranks = cut(tmp_path / "ranks", post_norm(), "tp=2", loss="mse", optimizer="adamw")
+    ranks = shard(tmp_path / "ranks", post_norm(), "tp=2", loss="mse", optimizer="adamw")
     found = Manifest.load(ranks).program("training_model").collectives
     # One forward, of the rows of wo, and one backward, of what wq, wk and wv make together.
     assert Counter(c.op for c in found) == {"AllReduce": 2}
-    whole = cut(
+    whole = shard(
         tmp_path / "one", post_norm(), "replicate", loss="mse", optimizer="adamw", devices=1
     )
     cases = verify(ranks, whole, [{"batch": 5}])

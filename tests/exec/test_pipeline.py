@@ -16,7 +16,7 @@ from onnxpar.strategy import Strategy
 from onnxpar_format.options import VerifyOptions
 from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.verify.compare import verify
-from tests.training_cases import cut
+from tests.training_cases import shard
 
 FULL = bool(os.environ.get("ONNXPAR_FULL"))
 SEED = int(os.environ.get("ONNXPAR_FUZZ_SEED", "0"))
@@ -67,7 +67,7 @@ def one_device(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The undivided training of each model."""
     folder = tmp_path_factory.mktemp("one")
     return {
-        head: cut(folder / head, model_of(head), "dp", devices=1, optimizer="adamw")
+        head: shard(folder / head, model_of(head), "dp", devices=1, optimizer="adamw")
         for head in HEADS
     }
 
@@ -83,7 +83,7 @@ def test_equals_one_device(tmp_path: Path, one_device: dict[str, Path], cell: Ce
     """Evaluation, losses, gradients and parameters; the second step has a micro-batch more."""
     head, schedule, mesh, level, recompute = cell
     strategy = strategy_of(schedule, mesh, level, recompute)
-    out = cut(tmp_path / "a", model_of(head), strategy, optimizer="adamw")
+    out = shard(tmp_path / "a", model_of(head), strategy, optimizer="adamw")
     (case,) = verify(out, one_device[head], [SYMBOLS], options=VerifyOptions(steps=3))
     assert case.problems == (), f"seed {SEED}"
     assert case.ok and case.bytes_counted == case.bytes_expected

@@ -33,7 +33,7 @@ from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.pipeline.schedule_kinds import make
 from onnxpar_runtime.verify.compare import verify
 from tests.runtime.pipeline.picture import activation_peaks
-from tests.training_cases import CROSS_ENTROPY, cut, hyper
+from tests.training_cases import CROSS_ENTROPY, hyper, shard
 
 Array = NDArray[Any]
 FULL = bool(os.environ.get("ONNXPAR_FULL"))
@@ -77,8 +77,8 @@ def check(
 ) -> Manifest:
     """Trains three steps beside one device, after an evaluation; the manifest of the pipeline."""
     how = {"optimizer": "adamw", **how}
-    out = cut(tmp_path / "a", model.clone(), strategy, **how)
-    one = cut(tmp_path / "one", model.clone(), "dp", devices=1, **how)
+    out = shard(tmp_path / "a", model.clone(), strategy, **how)
+    one = shard(tmp_path / "one", model.clone(), "dp", devices=1, **how)
     settings = VerifyOptions(steps=3)
     (case,) = verify(out, one, [symbols or {"batch": 5}], options=settings)
     assert case.problems == ()
@@ -191,8 +191,8 @@ def test_uneven_micro_batches(
 ) -> None:
     """Of 3, 1 and 4 rows; where labels are ignored, no row of the second one counts."""
     model, how = model_of(CHAIN), {"optimizer": "momentum", "ignore_index": ignored}
-    out = cut(tmp_path / "a", model.clone(), strategy_of(HALVES, axes=axes), **how)
-    one = cut(tmp_path / "one", model, "dp", devices=1, **how)
+    out = shard(tmp_path / "a", model.clone(), strategy_of(HALVES, axes=axes), **how)
+    one = shard(tmp_path / "one", model, "dp", devices=1, **how)
     rng = np.random.default_rng(0)
     with TrainerGroup(one) as whole, TrainerGroup(out) as ranks:
         for step in range(3):
@@ -285,7 +285,7 @@ def test_one_node_for_each_stage_and_no_weights(tmp_path: Path) -> None:
 def test_a_contradiction_is_reported_by_file_and_lines(tmp_path: Path) -> None:
     text = "devices: 2\npipeline:\n  stages: 2\n  assign:\n    n0: 1\n    n1: 0\n"
     with pytest.raises(OnnxparError) as caught:
-        cut(tmp_path / "a", model_of(CHAIN), Strategy.from_text(text, source="s.yaml"))
+        shard(tmp_path / "a", model_of(CHAIN), Strategy.from_text(text, source="s.yaml"))
     assert str(caught.value) == (
         "s.yaml:4: pipeline: node 'n1' (line 6) is assigned to virtual stage 0, but it reads a "
         "value from node 'n0' (line 5) of virtual stage 1; values can only flow to later stages"
@@ -306,7 +306,7 @@ def test_a_contradiction_is_reported_by_file_and_lines(tmp_path: Path) -> None:
 )
 def test_assignments_that_cannot_be(tmp_path: Path, assign: dict[str, int], message: str) -> None:
     with pytest.raises(OnnxparError) as caught:
-        cut(tmp_path / "a", model_of(CHAIN), strategy_of(assign))
+        shard(tmp_path / "a", model_of(CHAIN), strategy_of(assign))
     assert message in str(caught.value)
     assert not (tmp_path / "a").exists()
 
@@ -314,8 +314,8 @@ def test_assignments_that_cannot_be(tmp_path: Path, assign: dict[str, int], mess
 def test_the_loss_alone_is_a_stage(tmp_path: Path) -> None:
     """Labels that are right are counted on another stage than the loss."""
     assign = {"n*": 0, "onnxpar.loss*": 1}
-    out = cut(tmp_path / "a", model_of(CHAIN), strategy_of(assign))
-    one = cut(tmp_path / "one", model_of(CHAIN), "dp", devices=1)
+    out = shard(tmp_path / "a", model_of(CHAIN), strategy_of(assign))
+    one = shard(tmp_path / "one", model_of(CHAIN), "dp", devices=1)
     rng = np.random.default_rng(0)
     x = rng.standard_normal((20, WIDTH), np.float32)
     batch = {"x": x, "labels": rng.integers(0, CLASSES, 20)}

@@ -1,4 +1,4 @@
-"""What onnxruntime's own tool quantises is cut, and computes what the undivided model does."""
+"""What onnxruntime's own tool quantises is sharded, and computes what the undivided model does."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -117,10 +117,10 @@ def quantised(folder: Path, name: str, kind: str) -> Path:
 
 
 def check(folder: Path, model: Path, strategy: str | Strategy) -> Manifest:
-    shard_model(model, strategy, folder / "cut")
-    cases = verify(folder / "cut", model, [{"N": 4}, {"N": 5}])
+    shard_model(model, strategy, folder / "sharded")
+    cases = verify(folder / "sharded", model, [{"N": 4}, {"N": 5}])
     assert [problem for case in cases for problem in case.problems] == []
-    return Manifest.load(folder / "cut")
+    return Manifest.load(folder / "sharded")
 
 
 @pytest.mark.parametrize("kind", ["qdq", "qdq by channel", "operators", "dynamic"])

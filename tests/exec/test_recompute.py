@@ -31,7 +31,7 @@ from onnxpar.strategy.recompute_entry import parse_recompute
 from onnxpar_runtime.group import Ranks
 from onnxpar_runtime.training.group import TrainerGroup
 from onnxpar_runtime.training.trainer import Trainer
-from tests.training_cases import batch_of, cut, hyper
+from tests.training_cases import batch_of, hyper, shard
 
 Array = NDArray[Any]
 GPT = {"layers": 3, "d_model": 16, "heads": 2, "vocab": 20, "max_positions": 8, "dropout": 0.2}
@@ -82,8 +82,8 @@ def test_a_transformer_trains_to_the_same_bits(
     tmp_path: Path, mesh: dict[str, int], wanted: Any
 ) -> None:
     # One position less than is even, and a batch that does not divide.
-    plain = cut(tmp_path / "a", gpt(), strategy(mesh), optimizer="adamw")
-    clever = cut(tmp_path / "b", gpt(), strategy(mesh, wanted), optimizer="adamw")
+    plain = shard(tmp_path / "a", gpt(), strategy(mesh), optimizer="adamw")
+    clever = shard(tmp_path / "b", gpt(), strategy(mesh, wanted), optimizer="adamw")
     assert any(map(again, nodes_of(clever))) and not any(map(again, nodes_of(plain)))
     losses, states = trained(plain, batch=5, seq=7)
     got, others = trained(clever, batch=5, seq=7)
@@ -94,9 +94,9 @@ def test_a_transformer_trains_to_the_same_bits(
 
 @pytest.mark.parametrize("mesh", [{"dp": 2}, {"dp": 2, "tp": 2}], ids=str)
 def test_a_classifier_trains_to_the_same_bits(tmp_path: Path, mesh: dict[str, int]) -> None:
-    plain = cut(tmp_path / "a", mlp.build(image=6), strategy(mesh), optimizer="adamw")
+    plain = shard(tmp_path / "a", mlp.build(image=6), strategy(mesh), optimizer="adamw")
     wanted = ["/relu*", "/fc2/MatMul"]
-    clever = cut(tmp_path / "b", mlp.build(image=6), strategy(mesh, wanted), optimizer="adamw")
+    clever = shard(tmp_path / "b", mlp.build(image=6), strategy(mesh, wanted), optimizer="adamw")
     assert [n.name for n in nodes_of(clever) if again(n)]
     assert trained(plain, batch=5)[0] == trained(clever, batch=5)[0]
 
@@ -105,7 +105,7 @@ def test_communication_is_kept_or_repeated(tmp_path: Path) -> None:
     counts = {}
     for what in ("keep", "recompute", None):
         wanted = None if what is None else {"layers": 1, "communication": what}
-        out = cut(tmp_path / str(what), gpt(), strategy({"tp": 2}, wanted))
+        out = shard(tmp_path / str(what), gpt(), strategy({"tp": 2}, wanted))
         counts[what] = sum(node.op_type == "AllReduce" for node in nodes_of(out))
     assert counts["keep"] == counts[None]
     # Of the sums of a layer one is inside; the other makes what the layer hands on.
@@ -125,7 +125,7 @@ def test_the_peak_falls_with_the_layers(tmp_path: Path) -> None:
     size = {"layers": 6, "d_model": 16, "vocab": 20, "max_positions": 64, "dropout": 0.0}
     found = {}
     for what in (None, {"layers": 1}, {"layers": 2}):
-        out = cut(tmp_path / str(len(found)), gpt(**size), strategy({"dp": 1}, what))
+        out = shard(tmp_path / str(len(found)), gpt(**size), strategy({"dp": 1}, what))
         batch = batch_of(out, np.random.default_rng(0), batch=8, seq=64)
         found[str(what)] = peak(out, batch)
     (all_kept, loss), (none, loss1), (half, loss2) = found.values()
@@ -145,7 +145,7 @@ def test_a_limit_of_memory_is_held_with_little_recomputed(tmp_path: Path) -> Non
     counts, peaks = [], []
     for number, memory in enumerate(("1GiB", "500KiB", "400KiB")):
         wanted = {"memory": memory, "sizes": SIZES}
-        out = cut(tmp_path / str(number), gpt(**size), strategy({"dp": 1}, wanted))
+        out = shard(tmp_path / str(number), gpt(**size), strategy({"dp": 1}, wanted))
         batch = batch or batch_of(out, np.random.default_rng(0), **SIZES)
         counts.append(sum(map(again, nodes_of(out))))
         peaks.append(peak(out, batch)[0])
@@ -156,14 +156,14 @@ def test_a_limit_of_memory_is_held_with_little_recomputed(tmp_path: Path) -> Non
         assert 0.9 * limit * 1024 < held < 1.05 * limit * 1024
     with pytest.raises(StrategyError, match="expected at most 204,800 bytes on a device"):
         wanted = {"memory": "200KiB", "sizes": SIZES}
-        cut(tmp_path / "x", gpt(**size), strategy({"dp": 1}, wanted))
+        shard(tmp_path / "x", gpt(**size), strategy({"dp": 1}, wanted))
     with pytest.raises(StrategyError, match=r"expected at most 3 under 'layers'.* got 4"):
-        cut(tmp_path / "x", gpt(**size), strategy({"dp": 1}, {"layers": 4}))
+        shard(tmp_path / "x", gpt(**size), strategy({"dp": 1}, {"layers": 4}))
     with pytest.raises(
         StrategyError, match=r"'sizes': expected a symbol .*, got 'bath'; nearest: 'batch'"
     ):
         wanted = {"memory": "200KiB", "sizes": {"bath": 1}}
-        cut(tmp_path / "x", gpt(**size), strategy({"dp": 1}, wanted))
+        shard(tmp_path / "x", gpt(**size), strategy({"dp": 1}, wanted))
 
 
 @pytest.mark.timeout(400)  # by bisection over programs
@@ -175,7 +175,7 @@ def test_a_limit_of_memory_holds_for_the_fullest_stage(tmp_path: Path) -> None:
     for number, memory in enumerate(("1GiB", "1400KiB")):
         wanted = {"memory": memory, "sizes": SIZES}
         data = {"devices": 2, "pipeline": pipeline, "recompute": wanted}
-        out = cut(tmp_path / str(number), gpt(**size), Strategy.from_dict(data))
+        out = shard(tmp_path / str(number), gpt(**size), Strategy.from_dict(data))
         rng = np.random.default_rng(0)
         held, loss = peak(out, *(batch_of(out, rng, **SIZES) for _ in range(4)))
         peaks.append(held)
@@ -185,7 +185,7 @@ def test_a_limit_of_memory_holds_for_the_fullest_stage(tmp_path: Path) -> None:
     assert 0.85 * 1400 * 1024 < peaks[1] < 1.05 * 1400 * 1024
     with pytest.raises(StrategyError, match="expected at most 102,400 bytes on a device"):
         data["recompute"] = {"memory": "100KiB", "sizes": SIZES}
-        cut(tmp_path / "x", gpt(**size), Strategy.from_dict(data))
+        shard(tmp_path / "x", gpt(**size), Strategy.from_dict(data))
 
 
 def test_the_peak_of_twelve_layers_falls_as_predicted(tmp_path: Path) -> None:
@@ -196,14 +196,14 @@ def test_the_peak_of_twelve_layers_falls_as_predicted(tmp_path: Path) -> None:
         out = tmp_path / str(number)
         ir.save(gpt(**size, dropout=0.0), out.with_suffix(".onnx"))
         spec = TrainingSpec(parse_loss("softmax_cross_entropy"), parse_optimizer("sgd"))
-        cutting = shard_model(
+        sharded = shard_model(
             out.with_suffix(".onnx"), strategy({"dp": 1}, wanted), out, training=spec
         )
-        assert cutting.training is not None
+        assert sharded.training is not None
         sizes = {"batch": 8, "seq": 64}
         programs = [
             p
-            for p in cutting.training.programs
+            for p in sharded.training.programs
             if p.program in ("training_model", "optimizer_model")
         ]
         predicted = total_bytes([program_memory(p, sizes) for p in programs])
@@ -232,7 +232,7 @@ def test_layers_are_found() -> None:
 def test_what_cannot_be_recomputed_is_refused(tmp_path: Path) -> None:
     def refused(entry: Any, match: str) -> None:
         with pytest.raises(StrategyError, match=match):
-            cut(tmp_path / "a", mlp.build(image=6), strategy({"dp": 1}, entry))
+            shard(tmp_path / "a", mlp.build(image=6), strategy({"dp": 1}, entry))
 
     refused(["/relo1*"], "recompute: expected the name or a pattern of a node of the forward")
     refused({"layers": 1}, "expected repeated layers, got none")

@@ -9,7 +9,7 @@ import pytest
 import transformer
 
 from onnxpar_runtime.training.group import TrainerGroup
-from tests.training_cases import batch_of, cut, hyper
+from tests.training_cases import batch_of, hyper, shard
 
 WIDTH = 8
 NODES = f"""<ir_version: 10, opset_import: ["" : 23]>
@@ -46,7 +46,7 @@ def test_layer_norms_of_a_gpt_are_reduced_once(strategy: str, devices: int, tmp_
     model = transformer.build(layers=2, d_model=16, heads=2, vocab=20, max_positions=8)
     norms = [n.name or "" for n in model.graph if n.op_type == "LayerNormalization"]
     assert len(norms) == 5
-    out = cut(tmp_path / "a", model, strategy, devices=devices)
+    out = shard(tmp_path / "a", model, strategy, devices=devices)
     for norm in norms:
         made = nodes_of(out, norm)
         (forward,) = (n for n in made if n.op_type == "LayerNormalization")
@@ -64,7 +64,7 @@ def test_rms_norm_is_trained_by_the_saved_deviation(strategy: str, tmp_path: Pat
     model = network()
     initial = {n: v.const_value.numpy() for n, v in model.graph.initializers.items()}
     weights = {n: torch.tensor(a.copy(), requires_grad=True) for n, a in initial.items()}
-    out = cut(tmp_path / "a", model, tmp_path / "s.yaml", optimizer="sgd")
+    out = shard(tmp_path / "a", model, tmp_path / "s.yaml", optimizer="sgd")
     made = [n.op_type for n in nodes_of(out, "norm")]
     # One mean of squares, of the forward node; the mean and the sum of the gradient's own terms.
     squares = [op for op in made if op in ("SimplifiedLayerNormalization", "ReduceSumSquare")]

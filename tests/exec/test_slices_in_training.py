@@ -9,7 +9,7 @@ import onnx_ir as ir
 import pytest
 
 from onnxpar_runtime.training.group import TrainerGroup
-from tests.training_cases import cut, hyper
+from tests.training_cases import hyper, shard
 
 MODEL = """<ir_version: 10, opset_import: ["": 20]>
 g (float[batch, seq, 3] x) => (float[batch, half, 2] y)
@@ -32,7 +32,7 @@ def test_a_start_that_counts_from_the_end(tmp_path: Path, step: int, strategy: s
     rng = np.random.default_rng(0)
     w = rng.standard_normal((3, 2)).astype(np.float32)
     model.graph.initializer.append(onnx.numpy_helper.from_array(w, "w"))
-    ranks = cut(tmp_path / "a", ir.from_proto(model), strategy, loss="mse")
+    ranks = shard(tmp_path / "a", ir.from_proto(model), strategy, loss="mse")
     with TrainerGroup(ranks) as group:
         for seq in (4, 5, 1):
             x = rng.standard_normal((3, seq, 3)).astype(np.float32)

@@ -24,7 +24,7 @@ from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.training.group import TrainerGroup
 from onnxpar_runtime.verify.compare import verify
 from tests import training_cases as cases
-from tests.training_cases import batch_of, cut, hyper
+from tests.training_cases import batch_of, hyper, shard
 
 FULL = bool(os.environ.get("ONNXPAR_FULL"))
 LAYERS = 4
@@ -36,7 +36,7 @@ def small(**fields: Any) -> ir.Model:
 
 @dataclass(frozen=True)
 class Example:
-    """A model, how it is cut and trained, and the values of its symbols."""
+    """A model, how it is sharded and trained, and the values of its symbols."""
 
     build: Callable[[], ir.Model]
     strategy: str | Path
@@ -81,7 +81,7 @@ QUICK = tuple(EXAMPLES)[:3] + tuple(EXAMPLES)[5:11]
 def test_equals_one_device(tmp_path: Path, name: str) -> None:
     example = EXAMPLES[name]
     options = {"optimizer": example.optimizer, **example.options}
-    ranks = cut(tmp_path / "ranks", example.build(), example.strategy, **options)
+    ranks = shard(tmp_path / "ranks", example.build(), example.strategy, **options)
     found = runtime.verify(
         ranks,
         tmp_path / "ranks.onnx",
@@ -100,15 +100,15 @@ def test_equals_one_device(tmp_path: Path, name: str) -> None:
 @pytest.mark.skipif(not FULL, reason="larger; with ONNXPAR_FULL=1")
 @pytest.mark.parametrize("strategy", ["dp=2,tp=4", "dp=4", "tp=2", "tp=8"])
 def test_transformer_of_four_layers(tmp_path: Path, strategy: str) -> None:
-    ranks = cut(tmp_path / "ranks", transformer.build(), strategy, optimizer="adamw")
-    whole = cut(tmp_path / "one", transformer.build(), "replicate", optimizer="adamw", devices=1)
+    ranks = shard(tmp_path / "ranks", transformer.build(), strategy, optimizer="adamw")
+    whole = shard(tmp_path / "one", transformer.build(), "replicate", optimizer="adamw", devices=1)
     found = verify(ranks, whole, SHAPES, options=VerifyOptions(steps=5))
     assert [problem for case in found for problem in case.problems] == []
 
 
 def test_what_the_transformer_communicates(tmp_path: Path) -> None:
     """Two sums of activations in each layer forward, two backward; gradients once."""
-    ranks = cut(tmp_path / "ranks", transformer.build(), "dp=2,tp=4", optimizer="adamw")
+    ranks = shard(tmp_path / "ranks", transformer.build(), "dp=2,tp=4", optimizer="adamw")
     manifest = Manifest.load(ranks)
     # The mesh is dp=2, tp=2·2: atom 0 is the data axis. Float32 activations [batch, seq, 64] of
     # half a batch: 4·64 bytes of each token, times 2·3/4 in a ring of four.
@@ -142,7 +142,7 @@ def test_what_the_transformer_communicates(tmp_path: Path) -> None:
 def test_micro_batches_equal_one_batch(tmp_path: Path, ignored: int | None) -> None:
     """A batch of 7 in parts of 4, 2 and 1, which hold different numbers of labels that count."""
     model, rng = small(), np.random.default_rng(5)
-    ranks = cut(tmp_path / "a", model, "dp=2,tp=2", ignore_index=ignored)
+    ranks = shard(tmp_path / "a", model, "dp=2,tp=2", ignore_index=ignored)
     batch = batch_of(ranks, rng, batch=7, seq=6)
     if ignored is not None:
         batch["labels"][rng.random((7, 6)) < 0.4] = ignored
@@ -172,7 +172,7 @@ def test_micro_batches_equal_one_batch(tmp_path: Path, ignored: int | None) -> N
 
 def test_frozen_parameters_stay(tmp_path: Path) -> None:
     frozen = ("wte.weight", "layer0.mlp.*")
-    ranks = cut(tmp_path / "a", small(), "dp=2,tp=2", optimizer="adamw", freeze=frozen)
+    ranks = shard(tmp_path / "a", small(), "dp=2,tp=2", optimizer="adamw", freeze=frozen)
     rng = np.random.default_rng(0)
     with TrainerGroup(ranks) as group:
         training = group.manifest.trained()
@@ -207,7 +207,7 @@ def test_a_shared_table_has_the_gradients_of_both_its_uses(tmp_path: Path) -> No
         value.const_value = ir.tensor(array, name=name)
     found = []
     for name, model in (("tied", tied), ("untied", untied)):
-        ranks = cut(tmp_path / name, model, "dp=2,tp=2")
+        ranks = shard(tmp_path / name, model, "dp=2,tp=2")
         batch = batch_of(ranks, np.random.default_rng(1), batch=3, seq=5)
         with TrainerGroup(ranks) as group:
             group.forward_backward(batch)
@@ -227,7 +227,7 @@ def test_a_shared_table_has_the_gradients_of_both_its_uses(tmp_path: Path) -> No
 def test_dropout_is_the_same_on_any_mesh(tmp_path: Path) -> None:
     losses = {}
     for strategy, devices in (("replicate", 1), ("dp=4", None), ("tp=2", None)):
-        ranks = cut(
+        ranks = shard(
             tmp_path / strategy, small(dropout=0.3, training=True), strategy, devices=devices
         )
         batch = batch_of(ranks, np.random.default_rng(2), batch=3, seq=8)
@@ -248,7 +248,7 @@ def test_dropout_is_the_same_on_any_mesh(tmp_path: Path) -> None:
 
 def test_evaluation_is_the_model_itself(tmp_path: Path) -> None:
     model = small(dropout=0.3, training=True)
-    ranks = cut(tmp_path / "a", model, "dp=2,tp=2", ignore_index=3)
+    ranks = shard(tmp_path / "a", model, "dp=2,tp=2", ignore_index=3)
     batch = batch_of(ranks, np.random.default_rng(3), batch=5, seq=7)
     ids, labels = batch["input_ids"], batch["labels"]
     with TrainerGroup(ranks) as group:
@@ -269,7 +269,7 @@ def test_evaluation_is_the_model_itself(tmp_path: Path) -> None:
 
 
 def plain(out: Path, model: ir.Model) -> Path:
-    """Cuts a model for one device, forward only."""
+    """Shards a model for one device, forward only."""
     path = out.with_suffix(".onnx")
     ir.save(model, path)
     shard_model(path, "replicate", out, devices=1)

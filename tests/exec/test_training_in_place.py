@@ -63,7 +63,7 @@ def apart(directory: Path, program: str, feeds: dict[str, Array]) -> dict[str, A
 
 @pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adam", "adamw", "lamb"])
 def test_updates_in_place(tmp_path: Path, optimizer: str) -> None:
-    directory = tmp_path / "cut"
+    directory = tmp_path / "sharded"
     spec = TrainingSpec(parse_loss("mse"), parse_optimizer(optimizer))
     shard_model(model(tmp_path / "m.onnx"), "dp", directory, devices=1, training=spec)
     rng = np.random.default_rng(0)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from onnxpar_runtime.training.group import TrainerGroup
 from tests import training_cases as cases
-from tests.training_cases import batch_of, cut, hyper
+from tests.training_cases import batch_of, hyper, shard
 
 torch = pytest.importorskip("torch")
 functional = torch.nn.functional
@@ -85,7 +85,7 @@ def small_transformer(**fields: Any) -> ir.Model:
 
 
 def optimizer_of(kind: str, weights: Weights, lr: float, **settings: float) -> Any:
-    """Returns PyTorch's optimizer; weight decay is for matrices only, as in a cut by default."""
+    """Returns PyTorch's optimizer; weight decay is for matrices only, `shard`'s default."""
     groups = [
         {"params": [w for w in weights.values() if w.ndim > 1]},
         {"params": [w for w in weights.values() if w.ndim <= 1], "weight_decay": 0.0},
@@ -160,7 +160,7 @@ def test_losses_of_twenty_steps(
     model = build()
     weights = weights_of(model)
     kind = "mse" if loss is two_layer_loss else cases.CROSS_ENTROPY
-    ranks = cut(tmp_path / "a", model, strategy, optimizer=optimizer, loss=kind)
+    ranks = shard(tmp_path / "a", model, strategy, optimizer=optimizer, loss=kind)
     rng = np.random.default_rng(1)
     turns = [batch_of(ranks, rng, **symbols) for _ in range(3)]
     batches = [turns[step % len(turns)] for step in range(1, STEPS + 1)]

@@ -23,16 +23,16 @@ from onnxpar_runtime.verify.cases import default_cases
 from onnxpar_runtime.verify.findings import TrainingCase
 from onnxpar_runtime.verify.training_batches import RandomBatches
 from tests import training_cases as cases
-from tests.training_cases import cut
+from tests.training_cases import shard
 
 CASE = ["--symbol", "batch=5"]
 
 
 @pytest.fixture(scope="module")
 def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two layers cut for data and tensor ranks; the model lies beside them."""
+    """Two layers sharded over data and tensor ranks; the model lies beside them."""
     out = tmp_path_factory.mktemp("two") / "ranks"
-    return cut(out, two_layer.build(), "dp=2,tp=2", loss="mse", optimizer="adamw")
+    return shard(out, two_layer.build(), "dp=2,tp=2", loss="mse", optimizer="adamw")
 
 
 def changed(
@@ -180,7 +180,7 @@ g (float[batch, seq] x, int64[batch, 3] at) => (float[batch, 4] y)
 def test_integers_are_in_the_range_of_each_case(tmp_path: Path) -> None:
     """What is picked of a sequence depends on its length, and short ones have no seventh."""
     model = ir.from_proto(onnx.parser.parse_model(PICKS))
-    out = cut(tmp_path / "a", model, "dp=2", loss="mse")
+    out = shard(tmp_path / "a", model, "dp=2", loss="mse")
     cases = [{"batch": 30, "seq": 20}, {"batch": 9, "seq": 8}]
     texts = [",".join(f"{name}={value}" for name, value in case.items()) for case in cases]
     found = runtime.verify(
@@ -202,7 +202,7 @@ def test_a_gradient_that_jumps_is_no_mistake(tmp_path: Path) -> None:
 
     Should another order of sums bring both to one side, the case holds without that.
     """
-    ranks = cut(tmp_path / "ranks", mlp.build(), cases.MLP_STRATEGY)
+    ranks = shard(tmp_path / "ranks", mlp.build(), cases.MLP_STRATEGY)
     (case,) = runtime.verify(ranks, tmp_path / "ranks.onnx", cases=["batch=8"])
     assert case.problems == () and isinstance(case, TrainingCase)
     assert set(case.steps[0].jumps) <= {"fc1.weight", "fc2.weight"}
@@ -262,7 +262,7 @@ def test_given_inputs(sharded: Path, tmp_path: Path) -> None:
 
 
 def test_a_directory_as_the_reference(sharded: Path, tmp_path: Path) -> None:
-    one = cut(tmp_path / "one", two_layer.build(), "dp", loss="mse", optimizer="adamw", devices=1)
+    one = shard(tmp_path / "one", two_layer.build(), "dp", loss="mse", optimizer="adamw", devices=1)
     (case,) = runtime.verify(sharded, one, cases=["batch=5"])
     assert case.ok
 
@@ -292,7 +292,7 @@ def test_what_is_no_reference(
     elif kind == "no model":
         reference = tmp_path / "no.onnx"
     else:
-        reference = cut(tmp_path / "one", model, "dp", devices=1, **what)
+        reference = shard(tmp_path / "one", model, "dp", devices=1, **what)
     assert main(["verify", str(sharded), "--model", str(reference), *CASE]) == 2
     error = capsys.readouterr().err
     assert message in error and error.startswith("onnxpar: error: ") and error.count("\n") == 1

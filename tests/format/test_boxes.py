@@ -16,8 +16,8 @@ from onnxpar_format.boxes import ShardBox, SizedSharding, block, coordinates
 
 
 @st.composite
-def cuts(draw: st.DrawFn) -> SizedSharding:
-    """Draws a cut: fused dims, any order of atoms, even and uneven, some atoms replicating."""
+def sharded_sizes(draw: st.DrawFn) -> SizedSharding:
+    """Draws a sharding: fused dims, any order of atoms, even and uneven, some atoms replicating."""
     atoms = tuple(draw(st.lists(st.sampled_from([2, 3]), max_size=3)))
     free = draw(st.permutations(range(len(atoms))))
     dims = []
@@ -31,37 +31,37 @@ def cuts(draw: st.DrawFn) -> SizedSharding:
     return SizedSharding(atoms, tuple(dims))
 
 
-def devices(cut: SizedSharding) -> int:
-    return int(np.prod(cut.atoms, dtype=int))
+def devices(sized: SizedSharding) -> int:
+    return int(np.prod(sized.atoms, dtype=int))
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)
-@given(cuts())
-def test_equals_the_transformers(cut: SizedSharding) -> None:
-    mesh = Mesh((), cut.atoms)
-    other = Sharding(tuple(tuple(Component(n, a) for n, a in dim) for dim in cut.dims))
-    whole = np.arange(1, 1 + np.prod(cut.shape)).reshape(cut.shape)
-    parts = [cut.take(whole, rank) for rank in range(devices(cut))]
+@given(sharded_sizes())
+def test_equals_the_transformers(sized: SizedSharding) -> None:
+    mesh = Mesh((), sized.atoms)
+    other = Sharding(tuple(tuple(Component(n, a) for n, a in dim) for dim in sized.dims))
+    array = np.arange(1, 1 + np.prod(sized.shape)).reshape(sized.shape)
+    parts = [sized.take(array, rank) for rank in range(devices(sized))]
     for rank, part in enumerate(parts):
-        np.testing.assert_array_equal(part, sharding.split(whole, other, mesh, rank))
-    np.testing.assert_array_equal(cut.join(parts.__getitem__, whole.dtype), whole)
+        np.testing.assert_array_equal(part, sharding.split(array, other, mesh, rank))
+    np.testing.assert_array_equal(sized.join(parts.__getitem__, array.dtype), array)
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
-@given(cuts())
-def test_padding_is_not_read_and_owners_suffice(cut: SizedSharding) -> None:
-    whole = np.arange(1, 1 + np.prod(cut.shape)).reshape(cut.shape)
+@given(sharded_sizes())
+def test_padding_is_not_read_and_owners_suffice(sized: SizedSharding) -> None:
+    array = np.arange(1, 1 + np.prod(sized.shape)).reshape(sized.shape)
     asked: list[int] = []
 
     def part_of(rank: int) -> np.ndarray:
         asked.append(rank)
-        part = cut.take(whole, rank).copy()
-        part[part == 0] = -1  # whole has no zero, so these are padding
+        part = sized.take(array, rank).copy()
+        part[part == 0] = -1  # the array has no zero, so these are padding
         return part
 
-    np.testing.assert_array_equal(cut.join(part_of, whole.dtype), whole)
-    split = {a for dim in cut.dims for _, by in dim for a in by}
-    assert len(asked) == np.prod([cut.atoms[a] for a in split], dtype=int)
+    np.testing.assert_array_equal(sized.join(part_of, array.dtype), array)
+    split = {a for dim in sized.dims for _, by in dim for a in by}
+    assert len(asked) == np.prod([sized.atoms[a] for a in split], dtype=int)
 
 
 def test_nested_split_of_ten_by_two_and_three() -> None:
@@ -73,50 +73,50 @@ def test_nested_split_of_ten_by_two_and_three() -> None:
 
 
 def test_an_unpadded_part_is_a_view() -> None:
-    whole = np.arange(32).reshape(8, 4)
-    part = SizedSharding((2, 2), (((8, (0, 1)),), ((4, ()),))).take(whole, 3)
-    assert np.shares_memory(part, whole)
-    assert part.tolist() == whole[6:].tolist()
+    array = np.arange(32).reshape(8, 4)
+    part = SizedSharding((2, 2), (((8, (0, 1)),), ((4, ()),))).take(array, 3)
+    assert np.shares_memory(part, array)
+    assert part.tolist() == array[6:].tolist()
 
 
 @pytest.mark.parametrize("order", list(permutations(range(3))))
 def test_order_of_atoms_is_order_of_blocks(order: tuple[int, ...]) -> None:
     atoms = (2, 3, 2)
-    cut = SizedSharding(atoms, (((12, order),),))
+    sized = SizedSharding(atoms, (((12, order),),))
     for rank in range(12):
         digits = coordinates(rank, atoms)
         place = 0
         for atom in order:
             place = place * atoms[atom] + digits[atom]
-        assert cut.take(np.arange(12), rank).tolist() == [place]
+        assert sized.take(np.arange(12), rank).tolist() == [place]
 
 
-def put(boxes: tuple[ShardBox, ...], part: NDArray[np.int64], whole: NDArray[np.int64]) -> None:
+def put(boxes: tuple[ShardBox, ...], part: NDArray[np.int64], array: NDArray[np.int64]) -> None:
     for box in boxes:
-        whole[tuple(slice(*i) for i in box.source)] += part[tuple(slice(*i) for i in box.local)]
+        array[tuple(slice(*i) for i in box.source)] += part[tuple(slice(*i) for i in box.local)]
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
-@given(cuts())
-def test_boxes_are_the_parts_of_the_ranks(cut: SizedSharding) -> None:
-    whole = np.arange(1, 1 + prod(cut.shape)).reshape(cut.shape)
-    for rank in range(prod(cut.atoms)):
-        part = cut.take(whole, rank)
-        mine = np.zeros_like(whole)
-        put(cut.boxes(rank, padded=True), part, mine)
-        wanted = np.zeros_like(whole)
-        cut.put(wanted, part, rank)
+@given(sharded_sizes())
+def test_boxes_are_the_parts_of_the_ranks(sized: SizedSharding) -> None:
+    array = np.arange(1, 1 + prod(sized.shape)).reshape(sized.shape)
+    for rank in range(prod(sized.atoms)):
+        part = sized.take(array, rank)
+        mine = np.zeros_like(array)
+        put(sized.boxes(rank, padded=True), part, mine)
+        wanted = np.zeros_like(array)
+        sized.put(wanted, part, rank)
         np.testing.assert_array_equal(mine, wanted)
         # Without padding the same elements follow one another as they do with it.
-        dense = part[part != 0].reshape(cut.unpadded_shape(rank))
-        again = np.zeros_like(whole)
-        put(cut.boxes(rank, padded=False), dense, again)
+        dense = part[part != 0].reshape(sized.unpadded_shape(rank))
+        again = np.zeros_like(array)
+        put(sized.boxes(rank, padded=False), dense, again)
         np.testing.assert_array_equal(again, wanted)
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
-@given(cuts())
-def test_a_whole_dim_of_merged_components_is_one_box(cut: SizedSharding) -> None:
-    plain = SizedSharding(cut.atoms, tuple(tuple((n, ()) for n, _ in dim) for dim in cut.dims))
+@given(sharded_sizes())
+def test_an_unsharded_dim_of_merged_components_is_one_box(sized: SizedSharding) -> None:
+    plain = SizedSharding(sized.atoms, tuple(tuple((n, ()) for n, _ in dim) for dim in sized.dims))
     (box,) = plain.boxes(0, padded=True)
     assert box.source == box.local == tuple((0, n) for n in plain.shape)

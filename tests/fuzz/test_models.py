@@ -69,7 +69,7 @@ MODELS = {"net": model(NET), "shapes": model(SHAPES)}
 
 
 def attempt(folder: Path, data: bytes, strategy: str = "dp=2,tp=2") -> str:
-    """Cuts a file; returns the error's text, or '' where it was cut.
+    """Shards a file; returns the error's text, or '' where it was sharded.
 
     Any exception but ours, and anything left half written, fails the test.
     """
@@ -87,7 +87,7 @@ def attempt(folder: Path, data: bytes, strategy: str = "dp=2,tp=2") -> str:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_models_themselves_are_cut(tmp_path: Path, name: str) -> None:
+def test_the_models_themselves_are_sharded(tmp_path: Path, name: str) -> None:
     assert attempt(tmp_path, MODELS[name].SerializeToString()) == ""
 
 
@@ -148,11 +148,11 @@ def strings(message: Message) -> Iterator[str]:
 @pytest.mark.parametrize("name", MODELS)
 def test_truncated_anywhere(tmp_path_factory: pytest.TempPathFactory, name: str) -> None:
     data = MODELS[name].SerializeToString()
-    # Protobuf has no end mark: some prefixes are models of their own, which may be cut.
+    # Protobuf has no end mark: some prefixes are models of their own, which may be sharded.
     draw = random.Random(SEED)
     for length in sorted(draw.sample(range(len(data)), min(CASES // 2, len(data)))):
         try:
-            attempt(tmp_path_factory.mktemp("cut"), data[:length])
+            attempt(tmp_path_factory.mktemp("sharded"), data[:length])
         except Exception as error:
             raise AssertionError(f"truncated to {length} bytes: {error!r}") from error
 

@@ -29,10 +29,10 @@ BATCHES = 20
 EXACT, ROUNDED = 1e-9, 2e-3
 
 
-def cut(
+def partitioned(
     model: onnx.ModelProto, seed: int, constraints: dict[str, Symbol]
 ) -> PartitionedModel | None:
-    """The model divided by the strategy of a seed; None where a random split is refused."""
+    """The model partitioned by the strategy of a seed; None where a random split is refused."""
     analysed = analyse(ir.from_proto(model), constraints)
     seeds = seeds_of(analysed, analysed.model.graph.inputs, seed)
     if seed % 2 == 0:
@@ -50,7 +50,7 @@ def case(seed: int) -> bool:
     divisor = draw.choice([1, 1, 1, 2, 4])
     constraints = {"batch": Symbol(divisor=divisor)} if divisor > 1 else {}
     model = program(seed)
-    parted = cut(model, seed, constraints)
+    parted = partitioned(model, seed, constraints)
     if parted is None:
         return False
     # Without optimizations: onnxruntime's scale fusion rounds scales of float64 to float32.

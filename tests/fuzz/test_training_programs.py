@@ -78,7 +78,7 @@ def trained(
     return Program.of(model, done.env, REGISTRY), done
 
 
-def cut(analysed: Program, done: Differentiated, seeds: Seeds) -> PartitionedModel:
+def partitioned(analysed: Program, done: Differentiated, seeds: Seeds) -> PartitionedModel:
     a = analysed
     plan = propagate(a, seeds, done.links)
     return partition(a, plan)
@@ -92,7 +92,7 @@ def divided(analysed: Program, done: Differentiated, seed: int) -> PartitionedMo
     drawn = pinned(analysed, seeds, seed)
     forward = {name: found for name, found in drawn.nodes.items() if name not in backward}
     try:
-        return cut(analysed, done, replace(drawn, nodes=forward))
+        return partitioned(analysed, done, replace(drawn, nodes=forward))
     except ShardingError as error:
         assert "'n" in str(error), "a refusal names its node"
         return None
@@ -110,7 +110,7 @@ def case(seed: int) -> bool:
     parted = divided(analysed, done, seed)
     if parted is None:
         return False
-    one = cut(analysed, done, Seeds(Mesh.of(), {}, {}))
+    one = partitioned(analysed, done, Seeds(Mesh.of(), {}, {}))
     # The operator has its statistics in float32.
     narrow = any(n.op_type == "LayerNormalization" for n in proto.graph.node) or is_narrow(proto)
     symbols = {"batch": divisor * draw.choice([1, 2, 3, 5]), "seq": draw.choice([1, 2, 5, 7])}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import gpu
 import pytest
-from step import Cuts, Row, SideError
+from step import PreparedModels, Row, SideError
 from step_cases import Job, Side
 
 BENCH = Path(gpu.__file__).parent
@@ -64,24 +64,24 @@ def measured(sides: Sequence[Side], job: Job, *_: object) -> list[Row]:
 
 
 @pytest.fixture
-def cuts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Cuts:
+def prepared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> PreparedModels:
     monkeypatch.setattr(gpu, "measure", measured)
     monkeypatch.setattr(gpu, "gemm_rate", lambda *_: 1e12)
-    return Cuts(tmp_path, quick=True)
+    return PreparedModels(tmp_path, quick=True)
 
 
-def test_losses_of_sides_that_run_are_compared(cuts: Cuts) -> None:
+def test_losses_of_sides_that_run_are_compared(prepared: PreparedModels) -> None:
     lines: list[str] = []
-    wrong = gpu.parity("cuda", cuts, True, lines.append)
+    wrong = gpu.parity("cuda", prepared, True, lines.append)
     assert len(wrong) == 4 and all(" tp" in line and "failed" in line for line in wrong)
     assert sum("failed: and then: no memory" in line for line in lines) == 4
     assert sum(line.endswith(" 0.0e+00") for line in lines) == 6  # one, dp2, dp4 of both models
 
 
-def test_steps_of_sides_that_run_are_reported(cuts: Cuts) -> None:
+def test_steps_of_sides_that_run_are_reported(prepared: PreparedModels) -> None:
     lines: list[str] = []
     tables = gpu.cases("cuda", 4, shares=False)
-    failed, missed = gpu.steps("cuda", tables, cuts, True, 2, lines.append)
+    failed, missed = gpu.steps("cuda", tables, prepared, True, 2, lines.append)
     eager = [line for line in lines if "torch one " in line]
     assert len(eager) == len(tables)  # once each, though the side beside it failed
     assert len(failed) == 4 * len(tables) and all(" tp" in line for line in failed)

@@ -21,7 +21,7 @@ from safetensors.numpy import load_file
 from onnxpar.strategy import Strategy
 from onnxpar_runtime.launch import find_mpirun, mpirun_environment
 from tests.cli import linear
-from tests.training_cases import cut
+from tests.training_cases import shard
 
 FULL = bool(os.environ.get("ONNXPAR_FULL"))
 SEEDS = [1, 2, 3, 4] if FULL else [1]
@@ -72,7 +72,7 @@ def test_training(
     """Batches come ahead, parameters are copied out beside the next step, graphs are replayed."""
     if not FULL and options in (["--log-every", "5"], ["--transport", "nccl"]):
         pytest.skip("in the full tier")
-    out = linear.cut(tmp_path, ranks, "--symbol", "batch:divisor=2")
+    out = linear.shard(tmp_path, ranks, "--symbol", "batch:divisor=2")
     arguments = ["-m", "onnxpar.cli", "train", str(out), "--data", "digits", "--lr", "1"]
     arguments += ["--batch-size", str(ROWS), "--steps", str(STEPS), "--seed", "0", *options]
     # The last two checkpoints stay.
@@ -150,7 +150,7 @@ def test_stages(standin_cuda: Mapping[str, str], tmp_path: Path, name: str, seed
         assert isinstance(ranks, int)
         symbols = {"batch": {"divisor": 16}}
         model = mlp.build(image=8, hidden=(32, 24, 16))
-        out = cut(tmp_path / which, model, Strategy.from_dict({**strategy, "symbols": symbols}))
+        out = shard(tmp_path / which, model, Strategy.from_dict({**strategy, "symbols": symbols}))
         arguments = ["-m", "onnxpar.cli", "train", str(out), "--data", "digits", "--lr", "0.1"]
         arguments += ["--batch-size", "96", "--steps", "6", "--seed", "0", *options]
         saved, merged = tmp_path / f"{which}.ck", tmp_path / f"{which}.merged"

@@ -21,7 +21,7 @@ STEPS, BATCH, SEQ, VOCAB = 20, 8, 16, 256
 TOLERANCE = 1e-4
 STAGES = "stages"
 CAPTURED = ["--ort", "cuda.enable_cuda_graph=1"]
-CUTS = [("dp", 1), ("dp", 2), ("tp", 2), (STAGES, 2), ("dp", 4), ("tp", 4)]
+SHARDINGS = [("dp", 1), ("dp", 2), ("tp", 2), (STAGES, 2), ("dp", 4), ("tp", 4)]
 EXPORTS = {
     "mlp": ["mlp.py", "--hidden", "64", "64"],
     "transformer": [
@@ -72,7 +72,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def cut(folder: Path, model: str, axis: str, ranks: int) -> Path:
+def shard(folder: Path, model: str, axis: str, ranks: int) -> Path:
     """Returns the model sharded for training, along a mesh axis or in stages; sharded once."""
     out = folder / f"{model}-{axis}{ranks}"
     if not out.exists():
@@ -92,7 +92,7 @@ def train(folder: Path, model: str, axis: str, ranks: int, device: str, *more: s
     log = folder / f"{model}-{axis}{ranks}-{device}.jsonl"
     data = ["--data", f"npz:{folder / model}.npz", "--batch-size", str(BATCH), "--lr", "1e-3"]
     options = ["--steps", str(STEPS), "--device", device, "--log", str(log), *more]
-    out = str(cut(folder, model, axis, ranks))
+    out = str(shard(folder, model, axis, ranks))
     call("-m", "onnxpar.cli", "train", out, *data, *options, ranks=ranks)
     return [json.loads(line)["loss"] for line in log.read_text().splitlines()]
 
@@ -133,7 +133,7 @@ def profiled(folder: Path, model: str, device: str, into: Path) -> list[Path]:
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("gpu")
-@pytest.mark.parametrize(("axis", "ranks"), CUTS)
+@pytest.mark.parametrize(("axis", "ranks"), SHARDINGS)
 @pytest.mark.parametrize("model", EXPORTS)
 def test_losses_are_those_of_the_cpu(folder: Path, model: str, axis: str, ranks: int) -> None:
     check_losses(folder, model, axis, ranks, "cuda")

@@ -13,7 +13,7 @@ import pytest
 
 from onnxpar.strategy import Strategy
 from onnxpar_runtime.launch import find_mpirun, mpirun_environment
-from tests.training_cases import cut
+from tests.training_cases import shard
 
 WORKER = Path(__file__).parent / "stage_worker.py"
 FULL = bool(os.environ.get("ONNXPAR_FULL"))
@@ -75,7 +75,7 @@ def train(
         {"devices": 2, "pipeline": {**pipeline, "assign": {"/fc1/*": 0, "/fc2/*": 1}}}
     )
     model = mlp.build(image=8, hidden=(WIDTH,))
-    out = cut(folder / transport, model, strategy, optimizer="sgd")
+    out = shard(folder / transport, model, strategy, optimizer="sgd")
     log = folder / f"{transport}.log"
     arguments = ["train", str(out), "--data", "digits", "--batch-size", str(ROWS), "--lr", "0.1"]
     arguments += ["--steps", str(STEPS), "--device", "cuda", "--transport", transport, *more]

@@ -12,7 +12,7 @@ import onnx_ir as ir
 import pytest
 import transformer
 
-from tests.training_cases import cut
+from tests.training_cases import shard
 
 PLACEMENT = Path(__file__).parent / "standin" / "placement.py"
 HOST = ("layer_ann", "onnxpar.host")
@@ -93,7 +93,7 @@ def test_nothing_falls_back_and_nothing_is_copied_to_the_host(
     standin_cuda: Mapping[str, str],
     tmp_path: Path,
 ) -> None:
-    out = cut(
+    out = shard(
         tmp_path / "a",
         small(name),
         strategy,

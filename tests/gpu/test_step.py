@@ -46,7 +46,7 @@ class Log:
 @pytest.fixture(scope="module")
 def log(standin_cuda: Mapping[str, str], tmp_path_factory: pytest.TempPathFactory) -> Log:
     folder = tmp_path_factory.mktemp("step")
-    out = linear.cut(folder, 1)
+    out = linear.shard(folder, 1)
     arguments = ["--data", "digits", "--batch-size", str(ROWS), "--steps", str(STEPS), "--lr", "1"]
     saving = [
         "--device",
@@ -110,7 +110,7 @@ def test_captured_steps_are_replayed_where_collectives_allow_it(
 
     def train(ranks: int, *more: str) -> "subprocess.CompletedProcess[str]":
         start = [find_mpirun(), "--oversubscribe", "-n", str(ranks)] if ranks > 1 else []
-        command = [sys.executable, "-m", "onnxpar.cli", "train", str(linear.cut(tmp_path, ranks))]
+        command = [sys.executable, "-m", "onnxpar.cli", "train", str(linear.shard(tmp_path, ranks))]
         return subprocess.run(
             [*start, *command, *options, *more],
             env={**mpirun_environment(standin_cuda), "STANDIN_LOG": str(log_file)},
@@ -168,7 +168,7 @@ def test_what_changes_between_replays_is_not_captured(
     model = onnx.parser.parse_model(text)
     model.graph.initializer.append(numpy_helper.from_array(linear.start(), "w"))
     onnx.save(model, tmp_path / "m.onnx")
-    out, log_file = tmp_path / "cut", tmp_path / "log"
+    out, log_file = tmp_path / "ranks", tmp_path / "log"
     training = ["--train", "--loss", "softmax_cross_entropy", "--optimizer", "sgd", *constraints]
     what = [str(tmp_path / "m.onnx"), "--strategy", "dp", "--devices", "1", "-o", str(out)]
     assert main(["shard", *what, *training]) == 0

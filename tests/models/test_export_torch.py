@@ -10,7 +10,7 @@ import onnx_ir as ir
 import pytest
 
 from tests.models.example import run
-from tests.training_cases import cut
+from tests.training_cases import shard
 
 torch = pytest.importorskip("torch", reason="exports from PyTorch: the extra zoo")
 pytest.importorskip("onnxscript", reason="exports from PyTorch: the extra zoo")
@@ -99,7 +99,7 @@ def test_nodes_are_named_by_their_module(exported: ir.Model) -> None:
 
 
 def test_all_that_needs_a_gradient_is_trained(net: Any, exported: ir.Model, tmp_path: Path) -> None:
-    out = cut(tmp_path / "net", ir.from_proto(ir.to_proto(exported)), "tp=2")
+    out = shard(tmp_path / "net", ir.from_proto(ir.to_proto(exported)), "tp=2")
     states = Manifest.load(out).trained().states.values()
     trained = {state.parameter for state in states if state.kind == "gradient"}
     wanted = {n for n, p in net.named_parameters() if p.requires_grad}

@@ -126,7 +126,7 @@ def test_logits_equal_a_forward_pass_in_numpy(model: Path) -> None:
     np.testing.assert_allclose(two[0], want[:, 6:], atol=1e-5 * np.abs(want).max())
 
 
-def test_packed_projections_are_cut_by_heads_too(tmp_path: Path) -> None:
+def test_packed_projections_are_sharded_by_heads_too(tmp_path: Path) -> None:
     """As the builder of onnxruntime-genai packs them: one product, then one operand of three."""
     path = tmp_path / "packed.onnx"
     save(llama_4bit.build(SMALL, packed=True), path)

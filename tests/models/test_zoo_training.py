@@ -20,7 +20,7 @@ from onnxpar.graph.shapes import shapes
 from onnxpar.ops.table import REGISTRY
 from onnxpar.strategy import Strategy
 from onnxpar_runtime.manifest import Manifest
-from tests.training_cases import cut
+from tests.training_cases import shard
 
 pytest.importorskip("onnxscript", reason="exports from PyTorch: the extra zoo")
 zoo = pytest.importorskip("zoo", reason="needs transformers: the extra zoo")
@@ -96,7 +96,7 @@ def test_with_layers_recomputed_it_trains_as_one_device(
     tmp_path: Path, name: str, layers: int
 ) -> None:
     strategy = Strategy.from_dict({"mesh": {"dp": 2}, "recompute": {"layers": 1}})
-    out = cut(tmp_path / "ranks", network(name, layers), strategy, optimizer="adamw")
+    out = shard(tmp_path / "ranks", network(name, layers), strategy, optimizer="adamw")
     counts = layers_of(out)
     # The first layer of a stack of T5 makes the position bias of all, too.
     assert all(counts[f"{stack}.{i}"] > 20 for stack in STACKS[name] for i in range(layers))
@@ -111,7 +111,7 @@ def test_in_stages_it_trains_as_one_device(tmp_path: Path, name: str, stages: in
     """The token table is read by several stages, T5's encoder by every layer of the decoder."""
     pipeline = {"stages": stages, "micro_batches": 2}
     strategy = Strategy.from_dict({"devices": stages, "pipeline": pipeline})
-    out = cut(tmp_path / "ranks", network(name), strategy, optimizer="adamw")
+    out = shard(tmp_path / "ranks", network(name), strategy, optimizer="adamw")
     table = Manifest.load(out).trained().states[TIED[name]]
     assert {0, stages - 1} <= set(table.stages)
     verify(out)

@@ -136,7 +136,7 @@ def gone(pids: Sequence[int], seconds: float = 10) -> bool:
 
 @pytest.mark.timeout(120 + 60 * KILLS)
 def test_a_rank_killed_at_any_moment_costs_no_more_than_steps(work: Path) -> None:
-    directory = linear.cut(work, 2, optimizer="adamw")
+    directory = linear.shard(work, 2, optimizer="adamw")
     arguments = training(work, directory)
     log, folder = work / "log", work / "ck"
     with launched("--", *arguments, "--log", str(log)) as process:
@@ -177,7 +177,7 @@ def test_a_rank_killed_at_any_moment_costs_no_more_than_steps(work: Path) -> Non
 
 
 def test_fewer_ranks_go_on(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    directory, fewer, one = (linear.cut(work, devices) for devices in (3, 2, 1))
+    directory, fewer, one = (linear.shard(work, devices) for devices in (3, 2, 1))
     arguments = training(work, directory)
     log, folder = work / "log", work / "ck"
     monkeypatch.syspath_prepend(str(work))
@@ -223,7 +223,7 @@ def machines(work: Path) -> list[str]:
 
 def test_on_two_machines_what_would_come_again_is_reported(work: Path, machines: list[str]) -> None:
     """Rank 0, which prints for all ranks, is on the other machine."""
-    arguments = failing(work, linear.cut(work, 2))
+    arguments = failing(work, linear.shard(work, 2))
     with launched("--retries", "3", *machines, "--", *arguments) as process:
         _, errors = finish(process)
     assert process.returncode == 1, errors
@@ -233,7 +233,7 @@ def test_on_two_machines_what_would_come_again_is_reported(work: Path, machines:
 @pytest.mark.skipif(not FULL, reason="seconds; with ONNXPAR_FULL=1")
 @pytest.mark.parametrize("whom", [0, 1])
 def test_on_two_machines_a_rank_dies(work: Path, machines: list[str], whom: int) -> None:
-    directory, log, folder = linear.cut(work, 2), work / "log", work / "ck"
+    directory, log, folder = linear.shard(work, 2), work / "log", work / "ck"
     arguments = training(work, directory, "--log", str(log), "--checkpoint", str(folder))
     with launched("--retries", "1", *machines, "--", *arguments, "--every", "1") as process:
         ranks = ranks_anywhere(process, 2)
@@ -260,7 +260,7 @@ exit $code
 
 def test_a_disk_that_is_full(work: Path) -> None:
     """All ranks end with the reason; complete checkpoints stay complete."""
-    directory, disk, kept = linear.cut(work, 2, optimizer="adamw"), work / "disk", work / "kept"
+    directory, disk, kept = linear.shard(work, 2, optimizer="adamw"), work / "disk", work / "kept"
     disk.mkdir()
     saving = ["--checkpoint", str(disk / "ck"), "--every", "1", "--keep", "100"]
     command = [sys.executable, "-m", "onnxpar.cli", "launch", "--retries", "3", "--"]
@@ -289,7 +289,7 @@ def test_a_disk_that_is_full(work: Path) -> None:
 
 @pytest.mark.skipif(not FULL, reason="seconds; with ONNXPAR_FULL=1")
 def test_what_would_come_again_is_not_tried_again(work: Path) -> None:
-    arguments = failing(work, linear.cut(work, 2))
+    arguments = failing(work, linear.shard(work, 2))
     with launched("--retries", "3", "--", *arguments) as p:
         _, errors = finish(p)
     assert p.returncode == 1
@@ -304,7 +304,7 @@ def test_what_would_come_again_is_not_tried_again(work: Path) -> None:
 
 @pytest.mark.skipif(not FULL, reason="seconds; with ONNXPAR_FULL=1")
 def test_retries_are_used_up(work: Path) -> None:
-    directory = linear.cut(work, 2)
+    directory = linear.shard(work, 2)
     (work / "dies.py").write_text("import os\ndef batches():\n    os.kill(os.getpid(), 9)\n")
     arguments = ["train", str(directory), "--data", "dies:batches", "--lr", "1"]
     with launched("--retries", "1", "--", *arguments, "--checkpoint", str(work / "ck")) as process:
@@ -320,7 +320,7 @@ def test_retries_are_used_up(work: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT] if FULL else [signal.SIGTERM])
 def test_a_signal_ends_all_ranks(work: Path, number: signal.Signals) -> None:
-    directory, folder = linear.cut(work, 2), work / "ck"
+    directory, folder = linear.shard(work, 2), work / "ck"
     saving = ["--checkpoint", str(folder), "--every", "1"]
     arguments = training(work, directory, *saving)
     with launched("--retries", "3", "--", *arguments) as process:
@@ -338,7 +338,7 @@ def test_a_signal_ends_all_ranks(work: Path, number: signal.Signals) -> None:
 @pytest.mark.skipif(not FULL, reason="seconds; with ONNXPAR_FULL=1")
 @pytest.mark.parametrize("whom", ["mpirun", "supervisor"])
 def test_no_rank_is_left_behind(work: Path, whom: str) -> None:
-    directory, folder = linear.cut(work, 2), work / "ck"
+    directory, folder = linear.shard(work, 2), work / "ck"
     arguments = training(work, directory, "--checkpoint", str(folder), "--every", "1")
     with launched("--retries", "1", "--", *arguments) as process:
         ranks = ranks_of(process, 2)

@@ -17,7 +17,7 @@ from onnxpar.api.shard_model import shard_model
 from onnxpar.strategy import Strategy
 from onnxpar_runtime.manifest import Manifest
 from tests.runtime.launching import LIMIT, Outcome, children, mpirun, run, start_mpirun
-from tests.training_cases import cut
+from tests.training_cases import shard
 
 FULL = bool(os.environ.get("ONNXPAR_FULL"))
 DIGITS = ["--data", "digits", "--batch-size", "100", "--lr", "0.01", "--device", "cpu"]
@@ -37,7 +37,7 @@ def model() -> ir.Model:
 def made(folder: Path, name: str) -> Path:
     """The directory that trains the model on a mesh of this name."""
     strategy = Strategy.from_dict(MESHES[name]) if name in MESHES else "dp"
-    return cut(
+    return shard(
         folder / name, model(), strategy, optimizer="adamw", devices=None if name in MESHES else 1
     )
 

@@ -25,7 +25,7 @@ def train(ranks: int, directory: Path, *more: str) -> Outcome:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_equals_one_device(tmp_path: Path, ranks: int) -> None:
-    directory = linear.cut(tmp_path, ranks)
+    directory = linear.shard(tmp_path, ranks)
     log, saved = tmp_path / "log", tmp_path / "w"
     more = ["--epochs", "2", "--seed", "3", "--log", str(log), "--save", str(saved)]
     outcome = train(ranks, directory, *DIGITS, *more, "--accumulate", "2", "--eval")
@@ -57,7 +57,7 @@ def test_a_mistake_is_reported_once(tmp_path: Path) -> None:
 
 def test_what_is_evaluated_on_is_checked_before_a_rank_waits(tmp_path: Path) -> None:
     """And is printed once, by rank 0."""
-    directory, (x, classes) = linear.cut(tmp_path, 2), linear.digits(test=True)
+    directory, (x, classes) = linear.shard(tmp_path, 2), linear.digits(test=True)
     x = x.astype(np.float32)
     np.savez(tmp_path / "a.npz", x=x, labels=classes)
     np.savez(tmp_path / "b.npz", x=x, labels=classes + 1)

@@ -60,7 +60,7 @@ def test_the_tutorial_of_two_layers(tmp_path: Path, name: str) -> None:
     labels = np.tanh(x @ rng.standard_normal((32, 16), np.float32) / 4)
     np.savez(tmp_path / "data.npz", x=x, labels=labels)
     for out, how, devices in (("ranks", strategy, None), ("one", "replicate", 1)):
-        cases.cut(
+        cases.shard(
             tmp_path / out, two_layer.build(), how, loss="mse", optimizer="momentum",
             devices=devices,
         )  # fmt: skip

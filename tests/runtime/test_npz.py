@@ -64,7 +64,7 @@ def test_names_and_dims(tmp_path: Path) -> None:
 def test_unreadable_files(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no such file"):
         read_npz(tmp_path / "none.npz")
-    for name, content in (("text", b"hello"), ("empty", b""), ("cut", b"PK\x03\x04abc")):
+    for name, content in (("text", b"hello"), ("empty", b""), ("truncated", b"PK\x03\x04abc")):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(InputError, match=r"not a readable \.npz") as caught:
             read_npz(tmp_path / name)

@@ -105,7 +105,7 @@ def test_malformed(tmp_path: Path, data: bytes, message: str) -> None:
     assert message in str(caught.value)
 
 
-def test_cut_short(tmp_path: Path) -> None:
+def test_truncated(tmp_path: Path) -> None:
     whole = write(tmp_path / "a", ARRAYS).read_bytes()
     for length in range(0, len(whole), 7):
         (tmp_path / "b").write_bytes(whole[:length])

@@ -68,10 +68,10 @@ def test_a_side_that_cannot_start_says_why(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_two_ranks_take_the_steps_of_one(optimizer: str, tmp_path: Path) -> None:
-    cuts, found = step.Cuts(tmp_path, quick=True), {}
+    prepared, found = step.PreparedModels(tmp_path, quick=True), {}
     for side in (ONE, TENSOR):
         job = Job(model="mlp", optimizer=optimizer, quick=True)
-        job = replace(job, files=str(cuts.files(side, "mlp", optimizer)))
+        job = replace(job, files=str(prepared.files(side, "mlp", optimizer)))
         with step.start(side, job, tmp_path) as running:
             running.connect()
             # In two parts: the second continues after the first.
@@ -85,7 +85,10 @@ def test_two_ranks_take_the_steps_of_one(optimizer: str, tmp_path: Path) -> None
 @pytest.mark.parametrize("model", list(QUICK))
 def test_pytorch_takes_the_same_steps(model: str, tmp_path: Path) -> None:
     pytest.importorskip("torch")
-    cuts, job = step.Cuts(tmp_path, quick=True), Job(model=model, optimizer="adamw", quick=True)
-    base, ours = step.measure([step.BASE, ONE], job, cuts, rounds=1, turn=0.01)
+    prepared, job = (
+        step.PreparedModels(tmp_path, quick=True),
+        Job(model=model, optimizer="adamw", quick=True),
+    )
+    base, ours = step.measure([step.BASE, ONE], job, prepared, rounds=1, turn=0.01)
     assert 0 < ours.difference < step.DECIMALS  # exactly equal floats would be one side twice
     assert base.ratios == (1.0,) and len(ours.ratios) == 1

@@ -3,7 +3,8 @@
     python tools/bench/checkpoint.py --gib 4
 
 The checkpoint is of parameters and two moments of a transformer's shapes, of one large embedding,
-cut by dp=2 and tp=2 with one of the moments split over dp too; it is resharded to tp=4 and merged.
+sharded by dp=2 and tp=2 with one of the moments split over dp too; it is resharded to tp=4 and
+merged.
 Every measurement is a process of its own. Rounds take turns with `cp -r`, and with `cp -r` followed
 by `sync`, since `cp` leaves to the system what a checkpoint brings to the disk before it has a
 name. Ratios are of the medians; more than 1 is faster than `cp`. SHA-256 of what is written

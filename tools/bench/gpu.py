@@ -31,7 +31,7 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
-from step import Cuts, Row, SideError, measure
+from step import PreparedModels, Row, SideError, measure
 from step_cases import BATCHES, Job, Side
 
 from onnxpar_runtime.devices import SHARES, SHARES_SINCE, describe, machine, obstacle
@@ -45,7 +45,9 @@ EAGER_GOAL, COMPILED_GOAL = 1.0, 1.1
 RANKS = (2, 4)
 
 
-def parity(device: str, cuts: Cuts, quick: bool, tell: Callable[[str], None]) -> list[str]:
+def parity(
+    device: str, prepared: PreparedModels, quick: bool, tell: Callable[[str], None]
+) -> list[str]:
     """Compares losses of 20 steps with those of one rank on the CPU; returns what does not hold."""
     base = Side("onnxpar", "one", 1, 2)
     sides = [base, replace(base, device=device)]
@@ -60,7 +62,7 @@ def parity(device: str, cuts: Cuts, quick: bool, tell: Callable[[str], None]) ->
             name = f"{side.label} {device}"
             try:
                 # By pairs: not all that a side needs fits beside all others on one GPU.
-                found = measure([base, side], job, cuts, 1, 0.0)[1]
+                found = measure([base, side], job, prepared, 1, 0.0)[1]
             except SideError as error:
                 # The others are compared all the same.
                 tell(f"{model:8s} {name:24s} failed: {_last(error)}")
@@ -128,7 +130,7 @@ def cases(device: str, gpus: int, shares: bool) -> list[tuple[str, str, list[Sid
 def steps(
     device: str,
     tables: Sequence[tuple[str, str, list[Side]]],
-    cuts: Cuts,
+    prepared: PreparedModels,
     quick: bool,
     rounds: int,
     tell: Callable[[str], None],
@@ -149,7 +151,7 @@ def steps(
         reference_shown = False
         for side in sides[1:]:
             try:
-                rows = measure([base, side], job, cuts, rounds, 0.05 if quick else 1.0)
+                rows = measure([base, side], job, prepared, rounds, 0.05 if quick else 1.0)
             except SideError as error:
                 # A side that cannot run here is reported, and the others are measured.
                 tell(
@@ -249,15 +251,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     wrong: list[str] = []
     missed: list[str] = []
     with tempfile.TemporaryDirectory(prefix="onnxpar-gpu-") as name:
-        cuts = Cuts(Path(name), options.quick)
+        prepared = PreparedModels(Path(name), options.quick)
         if "parity" in options.only:
-            wrong += parity(options.device, cuts, options.quick, tell)
+            wrong += parity(options.device, prepared, options.quick, tell)
         if "steps" in options.only:
             rounds = 2 if options.quick else options.rounds
             if gpus == 1:
                 tell("one GPU: several ranks share it, so their steps take longer than one rank's")
             tables = cases(options.device, gpus, shares)
-            failed, missed = steps(options.device, tables, cuts, options.quick, rounds, tell)
+            failed, missed = steps(options.device, tables, prepared, options.quick, rounds, tell)
             wrong += failed
     if "collectives" in options.only and (gpus > 1 or shares):
         wrong += collectives(gpus, options.quick, tell)

@@ -4,11 +4,11 @@
     tools/bench/memory.py MODEL.onnx --strategy dp=2 --strategy tp=2 --symbol batch=8
     tools/bench/memory.py MODEL.onnx --strategy dp=2,tp=2 --loss softmax_cross_entropy --check
 
-For each strategy the model is cut and all ranks run in this process, one thread each, with inputs
-of random numbers: the forward program, or with --loss two training steps. Columns: what `onnxpar
-plan` predicts from the plan alone, what follows from the rank's program node by node, and what the
-fullest rank held, by `peak_bytes` of its session or trainer. With --check the exit code is 1 where
-the plan's prediction differs by more than 15 %.
+For each strategy the model is sharded and all ranks run in this process, one thread each, with
+inputs of random numbers: the forward program, or with --loss two training steps. Columns: what
+`onnxpar plan` predicts from the plan alone, what follows from the rank's program node by node, and
+what the fullest rank held, by `peak_bytes` of its session or trainer. With --check the exit code is
+1 where the plan's prediction differs by more than 15 %.
 """
 
 import argparse
@@ -76,7 +76,7 @@ def row(
     training: TrainingSpec | None,
     sizes: Mapping[str, int],
 ) -> Row:
-    """Cuts, predicts and measures."""
+    """Shards, predicts and measures."""
     chosen = load_strategy(strategy, None)
     seeds = resolve(chosen, workload.program)
     price = workload.price(workload.plan(seeds), load_machine("cpu"), sizes)

@@ -164,7 +164,7 @@ def at_random(case: Case, workload: Workload, count: int, seed: int) -> Iterator
 def measure(
     case: Case, entries: Sequence[Entry], scratch: Path, rounds: int, steps: int
 ) -> tuple[dict[str, list[float]], dict[str, Path]]:
-    """Seconds of a step in every round, and the directory, by name; without what cannot be cut."""
+    """Seconds of a step in every round, and the directory, by name, of each that can be sharded."""
     directories: dict[str, Path] = {}
     for number, entry in enumerate(entries):
         out = scratch / f"{case.model.name}-{case.devices}-{bool(case.training)}-{number}"
@@ -176,7 +176,7 @@ def measure(
         try:
             shard_model(case.path, strategy, out, training=case.training)
         except OnnxparError as error:
-            print(f"  {entry.name}: cannot be cut: {error}", flush=True)
+            print(f"  {entry.name}: cannot be sharded: {error}", flush=True)
             continue
         directories[entry.name] = out
     result = scratch / "times.json"

@@ -34,7 +34,7 @@ def main(text: str) -> int:
     def stepping(directory: str, batch: Batch) -> Callable[[], object]:
         if job["training"] is None:
             session = Session(directory, rank=rank, device="cpu")
-            # What is timed is the program, not how a global batch is cut for it.
+            # What is timed is the program, not how a global batch is sharded for it.
             feeds = session._inputs.shard_inputs({case.input: batch[case.input]})
             return lambda: session._runs.run(feeds, session.counters)
         trainer = Trainer(directory, rank=rank, device="cpu")

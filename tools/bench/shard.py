@@ -9,8 +9,8 @@ graph: models of GPT-3's shape (d 12288, 96 heads, vocabulary 50257; Brown et al
 layers, from the file to one rank's graph file, weights left where they are. Goal: 96 layers in less
 than 10 s and 1 GiB, time linear in the layers.
 
-weights: a model with real weights cut for 4 ranks, and `cp` of the same bytes beside it in the same
-run: shard, cp, shard, cp and so on, so that what else the machine does slows both. Neither is
+weights: a model with real weights sharded over 4 ranks, and `cp` of the same bytes beside it in the
+same run: shard, cp, shard, cp and so on, so that what else the machine does slows both. Neither is
 followed by an fsync: a time ends when the bytes are with the operating system. Goal: less than
 1 GiB of memory, at least half the speed of `cp` in the median of the pairs. Shard uses two
 processors or more and `cp` one, so that other work slows shard more: processor times tell both.
@@ -221,15 +221,15 @@ def weights(folder: Path, gib: float, strategy: str, repeats: int) -> bool:
             f"cp",
             flush=True,
         )
-    cut = statistics.median(turn["shard"] for turn in turns)
+    seconds = statistics.median(turn["shard"] for turn in turns)
     copied = statistics.median(turn["cp"] for turn in turns)
     wrote = statistics.median(turn["cp"] / turn["write"] for turn in turns)
     ratios = [turn["cp"] / turn["shard"] for turn in turns]
     ratio = statistics.median(ratios)
     peak = max(turn["peak"] for turn in turns)
     print(
-        f"  medians: shard {size / MIB / cut:.0f} MiB/s, cp {size / MIB / copied:.0f} MiB/s; the "
-        f"pairs {ratio:.2f} of the speed of cp, from {min(ratios):.2f} to {max(ratios):.2f} "
+        f"  medians: shard {size / MIB / seconds:.0f} MiB/s, cp {size / MIB / copied:.0f} MiB/s; "
+        f"the pairs {ratio:.2f} of the speed of cp, from {min(ratios):.2f} to {max(ratios):.2f} "
         f"(writing alone {wrote:.2f}); peak {peak / MIB:.0f} MiB"
     )
     return bool(ratio >= 0.5 and peak < GIB)

@@ -218,8 +218,8 @@ def start(side: Side, job: Job, folder: Path) -> Iterator[Running]:
         running.close()
 
 
-class Cuts:
-    """The models as ONNX, and what onnxpar cut of them, each made when it is first asked for.
+class PreparedModels:
+    """The models as ONNX and the directories of their ranks, each written when first asked for.
 
     Args:
         folder: Where to write.
@@ -232,7 +232,7 @@ class Cuts:
         self._models = QUICK if quick else MODELS | LARGE
 
     def files(self, side: Side, model: str, optimizer: str) -> Path:
-        """What a side reads: the ONNX file, or the directory that onnxpar cut."""
+        """What a side reads: the ONNX file, or the directory that onnxpar made."""
         path = self.folder / f"{model}.onnx"
         if not path.exists():
             self._models[model].export(path)
@@ -299,22 +299,24 @@ def goals(rows: Sequence[Row]) -> dict[Side, float]:
     return found
 
 
-def measure(sides: Sequence[Side], job: Job, cuts: Cuts, rounds: int, turn: float) -> list[Row]:
+def measure(
+    sides: Sequence[Side], job: Job, prepared: PreparedModels, rounds: int, turn: float
+) -> list[Row]:
     """Lets the sides take turns on one case.
 
     Args:
         sides: The sides; the first is what the others are compared with.
         job: The case.
-        cuts: The files.
+        prepared: The models and directories.
         rounds: Turns of each side.
         turn: Seconds of a turn of the first side, about; it is one step at least.
     """
     with ExitStack() as stack:
         running = []
         for side in sides:
-            files = cuts.files(side, job.model, job.optimizer)
+            files = prepared.files(side, job.model, job.optimizer)
             mine = replace(job, files=str(files))
-            running.append(stack.enter_context(start(side, mine, cuts.folder)))
+            running.append(stack.enter_context(start(side, mine, prepared.folder)))
         for ranks in running:
             ranks.connect()
         first = [ranks.steps(BATCHES) for ranks in running]
@@ -361,10 +363,10 @@ def by_operator(files: Sequence[Path]) -> dict[str, tuple[float, int]]:
     return dict(found)
 
 
-def profile(side: Side, job: Job, cuts: Cuts) -> None:
+def profile(side: Side, job: Job, prepared: PreparedModels) -> None:
     """Prints where a step's time goes, by operator, a mean over steps and ranks."""
-    files = str(cuts.files(side, job.model, job.optimizer))
-    with start(side, replace(job, files=files, profile=True), cuts.folder) as running:
+    files = str(prepared.files(side, job.model, job.optimizer))
+    with start(side, replace(job, files=files, profile=True), prepared.folder) as running:
         running.connect()
         seconds = running.steps(PROFILED).seconds
     found = by_operator(sorted(running.scratch.glob("profile-*")))
@@ -441,17 +443,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     every: list[Row] = []
     missed: list[str] = []
     with tempfile.TemporaryDirectory(prefix="onnxpar-bench-") as name:
-        cuts = Cuts(Path(name), options.quick)
+        prepared = PreparedModels(Path(name), options.quick)
         for model in options.model:
             for optimizer in options.optimizer:
                 job = Job(model=model, optimizer=optimizer, quick=options.quick)
                 job = replace(job, options=tuple(options.ort))
-                rows = measure(sides, job, cuts, options.rounds, options.turn)
+                rows = measure(sides, job, prepared, options.rounds, options.turn)
                 missed += tell(rows)
                 every += rows
                 for side in OURS if options.profile else ():
                     if side.way in options.way:
-                        profile(side, job, cuts)
+                        profile(side, job, prepared)
     if options.json is not None:
         text = json.dumps([asdict(row) | {"ratio": row.ratio} for row in every], indent=1)
         options.json.write_text(text + "\n", encoding="utf-8")

@@ -139,7 +139,7 @@ class Job:
         quick: Whether of `QUICK`.
         options: `key=value` options of onnxruntime.
         profile: Whether onnxruntime writes profiles, to `scratch`.
-        files: The directory that onnxpar cut, or the ONNX file.
+        files: The directory that onnxpar made, or the ONNX file.
         address: The driver's socket.
         scratch: A folder for files of this side alone.
         way: As `Side.way`.

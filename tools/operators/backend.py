@@ -281,7 +281,7 @@ def signature(program: PartitionedModel) -> str:
 def run(program: PartitionedModel, feeds: Mapping[str, Any]) -> dict[str, Array]:
     """The results of all ranks of this process, written to disk and read back as a user does."""
     with TemporaryDirectory() as folder:
-        out = Path(folder) / "cut"
+        out = Path(folder) / "sharded"
         write([program], out, report=directory_data([program]), model_name="case")
         with ThreadsGroup(out) as group:
             return group.run_global({n: np.asarray(a, order="C") for n, a in feeds.items()})
@@ -299,7 +299,7 @@ def compare(got: Mapping[str, Array], want: Mapping[str, Any]) -> str:
 
 
 def examine(case: Case, sample: int | None, seed: int = 0) -> Outcome | None:
-    """Cuts a case in every way, or in `sample` ways for each number of ranks, and runs them.
+    """Shards a case in every way, or in `sample` ways for each number of ranks, and runs them.
 
     Returns:
         What became of it; None where onnxruntime itself does not pass the test.

@@ -19,7 +19,7 @@ def examine_all(names: Sequence[str], sample: int | None, workers: int = 2) -> l
 
     Args:
         names: Cases, by name.
-        sample: How many ways to cut a case for each number of ranks; None for all.
+        sample: How many ways to shard a case for each number of ranks; None for all.
         workers: How many processes at a time.
     """
     shares = [names[i::workers] for i in range(workers)]

@@ -19,7 +19,7 @@ from onnxpar.api import runtime
 from onnxpar.strategy import Strategy
 from onnxpar_runtime.errors import OnnxparRuntimeError
 from onnxpar_runtime.training.group import TrainerGroup
-from tests.training_cases import cut, hyper
+from tests.training_cases import hyper, shard
 
 Array = NDArray[Any]
 WIDTHS, DEPTH, SCALE = {"x": 3, "z": 5}, 4, 7.0
@@ -90,7 +90,7 @@ def batches() -> list[dict[str, Array]]:
 @pytest.mark.parametrize("loss", [APPENDED, OWN])
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_ranks_train_as_one_device(name: str, loss: str, tmp_path: Path) -> None:
-    ranks = cut(tmp_path / "a", towers(), STRATEGIES[name], loss=loss, optimizer="adamw")
+    ranks = shard(tmp_path / "a", towers(), STRATEGIES[name], loss=loss, optimizer="adamw")
     sizes = [f"batch={b}" for b in (3, 4, 5)]
     cases = runtime.verify(
         ranks, tmp_path / "a.onnx", cases=sizes, options=runtime.VerifyOptions(steps=2)
@@ -111,7 +111,7 @@ def test_losses_and_gradients_are_pytorchs(name: str, loss: str, tmp_path: Path)
         for n, v in model.graph.initializers.items()
         if n.startswith("w") and v.const_value is not None
     }
-    ranks = cut(tmp_path / "a", model, STRATEGIES[name], loss=loss)
+    ranks = shard(tmp_path / "a", model, STRATEGIES[name], loss=loss)
     with TrainerGroup(ranks) as group:
         assert set(weights) == {s.parameter for s in group.manifest.trained().states.values()}
         start = {n: group.gather(n) for n in weights}
@@ -143,7 +143,7 @@ def test_losses_and_gradients_are_pytorchs(name: str, loss: str, tmp_path: Path)
 @pytest.mark.parametrize("label", [3, -1])
 def test_labels_are_rows_of_the_batch(name: str, label: int, tmp_path: Path) -> None:
     """What is in range in one batch is not in a smaller one."""
-    ranks = cut(tmp_path / "a", towers(), STRATEGIES[name])
+    ranks = shard(tmp_path / "a", towers(), STRATEGIES[name])
     three, four = batches()[:2]
     with TrainerGroup(ranks) as group:
         group.train_step([{**four, "labels": np.array([3, 0, 1, 2])}], hyper("sgd", 1))

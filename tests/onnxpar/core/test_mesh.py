@@ -45,7 +45,7 @@ def test_an_axis_is_a_run_of_neighbouring_atoms(sizes: list[int]) -> None:
 
 
 @given(AXES, st.data())
-def test_groups_cut_the_devices_into_equal_disjoint_sets(
+def test_groups_partition_the_devices_into_equal_disjoint_sets(
     sizes: list[int], data: st.DataObject
 ) -> None:
     mesh = mesh_of(sizes)

@@ -35,7 +35,7 @@ def plan_of(parameter: Sharding, partial: tuple[int, ...], batch: tuple[int, ...
         # Padded to 12 of 10, and to 8 of 7: 12/10 is more than 8/7.
         ((10, 7), [(), ()], [(), (A, B)]),
         ((7,), [()], [(A, B)]),
-        # Each third of 12 rows is cut in four, under the split that is there.
+        # Each third of 12 rows is sharded in four, under the sharding that is there.
         ((12, 2), [(TP,), ()], [(TP, A, B), ()]),
         # A third of 9 columns makes no quarters.
         ((12, 9), [(), (TP,)], [(A, B), (TP,)]),
@@ -56,8 +56,8 @@ def test_what_cannot_become_smaller_stays() -> None:
     assert shard_further(Sharding.replicated((8,)), (), MESH) is None
 
 
-def test_a_part_of_a_dim_is_split() -> None:
-    """Three projections in one dim, heads split: each device's columns are cut within a part."""
+def test_a_component_of_a_dim_is_sharded() -> None:
+    """Three projections in one dim, heads sharded: further shards stay within a component."""
     dim = (Component(3), Component(12, (TP,)))
     whole = Sharding((dim, (Component(5),)))
     found = shard_further(whole, (A, B), MESH)

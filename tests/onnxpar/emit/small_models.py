@@ -19,7 +19,7 @@ from onnxpar.partition.partitioned_model import GraphInput, Parameter, Partition
 BATCH = dim_symbol("batch")
 
 
-def cut(*dims: Sequence[tuple[int | sympy.Expr, Sequence[int]]]) -> Sharding:
+def sharding_of(*dims: Sequence[tuple[int | sympy.Expr, Sequence[int]]]) -> Sharding:
     """The sharding whose dims are the given lists of (size, atoms)."""
     return Sharding(tuple(tuple(Component(n, tuple(a)) for n, a in dim) for dim in dims))
 
@@ -107,11 +107,11 @@ def two_layers(mesh: Mesh, seed: int = 0) -> PartitionedModel:
     rng = np.random.default_rng(seed)
     dp, tp = mesh.axis_atoms("dp"), mesh.axis_atoms("tp")
     builder = LocalBuilder(SymbolTable({"batch": Symbol(divisor=mesh.count(dp))}), 21, mesh)
-    x = graph_input("x", ir.DataType.FLOAT, cut([(BATCH, dp)], [(8, [])]), mesh)
+    x = graph_input("x", ir.DataType.FLOAT, sharding_of([(BATCH, dp)], [(8, [])]), mesh)
     up = rng.standard_normal((8, 16)).astype(np.float32)
     down = rng.standard_normal((16, 4)).astype(np.float32)
-    first = parameter("up", up, cut([(8, [])], [(16, tp)]), mesh)
-    second = parameter("down", down, cut([(16, tp)], [(4, [])]), mesh)
+    first = parameter("up", up, sharding_of([(8, [])], [(16, tp)]), mesh)
+    second = parameter("down", down, sharding_of([(16, tp)], [(4, [])]), mesh)
     rows = BATCH / mesh.count(dp)
     builder.scope = "/net"
     hidden = builder.op("MatMul", x.local, first.local, shape=[rows, 16 // mesh.count(tp)])
@@ -127,5 +127,5 @@ def two_layers(mesh: Mesh, seed: int = 0) -> PartitionedModel:
         reason="output y",
         reduction="sum",
     )
-    out = cut([(BATCH, dp)], [(4, [])])
+    out = sharding_of([(BATCH, dp)], [(4, [])])
     return assemble(builder, [x], {"y": (y, out)}, [first, second])

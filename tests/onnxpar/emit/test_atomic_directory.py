@@ -20,7 +20,7 @@ from onnxpar.core.mesh import Mesh
 from onnxpar.emit import check_target, write
 from onnxpar.emit.atomic_directory import new_directory
 from tests.children import with_tests
-from tests.onnxpar.emit.small_models import cut, exposing, parameter, two_layers
+from tests.onnxpar.emit.small_models import exposing, parameter, sharding_of, two_layers
 
 MESH = Mesh.of(dp=2, tp=4)
 HERE = str(Path(__file__).parent)
@@ -317,8 +317,8 @@ def test_a_source_that_shrinks_meanwhile_is_an_error(tmp_path: Path) -> None:
     tensor = ir.ExternalTensor(
         data.name, 0, 4096, ir.DataType.FLOAT, shape=ir.Shape([1024]), name="w", base_dir=tmp_path
     )
-    first = parameter("first", _Shrinking(data), cut([(32, [0])]), MESH)
-    second = parameter("w", tensor, cut([(1024, [0])]), MESH)
+    first = parameter("first", _Shrinking(data), sharding_of([(32, [0])]), MESH)
+    second = parameter("w", tensor, sharding_of([(1024, [0])]), MESH)
     with pytest.raises(DirectoryError, match=r"'w': its data file .* became shorter"):
         write([exposing([first, second], MESH)], tmp_path / "out", model_name="m")
     assert names(tmp_path) == {"model.data"}

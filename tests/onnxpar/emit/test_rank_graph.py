@@ -14,7 +14,7 @@ from onnxpar.emit.rank_graph import describe_rank, emit_rank, fill, template
 from onnxpar.emit.weight_layout import layout
 from onnxpar.graph.local_builder import LocalBuilder
 from onnxpar.partition.partitioned_model import PartitionedModel
-from tests.onnxpar.emit.small_models import BATCH, assemble, cut, graph_input, two_layers
+from tests.onnxpar.emit.small_models import BATCH, assemble, graph_input, sharding_of, two_layers
 
 MESH = Mesh.of(dp=2, tp=4)
 
@@ -24,12 +24,12 @@ def collective(
 ) -> onnx.NodeProto:
     """The one collective of a graph, as rank 5 gets it."""
     builder = LocalBuilder(SymbolTable({"batch": Symbol()}), 21, mesh)
-    x = graph_input("x", ir.DataType.FLOAT, cut([(BATCH, [])], [(8, [])]), mesh)
+    x = graph_input("x", ir.DataType.FLOAT, sharding_of([(BATCH, [])], [(8, [])]), mesh)
     pairs = more.pop("pairs", ())
     y = builder.collective(
         op, x.local, atoms, shape=[BATCH, 8], moved=0, value="x", reason="", pairs=pairs, **more
     )
-    pm = assemble(builder, [x], {"y": (y, cut([(BATCH, [])], [(8, [])]))}, [])
+    pm = assemble(builder, [x], {"y": (y, sharding_of([(BATCH, [])], [(8, [])]))}, [])
     proto = fill(template(pm, layout([], mesh)), 5)
     return proto.graph.node[0]
 
@@ -118,11 +118,11 @@ def test_place_of_a_rank(mesh: Mesh, text: str) -> None:
 
 def test_system_inputs_follow_the_models_own_and_unused_ones_are_left_out() -> None:
     builder = LocalBuilder(SymbolTable({"batch": Symbol(), "seq": Symbol()}), 21, MESH)
-    x = graph_input("x", ir.DataType.INT64, cut([(1, [])]), MESH)
+    x = graph_input("x", ir.DataType.INT64, sharding_of([(1, [])]), MESH)
     builder.coord(2)
     y = builder.op("Add", x.local, builder.coord(0), shape=[1])
     y = builder.op("Mul", y, builder.size(BATCH), shape=[1])
-    pm = assemble(builder, [x], {"y": (y, cut([(1, [])]))}, [])
+    pm = assemble(builder, [x], {"y": (y, sharding_of([(1, [])]))}, [])
     names = [value.name for value in emit_rank(pm, 0).graph.inputs]
     assert names == ["x", "onnxpar.coord.0", "onnxpar.symbol.batch"]
 
@@ -130,9 +130,9 @@ def test_system_inputs_follow_the_models_own_and_unused_ones_are_left_out() -> N
 @pytest.mark.parametrize(("given", "written"), [(8, 11), (11, 11), (13, 13), (14, 13)])
 def test_ir_version_is_one_that_onnxruntime_reads(given: int, written: int) -> None:
     builder = LocalBuilder(SymbolTable({}), 19, MESH)
-    x = graph_input("x", ir.DataType.FLOAT, cut([(8, [])]), MESH)
+    x = graph_input("x", ir.DataType.FLOAT, sharding_of([(8, [])]), MESH)
     y = builder.op("Relu", x.local, shape=[8])
-    pm = assemble(builder, [x], {"y": (y, cut([(8, [])]))}, [], ir_version=given)
+    pm = assemble(builder, [x], {"y": (y, sharding_of([(8, [])]))}, [], ir_version=given)
     model = emit_rank(pm, 0)
     assert model.ir_version == written
     assert model.opset_imports == {"": 19, "onnxpar": 1}
@@ -151,9 +151,9 @@ def test_functions_that_are_called_come_along() -> None:
         function("Other", "Relu", ""),
     ]
     builder = LocalBuilder(SymbolTable({}), 21, MESH)
-    x = graph_input("x", ir.DataType.FLOAT, cut([(8, [])]), MESH)
+    x = graph_input("x", ir.DataType.FLOAT, sharding_of([(8, [])]), MESH)
     (y,) = builder.ops("Outer", [x.local], [(ir.DataType.FLOAT, [8])], domain="own")
-    pm = assemble(builder, [x], {"y": (y, cut([(8, [])]))}, [], functions=functions)
+    pm = assemble(builder, [x], {"y": (y, sharding_of([(8, [])]))}, [], functions=functions)
     assert {f.name for f in emit_rank(pm, 0).functions.values()} == {"Outer", "Inner"}
 
 

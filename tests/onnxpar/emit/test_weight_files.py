@@ -33,10 +33,10 @@ from onnxpar.partition.partitioned_model import Parameter
 from onnxpar_format.entries import FileEntry
 from tests.onnxpar.emit.small_models import (
     assemble,
-    cut,
     exposing,
     graph_input,
     parameter,
+    sharding_of,
     two_layers,
 )
 
@@ -67,7 +67,7 @@ def external(path: Path, name: str, array: NDArray[np.generic], offset: int) -> 
 
 
 @st.composite
-def cuts(draw: st.DrawFn) -> tuple[Mesh, Sharding, int]:
+def shardings(draw: st.DrawFn) -> tuple[Mesh, Sharding, int]:
     """A mesh, a sharding of known sizes on it, and a number of bytes to read at a time."""
     atoms = tuple(draw(st.lists(st.sampled_from([2, 3]), max_size=3)))
     free = list(draw(st.permutations(range(len(atoms)))))
@@ -83,7 +83,7 @@ def cuts(draw: st.DrawFn) -> tuple[Mesh, Sharding, int]:
 
 @settings(max_examples=80, deadline=None)
 @given(
-    cuts(),
+    shardings(),
     st.sampled_from(["int8", "uint16", "float32", "int64", "complex128"]),
     st.sampled_from(["memory", "mapped", "copied"]),
 )
@@ -131,9 +131,9 @@ def test_ranks_that_hold_the_same_share_one_file(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     tp = MESH.axis_atoms("tp")
     arrays = {
-        "split": (rng.random((8, 6)).astype(np.float32), cut([(8, tp)], [(6, [])])),
-        "whole": (rng.random(5).astype(np.float32), cut([(5, [])])),
-        "all": (rng.random((8, 3)).astype(np.float32), cut([(8, [0, 1, 2])], [(3, [])])),
+        "split": (rng.random((8, 6)).astype(np.float32), sharding_of([(8, tp)], [(6, [])])),
+        "whole": (rng.random(5).astype(np.float32), sharding_of([(5, [])])),
+        "all": (rng.random((8, 3)).astype(np.float32), sharding_of([(8, [0, 1, 2])], [(3, [])])),
     }
     ps = [parameter(name, a, s, MESH) for name, (a, s) in arrays.items()]
     places = layout(ps, MESH)
@@ -189,13 +189,16 @@ def test_onnxruntime_reads_every_shard(tmp_path: Path, rank: int) -> None:
     tp = MESH.axis_atoms("tp")
     arrays = {
         # Uneven, fused (three blocks of heads in one dim), lengths of all alignments.
-        "uneven": (rng.random((7, 3)).astype(np.float32), cut([(7, tp)], [(3, [])])),
-        "fused": (rng.random((5, 24)).astype(np.float32), cut([(5, [])], [(3, []), (8, tp)])),
-        "bytes": (np.arange(11, dtype=np.int8), cut([(11, [0])])),
-        "half": (rng.random((3, 5)).astype(np.float16), cut([(3, [])], [(5, tp)])),
-        "long": (np.arange(9), cut([(9, [])])),
-        "empty": (np.zeros((0, 4), np.float32), cut([(0, [])], [(4, tp)])),
-        "scalar": (np.array(2.5, np.float32), cut()),
+        "uneven": (rng.random((7, 3)).astype(np.float32), sharding_of([(7, tp)], [(3, [])])),
+        "fused": (
+            rng.random((5, 24)).astype(np.float32),
+            sharding_of([(5, [])], [(3, []), (8, tp)]),
+        ),
+        "bytes": (np.arange(11, dtype=np.int8), sharding_of([(11, [0])])),
+        "half": (rng.random((3, 5)).astype(np.float16), sharding_of([(3, [])], [(5, tp)])),
+        "long": (np.arange(9), sharding_of([(9, [])])),
+        "empty": (np.zeros((0, 4), np.float32), sharding_of([(0, [])], [(4, tp)])),
+        "scalar": (np.array(2.5, np.float32), sharding_of()),
     }
     ps = [parameter(name, a, s, MESH) for name, (a, s) in arrays.items()]
     write([exposing(ps, MESH)], tmp_path / "out", model_name="m", ranks=[rank])
@@ -266,7 +269,7 @@ def test_packed_elements_are_not_split(tmp_path: Path) -> None:
     data = (tmp_path / "out" / shard.file).read_bytes()[shard.offset :]
     # Two elements to a byte, the first in the low half: 1, -2 | 3, 4 | -5, 6.
     assert data == bytes([0xE1, 0x43, 0x6B])
-    split_q = parameter("q", tensor, cut([(2, [0])], [(3, [])]), MESH)
+    split_q = parameter("q", tensor, sharding_of([(2, [0])], [(3, [])]), MESH)
     with pytest.raises(DirectoryError, match=r"'q'.*int4 are packed 2 to a byte"):
         layout([split_q], MESH)
 
@@ -285,8 +288,10 @@ def test_weights_are_read_from_their_place_in_a_file(tmp_path: Path) -> None:
     first, second = rng.random((6, 4)).astype(np.float32), rng.random((4, 6))
     data = tmp_path / "model.data"
     ps = [
-        parameter("a", external(data, "a", first, 100), cut([(6, [1])], [(4, [2])]), MESH),
-        parameter("b", external(data, "b", second, 1000), cut([(4, [])], [(6, [0, 1])]), MESH),
+        parameter("a", external(data, "a", first, 100), sharding_of([(6, [1])], [(4, [2])]), MESH),
+        parameter(
+            "b", external(data, "b", second, 1000), sharding_of([(4, [])], [(6, [0, 1])]), MESH
+        ),
     ]
     write([exposing(ps, MESH)], tmp_path / "out", model_name="m")
     places = layout(ps, MESH)
@@ -306,10 +311,12 @@ def test_files_are_shared_out_to_threads_whatever_their_number(
     monkeypatch.setattr(weight_files, "OPEN_FILES", LANES)
     rng = np.random.default_rng(3)
     arrays = [rng.random((64, 96)).astype(np.float32) for _ in range(3)]
-    cuts_of = ([(64, [])], [(96, [0, 1, 2])]), ([(64, [0, 1, 2])], [(96, [])])
+    layouts = ([(64, [])], [(96, [0, 1, 2])]), ([(64, [0, 1, 2])], [(96, [])])
     ps = [
-        parameter(f"w{i}", external(tmp_path / "data", f"w{i}", a, 30_000 * i), cut(*c), MESH)
-        for i, (a, c) in enumerate(zip(arrays, (*cuts_of, cuts_of[0]), strict=True))
+        parameter(
+            f"w{i}", external(tmp_path / "data", f"w{i}", a, 30_000 * i), sharding_of(*c), MESH
+        )
+        for i, (a, c) in enumerate(zip(arrays, (*layouts, layouts[0]), strict=True))
     ]
     places = layout(ps, MESH)
     written = write_weights(ps, places, tmp_path, ranks=ranks, chunk=1000)
@@ -331,7 +338,7 @@ def test_one_thread_that_fails_stops_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     array = np.zeros((2, 5000), np.float32)
-    p = parameter("w", array, cut([(2, [0])], [(5000, [])]), MESH)
+    p = parameter("w", array, sharding_of([(2, [0])], [(5000, [])]), MESH)
     first, second = layout([p], MESH).files
     appended = []
     original = weight_files._Files.append
@@ -387,7 +394,7 @@ def test_memory_does_not_grow_with_a_tensor(
         name="w",
         base_dir=tmp_path,
     )
-    p = parameter("w", tensor, cut([(rows, [])], [(columns, [1, 2])]), MESH)
+    p = parameter("w", tensor, sharding_of([(rows, [])], [(columns, [1, 2])]), MESH)
     out = tmp_path / "out"
     out.mkdir()
     tracemalloc.start()
@@ -422,7 +429,7 @@ def test_weights_that_are_not_there_are_named_before_anything_is_written(
         name="w",
         base_dir=tmp_path,
     )
-    p = parameter("w", tensor, cut([(6, [1])], [(4, [])]), MESH)
+    p = parameter("w", tensor, sharding_of([(6, [1])], [(4, [])]), MESH)
     before = set(tmp_path.iterdir())
     with pytest.raises(DirectoryError, match=message):
         write([exposing([p], MESH)], tmp_path / "out", model_name="m")
@@ -444,10 +451,10 @@ def test_weights_outside_the_models_folder_are_refused(tmp_path: Path, location:
 
 def test_programs_share_weights_and_must_agree_on_them(tmp_path: Path) -> None:
     array = np.arange(8, dtype=np.float32)
-    p = parameter("w", array, cut([(8, [0])]), MESH)
-    other = parameter("w", array, cut([(8, [1])]), MESH)
+    p = parameter("w", array, sharding_of([(8, [0])]), MESH)
+    other = parameter("w", array, sharding_of([(8, [1])]), MESH)
     first = exposing([p], MESH)
-    second = exposing([parameter("w", array, cut([(8, [0])]), MESH)], MESH)
+    second = exposing([parameter("w", array, sharding_of([(8, [0])]), MESH)], MESH)
     object.__setattr__(second, "program", "eval_model")
     write([first, second], tmp_path / "out", model_name="m")
     names = {path.name for path in (tmp_path / "out").iterdir()}
@@ -474,10 +481,10 @@ def test_header_length_comes_first(tmp_path: Path) -> None:
 
 def test_input_without_a_type_is_refused(tmp_path: Path) -> None:
     builder = LocalBuilder(SymbolTable({}), 21, MESH)
-    x = graph_input("x", ir.DataType.FLOAT, cut([(8, [])]), MESH)
+    x = graph_input("x", ir.DataType.FLOAT, sharding_of([(8, [])]), MESH)
     y = builder.op("Relu", x.local, shape=[8])
     y.type = None
-    pm = assemble(builder, [x], {"y": (y, cut([(8, [])]))}, [])
+    pm = assemble(builder, [x], {"y": (y, sharding_of([(8, [])]))}, [])
     with pytest.raises(DirectoryError, match="'y': the element type"):
         write([pm], tmp_path / "out", model_name="m")
     assert not list(tmp_path.iterdir())

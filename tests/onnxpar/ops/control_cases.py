@@ -22,7 +22,7 @@ BRANCHES = (
         N5,
         feeds={"c": np.array(True)},
     ),
-    # Heads: the product of the first reshape is cut into two parts, of which one may be split.
+    # Heads: the product of the first reshape has two components, of which one may be sharded.
     Case(
         """y = If (c) <
             then_branch = a () => (float[N,4,3] p) { p = Reshape(x, s) },

@@ -112,7 +112,7 @@ def runs(model: onnx.ModelProto, feeds: dict[str, np.ndarray]) -> bool:
 
 
 @pytest.mark.parametrize("op_type", sorted({d.op_type for d in REGISTRY.defs}))
-def test_backend_nodes_hold_when_they_are_cut(op_type: str) -> None:
+def test_backend_nodes_hold_when_they_are_sharded(op_type: str) -> None:
     for name, model, arrays in chosen(node_tests()[op_type], QUICK_CASES):
         case = as_case(model, arrays)
         if case is None:
@@ -133,7 +133,7 @@ def test_backend_nodes_hold_when_they_are_cut(op_type: str) -> None:
 SHARDED = 24 if not FULL else None
 
 
-def test_whole_models_are_cut_and_run() -> None:
+def test_complete_models_are_sharded_and_run() -> None:
     """A sample of what `tools/operator_table.py --run` does with all."""
     names = sorted(backend.cases())
     draw = random.Random(SEED)

@@ -139,13 +139,15 @@ def dim(*parts: Component) -> Sharding:
 @pytest.mark.parametrize(
     ("source", "room"),
     [
-        # (6, 4) and (4, 6) share no cut: what is split is whole in between, 24 elements of it.
+        # (6, 4) and (4, 6) share no sharded dim: in between, all 24 elements are replicated.
         (dim(Component(6, (0,)), Component(4)), 24 * F),
-        # What every rank has whole is only cut, and nothing else is held.
+        # What is replicated is only sliced, and nothing else is held.
         (dim(Component(6), Component(4)), 0),
     ],
 )
-def test_what_is_whole_already_needs_no_room_to_be_gathered(source: Sharding, room: int) -> None:
+def test_what_is_replicated_already_needs_no_room_to_be_gathered(
+    source: Sharding, room: int
+) -> None:
     target = dim(Component(4, (0,)), Component(6))
     model = CostModel(PRESETS["cpu"], MESH, SymbolTable())
     assert model.room(source, target, F) == room

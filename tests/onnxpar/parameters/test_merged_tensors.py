@@ -163,7 +163,7 @@ def test_copies_take_no_name_that_is_there() -> None:
     assert list(model.graph.initializers) == ["z", "z.3", "z.4"]
 
 
-def test_a_long_notice_is_cut() -> None:
+def test_a_long_notice_is_shortened() -> None:
     adds = " ".join(f"[n{i}] v{i + 1} = Add(v{i}, z)" for i in range(12))
     model = read(f"g (float[n, 4] v0) => (float[n, 4] v12) <float[4] z> {{ {adds} }}", z=[1.0] * 4)
     (notice,) = untie(model, REGISTRY)

@@ -110,7 +110,7 @@ def test_the_backward_of_columns_and_rows() -> None:
     assert {name: backward(workload.program, plan.nodes, name) for name in STRATEGY} == expected
 
 
-def test_the_zeros_behind_a_cut_lie_as_what_reads_them() -> None:
+def test_the_zeros_of_a_slice_gradient_are_placed_as_their_reader() -> None:
     """They read nothing of the forward node, which therefore says nothing of them."""
     proto = onnx.parser.parse_model("""\
         <ir_version: 10, opset_import: ["" : 21]>

@@ -247,7 +247,7 @@ def test_dynamic_sizes_are_planned_once_and_run_at_many() -> None:
 @pytest.mark.parametrize(
     "dtype", ["bool", "int8", "int16", "uint16", "int64", "float16", "float64"]
 )
-def test_every_type_is_padded_cut_and_moved(dtype: str) -> None:
+def test_every_type_is_padded_sliced_and_resharded(dtype: str) -> None:
     mesh = Mesh.of(a=2, b=2)
     array = (np.arange(35) % 3 + 1).astype(dtype).reshape(5, 7)
     uneven = [

@@ -43,8 +43,8 @@ def every_move(state: PathState, sizes: tuple[int, ...], atoms: tuple[int, ...])
         for length in range(1, len(replicated) + 1):
             for moved in permutations(replicated, length):
                 yield Move("slice", moved, None, s, (put(**{f"s{s}": run + moved}), partial))
-        for cut in range(len(run)):
-            kept, moved = run[:cut], run[cut:]
+        for length in range(len(run)):
+            kept, moved = run[:length], run[length:]
             yield Move("all_gather", moved, s, None, (put(**{f"s{s}": kept}), partial))
             for t, other in enumerate(slots):
                 if t != s:
@@ -184,7 +184,7 @@ def test_a_small_value_takes_the_path_of_fewest_collectives() -> None:
     assert kinds(source, target, mesh, itemsize=1) == ["all_gather", "slice"]
 
 
-def test_cuts_that_cost_nothing_come_before_a_gather() -> None:
+def test_slices_that_cost_nothing_come_before_a_gather() -> None:
     mesh = Mesh.of(a=2, b=4)
     source = Sharding.of((64, 64), [(0,), ()])
     target = Sharding.of((64, 64), [(), (1, 2)])

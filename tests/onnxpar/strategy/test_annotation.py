@@ -150,8 +150,8 @@ def test_round_trip_of_pipelines(
             groups = {g.key: list(g.value) for g in spec.index_to_device_group_map}
             assert sorted(d for key in spec.device for d in groups.get(key, [key])) == [*held]
     # The written annotation has the same stages and schedule, and computes the same.
-    cut = [tmp_path / "by_strategy", tmp_path / "by_annotation"]
-    manifests = [json.loads((folder / "manifest.json").read_text()) for folder in cut]
+    directories = [tmp_path / "by_strategy", tmp_path / "by_annotation"]
+    manifests = [json.loads((folder / "manifest.json").read_text()) for folder in directories]
     assert manifests[0]["pipeline"] == manifests[1]["pipeline"]
     if kind == "assigned":
         assert (manifests[0]["pipeline"]["micro_batches"], done.differing) == (3, ())

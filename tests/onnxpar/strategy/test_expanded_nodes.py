@@ -41,7 +41,7 @@ def strategies(plan: Plan, name: str) -> list[tuple[int, ...]]:
         "  crop/Slice: {in: [[dp, ~, tp]]}",
     ],
 )
-@pytest.mark.parametrize("text", [MODEL, WIDE], ids=["cut", "grown"])
+@pytest.mark.parametrize("text", [MODEL, WIDE], ids=["narrowed", "widened"])
 def test_operands_and_results_are_those_of_the_node(entry: str, text: str) -> None:
     inner = "crop/Slice" if text is MODEL else "crop/Pad"
     plan = planned(text, entry.replace("crop/Slice", inner))

@@ -228,7 +228,7 @@ def test_pieces_of_a_merged_dim_go_to_its_major_factors_first(
     assert atoms == sorted(atoms)
 
 
-def test_pieces_that_do_not_cut_a_merged_dim_in_order_are_refused() -> None:
+def test_pieces_that_do_not_shard_a_merged_dim_in_order_are_refused() -> None:
     with pytest.raises(StrategyError, match="splits the merged dims 2 x 2 x 3 in order, each"):
         seeds(parse(SPLIT), "devices: 6\nnodes: {view: {in: [[3, 1]]}}")
     with pytest.raises(StrategyError, match="splits the merged dims 2 x 2 x 3 in order, each"):

@@ -27,7 +27,7 @@ from onnxpar_runtime.checkpoint.reshard import export_weights, merge, pieces_of,
 from onnxpar_runtime.checkpoint.writer import Checkpointer
 from onnxpar_runtime.errors import CheckpointError
 from onnxpar_runtime.training import commands
-from tests.training_cases import batch_of, cut
+from tests.training_cases import batch_of, shard
 
 GPT = {"layers": 1, "d_model": 32, "heads": 4, "vocab": 40, "max_positions": 16}
 MESHES: dict[str, str | Strategy] = {
@@ -50,9 +50,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the directories of several meshes, a checkpoint of dp2·tp2 and its weights."""
     folder = tmp_path_factory.mktemp("reshard")
     model = transformer.build(**GPT, fused_qkv=True, tied_head=True)
-    first = cut(folder / "dp2tp2", model, "dp=2,tp=2", optimizer="adamw")
+    first = shard(folder / "dp2tp2", model, "dp=2,tp=2", optimizer="adamw")
     for name, strategy in MESHES.items():
-        cut(folder / name, model, strategy, optimizer="adamw")
+        shard(folder / name, model, strategy, optimizer="adamw")
     batch = batch_of(first, np.random.default_rng(1), batch=3, seq=5)
     np.savez(folder / "a.npz", **batch)
     wanted = TrainingRun(
@@ -104,7 +104,7 @@ def test_a_resharded_checkpoint_is_what_its_ranks_write(trained: Path, tmp_path:
         group.each(write)
     (written,) = (p for p in (tmp_path / "ck").iterdir() if p.is_dir())
     ours, theirs = Checkpoint.load(written), Checkpoint.load(made.path)
-    # The model's name is that of the file that was cut.
+    # The model's name is that of the file that was sharded.
     assert (ours.tensors, ours.files, ours.progress) == (
         theirs.tensors,
         theirs.files,
@@ -201,7 +201,9 @@ def test_what_cannot_be_is_reported(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "there").mkdir()
-    other = cut(tmp_path / "sgd", transformer.build(**GPT, fused_qkv=True), "tp=2", optimizer="sgd")
+    other = shard(
+        tmp_path / "sgd", transformer.build(**GPT, fused_qkv=True), "tp=2", optimizer="sgd"
+    )
     cases = (
         (["merge", str(trained / "ck"), str(tmp_path / "there")], "already exists"),
         (["merge", str(trained), str(tmp_path / "x")], "has no complete checkpoint"),

@@ -25,7 +25,7 @@ from onnxpar_runtime.training import commands
 from onnxpar_runtime.training.trainer import Trainer
 from tests.runtime.hand_trained import batch_of, regression
 from tests.training_cases import batch_of as random_batch
-from tests.training_cases import cut
+from tests.training_cases import shard
 
 FULL = bool(os.environ.get("ONNXPAR_FULL"))
 
@@ -127,17 +127,17 @@ if not FULL:
 
 def test_dropout_moments_and_uneven_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = transformer.build(**GPT, fused_qkv=True, tied_head=True, dropout=0.2, training=True)
-    cuts = {
-        mesh: cut(tmp_path / mesh.replace(",", "_"), model, strategy, optimizer="adamw")
+    directories = {
+        mesh: shard(tmp_path / mesh.replace(",", "_"), model, strategy, optimizer="adamw")
         for mesh, strategy in MESHES.items()
     }
     rng = np.random.default_rng(5)
-    data = random_batch(cuts["dp=2,tp=2"], rng, batch=10, seq=7)
+    data = random_batch(directories["dp=2,tp=2"], rng, batch=10, seq=7)
     np.savez(tmp_path / "a.npz", **data)
     wanted = TrainingRun(
         f"npz:{tmp_path / 'a.npz'}", lr=1e-2, batch_size=5, epochs=4, seed=3, accumulate=2
     )
-    first = cuts["dp=2,tp=2"]
+    first = directories["dp=2,tp=2"]
     losses = train(first, wanted)
     assert len(losses) == 8
     saving = replace(wanted, checkpoints=Saving(tmp_path / "ck", every=3, keep=9))
@@ -147,7 +147,7 @@ def test_dropout_moments_and_uneven_shards(tmp_path: Path, monkeypatch: pytest.M
     for number, mesh in enumerate([*MESHES][1:], 1):
         source = tmp_path / "ck" / step_name(3) if number == 1 else tmp_path / f"ck{number - 1}"
         rest = train(
-            cuts[mesh],
+            directories[mesh],
             replace(wanted, steps=3 + number, resume=source,
                     checkpoints=Saving(tmp_path / f"ck{number}")),
         )  # fmt: skip
@@ -158,7 +158,7 @@ def test_dropout_moments_and_uneven_shards(tmp_path: Path, monkeypatch: pytest.M
 def test_what_does_not_fit_is_reported_on_all_ranks(tmp_path: Path) -> None:
     directory, wanted = regression(tmp_path / "a"), linear(tmp_path)
     train(directory, replace(wanted, checkpoints=Saving(tmp_path / "ck"), steps=2, warmup=0))
-    other = cut(tmp_path / "mlp", mlp.build(hidden=(8, 8)), "dp=2")
+    other = shard(tmp_path / "mlp", mlp.build(hidden=(8, 8)), "dp=2")
     np.savez(tmp_path / "b.npz", **random_batch(other, np.random.default_rng(0), batch=8))
     mine = TrainingRun(f"npz:{tmp_path / 'b.npz'}", lr=0.1, batch_size=4)
     cases: Sequence[tuple[Path, TrainingRun, str]] = [
@@ -176,9 +176,9 @@ def test_what_does_not_fit_is_reported_on_all_ranks(tmp_path: Path) -> None:
          "--resume and --parameters: use only one, because a checkpoint contains the parameters"),
     ]  # fmt: skip
     before = sorted(tmp_path.rglob("*"))
-    for cut_for, run, message in cases:
+    for trained, run, message in cases:
         with pytest.raises(OnnxparRuntimeError, match=message):
-            train(cut_for, run)
+            train(trained, run)
     assert sorted(tmp_path.rglob("*")) == before
     file = tmp_path / "ck" / step_name(2) / "rank0001.safetensors"
     data = file.read_bytes()

@@ -65,10 +65,10 @@ def test_a_trainer_that_is_there_evaluates_on_other_data(
     )  # fmt: skip
     with TrainerGroup(regression(tmp_path / "a")) as group:
         group.on_each(lambda member: commands.train_with(member, wanted))
-        cut_short = replace(wanted, eval_data=f"npz:{tmp_path / 'c.npz'}")
+        narrower = replace(wanted, eval_data=f"npz:{tmp_path / 'c.npz'}")
         np.savez(tmp_path / "c.npz", **{name: array[:, :1] for name, array in held_out.items()})
         with pytest.raises(InputError, match=r"--eval-data npz:.*c\.npz: input 'x', dim 1: exp"):
-            group.on_each(lambda member: commands.train_with(member, cut_short))
+            group.on_each(lambda member: commands.train_with(member, narrower))
     rows = order(8, 0, 1)
     hyper = hyperparameters("momentum", Settings()).at(1, 0.1)
     reference.step({name: array[rows] for name, array in everything.items()}, hyper)

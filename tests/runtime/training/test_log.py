@@ -132,7 +132,7 @@ def test_what_is_trained() -> None:
     ]
 
 
-def test_long_lists_are_cut() -> None:
+def test_long_lists_are_shortened() -> None:
     loss = Loss("mse", None, None, None)
     tensors = tuple(tensor(f"t{i}", False, "frozen") for i in range(8))
     lines = what_is_trained(Training(loss, "sgd", {}, None, tensors, (), {}))

@@ -10,7 +10,7 @@ from onnxpar.strategy import Strategy
 from onnxpar_runtime.errors import LaunchError, ReplicaError
 from onnxpar_runtime.training.group import TrainerGroup
 from onnxpar_runtime.training.replicas import ReplicaCheck, check_replicas
-from tests.training_cases import batch_of, cut, hyper
+from tests.training_cases import batch_of, hyper, shard
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +20,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
         {"mesh": {"dp": 2, "tp": 2}, "optimizer_parallel": {"level": 1, "threshold": "1KiB"}}
     )
     out = tmp_path_factory.mktemp("replicas") / "ranks"
-    return cut(out, mlp.build(hidden=(24, 12)), strategy, optimizer="adamw")
+    return shard(out, mlp.build(hidden=(24, 12)), strategy, optimizer="adamw")
 
 
 def test_training_keeps_replicas_equal(ranks: Path) -> None:

@@ -123,14 +123,14 @@ def test_16_bits_where_there_is_another_form(
     assert (half_operands(ir.node(op_type, [x]), opset, dtype, REGISTRY) is not None) is expected
 
 
-def test_uneven_cuts_become_even_padding() -> None:
+def test_uneven_shards_become_even_padding() -> None:
     for stride in (1, 2, 3):
         for length in range(9, 14):
             whole = np.arange(length)
             for before in range(4):
                 for after in range(-stride + 1, 5):
                     pad, more, start = _even(before, after, stride)
-                    # What output padding gives back is beyond the end where nothing was cut.
+                    # What output padding gives back is beyond the end where nothing was sliced off.
                     assert 0 <= more < stride and pad >= 0
                     padded = np.concatenate([whole, np.full(stride, -1)])
                     left = padded[pad : length - pad + more]

@@ -25,7 +25,7 @@ def parse(text: str, opset: int = 20) -> onnx.ModelProto:
 
 
 FOLDED: Mapping[str, tuple[str, int, set[str]]] = {
-    "cut in equal parts and taken": (
+    "split in equal parts and taken": (
         """g (float[n, 6] x) => (float[n, 2] y) <int64 two = {2}, int64 i = {1}, int64 j = {-1}> {
           s = SplitToSequence<axis=1>(x, two)
           a = SequenceAt(s, i) b = SequenceAt(s, j) y = Sub(a, b)
@@ -33,14 +33,14 @@ FOLDED: Mapping[str, tuple[str, int, set[str]]] = {
         20,
         {"Split", "Sub"},
     ),
-    "cut in given parts, before opset 13": (
+    "split in given parts, before opset 13": (
         """g (float[n, 6] x) => (float[n, 2] y) <int64[2] p = {4, 2}, int64 i = {1}> {
           s = SplitToSequence<axis=-1>(x, p) y = SequenceAt(s, i)
         }""",
         12,
         {"Split"},
     ),
-    "cut in ones without the dim, joined on a new one": (
+    "split in ones without the dim, joined on a new one": (
         """g (float[n, 3] x) => (float[n, 3] y) {
           s = SplitToSequence<axis=1, keepdims=0>(x)
           y = ConcatFromSequence<axis=1, new_axis=1>(s)

@@ -1,4 +1,4 @@
-"""Gradients of views, cuts and joins, and Dropout."""
+"""Gradients of views, Slice and Concat, and Dropout."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
