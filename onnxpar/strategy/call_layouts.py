@@ -11,7 +11,14 @@ from onnxpar.core.sharding import DimSharding, Sharding
 from onnxpar.graph.plan import factor_sizes, operand_sharding, project
 from onnxpar.graph.seeds import NodeSeed, Seeds
 from onnxpar.ops.node_rules import Rules
-from onnxpar.strategy.factor_splits import Site, counts_of, is_named, numeric_factors, show
+from onnxpar.strategy.factor_splits import (
+    Site,
+    counts_of,
+    crossed_factors,
+    is_named,
+    numeric_factors,
+    show,
+)
 from onnxpar.strategy.schema import NodeEntry
 from onnxpar.strategy.tensor_entry import TensorEntry, read_tensor
 
@@ -91,9 +98,13 @@ def read_together(
                 given[index] = entry
         if len(given) < 2 or name in rules.reasons:
             continue
+        site = Site(view, rule, name)
+        numbers = [(index, counts_of(entry)) for index, entry in given.items()]
         try:
-            counts = numeric_factors(Site(view, rule, name), list(given.items()))
+            counts = numeric_factors(site, numbers, devices)
         except StrategyError:
+            continue
+        if crossed_factors(site, numbers, 1).keys() - counts.keys():
             continue
         product = prod(counts.values())
         if product > 1 and devices % product == 0:

@@ -4,7 +4,7 @@ A *unit* is a factor of a device matrix: a mesh axis, a dim of a `Layout`, or th
 of a factor in a numeric strategy. A factor is sharded over a sequence of units, outermost first.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import gcd, prod
 from typing import TypeVar
@@ -13,7 +13,7 @@ from onnxpar.core.errors import StrategyError, SymbolError
 from onnxpar.core.layout import TensorLayout
 from onnxpar.core.mesh import Atoms, Mesh
 from onnxpar.core.rule import REPLICATED, OpRule
-from onnxpar.core.sharding import Component, DimSharding
+from onnxpar.core.sharding import REDUCTIONS, Component, DimSharding
 from onnxpar.core.symbols import Dim, SymbolTable, as_dim, dim_str, exact_div
 from onnxpar.graph.node_view import NodeView
 from onnxpar.graph.plan import factor_sizes
@@ -238,28 +238,107 @@ S = TypeVar("S", int, FactorSplit)
 """How a factor is sharded: a number of shards, or a split."""
 
 
-def numeric_factors(site: Site, operands: Sequence[tuple[int, TensorEntry]]) -> dict[str, int]:
+def numeric_factors(
+    site: Site, operands: Sequence[tuple[int, Sequence[int]]], devices: int
+) -> dict[str, int]:
     """Returns the number of shards of each factor, in the order of the rule's factors.
+
+    Crossed factors (see `crossed_factors`) are left out if their two numbers differ, or if there
+    are too few devices to shard them beside the other factors.
 
     Raises:
         StrategyError: A factor has two numbers, a dim cannot be sharded, or the number of a merged
             dim cannot be distributed to its factors.
     """
-    dims = [(index, counts_of(entry)) for index, entry in operands]
-    return _factors(site, dims, lambda count: count, _count_text, _merged_counts)
+    crossed = crossed_factors(site, operands, 1)
+    found = _factors(site, operands, lambda count: count, _count_text, _merged_counts, crossed)
+    for factor, takes in crossed.items():
+        counts = {found.get(source, 1) for source in takes.values()}
+        if len(counts) == 1 and devices % (prod(found.values()) * max(counts)) == 0:
+            found[factor] = counts.pop()
+    return {name: found[name] for name in site.rule.factors if name in found}
 
 
 def named_factors(
-    site: Site, operands: Sequence[tuple[int, TensorEntry]], axes: Mapping[str, Unit]
+    site: Site, operands: Sequence[tuple[int, Sequence[FactorSplit]]]
 ) -> dict[str, FactorSplit]:
     """Returns how each factor is sharded, in the order of the rule's factors.
+
+    Crossed factors (see `crossed_factors`) are left out.
 
     Raises:
         StrategyError: A factor is sharded in two ways, a dim cannot be sharded, or the axes of a
             merged dim cannot be distributed to its factors.
     """
-    dims = [(index, splits_of(entry, axes)) for index, entry in operands]
-    return _factors(site, dims, lambda split: split.count, _split_text, _merged_units)
+    apart = crossed_factors(site, operands, FactorSplit())
+    return _factors(site, operands, lambda split: split.count, _split_text, _merged_units, apart)
+
+
+def crossed_factors(
+    site: Site, operands: Sequence[tuple[int, Sequence[S]]], unsplit: S
+) -> dict[str, dict[int, str]]:
+    """Returns the reduced factors that each of two operands shards as the other shards its own dim.
+
+    The operands of such a product, and its result, are blocks of one device matrix: in `[[8, 4],
+    [8, 4]]` for [m, k] and [k, n], the 4 that shard k in the first operand shard n in the second,
+    and the 8 that shard k in the second shard m in the first. Each device gathers k in both.
+
+    Args:
+        site: The node.
+        operands: Indices of operands, each with how its dims are sharded.
+        unsplit: How a dim that is not sharded is written.
+
+    Returns:
+        By reduced factor: for each of the two operands, by index, the other operand's factor that
+        is sharded in the same way; "" if it has none, so that k is not sharded either.
+    """
+    held = {
+        index: {
+            names[0]: split
+            for names, split in zip(site.rule.inputs[index].dims, splits, strict=True)
+            if len(names) == 1
+        }
+        for index, splits in operands
+    }
+    found = {}
+    for factor in site.rule.factors:
+        pair = [index for index, splits in held.items() if factor in splits]
+        if site.rule.kinds[factor] not in REDUCTIONS or len(pair) != 2:
+            continue
+        takes = {}
+        for mine, other in (pair, reversed(pair)):
+            own = [n for n, s in held[other].items() if n not in held[mine] and s != unsplit]
+            if held[mine][factor] == (held[other][own[0]] if len(own) == 1 else unsplit):
+                takes[mine] = own[0] if len(own) == 1 else ""
+        if len(takes) == 2 and any(takes.values()):
+            found[factor] = takes
+    return found
+
+
+def gathered_operands(
+    site: Site,
+    operands: Sequence[tuple[int, Sequence[S]]],
+    factors: Mapping[str, FactorSplit],
+    unsplit: S,
+) -> dict[int, tuple[FactorSplit, ...]]:
+    """Returns how the operands are sharded that the node gathers over a crossed factor, by index.
+
+    Args:
+        site: The node.
+        operands: Indices of operands, each with how its dims are sharded.
+        factors: How the node's factors are sharded, without those that it gathers.
+        unsplit: How a dim that is not sharded is written.
+    """
+    found = {}
+    for factor, takes in crossed_factors(site, operands, unsplit).items():
+        for index, source in takes.items() if factor not in factors else ():
+            mine = {**factors, factor: factors.get(source, FactorSplit())}
+            dims = site.rule.inputs[index].dims
+            if source and all(len(names) <= 1 for names in dims):
+                found[index] = tuple(
+                    mine.get(names[0], FactorSplit()) if names else FactorSplit() for names in dims
+                )
+    return found
 
 
 def _factors(
@@ -268,6 +347,7 @@ def _factors(
     count: Callable[[S], int],
     text: Callable[[S], str],
     distribute: Callable[[Site, str, Sequence[str], S, dict[str, S]], None],
+    apart: Collection[str],
 ) -> dict[str, S]:
     """How each factor is sharded, given how the dims of operands are.
 
@@ -277,6 +357,7 @@ def _factors(
         count: Returns the number of shards.
         text: Shows how a dim is sharded, in messages.
         distribute: Distributes the shards of a merged dim to its factors.
+        apart: Factors that operands may shard in different ways; they are left out.
     """
     found: dict[str, S] = {}
     sources: dict[str, str] = {}
@@ -292,6 +373,8 @@ def _factors(
                     raise site.fail(
                         f"{tensor}: expected 1 shard, since it is replicated; got {text(split)}"
                     )
+            elif names[0] in apart:
+                continue
             elif names[0] in found:
                 if found[names[0]] != split:
                     raise site.fail(

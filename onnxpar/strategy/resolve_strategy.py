@@ -29,6 +29,7 @@ from onnxpar.strategy.factor_splits import (
     axis_units,
     check_rank,
     counts_of,
+    gathered_operands,
     is_named,
     is_numeric,
     named_factors,
@@ -43,11 +44,12 @@ from onnxpar.strategy.tensor_entry import TensorEntry, names_in
 
 @dataclass(frozen=True)
 class _Choice:
-    """How each factor of a node is sharded."""
+    """How each factor of a node is sharded, and the operands that the node gathers, by index."""
 
     site: Site
     entry: NodeEntry
     factors: Mapping[str, FactorSplit]
+    gathered: Mapping[int, tuple[FactorSplit, ...]]
 
 
 def resolve(strategy: Strategy, program: Program) -> Seeds:
@@ -99,7 +101,7 @@ class _Resolver:
             self.mesh,
             nodes,
             shardings,
-            {n: make(self.mesh) for n, make in parameters.items()},
+            {**self.gathered(choices), **{n: make(self.mesh) for n, make in parameters.items()}},
             tuple(atoms for n in strategy.parameter_axes if (atoms := self.mesh.axis_atoms(n))),
             "replicate" if strategy.rest == "replicate" else "propagate",
             held=frozenset(v.name or "" for v in graph.inputs)
@@ -154,9 +156,12 @@ class _Resolver:
         if entry.partial is not None:
             self.use_names((tuple(entry.partial.axes),), site.title)
         if named:
-            factors = named_factors(site, operands, self.axes)
+            splits = [(i, splits_of(entry, self.axes)) for i, entry in operands]
+            factors = named_factors(site, splits)
+            gathered = gathered_operands(site, splits, factors, FactorSplit())
         else:
-            counts = numeric_factors(site, operands)
+            numbers = [(i, counts_of(entry)) for i, entry in operands]
+            counts = numeric_factors(site, numbers, self.strategy.devices)
             self.use(tuple(counts.values()), site.title)
             factors, before = {}, 1
             for factor, count in counts.items():
@@ -164,7 +169,9 @@ class _Resolver:
                     (Unit(before, count, str(count)),) if count > 1 else ()
                 )
                 before *= count
-        return _Choice(site, entry, {**factors, **self.further(site, entry, factors)})
+            gathered = gathered_operands(site, numbers, factors, 1)
+        factors |= self.further(site, entry, factors)
+        return _Choice(site, entry, factors, gathered)
 
     def further(
         self, site: Site, entry: NodeEntry, known: Mapping[str, FactorSplit]
@@ -206,6 +213,19 @@ class _Resolver:
         given = self.strategy.given
         pinned = given is None or site.view.name in given
         return NodeSeed(site.view.name, factors, out, site.where, carried, pinned)
+
+    def gathered(self, choices: Sequence[_Choice]) -> dict[str, Sharding]:
+        """The layouts of the parameters that nodes with an entry gather."""
+        found: dict[str, Sharding] = {}
+        for choice in choices:
+            view = choice.site.view
+            for index, splits in choice.gathered.items():
+                value = view.node.inputs[index]
+                name = (value.name or "") if value is not None else ""
+                if name in self.model.graph.initializers:
+                    atoms = [atoms_of(split.units, self.mesh) for split in splits]
+                    found.setdefault(name, Sharding.of(view.shape(index), atoms))
+        return found
 
     def carried(self, choice: _Choice, owner: Mapping[int, str]) -> dict[int, tuple[Atoms, str]]:
         """The operands that stay partial through a node."""

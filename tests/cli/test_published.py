@@ -81,6 +81,27 @@ def test_the_output_of_a_product_with_a_transposed_operand(
     assert found["sum"] == [[8, 1], [8, 1]]
 
 
+def test_products_of_blocks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Both operands and the result are laid out over the devices as one matrix of 8 by 4."""
+    model = saved(
+        tmp_path,
+        """g (float[128, 32] x, float[32, 64] w, float[64, 64] b) => (float[128, 64] y) {
+             [first] h = MatMul(x, w)
+             [second] y = MatMul(h, b)
+           }""",
+    )
+    entry = "{in: [[8, 4], [8, 4]]}"
+    text = f"devices: 32\ndataset: full_batch\nnodes: {{first: {entry}, second: {entry}}}\n"
+    sharded(tmp_path, model, text, capsys)
+    capsys.readouterr()
+    assert main(["inspect", str(tmp_path / "out"), "--json"]) == 0
+    nodes = json.loads(capsys.readouterr().out)["nodes"]
+    assert [node["outputs"][0]["strategy"] for node in nodes] == [[8, 4], [8, 4]]
+    assert [node["inputs"][0]["strategy"] for node in nodes] == [[8, 1], [8, 1]]
+    assert [node["inputs"][1]["strategy"] for node in nodes] == [[1, 4], [1, 4]]
+    assert main(["verify", str(tmp_path / "out"), "--model", str(model)]) == 0
+
+
 def planned(
     folder: Path, model: Path, capsys: pytest.CaptureFixture[str], *more: str
 ) -> tuple[dict[str, Any], dict[str, Shards]]:

@@ -78,6 +78,54 @@ def test_three_and_eight_on_24_devices(entry: str) -> None:
     assert counts == ({"M": 3, "K": 8} if entry[2] == "3" else {"M": 8, "N": 3})
 
 
+@pytest.mark.parametrize(
+    ("devices", "entry", "factors"),
+    [
+        (8, "[[4, 2], [4, 2]]", {"M": 4, "N": 2}),
+        (4, "[[2, 2], [2, 2]]", {"M": 2, "N": 2}),
+        (8, "[[2, 2], [2, 2]]", {"M": 2, "K": 2, "N": 2}),
+        (16, "[[2, 2], [2, 2]]", {"M": 2, "K": 2, "N": 2}),
+        (16, "[[4, 2], [4, 2]]", {"M": 4, "N": 2}),
+        (8, "[[8, 1], [8, 1]]", {"M": 8}),
+        (8, "[[1, 8], [1, 8]]", {"N": 8}),
+        (8, "[[a, b], [a, b]]", {"M": 4, "N": 2}),
+        (8, "[[b, a], [b, a]]", {"M": 2, "N": 4}),
+        (8, "[[a, ~], [a, ~]]", {"M": 4}),
+    ],
+)
+def test_operands_and_result_over_one_device_matrix(
+    devices: int, entry: str, factors: dict[str, int]
+) -> None:
+    """Each device gathers the contracted dim of both operands; a weight is stored as the entry."""
+    named = "a" in entry
+    mesh = "mesh: {a: 4, b: 2}" if named else f"devices: {devices}"
+    analysed = analyse(two_layer.build(), {})
+    node = "/matmul1/MatMul"
+    found = seeds(analysed, f"{mesh}\nnodes: {{{node}: {{in: {entry}}}}}")
+    parts = found.nodes[node].factors
+    assert {f: found.mesh.count(p[0].atoms) for f, p in parts.items()} == factors
+    weight = found.parameters.get("matmul1.weight")
+    if "K" in factors:
+        assert weight is None
+        return
+    of = {"M": "K", "N": "N"}
+    stored = {of[f]: found.mesh.groups(p[0].atoms) for f, p in parts.items()}
+    if "M" in factors:
+        assert weight is not None
+        for dim, name in enumerate("KN"):
+            assert found.mesh.groups(weight.dim_atoms(dim)) == stored.get(
+                name, found.mesh.groups(())
+            )
+    parted = propagate_and_partition(analysed, found)
+    assert run(parted, two_layer.build(), 16) < 2e-6
+
+
+def test_a_fixed_parameter_is_stored_as_its_own_entry_says() -> None:
+    text = "devices: 8\nnodes: {/matmul1/MatMul: {in: [[4, 2], [4, 2]]}}\n"
+    found = seeds(analyse(two_layer.build(), {}), text + "parameters: {matmul1.weight: [1, 2]}")
+    assert found.parameters["matmul1.weight"].strategy(found.mesh) == (1, 2)
+
+
 def test_matrices_that_exclude_one_another_name_both_nodes() -> None:
     text = "devices: 24\nnodes:\n  /matmul1/MatMul: {in: [[3, 8], [8, 1]]}\n"
     text += "  /matmul2/MatMul: {in: [[8, 1], [1, 3]]}"
@@ -113,6 +161,18 @@ def test_matrices_that_exclude_one_another_name_both_nodes() -> None:
         (
             "mesh: {a: 2, b: 2}\nnodes: {mm: {in: [[a, b], [a, ~]]}}",
             r"operand 1 \('w'\), dim 0 \(K\): expected \[b\], as operand 0 .* has, got \[a\]",
+        ),
+        (
+            "devices: 8\nnodes: {mm: {in: [[4, 2], [2, 4]]}}",
+            "expected numbers of shards whose product divides the 8 devices, got 4·2·4 = 32",
+        ),
+        (
+            "devices: 8\nnodes: {mm: {in: [[4, 2], [4, 1]]}}",
+            r"operand 1 \('w'\), dim 0 \(K\): expected 2 shards, as operand 0 .*, got 4",
+        ),
+        (
+            "mesh: {a: 2, b: 2}\nnodes: {mm: {in: [[a, b], [b, a]]}}",
+            "expected distinct mesh axes for its dims M and N, got a for both",
         ),
         (
             "mesh: {a: 2, b: 2}\nnodes: {mm: {in: [[a, ~], [~, a]]}}",
