@@ -91,14 +91,14 @@ def run_model(
 
 
 def _check_replicas(
-    name: str, shards: Sequence[Array], whole: Array, sharding: Sharding, mesh: Mesh
+    name: str, shards: Sequence[Array], array: Array, sharding: Sharding, mesh: Mesh
 ) -> None:
     """Fails where a device holds something else than the device that `join` read it from."""
-    if sharding.partial or whole.dtype.kind not in "fiub":
+    if sharding.partial or array.dtype.kind not in "fiub":
         return
     for rank, shard in enumerate(shards):
-        want = split(whole, sharding, mesh, rank)
-        valid = split(np.ones(whole.shape, bool), sharding, mesh, rank)
+        want = split(array, sharding, mesh, rank)
+        valid = split(np.ones(array.shape, bool), sharding, mesh, rank)
         # Devices that hold the same computed it from the same, by the same nodes.
         np.testing.assert_array_equal(shard[valid], want[valid], f"{name} on device {rank}")
 
@@ -226,11 +226,11 @@ def collective(node: ir.Node, parts: Sequence[Array], position: int) -> Array:
     raise ValueError(f"no numpy form of {node.op_type}")
 
 
-def _random(distribution: str, key: Array, local: Array, whole: Array, start: Array) -> Array:
+def _random(distribution: str, key: Array, local: Array, shape: Array, start: Array) -> Array:
     """Numbers that depend on the key and the global index alone."""
     generator = np.random.default_rng([int(k) % 2**32 for k in key])
     draw = {"uniform": generator.random, "normal": generator.standard_normal}[distribution]
-    numbers = np.asarray(draw([int(n) for n in whole], np.float32))
+    numbers = np.asarray(draw([int(n) for n in shape], np.float32))
     result = np.full([int(n) for n in local], np.nan, np.float32)
     part = numbers[tuple(slice(int(s), int(s + n)) for s, n in zip(start, local, strict=True))]
     result[tuple(slice(0, n) for n in part.shape)] = part
@@ -325,11 +325,11 @@ def evaluator(model: onnx.ModelProto, reference: bool) -> Evaluate:
     if reference:
         # It would not take its own operators inside of functions.
         inlined = inline_local_functions(model)
-        whole = ReferenceEvaluator(inlined, new_ops=REFERENCE_OPS)
+        evaluate = ReferenceEvaluator(inlined, new_ops=REFERENCE_OPS)
 
         def interpret(feeds: Mapping[str, Array]) -> dict[str, Array]:
             with np.errstate(all="ignore"):
-                return dict(zip(names, whole.run(None, dict(feeds)), strict=True))
+                return dict(zip(names, evaluate.run(None, dict(feeds)), strict=True))
 
         return interpret
     options = ort.SessionOptions()

@@ -560,7 +560,7 @@ class Tied(nn.Module):
         return y @ self.embedding.weight.transpose(0, 1)
 
 
-class Whole(nn.Module):
+class Complete(nn.Module):
     """A network of an input x, perhaps with a loss of what it computes of that and nothing else."""
 
     def __init__(self, inner: nn.Module, loss: str) -> None:

@@ -16,12 +16,12 @@ from tests import network_layers as layers
 from tests.network_layers import (
     ACTIVATIONS,
     WAYS,
+    Complete,
     Cosine,
     Residual,
     SelfAttention,
     Tied,
     Transposed,
-    Whole,
 )
 
 VOCABULARY, CLASSES = 11, 5
@@ -506,7 +506,7 @@ def _drawn(draw: random.Random) -> Network:
             d.names.append("cosine head")
         module = nn.Sequential(*([] if first is None else [first]), body, head)
     own = draw.choice(["square", "first"]) if loss == "output:loss" else ""
-    module = Whole(module, own)
+    module = Complete(module, own)
     if d.flag(0.5):
         _perturb(module)
     if d.flag(0.05):

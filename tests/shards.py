@@ -33,7 +33,7 @@ def join(
         raise ShardingError(f"expected {mesh.size} shards, got {len(shards)}")
     sized = sharding.sized(mesh)
     local = sized.local_shape
-    whole = np.zeros(sized.shape, dtype=shards[0].dtype)
+    array = np.zeros(sized.shape, dtype=shards[0].dtype)
     combine = {"sum": np.add, "max": np.maximum, "min": np.minimum, "prod": np.multiply}
     for rank in range(mesh.size):
         coords = mesh.coords(rank)
@@ -49,5 +49,5 @@ def join(
                 )
             terms.append(shards[member])
         total = reduce(combine[sharding.reduction], terms)
-        sized.put(whole, total, rank)
-    return whole
+        sized.put(array, total, rank)
+    return array

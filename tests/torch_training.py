@@ -1,4 +1,4 @@
-"""Random PyTorch networks exported, divided and trained, beside PyTorch's own training of them.
+"""Random PyTorch networks exported, sharded and trained, beside PyTorch's own training of them.
 
     export PYTHONPATH=models
     python -m tests.torch_training 0 500       # seeds; a line for each that is not equal

@@ -106,7 +106,7 @@ def _of_factors(
         if dims is None or operand.mode:
             continue
         for names, parts in zip(operand.dims, dims, strict=True):
-            for name, mine in _divide_parts(names, parts, sizes, table).items():
+            for name, mine in _split_parts(names, parts, sizes, table).items():
                 factors[name] = _finer(factors.get(name, ()), mine)
     for name in rule.factors:
         if rule.kinds[name] == REPLICATED:
@@ -116,7 +116,7 @@ def _of_factors(
     return factors
 
 
-def _divide_parts(
+def _split_parts(
     names: tuple[str, ...], parts: Parts, sizes: Mapping[str, Dim], table: SymbolTable
 ) -> dict[str, Parts]:
     """Divides the parts of a merged dim among its factors, as far as they line up."""

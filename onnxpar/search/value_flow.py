@@ -26,8 +26,8 @@ class Saved:
     Attributes:
         made: Whether it is a result.
         index: Its index among the operands or results.
-        share: The share of the value that counts here. It is divided among all nodes whose backward
-            reads it, since they may all read it in one layout.
+        share: The share of the value that counts here. All nodes whose backward reads it share it
+            equally, since they may all read it in one layout.
     """
 
     made: bool

@@ -105,7 +105,7 @@ def own_messages(errors: str) -> list[str]:
 
 
 def guarded(rank: Rank, action: Callable[[], int]) -> int:
-    """Returns the exit code of `action`, which is this rank's whole program.
+    """Returns the exit code of `action`, which is all that this rank runs.
 
     Rank 0 prints an error that all ranks agreed on, and all ranks return its exit code (plus
     `AGREED` under a supervisor). Any other error, and a call of `sys.exit`, ends all ranks:

@@ -160,12 +160,12 @@ def test_what_is_frozen_is_planned_so(tmp_path: Path, capsys: pytest.CaptureFixt
     command = ["plan", str(path), "--devices", "1", "--symbol", "batch=8", "--loss", "mse"]
     command += ["-o", str(out)]
     assert main([*command, "--json"]) == 0
-    whole = json.loads(capsys.readouterr().out)["ways"][0]["held_bytes"]
+    trained = json.loads(capsys.readouterr().out)["ways"][0]["held_bytes"]
     frozen = [*command, "--freeze", "matmul1.*"]
     assert main([*frozen, "--json"]) == 0
-    part = json.loads(capsys.readouterr().out)["ways"][0]["held_bytes"]
+    frozen_one = json.loads(capsys.readouterr().out)["ways"][0]["held_bytes"]
     # Of 256 x 256 numbers of four bytes: a gradient and AdamW's two moments less.
-    assert whole - part == 3 * 256 * 256 * 4
+    assert trained - frozen_one == 3 * 256 * 256 * 4
     assert main(frozen) == 0
     options = "--train --loss mse --optimizer adamw --freeze 'matmul1.*' -o DIR"
     assert options in capsys.readouterr().out

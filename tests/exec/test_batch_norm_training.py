@@ -163,8 +163,8 @@ def test_the_manifest_says_what_is_kept(tmp_path: Path) -> None:
 def test_verify_finds_statistics_that_are_mixed_wrongly(tmp_path: Path) -> None:
     """Losses, gradients and parameters are the same, since no step reads what it mixes."""
     out = shard(tmp_path / "out", model(), "dp=2")
-    whole = shard(tmp_path / "whole", model(norm=f"momentum={MOMENTUM + 1e-3}"), "dp=1")
-    (case,) = verify(out, whole, [{"n": 7}])
+    reference = shard(tmp_path / "reference", model(norm=f"momentum={MOMENTUM + 1e-3}"), "dp=1")
+    (case,) = verify(out, reference, [{"n": 7}])
     assert len(case.problems) == len(STATISTICS)
     assert all(p.startswith("step 1: statistic 'bn") for p in case.problems)
 
@@ -174,14 +174,14 @@ def test_rounding_that_a_norm_carries_on_is_no_mistake(
 ) -> None:
     """Columns whose deviation is 1e-3 of their mean: the first norm divides rounding by that."""
     norm = f"epsilon=1e-12, momentum={MOMENTUM}"
-    out, whole = (shard(tmp_path / s, model(norm=norm), s) for s in ("dp=2", "dp=1"))
+    out, reference = (shard(tmp_path / s, model(norm=norm), s) for s in ("dp=2", "dp=1"))
     rng = np.random.default_rng(3)
     x = (1 + 1e-3 * rng.standard_normal((37, 8))).astype(np.float32)
     feeds = {"x": x, "labels": rng.integers(0, 10, 37)}
-    (case,) = verify(out, whole, feeds=feeds)
+    (case,) = verify(out, reference, feeds=feeds)
     assert case.ok, case.problems
     monkeypatch.setattr(training_steps, "_SHAKE_ULPS", 0)
-    (case,) = verify(out, whole, feeds=feeds)
+    (case,) = verify(out, reference, feeds=feeds)
     assert any(p.startswith("step 1: statistic 'bn2_") for p in case.problems)
 
 
@@ -225,13 +225,13 @@ def test_a_convolution_sends_statistics_and_nothing_else(tmp_path: Path) -> None
     for name, shape in shapes.items():
         array = rng.uniform(0.5, 1.5, shape).astype(np.float32)
         proto.graph.initializer.append(onnx.numpy_helper.from_array(array, name))
-    whole = shard(tmp_path / "1", ir.from_proto(proto), "dp=1")
+    reference = shard(tmp_path / "1", ir.from_proto(proto), "dp=1")
     out = shard(tmp_path / "2", ir.from_proto(proto), "dp=2")
     sent = Manifest.load(out).program("training_model").collectives
     # Mean, variance and both sums of the backward pass, of 6 channels, and the loss. Of two ranks
     # each sends as many bytes as a sum has.
     assert sorted((c.op, c.bytes) for c in sent) == [("AllReduce", n) for n in (4, 24, 24, 48)]
-    (case,) = verify(out, whole, [{"n": 7}], options=VerifyOptions(steps=2))
+    (case,) = verify(out, reference, [{"n": 7}], options=VerifyOptions(steps=2))
     assert case.ok, case.problems
 
 

@@ -1,4 +1,4 @@
-"""What divided networks send is the least that is known to do: counted, and results compared."""
+"""What sharded networks send is the least that is known to do: counted, and results compared."""
 
 import os
 from collections import Counter
@@ -59,10 +59,10 @@ def test_two_reductions_a_layer_in_each_direction(tmp_path: Path, name: str, way
     # Of the logits: the greatest, the sum of exponentials, and the label's own.
     assert len(statistics) == 3, statistics
     assert all("SoftmaxCrossEntropyLoss" in c.reason for c in statistics)
-    whole = [c for c in found if c not in statistics]
+    others = [c for c in found if c not in statistics]
     # Two a layer, and one for the embedding forward, one for the head backward.
-    backward = [c for c in whole if "/grad/" in c.reason]
-    assert len(whole) - len(backward) == len(backward) == 2 * LAYERS + 1, whole
+    backward = [c for c in others if "/grad/" in c.reason]
+    assert len(others) - len(backward) == len(backward) == 2 * LAYERS + 1, others
     if name != "llama" and not FULL:
         return  # the numbers of the other are compared elsewhere
     one = shard(tmp_path / "one", DECODERS[name](), "dp=1")
@@ -92,7 +92,7 @@ def test_a_residual_network_sends_statistics_and_gradients(tmp_path: Path, ways:
     assert all("BatchNormalization" in c.reason for c in norms)
     most = Fraction(2 * 2 * 4 * CHANNELS * (ways - 1), ways)
     assert all(evaluate_exact(c.bytes, {"batch": 64}) <= most for c in norms)
-    # Kernels and the head; the norms' gradients are whole, being of the sums above.
+    # Kernels and the head; the norms' gradients are replicated, being of the sums above.
     assert len(manifest.program("optimizer_model").collectives) == 5 + 2
     one = shard(tmp_path / "one", block_models.residual(blocks=2), "dp=1")
     for case in verify(out, one, [{"batch": 5}], options=VerifyOptions(steps=1)):

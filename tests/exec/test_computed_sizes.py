@@ -1,4 +1,4 @@
-"""Networks whose sizes are computed of sizes: divided, trained, and compared with the undivided."""
+"""Networks whose sizes are computed of sizes: sharded, trained, and compared with the undivided."""
 
 import json
 import re
@@ -66,7 +66,7 @@ CHUNKS = f"""g (float[batch, seq, 6] x) => (float[b, n, 5] y)
   axis = Constant<value_ints = [2]>() sums = ReduceSum<keepdims = 0>(parts, axis)
   y = MatMul(sums, v)
 }}"""
-"""A sequence is padded to whole chunks, as state space models do."""
+"""A sequence is padded to a multiple of the chunk, as state space models do."""
 
 NETWORKS = {
     "halves": (HALVES, ["batch=3,seq=7", "batch=1,seq=2", "batch=4,seq=11"]),
@@ -103,7 +103,7 @@ CELLS += [(name, "file") for name in SPLITS]
 
 @pytest.mark.parametrize("train", [False, True], ids=["forward", "training"])
 @pytest.mark.parametrize(("name", "preset"), CELLS)
-def test_divided(
+def test_sharded(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, preset: str, train: bool
 ) -> None:
     model, out = written(tmp_path, name), str(tmp_path / "out")

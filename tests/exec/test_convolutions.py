@@ -60,14 +60,14 @@ _SPLITS = (
 
 
 @pytest.mark.parametrize(("height", "mesh", "rows"), _SPLITS if FULL else _SPLITS[:1])
-def test_images_split_in_space_train_as_whole_ones(
+def test_images_split_in_space_train_as_unsharded_ones(
     tmp_path: Path, height: str, mesh: str, rows: str
 ) -> None:
     strategy = tmp_path / "strategy.yaml"
     strategy.write_text(f"mesh: {mesh}\ndataset: {{x: {rows}}}\n")
     ranks = shard(tmp_path / "ranks", _network(height), strategy)
-    whole = shard(tmp_path / "one", _network(height), "replicate", devices=1)
-    found = verify(ranks, whole, [{"batch": 3}], options=VerifyOptions(steps=2))
+    reference = shard(tmp_path / "one", _network(height), "replicate", devices=1)
+    found = verify(ranks, reference, [{"batch": 3}], options=VerifyOptions(steps=2))
     assert [problem for case in found for problem in case.problems] == []
     program = Manifest.load(ranks).program("training_model")
     halos = [c for c in program.collectives if c.op == "Permute"]

@@ -39,7 +39,7 @@ def shard(
 @pytest.mark.parametrize("strategy", ["dp=4", "dp=2,tp=2", "tp=3"])
 @pytest.mark.parametrize("name", MODELS)
 def test_batches_from_1_to_17(tmp_path: Path, name: str, strategy: str) -> None:
-    """No constraint on the batch, and most of them divide by nothing."""
+    """No constraint on the batch, and no number but 1 divides most of them."""
     model = MODELS[name]()
     has_seq = any("seq" in str(value.shape) for value in model.graph.inputs)
     # Lengths 1 to 13, so that some are uneven wherever they might be split.
@@ -92,7 +92,7 @@ def test_scalars_control_flow_and_sizes_that_depend_on_data(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("strategy", ["tp=2", "dp=2"])
-def test_scales_of_a_whole_resize_can_be_read_at_load(tmp_path: Path, strategy: str) -> None:
+def test_scales_of_an_unsharded_resize_can_be_read_at_load(tmp_path: Path, strategy: str) -> None:
     """onnxruntime infers the shape from them, which it refuses to do from a weight file."""
     text = """<ir_version: 10, opset_import: ["" : 18]>
         g (float[batch, 3, 5, 7] x) => (float[batch, 3, 10, 14] y)

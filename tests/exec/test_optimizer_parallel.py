@@ -149,12 +149,12 @@ def test_what_a_device_holds_and_sends(tmp_path: Path, mesh: str) -> None:
         strategy = strategy_of(mesh, level)
         out = shard(tmp_path / str(level), model_of("transformer"), strategy, optimizer="adamw")
         held[level] = Manifest.load(out)
-    whole = {kind: bytes_of(held[0], kind) for kind in ("parameter", "gradient", "moment1")}
+    replicated = {kind: bytes_of(held[0], kind) for kind in ("parameter", "gradient", "moment1")}
     share = 4 if mesh == "dp=4" else 2
     levels = {"moment1": 1, "moment2": 1, "gradient": 2, "micro_gradient": 2, "parameter": 3}
     for (kind, since), level in product(levels.items(), held):
         # Every dim of this model is divisible by four.
-        expected = whole["parameter"] // (share if level >= since else 1)
+        expected = replicated["parameter"] // (share if level >= since else 1)
         assert bytes_of(held[level], kind) == expected, (kind, level)
     tensors = sum(s.kind == "parameter" for s in held[0].trained().states.values())
     reductions = counts(held[0], "optimizer_model")["AllReduce"]
@@ -239,12 +239,12 @@ def test_what_is_held_beside_the_states(tmp_path: Path) -> None:
         largest = 4 * max(int(n) for n in counts)
         # The plan may have one parameter more or less gathered at the peak than the run.
         assert price.peak == pytest.approx(peak, abs=largest), level
-    whole = bytes_of(Manifest.load(tmp_path / "0"), "parameter")
+    replicated = bytes_of(Manifest.load(tmp_path / "0"), "parameter")
     # Level 0 has all reduced gradients beside those that waited for the sum, level 1 a quarter.
-    assert more[0] > whole > 2 * more[1]
+    assert more[0] > replicated > 2 * more[1]
     # Then one gradient, or one parameter, and its parts in a collective.
     assert more[2] < more[1]
-    assert more[3] < more[2] + 2 * largest < whole / 2
+    assert more[3] < more[2] + 2 * largest < replicated / 2
 
 
 def measured(directory: Path, manifest: Manifest, rank: Rank) -> Trainer:

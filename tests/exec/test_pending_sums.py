@@ -43,8 +43,8 @@ def test_cotangents_of_a_split_projection_are_reduced_once(tmp_path: Path) -> No
     found = Manifest.load(ranks).program("training_model").collectives
     # One forward, of the rows of wo, and one backward, of what wq, wk and wv make together.
     assert Counter(c.op for c in found) == {"AllReduce": 2}
-    whole = shard(
+    reference = shard(
         tmp_path / "one", post_norm(), "replicate", loss="mse", optimizer="adamw", devices=1
     )
-    cases = verify(ranks, whole, [{"batch": 5}])
+    cases = verify(ranks, reference, [{"batch": 5}])
     assert [problem for case in cases for problem in case.problems] == []

@@ -194,7 +194,7 @@ def test_uneven_micro_batches(
     out = shard(tmp_path / "a", model.clone(), strategy_of(HALVES, axes=axes), **how)
     one = shard(tmp_path / "one", model, "dp", devices=1, **how)
     rng = np.random.default_rng(0)
-    with TrainerGroup(one) as whole, TrainerGroup(out) as ranks:
+    with TrainerGroup(one) as reference, TrainerGroup(out) as ranks:
         for step in range(3):
             now = {**hyper("momentum", step + 1, lr=0.1, momentum=0.9), "clip_norm": 1.0}
             batches = []
@@ -205,12 +205,12 @@ def test_uneven_micro_batches(
                 batches.append(
                     {"x": rng.standard_normal((rows, WIDTH), np.float32), "labels": labels}
                 )
-            got, expected = ranks.train_step(batches, now), whole.train_step(batches, now)
+            got, expected = ranks.train_step(batches, now), reference.train_step(batches, now)
             # Weights of micro-batches are float32.
             np.testing.assert_allclose(got.loss, expected.loss, rtol=1e-6)
             np.testing.assert_allclose(got.grad_norm, expected.grad_norm, rtol=1e-5)
         for name in WEIGHTS:
-            left = whole.gather(name)
+            left = reference.gather(name)
             right = ranks.gather(name)
             np.testing.assert_allclose(right, left, rtol=0, atol=1e-5 * np.abs(left).max())
 
@@ -231,11 +231,11 @@ def test_sequences_of_two_lengths(tmp_path: Path) -> None:
         x = rng.standard_normal((rows, length, WIDTH), np.float32)
         return {"x": x, "labels": rng.integers(0, CLASSES, (rows, length))}
 
-    with TrainerGroup(one) as whole, TrainerGroup(out) as ranks:
+    with TrainerGroup(one) as reference, TrainerGroup(out) as ranks:
         for lengths in ((3, 7, 2, 2), (5, 4, 1, 9), (6, 6, 6, 6)):
             parts = [part(2, length) for length in lengths]
             pairs = [tuple(parts[:2]), tuple(parts[2:])]
-            got, expected = ranks.train_step(pairs, HYPER), whole.train_step(parts, HYPER)
+            got, expected = ranks.train_step(pairs, HYPER), reference.train_step(parts, HYPER)
             np.testing.assert_allclose(got.loss, expected.loss, rtol=1e-6)
             np.testing.assert_allclose(got.grad_norm, expected.grad_norm, rtol=1e-5)
 
@@ -319,8 +319,8 @@ def test_the_loss_alone_is_a_stage(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     x = rng.standard_normal((20, WIDTH), np.float32)
     batch = {"x": x, "labels": rng.integers(0, CLASSES, 20)}
-    with TrainerGroup(one) as whole, TrainerGroup(out) as ranks:
-        got, expected = ranks.evaluate(batch), whole.evaluate(batch)
+    with TrainerGroup(one) as reference, TrainerGroup(out) as ranks:
+        got, expected = ranks.evaluate(batch), reference.evaluate(batch)
     assert got["correct"] == expected["correct"] and 0 < (expected["correct"] or 0) < 20
     np.testing.assert_allclose(got["loss"], expected["loss"], rtol=1e-6)
 

@@ -103,5 +103,5 @@ def test_data_ranks_of_sizes_of_their_own(tmp_path: Path) -> None:
             (expected.loss, expected.grad_norm), rel=1e-5
         )
         for name in ("w1", "w2"):
-            whole = one.gather(name)
-            np.testing.assert_allclose(group.gather(name), whole, atol=1e-5 * np.abs(whole).max())
+            want = one.gather(name)
+            np.testing.assert_allclose(group.gather(name), want, atol=1e-5 * np.abs(want).max())

@@ -81,7 +81,7 @@ QUICK = [CELLS[i] for i in (3, 5, 8)]
 def test_a_transformer_trains_to_the_same_bits(
     tmp_path: Path, mesh: dict[str, int], wanted: Any
 ) -> None:
-    # One position less than is even, and a batch that does not divide.
+    # One position less than is even, and a batch of uneven size.
     plain = shard(tmp_path / "a", gpt(), strategy(mesh), optimizer="adamw")
     clever = shard(tmp_path / "b", gpt(), strategy(mesh, wanted), optimizer="adamw")
     assert any(map(again, nodes_of(clever))) and not any(map(again, nodes_of(plain)))

@@ -57,7 +57,7 @@ def test_layer_norms_of_a_gpt_are_reduced_once(strategy: str, devices: int, tmp_
         assert not [n.op_type for n in made if n.op_type.startswith("Reduce")], norm
 
 
-@pytest.mark.parametrize("strategy", [REPLICATED, SPLIT], ids=["whole", "split"])
+@pytest.mark.parametrize("strategy", [REPLICATED, SPLIT], ids=["replicated", "split"])
 def test_rms_norm_is_trained_by_the_saved_deviation(strategy: str, tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     (tmp_path / "s.yaml").write_text(strategy)

@@ -77,9 +77,9 @@ def test_two_lengths_in_one_step(tmp_path: Path, loss: str, ignored: int | None)
             np.testing.assert_allclose(got.loss, expected.loss, rtol=1e-5)
             np.testing.assert_allclose(got.grad_norm, expected.grad_norm, rtol=1e-5)
             for name in ("w1", "w2"):
-                whole = one.gather(name)
+                want = one.gather(name)
                 np.testing.assert_allclose(
-                    two.gather(name), whole, rtol=0, atol=1e-5 * np.abs(whole).max()
+                    two.gather(name), want, rtol=0, atol=1e-5 * np.abs(want).max()
                 )
 
 

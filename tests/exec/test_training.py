@@ -101,8 +101,10 @@ def test_equals_one_device(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("strategy", ["dp=2,tp=4", "dp=4", "tp=2", "tp=8"])
 def test_transformer_of_four_layers(tmp_path: Path, strategy: str) -> None:
     ranks = shard(tmp_path / "ranks", transformer.build(), strategy, optimizer="adamw")
-    whole = shard(tmp_path / "one", transformer.build(), "replicate", optimizer="adamw", devices=1)
-    found = verify(ranks, whole, SHAPES, options=VerifyOptions(steps=5))
+    reference = shard(
+        tmp_path / "one", transformer.build(), "replicate", optimizer="adamw", devices=1
+    )
+    found = verify(ranks, reference, SHAPES, options=VerifyOptions(steps=5))
     assert [problem for case in found for problem in case.problems] == []
 
 

@@ -1,4 +1,4 @@
-"""Losses of a divided training run equal PyTorch's, the same network with the same weights."""
+"""Losses of a sharded training run equal PyTorch's, the same network with the same weights."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -104,8 +104,8 @@ def test_not_json(tmp_path: Path, text: str) -> None:
 def test_files_are_checked(tmp_path: Path) -> None:
     directory = hand_made.data_parallel(tmp_path / "a")
     path = directory / "rank0001.model.onnx"
-    whole = path.read_bytes()
-    path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     manifest = Manifest.load(directory)  # the size is the same, and checksums are read on request
     with pytest.raises(
         DirectoryError,
@@ -113,8 +113,8 @@ def test_files_are_checked(tmp_path: Path) -> None:
         r"expected SHA-256",
     ):
         manifest.verify_files()
-    path.write_bytes(whole[:-1])
-    size = len(whole)
+    path.write_bytes(content[:-1])
+    size = len(content)
     with pytest.raises(DirectoryError, match=f"truncated, expected {size} bytes, got {size - 1}"):
         Manifest.load(directory)
     path.unlink()

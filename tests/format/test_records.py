@@ -47,7 +47,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Whole:
+class Record:
     kind: Annotated[str, Key(("kind", "name")), Check("a or b", {"a", "b"}.__contains__)]
     flag: bool
     pairs: tuple[Pair, ...]
@@ -71,17 +71,17 @@ RAW: dict[str, Any] = {
 
 
 def test_there_and_back() -> None:
-    whole = from_json(Whole, RAW, "whole")
-    assert whole.pairs == (("n", (0, 1)), (3, ()))
-    assert whole.parts["q"] == Part("q", "p", 2.0)
-    assert whole.entries["e"] == Entry("e", 1, 2)
-    assert whole.more == ()
-    assert to_json(whole) == RAW
-    assert list(to_json(whole)) == list(RAW)
+    record = from_json(Record, RAW, "record")
+    assert record.pairs == (("n", (0, 1)), (3, ()))
+    assert record.parts["q"] == Part("q", "p", 2.0)
+    assert record.entries["e"] == Entry("e", 1, 2)
+    assert record.more == ()
+    assert to_json(record) == RAW
+    assert list(to_json(record)) == list(RAW)
 
 
 def test_an_optional_field_is_written_where_it_was_given() -> None:
-    assert to_json(from_json(Whole, {**RAW, "more": []}, "whole"))["more"] == []
+    assert to_json(from_json(Record, {**RAW, "more": []}, "record"))["more"] == []
 
 
 def test_what_may_be_none_may_be_missing_and_unknown_keys_are_ignored() -> None:
@@ -93,20 +93,20 @@ def test_what_may_be_none_may_be_missing_and_unknown_keys_are_ignored() -> None:
 @pytest.mark.parametrize(
     ("place", "value", "message"),
     [
-        (("kind",), [], "whole.kind: expected an object, got []"),
-        (("kind", "name"), "c", "whole.kind.name: expected a or b, got 'c'"),
-        (("kind", "name"), ..., "whole.kind: 'name' is missing"),
-        (("flag",), 1, "whole.flag: expected bool, got 1"),
-        (("pairs",), {}, "whole.pairs: expected list, got {}"),
-        (("pairs", 0, "size"), True, "whole.pairs[0].size: expected int or str, got True"),
-        (("pairs", 1, "atoms"), [1.5], "whole.pairs[1].atoms[0]: expected int, got 1.5"),
-        (("parts", 0, "weight"), "1", "whole.parts 'p'.weight: expected float, got '1'"),
-        (("parts", 0, "weight"), 10**400, "whole.parts 'p'.weight: expected a number of 64 bits"),
-        (("parts", 1, "name"), "p", "whole.parts: expected each name once, got 'p'"),
-        (("parts", 1, "from"), 1, "whole.parts 'q'.from: expected str, got 1"),
-        (("entries", "e"), 3, "whole.entries.e: expected an object, got 3"),
-        (("entries", "e", "high"), 0, "whole.entries.e.high: expected at least 1, got 0"),
-        (("rest",), ..., "whole: 'rest' is missing"),
+        (("kind",), [], "record.kind: expected an object, got []"),
+        (("kind", "name"), "c", "record.kind.name: expected a or b, got 'c'"),
+        (("kind", "name"), ..., "record.kind: 'name' is missing"),
+        (("flag",), 1, "record.flag: expected bool, got 1"),
+        (("pairs",), {}, "record.pairs: expected list, got {}"),
+        (("pairs", 0, "size"), True, "record.pairs[0].size: expected int or str, got True"),
+        (("pairs", 1, "atoms"), [1.5], "record.pairs[1].atoms[0]: expected int, got 1.5"),
+        (("parts", 0, "weight"), "1", "record.parts 'p'.weight: expected float, got '1'"),
+        (("parts", 0, "weight"), 10**400, "record.parts 'p'.weight: expected a number of 64 bits"),
+        (("parts", 1, "name"), "p", "record.parts: expected each name once, got 'p'"),
+        (("parts", 1, "from"), 1, "record.parts 'q'.from: expected str, got 1"),
+        (("entries", "e"), 3, "record.entries.e: expected an object, got 3"),
+        (("entries", "e", "high"), 0, "record.entries.e.high: expected at least 1, got 0"),
+        (("rest",), ..., "record: 'rest' is missing"),
     ],
 )
 def test_malformed(place: tuple[Any, ...], value: Any, message: str) -> None:
@@ -119,7 +119,7 @@ def test_malformed(place: tuple[Any, ...], value: Any, message: str) -> None:
     else:
         node[place[-1]] = value
     with pytest.raises(FormatError) as caught:
-        from_json(Whole, raw, "whole")
+        from_json(Record, raw, "record")
     assert str(caught.value).startswith(message)
 
 

@@ -1,4 +1,4 @@
-"""Random programs divided at random: the annotation of a plan, read again, is the plan."""
+"""Random programs sharded at random: the annotation of a plan, read again, is the plan."""
 
 import os
 

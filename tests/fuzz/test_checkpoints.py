@@ -28,7 +28,7 @@ VALUES: tuple[Any, ...] = (
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def intact(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("fuzz")
     with TrainerGroup(regression(folder / "a")) as group:
 
@@ -74,8 +74,8 @@ def tried(checkpoint: Path, target: Path) -> str | None:
 
 
 @pytest.fixture
-def copy(whole: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(whole, tmp_path / "copy"))
+def copy(intact: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(intact, tmp_path / "copy"))
 
 
 def test_values_that_are_something_else(copy: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Malformed models: a clear error or a whole directory, and nothing else.
+"""Malformed models: a clear error or a complete directory, and nothing else.
 
 Every case draws from a seed of its own; `ONNXPAR_FUZZ_SEED` shifts them all, `ONNXPAR_FULL` runs
 many more. A failure names the seed of its case.

@@ -54,12 +54,12 @@ def case(seed: int) -> bool:
     if parted is None:
         return False
     # Without optimizations: onnxruntime's scale fusion rounds scales of float64 to float32.
-    whole = evaluator(model, reference=False)
+    undivided = evaluator(model, reference=False)
     narrow = is_narrow(model)
     for _ in range(2):
         symbols = {"batch": divisor * draw.choice([1, 2, 3, 5]), "seq": draw.choice([1, 2, 5, 7])}
         data = feeds(model, symbols, seed)
-        want = whole(data)
+        want = undivided(data)
         table = parted.builder.table
         for equal in parted.equalities:
             sizes = [table.evaluate(side.size, symbols) for side in (equal.left, equal.right)]
@@ -78,7 +78,7 @@ def compare(name: str, got: Array, want: Array, tolerance: float, symbols: dict[
     if want.dtype.kind != "f":
         assert (got == want).all(), where
         return
-    assert np.isfinite(want).all(), f"{where}: the whole model itself overflows"
+    assert np.isfinite(want).all(), f"{where}: the undivided model itself overflows"
     error = np.abs(got - want).max()
     bound = tolerance * max(1.0, np.abs(want).max())
     assert error <= bound, f"{where}: expected an error up to {bound:.1e}, got {error:.1e}"

@@ -1,4 +1,4 @@
-"""Random PyTorch networks, exported and divided, train as they do in PyTorch, or are refused.
+"""Random PyTorch networks, exported and sharded, train as they do in PyTorch, or are refused.
 
 A case is one seed of `torch_training.py`, which says what is compared; `python -m
 tests.torch_training SEED --verbose`, with `models` on PYTHONPATH, repeats a failure.

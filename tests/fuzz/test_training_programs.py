@@ -84,7 +84,7 @@ def partitioned(analysed: Program, done: Differentiated, seeds: Seeds) -> Partit
     return partition(a, plan)
 
 
-def divided(analysed: Program, done: Differentiated, seed: int) -> PartitionedModel | None:
+def by_seed(analysed: Program, done: Differentiated, seed: int) -> PartitionedModel | None:
     """The program by the strategy of a seed; None where a random split is refused."""
     inputs = [v for v in analysed.model.graph.inputs if not (v.name or "").startswith(WEIGHT)]
     seeds = seeds_of(analysed, inputs, seed)
@@ -107,7 +107,7 @@ def case(seed: int) -> bool:
     if found is None:
         return False
     analysed, done = found
-    parted = divided(analysed, done, seed)
+    parted = by_seed(analysed, done, seed)
     if parted is None:
         return False
     one = partitioned(analysed, done, Seeds(Mesh.of(), {}, {}))
@@ -121,7 +121,7 @@ def case(seed: int) -> bool:
     assert got.keys() == want.keys() == {LOSS, *done.gradients.values()}
     # Of all gradients, since each may be the difference of some that are larger.
     scale = max(1.0, *(float(np.abs(array).max()) for array in want.values()))
-    assert np.isfinite(scale), "the whole program itself overflows"
+    assert np.isfinite(scale), "the undivided program itself overflows"
     for name, array in want.items():
         where = f"{name!r} at {symbols}"
         assert got[name].dtype == array.dtype and got[name].shape == array.shape, where

@@ -88,7 +88,7 @@ def test_what_is_no_golden_file_is_refused(text: str) -> None:
 
 @pytest.fixture(scope="module")
 def models() -> str:
-    """The models that are divided, as text."""
+    """The models that are sharded, as text."""
     return "\n".join("\n".join(golden.read(p.read_text("utf-8")).given.values()) for p in FILES)
 
 

@@ -157,8 +157,8 @@ def test_stages(standin_cuda: Mapping[str, str], tmp_path: Path, name: str, seed
         run(standin_cuda, ranks, [*arguments, "--checkpoint", str(saved)], **settings(seed))
         run(standin_cuda, 1, ["-m", "onnxpar.cli", "checkpoint", "merge", str(saved), str(merged)])
         (file,) = merged.rglob("*.safetensors")
-        whole = load_file(file)
-        return np.concatenate([whole[key].ravel() for key in sorted(whole)])
+        merged_tensors = load_file(file)
+        return np.concatenate([merged_tensors[key].ravel() for key in sorted(merged_tensors)])
 
     wanted = trained("one", {"devices": 1}, "--device", "cpu")
     found = trained("more", PIPELINES[name], "--device", "cuda", "--transport", "nccl")

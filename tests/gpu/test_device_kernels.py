@@ -465,7 +465,7 @@ def test_step(
 
 
 KEY = [2**40 + 7, 5, 3, 2**32 - 1]
-# Shape of the block, of the whole, and where the block begins.
+# Shape of the block, of the tensor, and where the block begins.
 BLOCKS = [
     ([], [], []),
     ([0, 4], [3, 4], [0, 0]),

@@ -1,4 +1,4 @@
-"""The 4-bit Llama against numpy, and divided against itself: a prompt, then tokens one by one."""
+"""The 4-bit Llama against numpy, and sharded or not: a prompt, then tokens one by one."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -63,8 +63,8 @@ def weights() -> dict[str, Array]:
         packed = found.pop(name)
         scales = found.pop(name.replace("_Q4", "_scales"))
         nibbles = np.stack([packed & 15, packed >> 4], -1).reshape(*scales.shape, -1)
-        whole = (nibbles.astype(np.float64) - 8) * scales[..., None]
-        found[name.removesuffix("_Q4")] = whole.reshape(len(packed), -1)
+        weight = (nibbles.astype(np.float64) - 8) * scales[..., None]
+        found[name.removesuffix("_Q4")] = weight.reshape(len(packed), -1)
     return found
 
 
@@ -130,15 +130,15 @@ def test_packed_projections_are_sharded_by_heads_too(tmp_path: Path) -> None:
     """As the builder of onnxruntime-genai packs them: one product, then one operand of three."""
     path = tmp_path / "packed.onnx"
     save(llama_4bit.build(SMALL, packed=True), path)
-    divided = shard_model(path, "tp=4", tmp_path / "out")
-    assert collectives(divided.partitioned) == {"AllReduce": 2 * SMALL.layers + 1}
+    sharded = shard_model(path, "tp=4", tmp_path / "out")
+    assert collectives(sharded.partitioned) == {"AllReduce": 2 * SMALL.layers + 1}
     np.savez(tmp_path / "prompt.npz", **feeds(IDS[:, :5], [5, 3, 4], 9))
-    (case,) = runtime.verify(divided.out, path, inputs=tmp_path / "prompt.npz")
+    (case,) = runtime.verify(sharded.out, path, inputs=tmp_path / "prompt.npz")
     assert case.ok, case
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_divided_steps_equal_the_undivided_model(
+def test_sharded_steps_equal_the_undivided_model(
     model: Path, strategy: str, tmp_path: Path
 ) -> None:
     """A prompt of uneven lengths over 3 sequences, and a step on its cache of full length."""
@@ -162,24 +162,24 @@ def test_random_steps_and_prompts_at_the_sizes_given(model: Path, tmp_path: Path
     assert all(case.ok for case in cases), cases
 
 
-def collectives(divided: PartitionedModel) -> Counter[str]:
-    return Counter(c.op for c in divided.builder.collectives)
+def collectives(sharded: PartitionedModel) -> Counter[str]:
+    return Counter(c.op for c in sharded.builder.collectives)
 
 
 @pytest.mark.parametrize(("strategy", "pieces"), STRATEGIES.items())
 def test_two_reductions_a_layer_and_a_cache_split_by_heads(
     model: Path, strategy: str, pieces: int, tmp_path: Path
 ) -> None:
-    divided = shard_model(model, strategy, tmp_path / "out").partitioned
+    sharded = shard_model(model, strategy, tmp_path / "out").partitioned
     # One for the split vocabulary of the embedding; the logits stay split.
-    assert collectives(divided) == {"AllReduce": 2 * SMALL.layers + 1}
-    tp = divided.plan.mesh.axis_atoms("tp")
-    outputs = divided.plan.outputs
+    assert collectives(sharded) == {"AllReduce": 2 * SMALL.layers + 1}
+    tp = sharded.plan.mesh.axis_atoms("tp")
+    outputs = sharded.plan.outputs
     assert outputs["logits"].dim_atoms(2) == tp
     for n in range(SMALL.layers):
         for part in ("key", "value"):
             assert outputs[f"present.{n}.{part}"].dim_atoms(1) == tp
             # What comes out goes in again as it is.
-            assert divided.plan.inputs[f"past_key_values.{n}.{part}"].dim_atoms(1) == tp
-    weight = divided.plan.parameters["model.layers.0.attn.q_proj.MatMul.weight_Q4"]
-    assert weight.strategy(divided.plan.mesh) == (pieces, 1, 1)
+            assert sharded.plan.inputs[f"past_key_values.{n}.{part}"].dim_atoms(1) == tp
+    weight = sharded.plan.parameters["model.layers.0.attn.q_proj.MatMul.weight_Q4"]
+    assert weight.strategy(sharded.plan.mesh) == (pieces, 1, 1)

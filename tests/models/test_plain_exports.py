@@ -1,4 +1,4 @@
-"""What PyTorch exports without simplifying it, sizes computed of sizes, is divided and trained."""
+"""What PyTorch exports without simplifying it, sizes computed of sizes, is sharded and trained."""
 
 import re
 from collections.abc import Callable
@@ -90,7 +90,7 @@ def exported(
 
 @pytest.mark.parametrize("preset", ["dp=2", "tp=2"])
 @pytest.mark.parametrize("train", [False, True], ids=["forward", "training"])
-def test_divided_at_odd_sizes(
+def test_sharded_at_odd_sizes(
     exported: tuple[Path, list[str]],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],

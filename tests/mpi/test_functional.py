@@ -45,7 +45,7 @@ def lines(text: str, ranks: int) -> list[str]:
 
 @pytest.mark.timeout(2 * SECONDS)
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_every_rank_has_the_whole_result(job: Start, tmp_path: Path, ranks: int) -> None:
+def test_every_rank_has_the_complete_result(job: Start, tmp_path: Path, ranks: int) -> None:
     body = """
 fn = onnxpar.shard(three_blocks.build(), ((size // 2, 2),), level=2,
                    parameter_plan={"block1.dense2.weight": (size, 1)})

@@ -37,10 +37,10 @@ def body():
             batches = [batch_of(size, 10 * step + k) for k, size in enumerate((3, 1, 4))]
             result = trainer.train_step(batches, {'lr': 0.1})
             print(rank.index, repr(result.loss), repr(result.grad_norm), flush=True)
-        whole = trainer.evaluate(batch_of(5), outputs=True)['outputs']
+        outputs = trainer.evaluate(batch_of(5), outputs=True)['outputs']
         arrays = {name: trainer.gather(name) for name in trainer.training.states}
         if rank.index == 0:
-            np.savez(sys.argv[2], **arrays, p=whole['p'])
+            np.savez(sys.argv[2], **arrays, p=outputs['p'])
     return 0
 raise SystemExit(guarded(rank, body))
 """

@@ -75,8 +75,8 @@ def test_the_tutorial_of_two_layers(tmp_path: Path, name: str) -> None:
     # The project's tolerance of a step, over twenty of them with one linear update each.
     np.testing.assert_allclose(got, expected, rtol=1e-5)
     assert expected[-1] < expected[0] / 2
-    whole, joined = load_file(tmp_path / "one.weights"), load_file(tmp_path / "ranks.weights")
-    assert set(whole) == set(joined) == {"matmul1.weight", "matmul2.weight"}
-    for key, array in whole.items():
+    weights, joined = load_file(tmp_path / "one.weights"), load_file(tmp_path / "ranks.weights")
+    assert set(weights) == set(joined) == {"matmul1.weight", "matmul2.weight"}
+    for key, array in weights.items():
         # Twenty updates, each off by at most some units of rounding of a gradient below 1.
         np.testing.assert_allclose(joined[key], array, rtol=0, atol=1e-6)

@@ -23,9 +23,9 @@ def body():
             hyper = dict(lr=0.1, momentum=0.9, clip_norm=1.0, momentum_first=float(step == 1))
             result = trainer.train_step([batch], hyper)
             print(rank.index, repr(result.loss), repr(result.grad_norm), flush=True)
-        whole = trainer.gather('onnxpar.grad.w')
-        if whole is not None:
-            np.save(sys.argv[3], whole)
+        gradient = trainer.gather('onnxpar.grad.w')
+        if gradient is not None:
+            np.save(sys.argv[3], gradient)
     return 0
 raise SystemExit(guarded(rank, body))
 """

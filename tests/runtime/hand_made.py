@@ -166,13 +166,13 @@ def endless(directory: Path, waits: int | None) -> Path:
             "float[n, 3] s) => (bool d, float[n, 3] t) { d = Identity(c)  t = Sin(s) }>"
             '  y, token = onnxpar.AllReduce<reduction: string = "sum", group: ints = [0, 1]>(z) }'
         )
-    whole = [[("batch", [])], [(3, [])]]
+    replicated = [[("batch", [])], [(3, [])]]
     return write(
         directory,
         texts,
         atoms=[2],
-        inputs=[tensor("x", "float32", ["batch", 3], whole)],
-        outputs=[tensor("y", "float32", ["batch", 3], whole)],
+        inputs=[tensor("x", "float32", ["batch", 3], replicated)],
+        outputs=[tensor("y", "float32", ["batch", 3], replicated)],
         symbols={"batch": {}},
         collectives=[collective("AllReduce", "y", [0], "12*batch")],
     )

@@ -427,8 +427,8 @@ def _update(shape: Shape, rank: int, own: Sequence[str]) -> str:
             body += f" sum_{w} = Add({total}, s_{w})"
             total = f"sum_{w}"
     if shape.stages > 1:
-        reduce(total, "whole", counterparts)
-        total = "whole"
+        reduce(total, "total", counterparts)
+        total = "total"
     body += f' "onnxpar.grad_norm" = Sqrt({total})'
     return _graph(", ".join([*head, 'double "onnxpar.hyper.lr"']), gives, body)
 

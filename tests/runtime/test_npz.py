@@ -85,9 +85,9 @@ def test_unreadable_files(tmp_path: Path) -> None:
         read_npz(tmp_path / "other.zip")
     with pytest.raises(InputError, match=r"not a readable .*directory"):
         read_npz(tmp_path)
-    write_npz(tmp_path / "whole.npz", {"x": np.arange(1000.0)})
-    whole = (tmp_path / "whole.npz").read_bytes()
-    (tmp_path / "half.npz").write_bytes(whole[: len(whole) // 2])
+    write_npz(tmp_path / "complete.npz", {"x": np.arange(1000.0)})
+    complete = (tmp_path / "complete.npz").read_bytes()
+    (tmp_path / "half.npz").write_bytes(complete[: len(complete) // 2])
     with pytest.raises(InputError, match="not a readable"):
         read_npz(tmp_path / "half.npz")
     with zipfile.ZipFile(tmp_path / "member.npz", "w") as archive:
@@ -97,7 +97,7 @@ def test_unreadable_files(tmp_path: Path) -> None:
     assert str(caught.value).count("member.npz") == 1
 
 
-def test_written_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_written_completely_or_not_at_all(tmp_path: Path) -> None:
     target = tmp_path / "out.npz"
     write_npz(target, {"y": np.arange(3)})
     assert read_npz(target)["y"].tolist() == [0, 1, 2]

@@ -106,8 +106,8 @@ def test_malformed(tmp_path: Path, data: bytes, message: str) -> None:
 
 
 def test_truncated(tmp_path: Path) -> None:
-    whole = write(tmp_path / "a", ARRAYS).read_bytes()
-    for length in range(0, len(whole), 7):
-        (tmp_path / "b").write_bytes(whole[:length])
+    content = write(tmp_path / "a", ARRAYS).read_bytes()
+    for length in range(0, len(content), 7):
+        (tmp_path / "b").write_bytes(content[:length])
         with pytest.raises(InputError, match="not a readable safetensors file"):
             read_tensors(tmp_path / "b")

@@ -45,8 +45,8 @@ def test_a_file_that_has_changed_is_found(tmp_path: Path) -> None:
     model = hand_made.undivided(tmp_path / "m.onnx", DOUBLE)
     directory = hand_made.data_parallel(tmp_path / "a")
     path = directory / "rank0001.model.onnx"
-    whole = path.read_bytes()
-    path.write_bytes(whole.replace(b"Add", b"Sub", 1))
+    content = path.read_bytes()
+    path.write_bytes(content.replace(b"Add", b"Sub", 1))
     with pytest.raises(
         DirectoryError,
         match=r"rank0001\.model\.onnx: its content has changed: "
@@ -128,17 +128,17 @@ def test_integers_stay_in_range(tmp_path: Path) -> None:
         "  twice = Mul(wide, two)  b = Gather(short, twice)  m = Cast<to: int = 1>(mask)"
         "  s = Add(a, b)  y = Mul(s, m) }"
     )
-    whole = [[("n", [])]]
+    replicated = [[("n", [])]]
     directory = hand_made.write(
         tmp_path / "a",
         [text] * 2,
         atoms=[2],
         inputs=[
-            hand_made.tensor("ids", "int64", ["n"], whole),
-            hand_made.tensor("small", "int32", ["n"], whole),
-            hand_made.tensor("mask", "int64", ["n"], whole),
+            hand_made.tensor("ids", "int64", ["n"], replicated),
+            hand_made.tensor("small", "int32", ["n"], replicated),
+            hand_made.tensor("mask", "int64", ["n"], replicated),
         ],
-        outputs=[hand_made.tensor("y", "float32", ["n"], whole)],
+        outputs=[hand_made.tensor("y", "float32", ["n"], replicated)],
     )
     model = hand_made.undivided(tmp_path / "m.onnx", text)
     program = Manifest.load(directory).program("model")
@@ -163,17 +163,17 @@ CACHE = (
 
 
 def cached(out: Path) -> Path:
-    whole = {n: [[(n, [])]] for n in ("past", "total", "seq")}
+    replicated = {n: [[(n, [])]] for n in ("past", "total", "seq")}
     return hand_made.write(
         out,
         [CACHE] * 2,
         atoms=[2],
         inputs=[
-            hand_made.tensor("cache", "float32", ["past"], whole["past"]),
-            hand_made.tensor("mask", "int64", ["total"], whole["total"]),
-            hand_made.tensor("ids", "int64", ["seq"], whole["seq"]),
+            hand_made.tensor("cache", "float32", ["past"], replicated["past"]),
+            hand_made.tensor("mask", "int64", ["total"], replicated["total"]),
+            hand_made.tensor("ids", "int64", ["seq"], replicated["seq"]),
         ],
-        outputs=[hand_made.tensor("y", "float32", ["seq"], whole["seq"])],
+        outputs=[hand_made.tensor("y", "float32", ["seq"], replicated["seq"])],
     )
 
 

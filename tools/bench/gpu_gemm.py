@@ -1,6 +1,6 @@
 """Operations a second of a large matrix product in onnxruntime: `gpu_gemm.py DEVICE TYPE SIZE`.
 
-A chain of square products on the device, timed as a whole: the most that a step of matrix products
+A chain of square products on the device, timed together: the most that a step of matrix products
 could reach. Several rounds; the fastest counts. Used by tools/bench/gpu.py.
 """
 

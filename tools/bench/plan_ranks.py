@@ -1,4 +1,4 @@
-"""One rank of tools/bench/plan.py: runs several divided programs in turns and times them."""
+"""One rank of tools/bench/plan.py: runs several sharded programs in turns and times them."""
 
 import json
 import sys

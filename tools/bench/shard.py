@@ -128,7 +128,7 @@ def graph_task(model: str, strategy: str, out: str, profile: str) -> None:
 
 
 def weights_task(model: str, strategy: str, folder: str, repeats: str) -> None:
-    """The whole of `onnxpar shard`, and `cp` of its weights, in turn."""
+    """All of `onnxpar shard`, and `cp` of its weights, in turn."""
     from onnxpar.api.shard_model import shard_model
 
     data = f"{model}.data"

@@ -347,7 +347,7 @@ def measure(
 
 
 def by_operator(files: Sequence[Path]) -> dict[str, tuple[float, int]]:
-    """Seconds and calls of each operator in onnxruntime's profiles, and of `run`, the whole."""
+    """Seconds and calls of each operator in onnxruntime's profiles, and of `run`."""
     found: dict[str, tuple[float, int]] = defaultdict(lambda: (0.0, 0))
     for file in files:
         for event in json.loads(file.read_text(encoding="utf-8")):
@@ -371,11 +371,11 @@ def profile(side: Side, job: Job, prepared: PreparedModels) -> None:
         seconds = running.steps(PROFILED).seconds
     found = by_operator(sorted(running.scratch.glob("profile-*")))
     share = 1e3 / PROFILED / side.ranks
-    whole, _ = found.pop("run", (0.0, 0))
+    runs, _ = found.pop("run", (0.0, 0))
     kernels = sum(s for s, _ in found.values())
     print(
         f"{job.model} {job.optimizer} {side.label}, under the profiler: a step "
-        f"{seconds / PROFILED * 1e3:.2f} ms, runs {whole * share:.2f} ms, operators "
+        f"{seconds / PROFILED * 1e3:.2f} ms, runs {runs * share:.2f} ms, operators "
         f"{kernels * share:.2f} ms"
     )
     for operator, (spent, calls) in sorted(found.items(), key=lambda item: -item[1][0])[:SHOWN]:

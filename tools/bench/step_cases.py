@@ -93,7 +93,7 @@ LARGE = {"gpt1024": gpt(12, 1024, 16, 1024, 8, 50304)}
 """For GPUs."""
 _TINY = gpt(2, 64, 4, 16, 4, 256)
 QUICK = {"mlp": mlp(64, 16), "gpt": _TINY, "gpt1024": _TINY}
-"""Of the same form and so small that the whole bench takes a minute; says nothing about speed."""
+"""Of the same form and so small that the bench takes a minute; says nothing about speed."""
 OPTIMIZERS = ("sgd", "adamw")
 WEIGHT_DECAY = {"sgd": 0.0, "adamw": 0.01}
 """For tensors of two dims or more; biases and scales do not decay."""

@@ -1,6 +1,6 @@
 """Which dims of many tensors are the same: a union-find of dims and of their parts.
 
-A dim has one part until an operator divides it into several, major first, as a Reshape separates
+A dim has one part until an operator splits it into several, major first, as a Reshape separates
 batch from heads. It then has these parts wherever it occurs.
 """
 
@@ -52,7 +52,7 @@ class DimParts:
     def unify(
         self, ones: Sequence[int], others: Sequence[int], why: str, *, assume: bool = False
     ) -> None:
-        """Notes that two lists of parts are the same; a part is divided where the other is finer.
+        """Notes that two lists of parts are the same; a part is split where the other is finer.
 
         Parts that are not proved to have equal sizes must not be sharded, for the reason given. But
         with `assume`, two single parts are assumed to be equal unless both sizes are numbers.
@@ -71,14 +71,14 @@ class DimParts:
                 left.pop(0)
                 right.pop(0)
             elif (rest := exact_div(one, other)) is not None:
-                left[:1] = self._divide(a, other, rest)
+                left[:1] = self._split(a, other, rest)
             elif (rest := exact_div(other, one)) is not None:
-                right[:1] = self._divide(b, one, rest)
+                right[:1] = self._split(b, one, rest)
             else:
                 break
         self.forbid([*left, *right], why)
 
-    def _divide(self, part: int, major: Dim, minor: Dim) -> list[int]:
+    def _split(self, part: int, major: Dim, minor: Dim) -> list[int]:
         why = self.fixed.get(part)
         inside = (self.new(major), self.new(minor))
         self._inside[part] = inside

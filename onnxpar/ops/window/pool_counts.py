@@ -25,7 +25,7 @@ from onnxpar.ops.window.halo import Table, by_place, places
 
 
 def counts_all(view: NodeView, dim: Spatial) -> bool:
-    """Whether every result of a dim is proved to count the whole kernel."""
+    """Whether every result of a dim is proved to count all elements of the kernel."""
     if dim.before is None or dim.after is None:
         return False
     include = bool(view.attr("count_include_pad", 0))

@@ -30,8 +30,8 @@ void LiveBytes::install() { check(api().register_allocator(env_, this)); }
 void LiveBytes::uninstall() { check(api().unregister_allocator(env_, info_)); }
 
 void* LiveBytes::take(size_t bytes) {
-  const size_t whole = (bytes + 2 * kAlignment - 1) / kAlignment * kAlignment;
-  void* block = bytes == 0 || whole < bytes ? nullptr : std::aligned_alloc(kAlignment, whole);
+  const size_t rounded = (bytes + 2 * kAlignment - 1) / kAlignment * kAlignment;
+  void* block = bytes == 0 || rounded < bytes ? nullptr : std::aligned_alloc(kAlignment, rounded);
   // For onnxruntime a null pointer means that there is no memory, except for zero bytes.
   if (block == nullptr) return nullptr;
   *static_cast<size_t*>(block) = bytes;

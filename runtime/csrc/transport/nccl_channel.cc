@@ -92,9 +92,9 @@ std::unique_ptr<NcclSender::Message> NcclSender::message_of(size_t bytes, cuda::
     }
   }
   auto made = std::make_unique<Message>();
-  size_t whole = 1;
-  while (whole < bytes) whole *= 2;
-  made->slab.get(whole, stream);
+  size_t rounded = 1;
+  while (rounded < bytes) rounded *= 2;
+  made->slab.get(rounded, stream);
   return made;
 }
 

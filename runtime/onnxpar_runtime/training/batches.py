@@ -134,7 +134,7 @@ def plan_training(count: int, batch: int, accumulate: int, dim: BatchDim) -> Epo
     number of micro-batches satisfies the constraint.
 
     Raises:
-        LaunchError: A full batch cannot be divided into admissible micro-batches, or there are too
+        LaunchError: A full batch cannot be split into admissible micro-batches, or there are too
             few samples for a step.
     """
     if batch < 1 or accumulate < 1:
@@ -258,7 +258,7 @@ def steps_from(
 
     Raises:
         InputError: A batch lacks an input, or has no dim of samples.
-        LaunchError: A batch cannot be divided into admissible micro-batches.
+        LaunchError: A batch cannot be split into admissible micro-batches.
     """
     for number, batch in enumerate(stream.open(request), 1):
         parts = batch if isinstance(batch, tuple) else (batch,)
@@ -268,12 +268,12 @@ def steps_from(
         if accumulate == 1:
             yield Step((batch,), sum(counts))
             continue
-        divided = [
-            _divided(part, count, len(parts), accumulate, specs, dim, where)
+        split = [
+            _split_arrays(part, count, len(parts), accumulate, specs, dim, where)
             for part, count in zip(parts, counts, strict=True)
         ]
         micro = tuple(
-            tuple(row) if isinstance(batch, tuple) else row[0] for row in zip(*divided, strict=True)
+            tuple(row) if isinstance(batch, tuple) else row[0] for row in zip(*split, strict=True)
         )
         yield Step(micro, sum(counts))
 
@@ -289,7 +289,7 @@ def _count(arrays: Arrays, specs: Sequence[TensorEntry], where: str) -> int:
     return len(arrays[first])
 
 
-def _divided(
+def _split_arrays(
     arrays: Arrays,
     count: int,
     ranks: int,
@@ -305,12 +305,12 @@ def _divided(
             f"{where}: {count * ranks} samples{_in_parts(accumulate)}: "
             f"{dim.limits(count * ranks, accumulate)}"
         )
-    rows, start, divided = per_sample(specs), 0, []
+    rows, start, split = per_sample(specs), 0, []
     for size in sizes:
         stop = start + size // ranks
-        divided.append({n: a[start:stop] if n in rows else a for n, a in arrays.items()})
+        split.append({n: a[start:stop] if n in rows else a for n, a in arrays.items()})
         start = stop
-    return divided
+    return split
 
 
 class Ahead(Generic[T]):

@@ -200,7 +200,7 @@ To bits(From from) {
 }
 
 inline unsigned lane() { return machine.current->number % kWarp; }
-inline void whole(unsigned mask) {
+inline void check_mask(unsigned mask) {
   if (mask != 0xffffffffu) fail("a mask that is not the whole warp");
 }
 
@@ -215,11 +215,11 @@ inline void __syncthreads() { standin::wait_for(standin::Wait::kBlock); }
 inline void __syncwarp() { standin::wait_for(standin::Wait::kWarp); }
 template <class T>
 T __shfl_xor_sync(unsigned mask, T value, int with) {
-  standin::whole(mask);
+  standin::check_mask(mask);
   return standin::exchange(value, standin::lane() ^ static_cast<unsigned>(with));
 }
 inline unsigned __ballot_sync(unsigned mask, bool set) {
-  standin::whole(mask);
+  standin::check_mask(mask);
   const unsigned self = standin::machine.current->number;
   memcpy(standin::machine.slots[self], &set, sizeof(set));
   standin::wait_for(standin::Wait::kWarp);

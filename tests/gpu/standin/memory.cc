@@ -50,16 +50,16 @@ struct Memory {
     free[0] = kTotal;
   }
   void* allocate(size_t size) {
-    size_t const whole = size == 0 ? kPage : (size + kPage - 1) / kPage * kPage;
+    size_t const rounded = size == 0 ? kPage : (size + kPage - 1) / kPage * kPage;
     std::lock_guard<std::mutex> lock(mutex);
     for (auto at = free.begin(); at != free.end(); ++at) {
-      if (at->second < whole) continue;
-      size_t const offset = at->first, left = at->second - whole;
+      if (at->second < rounded) continue;
+      size_t const offset = at->first, left = at->second - rounded;
       free.erase(at);
-      if (left != 0) free[offset + whole] = left;
-      live[offset] = whole;
-      used += whole;
-      madvise(base + offset, whole, MADV_DONTNEED);  // zeros
+      if (left != 0) free[offset + rounded] = left;
+      live[offset] = rounded;
+      used += rounded;
+      madvise(base + offset, rounded, MADV_DONTNEED);  // zeros
       return base + offset;
     }
     return nullptr;
@@ -209,12 +209,12 @@ int cudaFreeAsync(void* address, void* stream) {
 }
 int cudaHostAlloc(void** address, size_t size, unsigned) {
   if (int const result = halt("cudaHostAlloc")) return result;
-  size_t const whole = (size + kPage) / kPage * kPage;
-  *address = aligned_alloc(kPage, whole);
+  size_t const rounded = (size + kPage) / kPage * kPage;
+  *address = aligned_alloc(kPage, rounded);
   if (*address == nullptr) return kOutOfMemory;
   memset(*address, 0, size);
   std::lock_guard<std::mutex> lock(memory().mutex);
-  memory().pinned[static_cast<char*>(*address)] = whole;
+  memory().pinned[static_cast<char*>(*address)] = rounded;
   standin_log("pinned", "%zu", size);
   return kSuccess;
 }

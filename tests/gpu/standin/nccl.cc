@@ -61,7 +61,7 @@ struct Step {  // what a rank is about to do
 struct Box {  // one direction between two ranks
   std::atomic<uint64_t> written, read;  // pieces
   std::atomic<bool> ends[2];            // whether the sender and the receiver have come
-  size_t whole;
+  size_t total;
   unsigned char data[kSlot];
 };
 struct Shared {
@@ -261,13 +261,13 @@ int exchange(const std::vector<Message>& messages) {
       size_t const n = u.message.bytes - u.at < kSlot ? u.message.bytes - u.at : kSlot;
       if (u.message.sends ? box.written != box.read : box.written == box.read) continue;
       if (u.message.sends) {
-        box.whole = u.message.bytes;
+        box.total = u.message.bytes;
         memcpy(box.data, u.message.data + u.at, n);
         ++box.written;
       } else {
-        if (box.whole != u.message.bytes) {
+        if (box.total != u.message.bytes) {
           return error(kInvalidUsage, "a receive of " + std::to_string(u.message.bytes) +
-                                          " bytes meets a send of " + std::to_string(box.whole));
+                                          " bytes meets a send of " + std::to_string(box.total));
         }
         memcpy(u.message.data + u.at, box.data, n);
         ++box.read;

@@ -105,11 +105,11 @@ std::string without_namespaces(const std::string& text) {
 }
 
 Instance parse(const std::string& text) {
-  const std::string whole = without_namespaces(text);
-  Instance made{whole.substr(0, whole.find('<')), {}};
+  const std::string plain = without_namespaces(text);
+  Instance made{plain.substr(0, plain.find('<')), {}};
   int depth = 0;
-  for (size_t i = made.name.size(); i < whole.size(); ++i) {
-    const char c = whole[i];
+  for (size_t i = made.name.size(); i < plain.size(); ++i) {
+    const char c = plain[i];
     if (c == '>' && --depth == 0) break;
     if (depth == 1 && c == ',') {
       made.arguments.emplace_back();
@@ -270,9 +270,9 @@ Work provider_kernel(const char* name, void** arguments) {
   const std::unique_ptr<char, decltype(&free)> text(
       abi::__cxa_demangle(name, nullptr, nullptr, &status), &free);
   if (status != 0) return nullptr;
-  std::string whole = text.get();
-  if (whole.rfind("void ", 0) == 0) whole.erase(0, 5);
-  const Instance kernel = parse(whole);
+  std::string demangled = text.get();
+  if (demangled.rfind("void ", 0) == 0) demangled.erase(0, 5);
+  const Instance kernel = parse(demangled);
   Work work;
   if (kernel.name == "_UnaryElementWise") work = unary(kernel, arguments);
   if (kernel.name == "_BinaryElementWiseSimple") work = simple(kernel, arguments);

@@ -187,11 +187,11 @@ def test_each_level_has_a_plan_of_its_own(sharded: Make, tmp_path: Path) -> None
     ir.save(two_layer.build(inputs=512, hidden=512, outputs=512), path)
     x = numbers(34, 512)
     session = onnxruntime.InferenceSession(path)
-    whole = session.run(None, {session.get_inputs()[0].name: x})[0]
+    expected = session.run(None, {session.get_inputs()[0].name: x})[0]
     found = set()
     for level in (0, 1, 2):
         fn = sharded(path, (None,), None, None, level, devices=4)
-        close(fn(x), whole)
+        close(fn(x), expected)
         found.add(tuple(str(shards(fn, f"/matmul{i}/MatMul")) for i in (1, 2)))
     assert len(found) == 3
 
@@ -211,11 +211,11 @@ def test_blocks_are_sharded_one_by_one(sharded: Make) -> None:
         onnxpar.part(model, "/block1/*"), ((1, 8),), parameter_plan={"block1.dense2.weight": (8, 1)}
     )
     block2 = sharded(onnxpar.part(model, "/block2/*"), ((8, 1),))
-    whole = onnxruntime.InferenceSession(ir.to_proto(model).SerializeToString())
+    undivided = onnxruntime.InferenceSession(ir.to_proto(model).SerializeToString())
     for rows in (16, 40, 6):
         x = numbers(rows, 32)
         got = net(block2(block1(x)), [3])
-        np.testing.assert_allclose(got, whole.run(None, {"x": x})[0], rtol=0, atol=1e-5)
+        np.testing.assert_allclose(got, undivided.run(None, {"x": x})[0], rtol=0, atol=1e-5)
     assert shards(block1, "/block1/dense1/Gemm")[0][0] == [1, 8]
     assert shards(block1, "/block1/dense2/Gemm")[0][1] == [8, 1]
     assert shards(block2, "/block2/dense1/Gemm")[0][0] == [8, 1]

@@ -84,7 +84,7 @@ def expected(kind: LossKind, logits: Array, labels: Array) -> float:
 
 @pytest.mark.parametrize("kind", [k for k in LossKind if k is not LossKind.OUTPUT])
 @pytest.mark.parametrize("name", CASES)
-def test_divided_losses(name: str, kind: LossKind) -> None:
+def test_sharded_losses(name: str, kind: LossKind) -> None:
     case = CASES[name]
     rng = np.random.default_rng(0)
     sizes = [SIZES[d] for d in case.dims]

@@ -140,7 +140,7 @@ def test_an_unknown_axis_is_named_with_those_there_are() -> None:
         Mesh.of(dp=2, tp=4).axis_atoms("pp")
 
 
-def test_runs_are_described_by_axes_where_they_are_whole() -> None:
+def test_runs_are_described_by_axes_where_they_are_complete() -> None:
     mesh = Mesh.of(dp=2, tp=4)
     assert mesh.describe((0, 1, 2)) == "dp.tp"
     assert mesh.describe((1, 2, 0)) == "tp.dp"

@@ -52,7 +52,7 @@ BAD = (
     ("m -> m; linear: mean 0", "expected 'linear"),
     ("m -> m; linear: sum x", "are numbers"),
     ("m -> m; odd: m", "unknown clause"),
-    ("m -> m; whole m", "has no ':'"),
+    ("m -> m; all m", "has no ':'"),
     ("m & -> m", "cannot read"),
 )
 

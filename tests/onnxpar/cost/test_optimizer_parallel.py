@@ -59,8 +59,8 @@ def test_what_cannot_become_smaller_stays() -> None:
 def test_a_component_of_a_dim_is_sharded() -> None:
     """Three projections in one dim, heads sharded: further shards stay within a component."""
     dim = (Component(3), Component(12, (TP,)))
-    whole = Sharding((dim, (Component(5),)))
-    found = shard_further(whole, (A, B), MESH)
+    given = Sharding((dim, (Component(5),)))
+    found = shard_further(given, (A, B), MESH)
     assert found is not None
     assert found == Sharding(((Component(3), Component(12, (TP, A, B))), (Component(5),)))
     assert found == found.canonical(MESH, NO_CONSTRAINTS)
@@ -84,13 +84,13 @@ def nothing() -> Program:
 
 @pytest.mark.parametrize("level", [0, 1, 2, 3])
 def test_levels_split_more_and_more(level: int) -> None:
-    whole = Sharding.of((8, 6), [(), (TP,)])
+    given = Sharding.of((8, 6), [(), (TP,)])
     shard = Sharding.of((8, 6), [(A, B), (TP,)])
     options = OptimizerParallel(level, threshold=0)
-    found = shard_states(plan_of(whole, (A, B), (A, B)), {"w": "grad.w"}, {"w": 4}, options)
-    assert found.moment("w") == (shard if level >= 1 else whole)
-    assert found.gradient("w") == (shard if level >= 2 else whole.with_partial((A, B)))
-    assert found.parameter("w") == (shard if level >= 3 else whole)
+    found = shard_states(plan_of(given, (A, B), (A, B)), {"w": "grad.w"}, {"w": 4}, options)
+    assert found.moment("w") == (shard if level >= 1 else given)
+    assert found.gradient("w") == (shard if level >= 2 else given.with_partial((A, B)))
+    assert found.parameter("w") == (shard if level >= 3 else given)
     laid = found.training(nothing())
     assert laid.gathered == (frozenset({"w"}) if level == 3 else frozenset())
     assert laid.plan.outputs["grad.w"] == found.gradient("w")
@@ -99,18 +99,18 @@ def test_levels_split_more_and_more(level: int) -> None:
 
 
 def test_a_group_leaves_the_rest_of_a_gradient_pending() -> None:
-    whole = Sharding.replicated((8, 6))
+    given = Sharding.replicated((8, 6))
     options = OptimizerParallel(2, threshold=0, group=2)
-    found = shard_states(plan_of(whole, (A, B), (A, B)), {"w": "grad.w"}, {"w": 4}, options)
+    found = shard_states(plan_of(given, (A, B), (A, B)), {"w": "grad.w"}, {"w": 4}, options)
     assert found.gradient("w") == Sharding.of((8, 6), [(B,), ()], (A,))
 
 
 def test_the_threshold_counts_a_devices_bytes() -> None:
     """8 x 6 in three parts: 16 elements of 4 bytes."""
-    whole = Sharding.of((8, 6), [(), (TP,)])
+    given = Sharding.of((8, 6), [(), (TP,)])
     for threshold, dtype in itertools.product((63, 64, 65), (2, 4)):
         options = OptimizerParallel(1, threshold)
-        found = shard_states(plan_of(whole, (A,), (A,)), {"w": "grad.w"}, {"w": dtype}, options)
+        found = shard_states(plan_of(given, (A,), (A,)), {"w": "grad.w"}, {"w": dtype}, options)
         assert ("w" in found.shards) == (16 * dtype >= threshold)
 
 
@@ -118,6 +118,6 @@ def test_a_parameter_without_replicas_has_no_shard() -> None:
     """Split over the batch's axis already, or nothing splits the batch."""
     options = OptimizerParallel(1, threshold=0)
     for held, batch in ((((A, B), ()), (A, B)), (((), ()), ())):
-        whole = Sharding.of((8, 6), list(held))
-        found = shard_states(plan_of(whole, (), batch), {"w": "grad.w"}, {"w": 4}, options)
-        assert found.shards == {} and found.moment("w") == whole
+        given = Sharding.of((8, 6), list(held))
+        found = shard_states(plan_of(given, (), batch), {"w": "grad.w"}, {"w": 4}, options)
+        assert found.shards == {} and found.moment("w") == given

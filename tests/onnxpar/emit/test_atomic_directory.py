@@ -289,8 +289,8 @@ def test_an_interrupt_whose_exception_is_caught_is_raised_at_the_end(tmp_path: P
     ):
         with suppress(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
-        (folder / "whole").write_bytes(b"x")
-    assert names(tmp_path / "out") == {"whole"} and names(tmp_path) == {"out"}
+        (folder / "complete").write_bytes(b"x")
+    assert names(tmp_path / "out") == {"complete"} and names(tmp_path) == {"out"}
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 

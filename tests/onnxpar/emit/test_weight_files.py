@@ -95,12 +95,12 @@ def test_shards_are_what_split_says(
 ) -> None:
     mesh, sharding, chunk = case
     shape = tuple(int(s) for s in sharding.shape)
-    whole = np.arange(1, np.prod(shape, dtype=int) + 1).astype(dtype).reshape(shape)
+    array = np.arange(1, np.prod(shape, dtype=int) + 1).astype(dtype).reshape(shape)
     folder = tmp_path_factory.mktemp("weights")
-    if data != "memory" and whole.size:
-        tensor: ir.TensorProtocol = external(folder / "model.data", "w", whole, 5)
+    if data != "memory" and array.size:
+        tensor: ir.TensorProtocol = external(folder / "model.data", "w", array, 5)
     else:
-        tensor = ir.tensor(whole)
+        tensor = ir.tensor(array)
     p = parameter("w", tensor, sharding, mesh)
     places = layout([p], mesh)
     with pytest.MonkeyPatch.context() as patch:
@@ -109,7 +109,7 @@ def test_shards_are_what_split_says(
             # No system knows this advice, so pages cannot be requested.
             patch.setattr(weight_sources, "MADV_POPULATE_READ", -1)
         # Nothing smaller than an element can be read at a time.
-        files = write_weights([p], places, folder, chunk=max(chunk, whole.itemsize))
+        files = write_weights([p], places, folder, chunk=max(chunk, array.itemsize))
     for name, written in files.items():
         content = (folder / name).read_bytes()
         assert (len(content), hashlib.sha256(content).hexdigest()) == (
@@ -117,14 +117,14 @@ def test_shards_are_what_split_says(
             written.sha256,
         )
         assert len(content) == places.files[name].size
-    joined = np.zeros_like(whole)
+    joined = np.zeros_like(array)
     for rank in range(mesh.size):
         part = stored(folder, p, mesh, rank)
-        np.testing.assert_array_equal(part, split(whole, sharding, mesh, rank))
+        np.testing.assert_array_equal(part, split(array, sharding, mesh, rank))
         for box in sharding.sized(mesh).boxes(rank, padded=True):
             inside = part[tuple(slice(*i) for i in box.local)]
             joined[tuple(slice(*i) for i in box.source)] = inside
-    np.testing.assert_array_equal(joined, whole)
+    np.testing.assert_array_equal(joined, array)
 
 
 def test_ranks_that_hold_the_same_share_one_file(tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ def test_ranks_that_hold_the_same_share_one_file(tmp_path: Path) -> None:
     tp = MESH.axis_atoms("tp")
     arrays = {
         "split": (rng.random((8, 6)).astype(np.float32), sharding_of([(8, tp)], [(6, [])])),
-        "whole": (rng.random(5).astype(np.float32), sharding_of([(5, [])])),
+        "replicated": (rng.random(5).astype(np.float32), sharding_of([(5, [])])),
         "all": (rng.random((8, 3)).astype(np.float32), sharding_of([(8, [0, 1, 2])], [(3, [])])),
     }
     ps = [parameter(name, a, s, MESH) for name, (a, s) in arrays.items()]
@@ -206,8 +206,8 @@ def test_onnxruntime_reads_every_shard(tmp_path: Path, rank: int) -> None:
         tmp_path / "out" / f"rank{rank:04d}.model.onnx", providers=["CPUExecutionProvider"]
     )
     got = dict(zip([o.name for o in session.get_outputs()], session.run(None, {}), strict=True))
-    for name, (whole, sharding) in arrays.items():
-        np.testing.assert_array_equal(got[f"{name}.shard"], split(whole, sharding, MESH, rank))
+    for name, (array, sharding) in arrays.items():
+        np.testing.assert_array_equal(got[f"{name}.shard"], split(array, sharding, MESH, rank))
 
 
 def test_one_rank_gets_its_own_files_only(tmp_path: Path) -> None:
@@ -295,12 +295,12 @@ def test_weights_are_read_from_their_place_in_a_file(tmp_path: Path) -> None:
     ]
     write([exposing(ps, MESH)], tmp_path / "out", model_name="m")
     places = layout(ps, MESH)
-    for p, whole in zip(ps, (first, second), strict=True):
+    for p, array in zip(ps, (first, second), strict=True):
         for rank in range(MESH.size):
             shard = places.shard(p.name, rank)
             content = (tmp_path / "out" / shard.file).read_bytes()[shard.offset :]
-            part = np.frombuffer(content[: shard.length], whole.dtype).reshape(shard.shape)
-            np.testing.assert_array_equal(part, split(whole, p.sharding, MESH, rank))
+            part = np.frombuffer(content[: shard.length], array.dtype).reshape(shard.shape)
+            np.testing.assert_array_equal(part, split(array, p.sharding, MESH, rank))
 
 
 @pytest.mark.parametrize("ranks", [None, [3], [0, 5]])

@@ -88,7 +88,7 @@ def test_an_attribute_that_refers_to_the_functions_own() -> None:
     assert not analyse(ir.from_proto(proto), {}).rules.reasons
 
 
-def test_axes_that_some_runtimes_take_twice_are_computed_whole() -> None:
+def test_axes_that_some_runtimes_take_twice_are_replicated() -> None:
     reasons = analyse(model("ReduceMax<axes = [0, 0]>(x)", 13), {}).rules.reasons
     assert reasons == {"bad": "node 'bad' (ReduceMax): 'axes': expected distinct axes, got [0, 0]"}
 

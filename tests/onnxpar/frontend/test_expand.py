@@ -62,7 +62,7 @@ FORWARD = {
 
 
 @pytest.mark.parametrize("title", FORWARD)
-def test_divided_through_its_body(title: str) -> None:
+def test_sharded_through_its_body(title: str) -> None:
     text, opset = FORWARD[title]
     proto = parse(text, opset)
     del proto.opset_import[1:]

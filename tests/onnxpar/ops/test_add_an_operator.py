@@ -38,7 +38,7 @@ def registry(example: dict[str, Any]) -> Registry:
 
 
 @pytest.mark.parametrize("text", blocks("python case")[0].splitlines())
-def test_the_example_divides_the_operator(text: str, registry: Registry) -> None:
+def test_the_example_shards_the_operator(text: str, registry: Registry) -> None:
     case: Case = eval(text, {"Case": Case})
     case = Case(case.node, case.inputs, case.sizes, registry=registry)
     splits = list(case.assignments(MESH))

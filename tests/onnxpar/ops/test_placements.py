@@ -148,8 +148,8 @@ def test_factors_that_need_care_cannot_be_split_without(case: Case) -> None:
 def test_products_that_may_vanish_are_not_left_pending() -> None:
     """Parts of 1e-32 whose product is 0 in float32: its sign is 0, its reciprocal infinite."""
     parts = np.full((2, 2), 1e-32, np.float32)
-    whole = np.prod(parts, axis=0)
-    assert (np.prod(np.sign(parts), axis=0) != np.sign(whole)).all()
+    product = np.prod(parts, axis=0)
+    assert (np.prod(np.sign(parts), axis=0) != np.sign(product)).all()
     for case in ALL:
         if case.view.node.op_type in NO_PRODUCTS:
             assert "prod" not in {reduction for reduction, _ in case.rule.linear}, case

@@ -148,7 +148,7 @@ def test_squeeze_without_axes_of_a_size_that_depends_on_data_is_refused() -> Non
         analyse(ir.from_proto(onnx.parser.parse_model(text)), {})
 
 
-def test_a_size_that_depends_on_data_is_whole() -> None:
+def test_a_size_that_depends_on_data_is_replicated() -> None:
     text = """
       <ir_version: 10, opset_import: ["" : 20]>
       g (float[N,4] x) => (float[K,N] y) {

@@ -1,4 +1,4 @@
-"""The backward of a node that has a strategy is divided as the node is."""
+"""The backward of a node that has a strategy is sharded as the node is."""
 
 from collections.abc import Mapping
 
@@ -95,15 +95,18 @@ def test_the_backward_of_columns_and_rows() -> None:
     strategy = Strategy.from_dict({"mesh": {"tp": 4}, "nodes": nodes})
     plan = workload.plan(resolve(strategy, workload.program))
     tp = (0, 1)  # an axis of 4 is two atoms
-    whole, rows, columns, partials = ((), (), ()), (tp, (), ()), ((), tp, ()), ((), (), tp)
+    replicated, rows, columns, partials = ((), (), ()), (tp, (), ()), ((), tp, ()), ((), (), tp)
     expected = {
         # Its weight reads split rows. Before it, two shares of the cotangent of its result are one
         # sum before they are reduced.
         "first": [("Add", [partials] * 3), ("Add", [rows] * 3), ("Gemm", [rows, rows, partials])],
-        "columns": [("Gemm", [columns, columns, partials]), ("Gemm", [whole, columns, columns])],
+        "columns": [
+            ("Gemm", [columns, columns, partials]),
+            ("Gemm", [replicated, columns, columns]),
+        ],
         "relu": [("ReluGrad", [columns] * 3)],
-        "rows": [("Gemm", [whole, rows, columns]), ("Gemm", [columns, whole, rows])],
-        "more": [("Gemm", [columns, columns, partials]), ("Gemm", [whole, columns, columns])],
+        "rows": [("Gemm", [replicated, rows, columns]), ("Gemm", [columns, replicated, rows])],
+        "more": [("Gemm", [columns, columns, partials]), ("Gemm", [replicated, columns, columns])],
         "sum": [],
         "residual": [],
     }

@@ -159,7 +159,7 @@ class Player:
     A step moves elements by their position alone and reduces them one by one, so what it does to
     one array of different elements it does to all. Where every step brings the devices from what
     `before` says to what `after` says, and every `before` is the `after` that came before it seen
-    as other components, the whole plan brings them from its source to its target.
+    as other components, the plan brings them from its source to its target.
     """
 
     mesh: Mesh
@@ -215,19 +215,19 @@ def start_of(array: Ints, source: Sharding, mesh: Mesh) -> list[Ints]:
     shards: list[Ints] = [split(array, source, mesh, rank) for rank in range(mesh.size)]
     for group in mesh.groups(source.partial) if source.partial else ():
         rng = np.random.default_rng([3, group[0]])
-        whole = shards[group[0]]
+        shard = shards[group[0]]
         if reduction == "sum":
-            parts: list[Ints] = [rng.integers(-9, 10, whole.shape) for _ in group[1:]]
-            parts.append(whole - sum(parts))
+            parts: list[Ints] = [rng.integers(-9, 10, shard.shape) for _ in group[1:]]
+            parts.append(shard - sum(parts))
         elif reduction == "prod":
-            parts = [rng.choice([-1, 1], whole.shape) for _ in group[1:]]
-            parts.append(whole * prod(parts))
+            parts = [rng.choice([-1, 1], shard.shape) for _ in group[1:]]
+            parts.append(shard * prod(parts))
         else:
             step = -1 if reduction == "max" else 1
-            parts = [whole + step * rng.integers(1, 9, whole.shape) for _ in group[1:]]
+            parts = [shard + step * rng.integers(1, 9, shard.shape) for _ in group[1:]]
             # Padding is zero on every device, as split and every step leave it.
-            parts = [np.where(whole == 0, 0, part) for part in parts]
-            parts.insert(int(rng.integers(len(group))), whole)
+            parts = [np.where(shard == 0, 0, part) for part in parts]
+            parts.insert(int(rng.integers(len(group))), shard)
         for rank, part in zip(group, parts, strict=True):
             shards[rank] = part
     return shards

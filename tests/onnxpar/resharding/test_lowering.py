@@ -157,7 +157,7 @@ SHAPES = [(8,), (7,), (8, 12), (5, 7), (3, 4, 5)]
 @pytest.mark.parametrize("mesh", MESHES, ids=lambda m: "x".join(map(str, m.atoms)))
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_every_pair(mesh: Mesh, shape: tuple[int, ...]) -> None:
-    """Runs a sample of the reshards whole; in the full tier every step of all of them.
+    """Runs all steps of a sample of the reshards; in the full tier every step of all of them.
 
     A step is written knowing nothing of those before and after it, and moves elements by position
     alone, so a step that is right once is right in every reshard.
@@ -309,7 +309,7 @@ def test_a_permute_leaves_in_place_what_may_stay() -> None:
     assert sorted(permutation(step, mesh)) == [(0, 0), (1, 2), (2, 1), (3, 3)]
 
 
-# -- facts of MindSpore's documents: device matrix, tensor map counted from the right, -1 whole
+# -- facts of MindSpore's documents: device matrix, tensor map counted from the right, -1 unsharded
 
 
 def from_map(devices: Sequence[int], tensor_map: Sequence[int], shape: Sequence[int]) -> Sharding:

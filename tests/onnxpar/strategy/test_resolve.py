@@ -239,7 +239,7 @@ def test_exact_names_win_and_equal_entries_agree() -> None:
     assert match({"w[0]": 1}, ["w[0]", "w0"], "node", {"w[0]": "s"}) == {"w[0]": ("w[0]", 1)}
 
 
-def test_operands_that_are_not_divided_may_be_left_out() -> None:
+def test_operands_that_are_not_sharded_may_be_left_out() -> None:
     analysed = parse(BIAS)
     expected = None
     for entry in ("[[2, 4]]", "[[2, 4], []]", "[[2, 4], ~]"):

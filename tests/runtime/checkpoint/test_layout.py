@@ -11,9 +11,9 @@ from onnxpar_runtime.manifest import Manifest
 from tests.runtime.hand_trained import regression
 
 
-def put(boxes: tuple[ShardBox, ...], part: NDArray[np.int64], whole: NDArray[np.int64]) -> None:
+def put(boxes: tuple[ShardBox, ...], part: NDArray[np.int64], array: NDArray[np.int64]) -> None:
     for box in boxes:
-        whole[tuple(slice(*i) for i in box.source)] += part[tuple(slice(*i) for i in box.local)]
+        array[tuple(slice(*i) for i in box.source)] += part[tuple(slice(*i) for i in box.local)]
 
 
 def test_replicas_share_the_work_and_no_element_is_written_twice(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ def test_the_reference_gives_the_published_vectors(
 
 
 def draw(
-    rank: Rank, key: list[int], shape: list, whole: list, start: list, kind: str
+    rank: Rank, key: list[int], shape: list, tensor: list, start: list, kind: str
 ) -> np.ndarray:
     """What the operator gives."""
     dims = ", ".join(f"d{i}" for i in range(len(shape)))
@@ -70,21 +70,21 @@ def draw(
         y = onnxpar.Philox <distribution="{kind}", dtype=1> (k, s, w, o) }}"""
     ints = {
         name: np.array(v, np.int64)
-        for name, v in {"k": key, "s": shape, "w": whole, "o": start}.items()
+        for name, v in {"k": key, "s": shape, "w": tensor, "o": start}.items()
     }
     return run_text(rank, text, **ints)[0]
 
 
 @pytest.mark.parametrize("kind", ["uniform", "normal"])
 @pytest.mark.parametrize("key", [[0, 0, 0, 0], [-1, 2**40 + 3, 5, 2**32 - 1]], ids=str)
-def test_a_block_is_the_same_piece_of_the_whole(team: Team, kind: str, key: list[int]) -> None:
+def test_a_block_is_the_same_part_of_the_tensor(team: Team, kind: str, key: list[int]) -> None:
     """Uniform: equal to the bit. Normal: float64 functions rounded once, at most one ulp apart."""
-    whole = [4, 6, 5]
-    reference = numbers(key, math.prod(whole), kind).reshape(whole)
+    tensor = [4, 6, 5]
+    reference = numbers(key, math.prod(tensor), kind).reshape(tensor)
 
     def act(rank: Rank) -> None:
-        for start, shape in [([0, 0, 0], whole), ([1, 3, 2], [2, 3, 3]), ([3, 5, 4], [1, 1, 1])]:
-            got = draw(rank, key, shape, whole, start, kind)
+        for start, shape in [([0, 0, 0], tensor), ([1, 3, 2], [2, 3, 3]), ([3, 5, 4], [1, 1, 1])]:
+            got = draw(rank, key, shape, tensor, start, kind)
             box = tuple(slice(s, s + n) for s, n in zip(start, shape, strict=True))
             if kind == "uniform":
                 np.testing.assert_array_equal(got, reference[box])

@@ -77,7 +77,7 @@ def test_can_be_played_within_the_peak_and_the_time_of_the_paper(name: str, stag
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
-def test_bubble_over_the_whole_time(name: str) -> None:
+def test_bubble_over_the_time_of_a_step(name: str) -> None:
     schedule = make(name, 4, 12)
     program = with_transfers(schedule, chain(schedule))
     assert simulate(program, Times.equal(4)).bubbles == pytest.approx((3 / 15,) * 4, abs=1e-12)

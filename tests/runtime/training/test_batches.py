@@ -182,14 +182,14 @@ def test_evaluation_keeps_the_order_of_the_source() -> None:
 def test_a_rank_gets_its_own_rows(atoms: tuple[int, ...]) -> None:
     by = tuple(range(len(atoms)))
     split = TensorEntry("x", "float32", ("batch", 2), ((("batch", by),), ((2, ()),)))
-    whole = TensorEntry("labels", "int64", ("batch",), ((("batch", by),),))
+    labels = TensorEntry("labels", "int64", ("batch",), ((("batch", by),),))
     arrays = {
         "x": np.arange(22, dtype=np.float32).reshape(11, 2),
         "labels": np.arange(11),
         "mask": np.ones(2, np.float32),
     }
-    source = samples_of("made", arrays, [split, whole, MASK])
-    ranks = [places([split, whole, MASK], atoms, r, "labels") for r in range(prod(atoms))]
+    source = samples_of("made", arrays, [split, labels, MASK])
+    ranks = [places([split, labels, MASK], atoms, r, "labels") for r in range(prod(atoms))]
     assert all(set(own) == {"x"} for own in ranks)
     for count in (1, 4, 5):
         indices = order(11, 0, 1)[:count]

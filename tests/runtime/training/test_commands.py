@@ -19,7 +19,7 @@ from onnxpar_runtime.training.hyper import hyperparameters
 from tests.runtime.hand_trained import Reference, batch_of, regression, start
 
 
-def test_parameters_are_saved_whole(tmp_path: Path) -> None:
+def test_parameters_are_saved_as_whole_arrays(tmp_path: Path) -> None:
     with TrainerGroup(regression(tmp_path / "a")) as group:
         group.on_each(lambda member: commands.save(member, tmp_path / "w"))
     np.testing.assert_array_equal(load_file(tmp_path / "w")["w"], start())

@@ -34,15 +34,15 @@ def test_mnist(tmp_path: Path, ending: str, dash: str) -> None:
 
 
 def test_unreadable(tmp_path: Path) -> None:
-    whole = idx(tmp_path / "a", np.zeros((2, 3), np.uint8)).read_bytes()
+    content = idx(tmp_path / "a", np.zeros((2, 3), np.uint8)).read_bytes()
     cases = {
-        "short": (whole[:-1], r"expected 18 bytes for \[2, 3\], got 17 bytes"),
-        "long": (whole + b"x", "got 19 bytes"),
+        "short": (content[:-1], r"expected 18 bytes for \[2, 3\], got 17 bytes"),
+        "long": (content + b"x", "got 19 bytes"),
         "other": (b"\x89PNG1234", "not an IDX file, it begins with 89 50 4e 47"),
         "empty": (b"", "not an IDX file"),
-        "header": (whole[:6], "expected"),
+        "header": (content[:6], "expected"),
         "type.gz": (b"no gzip", "cannot be read"),
-        "half.gz": (gzip.compress(whole)[:-9], "cannot be read"),
+        "half.gz": (gzip.compress(content)[:-9], "cannot be read"),
     }
     for name, (data, message) in cases.items():
         (tmp_path / name).write_bytes(data)

@@ -67,7 +67,7 @@ def test_noise_stays_within(kind: str, before: int, seed: int) -> None:
         assert (np.abs(other[1] - new_m) <= limit.moment1).all() or kind == "sgd"
         assert (np.abs(other[2] - new_v) <= limit.moment2).all() or tensor.moment2 is None
     # Where gradients are far above the noise a mistake of a thousandth of an update is seen. LAMB's
-    # depend on the whole tensor, half of which is noise here.
+    # depend on all elements of the tensor, half of which is noise here.
     moved, sure = np.abs(after - p), SIZES >= 1.0
     seen = 0.2 if kind == "lamb" else 1e-3
     assert (np.broadcast_to(limit.parameter, p.shape)[sure] < seen * moved[sure]).all()

@@ -174,8 +174,8 @@ extern "C" __global__ void gather_join(Element* dx, const Real* parts, const Pla
     const Index begin = run * kRun;
     const Index end = begin + kRun;
     const unsigned row = places[end - 1].row;
-    const bool whole = places[begin].row == row;
-    const bool begins_here = !whole || begin == 0 || places[begin - 1].row != row;
+    const bool one_row = places[begin].row == row;
+    const bool begins_here = !one_row || begin == 0 || places[begin - 1].row != row;
     if (places[end].row != row || !begins_here || row >= sums.rows) continue;
     Real sum = parts[(run * 2 + 1) * columns_of(sums) + column];
     for (Index next = run + 1; next * kRun < sums.count && places[next * kRun].row == row;

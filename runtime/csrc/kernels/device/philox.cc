@@ -19,17 +19,17 @@ Runs runs_of(const std::vector<int64_t>& shape, const std::vector<int64_t>& glob
   runs.count = 1;
   runs.length = 1;
   Index stride = 1;
-  bool whole = true;  // whether the dims so far make one run
+  bool contiguous = true;  // whether the dims so far make one run
   for (size_t d = shape.size(); d-- > 0;) {
     runs.first += start[d] * stride;
-    if (whole) {
+    if (contiguous) {
       runs.length *= shape[d];
-      whole = shape[d] == global[d];
+      contiguous = shape[d] == global[d];
     } else if (shape[d] != 1) {
       runs.count *= shape[d];
       if (runs.dims == kMaxDims) {
         throw std::invalid_argument("shape " + to_text(shape) + " has more than " +
-                                    std::to_string(kMaxDims) + " dims before those that are whole");
+                                    std::to_string(kMaxDims) + " dims before the last that is sharded");
       }
       runs.sizes[runs.dims] = shape[d];
       runs.strides[runs.dims] = stride;

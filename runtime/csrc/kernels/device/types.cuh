@@ -36,7 +36,7 @@ using Real = float;
 using Element = void;
 #endif
 
-// Threads of a block, and of a team that takes a whole block.
+// Threads of a block, and of a team that takes all of a block.
 constexpr int kTeamThreads = 256;
 
 // Where a kernel tells the host of a value that no result can be made from: a place, counted from

@@ -227,9 +227,9 @@ def test_exact_div_times_divisor_is_the_dividend(
         for values in points(table, first + second, 20):
             if reference(first, values) is None or reference(second, values) is None:
                 continue
-            whole, part = table.evaluate(dividend, values), table.evaluate(b, values)
+            product, part = table.evaluate(dividend, values), table.evaluate(b, values)
             if part:
-                assert table.evaluate(quotient, values) * part == whole
+                assert table.evaluate(quotient, values) * part == product
 
 
 @given(INTEGERS, INTEGERS, tables())

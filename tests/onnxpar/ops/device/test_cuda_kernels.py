@@ -126,13 +126,13 @@ def test_16_bits_where_there_is_another_form(
 def test_uneven_shards_become_even_padding() -> None:
     for stride in (1, 2, 3):
         for length in range(9, 14):
-            whole = np.arange(length)
+            indices = np.arange(length)
             for before in range(4):
                 for after in range(-stride + 1, 5):
                     pad, more, start = _even(before, after, stride)
                     # What output padding gives back is beyond the end where nothing was sliced off.
                     assert 0 <= more < stride and pad >= 0
-                    padded = np.concatenate([whole, np.full(stride, -1)])
+                    padded = np.concatenate([indices, np.full(stride, -1)])
                     left = padded[pad : length - pad + more]
                     size = length - before - after
                     wanted = padded[before : before + size]

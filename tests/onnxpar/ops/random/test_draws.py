@@ -141,7 +141,7 @@ def test_numbers_that_ranks_would_draw_differently_are_refused(
 
 
 @pytest.mark.parametrize("node", ["p = Dropout(x)", "p = Dropout(x, r)", "p = Dropout(x, r, f)"])
-def test_a_body_that_draws_nothing_is_computed_whole(node: str) -> None:
+def test_a_body_that_draws_nothing_is_replicated(node: str) -> None:
     x = np.arange(12, dtype=np.float32).reshape(4, 3)
     for branch, expected in ((True, x), (False, -x)):
         made = run(body(node), {"x": x, "c": np.array(branch)}, devices=2)

@@ -94,7 +94,7 @@ FOLDED: Mapping[str, tuple[str, int, set[str]]] = {
 
 @pytest.mark.parametrize("title", FOLDED)
 @pytest.mark.parametrize("batch", [4, 5])
-def test_folded_and_divided(title: str, batch: int) -> None:
+def test_folded_and_sharded(title: str, batch: int) -> None:
     text, opset, operators = FOLDED[title]
     proto = parse(text, opset)
     analysed = analyse(ir.from_proto(proto), {})
@@ -184,7 +184,7 @@ LEFT = {
 
 
 @pytest.mark.parametrize("title", LEFT)
-def test_computed_whole_where_not_known(title: str) -> None:
+def test_replicated_where_not_known(title: str) -> None:
     text, operators = LEFT[title]
     proto = parse(text)
     analysed = analyse(ir.from_proto(proto), {})
