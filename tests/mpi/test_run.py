@@ -235,7 +235,7 @@ def test_local_runs_agree_over_mpi(tmp_path: Path) -> None:
     assert outcome.code == 0, outcome.err
     lines = sorted(outcome.out.splitlines())
     # 6 elements of 2·rank + 4.
-    assert lines == ["ran 0 24.0", "ran 1 36.0", *["caught r1 | input 'x'"] * 2]
+    assert lines == [*["caught r1 | input 'x'"] * 2, "ran 0 24.0", "ran 1 36.0"]
 
 
 def test_large_parts_travel_in_pieces(tmp_path: Path) -> None:
