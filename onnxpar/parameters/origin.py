@@ -61,9 +61,24 @@ def is_floating(value: ir.Value) -> bool:
 
 
 def array_of(value: ir.Value) -> NDArray[Any]:
-    """Returns the elements of an initializer."""
-    assert value.const_value is not None
-    return value.const_value.numpy()
+    """Returns the elements of an initializer.
+
+    Elements in a file are mapped only while the array exists. onnx_ir maps the complete file for
+    each tensor and keeps the map, so 180 tensors of 700 GB would exceed the address space.
+    """
+    tensor = value.const_value
+    assert tensor is not None
+    if isinstance(tensor, ir.ExternalTensor):
+        tensor = ir.ExternalTensor(
+            tensor.location,
+            tensor.offset,
+            tensor.length,
+            tensor.dtype,
+            shape=tensor.shape,
+            name=tensor.name or "",
+            base_dir=tensor.base_dir,
+        )
+    return tensor.numpy()
 
 
 def sizes(value: ir.Value) -> tuple[int, ...]:

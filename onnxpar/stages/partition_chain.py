@@ -92,6 +92,9 @@ BALANCE = 0.1
 estimates."""
 
 
+_ROUNDING = 1e-9
+
+
 @dataclass(frozen=True)
 class Costs:
     """The costs by which stage boundaries are chosen.
@@ -240,13 +243,15 @@ def _boundaries(
         move: Time to send the values that cross a boundary at each position, 0 at both ends.
         first: The first position where each boundary may be.
         last: The last position where each boundary may be.
-        limit: The most seconds that a virtual stage may take, with the least traffic; None for the
-            fastest slowest stage.
+        limit: The most seconds that a virtual stage may take, with the least traffic and then
+            the most equal stages; None for the fastest slowest stage.
     """
     count, virtual_stages = len(seconds), len(first) - 1
     spent = np.concatenate([[0.0], np.cumsum(seconds)])
-    best = np.full(count + 1, np.inf)
-    best[0] = 0.0
+    # For the nodes before each position: the traffic; and the seconds of the slowest stage, or with
+    # a limit the sum of squares of all stages, which is least where they take equal times.
+    traffic, slow = np.full((2, count + 1), np.inf)
+    traffic[0] = slow[0] = 0.0
     choice = np.zeros((virtual_stages + 1, count + 1), np.intp)
 
     def time(begin: Any, end: int) -> Any:
@@ -254,19 +259,25 @@ def _boundaries(
         return spent[end] - spent[begin] + move[begin] + move[end]
 
     for virtual in range(1, virtual_stages + 1):
-        found = np.full(count + 1, np.inf)
+        before, slower = traffic, slow
+        traffic, slow = np.full((2, count + 1), np.inf)
         for end in range(int(first[virtual]), int(last[virtual]) + 1):
             begin = np.arange(int(first[virtual - 1]), min(int(last[virtual - 1]) + 1, end))
             if not len(begin):
                 continue
             seen = time(begin, end)
             if limit is None:
-                value = np.maximum(best[begin], seen)
+                value = np.maximum(slower[begin], seen)
             else:
-                value = np.where(seen <= limit, best[begin] + move[end], np.inf)
+                sent = np.where(seen <= limit, before[begin], np.inf)
+                # Sums of the same numbers in another order differ by rounding.
+                least = sent <= sent.min() * (1 + _ROUNDING)
+                value = np.where(least & np.isfinite(sent), slower[begin] + seen**2, np.inf)
             pick = int(np.argmin(value))
-            found[end], choice[virtual, end] = value[pick], begin[pick]
-        best = found
+            choice[virtual, end] = begin[pick]
+            slow[end] = value[pick]
+            if np.isfinite(value[pick]):
+                traffic[end] = before[begin[pick]] + move[end]
     chosen = [count]
     for virtual in range(virtual_stages, 0, -1):
         chosen.append(int(choice[virtual, chosen[-1]]))

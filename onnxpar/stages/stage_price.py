@@ -23,7 +23,7 @@ from onnxpar.cost.price import Price
 from onnxpar.graph.body_captures import read_by
 from onnxpar.graph.metadata_keys import EXPANDED_FROM, GRADIENT_OF
 from onnxpar.graph.plan import Plan
-from onnxpar.stages.partition_chain import Chain, Costs, partition_chain
+from onnxpar.stages.partition_chain import Chain, Costs, partition_chain, where_needed
 
 
 @dataclass(frozen=True)
@@ -155,6 +155,14 @@ class _Staging:
         direct = {node.name or "": _origin(node) for node in graph}
         # A backward node names the node that it differentiates, which may be part of a body.
         self.roots = {name: direct.get(root, root) for name, root in direct.items()}
+        data = set(graph.inputs)
+        for node in graph:
+            if not data.isdisjoint(read_by(node)):
+                data.update(node.outputs)
+        makers = (value.producer() for value in data)
+        varying = {maker.name or "" for maker in makers if maker is not None}
+        # What depends on no data, such as a cast of a weight, is computed again in the backward.
+        self.keeping = varying - self.backward
 
     def run(self) -> StagedPrice:
         split, price = self.split, self.priced.price
@@ -166,16 +174,11 @@ class _Staging:
         costs = Costs(seconds, crossing)
         found = partition_chain(self.chain, split.virtual_stages, split.assign, costs)
         assign = {node.name or "": virtual for node, virtual in found.items()}
-        # Nodes outside the chain are copied to where they are read; here they count in the first
-        # virtual stage. Nodes that are not in the model belong to the loss.
-        last, forward = split.virtual_stages - 1, self.priced.forward
-        self.virtual_by_node = {
-            name: assign.get(root, 0) if root in forward else last
-            for name, root in self.roots.items()
-        }
+        self.placed = self._placed(found)
         own = [0.0] * split.virtual_stages
         for node in price.nodes:
-            own[self.virtual_by_node[node.name]] += node.seconds
+            for virtual in self.placed[node.name]:
+                own[virtual] += node.seconds
         moving = self._moving(found, crossing)
         held = self._held()
         stages = []
@@ -191,6 +194,19 @@ class _Staging:
                 )
             )
         return StagedPrice(split, tuple(stages), self._total(stages, held), assign)
+
+    def _placed(self, virtual_by_node: Mapping[ir.Node, int]) -> dict[str, tuple[int, ...]]:
+        """The virtual stages that compute each node; nodes of the loss are in the last one.
+
+        A node outside the chain, such as a cast of a weight, is copied to each virtual stage that
+        reads it.
+        """
+        graph = self.chain.nodes[0].graph
+        assert isinstance(graph, ir.Graph)
+        known = where_needed(graph, virtual_by_node)
+        by_name = {node.name or "": stages for node, stages in known.items()}
+        last = (self.split.virtual_stages - 1,)
+        return {name: by_name.get(root, last) for name, root in self.roots.items()}
 
     def _total(self, stages: Sequence[StagePrice], held: Sequence[int]) -> float:
         if not self.backward:
@@ -238,9 +254,9 @@ class _Staging:
         """Bytes that each stage holds all the time for the parameters that it reads."""
         readers: dict[str, set[int]] = {}
         for node in self.priced.model.graph:
-            stage = self.virtual_by_node[node.name or ""] % self.split.stages
+            stages = {virtual % self.split.stages for virtual in self.placed[node.name or ""]}
             for value in read_by(node):
-                readers.setdefault(value.name or "", set()).add(stage)
+                readers.setdefault(value.name or "", set()).update(stages)
         found = [0] * self.split.stages
         for name, size in self.priced.price.kept.items():
             for stage in readers.get(name, ()):
@@ -265,11 +281,11 @@ class _Staging:
         for step in self.priced.steps:
             # A reshard belongs to the node that follows it.
             waiting.append(step)
-            if step.name in self.virtual_by_node:
-                if self.virtual_by_node[step.name] == virtual:
+            if step.name in self.placed:
+                if virtual in self.placed[step.name]:
                     mine += waiting
                 waiting = []
-        forward = [s for s in mine if s.name not in self.backward]
+        forward = [s for s in mine if s.name in self.keeping]
         made = {m.name: m.bytes for s in forward for m in s.makes if not m.view_of}
         wanted = {name for s in mine if s.name in self.backward for name in s.reads}
         stash = sum(size for name, size in made.items() if name in wanted)
