@@ -7,6 +7,9 @@ from onnxpar.core.mesh import Atoms, Mesh
 from onnxpar.core.sharding import DimSharding, Sharding
 from onnxpar.graph.plan import NodePlan
 
+SPREAD = "mindspore"
+"""How nodes without a strategy get one: as MindSpore's sharding propagation spreads strategies."""
+
 
 @dataclass(frozen=True)
 class NodeSeed:
@@ -45,7 +48,7 @@ class Seeds:
             which they are computed, reduced.
         plans: Plans of nodes of another program of the same model, by node name; a plan is kept if
             the node has the same rule here.
-        rest: What happens to nodes without a strategy: "propagate" or "replicate".
+        rest: What happens to nodes without a strategy: "propagate", "replicate" or `SPREAD`.
         held: Graph inputs whose layout the user fixed, so that propagation does not change it.
     """
 

@@ -10,6 +10,7 @@ Nothing else counts, so the choice is the same on every machine.
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 from onnxpar.core.errors import ShardingError
 from onnxpar.core.mesh import Atoms, Mesh
@@ -125,7 +126,7 @@ class Chooser:
             found = self._cheapest(rule, view, situation, ways)
             if found is not None:
                 return found
-        found = self._cheapest(rule, view, situation, self._candidates(rule, view, situation))
+        found = self._cheapest(rule, view, situation, self.candidates(rule, view, situation))
         return found or shardings(rule, view, {}, self.mesh)
 
     def _cheapest(
@@ -135,10 +136,10 @@ class Chooser:
         situation: Situation,
         candidates: Iterable[dict[str, DimSharding]],
     ) -> NodePlan | None:
-        best: tuple[tuple[int, ...], NodePlan] | None = None
+        best: tuple[tuple[Any, ...], NodePlan] | None = None
         seen: list[tuple[Factors, Carried]] = []
         for factors in candidates:
-            for carried in self._carries(rule, factors, situation):
+            for carried in self.carries(rule, factors, situation):
                 if (factors, carried) in seen:
                     continue
                 seen.append((factors, carried))
@@ -146,10 +147,7 @@ class Chooser:
                     plan = shardings(rule, view, factors, self.mesh, carried=carried)
                 except ShardingError:
                     continue
-                price = (
-                    self._idle_axes(rule, plan, situation),
-                    *self.price(rule, plan, view, situation, bool(carried)),
-                )
+                price = self.rank(rule, plan, view, situation, bool(carried))
                 if best is None or price < best[0]:
                     best = (price, plan)
         return None if best is None else best[1]
@@ -177,9 +175,10 @@ class Chooser:
         ]
         return merged(proposals, rule)
 
-    def _candidates(
+    def candidates(
         self, rule: OpRule, view: NodeView, situation: Situation
     ) -> Iterator[dict[str, DimSharding]]:
+        """Yields the ways to shard a node's factors, in the order that decides between equals."""
         mesh, table, sizes = self.mesh, self.table, factor_sizes(rule, view)
         layouts = [
             (operand, version)
@@ -318,7 +317,7 @@ class Chooser:
             )
         return None
 
-    def _carries(self, rule: OpRule, factors: Factors, situation: Situation) -> list[Carried]:
+    def carries(self, rule: OpRule, factors: Factors, situation: Situation) -> list[Carried]:
         """Returns the choices of operands that stay partial: none, and those of the rule."""
         options: list[Carried] = [{}]
         partial = {i: s for i, s in enumerate(situation.operands) if s is not None and s.partial}
@@ -339,6 +338,13 @@ class Chooser:
         return options
 
     # -- cost ------------------------------------------------------------------------------------
+
+    def rank(
+        self, rule: OpRule, plan: NodePlan, view: NodeView, situation: Situation, carries: bool
+    ) -> tuple[Any, ...]:
+        """Returns the criteria in their order; the plan with the least is chosen."""
+        price = self.price(rule, plan, view, situation, carries)
+        return self._idle_axes(rule, plan, situation), *price
 
     def price(
         self,

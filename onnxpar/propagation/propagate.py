@@ -29,13 +29,14 @@ from onnxpar.graph.plan import (
     shardings,
     varying,
 )
-from onnxpar.graph.seeds import Seeds
+from onnxpar.graph.seeds import SPREAD, Seeds
 from onnxpar.graph.shapes import itemsize
 from onnxpar.graph.view_parts import Parts, structure
 from onnxpar.propagation.backward_dual import Dual, dual
 from onnxpar.propagation.choice import Chooser, Situation, leaving
 from onnxpar.propagation.graph_inputs import shard_inputs
 from onnxpar.propagation.partial_hints import Hints, partial_hints
+from onnxpar.propagation.spread import spread
 from onnxpar.resharding.routes import cheapest_route, reachable
 
 ROUNDS, MOST_ROUNDS = 2, 4
@@ -95,6 +96,8 @@ def propagate(
         ShardingError: A strategy does not fit its node.
     """
     known = known or alike(program)
+    if seeds.rest == SPREAD and not seeds.plans:
+        seeds = spread(program, seeds, known.kinds)
     seeded = _seeded(program, seeds)
     wishes = _wishes(program, seeded, seeds)
     decided: dict[object, NodePlan] = {}

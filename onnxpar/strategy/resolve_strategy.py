@@ -17,7 +17,7 @@ from onnxpar.core.symbols import Dim, symbols_of
 from onnxpar.facts.program import Program
 from onnxpar.graph.node_view import NodeView
 from onnxpar.graph.plan import Plan, factor_sizes, may_stay_partial
-from onnxpar.graph.seeds import NodeSeed, Seeds
+from onnxpar.graph.seeds import SPREAD, NodeSeed, Seeds
 from onnxpar.strategy.annotation_seeds import annotated_seeds
 from onnxpar.strategy.expanded_nodes import Replaced
 from onnxpar.strategy.factor_splits import (
@@ -95,6 +95,11 @@ class _Resolver:
         nodes |= {c.site.view.name: self.seed(c) for c in choices}
         if strategy.rest == "data_parallel":
             nodes = {**self.data_parallel_nodes(nodes), **nodes}
+        if strategy.rest == SPREAD and not nodes:
+            raise StrategyError(
+                f"{strategy.where('rest')}: 'rest' {SPREAD!r}: expected at least one entry under "
+                "'nodes', from which strategies spread, got none"
+            )
         shardings = self.data_parallel() if strategy.dataset == "data_parallel" else {}
         shardings |= {n: make(self.mesh) for n, make in inputs.items()}
         return Seeds(
@@ -103,7 +108,7 @@ class _Resolver:
             shardings,
             {**self.gathered(choices), **{n: make(self.mesh) for n, make in parameters.items()}},
             tuple(atoms for n in strategy.parameter_axes if (atoms := self.mesh.axis_atoms(n))),
-            "replicate" if strategy.rest == "replicate" else "propagate",
+            strategy.rest if strategy.rest in ("replicate", SPREAD) else "propagate",
             held=frozenset(v.name or "" for v in graph.inputs)
             if strategy.dataset == "full_batch"
             else frozenset(inputs),

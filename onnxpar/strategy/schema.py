@@ -26,6 +26,7 @@ from onnxpar.core.name_patterns import nearest
 from onnxpar.core.symbols import Symbol
 from onnxpar.cost.optimizer_parallel import LEVELS, NOT_PARALLEL, THRESHOLD, OptimizerParallel
 from onnxpar.graph.metadata_keys import ANNOTATION
+from onnxpar.graph.seeds import SPREAD
 from onnxpar.strategy.annotation_reader import Annotation
 from onnxpar.strategy.recompute_entry import NOTHING, RecomputeOptions, read_recompute
 from onnxpar.strategy.tensor_entry import (
@@ -47,7 +48,7 @@ PIPELINE_AXIS = "pp"
 """In presets: the number of pipeline stages, each with the mesh of the other axes."""
 MAX_DEVICES = 1 << 16
 """Each device has its own file, and all files are written before the directory appears."""
-Rest = Literal["propagate", "data_parallel", "replicate", "search"]
+Rest = Literal["propagate", "data_parallel", "replicate", "search", "mindspore"]
 SEARCH = "search"
 
 
@@ -351,7 +352,7 @@ def _strategy(document: Document, devices: int | None) -> Strategy:
         MappingProxyType(parsed.symbols),
         parsed.dataset or (SEARCH if rest == SEARCH else "data_parallel"),
         MappingProxyType(parsed.parameters),
-        () if rest == SEARCH else _parameter_axes(parsed),
+        () if rest in (SEARCH, SPREAD) else _parameter_axes(parsed),
         MappingProxyType(parsed.nodes),
         rest,
         parsed.search or SearchEntry(),

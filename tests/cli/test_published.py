@@ -6,7 +6,9 @@ from typing import Any
 
 import onnx
 import onnx.parser
+import onnx_ir as ir
 import pytest
+import two_layer
 
 from onnxpar.cli import main
 
@@ -61,6 +63,29 @@ def test_propagation_from_the_first_product(
     assert found["bias1"] == [[2, 4], [4]]
     assert found["relu"] == [[2, 4]]
     assert found["dense2"] == [[2, 4], [4, 1]]
+
+
+def test_the_quick_start_in_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With `rest: mindspore`, the second product gets what the tutorial prints."""
+    model = tmp_path / "two.onnx"
+    ir.save(two_layer.build(), model)
+    (tmp_path / "s.yaml").write_text(
+        "devices: 8\nrest: mindspore\nnodes: {/matmul1/MatMul: {in: [[2, 4], [4, 1]]}}\n"
+    )
+    out = tmp_path / "out"
+    training = ["--train", "--loss", "mse", "--optimizer", "momentum"]
+    strategy = ["--strategy", str(tmp_path / "s.yaml")]
+    assert main(["shard", str(model), *strategy, "-o", str(out), *training]) == 0
+    found = strategies(out, capsys)
+    assert found["/relu/Relu"] == [[2, 4]]
+    assert found["/matmul2/MatMul"] == [[2, 4], [4, 1]]
+    assert main(["verify", str(out), "--model", str(model), "--symbol", "batch=16"]) == 0
+    # The strategy as resolved makes the same directory.
+    again = tmp_path / "again"
+    strategy = ["--strategy", str(out / "strategy.yaml")]
+    assert main(["shard", str(model), *strategy, "-o", str(again), *training]) == 0
+    for file in sorted(out.iterdir()):
+        assert (again / file.name).read_bytes() == file.read_bytes(), file.name
 
 
 def test_the_output_of_a_product_with_a_transposed_operand(

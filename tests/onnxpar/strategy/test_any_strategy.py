@@ -84,7 +84,7 @@ FILE = st.fixed_dictionaries(
             ),
             max_size=2,
         ),
-        "rest": mostly(st.sampled_from(["propagate", "data_parallel", "replicate"])),
+        "rest": mostly(st.sampled_from(["propagate", "data_parallel", "replicate", "mindspore"])),
     },
 )
 

@@ -80,7 +80,7 @@ def test_tp_and_axes_that_no_entry_uses_shard_parameters(
         ("nodes:\n  a:\n    ni: [[1]]", "s:3: unknown key 'ni' in 'nodes': 'a'; nearest: 'in'"),
         (
             "mesh: {dp: 2}\nrest: all",
-            "s:2: 'rest': expected 'propagate', 'data_parallel', 'replicate' or",
+            "s:2: 'rest': expected 'propagate', 'data_parallel', 'replicate', 'search' or",
         ),
         (
             "mesh: {dp: 2}\nrest: propagate\nsearch: {level: 1}",
