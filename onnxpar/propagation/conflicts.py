@@ -4,7 +4,7 @@ If the node that computes a value and its reader have the same layout, nothing i
 value costs a reduction for every reader. All other communication between nodes is a conflict: the
 value has one layout (from a node, the data set, or an earlier reader of a parameter), and the
 reader needs another. Each conflict has two prices: that of the plan, and that of the reader taking
-the value in its current layout.
+the value in the value's own layout.
 """
 
 from collections.abc import Iterator, Sequence
@@ -37,10 +37,15 @@ from onnxpar.resharding.routes import Route, cheapest_route
 REDUCING = ("slice", "all_reduce", "reduce_scatter")
 
 STRATEGY, OPERATOR, COST, WHOLE_PLAN = "strategy", "operator", "cost", "plan"
-"""Why a reader does not take a value in its current layout: the user's strategy requires another;
-its operator cannot; it would not send fewer bytes; it would send fewer here, but more elsewhere."""
+"""Why a reader does not take a value in the value's layout: the user's strategy requires another;
+the operator cannot; no bytes would be saved; bytes would be saved here, but lost elsewhere."""
 
-_WORDS = {STRATEGY: "strategy given", COST: "cheapest", WHOLE_PLAN: "for the whole plan"}
+_WORDS = {
+    STRATEGY: "the strategy requires this layout",
+    OPERATOR: "the operator cannot be computed in the value's layout",
+    COST: "this layout costs no more than the value's",
+    WHOLE_PLAN: "the plan as a whole is better with this layout",
+}
 
 
 @dataclass(frozen=True)
@@ -62,7 +67,7 @@ class Conflict:
         detail: If `why` is `OPERATOR` and the node has no rule: the reason for that.
         cost: Bytes that the reader's plan sends for all its operands and for the reductions of its
             results, at typical sizes.
-        other: The same if it took the value in its current layout; None if it cannot.
+        other: The same if it took the value in the value's own layout; None if it cannot.
     """
 
     node: str
@@ -82,10 +87,13 @@ class Conflict:
     @property
     def reason(self) -> str:
         """The reason in words, with both prices."""
-        if self.why == OPERATOR:
-            return self.detail or "the operator cannot take it in its current layout"
-        text = f"{_WORDS[self.why]}: {self.cost:,} bytes"
-        return text if self.other is None else f"{text}, {self.other:,} bytes in its current layout"
+        text = self.detail or _WORDS[self.why]
+        if self.other is None:
+            return text
+        return (
+            f"{text}; at typical sizes, a device sends {self.cost:,} bytes for the node, "
+            f"and would send {self.other:,} in the value's layout"
+        )
 
 
 def conflicts(

@@ -63,8 +63,9 @@ def test_two_strategies_of_the_user(tmp_path: Path, capsys: pytest.CaptureFixtur
     conflict = lines[lines.index("conflicts     2 reshards between neighbours, 54*batch bytes") + 2]
     assert conflict.strip() == (
         "/relu/Relu_output_0 [2@4, 4@1] -> [8@1, ~] for /matmul2/MatMul operand 0: AllToAll, "
-        f"6*batch bytes (strategy given: {second['cost']:,} bytes, "
-        f"{second['cost_in_current_layout']:,} bytes in its current layout)"
+        "6*batch bytes (the strategy requires this layout; at typical sizes, a device sends "
+        f"{second['cost']:,} bytes for the node, and would send "
+        f"{second['cost_in_current_layout']:,} in the value's layout)"
     )
     reasons = {c["value"]: c["reason"] for c in report["collectives"]}
     assert reasons["x"] == f"/matmul1/MatMul operand 0: {first['reason']}"
@@ -96,6 +97,7 @@ def test_the_cheaper_side_gives_way(
     assert (chosen["steps"], chosen["bytes"]) == (["AllToAll"], 16 * 4 * 4 // 4)
     assert chosen["chosen"] == "cost"
     assert chosen["cost"] == chosen["cost_in_current_layout"] == 64
+    assert chosen["reason"].startswith("this layout costs no more than the value's; at typical")
 
 
 def test_an_operator_that_needs_a_dim_replicated(
@@ -115,7 +117,7 @@ def test_an_operator_that_needs_a_dim_replicated(
         "operator",
         None,
     )
-    assert item["reason"] == "the operator cannot take it in its current layout"
+    assert item["reason"] == "the operator cannot be computed in the value's layout"
 
 
 @pytest.mark.parametrize("strategy", ["dp=4", "tp=4", "dp=2,tp=2"])
