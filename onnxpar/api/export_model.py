@@ -57,8 +57,8 @@ class Exported:
         text = f"{self.path}: {self.tensors} trained tensors, {self.kept} unchanged"
         if self.untied:
             text += (
-                "; the graph is the one that was trained, with the parameters that the exporter "
-                "had merged, folded or dropped restored"
+                "; the graph is the one that was trained: parameters that the exporter had merged, "
+                "folded or dropped are restored"
             )
         return text + (f"; weights in {self.external.name}" if self.external else "")
 

@@ -16,7 +16,9 @@ SourceFolder = Annotated[
 Target = Annotated[Path, typer.Argument(metavar="DST", help="The checkpoint to write.")]
 Verify = Annotated[
     bool,
-    typer.Option("--verify", help="Also compare the SHA-256 of SRC's files, not only checksums."),
+    typer.Option(
+        "--verify", help="Compare the SHA-256 of SRC's files, not only the sum of each tensor."
+    ),
 ]
 
 

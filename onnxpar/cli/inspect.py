@@ -298,7 +298,7 @@ def show_model(data: Json, console: Console) -> None:
     console.print(
         "A strategy has one list for each of these operands, with one entry for each dim: a "
         "number of shards or a mesh axis. Dims with the same factor are sharded alike. Sharding a "
-        "reduced factor (sum) makes the result a partial sum."
+        "reduction factor (sum) makes the result a partial sum."
     )
 
 

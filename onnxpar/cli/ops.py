@@ -34,6 +34,6 @@ def command(
     console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
     console.print(table)
     console.print(
-        f"{len(rows)} definitions. All other operators are replicated, and `onnxpar inspect` "
-        f"names them."
+        f"{len(rows)} definitions. Any other operator is replaced by ONNX's function body for it. "
+        "If there is none, it is replicated, and `onnxpar inspect` names it."
     )

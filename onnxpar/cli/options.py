@@ -61,13 +61,14 @@ class TrainingOptions:
     ] = None
     ignore_index: Annotated[
         int | None,
-        typer.Option(metavar="LABEL", help="Label to ignore, for softmax_cross_entropy."),
+        typer.Option(metavar="LABEL", help="Label that does not count in softmax_cross_entropy."),
     ] = None
     optimizer: Annotated[
         str | None,
         typer.Option(
             metavar="NAME",
-            help="sgd, momentum, adam, adamw or lamb. `plan` takes adamw by default.",
+            help="sgd, momentum, adam, adamw or lamb. `shard --train` needs it; `plan` uses "
+            "adamw by default.",
         ),
     ] = None
     trainable: Annotated[

@@ -102,7 +102,7 @@ def command(
     training: _TrainingOptions,
     recompute_communication: RecomputeCommunication = AGAIN,
 ) -> None:
-    """Shard a model: write one program for each device."""
+    """Shard a model: write one graph for each device."""
     given, spec = training.given(), None
     if train:
         if training.loss is None or training.optimizer is None:

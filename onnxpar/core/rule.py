@@ -37,7 +37,7 @@ from onnxpar.core.symbols import Dim
 PARALLEL, REPLICATED, SPECIAL, SCALED = "parallel", "replicated", "special", "scaled"
 ABSENT, REPLICATED_OPERAND, ANY = "-", ".", "*"
 IDENTITY: Mapping[str, float | str] = {"sum": 0, "max": "lowest", "min": "highest", "prod": 1}
-"""For each kind of reduced factor, the value of padding that does not change the result."""
+"""For each kind of reduction factor, the value of padding that does not change the result."""
 _DIM = re.compile(r"\(([^()]*)\)|([A-Za-z_][\w]*|1)")
 
 
@@ -63,14 +63,14 @@ class OpRule:
         inputs: One operand for each input of the node.
         outputs: One operand for each output.
         kinds: Kind of each factor, in order of first appearance: parallel, replicated, special, or
-            a reduction (sum, max, min, prod). Sharding a reduced factor makes the outputs that do
+            a reduction (sum, max, min, prod). Sharding a reduction factor makes the outputs that do
             not have it partial.
         linear: `(reduction, operands)`: these operands may be partial together while all others are
             replicated over the partial atoms; the outputs are then partial in the same way.
         sizes: Sizes of the factors that occur only in merged dims.
-        scaled: The special or reduced factors that have another size in each operand, and are a dim
-            of their own there. Where one size is needed, it is that of the first output.
-        inner: For some reduced factors, the elements (of the undivided node) that the local form
+        scaled: The special or reduction factors that have another size in each operand, and are a
+            dim of their own there. Where one size is needed, it is that of the first output.
+        inner: For some reduction factors, the elements (of the undivided node) that the local form
             all-reduces if the factor is sharded: statistics that every device needs for its shard
             of the result.
     """
@@ -161,7 +161,7 @@ def _parse(text: str) -> OpRule:
         if kind == PARALLEL and not any(held):
             raise RuleError(f"rule {text!r}: factor {factor!r} is in no output and no clause")
         if kind in REDUCTIONS and held and all(held):
-            raise RuleError(f"rule {text!r}: reduced factor {factor!r} is in every output")
+            raise RuleError(f"rule {text!r}: reduction factor {factor!r} is in every output")
     for operand in (*inputs, *outputs):
         for names in operand.dims:
             if len(names) > 1 and scaled.intersection(names):

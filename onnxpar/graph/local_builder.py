@@ -187,7 +187,7 @@ class LocalBuilder(Builder):
             if expr.name not in self.table:
                 raise ShardingError(
                     f"{self.scope}: the size {expr.name!r} is known only at run time, and no "
-                    f"replicated value has it"
+                    f"replicated value holds it"
                 )
             return self.system_input(f"{SYMBOL_PREFIX}{expr.name}")
         if isinstance(expr, sympy.floor):

@@ -249,8 +249,8 @@ class _Resolver:
         if not may_stay_partial(site.rule, frozenset(entry.operands), reduction):
             groups = [sorted(s) for r, s in site.rule.linear if r == reduction]
             raise site.fail(
-                f"'partial': expected operands that may be partial {reduction} together: {groups}, "
-                f"got {entry.operands}"
+                f"'partial': expected operands that may be partial together ({reduction}): "
+                f"{groups}, got {entry.operands}"
             )
         return dict.fromkeys(entry.operands, (atoms, reduction))
 

@@ -342,8 +342,8 @@ def _strategy(document: Document, devices: int | None) -> Strategy:
     rest: Rest = parsed.rest or ("propagate" if parsed.search is None else "search")
     if parsed.search is not None and rest != SEARCH:
         raise StrategyError(
-            f"{document.where(('search',))}: expected 'rest' {SEARCH!r} beside the key "
-            f"'search', got {rest!r}"
+            f"{document.where(('search',))}: expected 'rest: {SEARCH}', because the key "
+            f"'search' is present, got {rest!r}"
         )
     return Strategy(
         document.source,

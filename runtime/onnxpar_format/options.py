@@ -63,14 +63,23 @@ class Execution:
 class Settings:
     """The settings of an optimizer; None takes the default of its kind."""
 
-    momentum: Annotated[float | None, Option("For momentum. Default: 0.9.", "M")] = None
-    dampening: Annotated[float | None, Option("For momentum. Default: 0.", "D")] = None
+    momentum: Annotated[
+        float | None, Option("Momentum, for the optimizer momentum. Default: 0.9.", "M")
+    ] = None
+    dampening: Annotated[
+        float | None, Option("Dampening, for the optimizer momentum. Default: 0.", "D")
+    ] = None
     betas: Annotated[
         tuple[float, float] | None,
-        Option("For adam, adamw and lamb. Default: 0.9,0.999.", "A,B", parse=parse_betas),
+        Option(
+            "Decay rates of the moments, for adam, adamw and lamb. Default: 0.9,0.999.",
+            "A,B",
+            parse=parse_betas,
+        ),
     ] = None
     eps: Annotated[
-        float | None, Option("For adam and adamw (default 1e-8) and lamb (default 1e-6).", "E")
+        float | None,
+        Option("Epsilon, for adam and adamw (default 1e-8) and lamb (default 1e-6).", "E"),
     ] = None
     weight_decay: Annotated[
         float | None, Option("Weight decay. Default: 0.01 for adamw and lamb, otherwise 0.", "W")
@@ -210,7 +219,12 @@ class EvaluationRun:
         int | None, Option("Samples in a batch. Default: up to 256, if the symbols allow it.", "B")
     ] = None
     metric: Annotated[
-        str | None, Option("accuracy. With it, a loss without classes is an error.", "NAME")
+        str | None,
+        Option(
+            "Only accuracy, which is printed anyway if the loss has classes. With this option, "
+            "other losses are an error.",
+            "NAME",
+        ),
     ] = None
     as_json: Annotated[bool, Option("Print JSON.", flags=("--json",))] = False
 

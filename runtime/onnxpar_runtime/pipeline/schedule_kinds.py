@@ -33,7 +33,7 @@ def make(name: str, stages: int, micro_batches: int, chunks: int = 1) -> Schedul
         ("chunks", chunks),
     ):
         if number < 1:
-            raise ScheduleError(f"schedule {name!r}: expected at least 1 of {what}, got {number}")
+            raise ScheduleError(f"schedule {name!r}: {what}: expected at least 1, got {number}")
     if name not in SCHEDULES:
         raise ScheduleError(f"expected a schedule of {', '.join(SCHEDULES)}, got {name!r}")
     if chunks > 1 and name not in CHUNKED:

@@ -84,7 +84,7 @@ def test_tp_and_axes_that_no_entry_uses_shard_parameters(
         ),
         (
             "mesh: {dp: 2}\nrest: propagate\nsearch: {level: 1}",
-            "s:3: expected 'rest' 'search' beside the key 'search', got 'propagate'",
+            "s:3: expected 'rest: search', because the key 'search' is present, got 'propagate'",
         ),
         ("search: {level: 3}", "s:1: 'search': 'level': expected 0, 1 or 2, got 3"),
         ("search: {memory: much}", "s:1: 'search': 'memory': expected a size such as 80GiB"),

@@ -135,9 +135,9 @@ def test_interleaved_order_of_the_paper() -> None:
     ("arguments", "message"),
     [
         (("2f2b", 2, 2, 1), r"expected a schedule of gpipe, 1f1b, .*, got '2f2b'"),
-        (("gpipe", 0, 2, 1), r"'gpipe': expected at least 1 of stages, got 0"),
-        (("gpipe", 2, 0, 1), r"at least 1 of micro-batches, got 0"),
-        (("interleaved", 2, 2, -1), r"at least 1 of chunks, got -1"),
+        (("gpipe", 0, 2, 1), r"'gpipe': stages: expected at least 1, got 0"),
+        (("gpipe", 2, 0, 1), r"micro-batches: expected at least 1, got 0"),
+        (("interleaved", 2, 2, -1), r"chunks: expected at least 1, got -1"),
         (("1f1b", 2, 2, 2), r"'1f1b': expected one chunk for each stage, got 2.*interleaved"),
     ],
 )
