@@ -67,7 +67,9 @@ def schema_body(node: ir.Node, opset: int) -> ir.Function:
     schema = _schema(node, opset)
     assert schema is not None
     if any(a.type in _GRAPH_KINDS for a in node.attributes.values()):
-        raise ModelError(f"{what}: ONNX's function body cannot contain the graph that it applies")
+        raise ModelError(
+            f"{what}: it has a graph as an attribute, which ONNX's function body cannot contain"
+        )
     given = schema.has_function
     versions = (
         schema.function_opset_versions

@@ -21,7 +21,7 @@ def _replicated(reason: str) -> Callable[[NodeView], OpRule]:
 
 
 def tf_idf_rule(view: NodeView) -> OpRule:
-    """TfIdfVectorizer: rows of numbers may be sharded, words of a row not; text is replicated."""
+    """TfIdfVectorizer: the rows may be sharded, but not the words of a row; text is replicated."""
     value = view.node.inputs[0]
     if value is None or value.dtype == ir.DataType.STRING:
         raise view.fail(_TEXT)

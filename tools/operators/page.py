@@ -159,13 +159,17 @@ def render(results: Results, rows: Sequence[OperatorRow] | None = None) -> str:
 _WORDS = {FAILED: "refused", WRONG: "wrong", CRASHED: "crashed"}
 
 _INTRODUCTION = """\
-For each operator, this page says which of its dims can be sharded (the rule; [Adding an
-operator](add_an_operator.md) explains the language of rules), what a device computes if that is
-more than the same operator on its shards (the local form), whether training can differentiate it
-(the gradient), and what else its record says (`OpDef` in `onnxpar/ops/operator.py` explains each
-slot). `onnxpar ops --json` prints the same for the installed version. An operator without a rule,
-or that is not listed, is expanded into its ONNX function body. If ONNX has no body for it, it is
-replicated, and `onnxpar inspect` names it with the reason.
+For each operator, this page gives
+
+- the rule: which dims can be sharded, and how ([Adding an operator](add_an_operator.md) explains
+  the language of rules);
+- the local form: what a device computes on its shards, if this is not just the same operator;
+- the gradient: whether training can differentiate the operator;
+- what else its record says (`OpDef` in `onnxpar/ops/operator.py` explains each slot).
+
+`onnxpar ops --json` prints the same for the installed version. An operator that is not listed, or
+has no rule, is replaced by its ONNX function body. If ONNX has no body for it, it is replicated,
+and `onnxpar inspect` names it with the reason.
 """
 
 

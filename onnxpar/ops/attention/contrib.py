@@ -104,10 +104,10 @@ def multi_head_rule(view: NodeView) -> OpRule:
 
     Raises:
         ModelError: Operands are packed, as kernels on GPUs allow; the node is a step on a shared
-            cache or of a beam search; or it has a bias, and heads of values differ in size.
+            cache, or with beam search; or it has a bias, and heads of values differ in size.
     """
     if view.has(_STEP) or view.has(_BEAMS):
-        raise view.fail("a step on a shared cache or of a beam search cannot be sharded")
+        raise view.fail("a step on a shared cache, or with beam search, cannot be sharded")
     if len(view.shape(0)) != 3 or not view.has(1) or not view.has(2):
         raise view.fail("sharding needs query, key and value as separate operands")
     heads = _multi_heads(view)
@@ -171,7 +171,7 @@ def multi_head_body(node: BodyNode) -> Sequence[ir.Value | None]:
     if len(view.shape(0)) != 3 or not node.has(2) or len(view.node.outputs) > 3:
         raise node.fail("its gradient needs query, key and value as separate operands")
     if view.has(_STEP) or view.has(_BEAMS):
-        raise node.fail("its gradient needs a cache that is neither shared nor of a beam search")
+        raise node.fail("its gradient needs a cache that is not shared, and no beam search")
     heads = _multi_heads(view)
     q, k, v = (node.input(i) for i in range(3))
     q, k, v = _biased(node, heads, (q, k, v))
@@ -318,8 +318,8 @@ def _third(node: BodyNode, width: Dim) -> int:
     """
     if not isinstance(width, int) or width % 3:
         raise node.fail(
-            "without 'qkv_hidden_sizes', expected a weight with a multiple of three columns, "
-            f"got {width}"
+            "without 'qkv_hidden_sizes', expected a weight whose number of columns is a multiple "
+            f"of three, got {width}"
         )
     return width // 3
 

@@ -66,7 +66,9 @@ def read_equation(view: NodeView) -> Equation:
         output = (*_free(free, free), *sorted(n for n, count in counts.items() if count == 1))
     known = {label for labels in inputs for label in labels}
     if len(set(output)) != len(output) or not known.issuperset(output):
-        raise _wrong(view, "expected labels of the operands on the right, each once")
+        raise _wrong(
+            view, "expected distinct labels on the right, all of which are labels of operands"
+        )
     sizes: dict[str, Dim] = {}
     for labels, shape in zip(inputs, shapes, strict=True):
         for label, size in zip(labels, shape, strict=True):

@@ -71,7 +71,7 @@ def _token_sizes(view: NodeView) -> dict[str, Dim]:
 
 
 def quantised_experts_rule(view: NodeView) -> OpRule:
-    """QMoE: as MoE, with weights of few bits; a shard has whole bytes and blocks of them.
+    """QMoE: as MoE, with weights of few bits; shards are made of complete bytes and blocks.
 
     Raises:
         ModelError: It has zero points, weights with different numbers of bits, or weights that are

@@ -50,7 +50,7 @@ def matmul_rule(view: NodeView) -> OpRule:
 
 
 def gemm_rule(view: NodeView) -> OpRule:
-    """alpha·A'·B' + beta·C; if K is sharded, one device of a group alone adds the bias C."""
+    """alpha·A'·B' + beta·C; if K is sharded, only one device of a group adds the bias C."""
     a = "K M" if view.attr("transA", 0) else "M K"
     b = "N K" if view.attr("transB", 0) else "K N"
     if not view.has(2):

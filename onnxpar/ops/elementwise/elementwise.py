@@ -50,7 +50,7 @@ def _rule(linear: str = "") -> Callable[[NodeView], OpRule]:
         return broadcast_rule(view, linear)
 
     clause = f"; linear: {linear}" if linear else ""
-    rule.__doc__ = f"Every dim, broadcast as numpy does{clause}."
+    rule.__doc__ = f"Every dim may be sharded; operands broadcast as in numpy{clause}."
     return rule
 
 
@@ -60,7 +60,7 @@ def _extrema(operands: Iterable[int]) -> str:
 
 
 def _sum_rule(view: NodeView) -> OpRule:
-    """Every dim, broadcast as numpy does; all operands may be partial sums together."""
+    """Every dim may be sharded; operands broadcast as in numpy, and may all be partial sums."""
     everyone = "+".join(str(i) for i in range(view.arity))
     return broadcast_rule(view, f"sum {everyone}, {_extrema(range(view.arity))}")
 
@@ -92,7 +92,7 @@ def _shrink_body(node: BodyNode) -> Sequence[ir.Value]:
 
 
 def _extremum_rule(view: NodeView) -> OpRule:
-    """Max and Min: one operand may be partial, since max distributes over min; or all may."""
+    """Max: one operand may be a partial max or min, or all operands a partial max; Min likewise."""
     everyone = "+".join(str(i) for i in range(view.arity))
     joint = f", {view.op_type.lower()} {everyone}" if view.arity > 1 else ""
     return broadcast_rule(view, _extrema(range(view.arity)) + joint)

@@ -55,7 +55,7 @@ def _activation(view: NodeView) -> tuple[str, dict[str, Any]]:
     """
     name = str(view.attr("activation", ""))
     if name not in _ACTIVATIONS:
-        raise view.fail(f"expected an activation among {', '.join(_ACTIVATIONS)}, got {name!r}")
+        raise view.fail(f"expected one of the activations {', '.join(_ACTIVATIONS)}, got {name!r}")
     return name, {kind: float(view.attr(key, d)) for kind, key, d in _ACTIVATIONS[name]}
 
 

@@ -201,7 +201,7 @@ def softmax_grad_local(node: LocalNode) -> Sequence[ir.Value]:
 
 
 def log_softmax_grad_local(node: LocalNode) -> Sequence[ir.Value]:
-    """Dy - exp(y)·Σ dy, with the sum all-reduced: one number per row."""
+    """The result is dy - exp(y)·Σ dy, with the sum all-reduced: one number per row."""
     shape, wide = node.in_shape(0), work_dtype(node.out_dtype())
     dy, y = (node.builder.cast(node.input(i), wide) for i in (0, 1))
     total = _total(node, dy, (_axis(node.view),))

@@ -43,7 +43,7 @@ _COMPARED_AS = {
 
 
 def arg_rule(view: NodeView) -> OpRule:
-    """Every dim may be sharded; the searched one communicates a value and an index per row."""
+    """Every dim may be sharded; along the axis, devices exchange a value and index per row."""
     names = axis_names(len(view.shape(0)))
     axis = normal_axis(view, view.attr("axis", 0), len(names))
     keep = view.attr("keepdims", 1)
@@ -56,7 +56,7 @@ def arg_rule(view: NodeView) -> OpRule:
 
 
 def hardmax_rule(view: NodeView) -> OpRule:
-    """Hardmax: every dim; the searched one communicates a value and an index per row."""
+    """Hardmax: every dim; along the axis, devices exchange a value and an index per row."""
     names = axis_names(len(view.shape(0)))
     text = " ".join(names)
     axis = normal_axis(view, view.attr("axis", -1), len(names))
@@ -138,7 +138,7 @@ def arg_min_local(node: LocalNode) -> Sequence[ir.Value]:
 
 
 def top_k_rule(view: NodeView) -> OpRule:
-    """TopK: every dim; the searched one gathers k values and indices of each shard."""
+    """TopK: every dim; along the axis, the k values and indices of each shard are gathered."""
     names = axis_names(len(view.shape(0)))
     axis = normal_axis(view, view.attr("axis", -1), len(names))
     result = list(names)
@@ -199,7 +199,7 @@ def _best(
 
 
 def compress_rule(view: NodeView) -> OpRule:
-    """Compress: every dim but its axis, since how many elements it chooses depends on data."""
+    """Compress: every dim but its axis, whose size in the result depends on data."""
     names = axis_names(len(view.shape(0)))
     axis = view.attr("axis")
     result, fixed = ["K"], names

@@ -107,7 +107,7 @@ def scatter_elements_rule(view: NodeView) -> OpRule:
 
 
 def scatter_elements_local(node: LocalNode) -> Sequence[ir.Value]:
-    """Writes at indices in its shard; if updates are sharded, one device alone adds the data."""
+    """Writes at indices in its shard; if updates are sharded, only one device adds the data."""
     indices, shape, updates = with_padding(node, 1), node.in_shape(1), node.input(2)
     axis = normal_axis(node.view, node.attr("axis", 0), len(shape))
     data = _once(node, node.plan.rule.inputs[1].dims[axis])
@@ -288,7 +288,7 @@ def scatter_nd_rule(view: NodeView) -> OpRule:
 
 
 def scatter_nd_local(node: LocalNode) -> Sequence[ir.Value]:
-    """Writes at indices in its shard; if updates are sharded, one device alone adds the data."""
+    """Writes at indices in its shard; if updates are sharded, only one device adds the data."""
     indices, lead, shape = with_padding(node, 1), node.in_shape(1)[:-1], node.in_shape(2)
     updates, reduction, rule = node.input(2), _reduction(node.view), node.plan.rule
     data = _once(node, [f for dim in rule.inputs[1].dims for f in dim])

@@ -119,7 +119,7 @@ def _axes_rule(view: NodeView, axes: Sequence[int]) -> OpRule:
 
 
 def mean_variance_norm_rule(view: NodeView) -> OpRule:
-    """Every dim may be sharded; the normalised ones communicate statistics."""
+    """Every dim may be sharded; along normalised dims, devices exchange statistics."""
     return _axes_rule(view, mvn_axes(view))
 
 
@@ -137,7 +137,7 @@ def mean_variance_norm_local(node: LocalNode) -> Sequence[ir.Value]:
 
 
 def lp_norm_rule(view: NodeView) -> OpRule:
-    """Every dim may be sharded; the normalised one communicates norms."""
+    """Every dim may be sharded; along the normalised dim, devices exchange norms."""
     return _axes_rule(view, [axis_of(view, -1)])
 
 

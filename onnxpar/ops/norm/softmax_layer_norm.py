@@ -25,7 +25,7 @@ from onnxpar.ops.slots import NO_ROLES, Kernel, KernelCall, Roles
 
 
 def softmax_rule(view: NodeView) -> OpRule:
-    """Every dim may be sharded; the normalised axis communicates."""
+    """Every dim may be sharded; along the normalised axis, devices communicate."""
     names = axis_names(len(view.shape(0)))
     text = " ".join(names)
     return parse_rule(f"{text} -> {text}; special: {names[axis_of(view, -1)]}")
@@ -42,7 +42,9 @@ def _softmax(*, log: bool) -> Callable[[LocalNode], Sequence[ir.Value]]:
         y = _softmax_of(node, x, axis_of(node.view, -1), atoms, shape, log=log)
         return (node.builder.cast(y, node.out_dtype()),)
 
-    special.__doc__ = "All-reduces the maximum, then the sum of powers: one number per row each."
+    special.__doc__ = (
+        "All-reduces the maximum, then the sum of exponentials: one number per row each."
+    )
     return special
 
 

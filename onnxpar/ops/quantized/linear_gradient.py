@@ -32,7 +32,8 @@ def _wide(node: GradNode, value: ir.Value) -> ir.Value:
         ones = [1] * (rank - axis_of(node.view, 1) - 1)
         return node.op("Reshape", value, node.builder.const([-1, *ones]), shape=[*shape, *ones])
     raise node.fail(
-        f"a gradient needs a scale of the tensor or of an axis, got one of shape {list(shape)}"
+        "a gradient needs one scale for the tensor or one for each index of an axis, got the "
+        f"shape {list(shape)}"
     )
 
 

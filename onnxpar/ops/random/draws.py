@@ -166,7 +166,7 @@ def _noise(distribution: str, shift: str, scale: str) -> Callable[[LocalNode], S
 
 
 def bernoulli_rule(view: NodeView) -> OpRule:
-    """Bernoulli: every dim; a maximum or minimum may stay partial, as random numbers are equal."""
+    """Bernoulli: every dim; a partial max or min may stay so: all devices draw equal numbers."""
     names = " ".join(axis_names(len(view.shape(0))))
     dtype = view.node.outputs[0].dtype
     floats = dtype is not None and dtype.is_floating_point()

@@ -113,7 +113,7 @@ def _unusual_recurrence(node: ir.Node) -> str | None:
     if node.attributes.get_int("input_forget", 0):
         return "cuDNN does not couple the gates (input_forget)"
     if node.attributes.get_int("linear_before_reset", 1) != 1:
-        return "cuDNN multiplies before it resets (linear_before_reset)"
+        return "cuDNN applies the reset gate after the product (linear_before_reset)"
     place = kind.peepholes
     if place is not None and len(node.inputs) > place and node.inputs[place] is not None:
         return "cuDNN has no peepholes"

@@ -24,12 +24,12 @@ from onnxpar.ops.slots import Folding
 
 
 def cumsum_rule(view: NodeView) -> OpRule:
-    """CumSum: every dim may be sharded; the running one communicates a total per row."""
+    """CumSum: every dim may be sharded; along the axis, devices exchange a total per row."""
     return _rule(view, "sum")
 
 
 def cumprod_rule(view: NodeView) -> OpRule:
-    """CumProd: every dim may be sharded; the running one communicates a total per row."""
+    """CumProd: every dim may be sharded; along the axis, devices exchange a total per row."""
     return _rule(view, "prod")
 
 

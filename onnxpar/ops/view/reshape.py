@@ -171,7 +171,7 @@ def further(view: NodeView, first: int = 1) -> str:
 
 
 def reshape_rule(view: NodeView) -> OpRule:
-    """Reshape: from the known shapes; the operand that names the shape is not read.
+    """Reshape: the rule follows from the known shapes; the target operand is not read.
 
     Raises:
         ModelError: The tensor is empty, or two sizes of the output depend on data.
@@ -277,7 +277,7 @@ def squeeze_local(node: LocalNode) -> Sequence[ir.Value]:
 
 
 def identity_rule(view: NodeView) -> OpRule:
-    """Identity: every factor, every partial reduction."""
+    """Identity: every dim may be sharded, and every reduction may stay partial."""
     names = " ".join(axis_names(len(view.shape(0))))
     return parse_rule(f"{names} -> {names}; linear: any 0")
 

@@ -72,7 +72,7 @@ def _piece_rule(view: NodeView, joined: Sequence[Dim], axis: int, pieces: Sequen
 
 
 def split_rule(view: NodeView) -> OpRule:
-    """Split: `(t d) -> d, d, …` for equal pieces, else the axis is replicated."""
+    """Split: `(t d) -> d, d, …` for results of equal size; otherwise the axis is replicated."""
     shape = view.shape(0)
     axis = axis_of(view, 0)
     pieces = [view.out_shape(i)[axis] for i in range(len(view.node.outputs))]
@@ -80,7 +80,7 @@ def split_rule(view: NodeView) -> OpRule:
 
 
 def split_local(node: LocalNode) -> Sequence[ir.Value]:
-    """Makes given sizes of the pieces local."""
+    """Gives the node the local sizes of its results, if it has sizes."""
     if not node.view.has(1) or "d" not in node.plan.factors:
         return node.copy()
     pieces: list[Dim] = [node.local_size("d")] * len(node.view.node.outputs)
@@ -88,7 +88,7 @@ def split_local(node: LocalNode) -> Sequence[ir.Value]:
 
 
 def concat_rule(view: NodeView) -> OpRule:
-    """Concat: `d, d, … -> (t d)` for equal pieces, else the axis is replicated."""
+    """Concat: `d, d, … -> (t d)` for operands of equal size; otherwise the axis is replicated."""
     shapes = [view.shape(i) for i in range(view.arity)]
     axis = axis_of(view, 1)
     return _piece_rule(view, view.out_shape(), axis, [shape[axis] for shape in shapes])

@@ -75,7 +75,7 @@ def _rule(
 
 
 def conv_local(node: LocalNode) -> Sequence[ir.Value]:
-    """Runs on windows of the image; of the devices that sum channels, one adds the bias."""
+    """Runs on windows of the image; one of the devices that sum channels adds the bias."""
     if not node.plan.factors:
         return node.copy()
     image = windowed(node, 0, conv_dims(node.view))

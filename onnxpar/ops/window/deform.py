@@ -66,7 +66,7 @@ def deform_conv_rule(view: NodeView) -> OpRule:
 
 
 def deform_conv_local(node: LocalNode) -> Sequence[ir.Value]:
-    """Runs on local channels; of the devices that sum channels, one adds the bias."""
+    """Runs on local channels; one of the devices that sum channels adds the bias."""
     if not node.plan.factors:
         return node.copy()
     group = int(node.attr("group", 1))
