@@ -126,8 +126,8 @@ class Symbol(SymbolSizes):
             )
         if not facts.admits(value):
             raise SymbolError(
-                f"symbol {name!r} is {value}, but the least value of the form {self.divisor}·N + "
-                f"{self.remainder} with N at least 1 is {facts.min}"
+                f"symbol {name!r} is {value}, but the smallest value of the form {self.divisor}·N "
+                f"+ {self.remainder} with N at least 1 is {facts.min}"
             )
 
     def typical(self) -> int:

@@ -73,6 +73,6 @@ def test_the_rule_shown_is_the_rule_made(registry: Registry) -> None:
 
 def test_the_table_shows_it(registry: Registry) -> None:
     (row,) = (r for r in operator_table(registry) if r.op_type == "LpNormalization")
-    assert row.rule == "Every dim may be split; the normalised one communicates norms."
+    assert row.rule == "Every dim may be sharded; along the normalised dim, devices exchange norms."
     assert row.local == "The norm of the local part, all-reduced."
     assert row.gradient == "yes"

@@ -100,7 +100,7 @@ def test_check_admits_what_the_definition_admits(
         (Symbol(min=4), 3, "minimum is 4"),
         (Symbol(max=9), 10, "maximum is 9"),
         (Symbol(divisor=8), 12, "leaves a remainder of 4 when divided by 8, but 0 is required"),
-        (Symbol(divisor=8, remainder=3), 3, "least value of the form 8·N \\+ 3 .* is 11"),
+        (Symbol(divisor=8, remainder=3), 3, "smallest value of the form 8·N \\+ 3 .* is 11"),
         (Symbol(), 0, "minimum is 1"),
     ],
 )
