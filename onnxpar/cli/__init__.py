@@ -144,7 +144,7 @@ def _run(given: list[str], interrupts: "_ProgramSignals") -> int:
         left = leave.code
     except Exception as error:
         # The errors of transformer and runtime share only this attribute. Typer's usage errors have
-        # it too, and a method that shows them with the usage.
+        # it too, and a method that shows them with the usage; a wrong value needs no usage.
         code = getattr(error, "exit_code", None)
         show = getattr(error, "show", None)
         if not isinstance(code, int) or (os.environ.get(_TRACEBACK) == "1" and show is None):
@@ -154,6 +154,8 @@ def _run(given: list[str], interrupts: "_ProgramSignals") -> int:
             time.sleep(_PATIENCE)
         elif show is None:
             _print_error(str(error))
+        elif (message := _value_error(error)) is not None:
+            _print_error(message)
         else:
             show()
         return code
@@ -162,6 +164,16 @@ def _run(given: list[str], interrupts: "_ProgramSignals") -> int:
         interrupts.report()
         return code if name in _LONG else 1
     return code
+
+
+def _value_error(error: Any) -> str | None:
+    """Returns our message for a value that pydantic refuses for Typer; None for other errors."""
+    details = getattr(error.__cause__, "errors", None)
+    if details is None:
+        return None
+    from onnxpar.strategy.validation_errors import problem
+
+    return f"{error.param.opts[0]}: {problem(details()[0])}"
 
 
 def _prints() -> bool:

@@ -55,7 +55,7 @@ def load(path: str | Path) -> ir.Model:
     """Reads an ONNX file; weights in external files are read when they are needed.
 
     Raises:
-        ModelError: The file is missing or is not an ONNX model.
+        ModelError: The file is missing or is not an ONNX model, or its opset is too old or too new.
     """
     return in_memory(read(path), path)
 
@@ -80,14 +80,37 @@ def in_memory(proto: onnx.ModelProto, path: str | Path) -> ir.Model:
     """Returns the model of a proto that was read from `path`; the two share their weights.
 
     Raises:
-        ModelError: The proto is not a model.
+        ModelError: The proto is not a model, or its opset is too old or too new.
     """
     with quiet("onnx_ir"), _readable(Path(path)):
         model = ir.from_proto(proto)
         ir.external_data.set_base_dir(model.graph, Path(path).parent)
     if not model.opset_imports or not (len(model.graph) or len(model.graph.outputs)):
         raise ModelError(f"{str(path)!r} is not an ONNX model: it has no graph or no opset")
+    _opset_of(model, f"the model {str(path)!r}: ")
     return model
+
+
+def _opset_of(model: ir.Model, owner: str = "") -> int:
+    """Returns the version of ONNX's operators that a model imports.
+
+    Args:
+        model: The model.
+        owner: Begins the message of an error; names the model's file, if there is one.
+
+    Raises:
+        ModelError: The version is too old or too new.
+    """
+    opset = model.opset_imports.get("", model.opset_imports.get("ai.onnx"))
+    if opset is None and not any(n.domain in ("", "ai.onnx") for n in model.graph.all_nodes()):
+        # A model of other domains need not import the default one.
+        return OPSET
+    if opset is None or opset < MIN_OPSET:
+        raise ModelError(f"{owner}expected an opset version of at least {MIN_OPSET}, got {opset}")
+    newest = onnx.defs.onnx_opset_version()
+    if opset > newest:
+        raise ModelError(f"{owner}expected an opset version of at most {newest}, got {opset}")
+    return opset
 
 
 @contextmanager
@@ -157,15 +180,9 @@ def normalise(model: ir.Model, registry: Registry = REGISTRY) -> ir.Model:
         ModelError: The graph is not valid: a cycle, an undefined input, an unknown version, a node
             that no runtime could run.
     """
-    opset = model.opset_imports.get("", model.opset_imports.get("ai.onnx"))
-    if opset is None and not any(n.domain in ("", "ai.onnx") for n in model.graph.all_nodes()):
-        # A model of other domains need not import the default one, but added nodes need it.
-        opset = model.opset_imports[""] = OPSET
-    if opset is None or opset < MIN_OPSET:
-        raise ModelError(f"expected an opset version of at least {MIN_OPSET}, got {opset}")
-    if opset > onnx.defs.onnx_opset_version():
-        newest = onnx.defs.onnx_opset_version()
-        raise ModelError(f"expected an opset version of at most {newest}, got {opset}")
+    opset = _opset_of(model)
+    if not {"", "ai.onnx"} & model.opset_imports.keys():
+        model.opset_imports[""] = opset  # for the nodes that are added
     name_nodes(model.graph)
     # The annotation has been read, and does not apply to the model that is made here.
     model.device_configurations = ()

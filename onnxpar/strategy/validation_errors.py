@@ -1,4 +1,4 @@
-"""Error messages for what pydantic finds wrong with a file: expected …, got …."""
+"""Error messages for what pydantic finds wrong with a file or an option: expected …, got …."""
 
 from collections.abc import Mapping, Sequence
 
@@ -48,7 +48,9 @@ def problem(error: ErrorDetails) -> str:
         return f"expected {_TYPES[kind]}, got {got}"
     if kind in _BOUNDS:
         key, sign = _BOUNDS[kind]
-        return f"expected a number {sign} {error['ctx'][key]:g}, got {got}"
+        # A number has no quotes, even if it is text on the command line.
+        found = got.strip("'")
+        return f"expected a number {sign} {error['ctx'][key]:g}, got {found}"
     if kind == "too_short":
         count = error["ctx"]["min_length"]
         return f"expected at least {count} {'item' if count == 1 else 'items'}, got {got}"

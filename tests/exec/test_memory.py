@@ -121,8 +121,9 @@ def test_filters_gradients_take_room(
     planned = workload.price(plan, load_machine("cpu"), sizes).peak
     summary = shard_model(path, chosen, tmp_path / "out", training=spec)
     held = measured(summary.out, True, sizes)
-    # One node without reshards: the plan may miss less than one of the kernel's slices.
-    assert planned == pytest.approx(held, rel=0.05)
+    # The plan misses the filter's gradient in a second layout, and small integers: four for each
+    # tap of the kernel, and some forty more. The slice of a tap has at least 4*3*24*24*4 bytes.
+    assert 0 <= held - planned <= w.nbytes + 8 * (4 * kernel**2 + 64)
 
 
 def searched(path: Path, sizes: Mapping[str, int], memory: int | None) -> FoundStrategy:

@@ -101,6 +101,15 @@ def test_an_opset_of_the_future() -> None:
         normalise(model)
 
 
+@pytest.mark.parametrize(("opset", "message"), [(3, "at least 7, got 3"), (999, ", got 999")])
+def test_an_opset_error_names_the_file(tmp_path: Path, opset: int, message: str) -> None:
+    model = read("g (float[n] x) => (float[n] y) { y = Relu(x) }")
+    model.opset_imports[""] = opset
+    ir.save(model, tmp_path / "m.onnx")
+    with pytest.raises(ModelError, match=f"m.onnx': expected an opset version of .*{message}"):
+        load(tmp_path / "m.onnx")
+
+
 def test_a_value_made_twice_is_named(tmp_path: Path) -> None:
     proto = onnx.parser.parse_model(
         HEAD + "g (float[n] x) => (float[n] y) { a = Relu(x) a = Neg(x) y = Neg(a) }"
