@@ -43,6 +43,7 @@ from onnxpar.strategy.call_layouts import (
     read_entry,
     read_together,
 )
+from onnxpar.strategy.divided_weights import match_parameters
 from onnxpar.strategy.factor_splits import rank_of, show
 from onnxpar.strategy.machine_file import load_machine
 from onnxpar.strategy.schema import MAX_DEVICES, SearchEntry
@@ -452,10 +453,9 @@ class Sharded:
         given = self._given
         # By the name of the value that the function's nodes read, which may be that of a gate.
         entries = {gates.inputs.get(i, n): given.inputs[i] for i, n in enumerate(self.inputs)}
-        parameters = match(
+        parameters = match_parameters(
             given.parameters,
-            list(program.model.graph.initializers),
-            "parameter",
+            program.graph,
             dict.fromkeys(given.parameters, "parameter_plan"),
         )
         entries |= {name: entry for name, (_, entry) in parameters.items()}

@@ -15,6 +15,7 @@ from onnxpar.emit import check_target, write
 from onnxpar.emit.rank_graph import emit_rank
 from onnxpar.emit.training_entry import training_entry
 from onnxpar.facts.program import Program
+from onnxpar.frontend.fused_weights import divide_fused_weights
 from onnxpar.frontend.load import in_memory, load, normalise, read, symbol_table
 from onnxpar.graph.dump import Dumper
 from onnxpar.graph.pipeline_places import ONE_PLACE, Places
@@ -56,7 +57,8 @@ def analyse(
         ModelError: The model is not valid, or a constraint is on an unknown symbol.
     """
     model = normalise(model, registry)
-    return Program.of(model, shapes(model, symbol_table(model, symbols, registry)), registry)
+    env = shapes(model, symbol_table(model, symbols, registry))
+    return divide_fused_weights(Program.of(model, env, registry))
 
 
 def propagate_and_partition(program: Program, seeds: Seeds) -> PartitionedModel:

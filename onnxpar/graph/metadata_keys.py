@@ -22,3 +22,8 @@ as JSON."""
 
 CAPTURED = "onnxpar.captured"
 """Metadata key of a node: how many of its last operands only its bodies read."""
+
+PART_OF = "onnxpar.part_of"
+"""Metadata key of a node that computes one part of a result: name of the node that it replaces."""
+PART_RESULT = "onnxpar.part_result"
+"""Metadata key of the same node: index of the result of that node which it makes."""

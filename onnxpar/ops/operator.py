@@ -17,6 +17,7 @@ from onnxpar.ops.grad_node import Gradient
 from onnxpar.ops.local_node import LocalNode, copy_node
 from onnxpar.ops.node_cost import CostFn
 from onnxpar.ops.old_node import Upgrade
+from onnxpar.ops.parts import PartFn, TakesFn
 from onnxpar.ops.sizes.computed_sizes import ValuesFn
 from onnxpar.ops.slots import (
     FLOAT32,
@@ -125,6 +126,10 @@ class OpDef:
             False.
         windowed: Whether it slides windows over dims 2 and up of its result, so that a model needs
             sizes at which these dims are not empty. Default: False.
+        takes: Returns the range of operand 0 that each result is (see `onnxpar.ops.parts`).
+            Default: no result is a range.
+        on_part: Returns how a node computes one part of a dim alone, from this part of its
+            operands. Default: unknown, so that a fused weight that it reads is not divided.
         function: For operators of the domain `onnxpar`: the function body that graphs which call it
             carry. Default: none, since onnxruntime, or the runtime's library, has its kernel.
         device_function: The operator of `onnxpar`, as a function of the same name, that replaces it
@@ -159,6 +164,8 @@ class OpDef:
     precision: Precision = FLOAT32
     broadcasts: bool = False
     windowed: bool = False
+    takes: TakesFn | None = None
+    on_part: PartFn | None = None
     function: Function | None = None
     device_function: Function | None = None
     refused: Callable[[ir.Node], str | None] | None = None

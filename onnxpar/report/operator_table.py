@@ -173,6 +173,8 @@ SLOT_WORDS: Mapping[str, Callable[[Any], str]] = {
     "precision": _precision,
     "broadcasts": _yes,
     "windowed": _yes,
+    "takes": lambda takes: _yes(takes is not None),
+    "on_part": lambda on_part: _yes(on_part is not None),
     "function": lambda function: "none" if function is None else function.name,
     "device_function": lambda function: "none" if function is None else function.name,
     "refused": _function,

@@ -19,6 +19,7 @@ from onnxpar.graph.node_view import NodeView
 from onnxpar.graph.plan import Plan, factor_sizes, may_stay_partial
 from onnxpar.graph.seeds import SPREAD, NodeSeed, Seeds
 from onnxpar.strategy.annotation_seeds import annotated_seeds
+from onnxpar.strategy.divided_weights import divided_nodes, match_parameters, spread_nodes
 from onnxpar.strategy.expanded_nodes import Replaced
 from onnxpar.strategy.factor_splits import (
     FactorSplit,
@@ -88,8 +89,7 @@ class _Resolver:
             for item in entries
             if item[0] not in self.rules.views
         ]
-        inputs = self.tensors("dataset", "graph input", [v.name or "" for v in graph.inputs])
-        parameters = self.tensors("parameters", "parameter", list(graph.initializers))
+        inputs, parameters = self.inputs(), self.parameters()
         self.mesh = self.build_mesh()
         nodes = {seed.node: seed for r in replaced for seed in r.seeds(self.rules, self.mesh)}
         nodes |= {c.site.view.name: self.seed(c) for c in choices}
@@ -134,7 +134,10 @@ class _Resolver:
         views = self.rules.views.values()
         resolved = self.strategy.given is not None
         names = [view.name for view in views if resolved or not view.is_backward]
-        found = match(self.strategy.nodes, [*names, *bodies], "node", where)
+        divided = divided_nodes(self.rules.views)
+        wholes = dict.fromkeys(divided.values())
+        found = match(self.strategy.nodes, [*names, *bodies, *wholes], "node", where)
+        found = spread_nodes(found, divided, self.rules.views)
         for origin, inner in bodies.items():
             for view in inner:
                 if origin in found and view.name in found and found[view.name][0] != view.name:
@@ -256,19 +259,29 @@ class _Resolver:
 
     # -- tensors ---------------------------------------------------------------------------------
 
-    def tensors(
-        self, section: str, what: str, names: Sequence[str]
-    ) -> dict[str, Callable[[Mesh], Sharding]]:
-        """Returns for each tensor with an entry a function from the mesh to its sharding."""
-        entries: object = getattr(self.strategy, section)
+    def inputs(self) -> dict[str, Callable[[Mesh], Sharding]]:
+        """For each input with an entry a function from the mesh to its sharding."""
+        entries = self.strategy.dataset
         if not isinstance(entries, Mapping):
             return {}
-        where = {key: self.strategy.where(section, key) for key in entries}
-        found: dict[str, Callable[[Mesh], Sharding]] = {}
-        for name, (key, entry) in match(entries, names, what, where).items():
-            title = f"{where[key]}: {what} {name!r}"
-            found[name] = self.tensor(title, self.env.shapes[name], entry)
-        return found
+        where = {key: self.strategy.where("dataset", key) for key in entries}
+        names = [v.name or "" for v in self.model.graph.inputs]
+        return self.tensors(match(entries, names, "graph input", where), "graph input", where)
+
+    def parameters(self) -> dict[str, Callable[[Mesh], Sharding]]:
+        """For each parameter with an entry a function from the mesh to its sharding."""
+        entries = self.strategy.parameters
+        where = {key: self.strategy.where("parameters", key) for key in entries}
+        found = match_parameters(entries, self.model.graph, where)
+        return self.tensors(found, "parameter", where)
+
+    def tensors(
+        self, found: Mapping[str, tuple[str, TensorEntry]], what: str, where: Mapping[str, str]
+    ) -> dict[str, Callable[[Mesh], Sharding]]:
+        return {
+            name: self.tensor(f"{where[key]}: {what} {name!r}", self.env.shapes[name], entry)
+            for name, (key, entry) in found.items()
+        }
 
     def tensor(
         self, title: str, shape: Sequence[Dim], entry: TensorEntry

@@ -19,6 +19,7 @@ from onnxpar.ops.contrib_schemas import MICROSOFT
 from onnxpar.ops.elementwise.broadcast import aligned, axis_names
 from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.operator import OpDef
+from onnxpar.ops.parts import same_node
 from onnxpar.ops.slots import HALF, Roles
 
 
@@ -97,6 +98,7 @@ DEFS = (
         keeps_zero=True,
         roles=Roles(weights=(0, 1), product=True),
         precision=HALF,
+        on_part=same_node,
     ),
     OpDef(
         "",
@@ -107,6 +109,7 @@ DEFS = (
         gradient=gemm_gradient,
         roles=Roles(weights=(0, 1), vectors=(2,), bias_size=_gemm_bias),
         precision=HALF,
+        on_part=same_node,
     ),
     OpDef(
         MICROSOFT,
@@ -115,5 +118,6 @@ DEFS = (
         matmul_rule,
         gradient=fused_matmul_gradient,
         keeps_zero=True,
+        on_part=same_node,
     ),
 )

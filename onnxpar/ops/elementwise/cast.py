@@ -11,6 +11,7 @@ from onnxpar.ops.elementwise.broadcast import axis_names
 from onnxpar.ops.elementwise.cast_gradient import cast_gradient
 from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.operator import NotDifferentiable, OpDef
+from onnxpar.ops.parts import same_node
 from onnxpar.ops.sizes.computed_sizes import cast_elements
 from onnxpar.ops.slots import IN_PLACE, REARRANGES, Folding
 
@@ -92,6 +93,7 @@ DEFS = (
         memory=IN_PLACE,
         values=cast_elements,
         folding=Folding.CAST,
+        on_part=same_node,
     ),
     OpDef(
         "",

@@ -17,6 +17,7 @@ from onnxpar.ops.local_helpers import BOOL, with_padding
 from onnxpar.ops.local_node import LocalNode, copy_node
 from onnxpar.ops.old_node import OldNode, Upgrade
 from onnxpar.ops.operator import BY_BODY, LocalFn, NotDifferentiable, OpDef, RuleFn
+from onnxpar.ops.parts import same_node
 from onnxpar.ops.sizes.computed_sizes import (
     ABS,
     ADD,
@@ -140,11 +141,12 @@ def _op(
     zero: bool = False,
     **slots: Any,
 ) -> OpDef:
+    slots = {"on_part": same_node, **slots}
     return OpDef("", name, version, rule, local, gradient, keeps_zero=zero, **slots)
 
 
 def _test(name: str, version: int, **slots: Any) -> OpDef:
-    return OpDef("", name, version, _rule(), gradient=_TRUTH, **slots)
+    return OpDef("", name, version, _rule(), gradient=_TRUTH, on_part=same_node, **slots)
 
 
 # The bias of a product, or the scale of a composed normalisation, may be either operand.

@@ -19,6 +19,7 @@ from onnxpar.ops.local_helpers import locate, normal_axis, with_padding, zero_un
 from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.node_cost import moves, selects
 from onnxpar.ops.operator import Missing, OpDef, for_ranks
+from onnxpar.ops.parts import Taken, taken_range
 from onnxpar.ops.sizes.computed_sizes import gathered
 from onnxpar.ops.slots import FOLLOWS, Folding, Roles
 
@@ -44,6 +45,13 @@ def gather_rule(view: NodeView) -> OpRule:
     result = [*rows[:axis], *places, *rows[axis:]]
     text = f"{' '.join(operand)}, {' '.join(places)} -> {' '.join(result)}"
     return parse_rule(f"{text}; {lookup_kind(view)}: {INDEXED}; linear: any 0")
+
+
+def gather_takes(view: NodeView) -> Sequence[Taken] | None:
+    """One index, or a range of them, of a dim whose size is a number."""
+    axis = normal_axis(view, view.attr("axis", 0), len(view.shape(0)))
+    size, places, rank = view.shape(0)[axis], view.contents(1), len(view.shape(1))
+    return taken_range(axis, size, places, squeezed=rank == 0) if rank < 2 else None
 
 
 def gather_local(node: LocalNode) -> Sequence[ir.Value]:
@@ -167,6 +175,7 @@ DEFS = (
         precision=FOLLOWS,
         values=gathered,
         folding=Folding.MOVE,
+        takes=gather_takes,
     ),
     OpDef(
         DOMAIN,

@@ -38,6 +38,7 @@ from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.node_cost import moves, selects
 from onnxpar.ops.old_node import renamed
 from onnxpar.ops.operator import BY_BODY, Missing, OpDef, expanded
+from onnxpar.ops.parts import Taken, taken_range
 from onnxpar.ops.slots import IN_PLACE, Folding
 
 # The update that changes nothing, by how writes are combined.
@@ -255,6 +256,14 @@ def _joined(node: LocalNode, columns: Sequence[ir.Value], lead: Sequence[Dim]) -
     return node.op("Concat", *columns, shape=[*lead, len(columns)], axis=len(lead))
 
 
+def gather_nd_takes(view: NodeView) -> Sequence[Taken] | None:
+    """A range of dim 0, if the indices are for this dim alone."""
+    shape = view.shape(1)
+    if view.attr("batch_dims", 0) or len(shape) > 2 or shape[-1] != 1:
+        return None
+    return taken_range(0, view.shape(0)[0], view.contents(1), squeezed=len(shape) == 1)
+
+
 def gather_nd_local(node: LocalNode) -> Sequence[ir.Value]:
     """Looks up indices in this rank's shard of the indexed dims; indices that are padding are 0."""
     indices, lead, out = with_padding(node, 1), node.in_shape(1)[:-1], node.out_shape()
@@ -420,6 +429,7 @@ DEFS = (
         gradient=gather_nd_gradient,
         cost=selects,
         folding=Folding.MOVE,
+        takes=gather_nd_takes,
     ),
     OpDef(
         "",

@@ -18,6 +18,7 @@ from onnxpar.ops.elementwise.broadcast import axis_names
 from onnxpar.ops.local_helpers import axis_of, copy_or
 from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.operator import OpDef
+from onnxpar.ops.parts import same_node
 from onnxpar.ops.quantized.helpers import ranged
 from onnxpar.ops.quantized.linear_gradient import dequantize_gradient, quantize_gradient
 from onnxpar.ops.quantized.products import FOR_INFERENCE
@@ -113,6 +114,7 @@ DEFS: tuple[OpDef, ...] = (
             dequantize_rule,
             linear_local,
             gradient=dequantize_gradient,
+            on_part=same_node,
         )
         for domain, since in _LINEAR
     ),

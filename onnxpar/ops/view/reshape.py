@@ -24,6 +24,7 @@ from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.node_cost import view_only
 from onnxpar.ops.old_node import operands
 from onnxpar.ops.operator import OpDef
+from onnxpar.ops.parts import PartForm, Shapes, same_node
 from onnxpar.ops.sizes.computed_sizes import same_elements, transposed
 from onnxpar.ops.slots import FOLLOWS, REARRANGES, VIEW, Folding
 from onnxpar.ops.view.inference import infer_reshape
@@ -193,6 +194,19 @@ def reshape_local(node: LocalNode) -> Sequence[ir.Value]:
     return node.copy([node.input(0), node.builder.sizes(dims)], zeros)
 
 
+def reshape_part(view: NodeView, operands: Shapes, result: Sequence[Dim]) -> PartForm | None:
+    """Names a part's sizes: numbers, sizes of the operand in the same place, and one other."""
+    first = operands[0]
+    kept = [i < len(first) and view.table.equal(first[i], size) for i, size in enumerate(result)]
+    numbers = [
+        size if isinstance(size, int) else 0 if same else -1
+        for size, same in zip(result, kept, strict=True)
+    ]
+    if numbers.count(-1) > 1 or 0 in result:
+        return None
+    return PartForm({"allowzero": 0}, {1: np.array(numbers, np.int64)})
+
+
 def flatten_rule(view: NodeView) -> OpRule:
     """Flatten: two merged dims."""
     shape = view.shape(0)
@@ -303,6 +317,7 @@ DEFS = (
         gradient=reshape_gradient,
         host_operands=(1,),
         infer=infer_reshape,
+        on_part=reshape_part,
     ),
     _view("Flatten", 1, flatten_rule, gradient=reshape_gradient),
     _view(
@@ -312,6 +327,7 @@ DEFS = (
         upgrades={13: operands(axes=1)},
         gradient=reshape_gradient,
         host_operands=(1,),
+        on_part=same_node,
     ),
     _view(
         "Squeeze",
@@ -321,8 +337,9 @@ DEFS = (
         upgrades={13: operands(axes=1)},
         gradient=reshape_gradient,
         host_operands=(1,),
+        on_part=same_node,
     ),
-    _view("Identity", 1, identity_rule, gradient=identity_gradient),
+    _view("Identity", 1, identity_rule, gradient=identity_gradient, on_part=same_node),
     OpDef(
         "",
         "Transpose",
@@ -334,5 +351,6 @@ DEFS = (
         precision=FOLLOWS,
         values=transposed,
         folding=Folding.MOVE,
+        on_part=same_node,
     ),
 )

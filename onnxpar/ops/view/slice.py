@@ -23,6 +23,7 @@ from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.node_cost import selects
 from onnxpar.ops.old_node import OldNode, Upgrade, operands
 from onnxpar.ops.operator import OpDef
+from onnxpar.ops.parts import Taken, same_node
 from onnxpar.ops.sizes.computed_sizes import chosen, concatenated, expanded, parts, sliced
 from onnxpar.ops.slots import FOLLOWS, Folding, Kernel, KernelCall
 from onnxpar.ops.view.inference import infer_expand, infer_slice, infer_split
@@ -77,6 +78,19 @@ def split_rule(view: NodeView) -> OpRule:
     axis = axis_of(view, 0)
     pieces = [view.out_shape(i)[axis] for i in range(len(view.node.outputs))]
     return _piece_rule(view, shape, axis, pieces)
+
+
+def split_takes(view: NodeView) -> Sequence[Taken] | None:
+    """The pieces, one after another."""
+    axis, at = axis_of(view, 0), 0
+    found = []
+    for index in range(len(view.node.outputs)):
+        size = view.out_shape(index)[axis]
+        if not isinstance(size, int):
+            return None
+        found.append(Taken(axis, at, at + size))
+        at += size
+    return found
 
 
 def split_local(node: LocalNode) -> Sequence[ir.Value]:
@@ -139,6 +153,20 @@ def slice_rule(view: NodeView) -> OpRule:
     if sliced:
         text += f"; replicated: {' '.join(f'{names[a]} {names[a]}_cut' for a in sorted(sliced))}"
     return parse_rule(text)
+
+
+def slice_takes(view: NodeView) -> Sequence[Taken] | None:
+    """A range of one axis, if it has known bounds and the other axes are kept."""
+    cut = [(a, at) for a, at in _slices(view).items() if not _keeps_all(view, a, at)]
+    if len(cut) != 1:
+        return None
+    axis, position = cut[0]
+    bounds = [_bounds(view, index, position) for index in (1, 2, 4)]
+    size = view.shape(0)[axis]
+    if not isinstance(size, int) or not all(isinstance(b, int) for b in bounds) or bounds[2] != 1:
+        return None
+    start, stop, _ = slice(bounds[0], bounds[1]).indices(size)
+    return [Taken(axis, start, stop)] if start < stop else None
 
 
 def slice_local(node: LocalNode) -> Sequence[ir.Value]:
@@ -250,6 +278,7 @@ DEFS = (
         host_operands=(1,),
         infer=infer_split,
         values=parts,
+        takes=split_takes,
         upgrades={13: operands(split=1), 18: Upgrade(_count_parts)},
     ),
     _move("Concat", 4, concat_rule, gradient=concat_gradient, values=concatenated),
@@ -263,6 +292,8 @@ DEFS = (
         host_operands=(1, 2, 3, 4),
         infer=infer_slice,
         values=sliced,
+        takes=slice_takes,
+        on_part=same_node,
         upgrades={10: operands(starts=1, ends=2, axes=3)},
     ),
     _move(
@@ -283,5 +314,6 @@ DEFS = (
         memory=Kernel(work=_spread),
         broadcasts=True,
         values=chosen,
+        on_part=same_node,
     ),
 )

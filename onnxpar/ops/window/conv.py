@@ -11,11 +11,13 @@ import onnx_ir as ir
 
 from onnxpar.core.errors import NodeError
 from onnxpar.core.rule import OpRule, parse_rule
+from onnxpar.core.symbols import Dim
 from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.contraction.matmul import on_first
 from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.node_cost import convolves
 from onnxpar.ops.operator import OpDef
+from onnxpar.ops.parts import PartForm, Shapes
 from onnxpar.ops.slots import HALF, Kernel, KernelCall, Roles
 from onnxpar.ops.window.channels import BATCH, FEW, MANY, Channels, channels
 from onnxpar.ops.window.conv_gradient import conv_gradient, conv_transpose_gradient
@@ -89,6 +91,17 @@ def conv_local(node: LocalNode) -> Sequence[ir.Value]:
     )
 
 
+def conv_part(view: NodeView, operands: Shapes, result: Sequence[Dim]) -> PartForm | None:
+    """A part of the results: of the only group, or of all groups some."""
+    group, many, few = int(view.attr("group", 1)), view.shape(1)[0], operands[1][0]
+    if group == 1:
+        return PartForm()
+    # A part consists of complete groups, since their factor is the major one.
+    assert isinstance(many, int)
+    assert isinstance(few, int)
+    return PartForm({"group": few * group // many})
+
+
 def bias_once(node: LocalNode, summed: str) -> list[ir.Value]:
     """Returns the bias, if there is one: zero on all but the first of the devices that sum."""
     if not node.has(2):
@@ -157,6 +170,7 @@ DEFS = (
         roles=Roles(weights=(1,), vectors=(2,), product=True, bias_size=_conv_bias),
         windowed=True,
         precision=HALF,
+        on_part=conv_part,
     ),
     OpDef(
         "",
