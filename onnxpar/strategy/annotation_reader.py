@@ -342,8 +342,8 @@ def _virtual_stages(source: str, nodes: Sequence[tuple[_Configured, _Entry]]) ->
     missing = next((n for n in range(last) if n not in first), None)
     if missing is not None:
         raise StrategyError(
-            f"{source}: {first[last].title}: expected at least one node in each pipeline stage "
-            f"up to its own, {last}; stage {missing} has none"
+            f"{source}: {first[last].title} is in pipeline stage {last}: expected at least one "
+            f"node in every earlier stage, got none in stage {missing}"
         )
     return last + 1
 
