@@ -9,6 +9,7 @@ whichever is more, and a fixed time to start.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from types import MappingProxyType
 
 from onnxpar.core.mesh import Mesh
@@ -114,3 +115,6 @@ _MACHINES = (
     _gpu("h200", 4.95e14, 9.89e14, 4.8e12, 141 << 30, _H100_LINKS),
 )
 PRESETS: Mapping[str, Machine] = MappingProxyType({m.name: m for m in _MACHINES})
+
+WIRE = Machine("wire", MappingProxyType({"float32": inf}), inf, 1 << 62, 0.0, (Link(0, 1.0, 0.0),))
+"""Devices of which nothing takes time but sending: a second is a byte that one device sends."""

@@ -4,7 +4,7 @@ Costs are those of one size of every symbol: the user's, else `Symbol.typical`. 
 operators and collectives are added, since one stream runs them one after another.
 """
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import log2, prod
 
@@ -19,7 +19,7 @@ from onnxpar.graph.node_view import NodeView
 from onnxpar.graph.plan import NodePlan, factor_sizes
 from onnxpar.graph.shapes import itemsize as itemsize_of
 from onnxpar.ops.node_cost import CostFn, Share, by_rule
-from onnxpar.resharding.routes import legs, reachable
+from onnxpar.resharding.routes import Route, cheapest_route, legs, reachable
 from onnxpar.resharding.shortest_path import group_bytes
 
 _NUMBERS = SymbolTable({})
@@ -167,6 +167,19 @@ class CostModel:
             return 0.0
         known = self._moves(source, target, itemsize)
         return known.seconds if met else known.seconds + known.wait
+
+    def route(self, versions: Sequence[Sharding], target: Sharding, itemsize: int) -> Route:
+        """Returns the route to a sharding that partitioning takes from the versions of a value."""
+        return cheapest_route(versions, target, self.mesh, self.table, itemsize)
+
+    def travel(self, route: Route, itemsize: int) -> float:
+        """Returns the seconds of the collectives and slices of a route, without waiting."""
+        return sum(
+            self.copying(self.elements(step.after) * itemsize)
+            if step.kind == "slice"
+            else self.collective(step.kind, step.atoms, self.value(step.bytes))
+            for step in route.steps
+        )
 
     def room(self, source: Sharding, target: Sharding, itemsize: int) -> int:
         """Returns the bytes that a device needs only during the reshard of a value."""
@@ -328,7 +341,7 @@ class CostModel:
         seconds = max(counted.flops / rate, counted.traffic / self.machine.bandwidth)
         if seconds:
             seconds += self.machine.overhead
-        special = self._special(rule, view, plan, local)
+        special = self.special(rule, view, plan)
         if special:
             seconds += self.copying(self._largest(view, plan), _LOCAL_FORM)
         return Work(counted.flops, counted.traffic, seconds, special)
@@ -373,18 +386,29 @@ class CostModel:
             for c in parts
         )
 
-    def _special(
-        self, rule: OpRule, view: NodeView, plan: NodePlan, local: Mapping[str, int]
-    ) -> float:
-        """Seconds of all-reducing two statistics over the sharded dims of the largest output."""
+    def special(self, rule: OpRule, view: NodeView, plan: NodePlan) -> float:
+        """Returns the seconds of the collectives in the local form of a node, with waiting.
+
+        Over the sharded dims of the largest output, two statistics are all-reduced, or what the
+        rule says (`OpRule.inner`).
+        """
+        counts = {name: self.mesh.count(atoms_of(parts)) for name, parts in plan.factors.items()}
+        sizes: Mapping[str, Dim] | None = None
         seconds = 0.0
         for name, parts in plan.factors.items():
             atoms = atoms_of(parts)
-            if rule.kinds[name] != SPECIAL or not atoms:
+            if not atoms or not (rule.kinds[name] == SPECIAL or name in rule.inner):
                 continue
-            held = any(name in names for o in rule.outputs for names in o.dims)
-            size = self._largest(view, plan) / (max(local[name], 1) if held else 1)
-            moved = group_bytes("all_reduce", size, self.mesh.count(atoms))
+            if name in rule.inner:
+                others = prod(counts.values()) // counts[name]
+                width = itemsize_of(next(iter(view.node.outputs), None))
+                size = self.value(rule.inner[name]) * width / others / 2
+            else:
+                sizes = sizes or factor_sizes(rule, view)
+                held = any(name in names for o in rule.outputs for names in o.dims)
+                local = self._local(sizes[name], plan, name) if held else 1
+                size = self._largest(view, plan) / max(local, 1)
+            moved = group_bytes("all_reduce", size, counts[name])
             # The second all-reduce follows soon after the first, so ranks wait once.
             seconds += 2 * self.collective("all_reduce", tuple(sorted(atoms)), moved)
             seconds += self.wait(atoms)

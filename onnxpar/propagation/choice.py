@@ -2,21 +2,22 @@
 
 Candidates come from the layouts of the operands, from those that later readers of the outputs need,
 from the user's parameter axes, and from replicating everything. The first criterion is the number
-of parameter axes that could shard a matrix but do not. The next are the bytes sent, the number of
-operands that are resharded, the elements that a device computes, and the order of the candidates.
-Nothing else counts, so the choice is the same on every machine.
+of parameter axes that could shard a matrix but do not. The next is the cost of communication, by
+the cost model on a machine of which only the links count, so that it is the number of bytes sent;
+then the number of collectives, the elements that a device computes, and the order of the
+candidates. Nothing else counts, so the choice is the same on every machine.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from math import prod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from onnxpar.core.errors import ShardingError
 from onnxpar.core.mesh import Atoms, Mesh
-from onnxpar.core.rule import ANY, PARALLEL, REPLICATED, SPECIAL, OpRule
+from onnxpar.core.rule import ANY, PARALLEL, REPLICATED, OpRule
 from onnxpar.core.sharding import REDUCTIONS, Component, DimSharding, Sharding, atoms_of
-from onnxpar.core.symbols import SymbolTable
+from onnxpar.core.symbols import SymbolTable, symbols_of
+from onnxpar.cost.cost_model import CostModel
 from onnxpar.graph.node_view import NodeView
 from onnxpar.graph.plan import (
     Carried,
@@ -30,8 +31,10 @@ from onnxpar.graph.plan import (
 )
 from onnxpar.graph.view_parts import Part, Parts
 from onnxpar.propagation.backward_dual import Dual
+from onnxpar.resharding.shortest_path import group_bytes
 
-ReshardCost = Callable[[Sequence[Sharding], Sharding, int], int]
+FORBIDDEN = float(1 << 60)
+"""Seconds; the price of a collective between ranks that have different sizes of a tensor."""
 
 
 @dataclass(frozen=True)
@@ -83,27 +86,29 @@ def merged(proposals: Iterable[Factors], rule: OpRule) -> dict[str, DimSharding]
     return result
 
 
-def local_elements(sharding: Sharding, mesh: Mesh, table: SymbolTable) -> int:
-    """Returns the elements of a shard, at the typical sizes of symbols."""
-    return prod(table.typical(size) for size in sharding.local_shape(mesh, table))
-
-
 @dataclass(frozen=True)
 class Chooser:
     """Chooses the plan of nodes on one mesh.
 
     Attributes:
-        mesh: The mesh.
-        table: The symbols and their constraints.
+        cost: The cost model, in which a second is one byte that a device sends.
         parameter_axes: Runs of atoms that shard parameters.
-        cost: Bytes that one device sends to reshard a value: (its versions, new sharding, itemsize)
-            -> bytes.
+        varying: The atoms along which the value of each per-rank symbol differs.
     """
 
-    mesh: Mesh
-    table: SymbolTable
-    parameter_axes: tuple[Atoms, ...]
-    cost: ReshardCost
+    cost: CostModel
+    parameter_axes: tuple[Atoms, ...] = ()
+    varying: Mapping[str, frozenset[int]] = field(default_factory=dict)
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh."""
+        return self.cost.mesh
+
+    @property
+    def table(self) -> SymbolTable:
+        """The symbols and their constraints."""
+        return self.cost.table
 
     def choose(
         self,
@@ -353,51 +358,45 @@ class Chooser:
         view: NodeView,
         situation: Situation,
         carries: bool,
-    ) -> tuple[int, int, int]:
-        """Returns the bytes that a plan sends, how many operands it reshards, and its elements."""
-        moved, moves, elements = 0, 0, 0
+    ) -> tuple[float, int, int]:
+        """Returns the seconds of communication, the number of collectives, and the elements."""
+        cost, moved, moves, elements, pending = self.cost, 0.0, 0, 0, 0
         for index, want in enumerate(plan.inputs):
             have = situation.versions[index] if index < len(situation.versions) else ()
             if want is None or rule.inputs[index].mode == ANY:
                 continue
-            elements += self._elements(want)
+            elements += cost.elements(want)
             if not have or want in have:
                 continue
-            itemsize = situation.itemsizes[index]
-            cost = self.cost(have, want, itemsize)
-            moved += cost
-            moves += cost > 0
+            seconds = self.reshard(have, want, situation.itemsizes[index])
+            moved += seconds
+            moves += seconds > 0
         for index, made in enumerate(plan.outputs):
-            size = self._elements(made)
+            size = cost.elements(made)
             elements += size
             itemsize = situation.itemsizes[len(situation.operands) + index]
             parameter = situation.gradients[index]
             if parameter is not None:
-                moved += self.cost((made,), leaving(made, parameter), itemsize)
+                moved += self.reshard((made,), leaving(made, parameter), itemsize)
             elif made.partial and not situation.joined[index].issuperset(made.partial):
-                count = self.mesh.count(made.partial)
                 # A partial result needs at least a reduce-scatter; an operand that stayed partial
                 # would have needed an all-reduce here.
-                moved += (2 if carries else 1) * size * itemsize * (count - 1) // count
-        for name, parts in plan.factors.items():
-            if rule.kinds[name] == SPECIAL:
-                count = self.mesh.count(atoms_of(parts))
-                size = (
-                    self._elements(plan.outputs[0]) * situation.itemsizes[len(situation.operands)]
+                kind = "all_reduce" if carries else "reduce_scatter"
+                count = cost.mesh.count(made.partial)
+                moved += cost.collective(
+                    kind, made.partial, group_bytes(kind, size * itemsize, count)
                 )
-                factor = self.table.typical(factor_sizes(rule, view)[name])
-                moved += 4 * size * (count - 1) // max(factor, 1)
-        for name in rule.inner.keys() & plan.factors.keys():
-            moved += self._inside(rule, plan, name, situation)
-        return moved, moves, elements
+                pending += 1
+        if carries:
+            # A split of a partial operand, say, leaves more values to reduce than it had.
+            moves += max(pending - len(plan.carried), 0)
+        return moved + cost.special(rule, view, plan), moves, elements
 
-    def _inside(self, rule: OpRule, plan: NodePlan, name: str, situation: Situation) -> int:
-        """Bytes that a device sends if its local form all-reduces statistics."""
-        counts = {f: self.mesh.count(atoms_of(parts)) for f, parts in plan.factors.items()}
-        count = counts.pop(name)
-        held = self.table.typical(rule.inner[name]) // max(prod(counts.values()), 1)
-        itemsize = situation.itemsizes[len(situation.operands)]
-        return 2 * held * itemsize * (count - 1) // count
-
-    def _elements(self, sharding: Sharding) -> int:
-        return local_elements(sharding, self.mesh, self.table)
+    def reshard(self, versions: Sequence[Sharding], target: Sharding, itemsize: int) -> float:
+        """Returns the seconds to bring a value into a sharding from the nearest that it has."""
+        route = self.cost.route(versions, target, itemsize)
+        for step in route.steps if self.varying else ():
+            for symbol in symbols_of(step.bytes):
+                if self.varying.get(symbol, frozenset()) & set(step.atoms):
+                    return FORBIDDEN
+        return self.cost.travel(route, itemsize)

@@ -13,10 +13,12 @@ from dataclasses import dataclass, field
 import onnx_ir as ir
 
 from onnxpar.core.errors import ShardingError
+from onnxpar.core.machine import WIRE
 from onnxpar.core.mesh import Mesh
 from onnxpar.core.rule import OpRule
 from onnxpar.core.sharding import DimSharding, Sharding
 from onnxpar.core.symbols import Dim
+from onnxpar.cost.cost_model import CostModel
 from onnxpar.facts.program import Program
 from onnxpar.graph.node_view import NodeView
 from onnxpar.graph.plan import (
@@ -250,10 +252,7 @@ class _Replay:
     ) -> tuple[int, int | None]:
         mesh, table = self.plan.mesh, self.env.table
 
-        def sent(versions: Sequence[Sharding], target: Sharding, width: int) -> int:
-            return cheapest_route(versions, target, mesh, table, width).bytes
-
-        chooser = Chooser(mesh, table, (), sent)
+        chooser = Chooser(CostModel(WIRE, mesh, table))
         held = situation.operands[index]
         assert held is not None
         sharded = held.with_partial(()).canonical(mesh, table)
@@ -267,9 +266,9 @@ class _Replay:
                 want = found.inputs[index]
                 if want is not None and want.with_partial(()).canonical(mesh, table) == sharded:
                     price = chooser.price(plan.rule, found, view, situation, bool(carried))
-                    others.append(price[0])
+                    others.append(round(price[0]))
         chosen = chooser.price(plan.rule, plan, view, situation, bool(plan.carried))
-        return chosen[0], min(others, default=None)
+        return round(chosen[0]), min(others, default=None)
 
     def _situation(self, node: ir.Node) -> Situation:
         names = [v.name or "" if v is not None else "" for v in node.inputs]

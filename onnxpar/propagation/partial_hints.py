@@ -12,11 +12,12 @@ from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
+from onnxpar.core.machine import WIRE
 from onnxpar.core.rule import OpRule
 from onnxpar.core.sharding import Sharding
+from onnxpar.cost.cost_model import CostModel
 from onnxpar.facts.program import Program
 from onnxpar.graph.plan import Plan
-from onnxpar.propagation.choice import local_elements
 
 
 @dataclass(frozen=True)
@@ -46,13 +47,11 @@ def partial_hints(program: Program, plan: Plan, values: Mapping[str, Sharding]) 
         values: The sharding in which each value is computed.
     """
     rules = program.rules.by_node
+    elements = CostModel(WIRE, plan.mesh, program.env.table).elements
     origins: dict[str, str] = {}
     # For each origin, the reductions of values that stayed partial: elements, by name.
     reduced: dict[str, dict[str, int]] = {}
     joined: dict[str, frozenset[int]] = {}
-
-    def elements(sharding: Sharding) -> int:
-        return local_elements(sharding, plan.mesh, program.env.table)
 
     for node in program.graph:
         chosen = plan.nodes[node.name or ""]

@@ -10,13 +10,13 @@ backward of a node with a strategy is sharded like the node (`backward_dual`).
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import onnx_ir as ir
 
+from onnxpar.core.machine import WIRE
 from onnxpar.core.rule import OpRule
 from onnxpar.core.sharding import DimSharding, Sharding
-from onnxpar.core.symbols import symbols_of
+from onnxpar.cost.cost_model import CostModel
 from onnxpar.facts.program import Program
 from onnxpar.graph.metadata_keys import GRADIENT_OF
 from onnxpar.graph.node_view import NodeView
@@ -37,11 +37,9 @@ from onnxpar.propagation.choice import Chooser, Situation, leaving
 from onnxpar.propagation.graph_inputs import shard_inputs
 from onnxpar.propagation.partial_hints import Hints, partial_hints
 from onnxpar.propagation.spread import spread
-from onnxpar.resharding.routes import cheapest_route, reachable
+from onnxpar.resharding.routes import reachable
 
 ROUNDS, MOST_ROUNDS = 2, 4
-FORBIDDEN = 1 << 60
-"""Bytes; the price of a collective between ranks that have different sizes of a tensor."""
 
 
 @dataclass(frozen=True)
@@ -101,9 +99,12 @@ def propagate(
     seeded = _seeded(program, seeds)
     wishes = _wishes(program, seeded, seeds)
     decided: dict[object, NodePlan] = {}
+    table = program.env.table
+    cost = CostModel(WIRE, seeds.mesh, table)
+    chooser = Chooser(cost, seeds.parameter_axes, varying(seeds.inputs, table))
     hints = Hints()
     for number in range(MOST_ROUNDS):
-        walk = _Walk(program, seeds, seeded, known, wishes, links or {}, decided, hints)
+        walk = _Walk(program, seeds, seeded, known, wishes, links or {}, chooser, decided, hints)
         plan = walk.run()
         wishes = _wishes(program, plan.nodes, seeds)
         seen = hints | partial_hints(program, plan, walk.values)
@@ -170,6 +171,7 @@ class _Walk:
     known: Alike
     wishes: Mapping[str, Sharding]
     links: Mapping[str, tuple[str, ...]]
+    chooser: Chooser
     decided: dict[object, NodePlan]
     hints: Hints
     values: dict[str, Sharding] = field(default_factory=dict)
@@ -294,11 +296,8 @@ class _Walk:
         if key not in self.decided:
             parts = tuple(self.known.parts.get(n) if n is not None else None for n in names)
             itemsizes = tuple(map(itemsize, (*node.inputs, *node.outputs)))
-            chooser = Chooser(
-                self.seeds.mesh, self.env.table, self.seeds.parameter_axes, self._cost
-            )
             situation = Situation(*laid, parts, *later, itemsizes)
-            self.decided[key] = chooser.choose(rule, view, situation, implied)
+            self.decided[key] = self.chooser.choose(rule, view, situation, implied)
         return self.decided[key]
 
     def _implied(self, node: ir.Node) -> Dual | None:
@@ -319,19 +318,6 @@ class _Walk:
             if made is not None and made.split_atoms:
                 return made.with_partial(())
         return self.wishes.get(name)
-
-    def _cost(self, versions: Sequence[Sharding], target: Sharding, width: int) -> int:
-        route = cheapest_route(versions, target, self.seeds.mesh, self.env.table, width)
-        for step in route.steps if self.varying else ():
-            for symbol in symbols_of(step.bytes):
-                if self.varying.get(symbol, frozenset()) & set(step.atoms):
-                    return FORBIDDEN
-        return route.bytes
-
-    @cached_property
-    def varying(self) -> Mapping[str, frozenset[int]]:
-        """The atoms along which the value of each per-rank symbol differs."""
-        return varying(self.seeds.inputs, self.env.table)
 
     def _adopt(self, node: ir.Node, plan: NodePlan) -> None:
         self.plans[node.name or ""] = plan

@@ -19,15 +19,16 @@ from dataclasses import dataclass, field, replace
 import onnx_ir as ir
 
 from onnxpar.core.errors import MeshError
+from onnxpar.core.machine import WIRE
 from onnxpar.core.rule import PARALLEL, OpRule
 from onnxpar.core.sharding import REDUCTIONS, Component, DimSharding, Sharding
+from onnxpar.cost.cost_model import CostModel
 from onnxpar.facts.program import Program
 from onnxpar.graph.node_view import NodeView
 from onnxpar.graph.plan import Carried, Factors, NodePlan, factor_sizes, shardings
 from onnxpar.graph.seeds import NodeSeed, Seeds
 from onnxpar.graph.shapes import itemsize
-from onnxpar.propagation.choice import Chooser, Situation, local_elements
-from onnxpar.resharding.routes import cheapest_route
+from onnxpar.propagation.choice import Chooser, Situation
 
 
 @dataclass(frozen=True)
@@ -75,12 +76,10 @@ class SpreadingChooser(Chooser):
         ]
         moved = sliced = 0
         for source, target, width in edges:
-            route = cheapest_route((source,), target, self.mesh, self.table, width)
+            route = self.cost.route((source,), target, width)
             moved += route.bytes
             sliced += sum(
-                local_elements(step.before, self.mesh, self.table)
-                for step in route.steps
-                if step.kind == "slice"
+                self.cost.elements(step.before) for step in route.steps if step.kind == "slice"
             )
         alone = replace(situation, versions=tuple(() for _ in situation.versions))
         own, _, _ = self.price(rule, plan, view, alone, carries)
@@ -136,7 +135,8 @@ class _Spreading:
 
     def __post_init__(self) -> None:
         self.rules = self.program.rules
-        self.chooser = SpreadingChooser(self.seeds.mesh, self.program.env.table, (), lambda *_: 0)
+        cost = CostModel(WIRE, self.seeds.mesh, self.program.env.table)
+        self.chooser = SpreadingChooser(cost)
         graph = self.program.graph
         self.parametric.update(graph.initializers)
         self.nodes: dict[str, ir.Node] = {}
