@@ -145,7 +145,7 @@ MISTAKES: list[tuple[str, Edit, str]] = [
         "expected the size of each component",
     ),
     ("stage below", lambda m: stages(m, -1, None), "'mm'.*pipeline stage from 0 to .*got -1"),
-    ("no stage 0", lambda m: stages(m, 1, None), "'mm'.*each pipeline stage.*stage 0 has none"),
+    ("no stage 0", lambda m: stages(m, 1, None), "'mm'.*every earlier stage, got none in stage 0"),
     ("a gap", lambda m: stages(m, 0, 2), "'act'.* is in pipeline stage 2: .*, got none in stage 1"),
     ("too many", lambda m: stages(m, 0, 1, devices=5), "stages that divides the 5 devices.*got 2"),
     (
