@@ -12,7 +12,7 @@ import onnx_ir as ir
 
 from onnxpar.core.machine import Machine
 from onnxpar.core.mesh import Atoms, Mesh
-from onnxpar.core.rule import ANY, SPECIAL, OpRule
+from onnxpar.core.rule import ANY, IDENTITY, SPECIAL, OpRule
 from onnxpar.core.sharding import Component, Sharding, atoms_of, is_even, local_size
 from onnxpar.core.symbols import Dim, SymbolTable
 from onnxpar.graph.node_view import NodeView
@@ -288,6 +288,31 @@ class CostModel:
         if key not in self._works:
             self._works[key] = self._work(rule, view, plan, count)
         return self._works[key]
+
+    def masks(self, rule: OpRule, plan: NodePlan, operand: int) -> bool:
+        """Whether the padding of an operand is set before the node, since a reduction reads it."""
+        held = {name for names in rule.inputs[operand].dims for name in names}
+        return any(
+            factor in held and rule.kinds[factor] in IDENTITY and not self.is_even(parts)
+            for factor, parts in plan.factors.items()
+        )
+
+    def masking(self, rule: OpRule, view: NodeView, plan: NodePlan) -> float:
+        """Returns the seconds to set padding before a node; inputs and parameters have none set.
+
+        Args:
+            rule: The rule of the node.
+            view: The node.
+            plan: Its plan.
+        """
+        return sum(
+            self.copying(self._size(sharding, value))
+            for i, (sharding, value) in enumerate(zip(plan.inputs, view.node.inputs, strict=False))
+            if sharding is not None
+            and value is not None
+            and value.producer() is not None
+            and self.masks(rule, plan, i)
+        )
 
     def filling(
         self, rule: OpRule, view: NodeView, plan: NodePlan, trained: Iterable[int]

@@ -7,7 +7,7 @@ from math import prod
 
 import onnx_ir as ir
 
-from onnxpar.core.rule import ANY, IDENTITY
+from onnxpar.core.rule import ANY
 from onnxpar.core.sharding import Sharding
 from onnxpar.cost.cost_model import CostModel, Work
 from onnxpar.cost.live_memory import Made, MemoryStep, live_peak, makes
@@ -244,12 +244,7 @@ class _Pricing:
         self, version: str, name: str, sharding: Sharding, index: int, chosen: NodePlan
     ) -> tuple[float, str]:
         """Seconds to set the padding that a reduction reads, and the resulting version."""
-        if name in self.outside or not any(
-            chosen.rule.kinds[factor] in IDENTITY
-            and any(factor in names for names in chosen.rule.inputs[index].dims)
-            and not self.cost.is_even(parts)
-            for factor, parts in chosen.factors.items()
-        ):
+        if name in self.outside or not self.cost.masks(chosen.rule, chosen, index):
             return 0.0, version
         size = self._bytes(sharding, self.itemsizes[name])
         masked = f"{version} for {len(self.steps)}"

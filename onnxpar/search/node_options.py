@@ -58,8 +58,8 @@ def options(
 ) -> tuple[Option, ...]:
     """Returns every way to shard the parts of a node's factors over mesh axes.
 
-    A part with a fixed size is sharded only if it divides evenly; a part with a symbolic size only
-    if it has at least one element per shard at the size that the cost model assumes.
+    A part is sharded only if it has at least one element for each shard, at the sizes that the cost
+    model assumes. Padding costs what the shards then take.
 
     Args:
         item: The node.
@@ -150,6 +150,4 @@ def _summed(item: Item, operand: int) -> bool:
 
 
 def _fits(part: Part, count: int, cost: CostModel) -> bool:
-    if isinstance(part.size, int):
-        return part.size % count == 0
     return cost.value(part.size) >= count

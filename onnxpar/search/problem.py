@@ -220,6 +220,7 @@ class _Builder:
                 seconds[i] = passes * work.seconds + (
                     self.weights.communication * (2 if item.trained else 1) * work.special
                 )
+                seconds[i] += self.cost.masking(item.rule, item.view, option.plan)
                 if item.trained:
                     seconds[i] += self.cost.filling(item.rule, item.view, option.plan, trained)
                     memory[i] = 0 if self.weights.parameters_only else self._held(item, option)

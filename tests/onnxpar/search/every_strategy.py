@@ -139,8 +139,9 @@ class Case:
     def _seconds(self, item: Item, option: Option) -> float:
         """Seconds of a node, forward and backward."""
         work = self.cost.node(item.rule, item.view, option.plan, item.cost)
+        masking = self._masking(item, option)
         if not item.trained:
-            return work.seconds + work.special
+            return work.seconds + work.special + masking
         varying = self._varying(item)
         # The backward of a product (more arithmetic than bytes) has a product for each operand that
         # varies; the backward of another node takes as long as its forward.
@@ -153,7 +154,25 @@ class Case:
         if work.flops > 2 * work.traffic and all(i in varying for i in multiplied):
             backward = 2
         filling = self.cost.filling(item.rule, item.view, option.plan, varying)
-        return (1 + backward) * work.seconds + 2 * work.special + filling
+        return (1 + backward) * work.seconds + 2 * work.special + filling + masking
+
+    def _masking(self, item: Item, option: Option) -> float:
+        """Seconds to set the padding that a reduction reads, in each operand that a node made."""
+        seconds = 0.0
+        plan = option.plan
+        for i, value in enumerate(item.view.node.inputs):
+            sharding = plan.inputs[i] if i < len(plan.inputs) else None
+            if value is None or value.producer() is None or sharding is None:
+                continue
+            reduced = [
+                parts
+                for name, parts in plan.factors.items()
+                if item.rule.kinds[name] in REDUCTIONS
+                and any(name in names for names in item.rule.inputs[i].dims)
+            ]
+            if not all(map(self.cost.is_even, reduced)) and value.dtype is not None:
+                seconds += self.cost.copying(self.cost.elements(sharding) * value.dtype.itemsize)
+        return seconds
 
     def _varying(self, item: Item) -> list[int]:
         trained = {v.name for v in self.flow.values if v.trained}

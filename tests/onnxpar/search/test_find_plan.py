@@ -180,3 +180,13 @@ def test_what_is_pinned_keeps_its_devices(
     start = Seeds(mesh, {"m0": NodeSeed("m0", factors)})
     _, plan = search(program, SearchSpec(PRESETS["cpu"], algorithm), start)
     assert shards(plan, "m0") == ((matrix[0], 1), (1, matrix[1]))
+
+
+@pytest.mark.parametrize("devices", [3, 5, 6, 7])
+def test_weights_are_sharded_over_any_number_of_devices(tmp_path: Path, devices: int) -> None:
+    """The products read their weights, and 8192 and 32768 divide by none of the numbers."""
+    program = products(tmp_path, [1, 8192], [8192, 32768], [32768, 8192])
+    spec = SearchSpec(PRESETS["h100"])
+    _, plan = search(program, spec, Seeds(Mesh.of({"x": devices})))
+    for node in ("m0", "m1"):
+        assert prod(shards(plan, node)[1]) == devices

@@ -2,6 +2,7 @@
 
 import onnx.parser
 import onnx_ir as ir
+import pytest
 
 from onnxpar.api.shard_model import analyse
 from onnxpar.core.machine import PRESETS
@@ -28,6 +29,35 @@ def test_only_what_a_node_made_may_wait_for_a_sum() -> None:
     partials = [o for o in options(both, [mesh.axis_atoms("x")], cost) if o.plan.carried]
     assert partials
     assert not [o for o in options(biased, [mesh.axis_atoms("x")], cost) if o.plan.carried]
+
+
+@pytest.mark.parametrize(("devices", "counts"), [(3, {1, 3}), (5, {1, 5}), (65, {1})])
+def test_fixed_sizes_need_not_divide_evenly(devices: int, counts: set[int]) -> None:
+    """But each shard has an element."""
+    program = analyse(normalise(ir.from_proto(onnx.parser.parse_model(TEXT))), {})
+    mesh = Mesh.of({"x": devices})
+    cost = CostModel(PRESETS["cpu"], mesh, program.env.table)
+    first, *_ = flow(program).items
+    found = options(first, [mesh.axis_atoms("x")], cost)
+    assert {max(o.plan.outputs[0].strategy(mesh)) for o in found} == counts
+    assert len(found) == (4 if devices < 64 else 1)
+
+
+def test_what_a_reduction_reads_is_masked_if_it_is_uneven() -> None:
+    """Inputs and parameters arrive with zeros."""
+    text = """<ir_version: 10, opset_import: ["": 21]>
+    g (float[64,64] x, float[64,64] w) => (float[64,64] z) { y = Relu(x) z = MatMul(y, w) }"""
+    program = analyse(normalise(ir.from_proto(onnx.parser.parse_model(text))), {})
+    for devices, masked in ((2, False), (3, True)):
+        mesh = Mesh.of({"x": devices})
+        cost = CostModel(PRESETS["cpu"], mesh, program.env.table)
+        relu, product = flow(program).items
+        for item in (relu, product):
+            for option in options(item, [mesh.axis_atoms("x")], cost):
+                local = cost.elements(option.plan.inputs[0])
+                contracted = "K" in option.plan.factors
+                expected = cost.copying(4 * local) if contracted and masked else 0.0
+                assert cost.masking(item.rule, item.view, option.plan) == expected
 
 
 HEADS = """<ir_version: 11, opset_import: ["": 23]>
