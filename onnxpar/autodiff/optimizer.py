@@ -114,6 +114,11 @@ def moments_of(kind: OptimizerKind) -> tuple[StateKind, ...]:
     return _UPDATES[kind].moments
 
 
+def updates_by_tensor(kind: OptimizerKind) -> bool:
+    """Whether an optimizer needs a complete tensor to update an element, so it has no parts."""
+    return _UPDATES[kind].by_tensor
+
+
 def states_of(parameters: Sequence[ParameterInfo], kinds: Sequence[StateKind]) -> tuple[State, ...]:
     """Returns the states of all parameters, kind by kind."""
     return tuple(
@@ -482,11 +487,19 @@ def _change(step: _Step, m: ir.Value, v: ir.Value) -> ir.Value:
 
 @dataclass(frozen=True)
 class _Update:
-    """An optimizer: the moments that it keeps, and the update of one parameter."""
+    """An optimizer.
+
+    Attributes:
+        scope: Its name.
+        moments: The moments that it keeps.
+        emit: Emits the update of one parameter.
+        by_tensor: Whether the update of an element depends on the other elements of its tensor.
+    """
 
     scope: str
     moments: tuple[StateKind, ...]
     emit: Callable[[_Step, ParameterInfo, _Tensors], tuple[ir.Value, ...]]
+    by_tensor: bool = False
 
 
 # Values of hyperparameters for parameters without weight decay.
@@ -500,5 +513,5 @@ _UPDATES = {
     ),
     OptimizerKind.ADAM: _Update("adam", _BOTH, partial(_fused, ADAM_STEP)),
     OptimizerKind.ADAMW: _Update("adamw", _BOTH, partial(_fused, ADAMW_STEP)),
-    OptimizerKind.LAMB: _Update("lamb", _BOTH, _lamb),
+    OptimizerKind.LAMB: _Update("lamb", _BOTH, _lamb, by_tensor=True),
 }

@@ -10,10 +10,11 @@ import onnx_ir.passes.common as common
 from onnxpar.autodiff.append_loss import LOSS, LossInfo, LossKind, LossSpec, append_loss
 from onnxpar.autodiff.differentiate import differentiate
 from onnxpar.autodiff.mixed_precision import COMPUTE_TYPES, compute_in, widen_parameters
-from onnxpar.autodiff.optimizer import NEW, OptimizerKind
+from onnxpar.autodiff.optimizer import NEW, OptimizerKind, updates_by_tensor
 from onnxpar.core.errors import ModelError
 from onnxpar.core.symbols import Symbol
 from onnxpar.facts.program import Program
+from onnxpar.frontend.fused_weights import FusedWeights
 from onnxpar.frontend.load import symbol_table
 from onnxpar.graph.pipeline_places import Copy
 from onnxpar.graph.shapes import shapes
@@ -112,6 +113,17 @@ def prepare_training(
         OnnxparError: The loss or the parameters do not fit the model, or an operator between them
             has no gradient.
     """
+    return _prepare(recognised, symbols, spec, stager, frozenset())
+
+
+def _prepare(
+    recognised: Recognised,
+    symbols: Mapping[str, Symbol],
+    spec: TrainingSpec,
+    stager: Stager | None,
+    whole: frozenset[str],
+) -> TrainingProgram:
+    """As `prepare_training`; fused weights of these names are not divided."""
     model, notices = recognised.model, list(recognised.notices)
     idle = idle_dropouts(model.graph)
     if idle:
@@ -127,6 +139,13 @@ def prepare_training(
             "nothing to train: the model has no floating-point parameter that is not frozen"
         )
     frozen = frozenset(t.name for t in selection.tensors if t.reason == FROZEN)
+    if updates_by_tensor(spec.optimizer):
+        whole |= {p.name for p in selection.trained}
+    env = shapes(model, symbol_table(model, symbols, recognised.registry))
+    fused = FusedWeights(Program.of(model, env, recognised.registry), whole)
+    spare = recognised.clone() if fused else recognised
+    model = fused.divide().model
+    selection = selection.divided(model.graph)
     notices += _normalisation_notices(model.graph, frozen)
     selection, compute = _in_half(model, selection, spec, recognised.registry)
     if compute is not None:
@@ -152,11 +171,19 @@ def prepare_training(
         [n for n in variables if n in model.graph.initializers],
         {name: copy.original for name, copy in copies.items()},
     )
-    selection.ask(found.gradients)
+    tensors = {p.name: p.tensor for p in selection.trained}
+    reached = {tensors[n] for n in found.gradients if n in tensors}
+    missed = {tensors[n] for n in names if n not in found.gradients}
+    if reached & missed:
+        # The gradient of a tensor exists completely or not at all.
+        return _prepare(spare, symbols, spec, stager, whole | (reached & missed))
+    selection.ask(reached)
     if not found.gradients:
         raise ModelError(f"nothing to train: the loss depends on none of {', '.join(names)}")
     reasons = {**dict.fromkeys(names, "the loss does not depend on it"), **found.unreached}
-    unreached = {n: reason for n, reason in reasons.items() if n not in found.gradients}
+    unreached = {
+        tensors.get(n, n): reason for n, reason in reasons.items() if n not in found.gradients
+    }
     return TrainingProgram(
         Program.of(model, found.env, recognised.registry),
         # A new statistic is laid out like the old one, as a gradient is like its parameter.

@@ -51,6 +51,7 @@ from onnxpar_format.manifest import (
     ONE_STAGE,
     SCHEMA,
     ManifestContents,
+    PartEntry,
     Replicated,
     StateEntry,
     Training,
@@ -152,7 +153,13 @@ def _dtype(item: GraphInput) -> str:
 
 
 def state_entry(
-    item: GraphInput, kind: str, parameter: str, stages: tuple[int, ...] = (), *, summed: bool
+    item: GraphInput,
+    kind: str,
+    parameter: str,
+    stages: tuple[int, ...] = (),
+    *,
+    summed: bool,
+    part: PartEntry | None = None,
 ) -> StateEntry:
     """Returns the manifest's entry for a buffer that the runtime keeps between runs.
 
@@ -162,6 +169,7 @@ def state_entry(
         parameter: The parameter to which it belongs.
         stages: The pipeline stages that hold it; empty without a pipeline.
         summed: Whether its value is the sum of what these stages hold.
+        part: The tensor of which it is a part.
     """
     return StateEntry(
         **vars(_tensor(item)),
@@ -170,6 +178,7 @@ def state_entry(
         partial=item.sharding.partial,
         stages=stages or ONE_STAGE,
         partial_stages=summed if stages else None,
+        part=part,
     )
 
 

@@ -3,17 +3,29 @@
 from dataclasses import asdict
 
 from onnxpar.autodiff.append_loss import LossInfo
+from onnxpar.autodiff.optimizer import state_name
 from onnxpar.core.symbols import dim_str
 from onnxpar.emit.manifest import state_entry
+from onnxpar.graph.tensor_parts import TensorPart
 from onnxpar.stages.partition_training import PartitionedTraining
-from onnxpar_format.manifest import Loss, Training
+from onnxpar.stages.state_buffers import Buffer
+from onnxpar_format.manifest import Loss, PartEntry, Training
 
 
 def training_entry(training: PartitionedTraining) -> Training:
     """Returns the manifest's record of a training."""
     prepared = training.prepared
+    parts = {p.name: p.part for p in prepared.selection.trained if p.part is not None}
     states = [
-        state_entry(b.item, b.kind, b.parameter, b.stages, summed=b.summed) for b in training.states
+        state_entry(
+            b.item,
+            b.kind,
+            b.parameter,
+            b.stages,
+            summed=b.summed,
+            part=_part_entry(b, parts[b.parameter]) if b.parameter in parts else None,
+        )
+        for b in training.states
     ]
     return Training(
         loss=_loss_entry(prepared.loss),
@@ -24,6 +36,11 @@ def training_entry(training: PartitionedTraining) -> Training:
         notices=tuple(prepared.notices),
         spec=asdict(training.spec),
     )
+
+
+def _part_entry(buffer: Buffer, part: TensorPart) -> PartEntry:
+    name = state_name(buffer.kind, part.tensor)
+    return PartEntry(name, part.tensor, part.shape, part.axis, part.start)
 
 
 def _loss_entry(info: LossInfo) -> Loss:

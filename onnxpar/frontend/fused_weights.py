@@ -11,7 +11,7 @@ factor (`onnxpar.ops.parts` has what else changes). Equal parts that one Split t
 since the rule of Split shards them as they are.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import NamedTuple
@@ -71,15 +71,37 @@ def divide_fused_weights(program: Program) -> Program:
     Args:
         program: The program; its model is changed.
     """
-    found = _Finder(program)
-    regions = list(found.regions())
-    if not regions:
-        return program
-    names = names_of(program.graph)
-    for region in regions:
-        _Divider(found, region, names).divide()
-    model = common.RemoveUnusedNodesPass()(program.model).model
-    return Program.of(model, shapes(model, program.env.table), program.registry)
+    return FusedWeights(program).divide()
+
+
+class FusedWeights:
+    """The fused weights of a program.
+
+    Args:
+        program: The program.
+        kept: Names of tensors that are not divided.
+    """
+
+    def __init__(self, program: Program, kept: Collection[str] = ()) -> None:
+        """Finds them; changes nothing."""
+        self._finder = _Finder(program)
+        whole = {program.graph.initializers[name] for name in kept}
+        self._regions = [r for r in self._finder.regions() if whole.isdisjoint(r.cuts)]
+
+    def __bool__(self) -> bool:
+        """Whether there are any."""
+        return bool(self._regions)
+
+    def divide(self) -> Program:
+        """Returns the program with a product for each part; the model of the program is changed."""
+        program = self._finder.program
+        if not self._regions:
+            return program
+        names = names_of(program.graph)
+        for region in self._regions:
+            _Divider(self._finder, region, names).divide()
+        model = common.RemoveUnusedNodesPass()(program.model).model
+        return Program.of(model, shapes(model, program.env.table), program.registry)
 
 
 class _Finder:

@@ -1,6 +1,7 @@
 """Nodes and constants that passes add without a builder: constants, identities, copies."""
 
 from collections.abc import Sequence
+from copy import copy
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ def constant(name: str, array: Any, dtype: ir.DataType | None = None) -> ir.Valu
 
 def identity(value: ir.Value, result: str, name: str | None = None) -> ir.Node:
     """Returns an Identity of a value; its result has the name `result`."""
-    output = ir.Value(name=result, type=value.type, shape=value.shape)
+    output = ir.Value(name=result, type=copy(value.type), shape=value.shape)
     return ir.Node("", "Identity", [value], outputs=[output], name=name)
 
 
@@ -34,7 +35,7 @@ def twin(node: ir.Node, inputs: Sequence[ir.Value | None], suffix: str = "") -> 
     outputs = []
     for old in node.outputs:
         new = ir.Value(
-            name=f"{old.name}{suffix}" if old.name else "", type=old.type, shape=old.shape
+            name=f"{old.name}{suffix}" if old.name else "", type=copy(old.type), shape=old.shape
         )
         new.metadata_props.update(old.metadata_props)
         outputs.append(new)

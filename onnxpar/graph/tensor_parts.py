@@ -5,6 +5,7 @@ programs know the parts only.
 """
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 from math import prod
 
@@ -38,6 +39,12 @@ def part_of(value: ir.Value) -> TensorPart | None:
     return found
 
 
+def tensor_of(value: ir.Value) -> str:
+    """Returns the name of the tensor that an initializer is, or is a part of."""
+    part = part_of(value)
+    return (value.name or "") if part is None else part.tensor
+
+
 def make_part(value: ir.Value, axis: int, start: int, stop: int, name: str) -> ir.Value:
     """Returns an initializer that is a range of another one; its data is read when it is needed."""
     whole = value.const_value
@@ -46,7 +53,7 @@ def make_part(value: ir.Value, axis: int, start: int, stop: int, name: str) -> i
     sizes = ir.Shape((*shape[:axis], stop - start, *shape[axis + 1 :]))
     part = ir.Value(
         name=name,
-        type=value.type,
+        type=copy(value.type),
         shape=sizes,
         const_value=_range(whole, shape, axis, start, stop, sizes, name),
     )

@@ -5,6 +5,7 @@ the weight in which they stand side by side with the nodes that take them apart 
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,7 +76,7 @@ def taking(value: ir.Value, taken: Taken, result: ir.Value, name: str) -> tuple[
     axes = constant(f"{name}.axes", np.array([taken.axis], np.int64))
     if not taken.squeezed:
         return identity(value, result.name or "", name), axes
-    output = ir.Value(name=result.name, type=result.type, shape=result.shape)
+    output = ir.Value(name=result.name, type=copy(result.type), shape=result.shape)
     return ir.Node("", "Squeeze", [value, axes], outputs=[output], name=name), axes
 
 

@@ -9,6 +9,7 @@ import onnx_ir as ir
 
 from onnxpar.core.errors import ModelError
 from onnxpar.core.name_patterns import SHOWN, nearest
+from onnxpar.graph.tensor_parts import TensorPart, part_of, tensor_of
 from onnxpar.ops.operand_roles import is_statistic, reads_elements
 from onnxpar.ops.registry import Registry
 from onnxpar.parameters.origin import Origin, Role, is_floating, origin_of, sizes
@@ -36,6 +37,7 @@ class ParameterInfo:
         stages: The pipeline stages that have a copy of it, if there are several: its gradient is
             the sum of theirs.
         counted: Whether its gradient counts in the norm of this stage; that of one copy does.
+        part: The tensor of which it is a part; None if it is a tensor of its own.
     """
 
     name: str
@@ -45,6 +47,12 @@ class ParameterInfo:
     norm_group: str = ""
     stages: tuple[int, ...] = ()
     counted: bool = True
+    part: TensorPart | None = None
+
+    @property
+    def tensor(self) -> str:
+        """Name of the tensor that it is, or is a part of."""
+        return self.name if self.part is None else self.part.tensor
 
 
 @dataclass(frozen=True)
@@ -79,6 +87,23 @@ class Selection:
     tensors: tuple[TrainingTensor, ...]
     doubtful: Mapping[str, str]
 
+    def divided(self, graph: ir.Graph) -> "Selection":
+        """Returns the same selection of a graph in which some tensors are divided into parts."""
+        parts: dict[str, list[ir.Value]] = {}
+        for value in graph.initializers.values():
+            if part_of(value) is not None:
+                parts.setdefault(tensor_of(value), []).append(value)
+        trained = tuple(
+            info
+            for p in self.trained
+            for info in [
+                replace(p, name=v.name or "", shape=sizes(v), part=part_of(v))
+                for v in parts.get(p.name, ())
+            ]
+            or [p]
+        )
+        return replace(self, trained=trained)
+
     def outcome(self, unreached: Mapping[str, str]) -> tuple[TrainingTensor, ...]:
         """Returns all tensors; those on which the loss does not depend are not trained.
 
@@ -104,7 +129,7 @@ class Selection:
 
     def ask(self, reached: Iterable[str]) -> None:
         """Raises ModelError if a gradient reaches a tensor in doubt."""
-        shapes = {p.name: list(p.shape) for p in self.trained}
+        shapes = {p.tensor: list(p.part.shape if p.part else p.shape) for p in self.trained}
         asked = [f"  {n} {shapes[n]}: {self.doubtful[n]}" for n in reached if n in self.doubtful]
         if len(asked) > SHOWN:
             asked[SHOWN:] = [f"  and {len(asked) - SHOWN} more"]

@@ -8,12 +8,12 @@ import onnx_ir as ir
 from onnxpar.core.errors import StrategyError
 from onnxpar.core.machine import Link, Machine
 from onnxpar.core.mesh import Mesh
-from onnxpar.core.name_patterns import match
 from onnxpar.cost.cost_model import CostModel
 from onnxpar.facts.program import Program
 from onnxpar.graph.plan import shardings
 from onnxpar.stages.partition_chain import Costs, chain_of, partition_chain
 from onnxpar.strategy.annotation_seeds import annotated_virtual_stages
+from onnxpar.strategy.divided_weights import match_nodes
 from onnxpar.strategy.machine_file import load_machine
 from onnxpar.strategy.schema import PipelineEntry, Strategy
 
@@ -67,7 +67,7 @@ def _matched(strategy: Strategy, model: ir.Model) -> dict[str, tuple[str, int]]:
         return {}
     assign = strategy.pipeline.assign
     where = {key: strategy.where("pipeline", "assign", key) for key in assign}
-    return match(assign, [node.name or "" for node in model.graph], "node", where)
+    return match_nodes(assign, list(model.graph), where)
 
 
 def _lines(strategy: Strategy, model: ir.Model) -> dict[str, str]:

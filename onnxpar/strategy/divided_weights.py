@@ -4,13 +4,13 @@ The user's entries name the nodes and weights of the file. They apply to all par
 for one part wins.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import TypeVar
 
 import onnx_ir as ir
 
 from onnxpar.core.name_patterns import match
-from onnxpar.graph.metadata_keys import PART_OF, PART_RESULT
+from onnxpar.graph.metadata_keys import GRADIENT_OF, PART_OF, PART_RESULT
 from onnxpar.graph.node_view import NodeView
 from onnxpar.graph.tensor_parts import part_of
 from onnxpar.strategy.schema import NodeEntry
@@ -41,13 +41,31 @@ def match_parameters(
     return _spread(found, tensors)
 
 
-def divided_nodes(views: Mapping[str, NodeView]) -> dict[str, str]:
+def divided_nodes(nodes: Iterable[ir.Node]) -> dict[str, str]:
     """Returns the nodes that compute a part of a node of the file, each with that node's name."""
     return {
-        name: view.node.metadata_props[PART_OF]
-        for name, view in views.items()
-        if PART_OF in view.node.metadata_props and not view.is_backward
+        node.name or "": node.metadata_props[PART_OF]
+        for node in nodes
+        if PART_OF in node.metadata_props and GRADIENT_OF not in node.metadata_props
     }
+
+
+def match_nodes(
+    entries: Mapping[str, T], nodes: Collection[ir.Node], where: Mapping[str, str]
+) -> Found[T]:
+    """Returns the entry that applies to each node, as `name_patterns.match`.
+
+    Args:
+        entries: The user's entries.
+        nodes: The nodes.
+        where: Place of each key, for messages.
+
+    Raises:
+        StrategyError: As for `match`.
+    """
+    divided = divided_nodes(nodes)
+    names = [node.name or "" for node in nodes]
+    return _spread(match(entries, [*names, *divided.values()], "node", where), divided)
 
 
 def spread_nodes(

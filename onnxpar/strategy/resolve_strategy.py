@@ -134,7 +134,7 @@ class _Resolver:
         views = self.rules.views.values()
         resolved = self.strategy.given is not None
         names = [view.name for view in views if resolved or not view.is_backward]
-        divided = divided_nodes(self.rules.views)
+        divided = divided_nodes(self.model.graph)
         wholes = dict.fromkeys(divided.values())
         found = match(self.strategy.nodes, [*names, *bodies, *wholes], "node", where)
         found = spread_nodes(found, divided, self.rules.views)

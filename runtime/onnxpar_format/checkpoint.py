@@ -18,6 +18,7 @@ from onnxpar_format.dtypes import DTYPES
 from onnxpar_format.entries import Digest, ElementName, FileEntry, FileName
 from onnxpar_format.records import (
     KEYED,
+    OPTIONAL,
     Check,
     FormatError,
     Problem,
@@ -63,17 +64,19 @@ class Progress:
 
 @dataclass(frozen=True)
 class StoredShard:
-    """A shard of a tensor in a file, without padding, under the tensor's name.
+    """A shard of a tensor in a file, without padding.
 
     Attributes:
         file: Name of the file.
         shape: Shape of the shard.
         boxes: Boxes of the global tensor, and their places in the shard.
+        name: Its name in the file; None if that is the tensor's.
     """
 
     file: FileName
     shape: tuple[int, ...]
     boxes: tuple[ShardBox, ...]
+    name: Annotated[str | None, OPTIONAL] = None
 
 
 @dataclass(frozen=True)

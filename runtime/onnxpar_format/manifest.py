@@ -5,13 +5,15 @@ their inputs and outputs, parameters as explicit boxes of indices, files with ch
 have the order of the file.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import cached_property
 from math import prod
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
+from onnxpar_format.boxes import Interval, ShardBox
 from onnxpar_format.entries import (
     FileEntry,
     ParameterEntry,
@@ -173,6 +175,42 @@ ONE_STAGE = Absent((0,))
 
 
 @dataclass(frozen=True)
+class PartEntry:
+    """The tensor of the model of which a state is a range.
+
+    Attributes:
+        state: Name of the state of the complete tensor, by which checkpoints know it.
+        parameter: The parameter that the complete tensor is, or belongs to.
+        shape: Shape of the complete tensor.
+        axis: The dim that is divided.
+        start: Index of the state's first element in this dim.
+    """
+
+    state: str
+    parameter: str
+    shape: tuple[int, ...]
+    axis: int
+    start: int
+
+    def moved(self, box: tuple[Interval, ...]) -> tuple[Interval, ...]:
+        """Returns a box of the part as a box of the complete tensor."""
+        first, last = box[self.axis]
+        inside = (first + self.start, last + self.start)
+        return (*box[: self.axis], inside, *box[self.axis + 1 :])
+
+    def problems_of(self, shape: tuple[int, ...]) -> Iterator[Problem]:
+        """Yields what is wrong if the part has this shape."""
+        if not 0 <= self.axis < len(self.shape) == len(shape):
+            yield ".part.axis", f"a dim of the shape {list(self.shape)}", self.axis
+            return
+        end = self.start + shape[self.axis]
+        rest = (*self.shape[: self.axis], shape[self.axis], *self.shape[self.axis + 1 :])
+        if rest != shape or not 0 <= self.start <= end <= self.shape[self.axis]:
+            expected = f"a range of the shape {list(self.shape)} from {self.start} on"
+            yield ".part", expected, list(shape)
+
+
+@dataclass(frozen=True)
 class StateEntry(TensorEntry):
     """A tensor that the runtime keeps between runs, on the device, and updates in place.
 
@@ -187,6 +225,7 @@ class StateEntry(TensorEntry):
         stages: The stages of the pipeline that hold it.
         partial_stages: Whether the values of these stages are partial sums; None without a
             pipeline.
+        part: The tensor of which it is a part; None if it is a tensor of its own.
     """
 
     kind: Annotated[str, one_of(tuple(StateKind))]
@@ -194,6 +233,24 @@ class StateEntry(TensorEntry):
     partial: tuple[int, ...]
     stages: Annotated[tuple[int, ...], OPTIONAL] = ONE_STAGE
     partial_stages: Annotated[bool | None, OPTIONAL] = None
+    part: Annotated[PartEntry | None, OPTIONAL] = None
+
+    @property
+    def tensor(self) -> "TensorOfStates":
+        """The tensor that it is, or is a part of."""
+        if self.part is not None:
+            return TensorOfStates(
+                self.part.state, self.kind, self.part.parameter, self.dtype, self.part.shape
+            )
+        shape = tuple(int(n) for n in self.shape)
+        return TensorOfStates(self.name, self.kind, self.parameter, self.dtype, shape)
+
+    def in_tensor(self, boxes: Iterable[ShardBox]) -> tuple[ShardBox, ...]:
+        """Returns boxes of this state as boxes of the tensor that it is, or is a part of."""
+        part = self.part
+        if part is None:
+            return tuple(boxes)
+        return tuple(replace(box, source=part.moved(box.source)) for box in boxes)
 
     def problems(self) -> Iterator[Problem]:
         """Yields what is wrong between fields."""
@@ -201,6 +258,26 @@ class StateEntry(TensorEntry):
         sizes = [n for dim in self.dims for n, _ in dim]
         if not all(isinstance(n, int) for n in sizes):
             yield ".dims", "integer sizes", sizes
+        elif self.part is not None:
+            yield from self.part.problems_of(tuple(int(n) for n in self.shape))
+
+
+class TensorOfStates(NamedTuple):
+    """A tensor that one state holds, or several states part by part.
+
+    Attributes:
+        name: Name of the state of the complete tensor.
+        kind: Its kind.
+        parameter: The parameter that it is, or belongs to.
+        dtype: Name of its element type.
+        shape: Its shape.
+    """
+
+    name: str
+    kind: str
+    parameter: str
+    dtype: str
+    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -248,6 +325,33 @@ class Training:
     tensors: tuple[TrainingTensor, ...]
     notices: tuple[str, ...]
     spec: Mapping[str, Any]
+
+    @cached_property
+    def by_tensor(self) -> Mapping[str, tuple[StateEntry, ...]]:
+        """For each tensor the state that holds it, or the states that hold its parts, in order."""
+        found: dict[str, list[StateEntry]] = {}
+        for state in self.states.values():
+            found.setdefault(state.tensor.name, []).append(state)
+        return {
+            name: tuple(sorted(states, key=lambda s: s.part.start if s.part else 0))
+            for name, states in found.items()
+        }
+
+    def problems(self) -> Iterator[Problem]:
+        """Yields tensors whose parts are not all there, or are there twice."""
+        for name, states in self.by_tensor.items():
+            parts = [state.part for state in states if state.part is not None]
+            if len(states) == 1 and not parts:
+                continue
+            alike = {(state.tensor, state.part and state.part.axis) for state in states}
+            met = len(alike) == 1
+            if met:
+                axis, shape = parts[0].axis, parts[0].shape
+                ends = [p.start + int(s.shape[axis]) for p, s in zip(parts, states, strict=True)]
+                met = [*(p.start for p in parts), shape[axis]] == [0, *ends]
+            if not met:
+                names = [state.name for state in states]
+                yield ".states", f"parts that make up the tensor {name!r} together", names
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from onnxpar.cost.cost_model import CostModel
 from onnxpar.cost.price import price
 from onnxpar.facts.layers import find_layers
 from onnxpar.ops.kernel_memory import kernel
+from onnxpar.strategy.divided_weights import divided_nodes
 from onnxpar.strategy.recompute_entry import KEEP, RecomputeOptions
 
 
@@ -127,12 +128,17 @@ def chosen_nodes(planned: Planned, options: RecomputeOptions) -> frozenset[str]:
 
 
 def _matching(forward: ForwardPass, pattern: str, where: str) -> frozenset[str]:
+    divided = divided_nodes(forward.nodes)
     names = [node.name or "" for node in forward.nodes]
-    hits = [name for name in names if name == pattern or fnmatchcase(name, pattern)]
+    hits = [
+        name
+        for name in names
+        if any(own == pattern or fnmatchcase(own, pattern) for own in (name, divided.get(name, "")))
+    ]
     if not hits:
         raise StrategyError(
             f"{where}: expected the name or a pattern of a node of the forward pass, got "
-            f"{pattern!r}{nearest(pattern, names)}"
+            f"{pattern!r}{nearest(pattern, [*names, *divided.values()])}"
         )
     able = forward.able.intersection(hits)
     if not able:

@@ -42,13 +42,12 @@ class Source:
                 self._files[shard.file] = dict(read_tensors(path))
             except InputError as error:
                 raise CheckpointError(str(error)) from None
-        array = self._files[shard.file].get(tensor.name)
+        name = shard.name or tensor.name
+        array = self._files[shard.file].get(name)
         wanted = DTYPES[tensor.dtype].dtype
         if array is None or array.shape != shard.shape or array.dtype != wanted:
             got = "nothing" if array is None else f"{array.dtype} {array.shape}"
-            raise CheckpointError(
-                f"{path}: {tensor.name!r}: expected {wanted} {shard.shape}, got {got}"
-            )
+            raise CheckpointError(f"{path}: {name!r}: expected {wanted} {shard.shape}, got {got}")
         return array
 
     def forget(self) -> None:

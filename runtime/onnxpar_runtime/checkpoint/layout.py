@@ -71,26 +71,22 @@ def written(manifest: Manifest) -> Iterator[Written]:
 def stored_tensors(manifest: Manifest) -> dict[str, StoredTensor]:
     """Returns what a checkpoint of the ranks of a directory holds, by name.
 
-    Sums are zero, because the contents of the tensors are unknown here.
+    A tensor whose parts are states of their own is there as one. Sums are zero, because the
+    contents of the tensors are unknown here.
     """
-    shards: dict[str, list[StoredShard]] = {s.name: [] for s in kept_states(manifest)}
+    tensors = {state.tensor.name: state.tensor for state in kept_states(manifest)}
+    shards: dict[str, list[StoredShard]] = {name: [] for name in tensors}
     for part in written(manifest):
-        shards[part.state.name].append(
+        state = part.state
+        shards[state.tensor.name].append(
             StoredShard(
                 rank_file(part.rank),
                 part.sharding.unpadded_shape(part.place),
-                part.sharding.boxes(part.place, padded=False),
+                state.in_tensor(part.sharding.boxes(part.place, padded=False)),
+                None if state.part is None else state.name,
             )
         )
     return {
-        state.name: StoredTensor(
-            state.name,
-            state.kind,
-            state.parameter,
-            state.dtype,
-            state.sharding(manifest.atoms).shape,
-            0,
-            tuple(shards[state.name]),
-        )
-        for state in kept_states(manifest)
+        name: StoredTensor(**tensor._asdict(), sum=0, shards=tuple(shards[name]))
+        for name, tensor in tensors.items()
     }

@@ -164,7 +164,7 @@ def _write(
     try:
         with _verified(checkpoint, verify) as files:
             entries = {
-                name: files(partial / name, parts, lambda tensor: tensor.name)
+                name: files(partial / name, parts, _name_in_file)
                 for name, parts in _by_file(checkpoint, tensors).items()
             }
         summed = {n: replace(t, sum=files.sums.get(n, 0)) for n, t in tensors.items()}
@@ -188,6 +188,11 @@ def _write(
 
 Parts = Sequence[tuple[StoredTensor, StoredTensor]]
 """Tensors with their one shard in a file, and the same tensors in the source."""
+
+
+def _name_in_file(tensor: StoredTensor) -> str:
+    """The name of a tensor's one shard."""
+    return next((shard.name for shard in tensor.shards if shard.name), tensor.name)
 
 
 def _by_file(checkpoint: Checkpoint, tensors: Mapping[str, StoredTensor]) -> dict[str, Parts]:

@@ -56,14 +56,14 @@ def check_fits(checkpoint: Checkpoint, manifest: Manifest) -> None:
     """Raises CheckpointError unless a checkpoint has exactly the states of the directory."""
     where = f"{checkpoint.directory} does not fit {manifest.directory}"
     optimizer = manifest.trained().optimizer
-    wanted = {state.name: state for state in kept_states(manifest)}
+    wanted = {state.tensor.name: state.tensor for state in kept_states(manifest)}
     wrong = []
-    for name, state in wanted.items():
-        tensor, shape = checkpoint.tensors.get(name), state.sharding(manifest.atoms).shape
-        expected = f"expected {state.kind} {name!r} {state.dtype} {list(shape)}"
+    for name, own in wanted.items():
+        tensor = checkpoint.tensors.get(name)
+        expected = f"expected {own.kind} {name!r} {own.dtype} {list(own.shape)}"
         if tensor is None:
             wrong.append(f"{expected}, got none")
-        elif (tensor.kind, tensor.dtype, tensor.shape) != (state.kind, state.dtype, shape):
+        elif (tensor.kind, tensor.dtype, tensor.shape) != (own.kind, own.dtype, own.shape):
             wrong.append(f"{expected}, got {tensor.kind} {tensor.dtype} {list(tensor.shape)}")
     wrong += [
         f"got {tensor.kind} {name!r}, which the directory does not have"
@@ -102,7 +102,7 @@ def load_states(
             sharding = state.sharding(manifest.atoms)
             part = np.zeros(sharding.local_shape, DTYPES[state.dtype].dtype)
             boxes = sharding.boxes(rank.index % manifest.stage_devices, padded=True)
-            source.fill(checkpoint.tensors[state.name], part, boxes)
+            source.fill(checkpoint.tensors[state.tensor.name], part, state.in_tensor(boxes))
             put(state.name, part)
 
     together_for_long(rank, load)

@@ -266,7 +266,11 @@ class Checkpointer:
         ]
         name = rank_file(self._rank.index)
         entry = write_file(partial / name, chain([header(entries)], map(raw_bytes, arrays)))
-        sums = {e.name: sum_of(array) for e, array in zip(entries, arrays, strict=True)}
+        sums: dict[str, int] = {}
+        for part, array in zip(self._mine, arrays, strict=True):
+            tensor = part.state.tensor.name
+            total = sums.get(tensor, 0) + sum_of(array)
+            sums[tensor] = total % modulus(array.itemsize)
         mark = partial / f"{name}.tmp"
         mark.write_text(json.dumps({"file": vars(entry), "sums": sums}))
         mark.rename(partial / _mark(self._rank.index))

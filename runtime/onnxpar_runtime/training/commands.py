@@ -337,9 +337,10 @@ def save(trainer: Trainer, path: str | Path) -> None:
 
     Every rank must call it.
     """
-    states = [s for s in trainer.training.states.values() if s.kind in FROM_FILES]
-    entries = [Entry(s.parameter, s.dtype, tuple(int(n) for n in s.shape)) for s in states]
-    gathered = (trainer.gather(s.name) for s in states)
+    tensors = [states[0].tensor for states in trainer.training.by_tensor.values()]
+    tensors = [tensor for tensor in tensors if tensor.kind in FROM_FILES]
+    entries = [Entry(t.parameter, t.dtype, t.shape) for t in tensors]
+    gathered = (trainer.gather(tensor.name) for tensor in tensors)
 
     def write() -> None:
         try:

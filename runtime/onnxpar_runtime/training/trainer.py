@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from onnxpar_format.boxes import SizedSharding
 from onnxpar_format.dtypes import DTYPES, lossless
 from onnxpar_format.entries import COUNTERS
-from onnxpar_format.manifest import FROM_FILES, Training
+from onnxpar_format.manifest import FROM_FILES, StateEntry, Training
 from onnxpar_runtime.agree import agree, together
 from onnxpar_runtime.closing import Closing
 from onnxpar_runtime.collectives import Rank
@@ -462,10 +462,22 @@ class Trainer(Closing):
 
         Gradients that have not been reduced over some atoms are added up.
 
+        Args:
+            name: A state, or a tensor whose parts are states.
+
         Raises:
             InputError: There is no such state.
             RankError: A rank failed.
         """
+        parts = self.training.by_tensor.get(name, ())
+        if len(parts) < 2:
+            return self._gather(name)
+        arrays = [self._gather(state.name) for state in parts]
+        whole = [array for array in arrays if array is not None]
+        part = parts[0].part
+        return np.concatenate(whole, part.axis) if part is not None and whole else None
+
+    def _gather(self, name: str) -> Array | None:
         states = self.states
         state, part = states[name], states.get(name) if states.holds(name) else None
         if part is not None and (state.partial or state.partial_stages):
@@ -489,8 +501,9 @@ class Trainer(Closing):
                 information; nothing is overwritten.
             RankError: Another rank cannot go on; raised by all ranks.
         """
-        known = self.training.states
-        names = {s.parameter: name for name, s in known.items() if s.kind in FROM_FILES}
+        tensors = self.training.by_tensor.values()
+        names = {s[0].tensor.parameter: s for s in tensors if s[0].kind in FROM_FILES}
+        names |= {s.parameter: (s,) for many in tensors for s in many if s.kind in FROM_FILES}
         self._load(names, arrays, "trained parameters and statistics")
 
     def load_states(self, arrays: Mapping[str, Array]) -> None:
@@ -503,9 +516,12 @@ class Trainer(Closing):
             InputError: As `load_parameters`.
             RankError: As `load_parameters`.
         """
-        self._load({name: name for name in self.training.states}, arrays, "states")
+        names = {**self.training.by_tensor, **{n: (s,) for n, s in self.training.states.items()}}
+        self._load(names, arrays, "states")
 
-    def _load(self, names: Mapping[str, str], arrays: Mapping[str, Array], what: str) -> None:
+    def _load(
+        self, names: Mapping[str, Sequence[StateEntry]], arrays: Mapping[str, Array], what: str
+    ) -> None:
         """Overwrites the states that `names` has by the names in `arrays`, on all ranks or none."""
 
         def parts() -> dict[str, Array]:
@@ -514,7 +530,11 @@ class Trainer(Closing):
                 raise InputError(
                     f"no {what} {', '.join(unknown)}; there are {', '.join(sorted(names))}"
                 )
-            return {names[n]: self._part(names[n], np.asarray(a)) for n, a in arrays.items()}
+            return {
+                state.name: self._part(state.name, array)
+                for name, whole in arrays.items()
+                for state, array in _divided(names[name], np.asarray(whole))
+            }
 
         for name, part in together(self.rank, parts).items():
             if self.holds(name):
@@ -547,3 +567,17 @@ class Trainer(Closing):
         self._open = None
         if self._own_world is not None:
             self._own_world.close()
+
+
+def _divided(states: Sequence[StateEntry], array: Array) -> list[tuple[StateEntry, Array]]:
+    """Returns the states that hold a tensor, each with its range of the tensor's array."""
+    part = states[0].part
+    if len(states) == 1 or part is None:
+        return [(states[0], array)]
+    tensor = states[0].tensor
+    if array.shape != tensor.shape:
+        raise InputError(
+            f"{tensor.kind} {tensor.name!r}: expected the shape {tensor.shape}, got {array.shape}"
+        )
+    bounds = [state.part.start for state in states[1:] if state.part is not None]
+    return list(zip(states, np.split(array, bounds, part.axis), strict=True))
