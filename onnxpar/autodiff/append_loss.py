@@ -249,7 +249,7 @@ def _find_output(graph: ir.Graph, spec: LossSpec) -> ir.Value:
         got = "unknown" if value.dtype is None else value.dtype.name.lower()
         raise ModelError(f"{what}: expected a floating type, got {got}")
     if value.shape is None:
-        raise ModelError(f"{what}: expected a known rank, got a tensor whose shape is unknown")
+        raise ModelError(f"{what}: expected a known number of dims, got an unknown shape")
     for axis, dim in enumerate(value.shape):
         if not isinstance(dim, int) and dim.value is None:
             raise ModelError(f"{what}: the size of dim {axis} is unknown")

@@ -343,7 +343,7 @@ def _name_dims(graph: ir.Graph) -> None:
                 raise ModelError(f"{what} {value.name!r}: expected a tensor, got {value.type}")
     for value in graph.inputs:
         if value.shape is None:
-            raise ModelError(f"input {value.name!r} has no shape: its rank must be known")
+            raise ModelError(f"input {value.name!r} has no shape: its number of dims must be known")
         if value.dtype in (None, ir.DataType.UNDEFINED):
             raise ModelError(f"input {value.name!r} has no element type")
         if value.dtype == ir.DataType.STRING:

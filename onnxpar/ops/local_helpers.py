@@ -37,7 +37,7 @@ def normal_axes(
     """
     if any(not -rank <= a < rank for a in axes):
         raise view.fail(
-            f"{name!r}: expected {-rank} to {rank - 1} for a tensor of rank {rank}, got "
+            f"{name!r}: expected {-rank} to {rank - 1} for a tensor with {rank} dims, got "
             f"{list(axes)}",
             NodeError,
         )

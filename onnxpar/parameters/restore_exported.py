@@ -224,8 +224,8 @@ class _Restorer(Attribution):
         if unknown:
             return Origin(
                 Role.DOUBTFUL,
-                f"it comes from the value {unknown[0]!r} of the module, and what that was computed "
-                f"from was lost {_ASK}",
+                f"it comes from the value {unknown[0]!r} of the module, and the computation of "
+                f"that value was lost {_ASK}",
             )
         placeholders = [self.signature.placeholders[name] for name in sorted(tensor.key)]
         names = ", ".join(p.target for p in placeholders)

@@ -183,7 +183,7 @@ class BodyAnalysis:
                 self.parts.forbid((factors[factor],), why if kind == REPLICATED else would)
 
     def _port(self, port: Port) -> None:
-        why = "its rank in a body is unknown"
+        why = "a value in its body has an unknown number of dims"
         if port.outer is None or not port.outer.name:
             return
         outer = self.dims(port.outer)

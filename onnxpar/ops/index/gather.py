@@ -36,7 +36,7 @@ def lookup_kind(view: NodeView) -> str:
 
 
 def gather_rule(view: NodeView) -> OpRule:
-    """Gather: `a V b, i j -> a i j b; sum: V` for data of rank 3, axis 1, indices of rank 2."""
+    """Gather: `a V b, i j -> a i j b; sum: V` for data with 3 dims, axis 1, indices with 2."""
     data, indices = view.shape(0), view.shape(1)
     axis = normal_axis(view, view.attr("axis", 0), len(data))
     names = axis_names(len(data) - 1 + len(indices))

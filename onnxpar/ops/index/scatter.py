@@ -80,7 +80,7 @@ def _element_dims(view: NodeView) -> tuple[list[str], list[str], int, list[str]]
 
 
 def gather_elements_rule(view: NodeView) -> OpRule:
-    """GatherElements: `a V b, a i b -> a i b; sum: V` for rank 3 and axis 1."""
+    """GatherElements: `a V b, a i b -> a i b; sum: V` for 3 dims and axis 1."""
     operand, names, _, replicated = _element_dims(view)
     places = " ".join(names)
     text = f"{' '.join(operand)}, {places} -> {places}; linear: any 0"

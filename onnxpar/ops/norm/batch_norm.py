@@ -41,7 +41,7 @@ def batch_norm_rule(view: NodeView) -> OpRule:
     """
     rank = len(view.shape(0))
     if rank < 2:
-        raise view.fail(f"expected a batch and channels, got a tensor of rank {rank}")
+        raise view.fail(f"expected at least 2 dims (batch and channels), got {rank}")
     names = axis_names(rank)
     dims = " ".join(names)
     outputs = [dims, *["b"] * (len(view.node.outputs) - 1)]

@@ -24,7 +24,7 @@ def _norm(view: NodeView) -> str:
         raise view.fail(f"'norm': expected MAX, L1 or L2, got {norm!r}")
     rank = len(view.shape(0))
     if rank not in (1, 2):
-        raise view.fail(f"expected an operand of rank 1 or 2, got rank {rank}")
+        raise view.fail(f"expected an operand with 1 or 2 dims, got {rank}")
     return norm
 
 
@@ -36,7 +36,7 @@ def infer_normalizer(library: Library, context: ShapeInferenceContext, node: ir.
 
 
 def normalizer_rule(view: NodeView) -> OpRule:
-    """`n c -> n c; special: c`; a tensor of rank 1 is one row.
+    """`n c -> n c; special: c`; a tensor with one dim is one row.
 
     Raises:
         ModelError: The rank is not 1 or 2, or there is no such norm.

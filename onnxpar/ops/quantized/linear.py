@@ -38,7 +38,7 @@ def _rule(view: NodeView) -> OpRule:
     elif len(scale) > 1:
         if len(scale) != len(shape):
             raise view.fail(
-                f"expected a scale of rank 0, 1 or {len(shape)}, got {len(scale)}", NodeError
+                f"expected a scale with 0, 1 or {len(shape)} dims, got {len(scale)}", NodeError
             )
         axis = axis_of(view, 1)
         by = list(names)

@@ -43,7 +43,7 @@ def transformed_axis(view: NodeView) -> int:
 
 
 def dft_rule(view: NodeView) -> OpRule:
-    """DFT: `a t_in 1, ., . -> a t 1; replicated: t_in t; linear: sum 0` for axis 1 of rank 3."""
+    """DFT: `a t_in 1, ., . -> a t 1; replicated: t_in t; linear: sum 0` for axis 1 of 3 dims."""
     rank = len(view.shape(0))
     names = axis_names(rank - 1)
     axis = transformed_axis(view)

@@ -299,7 +299,7 @@ def test_a_number_that_equals_another_by_chance_is_in_doubt() -> None:
     mixed = Net(lambda n, x: n.share * x + (1 - n.share) * torch.tanh(x), share=P(value=0.5))
     selection, _, _ = check(mixed)
     (reason,) = selection.doubtful.values()
-    assert "what that was computed from was lost when the model was exported" in reason
+    assert "the computation of that value was lost when the model was exported" in reason
     assert not check(mixed, optimize=False)[0].doubtful
 
 

@@ -55,7 +55,7 @@ def test_kernel_is_not_called(norm: str) -> None:
 @pytest.mark.parametrize(
     ("text", "shape", "message"),
     [
-        ("Normalizer(x)", "float[2,3,4]", "expected an operand of rank 1 or 2, got rank 3"),
+        ("Normalizer(x)", "float[2,3,4]", "expected an operand with 1 or 2 dims, got 3"),
         ('Normalizer<norm="L3">(x)', "float[2,3]", "'norm': expected MAX, L1 or L2, got 'L3'"),
     ],
 )
