@@ -194,7 +194,8 @@ def canonical_dim(dim: DimSharding, mesh: Mesh, table: SymbolTable) -> DimShardi
     """Returns the canonical components of a dim.
 
     Components of size 1 are dropped. A replicated component is merged with the one before it where
-    that is sharded evenly.
+    that is sharded evenly. Any component is merged with the one before it if that is split into
+    single elements: the blocks of both together are those of the merged component.
     """
     merged: list[Component] = []
     for component in dim:
@@ -205,6 +206,11 @@ def canonical_dim(dim: DimSharding, mesh: Mesh, table: SymbolTable) -> DimShardi
             if is_even(last, mesh, table):
                 merged[-1] = Component(last.size * component.size, last.atoms)
                 continue
+        if merged and merged[-1].atoms and mesh.count(merged[-1].atoms) == merged[-1].size:
+            last = merged[-1]
+            atoms = (*last.atoms, *component.atoms)
+            merged[-1] = Component(last.size * component.size, atoms)
+            continue
         merged.append(component)
     return tuple(merged) or (Component(_product(c.size for c in dim)),)
 

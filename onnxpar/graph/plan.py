@@ -283,6 +283,12 @@ def project(
     return factors
 
 
+def _filling(size: Dim, atoms: Atoms, mesh: Mesh) -> int:
+    """The number of leading atoms that split a size into single elements; 0 if there are none."""
+    counts = (mesh.count(atoms[:number]) for number in range(1, len(atoms) + 1))
+    return next((number for number, count in enumerate(counts, 1) if count == size), 0)
+
+
 def _match(
     dim: DimSharding, names: list[tuple[str, Dim]], mesh: Mesh, table: SymbolTable
 ) -> dict[str, DimSharding]:
@@ -305,6 +311,10 @@ def _match(
             ):
                 taken.append(Component(left, part.atoms))
                 parts[0] = Component(beyond)
+                left = 1
+            elif beyond is not None and (first := _filling(left, part.atoms, mesh)):
+                taken.append(Component(left, part.atoms[:first]))
+                parts[0] = Component(beyond, part.atoms[first:])
                 left = 1
             else:
                 break

@@ -12,7 +12,8 @@ from plan_search import exported
 from tensor_parallel import EXPERTS, compare
 
 FULL = bool(os.environ.get("ONNXPAR_FULL"))
-NETWORKS = ("vit", "encoder", *(("gpt2", "llama", "clip") if FULL else ()))
+MORE = ("gpt2", "llama", "clip", "falcon", "mamba2")
+NETWORKS = ("vit", "encoder", "phi3", *(MORE if FULL else ()))
 
 
 def test_experts_are_of_networks() -> None:

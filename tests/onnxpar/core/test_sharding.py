@@ -116,6 +116,9 @@ def test_the_canonical_form_holds_the_same_local_data(
             (Component(6), Component(4, (1,))),
         ),
         ((Component(5),), (Component(1), Component(5), Component(1))),
+        # The first atom takes all of the major component.
+        ((Component(2, (0,)), Component(6, (1,))), (Component(12, (0, 1)),)),
+        ((Component(2, (0,)), Component(5, (1,))), (Component(10, (0, 1)),)),
     ],
 )
 def test_equal_layouts_have_one_canonical_form(one: DimSharding, other: DimSharding) -> None:

@@ -114,15 +114,18 @@ def test_the_backward_of_columns_and_rows() -> None:
 
 
 def test_the_zeros_of_a_slice_gradient_are_placed_as_their_reader() -> None:
-    """They read nothing of the forward node, which therefore says nothing of them."""
+    """They read nothing of the forward node, which therefore says nothing of them.
+
+    The slices have a column in common, so the weight is not divided between them.
+    """
     proto = onnx.parser.parse_model("""\
         <ir_version: 10, opset_import: ["" : 21]>
         g (float[batch, 64] x) => (float[batch, 32] y) 
-        <int64[1] low = {0}, int64[1] middle = {32}, int64[1] high = {64}>
+        <int64[1] low = {0}, int64[1] later = {31}, int64[1] middle = {32}, int64[1] high = {63}>
         {
             [product] a = MatMul(x, w)
             [front] b = Slice(a, low, middle, one)
-            [back] c = Slice(a, middle, high, one)
+            [back] c = Slice(a, later, high, one)
             [sum] y = Add(b, c)
         }
         """)
