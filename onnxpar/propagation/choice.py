@@ -5,11 +5,13 @@ from the user's parameter axes, and from replicating everything. The first crite
 of parameter axes that could shard a matrix but do not. The next is the cost of communication, by
 the cost model on a machine of which only the links count, so that it is the number of bytes sent;
 then the number of collectives, the elements that a device computes, and the order of the
-candidates. Nothing else counts, so the choice is the same on every machine.
+candidates. Nothing else counts, so the choice is the same on every machine. A plan whose bytes grow
+faster than in proportion to a symbol is left if another sends fewer at large sizes.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 from onnxpar.core.errors import ShardingError
@@ -18,6 +20,7 @@ from onnxpar.core.rule import ANY, PARALLEL, REPLICATED, OpRule
 from onnxpar.core.sharding import REDUCTIONS, Component, DimSharding, Sharding, atoms_of
 from onnxpar.core.symbols import SymbolTable, symbols_of
 from onnxpar.cost.cost_model import CostModel
+from onnxpar.cost.growth import Sizes, grows_faster
 from onnxpar.graph.node_view import NodeView
 from onnxpar.graph.plan import (
     Carried,
@@ -94,11 +97,19 @@ class Chooser:
         cost: The cost model, in which a second is one byte that a device sends.
         parameter_axes: Runs of atoms that shard parameters.
         varying: The atoms along which the value of each per-rank symbol differs.
+        large: A large size of each symbol with which prices may grow.
+        reduced: Which factors of a matrix a parameter axis may shard, in this order: those that are
+            reduced, or those that reach the output.
     """
 
     cost: CostModel
     parameter_axes: tuple[Atoms, ...] = ()
     varying: Mapping[str, frozenset[int]] = field(default_factory=dict)
+    large: Sizes = field(default_factory=dict)
+    reduced: tuple[bool, ...] = (True, False)
+    _costs: dict[tuple[tuple[str, int], ...], CostModel] = field(
+        default_factory=dict, compare=False, repr=False
+    )
 
     @property
     def mesh(self) -> Mesh:
@@ -132,7 +143,50 @@ class Chooser:
             if found is not None:
                 return found
         found = self._cheapest(rule, view, situation, self.candidates(rule, view, situation))
-        return found or shardings(rule, view, {}, self.mesh)
+        if found is None:
+            return shardings(rule, view, {}, self.mesh)
+        return self._outgrown(rule, view, situation, found) or found
+
+    def _outgrown(
+        self, rule: OpRule, view: NodeView, situation: Situation, found: NodePlan
+    ) -> NodePlan | None:
+        """Returns another plan if it is cheaper at large sizes, and the one found grows faster.
+
+        Its price grows in proportion to each symbol at most. A matrix may also be sharded in the
+        other factor: a table of position biases not by positions, but by heads.
+        """
+
+        def sent(plan: NodePlan, sizes: Sizes) -> float:
+            cost = self._cost_at(sizes)
+            seconds, _ = self._at_once(rule, plan, view, situation, cost)
+            # An operand that stays partial may be reduced where it is smaller.
+            later = 0.0 if plan.carried else self._pending(plan, situation, False, cost)[0]
+            return seconds + later
+
+        def tame(plan: NodePlan) -> bool:
+            return not grows_faster(lambda sizes: sent(plan, sizes), self.table, self.large)
+
+        if tame(found):
+            return None
+        columns = replace(self, reduced=(False,))
+        candidates = chain(
+            self.candidates(rule, view, situation), columns.candidates(rule, view, situation)
+        )
+        other = self._cheapest(rule, view, situation, candidates, tame)
+        if other is None or self._idle_axes(rule, other, situation) > self._idle_axes(
+            rule, found, situation
+        ):
+            return None
+        return other if sent(other, self.large) < sent(found, self.large) else None
+
+    def _cost_at(self, sizes: Sizes) -> CostModel:
+        """The cost model at other sizes of symbols."""
+        if not sizes:
+            return self.cost
+        key = tuple(sizes.items())
+        if key not in self._costs:
+            self._costs[key] = CostModel(self.cost.machine, self.mesh, self.table, sizes)
+        return self._costs[key]
 
     def _cheapest(
         self,
@@ -140,7 +194,9 @@ class Chooser:
         view: NodeView,
         situation: Situation,
         candidates: Iterable[dict[str, DimSharding]],
+        admits: Callable[[NodePlan], bool] | None = None,
     ) -> NodePlan | None:
+        """Returns the cheapest plan; of those that are admitted, if not all are."""
         best: tuple[tuple[Any, ...], NodePlan] | None = None
         seen: list[tuple[Factors, Carried]] = []
         for factors in candidates:
@@ -153,7 +209,9 @@ class Chooser:
                 except ShardingError:
                     continue
                 price = self.rank(rule, plan, view, situation, bool(carried))
-                if best is None or price < best[0]:
+                if best is not None and price >= best[0]:
+                    continue
+                if admits is None or admits(plan):
                     best = (price, plan)
         return None if best is None else best[1]
 
@@ -263,7 +321,7 @@ class Chooser:
             for dim in operand.dims
             for name in dim
         }
-        for reduced in (True, False):
+        for reduced in self.reduced:
             for index, operand in enumerate(rule.inputs):
                 parts = situation.parts[index]
                 if not situation.free[index] or parts is None or len(operand.dims) < 2:
@@ -352,51 +410,62 @@ class Chooser:
         return self._idle_axes(rule, plan, situation), *price
 
     def price(
-        self,
-        rule: OpRule,
-        plan: NodePlan,
-        view: NodeView,
-        situation: Situation,
-        carries: bool,
+        self, rule: OpRule, plan: NodePlan, view: NodeView, situation: Situation, carries: bool
     ) -> tuple[float, int, int]:
         """Returns the seconds of communication, the number of collectives, and the elements."""
-        cost, moved, moves, elements, pending = self.cost, 0.0, 0, 0, 0
+        sent, collectives = self._at_once(rule, plan, view, situation, self.cost)
+        pending, values = self._pending(plan, situation, carries, self.cost)
+        if carries:
+            # A split of a partial operand, say, leaves more values to reduce than it had.
+            collectives += max(values - len(plan.carried), 0)
+        elements = sum(map(self.cost.elements, plan.outputs)) + sum(
+            self.cost.elements(want)
+            for want, operand in zip(plan.inputs, rule.inputs, strict=True)
+            if want is not None and operand.mode != ANY
+        )
+        return sent + pending, collectives, elements
+
+    def _at_once(
+        self, rule: OpRule, plan: NodePlan, view: NodeView, situation: Situation, cost: CostModel
+    ) -> tuple[float, int]:
+        """The seconds in which operands are resharded and statistics exchanged; the reshards."""
+        seconds, moves = cost.special(rule, view, plan), 0
         for index, want in enumerate(plan.inputs):
             have = situation.versions[index] if index < len(situation.versions) else ()
-            if want is None or rule.inputs[index].mode == ANY:
+            if want is None or rule.inputs[index].mode == ANY or not have or want in have:
                 continue
-            elements += cost.elements(want)
-            if not have or want in have:
-                continue
-            seconds = self.reshard(have, want, situation.itemsizes[index])
-            moved += seconds
-            moves += seconds > 0
+            moved = self._reshard(have, want, situation.itemsizes[index], cost)
+            seconds += moved
+            moves += moved > 0
+        return seconds, moves
+
+    def _pending(
+        self, plan: NodePlan, situation: Situation, carries: bool, cost: CostModel
+    ) -> tuple[float, int]:
+        """The least seconds in which partial results will be reduced; the number of these."""
+        seconds, values = 0.0, 0
         for index, made in enumerate(plan.outputs):
-            size = cost.elements(made)
-            elements += size
             itemsize = situation.itemsizes[len(situation.operands) + index]
             parameter = situation.gradients[index]
             if parameter is not None:
-                moved += self.reshard((made,), leaving(made, parameter), itemsize)
+                seconds += self._reshard((made,), leaving(made, parameter), itemsize, cost)
             elif made.partial and not situation.joined[index].issuperset(made.partial):
                 # A partial result needs at least a reduce-scatter; an operand that stayed partial
                 # would have needed an all-reduce here.
                 kind = "all_reduce" if carries else "reduce_scatter"
-                count = cost.mesh.count(made.partial)
-                moved += cost.collective(
-                    kind, made.partial, group_bytes(kind, size * itemsize, count)
-                )
-                pending += 1
-        if carries:
-            # A split of a partial operand, say, leaves more values to reduce than it had.
-            moves += max(pending - len(plan.carried), 0)
-        return moved + cost.special(rule, view, plan), moves, elements
+                size = cost.elements(made) * itemsize
+                moved = group_bytes(kind, size, self.mesh.count(made.partial))
+                seconds += cost.collective(kind, made.partial, moved)
+                values += 1
+        return seconds, values
 
-    def reshard(self, versions: Sequence[Sharding], target: Sharding, itemsize: int) -> float:
+    def _reshard(
+        self, versions: Sequence[Sharding], target: Sharding, itemsize: int, cost: CostModel
+    ) -> float:
         """Returns the seconds to bring a value into a sharding from the nearest that it has."""
-        route = self.cost.route(versions, target, itemsize)
+        route = cost.route(versions, target, itemsize)
         for step in route.steps if self.varying else ():
             for symbol in symbols_of(step.bytes):
                 if self.varying.get(symbol, frozenset()) & set(step.atoms):
                     return FORBIDDEN
-        return self.cost.travel(route, itemsize)
+        return cost.travel(route, itemsize)

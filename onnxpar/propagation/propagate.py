@@ -17,6 +17,7 @@ from onnxpar.core.machine import WIRE
 from onnxpar.core.rule import OpRule
 from onnxpar.core.sharding import DimSharding, Sharding
 from onnxpar.cost.cost_model import CostModel
+from onnxpar.cost.growth import large_sizes
 from onnxpar.facts.program import Program
 from onnxpar.graph.metadata_keys import GRADIENT_OF
 from onnxpar.graph.node_view import NodeView
@@ -101,7 +102,9 @@ def propagate(
     decided: dict[object, NodePlan] = {}
     table = program.env.table
     cost = CostModel(WIRE, seeds.mesh, table)
-    chooser = Chooser(cost, seeds.parameter_axes, varying(seeds.inputs, table))
+    chooser = Chooser(
+        cost, seeds.parameter_axes, varying(seeds.inputs, table), large_sizes(program)
+    )
     hints = Hints()
     for number in range(MOST_ROUNDS):
         walk = _Walk(program, seeds, seeded, known, wishes, links or {}, chooser, decided, hints)

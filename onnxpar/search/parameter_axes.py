@@ -18,10 +18,9 @@ from onnxpar.core.machine import PRESETS, Machine
 from onnxpar.core.mesh import Atoms
 from onnxpar.core.rule import SPECIAL
 from onnxpar.core.sharding import Sharding
-from onnxpar.core.symbols import symbols_of
 from onnxpar.cost.cost_model import CostModel
+from onnxpar.cost.growth import large_sizes
 from onnxpar.cost.optimizer_parallel import NOT_PARALLEL
-from onnxpar.facts.program import Program
 from onnxpar.graph.plan import Plan
 from onnxpar.graph.seeds import Seeds
 from onnxpar.search.find_plan import GAP, seeds_of
@@ -37,8 +36,6 @@ _MACHINE = replace(_NODE, overhead=0.0, links=(replace(_NODE.links[0], devices=0
 """Devices that are all linked as those of one node are: a parameter axis is meant for these."""
 _BYTES = replace(_MACHINE, links=(replace(_MACHINE.links[0], latency=0.0),))
 """The same without latency: seconds are proportional to bytes."""
-_LARGE = 16
-"""How many times larger than its typical size a symbol is at large sizes."""
 _LESS = 0.95
 """The share of propagation's bytes below which the search's plan replaces its plan. For smaller
 gains, the columns and rows that propagation writes (Shoeybi et al., "Megatron-LM", 2019) stay."""
@@ -57,18 +54,6 @@ def decide_parameter_axes(seeds: Seeds, workload: Workload) -> Seeds:
     if not seeds.parameter_axes or seeds.rest != "propagate":
         return seeds
     return _ParameterAxes(seeds, workload).decide()
-
-
-def large_sizes(program: Program) -> dict[str, int]:
-    """Returns a large admissible size for each symbol of a program's inputs."""
-    env, found = program.env, {}
-    shapes = (env.shapes.get(value.name or "", ()) for value in program.graph.inputs)
-    for name in sorted({name for shape in shapes for size in shape for name in symbols_of(size)}):
-        symbol = env.table.symbol(name)
-        typical, facts = symbol.typical(), symbol.facts
-        most = _LARGE * typical if facts.max is None else min(facts.max, _LARGE * typical)
-        found[name] = typical + (most - typical) // facts.divisor * facts.divisor
-    return found
 
 
 @dataclass

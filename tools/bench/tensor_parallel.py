@@ -23,8 +23,9 @@ from plan_search import exported
 from onnxpar.api.plan_strategy import read_workload
 from onnxpar.core.machine import Link, Machine
 from onnxpar.cost.cost_model import CostModel
+from onnxpar.cost.growth import large_sizes
 from onnxpar.graph.plan import Plan
-from onnxpar.search.parameter_axes import decide_parameter_axes, large_sizes
+from onnxpar.search.parameter_axes import decide_parameter_axes
 from onnxpar.search.workload import Workload
 from onnxpar.strategy import load_strategy, resolve
 
