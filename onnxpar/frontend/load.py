@@ -213,7 +213,6 @@ def normalise(model: ir.Model, registry: Registry = REGISTRY) -> ir.Model:
     inline_constant_branches(model, BRANCHES)
     lift_constants(model)
     fold_constants(model, opset, weights, registry)
-    unpack_heads(model)
     _make_names_unique(model.graph)
     _name_dims(model.graph)
     _infer(model, opset, registry)
@@ -225,9 +224,8 @@ def normalise(model: ir.Model, registry: Registry = REGISTRY) -> ir.Model:
         _infer(model, opset, registry)
 
     # Types and sizes are known now, and with them the results of CastLike and the branches taken.
-    if fold_constants(model, opset, weights, registry) or any(
-        map(is_decided, model.graph.all_nodes())
-    ):
+    folded = fold_constants(model, opset, weights, registry)
+    if unpack_heads(model) or folded or any(map(is_decided, model.graph.all_nodes())):
         changed()
         model = common.RemoveUnusedNodesPass()(model).model
     expand_unknown(model, registry, changed, lambda: symbol_table(model, {}, registry))

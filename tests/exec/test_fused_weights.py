@@ -1,6 +1,7 @@
 """Weights of several products in one tensor: divided, sharded part by part, with equal results."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -63,6 +64,16 @@ CASES = {
         kk = Concat<axis = 2>(k, k) vv = Concat<axis = 2>(v3, v3)
     """
     + SCORES,
+    "quantised": """
+        one_row = Reshape(x, flat)
+        w8 = DequantizeLinear<axis = 0>(w_int8, scales, points)
+        [qkv] g = Gemm<transB = 1>(one_row, w8)
+        q2, k2, v2 = Split<axis = 1>(g, sizes)
+        outer = Shape<end = 2>(x)
+        rest = Concat<axis = 0>(outer, last)
+        q = Reshape(q2, rest) k = Reshape(k2, rest) v = Reshape(v2, rest)
+    """
+    + WIDE,
     "convolved": """
         [qkv] f = MatMul(x, w)
         z, rest = Split<axis = 2>(f, equal)
@@ -108,8 +119,13 @@ INTEGERS = {
 def model(body: str, results: int = 8, more: str = "") -> onnx.ModelProto:
     proto = onnx.parser.parse_model(TEXT.format(body=body, results=results, more=more))
     draw = np.random.default_rng(0)
-    arrays = {n: draw.standard_normal(s).astype(np.float32) for n, s in SHAPES.items()}
+    arrays: dict[str, Any] = {
+        n: draw.standard_normal(s).astype(np.float32) for n, s in SHAPES.items()
+    }
     arrays |= {n: np.array(v, np.int64) for n, v in INTEGERS.items()}
+    arrays["w_int8"] = draw.integers(-128, 128, (16, 8)).astype(np.int8)
+    arrays["scales"] = draw.uniform(0.01, 0.1, 16).astype(np.float32)
+    arrays["points"] = draw.integers(-8, 8, 16).astype(np.int8)
     read = {name for node in proto.graph.node for name in node.input}
     for name, array in arrays.items():
         if name in read:
@@ -136,12 +152,6 @@ def check(folder: Path, proto: onnx.ModelProto, strategy: str | Strategy) -> Man
 @pytest.mark.parametrize("preset", ["tp=2", "tp=4", "tp=3", "dp=2,tp=2", "dp=2"])
 def test_results_are_equal(tmp_path: Path, case: str, preset: str) -> None:
     check(tmp_path, model(CASES[case]), preset)
-
-
-SHARDED = {
-    "split": {"w.0": [2], "w.1": [2], "w.2": [2]},
-    "slices": {"w.0": [2], "w.1": [2], "w.2": [2]},
-}
 
 
 @pytest.mark.parametrize("case", ["split", "slices", "transposed"])
@@ -179,6 +189,12 @@ def test_the_parts_of_parts() -> None:
         "cbias.1": ("cbias", 0, 4),
         "cbias.2": ("cbias", 0, 6),
     }
+
+
+def test_scales_and_zero_points_of_a_quantised_weight() -> None:
+    found = parts(model(CASES["quantised"]))
+    assert {p.tensor for p in found.values()} == {"w_int8", "scales", "points"}
+    assert len(found) == 9
 
 
 QKV = "[qkv] f = MatMul(x, w) "

@@ -22,6 +22,7 @@ from onnxpar.ops.local_helpers import normal_axis, zero_unless
 from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.node_cost import selects
 from onnxpar.ops.operator import Missing, NotDifferentiable, OpDef
+from onnxpar.ops.parts import PartForm, Shapes
 from onnxpar.ops.quantized.inference import infer_gather_block_quantized, infer_matmul_bnb4
 
 _ZERO_POINTS, _GROUP_INDEX, _BIAS = 3, 4, 5
@@ -121,6 +122,11 @@ def matmul_nbits_local(node: LocalNode) -> Sequence[ir.Value]:
     return node.copy(inputs, {"N": int(rows), "K": int(columns)})
 
 
+def matmul_nbits_part(view: NodeView, operands: Shapes, result: Sequence[Dim]) -> PartForm | None:
+    """A part of the rows of the weight is a smaller number of rows."""
+    return PartForm({"N": int(result[-1])})
+
+
 def gather_block_quantized_rule(view: NodeView) -> OpRule:
     """GatherBlockQuantized: `V (z w), i, V z -> i (z q); sum: V`; w bytes hold the q of a block.
 
@@ -207,6 +213,7 @@ DEFS = (
         matmul_nbits_rule,
         matmul_nbits_local,
         gradient=_TRAIN_DEQUANTISED,
+        on_part=matmul_nbits_part,
     ),
     OpDef(
         MICROSOFT,
