@@ -284,10 +284,6 @@ def _print(planned: FoundStrategy, console: Console) -> None:
         )
     console.print(ways)
     console.print(escape(planned.reason()))
-    if planned.found.timed:
-        console.print(
-            "The search reached its time limit: on another machine it may find another plan."
-        )
 
 
 def _print_stages(way: Way, console: Console) -> None:

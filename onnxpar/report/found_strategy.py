@@ -129,7 +129,6 @@ class FoundStrategy:
             "algorithm": entry.algorithm,
             "sizes": dict(entry.sizes),
             "memory_limit": self.objective.limit,
-            "stopped_by_clock": self.found.timed,
             "ways": [
                 {
                     "name": way.name,

@@ -6,7 +6,7 @@ writes it to a file, so a strategy that searches gives the same result with such
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import lcm
+from math import inf, lcm
 from typing import Any
 
 import onnx_ir as ir
@@ -164,7 +164,6 @@ def decide(
     shown = [way for way, _ in rivals]
     objective = Objective.among((*(way for way, _ in tried), *shown), entry.level, limit)
     rank = objective.rank
-    timed = any(found.timed for _, found in tried)
     tried.sort(key=lambda item: rank(item[0]))
     for rival, pricing in sorted(rivals, key=lambda item: rank(item[0])):
         if rival.plan is None or not rival.fits(limit):
@@ -194,7 +193,6 @@ def decide(
     )
     if strategy.recompute:
         data["recompute"] = strategy.recompute.entry
-    found = replace(found, timed=timed)
     ways = (*(way for way, _ in tried), *refused, *shown)
     return Decision(found, best.plan, ways, objective, data, free)
 
@@ -298,11 +296,8 @@ def search(
         micro_batches=micro_batches,
     )
 
-    timed = False
-
     def run(spec: SearchSpec) -> Found:
-        nonlocal timed
-        found = find(
+        return find(
             workload.program,
             seeds,
             spec,
@@ -311,14 +306,11 @@ def search(
             trained=list(workload.gradients),
             progress=progress,
         )
-        timed |= found.timed
-        return found
 
     found = run(spec) if peak is None else _within(spec, run, peak)
     if spec.weights.memory_first:
         found = _in_time(spec, run, found, peak)
-    # The limit of the search that is taken may follow from one that was stopped.
-    return replace(found, timed=timed)
+    return found
 
 
 def _within(
@@ -379,7 +371,7 @@ def _in_time(
     returned.
     """
     # Proofs of how good these plans are would be useless.
-    fast = replace(spec, level=_FASTEST, integer=False)
+    fast = replace(spec, level=_FASTEST, gap=inf)
     fastest = run(replace(fast, memory=UNLIMITED))
     slowest = SLOWDOWN * fastest.chosen.seconds
     if found.chosen.seconds <= slowest:

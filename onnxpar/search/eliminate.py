@@ -37,18 +37,22 @@ class Least:
     Attributes:
         choice: The option of each variable.
         slack: How much less another choice may cost; 0 if this one is proved to be the least.
+        work: How many entries of tables were computed.
     """
 
     choice: tuple[int, ...]
     slack: float = 0.0
+    work: int = 0
 
 
-def solve(problem: Problem, weight: float = 0.0) -> Least:
+def solve(problem: Problem, weight: float = 0.0, largest: int | None = None) -> Least:
     """Returns the choice of least seconds + `weight` · bytes.
 
     Args:
         problem: The problem.
         weight: The price of a byte of memory, in seconds.
+        largest: Entries of the largest table that an elimination may make; by default
+            `MAX_ENTRIES`.
     """
     everything = [np.arange(len(v.cost)) for v in problem.variables]
     few = all(len(options) <= FEW_OPTIONS for options in everything)
@@ -67,33 +71,35 @@ def solve(problem: Problem, weight: float = 0.0) -> Least:
         if key not in thinned:
             thinned[key] = term.table[np.ix_(*(kept[v] for v in term.scope))]
         terms.append((term.scope, thinned[key]))
-    found = minimise(units, terms)
+    found = minimise(units, terms, largest)
     choice = tuple(int(k[c]) for k, c in zip(kept, found.choice, strict=True))
-    return Least(choice, found.slack)
+    return replace(found, choice=choice)
 
 
-def minimise(units: Sequence[Table], terms: Sequence[Scoped]) -> Least:
+def minimise(units: Sequence[Table], terms: Sequence[Scoped], largest: int | None = None) -> Least:
     """Returns the choice of least sum; see `solve`."""
+    largest = MAX_ENTRIES if largest is None else largest
     graph = _Graph([np.asarray(u, float) for u in units])
     for scope, table in terms:
         graph.take(scope, table)
     most = EASY_ENTRIES
     graph.eliminate(most)
-    slack = 0.0
+    slack, work = 0.0, 0
     while graph.left:
         core, scopes = graph.core()
         seen = bounded(core, scopes)
+        work += seen.work
         thinned = 2 * sum(map(len, seen.kept)) <= sum(map(len, core))
-        if seen.proved or (most >= MAX_ENTRIES and not thinned):
+        if seen.proved or (most >= largest and not thinned):
             slack = 0.0 if seen.proved else seen.cost - seen.bound
             graph.decide(seen)
             break
         graph.restrict(seen)
         # The more variables are eliminated, the tighter the bounds.
         if not thinned:
-            most = min(most * _STEP, MAX_ENTRIES)
+            most = min(most * _STEP, largest)
         graph.eliminate(most)
-    return Least(graph.choice(), slack)
+    return Least(graph.choice(), slack, work + graph.work)
 
 
 @dataclass(frozen=True)
@@ -128,7 +134,7 @@ class _Graph:
         self.holds: list[set[int]] = [set() for _ in self.units]
         self.neighbours: list[set[int]] = [set() for _ in self.units]
         self.steps: list[_Step] = []
-        self.number = 0
+        self.number = self.work = 0
         # Equal tables have one number, so that the same elimination is done only once.
         self.numbers: dict[object, int] = {}
         self.shaped: dict[int, Table] = {}
@@ -217,6 +223,7 @@ class _Graph:
             least = np.take_along_axis(total, best[..., None], -1)[..., 0]
             number = self.numbers.setdefault(("made", len(self.made)), len(self.numbers))
             self.made[key] = best, least, number
+            self.work += total.size
         best, least, number = self.made[key]
         self.steps.append(_Step(v, scope, best, self.options.get(v)))
         for index in held:

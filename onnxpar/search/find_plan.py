@@ -11,7 +11,7 @@ need not be 2.)
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
+from itertools import accumulate, count
 from math import inf
 from operator import mul
 from time import perf_counter
@@ -24,12 +24,13 @@ from onnxpar.cost.cost_model import CostModel
 from onnxpar.cost.optimizer_parallel import NOT_PARALLEL, OptimizerParallel
 from onnxpar.facts.program import Program
 from onnxpar.graph.seeds import NodeSeed, Seeds
-from onnxpar.search.memory_bounded import best, least
-from onnxpar.search.node_options import Option, given_option, options
-from onnxpar.search.problem import CostWeights, Problem, build
+from onnxpar.search.halving import Halving
+from onnxpar.search.memory_bounded import THOROUGH, Effort, best, least
+from onnxpar.search.node_options import Option
+from onnxpar.search.problem import CostWeights, Problem
 from onnxpar.search.repeated_layers import fold
 from onnxpar.search.solution import Solution, gap
-from onnxpar.search.value_flow import Flow, Item, flow
+from onnxpar.search.value_flow import Flow, flow
 
 LEVELS = {
     0: CostWeights(communication=10.0),
@@ -43,6 +44,8 @@ UNLIMITED = 1 << 62
 """Bytes of a device without a limit on memory."""
 GAP = 0.01
 """The exact search stops if no other plan can be better by more than this share."""
+HALVING = Effort(total=1 << 28)
+"""A few seconds for each halving whose least time is above the limit on memory."""
 OnProgress = Callable[[str, int, int], None]
 """Called with the name of what is tried next, and its number n of m; 0 of 0 without a count."""
 
@@ -66,7 +69,6 @@ class SearchSpec:
         memory: Bytes that a device may hold; None for the machine's memory.
         sizes: Sizes of symbols to plan for.
         gap: The exact search stops if no other plan can be better by more than this share.
-        integer: Whether an integer program follows if prices of memory leave a larger gap.
         parallel: Optimizer parallel, in training.
         micro_batches: Micro-batches of a step of training.
     """
@@ -77,7 +79,6 @@ class SearchSpec:
     memory: int | None = None
     sizes: Mapping[str, int] = field(default_factory=dict)
     gap: float = GAP
-    integer: bool = True
     parallel: OptimizerParallel = NOT_PARALLEL
     micro_batches: int = 1
 
@@ -128,14 +129,11 @@ class Found:
         seeds: The plan of every node, for propagation to carry out.
         chosen: The best candidate.
         candidates: All candidates, in the order in which they were tried.
-        timed: Whether a time limit stopped a search on which this depends: on another computer the
-            result may differ.
     """
 
     seeds: Seeds
     chosen: Candidate
     candidates: tuple[Candidate, ...]
-    timed: bool = False
 
 
 def find(
@@ -164,7 +162,6 @@ def find(
     """
     seen = flow(program, trained, seeds.nodes)
     tried: list[Candidate] = []
-    runs: list[_Search] = []
     winner: tuple[float, Candidate, Seeds] | None = None
     pinned = replace(seeds, inputs={} if free_inputs else seeds.inputs)
     fixed = bool(pinned.nodes or pinned.inputs or pinned.parameters or pinned.outputs)
@@ -175,7 +172,6 @@ def find(
         started = perf_counter()
         cost = CostModel(spec.machine, mesh, program.env.table, spec.sizes)
         run = _Search(seen, cost, replace(pinned, mesh=mesh), spec, progress)
-        runs.append(run)
         try:
             problem, solution, chosen = run.solve()
         except ShardingError as error:
@@ -197,7 +193,7 @@ def find(
             winner = solution.seconds, tried[-1], seeds_of(seen, chosen, layouts, run.seeds)
     if winner is None:
         raise ShardingError(tried[0].reason)
-    return Found(winner[2], winner[1], tuple(tried), any(run.timed for run in runs))
+    return Found(winner[2], winner[1], tuple(tried))
 
 
 def _meshes(mesh: Mesh, spec: SearchSpec, named: bool, fixed: bool) -> Iterator[Mesh]:
@@ -228,7 +224,6 @@ class _Search:
     seeds: Seeds
     spec: SearchSpec
     progress: OnProgress
-    timed: bool = False
 
     def solve(self) -> tuple[Problem, Solution, tuple[Option, ...]]:
         """Returns a problem, its solution, and the option of every node in the solution."""
@@ -238,7 +233,7 @@ class _Search:
             axes = [(atom,) for atom in range(len(mesh.atoms))]
         if self.spec.algorithm == "recursive":
             return self._recurse(axes)
-        problem = self._problem(self.flow, axes, [None] * len(self.flow.items))
+        problem = self._halving(self.flow).problem(axes, [None] * len(self.flow.items))
         solution = self._best(problem, self.spec.limit)
         return problem, solution, problem.chosen(solution.choice)
 
@@ -275,51 +270,27 @@ class _Search:
         Raises:
             ShardingError: No plan is within the limit.
         """
-        chosen: Sequence[Option | None] = [None] * len(flow.items)
-        for number in range(1, max(len(axes), 1) + 1):
-            problem = self._problem(flow, axes[:number], chosen)
-            self.progress("halving", number, len(axes))
-            later = self.cost.mesh.count(atom for axis in axes[number:] for atom in axis)
-            try:
-                solution = self._best(problem, limit if later == 1 else share * later * limit)
-            except ShardingError:
-                if later == 1:
-                    raise
-                solution = least(problem)
-            chosen = problem.chosen(solution.choice)
+        number = count(1)
+
+        def solve(problem: Problem, later: int) -> Solution:
+            self.progress("halving", next(number), len(axes))
+            return self._best(problem, limit if later == 1 else share * later * limit)
+
+        problem, solution = self._halving(flow).run(axes, solve)
         return problem, replace(solution, bound=0.0)
 
-    def _problem(
-        self, flow: Flow, axes: Sequence[Atoms], chosen: Sequence[Option | None]
-    ) -> Problem:
-        """The problem of the options that keep what was chosen for the first axes."""
-        known: dict[object, tuple[Option, ...]] = {}
-        found = []
-        for item, before in zip(flow.items, chosen, strict=True):
-            key = (item.kind, item.pin, before and before.places)
-            if key not in known:
-                known[key] = self._options(item, axes, before)
-            found.append(known[key])
-        return build(flow, found, self.cost, self._pins, self.spec.weights)
+    def _halving(self, flow: Flow) -> Halving:
+        return Halving(flow, self.cost, self._pins, self.spec.weights, self.seeds.nodes)
 
     def _best(self, problem: Problem, limit: float) -> Solution:
         if self.spec.weights.memory_first:
             return least(problem, limit)
-        found = best(problem, limit, gap=self.spec.gap, integer=self.spec.integer)
-        self.timed |= found.timed
-        return found
+        effort = HALVING if self.spec.algorithm == "recursive" else THOROUGH
+        return best(problem, limit, gap=self.spec.gap, effort=effort)
 
     @property
     def _pins(self) -> Mapping[str, Sharding]:
         return {**self.seeds.inputs, **self.seeds.parameters}
-
-    def _options(
-        self, item: Item, axes: Sequence[Atoms], before: Option | None
-    ) -> tuple[Option, ...]:
-        seed = self.seeds.nodes.get(item.name)
-        if seed is None:
-            return options(item, axes, self.cost, before)
-        return given_option(item, seed, axes, self.cost)
 
 
 def seeds_of(

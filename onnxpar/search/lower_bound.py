@@ -30,12 +30,14 @@ class Bounded:
         cost: What it costs.
         bound: No choice costs less.
         kept: For each variable the options of this choice and of all choices that may be better.
+        work: How many entries of tables were read.
     """
 
     choice: tuple[int, ...]
     cost: float
     bound: float
     kept: tuple[NDArray[np.intp], ...]
+    work: int = 0
 
     @property
     def proved(self) -> bool:
@@ -84,7 +86,8 @@ def bounded(units: Sequence[Table], terms: Sequence[Scoped]) -> Bounded:
         kept.append(np.flatnonzero(excess <= _MARGIN * abs(best[0])))
         if best[1][v] not in kept[-1]:
             kept[-1] = np.sort(np.append(kept[-1], best[1][v]))
-    return Bounded(best[1], best[0], min(low, best[0]), tuple(kept))
+    work = (sweep + 1) * sum(t.size * t.ndim for t in tables)
+    return Bounded(best[1], best[0], min(low, best[0]), tuple(kept), work)
 
 
 def _largest(table: Table) -> float:

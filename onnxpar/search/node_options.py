@@ -79,8 +79,9 @@ def options(
         and (batch is None or (isinstance(p.size, int) and not (i == 0 and f in batch)))
     ]
     if not item.fixed:
-        # With a single linear operand, reducing the sum before the node costs no more.
-        groups = [k for k, (r, s) in enumerate(item.rule.linear) if r == "sum" and len(s) > 1]
+        # With a single linear operand, reducing the sum before the node seldom costs more.
+        least = 2 if batch is None else 1
+        groups = [k for k, (r, s) in enumerate(item.rule.linear) if r == "sum" and len(s) >= least]
         places += [("", k) for k in groups]
     held: tuple[tuple[Place | None, Atoms], ...] = ()
     earlier: tuple[Place | None, ...] = ()

@@ -2,11 +2,11 @@
 
 Propagation decides each node by its neighbours. It cannot see that a split patch convolution, say,
 leaves the residual stream of all layers after it sharded by features. Here the search takes the
-parameter axes as its only freedom: every other axis stays as propagation has it, the memory of the
-parameters may not grow, and the least time at large sizes of the symbols wins. The result replaces
-propagation's only if it sends fewer bytes and communicates for less time, at large and at typical
-sizes. So no plan is taken whose bytes grow faster with a symbol, or that saves a few bytes with
-many collectives.
+parameter axes as its only freedom: every other axis stays as propagation has it, the parameters
+need at most 1 % more memory, and the least time at large sizes of the symbols wins. The result
+replaces propagation's only if it sends fewer bytes at large and at typical sizes and communicates
+for less time. So no plan is taken whose bytes grow faster with a symbol, or that saves a few bytes
+with many collectives.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,18 +16,20 @@ from functools import cached_property
 from onnxpar.core.errors import ShardingError
 from onnxpar.core.machine import PRESETS, Machine
 from onnxpar.core.mesh import Atoms
-from onnxpar.core.rule import SPECIAL
 from onnxpar.core.sharding import Sharding
 from onnxpar.cost.cost_model import CostModel
 from onnxpar.cost.growth import large_sizes
 from onnxpar.cost.optimizer_parallel import NOT_PARALLEL
 from onnxpar.graph.plan import Plan
 from onnxpar.graph.seeds import Seeds
+from onnxpar.search.columns_and_rows import is_columns_and_rows
 from onnxpar.search.find_plan import GAP, seeds_of
-from onnxpar.search.memory_bounded import best, least
-from onnxpar.search.node_options import Option, Place, factor_parts, given_option, options
-from onnxpar.search.problem import MOMENTS, CostWeights, build
+from onnxpar.search.halving import Halving
+from onnxpar.search.memory_bounded import Effort, best
+from onnxpar.search.node_options import Option, Place, factor_parts
+from onnxpar.search.problem import MOMENTS, CostWeights, Problem
 from onnxpar.search.repeated_layers import fold
+from onnxpar.search.solution import Solution
 from onnxpar.search.value_flow import Item, flow
 from onnxpar.search.workload import Workload
 
@@ -36,9 +38,18 @@ _MACHINE = replace(_NODE, overhead=0.0, links=(replace(_NODE.links[0], devices=0
 """Devices that are all linked as those of one node are: a parameter axis is meant for these."""
 _BYTES = replace(_MACHINE, links=(replace(_MACHINE.links[0], latency=0.0),))
 """The same without latency: seconds are proportional to bytes."""
+_EFFORT = Effort(largest=1 << 18, total=1 << 28)
+"""A few seconds. What is still entangled in tables of this size is nearly always negligible."""
+_MORE = 1.01
+"""The share of the memory of propagation's parameters that the search's plan may need. To shard the
+last biases and routers is not worth a collective."""
 _LESS = 0.95
 """The share of propagation's bytes below which the search's plan replaces its plan. For smaller
 gains, the columns and rows that propagation writes (Shoeybi et al., "Megatron-LM", 2019) stay."""
+
+_SLOWER = 1.1
+"""The share of propagation's time of communication that the search's plan may take at typical
+sizes. For a small network, most of it is latencies."""
 
 
 def decide_parameter_axes(seeds: Seeds, workload: Workload) -> Seeds:
@@ -63,7 +74,8 @@ class _ParameterAxes:
 
     def decide(self) -> Seeds:
         """Returns the seeds that the search finds if their plan is better, else propagation's."""
-        if self._is_known_form():
+        program, plan = self.workload.program, self.propagated
+        if is_columns_and_rows(program, plan, CostModel(_BYTES, plan.mesh, program.env.table)):
             return self.seeds
         large = large_sizes(self.workload.program)
         before = self._costs(self.propagated, large)
@@ -73,10 +85,10 @@ class _ParameterAxes:
         except ShardingError:
             # The search found nothing, or nothing that can be carried out.
             return self.seeds
-        if self._memory(plan.parameters) > self._memory(self.propagated.parameters):
+        if self._memory(plan.parameters) > _MORE * self._memory(self.propagated.parameters):
             return self.seeds
         after = self._costs(plan, large)
-        enough = (1.0, 1.0, _LESS, _LESS)
+        enough = (_SLOWER, 1.0, _LESS, _LESS)
         less = (b < e * a for a, b, e in zip(before, after, enough, strict=True))
         return seeds if all(less) else self.seeds
 
@@ -84,46 +96,6 @@ class _ParameterAxes:
     def propagated(self) -> Plan:
         """The plan in which propagation decides the parameter axes."""
         return self.workload.plan(self.seeds)
-
-    def _is_known_form(self) -> bool:
-        """Whether propagation's plan is columns and rows in turn: there is nothing to gain.
-
-        Then nothing is resharded but partial sums of products with parameters, at most one for
-        every two matrices, and no local form communicates but that of the loss. In a deep model
-        this is far cheaper to see than to search.
-        """
-        plan, program = self.propagated, self.workload.program
-        cost = CostModel(_BYTES, plan.mesh, program.env.table)
-        made = {**plan.inputs, **plan.parameters}
-        stored, reduced, matrices, special = set(program.graph.initializers), set[str](), 0, 0
-        products = set[str]()  # of two activations
-        for node in program.graph:
-            name = node.name or ""
-            if program.rules.views[name].is_backward:
-                continue
-            rule, found = program.rules.by_node[name], plan.nodes[name]
-            operands = list(zip(node.inputs, rule.inputs, found.inputs, strict=False))
-            read = [
-                v.name or "" for v, operand, _ in operands if v is not None and not operand.mode
-            ]
-            if read and stored.issuperset(read):
-                stored.update(v.name or "" for v in node.outputs)
-            elif stored.isdisjoint(read) and "sum" in map(rule.kinds.get, found.factors):
-                products.update(v.name or "" for v in node.outputs)
-            special += any(rule.kinds[factor] == SPECIAL for factor in found.factors)
-            for value, operand, want in operands:
-                have = made.get(value.name or "") if value is not None else None
-                if value is None or have is None or want is None:
-                    continue
-                if cost.reshard(have.with_partial(()), want.with_partial(()), 1):
-                    return False
-                if set(have.partial) - set(want.partial):
-                    reduced.add(value.name or "")
-                kinds = {rule.kinds[f] for names in operand.dims for f in names}
-                matrices += len(operand.dims) > 1 and value.name in stored and "sum" in kinds
-            for value, sharding in zip(node.outputs, found.outputs, strict=True):
-                made[value.name or ""] = plan.resharded.get(value.name or "", sharding)
-        return special <= 1 and reduced.isdisjoint(products) and 2 * len(reduced) <= matrices
 
     def _costs(self, plan: Plan, large: Mapping[str, int]) -> list[float]:
         """Seconds of communication with and without latency, at typical and at large sizes."""
@@ -158,7 +130,9 @@ class _ParameterAxes:
     def _search(self, sizes: Mapping[str, int]) -> Seeds:
         """The plan of least time that needs no more memory for parameters than propagation's."""
         mesh = self.seeds.mesh
-        seen = flow(self.workload.program, list(self.workload.gradients), self.seeds.nodes)
+        # Propagation shards small parameters, too, and the limit counts what they then need.
+        trained = list(self.workload.gradients)
+        seen = flow(self.workload.program, trained, self.seeds.nodes, small=True)
         env = self.workload.program.env
         complete = {name: Sharding.replicated(env.shapes[name]) for name in self.seeds.held}
         pins = {**complete, **self.seeds.inputs, **self.seeds.parameters}
@@ -168,25 +142,18 @@ class _ParameterAxes:
         ours = {atom for axis in self.seeds.parameter_axes for atom in axis}
         first: list[Atoms] = [(a,) for a in range(len(mesh.atoms)) if a not in ours]
         axes = [*first, *self.seeds.parameter_axes]
-        chosen = [self._before(item, first) for item in items.items]
-        limit = self._memory(self.propagated.parameters)
+        limit = _MORE * self._memory(self.propagated.parameters)
+
+        def solve(problem: Problem, later: int) -> Solution:
+            return best(problem, later * limit, gap=GAP, effort=_EFFORT)
+
         weights, batch = CostWeights(parameters_only=True), self._batch(seen.items)
-        for number in range(len(first) + 1, len(axes) + 1):
-            known: dict[object, tuple[Option, ...]] = {}
-            found = []
-            for item, before in zip(items.items, chosen, strict=True):
-                kept = batch[item.name]
-                key = (item.kind, item.pin, before.places, kept)
-                if key not in known:
-                    known[key] = self._options(item, axes[:number], cost, before, kept)
-                found.append(known[key])
-            problem = build(items, found, cost, pins, weights, self.propagated.outputs)
-            later = mesh.count(atom for axis in axes[number:] for atom in axis)
-            try:
-                solution = best(problem, later * limit, gap=GAP, integer=False)
-            except ShardingError:
-                solution = least(problem)
-            chosen = list(problem.chosen(solution.choice))
+        halving = Halving(
+            items, cost, pins, weights, self.seeds.nodes, batch, self.propagated.outputs
+        )
+        before = [self._before(item, first) for item in items.items]
+        problem, solution = halving.run(axes, solve, before, len(first))
+        chosen = problem.chosen(solution.choice)
         every = chosen if folded is None else folded.unfold(chosen)
         return seeds_of(seen, every, problem.layouts(solution.choice), self.seeds)
 
@@ -224,16 +191,3 @@ class _ParameterAxes:
             for atom in component.atoms
         }
         return Option(plan, tuple(places.get(atom) for (atom,) in axes))
-
-    def _options(
-        self,
-        item: Item,
-        axes: Sequence[Atoms],
-        cost: CostModel,
-        before: Option,
-        batch: frozenset[str],
-    ) -> tuple[Option, ...]:
-        seed = self.seeds.nodes.get(item.name)
-        if seed is None:
-            return options(item, axes, cost, before, batch=batch)
-        return given_option(item, seed, axes, cost)

@@ -287,7 +287,8 @@ class _Builder:
         key = (id(source), id(usage), value.itemsize, value.trained, value.stored)
         if key not in self._moves:
             seconds = self.cost.reshard(source, usage.target, value.itemsize)
-            if seconds and value.stored and self.weights.parameters_only:
+            gathered = bool(source.split_atoms or source.partial)
+            if seconds and gathered and value.stored and self.weights.parameters_only:
                 seconds = _NEVER
             back = self._back(source.with_partial(()), usage, value)
             self._moves[key] = self.weights.communication * seconds + back

@@ -15,14 +15,12 @@ class Solution:
         seconds: What it costs.
         memory: Bytes of one device.
         bound: No choice within the limit costs fewer seconds.
-        timed: Whether a time limit stopped the search: on another computer the result may differ.
     """
 
     choice: tuple[int, ...]
     seconds: float
     memory: float
     bound: float
-    timed: bool = False
 
     @property
     def gap(self) -> float:

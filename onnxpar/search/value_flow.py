@@ -4,9 +4,8 @@ from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
 from math import prod
 
-import onnx_ir as ir
-
 from onnxpar.core.rule import ANY, OpRule
+from onnxpar.core.symbols import Dim
 from onnxpar.facts.program import Program
 from onnxpar.graph.metadata_keys import GRADIENT_OF
 from onnxpar.graph.node_view import NodeView
@@ -87,7 +86,8 @@ class Value:
         parameter: Whether it is a parameter.
         trained: Whether it has a cotangent.
         leaves: Whether it is an output of the graph.
-        stored: Whether a node computes it from parameters alone, so that it may be stored instead.
+        stored: Whether it has a fixed shape and nodes compute it from parameters alone, so that it
+            may be stored instead.
         alike: Names of other values that it stands for.
     """
 
@@ -124,6 +124,7 @@ def flow(
     program: Program,
     trained: Collection[str] = (),
     pinned: Collection[str] = (),
+    small: bool = False,
 ) -> Flow:
     """Reads the flow of a normalised model.
 
@@ -131,6 +132,7 @@ def flow(
         program: The program; it is not changed.
         trained: Names of the parameters that are trained; none for a forward program.
         pinned: Names of the nodes that the user fixed.
+        small: Whether floating-point parameters with few elements count as weights, too.
     """
     graph, env, rules = program.graph, program.env, program.rules
     sources = (*graph.inputs, *graph.initializers.values())
@@ -138,12 +140,13 @@ def flow(
     facts = (nodes, rules.by_node, rules.views, env.table)
     parts = merged(*facts, structure(*facts))
     saved = _saved(program)
+    least = 2 if small else WEIGHT
     varying: set[str] = set(trained)
     weighty = set(trained)
     for value in sources:
         shape = env.shapes.get(value.name or "", ())
         real = value.dtype is None or value.dtype.is_floating_point()
-        if real and prod(map(env.table.typical, shape)) >= WEIGHT:
+        if real and prod(map(env.table.typical, shape)) >= least:
             weighty.add(value.name or "")
     items: list[Item] = []
     kinds: dict[tuple[Hashable, ...], int] = {}
@@ -175,7 +178,7 @@ def flow(
         for position, operand in enumerate(rule.inputs):
             if view.has(position) and operand.mode != ANY and names[position] in env.shapes:
                 uses.setdefault(names[position], []).append(Use(index, position))
-    stored = _stored(items, graph)
+    stored = _stored(items, program)
     leaving = {v.name for v in graph.outputs}
     values = []
     for value in (*sources, *(out for node in nodes for out in node.outputs)):
@@ -197,9 +200,9 @@ def flow(
     return Flow(tuple(items), tuple(values))
 
 
-def _stored(items: Sequence[Item], graph: ir.Graph) -> set[str]:
-    """Returns what nodes compute from parameters alone."""
-    parameters, found = set(graph.initializers), set[str]()
+def _stored(items: Sequence[Item], program: Program) -> set[str]:
+    """Returns the values of fixed shape that nodes compute from parameters alone."""
+    parameters, found = set(program.graph.initializers), set[str]()
     for item in items:
         node = item.view.node
         read = [
@@ -208,8 +211,13 @@ def _stored(items: Sequence[Item], graph: ir.Graph) -> set[str]:
             if v is not None and not operand.mode
         ]
         if read and all(name in parameters or name in found for name in read):
-            found.update(v.name or "" for v in node.outputs)
+            made = (v.name or "" for v in node.outputs)
+            found.update(name for name in made if _is_fixed(program.env.shapes.get(name, ())))
     return found
+
+
+def _is_fixed(shape: Sequence[Dim]) -> bool:
+    return all(isinstance(size, int) for size in shape)
 
 
 def _saved(program: Program) -> dict[str, tuple[Saved, ...]]:

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from onnxpar.core.errors import ShardingError
-from onnxpar.search import eliminate, integer_program
+from onnxpar.search import eliminate
 from onnxpar.search.eliminate import solve
 from onnxpar.search.lower_bound import Bounded, Scoped
-from onnxpar.search.memory_bounded import best, least
+from onnxpar.search.memory_bounded import Effort, best, least
 from onnxpar.search.problem import Problem, Table, Term, Variable
 
 
@@ -137,19 +137,28 @@ def between(seed: int) -> tuple[Problem, float]:
     return problem, (most + least(problem).memory) / 2
 
 
-def test_the_clock_stops_a_search_only_where_it_says_so() -> None:
-    problem, limit = between(1)
-    prices = best(problem, limit, integer=False)
-    assert prices.memory <= limit and prices.gap > 0.01 and not prices.timed
-    exact = integer_program.solve_integer(problem, limit, prices, 0.0)
-    assert exact.seconds < prices.seconds and exact.gap < 1e-6 and not exact.timed
-    stopped = integer_program.solve_integer(problem, limit, prices, 0.0, seconds=0.0)
-    assert stopped.timed and stopped.choice == prices.choice
-
-
-def test_a_limit_on_branches_gives_the_same_result_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(integer_program, "NODES", 1)
+def test_branches_find_what_no_price_finds() -> None:
     problem, limit = between(1)
     found = best(problem, limit)
-    assert found.gap > 1e-6 and not found.timed
-    assert found == best(problem, limit)
+    assert found.memory <= limit and found.gap == 0
+    prices = best(problem, limit, gap=inf)
+    assert prices.memory <= limit and prices.gap > 0.01
+    assert prices.bound <= found.seconds < prices.seconds
+
+
+def test_a_gap_ends_branching() -> None:
+    problem, limit = between(1)
+    least_seconds = best(problem, limit).seconds
+    found = best(problem, limit, gap=0.5)
+    assert found.bound <= least_seconds < found.seconds
+    assert found.gap <= 0.5
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("total", [0, 1 << 20])
+def test_less_work_leaves_a_true_bound(seed: int, total: int) -> None:
+    problem, limit = between(seed)
+    exact = best(problem, limit)
+    found = best(problem, limit, effort=Effort(total=total))
+    assert found.memory <= limit
+    assert found.bound <= exact.seconds * (1 + 1e-9) and exact.seconds <= found.seconds * (1 + 1e-9)
