@@ -41,8 +41,8 @@ REDUCED = {
     "phi3": TABLE + 2 * LAYER,
     # Attention and feed-forward are added before they are reduced.
     "falcon": TABLE + 2 * TABLE,
-    # One sum for each layer, and the statistic of its norm.
-    "mamba2": TABLE + 2 * (TABLE + TOKENS),
+    # One sum for each layer. Its norm is of groups, of which each device has one.
+    "mamba2": TABLE + 2 * TABLE,
 }
 """Elements of a sample that a forward run reduces by the published formulas (Shoeybi et al.,
 "Megatron-LM", 2019): one sum for each matrix that is sharded by rows."""
