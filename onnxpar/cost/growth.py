@@ -48,5 +48,7 @@ def grows_faster(
         large: A large size of each symbol that counts.
     """
     base = price({})
+    if not base:
+        return ()
     times = {name: size / max(table.symbol(name).typical(), 1) for name, size in large.items()}
     return tuple(n for n, s in large.items() if price({n: s}) > _SLACK * times[n] * base)

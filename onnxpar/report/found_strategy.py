@@ -14,6 +14,8 @@ from onnxpar.strategy.schema import SearchEntry
 
 AIMS = ("little communication relative to computation", "memory", "speed")
 """What each level of the objective seeks."""
+EQUAL = 0.98
+"""Of two times, the lesser one is mentioned if it is less than this share of the other."""
 EXACT = 1e-4
 """A smaller gap is shown as none."""
 REPLICATED = "replicated"
@@ -128,6 +130,7 @@ class FoundStrategy:
             "devices": self.devices,
             "algorithm": entry.algorithm,
             "sizes": dict(entry.sizes),
+            "large_sizes": dict(self.objective.large),
             "memory_limit": self.objective.limit,
             "ways": [
                 {
@@ -138,6 +141,8 @@ class FoundStrategy:
                     "held_bytes": way.held if way.price else None,
                     "peak_bytes": way.peak if way.price else None,
                     "micro_batches": way.micro_batches,
+                    "grows_faster_than": list(way.growth),
+                    "seconds_at_large_sizes": way.large or None,
                     "stages": [asdict(stage) for stage in way.staged.stages] if way.staged else [],
                     "reason": way.reason,
                 }
@@ -160,8 +165,28 @@ class FoundStrategy:
             "strategy": self.data,
         }
 
+    def growth(self) -> str:
+        """Returns how the plan fares at large sizes of the symbols, if another is better there."""
+        best, sizes = self.ways[0], self.objective.large
+        parts = []
+        if best.growth:
+            parts.append(
+                f"{best.name} sends bytes that grow faster than in proportion to "
+                f"{' and '.join(best.growth)}."
+            )
+        other = self.objective.best_at_large_sizes(self.ways)
+        if best.large and other is not None and other.large < EQUAL * best.large:
+            at = ", ".join(f"{name}={size}" for name, size in sizes.items())
+            parts.append(
+                f"At {at}, {other.name} takes {other.large / best.large:.2f} times as long."
+            )
+        return " ".join(parts)
+
     def reason(self) -> str:
         """Returns why it was chosen, for people."""
+        return " ".join(filter(None, (self._choice(), self.growth())))
+
+    def _choice(self) -> str:
         best, objective = self.ways[0], self.objective
         assert best.price is not None
         fitting = [w for w in self.ways[1:] if w.fits(objective.limit)]

@@ -162,7 +162,21 @@ def decide(
         if pricing.split.stages == 1 or pricing.split.stages < strategy.world:
             rivals += [(way, pricing) for way in pricing.presets(strategy, progress)]
     shown = [way for way, _ in rivals]
-    objective = Objective.among((*(way for way, _ in tried), *shown), entry.level, limit)
+    by_stages = {pricing.split.stages: pricing for pricing in pricings}
+    large = pricings[0].large
+
+    def compared() -> Objective:
+        return Objective.among((*(way for way, _ in tried), *shown), entry.level, limit, large)
+
+    objective = compared()
+    first = min((*(way for way, _ in tried), *shown), key=objective.rank, default=None)
+    known = by_stages[first.stages].grown(first) if first is not None else None
+    if known is not None and known.fits(limit) and known.growth:
+        tried += _at_large_sizes(strategy, by_stages[known.stages], progress, runs)
+        tried = [(by_stages[way.stages].grown(way), found) for way, found in tried]
+        rivals = [(pricing.grown(way), pricing) for way, pricing in rivals]
+        shown = [way for way, _ in rivals]
+        objective = compared()
     rank = objective.rank
     tried.sort(key=lambda item: rank(item[0]))
     for rival, pricing in sorted(rivals, key=lambda item: rank(item[0])):
@@ -174,6 +188,7 @@ def decide(
         seeds = workload.pinned(rival.plan)
         plan = workload.plan(seeds)
         way = pricing.way(rival.name, plan)
+        way = pricing.grown(way) if rival.large else way
         if way.fits(limit) and not (tried and rank(tried[0][0]) <= rank(way)):
             chosen = Candidate(plan.mesh.axes, way.seconds, way.peak, 0.0, 0.0)
             meshes = tried[0][1].candidates if tried else ()
@@ -193,8 +208,31 @@ def decide(
     )
     if strategy.recompute:
         data["recompute"] = strategy.recompute.entry
-    ways = (*(way for way, _ in tried), *refused, *shown)
-    return Decision(found, best.plan, ways, objective, data, free)
+    others = [*(way for way, _ in tried[1:]), *refused, *shown]
+    best = known if known is not None and best is first else by_stages[best.stages].grown(best)
+    if large and others:
+        second = min(range(len(others)), key=lambda i: rank(others[i]))
+        others[second] = by_stages[others[second].stages].at_large_sizes(others[second])
+    assert best.plan is not None
+    return Decision(found, best.plan, (best, *others), objective, data, free)
+
+
+def _at_large_sizes(
+    strategy: Strategy, pricing: Pricing, progress: OnProgress, micro_batches: int
+) -> list[tuple[Way, Found]]:
+    """Searches for large sizes of the symbols: the bytes of what was found grow too fast."""
+    sizes = {**strategy.search.sizes, **pricing.large}
+    entry = strategy.search.model_copy(update={"sizes": sizes})
+    devices = strategy.world // pricing.split.stages
+    one = replace(strategy, devices=devices, pipeline=None, search=entry)
+    workload = pricing.workload
+    try:
+        seeds = resolve(one, workload.program)
+        found = search(one, workload, seeds, progress, micro_batches, pricing.peak)
+        way = pricing.found(found.seeds)
+    except OnnxparError:
+        return []
+    return [(replace(way, name=f"{way.name} at large sizes"), found)]
 
 
 def _nothing_fits(refused: Sequence[Way], presets: Sequence[Way], table: SymbolTable) -> str:

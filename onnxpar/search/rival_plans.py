@@ -2,11 +2,13 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import inf
 
 from onnxpar.core.errors import OnnxparError
-from onnxpar.core.machine import Machine
+from onnxpar.core.machine import WIRE, Machine
 from onnxpar.cost.cost_model import CostModel
+from onnxpar.cost.growth import grows_faster, large_sizes
 from onnxpar.cost.price import Price
 from onnxpar.graph.plan import Plan
 from onnxpar.graph.seeds import Seeds
@@ -37,6 +39,8 @@ class Way:
         staged: What it costs in stages, if there are several.
         micro_batches: Micro-batches of a step.
         plan: Its plan, on the mesh of one stage; None if it is impossible.
+        growth: The symbols with which the bytes that it sends grow faster than in proportion.
+        large: Seconds of a step without stages at large sizes of the symbols; 0 if unknown.
     """
 
     name: str
@@ -45,6 +49,8 @@ class Way:
     staged: StagedPrice | None = None
     micro_batches: int = 1
     plan: Plan | None = None
+    growth: tuple[str, ...] = ()
+    large: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -52,6 +58,11 @@ class Way:
         if self.staged is not None:
             return self.staged.seconds
         return inf if self.price is None else self.price.step(self.micro_batches)
+
+    @property
+    def stages(self) -> int:
+        """Number of pipeline stages."""
+        return 1 if self.staged is None else self.staged.split.stages
 
     @property
     def peak(self) -> int:
@@ -78,27 +89,49 @@ class Objective:
         level: The level of the objective (see `SearchSpec`).
         limit: Bytes that a device may hold.
         slowest: Seconds that a way may take in order to save memory.
+        steady: The ways that fit and whose bytes grow in proportion to each symbol at most.
+        large: The large sizes at which ways are compared, too.
     """
 
     level: int
     limit: int
     slowest: float = inf
+    steady: tuple[Way, ...] = ()
+    large: Mapping[str, int] = field(default_factory=dict)
 
     @staticmethod
-    def among(ways: Iterable[Way], level: int, limit: int) -> "Objective":
+    def among(ways: Iterable[Way], level: int, limit: int, large: Mapping[str, int]) -> "Objective":
         """Returns the objective by which these ways are compared."""
-        fastest = min((way.seconds for way in ways if way.fits(limit)), default=inf)
-        return Objective(level, limit, SLOWDOWN * fastest)
+        fitting = [way for way in ways if way.fits(limit)]
+        fastest = min((way.seconds for way in fitting), default=inf)
+        steady = tuple(way for way in fitting if way.large and not way.growth)
+        return Objective(level, limit, SLOWDOWN * fastest, steady, large)
 
     def rank(self, way: Way) -> tuple[float, ...]:
         """Returns the sort key of a way: those that fit come first, then by the objective."""
         if way.price is None:
             return (1.0, inf)
-        weights, over = LEVELS[self.level], float(not way.fits(self.limit))
+        weights = LEVELS[self.level]
+        first = (float(not way.fits(self.limit)), float(self.outgrown(way)))
         if weights.memory_first:
-            return (over, float(way.seconds > self.slowest), way.peak, way.seconds)
+            return (*first, float(way.seconds > self.slowest), way.peak, way.seconds)
         share = way.price.communicating / way.price.seconds if way.price.seconds else 0.0
-        return (over, way.seconds * (1 + (weights.communication - 1) * share))
+        return (*first, way.seconds * (1 + (weights.communication - 1) * share))
+
+    def best_at_large_sizes(self, ways: Iterable[Way]) -> Way | None:
+        """Returns the fastest way at large sizes, of those that fit; None if there are no such."""
+        known = (way for way in ways if way.large and way.fits(self.limit))
+        return min(known, key=lambda way: way.large, default=None)
+
+    def outgrown(self, way: Way) -> bool:
+        """Whether the bytes of a way grow faster than those of another that needs no more memory.
+
+        The other way has as many stages, and is faster at large sizes.
+        """
+        return bool(way.growth) and any(
+            other.large < way.large and other.peak <= way.peak and other.stages == way.stages
+            for other in self.steady
+        )
 
 
 @dataclass
@@ -154,6 +187,32 @@ class Pricing:
         link = between_stages(self.machine, split.stages, plan.mesh.size)
         staged = price_stages(priced, chain, cost, link, split)
         return Way(name, found, "", staged, split.micro_batches, plan)
+
+    @cached_property
+    def large(self) -> dict[str, int]:
+        """A large size of each symbol for which the user gives none."""
+        sizes = large_sizes(self.workload.program)
+        return {name: size for name, size in sizes.items() if name not in self.sizes}
+
+    def at_large_sizes(self, way: Way) -> Way:
+        """Returns a way with its seconds at large sizes."""
+        if way.plan is None or not self.large:
+            return way
+        sizes = {**self.sizes, **self.large}
+        found = self.workload.price(way.plan, self.machine, sizes)
+        return replace(way, large=found.step(way.micro_batches))
+
+    def grown(self, way: Way) -> Way:
+        """Returns a way with its growth, and its seconds at large sizes."""
+        plan, workload = way.plan, self.workload
+        if plan is None or not self.large or way.large:
+            return way
+
+        def sent(sizes: Mapping[str, int]) -> float:
+            return workload.price(plan, WIRE, {**self.sizes, **sizes}).communicating
+
+        growth = grows_faster(sent, workload.program.env.table, self.large)
+        return replace(self.at_large_sizes(way), growth=growth)
 
     def title(self, name: str) -> str:
         """A name with the number of stages: `pp=2,dp=2` as a preset is written; `found, pp=2`."""
