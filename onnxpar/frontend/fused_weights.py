@@ -120,13 +120,13 @@ class _Finder:
             if value is None or value in done or value.producer() is None:
                 continue
             takers = self.takers(value)
-            if not takers or self.stays(value, takers):
-                continue
             axes = {taken.axis for taken in takers.values()}
             if len(axes) != 1:
                 continue
             region = _Region()
             try:
+                if self.stays(value, takers):
+                    continue
                 self.follow(region, value, self.cut(value, axes.pop(), ()))
                 self.check(region)
             except _Refused:
@@ -214,7 +214,7 @@ class _Finder:
                 continue
             operands = self.operands(node, value, cut)
             region.roles[node] = tuple(index for index, _ in operands)
-            waiting += [(node.inputs[index], at) for index, at in operands]  # type: ignore[misc]
+            waiting += [(_operand(node, index), at) for index, at in operands]
 
     def operands(self, node: ir.Node, value: ir.Value, cut: _Cut) -> list[tuple[int, _Cut]]:
         """The operands of a node that have the parts of its result, and where."""
@@ -344,17 +344,18 @@ class _Divider:
         """Copies a node for each part of its result."""
         (value,) = (v for v in node.outputs if v in self.region.cuts)
         cut, made = self.region.cuts[value], []
-        operands = [(i, self.region.cuts[node.inputs[i]]) for i in self.region.roles[node]]  # type: ignore[index]
+        graph, roles = self.finder.program.graph, self.region.roles[node]
+        operands = [(i, self.region.cuts[_operand(node, i)]) for i in roles]
         for part in range(cut.parts):
             form = self.finder.form(node, value, cut, operands, part)
             assert form is not None
             inputs = list(node.inputs)
             for index, _ in operands:
-                inputs[index] = self.parts[inputs[index]][part]  # type: ignore[index]
+                inputs[index] = self.parts[_operand(node, index)][part]
             name = self.names.fresh(f"{node.name}.{part}")
             for index, array in form.operands.items():
-                inputs[index] = constant(self.names.fresh(f"{name}.operand"), array)
-                self.finder.program.graph.register_initializer(inputs[index])  # type: ignore[arg-type]
+                fixed = inputs[index] = constant(self.names.fresh(f"{name}.operand"), array)
+                graph.register_initializer(fixed)
             copy = twin(node, inputs)
             copy.name = name
             copy.metadata_props[PART_OF] = node.name or ""
@@ -365,7 +366,7 @@ class _Divider:
             result = copy.outputs[node.outputs.index(value)]
             result.shape = ir_shape(part_shape(self.finder.shape(value), cut, part))
             made.append(result)
-            self.finder.program.graph.insert_before(node, copy)
+            graph.insert_before(node, copy)
         self.parts[value] = made
 
     def take(self, node: ir.Node) -> None:
@@ -387,11 +388,18 @@ class _Divider:
                 made.metadata_props.update(node.metadata_props)
                 made.metadata_props[PART_OF] = node.name or ""
                 made.metadata_props[PART_RESULT] = str(index)
-                if len(made.inputs) > 1:
+                if axes in made.inputs:
+                    axes.name = self.names.fresh(axes.name or "")
                     graph.register_initializer(axes)
                 graph.insert_before(node, made)
                 result.replace_all_uses_with(made.outputs[0], replace_graph_outputs=True)
                 result.name = f"{result.name}.replaced"
+
+
+def _operand(node: ir.Node, index: int) -> ir.Value:
+    value = node.inputs[index]
+    assert value is not None
+    return value
 
 
 def part_shape(shape: Sequence[Dim], cut: _Cut, part: int) -> tuple[Dim, ...]:

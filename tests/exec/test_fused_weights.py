@@ -93,6 +93,7 @@ SHAPES = {
     "w": (8, 16),
     "wt": (16, 8),
     "bias": (16,),
+    "w3": (1, 8, 16),
     "wo": (8, 8),
     "filters": (8, 1, 3),
     "cbias": (8,),
@@ -110,6 +111,7 @@ INTEGERS = {
     "sizes": [8, 4, 4],
     "equal": [8, 8],
     "inner": [4, 2, 2],
+    "uneven": [15, 1],
     "heads": [0, 0, 4, 4],
     "merged": [0, 0, -1],
     "flat": [-1, 8],
@@ -216,6 +218,13 @@ WHOLE = {
     "parts of a normalised dim": QKV
     + "n = Softmax(f) q, k, v = Split<axis = -1>(n, sizes) kk = Concat<axis = 2>(k, v)"
     "y = Mul(q, kk)",
+    "a part of one element would be squeezed": """
+        matrix = Squeeze(w3)
+        [qkv] f = MatMul(x, matrix)
+        q, k = Split<axis = -1>(f, uneven)
+        front = Slice(q, zero, a, last)
+        y = Mul(front, k)
+    """,
     "a step": QKV + "y = Slice(f, zero, end, last, two)",
 }
 

@@ -269,6 +269,11 @@ def squeeze_rule(view: NodeView) -> OpRule:
     return parse_rule(text + (f"; replicated: {' '.join(fixed)}" if fixed else ""))
 
 
+def squeeze_part(view: NodeView, operands: Shapes, result: Sequence[Dim]) -> PartForm | None:
+    """The same node, if axes are given: without axes, a part of one element would lose its dim."""
+    return PartForm() if view.has(1) else None
+
+
 def _refuse_unsure(view: NodeView, shape: Sequence[Dim]) -> None:
     for axis, size in enumerate(shape):
         if isinstance(size, int):
@@ -337,7 +342,7 @@ DEFS = (
         upgrades={13: operands(axes=1)},
         gradient=reshape_gradient,
         host_operands=(1,),
-        on_part=same_node,
+        on_part=squeeze_part,
     ),
     _view("Identity", 1, identity_rule, gradient=identity_gradient, on_part=same_node),
     OpDef(
