@@ -7,7 +7,8 @@ For each network of models/zoo.py (or those named; a file is an ONNX model): the
 sends in one forward run, at typical sizes of the symbols and at sixteen times these, the bytes of
 parameters that it holds, and how many nodes are sharded. Bytes are those of ring collectives, until
 the outputs have the shardings that propagation gives them. An expert's strategy is the file
-`tests/experts/NAME.yaml`, for `tp=2`. Networks are exported once into --models, a folder.
+`tests/experts/NAME.yaml`, on the mesh of the preset. Networks are exported once into --models, a
+folder.
 """
 
 import argparse
@@ -19,6 +20,7 @@ from tempfile import TemporaryDirectory
 from time import process_time
 
 from plan_search import exported
+from yaml import safe_load
 
 from onnxpar.api.plan_strategy import read_workload
 from onnxpar.core.machine import Link, Machine
@@ -27,7 +29,7 @@ from onnxpar.cost.growth import large_sizes
 from onnxpar.graph.plan import Plan
 from onnxpar.search.parameter_axes import decide_parameter_axes
 from onnxpar.search.workload import Workload
-from onnxpar.strategy import load_strategy, resolve
+from onnxpar.strategy import Strategy, load_strategy, resolve
 
 ROOT = Path(__file__).resolve().parents[2]
 EXPERTS = ROOT / "tests" / "experts"
@@ -84,9 +86,10 @@ def compare(path: Path, preset: str) -> Iterator[tuple[str, Sent, float]]:
     decided = workload.plan(decide_parameter_axes(seeds, workload))
     yield preset, sent(workload, decided, propagated), process_time() - started
     expert = EXPERTS / f"{path.stem}.yaml"
-    if expert.exists() and preset == "tp=2":
+    if expert.exists():
         started = process_time()
-        plan = workload.plan(resolve(load_strategy(str(expert)), workload.program))
+        data = {**safe_load(expert.read_text()), "mesh": dict(load_strategy(preset).axes)}
+        plan = workload.plan(resolve(Strategy.from_dict(data), workload.program))
         yield "expert", sent(workload, plan, propagated), process_time() - started
 
 
