@@ -7,7 +7,7 @@ compared at large sizes as well.
 
 from collections.abc import Callable, Mapping
 
-from onnxpar.core.symbols import symbols_of
+from onnxpar.core.symbols import Symbol, symbols_of
 from onnxpar.core.symbols.symbol_table import SymbolTable
 from onnxpar.facts.program import Program
 
@@ -21,20 +21,21 @@ Sizes = Mapping[str, int]
 """Sizes of some symbols, by name; others have their typical size."""
 
 
+def large_size(symbol: Symbol) -> int:
+    """Returns a large admissible size of a symbol."""
+    typical, facts = symbol.typical(), symbol.facts
+    if facts.constant is not None:
+        return typical
+    most = LARGE * typical if facts.max is None else min(facts.max, LARGE * typical)
+    return typical + (most - typical) // facts.divisor * facts.divisor
+
+
 def large_sizes(program: Program) -> dict[str, int]:
-    """Returns a large admissible size for each symbol of a program's inputs."""
-    env, found = program.env, {}
+    """Returns a large size of each symbol of a program's inputs."""
+    env = program.env
     shapes = (env.shapes.get(value.name or "", ()) for value in program.graph.inputs)
-    for name in sorted({name for shape in shapes for size in shape for name in symbols_of(size)}):
-        symbol = env.table.symbol(name)
-        typical, facts = symbol.typical(), symbol.facts
-        most = LARGE * typical if facts.max is None else min(facts.max, LARGE * typical)
-        # A symbol of which only one size is admissible has no divisor.
-        step = max(facts.divisor, 1)
-        found[name] = (
-            typical + (most - typical) // step * step if facts.constant is None else typical
-        )
-    return found
+    names = {name for shape in shapes for size in shape for name in symbols_of(size)}
+    return {name: large_size(env.table.symbol(name)) for name in sorted(names)}
 
 
 def grows_faster(

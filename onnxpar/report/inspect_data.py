@@ -11,8 +11,9 @@ import onnx_ir as ir
 from onnxpar.core.mesh import Atoms, Mesh
 from onnxpar.core.rule import format_rule
 from onnxpar.core.sharding import Sharding
-from onnxpar.core.symbols import Dim, dim_text
+from onnxpar.core.symbols import Dim, SymbolTable, dim_text, symbols_of
 from onnxpar.core.symbols.expressions import count_str
+from onnxpar.cost.growth import Sizes, grows_faster, large_size
 from onnxpar.facts.program import Program
 from onnxpar.graph.local_builder import Collective
 from onnxpar.graph.pipeline_places import virtual_stage_of
@@ -239,6 +240,7 @@ def _totals(
         "collectives": len(collectives),
         "collectives_by_op": dict(sorted(Counter(c.op for c in collectives).items())),
         "bytes": total_bytes(c.bytes for c in collectives),
+        "grows_faster_than": _growth(collectives, parted.builder.table),
         "conflicts": len(parted.conflicts),
         "conflict_bytes": total_bytes(c.bytes for c in parted.conflicts),
         "parameters": len(sizes),
@@ -248,6 +250,17 @@ def _totals(
             default=local_bytes(parted.parameters, parted.plan.mesh),
         ),
     }
+
+
+def _growth(collectives: Sequence[Collective], table: SymbolTable) -> list[str]:
+    """The symbols with which the bytes of all collectives grow faster than in proportion."""
+    counts = Counter(c.bytes for c in collectives)
+    names = sorted({name for size in counts for name in symbols_of(size)})
+
+    def sent(sizes: Sizes) -> float:
+        return sum(n * table.typical(size, sizes) for size, n in counts.items())
+
+    return list(grows_faster(sent, table, {n: large_size(table.symbol(n)) for n in names}))
 
 
 def model_data(program: Program) -> Json:

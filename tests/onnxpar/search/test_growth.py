@@ -6,6 +6,7 @@ import onnx.parser
 import pytest
 
 from onnxpar.api.plan_strategy import plan_strategy
+from onnxpar.cli import main
 from onnxpar.report.found_strategy import FoundStrategy
 from onnxpar.strategy import Strategy
 
@@ -60,6 +61,16 @@ def test_a_plan_that_grows_faster_is_taken_if_it_saves_memory_and_the_report_say
         " found sends bytes that grow faster than in proportion to seq. At batch=1024, seq=1024, "
         f"found at large sizes takes {share:.2f} times as long."
     )
+
+
+def test_shard_says_what_grows_faster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    planned(tmp_path, 96)
+    strategy = tmp_path / "s.yaml"
+    strategy.write_text("mesh: {tp: 2}\nnodes: {score: {in: [[~, ~, tp], [~, tp, ~]]}}")
+    model, out = str(tmp_path / "scores.onnx"), str(tmp_path / "out")
+    assert main(["shard", model, "--strategy", str(strategy), "-o", out]) == 0
+    shown = capsys.readouterr().out
+    assert "4*batch*seq*seq bytes (more than in proportion to seq) in a run" in shown
 
 
 @pytest.mark.parametrize(("sizes", "seq"), [("{seq: 64}", 64), ("{seq: 1024}", 1024)])
