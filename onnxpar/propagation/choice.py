@@ -16,7 +16,7 @@ from typing import Any
 
 from onnxpar.core.errors import ShardingError
 from onnxpar.core.mesh import Atoms, Mesh
-from onnxpar.core.rule import ANY, PARALLEL, REPLICATED, OpRule
+from onnxpar.core.rule import ANY, PARALLEL, REPLICATED, SPECIAL, OpRule
 from onnxpar.core.sharding import REDUCTIONS, Component, DimSharding, Sharding, atoms_of
 from onnxpar.core.symbols import SymbolTable, symbols_of
 from onnxpar.cost.cost_model import CostModel
@@ -138,7 +138,9 @@ class Chooser:
         """
         if implied is not None:
             follows = self._following(rule, view, situation, implied)
-            ways = [follows, {}] if implied.adds else [follows]
+            # The exchange of a local form may take longer than to compute the node without it.
+            plain = {f: parts for f, parts in follows.items() if rule.kinds[f] != SPECIAL}
+            ways = [follows, plain, *([{}] if implied.adds else [])]
             found = self._cheapest(rule, view, situation, ways)
             if found is not None:
                 return found

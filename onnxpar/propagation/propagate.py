@@ -136,16 +136,21 @@ def _seeded(program: Program, seeds: Seeds) -> dict[str, NodePlan]:
 
 
 def _wishes(program: Program, plans: Mapping[str, NodePlan], seeds: Seeds) -> dict[str, Sharding]:
-    """Returns the sharding that the first reader of each value needs, passed back through views."""
+    """Returns the sharding that the first reader of each value needs.
+
+    A reader that needs all of it, but has no strategy, passes on what the readers of its results
+    need.
+    """
     wishes: dict[str, Sharding] = {}
     rules = program.rules
     for node in reversed(program.graph):
         name = node.name or ""
         rule, view = rules.by_node[name], rules.views[name]
         plan = plans.get(name)
+        wanted: Sequence[Sharding | None] = (None,) * len(rule.inputs)
         if plan is not None:
-            wanted: Sequence[Sharding | None] = plan.inputs
-        else:
+            wanted = plan.inputs
+        if name not in seeds.nodes and not any(s is not None and s.split_atoms for s in wanted):
             sizes = factor_sizes(rule, view)
             factors: dict[str, DimSharding] = {}
             for index, operand in enumerate(rule.outputs):
@@ -181,7 +186,7 @@ class _Walk:
     versions: dict[str, tuple[Sharding, ...]] = field(default_factory=dict)
     plans: dict[str, NodePlan] = field(default_factory=dict)
     free: set[str] = field(default_factory=set)
-    # Parameters, and values that only rearrange one.
+    # Parameters, and values that only rearrange them.
     parametric: set[str] = field(default_factory=set)
     resharded: dict[str, Sharding] = field(default_factory=dict)
 
@@ -234,6 +239,8 @@ class _Walk:
     def _visit(self, node: ir.Node) -> None:
         name = node.name or ""
         rule, view = self.rules.by_node[name], self.rules.views[name]
+        if self._rearranges_parameters(node, rule):
+            self.parametric.update(v.name or "" for v in node.outputs)
         if name in self.seeded:
             plan = self.seeded[name]
         elif self._holds(node, rule):
@@ -246,8 +253,6 @@ class _Walk:
         else:
             if self._stays_free(node, rule):
                 self.free.update(v.name or "" for v in node.outputs)
-                if len([o for o in rule.inputs if not o.mode]) == 1:
-                    self.parametric.update(v.name or "" for v in node.outputs)
                 return
             plan = self._choose(node, rule, view)
         self._adopt(node, plan)
@@ -266,6 +271,20 @@ class _Walk:
             if made is not None and want is not None and not reachable(made, want):
                 return False
         return True
+
+    def _rearranges_parameters(self, node: ir.Node, rule: OpRule) -> bool:
+        """Whether a node computes its results from one parameter, or joins several.
+
+        Of the operators with several operands, only those that join them may take maxima over
+        devices afterwards as well as sums.
+        """
+        read = [i for i, o in enumerate(rule.inputs) if not o.mode]
+        values = [node.inputs[i] for i in read if i < len(node.inputs)]
+        if not values or any(v is not None and v.name not in self.parametric for v in values):
+            return False
+        return len(read) == 1 or {("sum", frozenset(read)), ("max", frozenset(read))} <= set(
+            rule.linear
+        )
 
     def _stays_free(self, node: ir.Node, rule: OpRule) -> bool:
         """Whether all operands are free, so that the reader of the result may choose its layout."""

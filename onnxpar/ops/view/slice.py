@@ -69,7 +69,21 @@ def _piece_rule(view: NodeView, joined: Sequence[Dim], axis: int, pieces: Sequen
         if len(many) > 1:
             # A replicated value is its own maximum, but not its own sum.
             text += "".join(f", max {i}, min {i}" for i in range(len(many)))
+            # Replicated zeros are a sum of zeros.
+            others = [str(i) for i in range(len(many)) if not _is_zeros(view, i)]
+            if 0 < len(others) < len(many):
+                text += f", sum {'+'.join(others)}"
     return parse_rule(f"{text}; replicated: {' '.join(replicated)}", sizes)
+
+
+def _is_zeros(view: NodeView, index: int) -> bool:
+    """Whether an operand is an Expand of a constant zero, as `Builder.zeros` makes it."""
+    value = view.node.inputs[index]
+    node = value.producer() if value is not None else None
+    if node is None or node.op_type != "Expand" or node.domain or node.inputs[0] is None:
+        return False
+    constant = node.inputs[0].const_value
+    return constant is not None and constant.size == 1 and not constant.numpy().any()
 
 
 def split_rule(view: NodeView) -> OpRule:

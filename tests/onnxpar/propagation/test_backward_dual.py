@@ -164,3 +164,62 @@ def test_a_step_costs_what_the_search_counts(devices: int, algorithm: str) -> No
     # each gradient computes; sending is the same. Divided by the least traffic of each backward
     # node, a step took 7 to 28 % more than was counted.
     assert found.chosen.seconds == pytest.approx(price.seconds, rel=0.05)
+
+
+GATE = """\
+<ir_version: 10, opset_import: ["" : 21]>
+g (float[batch, 64] x) => (float[batch, 64] y) {
+    [logits] l = MatMul(x, u)
+    [gates] p = Softmax(l)
+    [up] h = MatMul(x, v)
+    [chosen] c = Mul(p, h)
+    [down] y = MatMul(c, w)
+}
+"""
+
+
+def test_a_backward_is_not_sharded_where_exchanging_statistics_takes_longer() -> None:
+    """The gate of a mixture of experts: the cotangent arrives replicated, and so does the gate."""
+    proto = onnx.parser.parse_model(GATE)
+    for name in "uvw":
+        proto.graph.initializer.append(numpy_helper.from_array(np.zeros((64, 64), "f"), name))
+    work = trained(ir.from_proto(proto), "mse", {"batch": Symbol(divisor=4)})
+    nodes = {
+        "gates": {"in": [COLUMNS]},
+        "chosen": {"in": [REPLICATED, REPLICATED]},
+    }
+    strategy = Strategy.from_dict(
+        {"mesh": {"tp": 4}, "dataset": "full_batch", "nodes": nodes, "parameter_axes": []}
+    )
+    plan = work.plan(resolve(strategy, work.program))
+    assert plan.nodes["gates"].factors
+    (name,) = (n for n in plan.nodes if n.startswith("gates/grad/"))
+    assert not plan.nodes[name].factors
+
+
+JOINED = """\
+<ir_version: 10, opset_import: ["" : 21]>
+g (float[batch, 8] x) => (float[batch, 8] y)
+<int64[1] zero = {0}, int64[1] half = {4}, int64[1] end = {8}, int64[1] rows = {0}> {
+    [first] a = Slice(w, zero, half, rows)
+    [second] b = Slice(w, half, end, rows)
+    [swapped] c = Concat<axis = 0>(b, a)
+    [turned] d = Transpose<perm = [1, 0]>(c)
+    [product] y = MatMul(x, d)
+}
+"""
+
+
+def test_the_gradient_of_a_rearranged_parameter_is_summed_once_per_step() -> None:
+    """PyTorch's LSTM is exported so: its gates change places in slices of the weights."""
+    proto = onnx.parser.parse_model(JOINED)
+    proto.graph.initializer.append(numpy_helper.from_array(np.zeros((8, 8), np.float32), "w"))
+    work = trained(ir.from_proto(proto), "mse", {"batch": Symbol(divisor=2)})
+    plan = work.plan(resolve(Strategy.from_dict({"mesh": {"dp": 2}}), work.program))
+    gradient = plan.outputs[work.gradients["w"]]
+    assert splits(gradient) == ((), (), (0,))
+    # Nothing between the product and the gradient is summed over devices.
+    between = ("first/grad/Concat", "second/grad/Concat", "swapped/grad/", "turned/grad/")
+    found = [n for n in plan.nodes if n.startswith(between)]
+    assert len(found) == len(between)
+    assert all(made.partial == (0,) for n in found for made in plan.nodes[n].outputs)
