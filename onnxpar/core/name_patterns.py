@@ -27,7 +27,8 @@ def nearest(name: str, known: Iterable[str]) -> str:
         return "; nearest: " + ", ".join(map(repr, close))
     if not names:
         return "; there are none"
-    return "; there are " + listed([repr(n) for n in names])
+    shown = listed([repr(n) for n in names])
+    return f"; there are {shown}" if names[1:] else f"; there is only {shown}"
 
 
 def match(

@@ -328,7 +328,7 @@ class ProgramWriter:
                 self.made[out] = self.plan.resharded[out]
             self.define(out, sharding, made, zero=keeps)
             if out in self.plan.resharded:
-                self.get(value, self.plan.resharded[out], f"{name} out strategy")
+                self.get(value, self.plan.resharded[out], f"{name} result")
 
     def _keep_name(self, name: str, made: ir.Value) -> None:
         """Gives a value that a node has just made the name of the global value."""

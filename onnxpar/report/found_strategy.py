@@ -193,9 +193,8 @@ class FoundStrategy:
         proof = _proof(self.found.chosen)
         if not fitting:
             rest = f"no other plan fits into {bytes_text(objective.limit)}"
-            return (
-                f"{best.name} is chosen; {rest if self.ways[1:] else 'there is no other'}{proof}."
-            )
+            rest = rest if self.ways[1:] else "there is no other"
+            return f"{_in_words(best, 'The')} is chosen; {rest}{proof}."
         rival = min(fitting, key=objective.rank)
         assert rival.price is not None
         ratio = rival.seconds / best.seconds if best.seconds else 1.0
@@ -206,18 +205,26 @@ class FoundStrategy:
             more = f", with {seconds_text(abs(less))} {word} communication"
         if objective.level == 1:
             more += f", and {rival.peak / max(best.peak, 1):.2f} times the memory"
-        chosen = f"{best.name} is best for {AIMS[objective.level]}"
+        chosen = f"{_in_words(best, 'The')} is best for {AIMS[objective.level]}"
+        other = _in_words(rival)
         if objective.rank(rival) < objective.rank(best):
             return (
-                f"{chosen} among the plans that keep what is fixed; {rival.name} does not keep it, "
+                f"{chosen} among the plans that keep what is fixed; {other} does not keep it, "
                 f"and takes {ratio:.2f} times as long{more}{proof}."
             )
         if objective.rank(rival) == objective.rank(best):
-            return f"{chosen}, and so is {rival.name}{proof}."
+            return f"{chosen}, and so is {other}{proof}."
         return (
-            f"{chosen}; the next best is {rival.name}, which takes {ratio:.2f} times as long{more}"
+            f"{chosen}; the next best is {other}, which takes {ratio:.2f} times as long{more}"
             f"{proof}."
         )
+
+
+def _in_words(way: Way, article: str = "the") -> str:
+    """Returns the name of a plan in a sentence: `dp=4`, or `the found plan with pp=2`."""
+    if not way.name.startswith(FOUND):
+        return way.name
+    return f"{article} {FOUND} plan" + way.name.removeprefix(FOUND).replace(",", " with", 1)
 
 
 def _proof(chosen: Candidate) -> str:
@@ -254,11 +261,16 @@ def _layer(name: str, strategy: str, nodes: list[NodePrice]) -> LayerRow:
     )
 
 
+def _digits(number: float) -> str:
+    """Returns a number with three digits, or all before the point, without an exponent."""
+    return f"{number:.3g}" if abs(number) < 999.5 else f"{number:.0f}"
+
+
 def seconds_text(seconds: float) -> str:
     """Returns a time in the unit that suits it."""
     for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if abs(seconds) >= scale:
-            return f"{seconds / scale:.3g} {unit}"
+            return f"{_digits(seconds / scale)} {unit}"
     return f"{seconds * 1e6:.2g} us"
 
 
@@ -266,5 +278,5 @@ def bytes_text(size: float) -> str:
     """Returns a number of bytes in the unit that suits it."""
     for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if size >= scale:
-            return f"{size / scale:.3g} {unit}"
+            return f"{_digits(size / scale)} {unit}"
     return f"{size:.0f} B"

@@ -246,8 +246,8 @@ def _nothing_fits(refused: Sequence[Way], presets: Sequence[Way], table: SymbolT
         if divisors:
             options = " ".join(f"--symbol {name}:divisor={n}" for name, n in divisors.items())
             texts.append(
-                "sizes that may not divide evenly are padded or gathered; if they always divide, "
-                f"{options} may save that memory"
+                "padding or gathering sizes that may not divide evenly takes memory; if they "
+                f"always divide evenly, {options} may save it"
             )
     return "; ".join(texts)
 

@@ -149,8 +149,8 @@ def _numeric(
         taken = _take(pool, missing, mesh) if missing * mesh.count(atoms) == count else None
         if taken is None:
             raise site.fail(
-                f"{tensor}, dim {dim}: expected a number of shards that resharding can make of "
-                f"the {mesh.count(made.dim_atoms(dim))} that the node computes, got {count}"
+                f"{tensor}, dim {dim}: expected a number of shards that can be made from those "
+                f"that the node computes ({mesh.count(made.dim_atoms(dim))}), got {count}"
             )
         pool = [a for a in pool if a not in taken]
         dims.append(_dim(made, dim, shape[dim], (*atoms, *taken)))

@@ -251,10 +251,9 @@ class _Resolver:
         reduction = entry.reduction
         if not may_stay_partial(site.rule, frozenset(entry.operands), reduction):
             groups = [sorted(s) for r, s in site.rule.linear if r == reduction]
-            raise site.fail(
-                f"'partial': expected operands that may be partial together ({reduction}): "
-                f"{groups}, got {entry.operands}"
-            )
+            none = f"none, since its rule allows no partial {reduction}"
+            legal = " or ".join(map(str, groups)) or none
+            raise site.fail(f"'partial': 'operands': expected {legal}, got {entry.operands}")
         return dict.fromkeys(entry.operands, (atoms, reduction))
 
     # -- tensors ---------------------------------------------------------------------------------

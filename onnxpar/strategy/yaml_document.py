@@ -74,7 +74,7 @@ def parse_document(text: str, source: str) -> Document:
         raise StrategyError(f"{source}{place}: not valid YAML: {problem}") from None
     except yaml.reader.ReaderError as error:
         raise StrategyError(
-            f"{source}: not valid YAML: character {error.position} is {error.reason}"
+            f"{source}: not valid YAML: character {error.position}: {error.reason}"
         ) from None
     except (ValueError, OverflowError) as error:
         # PyYAML recognises dates and numbers by their form, before it computes their values.

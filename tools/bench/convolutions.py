@@ -65,7 +65,7 @@ LAYERS = (
     _conv("1x1, 256 to 64 of 56x56", (8, 256, 56, 56), (64, 256, 1, 1)),
     _conv("1x1, 256 to 512 of 56x56, stride 2", (8, 256, 56, 56), (512, 256, 1, 1), 2),
     _conv("7x7, 3 to 64 of 224x224, stride 2", (8, 3, 224, 224), (64, 3, 7, 7), 2),
-    _conv("7x7 of each of 96 of 56x56", (8, 96, 56, 56), (96, 1, 7, 7)),
+    _conv("7x7 depthwise, 96 of 56x56", (8, 96, 56, 56), (96, 1, 7, 7)),
     Layer(
         "MaxPool 3x3, 64 of 112x112, stride 2",
         "MaxPool<kernel_shape=[3,3], strides=[2,2], pads=[1,1,1,1]>(x)",

@@ -358,7 +358,7 @@ REFUSED = {
     "no such label input": (
         PLAIN,
         LossSpec(LossKind.MSE, label_input="lab"),
-        r"expected an input of the model for the labels, got 'lab'; there are 'x'",
+        r"expected an input of the model for the labels, got 'lab'; there is only 'x'",
     ),
     "labels of another type": (
         "g (float[n, 5] x, float[n] l) => (float[n, 5] y) { y = Identity(x) }",

@@ -83,7 +83,7 @@ def test_unnamed_dims_get_names_of_their_own() -> None:
 
 def test_constraint_on_unknown_symbol() -> None:
     model = normalise(read("g (float[n] x) => (float[n] y) { y = Relu(x) }"))
-    with pytest.raises(ModelError, match=r"'batch'.*there are 'n'"):
+    with pytest.raises(ModelError, match=r"'batch'.*there is only 'n'"):
         symbol_table(model, {"batch": Symbol(divisor=8)})
 
 

@@ -189,15 +189,24 @@ def test_matrices_that_exclude_one_another_name_both_nodes() -> None:
         ),
         (
             "mesh: {a: 2}\nnodes: {'n*': {in: [[a, ~], ~]}}",
-            r"got the pattern 'n\*', which matches no node; there are 'mm'",
+            r"got the pattern 'n\*', which matches no node; there is only 'mm'",
         ),
         (
             "mesh: {a: 2}\nnodes:\n  'm*': {in: [[a, ~], ~]}\n  '*m': {in: [[~, a], ~]}",
             r"s:4: node 'mm': expected one entry, got two that differ: '\*m' here and 'm\*' at s:3",
         ),
         (
+            "mesh: {a: 2}\nnodes: {mm: {in: [~, ~], partial: {operands: [0, 1], axes: [a]}}}",
+            r"node 'mm' .*'partial': 'operands': expected \[0\] or \[1\], got \[0, 1\]",
+        ),
+        (
+            "mesh: {a: 2}\nnodes:\n"
+            "  mm: {in: [~, ~], partial: {operands: [0], axes: [a], reduction: max}}",
+            r"'operands': expected none, since its rule allows no partial max, got \[0\]",
+        ),
+        (
             "devices: 8\nnodes: {mm: {in: [[2, 4], [4, 1]], out: [[2, 3]]}}",
-            r"output 0 \('y'\), dim 1: expected a number .* the 1 that the node computes, got 3",
+            r"output 0 \('y'\), dim 1: expected a number .* that the node computes \(1\), got 3",
         ),
         (
             "devices: 8\nnodes: {mm: {in: [[2, 4], [4, 1]], out: [[8]]}}",

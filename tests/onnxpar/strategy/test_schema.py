@@ -125,7 +125,7 @@ def test_tp_and_axes_that_no_entry_uses_shard_parameters(
         ("mesh:\n  dp: 2\n  dp: 4", "s:3:3: key 'dp' is already defined on line 2"),
         ("mesh: {on: 2}", "s:1:8: expected text as a key, got True"),
         ("nodes: &a {x: *a}", "s:1:8: an alias refers to a node that contains it"),
-        ("x: \x01", "s: not valid YAML: character 3"),
+        ("x: \x01", "s: not valid YAML: character 3: special characters are"),
         ("mesh: {dp: 2", "s:1:"),
         ("- a", r"s: expected a mapping with keys such as mesh and nodes, got \['a'\]"),
         ("rest: propagate", "s: expected a mesh, 'devices' or --devices, got none of them"),
