@@ -58,6 +58,8 @@ class Situation:
         joined: For each output, the atoms over which it may be partial at no cost, since its reader
             adds it to a value that is partial over them anyway.
         itemsizes: Bytes per element of each operand, then of each output.
+        demands: For each output, the sharding into which it will be brought for certain, since its
+            only reader has a strategy; None where it may follow.
     """
 
     operands: tuple[Sharding | None, ...]
@@ -68,6 +70,7 @@ class Situation:
     gradients: tuple[Sharding | None, ...]
     joined: tuple[frozenset[int], ...]
     itemsizes: tuple[int, ...]
+    demands: tuple[Sharding | None, ...] = ()
 
 
 def leaving(made: Sharding, parameter: Sharding) -> Sharding:
@@ -444,13 +447,17 @@ class Chooser:
     def _pending(
         self, plan: NodePlan, situation: Situation, carries: bool, cost: CostModel
     ) -> tuple[float, int]:
-        """The least seconds in which partial results will be reduced; the number of these."""
+        """The least seconds in which results will be resharded; the number of these."""
         seconds, values = 0.0, 0
         for index, made in enumerate(plan.outputs):
             itemsize = situation.itemsizes[len(situation.operands) + index]
             parameter = situation.gradients[index]
             if parameter is not None:
                 seconds += self._reshard((made,), leaving(made, parameter), itemsize, cost)
+            elif situation.demands and (demand := situation.demands[index]) is not None:
+                moved = self._reshard((made,), demand, itemsize, cost)
+                seconds += moved
+                values += moved > 0
             elif made.partial and not situation.joined[index].issuperset(made.partial):
                 # A partial result needs at least a reduce-scatter; an operand that stayed partial
                 # would have needed an all-reduce here.

@@ -314,11 +314,12 @@ class _Walk:
             tuple(self.hints.joined.get(n, frozenset()) for n in outs),
         )
         implied = self._implied(node)
-        key = (self.known.kinds[node.name or ""], laid, later, implied)
+        demands = tuple(map(self._demand, node.outputs))
+        key = (self.known.kinds[node.name or ""], laid, later, implied, demands)
         if key not in self.decided:
             parts = tuple(self.known.parts.get(n) if n is not None else None for n in names)
             itemsizes = tuple(map(itemsize, (*node.inputs, *node.outputs)))
-            situation = Situation(*laid, parts, *later, itemsizes)
+            situation = Situation(*laid, parts, *later, itemsizes, demands)
             self.decided[key] = self.chooser.choose(rule, view, situation, implied)
         return self.decided[key]
 
@@ -328,6 +329,15 @@ class _Walk:
         if name not in self.seeds.nodes:
             return None
         return dual(node, self.rules.views[name].node, self.plans[name], self.links)
+
+    def _demand(self, value: ir.Value) -> Sharding | None:
+        """The sharding that the only reader of a value needs, if it has a strategy."""
+        uses = list(value.uses())
+        if len(uses) != 1 or value.is_graph_output():
+            return None
+        plan = self.seeded.get(uses[0].node.name or "")
+        want = None if plan is None else plan.inputs[uses[0].idx]
+        return None if want is None or want.partial else want
 
     def _versions(self, name: str) -> tuple[Sharding, ...]:
         made = self.values.get(name)
