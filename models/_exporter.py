@@ -165,6 +165,10 @@ class GraphWriter:
         return ir.Model(graph, ir_version=IR_VERSION, producer_name=f"models/{name}.py")
 
 
+_SMALL = 1 << 10
+"""Tensors with fewer bytes may be constants on which shapes depend."""
+
+
 def weight_bytes(model: ir.Model) -> int:
     """The bytes of all initializers together."""
     return sum(tensor.nbytes for tensor in _weights(model))
@@ -176,8 +180,8 @@ def save(model: ir.Model, path: Path, *, materialise: bool = True) -> None:
     Args:
         model: as a `build` function returns it; it is left unchanged.
         path: the `.onnx` file; its folder is made.
-        materialise: `False` writes no weights: the data file is sparse, has the right size, and
-            reads as zeros. For graphs whose weights would not fit on the disk.
+        materialise: `False` writes no tensors of 1 KiB or more: the data file is sparse, has the
+            right size, and reads as zeros. For graphs whose weights would not fit on the disk.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     data = path.with_name(path.name + ".data")
@@ -202,6 +206,8 @@ def _save_sparse(model: ir.Model, path: Path, data: Path) -> None:
         for value, tensor in kept.items():
             if tensor is None or not isinstance(tensor.shape, ir.Shape):
                 raise ValueError(f"initializer {value.name!r} has no tensor")
+            if tensor.nbytes < _SMALL:
+                continue
             offset = -(-end // _ALIGNMENT) * _ALIGNMENT
             end = offset + tensor.nbytes
             value.const_value = ir.ExternalTensor(

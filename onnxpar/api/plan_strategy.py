@@ -12,6 +12,7 @@ from onnxpar.frontend.load import load
 from onnxpar.graph.validity import blamed_on_model
 from onnxpar.parameters.recognise import read_parameters
 from onnxpar.report.found_strategy import FoundStrategy
+from onnxpar.search.configurations import Open
 from onnxpar.search.decide import decide
 from onnxpar.search.find_plan import OnProgress, silent
 from onnxpar.search.rival_plans import Pricing
@@ -30,6 +31,7 @@ def plan_strategy(
     training: TrainingSpec | None = None,
     stages: Sequence[int] | None = None,
     micro_batches: int | None = None,
+    level: int | None = None,
     progress: OnProgress = silent,
 ) -> FoundStrategy:
     """Searches for a strategy and compares it with the presets.
@@ -42,19 +44,30 @@ def plan_strategy(
         strategy: How to search, and what is fixed; its `rest` is "search".
         symbols: Constraints on symbols; they replace the strategy's of the same name.
         training: Plan the program that trains the model, instead of the model.
-        stages: Numbers of pipeline stages to try, as in `decide`.
+        stages: Numbers of pipeline stages to try, as in `decide`. By default those of the strategy;
+            if a plan of one stage does not fit, all that divide the devices.
         micro_batches: Micro-batches of a step of training, as in `decide`.
+        level: The level of optimizer parallel; by default that of the strategy.
         progress: As in `decide`.
 
     Raises:
         OnnxparError: The model or the strategy is wrong, or no plan fits into a device's memory.
     """
     strategy = replace(strategy, symbols={**strategy.symbols, **(symbols or {})})
+    if level is not None:
+        strategy = strategy.at_level(level)
+    elif strategy.optimizer_parallel != NOT_PARALLEL:
+        level = strategy.optimizer_parallel.level
     progress("reading the model", 0, 0)
     with blamed_on_model(Path(model)):
         workload = read_workload(model, strategy.symbols, training, strategy.optimizer_parallel)
     decision = decide(
-        strategy, workload, stages=stages, micro_batches=micro_batches, progress=progress
+        strategy,
+        workload,
+        stages=stages,
+        micro_batches=micro_batches,
+        configure=_open(strategy, stages, micro_batches, level),
+        progress=progress,
     )
     machine, ways = load_machine(strategy.search.machine), decision.ways
     if not decision.free:
@@ -69,7 +82,20 @@ def plan_strategy(
         machine,
         decision.objective,
         workload.program,
+        decision.without,
     )
+
+
+def _open(
+    strategy: Strategy, stages: Sequence[int] | None, micro_batches: int | None, level: int | None
+) -> Open:
+    """What is left to decide for training."""
+    if stages is None and strategy.pipeline is None and not strategy.axes:
+        stages = [n for n in range(1, strategy.devices + 1) if strategy.devices % n == 0]
+    if strategy.pipeline is not None and micro_batches is None:
+        micro_batches = strategy.pipeline.micro_batches
+    given = strategy.recompute if strategy.recompute.nodes or strategy.recompute.layers else None
+    return Open(stages or [strategy.stages], micro_batches, level, given)
 
 
 def read_workload(

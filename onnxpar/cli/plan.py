@@ -27,17 +27,17 @@ from onnxpar.api.plan_strategy import plan_strategy, searching
 from onnxpar.cli.options import AsJson, Devices, TrainingOptions, takes_options
 from onnxpar.cli.shard import parse_symbols
 from onnxpar.core.errors import ModelError, StrategyError
-from onnxpar.core.machine import parse_bytes
+from onnxpar.core.machine import bytes_text, parse_bytes
 from onnxpar.emit import check_file, new_file
 from onnxpar.frontend.load import read
 from onnxpar.graph.validity import blamed_on_model
-from onnxpar.report.found_strategy import REPLICATED, FoundStrategy, bytes_text, seconds_text
+from onnxpar.report.found_strategy import REPLICATED, FoundStrategy, seconds_text
 from onnxpar.search.find_plan import OnProgress
 from onnxpar.search.rival_plans import Way
 from onnxpar.strategy import Strategy, strategy_for
-from onnxpar.strategy.presets import AUTO
+from onnxpar.strategy.presets import AUTO, PRESET_AXES
 from onnxpar.strategy.save import write_strategy
-from onnxpar.strategy.schema import SearchEntry
+from onnxpar.strategy.schema import PIPELINE_AXIS, SearchEntry
 from onnxpar.strategy.validation_errors import in_words, problem
 
 WIDE = 160
@@ -107,11 +107,10 @@ def command(
     sizes, constraints = _symbols(symbol or [])
     with blamed_on_model(model):
         proto = read(model)
+    strategy = _with_stages(strategy, stages)
     wanted = searching(strategy_for(strategy, devices, proto, f"model {str(model)!r}", AUTO))
     if training.loss is None and (given := [n for n in training.given() if n != "--optimizer"]):
         raise ModelError(f"{given[0]}: only for training; expected --loss as well")
-    if training.optimizer_parallel is not None:
-        wanted = wanted.at_level(training.optimizer_parallel)
     search: dict[str, object] = {"algorithm": algorithm, "level": level, "machine": machine}
     try:
         search["memory"] = None if memory is None else parse_bytes(memory)
@@ -126,6 +125,7 @@ def command(
             training=None if training.loss is None else training.spec(training.loss, OPTIMIZER),
             stages=_stages(stages, wanted),
             micro_batches=micro_batches,
+            level=training.optimizer_parallel,
             progress=progress,
         )
     with new_file(out) as file:
@@ -143,6 +143,10 @@ def command(
         f"next          onnxpar shard {model} --strategy {out}{_training_options(training)} -o DIR",
         markup=False,
     )
+    best = planned.ways[0]
+    if best.staged is None and best.micro_batches > 1:
+        # A strategy file has a number of micro-batches for a pipeline only.
+        console.print(f"              onnxpar train DIR --accumulate {best.micro_batches}")
 
 
 @contextmanager
@@ -210,6 +214,14 @@ def _symbols(texts: list[str]) -> tuple[dict[str, int], list[str]]:
     return sizes, constraints
 
 
+def _with_stages(strategy: str | None, stages: str | None) -> str | None:
+    """Returns the preset with `--stages` as its axis pp: its other axes are those of one stage."""
+    names = {part.partition("=")[0].strip() for part in (strategy or "").split(",")}
+    if stages is None or not stages.isdecimal() or not names <= set(PRESET_AXES) - {PIPELINE_AXIS}:
+        return strategy
+    return f"{PIPELINE_AXIS}={stages},{strategy}"
+
+
 def _stages(text: str | None, strategy: Strategy) -> list[int] | None:
     """Returns the numbers of stages to try; with `auto`, all that divide the devices."""
     if text is None:
@@ -268,10 +280,10 @@ def _print(planned: FoundStrategy, console: Console) -> None:
     _print_stages(planned.ways[0], console)
     runs = planned.ways[0].micro_batches
     step = f"a step of {runs} micro-batches" if runs > 1 else "a step"
-    ways = Table("plan", step, "computing", "communication", "memory", "why not")
+    ways = Table("plan", step, "computing", "communication", "states", "memory", "why not")
     for way in planned.ways:
         if way.price is None:
-            ways.add_row(way.name, "", "", "", "", escape(way.reason))
+            ways.add_row(way.name, "", "", "", "", "", escape(way.reason))
             continue
         # For a pipeline, the sums over its stages: a micro-batch passes through all of them.
         ways.add_row(
@@ -279,23 +291,44 @@ def _print(planned: FoundStrategy, console: Console) -> None:
             seconds_text(way.seconds),
             seconds_text(way.price.computing),
             seconds_text(way.price.communicating),
+            bytes_text(way.held),
             bytes_text(way.peak),
             "" if way.fits(limit) else f"more than {bytes_text(limit)}",
         )
     console.print(ways)
+    _print_without(planned, console)
     console.print(escape(planned.reason()))
+
+
+def _print_without(planned: FoundStrategy, console: Console) -> None:
+    """Prints what each choice besides the strategy saves."""
+    if not planned.without:
+        return
+    best = planned.ways[0]
+    table = Table("choice", "a step without it", "memory without it")
+    for name, way in planned.without:
+        slower, more = way.seconds - best.seconds, way.peak - best.peak
+        step = f"{seconds_text(way.seconds)} ({_sign(slower)}{seconds_text(abs(slower))})"
+        memory = f"{bytes_text(way.peak)} ({_sign(more)}{bytes_text(abs(more))})"
+        table.add_row(name, step, memory)
+    console.print(table)
+
+
+def _sign(number: float) -> str:
+    return "-" if number < 0 else "+"
 
 
 def _print_stages(way: Way, console: Console) -> None:
     if way.staged is None:
         return
-    stages = Table("stage", "nodes", "a micro-batch", "its transfers", "memory")
+    stages = Table("stage", "nodes", "a micro-batch", "its transfers", "states", "memory")
     for number, stage in enumerate(way.staged.stages):
         stages.add_row(
             str(number),
             str(stage.nodes),
             seconds_text(stage.seconds),
             seconds_text(stage.moving),
+            bytes_text(stage.held),
             bytes_text(stage.peak),
         )
     console.print(stages)

@@ -4,7 +4,7 @@ import re
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from onnxpar.core.machine import Machine
+from onnxpar.core.machine import Machine, bytes_text, three_digits
 from onnxpar.cost.price import NodePrice
 from onnxpar.facts.program import Program
 from onnxpar.graph.plan import Plan
@@ -59,6 +59,8 @@ class FoundStrategy:
         machine: The machine to plan for.
         objective: How plans are compared.
         program: The program that was planned.
+        without: If stages, micro-batches, optimizer parallel and recomputation were decided, too:
+            each of these choices with the plan that lacks it.
     """
 
     found: Found
@@ -68,6 +70,7 @@ class FoundStrategy:
     machine: Machine
     objective: Objective
     program: Program
+    without: tuple[tuple[str, Way], ...] | None = None
 
     @property
     def devices(self) -> int:
@@ -115,7 +118,7 @@ class FoundStrategy:
         stages = f" in each of {count} stages" if count > 1 else ""
         runs = f" of {best.micro_batches} micro-batches" if best.micro_batches > 1 else ""
         by = f"Found by {entry.algorithm}"
-        if not best.name.startswith(FOUND):
+        if self.without is None and not best.name.startswith(FOUND):
             by = f"The preset {best.name} (the search, {entry.algorithm}, found nothing better)"
         return (
             f"{by} for {self.plan.mesh.size} devices{stages} "
@@ -147,6 +150,10 @@ class FoundStrategy:
                     "reason": way.reason,
                 }
                 for way in self.ways
+            ],
+            "without": [
+                {"choice": name, "seconds": way.seconds, "peak_bytes": way.peak}
+                for name, way in self.without or ()
             ],
             "layers": [asdict(layer) for layer in self.layers()],
             "meshes": [
@@ -261,22 +268,9 @@ def _layer(name: str, strategy: str, nodes: list[NodePrice]) -> LayerRow:
     )
 
 
-def _digits(number: float) -> str:
-    """Returns a number with three digits, or all before the point, without an exponent."""
-    return f"{number:.3g}" if abs(number) < 999.5 else f"{number:.0f}"
-
-
 def seconds_text(seconds: float) -> str:
     """Returns a time in the unit that suits it."""
     for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if abs(seconds) >= scale:
-            return f"{_digits(seconds / scale)} {unit}"
+            return f"{three_digits(seconds / scale)} {unit}"
     return f"{seconds * 1e6:.2g} us"
-
-
-def bytes_text(size: float) -> str:
-    """Returns a number of bytes in the unit that suits it."""
-    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if size >= scale:
-            return f"{_digits(size / scale)} {unit}"
-    return f"{size:.0f} B"

@@ -16,6 +16,7 @@ from onnxpar.core.name_patterns import check_symbol_sizes
 from onnxpar.core.symbols import Symbol, SymbolTable
 from onnxpar.graph.plan import Plan
 from onnxpar.graph.seeds import Seeds
+from onnxpar.search.configurations import Configurations, Open
 from onnxpar.search.find_plan import (
     UNLIMITED,
     Candidate,
@@ -31,6 +32,7 @@ from onnxpar.search.workload import Workload
 from onnxpar.stages.assign_stages import assigned
 from onnxpar.stages.stage_price import PipelineSplit, StagedPrice
 from onnxpar.strategy.machine_file import load_machine
+from onnxpar.strategy.recompute_entry import NOTHING
 from onnxpar.strategy.resolve_strategy import resolve
 from onnxpar.strategy.save import strategy_data
 from onnxpar.strategy.schema import SEARCH, Strategy
@@ -56,6 +58,7 @@ class Decision:
         objective: The objective by which it is the best.
         data: The content of a strategy file for the plan.
         free: Whether the plan was compared with presets: they would keep everything that is fixed.
+        without: If more than the strategy was decided: each choice with the plan that lacks it.
     """
 
     found: Found
@@ -64,6 +67,7 @@ class Decision:
     objective: Objective
     data: dict[str, Any]
     free: bool
+    without: tuple[tuple[str, Way], ...] | None = None
 
 
 def settled(strategy: Strategy, workload: Workload, symbols: Mapping[str, Symbol]) -> Strategy:
@@ -112,6 +116,7 @@ def decide(
     *,
     stages: Sequence[int] | None = None,
     micro_batches: int | None = None,
+    configure: Open | None = None,
     progress: OnProgress = silent,
 ) -> Decision:
     """Searches for what a strategy leaves open, and compares the result with the presets.
@@ -126,6 +131,8 @@ def decide(
             strategy's.
         micro_batches: Micro-batches of a step of training; by default the strategy's, or 1 without
             stages, else `MICRO_BATCHES`. It does not matter for a forward program.
+        configure: What else may be decided for training, if a plan of one stage needs too much
+            memory, or more devices than the fastest links connect; then presets are not considered.
         progress: Called as each step of the search begins.
 
     Raises:
@@ -135,21 +142,33 @@ def decide(
     entry = strategy.search
     machine = load_machine(entry.machine)
     limit = machine.memory if entry.memory is None else entry.memory
-    counts = _counts(strategy, stages)
     trains = bool(workload.gradients)
+    if configure is not None and not (trains and configure.anything):
+        configure = None
+    near = machine.links[0].devices
+    if configure is not None and 0 < near < strategy.world:
+        return _configured(strategy, workload, configure, progress)
+    counts = _counts(strategy, stages)
     runs = _micro_batches(strategy, counts, micro_batches) if trains else 1
     tried: list[tuple[Way, Found]] = []
     refused: list[Way] = []
     pricings = [
-        Pricing(workload, machine, entry.sizes, _split(strategy, workload.forward, count, runs))
+        Pricing(
+            workload,
+            machine,
+            entry.sizes,
+            _split(strategy, workload.forward, count, runs),
+            strategy.recompute if trains else NOTHING,
+        )
         for count in counts
     ]
     for count, pricing in zip(counts, pricings, strict=True):
         progress("searching" if counts == [1] else f"searching, stages: {count}", 0, 0)
-        one = replace(strategy, devices=strategy.world // count, pipeline=None)
+        one = _unpiped(strategy, workload, count, runs)
         try:
             seeds = resolve(one, workload.program)
-            found = search(one, workload, seeds, progress, runs, pricing.peak)
+            tries = 0 if configure is not None else _TRIES
+            found = search(one, workload, seeds, progress, runs, pricing.peak, tries)
             tried.append((pricing.found(found.seeds), found))
         except OnnxparError as error:
             if len(counts) == 1 and not isinstance(error, ShardingError):
@@ -195,6 +214,8 @@ def decide(
             tried.insert(0, (way, Found(seeds, chosen, meshes)))
             shown.remove(rival)
             break
+    if configure is not None and not (tried and tried[0][0].fits(limit)):
+        return _configured(strategy, workload, configure, progress)
     if not tried:
         raise ShardingError(_nothing_fits(refused, shown, workload.program.env.table))
     best, found = tried[0]
@@ -233,6 +254,44 @@ def _at_large_sizes(
     except OnnxparError:
         return []
     return [(replace(way, name=f"{way.name} at large sizes"), found)]
+
+
+def _configured(
+    strategy: Strategy, workload: Workload, configure: Open, progress: OnProgress
+) -> Decision:
+    """The decision if more than the strategy is to be decided.
+
+    Raises:
+        ShardingError: Nothing fits.
+    """
+    entry = strategy.search
+    machine = load_machine(entry.machine)
+    limit = machine.memory if entry.memory is None else entry.memory
+    configurations = Configurations(strategy, workload, machine, limit, configure, progress)
+    tried = configurations.run()
+    objective = Objective.among((each.way for each in tried), entry.level, limit, {})
+    tried.sort(key=lambda each: objective.rank(each.way))
+    if not tried or not tried[0].way.fits(limit):
+        raise ShardingError(configurations.nothing_fits(tried))
+    best, chosen = tried[0], tried[0].configuration
+    assert best.way.plan is not None
+    staged = None
+    if best.way.staged is not None:
+        staged = pipeline_data(best.way.staged, best.way.micro_batches)
+    rules = workload.program.rules
+    data = strategy_data(best.found.seeds, rules, strategy.symbols, chosen.parallel, staged)
+    if chosen.recompute:
+        data["recompute"] = chosen.recompute.entry
+    ways = tuple(each.way for each in tried)
+    without = tuple(configurations.without(best))
+    return Decision(best.found, best.way.plan, ways, objective, data, True, without)
+
+
+def _unpiped(strategy: Strategy, workload: Workload, stages: int, micro_batches: int) -> Strategy:
+    """A strategy for the mesh of one stage, and for one micro-batch."""
+    sizes = workload.micro_batch(strategy.search.sizes, micro_batches)
+    entry = strategy.search.model_copy(update={"sizes": sizes})
+    return replace(strategy, devices=strategy.world // stages, pipeline=None, search=entry)
 
 
 def _nothing_fits(refused: Sequence[Way], presets: Sequence[Way], table: SymbolTable) -> str:
@@ -309,6 +368,7 @@ def search(
     progress: OnProgress = silent,
     micro_batches: int = 1,
     peak: Callable[[Seeds], int] | None = None,
+    tries: int = _TRIES,
 ) -> Found:
     """Searches for what a strategy leaves open; presets are not considered.
 
@@ -321,6 +381,7 @@ def search(
         peak: Returns the bytes of a device at the peak of the plan that follows from seeds, for
             which the limit on memory holds. None: the limit holds for the search's own estimate, a
             sum over nodes that ignores lifetimes.
+        tries: Searches with a limit, if the fastest plan is not within it.
     """
     seeds = replace(seeds, nodes={n: seed for n, seed in seeds.nodes.items() if seed.pinned})
     entry = strategy.search
@@ -345,14 +406,17 @@ def search(
             progress=progress,
         )
 
-    found = run(spec) if peak is None else _within(spec, run, peak)
+    found = run(spec) if peak is None else _within(spec, run, peak, tries)
     if spec.weights.memory_first:
         found = _in_time(spec, run, found, peak)
     return found
 
 
 def _within(
-    spec: SearchSpec, run: Callable[[SearchSpec], Found], peak: Callable[[Seeds], int]
+    spec: SearchSpec,
+    run: Callable[[SearchSpec], Found],
+    peak: Callable[[Seeds], int],
+    tries: int,
 ) -> Found:
     """Returns the best plan found whose peak is within the limit.
 
@@ -369,7 +433,7 @@ def _within(
     fits: Found | None = None
     high, low, least = found.chosen.memory, 0.0, most
     limit = high * spec.limit / most
-    for _ in range(_TRIES):
+    for _ in range(tries):
         try:
             tried = run(replace(spec, memory=int(limit)))
         except ShardingError:

@@ -27,7 +27,7 @@ from onnxpar.graph.seeds import NodeSeed, Seeds
 from onnxpar.search.halving import Halving
 from onnxpar.search.memory_bounded import THOROUGH, Effort, best, least
 from onnxpar.search.node_options import Option
-from onnxpar.search.problem import CostWeights, Problem
+from onnxpar.search.problem import WORKING, CostWeights, Problem
 from onnxpar.search.repeated_layers import fold
 from onnxpar.search.solution import Solution, gap
 from onnxpar.search.value_flow import Flow, flow
@@ -71,6 +71,9 @@ class SearchSpec:
         gap: The exact search stops if no other plan can be better by more than this share.
         parallel: Optimizer parallel, in training.
         micro_batches: Micro-batches of a step of training.
+        stage: As in `CostWeights`, like the next two.
+        kept: In a pipeline, the share of what the backward reads that one device keeps.
+        working: The share of every result that counts as held.
     """
 
     machine: Machine
@@ -81,11 +84,21 @@ class SearchSpec:
     gap: float = GAP
     parallel: OptimizerParallel = NOT_PARALLEL
     micro_batches: int = 1
+    stage: float = 1.0
+    kept: float = 1.0
+    working: float = WORKING
 
     @property
     def weights(self) -> CostWeights:
         """The weights of the sum that is minimised."""
-        return replace(LEVELS[self.level], parallel=self.parallel, micro_batches=self.micro_batches)
+        return replace(
+            LEVELS[self.level],
+            parallel=self.parallel,
+            micro_batches=self.micro_batches,
+            stage=self.stage,
+            kept=self.kept,
+            working=self.working,
+        )
 
     @property
     def limit(self) -> float:
@@ -171,7 +184,7 @@ def find(
             progress("mesh " + "x".join(str(n) for _, n in mesh.axes), number, len(meshes))
         started = perf_counter()
         cost = CostModel(spec.machine, mesh, program.env.table, spec.sizes)
-        run = _Search(seen, cost, replace(pinned, mesh=mesh), spec, progress)
+        run = MeshSearch(seen, cost, replace(pinned, mesh=mesh), spec, progress)
         try:
             problem, solution, chosen = run.solve()
         except ShardingError as error:
@@ -218,7 +231,17 @@ def _meshes(mesh: Mesh, spec: SearchSpec, named: bool, fixed: bool) -> Iterator[
 
 
 @dataclass
-class _Search:
+class MeshSearch:
+    """Searches for the strategy on one mesh.
+
+    Attributes:
+        flow: The model.
+        cost: The cost model, on the mesh.
+        seeds: What the user fixed, on the mesh.
+        spec: How to search.
+        progress: As in `find`.
+    """
+
     flow: Flow
     cost: CostModel
     seeds: Seeds
@@ -236,6 +259,14 @@ class _Search:
         problem = self._halving(self.flow).problem(axes, [None] * len(self.flow.items))
         solution = self._best(problem, self.spec.limit)
         return problem, solution, problem.chosen(solution.choice)
+
+    def closest(self) -> tuple[Problem, Solution]:
+        """Returns a problem and its solution; that of least memory if none is within the limit."""
+        try:
+            return self.solve()[:2]
+        except ShardingError:
+            self.spec = replace(self.spec, level=1, memory=UNLIMITED)
+            return self.solve()[:2]
 
     def _recurse(self, axes: Sequence[Atoms]) -> tuple[Problem, Solution, tuple[Option, ...]]:
         """Halves, assuming that later halvings save less and less memory, until the plan fits."""

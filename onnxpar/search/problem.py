@@ -7,30 +7,31 @@ version is kept, so that readers that want the same version pay once. If readers
 layouts, the others are priced as separate reshards.
 """
 
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar, cast
 
 import numpy as np
+import onnx_ir as ir
 from numpy.typing import NDArray
 
 from onnxpar.core.sharding import REDUCTIONS, Sharding
 from onnxpar.cost.cost_model import CostModel, Work
 from onnxpar.cost.optimizer_parallel import GRADIENTS, NOT_PARALLEL, PARAMETERS, OptimizerParallel
 from onnxpar.search.node_options import Option
-from onnxpar.search.value_flow import Flow, Item, Use, Value
+from onnxpar.search.value_flow import Flow, Item, Saved, Use, Value
 
 Table = NDArray[np.float64]
 MOMENTS = 2
 """Moments that an optimizer keeps of each trained parameter, at most."""
 _UPDATE_PASSES = 7
 """How often an update reads or writes a tensor of the parameter's size."""
+_GRADIENT = 4
+"""Bytes of an element of the gradient of a parameter that is cast to 16 bits."""
 _NEVER = 1e6
 """Seconds; more than any plan takes."""
-_WORKING = 0.25
-"""The share of every result that counts as held, in addition to what is saved for the backward.
-Only one node's results exist at a time, but a sum has no maximum. Without this share, the search
-for least memory would choose products whose complete results are partial on every device."""
+WORKING = 0.25
+"""The default of `CostWeights.working`."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,13 @@ class CostWeights:
             update.
         parameters_only: Whether memory is that of parameters alone, and nothing that is computed
             from parameters alone is resharded, since that would undo what sharding them saves.
+        stage: The share of the nodes and parameters that one device has, in a pipeline.
+        kept: The share of what the backward reads that one device keeps: the stage's share, for
+            each micro-batch of which it keeps activations.
+        working: The share of every result that counts as held, in addition to what is saved for
+            the backward. Only one node's results exist at a time, but a sum has no maximum. Without
+            this share, the search for least memory would choose products whose complete results are
+            partial on every device.
     """
 
     communication: float = 1.0
@@ -52,6 +60,9 @@ class CostWeights:
     parallel: OptimizerParallel = NOT_PARALLEL
     micro_batches: int = 1
     parameters_only: bool = False
+    stage: float = 1.0
+    kept: float = 1.0
+    working: float = WORKING
 
 
 @dataclass(frozen=True)
@@ -216,9 +227,10 @@ class _Builder:
             seconds, memory = np.zeros(len(found)), np.zeros(len(found))
             for i, option in enumerate(found):
                 work = self.cost.node(item.rule, item.view, option.plan, item.cost)
-                passes = _passes(item, trained, work)
+                passes = _passes(item, trained, work) + item.recomputed
+                times = (2 if item.trained else 1) + item.recomputed
                 seconds[i] = passes * work.seconds + (
-                    self.weights.communication * (2 if item.trained else 1) * work.special
+                    self.weights.communication * times * work.special
                 )
                 seconds[i] += self.cost.masking(item.rule, item.view, option.plan)
                 if item.trained:
@@ -229,18 +241,12 @@ class _Builder:
 
     def _held(self, item: Item, option: Option) -> float:
         """Bytes that a device holds for a node when its backward begins."""
-        node, plan = item.view.node, option.plan
-        made = list(zip(node.outputs, plan.outputs, strict=True))
-        read = list(zip(node.inputs, plan.inputs, strict=False))
-        parts = [
-            *((_WORKING, pair) for pair in made),
-            *((s.share, (made if s.made else read)[s.index]) for s in item.saved),
-        ]
-        return sum(
-            share * self.cost.elements(sharding) * int(value.dtype.itemsize)
-            for share, (value, sharding) in parts
-            if value is not None and value.dtype is not None and sharding is not None
-        )
+        weights = self.weights
+        made = zip(item.view.node.outputs, option.plan.outputs, strict=True)
+        held = sum(weights.working * weights.stage * _bytes(*each, self.cost) for each in made)
+        for one, bytes_ in saved(item, option, self.cost):
+            held += (weights.stage if one.stored else weights.kept) * bytes_
+        return held
 
     def _trained(self, item: Item) -> tuple[int, ...]:
         """The operands of a node that have cotangents."""
@@ -301,7 +307,15 @@ class _Builder:
         held = {*usage.target.split_atoms, *usage.target.partial}
         partials = [a for a in usage.partials if a not in held]
         there = usage.target.with_partial(partials)
-        seconds = self.cost.reshard(there, to, value.itemsize, met=met)
+        # The cotangent of a cast weight is reduced when the gradient of the weight is: later, in
+        # 32 bits. But if the reader gathers the weight, its cotangent is scattered at once.
+        late = value.stored and to.dims == usage.target.dims
+        itemsize = max(value.itemsize, _GRADIENT) if late else value.itemsize
+        seconds = self.cost.reshard(there, to, itemsize, met=met or late)
+        if late:
+            seconds *= 1 - self.cost.machine.overlap
+            if self.weights.parallel.level < GRADIENTS:
+                seconds /= self.weights.micro_batches
         return self.weights.communication * seconds
 
     # -- parameters and inputs -------------------------------------------------------------------
@@ -389,6 +403,7 @@ class _Builder:
             memory[i] = size
             if value.trained:
                 seconds[i], memory[i] = self._states(value, usage, size)
+            memory[i] *= self.weights.stage
         return seconds, memory
 
     def _states(self, value: Value, usage: _Usage, size: int) -> tuple[float, float]:
@@ -521,6 +536,21 @@ class _Builder:
         if kept is not None and usage.target is kept.target:
             return self._back(source.with_partial(()), usage, value)
         return self._move(source, usage, value)
+
+
+def saved(item: Item, option: Option, cost: CostModel) -> Iterator[tuple[Saved, float]]:
+    """Yields what the backward of a node reads, with the bytes of its share on a device."""
+    node, plan = item.view.node, option.plan
+    for one in item.saved:
+        value = (node.outputs if one.made else node.inputs)[one.index]
+        sharding = (plan.outputs if one.made else plan.inputs)[one.index]
+        yield one, one.share * _bytes(value, sharding, cost)
+
+
+def _bytes(value: ir.Value | None, sharding: Sharding | None, cost: CostModel) -> int:
+    if value is None or value.dtype is None or sharding is None:
+        return 0
+    return cost.elements(sharding) * int(value.dtype.itemsize)
 
 
 def _diagonal(table: Table, pattern: tuple[int, ...]) -> Table:

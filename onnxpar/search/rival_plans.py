@@ -5,6 +5,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf
 
+from onnxpar.autodiff.recomputation.clones import Planned, Recomputation, recompute
+from onnxpar.autodiff.recomputation.selection import chosen_nodes
 from onnxpar.core.errors import OnnxparError
 from onnxpar.core.machine import WIRE, Machine
 from onnxpar.cost.cost_model import CostModel
@@ -19,6 +21,7 @@ from onnxpar.stages.assign_stages import between_stages
 from onnxpar.stages.partition_chain import chain_of, floating
 from onnxpar.stages.stage_price import PipelineSplit, Priced, StagedPrice, price_stages
 from onnxpar.strategy.presets import load_strategy
+from onnxpar.strategy.recompute_entry import KEEP, NOTHING, RecomputeOptions
 from onnxpar.strategy.resolve_strategy import resolve
 from onnxpar.strategy.schema import PIPELINE_AXIS, Strategy
 
@@ -141,14 +144,16 @@ class Pricing:
     Attributes:
         workload: The program that is planned.
         machine: The machine that runs it.
-        sizes: Sizes of its symbols.
+        sizes: Sizes of its symbols; the batch is that of all micro-batches of a step.
         split: How it is split into stages; a plan is on the mesh of one stage.
+        recompute: What is recomputed in training.
     """
 
     workload: Workload
     machine: Machine
     sizes: Mapping[str, int]
     split: PipelineSplit
+    recompute: RecomputeOptions = NOTHING
     _known: list[tuple[Seeds, Way]] = field(default_factory=list)
 
     def peak(self, seeds: Seeds) -> int:
@@ -175,18 +180,25 @@ class Pricing:
         Raises:
             StrategyError: There are more virtual stages than nodes.
         """
-        found, steps = self.workload.priced(plan, self.machine, self.sizes)
-        split = self.split
+        split, sizes = self.split, self.workload.micro_batch(self.sizes, self.split.micro_batches)
+        planned = Planned(self.workload.program, plan)
+        if self.recompute.nodes or self.recompute.layers:
+            names = chosen_nodes(planned, self.recompute)
+            keep = self.recompute.communication == KEEP
+            planned = recompute(planned, Recomputation(names, keep))
+        program, plan = planned.program, planned.plan
+        workload = replace(self.workload, program=program)
+        found, steps = workload.priced(plan, self.machine, sizes)
+        way = Way(name, found, "", None, split.micro_batches, plan)
         if split.stages == 1:
-            return Way(name, found, micro_batches=split.micro_batches, plan=plan)
-        graph = self.workload.forward.graph
-        chain = chain_of(graph, floating(graph), self.workload.program.registry)
+            return way
+        graph = workload.forward.graph
+        chain = chain_of(graph, floating(graph), program.registry)
         names = frozenset(node.name or "" for node in graph)
-        priced = Priced(self.workload.program.model, plan, found, steps, names)
-        cost = CostModel(self.machine, plan.mesh, self.workload.program.env.table, self.sizes)
+        priced = Priced(program.model, plan, found, steps, names)
+        cost = CostModel(self.machine, plan.mesh, program.env.table, sizes)
         link = between_stages(self.machine, split.stages, plan.mesh.size)
-        staged = price_stages(priced, chain, cost, link, split)
-        return Way(name, found, "", staged, split.micro_batches, plan)
+        return replace(way, staged=price_stages(priced, chain, cost, link, split))
 
     @cached_property
     def large(self) -> dict[str, int]:

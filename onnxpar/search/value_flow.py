@@ -1,8 +1,10 @@
 """A model as a search sees it: its nodes, and the values between them."""
 
 from collections.abc import Collection, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
+
+import onnx_ir as ir
 
 from onnxpar.core.rule import ANY, OpRule
 from onnxpar.core.symbols import Dim
@@ -27,11 +29,13 @@ class Saved:
         index: Its index among the operands or results.
         share: The share of the value that counts here. All nodes whose backward reads it share it
             equally, since they may all read it in one layout.
+        stored: Whether it is computed from parameters alone, so that all micro-batches share it.
     """
 
     made: bool
     index: int
     share: float
+    stored: bool = False
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,7 @@ class Item:
         pin: Its name if the user fixed it, else "".
         cost: Its cost function, if its operator has one.
         count: Number of nodes that it stands for.
+        recomputed: The share of these nodes that is recomputed in the backward.
     """
 
     name: str
@@ -63,6 +68,7 @@ class Item:
     pin: str = ""
     cost: CostFn | None = None
     count: int = 1
+    recomputed: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -120,6 +126,41 @@ class Flow:
     values: tuple[Value, ...]
 
 
+def recomputing(seen: Flow, layers: Sequence[Collection[str]], share: float) -> Flow:
+    """Returns a flow in which nodes are recomputed, layer by layer.
+
+    The backward recomputes one layer at a time. So of the values that recomputed nodes make, one
+    layer's are in memory in addition to those of layers that are not recomputed.
+
+    Args:
+        seen: The flow.
+        layers: Names of the nodes of each layer that can be recomputed.
+        share: The share of the layers that is recomputed.
+    """
+    again = {name for layer in layers for name in layer}
+    producers = {
+        (use.item, use.operand): value.producer[0]
+        for value in seen.values
+        if value.producer is not None
+        for use in value.uses
+    }
+    left = 1 - share + share / max(len(layers), 1)
+    kinds: dict[Hashable, int] = {}
+    items = []
+    for number, item in enumerate(seen.items):
+        saved = tuple(
+            replace(one, share=one.share * left)
+            if (maker := number if one.made else producers.get((number, one.index))) is not None
+            and seen.items[maker].name in again
+            else one
+            for one in item.saved
+        )
+        recomputed = share if item.name in again else 0.0
+        kind = kinds.setdefault((item.kind, saved, recomputed), len(kinds))
+        items.append(replace(item, saved=saved, recomputed=recomputed, kind=kind))
+    return Flow(tuple(items), seen.values)
+
+
 def flow(
     program: Program,
     trained: Collection[str] = (),
@@ -139,7 +180,8 @@ def flow(
     nodes = [n for n in graph if not rules.views[n.name or ""].is_backward]
     facts = (nodes, rules.by_node, rules.views, env.table)
     parts = merged(*facts, structure(*facts))
-    saved = _saved(program)
+    stored = _stored(nodes, program)
+    saved = _saved(program, stored)
     least = 2 if small else WEIGHT
     varying: set[str] = set(trained)
     weighty = set(trained)
@@ -178,7 +220,6 @@ def flow(
         for position, operand in enumerate(rule.inputs):
             if view.has(position) and operand.mode != ANY and names[position] in env.shapes:
                 uses.setdefault(names[position], []).append(Use(index, position))
-    stored = _stored(items, program)
     leaving = {v.name for v in graph.outputs}
     values = []
     for value in (*sources, *(out for node in nodes for out in node.outputs)):
@@ -200,14 +241,14 @@ def flow(
     return Flow(tuple(items), tuple(values))
 
 
-def _stored(items: Sequence[Item], program: Program) -> set[str]:
+def _stored(nodes: Sequence[ir.Node], program: Program) -> set[str]:
     """Returns the values of fixed shape that nodes compute from parameters alone."""
     parameters, found = set(program.graph.initializers), set[str]()
-    for item in items:
-        node = item.view.node
+    for node in nodes:
+        rule = program.rules.by_node[node.name or ""]
         read = [
             v.name or ""
-            for v, operand in zip(node.inputs, item.rule.inputs, strict=False)
+            for v, operand in zip(node.inputs, rule.inputs, strict=False)
             if v is not None and not operand.mode
         ]
         if read and all(name in parameters or name in found for name in read):
@@ -220,7 +261,7 @@ def _is_fixed(shape: Sequence[Dim]) -> bool:
     return all(isinstance(size, int) for size in shape)
 
 
-def _saved(program: Program) -> dict[str, tuple[Saved, ...]]:
+def _saved(program: Program, stored: Collection[str]) -> dict[str, tuple[Saved, ...]]:
     """Returns for each node the operands and results that its backward reads."""
     read: dict[str, set[str]] = {}
     for node in program.graph:
@@ -235,9 +276,10 @@ def _saved(program: Program) -> dict[str, tuple[Saved, ...]]:
             for value in read[name] & found.keys() - program.graph.initializers.keys():
                 places.setdefault(value, []).append((name, made, found[value]))
     saved: dict[str, list[Saved]] = {}
-    for readers in places.values():
+    for value, readers in places.items():
         for name, made, index in readers:
-            saved.setdefault(name, []).append(Saved(made, index, 1 / len(readers)))
+            one = Saved(made, index, 1 / len(readers), value in stored)
+            saved.setdefault(name, []).append(one)
     return {n: tuple(sorted(s, key=lambda s: (s.made, s.index))) for n, s in saved.items()}
 
 

@@ -70,6 +70,26 @@ class Workload:
         return propagate(self.program, seeds, self.links, self._alike)
 
     @cached_property
+    def batch(self) -> frozenset[str]:
+        """The symbols that are the batch: dim 0 of an input."""
+        shapes = (self.program.env.shapes[v.name or ""] for v in self.program.graph.inputs)
+        sizes = (shape[0] for shape in shapes if shape)
+        return frozenset(str(s) for s in sizes if not isinstance(s, int) and s.is_Symbol)
+
+    def micro_batch(self, sizes: Mapping[str, int], micro_batches: int) -> dict[str, int]:
+        """Returns the sizes of symbols in the largest micro-batch of a step.
+
+        Args:
+            sizes: Sizes of symbols in a step. Symbols without a size have their typical size in
+                each micro-batch.
+            micro_batches: Micro-batches of a step.
+        """
+        return {
+            name: -(-size // micro_batches) if name in self.batch else size
+            for name, size in sizes.items()
+        }
+
+    @cached_property
     def _alike(self) -> Alike:
         return alike(self.program)
 

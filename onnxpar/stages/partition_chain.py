@@ -15,7 +15,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from types import MappingProxyType
-from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -93,6 +92,8 @@ estimates."""
 
 
 _ROUNDING = 1e-9
+_ROWS = 256
+"""Ends of virtual stages that are considered at the same time."""
 
 
 @dataclass(frozen=True)
@@ -253,36 +254,57 @@ def _boundaries(
     traffic, slow = np.full((2, count + 1), np.inf)
     traffic[0] = slow[0] = 0.0
     choice = np.zeros((virtual_stages + 1, count + 1), np.intp)
-
-    def time(begin: Any, end: int) -> Any:
-        """Seconds of a virtual stage: its nodes, what it receives and what it sends."""
-        return spent[end] - spent[begin] + move[begin] + move[end]
-
+    # No virtual stage that ends at a position begins before this one.
+    most = limit if limit is not None else _most(seconds, move, first, last)
+    earliest = np.searchsorted(spent, spent - most, side="left")
     for virtual in range(1, virtual_stages + 1):
         before, slower = traffic, slow
         traffic, slow = np.full((2, count + 1), np.inf)
-        for end in range(int(first[virtual]), int(last[virtual]) + 1):
-            begin = np.arange(int(first[virtual - 1]), min(int(last[virtual - 1]) + 1, end))
-            if not len(begin):
+        every = np.arange(int(first[virtual]), int(last[virtual]) + 1)
+        for ends in np.array_split(every, len(every) // _ROWS + 1):
+            low = np.maximum(earliest[ends], first[virtual - 1])
+            high = np.minimum(ends - 1, last[virtual - 1])
+            width = int((high - low).max()) + 1
+            if width < 1:
                 continue
-            seen = time(begin, end)
+            begin = low[:, None] + np.arange(width)
+            valid = begin <= high[:, None]
+            begin = np.minimum(begin, count)
+            seen = (spent[ends] + move[ends])[:, None] - spent[begin] + move[begin]
             if limit is None:
-                value = np.maximum(slower[begin], seen)
+                value = np.where(valid, np.maximum(slower[begin], seen), np.inf)
             else:
-                sent = np.where(seen <= limit, before[begin], np.inf)
+                sent = np.where(valid & (seen <= limit), before[begin], np.inf)
                 # Sums of the same numbers in another order differ by rounding.
-                least = sent <= sent.min() * (1 + _ROUNDING)
+                least = sent <= sent.min(axis=1, keepdims=True) * (1 + _ROUNDING)
                 value = np.where(least & np.isfinite(sent), slower[begin] + seen**2, np.inf)
-            pick = int(np.argmin(value))
-            choice[virtual, end] = begin[pick]
-            slow[end] = value[pick]
-            if np.isfinite(value[pick]):
-                traffic[end] = before[begin[pick]] + move[end]
-    chosen = [count]
+            pick = np.argmin(value, axis=1)
+            rows = np.arange(len(ends))
+            chosen = begin[rows, pick]
+            choice[virtual, ends] = chosen
+            slow[ends] = value[rows, pick]
+            traffic[ends] = np.where(np.isfinite(slow[ends]), before[chosen] + move[ends], np.inf)
+    boundaries = [count]
     for virtual in range(virtual_stages, 0, -1):
-        chosen.append(int(choice[virtual, chosen[-1]]))
-    chosen.reverse()
-    return chosen, max(float(time(a, b)) for a, b in pairwise(chosen))
+        boundaries.append(int(choice[virtual, boundaries[-1]]))
+    boundaries.reverse()
+    slowest = max(float(spent[b] - spent[a] + move[a] + move[b]) for a, b in pairwise(boundaries))
+    return boundaries, slowest
+
+
+def _most(
+    seconds: Sequence[float],
+    move: NDArray[np.float64],
+    first: NDArray[np.intp],
+    last: NDArray[np.intp],
+) -> float:
+    """An upper bound on the slowest virtual stage of the best partition."""
+    count, virtual_stages = len(seconds), len(first) - 1
+    each = np.arange(virtual_stages + 1)
+    if (first[1:-1] > each[1:-1]).any() or (last[1:-1] < count - virtual_stages + each[1:-1]).any():
+        return np.inf
+    # Stages that are filled until they take their share exceed it by less than one node.
+    return sum(seconds) / virtual_stages + max(seconds) + 2 * float(move.max())
 
 
 def _crossing(chain: Chain, nodes: Sequence[ir.Node], costs: Costs) -> NDArray[np.float64]:

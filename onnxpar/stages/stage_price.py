@@ -7,8 +7,9 @@ both together.
 
 A step of m micro-batches over p stages takes m + p - 1 times the forward and backward of one
 micro-batch in the slowest stage (GPipe, Huang et al., 2019; 1F1B, Narayanan et al., 2021); with v
-chunks per stage, m + (p - 1) / v times. Zero bubble is priced as 1F1B, although it hides the half
-of the backward that computes gradients; the runtime's `simulate` shows that.
+chunks per stage and at least p micro-batches, m + (p - 1) / v times. Zero bubble is priced as 1F1B,
+although it hides the half of the backward that computes gradients; the runtime's `simulate` shows
+that.
 """
 
 from collections.abc import Mapping, Sequence
@@ -48,6 +49,15 @@ class PipelineSplit:
     def virtual_stages(self) -> int:
         """Number of virtual stages of all stages."""
         return self.stages * self.chunks
+
+    @property
+    def rounds(self) -> float:
+        """How many times the time of one micro-batch in a stage a training step takes.
+
+        The idle time is that of the schedule's paper; see `docs/design/0016-pipeline.md`.
+        """
+        late = max(self.stages - self.micro_batches, 0) * (self.chunks - 1)
+        return self.micro_batches + (self.stages - 1 + late) / self.chunks
 
     def kept(self, stage: int) -> int:
         """Returns for how many forwards of one virtual stage a stage keeps activations, at most.
@@ -213,11 +223,10 @@ class _Staging:
             # One run passes through all stages, one after another.
             return sum(stage.seconds for stage in stages)
         split, price = self.split, self.priced.price
-        rounds = split.micro_batches + (split.stages - 1) / split.chunks
         # The optimizer's work is distributed as the states are.
         share = max(held) / max(sum(held), 1)
         once = share * (price.updating + price.outputs + price.gradients)
-        return rounds * max(stage.seconds for stage in stages) + once
+        return split.rounds * max(stage.seconds for stage in stages) + once
 
     def _crossing(self) -> dict[str, float]:
         """Seconds to send each value to another stage, and its cotangent back, by name."""

@@ -236,7 +236,28 @@ class Case:
         if not value.trained:
             return 0.0
         target, partials = reading
-        return self.cost.reshard(target.with_partial(sorted(partials)), to, value.itemsize)
+        share = target.with_partial(sorted(partials))
+        weight = value.name in self._weights and target.dims == to.dims
+        itemsize = max(value.itemsize, 4) if weight else value.itemsize
+        seconds = self.cost.reshard(share, to, itemsize, met=weight)
+        if not weight:
+            return seconds
+        # A node that computes a weight from a parameter passes a partial cotangent on.
+        s = self.setting
+        each_time = s.parallel.level >= 2
+        return (1 - s.machine.overlap) * seconds / (1 if each_time else s.micro_batches)
+
+    @cached_property
+    def _weights(self) -> set[str]:
+        """Names of values that nodes compute from parameters alone."""
+        graph = self.workload.program.graph
+        parameters, found = set(graph.initializers), set[str]()
+        for item in self.flow.items:
+            operands = zip(item.view.node.inputs, item.rule.inputs, strict=False)
+            names = {v.name for v, operand in operands if v is not None and not operand.mode}
+            if names and names <= parameters | found:
+                found.update(v.name or "" for v in item.view.node.outputs)
+        return found
 
     def _moving(self, value: Value) -> Callable[[Sequence[int]], float]:
         """Seconds to reshard a value for its readers, which may share one version, and back.

@@ -1,0 +1,541 @@
+"""Decides stages, micro-batches, optimizer parallel and recomputation, together with the strategy.
+
+A *configuration* is everything that a plan of training decides besides shardings. There are
+thousands of them, and a plan of each cannot be made. So each is estimated first: for each number of
+stages, the search finds a strategy of one stage's mesh. Its sum, with the weights of a
+configuration, gives the seconds and the bytes of a step. Then the plans of the configurations that
+fit and are estimated to be fastest are made and priced, until no other is estimated to be better.
+The ratio of the bytes of a priced plan and its estimate corrects the later estimates.
+
+The time of a pipeline is that of `stages.stage_price`. Recomputation of every k-th layer is Chen et
+al., 2016; optimizer parallel is ZeRO (Rajbhandari et al., 2020).
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from math import gcd, inf, log
+
+from onnxpar.autodiff.recomputation.candidates import ForwardPass
+from onnxpar.core.errors import OnnxparError, StrategyError
+from onnxpar.core.machine import Machine, bytes_text
+from onnxpar.core.mesh import Mesh
+from onnxpar.core.name_patterns import check_symbol_sizes
+from onnxpar.core.sharding import Sharding
+from onnxpar.cost.cost_model import CostModel
+from onnxpar.cost.optimizer_parallel import OptimizerParallel
+from onnxpar.facts.layers import Layer, find_layers
+from onnxpar.graph.plan import Plan
+from onnxpar.graph.seeds import Seeds
+from onnxpar.search.eliminate import solve
+from onnxpar.search.find_plan import (
+    UNLIMITED,
+    Candidate,
+    Found,
+    MeshSearch,
+    OnProgress,
+    SearchSpec,
+    seeds_of,
+    silent,
+)
+from onnxpar.search.node_options import Option
+from onnxpar.search.problem import build, saved
+from onnxpar.search.repeated_layers import Folded, fold
+from onnxpar.search.rival_plans import Pricing, Way
+from onnxpar.search.value_flow import Flow, flow, recomputing
+from onnxpar.search.workload import Workload
+from onnxpar.stages.assign_stages import assigned, between_stages
+from onnxpar.stages.stage_price import PipelineSplit
+from onnxpar.strategy.recompute_entry import NOTHING, RecomputeOptions
+from onnxpar.strategy.resolve_strategy import resolve
+from onnxpar.strategy.schema import SEARCH, Strategy
+
+CHUNKS = (1, 2, 4)
+"""Numbers of virtual stages of a stage that are tried."""
+LAYERS = (1, 2, 3, 4, 8)
+"""Recomputation of every k-th layer is tried for these numbers."""
+SAMPLES = (1, 2, 4)
+"""Samples of a micro-batch that are tried for each group of devices of the outer axis."""
+MORE = (2, 4, 8, 16, 64)
+"""If nothing fits, as many times the devices are estimated."""
+PRICED = 6
+"""The most plans that are made and priced."""
+MICRO_BATCHES = 8
+"""Micro-batches of a step if there are stages and the batch is not known."""
+NEAR = 1.5
+"""A configuration whose estimate is this many times slower than the best plan is not priced."""
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """What a plan of training decides besides shardings.
+
+    Attributes:
+        split: Stages, micro-batches and schedule.
+        parallel: Optimizer parallel.
+        recompute: What is recomputed.
+    """
+
+    split: PipelineSplit
+    parallel: OptimizerParallel
+    recompute: RecomputeOptions = NOTHING
+
+    def describe(self) -> str:
+        """Returns the configuration in words."""
+        split, words = self.split, []
+        if split.stages > 1:
+            words.append(f"{split.stages} stages")
+        if split.chunks > 1:
+            words.append(f"{split.chunks} chunks")
+        if split.micro_batches > 1:
+            words.append(f"{split.micro_batches} micro-batches")
+        words += [text for text in (self.sharded, self.recomputed) if text]
+        return ", ".join(words) or "one stage"
+
+    @property
+    def sharded(self) -> str:
+        """The level of optimizer parallel in words; empty for level 0."""
+        return f"optimizer parallel {self.parallel.level}" if self.parallel.level else ""
+
+    @property
+    def recomputed(self) -> str:
+        """What is recomputed, in words; empty for nothing."""
+        every = self.recompute.layers
+        if every:
+            return (
+                f"recompute every {_ordinal(every)} layer" if every > 1 else "recompute all layers"
+            )
+        return "recompute as given" if self.recompute.nodes else ""
+
+
+def _ordinal(number: int) -> str:
+    return {2: "2nd", 3: "3rd"}.get(number, f"{number}th")
+
+
+@dataclass(frozen=True)
+class Open:
+    """What a plan of training may decide.
+
+    Attributes:
+        stages: The numbers of stages to choose from.
+        micro_batches: The number of micro-batches; None to choose one.
+        level: The level of optimizer parallel; None to choose one.
+        recompute: What is recomputed; None to choose that.
+    """
+
+    stages: Sequence[int]
+    micro_batches: int | None = None
+    level: int | None = None
+    recompute: RecomputeOptions | None = None
+
+    @property
+    def anything(self) -> bool:
+        """Whether there is a choice."""
+        given = (self.micro_batches, self.level, self.recompute)
+        return len(self.stages) > 1 or None in given
+
+    @property
+    def levels(self) -> tuple[int, ...]:
+        """The levels of optimizer parallel to choose from.
+
+        Level 1 sends what level 0 sends, and needs less memory.
+        """
+        return (1, 2, 3) if self.level is None else (self.level,)
+
+
+@dataclass(frozen=True)
+class Configured:
+    """A configuration whose plan has been made and priced.
+
+    Attributes:
+        configuration: The configuration.
+        found: The strategy.
+        plan: The plan that follows from it, without recomputation.
+        way: The plan, priced.
+    """
+
+    configuration: Configuration
+    found: Found
+    plan: Plan
+    way: Way
+
+
+@dataclass(frozen=True)
+class _Strategy:
+    """The result of a search on the mesh of one stage."""
+
+    stages: int
+    options: tuple[Option, ...]
+    seeds: Seeds
+    pins: Mapping[str, Sharding]
+
+
+@dataclass(frozen=True)
+class _Estimate:
+    configuration: Configuration
+    strategy: _Strategy
+    seconds: float
+    bytes: float
+
+
+@dataclass
+class Configurations:
+    """Searches for the best configuration, with its strategy.
+
+    Attributes:
+        strategy: The strategy; what it fixes is kept.
+        workload: The training program of one micro-batch.
+        machine: The machine.
+        limit: Bytes that a device may hold.
+        open: What there is to decide.
+        progress: Called as each step begins.
+    """
+
+    strategy: Strategy
+    workload: Workload
+    machine: Machine
+    limit: int
+    open: Open
+    progress: OnProgress = silent
+    _plans: dict[int, Plan] = field(default_factory=dict)
+
+    def run(self) -> list[Configured]:
+        """Returns the plans that were priced; none of them fits if nothing fits."""
+        estimates: list[_Estimate] = []
+        for number, stages in enumerate(self.open.stages, 1):
+            self.progress(f"searching, stages: {stages}", number, len(self.open.stages))
+            estimates += self._estimates(stages)
+        return self._priced(estimates)
+
+    # -- estimates -------------------------------------------------------------------------------
+
+    def _estimates(self, stages: int) -> list[_Estimate]:
+        """Estimates of all configurations with a number of stages."""
+        counts = self._micro_batches(stages)
+        found: list[_Estimate] = []
+        for inner in self._inner(stages):
+            samples = self.strategy.world / stages / inner
+            natural = self._nearest(counts, samples)
+            near = {self._nearest(counts, samples * times) for times in SAMPLES}
+            strategies = [self._search(stages, inner, natural)]
+            estimates = [e for count in near for e in self._of(strategies[0], count)]
+            if all(e.bytes > self.limit for e in estimates):
+                # The fastest strategy needs too much memory, whatever else is chosen.
+                limited = self._search(stages, inner, natural, limit=True)
+                estimates += [e for count in near for e in self._of(limited, count)]
+            found += estimates
+        return found
+
+    def _inner(self, stages: int) -> list[int]:
+        """Devices of the inner axis of one stage's mesh; the outer axis has the others.
+
+        The inner axis is within the devices with the fastest links, or twice as many.
+        """
+        devices = self.strategy.world // stages
+        if self.strategy.axes or self.strategy.nodes:
+            return [1]
+        most = 2 * (self.machine.links[0].devices or devices)
+        return [n for n in range(1, min(most, devices) + 1) if devices % n == 0]
+
+    def _of(self, strategy: _Strategy, count: int) -> Iterator[_Estimate]:
+        """Estimates of the configurations with a strategy and a number of micro-batches."""
+        stages, levels = strategy.stages, self.open.levels
+        layers = len(self._layers)
+        chunks = [v for v in CHUNKS if v == 1 or 1 < stages <= layers // v]
+        if self.strategy.pipeline is not None:
+            chunks = [self.strategy.pipeline.chunks]
+        given = self.open.recompute
+        seconds, bytes_, kept = self._sum(strategy, count, levels[0], 0.0)
+        again, less, rest = self._sum(strategy, count, levels[0], 1.0) if layers else (inf,) * 3
+        moved = self._crossing(strategy, count)
+        fits = False
+        for level in levels:
+            if fits:
+                # Higher levels need less memory and more time.
+                return
+            slower, smaller = 0.0, 0.0
+            if level != levels[0]:
+                other = self._sum(strategy, count, level, 0.0)
+                slower, smaller = other[0] - seconds, other[1] - bytes_
+            for chunk in chunks:
+                split = self._pipeline(stages, count, chunk)
+                share = split.kept(0) / (stages * chunk)
+                for every in self._every(given, layers):
+                    part = 1 / every if every else 0.0
+                    step = seconds + slower + part * (again - seconds if every else 0.0)
+                    fixed = bytes_ + smaller + part * (less - bytes_ if every else 0.0)
+                    stash = kept + part * (rest - kept if every else 0.0)
+                    options = RecomputeOptions(layers=every) if every else given or NOTHING
+                    parallel = replace(self.strategy.optimizer_parallel, level=level)
+                    estimate = _Estimate(
+                        Configuration(split, parallel, options),
+                        strategy,
+                        split.rounds * (step / stages + chunk * moved),
+                        fixed / stages + share * stash,
+                    )
+                    fits |= estimate.bytes <= self.limit / 2
+                    yield estimate
+
+    @staticmethod
+    def _every(given: RecomputeOptions | None, layers: int) -> tuple[int, ...]:
+        """Numbers k for recomputation of every k-th layer; 0 for none."""
+        if given is not None:
+            return (given.layers,)
+        return (0, *(k for k in LAYERS if k <= layers))
+
+    def _sum(
+        self, strategy: _Strategy, count: int, level: int, share: float
+    ) -> tuple[float, float, float]:
+        """Seconds of a micro-batch without stages, bytes of states and work, bytes for backward."""
+        cost = self._cost(strategy.seeds, count)
+        seen = recomputing(self._small, self._layers, share) if share else self._small
+        weights = replace(self._spec(count, level), kept=0.0).weights
+        options = [(option,) for option in strategy.options]
+        problem = build(seen, options, cost, strategy.pins, weights)
+        choice = solve(problem, 0.0).choice
+        kept = sum(
+            item.count * bytes_
+            for item, option in zip(seen.items, strategy.options, strict=True)
+            for one, bytes_ in saved(item, option, cost)
+            if item.trained and not one.stored
+        )
+        return problem.seconds(choice), problem.memory(choice), kept
+
+    def _crossing(self, strategy: _Strategy, count: int) -> float:
+        """Seconds per micro-batch in which a virtual stage receives and sends."""
+        if strategy.stages == 1 or self._border is None:
+            return 0.0
+        devices = self.strategy.world // strategy.stages
+        link = between_stages(self.machine, strategy.stages, devices)
+        option = strategy.options[self._border]
+        value = self._small.items[self._border].view.node.outputs[0]
+        width = int(value.dtype.itemsize) if value.dtype is not None else 0
+        size = self._cost(strategy.seeds, count).elements(option.plan.outputs[0]) * width
+        return 4 * (link.latency + size / link.bandwidth)
+
+    # -- searches --------------------------------------------------------------------------------
+
+    def _search(self, stages: int, inner: int, count: int, *, limit: bool = False) -> _Strategy:
+        """The fastest strategy of one stage's mesh, or the fastest that the limit allows."""
+        seeds, levels = self._seeds(stages), self.open.levels
+        seeds = replace(seeds, nodes={n: s for n, s in seeds.nodes.items() if s.pinned})
+        if self.strategy.dataset == SEARCH:
+            seeds = replace(seeds, inputs={})
+        spec, seen = replace(self._spec(count, levels[0]), memory=UNLIMITED), self._small
+        if limit:
+            kept = self._pipeline(stages, count, 1).kept(0) / stages
+            spec = replace(
+                self._spec(count, levels[-1]), stage=1 / stages, kept=kept, memory=self.limit
+            )
+            if 1 in self._every(self.open.recompute, len(self._layers)):
+                seen = recomputing(seen, self._layers, 1.0)
+        if not self.strategy.axes and not self.strategy.nodes:
+            devices = seeds.mesh.size
+            axes = {"x": devices // inner, "y": inner}
+            mesh = Mesh.of({name: size for name, size in axes.items() if size > 1} or {"x": 1})
+            seeds = replace(seeds, mesh=mesh)
+        problem, solution = MeshSearch(
+            seen, self._cost(seeds, count), seeds, spec, silent
+        ).closest()
+        options = problem.chosen(solution.choice)
+        every = options if self._folded is None else self._folded.unfold(options)
+        layouts = problem.layouts(solution.choice)
+        pins = {**seeds.inputs, **seeds.parameters}
+        return _Strategy(stages, options, seeds_of(self._flow, every, layouts, seeds), pins)
+
+    def _seeds(self, stages: int) -> Seeds:
+        """What the strategy fixes, on the mesh of one stage."""
+        one = replace(self.strategy, devices=self.strategy.world // stages, pipeline=None)
+        return resolve(one, self.workload.program)
+
+    def _spec(self, count: int, level: int) -> SearchSpec:
+        entry = self.strategy.search
+        return SearchSpec(
+            self.machine,
+            level=entry.level,
+            sizes=self.workload.micro_batch(entry.sizes, count),
+            parallel=replace(self.strategy.optimizer_parallel, level=level),
+            micro_batches=count,
+            working=1 / max(len(self._layers), 4),
+        )
+
+    def _cost(self, seeds: Seeds, count: int) -> CostModel:
+        sizes = self.workload.micro_batch(self.strategy.search.sizes, count)
+        return CostModel(self.machine, seeds.mesh, self.workload.program.env.table, sizes)
+
+    # -- the model -------------------------------------------------------------------------------
+
+    @cached_property
+    def _flow(self) -> Flow:
+        pinned = [
+            name for name, seed in self._seeds(self.open.stages[0]).nodes.items() if seed.pinned
+        ]
+        return flow(self.workload.program, list(self.workload.gradients), pinned)
+
+    @cached_property
+    def _folded(self) -> Folded | None:
+        return fold(self._flow, {})
+
+    @property
+    def _small(self) -> Flow:
+        return self._flow if self._folded is None else self._folded.flow
+
+    @cached_property
+    def _layers(self) -> list[frozenset[str]]:
+        """Names of the nodes of each layer that can be recomputed."""
+        return [self._forward.inside(layer) for layer in self._found_layers]
+
+    @cached_property
+    def _found_layers(self) -> list[Layer]:
+        return find_layers(self._forward.row, self.workload.program.env)
+
+    @cached_property
+    def _forward(self) -> ForwardPass:
+        return ForwardPass.of(self.workload.program.graph, self.workload.program.registry)
+
+    @cached_property
+    def _border(self) -> int | None:
+        """The item whose result one layer gives to the next."""
+        ends = {self._forward.row[layer.stop - 1].name for layer in self._found_layers}
+        return next((i for i, item in enumerate(self._small.items) if item.name in ends), None)
+
+    # -- configurations --------------------------------------------------------------------------
+
+    def _micro_batches(self, stages: int) -> list[int]:
+        """The numbers of micro-batches to try, in ascending order."""
+        if self.open.micro_batches is not None:
+            return [self.open.micro_batches]
+        sizes, table = self.strategy.search.sizes, self.workload.program.env.table
+        given = [sizes[name] for name in self.workload.batch if name in sizes]
+        if not given:
+            return [1 if stages == 1 else MICRO_BATCHES]
+        batch = gcd(*given)
+
+        def allowed(count: int) -> bool:
+            try:
+                check_symbol_sizes(self.workload.micro_batch(sizes, count), table, "")
+            except StrategyError:
+                return False
+            return True
+
+        counts = [n for n in range(1, batch + 1) if batch % n == 0 and allowed(n)]
+        return counts or [1]
+
+    def _nearest(self, counts: Sequence[int], samples: float) -> int:
+        """The number of micro-batches that have about so many samples."""
+        sizes = self.strategy.search.sizes
+        batch = gcd(*(sizes[name] for name in self.workload.batch if name in sizes)) or samples
+        return min(counts, key=lambda count: abs(log(batch / count / samples)))
+
+    def _pipeline(self, stages: int, count: int, chunks: int) -> PipelineSplit:
+        entry = self.strategy.pipeline
+        if entry is not None:
+            fixed = assigned(self.strategy, self.workload.forward)
+            return PipelineSplit(stages, count, entry.schedule, entry.chunks, fixed)
+        return PipelineSplit(stages, count, "interleaved" if chunks > 1 else "1f1b", chunks)
+
+    # -- plans -----------------------------------------------------------------------------------
+
+    def _priced(self, estimates: Sequence[_Estimate]) -> list[Configured]:
+        """Plans of the configurations that are estimated to be fastest, or to need least memory."""
+        left = sorted(estimates, key=lambda e: e.seconds)
+        # What the estimates of bytes are multiplied by, without and with recomputation.
+        ratios: dict[bool, float] = {}
+        found: list[Configured] = []
+        best, quickest = inf, inf
+
+        def bytes_(estimate: _Estimate) -> float:
+            key = bool(estimate.configuration.recompute)
+            return estimate.bytes * ratios.get(key, ratios.get(not key, 1.0))
+
+        def worth(estimate: _Estimate) -> bool:
+            other = estimate.configuration.split.stages not in seen
+            return estimate.seconds < (NEAR * best if other else quickest)
+
+        seen: set[int] = set()
+        for number in range(1, PRICED + 1):
+            fitting = (e for e in left if bytes_(e) <= self.limit and worth(e))
+            estimate = next(fitting, None)
+            if estimate is None and not found and left:
+                estimate = min(left, key=bytes_)
+            if estimate is None:
+                break
+            left.remove(estimate)
+            self.progress(f"pricing {estimate.configuration.describe()}", number, PRICED)
+            try:
+                configured = self._configured(estimate)
+            except OnnxparError:
+                continue
+            way = configured.way
+            found.append(configured)
+            ratios[bool(estimate.configuration.recompute)] = way.peak / estimate.bytes
+            if way.fits(self.limit):
+                seen.add(estimate.configuration.split.stages)
+                if way.seconds < best:
+                    best, quickest = way.seconds, estimate.seconds
+        return found
+
+    def _configured(self, estimate: _Estimate) -> Configured:
+        seeds, chosen = estimate.strategy.seeds, estimate.configuration
+        key = id(estimate.strategy)
+        if key not in self._plans:
+            self._plans[key] = self.workload.plan(seeds)
+        way = self._way(chosen, self._plans[key])
+        candidate = Candidate(seeds.mesh.axes, way.seconds, way.peak, 0.0, 0.0)
+        return Configured(chosen, Found(seeds, candidate, ()), self._plans[key], way)
+
+    def nothing_fits(self, tried: Sequence[Configured]) -> str:
+        """Returns the message if nothing fits: what comes closest, and what would fit."""
+        closest = min(tried, key=lambda each: each.way.peak, default=None)
+        limit = bytes_text(self.limit)
+        if closest is None:
+            return f"no plan fits into {limit} on a device, and none could be priced"
+        way = closest.way
+        text = (
+            f"no plan fits into {limit} on a device; closest comes {bytes_text(way.peak)}, of "
+            f"which {bytes_text(way.held)} are parameters, gradients and moments, with "
+            f"{closest.configuration.describe()}"
+        )
+        more = self._enough()
+        return f"{text}; {more}" if more else text
+
+    def _enough(self) -> str:
+        """Returns how many devices would be enough, by estimates."""
+        if self.strategy.axes or self.strategy.nodes or self.strategy.pipeline is not None:
+            return ""
+        for times in MORE:
+            devices = self.strategy.devices * times
+            stages = [n * k for n in self.open.stages for k in (1, times)]
+            allowed = replace(
+                self.open, stages=[n for n in dict.fromkeys(stages) if devices % n == 0]
+            )
+            other = replace(
+                self, strategy=replace(self.strategy, devices=devices), open=allowed, _plans={}
+            )
+            for count in allowed.stages[-2:]:
+                fits = [e for e in other._estimates(count) if e.bytes <= self.limit]
+                if fits:
+                    best = min(fits, key=lambda e: e.seconds)
+                    return f"about {devices} devices would do, with {best.configuration.describe()}"
+        return f"{devices} devices would not be enough either"
+
+    def without(self, best: Configured) -> list[tuple[str, Way]]:
+        """Returns the plan without each choice that was made, priced; each with the choice."""
+        chosen, found = best.configuration, []
+        split, parallel = chosen.split, chosen.parallel
+        if chosen.recompute and self.open.recompute is None:
+            found.append((chosen.recomputed, replace(chosen, recompute=NOTHING)))
+        if parallel.level and self.open.level is None:
+            other = replace(chosen, parallel=replace(parallel, level=0))
+            found.append((chosen.sharded, other))
+        if split.chunks > 1 and self.strategy.pipeline is None:
+            plain = replace(split, schedule="1f1b", chunks=1)
+            found.append((f"{split.chunks} chunks", replace(chosen, split=plain)))
+        return [(name, self._way(other, best.plan)) for name, other in found]
+
+    def _way(self, chosen: Configuration, plan: Plan) -> Way:
+        """Returns a plan on one stage's mesh with a configuration, priced."""
+        workload = replace(self.workload, parallel=chosen.parallel)
+        sizes = self.strategy.search.sizes
+        pricing = Pricing(workload, self.machine, sizes, chosen.split, chosen.recompute)
+        return pricing.way(chosen.describe(), plan)

@@ -1,0 +1,143 @@
+"""Stages, micro-batches, optimizer parallel and recomputation, decided with the strategy."""
+
+from dataclasses import replace
+from functools import cache
+from itertools import product
+from pathlib import Path
+
+import pytest
+import transformer
+import yaml
+from _exporter import save
+
+from onnxpar.autodiff.append_loss import parse_loss
+from onnxpar.autodiff.optimizer import parse_optimizer
+from onnxpar.autodiff.training_program import TrainingSpec, prepare_training
+from onnxpar.cli import main
+from onnxpar.core.machine import PRESETS
+from onnxpar.cost.optimizer_parallel import OptimizerParallel
+from onnxpar.parameters.recognise import read_parameters
+from onnxpar.search.configurations import Configuration, Configurations, Configured, Open
+from onnxpar.search.rival_plans import Pricing
+from onnxpar.search.workload import Workload
+from onnxpar.stages.stage_price import PipelineSplit
+from onnxpar.strategy import load_strategy
+from onnxpar.strategy.recompute_entry import RecomputeOptions
+
+GPT = transformer.Config(layers=6, d_model=64, heads=4, vocab=128, max_positions=64)
+SIZES = {"batch": 16, "seq": 64}
+DEVICES = 4
+LIMITS = (64 << 20, 8 << 20, 3 << 20)
+# Two nodes of two devices; starting an operator costs little, so that sharding is worth it.
+MACHINE = replace(
+    PRESETS["h100"],
+    overhead=1e-7,
+    links=tuple(
+        replace(link, devices=n, latency=1e-7)
+        for link, n in zip(PRESETS["h100"].links, (2, 0), strict=True)
+    ),
+)
+
+
+@cache
+def workload() -> Workload:
+    spec = TrainingSpec(parse_loss("softmax_cross_entropy"), parse_optimizer("adamw"))
+    prepared = prepare_training(read_parameters(transformer.build(GPT)), {}, spec)
+    return Workload.training(prepared, spec, OptimizerParallel(threshold=0))
+
+
+def configurations(limit: int, choices: Open) -> Configurations:
+    strategy = load_strategy("auto", DEVICES)
+    entry = strategy.search.model_copy(update={"sizes": SIZES})
+    parallel = OptimizerParallel(threshold=0)
+    strategy = replace(
+        strategy, search=entry, rest="search", dataset="search", optimizer_parallel=parallel
+    )
+    return Configurations(strategy, workload(), MACHINE, limit, choices)
+
+
+@cache
+def searched(limit: int) -> list[Configured]:
+    return configurations(limit, Open((1, 2, 4))).run()
+
+
+def best(limit: int) -> Configured:
+    return min((f for f in searched(limit) if f.way.fits(limit)), key=lambda f: f.way.seconds)
+
+
+@pytest.mark.parametrize("limit", LIMITS[::2])
+def test_no_other_configuration_of_the_plans_that_were_made_is_much_better(limit: int) -> None:
+    fitting = []
+    plans = {id(each.plan): each for each in searched(limit)}
+    for each, count, layers in product(plans.values(), (1, 2, 8), (0, 1)):
+        split = PipelineSplit(each.configuration.split.stages, count)
+        options = RecomputeOptions(layers=layers)
+        parallel = replace(workload(), parallel=OptimizerParallel(1, threshold=0))
+        way = Pricing(parallel, MACHINE, SIZES, split, options).way("", each.plan)
+        if way.fits(limit):
+            fitting.append(way.seconds)
+    # An estimate leaves out the lifetimes of values and the limits of stages.
+    assert best(limit).way.seconds <= 1.1 * min(fitting)
+
+
+def test_less_memory_takes_more_time() -> None:
+    seconds = [best(limit).way.seconds for limit in LIMITS]
+    assert seconds == sorted(seconds) and seconds[0] < seconds[-1]
+
+
+def test_what_is_given_is_kept() -> None:
+    given = RecomputeOptions(layers=2)
+    for each in configurations(64 << 20, Open((2,), 4, 2, given)).run():
+        chosen = each.configuration
+        assert (chosen.split.stages, chosen.split.micro_batches) == (2, 4)
+        assert chosen.parallel.level == 2 and chosen.recompute == given
+
+
+def test_if_nothing_fits_it_says_what_would() -> None:
+    found = searched(1 << 20)
+    assert not any(each.way.fits(1 << 20) for each in found)
+    message = configurations(1 << 20, Open((1, 2, 4))).nothing_fits(found)
+    assert message.startswith("no plan fits into 1 MiB on a device; closest comes ")
+    assert "parameters, gradients and moments" in message and "devices" in message
+
+
+def test_configurations_are_described() -> None:
+    split = PipelineSplit(4, 8, "interleaved", 2)
+    chosen = Configuration(split, OptimizerParallel(1), RecomputeOptions(layers=2))
+    assert chosen.describe() == (
+        "4 stages, 2 chunks, 8 micro-batches, optimizer parallel 1, recompute every 2nd layer"
+    )
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("gpt") / "gpt.onnx"
+    config = replace(GPT, layers=6, d_model=32)
+    save(transformer.build(config), path)
+    return path
+
+
+def test_a_plan_under_a_limit_is_carried_out(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, directory = tmp_path / "s.yaml", tmp_path / "d"
+    loss = ["--loss", "softmax_cross_entropy"]
+    command = ["plan", str(model), "--devices", "4", "--memory", "1100KiB", "-o", str(out), *loss]
+    sizes = ["--symbol", "batch=8", "--symbol", "seq=32"]
+    assert main([*command, *sizes]) == 0
+    shown = capsys.readouterr().out
+    assert "memory without it" in shown
+    data = yaml.safe_load(out.read_text())
+    assert "recompute" in data
+    options = ["--strategy", str(out), "--train", *loss, "--optimizer", "adamw"]
+    assert main(["shard", str(model), *options, "-o", str(directory)]) == 0
+    sizes = "batch=4,seq=8"
+    assert main(["verify", str(directory), "--model", str(model), "--symbol", sizes]) == 0
+
+
+def test_the_stages_of_a_mesh_may_be_an_option(model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "s.yaml"
+    command = ["plan", str(model), "--loss", "softmax_cross_entropy", "-o", str(out)]
+    assert main([*command, "--devices", "4", "--stages", "2", "--strategy", "dp=2"]) == 0
+    data = yaml.safe_load(out.read_text())
+    assert data["mesh"] == {"dp": 2} and data["pipeline"]["stages"] == 2
