@@ -273,7 +273,7 @@ def describe_sent(report: dict[str, Any]) -> str:
     """Returns what a device sends; a program's collectives are those of all its stages."""
     sent = f"{report['totals']['bytes']} bytes"
     if symbols := report["totals"].get("grows_faster_than"):
-        sent += f" (more than in proportion to {' and '.join(symbols)})"
+        sent += f" (growing faster than {' and '.join(symbols)})"
     if report["stages"] == 1:
         return f"a device sends {sent}"
     return f"one device of each stage sends {sent} in total"

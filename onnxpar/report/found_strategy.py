@@ -178,14 +178,14 @@ class FoundStrategy:
         parts = []
         if best.growth:
             parts.append(
-                f"{best.name} sends bytes that grow faster than in proportion to "
+                f"{_in_words(best, 'The')} sends bytes that grow faster than in proportion to "
                 f"{' and '.join(best.growth)}."
             )
         other = self.objective.best_at_large_sizes(self.ways)
         if best.large and other is not None and other.large < EQUAL * best.large:
             at = ", ".join(f"{name}={size}" for name, size in sizes.items())
             parts.append(
-                f"At {at}, {other.name} takes {other.large / best.large:.2f} times as long."
+                f"At {at}, {_in_words(other)} takes {other.large / best.large:.2f} times as long."
             )
         return " ".join(parts)
 
@@ -228,10 +228,10 @@ class FoundStrategy:
 
 
 def _in_words(way: Way, article: str = "the") -> str:
-    """Returns the name of a plan in a sentence: `dp=4`, or `the found plan with pp=2`."""
+    """Returns the name of a plan in a sentence: `dp=4`, or `the plan found with pp=2`."""
     if not way.name.startswith(FOUND):
         return way.name
-    return f"{article} {FOUND} plan" + way.name.removeprefix(FOUND).replace(",", " with", 1)
+    return f"{article} plan {FOUND}" + way.name.removeprefix(FOUND).replace(",", " with", 1)
 
 
 def _proof(chosen: Candidate) -> str:

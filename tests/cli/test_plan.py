@@ -61,7 +61,7 @@ def test_shard_carries_out_what_plan_wrote(
     plan = ["plan", str(model), "--strategy", str(fixed), *search, *SIZES, "-o", str(found)]
     assert main([*plan, *(["--loss", loss] if train else [])]) == 0
     shown = capsys.readouterr().out
-    assert "The found plan is best for speed" in shown
+    assert "The plan found is best for speed" in shown
     training = ["--train", "--loss", loss, "--optimizer", "adamw"] if train else []
     by_file = tmp_path / "by_file"
     assert main(["shard", str(model), "--strategy", str(found), "-o", str(by_file), *training]) == 0
@@ -150,7 +150,7 @@ def test_ways_that_are_equally_good_are_called_so(
     path = tmp_path / "two_layer.onnx"
     save(two_layer.build(), path)
     assert main(["plan", str(path), "--devices", "2", "-o", str(tmp_path / "s.yaml")]) == 0
-    assert "The found plan is best for speed, and so is dp=2." in capsys.readouterr().out
+    assert "The plan found is best for speed, and so is dp=2." in capsys.readouterr().out
 
 
 def test_what_is_frozen_is_planned_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -58,8 +58,8 @@ def test_a_plan_that_grows_faster_is_taken_if_it_saves_memory_and_the_report_say
     share = plan.ways[1].large / plan.ways[0].large
     assert share < 0.5
     assert plan.reason().endswith(
-        " found sends bytes that grow faster than in proportion to seq. At batch=1024, seq=1024, "
-        f"found at large sizes takes {share:.2f} times as long."
+        " The plan found sends bytes that grow faster than in proportion to seq. "
+        f"At batch=1024, seq=1024, the plan found at large sizes takes {share:.2f} times as long."
     )
 
 
@@ -70,7 +70,7 @@ def test_shard_says_what_grows_faster(tmp_path: Path, capsys: pytest.CaptureFixt
     model, out = str(tmp_path / "scores.onnx"), str(tmp_path / "out")
     assert main(["shard", model, "--strategy", str(strategy), "-o", out]) == 0
     shown = capsys.readouterr().out
-    assert "4*batch*seq*seq bytes (more than in proportion to seq) in a run" in shown
+    assert "4*batch*seq*seq bytes (growing faster than seq) in a run" in shown
 
 
 @pytest.mark.parametrize(("sizes", "seq"), [("{seq: 64}", 64), ("{seq: 1024}", 1024)])
