@@ -492,7 +492,7 @@ class Configurations:
             return f"no plan fits into {limit} on a device, and none could be priced"
         way = closest.way
         text = (
-            f"no plan fits into {limit} on a device; closest comes {bytes_text(way.peak)}, of "
+            f"no plan fits into {limit} on a device; the closest needs {bytes_text(way.peak)}, of "
             f"which {bytes_text(way.held)} are parameters, gradients and moments, with "
             f"{closest.configuration.describe()}"
         )

@@ -97,7 +97,7 @@ def test_if_nothing_fits_it_says_what_would() -> None:
     found = searched(1 << 20)
     assert not any(each.way.fits(1 << 20) for each in found)
     message = configurations(1 << 20, Open((1, 2, 4))).nothing_fits(found)
-    assert message.startswith("no plan fits into 1 MiB on a device; closest comes ")
+    assert message.startswith("no plan fits into 1 MiB on a device; the closest needs ")
     assert "parameters, gradients and moments" in message and "devices" in message
 
 
