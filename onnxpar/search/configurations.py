@@ -29,6 +29,7 @@ from onnxpar.graph.plan import Plan
 from onnxpar.graph.seeds import Seeds
 from onnxpar.search.eliminate import solve
 from onnxpar.search.find_plan import (
+    LEVELS,
     UNLIMITED,
     Candidate,
     Found,
@@ -165,6 +166,7 @@ class _Strategy:
     """The result of a search on the mesh of one stage."""
 
     stages: int
+    inner: int
     options: tuple[Option, ...]
     seeds: Seeds
     pins: Mapping[str, Sharding]
@@ -214,17 +216,21 @@ class Configurations:
         counts = self._micro_batches(stages)
         found: list[_Estimate] = []
         for inner in self._inner(stages):
-            samples = self.strategy.world / stages / inner
-            natural = self._nearest(counts, samples)
-            near = {self._nearest(counts, samples * times) for times in SAMPLES}
-            strategies = [self._search(stages, inner, natural)]
-            estimates = [e for count in near for e in self._of(strategies[0], count)]
-            if all(e.bytes > self.limit for e in estimates):
-                # The fastest strategy needs too much memory, whatever else is chosen.
-                limited = self._search(stages, inner, natural, limit=True)
-                estimates += [e for count in near for e in self._of(limited, count)]
-            found += estimates
+            found += self._with_inner(stages, inner, counts)
+        if all(e.bytes > self.limit for e in found):
+            # The fastest strategies need too much memory, whatever else is chosen.
+            inner = min(found, key=lambda e: e.bytes).strategy.inner
+            found += self._with_inner(stages, inner, counts, limit=True)
         return found
+
+    def _with_inner(
+        self, stages: int, inner: int, counts: Sequence[int], *, limit: bool = False
+    ) -> list[_Estimate]:
+        """Estimates with a number of devices of the inner axis."""
+        samples = self.strategy.world / stages / inner
+        strategy = self._search(stages, inner, self._nearest(counts, samples), limit=limit)
+        near = {self._nearest(counts, samples * times) for times in SAMPLES}
+        return [estimate for count in sorted(near) for estimate in self._of(strategy, count)]
 
     def _inner(self, stages: int) -> list[int]:
         """Devices of the inner axis of one stage's mesh; the outer axis has the others.
@@ -273,7 +279,7 @@ class Configurations:
                         split.rounds * (step / stages + chunk * moved),
                         fixed / stages + share * stash,
                     )
-                    fits |= estimate.bytes <= self.limit / 2
+                    fits |= estimate.bytes <= self.limit
                     yield estimate
 
     @staticmethod
@@ -341,7 +347,7 @@ class Configurations:
         every = options if self._folded is None else self._folded.unfold(options)
         layouts = problem.layouts(solution.choice)
         pins = {**seeds.inputs, **seeds.parameters}
-        return _Strategy(stages, options, seeds_of(self._flow, every, layouts, seeds), pins)
+        return _Strategy(stages, inner, options, seeds_of(self._flow, every, layouts, seeds), pins)
 
     def _seeds(self, stages: int) -> Seeds:
         """What the strategy fixes, on the mesh of one stage."""
@@ -519,19 +525,42 @@ class Configurations:
                     return f"about {devices} devices would do, with {best.configuration.describe()}"
         return f"{devices} devices would not be enough either"
 
-    def without(self, best: Configured) -> list[tuple[str, Way]]:
-        """Returns the plan without each choice that was made, priced; each with the choice."""
-        chosen, found = best.configuration, []
+    def improved(self, best: Configured) -> tuple[Configured, list[tuple[str, Way]]]:
+        """Returns a plan without the choices that do not pay, and it without each other choice.
+
+        Estimates leave out much: for example, chunks may make stages unequal.
+        """
+        while True:
+            found = [(name, self._changed(best, other)) for name, other in self._fewer(best)]
+            better = [e for _, e in found if e.way.fits(self.limit) and self._is_better(e, best)]
+            if not better:
+                return best, [(name, each.way) for name, each in found]
+            best = min(better, key=lambda each: each.way.seconds)
+
+    def _is_better(self, one: Configured, other: Configured) -> bool:
+        """Whether a plan is faster than another, or as fast and not larger; or the reverse."""
+        seconds, bytes_ = (one.way.seconds, other.way.seconds), (one.way.peak, other.way.peak)
+        first, second = (bytes_, seconds) if self._memory_first else (seconds, bytes_)
+        return (first[0], second[0]) <= (first[1], second[1])
+
+    @property
+    def _memory_first(self) -> bool:
+        return LEVELS[self.strategy.search.level].memory_first
+
+    def _fewer(self, best: Configured) -> Iterator[tuple[str, Configuration]]:
+        """Yields each choice that was made, and the configuration without it."""
+        chosen = best.configuration
         split, parallel = chosen.split, chosen.parallel
         if chosen.recompute and self.open.recompute is None:
-            found.append((chosen.recomputed, replace(chosen, recompute=NOTHING)))
+            yield chosen.recomputed, replace(chosen, recompute=NOTHING)
         if parallel.level and self.open.level is None:
-            other = replace(chosen, parallel=replace(parallel, level=0))
-            found.append((chosen.sharded, other))
+            yield chosen.sharded, replace(chosen, parallel=replace(parallel, level=0))
         if split.chunks > 1 and self.strategy.pipeline is None:
             plain = replace(split, schedule="1f1b", chunks=1)
-            found.append((f"{split.chunks} chunks", replace(chosen, split=plain)))
-        return [(name, self._way(other, best.plan)) for name, other in found]
+            yield f"{split.chunks} chunks", replace(chosen, split=plain)
+
+    def _changed(self, plan: Configured, chosen: Configuration) -> Configured:
+        return replace(plan, configuration=chosen, way=self._way(chosen, plan.plan))
 
     def _way(self, chosen: Configuration, plan: Plan) -> Way:
         """Returns a plan on one stage's mesh with a configuration, priced."""

@@ -273,7 +273,8 @@ def _configured(
     tried.sort(key=lambda each: objective.rank(each.way))
     if not tried or not tried[0].way.fits(limit):
         raise ShardingError(configurations.nothing_fits(tried))
-    best, chosen = tried[0], tried[0].configuration
+    best, without = configurations.improved(tried[0])
+    chosen = best.configuration
     assert best.way.plan is not None
     staged = None
     if best.way.staged is not None:
@@ -282,9 +283,8 @@ def _configured(
     data = strategy_data(best.found.seeds, rules, strategy.symbols, chosen.parallel, staged)
     if chosen.recompute:
         data["recompute"] = chosen.recompute.entry
-    ways = tuple(each.way for each in tried)
-    without = tuple(configurations.without(best))
-    return Decision(best.found, best.way.plan, ways, objective, data, True, without)
+    ways = (best.way, *(each.way for each in tried if each.way is not best.way))
+    return Decision(best.found, best.way.plan, ways, objective, data, True, tuple(without))
 
 
 def _unpiped(strategy: Strategy, workload: Workload, stages: int, micro_batches: int) -> Strategy:

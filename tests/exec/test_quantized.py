@@ -146,6 +146,10 @@ def test_columns_and_rows(tmp_path: Path, kind: str) -> None:
     assert set(split) <= held
     # With tp as a parameter axis, activations of 8 bits are gathered instead: fewer bytes.
     content = {"mesh": {"dp": 2, "tp": 2}, "parameters": split, "parameter_axes": []}
+    if kind == "operators":
+        # These activations, too: a sum has 32 bits, so they would be gathered with the weight.
+        rows = {"in": [["dp", None, "tp"], *[None] * 7]}
+        content["nodes"] = {f"QLinearMatMul_{n}_quantized": rows for n in ("o", "f3")}
     strategy = Strategy.from_dict(content)
     manifest = check(tmp_path, model, strategy)
     assert "AllReduce" in {c.op for c in manifest.program("model").collectives}
