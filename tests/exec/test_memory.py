@@ -155,5 +155,5 @@ def test_a_limit_changes_the_plan_and_is_kept(tmp_path: Path) -> None:
 def test_a_limit_that_nothing_is_within_is_refused(tmp_path: Path) -> None:
     path, sizes = save(tmp_path, "mlp")
     free = searched(path, sizes, None)
-    with pytest.raises(ShardingError, match="no strategy fits"):
+    with pytest.raises(ShardingError, match="no plan fits"):
         searched(path, sizes, free.ways[0].peak // 20)
