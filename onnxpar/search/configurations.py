@@ -12,9 +12,12 @@ al., 2016; optimizer parallel is ZeRO (Rajbhandari et al., 2020).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import gcd, inf, log
+
+import onnx_ir as ir
 
 from onnxpar.autodiff.recomputation.candidates import ForwardPass
 from onnxpar.core.errors import OnnxparError, StrategyError
@@ -113,6 +116,26 @@ def _ordinal(number: int) -> str:
     return {2: "2nd", 3: "3rd"}.get(number, f"{number}th")
 
 
+def pipeline_split(
+    strategy: Strategy, model: ir.Model, stages: int, micro_batches: int, chunks: int = 1
+) -> PipelineSplit:
+    """Returns how a model is split into stages; what the strategy says of its pipeline is kept.
+
+    Args:
+        strategy: The strategy.
+        model: The model without loss and backward.
+        stages: Number of stages.
+        micro_batches: Micro-batches of a step.
+        chunks: Virtual stages of each stage, if the strategy says nothing of a pipeline.
+    """
+    entry = strategy.pipeline
+    if entry is None:
+        schedule = "interleaved" if chunks > 1 else "1f1b"
+        return PipelineSplit(stages, micro_batches, schedule, chunks)
+    fixed = assigned(strategy, model)
+    return PipelineSplit(stages, micro_batches, entry.schedule, entry.chunks, fixed)
+
+
 @dataclass(frozen=True)
 class Open:
     """What a plan of training may decide.
@@ -200,14 +223,21 @@ class Configurations:
     open: Open
     progress: OnProgress = silent
     _plans: dict[int, Plan] = field(default_factory=dict)
+    _refused: list[OnnxparError] = field(default_factory=list)
 
     def run(self) -> list[Configured]:
         """Returns the plans that were priced; none of them fits if nothing fits."""
         estimates: list[_Estimate] = []
-        for number, stages in enumerate(self.open.stages, 1):
-            self.progress(f"searching, stages: {stages}", number, len(self.open.stages))
+        every = self._stages()
+        for number, stages in enumerate(every, 1):
+            self.progress(f"searching, stages: {stages}", number, len(every))
             estimates += self._estimates(stages)
         return self._priced(estimates)
+
+    def _stages(self) -> Sequence[int]:
+        """The numbers of stages to try: each stage has a layer, if layers repeat."""
+        most = len(self._layers) or len(self._forward.nodes)
+        return [n for n in self.open.stages if n <= most] or self.open.stages[:1]
 
     # -- estimates -------------------------------------------------------------------------------
 
@@ -264,7 +294,7 @@ class Configurations:
                 other = self._sum(strategy, count, level, 0.0)
                 slower, smaller = other[0] - seconds, other[1] - bytes_
             for chunk in chunks:
-                split = self._pipeline(stages, count, chunk)
+                split = self._split(stages, count, chunk)
                 share = split.kept(0) / (stages * chunk)
                 for every in self._every(given, layers):
                     part = 1 / every if every else 0.0
@@ -329,7 +359,7 @@ class Configurations:
             seeds = replace(seeds, inputs={})
         spec, seen = replace(self._spec(count, levels[0]), memory=UNLIMITED), self._small
         if limit:
-            kept = self._pipeline(stages, count, 1).kept(0) / stages
+            kept = self._split(stages, count).kept(0) / stages
             spec = replace(
                 self._spec(count, levels[-1]), stage=1 / stages, kept=kept, memory=self.limit
             )
@@ -433,12 +463,8 @@ class Configurations:
         batch = gcd(*(sizes[name] for name in self.workload.batch if name in sizes)) or samples
         return min(counts, key=lambda count: abs(log(batch / count / samples)))
 
-    def _pipeline(self, stages: int, count: int, chunks: int) -> PipelineSplit:
-        entry = self.strategy.pipeline
-        if entry is not None:
-            fixed = assigned(self.strategy, self.workload.forward)
-            return PipelineSplit(stages, count, entry.schedule, entry.chunks, fixed)
-        return PipelineSplit(stages, count, "interleaved" if chunks > 1 else "1f1b", chunks)
+    def _split(self, stages: int, count: int, chunks: int = 1) -> PipelineSplit:
+        return pipeline_split(self.strategy, self.workload.forward, stages, count, chunks)
 
     # -- plans -----------------------------------------------------------------------------------
 
@@ -470,7 +496,8 @@ class Configurations:
             self.progress(f"pricing {estimate.configuration.describe()}", number, PRICED)
             try:
                 configured = self._configured(estimate)
-            except OnnxparError:
+            except OnnxparError as error:
+                self._refused.append(error)
                 continue
             way = configured.way
             found.append(configured)
@@ -495,7 +522,8 @@ class Configurations:
         closest = min(tried, key=lambda each: each.way.peak, default=None)
         limit = bytes_text(self.limit)
         if closest is None:
-            return f"no plan fits into {limit} on a device, and none could be priced"
+            reasons = dict.fromkeys(str(error) for error in self._refused)
+            return f"no plan could be made: {'; '.join(reasons) or 'nothing was estimated'}"
         way = closest.way
         text = (
             f"no plan fits into {limit} on a device; the closest needs {bytes_text(way.peak)}, of "
@@ -510,15 +538,12 @@ class Configurations:
         if self.strategy.axes or self.strategy.nodes or self.strategy.pipeline is not None:
             return ""
         for times in MORE:
-            devices = self.strategy.devices * times
-            stages = [n * k for n in self.open.stages for k in (1, times)]
-            allowed = replace(
-                self.open, stages=[n for n in dict.fromkeys(stages) if devices % n == 0]
-            )
-            other = replace(
-                self, strategy=replace(self.strategy, devices=devices), open=allowed, _plans={}
-            )
-            for count in allowed.stages[-2:]:
+            # The copy keeps what is known of the model.
+            other, devices = copy(self), self.strategy.devices * times
+            stages = sorted({n * k for n in self.open.stages for k in (1, times)})
+            other.strategy = replace(self.strategy, devices=devices)
+            other.open = replace(self.open, stages=[n for n in stages if devices % n == 0])
+            for count in other._stages()[-2:]:
                 fits = [e for e in other._estimates(count) if e.bytes <= self.limit]
                 if fits:
                     best = min(fits, key=lambda e: e.seconds)
@@ -532,20 +557,17 @@ class Configurations:
         """
         while True:
             found = [(name, self._changed(best, other)) for name, other in self._fewer(best)]
-            better = [e for _, e in found if e.way.fits(self.limit) and self._is_better(e, best)]
-            if not better:
+            fitting = [each for _, each in found if each.way.fits(self.limit)]
+            better = min(fitting, key=self._rank, default=best)
+            if better is best or self._rank(better) > self._rank(best):
                 return best, [(name, each.way) for name, each in found]
-            best = min(better, key=lambda each: each.way.seconds)
+            best = better
 
-    def _is_better(self, one: Configured, other: Configured) -> bool:
-        """Whether a plan is faster than another, or as fast and not larger; or the reverse."""
-        seconds, bytes_ = (one.way.seconds, other.way.seconds), (one.way.peak, other.way.peak)
-        first, second = (bytes_, seconds) if self._memory_first else (seconds, bytes_)
-        return (first[0], second[0]) <= (first[1], second[1])
-
-    @property
-    def _memory_first(self) -> bool:
-        return LEVELS[self.strategy.search.level].memory_first
+    def _rank(self, plan: Configured) -> tuple[float, float]:
+        """The sort key of a plan: its seconds, then its bytes; at level 1, the bytes come first."""
+        seconds, bytes_ = plan.way.seconds, plan.way.peak
+        memory_first = LEVELS[self.strategy.search.level].memory_first
+        return (bytes_, seconds) if memory_first else (seconds, bytes_)
 
     def _fewer(self, best: Configured) -> Iterator[tuple[str, Configuration]]:
         """Yields each choice that was made, and the configuration without it."""

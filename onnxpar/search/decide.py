@@ -9,14 +9,12 @@ from dataclasses import dataclass, replace
 from math import inf, lcm
 from typing import Any
 
-import onnx_ir as ir
-
 from onnxpar.core.errors import OnnxparError, ShardingError, StrategyError
 from onnxpar.core.name_patterns import check_symbol_sizes
 from onnxpar.core.symbols import Symbol, SymbolTable
 from onnxpar.graph.plan import Plan
 from onnxpar.graph.seeds import Seeds
-from onnxpar.search.configurations import Configurations, Open
+from onnxpar.search.configurations import MICRO_BATCHES, Configurations, Open, pipeline_split
 from onnxpar.search.find_plan import (
     UNLIMITED,
     Candidate,
@@ -29,16 +27,12 @@ from onnxpar.search.find_plan import (
 from onnxpar.search.parameter_axes import decide_parameter_axes
 from onnxpar.search.rival_plans import FOUND, SLOWDOWN, Objective, Pricing, Way
 from onnxpar.search.workload import Workload
-from onnxpar.stages.assign_stages import assigned
-from onnxpar.stages.stage_price import PipelineSplit, StagedPrice
+from onnxpar.stages.stage_price import StagedPrice
 from onnxpar.strategy.machine_file import load_machine
 from onnxpar.strategy.recompute_entry import NOTHING
 from onnxpar.strategy.resolve_strategy import resolve
 from onnxpar.strategy.save import strategy_data
 from onnxpar.strategy.schema import SEARCH, Strategy
-
-MICRO_BATCHES = 8
-"""Micro-batches of a step if numbers of stages are compared and the user gives no number."""
 
 _TRIES = 4
 """Searches with a limit, after the first without one."""
@@ -157,7 +151,7 @@ def decide(
             workload,
             machine,
             entry.sizes,
-            _split(strategy, workload.forward, count, runs),
+            pipeline_split(strategy, workload.forward, count, runs),
             strategy.recompute if trains else NOTHING,
         )
         for count in counts
@@ -281,8 +275,8 @@ def _configured(
         staged = pipeline_data(best.way.staged, best.way.micro_batches)
     rules = workload.program.rules
     data = strategy_data(best.found.seeds, rules, strategy.symbols, chosen.parallel, staged)
-    if chosen.recompute:
-        data["recompute"] = chosen.recompute.entry
+    if recompute := chosen.recompute or strategy.recompute:
+        data["recompute"] = recompute.entry
     ways = (best.way, *(each.way for each in tried if each.way is not best.way))
     return Decision(best.found, best.way.plan, ways, objective, data, True, tuple(without))
 
@@ -350,15 +344,6 @@ def _micro_batches(strategy: Strategy, counts: Sequence[int], given: int | None)
     if strategy.pipeline is not None:
         return strategy.pipeline.micro_batches or strategy.pipeline.stages
     return 1 if list(counts) == [1] else MICRO_BATCHES
-
-
-def _split(strategy: Strategy, model: ir.Model, stages: int, micro_batches: int) -> PipelineSplit:
-    entry = strategy.pipeline
-    if entry is None:
-        return PipelineSplit(stages, micro_batches)
-    return PipelineSplit(
-        stages, micro_batches, entry.schedule, entry.chunks, assigned(strategy, model)
-    )
 
 
 def search(

@@ -194,8 +194,7 @@ class Pricing:
             return way
         graph = workload.forward.graph
         chain = chain_of(graph, floating(graph), program.registry)
-        names = frozenset(node.name or "" for node in graph)
-        priced = Priced(program.model, plan, found, steps, names)
+        priced = Priced(program.model, plan, found, steps)
         cost = CostModel(self.machine, plan.mesh, program.env.table, sizes)
         link = between_stages(self.machine, split.stages, plan.mesh.size)
         return replace(way, staged=price_stages(priced, chain, cost, link, split))

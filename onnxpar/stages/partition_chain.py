@@ -4,7 +4,8 @@ There are as many *virtual stages* as stages; with interleaving, as many as stag
 value goes to an earlier virtual stage. The nodes are put into one topological order, and the stage
 boundaries are positions in it (chain partitioning by dynamic programming). First the time of the
 slowest virtual stage is minimised, including what it receives and sends. Then, among all
-partitions that are nearly as fast, the one that sends least is taken.
+partitions that are nearly as fast, the one that sends least is taken; if several send equally
+little, the one whose virtual stages take the most equal times.
 
 Nodes that depend on no weight (masks, positions) or only on weights are not in the chain: each
 virtual stage that reads their results computes them itself, see `onnxpar.stages.place_nodes`.
@@ -92,6 +93,7 @@ estimates."""
 
 
 _ROUNDING = 1e-9
+"""Traffic that differs by less than this share is equal."""
 _ROWS = 256
 """Ends of virtual stages that are considered at the same time."""
 
@@ -244,8 +246,8 @@ def _boundaries(
         move: Time to send the values that cross a boundary at each position, 0 at both ends.
         first: The first position where each boundary may be.
         last: The last position where each boundary may be.
-        limit: The most seconds that a virtual stage may take, with the least traffic and then
-            the most equal stages; None for the fastest slowest stage.
+        limit: The most seconds that a virtual stage may take, with the least traffic and then the
+            most equal stages; None for the fastest slowest stage.
     """
     count, virtual_stages = len(seconds), len(first) - 1
     spent = np.concatenate([[0.0], np.cumsum(seconds)])

@@ -126,14 +126,12 @@ class Priced:
         plan: The plan.
         price: What it costs without stages.
         steps: Its steps, in order.
-        forward: Names of the nodes of the model without its loss and backward.
     """
 
     model: ir.Model
     plan: Plan
     price: Price
     steps: Sequence[MemoryStep]
-    forward: frozenset[str]
 
 
 def price_stages(

@@ -101,6 +101,13 @@ def test_if_nothing_fits_it_says_what_would() -> None:
     assert "parameters, gradients and moments" in message and "devices" in message
 
 
+def test_if_no_plan_can_be_made_the_reason_is_given() -> None:
+    tried = configurations(64 << 20, Open((2,), 4, 1, RecomputeOptions(layers=50)))
+    assert not tried.run()
+    message = tried.nothing_fits([])
+    assert "expected at most 6 under 'layers'" in message and "got 50" in message
+
+
 def test_configurations_are_described() -> None:
     split = PipelineSplit(4, 8, "interleaved", 2)
     chosen = Configuration(split, OptimizerParallel(1), RecomputeOptions(layers=2))
