@@ -288,6 +288,9 @@ def test_the_transformer_loads_nothing_that_executes(use: str, tmp_path: Path) -
     assert fresh(code, tmp_path) == "[]"
 
 
-def test_the_runtime_loads_neither_symbolic_algebra_nor_schemas(tmp_path: Path) -> None:
-    code = "import sys, onnxpar_runtime\nprint(sorted({'sympy', 'pydantic'} & set(sys.modules)))"
+@pytest.mark.parametrize(
+    "use", ["import onnxpar_runtime", "import onnxpar.cli.run, onnxpar.cli.train, onnxpar.cli.eval"]
+)
+def test_ranks_load_neither_symbolic_algebra_nor_schemas(use: str, tmp_path: Path) -> None:
+    code = f"import sys\n{use}\nprint(sorted({{'sympy', 'pydantic'}} & set(sys.modules)))"
     assert fresh(code, tmp_path) == "[]"

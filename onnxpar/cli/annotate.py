@@ -8,30 +8,30 @@ from rich.console import Console
 from rich.markup import escape
 
 from onnxpar.api.annotate import annotate
-from onnxpar.cli.options import Constraints, Devices
+from onnxpar.cli.options import Constraints, Devices, takes_options
 from onnxpar.cli.shard import SHOWN, count, parse_symbols
+from onnxpar_format.options import Option
 
 
+@takes_options
 def command(
     model: Annotated[Path, typer.Argument(metavar="MODEL", help="The ONNX model to annotate.")],
-    out: Annotated[
-        Path, typer.Option("--out", "-o", metavar="FILE", help="The annotated model to write.")
-    ],
+    out: Annotated[Path, Option("The annotated model to write.", "FILE", flags=("--out", "-o"))],
     strategy: Annotated[
         str | None,
-        typer.Option(
-            metavar="FILE|PRESET",
-            help="Strategy file or preset, as for `shard`. Default: the model's annotations.",
+        Option(
+            "Strategy file or preset, as for `shard`. Default: the model's annotations.",
+            "FILE|PRESET",
         ),
     ] = None,
     devices: Devices = None,
-    symbol: Constraints = None,
+    symbol: Constraints = (),
 ) -> None:
     """Store a strategy in the model, as annotations.
 
     `shard` and other tools can read them.
     """
-    done = annotate(model, strategy, out, devices=devices, symbols=parse_symbols(symbol or []))
+    done = annotate(model, strategy, out, devices=devices, symbols=parse_symbols(symbol))
     console = Console(soft_wrap=True, highlight=False)
     lines = [
         f"devices       {done.devices}",

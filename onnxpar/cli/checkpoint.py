@@ -1,9 +1,13 @@
 """`onnxpar checkpoint`: converts checkpoints for another mesh or another program."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from onnxpar.cli.options import takes_options
+from onnxpar_format.options import Option
 
 app = typer.Typer(no_args_is_help=True, help="Reshard, merge or export checkpoints.")
 
@@ -16,20 +20,18 @@ SourceFolder = Annotated[
 Target = Annotated[Path, typer.Argument(metavar="DST", help="The checkpoint to write.")]
 Verify = Annotated[
     bool,
-    typer.Option(
-        "--verify", help="Compare the SHA-256 of SRC's files, not only the sum of each tensor."
+    Option(
+        "Compare the SHA-256 of SRC's files, not only the sum of each tensor.", flags=("--verify",)
     ),
 ]
 
 
 @app.command()
+@takes_options
 def reshard(
     source: SourceFolder,
     target: Target,
-    to: Annotated[
-        Path,
-        typer.Option(metavar="DIR", help="Output of `onnxpar shard --train` for the new mesh."),
-    ],
+    to: Annotated[Path, Option("Output of `onnxpar shard --train` for the new mesh.", "DIR")],
     verify: Verify = False,
 ) -> None:
     """Reshard a checkpoint for another mesh."""
@@ -40,6 +42,7 @@ def reshard(
 
 
 @app.command()
+@takes_options
 def merge(source: SourceFolder, target: Target, verify: Verify = False) -> None:
     """Merge the shards of a checkpoint into complete tensors."""
     from onnxpar.api import runtime
@@ -48,22 +51,18 @@ def merge(source: SourceFolder, target: Target, verify: Verify = False) -> None:
 
 
 @app.command()
+@takes_options
 def export(
     source: SourceFolder,
     output: Annotated[
-        Path,
-        typer.Option("-o", "--output", metavar="FILE", help="A .onnx or .safetensors file."),
+        Path, Option("A .onnx or .safetensors file.", "FILE", flags=("-o", "--output"))
     ],
     model: Annotated[
-        Path | None,
-        typer.Option(metavar="MODEL", help="For .onnx: the model that was sharded and trained."),
+        Path | None, Option("For .onnx: the model that was sharded and trained.", "MODEL")
     ] = None,
     tie: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="A=B", help="For .onnx: the same --tie as for `shard`; may be repeated."
-        ),
-    ] = None,
+        Sequence[str], Option("For .onnx: the same --tie as for `shard`; may be repeated.", "A=B")
+    ] = (),
     verify: Verify = False,
 ) -> None:
     """Write the trained parameters to a .onnx or .safetensors file.
@@ -72,4 +71,4 @@ def export(
     """
     from onnxpar.api import runtime
 
-    typer.echo(runtime.export_checkpoint(source, output, model, tie or (), verify=verify))
+    typer.echo(runtime.export_checkpoint(source, output, model, tie, verify=verify))

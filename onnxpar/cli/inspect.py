@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from onnxpar.api.shard_model import analyse
-from onnxpar.cli.options import AsJson
+from onnxpar.cli.options import AsJson, takes_options
 from onnxpar.cli.shard import count, describe_device, describe_mesh, describe_nodes, describe_sent
 from onnxpar.core.errors import DirectoryError
 from onnxpar.emit.atomic_directory import MANIFEST
@@ -21,34 +21,29 @@ from onnxpar.emit.read_manifest import read_manifest
 from onnxpar.frontend.load import load
 from onnxpar.report.device_placement import device_data
 from onnxpar.report.inspect_data import OF_A_PROGRAM, model_data
+from onnxpar_format.options import Option
 
 Json = dict[str, Any]
 WIDTH = 240
 """Columns of a table that is written to a file or a pipe."""
 
 
+@takes_options
 def command(
     target: Annotated[
         Path,
         typer.Argument(metavar="DIR|MODEL", help="Output of `onnxpar shard`, or an ONNX model."),
     ],
     rank: Annotated[
-        int | None,
-        typer.Option(min=0, metavar="R", help="Show only the collective groups of this rank."),
+        int | None, Option("Show only the collective groups of this rank.", "R", minimum=0)
     ] = None,
     program: Annotated[
         str | None,
-        typer.Option(
-            metavar="NAME",
-            help="Show the nodes of this program. Default: model or training_model.",
-        ),
+        Option("Show the nodes of this program. Default: model or training_model.", "NAME"),
     ] = None,
     device: Annotated[
         str | None,
-        typer.Option(
-            metavar="cuda",
-            help="Show which nodes onnxruntime would run on the CPU instead of this device.",
-        ),
+        Option("Show which nodes onnxruntime would run on the CPU instead of this device.", "cuda"),
     ] = None,
     as_json: AsJson = False,
 ) -> None:

@@ -1,40 +1,41 @@
 """`onnxpar launch`: mpirun under a supervisor, which restarts it after a rank has died."""
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from onnxpar.cli.options import takes_options
+from onnxpar_format.options import Option
 
+
+@takes_options
 def command(
     arguments: Annotated[
         list[str], typer.Argument(metavar="-- train DIR …", help="The command of each rank.")
     ],
     ranks: Annotated[
         int | None,
-        typer.Option(
-            "-n", "--ranks", metavar="N", help="Number of ranks. Default: as many as DIR needs."
-        ),
+        Option("Number of ranks. Default: as many as DIR needs.", "N", flags=("-n", "--ranks")),
     ] = None,
-    retries: Annotated[
-        int, typer.Option(metavar="K", help="Restart up to K times when a rank fails.")
-    ] = 0,
+    retries: Annotated[int, Option("Restart up to K times when a rank fails.", "K")] = 0,
     fallback: Annotated[
-        list[Path] | None,
-        typer.Option(
-            metavar="DIR2",
-            help="When no retries are left, continue with this directory, which was sharded for "
+        Sequence[Path],
+        Option(
+            "When no retries are left, continue with this directory, which was sharded for "
             "fewer ranks; may be repeated.",
+            "DIR2",
         ),
-    ] = None,
+    ] = (),
     mpirun: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="OPTION",
-            help="An option for mpirun, as in --mpirun=--bind-to --mpirun=core; may be repeated.",
+        Sequence[str],
+        Option(
+            "An option for mpirun, as in --mpirun=--bind-to --mpirun=core; may be repeated.",
+            "OPTION",
         ),
-    ] = None,
+    ] = (),
 ) -> None:
     """Train under mpirun, and restart after failures.
 
@@ -45,5 +46,5 @@ def command(
     from onnxpar.api import runtime
 
     program = (sys.executable, "-m", "onnxpar.cli")
-    job = runtime.Job(program, arguments, ranks, retries, fallback or (), mpirun or ())
+    job = runtime.Job(program, arguments, ranks, retries, fallback, mpirun)
     raise typer.Exit(runtime.supervise(job))

@@ -9,13 +9,14 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from onnxpar.cli.options import AsJson
+from onnxpar.cli.options import AsJson, takes_options
 from onnxpar.report.operator_table import operator_table
 
 WIDTH = 200
 """Columns of a table that goes to a file or a pipe."""
 
 
+@takes_options
 def command(
     as_json: AsJson = False,
 ) -> None:

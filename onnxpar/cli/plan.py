@@ -4,7 +4,7 @@ import gc
 import json
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -24,8 +24,9 @@ from rich.progress import (
 from rich.table import Table
 
 from onnxpar.api.plan_strategy import plan_strategy, searching
-from onnxpar.cli.options import AsJson, Devices, TrainingOptions, takes_options
+from onnxpar.cli.options import AsJson, Devices, takes_options
 from onnxpar.cli.shard import parse_symbols
+from onnxpar.cli.training_options import TrainingOptions
 from onnxpar.core.errors import ModelError, StrategyError
 from onnxpar.core.machine import bytes_text, parse_bytes
 from onnxpar.emit import check_file, new_file
@@ -39,6 +40,7 @@ from onnxpar.strategy.presets import AUTO, PRESET_AXES
 from onnxpar.strategy.save import write_strategy
 from onnxpar.strategy.schema import PIPELINE_AXIS, SearchEntry
 from onnxpar.strategy.validation_errors import in_words, problem
+from onnxpar_format.options import Option
 
 WIDE = 160
 _SIZE = re.compile(r"([^:=]+)=(\d+)")
@@ -49,73 +51,60 @@ OPTIMIZER = "adamw"
 @takes_options
 def command(
     model: Annotated[Path, typer.Argument(metavar="MODEL", help="The ONNX model.")],
-    out: Annotated[
-        Path, typer.Option("--out", "-o", metavar="FILE", help="The strategy file to write.")
-    ],
+    out: Annotated[Path, Option("The strategy file to write.", "FILE", flags=("--out", "-o"))],
     *,
     devices: Devices = None,
     strategy: Annotated[
         str | None,
-        typer.Option(
-            metavar="FILE|AXES",
-            help="The fixed part of the strategy: a file, or only a mesh such as dp=2,tp=4. The "
+        Option(
+            "The fixed part of the strategy: a file, or only a mesh such as dp=2,tp=4. The "
             "search decides the rest. Default: the model's annotations.",
+            "FILE|AXES",
         ),
     ] = None,
     algorithm: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="recursive (the default), or ilp for an exact search."),
+        str | None, Option("recursive (the default), or ilp for an exact search.", "NAME")
     ] = None,
     level: Annotated[
         int | None,
-        typer.Option(
-            min=0,
-            max=2,
-            metavar="LEVEL",
-            help="Objective: 0 little communication, 1 memory, 2 speed (the default).",
+        Option(
+            "Objective: 0 little communication, 1 memory, 2 speed (the default).",
+            "LEVEL",
+            minimum=0,
+            maximum=2,
         ),
     ] = None,
     memory: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Memory limit of a device, such as 80GiB.")
+        int | None, Option("Memory limit of a device, such as 80GiB.", "SIZE", parse=parse_bytes)
     ] = None,
     machine: Annotated[
-        str | None,
-        typer.Option(metavar="NAME|FILE", help="cpu (the default), a100, h100, h200, or a file."),
+        str | None, Option("cpu (the default), a100, h100, h200, or a file.", "NAME|FILE")
     ] = None,
     symbol: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME=SIZE|NAME:CONSTRAINTS",
-            help="A symbol's size to plan for, or constraints on it; may be repeated.",
+        Sequence[str],
+        Option(
+            "A symbol's size to plan for, or constraints on it; may be repeated.",
+            "NAME=SIZE|NAME:CONSTRAINTS",
         ),
-    ] = None,
+    ] = (),
     stages: Annotated[
         str | None,
-        typer.Option(
-            metavar="N|auto",
-            help="Number of pipeline stages; auto tries all that divide the devices.",
-        ),
+        Option("Number of pipeline stages; auto tries all that divide the devices.", "N|auto"),
     ] = None,
-    micro_batches: Annotated[
-        int | None, typer.Option(min=1, metavar="M", help="Micro-batches in a step.")
-    ] = None,
+    micro_batches: Annotated[int | None, Option("Micro-batches in a step.", "M", minimum=1)] = None,
     training: TrainingOptions,
     json_output: AsJson = False,
 ) -> None:
     """Search for a strategy, and explain the choice."""
     check_file(out)
-    sizes, constraints = _symbols(symbol or [])
+    sizes, constraints = _symbols(symbol)
     with blamed_on_model(model):
         proto = read(model)
     strategy = _with_stages(strategy, stages)
     wanted = searching(strategy_for(strategy, devices, proto, f"model {str(model)!r}", AUTO))
     if training.loss is None and (given := [n for n in training.given() if n != "--optimizer"]):
         raise ModelError(f"{given[0]}: only for training; expected --loss as well")
-    search: dict[str, object] = {"algorithm": algorithm, "level": level, "machine": machine}
-    try:
-        search["memory"] = None if memory is None else parse_bytes(memory)
-    except ValueError as error:
-        raise StrategyError(f"--memory: {error}") from None
+    search = {"algorithm": algorithm, "level": level, "memory": memory, "machine": machine}
     entry = _entry(wanted, search, sizes)
     with _progress() as progress, _uncollected():
         planned = plan_strategy(
@@ -191,12 +180,12 @@ def _training_options(training: TrainingOptions) -> str:
     words = ["--train"]
     for name, value in given.items():
         if name != "--optimizer-parallel":
-            for one in value if isinstance(value, list) else [value]:
+            for one in [value] if isinstance(value, str) else value:
                 words += [name, str(one)]
     return f" {shlex.join(words)}"
 
 
-def _symbols(texts: list[str]) -> tuple[dict[str, int], list[str]]:
+def _symbols(texts: Iterable[str]) -> tuple[dict[str, int], list[str]]:
     """Returns the sizes to plan for, and the options that are constraints."""
     sizes: dict[str, int] = {}
     constraints = []

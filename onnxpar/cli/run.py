@@ -6,22 +6,16 @@ from typing import Annotated
 import typer
 
 from onnxpar.cli.options import Directory, takes_options
-from onnxpar_format.options import Execution
+from onnxpar_format.options import Execution, Option
 
 
 @takes_options
 def command(
     directory: Directory,
     inputs: Annotated[
-        Path,
-        typer.Option(
-            metavar="FILE", help=".npz file of whole arrays, with the names of the inputs."
-        ),
+        Path, Option(".npz file of whole arrays, with the names of the inputs.", "FILE")
     ],
-    outputs: Annotated[
-        Path,
-        typer.Option(metavar="FILE", help=".npz file to write, with the names of the outputs."),
-    ],
+    outputs: Annotated[Path, Option(".npz file to write, with the names of the outputs.", "FILE")],
     how: Execution,
 ) -> None:
     """Run the program once on whole arrays.

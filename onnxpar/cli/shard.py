@@ -1,6 +1,7 @@
 """`onnxpar shard`: writes one ONNX file for each rank."""
 
 import os
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,18 +12,14 @@ from rich.markup import escape
 
 from onnxpar.api.shard_model import Summary, shard_model
 from onnxpar.autodiff.training_program import TrainingSpec
-from onnxpar.cli.options import (
-    Constraints,
-    Devices,
-    RecomputeCommunication,
-    TrainingOptions,
-    takes_options,
-)
+from onnxpar.cli.options import Constraints, Devices, takes_options
+from onnxpar.cli.training_options import TrainingOptions
 from onnxpar.core.errors import ModelError, SymbolError
 from onnxpar.core.symbols import Symbol
 from onnxpar.stages.partition_training import PartitionedTraining
 from onnxpar.strategy.recompute_entry import AGAIN, parse_recompute
 from onnxpar_format.manifest import StateKind
+from onnxpar_format.options import Option
 
 SHOWN = 5
 
@@ -32,32 +29,31 @@ class _TrainingOptions(TrainingOptions):
     """The training options of `shard`, some of which `plan` does not have."""
 
     decay: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="GLOB",
-            help="Also apply weight decay to these; may be repeated. Default: parameters with two "
+        Sequence[str],
+        Option(
+            "Also apply weight decay to these; may be repeated. Default: parameters with two "
             "or more dims.",
+            "GLOB",
         ),
-    ] = None
+    ] = ()
     no_decay: Annotated[
-        list[str] | None,
-        typer.Option(metavar="GLOB", help="Apply no weight decay to these; may be repeated."),
-    ] = None
+        Sequence[str], Option("Apply no weight decay to these; may be repeated.", "GLOB")
+    ] = ()
     recompute: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="WHAT",
-            help="Forward values to recompute in the backward pass: a node name pattern, layers "
+        Sequence[str],
+        Option(
+            "Forward values to recompute in the backward pass: a node name pattern, layers "
             "(all repeated layers), layers=K (every K-th layer), or auto=BYTES (as few as "
             "possible within this memory per device); may be repeated. Default: those of the "
             "strategy, else none.",
+            "WHAT",
         ),
-    ] = None
+    ] = ()
 
     def spec(self, loss: str, optimizer: str) -> TrainingSpec:
         """Returns what is trained and how, and which parameters decay."""
-        decay, no_decay = tuple(self.decay or ()), tuple(self.no_decay or ())
-        return replace(super().spec(loss, optimizer), decay=decay, no_decay=no_decay)
+        spec = super().spec(loss, optimizer)
+        return replace(spec, decay=tuple(self.decay), no_decay=tuple(self.no_decay))
 
 
 @takes_options
@@ -65,42 +61,44 @@ def command(
     model: Annotated[Path, typer.Argument(metavar="MODEL", help="The ONNX model to shard.")],
     out: Annotated[
         Path,
-        typer.Option(
-            "--out",
-            "-o",
-            metavar="DIR",
-            help="Output directory. It is written completely or not at all.",
+        Option(
+            "Output directory. It is written completely or not at all.",
+            "DIR",
+            flags=("--out", "-o"),
         ),
     ],
     *,
     strategy: Annotated[
         str | None,
-        typer.Option(
-            metavar="FILE|PRESET",
-            help="Strategy file, or one of dp, tp=4, dp=2,tp=4, replicate, auto. Default: the "
+        Option(
+            "Strategy file, or one of dp, tp=4, dp=2,tp=4, replicate, auto. Default: the "
             "model's annotations.",
+            "FILE|PRESET",
         ),
     ] = None,
     devices: Devices = None,
-    symbol: Constraints = None,
+    symbol: Constraints = (),
     rank: Annotated[
-        list[int] | None,
-        typer.Option(
-            min=0, metavar="R", help="Write this rank only; may be repeated. Default: all."
-        ),
-    ] = None,
+        Sequence[int],
+        Option("Write this rank only; may be repeated. Default: all.", "R", minimum=0),
+    ] = (),
     dump: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Write the model after each phase to this directory."),
+        Path | None, Option("Write the model after each phase to this directory.", "DIR")
     ] = None,
     force: Annotated[
-        bool, typer.Option("--force", help="Replace an existing output directory.")
+        bool, Option("Replace an existing output directory.", flags=("--force",))
     ] = False,
     train: Annotated[
-        bool, typer.Option("--train", help="Write the programs that train the model.")
+        bool, Option("Write the programs that train the model.", flags=("--train",))
     ] = False,
     training: _TrainingOptions,
-    recompute_communication: RecomputeCommunication = AGAIN,
+    recompute_communication: Annotated[
+        str,
+        Option(
+            "Recompute collectives among the recomputed nodes, or keep their results.",
+            "keep|recompute",
+        ),
+    ] = AGAIN,
 ) -> None:
     """Shard a model: write one graph for each device."""
     given, spec = training.given(), None
@@ -117,8 +115,8 @@ def command(
         strategy,
         out,
         devices=devices,
-        symbols=parse_symbols(symbol or ()),
-        ranks=rank,
+        symbols=parse_symbols(symbol),
+        ranks=rank or None,
         dump=dump,
         force=force,
         training=spec,
@@ -128,7 +126,7 @@ def command(
     _print(summary, rank or range(summary.report["devices"]))
 
 
-def parse_symbols(texts: "list[str] | tuple[()]") -> dict[str, Symbol]:
+def parse_symbols(texts: Iterable[str]) -> dict[str, Symbol]:
     """Returns the constraints of `--symbol NAME:CONSTRAINTS` options by name.
 
     Raises:
@@ -143,7 +141,7 @@ def parse_symbols(texts: "list[str] | tuple[()]") -> dict[str, Symbol]:
     return symbols
 
 
-def _print(summary: Summary, ranks: "list[int] | range") -> None:
+def _print(summary: Summary, ranks: Sequence[int]) -> None:
     report, console = summary.report, Console(soft_wrap=True, highlight=False)
     totals: dict[str, Any] = report["totals"]
     sizes = f"{totals['parameter_bytes_per_device']:,} of {totals['parameter_bytes']:,}"

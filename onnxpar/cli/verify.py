@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from onnxpar.cli.options import AsJson, Directory, takes_options
-from onnxpar_format.options import VerifyOptions
+from onnxpar_format.options import Option, VerifyOptions
 
 if TYPE_CHECKING:
     from onnxpar.api.runtime import Case, TrainingCase
@@ -23,22 +23,18 @@ _SHOWN = 5
 def command(
     directory: Directory,
     model: Annotated[
-        Path,
-        typer.Option(
-            metavar="MODEL", help="The undivided model, or the output of `shard --devices 1`."
-        ),
+        Path, Option("The undivided model, or the output of `shard --devices 1`.", "MODEL")
     ],
     *,
     symbol: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME=VALUE[,…]",
-            help="Values of symbols for one case; may be repeated. Default: three cases.",
+        Sequence[str],
+        Option(
+            "Values of symbols for one case; may be repeated. Default: three cases.",
+            "NAME=VALUE[,…]",
         ),
-    ] = None,
+    ] = (),
     inputs: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help=".npz file of inputs instead of random ones."),
+        Path | None, Option(".npz file of inputs instead of random ones.", "FILE")
     ] = None,
     options: VerifyOptions,
     as_json: AsJson = False,
@@ -50,7 +46,7 @@ def command(
     # It loads onnxruntime, which the other commands do without.
     from onnxpar.api import runtime
 
-    cases = runtime.verify(directory, model, symbol or (), inputs, options)
+    cases = runtime.verify(directory, model, symbol, inputs, options)
     if as_json:
         typer.echo(runtime.report_json(cases))
     else:

@@ -7,28 +7,25 @@ from typing import Annotated
 import netron
 import typer
 
-from onnxpar.cli.options import Directory
+from onnxpar.cli.options import Directory, takes_options
 from onnxpar.core.errors import DirectoryError
 from onnxpar.emit.atomic_directory import MANIFEST
 from onnxpar.emit.read_manifest import read_manifest
+from onnxpar_format.options import Option
 
 
+@takes_options
 def command(
     directory: Directory,
-    rank: Annotated[int, typer.Option(min=0, metavar="R", help="The rank.")] = 0,
+    rank: Annotated[int, Option("The rank.", "R", minimum=0)] = 0,
     program: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME", help="Program to show. Default: the first one that the rank runs."
-        ),
+        str | None, Option("Program to show. Default: the first one that the rank runs.", "NAME")
     ] = None,
-    host: Annotated[
-        str, typer.Option(metavar="ADDRESS", help="Address to serve on.")
-    ] = "localhost",
+    host: Annotated[str, Option("Address to serve on.", "ADDRESS")] = "localhost",
     port: Annotated[
-        int, typer.Option(min=0, max=65535, metavar="PORT", help="Port; 0 chooses a free one.")
+        int, Option("Port; 0 chooses a free one.", "PORT", minimum=0, maximum=65535)
     ] = 0,
-    browser: Annotated[bool, typer.Option(help="Open a browser.")] = True,
+    browser: Annotated[bool, Option("Open a browser.")] = True,
 ) -> None:
     """Show a rank's graph in Netron until interrupted."""
     path = graph_file(directory, program, rank)

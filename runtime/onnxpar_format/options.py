@@ -1,7 +1,7 @@
-"""The options of the commands that run programs, each declared once.
+"""The form of a command's option, and the options of the commands that run programs.
 
-The command line has an option for each field (`Option` describes it), and the runtime takes the
-objects. A field's help says what it means.
+Each option is declared once: the command line has an option for each field (`Option` describes it),
+and the runtime takes the objects. A field's help says what it means.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,13 +12,14 @@ from typing import Annotated, Any
 
 @dataclass(frozen=True)
 class Option:
-    """A field as an option of a command.
+    """A field or a parameter as an option of a command.
 
     Attributes:
         help: The help text.
         metavar: The placeholder for its value in help texts.
         flags: Its names on the command line; by default that of the field.
         minimum: The smallest number that it takes.
+        maximum: The largest number that it takes.
         parse: Returns the value of a text; raises ValueError with what was expected.
     """
 
@@ -26,6 +27,7 @@ class Option:
     metavar: str | None = None
     flags: tuple[str, ...] = ()
     minimum: int | None = None
+    maximum: int | None = None
     parse: Callable[[str], Any] | None = None
 
 
@@ -206,11 +208,7 @@ class EvaluationRun:
     """The options of `eval`."""
 
     data: Annotated[
-        str,
-        Option(
-            "As for `onnxpar train`; digits and idx:DIR use their test split.",
-            "SOURCE",
-        ),
+        str, Option("As for `onnxpar train`; digits and idx:DIR use their test split.", "SOURCE")
     ]
     parameters: Annotated[
         Path | None, Option("Trained parameters from `onnxpar train --save`.", "FILE")

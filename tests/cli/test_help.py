@@ -6,7 +6,7 @@ from dataclasses import fields
 import typer
 
 from onnxpar.cli import build_app
-from onnxpar.cli.options import TrainingOptions
+from onnxpar.cli.training_options import TrainingOptions
 
 
 def commands() -> Iterator[typer.core.TyperCommand]:
