@@ -26,7 +26,7 @@ from onnxpar.graph.local_builder import (
     SYMBOL_PREFIX,
 )
 from onnxpar.partition.partitioned_model import (
-    GraphInput,
+    GraphValue,
     Parameter,
     PartitionedModel,
     PipelinePrograms,
@@ -142,18 +142,18 @@ def _shape(sharding: Sharding) -> tuple[int | str, ...]:
     return tuple(_size(s) for s in sharding.shape)
 
 
-def _tensor(item: GraphInput) -> TensorEntry:
+def _tensor(item: GraphValue) -> TensorEntry:
     return TensorEntry(item.name, _dtype(item), _shape(item.sharding), _dims(item.sharding))
 
 
-def _dtype(item: GraphInput) -> str:
+def _dtype(item: GraphValue) -> str:
     if item.local.dtype is None:
         raise DirectoryError(f"{item.name!r}: the element type of this input or output is unknown")
     return dtype_name(item.local.dtype)
 
 
 def state_entry(
-    item: GraphInput,
+    item: GraphValue,
     kind: str,
     parameter: str,
     stages: tuple[int, ...] = (),

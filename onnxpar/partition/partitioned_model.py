@@ -43,7 +43,7 @@ class Parameter:
 
 
 @dataclass(frozen=True)
-class GraphInput:
+class GraphValue:
     """An input or an output of the model.
 
     Attributes:
@@ -115,8 +115,8 @@ class PartitionedModel:
     program: str
     source: ir.Model
     builder: LocalBuilder
-    inputs: tuple[GraphInput, ...]
-    outputs: tuple[GraphInput, ...]
+    inputs: tuple[GraphValue, ...]
+    outputs: tuple[GraphValue, ...]
     parameters: tuple[Parameter, ...]
     plan: Plan
     registry: Registry

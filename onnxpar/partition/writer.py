@@ -30,7 +30,7 @@ from onnxpar.graph.pipeline_places import ONE_PLACE, Places
 from onnxpar.graph.plan import NodePlan, Plan
 from onnxpar.ops.fallback import refuse_random
 from onnxpar.ops.local_node import LocalNode, PartitionBody, copy_node
-from onnxpar.partition.partitioned_model import GraphInput, Parameter, PartitionedModel, States
+from onnxpar.partition.partitioned_model import GraphValue, Parameter, PartitionedModel, States
 from onnxpar.propagation.conflicts import Conflict
 from onnxpar.resharding.lowering import emit_reshard
 from onnxpar.resharding.routes import cheapest_route
@@ -94,7 +94,7 @@ class ProgramWriter:
         for value in graph.inputs:
             name = value.name or ""
             sharding = self.plan.inputs[name]
-            inputs.append(GraphInput(name, self._enter(value, sharding), sharding))
+            inputs.append(GraphValue(name, self._enter(value, sharding), sharding))
         for name, value in graph.initializers.items():
             self._initializer(name, value)
         for node in graph:
@@ -127,7 +127,7 @@ class ProgramWriter:
             local.name = name
             local.shape = ir_shape(sharding.local_shape(mesh, table))
             used.add(name)
-            outputs.append(GraphInput(name, local, sharding))
+            outputs.append(GraphValue(name, local, sharding))
         remove_unused(self.builder, [o.local for o in outputs])
         needed = {v for node in self.builder.nodes for v in read_by(node)}
         needed |= {o.local for o in outputs}

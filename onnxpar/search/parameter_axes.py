@@ -41,8 +41,8 @@ _BYTES = replace(_MACHINE, links=(replace(_MACHINE.links[0], latency=0.0),))
 _EFFORT = Effort(largest=1 << 18, total=1 << 28)
 """A few seconds. What is still entangled in tables of this size is nearly always negligible."""
 _MORE = 1.01
-"""The share of the memory of propagation's parameters that the search's plan may need. To shard the
-last biases and routers is not worth a collective."""
+"""The share of the memory of propagation's parameters that the search's plan may need. Sharding
+the last biases and routers is not worth a collective."""
 _LESS = 0.95
 """The share of propagation's bytes below which the search's plan replaces its plan. For smaller
 gains, the columns and rows that propagation writes (Shoeybi et al., "Megatron-LM", 2019) stay."""

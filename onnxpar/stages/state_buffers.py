@@ -24,7 +24,7 @@ from onnxpar.ops.local_helpers import DOUBLE
 from onnxpar.ops.registry import Registry
 from onnxpar.parameters.trainable import ParameterInfo
 from onnxpar.partition.partition import partition
-from onnxpar.partition.partitioned_model import GraphInput, PartitionedModel, States
+from onnxpar.partition.partitioned_model import GraphValue, PartitionedModel, States
 from onnxpar.propagation.propagate import propagate
 from onnxpar.strategy.schema import PipelineEntry
 from onnxpar_format.manifest import StateKind
@@ -206,7 +206,7 @@ class Buffers:
             Buffer(
                 kind,
                 parameter,
-                GraphInput(name, _local(name, dtype), self._sharding(kind, parameter)),
+                GraphValue(name, _local(name, dtype), self._sharding(kind, parameter)),
                 self.stages.get(parameter, ()),
             )
             for name, kind, parameter, dtype in known
@@ -232,7 +232,7 @@ class Buffer:
 
     kind: StateKind
     parameter: str
-    item: GraphInput
+    item: GraphValue
     stages: tuple[int, ...] = ()
 
     @property

@@ -14,7 +14,7 @@ from onnxpar.graph.builder import ir_shape
 from onnxpar.graph.local_builder import LocalBuilder
 from onnxpar.graph.plan import Plan
 from onnxpar.ops.table import REGISTRY
-from onnxpar.partition.partitioned_model import GraphInput, Parameter, PartitionedModel
+from onnxpar.partition.partitioned_model import GraphValue, Parameter, PartitionedModel
 
 BATCH = dim_symbol("batch")
 
@@ -42,17 +42,17 @@ def parameter(
     return Parameter(name, source, local, sharding)
 
 
-def graph_input(name: str, dtype: ir.DataType, sharding: Sharding, mesh: Mesh) -> GraphInput:
+def graph_input(name: str, dtype: ir.DataType, sharding: Sharding, mesh: Mesh) -> GraphValue:
     """An input of the partitioned model."""
     local = ir.Value(
         name=name, type=ir.TensorType(dtype), shape=ir_shape(sharding.local_shape(mesh))
     )
-    return GraphInput(name, local, sharding)
+    return GraphValue(name, local, sharding)
 
 
 def assemble(
     builder: LocalBuilder,
-    inputs: Sequence[GraphInput],
+    inputs: Sequence[GraphValue],
     outputs: Mapping[str, tuple[ir.Value, Sharding]],
     parameters: Sequence[Parameter],
     *,
@@ -64,7 +64,7 @@ def assemble(
     ends = []
     for name, (value, sharding) in outputs.items():
         value.name = name
-        ends.append(GraphInput(name, value, sharding))
+        ends.append(GraphValue(name, value, sharding))
     source = ir.Model(
         ir.Graph([], [], nodes=[], opset_imports={"": builder.opset}, name="net"),
         ir_version=ir_version,
