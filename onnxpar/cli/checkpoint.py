@@ -21,7 +21,8 @@ Target = Annotated[Path, typer.Argument(metavar="DST", help="The checkpoint to w
 Verify = Annotated[
     bool,
     Option(
-        "Compare the SHA-256 of SRC's files, not only the sum of each tensor.", flags=("--verify",)
+        "Compare the SHA-256 of SRC's files, not only the checksum of each tensor.",
+        flags=("--verify",),
     ),
 ]
 

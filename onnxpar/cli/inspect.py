@@ -133,7 +133,7 @@ def graphs_of(directory: Path) -> dict[str, ir.Model]:
         except Exception as error:
             raise DirectoryError(f"{path}: not an ONNX graph: {error}") from None
     if not found:
-        raise DirectoryError(f"{directory}: expected graphs of ranks (rank*.onnx), got none")
+        raise DirectoryError(f"{directory}: expected rank graphs (rank*.onnx), got none")
     return found
 
 

@@ -89,7 +89,10 @@ def command(
     ] = (),
     stages: Annotated[
         str | None,
-        Option("Number of pipeline stages; auto tries all that divide the devices.", "N|auto"),
+        Option(
+            "Number of pipeline stages; auto tries all that divide the number of devices.",
+            "N|auto",
+        ),
     ] = None,
     micro_batches: Annotated[int | None, Option("Micro-batches in a step.", "M", minimum=1)] = None,
     training: TrainingOptions,

@@ -176,7 +176,8 @@ class Mesh:
             index += 1
         if position != before or span != size:
             raise MeshError(
-                f"a factor of {size} after {before} is not a run of atoms of the mesh {self.atoms}"
+                f"the atoms {self.atoms} of the mesh: expected a run of atoms with the product "
+                f"{size} after atoms with the product {before}, got none"
             )
         return tuple(range(first, index))
 

@@ -171,7 +171,7 @@ class _Pricing:
         for index, value in enumerate(node.inputs):
             want = chosen.inputs[index] if index < len(chosen.inputs) else None
             source = "" if value is None else value.name or ""
-            # Of an operand that is taken in its current layout, the node reads only the sizes.
+            # The node reads only the sizes of an operand that it takes in its current layout.
             if source not in self.made or want is None or rule.inputs[index].mode == ANY:
                 reads.append("")
                 continue

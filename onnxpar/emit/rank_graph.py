@@ -1,6 +1,6 @@
 """Makes one rank's ONNX graph from the rank-generic graph; `write_directory` writes it.
 
-The graphs of ranks differ only in the `group` (and `pairs`, `root`) of each collective, in the
+Rank graphs differ only in the `group` (and `pairs`, `root`) of each collective, in the
 locations of weights, and in texts for people. So the graph is serialised once, as a template, and
 these few fields are filled in for each rank.
 """
@@ -22,7 +22,7 @@ from onnxpar.graph.builder import DOMAIN
 from onnxpar.graph.local_builder import COORD_PREFIX, COUNTER_INPUTS, SYMBOL_PREFIX
 from onnxpar.ops.device.cuda_form import CudaForm, cuda_form, is_narrow
 from onnxpar.ops.device.cuda_functions import put
-from onnxpar.partition.partitioned_model import GraphInput, Parameter, PartitionedModel
+from onnxpar.partition.partitioned_model import GraphValue, Parameter, PartitionedModel
 
 DOMAIN_VERSION = 1
 WIDE = int(ir.DataType.FLOAT)
@@ -143,7 +143,7 @@ def template(pm: PartitionedModel, places: WeightLayout) -> Template:
     )
     graph = proto.graph
     graph.name = source.graph.name or pm.program
-    fed = [GraphInput(p.local.name or p.name, p.local, p.sharding) for p in pm.parameters if p.fed]
+    fed = [GraphValue(p.local.name or p.name, p.local, p.sharding) for p in pm.parameters if p.fed]
     for item in (*pm.inputs, *fed):
         _put_value(graph.input.add(), item, mesh)
     for handed in pm.handed_in:
@@ -311,7 +311,7 @@ def _layouts(pm: PartitionedModel, node: ir.Node) -> dict[str, str]:
     return texts
 
 
-def _put_value(proto: onnx.ValueInfoProto, item: GraphInput, mesh: Mesh) -> None:
+def _put_value(proto: onnx.ValueInfoProto, item: GraphValue, mesh: Mesh) -> None:
     ir.serde.serialize_value_into(proto, item.local)
     proto.name = item.name
     _put_metadata(

@@ -134,7 +134,7 @@ def layout(
     """
     stored = [p for p in parameters if p.source.dtype != ir.DataType.STRING]
     on = stages or {}
-    kinds = {p.name: _kind(p) for p in stored}
+    kinds = {p.name: _kind(p, mesh) for p in stored}
     unplaced = {p.name: _shards(p, kinds[p.name], mesh, on.get(p.name, (0,))) for p in stored}
     lengths = {name: shards[0].length for name, shards in unplaced.items()}
     order = sorted(unplaced, key=lambda name: -_power(lengths[name]))
@@ -163,15 +163,15 @@ def layout(
     return WeightLayout(files, shards)
 
 
-def _kind(parameter: Parameter) -> ir.DataType:
+def _kind(parameter: Parameter, mesh: Mesh) -> ir.DataType:
     dtype = parameter.source.dtype
     if dtype is None:
         raise DirectoryError(f"parameter {parameter.name!r}: its element type is unknown")
     if not stored_dtype(dtype)[1] and parameter.sharding.split_atoms:
         raise DirectoryError(
             f"parameter {parameter.name!r}: its elements of type {dtype.name.lower()} are packed "
-            f"{8 // dtype.bitwidth} to a byte and cannot be sharded, got strategy "
-            f"{parameter.sharding.dims}; replicate it"
+            f"{8 // dtype.bitwidth} to a byte: expected it replicated, got "
+            f"{parameter.sharding.describe(mesh)}"
         )
     return dtype
 

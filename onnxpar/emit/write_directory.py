@@ -154,7 +154,7 @@ def _write_graph(path: Path, proto: onnx.ModelProto) -> FileEntry:
         data = proto.SerializeToString(deterministic=True)
     except (EncodeError, ValueError) as error:
         raise DirectoryError(
-            f"{path.name}: cannot be serialised, {error}; constants of more than {MAX_PROTOBUF} "
+            f"{path.name}: cannot be serialised: {error}; constants of more than {MAX_PROTOBUF} "
             "bytes must be weights"
         ) from error
     return _write(path, data)

@@ -61,7 +61,7 @@ class ByBody:
 BY_BODY = ByBody()
 UNWRITTEN = Missing("it has no gradient rule")
 NOT_DIFFERENTIABLE = NotDifferentiable("not differentiable")
-FOR_RANKS = NotDifferentiable("it occurs only in the graphs of ranks")
+FOR_RANKS = NotDifferentiable("it occurs only in rank graphs")
 FROM_RULE = Missing("from the rule's factors")
 
 
@@ -173,19 +173,19 @@ class OpDef:
 
 
 def written_only(view: NodeView) -> OpRule:
-    """It occurs only in graphs of ranks: local forms of other operators emit it.
+    """It occurs only in rank graphs: local forms of other operators emit it.
 
     Raises:
         ModelError: Always, since an undivided graph has no such node.
     """
     raise ModelError(
         f"expected an undivided graph, got node {view.name!r}: {view.op_type} occurs only in "
-        "the graphs of ranks"
+        "rank graphs"
     )
 
 
 def for_ranks(op_type: str, **slots: Any) -> OpDef:
-    """Returns the record of an operator of `onnxpar` that occurs only in graphs of ranks.
+    """Returns the record of an operator of `onnxpar` that occurs only in rank graphs.
 
     Args:
         op_type: Name of the operator.

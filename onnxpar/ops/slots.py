@@ -166,7 +166,7 @@ class Precision:
     Attributes:
         half: Type variables, in ONNX's schema, of the operands that become 16 bits.
         follows: Whether it takes the type of its operands.
-        written_out: Whether graphs of ranks have other operators in its place, which have kernels
+        written_out: Whether rank graphs have other operators in its place, which have kernels
             in all types.
     """
 

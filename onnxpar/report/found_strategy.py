@@ -15,7 +15,7 @@ from onnxpar.strategy.schema import SearchEntry
 AIMS = ("little communication relative to computation", "memory", "speed")
 """What each level of the objective seeks."""
 EQUAL = 0.98
-"""Of two times, the lesser one is mentioned if it is less than this share of the other."""
+"""The lesser of two times is mentioned if it is less than this share of the other."""
 EXACT = 1e-4
 """A smaller gap is shown as none."""
 REPLICATED = "replicated"

@@ -227,7 +227,7 @@ def _totals(
     replicated: Sequence[Json],
     stages: Sequence[Json],
 ) -> Json:
-    """Sums of a program. Of the stages of a pipeline, the fullest gives the bytes of a device."""
+    """Sums of a program. In a pipeline, the fullest stage gives the bytes of a device."""
     collectives = parted.builder.collectives
     # A parameter that several stages hold counts once.
     sizes = {

@@ -12,7 +12,7 @@ from onnxpar.ops.registry import Registry
 from onnxpar.ops.slots import Kernel, Precision, Roles, no_workspace
 from onnxpar.ops.table import REGISTRY
 
-_BODY = "of its body"
+_BODY = "from its body"
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,8 @@ class OperatorRow:
         op_type: Name of the operator.
         since_version: First opset version for which the definition holds.
         rule: What its sharding rule says, in one line.
-        local: "copied unchanged", "of its body", or what its local form does.
-        gradient: "yes", "of its body", or why there is none.
+        local: "copied unchanged", "from its body", or what its local form does.
+        gradient: "yes", "from its body", or why there is none.
         cost: "yes", or where the cost comes from.
         keeps_zero: Whether zero padding stays zero.
         slots: The contents of the other slots, by the slot's name (`slot_words`).

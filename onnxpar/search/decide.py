@@ -299,8 +299,8 @@ def _nothing_fits(refused: Sequence[Way], presets: Sequence[Way], table: SymbolT
         if divisors:
             options = " ".join(f"--symbol {name}:divisor={n}" for name, n in divisors.items())
             texts.append(
-                "padding or gathering sizes that may not divide evenly takes memory; if they "
-                f"always divide evenly, {options} may save it"
+                "sizes that may not divide evenly are padded or gathered, which takes memory; if "
+                f"they always divide evenly, {options} may help"
             )
     return "; ".join(texts)
 

@@ -427,8 +427,8 @@ def _merged_counts(
 def _not_contiguous(site: Site, tensor: str, count: int, sizes: Sequence[Dim]) -> StrategyError:
     shape = " x ".join(map(dim_str, sizes))
     return site.fail(
-        f"{tensor}: expected a number of shards that splits the merged dims {shape} in order, each "
-        f"completely before the next, got {count}"
+        f"{tensor}: expected a number of shards that shards each of the merged dims {shape} "
+        f"completely before the next one, got {count}"
     )
 
 

@@ -132,7 +132,10 @@ def _walk(tree: ast.expr, values: Mapping[str, int], text: str) -> Fraction:
         case ast.BinOp(left=left, op=ast.Pow(), right=right):
             exponent = _walk(right, values, text)
             if exponent.denominator != 1 or not 0 <= exponent <= _MAX_EXPONENT:
-                raise ExpressionError(f"{text!r} has the exponent {exponent}")
+                raise ExpressionError(
+                    f"{text!r}: expected an integer from 0 to {_MAX_EXPONENT} as exponent, got "
+                    f"{exponent}"
+                )
             return _walk(left, values, text) ** exponent.numerator
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _BINARY:
             return _BINARY[type(op)](_walk(left, values, text), _walk(right, values, text))

@@ -510,7 +510,7 @@ class ManifestContents:
             made = source and {(v.name, v.dtype, v.shape) for v in source.handed_out}
             if not made or (value.name, value.dtype, value.shape) not in made:
                 place = f".programs.{name}.handed_in {value.name!r}"
-                yield place, f"{value.source!r} to hand it out with the same type and shape", value
+                yield place, f"{value.source!r} to make it with the same type and shape", value
 
 
 def manifest_json(directory: Path) -> Any:

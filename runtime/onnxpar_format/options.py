@@ -219,8 +219,8 @@ class EvaluationRun:
     metric: Annotated[
         str | None,
         Option(
-            "Only accuracy, which is printed anyway if the loss has classes. With this option, "
-            "other losses are an error.",
+            "accuracy, the only metric. It is printed in any case if the loss has classes; for "
+            "other losses, this option is an error.",
             "NAME",
         ),
     ] = None

@@ -233,5 +233,5 @@ def test_the_search_knows_what_is_not_proved_even(tmp_path: Path) -> None:
 
 def test_where_nothing_fits_what_may_be_declared_is_said(tmp_path: Path) -> None:
     workload, wanted = unproved(tmp_path, two_layer.build(), "mse")
-    with pytest.raises(ShardingError, match="--symbol batch:divisor=4 may save it"):
+    with pytest.raises(ShardingError, match="--symbol batch:divisor=4 may help"):
         decide(under(1024, wanted), workload)

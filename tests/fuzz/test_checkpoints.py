@@ -125,7 +125,7 @@ CHANGES: dict[str, tuple[Change, str]] = {
     "longer": (lambda data: data + b"x", "changed, expected {} bytes"),
     "a bit": (
         lambda data: data[:-1] + bytes([data[-1] ^ 1]),
-        "its content has changed: expected the sum",
+        "its content has changed: expected the checksum",
     ),
     "no header": (lambda data: bytes(len(data)), "rank0000.safetensors"),
     "header": (lambda data: data[:9] + b"?" + data[10:], "rank0000.safetensors"),

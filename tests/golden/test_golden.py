@@ -21,7 +21,7 @@ from tests.children import with_tests
 from tools import golden
 
 FILES = golden.files()
-AS_IT_IS = ("copied unchanged", "of its body")
+AS_IT_IS = ("copied unchanged", "from its body")
 COLLECTIVES = ("AllReduce", "AllGather", "ReduceScatter", "AllToAll", "Permute")
 # One process that runs a file, in the order in which another hash seed iterates over sets.
 AGAIN = """

@@ -115,7 +115,9 @@ def canonical(expr: sympy.Expr) -> sympy.Expr:
         return canonical(base) ** exponent
     rebuild = _REBUILD.get(expr.func)
     if rebuild is None:
-        raise SymbolError(f"the size {expr} is not made of + - * / // % min max floor ceil")
+        raise SymbolError(
+            f"expected a size that uses only + - * / // % min max floor ceil, got {expr}"
+        )
     return rebuild(*(canonical(arg) for arg in expr.args))
 
 

@@ -1,4 +1,4 @@
-"""Collectives of the domain `onnxpar` that resharding writes into the graphs of ranks."""
+"""Collectives of the domain `onnxpar` that resharding writes into rank graphs."""
 
 from onnxpar.ops.operator import for_ranks
 from onnxpar.ops.slots import IN_PLACE

@@ -158,7 +158,7 @@ def _keeps_all(view: NodeView, axis: int, position: int) -> bool:
 
 
 def slice_rule(view: NodeView) -> OpRule:
-    """Slice: a dim that keeps all its elements may be split, the others are replicated."""
+    """Slice: a dim that keeps all its elements may be sharded, the others are replicated."""
     shape = view.shape(0)
     names = axis_names(len(shape))
     sliced = {axis for axis, at in _slices(view).items() if not _keeps_all(view, axis, at)}

@@ -251,7 +251,7 @@ class _Files:
                 files = ", ".join(dict.fromkeys(shard.file for shard in tensor.shards))
                 raise CheckpointError(
                     f"{self._checkpoint.directory}: tensor {name!r} in {files}: its content has "
-                    f"changed: expected the sum {tensor.sum}, got {got}"
+                    f"changed: expected the checksum {tensor.sum}, got {got}"
                 )
 
 

@@ -131,7 +131,7 @@ def test_axes_that_do_not_fit_the_atoms_are_refused() -> None:
         Mesh((("a", 2), ("a", 2)), (2, 2))
     with pytest.raises(MeshError, match="do not multiply"):
         Mesh((("a", 2), ("b", 2)), (2, 2, 2))
-    with pytest.raises(MeshError, match="not a run"):
+    with pytest.raises(MeshError, match="product 2 after atoms"):
         Mesh((("a", 2), ("b", 3)), (3, 2))
 
 

@@ -82,4 +82,6 @@ def test_the_command_line_lists_them(name: str, capsys: pytest.CaptureFixture[st
         (expanded, BY_BODY) if definition is None else (definition.rule, definition.gradient)
     )
     assert row["rule"] == (rule.__doc__ or "").splitlines()[0]
-    assert row["gradient"] == (gradient.reason if isinstance(gradient, Missing) else "of its body")
+    assert row["gradient"] == (
+        gradient.reason if isinstance(gradient, Missing) else "from its body"
+    )

@@ -32,7 +32,7 @@ def faults(definition: OpDef) -> list[str]:
         "the local form has no docstring": not (definition.local.__doc__ or "").strip(),
         "what draws random numbers is copied": definition.draws is always
         and definition.local is copy_node,
-        "a body is asked for that nobody has": (
+        "a body is required, but there is none": (
             isinstance(gradient, ByBody) or definition.rule is expanded
         )
         and not (definition.body or definition.upgrades or has_body(definition)),
@@ -41,10 +41,11 @@ def faults(definition: OpDef) -> list[str]:
         and not has_schema(definition),
         "a view is written over an operand": memory.view and memory.over,
         "operands are named twice": len(set(places)) != len(places),
-        "an operand that ONNX's schema has not": has_schema(definition)
+        "an operand that ONNX's schema lacks": has_schema(definition)
         and any(place >= arity(definition) for place in places),
         "a slot that says nothing": not all(slot_words(definition).values()),
-        "it stands for ranks and is priced": not in_models and not isinstance(cost, Missing),
+        "it occurs only in rank graphs, but has a cost": not in_models
+        and not isinstance(cost, Missing),
         "it reads shapes and elements": definition.reads_shape_only and definition.host_operands,
     }
     return [what for what, holds in wrong.items() if holds]
@@ -81,7 +82,7 @@ def test_each_fault_is_seen() -> None:
     assert changed("Add", gradient=Missing("")) == ["missing for no reason"]
     assert changed("Add", cost=Missing("")) == ["missing for no reason"]
     assert changed("Add", draws=always) == ["what draws random numbers is copied"]
-    assert changed("Reshape", host_operands=(2,)) == ["an operand that ONNX's schema has not"]
+    assert changed("Reshape", host_operands=(2,)) == ["an operand that ONNX's schema lacks"]
     assert changed("Conv", roles=Roles(weights=(1,), vectors=(1,))) == ["operands are named twice"]
     assert changed("Reshape", memory=replace(VIEW, over=((0, 0),))) == [
         "a view is written over an operand"

@@ -298,9 +298,9 @@ def test_pieces_of_a_merged_dim_go_to_its_major_factors_first(
 
 
 def test_pieces_that_do_not_shard_a_merged_dim_in_order_are_refused() -> None:
-    with pytest.raises(StrategyError, match="splits the merged dims 2 x 2 x 3 in order, each"):
+    with pytest.raises(StrategyError, match="each of the merged dims 2 x 2 x 3 completely"):
         seeds(parse(SPLIT), "devices: 6\nnodes: {view: {in: [[3, 1]]}}")
-    with pytest.raises(StrategyError, match="splits the merged dims 2 x 2 x 3 in order, each"):
+    with pytest.raises(StrategyError, match="each of the merged dims 2 x 2 x 3 completely"):
         seeds(parse(SPLIT), "mesh: {a: 3}\nnodes: {view: {in: [[a, ~]]}}")
 
 

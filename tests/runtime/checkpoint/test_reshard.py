@@ -162,7 +162,9 @@ def test_schema_1_is_read(trained: Path, tmp_path: Path, summed: bool) -> None:
     raw = bytearray(file.read_bytes())
     raw[-1] ^= 1
     file.write_bytes(raw)
-    with pytest.raises(CheckpointError, match=f"expected {'the sum' if summed else 'SHA-256'}"):
+    with pytest.raises(
+        CheckpointError, match=f"expected {'the checksum' if summed else 'SHA-256'}"
+    ):
         merge(old, tmp_path / "c")
     assert not (tmp_path / "c").exists()
 
@@ -181,7 +183,7 @@ def test_a_changed_byte_of_the_source_is_found(trained: Path, tmp_path: Path) ->
         ),
         (
             lambda: reshard(merged, tmp_path / "n", trained / "tp4"),
-            "its content has changed: expected the sum",
+            "its content has changed: expected the checksum",
         ),
         (
             lambda: merge(merged, tmp_path / "n", verify=True),

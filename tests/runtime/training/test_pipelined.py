@@ -254,7 +254,7 @@ def _of(raw: dict[str, Any], name: str, key: str) -> Any:
         ),
         (
             lambda m: _of(m, "forward_model.1", "handed_in")[0].update(name="h7"),
-            "forward_model.1.handed_in 'h7': expected 'forward_model.0' to hand it out with the "
+            "forward_model.1.handed_in 'h7': expected 'forward_model.0' to make it with the "
             "same type and shape",
         ),
         (
