@@ -9,20 +9,18 @@ weight depends only on the seed and its own name, not on the rest of the graph.
 """
 
 import argparse
-import dataclasses
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
-ConfigT = TypeVar("ConfigT", bound="DataclassInstance")
+T = TypeVar("T")
+ConfigT = TypeVar("ConfigT", bound="Exported")
 
 IR_VERSION = 11
 """The first with multi-device fields; onnxruntime 1.31 reads up to 13."""
@@ -227,12 +225,33 @@ def _save_sparse(model: ir.Model, path: Path, data: Path) -> None:
             value.const_value = tensor
 
 
-def check_positive(config: "DataclassInstance", *names: str) -> None:
-    """Raises ValueError if one of these fields, an integer or a tuple of them, is below 1."""
-    for name in names:
-        value = getattr(config, name)
-        if min(value if isinstance(value, tuple) else (value,), default=1) < 1:
-            raise ValueError(f"{name}: expected a positive integer, got {value}")
+def option(default: T, text: str) -> T:
+    """A field of an exporter's `Config` with its help text."""
+    return field(default=default, metadata={"help": text})
+
+
+def size(default: T, text: str) -> T:
+    """A field of an exporter's `Config` whose numbers must be positive."""
+    return field(default=default, metadata={"help": text, "positive": True})
+
+
+@dataclass(frozen=True)
+class Exported:
+    """The sizes and the form of a network; sizes are in elements.
+
+    Raises:
+        ValueError: a size that is not positive.
+    """
+
+    seed: int = option(0, "seed of the weights")
+
+    def __post_init__(self) -> None:
+        """Refuse sizes that no layer can have."""
+        for one in fields(self):
+            value = getattr(self, one.name)
+            least = min(value if isinstance(value, tuple) else (value,), default=1)
+            if "positive" in one.metadata and least < 1:
+                raise ValueError(f"{one.name}: expected a positive integer, got {value}")
 
 
 def main(description: str, config: type[ConfigT], build: Callable[[ConfigT], ir.Model]) -> None:
@@ -250,21 +269,23 @@ def main(description: str, config: type[ConfigT], build: Callable[[ConfigT], ir.
         action="store_true",
         help="declare the weights in a sparse file that reads as zeros",
     )
-    for field in dataclasses.fields(config):
-        flag = "--" + field.name.replace("_", "-")
-        text = str(field.metadata["help"])
-        if isinstance(field.default, bool):
+    for one in fields(config):
+        flag = "--" + one.name.replace("_", "-")
+        text = str(one.metadata["help"])
+        if isinstance(one.default, bool):
             parser.add_argument(flag, action="store_true", help=text)
-        elif isinstance(field.default, tuple):
-            parser.add_argument(flag, type=int, nargs="+", default=field.default, help=text)
+        elif isinstance(one.default, tuple):
+            parser.add_argument(flag, type=int, nargs="+", default=one.default, help=text)
         else:
-            kind = type(field.default)
-            parser.add_argument(flag, type=kind, default=field.default, help=text)
+            kind = type(one.default)
+            parser.add_argument(flag, type=kind, default=one.default, help=text)
     options = vars(parser.parse_args())
     output: Path = options.pop("output")
     materialise = not options.pop("no_weights")
     try:
-        chosen = {k: tuple(v) if isinstance(v, list) else v for k, v in options.items()}
+        chosen: dict[str, Any] = {
+            k: tuple(v) if isinstance(v, list) else v for k, v in options.items()
+        }
         model = build(config(**chosen))
         save(model, output, materialise=materialise)
     except (ValueError, OSError) as error:

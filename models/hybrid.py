@@ -8,27 +8,18 @@ the layout of PyTorch and MindSpore, [outputs, inputs].
 """
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import onnx_ir as ir
-from _exporter import GraphWriter, check_positive, main
+from _exporter import Exported, GraphWriter, main, size
 
 
 @dataclass(frozen=True)
-class Config:
-    """The sizes of the network, in elements.
+class Config(Exported):
+    """The sizes of the network, in elements."""
 
-    Raises:
-        ValueError: a size that is not positive.
-    """
-
-    side: int = field(default=28, metadata={"help": "height and width of an image"})
-    hidden: int = field(default=512, metadata={"help": "width of the hidden layers"})
-    seed: int = field(default=0, metadata={"help": "seed of the weights"})
-
-    def __post_init__(self) -> None:
-        """Refuse sizes that no layer can have."""
-        check_positive(self, "side", "hidden")
+    side: int = size(28, "height and width of an image")
+    hidden: int = size(512, "width of the hidden layers")
 
 
 def build(config: Config | None = None, **fields: int) -> ir.Model:

@@ -16,12 +16,12 @@ to 4 bits block by block, symmetrically.
 """
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
-from _exporter import GraphWriter, check_positive, main
+from _exporter import Exported, GraphWriter, main, option, size
 
 MICROSOFT = "com.microsoft"
 EPSILON = 1e-5
@@ -32,35 +32,28 @@ Array = npt.NDArray[np.generic]
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Exported):
     """The sizes and the form of the model.
 
     Raises:
         ValueError: a size that is not positive, or heads, blocks or bytes that do not fit.
     """
 
-    layers: int = field(default=2, metadata={"help": "number of blocks"})
-    hidden: int = field(default=64, metadata={"help": "width of the residual stream"})
-    heads: int = field(default=4, metadata={"help": "query heads"})
-    kv_heads: int = field(default=2, metadata={"help": "heads of keys and values"})
-    head_dim: int = field(default=16, metadata={"help": "width of a head, a multiple of 16"})
-    ffn: int = field(default=128, metadata={"help": "feed-forward width"})
-    vocab: int = field(default=256, metadata={"help": "number of tokens"})
-    max_positions: int = field(default=128, metadata={"help": "longest sequence"})
-    block: int = field(default=16, metadata={"help": "elements with one scale"})
-    packed: bool = field(
-        default=False, metadata={"help": "one projection to queries, keys and values"}
-    )
-    accuracy: int = field(
-        default=0, metadata={"help": "accuracy_level of the products; 4 computes in int8"}
-    )
-    seed: int = field(default=0, metadata={"help": "seed of the weights"})
+    layers: int = size(2, "number of blocks")
+    hidden: int = size(64, "width of the residual stream")
+    heads: int = size(4, "query heads")
+    kv_heads: int = size(2, "heads of keys and values")
+    head_dim: int = option(16, "width of a head, a multiple of 16")
+    ffn: int = size(128, "feed-forward width")
+    vocab: int = size(256, "number of tokens")
+    max_positions: int = size(128, "longest sequence")
+    block: int = option(16, "elements with one scale")
+    packed: bool = option(False, "one projection to queries, keys and values")
+    accuracy: int = option(0, "accuracy_level of the products; 4 computes in int8")
 
     def __post_init__(self) -> None:
         """Refuse sizes that do not make a model."""
-        check_positive(
-            self, "layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "max_positions"
-        )
+        super().__post_init__()
         if self.heads % self.kv_heads:
             raise ValueError(f"heads: expected a multiple of {self.kv_heads}, got {self.heads}")
         if self.head_dim < 16 or self.head_dim % 16:

@@ -8,31 +8,20 @@ product that a strategy can address. Weights are drawn as in He et al. (2015), f
 """
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import onnx_ir as ir
-from _exporter import GraphWriter, check_positive, main
+from _exporter import Exported, GraphWriter, main, size
 
 
 @dataclass(frozen=True)
-class Config:
-    """The sizes of the network, in elements.
+class Config(Exported):
+    """The sizes of the network, in elements."""
 
-    Raises:
-        ValueError: a size that is not positive.
-    """
-
-    image: int = field(default=28, metadata={"help": "height and width of an image"})
-    hidden: tuple[int, ...] = field(
-        default=(512, 512), metadata={"help": "width of each hidden layer"}
-    )
-    classes: int = field(default=10, metadata={"help": "width of the output"})
-    seed: int = field(default=0, metadata={"help": "seed of the weights"})
-
-    def __post_init__(self) -> None:
-        """Refuse sizes that no layer can have."""
-        check_positive(self, "image", "hidden", "classes")
+    image: int = size(28, "height and width of an image")
+    hidden: tuple[int, ...] = size((512, 512), "width of each hidden layer")
+    classes: int = size(10, "width of the output")
 
 
 def build(config: Config | None = None, **fields: int | tuple[int, ...]) -> ir.Model:

@@ -8,27 +8,18 @@ block. Weights have the layout of PyTorch and MindSpore, [outputs, inputs].
 """
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import onnx_ir as ir
-from _exporter import GraphWriter, check_positive, main
+from _exporter import Exported, GraphWriter, main, size
 
 
 @dataclass(frozen=True)
-class Config:
-    """The sizes of the network, in elements.
+class Config(Exported):
+    """The sizes of the network, in elements."""
 
-    Raises:
-        ValueError: a size that is not positive.
-    """
-
-    width: int = field(default=32, metadata={"help": "width of every layer"})
-    blocks: int = field(default=3, metadata={"help": "number of blocks"})
-    seed: int = field(default=0, metadata={"help": "seed of the weights"})
-
-    def __post_init__(self) -> None:
-        """Refuse sizes that no layer can have."""
-        check_positive(self, "width", "blocks")
+    width: int = size(32, "width of every layer")
+    blocks: int = size(3, "number of blocks")
 
 
 def build(config: Config | None = None, **fields: int) -> ir.Model:

@@ -9,11 +9,11 @@ causal mask and every Reshape target are computed in the graph from Shape, as ex
 """
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import onnx_ir as ir
-from _exporter import GraphWriter, check_positive, main
+from _exporter import Exported, GraphWriter, main, option, size
 
 EPSILON = 1e-5
 """Added to the variance by every LayerNormalization."""
@@ -29,7 +29,7 @@ SCALE_STD = 0.1
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Exported):
     """The sizes and the form of the model.
 
     Raises:
@@ -37,36 +37,23 @@ class Config:
             ratio outside [0, 1).
     """
 
-    layers: int = field(default=4, metadata={"help": "number of blocks"})
-    d_model: int = field(default=64, metadata={"help": "width of the residual stream"})
-    heads: int = field(default=4, metadata={"help": "attention heads"})
-    vocab: int = field(default=256, metadata={"help": "number of tokens"})
-    max_positions: int = field(default=128, metadata={"help": "longest sequence"})
-    ffn: int = field(default=0, metadata={"help": "feed-forward width; 0 is four times d-model"})
-    fused_qkv: bool = field(
-        default=False, metadata={"help": "one projection to queries, keys and values, then Split"}
-    )
-    merged_heads: bool = field(
-        default=False, metadata={"help": "attention over one merged dim of batch*heads"}
-    )
-    tied_head: bool = field(
-        default=False, metadata={"help": "the output projection is the token table, transposed"}
-    )
-    loss: bool = field(
-        default=False, metadata={"help": "add the input labels and the output loss (mean)"}
-    )
-    ignore_index: int = field(default=-100, metadata={"help": "the label that the loss ignores"})
-    dropout: float = field(
-        default=0.0, metadata={"help": "ratio of the Dropout nodes; 0 writes none"}
-    )
-    training: bool = field(
-        default=False, metadata={"help": "as exported in training mode: Dropout drops"}
-    )
-    seed: int = field(default=0, metadata={"help": "seed of the weights"})
+    layers: int = size(4, "number of blocks")
+    d_model: int = size(64, "width of the residual stream")
+    heads: int = size(4, "attention heads")
+    vocab: int = size(256, "number of tokens")
+    max_positions: int = size(128, "longest sequence")
+    ffn: int = option(0, "feed-forward width; 0 is four times d-model")
+    fused_qkv: bool = option(False, "one projection to queries, keys and values, then Split")
+    merged_heads: bool = option(False, "attention over one merged dim of batch*heads")
+    tied_head: bool = option(False, "the output projection is the token table, transposed")
+    loss: bool = option(False, "add the input labels and the output loss (mean)")
+    ignore_index: int = option(-100, "the label that the loss ignores")
+    dropout: float = option(0.0, "ratio of the Dropout nodes; 0 writes none")
+    training: bool = option(False, "as exported in training mode: Dropout drops")
 
     def __post_init__(self) -> None:
         """Refuse sizes that do not make a model."""
-        check_positive(self, "layers", "d_model", "heads", "vocab", "max_positions")
+        super().__post_init__()
         if self.ffn < 0:
             raise ValueError(f"ffn: expected a width, or 0, got {self.ffn}")
         if self.d_model % self.heads:

@@ -7,28 +7,19 @@ and `/matmul2/MatMul` (16x16). Weights are drawn as in He et al. (2015), for ReL
 """
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import onnx_ir as ir
-from _exporter import GraphWriter, check_positive, main
+from _exporter import Exported, GraphWriter, main, size
 
 
 @dataclass(frozen=True)
-class Config:
-    """The sizes of the network, in elements.
+class Config(Exported):
+    """The sizes of the network, in elements."""
 
-    Raises:
-        ValueError: a size that is not positive.
-    """
-
-    inputs: int = field(default=32, metadata={"help": "width of the input"})
-    hidden: int = field(default=16, metadata={"help": "width between the layers"})
-    outputs: int = field(default=16, metadata={"help": "width of the output"})
-    seed: int = field(default=0, metadata={"help": "seed of the weights"})
-
-    def __post_init__(self) -> None:
-        """Refuse sizes that no layer can have."""
-        check_positive(self, "inputs", "hidden", "outputs")
+    inputs: int = size(32, "width of the input")
+    hidden: int = size(16, "width between the layers")
+    outputs: int = size(16, "width of the output")
 
 
 def build(config: Config | None = None, **fields: int) -> ir.Model:
