@@ -17,7 +17,6 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 from onnx.inliner import inline_local_functions
 from onnx.reference import ReferenceEvaluator
-from onnx.reference.op_run import OpRun
 
 from onnxpar.core.mesh import Mesh
 from onnxpar.core.sharding import Component, DimSharding, Sharding, split
@@ -30,6 +29,7 @@ from onnxpar.ops.function import VERSION
 from onnxpar.ops.table import REGISTRY
 from onnxpar.partition.partitioned_model import PartitionedModel
 from tests.norm_reference import OPERATORS as NORMS
+from tests.numpy_operators import numpy_operators
 from tests.shards import concrete, join
 from tests.sliding_reference import OPERATORS as SLIDING
 
@@ -247,70 +247,48 @@ def _info(value: ir.Value, array: Array | None) -> onnx.ValueInfoProto:
     return onnx.helper.make_tensor_value_info(value.name or "", int(value.dtype), shape)
 
 
-class Erf(OpRun):  # type: ignore[misc]
-    """Erf in the type of its operand; onnx.reference rounds it to float32."""
-
-    op_domain = ""
-
-    def _run(self, x: Array) -> tuple[Array]:
-        return (np.vectorize(erf, otypes=[x.dtype])(x),)
+def _erf(x: Array) -> Array:
+    """In the type of its operand; onnx.reference rounds it to float32."""
+    return np.vectorize(erf, otypes=[x.dtype])(x)
 
 
-class Gelu(OpRun):  # type: ignore[misc]
-    """Gelu in the type of its operand, for the same reason."""
-
-    op_domain = ""
-
-    def _run(self, x: Array, approximate: str | None = None) -> tuple[Array]:
-        if approximate == "tanh":
-            inner = np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))
-        else:
-            inner = np.vectorize(erf, otypes=[x.dtype])(x / np.sqrt(2))
-        return ((x * (1 + inner) / 2).astype(x.dtype),)
+def _gelu(x: Array, *, approximate: str | None) -> Array:
+    """In the type of its operand, for the same reason."""
+    if approximate == "tanh":
+        inner = np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))
+    else:
+        inner = _erf(x / np.sqrt(2))
+    return (x * (1 + inner) / 2).astype(x.dtype)
 
 
-class FusedMatMul(OpRun):  # type: ignore[misc]
-    """onnxruntime's FusedMatMul: alpha·A'·B', the operands' last two dims turned or not."""
-
-    op_domain = MICROSOFT
-
-    def _run(
-        self,
-        a: Array,
-        b: Array,
-        alpha: float = 1.0,
-        transA: int = 0,
-        transB: int = 0,
-    ) -> tuple[Array]:
-        a, b = (x.swapaxes(-1, -2) if turned else x for x, turned in ((a, transA), (b, transB)))
-        return (np.asarray(np.matmul(a, b) * a.dtype.type(alpha)),)
+def _fused_matmul(
+    a: Array, b: Array, *, alpha: float = 1.0, transA: int = 0, transB: int = 0
+) -> Array:
+    """alpha·A'·B', the operands' last two dims turned or not."""
+    a, b = (x.swapaxes(-1, -2) if turned else x for x, turned in ((a, transA), (b, transB)))
+    return np.asarray(np.matmul(a, b) * a.dtype.type(alpha))
 
 
-class LayerNormalization(OpRun):  # type: ignore[misc]
-    """LayerNormalization with statistics in any type; onnx.reference has float32 alone."""
-
-    op_domain = ""
-
-    def _run(
-        self,
-        x: Array,
-        scale: Array,
-        bias: Array | None = None,
-        axis: int = -1,
-        epsilon: float = 1e-5,
-        stash_type: int = 1,
-    ) -> tuple[Array, ...]:
-        kind = onnx.helper.tensor_dtype_to_np_dtype(stash_type)
-        wide = x.astype(kind)
-        axes = tuple(range(axis % x.ndim, x.ndim))
-        mean = wide.mean(axes, keepdims=True)
-        centred = wide - mean
-        inverse = 1 / np.sqrt((centred**2).mean(axes, keepdims=True) + float(epsilon))
-        y = (centred * inverse).astype(x.dtype) * scale
-        return y if bias is None else y + bias, mean, inverse.astype(kind)
+def _layer_norm(
+    x: Array, scale: Array, bias: Array | None = None, *, axis: int, epsilon: float, stash_type: int
+) -> tuple[Array, ...]:
+    """With statistics in any type; onnx.reference has float32 alone."""
+    kind = onnx.helper.tensor_dtype_to_np_dtype(stash_type)
+    wide = x.astype(kind)
+    axes = tuple(range(axis % x.ndim, x.ndim))
+    mean = wide.mean(axes, keepdims=True)
+    centred = wide - mean
+    inverse = 1 / np.sqrt((centred**2).mean(axes, keepdims=True) + float(epsilon))
+    y = (centred * inverse).astype(x.dtype) * scale
+    return y if bias is None else y + bias, mean, inverse.astype(kind)
 
 
-REFERENCE_OPS = [*SLIDING, *NORMS, Erf, Gelu, FusedMatMul, LayerNormalization]
+REFERENCE_OPS = [
+    *SLIDING,
+    *NORMS,
+    *numpy_operators("", Erf=_erf, Gelu=_gelu, LayerNormalization=_layer_norm),
+    *numpy_operators(MICROSOFT, FusedMatMul=_fused_matmul),
+]
 
 
 @lru_cache(maxsize=16)
