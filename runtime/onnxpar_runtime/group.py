@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 from numpy.typing import NDArray
 
 from onnxpar_runtime.closing import Closing
-from onnxpar_runtime.collectives import OpCounter, Rank, World
+from onnxpar_runtime.collectives import OpCounter, World
 from onnxpar_runtime.errors import OnnxparRuntimeError, RankError
 from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.session import Session
@@ -28,7 +28,8 @@ class Ranks(Closing, Generic[M]):
 
     Args:
         directory: The directory.
-        make: Makes the member of a rank, from the manifest and the rank; on all ranks at once.
+        kind: Session or Trainer. The members are made on all ranks at once.
+        options: Further arguments of it.
 
     Attributes:
         manifest: The manifest.
@@ -36,10 +37,12 @@ class Ranks(Closing, Generic[M]):
         members: The members, in the order of the ranks.
 
     Raises:
-        OnnxparRuntimeError: What `make` raises, or the manifest cannot be read.
+        OnnxparRuntimeError: As `kind`.
     """
 
-    def __init__(self, directory: str | Path, make: Callable[[Manifest, Rank], M]) -> None:
+    def __init__(
+        self, directory: str | Path, kind: Callable[..., M], *, device: str = "cpu", **options: Any
+    ) -> None:
         """Makes the members."""
         self.manifest = Manifest.load(directory)
         self.world = World.threads(self.manifest.devices)
@@ -47,8 +50,11 @@ class Ranks(Closing, Generic[M]):
         self._first: tuple[int, BaseException] | None = None
         self._lock = threading.Lock()
         self.members: list[M] = []
+        options |= {"device": device, "manifest": self.manifest}
         try:
-            self.members = self.each(lambda rank: make(self.manifest, self.world.rank(rank)))
+            self.members = self.each(
+                lambda rank: kind(directory, rank=self.world.rank(rank), **options)
+            )
         except BaseException:
             self.close()
             raise
@@ -138,15 +144,11 @@ class ThreadsGroup(Ranks[Session]):
         """Loads the graphs of all ranks."""
         super().__init__(
             directory,
-            lambda manifest, rank: Session(
-                directory,
-                program=program,
-                rank=rank,
-                device=device,
-                ort_options=ort_options,
-                custom_ops=custom_ops,
-                manifest=manifest,
-            ),
+            Session,
+            program=program,
+            device=device,
+            ort_options=ort_options,
+            custom_ops=custom_ops,
         )
 
     def run_global(self, feeds: Mapping[str, Array]) -> dict[str, Array]:

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -58,15 +59,8 @@ def save(folder: Path, name: str, layers: int = 2) -> tuple[Path, dict[str, int]
 def measured(directory: Path, trains: bool, sizes: Mapping[str, int]) -> int:
     """Bytes of the fullest rank in the second run, when outputs of the first are there."""
     rng, peaks = np.random.default_rng(0), []
-    programs = (TRAINING, OPTIMIZER)
-    with Ranks(
-        directory,
-        lambda _, rank: (
-            Trainer(directory, rank=rank, device="cpu", programs=programs, measured=True)
-            if trains
-            else Session(directory, rank=rank, device="cpu", measured=True)
-        ),
-    ) as group:
+    kind = partial(Trainer, programs=(TRAINING, OPTIMIZER)) if trains else Session
+    with Ranks[Trainer | Session](directory, kind, measured=True) as group:
         program = group.manifest.program(TRAINING if trains else "model")
         feeds = random_feeds(program, sizes, {s.name: 2 for s in program.inputs}, rng)
         for step in (1, 2):

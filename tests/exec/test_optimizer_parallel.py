@@ -6,7 +6,6 @@
 import os
 import random
 from collections import Counter
-from functools import partial
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -224,7 +223,7 @@ def test_what_is_held_beside_the_states(tmp_path: Path) -> None:
         strategy = strategy_of("dp=4", level)
         out = shard(tmp_path / str(level), model, strategy, optimizer="adamw")
         batch = batch or batch_of(out, np.random.default_rng(0), batch=4, seq=4)
-        with Ranks(out, partial(measured, out)) as group:
+        with Ranks(out, Trainer, programs=(TRAINING, OPTIMIZER), measured=True) as group:
             members, step = group.members, hyper("adamw", 1)
             group.on_each(lambda member: member.train_step([batch], step))  # noqa: B023
             peak = members[0].peak_bytes()

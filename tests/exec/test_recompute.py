@@ -113,10 +113,7 @@ def test_communication_is_kept_or_repeated(tmp_path: Path) -> None:
 
 
 def peak(directory: Path, *batches: Mapping[str, Array]) -> tuple[int, float]:
-    def make(manifest: Any, rank: Any) -> Trainer:
-        return Trainer(directory, rank=rank, device="cpu", manifest=manifest, measured=True)
-
-    with Ranks(directory, make) as ranks:
+    with Ranks(directory, Trainer, measured=True) as ranks:
         results = ranks.on_each(lambda member: member.train_step(batches, hyper("sgd", 1)))
         return max(member.peak_bytes() for member in ranks.members), results[0].loss
 

@@ -67,9 +67,7 @@ def test_ranks_are_counted_apart(tmp_path: Path) -> None:
     longer = "a = Exp(x) b = Sin(a) c = Cos(b) y = Sub(c, a)"
     directory = directory_of(tmp_path / "a", "y = Exp(x)", longer, "a = Exp(x) y = Cos(a)")
     x = np.ones((3000, COLUMNS), np.float32)
-    with Ranks(
-        directory, lambda _, rank: Session(directory, rank=rank, device="cpu", measured=True)
-    ) as group:
+    with Ranks(directory, Session, measured=True) as group:
         for _ in range(2):  # outputs are there before the second run
             group.on_each(lambda member: member.run({"x": x}, {"b": len(x)}))
         assert [m.peak_bytes() // x.nbytes for m in group.members] == [2, 5, 3]
@@ -81,9 +79,7 @@ def test_a_step_counts_states_and_batch(tmp_path: Path, ranks: int) -> None:
     batch = batch_of(6000, 1)
     hyper = {"lr": 0.1, "momentum": 0.9, "clip_norm": float("inf"), "momentum_first": 1.0}
 
-    with Ranks(
-        directory, lambda _, rank: Trainer(directory, rank=rank, device="cpu", measured=True)
-    ) as group:
+    with Ranks(directory, Trainer, measured=True) as group:
         group.on_each(lambda member: member.train_step([batch], hyper))
         for member in group.members:
             states = sum(member.state(name).nbytes for name in member.training.states)

@@ -97,22 +97,14 @@ def measure(directory: Path, trains: bool, sizes: Mapping[str, int]) -> tuple[in
     """Returns the most bytes that each rank of a directory held at once."""
     rng = np.random.default_rng(0)
     if not trains:
-        with Ranks(
-            directory,
-            lambda m, r: Session(directory, rank=r, device="cpu", manifest=m, measured=True),
-        ) as group:
+        with Ranks(directory, Session, measured=True) as group:
             inputs = group.manifest.program("model")
             feeds = random_feeds(inputs, sizes, dict.fromkeys(_names(inputs), 1), rng)
             for _ in range(STEPS):
                 group.on_each(lambda member: member.run_global(feeds))
             return tuple(m.peak_bytes() for m in group.members)
-    with Ranks(
-        directory,
-        lambda m, r: Trainer(
-            directory, rank=r, device="cpu", manifest=m, programs=(TRAINING, OPTIMIZER),
-            measured=True,
-        ),
-    ) as trainers:  # fmt: skip
+    programs = (TRAINING, OPTIMIZER)
+    with Ranks(directory, Trainer, programs=programs, measured=True) as trainers:
         inputs = trainers.manifest.program(TRAINING)
         batch = random_feeds(inputs, sizes, dict.fromkeys(_names(inputs), 1), rng)
         reads = trainers.manifest.program(OPTIMIZER).system_inputs

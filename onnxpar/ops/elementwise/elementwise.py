@@ -1,6 +1,7 @@
 """Elementwise operators: every dim is a parallel factor; they differ in their linear clauses."""
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import onnx_ir as ir
@@ -149,6 +150,9 @@ def _test(name: str, version: int, **slots: Any) -> OpDef:
     return OpDef("", name, version, _rule(), gradient=_TRUTH, on_part=same_node, **slots)
 
 
+_exact = partial(_op, precision=FOLLOWS, folding=Folding.EXACT)
+"""An operator whose results IEEE 754 rounds in one way, in the precision of its operands."""
+
 # The bias of a product, or the scale of a composed normalisation, may be either operand.
 _ROWS = Roles(row_vectors=(0, 1))
 
@@ -255,51 +259,22 @@ DEFS = (
     ),
     # |xy| = |x||y|. This holds for sign and reciprocal too, but the product may vanish or overflow
     # where its factors do not.
-    _op(
-        "Abs",
-        1,
-        grad.absolute,
-        _rule("prod 0"),
-        zero=True,
-        precision=FOLLOWS,
-        values=ABS,
-        folding=Folding.EXACT,
-    ),
+    _exact("Abs", 1, grad.absolute, _rule("prod 0"), zero=True, values=ABS),
     _op("Sign", 9, _STEPS, _rule(_MONOTONE), zero=True, folding=Folding.EXACT),
-    _op(
-        "Neg",
-        6,
-        grad.neg,
-        _rule("sum 0"),
-        zero=True,
-        precision=FOLLOWS,
-        values=NEG,
-        folding=Folding.EXACT,
+    _exact("Neg", 6, grad.neg, _rule("sum 0"), zero=True, values=NEG),
+    _exact(
+        "Add", 7, grad.sum_gradient, _sum_rule, zero=True, broadcasts=True, roles=_ROWS, values=ADD
     ),
-    _op(
-        "Add",
-        7,
-        grad.sum_gradient,
-        _sum_rule,
-        zero=True,
-        broadcasts=True,
-        roles=_ROWS,
-        precision=FOLLOWS,
-        values=ADD,
-        folding=Folding.EXACT,
-    ),
-    _op(
+    _exact(
         "Sub",
         7,
         grad.sub_gradient,
         _rule(f"sum 0+1, {_extrema((0,))}"),
         zero=True,
         broadcasts=True,
-        precision=FOLLOWS,
         values=SUB,
-        folding=Folding.EXACT,
     ),
-    _op(
+    _exact(
         "Mul",
         7,
         grad.mul_gradient,
@@ -307,20 +282,10 @@ DEFS = (
         zero=True,
         broadcasts=True,
         roles=_ROWS,
-        precision=FOLLOWS,
         values=MUL,
-        folding=Folding.EXACT,
     ),
-    _op(
-        "Div",
-        7,
-        grad.div_gradient,
-        _div_rule,
-        _quotient_local,
-        broadcasts=True,
-        precision=FOLLOWS,
-        values=divided,
-        folding=Folding.EXACT,
+    _exact(
+        "Div", 7, grad.div_gradient, _div_rule, _quotient_local, broadcasts=True, values=divided
     ),
     _op("Pow", 7, grad.pow_gradient, _rule(), broadcasts=True, values=POW),
     _op(
@@ -357,28 +322,24 @@ DEFS = (
         broadcasts=True,
     ),
     *(
-        _op(
+        _exact(
             name,
             6,
             grad.extremum_gradient,
             _extremum_rule,
             zero=True,
             broadcasts=True,
-            precision=FOLLOWS,
             values=values,
-            folding=Folding.EXACT,
         )
         for name, values in (("Max", MAX), ("Min", MIN))
     ),
-    _op(
+    _exact(
         "Clip",
         6,
         grad.clip_gradient,
         _rule(_MONOTONE),
         memory=IN_PLACE,
-        precision=FOLLOWS,
         values=clipped,
-        folding=Folding.EXACT,
         upgrades={11: Upgrade(_bounds_as_operands)},
     ),
 )

@@ -301,17 +301,10 @@ def identity_rule(view: NodeView) -> OpRule:
     return parse_rule(f"{names} -> {names}; linear: any 0")
 
 
-_view = partial(
-    OpDef,
-    "",
-    cost=view_only,
-    keeps_zero=True,
-    roles=REARRANGES,
-    memory=VIEW,
-    precision=FOLLOWS,
-    values=same_elements,
-    folding=Folding.MOVE,
+_rearranges = partial(
+    OpDef, "", keeps_zero=True, roles=REARRANGES, precision=FOLLOWS, folding=Folding.MOVE
 )
+_view = partial(_rearranges, cost=view_only, memory=VIEW, values=same_elements)
 
 DEFS = (
     _view(
@@ -345,17 +338,12 @@ DEFS = (
         on_part=squeeze_part,
     ),
     _view("Identity", 1, identity_rule, gradient=identity_gradient, on_part=same_node),
-    OpDef(
-        "",
+    _rearranges(
         "Transpose",
         1,
         transpose_rule,
         gradient=transpose_gradient,
-        keeps_zero=True,
-        roles=REARRANGES,
-        precision=FOLLOWS,
         values=transposed,
-        folding=Folding.MOVE,
         on_part=same_node,
     ),
 )

@@ -45,16 +45,12 @@ class TrainerGroup(Ranks[Trainer]):
         """Loads the graphs of all ranks."""
         super().__init__(
             directory,
-            lambda manifest, rank: Trainer(
-                directory,
-                rank=rank,
-                device=device,
-                ort_options=ort_options,
-                custom_ops=custom_ops,
-                seed=seed,
-                manifest=manifest,
-                loss_scale=loss_scale,
-            ),
+            Trainer,
+            device=device,
+            ort_options=ort_options,
+            custom_ops=custom_ops,
+            seed=seed,
+            loss_scale=loss_scale,
         )
 
     def train_step(self, micro_batches: Sequence[Batch], hyper: Mapping[str, float]) -> StepResult:
