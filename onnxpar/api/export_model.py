@@ -19,6 +19,7 @@ from google.protobuf.message import EncodeError
 from onnxpar.core.errors import DirectoryError, ModelError
 from onnxpar.core.name_patterns import SHOWN, nearest
 from onnxpar.emit.manifest import dtype_name
+from onnxpar.emit.weight_layout import SAFETENSORS_DTYPES
 from onnxpar.frontend.load import in_memory, read
 from onnxpar.parameters.recognise import recognise
 
@@ -26,12 +27,7 @@ LARGEST = (1 << 31) - (1 << 24)
 """Larger weights (in bytes) go to a separate file: a protobuf message has less than 2 GiB, and the
 graph needs room, too."""
 
-_DTYPES = {
-    "F64": ir.DataType.DOUBLE,
-    "F32": ir.DataType.FLOAT,
-    "F16": ir.DataType.FLOAT16,
-    "BF16": ir.DataType.BFLOAT16,
-}
+_DTYPES = {code: dtype for dtype, code in SAFETENSORS_DTYPES.items()}
 
 
 @dataclass(frozen=True)

@@ -86,10 +86,10 @@ def shard(
         devices: Number of ranks. Default: as many as mpirun started; without mpirun, the least
             number that can carry out the strategies.
         dataset: `full_batch`: every rank takes and returns whole arrays. `data_parallel`: each rank
-            takes and returns its slice of dim 0 over all ranks (for an output with a strategy, its
-            shard); scalars and declared dims of 1 are not sliced. Or one of the two for each input;
-            outputs are then slices if any input is. If ranks are threads, a sequence with an array
-            for each rank takes the place of a slice.
+            takes and returns shards, with dim 0 sharded over all ranks (for an output with a
+            strategy, its shard in that layout); scalars and declared dims of 1 are not sharded. Or
+            one of the two words for each input; outputs are then shards if any input is. If ranks
+            are threads, a sequence with a shard for each rank takes the place of a shard.
         machine: The machine that the search plans for, a preset or a machine file.
 
     Raises:
@@ -136,7 +136,7 @@ def shard(
 
 
 def _sliced(dataset: str | Sequence[str], inputs: int) -> tuple[bool, ...]:
-    """Returns for each input whether a rank is given a slice of it."""
+    """Returns for each input whether a rank is given a shard of it."""
     each = (dataset,) * inputs if isinstance(dataset, str) else tuple(dataset)
     for entry in (dataset,) if isinstance(dataset, str) else each:
         if entry not in DATASETS:
@@ -249,12 +249,12 @@ class Sharded:
         """Computes the function; every rank must call it.
 
         Args:
-            arrays: The inputs in order: arrays, or slices if `dataset` says so.
+            arrays: The inputs in order: whole arrays, or shards if `dataset` says so.
             named: Inputs by name.
 
         Returns:
-            The output, or a tuple of outputs: each an array, or the rank's slice of it; if ranks
-            are threads, a list with the slice of each rank.
+            The output, or a tuple of outputs: each a whole array, or the rank's shard of it; if
+            ranks are threads, a list with the shard of each rank.
 
         Raises:
             OnnxparError: An input is missing, or its rank, type or size is not the declared one; a
@@ -414,7 +414,7 @@ class Sharded:
                 _check_rank(laid, f"out_strategy[{index}], output {self.outputs[index]!r}", shape)
         strategy = self._strategy(program, gates, dims, values)
         seeds = resolve(strategy, program)
-        # The layout of a slice says nothing about the nodes that read it.
+        # The layout of a shard that is given says nothing about the nodes that read it.
         pinned = {n: s for n, s in seeds.inputs.items() if not self._slice_of(n, dims)}
         pinned |= seeds.parameters
         pinned |= {
@@ -439,7 +439,7 @@ class Sharded:
         return report
 
     def _slice_of(self, name: str, dims: Dims) -> TensorEntry | None:
-        """Returns the layout of an input if each rank is given a slice of it."""
+        """Returns the layout of an input if each rank is given a shard of it."""
         index = self.inputs.index(name)
         shape = dims[index]
         if not self._given.sliced[index] or not shape or shape[0] == 1:

@@ -22,7 +22,7 @@ from onnxpar_format.boxes import Block
 ALIGNMENT = 64
 """Bytes that vector units load at once, and to which onnxruntime's own allocator aligns."""
 
-SAFETENSORS = {
+SAFETENSORS_DTYPES = {
     ir.DataType.FLOAT: "F32",
     ir.DataType.DOUBLE: "F64",
     ir.DataType.FLOAT16: "F16",
@@ -220,7 +220,7 @@ def _header(
     entries: dict[str, object] = {"__metadata__": {"format": "onnxpar"}}
     position, begin = 0, {}
     for name, dtype, shape, length in tensors:
-        known = SAFETENSORS.get(dtype)
+        known = SAFETENSORS_DTYPES.get(dtype)
         entries[name] = {
             "dtype": known or "U8",
             "shape": list(shape) if known else [length],

@@ -152,9 +152,11 @@ def _plan(
         for a, b in zip(source.shape, target.shape, strict=True)
     ):
         raise ShardingError(f"cannot reshard a value of shape {source.shape} to {target.shape}")
-    run = _Run(mesh, table, itemsize)
+    planner = _Planner(mesh, table, itemsize)
     return tuple(
-        step for here, there in legs(source, target, mesh, table) for step in run.steps(here, there)
+        step
+        for here, there in legs(source, target, mesh, table)
+        for step in planner.steps(here, there)
     )
 
 
@@ -166,23 +168,23 @@ def legs(
     If the components of a dim do not line up, the first move replicates those that do not. All
     other changes are left for the second move, in which both sides have the target's components.
     """
-    views = [_aligned(a, b, mesh, table) for a, b in zip(source.dims, target.dims, strict=True)]
-    here = replace(source, dims=tuple(v.source for v in views))
-    there = replace(target, dims=tuple(v.target for v in views))
-    if all(v.gathered is None for v in views):
+    pairs = [_align(a, b, mesh, table) for a, b in zip(source.dims, target.dims, strict=True)]
+    here = replace(source, dims=tuple(v.source for v in pairs))
+    there = replace(target, dims=tuple(v.target for v in pairs))
+    if all(v.gathered is None for v in pairs):
         return ((here, there),)
-    gathered = tuple(v.source if v.gathered is None else v.gathered for v in views)
+    gathered = tuple(v.source if v.gathered is None else v.gathered for v in pairs)
     rewritten = tuple(
         v.source
         if v.gathered is None
         else v.gathered[: v.agreed] + tuple(Component(c.size) for c in v.target[v.agreed :])
-        for v in views
+        for v in pairs
     )
     return ((here, replace(source, dims=gathered)), (replace(source, dims=rewritten), there))
 
 
 @dataclass(frozen=True)
-class _View:
+class _Aligned:
     """The two lists of components of a dim, split at the same sizes as far as possible.
 
     Attributes:
@@ -198,7 +200,7 @@ class _View:
     gathered: DimSharding | None
 
 
-def _aligned(a: DimSharding, b: DimSharding, mesh: Mesh, table: SymbolTable) -> _View:
+def _align(a: DimSharding, b: DimSharding, mesh: Mesh, table: SymbolTable) -> _Aligned:
     left, right = list(a), list(b)
     source: list[Component] = []
     target: list[Component] = []
@@ -225,8 +227,8 @@ def _aligned(a: DimSharding, b: DimSharding, mesh: Mesh, table: SymbolTable) -> 
             break
     # Components that remain on one side only have size 1.
     if not atoms_of((*left, *right)) and not (left and right):
-        return _View(tuple(source), tuple(target), len(source), None)
-    return _View(
+        return _Aligned(tuple(source), tuple(target), len(source), None)
+    return _Aligned(
         (*source, *left),
         (*target, *right),
         len(source),
@@ -259,7 +261,7 @@ def _split_first_atom(c: Component, mesh: Mesh, table: SymbolTable) -> list[Comp
 
 
 @dataclass(frozen=True)
-class _Run:
+class _Planner:
     """Plans between two shardings that have the same components."""
 
     mesh: Mesh

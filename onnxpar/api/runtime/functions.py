@@ -43,9 +43,9 @@ class Call:
 
     Args:
         devices: Number of ranks.
-        feeds: An array for each input; for a sliced input this rank's slice, or a sequence with a
-            slice for each rank if ranks are threads.
-        sliced: For each input whether a rank is given a slice.
+        feeds: An array for each input; for a sliced input this rank's shard, or a sequence with a
+            shard for each rank if ranks are threads.
+        sliced: For each input whether a rank is given a shard of it.
 
     Attributes:
         shapes: Global shape of each input.
