@@ -15,7 +15,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import accumulate
 from math import gcd, inf, log
+from operator import mul
 
 import onnx_ir as ir
 
@@ -58,8 +60,8 @@ CHUNKS = (1, 2, 4)
 """Numbers of virtual stages of a stage that are tried."""
 LAYERS = (1, 2, 3, 4, 8)
 """Recomputation of every k-th layer is tried for these numbers."""
-SAMPLES = (1, 2, 4)
-"""Samples of a micro-batch that are tried for each group of devices of the outer axis."""
+AGAIN = 4
+"""If the best micro-batches are this many times as large as those of the search, it is repeated."""
 MORE = (2, 4, 8, 16, 64)
 """If nothing fits, as many times the devices are estimated."""
 PRICED = 6
@@ -236,8 +238,12 @@ class Configurations:
 
     def _stages(self) -> Sequence[int]:
         """The numbers of stages to try: each stage has a layer, if layers repeat."""
-        most = len(self._layers) or len(self._forward.nodes)
-        return [n for n in self.open.stages if n <= most] or self.open.stages[:1]
+        return [n for n in self.open.stages if n <= self._most] or self.open.stages[:1]
+
+    @property
+    def _most(self) -> int:
+        """The most stages that are tried, unless more are given."""
+        return len(self._layers) or len(self._forward.nodes)
 
     # -- estimates -------------------------------------------------------------------------------
 
@@ -256,19 +262,46 @@ class Configurations:
     def _with_inner(
         self, stages: int, inner: int, counts: Sequence[int], *, limit: bool = False
     ) -> list[_Estimate]:
-        """Estimates with a number of devices of the inner axis."""
+        """Estimates with a number of devices of the inner axis.
+
+        The smallest micro-batch has one sample for each group of devices of the outer axis. Twice
+        as large ones are tried as long as the fastest estimate becomes faster.
+        """
         samples = self.strategy.world / stages / inner
-        strategy = self._search(stages, inner, self._nearest(counts, samples), limit=limit)
-        near = {self._nearest(counts, samples * times) for times in SAMPLES}
-        return [estimate for count in sorted(near) for estimate in self._of(strategy, count)]
+        first = self._nearest(counts, samples)
+        strategy = self._search(stages, inner, first, limit=limit)
+        found, best, fastest = [], first, inf
+        for count in self._fewer_micro_batches(counts, samples):
+            more = list(self._of(strategy, count))
+            found += more
+            seconds = min((e.seconds for e in more if e.bytes <= self.limit), default=inf)
+            if seconds >= fastest:
+                break
+            best, fastest = count, seconds
+        if best * AGAIN <= first:
+            found += self._of(self._search(stages, inner, best, limit=limit), best)
+        return found
+
+    def _fewer_micro_batches(self, counts: Sequence[int], samples: float) -> Iterator[int]:
+        """Yields numbers of micro-batches of about so many samples, twice as many, and so on."""
+        last = 0
+        while last != counts[0]:
+            count = self._nearest(counts, samples)
+            if count != last:
+                yield count
+            last, samples = count, 2 * samples
 
     def _inner(self, stages: int) -> list[int]:
         """Devices of the inner axis of one stage's mesh; the outer axis has the others.
 
-        The inner axis is within the devices with the fastest links, or twice as many.
+        The inner axis is within the devices with the fastest links, or twice as many. If the mesh
+        is given, the inner devices are those of its last axes; they only say how many samples a
+        micro-batch has, since the outer axes alone may shard the batch.
         """
         devices = self.strategy.world // stages
-        if self.strategy.axes or self.strategy.nodes:
+        if self.strategy.axes:
+            return list(accumulate([*self.strategy.axes.values()][::-1], mul, initial=1))
+        if self.strategy.nodes:
             return [1]
         most = 2 * (self.machine.links[0].devices or devices)
         return [n for n in range(1, min(most, devices) + 1) if devices % n == 0]
@@ -535,20 +568,28 @@ class Configurations:
 
     def _enough(self) -> str:
         """Returns how many devices would be enough, by estimates."""
-        if self.strategy.axes or self.strategy.nodes or self.strategy.pipeline is not None:
+        strategy, devices = self.strategy, self.strategy.world
+        if strategy.nodes or (strategy.pipeline is not None and strategy.pipeline.assign):
             return ""
+        # A mesh that is given is that of one stage, so more devices make more stages.
+        fixed = bool(strategy.axes) or strategy.pipeline is not None
         for times in MORE:
             # The copy keeps what is known of the model.
-            other, devices = copy(self), self.strategy.devices * times
-            stages = sorted({n * k for n in self.open.stages for k in (1, times)})
-            other.strategy = replace(self.strategy, devices=devices)
-            other.open = replace(self.open, stages=[n for n in stages if devices % n == 0])
-            for count in other._stages()[-2:]:
+            other = copy(self)
+            stages = {n * k for n in self.open.stages for k in ((times,) if fixed else (1, times))}
+            tried = sorted(n for n in stages if n <= self._most and devices * times % n == 0)
+            if not tried:
+                break
+            devices = self.strategy.world * times
+            other.strategy = replace(strategy, devices=strategy.devices * times)
+            other.open = replace(self.open, stages=tried)
+            for count in tried[-2:]:
                 fits = [e for e in other._estimates(count) if e.bytes <= self.limit]
                 if fits:
                     best = min(fits, key=lambda e: e.seconds)
                     return f"about {devices} devices would do, with {best.configuration.describe()}"
-        return f"{devices} devices would not be enough either"
+        more = devices > self.strategy.world
+        return f"{devices} devices would not be enough either" if more else ""
 
     def improved(self, best: Configured) -> tuple[Configured, list[tuple[str, Way]]]:
         """Returns a plan without the choices that do not pay, and it without each other choice.

@@ -10,6 +10,7 @@ from math import inf, lcm
 from typing import Any
 
 from onnxpar.core.errors import OnnxparError, ShardingError, StrategyError
+from onnxpar.core.machine import bytes_text
 from onnxpar.core.name_patterns import check_symbol_sizes
 from onnxpar.core.symbols import Symbol, SymbolTable
 from onnxpar.graph.plan import Plan
@@ -139,10 +140,10 @@ def decide(
     trains = bool(workload.gradients)
     if configure is not None and not (trains and configure.anything):
         configure = None
+    counts = _counts(strategy, stages)
     near = machine.links[0].devices
     if configure is not None and 0 < near < strategy.world:
         return _configured(strategy, workload, configure, progress)
-    counts = _counts(strategy, stages)
     runs = _micro_batches(strategy, counts, micro_batches) if trains else 1
     tried: list[tuple[Way, Found]] = []
     refused: list[Way] = []
@@ -294,7 +295,9 @@ def _nothing_fits(refused: Sequence[Way], presets: Sequence[Way], table: SymbolT
     plans = {way.name: way.plan for way in presets if way.plan is not None}
     if plans:
         least = min((way for way in presets if way.name in plans), key=lambda way: way.peak)
-        texts.append(f"the preset that needs least memory is {least.name}, with {least.peak} bytes")
+        texts.append(
+            f"the preset that needs least memory is {least.name}, with {bytes_text(least.peak)}"
+        )
         divisors = _unproved(plans.values(), table)
         if divisors:
             options = " ".join(f"--symbol {name}:divisor={n}" for name, n in divisors.items())
@@ -438,8 +441,8 @@ def _within(
         least = min(least, peak(smallest.seeds))
         if least > spec.limit:
             raise ShardingError(
-                f"no strategy fits the memory limit: the smallest peak found is {least} bytes, "
-                f"expected at most {spec.limit:.0f}"
+                "no strategy fits the memory limit: the smallest peak found is "
+                f"{bytes_text(least)}, expected at most {bytes_text(spec.limit)}"
             )
         fits = smallest
     return fits

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onnxpar.core.errors import ShardingError
+from onnxpar.core.machine import bytes_text
 from onnxpar.search.eliminate import solve
 from onnxpar.search.problem import Problem, Term
 from onnxpar.search.solution import Solution, gap, solution
@@ -143,7 +144,7 @@ class _Search:
         if found.memory > self.limit:
             raise ShardingError(
                 "no strategy fits the memory limit: the smallest possible peak is "
-                f"{found.memory:.0f} bytes, expected at most {self.limit:.0f}"
+                f"{bytes_text(found.memory)}, expected at most {bytes_text(self.limit)}"
             )
         return replace(found, bound=0.0)
 

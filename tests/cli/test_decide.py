@@ -190,7 +190,7 @@ def test_a_preset_is_taken_where_nothing_found_fits(
     with pytest.raises(
         ShardingError,
         match=r"is 9; the preset that needs least memory is .*, "
-        r"with [0-9,]+ bytes",
+        r"with [0-9.]+ MiB",
     ):
         decide(limited(least.peak // 2), workload)
     # No preset keeps what is fixed.

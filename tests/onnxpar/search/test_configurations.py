@@ -21,7 +21,7 @@ from onnxpar.search.configurations import Configuration, Configurations, Configu
 from onnxpar.search.rival_plans import Pricing
 from onnxpar.search.workload import Workload
 from onnxpar.stages.stage_price import PipelineSplit
-from onnxpar.strategy import load_strategy
+from onnxpar.strategy import Strategy, load_strategy
 from onnxpar.strategy.recompute_entry import RecomputeOptions
 
 GPT = transformer.Config(layers=6, d_model=64, heads=4, vocab=128, max_positions=64)
@@ -46,9 +46,11 @@ def workload() -> Workload:
     return Workload.training(prepared, spec, OptimizerParallel(threshold=0))
 
 
-def configurations(limit: int, choices: Open) -> Configurations:
-    strategy = load_strategy("auto", DEVICES)
-    entry = strategy.search.model_copy(update={"sizes": SIZES})
+def configurations(
+    limit: int, choices: Open, strategy: Strategy | None = None, batch: int = SIZES["batch"]
+) -> Configurations:
+    strategy = strategy or load_strategy("auto", DEVICES)
+    entry = strategy.search.model_copy(update={"sizes": {**SIZES, "batch": batch}})
     parallel = OptimizerParallel(threshold=0)
     strategy = replace(
         strategy, search=entry, rest="search", dataset="search", optimizer_parallel=parallel
@@ -91,6 +93,23 @@ def test_what_is_given_is_kept() -> None:
         chosen = each.configuration
         assert (chosen.split.stages, chosen.split.micro_batches) == (2, 4)
         assert chosen.parallel.level == 2 and chosen.recompute == given
+
+
+@pytest.mark.parametrize("strategy", ["auto", "pp=2,dp=2,tp=2"])
+def test_the_number_of_micro_batches_is_nearly_the_best(strategy: str) -> None:
+    given = load_strategy(strategy, 8)
+
+    def seconds(count: int | None) -> float:
+        found = configurations(64 << 30, Open((2,), count), given, 512).run()
+        return min(each.way.seconds for each in found)
+
+    assert seconds(None) <= 1.1 * min(seconds(count) for count in (1, 4, 16, 64))
+
+
+def test_if_a_given_mesh_does_not_fit_it_says_how_many_stages_would() -> None:
+    limit = 1500 << 10
+    tried = configurations(limit, Open((1,)), load_strategy("dp=2,tp=2", DEVICES))
+    assert "8 devices would do, with 2 stages" in tried.nothing_fits(tried.run())
 
 
 def test_if_nothing_fits_it_says_what_would() -> None:
@@ -140,6 +159,16 @@ def test_a_plan_under_a_limit_is_carried_out(
     assert main(["shard", str(model), *options, "-o", str(directory)]) == 0
     sizes = "batch=4,seq=8"
     assert main(["verify", str(directory), "--model", str(model), "--symbol", sizes]) == 0
+
+
+@pytest.mark.parametrize("strategy", ["auto", "pp=2,dp=2"])
+def test_stages_that_do_not_divide_the_devices_are_refused(
+    model: Path, tmp_path: Path, strategy: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["plan", str(model), "--loss", "softmax_cross_entropy", "--machine", "h100"]
+    options = ["--devices", "16" if strategy == "auto" else "4", "--strategy", strategy]
+    assert main([*command, *options, "--stages", "3", "-o", str(tmp_path / "s.yaml")]) == 2
+    assert "stages: expected numbers that divide the" in capsys.readouterr().err
 
 
 def test_the_stages_of_a_mesh_may_be_an_option(model: Path, tmp_path: Path) -> None:
