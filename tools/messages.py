@@ -1,28 +1,32 @@
 #!/usr/bin/env python3
 """Lists what onnxpar says to its users: error messages, help texts, and all other prose in strings.
 
-    tools/messages.py                      # everything in onnxpar/ and the packages of runtime/
+    tools/messages.py                      # everything in onnxpar/ and runtime/
     tools/messages.py onnxpar/cli          # only these files or folders
     tools/messages.py --kind error --kind help
 
 Each line reads `path:line: kind: text`. The kinds are:
 
-- `error`: text inside a `raise` statement.
-- `help`: a `help=` argument, or the docstring of a command.
+- `error`: text inside a `raise` statement, or inside a `throw` statement of C++.
+- `help`: a `help=` argument, the first argument of an `Option`, or the docstring of a command.
 - `text`: any other string of three words or more: notices, reasons, lines of reports, and messages
   that a helper function builds.
 """
 
 import argparse
 import ast
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("onnxpar", "runtime/onnxpar_format", "runtime/onnxpar_runtime")
+FOLDERS = ("onnxpar", "runtime/onnxpar_format", "runtime/onnxpar_runtime", "runtime/csrc")
 KINDS = ("error", "help", "text")
 _WORDS = 3
+_CPP = (".cc", ".h")
+_LITERAL = r'"(?:[^"\\\n]|\\.)*"'
+_THROW = re.compile(rf"\bthrow\s+((?:[^;\"]|{_LITERAL})*);")
 
 
 @dataclass(frozen=True)
@@ -43,15 +47,41 @@ class Message:
 
 
 def messages(folders: Sequence[str] = FOLDERS) -> Iterator[Message]:
-    """Yields the messages of every Python file in `folders`, by file and line."""
+    """Yields the messages of every Python and C++ file in `folders`, by file and line."""
     for folder in folders:
         start = ROOT / folder
-        for path in sorted(start.rglob("*.py")) if start.is_dir() else [start]:
-            tree = ast.parse(path.read_text())
-            name = str(path.relative_to(ROOT))
-            found = [*_strings(tree, "text", _docstrings(tree)), *_commands(tree)]
+        paths = sorted(start.rglob("*")) if start.is_dir() else [start]
+        for path in (path for path in paths if path.suffix in (".py", *_CPP)):
+            name, source = str(path.relative_to(ROOT)), path.read_text()
+            found = thrown(source) if path.suffix in _CPP else _of_python(ast.parse(source))
             for line, kind, text in sorted(found):
                 yield Message(name, line, kind, " ".join(text.split()))
+
+
+def thrown(source: str) -> Iterator[tuple[int, str, str]]:
+    """Yields line, kind and text of each message that C++ throws."""
+    for match in _THROW.finditer(source):
+        # Literals and the expressions between them alternate.
+        pieces = re.split(f"({_LITERAL})", match[1].partition("(")[2].removesuffix(")"))
+        texts = [p[1:-1] if i % 2 else _in_braces(p) for i, p in enumerate(pieces)]
+        if len(pieces) > 1:
+            yield source.count("\n", 0, match.start()) + 1, "error", "".join(texts)
+
+
+def _in_braces(expression: str) -> str:
+    # What turns it into text, and joins it with the literals beside it, is left out.
+    text = re.sub(r"std::(to_)?string", "", expression)
+    text = text.lstrip(" +)\n").rstrip(" +(\n")
+    if text.count(")") > text.count("("):
+        text = text.removesuffix(")")
+    if text.startswith("(") and text.endswith(")"):
+        text = text[1:-1]
+    return f"{{{text}}}" if text else ""
+
+
+def _of_python(tree: ast.Module) -> Iterator[tuple[int, str, str]]:
+    yield from _strings(tree, "text", _docstrings(tree))
+    yield from _commands(tree)
 
 
 def _docstrings(tree: ast.Module) -> frozenset[ast.AST]:
@@ -80,7 +110,7 @@ def _strings(
         return
     if isinstance(node, ast.Raise):
         kind = "error"
-    elif isinstance(node, ast.keyword) and node.arg == "help":
+    elif _is_help(node):
         kind = "help"
     text = _text(node)
     if text is None:
@@ -89,6 +119,12 @@ def _strings(
     elif len(text.split()) >= (_WORDS if kind == "text" else 2):
         assert isinstance(node, ast.expr)
         yield node.lineno, kind, text
+
+
+def _is_help(node: ast.AST) -> bool:
+    if isinstance(node, ast.Call):
+        return isinstance(node.func, ast.Name) and node.func.id == "Option"
+    return isinstance(node, ast.keyword) and node.arg == "help"
 
 
 def _text(node: ast.AST) -> str | None:

@@ -55,7 +55,7 @@ Device::Device(int index) : index_(index) {
   int count = 0;
   check(driver().device_count(&count), "cuDeviceGetCount");
   if (index < 0 || index >= count) {
-    throw std::runtime_error("CUDA device " + std::to_string(index) + " does not exist, there are " +
+    throw std::runtime_error("CUDA device " + std::to_string(index) + " does not exist; there are " +
                              std::to_string(count));
   }
   int device = 0;

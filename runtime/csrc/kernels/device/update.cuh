@@ -22,8 +22,8 @@ enum Scalar : int {
   kScalars,
 };
 
-// Each points to a number where the operator's tensors lie; null where the operator has not got it.
-// So a step on a device needs no word from the host, and may be captured and replayed.
+// Each points to a number where the operator's tensors lie; null if the operator does not have it.
+// So a step on a device does not wait for the host, and may be captured and replayed.
 struct Scalars {
   const double* of[kScalars];
 };
