@@ -410,7 +410,7 @@ feed(made, {"x": np.ones(3, np.float32)})
     ("more", "message"),
     [
         ({"STANDIN_NCCL_VERSION": "21903"}, "is NCCL 2.19.3; pip install 'onnxpar[cuda]' brings"),
-        ({"STANDIN_DEVICES": "0"}, "device cuda:0: CUDA device 0 does not exist, there are 0"),
+        ({"STANDIN_DEVICES": "0"}, "device cuda:0: CUDA device 0 does not exist; there are 0"),
     ],
     ids=["version", "device"],
 )
