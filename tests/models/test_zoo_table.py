@@ -50,7 +50,7 @@ def test_a_row_that_holds_is_made_once(tmp_path: Path) -> None:
     assert kept["trained"] == kept["expected"] == "43,146 / 12"
     assert float(kept["loss"]) <= 1e-5 and float(kept["forward"]) <= 2e-5
     assert [path.name for path in (tmp_path / "models").iterdir()] == ["mlp.20.ours.onnx"]
-    # Of the second run there is nothing new, the seconds neither.
+    # The second run changes nothing, not even the seconds.
     code, again, rows = made(tmp_path)
     assert code == 0 and again == [row] and len(rows) == 2
 

@@ -89,7 +89,7 @@ def test_a_single_collective_has_one_price(machine: str) -> None:
 
 
 def test_bytes_rank_nested_reshards_as_their_routes_do() -> None:
-    """Of two axes, none is ranked in opposite order; of three atoms, few (1.3 %)."""
+    """With two axes, no pair is ordered differently; with three atoms, few are (1.3 %)."""
     assert share("wire", (2, 2), every=False) == 0
     assert share("wire", (4, 2), every=False) < 0.02
 

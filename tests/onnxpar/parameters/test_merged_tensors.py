@@ -28,7 +28,7 @@ def inputs_of(model: ir.Model) -> dict[str, list[str | None]]:
 
 
 def test_running_statistics_get_their_own() -> None:
-    """Of fresh layers, the zeros of bias and running mean are one tensor, and so are the ones."""
+    """In new layers, the zeros of bias and running mean are one tensor, and so are the ones."""
     model = read(
         """g (float[n, 2, 3] x) => (float[n, 2, 3] y)
         <float[2] ones, float[2] zeros>
