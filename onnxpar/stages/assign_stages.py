@@ -15,7 +15,8 @@ from onnxpar.stages.partition_chain import Costs, chain_of, partition_chain
 from onnxpar.strategy.annotation_seeds import annotated_virtual_stages
 from onnxpar.strategy.divided_weights import match_nodes
 from onnxpar.strategy.machine_file import load_machine
-from onnxpar.strategy.schema import PipelineEntry, Strategy
+from onnxpar.strategy.pipeline_entry import PipelineEntry
+from onnxpar.strategy.schema import Strategy
 
 
 def decide_virtual_stages(

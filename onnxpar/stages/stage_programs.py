@@ -22,7 +22,7 @@ from onnxpar.stages.program_places import forward_places, training_places
 from onnxpar.stages.split_program import StageProgram, split
 from onnxpar.stages.stage_price import PipelineSplit
 from onnxpar.strategy import Strategy
-from onnxpar.strategy.schema import PipelineEntry
+from onnxpar.strategy.pipeline_entry import PipelineEntry
 from onnxpar_format.manifest import Pipeline
 
 Json = dict[str, Any]

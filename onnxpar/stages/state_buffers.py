@@ -26,7 +26,7 @@ from onnxpar.parameters.trainable import ParameterInfo
 from onnxpar.partition.partition import partition
 from onnxpar.partition.partitioned_model import GraphValue, PartitionedModel, States
 from onnxpar.propagation.propagate import propagate
-from onnxpar.strategy.schema import PipelineEntry
+from onnxpar.strategy.pipeline_entry import PipelineEntry
 from onnxpar_format.manifest import StateKind
 
 _GRADIENTS = (StateKind.GRADIENT, StateKind.MICRO_GRADIENT)

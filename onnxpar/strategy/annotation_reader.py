@@ -16,16 +16,17 @@ cannot be annotated; they follow from the operands (see `onnxpar.strategy.annota
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Annotated, Any
+from typing import Any
 
 import onnx
 import onnx_ir as ir
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from onnxpar.core.errors import MeshError, StrategyError
 from onnxpar.core.mesh import Mesh
 from onnxpar.core.symbols import Symbol
 from onnxpar.graph.metadata_keys import ANNOTATION
+from onnxpar.strategy.pipeline_entry import Count, ScheduleEntry
 from onnxpar.strategy.validation_errors import in_words, problem
 
 MAX_DEVICES = 1 << 16
@@ -85,26 +86,9 @@ class NodeSpec(_Node):
     stage: int | None
 
 
-_Count = Annotated[int, Field(ge=1)]
-DeviceRuns = list[list[tuple[int | str, list[tuple[_Count, _Count]]]]]
+DeviceRuns = list[list[tuple[int | str, list[tuple[Count, Count]]]]]
 """For each dim its parts, major first; none if it is replicated. A part is a size, and runs of
 devices `(shards, distance of neighbours)`, outermost first."""
-
-
-class AnnotatedSchedule(BaseModel):
-    """How a pipeline runs, as in a strategy file.
-
-    Attributes:
-        schedule: The order in which stages work on micro-batches.
-        micro_batches: Micro-batches of a step.
-        chunks: Virtual stages of each stage; virtual stage v is on stage `v % stages`.
-    """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    schedule: str = "1f1b"
-    micro_batches: _Count | None = None
-    chunks: _Count = 1
 
 
 class Extras(BaseModel):
@@ -124,14 +108,14 @@ class Extras(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    axes: dict[str, _Count] = {}
-    atoms: list[_Count] = []
+    axes: dict[str, Count] = {}
+    atoms: list[Count] = []
     symbols: dict[str, dict[str, Any]] = {}
     inputs: dict[str, DeviceRuns] = {}
     parameters: dict[str, DeviceRuns] = {}
     pinned: list[str] | None = None
     carried: list[str] | None = None
-    pipeline: AnnotatedSchedule | None = None
+    pipeline: ScheduleEntry | None = None
 
 
 @dataclass(frozen=True)

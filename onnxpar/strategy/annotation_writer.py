@@ -24,14 +24,14 @@ from onnxpar.graph.pipeline_places import virtual_stage_of
 from onnxpar.graph.plan import Plan
 from onnxpar.strategy.annotation_reader import (
     MIN_IR_VERSION,
-    AnnotatedSchedule,
     Extras,
     nodes_of_bodies,
 )
 from onnxpar.strategy.annotation_seeds import runs_of
 from onnxpar.strategy.expanded_nodes import bodies_by_results
+from onnxpar.strategy.pipeline_entry import PipelineEntry, ScheduleEntry
 from onnxpar.strategy.save import own_layouts, symbol_data
-from onnxpar.strategy.schema import PIPELINE_AXIS, PipelineEntry
+from onnxpar.strategy.schema import PIPELINE_AXIS
 
 
 def annotate_proto(
@@ -90,11 +90,7 @@ def annotate_proto(
         pinned=None if len(pinned) == len(plan.nodes) else pinned,
         pipeline=None
         if pipeline is None
-        else AnnotatedSchedule(
-            schedule=pipeline.schedule,
-            micro_batches=pipeline.micro_batches,
-            chunks=pipeline.chunks,
-        ),
+        else ScheduleEntry(**pipeline.model_dump(include={*ScheduleEntry.model_fields})),
     )
     proto.metadata_props.add(key=ANNOTATION, value=extras.model_dump_json(exclude_defaults=True))
     return count

@@ -82,7 +82,8 @@ def plan_data(
     data["given"] = [name for name, found in plan.nodes.items() if found.pinned]
     data |= _parallel(strategy.optimizer_parallel)
     if strategy.pipeline is not None:
-        data["pipeline"] = strategy.pipeline.model_dump(exclude_none=True)
+        entry = strategy.pipeline
+        data["pipeline"] = {"stages": entry.stages, **entry.model_dump(exclude_none=True)}
     if strategy.recompute:
         data["recompute"] = strategy.recompute.entry
     return data

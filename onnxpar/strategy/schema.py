@@ -25,9 +25,9 @@ from onnxpar.core.mesh import Mesh
 from onnxpar.core.name_patterns import nearest
 from onnxpar.core.symbols import Symbol
 from onnxpar.cost.optimizer_parallel import LEVELS, NOT_PARALLEL, THRESHOLD, OptimizerParallel
-from onnxpar.graph.metadata_keys import ANNOTATION
 from onnxpar.graph.seeds import SPREAD
 from onnxpar.strategy.annotation_reader import Annotation
+from onnxpar.strategy.pipeline_entry import PipelineEntry
 from onnxpar.strategy.recompute_entry import NOTHING, RecomputeOptions, read_recompute
 from onnxpar.strategy.tensor_entry import (
     DimEntry,
@@ -149,45 +149,6 @@ class OptimizerParallelEntry(_Section):
     level: Literal[0, 1, 2, 3]
     threshold: Annotated[int, BeforeValidator(parse_bytes), Field(ge=0)] = THRESHOLD
     group: Annotated[int, Field(ge=2)] | None = None
-
-
-class PipelineEntry(_Section):
-    """How the model is split into pipeline stages, and their schedule.
-
-    Attributes:
-        stages: Number of stages, each with its own mesh.
-        micro_batches: Micro-batches of a step, unless the command overrides it; by default the
-            number of stages.
-        schedule: The order in which stages work on micro-batches.
-        chunks: Virtual stages of each stage, in the interleaved schedule: chunk c of stage s is
-            virtual stage `c * stages + s`.
-        assign: The virtual stage of nodes, by pattern; other nodes are assigned by cost.
-    """
-
-    stages: Annotated[int, Field(ge=1)]
-    micro_batches: Annotated[int, Field(ge=1)] | None = None
-    schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1"] = "1f1b"
-    chunks: Annotated[int, Field(ge=1)] = 1
-    assign: dict[str, Annotated[int, Field(ge=0)]] = {}
-
-    @model_validator(mode="after")
-    def _consistent(self) -> Self:
-        if self.chunks > 1 and self.schedule != "interleaved":
-            raise expected("'chunks' of 1, or the schedule 'interleaved'", self.chunks)
-        if self.schedule == "interleaved" and self.chunks < 2:
-            raise expected("'chunks' of at least 2 for the schedule 'interleaved'", self.chunks)
-        for pattern, virtual in self.assign.items():
-            if virtual >= self.virtual_stages:
-                raise expected(
-                    f"numbers from 0 to {self.virtual_stages - 1} under 'assign'",
-                    {pattern: virtual},
-                )
-        return self
-
-    @property
-    def virtual_stages(self) -> int:
-        """Number of virtual stages of all stages."""
-        return self.stages * self.chunks
 
 
 class _File(_Section):
@@ -370,20 +331,15 @@ def _annotated_pipeline(annotation: Annotation) -> PipelineEntry | None:
     schedule = annotation.extras.pipeline
     if schedule is None and annotation.stages == 1:
         return None
-    try:
-        known = {} if schedule is None else schedule.model_dump()
-        return PipelineEntry.model_validate({"stages": annotation.stages, **known})
-    except ValidationError as error:
-        raise StrategyError(
-            f"{annotation.source}: metadata {ANNOTATION!r}: pipeline: {problem(error.errors()[0])}"
-        ) from None
+    known = {} if schedule is None else schedule.model_dump()
+    return PipelineEntry(stages=annotation.stages, **known)
 
 
 def _parallel(entry: OptimizerParallelEntry | None) -> OptimizerParallel:
     return NOT_PARALLEL if entry is None else OptimizerParallel(**entry.model_dump())
 
 
-_SECTIONS: Mapping[str | int, type[_Section]] = {
+_SECTIONS: Mapping[str | int, type[BaseModel]] = {
     "nodes": NodeEntry,
     "search": SearchEntry,
     "optimizer_parallel": OptimizerParallelEntry,
@@ -391,7 +347,7 @@ _SECTIONS: Mapping[str | int, type[_Section]] = {
 }
 
 
-def _keys(section: type[_Section]) -> list[str]:
+def _keys(section: type[BaseModel]) -> list[str]:
     return [f.alias or name for name, f in section.model_fields.items()]
 
 
