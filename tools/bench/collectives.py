@@ -28,6 +28,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx.parser
@@ -35,6 +36,7 @@ import onnxruntime
 
 from onnxpar_runtime.collectives import Rank, World
 from onnxpar_runtime.library import MPI_SIGNATURES, mpi_library
+from onnxpar_runtime.options import CPU
 
 SIZES = [1 << n for n in (10, 12, 14, 16, 18, 20, 22, 24, 26)]
 GOALS = {size for size in SIZES if size == 1 << 10 or size >= 1 << 16}
@@ -59,8 +61,8 @@ class Row:
         return len(self.plain) >= FEWEST
 
 
-def chain(rank: Rank, links: int) -> onnxruntime.InferenceSession:
-    """A session of `links` AllReduce nodes, one after another."""
+def chain(rank: Rank, links: int, *providers: Any) -> onnxruntime.InferenceSession:
+    """A session of `links` AllReduce nodes, one after another; on the CPU without `providers`."""
     nodes = "a1, t1 = onnxpar.AllReduce (a0) " + " ".join(
         f"a{i + 1}, t{i + 1} = onnxpar.AllReduce (a{i}, t{i})" for i in range(1, links)
     )
@@ -71,7 +73,7 @@ def chain(rank: Rank, links: int) -> onnxruntime.InferenceSession:
     options.intra_op_num_threads = 1
     rank.register(options)
     model = onnx.parser.parse_model(text).SerializeToString()
-    return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+    return onnxruntime.InferenceSession(model, options, providers=[*providers, CPU])
 
 
 def measure(seconds: float, limit: float) -> Iterator[Row]:

@@ -16,8 +16,7 @@ import time
 from collections.abc import Callable
 
 import numpy as np
-import onnx.parser
-import onnxruntime
+from collectives import chain
 from mpi4py import MPI
 
 from onnxpar_runtime.collectives import Rank, World
@@ -25,7 +24,7 @@ from onnxpar_runtime.cuda import Queue
 from onnxpar_runtime.devices import Device, gather
 from onnxpar_runtime.launch import guarded
 from onnxpar_runtime.library import nccl_library
-from onnxpar_runtime.options import CPU, cuda_options
+from onnxpar_runtime.options import cuda_options
 from onnxpar_runtime.tensors import to_ort
 
 SIZES = [1 << n for n in (10, 14, 18, 22, 24, 26, 28)]
@@ -42,24 +41,9 @@ class UniqueId(ctypes.Structure):
     _fields_ = (("internal", ctypes.c_char * UNIQUE_ID_BYTES),)
 
 
-def chain(rank: Rank, queue: Queue, index: int) -> onnxruntime.InferenceSession:
-    """A session of AllReduce nodes, one after another, on the rank's GPU."""
-    nodes = "a1, t1 = onnxpar.AllReduce (a0) " + " ".join(
-        f"a{i + 1}, t{i + 1} = onnxpar.AllReduce (a{i}, t{i})" for i in range(1, LINKS)
-    )
-    text = f"""<ir_version: 10, opset_import: ["": 21, "onnxpar": 1]>
-        g (float[n] a0) => (float[n] a{LINKS}) {{ {nodes} }}"""
-    options = onnxruntime.SessionOptions()
-    options.execution_order = onnxruntime.ExecutionOrder.PRIORITY_BASED
-    rank.register(options)
-    providers = [cuda_options(index, queue.stream.value or 0, {}), CPU]
-    model = onnx.parser.parse_model(text).SerializeToString()
-    return onnxruntime.InferenceSession(model, options, providers=providers)
-
-
 def in_session(rank: Rank, queue: Queue, index: int, size: int) -> Callable[[], None]:
     """Returns what runs a chain on `size` bytes, to its end."""
-    session = chain(rank, queue, index)
+    session = chain(rank, LINKS, cuda_options(index, queue.stream.value or 0, {}))
     binding = session.io_binding()
     binding.bind_ortvalue_input("a0", to_ort(np.zeros(size // 4, np.float32), "cuda", index))
     binding.bind_output(f"a{LINKS}", "cuda", index)

@@ -120,15 +120,8 @@ def evaluation(directory: str | Path, wanted: EvaluationRun, how: Execution) -> 
     """Evaluates on the test part of a source; the body of one rank. Rank 0 prints the result.
 
     As JSON it is `{"data", "samples", "loss", "accuracy", "correct", "labels", "notice"}`. A loss
-    that is not finite, for example because no label counts, is null.
-
-    Args:
-        directory: A directory that was made for training.
-        wanted: The options.
-        how: How to run.
-
-    Returns:
-        The exit code. Errors have been printed, except the interrupt (130) of a single rank.
+    that is not finite, for example because no label counts, is null. Arguments and exit code are as
+    in `train`.
     """
 
     def body(rank: Rank) -> None:

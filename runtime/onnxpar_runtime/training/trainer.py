@@ -70,17 +70,14 @@ class Trainer(Closing):
 
     Args:
         directory: The directory.
-        rank: The rank, of a world with as many ranks as the directory has devices. Without one, the
-            directory must be for one device.
-        device: `auto` (the device that `init` chose, else CUDA if it can be used), `cpu`, `cuda` or
-            `cuda:NUMBER`.
-        ort_options: Options of onnxruntime, see `onnxpar_runtime.options.session_options`.
-        custom_ops: Further custom-op libraries that the model needs.
+        rank: As `Session`.
+        device: As `Session`.
+        ort_options: As `Session`.
+        custom_ops: As `Session`.
         seed: Seed of the random numbers that the model draws.
         programs: The programs to load now; others are loaded when they are first needed.
-        manifest: The manifest, if it has already been read.
-        measured: Whether to count the bytes that the rank holds, for `peak_bytes`; on the CPU only,
-            and steps take longer.
+        manifest: As `Session`.
+        measured: As `Session`.
         loss_scale: `dynamic` or a number, if the directory computes in 16 bits; see
             `onnxpar_runtime.training.loss_scale`.
 
