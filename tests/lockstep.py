@@ -18,12 +18,15 @@ from numpy.typing import NDArray
 from onnx.inliner import inline_local_functions
 from onnx.reference import ReferenceEvaluator
 
+from onnxpar.api.shard_model import propagate_and_partition
 from onnxpar.core.mesh import Mesh
 from onnxpar.core.sharding import Component, DimSharding, Sharding, split
 from onnxpar.core.symbols import symbols_of
+from onnxpar.facts.program import Program
 from onnxpar.graph.body_captures import every_node, read_by
 from onnxpar.graph.builder import DOMAIN
 from onnxpar.graph.local_builder import COORD_PREFIX, COUNTER_INPUTS, SYMBOL_PREFIX, LocalBuilder
+from onnxpar.graph.seeds import Seeds
 from onnxpar.ops.contrib_schemas import MICROSOFT
 from onnxpar.ops.function import VERSION
 from onnxpar.ops.table import REGISTRY
@@ -245,6 +248,16 @@ def _info(value: ir.Value, array: Array | None) -> onnx.ValueInfoProto:
         names = enumerate(known)
         shape = [d if isinstance(d, int) else f"{value.name}.{i}" for i, d in names]
     return onnx.helper.make_tensor_value_info(value.name or "", int(value.dtype), shape)
+
+
+def check_branches(program: Program, kept: slice) -> None:
+    """Runs y = If(p) with branches x[:, kept] and its negative, x [n, 6] sharded over rows."""
+    rows = Sharding.of(program.env.shapes["x"], [(0,), ()])
+    partitioned = propagate_and_partition(program, Seeds(Mesh.of(dp=2), {}, {"x": rows}))
+    x = np.random.default_rng(0).standard_normal((5, 6)).astype(np.float32)
+    for chosen, want in ((True, x[:, kept]), (False, -x[:, kept])):
+        made = run_model(partitioned, {"x": x, "p": np.array(chosen)}, {"n": 5})
+        np.testing.assert_array_equal(made["y"], want)
 
 
 def _erf(x: Array) -> Array:

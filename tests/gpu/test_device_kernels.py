@@ -18,6 +18,7 @@ import pytest
 
 from onnxpar_runtime.devices import machine, obstacle
 from tests.children import with_tests
+from tests.runtime.kernels.one_node import GATHERS
 
 FULL = os.environ.get("ONNXPAR_FULL") == "1"
 Array = np.ndarray
@@ -389,19 +390,6 @@ def test_loss_where_nothing_counts(both: Both) -> None:
     np.testing.assert_array_equal(dx, np.zeros((2, 3)))
     (_,), (loss,) = both("SoftmaxCrossEntropyLoss", y, labels, ignore_index=-1)
     assert np.isnan(loss)
-
-
-GATHERS = [
-    ((5, 3), (4,), 0),
-    ((1000, 65), (7, 50), 0),
-    ((2, 70000, 3), (11,), 1),
-    ((3, 4, 5), (2, 2), -1),
-    ((6,), (), 0),
-    ((0, 3), (0,), 0),
-    ((4, 0), (2,), 0),
-    ((4, 2), (0,), 0),
-    ((3, 40), (2500,), 0),
-]
 
 
 @every_type

@@ -13,6 +13,19 @@ from onnxpar_runtime.library import custom_op_library
 Array = np.ndarray
 Attribute = str | int | float | list[int]
 
+GATHERS = [
+    ((5, 3), (4,), 0),
+    ((1000, 65), (7, 50), 0),
+    ((2, 70000, 3), (11,), 1),
+    ((3, 4, 5), (2, 2), -1),
+    ((6,), (), 0),
+    ((0, 3), (0,), 0),
+    ((4, 0), (2,), 0),
+    ((4, 2), (0,), 0),
+    ((3, 40), (2500,), 0),
+]
+"""Shape of the data, shape of the indices, and axis."""
+
 
 def session(model: onnx.ModelProto, threads: int = 1) -> onnxruntime.InferenceSession:
     """Returns a CPU session of the model with the operator library registered."""

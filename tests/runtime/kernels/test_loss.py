@@ -6,7 +6,7 @@ import numpy as np
 import onnxruntime
 import pytest
 
-from tests.runtime.kernels.one_node import Attribute, Run, log_softmax, model_of
+from tests.runtime.kernels.one_node import GATHERS, Attribute, Run, log_softmax, model_of
 
 TYPES = [np.float32, np.float64]
 UNIT = {np.float32: 2.0**-24, np.float64: 2.0**-53}
@@ -161,18 +161,6 @@ def test_loss_of_impossible_classes(run: Run) -> None:
     y = np.array([[0.0, -np.inf, -200.0]], np.float32)
     (dx,) = run("SoftmaxCrossEntropyLossGrad", np.ones((), np.float32), y, np.array([0]))
     np.testing.assert_array_equal(dx, [[0, 0, 0]])
-
-
-GATHERS = [
-    ((5, 3), (4,), 0),
-    ((1000, 65), (7, 50), 0),
-    ((2, 40000, 3), (11,), 1),
-    ((3, 4, 5), (2, 2), -1),
-    ((6,), (), 0),
-    ((0, 3), (0,), 0),
-    ((4, 0), (2,), 0),
-    ((4, 2), (0,), 0),
-]
 
 
 @pytest.mark.parametrize("dtype", TYPES)

@@ -145,40 +145,28 @@ def test_lrn(size: int, shape: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("x", "skip", "vectors"),
+    ("operator", "x", "skip", "vectors"),
     [
-        ("double[N,S,6]", "double[N,S,6]", "gb"),
-        ("double[N,S,6]", "double[1,S,6]", "gbc"),
-        ("double[N,6]", "double[N,6]", "g"),
+        ("SkipLayerNormalization", "double[N,S,6]", "double[N,S,6]", "gb"),
+        ("SkipLayerNormalization", "double[N,S,6]", "double[1,S,6]", "gbc"),
+        ("SkipLayerNormalization", "double[N,6]", "double[N,6]", "g"),
+        ("SkipSimplifiedLayerNormalization", "double[N,S,6]", "double[N,S,6]", "g"),
+        ("SkipSimplifiedLayerNormalization", "double[N,S,6]", "double[1,S,6]", "gc"),
+        ("SkipSimplifiedLayerNormalization", "double[2,S,6]", "double[2,S,6]", "g"),
     ],
 )
-def test_layer_norm_of_a_residual_sum(x: str, skip: str, vectors: str) -> None:
+def test_norms_of_a_residual_sum(operator: str, x: str, skip: str, vectors: str) -> None:
     operands = {"x": x, "k": skip, **{v: "double[6]" for v in vectors}}
-    outputs = "y, , , t" if "b" in vectors else "y"
-    text = f"{outputs} = com.microsoft.SkipLayerNormalization<epsilon={EPSILON}>"
+    centred = operator == "SkipLayerNormalization"
+    sum_too = not centred or "b" in vectors
+    call = f"com.microsoft.{operator}<epsilon={EPSILON}>({', '.join(operands)})"
 
-    def function(torch: Any, x: Any, k: Any, g: Any, b: Any = None, c: Any = 0) -> Any:
+    def function(torch: Any, x: Any, k: Any, g: Any, *, b: Any = None, c: Any = 0) -> Any:
         total = x + k + c
-        y = torch.nn.functional.layer_norm(total, (6,), g, b, EPSILON)
-        return (y, total) if "b" in vectors else y
+        if centred:
+            y = torch.nn.functional.layer_norm(total, (6,), g, b, EPSILON)
+        else:
+            y = torch.nn.functional.rms_norm(total, (6,), g, EPSILON)
+        return (y, total) if sum_too else y
 
-    GradCase(f"{text}({', '.join(operands)})", operands, function).check()
-
-
-@pytest.mark.parametrize(
-    ("x", "skip", "vectors"),
-    [
-        ("double[N,S,6]", "double[N,S,6]", "g"),
-        ("double[N,S,6]", "double[1,S,6]", "gc"),
-        ("double[2,S,6]", "double[2,S,6]", "g"),
-    ],
-)
-def test_rms_norm_of_a_residual_sum(x: str, skip: str, vectors: str) -> None:
-    operands = {"x": x, "k": skip, **{v: "double[6]" for v in vectors}}
-    call = f"com.microsoft.SkipSimplifiedLayerNormalization<epsilon={EPSILON}>"
-
-    def function(torch: Any, x: Any, k: Any, g: Any, c: Any = 0) -> Any:
-        total = x + k + c
-        return torch.nn.functional.rms_norm(total, (6,), g, EPSILON), total
-
-    GradCase(f"y, , , t = {call}({', '.join(operands)})", operands, function).check()
+    GradCase(f"{'y, , , t' if sum_too else 'y'} = {call}", operands, function).check()

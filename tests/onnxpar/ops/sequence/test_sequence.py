@@ -17,7 +17,7 @@ from onnxpar.emit.rank_graph import emit_rank
 from onnxpar.frontend.load import normalise
 from onnxpar.graph.metadata_keys import EXPANDED_FROM
 from onnxpar.graph.seeds import Seeds
-from tests.lockstep import run_model
+from tests.lockstep import check_branches, run_model
 
 
 def parse(text: str, opset: int = 20) -> onnx.ModelProto:
@@ -157,14 +157,7 @@ def test_a_list_that_branches_read() -> None:
     )
     analysed = analyse(ir.from_proto(proto), {})
     assert not analysed.rules.reasons
-    shape = analysed.env.shapes["x"]
-    partitioned = propagate_and_partition(
-        analysed, Seeds(Mesh.of(dp=2), {}, {"x": Sharding.of(shape, [(0,), ()])})
-    )
-    x = np.random.default_rng(0).standard_normal((5, 6)).astype(np.float32)
-    for chosen, want in ((True, x[:, 2:4]), (False, -x[:, 2:4])):
-        made = run_model(partitioned, {"x": x, "p": np.array(chosen)}, {"n": 5})
-        np.testing.assert_array_equal(made["y"], want)
+    check_branches(analysed, slice(2, 4))
 
 
 LEFT = {
