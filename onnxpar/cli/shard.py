@@ -258,8 +258,10 @@ def _states(training: PartitionedTraining, device: str) -> list[str]:
 def describe_mesh(report: dict[str, Any]) -> str:
     """Returns the text after the number of devices: the stages, and the mesh of each stage."""
     stages, axes = report["stages"], report["mesh"]["axes"]
-    named = f", mesh {' x '.join(f'{n}={s}' for n, s in axes.items())}" if axes else ""
-    return f" in {stages} stages{named and f'{named} of each'}" if stages > 1 else named
+    mesh = f"mesh {' x '.join(f'{n}={s}' for n, s in axes.items())}" if axes else ""
+    if stages == 1:
+        return f", {mesh}" if mesh else ""
+    return f" in {stages} stages, each with the {mesh}" if mesh else f" in {stages} stages"
 
 
 def describe_device(report: dict[str, Any]) -> str:
@@ -274,7 +276,7 @@ def describe_sent(report: dict[str, Any]) -> str:
         sent += f" (growing faster than {' and '.join(symbols)})"
     if report["stages"] == 1:
         return f"a device sends {sent}"
-    return f"one device of each stage sends {sent} in total"
+    return f"summed over the stages, a device sends {sent}"
 
 
 def describe_nodes(report: dict[str, Any]) -> str:

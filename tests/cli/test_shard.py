@@ -57,7 +57,7 @@ def test_a_pipeline_tells_the_bytes_of_its_fullest_stage(
     (here / "p.yaml").write_text(json.dumps({"mesh": {"dp": 2}, "pipeline": pipeline}))
     assert shard("--strategy", "p.yaml") == 0
     printed = capsys.readouterr().out
-    assert "devices       4 in 2 stages, mesh dp=2 of each\n" in printed
+    assert "devices       4 in 2 stages, each with the mesh dp=2\n" in printed
     # The first stage has 32x16 float32 weights, the second 16x16.
     sizes = "2,048 of 3,072 bytes on each device of the fullest stage"
     assert f"parameters    2, {sizes}" in printed
