@@ -12,9 +12,9 @@ from onnxpar.frontend.load import load
 from onnxpar.graph.validity import blamed_on_model
 from onnxpar.parameters.recognise import read_parameters
 from onnxpar.report.found_strategy import FoundStrategy
-from onnxpar.search.configurations import Open
 from onnxpar.search.decide import decide
 from onnxpar.search.find_plan import OnProgress, silent
+from onnxpar.search.plan_choices import Open
 from onnxpar.search.rival_plans import Pricing
 from onnxpar.search.workload import Workload
 from onnxpar.stages.stage_price import PipelineSplit

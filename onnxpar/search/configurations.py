@@ -19,8 +19,6 @@ from itertools import accumulate
 from math import gcd, inf, log
 from operator import mul
 
-import onnx_ir as ir
-
 from onnxpar.autodiff.recomputation.candidates import ForwardPass
 from onnxpar.core.errors import OnnxparError, StrategyError
 from onnxpar.core.machine import Machine, bytes_text
@@ -28,7 +26,6 @@ from onnxpar.core.mesh import Mesh
 from onnxpar.core.name_patterns import check_symbol_sizes
 from onnxpar.core.sharding import Sharding
 from onnxpar.cost.cost_model import CostModel
-from onnxpar.cost.optimizer_parallel import OptimizerParallel
 from onnxpar.facts.layers import Layer, find_layers
 from onnxpar.graph.plan import Plan
 from onnxpar.graph.seeds import Seeds
@@ -45,12 +42,13 @@ from onnxpar.search.find_plan import (
     silent,
 )
 from onnxpar.search.node_options import Option
+from onnxpar.search.plan_choices import Configuration, Open, pipeline_split
 from onnxpar.search.problem import build, saved
 from onnxpar.search.repeated_layers import Folded, fold
 from onnxpar.search.rival_plans import Pricing, Way
 from onnxpar.search.value_flow import Flow, flow, recomputing
 from onnxpar.search.workload import Workload
-from onnxpar.stages.assign_stages import assigned, between_stages
+from onnxpar.stages.assign_stages import between_stages
 from onnxpar.stages.stage_price import PipelineSplit
 from onnxpar.strategy.recompute_entry import NOTHING, RecomputeOptions
 from onnxpar.strategy.resolve_strategy import resolve
@@ -70,103 +68,6 @@ MICRO_BATCHES = 8
 """Micro-batches of a step if there are stages and the batch is not known."""
 NEAR = 1.5
 """A configuration whose estimate is this many times slower than the best plan is not priced."""
-
-
-@dataclass(frozen=True)
-class Configuration:
-    """What a plan of training decides besides shardings.
-
-    Attributes:
-        split: Stages, micro-batches and schedule.
-        parallel: Optimizer parallel.
-        recompute: What is recomputed.
-    """
-
-    split: PipelineSplit
-    parallel: OptimizerParallel
-    recompute: RecomputeOptions = NOTHING
-
-    def describe(self) -> str:
-        """Returns the configuration in words."""
-        split, words = self.split, []
-        if split.stages > 1:
-            words.append(f"{split.stages} stages")
-        if split.chunks > 1:
-            words.append(f"{split.chunks} chunks")
-        if split.micro_batches > 1:
-            words.append(f"{split.micro_batches} micro-batches")
-        words += [text for text in (self.sharded, self.recomputed) if text]
-        return ", ".join(words) or "one stage"
-
-    @property
-    def sharded(self) -> str:
-        """The level of optimizer parallel in words; empty for level 0."""
-        return f"optimizer parallel {self.parallel.level}" if self.parallel.level else ""
-
-    @property
-    def recomputed(self) -> str:
-        """What is recomputed, in words; empty for nothing."""
-        every = self.recompute.layers
-        if every:
-            return (
-                f"recompute every {_ordinal(every)} layer" if every > 1 else "recompute all layers"
-            )
-        return "recompute as given" if self.recompute.nodes else ""
-
-
-def _ordinal(number: int) -> str:
-    return {2: "2nd", 3: "3rd"}.get(number, f"{number}th")
-
-
-def pipeline_split(
-    strategy: Strategy, model: ir.Model, stages: int, micro_batches: int, chunks: int = 1
-) -> PipelineSplit:
-    """Returns how a model is split into stages; what the strategy says of its pipeline is kept.
-
-    Args:
-        strategy: The strategy.
-        model: The model without loss and backward.
-        stages: Number of stages.
-        micro_batches: Micro-batches of a step.
-        chunks: Virtual stages of each stage, if the strategy says nothing of a pipeline.
-    """
-    entry = strategy.pipeline
-    if entry is None:
-        schedule = "interleaved" if chunks > 1 else "1f1b"
-        return PipelineSplit(stages, micro_batches, schedule, chunks)
-    fixed = assigned(strategy, model)
-    return PipelineSplit(stages, micro_batches, entry.schedule, entry.chunks, fixed)
-
-
-@dataclass(frozen=True)
-class Open:
-    """What a plan of training may decide.
-
-    Attributes:
-        stages: The numbers of stages to choose from.
-        micro_batches: The number of micro-batches; None to choose one.
-        level: The level of optimizer parallel; None to choose one.
-        recompute: What is recomputed; None to choose that.
-    """
-
-    stages: Sequence[int]
-    micro_batches: int | None = None
-    level: int | None = None
-    recompute: RecomputeOptions | None = None
-
-    @property
-    def anything(self) -> bool:
-        """Whether there is a choice."""
-        given = (self.micro_batches, self.level, self.recompute)
-        return len(self.stages) > 1 or None in given
-
-    @property
-    def levels(self) -> tuple[int, ...]:
-        """The levels of optimizer parallel to choose from.
-
-        Level 1 sends what level 0 sends, and needs less memory.
-        """
-        return (1, 2, 3) if self.level is None else (self.level,)
 
 
 @dataclass(frozen=True)

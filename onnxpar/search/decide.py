@@ -15,7 +15,7 @@ from onnxpar.core.name_patterns import check_symbol_sizes
 from onnxpar.core.symbols import Symbol, SymbolTable
 from onnxpar.graph.plan import Plan
 from onnxpar.graph.seeds import Seeds
-from onnxpar.search.configurations import MICRO_BATCHES, Configurations, Open, pipeline_split
+from onnxpar.search.configurations import MICRO_BATCHES, Configurations
 from onnxpar.search.find_plan import (
     UNLIMITED,
     Candidate,
@@ -26,6 +26,7 @@ from onnxpar.search.find_plan import (
     silent,
 )
 from onnxpar.search.parameter_axes import decide_parameter_axes
+from onnxpar.search.plan_choices import Open, pipeline_split
 from onnxpar.search.rival_plans import FOUND, SLOWDOWN, Objective, Pricing, Way
 from onnxpar.search.workload import Workload
 from onnxpar.stages.stage_price import StagedPrice

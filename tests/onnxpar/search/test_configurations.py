@@ -17,7 +17,8 @@ from onnxpar.cli import main
 from onnxpar.core.machine import PRESETS
 from onnxpar.cost.optimizer_parallel import OptimizerParallel
 from onnxpar.parameters.recognise import read_parameters
-from onnxpar.search.configurations import Configuration, Configurations, Configured, Open
+from onnxpar.search.configurations import Configurations, Configured
+from onnxpar.search.plan_choices import Configuration, Open
 from onnxpar.search.rival_plans import Pricing
 from onnxpar.search.workload import Workload
 from onnxpar.stages.stage_price import PipelineSplit

@@ -1,0 +1,112 @@
+"""What a plan of training decides besides shardings, as data: `Configuration`, `Open`.
+
+`onnxpar.search.configurations` chooses among configurations.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from onnxpar.cost.optimizer_parallel import OptimizerParallel
+from onnxpar.stages.assign_stages import assigned
+from onnxpar.stages.stage_price import PipelineSplit
+from onnxpar.strategy.recompute_entry import NOTHING, RecomputeOptions
+from onnxpar.strategy.schema import Strategy
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """What a plan of training decides besides shardings.
+
+    Attributes:
+        split: Stages, micro-batches and schedule.
+        parallel: Optimizer parallel.
+        recompute: What is recomputed.
+    """
+
+    split: PipelineSplit
+    parallel: OptimizerParallel
+    recompute: RecomputeOptions = NOTHING
+
+    def describe(self) -> str:
+        """Returns the configuration in words."""
+        split, words = self.split, []
+        if split.stages > 1:
+            words.append(f"{split.stages} stages")
+        if split.chunks > 1:
+            words.append(f"{split.chunks} chunks")
+        if split.micro_batches > 1:
+            words.append(f"{split.micro_batches} micro-batches")
+        words += [text for text in (self.sharded, self.recomputed) if text]
+        return ", ".join(words) or "one stage"
+
+    @property
+    def sharded(self) -> str:
+        """The level of optimizer parallel in words; empty for level 0."""
+        return f"optimizer parallel {self.parallel.level}" if self.parallel.level else ""
+
+    @property
+    def recomputed(self) -> str:
+        """What is recomputed, in words; empty for nothing."""
+        every = self.recompute.layers
+        if every:
+            return (
+                f"recompute every {_ordinal(every)} layer" if every > 1 else "recompute all layers"
+            )
+        return "recompute as given" if self.recompute.nodes else ""
+
+
+def _ordinal(number: int) -> str:
+    return {2: "2nd", 3: "3rd"}.get(number, f"{number}th")
+
+
+def pipeline_split(
+    strategy: Strategy, model: ir.Model, stages: int, micro_batches: int, chunks: int = 1
+) -> PipelineSplit:
+    """Returns how a model is split into stages; what the strategy says about its pipeline is kept.
+
+    Args:
+        strategy: The strategy.
+        model: The model without loss and backward.
+        stages: Number of stages.
+        micro_batches: Micro-batches of a step.
+        chunks: Virtual stages of each stage, if the strategy says nothing about a pipeline.
+    """
+    entry = strategy.pipeline
+    if entry is None:
+        schedule = "interleaved" if chunks > 1 else "1f1b"
+        return PipelineSplit(stages, micro_batches, schedule, chunks)
+    fixed = assigned(strategy, model)
+    return PipelineSplit(stages, micro_batches, entry.schedule, entry.chunks, fixed)
+
+
+@dataclass(frozen=True)
+class Open:
+    """What a plan of training may decide.
+
+    Attributes:
+        stages: The numbers of stages to choose from.
+        micro_batches: The number of micro-batches; None to choose one.
+        level: The level of optimizer parallel; None to choose one.
+        recompute: What is recomputed; None to choose that.
+    """
+
+    stages: Sequence[int]
+    micro_batches: int | None = None
+    level: int | None = None
+    recompute: RecomputeOptions | None = None
+
+    @property
+    def anything(self) -> bool:
+        """Whether there is a choice."""
+        given = (self.micro_batches, self.level, self.recompute)
+        return len(self.stages) > 1 or None in given
+
+    @property
+    def levels(self) -> tuple[int, ...]:
+        """The levels of optimizer parallel to choose from.
+
+        Level 1 sends what level 0 sends, and needs less memory.
+        """
+        return (1, 2, 3) if self.level is None else (self.level,)
