@@ -120,11 +120,6 @@ struct Kernel<R, Float16> : FloatKernel<R, Float16> {};
 template <class T, Reduction R>
 struct Functions {
   using K = Kernel<R, T>;
-  static void into(void* dst, const void* src, size_t count) {
-    T* d = static_cast<T*>(dst);
-    const T* s = static_cast<const T*>(src);
-    for (size_t i = 0; i < count; ++i) d[i] = K::store(K::apply(K::load(d[i]), K::load(s[i])));
-  }
   static void many(void* dst, const void* const* srcs, size_t sources, size_t count) {
     if (sources == 2) return both(dst, srcs[0], srcs[1], count);
     // The accumulators are on the stack: dst may be one of the sources, and a block in the first-level
@@ -235,10 +230,6 @@ Reduction reduction_from_name(const std::string& name) {
 
 const char* reduction_name(Reduction reduction) {
   return kReductions[static_cast<int>(reduction)];
-}
-
-void reduce_into(void* dst, const void* src, size_t count, DType type, Reduction reduction) {
-  dispatch(type, reduction, [&](auto f) { decltype(f)::into(dst, src, count); });
 }
 
 bool accumulates_wide(DType type, Reduction reduction) {

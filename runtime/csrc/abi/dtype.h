@@ -38,10 +38,6 @@ const char* dtype_name(DType type);
 Reduction reduction_from_name(const std::string& name);
 const char* reduction_name(Reduction reduction);
 
-// dst[i] = reduce(dst[i], src[i]) for `count` elements. 16-bit floats are combined in float32 and
-// rounded to nearest even once per call.
-void reduce_into(void* dst, const void* src, size_t count, DType type, Reduction reduction);
-
 // Whether the reduction of the type is accumulated in float32, a wider type.
 bool accumulates_wide(DType type, Reduction reduction);
 // Between a 16-bit float type and float32, which holds all its values; rounds to nearest even.

@@ -2,29 +2,28 @@
 //
 // Every group has its own communicators, one per lane, made by its members alone
 // (MPI_Comm_create_group) at the first use. If all members are on one machine, they share memory, and
-// collectives use that (transport/shared.h). The following is about groups on several machines.
+// collectives use that (transport/shared.h); if not, messages (transport/messages.h).
 //
-// Sums of float32 and float64 use MPI's own operation; all others use ours (dtype.h), because Open MPI
-// lacks them (16-bit floats) or does not define them for NaN and signed zero. All are commutative. So
-// the algorithms of Open MPI, which give every rank the same tree or a copy of one result, agree to
-// the bit. Sums and products of 16-bit floats are sent as float32 and rounded once, at the end: an
-// operation on the 16-bit type would round at every step of the tree.
+// MPI is initialised with MPI_THREAD_MULTIPLE: each thread of a rank that waits for messages drives MPI
+// itself. These are the thread of the session, the thread that carries out what was started in the
+// background, and those that receive from other stages. A thread's call also advances the messages of
+// the others. If MPI allows one thread only, nothing runs in the background (`concurrent`).
 //
 // An error that MPI reports ends the job, because it is unknown what the other ranks have received.
 //
-// Counts are 32-bit in Open MPI 5.0. Reductions are split into pieces anyway: Open MPI's temporaries
-// for one large call cost more than the data. Copies beyond 1 GiB per block use a datatype that covers
-// the block.
+// Counts are 32-bit in Open MPI 5.0. A message beyond 1 GiB uses a datatype that covers it.
 #include <dlfcn.h>
 #include <mpi.h>
 
 #include <atomic>
 #include <cstring>
 #include <list>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
 
+#include "transport/messages.h"
 #include "transport/mpi_entry.h"
 #include "transport/mpi_memory.h"
 #include "transport/mpi_support.h"
@@ -33,28 +32,23 @@
 namespace onnxpar {
 namespace {
 
-constexpr size_t kPieceBytes = size_t{4} << 20;  // of a reduction
-constexpr size_t kTextBytes = 512;
-constexpr std::chrono::microseconds kShortestPause{10};  // between two polls for a message
-constexpr std::chrono::microseconds kLongestPause{200};
+// How long the foreground looks for messages without a pause, if it has a core of its own.
+constexpr std::chrono::microseconds kBusy{50};
 constexpr std::chrono::seconds kPatience{5};  // for messages that are not received, at the end
 
 struct MpiGroup : Group {
   MPI_Comm comm = MPI_COMM_NULL;
-  // Set if all members are on one machine; then the communicator is not used for collectives.
+  // If all members are on one machine:
   std::unique_ptr<SharedMemory> memory;
   std::unique_ptr<SharedGroup> shared;
+  // If not:
+  std::unique_ptr<MessageGroup> messages;
 };
 
 // A message that was sent without waiting, kept until MPI has taken it.
 struct Outgoing {
   std::vector<std::byte> data;
   std::vector<MPI_Request> requests;
-};
-
-// The members of a group call different collectives; the message is complete.
-struct Disagreement : std::runtime_error {
-  using std::runtime_error::runtime_error;
 };
 
 // Is sent before a message, so that a wrong size is an error and not a truncated tensor.
@@ -104,7 +98,7 @@ class MpiTransport : public Transport {
       MPI_Group_free(&all);
       check(MPI_Comm_set_errhandler(made->comm, MPI_ERRORS_RETURN), "MPI_Comm_set_errhandler");
       check(MPI_Comm_rank(made->comm, &made->index), "MPI_Comm_rank");
-      share(*made);
+      connect(*made);
       group = std::move(made);
     });
     return *group;
@@ -112,126 +106,36 @@ class MpiTransport : public Transport {
 
   void all_reduce(Group& group, const Call& call, const void* in, void* out, size_t count,
                   DType type, Reduction reduction, Stream) override {
-    const auto near = [&](SharedGroup& shared) {
-      shared.all_reduce(call, in, out, count, type, reduction);
-    };
-    run(group, call, near, [&](MPI_Comm comm) {
-      const bool wide = accumulates_wide(type, reduction);
-      const Operation operation = operations_.get(wide ? DType::kFloat32 : type, reduction);
-      const size_t item = dtype_size(type);
-      const size_t step = kPieceBytes / (wide ? sizeof(float) : item);
-      std::vector<float>& piece = wide_[static_cast<int>(group.lane)];
-      if (wide) piece.resize(std::max(piece.size(), std::min(step, count)));
-      for (size_t begin = 0; begin < count; begin += step) {
-        const size_t n = std::min(step, count - begin);
-        const std::byte* from = static_cast<const std::byte*>(in) + begin * item;
-        std::byte* to = static_cast<std::byte*>(out) + begin * item;
-        if (wide) widen(piece.data(), from, n, type);
-        check(MPI_Allreduce(wide || in == out ? MPI_IN_PLACE : from,
-                            wide ? static_cast<void*>(piece.data()) : to, static_cast<int>(n),
-                            operation.type, operation.op, comm),
-              "MPI_Allreduce");
-        if (wide) narrow(to, piece.data(), n, type);
-      }
+    run(group, call, [&](auto& members) {
+      members.all_reduce(call, in, out, count, type, reduction);
     });
   }
 
   void all_gather(Group& group, const Call& call, const void* in, void* out, size_t bytes,
                   Stream) override {
-    const auto near = [&](SharedGroup& shared) { shared.all_gather(call, in, out, bytes); };
-    run(group, call, near, [&](MPI_Comm comm) {
-      const Bytes block(bytes);
-      check(MPI_Allgather(in, block.count(), block.type(), out, block.count(), block.type(),
-                          comm),
-            "MPI_Allgather");
-    });
+    run(group, call, [&](auto& members) { members.all_gather(call, in, out, bytes); });
   }
 
   void reduce_scatter(Group& group, const Call& call, const void* in, void* out, size_t count,
                       DType type, Reduction reduction, Stream) override {
-    const auto near = [&](SharedGroup& shared) {
-      shared.reduce_scatter(call, in, out, count, type, reduction);
-    };
-    run(group, call, near, [&](MPI_Comm comm) {
-      const bool wide = accumulates_wide(type, reduction);
-      const Operation operation = operations_.get(wide ? DType::kFloat32 : type, reduction);
-      const size_t item = dtype_size(type);
-      const size_t moved = wide ? sizeof(float) : item;
-      const size_t members = group.ranks.size();
-      const size_t step = std::max<size_t>(1, kPieceBytes / moved / members);
-      const std::byte* from = static_cast<const std::byte*>(in);
-      const auto reduce = [&](const void* blocks, void* to, size_t n) {
-        check(MPI_Reduce_scatter_block(blocks, to, static_cast<int>(n), operation.type,
-                                       operation.op, comm),
-              "MPI_Reduce_scatter_block");
-      };
-      if (count <= step && !wide) return reduce(from, out, count);
-      // A piece of every member's block, contiguous, and then memory for the result.
-      const size_t largest = std::min(step, count);
-      std::unique_ptr<std::byte[]> piece(new std::byte[(members + 1) * largest * moved]);
-      std::byte* const result = piece.get() + members * largest * moved;
-      for (size_t begin = 0; begin < count; begin += step) {
-        const size_t n = std::min(step, count - begin);
-        for (size_t i = 0; i < members; ++i) {
-          std::byte* to = piece.get() + i * n * moved;
-          const std::byte* block = from + (i * count + begin) * item;
-          if (wide) {
-            widen(reinterpret_cast<float*>(to), block, n, type);
-          } else {
-            std::memcpy(to, block, n * item);
-          }
-        }
-        std::byte* to = static_cast<std::byte*>(out) + begin * item;
-        reduce(piece.get(), wide ? result : to, n);
-        if (wide) narrow(to, reinterpret_cast<const float*>(result), n, type);
-      }
+    run(group, call, [&](auto& members) {
+      members.reduce_scatter(call, in, out, count, type, reduction);
     });
   }
 
   void all_to_all(Group& group, const Call& call, const void* in, void* out, size_t bytes,
                   Stream) override {
-    const auto near = [&](SharedGroup& shared) { shared.all_to_all(call, in, out, bytes); };
-    run(group, call, near, [&](MPI_Comm comm) {
-      const Bytes block(bytes);
-      check(MPI_Alltoall(in, block.count(), block.type(), out, block.count(), block.type(), comm),
-            "MPI_Alltoall");
-    });
+    run(group, call, [&](auto& members) { members.all_to_all(call, in, out, bytes); });
   }
 
   void broadcast(Group& group, const Call& call, const void* in, void* out, size_t bytes,
                  int root, Stream) override {
-    const auto near = [&](SharedGroup& shared) { shared.broadcast(call, in, out, bytes, root); };
-    run(group, call, near, [&](MPI_Comm comm) {
-      if (group.index == root && in != out && bytes != 0) std::memcpy(out, in, bytes);
-      const Bytes block(bytes);
-      check(MPI_Bcast(out, block.count(), block.type(), root, comm), "MPI_Bcast");
-    });
+    run(group, call, [&](auto& members) { members.broadcast(call, in, out, bytes, root); });
   }
 
   void permute(Group& group, const Call& call, const void* in, void* out, size_t bytes,
                const std::vector<Pair>& pairs, Stream) override {
-    const auto near = [&](SharedGroup& shared) { shared.permute(call, in, out, bytes, pairs); };
-    run(group, call, near, [&](MPI_Comm comm) {
-      const Bytes block(bytes);
-      std::vector<MPI_Request> requests;
-      bool received = false;
-      for (const Pair& pair : pairs) {
-        if (pair.destination == group.index) {
-          received = true;
-          check(MPI_Irecv(out, block.count(), block.type(), pair.source, 0, comm,
-                          &requests.emplace_back()),
-                "MPI_Irecv");
-        }
-        if (pair.source == group.index) {
-          check(MPI_Isend(in, block.count(), block.type(), pair.destination, 0, comm,
-                          &requests.emplace_back()),
-                "MPI_Isend");
-        }
-      }
-      if (!received && bytes != 0) std::memset(out, 0, bytes);
-      check(MPI_Waitall(static_cast<int>(requests.size()), requests.data(), MPI_STATUSES_IGNORE),
-            "MPI_Waitall");
-    });
+    run(group, call, [&](auto& members) { members.permute(call, in, out, bytes, pairs); });
   }
 
   void send(const Call& call, int peer, int tag, const void* in, size_t bytes, Stream) override {
@@ -262,21 +166,13 @@ class MpiTransport : public Transport {
     named(describe(rank_, call, ranks), [&] {
       std::optional<Watchdog::Guard> guard;
       if (lane == Lane::kMain) guard.emplace(*watchdog_, lane, call, ranks);
-      const auto take = [&](void* to, const Bytes& block) {
-        if (lane == Lane::kMain) {
-          check(MPI_Recv(to, block.count(), block.type(), peer, tag, world_, MPI_STATUS_IGNORE),
-                "MPI_Recv");
-        } else {
-          await(to, block, peer, tag, call);
-        }
-      };
       Header header{};
-      take(&header, Bytes(sizeof(header)));
+      await(&header, Bytes(sizeof(header)), peer, tag, lane, call);
       if (header.bytes != bytes) {
         throw std::runtime_error("expected " + std::to_string(bytes) + " bytes, got " +
                                  std::to_string(header.bytes));
       }
-      take(out, Bytes(bytes));
+      await(out, Bytes(bytes), peer, tag, lane, call);
     });
   }
 
@@ -297,7 +193,6 @@ class MpiTransport : public Transport {
     for (reap(); !outgoing_.empty() && Clock::now() < end; reap()) std::this_thread::yield();
     for (auto& entry : groups_) MPI_Comm_free(&entry.second->comm);
     groups_.clear();
-    operations_.free();
     MPI_Comm_free(&world_);
   }
 
@@ -320,11 +215,14 @@ class MpiTransport : public Transport {
     }
   }
 
-  // Gives the group shared memory, if possible.
-  void share(MpiGroup& group) {
+  // Gives the group shared memory, if possible, else messages.
+  void connect(MpiGroup& group) {
     if (group.size() == 1) return;
     group.memory = share_memory(group.comm, SharedGroup::bytes(group.size()));
-    if (!group.memory) return;
+    if (!group.memory) {
+      group.messages = std::make_unique<MessageGroup>(group.comm, busy(group.lane));
+      return;
+    }
     // Pending messages may need this rank's progress, and another member may wait for them first.
     const auto progress = [comm = world_] {
       int found = 0;
@@ -334,19 +232,28 @@ class MpiTransport : public Transport {
                                                  looks_, progress);
   }
 
-  // Calls near(SharedGroup&) if the group shares memory, else far(MPI_Comm).
-  template <class Near, class Far>
-  void run(Group& base, const Call& call, Near&& near, Far&& far) {
+  // How long a thread may keep a core busy while it waits for messages. In the background it may not:
+  // the foreground computes.
+  Clock::duration busy(Lane lane) const {
+    return lane == Lane::kMain && looks_ != 0 ? kBusy : Clock::duration::zero();
+  }
+
+  // Calls f with what connects the members of the group.
+  template <class F>
+  void run(Group& base, const Call& call, F&& f) {
     MpiGroup& group = static_cast<MpiGroup&>(base);
     const Watchdog::Guard guard(*watchdog_, group.lane, call, group.ranks);
     try {
-      if (group.shared) return near(*group.shared);
-      compare(group, call);
-      far(group.comm);
+      if (group.shared) {
+        f(*group.shared);
+      } else {
+        f(*group.messages);
+      }
     } catch (const Conflict& e) {
-      throw std::runtime_error(conflict(group, call.where, call.text(), e.member, e.what()));
-    } catch (const Disagreement&) {
-      throw;
+      const std::string rank = std::to_string(group.ranks[static_cast<size_t>(e.member)]);
+      throw std::runtime_error(describe(rank_, Call(call.where), group.ranks) +
+                               ": disagrees with rank " + rank + ": got " + call.text() +
+                               ", where rank " + rank + " calls " + e.what());
     } catch (const MpiError& e) {
       end_job(describe(rank_, call, group.ranks) + ": " + e.what());
     } catch (const std::exception& e) {
@@ -354,58 +261,24 @@ class MpiTransport : public Transport {
     }
   }
 
-  std::string conflict(const Group& group, std::string_view where, const std::string& own,
-                       int other, const std::string& theirs) const {
-    const std::string rank = std::to_string(group.ranks[static_cast<size_t>(other)]);
-    return describe(rank_, Call(where), group.ranks) + ": disagrees with rank " + rank + ": got " +
-           own + ", where rank " + rank + " calls " + theirs;
-  }
-
-  // Throws Disagreement if the members differ on this call, before its data moves: MPI does not check
-  // sizes, and may write beyond the smaller buffer if they differ. It sends 16 bytes if the members
-  // agree (a microsecond on one machine, a round trip between machines), else the texts of the calls.
-  void compare(const MpiGroup& group, const Call& call) {
-    uint64_t extremes[2] = {call.signature, ~call.signature};
-    check(MPI_Allreduce(MPI_IN_PLACE, extremes, 2, MPI_UINT64_T, MPI_MAX, group.comm),
-          "MPI_Allreduce");
-    if (extremes[0] == ~extremes[1]) return;
-    const size_t members = group.ranks.size();
-    std::vector<uint64_t> signatures(members);
-    check(MPI_Allgather(&call.signature, 1, MPI_UINT64_T, signatures.data(), 1, MPI_UINT64_T,
-                        group.comm),
-          "MPI_Allgather");
-    const std::string own = call.text();
-    std::vector<char> text(kTextBytes, '\0');
-    std::memcpy(text.data(), own.data(), std::min(own.size(), kTextBytes - 1));
-    std::vector<char> texts(kTextBytes * members);
-    const int n = static_cast<int>(kTextBytes);
-    check(MPI_Allgather(text.data(), n, MPI_CHAR, texts.data(), n, MPI_CHAR, group.comm),
-          "MPI_Allgather");
-    size_t other = 0;
-    while (signatures[other] == call.signature) ++other;
-    throw Disagreement(
-        conflict(group, call.where, own, static_cast<int>(other), &texts[other * kTextBytes]));
-  }
-
   // Receives without keeping a core busy: MPI's own waiting would poll without a pause. Polling also
   // advances the messages that this rank sends, while its foreground computes.
-  void await(void* out, const Bytes& block, int peer, int tag, const Call& call) {
+  void await(void* out, const Bytes& block, int peer, int tag, Lane lane, const Call& call) {
     MPI_Request request = MPI_REQUEST_NULL;
     check(MPI_Irecv(out, block.count(), block.type(), peer, tag, world_, &request), "MPI_Irecv");
-    std::chrono::microseconds pause = kShortestPause;
-    for (int look = 0;; ++look) {
+    Patience patience(busy(lane));
+    while (true) {
       int here = 0;
       check(MPI_Test(&request, &here, MPI_STATUS_IGNORE), "MPI_Test");
       if (here != 0) return;
-      if (look < looks_) continue;
       const Clock::duration stopped = stopped_;
-      if (stopped.count() != 0 && Clock::now().time_since_epoch() > stopped + kPatience) {
+      if (lane == Lane::kAsync && stopped.count() != 0 &&
+          Clock::now().time_since_epoch() > stopped + kPatience) {
         check(MPI_Cancel(&request), "MPI_Cancel");
         check(MPI_Wait(&request, MPI_STATUS_IGNORE), "MPI_Wait");
         throw std::runtime_error(std::string(call.where) + ": the world was closed");
       }
-      std::this_thread::sleep_for(pause);
-      pause = std::min(2 * pause, kLongestPause);
+      patience.pause();
     }
   }
 
@@ -426,13 +299,11 @@ class MpiTransport : public Transport {
   int size_ = 0;
   bool concurrent_ = false;
   int looks_ = 2000;  // about 30 microseconds
-  Operations operations_;
   std::unique_ptr<Watchdog> watchdog_;
   std::map<std::pair<Lane, std::vector<int>>, std::unique_ptr<MpiGroup>> groups_;
   std::atomic<Clock::duration> stopped_{Clock::duration::zero()};
   std::mutex outgoing_mutex_;
   std::list<Outgoing> outgoing_;
-  std::vector<float> wide_[kLanes];  // one piece of a reduction of 16-bit floats
 };
 
 }  // namespace

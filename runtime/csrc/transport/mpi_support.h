@@ -1,4 +1,4 @@
-// Helpers of the MPI transport: error codes as exceptions, large counts, reductions, and the watchdog.
+// Helpers of the MPI transport: error codes as exceptions, large counts, and the watchdog.
 #pragma once
 
 #include <mpi.h>
@@ -8,12 +8,10 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstdio>
-#include <map>
 #include <mutex>
 #include <stdexcept>
 #include <string>
 #include <thread>
-#include <utility>
 #include <vector>
 
 #include "transport/transport.h"
@@ -71,81 +69,6 @@ class Bytes {
   MPI_Datatype type_ = MPI_BYTE;
   int count_;
   bool owned_ = false;
-};
-
-template <DType T, Reduction R>
-void reduce_function(void* in, void* inout, int* length, MPI_Datatype*) {
-  reduce_into(inout, in, static_cast<size_t>(*length), T, R);
-}
-
-struct Operation {
-  MPI_Datatype type;
-  MPI_Op op;
-};
-
-// MPI's type of equal size and our operation on it, made at the first use.
-class Operations {
- public:
-  Operation get(DType type, Reduction reduction) {
-    if (reduction == Reduction::kSum && type == DType::kFloat32) return {MPI_FLOAT, MPI_SUM};
-    if (reduction == Reduction::kSum && type == DType::kFloat64) return {MPI_DOUBLE, MPI_SUM};
-    std::lock_guard lock(mutex_);
-    const auto key = std::make_pair(type, reduction);
-    auto found = made_.find(key);
-    if (found == made_.end()) {
-      MPI_Op op = MPI_OP_NULL;
-      check(MPI_Op_create(function(type, reduction), 1, &op), "MPI_Op_create");
-      found = made_.emplace(key, op).first;
-    }
-    return {carrier(dtype_size(type)), found->second};
-  }
-  void free() {
-    for (auto& entry : made_) MPI_Op_free(&entry.second);
-    made_.clear();
-  }
-
- private:
-  static MPI_Datatype carrier(size_t bytes) {
-    switch (bytes) {
-      case 1: return MPI_UINT8_T;
-      case 2: return MPI_UINT16_T;
-      case 4: return MPI_UINT32_T;
-      default: return MPI_UINT64_T;
-    }
-  }
-
-  template <DType T>
-  static MPI_User_function* of(Reduction reduction) {
-    switch (reduction) {
-      case Reduction::kSum: return reduce_function<T, Reduction::kSum>;
-      case Reduction::kMax: return reduce_function<T, Reduction::kMax>;
-      case Reduction::kMin: return reduce_function<T, Reduction::kMin>;
-      case Reduction::kProd: return reduce_function<T, Reduction::kProd>;
-    }
-    throw std::invalid_argument("unknown reduction");
-  }
-
-  static MPI_User_function* function(DType type, Reduction r) {
-    switch (type) {
-      case DType::kFloat32: return of<DType::kFloat32>(r);
-      case DType::kFloat64: return of<DType::kFloat64>(r);
-      case DType::kFloat16: return of<DType::kFloat16>(r);
-      case DType::kBfloat16: return of<DType::kBfloat16>(r);
-      case DType::kInt8: return of<DType::kInt8>(r);
-      case DType::kInt16: return of<DType::kInt16>(r);
-      case DType::kInt32: return of<DType::kInt32>(r);
-      case DType::kInt64: return of<DType::kInt64>(r);
-      case DType::kUint8: return of<DType::kUint8>(r);
-      case DType::kUint16: return of<DType::kUint16>(r);
-      case DType::kUint32: return of<DType::kUint32>(r);
-      case DType::kUint64: return of<DType::kUint64>(r);
-      case DType::kBool: return of<DType::kBool>(r);
-    }
-    throw std::invalid_argument("unknown element type");
-  }
-
-  std::mutex mutex_;
-  std::map<std::pair<DType, Reduction>, MPI_Op> made_;
 };
 
 // Ends the job when one call waits too long: a blocking MPI call cannot be interrupted.

@@ -22,7 +22,6 @@
 #include <cstdint>
 #include <cstring>
 #include <functional>
-#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -30,12 +29,6 @@
 #include "transport/transport.h"
 
 namespace onnxpar {
-
-// Another member makes another call; all members throw it.
-struct Conflict : std::runtime_error {
-  Conflict(int other, const std::string& text) : std::runtime_error(text), member(other) {}
-  int member;  // index within the group; what() is its `Call::text`
-};
 
 class SharedGroup {
  public:

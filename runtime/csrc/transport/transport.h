@@ -15,6 +15,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <stdexcept>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -54,6 +55,12 @@ struct Call {
 
   std::string_view where;  // "AllReduce '/fc1/all_reduce'"; outlives the call
   uint64_t signature;      // hash of all that must be equal on all ranks; 0 unless a collective
+};
+
+// Another member makes another call; all members throw it.
+struct Conflict : std::runtime_error {
+  Conflict(int other, const std::string& text) : std::runtime_error(text), member(other) {}
+  int member;  // index within the group; what() is its `Call::text`
 };
 
 struct Pair {

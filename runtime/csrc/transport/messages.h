@@ -1,0 +1,131 @@
+// Collectives between ranks of several machines, by messages of MPI.
+//
+// A collective begins with one message from each member to each other: a hash of its call, and with it
+// the data, if the data for one member is at most a few KiB. So a small collective takes the time of
+// one message. Members whose hashes differ throw before any of the data is used.
+//
+// Larger data follows in pieces, several of which are under way at once, directly from member to
+// member. A reduced element is computed by one member, in the order of the group, and so it is equal
+// to the bit on all ranks, and equal to the result in shared memory. While the sums of one piece
+// return, the parts of the next are on their way, so that the link is in use in both directions.
+//
+// The thread that calls a collective drives its messages: nothing else does while it runs, and each
+// lane has a communicator of its own. It looks for messages that have arrived and sleeps between two
+// looks. MPI's own waiting would look without a pause: where all cores compute, it would keep the
+// other side, and the system's handling of the network, from running.
+#pragma once
+
+#include <mpi.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "transport/mpi_support.h"
+#include "transport/transport.h"
+
+namespace onnxpar {
+
+// How a thread waits for messages: at first it looks without a pause for the time `busy`, then it
+// sleeps between two looks, the longer the longer nothing arrives.
+class Patience {
+ public:
+  explicit Patience(Clock::duration busy) : busy_(busy) {}
+  // Something has arrived.
+  void renew();
+  // Nothing has; comes between two looks.
+  void pause();
+
+ private:
+  const Clock::duration busy_;
+  bool waiting_ = false;
+  Clock::time_point since_;  // if waiting
+  std::chrono::microseconds sleep_{0};
+};
+
+// Messages under way between this member and others, each with what is to be done once it is complete,
+// and one copy.
+class Flow {
+ public:
+  using Then = std::function<void()>;
+
+  Flow(MPI_Comm comm, Clock::duration busy) : comm_(comm), patience_(busy) {}
+  void send(const void* from, size_t bytes, int peer, int tag, Then then = nullptr);
+  void receive(void* to, size_t bytes, int peer, int tag, Then then = nullptr);
+  // Copies in this member's memory, while nothing arrives.
+  void copy(void* to, const void* from, size_t bytes);
+  // Returns when all that was asked for is complete, including what followed other messages.
+  void finish();
+
+ private:
+  const MPI_Comm comm_;
+  Patience patience_;
+  std::vector<MPI_Request> requests_;
+  std::vector<Then> then_;  // by request
+  std::vector<int> complete_;
+  struct {
+    std::byte* to = nullptr;
+    const std::byte* from = nullptr;
+    size_t bytes = 0;
+  } copy_;
+};
+
+class MessageGroup {
+ public:
+  // The members are the ranks of the communicator, which outlives this.
+  MessageGroup(MPI_Comm comm, Clock::duration busy);
+
+  // As in Transport. They throw Conflict, on all members, and MpiError.
+  void all_reduce(const Call&, const void* in, void* out, size_t count, DType, Reduction);
+  void all_gather(const Call&, const void* in, void* out, size_t bytes);
+  void reduce_scatter(const Call&, const void* in, void* out, size_t count, DType, Reduction);
+  void all_to_all(const Call&, const void* in, void* out, size_t bytes);
+  void broadcast(const Call&, const void* in, void* out, size_t bytes, int root);
+  void permute(const Call&, const void* in, void* out, size_t bytes,
+               const std::vector<Pair>& pairs);
+
+ private:
+  using Blocks = std::function<const std::byte*(int member)>;
+  using Places = std::function<std::byte*(int member)>;
+  // The elements of the input that a member reduces, in one piece of a reduction.
+  using Parts = std::function<Range(size_t piece, int member)>;
+
+  // Exchanges the first messages. With them, `bytes` go to each member for which there is a block.
+  void meet(const Call& call, size_t bytes = 0, const Blocks& blocks = nullptr);
+  // The data in a member's first message.
+  const std::byte* first(int member) const;
+  [[noreturn]] void disagree(const Call& call);
+  // Calls f for each other member, beginning with the next, so that not all send to the same at once.
+  template <class F>
+  void others(F f) const;
+
+  // Sends the block for each member, and receives each member's at its place; null is none.
+  void exchange(const Call& call, size_t bytes, const Blocks& blocks, const Places& places);
+  // Sends this and every kWindow-th further piece of a block, one after the other.
+  void send(const std::byte* from, size_t bytes, int peer, size_t piece);
+  // Calls then(piece), if there is one, for each that has come.
+  void receive(std::byte* to, size_t bytes, int peer, size_t piece,
+               const std::function<void(size_t)>& then = nullptr);
+  // Reduces this member's parts of all pieces, to the same elements of `to` less `origin`, and if
+  // `gather`, brings all members' results to all.
+  void reduce(size_t pieces, const Parts& parts, const std::byte* from, std::byte* to,
+              size_t origin, bool gather, DType type, Reduction reduction);
+  // Of data that came with the first messages; the own data is the block at `own`.
+  void reduce_first(const std::byte* own, void* out, size_t count, DType type,
+                    Reduction reduction);
+
+  const MPI_Comm comm_;
+  int index_ = 0;
+  int members_ = 0;
+  size_t piece_ = 0;  // bytes in one message
+  Flow flow_;
+  std::vector<std::byte> own_;     // first messages that this member sends, by receiver
+  std::vector<std::byte> theirs_;  // those that it receives, by sender
+  std::vector<std::byte> parts_;   // received, of pieces under way
+  std::vector<const void*> sources_;  // of a reduction, by member
+};
+
+}  // namespace onnxpar
