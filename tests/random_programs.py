@@ -8,13 +8,14 @@ import random
 from collections.abc import Callable, Mapping
 from functools import reduce
 from operator import mul
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
-from onnxpar.core.symbols import Dim, dim_symbol
+from onnxpar.core.errors import ShardingError
+from onnxpar.core.symbols import Dim, Symbol, dim_symbol
 from tests.random_builder import (
     BOOL,
     F32,
@@ -30,6 +31,8 @@ from tests.random_builder import (
     elements,
     plain,
 )
+
+T = TypeVar("T")
 
 VOCABULARY = 6
 SIZES = (1, 2, 3, 4, 6, 8)
@@ -482,6 +485,36 @@ def is_narrow(model: onnx.ModelProto) -> bool:
         for attribute in node.attribute
         if attribute.name == "to"
     ) or any(value.type.tensor_type.elem_type == F32 for value in model.graph.input)
+
+
+class Sizes:
+    """Random sizes of the symbols of a program, all from one seed.
+
+    Attributes:
+        constraints: What they satisfy.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._draw = random.Random(f"sizes {seed}")
+        self._divisor = self._draw.choice([1, 1, 1, 2, 4])
+        constrained = self._divisor > 1
+        self.constraints = {"batch": Symbol(divisor=self._divisor)} if constrained else {}
+
+    def draw(self) -> dict[str, int]:
+        """The sizes of one run."""
+        return {
+            "batch": self._divisor * self._draw.choice([1, 2, 3, 5]),
+            "seq": self._draw.choice([1, 2, 5, 7]),
+        }
+
+
+def unless_refused(make: Callable[[], T]) -> T | None:
+    """Returns what is made by a random strategy; None if the strategy is refused."""
+    try:
+        return make()
+    except ShardingError as error:
+        assert "'n" in str(error), "a refusal names its node"
+        return None
 
 
 def taken(case: Callable[[int], bool], seeds: range) -> int:

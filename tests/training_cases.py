@@ -1,6 +1,7 @@
 """Models sharded for training, and batches for them."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ from onnxpar.autodiff.append_loss import parse_loss
 from onnxpar.autodiff.optimizer import parse_optimizer
 from onnxpar.autodiff.training_program import TrainingSpec
 from onnxpar.strategy import Strategy
-from onnxpar_format.options import Settings
+from onnxpar_format.options import Saving, Settings, TrainingRun
+from onnxpar_runtime import TrainerGroup
 from onnxpar_runtime.manifest import Manifest
+from onnxpar_runtime.training.commands import train_with
 from onnxpar_runtime.training.hyper import hyperparameters
 
 Array = NDArray[Any]
@@ -62,3 +65,19 @@ def batch_of(directory: Path, rng: np.random.Generator, **symbols: int) -> dict[
 def hyper(optimizer: str, step: int, lr: float = 1e-3, **settings: Any) -> Mapping[str, float]:
     """Returns an optimizer's scalars at a step, from 1."""
     return hyperparameters(optimizer, Settings(**settings)).at(step, lr)
+
+
+@contextmanager
+def after_training(
+    directory: Path, batch: Mapping[str, Array], lr: float, epochs: int = 1
+) -> Iterator[TrainerGroup]:
+    """Trains on a batch in steps of 4 samples, with checkpoints in `ck` beside the directory."""
+    folder = directory.parent
+    np.savez(folder / "a.npz", **batch)
+    wanted = TrainingRun(
+        f"npz:{folder / 'a.npz'}", lr=lr, batch_size=4, epochs=epochs, print_every=0,
+        checkpoints=Saving(folder / "ck"),
+    )  # fmt: skip
+    with TrainerGroup(directory) as group:
+        group.on_each(lambda member: train_with(member, wanted))
+        yield group

@@ -13,25 +13,15 @@ import pytest
 from numpy.typing import NDArray
 
 from onnxpar.cli import main
-from onnxpar_format.options import Saving, TrainingRun
-from onnxpar_runtime import TrainerGroup
-from onnxpar_runtime.training import commands
 from tests.onnxpar.parameters.declared import read
-from tests.training_cases import batch_of, shard
+from tests.training_cases import after_training, batch_of, shard
 
 Array = NDArray[Any]
 
 
-def trained(directory: Path, batch: dict[str, Array]) -> Array:
-    """Trains for a few steps with checkpoints in `ck`; returns the outputs of the batch then."""
-    folder = directory.parent
-    np.savez(folder / "a.npz", **batch)
-    wanted = TrainingRun(
-        f"npz:{folder / 'a.npz'}", lr=0.05, batch_size=4, epochs=2, print_every=0,
-        checkpoints=Saving(folder / "ck"),
-    )  # fmt: skip
-    with TrainerGroup(directory) as group:
-        group.on_each(lambda member: commands.train_with(member, wanted))
+def trained_output(directory: Path, batch: dict[str, Array]) -> Array:
+    """Trains for a few steps with checkpoints in `ck`; returns the output for the batch then."""
+    with after_training(directory, batch, lr=0.05, epochs=2) as group:
         outputs = group.evaluate(batch, outputs=True)["outputs"]
     assert outputs is not None
     (output,) = outputs.values()
@@ -57,7 +47,7 @@ def exported(folder: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> s
 def test_the_file_keeps_its_graph(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     directory = shard(tmp_path / "m", mlp.build(hidden=(8, 8)), "dp=2,tp=2", freeze=("fc1.*",))
     batch = batch_of(directory, np.random.default_rng(0), batch=8)
-    wanted = trained(directory, batch)
+    wanted = trained_output(directory, batch)
     printed = exported(tmp_path, tmp_path / "m.onnx", capsys)
     assert "2 trained tensors, 1 unchanged; after step 4" in printed
     x = next(a for n, a in batch.items() if n != "labels")
@@ -91,7 +81,7 @@ def test_merged_tensors_have_their_own(tmp_path: Path, capsys: pytest.CaptureFix
     directory = shard(tmp_path / "m", merged_norms(), "dp=2", loss="mse", optimizer="adamw")
     batch = batch_of(directory, np.random.default_rng(0), batch=8)
     batch["x"] *= np.arange(1, 9, dtype=np.float32)
-    wanted = trained(directory, batch)
+    wanted = trained_output(directory, batch)
     printed = exported(tmp_path, tmp_path / "m.onnx", capsys)
     assert "8 trained tensors, 0 unchanged; the graph is the one that was trained" in printed
     got = run(tmp_path / "trained.onnx", batch["x"])
@@ -111,7 +101,7 @@ def test_tied_tensors_are_both_as_trained(
     model = read(text, **{"embed.weight": table, "onnx::MatMul_7": table.T})
     directory = shard(tmp_path / "m", model, "tp=2")
     batch = batch_of(directory, np.random.default_rng(0), batch=8)
-    wanted = trained(directory, batch)
+    wanted = trained_output(directory, batch)
     printed = exported(tmp_path, tmp_path / "m.onnx", capsys)
     assert "1 trained tensors, 0 unchanged; the graph is the one that was trained" in printed
     got = run(tmp_path / "trained.onnx", batch["ids"])
@@ -120,7 +110,7 @@ def test_tied_tensors_are_both_as_trained(
 
 def test_another_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     directory = shard(tmp_path / "m", mlp.build(hidden=(8, 8)), "dp=2")
-    trained(directory, batch_of(directory, np.random.default_rng(0), batch=8))
+    trained_output(directory, batch_of(directory, np.random.default_rng(0), batch=8))
     for name, model, message in (
         ("wider", mlp.build(hidden=(8, 9)), "initializer 'fc2.weight': expected float32["),
         ("norms", merged_norms(), "it has no initializers 'fc1.weight', 'fc2.weight'"),
@@ -156,7 +146,7 @@ def test_pytorch_loads_it(tmp_path: Path) -> None:
     )
     directory = shard(tmp_path / "m", export_torch.export(example), "dp=2", optimizer="adamw")
     batch = batch_of(directory, np.random.default_rng(0), batch=8)
-    wanted = trained(directory, batch)
+    wanted = trained_output(directory, batch)
     out = tmp_path / "w.safetensors"
     assert main(["checkpoint", "export", str(tmp_path / "ck"), "-o", str(out)]) == 0
     module = net()

@@ -19,7 +19,7 @@ from onnxpar.cli import main
 from onnxpar.core.errors import ModelError
 from onnxpar.frontend.fused_weights import FusedWeights
 from onnxpar.strategy import Strategy
-from onnxpar_format.options import Saving, TrainingRun
+from onnxpar_format.options import TrainingRun
 from onnxpar_format.records import FormatError
 from onnxpar_runtime import TrainerGroup
 from onnxpar_runtime.checkpoint.reshard import merge, reshard
@@ -27,7 +27,7 @@ from onnxpar_runtime.errors import DirectoryError, InputError
 from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.training import commands
 from tests.exec.test_fused_weights import CASES, model
-from tests.training_cases import batch_of, hyper, shard
+from tests.training_cases import after_training, batch_of, hyper, shard
 
 Array = NDArray[Any]
 STEPS = 3
@@ -128,13 +128,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make(folder / "one", "convolved", "dp=1", optimizer="adamw")
     with pytest.MonkeyPatch.context() as patch:
         undivided(folder / "whole", "convolved", patch, optimizer="adamw")
-    np.savez(folder / "a.npz", **batch_of(directory, np.random.default_rng(0), batch=8, seq=3))
-    wanted = TrainingRun(
-        f"npz:{folder / 'a.npz'}", lr=0.01, batch_size=4, epochs=1, print_every=0,
-        checkpoints=Saving(folder / "ck"),
-    )  # fmt: skip
-    with TrainerGroup(directory) as group:
-        group.on_each(lambda member: commands.train_with(member, wanted))
+    batch = batch_of(directory, np.random.default_rng(0), batch=8, seq=3)
+    with after_training(directory, batch, lr=0.01) as group:
         weights = {n: group.gather(n) for n in ("w", "filters", "cbias", "wo")}
     np.savez(folder / "weights.npz", **weights)
     return folder

@@ -5,7 +5,6 @@ A case is one seed: a program, a strategy and sizes. `ONNXPAR_FUZZ_SEED` shifts 
 """
 
 import os
-import random
 
 import numpy as np
 import onnx
@@ -13,12 +12,11 @@ import onnx_ir as ir
 import pytest
 
 from onnxpar.api.shard_model import analyse, propagate_and_partition
-from onnxpar.core.errors import ShardingError
 from onnxpar.core.symbols import Symbol
 from onnxpar.partition.partitioned_model import PartitionedModel
 from tests.lockstep import evaluator, run_model
 from tests.random_builder import Array
-from tests.random_programs import feeds, is_narrow, program, taken
+from tests.random_programs import Sizes, feeds, is_narrow, program, taken, unless_refused
 from tests.random_strategies import pinned, seeds_of
 
 SEED = int(os.environ.get("ONNXPAR_FUZZ_SEED", "0"))
@@ -37,33 +35,27 @@ def partitioned(
     seeds = seeds_of(analysed, analysed.model.graph.inputs, seed)
     if seed % 2 == 0:
         return propagate_and_partition(analysed, seeds)
-    try:
-        return propagate_and_partition(analysed, pinned(analysed, seeds, seed))
-    except ShardingError as error:
-        assert "'n" in str(error), "a refusal names its node"
-        return None
+    drawn = pinned(analysed, seeds, seed)
+    return unless_refused(lambda: propagate_and_partition(analysed, drawn))
 
 
 def case(seed: int) -> bool:
     """Runs a case; whether its strategy was taken."""
-    draw = random.Random(f"sizes {seed}")
-    divisor = draw.choice([1, 1, 1, 2, 4])
-    constraints = {"batch": Symbol(divisor=divisor)} if divisor > 1 else {}
-    model = program(seed)
-    parted = partitioned(model, seed, constraints)
+    sizes, model = Sizes(seed), program(seed)
+    parted = partitioned(model, seed, sizes.constraints)
     if parted is None:
         return False
     # Without optimizations: onnxruntime's scale fusion rounds scales of float64 to float32.
     undivided = evaluator(model, reference=False)
     narrow = is_narrow(model)
     for _ in range(2):
-        symbols = {"batch": divisor * draw.choice([1, 2, 3, 5]), "seq": draw.choice([1, 2, 5, 7])}
+        symbols = sizes.draw()
         data = feeds(model, symbols, seed)
         want = undivided(data)
         table = parted.builder.table
         for equal in parted.equalities:
-            sizes = [table.evaluate(side.size, symbols) for side in (equal.left, equal.right)]
-            assert sizes[0] == sizes[1], f"{equal} does not hold in a valid run"
+            left, right = (table.evaluate(s.size, symbols) for s in (equal.left, equal.right))
+            assert left == right, f"{equal} does not hold in a valid run"
         got = run_model(parted, data, symbols)
         assert got.keys() == want.keys()
         for name, array in want.items():

@@ -7,7 +7,6 @@ many more; `case(seed)` repeats a failure.
 """
 
 import os
-import random
 from dataclasses import replace
 
 import numpy as np
@@ -16,7 +15,6 @@ import onnx_ir as ir
 import pytest
 
 from onnxpar.autodiff.differentiate import Differentiated, differentiate
-from onnxpar.core.errors import ShardingError
 from onnxpar.core.mesh import Mesh
 from onnxpar.core.symbols import Symbol
 from onnxpar.facts.program import Program
@@ -32,7 +30,7 @@ from onnxpar.partition.partition import partition
 from onnxpar.partition.partitioned_model import PartitionedModel
 from onnxpar.propagation.propagate import propagate
 from tests.lockstep import Array, run_model
-from tests.random_programs import feeds, is_narrow, program, taken
+from tests.random_programs import Sizes, feeds, is_narrow, program, taken, unless_refused
 from tests.random_strategies import pinned, seeds_of
 
 SEED = int(os.environ.get("ONNXPAR_FUZZ_SEED", "0"))
@@ -91,19 +89,14 @@ def by_seed(analysed: Program, done: Differentiated, seed: int) -> PartitionedMo
     backward = {n.name for n in analysed.model.graph if GRADIENT_OF in n.metadata_props}
     drawn = pinned(analysed, seeds, seed)
     forward = {name: found for name, found in drawn.nodes.items() if name not in backward}
-    try:
-        return partitioned(analysed, done, replace(drawn, nodes=forward))
-    except ShardingError as error:
-        assert "'n" in str(error), "a refusal names its node"
-        return None
+    seeds = replace(drawn, nodes=forward)
+    return unless_refused(lambda: partitioned(analysed, done, seeds))
 
 
 def case(seed: int) -> bool:
     """Runs a case; whether its strategy was taken."""
-    draw = random.Random(f"sizes {seed}")
-    divisor = draw.choice([1, 1, 1, 2, 4])
-    proto = program(seed)
-    found = trained(proto, {"batch": Symbol(divisor=divisor)} if divisor > 1 else {})
+    sizes, proto = Sizes(seed), program(seed)
+    found = trained(proto, sizes.constraints)
     if found is None:
         return False
     analysed, done = found
@@ -113,7 +106,7 @@ def case(seed: int) -> bool:
     one = partitioned(analysed, done, Seeds(Mesh.of(), {}, {}))
     # The operator has its statistics in float32.
     narrow = any(n.op_type == "LayerNormalization" for n in proto.graph.node) or is_narrow(proto)
-    symbols = {"batch": divisor * draw.choice([1, 2, 3, 5]), "seq": draw.choice([1, 2, 5, 7])}
+    symbols = sizes.draw()
     data = feeds(proto, symbols, seed) | weights(analysed, symbols, seed)
     # Few operators have float64 in onnxruntime.
     want = run_model(one, data, symbols, reference=True)

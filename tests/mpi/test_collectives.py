@@ -2,14 +2,13 @@
 
 import os
 import re
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.runtime.launching import mpirun
+
 SUITE = Path(__file__).parents[1] / "runtime" / "collectives"
-Start = Callable[..., Any]  # the fixture `job` of conftest.py
 SECONDS = 20
 """The time limit of a failing job, in seconds; most of it is starting Python."""
 
@@ -52,9 +51,9 @@ COUNT = 5 if os.environ.get("ONNXPAR_FULL") else 3
 
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(("ranks", "way"), WORLDS[:COUNT], ids=NAMES[:COUNT])
-def test_the_suite_at(job: Start, ranks: int, way: dict[str, str]) -> None:
+def test_the_suite_at(ranks: int, way: dict[str, str]) -> None:
     arguments = ["-m", "pytest", "-q", "--color=no", "-p", "no:cacheprovider", str(SUITE)]
-    result = job(ranks, arguments, 180, {"ONNXPAR_TEST_TRANSPORT": "mpi"} | way)
+    result = mpirun(ranks, arguments, {"ONNXPAR_TEST_TRANSPORT": "mpi"} | way, 180)
     assert result.code == 0, result.text
     passed = [int(n) for n in re.findall(r"(\d+) passed", result.text)]
     assert len(passed) == ranks and min(passed) == max(passed) > 80, result.text
@@ -68,16 +67,14 @@ def test_the_suite_at(job: Start, ranks: int, way: dict[str, str]) -> None:
     ],
 )
 @both_ways
-def test_ranks_that_disagree(
-    job: Start, way: dict[str, str], text: str, size: int, message: str
-) -> None:
+def test_ranks_that_disagree(way: dict[str, str], text: str, size: int, message: str) -> None:
     body = f"""
 if rank.index == 1:
     act(lambda: run_text(rank, {text}, x=np.ones({size}, np.float32)))
 else:
     act(lambda: run_text(rank, AR, x=x))
 """
-    result = job(2, program(body), 60, way)
+    result = mpirun(2, program(body), way, 60)
     assert result.code != 0 and result.seconds < SECONDS
     line = next(line for line in result.text.splitlines() if line.startswith(("r0 |", "r1 |")))
     assert "'here' on group [0, 1]: disagrees with rank" in line
@@ -97,7 +94,7 @@ def disagree(**arguments):
 
 @both_ways
 @pytest.mark.parametrize("late", ['op="max", array=x', "array=np.ones(3000, np.float32)"])
-def test_late_calls_are_compared_at_once(job: Start, late: str, way: dict[str, str]) -> None:
+def test_late_calls_are_compared_at_once(late: str, way: dict[str, str]) -> None:
     """Sum against maximum, and another size: every call is compared, on all ranks."""
     body = (
         LATE
@@ -109,7 +106,7 @@ except Exception as error:
 print("then", rank.all_reduce(x).tolist())
 """
     )
-    result = job(2, program(body), 60, way)
+    result = mpirun(2, program(body), way, 60)
     assert result.code == 0, result.text
     for own, other in ((0, 1), (1, 0)):
         assert re.search(
@@ -129,7 +126,7 @@ big = np.ones(1 << 22, np.float32)
 
 
 @both_ways
-def test_closing_waits_for_what_was_started(job: Start, way: dict[str, str]) -> None:
+def test_closing_waits_for_what_was_started(way: dict[str, str]) -> None:
     """Rank 1 starts late; both close at once, while the collective still runs."""
     body = (
         START
@@ -143,11 +140,11 @@ world.close()
 print("closed")
 """
     )
-    result = job(2, program(body), 60, way)
+    result = mpirun(2, program(body), way, 60)
     assert result.code == 0 and result.text.count("closed") == 2, result.text
 
 
-def test_closing_does_not_wait_for_ever(job: Start) -> None:
+def test_closing_does_not_wait_for_ever() -> None:
     """Rank 1 never starts: the watchdog still watches a world that is closing."""
     body = (
         START
@@ -162,13 +159,13 @@ if rank.index == 0:
 time.sleep(30)
 """
     )
-    result = job(2, program(body), 60, {"ONNXPAR_TIMEOUT": "2"})
+    result = mpirun(2, program(body), {"ONNXPAR_TIMEOUT": "2"}, 60)
     assert result.code != 0 and result.seconds < SECONDS + 2
     assert re.search(r"r0 \| rank 0: .* on group \[0, 1\]: waited 2 s", result.text), result.text
     assert "closed" not in result.text
 
 
-def test_a_message_survives_the_closing_of_its_sender(job: Start) -> None:
+def test_a_message_survives_the_closing_of_its_sender() -> None:
     body = """
 import time
 if rank.index == 0:
@@ -182,11 +179,11 @@ else:
 world.close()
 print("closed")
 """
-    result = job(2, program(body), 60)
+    result = mpirun(2, program(body), limit=60)
     assert result.code == 0 and result.text.count("closed") == 2, result.text
 
 
-def test_a_rank_that_raises_ends_all(job: Start) -> None:
+def test_a_rank_that_raises_ends_all() -> None:
     body = """
 def body():
     if rank.index == 2:
@@ -194,7 +191,7 @@ def body():
     run_text(rank, AR, x=x)
 act(body)
 """
-    result = job(4, program(body), 60)
+    result = mpirun(4, program(body), limit=60)
     assert result.code != 0 and result.seconds < SECONDS
     assert "r2 | no more data" in result.text
 
@@ -205,7 +202,7 @@ act(body)
     ids=["first", "later"],
 )
 @both_ways
-def test_waiting_too_long(job: Start, way: dict[str, str], before: str, waits: str) -> None:
+def test_waiting_too_long(way: dict[str, str], before: str, waits: str) -> None:
     """A rank never comes: the watchdog ends the job, and names the rank that waits and its call.
 
     Making the communicator is the first thing that needs the other rank.
@@ -217,13 +214,13 @@ if rank.index == 1:
     time.sleep(60)
 act(lambda: run_text(rank, AR, x=x))
 """
-    result = job(2, program(body), 60, {"ONNXPAR_TIMEOUT": "2"} | way)
+    result = mpirun(2, program(body), {"ONNXPAR_TIMEOUT": "2"} | way, 60)
     assert result.code != 0 and result.seconds < SECONDS + 2
     message = rf"r0 \| rank 0: {waits} on group \[0, 1\]: waited 2 s"
     assert re.search(message, result.text), result.text
 
 
-def test_messages_go_on_while_a_rank_waits_in_shared_memory(job: Start) -> None:
+def test_messages_go_on_while_a_rank_waits_in_shared_memory() -> None:
     """Rank 0 sends, without waiting, and waits for rank 1, which first receives.
 
     Copying by one process out of another's memory is turned off, so that a large message needs its
@@ -241,11 +238,11 @@ else:
 print("sum", run_text(rank, AR, x=x)[0].tolist())
 """
     plain = {"OMPI_MCA_smsc": "^cma,xpmem,knem", "ONNXPAR_TIMEOUT": "10"}
-    result = job(2, program(body), 60, MEMORY | plain)
+    result = mpirun(2, program(body), MEMORY | plain, 60)
     assert result.code == 0 and result.text.count("sum [2.0, 2.0, 2.0]") == 2, result.text
 
 
-def test_ranks_that_cannot_share_memory_send_messages(job: Start) -> None:
+def test_ranks_that_cannot_share_memory_send_messages() -> None:
     """One rank refuses shared memory: its groups send messages, and other groups share memory."""
     body = """
 from pathlib import Path
@@ -261,25 +258,25 @@ if os.environ["OMPI_COMM_WORLD_RANK"] == "3":
 """
         + body
     )
-    result = job(4, program(body), 60, MEMORY)
+    result = mpirun(4, program(body), MEMORY, 60)
     assert result.code == 0, result.text
     for r in range(4):
         assert f"sum {r} 6" in result.text
         assert f"{'shares' if r < 2 else 'sends'} {r}" in result.text, result.text
 
 
-def test_ranks_that_are_not_members_need_not_come(job: Start) -> None:
+def test_ranks_that_are_not_members_need_not_come() -> None:
     """Rank 0 alone makes no group; ranks 1 and 2 make theirs without it."""
     body = """
 if rank.index != 0:
     print("sum", rank.all_reduce(np.array(rank.index), group=[2, 1]))
 """
-    result = job(3, program(body), 60)
+    result = mpirun(3, program(body), limit=60)
     assert result.code == 0, result.text
     assert result.text.count("sum 3") == 2
 
 
-def test_two_worlds_over_different_communicators(job: Start) -> None:
+def test_two_worlds_over_different_communicators() -> None:
     """Each half of the job has its own world; these and the world of all ranks are used in turn."""
     body = """
 from mpi4py import MPI
@@ -294,11 +291,11 @@ half.close()
 world.close()
 print("done")
 """
-    result = job(4, program(body), 60)
+    result = mpirun(4, program(body), limit=60)
     assert result.code == 0 and result.text.count("done") == 4, result.text
 
 
-def test_without_threads_a_start_completes_at_once(job: Start) -> None:
+def test_without_threads_a_start_completes_at_once() -> None:
     """MPI at the level SERIALIZED: no second thread may call it, and Start/Wait still work."""
     text = """
 import mpi4py
@@ -313,11 +310,11 @@ text = '''g (float[n] x) => (float[n] y) {
 print("sum", run_text(rank, text, x=x)[0].tolist())
 """
     arguments = program(body)
-    result = job(2, ["-c", text + arguments[1]], 60)
+    result = mpirun(2, ["-c", text + arguments[1]], limit=60)
     assert result.code == 0 and result.text.count("sum [2.0, 2.0, 2.0]") == 2, result.text
 
 
-def test_another_mpi_than_that_of_mpi4py(job: Start) -> None:
+def test_another_mpi_than_that_of_mpi4py() -> None:
     """The errors when mpi4py reports another library, and when MPI is not initialised."""
     body = """
 import mpi4py
@@ -328,14 +325,14 @@ for version in ("MPICH Version:      4.3.0", "Open MPI v4.1.6, package: x"):
     except Exception as error:
         print("refused:", error)
 """
-    result = job(1, program(body), 60)
+    result = mpirun(1, program(body), limit=60)
     lines = [line for line in result.text.splitlines() if line.startswith("refused:")]
     assert len(lines) == 2, result.text
     assert all("two different MPI libraries" in x and "ONNXPAR_MPICXX" in x for x in lines)
     assert "MPICH Version" in lines[0] and "libmpi.so" in lines[0]
 
 
-def test_an_mpi_that_nobody_initialised(job: Start) -> None:
+def test_an_mpi_that_nobody_initialised() -> None:
     """A second copy of the same MPI looks like this: same version, not initialised."""
     code = """
 import mpi4py
@@ -347,5 +344,5 @@ try:
 except Exception as error:
     print("refused:", error)
 """
-    result = job(1, ["-c", code], 60)
+    result = mpirun(1, ["-c", code], limit=60)
     assert "refused: two different MPI libraries" in result.text, result.text

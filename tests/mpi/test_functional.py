@@ -1,12 +1,11 @@
 """`onnxpar.shard` under mpirun: every rank calls, every rank has the result."""
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-Start = Callable[..., Any]  # the fixture `job` of conftest.py
+from tests.runtime.launching import mpirun
+
 SECONDS = 100
 """The time limit of a job, in seconds; most of it is starting Python on every rank."""
 
@@ -45,7 +44,7 @@ def lines(text: str, ranks: int) -> list[str]:
 
 @pytest.mark.timeout(2 * SECONDS)
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_every_rank_has_the_complete_result(job: Start, tmp_path: Path, ranks: int) -> None:
+def test_every_rank_has_the_complete_result(tmp_path: Path, ranks: int) -> None:
     body = """
 fn = onnxpar.shard(three_blocks.build(), ((size // 2, 2),), level=2,
                    parameter_plan={"block1.dense2.weight": (size, 1)})
@@ -58,14 +57,14 @@ assert fn.devices == size and len(fn.programs) == 2, fn.programs
 MPI.COMM_WORLD.Barrier()
 leave(os.listdir(tempfile.gettempdir()))
 """
-    result = job(ranks, ["-c", HEAD + body], SECONDS, {"TMPDIR": str(tmp_path)})
+    result = mpirun(ranks, ["-c", HEAD + body], {"TMPDIR": str(tmp_path)}, SECONDS)
     assert result.code == 0, result.text
     for line in lines(result.text, ranks):
         assert "onnxpar-shard" not in line
 
 
 @pytest.mark.timeout(2 * SECONDS)
-def test_slices(job: Start) -> None:
+def test_slices() -> None:
     body = """
 fn = onnxpar.shard(three_blocks.build(), (None,), dataset="data_parallel")
 for total, mine in ((8, 4), (7, 4 - rank)):
@@ -79,7 +78,7 @@ try:
 except onnxpar.OnnxparError as error:
     leave(error)
 """
-    result = job(2, ["-c", HEAD + body], SECONDS)
+    result = mpirun(2, ["-c", HEAD + body], limit=SECONDS)
     assert result.code == 0, result.text
     assert (
         lines(result.text, 2)
@@ -88,7 +87,7 @@ except onnxpar.OnnxparError as error:
 
 
 @pytest.mark.timeout(2 * SECONDS)
-def test_mistakes_are_raised_by_all_ranks(job: Start) -> None:
+def test_mistakes_are_raised_by_all_ranks() -> None:
     body = """
 found = []
 def act(f):
@@ -103,7 +102,7 @@ act(lambda: fn(numbers(4, 31 + rank)))      # wrong on one rank alone
 act(lambda: onnxpar.shard(three_blocks.build(), (None,), devices=3))
 leave(found)
 """
-    result = job(2, ["-c", HEAD + body], SECONDS)
+    result = mpirun(2, ["-c", HEAD + body], limit=SECONDS)
     assert result.code == 0, result.text
     first, second = lines(result.text, 2)
     assert first == second
@@ -117,7 +116,7 @@ leave(found)
 
 
 @pytest.mark.timeout(2 * SECONDS)
-def test_a_rank_that_fails_ends_all(job: Start, tmp_path: Path) -> None:
+def test_a_rank_that_fails_ends_all(tmp_path: Path) -> None:
     body = """
 import onnxpar.api.functional
 if rank == 0:
@@ -128,7 +127,7 @@ fn = onnxpar.shard(three_blocks.build(), (None,))
 fn(numbers(4, 32))
 leave("went on")
 """
-    result = job(2, ["-c", HEAD + body], SECONDS, {"TMPDIR": str(tmp_path)})
+    result = mpirun(2, ["-c", HEAD + body], {"TMPDIR": str(tmp_path)}, SECONDS)
     assert result.code != 0
     assert "RuntimeError: the disk is gone" in result.text
     assert "went on" not in result.text

@@ -188,6 +188,28 @@ def batch_of(count: int, seed: int = 0) -> dict[str, Array]:
     }
 
 
+def _accumulation(grid: str, ranks: int) -> Program:
+    """Adds the gradient of a micro-batch to that of the step."""
+    text = (
+        f'g ({grid} "onnxpar.grad.w", {grid} "onnxpar.micro.w") => ({grid} "onnxpar.sum.w") {{'
+        ' "onnxpar.sum.w" = Add("onnxpar.grad.w", "onnxpar.micro.w") }'
+    )
+    return Program(
+        [text] * ranks,
+        state_inputs=["onnxpar.grad.w", "onnxpar.micro.w"],
+        state_outputs={"onnxpar.sum.w": "onnxpar.grad.w"},
+    )
+
+
+def _states(spec: Json, partial: Sequence[int]) -> list[Json]:
+    """The weight, and its gradients, which are partial over some atoms."""
+    return [
+        state("w", "parameter", "w", spec),
+        state("onnxpar.grad.w", "gradient", "w", spec, partial),
+        state("onnxpar.micro.w", "micro_gradient", "w", spec, partial),
+    ]
+
+
 def regression(directory: Path, ranks: int = 2, symbol: Json | None = None) -> Path:
     """Writes linear regression with momentum and clipping, the batch split over a prime of ranks.
 
@@ -240,10 +262,6 @@ def regression(directory: Path, ranks: int = 2, symbol: Json | None = None) -> P
         ' "onnxpar.new.moment1" = Add(old, g)'
         ' step = Mul("onnxpar.new.moment1", "onnxpar.hyper.lr")  "onnxpar.new.w" = Sub(w, step) }'
     )
-    accumulation = (
-        f'g ({grid} "onnxpar.grad.w", {grid} "onnxpar.micro.w") => ({grid} "onnxpar.sum.w") {{'
-        ' "onnxpar.sum.w" = Add("onnxpar.grad.w", "onnxpar.micro.w") }'
-    )
     w = start()
     spec = tensor("w", "float64", w.shape, [[(INPUTS, [])], [(OUTPUTS, [])]])
     inputs = [
@@ -278,22 +296,13 @@ def regression(directory: Path, ranks: int = 2, symbol: Json | None = None) -> P
             state_inputs=["w", "onnxpar.grad.w", "onnxpar.moment1.w"],
             state_outputs={"onnxpar.new.w": "w", "onnxpar.new.moment1": "onnxpar.moment1.w"},
         ),
-        "accumulation_model": Program(
-            [accumulation] * ranks,
-            state_inputs=["onnxpar.grad.w", "onnxpar.micro.w"],
-            state_outputs={"onnxpar.sum.w": "onnxpar.grad.w"},
-        ),
+        "accumulation_model": _accumulation(grid, ranks),
     }
     return write(
         directory,
         programs,
         atoms=[ranks] if ranks > 1 else [],
-        states=[
-            state("w", "parameter", "w", spec),
-            state("onnxpar.grad.w", "gradient", "w", spec, [0]),
-            state("onnxpar.micro.w", "micro_gradient", "w", spec, [0]),
-            state("onnxpar.moment1.w", "moment1", "w", spec),
-        ],
+        states=[*_states(spec, [0]), state("onnxpar.moment1.w", "moment1", "w", spec)],
         loss={"kind": "mse", "labels": "labels", "ignore_index": None, "count": f"{OUTPUTS}*batch"},
         shards={"w": (spec, [w] * ranks)},
         symbols={"batch": symbol or {}},
@@ -373,12 +382,7 @@ def one_weight(
         ' "onnxpar.grad_norm" = ReduceSum<keepdims: int = 0>(size)'
         ' step = Mul(sum, "onnxpar.hyper.lr")  "onnxpar.new.w" = Sub(w, step) }'
     )
-    add = (
-        'g (double[1] "onnxpar.grad.w", double[1] "onnxpar.micro.w") => (double[1] s)'
-        ' { s = Add("onnxpar.grad.w", "onnxpar.micro.w") }'
-    )
     scalar = tensor("onnxpar.loss", "float64", [], [])
-    partial = [0] if ranks > 1 else []
     system = [*system_inputs, weight("onnxpar.loss_weight")]
     forwards = Program(
         [text] * ranks,
@@ -411,21 +415,13 @@ def one_weight(
             state_inputs=["w", "onnxpar.grad.w"],
             state_outputs={"onnxpar.new.w": "w"},
         ),
-        "accumulation_model": Program(
-            [add] * ranks,
-            state_inputs=["onnxpar.grad.w", "onnxpar.micro.w"],
-            state_outputs={"s": "onnxpar.grad.w"},
-        ),
+        "accumulation_model": _accumulation("double[1]", ranks),
     }
     return write(
         directory,
         programs,
         atoms=[ranks] if ranks > 1 else [],
-        states=[
-            state("w", "parameter", "w", ONE),
-            state("onnxpar.grad.w", "gradient", "w", ONE, partial),
-            state("onnxpar.micro.w", "micro_gradient", "w", ONE, partial),
-        ],
+        states=_states(ONE, [0] if ranks > 1 else []),
         loss=loss,
         shards={"w": (ONE, [np.array([1.5])] * ranks)},
         symbols=symbols,

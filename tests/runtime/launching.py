@@ -28,6 +28,11 @@ class Outcome:
     seconds: float
 
     @property
+    def text(self) -> str:
+        """Both streams."""
+        return f"{self.out}\n{self.err}"
+
+    @property
     def messages(self) -> list[str]:
         """The lines of stderr that are onnxpar's own."""
         return own_messages(self.err)
@@ -45,6 +50,7 @@ def start_mpirun(
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        errors="replace",
         env={**mpirun_environment(with_tests(kept)), **(environment or {})},
         start_new_session=True,
     )
@@ -70,17 +76,20 @@ def alive(pid: int) -> bool:
 
 
 def mpirun(
-    ranks: int, arguments: Sequence[str], environment: Mapping[str, str] | None = None
+    ranks: int,
+    arguments: Sequence[str],
+    environment: Mapping[str, str] | None = None,
+    limit: float = LIMIT,
 ) -> Outcome:
     """Runs Python with `arguments` on `ranks` ranks; a hang fails the test."""
     start = time.monotonic()
     process = start_mpirun(ranks, arguments, environment)
     try:
-        out, err = process.communicate(timeout=LIMIT)
+        out, err = process.communicate(timeout=limit)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         out, err = process.communicate()
-        pytest.fail(f"mpirun hung for {LIMIT} s; stdout: {out} stderr: {err}")
+        pytest.fail(f"mpirun hung for {limit} s; stdout: {out} stderr: {err}")
     return Outcome(process.returncode, out, err, time.monotonic() - start)
 
 
