@@ -12,7 +12,9 @@ with a tensor.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
+import onnx
 import onnx.parser
 import onnx_ir as ir
 
@@ -27,27 +29,43 @@ class Function:
     """An operator as a function.
 
     Attributes:
-        name: Name of the operator.
-        inputs: Names of its inputs, which are all required.
-        outputs: Names of its outputs; the last ones are optional.
-        body: Its nodes, in ONNX's text form.
-        attributes: Names of its attributes, which are all required.
+        text: The function in ONNX's text form, as in `Square (x) => (y) { y = Mul(x, x) }`. All its
+            inputs and attributes are required, and its last outputs are optional.
     """
 
-    name: str
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-    body: str
-    attributes: tuple[str, ...] = ()
+    text: str
+
+    @cached_property
+    def _proto(self) -> onnx.FunctionProto:
+        return self._parsed(onnx.defs.onnx_opset_version())
+
+    @property
+    def name(self) -> str:
+        """Name of the operator."""
+        return self._proto.name
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Names of its inputs."""
+        return tuple(self._proto.input)
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """Names of its outputs."""
+        return tuple(self._proto.output)
+
+    @property
+    def attributes(self) -> tuple[str, ...]:
+        """Names of its attributes."""
+        return tuple(self._proto.attribute)
+
+    def _parsed(self, opset: int) -> onnx.FunctionProto:
+        head = f'<domain: "{DOMAIN}", opset_import: ["": {opset}]>'
+        return onnx.parser.parse_function(f"{head} {self.text}")
 
     def made(self, opset: int) -> ir.Function:
         """Returns the function for a version of the default domain."""
-        attributes = f"<{', '.join(self.attributes)}>" if self.attributes else ""
-        text = (
-            f'<domain: "{DOMAIN}", opset_import: ["": {opset}]> {self.name} {attributes} '
-            f"({', '.join(self.inputs)}) => ({', '.join(self.outputs)}) {{ {self.body} }}"
-        )
-        return ir.serde.deserialize_function(onnx.parser.parse_function(text))
+        return ir.serde.deserialize_function(self._parsed(opset))
 
 
 def attach_functions(model: ir.Model, known: Iterable[Function]) -> None:

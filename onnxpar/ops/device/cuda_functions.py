@@ -30,8 +30,9 @@ def itself(name: str, outputs: tuple[str, ...] = ("y",), **attributes: str) -> F
         **attributes: Type of each attribute in ONNX's text form, such as `ints`.
     """
     given = ", ".join(f"{key}: {kind} = @{key}" for key, kind in attributes.items())
-    body = f"{', '.join(outputs)} = {name}{f'<{given}>' if given else ''}(x)"
-    return Function(name, ("x",), outputs, body, tuple(attributes))
+    results, called = ", ".join(outputs), f"{name}<{given}>" if given else name
+    taken = f" <{', '.join(attributes)}>" if attributes else ""
+    return Function(f"{name}{taken} (x) => ({results}) {{ {results} = {called}(x) }}")
 
 
 def function_for(node: ir.Node, registry: Registry) -> Function | None:

@@ -25,73 +25,60 @@ from onnxpar.ops.operator import Missing, OpDef
 from onnxpar.ops.slots import IN_PLACE
 
 _ITSELF = Missing("it is already a gradient")
-_GRADIENT = ("dy", "y")
 
-RELU_GRAD = Function(
-    "ReluGrad",
-    _GRADIENT,
-    ("dx",),
-    # A cast to bool: y, a result of Relu, is never negative, and CUDA has no Greater for bfloat16.
-    """
-    number = Constant<value = float {0.0}>()
-    zero = CastLike(number, dy)
-    positive = Cast<to = 9>(y)
-    dx = Where(positive, dy, zero)
-    """,
-)
+# A cast to bool: y, a result of Relu, is never negative, and CUDA has no Greater for bfloat16.
+RELU_GRAD = Function("""
+    ReluGrad (dy, y) => (dx) {
+        number = Constant<value = float {0.0}>()
+        zero = CastLike(number, dy)
+        positive = Cast<to = 9>(y)
+        dx = Where(positive, dy, zero)
+    }
+""")
 
-TANH_GRAD = Function(
-    "TanhGrad",
-    _GRADIENT,
-    ("dx",),
-    """
-    number = Constant<value = float {1.0}>()
-    one = CastLike(number, dy)
-    square = Mul(y, y)
-    slope = Sub(one, square)
-    dx = Mul(dy, slope)
-    """,
-)
+TANH_GRAD = Function("""
+    TanhGrad (dy, y) => (dx) {
+        number = Constant<value = float {1.0}>()
+        one = CastLike(number, dy)
+        square = Mul(y, y)
+        slope = Sub(one, square)
+        dx = Mul(dy, slope)
+    }
+""")
 
-SIGMOID_GRAD = Function(
-    "SigmoidGrad",
-    _GRADIENT,
-    ("dx",),
-    """
-    number = Constant<value = float {1.0}>()
-    one = CastLike(number, dy)
-    part = Mul(dy, y)
-    rest = Sub(one, y)
-    dx = Mul(part, rest)
-    """,
-)
+SIGMOID_GRAD = Function("""
+    SigmoidGrad (dy, y) => (dx) {
+        number = Constant<value = float {1.0}>()
+        one = CastLike(number, dy)
+        part = Mul(dy, y)
+        rest = Sub(one, y)
+        dx = Mul(part, rest)
+    }
+""")
 
-GELU_GRAD = Function(
-    "GeluGrad",
-    ("dy", "x"),
-    ("dx",),
-    # dy (Φ(x) + x φ(x)); 2 φ(x) = exp(log √(2/π) - x²/2), and dy is halved instead of each term.
-    f"""
-    number1 = Constant<value = double {{{sqrt(0.5)!r}}}>()
-    number2 = Constant<value = double {{{log(sqrt(2 / pi))!r}}}>()
-    number3 = Constant<value = double {{1.0}}>()
-    number4 = Constant<value = double {{0.5}}>()
-    root = CastLike(number1, x)
-    top = CastLike(number2, x)
-    one = CastLike(number3, x)
-    half = CastLike(number4, x)
-    t = Mul(x, root)
-    square = Mul(t, t)
-    power = Sub(top, square)
-    density = Exp(power)
-    distribution = Erf(t)
-    rise = Mul(x, density)
-    sum = Add(distribution, rise)
-    slope = Add(sum, one)
-    half_dy = Mul(dy, half)
-    dx = Mul(half_dy, slope)
-    """,
-)
+# dy (Φ(x) + x φ(x)); 2 φ(x) = exp(log √(2/π) - x²/2), and dy is halved instead of each term.
+GELU_GRAD = Function(f"""
+    GeluGrad (dy, x) => (dx) {{
+        number1 = Constant<value = double {{{sqrt(0.5)!r}}}>()
+        number2 = Constant<value = double {{{log(sqrt(2 / pi))!r}}}>()
+        number3 = Constant<value = double {{1.0}}>()
+        number4 = Constant<value = double {{0.5}}>()
+        root = CastLike(number1, x)
+        top = CastLike(number2, x)
+        one = CastLike(number3, x)
+        half = CastLike(number4, x)
+        t = Mul(x, root)
+        square = Mul(t, t)
+        power = Sub(top, square)
+        density = Exp(power)
+        distribution = Erf(t)
+        rise = Mul(x, density)
+        sum = Add(distribution, rise)
+        slope = Add(sum, one)
+        half_dy = Mul(dy, half)
+        dx = Mul(half_dy, slope)
+    }}
+""")
 
 _AXIS = """
     axis0 = Constant<value_int: int = @axis>()
@@ -99,69 +86,57 @@ _AXIS = """
     axes = Reshape(axis0, one_dim)
 """
 
-SOFTMAX_GRAD = Function(
-    "SoftmaxGrad",
-    _GRADIENT,
-    ("dx",),
-    _AXIS
-    + """
-    part = Mul(dy, y)
-    total = ReduceSum<keepdims = 1>(part, axes)
-    share = Mul(y, total)
-    dx = Sub(part, share)
-    """,
-    ("axis",),
-)
+SOFTMAX_GRAD = Function(f"""
+    SoftmaxGrad <axis> (dy, y) => (dx) {{
+        {_AXIS}
+        part = Mul(dy, y)
+        total = ReduceSum<keepdims = 1>(part, axes)
+        share = Mul(y, total)
+        dx = Sub(part, share)
+    }}
+""")
 
-LOG_SOFTMAX_GRAD = Function(
-    "LogSoftmaxGrad",
-    _GRADIENT,
-    ("dx",),
-    _AXIS
-    + """
-    total = ReduceSum<keepdims = 1>(dy, axes)
-    softmax = Exp(y)
-    share = Mul(softmax, total)
-    dx = Sub(dy, share)
-    """,
-    ("axis",),
-)
+LOG_SOFTMAX_GRAD = Function(f"""
+    LogSoftmaxGrad <axis> (dy, y) => (dx) {{
+        {_AXIS}
+        total = ReduceSum<keepdims = 1>(dy, axes)
+        softmax = Exp(y)
+        share = Mul(softmax, total)
+        dx = Sub(dy, share)
+    }}
+""")
 
-LAYER_NORMALIZATION_GRAD = Function(
-    "LayerNormalizationGrad",
-    ("dy", "x", "scale", "mean", "inv_std"),
-    ("dx", "dscale", "dbias"),
-    # The axis is negative: -1 if only the last dim is normalised. So all axes are constants in a
-    # graph, whatever the rank.
-    """
-    zero = Constant<value = int64 {0}>()
-    one = Constant<value = int64 {1}>()
-    axis0 = Constant<value_int: int = @axis>()
-    axes = Range(axis0, zero, one)
-    leading = Constant<value = int64[1] {0}>()
-    part = Shape(scale)
-    mean_t = CastLike(mean, x)
-    inverse = CastLike(inv_std, x)
-    centred = Sub(x, mean_t)
-    normal = Mul(centred, inverse)
-    along = Mul(dy, normal)
-    g = Mul(dy, scale)
-    both = Mul(along, scale)
-    mean_g = ReduceMean<keepdims = 1>(g, axes)
-    mean_both = ReduceMean<keepdims = 1>(both, axes)
-    rest = Sub(g, mean_g)
-    bend = Mul(normal, mean_both)
-    slope = Sub(rest, bend)
-    dx = Mul(slope, inverse)
-    along_rows = Flatten<axis: int = @axis>(along)
-    dy_rows = Flatten<axis: int = @axis>(dy)
-    along_sum = ReduceSum<keepdims = 0>(along_rows, leading)
-    dy_sum = ReduceSum<keepdims = 0>(dy_rows, leading)
-    dscale = Reshape(along_sum, part)
-    dbias = Reshape(dy_sum, part)
-    """,
-    ("axis",),
-)
+# The axis is negative: -1 if only the last dim is normalised. So all axes are constants in a
+# graph, whatever the rank.
+LAYER_NORMALIZATION_GRAD = Function("""
+    LayerNormalizationGrad <axis> (dy, x, scale, mean, inv_std) => (dx, dscale, dbias) {
+        zero = Constant<value = int64 {0}>()
+        one = Constant<value = int64 {1}>()
+        axis0 = Constant<value_int: int = @axis>()
+        axes = Range(axis0, zero, one)
+        leading = Constant<value = int64[1] {0}>()
+        part = Shape(scale)
+        mean_t = CastLike(mean, x)
+        inverse = CastLike(inv_std, x)
+        centred = Sub(x, mean_t)
+        normal = Mul(centred, inverse)
+        along = Mul(dy, normal)
+        g = Mul(dy, scale)
+        both = Mul(along, scale)
+        mean_g = ReduceMean<keepdims = 1>(g, axes)
+        mean_both = ReduceMean<keepdims = 1>(both, axes)
+        rest = Sub(g, mean_g)
+        bend = Mul(normal, mean_both)
+        slope = Sub(rest, bend)
+        dx = Mul(slope, inverse)
+        along_rows = Flatten<axis: int = @axis>(along)
+        dy_rows = Flatten<axis: int = @axis>(dy)
+        along_sum = ReduceSum<keepdims = 0>(along_rows, leading)
+        dy_sum = ReduceSum<keepdims = 0>(dy_rows, leading)
+        dscale = Reshape(along_sum, part)
+        dbias = Reshape(dy_sum, part)
+    }
+""")
 
 
 def elementwise_rule(view: NodeView) -> OpRule:

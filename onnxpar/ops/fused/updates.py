@@ -10,55 +10,47 @@ from onnxpar.ops.function import VERSION, Function
 from onnxpar.ops.operator import NOT_DIFFERENTIABLE, OpDef
 from onnxpar.ops.slots import IN_PLACE, Kernel
 
-_SCALES = ("scale", "lr", "weight_decay")
+# p (1 - lr wd) - (lr scale) g, which is p - lr (scale g + wd p) in fewer passes.
+SGD_STEP = Function("""
+    SgdStep (p, g, scale, lr, weight_decay) => (new_p) {
+        one = Constant<value = double {1.0}>()
+        decay = Mul(lr, weight_decay)
+        kept = Sub(one, decay)
+        kept_t = CastLike(kept, p)
+        rate = Mul(lr, scale)
+        rate_t = CastLike(rate, p)
+        old = Mul(p, kept_t)
+        step = Mul(g, rate_t)
+        new_p = Sub(old, step)
+    }
+""")
 
-SGD_STEP = Function(
-    "SgdStep",
-    ("p", "g", *_SCALES),
-    ("new_p",),
-    # p (1 - lr wd) - (lr scale) g, which is p - lr (scale g + wd p) in fewer passes.
-    """
-    one = Constant<value = double {1.0}>()
-    decay = Mul(lr, weight_decay)
-    kept = Sub(one, decay)
-    kept_t = CastLike(kept, p)
-    rate = Mul(lr, scale)
-    rate_t = CastLike(rate, p)
-    old = Mul(p, kept_t)
-    step = Mul(g, rate_t)
-    new_p = Sub(old, step)
-    """,
-)
-
-MOMENTUM_STEP = Function(
-    "MomentumStep",
-    ("p", "g", "m", "scale", "lr", "momentum", "dampening", "first", "weight_decay"),
-    ("new_p", "new_m"),
-    # m starts as zeros, so the first step, m = g, differs only in the factor of g.
-    """
-    one = Constant<value = double {1.0}>()
-    later = Sub(one, first)
-    damped = Mul(dampening, later)
-    share = Sub(one, damped)
-    g_share = Mul(share, scale)
-    g_share_t = CastLike(g_share, p)
-    p_share = Mul(share, weight_decay)
-    p_share_t = CastLike(p_share, p)
-    momentum_t = CastLike(momentum, p)
-    lr_t = CastLike(lr, p)
-    kept = Mul(m, momentum_t)
-    from_g = Mul(g, g_share_t)
-    from_p = Mul(p, p_share_t)
-    sum = Add(kept, from_g)
-    new_m = Add(sum, from_p)
-    step = Mul(new_m, lr_t)
-    new_p = Sub(p, step)
-    """,
-)
+# m starts as zeros, so the first step, m = g, differs only in the factor of g.
+MOMENTUM_STEP = Function("""
+    MomentumStep (p, g, m, scale, lr, momentum, dampening, first, weight_decay) => (new_p, new_m) {
+        one = Constant<value = double {1.0}>()
+        later = Sub(one, first)
+        damped = Mul(dampening, later)
+        share = Sub(one, damped)
+        g_share = Mul(share, scale)
+        g_share_t = CastLike(g_share, p)
+        p_share = Mul(share, weight_decay)
+        p_share_t = CastLike(p_share, p)
+        momentum_t = CastLike(momentum, p)
+        lr_t = CastLike(lr, p)
+        kept = Mul(m, momentum_t)
+        from_g = Mul(g, g_share_t)
+        from_p = Mul(p, p_share_t)
+        sum = Add(kept, from_g)
+        new_m = Add(sum, from_p)
+        step = Mul(new_m, lr_t)
+        new_p = Sub(p, step)
+    }
+""")
 
 _ADAM = (
-    *("p", "g", "m", "v", "scale", "lr_corrected", "beta1", "beta1_complement", "beta2"),
-    *("beta2_complement", "eps", "correction2_sqrt"),
+    "p, g, m, v, scale, lr_corrected, beta1, beta1_complement, beta2, beta2_complement, eps, "
+    "correction2_sqrt"
 )
 # The quotient of lr m / (1 - beta1^t) and sqrt(v / (1 - beta2^t)) + eps, both multiplied by
 # sqrt(1 - beta2^t), which saves one pass.
@@ -85,47 +77,38 @@ _ADAM_STEP = """
     new_p = Sub(kept, step)
 """
 
-ADAM_STEP = Function(
-    "AdamStep",
-    (*_ADAM, "weight_decay"),
-    ("new_p", "new_m", "new_v"),
-    """
-    scale_t = CastLike(scale, p)
-    decay_t = CastLike(weight_decay, p)
-    scaled = Mul(g, scale_t)
-    from_p = Mul(p, decay_t)
-    gradient = Add(scaled, from_p)
-    kept = Identity(p)
-    """
-    + _ADAM_STEP,
-)
+ADAM_STEP = Function(f"""
+    AdamStep ({_ADAM}, weight_decay) => (new_p, new_m, new_v) {{
+        scale_t = CastLike(scale, p)
+        decay_t = CastLike(weight_decay, p)
+        scaled = Mul(g, scale_t)
+        from_p = Mul(p, decay_t)
+        gradient = Add(scaled, from_p)
+        kept = Identity(p)
+        {_ADAM_STEP}
+    }}
+""")
 
-ADAMW_STEP = Function(
-    "AdamWStep",
-    (*_ADAM, "decay"),
-    ("new_p", "new_m", "new_v"),
-    """
-    scale_t = CastLike(scale, p)
-    decay_t = CastLike(decay, p)
-    gradient = Mul(g, scale_t)
-    kept = Mul(p, decay_t)
-    """
-    + _ADAM_STEP,
-)
+ADAMW_STEP = Function(f"""
+    AdamWStep ({_ADAM}, decay) => (new_p, new_m, new_v) {{
+        scale_t = CastLike(scale, p)
+        decay_t = CastLike(decay, p)
+        gradient = Mul(g, scale_t)
+        kept = Mul(p, decay_t)
+        {_ADAM_STEP}
+    }}
+""")
 
-SQUARE_SUM = Function(
-    "SquareSum",
-    ("x",),
-    ("sum",),
-    # Row by row: onnxruntime adds up a complete matrix in too few lanes. For 4 million squares in
-    # float32, the error was 1.6e-4; by rows it is 1e-8.
-    """
-    square = Mul(x, x)
-    last = Constant<value = int64[1] {-1}>()
-    rows = ReduceSum<keepdims = 0>(square, last)
-    sum = ReduceSum<keepdims = 0>(rows)
-    """,
-)
+# Row by row: onnxruntime adds up a complete matrix in too few lanes. For 4 million squares in
+# float32, the error was 1.6e-4; by rows it is 1e-8.
+SQUARE_SUM = Function("""
+    SquareSum (x) => (sum) {
+        square = Mul(x, x)
+        last = Constant<value = int64[1] {-1}>()
+        rows = ReduceSum<keepdims = 0>(square, last)
+        sum = ReduceSum<keepdims = 0>(rows)
+    }
+""")
 
 
 def _update_rule(function: Function, tensors: int) -> Callable[[NodeView], OpRule]:

@@ -144,21 +144,18 @@ def gather_indices(view: NodeView) -> list[tuple[int, Dim, Dim, int | None]]:
     return [(1, -size, size - 1, None)]
 
 
-GATHER_GRAD = Function(
-    "GatherGrad",
-    ("dy", "indices", "data"),
-    ("dx",),
-    # Along dim 0; indices are not negative. Only the shape of `data` is read.
-    """
-    number = Constant<value = float {0.0}>()
-    zero = CastLike(number, dy)
-    last = Constant<value = int64[1] {-1}>()
-    shape = Shape(data)
-    start = Expand(zero, shape)
-    place = Unsqueeze(indices, last)
-    dx = ScatterND<reduction = "add">(start, place, dy)
-    """,
-)
+# Along dim 0; indices are not negative. Only the shape of `data` is read.
+GATHER_GRAD = Function("""
+    GatherGrad (dy, indices, data) => (dx) {
+        number = Constant<value = float {0.0}>()
+        zero = CastLike(number, dy)
+        last = Constant<value = int64[1] {-1}>()
+        shape = Shape(data)
+        start = Expand(zero, shape)
+        place = Unsqueeze(indices, last)
+        dx = ScatterND<reduction = "add">(start, place, dy)
+    }
+""")
 
 
 DEFS = (

@@ -360,46 +360,38 @@ def label_indices(view: NodeView) -> list[tuple[int, Dim, Dim, int | None]]:
     return [(LABELS, 0, view.shape(SCORES)[1] - 1, view.attr("ignore_index"))]
 
 
-CROSS_ENTROPY = Function(
-    "SoftmaxCrossEntropyLoss",
-    ("scores", "labels"),
-    ("loss", "log_prob"),
-    """
-    loss, log_prob = SoftmaxCrossEntropyLoss<
-        reduction: string = @reduction, ignore_index: int = @ignore_index>(scores, labels)
-    """,
-    ("reduction", "ignore_index"),
-)
+CROSS_ENTROPY = Function("""
+    SoftmaxCrossEntropyLoss <reduction, ignore_index> (scores, labels) => (loss, log_prob) {
+        loss, log_prob = SoftmaxCrossEntropyLoss<
+            reduction: string = @reduction, ignore_index: int = @ignore_index>(scores, labels)
+    }
+""")
 
-CROSS_ENTROPY_GRAD = Function(
-    "SoftmaxCrossEntropyLossGrad",
-    ("dloss", "log_prob", "labels"),
-    ("dx",),
-    # For a sum ("sum", dloss has one element) and for no reduction ("none", dloss has the labels'
-    # shape); Expand is right for both.
-    """
-    number = Constant<value = float {0.0}>()
-    zero = CastLike(number, log_prob)
-    none = Constant<value = int64 {0}>()
-    classes = Constant<value = int64[1] {1}>()
-    left_out = Constant<value_int: int = @ignore_index>()
-    ignored = Equal(labels, left_out)
-    rows = Shape(labels)
-    each = Expand(dloss, rows)
-    scale = Where(ignored, zero, each)
-    place = Where(ignored, none, labels)
-    column = Unsqueeze(place, classes)
-    counted = Not(ignored)
-    kept = Unsqueeze(counted, classes)
-    scales = Unsqueeze(scale, classes)
-    softmax = Exp(log_prob)
-    scaled = Mul(softmax, scales)
-    spread = Where(kept, scaled, zero)
-    hit = Neg(scales)
-    dx = ScatterElements<axis = 1, reduction = "add">(spread, column, hit)
-    """,
-    ("reduction", "ignore_index"),
-)
+# For a sum ("sum", dloss has one element) and for no reduction ("none", dloss has the labels'
+# shape); Expand is right for both.
+CROSS_ENTROPY_GRAD = Function("""
+    SoftmaxCrossEntropyLossGrad <reduction, ignore_index> (dloss, log_prob, labels) => (dx) {
+        number = Constant<value = float {0.0}>()
+        zero = CastLike(number, log_prob)
+        none = Constant<value = int64 {0}>()
+        classes = Constant<value = int64[1] {1}>()
+        left_out = Constant<value_int: int = @ignore_index>()
+        ignored = Equal(labels, left_out)
+        rows = Shape(labels)
+        each = Expand(dloss, rows)
+        scale = Where(ignored, zero, each)
+        place = Where(ignored, none, labels)
+        column = Unsqueeze(place, classes)
+        counted = Not(ignored)
+        kept = Unsqueeze(counted, classes)
+        scales = Unsqueeze(scale, classes)
+        softmax = Exp(log_prob)
+        scaled = Mul(softmax, scales)
+        spread = Where(kept, scaled, zero)
+        hit = Neg(scales)
+        dx = ScatterElements<axis = 1, reduction = "add">(spread, column, hit)
+    }
+""")
 
 
 DEFS = (
