@@ -31,9 +31,9 @@ from onnxpar.graph.local_builder import LocalBuilder
 from onnxpar.graph.node_view import NodeView
 from onnxpar.graph.plan import shardings
 from onnxpar.graph.seeds import NodeSeed, Seeds
-from onnxpar.graph.shapes import ShapeEnv, shapes
+from onnxpar.graph.shapes import shapes
 from onnxpar.ops.contrib_schemas import MICROSOFT
-from onnxpar.ops.node_rules import Rules, find_rules
+from onnxpar.ops.node_rules import find_rules
 from onnxpar.ops.registry import Registry
 from onnxpar.ops.table import REGISTRY
 from onnxpar.partition.body_writer import body_partitioner
@@ -311,28 +311,15 @@ class SplitNode:
 
 
 @dataclass(frozen=True)
-class GradProgram:
+class GradProgram(Program):
     """A loss and its gradients on the undivided graph, and what the planner needs of them."""
 
-    program: Program
     done: Differentiated
     split: SplitNode
     forward: Sequence[ir.Node]
     backward: Sequence[ir.Node]
     parameters: Sequence[str]
     weights: Sequence[str]
-
-    @property
-    def model(self) -> ir.Model:
-        return self.program.model
-
-    @property
-    def env(self) -> ShapeEnv:
-        return self.done.env
-
-    @property
-    def rules(self) -> Rules:
-        return self.program.rules
 
     @staticmethod
     def build(case: GradCase) -> "GradProgram":
@@ -355,11 +342,11 @@ class GradProgram:
         before = set(graph)
         done = differentiate(model, builder.env, case.registry, LOSS, case.variables)
         backward = [node for node in graph if node not in before]
-        program = Program.of(model, done.env, case.registry)
-        reasons = program.rules.reasons
-        assert not reasons, f"{case}: replicated {dict(reasons)}"
+        rules = find_rules(model, done.env, case.registry)
+        assert not rules.reasons, f"{case}: replicated {dict(rules.reasons)}"
         split = SplitNode(own.by_node[name], own.views[name])
-        return GradProgram(program, done, split, forward, backward, parameters, weights)
+        program = (model, done.env, rules, case.registry)
+        return GradProgram(*program, done, split, forward, backward, parameters, weights)
 
     def assignments(self, mesh: Mesh) -> Iterator[Factors]:
         """Every way to give the atoms of a mesh to factors of the sharded node, in every order."""
@@ -384,11 +371,11 @@ class GradProgram:
         }
         nodes = {name: NodeSeed(name, factors)} if name in self.rules.by_node else {}
         seeds = Seeds(mesh, nodes, inputs)
-        planned = propagate(self.program, seeds, self.done.links)
+        planned = propagate(self, seeds, self.done.links)
         builder = LocalBuilder(self.env.table, self.model.opset_imports[""], mesh)
         kind = ProgramWriter if clean else DirtyWriter
-        bodies = body_partitioner(self.program.registry)
-        return kind(self.program, planned, builder, bodies).run()
+        bodies = body_partitioner(self.registry)
+        return kind(self, planned, builder, bodies).run()
 
 
 def _variables(graph: ir.Graph, names: Sequence[str]) -> list[ir.Value]:
