@@ -39,6 +39,7 @@ import onnxscript.optimizer
 import torch
 from _exporter import EXTERNAL_BYTES, IR_VERSION, weight_bytes
 from onnx_shape_inference import infer_symbolic_shapes
+from onnxscript import rewriter
 
 OPSET = 20
 """The default: the opset of Gelu; without conversion, PyTorch's exporter writes opset 18."""
@@ -259,13 +260,31 @@ def _simplify(model: ir.Model, kept: frozenset[str]) -> None:
         held[name] = value.const_value
         value.const_value = None
         graph.inputs.append(value)
-    onnxscript.optimizer.optimize_ir(model, num_iterations=4)
+    with _fast_rules():
+        onnxscript.optimizer.optimize_ir(model, num_iterations=4)
     for value in [v for v in graph.inputs if v.name in held]:
         graph.inputs.remove(value)
         if value.uses():
             assert value.name is not None
             value.const_value = held[value.name]
             graph.register_initializer(value)
+
+
+@contextmanager
+def _fast_rules() -> Iterator[None]:
+    """Leaves out the optimizer's rules with several last nodes.
+
+    To match such a rule, the optimizer visits all nodes for each node. For a model of 80 layers
+    that takes most of an hour. There is one: it makes a Split of two Slices without steps. The
+    Slices that PyTorch writes have steps.
+    """
+    rules = rewriter._DEFAULT_REWRITE_RULES
+    one = tuple(rule for rule in rules if rule._target_pattern.has_single_output_node)
+    rewriter._DEFAULT_REWRITE_RULES = one
+    try:
+        yield
+    finally:
+        rewriter._DEFAULT_REWRITE_RULES = rules
 
 
 def _name_nodes(graph: ir.Graph) -> None:
