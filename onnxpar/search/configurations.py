@@ -26,6 +26,7 @@ from onnxpar.core.mesh import Mesh
 from onnxpar.core.name_patterns import check_symbol_sizes
 from onnxpar.core.sharding import Sharding
 from onnxpar.cost.cost_model import CostModel
+from onnxpar.cost.optimizer_parallel import OptimizerParallel
 from onnxpar.facts.layers import Layer, find_layers
 from onnxpar.graph.plan import Plan
 from onnxpar.graph.seeds import Seeds
@@ -49,7 +50,7 @@ from onnxpar.search.rival_plans import Pricing, Way
 from onnxpar.search.value_flow import Flow, flow, recomputing
 from onnxpar.search.workload import Workload
 from onnxpar.stages.assign_stages import between_stages
-from onnxpar.stages.stage_price import PipelineSplit
+from onnxpar.stages.stage_price import PipelineSplit, Priced
 from onnxpar.strategy.recompute_entry import NOTHING, RecomputeOptions
 from onnxpar.strategy.resolve_strategy import resolve
 from onnxpar.strategy.schema import SEARCH, Strategy
@@ -106,6 +107,10 @@ class _Estimate:
     bytes: float
 
 
+_Unstaged = tuple[int, int, OptimizerParallel, RecomputeOptions]
+"""A plan (its identity), micro-batches, optimizer parallel, and what is recomputed."""
+
+
 @dataclass
 class Configurations:
     """Searches for the best configuration, with its strategy.
@@ -126,6 +131,8 @@ class Configurations:
     open: Open
     progress: OnProgress = silent
     _plans: dict[int, Plan] = field(default_factory=dict)
+    _unstaged: dict[_Unstaged, Priced] = field(default_factory=dict)
+    _costs: dict[tuple[Mesh, int], CostModel] = field(default_factory=dict)
     _refused: list[OnnxparError] = field(default_factory=list)
 
     def run(self) -> list[Configured]:
@@ -260,7 +267,9 @@ class Configurations:
         cost = self._cost(strategy.seeds, count)
         seen = recomputing(self._small, self._layers, share) if share else self._small
         weights = replace(self._spec(count, level), kept=0.0).weights
-        options = [(option,) for option in strategy.options]
+        # Nodes that are alike share one tuple.
+        alike = {id(option): (option,) for option in strategy.options}
+        options = [alike[id(option)] for option in strategy.options]
         problem = build(seen, options, cost, strategy.pins, weights)
         choice = solve(problem, 0.0).choice
         kept = sum(
@@ -330,8 +339,12 @@ class Configurations:
         )
 
     def _cost(self, seeds: Seeds, count: int) -> CostModel:
-        sizes = self.workload.micro_batch(self.strategy.search.sizes, count)
-        return CostModel(self.machine, seeds.mesh, self.workload.program.env.table, sizes)
+        """The cost model of a micro-batch; one for each mesh, since it keeps what it has priced."""
+        if (seeds.mesh, count) not in self._costs:
+            sizes = self.workload.micro_batch(self.strategy.search.sizes, count)
+            table = self.workload.program.env.table
+            self._costs[seeds.mesh, count] = CostModel(self.machine, seeds.mesh, table, sizes)
+        return self._costs[seeds.mesh, count]
 
     # -- the model -------------------------------------------------------------------------------
 
@@ -531,4 +544,7 @@ class Configurations:
         workload = replace(self.workload, parallel=chosen.parallel)
         sizes = self.strategy.search.sizes
         pricing = Pricing(workload, self.machine, sizes, chosen.split, chosen.recompute)
-        return pricing.way(chosen.describe(), plan)
+        key = id(plan), chosen.split.micro_batches, chosen.parallel, chosen.recompute
+        if key not in self._unstaged:
+            self._unstaged[key] = pricing.unstaged(plan)
+        return pricing.in_stages(chosen.describe(), self._unstaged[key])

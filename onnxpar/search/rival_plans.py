@@ -180,24 +180,38 @@ class Pricing:
         Raises:
             StrategyError: There are more virtual stages than nodes.
         """
-        split, sizes = self.split, self.workload.micro_batch(self.sizes, self.split.micro_batches)
+        return self.in_stages(name, self.unstaged(plan))
+
+    def unstaged(self, plan: Plan) -> Priced:
+        """Returns a plan on one stage's mesh, with what is recomputed, priced without stages."""
         planned = Planned(self.workload.program, plan)
         if self.recompute.nodes or self.recompute.layers:
             names = chosen_nodes(planned, self.recompute)
             keep = self.recompute.communication == KEEP
             planned = recompute(planned, Recomputation(names, keep))
-        program, plan = planned.program, planned.plan
-        workload = replace(self.workload, program=program)
-        found, steps = workload.priced(plan, self.machine, sizes)
-        way = Way(name, found, "", None, split.micro_batches, plan)
+        workload = replace(self.workload, program=planned.program)
+        found, steps = workload.priced(planned.plan, self.machine, self._micro_batch)
+        return Priced(planned.program.model, planned.plan, found, steps)
+
+    def in_stages(self, name: str, priced: Priced) -> Way:
+        """Returns what `unstaged` returns as a way, priced in stages if there are several.
+
+        Raises:
+            StrategyError: There are more virtual stages than nodes.
+        """
+        split, program, plan = self.split, self.workload.program, priced.plan
+        way = Way(name, priced.price, "", None, split.micro_batches, plan)
         if split.stages == 1:
             return way
-        graph = workload.forward.graph
+        graph = self.workload.forward.graph
         chain = chain_of(graph, floating(graph), program.registry)
-        priced = Priced(program.model, plan, found, steps)
-        cost = CostModel(self.machine, plan.mesh, program.env.table, sizes)
+        cost = CostModel(self.machine, plan.mesh, program.env.table, self._micro_batch)
         link = between_stages(self.machine, split.stages, plan.mesh.size)
         return replace(way, staged=price_stages(priced, chain, cost, link, split))
+
+    @property
+    def _micro_batch(self) -> dict[str, int]:
+        return self.workload.micro_batch(self.sizes, self.split.micro_batches)
 
     @cached_property
     def large(self) -> dict[str, int]:

@@ -258,11 +258,16 @@ def _boundaries(
     choice = np.zeros((virtual_stages + 1, count + 1), np.intp)
     # No virtual stage that ends at a position begins before this one.
     most = limit if limit is not None else _most(seconds, move, first, last)
-    earliest = np.searchsorted(spent, spent - most, side="left")
+    slack = _ROUNDING * spent[-1]
+    earliest = np.searchsorted(spent, spent - most - slack, side="left")
     for virtual in range(1, virtual_stages + 1):
         before, slower = traffic, slow
         traffic, slow = np.full((2, count + 1), np.inf)
-        every = np.arange(int(first[virtual]), int(last[virtual]) + 1)
+        # The virtual stages before its end do not take more than that, nor do those after it.
+        begins = int(np.searchsorted(spent, spent[-1] - (virtual_stages - virtual) * most - slack))
+        ends_at = int(np.searchsorted(spent, virtual * most + slack, side="right")) - 1
+        lowest, highest = max(int(first[virtual]), begins), min(int(last[virtual]), ends_at)
+        every = np.arange(lowest, highest + 1)
         for ends in np.array_split(every, len(every) // _ROWS + 1):
             low = np.maximum(earliest[ends], first[virtual - 1])
             high = np.minimum(ends - 1, last[virtual - 1])
@@ -304,7 +309,7 @@ def _most(
     count, virtual_stages = len(seconds), len(first) - 1
     each = np.arange(virtual_stages + 1)
     if (first[1:-1] > each[1:-1]).any() or (last[1:-1] < count - virtual_stages + each[1:-1]).any():
-        return np.inf
+        return sum(seconds) + 2 * float(move.max())
     # Stages that are filled until they take their share exceed it by less than one node.
     return sum(seconds) / virtual_stages + max(seconds) + 2 * float(move.max())
 

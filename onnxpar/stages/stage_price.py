@@ -14,6 +14,7 @@ that.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import onnx_ir as ir
 
@@ -281,17 +282,23 @@ class _Staging:
         stashes = sum(stash for _, stash in weighed)
         return max(peak - stash for peak, stash in weighed) + kept * stashes // len(weighed)
 
-    def _weighed(self, virtual: int) -> tuple[int, int]:
-        """Bytes of a virtual stage at the peak of one micro-batch, and bytes kept for backward."""
-        mine: list[MemoryStep] = []
+    @cached_property
+    def _steps(self) -> list[list[MemoryStep]]:
+        """The steps of each virtual stage."""
+        found: list[list[MemoryStep]] = [[] for _ in range(self.split.virtual_stages)]
         waiting: list[MemoryStep] = []
         for step in self.priced.steps:
             # A reshard belongs to the node that follows it.
             waiting.append(step)
             if step.name in self.placed:
-                if virtual in self.placed[step.name]:
-                    mine += waiting
+                for virtual in self.placed[step.name]:
+                    found[virtual] += waiting
                 waiting = []
+        return found
+
+    def _weighed(self, virtual: int) -> tuple[int, int]:
+        """Bytes of a virtual stage at the peak of one micro-batch, and bytes kept for backward."""
+        mine = self._steps[virtual]
         forward = [s for s in mine if s.name in self.keeping]
         made = {m.name: m.bytes for s in forward for m in s.makes if not m.view_of}
         wanted = {name for s in mine if s.name in self.backward for name in s.reads}
