@@ -271,7 +271,8 @@ def _print(planned: FoundStrategy, console: Console) -> None:
         console.print("Everything is replicated: every device computes the complete model.")
     _print_stages(planned.ways[0], console)
     runs = planned.ways[0].micro_batches
-    step = f"a step of {runs} micro-batches" if runs > 1 else "a step"
+    alike = len({way.micro_batches for way in planned.ways}) == 1
+    step = f"a step of {runs} micro-batches" if runs > 1 and alike else "a step"
     ways = Table("plan", step, "computing", "communication", "states", "memory", "why not")
     for way in planned.ways:
         if way.price is None:
@@ -288,6 +289,11 @@ def _print(planned: FoundStrategy, console: Console) -> None:
             "" if way.fits(limit) else f"more than {bytes_text(limit)}",
         )
     console.print(ways)
+    if runs > 1:
+        console.print(
+            "computing, communication: of one micro-batch in all stages, and of the gradients and "
+            "the update of a step"
+        )
     _print_without(planned, console)
     console.print(escape(planned.reason()))
 

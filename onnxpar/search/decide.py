@@ -141,6 +141,9 @@ def decide(
     trains = bool(workload.gradients)
     if configure is not None and not (trains and configure.anything):
         configure = None
+    if entry.algorithm != "recursive":
+        # Configurations are estimated with recursive searches, which prove nothing.
+        configure = None
     counts = _counts(strategy, stages)
     near = machine.links[0].devices
     if configure is not None and 0 < near < strategy.world:
@@ -279,7 +282,12 @@ def _configured(
     data = strategy_data(best.found.seeds, rules, strategy.symbols, chosen.parallel, staged)
     if recompute := chosen.recompute or strategy.recompute:
         data["recompute"] = recompute.entry
-    ways = (best.way, *(each.way for each in tried if each.way is not best.way))
+
+    def cost(way: Way) -> tuple[float, int]:
+        return way.seconds, way.peak
+
+    # Without a choice that changes nothing, a plan costs the same.
+    ways = (best.way, *(each.way for each in tried if cost(each.way) != cost(best.way)))
     return Decision(best.found, best.way.plan, ways, objective, data, True, tuple(without))
 
 

@@ -172,6 +172,26 @@ def test_stages_that_do_not_divide_the_devices_are_refused(
     assert "stages: expected numbers that divide the" in capsys.readouterr().err
 
 
+def test_the_exact_search_decides_no_configuration(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["plan", str(model), "--loss", "softmax_cross_entropy", "--memory", "1100KiB"]
+    sizes = ["--symbol", "batch=8", "--symbol", "seq=32", "-o", str(tmp_path / "s.yaml")]
+    assert main([*command, *sizes, "--devices", "4", "--algorithm", "ilp"]) == 2
+    assert "the preset that needs least memory" in capsys.readouterr().err
+
+
+def test_a_table_names_no_plan_twice_and_says_of_what_its_times_are(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["plan", str(model), "--loss", "softmax_cross_entropy", "--memory", "1100KiB"]
+    sizes = ["--symbol", "batch=8", "--symbol", "seq=32", "-o", str(tmp_path / "s.yaml")]
+    assert main([*command, *sizes, "--devices", "4"]) == 0
+    shown = capsys.readouterr().out
+    assert "computing, communication: of one micro-batch" in shown
+    assert "and so is" not in shown
+
+
 def test_the_stages_of_a_mesh_may_be_an_option(model: Path, tmp_path: Path) -> None:
     out = tmp_path / "s.yaml"
     command = ["plan", str(model), "--loss", "softmax_cross_entropy", "-o", str(out)]
