@@ -6,8 +6,9 @@ be chosen that the later views keep. In the other direction, rows after a view t
 (batch, positions); see `merged`.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import onnx_ir as ir
 
@@ -15,6 +16,8 @@ from onnxpar.core.rule import REPLICATED, Operand, OpRule
 from onnxpar.core.symbols import Dim, SymbolTable, exact_div
 from onnxpar.graph.node_view import NodeView
 from onnxpar.graph.plan import factor_sizes
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -125,15 +128,29 @@ def _split_parts(
     factors: dict[str, Parts] = {}
     left = list(parts)
     for name in names:
-        mine: list[Part] = []
-        rest: Dim = sizes[name]
-        while left and not table.equal(rest, 1):
-            inside = exact_div(rest, left[0].size)
-            if inside is None:
-                break
-            mine.append(left.pop(0))
-            rest = inside
-        if not table.equal(rest, 1):
+        mine = take_parts(left, sizes[name], lambda part: part.size, table)
+        if mine is None:
             return factors
         factors[name] = tuple(mine) or (Part(sizes[name]),)
     return factors
+
+
+def take_parts(
+    left: list[T], size: Dim, size_of: Callable[[T], Dim], table: SymbolTable
+) -> list[T] | None:
+    """Takes the first parts whose product is a size from a list; None if there are no such parts.
+
+    Args:
+        left: The parts, major first. Those taken are removed.
+        size: The size.
+        size_of: Returns the size of a part.
+        table: The symbols and their constraints.
+    """
+    taken = []
+    while left and not table.equal(size, 1):
+        rest = exact_div(size, size_of(left[0]), table)
+        if rest is None:
+            break
+        taken.append(left.pop(0))
+        size = rest
+    return taken if table.equal(size, 1) else None

@@ -14,9 +14,10 @@ from onnxpar.core.layout import TensorLayout
 from onnxpar.core.mesh import Atoms, Mesh
 from onnxpar.core.rule import REPLICATED, OpRule
 from onnxpar.core.sharding import REDUCTIONS, Component, DimSharding
-from onnxpar.core.symbols import Dim, SymbolTable, as_dim, dim_str, exact_div
+from onnxpar.core.symbols import Dim, SymbolTable, as_dim, dim_str
 from onnxpar.graph.node_view import NodeView
 from onnxpar.graph.plan import factor_sizes
+from onnxpar.graph.view_parts import take_parts
 from onnxpar.strategy.tensor_entry import DimPart, TensorEntry, run_of
 
 
@@ -485,15 +486,8 @@ def _merged_parts(
     sizes, table = factor_sizes(site.rule, site.view), site.view.table
     left = list(split.parts)
     for name in names:
-        mine: list[tuple[str, Units]] = []
-        rest: Dim = sizes[name]
-        while left and not table.equal(rest, 1):
-            inside = exact_div(rest, as_dim(left[0][0]), table)
-            if inside is None:
-                break
-            mine.append(left.pop(0))
-            rest = inside
-        if not table.equal(rest, 1):
+        mine = take_parts(left, sizes[name], lambda part: as_dim(part[0]), table)
+        if mine is None:
             merged = " x ".join(dim_str(sizes[n]) for n in names)
             raise site.fail(
                 f"{tensor}: expected components whose products are the merged dims {merged}, "
