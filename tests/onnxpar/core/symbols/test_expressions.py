@@ -146,30 +146,19 @@ def read(text: str) -> Dim | None:
         return None
 
 
-@given(INTEGERS, tables())
+@pytest.mark.parametrize("texts", [INTEGERS, RATIONALS], ids=["integers", "rationals"])
+@given(data=st.data(), table=tables())
 @settings(max_examples=300, deadline=None, derandomize=True)
-def test_facts_hold_for_every_size(text: str, table: SymbolTable) -> None:
+def test_facts_hold_for_every_size(
+    texts: st.SearchStrategy[str], data: st.DataObject, table: SymbolTable
+) -> None:
+    """Of rationals, wherever an exact quotient is an integer."""
+    text = data.draw(texts)
     expr = read(text)
     if expr is None:
         return
     facts = table.facts(expr)
     normal = as_dim(table.normal(sympy.sympify(expr)))
-    for values in points(table, text):
-        value = reference(text, values)
-        if value is None:
-            continue
-        assert table.evaluate(expr, values) == value
-        assert facts.admits(int(value)), (text, values, facts)
-        assert table.evaluate(normal, values) == value, normal
-
-
-@given(RATIONALS, tables())
-@settings(max_examples=300, deadline=None, derandomize=True)
-def test_facts_hold_wherever_an_exact_quotient_is_an_integer(text: str, table: SymbolTable) -> None:
-    expr = read(text)
-    if expr is None:
-        return
-    facts = table.facts(expr)
     for values in points(table, text):
         value = reference(text, values)
         if value is None:
@@ -180,6 +169,7 @@ def test_facts_hold_wherever_an_exact_quotient_is_an_integer(text: str, table: S
             continue
         assert table.evaluate(expr, values) == value
         assert facts.admits(int(value)), (text, values, facts)
+        assert table.evaluate(normal, values) == value, normal
         assert reference(dim_str(expr), values) == value
 
 
