@@ -159,15 +159,10 @@ ROWS: list[Row] = [
         for d, rest in (("3", ""), ("4,2", ",2"), ("3,2,2", ",2,2"))
     ),
     *(
-        ("y = NegativeLogLikelihoodLoss(x, t)", nll, {"x": f"double[{x}]", "t": f"int64[{t}]"}, {})
-        for x, t in (("4,3", "4"), ("2,3,4", "2,4"), ("1,3,2,2", "1,2,2"))
-    ),
-    *(
-        (
-            "y = SoftmaxCrossEntropyLoss(x, t)",
-            cross_entropy,
-            {"x": f"double[{x}]", "t": f"int64[{t}]"},
-            {},
+        (f"y = {name}(x, t)", function, {"x": f"double[{x}]", "t": f"int64[{t}]"}, {})
+        for name, function in (
+            ("NegativeLogLikelihoodLoss", nll),
+            ("SoftmaxCrossEntropyLoss", cross_entropy),
         )
         for x, t in (("4,3", "4"), ("2,3,4", "2,4"), ("1,3,2,2", "1,2,2"))
     ),
