@@ -18,6 +18,7 @@ from onnxpar.ops.node_cost import convolves
 from onnxpar.ops.operator import OpDef
 from onnxpar.ops.quantized.helpers import (
     INT32,
+    dims_if_single,
     filled,
     is_single,
     output_scale,
@@ -54,12 +55,8 @@ class _Conv:
 
     def by_channel(self, index: int) -> str:
         """The dims of a scale, zero point or bias: one element, or one for each channel."""
-        if not self.view.has(index):
-            return "-"
-        shape = self.view.shape(index)
-        if all(size == 1 for size in shape):
-            return " ".join("1" for _ in shape)
-        return self.outer
+        single = dims_if_single(self.view, index)
+        return self.outer if single is None else single
 
     def rule(self, operands: Sequence[str], kind: str) -> OpRule:
         """The rule, in which the input channels are of a kind."""

@@ -142,3 +142,10 @@ def output_scale(
 def is_single(view: NodeView, index: int) -> bool:
     """Whether operand `index` is absent or has one element."""
     return not view.has(index) or all(size == 1 for size in view.shape(index))
+
+
+def dims_if_single(view: NodeView, index: int) -> str | None:
+    """The dims of operand `index` in a rule if it is absent or has one element; None otherwise."""
+    if not is_single(view, index):
+        return None
+    return " ".join("1" for _ in view.shape(index)) if view.has(index) else "-"

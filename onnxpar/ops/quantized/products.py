@@ -20,6 +20,7 @@ from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.operator import Missing, NotDifferentiable, OpDef
 from onnxpar.ops.quantized.helpers import (
     INT32,
+    dims_if_single,
     filled,
     is_single,
     output_scale,
@@ -62,12 +63,10 @@ class _Product:
 
         ONNX gives those of rows as [M] or [… M 1], those of columns as [N] or [… 1 N].
         """
-        if not self.view.has(index):
-            return "-"
-        shape = self.view.shape(index)
-        if all(size == 1 for size in shape):
-            return " ".join("1" for _ in shape)
-        if len(shape) == 1:
+        single = dims_if_single(self.view, index)
+        if single is not None:
+            return single
+        if len(self.view.shape(index)) == 1:
             return "M" if rows else "N"
         return self.added(index)
 
