@@ -164,19 +164,10 @@ void dispatch_reduction(Reduction reduction, F&& f) {
 template <class F>
 void dispatch(DType type, Reduction reduction, F&& f) {
   switch (type) {
-    case DType::kFloat32: return dispatch_reduction<float>(reduction, f);
-    case DType::kFloat64: return dispatch_reduction<double>(reduction, f);
-    case DType::kFloat16: return dispatch_reduction<Float16>(reduction, f);
-    case DType::kBfloat16: return dispatch_reduction<Bfloat16>(reduction, f);
-    case DType::kInt8: return dispatch_reduction<int8_t>(reduction, f);
-    case DType::kInt16: return dispatch_reduction<int16_t>(reduction, f);
-    case DType::kInt32: return dispatch_reduction<int32_t>(reduction, f);
-    case DType::kInt64: return dispatch_reduction<int64_t>(reduction, f);
-    case DType::kUint8: return dispatch_reduction<uint8_t>(reduction, f);
-    case DType::kUint16: return dispatch_reduction<uint16_t>(reduction, f);
-    case DType::kUint32: return dispatch_reduction<uint32_t>(reduction, f);
-    case DType::kUint64: return dispatch_reduction<uint64_t>(reduction, f);
-    case DType::kBool: return dispatch_reduction<Bool>(reduction, f);
+#define ONNXPAR_CASE(name, text, number, type) \
+  case DType::k##name: return dispatch_reduction<type>(reduction, f);
+    ONNXPAR_DTYPES(ONNXPAR_CASE)
+#undef ONNXPAR_CASE
   }
 }
 
@@ -195,13 +186,9 @@ struct TypeInfo {
 };
 
 constexpr TypeInfo kTypes[] = {
-    {DType::kFloat32, 4, "float32"}, {DType::kUint8, 1, "uint8"},
-    {DType::kInt8, 1, "int8"},       {DType::kUint16, 2, "uint16"},
-    {DType::kInt16, 2, "int16"},     {DType::kInt32, 4, "int32"},
-    {DType::kInt64, 8, "int64"},     {DType::kBool, 1, "bool"},
-    {DType::kFloat16, 2, "float16"}, {DType::kFloat64, 8, "float64"},
-    {DType::kUint32, 4, "uint32"},   {DType::kUint64, 8, "uint64"},
-    {DType::kBfloat16, 2, "bfloat16"},
+#define ONNXPAR_ROW(name, text, number, type) {DType::k##name, sizeof(type), text},
+    ONNXPAR_DTYPES(ONNXPAR_ROW)
+#undef ONNXPAR_ROW
 };
 
 const TypeInfo& info(DType type) {

@@ -7,21 +7,27 @@
 
 namespace onnxpar {
 
-// Numbered as in onnx.TensorProto.DataType, which is also onnxruntime's numbering.
+// Each element type: its name, its number in onnx.TensorProto.DataType, which is also onnxruntime's,
+// and the type of an element in dtype.cc.
+#define ONNXPAR_DTYPES(X)              \
+  X(Float32, "float32", 1, float)      \
+  X(Uint8, "uint8", 2, uint8_t)        \
+  X(Int8, "int8", 3, int8_t)           \
+  X(Uint16, "uint16", 4, uint16_t)     \
+  X(Int16, "int16", 5, int16_t)        \
+  X(Int32, "int32", 6, int32_t)        \
+  X(Int64, "int64", 7, int64_t)        \
+  X(Bool, "bool", 9, Bool)             \
+  X(Float16, "float16", 10, Float16)   \
+  X(Float64, "float64", 11, double)    \
+  X(Uint32, "uint32", 12, uint32_t)    \
+  X(Uint64, "uint64", 13, uint64_t)    \
+  X(Bfloat16, "bfloat16", 16, Bfloat16)
+
 enum class DType : int {
-  kFloat32 = 1,
-  kUint8 = 2,
-  kInt8 = 3,
-  kUint16 = 4,
-  kInt16 = 5,
-  kInt32 = 6,
-  kInt64 = 7,
-  kBool = 9,
-  kFloat16 = 10,
-  kFloat64 = 11,
-  kUint32 = 12,
-  kUint64 = 13,
-  kBfloat16 = 16,
+#define ONNXPAR_NUMBER(name, text, number, type) k##name = number,
+  ONNXPAR_DTYPES(ONNXPAR_NUMBER)
+#undef ONNXPAR_NUMBER
 };
 
 // For bool, sum and max mean "or", prod and min mean "and". Integers wrap around. A float max or min
