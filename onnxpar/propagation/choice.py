@@ -55,8 +55,7 @@ class Situation:
         gradients: For each output that is a parameter's gradient, the layout of the parameter. The
             gradient gets this layout and stays partial over other atoms, since it is reduced once
             per step, which costs nothing here.
-        joined: For each output, the atoms over which it may be partial at no cost, since its reader
-            adds it to a value that is partial over them anyway.
+        joined: For each output, the atoms over which it may be partial at no cost (see `Hints`).
         itemsizes: Bytes per element of each operand, then of each output.
         demands: For each output, the sharding into which it will be brought for certain, since its
             only reader has a strategy; None where it may follow.
@@ -447,13 +446,18 @@ class Chooser:
     def _pending(
         self, plan: NodePlan, situation: Situation, carries: bool, cost: CostModel
     ) -> tuple[float, int]:
-        """The least seconds in which results will be resharded; the number of these."""
+        """The least seconds in which results will be resharded, and how many will be.
+
+        A gradient is reduced once per step. That counts as a reshard, but takes no time here.
+        """
         seconds, values = 0.0, 0
         for index, made in enumerate(plan.outputs):
             itemsize = situation.itemsizes[len(situation.operands) + index]
             parameter = situation.gradients[index]
             if parameter is not None:
-                seconds += self._reshard((made,), leaving(made, parameter), itemsize, cost)
+                leaves = leaving(made, parameter)
+                seconds += self._reshard((made,), leaves, itemsize, cost)
+                values += bool(leaves.partial)
             elif situation.demands and (demand := situation.demands[index]) is not None:
                 moved = self._reshard((made,), demand, itemsize, cost)
                 seconds += moved

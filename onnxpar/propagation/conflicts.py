@@ -136,7 +136,9 @@ class _Replay:
             for value, made in zip(node.outputs, plan.nodes[node.name or ""].outputs, strict=True):
                 name = value.name or ""
                 self.made[name] = plan.resharded.get(name, made)
-        self.joined = partial_hints(self.program, plan, self.made).joined
+        leaving = {v.name or "": self._gradient(v.name or "") for v in graph.outputs}
+        gradients = {name: layout for name, layout in leaving.items() if layout is not None}
+        self.joined = partial_hints(self.program, plan, self.made, gradients).joined
         # The layout of a parameter is that of its first reader.
         self.unread = set(plan.parameters)
         for node in graph:

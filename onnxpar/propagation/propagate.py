@@ -2,10 +2,10 @@
 
 A round goes over the nodes in topological order; each is sharded by the layouts of its operands
 (`choice`). In the second round, the layouts that later nodes needed are further proposals, so that
-information flows in both directions. Further rounds follow while there are new hints about partial
-values (`partial_hints`). Parameters, and values computed only from parameters, stay *free* until a
-node reads them, and get the sharding that it needs: the layout of a weight costs nothing. The
-backward of a node with a strategy is sharded like the node (`backward_dual`).
+information flows in both directions. Further rounds follow while these or the hints about partial
+values (`partial_hints`) change. Parameters, and values computed only from parameters, stay *free*
+until a node reads them, and get the sharding that it needs: the layout of a weight costs nothing.
+The backward of a node with a strategy is sharded like the node (`backward_dual`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -109,11 +109,11 @@ def propagate(
     for number in range(MOST_ROUNDS):
         walk = _Walk(program, seeds, seeded, known, wishes, links or {}, chooser, decided, hints)
         plan = walk.run()
+        before = hints, wishes
         wishes = _wishes(program, plan.nodes, seeds)
-        seen = hints | partial_hints(program, plan, walk.values)
-        if number + 1 >= ROUNDS and seen == hints:
+        hints |= partial_hints(program, plan, walk.values, walk.gradients())
+        if number + 1 >= ROUNDS and (hints, wishes) == before:
             break
-        hints = seen
     return shard_inputs(program, plan, seeds)
 
 
@@ -230,6 +230,11 @@ class _Walk:
         return self._canonical(
             made.with_partial(()) if parameter is None else leaving(made, parameter)
         )
+
+    def gradients(self) -> dict[str, Sharding]:
+        """For each output that is a gradient, the layout of its parameter."""
+        found = {v.name or "": self._parameter(v.name or "") for v in self.program.graph.outputs}
+        return {name: layout for name, layout in found.items() if layout is not None}
 
     def _parameter(self, gradient: str) -> Sharding | None:
         """The layout of the parameter, possibly rearranged, whose gradient a value is."""

@@ -47,6 +47,8 @@ _LESS = 0.95
 """The share of propagation's bytes below which the search's plan replaces its plan. For smaller
 gains, the columns and rows that propagation writes (Shoeybi et al., "Megatron-LM", 2019) stay."""
 
+_TRIES = 2
+"""Number of searches, the later ones with less memory, until a plan is within the limit."""
 _SLOWER = 1.1
 """The share of propagation's time of communication that the search's plan may take at typical
 sizes. For a small network, most of it is latencies."""
@@ -80,17 +82,31 @@ class _ParameterAxes:
         large = large_sizes(self.workload.program)
         before = self._costs(self.propagated, large)
         try:
-            seeds = self._search(large)
-            plan = self.workload.plan(seeds)
+            seeds, plan = self._found(large)
         except ShardingError:
             # The search found nothing, or nothing that can be carried out.
-            return self.seeds
-        if self._memory(plan.parameters) > _MORE * self._memory(self.propagated.parameters):
             return self.seeds
         after = self._costs(plan, large)
         enough = (_SLOWER, 1.0, _LESS, _LESS)
         less = (b < e * a for a, b, e in zip(before, after, enough, strict=True))
         return seeds if all(less) else self.seeds
+
+    def _found(self, large: Mapping[str, int]) -> tuple[Seeds, Plan]:
+        """The search's seeds and their plan, which is within the limit.
+
+        Raises:
+            ShardingError: Nothing is within the limit, or nothing that can be carried out.
+        """
+        limit = allowed = _MORE * self._memory(self.propagated.parameters)
+        for _ in range(_TRIES):
+            seeds, counted = self._search(large, allowed)
+            plan = self.workload.plan(seeds)
+            held = self._memory(plan.parameters)
+            if held <= limit:
+                return seeds, plan
+            # Nodes without options read parameters in other layouts than the search counts.
+            allowed = limit - (held - counted)
+        raise ShardingError("no plan is within the limit on memory")
 
     @cached_property
     def propagated(self) -> Plan:
@@ -108,13 +124,14 @@ class _ParameterAxes:
     def _seconds(self, plan: Plan, machine: Machine, sizes: Mapping[str, int]) -> float:
         """Seconds of communication until outputs have the shardings that propagation gives them."""
         program = self.workload.program
-        total = self.workload.price(plan, machine, sizes).communicating
+        price = self.workload.price(plan, machine, sizes)
+        total = price.communicating - price.gradients
         cost = CostModel(machine, self.seeds.mesh, program.env.table, sizes)
         for value in program.graph.outputs:
             made, wanted = (p.outputs[value.name or ""] for p in (plan, self.propagated))
             if not made.partial:
                 itemsize = int(value.dtype.itemsize) if value.dtype is not None else 4
-                total += cost.reshard(made, wanted, itemsize)
+                total += cost.reshard(made, wanted.with_partial(()), itemsize)
         return total
 
     def _memory(self, layouts: Mapping[str, Sharding]) -> float:
@@ -127,8 +144,8 @@ class _ParameterAxes:
             total += NOT_PARALLEL.kept(size, 1, MOMENTS) if trained else size
         return total
 
-    def _search(self, sizes: Mapping[str, int]) -> Seeds:
-        """The plan of least time that needs no more memory for parameters than propagation's."""
+    def _search(self, sizes: Mapping[str, int], limit: float) -> tuple[Seeds, float]:
+        """The plan of least time whose parameters fit into the limit, and the bytes of these."""
         mesh = self.seeds.mesh
         # Propagation shards small parameters, too, and the limit counts what they then need.
         trained = list(self.workload.gradients)
@@ -142,7 +159,6 @@ class _ParameterAxes:
         ours = {atom for axis in self.seeds.parameter_axes for atom in axis}
         first: list[Atoms] = [(a,) for a in range(len(mesh.atoms)) if a not in ours]
         axes = [*first, *self.seeds.parameter_axes]
-        limit = _MORE * self._memory(self.propagated.parameters)
 
         def solve(problem: Problem, later: int) -> Solution:
             return best(problem, later * limit, gap=GAP, effort=_EFFORT)
@@ -155,7 +171,8 @@ class _ParameterAxes:
         problem, solution = halving.run(axes, solve, before, len(first))
         chosen = problem.chosen(solution.choice)
         every = chosen if folded is None else folded.unfold(chosen)
-        return seeds_of(seen, every, problem.layouts(solution.choice), self.seeds)
+        layouts = problem.layouts(solution.choice)
+        return seeds_of(seen, every, layouts, self.seeds), solution.memory
 
     def _batch(self, items: Sequence[Item]) -> dict[str, frozenset[str]]:
         """For each node, the factors whose first part is the batch: dim 0 of the inputs."""

@@ -185,12 +185,7 @@ def log_softmax_grad_local(node: LocalNode) -> Sequence[ir.Value]:
 
 
 def layer_norm_grad_rule(view: NodeView) -> OpRule:
-    """`a b c, a b c, c, a b 1, a b 1 -> a b c, c, c; sum: a b; special: c`.
-
-    The cotangent may not be partial: it is summed once before the node, rather than once for each
-    result (as in Megatron-LM, which has two sums per layer in the backward pass; Shoeybi et al.,
-    2019).
-    """
+    """`a b c, a b c, c, a b 1, a b 1 -> a b c, c, c; sum: a b; special: c; linear: sum 0`."""
     names = axis_names(len(view.shape(0)))
     axis = _axis(view)
     dims, leading, normalised = (" ".join(n) for n in (names, names[:axis], names[axis:]))
@@ -199,7 +194,7 @@ def layer_norm_grad_rule(view: NodeView) -> OpRule:
     outputs = [dims, *(normalised if read else "." for read in reads[1:])]
     text = f"{dims}, {dims}, {normalised}, {row}, {row} -> {', '.join(outputs)}"
     summed = leading if any(reads[1:]) else ""
-    return parse_rule(f"{text}; special: {normalised}; sum: {summed}")
+    return parse_rule(f"{text}; special: {normalised}; sum: {summed}; linear: sum 0")
 
 
 def layer_norm_grad_local(node: LocalNode) -> Sequence[ir.Value]:
