@@ -268,6 +268,7 @@ void MessageGroup::reduce(size_t pieces, const Parts& parts, const std::byte* fr
       }
       flow_.send(from + begin, bytes, m, part_tag(piece), std::move(then));
     });
+    if (members_ == 1) combine(piece);
   };
   for (size_t piece = 0; piece < window; ++piece) start(piece);
   flow_.finish();

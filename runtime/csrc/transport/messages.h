@@ -78,6 +78,8 @@ class MessageGroup {
   // The members are the ranks of the communicator, which outlives this.
   MessageGroup(MPI_Comm comm, Clock::duration busy);
 
+  // Only compares the call. It throws Conflict, on all members, and MpiError.
+  void agree(const Call& call) { meet(call); }
   // As in Transport. They throw Conflict, on all members, and MpiError.
   void all_reduce(const Call&, const void* in, void* out, size_t count, DType, Reduction);
   void all_gather(const Call&, const void* in, void* out, size_t bytes);

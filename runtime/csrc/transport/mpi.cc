@@ -1,8 +1,9 @@
 // The transport for ranks that are processes of an MPI job.
 //
 // Every group has its own communicators, one per lane, made by its members alone
-// (MPI_Comm_create_group) at the first use. If all members are on one machine, they share memory, and
-// collectives use that (transport/shared.h); if not, messages (transport/messages.h).
+// (MPI_Comm_create_group) at the first use. Members on one machine share memory (transport/shared.h), if
+// they can. Members of a group on several machines send messages (transport/messages.h), or both, if
+// each machine has equally many of them (transport/nested.h).
 //
 // MPI is initialised with MPI_THREAD_MULTIPLE: each thread of a rank that waits for messages drives MPI
 // itself. These are the thread of the session, the thread that carries out what was started in the
@@ -15,7 +16,9 @@
 #include <dlfcn.h>
 #include <mpi.h>
 
+#include <algorithm>
 #include <atomic>
+#include <cstdlib>
 #include <cstring>
 #include <list>
 #include <map>
@@ -27,6 +30,7 @@
 #include "transport/mpi_entry.h"
 #include "transport/mpi_memory.h"
 #include "transport/mpi_support.h"
+#include "transport/nested.h"
 #include "transport/shared.h"
 
 namespace onnxpar {
@@ -38,11 +42,17 @@ constexpr std::chrono::seconds kPatience{5};  // for messages that are not recei
 
 struct MpiGroup : Group {
   MPI_Comm comm = MPI_COMM_NULL;
-  // If all members are on one machine:
+  // The members on this machine: all of them, or those of `nested`.
+  MPI_Comm near_comm = MPI_COMM_NULL;
   std::unique_ptr<SharedMemory> memory;
   std::unique_ptr<SharedGroup> shared;
-  // If not:
+  // If the members are on several machines, or cannot share memory: all of them.
   std::unique_ptr<MessageGroup> messages;
+  // If the members are on several machines with shared memory, equally many on each: those at this
+  // position of each machine.
+  MPI_Comm far_comm = MPI_COMM_NULL;
+  std::unique_ptr<MessageGroup> far;
+  std::unique_ptr<NestedGroup> nested;
 };
 
 // A message that was sent without waiting, kept until MPI has taken it.
@@ -66,8 +76,12 @@ class MpiTransport : public Transport {
     int level = MPI_THREAD_SINGLE;
     check(MPI_Query_thread(&level), "MPI_Query_thread");
     concurrent_ = level == MPI_THREAD_MULTIPLE;
+    machine_of_ = machines_of(world_);
     // If ranks share cores, a waiting rank must not keep another from working.
-    if (processes_on_node(world_) > sysconf(_SC_NPROCESSORS_ONLN)) looks_ = 0;
+    const int own = machine_of_[static_cast<size_t>(rank_)];
+    const auto here = std::count(machine_of_.begin(), machine_of_.end(), own);
+    if (here > sysconf(_SC_NPROCESSORS_ONLN)) looks_ = 0;
+    pretend_machines();
     watchdog_ = std::make_unique<Watchdog>(rank_, options_.timeout_s, world_);
   }
 
@@ -191,7 +205,12 @@ class MpiTransport : public Transport {
     // freed.
     const Clock::time_point end = Clock::now() + kPatience;
     for (reap(); !outgoing_.empty() && Clock::now() < end; reap()) std::this_thread::yield();
-    for (auto& entry : groups_) MPI_Comm_free(&entry.second->comm);
+    for (auto& entry : groups_) {
+      MpiGroup& group = *entry.second;
+      for (MPI_Comm* made : {&group.near_comm, &group.far_comm, &group.comm}) {
+        if (*made != MPI_COMM_NULL) MPI_Comm_free(made);
+      }
+    }
     groups_.clear();
     MPI_Comm_free(&world_);
   }
@@ -215,21 +234,47 @@ class MpiTransport : public Transport {
     }
   }
 
-  // Gives the group shared memory, if possible, else messages.
+  // For tests: as if each ONNXPAR_RANKS_PER_MACHINE ranks had a machine of their own.
+  void pretend_machines() {
+    const char* text = std::getenv("ONNXPAR_RANKS_PER_MACHINE");
+    const int ranks = text == nullptr ? 0 : std::atoi(text);
+    if (!all_hold(ranks > 0, world_)) return;
+    for (int r = 0; r < size_; ++r) machine_of_[static_cast<size_t>(r)] = r / ranks;
+  }
+
+  // Gives the group shared memory, messages, or both.
   void connect(MpiGroup& group) {
-    if (group.size() == 1) return;
-    group.memory = share_memory(group.comm, SharedGroup::bytes(group.size()));
-    if (!group.memory) {
-      group.messages = std::make_unique<MessageGroup>(group.comm, busy(group.lane));
-      return;
-    }
+    const Machines machines(group.ranks, machine_of_);
+    if (machines.count() == 1 && group.size() > 1) share(group, group.comm);
+    if (group.shared) return;
+    group.messages = std::make_unique<MessageGroup>(group.comm, busy(group.lane));
+    if (!machines.nested()) return;
+    const int machine = machines.machine(group.index);
+    const int position = machines.position(group.index);
+    check(MPI_Comm_split(group.comm, machine, group.index, &group.near_comm), "MPI_Comm_split");
+    check(MPI_Comm_split(group.comm, position, machine, &group.far_comm), "MPI_Comm_split");
+    share(group, group.near_comm);
+    if (!all_hold(group.shared != nullptr, group.comm)) return;
+    group.far = std::make_unique<MessageGroup>(group.far_comm, busy(group.lane));
+    group.nested = std::make_unique<NestedGroup>(machines, group.index, *group.shared, *group.far,
+                                                 *group.messages);
+  }
+
+  // Gives the members of the communicator, all on this machine, shared memory, if possible.
+  void share(MpiGroup& group, MPI_Comm comm) {
+    int index = 0;
+    int size = 0;
+    check(MPI_Comm_rank(comm, &index), "MPI_Comm_rank");
+    check(MPI_Comm_size(comm, &size), "MPI_Comm_size");
+    group.memory = share_memory(comm, SharedGroup::bytes(size));
+    if (!group.memory) return;
     // Pending messages may need this rank's progress, and another member may wait for them first.
     const auto progress = [comm = world_] {
       int found = 0;
       MPI_Iprobe(MPI_ANY_SOURCE, MPI_ANY_TAG, comm, &found, MPI_STATUS_IGNORE);
     };
-    group.shared = std::make_unique<SharedGroup>(group.memory->data(), group.index, group.size(),
-                                                 looks_, progress);
+    group.shared =
+        std::make_unique<SharedGroup>(group.memory->data(), index, size, looks_, progress);
   }
 
   // How long a thread may keep a core busy while it waits for messages. In the background it may not:
@@ -244,10 +289,12 @@ class MpiTransport : public Transport {
     MpiGroup& group = static_cast<MpiGroup&>(base);
     const Watchdog::Guard guard(*watchdog_, group.lane, call, group.ranks);
     try {
-      if (group.shared) {
-        f(*group.shared);
-      } else {
+      if (group.nested) {
+        f(*group.nested);
+      } else if (group.messages) {
         f(*group.messages);
+      } else {
+        f(*group.shared);
       }
     } catch (const Conflict& e) {
       const std::string rank = std::to_string(group.ranks[static_cast<size_t>(e.member)]);
@@ -298,6 +345,7 @@ class MpiTransport : public Transport {
   int rank_ = 0;
   int size_ = 0;
   bool concurrent_ = false;
+  std::vector<int> machine_of_;  // by rank
   int looks_ = 2000;  // about 30 microseconds
   std::unique_ptr<Watchdog> watchdog_;
   std::map<std::pair<Lane, std::vector<int>>, std::unique_ptr<MpiGroup>> groups_;

@@ -70,12 +70,6 @@ std::unique_ptr<SharedMemory> map_file(int descriptor, size_t bytes) {
   return std::make_unique<SharedMemory>(data, bytes);
 }
 
-bool all_hold(bool holds, MPI_Comm comm) {
-  int least = holds ? 1 : 0;
-  check(MPI_Allreduce(MPI_IN_PLACE, &least, 1, MPI_INT, MPI_MIN, comm), "MPI_Allreduce");
-  return least != 0;
-}
-
 bool wanted() {
   const char* text = std::getenv("ONNXPAR_SHARED_MEMORY");
   return text == nullptr || std::strcmp(text, "0") != 0;
@@ -85,23 +79,31 @@ bool wanted() {
 
 SharedMemory::~SharedMemory() { munmap(data_, size_); }
 
-int processes_on_node(MPI_Comm comm) {
+bool all_hold(bool holds, MPI_Comm comm) {
+  int least = holds ? 1 : 0;
+  check(MPI_Allreduce(MPI_IN_PLACE, &least, 1, MPI_INT, MPI_MIN, comm), "MPI_Allreduce");
+  return least != 0;
+}
+
+std::vector<int> machines_of(MPI_Comm comm) {
+  int own = 0;
+  int size = 0;
+  check(MPI_Comm_rank(comm, &own), "MPI_Comm_rank");
+  check(MPI_Comm_size(comm, &size), "MPI_Comm_size");
   MPI_Comm near = MPI_COMM_NULL;
   check(MPI_Comm_split_type(comm, MPI_COMM_TYPE_SHARED, 0, MPI_INFO_NULL, &near),
         "MPI_Comm_split_type");
-  int size = 0;
-  check(MPI_Comm_size(near, &size), "MPI_Comm_size");
+  check(MPI_Bcast(&own, 1, MPI_INT, 0, near), "MPI_Bcast");  // the machine's first process
   check(MPI_Comm_free(&near), "MPI_Comm_free");
-  return size;
+  std::vector<int> machines(static_cast<size_t>(size));
+  check(MPI_Allgather(&own, 1, MPI_INT, machines.data(), 1, MPI_INT, comm), "MPI_Allgather");
+  return machines;
 }
 
 std::unique_ptr<SharedMemory> share_memory(MPI_Comm comm, size_t bytes) {
   int index = 0;
-  int size = 0;
   check(MPI_Comm_rank(comm, &index), "MPI_Comm_rank");
-  check(MPI_Comm_size(comm, &size), "MPI_Comm_size");
   if (!all_hold(wanted(), comm)) return nullptr;
-  if (!all_hold(processes_on_node(comm) == size, comm)) return nullptr;
   Place place;
   const File made(index == 0 ? make_file(bytes) : -1);
   struct stat status {};

@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <memory>
+#include <vector>
 
 namespace onnxpar {
 
@@ -23,12 +24,16 @@ class SharedMemory {
   const size_t size_;
 };
 
-// `bytes` zeros, mapped by every member. All members call it. Null on all members if they are on
-// several machines, if one of them has ONNXPAR_SHARED_MEMORY=0 in its environment, or if one cannot
-// map it (because of separate containers, or a system other than Linux). Throws MpiError.
+// `bytes` zeros, mapped by every member. All members are on one machine, and call it. Null on all
+// members if one of them has ONNXPAR_SHARED_MEMORY=0 in its environment, or if one cannot map it
+// (because of separate containers, or a system other than Linux). Throws MpiError.
 std::unique_ptr<SharedMemory> share_memory(MPI_Comm comm, size_t bytes);
 
-// The number of the communicator's processes on this machine. All members call it. Throws MpiError.
-int processes_on_node(MPI_Comm comm);
+// The machine of each process: the same number for those of one machine. All members call it. Throws
+// MpiError.
+std::vector<int> machines_of(MPI_Comm comm);
+
+// Whether it holds on all members. All members call it. Throws MpiError.
+bool all_hold(bool holds, MPI_Comm comm);
 
 }  // namespace onnxpar

@@ -42,6 +42,8 @@ class SharedGroup {
   // waiting member polls `looks` times before it yields its core to others between two polls.
   SharedGroup(std::byte* memory, int index, int members, int looks, Idle idle);
 
+  // Only compares the call. It throws Conflict, on all members.
+  void agree(const Call&);
   // As in Transport. They throw Conflict, on all members.
   void all_reduce(const Call&, const void* in, void* out, size_t count, DType, Reduction);
   void all_gather(const Call&, const void* in, void* out, size_t bytes);
