@@ -32,6 +32,7 @@ ROOMS = (
     "parameters",
     "autodiff",
     "partition",
+    "schedule",
     "stages",
     "search",
     "emit",

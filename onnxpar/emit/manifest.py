@@ -23,6 +23,7 @@ from onnxpar.graph.local_builder import (
     COUNTER_INPUTS,
     HYPER_PREFIX,
     LOSS_WEIGHT,
+    START_AHEAD,
     SYMBOL_PREFIX,
 )
 from onnxpar.partition.partitioned_model import (
@@ -206,7 +207,9 @@ def _program(pm: PartitionedModel, graphs: Sequence[str | None]) -> ProgramEntry
         files=tuple(graphs),
         system_inputs=tuple(_system_input(name) for name in scalars),
         collectives=tuple(
-            CollectiveEntry(**{**vars(c), "bytes": count_str(c.bytes)})
+            CollectiveEntry(
+                **{**vars(c), "bytes": count_str(c.bytes), "started_in": c.started_in or None}
+            )
             for c in pm.builder.collectives
         ),
         index_ranges=tuple(
@@ -270,6 +273,8 @@ def _system_input(name: str) -> SystemInput:
         return SystemInput(name, "counter", counter=name.removeprefix(f"{DOMAIN}."))
     if name == LOSS_WEIGHT:
         return SystemInput(name, "loss_weight")
+    if name == START_AHEAD:
+        return SystemInput(name, "start_ahead")
     if name.startswith(HYPER_PREFIX):
         hyper = name.removeprefix(HYPER_PREFIX)
         return SystemInput(name, "hyperparameter", hyperparameter=hyper)

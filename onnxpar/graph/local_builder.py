@@ -27,6 +27,8 @@ LOSS_WEIGHT = "onnxpar.loss_weight"
 """Input that scales the loss of a micro-batch, and so its gradients."""
 HYPER_PREFIX = "onnxpar.hyper."
 """Prefix of the names of the scalars that an optimizer reads, such as the learning rate."""
+START_AHEAD = "onnxpar.start_ahead"
+"""Input, int64 [1]: whether the optimizer comes next, so that its reductions may start."""
 PLACE = "place"
 """Key in a node's `meta`: the builder's `place` when the node was built."""
 
@@ -55,6 +57,7 @@ class Collective:
         after: Layout of the value after, for people.
         stages: For groups across pipeline stages: the stages; a group is the ranks at one place on
             their meshes. Empty for groups within a stage.
+        started_in: The program that starts it in the background, before this one; "" for none.
     """
 
     op: str
@@ -66,6 +69,7 @@ class Collective:
     before: str
     after: str
     stages: tuple[int, ...] = ()
+    started_in: str = ""
 
 
 @dataclass

@@ -38,6 +38,7 @@ from onnxpar.partition.partition import partition
 from onnxpar.partition.partitioned_model import PartitionedModel, PipelinePrograms, States
 from onnxpar.partition.program_memory import program_memory, total_bytes
 from onnxpar.propagation.propagate import propagate
+from onnxpar.schedule.start_ahead import start_ahead
 from onnxpar.stages.stage_memory import fullest_stage
 from onnxpar.stages.stage_programs import Staging, plan_copies
 from onnxpar.stages.state_buffers import Buffer, Buffers
@@ -116,6 +117,8 @@ def partition_training(
         return fullest_stage(split, others, staging.pipeline_split, sizes)
 
     program = _micro_batch(prepared, shards, places, strategy, device_bytes)
+    if staging is None:
+        start_ahead(program, rest[0], load_machine(strategy.search.machine))
     evaluation, where = _evaluation(prepared, seeds, symbols, spec, buffers, staging)
     pipeline: PipelinePrograms | None = None
     if staging is None:

@@ -216,8 +216,7 @@ void run_rank(RankContext& context, int size, int steps) {
       request->in = in.get();
       request->input = shape;
       request->type = DType::kInt32;
-      request->result.reset(new std::byte[out_count * sizeof(int32_t)]);
-      request->result_bytes = out_count * sizeof(int32_t);
+      request->keep(out_count * sizeof(int32_t));
       pending.push_back({context.start(request), c, shape, std::move(in)});
     } else {
       std::unique_ptr<int32_t[]> out(new int32_t[out_count]);
@@ -230,7 +229,7 @@ void run_rank(RankContext& context, int size, int steps) {
       for (Pending& p : pending) {
         const auto request = context.wait(p.number, "Wait");
         check(p.collective, rank, p.shape,
-              reinterpret_cast<const int32_t*>(request->result.get()));
+              static_cast<const int32_t*>(request->result));
       }
       pending.clear();
     }

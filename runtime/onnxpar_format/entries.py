@@ -170,12 +170,13 @@ class TensorEntry:
 class SystemInput:
     """An input that the runtime fills.
 
-    Symbols, coordinates and counters are int64 of shape [1]; the loss weight is a float32 scalar, a
-    hyperparameter a float64 scalar.
+    Symbols, coordinates, counters and `start_ahead` are int64 of shape [1]; the loss weight is a
+    float32 scalar, a hyperparameter a float64 scalar.
 
     Attributes:
         name: Name in the rank's graph.
-        kind: Which of the following values it takes, or `loss_weight`, a factor of the loss.
+        kind: Which of the following values it takes; or `loss_weight`, a factor of the loss; or
+            `start_ahead`, 1 if the optimizer's program runs next, else 0.
         symbol: The symbol whose global value it takes.
         atom: The atom along which it takes the rank's coordinate.
         counter: The session's counter that it takes.
@@ -184,7 +185,8 @@ class SystemInput:
 
     name: str
     kind: Annotated[
-        str, one_of(("symbol", "coordinate", "counter", "loss_weight", "hyperparameter"))
+        str,
+        one_of(("symbol", "coordinate", "counter", "loss_weight", "hyperparameter", "start_ahead")),
     ]
     symbol: Annotated[str | None, OPTIONAL] = None
     atom: Annotated[int | None, OPTIONAL] = None
@@ -213,6 +215,7 @@ class CollectiveEntry:
         reason: Node and operand that need it.
         before: Layout before.
         after: Layout after.
+        started_in: The program that starts it in the background; None for none.
     """
 
     op: str
@@ -224,6 +227,7 @@ class CollectiveEntry:
     reason: str
     before: str
     after: str
+    started_in: Annotated[str | None, OPTIONAL] = None
 
 
 @dataclass(frozen=True)

@@ -180,6 +180,13 @@ class TrainingRun:
             minimum=1,
         ),
     ] = 1
+    no_overlap: Annotated[
+        bool,
+        Option(
+            "Let no communication run in the background of computation, to debug.",
+            flags=("--no-overlap",),
+        ),
+    ] = False
     check_replicas: Annotated[
         int | None,
         Option(

@@ -325,6 +325,26 @@ class Rank:
         )
         return result.reshape(np.shape(array))
 
+    def overlaps(self, group: Sequence[int]) -> bool:
+        """Returns whether data travels between the ranks of `group` while this rank computes.
+
+        If not (ranks that share memory), the rank's processor moves it. Every rank of the group
+        must call it.
+
+        Args:
+            group: Global ranks, this one among them.
+
+        Raises:
+            ValueError: The group cannot be used.
+            RankError: Another rank failed.
+        """
+        members = self._members(group)
+        found = self.world._library.onnxpar_overlaps(
+            self.world._handle, self.index, members, len(members)
+        )
+        self._call(int(found < 0))
+        return bool(found)
+
     @property
     def concurrent(self) -> bool:
         """Whether other threads of the rank may receive while it communicates."""

@@ -45,6 +45,8 @@ _ON_GPU = "Cuda"  # onnxruntime's name of a GPU's memory
 _NO_CAPTURE = "cannot use the graph capture feature"
 LOSS_WEIGHT = "loss_weight"
 """The key of the loss weight among the numbers of a run."""
+START_AHEAD = "start_ahead"
+"""Among the numbers of a run: 1 if it may start what the next program does; 0 if it is missing."""
 
 
 class StateMemory(Protocol):
@@ -348,7 +350,7 @@ class Executor:
         Args:
             feeds: The inputs.
             counters: Values of `onnxpar_format.entries.COUNTERS`.
-            numbers: Values of the hyperparameters by name, and of `LOSS_WEIGHT`.
+            numbers: Values of the hyperparameters by name, of `LOSS_WEIGHT` and `START_AHEAD`.
             redirect: For the name of a state, the state that is written instead.
             read: Copy the outputs to the host. Otherwise a GPU is not waited for.
 
@@ -453,6 +455,8 @@ class Executor:
                 memory[...] = counters[entry.counter]
             elif entry.kind == "loss_weight":
                 memory[...] = numbers[LOSS_WEIGHT]
+            elif entry.kind == START_AHEAD:
+                memory[...] = int(numbers.get(START_AHEAD, 0))
             elif entry.hyperparameter is not None:
                 memory[...] = numbers[entry.hyperparameter]
             if number.on_gpu and (number.sent is None or not np.array_equal(number.sent, memory)):
@@ -513,7 +517,7 @@ class Executor:
         numbers = {
             entry.name
             for entry in self.program.system_inputs
-            if entry.symbol is None and entry.atom is None
+            if entry.symbol is None and entry.atom is None and entry.kind != START_AHEAD
         }
         changing = numbers | {spec.name for spec in self.program.inputs}
         return bool((self._graph_inputs - self._on_gpu) & changing)
@@ -523,7 +527,7 @@ class Executor:
             return np.array([values[entry.symbol]], np.int64)
         if entry.atom is not None:
             return np.array([self._coordinates[entry.atom]], np.int64)
-        if entry.counter is not None:
+        if entry.counter is not None or entry.kind == START_AHEAD:
             return np.zeros(1, np.int64)
         return np.zeros((), np.float32 if entry.kind == "loss_weight" else np.float64)
 

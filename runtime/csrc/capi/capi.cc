@@ -185,6 +185,15 @@ int onnxpar_all_reduce(const World* world, int rank, const int* group, int membe
   });
 }
 
+int onnxpar_overlaps(const World* world, int rank, const int* group, int members) {
+  int overlaps = -1;
+  guarded([&] {
+    Transport& transport = world->rank(rank).transport();
+    overlaps = transport.overlaps(transport.group(group_of(group, members), Lane::kMain)) ? 1 : 0;
+  });
+  return overlaps;
+}
+
 LiveBytes* onnxpar_live_bytes() {
   LiveBytes* counter = nullptr;
   guarded([&] {

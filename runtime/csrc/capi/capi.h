@@ -45,6 +45,9 @@ ONNXPAR_EXPORT int onnxpar_reset_counters(const onnxpar::World* world, int rank)
 ONNXPAR_EXPORT int onnxpar_all_reduce(const onnxpar::World* world, int rank, const int* group,
                                       int members, const void* in, void* out, size_t count,
                                       int onnx_type, int reduction);
+// Whether data of the group travels while the rank computes: 1 or 0; -1 on failure. In host memory.
+ONNXPAR_EXPORT int onnxpar_overlaps(const onnxpar::World* world, int rank, const int* group,
+                                    int members);
 // An allocator that counts the bytes of sessions on the CPU, never freed; only after RegisterCustomOps
 // has run. Null on failure.
 ONNXPAR_EXPORT onnxpar::LiveBytes* onnxpar_live_bytes();

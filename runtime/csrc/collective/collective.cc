@@ -10,7 +10,8 @@ namespace {
 
 constexpr const char* kNames[kOps] = {"AllReduce", "AllGather", "ReduceScatter", "AllToAll",
                                       "Broadcast", "Permute",   "Send",          "Recv",
-                                      "Barrier",   "Start",     "Wait",          "Philox"};
+                                      "Barrier",   "Start",     "Wait",          "StartAhead",
+                                      "Philox"};
 
 // The size up to which a buffer stays allocated between calls.
 constexpr size_t kKeptScratch = size_t{64} << 20;

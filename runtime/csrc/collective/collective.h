@@ -26,9 +26,10 @@ enum class Op : int {
   kBarrier,
   kStart,
   kWait,
+  kStartAhead,
   kPhilox,
 };
-inline constexpr int kOps = 12;
+inline constexpr int kOps = 13;
 const char* op_name(Op op);
 // The collectives, the first six; throws std::invalid_argument for another name.
 Op collective_from_name(const std::string& name);

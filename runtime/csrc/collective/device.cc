@@ -65,6 +65,75 @@ class StartKernel : public CollectiveKernel<DeviceKernel> {
   cuda::Slab result_;
 };
 
+// As on the host. One event is enough for all operands, since the stream carries them out in order.
+class StartAheadKernel : public CollectiveKernel<DeviceKernel> {
+ public:
+  using CollectiveKernel::CollectiveKernel;
+  ~StartAheadKernel() override {
+    try {
+      device_.device.make_current();
+      done_.synchronize();
+    } catch (const std::exception&) {
+      // The device has failed, and with it the collective.
+    }
+    for (const void* in : operands_) device_.ahead.erase(in);
+  }
+
+  void compute(const Io& io) override {
+    const Stream stream = enter(io);
+    token(io, 0);
+    if (io.input(1).integers().at(0) == 0) return;
+    const Stream background = device_.background.get();
+    ready_.record(stream);
+    ready_.hold(background);
+    operands_.clear();
+    results_.resize(io.inputs() - 2);
+    for (size_t i = 2; i < io.inputs(); ++i) {
+      const Tensor x = io.input(i);
+      void* result = const_cast<void*>(x.data);
+      size_t bytes = x.bytes();
+      if (collective_.op != Op::kAllReduce) {
+        bytes = bytes_of(output_shape(collective_, x.shape), x.type);
+        if (!results_[i - 2]) results_[i - 2] = std::make_unique<cuda::Slab>();
+        result = results_[i - 2]->get(bytes, background);
+      }
+      execute(transport(), group(), collective_, x.data, result, x.shape, x.type,
+              memory(Lane::kAsync), background);
+      device_.ahead[x.data] = {&done_, &collective_, x.data, x.shape, result, bytes};
+      operands_.push_back(x.data);
+    }
+    done_.record(background);
+  }
+
+ private:
+  cuda::EventHandle ready_;
+  cuda::EventHandle done_;
+  std::vector<std::unique_ptr<cuda::Slab>> results_;
+  std::vector<const void*> operands_;
+};
+
+// As on the host.
+class ForegroundKernel : public CollectiveKernel<DeviceKernel> {
+ public:
+  using CollectiveKernel::CollectiveKernel;
+
+  void compute(const Io& io) override {
+    const Stream stream = enter(io);
+    const Tensor x = io.input(0);
+    const auto found = device_.ahead.find(x.data);
+    if (found == device_.ahead.end()) return CollectiveKernel::compute(io);
+    const Started started = found->second;
+    device_.ahead.erase(found);
+    void* out = io.output(0, waited_shape(collective_, x, *started.collective, started.in,
+                                          started.input));
+    started.done->hold(stream);
+    if (out != started.result) cuda::copy(out, started.result, started.result_bytes, stream);
+    group();
+    count(x);
+    token(io, 1);
+  }
+};
+
 class WaitKernel : public DeviceKernel {
  public:
   WaitKernel(const Node& node, Collective collective)
@@ -115,8 +184,9 @@ std::unique_ptr<Kernel> make_device_kernel(Op op, const Node& node) {
     case Op::kBarrier: return std::make_unique<BarrierKernel>(node, where_of(op, node));
     case Op::kStart: return std::make_unique<StartKernel>(node, collective(), Lane::kAsync);
     case Op::kWait: return std::make_unique<WaitKernel>(node, collective());
-    default:
-      return std::make_unique<CollectiveKernel<DeviceKernel>>(node, collective(), Lane::kMain);
+    case Op::kStartAhead:
+      return std::make_unique<StartAheadKernel>(node, collective(), Lane::kAsync);
+    default: return std::make_unique<ForegroundKernel>(node, collective(), Lane::kMain);
   }
 }
 

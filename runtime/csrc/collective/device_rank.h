@@ -13,7 +13,7 @@
 
 namespace onnxpar {
 
-// A collective that runs on the background stream, between its Start and its Wait.
+// A collective that runs on the background stream, until a Wait, or the node that takes its result.
 struct Started {
   const cuda::EventHandle* done = nullptr;
   const Collective* collective = nullptr;
@@ -35,6 +35,8 @@ struct DeviceRank {
   // By the address of the handle that goes from Start to Wait.
   std::mutex mutex;
   std::map<const void*, Started> started;
+  // By the address of the operand, those that a StartAhead began.
+  std::map<const void*, Started> ahead;
 };
 
 }  // namespace onnxpar

@@ -37,8 +37,7 @@ class StartKernel : public CollectiveKernel<HostKernel> {
     request->in = x.data;
     request->input = x.shape;
     request->type = x.type;
-    request->result.reset(new std::byte[bytes]);
-    request->result_bytes = bytes;
+    request->keep(bytes);
     const int64_t number = rank_.start(std::move(request));
     // Waits of earlier runs are done, or will never come: one run of a session ends before the next.
     numbers_.push_back(number);
@@ -55,6 +54,66 @@ class StartKernel : public CollectiveKernel<HostKernel> {
   std::vector<int64_t> numbers_;
 };
 
+// StartAhead(token, run, X…; op, its attributes) -> token. Each X is the operand of a later node of
+// that collective, in the same memory, which is a state: it takes the result. An AllReduce replaces X.
+// Nothing is started unless `run` is not 0 and data travels while the rank computes.
+class StartAheadKernel : public CollectiveKernel<HostKernel> {
+ public:
+  using CollectiveKernel::CollectiveKernel;
+  ~StartAheadKernel() override {
+    for (const void* in : operands_) rank_.drop_ahead(in);
+  }
+
+  void compute(const Io& io) override {
+    token(io, 0);
+    operands_.clear();
+    if (io.input(1).integers().at(0) == 0 ||
+        !transport().overlaps(transport().group(collective_.group, Lane::kMain))) {
+      return;
+    }
+    for (size_t i = 2; i < io.inputs(); ++i) {
+      const Tensor x = io.input(i);
+      auto request = std::make_shared<Request>();
+      request->group = &group();
+      request->collective = collective_;
+      request->in = x.data;
+      request->input = x.shape;
+      request->type = x.type;
+      if (collective_.op == Op::kAllReduce) {
+        request->result = const_cast<void*>(x.data);
+        request->result_bytes = x.bytes();
+      } else {
+        request->keep(bytes_of(output_shape(collective_, x.shape), x.type));
+      }
+      rank_.start_ahead(std::move(request));
+      operands_.push_back(x.data);
+    }
+  }
+
+ private:
+  std::vector<const void*> operands_;  // of the last run
+};
+
+// A collective of the foreground. It may have been started ahead.
+class ForegroundKernel : public CollectiveKernel<HostKernel> {
+ public:
+  using CollectiveKernel::CollectiveKernel;
+
+  void compute(const Io& io) override {
+    enter(io);
+    const Tensor x = io.input(0);
+    const std::shared_ptr<Request> started = rank_.take_ahead(collective_, x.data);
+    if (started == nullptr) return CollectiveKernel::compute(io);
+    void* out = io.output(0, output_shape(collective_, x.shape));
+    if (out != started->result && started->result_bytes != 0) {
+      std::memcpy(out, started->result, started->result_bytes);
+    }
+    group();
+    count(x);
+    token(io, 1);
+  }
+};
+
 // Wait(handle, X; the attributes of Start) -> Y. X is only an input so that it is not freed before.
 class WaitKernel : public CollectiveKernel<HostKernel> {
  public:
@@ -68,7 +127,7 @@ class WaitKernel : public CollectiveKernel<HostKernel> {
         waited_shape(collective_, x, request->collective, request->in, request->input);
     void* out = io.output(0, shape);
     if (request->result_bytes != 0) {
-      std::memcpy(out, request->result.get(), request->result_bytes);
+      std::memcpy(out, request->result, request->result_bytes);
     }
   }
 };
@@ -95,8 +154,9 @@ std::unique_ptr<Kernel> make_host_kernel(Op op, const Node& node) {
     case Op::kBarrier: return std::make_unique<BarrierKernel>(node, where_of(op, node));
     case Op::kStart: return std::make_unique<StartKernel>(node, collective(), Lane::kAsync);
     case Op::kWait: return std::make_unique<WaitKernel>(node, collective(), Lane::kAsync);
-    default:
-      return std::make_unique<CollectiveKernel<HostKernel>>(node, collective(), Lane::kMain);
+    case Op::kStartAhead:
+      return std::make_unique<StartAheadKernel>(node, collective(), Lane::kAsync);
+    default: return std::make_unique<ForegroundKernel>(node, collective(), Lane::kMain);
   }
 }
 

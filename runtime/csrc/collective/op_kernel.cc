@@ -10,11 +10,12 @@ std::string where_of(Op op, const Node& node) {
 }
 
 Collective collective_of(Op op, const Node& node) {
-  const bool in_background = op == Op::kStart || op == Op::kWait;
+  const bool in_background = op == Op::kStart || op == Op::kWait || op == Op::kStartAhead;
   const Op which =
       in_background ? collective_from_name(node.attributes.text("op").value_or("")) : op;
   Collective c =
       parse_collective(which, node.attributes.node(), node.attributes, node.rank->size());
+  if (op == Op::kStartAhead) return c;  // as the node that takes its results
   if (in_background) c.where = where_of(op, node) + " (" + op_name(which) + ")";
   return c;
 }

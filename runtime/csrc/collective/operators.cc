@@ -68,6 +68,9 @@ const std::vector<Operator>& collective_operators() {
                  {{kAny, ort::kRequired, first_input}}, in_place<0>),
       collective(Op::kStart, {x, token}, {{kInt64, ort::kRequired, one_element}, next}),
       collective(Op::kWait, {{kInt64}, x}, {y}),
+      collective(Op::kStartAhead,
+                 {{kToken}, {kInt64, ort::kRequired, true}, {kAny, ort::kVariadic}},
+                 {{kToken, ort::kRequired, one_element}}),
   };
   return all;
 }

@@ -69,10 +69,37 @@ void RankContext::drain(const std::vector<int64_t>& numbers) {
   }
 }
 
+void RankContext::start_ahead(std::shared_ptr<Request> request) {
+  const void* const in = request->in;
+  drop_ahead(in);  // one that nobody took belongs to a step that failed
+  ahead_[in] = start(std::move(request));
+}
+
+void RankContext::drop_ahead(const void* in) {
+  const auto found = ahead_.find(in);
+  if (found == ahead_.end()) return;
+  drain({found->second});
+  ahead_.erase(found);
+}
+
+std::shared_ptr<Request> RankContext::take_ahead(const Collective& collective, const void* in) {
+  const auto found = ahead_.find(in);
+  if (found == ahead_.end()) return nullptr;
+  const int64_t number = found->second;
+  ahead_.erase(found);
+  std::shared_ptr<Request> request = wait(number, collective.where);
+  if (request->collective.signature != collective.signature ||
+      request->collective.group != collective.group) {
+    throw failure(collective.where + ": another collective was started ahead on its operand: " +
+                  request->collective.where);
+  }
+  return request;
+}
+
 void RankContext::run(Request& request, Memory& memory) {
   std::string error;
   try {
-    execute(*transport_, *request.group, request.collective, request.in, request.result.get(),
+    execute(*transport_, *request.group, request.collective, request.in, request.result,
             request.input, request.type, memory, nullptr);
   } catch (const std::exception& e) {
     error = e.what();

@@ -18,18 +18,26 @@
 
 namespace onnxpar {
 
-// A collective that runs in the background, between its Start and its Wait. The result is kept here,
-// because the memory of Wait's output is not known before Wait.
+// A collective that runs in the background. The result is in `kept`, because the memory of the output
+// of the node that waits is not known yet; or in the place of the operand.
 struct Request {
   Collective collective;
   Group* group = nullptr;
   const void* in = nullptr;
   Shape input;
   DType type = DType::kFloat32;
-  std::unique_ptr<std::byte[]> result;
+  std::unique_ptr<std::byte[]> kept;
+  void* result = nullptr;
   size_t result_bytes = 0;
   bool done = false;
   std::string error;
+
+  // Gives it memory for a result of this size.
+  void keep(size_t bytes) {
+    kept.reset(new std::byte[bytes]);
+    result = kept.get();
+    result_bytes = bytes;
+  }
 };
 
 struct DeviceRank;
@@ -73,6 +81,14 @@ class RankContext {
   // Waits for the requests of `numbers` that still run, so that their inputs may be freed.
   void drain(const std::vector<int64_t>& numbers);
 
+  // Starts a collective that a later run carries out on the same memory, which outlives both runs.
+  void start_ahead(std::shared_ptr<Request> request);
+  // Waits for what was started ahead on `in` and was not taken, and forgets it.
+  void drop_ahead(const void* in);
+  // The finished request for this collective on `in`, if start_ahead was called for it; else null. It
+  // forgets the request. Throws its error.
+  std::shared_ptr<Request> take_ahead(const Collective& collective, const void* in);
+
   void abort(const std::string& message);
   void close();
 
@@ -94,6 +110,7 @@ class RankContext {
   std::condition_variable finished_;
   std::deque<std::shared_ptr<Request>> queue_;
   std::map<int64_t, std::shared_ptr<Request>> requests_;
+  std::map<const void*, int64_t> ahead_;  // by the operand; only the rank's main thread uses it
   int64_t next_ = 1;
   bool stop_ = false;
   std::thread worker_;

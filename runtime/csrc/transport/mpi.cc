@@ -118,6 +118,10 @@ class MpiTransport : public Transport {
     return *group;
   }
 
+  bool overlaps(const Group& group) const override {
+    return concurrent_ && static_cast<const MpiGroup&>(group).shared == nullptr;
+  }
+
   void all_reduce(Group& group, const Call& call, const void* in, void* out, size_t count,
                   DType type, Reduction reduction, Stream) override {
     run(group, call, [&](auto& members) {

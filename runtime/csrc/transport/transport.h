@@ -101,6 +101,9 @@ class Transport {
 
   // The group, made at its first use. Only its members call this.
   virtual Group& group(const std::vector<int>& ranks, Lane lane) = 0;
+  // Whether data of the group's calls travels while this rank computes. If not, the rank's processor
+  // moves it, and a call in the background only disturbs the computation. Equal for all members.
+  virtual bool overlaps(const Group&) const { return false; }
 
   // out may equal in.
   virtual void all_reduce(Group&, const Call&, const void* in, void* out, size_t count, DType,

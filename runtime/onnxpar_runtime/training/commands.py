@@ -88,7 +88,14 @@ def train(directory: str | Path, wanted: TrainingRun, how: Execution) -> int:
         checkpoint = _checkpoint(rank, manifest, wanted)
         first = (TRAINING, OPTIMIZER, *((EVALUATION,) if wanted.evaluates else ()))
         trainer = _trainer(
-            rank, manifest, how, first, wanted.seed, wanted.parameters, wanted.loss_scale
+            rank,
+            manifest,
+            how,
+            first,
+            wanted.seed,
+            wanted.parameters,
+            wanted.loss_scale,
+            not wanted.no_overlap,
         )
         _train(trainer, wanted, prepared, checkpoint)
         trainer.close()
@@ -168,6 +175,7 @@ def _trainer(
     seed: int,
     parameters: str | Path | None,
     loss_scale: str | None = None,
+    overlap: bool = True,
 ) -> Trainer:
     trainer = together(
         rank,
@@ -180,6 +188,7 @@ def _trainer(
             programs=programs,
             manifest=manifest,
             loss_scale=loss_scale,
+            overlap=overlap,
         ),
     )
     _load(trainer, parameters)

@@ -11,7 +11,9 @@ from numpy.typing import NDArray
 
 from onnxpar_format.entries import TensorEntry
 from onnxpar_runtime.collectives import Rank
+from onnxpar_runtime.devices import Device
 from onnxpar_runtime.errors import LaunchError
+from onnxpar_runtime.executor import START_AHEAD
 from onnxpar_runtime.inputs import Feeds
 from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.pipeline.inbox import Inbox
@@ -90,7 +92,13 @@ class Runner(ABC):
 
     @abstractmethod
     def forward_backward(
-        self, micro_batches: Sequence[Micro], counters: Counters, *, accumulate: bool, read: bool
+        self,
+        micro_batches: Sequence[Micro],
+        counters: Counters,
+        *,
+        accumulate: bool,
+        read: bool,
+        ahead: bool,
     ) -> float:
         """Runs micro-batches and leaves their gradients with the states.
 
@@ -99,10 +107,15 @@ class Runner(ABC):
             counters: The counters of random numbers, except the number of the micro-batch.
             accumulate: Add to the gradients that are there, instead of replacing them.
             read: Whether the losses are wanted; otherwise a GPU is not waited for.
+            ahead: Whether `update` comes next, so that reductions of gradients may start before.
 
         Returns:
             The sum of the weighted losses, on all ranks; not a number unless `read`.
         """
+
+    def reduced(self, gradient: str, group: Sequence[int]) -> bool:
+        """Whether the last step has replaced a gradient by its sum over a group."""
+        return False
 
     @abstractmethod
     def optimizer(self) -> str:
@@ -152,12 +165,20 @@ def runner(manifest: Manifest, rank: Rank, programs: Programs) -> Runner:
         programs: The rank's programs.
     """
     if manifest.pipeline is None:
-        return OneStage(manifest, programs)
+        return OneStage(manifest, rank, programs)
     return Pipelined(manifest, rank, programs)
 
 
 class OneStage(Runner):
     """Micro-batches one after another, each through the complete program."""
+
+    def __init__(self, manifest: Manifest, rank: Rank, programs: Programs) -> None:
+        """Runs nothing yet."""
+        super().__init__(manifest, programs)
+        self._rank = rank
+        self._ahead = False  # whether reductions were allowed to start in the last run
+        collectives = manifest.program(OPTIMIZER).collectives
+        self._replaced = {c.value for c in collectives if c.started_in and c.op == "AllReduce"}
 
     @property
     def outputs(self) -> Mapping[TensorEntry, int]:
@@ -174,19 +195,38 @@ class OneStage(Runner):
         self._programs.load(program)
 
     def forward_backward(
-        self, micro_batches: Sequence[Micro], counters: Counters, *, accumulate: bool, read: bool
+        self,
+        micro_batches: Sequence[Micro],
+        counters: Counters,
+        *,
+        accumulate: bool,
+        read: bool,
+        ahead: bool,
     ) -> float:
         """As `Runner`."""
+        # The gradients of several micro-batches are complete only when they have been added up. A
+        # captured step cannot leave work behind on another stream.
+        alone = len(micro_batches) == 1 and not accumulate and not self._programs.loader.graphs
+        self._ahead = ahead and alone
+        starts = {START_AHEAD: float(self._ahead)}
         program = self._programs.load(TRAINING)
         loss = 0.0
         for index, micro in enumerate(micro_batches):
             redirect = self._programs.micro_gradients if index or accumulate else None
             now = {**counters, "micro_batch": micro.number}
-            outputs = program.run(micro.feeds, now, micro.numbers, redirect, read=read)
+            numbers = {**micro.numbers, **starts}
+            outputs = program.run(micro.feeds, now, numbers, redirect, read=read)
             if redirect is not None:
                 self._programs.load(ACCUMULATION).run(_NOTHING, now, read=False)
             loss += float(outputs[LOSS].item()) if read else nan
         return loss
+
+    def reduced(self, gradient: str, group: Sequence[int]) -> bool:
+        """As `Runner`."""
+        if not self._ahead or gradient not in self._replaced:
+            return False
+        # Between GPUs everything travels while they compute.
+        return self._programs.loader.device is not Device.CPU or self._rank.overlaps(group)
 
     def optimizer(self) -> str:
         """As `Runner`."""
@@ -246,7 +286,13 @@ class Pipelined(Runner):
         return self._through(EVALUATION).made
 
     def forward_backward(
-        self, micro_batches: Sequence[Micro], counters: Counters, *, accumulate: bool, read: bool
+        self,
+        micro_batches: Sequence[Micro],
+        counters: Counters,
+        *,
+        accumulate: bool,
+        read: bool,
+        ahead: bool,
     ) -> float:
         """As `Runner`."""
         self._gradients.begin(accumulate)

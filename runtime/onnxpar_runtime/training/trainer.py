@@ -80,6 +80,8 @@ class Trainer(Closing):
         measured: As `Session`.
         loss_scale: `dynamic` or a number, if the directory computes in 16 bits; see
             `onnxpar_runtime.training.loss_scale`.
+        overlap: Whether communication may run in the background of computation. The same on all
+            ranks; it changes no result.
 
     Attributes:
         manifest: The manifest.
@@ -111,9 +113,11 @@ class Trainer(Closing):
         manifest: Manifest | None = None,
         measured: bool = False,
         loss_scale: str | None = None,
+        overlap: bool = True,
     ) -> None:
         """Loads the rank's graphs."""
         self.manifest = manifest or Manifest.load(directory)
+        self._overlap = overlap
         self.training: Training = self.manifest.trained()
         self.loss_scale: LossScale = chosen_scale(loss_scale, self.training.compute)
         self._own_world, self.rank = own_rank(self.manifest, rank)
@@ -224,7 +228,7 @@ class Trainer(Closing):
             for number, p in enumerate(prepared)
             if p.count
         ]
-        loss = self._forward_backward(runs, accumulate=False, read=read)
+        loss = self._forward_backward(runs, accumulate=False, read=read, ahead=self._overlap)
         skipped = self.loss_scale.skipped
         norm = self._optimize(hyper, read=read)
         return StepResult(loss, norm, self.loss_scale.skipped > skipped)
@@ -281,10 +285,10 @@ class Trainer(Closing):
         return Micro(prepared.feeds, {LOSS_WEIGHT: weight * self.loss_scale.scale}, number)
 
     def _forward_backward(
-        self, runs: Sequence[Micro], *, accumulate: bool, read: bool = True
+        self, runs: Sequence[Micro], *, accumulate: bool, read: bool = True, ahead: bool = False
     ) -> float:
         loss = self._opened.runner.forward_backward(
-            runs, self.counters, accumulate=accumulate, read=read
+            runs, self.counters, accumulate=accumulate, read=read, ahead=ahead
         )
         loss /= self.loss_scale.scale
         if read:
@@ -478,7 +482,9 @@ class Trainer(Closing):
         states = self.states
         state, part = states[name], states.get(name) if states.holds(name) else None
         if part is not None and (state.partial or state.partial_stages):
-            part = self.rank.all_reduce(part, states.partial_group(name))
+            group = states.partial_group(name)
+            if not self._opened.runner.reduced(name, group):
+                part = self.rank.all_reduce(part, group)
         stage = min(state.stages)
         if self.manifest.stage_of(self.rank.index) != stage:
             part = None

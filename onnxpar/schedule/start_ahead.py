@@ -1,0 +1,171 @@
+"""Starts the reductions of gradients while the backward pass still computes.
+
+A gradient leaves the training program partial, and the first nodes of the optimizer's program
+reduce it (`onnxpar.stages.partition_training`). Here the training program gets nodes `StartAhead`,
+each behind the last gradient of a bucket: they start these reductions in the background, in the
+memory that both programs share. The optimizer's program stays as it is. Where its node finds that
+its operand was started ahead, it takes the result, else it communicates itself: for a step of
+several micro-batches, and between ranks that share memory, where a processor would move the data.
+
+Buckets as in PyTorch's DistributedDataParallel (Li et al., VLDB 2020), but nothing is copied into
+one buffer: a bucket is a list of tensors.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+import onnx_ir as ir
+
+from onnxpar.core.machine import Link, Machine
+from onnxpar.graph.body_captures import read_by
+from onnxpar.graph.builder import DOMAIN
+from onnxpar.graph.local_builder import START_AHEAD, Collective
+from onnxpar.partition.partitioned_model import PartitionedModel
+
+_IN_PLACE = "AllReduce"
+_REDUCTIONS = (_IN_PLACE, "ReduceScatter")
+_PER_LATENCY = 32
+"""How many times its latency the transfer of a bucket takes at least, so that latencies add little.
+
+A larger bucket starts later, and the last one, which nothing hides, takes longer.
+"""
+_LEAST = 4 << 20
+"""Bytes of a bucket at least: smaller messages do not fill a link."""
+
+
+@dataclass(frozen=True)
+class _Gradient:
+    """A gradient whose reduction can start ahead.
+
+    Attributes:
+        value: The output of the training program.
+        position: The index of the node that computes it.
+        reduction: The node of the optimizer's program that reduces it.
+        bytes: Its local size.
+    """
+
+    value: ir.Value
+    position: int
+    reduction: ir.Node
+    bytes: int
+
+
+def start_ahead(
+    training: PartitionedModel, optimizer: PartitionedModel, machine: Machine
+) -> tuple[PartitionedModel, PartitionedModel]:
+    """Returns the two programs, of which the first starts reductions of the second.
+
+    The nodes of the training program are changed in place. In the second program only the
+    description of its collectives changes (`Collective.started_in`).
+
+    Args:
+        training: Forward and backward of a micro-batch.
+        optimizer: The optimizer's program.
+        machine: Its links decide how large a bucket is.
+    """
+    found = sorted(_gradients(training, optimizer), key=lambda g: g.position)
+    if not found:
+        return training, optimizer
+    builder, mesh = training.builder, training.plan.mesh
+    nodes = list(builder.nodes)
+    started: set[str] = set()
+    behind: dict[int, list[ir.Node]] = {}
+    token = builder.const([0], ir.DataType.UINT8)
+    buckets = _buckets(found, lambda g: machine.link(mesh, g.reduction.meta["atoms"]))
+    for bucket in sorted(buckets, key=lambda b: b[-1].position):
+        first = bucket[0].reduction
+        attributes = {
+            name: attribute.value
+            for name, attribute in first.attributes.items()
+            if name not in ("group", "pairs", "root")
+        }
+        values = [g.value for g in bucket]
+        builder.nodes = []
+        (token,) = builder.ops(
+            "StartAhead",
+            [token, builder.system_input(START_AHEAD), *values],
+            [(ir.DataType.UINT8, [1])],
+            {"op": first.op_type, **attributes},
+            domain=DOMAIN,
+            name=f"onnxpar.schedule/StartAhead({values[-1].name})",
+            metadata={
+                "input_names": str(["token", "run", *("X" for _ in values)]),
+                "onnxpar.bytes": str(sum(g.bytes for g in bucket)),
+            },
+        )
+        (made,) = builder.nodes
+        made.meta.update({key: first.meta[key] for key in ("atoms", "pairs", "stages")})
+        behind.setdefault(bucket[-1].position, []).append(made)
+        started |= {g.reduction.name or "" for g in bucket}
+    builder.nodes = [
+        node for index, own in enumerate(nodes) for node in (own, *behind.get(index, ()))
+    ]
+    later = optimizer.builder
+    later.collectives = [
+        replace(c, started_in=training.program) if c.node in started else c
+        for c in later.collectives
+    ]
+    return training, optimizer
+
+
+def _gradients(training: PartitionedModel, optimizer: PartitionedModel) -> Iterator[_Gradient]:
+    positions = {
+        value: index for index, node in enumerate(training.builder.nodes) for value in node.outputs
+    }
+    read = {value for node in training.builder.nodes for value in read_by(node)}
+    reductions = _reductions(optimizer)
+    for output in training.outputs:
+        found = reductions.get(training.states.outputs.get(output.name, ""))
+        position, dtype = positions.get(output.local), output.local.dtype
+        if found is None or position is None or dtype is None:
+            continue
+        collective, node = found
+        if collective.op == _IN_PLACE and output.local in read:
+            # The sum replaces the gradient, which other nodes may not have read by then.
+            continue
+        shape = output.sharding.local_shape(training.plan.mesh)
+        size = prod(int(dim) for dim in shape) * int(dtype.itemsize)
+        yield _Gradient(output.local, position, node, size)
+
+
+def _reductions(optimizer: PartitionedModel) -> dict[str, tuple[Collective, ir.Node]]:
+    """Returns the collectives that reduce a state, by the state, if nothing else reads it."""
+    held = {i.local: i.name for i in optimizer.inputs if i.name in optimizer.states.inputs}
+    held |= {p.local: p.name for p in optimizer.parameters if p.fed}
+    readers: dict[str, list[ir.Node]] = {}
+    for node in optimizer.builder.nodes:
+        for value in read_by(node):
+            if value in held:
+                readers.setdefault(held[value], []).append(node)
+    known = {c.node: c for c in optimizer.builder.collectives}
+    found = {}
+    for state, nodes in readers.items():
+        collective = known.get(nodes[0].name or "")
+        if (
+            collective
+            and len(nodes) == 1
+            and collective.op in _REDUCTIONS
+            and not collective.stages
+        ):
+            found[state] = collective, nodes[0]
+    return found
+
+
+def _buckets(
+    gradients: Sequence[_Gradient], link: Callable[[_Gradient], Link]
+) -> Iterator[list[_Gradient]]:
+    """Divides gradients, in the order in which they are computed, into buckets of one call."""
+    open_: dict[object, list[_Gradient]] = {}
+    for gradient in gradients:
+        node = gradient.reduction
+        attributes = str(sorted((n, str(a.value)) for n, a in node.attributes.items()))
+        key = node.op_type, node.meta["atoms"], attributes, gradient.value.dtype
+        bucket = open_.setdefault(key, [])
+        bucket.append(gradient)
+        wire = link(gradient)
+        if sum(g.bytes for g in bucket) >= max(
+            _LEAST, _PER_LATENCY * wire.latency * wire.bandwidth
+        ):
+            yield open_.pop(key)
+    yield from open_.values()

@@ -1,0 +1,67 @@
+"""Reductions of gradients in the background: the same bits as without, and on all ranks."""
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+import transformer
+
+from onnxpar.api.shard_model import shard_model
+from onnxpar.autodiff.append_loss import parse_loss
+from onnxpar.autodiff.optimizer import parse_optimizer
+from onnxpar.autodiff.training_program import TrainingSpec
+from tests.runtime.launching import mpirun
+
+SCRIPT = """
+import sys
+import numpy as np
+from onnxpar_runtime import Trainer, guarded, init
+
+rank = init()
+def body():
+    directory, overlap, out = sys.argv[1:]
+    with Trainer(directory, rank=rank, device='cpu', overlap=overlap == 'yes') as trainer:
+        rng = np.random.default_rng(0)
+        hyper = dict(lr=0.1, momentum=0.9, dampening=0.0, momentum_first=1.0, clip_norm=1.0,
+                     weight_decay=0.0)
+        for micro_batches in (1, 2, 1):
+            tokens = rng.integers(0, 256, (4, 16))
+            labels = rng.integers(0, 256, (4, 16))
+            batch = {'input_ids': tokens, 'labels': labels}
+            # Gradients of two micro-batches are reduced after they have been added up.
+            trainer.train_step([batch] * micro_batches, hyper)
+            hyper['momentum_first'] = 0.0
+        names = sorted(trainer.training.states)
+        found = {name: trainer.gather(name) for name in names}
+        if rank.index == 0:
+            np.savez(out, **found)
+    return 0
+raise SystemExit(guarded(rank, body))
+"""
+
+
+@pytest.mark.parametrize("level", [0, 1])
+def test_states_are_equal_with_and_without(tmp_path: Path, level: int) -> None:
+    """Between ranks that send messages, where reductions start in the backward pass."""
+    model, files = tmp_path / "model.onnx", tmp_path / "files"
+    ir.save(transformer.build(layers=2, max_positions=16), model)
+    spec = TrainingSpec(parse_loss("softmax_cross_entropy"), parse_optimizer("momentum"))
+    shard_model(model, "dp=2", files, training=spec, optimizer_parallel=level)
+    graph = onnx.load(files / "rank0000.training_model.onnx", load_external_data=False).graph
+    assert any(node.op_type == "StartAhead" for node in graph.node)
+    script = tmp_path / "body.py"
+    script.write_text(SCRIPT)
+    found = []
+    for overlap in ("yes", "no"):
+        out = tmp_path / f"{overlap}.npz"
+        outcome = mpirun(
+            2, [str(script), str(files), overlap, str(out)], {"ONNXPAR_SHARED_MEMORY": "0"}
+        )
+        assert outcome.code == 0, outcome.err
+        found.append(dict(np.load(out)))
+    with_overlap, without = found
+    assert with_overlap.keys() == without.keys()
+    for name, array in without.items():
+        np.testing.assert_array_equal(with_overlap[name], array, err_msg=name)
