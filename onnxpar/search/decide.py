@@ -263,7 +263,10 @@ def _configured(
     Raises:
         ShardingError: Nothing fits.
     """
-    entry = strategy.search
+    entry, pipeline = strategy.search, strategy.pipeline
+    if pipeline is not None and pipeline.model_fields_set <= {"stages", "micro_batches"}:
+        # `configure` has both numbers; schedule and chunks are open.
+        strategy = replace(strategy, devices=strategy.world, pipeline=None)
     machine = load_machine(entry.machine)
     limit = machine.memory if entry.memory is None else entry.memory
     configurations = Configurations(strategy, workload, machine, limit, configure, progress)

@@ -162,6 +162,17 @@ def test_a_plan_under_a_limit_is_carried_out(
     assert main(["verify", str(directory), "--model", str(model), "--symbol", sizes]) == 0
 
 
+def test_chunks_are_decided_if_only_the_stages_are_given(model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "s.yaml"
+    command = ["plan", str(model), "--loss", "softmax_cross_entropy", "--memory", "600KiB"]
+    options = ["--strategy", "pp=2,tp=4", "--micro-batches", "2"]
+    sizes = ["--symbol", "batch=16", "--symbol", "seq=32", "-o", str(out)]
+    assert main([*command, *options, *sizes]) == 0
+    data = yaml.safe_load(out.read_text())
+    assert data["mesh"] == {"tp": 4} and data["pipeline"]["schedule"] == "interleaved"
+    assert data["pipeline"]["stages"] == 2
+
+
 @pytest.mark.parametrize("strategy", ["auto", "pp=2,dp=2"])
 def test_stages_that_do_not_divide_the_devices_are_refused(
     model: Path, tmp_path: Path, strategy: str, capsys: pytest.CaptureFixture[str]
