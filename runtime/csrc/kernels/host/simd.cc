@@ -108,35 +108,36 @@ void add(T* to, const T* from, size_t n) {
   for (size_t i = 0; i < n; ++i) to[i] += from[i];
 }
 
+// f(dy, y) -> dx.
+template <class T, class F>
+inline __attribute__((always_inline)) void pointwise(T* dx, const T* dy, const T* y, size_t n,
+                                                     const F& f) {
+#pragma omp simd
+  for (size_t i = 0; i < n; ++i) dx[i] = f(dy[i], y[i]);
+}
+
 template <class T>
 void relu_grad(T* dx, const T* dy, const T* y, size_t n) {
-#pragma omp simd
-  for (size_t i = 0; i < n; ++i) {
-    const T d = dy[i];  // read whether needed or not: a blend is faster than a masked read
-    dx[i] = y[i] > T(0) ? d : T(0);
-  }
+  // d is read whether needed or not: a blend is faster than a masked read.
+  pointwise(dx, dy, y, n, [](T d, T v) { return v > T(0) ? d : T(0); });
 }
 
 template <class T>
 void tanh_grad(T* dx, const T* dy, const T* y, size_t n) {
-#pragma omp simd
-  for (size_t i = 0; i < n; ++i) dx[i] = dy[i] * (T(1) - y[i] * y[i]);
+  pointwise(dx, dy, y, n, [](T d, T v) { return d * (T(1) - v * v); });
 }
 
 template <class T>
 void sigmoid_grad(T* dx, const T* dy, const T* y, size_t n) {
-#pragma omp simd
-  for (size_t i = 0; i < n; ++i) dx[i] = dy[i] * (y[i] * (T(1) - y[i]));
+  pointwise(dx, dy, y, n, [](T d, T v) { return d * (v * (T(1) - v)); });
 }
 
 // d/dx x Phi(x) = Phi(x) + x phi(x), with the normal distribution Phi and its density phi.
 template <class T>
 void gelu_grad(T* dx, const T* dy, const T* x, size_t n) {
-  constexpr T kInverseRoot2 = static_cast<T>(0.70710678118654752440);
-  constexpr T kInverseRoot2Pi = static_cast<T>(0.39894228040143267794);
-#pragma omp simd
-  for (size_t i = 0; i < n; ++i) {
-    const T v = x[i];
+  pointwise(dx, dy, x, n, [](T d, T v) {
+    constexpr T kInverseRoot2 = static_cast<T>(0.70710678118654752440);
+    constexpr T kInverseRoot2Pi = static_cast<T>(0.39894228040143267794);
     const T gauss = exponential(T(-0.5) * v * v);
     T below;
     if constexpr (sizeof(T) == 4) {
@@ -146,19 +147,17 @@ void gelu_grad(T* dx, const T* dy, const T* x, size_t n) {
     } else {
       below = T(0.5) * erfc(-v * kInverseRoot2);
     }
-    dx[i] = dy[i] * (below + v * gauss * kInverseRoot2Pi);
-  }
+    return d * (below + v * gauss * kInverseRoot2Pi);
+  });
 }
 
 // Of 0.5 x (1 + tanh(u)), u = sqrt(2/pi) (x + 0.044715 x^3). With p = 1 / (1 + exp(-2u)) and
 // q = 1 - p, both computed without cancellation: 1 + tanh(u) = 2p and 1 - tanh(u)^2 = 4pq.
 template <class T>
 void gelu_tanh_grad(T* dx, const T* dy, const T* x, size_t n) {
-  constexpr T kRoot = static_cast<T>(0.79788456080286535588);
-  constexpr T kCubic = static_cast<T>(0.044715);
-#pragma omp simd
-  for (size_t i = 0; i < n; ++i) {
-    const T v = x[i];
+  pointwise(dx, dy, x, n, [](T d, T v) {
+    constexpr T kRoot = static_cast<T>(0.79788456080286535588);
+    constexpr T kCubic = static_cast<T>(0.044715);
     // Beyond 30 the derivative is 0 or 1 in either type, and v^3 might overflow.
     const T w = v > T(30) ? T(30) : (v < T(-30) ? T(-30) : v);
     const T square = w * w;
@@ -167,8 +166,8 @@ void gelu_tanh_grad(T* dx, const T* dy, const T* x, size_t n) {
     const T q = T(1) / (T(1) + power);
     const T p = power * q;
     const T slope = kRoot * (T(1) + T(3) * kCubic * square);
-    dx[i] = dy[i] * (p * (T(1) + T(2) * w * q * slope));
-  }
+    return d * (p * (T(1) + T(2) * w * q * slope));
+  });
 }
 
 // Sums are taken in blocks, so that their error does not grow with the length of a row: a float32
