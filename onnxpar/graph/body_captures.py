@@ -65,8 +65,9 @@ def _read(graph: ir.Graph) -> Iterator[ir.Value]:
 
 def read_by(node: ir.Node) -> list[ir.Value]:
     """Returns the values that a node reads, including those that its bodies read."""
-    inside = (value for body in bodies_of(node).values() for value in _read(body))
-    return [*(v for v in node.inputs if v is not None), *inside]
+    own = [v for v in node.inputs if v is not None]
+    bodies = bodies_of(node)
+    return [*own, *(v for body in bodies.values() for v in _read(body))] if bodies else own
 
 
 def lift_constants(model: ir.Model) -> None:

@@ -97,7 +97,7 @@ def propagate(
     known = known or alike(program)
     if seeds.rest == SPREAD and not seeds.plans:
         seeds = spread(program, seeds, known.kinds)
-    seeded = _seeded(program, seeds)
+    seeded = _seeded(program, seeds, known.kinds)
     wishes = _wishes(program, seeded, seeds)
     decided: dict[object, NodePlan] = {}
     table = program.env.table
@@ -117,22 +117,28 @@ def propagate(
     return shard_inputs(program, plan, seeds)
 
 
-def _seeded(program: Program, seeds: Seeds) -> dict[str, NodePlan]:
+def _seeded(program: Program, seeds: Seeds, kinds: Mapping[str, int]) -> dict[str, NodePlan]:
     """The plans of the nodes that have a strategy, by name."""
-    rules = program.rules
-    return {
-        name: shardings(
-            rules.by_node[name],
-            rules.views[name],
-            seeds.nodes[name].factors,
-            seeds.mesh,
-            carried=seeds.nodes[name].carried,
-            pinned=seeds.nodes[name].pinned,
-            reason=rules.reasons.get(name, ""),
-        )
-        for name in (node.name or "" for node in program.graph)
-        if name in seeds.nodes
-    }
+    rules, found = program.rules, dict[str, NodePlan]()
+    made: dict[object, NodePlan] = {}
+    for name in (node.name or "" for node in program.graph):
+        if name not in seeds.nodes:
+            continue
+        seed, reason = seeds.nodes[name], rules.reasons.get(name, "")
+        given = tuple(seed.factors.items()), tuple(seed.carried.items()), seed.pinned, reason
+        key = kinds[name], given
+        if key not in made:
+            made[key] = shardings(
+                rules.by_node[name],
+                rules.views[name],
+                seed.factors,
+                seeds.mesh,
+                carried=seed.carried,
+                pinned=seed.pinned,
+                reason=reason,
+            )
+        found[name] = made[key]
+    return found
 
 
 def _wishes(program: Program, plans: Mapping[str, NodePlan], seeds: Seeds) -> dict[str, Sharding]:

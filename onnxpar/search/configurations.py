@@ -264,7 +264,7 @@ class Configurations:
         self, strategy: _Strategy, count: int, level: int, share: float
     ) -> tuple[float, float, float]:
         """Seconds of a micro-batch without stages, bytes of states and work, bytes for backward."""
-        cost = self._cost(strategy.seeds, count)
+        cost = self._cost(strategy.seeds.mesh, count)
         seen = recomputing(self._small, self._layers, share) if share else self._small
         weights = replace(self._spec(count, level), kept=0.0).weights
         # Nodes that are alike share one tuple.
@@ -289,7 +289,7 @@ class Configurations:
         option = strategy.options[self._border]
         value = self._small.items[self._border].view.node.outputs[0]
         width = int(value.dtype.itemsize) if value.dtype is not None else 0
-        size = self._cost(strategy.seeds, count).elements(option.plan.outputs[0]) * width
+        size = self._cost(strategy.seeds.mesh, count).elements(option.plan.outputs[0]) * width
         return 4 * (link.latency + size / link.bandwidth)
 
     # -- searches --------------------------------------------------------------------------------
@@ -314,7 +314,7 @@ class Configurations:
             mesh = Mesh.of({name: size for name, size in axes.items() if size > 1} or {"x": 1})
             seeds = replace(seeds, mesh=mesh)
         problem, solution = MeshSearch(
-            seen, self._cost(seeds, count), seeds, spec, silent
+            seen, self._cost(seeds.mesh, count), seeds, spec, silent
         ).closest()
         options = problem.chosen(solution.choice)
         every = options if self._folded is None else self._folded.unfold(options)
@@ -338,13 +338,13 @@ class Configurations:
             working=1 / max(len(self._layers), 4),
         )
 
-    def _cost(self, seeds: Seeds, count: int) -> CostModel:
+    def _cost(self, mesh: Mesh, count: int) -> CostModel:
         """The cost model of a micro-batch; one for each mesh, since it keeps what it has priced."""
-        if (seeds.mesh, count) not in self._costs:
+        if (mesh, count) not in self._costs:
             sizes = self.workload.micro_batch(self.strategy.search.sizes, count)
             table = self.workload.program.env.table
-            self._costs[seeds.mesh, count] = CostModel(self.machine, seeds.mesh, table, sizes)
-        return self._costs[seeds.mesh, count]
+            self._costs[mesh, count] = CostModel(self.machine, mesh, table, sizes)
+        return self._costs[mesh, count]
 
     # -- the model -------------------------------------------------------------------------------
 
@@ -544,7 +544,8 @@ class Configurations:
         workload = replace(self.workload, parallel=chosen.parallel)
         sizes = self.strategy.search.sizes
         pricing = Pricing(workload, self.machine, sizes, chosen.split, chosen.recompute)
+        cost = self._cost(plan.mesh, chosen.split.micro_batches)
         key = id(plan), chosen.split.micro_batches, chosen.parallel, chosen.recompute
         if key not in self._unstaged:
-            self._unstaged[key] = pricing.unstaged(plan)
-        return pricing.in_stages(chosen.describe(), self._unstaged[key])
+            self._unstaged[key] = pricing.unstaged(plan, cost)
+        return pricing.in_stages(chosen.describe(), self._unstaged[key], cost)

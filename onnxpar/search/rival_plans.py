@@ -180,21 +180,33 @@ class Pricing:
         Raises:
             StrategyError: There are more virtual stages than nodes.
         """
-        return self.in_stages(name, self.unstaged(plan))
+        sizes = self.workload.micro_batch(self.sizes, self.split.micro_batches)
+        cost = CostModel(self.machine, plan.mesh, self.workload.program.env.table, sizes)
+        return self.in_stages(name, self.unstaged(plan, cost), cost)
 
-    def unstaged(self, plan: Plan) -> Priced:
-        """Returns a plan on one stage's mesh, with what is recomputed, priced without stages."""
+    def unstaged(self, plan: Plan, cost: CostModel) -> Priced:
+        """Returns a plan on one stage's mesh, with what is recomputed, priced without stages.
+
+        Args:
+            plan: The plan.
+            cost: The cost model of a micro-batch.
+        """
         planned = Planned(self.workload.program, plan)
         if self.recompute.nodes or self.recompute.layers:
             names = chosen_nodes(planned, self.recompute)
             keep = self.recompute.communication == KEEP
             planned = recompute(planned, Recomputation(names, keep))
         workload = replace(self.workload, program=planned.program)
-        found, steps = workload.priced(planned.plan, self.machine, self._micro_batch)
+        found, steps = workload.priced(planned.plan, cost)
         return Priced(planned.program.model, planned.plan, found, steps)
 
-    def in_stages(self, name: str, priced: Priced) -> Way:
+    def in_stages(self, name: str, priced: Priced, cost: CostModel) -> Way:
         """Returns what `unstaged` returns as a way, priced in stages if there are several.
+
+        Args:
+            name: The name of the way.
+            priced: What `unstaged` returns.
+            cost: The cost model of a micro-batch.
 
         Raises:
             StrategyError: There are more virtual stages than nodes.
@@ -205,13 +217,8 @@ class Pricing:
             return way
         graph = self.workload.forward.graph
         chain = chain_of(graph, floating(graph), program.registry)
-        cost = CostModel(self.machine, plan.mesh, program.env.table, self._micro_batch)
         link = between_stages(self.machine, split.stages, plan.mesh.size)
         return replace(way, staged=price_stages(priced, chain, cost, link, split))
-
-    @property
-    def _micro_batch(self) -> dict[str, int]:
-        return self.workload.micro_batch(self.sizes, self.split.micro_batches)
 
     @cached_property
     def large(self) -> dict[str, int]:

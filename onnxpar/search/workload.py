@@ -105,13 +105,10 @@ class Workload:
 
     def price(self, plan: Plan, machine: Machine, sizes: Mapping[str, int]) -> Price:
         """Returns what a plan costs a device at given sizes of symbols."""
-        return self.priced(plan, machine, sizes)[0]
+        return self.priced(plan, CostModel(machine, plan.mesh, self.program.env.table, sizes))[0]
 
-    def priced(
-        self, plan: Plan, machine: Machine, sizes: Mapping[str, int]
-    ) -> tuple[Price, tuple[MemoryStep, ...]]:
-        """As `price`, with the steps by which memory is counted."""
-        cost = CostModel(machine, plan.mesh, self.program.env.table, sizes)
+    def priced(self, plan: Plan, cost: CostModel) -> tuple[Price, tuple[MemoryStep, ...]]:
+        """Returns what a plan costs a device, with the steps by which memory is counted."""
         held = self.program.graph.initializers
         itemsizes = {n: int((held[n].dtype or ir.DataType.FLOAT).itemsize) for n in self.gradients}
         shards = shard_states(plan, self.gradients, itemsizes, self.parallel)
