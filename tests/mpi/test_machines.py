@@ -6,12 +6,10 @@ send messages to the others.
 """
 
 import re
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 
-Start = Callable[..., Any]  # the fixture `job` of conftest.py
+from tests.runtime.launching import mpirun
 
 HEAD = """
 import os
@@ -84,8 +82,8 @@ print("equal", count)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_messages_give_the_bits_of_shared_memory(job: Start, ranks: int) -> None:
-    result = job(ranks, ["-c", HEAD + VALUES], 100)
+def test_messages_give_the_bits_of_shared_memory(ranks: int) -> None:
+    result = mpirun(ranks, ["-c", HEAD + VALUES], limit=100)
     assert result.code == 0, result.text
     assert re.findall(r"equal (\d+)", result.text) == ["436"] * ranks
 
@@ -131,9 +129,9 @@ print("equal", count)
 """
 
 
-def test_machines_with_several_ranks(job: Start) -> None:
+def test_machines_with_several_ranks() -> None:
     """All but sums have the bits of shared memory; sums are added in the order of the machines."""
-    result = job(4, ["-c", HEAD + NESTED], 100)
+    result = mpirun(4, ["-c", HEAD + NESTED], limit=100)
     assert result.code == 0, result.text
     assert re.findall(r"equal (\d+)", result.text) == ["326"] * 4
 
@@ -159,10 +157,10 @@ ways = pytest.mark.parametrize("way", WAYS)
 
 
 @ways
-def test_background_and_foreground_at_once(job: Start, way: str) -> None:
+def test_background_and_foreground_at_once(way: str) -> None:
     memory, ranks_per_machine = WAYS[way]
     body = BOTH_LANES.format(memory=memory, ranks_per_machine=ranks_per_machine)
-    result = job(4, ["-c", HEAD + body], 100)
+    result = mpirun(4, ["-c", HEAD + body], limit=100)
     assert result.code == 0 and result.text.count("done") == 4, result.text
 
 
@@ -188,11 +186,11 @@ except Exception as error:
 
 
 @ways
-def test_every_rank_learns_of_a_disagreement(job: Start, way: str) -> None:
+def test_every_rank_learns_of_a_disagreement(way: str) -> None:
     """Of ranks of one machine, of machines, and of both."""
     memory, ranks_per_machine = WAYS[way]
     body = DISAGREE.format(memory=memory, ranks_per_machine=ranks_per_machine)
-    result = job(4, ["-c", HEAD + body], 100)
+    result = mpirun(4, ["-c", HEAD + body], limit=100)
     assert result.code == 0, result.text
     for rank in range(4):
         caught = re.findall(
@@ -203,7 +201,7 @@ def test_every_rank_learns_of_a_disagreement(job: Start, way: str) -> None:
         assert len(caught) == 13, result.text
 
 
-def test_a_rank_that_dies_ends_a_transfer(job: Start) -> None:
+def test_a_rank_that_dies_ends_a_transfer() -> None:
     body = """
 rank = connect("0", "0")
 x = np.ones(1 << 24, np.float32)
@@ -213,5 +211,5 @@ if me == 1:
 while True:
     rank.all_reduce(x)
 """
-    result = job(2, ["-c", HEAD + body], 60)
+    result = mpirun(2, ["-c", HEAD + body], limit=60)
     assert result.code != 0 and result.seconds < 20, result.text

@@ -61,19 +61,23 @@ class Row:
         return len(self.plain) >= FEWEST
 
 
-def chain(rank: Rank, links: int, *providers: Any) -> onnxruntime.InferenceSession:
-    """A session of `links` AllReduce nodes, one after another; on the CPU without `providers`."""
-    nodes = "a1, t1 = onnxpar.AllReduce (a0) " + " ".join(
-        f"a{i + 1}, t{i + 1} = onnxpar.AllReduce (a{i}, t{i})" for i in range(1, links)
-    )
-    text = f"""<ir_version: 10, opset_import: ["": 21, "onnxpar": 1]>
-        g (float[n] a0) => (float[n] a{links}) {{ {nodes} }}"""
+def session_of(rank: Rank, graph: str, *providers: Any) -> onnxruntime.InferenceSession:
+    """A session of the graph in ONNX's text form; on the CPU without `providers`."""
+    text = f'<ir_version: 10, opset_import: ["": 21, "onnxpar": 1]> {graph}'
     options = onnxruntime.SessionOptions()
     options.execution_order = onnxruntime.ExecutionOrder.PRIORITY_BASED
     options.intra_op_num_threads = 1
     rank.register(options)
     model = onnx.parser.parse_model(text).SerializeToString()
     return onnxruntime.InferenceSession(model, options, providers=[*providers, CPU])
+
+
+def chain(rank: Rank, links: int, *providers: Any) -> onnxruntime.InferenceSession:
+    """A session of `links` AllReduce nodes, one after another; on the CPU without `providers`."""
+    nodes = "a1, t1 = onnxpar.AllReduce (a0) " + " ".join(
+        f"a{i + 1}, t{i + 1} = onnxpar.AllReduce (a{i}, t{i})" for i in range(1, links)
+    )
+    return session_of(rank, f"g (float[n] a0) => (float[n] a{links}) {{ {nodes} }}", *providers)
 
 
 def measure(seconds: float, limit: float) -> Iterator[Row]:

@@ -190,22 +190,20 @@ void MessageGroup::receive(std::byte* to, size_t bytes, int peer, size_t piece,
 
 void MessageGroup::exchange(const Call& call, size_t bytes, const Blocks& blocks,
                             const Places& places) {
-  if (bytes <= kSmall) {
-    meet(call, bytes, blocks);
+  // The first part comes with the first messages.
+  const size_t small = std::min(bytes, kSmall);
+  meet(call, small, blocks);
+  for (size_t piece = 0; piece < kWindow; ++piece) {
     others([&](int m) {
-      if (std::byte* place = places(m)) put(place, first(m), bytes);
+      if (std::byte* place = places(m)) receive(place + small, bytes - small, m, piece);
     });
-  } else {
-    meet(call);
-    for (size_t piece = 0; piece < kWindow; ++piece) {
-      others([&](int m) {
-        if (std::byte* place = places(m)) receive(place, bytes, m, piece);
-      });
-      others([&](int m) {
-        if (const std::byte* block = blocks(m)) send(block, bytes, m, piece);
-      });
-    }
+    others([&](int m) {
+      if (const std::byte* block = blocks(m)) send(block + small, bytes - small, m, piece);
+    });
   }
+  others([&](int m) {
+    if (std::byte* place = places(m)) put(place, first(m), small);
+  });
   const std::byte* block = blocks(index_);
   std::byte* place = places(index_);
   if (block != nullptr && place != nullptr && block != place) flow_.copy(place, block, bytes);

@@ -37,7 +37,7 @@ namespace onnxpar {
 namespace {
 
 // How long the foreground looks for messages without a pause, if it has a core of its own.
-constexpr std::chrono::microseconds kBusy{50};
+constexpr std::chrono::microseconds kBusy{20};
 constexpr std::chrono::seconds kPatience{5};  // for messages that are not received, at the end
 
 struct MpiGroup : Group {
@@ -119,7 +119,8 @@ class MpiTransport : public Transport {
   }
 
   bool overlaps(const Group& group) const override {
-    return concurrent_ && static_cast<const MpiGroup&>(group).shared == nullptr;
+    const bool messages = static_cast<const MpiGroup&>(group).messages != nullptr;
+    return concurrent_ && messages && group.size() > 1;
   }
 
   void all_reduce(Group& group, const Call& call, const void* in, void* out, size_t count,
@@ -272,13 +273,21 @@ class MpiTransport : public Transport {
     check(MPI_Comm_size(comm, &size), "MPI_Comm_size");
     group.memory = share_memory(comm, SharedGroup::bytes(size));
     if (!group.memory) return;
-    // Pending messages may need this rank's progress, and another member may wait for them first.
-    const auto progress = [comm = world_] {
+    // Pending messages may need this rank's progress, and another member may wait for them first. If
+    // the other members wait for messages, this one leaves them the processor.
+    const bool sleeps = group.messages != nullptr;
+    const auto idle = [comm = world_, sleeps,
+                       patience = Patience(Clock::duration::zero())](uint64_t calls) mutable {
       int found = 0;
       MPI_Iprobe(MPI_ANY_SOURCE, MPI_ANY_TAG, comm, &found, MPI_STATUS_IGNORE);
+      if (!sleeps) {
+        std::this_thread::yield();
+        return;
+      }
+      if (calls == 0) patience.renew();
+      patience.pause();
     };
-    group.shared =
-        std::make_unique<SharedGroup>(group.memory->data(), index, size, looks_, progress);
+    group.shared = std::make_unique<SharedGroup>(group.memory->data(), index, size, looks_, idle);
   }
 
   // How long a thread may keep a core busy while it waits for messages. In the background it may not:

@@ -1,7 +1,5 @@
 #include "transport/shared.h"
 
-#include <sched.h>
-
 #include <algorithm>
 
 namespace onnxpar {
@@ -69,13 +67,12 @@ std::byte* SharedGroup::slot(int member) const {
 }
 
 void SharedGroup::wait(const std::atomic<uint64_t>& step) const {
-  for (int look = 0; step.load(std::memory_order_acquire) < step_; ++look) {
-    if (look < looks_) {
+  const uint64_t busy = static_cast<uint64_t>(looks_);
+  for (uint64_t look = 0; step.load(std::memory_order_acquire) < step_; ++look) {
+    if (look < busy) {
       relax();
     } else {
-      idle_();
-      sched_yield();
-      look = looks_;
+      idle_(look - busy);
     }
   }
 }

@@ -32,14 +32,14 @@ namespace onnxpar {
 
 class SharedGroup {
  public:
-  // Is called now and then by a member that waits.
-  using Idle = std::function<void()>;
+  // Is called between two looks of a member that waits, with the number of calls in this wait before.
+  using Idle = std::function<void(uint64_t calls)>;
 
   // Size of the memory for a number of members.
   static size_t bytes(int members);
 
   // `memory` is aligned to cache lines, zero before the first call of any member, and outlives this. A
-  // waiting member polls `looks` times before it yields its core to others between two polls.
+  // waiting member looks `looks` times before it calls `idle` between two looks.
   SharedGroup(std::byte* memory, int index, int members, int looks, Idle idle);
 
   // Only compares the call. It throws Conflict, on all members.
