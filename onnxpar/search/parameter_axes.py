@@ -2,11 +2,11 @@
 
 Propagation decides each node by its neighbours. It cannot see that a split patch convolution, say,
 leaves the residual stream of all layers after it sharded by features. Here the search takes the
-parameter axes as its only freedom: every other axis stays as propagation has it, the parameters
-need at most 1 % more memory, and the least time at large sizes of the symbols wins. The result
-replaces propagation's only if it sends fewer bytes at large and at typical sizes and communicates
-for less time. So no plan is taken whose bytes grow faster with a symbol, or that saves a few bytes
-with many collectives.
+parameter axes as its only freedom: every other axis stays as propagation has it, at most 4 % of the
+memory that sharding the parameters saves is given up, and the least time at large sizes of the
+symbols wins. The result replaces propagation's only if it sends fewer bytes at large and at typical
+sizes and communicates for less time. So no plan is taken whose bytes grow faster with a symbol, or
+that saves a few bytes with many collectives.
 """
 
 from collections.abc import Mapping, Sequence
@@ -40,9 +40,9 @@ _BYTES = replace(_MACHINE, links=(replace(_MACHINE.links[0], latency=0.0),))
 """The same without latency: seconds are proportional to bytes."""
 _EFFORT = Effort(largest=1 << 18, total=1 << 28)
 """A few seconds. What is still entangled in tables of this size is nearly always negligible."""
-_MORE = 1.01
-"""The share of the memory of propagation's parameters that the search's plan may need. Sharding
-the last biases and routers is not worth a collective."""
+_GIVEN = 0.04
+"""Of the memory that sharding parameters saves in propagation's plan, the share that the search's
+plan may give up. To shard the last biases, routers and patches is not worth a collective."""
 _LESS = 0.95
 """The share of propagation's bytes below which the search's plan replaces its plan. For smaller
 gains, the columns and rows that propagation writes (Shoeybi et al., "Megatron-LM", 2019) stay."""
@@ -97,7 +97,12 @@ class _ParameterAxes:
         Raises:
             ShardingError: Nothing is within the limit, or nothing that can be carried out.
         """
-        limit = allowed = _MORE * self._memory(self.propagated.parameters)
+        shapes = self.workload.program.env.shapes
+        held = self._memory(self.propagated.parameters)
+        whole = self._memory(
+            {n: Sharding.replicated(shapes[n]) for n in self.propagated.parameters}
+        )
+        limit = allowed = held + _GIVEN * (whole - held)
         for _ in range(_TRIES):
             seeds, counted = self._search(large, allowed)
             plan = self.workload.plan(seeds)
