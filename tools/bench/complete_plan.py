@@ -1,19 +1,23 @@
 #!/usr/bin/env python
 """A complete plan of training beside a configuration that people have published.
 
-    tools/bench/complete_plan.py MODEL.onnx --devices 1024 --batch 512 --seq 2048
-        [--machine h100] [--compute bfloat16] [--beside pp=8,dp=16,tp=8 --micro-batches 32
-        [--chunks 1] [--level 1] [--recompute 0]]
+    tools/bench/complete_plan.py MODEL.onnx --devices 1024 --batch 512 [--seq 2048]
+        [--machine h100] [--compute bfloat16] [--beside published/gpt-175b.yaml] [-o PLAN.yaml]
 
 Prints the seconds of the processor that `plan` takes, and for its plan and the configuration beside
-it the seconds of a step and the bytes of a device, priced by the same cost model. Models without
-weights: `models/transformer.py --no-weights`.
+it the seconds of a step and the bytes of a device, priced by the same cost model. On another number
+of devices than its file's, the configuration has a longer axis `dp`. Each of its data ranks has one
+sample of a micro-batch, or `--samples`. Models without weights: `models/transformer.py --no-weights` and
+`tools/bench/large_models.py`.
 """
 
 import argparse
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from time import process_time
+
+import yaml
 
 from onnxpar.api.plan_strategy import plan_strategy, read_workload, searching
 from onnxpar.autodiff.append_loss import parse_loss
@@ -22,27 +26,35 @@ from onnxpar.autodiff.optimizer import parse_optimizer
 from onnxpar.autodiff.training_program import TrainingSpec
 from onnxpar.cli import collect_rarely
 from onnxpar.core.machine import bytes_text
-from onnxpar.cost.optimizer_parallel import OptimizerParallel
 from onnxpar.report.found_strategy import seconds_text
+from onnxpar.search.parameter_axes import decide_parameter_axes
 from onnxpar.search.rival_plans import Pricing, Way
 from onnxpar.stages.stage_price import PipelineSplit
 from onnxpar.strategy import load_strategy, resolve
 from onnxpar.strategy.machine_file import load_machine
-from onnxpar.strategy.recompute_entry import RecomputeOptions
+from onnxpar.strategy.schema import Strategy
 
 
 def published(options: argparse.Namespace, spec: TrainingSpec, sizes: dict[str, int]) -> Way:
     """Returns the plan of the configuration beside which the found plan is put, priced."""
-    strategy = load_strategy(options.beside)
-    parallel = OptimizerParallel(options.level)
-    workload = read_workload(options.model, {}, spec, parallel)
-    one = replace(strategy, pipeline=None)
-    plan = workload.plan(resolve(one, workload.program))
-    schedule = "interleaved" if options.chunks > 1 else "1f1b"
-    split = PipelineSplit(strategy.stages, options.micro_batches, schedule, options.chunks)
-    recompute = RecomputeOptions(layers=options.recompute)
-    pricing = Pricing(workload, load_machine(options.machine), sizes, split, recompute)
-    return pricing.way(options.beside, plan)
+    text = Path(options.beside).read_text(encoding="utf-8")
+    data = yaml.safe_load(text)
+    mesh, pipeline = data["mesh"], data.pop("pipeline", {})
+    stages, chunks = pipeline.get("stages", 1), pipeline.get("chunks", 1)
+    mesh["dp"] = mesh["dp"] * options.devices // (stages * prod(mesh.values()))
+    strategy = Strategy.from_dict(data, source=options.beside)
+    ranks = mesh["dp"] * mesh.get("ep", 1)
+    micro_batches = max(options.batch // ranks // options.samples, 1)
+    split = PipelineSplit(stages, micro_batches, pipeline.get("schedule", "1f1b"), chunks)
+    workload = read_workload(options.model, {}, spec, strategy.optimizer_parallel)
+    seeds = decide_parameter_axes(resolve(strategy, workload.program), workload)
+    pricing = Pricing(workload, load_machine(options.machine), sizes, split, strategy.recompute)
+    axes = ",".join(f"{name}={size}" for name, size in {"pp": stages, **mesh}.items() if size > 1)
+    parts = [f"{chunks} chunks"] if chunks > 1 else []
+    parts += [f"{micro_batches} micro-batches"] if micro_batches > 1 else []
+    parts.append(f"optimizer parallel {strategy.optimizer_parallel.level}")
+    parts += ["recompute all layers"] if strategy.recompute.layers == 1 else []
+    return pricing.way(f"{axes}, {', '.join(parts)}", workload.plan(seeds))
 
 
 def main() -> None:
@@ -51,13 +63,14 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("model", type=Path)
-    for name in ("devices", "batch", "seq"):
+    for name in ("devices", "batch"):
         parser.add_argument(f"--{name}", type=int, required=True)
+    parser.add_argument("--seq", type=int, help="not for images")
     parser.add_argument("--machine", default="h100")
     parser.add_argument("--compute", help="float16 or bfloat16")
-    parser.add_argument("--beside", metavar="AXES", help="such as pp=8,dp=16,tp=8")
-    for name, default in (("micro-batches", 1), ("chunks", 1), ("level", 1), ("recompute", 0)):
-        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--beside", metavar="FILE", help="a strategy file with a mesh")
+    parser.add_argument("--samples", type=int, default=1, help="of a micro-batch, on a data rank")
+    parser.add_argument("-o", "--out", type=Path, help="write the strategy that is found")
     options = parser.parse_args()
     collect_rarely()  # as `onnxpar plan` does
     spec = TrainingSpec(
@@ -65,12 +78,14 @@ def main() -> None:
         parse_optimizer("adamw"),
         compute=options.compute and parse_compute(options.compute),
     )
-    sizes = {"batch": options.batch, "seq": options.seq}
+    sizes = {"batch": options.batch} | ({"seq": options.seq} if options.seq else {})
     wanted = searching(load_strategy("auto", options.devices))
     entry = wanted.search.model_copy(update={"machine": options.machine, "sizes": sizes})
     began = process_time()
     planned = plan_strategy(options.model, replace(wanted, search=entry), training=spec)
     spent = process_time() - began
+    if options.out:
+        options.out.write_text(yaml.safe_dump(planned.data), encoding="utf-8")
     print("| plan | a step | states | memory |\n| --- | --- | --- | --- |")
     ways = [planned.ways[0], *([published(options, spec, sizes)] if options.beside else [])]
     for way in ways:
