@@ -29,6 +29,7 @@ else as measured before. With --check the exit code is 1 where a goal is missed.
 import argparse
 import json
 import os
+import signal
 import socket
 import statistics
 import subprocess
@@ -38,12 +39,13 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
+from itertools import count
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from step_cases import BATCHES, LARGE, MODELS, OPTIMIZERS, QUICK, Job, Side
+from step_cases import BATCHES, INTERFACE, LARGE, MODELS, OPTIMIZERS, QUICK, Job, Side
 
 from onnxpar.api.shard_model import shard_model
 from onnxpar.autodiff.append_loss import parse_loss
@@ -52,6 +54,10 @@ from onnxpar.autodiff.training_program import TrainingSpec
 from onnxpar_runtime.launch import find_mpirun, mpirun_environment
 
 HERE = Path(__file__).resolve().parent
+TWO_NODES = HERE.parent / "two-nodes"
+_NUMBERS = count()
+WAYS = {"one": "dp", "forward": "dp"}
+"""The mesh axis of a side that is not named after it."""
 BASE = Side("torch", "one", 1, 2)
 OURS = (Side("onnxpar", "one", 1, 2), Side("onnxpar", "dp", 2, 1), Side("onnxpar", "tp", 2, 1))
 THEIRS = (Side("torch", "dp", 2, 1), Side("torch", "tp", 2, 1))
@@ -65,6 +71,7 @@ MEASURED = {
 """PyTorch 2.13's own ratios, 2 ranks of 1 thread, measured on a quiet machine of 2 cores."""
 DECIMALS = 1e-5
 PAUSE = 0.02  # seconds between turns: threads that spin for work have gone to sleep by then
+PATIENCE = 5.0  # seconds for a side that has failed to end
 LIMIT = 600.0  # seconds after which a side that has not answered is taken to hang
 PROFILED = 10  # steps under the profiler
 SHOWN = 16  # operators of a profile
@@ -82,11 +89,15 @@ class Turn:
         seconds: Of the slowest rank.
         processor: Seconds of processor time of all ranks together.
         losses: Loss of each step.
+        parts: Seconds of parts of the steps, mean of the ranks.
+        sent: Bytes that a rank has sent over the link, mean of the ranks.
     """
 
     seconds: float
     processor: float
     losses: list[float]
+    parts: Mapping[str, float]
+    sent: float
 
 
 class Running:
@@ -118,7 +129,12 @@ class Running:
         with (self.scratch / "log").open("wb") as log:
             for command in commands:
                 process = subprocess.Popen(
-                    command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    env=environment,
+                    start_new_session=True,
                 )
                 self._processes.append(process)
 
@@ -154,8 +170,9 @@ class Running:
         except OSError:
             raise self._failed() from None
         answers = [self._receive(line) for line in self._lines]
-        seconds, processor, losses = zip(*answers, strict=True)
-        return Turn(max(seconds), sum(processor), losses[0])
+        seconds, processor, losses, parts, sent = zip(*answers, strict=True)
+        means = {part: statistics.mean(p[part] for p in parts) for part in parts[0]}
+        return Turn(max(seconds), sum(processor), losses[0], means, statistics.mean(sent))
 
     def _receive(self, line: Connection) -> Any:
         try:
@@ -166,6 +183,8 @@ class Running:
         raise self._failed()
 
     def _failed(self) -> SideError:
+        with suppress(subprocess.TimeoutExpired):
+            self._processes[0].wait(timeout=PATIENCE)  # mpirun passes on what its ranks wrote
         text = (self.scratch / "log").read_text(encoding="utf-8", errors="replace")
         return SideError(f"{self.side.label} failed; the end of what it wrote:\n{text[-3000:]}")
 
@@ -179,11 +198,28 @@ class Running:
             try:
                 process.wait(timeout=30 if self._lines else 0)
             except subprocess.TimeoutExpired:
-                process.terminate()
+                # With what it started: mpirun under tools/two-nodes.
+                os.killpg(process.pid, signal.SIGTERM)
                 process.wait()
         for line in self._lines:
             line.close()
         self._server.close()
+
+
+def two_nodes(rate: str, ranks: int, environment: dict[str, str]) -> list[str]:
+    """The command to which a program is appended that two nodes run, with half of the ranks each.
+
+    Args:
+        rate: Of their link.
+        ranks: Their number.
+        environment: Of the command, which gets what it needs.
+    """
+    scripts = Path(find_mpirun()).parent
+    environment["PATH"] = f"{scripts}{os.pathsep}{environment.get('PATH', os.defpath)}"
+    environment["GLOO_SOCKET_IFNAME"] = INTERFACE
+    name = f"step{os.getpid()}-{next(_NUMBERS)}"
+    nodes = [str(TWO_NODES), "--rate", rate, "--slots", str(ranks // 2), "--name", name]
+    return [*nodes, "--", "--bind-to", "none", "-n", str(ranks)]
 
 
 @contextmanager
@@ -200,10 +236,16 @@ def start(side: Side, job: Job, folder: Path) -> Iterator[Running]:
         device=side.device,
         compute=side.compute,
         transport=side.transport,
+        link=side.link,
+        overlap=side.overlap,
     )
     command = [sys.executable, str(HERE / f"step_{side.system}.py"), job.text]
     environment = mpirun_environment()
-    if side.system == "torch":
+    if side.link:
+        # Each side has nodes and a link of its own, where nobody else sends.
+        nodes = two_nodes(side.link, side.ranks, environment)
+        commands = [[*nodes, *command]]
+    elif side.system == "torch":
         environment["GLOO_SOCKET_IFNAME"] = "lo"
         commands = [[*command, str(rank)] for rank in range(side.ranks)]
     elif side.ranks == 1:
@@ -236,14 +278,16 @@ class PreparedModels:
         path = self.folder / f"{model}.onnx"
         if not path.exists():
             self._models[model].export(path)
-        if side.system == "torch":
+        if side.system != "onnxpar":
             return path
-        out = self.folder / f"{model}-{optimizer}-{side.way}{side.ranks}{side.compute}"
+        axis = WAYS.get(side.way, side.way)
+        name = f"{model}-{optimizer}-{axis}{side.ranks}{side.compute}-{side.level}"
+        out = self.folder / name
         if not out.exists():
             spec = TrainingSpec(parse_loss("softmax_cross_entropy"), parse_optimizer(optimizer))
             spec = replace(spec, compute=side.compute or None)
-            axis = "dp" if side.way == "one" else side.way
-            shard_model(path, f"{axis}={side.ranks}", out, training=spec)
+            mesh = f"{axis}={side.ranks}"
+            shard_model(path, mesh, out, training=spec, optimizer_parallel=side.level)
         return out
 
 
@@ -260,6 +304,8 @@ class Row:
         ratios: To PyTorch's single process, by round.
         difference: Largest difference of a loss from that of PyTorch's single process.
         least: The smallest of the latter's losses.
+        parts: Seconds of parts of one step, by part and round.
+        sent: Bytes that a rank sends over the link in one step, by round.
     """
 
     model: str
@@ -270,6 +316,8 @@ class Row:
     ratios: tuple[float, ...]
     difference: float
     least: float
+    parts: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    sent: tuple[float, ...] = ()
 
     @property
     def ratio(self) -> float:
@@ -300,7 +348,12 @@ def goals(rows: Sequence[Row]) -> dict[Side, float]:
 
 
 def measure(
-    sides: Sequence[Side], job: Job, prepared: PreparedModels, rounds: int, turn: float
+    sides: Sequence[Side],
+    job: Job,
+    prepared: PreparedModels,
+    rounds: int,
+    turn: float,
+    compared: int = BATCHES,
 ) -> list[Row]:
     """Lets the sides take turns on one case.
 
@@ -310,6 +363,7 @@ def measure(
         prepared: The models and directories.
         rounds: Turns of each side.
         turn: Seconds of a turn of the first side, about; it is one step at least.
+        compared: Steps at the beginning, whose losses are compared.
     """
     with ExitStack() as stack:
         running = []
@@ -319,15 +373,15 @@ def measure(
             running.append(stack.enter_context(start(side, mine, prepared.folder)))
         for ranks in running:
             ranks.connect()
-        first = [ranks.steps(BATCHES) for ranks in running]
-        count = max(1, round(turn * BATCHES / first[0].seconds))
+        first = [ranks.steps(compared) for ranks in running]
+        each = max(1, round(turn * compared / first[0].seconds))
         turns: list[list[Turn]] = [[] for _ in running]
         for number in range(rounds):
             for k in range(len(running)):
                 # Nobody always comes after the same one, nor first.
                 index = (number + (k if number % 2 else -k)) % len(running)
                 time.sleep(PAUSE)
-                turns[index].append(running[index].steps(count))
+                turns[index].append(running[index].steps(each))
     rows = []
     for side, taken, begun in zip(sides, turns, first, strict=True):
         pairs = zip(begun.losses, first[0].losses, strict=True)
@@ -336,11 +390,13 @@ def measure(
                 model=job.model,
                 optimizer=job.optimizer,
                 side=side,
-                seconds=tuple(t.seconds / count for t in taken),
-                processor=tuple(t.processor / count for t in taken),
+                seconds=tuple(t.seconds / each for t in taken),
+                processor=tuple(t.processor / each for t in taken),
                 ratios=tuple(a.seconds / b.seconds for a, b in zip(taken, turns[0], strict=True)),
                 difference=max(abs(a - b) for a, b in pairs),
                 least=min(abs(loss) for loss in first[0].losses),
+                parts={p: tuple(t.parts[p] / each for t in taken) for p in taken[0].parts},
+                sent=tuple(t.sent / each for t in taken),
             )
         )
     return rows

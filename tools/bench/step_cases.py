@@ -8,7 +8,9 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -19,6 +21,8 @@ from numpy.typing import NDArray
 ROOT = Path(__file__).resolve().parents[2]
 BATCHES = 20
 """Number of different batches; step t takes batch (t - 1) mod 20."""
+INTERFACE = "eth"
+"""The link's name on both nodes of tools/two-nodes."""
 
 Batch = dict[str, NDArray[np.generic]]
 
@@ -104,14 +108,19 @@ class Side:
     """One way to run the steps.
 
     Attributes:
-        system: `onnxpar` or `torch`.
+        system: `onnxpar` or `torch`; or `socket`, which exchanges bytes and computes nothing.
         way: `one`, `dp` (data parallel) or `tp` (tensor parallel); of PyTorch also `compile`, one
-            device with torch.compile.
+            device with torch.compile; of onnxpar also `forward`, the evaluation under data
+            parallel.
         ranks: Number of processes.
         threads: Threads of each.
         device: `cpu` or `cuda`.
         compute: `bfloat16` to compute in it, with parameters in float32; else nothing.
         transport: Of onnxpar's ranks.
+        link: Rate of the link between two nodes that have half of the ranks each (`1gbit`); nothing
+            if all ranks are on one.
+        level: Of optimizer parallel.
+        overlap: Whether onnxpar may communicate in the background.
     """
 
     system: str
@@ -121,12 +130,18 @@ class Side:
     device: str = "cpu"
     compute: str = ""
     transport: str = "auto"
+    link: str = ""
+    level: int = 0
+    overlap: bool = True
 
     @property
     def label(self) -> str:
         """What the table calls it."""
         transport = "" if self.transport == "auto" else f" {self.transport}"
-        return f"{self.system} {self.way}{self.ranks if self.ranks > 1 else ''}{transport}"
+        level = f" level {self.level}" if self.level else ""
+        overlap = "" if self.overlap else " no overlap"
+        way = f"{self.way}{self.ranks if self.ranks > 1 else ''}"
+        return f"{self.system} {way}{transport}{level}{overlap}"
 
 
 @dataclass(frozen=True)
@@ -148,6 +163,8 @@ class Job:
         device: As `Side.device`.
         compute: As `Side.compute`.
         transport: As `Side.transport`.
+        link: As `Side.link`.
+        overlap: As `Side.overlap`.
     """
 
     model: str
@@ -164,6 +181,8 @@ class Job:
     device: str = "cpu"
     compute: str = ""
     transport: str = "auto"
+    link: str = ""
+    overlap: bool = True
 
     @staticmethod
     def read(text: str) -> "Job":
@@ -187,7 +206,34 @@ class Job:
         return self.case.rates[self.optimizer]
 
 
-def serve(job: Job, rank: int, step: Callable[[int, Batch], float]) -> None:
+class Spent:
+    """Adds up what parts of a step take.
+
+    Attributes:
+        seconds: By part.
+    """
+
+    def __init__(self) -> None:
+        """Nothing yet."""
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+
+    @contextmanager
+    def on(self, part: str) -> Iterator[None]:
+        """Adds what happens inside to a part."""
+        start = time.perf_counter()
+        yield
+        self.seconds[part] += time.perf_counter() - start
+
+
+def sent(job: Job) -> int:
+    """Bytes that this node has sent over the link, headers included."""
+    path = Path("/sys/class/net") / INTERFACE / "statistics" / "tx_bytes"
+    return int(path.read_text(encoding="ascii")) if job.link else 0
+
+
+def serve(
+    job: Job, rank: int, step: Callable[[int, Batch], float], spent: Spent | None = None
+) -> None:
     """Does what the driver asks of a rank: a number of steps, until it asks for none.
 
     The rank waits for the driver on a socket, so that it takes no processor while another side has
@@ -197,7 +243,9 @@ def serve(job: Job, rank: int, step: Callable[[int, Batch], float]) -> None:
         job: The job.
         rank: Number of the rank.
         step: Does step t = 1, 2, ... on a global batch and returns its loss.
+        spent: Where it notes what its parts take.
     """
+    spent = Spent() if spent is None else spent
     batches, done = job.case.batches(), 0
     line = socket.socket(socket.AF_UNIX)
     line.connect(job.address)
@@ -205,10 +253,12 @@ def serve(job: Job, rank: int, step: Callable[[int, Batch], float]) -> None:
         driver.send(rank)
         while count := driver.recv():
             losses = []
+            spent.seconds.clear()
+            before = sent(job)
             start, used = time.perf_counter(), time.process_time()
             for _ in range(count):
                 losses.append(step(done + 1, batches[done % BATCHES]))
                 done += 1
             # Of all threads; those that wait for work actively are at work too.
-            used = time.process_time() - used
-            driver.send((time.perf_counter() - start, used, losses))
+            used, taken = time.process_time() - used, time.perf_counter() - start
+            driver.send((taken, used, losses, dict(spent.seconds), sent(job) - before))

@@ -1,15 +1,30 @@
 """onnxpar's side of tools/bench/step.py: one rank, under mpirun where there are several."""
 
 import sys
+from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
+from typing import Any
 
-from step_cases import WEIGHT_DECAY, Batch, Job, serve
+from step_cases import WEIGHT_DECAY, Batch, Job, Spent, serve
 
 from onnxpar_format.options import Settings
 from onnxpar_runtime.launch import guarded, init
 from onnxpar_runtime.options import parse_pairs
 from onnxpar_runtime.training.hyper import hyperparameters
+from onnxpar_runtime.training.runner import OneStage
 from onnxpar_runtime.training.trainer import Trainer
+
+
+def timed(spent: Spent, part: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a method that notes what it takes."""
+
+    @wraps(method)
+    def call(*positional: Any, **named: Any) -> Any:
+        with spent.on(part):
+            return method(*positional, **named)
+
+    return call
 
 
 def main(text: str) -> int:
@@ -25,12 +40,17 @@ def main(text: str) -> int:
             options |= {"enable_profiling": "1", "profile_file_prefix": str(prefix)}
         settings = Settings(weight_decay=WEIGHT_DECAY[job.optimizer])
         hyper = hyperparameters(job.optimizer, settings)
-        with Trainer(job.files, rank=rank, ort_options=options) as trainer:
+        spent = Spent()
+        for part in ("forward_backward", "update"):
+            setattr(OneStage, part, timed(spent, part, getattr(OneStage, part)))
+        with Trainer(job.files, rank=rank, ort_options=options, overlap=job.overlap) as trainer:
 
             def step(number: int, batch: Batch) -> float:
+                if job.way == "forward":
+                    return trainer.evaluate(batch)["loss"]
                 return trainer.train_step([batch], hyper.at(number, job.rate)).loss
 
-            serve(job, rank.index, step)
+            serve(job, rank.index, step, spent)
         return 0
 
     return guarded(rank, body)

@@ -2,12 +2,14 @@
 
 The networks are written as a user of PyTorch would: fused attention, `nn.Linear`, the optimizers of
 `torch.optim` with their defaults. Weights are those of the ONNX file. Several ranks are joined by
-gloo over a file; they are the processes that the driver started, one for each rank.
+gloo, and find one another through a file. They are the processes that the driver started, one for
+each rank, or those of mpirun on two nodes.
 """
 
 # mypy: ignore-errors
 # PyTorch is installed only where this is measured, and its types are not strict.
 
+import os
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -17,7 +19,7 @@ import onnx
 import torch
 import torch.distributed as dist
 from onnx import numpy_helper
-from step_cases import WEIGHT_DECAY, Batch, Job, serve
+from step_cases import WEIGHT_DECAY, Batch, Job, Spent, serve
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -176,6 +178,7 @@ def main(text: str, rank: int) -> None:
         torch.cuda.set_device(rank % torch.cuda.device_count())
     net = build(job, rank)
     update = optimizer(job, net)
+    spent = Spent()
     # Parameters stay in float32; what autocast computes in 16 bits, onnxpar does too.
     low = nullcontext() if not job.compute else torch.autocast(job.device, torch.bfloat16)
 
@@ -184,14 +187,16 @@ def main(text: str, rank: int) -> None:
         arrays = [torch.from_numpy(batch[name]).to(job.device) for name in names]
         if job.way == "dp" and job.ranks > 1:
             arrays = [array.tensor_split(job.ranks)[rank] for array in arrays]
-        update.zero_grad()
-        with low:
-            logits = net(arrays[0]).float()
-        # Under tensor parallel a rank has its own columns of the GPT's logits.
-        with loss_parallel() if isinstance(logits, DTensor) else nullcontext():
-            loss = functional.cross_entropy(logits.flatten(0, -2), arrays[1].flatten())
-            loss.backward()
-        update.step()
+        with spent.on("forward_backward"):
+            update.zero_grad()
+            with low:
+                logits = net(arrays[0]).float()
+            # Under tensor parallel a rank has its own columns of the GPT's logits.
+            with loss_parallel() if isinstance(logits, DTensor) else nullcontext():
+                loss = functional.cross_entropy(logits.flatten(0, -2), arrays[1].flatten())
+                loss.backward()
+        with spent.on("update"):
+            update.step()
         found = loss.full_tensor() if isinstance(loss, DTensor) else loss.detach()
         if job.way == "dp" and job.ranks > 1:
             # The mean over the ranks' equal parts, which onnxpar tells too.
@@ -199,10 +204,10 @@ def main(text: str, rank: int) -> None:
             found = found / job.ranks
         return found.item()
 
-    serve(job, rank, step)
+    serve(job, rank, step, spent)
     if job.ranks > 1:
         dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main(sys.argv[1], int(os.environ.get("OMPI_COMM_WORLD_RANK") or sys.argv[2]))
