@@ -20,7 +20,6 @@ import os
 import socket
 import subprocess
 import sys
-import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +27,7 @@ from typing import Any
 
 import numpy as np
 from collectives import INSIDE, name, session_of
+from step_socket import exchange
 
 from onnxpar_runtime.collectives import Rank, World
 
@@ -95,12 +95,7 @@ def socket_rate(comm: Any, slots: int) -> float:
             connection.sendall(b"x")
             connection.recv(1)
             begin = time.perf_counter()
-            sender = threading.Thread(target=connection.sendall, args=(bytes(SOCKET_BYTES),))
-            sender.start()
-            count = 0
-            while count < SOCKET_BYTES:
-                count += connection.recv_into(received[count:])
-            sender.join()
+            exchange(connection, received)
             best = min(best, time.perf_counter() - begin)
     pause(comm)
     return SOCKET_BYTES / best
