@@ -34,9 +34,9 @@ def test_what_is_hidden_is_a_share_of_the_shorter_one(
     side = replace(LINKED, level=level)
     rows = [
         row(two_nodes.ONE_NODE, (0.3, 0.3, 9.0)),
-        row(two_nodes.FORWARD, (0.1, 0.1, 0.1)),
-        row(side, (0.46, 8.96, 0.1), megabytes * 1e6),
-        row(replace(side, overlap=False), (0.5, 9.0, 0.4), megabytes * 1e6),
+        row(two_nodes.FORWARD, (0.2, 0.1, 0.1)),
+        row(side, (0.46, 8.0, 0.5), megabytes * 1e6),
+        row(replace(side, overlap=False), (0.5, 9.0, 0.6), megabytes * 1e6),
     ]
     (found,) = two_nodes.hidden(rows, RATE)
     assert found.startswith(f"level {level}:") and found.endswith(told)
