@@ -54,6 +54,14 @@ class MemoryStep:
 def live_peak(steps: Sequence[MemoryStep], kept: Collection[str] = ()) -> int:
     """Returns the most bytes that the values of a program, and the work of a step, need at once.
 
+    The arguments are those of `live_bytes`.
+    """
+    return max(live_bytes(steps, kept), default=0)
+
+
+def live_bytes(steps: Sequence[MemoryStep], kept: Collection[str] = ()) -> list[int]:
+    """Returns for each step the bytes that are needed while it runs: its work, and values.
+
     Values that no step computes (inputs, parameters) do not count.
 
     Args:
@@ -66,7 +74,7 @@ def live_peak(steps: Sequence[MemoryStep], kept: Collection[str] = ()) -> int:
     place: dict[str, str] = {}
     size: dict[str, int] = {}
     reads: dict[str, int] = {}
-    live = peak = 0
+    live, found = 0, []
     for step in steps:
         for made in step.makes:
             if made.name in kept:
@@ -80,7 +88,7 @@ def live_peak(steps: Sequence[MemoryStep], kept: Collection[str] = ()) -> int:
             place[made.name] = home
             # Computing it counts as a read, so that it is alive until the end of the step.
             reads[home] += left[made.name] + 1
-        peak = max(peak, live + step.work)
+        found.append(live + step.work)
         for name in (*step.reads, *(m.name for m in step.makes)):
             home = place.get(name)
             if home is None:
@@ -88,7 +96,7 @@ def live_peak(steps: Sequence[MemoryStep], kept: Collection[str] = ()) -> int:
             reads[home] -= 1
             if not reads[home]:
                 live -= size[home]
-    return peak
+    return found
 
 
 def _home(

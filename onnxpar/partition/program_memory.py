@@ -7,7 +7,7 @@ from math import prod
 import onnx_ir as ir
 
 from onnxpar.core.symbols import SymbolTable, as_dim
-from onnxpar.cost.live_memory import MemoryStep, live_peak, makes
+from onnxpar.cost.live_memory import MemoryStep, live_bytes, live_peak, makes
 from onnxpar.graph.body_captures import read_by
 from onnxpar.ops.kernel_memory import call, kernel
 from onnxpar.ops.registry import Registry
@@ -64,6 +64,23 @@ def program_memory(
         values=live_peak((*steps, leaving), outputs),
         unknown=tuple(tensors.unknown),
     )
+
+
+def node_bytes(program: PartitionedModel, sizes: Mapping[str, int]) -> list[int]:
+    """Returns for each node the bytes of the values that are there while it runs.
+
+    Args:
+        program: The program of all ranks.
+        sizes: As in `program_memory`.
+    """
+    tensors = _Tensors(program.builder.table, sizes)
+    steps = tuple(_steps(program.builder.nodes, tensors, program.registry))
+    return live_bytes(steps, {o.local.name or "" for o in program.outputs})
+
+
+def value_bytes(program: PartitionedModel, value: ir.Value, sizes: Mapping[str, int]) -> int:
+    """Returns the bytes of a value of a program; 0 if its size is not known before the run."""
+    return _Tensors(program.builder.table, sizes).bytes(value)
 
 
 def total_bytes(programs: Iterable[ProgramMemory]) -> int:

@@ -38,6 +38,7 @@ from onnxpar.partition.partition import partition
 from onnxpar.partition.partitioned_model import PartitionedModel, PipelinePrograms, States
 from onnxpar.partition.program_memory import program_memory, total_bytes
 from onnxpar.propagation.propagate import propagate
+from onnxpar.schedule.background import run_in_background
 from onnxpar.schedule.start_ahead import start_ahead
 from onnxpar.stages.stage_memory import fullest_stage
 from onnxpar.stages.stage_programs import Staging, plan_copies
@@ -119,6 +120,7 @@ def partition_training(
     program = _micro_batch(prepared, shards, places, strategy, device_bytes)
     if staging is None:
         start_ahead(program, rest[0], load_machine(strategy.search.machine))
+        run_in_background(program, _sizes(strategy))
     evaluation, where = _evaluation(prepared, seeds, symbols, spec, buffers, staging)
     pipeline: PipelinePrograms | None = None
     if staging is None:

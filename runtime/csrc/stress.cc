@@ -76,6 +76,7 @@ class NodeTransport : public Transport {
   int rank() const override { return base_->rank(); }
   int size() const override { return base_->size(); }
   bool concurrent() const override { return true; }
+  bool overlaps(const Group&) const override { return true; }
   Group& group(const std::vector<int>& ranks, Lane lane) override {
     std::unique_ptr<NodeGroup>& group = groups_[{lane, ranks}];
     if (!group) {
@@ -185,7 +186,7 @@ void run_rank(RankContext& context, int size, int steps) {
   std::mt19937 random(1234);  // the same on every rank: all choose the same sequence
   const int rank = context.rank();
   struct Pending {
-    int64_t number;
+    const void* key;
     Collective collective;
     Shape shape;
     std::unique_ptr<int32_t[]> in;
@@ -220,7 +221,9 @@ void run_rank(RankContext& context, int size, int steps) {
       request->input = shape;
       request->type = DType::kInt32;
       request->keep(out_count * sizeof(int32_t));
-      pending.push_back({context.start(request), c, shape, std::move(in)});
+      const void* key = request->result;
+      context.start(key, request);
+      pending.push_back({key, c, shape, std::move(in)});
     } else {
       std::unique_ptr<int32_t[]> out(new int32_t[out_count]);
       execute(context.transport(), group, c, in.get(), out.get(), shape, DType::kInt32,
@@ -230,7 +233,7 @@ void run_rank(RankContext& context, int size, int steps) {
     }
     if (pending.size() > 3 || step + 1 == steps) {
       for (Pending& p : pending) {
-        const auto request = context.wait(p.number, "Wait");
+        const auto request = context.take(p.key);
         check(p.collective, rank, p.shape,
               static_cast<const int32_t*>(request->result));
       }

@@ -345,6 +345,15 @@ class Rank:
         self._call(int(found < 0))
         return bool(found)
 
+    def allow_background(self, allowed: bool) -> None:
+        """Decides whether collectives may run in the background of computation (the default).
+
+        If not, each is carried out when it starts; results are the same. Decide the same on all
+        ranks.
+        """
+        library = self.world._library
+        self._call(library.onnxpar_allow_background(self.world._handle, self.index, allowed))
+
     @property
     def concurrent(self) -> bool:
         """Whether other threads of the rank may receive while it communicates."""

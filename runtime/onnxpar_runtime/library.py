@@ -35,6 +35,7 @@ SIGNATURES: Signatures = {
         [_POINTER, _INT, ctypes.POINTER(_INT), _INT, _POINTER, _POINTER, _SIZE, _INT, _INT],
     ),
     "onnxpar_overlaps": (_INT, [_POINTER, _INT, ctypes.POINTER(_INT), _INT]),
+    "onnxpar_allow_background": (_INT, [_POINTER, _INT, _INT]),
     "onnxpar_live_bytes": (_POINTER, []),
     "onnxpar_live_bytes_install": (_INT, [_POINTER]),
     "onnxpar_live_bytes_uninstall": (_INT, [_POINTER]),

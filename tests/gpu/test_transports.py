@@ -163,7 +163,7 @@ for r in range(2):
 
 @pytest.mark.parametrize("transport", ["nccl", "staged"])
 def test_nothing_is_copied_to_the_host(program: Program, tmp_path: Path, transport: str) -> None:
-    """Tokens, and the handle between Start and Wait, stay where the tensors are."""
+    """Tokens, too, stay where the tensors are."""
     done = program(NO_COPIES, {"ONNXPAR_TEST_DEVICE": transport, "FOLDER": str(tmp_path)})
     assert done.returncode == 0, done.stderr
 

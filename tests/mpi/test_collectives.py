@@ -121,7 +121,7 @@ print("then", rank.all_reduce(x).tolist())
 
 
 START = """
-text = '''g (float[n] x) => (int64[1] h) { h, t = onnxpar.Start <op="AllReduce"> (x) }'''
+text = '''g (float[n] x) => (float[n] h) { h, t = onnxpar.Start <op="AllReduce"> (x) }'''
 from tests.runtime.collectives.teams import session
 big = np.ones(1 << 22, np.float32)
 """

@@ -7,5 +7,6 @@ DEFS = (
     for_ranks("AllReduce", memory=IN_PLACE),
     for_ranks("Broadcast", memory=IN_PLACE),
     # Its operand is the shape of the result.
+    for_ranks("Wait", memory=IN_PLACE),
     for_ranks("Recv", host_operands=(0,)),
 )

@@ -194,6 +194,10 @@ int onnxpar_overlaps(const World* world, int rank, const int* group, int members
   return overlaps;
 }
 
+int onnxpar_allow_background(const World* world, int rank, int allowed) {
+  return guarded([&] { world->rank(rank).allow_background(allowed != 0); });
+}
+
 LiveBytes* onnxpar_live_bytes() {
   LiveBytes* counter = nullptr;
   guarded([&] {

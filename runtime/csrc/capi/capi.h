@@ -48,6 +48,8 @@ ONNXPAR_EXPORT int onnxpar_all_reduce(const onnxpar::World* world, int rank, con
 // Whether data of the group travels while the rank computes: 1 or 0; -1 on failure. In host memory.
 ONNXPAR_EXPORT int onnxpar_overlaps(const onnxpar::World* world, int rank, const int* group,
                                     int members);
+// Whether collectives of the rank may run in the background of its computation (1, at first) or not.
+ONNXPAR_EXPORT int onnxpar_allow_background(const onnxpar::World* world, int rank, int allowed);
 // An allocator that counts the bytes of sessions on the CPU, never freed; only after RegisterCustomOps
 // has run. Null on failure.
 ONNXPAR_EXPORT onnxpar::LiveBytes* onnxpar_live_bytes();

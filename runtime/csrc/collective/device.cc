@@ -1,6 +1,10 @@
 // The operators for tensors on the rank's GPU. All work is enqueued on the stream that onnxruntime
 // gives the kernel; nothing waits for the device.
+#include <memory>
+#include <mutex>
+#include <optional>
 #include <stdexcept>
+#include <vector>
 
 #include "collective/device_rank.h"
 #include "collective/op_sides.h"
@@ -28,65 +32,79 @@ class DeviceKernel : public RankKernel {
   DeviceRank& device_;
 };
 
-// Start runs the collective on the background stream, into its own memory, because that of Wait's
-// output is not known yet.
+// Begins collectives on the background stream.
 class StartKernel : public CollectiveKernel<DeviceKernel> {
  public:
   using CollectiveKernel::CollectiveKernel;
   ~StartKernel() override {
-    // A running collective still writes to the result.
+    // A running collective still writes to its result.
     try {
       device_.device.make_current();
       done_.synchronize();
     } catch (const std::exception&) {
       // The device has failed, and with it the collective.
     }
+    forget();
   }
 
   void compute(const Io& io) override {
-    const Stream stream = enter(io);
+    const Stream background = begin(enter(io));
     const Tensor x = io.input(0);
-    const size_t bytes = bytes_of(output_shape(collective_, x.shape), x.type);
+    const Shape shape = output_shape(collective_, x.shape);
+    void* out = io.output(0, shape);
+    token(io, 1);
+    if (out == nullptr) return;  // no elements
+    carry_out(x, out, bytes_of(shape, x.type), out, background);
+    count(x);
+    done_.record(background);
+  }
+
+ protected:
+  // The background stream, after all that is on `stream` now; `stream` itself if nothing may run in the
+  // background.
+  Stream begin(Stream stream) {
+    forget();
+    if (!rank_.background_allowed()) return stream;
     const Stream background = device_.background.get();
     ready_.record(stream);
     ready_.hold(background);
-    std::byte* result = result_.get(bytes, background);
-    run(x, result, background);
-    done_.record(background);
-    const void* handle = io.output(0, {1});
-    token(io, 1);
-    std::lock_guard lock(device_.mutex);
-    device_.started[handle] = {&done_, &collective_, x.data, x.shape, result, bytes};
+    return background;
   }
+  void carry_out(const Tensor& x, void* result, size_t bytes, const void* key, Stream background) {
+    execute(transport(), group(), collective_, x.data, result, x.shape, x.type,
+            memory(Lane::kAsync), background);
+    std::lock_guard lock(device_.mutex);
+    device_.started[key] = {&done_, &collective_, x.data, x.shape, result, bytes};
+    keys_.push_back(key);
+  }
+  cuda::EventHandle done_;
 
  private:
+  // Forgets what nobody has waited for: it belongs to a run that failed.
+  void forget() {
+    std::lock_guard lock(device_.mutex);
+    for (const void* key : keys_) {
+      const auto found = device_.started.find(key);
+      if (found != device_.started.end() && found->second.done == &done_) {
+        device_.started.erase(found);
+      }
+    }
+    keys_.clear();
+  }
   cuda::EventHandle ready_;
-  cuda::EventHandle done_;
-  cuda::Slab result_;
+  std::vector<const void*> keys_;
 };
 
 // As on the host. One event is enough for all operands, since the stream carries them out in order.
-class StartAheadKernel : public CollectiveKernel<DeviceKernel> {
+class StartAheadKernel : public StartKernel {
  public:
-  using CollectiveKernel::CollectiveKernel;
-  ~StartAheadKernel() override {
-    try {
-      device_.device.make_current();
-      done_.synchronize();
-    } catch (const std::exception&) {
-      // The device has failed, and with it the collective.
-    }
-    for (const void* in : operands_) device_.ahead.erase(in);
-  }
+  using StartKernel::StartKernel;
 
   void compute(const Io& io) override {
     const Stream stream = enter(io);
     token(io, 0);
     if (io.input(1).integers().at(0) == 0) return;
-    const Stream background = device_.background.get();
-    ready_.record(stream);
-    ready_.hold(background);
-    operands_.clear();
+    const Stream background = begin(stream);
     results_.resize(io.inputs() - 2);
     for (size_t i = 2; i < io.inputs(); ++i) {
       const Tensor x = io.input(i);
@@ -94,25 +112,30 @@ class StartAheadKernel : public CollectiveKernel<DeviceKernel> {
       size_t bytes = x.bytes();
       if (collective_.op != Op::kAllReduce) {
         bytes = bytes_of(output_shape(collective_, x.shape), x.type);
-        if (!results_[i - 2]) results_[i - 2] = std::make_unique<cuda::Slab>();
-        result = results_[i - 2]->get(bytes, background);
+        std::unique_ptr<cuda::Slab>& slab = results_[i - 2];
+        if (!slab) slab = std::make_unique<cuda::Slab>();
+        result = slab->get(bytes, background);
       }
-      execute(transport(), group(), collective_, x.data, result, x.shape, x.type,
-              memory(Lane::kAsync), background);
-      device_.ahead[x.data] = {&done_, &collective_, x.data, x.shape, result, bytes};
-      operands_.push_back(x.data);
+      carry_out(x, result, bytes, x.data, background);
     }
     done_.record(background);
   }
 
  private:
-  cuda::EventHandle ready_;
-  cuda::EventHandle done_;
   std::vector<std::unique_ptr<cuda::Slab>> results_;
-  std::vector<const void*> operands_;
 };
 
-// As on the host.
+// What was started with this key, which is forgotten; nothing if there is none.
+std::optional<Started> take(DeviceRank& device, const void* key) {
+  std::lock_guard lock(device.mutex);
+  const auto found = device.started.find(key);
+  if (found == device.started.end()) return std::nullopt;
+  const Started started = found->second;
+  device.started.erase(found);
+  return started;
+}
+
+// A collective of the foreground. It may have been started ahead.
 class ForegroundKernel : public CollectiveKernel<DeviceKernel> {
  public:
   using CollectiveKernel::CollectiveKernel;
@@ -120,14 +143,12 @@ class ForegroundKernel : public CollectiveKernel<DeviceKernel> {
   void compute(const Io& io) override {
     const Stream stream = enter(io);
     const Tensor x = io.input(0);
-    const auto found = device_.ahead.find(x.data);
-    if (found == device_.ahead.end()) return CollectiveKernel::compute(io);
-    const Started started = found->second;
-    device_.ahead.erase(found);
-    void* out = io.output(0, waited_shape(collective_, x, *started.collective, started.in,
-                                          started.input));
-    started.done->hold(stream);
-    if (out != started.result) cuda::copy(out, started.result, started.result_bytes, stream);
+    const std::optional<Started> started = take(device_, x.data);
+    if (!started) return CollectiveKernel::compute(io);
+    void* out = io.output(0, waited_shape(collective_, x, *started->collective, started->in,
+                                          started->input));
+    started->done->hold(stream);
+    if (out != started->result) cuda::copy(out, started->result, started->result_bytes, stream);
     group();
     count(x);
     token(io, 1);
@@ -141,26 +162,20 @@ class WaitKernel : public DeviceKernel {
 
   void compute(const Io& io) override {
     const Stream stream = enter(io);
-    const Started started = take(io.input(0).data);
-    const Tensor x = io.input(1);
-    const Shape shape =
-        waited_shape(collective_, x, *started.collective, started.in, started.input);
-    void* out = io.output(0, shape);
-    started.done->hold(stream);
-    cuda::copy(out, started.result, started.result_bytes, stream);
+    const Tensor y = io.input(0);
+    const std::optional<Started> started = take(device_, y.data);
+    if (started) {
+      waited_shape(collective_, io.input(1), *started->collective, started->in, started->input);
+      started->done->hold(stream);
+    } else if (y.count() != 0) {
+      throw std::runtime_error(not_started());
+    }
+    void* out = io.output(0, y.shape);
+    if (out != nullptr && out != y.data) cuda::copy(out, y.data, y.bytes(), stream);
+    token(io, 1);
   }
 
  private:
-  Started take(const void* handle) {
-    std::lock_guard lock(device_.mutex);
-    const auto found = device_.started.find(handle);
-    if (found == device_.started.end()) {
-      throw std::runtime_error(describe() + ": its handle is not one of a Start that still runs");
-    }
-    const Started started = found->second;
-    device_.started.erase(found);
-    return started;
-  }
   const Collective collective_;
 };
 

@@ -32,11 +32,9 @@ struct DeviceRank {
   // One for each lane.
   cuda::DeviceMemory memory[kLanes];
   cuda::StreamHandle background;
-  // By the address of the handle that goes from Start to Wait.
+  // By the address of the result; those that a StartAhead began, by that of the operand.
   std::mutex mutex;
   std::map<const void*, Started> started;
-  // By the address of the operand, those that a StartAhead began.
-  std::map<const void*, Started> ahead;
 };
 
 }  // namespace onnxpar

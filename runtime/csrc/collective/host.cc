@@ -22,46 +22,72 @@ class HostKernel : public RankKernel {
   }
 };
 
-// Start(X, token; op, its attributes) -> (handle, token)
+// Start(X, token; op, its attributes) -> (Y, token). Y is complete only behind a Wait.
 class StartKernel : public CollectiveKernel<HostKernel> {
  public:
   using CollectiveKernel::CollectiveKernel;
-  ~StartKernel() override { rank_.drain(numbers_); }
+  // After a run that failed before its Wait.
+  ~StartKernel() override { rank_.drop(result_); }
 
   void compute(const Io& io) override {
+    const Tensor x = io.input(0);
+    const Shape shape = output_shape(collective_, x.shape);
+    rank_.drop(result_);
+    result_ = io.output(0, shape);
+    token(io, 1);
+    if (result_ == nullptr) return;  // no elements
+    const std::shared_ptr<Request> request = requested(x);
+    request->result = result_;
+    request->result_bytes = bytes_of(shape, x.type);
+    rank_.start(result_, request);
+    count(x);
+  }
+
+ protected:
+  // A request on `x`, without its result.
+  std::shared_ptr<Request> requested(const Tensor& x) {
     auto request = std::make_shared<Request>();
     request->group = &group();
-    const Tensor x = io.input(0);
-    const size_t bytes = bytes_of(output_shape(collective_, x.shape), x.type);
     request->collective = collective_;
     request->in = x.data;
     request->input = x.shape;
     request->type = x.type;
-    request->keep(bytes);
-    const int64_t number = rank_.start(std::move(request));
-    // Waits of earlier runs are done, or will never come: one run of a session ends before the next.
-    numbers_.push_back(number);
-    if (numbers_.size() > 1) {
-      rank_.drain({numbers_.front()});
-      numbers_.erase(numbers_.begin());
-    }
-    count(x);
-    *static_cast<int64_t*>(io.output(0, {1})) = number;
-    token(io, 1);
+    return request;
   }
 
  private:
-  std::vector<int64_t> numbers_;
+  void* result_ = nullptr;  // of the last run
+};
+
+// Wait(Y, X, token; the attributes of Start) -> (Y, token). X is only an input so that it is not freed
+// before. The first output may be left out, if Y is an output of the graph itself.
+class WaitKernel : public CollectiveKernel<HostKernel> {
+ public:
+  using CollectiveKernel::CollectiveKernel;
+
+  void compute(const Io& io) override {
+    const Tensor y = io.input(0);
+    const Tensor x = io.input(1);
+    const std::shared_ptr<Request> request = rank_.take(y.data);
+    if (request == nullptr) {
+      if (y.count() != 0) throw std::runtime_error(not_started());
+    } else {
+      waited_shape(collective_, x, request->collective, request->in, request->input);
+    }
+    void* out = io.output(0, y.shape);
+    if (out != nullptr && out != y.data && y.bytes() != 0) std::memcpy(out, y.data, y.bytes());
+    token(io, 1);
+  }
 };
 
 // StartAhead(token, run, X…; op, its attributes) -> token. Each X is the operand of a later node of
 // that collective, in the same memory, which is a state: it takes the result. An AllReduce replaces X.
 // Nothing is started unless `run` is not 0 and data travels while the rank computes.
-class StartAheadKernel : public CollectiveKernel<HostKernel> {
+class StartAheadKernel : public StartKernel {
  public:
-  using CollectiveKernel::CollectiveKernel;
+  using StartKernel::StartKernel;
   ~StartAheadKernel() override {
-    for (const void* in : operands_) rank_.drop_ahead(in);
+    for (const void* in : operands_) rank_.drop(in);
   }
 
   void compute(const Io& io) override {
@@ -73,19 +99,14 @@ class StartAheadKernel : public CollectiveKernel<HostKernel> {
     }
     for (size_t i = 2; i < io.inputs(); ++i) {
       const Tensor x = io.input(i);
-      auto request = std::make_shared<Request>();
-      request->group = &group();
-      request->collective = collective_;
-      request->in = x.data;
-      request->input = x.shape;
-      request->type = x.type;
+      const std::shared_ptr<Request> request = requested(x);
       if (collective_.op == Op::kAllReduce) {
         request->result = const_cast<void*>(x.data);
         request->result_bytes = x.bytes();
       } else {
         request->keep(bytes_of(output_shape(collective_, x.shape), x.type));
       }
-      rank_.start_ahead(std::move(request));
+      rank_.start(x.data, request);
       operands_.push_back(x.data);
     }
   }
@@ -102,33 +123,17 @@ class ForegroundKernel : public CollectiveKernel<HostKernel> {
   void compute(const Io& io) override {
     enter(io);
     const Tensor x = io.input(0);
-    const std::shared_ptr<Request> started = rank_.take_ahead(collective_, x.data);
+    const std::shared_ptr<Request> started = rank_.take(x.data);
     if (started == nullptr) return CollectiveKernel::compute(io);
-    void* out = io.output(0, output_shape(collective_, x.shape));
+    const Shape shape =
+        waited_shape(collective_, x, started->collective, started->in, started->input);
+    void* out = io.output(0, shape);
     if (out != started->result && started->result_bytes != 0) {
       std::memcpy(out, started->result, started->result_bytes);
     }
     group();
     count(x);
     token(io, 1);
-  }
-};
-
-// Wait(handle, X; the attributes of Start) -> Y. X is only an input so that it is not freed before.
-class WaitKernel : public CollectiveKernel<HostKernel> {
- public:
-  using CollectiveKernel::CollectiveKernel;
-
-  void compute(const Io& io) override {
-    const std::vector<int64_t> handle = io.input(0).integers();
-    const std::shared_ptr<Request> request = rank_.wait(handle.at(0), where_);
-    const Tensor x = io.input(1);
-    const Shape shape =
-        waited_shape(collective_, x, request->collective, request->in, request->input);
-    void* out = io.output(0, shape);
-    if (request->result_bytes != 0) {
-      std::memcpy(out, request->result, request->result_bytes);
-    }
   }
 };
 

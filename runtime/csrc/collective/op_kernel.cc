@@ -53,13 +53,12 @@ size_t bytes_of(const Shape& shape, DType type) {
 Shape waited_shape(const Collective& own, const Tensor& x, const Collective& started,
                    const void* in, const Shape& input) {
   if (in != x.data || input != x.shape) {
-    throw std::invalid_argument("its second input is not the tensor that was given to Start");
+    throw std::invalid_argument("its tensor is not the one that was given to " + started.where);
   }
-  const Shape shape = output_shape(own, x.shape);
-  if (shape != output_shape(started, x.shape)) {
+  if (own.signature != started.signature || own.group != started.group) {
     throw std::invalid_argument("its attributes differ from those of " + started.where);
   }
-  return shape;
+  return output_shape(own, x.shape);
 }
 
 }  // namespace onnxpar

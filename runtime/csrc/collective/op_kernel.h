@@ -23,6 +23,10 @@ class RankKernel : public Kernel {
   std::string at(const std::string& where) const {
     return "rank " + std::to_string(rank_.rank()) + ": " + where;
   }
+  // What a Wait says whose first input no Start has made.
+  std::string not_started() const {
+    return describe() + ": its first input is not the result of a Start that still runs";
+  }
   // Whether the node uses its optional last output, the token.
   bool has_output(size_t index) const { return index < outputs_; }
   RankContext& rank_;
@@ -48,9 +52,9 @@ struct Peer {
 // The bytes of a tensor of this type and shape. Throws std::invalid_argument for a negative dim.
 size_t bytes_of(const Shape& shape, DType type);
 
-// The shape of the output of a Wait with these attributes. Throws std::invalid_argument if its tensor
-// is not the input of the Start of `started`, at `in` with the shape `input`, or if Start had other
-// attributes.
+// The shape of the result of a node with these attributes that waits for what `started` began on `in`
+// with the shape `input`. Throws std::invalid_argument if its tensor `x` is another, or the attributes
+// are.
 Shape waited_shape(const Collective& own, const Tensor& x, const Collective& started,
                    const void* in, const Shape& input);
 

@@ -7,10 +7,10 @@ namespace {
 
 Inferred collective_shape(Op op, const ShapeQuery& query) {
   const ShapeAttributes attributes(query.context);
-  SymbolicTensor x = query.input(op == Op::kWait ? 1 : 0);
+  SymbolicTensor x = query.input(0);
   if (x.shape.empty() || query.rank == nullptr) return std::nullopt;
   const Op which =
-      op == Op::kWait ? collective_from_name(attributes.text("op").value_or("")) : op;
+      op == Op::kStart ? collective_from_name(attributes.text("op").value_or("")) : op;
   const Collective c = parse_collective(which, "", attributes, query.rank->size());
   const Shape shape = output_shape(c, x.shape);
   const auto rank = static_cast<int64_t>(shape.size());
@@ -35,7 +35,7 @@ Inferred first_input(const ShapeQuery& query) {
 
 Operator collective(Op op, std::vector<InPort> inputs, std::vector<OutPort> outputs,
                     InPlace pairs = never_in_place) {
-  if ((op <= Op::kPermute || op == Op::kWait) && !outputs[0].infer) {
+  if ((op <= Op::kPermute || op == Op::kStart) && !outputs[0].infer) {
     outputs[0].infer = [op](const ShapeQuery& query) { return collective_shape(op, query); };
   }
   const auto make = [op](const Node& node) {
@@ -48,8 +48,8 @@ Operator collective(Op op, std::vector<InPort> inputs, std::vector<OutPort> outp
 
 }  // namespace
 
-// Tokens on a GPU are never written or read; they only order nodes. The handle between Start and Wait
-// is identified by its address. So neither is ever copied between GPU and host.
+// Tokens on a GPU are never written or read; they only order nodes. So they are never copied between
+// GPU and host.
 const std::vector<Operator>& collective_operators() {
   const InPort x;
   const InPort token{kToken, ort::kOptional};
@@ -66,8 +66,9 @@ const std::vector<Operator>& collective_operators() {
       collective(Op::kRecv, {{kInt64, ort::kRequired, true}, token}, {y, next}),
       collective(Op::kBarrier, {x, {kAny, ort::kVariadic}},
                  {{kAny, ort::kRequired, first_input}}, in_place<0>),
-      collective(Op::kStart, {x, token}, {{kInt64, ort::kRequired, one_element}, next}),
-      collective(Op::kWait, {{kInt64}, x}, {y}),
+      collective(Op::kStart, {x, token}, {y, next}),
+      collective(Op::kWait, {x, x, token}, {{kAny, ort::kOptional, first_input}, next},
+                 in_place<0>),
       collective(Op::kStartAhead,
                  {{kToken}, {kInt64, ort::kRequired, true}, {kAny, ort::kVariadic}},
                  {{kToken, ort::kRequired, one_element}}),

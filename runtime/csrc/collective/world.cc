@@ -32,69 +32,36 @@ void RankContext::open_device(std::unique_ptr<DeviceRank> device) {
   device_ = std::move(device);
 }
 
-int64_t RankContext::start(std::shared_ptr<Request> request) {
-  if (!transport().concurrent()) run(*request, memory_);
+void RankContext::start(const void* key, std::shared_ptr<Request> request) {
+  drop(key);
+  const bool background = background_ && transport().concurrent();
+  if (!background || !transport().overlaps(*request->group)) run(*request, memory_);
   std::lock_guard lock(mutex_);
-  const int64_t number = next_++;
-  requests_[number] = request;
-  if (request->done) return number;
+  requests_[key] = request;
+  if (request->done) return;
   if (stop_) throw failure("its world was closed");
   if (!worker_.joinable()) worker_ = std::thread([this] { work(); });
   queue_.push_back(std::move(request));
   queued_.notify_one();
-  return number;
 }
 
-std::shared_ptr<Request> RankContext::wait(int64_t number, const std::string& where) {
+std::shared_ptr<Request> RankContext::finished(const void* key) {
   std::unique_lock lock(mutex_);
-  const auto found = requests_.find(number);
-  if (found == requests_.end()) {
-    throw failure(where + ": its handle is not one of a Start that still runs");
-  }
-  std::shared_ptr<Request> request = found->second;
+  const auto found = requests_.find(key);
+  if (found == requests_.end()) return nullptr;
+  const std::shared_ptr<Request> request = found->second;
   finished_.wait(lock, [&] { return request->done; });
-  requests_.erase(number);
-  if (!request->error.empty()) throw std::runtime_error(request->error);
+  requests_.erase(key);
   return request;
 }
 
-void RankContext::drain(const std::vector<int64_t>& numbers) {
-  std::unique_lock lock(mutex_);
-  for (int64_t number : numbers) {
-    const auto found = requests_.find(number);
-    if (found == requests_.end()) continue;
-    const std::shared_ptr<Request> request = found->second;
-    finished_.wait(lock, [&] { return request->done; });
-    requests_.erase(number);
-  }
-}
-
-void RankContext::start_ahead(std::shared_ptr<Request> request) {
-  const void* const in = request->in;
-  drop_ahead(in);  // one that nobody took belongs to a step that failed
-  ahead_[in] = start(std::move(request));
-}
-
-void RankContext::drop_ahead(const void* in) {
-  const auto found = ahead_.find(in);
-  if (found == ahead_.end()) return;
-  drain({found->second});
-  ahead_.erase(found);
-}
-
-std::shared_ptr<Request> RankContext::take_ahead(const Collective& collective, const void* in) {
-  const auto found = ahead_.find(in);
-  if (found == ahead_.end()) return nullptr;
-  const int64_t number = found->second;
-  ahead_.erase(found);
-  std::shared_ptr<Request> request = wait(number, collective.where);
-  if (request->collective.signature != collective.signature ||
-      request->collective.group != collective.group) {
-    throw failure(collective.where + ": another collective was started ahead on its operand: " +
-                  request->collective.where);
-  }
+std::shared_ptr<Request> RankContext::take(const void* key) {
+  std::shared_ptr<Request> request = finished(key);
+  if (request != nullptr && !request->error.empty()) throw std::runtime_error(request->error);
   return request;
 }
+
+void RankContext::drop(const void* key) { finished(key); }
 
 void RankContext::run(Request& request, Memory& memory) {
   std::string error;

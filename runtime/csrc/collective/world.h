@@ -18,21 +18,21 @@
 
 namespace onnxpar {
 
-// A collective that runs in the background. The result is in `kept`, because the memory of the output
-// of the node that waits is not known yet; or in the place of the operand.
+// A collective that runs in the background. Its result is where the node that waits expects it, or in
+// `kept`, if the memory of that node's output is not known yet.
 struct Request {
   Collective collective;
   Group* group = nullptr;
   const void* in = nullptr;
+  void* result = nullptr;
+  size_t result_bytes = 0;
   Shape input;
   DType type = DType::kFloat32;
   std::unique_ptr<std::byte[]> kept;
-  void* result = nullptr;
-  size_t result_bytes = 0;
   bool done = false;
   std::string error;
 
-  // Gives it memory for a result of this size.
+  // Gives it memory of its own for a result of this size.
   void keep(size_t bytes) {
     kept.reset(new std::byte[bytes]);
     result = kept.get();
@@ -73,21 +73,19 @@ class RankContext {
   }
   Counter& counter(Op op) { return counters_[static_cast<int>(op)]; }
 
-  // Queues the collective and returns its number. If two threads cannot use the transport at once, it
-  // is carried out immediately.
-  int64_t start(std::shared_ptr<Request> request);
-  // Returns the finished request and forgets it. Throws its error.
-  std::shared_ptr<Request> wait(int64_t number, const std::string& where);
-  // Waits for the requests of `numbers` that still run, so that their inputs may be freed.
-  void drain(const std::vector<int64_t>& numbers);
-
-  // Starts a collective that a later run carries out on the same memory, which outlives both runs.
-  void start_ahead(std::shared_ptr<Request> request);
-  // Waits for what was started ahead on `in` and was not taken, and forgets it.
-  void drop_ahead(const void* in);
-  // The finished request for this collective on `in`, if start_ahead was called for it; else null. It
-  // forgets the request. Throws its error.
-  std::shared_ptr<Request> take_ahead(const Collective& collective, const void* in);
+  // Queues the collective under a key: the address by which the node that waits finds it. If its data
+  // does not travel while the rank computes, or two threads cannot use the transport at once, it is
+  // carried out now. One with the same key that nobody waited for belongs to a run that failed: it is
+  // waited for and forgotten.
+  void start(const void* key, std::shared_ptr<Request> request);
+  // Whether collectives may run in the background; if not, all are carried out when they start. True at
+  // first.
+  void allow_background(bool allowed) { background_ = allowed; }
+  bool background_allowed() const { return background_; }
+  // The finished request of a key; forgets it. Null if there is none. Throws its error.
+  std::shared_ptr<Request> take(const void* key);
+  // Waits for the request of a key, if there is one, and forgets it, so that its memory may be freed.
+  void drop(const void* key);
 
   void abort(const std::string& message);
   void close();
@@ -95,12 +93,15 @@ class RankContext {
  private:
   void work();
   void run(Request& request, Memory& memory);
+  // Waits for the request of a key and forgets it; null if there is none.
+  std::shared_ptr<Request> finished(const void* key);
   std::runtime_error failure(const std::string& what) const;
 
   std::unique_ptr<Transport> transport_;
   const int rank_;
   const int size_;
   std::atomic<bool> closed_{false};
+  std::atomic<bool> background_{true};
   HostMemory memory_;
   std::unique_ptr<DeviceRank> device_;
   Counter counters_[kOps];
@@ -109,9 +110,7 @@ class RankContext {
   std::condition_variable queued_;
   std::condition_variable finished_;
   std::deque<std::shared_ptr<Request>> queue_;
-  std::map<int64_t, std::shared_ptr<Request>> requests_;
-  std::map<const void*, int64_t> ahead_;  // by the operand; only the rank's main thread uses it
-  int64_t next_ = 1;
+  std::map<const void*, std::shared_ptr<Request>> requests_;
   bool stop_ = false;
   std::thread worker_;
 };

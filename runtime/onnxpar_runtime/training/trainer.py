@@ -121,6 +121,7 @@ class Trainer(Closing):
         self.training: Training = self.manifest.trained()
         self.loss_scale: LossScale = chosen_scale(loss_scale, self.training.compute)
         self._own_world, self.rank = own_rank(self.manifest, rank)
+        self.rank.allow_background(overlap)
         loader = Loader(self.rank, device, ort_options, custom_ops, measured)
         loaded = Programs(self.manifest, loader)
         if self.training.compute == "bfloat16" and loader.device is Device.CPU:

@@ -117,14 +117,14 @@ def test_background_and_foreground_do_not_meet(team: Team) -> None:
     team.run(act)
 
 
-def test_a_handle_is_good_for_one_wait(team: Team) -> None:
+def test_a_result_is_waited_for_once(team: Team) -> None:
     text = """g (float[n] x) => (float[n] y, float[n] z) {
         h, t = onnxpar.Start <op="AllReduce"> (x)
         y = onnxpar.Wait <op="AllReduce"> (h, x)
         z = onnxpar.Wait <op="AllReduce"> (h, x) }"""
 
     def act(rank: Rank) -> None:
-        with pytest.raises(Exception, match=f"rank {rank.index}: Wait .*handle"):
+        with pytest.raises(Exception, match=f"rank {rank.index}: Wait .*not the result of a Start"):
             run_text(rank, text, x=np.ones(3, np.float32))
 
     team.run(act)

@@ -1,0 +1,314 @@
+"""Runs collectives of a program in the background of what stands between operand and first reader.
+
+A collective becomes two nodes. Start stands where the operand is there, and Wait before the first
+reader. Between them, the nodes compute that do not need the result: the gradient of a weight while
+the cotangent is reduced, or the layer before while the parameters of the next are gathered
+(optimizer parallel, level 3: Rajbhandari et al., 2020; PyTorch FSDP: Zhao et al., VLDB 2023).
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import onnx_ir as ir
+
+from onnxpar.core.symbols import Dim
+from onnxpar.graph.body_captures import read_by
+from onnxpar.graph.builder import DOMAIN
+from onnxpar.graph.local_builder import LocalBuilder
+from onnxpar.partition.partitioned_model import PartitionedModel
+from onnxpar.partition.program_memory import node_bytes, value_bytes
+
+_LARGE = 4096
+"""Elements of a node's result from which computing it may hide something."""
+_META = ("atoms", "pairs", "stages", "root")
+
+
+def run_in_background(program: PartitionedModel, sizes: Mapping[str, int]) -> None:
+    """Replaces collectives by Start and Wait where something is computed in between.
+
+    The nodes of the program are changed in place. Operand and result are in memory from Start to
+    Wait. A collective stays as it is if that would raise the peak of the program's memory.
+
+    Args:
+        program: The program.
+        sizes: Sizes of symbols, for the memory of values; the others have the size
+            `Symbol.typical`.
+    """
+    _Pass(program, program.builder, {p.local for p in program.parameters if p.fed}, sizes).run()
+
+
+@dataclass(frozen=True)
+class _Gather:
+    """A gather of a parameter.
+
+    Attributes:
+        node: The AllGather.
+        index: Its index among the nodes.
+        shard: What it gathers, without the Barrier that delays it.
+        after: The other operands of its reader, for which the Barrier waits.
+    """
+
+    node: ir.Node
+    index: int
+    shard: ir.Value
+    after: tuple[ir.Value, ...]
+
+
+@dataclass
+class _Pass:
+    """The pass over one program.
+
+    Attributes:
+        program: The program.
+        builder: Its builder.
+        fed: The trained parameters.
+        sizes: Sizes of symbols.
+    """
+
+    program: PartitionedModel
+    builder: LocalBuilder
+    fed: set[ir.Value]
+    sizes: Mapping[str, int]
+    _before: dict[int, list[ir.Node]] = field(default_factory=dict)
+    _removed: set[ir.Node] = field(default_factory=set)
+    _gates: set[ir.Node] = field(default_factory=set)
+
+    def run(self) -> None:
+        """Changes the program."""
+        builder = self.builder
+        self._nodes = list(builder.nodes)
+        self._bytes = node_bytes(self.program, self.sizes)
+        self._peak = max(self._bytes, default=0)
+        self._made = {v: i for i, node in enumerate(self._nodes) for v in node.outputs}
+        self._readers: dict[ir.Value, list[int]] = {}
+        for index, node in enumerate(self._nodes):
+            for value in read_by(node):
+                self._readers.setdefault(value, []).append(index)
+        self._collectives = {c.node for c in builder.collectives if not c.stages}
+        gathers, unread = [], []
+        for index, node in enumerate(self._nodes):
+            if node.name not in self._collectives or node.domain != DOMAIN:
+                continue
+            gather = self._gather(node, index)
+            first = min(self._readers.get(node.outputs[0], ()), default=None)
+            if gather is not None:
+                gathers.append(gather)
+            elif first is None:
+                unread.append((node, index))
+            else:
+                self._move(node, index, first)
+        self._prefetch(gathers)
+        self._delay(unread)
+        moved = [n for nodes in self._before.values() for n in nodes]
+        if moved:
+            inside = set(moved) | self._removed
+            builder.nodes = [
+                node
+                for index in range(len(self._nodes) + 1)
+                for node in (
+                    *self._before.get(index, ()),
+                    *(n for n in self._nodes[index : index + 1] if n not in inside),
+                )
+            ]
+        self._chain()
+
+    # -- what may move ---------------------------------------------------------------------------
+
+    def _gather(self, node: ir.Node, index: int) -> _Gather | None:
+        """Returns a node as the gather of a parameter for one reader, if it is one."""
+        operand = node.inputs[0]
+        if operand is None or not self._is_gather(node):
+            return None
+        barrier = operand.producer()
+        if operand in self.fed:
+            return _Gather(node, index, operand, ())
+        if barrier is None or barrier.domain != DOMAIN or self._readers.get(operand) != [index]:
+            return None
+        shard, *after = barrier.inputs
+        if not after or shard is None or not self._is_parameter(shard):
+            return None
+        return _Gather(node, index, shard, tuple(v for v in after if v is not None))
+
+    def _is_gather(self, node: ir.Node) -> bool:
+        return any(c.node == node.name and c.op == "AllGather" for c in self.builder.collectives)
+
+    def _is_parameter(self, value: ir.Value) -> bool:
+        """Whether a value is a trained parameter, or computed from nothing else."""
+        maker = value.producer()
+        if value in self.fed or maker is None:
+            return value in self.fed
+        return any(v in self.fed for v in maker.inputs) and all(
+            v is None or v in self.fed or v.is_initializer() or v.const_value is not None
+            for v in maker.inputs
+        )
+
+    def _computes(self, nodes: Iterable[ir.Node]) -> bool:
+        """Whether some of the nodes compute enough to hide something."""
+        table, shapes = self.builder.table, self.builder.shapes
+
+        def size(shape: Sequence[Dim]) -> int:
+            total = 1
+            for dim in shape:
+                total *= table.typical(dim)
+            return total
+
+        return any(
+            size(shapes.get(node.outputs[0], ())) >= _LARGE
+            for node in nodes
+            if node.domain != DOMAIN or node.name not in self._collectives
+        )
+
+    def _fits(self, values: Sequence[ir.Value | None], begin: int, end: int) -> bool:
+        """Whether values may be in memory from one node to another; if so, they are counted."""
+        more = sum(value_bytes(self.program, v, self.sizes) for v in values if v is not None)
+        if any(held + more > self._peak for held in self._bytes[begin:end]):
+            return False
+        for index in range(begin, min(end, len(self._bytes))):
+            self._bytes[index] += more
+        return True
+
+    # -- moving ----------------------------------------------------------------------------------
+
+    def _move(self, node: ir.Node, index: int, first: int) -> None:
+        """Starts a collective behind its operand, and waits before its first reader."""
+        x, y = node.inputs[0], node.outputs[0]
+        begin = self._made.get(x, -1) + 1 if x is not None else 0
+        between = [n for n in self._nodes[begin:first] if n is not node]
+        if not begin or not self._computes(between) or not self._fits([x, y], begin, first):
+            return
+        self._put(begin, node)
+        (wait,) = self._wait(node, ())
+        self._put(first, wait)
+        # The result may be the operand of another collective.
+        self._made[wait.outputs[0]] = first - 1
+        self._readers[wait.outputs[0]] = self._readers[y]
+
+    def _prefetch(self, gathers: Sequence[_Gather]) -> None:
+        """Starts each gather before the wait for the one before it."""
+        for before, gather in pairwise(gathers):
+            begin = max(before.index, self._made.get(gather.shard, -1) + 1)
+            between = self._nodes[begin : gather.index]
+            y = gather.node.outputs[0]
+            if not self._computes(between) or not self._fits([y], begin, gather.index):
+                continue
+            barrier = gather.node.inputs[0]
+            if barrier is not gather.shard and barrier is not None:
+                self._removed.update(n for n in [barrier.producer()] if n is not None)
+            gate = [self._gate(before.after)] if before.after else []
+            gather.node.replace_input_with(0, gather.shard)
+            # Before the wait for the gather before it, so that the link is never idle.
+            self._before.setdefault(begin, [])[:0] = [*gate, gather.node]
+            self._put(gather.index, *self._wait(gather.node, gather.after))
+
+    def _delay(self, unread: Sequence[tuple[ir.Node, int]]) -> None:
+        """Waits for what only the program's end reads behind the start of the next such one."""
+        ends = [*(index for _, index in unread[1:]), len(self._nodes)]
+        for (node, _), end in zip(unread, ends, strict=False):
+            x = node.inputs[0]
+            begin = self._made.get(x, -1) + 1 if x is not None else 0
+            if (
+                not begin
+                or not self._computes(self._nodes[begin:end])
+                or not self._fits([x], begin, end)
+            ):
+                continue
+            self._put(begin, node)
+            self._put(end, *self._wait(node, (), read=False))
+
+    def _put(self, index: int, *nodes: ir.Node) -> None:
+        self._before.setdefault(index, []).extend(nodes)
+
+    # -- nodes -----------------------------------------------------------------------------------
+
+    def _emit(self, op_type: str, operands: Sequence[ir.Value], scope: ir.Node) -> ir.Node:
+        """Returns a new node with a token as its only result."""
+        builder, kept = self.builder, self.builder.nodes
+        builder.nodes = []
+        builder.ops(
+            op_type,
+            operands,
+            [(ir.DataType.UINT8, [1])],
+            domain=DOMAIN,
+            name=f"{scope.name}/{op_type}",
+        )
+        (made,) = builder.nodes
+        builder.nodes = kept
+        return made
+
+    def _gate(self, after: Sequence[ir.Value]) -> ir.Node:
+        """Returns a Barrier on the chain of tokens; `_chain` gives it its first operand."""
+        scope = after[0].producer()
+        assert scope is not None
+        gate = self._emit("Barrier", [self._first_token(), *after], scope)
+        self._gates.add(gate)
+        return gate
+
+    def _first_token(self) -> ir.Value:
+        return self.builder.const([0], ir.DataType.UINT8)
+
+    def _wait(
+        self, node: ir.Node, after: Sequence[ir.Value], *, read: bool = True
+    ) -> list[ir.Node]:
+        """Makes a collective a Start, and returns its Wait with what delays it.
+
+        Args:
+            node: The collective.
+            after: Values that are computed before the Wait.
+            read: Whether other nodes read the result, which they then take from the Wait.
+        """
+        y, token, x = node.outputs[0], node.outputs[1], node.inputs[0]
+        assert x is not None
+        made = []
+        if after:
+            gate = self._emit("Barrier", [token, *after], node)
+            made.append(gate)
+            token = gate.outputs[0]
+        attributes = [a for n, a in node.attributes.items() if n not in ("group", "pairs", "root")]
+        op = ir.AttrString("op", node.op_type)
+        node.op_type = "Start"
+        node.attributes["op"] = op
+        result = ir.Value(
+            name=self.builder.fresh(f"{node.name}/Wait") if read else "", type=y.type, shape=y.shape
+        )
+        wait = ir.Node(
+            DOMAIN,
+            "Wait",
+            [y, x, token],
+            [op, *attributes],
+            outputs=[result, ir.Value(name=self.builder.fresh(f"{node.name}/Wait/token"))],
+            name=self.builder.node_names.fresh(f"{node.name}/Wait"),
+        )
+        wait.outputs[1].type = ir.TensorType(ir.DataType.UINT8)
+        wait.outputs[1].shape = ir.Shape([1])
+        wait.meta.update({key: node.meta[key] for key in _META if key in node.meta})
+        wait.metadata_props["input_names"] = str(["Y", "X", "token"])
+        if read:
+            for index in self._readers[y]:
+                reader = self._nodes[index]
+                for place, value in enumerate(reader.inputs):
+                    if value is y:
+                        reader.replace_input_with(place, result)
+            if y in self.builder.shapes:
+                self.builder.note_shape(result, self.builder.shapes[y])
+        return [*made, wait]
+
+    def _chain(self) -> None:
+        """Chains collectives anew, in the order in which they now stand."""
+        token: ir.Value | None = None
+        kept = []
+        for node in self.builder.nodes:
+            if node in self._gates or node.op_type == "StartAhead":
+                if token is None and node in self._gates:
+                    continue
+                node.replace_input_with(0, token or self._first_token())
+                token = node.outputs[0]
+            elif node.name in self._collectives and node.domain == DOMAIN:
+                node.resize_inputs(1 if token is None else 2)
+                if token is not None:
+                    node.replace_input_with(1, token)
+                names = ["X"] if token is None else ["X", "token"]
+                node.metadata_props["input_names"] = str(names)
+                token = node.outputs[1]
+            kept.append(node)
+        self.builder.nodes = kept

@@ -1,0 +1,111 @@
+"""What runs in the background: readers wait, one order of collectives, no more memory."""
+
+from pathlib import Path
+
+import onnx
+import onnx_ir as ir
+import pytest
+import transformer
+
+from onnxpar.api.shard_model import shard_model
+from onnxpar.autodiff.append_loss import parse_loss
+from onnxpar.autodiff.optimizer import parse_optimizer
+from onnxpar.autodiff.training_program import TrainingSpec
+from onnxpar.stages import partition_training
+from onnxpar_runtime.manifest import Manifest
+
+SPEC = TrainingSpec(parse_loss("softmax_cross_entropy"), parse_optimizer("adamw"))
+CHAINED = ("AllReduce", "AllGather", "ReduceScatter", "AllToAll", "Permute", "Start")
+
+
+def sharded(folder: Path, strategy: str, level: int) -> Path:
+    """A directory for training of a small transformer."""
+    path = folder / "model.onnx"
+    ir.save(transformer.build(layers=2, max_positions=16), path)
+    out = folder / "out"
+    shard_model(path, strategy, out, training=SPEC, optimizer_parallel=level)
+    return out
+
+
+def nodes_of(directory: Path, program: str = "training_model") -> list[onnx.NodeProto]:
+    """The nodes of rank 0's graph."""
+    path = directory / f"rank0000.{program}.onnx"
+    return list(onnx.load(path, load_external_data=False).graph.node)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "level", "background"),
+    [
+        ("dp=2", 0, {"StartAhead"}),
+        ("dp=2", 1, {"StartAhead"}),
+        ("dp=2", 2, {"StartAhead", "ReduceScatter"}),
+        ("dp=2", 3, {"StartAhead", "ReduceScatter", "AllGather"}),
+        ("tp=2", 0, {"AllReduce"}),
+        ("dp=2,tp=2", 3, {"StartAhead", "AllReduce"}),
+    ],
+)
+def test_every_reader_waits(
+    tmp_path: Path, strategy: str, level: int, background: set[str]
+) -> None:
+    nodes = nodes_of(sharded(tmp_path, strategy, level))
+    started: dict[str, onnx.NodeProto] = {}
+    kinds = {node.op_type for node in nodes if node.op_type == "StartAhead"}
+    token = None
+    # Barriers on the chain, which make a Start wait for the reader before.
+    gates = {n.input[1] for n in nodes if n.op_type in CHAINED and len(n.input) > 1}
+    for node in nodes:
+        attributes = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
+        if node.op_type == "Wait":
+            start = started.pop(node.input[0])
+            assert node.input[1] == start.input[0]
+            same = {a.name: onnx.helper.get_attribute_value(a) for a in start.attribute}
+            assert same == attributes
+            continue
+        assert not set(node.input) & set(started), f"{node.name} does not wait"
+        if node.op_type == "Start":
+            started[node.output[0]] = node
+            kinds.add(attributes["op"].decode())
+        # All of them are in one chain, which is the order of their execution.
+        if node.op_type in CHAINED:
+            assert list(node.input[1:]) == ([] if token is None else [token])
+            token = node.output[1]
+        elif node.op_type == "StartAhead" or node.output[0] in gates:
+            assert token is None or node.input[0] == token
+            token = node.output[0]
+    assert not started
+    assert kinds >= background
+
+
+@pytest.mark.parametrize(("strategy", "level"), [("dp=2", 3), ("tp=2", 0), ("dp=2,tp=2", 2)])
+def test_the_peak_of_memory_is_that_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: str, level: int
+) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    path = tmp_path / "model.onnx"
+    ir.save(transformer.build(layers=2, max_positions=16), path)
+
+    def peak(out: str) -> int:
+        summary = shard_model(
+            path, strategy, tmp_path / out / "files", training=SPEC, optimizer_parallel=level
+        )
+        assert summary.training is not None
+        program = next(p for p in summary.training.programs if p.program == "training_model")
+        return partition_training.program_memory(program).values
+
+    with_background = peak("a")
+    monkeypatch.setattr(partition_training, "run_in_background", lambda *_: None)
+    assert with_background <= peak("b")
+
+
+def test_what_starts_ahead_is_in_the_manifest(tmp_path: Path) -> None:
+    out = sharded(tmp_path, "dp=2", 0)
+    manifest = Manifest.load(out)
+    started = {c.value for c in manifest.program("optimizer_model").collectives if c.started_in}
+    operands = {
+        name for node in nodes_of(out) if node.op_type == "StartAhead" for name in node.input[2:]
+    }
+    assert started == operands
+    assert started == {f"onnxpar.grad.{n}" for n in manifest.parameters}
+    collectives = manifest.program("optimizer_model").collectives
+    assert {c.started_in for c in collectives} == {"training_model"}
