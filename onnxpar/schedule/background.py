@@ -18,6 +18,7 @@ from onnxpar.graph.builder import DOMAIN
 from onnxpar.graph.local_builder import LocalBuilder
 from onnxpar.partition.partitioned_model import PartitionedModel
 from onnxpar.partition.program_memory import node_bytes, value_bytes
+from onnxpar.schedule.start_ahead import AHEAD
 
 _LARGE = 4096
 """Elements of a node's result from which computing it may hide something."""
@@ -298,7 +299,7 @@ class _Pass:
         token: ir.Value | None = None
         kept = []
         for node in self.builder.nodes:
-            if node in self._gates or node.op_type == "StartAhead":
+            if node in self._gates or AHEAD in node.meta:
                 if token is None and node in self._gates:
                     continue
                 node.replace_input_with(0, token or self._first_token())

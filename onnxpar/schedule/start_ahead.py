@@ -23,6 +23,8 @@ from onnxpar.graph.builder import DOMAIN
 from onnxpar.graph.local_builder import START_AHEAD, Collective
 from onnxpar.partition.partitioned_model import PartitionedModel
 
+AHEAD = "ahead"
+"""Key in the `meta` of the nodes that this module writes."""
 _IN_PLACE = "AllReduce"
 _REDUCTIONS = (_IN_PLACE, "ReduceScatter")
 _PER_LATENCY = 32
@@ -96,6 +98,7 @@ def start_ahead(
         )
         (made,) = builder.nodes
         made.meta.update({key: first.meta[key] for key in ("atoms", "pairs", "stages")})
+        made.meta[AHEAD] = True
         behind.setdefault(bucket[-1].position, []).append(made)
         started |= {g.reduction.name or "" for g in bucket}
     builder.nodes = [

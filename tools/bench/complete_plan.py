@@ -7,8 +7,8 @@
 Prints the seconds of the processor that `plan` takes, and for its plan and the configuration beside
 it the seconds of a step and the bytes of a device, priced by the same cost model. On another number
 of devices than its file's, the configuration has a longer axis `dp`. Each of its data ranks has one
-sample of a micro-batch, or `--samples`. Models without weights: `models/transformer.py --no-weights` and
-`tools/bench/large_models.py`.
+sample of a micro-batch, or `--samples`. Models without weights: `models/transformer.py
+--no-weights` and `tools/bench/large_models.py`.
 """
 
 import argparse
