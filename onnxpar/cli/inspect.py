@@ -160,7 +160,7 @@ def show_directory(report: Json, console: Console) -> None:
         groups = " ".join("{" + ",".join(map(str, group)) + "}" for group in item["groups"])
         _row(
             collectives, item["op"], item["value"], item["over"], groups, str(item["bytes"]),
-            item["reason"],
+            item["reason"] + (f"; in the background of {item['behind']}" if item["behind"] else ""),
         )  # fmt: skip
     if report["collectives"]:
         console.print(collectives)

@@ -208,7 +208,11 @@ def _program(pm: PartitionedModel, graphs: Sequence[str | None]) -> ProgramEntry
         system_inputs=tuple(_system_input(name) for name in scalars),
         collectives=tuple(
             CollectiveEntry(
-                **{**vars(c), "bytes": count_str(c.bytes), "started_in": c.started_in or None}
+                **{
+                    **{name: value for name, value in vars(c).items() if name != "behind"},
+                    "bytes": count_str(c.bytes),
+                    "started_in": c.started_in or None,
+                }
             )
             for c in pm.builder.collectives
         ),

@@ -58,6 +58,7 @@ class Collective:
         stages: For groups across pipeline stages: the stages; a group is the ranks at one place on
             their meshes. Empty for groups within a stage.
         started_in: The program that starts it in the background, before this one; "" for none.
+        behind: What is computed while it runs in the background, for people; "" in the foreground.
     """
 
     op: str
@@ -70,6 +71,7 @@ class Collective:
     after: str
     stages: tuple[int, ...] = ()
     started_in: str = ""
+    behind: str = ""
 
 
 @dataclass

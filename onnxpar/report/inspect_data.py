@@ -170,6 +170,7 @@ class _Texts:
             "reason": collective.reason,
             "before": collective.before,
             "after": collective.after,
+            "behind": collective.behind or None,
         }
 
     def conflict(self, conflict: Conflict) -> Json:

@@ -6,9 +6,10 @@ the cotangent is reduced, or the layer before while the parameters of the next a
 (optimizer parallel, level 3: Rajbhandari et al., 2020; PyTorch FSDP: Zhao et al., VLDB 2023).
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from math import prod
 
 import onnx_ir as ir
 
@@ -144,21 +145,21 @@ class _Pass:
             for v in maker.inputs
         )
 
-    def _computes(self, nodes: Iterable[ir.Node]) -> bool:
-        """Whether some of the nodes compute enough to hide something."""
+    def _behind(self, begin: int, end: int) -> str:
+        """Returns what the nodes in a range compute, for people; "" if it hides nothing."""
         table, shapes = self.builder.table, self.builder.shapes
 
         def size(shape: Sequence[Dim]) -> int:
-            total = 1
-            for dim in shape:
-                total *= table.typical(dim)
-            return total
+            return prod(table.typical(dim) for dim in shape)
 
-        return any(
-            size(shapes.get(node.outputs[0], ())) >= _LARGE
-            for node in nodes
-            if node.domain != DOMAIN or node.name not in self._collectives
-        )
+        names = [
+            node.name
+            for node in self._nodes[begin:end]
+            if (node.domain != DOMAIN or node.name not in self._collectives)
+            and size(shapes.get(node.outputs[0], ())) >= _LARGE
+        ]
+        ends = dict.fromkeys(str(name) for name in (*names[:1], *names[-1:]))
+        return " to ".join(ends)
 
     def _fits(self, values: Sequence[ir.Value | None], begin: int, end: int) -> bool:
         """Whether values may be in memory from one node to another; if so, they are counted."""
@@ -175,11 +176,11 @@ class _Pass:
         """Starts a collective behind its operand, and waits before its first reader."""
         x, y = node.inputs[0], node.outputs[0]
         begin = self._made.get(x, -1) + 1 if x is not None else 0
-        between = [n for n in self._nodes[begin:first] if n is not node]
-        if not begin or not self._computes(between) or not self._fits([x, y], begin, first):
+        behind = self._behind(begin, first)
+        if not begin or not behind or not self._fits([x, y], begin, first):
             return
         self._put(begin, node)
-        (wait,) = self._wait(node, ())
+        (wait,) = self._wait(node, (), behind)
         self._put(first, wait)
         # The result may be the operand of another collective.
         self._made[wait.outputs[0]] = first - 1
@@ -189,18 +190,19 @@ class _Pass:
         """Starts each gather before the wait for the one before it."""
         for before, gather in pairwise(gathers):
             begin = max(before.index, self._made.get(gather.shard, -1) + 1)
-            between = self._nodes[begin : gather.index]
-            y = gather.node.outputs[0]
-            if not self._computes(between) or not self._fits([y], begin, gather.index):
+            operand, y = gather.node.inputs[0], gather.node.outputs[0]
+            # The Barrier, if there is one, stands before the gather and is removed.
+            end = self._made.get(operand, gather.index) if operand is not None else gather.index
+            behind = self._behind(begin, end)
+            if not behind or not self._fits([y], begin, gather.index):
                 continue
-            barrier = gather.node.inputs[0]
-            if barrier is not gather.shard and barrier is not None:
-                self._removed.update(n for n in [barrier.producer()] if n is not None)
+            if operand is not gather.shard and operand is not None:
+                self._removed.update(n for n in [operand.producer()] if n is not None)
             gate = [self._gate(before.after)] if before.after else []
             gather.node.replace_input_with(0, gather.shard)
             # Before the wait for the gather before it, so that the link is never idle.
             self._before.setdefault(begin, [])[:0] = [*gate, gather.node]
-            self._put(gather.index, *self._wait(gather.node, gather.after))
+            self._put(gather.index, *self._wait(gather.node, gather.after, behind))
 
     def _delay(self, unread: Sequence[tuple[ir.Node, int]]) -> None:
         """Waits for what only the program's end reads behind the start of the next such one."""
@@ -208,14 +210,11 @@ class _Pass:
         for (node, _), end in zip(unread, ends, strict=False):
             x = node.inputs[0]
             begin = self._made.get(x, -1) + 1 if x is not None else 0
-            if (
-                not begin
-                or not self._computes(self._nodes[begin:end])
-                or not self._fits([x], begin, end)
-            ):
+            behind = self._behind(begin, end)
+            if not begin or not behind or not self._fits([x], begin, end):
                 continue
             self._put(begin, node)
-            self._put(end, *self._wait(node, (), read=False))
+            self._put(end, *self._wait(node, (), behind, read=False))
 
     def _put(self, index: int, *nodes: ir.Node) -> None:
         self._before.setdefault(index, []).extend(nodes)
@@ -249,13 +248,14 @@ class _Pass:
         return self.builder.const([0], ir.DataType.UINT8)
 
     def _wait(
-        self, node: ir.Node, after: Sequence[ir.Value], *, read: bool = True
+        self, node: ir.Node, after: Sequence[ir.Value], behind: str, *, read: bool = True
     ) -> list[ir.Node]:
         """Makes a collective a Start, and returns its Wait with what delays it.
 
         Args:
             node: The collective.
             after: Values that are computed before the Wait.
+            behind: What is computed meanwhile.
             read: Whether other nodes read the result, which they then take from the Wait.
         """
         y, token, x = node.outputs[0], node.outputs[1], node.inputs[0]
@@ -267,6 +267,8 @@ class _Pass:
             token = gate.outputs[0]
         attributes = [a for n, a in node.attributes.items() if n not in ("group", "pairs", "root")]
         op = ir.AttrString("op", node.op_type)
+        known = self.builder.collectives
+        known[:] = [replace(c, behind=behind) if c.node == node.name else c for c in known]
         node.op_type = "Start"
         node.attributes["op"] = op
         result = ir.Value(

@@ -71,7 +71,7 @@ def start_ahead(
         return training, optimizer
     builder, mesh = training.builder, training.plan.mesh
     nodes = list(builder.nodes)
-    started: set[str] = set()
+    started: dict[str, str] = {}
     behind: dict[int, list[ir.Node]] = {}
     token = builder.const([0], ir.DataType.UINT8)
     buckets = _buckets(found, lambda g: machine.link(mesh, g.reduction.meta["atoms"]))
@@ -100,13 +100,14 @@ def start_ahead(
         made.meta.update({key: first.meta[key] for key in ("atoms", "pairs", "stages")})
         made.meta[AHEAD] = True
         behind.setdefault(bucket[-1].position, []).append(made)
-        started |= {g.reduction.name or "" for g in bucket}
+        last = f"the nodes of {training.program} after {nodes[bucket[-1].position].name}"
+        started |= {g.reduction.name or "": last for g in bucket}
     builder.nodes = [
         node for index, own in enumerate(nodes) for node in (own, *behind.get(index, ()))
     ]
     later = optimizer.builder
     later.collectives = [
-        replace(c, started_in=training.program) if c.node in started else c
+        replace(c, started_in=training.program, behind=started[c.node]) if c.node in started else c
         for c in later.collectives
     ]
     return training, optimizer

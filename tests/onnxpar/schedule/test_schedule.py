@@ -109,3 +109,21 @@ def test_what_starts_ahead_is_in_the_manifest(tmp_path: Path) -> None:
     assert started == {f"onnxpar.grad.{n}" for n in manifest.parameters}
     collectives = manifest.program("optimizer_model").collectives
     assert {c.started_in for c in collectives} == {"training_model"}
+
+
+def test_it_is_said_what_hides_a_collective(tmp_path: Path) -> None:
+    path = tmp_path / "model.onnx"
+    ir.save(transformer.build(layers=2, max_positions=16), path)
+    summary = shard_model(path, "dp=2", tmp_path / "out", training=SPEC, optimizer_parallel=3)
+    assert summary.training is not None
+    programs = {p.program: p.builder.collectives for p in summary.training.programs}
+    gather = next(
+        c
+        for c in programs["training_model"]
+        if c.op == "AllGather" and c.value == "layer1.mlp.fc1.weight"
+    )
+    # The weights of attention are too small to be sharded, so that the gather before is fc2's.
+    assert gather.behind == "/layer0/mlp/fc2/MatMul to /layer1/ln2/LayerNormalization"
+    ahead = {c.behind for c in programs["optimizer_model"] if c.started_in}
+    assert all(text.startswith("the nodes of training_model after ") for text in ahead)
+    assert ahead
