@@ -55,7 +55,8 @@ def data(kind, count, rank=me):
 
 # Elements of a member's block: around those of one message, and of all that are under way at once.
 PIECE = 8192  # float32 in 32 KiB
-BLOCKS = [0, 1, 5, PIECE // (size - 1) + 1, PIECE - 1, PIECE, PIECE + 1, 16 * PIECE, 17 * PIECE + 3]
+ALL = max(16, 128 // (size - 1)) * PIECE
+BLOCKS = [0, 1, 5, PIECE // (size - 1) + 1, PIECE - 1, PIECE, PIECE + 1, ALL, ALL + PIECE + 3]
 """
 
 VALUES = """

@@ -13,7 +13,10 @@ constexpr size_t kSmall = size_t{32} << 10;  // bytes of data in a first message
 // Bytes of data in a later message at most. MPI sends messages of this size without asking the receiver
 // first, and takes all of one with few looks.
 constexpr size_t kPiece = size_t{32} << 10;
-constexpr size_t kWindow = 16;               // pieces under way at once
+// Pieces under way at once, in all and at least to each member. The link stays in use if a thread comes
+// to look late by the time of so many, as on a machine with more work than cores.
+constexpr size_t kWindow = 128;
+constexpr size_t kLeastWindow = 16;
 constexpr size_t kParts = size_t{8} << 20;   // bytes of a reduction's pieces under way at most
 constexpr size_t kCopy = size_t{64} << 10;   // bytes copied between two looks
 constexpr size_t kText = 512;                // the text of a call on which the members differ
@@ -112,8 +115,9 @@ MessageGroup::MessageGroup(MPI_Comm comm, Clock::duration busy) : comm_(comm), f
   check(MPI_Comm_rank(comm, &index_), "MPI_Comm_rank");
   check(MPI_Comm_size(comm, &members_), "MPI_Comm_size");
   const size_t members = static_cast<size_t>(members_);
+  window_ = std::max(kLeastWindow, kWindow / std::max<size_t>(1, members - 1));
   // A whole number of cache lines' elements, so that members' shares of a piece are no larger.
-  piece_ = std::min(kPiece, kParts / kWindow / members / 512 * 512);
+  piece_ = std::min(kPiece, kParts / window_ / members / 512 * 512);
   piece_ = std::max<size_t>(piece_, 512);
   own_.resize(members * kFirst);
   theirs_.resize(members * kFirst);
@@ -175,7 +179,7 @@ void MessageGroup::send(const std::byte* from, size_t bytes, int peer, size_t pi
   const size_t begin = piece * piece_;
   if (begin >= bytes) return;
   flow_.send(from + begin, std::min(piece_, bytes - begin), peer, part_tag(piece),
-             [=] { send(from, bytes, peer, piece + kWindow); });
+             [=] { send(from, bytes, peer, piece + window_); });
 }
 
 void MessageGroup::receive(std::byte* to, size_t bytes, int peer, size_t piece,
@@ -184,7 +188,7 @@ void MessageGroup::receive(std::byte* to, size_t bytes, int peer, size_t piece,
   if (begin >= bytes) return;
   flow_.receive(to + begin, std::min(piece_, bytes - begin), peer, part_tag(piece), [=] {
     if (then) then(piece);
-    receive(to, bytes, peer, piece + kWindow, then);
+    receive(to, bytes, peer, piece + window_, then);
   });
 }
 
@@ -193,7 +197,7 @@ void MessageGroup::exchange(const Call& call, size_t bytes, const Blocks& blocks
   // The first part comes with the first messages.
   const size_t small = std::min(bytes, kSmall);
   meet(call, small, blocks);
-  for (size_t piece = 0; piece < kWindow; ++piece) {
+  for (size_t piece = 0; piece < window_; ++piece) {
     others([&](int m) {
       if (std::byte* place = places(m)) receive(place + small, bytes - small, m, piece);
     });
@@ -222,7 +226,7 @@ void MessageGroup::reduce_first(const std::byte* own, void* out, size_t count, D
 void MessageGroup::reduce(size_t pieces, const Parts& parts, const std::byte* from, std::byte* to,
                           size_t origin, bool gather, DType type, Reduction reduction) {
   const size_t item = dtype_size(type);
-  const size_t window = std::min(kWindow, pieces);
+  const size_t window = std::min(window_, pieces);
   const size_t members = static_cast<size_t>(members_);
   parts_.resize(std::max(parts_.size(), window * members * piece_));
   const auto part = [&](size_t piece, int m) {
@@ -364,7 +368,7 @@ void MessageGroup::broadcast(const Call& call, const void* in, void* out, size_t
       flow_.send(to + begin, std::min(piece_, mine.end - begin), m, part_tag(piece));
     });
   };
-  for (size_t piece = 0; piece < kWindow; ++piece) {
+  for (size_t piece = 0; piece < window_; ++piece) {
     others([&](int m) {
       const Range theirs = share(m);
       if (index_ == root) {

@@ -106,7 +106,7 @@ class MessageGroup {
 
   // Sends the block for each member, and receives each member's at its place; null is none.
   void exchange(const Call& call, size_t bytes, const Blocks& blocks, const Places& places);
-  // Sends this and every kWindow-th further piece of a block, one after the other.
+  // Sends this and every window_-th further piece of a block, one after the other.
   void send(const std::byte* from, size_t bytes, int peer, size_t piece);
   // Calls then(piece), if there is one, for each that has come.
   void receive(std::byte* to, size_t bytes, int peer, size_t piece,
@@ -122,7 +122,8 @@ class MessageGroup {
   const MPI_Comm comm_;
   int index_ = 0;
   int members_ = 0;
-  size_t piece_ = 0;  // bytes in one message
+  size_t piece_ = 0;   // bytes in one message
+  size_t window_ = 0;  // pieces under way at once, for each other member
   Flow flow_;
   std::vector<std::byte> own_;     // first messages that this member sends, by receiver
   std::vector<std::byte> theirs_;  // those that it receives, by sender
