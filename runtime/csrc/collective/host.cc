@@ -27,19 +27,19 @@ class StartKernel : public CollectiveKernel<HostKernel> {
  public:
   using CollectiveKernel::CollectiveKernel;
   // After a run that failed before its Wait.
-  ~StartKernel() override { rank_.drop(result_); }
+  ~StartKernel() override { forget(); }
 
   void compute(const Io& io) override {
     const Tensor x = io.input(0);
     const Shape shape = output_shape(collective_, x.shape);
-    rank_.drop(result_);
-    result_ = io.output(0, shape);
+    forget();
+    void* const result = io.output(0, shape);
     token(io, 1);
-    if (result_ == nullptr) return;  // no elements
+    if (result == nullptr) return;  // no elements
     const std::shared_ptr<Request> request = requested(x);
-    request->result = result_;
+    request->result = result;
     request->result_bytes = bytes_of(shape, x.type);
-    rank_.start(result_, request);
+    start(result, request);
     count(x);
   }
 
@@ -55,8 +55,18 @@ class StartKernel : public CollectiveKernel<HostKernel> {
     return request;
   }
 
+  void start(const void* key, const std::shared_ptr<Request>& request) {
+    started_.emplace_back(key, request);
+    rank_.start(key, request);
+  }
+  // Forgets what the last run has started and nobody has waited for.
+  void forget() {
+    for (const auto& [key, request] : started_) rank_.drop(key, request);
+    started_.clear();
+  }
+
  private:
-  void* result_ = nullptr;  // of the last run
+  std::vector<std::pair<const void*, std::weak_ptr<Request>>> started_;  // in the last run, by key
 };
 
 // Wait(Y, X, token; the attributes of Start) -> (Y, token). X is only an input so that it is not freed
@@ -86,13 +96,10 @@ class WaitKernel : public CollectiveKernel<HostKernel> {
 class StartAheadKernel : public StartKernel {
  public:
   using StartKernel::StartKernel;
-  ~StartAheadKernel() override {
-    for (const void* in : operands_) rank_.drop(in);
-  }
 
   void compute(const Io& io) override {
     token(io, 0);
-    operands_.clear();
+    forget();
     if (io.input(1).integers().at(0) == 0 ||
         !transport().overlaps(transport().group(collective_.group, Lane::kMain))) {
       return;
@@ -106,13 +113,9 @@ class StartAheadKernel : public StartKernel {
       } else {
         request->keep(bytes_of(output_shape(collective_, x.shape), x.type));
       }
-      rank_.start(x.data, request);
-      operands_.push_back(x.data);
+      start(x.data, request);
     }
   }
-
- private:
-  std::vector<const void*> operands_;  // of the last run
 };
 
 // A collective of the foreground. It may have been started ahead.

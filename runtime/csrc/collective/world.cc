@@ -33,7 +33,7 @@ void RankContext::open_device(std::unique_ptr<DeviceRank> device) {
 }
 
 void RankContext::start(const void* key, std::shared_ptr<Request> request) {
-  drop(key);
+  finished(key);
   const bool background = background_ && transport().concurrent();
   if (!background || !transport().overlaps(*request->group)) run(*request, memory_);
   std::lock_guard lock(mutex_);
@@ -61,7 +61,15 @@ std::shared_ptr<Request> RankContext::take(const void* key) {
   return request;
 }
 
-void RankContext::drop(const void* key) { finished(key); }
+void RankContext::drop(const void* key, const std::weak_ptr<Request>& request) {
+  {
+    std::lock_guard lock(mutex_);
+    const auto found = requests_.find(key);
+    // The key may be that of another request by now, whose result is in the same memory.
+    if (found == requests_.end() || found->second != request.lock()) return;
+  }
+  finished(key);
+}
 
 void RankContext::run(Request& request, Memory& memory) {
   std::string error;

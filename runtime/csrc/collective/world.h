@@ -84,8 +84,8 @@ class RankContext {
   bool background_allowed() const { return background_; }
   // The finished request of a key; forgets it. Null if there is none. Throws its error.
   std::shared_ptr<Request> take(const void* key);
-  // Waits for the request of a key, if there is one, and forgets it, so that its memory may be freed.
-  void drop(const void* key);
+  // Waits for a request, if nobody has waited for it, and forgets it, so that its memory may be freed.
+  void drop(const void* key, const std::weak_ptr<Request>& request);
 
   void abort(const std::string& message);
   void close();

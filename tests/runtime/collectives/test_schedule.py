@@ -117,6 +117,31 @@ def test_background_and_foreground_do_not_meet(team: Team) -> None:
     team.run(act)
 
 
+def test_memory_of_a_start_may_be_that_of_another_in_the_next_run(team: Team) -> None:
+    """In each second run, another value takes the memory that the first result had before."""
+    text = """g (float[n] x, float[m] y) => (float a, float b, float c) {
+        z = Exp (y)
+        p, t = onnxpar.Start <op="AllReduce"> (x)
+        q, u = onnxpar.Start <op="AllReduce"> (x, t)
+        v = onnxpar.Wait <op="AllReduce"> (p, x)
+        w = onnxpar.Wait <op="AllReduce"> (q, x)
+        a = ReduceMax <keepdims=0> (v)
+        b = ReduceMin <keepdims=0> (w)
+        c = ReduceMin <keepdims=0> (z) }"""
+
+    def act(rank: Rank) -> None:
+        options = onnxruntime.SessionOptions()
+        options.enable_mem_pattern = options.enable_cpu_mem_arena = False
+        sess = session(rank, text, options)
+        for step in range(8):
+            x = np.full(2000, 1.0, np.float32)
+            y = np.zeros(70000 if step % 2 else 1, np.float32)
+            found = [array.item() for array in feed(sess, {"x": x, "y": y})]
+            assert found == [team.size, team.size, 1]
+
+    team.run(act)
+
+
 def test_a_result_is_waited_for_once(team: Team) -> None:
     text = """g (float[n] x) => (float[n] y, float[n] z) {
         h, t = onnxpar.Start <op="AllReduce"> (x)
