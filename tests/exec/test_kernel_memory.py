@@ -167,6 +167,13 @@ CASES: Mapping[Key, tuple[Case, ...]] = {
             shapes={"t": (1,)},
         ),
     ),
+    (DOMAIN, "Wait"): (
+        Case(
+            f'a = Exp(x)  s, t = {DOMAIN}.Start<op = "AllReduce", group = [0]>(a)  '
+            f'r = {DOMAIN}.Wait<op = "AllReduce", group = [0]>(s, a, t)  y = Sin(r)',
+            shapes={"t": (1,)},
+        ),
+    ),
     (DOMAIN, "Barrier"): (between(f"{DOMAIN}.Barrier"),),
     (DOMAIN, "SgdStep"): (update("SgdStep", "p", 2),),
     (DOMAIN, "MomentumStep"): (update("MomentumStep", "pm", 5),),

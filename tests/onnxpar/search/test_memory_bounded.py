@@ -121,7 +121,7 @@ def test_the_least_memory_and_the_least_time_among_those(seed: int) -> None:
 
 def test_an_error_has_the_least_memory_that_would_fit() -> None:
     variable = Variable("a", np.array([1.0, 2.0]), np.array([8.0, 4.0]))
-    with pytest.raises(ShardingError, match="is 4 bytes, expected at most 3"):
+    with pytest.raises(ShardingError, match="is 4 B, expected at most 3 B"):
         best(Problem((variable,), (), ()), 3.0)
 
 
