@@ -8,7 +8,6 @@ the cotangent is reduced, or the layer before while the parameters of the next a
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from math import prod
 
 import onnx_ir as ir
@@ -24,20 +23,27 @@ from onnxpar.schedule.start_ahead import AHEAD
 _LARGE = 4096
 """Elements of a node's result from which computing it may hide something."""
 _META = ("atoms", "pairs", "stages", "root")
+_MORE = 16
+"""The peak of a program's values may rise by one part in this many."""
 
 
-def run_in_background(program: PartitionedModel, sizes: Mapping[str, int]) -> None:
+def run_in_background(
+    program: PartitionedModel, sizes: Mapping[str, int], room: int | None = None
+) -> None:
     """Replaces collectives by Start and Wait where something is computed in between.
 
     The nodes of the program are changed in place. Operand and result are in memory from Start to
-    Wait. A collective stays as it is if that would raise the peak of the program's memory.
+    Wait. A collective stays as it is if the peak of the program's values would rise by more than a
+    sixteenth.
 
     Args:
         program: The program.
         sizes: Sizes of symbols, for the memory of values; the others have the size
             `Symbol.typical`.
+        room: The bytes by which the peak may rise at most.
     """
-    _Pass(program, program.builder, {p.local for p in program.parameters if p.fed}, sizes).run()
+    fed = {p.local for p in program.parameters if p.fed}
+    _Pass(program, program.builder, fed, sizes, room).run()
 
 
 @dataclass(frozen=True)
@@ -66,12 +72,15 @@ class _Pass:
         builder: Its builder.
         fed: The trained parameters.
         sizes: Sizes of symbols.
+        room: The bytes by which the peak may rise at most.
     """
 
     program: PartitionedModel
     builder: LocalBuilder
     fed: set[ir.Value]
     sizes: Mapping[str, int]
+    room: int | None = None
+    _early: dict[int, list[ir.Node]] = field(default_factory=dict)
     _before: dict[int, list[ir.Node]] = field(default_factory=dict)
     _removed: set[ir.Node] = field(default_factory=set)
     _gates: set[ir.Node] = field(default_factory=set)
@@ -81,7 +90,9 @@ class _Pass:
         builder = self.builder
         self._nodes = list(builder.nodes)
         self._bytes = node_bytes(self.program, self.sizes)
-        self._peak = max(self._bytes, default=0)
+        peak = max(self._bytes, default=0)
+        more = peak // _MORE
+        self._budget = peak + (more if self.room is None else max(min(more, self.room), 0))
         self._made = {v: i for i, node in enumerate(self._nodes) for v in node.outputs}
         self._readers: dict[ir.Value, list[int]] = {}
         for index, node in enumerate(self._nodes):
@@ -93,22 +104,27 @@ class _Pass:
             if node.name not in self._collectives or node.domain != DOMAIN:
                 continue
             gather = self._gather(node, index)
-            first = min(self._readers.get(node.outputs[0], ()), default=None)
+            readers = self._readers.get(node.outputs[0], ())
+            if any(AHEAD in self._nodes[reader].meta for reader in readers):
+                # StartAhead needs the memory of the state, which Wait's result is not in.
+                continue
+            first = min(readers, default=None)
             if gather is not None:
                 gathers.append(gather)
             elif first is None:
                 unread.append((node, index))
             else:
                 self._move(node, index, first)
-        self._prefetch(gathers)
+        self._prefetch(self._kept(gathers))
         self._delay(unread)
-        moved = [n for nodes in self._before.values() for n in nodes]
-        if moved:
-            inside = set(moved) | self._removed
+        moved = {n for d in (self._early, self._before) for nodes in d.values() for n in nodes}
+        if moved or self._removed:
+            inside = moved | self._removed
             builder.nodes = [
                 node
                 for index in range(len(self._nodes) + 1)
                 for node in (
+                    *self._early.get(index, ()),
                     *self._before.get(index, ()),
                     *(n for n in self._nodes[index : index + 1] if n not in inside),
                 )
@@ -163,12 +179,15 @@ class _Pass:
 
     def _fits(self, values: Sequence[ir.Value | None], begin: int, end: int) -> bool:
         """Whether values may be in memory from one node to another; if so, they are counted."""
-        more = sum(value_bytes(self.program, v, self.sizes) for v in values if v is not None)
-        if any(held + more > self._peak for held in self._bytes[begin:end]):
+        more = sum(self._value_bytes(v) for v in values if v is not None)
+        if any(held + more > self._budget for held in self._bytes[begin:end]):
             return False
         for index in range(begin, min(end, len(self._bytes))):
             self._bytes[index] += more
         return True
+
+    def _value_bytes(self, value: ir.Value) -> int:
+        return value_bytes(self.program, value, self.sizes)
 
     # -- moving ----------------------------------------------------------------------------------
 
@@ -186,23 +205,74 @@ class _Pass:
         self._made[wait.outputs[0]] = first - 1
         self._readers[wait.outputs[0]] = self._readers[y]
 
-    def _prefetch(self, gathers: Sequence[_Gather]) -> None:
-        """Starts each gather before the wait for the one before it."""
-        for before, gather in pairwise(gathers):
-            begin = max(before.index, self._made.get(gather.shard, -1) + 1)
-            operand, y = gather.node.inputs[0], gather.node.outputs[0]
-            # The Barrier, if there is one, stands before the gather and is removed.
-            end = self._made.get(operand, gather.index) if operand is not None else gather.index
-            behind = self._behind(begin, end)
-            if not behind or not self._fits([y], begin, gather.index):
+    def _kept(self, gathers: Sequence[_Gather]) -> list[_Gather]:
+        """Returns the gathers that remain if none follows one of the same shard.
+
+        The last layer's parameters are gathered for the forward pass, and next for the backward
+        pass. They stay in memory in between, if that fits.
+        """
+        kept: list[_Gather] = []
+        for gather in gathers:
+            before = kept[-1] if kept else gather
+            y, again = before.node.outputs[0], gather.node.outputs[0]
+            last = max(self._readers.get(y, (before.index,)))
+            if (
+                gather is before
+                or gather.shard is not before.shard
+                or gather.node.meta["atoms"] != before.node.meta["atoms"]
+                or gather.node.attributes != before.node.attributes
+                or not self._fits([y], last + 1, gather.index)
+            ):
+                kept.append(gather)
                 continue
-            if operand is not gather.shard and operand is not None:
-                self._removed.update(n for n in [operand.producer()] if n is not None)
-            gate = [self._gate(before.after)] if before.after else []
-            gather.node.replace_input_with(0, gather.shard)
-            # Before the wait for the gather before it, so that the link is never idle.
-            self._before.setdefault(begin, [])[:0] = [*gate, gather.node]
-            self._put(gather.index, *self._wait(gather.node, gather.after, behind))
+            barrier = gather.node.inputs[0]
+            makers = [gather.node]
+            if barrier is not None and barrier is not gather.shard:
+                makers += [node for node in [barrier.producer()] if node is not None]
+            self._removed.update(makers)
+            known = self.builder.collectives
+            known[:] = [c for c in known if c.node != gather.node.name]
+            self._read_from(y, again)
+            self._readers[y] = [*self._readers[y], *self._readers.pop(again)]
+        return kept
+
+    def _prefetch(self, gathers: Sequence[_Gather]) -> None:
+        """Starts each gather before the wait for one of those before it.
+
+        Results that nobody reads yet are together no larger than the largest of all.
+        """
+        results = [self._value_bytes(gather.node.outputs[0]) for gather in gathers]
+        largest, first = max(results, default=0), 0
+        for number, gather in enumerate(gathers[1:], 1):
+            while first < number - 1 and sum(results[first + 1 : number + 1]) > largest:
+                first += 1
+            for before in gathers[first:number]:
+                if self._start_early(gather, before):
+                    break
+                first += 1
+
+    def _start_early(self, gather: _Gather, before: _Gather) -> bool:
+        """Starts a gather before the wait for an earlier one, if something is hidden and fits."""
+        begin = max(before.index, self._made.get(gather.shard, -1) + 1)
+        operand, y = gather.node.inputs[0], gather.node.outputs[0]
+        # The Barrier, if there is one, stands before the gather and is removed.
+        end = self._made.get(operand, gather.index) if operand is not None else gather.index
+        behind = self._behind(begin, end)
+        if not behind or not self._fits([y], begin, gather.index):
+            return False
+        if operand is not gather.shard and operand is not None:
+            self._removed.update(n for n in [operand.producer()] if n is not None)
+        gate = [self._gate(before.after)] if before.after else []
+        gather.node.replace_input_with(0, gather.shard)
+        early = self._early.setdefault(begin, [])
+        if begin == before.index and before.node.op_type != "Start":
+            # The rank waits for that one first, so it must not share the link with this one.
+            early.append(before.node)
+            self._put(begin, *self._wait(before.node, (), ""))
+        # Before the wait for the gather before it, so that the link is never idle.
+        early.extend([*gate, gather.node])
+        self._put(gather.index, *self._wait(gather.node, gather.after, behind))
+        return True
 
     def _delay(self, unread: Sequence[tuple[ir.Node, int]]) -> None:
         """Waits for what only the program's end reads behind the start of the next such one."""
@@ -287,14 +357,18 @@ class _Pass:
         wait.meta.update({key: node.meta[key] for key in _META if key in node.meta})
         wait.metadata_props["input_names"] = str(["Y", "X", "token"])
         if read:
-            for index in self._readers[y]:
-                reader = self._nodes[index]
-                for place, value in enumerate(reader.inputs):
-                    if value is y:
-                        reader.replace_input_with(place, result)
+            self._read_from(result, y)
             if y in self.builder.shapes:
                 self.builder.note_shape(result, self.builder.shapes[y])
         return [*made, wait]
+
+    def _read_from(self, new: ir.Value, old: ir.Value) -> None:
+        """Lets the readers of a value read another one."""
+        for index in self._readers[old]:
+            reader = self._nodes[index]
+            for place, value in enumerate(reader.inputs):
+                if value is old:
+                    reader.replace_input_with(place, new)
 
     def _chain(self) -> None:
         """Chains collectives anew, in the order in which they now stand."""

@@ -120,7 +120,9 @@ def partition_training(
     program = _micro_batch(prepared, shards, places, strategy, device_bytes)
     if staging is None:
         start_ahead(program, rest[0], load_machine(strategy.search.machine))
-        run_in_background(program, _sizes(strategy))
+        limits = [m for m in (strategy.search.memory, strategy.recompute.memory) if m is not None]
+        room = min(limits) - device_bytes(program, places) if limits else None
+        run_in_background(program, sizes, room)
     evaluation, where = _evaluation(prepared, seeds, symbols, spec, buffers, staging)
     pipeline: PipelinePrograms | None = None
     if staging is None:

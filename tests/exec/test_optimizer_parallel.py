@@ -125,7 +125,8 @@ def test_sixteen_bits_are_gathered(tmp_path: Path) -> None:
         assert case.problems == () and case.bytes_counted == case.bytes_expected
         found = Manifest.load(out).program("training_model").collectives
         sent[compute] = [c.bytes for c in found if c.op == "AllGather"]
-    assert len(sent["float16"]) == 5
+    # That of the last layer is kept for the backward pass.
+    assert len(sent["float16"]) == 4
     assert sent["float16"] == [int(n) // 2 for n in sent[None]]
 
 
@@ -182,7 +183,10 @@ def test_what_a_device_holds_and_sends(tmp_path: Path, mesh: str) -> None:
     "program", ["training_model", "eval_model"] if FULL else ["training_model"]
 )
 def test_a_gathered_parameter_is_dropped_after_its_reader(tmp_path: Path, program: str) -> None:
-    """One node reads it, which is written right after it; so does what only rearranges it."""
+    """One node reads it, which is written right after it; so does what only rearranges it.
+
+    Only the head's table is kept, since the backward pass begins with it.
+    """
     strategy = strategy_of("dp=2,tp=2", 3)
     out = shard(tmp_path / "a", model_of("tied head"), strategy, optimizer="adamw")
     names = {s.parameter for s in Manifest.load(out).trained().states.values()}
@@ -200,16 +204,17 @@ def test_a_gathered_parameter_is_dropped_after_its_reader(tmp_path: Path, progra
         # The table is transposed for the head as a shard.
         value = texts["onnxpar.value"].replace("/lm_head/Transpose_output_0", "wte.weight")
         gathers[value] += 1
-        (reader,) = readers[node.output[0]]
+        reader, *more = readers[node.output[0]]
         if node.op_type == "Start":
             index = reader
             assert nodes[index].op_type == "Wait"
-            (reader,) = readers[nodes[index].output[0]]
+            reader, *more = readers[nodes[index].output[0]]
+        assert len(more) == (value == "wte.weight" and "lm_head" in nodes[reader].name)
         # What stands between belongs to the reader: it was written for one of its operands.
         between = {n.name.split("/")[1] for n in nodes[index:reader]}
         assert between == {nodes[reader].name.split("/")[1]}
     assert set(gathers) == names
-    backward = {"wte.weight": 1, "ln_f.weight": 1, "layer0.mlp.fc1.weight": 1, "ln_f.bias": 0}
+    backward = {"wte.weight": 0, "ln_f.weight": 1, "layer0.mlp.fc1.weight": 1, "ln_f.bias": 0}
     for name, more in backward.items():
         uses = 2 if name == "wte.weight" else 1  # the table is read by embedding and head
         assert gathers[name] == uses + (more if program == "training_model" else 0)
@@ -240,8 +245,9 @@ def test_what_is_held_beside_the_states(tmp_path: Path) -> None:
         more[level] = peak - sum(bytes_of(manifest, kind) for kind in states)
         counts = [prod(s.shape) for s in manifest.trained().states.values()]
         largest = 4 * max(int(n) for n in counts)
-        # The plan may have one parameter more or less gathered at the peak than the run.
-        assert price.peak == pytest.approx(peak, abs=largest), level
+        # The plan may have one parameter more or less gathered at the peak than the run, whose
+        # collectives in the background may take a sixteenth more.
+        assert -largest <= peak - price.peak <= largest + peak // 16, level
     replicated = bytes_of(Manifest.load(tmp_path / "0"), "parameter")
     # Level 0 has all reduced gradients beside those that waited for the sum, level 1 a quarter.
     assert more[0] > replicated > 2 * more[1]
