@@ -16,12 +16,14 @@ import two_layer
 import typer
 from _exporter import save
 
+from onnxpar.api.shard_model import shard_model
 from onnxpar.cli import build_app, main
 from onnxpar.ops.operator import Missing
 from onnxpar.ops.table import REGISTRY
 from onnxpar.strategy import Strategy
 from onnxpar_runtime.launch import mpirun_environment
 from tests.cli import linear
+from tests.decoders import growing
 from tests.runtime.launching import mpirun
 
 ROOT = Path(__file__).parents[1]
@@ -96,7 +98,9 @@ def test_the_manifest_has_the_keys_that_the_page_lists(tmp_path: Path) -> None:
     manifest = json.loads((directory / "manifest.json").read_text(encoding="utf-8"))
     staged = json.loads((stages(tmp_path) / "manifest.json").read_text(encoding="utf-8"))
     assert first_column(top) == {*manifest, *staged}
-    programs = [*manifest["programs"].values(), *staged["programs"].values()]
+    cached = shard_model(growing(tmp_path / "decoder.onnx"), "tp=2", tmp_path / "decoder").out
+    caching = json.loads((cached / "manifest.json").read_text(encoding="utf-8"))
+    programs = [p for m in (manifest, staged, caching) for p in m["programs"].values()]
     kinds = {s["kind"] for p in programs for s in p["system_inputs"]}
     keys, listed = program.split("Kinds of system inputs")
     assert first_column(keys) == {key for p in programs for key in p}

@@ -14,6 +14,7 @@ from onnxpar.core.symbols import Symbol
 from onnxpar.emit import check_target, write
 from onnxpar.emit.rank_graph import emit_rank
 from onnxpar.emit.training_entry import training_entry
+from onnxpar.facts.carried_states import CarriedState, carried_states
 from onnxpar.facts.program import Program
 from onnxpar.frontend.fused_weights import divide_fused_weights
 from onnxpar.frontend.load import in_memory, load, normalise, read, symbol_table
@@ -29,6 +30,7 @@ from onnxpar.parameters.recognise import Recognised, read_parameters
 from onnxpar.partition.partition import partition
 from onnxpar.partition.partitioned_model import PartitionedModel, PipelinePrograms
 from onnxpar.propagation.propagate import propagate
+from onnxpar.propagation.state_layouts import propagate_with_states
 from onnxpar.report.inspect_data import directory_data
 from onnxpar.search.decide import settled
 from onnxpar.search.workload import Workload
@@ -44,7 +46,10 @@ NOTE = """The resolved strategy: `onnxpar shard MODEL --strategy` with this file
 
 
 def analyse(
-    model: ir.Model, symbols: Mapping[str, Symbol], registry: Registry = REGISTRY
+    model: ir.Model,
+    symbols: Mapping[str, Symbol],
+    registry: Registry = REGISTRY,
+    states: Mapping[str, str] | None = None,
 ) -> Program:
     """Normalises a model and finds shapes and rules. The model given is used up.
 
@@ -52,22 +57,32 @@ def analyse(
         model: As read by `onnxpar.frontend.load.load`.
         symbols: Constraints on the symbols of its inputs.
         registry: The table of operators.
+        states: States that the user names, output by input.
 
     Raises:
-        ModelError: The model is not valid, or a constraint is on an unknown symbol.
+        ModelError: The model is not valid, a constraint is on an unknown symbol, or a state does
+            not exist.
     """
     model = normalise(model, registry)
-    env = shapes(model, symbol_table(model, symbols, registry))
+    env = shapes(model, symbol_table(model, symbols, registry, states))
     return divide_fused_weights(Program.of(model, env, registry))
 
 
-def propagate_and_partition(program: Program, seeds: Seeds) -> PartitionedModel:
+def propagate_and_partition(
+    program: Program, seeds: Seeds, states: Sequence[CarriedState] = ()
+) -> PartitionedModel:
     """Fills in what seeds leave open, and partitions the program.
+
+    Args:
+        program: The program.
+        seeds: The part of the plan that the user fixed.
+        states: The states of a forward program; each gets one layout.
 
     Raises:
         ShardingError: A strategy does not fit its node.
     """
-    return partition(program, propagate(program, seeds))
+    found = partition(program, propagate_with_states(program, seeds, states))
+    return replace(found, carried=tuple(states))
 
 
 def assign_virtual_stages(program: Program, staging: Staging) -> tuple[Program, Places]:
@@ -123,7 +138,10 @@ class PartitionedForward:
 
 
 def partition_forward(
-    program: Program, strategy: Strategy, symbols: Mapping[str, Symbol]
+    program: Program,
+    strategy: Strategy,
+    symbols: Mapping[str, Symbol],
+    states: Mapping[str, str] | None = None,
 ) -> PartitionedForward:
     """Plans and partitions a forward program, which is used up.
 
@@ -131,17 +149,19 @@ def partition_forward(
         program: The program.
         strategy: The strategy.
         symbols: Constraints on symbols, the strategy's included.
+        states: States that the user names, output by input.
 
     Raises:
         OnnxparError: The strategy does not fit the model.
     """
     strategy = settled(strategy, Workload.inference(program), symbols)
+    carried = carried_states(program, states)
     if strategy.pipeline is None:
-        made = propagate_and_partition(program, resolve(strategy, program))
+        made = propagate_and_partition(program, resolve(strategy, program), carried)
         return PartitionedForward((made,), strategy)
     staging = Staging(strategy, strategy.pipeline)
     program, places = assign_virtual_stages(program, staging)
-    plan = propagate(program, resolve(strategy, program))
+    plan = propagate_with_states(program, resolve(strategy, program), carried)
     split = staging.split(partition(program, plan, places=places), places, "model")
     return PartitionedForward(split.programs, strategy, staging.pipeline([split]))
 
@@ -243,6 +263,7 @@ def shard_model(
     training: TrainingSpec | None = None,
     optimizer_parallel: int | None = None,
     recompute: RecomputeOptions | None = None,
+    states: Mapping[str, str] | None = None,
 ) -> Summary:
     """Shards a model and writes the output directory.
 
@@ -259,6 +280,8 @@ def shard_model(
         training: Write the programs that train the model instead of the forward program.
         optimizer_parallel: Level of optimizer parallel; it replaces the strategy's.
         recompute: What training recomputes; it replaces the strategy's.
+        states: Outputs that are inputs of the next run, by input; those with the usual names of
+            caches are found without it.
 
     Raises:
         OnnxparError: The model, the strategy or the target is wrong; nothing is written.
@@ -279,7 +302,7 @@ def shard_model(
         if dumper:
             dumper.model("loaded", loaded)
         constraints = {**strategy.symbols, **(symbols or {})}
-        parted = _partition(loaded, strategy, constraints, training, dumper, clock)
+        parted = _partition(loaded, strategy, constraints, states, training, dumper, clock)
         trained = parted if isinstance(parted, PartitionedTraining) else None
         programs, pipeline, strategy = parted.programs, parted.pipeline, parted.strategy
         first = programs[0] if pipeline is None else pipeline.unsplit[0]
@@ -318,6 +341,7 @@ def _partition(
     model: ir.Model,
     strategy: Strategy,
     symbols: Mapping[str, Symbol],
+    states: Mapping[str, str] | None,
     training: TrainingSpec | None,
     dumper: Dumper | None,
     clock: "_Clock",
@@ -325,11 +349,11 @@ def _partition(
     """Partitions a model, which is used up, or the programs that train it."""
     parted: PartitionedForward | PartitionedTraining
     if training is None:
-        program = analyse(model, symbols)
+        program = analyse(model, symbols, states=states)
         if dumper:
             dumper.model("normalised", program.model)
         clock.lap("analyse")
-        parted = partition_forward(program, strategy, symbols)
+        parted = partition_forward(program, strategy, symbols, states)
     else:
         recognised = read_parameters(model, training.ties)
         if dumper:

@@ -14,7 +14,14 @@ from rich.table import Table
 
 from onnxpar.api.shard_model import analyse
 from onnxpar.cli.options import AsJson, takes_options
-from onnxpar.cli.shard import count, describe_device, describe_mesh, describe_nodes, describe_sent
+from onnxpar.cli.shard import (
+    count,
+    describe_device,
+    describe_growth,
+    describe_mesh,
+    describe_nodes,
+    describe_sent,
+)
 from onnxpar.core.errors import DirectoryError
 from onnxpar.emit.atomic_directory import MANIFEST
 from onnxpar.emit.read_manifest import read_manifest
@@ -174,6 +181,11 @@ def show_directory(report: Json, console: Console) -> None:
         )  # fmt: skip
     if report["conflicts"]:
         console.print(conflicts)
+    states = _table("state", "from output", "layout", "")
+    for item in report["states"]:
+        _row(states, item["input"], item["output"], item["sharding"], describe_growth(item))
+    if report["states"]:
+        console.print(states)
     _show_stages(report, console)
     replicated = _table("replicated node", "operator", "reason")
     for item in report["replicated"]:

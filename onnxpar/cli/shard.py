@@ -78,6 +78,14 @@ def command(
     ] = None,
     devices: Devices = None,
     symbol: Constraints = (),
+    state: Annotated[
+        Sequence[str],
+        Option(
+            "An output that is an input of the next run; may be repeated. Caches with usual names "
+            "(past_key_values.0.key and present.0.key) are found without it.",
+            "INPUT=OUTPUT",
+        ),
+    ] = (),
     rank: Annotated[
         Sequence[int],
         Option("Write this rank only; may be repeated. Default: all.", "R", minimum=0),
@@ -109,6 +117,8 @@ def command(
         spec = training.spec(training.loss, training.optimizer)
     elif given:
         raise ModelError(f"{next(iter(given))}: only for training; expected --train as well")
+    if train and state:
+        raise ModelError("--state: only for programs that run a model, not with --train")
     recompute = training.recompute
     summary = shard_model(
         model,
@@ -122,6 +132,7 @@ def command(
         training=spec,
         optimizer_parallel=training.optimizer_parallel,
         recompute=parse_recompute(recompute, recompute_communication) if recompute else None,
+        states=parse_states(state),
     )
     _print(summary, rank or range(summary.report["devices"]))
 
@@ -141,6 +152,23 @@ def parse_symbols(texts: Iterable[str]) -> dict[str, Symbol]:
     return symbols
 
 
+def parse_states(texts: Iterable[str]) -> dict[str, str]:
+    """Returns the output of each input that `--state INPUT=OUTPUT` options name.
+
+    Raises:
+        ModelError: A text is malformed, or an input is named twice.
+    """
+    found: dict[str, str] = {}
+    for text in texts:
+        name, equals, output = (part.strip() for part in text.partition("="))
+        if not (name and equals and output):
+            raise ModelError(f"--state {text}: expected INPUT=OUTPUT, two names of the model")
+        if name in found:
+            raise ModelError(f"--state {text}: expected {name!r} once, got it twice")
+        found[name] = output
+    return found
+
+
 def _print(summary: Summary, ranks: Sequence[int]) -> None:
     report, console = summary.report, Console(soft_wrap=True, highlight=False)
     totals: dict[str, Any] = report["totals"]
@@ -150,6 +178,7 @@ def _print(summary: Summary, ranks: Sequence[int]) -> None:
         f"nodes         {totals['nodes']}: {describe_nodes(report)}",
         f"parameters    {totals['parameters']}, {sizes} bytes on {describe_device(report)}",
         f"collectives   {_collectives(report)}",
+        *_carried(report),
         *_stages(report),
         *_conflicts(report),
     ]
@@ -167,6 +196,25 @@ def _print(summary: Summary, ranks: Sequence[int]) -> None:
     if len(ranks) == report["devices"]:
         trains = summary.training is not None
         console.print(escape(_next(summary.out, report["devices"], trains)))
+
+
+def _carried(report: dict[str, Any]) -> list[str]:
+    """Returns a line about the states of a forward program, if it has any."""
+    found = report["states"]
+    if not found:
+        return []
+    first = found[0]
+    return [
+        f"states        {len(found)}, such as {first['input']} from {first['output']}, "
+        f"{first['sharding']}: {describe_growth(first)}"
+    ]
+
+
+def describe_growth(state: dict[str, Any]) -> str:
+    """Returns how a state of a forward program changes from run to run."""
+    if state["grows"] is None:
+        return "keeps its size"
+    return f"grows along dim {state['grows']}" + (", in place" if state["appends"] else "")
 
 
 def _stages(report: dict[str, Any]) -> list[str]:

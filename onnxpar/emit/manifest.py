@@ -33,6 +33,7 @@ from onnxpar.partition.partitioned_model import (
     PipelinePrograms,
 )
 from onnxpar_format.entries import (
+    CarriedEntry,
     CollectiveEntry,
     DimComponent,
     EqualSizes,
@@ -196,6 +197,8 @@ def _program(pm: PartitionedModel, graphs: Sequence[str | None]) -> ProgramEntry
             for i in pm.outputs
             if i.name in states.outputs
         )
+    if pm.carried:
+        more["carried"] = tuple(CarriedEntry(**vars(state)) for state in pm.carried)
     if pm.stages > 1:
         more["handed_in"] = tuple(
             HandedInEntry(**vars(_handed(h.local, pm.symbols)), source=h.source)

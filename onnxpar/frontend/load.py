@@ -40,6 +40,7 @@ from onnxpar.graph.body_captures import (
 )
 from onnxpar.graph.metadata_keys import ANNOTATION
 from onnxpar.graph.names import Names
+from onnxpar.graph.state_names import grown_dims, state_pairs
 from onnxpar.ops.attention.packed_heads import unpack_heads
 from onnxpar.ops.control.inference import BRANCHES, is_decided
 from onnxpar.ops.inference import inference
@@ -360,9 +361,20 @@ def _name_dims(graph: ir.Graph) -> None:
 
 
 def symbol_table(
-    model: ir.Model, constraints: Mapping[str, Symbol], registry: Registry = REGISTRY
+    model: ir.Model,
+    constraints: Mapping[str, Symbol],
+    registry: Registry = REGISTRY,
+    states: Mapping[str, str] | None = None,
 ) -> SymbolTable:
     """Returns the symbols of a model's inputs, with the constraints of the user and of the model.
+
+    A dim along which a state grows may be empty, unless the user constrains its symbol.
+
+    Args:
+        model: The model.
+        constraints: The user's constraints.
+        registry: The table of operators.
+        states: States that the user names, output by input.
 
     Raises:
         ModelError: A constraint is for a name that no input dim has.
@@ -377,14 +389,29 @@ def symbol_table(
             raise ModelError(
                 f"symbol {name!r}: expected a symbol of the model's inputs{nearest(name, names)}"
             )
-    found = {name: constraints.get(name, Symbol()) for name in names}
+    empty = _empty_at_first(model.graph, states)
+    found = {
+        name: constraints.get(name, Symbol(min=0) if name in empty else Symbol()) for name in names
+    }
     for name, most in size_limits(model.graph, registry).items():
         symbol = found.get(name)
         if symbol is not None and symbol.min < most and not symbol.min < symbol.max <= most:
             found[name] = replace(symbol, max=most)
     for name, least in least_sizes(model.graph, registry).items():
         symbol = found.get(name)
-        if symbol is not None and symbol.min < least:
+        if symbol is not None and 0 < symbol.min < least:
             with suppress(ValueError):  # The user's own constraints may exclude such a size.
                 found[name] = replace(symbol, min=least)
     return SymbolTable(found)
+
+
+def _empty_at_first(graph: ir.Graph, states: Mapping[str, str] | None) -> set[str]:
+    """Returns the symbols of dims along which states grow, if no other input has them as a dim."""
+    grown = grown_dims(graph, state_pairs(graph, states))
+    found: set[str] = set()
+    others: set[str] = set()
+    for value in graph.inputs:
+        for dim, size in enumerate(value.shape or ()):
+            if not isinstance(size, int) and size.value:
+                (found if grown.get(value.name or "") == dim else others).add(size.value)
+    return found - others

@@ -83,12 +83,17 @@ def require_readable(view: NodeView, what: str, dims: Iterable[Dim]) -> None:
 
 
 def settle(rule: OpRule, view: NodeView) -> OpRule:
-    """Returns the rule with every factor replicated whose size is zero or depends on data.
+    """Returns the rule with every factor replicated whose size may be zero or depends on data.
 
-    No device could compute the local size or the padding of a factor whose size depends on data.
+    No device could compute the local size or the padding of a factor whose size depends on data. An
+    empty tensor has no shards.
     """
     sizes = factor_sizes(rule, view)
-    fixed = {f for f in rule.factors if sizes[f] == 0 or not readable(view, (sizes[f],))}
+    fixed = {
+        f
+        for f in rule.factors
+        if view.table.may_be_empty(sizes[f]) or not readable(view, (sizes[f],))
+    }
     if not fixed:
         return rule
     kinds = {f: REPLICATED if f in fixed else kind for f, kind in rule.kinds.items()}

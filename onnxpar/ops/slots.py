@@ -138,6 +138,8 @@ class Kernel:
         view: Whether its first result is its first operand in another shape, without a copy.
         over: Pairs `(operand, result)`: the result takes the operand's memory if nothing reads the
             operand later and both have the same size.
+        appends: Pairs `(operand, result)`: the result is the operand with new elements behind
+            those in use. If both are one buffer that is long enough, only these are written.
         work: Returns the bytes that it needs while it runs.
         form: Whether this describes the nodes of a local form, not a kernel, since the operator
             occurs only in the undivided program.
@@ -145,6 +147,7 @@ class Kernel:
 
     view: bool = False
     over: tuple[tuple[int, int], ...] = ()
+    appends: tuple[tuple[int, int], ...] = ()
     work: WorkspaceFn = no_workspace
     form: bool = False
 

@@ -11,6 +11,7 @@ import onnx_ir as ir
 
 from onnxpar.core.sharding import Sharding
 from onnxpar.core.symbols import Symbol
+from onnxpar.facts.carried_states import CarriedState
 from onnxpar.facts.equalities import Equality
 from onnxpar.facts.index_ranges import IndexRange
 from onnxpar.graph.local_builder import LocalBuilder
@@ -104,6 +105,7 @@ class PartitionedModel:
         equalities: Sizes that rules assume to be equal without a proof.
         ranges: Ranges that operators require of the elements of inputs.
         states: Which of its operands are buffers of the runtime.
+        carried: In a forward program, the outputs that are inputs of the next run.
         conflicts: Reshards between neighbours that want a value in different layouts.
         stage: The pipeline stage whose ranks run it.
         stages: Number of stages; the ranks of stage s begin at `s * mesh.size`.
@@ -125,6 +127,7 @@ class PartitionedModel:
     equalities: tuple[Equality, ...] = ()
     ranges: tuple[IndexRange, ...] = ()
     states: States = States()
+    carried: tuple[CarriedState, ...] = ()
     conflicts: tuple[Conflict, ...] = ()
     stage: int = 0
     stages: int = 1

@@ -32,6 +32,7 @@ OF_A_PROGRAM = (
     "collectives",
     "conflicts",
     "replicated",
+    "states",
     "totals",
     "stage_totals",
     "transfers",
@@ -82,7 +83,8 @@ def inspect_data(parted: PartitionedModel, split: Sequence[PartitionedModel] = (
     `node` is empty if the value is an output of the model.
 
     Keys: `mesh` (of one pipeline stage), `devices`, `stages`, `symbols`, `nodes`, `collectives`,
-    `conflicts`, `replicated`, `totals`, and those of `onnxpar.report.stage_data.stage_data`.
+    `conflicts`, `replicated`, `states` (of a forward program: outputs that are inputs of the next
+    run), `totals`, and those of `onnxpar.report.stage_data.stage_data`.
 
     Args:
         parted: The program of all ranks.
@@ -111,6 +113,10 @@ def inspect_data(parted: PartitionedModel, split: Sequence[PartitionedModel] = (
             texts.conflict(c) for c in sorted(parted.conflicts, key=lambda c: -c.typical)
         ],
         "replicated": replicated,
+        "states": [
+            {**vars(state), "sharding": parted.plan.inputs[state.input].describe(mesh)}
+            for state in parted.carried
+        ],
         "totals": _totals(parted, nodes, replicated, of_stages["stage_totals"]),
         **of_stages,
     }

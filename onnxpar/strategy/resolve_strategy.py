@@ -363,6 +363,8 @@ class _Resolver:
             if shape and shape[0] != 1:
                 others = [dim for dim, size in enumerate(shape) if size in batches]
                 batch = others[0] if shape[0] not in batches and len(others) == 1 else 0
+                if self.env.table.may_be_empty(shape[batch]):
+                    continue
                 atoms = [self.data_atoms() if dim == batch else () for dim in range(len(shape))]
                 found[name] = Sharding.of(shape, atoms)
         return found

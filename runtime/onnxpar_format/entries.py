@@ -47,7 +47,7 @@ class SymbolSizes:
 
     Attributes:
         max: Greatest size; no limit unless it is greater than `min`.
-        min: Least size, at least 1.
+        min: Least size. 0 admits N = 0 too, as for a cache that is empty at first.
         divisor: The d of d·N + r, at least 1.
         remainder: The r of d·N + r, 0 ≤ r < d.
         unique: Whether all dims with this same constraint have one size. Dims with the same name in
@@ -61,6 +61,11 @@ class SymbolSizes:
     remainder: int = 0
     unique: bool = False
     per_rank: bool = False
+
+    @property
+    def least(self) -> int:
+        """The least size that `min`, `divisor` and `remainder` admit, or less."""
+        return max(self.min, self.remainder + (self.divisor if self.min else 0))
 
 
 @dataclass(frozen=True)
@@ -76,17 +81,17 @@ class SymbolEntry(SymbolSizes):
     @property
     def constraint(self) -> str:
         """The constraint for people: `8*N, N >= 1, at most 512`, or `at least 1`."""
-        least = self.divisor + self.remainder
         if self.divisor == 1:
-            text = f"at least {max(self.min, least)}"
+            text = f"at least {self.least}"
         else:
             text = f"{self.divisor}*N" + (f" + {self.remainder}" if self.remainder else "")
-            text += ", N >= 1" + (f", at least {self.min}" if self.min > least else "")
+            text += f", N >= {int(self.min > 0)}"
+            text += f", at least {self.min}" if self.min > self.divisor + self.remainder else ""
         return text + (f", at most {self.max}" if self.max > self.min else "")
 
     def admits(self, value: int) -> bool:
         """Whether the constraint holds for `value`."""
-        if value < max(self.min, self.divisor + self.remainder):
+        if value < self.least:
             return False
         if self.max > self.min and value > self.max:
             return False
@@ -94,7 +99,7 @@ class SymbolEntry(SymbolSizes):
 
     def admissible(self, start: int, count: int) -> list[int]:
         """Returns up to `count` admissible values from `start` on, ascending."""
-        first = max(start, self.min, self.divisor + self.remainder)
+        first = max(start, self.least)
         first += (self.remainder - first) % self.divisor
         values = range(first, first + count * self.divisor, self.divisor)
         return [v for v in values if self.admits(v)]
@@ -284,6 +289,24 @@ class StateOutput:
 
 
 @dataclass(frozen=True)
+class CarriedEntry:
+    """An output of a forward program that is an input of its next run, such as a cache.
+
+    Attributes:
+        input: Name of the input. It is sharded as the output is.
+        output: Name of the output.
+        grows: The dim along which a run adds to it; None if it keeps its size.
+        appends: Whether input and output may be one buffer, longer than what is in use; a run then
+            writes only the new elements.
+    """
+
+    input: str
+    output: str
+    grows: int | None
+    appends: bool
+
+
+@dataclass(frozen=True)
 class HandedEntry:
     """A tensor that a program of a pipeline hands to others, for the same micro-batch.
 
@@ -324,6 +347,7 @@ class ProgramEntry:
         index_ranges: Ranges of inputs that operators read as indices; a run checks them.
         state_inputs: Graph inputs that are states, by the state's name.
         state_outputs: Graph outputs that are new values of states.
+        carried: Outputs that are inputs of the next run.
         handed_in: Graph inputs that other programs of the pipeline compute.
         handed_out: Graph outputs that other programs of the pipeline read.
     """
@@ -338,6 +362,7 @@ class ProgramEntry:
     index_ranges: Annotated[tuple[IndexRangeEntry, ...], OPTIONAL] = NONE_GIVEN
     state_inputs: Annotated[tuple[str, ...], OPTIONAL] = NONE_GIVEN
     state_outputs: Annotated[tuple[StateOutput, ...], OPTIONAL] = NONE_GIVEN
+    carried: Annotated[tuple[CarriedEntry, ...], OPTIONAL] = NONE_GIVEN
     handed_in: Annotated[tuple[HandedInEntry, ...], OPTIONAL] = NONE_GIVEN
     handed_out: Annotated[tuple[HandedEntry, ...], OPTIONAL] = NONE_GIVEN
 

@@ -260,6 +260,9 @@ class Executor:
         rank: The rank.
         device: The kind of device.
         queue: The streams of the GPU; None on the CPU.
+        session: onnxruntime's session.
+        graph_inputs: Names of the graph's inputs.
+        on_gpu: Those that onnxruntime reads on the GPU.
 
     Raises:
         DirectoryError: The graph was not written, does not match its manifest, or onnxruntime
@@ -275,15 +278,15 @@ class Executor:
         self.program: ProgramEntry = manifest.program(program)
         self.rank = loader.rank
         path = manifest.graph_path(program, self.rank.index)
-        self._session, self._graphs = loader.load(path, loader.graphs and self._repeats())
-        self._loader, self.queue = loader, loader.queue
+        self.session, self._graphs = loader.load(path, loader.graphs and self._repeats())
+        self.loader, self.queue = loader, loader.queue
         self.device, self._index = loader.device, loader.index
         self._buffers = buffers
-        inputs, outputs = self._session.get_inputs(), self._session.get_outputs()
-        self._graph_inputs = {i.name for i in inputs}
-        places = zip(inputs, self._session.get_input_memory_infos(), strict=True)
-        self._on_gpu = {i.name for i, place in places if place.name == _ON_GPU}
-        places = zip(outputs, self._session.get_output_memory_infos(), strict=True)
+        inputs, outputs = self.session.get_inputs(), self.session.get_outputs()
+        self.graph_inputs = {i.name for i in inputs}
+        places = zip(inputs, self.session.get_input_memory_infos(), strict=True)
+        self.on_gpu = {i.name for i, place in places if place.name == _ON_GPU}
+        places = zip(outputs, self.session.get_output_memory_infos(), strict=True)
         self._made_on_gpu = {o.name for o, place in places if place.name == _ON_GPU}
         self._states = {o.name: o.state for o in self.program.state_outputs}
         outputs = [o.name for o in outputs]
@@ -292,7 +295,7 @@ class Executor:
         self._made = [name for name in outputs if name not in self._states]
         specs = {spec.name for spec in self.program.outputs}
         self._data = {name for name in self._made if name in specs or name not in self._handed}
-        self._taken = [v.name for v in self.program.handed_in if v.name in self._graph_inputs]
+        self._taken = [v.name for v in self.program.handed_in if v.name in self.graph_inputs]
         self._outputs = outputs
         self._coordinates = coordinates(self.rank.index, manifest.atoms)
         self._bindings: OrderedDict[tuple[Any, ...], _Binding] = OrderedDict()
@@ -306,7 +309,7 @@ class Executor:
         known = {spec.name for spec in program.inputs} | set(program.state_inputs)
         known |= {entry.name for entry in program.system_inputs}
         known |= {value.name for value in program.handed_in}
-        unknown = sorted(self._graph_inputs - known)
+        unknown = sorted(self.graph_inputs - known)
         absent = sorted(outputs - found)
         if unknown or absent:
             raise DirectoryError(
@@ -330,7 +333,7 @@ class Executor:
             return feeds
         local = {
             name: array
-            if isinstance(array, Staged) or name not in self._on_gpu
+            if isinstance(array, Staged) or name not in self.on_gpu
             else queue.stage(array)
             for name, array in feeds.local.items()
         }
@@ -388,7 +391,7 @@ class Executor:
             RankError: As `run`.
             KeyError: As `run`; or a value is missing.
         """
-        local = {n: a for n, a in feeds.local.items() if n in self._graph_inputs}
+        local = {n: a for n, a in feeds.local.items() if n in self.graph_inputs}
         key = (
             tuple(feeds.values.items()),
             tuple((n, a.shape) for n, a in local.items()),
@@ -410,7 +413,7 @@ class Executor:
         try:
             if binding.captures:
                 self._capture(binding, redirect)
-            self._session.run_with_iobinding(binding.io, binding.options)
+            self.session.run_with_iobinding(binding.io, binding.options)
         except Exception as error:
             del self._bindings[key]
             raise RankError(self.rank.index, first_line(error)) from error
@@ -421,7 +424,7 @@ class Executor:
         if read or self._handed:
             # Values are sent only when they are complete, so that the receiver's time limit begins
             # then.
-            self._loader.synchronize()
+            self.loader.synchronize()
         results = Results(
             {name: to_host(value) for name, value in made.items() if read and name in self._data},
             {name: value for name, value in made.items() if name in self._handed},
@@ -437,10 +440,10 @@ class Executor:
         """
         written = {(redirect or {}).get(s, s) for s in self._states.values()}
         both = sorted(written & set(self.program.state_inputs))
-        self._loader.synchronize()
+        self.loader.synchronize()
         kept = {name: to_host(self._state(name)) for name in both}
-        self._session.run_with_iobinding(binding.io, binding.options)
-        self._loader.synchronize()
+        self.session.run_with_iobinding(binding.io, binding.options)
+        self.loader.synchronize()
         for name, array in kept.items():
             copy_in(self._state(name).data_ptr(), array)
         binding.captures = False
@@ -482,15 +485,15 @@ class Executor:
                 reusable = False
         captures = self._graphs and reusable and not self._reads_inputs_on_host()
         graph = next(self._captures) if captures else None
-        options = self._loader.run_options(graph)
-        binding = _Binding(self._session.io_binding(), reusable, options, captures)
+        options = self.loader.run_options(graph)
+        binding = _Binding(self.session.io_binding(), reusable, options, captures)
         for name in self.program.state_inputs:
-            if name in self._graph_inputs:
+            if name in self.graph_inputs:
                 binding.io.bind_ortvalue_input(name, self._state(name))
         for entry in self.program.system_inputs:
-            if entry.name in self._graph_inputs:
-                memory = self._system_memory(entry, values)
-                number = _Number(entry, memory, entry.name in self._on_gpu)
+            if entry.name in self.graph_inputs:
+                memory = self.system_memory(entry, values)
+                number = _Number(entry, memory, entry.name in self.on_gpu)
                 binding.system.append(number)
                 if not number.on_gpu:
                     value = to_ort(memory)
@@ -520,9 +523,10 @@ class Executor:
             if entry.symbol is None and entry.atom is None and entry.kind != START_AHEAD
         }
         changing = numbers | {spec.name for spec in self.program.inputs}
-        return bool((self._graph_inputs - self._on_gpu) & changing)
+        return bool((self.graph_inputs - self.on_gpu) & changing)
 
-    def _system_memory(self, entry: SystemInput, values: Mapping[str, int]) -> Array:
+    def system_memory(self, entry: SystemInput, values: Mapping[str, int]) -> Array:
+        """Returns new memory for a system input, with its value if that is a size or a place."""
         if entry.symbol is not None:
             return np.array([values[entry.symbol]], np.int64)
         if entry.atom is not None:
@@ -559,7 +563,7 @@ class Executor:
     def _feed(self, binding: _Binding, local: Mapping[str, Array | Staged]) -> None:
         """Binds the inputs: on the CPU the arrays themselves, on a GPU the binding's own memory."""
         for name, array in local.items():
-            if isinstance(array, Staged) or name in self._on_gpu:
+            if isinstance(array, Staged) or name in self.on_gpu:
                 self._put(binding, name, array)
                 continue
             value = to_ort(array)
@@ -588,7 +592,7 @@ class Executor:
     def close(self) -> None:
         """Frees the session."""
         self._bindings.clear()
-        self._session = None
+        self.session = None
 
 
 @functools.cache

@@ -14,7 +14,7 @@ TYPICAL_SIZE = 64
 
 @dataclass(frozen=True)
 class Symbol(SymbolSizes):
-    """The sizes `divisor · N + remainder`, `N >= 1`, from `min` to `max`.
+    """The sizes `divisor · N + remainder`, `N >= 1`, from `min` to `max`; `min=0` admits `N = 0`.
 
     The arguments and their checks are those of MindSpore's `Symbol`; in addition, `bool` in place
     of an `int` and constraints that no size satisfies are refused. `unique` ties the dims that have
@@ -22,7 +22,8 @@ class Symbol(SymbolSizes):
 
     Raises:
         TypeError: An argument has another type.
-        ValueError: `min` or `divisor` below 1, `remainder` outside `[0, divisor)`, or no size left.
+        ValueError: `min` below 0, `divisor` below 1, `remainder` outside `[0, divisor)`, or no
+            size left.
     """
 
     def __post_init__(self) -> None:
@@ -35,8 +36,8 @@ class Symbol(SymbolSizes):
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise TypeError(f"Symbol: {name}: expected a bool, got {value!r}")
-        if self.min <= 0:
-            raise ValueError(f"Symbol: min: expected at least 1, got {self.min}")
+        if self.min < 0:
+            raise ValueError(f"Symbol: min: expected at least 0, got {self.min}")
         if self.divisor <= 0:
             raise ValueError(f"Symbol: divisor: expected at least 1, got {self.divisor}")
         if not 0 <= self.remainder < self.divisor:
@@ -53,9 +54,8 @@ class Symbol(SymbolSizes):
         Raises:
             ValueError: There is no admissible size.
         """
-        least = max(self.min, self.divisor + self.remainder)
         greatest = self.max if self.max > self.min else None
-        facts = make(self.divisor, self.remainder, least, greatest)
+        facts = make(self.divisor, self.remainder, self.least, greatest)
         if facts is None:
             raise ValueError(f"Symbol: no size satisfies {self}")
         return facts
@@ -127,7 +127,7 @@ class Symbol(SymbolSizes):
         if not facts.admits(value):
             raise SymbolError(
                 f"symbol {name!r} is {value}, but the smallest value of the form {self.divisor}·N "
-                f"+ {self.remainder} with N at least 1 is {facts.min}"
+                f"+ {self.remainder} with N at least {int(self.min > 0)} is {facts.min}"
             )
 
     def typical(self) -> int:

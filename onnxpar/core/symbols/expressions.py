@@ -1,7 +1,7 @@
 """Sizes as expressions: reading, canonical form, printing, evaluation.
 
 A size is a Python `int` or a sympy expression over `sympy.Symbol(name, integer=True,
-positive=True)`. Its value is an integer: whoever writes `batch*seq/8` knows that the quotient is
+nonnegative=True)`. Its value is an integer: whoever writes `batch*seq/8` knows that the quotient is
 exact. Parts of an expression need not be integers (`batch/2 + seq/2`).
 
 The canonical form that `as_dim` returns has floor as its only rounding, with integer constants
@@ -42,7 +42,7 @@ def dim_symbol(name: str) -> sympy.Symbol:
     """
     if not name:
         raise SymbolError("a symbolic dimension needs a name, got an empty one")
-    return sympy.Symbol(name, integer=True, positive=True)
+    return sympy.Symbol(name, integer=True, nonnegative=True)
 
 
 def as_dim(x: SupportsIndex | str | sympy.Expr | None) -> Dim:
@@ -53,7 +53,7 @@ def as_dim(x: SupportsIndex | str | sympy.Expr | None) -> Dim:
     any text as a dimension's name, so other text is the name of one symbol.
 
     Args:
-        x: An integer, text, or an expression; symbols get sympy's assumptions of a positive integer
+        x: An integer, text, or an expression; symbols get sympy's assumptions of an integer from 0
             if they lack them.
 
     Raises:
@@ -167,7 +167,7 @@ def ceiling_expr(x: sympy.Expr) -> sympy.Expr:
     numerator, denominator = fraction(x)
     if denominator == 1:
         return x
-    if denominator.is_positive:
+    if denominator.is_nonnegative:
         return floor_expr((numerator + denominator - 1) / denominator)
     return -floor_expr(-x)
 
@@ -210,7 +210,7 @@ def _choose(kind: Callable[..., sympy.Expr], args: tuple[sympy.Expr, ...]) -> sy
     scale = sympy.S.One
     for arg in args:
         scale = sympy.lcm(scale, fraction(arg)[1]) if fraction(arg)[1] != 1 else scale
-    if not scale.is_positive:
+    if not scale.is_nonnegative:
         raise SymbolError(
             f"the sign of {scale}, which divides a size in a min or max, is not known"
         )

@@ -122,6 +122,15 @@ class SymbolTable(Mapping[str, Symbol]):
         facts = self.facts(expr)
         return facts.min, facts.max
 
+    def may_be_empty(self, expr: Dim) -> bool:
+        """Whether a size is 0, or may be because a symbol that admits 0 is in it."""
+        if isinstance(expr, int):
+            return expr == 0
+        if all(self.symbol(name).min > 0 for name in symbols_of(expr)):
+            return False
+        least = self.facts(expr).min
+        return least is None or least <= 0
+
     def equal(self, a: Dim, b: Dim) -> bool:
         """Whether two sizes are proved equal."""
         if a is b:
@@ -196,7 +205,7 @@ class SymbolTable(Mapping[str, Symbol]):
 
     def _at_least_zero(self, difference: sympy.Expr) -> bool:
         numerator, denominator = fraction(canonical(sympy.expand(difference)))
-        if not denominator.is_positive:
+        if not denominator.is_nonnegative:
             return False
         low = self._best_facts(numerator).min
         return low is not None and low >= 0

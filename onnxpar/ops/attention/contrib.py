@@ -40,6 +40,7 @@ from onnxpar.ops.local_helpers import BOOL, iota, with_padding
 from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.node_cost import attends
 from onnxpar.ops.operator import BY_BODY, Missing, OpDef, expanded
+from onnxpar.ops.slots import Kernel
 
 _SEQLENS, _TOTAL, _POSITIONS = 5, 6, 9
 _PADDING, _ADDED, _PAST, _STEP, _BEAMS = 4, 5, 6, 8, 9
@@ -333,6 +334,7 @@ DEFS = (
         group_query_local,
         gradient=Missing("it reads and writes a cache; train a model with Attention"),
         cost=attends(3),
+        memory=Kernel(appends=((3, 1), (4, 2))),
         infer=infer_group_query_attention,
     ),
     OpDef(

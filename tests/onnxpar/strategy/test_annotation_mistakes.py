@@ -179,7 +179,11 @@ MISTAKES: list[tuple[str, Edit, str]] = [
     ("metadata", metadata("{"), f"metadata '{ANNOTATION}': Invalid JSON"),
     ("metadata key", metadata('{"axis": {}}'), "'axis': unknown key"),
     ("metadata axes", metadata('{"axes": {"dp": 8}}'), r"axes whose product is the 4.*got \[8\]"),
-    ("metadata symbol", metadata('{"symbols": {"batch": {"min": 0}}}'), "min: expected at least 1"),
+    (
+        "metadata symbol",
+        metadata('{"symbols": {"batch": {"min": -1}}}'),
+        "min: expected at least 0",
+    ),
     ("metadata input", metadata('{"inputs": {"z": [[], []]}}'), "input 'z'.*there are 'x', 'w'"),
     ("metadata rank", metadata('{"inputs": {"x": [[]]}}'), "input 'x': expected 2 dims, got 1"),
     ("metadata split", metadata('{"inputs": {"x": [[["batch", [[3, 1]]]], []]}}'), "divide the 4"),

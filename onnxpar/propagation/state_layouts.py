@@ -1,0 +1,56 @@
+"""Layouts of states: what a run leaves must be what the next one takes."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from onnxpar.core.sharding import Component, Sharding
+from onnxpar.facts.carried_states import CarriedState
+from onnxpar.facts.program import Program
+from onnxpar.graph.plan import Plan
+from onnxpar.graph.seeds import Seeds
+from onnxpar.propagation.propagate import propagate
+
+
+def propagate_with_states(
+    program: Program, seeds: Seeds, states: Sequence[CarriedState] = ()
+) -> Plan:
+    """Returns a plan in which every state has one layout, as an input and as an output.
+
+    A layout that the user fixed is kept; otherwise the one that shards the state more.
+
+    Args:
+        program: The program of one device.
+        seeds: The part of the plan that the user fixed.
+        states: The states of the program.
+
+    Raises:
+        ShardingError: As `propagate`.
+    """
+    plan = propagate(program, seeds)
+    inputs, outputs = dict(seeds.inputs), dict(seeds.outputs)
+    for state in states:
+        taken, left = plan.inputs[state.input], plan.outputs[state.output]
+        if _atoms(taken) == _atoms(left) and not left.partial:
+            continue
+        fixed = state.input in seeds.held
+        if not fixed and len(left.split_atoms) > len(taken.split_atoms):
+            taken = _with_sizes(left, taken)
+        inputs[state.input] = taken
+        outputs[state.output] = _with_sizes(taken, left)
+    if inputs == seeds.inputs and outputs == seeds.outputs:
+        return plan
+    held = seeds.held | {state.input for state in states if state.output in outputs}
+    return propagate(program, replace(seeds, inputs=inputs, outputs=outputs, held=held))
+
+
+def _atoms(sharding: Sharding) -> tuple[tuple[int, ...], ...]:
+    return tuple(sharding.dim_atoms(dim) for dim in range(sharding.rank))
+
+
+def _with_sizes(layout: Sharding, sizes: Sharding) -> Sharding:
+    """Returns a layout for a tensor that differs in the size of dims that are not sharded."""
+    dims = tuple(
+        dim if any(c.atoms for c in dim) else (Component(size, ()),)
+        for dim, size in zip(layout.dims, sizes.shape, strict=True)
+    )
+    return Sharding(dims)
