@@ -235,6 +235,61 @@ class EvaluationRun:
 
 
 @dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen from logits."""
+
+    temperature: Annotated[
+        float, Option("Divide logits by this; 0 takes the best token.", "T", minimum=0)
+    ] = 0.0
+    top_k: Annotated[
+        int | None, Option("Draw among the K best tokens. Default: all.", "K", minimum=1)
+    ] = None
+    top_p: Annotated[
+        float, Option("Draw among the likeliest tokens whose probabilities sum up to P.", "P")
+    ] = 1.0
+    repetition_penalty: Annotated[
+        float,
+        Option("Divide positive logits of tokens that occurred by this, multiply others.", "R"),
+    ] = 1.0
+    seed: Annotated[int, Option("Seed of the draws.", "S", minimum=0)] = 0
+
+
+@dataclass(frozen=True)
+class GenerationRun:
+    """The options of `generate`."""
+
+    tokens: Annotated[
+        Path | None, Option("JSON file with a list of prompts, each a list of tokens.", "FILE.json")
+    ] = None
+    prompt: Annotated[
+        Sequence[str], Option("A prompt as text, with --tokenizer; may be repeated.", "TEXT")
+    ] = ()
+    tokenizer: Annotated[
+        Path | None,
+        Option(
+            "Folder with tokenizer.json, to read prompts and print text; needs the package "
+            "tokenizers.",
+            "FOLDER",
+        ),
+    ] = None
+    max_new_tokens: Annotated[int, Option("New tokens of a sequence at most.", "K", minimum=1)] = (
+        128
+    )
+    eos: Annotated[
+        Sequence[int],
+        Option("A token that completes a sequence; may be repeated.", "TOKEN", minimum=0),
+    ] = ()
+    stop: Annotated[
+        Sequence[str],
+        Option("Text that completes a sequence, with --tokenizer; may be repeated.", "TEXT"),
+    ] = ()
+    sampling: Sampling = Sampling()
+    as_json: Annotated[
+        bool, Option("Print JSON, when all sequences are complete.", flags=("--json",))
+    ] = False
+
+
+@dataclass(frozen=True)
 class VerifyOptions:
     """What `verify` compares and how strictly."""
 

@@ -14,10 +14,12 @@ from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.session import Session
 
 if TYPE_CHECKING:
+    from onnxpar_runtime.generation.generator import Generator
     from onnxpar_runtime.training.group import TrainerGroup
     from onnxpar_runtime.training.trainer import Trainer
 
 __all__ = [
+    "Generator",
     "Manifest",
     "OpCounter",
     "Rank",
@@ -32,8 +34,9 @@ __all__ = [
     "run_threads",
 ]
 
-# Training is imported only when it is used, so that running a model starts faster.
+# Imported only when they are used, so that running a model starts faster.
 _LAZY = {
+    "Generator": "onnxpar_runtime.generation.generator",
     "Trainer": "onnxpar_runtime.training.trainer",
     "TrainerGroup": "onnxpar_runtime.training.group",
 }

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from onnxpar.api.runtime.verification import parse_case, report_json, verify
     from onnxpar_format.options import VerifyOptions
     from onnxpar_runtime.commands import run
+    from onnxpar_runtime.generation.commands import generate
     from onnxpar_runtime.supervisor import Job, supervise
     from onnxpar_runtime.training.commands import evaluation, train
     from onnxpar_runtime.verify.findings import Case, TrainingCase
@@ -29,6 +30,7 @@ __all__ = [
     "VerifyOptions",
     "evaluation",
     "export_checkpoint",
+    "generate",
     "merge_checkpoint",
     "open_program",
     "parse_case",
@@ -49,6 +51,7 @@ _HOMES = {
     "VerifyOptions": "onnxpar_format.options",
     "evaluation": "onnxpar_runtime.training.commands",
     "export_checkpoint": "onnxpar.api.runtime.export_checkpoint",
+    "generate": "onnxpar_runtime.generation.commands",
     "merge_checkpoint": "onnxpar.api.runtime.checkpoints",
     "open_program": "onnxpar.api.runtime.functions",
     "parse_case": "onnxpar.api.runtime.verification",

@@ -1,0 +1,182 @@
+"""`generate`, as the command line and `mpirun python` scripts start it."""
+
+import json
+import logging
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TextIO
+
+from onnxpar_format.options import Execution, GenerationRun
+from onnxpar_runtime.agree import together
+from onnxpar_runtime.commands import begin, start
+from onnxpar_runtime.errors import InputError
+from onnxpar_runtime.generation.generator import Generator, Stop
+from onnxpar_runtime.generation.text import Stream, Tokenizer
+from onnxpar_runtime.interrupts import reporting_termination
+from onnxpar_runtime.launch import guarded
+from onnxpar_runtime.options import parse_pairs
+
+log = logging.getLogger(__name__)
+_DEFAULT = Execution()
+
+
+def generate(directory: str | Path, what: GenerationRun, how: Execution = _DEFAULT) -> int:
+    """Generates and prints new tokens for prompts; the body of one rank.
+
+    Args:
+        directory: The directory of a decoder with a cache.
+        what: The prompts, and how tokens are chosen.
+        how: How to run.
+
+    Returns:
+        The exit code. Errors have been printed.
+    """
+    rank = start(how)
+
+    def body() -> int:
+        manifest = begin(rank, "generate", directory, how)
+
+        def prepare() -> tuple[Tokenizer | None, list[list[int]]]:
+            tokenizer = None if what.tokenizer is None else Tokenizer(what.tokenizer)
+            return tokenizer, prompts_of(what, tokenizer)
+
+        tokenizer, prompts = together(rank, prepare)
+        generator = together(
+            rank,
+            lambda: Generator(
+                directory,
+                rank=rank,
+                ort_options=parse_pairs(how.ort),
+                custom_ops=how.custom_ops,
+                manifest=manifest,
+            ),
+        )
+        printer = _Printer(sys.stdout if rank.index == 0 else None, what, tokenizer, len(prompts))
+        stop = None if tokenizer is None or not what.stop else _stop(tokenizer, what.stop)
+        eos = what.eos or (() if tokenizer is None else tokenizer.eos)
+        printer.begin()
+        for step in generator.steps(
+            prompts,
+            max_new_tokens=what.max_new_tokens,
+            sampling=what.sampling,
+            eos=frozenset(eos),
+            stop=stop,
+        ):
+            printer.step(step.tokens)
+        printer.end()
+        generator.close()
+        return 0
+
+    def interruptible() -> int:
+        with reporting_termination(rank):
+            return body()
+
+    code = guarded(rank, interruptible)
+    # The interrupt has been printed; for 128 and a signal's number the caller would print it again.
+    return 1 if code > 128 else code
+
+
+def prompts_of(what: GenerationRun, tokenizer: Tokenizer | None) -> list[list[int]]:
+    """Returns the tokens of the prompts.
+
+    Raises:
+        InputError: There are none, texts without a tokenizer, or the file is not a list of lists of
+            tokens.
+    """
+    if (what.tokens is None) == (not what.prompt):
+        got = "neither" if what.tokens is None else "both"
+        raise InputError(f"prompts: expected --tokens or --prompt, got {got}")
+    if tokenizer is None and (what.prompt or what.stop):
+        given = "--prompt" if what.prompt else "--stop"
+        raise InputError(f"{given}: text needs --tokenizer as well, got none")
+    if what.tokens is None:
+        assert tokenizer is not None
+        return [tokenizer.encode(text) for text in what.prompt]
+    try:
+        found = json.loads(what.tokens.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"--tokens {what.tokens}: {error.strerror or error}") from None
+    except ValueError as error:
+        raise InputError(f"--tokens {what.tokens}: not a JSON file: {error}") from None
+    right = isinstance(found, list) and all(
+        isinstance(prompt, list)
+        and all(isinstance(t, int) and not isinstance(t, bool) and t >= 0 for t in prompt)
+        for prompt in found
+    )
+    if not right:
+        raise InputError(
+            f"--tokens {what.tokens}: expected a list of prompts, each a list of numbers from 0"
+        )
+    prompts: list[list[int]] = found
+    return prompts
+
+
+def _stop(tokenizer: Tokenizer, texts: Sequence[str]) -> Stop:
+    """Returns whether the end of a sequence's text is one of some texts."""
+
+    def stops(row: int, tokens: Sequence[int]) -> bool:
+        del row
+        text = tokenizer.decode(tokens)
+        return any(end in text for end in texts)
+
+    return stops
+
+
+class _Printer:
+    """Prints tokens as they come, or at the end, on rank 0."""
+
+    def __init__(
+        self, out: TextIO | None, what: GenerationRun, tokenizer: Tokenizer | None, prompts: int
+    ) -> None:
+        self._out, self._what, self._tokenizer = out, what, tokenizer
+        self._found: list[list[int]] = [[] for _ in range(prompts)]
+        self._streams = out is not None and prompts == 1 and not what.as_json
+        self._stream = None if tokenizer is None else Stream(tokenizer)
+        self._begun = self._last = self._first = 0.0
+        self._steps = 0
+
+    def begin(self) -> None:
+        self._begun = time.perf_counter()
+
+    def step(self, tokens: Mapping[int, int]) -> None:
+        self._last = time.perf_counter()
+        if not self._steps:
+            self._first = self._last
+        self._steps += 1
+        for row, token in tokens.items():
+            self._found[row].append(token)
+        if self._streams and self._out is not None:
+            (token,) = tokens.values()
+            text = f"{token} " if self._stream is None else self._stream.add(token)
+            self._out.write(text)
+            self._out.flush()
+
+    def end(self) -> None:
+        if self._out is None:
+            return
+        first = 1000 * (self._first - self._begun)
+        each = 1000 * (self._last - self._first) / (self._steps - 1) if self._steps > 1 else None
+        if self._what.as_json:
+            found = {"sequences": self._found, "first_token_ms": first, "token_ms": each}
+            if self._tokenizer is not None:
+                found["texts"] = [self._tokenizer.decode(tokens) for tokens in self._found]
+            self._out.write(json.dumps(found) + "\n")
+        elif self._streams:
+            self._out.write("\n")
+        else:
+            for row, tokens in enumerate(self._found):
+                text = (
+                    " ".join(map(str, tokens))
+                    if self._tokenizer is None
+                    else self._tokenizer.decode(tokens)
+                )
+                self._out.write(f"{row}: {text}\n")
+        self._out.flush()
+        count = sum(len(tokens) for tokens in self._found)
+        later = "" if each is None else f", then {each:.2f} ms per token"
+        seconds = self._last - self._begun
+        sys.stderr.write(
+            f"first token {first:.1f} ms{later}; {count} tokens, {count / seconds:.1f} tokens/s\n"
+        )

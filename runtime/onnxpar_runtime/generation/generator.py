@@ -1,0 +1,267 @@
+"""`Generator`: new tokens for prompts, on all ranks of a directory."""
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from onnxpar_format.boxes import SizedSharding
+from onnxpar_format.options import Sampling
+from onnxpar_runtime.agree import together
+from onnxpar_runtime.closing import Closing
+from onnxpar_runtime.collectives import Rank
+from onnxpar_runtime.devices import Device
+from onnxpar_runtime.errors import InputError
+from onnxpar_runtime.executor import Loader
+from onnxpar_runtime.gather import gather_to_root
+from onnxpar_runtime.generation.prompts import Sequences
+from onnxpar_runtime.generation.sampling import Chooser, Share, check
+from onnxpar_runtime.generation.steps import Steps
+from onnxpar_runtime.manifest import Manifest
+from onnxpar_runtime.session import own_rank
+
+Array = NDArray[Any]
+GREEDY = Sampling()
+Stop = Callable[[int, Sequence[int]], bool]
+"""Whether a sequence, of this number and with these new tokens, is complete."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One new token of each sequence.
+
+    Attributes:
+        tokens: By number of the sequence; sequences that were complete before are not in it.
+        done: The sequences that these tokens complete.
+        logits: On rank 0 the logits from which they were chosen, [batch, vocabulary], if they were
+            asked for.
+    """
+
+    tokens: Mapping[int, int]
+    done: frozenset[int]
+    logits: Array | None = None
+
+
+class Generator(Closing):
+    """A language model of a directory, ready to generate; every rank makes one.
+
+    Its states (the cache of keys and values) stay on the device of each rank, sharded as they were
+    planned. Only the best tokens of each shard of the vocabulary travel after a step.
+
+    Args:
+        directory: The directory of a decoder with a cache.
+        program: Which of its programs.
+        rank: The rank; without one, the directory must be for one device.
+        device: As for `Session`.
+        ort_options: As for `Session`.
+        custom_ops: As for `Session`.
+        manifest: The manifest, if it has already been read.
+
+    Attributes:
+        manifest: The manifest.
+        rank: The rank.
+        device: The kind of device.
+
+    Raises:
+        InputError: The program does not predict tokens, has no states, or is a pipeline.
+        DirectoryError: As `Session`.
+        LaunchError: As `Session`.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        *,
+        program: str = "model",
+        rank: Rank | None = None,
+        device: str = "auto",
+        ort_options: Mapping[str, str] | None = None,
+        custom_ops: Sequence[str | Path] = (),
+        manifest: Manifest | None = None,
+    ) -> None:
+        """Loads the rank's graph."""
+        self.manifest = manifest or Manifest.load(directory)
+        self._own_world, self.rank = own_rank(self.manifest, rank)
+        self._loader = Loader(self.rank, device, ort_options, custom_ops)
+        self.device: Device = self._loader.device
+        self._steps = Steps(self.manifest, program, self._loader)
+        self._roles = self._steps.roles
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_new_tokens: int = 128,
+        sampling: Sampling = GREEDY,
+        eos: Collection[int] = (),
+        stop: Stop | None = None,
+        constants: Mapping[str, Array] | None = None,
+    ) -> list[list[int]]:
+        """Returns the new tokens of each prompt, on every rank; every rank must call it alike.
+
+        Args:
+            prompts: The tokens of each prompt; their lengths may differ.
+            max_new_tokens: New tokens of a sequence at most.
+            sampling: How tokens are chosen.
+            eos: Tokens that complete a sequence; they are the last of what is returned.
+            stop: Further reasons to complete a sequence; it must say the same on every rank.
+            constants: Global arrays of further inputs, which stay the same in all steps.
+
+        Raises:
+            InputError: As `steps`.
+            SymbolValueError: As `steps`.
+            RankError: As `steps`.
+        """
+        found: list[list[int]] = [[] for _ in prompts]
+        for step in self.steps(
+            prompts,
+            max_new_tokens=max_new_tokens,
+            sampling=sampling,
+            eos=eos,
+            stop=stop,
+            constants=constants,
+        ):
+            for row, token in step.tokens.items():
+                found[row].append(token)
+        return found
+
+    def steps(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_new_tokens: int = 128,
+        sampling: Sampling = GREEDY,
+        eos: Collection[int] = (),
+        stop: Stop | None = None,
+        constants: Mapping[str, Array] | None = None,
+        logits: bool = False,
+    ) -> Iterator[Step]:
+        """Yields the new tokens as they come, on every rank; every rank must use all of them alike.
+
+        Args:
+            prompts: As `generate`.
+            max_new_tokens: As `generate`.
+            sampling: As `generate`.
+            eos: As `generate`.
+            stop: As `generate`.
+            constants: As `generate`.
+            logits: Whether to bring the logits of each step to rank 0.
+
+        Raises:
+            InputError: A prompt, a setting or an input does not fit.
+            SymbolValueError: A length violates a constraint on a symbol, such as the longest
+                sequence of a table of positions.
+            RankError: Another rank cannot go on.
+        """
+
+        def begin() -> Sequences:
+            check(sampling)
+            if max_new_tokens < 1:
+                raise InputError(f"max_new_tokens: expected at least 1, got {max_new_tokens}")
+            sequences = Sequences(prompts, left=not self._steps.in_place)
+            if sequences.padded and self._roles.mask is None:
+                raise InputError(
+                    "prompts: expected one length, since the model has no attention mask, got "
+                    f"{sorted({len(p) for p in prompts})}"
+                )
+            capacity = sequences.total + max_new_tokens - 1
+            self._steps.begin(sequences.tokens, capacity, constants)
+            self._steps.check_length(capacity, capacity)
+            return sequences
+
+        sequences = together(self.rank, begin)
+        open_rows = dict.fromkeys(range(len(prompts)))
+        new: list[list[int]] = [[] for _ in prompts]
+        tokens, chooser = sequences.tokens, None
+        for number in range(max_new_tokens):
+            width = tokens.shape[1]
+            feeds = self._feeds(sequences, tokens)
+            # Later runs differ in nothing that could be wrong on one rank alone.
+            run = partial(self._steps.run, feeds)
+            local = together(self.rank, run) if number < 2 else run()
+            if chooser is None:
+                sharding = self._sharding()
+                share = Share.of(sharding, self.rank.index)
+                chooser = Chooser(self.rank, share, sampling, [list(p) for p in prompts])
+            scores = _last(local, sequences.last(width), share)
+            brought = self._brought(sharding, scores) if logits else None
+            chosen = chooser.choose(scores, number)
+            done = set()
+            for row in open_rows:
+                token = int(chosen[row])
+                new[row].append(token)
+                if token in eos or (stop is not None and stop(row, new[row])):
+                    done.add(row)
+            yield Step({row: new[row][-1] for row in open_rows}, frozenset(done), brought)
+            for row in done:
+                del open_rows[row]
+            if not open_rows:
+                return
+            tokens = chosen[:, None]
+            sequences.append()
+
+    def _feeds(self, sequences: Sequences, tokens: Array) -> dict[str, Array]:
+        roles = self._roles
+        feeds = {roles.tokens.name: tokens}
+        if roles.mask is not None:
+            feeds[roles.mask.name] = sequences.mask()
+        if roles.positions is not None:
+            positions = sequences.positions(tokens.shape[1])
+            dims = len(roles.positions.shape)
+            if dims == 1:
+                if sequences.padded:
+                    raise InputError(
+                        f"prompts: expected one length, since {roles.positions.name!r} has one "
+                        "position for all sequences"
+                    )
+                positions = positions[0]
+            elif dims == 3:
+                count = roles.positions.shape[0]
+                times = count if isinstance(count, int) else 1
+                positions = np.broadcast_to(positions, (times, *positions.shape))
+            feeds[roles.positions.name] = positions
+        return feeds
+
+    def _sharding(self) -> SizedSharding:
+        """Returns how the logits of one position are sharded, [batch, vocabulary]."""
+        spec, sharding = self._roles.logits, self._steps.sharding
+        assert sharding is not None, "the program has run"
+        if any(atoms for dim in sharding.dims[1:-1] for _, atoms in dim):
+            raise InputError(
+                f"output {spec.name!r}: expected a sequence that is not sharded, got {spec.dims[1]}"
+            )
+        return SizedSharding(sharding.atoms, (sharding.dims[0], sharding.dims[-1]))
+
+    def _brought(self, sharding: SizedSharding, scores: Array) -> Array | None:
+        """Returns the logits of the last position on rank 0."""
+        part = np.zeros(sharding.local_shape, scores.dtype)
+        part[: len(scores)] = scores
+        return gather_to_root(self.rank, sharding, part)
+
+    @property
+    def state_bytes(self) -> int:
+        """The bytes of the buffers of states on this rank."""
+        return self._steps.state_bytes
+
+    def close(self) -> None:
+        """Frees the session, and the world of one rank if it made one."""
+        self._steps.close()
+        self._loader.close()
+        if self._own_world is not None:
+            self._own_world.close()
+
+
+def _last(local: Array, last: Array, share: Share) -> Array:
+    """Returns the logits of each sequence's last token, [rows, tokens of the shard]."""
+    rows = local[: share.rows]
+    if rows.ndim == 2:
+        return rows
+    if rows.shape[1] == 1:
+        return rows[:, 0]
+    column = last[share.first : share.first + share.rows]
+    found: Array = rows[np.arange(share.rows), column]
+    return found

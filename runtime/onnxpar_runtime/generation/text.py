@@ -1,0 +1,90 @@
+"""Text to tokens and back, by the `tokenizers` package, from the folder of a Hugging Face model."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from onnxpar_runtime.errors import InputError
+
+_FILE = "tokenizer.json"
+_CONFIGS = ("generation_config.json", "config.json", "genai_config.json")
+_UNFINISHED = "\ufffd"
+"""What decoders give for the first bytes of a character."""
+
+
+class Tokenizer:
+    """A tokenizer, and the tokens that end a text.
+
+    Args:
+        folder: A folder with `tokenizer.json`.
+
+    Attributes:
+        eos: The tokens that end a text, by the folder's configuration; empty if it names none.
+
+    Raises:
+        InputError: The package is not installed, or a file cannot be read.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Reads the folder."""
+        try:
+            import tokenizers
+        except ImportError:
+            raise InputError(
+                "--tokenizer: the package tokenizers is not installed (pip install 'onnxpar[text]')"
+            ) from None
+        path = folder / _FILE
+        if not path.is_file():
+            raise InputError(f"--tokenizer {folder}: expected a folder with {_FILE}, got none")
+        try:
+            self._tokenizer: Any = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the package raises no class of its own
+            raise InputError(f"{path}: not a tokenizer: {error}") from None
+        self.eos = _ends(folder)
+
+    def encode(self, text: str) -> list[int]:
+        """Returns the tokens of a text, with those that begin one."""
+        return list(self._tokenizer.encode(text).ids)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Returns the text of tokens, without special ones."""
+        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+
+class Stream:
+    """The text of a growing sequence, in parts that later tokens do not change.
+
+    Args:
+        tokenizer: The tokenizer.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        """Has shown nothing."""
+        self._tokenizer, self._tokens, self._shown = tokenizer, list[int](), 0
+
+    def add(self, token: int) -> str:
+        """Returns the text that a token completes; empty within a character."""
+        self._tokens.append(token)
+        text = self._tokenizer.decode(self._tokens)
+        if text.endswith(_UNFINISHED):
+            return ""
+        new, self._shown = text[self._shown :], len(text)
+        return new
+
+
+def _ends(folder: Path) -> tuple[int, ...]:
+    for name in _CONFIGS:
+        path = folder / name
+        if not path.is_file():
+            continue
+        try:
+            read = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise InputError(f"{path}: not a JSON file: {error}") from None
+        found = read.get("model", read) if isinstance(read, dict) else {}
+        ends = found.get("eos_token_id") if isinstance(found, dict) else None
+        ends = [ends] if isinstance(ends, int) else ends
+        if isinstance(ends, list) and all(isinstance(end, int) for end in ends):
+            return tuple(ends)
+    return ()

@@ -1,0 +1,63 @@
+"""`mpirun onnxpar generate`: JSON on rank 0 alone, streams, and refusals."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from onnxpar.api.shard_model import shard_model
+from tests.decoders import growing
+from tests.runtime.generation.plain import greedy
+from tests.runtime.launching import Outcome, mpirun
+
+PROMPTS = [[5], [1, 2, 3, 4, 5, 6, 7], [9, 9]]
+
+
+@pytest.fixture
+def decoder(tmp_path: Path) -> Path:
+    """A decoder over two ranks, and files with prompts."""
+    model = growing(tmp_path / "model.onnx")
+    (tmp_path / "three.json").write_text(json.dumps(PROMPTS))
+    (tmp_path / "one.json").write_text(json.dumps(PROMPTS[1:2]))
+    shard_model(model, "tp=2", tmp_path / "out")
+    return model
+
+
+def generate(folder: Path, *arguments: str, tokens: str = "three.json") -> Outcome:
+    given = ["--tokens", str(folder / tokens), "--max-new-tokens", "12", *arguments]
+    return mpirun(2, ["-m", "onnxpar.cli", "generate", str(folder / "out"), *given])
+
+
+def test_json_is_all_that_is_printed(decoder: Path, tmp_path: Path) -> None:
+    outcome = generate(tmp_path, "--json")
+    found = json.loads(outcome.out)
+    assert outcome.code == 0 and outcome.out.count("\n") == 1
+    assert set(found) == {"sequences", "first_token_ms", "token_ms"}
+    assert found["sequences"] == greedy(decoder, PROMPTS, 12)
+    assert found["first_token_ms"] > 0 and found["token_ms"] > 0
+    assert "tokens/s" in outcome.err
+
+
+def test_tokens_are_printed_as_they_come_and_end_at_eos(decoder: Path, tmp_path: Path) -> None:
+    (want,) = greedy(decoder, PROMPTS[1:2], 12)
+    end = want[4]
+    outcome = generate(tmp_path, "--eos", str(end), tokens="one.json")
+    expected = want[: want.index(end) + 1]
+    assert [int(token) for token in outcome.out.split()] == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('[["a"]]', "expected a list of prompts, each a list of numbers from 0"),
+        ("[[1]", "not a JSON file"),
+        ("[[1], [99]]", "expected elements from -96 to 95 for node 'Gather_e' (Gather), got 99"),
+    ],
+)
+def test_prompts_that_are_none_end_all_ranks(
+    decoder: Path, text: str, message: str, tmp_path: Path
+) -> None:
+    del decoder
+    (tmp_path / "three.json").write_text(text)
+    outcome = generate(tmp_path)
+    assert outcome.code == 2 and message in outcome.err and outcome.out == ""
