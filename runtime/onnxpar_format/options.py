@@ -318,5 +318,13 @@ class VerifyOptions:
             minimum=0,
         ),
     ] = None
+    generate: Annotated[
+        int | None,
+        Option("For a decoder with a cache: compare N greedy steps from prompts.", "N", minimum=1),
+    ] = None
+    prompt_tokens: Annotated[
+        int | None,
+        Option("With --generate: tokens of the longest prompt. Default: 64.", "L", minimum=1),
+    ] = None
     ort: Ort = ()
     custom_ops: CustomOps = ()

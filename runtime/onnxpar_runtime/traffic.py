@@ -1,6 +1,6 @@
 """The bytes that ranks send, by the manifest's formulas and as the ranks count them."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import floor, prod
 from typing import Any
 
@@ -63,7 +63,7 @@ def _send(value: HandedEntry, source: int, target: int) -> CollectiveEntry:
 def compare_bytes(
     runs: Mapping[str, int],
     group: Ranks[Any],
-    values: Mapping[str, int],
+    values: Sequence[Mapping[str, int]],
     *,
     widened: bool = False,
 ) -> tuple[int | None, int, list[str]]:
@@ -73,7 +73,7 @@ def compare_bytes(
     in a Permute, or receives in a Broadcast, counts less than the formula says.
 
     Args:
-        runs: How often each program has run since the counts were reset.
+        runs: How often each program has run at each of `values` since the counts were reset.
         group: The ranks.
         values: Values of the symbols.
         widened: Allow twice the bytes: on the CPU onnxruntime may convert float16 to float32 before
@@ -104,14 +104,14 @@ def compare_bytes(
 
 
 def _expected(
-    manifest: Manifest, runs: Mapping[str, int], stage: int, values: Mapping[str, int]
+    manifest: Manifest, runs: Mapping[str, int], stage: int, values: Sequence[Mapping[str, int]]
 ) -> dict[str, int] | None:
     """Returns the bytes by operator; None if a formula cannot be evaluated."""
     expected: dict[str, int] = {}
     for program, count in runs.items():
         for issued in collectives(manifest, program, stage):
             try:
-                size = floor(evaluate_exact(issued.bytes, values))
+                size = sum(floor(evaluate_exact(issued.bytes, sizes)) for sizes in values)
             except ExpressionError:
                 return None
             expected[issued.op] = expected.get(issued.op, 0) + count * size

@@ -19,6 +19,7 @@ from onnxpar_runtime.errors import InputError
 from onnxpar_runtime.executor import Loader
 from onnxpar_runtime.gather import gather_to_root
 from onnxpar_runtime.generation.prompts import Sequences
+from onnxpar_runtime.generation.roles import feeds_of
 from onnxpar_runtime.generation.sampling import Chooser, Share, check
 from onnxpar_runtime.generation.steps import Steps
 from onnxpar_runtime.manifest import Manifest
@@ -37,12 +38,14 @@ class Step:
     Attributes:
         tokens: By number of the sequence; sequences that were complete before are not in it.
         done: The sequences that these tokens complete.
+        values: Values of the symbols in the run that scored them.
         logits: On rank 0 the logits from which they were chosen, [batch, vocabulary], if they were
             asked for.
     """
 
     tokens: Mapping[int, int]
     done: frozenset[int]
+    values: Mapping[str, int]
     logits: Array | None = None
 
 
@@ -179,7 +182,7 @@ class Generator(Closing):
         tokens, chooser = sequences.tokens, None
         for number in range(max_new_tokens):
             width = tokens.shape[1]
-            feeds = self._feeds(sequences, tokens)
+            feeds = feeds_of(self._roles, sequences, tokens)
             # Later runs differ in nothing that could be wrong on one rank alone.
             run = partial(self._steps.run, feeds)
             local = together(self.rank, run) if number < 2 else run()
@@ -196,35 +199,14 @@ class Generator(Closing):
                 new[row].append(token)
                 if token in eos or (stop is not None and stop(row, new[row])):
                     done.add(row)
-            yield Step({row: new[row][-1] for row in open_rows}, frozenset(done), brought)
+            made = {row: new[row][-1] for row in open_rows}
+            yield Step(made, frozenset(done), dict(self._steps.values), brought)
             for row in done:
                 del open_rows[row]
             if not open_rows:
                 return
             tokens = chosen[:, None]
             sequences.append()
-
-    def _feeds(self, sequences: Sequences, tokens: Array) -> dict[str, Array]:
-        roles = self._roles
-        feeds = {roles.tokens.name: tokens}
-        if roles.mask is not None:
-            feeds[roles.mask.name] = sequences.mask()
-        if roles.positions is not None:
-            positions = sequences.positions(tokens.shape[1])
-            dims = len(roles.positions.shape)
-            if dims == 1:
-                if sequences.padded:
-                    raise InputError(
-                        f"prompts: expected one length, since {roles.positions.name!r} has one "
-                        "position for all sequences"
-                    )
-                positions = positions[0]
-            elif dims == 3:
-                count = roles.positions.shape[0]
-                times = count if isinstance(count, int) else 1
-                positions = np.broadcast_to(positions, (times, *positions.shape))
-            feeds[roles.positions.name] = positions
-        return feeds
 
     def _sharding(self) -> SizedSharding:
         """Returns how the logits of one position are sharded, [batch, vocabulary]."""

@@ -2,10 +2,17 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from onnxpar_format.dtypes import DTYPES
 from onnxpar_format.entries import ProgramEntry, TensorEntry
 from onnxpar_runtime.errors import InputError
+from onnxpar_runtime.generation.prompts import Sequences
+
+Array = NDArray[Any]
 
 
 @dataclass(frozen=True)
@@ -75,6 +82,32 @@ def roles_of(program: ProgramEntry) -> Roles:
     return Roles(
         tokens, mask, positions, logits, tuple(spec for spec in inputs if spec not in used)
     )
+
+
+def feeds_of(roles: Roles, sequences: Sequences, tokens: Array) -> dict[str, Array]:
+    """Returns the global arrays of the inputs that change from step to step.
+
+    Raises:
+        InputError: Sequences differ in length, and positions are one for all of them.
+    """
+    feeds = {roles.tokens.name: tokens}
+    if roles.mask is not None:
+        feeds[roles.mask.name] = sequences.mask()
+    if roles.positions is not None:
+        spec = roles.positions
+        positions = sequences.positions(tokens.shape[1])
+        if len(spec.shape) == 1:
+            if sequences.padded:
+                raise InputError(
+                    f"prompts: expected one length, since {spec.name!r} has one position for all "
+                    "sequences"
+                )
+            positions = positions[0]
+        elif len(spec.shape) == 3:
+            count = spec.shape[0] if isinstance(spec.shape[0], int) else 1
+            positions = np.broadcast_to(positions, (count, *positions.shape))
+        feeds[spec.name] = positions
+    return feeds
 
 
 def _kind(spec: TensorEntry) -> str:

@@ -16,6 +16,7 @@ from onnxpar_runtime.options import parse_pairs
 from onnxpar_runtime.training.programs import EVALUATION
 from onnxpar_runtime.verify.cases import Array, chosen_cases
 from onnxpar_runtime.verify.findings import Case, Findings
+from onnxpar_runtime.verify.generation import verify_generation
 from onnxpar_runtime.verify.random_feeds import Draws, GivenFeeds, RandomFeeds
 from onnxpar_runtime.verify.references import Reference, open_reference, reference_run
 from onnxpar_runtime.verify.training_batches import RandomBatches
@@ -53,9 +54,11 @@ def verify(
     manifest.verify_files()
     trains = manifest.training is not None
     program = manifest.program(EVALUATION if trains else FORWARD)
-    values, given = chosen_cases(manifest, program, cases, feeds)
     draw: Draws
     if trains:
+        if options.generate is not None:
+            raise InputError(f"--generate: expected a program that runs a model, got {directory}")
+        values, given = chosen_cases(manifest, program, cases, feeds)
         undivided = undivided_training(manifest, model)
         draw = (
             RandomBatches(undivided, values, options.seed, options.custom_ops)
@@ -63,6 +66,11 @@ def verify(
             else GivenFeeds(given)
         )
         return list(compare_steps(manifest, undivided, draw, values, options))
+    if options.generate is not None:
+        if cases or feeds is not None:
+            raise InputError("--generate: draws prompts itself; expected no --symbol or --inputs")
+        return verify_generation(directory, model, options.generate, options)
+    values, given = chosen_cases(manifest, program, cases, feeds)
     for option, number in (("--steps", options.steps), ("--lr", options.lr)):
         if number is not None:
             raise InputError(f"{option}: expected a training directory, got {directory}")
@@ -90,5 +98,5 @@ def _compare(
     ranks.reset_counters()
     found = Findings(options)
     found.outputs(ranks.manifest.program(FORWARD).outputs, expected, ranks.run_global(feeds))
-    found.sent({FORWARD: 1}, ranks, values)
+    found.sent({FORWARD: 1}, ranks, [values])
     return found.case(values)

@@ -167,13 +167,13 @@ class Findings:
         self,
         runs: Mapping[str, int],
         group: Ranks[Any],
-        values: Mapping[str, int],
+        values: Sequence[Mapping[str, int]],
         where: str = "",
     ) -> None:
         """Compares the bytes that the ranks counted since the last reset with the formulas.
 
         Args:
-            runs: How often each program has run since then.
+            runs: How often each program has run at each of `values` since then.
             group: The ranks.
             values: Values of the symbols.
             where: The beginning of the descriptions of problems.
