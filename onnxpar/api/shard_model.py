@@ -1,6 +1,6 @@
 """From a model to a directory: reads, plans, partitions, writes, in this order."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from time import perf_counter
@@ -69,7 +69,10 @@ def analyse(
 
 
 def propagate_and_partition(
-    program: Program, seeds: Seeds, states: Sequence[CarriedState] = ()
+    program: Program,
+    seeds: Seeds,
+    states: Sequence[CarriedState] = (),
+    fixed: Collection[str] = (),
 ) -> PartitionedModel:
     """Fills in what seeds leave open, and partitions the program.
 
@@ -77,11 +80,12 @@ def propagate_and_partition(
         program: The program.
         seeds: The part of the plan that the user fixed.
         states: The states of a forward program; each gets one layout.
+        fixed: Inputs whose layout the user fixed.
 
     Raises:
         ShardingError: A strategy does not fit its node.
     """
-    found = partition(program, propagate_with_states(program, seeds, states))
+    found = partition(program, propagate_with_states(program, seeds, states, fixed))
     return replace(found, carried=tuple(states))
 
 
@@ -154,14 +158,15 @@ def partition_forward(
     Raises:
         OnnxparError: The strategy does not fit the model.
     """
+    fixed = () if isinstance(strategy.dataset, str) else tuple(strategy.dataset)
     strategy = settled(strategy, Workload.inference(program), symbols)
     carried = carried_states(program, states)
     if strategy.pipeline is None:
-        made = propagate_and_partition(program, resolve(strategy, program), carried)
+        made = propagate_and_partition(program, resolve(strategy, program), carried, fixed)
         return PartitionedForward((made,), strategy)
     staging = Staging(strategy, strategy.pipeline)
     program, places = assign_virtual_stages(program, staging)
-    plan = propagate_with_states(program, resolve(strategy, program), carried)
+    plan = propagate_with_states(program, resolve(strategy, program), carried, fixed)
     split = staging.split(partition(program, plan, places=places), places, "model")
     return PartitionedForward(split.programs, strategy, staging.pipeline([split]))
 

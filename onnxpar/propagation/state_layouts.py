@@ -1,6 +1,6 @@
 """Layouts of states: what a run leaves must be what the next one takes."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from onnxpar.core.sharding import Component, Sharding
@@ -12,7 +12,10 @@ from onnxpar.propagation.propagate import propagate
 
 
 def propagate_with_states(
-    program: Program, seeds: Seeds, states: Sequence[CarriedState] = ()
+    program: Program,
+    seeds: Seeds,
+    states: Sequence[CarriedState] = (),
+    fixed: Collection[str] = (),
 ) -> Plan:
     """Returns a plan in which every state has one layout, as an input and as an output.
 
@@ -20,8 +23,10 @@ def propagate_with_states(
 
     Args:
         program: The program of one device.
-        seeds: The part of the plan that the user fixed.
+        seeds: The part of the plan that the user, or a search, fixed. A search does not know what
+            states are, and holds inputs as they come.
         states: The states of the program.
+        fixed: Inputs whose layout the user fixed.
 
     Raises:
         ShardingError: As `propagate`.
@@ -32,8 +37,7 @@ def propagate_with_states(
         taken, left = plan.inputs[state.input], plan.outputs[state.output]
         if _atoms(taken) == _atoms(left) and not left.partial:
             continue
-        fixed = state.input in seeds.held
-        if not fixed and len(left.split_atoms) > len(taken.split_atoms):
+        if state.input not in fixed and len(left.split_atoms) > len(taken.split_atoms):
             taken = _with_sizes(left, taken)
         inputs[state.input] = taken
         outputs[state.output] = _with_sizes(taken, left)

@@ -1,5 +1,6 @@
 """Outputs that are inputs of the next run: found by name, named by the user, sharded alike."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import llama_4bit
@@ -13,6 +14,8 @@ from onnxpar.core.errors import ModelError
 from onnxpar.core.symbols import Symbol
 from onnxpar.facts.carried_states import CarriedState, carried_states
 from onnxpar.graph.state_names import state_pairs
+from onnxpar.propagation.state_layouts import propagate_with_states
+from onnxpar.strategy import resolve, strategy_for
 from tests.decoders import growing
 
 EYE, ZERO = np.eye(8, dtype=np.float32), np.array([0])
@@ -105,3 +108,20 @@ def test_a_state_has_one_layout_even_if_its_readers_want_others(tmp_path: Path) 
     taken, left = plan.inputs["past_y"], plan.outputs["present_y"]
     assert [taken.dim_atoms(d) for d in (0, 1)] == [left.dim_atoms(d) for d in (0, 1)]
     assert taken.split_atoms, "the product shards its columns"
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+def test_a_layout_that_a_search_held_gives_way_and_one_of_the_user_stays(
+    fixed: bool, tmp_path: Path
+) -> None:
+    """A cache replicated as an input would be gathered, as an output, by every run."""
+    program = analyse(ir.from_proto(onnx.load(growing(tmp_path / "model.onnx"))), {})
+    seeds = resolve(strategy_for("tp=2", None, program.model, "the model"), program)
+    states = carried_states(program)
+    held = frozenset(state.input for state in states)
+    seeds = replace(seeds, held=held)
+    plan = propagate_with_states(program, seeds, states, held if fixed else ())
+    (tp,) = plan.mesh.axis_atoms("tp")
+    for state in states:
+        for sharding in (plan.inputs[state.input], plan.outputs[state.output]):
+            assert sharding.split_atoms == (() if fixed else (tp,))
