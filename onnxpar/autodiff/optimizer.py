@@ -1,4 +1,4 @@
-"""Optimizer and accumulation programs: the update of all states, as one global graph.
+"""Optimizers: the update of all states, as one global graph.
 
 Every state is read and written element by element, so its new value can overwrite the old one. SGD,
 Adam and AdamW have the formulas of `torch.optim` 2.13, with one fused node for each parameter
@@ -212,36 +212,6 @@ def optimizer_model(
         tuple(scalars.inputs),
         {name: value.name or "" for name, value in reduced.items()},
     )
-
-
-def accumulation_model(
-    parameters: Sequence[ParameterInfo], *, opset: int = OPSET, empty: bool = False
-) -> StateProgram:
-    """Returns the program that adds the gradients of one micro-batch to those of the step.
-
-    Inputs are the states `onnxpar.grad.<parameter>` and `onnxpar.micro.<parameter>`, outputs
-    `onnxpar.new.onnxpar.grad.<parameter>`.
-
-    Args:
-        parameters: The parameters that are trained.
-        opset: Version of the default domain.
-        empty: Whether there may be no parameters, as in a pipeline stage.
-
-    Raises:
-        ModelError: There is nothing to train, or a parameter is given twice or not floating.
-    """
-    states = states_of(parameters, (StateKind.GRADIENT, StateKind.MICRO_GRADIENT))
-    builder, inputs = _open(parameters, states, opset, "accumulation", empty=empty)
-    updated = {}
-    for p in parameters:
-        name = state_name(StateKind.GRADIENT, p.name)
-        micro = inputs[state_name(StateKind.MICRO_GRADIENT, p.name)]
-        wide = work_dtype(p.dtype)
-        operands = builder.cast(inputs[name], wide), builder.cast(micro, wide)
-        total = builder.op("Add", *operands, shape=p.shape)
-        _put_out(builder, total, p.dtype, NEW + name)
-        updated[NEW + name] = name
-    return StateProgram(_close(builder), states, updated, (), {})
 
 
 # -- building ------------------------------------------------------------------------------------

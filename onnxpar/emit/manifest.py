@@ -19,6 +19,7 @@ from onnxpar.emit.rank_graph import used_system_inputs
 from onnxpar.emit.weight_layout import WeightLayout
 from onnxpar.graph.builder import DOMAIN
 from onnxpar.graph.local_builder import (
+    ACCUMULATE,
     COORD_PREFIX,
     COUNTER_INPUTS,
     HYPER_PREFIX,
@@ -280,8 +281,8 @@ def _system_input(name: str) -> SystemInput:
         return SystemInput(name, "counter", counter=name.removeprefix(f"{DOMAIN}."))
     if name == LOSS_WEIGHT:
         return SystemInput(name, "loss_weight")
-    if name == START_AHEAD:
-        return SystemInput(name, "start_ahead")
+    if name in (START_AHEAD, ACCUMULATE):
+        return SystemInput(name, name.removeprefix(f"{DOMAIN}."))
     if name.startswith(HYPER_PREFIX):
         hyper = name.removeprefix(HYPER_PREFIX)
         return SystemInput(name, "hyperparameter", hyperparameter=hyper)

@@ -28,6 +28,7 @@ LOSS_WEIGHT = "onnxpar.loss_weight"
 HYPER_PREFIX = "onnxpar.hyper."
 """Prefix of the names of the scalars that an optimizer reads, such as the learning rate."""
 START_AHEAD = "onnxpar.start_ahead"
+ACCUMULATE = "onnxpar.accumulate"
 """Input, int64 [1]: whether the optimizer comes next, so that its reductions may start."""
 PLACE = "place"
 """Key in a node's `meta`: the builder's `place` when the node was built."""
@@ -136,6 +137,17 @@ class LocalBuilder(Builder):
         return self.shapes[value]
 
     # -- sizes -----------------------------------------------------------------------------------
+
+    def part(self, nodes: list[ir.Node]) -> "LocalBuilder":
+        """Returns a builder of some of the nodes, which may be given further ones."""
+        return replace(
+            self,
+            nodes=nodes,
+            initializers=list(self.initializers),
+            collectives=list(self.collectives),
+            system_inputs=dict(self.system_inputs),
+            _consts={},  # constants may be removed from the part
+        )
 
     def system_input(self, name: str) -> ir.Value:
         """Returns the int64 input of shape [1] with this name, which the runtime fills."""

@@ -67,10 +67,13 @@ class States:
     Attributes:
         inputs: Names of inputs and initializers that are read from a buffer of the same name.
         outputs: For each output that is written to a buffer, the buffer's name.
+        sums: For each input that is the sum of a gradient over micro-batches, the buffer of the
+            gradient. It has memory only if a step has several micro-batches.
     """
 
     inputs: frozenset[str] = frozenset()
     outputs: Mapping[str, str] = field(default_factory=dict)
+    sums: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

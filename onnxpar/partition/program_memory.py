@@ -22,6 +22,7 @@ class ProgramMemory:
     Attributes:
         weights: Parameters that it reads from files.
         states: The buffers that it reads or writes and that live from run to run, by name.
+        sums: The buffers that it reads only if a step has several micro-batches, by name.
         inputs: Its inputs.
         outputs: Its outputs that are not written to buffers; they are kept for the next run.
         values: The peak of the values between its nodes.
@@ -30,6 +31,7 @@ class ProgramMemory:
 
     weights: int
     states: Mapping[str, int]
+    sums: Mapping[str, int]
     inputs: int
     outputs: int
     values: int
@@ -47,9 +49,11 @@ def program_memory(
     """
     tensors = _Tensors(program.builder.table, dict(sizes or {}))
     outputs = {o.local.name or "": o for o in program.outputs}
+    sums = {i.name: tensors.bytes(i.local) for i in program.inputs if i.name in program.states.sums}
     buffers, fed = program.states.outputs, program.states.inputs
     states = {p.name: tensors.bytes(p.local) for p in program.parameters if p.fed}
     states |= {i.name: tensors.bytes(i.local) for i in program.inputs if i.name in fed}
+    states = {name: size for name, size in states.items() if name not in sums}
     states |= {
         buffers[o.name]: tensors.bytes(o.local) for o in program.outputs if o.name in buffers
     }
@@ -59,6 +63,7 @@ def program_memory(
     return ProgramMemory(
         weights=sum(tensors.bytes(p.local) for p in program.parameters if not p.fed),
         states=states,
+        sums=sums,
         inputs=sum(tensors.bytes(i.local) for i in program.inputs if i.name not in fed),
         outputs=sum(tensors.bytes(o.local) for o in program.outputs if o.name not in buffers),
         values=live_peak((*steps, leaving), outputs),
@@ -83,16 +88,20 @@ def value_bytes(program: PartitionedModel, value: ir.Value, sizes: Mapping[str, 
     return _Tensors(program.builder.table, sizes).bytes(value)
 
 
-def total_bytes(programs: Iterable[ProgramMemory]) -> int:
+def total_bytes(programs: Iterable[ProgramMemory], *, several: bool = False) -> int:
     """Returns the most bytes that a rank holds while it runs these programs one after another.
 
     Weights and buffers are shared, so each buffer counts once; inputs and outputs of every program
     stay bound.
+
+    Args:
+        programs: The programs.
+        several: Whether a step has several micro-batches.
     """
     known = tuple(programs)
     states: dict[str, int] = {}
     for program in known:
-        states |= program.states
+        states |= {**program.states, **(program.sums if several else {})}
     bound = sum(p.inputs + p.outputs for p in known)
     weights = max((p.weights for p in known), default=0)
     return weights + sum(states.values()) + bound + max((p.values for p in known), default=0)

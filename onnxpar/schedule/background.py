@@ -84,6 +84,7 @@ class _Pass:
     _before: dict[int, list[ir.Node]] = field(default_factory=dict)
     _removed: set[ir.Node] = field(default_factory=set)
     _gates: set[ir.Node] = field(default_factory=set)
+    _starts: set[ir.Node] = field(default_factory=set)
 
     def run(self) -> None:
         """Changes the program."""
@@ -262,10 +263,10 @@ class _Pass:
             return False
         if operand is not gather.shard and operand is not None:
             self._removed.update(n for n in [operand.producer()] if n is not None)
-        gate = [self._gate(before.after)] if before.after else []
+        gate = [self._gate(before.after, before.node)] if before.after else []
         gather.node.replace_input_with(0, gather.shard)
         early = self._early.setdefault(begin, [])
-        if begin == before.index and before.node.op_type != "Start":
+        if begin == before.index and before.node not in self._starts:
             # The rank waits for that one first, so it must not share the link with this one.
             early.append(before.node)
             self._put(begin, *self._wait(before.node, (), ""))
@@ -306,11 +307,9 @@ class _Pass:
         builder.nodes = kept
         return made
 
-    def _gate(self, after: Sequence[ir.Value]) -> ir.Node:
+    def _gate(self, after: Sequence[ir.Value], scope: ir.Node) -> ir.Node:
         """Returns a Barrier on the chain of tokens; `_chain` gives it its first operand."""
-        scope = after[0].producer()
-        assert scope is not None
-        gate = self._emit("Barrier", [self._first_token(), *after], scope)
+        gate = self._emit("Barrier", [self._first_token(), *after], after[0].producer() or scope)
         self._gates.add(gate)
         return gate
 
@@ -340,6 +339,7 @@ class _Pass:
         known = self.builder.collectives
         known[:] = [replace(c, behind=behind) if c.node == node.name else c for c in known]
         node.op_type = "Start"
+        self._starts.add(node)
         node.attributes["op"] = op
         result = ir.Value(
             name=self.builder.fresh(f"{node.name}/Wait") if read else "", type=y.type, shape=y.shape

@@ -4,14 +4,15 @@ A gradient leaves the training program partial, and the first nodes of the optim
 reduce it (`onnxpar.stages.partition_training`). Here the training program gets nodes `StartAhead`,
 each behind the last gradient of a bucket: they start these reductions in the background, in the
 memory that both programs share. The optimizer's program stays as it is. Where its node finds that
-its operand was started ahead, it takes the result, else it communicates itself: for a step of
-several micro-batches, and between ranks that share memory, where a processor would move the data.
+its operand was started ahead, it takes the result, else it communicates itself: between ranks that
+share memory, where a processor would move the data. Of several micro-batches the last one starts
+them, when the gradients of all are added up (`onnxpar.schedule.accumulate`).
 
 Buckets as in PyTorch's DistributedDataParallel (Li et al., VLDB 2020), but nothing is copied into
 one buffer: a bucket is a list of tensors.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -22,6 +23,7 @@ from onnxpar.graph.body_captures import read_by
 from onnxpar.graph.builder import DOMAIN
 from onnxpar.graph.local_builder import START_AHEAD, Collective
 from onnxpar.partition.partitioned_model import PartitionedModel
+from onnxpar.schedule.accumulate import accumulate, sums_of
 
 AHEAD = "ahead"
 """Key in the `meta` of the nodes that this module writes."""
@@ -54,22 +56,26 @@ class _Gradient:
 
 
 def start_ahead(
-    training: PartitionedModel, optimizer: PartitionedModel, machine: Machine
-) -> tuple[PartitionedModel, PartitionedModel]:
-    """Returns the two programs, of which the first starts reductions of the second.
+    training: PartitionedModel,
+    optimizer: PartitionedModel,
+    machine: Machine,
+    shared: Collection[str] = (),
+) -> None:
+    """Lets a program start reductions of the optimizer's program.
 
     The nodes of the training program are changed in place. In the second program only the
     description of its collectives changes (`Collective.started_in`).
 
     Args:
-        training: Forward and backward of a micro-batch.
+        training: Forward and backward of a micro-batch, or a part of it; it reads the sums of its
+            gradients (`onnxpar.schedule.accumulate`).
         optimizer: The optimizer's program.
         machine: Its links decide how large a bucket is.
+        shared: Buffers of gradients that other parts add to.
     """
-    found = sorted(_gradients(training, optimizer), key=lambda g: g.position)
-    if not found:
-        return training, optimizer
-    builder, mesh = training.builder, training.plan.mesh
+    gradients = _gradients(training, optimizer, shared)
+    found = sorted(gradients, key=lambda g: g.position)
+    builder, mesh, sums = training.builder, training.plan.mesh, sums_of(training)
     nodes = list(builder.nodes)
     started: dict[str, str] = {}
     behind: dict[int, list[ir.Node]] = {}
@@ -84,6 +90,7 @@ def start_ahead(
         }
         values = [g.value for g in bucket]
         builder.nodes = []
+        token = accumulate(builder, token, [(v, sums[v]) for v in values])
         (token,) = builder.ops(
             "StartAhead",
             [token, builder.system_input(START_AHEAD), *values],
@@ -96,10 +103,10 @@ def start_ahead(
                 "onnxpar.bytes": str(sum(g.bytes for g in bucket)),
             },
         )
-        (made,) = builder.nodes
+        added, made = builder.nodes
         made.meta.update({key: first.meta[key] for key in ("atoms", "pairs", "stages")})
-        made.meta[AHEAD] = True
-        behind.setdefault(bucket[-1].position, []).append(made)
+        added.meta[AHEAD] = made.meta[AHEAD] = True
+        behind.setdefault(bucket[-1].position, []).extend([added, made])
         last = f"the nodes of {training.program} after {nodes[bucket[-1].position].name}"
         started |= {g.reduction.name or "": last for g in bucket}
     builder.nodes = [
@@ -110,17 +117,19 @@ def start_ahead(
         replace(c, started_in=training.program, behind=started[c.node]) if c.node in started else c
         for c in later.collectives
     ]
-    return training, optimizer
 
 
-def _gradients(training: PartitionedModel, optimizer: PartitionedModel) -> Iterator[_Gradient]:
+def _gradients(
+    training: PartitionedModel, optimizer: PartitionedModel, shared: Collection[str]
+) -> Iterator[_Gradient]:
     positions = {
         value: index for index, node in enumerate(training.builder.nodes) for value in node.outputs
     }
     read = {value for node in training.builder.nodes for value in read_by(node)}
     reductions = _reductions(optimizer)
     for output in training.outputs:
-        found = reductions.get(training.states.outputs.get(output.name, ""))
+        state = training.states.outputs.get(output.name, "")
+        found = None if state in shared else reductions.get(state)
         position, dtype = positions.get(output.local), output.local.dtype
         if found is None or position is None or dtype is None:
             continue

@@ -1,4 +1,4 @@
-"""The programs of training, partitioned: one micro-batch, evaluation, the optimizer, accumulation.
+"""The programs of training, partitioned: one micro-batch, evaluation, the optimizer.
 
 The loss is appended and differentiated on the undivided graph; forward and backward are then
 planned and partitioned together, as one graph. Parameters, gradients and moments are buffers of the
@@ -9,6 +9,7 @@ program. Optimizer parallel changes only the layouts of buffers
 (`onnxpar.cost.optimizer_parallel`).
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -38,6 +39,7 @@ from onnxpar.partition.partition import partition
 from onnxpar.partition.partitioned_model import PartitionedModel, PipelinePrograms, States
 from onnxpar.partition.program_memory import program_memory, total_bytes
 from onnxpar.propagation.propagate import propagate
+from onnxpar.schedule.accumulate import accumulate_rest
 from onnxpar.schedule.background import run_in_background
 from onnxpar.schedule.start_ahead import start_ahead
 from onnxpar.stages.stage_memory import fullest_stage
@@ -53,7 +55,7 @@ class PartitionedTraining:
     """All programs of a training directory.
 
     Attributes:
-        programs: training_model first, then eval_model, optimizer_model, accumulation_model.
+        programs: training_model first, then eval_model, optimizer_model.
         prepared: The program that was planned, without recomputation, and what it trains.
         spec: What the user asked for.
         shards: The plan of the training program, and the layouts of its buffers.
@@ -114,15 +116,19 @@ def partition_training(
         entry = staging.entry
         split = staging.split(made, where, "forward_model").programs
         placed = buffers.placed(split)
-        _, others = placed.stage_updates(spec.optimizer, opset, split, entry, scaled=scaled)
-        return fullest_stage(split, others, staging.pipeline_split, sizes)
+        _, others = placed.stage_updates(spec.optimizer, opset, entry, scaled=scaled)
+        parts = [placed.with_sums(part) for part in split]
+        return fullest_stage(parts, others, staging.pipeline_split, sizes)
 
     program = _micro_batch(prepared, shards, places, strategy, device_bytes)
+    machine = load_machine(strategy.search.machine)
     if staging is None:
-        start_ahead(program, rest[0], load_machine(strategy.search.machine))
         limits = [m for m in (strategy.search.memory, strategy.recompute.memory) if m is not None]
         room = min(limits) - device_bytes(program, places) if limits else None
+        program = buffers.with_sums(program)
+        start_ahead(program, rest[0], machine)
         run_in_background(program, sizes, room)
+        accumulate_rest(program)
     evaluation, where = _evaluation(prepared, seeds, symbols, spec, buffers, staging)
     pipeline: PipelinePrograms | None = None
     if staging is None:
@@ -131,9 +137,15 @@ def partition_training(
         training = staging.split(program, places, "forward_model")
         evaluated = staging.split(evaluation, where, "eval_model")
         buffers = buffers.placed(training.programs)
-        updates, rest = buffers.stage_updates(
-            spec.optimizer, opset, training.programs, staging.entry, scaled=scaled
-        )
+        updates, rest = buffers.stage_updates(spec.optimizer, opset, staging.entry, scaled=scaled)
+        parts = tuple(buffers.with_sums(part) for part in training.programs)
+        made = Counter(state for part in parts for state in part.states.outputs.values())
+        shared = {state for state, count in made.items() if count > 1}
+        for part in parts:
+            start_ahead(part, rest[part.stage], machine, shared)
+            run_in_background(part, sizes, 0)
+            accumulate_rest(part)
+        training = replace(training, programs=parts)
         programs = (*training.programs, *evaluated.programs, *rest)
         pipeline = staging.pipeline([training, evaluated], rest)
     return PartitionedTraining(

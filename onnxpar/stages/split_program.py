@@ -201,13 +201,7 @@ class _Split:
         )
         outputs = tuple(i for i in parted.outputs if self.places.outputs[i.name] == place)
         given = tuple(Handed(value, program.name) for value in self.handed_out[place])
-        builder = replace(
-            parted.builder,
-            nodes=nodes,
-            initializers=list(parted.builder.initializers),
-            collectives=list(parted.builder.collectives),
-            system_inputs=dict(parted.builder.system_inputs),
-        )
+        builder = parted.builder.part(nodes)
         remove_unused(builder, [*(i.local for i in outputs), *(h.local for h in given)])
         read = {v for node in builder.nodes for v in read_by(node)} | {i.local for i in outputs}
         names = {name for name, place_of in self.places.nodes.items() if place_of == place}

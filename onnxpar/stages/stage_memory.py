@@ -63,4 +63,4 @@ def fullest_stage(
 def _held(programs: Sequence[ProgramMemory], besides: Sequence[ProgramMemory], values: int) -> int:
     """Bytes held for programs whose values take at most `values` bytes at the same time."""
     alone = max((p.values for p in (*programs, *besides)), default=0)
-    return total_bytes([*programs, *besides]) + max(values - alone, 0)
+    return total_bytes([*programs, *besides], several=True) + max(values - alone, 0)

@@ -9,7 +9,6 @@ import onnx_ir as ir
 from onnxpar.autodiff.optimizer import (
     OptimizerKind,
     StateProgram,
-    accumulation_model,
     optimizer_model,
     state_name,
 )
@@ -26,6 +25,7 @@ from onnxpar.parameters.trainable import ParameterInfo
 from onnxpar.partition.partition import partition
 from onnxpar.partition.partitioned_model import GraphValue, PartitionedModel, States
 from onnxpar.propagation.propagate import propagate
+from onnxpar.schedule.accumulate import with_sums
 from onnxpar.strategy.pipeline_entry import PipelineEntry
 from onnxpar_format.manifest import StateKind
 
@@ -54,14 +54,15 @@ class Buffers:
     def updates(
         self, kind: OptimizerKind, opset: int, *, scaled: bool
     ) -> tuple[list[StateProgram], list[PartitionedModel]]:
-        """Returns the optimizer's program; and it and the accumulation program, partitioned."""
+        """Returns the optimizer's program, and the same partitioned."""
         infos = [self._info(p) for p in self.trained]
         update = optimizer_model(kind, infos, opset=opset, scaled=scaled)
-        added = accumulation_model(infos, opset=opset)
-        return [update], [
-            self._partitioned(update, "optimizer_model"),
-            self._partitioned(added, "accumulation_model"),
-        ]
+        return [update], [self._partitioned(update, "optimizer_model")]
+
+    def with_sums(self, program: PartitionedModel) -> PartitionedModel:
+        """Returns a program that also reads the sums of its gradients over micro-batches."""
+        kinds, names = _GRADIENTS, [p.name for p in self.trained]
+        return with_sums(program, {state_name(kinds[0], n): state_name(kinds[1], n) for n in names})
 
     # -- in stages -------------------------------------------------------------------------------
 
@@ -81,21 +82,17 @@ class Buffers:
         self,
         kind: OptimizerKind,
         opset: int,
-        training: Sequence[PartitionedModel],
         entry: PipelineEntry,
         *,
         scaled: bool,
     ) -> tuple[list[StateProgram], list[PartitionedModel]]:
-        """Returns the optimizer's programs of all stages; and all updates, partitioned.
+        """Returns the optimizer's programs of all stages, and the same partitioned.
 
-        The partitioned programs are `optimizer_model.<stage>` for each stage, and
-        `accumulation_model.<virtual stage>` for each virtual stage, which adds up the gradients
-        that its backward makes.
+        The partitioned programs are called `optimizer_model.<stage>`.
 
         Args:
             kind: The optimizer.
             opset: Version of the default domain.
-            training: The programs of forward and backward.
             entry: The pipeline.
             scaled: Whether gradients carry a loss scale.
         """
@@ -114,21 +111,6 @@ class Buffers:
             updates.append(update)
             parted = self._partitioned(update, f"optimizer_model.{stage}")
             partitioned.append(replace(parted, stage=stage, stages=entry.stages))
-        made: dict[int, set[str]] = {virtual: set() for virtual in range(entry.virtual_stages)}
-        for pm in training:
-            made[pm.virtual_stage].update(pm.states.outputs.values())
-        for virtual, states in made.items():
-            infos = [
-                self._info(p)
-                for p in self.trained
-                if state_name(StateKind.GRADIENT, p.name) in states
-            ]
-            program = accumulation_model(infos, opset=opset, empty=True)
-            parted = self._partitioned(program, f"accumulation_model.{virtual}")
-            stage = virtual % entry.stages
-            partitioned.append(
-                replace(parted, stage=stage, stages=entry.stages, virtual_stage=virtual)
-            )
         return updates, partitioned
 
     # -- layouts ---------------------------------------------------------------------------------

@@ -175,13 +175,14 @@ class TensorEntry:
 class SystemInput:
     """An input that the runtime fills.
 
-    Symbols, coordinates, counters and `start_ahead` are int64 of shape [1]; the loss weight is a
-    float32 scalar, a hyperparameter a float64 scalar.
+    The loss weight is a float32 scalar, a hyperparameter a float64 scalar; all others are int64 of
+    shape [1].
 
     Attributes:
         name: Name in the rank's graph.
         kind: Which of the following values it takes; or `loss_weight`, a factor of the loss; or
-            `start_ahead`, 1 if the optimizer's program runs next, else 0.
+            `start_ahead`, 1 if the optimizer's program runs next, else 0; or `accumulate`, 1 in the
+            last micro-batch of a step, 2 in the first, 3 in between, 0 if it is the only one.
         symbol: The symbol whose global value it takes.
         atom: The atom along which it takes the rank's coordinate.
         counter: The session's counter that it takes.
@@ -191,7 +192,17 @@ class SystemInput:
     name: str
     kind: Annotated[
         str,
-        one_of(("symbol", "coordinate", "counter", "loss_weight", "hyperparameter", "start_ahead")),
+        one_of(
+            (
+                "symbol",
+                "coordinate",
+                "counter",
+                "loss_weight",
+                "hyperparameter",
+                "start_ahead",
+                "accumulate",
+            )
+        ),
     ]
     symbol: Annotated[str | None, OPTIONAL] = None
     atom: Annotated[int | None, OPTIONAL] = None

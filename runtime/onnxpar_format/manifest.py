@@ -46,7 +46,7 @@ class StateKind(StrEnum):
     Attributes:
         PARAMETER: A trained parameter.
         GRADIENT: Its gradient, summed over the micro-batches of a step so far.
-        MICRO_GRADIENT: Its gradient of one micro-batch, if a step has several.
+        MICRO_GRADIENT: The sum of its gradients over micro-batches, if a step has several.
         MOMENT1: The momentum, or the mean of gradients.
         MOMENT2: The mean of squared gradients.
         STATISTIC: A running statistic of the model, which every micro-batch updates.
@@ -101,8 +101,7 @@ class Pipeline:
         micro_batches: Default number of micro-batches in a step.
         parts: The programs that each program consists of. A program that runs through the stages
             has `forward`, and perhaps `backward` and `weight`, for each virtual stage. A program
-            that works on states alone has an `update` for each stage (optimizer) or virtual stage
-            (accumulation).
+            that works on states alone has an `update` for each stage.
     """
 
     stages: Positive
@@ -336,6 +335,15 @@ class Training:
             name: tuple(sorted(states, key=lambda s: s.part.start if s.part else 0))
             for name, states in found.items()
         }
+
+    @cached_property
+    def sums(self) -> Mapping[str, str]:
+        """For each state with the sum of a gradient over micro-batches, that of the gradient."""
+        kinds = StateKind.GRADIENT, StateKind.MICRO_GRADIENT
+        gradients, sums = (
+            {s.parameter: n for n, s in self.states.items() if s.kind == k} for k in kinds
+        )
+        return {name: gradients[parameter] for parameter, name in sums.items()}
 
     def problems(self) -> Iterator[Problem]:
         """Yields tensors whose parts are not all there, or are there twice."""

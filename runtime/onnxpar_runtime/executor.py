@@ -46,7 +46,10 @@ _NO_CAPTURE = "cannot use the graph capture feature"
 LOSS_WEIGHT = "loss_weight"
 """The key of the loss weight among the numbers of a run."""
 START_AHEAD = "start_ahead"
-"""Among the numbers of a run: 1 if it may start what the next program does; 0 if it is missing."""
+"""Among the numbers of a run: 1 if it may start what the next program communicates, else 0."""
+ACCUMULATE = "accumulate"
+"""Among the numbers of a run: what it does with gradients, see `entries.SystemInput`."""
+_FIXED = (START_AHEAD, ACCUMULATE)  # the same whenever a captured run is repeated
 
 
 class StateMemory(Protocol):
@@ -289,6 +292,7 @@ class Executor:
         places = zip(outputs, self.session.get_output_memory_infos(), strict=True)
         self._made_on_gpu = {o.name for o, place in places if place.name == _ON_GPU}
         self._states = {o.name: o.state for o in self.program.state_outputs}
+        self._sums = manifest.training.sums if manifest.training else {}
         outputs = [o.name for o in outputs]
         self._handed = {value.name for value in self.program.handed_out}
         self._check_graph(path, set(outputs))
@@ -344,7 +348,6 @@ class Executor:
         feeds: Feeds,
         counters: Mapping[str, int],
         numbers: Mapping[str, float] | None = None,
-        redirect: Mapping[str, str] | None = None,
         *,
         read: bool = True,
     ) -> dict[str, Array]:
@@ -353,8 +356,8 @@ class Executor:
         Args:
             feeds: The inputs.
             counters: Values of `onnxpar_format.entries.COUNTERS`.
-            numbers: Values of the hyperparameters by name, of `LOSS_WEIGHT` and `START_AHEAD`.
-            redirect: For the name of a state, the state that is written instead.
+            numbers: Values of the hyperparameters by name, of `LOSS_WEIGHT`, `START_AHEAD` and
+                `ACCUMULATE`.
             read: Copy the outputs to the host. Otherwise a GPU is not waited for.
 
         Returns:
@@ -364,14 +367,13 @@ class Executor:
             RankError: onnxruntime failed on this rank, or another rank did.
             KeyError: A number that the program reads is missing.
         """
-        return dict(self.run_part(feeds, counters, numbers, redirect, {}, read=read).data)
+        return dict(self.run_part(feeds, counters, numbers, {}, read=read).data)
 
     def run_part(
         self,
         feeds: Feeds,
         counters: Mapping[str, int],
         numbers: Mapping[str, float] | None,
-        redirect: Mapping[str, str] | None,
         handed: Mapping[str, Any],
         *,
         read: bool = True,
@@ -382,7 +384,6 @@ class Executor:
             feeds: As `run`.
             counters: As `run`.
             numbers: As `run`.
-            redirect: As `run`.
             handed: OrtValues of the values that the program takes from others, by name; there may
                 be more. No reference to them is kept.
             read: As `run`.
@@ -392,12 +393,10 @@ class Executor:
             KeyError: As `run`; or a value is missing.
         """
         local = {n: a for n, a in feeds.local.items() if n in self.graph_inputs}
-        key = (
-            tuple(feeds.values.items()),
-            tuple((n, a.shape) for n, a in local.items()),
-            None if redirect is None else tuple(redirect.items()),
-        )
-        binding = self._bindings.pop(key, None) or self._bind(feeds.values, redirect)
+        mode = int((numbers or {}).get(ACCUMULATE, 0))
+        shapes = tuple((n, a.shape) for n, a in local.items())
+        key = tuple(feeds.values.items()), shapes, mode
+        binding = self._bindings.pop(key, None) or self._bind(feeds.values, mode)
         self._bindings[key] = binding
         while len(self._bindings) > _MAX_BINDINGS:
             self._bindings.popitem(last=False)
@@ -409,10 +408,10 @@ class Executor:
             self.queue.before_writing()
         if not binding.reusable:
             binding.outputs.clear()
-            self._bind_outputs(binding, redirect)
+            self._bind_outputs(binding)
         try:
             if binding.captures:
-                self._capture(binding, redirect)
+                self._capture(binding, mode)
             self.session.run_with_iobinding(binding.io, binding.options)
         except Exception as error:
             del self._bindings[key]
@@ -432,13 +431,13 @@ class Executor:
         self._let_go(binding)
         return results
 
-    def _capture(self, binding: _Binding, redirect: Mapping[str, str] | None) -> None:
+    def _capture(self, binding: _Binding, mode: int) -> None:
         """Has onnxruntime capture a run, and restores the states afterwards.
 
         onnxruntime runs the program several times: to allocate memory, to capture, and to replay.
         States that the program reads and writes would be updated each time.
         """
-        written = {(redirect or {}).get(s, s) for s in self._states.values()}
+        written = {*self._states.values(), *(self._sums if mode else ())}
         both = sorted(written & set(self.program.state_inputs))
         self.loader.synchronize()
         kept = {name: to_host(self._state(name)) for name in both}
@@ -458,8 +457,8 @@ class Executor:
                 memory[...] = counters[entry.counter]
             elif entry.kind == "loss_weight":
                 memory[...] = numbers[LOSS_WEIGHT]
-            elif entry.kind == START_AHEAD:
-                memory[...] = int(numbers.get(START_AHEAD, 0))
+            elif entry.kind in (START_AHEAD, ACCUMULATE):
+                memory[...] = int(numbers.get(entry.kind, 0))
             elif entry.hyperparameter is not None:
                 memory[...] = numbers[entry.hyperparameter]
             if number.on_gpu and (number.sent is None or not np.array_equal(number.sent, memory)):
@@ -475,7 +474,7 @@ class Executor:
         if self._handed:
             binding.outputs.clear()
 
-    def _bind(self, values: Mapping[str, int], redirect: Mapping[str, str] | None) -> _Binding:
+    def _bind(self, values: Mapping[str, int], mode: int) -> _Binding:
         """Returns a new binding; it keeps output buffers whose sizes follow from the shapes."""
         reusable = True
         for spec in self.program.outputs:
@@ -489,7 +488,9 @@ class Executor:
         binding = _Binding(self.session.io_binding(), reusable, options, captures)
         for name in self.program.state_inputs:
             if name in self.graph_inputs:
-                binding.io.bind_ortvalue_input(name, self._state(name))
+                # A single micro-batch needs no memory for sums.
+                state = name if mode else self._sums.get(name, name)
+                binding.io.bind_ortvalue_input(name, self._state(state))
         for entry in self.program.system_inputs:
             if entry.name in self.graph_inputs:
                 memory = self.system_memory(entry, values)
@@ -499,7 +500,7 @@ class Executor:
                     value = to_ort(memory)
                     binding.inputs[entry.name] = value
                     binding.io.bind_ortvalue_input(entry.name, value)
-        self._bind_outputs(binding, redirect)
+        self._bind_outputs(binding)
         return binding
 
     def _repeats(self) -> bool:
@@ -520,7 +521,7 @@ class Executor:
         numbers = {
             entry.name
             for entry in self.program.system_inputs
-            if entry.symbol is None and entry.atom is None and entry.kind != START_AHEAD
+            if entry.symbol is None and entry.atom is None and entry.kind not in _FIXED
         }
         changing = numbers | {spec.name for spec in self.program.inputs}
         return bool((self.graph_inputs - self.on_gpu) & changing)
@@ -531,19 +532,17 @@ class Executor:
             return np.array([values[entry.symbol]], np.int64)
         if entry.atom is not None:
             return np.array([self._coordinates[entry.atom]], np.int64)
-        if entry.counter is not None or entry.kind == START_AHEAD:
+        if entry.counter is not None or entry.kind in _FIXED:
             return np.zeros(1, np.int64)
         return np.zeros((), np.float32 if entry.kind == "loss_weight" else np.float64)
 
-    def _bind_outputs(self, binding: _Binding, redirect: Mapping[str, str] | None) -> None:
+    def _bind_outputs(self, binding: _Binding) -> None:
         binding.io.clear_binding_outputs()
         for name in self._made:
             self._bind_made(binding, name)
         for name in self._outputs:
             if name in self._states:
-                state = self._states[name]
-                value = self._state((redirect or {}).get(state, state))
-                binding.io.bind_ortvalue_output(name, value)
+                binding.io.bind_ortvalue_output(name, self._state(self._states[name]))
 
     def _bind_made(self, binding: _Binding, name: str) -> None:
         """Binds an output to the memory in which the session makes it."""

@@ -50,12 +50,7 @@ def inspected(out: Path, capsys: pytest.CaptureFixture[str], *options: str) -> A
 def test_json_of_all_programs(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = inspected(out, capsys)
     programs = report["programs"]
-    assert list(programs) == [
-        "training_model",
-        "eval_model",
-        "optimizer_model",
-        "accumulation_model",
-    ]
+    assert list(programs) == ["training_model", "eval_model", "optimizer_model"]
     assert report["program"] == "training_model"
     assert report["collectives"] == programs["training_model"]["collectives"]
     # The gradient of w is reduced once, at the beginning of the optimizer: 2 (2 - 1) / 2 of 6 x 6
@@ -64,7 +59,6 @@ def test_json_of_all_programs(out: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert (reduction["op"], reduction["value"]) == ("AllReduce", "onnxpar.grad.w")
     assert (reduction["groups"], reduction["bytes"]) == ([[0, 1]], 144)
     assert programs["optimizer_model"]["totals"]["collectives_by_op"] == {"AllReduce": 1}
-    assert programs["accumulation_model"]["collectives"] == []
     training = report["training"]
     assert training["optimizer"] == {"kind": "momentum"}
     tensors = {t["name"]: (t["trained"], t["reason"], t["used_by"]) for t in training["tensors"]}
@@ -99,7 +93,6 @@ def test_tables(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert " ".join(rows["held"]) == "36 no: frozen last it is the weight of node 'last'"
     assert rows["unread"][:3] == ["36", "no:", "the"]
     assert rows["optimizer_model"][2:] == ["1", "AllReduce", "144"]
-    assert rows["accumulation_model"][2:] == ["none", "0"]
     assert not any("MomentumStep" in line for line in lines)
     assert main(["inspect", str(out), "--program", "optimizer_model"]) == 0
     assert "MomentumStep" in capsys.readouterr().out
@@ -108,7 +101,7 @@ def test_tables(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_users_mistakes(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for command in ("inspect", "view"):
         assert main([command, str(out), "--program", "model"]) == 2
-        assert "no program 'model'; it has accumulation_model" in capsys.readouterr().err
+        assert "no program 'model'; it has eval_model" in capsys.readouterr().err
     assert main(["inspect", str(out.parent / "m.onnx"), "--program", "model"]) == 2
     assert "is a model, which has no programs" in capsys.readouterr().err
 
@@ -122,7 +115,6 @@ def test_the_dump_has_every_program(out: Path) -> None:
         "03.partitioned.training_model.rank0.txt",
         "04.partitioned.eval_model.rank0.txt",
         "05.partitioned.optimizer_model.rank0.txt",
-        "06.partitioned.accumulation_model.rank0.txt",
     ]
     for path in folder.glob("*.onnx"):
         onnx.load(path, load_external_data=False)

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tests.runtime.hand_made import tensor
-from tests.runtime.hand_trained import Program, hyper, state, weight, write
+from tests.runtime.hand_trained import ADDED, Program, added, hyper, state, weight, write
 
 Array = NDArray[Any]
 Json = dict[str, Any]
@@ -113,10 +113,9 @@ def staged(directory: Path, shape: Shape) -> Path:
 
     programs: dict[str, Program] = {}
     listed: dict[str, list[Json]] = {n: [] for n in ("training_model", "eval_model")}
-    listed |= {"optimizer_model": [], "accumulation_model": []}
+    listed["optimizer_model"] = []
     for virtual in range(shape.count):
         stage, w = virtual % shape.stages, shape.parameter(virtual)
-        grad = f"onnxpar.grad.{w}"
         before, here = f"h{virtual - 1}", f"h{virtual}"
         micro = {"name": "micro", "kind": "counter", "counter": "micro_batch"}
         for kind in ("forward", "eval"):
@@ -188,18 +187,6 @@ def staged(directory: Path, shape: Shape) -> Path:
         entry = {"forward": f"forward_model.{virtual}", "backward": f"backward_model.{virtual}"}
         entry["weight"] = f"weight_model.{virtual}" if shape.split else None  # type: ignore[assignment]
         listed["training_model"].append(entry)
-        programs[f"accumulation_model.{virtual}"] = Program(
-            on(
-                stage,
-                lambda _, w=w, g=grad: (
-                    f'g ({_GRID} "{g}", {_GRID} "onnxpar.micro.{w}") => ({_GRID} s)'
-                    f' {{ s = Add("{g}", "onnxpar.micro.{w}") }}'
-                ),
-            ),
-            state_inputs=[grad, f"onnxpar.micro.{w}"],
-            state_outputs={"s": grad},
-        )
-        listed["accumulation_model"].append({"update": f"accumulation_model.{virtual}"})
     for stage in range(shape.stages):
         name = f"optimizer_model.{stage}"
         own = shape.own(stage)
@@ -343,9 +330,12 @@ def _backward(
             gives = [f"d{before}"]
     head += f", {_GRID} {w}" if virtual else ""
     operand = before if virtual else "xk"
+    total = f"onnxpar.micro.{w}"
     gradient = f' at_ = Transpose<perm = [1, 0]>({operand})  "{grad}" = MatMul(at_, d)'
+    gradient += added(grad, total)
     operands = [(before, source)] if virtual else []
     extra = f"{_ROWS} {before}" if virtual else f"{_ROWS} x, int64[1] micro"
+    extra += f', int64[1] "onnxpar.accumulate", {_GRID} "{total}"'
     factor = "" if virtual else _FACTOR
     micro = [] if virtual else [{"name": "micro", "kind": "counter", "counter": "micro_batch"}]
     given = [(name, _ROWS) for name in gives]
@@ -372,8 +362,8 @@ def _backward(
             ),
             inputs,
             [],
-            micro,
-            [],
+            [*micro, ADDED],
+            [total],
             {grad: grad},
             [handed(n, s) for n, s in [*operands, (d, back)]],
         )
@@ -389,8 +379,8 @@ def _backward(
         ),
         inputs,
         [],
-        [*system, *micro],
-        [w] if virtual else [],
+        [*system, *micro, ADDED],
+        [*([w] if virtual else []), total],
         {grad: grad},
         [handed(n, s) for n, s in [*reads, *(o for o in operands if o not in reads)]],
         [handed(n) for n in gives],

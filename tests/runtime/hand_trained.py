@@ -188,17 +188,15 @@ def batch_of(count: int, seed: int = 0) -> dict[str, Array]:
     }
 
 
-def _accumulation(grid: str, ranks: int) -> Program:
-    """Adds the gradient of a micro-batch to that of the step."""
-    text = (
-        f'g ({grid} "onnxpar.grad.w", {grid} "onnxpar.micro.w") => ({grid} "onnxpar.sum.w") {{'
-        ' "onnxpar.sum.w" = Add("onnxpar.grad.w", "onnxpar.micro.w") }'
+def added(gradient: str, micro: str) -> str:
+    """Returns the node that adds up a gradient over micro-batches."""
+    return (
+        " none = Constant<value: tensor = uint8[1] none {0}>()"
+        f' added = onnxpar.Accumulate(none, "onnxpar.accumulate", "{gradient}", "{micro}")'
     )
-    return Program(
-        [text] * ranks,
-        state_inputs=["onnxpar.grad.w", "onnxpar.micro.w"],
-        state_outputs={"onnxpar.sum.w": "onnxpar.grad.w"},
-    )
+
+
+ADDED: Json = {"name": "onnxpar.accumulate", "kind": "accumulate"}
 
 
 def _states(spec: Json, partial: Sequence[int]) -> list[Json]:
@@ -233,13 +231,15 @@ def regression(directory: Path, ranks: int = 2, symbol: Json | None = None) -> P
     head = f"double[n, {INPUTS}] x, double[n, {OUTPUTS}] labels, double[{INPUTS}, {OUTPUTS}] w"
     system = "int64[1] batch, int64[1] c"
     training = (
-        f'g ({head}, {system}, float "onnxpar.loss_weight")'
+        f'g ({head}, {system}, float "onnxpar.loss_weight", int64[1] "onnxpar.accumulate",'
+        f' double[{INPUTS}, {OUTPUTS}] "onnxpar.micro.w")'
         f' => (double[{INPUTS}, {OUTPUTS}] "onnxpar.grad.w", double "onnxpar.loss") {{ {forward}'
         ' lw = Cast<to: int = 11>("onnxpar.loss_weight")  mine = Mul(mean, lw)'
         f' "onnxpar.loss", t0 = {reduce}(mine)'
         " two = Constant<value_float = 2.0>()  two_d = Cast<to: int = 11>(two)"
         " s1 = Mul(two_d, lw)  s = Div(s1, count)  d = Mul(error, s)"
-        ' xt = Transpose<perm = [1, 0]>(x)  "onnxpar.grad.w" = MatMul(xt, d) }'
+        ' xt = Transpose<perm = [1, 0]>(x)  "onnxpar.grad.w" = MatMul(xt, d)'
+        f"{added('onnxpar.grad.w', 'onnxpar.micro.w')} }}"
     )
     evaluation = (
         f'g ({head}, {system}) => (double "onnxpar.loss", double[n, {OUTPUTS}] p) {{ {forward}'
@@ -278,8 +278,8 @@ def regression(directory: Path, ranks: int = 2, symbol: Json | None = None) -> P
             [training] * ranks,
             inputs,
             [scalar],
-            [*counts, weight("onnxpar.loss_weight")],
-            ["w"],
+            [*counts, weight("onnxpar.loss_weight"), ADDED],
+            ["w", "onnxpar.micro.w"],
             {"onnxpar.grad.w": "onnxpar.grad.w"},
         ),
         "eval_model": Program(
@@ -296,7 +296,6 @@ def regression(directory: Path, ranks: int = 2, symbol: Json | None = None) -> P
             state_inputs=["w", "onnxpar.grad.w", "onnxpar.moment1.w"],
             state_outputs={"onnxpar.new.w": "w", "onnxpar.new.moment1": "onnxpar.moment1.w"},
         ),
-        "accumulation_model": _accumulation(grid, ranks),
     }
     return write(
         directory,
@@ -370,10 +369,11 @@ def one_weight(
     members = ", ".join(map(str, range(ranks)))
     reduce = f'onnxpar.AllReduce<reduction: string = "sum", group: ints = [{members}]>'
     text = (
-        f'g ({head}, double[1] w, float "onnxpar.loss_weight")'
-        ' => (double "onnxpar.loss", double[1] "onnxpar.grad.w")'
+        f'g ({head}, double[1] w, int64[1] "onnxpar.accumulate", double[1] "onnxpar.micro.w",'
+        ' float "onnxpar.loss_weight") => (double "onnxpar.loss", double[1] "onnxpar.grad.w")'
         f' {{ lw = Cast<to: int = 11>("onnxpar.loss_weight") {forward}'
-        f' "onnxpar.loss", t0 = {reduce}(mine)  "onnxpar.grad.w" = Identity(slope) }}'
+        f' "onnxpar.loss", t0 = {reduce}(mine)  "onnxpar.grad.w" = Identity(slope)'
+        f"{added('onnxpar.grad.w', 'onnxpar.micro.w')} }}"
     )
     update = (
         'g (double[1] w, double[1] "onnxpar.grad.w", double "onnxpar.hyper.lr")'
@@ -383,13 +383,13 @@ def one_weight(
         ' step = Mul(sum, "onnxpar.hyper.lr")  "onnxpar.new.w" = Sub(w, step) }'
     )
     scalar = tensor("onnxpar.loss", "float64", [], [])
-    system = [*system_inputs, weight("onnxpar.loss_weight")]
+    system = [*system_inputs, weight("onnxpar.loss_weight"), ADDED]
     forwards = Program(
         [text] * ranks,
         inputs,
         [scalar],
         system,
-        ["w"],
+        ["w", "onnxpar.micro.w"],
         {"onnxpar.grad.w": "onnxpar.grad.w"},
     )
     evaluation = forwards
@@ -401,8 +401,8 @@ def one_weight(
             [unweighed] * ranks,
             inputs,
             [scalar],
-            system_inputs,
-            ["w"],
+            [*system_inputs, ADDED],
+            ["w", "onnxpar.micro.w"],
             {"onnxpar.grad.w": "onnxpar.grad.w"},
         )
     programs = {
@@ -415,7 +415,6 @@ def one_weight(
             state_inputs=["w", "onnxpar.grad.w"],
             state_outputs={"onnxpar.new.w": "w"},
         ),
-        "accumulation_model": _accumulation("double[1]", ranks),
     }
     return write(
         directory,

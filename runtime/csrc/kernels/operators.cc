@@ -7,7 +7,7 @@ namespace onnxpar {
 const std::vector<Operator>& fused_operators() {
   static const std::vector<Operator> all = [] {
     std::vector<Operator> made;
-    for (auto* family : {pointwise_operators, row_operators, loss_operators, gather_operators,
+    for (auto* family : {accumulate_operators, pointwise_operators, row_operators, loss_operators, gather_operators,
                          step_operators, philox_operators, standard_operators}) {
       for (Operator& of : family()) made.push_back(std::move(of));
     }

@@ -45,6 +45,11 @@
 //       -> (p' T, m' T, v' T)
 //   AdamWStep: as AdamStep, but its last input is decay D? = 1 - lr weight_decay
 //     These four follow torch.optim; g is first multiplied by `scale`, the coefficient of clipping.
+//   Accumulate(token, mode int64, g T..., sum T...) -> token
+//     Adds up gradients of micro-batches. Each g is an output of the graph, and each sum an input,
+//     both states that live in memory of the runtime. It writes into one of them: g += sum in the
+//     last micro-batch (mode 1), sum = g in the first (2), sum += g in between (3); with mode 0,
+//     which stands for a single micro-batch, nothing. It has no function in standard operators.
 //   Philox(key int64, shape int64, global_shape int64, start int64;
 //          distribution = "uniform" | "normal", dtype = 1) -> Y float32
 //     See kernels/host/philox.h. It is of ranks, and its inputs lie in host memory.

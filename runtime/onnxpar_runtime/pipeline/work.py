@@ -53,14 +53,11 @@ class Micro:
     number: int
 
 
-class Writes(Protocol):
-    """Decides where programs write states, and adds to them afterwards."""
+class Numbers(Protocol):
+    """Decides what programs do with gradients."""
 
-    def before(self, virtual_stage: int, program: str, index: int) -> Mapping[str, str] | None:
-        """Returns the `redirect` of `Executor.run` for the run on micro-batch `index`."""
-
-    def after(self, virtual_stage: int, redirect: Mapping[str, str] | None) -> None:
-        """Is called after a run with this `redirect`."""
+    def numbers(self, program: str, index: int) -> Mapping[str, float]:
+        """Returns numbers that a program reads in its run on micro-batch `index`, by name."""
 
 
 class _Held:
@@ -131,7 +128,7 @@ class VirtualStages:
             for name in self._values.kept[stage]:
                 self._near[self._maker(stage, name), name].append(stage)
         self._counters: Mapping[str, int] = {}
-        self._writes: Writes | None = None
+        self._more: Numbers | None = None
         self._micro: Sequence[Micro] = ()
         self._held: dict[tuple[int, int], dict[str, _Held]] = defaultdict(dict)
         self._leaving: dict[tuple[Ends, int], dict[str, Any]] = defaultdict(dict)
@@ -157,7 +154,7 @@ class VirtualStages:
         schedule: str,
         micro_batches: Sequence[Micro],
         counters: Mapping[str, int],
-        writes: Writes | None = None,
+        more: Numbers | None = None,
         trace: Trace | None = None,
     ) -> list[dict[str, Array]]:
         """Plays a schedule. Every rank must call it, with the same number of micro-batches.
@@ -166,7 +163,7 @@ class VirtualStages:
             schedule: Name of the schedule.
             micro_batches: The micro-batches.
             counters: Values of `onnxpar_format.entries.COUNTERS`, without the micro-batch.
-            writes: Decides where states are written; None for the states themselves.
+            more: Gives numbers that programs read besides those of a micro-batch.
             trace: Records computations, if given.
 
         Returns:
@@ -178,7 +175,7 @@ class VirtualStages:
             RankError: A rank failed.
         """
         program = self._plan(schedule, len(micro_batches))
-        self._counters, self._writes, self._micro = counters, writes, micro_batches
+        self._counters, self._more, self._micro = counters, more, micro_batches
         self._found = [{} for _ in micro_batches]
         self._held.clear()
         self._leaving.clear()
@@ -279,12 +276,11 @@ class VirtualStages:
             return
         executor, micro = self._executors[name], self._micro[index]
         held = self._held[virtual, index]
-        redirect = None if self._writes is None else self._writes.before(virtual, name, index)
+        more = {} if self._more is None else self._more.numbers(name, index)
         results = executor.run_part(
             micro.feeds,
             {**self._counters, "micro_batch": micro.number},
-            micro.numbers,
-            redirect,
+            {**micro.numbers, **more},
             {value.name: held[value.name].value for value in executor.program.handed_in},
         )
         for taken in executor.program.handed_in:
@@ -297,8 +293,6 @@ class VirtualStages:
             for ends in self._sent.get((name, value.name), ()):
                 self._leaving[ends, index][value.name] = made
         self._found[index] |= results.data
-        if self._writes is not None:
-            self._writes.after(virtual, redirect)
 
     def _check(self, value: HandedEntry, made: Any, index: int) -> None:
         """Raises RankError unless a value has the shape that its readers expect."""

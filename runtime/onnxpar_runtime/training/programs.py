@@ -1,8 +1,5 @@
 """The programs of a training directory on one rank, which share their states."""
 
-from functools import cached_property
-
-from onnxpar_runtime.errors import DirectoryError
 from onnxpar_runtime.executor import Executor, Loader
 from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.memory import weight_bytes
@@ -11,7 +8,6 @@ from onnxpar_runtime.training.state import States
 TRAINING = "training_model"
 OPTIMIZER = "optimizer_model"
 EVALUATION = "eval_model"
-ACCUMULATION = "accumulation_model"
 LOSS = "onnxpar.loss"
 GRAD_NORM = "onnxpar.grad_norm"
 CORRECT = "onnxpar.correct"
@@ -59,22 +55,6 @@ class Programs:
     def loaded(self, name: str) -> Executor | None:
         """Returns a program of this rank if it is loaded. Any thread may call it."""
         return self._executors.get(name)
-
-    @cached_property
-    def micro_gradients(self) -> dict[str, str]:
-        """For each gradient's name the state that takes the gradient of a further micro-batch.
-
-        Raises:
-            DirectoryError: A gradient has none.
-        """
-        micro = self.states.of_kind("micro_gradient")
-        gradients = self.states.of_kind("gradient")
-        absent = sorted(set(gradients) - set(micro))
-        if absent:
-            raise DirectoryError(
-                f"{self._manifest.directory}: no micro_gradient state for the parameters {absent}"
-            )
-        return {name: micro[parameter] for parameter, name in gradients.items()}
 
     @property
     def bound_bytes(self) -> int:

@@ -12,15 +12,14 @@ from numpy.typing import NDArray
 from onnxpar_format.entries import TensorEntry
 from onnxpar_runtime.collectives import Rank
 from onnxpar_runtime.devices import Device
-from onnxpar_runtime.errors import LaunchError
-from onnxpar_runtime.executor import START_AHEAD
+from onnxpar_runtime.errors import DirectoryError, LaunchError
+from onnxpar_runtime.executor import ACCUMULATE, START_AHEAD
 from onnxpar_runtime.inputs import Feeds
 from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.pipeline.inbox import Inbox
 from onnxpar_runtime.pipeline.trace import Steps, Trace, median_bubble
 from onnxpar_runtime.pipeline.work import FORWARD, Micro, VirtualStages
 from onnxpar_runtime.training.programs import (
-    ACCUMULATION,
     CORRECT,
     EVALUATION,
     GRAD_NORM,
@@ -70,12 +69,14 @@ class Runner(ABC):
 
     Args:
         manifest: The manifest.
+        rank: The rank.
         programs: The rank's programs, which are closed with the runner.
     """
 
-    def __init__(self, manifest: Manifest, programs: Programs) -> None:
+    def __init__(self, manifest: Manifest, rank: Rank, programs: Programs) -> None:
         """Runs nothing yet."""
-        self._manifest, self._programs = manifest, programs
+        self._manifest, self._rank, self._programs = manifest, rank, programs
+        self._gradients = _Gradients(manifest, programs)
 
     def stage(self, feeds: Feeds) -> Feeds:
         """Returns inputs of the training on their way to the device. Any thread may call it."""
@@ -115,7 +116,15 @@ class Runner(ABC):
 
     def reduced(self, gradient: str, group: Sequence[int]) -> bool:
         """Whether the last step has replaced a gradient by its sum over a group."""
-        return False
+        if not self._gradients.ahead:
+            return False
+        collectives = self._manifest.program(self.optimizer()).collectives
+        if not any(
+            c.value == gradient and c.started_in and c.op == "AllReduce" for c in collectives
+        ):
+            return False
+        # Between GPUs everything travels while they compute.
+        return self._programs.loader.device is not Device.CPU or self._rank.overlaps(group)
 
     @abstractmethod
     def optimizer(self) -> str:
@@ -172,14 +181,6 @@ def runner(manifest: Manifest, rank: Rank, programs: Programs) -> Runner:
 class OneStage(Runner):
     """Micro-batches one after another, each through the complete program."""
 
-    def __init__(self, manifest: Manifest, rank: Rank, programs: Programs) -> None:
-        """Runs nothing yet."""
-        super().__init__(manifest, programs)
-        self._rank = rank
-        self._ahead = False  # whether reductions were allowed to start in the last run
-        collectives = manifest.program(OPTIMIZER).collectives
-        self._replaced = {c.value for c in collectives if c.started_in and c.op == "AllReduce"}
-
     @property
     def outputs(self) -> Mapping[TensorEntry, int]:
         """As `Runner`."""
@@ -204,29 +205,15 @@ class OneStage(Runner):
         ahead: bool,
     ) -> float:
         """As `Runner`."""
-        # The gradients of several micro-batches are complete only when they have been added up. A
-        # captured step cannot leave work behind on another stream.
-        alone = len(micro_batches) == 1 and not accumulate and not self._programs.loader.graphs
-        self._ahead = ahead and alone
-        starts = {START_AHEAD: float(self._ahead)}
+        self._gradients.begin(len(micro_batches), accumulate=accumulate, ahead=ahead)
         program = self._programs.load(TRAINING)
         loss = 0.0
         for index, micro in enumerate(micro_batches):
-            redirect = self._programs.micro_gradients if index or accumulate else None
             now = {**counters, "micro_batch": micro.number}
-            numbers = {**micro.numbers, **starts}
-            outputs = program.run(micro.feeds, now, numbers, redirect, read=read)
-            if redirect is not None:
-                self._programs.load(ACCUMULATION).run(_NOTHING, now, read=False)
+            numbers = {**micro.numbers, **self._gradients.numbers(TRAINING, index)}
+            outputs = program.run(micro.feeds, now, numbers, read=read)
             loss += float(outputs[LOSS].item()) if read else nan
         return loss
-
-    def reduced(self, gradient: str, group: Sequence[int]) -> bool:
-        """As `Runner`."""
-        if not self._ahead or gradient not in self._replaced:
-            return False
-        # Between GPUs everything travels while they compute.
-        return self._programs.loader.device is not Device.CPU or self._rank.overlaps(group)
 
     def optimizer(self) -> str:
         """As `Runner`."""
@@ -241,24 +228,17 @@ class OneStage(Runner):
 
 
 class Pipelined(Runner):
-    """Micro-batches through the stages of a pipeline, in the order of its schedule.
-
-    Args:
-        manifest: The manifest of a pipeline.
-        rank: The rank.
-        programs: The rank's programs.
-    """
+    """Micro-batches through the stages of a pipeline, in the order of its schedule."""
 
     def __init__(self, manifest: Manifest, rank: Rank, programs: Programs) -> None:
         """Runs nothing yet."""
-        super().__init__(manifest, programs)
+        super().__init__(manifest, rank, programs)
         assert manifest.pipeline is not None
-        self._rank, self._pipeline = rank, manifest.pipeline
+        self._pipeline = manifest.pipeline
         self._trace: Trace | None = None
         self._stage = manifest.stage_of(rank.index)
         self._inbox = Inbox(rank)
         self._stages: dict[str, VirtualStages] = {}
-        self._gradients = _Gradients(manifest, programs)
 
     def load(self, program: str) -> None:
         """As `Runner`."""
@@ -295,7 +275,7 @@ class Pipelined(Runner):
         ahead: bool,
     ) -> float:
         """As `Runner`."""
-        self._gradients.begin(accumulate)
+        self._gradients.begin(len(micro_batches), accumulate=accumulate, ahead=ahead)
         found = self._through(TRAINING).run(
             self._pipeline.schedule, micro_batches, counters, self._gradients, self._trace
         )
@@ -354,45 +334,62 @@ class Pipelined(Runner):
 
 
 class _Gradients:
-    """Where the parts of a training program write gradients; as `pipeline.work.Writes`.
+    """Where a step's gradients are, and what programs do with them; as `pipeline.work.Numbers`.
 
-    The first micro-batch of a virtual stage writes them to their states, every other one to second
-    states, from which the virtual stage's accumulation program adds them. Schedules differentiate
-    the micro-batches of a virtual stage in ascending order, as one device does.
+    A program writes the gradients of a micro-batch to their states. Nodes `Accumulate` add them up
+    in second states, the sums, and in the last micro-batch in the gradients themselves. Schedules
+    differentiate the micro-batches of a virtual stage in ascending order, as one device does.
+
+    Attributes:
+        ahead: Whether reductions could start ahead in the last step.
     """
 
     def __init__(self, manifest: Manifest, programs: Programs) -> None:
         self._manifest, self._programs = manifest, programs
-        self._accumulate = False
-        self._written: set[str] = set()
+        self._sums = {gradient: name for name, gradient in manifest.trained().sums.items()}
+        self._count = 0
+        self._complete: dict[str, bool] = {}
+        self.ahead = False
 
-    def begin(self, accumulate: bool) -> None:
-        """Begins a step."""
-        self._accumulate = accumulate
-        self._written = set()
+    def begin(self, count: int, *, accumulate: bool, ahead: bool) -> None:
+        """Begins a step of some micro-batches; its arguments are those of `forward_backward`."""
+        self._count = count
+        # For each gradient of earlier runs whether it has their total itself, or else its sum.
+        self._complete = dict.fromkeys(self._sums, True) if accumulate else {}
+        # A captured step cannot leave work behind on another stream.
+        self.ahead = ahead and not accumulate and not self._programs.loader.graphs
 
-    def before(self, virtual_stage: int, program: str, index: int) -> Mapping[str, str] | None:
-        """As `Writes`."""
-        states = self._programs.states
-        outputs = self._manifest.program(program).state_outputs
-        own = {o.state for o in outputs if states[o.state].kind == "gradient"}
+    def numbers(self, program: str, index: int) -> Mapping[str, float]:
+        """As `Numbers`."""
+        states, last = self._programs.states, index == self._count - 1
+        entry = self._manifest.program(program)
+        own = [o.state for o in entry.state_outputs if states[o.state].kind == "gradient"]
         if not own:
-            return None
-        if not index and not self._accumulate:
-            if not own & self._written:
-                self._written |= own
-                return None
-            # Two virtual stages of this rank share a parameter: keep what the other one wrote.
-            for name in own - self._written:
-                states.clear(name)
-            self._written |= own
-        return self._programs.micro_gradients
+            return {}
+        earlier = any(name in self._complete for name in own)
+        if earlier or not last:
+            self._require_sums(program, own)
+        for name in own if earlier else ():
+            # Only where virtual stages of this rank share a parameter, or a caller accumulates.
+            if name not in self._complete:
+                states.clear(self._sums[name])
+            elif self._complete[name]:
+                states.set(self._sums[name], states.get(name))
+        self._complete |= dict.fromkeys(own, last)
+        return {ACCUMULATE: earlier + 2 * (not last), START_AHEAD: last and self.ahead}
 
-    def after(self, virtual_stage: int, redirect: Mapping[str, str] | None) -> None:
-        """As `Writes`."""
-        if redirect is None:
-            return
-        pipeline = self._manifest.pipeline
-        assert pipeline is not None
-        name = pipeline.updates[ACCUMULATION][virtual_stage]
-        self._programs.load(name).run(_NOTHING, {}, read=False)
+    def _require_sums(self, program: str, gradients: Sequence[str]) -> None:
+        """Raises DirectoryError unless a program adds up these gradients."""
+        manifest = self._manifest
+        absent = sorted(
+            self._programs.states[name].parameter for name in gradients if name not in self._sums
+        )
+        if absent:
+            raise DirectoryError(
+                f"{manifest.directory}: no micro_gradient state for the parameters {absent}"
+            )
+        if not any(s.kind == ACCUMULATE for s in manifest.program(program).system_inputs):
+            raise DirectoryError(
+                f"{manifest.directory}: {program} does not add up the gradients of micro-batches; "
+                "another version of onnxpar wrote it: shard the model again"
+            )

@@ -18,7 +18,6 @@ from onnxpar.autodiff.optimizer import (
     OptimizerKind,
     StateKind,
     StateProgram,
-    accumulation_model,
     moments_of,
     optimizer_model,
     parse_optimizer,
@@ -343,24 +342,9 @@ def test_gradients_are_read_through_the_value_that_is_reduced() -> None:
 @pytest.mark.parametrize("opset", [21, 24])
 def test_every_opset_has_what_the_programs_use(opset: int) -> None:
     infos = parameters()
-    for program in (
-        *(optimizer_model(kind, infos, opset=opset) for kind in KINDS),
-        accumulation_model(infos, opset=opset),
-    ):
+    for program in (optimizer_model(kind, infos, opset=opset) for kind in KINDS):
         assert program.model.opset_imports[""] == opset
         Machine(program)
-
-
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda d: d.name.lower())
-def test_micro_gradients_are_added(dtype: ir.DataType) -> None:
-    infos = parameters(dtype)
-    machine = Machine(accumulation_model(infos))
-    for step in range(3):
-        machine.put(StateKind.MICRO_GRADIENT, draw("gradient", step, infos))
-        machine.step({})
-    for p in infos:
-        a, b, c = (draw("gradient", step, infos)[p.name] for step in range(3))
-        assert (machine.get(StateKind.GRADIENT, p.name) == a + b + c).all()
 
 
 def test_what_cannot_be_trained_is_refused() -> None:
@@ -370,6 +354,6 @@ def test_what_cannot_be_trained_is_refused() -> None:
     with pytest.raises(ModelError, match="at least one parameter"):
         optimizer_model(OptimizerKind.SGD, [])
     with pytest.raises(ModelError, match="'w' is given twice"):
-        accumulation_model([one, one])
+        optimizer_model(OptimizerKind.SGD, [one, one])
     with pytest.raises(ModelError, match="'n': expected a floating type, got int64"):
         optimizer_model(OptimizerKind.SGD, [one, ParameterInfo("n", ir.DataType.INT64, (2,))])

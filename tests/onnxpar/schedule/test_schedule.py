@@ -51,8 +51,10 @@ def test_every_reader_waits(
     started: dict[str, onnx.NodeProto] = {}
     kinds = {node.op_type for node in nodes if node.op_type == "StartAhead"}
     token = None
-    # Barriers on the chain, which make a Start wait for the reader before.
+    # What else is in the chain: a Barrier makes a Start wait for the reader before it, Accumulate
+    # completes what StartAhead starts on.
     gates = {n.input[1] for n in nodes if n.op_type in CHAINED and len(n.input) > 1}
+    gates |= {n.input[0] for n in nodes if n.op_type == "StartAhead"}
     for node in nodes:
         attributes = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
         if node.op_type == "Wait":

@@ -485,7 +485,7 @@ def test_a_parameter_split_unevenly(tmp_path: Path, dtype: str) -> None:
         ),
         (
             lambda raw: raw["training"]["states"].pop(2),
-            "programs.accumulation_model: expected states of 'training', got 'onnxpar.micro.w'",
+            "programs.training_model: expected states of 'training', got 'onnxpar.micro.w'",
         ),
         (
             lambda raw: raw["training"]["states"][2].update(kind="moment2"),
