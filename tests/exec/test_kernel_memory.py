@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
+import onnxruntime as ort
 import pytest
 from onnx import parser
 
@@ -34,8 +35,9 @@ Facts = Callable[[str, str], Kernel]
 KERNELS = {
     (d.domain, d.op_type): d.memory
     for d in REGISTRY.defs
-    if d.memory is not PLAIN and not d.memory.form
+    if d.memory is not PLAIN and not d.memory.form and not d.memory.appends
 }
+APPENDING = {(d.domain, d.op_type): d.memory.appends for d in REGISTRY.defs if d.memory.appends}
 
 
 def kernel(domain: str, op_type: str) -> Kernel:
@@ -180,6 +182,20 @@ CASES: Mapping[Key, tuple[Case, ...]] = {
     (DOMAIN, "AdamStep"): (update("AdamStep", "pmv", 8),),
     (DOMAIN, "AdamWStep"): (update("AdamWStep", "pmv", 8),),
 }
+HEADS, WIDTH, USED, LENGTH, NEW = 2, 8, 5, 16, 3
+CACHE = (1, HEADS, LENGTH, WIDTH)
+ROW = (1, NEW, HEADS * WIDTH)
+APPENDING_CASES: Mapping[Key, str] = {
+    ("com.microsoft", "GroupQueryAttention"): (
+        f"(float[{','.join(map(str, ROW))}] q, float[{','.join(map(str, ROW))}] k,"
+        f" float[{','.join(map(str, ROW))}] v, float[{','.join(map(str, CACHE))}] past_0,"
+        f" float[{','.join(map(str, CACHE))}] past_1) =>"
+        f" (float[a, b, c] y, float[d, e, f, g] new_0, float[h, i, j, l] new_1)"
+        f" <int32[1, 1] last = {{{USED + NEW - 1}}}, int32[1] total = {{{USED + NEW}}}>"
+        f" {{ y, new_0, new_1 = com.microsoft.GroupQueryAttention"
+        f"<num_heads = {HEADS}, kv_num_heads = {HEADS}>(q, k, v, past_0, past_1, last, total) }}"
+    ),
+}
 PLAIN_ONES = {
     **{name: between(name) for name in ("Abs", "Exp", "Neg", "Sqrt", "Reciprocal", "Erf")},
     **{name: between(name, "a, a") for name in ("Add", "Mul", "Sub", "Div", "Max")},
@@ -236,6 +252,34 @@ def test_an_entry_is_true_and_says_something(tmp_path: Path, key: Key) -> None:
         assert predicted(case, kernel) == pytest.approx(held, abs=SMALL), case.body
         says |= abs(predicted(case, without) - held) > prod(REPLICATED)
     assert says
+
+
+@pytest.mark.parametrize("key", APPENDING, ids=lambda key: ".".join(filter(None, key)))
+def test_a_kernel_that_appends_writes_only_new_elements(key: Key) -> None:
+    model = parser.parse_model(hand_made.HEADER + "g " + APPENDING_CASES[key])
+    session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    pairs = APPENDING[key]
+    names = [[v.name for v in ends] for ends in (session.get_inputs(), session.get_outputs())]
+    random = np.random.default_rng(0)
+    feed = {i.name: random.standard_normal(i.shape, dtype=np.float32) for i in session.get_inputs()}
+    alone = dict(zip(names[1], session.run(None, feed), strict=True))
+    binding = session.io_binding()
+    # An OrtValue is in the memory of the array that it is made from.
+    given = {name: value.copy() for name, value in feed.items()}
+    held = {name: ort.OrtValue.ortvalue_from_numpy(value) for name, value in feed.items()}
+    for name in names[0]:
+        binding.bind_ortvalue_input(name, held[name])
+    for operand, result in pairs:
+        binding.bind_ortvalue_output(names[1][result], held[names[0][operand]])
+    binding.bind_output(names[1][0])
+    session.run_with_iobinding(binding)
+    np.testing.assert_array_equal(binding.get_outputs()[-1].numpy(), alone[names[1][0]])
+    for operand, result in pairs:
+        before, after = given[names[0][operand]], held[names[0][operand]].numpy()
+        used = np.s_[:, :, : USED + NEW]
+        np.testing.assert_array_equal(after[used], alone[names[1][result]][used])
+        same = np.all(after == before, axis=(0, 1, 3))
+        assert same.tolist() == [not USED <= n < USED + NEW for n in range(LENGTH)]
 
 
 @pytest.mark.parametrize("name", PLAIN_ONES)
