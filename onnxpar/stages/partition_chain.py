@@ -96,6 +96,8 @@ _ROUNDING = 1e-9
 """Traffic that differs by less than this share is equal."""
 _ROWS = 256
 """Ends of virtual stages that are considered at the same time."""
+_SAMPLES = 8
+"""Positions for each virtual stage from which a first partition is made."""
 
 
 @dataclass(frozen=True)
@@ -305,13 +307,23 @@ def _most(
     first: NDArray[np.intp],
     last: NDArray[np.intp],
 ) -> float:
-    """An upper bound on the slowest virtual stage of the best partition."""
+    """An upper bound on the slowest virtual stage of the best partition.
+
+    It is the slowest stage of a partition whose boundaries are among few positions: the one at
+    which least is sent, of every so many.
+    """
     count, virtual_stages = len(seconds), len(first) - 1
     each = np.arange(virtual_stages + 1)
     if (first[1:-1] > each[1:-1]).any() or (last[1:-1] < count - virtual_stages + each[1:-1]).any():
         return sum(seconds) + 2 * float(move.max())
-    # Stages that are filled until they take their share exceed it by less than one node.
-    return sum(seconds) / virtual_stages + max(seconds) + 2 * float(move.max())
+    step = count // (_SAMPLES * virtual_stages)
+    if step < 2:
+        # Stages that are filled until they take their share exceed it by less than one node.
+        return sum(seconds) / virtual_stages + max(seconds) + 2 * float(move.max())
+    inner = [i + int(move[i : i + step].argmin()) for i in range(1, count - step + 1, step)]
+    few = np.array([0, *inner, count])
+    sums = np.add.reduceat(np.asarray(seconds), few[:-1]).tolist()
+    return _boundaries(sums, move[few], each, len(sums) - virtual_stages + each)[1]
 
 
 def _crossing(chain: Chain, nodes: Sequence[ir.Node], costs: Costs) -> NDArray[np.float64]:
