@@ -20,6 +20,7 @@ from math import gcd, inf, log
 from operator import mul
 
 from onnxpar.autodiff.recomputation.candidates import ForwardPass
+from onnxpar.autodiff.recomputation.clones import Planned
 from onnxpar.core.errors import OnnxparError, StrategyError
 from onnxpar.core.machine import Machine, bytes_text
 from onnxpar.core.mesh import Mesh
@@ -107,8 +108,8 @@ class _Estimate:
     bytes: float
 
 
-_Unstaged = tuple[int, int, OptimizerParallel, RecomputeOptions]
-"""A plan (its identity), micro-batches, optimizer parallel, and what is recomputed."""
+_Recomputing = tuple[int, RecomputeOptions]
+"""A plan (its identity), and what is recomputed."""
 
 
 @dataclass
@@ -131,8 +132,12 @@ class Configurations:
     open: Open
     progress: OnProgress = silent
     _plans: dict[int, Plan] = field(default_factory=dict)
-    _unstaged: dict[_Unstaged, Priced] = field(default_factory=dict)
+    _planned: dict[_Recomputing, Planned] = field(default_factory=dict)
+    _unstaged: dict[tuple[_Recomputing, int, OptimizerParallel], Priced] = field(
+        default_factory=dict
+    )
     _costs: dict[tuple[Mesh, int], CostModel] = field(default_factory=dict)
+    _fixed: dict[int, Seeds] = field(default_factory=dict)
     _refused: list[OnnxparError] = field(default_factory=list)
 
     def run(self) -> list[Configured]:
@@ -297,9 +302,6 @@ class Configurations:
     def _search(self, stages: int, inner: int, count: int, *, limit: bool = False) -> _Strategy:
         """The fastest strategy of one stage's mesh, or the fastest that the limit allows."""
         seeds, levels = self._seeds(stages), self.open.levels
-        seeds = replace(seeds, nodes={n: s for n, s in seeds.nodes.items() if s.pinned})
-        if self.strategy.dataset == SEARCH:
-            seeds = replace(seeds, inputs={})
         spec, seen = replace(self._spec(count, levels[0]), memory=UNLIMITED), self._small
         if limit:
             kept = self._split(stages, count).kept(0) / stages
@@ -324,8 +326,14 @@ class Configurations:
 
     def _seeds(self, stages: int) -> Seeds:
         """What the strategy fixes, on the mesh of one stage."""
-        one = replace(self.strategy, devices=self.strategy.world // stages, pipeline=None)
-        return resolve(one, self.workload.program)
+        devices = self.strategy.world // stages
+        if devices not in self._fixed:
+            one = replace(self.strategy, devices=devices, pipeline=None)
+            seeds = resolve(one, self.workload.program)
+            seeds = replace(seeds, nodes={n: s for n, s in seeds.nodes.items() if s.pinned})
+            free = self.strategy.dataset == SEARCH
+            self._fixed[devices] = replace(seeds, inputs={}) if free else seeds
+        return self._fixed[devices]
 
     def _spec(self, count: int, level: int) -> SearchSpec:
         entry = self.strategy.search
@@ -350,9 +358,7 @@ class Configurations:
 
     @cached_property
     def _flow(self) -> Flow:
-        pinned = [
-            name for name, seed in self._seeds(self.open.stages[0]).nodes.items() if seed.pinned
-        ]
+        pinned = self._seeds(self.open.stages[0]).nodes
         return flow(self.workload.program, list(self.workload.gradients), pinned)
 
     @cached_property
@@ -545,7 +551,10 @@ class Configurations:
         sizes = self.strategy.search.sizes
         pricing = Pricing(workload, self.machine, sizes, chosen.split, chosen.recompute)
         cost = self._cost(plan.mesh, chosen.split.micro_batches)
-        key = id(plan), chosen.split.micro_batches, chosen.parallel, chosen.recompute
+        program = id(plan), chosen.recompute
+        if program not in self._planned:
+            self._planned[program] = pricing.planned(plan)
+        key = program, chosen.split.micro_batches, chosen.parallel
         if key not in self._unstaged:
-            self._unstaged[key] = pricing.unstaged(plan, cost)
+            self._unstaged[key] = pricing.unstaged(self._planned[program], cost)
         return pricing.in_stages(chosen.describe(), self._unstaged[key], cost)

@@ -182,20 +182,24 @@ class Pricing:
         """
         sizes = self.workload.micro_batch(self.sizes, self.split.micro_batches)
         cost = CostModel(self.machine, plan.mesh, self.workload.program.env.table, sizes)
-        return self.in_stages(name, self.unstaged(plan, cost), cost)
+        return self.in_stages(name, self.unstaged(self.planned(plan), cost), cost)
 
-    def unstaged(self, plan: Plan, cost: CostModel) -> Priced:
-        """Returns a plan on one stage's mesh, with what is recomputed, priced without stages.
+    def planned(self, plan: Plan) -> Planned:
+        """Returns the program with its plan and with what is recomputed."""
+        planned = Planned(self.workload.program, plan)
+        if not self.recompute.nodes and not self.recompute.layers:
+            return planned
+        names = chosen_nodes(planned, self.recompute)
+        keep = self.recompute.communication == KEEP
+        return recompute(planned, Recomputation(names, keep))
+
+    def unstaged(self, planned: Planned, cost: CostModel) -> Priced:
+        """Returns a program with its plan on one stage's mesh, priced without stages.
 
         Args:
-            plan: The plan.
+            planned: What `planned` returns.
             cost: The cost model of a micro-batch.
         """
-        planned = Planned(self.workload.program, plan)
-        if self.recompute.nodes or self.recompute.layers:
-            names = chosen_nodes(planned, self.recompute)
-            keep = self.recompute.communication == KEEP
-            planned = recompute(planned, Recomputation(names, keep))
         workload = replace(self.workload, program=planned.program)
         found, steps = workload.priced(planned.plan, cost)
         return Priced(planned.program.model, planned.plan, found, steps)

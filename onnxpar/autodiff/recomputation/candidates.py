@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import onnx_ir as ir
 
@@ -44,15 +45,19 @@ class ForwardPass:
 
         All nodes between the first and the last node of a layer belong to the layer.
         """
-        at = {node: i for i, node in enumerate(self.nodes)}
+        at = self._places
         start, stop = at[self.row[layer.start]], at[self.row[layer.stop - 1]] + 1
-        after = {n for i, n in enumerate(self.nodes) if i >= stop or n.domain == DOMAIN}
         found = set()
         for node in self.nodes[start:stop]:
-            readers = {user for out in node.outputs for user in out.consumers()}
-            if after.isdisjoint(readers):
+            readers = [user for out in node.outputs for user in out.consumers() if user in at]
+            if all(at[user] < stop and user.domain != DOMAIN for user in readers):
                 found.add(node.name or "")
         return self.able & found
+
+    @cached_property
+    def _places(self) -> Mapping[ir.Node, int]:
+        """The place of each node among all of them."""
+        return {node: i for i, node in enumerate(self.nodes)}
 
 
 def _able(node: ir.Node) -> bool:
