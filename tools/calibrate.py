@@ -22,8 +22,8 @@ core would seem to have all of it.
 - memory: that of the host, divided by its ranks, unless `--memory` gives it.
 
 Latency and bandwidth are those of the cost model: a collective of n ranks takes log2 n rounds of
-latency (AllReduce: twice that) and sends the bytes of a ring. `overlap` is 0, because the CPU
-runtime does not compute and communicate at the same time.
+latency (AllReduce: twice that) and sends the bytes of a ring. A link `overlaps` where the runtime
+communicates in the background of computation: between machines, not in the memory that ranks share.
 
 If other processes used at least a tenth of a core of the ranks' machines, a warning says so on
 stderr and in the file: the measurement shows only what they left.
@@ -168,20 +168,20 @@ def overhead(bench: Bench) -> float:
     return max(chain(many) - chain(few), 0.0) / (many - few)
 
 
-def neighbours(bench: Bench, block: int) -> str:
-    """Returns the ranks of this rank's block, as text for an attribute."""
+def neighbours(bench: Bench, block: int) -> range:
+    """Returns the ranks of this rank's block."""
     first = bench.rank.index // block * block
-    return ", ".join(str(r) for r in range(first, first + block))
+    return range(first, first + block)
 
 
 def collective(bench: Bench, kind: str, block: int, size: int) -> float:
     """Returns the seconds of a collective of `block` neighbours that hold `size` bytes each."""
-    group = neighbours(bench, block)
+    group = list(neighbours(bench, block))
     links = max(4, min(100, (1 << 22) // size))
     if kind == "AllReduce":
-        call, shape = f"AllReduce <group = [{group}]>", "float[n]"
+        call, shape = f"AllReduce <group = {group}>", "float[n]"
     else:
-        call, shape = f"AllGather <axis = 0, group = [{group}]>", "float[m]"
+        call, shape = f"AllGather <axis = 0, group = {group}>", "float[m]"
     # All AllGathers read the same value: the values of a chain would grow.
     nodes = [f"a0, t0 = onnxpar.{call} (x)"]
     for i in range(1, links):
@@ -194,7 +194,7 @@ def collective(bench: Bench, kind: str, block: int, size: int) -> float:
 
 def late(bench: Bench, block: int) -> float:
     """Returns the seconds that a small AllReduce of `block` neighbours adds to a segment."""
-    group, shape = neighbours(bench, block), f"float[{TILE},{TILE}]"
+    group, shape = list(neighbours(bench, block)), f"float[{TILE},{TILE}]"
     feeds = {"a": np.zeros((TILE, TILE), np.float32), "w": np.eye(TILE, dtype=np.float32)}
 
     def chain(products: int, *, meet: bool) -> Callable[[], object]:
@@ -206,7 +206,7 @@ def late(bench: Bench, block: int) -> float:
             nodes.append(f"s{i} = ReduceSum <keepdims = 0> ({last})")
             if meet:
                 token = f", t{i - 1}" if i else ""
-                nodes.append(f"r{i}, t{i} = onnxpar.AllReduce <group = [{group}]> (s{i}{token})")
+                nodes.append(f"r{i}, t{i} = onnxpar.AllReduce <group = {group}> (s{i}{token})")
             nodes.append(f"b{i} = Add({last}, {'r' if meet else 's'}{i})")
             last = f"b{i}"
         text = f"g ({shape} a, {shape} w) => ({shape} {last}) {{ {' '.join(nodes)} }}"
@@ -218,8 +218,8 @@ def late(bench: Bench, block: int) -> float:
     return bench.more(chain(products, meet=True), chain(products, meet=False)) / SEGMENTS
 
 
-def link(bench: Bench, block: int) -> dict[str, float]:
-    """Returns latency, bandwidth and wait of collectives among `block` neighbours."""
+def link(bench: Bench, block: int) -> dict[str, float | bool]:
+    """Returns the link of `block` neighbours as in a machine file."""
     latencies, bandwidths = [], []
     for kind, rounds, sent in (
         ("AllReduce", 2.0, 2 * (block - 1) / block),
@@ -233,7 +233,10 @@ def link(bench: Bench, block: int) -> dict[str, float]:
         bandwidths.append(sent / slope)
     latency = _mean(latencies)
     wait = max(late(bench, block) - 2 * log2(block) * latency, 0.0)
-    return {"bandwidth": _mean(bandwidths), "latency": latency, "wait": wait}
+    found = {"bandwidth": _mean(bandwidths), "latency": latency, "wait": wait}
+    return {k: _rounded(v) for k, v in found.items()} | {
+        "overlaps": bench.rank.overlaps(neighbours(bench, block))
+    }
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -245,7 +248,7 @@ def measure(bench: Bench, blocks: Sequence[int], memory: int, name: str) -> dict
     """Returns the content of the machine file."""
     rates = {dtype: flops(bench, dtype) for dtype in TYPES}
     size = bench.rank.world.size
-    links: list[dict[str, float]] = [{"devices": k, **link(bench, k)} for k in blocks]
+    links: list[dict[str, float | bool]] = [{"devices": k, **link(bench, k)} for k in blocks]
     if size > 1:
         links.append(link(bench, size))
     else:
@@ -257,10 +260,7 @@ def measure(bench: Bench, blocks: Sequence[int], memory: int, name: str) -> dict
         "bandwidth": _rounded(bandwidth(bench)),
         "memory": memory,
         "overhead": _rounded(overhead(bench)),
-        "links": [
-            {k: v if k == "devices" else _rounded(v) for k, v in one.items()} for one in links
-        ],
-        "overlap": 0.0,
+        "links": links,
     }
 
 

@@ -27,12 +27,15 @@ class Link:
         latency: Seconds that one step of a collective takes in addition to its bytes.
         wait: Seconds that ranks wait for the last of them in a collective that follows computing.
             It is counted once for several collectives in a row.
+        overlaps: Whether data travels while the devices compute: through a network or between
+            GPUs. In the memory that ranks share, a processor moves it.
     """
 
     devices: int
     bandwidth: float
     latency: float
     wait: float = 0.0
+    overlaps: bool = False
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,6 @@ class Machine:
         memory: Bytes of one device.
         overhead: Seconds to start one operator.
         links: From the smallest block of devices to all of them.
-        overlap: The fraction of the gradients' reductions that the backward pass hides.
     """
 
     name: str
@@ -55,7 +57,6 @@ class Machine:
     memory: int
     overhead: float
     links: tuple[Link, ...]
-    overlap: float = 0.0
 
     def link(self, mesh: Mesh, atoms: Sequence[int]) -> Link:
         """Returns the link that limits a collective over `atoms`: that of the widest atom."""
@@ -111,15 +112,15 @@ def _gpu(
     links: tuple[Link, Link],
 ) -> Machine:
     rates = {"float32": float32, "float16": half, "bfloat16": half}
-    return Machine(name, MappingProxyType(rates), bandwidth, memory, 5e-6, links, 0.7)
+    return Machine(name, MappingProxyType(rates), bandwidth, memory, 5e-6, links)
 
 
 # Dense peak rates, memory and links from the vendor's data sheets: NVIDIA A100 80GB (2021; float32
 # by TF32), H100 SXM5 (2023) and H200 SXM (2024), NVLink 3 and 4 in one direction, InfiniBand HDR
 # and NDR with one port for each GPU. Latencies are those of small NCCL collectives. `cpu` is a
 # core of a desktop processor with MPI in shared memory; `tools/calibrate` measures the real one.
-_A100_LINKS = Link(8, 3.0e11, 4e-6), Link(0, 25e9, 12e-6)
-_H100_LINKS = Link(8, 4.5e11, 4e-6), Link(0, 50e9, 10e-6)
+_A100_LINKS = Link(8, 3.0e11, 4e-6, overlaps=True), Link(0, 25e9, 12e-6, overlaps=True)
+_H100_LINKS = Link(8, 4.5e11, 4e-6, overlaps=True), Link(0, 50e9, 10e-6, overlaps=True)
 _CPU_RATES = MappingProxyType({"float32": 6e10, "float64": 3e10})
 _MACHINES = (
     Machine("cpu", _CPU_RATES, 1.2e10, 8 << 30, 3e-6, (Link(0, 3e9, 2e-6),)),

@@ -1,7 +1,7 @@
 """The cost of one node and of one reshard: seconds of computing and of communication, bytes.
 
-Costs are those of one size of every symbol: the user's, else `Symbol.typical`. The seconds of
-operators and collectives are added, since one stream runs them one after another.
+Costs are those of one size of every symbol: the user's, else `Symbol.typical`. They are seconds of
+operators and of collectives; `onnxpar.cost.timeline` tells which of them pass at the same time.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -10,7 +10,7 @@ from math import log2, prod
 
 import onnx_ir as ir
 
-from onnxpar.core.machine import Machine
+from onnxpar.core.machine import Link, Machine
 from onnxpar.core.mesh import Atoms, Mesh
 from onnxpar.core.rule import ANY, IDENTITY, SPECIAL, OpRule
 from onnxpar.core.sharding import Component, Sharding, atoms_of, is_even, local_size
@@ -57,11 +57,13 @@ class _Moves:
         seconds: Seconds in which data moves.
         wait: Seconds before, in which ranks wait for one another.
         room: Bytes that are needed only during the reshard, if a dim is replicated on the way.
+        atoms: The atoms over which data moves.
     """
 
     seconds: float
     wait: float = 0.0
     room: int = 0
+    atoms: Atoms = ()
 
 
 @dataclass(frozen=True)
@@ -168,6 +170,11 @@ class CostModel:
         known = self._moves(source, target, itemsize)
         return known.seconds if met else known.seconds + known.wait
 
+    def link(self, source: Sharding, target: Sharding, itemsize: int) -> Link | None:
+        """Returns the widest link that a reshard crosses, None if no data moves."""
+        atoms = () if source == target else self._moves(source, target, itemsize).atoms
+        return self.machine.link(self.mesh, atoms) if atoms else None
+
     def route(self, versions: Sequence[Sharding], target: Sharding, itemsize: int) -> Route:
         """Returns the route to a sharding that partitioning takes from the versions of a value."""
         return cheapest_route(versions, target, self.mesh, self.table, itemsize)
@@ -207,6 +214,7 @@ class CostModel:
                     max(m.wait for m in costs),
                     # An uneven dim is padded, into a copy, before it is split.
                     between * itemsize * (2 if uneven else 1),
+                    tuple(sorted({a for m in costs for a in m.atoms})),
                 )
             self._known[key] = found
         return self._known[key]
@@ -262,7 +270,7 @@ class CostModel:
             elif kind == "all_gather":
                 size *= count
         seconds += self.collective("permute", tuple(reordered), size)
-        return _Moves(seconds, self.wait(sorted(meeting)))
+        return _Moves(seconds, self.wait(sorted(meeting)), atoms=tuple(sorted(meeting)))
 
     # -- nodes -----------------------------------------------------------------------------------
 

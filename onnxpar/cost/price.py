@@ -1,17 +1,30 @@
-"""The cost of the plan of a program: each node, its communication, the memory at its peak."""
+"""The cost of the plan of a program: each node, its communication, the memory at its peak.
 
-from collections.abc import Mapping
+The time of a step is that of its schedule (`onnxpar.cost.timeline`).
+"""
+
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 
 import onnx_ir as ir
 
+from onnxpar.core.machine import Link
 from onnxpar.core.rule import ANY
 from onnxpar.core.sharding import Sharding
 from onnxpar.cost.cost_model import CostModel, Work
 from onnxpar.cost.live_memory import Made, MemoryStep, live_peak, makes
 from onnxpar.cost.optimizer_parallel import Shards
+from onnxpar.cost.timeline import (
+    Gather,
+    Reduction,
+    Transfer,
+    delayed,
+    elapsed,
+    gathered_ahead,
+    in_buckets,
+)
 from onnxpar.facts.program import Program
 from onnxpar.graph.plan import NodePlan, Plan
 from onnxpar.graph.shapes import itemsize
@@ -57,13 +70,16 @@ class Price:
     Attributes:
         nodes: Each node, in order.
         outputs: Seconds to reshard the outputs of the graph.
-        gradients: Seconds to reduce gradients, as far as they are not hidden.
+        gradients: Seconds to reduce gradients once per step, and to gather updated parameters.
         updating: Seconds in which the optimizer reads and writes the states.
         held: Bytes that are always held: parameters and, if they are trained, their gradients and
             moments.
         peak: Bytes at the peak: in addition to `held`, inputs, outputs, and the larger of the
             values between nodes and the memory of the optimizer.
         kept: For each parameter, its part of `held`.
+        hidden_each: Seconds of communication in a run or a micro-batch that computation hides.
+        hidden_once: Those that it hides in the last micro-batch in addition, in which the
+            reductions of gradients are started ahead.
     """
 
     nodes: tuple[NodePrice, ...]
@@ -73,6 +89,8 @@ class Price:
     held: int
     peak: int
     kept: Mapping[str, int]
+    hidden_each: float = 0.0
+    hidden_once: float = 0.0
 
     @property
     def computing(self) -> float:
@@ -81,18 +99,23 @@ class Price:
 
     @property
     def communicating(self) -> float:
-        """Seconds of communication."""
+        """Seconds of communication, hidden or not."""
         once = self.outputs + self.gradients
         return once + sum(node.work.special + node.moving for node in self.nodes)
 
     @property
     def seconds(self) -> float:
         """Seconds of one run, or of one step."""
-        return self.computing + self.communicating
+        return self.computing + self.communicating - self.hidden
+
+    @property
+    def hidden(self) -> float:
+        """Seconds of communication that computation hides, in a step of one micro-batch."""
+        return self.hidden_each + self.hidden_once
 
     def step(self, micro_batches: int) -> float:
         """Returns the seconds of a step of some micro-batches, or of as many runs."""
-        once = self.outputs + self.gradients + self.updating
+        once = self.outputs + self.gradients + self.updating - self.hidden_once
         return micro_batches * (self.seconds - once) + once
 
 
@@ -130,6 +153,12 @@ class _Pricing:
     itemsizes: dict[str, int] = field(default_factory=dict)
     steps: list[MemoryStep] = field(default_factory=list)
     outside: set[str] = field(default_factory=set)
+    computed: list[float] = field(default_factory=list)
+    transfers: list[Transfer] = field(default_factory=list)
+    gathers: list[Gather] = field(default_factory=list)
+    leaving: list[Transfer] = field(default_factory=list)
+    reductions: list[Reduction] = field(default_factory=list)
+    places: dict[str, int] = field(default_factory=dict)
 
     def run(self) -> Price:
         graph, plan = self.program.graph, self.plan
@@ -148,7 +177,22 @@ class _Pricing:
         held = sum(kept.values())
         values = live_peak(self.steps, self._outputs())
         peak = held + self._bound() + max(values, self._reduced())
-        return Price(prices, outputs, gradients, updating, held, peak, kept)
+        hidden = self._hidden(prices)
+        return Price(prices, outputs, gradients, updating, held, peak, kept, *hidden)
+
+    def _hidden(self, prices: Sequence[NodePrice]) -> tuple[float, float]:
+        """Seconds hidden in each micro-batch, and those hidden in the last one in addition."""
+        if not self.shards.gradients or not any(k.overlaps for k in self.cost.machine.links):
+            # Only training programs have collectives in the background.
+            return 0.0, 0.0
+        end = len(self.computed)
+        inside = (*self.transfers, *gathered_ahead(self.gathers), *delayed(self.leaving, end))
+        ordered = sorted(inside, key=lambda t: t.ready)
+        each = elapsed(self.computed, ordered)
+        ahead = sorted((*ordered, *in_buckets(self.reductions, end)), key=lambda t: t.ready)
+        reduced = sum(r.seconds for r in self.reductions)
+        last = elapsed(self.computed, ahead)
+        return sum(p.seconds for p in prices) - each, each + reduced - last
 
     def _kept(self, name: str) -> int:
         """Bytes of a parameter, its gradient and its moments."""
@@ -175,7 +219,7 @@ class _Pricing:
             if source not in self.made or want is None or rule.inputs[index].mode == ANY:
                 reads.append("")
                 continue
-            seconds, version = self._brought(source, want)
+            seconds, version = self._fetched(source, want)
             moving += seconds
             spent, filled = self._masked(version, source, want, index, chosen)
             filling += spent
@@ -204,11 +248,16 @@ class _Pricing:
             )
         )
         for key, out in zip(names, chosen.outputs, strict=True):
-            self._define(key, out)
+            self.places[self._define(key, out)] = len(self.computed) + 1
             wanted = self.plan.resharded.get(key)
             if wanted is not None and wanted != out:
-                moving += self._hidden(key) * self._brought(key, wanted)[0]
+                seconds = self._brought(key, wanted)[0]
+                link = self.cost.link(out, wanted, self.itemsizes[key])
+                there = len(self.computed) + 1
+                self.leaving.append(Transfer(seconds, there, there, _overlaps(link)))
+                moving += seconds
         work = self.cost.node(rule, view, chosen, self.program.rules.costs.get(name))
+        self.computed.append(work.seconds + work.special + filling)
         return NodePrice(name, work, filling, moving, tuple(shapes), sum(sizes))
 
     # -- values ----------------------------------------------------------------------------------
@@ -220,15 +269,38 @@ class _Pricing:
             versions[sharding] = f"{name}@{len(versions)}" if versions else name
         return versions[sharding]
 
+    def _fetched(self, name: str, want: Sharding) -> tuple[float, str]:
+        """Brings a value into a sharding for the next node; returns as `_brought`."""
+        nearest = self._nearest(name, want)
+        ready, needed = self.places.get(self.made[name][nearest], 0), len(self.computed)
+        seconds, version = self._brought(name, want)
+        if want == nearest:
+            return seconds, version
+        self.places[version] = needed
+        overlaps = _overlaps(self.cost.link(nearest, want, self.itemsizes[name]))
+        if name in self.gathered:
+            size = self._bytes(want, self.itemsizes[name])
+            gather = Gather((name, want), seconds, ready, needed, size, overlaps)
+            self.gathers.append(gather)
+        else:
+            # An operand that is there from the beginning is resharded when it is needed.
+            self.transfers.append(Transfer(seconds, ready or needed, needed, overlaps))
+        return seconds, version
+
+    def _nearest(self, name: str, want: Sharding) -> Sharding:
+        """The version of a value from which it is brought into a sharding."""
+        versions, width = self.made[name], self.itemsizes[name]
+        if want in versions:
+            return want
+        return min(versions, key=lambda source: self.cost.reshard(source, want, width))
+
     def _brought(self, name: str, want: Sharding) -> tuple[float, str]:
         """Seconds to bring a value into a sharding, and the name of the resulting version."""
         versions = self.made[name]
         if want in versions:
             return 0.0, versions[want]
-        width = self.itemsizes[name]
-        seconds, nearest = min(
-            ((self.cost.reshard(s, want, width), s) for s in versions), key=lambda found: found[0]
-        )
+        width, nearest = self.itemsizes[name], self._nearest(name, want)
+        seconds = self.cost.reshard(nearest, want, width)
         # A value that is gathered for one reader is dropped before the next one.
         again = name in self.gathered
         version = f"{name} for {len(self.steps)}" if again else self._define(name, want)
@@ -273,15 +345,16 @@ class _Pricing:
             leaves, shard = self.plan.outputs[output], self.shards.moment(name)
             width = self.itemsizes[name]
             reduced = self.cost.reshard(leaves, shard, width, met=True)
-            seconds += self._hidden(output) * reduced
+            seconds += reduced
+            link = self.cost.link(leaves, shard, width)
+            if link is not None:
+                size, place = self._bytes(leaves, width), self.places.get(output, 0)
+                kind = leaves.partial, shard.dims == leaves.dims, width
+                self.reductions.append(Reduction(kind, reduced, place, size, link))
             seconds += self.cost.reshard(shard, self.shards.parameter(name), width, met=True)
             meeting.update(leaves.partial)
         # They are reduced one after another at the end of a step, so ranks wait once.
-        return seconds + (1 - self.cost.machine.overlap) * self.cost.wait(sorted(meeting))
-
-    def _hidden(self, output: str) -> float:
-        """The fraction of the reshard of an output that the backward pass does not hide."""
-        return 1 - self.cost.machine.overlap if output in self._gradients else 1
+        return seconds + self.cost.wait(sorted(meeting))
 
     @cached_property
     def _gradients(self) -> frozenset[str]:
@@ -308,3 +381,7 @@ class _Pricing:
             for name, output in self.shards.gradients.items()
             if self.plan.outputs[output] != self.shards.moment(name)
         )
+
+
+def _overlaps(link: Link | None) -> bool:
+    return link is not None and link.overlaps

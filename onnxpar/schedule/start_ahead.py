@@ -12,13 +12,14 @@ Buckets as in PyTorch's DistributedDataParallel (Li et al., VLDB 2020), but noth
 one buffer: a bucket is a list of tensors.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator
 from dataclasses import dataclass, replace
 from math import prod
 
 import onnx_ir as ir
 
-from onnxpar.core.machine import Link, Machine
+from onnxpar.core.machine import Machine
+from onnxpar.cost.timeline import buckets
 from onnxpar.graph.body_captures import read_by
 from onnxpar.graph.builder import DOMAIN
 from onnxpar.graph.local_builder import START_AHEAD, Collective
@@ -29,13 +30,6 @@ AHEAD = "ahead"
 """Key in the `meta` of the nodes that this module writes."""
 _IN_PLACE = "AllReduce"
 _REDUCTIONS = (_IN_PLACE, "ReduceScatter")
-_PER_LATENCY = 32
-"""How many times its latency the transfer of a bucket takes at least, so that latencies add little.
-
-A larger bucket starts later, and the last one, which nothing hides, takes longer.
-"""
-_LEAST = 4 << 20
-"""Bytes of a bucket at least: smaller messages do not fill a link."""
 
 
 @dataclass(frozen=True)
@@ -80,8 +74,10 @@ def start_ahead(
     started: dict[str, str] = {}
     behind: dict[int, list[ir.Node]] = {}
     token = builder.const([0], ir.DataType.UINT8)
-    buckets = _buckets(found, lambda g: machine.link(mesh, g.reduction.meta["atoms"]))
-    for bucket in sorted(buckets, key=lambda b: b[-1].position):
+    filled = buckets(
+        found, _kind, lambda g: g.bytes, lambda g: machine.link(mesh, g.reduction.meta["atoms"])
+    )
+    for bucket in sorted(filled, key=lambda b: b[-1].position):
         first = bucket[0].reduction
         attributes = {
             name: attribute.value
@@ -165,20 +161,8 @@ def _reductions(optimizer: PartitionedModel) -> dict[str, tuple[Collective, ir.N
     return found
 
 
-def _buckets(
-    gradients: Sequence[_Gradient], link: Callable[[_Gradient], Link]
-) -> Iterator[list[_Gradient]]:
-    """Divides gradients, in the order in which they are computed, into buckets of one call."""
-    open_: dict[object, list[_Gradient]] = {}
-    for gradient in gradients:
-        node = gradient.reduction
-        attributes = str(sorted((n, str(a.value)) for n, a in node.attributes.items()))
-        key = node.op_type, node.meta["atoms"], attributes, gradient.value.dtype
-        bucket = open_.setdefault(key, [])
-        bucket.append(gradient)
-        wire = link(gradient)
-        if sum(g.bytes for g in bucket) >= max(
-            _LEAST, _PER_LATENCY * wire.latency * wire.bandwidth
-        ):
-            yield open_.pop(key)
-    yield from open_.values()
+def _kind(gradient: _Gradient) -> Hashable:
+    """What the gradients of one bucket have in common."""
+    node = gradient.reduction
+    attributes = str(sorted((n, str(a.value)) for n, a in node.attributes.items()))
+    return node.op_type, node.meta["atoms"], attributes, gradient.value.dtype

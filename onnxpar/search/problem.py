@@ -15,10 +15,11 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from onnxpar.core.sharding import REDUCTIONS, Sharding
-from onnxpar.cost.cost_model import CostModel, Work
+from onnxpar.core.sharding import Sharding
+from onnxpar.cost.cost_model import CostModel
 from onnxpar.cost.optimizer_parallel import GRADIENTS, NOT_PARALLEL, PARAMETERS, OptimizerParallel
 from onnxpar.search.node_options import Option
+from onnxpar.search.node_passes import least_computing, passes_of
 from onnxpar.search.value_flow import Flow, Item, Saved, Use, Value
 
 Table = NDArray[np.float64]
@@ -172,8 +173,11 @@ class _Builder:
         default_factory=dict
     )
     _wanted: dict[tuple[int, int], Wanted] = field(default_factory=dict)
+    _least: dict[tuple[int, bool, tuple[int, ...]], tuple[float, float]] = field(
+        default_factory=dict
+    )
     _once: dict[
-        tuple[int, int, bool, bool, int, int],
+        tuple[int, int, bool, bool, int, int, tuple[float, float]],
         tuple[Table, Table, tuple[Sharding, ...], NDArray[np.intp]],
     ] = field(default_factory=dict)
     _made_as: dict[tuple[int, int], tuple[Sharding, ...]] = field(default_factory=dict)
@@ -189,6 +193,7 @@ class _Builder:
     def __post_init__(self) -> None:
         trained = (v for v in self.flow.values if v.trained)
         self._varying = {name for v in trained for name in (v.name, *v.alike)}
+        self._hides = any(link.overlaps for link in self.cost.machine.links)
 
     def run(self) -> Problem:
         for item, found in zip(self.flow.items, self.options, strict=True):
@@ -227,7 +232,7 @@ class _Builder:
             seconds, memory = np.zeros(len(found)), np.zeros(len(found))
             for i, option in enumerate(found):
                 work = self.cost.node(item.rule, item.view, option.plan, item.cost)
-                passes = _passes(item, trained, work) + item.recomputed
+                passes = passes_of(item, trained, work) + item.recomputed
                 times = (2 if item.trained else 1) + item.recomputed
                 seconds[i] = passes * work.seconds + (
                     self.weights.communication * times * work.special
@@ -312,10 +317,8 @@ class _Builder:
         late = value.stored and to.dims == usage.target.dims
         itemsize = max(value.itemsize, _GRADIENT) if late else value.itemsize
         seconds = self.cost.reshard(there, to, itemsize, met=met or late)
-        if late:
-            seconds *= 1 - self.cost.machine.overlap
-            if self.weights.parallel.level < GRADIENTS:
-                seconds /= self.weights.micro_batches
+        if late and self.weights.parallel.level < GRADIENTS:
+            seconds /= self.weights.micro_batches
         return self.weights.communication * seconds
 
     # -- parameters and inputs -------------------------------------------------------------------
@@ -387,7 +390,11 @@ class _Builder:
     ) -> tuple[Table, Table, tuple[Sharding, ...], NDArray[np.intp]]:
         found = self.options[use.item]
         reads = self._reads(value)
-        key = (id(found), use.operand, value.parameter, value.trained, value.itemsize, reads)
+        hiding = self._computed(value) if self._hides else (0.0, 0.0)
+        key = (
+            *(id(found), use.operand, value.parameter, value.trained, value.itemsize, reads),
+            hiding,
+        )
         if key not in self._once:
             usages, index = self._usages(use)
             wanted = (o.plan.inputs[use.operand] for o in found)
@@ -412,7 +419,8 @@ class _Builder:
         atoms = parallel.shared(size, usage.partials, cost.mesh)
         replicas = cost.mesh.count(atoms)
         part = size / replicas
-        communication, exposed = self.weights.communication, 1 - machine.overlap
+        communication = self.weights.communication
+        forward, backward = self._behind(value, atoms or usage.partials)
         each, once = 0.0, _UPDATE_PASSES * part / machine.bandwidth
         if atoms and parallel.level >= GRADIENTS:
             # The gradient is reduce-scattered over the group as soon as it is made.
@@ -420,17 +428,44 @@ class _Builder:
             scattered = cost.collective("reduce_scatter", atoms, size - part) + cost.wait(atoms)
             gathered = cost.collective("all_gather", atoms, size - part)
             reduced = cost.collective("all_reduce", rest, 2 * (part - part / cost.mesh.count(rest)))
-            each += communication * exposed * scattered
-            once += communication * exposed * reduced
+            once += communication * reduced
             if parallel.level >= PARAMETERS:
-                each += communication * self._reads(value) * (gathered + cost.wait(atoms))
+                first = sum(use.count for use in value.uses)
+                gathered += cost.wait(atoms)
+                each += communication * max(first * gathered - forward, 0.0)
+                scattered += (self._reads(value) - first) * gathered
             else:
                 once += communication * gathered
+            each += communication * max(scattered - backward, 0.0)
         else:
             # All gradients are reduced together, so ranks wait for each other only once.
-            once += exposed * self._back(usage.target.with_partial(()), usage, value, met=True)
+            reduced = self._back(usage.target.with_partial(()), usage, value, met=True)
+            once += max(reduced - communication * backward, 0.0)
         seconds = each + once / self.weights.micro_batches
         return seconds, parallel.kept(size, replicas, MOMENTS)
+
+    def _behind(self, value: Value, atoms: Sequence[int]) -> tuple[float, float]:
+        """Seconds of collectives of a parameter that computing hides, forward and backward.
+
+        No more is counted than what its readers compute at least. The schedule may hide it behind
+        other nodes as well; but then it does not hide the collectives of theirs.
+        """
+        if not atoms or not self.cost.machine.link(self.cost.mesh, atoms).overlaps:
+            return 0.0, 0.0
+        return self._computed(value)
+
+    def _computed(self, value: Value) -> tuple[float, float]:
+        """The least seconds in which the readers of a value compute, forward and backward."""
+        forward = backward = 0.0
+        for use in value.uses:
+            item, found = self.flow.items[use.item], self.options[use.item]
+            trained = self._trained(item)
+            key = id(found), item.trained, trained
+            if key not in self._least:
+                self._least[key] = least_computing(item, trained, found, self.cost)
+            first, later = self._least[key]
+            forward, backward = forward + use.count * first, backward + use.count * later
+        return forward, backward
 
     def _reads(self, value: Value) -> int:
         """How many nodes read a parameter, forward and backward.
@@ -559,19 +594,3 @@ def _diagonal(table: Table, pattern: tuple[int, ...]) -> Table:
     dims = "".join(letters[i] for i in pattern)
     entries: Table = np.einsum(f"{dims}->{letters[: len(set(pattern))]}", table)
     return entries
-
-
-def _passes(item: Item, trained: Collection[int], work: Work) -> int:
-    """How many times a node's work is done, forward and backward."""
-    if not item.trained:
-        return 1
-    if work.flops <= 2 * work.traffic:
-        return 2
-    # The backward of a product has one product for each operand with a cotangent.
-    kinds = item.rule.kinds
-    multiplied = (
-        i
-        for i, operand in enumerate(item.rule.inputs)
-        if any(kinds[f] in REDUCTIONS for names in operand.dims for f in names)
-    )
-    return 3 if all(i in trained for i in multiplied) else 2

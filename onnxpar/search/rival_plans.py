@@ -118,7 +118,9 @@ class Objective:
         first = (float(not way.fits(self.limit)), float(self.outgrown(way)))
         if weights.memory_first:
             return (*first, float(way.seconds > self.slowest), way.peak, way.seconds)
-        share = way.price.communicating / way.price.seconds if way.price.seconds else 0.0
+        price = way.price
+        spent = price.computing + price.communicating
+        share = price.communicating / spent if spent else 0.0
         return (*first, way.seconds * (1 + (weights.communication - 1) * share))
 
     def best_at_large_sizes(self, ways: Iterable[Way]) -> Way | None:

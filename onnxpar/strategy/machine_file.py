@@ -20,6 +20,14 @@ class _LinkFile(BaseModel):
     bandwidth: Annotated[float, Field(gt=0, allow_inf_nan=False)]
     latency: Annotated[float, Field(ge=0, allow_inf_nan=False)]
     wait: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    overlaps: bool = False
+
+
+def _moved(given: object) -> object:
+    raise ValueError(
+        f"expected no such key: what is hidden is predicted; write 'overlaps: true' in each of "
+        f"'links' whose data travels while devices compute, got {given!r}"
+    )
 
 
 class _MachineFile(BaseModel):
@@ -30,7 +38,7 @@ class _MachineFile(BaseModel):
     memory: Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]
     overhead: Annotated[float, Field(ge=0, allow_inf_nan=False)]
     links: Annotated[list[_LinkFile], Field(min_length=1)]
-    overlap: Annotated[float, Field(ge=0, le=1)] = 0.0
+    overlap: Annotated[None, BeforeValidator(_moved)] = None
 
 
 def load_machine(text: str) -> Machine:
@@ -68,6 +76,7 @@ def load_machine(text: str) -> Machine:
         found.bandwidth,
         found.memory,
         found.overhead,
-        tuple(Link(k.devices or 0, k.bandwidth, k.latency, k.wait) for k in found.links),
-        found.overlap,
+        tuple(
+            Link(k.devices or 0, k.bandwidth, k.latency, k.wait, k.overlaps) for k in found.links
+        ),
     )

@@ -3,6 +3,7 @@
 
     tools/bench/plan.py --rank [--model gpt|mlp] [--devices 4] [--strategies 24] [--check]
     tools/bench/plan.py --speed [--devices 2 4] [--check]
+    tools/bench/plan.py --time [--places 2 2@1gbit 4@1gbit] [--strategies 24] [--check]
 
 --rank: the cost model's order of strategies against the measured one (Spearman's correlation),
 forward and training. Strategies are the presets, the one found, and random ones: a random share of
@@ -12,29 +13,39 @@ the kinds of nodes gets random options, the rest is searched for around them.
 tensor parallelism. The plan found is loaded twice, and the ratio of the two says what measuring
 differs by. Where the graphs of all ranks are equal, it is the same program: no ratio is taken.
 
-Ranks are processes under mpirun on this machine; what is compared is run in turns, and the median
-of the ratios of one round counts. The machine is measured first by tools/calibrate.py with as many
-ranks, unless `--machine` names one. With --check the exit code is 1 where a goal is missed: a
-correlation of 0.8, a ratio of 1 or what the same program twice has, whichever is more.
+--time: the seconds that the cost model predicts for a step against the measured ones, in training,
+for strategies on one node and on two nodes (`4@1gbit`: 4 ranks on two nodes of tools/two-nodes,
+joined at 1 Gbit/s): presets with levels of optimizer parallel, and random strategies as above. The
+error of a strategy is |predicted - measured| / measured.
+
+Ranks are processes under mpirun on this machine, of one thread if there are as many as cores; what
+is compared is run in turns, and the median of the ratios of one round counts. The machine is
+measured first by tools/calibrate.py with as many ranks at the same place, unless `--machine` names
+one. With --check the exit code is 1 where a goal is missed: a correlation of 0.8, a ratio of 1 or
+what the same program twice has, whichever is more; with --time, a correlation of 0.95 and a median
+error of 15 %.
 """
 
 import argparse
 import json
+import os
 import random
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
 from statistics import median
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, mkdtemp
 from typing import Any
 
 import onnx
 from plan_ranks import MODELS
 from scipy.stats import spearmanr
-from step_cases import ROOT, Model
+from step import Running, two_nodes
+from step_cases import ROOT, Model, Side
 
 from onnxpar.api.plan_strategy import plan_strategy, read_workload, searching
 from onnxpar.api.shard_model import shard_model
@@ -44,6 +55,7 @@ from onnxpar.autodiff.training_program import TrainingSpec
 from onnxpar.core.errors import OnnxparError
 from onnxpar.core.mesh import Mesh
 from onnxpar.cost.cost_model import CostModel
+from onnxpar.cost.optimizer_parallel import OptimizerParallel
 from onnxpar.graph.seeds import Seeds
 from onnxpar.search.eliminate import solve
 from onnxpar.search.find_plan import seeds_of
@@ -58,7 +70,10 @@ from onnxpar.strategy.save import strategy_data
 from onnxpar_runtime.launch import find_mpirun, mpirun_environment
 
 OPTIMIZER = "adamw"
+TRAINING = TrainingSpec(parse_loss("softmax_cross_entropy"), parse_optimizer(OPTIMIZER))
 CORRELATION = 0.8
+ORDER, ERROR = 0.95, 0.15
+WARM = 2
 AGAIN = "found again"
 SHARES = (0.1, 0.3, 0.6, 1.0)
 """How many of the kinds of nodes are placed at random."""
@@ -74,6 +89,8 @@ class Case:
         training: How it is trained; None for forward only.
         devices: Number of ranks.
         machine: What they are: a preset or a machine file.
+        link: Rate of the link between two nodes that have half of the ranks each; nothing if all
+            ranks are on one.
     """
 
     model: Model
@@ -81,6 +98,12 @@ class Case:
     training: TrainingSpec | None
     devices: int
     machine: str
+    link: str = ""
+
+    @property
+    def threads(self) -> int:
+        """Threads of a rank."""
+        return threads_of(self.devices)
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -95,25 +118,36 @@ class Case:
     @property
     def label(self) -> str:
         """For tables."""
-        return (
-            f"{self.model.name} {'training' if self.training else 'forward'}, {self.devices} ranks"
-        )
+        what = f"{self.model.name} {'training' if self.training else 'forward'}"
+        return f"{what}, {self.devices} ranks{' at ' if self.link else ''}{self.link}"
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A strategy and what it is predicted to cost."""
+    """A strategy and what it is predicted to cost.
+
+    Attributes:
+        name: Its name in the table.
+        data: The content of its file, or `preset`, the name of one.
+        seconds: Predicted seconds of a step.
+        level: Of optimizer parallel.
+    """
 
     name: str
     data: Mapping[str, Any]
     seconds: float
+    level: int = 0
 
 
-def priced(case: Case, workload: Workload, name: str) -> Entry:
-    """A preset."""
+def priced(case: Case, workload: Workload, name: str, level: int = 0) -> Entry:
+    """A preset, at a level of optimizer parallel."""
+    if level:
+        parallel = OptimizerParallel(level)
+        workload = read_workload(case.path, {}, case.training, parallel)
     strategy = load_strategy(name, case.devices)
     seeds = resolve(strategy, workload.program)
-    return Entry(name, {"preset": name}, case.price(workload, seeds))
+    title = f"{name} level {level}" if level else name
+    return Entry(title, {"preset": name}, case.price(workload, seeds), level)
 
 
 def found(case: Case) -> Entry:
@@ -161,35 +195,75 @@ def at_random(case: Case, workload: Workload, count: int, seed: int) -> Iterator
         yield Entry(name, strategy_data(seeds, program.rules, {}), case.price(workload, seeds))
 
 
-def measure(
-    case: Case, entries: Sequence[Entry], scratch: Path, rounds: int, steps: int
-) -> tuple[dict[str, list[float]], dict[str, Path]]:
-    """Seconds of a step in every round, and the directory, by name, of each that can be sharded."""
+def shard(case: Case, entries: Sequence[Entry], scratch: Path) -> dict[str, Path]:
+    """Shards a model by each strategy; the directories of those that can be, by name."""
     directories: dict[str, Path] = {}
     for number, entry in enumerate(entries):
-        out = scratch / f"{case.model.name}-{case.devices}-{bool(case.training)}-{number}"
+        out = Path(mkdtemp(prefix=f"{case.model.name}-{case.devices}-{number}-", dir=scratch))
         name = entry.data.get("preset")
         if name:
             strategy = load_strategy(str(name), case.devices)
         else:
             strategy = Strategy.from_dict(dict(entry.data), case.devices, entry.name)
         try:
-            shard_model(case.path, strategy, out, training=case.training)
+            shard_model(
+                case.path,
+                strategy,
+                out / "files",
+                training=case.training,
+                optimizer_parallel=entry.level,
+            )
         except OnnxparError as error:
             print(f"  {entry.name}: cannot be sharded: {error}", flush=True)
             continue
-        directories[entry.name] = out
-    result = scratch / "times.json"
+        directories[entry.name] = out / "files"
+    return directories
+
+
+@contextmanager
+def running(
+    case: Case, directories: Iterable[Path], scratch: Path, steps: int
+) -> Iterator[Running]:
+    """The ranks of a case, which have loaded the programs and wait for their turns."""
+    side = Side("onnxpar", case.label, case.devices, case.threads, link=case.link)
+    ranks_ = Running(side, Path(mkdtemp(prefix="ranks-", dir=scratch)))
     job = {
         "model": case.model.name,
-        "directories": list(map(str, directories.values())),
+        "directories": list(map(str, directories)),
         "training": OPTIMIZER if case.training else None,
-        "rounds": rounds,
+        "threads": case.threads,
+        "link": case.link,
         "steps": steps,
-        "out": str(result),
+        "address": ranks_.address,
     }
-    ranks(case.devices, "bench/plan_ranks.py", json.dumps(job))
-    return dict(zip(directories, json.loads(result.read_text()), strict=True)), directories
+    command = [sys.executable, str(ROOT / "tools/bench/plan_ranks.py"), json.dumps(job)]
+    environment = mpirun_environment()
+    try:
+        ranks_.start([[*launcher(case.devices, case.link, environment), *command]], environment)
+        yield ranks_
+    finally:
+        ranks_.close()
+
+
+def measure(
+    jobs: Sequence[tuple[Case, Mapping[str, Path]]], scratch: Path, rounds: int, steps: int
+) -> list[dict[str, list[float]]]:
+    """Seconds of a step in every round, by strategy, of each case; all take turns."""
+    with ExitStack() as stack:
+        lines = [
+            stack.enter_context(running(case, directories.values(), scratch, steps))
+            for case, directories in jobs
+        ]
+        for line in lines:
+            line.connect()
+        found: list[dict[str, list[float]]] = [{n: [] for n in names} for _, names in jobs]
+        for number in range(WARM + rounds):
+            for line, times in zip(lines, found, strict=True):
+                for program, seconds in enumerate(times.values(), 1):
+                    turn = line.steps(program)
+                    if number >= WARM:
+                        seconds.append(turn.seconds / steps)
+    return found
 
 
 def graphs(directories: Path) -> dict[str, bytes]:
@@ -206,37 +280,64 @@ def graphs(directories: Path) -> dict[str, bytes]:
     return result
 
 
-def ranks(count: int, script: str, *arguments: str) -> None:
-    """Runs a script of this repository's tools as so many ranks."""
-    path = next(
-        p for p in (ROOT / "tools" / "bench" / script, ROOT / "tools" / script) if p.exists()
-    )
-    command = [find_mpirun(), "--oversubscribe", "--bind-to", "none", "-n", str(count)]
-    command += [sys.executable, str(path), *arguments]
-    subprocess.run(command, check=True, env=mpirun_environment(), stdout=subprocess.DEVNULL)
+def threads_of(count: int) -> int:
+    """Threads of a rank where so many share this machine, whatever nodes they believe in."""
+    return max((os.cpu_count() or 1) // count, 1)
 
 
-def machine_of(text: str | None, devices: int, scratch: Path) -> str:
-    """The machine named, else the file of one measured with so many ranks."""
+def launcher(count: int, link: str, environment: dict[str, str]) -> list[str]:
+    """The command to which a program is appended that so many ranks run."""
+    if link:
+        return two_nodes(link, count, environment)
+    return [find_mpirun(), "--oversubscribe", "--bind-to", "none", "-n", str(count)]
+
+
+def machine_of(text: str | None, devices: int, link: str, scratch: Path) -> str:
+    """The machine named, else the file of one measured with so many ranks at this place."""
     if text is not None:
         return text
-    out = scratch / f"measured{devices}.yaml"
+    out = scratch / f"measured{devices}{link}.yaml"
     if not out.exists():
-        ranks(devices, "calibrate.py", "-o", str(out), "--name", out.stem, "--seconds", "10")
+        environment = mpirun_environment()
+        command = [*launcher(devices, link, environment), sys.executable]
+        command += [str(ROOT / "tools/calibrate.py"), "-o", str(out), "--name", out.stem]
+        command += ["--seconds", "10", "--threads", str(threads_of(devices))]
+        if link and devices > 2:
+            command += ["--block", str(devices // 2)]
+        subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL)
         print(out.read_text(), end="", flush=True)
     return str(out)
 
 
 def cases(arguments: argparse.Namespace, scratch: Path) -> Iterator[Case]:
     """Each model, forward and training, for each number of devices."""
-    spec = TrainingSpec(parse_loss("softmax_cross_entropy"), parse_optimizer(OPTIMIZER))
     for name in arguments.model:
         path = scratch / f"{name}.onnx"
         MODELS[name].export(path)
         for devices in arguments.devices:
-            machine = machine_of(arguments.machine, devices, scratch)
-            for training in (None, spec):
+            machine = machine_of(arguments.machine, devices, "", scratch)
+            for training in (None, TRAINING):
                 yield Case(MODELS[name], path, training, devices, machine)
+
+
+def places(name: str, arguments: argparse.Namespace, scratch: Path) -> list[Case]:
+    """The training of a model at each place."""
+    path = scratch / f"{name}.onnx"
+    MODELS[name].export(path)
+    found = []
+    for text in arguments.places:
+        count, _, link = text.partition("@")
+        machine = machine_of(arguments.machine, int(count), link, scratch)
+        found.append(Case(MODELS[name], path, TRAINING, int(count), machine, link))
+    return found
+
+
+def row(entry: Entry, took: Sequence[float]) -> str:
+    """A line of a table."""
+    return (
+        f"  {entry.name:<28} {entry.seconds * 1e3:10.2f} {median(took) * 1e3:10.2f} "
+        f"{min(took) * 1e3:10.2f}"
+    )
 
 
 def rank(case: Case, arguments: argparse.Namespace, scratch: Path) -> list[str]:
@@ -247,15 +348,12 @@ def rank(case: Case, arguments: argparse.Namespace, scratch: Path) -> list[str]:
         entries.append(priced(case, workload, name))
     more = max(arguments.strategies - len(entries), 0)
     entries += at_random(case, workload, more, arguments.seed)
-    times, _ = measure(case, entries, scratch, arguments.rounds, arguments.steps)
+    directories = shard(case, entries, scratch)
+    (times,) = measure([(case, directories)], scratch, arguments.rounds, arguments.steps)
     shown = sorted((e for e in entries if e.name in times), key=lambda e: e.seconds)
     print(f"{case.label}: {'predicted':>10} {'measured':>10} ms (median, least)")
     for entry in shown:
-        took = times[entry.name]
-        print(
-            f"  {entry.name:<28} {entry.seconds * 1e3:10.2f} {median(took) * 1e3:10.2f} "
-            f"{min(took) * 1e3:10.2f}"
-        )
+        print(row(entry, times[entry.name]))
     predicted = [e.seconds for e in shown]
     medians = [median(times[e.name]) for e in shown]
     by_median = float(spearmanr(predicted, medians)[0])
@@ -269,6 +367,42 @@ def rank(case: Case, arguments: argparse.Namespace, scratch: Path) -> list[str]:
     return missed + ([f"{case.label}: {len(shown)} strategies"] if len(shown) < 20 else [])
 
 
+def steps_in_time(
+    places: Sequence[Case], arguments: argparse.Namespace, scratch: Path
+) -> list[str]:
+    """Prints predicted and measured times of strategies at all places; returns what is missed."""
+    jobs: list[tuple[Case, dict[str, Path]]] = []
+    every: list[list[Entry]] = []
+    for number, case in enumerate(places):
+        workload = read_workload(case.path, {}, case.training)
+        entries = [priced(case, workload, "replicate")]
+        entries += [priced(case, workload, n) for n in rival_presets(case.devices)]
+        entries += [priced(case, workload, f"dp={case.devices}", level) for level in (1, 2, 3)]
+        share = arguments.strategies * (number + 1) // len(places)
+        more = max(share - sum(map(len, every)) - len(entries), 0)
+        entries += at_random(case, workload, more, arguments.seed)
+        every.append(entries)
+        jobs.append((case, shard(case, entries, scratch)))
+    measured = measure(jobs, scratch, arguments.rounds, arguments.steps)
+    predicted, medians = [], []
+    for case, entries, times in zip(places, every, measured, strict=True):
+        print(f"{case.label}: {'predicted':>10} {'measured':>10} ms (median, least), error")
+        for entry in sorted((e for e in entries if e.name in times), key=lambda e: e.seconds):
+            predicted.append(entry.seconds)
+            medians.append(median(times[entry.name]))
+            apart = entry.seconds / medians[-1] - 1
+            print(f"{row(entry, times[entry.name])} {apart:+10.0%}")
+    correlation = float(spearmanr(predicted, medians)[0])
+    error = median(abs(p / m - 1) for p, m in zip(predicted, medians, strict=True))
+    print(
+        f"{len(predicted)} strategies: Spearman's correlation {correlation:.3f}, median error "
+        f"{error:.1%}",
+        flush=True,
+    )
+    missed = [f"a correlation of {correlation:.3f}"] if correlation < ORDER else []
+    return missed + ([f"a median error of {error:.1%}"] if error > ERROR else [])
+
+
 def speed(case: Case, arguments: argparse.Namespace, scratch: Path) -> list[str]:
     """Prints a step of the plan found against those of dp and tp; returns what is missed."""
     workload = read_workload(case.path, {}, case.training)
@@ -276,7 +410,8 @@ def speed(case: Case, arguments: argparse.Namespace, scratch: Path) -> list[str]
     for name in (f"dp={case.devices}", f"tp={case.devices}"):
         entries.append(priced(case, workload, name))
     entries.append(replace(entries[0], name=AGAIN))
-    times, directories = measure(case, entries, scratch, arguments.rounds, arguments.steps)
+    directories = shard(case, entries, scratch)
+    (times,) = measure([(case, directories)], scratch, arguments.rounds, arguments.steps)
     for entry in entries:
         took = times[entry.name]
         print(
@@ -305,10 +440,11 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     what = parser.add_mutually_exclusive_group(required=True)
-    for name in ("rank", "speed"):
+    for name in ("rank", "speed", "time"):
         what.add_argument(f"--{name}", action="store_true")
     parser.add_argument("--model", nargs="+", choices=MODELS, default=["mlp", "gpt"])
     parser.add_argument("--devices", nargs="+", type=int)
+    parser.add_argument("--places", nargs="+", default=["2", "2@1gbit", "4@1gbit"])
     parser.add_argument("--strategies", type=int, default=24)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--steps", type=int, default=2, help="in each round")
@@ -319,7 +455,11 @@ def main() -> int:
     arguments.devices = arguments.devices or ([4] if arguments.rank else [2, 4])
     missed: list[str] = []
     with TemporaryDirectory(prefix="onnxpar-plan-") as folder:
-        for case in cases(arguments, Path(folder)):
+        if arguments.time:
+            for name in arguments.model:
+                at = places(name, arguments, Path(folder))
+                missed += steps_in_time(at, arguments, Path(folder))
+        for case in () if arguments.time else cases(arguments, Path(folder)):
             missed += (rank if arguments.rank else speed)(case, arguments, Path(folder))
     for line in missed:
         print(f"missed: {line}", flush=True)

@@ -231,6 +231,16 @@ def sent(job: Job) -> int:
     return int(path.read_text(encoding="ascii")) if job.link else 0
 
 
+@contextmanager
+def driver_at(address: str, rank: int) -> Iterator[Connection]:
+    """The line of a rank to the driver, which knows then that the rank is ready."""
+    line = socket.socket(socket.AF_UNIX)
+    line.connect(address)
+    with Connection(line.detach()) as driver:
+        driver.send(rank)
+        yield driver
+
+
 def serve(
     job: Job, rank: int, step: Callable[[int, Batch], float], spent: Spent | None = None
 ) -> None:
@@ -247,10 +257,7 @@ def serve(
     """
     spent = Spent() if spent is None else spent
     batches, done = job.case.batches(), 0
-    line = socket.socket(socket.AF_UNIX)
-    line.connect(job.address)
-    with Connection(line.detach()) as driver:
-        driver.send(rank)
+    with driver_at(job.address, rank) as driver:
         while count := driver.recv():
             losses = []
             spent.seconds.clear()

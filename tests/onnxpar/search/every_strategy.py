@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 from onnxpar.core.machine import Link, Machine
 from onnxpar.core.mesh import Mesh
 from onnxpar.core.sharding import REDUCTIONS, Sharding
-from onnxpar.cost.cost_model import CostModel
+from onnxpar.cost.cost_model import CostModel, Work
 from onnxpar.cost.optimizer_parallel import NOT_PARALLEL, OptimizerParallel
 from onnxpar.graph.metadata_keys import GRADIENT_OF
 from onnxpar.graph.seeds import Seeds
@@ -142,6 +142,14 @@ class Case:
         masking = self._masking(item, option)
         if not item.trained:
             return work.seconds + work.special + masking
+        filling = self.cost.filling(item.rule, item.view, option.plan, self._varying(item))
+        passes = 1 + self._backward(item, work)
+        return passes * work.seconds + 2 * work.special + filling + masking
+
+    def _backward(self, item: Item, work: Work) -> int:
+        """How often the backward does the work of a node."""
+        if not item.trained:
+            return 0
         varying = self._varying(item)
         # The backward of a product (more arithmetic than bytes) has a product for each operand that
         # varies; the backward of another node takes as long as its forward.
@@ -153,8 +161,7 @@ class Case:
         backward = 1
         if work.flops > 2 * work.traffic and all(i in varying for i in multiplied):
             backward = 2
-        filling = self.cost.filling(item.rule, item.view, option.plan, varying)
-        return (1 + backward) * work.seconds + 2 * work.special + filling + masking
+        return backward
 
     def _masking(self, item: Item, option: Option) -> float:
         """Seconds to set the padding that a reduction reads, in each operand that a node made."""
@@ -245,7 +252,7 @@ class Case:
         # A node that computes a weight from a parameter passes a partial cotangent on.
         s = self.setting
         each_time = s.parallel.level >= 2
-        return (1 - s.machine.overlap) * seconds / (1 if each_time else s.micro_batches)
+        return seconds / (1 if each_time else s.micro_batches)
 
     @cached_property
     def _weights(self) -> set[str]:
@@ -359,19 +366,39 @@ class Case:
             shared = ()
         part = size / cost.mesh.count(shared)
         held = sum(n * (part if s.parallel.level >= level else size) for level, n in STATES.items())
-        exposed = 1 - s.machine.overlap
+        forward, backward = self._behind(value, shared or tuple(partials))
         once = TOUCHED * part / s.machine.bandwidth
         if s.parallel.level < 2 or not shared:
-            once += exposed * cost.reshard(there, layout, value.itemsize, met=True)
+            reduced = cost.reshard(there, layout, value.itemsize, met=True)
+            once += max(reduced - backward, 0.0)
             return seconds + once / s.micro_batches, held
         gathered = cost.collective("all_gather", shared, size - part)
         scattered = cost.collective("reduce_scatter", shared, size - part) + cost.wait(shared)
-        seconds += exposed * scattered
         if s.parallel.level < 3:
             once += gathered
         else:
-            seconds += self._gathers(value) * (gathered + cost.wait(shared))
+            gathered += cost.wait(shared)
+            first = sum(use.count for use in value.uses)
+            seconds += max(first * gathered - forward, 0.0)
+            scattered += (self._gathers(value) - first) * gathered
+        seconds += max(scattered - backward, 0.0)
         return seconds + once / s.micro_batches, held
+
+    def _behind(self, value: Value, atoms: tuple[int, ...]) -> tuple[float, float]:
+        """What the nodes that read a parameter compute at least, where links overlap."""
+        machine, cost = self.setting.machine, self.cost
+        if not atoms or not machine.link(cost.mesh, atoms).overlaps:
+            return 0.0, 0.0
+        forward = backward = 0.0
+        for use in value.uses:
+            item = self.flow.items[use.item]
+            works = [
+                cost.node(item.rule, item.view, option.plan, item.cost)
+                for option in self.found[use.item]
+            ]
+            forward += use.count * min(work.seconds for work in works)
+            backward += use.count * min(self._backward(item, w) * w.seconds for w in works)
+        return forward, backward
 
     def _gathers(self, value: Value) -> int:
         """How many nodes read a parameter: forward, and backward where it is multiplied."""

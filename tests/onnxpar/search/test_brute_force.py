@@ -43,7 +43,9 @@ def training(seed: int) -> Case:
     parallel = OptimizerParallel(draw.choice([0, 0, 1, 2, 3]), threshold=draw.choice([0, 256]))
     made = network(seed, draw.randint(1, 4), parallel)
     mesh = random_mesh(draw)
-    machine = replace(random_machine(draw), overlap=draw.choice([0.0, 0.5]))
+    machine = random_machine(draw)
+    links = tuple(replace(k, overlaps=draw.random() < 0.5) for k in machine.links)
+    machine = replace(machine, links=links)
     pins: dict[str, Sharding] = {}
     if draw.random() < 0.3:
         # As a data set is read: each replica its own rows.

@@ -183,19 +183,25 @@ def test_a_message_about_data_without_a_file_names_the_key_once() -> None:
     [
         ("bandwidth: 2", "bandwidth: fast", "2: 'bandwidth': expected a number, got 'fast'"),
         ("bandwidth: 2", "bandwidth: -1", "2: 'bandwidth': expected a number > 0, got -1"),
-        ("latency: 4", "late: 4", "5: 'links': 0: 'latency': expected this key, got none"),
+        ("latency: 4", "late: 4", "4: 'links': 0: 'latency': expected this key, got none"),
         ("memory: 3", "memory: lots", "2: 'memory': expected a size such as 80GiB, got 'lots'"),
         ("name: a", "name: a, x: 1", "1: 'x': unknown key"),
+        (
+            "name: a",
+            "name: a, overlap: 0.5",
+            "1: 'overlap': expected no such key: what is hidden is predicted; write 'overlaps: "
+            "true' in each of 'links' whose data travels while devices compute, got 0.5",
+        ),
     ],
 )
 def test_mistakes_in_a_machine_file(tmp_path: Path, old: str, new: str, message: str) -> None:
     text = (
         "{name: a, flops: {float32: 1.0},\nbandwidth: 2, memory: 3, overhead: 0,\n"
-        "overlap: 0.5,\nlinks: [\n{bandwidth: 3, latency: 4}]}"
+        "links: [\n{bandwidth: 3, latency: 4, overlaps: true}]}"
     )
     path = tmp_path / "m.yaml"
     path.write_text(text)
-    assert load_machine(str(path)).bandwidth == 2
+    assert load_machine(str(path)).links[0].overlaps
     path.write_text(text.replace(old, new))
     with pytest.raises(MachineError) as caught:
         load_machine(str(path))

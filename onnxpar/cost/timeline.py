@@ -1,0 +1,169 @@
+"""The time of a step in which collectives run in the background of computation.
+
+Computing is on one timeline, the links that overlap are on another. The room `schedule` decides in
+the partitioned program when a collective starts and who waits for it; here the same rules are
+applied to a plan, which has the nodes of the program and the reshards between them.
+"""
+
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from onnxpar.core.machine import Link
+
+_PER_LATENCY = 32
+"""How many times its latency the transfer of a bucket takes at least, so that latencies add little.
+
+A larger bucket starts later, and the last one, which nothing hides, takes longer.
+"""
+_LEAST = 4 << 20
+"""Bytes of a bucket at least: smaller messages do not fill a link."""
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """A reshard on the timeline. A place is a number of nodes that have been computed.
+
+    Attributes:
+        seconds: What its collectives take.
+        ready: The place from which it may run.
+        needed: The place at which it must be complete.
+        overlaps: Whether its link overlaps; otherwise it runs when it is needed, and nothing is
+            computed meanwhile.
+    """
+
+    seconds: float
+    ready: int
+    needed: int
+    overlaps: bool
+
+
+@dataclass(frozen=True)
+class Gather:
+    """A gather of a parameter for one node.
+
+    Attributes:
+        shard: What is gathered, and how: equal for gathers with equal results.
+        seconds: What it takes.
+        ready: The place from which its operand is there.
+        needed: The place of the node.
+        size: Bytes of its result.
+        overlaps: As in `Transfer`.
+    """
+
+    shard: Hashable
+    seconds: float
+    ready: int
+    needed: int
+    size: int
+    overlaps: bool
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """The reduction of a gradient, which the optimizer needs.
+
+    Attributes:
+        kind: Reductions of one kind may be in one bucket.
+        seconds: What it takes.
+        ready: The place from which the gradient is there.
+        size: Its bytes.
+        link: Its link.
+    """
+
+    kind: Hashable
+    seconds: float
+    ready: int
+    size: int
+    link: Link
+
+
+def elapsed(computing: Sequence[float], transfers: Iterable[Transfer]) -> float:
+    """Returns the seconds of nodes and transfers.
+
+    A transfer begins when it is ready and the link is free of those before it. A node waits until
+    the transfers are complete that it needs.
+
+    Args:
+        computing: The seconds of each node, in order.
+        transfers: The transfers; those that are ready at one place begin in this order.
+    """
+    beginning: dict[int, list[int]] = {}
+    needed: dict[int, list[int]] = {}
+    row = tuple(transfers)
+    for number, transfer in enumerate(row):
+        if transfer.overlaps and transfer.ready < transfer.needed:
+            beginning.setdefault(transfer.ready, []).append(number)
+        needed.setdefault(transfer.needed, []).append(number)
+    done: dict[int, float] = {}
+    now = free = 0.0
+    for place in range(len(computing) + 1):
+        for number in beginning.get(place, ()):
+            free = done[number] = max(now, free) + row[number].seconds
+        for number in needed.get(place, ()):
+            if number in done:
+                now = max(now, done[number])
+            elif row[number].overlaps:
+                now = free = max(now, free) + row[number].seconds
+            else:
+                now += row[number].seconds
+        now += computing[place] if place < len(computing) else 0.0
+    return now
+
+
+def in_buckets(reductions: Iterable[Reduction], end: int) -> Iterator[Transfer]:
+    """Yields the transfers of gradients that are started ahead, each with its bucket."""
+    found = sorted(reductions, key=lambda r: r.ready)
+    filled = buckets(found, lambda r: (r.kind, r.link), lambda r: r.size, lambda r: r.link)
+    for bucket in sorted(filled, key=lambda b: b[-1].ready):
+        for one in bucket:
+            yield Transfer(one.seconds, bucket[-1].ready, end, one.link.overlaps)
+
+
+def buckets(
+    items: Iterable[T],
+    kind: Callable[[T], Hashable],
+    size: Callable[[T], int],
+    link: Callable[[T], Link],
+) -> Iterator[list[T]]:
+    """Divides gradients, in the order in which they are computed, into buckets of one call.
+
+    Args:
+        items: The gradients.
+        kind: Gradients of one kind may be in one bucket.
+        size: The bytes of each.
+        link: The link of its reduction.
+    """
+    filling: dict[Hashable, list[T]] = {}
+    for item in items:
+        bucket = filling.setdefault(kind(item), [])
+        bucket.append(item)
+        wire = link(item)
+        least = max(_LEAST, _PER_LATENCY * wire.latency * wire.bandwidth)
+        if sum(map(size, bucket)) >= least:
+            yield filling.pop(kind(item))
+    yield from filling.values()
+
+
+def delayed(transfers: Sequence[Transfer], end: int) -> Iterator[Transfer]:
+    """Yields transfers for which nobody waits but the next of them."""
+    ends = [*(transfer.ready for transfer in transfers[1:]), end]
+    for transfer, needed in zip(transfers, ends, strict=False):
+        yield replace(transfer, needed=needed)
+
+
+def gathered_ahead(gathers: Sequence[Gather]) -> Iterator[Transfer]:
+    """Yields the gathers of parameters, each begun before the wait for one of those before it.
+
+    Results that nobody reads yet are together no larger than the largest of all. A result is kept
+    if the next gather has the same one.
+    """
+    kept = [g for n, g in enumerate(gathers) if not n or g.shard != gathers[n - 1].shard]
+    largest = max((g.size for g in kept), default=0)
+    first = 0
+    for number, gather in enumerate(kept):
+        while first < number - 1 and sum(g.size for g in kept[first + 1 : number + 1]) > largest:
+            first += 1
+        ready = max(kept[first].needed, gather.ready) if number else gather.needed
+        yield Transfer(gather.seconds, ready, gather.needed, gather.overlaps)
