@@ -16,6 +16,8 @@ core would seem to have all of it.
 - links: AllReduce and AllGather of the runtime, in a session, of 1 KiB and of 4 MiB. A block of K
   neighbours (`--block K`, K a divisor of the ranks, may be repeated) has its own link, such as the
   ranks of one host or of one socket. The last link is that of all ranks.
+  A link is measured between ranks at the same place of the blocks before it, in all such groups
+  at once.
   Its wait is the time that a small AllReduce adds to a millisecond of computing, besides its
   latency (the median over pairs of rounds): the delay of the last rank, which is longest if ranks
   share cores.
@@ -168,15 +170,32 @@ def overhead(bench: Bench) -> float:
     return max(chain(many) - chain(few), 0.0) / (many - few)
 
 
-def neighbours(bench: Bench, block: int) -> range:
-    """Returns the ranks of this rank's block."""
-    first = bench.rank.index // block * block
-    return range(first, first + block)
+@dataclass(frozen=True)
+class Group:
+    """Groups of ranks that communicate at the same time.
+
+    Attributes:
+        block: Ranks of the smallest block that has all members of a group.
+        inner: Ranks of the blocks of which it has one member each.
+    """
+
+    block: int
+    inner: int = 1
+
+    @property
+    def size(self) -> int:
+        """Number of members."""
+        return self.block // self.inner
+
+    def of(self, index: int) -> list[int]:
+        """Returns the ranks of a rank's group."""
+        first = index // self.block * self.block
+        return list(range(first + index % self.inner, first + self.block, self.inner))
 
 
-def collective(bench: Bench, kind: str, block: int, size: int) -> float:
-    """Returns the seconds of a collective of `block` neighbours that hold `size` bytes each."""
-    group = list(neighbours(bench, block))
+def collective(bench: Bench, kind: str, groups: Group, size: int) -> float:
+    """Returns the seconds of a collective of ranks that hold `size` bytes each."""
+    group = groups.of(bench.rank.index)
     links = max(4, min(100, (1 << 22) // size))
     if kind == "AllReduce":
         call, shape = f"AllReduce <group = {group}>", "float[n]"
@@ -192,9 +211,9 @@ def collective(bench: Bench, kind: str, block: int, size: int) -> float:
     return bench.least(lambda: session.run(None, feeds)) / links
 
 
-def late(bench: Bench, block: int) -> float:
-    """Returns the seconds that a small AllReduce of `block` neighbours adds to a segment."""
-    group, shape = list(neighbours(bench, block)), f"float[{TILE},{TILE}]"
+def late(bench: Bench, groups: Group) -> float:
+    """Returns the seconds that a small AllReduce adds to a segment."""
+    group, shape = groups.of(bench.rank.index), f"float[{TILE},{TILE}]"
     feeds = {"a": np.zeros((TILE, TILE), np.float32), "w": np.eye(TILE, dtype=np.float32)}
 
     def chain(products: int, *, meet: bool) -> Callable[[], object]:
@@ -218,24 +237,24 @@ def late(bench: Bench, block: int) -> float:
     return bench.more(chain(products, meet=True), chain(products, meet=False)) / SEGMENTS
 
 
-def link(bench: Bench, block: int) -> dict[str, float | bool]:
-    """Returns the link of `block` neighbours as in a machine file."""
-    latencies, bandwidths = [], []
+def link(bench: Bench, groups: Group) -> dict[str, float | bool]:
+    """Returns the link of groups as in a machine file."""
+    latencies, bandwidths, count = [], [], groups.size
     for kind, rounds, sent in (
-        ("AllReduce", 2.0, 2 * (block - 1) / block),
-        ("AllGather", 1.0, block - 1.0),
+        ("AllReduce", 2.0, 2 * (count - 1) / count),
+        ("AllGather", 1.0, count - 1.0),
     ):
-        small, large = (collective(bench, kind, block, size) for size in (SMALL, LARGE))
+        small, large = (collective(bench, kind, groups, size) for size in (SMALL, LARGE))
         # On a busy machine the small collective may take longer. A tenth of the time of the large
         # one is then still time for its bytes: without a bound the link would cost nothing.
         slope = max(large - small, large / 10) / (LARGE - SMALL)
-        latencies.append(max(small - slope * SMALL, 1e-9) / (rounds * log2(block)))
+        latencies.append(max(small - slope * SMALL, 1e-9) / (rounds * log2(count)))
         bandwidths.append(sent / slope)
     latency = _mean(latencies)
-    wait = max(late(bench, block) - 2 * log2(block) * latency, 0.0)
+    wait = max(late(bench, groups) - 2 * log2(count) * latency, 0.0)
     found = {"bandwidth": _mean(bandwidths), "latency": latency, "wait": wait}
     return {k: _rounded(v) for k, v in found.items()} | {
-        "overlaps": bench.rank.overlaps(neighbours(bench, block))
+        "overlaps": bench.rank.overlaps(groups.of(bench.rank.index))
     }
 
 
@@ -248,9 +267,14 @@ def measure(bench: Bench, blocks: Sequence[int], memory: int, name: str) -> dict
     """Returns the content of the machine file."""
     rates = {dtype: flops(bench, dtype) for dtype in TYPES}
     size = bench.rank.world.size
-    links: list[dict[str, float | bool]] = [{"devices": k, **link(bench, k)} for k in blocks]
+    links: list[dict[str, float | bool]] = []
+    inner = 1
+    for block in blocks:
+        inner = inner if block % inner == 0 else 1
+        links.append({"devices": block, **link(bench, Group(block, inner))})
+        inner = block
     if size > 1:
-        links.append(link(bench, size))
+        links.append(link(bench, Group(size, inner)))
     else:
         preset = PRESETS["cpu"].links[-1]
         links.append({"bandwidth": preset.bandwidth, "latency": preset.latency})
@@ -271,8 +295,17 @@ def _rounded(value: float) -> float:
 def host_memory(rank: Rank) -> int:
     """Returns the memory of a host in bytes, divided by its ranks; the least of all hosts."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return int(rank.all_reduce(np.array([total // sharers(rank)]), op="min")[0])
+
+
+def sharers(rank: Rank) -> int:
+    """Returns how many ranks run on this machine, whatever they call their hosts."""
     here = int(os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", rank.world.size))
-    return int(rank.all_reduce(np.array([total // here]), op="min")[0])
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    own = int(boot.read_text(encoding="ascii")[:8], 16) if boot.exists() else -1 - rank.index
+    numbers = np.zeros(rank.world.size)
+    numbers[rank.index] = own
+    return max(here, int((rank.all_reduce(numbers) == own).sum()))
 
 
 def computed() -> float | None:
@@ -289,7 +322,7 @@ def computed() -> float | None:
 
 def watched(rank: Rank, action: Callable[[], T]) -> tuple[T, float]:
     """Returns the result of `action`, and the cores that other processes used meanwhile."""
-    here = int(os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", rank.world.size))
+    here = sharers(rank)
     before, own, begin = computed(), process_time(), perf_counter()
     done = action()
     after, own, seconds = computed(), process_time() - own, perf_counter() - begin

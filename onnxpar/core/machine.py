@@ -66,6 +66,13 @@ class Machine:
                 return link
         return self.links[-1]
 
+    def levels(self, mesh: Mesh, atoms: Sequence[int]) -> list[tuple[Link, tuple[int, ...]]]:
+        """Returns the links of a collective over `atoms`, the inner first, with their atoms."""
+        found: dict[Link, list[int]] = {}
+        for atom in sorted(atoms, key=lambda a: mesh.strides[a]):
+            found.setdefault(self.link(mesh, (atom,)), []).append(atom)
+        return [(link, tuple(among)) for link, among in found.items()]
+
     def rate(self, dtype: str) -> float:
         """Returns the operations per second for an element type; those of float32 by default."""
         return self.flops.get(dtype, self.flops["float32"])

@@ -24,6 +24,7 @@ from onnxpar.resharding.shortest_path import group_bytes
 
 _NUMBERS = SymbolTable({})
 _ROUNDS = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "all_to_all": 1.0}
+_NESTED = ("all_reduce", "all_gather", "reduce_scatter")
 _ORDER = ("slice", "reduce_scatter", "all_to_all", "all_reduce", "all_gather")
 _Slot = tuple[int, int]
 _REPLICATED: _Slot = (-1, -1)
@@ -133,13 +134,26 @@ class CostModel:
     def collective(self, kind: str, atoms: Atoms, moved: float) -> float:
         """Returns the seconds of one collective in which every rank sends `moved` bytes.
 
-        All ranks of its group begin it together; `wait` returns the seconds before that.
+        All ranks of its group begin it together; `wait` returns the seconds before that. A
+        reduction or a gather over several links is one collective for each of them: the members of
+        a block share the work of their block, so each sends a part of it to the other blocks.
         """
         if not atoms:
             return 0.0
-        link = self.machine.link(self.mesh, atoms)
-        rounds = _ROUNDS.get(kind, 1.0) * max(log2(self.mesh.count(atoms)), 1.0)
-        return rounds * link.latency + moved / link.bandwidth
+        levels = self.machine.levels(self.mesh, atoms) if kind in _NESTED else ()
+        if len(levels) < 2:
+            link = self.machine.link(self.mesh, atoms)
+            rounds = _ROUNDS.get(kind, 1.0) * max(log2(self.mesh.count(atoms)), 1.0)
+            return rounds * link.latency + moved / link.bandwidth
+        seconds, count, inner = 0.0, self.mesh.count(atoms), 1
+        for link, among in levels:
+            members = self.mesh.count(among)
+            inner *= members
+            # Of the bytes of a ring over all, the share that a ring over these members sends.
+            share = (members - 1) / inner / ((count - 1) / count)
+            seconds += _ROUNDS[kind] * log2(members) * link.latency
+            seconds += moved * share / link.bandwidth
+        return seconds
 
     def wait(self, atoms: Iterable[int]) -> float:
         """Returns the seconds that ranks which differ in `atoms` wait after computing."""

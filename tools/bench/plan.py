@@ -199,24 +199,23 @@ def shard(case: Case, entries: Sequence[Entry], scratch: Path) -> dict[str, Path
     """Shards a model by each strategy; the directories of those that can be, by name."""
     directories: dict[str, Path] = {}
     for number, entry in enumerate(entries):
-        out = Path(mkdtemp(prefix=f"{case.model.name}-{case.devices}-{number}-", dir=scratch))
+        kind = "training" if case.training else "forward"
+        out = scratch / f"{case.model.name}-{kind}-{case.devices}{case.link}-{number}"
         name = entry.data.get("preset")
         if name:
             strategy = load_strategy(str(name), case.devices)
         else:
             strategy = Strategy.from_dict(dict(entry.data), case.devices, entry.name)
         try:
-            shard_model(
-                case.path,
-                strategy,
-                out / "files",
-                training=case.training,
-                optimizer_parallel=entry.level,
-            )
+            if not out.exists():
+                level = entry.level
+                shard_model(
+                    case.path, strategy, out, training=case.training, optimizer_parallel=level
+                )
         except OnnxparError as error:
             print(f"  {entry.name}: cannot be sharded: {error}", flush=True)
             continue
-        directories[entry.name] = out / "files"
+        directories[entry.name] = out
     return directories
 
 
@@ -450,17 +449,22 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=2, help="in each round")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--machine", help="preset or file, instead of measuring")
+    parser.add_argument(
+        "--folder", type=Path, help="keep what is measured and sharded here, and use what is there"
+    )
     parser.add_argument("--check", action="store_true", help="exit code 1 where a goal is missed")
     arguments = parser.parse_args()
     arguments.devices = arguments.devices or ([4] if arguments.rank else [2, 4])
     missed: list[str] = []
-    with TemporaryDirectory(prefix="onnxpar-plan-") as folder:
+    with TemporaryDirectory(prefix="onnxpar-plan-") as temporary:
+        folder = arguments.folder or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
         if arguments.time:
             for name in arguments.model:
-                at = places(name, arguments, Path(folder))
-                missed += steps_in_time(at, arguments, Path(folder))
-        for case in () if arguments.time else cases(arguments, Path(folder)):
-            missed += (rank if arguments.rank else speed)(case, arguments, Path(folder))
+                at = places(name, arguments, folder)
+                missed += steps_in_time(at, arguments, folder)
+        for case in () if arguments.time else cases(arguments, folder):
+            missed += (rank if arguments.rank else speed)(case, arguments, folder)
     for line in missed:
         print(f"missed: {line}", flush=True)
     return 1 if arguments.check and missed else 0
