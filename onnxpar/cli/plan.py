@@ -273,10 +273,12 @@ def _print(planned: FoundStrategy, console: Console) -> None:
     runs = planned.ways[0].micro_batches
     alike = len({way.micro_batches for way in planned.ways}) == 1
     step = f"a step of {runs} micro-batches" if runs > 1 and alike else "a step"
-    ways = Table("plan", step, "computing", "communication", "states", "memory", "why not")
+    ways = Table(
+        "plan", step, "computing", "communication", "hidden", "states", "memory", "why not"
+    )
     for way in planned.ways:
         if way.price is None:
-            ways.add_row(way.name, "", "", "", "", "", escape(way.reason))
+            ways.add_row(way.name, "", "", "", "", "", "", escape(way.reason))
             continue
         # For a pipeline, the sums over its stages: a micro-batch passes through all of them.
         ways.add_row(
@@ -284,6 +286,7 @@ def _print(planned: FoundStrategy, console: Console) -> None:
             seconds_text(way.seconds),
             seconds_text(way.price.computing),
             seconds_text(way.price.communicating),
+            seconds_text(way.price.hidden) if way.price.hidden and not way.staged else "",
             bytes_text(way.held),
             bytes_text(way.peak),
             "" if way.fits(limit) else f"more than {bytes_text(limit)}",

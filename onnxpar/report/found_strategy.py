@@ -18,6 +18,8 @@ EQUAL = 0.98
 """The lesser of two times is mentioned if it is less than this share of the other."""
 EXACT = 1e-4
 """A smaller gap is shown as none."""
+HIDDEN = "hidden behind computing"
+"""The row of communication that passes while something is computed: negative."""
 REPLICATED = "replicated"
 """The row of nodes that every device computes."""
 _DIGITS = re.compile(r"(\d+)")
@@ -105,6 +107,7 @@ class FoundStrategy:
         rest = (
             LayerRow("outputs", communication=best.outputs),
             LayerRow("gradients", communication=best.gradients),
+            LayerRow(HIDDEN, communication=-best.hidden),
             LayerRow("optimizer", computing=best.updating),
         )
         return [*found, *(row for row in rest if row.computing or row.communication)]
@@ -123,7 +126,8 @@ class FoundStrategy:
         return (
             f"{by} for {self.plan.mesh.size} devices{stages} "
             f"({self.machine.name}), {sizes}.\n"
-            f"A step{runs}: {seconds_text(best.seconds)}; {bytes_text(best.peak)} on a device."
+            f"A step{runs}: {seconds_text(best.seconds)}{_hidden(best)}; "
+            f"{bytes_text(best.peak)} on a device."
         )
 
     def report(self, entry: SearchEntry) -> dict[str, Any]:
@@ -141,6 +145,7 @@ class FoundStrategy:
                     "seconds": way.seconds if way.price else None,
                     "computing": way.price.computing if way.price else None,
                     "communicating": way.price.communicating if way.price else None,
+                    "hidden": way.price.hidden if way.price and not way.staged else None,
                     "held_bytes": way.held if way.price else None,
                     "peak_bytes": way.peak if way.price else None,
                     "micro_batches": way.micro_batches,
@@ -248,6 +253,17 @@ def _proof(chosen: Candidate) -> str:
     if chosen.gap < EXACT:
         return f"; it is proved that no other plan on the mesh {axes} is better"
     return f"; it is proved that no other plan on the mesh {axes} is more than {gap} better"
+
+
+def _hidden(way: Way) -> str:
+    """Returns how much of the communication of a step computing hides, in a sentence."""
+    price, runs = way.price, way.micro_batches
+    if price is None or way.staged is not None or not price.hidden:
+        return ""
+    once = price.outputs + price.gradients
+    sent = runs * (price.communicating - once) + once
+    hidden = runs * price.hidden_each + price.hidden_once
+    return f" ({seconds_text(hidden)} of {seconds_text(sent)} of communication hidden)"
 
 
 def _common(names: list[str]) -> str:
