@@ -23,13 +23,6 @@ class _LinkFile(BaseModel):
     overlaps: bool = False
 
 
-def _moved(given: object) -> object:
-    raise ValueError(
-        f"expected no such key: what is hidden is predicted; write 'overlaps: true' in each of "
-        f"'links' whose data travels while devices compute, got {given!r}"
-    )
-
-
 class _MachineFile(BaseModel):
     model_config = ConfigDict(extra="forbid")
     name: str
@@ -38,7 +31,6 @@ class _MachineFile(BaseModel):
     memory: Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]
     overhead: Annotated[float, Field(ge=0, allow_inf_nan=False)]
     links: Annotated[list[_LinkFile], Field(min_length=1)]
-    overlap: Annotated[None, BeforeValidator(_moved)] = None
 
 
 def load_machine(text: str) -> Machine:

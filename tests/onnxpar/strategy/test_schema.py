@@ -186,12 +186,6 @@ def test_a_message_about_data_without_a_file_names_the_key_once() -> None:
         ("latency: 4", "late: 4", "4: 'links': 0: 'latency': expected this key, got none"),
         ("memory: 3", "memory: lots", "2: 'memory': expected a size such as 80GiB, got 'lots'"),
         ("name: a", "name: a, x: 1", "1: 'x': unknown key"),
-        (
-            "name: a",
-            "name: a, overlap: 0.5",
-            "1: 'overlap': expected no such key: what is hidden is predicted; write 'overlaps: "
-            "true' in each of 'links' whose data travels while devices compute, got 0.5",
-        ),
     ],
 )
 def test_mistakes_in_a_machine_file(tmp_path: Path, old: str, new: str, message: str) -> None:
