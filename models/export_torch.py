@@ -25,6 +25,7 @@ scale). `onnxpar shard --train` trains the PARAMETERs. Nodes are named by their 
 import argparse
 import collections
 import importlib
+import inspect
 import logging
 import sys
 import warnings
@@ -58,9 +59,10 @@ class Example:
 
     Attributes:
         module: In the mode to export: after `train()`, Dropout drops.
-        inputs: Keyword arguments of `forward` by name, tensors. A dim that is named in `dims` must
-            be 2 or more: PyTorch treats 0 and 1 as constants. Sizes of different symbols must
-            differ from one another and from the module's own sizes.
+        inputs: Keyword arguments of `forward` by name, tensors. A dot in a name is an underscore in
+            the argument's. A dim that is named in `dims` must be 2 or more: PyTorch treats 0 and 1
+            as constants. Sizes of different symbols must differ from one another and from the
+            module's own sizes.
         dims: For each input, the symbol of each open dim: `{"input_ids": {0: "batch", 1: "seq"}}`.
         outputs: Names for the first outputs; the others are dropped.
         ranges: Least and greatest value of a symbol, if not every size from 2 is legal.
@@ -137,7 +139,7 @@ def _translate(example: Example, *, optimize: bool, opset: int | None) -> ir.Mod
             least, most = example.ranges.get(symbol, (None, None))
             symbols[symbol] = torch.export.Dim(symbol, min=least, max=most)
     shapes = {
-        name: {axis: symbols[s] for axis, s in example.dims.get(name, {}).items()}
+        _argument(name): {axis: symbols[s] for axis, s in example.dims.get(name, {}).items()}
         for name in example.inputs
     }
     _forget_recurrent()
@@ -147,7 +149,7 @@ def _translate(example: Example, *, optimize: bool, opset: int | None) -> ir.Mod
         program = torch.onnx.export(
             example.module,
             (),
-            kwargs=dict(example.inputs),
+            kwargs={_argument(name): tensor for name, tensor in example.inputs.items()},
             dynamic_shapes=shapes,
             input_names=list(example.inputs),
             opset_version=opset,
@@ -168,6 +170,19 @@ def _translate(example: Example, *, optimize: bool, opset: int | None) -> ir.Mod
         )
     del outputs[len(example.outputs) :]
     return model
+
+
+def arguments(forward: Callable[..., Any], names: Sequence[str]) -> Callable[..., Any]:
+    """Declares a `forward` that takes keywords with these names; PyTorch asks for its signature."""
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    parameters = [inspect.Parameter(_argument(name), kind) for name in names]
+    forward.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return forward
+
+
+def _argument(name: str) -> str:
+    """Returns the argument of `forward` for an input: no name in Python has a dot."""
+    return name.replace(".", "_")
 
 
 def _forget_recurrent() -> None:

@@ -238,19 +238,22 @@ def _product(
     )
 
 
-def quantise(weight: npt.NDArray[np.float32], block: int) -> tuple[Array, Array]:
-    """Rounds a weight [rows, columns] to 4 bits.
+def quantise(weight: npt.NDArray[np.float32], block: int, bits: int = BITS) -> tuple[Array, Array]:
+    """Rounds a weight [rows, columns] to few bits, 4 or 8.
 
     Returns:
-        The numbers, two to a byte and the first in the low half, [rows, blocks, block / 2] uint8;
-        and the scales, [rows, blocks] float32. A number q stands for (q - 8) times its scale.
+        The numbers, as many to a byte as it holds and the first in its low bits,
+        [rows, blocks, bytes of a block] uint8; and the scales, [rows, blocks] float32. A number q
+        stands for q minus half the range, times its scale.
     """
     rows, columns = weight.shape
     blocks = weight.reshape(rows, columns // block, block)
-    scales = np.abs(blocks).max(-1) / 7
-    numbers = np.rint(blocks / scales[..., None]).astype(np.int8) + 8
-    nibbles = numbers.astype(np.uint8).reshape(rows, columns // block, block // 2, 2)
-    return nibbles[..., 0] | nibbles[..., 1] << 4, scales.astype(np.float32)
+    half = 1 << bits - 1
+    scales = np.maximum(np.abs(blocks).max(-1) / (half - 1), np.finfo(np.float32).tiny)
+    numbers = (np.rint(blocks / scales[..., None]) + half).astype(np.uint8)
+    packed = numbers.reshape(rows, columns // block, -1, 8 // bits)
+    places = np.arange(8 // bits, dtype=np.uint8) * np.uint8(bits)
+    return np.bitwise_or.reduce(packed << places, -1), scales.astype(np.float32)
 
 
 if __name__ == "__main__":

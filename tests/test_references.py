@@ -22,8 +22,10 @@ ENDINGS = ("json", "py", "yaml")
 # Files that examples of the docs write, and that commands do.
 WRITTEN = {
     "checkpoint.json",
+    "config.json",
     "counting.py",
     "dense.py",
+    "genai_config.json",
     "manifest.json",
     "plan.yaml",
     "machine.yaml",

@@ -1,0 +1,184 @@
+"""Decoders of Hugging Face with their cache: as transformers computes, and sharded as undivided."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+
+from onnxpar.api import runtime
+from onnxpar.api.shard_model import shard_model
+from onnxpar_format.options import VerifyOptions
+
+torch = pytest.importorskip("torch", reason="exports from PyTorch: the extra zoo")
+pytest.importorskip("onnxscript", reason="exports from PyTorch: the extra zoo")
+decoder = pytest.importorskip("decoder", reason="needs transformers: the extra zoo")
+
+from _exporter import save  # noqa: E402
+from llama_4bit import quantise  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers about its defaults
+
+FULL = bool(os.environ.get("ONNXPAR_FULL"))
+EVERY = [(family, cache) for family in decoder.FAMILIES for cache in ("growing", "shared")]
+QUICK = [("gemma3", "growing"), ("qwen3", "shared")]
+BATCH, PROMPT, LENGTH = 2, 11, 13
+"""Of the prompt and of the whole sequence; longer than the window of Gemma 3's local layers."""
+
+# Sums have at most 128 terms, a network some thirty sums one after the other, and norms divide what
+# was added at their scale: 30 sqrt(128) 2^-24 = 2e-5 of the largest output.
+RTOL = 2e-5
+
+
+def built(folder: Path, family: str, cache: str, bits: int = 32) -> Path:
+    path = folder / "model.onnx"
+    config = decoder.configuration(family)
+    save(decoder.build(config, shared=cache == "shared", bits=bits, block=16)[1], path)
+    return path
+
+
+def logits(path: Path, ids: Any) -> Any:
+    """The logits of a sequence: of a prompt from an empty cache, then of single tokens."""
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    shapes = {value.name: value.shape for value in session.get_inputs()}
+    caches = [name for name in shapes if name.startswith("past")]
+    shared = "position_ids" not in shapes
+    # A shared buffer has its full length from the beginning.
+    length = LENGTH if shared else 0
+    held = {n: np.zeros((len(ids), shapes[n][1], length, shapes[n][3]), "f4") for n in caches}
+    found, start = [], 0
+    for end in range(PROMPT, LENGTH + 1):
+        feeds = {
+            "input_ids": ids[:, start:end],
+            "attention_mask": np.ones((len(ids), end), np.int64),
+            "position_ids": np.arange(start, end)[None].repeat(len(ids), 0),
+        }
+        given = {name: array for name, array in feeds.items() if name in shapes}
+        made, *present = session.run(None, {**given, **held})
+        found.append(made)
+        held, start = dict(zip(caches, present, strict=True)), end
+    return np.concatenate(found, 1)
+
+
+def expected(family: str, ids: Any, bits: int = 32) -> Any:
+    """What transformers computes of the whole sequence at once."""
+    module = decoder.network(decoder.configuration(family))
+    with torch.no_grad():
+        for part in module.modules():
+            if bits != 32 and isinstance(part, torch.nn.Linear):
+                part.weight.copy_(torch.from_numpy(rounded(part.weight.numpy(), bits)))
+        return module(input_ids=torch.from_numpy(ids)).logits.numpy()
+
+
+def rounded(weight: Any, bits: int, block: int = 16) -> Any:
+    """A weight as the numbers and scales of few bits give it."""
+    packed, scales = quantise(weight, block, bits)
+    places = np.arange(0, 8, bits, dtype=np.uint8)
+    numbers = (packed[..., None] >> places & (2**bits - 1)).reshape(*scales.shape, block)
+    values = (numbers.astype(np.float32) - 2 ** (bits - 1)) * scales[..., None]
+    return values.reshape(weight.shape)
+
+
+def tokens() -> Any:
+    return np.random.default_rng(0).integers(0, 256, (BATCH, LENGTH))
+
+
+@pytest.mark.parametrize(("family", "cache"), EVERY if FULL else QUICK)
+def test_it_computes_what_transformers_does(family: str, cache: str, tmp_path: Path) -> None:
+    ids = tokens()
+    want = expected(family, ids)
+    got = logits(built(tmp_path, family, cache), ids)
+    assert np.abs(got - want).max() <= RTOL * np.abs(want).max()
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_few_bits_are_those_of_the_weights(bits: int, tmp_path: Path) -> None:
+    ids = tokens()
+    want = expected("llama", ids, bits)
+    got = logits(built(tmp_path, "llama", "shared", bits), ids)
+    assert np.abs(got - want).max() <= RTOL * np.abs(want).max()
+    assert np.abs(want - expected("llama", ids)).max() > RTOL * np.abs(want).max()
+
+
+CASES = [("llama", "growing", 32, "tp=2"), ("mixtral", "shared", 4, "tp=2")]
+EVERY_CASE = [
+    (family, cache, bits, strategy)
+    for family, cache in EVERY
+    for bits in (32, 4)
+    for strategy in ("tp=2", "dp=2,tp=2")
+]
+
+
+@pytest.mark.parametrize(("family", "cache", "bits", "strategy"), EVERY_CASE if FULL else CASES)
+def test_sharded_it_generates_the_same(
+    family: str, cache: str, bits: int, strategy: str, tmp_path: Path
+) -> None:
+    path = built(tmp_path, family, cache, bits)
+    out = shard_model(path, strategy, tmp_path / "out").out
+    (case,) = runtime.verify(out, path, options=VerifyOptions(generate=12))
+    assert case.ok, case
+    assert case.bytes_counted == case.bytes_expected > 0
+
+
+def test_a_folder_is_described_as_genai_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder.configuration("gemma3").save_pretrained(tmp_path / "hf")
+    out = tmp_path / "out"
+    given = [str(tmp_path / "hf"), "-o", str(out), "--cache", "shared", "--set", "vocab_size=300"]
+    monkeypatch.setattr("sys.argv", ["decoder.py", *given])
+    decoder.main()
+    written = json.loads((out / "genai_config.json").read_text())["model"]
+    model = onnx.load(out / written["decoder"]["filename"])
+    described = written["decoder"]["inputs"], written["decoder"]["outputs"]
+    for values, names in zip((model.graph.input, model.graph.output), described, strict=True):
+        layers = range(written["decoder"]["num_hidden_layers"])
+        expected = {n % i if "%d" in n else n for n in names.values() for i in layers}
+        assert {value.name for value in values} == expected
+    key = next(v for v in model.graph.input if v.name == "past_key_values.0.key")
+    dims = key.type.tensor_type.shape.dim
+    assert dims[1].dim_value == written["decoder"]["num_key_value_heads"] == 2
+    assert dims[3].dim_value == written["decoder"]["head_size"] == 32
+    (scores,) = [v for v in model.graph.output if v.name == "logits"]
+    assert scores.type.tensor_type.shape.dim[2].dim_value == written["vocab_size"] == 300
+
+
+def test_layers_repeat_their_kinds() -> None:
+    kinds = decoder.configuration("gemma3", {"num_hidden_layers": 3}).layer_types
+    assert kinds == ["sliding_attention", "full_attention", "sliding_attention"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nothing"], "nothing: expected llama, "),
+        (["llama", "--set", "hiden_size=8"], "hiden_size: LlamaConfig has no such entry"),
+        (["llama", "--set", "hidden_size"], "--set hidden_size: expected NAME=VALUE"),
+        (["llama", "--bits", "4", "--block", "48"], "expected a multiple of 48 columns, got 64"),
+        (["{gpt2}", "--cache", "shared"], "GPT2LMHeadModel: a shared cache needs rotary positions"),
+        (["{mamba}"], "MambaForCausalLM: expected a cache of keys and values, got none"),
+    ],
+)
+def test_what_cannot_be_exported_is_said(
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from transformers import GPT2Config, MambaConfig
+
+    GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=64).save_pretrained(tmp_path / "gpt2")
+    MambaConfig(num_hidden_layers=1, hidden_size=32, vocab_size=64).save_pretrained(
+        tmp_path / "mamba"
+    )
+    folders = {name: str(tmp_path / name) for name in ("gpt2", "mamba")}
+    given = [text.format(**folders) for text in arguments]
+    monkeypatch.setattr("sys.argv", ["decoder.py", *given, "-o", str(tmp_path / "out.onnx")])
+    with pytest.raises(SystemExit):
+        decoder.main()
+    assert message in capsys.readouterr().err
