@@ -88,12 +88,19 @@ def answer(
     outputs: Sequence[bool],
     runs: int,
     last: Sequence[Array | None] | None,
+    changed: Sequence[int],
 ) -> tuple[list[list[Array]] | str, list[list[Array]] | str]:
     """Runs the node once on the CPU, and `runs` times on CUDA.
 
-    With inputs of a `last` run that is made too, and what kernels have met is asked for.
+    With inputs of a `last` run that is made too, and what kernels have met is asked for. The node
+    changes the memory of the `changed` operands: it gets copies, which become outputs.
     """
     model = model_of(op, inputs, outputs, attributes)
+    for i in changed:
+        (node,) = (n for n in model.graph.node if n.name == "node")
+        node.input[i] = f"changed{i}"
+        model.graph.node.insert(0, helper.make_node("Identity", [f"i{i}"], [f"changed{i}"]))
+        model.graph.output.append(onnx.ValueInfoProto(name=f"changed{i}"))
     if op in STANDARD:
         # The CPU has no kernel of ours for it.
         model.functions.append(ir.to_proto(STANDARD[op].made(22)))

@@ -54,11 +54,13 @@ class Process:
         outputs: Sequence[bool],
         runs: int = 2,
         last: Sequence[Array | None] | None = None,
+        changed: Sequence[int] = (),
     ) -> tuple[Any, Any]:
         """Returns what it answers, or fails where it died."""
         assert self.process.stdin is not None and self.process.stdout is not None
         asked = {"op": op, "inputs": inputs, "attributes": attributes}
         asked |= {"outputs": outputs, "runs": runs, "last": last}
+        asked |= {"changed": changed}
         pickle.dump(asked, self.process.stdin)
         self.process.stdin.flush()
         try:
@@ -450,6 +452,29 @@ def test_step(
             for want, got in zip(wants, gots, strict=True):
                 size = np.maximum(8, 4 * np.abs(want.astype(np.float64)))
                 close(got, want, kind, 8 * REAL[kind] * size)
+
+
+@every_type
+@pytest.mark.parametrize("mode", range(4))
+def test_accumulate(worker: Process, mode: int, kind: str) -> None:
+    gradients = [normal(30 + i, shape, kind) for i, shape in enumerate(SHAPES)]
+    sums = [normal(40 + i, shape, kind) for i, shape in enumerate(SHAPES)]
+    operands = [*gradients, *sums]
+    given = [np.zeros(1, np.uint8), np.array([mode]), *operands]
+    (cpu,), cuda = worker.ask("Accumulate", given, {}, [True], changed=range(2, len(given)))
+    # The first output is a token, of which nobody reads a value. A sum is rounded once.
+    _, *wants = cpu
+    for _, *gots in cuda:
+        for want, got in zip(wants, gots, strict=True):
+            np.testing.assert_array_equal(got, want)
+    unchanged = [
+        np.array_equal(want.astype(np.float64), operand.astype(np.float64))
+        for want, operand in zip(wants, operands, strict=True)
+        if operand.size
+    ]
+    half = len(unchanged) // 2
+    # Only sums change before the last micro-batch, only gradients in it.
+    assert unchanged == [mode != 1] * half + [mode not in (2, 3)] * half
 
 
 KEY = [2**40 + 7, 5, 3, 2**32 - 1]

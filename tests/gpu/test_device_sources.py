@@ -88,7 +88,7 @@ def relu_grad(environment: Mapping[str, str], log: Path) -> object:
     log.unlink(missing_ok=True)
     x = np.arange(-2, 3, dtype=np.float32)
     node = {"op": "ReluGrad", "inputs": [x, x], "attributes": {}, "outputs": [True]}
-    asked = {**node, "runs": 1, "last": None}
+    asked = {**node, "runs": 1, "last": None, "changed": ()}
     done = subprocess.run(
         [sys.executable, str(Path(__file__).with_name("node_worker.py"))],
         input=pickle.dumps(asked),
