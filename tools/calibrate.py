@@ -9,7 +9,8 @@ will later. Each number is the least of several rounds, and a round takes as lon
 rank. A round is much longer than the time slice of a process; otherwise each rank that shares a
 core would seem to have all of it.
 
-- flops: a chain of 512 × 512 MatMuls in onnxruntime, for each type that has kernels.
+- flops: the three products of a linear layer in training, of 512 × 512 matrices, in onnxruntime:
+  x·w, dy·wᵀ and xᵀ·dy; for each type that has kernels.
 - bandwidth: a chain of additions of vectors that are larger than any cache; each addition reads two
   vectors and writes one.
 - overhead: the time that one more node with a single element adds to a run.
@@ -129,17 +130,17 @@ class Bench:
 def flops(bench: Bench, dtype: str) -> float | None:
     """Returns the operations per second of products, or None if the type has no kernel."""
     name, kind = TYPES[dtype]
-    links = 4
-    nodes = " ".join(f"a{i + 1} = MatMul(a{i}, w)" for i in range(links))
+    products = ["MatMul(x, w)", "Gemm<transB = 1>(a0, w)", "Gemm<transA = 1>(x, a1)"]
+    nodes = " ".join(f"a{i} = {product}" for i, product in enumerate(products))
     shape = f"{name}[{SIDE},{SIDE}]"
     try:
-        session = bench.session(f"g ({shape} a0, {shape} w) => ({shape} a{links}) {{ {nodes} }}")
+        session = bench.session(f"g ({shape} x, {shape} w) => ({shape} a2) {{ {nodes} }}")
     except onnxruntime.capi.onnxruntime_pybind11_state.NotImplemented:
         return None
     # Powers of a matrix of norm 1 have neither overflow nor denormal numbers.
     w = np.eye(SIDE, dtype=kind)[::-1].copy()
-    feeds = {"a0": w, "w": w}
-    return 2 * SIDE**3 * links / bench.least(lambda: session.run(None, feeds))
+    feeds = {"x": w, "w": w}
+    return 2 * SIDE**3 * len(products) / bench.least(lambda: session.run(None, feeds))
 
 
 def bandwidth(bench: Bench) -> float:
