@@ -69,6 +69,9 @@ def configuration(network: str, changes: Mapping[str, Any] | None = None) -> Any
     path, changes = Path(network), changes or {}
     if network in FAMILIES:
         kind, own = FAMILIES[network]
+        # Changed here as well: entries that follow from others, such as the width of a head.
+        known = {name: changes[name] for name in changes if name in {**_SIZES, **own}}
+        own = {**own, **_repeated(own, changes), **known}
         config = getattr(transformers, f"{kind}Config")(**{**_SIZES, **own})
     elif path.exists():
         config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)

@@ -1,7 +1,7 @@
 """Shards ONNX models into one ONNX graph per rank. `onnxpar_runtime` executes them.
 
-Names are loaded when they are first used: the transformer takes a second to load, which every rank
-of `mpirun -n 8 onnxpar run` would otherwise spend in vain.
+Names are loaded when they are first used: the transformer takes a second to load, and the ranks of
+`mpirun -n 8 onnxpar run` do not need it.
 """
 
 from importlib import import_module

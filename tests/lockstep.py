@@ -192,6 +192,17 @@ class Lockstep:
     def _custom(self, node: ir.Node, memory: list[dict[str, Array]]) -> None:
         names = [v.name or "" for v in node.inputs if v is not None]
         out = node.outputs[0].name or ""
+        if node.op_type == "Barrier":
+            for here in memory:
+                here.update(
+                    (v.name or "", here[n]) for v, n in zip(node.outputs, names, strict=False)
+                )
+            return
+        if node.op_type == "Wait":
+            for here in memory:
+                # What no node reads is the program's result under the name that Start gave it.
+                here[out or names[0]] = here.pop(_running(names[0]))
+            return
         if node.op_type == "Philox":
             for here in memory:
                 distribution = node.attributes["distribution"].as_string()
@@ -201,8 +212,15 @@ class Lockstep:
         for rank, here in enumerate(memory):
             group = self.mesh.group(rank, node.meta["atoms"])
             parts = [before[member] for member in group]
-            here[out] = np.asarray(collective(node, parts, group.index(rank)))
+            # Nobody can read what is not there before its Wait.
+            made = _running(out) if node.op_type == "Start" else out
+            here[made] = np.asarray(collective(node, parts, group.index(rank)))
             here[node.outputs[1].name or ""] = np.zeros(1, np.uint8)
+
+
+def _running(name: str) -> str:
+    """Where the result of a Start is kept until its Wait."""
+    return f"running {name}"
 
 
 def collective(node: ir.Node, parts: Sequence[Array], position: int) -> Array:
@@ -211,22 +229,23 @@ def collective(node: ir.Node, parts: Sequence[Array], position: int) -> Array:
     def read(name: str) -> Any:
         return node.attributes[name].value
 
-    if node.op_type in ("AllReduce", "ReduceScatter"):
+    kind = read("op") if node.op_type == "Start" else node.op_type
+    if kind in ("AllReduce", "ReduceScatter"):
         total = reduce(COMBINE[read("reduction")], parts)
-        if node.op_type == "AllReduce":
+        if kind == "AllReduce":
             return total
         return np.split(total, len(parts), axis=read("axis"))[position]
-    if node.op_type == "AllGather":
+    if kind == "AllGather":
         return np.concatenate(parts, axis=read("axis"))
-    if node.op_type == "AllToAll":
+    if kind == "AllToAll":
         mine = [np.split(p, len(parts), axis=read("split_axis"))[position] for p in parts]
         return np.concatenate(mine, axis=read("concat_axis"))
-    if node.op_type == "Permute":
+    if kind == "Permute":
         sources = {destination: source for source, destination in node.meta["pairs"]}
         if position not in sources:
             return np.zeros_like(parts[position])
         return parts[sources[position]]
-    raise ValueError(f"no numpy form of {node.op_type}")
+    raise ValueError(f"no numpy form of {kind}")
 
 
 def _random(distribution: str, key: Array, local: Array, shape: Array, start: Array) -> Array:

@@ -24,6 +24,7 @@ from onnxpar.strategy import Strategy
 from onnxpar_runtime.launch import mpirun_environment
 from tests.cli import linear
 from tests.decoders import growing
+from tests.runtime.generation.plain import greedy
 from tests.runtime.launching import mpirun
 
 ROOT = Path(__file__).parents[1]
@@ -251,3 +252,23 @@ def test_the_python_shown_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert ran.code == 0, ran.err
     loss, *shape = ran.out.split()
     assert shape == ["(16,", "16)"] and float(loss) > 0
+
+
+def test_the_requests_shown_run_under_mpirun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = growing(tmp_path / "model.onnx")
+    shard_model(model, "tp=2", tmp_path / "llama2")
+    (program,) = python("python requests", "docs/reference/python.md")
+    (tmp_path / "program.py").write_text(program, encoding="utf-8")
+    ran = mpirun(2, ["program.py"])
+    assert ran.code == 0, ran.err
+    first, second = (greedy(model, [prompt], new)[0] for prompt, new in (([5, 6, 7], 3), ([8], 2)))
+    # Both run at once; the second is complete first.
+    ends = {("0", 2): "length", ("1", 1): "length"}
+    assert sorted(line.split() for line in ran.out.splitlines()) == sorted(
+        [number, str(token), ends.get((number, place), "None")]
+        for number, tokens in (("0", first), ("1", second))
+        for place, token in enumerate(tokens)
+    )

@@ -11,9 +11,8 @@ import onnx
 from google.protobuf.message import EncodeError
 
 from onnxpar.api.shard_model import analyse, plan_in_stages
-from onnxpar.core.errors import ModelError
+from onnxpar.core.errors import DirectoryError, ModelError
 from onnxpar.core.symbols import Symbol
-from onnxpar.emit import check_file, new_file
 from onnxpar.frontend.load import in_memory, read
 from onnxpar.graph.plan import Plan
 from onnxpar.graph.validity import blamed_on_model
@@ -22,6 +21,7 @@ from onnxpar.search.workload import Workload
 from onnxpar.strategy import Strategy, strategy_for
 from onnxpar.strategy.annotation_reader import inner_graphs
 from onnxpar.strategy.annotation_writer import annotate_proto
+from onnxpar_format.new_file import check_file, new_file
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def annotate(
             file is then unchanged.
     """
     path, out = Path(model), Path(out)
-    check_file(out)
+    check_file(out, DirectoryError)
     with blamed_on_model(path):
         proto = read(path)
         strategy = strategy_for(strategy, devices, proto, f"model {str(path)!r}")
@@ -91,7 +91,7 @@ def annotate(
             f"{str(path)!r}: expected a model of less than 2 GiB without its external files: "
             f"{error}"
         ) from None
-    with new_file(out) as name:
+    with new_file(out, DirectoryError) as name:
         _copy_weights(proto, path.parent, out.parent)
         name.write_bytes(data)
     differing = _differing(plan, again)
@@ -158,5 +158,5 @@ def _copy_weights(proto: onnx.ModelProto, source: Path, target: Path) -> None:
                 )
             continue
         new.parent.mkdir(parents=True, exist_ok=True)
-        with new_file(new) as name:
+        with new_file(new, DirectoryError) as name:
             shutil.copyfile(old, name)

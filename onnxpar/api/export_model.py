@@ -6,12 +6,9 @@ for them, and the new file has the graph with this undone.
 """
 
 import json
-import os
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import mkdtemp
 
 import onnx_ir as ir
 from google.protobuf.message import EncodeError
@@ -22,6 +19,7 @@ from onnxpar.emit.manifest import dtype_name
 from onnxpar.emit.weight_layout import SAFETENSORS_DTYPES
 from onnxpar.frontend.load import in_memory, read
 from onnxpar.parameters.recognise import recognise
+from onnxpar_format.new_file import new_file
 
 LARGEST = (1 << 31) - (1 << 24)
 """Larger weights (in bytes) go to a separate file: a protobuf message has less than 2 GiB, and the
@@ -88,7 +86,7 @@ def put_weights(model: Path, weights: Path, out: Path, ties: Sequence[str] = ())
         _replace(initializers[name], tensor, model)
     try:
         external = _save(found, out)
-    except (OSError, EncodeError, ValueError) as error:
+    except (EncodeError, ValueError) as error:
         raise DirectoryError(f"{out}: cannot be written: {error}") from error
     kept = sum(
         1 for n, v in initializers.items()
@@ -143,14 +141,8 @@ def _save(model: ir.Model, out: Path) -> Path | None:
     """Writes a model, completely or not at all; returns the file of its weights, if it has one."""
     size = sum(v.const_value.nbytes for v in model.graph.initializers.values() if v.const_value)
     data = f"{out.name}.data" if size > LARGEST else None
-    folder = Path(mkdtemp(dir=out.absolute().parent, prefix=f".{out.name}."))
-    try:
-        if data is None:
-            ir.external_data.load_to_model(model)
-        ir.save(model, folder / out.name, external_data=data)
-        for name in (data, out.name):
-            if name is not None:
-                os.replace(folder / name, out.parent / name)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    if data is None:
+        ir.external_data.load_to_model(model)
+    with new_file(out, DirectoryError) as file:
+        ir.save(model, file, external_data=data)
     return None if data is None else out.parent / data

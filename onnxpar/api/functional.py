@@ -81,8 +81,8 @@ def shard(
             that read the input take it in this layout if their rules allow it.
         out_strategy: The same for each output: the layout in which it is computed.
         parameter_plan: The same for the initializers of `fn`, by name or pattern.
-        level: What the search minimises for everything that is open: 0 communication relative to
-            computation, 1 memory, 2 time.
+        level: What the search minimises for everything that is open: 0 time, with
+            communication counted tenfold; 1 memory; 2 time.
         devices: Number of ranks. Default: as many as mpirun started; without mpirun, the least
             number that can carry out the strategies.
         dataset: `full_batch`: every rank takes and returns whole arrays. `data_parallel`: each rank

@@ -17,6 +17,7 @@ from onnxpar.emit.training_entry import training_entry
 from onnxpar.facts.carried_states import CarriedState, carried_states
 from onnxpar.facts.program import Program
 from onnxpar.frontend.fused_weights import divide_fused_weights
+from onnxpar.frontend.genai_folder import given_model
 from onnxpar.frontend.load import in_memory, load, normalise, read, symbol_table
 from onnxpar.graph.dump import Dumper
 from onnxpar.graph.pipeline_places import ONE_PLACE, Places
@@ -167,6 +168,7 @@ def partition_forward(
     staging = Staging(strategy, strategy.pipeline)
     program, places = assign_virtual_stages(program, staging)
     plan = propagate_with_states(program, resolve(strategy, program), carried, fixed)
+    places = staging.transfers(places, program, plan)
     split = staging.split(partition(program, plan, places=places), places, "model")
     return PartitionedForward(split.programs, strategy, staging.pipeline([split]))
 
@@ -216,7 +218,7 @@ def plan(
     For a pipeline, the plan also gives the stage of each node; its mesh is that of one stage.
 
     Args:
-        model: The model, which is used up, or its path.
+        model: The path of the model, or a model, which is changed and must not be used again.
         strategy: A strategy, the path of a strategy file, or a preset such as `dp=2,tp=4`;
             by default the model's annotations.
         devices: Number of devices, if the strategy does not give it.
@@ -273,7 +275,7 @@ def shard_model(
     """Shards a model and writes the output directory.
 
     Args:
-        model: Path of the ONNX file.
+        model: Path of the ONNX file, or of a folder of onnxruntime-genai.
         strategy: A strategy, the path of a strategy file, or a preset such as `dp=2,tp=4`; None
             for the model's annotations.
         out: The directory to write; it is written completely or not at all.
@@ -292,10 +294,14 @@ def shard_model(
         OnnxparError: The model, the strategy or the target is wrong; nothing is written.
     """
     check_target(Path(out), force=force)
-    with blamed_on_model(Path(model)):
+    given = given_model(model)
+    model = given.path
+    with blamed_on_model(model):
         clock = _Clock()
         dumper = Dumper(Path(dump)) if dump is not None else None
         proto = read(model)
+        if training is None:
+            states = given.states(proto) | dict(states or {})
         strategy = strategy_for(strategy, devices, proto, f"model {str(model)!r}")
         if optimizer_parallel is not None:
             strategy = strategy.at_level(optimizer_parallel)

@@ -45,6 +45,7 @@ COMMANDS: tuple[tuple[str, str], ...] = (
     ("inspect", "onnxpar.cli.inspect"),
     ("run", "onnxpar.cli.run"),
     ("generate", "onnxpar.cli.generate"),
+    ("serve", "onnxpar.cli.serve"),
     ("train", "onnxpar.cli.train"),
     ("eval", "onnxpar.cli.eval"),
     ("launch", "onnxpar.cli.launch"),
@@ -56,7 +57,7 @@ COMMANDS: tuple[tuple[str, str], ...] = (
 
 # While onnxruntime and MPI compute, Python handles no signals. SIGTERM must end these commands
 # directly, as it ends any other process; Ctrl-C waits.
-_COMPUTING = ("run", "generate", "train", "eval", "verify")
+_COMPUTING = ("run", "generate", "serve", "train", "eval", "verify")
 
 # After an interrupt, these commands exit with the code that shells use for it, so that a script can
 # tell an interrupt from a failure. The others exit with 1.

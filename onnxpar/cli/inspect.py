@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -163,11 +164,15 @@ def show_directory(report: Json, console: Console) -> None:
         console.print(escape(f"program {report['program']}:"))
     _show_nodes(report["nodes"], console)
     collectives = _table("collective", "value", "over", "groups", "bytes sent", "for")
+    calls = Counter(item["node"] for item in report["collectives"])
     for item in report["collectives"]:
+        others = calls[item["node"]] - 1
         groups = " ".join("{" + ",".join(map(str, group)) + "}" for group in item["groups"])
         _row(
             collectives, item["op"], item["value"], item["over"], groups, str(item["bytes"]),
-            item["reason"] + (f"; in the background of {item['behind']}" if item["behind"] else ""),
+            item["reason"]
+            + (f"; in one call with {others} more" if others else "")
+            + (f"; in the background of {item['behind']}" if item["behind"] else ""),
         )  # fmt: skip
     if report["collectives"]:
         console.print(collectives)
@@ -280,6 +285,8 @@ def _show_programs(programs: Mapping[str, Json], console: Console) -> None:
     for name, report in programs.items():
         totals = report["totals"]
         kinds = ", ".join(f"{n} {op}" for op, n in totals["collectives_by_op"].items())
+        if totals["calls"] < totals["collectives"]:
+            kinds += f" in {count(totals['calls'], 'call')}"
         numbers = [str(totals[key]) for key in ("nodes", "sharded")]
         _row(table, name, *numbers, kinds or "none", str(totals["bytes"]))
     console.print(table)

@@ -27,9 +27,8 @@ from onnxpar.api.plan_strategy import plan_strategy, searching
 from onnxpar.cli.options import AsJson, Devices, takes_options
 from onnxpar.cli.shard import parse_symbols
 from onnxpar.cli.training_options import TrainingOptions
-from onnxpar.core.errors import ModelError, StrategyError
+from onnxpar.core.errors import DirectoryError, ModelError, StrategyError
 from onnxpar.core.machine import bytes_text, parse_bytes
-from onnxpar.emit import check_file, new_file
 from onnxpar.frontend.load import read
 from onnxpar.graph.validity import blamed_on_model
 from onnxpar.report.found_strategy import REPLICATED, FoundStrategy, seconds_text
@@ -40,6 +39,7 @@ from onnxpar.strategy.presets import AUTO, PRESET_AXES
 from onnxpar.strategy.save import write_strategy
 from onnxpar.strategy.schema import PIPELINE_AXIS, SearchEntry
 from onnxpar.strategy.validation_errors import in_words, problem
+from onnxpar_format.new_file import check_file, new_file
 from onnxpar_format.options import Option
 
 WIDE = 160
@@ -68,7 +68,7 @@ def command(
     level: Annotated[
         int | None,
         Option(
-            "Objective: 0 little communication, 1 memory, 2 speed (the default).",
+            "Objective: 0 time, with communication counted tenfold; 1 memory; 2 time (default).",
             "LEVEL",
             minimum=0,
             maximum=2,
@@ -99,7 +99,7 @@ def command(
     json_output: AsJson = False,
 ) -> None:
     """Search for a strategy, and explain the choice."""
-    check_file(out)
+    check_file(out, DirectoryError)
     sizes, constraints = _symbols(symbol)
     with blamed_on_model(model):
         proto = read(model)
@@ -120,7 +120,7 @@ def command(
             level=training.optimizer_parallel,
             progress=progress,
         )
-    with new_file(out) as file:
+    with new_file(out, DirectoryError) as file:
         file.write_text(write_strategy(planned.data, planned.summary(entry)), encoding="utf-8")
     if json_output:
         print(json.dumps(planned.report(entry), indent=1))

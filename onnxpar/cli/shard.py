@@ -58,7 +58,13 @@ class _TrainingOptions(TrainingOptions):
 
 @takes_options
 def command(
-    model: Annotated[Path, typer.Argument(metavar="MODEL", help="The ONNX model to shard.")],
+    model: Annotated[
+        Path,
+        typer.Argument(
+            metavar="MODEL",
+            help="The ONNX model to shard, or a folder of onnxruntime-genai.",
+        ),
+    ],
     out: Annotated[
         Path,
         Option(
@@ -118,7 +124,7 @@ def command(
     elif given:
         raise ModelError(f"{next(iter(given))}: only for training; expected --train as well")
     if train and state:
-        raise ModelError("--state: only for programs that run a model, not with --train")
+        raise ModelError("--state: expected a forward program, got --train")
     recompute = training.recompute
     summary = shard_model(
         model,

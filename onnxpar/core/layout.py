@@ -1,6 +1,6 @@
 """`Layout`: a device matrix with names, called with one name for each dim of a tensor.
 
-The form is MindSpore's `Layout`, and `TensorLayout.from_tensor_map` is its tensor map:
+The form is MindSpore's `Layout`:
 
     layout = Layout((2, 2, 2), ("dp", "sp", "mp"))
     layout("dp", ("sp", "mp"), "None")  # dim 1: sharded over sp (outer) and mp; dim 2: replicated
@@ -56,39 +56,6 @@ class TensorLayout:
                     )
                 used.add(name)
 
-    @staticmethod
-    def from_tensor_map(
-        device_matrix: Sequence[int], tensor_map: Sequence[int | Sequence[int]]
-    ) -> "TensorLayout":
-        """Builds a layout from MindSpore's tensor map.
-
-        Args:
-            device_matrix: Sizes, outermost first.
-            tensor_map: For each dim the number of the matrix dim that shards it, counted from the
-                right, from 0; -1 is a replicated dim; a sequence is several matrix dims, outermost
-                first.
-
-        Raises:
-            StrategyError: A number that the matrix does not have, or one that is used twice.
-        """
-        count = len(device_matrix)
-        dims = []
-        for position, entry in enumerate(tensor_map):
-            numbers = [entry] if isinstance(entry, int) else list(entry)
-            for number in numbers:
-                if not is_integer(number) or not -1 <= number < count:
-                    raise StrategyError(
-                        f"tensor map, dim {position}: expected -1 or a matrix dim from 0 to "
-                        f"{count - 1}, got {number!r}"
-                    )
-            if -1 in numbers and len(numbers) > 1:
-                raise StrategyError(
-                    f"tensor map, dim {position}: expected -1 alone, got {tuple(numbers)}"
-                )
-            dims.append(tuple(f"d{n}" for n in numbers if n >= 0))
-        names = tuple(f"d{n}" for n in reversed(range(count)))
-        return TensorLayout(tuple(device_matrix), names, tuple(dims))
-
     def axis(self, name: str) -> tuple[int, int]:
         """Returns the product of the matrix dims before one, and its size."""
         index = self.alias_name.index(name)
@@ -116,10 +83,11 @@ class Layout:
 
     Attributes:
         device_matrix: Sizes, integers of at least 1, outermost first.
-        alias_name: As many different names; "None" stands for a replicated dim and may not be one.
+        alias_name: A name for each size, all different; "None" means a replicated dim and is not
+            allowed.
 
     Raises:
-        StrategyError: Anything else.
+        StrategyError: The matrix or the names do not have this form.
     """
 
     device_matrix: tuple[int, ...]

@@ -189,6 +189,14 @@ class CostModel:
         atoms = () if source == target else self._moves(source, target, itemsize).atoms
         return self.machine.link(self.mesh, atoms) if atoms else None
 
+    def starting(self, source: Sharding, target: Sharding, itemsize: int) -> float:
+        """Returns the seconds of a reduction or a gather that do not depend on its bytes."""
+        atoms = self._moves(source, target, itemsize).atoms
+        kind = "all_gather"
+        if source.partial:
+            kind = "all_reduce" if source.dims == target.dims else "reduce_scatter"
+        return self.collective(kind, atoms, 0)
+
     def route(self, versions: Sequence[Sharding], target: Sharding, itemsize: int) -> Route:
         """Returns the route to a sharding that partitioning takes from the versions of a value."""
         return cheapest_route(versions, target, self.mesh, self.table, itemsize)

@@ -18,7 +18,7 @@ from onnxpar.cost.live_memory import Made, MemoryStep, live_peak, makes
 from onnxpar.cost.optimizer_parallel import Shards
 from onnxpar.cost.timeline import (
     Gather,
-    Reduction,
+    Member,
     Transfer,
     delayed,
     elapsed,
@@ -157,7 +157,7 @@ class _Pricing:
     transfers: list[Transfer] = field(default_factory=list)
     gathers: list[Gather] = field(default_factory=list)
     leaving: list[Transfer] = field(default_factory=list)
-    reductions: list[Reduction] = field(default_factory=list)
+    reductions: list[Member] = field(default_factory=list)
     places: dict[str, int] = field(default_factory=dict)
 
     def run(self) -> Price:
@@ -189,8 +189,9 @@ class _Pricing:
         inside = (*self.transfers, *gathered_ahead(self.gathers), *delayed(self.leaving, end))
         ordered = sorted(inside, key=lambda t: t.ready)
         each = elapsed(self.computed, ordered)
-        ahead = sorted((*ordered, *in_buckets(self.reductions, end)), key=lambda t: t.ready)
-        reduced = sum(r.seconds for r in self.reductions)
+        reductions = tuple(in_buckets(self.reductions, end))
+        ahead = sorted((*ordered, *reductions), key=lambda t: t.ready)
+        reduced = sum(r.seconds for r in reductions)
         last = elapsed(self.computed, ahead)
         return sum(p.seconds for p in prices) - each, each + reduced - last
 
@@ -339,22 +340,36 @@ class _Pricing:
 
     def _reducing(self) -> float:
         """Seconds to reduce gradients, and to gather parameters that replicas share."""
-        seconds = 0.0
-        meeting: set[int] = set()
+        seconds, meeting = 0.0, set[int]()
+        gathers: list[Member] = []
         for name, output in self.shards.gradients.items():
             leaves, shard = self.plan.outputs[output], self.shards.moment(name)
-            width = self.itemsizes[name]
-            reduced = self.cost.reshard(leaves, shard, width, met=True)
-            seconds += reduced
-            link = self.cost.link(leaves, shard, width)
-            if link is not None:
-                size, place = self._bytes(leaves, width), self.places.get(output, 0)
-                kind = leaves.partial, shard.dims == leaves.dims, width
-                self.reductions.append(Reduction(kind, reduced, place, size, link))
-            seconds += self.cost.reshard(shard, self.shards.parameter(name), width, met=True)
+            width, place = self.itemsizes[name], self.places.get(output, 0)
+            seconds += self._moved(leaves, shard, width, place, self.reductions)
+            seconds += self._moved(shard, self.shards.parameter(name), width, 0, gathers)
             meeting.update(leaves.partial)
-        # They are reduced one after another at the end of a step, so ranks wait once.
-        return seconds + self.cost.wait(sorted(meeting))
+        end = len(self.computed)
+        calls = (*in_buckets(self.reductions, end), *in_buckets(gathers, end))
+        # They come one after another at the end of a step, so ranks wait once.
+        return seconds + sum(c.seconds for c in calls) + self.cost.wait(sorted(meeting))
+
+    def _moved(
+        self, source: Sharding, target: Sharding, width: int, ready: int, calls: list[Member]
+    ) -> float:
+        """Adds a reduction or a gather to those that may share a call.
+
+        Returns:
+            Its seconds, if it sends nothing.
+        """
+        seconds = self.cost.reshard(source, target, width, met=True)
+        link = self.cost.link(source, target, width)
+        if link is None:
+            return seconds
+        start = self.cost.starting(source, target, width)
+        size = max(self._bytes(sharding, width) for sharding in (source, target))
+        kind = source.partial, source.dims == target.dims, width
+        calls.append(Member(kind, seconds, start, ready, size, link))
+        return 0.0
 
     @cached_property
     def _gradients(self) -> frozenset[str]:

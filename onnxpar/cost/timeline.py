@@ -61,22 +61,29 @@ class Gather:
 
 
 @dataclass(frozen=True)
-class Reduction:
-    """The reduction of a gradient, which the optimizer needs.
+class Member:
+    """A collective that may share a call: a gradient's reduction, or an updated parameter's gather.
 
     Attributes:
-        kind: Reductions of one kind may be in one bucket.
-        seconds: What it takes.
-        ready: The place from which the gradient is there.
-        size: Its bytes.
+        kind: Collectives of one kind may be in one bucket.
+        seconds: What it takes alone.
+        start: The part of it that a call takes however little it sends.
+        ready: The place from which its operand is there.
+        size: The bytes of the tensor.
         link: Its link.
     """
 
     kind: Hashable
     seconds: float
+    start: float
     ready: int
     size: int
     link: Link
+
+
+def together(bucket: Sequence[Member]) -> float:
+    """Returns the seconds of one call."""
+    return sum(m.seconds for m in bucket) - sum(m.start for m in bucket[1:])
 
 
 def elapsed(computing: Sequence[float], transfers: Iterable[Transfer]) -> float:
@@ -112,13 +119,17 @@ def elapsed(computing: Sequence[float], transfers: Iterable[Transfer]) -> float:
     return now
 
 
-def in_buckets(reductions: Iterable[Reduction], end: int) -> Iterator[Transfer]:
-    """Yields the transfers of gradients that are started ahead, each with its bucket."""
-    found = sorted(reductions, key=lambda r: r.ready)
-    filled = buckets(found, lambda r: (r.kind, r.link), lambda r: r.size, lambda r: r.link)
+def in_buckets(members: Iterable[Member], end: int) -> Iterator[Transfer]:
+    """Yields a transfer for each bucket, which begins when the last operand is there.
+
+    Args:
+        members: The collectives.
+        end: The place at which all must be complete.
+    """
+    found = sorted(members, key=lambda m: m.ready)
+    filled = buckets(found, lambda m: (m.kind, m.link), lambda m: m.size, lambda m: m.link)
     for bucket in sorted(filled, key=lambda b: b[-1].ready):
-        for one in bucket:
-            yield Transfer(one.seconds, bucket[-1].ready, end, one.link.overlaps)
+        yield Transfer(together(bucket), bucket[-1].ready, end, bucket[0].link.overlaps)
 
 
 def buckets(
@@ -127,13 +138,13 @@ def buckets(
     size: Callable[[T], int],
     link: Callable[[T], Link],
 ) -> Iterator[list[T]]:
-    """Divides gradients, in the order in which they are computed, into buckets of one call.
+    """Divides collectives, in their order, into buckets of one call.
 
     Args:
-        items: The gradients.
-        kind: Gradients of one kind may be in one bucket.
-        size: The bytes of each.
-        link: The link of its reduction.
+        items: The collectives.
+        kind: Those of one kind may be in one bucket.
+        size: The bytes of each tensor.
+        link: The link of each.
     """
     filling: dict[Hashable, list[T]] = {}
     for item in items:

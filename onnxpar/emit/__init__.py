@@ -6,7 +6,6 @@ file holds which shard, and `weight_files` writes these files.
 """
 
 from onnxpar.emit.atomic_directory import check_target
-from onnxpar.emit.atomic_file import check_file, new_file
 from onnxpar.emit.write_directory import write
 
-__all__ = ["check_file", "check_target", "new_file", "write"]
+__all__ = ["check_target", "write"]

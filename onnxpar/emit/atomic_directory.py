@@ -1,6 +1,5 @@
 """A directory that appears complete or not at all."""
 
-import errno
 import fcntl
 import hashlib
 import json
@@ -17,6 +16,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from onnxpar.core.errors import DirectoryError
+from onnxpar_format.new_file import cannot_write
 
 MANIFEST = "manifest.json"
 GENERATOR = "onnxpar"
@@ -58,7 +58,7 @@ def new_directory(out: Path, *, force: bool, need: int = 0) -> Iterator[Path]:
                 interrupts.hold()
                 _swap(temporary, out, replaced)
             except OSError as error:
-                raise cannot_write(out, error) from error
+                raise DirectoryError(cannot_write(out, error)) from error
         finally:
             interrupts.hold()
             shutil.rmtree(temporary, ignore_errors=True)
@@ -87,7 +87,7 @@ def _may_become(out: Path, force: bool) -> bool:
     try:
         present = {entry.name for entry in os.scandir(out)}
     except OSError as error:
-        raise cannot_write(out, error) from error
+        raise DirectoryError(cannot_write(out, error)) from error
     if present and not force:
         raise DirectoryError(
             f"{out}: exists and is not empty; use --force to replace a directory that "
@@ -132,7 +132,7 @@ def _make_beside(out: Path) -> tuple[Path, int]:
         try:
             temporary.mkdir()
         except OSError as error:
-            raise cannot_write(out, error) from error
+            raise DirectoryError(cannot_write(out, error)) from error
         lock = _lock(temporary)
         if lock is not None:
             return temporary, lock
@@ -198,20 +198,6 @@ def _swap(temporary: Path, out: Path, replaced: bool) -> None:
         old.rename(out)
         raise
     shutil.rmtree(old, ignore_errors=True)
-
-
-def cannot_write(out: Path, error: OSError) -> DirectoryError:
-    """Returns the error for a directory or a file that could not be written."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return DirectoryError(f"{out}: the disk is full ({error.strerror}); nothing was written")
-    if error.errno == errno.EFBIG:
-        return DirectoryError(
-            f"{out}: a file would be larger than the process may write (`ulimit -f`) or the file "
-            f"system can hold ({error.strerror}); nothing was written"
-        )
-    if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
-        return DirectoryError(f"{out}: {out.parent} cannot be written to ({error.strerror})")
-    return DirectoryError(f"{out}: cannot be written: {error.strerror or error}")
 
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

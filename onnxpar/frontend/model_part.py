@@ -44,8 +44,8 @@ def part(model: GivenModel, *patterns: str) -> ir.Model:
             `/block1/*`; nodes without a name have that of the normalised model.
 
     Raises:
-        ModelError: The model is not valid, a pattern matches no node, or other nodes compute values
-            that the nodes read from values that the nodes compute.
+        ModelError: The model is not valid, a pattern matches no node, or a value leaves the part
+            and comes back into it through other nodes.
     """
     source = normalise(own_model(model))
     inside = _inside(source.graph, patterns)

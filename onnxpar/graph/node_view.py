@@ -1,6 +1,6 @@
 """The part of a node and its surroundings that a sharding rule sees: `NodeView`."""
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,7 @@ from onnxpar.core.errors import ModelError, OnnxparError
 from onnxpar.core.rule import OpRule
 from onnxpar.core.symbols import Dim, SymbolTable
 from onnxpar.graph.metadata_keys import EXPANDED_FROM, GRADIENT_OF, RECOMPUTED_FROM
+from onnxpar.graph.patterns import UNKNOWN, Pattern
 from onnxpar.graph.shapes import ShapeEnv
 
 CONST_LIMIT = 65536
@@ -52,6 +53,7 @@ class NodeView:
         opset: Version of the default domain.
         bodies: Its bodies, by attribute, if the rule of its operator follows from the rules of the
             nodes in them.
+        pattern_of: Returns what is known of the elements of a value, from the nodes that made it.
         sizes: A cache of `graph.plan.factor_sizes`, by rule.
     """
 
@@ -59,6 +61,9 @@ class NodeView:
     env: ShapeEnv
     opset: int
     bodies: Mapping[str, BodyFacts] = field(default_factory=dict, compare=False, repr=False)
+    pattern_of: Callable[[ir.Value], Pattern] = field(
+        default=lambda value: UNKNOWN, compare=False, repr=False
+    )
     sizes: dict[Hashable, Mapping[str, Dim]] = field(
         default_factory=dict, compare=False, repr=False
     )
@@ -106,9 +111,10 @@ class NodeView:
         """Whether input `index` is present."""
         return index < len(self.node.inputs) and self.node.inputs[index] is not None
 
-    def has_floats(self, index: int) -> bool:
-        """Whether input `index` is known to have floating-point elements."""
-        value = self.node.inputs[index]
+    @property
+    def has_floats(self) -> bool:
+        """Whether input 0 is known to have floating-point elements."""
+        value = self.node.inputs[0]
         return value is not None and value.dtype is not None and value.dtype.is_floating_point()
 
     def _input(self, index: int) -> ir.Value:

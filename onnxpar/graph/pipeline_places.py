@@ -1,10 +1,11 @@
 """The virtual stages of a pipeline in which the nodes of a program run, and copies of weights."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import onnx_ir as ir
 
+from onnxpar.core.sharding import Sharding
 from onnxpar.graph.metadata_keys import VIRTUAL_STAGE
 
 
@@ -21,11 +22,20 @@ class Places:
         virtual_stage: The virtual stage of each place.
         nodes: The place of each node, by name.
         outputs: The place of each graph output, by name.
+        stages: Number of stages; stage s has the virtual stages s, s + stages, ….
+        sent: The sharding in which a value goes to other stages, by name, if it is not the one in
+            which the value was made.
     """
 
     virtual_stage: tuple[int, ...]
     nodes: Mapping[str, int]
     outputs: Mapping[str, int]
+    stages: int = 1
+    sent: Mapping[str, Sharding] = field(default_factory=dict)
+
+    def is_sent(self, source: int, target: int) -> bool:
+        """Whether values go from one virtual stage to another by messages between ranks."""
+        return (target - source) % self.stages != 0
 
 
 ONE_PLACE = Places((0,), {}, {})

@@ -7,7 +7,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxpar.core.errors import NodeError
-from onnxpar.core.sharding import local_size
+from onnxpar.core.sharding import Component, local_size
 from onnxpar.core.symbols import Dim
 from onnxpar.graph.builder import INT64
 from onnxpar.graph.node_view import NodeView
@@ -117,22 +117,49 @@ def global_index(node: LocalNode, factor: str) -> ir.Value:
 
     The indices of padding elements continue those of the block.
     """
-    total: ir.Value | None = None
-    length: Dim = 1
-    for component in node.components(factor):
-        size = local_size(component, node.mesh, node.table)
+
+    def block(component: Component, size: Dim) -> ir.Value:
         here = iota(node, size)
         if component.atoms:
             start = block_start(node.builder, component)
             here = node.op("Add", here, start, shape=[size])
+        return here
+
+    def row(total: ir.Value, length: Dim, component: Component) -> ir.Value:
+        return node.op("Mul", total, node.builder.size(component.size), shape=[length])
+
+    return over_components(node, factor, "Add", block, row)
+
+
+def over_components(
+    node: LocalNode,
+    factor: str,
+    op_type: str,
+    block: Callable[[Component, Dim], ir.Value],
+    row: Callable[[ir.Value, Dim, Component], ir.Value] = lambda value, length, component: value,
+) -> ir.Value:
+    """Combines a value of each component of a factor to one of each local element, [local size].
+
+    Args:
+        node: The node.
+        factor: The factor.
+        op_type: The operator that combines the values of major components with the next one's.
+        block: Returns the value of each local element of a component, given its local size.
+        row: Changes the values of the major components, [length], before they are combined with
+            those of the next component.
+    """
+    total: ir.Value | None = None
+    length: Dim = 1
+    for component in node.components(factor):
+        size = local_size(component, node.mesh, node.table)
+        here = block(component, size)
         if total is None:
             total, length = here, size
             continue
-        major = node.op("Mul", total, node.builder.size(component.size), shape=[length])
-        major = node.builder.reshape(major, [length, 1])
-        total = node.op("Add", major, here, shape=[length, size])
+        major = node.builder.reshape(row(total, length, component), [length, 1])
+        both = node.op(op_type, major, here, shape=[length, size])
         length = length * size
-        total = node.builder.reshape(total, [length])
+        total = node.builder.reshape(both, [length])
     assert total is not None
     return total
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import onnx_ir as ir
 
@@ -16,6 +16,7 @@ from onnxpar.ops.fallback import replicated_rule, settle
 from onnxpar.ops.node_cost import CostFn
 from onnxpar.ops.operator import Missing, OpDef
 from onnxpar.ops.registry import Registry
+from onnxpar.ops.value_patterns import pattern_of
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ def graph_rules(
             )
         else:
             try:
-                view = views[name] = with_bodies(view, definition, registry)
+                view = views[name] = completed(view, definition, registry)
                 rule = settle(definition.rule(view), view)
                 # Equal layers share one rule object, which makes comparisons fast.
                 rules[name] = same.setdefault(rule, rule)
@@ -103,8 +104,10 @@ def graph_rules(
     return Rules(rules, views, reasons, ops)
 
 
-def with_bodies(view: NodeView, definition: OpDef | None, registry: Registry) -> NodeView:
-    """Returns the view of a node, with its bodies if the operator's rule reads them.
+def completed(view: NodeView, definition: OpDef | None, registry: Registry) -> NodeView:
+    """Returns the view of a node with what the operators say about the values around it.
+
+    These are the patterns of values and, if the operator's rule reads them, the node's bodies.
 
     Args:
         view: The node.
@@ -114,11 +117,11 @@ def with_bodies(view: NodeView, definition: OpDef | None, registry: Registry) ->
     Raises:
         NodeError: As `find_rules`, for a node in a body.
     """
-    if definition is None or not definition.reads_bodies:
-        return view
     found = {}
-    for name, graph in bodies_of(view.node).items():
+    for name, graph in (
+        bodies_of(view.node).items() if definition and definition.reads_bodies else ()
+    ):
         env = body_env(graph, view.env)
         rules = graph_rules(graph, env, {"": view.opset}, registry)
         found[name] = BodyFacts(graph, env, rules.by_node, rules.views, rules.reasons)
-    return replace(view, bodies=found)
+    return replace(view, bodies=found, pattern_of=partial(pattern_of, registry, view.env))

@@ -12,6 +12,7 @@ from onnxpar.core.symbols import Dim
 from onnxpar.graph.builder import DOMAIN
 from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.body_node import BodyFn
+from onnxpar.ops.folding import Folding
 from onnxpar.ops.function import Function
 from onnxpar.ops.grad_node import Gradient
 from onnxpar.ops.local_node import LocalNode, copy_node
@@ -24,9 +25,9 @@ from onnxpar.ops.slots import (
     NO_ROLES,
     PLAIN,
     DrawsFn,
-    Folding,
     InferFn,
     Kernel,
+    PatternFn,
     Precision,
     Roles,
     never,
@@ -104,6 +105,9 @@ class OpDef:
             `onnx-shape-inference` finds them.
         folding: How a model's reader may compute the results of constant operands. Default: not at
             all, since a kernel may round differently.
+        pattern: Returns what is known of the elements of result 0 (`graph.patterns.Pattern`), given
+            the node, shapes, and the pattern of operand 0. Default: it has the elements of operand
+            0 in their order if `memory` says that it is a view; otherwise nothing is known.
         carries_integers: Whether the integers that the operator makes stand for floats, as
             quantised ones do, so that cotangents (floats) pass through readers of these integers.
             Default: False, since integers have no gradient.
@@ -126,6 +130,8 @@ class OpDef:
             False.
         windowed: Whether it slides windows over dims 2 and up of its result, so that a model needs
             sizes at which these dims are not empty. Default: False.
+        counts_rows: Operands of one element that is at most the number of rows of a table, another
+            operand, as `(operand, table)`. Default: none.
         takes: Returns the range of operand 0 that each result is (see `onnxpar.ops.parts`).
             Default: no result is a range.
         on_part: Returns how a node computes one part of a dim alone, from this part of its
@@ -155,6 +161,7 @@ class OpDef:
     infer: InferFn | None = None
     values: ValuesFn | None = None
     folding: Folding | None = None
+    pattern: PatternFn | None = None
     carries_integers: bool = False
     draws: DrawsFn = never
     host_operands: tuple[int, ...] = ()
@@ -164,6 +171,7 @@ class OpDef:
     precision: Precision = FLOAT32
     broadcasts: bool = False
     windowed: bool = False
+    counts_rows: tuple[tuple[int, int], ...] = ()
     takes: TakesFn | None = None
     on_part: PartFn | None = None
     function: Function | None = None

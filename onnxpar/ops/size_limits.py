@@ -5,17 +5,22 @@ the sequence. A slice beyond the end of a table of 64 rows is shorter than reque
 min(64, seq), and the sum fails for longer sequences. So the model runs only with seq <= 64, and the
 size is seq.
 
+Attention that rotates its queries and keys by a table of angles has no row for positions beyond the
+end of the table, so the model runs only with as many.
+
 A convolution or pool of an image smaller than its windows has no result, so the model runs only at
 sizes where each of them has a result. Then sizes that an exporter computes from these, rounded
 towards zero, are never negative.
 """
 
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import combinations, zip_longest
 
 import onnx_ir as ir
 import sympy
+from onnx_shape_inference import SYM_DATA_KEY
 
 from onnxpar.core.symbols import Dim, as_dim, symbols_of
 from onnxpar.core.symbols.expressions import value_of
@@ -26,7 +31,9 @@ _FAR = 1 << 20
 
 
 def size_limits(graph: ir.Graph, registry: Registry) -> dict[str, int]:
-    """Returns the greatest size of each symbol that a sum or product with a sliced table limits.
+    """Returns the greatest size of each symbol that tables limit.
+
+    They are sliced for a sum or product, or their rows are those of a node's positions.
 
     Args:
         graph: A graph whose shapes are inferred.
@@ -35,10 +42,28 @@ def size_limits(graph: ir.Graph, registry: Registry) -> dict[str, int]:
     limits: dict[str, int] = {}
     for node in graph:
         definition = registry.of(node)
-        if definition is not None and definition.broadcasts:
-            for name, most in _met(node):
-                limits[name] = min(most, limits.get(name, most))
+        if definition is None:
+            continue
+        found = [*_met(node)] if definition.broadcasts else []
+        for name, most in (*found, *_counted(node, definition.counts_rows)):
+            limits[name] = min(most, limits.get(name, most))
     return limits
+
+
+def _counted(node: ir.Node, pairs: Iterable[tuple[int, int]]) -> Iterator[tuple[str, int]]:
+    """Yields each symbol that is at most the number of rows of a table, and the number."""
+    for pair in pairs:
+        if max(pair) >= len(node.inputs):
+            continue
+        count, table = (node.inputs[index] for index in pair)
+        if count is None or table is None or table.shape is None:
+            continue
+        rows = table.shape[0]
+        elements = json.loads(count.metadata_props.get(SYM_DATA_KEY, "[]"))
+        if isinstance(rows, int) and len(elements) == 1 and elements[0] is not None:
+            size = as_dim(elements[0])
+            if isinstance(size, sympy.Symbol):
+                yield size.name, rows
 
 
 def least_sizes(graph: ir.Graph, registry: Registry) -> dict[str, int]:

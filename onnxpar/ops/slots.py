@@ -5,13 +5,16 @@ Their values do not depend on the opset.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from math import prod
 from typing import Any
 
 import onnx_ir as ir
 from onnx_shape_inference import ShapeInferenceContext
 
+from onnxpar.graph.patterns import Pattern
+from onnxpar.graph.shapes import ShapeEnv
+
+PatternFn = Callable[[ir.Node, ShapeEnv, Pattern], Pattern]
 DrawsFn = Callable[[ir.Node], bool]
 LibraryFn = Callable[[ShapeInferenceContext, ir.Node], None]
 
@@ -43,20 +46,6 @@ def always(node: ir.Node) -> bool:
 
 
 Shape = tuple[int, ...]
-
-
-class Folding(Enum):
-    """How the results of an operator are computed from constants when a model is read.
-
-    Only exact results are computed: an exponential or a sine is left to the kernels, whose last
-    bits differ from those of any other library.
-    """
-
-    MOVE = "moves elements of any type"
-    CAST = "casts whose result is certain"
-    SHAPE = "the sizes of a constant"
-    EXACT = "integers, booleans, float32 and float64, which IEEE 754 rounds in one way"
-    INTEGERS = "only integers and booleans"
 
 
 @dataclass(frozen=True)

@@ -52,8 +52,6 @@ _TRACED = (
     "merged or folded tensors as they are. torch.onnx.export(dynamo=True, optimize=False) "
     "records all of it"
 )
-_LARGE = 64
-"""The least number of elements of tensors that are not equal by accident."""
 
 _SHOWN = 3
 _PARAMETER = re.compile(
@@ -218,7 +216,7 @@ def _parameters(model: ir.Model) -> list[ir.Value]:
 def _tie_tables(model: ir.Model, registry: Registry) -> Iterator[str]:
     """Ties tensors that an exporter folded from a lookup table, such as the weight of a head."""
     names = names_of(model.graph, nodes=False)
-    for first, *others in equal_tensors(_parameters(model), _LARGE):
+    for first, *others in equal_tensors(_parameters(model)):
         group = [first, *others]
         tables = [v for v in group if not _GENERATED.match(v.name or "")]
         if len(tables) != 1:
@@ -236,7 +234,7 @@ def _tie_tables(model: ir.Model, registry: Registry) -> Iterator[str]:
 
 def _equal(model: ir.Model) -> Iterator[str]:
     """Notices parameters with equal elements, which may be tied or not in the module."""
-    groups = equal_tensors(_parameters(model), _LARGE)
+    groups = equal_tensors(_parameters(model))
     if groups:
         texts = [" = ".join(repr(v.name) for v in group[:_SHOWN]) for group in groups]
         pair = f"{groups[0][0].name}={groups[0][1].name}"

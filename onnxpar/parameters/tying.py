@@ -18,6 +18,9 @@ from onnxpar.parameters.origin import array_of, is_floating, is_uniform, sizes
 _RANKS = 5
 """Permutations are tried up to this number of dims."""
 
+_LARGE = 64
+"""The least number of elements of tensors that are not equal by accident."""
+
 
 def tie(graph: ir.Graph, base: ir.Value, other: ir.Value, names: Names) -> bool:
     """Replaces an initializer by Transpose and Reshape of another one.
@@ -97,17 +100,17 @@ def tie_named(model: ir.Model, pairs: Sequence[str]) -> tuple[str, ...]:
     return tuple(notices)
 
 
-def equal_tensors(values: Iterable[ir.Value], least: int) -> list[list[ir.Value]]:
+def equal_tensors(values: Iterable[ir.Value]) -> list[list[ir.Value]]:
     """Returns initializers that are equal, possibly transposed, in groups of two or more.
 
-    Tensors with fewer elements than `least`, and those whose elements are all the same, are left
+    Tensors with fewer than `_LARGE` elements, and those whose elements are all the same, are left
     out.
     """
     # The first and the last element are the same in any order of dims.
     alike: dict[object, list[ir.Value]] = defaultdict(list)
     for value in values:
         shape = sizes(value)
-        if len(shape) > 1 and prod(shape) >= least:
+        if len(shape) > 1 and prod(shape) >= _LARGE:
             flat = array_of(value).ravel()
             ends = (float(flat[0]), float(flat[-1]))
             alike[value.dtype, tuple(sorted(shape)), ends].append(value)

@@ -13,10 +13,10 @@ from onnxpar.graph.cleanup import remove_unused
 from onnxpar.graph.local_builder import LocalBuilder
 from onnxpar.graph.node_view import BodyFacts
 from onnxpar.graph.plan import NodePlan, Plan
-from onnxpar.ops.control.body_rule import is_zero
 from onnxpar.ops.local_node import Captured, PartitionBody
 from onnxpar.ops.node_rules import Rules
 from onnxpar.ops.registry import Registry
+from onnxpar.ops.value_patterns import pattern_of
 from onnxpar.partition.writer import ProgramWriter
 
 
@@ -33,7 +33,12 @@ class BodyWriter(ProgramWriter):
     ) -> ir.Value:
         """As in a program, but zeros become partial without communication."""
         known = self.versions_of(value.name or "")
-        if want.partial and want.reduction == "sum" and want not in known and is_zero(value):
+        if (
+            want.partial
+            and want.reduction == "sum"
+            and want not in known
+            and pattern_of(self.program.registry, self.env, value).zero
+        ):
             local = super().get(value, want.with_partial(()), reason, there)
             self.define(value.name or "", want, local, zero=True)
             return local

@@ -29,8 +29,8 @@ def partition(
         gathered: Values that are resharded again for each node that reads them, so that the result
             need not be kept between these nodes.
         places: Where nodes run in a pipeline, for `onnxpar.stages.split_program`; the nodes are in
-            the order of their places. A stage does not read values that another stage has
-            resharded; it gets each value in the sharding in which it was made.
+            the order of their places. A stage gets each value in the sharding in which it was
+            made, or in that of `Places.sent`.
 
     Raises:
         ShardingError: A node has no local form for its sharding in the plan.

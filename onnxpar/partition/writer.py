@@ -223,12 +223,15 @@ class ProgramWriter:
     def versions_of(self, name: str) -> dict[Sharding, ir.Value]:
         """The versions of a value that the virtual stage being written may read."""
         # Its own versions win over those that would be sent to it.
-        seen = (self.home.get(name), self.virtual_stage)
+        home, here = self.home.get(name), self.virtual_stage
+        sent = self.places.sent.get(name)
+        if home is None or sent is None or not self.places.is_sent(home, here):
+            sent = None
         return {
             sharding: local
-            for virtual in seen
+            for virtual in (home, here)
             for (where, sharding), local in self.versions.get(name, {}).items()
-            if where == virtual
+            if where == virtual and (where == here or sent in (None, sharding))
         }
 
     def _is_gathered(self, value: ir.Value | None) -> bool:
@@ -329,6 +332,9 @@ class ProgramWriter:
             self.define(out, sharding, made, zero=keeps)
             if out in self.plan.resharded:
                 self.get(value, self.plan.resharded[out], f"{name} result")
+            if out in self.places.sent:
+                sent = self.get(value, self.places.sent[out], f"{name} result, for other stages")
+                self._keep_name(f"{out}.sent", sent)
 
     def _keep_name(self, name: str, made: ir.Value) -> None:
         """Gives a value that a node has just made the name of the global value."""

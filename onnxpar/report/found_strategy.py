@@ -12,7 +12,7 @@ from onnxpar.search.find_plan import GAP, UNLIMITED, Candidate, Found
 from onnxpar.search.rival_plans import FOUND, Objective, Way
 from onnxpar.strategy.schema import SearchEntry
 
-AIMS = ("little communication relative to computation", "memory", "speed")
+AIMS = ("time with communication counted tenfold", "memory", "speed")
 """What each level of the objective seeks."""
 EQUAL = 0.98
 """The lesser of two times is mentioned if it is less than this share of the other."""

@@ -245,6 +245,7 @@ def _totals(
         "sharded": sum(map(_is_sharded, nodes)),
         "replicated": len(replicated),
         "collectives": len(collectives),
+        "calls": len({c.node for c in collectives}),
         "collectives_by_op": dict(sorted(Counter(c.op for c in collectives).items())),
         "bytes": total_bytes(c.bytes for c in collectives),
         "grows_faster_than": _growth(collectives, parted.builder.table),

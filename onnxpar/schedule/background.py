@@ -19,12 +19,11 @@ from onnxpar.graph.local_builder import LocalBuilder
 from onnxpar.partition.partitioned_model import PartitionedModel
 from onnxpar.partition.program_memory import node_bytes, value_bytes
 from onnxpar.schedule.start_ahead import AHEAD
+from onnxpar.schedule.tokens import chained
 
 _LARGE = 4096
 """Elements of a node's result from which computing it may hide something."""
 _META = ("atoms", "pairs", "stages", "root")
-_MORE = 16
-"""The peak of a program's values may rise by one part in this many."""
 
 
 def run_in_background(
@@ -33,8 +32,8 @@ def run_in_background(
     """Replaces collectives by Start and Wait where something is computed in between.
 
     The nodes of the program are changed in place. Operand and result are in memory from Start to
-    Wait. A collective stays as it is if the peak of the program's values would rise by more than a
-    sixteenth.
+    Wait. A collective stays as it is if the peak of the program's values would rise by more than
+    the largest operand or result of a collective, so that one of them at a time may be ahead.
 
     Args:
         program: The program.
@@ -91,15 +90,14 @@ class _Pass:
         builder = self.builder
         self._nodes = list(builder.nodes)
         self._bytes = node_bytes(self.program, self.sizes)
-        peak = max(self._bytes, default=0)
-        more = peak // _MORE
+        self._collectives = {c.node for c in builder.collectives if not c.stages}
+        peak, more = max(self._bytes, default=0), self._largest()
         self._budget = peak + (more if self.room is None else max(min(more, self.room), 0))
         self._made = {v: i for i, node in enumerate(self._nodes) for v in node.outputs}
         self._readers: dict[ir.Value, list[int]] = {}
         for index, node in enumerate(self._nodes):
             for value in read_by(node):
                 self._readers.setdefault(value, []).append(index)
-        self._collectives = {c.node for c in builder.collectives if not c.stages}
         gathers, unread = [], []
         for index, node in enumerate(self._nodes):
             if node.name not in self._collectives or node.domain != DOMAIN:
@@ -131,6 +129,19 @@ class _Pass:
                 )
             ]
         self._chain()
+
+    def _largest(self) -> int:
+        """Returns the bytes of the largest operand or result of a collective."""
+        return max(
+            (
+                self._value_bytes(value)
+                for node in self._nodes
+                if node.name in self._collectives and node.domain == DOMAIN
+                for value in (node.inputs[0], node.outputs[0])
+                if value is not None
+            ),
+            default=0,
+        )
 
     # -- what may move ---------------------------------------------------------------------------
 
@@ -381,11 +392,8 @@ class _Pass:
                 node.replace_input_with(0, token or self._first_token())
                 token = node.outputs[0]
             elif node.name in self._collectives and node.domain == DOMAIN:
-                node.resize_inputs(1 if token is None else 2)
-                if token is not None:
-                    node.replace_input_with(1, token)
-                names = ["X"] if token is None else ["X", "token"]
-                node.metadata_props["input_names"] = str(names)
-                token = node.outputs[1]
+                token = chained(node, token)
             kept.append(node)
         self.builder.nodes = kept
+        places = {node.name: index for index, node in enumerate(kept)}
+        self.builder.collectives.sort(key=lambda c: places[c.node])

@@ -25,6 +25,7 @@ from onnxpar.graph.builder import DOMAIN
 from onnxpar.graph.local_builder import START_AHEAD, Collective
 from onnxpar.partition.partitioned_model import PartitionedModel
 from onnxpar.schedule.accumulate import accumulate, sums_of
+from onnxpar.schedule.group import NEXT
 
 AHEAD = "ahead"
 """Key in the `meta` of the nodes that this module writes."""
@@ -72,6 +73,7 @@ def start_ahead(
     builder, mesh, sums = training.builder, training.plan.mesh, sums_of(training)
     nodes = list(builder.nodes)
     started: dict[str, str] = {}
+    names = {o.local: training.states.outputs.get(o.name, o.name) for o in training.outputs}
     behind: dict[int, list[ir.Node]] = {}
     token = builder.const([0], ir.DataType.UINT8)
     filled = buckets(
@@ -91,7 +93,7 @@ def start_ahead(
             "StartAhead",
             [token, builder.system_input(START_AHEAD), *values],
             [(ir.DataType.UINT8, [1])],
-            {"op": first.op_type, **attributes},
+            {"op": first.op_type, "values": NEXT.join(names[v] for v in values), **attributes},
             domain=DOMAIN,
             name=f"onnxpar.schedule/StartAhead({values[-1].name})",
             metadata={

@@ -5,7 +5,7 @@ at most one for every two matrices, and no other value is resharded. In a deep m
 cheaper to see than to search for a better plan.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
 import onnx_ir as ir
@@ -15,6 +15,7 @@ from onnxpar.core.sharding import Sharding
 from onnxpar.cost.cost_model import CostModel
 from onnxpar.facts.program import Program
 from onnxpar.graph.plan import NodePlan, Plan
+from onnxpar.graph.state_names import state_pairs
 
 
 def is_columns_and_rows(program: Program, plan: Plan, cost: CostModel) -> bool:
@@ -40,6 +41,7 @@ class _Walk:
     Attributes:
         made: How each value is sharded.
         stored: Parameters, and values that nodes compute from them alone.
+        carried: Inputs that are states: their layout follows the output's.
         products: Products of two values that are not stored.
         reduced: Partial sums that are reduced for a reader.
         matrices: Number of matrices, stored values of which a sum of products is taken.
@@ -51,6 +53,7 @@ class _Walk:
     cost: CostModel
     made: dict[str, Sharding] = field(default_factory=dict)
     stored: set[str] = field(default_factory=set)
+    carried: Collection[str] = ()
     products: set[str] = field(default_factory=set)
     reduced: set[str] = field(default_factory=set)
     matrices: int = 0
@@ -59,13 +62,14 @@ class _Walk:
     def __post_init__(self) -> None:
         self.made = {**self.plan.inputs, **self.plan.parameters}
         self.stored = set(self.program.graph.initializers)
+        self.carried = state_pairs(self.program.graph).keys()
 
     def passes(self, node: ir.Node) -> bool:
         """Whether a node reshards nothing but partial sums of products with parameters."""
         found = self.plan.nodes[node.name or ""]
         for name, _, want in self._operands(node, found):
             have = self.made.get(name)
-            if have is None or want is None:
+            if have is None or want is None or name in self.carried:
                 continue
             if self.cost.reshard(have.with_partial(()), want.with_partial(()), 1):
                 return False

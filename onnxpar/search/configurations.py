@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, product
 from math import gcd, inf, log
 from operator import mul
 
@@ -47,7 +47,7 @@ from onnxpar.search.node_options import Option
 from onnxpar.search.plan_choices import Configuration, Open, pipeline_split
 from onnxpar.search.problem import build, saved
 from onnxpar.search.repeated_layers import Folded, fold
-from onnxpar.search.rival_plans import Pricing, Way
+from onnxpar.search.rival_plans import SLOWDOWN, Pricing, Way
 from onnxpar.search.value_flow import Flow, flow, recomputing
 from onnxpar.search.workload import Workload
 from onnxpar.stages.assign_stages import between_stages
@@ -70,6 +70,10 @@ MICRO_BATCHES = 8
 """Micro-batches of a step if there are stages and the batch is not known."""
 NEAR = 1.5
 """A configuration whose estimate is this many times slower than the best plan is not priced."""
+RIVALS = 3
+"""If plans with as many numbers of stages fit, others are priced only if they may be faster."""
+ERROR = 1.05
+"""Corrected estimates of seconds are at most this many times too high."""
 
 
 @dataclass(frozen=True)
@@ -227,12 +231,13 @@ class Configurations:
         if self.strategy.pipeline is not None:
             chunks = [self.strategy.pipeline.chunks]
         given = self.open.recompute
+        memory_first = LEVELS[self.strategy.search.level].memory_first
         seconds, bytes_, kept = self._sum(strategy, count, levels[0], 0.0)
         again, less, rest = self._sum(strategy, count, levels[0], 1.0) if layers else (inf,) * 3
         moved = self._crossing(strategy, count)
         fits = False
         for level in levels:
-            if fits:
+            if fits and not memory_first:
                 # Higher levels need less memory and more time.
                 return
             slower, smaller = 0.0, 0.0
@@ -422,31 +427,50 @@ class Configurations:
     # -- plans -----------------------------------------------------------------------------------
 
     def _priced(self, estimates: Sequence[_Estimate]) -> list[Configured]:
-        """Plans of the configurations that are estimated to be fastest, or to need least memory."""
+        """Plans of the configurations that are estimated to be fastest, or to need least memory.
+
+        At level 1, the plan that is estimated to be fastest says how long the others may take.
+        """
         left = sorted(estimates, key=lambda e: e.seconds)
-        # What the estimates of bytes are multiplied by, without and with recomputation.
-        ratios: dict[bool, float] = {}
+        memory_first = LEVELS[self.strategy.search.level].memory_first
+        # What the estimates of bytes are multiplied by, for a number of stages (0 for others),
+        # without and with recomputation.
+        ratios: dict[tuple[int, bool], float] = {}
         found: list[Configured] = []
-        best, quickest = inf, inf
+        best, least = inf, inf
+        # The fastest estimate of the plans that fit, by the number of stages.
+        quickest: dict[int, float] = {}
+        # The least ratio of the seconds of a plan that fits and their estimate.
+        slower = inf
 
         def bytes_(estimate: _Estimate) -> float:
-            key = bool(estimate.configuration.recompute)
-            return estimate.bytes * ratios.get(key, ratios.get(not key, 1.0))
+            chosen = estimate.configuration
+            stages, again = chosen.split.stages, bool(chosen.recompute)
+            keys = product((stages, 0), (again, not again))
+            return estimate.bytes * next((ratios[key] for key in keys if key in ratios), 1.0)
 
         def worth(estimate: _Estimate) -> bool:
-            other = estimate.configuration.split.stages not in seen
-            return estimate.seconds < (NEAR * best if other else quickest)
+            stages, seconds = estimate.configuration.split.stages, slower * estimate.seconds
+            if memory_first and quickest:
+                return bytes_(estimate) < least and seconds <= SLOWDOWN * best
+            if stages in quickest:
+                return estimate.seconds < quickest[stages] and seconds < ERROR * best
+            if len(quickest) >= RIVALS:
+                return seconds < ERROR * best
+            return estimate.seconds < NEAR * best
 
-        seen: set[int] = set()
         for number in range(1, PRICED + 1):
-            fitting = (e for e in left if bytes_(e) <= self.limit and worth(e))
-            estimate = next(fitting, None)
-            if estimate is None and not found and left:
-                estimate = min(left, key=bytes_)
-            if estimate is None:
+            fitting = [e for e in left if bytes_(e) <= self.limit and worth(e)]
+            if memory_first and quickest:
+                fitting.sort(key=bytes_)
+            elif not fitting and not found:
+                fitting = sorted(left, key=bytes_)
+            if not fitting:
                 break
+            estimate = fitting[0]
             left.remove(estimate)
-            self.progress(f"pricing {estimate.configuration.describe()}", number, PRICED)
+            chosen = estimate.configuration
+            self.progress(f"pricing {chosen.describe()}", number, PRICED)
             try:
                 configured = self._configured(estimate)
             except OnnxparError as error:
@@ -454,11 +478,13 @@ class Configurations:
                 continue
             way = configured.way
             found.append(configured)
-            ratios[bool(estimate.configuration.recompute)] = way.peak / estimate.bytes
+            for key in (chosen.split.stages, 0):
+                ratios[key, bool(chosen.recompute)] = way.peak / estimate.bytes
             if way.fits(self.limit):
-                seen.add(estimate.configuration.split.stages)
-                if way.seconds < best:
-                    best, quickest = way.seconds, estimate.seconds
+                stages, seconds = chosen.split.stages, estimate.seconds
+                quickest[stages] = min(quickest.get(stages, inf), seconds)
+                slower = min(slower, way.seconds / seconds)
+                best, least = min(best, way.seconds), min(least, way.peak)
         return found
 
     def _configured(self, estimate: _Estimate) -> Configured:

@@ -7,6 +7,9 @@ memory that sharding the parameters saves is given up, and the least time at lar
 symbols wins. The result replaces propagation's only if it sends fewer bytes at large and at typical
 sizes and communicates for less time. So no plan is taken whose bytes grow faster with a symbol, or
 that saves a few bytes with many collectives.
+
+A program with states, such as a decoder with its cache, mostly runs on few tokens, where latencies
+weigh most. So it is searched at typical sizes, too.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,6 +25,7 @@ from onnxpar.cost.growth import large_sizes
 from onnxpar.cost.optimizer_parallel import NOT_PARALLEL
 from onnxpar.graph.plan import Plan
 from onnxpar.graph.seeds import Seeds
+from onnxpar.graph.state_names import state_pairs
 from onnxpar.search.columns_and_rows import is_columns_and_rows
 from onnxpar.search.find_plan import GAP, seeds_of
 from onnxpar.search.halving import Halving
@@ -79,20 +83,22 @@ class _ParameterAxes:
         program, plan = self.workload.program, self.propagated
         if is_columns_and_rows(program, plan, CostModel(_BYTES, plan.mesh, program.env.table)):
             return self.seeds
-        large = large_sizes(self.workload.program)
-        before = self._costs(self.propagated, large)
-        try:
-            seeds, plan = self._found(large)
-        except ShardingError:
-            # The search found nothing, or nothing that can be carried out.
-            return self.seeds
-        after = self._costs(plan, large)
-        enough = (_SLOWER, 1.0, _LESS, _LESS)
-        less = (b < e * a for a, b, e in zip(before, after, enough, strict=True))
-        return seeds if all(less) else self.seeds
+        large = large_sizes(program)
+        before = zip(self._costs(plan, large), (_SLOWER, 1.0, _LESS, _LESS), strict=True)
+        kept, limits = self.seeds, [cost * enough for cost, enough in before]
+        for sizes in (large, {}) if state_pairs(program.graph) else (large,):
+            try:
+                seeds, found = self._found(sizes)
+            except ShardingError:
+                # The search found nothing, or nothing that can be carried out.
+                continue
+            after = self._costs(found, large)
+            if all(cost < limit for cost, limit in zip(after, limits, strict=True)):
+                kept, limits = seeds, after
+        return kept
 
-    def _found(self, large: Mapping[str, int]) -> tuple[Seeds, Plan]:
-        """The search's seeds and their plan, which is within the limit.
+    def _found(self, sizes: Mapping[str, int]) -> tuple[Seeds, Plan]:
+        """The search's seeds at sizes of symbols, and their plan, which is within the limit.
 
         Raises:
             ShardingError: Nothing is within the limit, or nothing that can be carried out.
@@ -104,7 +110,7 @@ class _ParameterAxes:
         )
         limit = allowed = held + _GIVEN * (whole - held)
         for _ in range(_TRIES):
-            seeds, counted = self._search(large, allowed)
+            seeds, counted = self._search(sizes, allowed)
             plan = self.workload.plan(seeds)
             held = self._memory(plan.parameters)
             if held <= limit:

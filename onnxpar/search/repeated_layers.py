@@ -28,15 +28,6 @@ _Edge = tuple[
 
 
 @dataclass(frozen=True)
-class _Run:
-    """A repetition: `count` times `period` nodes, from number `start` on."""
-
-    start: int
-    period: int
-    count: int
-
-
-@dataclass(frozen=True)
 class Folded:
     """A model in which one node stands for all that make the same choice.
 
@@ -53,19 +44,19 @@ class Folded:
         return tuple([chosen[c] for c in self.classes])
 
 
-def _runs(items: Sequence[Item]) -> tuple[_Run, ...]:
-    """Returns the repetitions that are long enough to be folded."""
+def _runs(items: Sequence[Item]) -> list[range]:
+    """Returns the first nodes of the layers of each repetition that is long enough to be folded."""
     if not items:
-        return ()
-    found: list[_Run] = []
+        return []
+    found: list[range] = []
     for layer in find_layers([item.view.node for item in items], items[0].view.env):
         size = layer.stop - layer.start
         last = found[-1] if found else None
-        if last and last.period == size and last.start + size * last.count == layer.start:
-            found[-1] = replace(last, count=last.count + 1)
+        if last and (last.step, last.stop) == (size, layer.start):
+            found[-1] = range(last.start, layer.stop, size)
         else:
-            found.append(_Run(layer.start, size, 1))
-    return tuple(run for run in found if run.count >= _LEAST)
+            found.append(range(layer.start, layer.stop, size))
+    return [run for run in found if len(run) >= _LEAST]
 
 
 def fold(flow: Flow, pins: Mapping[str, Sharding]) -> Folded | None:
@@ -98,18 +89,25 @@ def fold(flow: Flow, pins: Mapping[str, Sharding]) -> Folded | None:
     return Folded(Flow(items, tuple(values)), classes)
 
 
-def _classes(flow: Flow, repeated: Sequence[_Run]) -> tuple[int, ...]:
+def _classes(flow: Flow, repeated: Sequence[range]) -> tuple[int, ...]:
     """The class of each node; classes are numbered in the order in which they occur."""
     varying = {value.name for value in flow.values if value.trained}
     keys: list[object] = list(range(len(flow.items)))
     for run in repeated:
-        for layer in range(1, run.count - 1):
-            for place in range(run.period):
-                number = run.start + layer * run.period + place
+        for layer, first in enumerate(run[1:-1], 1):
+            for place in range(run.step):
+                number = first + place
                 item = flow.items[number]
                 trained = tuple(
                     [v is not None and v.name in varying for v in item.view.node.inputs]
                 )
-                keys[number] = run.start, layer % _PERIODS, place, item.kind, item.pin, trained
+                keys[first + place] = (
+                    run.start,
+                    layer % _PERIODS,
+                    place,
+                    item.kind,
+                    item.pin,
+                    trained,
+                )
     numbers: dict[object, int] = {}
     return tuple([numbers.setdefault(key, len(numbers)) for key in keys])

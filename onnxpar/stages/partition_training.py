@@ -41,6 +41,7 @@ from onnxpar.partition.program_memory import program_memory, total_bytes
 from onnxpar.propagation.propagate import propagate
 from onnxpar.schedule.accumulate import accumulate_rest
 from onnxpar.schedule.background import run_in_background
+from onnxpar.schedule.group import group_collectives
 from onnxpar.schedule.start_ahead import start_ahead
 from onnxpar.stages.stage_memory import fullest_stage
 from onnxpar.stages.stage_programs import Staging, plan_copies
@@ -120,7 +121,7 @@ def partition_training(
         parts = [placed.with_sums(part) for part in split]
         return fullest_stage(parts, others, staging.pipeline_split, sizes)
 
-    program = _micro_batch(prepared, shards, places, strategy, device_bytes)
+    program = _micro_batch(prepared, shards, places, strategy, staging, device_bytes)
     machine = load_machine(strategy.search.machine)
     if staging is None:
         limits = [m for m in (strategy.search.memory, strategy.recompute.memory) if m is not None]
@@ -129,6 +130,7 @@ def partition_training(
         start_ahead(program, rest[0], machine)
         run_in_background(program, sizes, room)
         accumulate_rest(program)
+        rest = [group_collectives(other, machine, sizes) for other in rest]
     evaluation, where = _evaluation(prepared, seeds, symbols, spec, buffers, staging)
     pipeline: PipelinePrograms | None = None
     if staging is None:
@@ -145,6 +147,7 @@ def partition_training(
             start_ahead(part, rest[part.stage], machine, shared)
             run_in_background(part, sizes, 0)
             accumulate_rest(part)
+        rest = [group_collectives(other, machine, sizes) for other in rest]
         training = replace(training, programs=parts)
         programs = (*training.programs, *evaluated.programs, *rest)
         pipeline = staging.pipeline([training, evaluated], rest)
@@ -180,6 +183,7 @@ def _micro_batch(
     shards: Shards,
     places: Places,
     strategy: Strategy,
+    staging: Staging | None,
     held: Callable[[PartitionedModel, Places], int],
 ) -> PartitionedModel:
     """Forward, loss and backward of one micro-batch, partitioned.
@@ -189,6 +193,7 @@ def _micro_batch(
         shards: Its plan, and the layouts of its buffers.
         places: Where nodes run in a pipeline.
         strategy: The strategy, for what is recomputed.
+        staging: The pipeline, where the strategy has one.
         held: Returns the bytes that a device holds when it trains with such a program.
     """
     p = prepared
@@ -197,6 +202,8 @@ def _micro_batch(
     gradients = {g: state_name(StateKind.GRADIENT, owner[n]) for n, g in p.gradients.items()}
     laid = shards.training(p.program)
     states = States(frozenset((*p.gradients, *p.updated.values())), {**gradients, **p.updated})
+    if staging is not None:
+        places = staging.transfers(places, p.program, laid.plan, states.inputs)
 
     def partitioned(run: Planned) -> PartitionedModel:
         return partition(
@@ -264,6 +271,8 @@ def _evaluation(
     seeds = _as_in_training(training, training_seeds, program, planned)
     laid = shards.laid(propagate(program, seeds), program)
     fed = States(frozenset((*(p.name for p in buffers.trained), *buffers.statistics)))
+    if staging is not None:
+        places = staging.transfers(places, program, laid.plan, fed.inputs)
     parted = partition(
         program,
         laid.plan,

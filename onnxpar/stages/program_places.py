@@ -8,15 +8,16 @@ from onnxpar.graph.metadata_keys import GRADIENT_OF
 from onnxpar.graph.pipeline_places import Places, virtual_stage_of
 
 
-def forward_places(graph: ir.Graph, virtual_stages: int) -> Places:
+def forward_places(graph: ir.Graph, virtual_stages: int, stages: int) -> Places:
     """Returns the places of a program without a backward: one for each virtual stage."""
     nodes = {node.name or "": virtual_stage_of(node) for node in graph}
-    return Places(tuple(range(virtual_stages)), nodes, _made(graph, nodes))
+    return Places(tuple(range(virtual_stages)), nodes, _made(graph, nodes), stages)
 
 
 def training_places(
     graph: ir.Graph,
     virtual_stages: int,
+    stages: int,
     links: Mapping[str, tuple[str, ...]],
     gradients: Collection[str],
     variables: Collection[str],
@@ -28,6 +29,7 @@ def training_places(
     Args:
         graph: Forward, loss and backward.
         virtual_stages: Number of virtual stages.
+        stages: Number of stages.
         links: For each cotangent its primals.
         gradients: The outputs that are gradients of parameters.
         variables: Names of the parameters that are trained.
@@ -49,7 +51,7 @@ def training_places(
     outputs = _made(graph, nodes)
     for name in gradients:
         outputs[name] = virtual_stages + per * (virtual_stages - virtual[outputs[name]]) - 1
-    return Places(tuple(virtual), nodes, outputs)
+    return Places(tuple(virtual), nodes, outputs, stages)
 
 
 def _made(graph: ir.Graph, nodes: Mapping[str, int]) -> dict[str, int]:

@@ -19,6 +19,7 @@ from functools import cached_property
 import onnx_ir as ir
 
 from onnxpar.core.machine import Link
+from onnxpar.core.sharding import Sharding
 from onnxpar.cost.cost_model import CostModel
 from onnxpar.cost.live_memory import MemoryStep, live_peak
 from onnxpar.cost.price import Price
@@ -26,6 +27,7 @@ from onnxpar.graph.body_captures import read_by
 from onnxpar.graph.metadata_keys import EXPANDED_FROM, GRADIENT_OF
 from onnxpar.graph.plan import Plan
 from onnxpar.stages.partition_chain import Chain, Costs, partition_chain, where_needed
+from onnxpar.stages.transfers import transfer
 
 
 @dataclass(frozen=True)
@@ -229,20 +231,38 @@ class _Staging:
 
     def _crossing(self) -> dict[str, float]:
         """Seconds to send each value to another stage, and its cotangent back, by name."""
+        plan = self.priced.plan
         made = {
-            value.name: sharding
+            value.name: (value, sharding)
             for node in self.priced.model.graph
             for value, sharding in zip(
-                node.outputs, self.priced.plan.nodes[node.name or ""].outputs, strict=True
+                node.outputs, plan.nodes[node.name or ""].outputs, strict=True
             )
         }
         ways = 2 if self.backward else 1
         found = {}
-        for value in (v for node in self.chain.nodes for v in node.outputs):
-            width = int(value.dtype.itemsize) if value.dtype is not None else 0
-            moved = self.cost.elements(made[value.name]) * width if value.name in made else 0
-            found[value.name or ""] = ways * (self.link.latency + moved / self.link.bandwidth)
+        for name in (v.name or "" for node in self.chain.nodes for v in node.outputs):
+            seconds = self.link.latency
+            if name in made and made[name][0].dtype is not None:
+                value, sharding = made[name]
+                width = int(value.dtype.itemsize) if value.dtype is not None else 0
+                wants = {0: self._forward_wants(value)}
+                seconds = transfer(self.cost, self.link, sharding, wants, width).seconds
+            found[name] = ways * seconds
         return found
+
+    def _forward_wants(self, value: ir.Value) -> list[Sharding]:
+        """The shardings in which forward nodes read a value."""
+        wants: dict[Sharding, None] = {}
+        for use in value.uses():
+            name = use.node.name or ""
+            plan = self.priced.plan.nodes.get(name)
+            if plan is None or name in self.backward or use.idx >= len(plan.inputs):
+                continue
+            want = plan.inputs[use.idx]
+            if want is not None:
+                wants[want] = None
+        return list(wants)
 
     def _moving(
         self, virtual_by_node: Mapping[ir.Node, int], crossing: Mapping[str, float]

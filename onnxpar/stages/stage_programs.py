@@ -8,6 +8,7 @@ import onnx_ir as ir
 
 from onnxpar.autodiff.training_program import TrainingProgram
 from onnxpar.core.errors import ModelError
+from onnxpar.cost.cost_model import CostModel
 from onnxpar.facts.program import Program
 from onnxpar.graph.pipeline_places import Copy, Places, virtual_stage_of
 from onnxpar.graph.plan import Plan
@@ -15,13 +16,15 @@ from onnxpar.graph.seeds import Seeds
 from onnxpar.ops.registry import Registry
 from onnxpar.partition.partitioned_model import PartitionedModel, PipelinePrograms
 from onnxpar.propagation.propagate import propagate
-from onnxpar.stages.assign_stages import decide_virtual_stages
+from onnxpar.stages.assign_stages import between_stages, decide_virtual_stages
 from onnxpar.stages.partition_chain import chain_of, floating, known_virtual_stages, where_needed
 from onnxpar.stages.place_nodes import order_by_place, put_stages, virtual_stages_by_name
 from onnxpar.stages.program_places import forward_places, training_places
 from onnxpar.stages.split_program import StageProgram, split
 from onnxpar.stages.stage_price import PipelineSplit
+from onnxpar.stages.transfers import with_transfers
 from onnxpar.strategy import Strategy
+from onnxpar.strategy.machine_file import load_machine
 from onnxpar.strategy.pipeline_entry import PipelineEntry
 from onnxpar_format.manifest import Pipeline
 
@@ -86,7 +89,7 @@ class Staging:
         return self._forward_places(model.graph)
 
     def _forward_places(self, graph: ir.Graph) -> Places:
-        places = forward_places(graph, self.entry.virtual_stages)
+        places = forward_places(graph, self.entry.virtual_stages, self.entry.stages)
         order_by_place(graph, places)
         return places
 
@@ -101,6 +104,7 @@ class Staging:
         places = training_places(
             graph,
             self.entry.virtual_stages,
+            self.entry.stages,
             prepared.links,
             list(prepared.gradients.values()),
             list(prepared.gradients),
@@ -119,6 +123,22 @@ class Staging:
                     f"running statistic {name!r}: expected the layers that share it in one "
                     f"pipeline stage, got stages {stages}; set it under pipeline: assign"
                 )
+
+    def transfers(
+        self, places: Places, program: Program, plan: Plan, states: Collection[str] = ()
+    ) -> Places:
+        """Returns the places with the shardings in which values go to other stages.
+
+        Args:
+            places: The places.
+            program: The program.
+            plan: Its plan.
+            states: Names of its inputs that are buffers of the runtime.
+        """
+        strategy, machine = self.strategy, load_machine(self.strategy.search.machine)
+        cost = CostModel(machine, plan.mesh, program.env.table, strategy.search.sizes)
+        link = between_stages(machine, strategy.stages, plan.mesh.size)
+        return with_transfers(places, program, plan, cost, link, states)
 
     def split(self, program: PartitionedModel, places: Places, name: str) -> "SplitProgram":
         """Splits a partitioned program into one program for each place. Its nodes are used up.

@@ -89,17 +89,16 @@ class NodeTransport : public Transport {
     }
     return *group;
   }
-  void all_reduce(Group& g, const Call& call, const void* in, void* out, size_t count, DType type,
+  void all_reduce(Group& g, const Call& call, const Blocks& blocks, DType type,
                   Reduction reduction, Stream) override {
-    of(g).all_reduce(call, in, out, count, type, reduction);
+    of(g).all_reduce(call, blocks, type, reduction);
   }
-  void all_gather(Group& g, const Call& call, const void* in, void* out, size_t bytes,
-                  Stream) override {
-    of(g).all_gather(call, in, out, bytes);
+  void all_gather(Group& g, const Call& call, const Blocks& blocks, Stream) override {
+    of(g).all_gather(call, blocks);
   }
-  void reduce_scatter(Group& g, const Call& call, const void* in, void* out, size_t count,
-                      DType type, Reduction reduction, Stream) override {
-    of(g).reduce_scatter(call, in, out, count, type, reduction);
+  void reduce_scatter(Group& g, const Call& call, const Blocks& blocks, DType type,
+                      Reduction reduction, Stream) override {
+    of(g).reduce_scatter(call, blocks, type, reduction);
   }
   void all_to_all(Group& g, const Call& call, const void* in, void* out, size_t bytes,
                   Stream) override {
@@ -150,7 +149,9 @@ void free_world(std::vector<RankContext*>& ranks) {
 // The value of element i in rank r's input.
 int32_t element(int rank, size_t i) { return rank * 1000 + static_cast<int32_t>(i % 997); }
 
-void check(const Collective& c, int rank, const Shape& shape, const int32_t* out) {
+void check(const Collective& c, int rank, const Operand& operand) {
+  const Shape& shape = operand.input;
+  const int32_t* out = static_cast<const int32_t*>(operand.out);
   const size_t count = static_cast<size_t>(shape[0] * shape[1]);
   if (c.op == Op::kAllReduce) {
     for (size_t i = 0; i < count; ++i) {
@@ -186,10 +187,8 @@ void run_rank(RankContext& context, int size, int steps) {
   std::mt19937 random(1234);  // the same on every rank: all choose the same sequence
   const int rank = context.rank();
   struct Pending {
-    const void* key;
-    Collective collective;
-    Shape shape;
-    std::unique_ptr<int32_t[]> in;
+    std::vector<const void*> keys;
+    std::vector<std::unique_ptr<int32_t[]>> inputs;
   };
   std::vector<Pending> pending;
   for (int step = 0; step < steps; ++step) {
@@ -199,43 +198,43 @@ void run_rank(RankContext& context, int size, int steps) {
       if ((r < border) == (rank < border)) options.group.push_back(r);
     }
     const Op op = static_cast<Op>(random() % 6);
-    const int64_t rows = 1 + static_cast<int64_t>(random() % 5);
-    // Now and then more than what ranks move at once.
-    const int64_t width = random() % 8 != 0 ? 3 : random() % 8 != 0 ? 2000 : 50000;
-    const int64_t columns = static_cast<int64_t>(options.group.size()) * width;
+    const size_t tensors = op <= Op::kReduceScatter ? 1 + random() % 3 : 1;
     const bool background = random() % 3 == 0;
     const Collective c = parse_collective(op, "stress", options, size);
-    const Shape shape{rows, columns};
-    const size_t count = static_cast<size_t>(rows * columns);
-    std::unique_ptr<int32_t[]> in(new int32_t[count]);
-    for (size_t i = 0; i < count; ++i) in[i] = element(rank, i);
-    size_t out_count = 1;
-    for (int64_t dim : output_shape(c, shape)) out_count *= static_cast<size_t>(dim);
-    Group& group =
-        context.transport().group(c.group, background ? Lane::kAsync : Lane::kMain);
+    auto call = std::make_shared<Request>();
+    call->collective = c;
+    call->group = &context.transport().group(c.group, background ? Lane::kAsync : Lane::kMain);
+    call->type = DType::kInt32;
+    std::vector<std::unique_ptr<int32_t[]>> inputs;
+    for (size_t t = 0; t < tensors; ++t) {
+      const int64_t rows = 1 + static_cast<int64_t>(random() % 5);
+      // Now and then more than what ranks move at once.
+      const int64_t width = random() % 8 != 0 ? 3 : random() % 8 != 0 ? 2000 : 50000;
+      const Shape shape{rows, static_cast<int64_t>(options.group.size()) * width};
+      const size_t count = static_cast<size_t>(shape[0] * shape[1]);
+      inputs.emplace_back(new int32_t[count]);
+      for (size_t i = 0; i < count; ++i) inputs.back()[i] = element(rank, i);
+      size_t out_count = 1;
+      for (int64_t dim : output_shape(c, shape)) out_count *= static_cast<size_t>(dim);
+      call->add(inputs.back().get(), nullptr, shape, out_count * sizeof(int32_t));
+    }
     if (background) {
-      auto request = std::make_shared<Request>();
-      request->collective = c;
-      request->group = &group;
-      request->in = in.get();
-      request->input = shape;
-      request->type = DType::kInt32;
-      request->keep(out_count * sizeof(int32_t));
-      const void* key = request->result;
-      context.start(key, request);
-      pending.push_back({key, c, shape, std::move(in)});
+      std::vector<const void*> keys;
+      for (const Operand& operand : call->operands) keys.push_back(operand.in);
+      context.start(keys, call);
+      pending.push_back({std::move(keys), std::move(inputs)});
     } else {
-      std::unique_ptr<int32_t[]> out(new int32_t[out_count]);
-      execute(context.transport(), group, c, in.get(), out.get(), shape, DType::kInt32,
+      execute(context.transport(), *call->group, c, call->operands, DType::kInt32,
               context.memory(), nullptr);
-      check(c, rank, shape, out.get());
+      for (const Operand& operand : call->operands) check(c, rank, operand);
       context.count(op, 1);
     }
     if (pending.size() > 3 || step + 1 == steps) {
       for (Pending& p : pending) {
-        const auto request = context.take(p.key);
-        check(p.collective, rank, p.shape,
-              static_cast<const int32_t*>(request->result));
+        for (const void* key : p.keys) {
+          const auto request = context.take(key);
+          check(request->collective, rank, request->operands[request->find(key)]);
+        }
       }
       pending.clear();
     }
@@ -289,7 +288,8 @@ void disagreements(int size, int rounds) {
           expect((e.member == odd) != (rank == odd), "the other rank of a conflict");
         }
         expect(caught == (rank == odd ? "Named with even" : "Named with odd"), "the text of a conflict");
-        group.all_reduce(Named("sum"), x.data(), y.data(), 100, DType::kFloat32, Reduction::kSum);
+        group.all_reduce(Named("sum"), Block(x.data(), y.data(), 100), DType::kFloat32,
+                         Reduction::kSum);
         for (float value : y) expect(value == static_cast<float>(size), "after a conflict");
       }
     });
@@ -317,8 +317,9 @@ void failures(int size, int rounds) {
               rank->abort("rank 0: on purpose");
               throw std::runtime_error("on purpose");
             }
-            execute(rank->transport(), rank->transport().group(c.group, Lane::kMain), c, x.data(),
-                    x.data(), {1000, 1}, DType::kFloat32, rank->memory(), nullptr);
+            execute(rank->transport(), rank->transport().group(c.group, Lane::kMain), c,
+                    Operand{x.data(), x.data(), {1000, 1}}, DType::kFloat32, rank->memory(),
+                    nullptr);
           }
         } catch (const std::exception& e) {
           expect(std::string(e.what()).find("on purpose") != std::string::npos, e.what());

@@ -155,7 +155,7 @@ class TrainingRun:
     ] = False
     eval_data: Annotated[
         str | None,
-        Option("Evaluate after each epoch on this data, of any kind of source.", "SOURCE"),
+        Option("Evaluate after each epoch on this source, of any kind.", "SOURCE"),
     ] = None
     parameters: Annotated[Path | None, Option("Initial parameters, written by --save.", "FILE")] = (
         None
@@ -183,7 +183,7 @@ class TrainingRun:
     no_overlap: Annotated[
         bool,
         Option(
-            "Let no communication run in the background of computation, to debug.",
+            "For debugging: run no communication in the background.",
             flags=("--no-overlap",),
         ),
     ] = False
@@ -245,11 +245,15 @@ class Sampling:
         int | None, Option("Draw among the K best tokens. Default: all.", "K", minimum=1)
     ] = None
     top_p: Annotated[
-        float, Option("Draw among the likeliest tokens whose probabilities sum up to P.", "P")
+        float,
+        Option("Draw among the likeliest tokens, whose probabilities add up to P.", "P"),
     ] = 1.0
     repetition_penalty: Annotated[
         float,
-        Option("Divide positive logits of tokens that occurred by this, multiply others.", "R"),
+        Option(
+            "For tokens that occurred: divide positive logits and multiply negative ones by R.",
+            "R",
+        ),
     ] = 1.0
     seed: Annotated[int, Option("Seed of the draws.", "S", minimum=0)] = 0
 
@@ -272,9 +276,9 @@ class GenerationRun:
             "FOLDER",
         ),
     ] = None
-    max_new_tokens: Annotated[int, Option("New tokens of a sequence at most.", "K", minimum=1)] = (
-        128
-    )
+    max_new_tokens: Annotated[
+        int, Option("Largest number of new tokens for each prompt.", "K", minimum=1)
+    ] = 128
     eos: Annotated[
         Sequence[int],
         Option("A token that completes a sequence; may be repeated.", "TOKEN", minimum=0),
@@ -285,8 +289,52 @@ class GenerationRun:
     ] = ()
     sampling: Sampling = Sampling()
     as_json: Annotated[
-        bool, Option("Print JSON, when all sequences are complete.", flags=("--json",))
+        bool, Option("Print JSON when all sequences are complete.", flags=("--json",))
     ] = False
+
+
+@dataclass(frozen=True)
+class ServingRun:
+    """The options of `serve`."""
+
+    tokenizer: Annotated[
+        Path | None,
+        Option(
+            "Folder with tokenizer.json and, for chats, a template; without it, clients send and "
+            "get tokens.",
+            "FOLDER",
+        ),
+    ] = None
+    host: Annotated[str, Option("Address on which to listen.", "HOST")] = "127.0.0.1"
+    port: Annotated[int, Option("Port; 0 takes a free one.", "PORT", minimum=0, maximum=65535)] = (
+        8000
+    )
+    name: Annotated[
+        str | None, Option("Name of the model for clients. Default: that of DIR.", "NAME")
+    ] = None
+    slots: Annotated[
+        int, Option("Largest number of requests that run at the same time.", "N", minimum=1)
+    ] = 8
+    max_length: Annotated[
+        int | None,
+        Option(
+            "Largest number of tokens of a request, prompt and answer. Default: as many as the "
+            "model admits, at most 2048.",
+            "L",
+            minimum=2,
+        ),
+    ] = None
+    chunk: Annotated[
+        int, Option("Largest number of prompt tokens in one step.", "C", minimum=1)
+    ] = 256
+    queue: Annotated[
+        int,
+        Option("Largest number of waiting requests; further ones are refused.", "N", minimum=0),
+    ] = 64
+    eos: Annotated[
+        Sequence[int],
+        Option("A token that completes an answer; may be repeated.", "TOKEN", minimum=0),
+    ] = ()
 
 
 @dataclass(frozen=True)
@@ -320,7 +368,11 @@ class VerifyOptions:
     ] = None
     generate: Annotated[
         int | None,
-        Option("For a decoder with a cache: compare N greedy steps from prompts.", "N", minimum=1),
+        Option(
+            "For a decoder with a cache: compare tokens and logits of N greedy steps.",
+            "N",
+            minimum=1,
+        ),
     ] = None
     prompt_tokens: Annotated[
         int | None,

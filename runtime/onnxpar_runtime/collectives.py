@@ -129,7 +129,7 @@ class World(Closing):
         """Returns rank `r`, which must be in this process.
 
         Raises:
-            ValueError: It does not.
+            ValueError: It is not.
         """
         if r not in self.local_ranks:
             raise ValueError(
@@ -289,7 +289,7 @@ class Rank:
     ) -> NDArray[Any]:
         """Returns the element-wise reduction of the arrays of the ranks of `group`.
 
-        It is not counted, and independent of any session. But a rank's collectives, in sessions or
+        It is not counted, and needs no session. But a rank's collectives, in sessions or
         here, must come in the same order on all ranks of the group.
 
         Args:

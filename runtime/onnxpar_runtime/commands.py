@@ -6,22 +6,26 @@ The commands of training are in `onnxpar_runtime.training.commands`.
 import logging
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
+from onnxpar_format.new_file import check_file
 from onnxpar_format.options import Execution
 from onnxpar_runtime.agree import together
 from onnxpar_runtime.collectives import Rank
-from onnxpar_runtime.errors import LaunchError
+from onnxpar_runtime.errors import InputError, LaunchError
 from onnxpar_runtime.interrupts import reporting_termination
 from onnxpar_runtime.launch import guarded, init, mpirun_place
 from onnxpar_runtime.logs import open_log
 from onnxpar_runtime.manifest import Manifest
-from onnxpar_runtime.npz import check_writable, read_npz, write_npz
+from onnxpar_runtime.npz import read_npz, write_npz
 from onnxpar_runtime.options import parse_pairs
 from onnxpar_runtime.session import Session, wrong_size
 
 log = logging.getLogger(__name__)
 _DEFAULT = Execution()
+T = TypeVar("T")
 
 
 def run(
@@ -45,18 +49,9 @@ def run(
     """
     rank = start(how)
 
-    def body() -> int:
+    def body() -> None:
         manifest = begin(rank, "run", directory, how, outputs)
-        session = together(
-            rank,
-            lambda: Session(
-                directory,
-                rank=rank,
-                ort_options=parse_pairs(how.ort),
-                custom_ops=how.custom_ops,
-                manifest=manifest,
-            ),
-        )
+        session = opened(Session, rank, manifest, how)
         feeds = together(rank, lambda: read_npz(inputs))
         start = time.perf_counter()
         results = session.run_global(feeds)
@@ -70,13 +65,19 @@ def run(
         # If the disk is full by now, all ranks must raise the error.
         together(rank, finish)
         session.close()
+
+    return interruptible(rank, body)
+
+
+def interruptible(rank: Rank, body: Callable[[], None]) -> int:
+    """Runs all that this rank does, which signals may end; returns the exit code."""
+
+    def run() -> int:
+        with reporting_termination(rank):
+            body()
         return 0
 
-    def interruptible() -> int:
-        with reporting_termination(rank):
-            return body()
-
-    code = guarded(rank, interruptible)
+    code = guarded(rank, run)
     # The interrupt has been printed; for 128 and a signal's number the caller would print it again.
     return 1 if code > 128 else code
 
@@ -85,6 +86,25 @@ def start(how: Execution) -> Rank:
     """Returns this process's rank; raises LaunchError (for malformed options before MPI starts)."""
     parse_pairs(how.ort)
     return init(how.transport, how.device)
+
+
+def opened(
+    kind: Callable[..., T], rank: Rank, manifest: Manifest, how: Execution, **more: object
+) -> T:
+    """Makes the session, generator or trainer (`kind`) of a directory on all ranks."""
+
+    def make() -> T:
+        options = parse_pairs(how.ort)
+        return kind(
+            manifest.directory,
+            rank=rank,
+            ort_options=options,
+            custom_ops=how.custom_ops,
+            manifest=manifest,
+            **more,
+        )
+
+    return together(rank, make)
 
 
 def begin(
@@ -102,7 +122,7 @@ def begin(
         manifest = Manifest.load(directory)
         check_size(manifest, rank, command, how.transport)
         if rank.index == 0 and writes is not None:
-            check_writable(writes)
+            check_file(writes, InputError)
         return manifest
 
     return together(rank, prepare)

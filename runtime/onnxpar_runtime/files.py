@@ -1,11 +1,41 @@
 """Checks the files of a directory against the sizes and checksums of its manifest."""
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Protocol, TypeVar
 
 from onnxpar_format.entries import FileEntry
+from onnxpar_format.records import FormatError
 from onnxpar_runtime.errors import OnnxparRuntimeError
+
+
+class _Contents(Protocol):
+    @property
+    def files(self) -> Mapping[str, FileEntry]:
+        """The files by name."""
+
+
+C = TypeVar("C", bound=_Contents)
+
+
+def read_whole(
+    read: Callable[[Path], C], directory: Path, owner: str, error: type[OnnxparRuntimeError]
+) -> C:
+    """Returns the record of a folder, after a check of its files' sizes.
+
+    Args:
+        read: Reads the record.
+        directory: The folder.
+        owner: The record, for the message.
+        error: The class of the error.
+    """
+    try:
+        contents = read(directory)
+    except FormatError as failed:
+        raise error(str(failed)) from None
+    check_sizes(directory, contents.files, owner, error)
+    return contents
 
 
 def check_sizes(

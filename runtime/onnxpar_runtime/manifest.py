@@ -5,9 +5,8 @@ from pathlib import Path
 
 from onnxpar_format.entries import ProgramEntry
 from onnxpar_format.manifest import ManifestContents, Training, read_manifest
-from onnxpar_format.records import FormatError
 from onnxpar_runtime.errors import DirectoryError
-from onnxpar_runtime.files import check_sizes, check_sum
+from onnxpar_runtime.files import check_sum, read_whole
 
 
 @dataclass(frozen=True)
@@ -28,13 +27,8 @@ class Manifest(ManifestContents):
             DirectoryError: The directory or a file is missing, truncated, or the manifest is
                 malformed or of another schema.
         """
-        root = Path(directory)
-        try:
-            contents = read_manifest(root)
-        except FormatError as error:
-            raise DirectoryError(str(error)) from None
-        check_sizes(root, contents.files, "manifest", DirectoryError)
-        return Manifest(**vars(contents), directory=root)
+        contents = read_whole(read_manifest, Path(directory), "manifest", DirectoryError)
+        return Manifest(**vars(contents), directory=Path(directory))
 
     def program(self, name: str) -> ProgramEntry:
         """Returns a program by name.

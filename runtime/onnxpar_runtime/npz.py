@@ -1,19 +1,17 @@
 """Reads and writes the arrays of a program: numpy's `.npz` files, and conversion to its inputs."""
 
-import os
-import tempfile
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from onnxpar_format.dtypes import DTYPES, lossless
 from onnxpar_format.entries import TensorEntry
+from onnxpar_format.new_file import new_file
 from onnxpar_runtime.errors import InputError
 
 Array = NDArray[Any]
@@ -100,24 +98,6 @@ def _unreadable(path: str | Path, reason: str) -> InputError:
     return InputError(f"{path}: not a readable .npz file: {reason}")
 
 
-def check_writable(path: str | Path) -> None:
-    """Checks that a file can be written, so that a mistake is found before anything is computed.
-
-    Raises:
-        InputError: The folder does not exist or no file can be made in it, or the path is a folder.
-    """
-    target = Path(path)
-    if target.is_dir():
-        raise InputError(f"{target}: expected a file to write to, got a folder")
-    if not target.absolute().parent.is_dir():
-        raise InputError(f"{target}: the folder does not exist")
-    try:
-        with _temporary(target, delete=True):
-            pass
-    except OSError as error:
-        raise _cannot_write(target, error) from None
-
-
 def write_npz(path: str | Path, arrays: Mapping[str, Array]) -> None:
     """Writes an `.npz` file; it appears complete under its name, or not at all.
 
@@ -126,43 +106,5 @@ def write_npz(path: str | Path, arrays: Mapping[str, Array]) -> None:
     Raises:
         InputError: The folder does not exist or cannot be written, or the disk is full.
     """
-    with replacing(path) as stream:
+    with new_file(path, InputError) as file, file.open("wb") as stream:
         np.savez(stream, **arrays)  # type: ignore[arg-type]
-
-
-@contextmanager
-def replacing(path: str | Path) -> Iterator[IO[bytes]]:
-    """Yields a file to write, which gets its name when the block ends; nothing after an error.
-
-    Raises:
-        InputError: The folder does not exist or cannot be written, or the disk is full.
-    """
-    target = Path(path)
-    temporary = ""
-    try:
-        with _temporary(target, delete=False) as stream:
-            temporary = stream.name
-            yield stream.file
-        os.chmod(temporary, 0o666 & ~_umask())
-        os.replace(temporary, target)
-    except OSError as error:
-        raise _cannot_write(target, error) from None
-    finally:
-        if temporary and os.path.exists(temporary):
-            os.unlink(temporary)
-
-
-def _temporary(target: Path, *, delete: bool) -> "tempfile._TemporaryFileWrapper[bytes]":
-    return tempfile.NamedTemporaryFile(
-        dir=target.parent, prefix=f".{target.name}.", suffix=".tmp", delete=delete
-    )
-
-
-def _cannot_write(target: Path, error: OSError) -> InputError:
-    return InputError(f"{target}: cannot be written: {error.strerror or error}")
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onnxpar_format.dtypes import DTYPES
+from onnxpar_format.new_file import new_file
 from onnxpar_runtime.errors import InputError
-from onnxpar_runtime.npz import replacing
 
 Array = NDArray[Any]
 _CODES = {
@@ -77,7 +77,7 @@ def write_tensors(path: str | Path, entries: Sequence[Entry], arrays: Iterable[A
         InputError: The file cannot be written.
         ValueError: An array does not match its entry.
     """
-    with replacing(path) as stream:
+    with new_file(path, InputError) as file, file.open("wb") as stream:
         stream.write(header(entries))
         for entry, array in zip(entries, arrays, strict=True):
             wanted = DTYPES[entry.dtype].dtype

@@ -197,3 +197,19 @@ def test_each_rank_of_a_pipeline_has_graphs_to_view(tmp_path: Path) -> None:
     with pytest.raises(DirectoryError, match="from 0 to 3, got 4"):
         graph_file(out, None, 4)
     assert main(["inspect", str(out), "--rank", "3"]) == 0
+
+
+def test_calls_with_several_tensors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each tensor has an entry; those of one call have one node."""
+    ir.save(mlp.build(hidden=(6,)), tmp_path / "m.onnx")
+    arguments = ["shard", str(tmp_path / "m.onnx"), "--strategy", "dp=2", "--train"]
+    more = ["--loss", "softmax_cross_entropy", "--optimizer", "sgd", "-o", str(tmp_path / "out")]
+    assert main([*arguments, *more]) == 0
+    program = inspected(tmp_path / "out", capsys)["programs"]["optimizer_model"]
+    totals = program["totals"]
+    assert totals["collectives_by_op"] == {"AllReduce": 2} and totals["calls"] == 1
+    assert len({item["value"] for item in program["collectives"]}) == 2
+    assert len({item["node"] for item in program["collectives"]}) == 1
+    assert main(["inspect", str(tmp_path / "out"), "--program", "optimizer_model"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "2 AllReduce in 1 call" in shown and shown.count("in one call with 1 more") == 2

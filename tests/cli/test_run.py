@@ -123,7 +123,7 @@ def test_missing_files(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Non
     assert "none.npz: no such file" in capfd.readouterr().err
     arguments = ["run", str(directory), "--inputs", str(inputs), "--outputs", "/nowhere/out.npz"]
     assert main(arguments) == 2
-    assert "/nowhere/out.npz: the folder does not exist" in capfd.readouterr().err
+    assert "/nowhere/out.npz: its folder /nowhere does not exist" in capfd.readouterr().err
 
 
 def test_usage(capfd: pytest.CaptureFixture[str]) -> None:

@@ -288,8 +288,8 @@ def test_a_divisor_drops_the_last_batch(tmp_path: Path, capfd: pytest.CaptureFix
         (["--warmup", "99"], "--warmup: expected fewer steps than the run has (15), got 99"),
         (["--device", "tpu"], "device: expected auto, cpu, cuda or cuda:NUMBER, got 'tpu'"),
         (["--transport", "tcp"], "transport: expected one of auto, mpi, nccl, threads, got 'tcp'"),
-        (["--log", "/nowhere/log"], "/nowhere/log: the folder does not exist"),
-        (["--save", "/nowhere/w"], "/nowhere/w: the folder does not exist"),
+        (["--log", "/nowhere/log"], "/nowhere/log: its folder /nowhere does not exist"),
+        (["--save", "/nowhere/w"], "/nowhere/w: its folder /nowhere does not exist"),
         (["--parameters", "nowhere.st"], "nowhere.st: cannot be read: No such file"),
     ],
 )

@@ -88,16 +88,10 @@ def replaced(op_type: str, by: str) -> Callable[[onnx.GraphProto], None]:
 
 def unreduced(graph: onnx.GraphProto) -> None:
     """Leaves out the first reduction of a gradient."""
-    node = next(n for n in graph.node if n.op_type == "AllReduce")
-    for reader in graph.node:
-        if node.output[1] in reader.input:  # the next in the chain becomes the first
-            del reader.input[1:]
-    graph.node.append(helper.make_node("Identity", [node.input[0]], [node.output[0]]))
-    order = list(graph.node)
-    order.insert(order.index(node), order.pop())
-    order.remove(node)
-    del graph.node[:]
-    graph.node.extend(order)
+    index = next(i for i, n in enumerate(graph.node) if n.op_type == "Bucket")
+    bucket = graph.node[index]
+    alone = helper.make_node("Identity", [bucket.input.pop(1)], [bucket.output.pop(1)])
+    graph.node.insert(index, alone)
 
 
 def not_added(graph: onnx.GraphProto) -> None:

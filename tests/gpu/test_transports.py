@@ -68,7 +68,8 @@ def test_the_suite(standin_cuda: Mapping[str, str], transport: str, ranks: int) 
         arguments.append(str(SUITE))
     else:
         some = " or all_reduce and (bfloat16 or int8 or bool)" if transport == "nccl" else ""
-        arguments += [str(SUITE / "test_values.py"), "-k", f"every_axis{some}"]
+        files = [str(SUITE / name) for name in ("test_values.py", "test_buckets.py")]
+        arguments += [*files, "-k", f"every_axis or in_pieces{some}"]
     more = {
         "ONNXPAR_TEST_DEVICE": transport,
         "ONNXPAR_TEST_STANDIN": "1",

@@ -112,6 +112,10 @@ EVERY_CASE = [
     for strategy in ("tp=2", "dp=2,tp=2")
 ]
 
+ROWS = {("llama", 32): 1 + 2 * 2, ("llama", 4): 1 + 2 * 2, ("mixtral", 4): 0.5 + 2 * 1}
+"""Rows of activations that each of two devices sends for a token. Llama: an all-reduce for the
+table and two for each of two layers. Mixtral: all-gathers and reduce-scatters, half a row each."""
+
 
 @pytest.mark.parametrize(("family", "cache", "bits", "strategy"), EVERY_CASE if FULL else CASES)
 def test_sharded_it_generates_the_same(
@@ -122,6 +126,9 @@ def test_sharded_it_generates_the_same(
     (case,) = runtime.verify(out, path, options=VerifyOptions(generate=12))
     assert case.ok, case
     assert case.bytes_counted == case.bytes_expected > 0
+    if strategy == "tp=2" and (family, bits) in ROWS:
+        # Three sequences, 64 columns of prompts and 11 steps, rows of 64 floats.
+        assert case.bytes_counted == ROWS[family, bits] * 3 * (64 + 11) * 64 * 4
 
 
 def test_a_folder_is_described_as_genai_does(
@@ -150,6 +157,12 @@ def test_a_folder_is_described_as_genai_does(
 def test_layers_repeat_their_kinds() -> None:
     kinds = decoder.configuration("gemma3", {"num_hidden_layers": 3}).layer_types
     assert kinds == ["sliding_attention", "full_attention", "sliding_attention"]
+
+
+def test_what_follows_from_a_change_changes_too() -> None:
+    config = decoder.configuration("llama", {"hidden_size": 128})
+    assert (config.hidden_size, config.head_dim) == (128, 32)
+    assert decoder.configuration("qwen3", {"hidden_size": 512}).head_dim == 32
 
 
 @pytest.mark.parametrize(

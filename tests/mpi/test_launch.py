@@ -277,7 +277,7 @@ def test_a_disk_that_is_full(work: Path) -> None:
     if "unshare: " in done.stderr or done.returncode == 77:
         pytest.skip("a disk of its own needs the right to mount")
     assert done.returncode == 2, done.stderr
-    assert "cannot be written: No space left on device" in done.stderr
+    assert "the disk is full (No space left on device)" in done.stderr
     assert "Traceback" not in done.stderr and "resuming" not in done.stderr
     steps = complete_steps(kept / "ck")
     assert steps == list(range(1, len(steps) + 1)) and len(steps) > 1

@@ -12,6 +12,7 @@ from onnxpar.api.shard_model import shard_model
 from onnxpar.autodiff.append_loss import parse_loss
 from onnxpar.autodiff.optimizer import parse_optimizer
 from onnxpar.autodiff.training_program import TrainingSpec
+from onnxpar.stages import partition_training
 from tests.runtime.launching import mpirun
 
 SCRIPT = """
@@ -43,25 +44,33 @@ raise SystemExit(guarded(rank, body))
 
 
 @pytest.mark.parametrize("level", [0, 1])
-def test_states_are_equal_with_and_without(tmp_path: Path, level: int) -> None:
-    """Between ranks that send messages, where reductions start in the backward pass."""
-    model, files = tmp_path / "model.onnx", tmp_path / "files"
+def test_states_are_equal_with_and_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, level: int
+) -> None:
+    """Between ranks that send messages, where reductions start in the backward pass.
+
+    With the optimizer's collectives in buckets and apart, and between ranks that share memory, too.
+    """
+    model, files, apart = (tmp_path / name for name in ("model.onnx", "files", "apart"))
     ir.save(transformer.build(layers=2, max_positions=16), model)
     spec = TrainingSpec(parse_loss("softmax_cross_entropy"), parse_optimizer("momentum"))
     shard_model(model, "dp=2", files, training=spec, optimizer_parallel=level)
+    monkeypatch.setattr(partition_training, "group_collectives", lambda program, *_: program)
+    shard_model(model, "dp=2", apart, training=spec, optimizer_parallel=level)
     graph = onnx.load(files / "rank0000.training_model.onnx", load_external_data=False).graph
     assert any(node.op_type == "StartAhead" for node in graph.node)
     script = tmp_path / "body.py"
     script.write_text(SCRIPT)
+    ways = [(apart, "no", "0"), (files, "yes", "0"), (files, "no", "0"), (files, "yes", "1")]
     found = []
-    for overlap in ("yes", "no"):
-        out = tmp_path / f"{overlap}.npz"
-        outcome = mpirun(
-            2, [str(script), str(files), overlap, str(out)], {"ONNXPAR_SHARED_MEMORY": "0"}
-        )
+    for number, (directory, overlap, memory) in enumerate(ways):
+        out = tmp_path / f"{number}.npz"
+        arguments = [str(script), str(directory), overlap, str(out)]
+        outcome = mpirun(2, arguments, {"ONNXPAR_SHARED_MEMORY": memory})
         assert outcome.code == 0, outcome.err
         found.append(dict(np.load(out)))
-    with_overlap, without = found
-    assert with_overlap.keys() == without.keys()
-    for name, array in without.items():
-        np.testing.assert_array_equal(with_overlap[name], array, err_msg=name)
+    want, *others = found
+    for way, got in zip(ways[1:], others, strict=True):
+        assert got.keys() == want.keys()
+        for name, array in want.items():
+            np.testing.assert_array_equal(got[name], array, err_msg=f"{name} {way}")

@@ -458,29 +458,58 @@ def tell(rows: Sequence[Row]) -> list[str]:
     return missed
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Reads the command line."""
+def parser_of(description: str | None) -> argparse.ArgumentParser:
+    """A command line with the options that several measurements have."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", nargs="+", choices=list(MODELS), default=list(MODELS))
-    parser.add_argument("--optimizer", nargs="+", choices=OPTIMIZERS, default=list(OPTIMIZERS))
-    ways = [side.way for side in OURS]
-    parser.add_argument("--way", nargs="+", choices=ways, default=ways, help="onnxpar's sides")
-    parser.add_argument("--torch-parallel", action="store_true", help="PyTorch's dp and tp too")
-    parser.add_argument("--rounds", type=int, default=15, help="turns of each side")
-    parser.add_argument("--turn", type=float, default=0.5, help="seconds of PyTorch's turn")
-    parser.add_argument("--ort", action="append", default=[], metavar="KEY=VALUE")
-    parser.add_argument("--profile", action="store_true", help="print onnxruntime's profiles too")
-    parser.add_argument("--quick", action="store_true", help="tiny models, three rounds")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all rounds there")
+    parser.add_argument("--quick", action="store_true", help="tiny models, few rounds")
+    return parser
+
+
+def add_results(parser: argparse.ArgumentParser) -> None:
+    """Adds the options that `report_results` reads."""
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all turns there")
     parser.add_argument("--check", action="store_true", help="exit code 1 where a goal is missed")
+
+
+def report_results(
+    options: argparse.Namespace, rows: Sequence[Mapping[str, object]], missed: Sequence[str]
+) -> int:
+    """Writes the rows as JSON if asked for, prints what is missed; returns the exit code."""
+    if options.json is not None:
+        options.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    for line in missed:
+        print(f"missed: {line}")
+    return 1 if options.check and missed else 0
+
+
+def with_rounds(
+    parser: argparse.ArgumentParser, turn: float, arguments: Sequence[str] | None
+) -> argparse.Namespace:
+    """Reads a command line that also has the rounds, and the seconds of a turn."""
+    parser.add_argument("--rounds", type=int, default=15, help="turns of each side")
+    parser.add_argument("--turn", type=float, default=turn, help="seconds of the first side's turn")
     found = parser.parse_args(arguments)
     if found.rounds < 1 or found.turn <= 0:
         parser.error("--rounds and --turn: positive numbers are needed")
     if found.quick:
         found.rounds, found.turn = min(found.rounds, 3), min(found.turn, 0.05)
     return found
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Reads the command line."""
+    parser = parser_of(__doc__)
+    parser.add_argument("--model", nargs="+", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument("--optimizer", nargs="+", choices=OPTIMIZERS, default=list(OPTIMIZERS))
+    ways = [side.way for side in OURS]
+    parser.add_argument("--way", nargs="+", choices=ways, default=ways, help="onnxpar's sides")
+    parser.add_argument("--torch-parallel", action="store_true", help="PyTorch's dp and tp too")
+    parser.add_argument("--ort", action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--profile", action="store_true", help="print onnxruntime's profiles too")
+    add_results(parser)
+    return with_rounds(parser, 0.5, arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -510,12 +539,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 for side in OURS if options.profile else ():
                     if side.way in options.way:
                         profile(side, job, prepared)
-    if options.json is not None:
-        text = json.dumps([asdict(row) | {"ratio": row.ratio} for row in every], indent=1)
-        options.json.write_text(text + "\n", encoding="utf-8")
-    for line in missed:
-        print(f"missed: {line}")
-    return 1 if options.check and missed else 0
+    return report_results(options, [asdict(row) | {"ratio": row.ratio} for row in every], missed)
 
 
 if __name__ == "__main__":

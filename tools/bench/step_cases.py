@@ -11,9 +11,10 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -145,7 +146,25 @@ class Side:
 
 
 @dataclass(frozen=True)
-class Job:
+class Sent:
+    """A record of JSON values, the only argument of a process."""
+
+    options: tuple[str, ...] = field(default=(), kw_only=True)
+
+    @classmethod
+    def read(cls, text: str) -> Self:
+        """Returns the record of `text`."""
+        fields = json.loads(text)
+        return cls(**{**fields, "options": tuple(fields["options"])})
+
+    @property
+    def text(self) -> str:
+        """The record as JSON."""
+        return json.dumps(asdict(self))
+
+
+@dataclass(frozen=True)
+class Job(Sent):
     """What one process is to do, as its only argument.
 
     Attributes:
@@ -170,7 +189,6 @@ class Job:
     model: str
     optimizer: str
     quick: bool = False
-    options: tuple[str, ...] = ()
     profile: bool = False
     files: str = ""
     address: str = ""
@@ -183,17 +201,6 @@ class Job:
     transport: str = "auto"
     link: str = ""
     overlap: bool = True
-
-    @staticmethod
-    def read(text: str) -> "Job":
-        """Returns the job of `Job.text`."""
-        fields = json.loads(text)
-        return Job(**{**fields, "options": tuple(fields["options"])})
-
-    @property
-    def text(self) -> str:
-        """The job as JSON."""
-        return json.dumps(self.__dict__)
 
     @property
     def case(self) -> Model:

@@ -33,7 +33,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import step_socket
-from step import DECIMALS, PreparedModels, Row, measure
+from step import DECIMALS, PreparedModels, Row, measure, parser_of, with_rounds
 from step_cases import MODELS, OPTIMIZERS, Job, Side
 
 LEVELS = (0, 1, 3)
@@ -94,22 +94,12 @@ def hidden(rows: Sequence[Row], rate: float) -> list[str]:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Reads the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--model", choices=list(MODELS), default="gpt")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="sgd")
     parser.add_argument("--level", type=int, nargs="+", choices=range(4), default=list(LEVELS))
     parser.add_argument("--rate", default="1gbit", help="of the link, as tc takes it")
-    parser.add_argument("--rounds", type=int, default=15, help="turns of each side")
-    parser.add_argument("--turn", type=float, default=0.3, help="seconds of the first side's turn")
-    parser.add_argument("--quick", action="store_true", help="tiny model, three rounds")
-    found = parser.parse_args(arguments)
-    if found.rounds < 1 or found.turn <= 0:
-        parser.error("--rounds and --turn: positive numbers are needed")
-    if found.quick:
-        found.rounds, found.turn = min(found.rounds, 3), min(found.turn, 0.05)
-    return found
+    return with_rounds(parser, 0.3, arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from onnxpar_format.options import VerifyOptions
     from onnxpar_runtime.commands import run
     from onnxpar_runtime.generation.commands import generate
+    from onnxpar_runtime.serving.commands import serve
     from onnxpar_runtime.supervisor import Job, supervise
     from onnxpar_runtime.training.commands import evaluation, train
     from onnxpar_runtime.verify.findings import Case, TrainingCase
@@ -37,6 +38,7 @@ __all__ = [
     "report_json",
     "reshard_checkpoint",
     "run",
+    "serve",
     "started",
     "supervise",
     "train",
@@ -58,6 +60,7 @@ _HOMES = {
     "report_json": "onnxpar.api.runtime.verification",
     "reshard_checkpoint": "onnxpar.api.runtime.checkpoints",
     "run": "onnxpar_runtime.commands",
+    "serve": "onnxpar_runtime.serving.commands",
     "started": "onnxpar.api.runtime.functions",
     "supervise": "onnxpar_runtime.supervisor",
     "train": "onnxpar_runtime.training.commands",

@@ -7,6 +7,7 @@ from tempfile import TemporaryDirectory
 from onnxpar.api.export_model import put_weights
 from onnxpar.api.runtime.checkpoints import summary
 from onnxpar.core.errors import DirectoryError
+from onnxpar_format.new_file import check_file
 from onnxpar_runtime.checkpoint import reshard
 from onnxpar_runtime.checkpoint.reshard import SAFETENSORS
 
@@ -39,8 +40,7 @@ def export_checkpoint(
         )
     if model is None:
         return summary(reshard.export_weights(source, output, verify=verify))
-    if not output.absolute().parent.is_dir():
-        raise DirectoryError(f"{output}: the folder does not exist")
+    check_file(output, DirectoryError)
     try:
         with TemporaryDirectory(prefix=".onnxpar-export-", dir=output.absolute().parent) as folder:
             weights = Path(folder, "weights.safetensors")

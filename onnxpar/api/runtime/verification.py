@@ -11,6 +11,7 @@ from onnxpar.api.shard_model import shard_model
 from onnxpar.autodiff.training_program import TrainingSpec
 from onnxpar.core.errors import SymbolError
 from onnxpar.core.symbols import Symbol
+from onnxpar.frontend.genai_folder import given_model
 from onnxpar_format.manifest import FILE_NAME
 from onnxpar_format.options import VerifyOptions
 from onnxpar_runtime.manifest import Manifest
@@ -32,7 +33,8 @@ def verify(
 
     Args:
         directory: The directory.
-        model: The undivided model, or its directory for one device.
+        model: The undivided model, a file or a folder of onnxruntime-genai, or its directory for
+            one device.
         cases: Texts such as `batch=16,seq=8`, one for each case; by default three cases.
         inputs: `.npz` file of global inputs instead of random ones.
         options: What to compare and how strictly.
@@ -52,7 +54,7 @@ def verify(
 def _undivided(manifest: Manifest, model: Path) -> Iterator[Path]:
     """Yields the model, or for training a directory for one device, which is made if needed."""
     if manifest.training is None or (model / FILE_NAME).is_file():
-        yield model
+        yield model if (model / FILE_NAME).is_file() else given_model(model).path
         return
     spec = TrainingSpec.of(manifest.trained().spec)
     with TemporaryDirectory(prefix="onnxpar-verify-") as folder:

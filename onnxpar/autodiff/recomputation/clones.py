@@ -24,7 +24,7 @@ from onnxpar.graph.pipeline_places import virtual_stage_of
 from onnxpar.graph.plan import NodePlan, Plan
 from onnxpar.graph.shapes import ShapeEnv
 from onnxpar.ops.collective.barrier import DEFS, barrier_node, barrier_rule
-from onnxpar.ops.node_rules import Rules, with_bodies
+from onnxpar.ops.node_rules import Rules, completed
 from onnxpar.ops.operator import OpDef
 from onnxpar.resharding.routes import cheapest_route
 
@@ -106,7 +106,7 @@ class _Recompute:
                 self.reached = node.outputs[0]
         registry = self.old.program.registry
         views = {
-            (name := node.name or ""): with_bodies(
+            (name := node.name or ""): completed(
                 NodeView(node, self.env, self.opset), self.ops.get(name), registry
             )
             for node in graph

@@ -42,7 +42,7 @@ from onnxpar.ops.node_cost import attends
 from onnxpar.ops.operator import BY_BODY, Missing, OpDef, expanded
 from onnxpar.ops.slots import Kernel
 
-_SEQLENS, _TOTAL, _POSITIONS = 5, 6, 9
+_SEQLENS, _TOTAL, _COSINES, _SINES, _POSITIONS = 5, 6, 7, 8, 9
 _PADDING, _ADDED, _PAST, _STEP, _BEAMS = 4, 5, 6, 8, 9
 INT32 = ir.DataType.INT32
 
@@ -336,6 +336,7 @@ DEFS = (
         cost=attends(3),
         memory=Kernel(appends=((3, 1), (4, 2))),
         infer=infer_group_query_attention,
+        counts_rows=((_TOTAL, _COSINES), (_TOTAL, _SINES)),
     ),
     OpDef(
         MICROSOFT,

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
-from onnxpar.core.sharding import local_size
+from onnxpar.core.sharding import Component
 from onnxpar.core.symbols import Dim
 from onnxpar.graph.node_view import NodeView
 from onnxpar.graph.padding_masks import valid_count
-from onnxpar.ops.local_helpers import BOOL, iota
+from onnxpar.ops.local_helpers import BOOL, iota, over_components
 from onnxpar.ops.local_node import LocalNode
 
 
@@ -122,18 +122,9 @@ class Operands:
 
 def valid_along(node: LocalNode, factor: str) -> ir.Value:
     """Returns whether each local element along a factor is no padding, booleans [local size]."""
-    found: ir.Value | None = None
-    length: Dim = 1
-    for component in node.components(factor):
-        size = local_size(component, node.mesh, node.table)
+
+    def block(component: Component, size: Dim) -> ir.Value:
         count = valid_count(node.builder, component)
-        here = node.op("Less", iota(node, size), count, dtype=BOOL, shape=[size])
-        if found is None:
-            found, length = here, size
-            continue
-        major = node.builder.reshape(found, [length, 1])
-        both = node.op("And", major, here, shape=[length, size])
-        length = length * size
-        found = node.builder.reshape(both, [length])
-    assert found is not None
-    return found
+        return node.op("Less", iota(node, size), count, dtype=BOOL, shape=[size])
+
+    return over_components(node, factor, "And", block)

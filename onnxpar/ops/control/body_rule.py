@@ -12,7 +12,6 @@ is replicated.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
 import onnx_ir as ir
 
 from onnxpar.core.mesh import Mesh
@@ -28,12 +27,11 @@ from onnxpar.core.rule import (
 )
 from onnxpar.core.sharding import REDUCTIONS, Component, DimSharding, Sharding
 from onnxpar.core.symbols import Dim
-from onnxpar.graph.node_view import CONST_LIMIT, BodyFacts, NodeView
+from onnxpar.graph.node_view import BodyFacts, NodeView
 from onnxpar.graph.plan import NodePlan, factor_sizes, operand_sharding, shardings
 from onnxpar.ops.control.unified_dims import DimParts
 
 PartialDims = dict[int, str]
-_SAME_ZEROS = ("Expand", "Identity", "Reshape", "Unsqueeze", "Squeeze")
 
 
 @dataclass(frozen=True)
@@ -67,24 +65,6 @@ class Wiring:
     results: tuple[Port, ...]
     states: tuple[tuple[ir.Value | None, ir.Value, ir.Value], ...] = ()
     control: tuple[ir.Value, ...] = ()
-
-
-def is_zero(value: ir.Value | None) -> bool:
-    """Whether all elements of a value are known to be zero."""
-    if value is None:
-        return False
-    if value.const_value is not None:
-        tensor = value.const_value
-        return tensor.size <= CONST_LIMIT and not np.any(np.asarray(tensor.numpy()))
-    node = value.producer()
-    if node is None or node.domain not in ("", "ai.onnx"):
-        return False
-    if node.op_type in _SAME_ZEROS:
-        return is_zero(node.inputs[0])
-    if node.op_type != "ConstantOfShape":
-        return False
-    fill = node.attributes.get("value")
-    return fill is None or not np.any(fill.as_tensor().numpy())
 
 
 @dataclass
@@ -208,6 +188,10 @@ class BodyAnalysis:
     def _leaves(self, value: ir.Value) -> set[int]:
         return set(self.parts.leaves(self.dims(value) or ()))
 
+    def _is_zero(self, value: ir.Value | None) -> bool:
+        """Whether all elements of a value are known to be zero."""
+        return value is not None and self.view.pattern_of(value).zero
+
     # -- partial values ------------------------------------------------------------------------
 
     def _settled(self) -> bool:
@@ -215,7 +199,7 @@ class BodyAnalysis:
         self._forbid_twice()
         before = len(self.parts.fixed)
         entering: dict[str, PartialDims] = {v.name or "": {} for _, v, _ in self.wiring.states}
-        zeros = {v.name or "" for begin, v, _ in self.wiring.states if is_zero(begin)}
+        zeros = {v.name or "" for begin, v, _ in self.wiring.states if self._is_zero(begin)}
         while True:
             self.partial = dict(entering)
             for body in self.bodies.values():
@@ -229,7 +213,7 @@ class BodyAnalysis:
                 old, new = entering[inner.name or ""], self.partial.get(after.name or "", {})
                 if old == new:
                     continue
-                if not is_zero(begin) or not old.items() <= new.items():
+                if not self._is_zero(begin) or not old.items() <= new.items():
                     return self._refuse({**old, **new}, "a sum over it is passed to the next step")
                 entering[inner.name or ""] = new
                 grown = True
@@ -279,7 +263,7 @@ class BodyAnalysis:
                     continue
                 if value.name in zeros:
                     self.partial[value.name or ""] = held[index] = carried
-                elif is_zero(value) and ("sum", frozenset(held)) not in rule.linear:
+                elif self._is_zero(value) and ("sum", frozenset(held)) not in rule.linear:
                     held[index] = carried
             every: PartialDims = {k: r for p in held.values() for k, r in p.items()}
             own = set(self.parts.leaves(list(factors.values())))
@@ -311,7 +295,7 @@ class BodyAnalysis:
         for port, mine in zip(self.wiring.results, partials, strict=True):
             for value in port.inner:
                 theirs = self.partial.get(value.name or "", {})
-                if theirs != mine and not is_zero(value):
+                if theirs != mine and not self._is_zero(value):
                     self.parts.forbid([*theirs, *mine], "only one of the bodies sums over it")
             if len(set(mine.values())) > 1:
                 self.parts.forbid(list(mine), "it would be partial over two reductions")
@@ -335,7 +319,7 @@ class BodyAnalysis:
     def _result_partial(self, port: Port) -> PartialDims:
         """The parts over which a result may be partial."""
         for value in port.inner:
-            if not is_zero(value):
+            if not self._is_zero(value):
                 return self.partial.get(value.name or "", {})
         return {}
 

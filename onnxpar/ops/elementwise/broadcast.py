@@ -1,6 +1,6 @@
 """Rules of operators that broadcast their operands against one another (numpy's rules)."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from onnxpar.core.errors import ModelError
 from onnxpar.core.rule import OpRule, parse_rule
@@ -44,24 +44,28 @@ def aligned(shape: Sequence[Dim], out: Sequence[Dim], names: Sequence[str]) -> t
     return " ".join(words), replicated
 
 
-def broadcast_rule(view: NodeView, linear: str = "", operands: int | None = None) -> OpRule:
+def aligned_operands(
+    view: NodeView, indices: Iterable[int], out: Sequence[Dim], names: Sequence[str]
+) -> tuple[list[str], set[str]]:
+    """Returns `aligned` of several operands: the rule text of each, and all replicated factors."""
+    texts, replicated = [], set[str]()
+    for index in indices:
+        text, fixed = aligned(view.shape(index), out, names) if view.has(index) else ("-", set())
+        texts.append(text)
+        replicated |= fixed
+    return texts, replicated
+
+
+def broadcast_rule(view: NodeView, linear: str = "") -> OpRule:
     """Returns the rule of an elementwise node.
 
     Args:
         view: The node.
         linear: Text of the rule's linear clause; "" for none.
-        operands: Number of operands that broadcast; None for all.
     """
     out = view.out_shape()
     names = axis_names(len(out))
-    texts, replicated = [], set[str]()
-    for index in range(view.arity if operands is None else operands):
-        if not view.has(index):
-            texts.append("-")
-            continue
-        text, fixed = aligned(view.shape(index), out, names)
-        texts.append(text)
-        replicated |= fixed
+    texts, replicated = aligned_operands(view, range(view.arity), out, names)
     result = " ".join("1" if size == 1 else n for n, size in zip(names, out, strict=True))
     rule = f"{', '.join(texts)} -> {result}; replicated: {' '.join(sorted(replicated))}"
     return parse_rule(rule + (f"; linear: {linear}" if linear else ""))

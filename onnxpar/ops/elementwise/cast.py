@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import numpy as np
 import onnx_ir as ir
 
 from onnxpar.core.rule import OpRule, parse_rule
@@ -9,11 +10,13 @@ from onnxpar.graph.new_nodes import constant
 from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.elementwise.broadcast import axis_names
 from onnxpar.ops.elementwise.cast_gradient import cast_gradient
+from onnxpar.ops.folding import MOVED_TYPES, Array, Folding, Operands
 from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.operator import NotDifferentiable, OpDef
 from onnxpar.ops.parts import same_node
 from onnxpar.ops.sizes.computed_sizes import cast_elements
-from onnxpar.ops.slots import IN_PLACE, REARRANGES, Folding
+from onnxpar.ops.slots import IN_PLACE, REARRANGES
+from onnxpar.ops.value_patterns import unchanged
 
 _F = ir.DataType
 # Casts that are exact, so that a partial operand of any kind gives a partial result.
@@ -81,6 +84,29 @@ def fold_casts(graph: ir.Graph) -> None:
         graph.remove(node, safe=True)
 
 
+def _folded(node: ir.Node, operands: Operands) -> tuple[Array] | None:
+    """A cast whose result every kernel agrees on: no string, no number outside the type."""
+    x, to = operands[0], node.attributes.get("to")
+    like = node.inputs[-1]
+    kind = ir.DataType(to.as_int()) if to is not None else like and like.dtype
+    if x is None or kind not in MOVED_TYPES:
+        return None
+    target = np.dtype(kind.numpy())
+    if target.kind in "iu":
+        limits = np.iinfo(target)
+        if x.dtype.kind == "f" and not (
+            np.isfinite(x).all() and (np.abs(x) < 2.0 ** (limits.bits - 1)).all()
+        ):
+            return None
+        if target.kind == "u" and x.dtype.kind == "f" and (x < 0).any():
+            return None
+    with np.errstate(over="ignore"):
+        result = x.astype(target)
+    return (result,)
+
+
+_CAST = Folding("casts whose result is certain", MOVED_TYPES, elements=(0,), compute=_folded)
+
 DEFS = (
     OpDef(
         "",
@@ -92,7 +118,8 @@ DEFS = (
         roles=REARRANGES,
         memory=IN_PLACE,
         values=cast_elements,
-        folding=Folding.CAST,
+        pattern=unchanged,
+        folding=_CAST,
         on_part=same_node,
     ),
     OpDef(
@@ -104,7 +131,7 @@ DEFS = (
         gradient=cast_gradient,
         keeps_zero=True,
         values=cast_elements,
-        folding=Folding.CAST,
+        folding=_CAST,
     ),
     OpDef(
         "",

@@ -1,6 +1,7 @@
 """Elementwise operators: every dim is a parallel factor; they differ in their linear clauses."""
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,7 @@ from onnxpar.ops.body_node import BodyNode
 from onnxpar.ops.device.cuda_functions import itself
 from onnxpar.ops.elementwise import elementwise_gradient as grad
 from onnxpar.ops.elementwise.broadcast import broadcast_rule
+from onnxpar.ops.folding import EXACT, INTEGERS, nonzero_divisor
 from onnxpar.ops.grad_node import Gradient
 from onnxpar.ops.local_helpers import BOOL, with_padding
 from onnxpar.ops.local_node import LocalNode, copy_node
@@ -44,7 +46,7 @@ from onnxpar.ops.sizes.computed_sizes import (
     divided,
     remainder,
 )
-from onnxpar.ops.slots import FOLLOWS, IN_PLACE, Folding, Kernel, KernelCall, Roles
+from onnxpar.ops.slots import FOLLOWS, IN_PLACE, Kernel, KernelCall, Roles
 
 
 def _rule(linear: str = "") -> Callable[[NodeView], OpRule]:
@@ -102,12 +104,12 @@ def _extremum_rule(view: NodeView) -> OpRule:
 
 def _div_rule(view: NodeView) -> OpRule:
     """Div: every dim; linear in floats only, since quotients of integers are rounded."""
-    return broadcast_rule(view, "sum 0" if view.has_floats(0) else "")
+    return broadcast_rule(view, "sum 0" if view.has_floats else "")
 
 
 def _quotient_local(node: LocalNode) -> Sequence[ir.Value]:
     """The same operator; divisors that are padding become 1, since integers over 0 end the run."""
-    if node.view.has_floats(0):
+    if node.view.has_floats:
         return node.copy()
     return node.copy([node.input(0), with_padding(node, 1, 1)])
 
@@ -150,7 +152,7 @@ def _test(name: str, version: int, **slots: Any) -> OpDef:
     return OpDef("", name, version, _rule(), gradient=_TRUTH, on_part=same_node, **slots)
 
 
-_exact = partial(_op, precision=FOLLOWS, folding=Folding.EXACT)
+_exact = partial(_op, precision=FOLLOWS, folding=EXACT)
 """An operator whose results IEEE 754 rounds in one way, in the precision of its operands."""
 
 # The bias of a product, or the scale of a composed normalisation, may be either operand.
@@ -173,8 +175,8 @@ DEFS = (
     _op("Tanh", 1, grad.tanh, _rule(_MONOTONE), zero=True, memory=IN_PLACE, precision=FOLLOWS),
     _op("Sigmoid", 1, grad.sigmoid, _rule(_MONOTONE), memory=IN_PLACE, precision=FOLLOWS),
     _op("Exp", 1, grad.exp, _rule(_MONOTONE)),
-    _op("Ceil", 1, _STEPS, _rule(_MONOTONE), zero=True, values=CEIL, folding=Folding.EXACT),
-    _op("Floor", 1, _STEPS, _rule(_MONOTONE), zero=True, values=FLOOR, folding=Folding.EXACT),
+    _op("Ceil", 1, _STEPS, _rule(_MONOTONE), zero=True, values=CEIL, folding=EXACT),
+    _op("Floor", 1, _STEPS, _rule(_MONOTONE), zero=True, values=FLOOR, folding=EXACT),
     _op("Round", 11, _STEPS, _rule(_MONOTONE), zero=True),
     _op("Erf", 9, grad.erf, _rule(_MONOTONE), zero=True, precision=FOLLOWS),
     _op("Softplus", 1, grad.softplus, _rule(_MONOTONE), memory=IN_PLACE),
@@ -186,28 +188,21 @@ DEFS = (
     _op("Acosh", 9, grad.acosh, _rule(), device_function=itself("Acosh")),
     _op("Asin", 7, grad.asin, _rule(), zero=True, device_function=itself("Asin")),
     _op("Atanh", 9, grad.atanh, _rule(), zero=True, device_function=itself("Atanh")),
-    _op(
-        "Celu",
-        12,
-        grad.celu,
-        _rule(),
-        zero=True,
-        memory=IN_PLACE,
-        precision=FOLLOWS,
-        device_function=itself("Celu", alpha="float"),
+    *(
+        _op(
+            name,
+            version,
+            gradient,
+            _rule(),
+            zero=True,
+            memory=IN_PLACE,
+            precision=FOLLOWS,
+            device_function=itself(name, alpha="float"),
+        )
+        for name, version, gradient in (("Celu", 12, grad.celu), ("Elu", 1, grad.elu))
     ),
     _op("Cos", 7, grad.cos, _rule()),
     _op("Cosh", 9, grad.cosh, _rule(), device_function=itself("Cosh")),
-    _op(
-        "Elu",
-        1,
-        grad.elu,
-        _rule(),
-        zero=True,
-        memory=IN_PLACE,
-        precision=FOLLOWS,
-        device_function=itself("Elu", alpha="float"),
-    ),
     _op(
         "Gelu", 20, grad.gelu, _rule(), zero=True, memory=Kernel(work=_sum_kept), precision=FOLLOWS
     ),
@@ -227,7 +222,7 @@ DEFS = (
         device_function=itself("Selu", alpha="float", gamma="float"),
     ),
     _op("Sin", 7, grad.sin, _rule(), zero=True),
-    _op("Sqrt", 1, grad.sqrt, _rule(), zero=True, folding=Folding.EXACT),
+    _op("Sqrt", 1, grad.sqrt, _rule(), zero=True, folding=EXACT),
     _op("Tan", 7, grad.tan, _rule(), zero=True, device_function=itself("Tan")),
     _op(
         "ThresholdedRelu",
@@ -240,27 +235,27 @@ DEFS = (
     ),
     _test("IsNaN", 9),
     _test("IsInf", 10),
-    _test("Not", 1, values=NOT, folding=Folding.EXACT),
-    _test("BitwiseNot", 18, folding=Folding.INTEGERS),
-    _test("And", 7, broadcasts=True, values=AND, folding=Folding.EXACT),
-    _test("Or", 7, broadcasts=True, values=OR, folding=Folding.EXACT),
-    _test("Xor", 7, broadcasts=True, values=XOR, folding=Folding.EXACT),
-    _test("Equal", 7, broadcasts=True, values=EQUAL, folding=Folding.EXACT),
-    _test("Less", 7, broadcasts=True, values=LESS, folding=Folding.EXACT),
-    _test("Greater", 7, broadcasts=True, values=GREATER, folding=Folding.EXACT),
-    _test("LessOrEqual", 12, broadcasts=True, values=LESS_OR_EQUAL, folding=Folding.EXACT),
-    _test("GreaterOrEqual", 12, broadcasts=True, values=GREATER_OR_EQUAL, folding=Folding.EXACT),
-    _test("BitwiseAnd", 18, broadcasts=True, folding=Folding.INTEGERS),
-    _test("BitwiseOr", 18, broadcasts=True, folding=Folding.INTEGERS),
-    _test("BitwiseXor", 18, broadcasts=True, folding=Folding.INTEGERS),
-    _test("BitShift", 11, broadcasts=True, folding=Folding.INTEGERS),
+    _test("Not", 1, values=NOT, folding=EXACT),
+    _test("BitwiseNot", 18, folding=INTEGERS),
+    _test("And", 7, broadcasts=True, values=AND, folding=EXACT),
+    _test("Or", 7, broadcasts=True, values=OR, folding=EXACT),
+    _test("Xor", 7, broadcasts=True, values=XOR, folding=EXACT),
+    _test("Equal", 7, broadcasts=True, values=EQUAL, folding=EXACT),
+    _test("Less", 7, broadcasts=True, values=LESS, folding=EXACT),
+    _test("Greater", 7, broadcasts=True, values=GREATER, folding=EXACT),
+    _test("LessOrEqual", 12, broadcasts=True, values=LESS_OR_EQUAL, folding=EXACT),
+    _test("GreaterOrEqual", 12, broadcasts=True, values=GREATER_OR_EQUAL, folding=EXACT),
+    _test("BitwiseAnd", 18, broadcasts=True, folding=INTEGERS),
+    _test("BitwiseOr", 18, broadcasts=True, folding=INTEGERS),
+    _test("BitwiseXor", 18, broadcasts=True, folding=INTEGERS),
+    _test("BitShift", 11, broadcasts=True, folding=INTEGERS),
     _op(
         "HardSigmoid", 1, grad.hard_sigmoid, _hard_sigmoid_rule, memory=IN_PLACE, precision=FOLLOWS
     ),
     # |xy| = |x||y|. This holds for sign and reciprocal too, but the product may vanish or overflow
     # where its factors do not.
     _exact("Abs", 1, grad.absolute, _rule("prod 0"), zero=True, values=ABS),
-    _op("Sign", 9, _STEPS, _rule(_MONOTONE), zero=True, folding=Folding.EXACT),
+    _op("Sign", 9, _STEPS, _rule(_MONOTONE), zero=True, folding=EXACT),
     _exact("Neg", 6, grad.neg, _rule("sum 0"), zero=True, values=NEG),
     _exact(
         "Add", 7, grad.sum_gradient, _sum_rule, zero=True, broadcasts=True, roles=_ROWS, values=ADD
@@ -285,7 +280,14 @@ DEFS = (
         values=MUL,
     ),
     _exact(
-        "Div", 7, grad.div_gradient, _div_rule, _quotient_local, broadcasts=True, values=divided
+        "Div",
+        7,
+        grad.div_gradient,
+        _div_rule,
+        _quotient_local,
+        broadcasts=True,
+        values=divided,
+        folding=replace(EXACT, defined=nonzero_divisor),
     ),
     _op("Pow", 7, grad.pow_gradient, _rule(), broadcasts=True, values=POW),
     _op(
@@ -296,7 +298,7 @@ DEFS = (
         _quotient_local,
         broadcasts=True,
         values=remainder,
-        folding=Folding.INTEGERS,
+        folding=replace(INTEGERS, defined=nonzero_divisor),
     ),
     _op(
         "PRelu",

@@ -36,24 +36,27 @@ RELU_GRAD = Function("""
     }
 """)
 
-TANH_GRAD = Function("""
-    TanhGrad (dy, y) => (dx) {
-        number = Constant<value = float {1.0}>()
-        one = CastLike(number, dy)
+_ONE = """
+    number = Constant<value = float {1.0}>()
+    one = CastLike(number, dy)
+"""
+
+TANH_GRAD = Function(f"""
+    TanhGrad (dy, y) => (dx) {{
+        {_ONE}
         square = Mul(y, y)
         slope = Sub(one, square)
         dx = Mul(dy, slope)
-    }
+    }}
 """)
 
-SIGMOID_GRAD = Function("""
-    SigmoidGrad (dy, y) => (dx) {
-        number = Constant<value = float {1.0}>()
-        one = CastLike(number, dy)
+SIGMOID_GRAD = Function(f"""
+    SigmoidGrad (dy, y) => (dx) {{
+        {_ONE}
         part = Mul(dy, y)
         rest = Sub(one, y)
         dx = Mul(part, rest)
-    }
+    }}
 """)
 
 # dy (Φ(x) + x φ(x)); 2 φ(x) = exp(log √(2/π) - x²/2), and dy is halved instead of each term.

@@ -17,6 +17,7 @@ from onnxpar.graph.builder import INT64
 from onnxpar.graph.node_view import NodeView
 from onnxpar.graph.padding_masks import mask_component
 from onnxpar.ops.elementwise.broadcast import axis_names
+from onnxpar.ops.folding import INTEGERS, MOVE
 from onnxpar.ops.index.arg_max_gradient import top_k_gradient
 from onnxpar.ops.local_helpers import (
     BOOL,
@@ -29,7 +30,6 @@ from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.norm.old_versions import OF_ONE_AXIS
 from onnxpar.ops.old_node import OldNode, Upgrade
 from onnxpar.ops.operator import NOT_DIFFERENTIABLE, Missing, NotDifferentiable, OpDef
-from onnxpar.ops.slots import Folding
 from onnxpar.ops.view.reshape import further
 
 # Types that onnxruntime cannot compare, and the types in which we compare them.
@@ -268,8 +268,8 @@ DEFS = (
         compress_rule,
         gradient=_SHAPE_BY_DATA,
         keeps_zero=True,
-        folding=Folding.MOVE,
+        folding=MOVE,
     ),
-    OpDef("", "NonZero", 9, non_zero_rule, gradient=NOT_DIFFERENTIABLE, folding=Folding.INTEGERS),
+    OpDef("", "NonZero", 9, non_zero_rule, gradient=NOT_DIFFERENTIABLE, folding=INTEGERS),
     OpDef("", "Unique", 11, unique_rule, gradient=_SHAPE_BY_DATA),
 )

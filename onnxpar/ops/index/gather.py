@@ -13,6 +13,7 @@ from onnxpar.core.symbols import Dim
 from onnxpar.graph.builder import DOMAIN, INT64, ir_shape
 from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.elementwise.broadcast import axis_names
+from onnxpar.ops.folding import MOVE
 from onnxpar.ops.function import Function
 from onnxpar.ops.index.gather_gradient import INDEXED_SUM, gather_gradient
 from onnxpar.ops.local_helpers import locate, normal_axis, with_padding, zero_unless
@@ -21,7 +22,7 @@ from onnxpar.ops.node_cost import moves, selects
 from onnxpar.ops.operator import Missing, OpDef, for_ranks
 from onnxpar.ops.parts import Taken, taken_range
 from onnxpar.ops.sizes.computed_sizes import gathered
-from onnxpar.ops.slots import FOLLOWS, Folding, Roles
+from onnxpar.ops.slots import FOLLOWS, Roles
 
 INDEXED = "V"
 """Name of the indexed dim in rules."""
@@ -56,7 +57,7 @@ def gather_takes(view: NodeView) -> Sequence[Taken] | None:
 
 def gather_local(node: LocalNode) -> Sequence[ir.Value]:
     """Looks up indices in this rank's shard of the indexed dim; indices that are padding are 0."""
-    place, inside = indexed_place(node, 1)
+    place, inside = indexed_place(node)
     rows = node.copy([node.input(0), place])[0]
     if inside is None:
         return (rows,)
@@ -66,18 +67,17 @@ def gather_local(node: LocalNode) -> Sequence[ir.Value]:
     return (zero_unless(node, inside, rows),)
 
 
-def indexed_place(node: LocalNode, operand: int) -> tuple[ir.Value, ir.Value | None]:
-    """Converts the global indices of an operand to indices into this rank's shard.
+def indexed_place(node: LocalNode) -> tuple[ir.Value, ir.Value | None]:
+    """Converts the global indices in operand 1 to indices into this rank's shard.
 
     Args:
         node: The node, whose rule calls the indexed dim `V`.
-        operand: Index of the operand that holds global indices along this dim.
 
     Returns:
         The local indices, of the operand's local shape, and whether each is in this shard (its
         local shape, or [1] for a scalar); None instead of the latter if the dim is replicated.
     """
-    indices, shape = with_padding(node, operand), node.in_shape(operand)
+    indices, shape = with_padding(node, 1), node.in_shape(1)
     if not node.atoms(INDEXED):
         return indices, None
     place, inside = in_shard(node, INDEXED, indices, _with_one(shape))
@@ -171,7 +171,7 @@ DEFS = (
         roles=Roles(weights=(0,), indexed_by=1),
         precision=FOLLOWS,
         values=gathered,
-        folding=Folding.MOVE,
+        folding=MOVE,
         takes=gather_takes,
     ),
     OpDef(

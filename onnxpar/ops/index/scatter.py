@@ -15,6 +15,7 @@ from onnxpar.graph.builder import DOMAIN, INT64
 from onnxpar.graph.node_view import NodeView
 from onnxpar.graph.padding_masks import fill_value, select
 from onnxpar.ops.elementwise.broadcast import axis_names
+from onnxpar.ops.folding import MOVE
 from onnxpar.ops.grad_node import GradNode
 from onnxpar.ops.index.gather import INDEXED, from_front, in_shard, lookup_kind
 from onnxpar.ops.index.index_origin import counted_columns
@@ -39,7 +40,7 @@ from onnxpar.ops.node_cost import moves, selects
 from onnxpar.ops.old_node import renamed
 from onnxpar.ops.operator import BY_BODY, Missing, OpDef, expanded
 from onnxpar.ops.parts import Taken, taken_range
-from onnxpar.ops.slots import IN_PLACE, Folding
+from onnxpar.ops.slots import IN_PLACE
 
 # The update that changes nothing, by how writes are combined.
 _IDENTITY: dict[str, float | str] = {"add": 0, "mul": 1, "max": "lowest", "min": "highest"}
@@ -418,7 +419,7 @@ DEFS = (
         cost=moves,
         keeps_zero=True,
         memory=IN_PLACE,
-        folding=Folding.MOVE,
+        folding=MOVE,
     ),
     OpDef(
         "",
@@ -428,7 +429,7 @@ DEFS = (
         gather_nd_local,
         gradient=gather_nd_gradient,
         cost=selects,
-        folding=Folding.MOVE,
+        folding=MOVE,
         takes=gather_nd_takes,
     ),
     OpDef(
@@ -440,7 +441,7 @@ DEFS = (
         gradient=scattered_gradient,
         cost=moves,
         keeps_zero=True,
-        folding=Folding.MOVE,
+        folding=MOVE,
     ),
     OpDef(
         DOMAIN,

@@ -8,7 +8,7 @@ from onnxpar.core.mesh import Atoms
 from onnxpar.core.rule import OpRule, parse_rule
 from onnxpar.core.symbols import Dim
 from onnxpar.graph.node_view import NodeView
-from onnxpar.ops.elementwise.broadcast import aligned, axis_names
+from onnxpar.ops.elementwise.broadcast import aligned_operands, axis_names
 from onnxpar.ops.local_helpers import axis_of, copy_or, reduced, work_dtype
 from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.norm.old_versions import OF_ONE_AXIS
@@ -78,14 +78,8 @@ def layer_norm_rule(view: NodeView) -> OpRule:
     names = axis_names(len(shape))
     axes = normalised_axes(view)
     text = " ".join(names)
-    operands, replicated = [text], set[str]()
-    for index in range(1, view.arity):
-        if not view.has(index):
-            operands.append("-")
-            continue
-        operand, fixed = aligned(view.shape(index), shape, names)
-        operands.append(operand)
-        replicated |= fixed
+    affine, replicated = aligned_operands(view, range(1, view.arity), shape, names)
+    operands = [text, *affine]
     statistics = " ".join("1" if axis in axes else n for axis, n in enumerate(names))
     outputs = [text] + [statistics] * (len(view.node.outputs) - 1)
     rule = f"{', '.join(operands)} -> {', '.join(outputs)}"

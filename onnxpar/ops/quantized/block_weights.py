@@ -172,7 +172,7 @@ def gather_block_quantized_rule(view: NodeView) -> OpRule:
 
 def gather_block_quantized_local(node: LocalNode) -> Sequence[ir.Value]:
     """Looks up the rows in this rank's shard of the indexed dim; other rows are zero."""
-    place, inside = indexed_place(node, 1)
+    place, inside = indexed_place(node)
     rows = node.copy([node.input(0), place, *node.inputs[2:]])[0]
     if inside is None:
         return (rows,)

@@ -98,11 +98,11 @@ def integer_local(node: LocalNode) -> Sequence[ir.Value]:
     """Padding of a sharded K gets the left zero point; the sum is partial."""
     if not node.atoms(_K):
         return node.copy()
-    left = _filled_left(node, 0, 2)
+    left = _filled_left(node, 2)
     return node.copy([left, *node.inputs[1:]])
 
 
-def _filled_left(node: LocalNode, left: int, point: int) -> ir.Value:
+def _filled_left(node: LocalNode, point: int) -> ir.Value:
     """The left operand with its zero point as the padding of K."""
     zero = node.inputs[point] if node.has(point) else None
     shape = node.in_shape(point) if zero is not None else ()
@@ -110,7 +110,7 @@ def _filled_left(node: LocalNode, left: int, point: int) -> ir.Value:
         zero = node.builder.reshape(zero, [*shape, 1])
     elif zero is not None and len(shape) == 1:
         zero = node.builder.reshape(zero, [])
-    return filled(node, node.input(left), left, _K, zero)
+    return filled(node, node.input(0), 0, _K, zero)
 
 
 def _summed(node: LocalNode, left: ir.Value, right: ir.Value, *points: ir.Value | None) -> ir.Value:
@@ -135,7 +135,7 @@ def qlinear_local(node: LocalNode) -> Sequence[ir.Value]:
     """MatMulInteger of the shard of K, an all-reduce, and one rounding."""
     if not node.atoms(_K):
         return node.copy()
-    left = _filled_left(node, 0, 2)
+    left = _filled_left(node, 2)
     total = _summed(node, left, node.input(3), node.input(2), node.input(5))
     scale = output_scale(node, node.input(1), node.input(4), node.input(6), node.in_shape(4))
     return (requantised(node, total, scale, node.input(7), node.out_shape()),)
@@ -155,7 +155,7 @@ def gemm_local(node: LocalNode) -> Sequence[ir.Value]:
     if not node.atoms(_K):
         return node.copy()
     view, out = node.view, node.out_shape()
-    left, right = _filled_left(node, 0, 2), node.input(3)
+    left, right = _filled_left(node, 2), node.input(3)
     if view.attr("transA", 0):
         left = _transposed(node, left, node.in_shape(0))
     if view.attr("transB", 0):
@@ -189,7 +189,7 @@ def float_local(node: LocalNode) -> Sequence[ir.Value]:
     """MatMulInteger of the shard of K, an all-reduce, the scales and the bias."""
     if not node.atoms(_K):
         return node.copy()
-    left = _filled_left(node, 0, 4)
+    left = _filled_left(node, 4)
     points = [node.inputs[i] if node.has(i) else None for i in (4, 5)]
     total = _summed(node, left, node.input(1), *points)
     bias = node.input(6) if node.has(6) else None

@@ -5,22 +5,21 @@ sums and their applications").
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
 
-from onnxpar.core.rule import OpRule, parse_rule
+from onnxpar.core.rule import IDENTITY, OpRule, parse_rule
 from onnxpar.core.sharding import DimSharding, local_size
 from onnxpar.core.symbols import Dim
 from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.elementwise.broadcast import axis_names
+from onnxpar.ops.folding import INTEGERS
 from onnxpar.ops.local_helpers import BOOL, copy_or, iota, reduced
 from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.operator import OpDef
 from onnxpar.ops.reduce.cumulative_gradient import cumprod_gradient, running_axis
 from onnxpar.ops.reduce.reduce_gradient import cumsum_gradient
-from onnxpar.ops.slots import Folding
 
 
 def cumsum_rule(view: NodeView) -> OpRule:
@@ -40,54 +39,37 @@ def _rule(view: NodeView, linear: str) -> OpRule:
     return parse_rule(f"{text}, . -> {text}; special: {running}; linear: {linear} 0")
 
 
-@dataclass(frozen=True)
-class _Running:
-    """An operator that runs along an axis.
-
-    Attributes:
-        op_type: Its name.
-        reduction: The operator that gives the total of a shard.
-        combine: The operator that combines two totals.
-        identity: The number that changes no total.
-    """
-
-    op_type: str
-    reduction: str
-    combine: str
-    identity: int
-
-
-_SUM = _Running("CumSum", "ReduceSum", "Add", 0)
-_PRODUCT = _Running("CumProd", "ReduceProd", "Mul", 1)
+_COMBINE = {"sum": "Add", "prod": "Mul"}
 
 
 def cumsum_local(node: LocalNode) -> Sequence[ir.Value]:
     """The running sum of the local shard, plus the totals of the shards before it."""
-    return _local(node, _SUM)
+    return _local(node, "sum")
 
 
 def cumprod_local(node: LocalNode) -> Sequence[ir.Value]:
     """The running product of the local shard, times the totals of the shards before it."""
-    return _local(node, _PRODUCT)
+    return _local(node, "prod")
 
 
-def _local(node: LocalNode, running: _Running) -> Sequence[ir.Value]:
+def _local(node: LocalNode, reduction: str) -> Sequence[ir.Value]:
     axis, shape = running_axis(node.view), node.in_shape(0)
     factor = axis_names(len(shape))[axis]
-    zero = node.zero[0] and running.identity == 0
-    x = node.masked(node.input(0), 0, factor, running.identity, known_zero=zero)
+    identity = IDENTITY[reduction]
+    zero = node.zero[0] and identity == 0
+    x = node.masked(node.input(0), 0, factor, identity, known_zero=zero)
     parts = node.components(factor)
     sizes = [local_size(c, node.mesh, node.table) for c in parts]
     tall = [*shape[:axis], *sizes, *shape[axis + 1 :]]
     exclusive = bool(node.attr("exclusive", 0))
     x = node.builder.reshape(x, tall)
-    y = _scan(node, running, x, tall, axis, parts, exclusive=exclusive)
+    y = _scan(node, reduction, x, tall, axis, parts, exclusive=exclusive)
     return (node.builder.reshape(y, shape),)
 
 
 def _scan(
     node: LocalNode,
-    running: _Running,
+    reduction: str,
     x: ir.Value,
     shape: Sequence[Dim],
     axis: int,
@@ -97,12 +79,12 @@ def _scan(
 ) -> ir.Value:
     """The running total over one dim of components `parts`, which are the dims from `axis` on."""
     at = axis + len(parts) - 1
-    atoms = parts[-1].atoms
+    atoms, reduce = parts[-1].atoms, f"Reduce{reduction.capitalize()}"
     reverse = int(node.attr("reverse", 0))
     where = node.builder.const(at)
-    y = node.op(running.op_type, x, where, shape=shape, exclusive=int(exclusive), reverse=reverse)
+    y = node.op(node.op_type, x, where, shape=shape, exclusive=int(exclusive), reverse=reverse)
     kept = reduced(shape, [at])
-    total = node.builder.reduce(running.reduction, x, [at], keepdims=True)
+    total = node.builder.reduce(reduce, x, [at], keepdims=True)
     if atoms:
         count = node.mesh.count(atoms)
         totals = node.all_gather(total, atoms, at)
@@ -113,17 +95,17 @@ def _scan(
             side, iota(node, count), node.builder.position(atoms), dtype=BOOL, shape=[count]
         )
         earlier = node.builder.reshape(earlier, [count, *[1] * (len(shape) - at - 1)])
-        nothing = node.builder.const(np.array(running.identity), x.dtype)
+        nothing = node.builder.const(np.array(IDENTITY[reduction]), x.dtype)
         before = node.op("Where", earlier, totals, nothing, dtype=x.dtype, shape=gathered)
-        before = node.builder.reduce(running.reduction, before, [at], keepdims=True)
-        y = node.op(running.combine, y, before, shape=shape)
-        total = node.builder.reduce(running.reduction, totals, [at], keepdims=True)
+        before = node.builder.reduce(reduce, before, [at], keepdims=True)
+        y = node.op(_COMBINE[reduction], y, before, shape=shape)
+        total = node.builder.reduce(reduce, totals, [at], keepdims=True)
     if len(parts) == 1:
         return y
     rows = [*shape[:at], *shape[at + 1 :]]
     total = node.builder.reshape(total, rows)
-    before = _scan(node, running, total, rows, axis, parts[:-1], exclusive=True)
-    return node.op(running.combine, y, node.builder.reshape(before, kept), shape=shape)
+    before = _scan(node, reduction, total, rows, axis, parts[:-1], exclusive=True)
+    return node.op(_COMBINE[reduction], y, node.builder.reshape(before, kept), shape=shape)
 
 
 DEFS = (
@@ -135,7 +117,7 @@ DEFS = (
         copy_or(cumsum_local),
         gradient=cumsum_gradient,
         host_operands=(1,),
-        folding=Folding.INTEGERS,
+        folding=INTEGERS,
     ),
     OpDef("", "CumProd", 26, cumprod_rule, copy_or(cumprod_local), gradient=cumprod_gradient),
 )

@@ -13,6 +13,7 @@ import onnx_ir as ir
 from onnxpar.core.rule import OpRule, parse_rule
 from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.elementwise.broadcast import axis_names
+from onnxpar.ops.folding import INTEGERS
 from onnxpar.ops.local_helpers import (
     BOOL,
     copy_or,
@@ -31,7 +32,6 @@ from onnxpar.ops.sizes.computed_sizes import (
     REDUCE_PROD,
     REDUCE_SUM,
 )
-from onnxpar.ops.slots import Folding
 from onnxpar.ops.view.reshape import further
 
 
@@ -51,7 +51,7 @@ def _rule(kind: str, linear: str, exact: bool) -> Callable[[NodeView], OpRule]:
             if keep or axis not in axes
         ]
         text = f"{operands} -> {' '.join(result)}"
-        divides = exact or view.has_floats(0)
+        divides = exact or view.has_floats
         if axes:
             text += f"; {kind if divides else 'replicated'}: "
             text += " ".join(names[axis] for axis in axes)
@@ -171,7 +171,7 @@ DEFS = (
         "sum 0",
         zero=True,
         values=REDUCE_SUM,
-        folding=Folding.INTEGERS,
+        folding=INTEGERS,
     ),
     _op("ReduceMean", grad.spread_mean, "sum", "sum 0", mean_local, exact=False, zero=True),
     _op(
@@ -180,7 +180,7 @@ DEFS = (
         "max",
         "max 0",
         values=REDUCE_MAX,
-        folding=Folding.INTEGERS,
+        folding=INTEGERS,
     ),
     _op(
         "ReduceMin",
@@ -188,7 +188,7 @@ DEFS = (
         "min",
         "min 0",
         values=REDUCE_MIN,
-        folding=Folding.INTEGERS,
+        folding=INTEGERS,
     ),
     _op(
         "ReduceProd",
@@ -196,7 +196,7 @@ DEFS = (
         "prod",
         "prod 0",
         values=REDUCE_PROD,
-        folding=Folding.INTEGERS,
+        folding=INTEGERS,
     ),
     _op("ReduceL1", grad.spread_l1, "sum", zero=True),
     _op("ReduceSumSquare", grad.spread_sum_square, "sum", zero=True),

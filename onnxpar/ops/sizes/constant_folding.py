@@ -6,27 +6,17 @@ kernels, whose last bits differ from those of any other library. ONNX's referenc
 computes; `tests/onnxpar/frontend/test_fold_constants.py` compares it with onnxruntime.
 """
 
-from collections.abc import Sequence
-from math import prod
-from typing import Any
+from functools import partial
 
 import numpy as np
 import onnx_ir as ir
-from numpy.typing import NDArray
 from onnx.reference import ReferenceEvaluator
 
+from onnxpar.ops.folding import Array, Folding, Operands
 from onnxpar.ops.registry import Registry
-from onnxpar.ops.slots import Folding
-
-Array = NDArray[Any]
 
 FOLD_BYTES = 16 << 10
 """Size of the largest tensor that is read or computed, so that files hardly grow."""
-
-_INTEGERS = tuple(ir.DataType[f"{sign}INT{bits}"] for sign in ("", "U") for bits in (8, 16, 32, 64))
-_FLOATS = (ir.DataType.FLOAT16, ir.DataType.FLOAT, ir.DataType.DOUBLE)
-_MOVED = frozenset((*_INTEGERS, *_FLOATS, ir.DataType.BOOL))
-_COMPUTED = _MOVED - {ir.DataType.FLOAT16}
 
 
 def folding_of(node: ir.Node, registry: Registry) -> Folding | None:
@@ -39,13 +29,11 @@ def folding_of(node: ir.Node, registry: Registry) -> Folding | None:
 
 def reads(node: ir.Node, folding: Folding) -> tuple[int, ...]:
     """Returns the operands whose elements a foldable node reads; others matter only by type."""
-    if folding is Folding.SHAPE:
-        return ()
-    return (0,) if node.op_type == "CastLike" else tuple(range(len(node.inputs)))
+    return tuple(range(len(node.inputs))) if folding.elements is None else folding.elements
 
 
 def fold_node(
-    node: ir.Node, operands: Sequence[Array | None], opset: int, folding: Folding
+    node: ir.Node, operands: Operands, opset: int, folding: Folding
 ) -> tuple[Array, ...] | None:
     """Returns the results of a foldable node; None if they are not exact, or large.
 
@@ -55,15 +43,21 @@ def fold_node(
         opset: Version of the default domain.
         folding: As `folding_of` returns it.
     """
-    if folding is Folding.SHAPE:
-        return _sizes(node)
-    present = [x for x in operands if x is not None]
-    if not all(_admitted(folding, x) for x in present) or _too_large(node, operands):
+    if not all(_admitted(folding, x) for x in operands if x is not None):
         return None
-    if folding is Folding.CAST:
-        return _cast(node, present[0])
-    if node.op_type in ("Div", "Mod") and present[1].dtype.kind in "iu" and not present[1].all():
+    if not folding.defined(operands):
         return None
+    if folding.size is not None and folding.size(operands) > FOLD_BYTES:
+        return None
+    compute = folding.compute or partial(_by_reference, opset)
+    results = compute(node, operands)
+    if results is None or any(x.nbytes > FOLD_BYTES for x in results):
+        return None
+    return results
+
+
+def _by_reference(opset: int, node: ir.Node, operands: Operands) -> tuple[Array, ...] | None:
+    """The results of ONNX's reference implementation."""
     names = [None if x is None else f"x{i}" for i, x in enumerate(operands)]
     proto = ir.to_proto(
         ir.Node(
@@ -81,69 +75,11 @@ def fold_node(
     except Exception:  # Errors are reported when the node is checked.
         return None
     results = tuple(np.asarray(x) for x in found)
-    if any(x.nbytes > FOLD_BYTES or x.dtype.kind not in "biuf" for x in results):
-        return None
-    return results
-
-
-def _sizes(node: ir.Node) -> tuple[Array] | None:
-    """Shape or Size of an initializer, which may be trained, since its elements are not read."""
-    value = node.inputs[0]
-    tensor = None if value is None or not value.is_initializer() else value.const_value
-    if tensor is None:
-        return None
-    shape = tuple(tensor.shape.numpy())
-    if node.op_type == "Size":
-        return (np.array(prod(shape), np.int64),)
-    start, end = (node.attributes.get(name) for name in ("start", "end"))
-    kept = slice(None if start is None else start.as_int(), None if end is None else end.as_int())
-    return (np.array(shape[kept], np.int64),)
+    return None if any(x.dtype.kind not in "biuf" for x in results) else results
 
 
 def _admitted(folding: Folding, x: Array) -> bool:
     try:
-        kind = ir.DataType.from_numpy(x.dtype)
+        return ir.DataType.from_numpy(x.dtype) in folding.types
     except TypeError:
         return False
-    if folding is Folding.INTEGERS:
-        return x.dtype.kind in "iub" and kind in _COMPUTED
-    return kind in (_COMPUTED if folding is Folding.EXACT else _MOVED)
-
-
-def _too_large(node: ir.Node, operands: Sequence[Array | None]) -> bool:
-    """Whether a result is known to be large before it is computed."""
-    limit = FOLD_BYTES
-    if node.op_type in ("Expand", "ConstantOfShape"):
-        target = operands[-1]
-        return target is None or prod(max(int(n), 1) for n in target.ravel()) > limit
-    if node.op_type == "Tile":
-        x, repeats = operands[0], operands[1]
-        return x is None or repeats is None or x.size * prod(map(int, repeats.ravel())) > limit
-    if node.op_type == "Range":
-        start, end, step = (0 if x is None else int(x.ravel()[0]) for x in operands)
-        return step == 0 or abs(end - start) // abs(step) > limit
-    return False
-
-
-def _cast(node: ir.Node, x: Array) -> tuple[Array] | None:
-    """A cast whose result every kernel agrees on: no string, no number outside the type."""
-    kind: ir.DataType | None
-    if node.op_type == "Cast":
-        kind = ir.DataType(node.attributes["to"].as_int())
-    else:
-        like = node.inputs[1]
-        kind = None if like is None else like.dtype
-    if kind not in _MOVED:
-        return None
-    target = np.dtype(kind.numpy())
-    if target.kind in "iu":
-        limits = np.iinfo(target)
-        if x.dtype.kind == "f" and not (
-            np.isfinite(x).all() and (np.abs(x) < 2.0 ** (limits.bits - 1)).all()
-        ):
-            return None
-        if target.kind == "u" and x.dtype.kind == "f" and (x < 0).any():
-            return None
-    with np.errstate(over="ignore"):
-        result = x.astype(target)
-    return (result,) if result.nbytes <= FOLD_BYTES else None

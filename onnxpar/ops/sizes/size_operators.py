@@ -6,9 +6,11 @@ makes its shard.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from math import prod
 from types import MappingProxyType
 
+import numpy as np
 import onnx_ir as ir
 
 from onnxpar.core.rule import REPLICATED_OPERAND, Operand, OpRule, parse_rule
@@ -16,15 +18,26 @@ from onnxpar.core.symbols import Dim
 from onnxpar.graph.builder import DOMAIN
 from onnxpar.graph.global_builder import SIZES
 from onnxpar.graph.node_view import NodeView
+from onnxpar.graph.patterns import Pattern
+from onnxpar.graph.shapes import ShapeEnv
 from onnxpar.ops.elementwise.broadcast import axis_names
 from onnxpar.ops.fallback import replicated_rule, require_readable
+from onnxpar.ops.folding import (
+    INTEGERS,
+    MOVE,
+    Array,
+    ComputeFn,
+    Folding,
+    Operands,
+    requested_elements,
+)
 from onnxpar.ops.grad_node import GradNode
 from onnxpar.ops.local_helpers import global_index, zero_unless
 from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.operator import NOT_DIFFERENTIABLE, OpDef
 from onnxpar.ops.sizes.computed_sizes import filled, ranged
 from onnxpar.ops.sizes.inference import infer_constant_of_shape, infer_range
-from onnxpar.ops.slots import IN_PLACE, Folding
+from onnxpar.ops.slots import IN_PLACE
 from onnxpar.ops.view.reshape import further
 
 
@@ -153,6 +166,55 @@ def sizes_local(node: LocalNode) -> Sequence[ir.Value]:
     return (node.builder.sizes(node.view.env.contents[node.view.node.outputs[0].name or ""]),)
 
 
+def _filled_pattern(node: ir.Node, env: ShapeEnv, first: Pattern) -> Pattern:
+    """Zeros, unless it is filled with another number."""
+    fill = node.attributes.get("value")
+    return Pattern(zero=fill is None or not np.any(fill.as_tensor().numpy()))
+
+
+def _ranged_pattern(node: ir.Node, env: ShapeEnv, first: Pattern) -> Pattern:
+    """The result counts 0, 1, … if it begins at 0 and has steps of 1."""
+    start, _, step = (None if v is None else env.contents.get(v.name or "") for v in node.inputs)
+    return Pattern(counted=0 if (start, step) == ((0,), (1,)) else None)
+
+
+def _constant_shape(node: ir.Node) -> tuple[int, ...] | None:
+    """The shape of an initializer; it may be trained, since its elements are not read."""
+    value = node.inputs[0]
+    tensor = None if value is None or not value.is_initializer() else value.const_value
+    return None if tensor is None else tuple(tensor.shape.numpy())
+
+
+def _folded_shape(node: ir.Node, operands: Operands) -> tuple[Array] | None:
+    shape = _constant_shape(node)
+    start, end = (node.attributes.get(name) for name in ("start", "end"))
+    kept = slice(None if start is None else start.as_int(), None if end is None else end.as_int())
+    return None if shape is None else (np.array(shape[kept], np.int64),)
+
+
+def _folded_size(node: ir.Node, operands: Operands) -> tuple[Array] | None:
+    shape = _constant_shape(node)
+    return None if shape is None else (np.array(prod(shape), np.int64),)
+
+
+def _of_shape(compute: ComputeFn) -> Folding:
+    return Folding("the sizes of a constant", frozenset(), elements=(), compute=compute)
+
+
+def _bounds(operands: Operands) -> tuple[int, int, int]:
+    start, end, step = (0 if x is None else int(x.ravel()[0]) for x in operands)
+    return start, end, step
+
+
+def _steps(operands: Operands) -> bool:
+    return _bounds(operands)[2] != 0
+
+
+def _steps_count(operands: Operands) -> int:
+    start, end, step = _bounds(operands)
+    return abs(end - start) // abs(step)
+
+
 DEFS = (
     OpDef(DOMAIN, SIZES, 1, sizes_rule, sizes_local, gradient=NOT_DIFFERENTIABLE),
     OpDef(
@@ -163,7 +225,7 @@ DEFS = (
         shape_local,
         gradient=NOT_DIFFERENTIABLE,
         reads_shape_only=True,
-        folding=Folding.SHAPE,
+        folding=_of_shape(_folded_shape),
     ),
     OpDef(
         "",
@@ -173,7 +235,7 @@ DEFS = (
         size_local,
         gradient=NOT_DIFFERENTIABLE,
         reads_shape_only=True,
-        folding=Folding.SHAPE,
+        folding=_of_shape(_folded_size),
     ),
     OpDef(
         "",
@@ -185,7 +247,8 @@ DEFS = (
         host_operands=(0,),
         infer=infer_constant_of_shape,
         values=filled,
-        folding=Folding.MOVE,
+        pattern=_filled_pattern,
+        folding=replace(MOVE, size=requested_elements),
     ),
     OpDef(
         "",
@@ -197,7 +260,8 @@ DEFS = (
         host_operands=(0, 1, 2),
         infer=infer_range,
         values=ranged,
-        folding=Folding.INTEGERS,
+        pattern=_ranged_pattern,
+        folding=replace(INTEGERS, defined=_steps, size=_steps_count),
     ),
     OpDef("", "Constant", 1, constant_rule, gradient=NOT_DIFFERENTIABLE),
     OpDef("", "EyeLike", 9, eye_rule, eye_local, gradient=NOT_DIFFERENTIABLE),
@@ -211,6 +275,6 @@ DEFS = (
         keeps_zero=True,
         host_operands=(1,),
         memory=IN_PLACE,
-        folding=Folding.MOVE,
+        folding=MOVE,
     ),
 )

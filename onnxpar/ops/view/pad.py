@@ -1,6 +1,8 @@
 """Operators that extend a tensor: Pad by a border, Tile by copies."""
 
 from collections.abc import Sequence
+from dataclasses import replace
+from math import prod
 
 import onnx_ir as ir
 
@@ -9,13 +11,14 @@ from onnxpar.core.symbols import Dim
 from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.elementwise.broadcast import axis_names
 from onnxpar.ops.fallback import require_readable
+from onnxpar.ops.folding import MOVE, Operands
 from onnxpar.ops.grad_node import GradNode
 from onnxpar.ops.local_helpers import normal_axis
 from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.old_node import OldNode, Upgrade
 from onnxpar.ops.operator import OpDef
 from onnxpar.ops.sizes.computed_sizes import tiled
-from onnxpar.ops.slots import FOLLOWS, Folding
+from onnxpar.ops.slots import FOLLOWS
 from onnxpar.ops.view.inference import infer_pad
 from onnxpar.ops.view.pad_gradient import pad_gradient, tile_gradient
 from onnxpar.ops.view.reshape import further
@@ -126,6 +129,11 @@ def _pads_as_operands(old: OldNode) -> None:
     old.like(2)
 
 
+def _tiled_elements(operands: Operands) -> int:
+    x, repeats = operands[0], operands[1]
+    return 0 if x is None or repeats is None else x.size * prod(map(int, repeats.ravel()))
+
+
 DEFS = (
     OpDef(
         "",
@@ -149,6 +157,6 @@ DEFS = (
         host_operands=(1,),
         precision=FOLLOWS,
         values=tiled,
-        folding=Folding.MOVE,
+        folding=replace(MOVE, size=_tiled_elements),
     ),
 )

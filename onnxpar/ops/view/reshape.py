@@ -19,6 +19,7 @@ from onnxpar.core.symbols import Dim, SymbolTable
 from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.elementwise.broadcast import axis_names
 from onnxpar.ops.fallback import readable, require_readable
+from onnxpar.ops.folding import MOVE
 from onnxpar.ops.local_helpers import normal_axes
 from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.node_cost import view_only
@@ -26,7 +27,7 @@ from onnxpar.ops.old_node import operands
 from onnxpar.ops.operator import OpDef
 from onnxpar.ops.parts import PartForm, Shapes, same_node
 from onnxpar.ops.sizes.computed_sizes import same_elements, transposed
-from onnxpar.ops.slots import FOLLOWS, REARRANGES, VIEW, Folding
+from onnxpar.ops.slots import FOLLOWS, REARRANGES, VIEW
 from onnxpar.ops.view.inference import infer_reshape
 from onnxpar.ops.view.reshape_gradient import (
     identity_gradient,
@@ -141,31 +142,6 @@ def _symbolic_gcd(a: Dim, b: Dim) -> Dim:
     return int(found) if found.is_Integer else found
 
 
-def view_rule(
-    view: NodeView,
-    left: Sequence[Dim],
-    right: Sequence[Dim],
-    extra: str = "",
-    linear: str = "any 0",
-) -> OpRule:
-    """Returns the rule from one shape to another of the same elements in row-major order.
-
-    Args:
-        view: The node.
-        left: Global shape of input 0.
-        right: Global shape of output 0.
-        extra: Text of the further operands, such as ", .".
-        linear: Text of the linear clause.
-    """
-    matcher = _Matcher(view.table)
-    names = matcher.match(left, right)
-    texts = [" ".join(f"({' '.join(n)})" if n else "1" for n in side) for side in names]
-    text = f"{texts[0]}{extra} -> {texts[1]}; linear: {linear}"
-    if matcher.replicated:
-        text += f"; replicated: {' '.join(matcher.replicated)}"
-    return parse_rule(text, matcher.sizes)
-
-
 def further(view: NodeView, first: int = 1) -> str:
     """Returns the text of operands `first` and on, replicated: ", ., -"."""
     return "".join(", ." if view.has(i) else ", -" for i in range(first, view.arity))
@@ -182,7 +158,13 @@ def reshape_rule(view: NodeView) -> OpRule:
         raise view.fail("its result has no elements")
     if sum(not readable(view, (size,)) for size in right) > 1:
         require_readable(view, "the shape of the output", right)
-    return view_rule(view, view.shape(0), right, further(view))
+    matcher = _Matcher(view.table)
+    names = matcher.match(view.shape(0), right)
+    texts = [" ".join(f"({' '.join(n)})" if n else "1" for n in side) for side in names]
+    text = f"{texts[0]}{further(view)} -> {texts[1]}; linear: any 0"
+    if matcher.replicated:
+        text += f"; replicated: {' '.join(matcher.replicated)}"
+    return parse_rule(text, matcher.sizes)
 
 
 def reshape_local(node: LocalNode) -> Sequence[ir.Value]:
@@ -301,9 +283,7 @@ def identity_rule(view: NodeView) -> OpRule:
     return parse_rule(f"{names} -> {names}; linear: any 0")
 
 
-_rearranges = partial(
-    OpDef, "", keeps_zero=True, roles=REARRANGES, precision=FOLLOWS, folding=Folding.MOVE
-)
+_rearranges = partial(OpDef, "", keeps_zero=True, roles=REARRANGES, precision=FOLLOWS, folding=MOVE)
 _view = partial(_rearranges, cost=view_only, memory=VIEW, values=same_elements)
 
 DEFS = (

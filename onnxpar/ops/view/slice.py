@@ -6,6 +6,7 @@ heads.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -17,6 +18,7 @@ from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.elementwise.broadcast import aligned, axis_names, broadcast_rule
 from onnxpar.ops.elementwise.elementwise_gradient import where_gradient
 from onnxpar.ops.fallback import require_readable
+from onnxpar.ops.folding import MOVE, requested_elements
 from onnxpar.ops.grad_node import GradNode
 from onnxpar.ops.local_helpers import axis_of, normal_axis
 from onnxpar.ops.local_node import LocalNode
@@ -25,7 +27,8 @@ from onnxpar.ops.old_node import OldNode, Upgrade, operands
 from onnxpar.ops.operator import OpDef
 from onnxpar.ops.parts import Taken, same_node
 from onnxpar.ops.sizes.computed_sizes import chosen, concatenated, expanded, parts, sliced
-from onnxpar.ops.slots import FOLLOWS, Folding, Kernel, KernelCall
+from onnxpar.ops.slots import FOLLOWS, Kernel, KernelCall
+from onnxpar.ops.value_patterns import repeated
 from onnxpar.ops.view.inference import infer_expand, infer_slice, infer_split
 from onnxpar.ops.view.reshape import further
 from onnxpar.ops.view.reshape_gradient import expand_gradient
@@ -280,7 +283,7 @@ def _count_parts(old: OldNode) -> None:
         old.node.attributes.add(ir.AttrInt64("num_outputs", len(old.node.outputs)))
 
 
-_move = partial(OpDef, "", keeps_zero=True, precision=FOLLOWS, folding=Folding.MOVE)
+_move = partial(OpDef, "", keeps_zero=True, precision=FOLLOWS, folding=MOVE)
 
 DEFS = (
     _move(
@@ -319,6 +322,8 @@ DEFS = (
         host_operands=(1,),
         infer=infer_expand,
         values=expanded,
+        pattern=repeated,
+        folding=replace(MOVE, size=requested_elements),
     ),
     _move(
         "Where",

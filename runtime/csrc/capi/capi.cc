@@ -180,7 +180,7 @@ int onnxpar_all_reduce(const World* world, int rank, const int* group, int membe
                         std::string("all_reduce ") + dtype_name(type) + " x " +
                             std::to_string(count) + " " +
                             reduction_name(static_cast<Reduction>(reduction)));
-    transport.all_reduce(g, call, in, out, count, type, static_cast<Reduction>(reduction),
+    transport.all_reduce(g, call, Block(in, out, count), type, static_cast<Reduction>(reduction),
                          nullptr);
   });
 }

@@ -11,7 +11,7 @@ namespace {
 constexpr const char* kNames[kOps] = {"AllReduce", "AllGather", "ReduceScatter", "AllToAll",
                                       "Broadcast", "Permute",   "Send",          "Recv",
                                       "Barrier",   "Start",     "Wait",          "StartAhead",
-                                      "Philox"};
+                                      "Bucket",    "Philox"};
 
 // The size up to which a buffer stays allocated between calls.
 constexpr size_t kKeptScratch = size_t{64} << 20;
@@ -65,21 +65,129 @@ std::vector<Pair> parse_pairs(const std::vector<int64_t>& flat, const std::vecto
 }
 
 struct CollectiveCall : Call {
-  CollectiveCall(const Collective& c, DType t, const Shape& shape)
+  CollectiveCall(const Collective& c, DType t, const List<Operand>& all)
       : Call(c.where, hash(static_cast<uint64_t>(t), c.signature)),
         collective(c),
         type(t),
-        input(shape) {
-    for (int64_t dim : input) signature = hash(static_cast<uint64_t>(dim), signature);
+        operands(all) {
+    for (const Operand& operand : operands) {
+      signature = hash(operand.input.size(), signature);
+      for (int64_t dim : operand.input) signature = hash(static_cast<uint64_t>(dim), signature);
+    }
   }
   std::string detail() const override {
-    return std::string(op_name(collective.op)) + " " + dtype_name(type) + " " + to_text(input) +
-           " " + collective.attributes;
+    const std::string head = std::string(op_name(collective.op)) + " " + dtype_name(type) + " ";
+    if (operands.size() == 1) {
+      return head + to_text(operands[0].input) + " " + collective.attributes;
+    }
+    std::string text = head + collective.attributes + " of " + std::to_string(operands.size()) +
+                       " tensors";
+    for (size_t i = 0; i < operands.size(); ++i) {
+      text += kNextTensor;
+      if (i < collective.values.size()) text += collective.values[i] + " ";
+      text += to_text(operands[i].input);
+    }
+    return text;
   }
   const Collective& collective;
   const DType type;
-  const Shape& input;
+  const List<Operand>& operands;
 };
+
+// The elements of the dims before an axis.
+size_t outer_dims(int64_t axis, const char* name, const Shape& shape) {
+  return static_cast<size_t>(
+      product(shape, 0, static_cast<size_t>(normal_axis(axis, shape.size(), name))));
+}
+
+void all_reduce(Transport& transport, Group& group, const CollectiveCall& call, Stream stream) {
+  std::vector<Block> blocks;
+  for (const Operand& operand : call.operands) {
+    const Shape& shape = operand.input;
+    blocks.emplace_back(operand.in, operand.out, product(shape, 0, shape.size()));
+  }
+  transport.all_reduce(group, call, blocks, call.type, call.collective.reduction, stream);
+}
+
+void all_gather(Transport& transport, Group& group, const CollectiveCall& call, Memory& memory,
+                Stream stream) {
+  const size_t g = group.ranks.size();
+  // The results whose blocks of the members are not one after the other come there by a buffer.
+  size_t buffered = 0;
+  std::vector<size_t> outers;
+  std::vector<Block> blocks;
+  for (const Operand& operand : call.operands) {
+    const Shape& shape = operand.input;
+    const size_t bytes = static_cast<size_t>(product(shape, 0, shape.size())) *
+                         dtype_size(call.type);
+    outers.push_back(bytes == 0 ? 1 : outer_dims(call.collective.axis, "axis", shape));
+    blocks.emplace_back(operand.in, operand.out, bytes);
+    if (outers.back() > 1) buffered += bytes * g;
+  }
+  std::byte* next = buffered == 0 ? nullptr : memory.scratch(0, buffered, stream);
+  for (size_t i = 0; i < blocks.size(); ++i) {
+    if (outers[i] == 1) continue;
+    blocks[i].out = next;
+    next += blocks[i].count * g;
+  }
+  transport.all_gather(group, call, blocks, stream);
+  for (size_t i = 0; i < blocks.size(); ++i) {
+    if (outers[i] == 1) continue;
+    memory.interleave(call.operands[i].out, blocks[i].out, g, outers[i],
+                      blocks[i].count / outers[i], stream);
+  }
+}
+
+void reduce_scatter(Transport& transport, Group& group, const CollectiveCall& call, Memory& memory,
+                    Stream stream) {
+  const size_t g = group.ranks.size();
+  const size_t item = dtype_size(call.type);
+  size_t buffered = 0;
+  std::vector<size_t> outers;
+  std::vector<Block> blocks;
+  for (const Operand& operand : call.operands) {
+    const Shape& shape = operand.input;
+    const size_t count = static_cast<size_t>(product(shape, 0, shape.size()));
+    outers.push_back(count == 0 ? 1 : outer_dims(call.collective.axis, "axis", shape));
+    blocks.emplace_back(operand.in, operand.out, count / g);
+    if (outers.back() > 1) buffered += count * item;
+  }
+  std::byte* next = buffered == 0 ? nullptr : memory.scratch(0, buffered, stream);
+  for (size_t i = 0; i < blocks.size(); ++i) {
+    if (outers[i] == 1) continue;
+    memory.interleave(next, blocks[i].in, outers[i], g, blocks[i].count * item / outers[i],
+                      stream);
+    blocks[i].in = next;
+    next += blocks[i].count * g * item;
+  }
+  transport.reduce_scatter(group, call, blocks, call.type, call.collective.reduction, stream);
+}
+
+void all_to_all(Transport& transport, Group& group, const CollectiveCall& call, size_t bytes,
+                Memory& memory, Stream stream) {
+  const Collective& c = call.collective;
+  const auto& [in, out, input] = call.operands[0];
+  const size_t g = group.ranks.size();
+  const size_t outer = outer_dims(c.axis, "split_axis", input);
+  Shape block = input;
+  block[static_cast<size_t>(normal_axis(c.axis, input.size(), "split_axis"))] /=
+      static_cast<int64_t>(g);
+  const size_t outer_out = outer_dims(c.concat_axis, "concat_axis", block);
+  const size_t each = bytes / g;
+  const void* source = in;
+  if (outer > 1 && bytes != 0) {
+    std::byte* blocks = memory.scratch(0, bytes, stream);
+    memory.interleave(blocks, in, outer, g, each / outer, stream);
+    source = blocks;
+  }
+  if (outer_out <= 1 || bytes == 0) {
+    transport.all_to_all(group, call, source, out, each, stream);
+    return;
+  }
+  std::byte* received = memory.scratch(1, bytes, stream);
+  transport.all_to_all(group, call, source, received, each, stream);
+  memory.interleave(out, received, g, outer_out, each / outer_out, stream);
+}
 
 }  // namespace
 
@@ -152,6 +260,12 @@ Collective parse_collective(Op op, const std::string& node, const Attributes& at
       throw std::invalid_argument(std::string(op_name(op)) + " is not a collective");
   }
   c.signature = hash(c.attributes, hash(op_name(op)));
+  const std::string values = attributes.text("values").value_or("");
+  for (size_t begin = 0; begin < values.size();) {
+    const size_t end = std::min(values.find(kNextTensor, begin), values.size());
+    c.values.push_back(values.substr(begin, end - begin));
+    begin = end + kNextTensor.size();
+  }
   return c;
 }
 
@@ -235,78 +349,34 @@ void HostMemory::trim() {
   }
 }
 
-void execute(Transport& transport, Group& group, const Collective& c, const void* in, void* out,
-             const Shape& input, DType type, Memory& memory, Stream stream) {
-  const size_t item = dtype_size(type);
-  const size_t count = static_cast<size_t>(product(input, 0, input.size()));
-  const size_t bytes = count * item;
-  const size_t g = group.ranks.size();
-  if (g == 1) {
+void execute(Transport& transport, Group& group, const Collective& c,
+             const List<Operand>& operands, DType type, Memory& memory, Stream stream) {
+  const auto bytes_of = [&](const Operand& operand) {
+    const Shape& shape = operand.input;
+    return static_cast<size_t>(product(shape, 0, shape.size())) * dtype_size(type);
+  };
+  if (group.ranks.size() == 1) {
     const bool zeros = c.op == Op::kPermute && c.pairs.empty();
-    if (zeros) memory.zero(out, bytes, stream);
-    if (!zeros && in != out) memory.copy(out, in, bytes, stream);
+    for (const Operand& operand : operands) {
+      const size_t bytes = bytes_of(operand);
+      if (zeros) memory.zero(operand.out, bytes, stream);
+      if (!zeros && operand.in != operand.out) {
+        memory.copy(operand.out, operand.in, bytes, stream);
+      }
+    }
     return;
   }
-  const CollectiveCall call(c, type, input);
-  const std::byte* source = static_cast<const std::byte*>(in);
+  const CollectiveCall call(c, type, operands);
+  const auto& [in, out, input] = operands[0];
+  const size_t bytes = bytes_of(operands[0]);
   switch (c.op) {
-    case Op::kAllReduce:
-      transport.all_reduce(group, call, in, out, count, type, c.reduction, stream);
-      break;
-    case Op::kAllGather: {
-      const size_t axis = static_cast<size_t>(normal_axis(c.axis, input.size(), "axis"));
-      const size_t outer = static_cast<size_t>(product(input, 0, axis));
-      if (outer == 1 || bytes == 0) {
-        transport.all_gather(group, call, in, out, bytes, stream);
-        break;
-      }
-      std::byte* blocks = memory.scratch(0, bytes * g, stream);
-      transport.all_gather(group, call, in, blocks, bytes, stream);
-      memory.interleave(out, blocks, g, outer, bytes / outer, stream);
-      break;
-    }
-    case Op::kReduceScatter: {
-      const size_t axis = static_cast<size_t>(normal_axis(c.axis, input.size(), "axis"));
-      const size_t outer = static_cast<size_t>(product(input, 0, axis));
-      if (outer > 1 && bytes != 0) {
-        std::byte* blocks = memory.scratch(0, bytes, stream);
-        memory.interleave(blocks, source, outer, g, bytes / outer / g, stream);
-        source = blocks;
-      }
-      transport.reduce_scatter(group, call, source, out, count / g, type, c.reduction, stream);
-      break;
-    }
-    case Op::kAllToAll: {
-      const size_t split = static_cast<size_t>(normal_axis(c.axis, input.size(), "split_axis"));
-      const size_t concat =
-          static_cast<size_t>(normal_axis(c.concat_axis, input.size(), "concat_axis"));
-      const size_t outer = static_cast<size_t>(product(input, 0, split));
-      Shape block = input;
-      block[split] /= static_cast<int64_t>(g);
-      const size_t outer_out = static_cast<size_t>(product(block, 0, concat));
-      const size_t each = bytes / g;
-      if (outer > 1 && bytes != 0) {
-        std::byte* blocks = memory.scratch(0, bytes, stream);
-        memory.interleave(blocks, source, outer, g, each / outer, stream);
-        source = blocks;
-      }
-      if (outer_out <= 1 || bytes == 0) {
-        transport.all_to_all(group, call, source, out, each, stream);
-        break;
-      }
-      std::byte* received = memory.scratch(1, bytes, stream);
-      transport.all_to_all(group, call, source, received, each, stream);
-      memory.interleave(out, received, g, outer_out, each / outer_out, stream);
-      break;
-    }
-    case Op::kBroadcast:
-      transport.broadcast(group, call, in, out, bytes, c.root, stream);
-      break;
-    case Op::kPermute:
-      transport.permute(group, call, in, out, bytes, c.pairs, stream);
-      break;
-    default:
-      throw std::logic_error(std::string(op_name(c.op)) + " is not a collective");
+    case Op::kAllReduce: all_reduce(transport, group, call, stream); break;
+    case Op::kAllGather: all_gather(transport, group, call, memory, stream); break;
+    case Op::kReduceScatter: reduce_scatter(transport, group, call, memory, stream); break;
+    case Op::kAllToAll: all_to_all(transport, group, call, bytes, memory, stream); break;
+    case Op::kBroadcast: transport.broadcast(group, call, in, out, bytes, c.root, stream); break;
+    case Op::kPermute: transport.permute(group, call, in, out, bytes, c.pairs, stream); break;
+    default: throw std::logic_error(std::string(op_name(c.op)) + " is not a collective");
   }
   memory.trim();
 }

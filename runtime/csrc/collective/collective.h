@@ -27,9 +27,10 @@ enum class Op : int {
   kStart,
   kWait,
   kStartAhead,
+  kBucket,
   kPhilox,
 };
-inline constexpr int kOps = 13;
+inline constexpr int kOps = 14;
 const char* op_name(Op op);
 // The collectives, the first six; throws std::invalid_argument for another name.
 Op collective_from_name(const std::string& name);
@@ -42,6 +43,7 @@ struct Collective {
   int64_t concat_axis = 0;  // AllToAll
   int root = 0;             // Broadcast: index within the group
   std::vector<Pair> pairs;  // Permute: indices within the group
+  std::vector<std::string> values;  // names of the tensors, if there are several; for messages
   std::string where;        // "AllReduce 'node'"
   std::string attributes;   // as text, for the agreement check
   uint64_t signature = 0;   // hash of the operator and its attributes
@@ -98,9 +100,17 @@ class HostMemory : public Memory {
   Slab slabs_[2];
 };
 
-// Carries out the collective. `in` and `out` may be the same for AllReduce and Broadcast. They are in
-// `memory`, of the transport's kind.
-void execute(Transport&, Group&, const Collective&, const void* in, void* out, const Shape& input,
-             DType, Memory& memory, Stream);
+// A tensor of a call, and the place of its result.
+struct Operand {
+  const void* in;
+  void* out;
+  Shape input;
+};
+
+// Carries out the collective in one call. Only AllReduce, ReduceScatter and AllGather take several
+// operands. `in` and `out` may be the same for AllReduce and Broadcast. They are in `memory`, of the
+// transport's kind.
+void execute(Transport&, Group&, const Collective&, const List<Operand>&, DType, Memory& memory,
+             Stream);
 
 }  // namespace onnxpar

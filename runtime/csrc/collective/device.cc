@@ -54,8 +54,8 @@ class StartKernel : public CollectiveKernel<DeviceKernel> {
     void* out = io.output(0, shape);
     token(io, 1);
     if (out == nullptr) return;  // no elements
-    carry_out(x, out, bytes_of(shape, x.type), out, background);
-    count(x);
+    carry_out(Operand{x.data, out, x.shape}, x.type, {out}, background);
+    count(sent_with(x));
     done_.record(background);
   }
 
@@ -70,12 +70,16 @@ class StartKernel : public CollectiveKernel<DeviceKernel> {
     ready_.hold(background);
     return background;
   }
-  void carry_out(const Tensor& x, void* result, size_t bytes, const void* key, Stream background) {
-    execute(transport(), group(), collective_, x.data, result, x.shape, x.type,
-            memory(Lane::kAsync), background);
+  // Carries out one call, whose results are found by keys, one for each operand.
+  void carry_out(const List<Operand>& operands, DType type, const std::vector<const void*>& keys,
+                 Stream background) {
+    run(operands, type, background);
     std::lock_guard lock(device_.mutex);
-    device_.started[key] = {&done_, &collective_, x.data, x.shape, result, bytes};
-    keys_.push_back(key);
+    for (size_t i = 0; i < keys.size(); ++i) {
+      const Operand& operand = operands[i];
+      device_.started[keys[i]] = {&done_, &collective_, operand.in, operand.input, operand.out};
+    }
+    keys_ = keys;
   }
   cuda::EventHandle done_;
 
@@ -95,7 +99,7 @@ class StartKernel : public CollectiveKernel<DeviceKernel> {
   std::vector<const void*> keys_;
 };
 
-// As on the host. One event is enough for all operands, since the stream carries them out in order.
+// As on the host.
 class StartAheadKernel : public StartKernel {
  public:
   using StartKernel::StartKernel;
@@ -106,18 +110,23 @@ class StartAheadKernel : public StartKernel {
     if (io.input(1).integers().at(0) == 0) return;
     const Stream background = begin(stream);
     results_.resize(io.inputs() - 2);
+    const DType type = io.input(2).type;
+    std::vector<Operand> operands;
+    std::vector<const void*> keys;
     for (size_t i = 2; i < io.inputs(); ++i) {
       const Tensor x = io.input(i);
+      require_type(x, type);
       void* result = const_cast<void*>(x.data);
-      size_t bytes = x.bytes();
       if (collective_.op != Op::kAllReduce) {
-        bytes = bytes_of(output_shape(collective_, x.shape), x.type);
+        const size_t bytes = bytes_of(output_shape(collective_, x.shape), x.type);
         std::unique_ptr<cuda::Slab>& slab = results_[i - 2];
         if (!slab) slab = std::make_unique<cuda::Slab>();
         result = slab->get(bytes, background);
       }
-      carry_out(x, result, bytes, x.data, background);
+      operands.push_back({x.data, result, x.shape});
+      keys.push_back(x.data);
     }
+    carry_out(operands, type, keys, background);
     done_.record(background);
   }
 
@@ -140,18 +149,18 @@ class ForegroundKernel : public CollectiveKernel<DeviceKernel> {
  public:
   using CollectiveKernel::CollectiveKernel;
 
-  void compute(const Io& io) override {
-    const Stream stream = enter(io);
-    const Tensor x = io.input(0);
+ protected:
+  bool taken(const Io& io, size_t number, const Tensor& x, Stream stream) override {
     const std::optional<Started> started = take(device_, x.data);
-    if (!started) return CollectiveKernel::compute(io);
-    void* out = io.output(0, waited_shape(collective_, x, *started->collective, started->in,
-                                          started->input));
+    if (!started) return false;
+    const Shape shape =
+        waited_shape(collective_, x, *started->collective, started->in, started->input);
+    void* out = io.output(number, shape);
     started->done->hold(stream);
-    if (out != started->result) cuda::copy(out, started->result, started->result_bytes, stream);
-    group();
-    count(x);
-    token(io, 1);
+    if (out != started->result) {
+      cuda::copy(out, started->result, bytes_of(shape, x.type), stream);
+    }
+    return true;
   }
 };
 
@@ -201,7 +210,9 @@ std::unique_ptr<Kernel> make_device_kernel(Op op, const Node& node) {
     case Op::kWait: return std::make_unique<WaitKernel>(node, collective());
     case Op::kStartAhead:
       return std::make_unique<StartAheadKernel>(node, collective(), Lane::kAsync);
-    default: return std::make_unique<ForegroundKernel>(node, collective(), Lane::kMain);
+    default:
+      return std::make_unique<ForegroundKernel>(node, collective(), Lane::kMain,
+                                                op == Op::kBucket);
   }
 }
 

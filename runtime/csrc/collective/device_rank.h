@@ -20,7 +20,6 @@ struct Started {
   const void* in = nullptr;
   Shape input;
   const void* result = nullptr;
-  size_t result_bytes = 0;
 };
 
 struct DeviceRank {

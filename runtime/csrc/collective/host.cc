@@ -36,37 +36,36 @@ class StartKernel : public CollectiveKernel<HostKernel> {
     void* const result = io.output(0, shape);
     token(io, 1);
     if (result == nullptr) return;  // no elements
-    const std::shared_ptr<Request> request = requested(x);
-    request->result = result;
-    request->result_bytes = bytes_of(shape, x.type);
-    start(result, request);
-    count(x);
+    const std::shared_ptr<Request> request = requested(x.type);
+    request->add(x.data, result, x.shape, bytes_of(shape, x.type));
+    start({result}, request);
+    count(sent_with(x));
   }
 
  protected:
-  // A request on `x`, without its result.
-  std::shared_ptr<Request> requested(const Tensor& x) {
+  // A request without operands.
+  std::shared_ptr<Request> requested(DType type) {
     auto request = std::make_shared<Request>();
     request->group = &group();
     request->collective = collective_;
-    request->in = x.data;
-    request->input = x.shape;
-    request->type = x.type;
+    request->type = type;
     return request;
   }
 
-  void start(const void* key, const std::shared_ptr<Request>& request) {
-    started_.emplace_back(key, request);
-    rank_.start(key, request);
+  void start(std::vector<const void*> keys, const std::shared_ptr<Request>& request) {
+    keys_ = std::move(keys);
+    started_ = request;
+    rank_.start(keys_, request);
   }
   // Forgets what the last run has started and nobody has waited for.
   void forget() {
-    for (const auto& [key, request] : started_) rank_.drop(key, request);
-    started_.clear();
+    for (const void* key : keys_) rank_.drop(key, started_);
+    keys_.clear();
   }
 
  private:
-  std::vector<std::pair<const void*, std::weak_ptr<Request>>> started_;  // in the last run, by key
+  std::vector<const void*> keys_;  // of what the last run has started
+  std::weak_ptr<Request> started_;
 };
 
 // Wait(Y, X, token; the attributes of Start) -> (Y, token). X is only an input so that it is not freed
@@ -82,7 +81,8 @@ class WaitKernel : public CollectiveKernel<HostKernel> {
     if (request == nullptr) {
       if (y.count() != 0) throw std::runtime_error(not_started());
     } else {
-      waited_shape(collective_, x, request->collective, request->in, request->input);
+      const Operand& operand = request->operands[0];
+      waited_shape(collective_, x, request->collective, operand.in, operand.input);
     }
     void* out = io.output(0, y.shape);
     if (out != nullptr && out != y.data && y.bytes() != 0) std::memcpy(out, y.data, y.bytes());
@@ -92,6 +92,7 @@ class WaitKernel : public CollectiveKernel<HostKernel> {
 
 // StartAhead(token, run, X…; op, its attributes) -> token. Each X is the operand of a later node of
 // that collective, in the same memory, which is a state: it takes the result. An AllReduce replaces X.
+// All are one call.
 // Nothing is started unless `run` is not 0 and data travels while the rank computes.
 class StartAheadKernel : public StartKernel {
  public:
@@ -104,17 +105,16 @@ class StartAheadKernel : public StartKernel {
         !transport().overlaps(transport().group(collective_.group, Lane::kMain))) {
       return;
     }
+    const std::shared_ptr<Request> request = requested(io.input(2).type);
+    std::vector<const void*> keys;
     for (size_t i = 2; i < io.inputs(); ++i) {
       const Tensor x = io.input(i);
-      const std::shared_ptr<Request> request = requested(x);
-      if (collective_.op == Op::kAllReduce) {
-        request->result = const_cast<void*>(x.data);
-        request->result_bytes = x.bytes();
-      } else {
-        request->keep(bytes_of(output_shape(collective_, x.shape), x.type));
-      }
-      start(x.data, request);
+      require_type(x, request->type);
+      void* const out = collective_.op == Op::kAllReduce ? const_cast<void*>(x.data) : nullptr;
+      request->add(x.data, out, x.shape, bytes_of(output_shape(collective_, x.shape), x.type));
+      keys.push_back(x.data);
     }
+    start(keys, request);
   }
 };
 
@@ -123,20 +123,19 @@ class ForegroundKernel : public CollectiveKernel<HostKernel> {
  public:
   using CollectiveKernel::CollectiveKernel;
 
-  void compute(const Io& io) override {
-    enter(io);
-    const Tensor x = io.input(0);
+ protected:
+  bool taken(const Io& io, size_t number, const Tensor& x, Stream) override {
     const std::shared_ptr<Request> started = rank_.take(x.data);
-    if (started == nullptr) return CollectiveKernel::compute(io);
+    if (started == nullptr) return false;
+    const size_t i = started->find(x.data);
+    const Operand& operand = started->operands[i];
     const Shape shape =
-        waited_shape(collective_, x, started->collective, started->in, started->input);
-    void* out = io.output(0, shape);
-    if (out != started->result && started->result_bytes != 0) {
-      std::memcpy(out, started->result, started->result_bytes);
-    }
-    group();
-    count(x);
-    token(io, 1);
+        waited_shape(collective_, x, started->collective, operand.in, operand.input);
+    void* out = io.output(number, shape);
+    const size_t bytes = bytes_of(shape, x.type);
+    if (out != operand.out && bytes != 0) std::memcpy(out, operand.out, bytes);
+    started->kept[i].reset();
+    return true;
   }
 };
 
@@ -164,7 +163,9 @@ std::unique_ptr<Kernel> make_host_kernel(Op op, const Node& node) {
     case Op::kWait: return std::make_unique<WaitKernel>(node, collective(), Lane::kAsync);
     case Op::kStartAhead:
       return std::make_unique<StartAheadKernel>(node, collective(), Lane::kAsync);
-    default: return std::make_unique<ForegroundKernel>(node, collective(), Lane::kMain);
+    default:
+      return std::make_unique<ForegroundKernel>(node, collective(), Lane::kMain,
+                                                op == Op::kBucket);
   }
 }
 

@@ -10,13 +10,19 @@ std::string where_of(Op op, const Node& node) {
 }
 
 Collective collective_of(Op op, const Node& node) {
-  const bool in_background = op == Op::kStart || op == Op::kWait || op == Op::kStartAhead;
+  const bool of_another =
+      op == Op::kStart || op == Op::kWait || op == Op::kStartAhead || op == Op::kBucket;
   const Op which =
-      in_background ? collective_from_name(node.attributes.text("op").value_or("")) : op;
+      of_another ? collective_from_name(node.attributes.text("op").value_or("")) : op;
+  const bool several = op == Op::kStartAhead || op == Op::kBucket;
+  if (several && which != Op::kAllReduce && which != Op::kReduceScatter &&
+      which != Op::kAllGather) {
+    throw std::invalid_argument("op is '" + std::string(op_name(which)) +
+                                "', expected AllReduce, ReduceScatter or AllGather");
+  }
   Collective c =
       parse_collective(which, node.attributes.node(), node.attributes, node.rank->size());
-  if (op == Op::kStartAhead) return c;  // as the node that takes its results
-  if (in_background) c.where = where_of(op, node) + " (" + op_name(which) + ")";
+  if (of_another) c.where = where_of(op, node) + " (" + op_name(which) + ")";
   return c;
 }
 
@@ -39,6 +45,12 @@ Peer::Peer(const Node& node)
     throw std::invalid_argument("tag is " + std::to_string(tag) + ", expected 0 to " +
                                 std::to_string(kTags - 1));
   }
+}
+
+void require_type(const Tensor& x, DType first) {
+  if (x.type == first) return;
+  throw std::invalid_argument("expected tensors of one type, got " +
+                              std::string(dtype_name(first)) + " and " + dtype_name(x.type));
 }
 
 size_t bytes_of(const Shape& shape, DType type) {

@@ -49,6 +49,8 @@ struct Peer {
   int rank;
   int tag;
 };
+// Throws std::invalid_argument if a tensor of a call has another type than its first.
+void require_type(const Tensor& x, DType first);
 // The bytes of a tensor of this type and shape. Throws std::invalid_argument for a negative dim.
 size_t bytes_of(const Shape& shape, DType type);
 

@@ -6,17 +6,23 @@
 #include <memory>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "collective/op_kernel.h"
 
 namespace onnxpar {
 
-// (X, token; group, the operator's attributes) -> (Y, token)
+// (X, token; group, the operator's attributes) -> (Y, token), or a Bucket:
+// (token, X…; op, group, its attributes, values) -> (token, Y…). `values` has the names of the tensors,
+// joined by "; ".
 template <class Side>
 class CollectiveKernel : public Side {
  public:
-  CollectiveKernel(const Node& node, Collective collective, Lane lane)
-      : Side(node, collective.where), collective_(std::move(collective)), lane_(lane) {
+  CollectiveKernel(const Node& node, Collective collective, Lane lane, bool several = false)
+      : Side(node, collective.where),
+        collective_(std::move(collective)),
+        lane_(lane),
+        several_(several) {
     require_member(*node.rank, collective_);
   }
 
@@ -26,16 +32,28 @@ class CollectiveKernel : public Side {
 
   void compute(const Io& io) override {
     const Stream stream = this->enter(io);
-    const Tensor x = io.input(0);
-    run(x, io.output(0, output_shape(collective_, x.shape)), stream);
-    this->token(io, 1);
+    const size_t first = several_ ? 1 : 0;
+    const size_t end = several_ ? io.inputs() : 1;
+    const DType type = io.input(first).type;
+    int64_t sent = 0;
+    std::vector<Operand> operands;
+    for (size_t i = first; i < end; ++i) {
+      const Tensor x = io.input(i);
+      require_type(x, type);
+      sent += sent_with(x);
+      if (taken(io, i, x, stream)) continue;
+      operands.push_back({x.data, io.output(i, output_shape(collective_, x.shape)), x.shape});
+    }
+    if (!operands.empty()) run(operands, type, stream);
+    count(sent);
+    this->token(io, several_ ? 0 : 1);
   }
 
  protected:
-  void run(const Tensor& x, void* out, Stream stream) {
-    execute(this->transport(), group(), collective_, x.data, out, x.shape, x.type,
-            this->memory(lane_), stream);
-    count(x);
+  // Whether this tensor's result was there already, and is now in the output with the same number.
+  virtual bool taken(const Io&, size_t, const Tensor&, Stream) { return false; }
+  void run(const List<Operand>& operands, DType type, Stream stream) {
+    execute(this->transport(), group(), collective_, operands, type, this->memory(lane_), stream);
   }
   // Made at the first call and not with the kernel: making it is a collective of the members too, and
   // only calls have the same order on all ranks.
@@ -43,15 +61,17 @@ class CollectiveKernel : public Side {
     if (group_ == nullptr) group_ = &this->transport().group(collective_.group, lane_);
     return *group_;
   }
-  void count(const Tensor& x) {
-    this->rank_.count(collective_.op,
-                      bytes_sent(collective_, group_->index, static_cast<int64_t>(x.bytes())));
+  // The bytes that this rank sends for a tensor.
+  int64_t sent_with(const Tensor& x) {
+    return bytes_sent(collective_, group().index, static_cast<int64_t>(x.bytes()));
   }
+  void count(int64_t sent) { this->rank_.count(collective_.op, sent); }
 
   const Collective collective_;
 
  private:
   const Lane lane_;
+  const bool several_;
   Group* group_ = nullptr;
 };
 

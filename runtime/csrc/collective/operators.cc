@@ -69,6 +69,8 @@ const std::vector<Operator>& collective_operators() {
       collective(Op::kStart, {x, token}, {y, next}),
       collective(Op::kWait, {x, x, token}, {{kAny, ort::kOptional, first_input}, next},
                  in_place<0>),
+      collective(Op::kBucket, {token, {kAny, ort::kVariadic}},
+                 {next, {kAny, ort::kVariadic}}),
       collective(Op::kStartAhead,
                  {{kToken}, {kInt64, ort::kRequired, true}, {kAny, ort::kVariadic}},
                  {{kToken, ort::kRequired, one_element}}),

@@ -32,12 +32,12 @@ void RankContext::open_device(std::unique_ptr<DeviceRank> device) {
   device_ = std::move(device);
 }
 
-void RankContext::start(const void* key, std::shared_ptr<Request> request) {
-  finished(key);
+void RankContext::start(const std::vector<const void*>& keys, std::shared_ptr<Request> request) {
+  for (const void* key : keys) finished(key);
   const bool background = background_ && transport().concurrent();
   if (!background || !transport().overlaps(*request->group)) run(*request, memory_);
   std::lock_guard lock(mutex_);
-  requests_[key] = request;
+  for (const void* key : keys) requests_[key] = request;
   if (request->done) return;
   if (stop_) throw failure("its world was closed");
   if (!worker_.joinable()) worker_ = std::thread([this] { work(); });
@@ -74,8 +74,8 @@ void RankContext::drop(const void* key, const std::weak_ptr<Request>& request) {
 void RankContext::run(Request& request, Memory& memory) {
   std::string error;
   try {
-    execute(*transport_, *request.group, request.collective, request.in, request.result,
-            request.input, request.type, memory, nullptr);
+    execute(*transport_, *request.group, request.collective, request.operands, request.type, memory,
+            nullptr);
   } catch (const std::exception& e) {
     error = e.what();
   }

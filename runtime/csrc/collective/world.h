@@ -18,25 +18,27 @@
 
 namespace onnxpar {
 
-// A collective that runs in the background. Its result is where the node that waits expects it, or in
-// `kept`, if the memory of that node's output is not known yet.
+// A collective that runs in the background. Results are where the nodes that wait expect them, or in
+// `kept`, if the memory of their outputs is not known yet.
 struct Request {
   Collective collective;
   Group* group = nullptr;
-  const void* in = nullptr;
-  void* result = nullptr;
-  size_t result_bytes = 0;
-  Shape input;
+  std::vector<Operand> operands;
   DType type = DType::kFloat32;
-  std::unique_ptr<std::byte[]> kept;
+  std::vector<std::unique_ptr<std::byte[]>> kept;  // null, or the memory of a result, by operand
   bool done = false;
   std::string error;
 
-  // Gives it memory of its own for a result of this size.
-  void keep(size_t bytes) {
-    kept.reset(new std::byte[bytes]);
-    result = kept.get();
-    result_bytes = bytes;
+  // Adds an operand whose result is at `out`; in memory of its own, of this size, if that is null.
+  void add(const void* in, void* out, const Shape& input, size_t bytes) {
+    kept.emplace_back(out == nullptr ? new std::byte[bytes] : nullptr);
+    operands.push_back({in, out == nullptr ? kept.back().get() : out, input});
+  }
+  // The operand in this memory; the last if there is none.
+  size_t find(const void* in) const {
+    size_t i = 0;
+    while (i + 1 < operands.size() && operands[i].in != in) ++i;
+    return i;
   }
 };
 
@@ -73,11 +75,11 @@ class RankContext {
   }
   Counter& counter(Op op) { return counters_[static_cast<int>(op)]; }
 
-  // Queues the collective under a key: the address by which the node that waits finds it. If its data
-  // does not travel while the rank computes, or two threads cannot use the transport at once, it is
-  // carried out now. One with the same key that nobody waited for belongs to a run that failed: it is
-  // waited for and forgotten.
-  void start(const void* key, std::shared_ptr<Request> request);
+  // Queues the collective under keys: the addresses by which the nodes that wait find it, one for each
+  // operand. If its data does not travel while the rank computes, or two threads cannot use the
+  // transport at once, it is carried out now. One with the same key that nobody waited for belongs to a
+  // run that failed: it is waited for and forgotten.
+  void start(const std::vector<const void*>& keys, std::shared_ptr<Request> request);
   // Whether collectives may run in the background; if not, all are carried out when they start. True at
   // first.
   void allow_background(bool allowed) { background_ = allowed; }

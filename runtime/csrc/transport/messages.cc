@@ -19,7 +19,6 @@ constexpr size_t kWindow = 128;
 constexpr size_t kLeastWindow = 16;
 constexpr size_t kParts = size_t{8} << 20;   // bytes of a reduction's pieces under way at most
 constexpr size_t kCopy = size_t{64} << 10;   // bytes copied between two looks
-constexpr size_t kText = 512;                // the text of a call on which the members differ
 
 // A member's first message; the data follows.
 struct Head {
@@ -37,6 +36,62 @@ void put(void* to, const void* from, size_t bytes) {
   if (bytes != 0) std::memcpy(to, from, bytes);
 }
 
+// Bytes of the memory at `data`, which may only be read.
+Runs run_at(const void* data, size_t offset, Range bytes) {
+  std::byte* all = static_cast<std::byte*>(const_cast<void*>(data));
+  return {{all + offset + bytes.begin, bytes.size()}};
+}
+
+// Bytes of all tensors together, whose elements have `item` bytes; memory(block) is where one begins.
+template <class F>
+Runs runs_of(const Blocks& blocks, size_t item, Range bytes, F memory) {
+  Runs runs;
+  blocks.each({bytes.begin / item, bytes.end / item},
+              [&](const Block& block, size_t offset, size_t n, size_t) {
+                const std::byte* begin = memory(block) + offset * item;
+                runs.push_back({const_cast<std::byte*>(begin), n * item});
+              });
+  return runs;
+}
+
+// The datatype of a message, and where it begins.
+class Layout {
+ public:
+  explicit Layout(const Runs& runs) {
+    if (runs.size() < 2) {
+      if (!runs.empty()) start_ = runs[0].data;
+      count_ = runs.empty() ? 0 : static_cast<int>(runs[0].bytes);
+      return;
+    }
+    std::vector<int> lengths;
+    std::vector<MPI_Aint> places;
+    for (const Run& run : runs) {
+      lengths.push_back(static_cast<int>(run.bytes));
+      check(MPI_Get_address(run.data, &places.emplace_back()), "MPI_Get_address");
+    }
+    check(MPI_Type_create_hindexed(static_cast<int>(runs.size()), lengths.data(), places.data(),
+                                   MPI_BYTE, &made_),
+          "MPI_Type_create_hindexed");
+    check(MPI_Type_commit(&made_), "MPI_Type_commit");
+    start_ = MPI_BOTTOM;
+    count_ = 1;
+  }
+  // MPI keeps the datatype until its messages are complete.
+  ~Layout() {
+    if (made_ != MPI_DATATYPE_NULL) MPI_Type_free(&made_);
+  }
+  Layout(const Layout&) = delete;
+  Layout& operator=(const Layout&) = delete;
+  void* start() const { return start_; }
+  int count() const { return count_; }
+  MPI_Datatype type() const { return made_ == MPI_DATATYPE_NULL ? MPI_BYTE : made_; }
+
+ private:
+  MPI_Datatype made_ = MPI_DATATYPE_NULL;
+  void* start_ = nullptr;
+  int count_ = 0;
+};
+
 }  // namespace
 
 void Patience::renew() { waiting_ = false; }
@@ -53,41 +108,53 @@ void Patience::pause() {
   sleep_ = std::min(2 * sleep_, kLongestSleep);
 }
 
-void Flow::send(const void* from, size_t bytes, int peer, int tag, Then then) {
+void Flow::send(const Runs& from, int peer, int tag, Then then) {
+  const Layout layout(from);
   requests_.push_back(MPI_REQUEST_NULL);
   then_.push_back(std::move(then));
-  check(MPI_Isend(from, static_cast<int>(bytes), MPI_BYTE, peer, tag, comm_, &requests_.back()),
+  check(MPI_Isend(layout.start(), layout.count(), layout.type(), peer, tag, comm_,
+                  &requests_.back()),
         "MPI_Isend");
 }
 
-void Flow::receive(void* to, size_t bytes, int peer, int tag, Then then) {
+void Flow::receive(const Runs& to, int peer, int tag, Then then) {
+  const Layout layout(to);
   requests_.push_back(MPI_REQUEST_NULL);
   then_.push_back(std::move(then));
-  check(MPI_Irecv(to, static_cast<int>(bytes), MPI_BYTE, peer, tag, comm_, &requests_.back()),
+  check(MPI_Irecv(layout.start(), layout.count(), layout.type(), peer, tag, comm_,
+                  &requests_.back()),
         "MPI_Irecv");
 }
 
 void Flow::copy(void* to, const void* from, size_t bytes) {
-  copy_ = {static_cast<std::byte*>(to), static_cast<const std::byte*>(from), bytes};
+  copies_.push_back({static_cast<std::byte*>(to), static_cast<const std::byte*>(from), bytes});
+}
+
+bool Flow::copy_some() {
+  size_t left = kCopy;
+  const bool any = !copies_.empty();
+  while (left != 0 && !copies_.empty()) {
+    Copy& next = copies_.front();
+    const size_t bytes = std::min(next.bytes, left);
+    put(next.to, next.from, bytes);
+    next = {next.to + bytes, next.from + bytes, next.bytes - bytes};
+    left -= bytes;
+    if (next.bytes == 0) copies_.pop_front();
+  }
+  return any;
 }
 
 void Flow::finish() {
   patience_.renew();
   std::vector<Then> due;
-  while (!requests_.empty() || copy_.bytes != 0) {
+  while (!requests_.empty() || !copies_.empty()) {
     complete_.resize(requests_.size());
     int count = 0;
     check(MPI_Testsome(static_cast<int>(requests_.size()), requests_.data(), &count,
                        complete_.data(), MPI_STATUSES_IGNORE),
           "MPI_Testsome");
     if (count == 0 || count == MPI_UNDEFINED) {  // undefined: there is no request
-      if (copy_.bytes == 0) {
-        patience_.pause();
-      } else {
-        const size_t bytes = std::min(copy_.bytes, kCopy);
-        put(copy_.to, copy_.from, bytes);
-        copy_ = {copy_.to + bytes, copy_.from + bytes, copy_.bytes - bytes};
-      }
+      if (!copy_some()) patience_.pause();
       continue;
     }
     patience_.renew();
@@ -129,22 +196,24 @@ void MessageGroup::others(F f) const {
   for (int i = 1; i < members_; ++i) f((index_ + i) % members_);
 }
 
-const std::byte* MessageGroup::first(int member) const {
+std::byte* MessageGroup::first(int member) {
   return theirs_.data() + static_cast<size_t>(member) * kFirst + sizeof(Head);
 }
 
-void MessageGroup::meet(const Call& call, size_t bytes, const Blocks& blocks) {
+void MessageGroup::meet(const Call& call, size_t bytes, const Bytes& given) {
   const Head own{call.signature};
   others([&](int m) {
-    flow_.receive(theirs_.data() + static_cast<size_t>(m) * kFirst, kFirst, m, kMeet);
+    flow_.receive({{theirs_.data() + static_cast<size_t>(m) * kFirst, kFirst}}, m, kMeet);
   });
   others([&](int m) {
-    const std::byte* block = blocks ? blocks(m) : nullptr;
-    const size_t size = block == nullptr ? 0 : bytes;
     std::byte* message = own_.data() + static_cast<size_t>(m) * kFirst;
     put(message, &own, sizeof(own));
-    put(message + sizeof(own), block, size);
-    flow_.send(message, sizeof(own) + size, m, kMeet);
+    size_t size = sizeof(own);
+    for (const Run& run : given ? given(m, {0, bytes}) : Runs()) {
+      put(message + size, run.data, run.bytes);
+      size += run.bytes;
+    }
+    flow_.send({{message, size}}, m, kMeet);
   });
   flow_.finish();
   bool agreed = true;
@@ -163,8 +232,9 @@ void MessageGroup::disagree(const Call& call) {
   std::memcpy(own.data(), text.data(), std::min(text.size(), kText - 1));
   std::vector<char> texts(kText * static_cast<size_t>(members_));
   others([&](int m) {
-    flow_.receive(texts.data() + static_cast<size_t>(m) * kText, kText, m, kTexts);
-    flow_.send(own.data(), kText, m, kTexts);
+    char* const theirs = texts.data() + static_cast<size_t>(m) * kText;
+    flow_.receive({{reinterpret_cast<std::byte*>(theirs), kText}}, m, kTexts);
+    flow_.send({{reinterpret_cast<std::byte*>(own.data()), kText}}, m, kTexts);
   });
   flow_.finish();
   for (int m = 0;; ++m) {
@@ -175,56 +245,69 @@ void MessageGroup::disagree(const Call& call) {
   }
 }
 
-void MessageGroup::send(const std::byte* from, size_t bytes, int peer, size_t piece) {
-  const size_t begin = piece * piece_;
-  if (begin >= bytes) return;
-  flow_.send(from + begin, std::min(piece_, bytes - begin), peer, part_tag(piece),
-             [=] { send(from, bytes, peer, piece + window_); });
+void MessageGroup::send(const Bytes& given, Range bytes, int peer, size_t piece) {
+  const size_t begin = bytes.begin + piece * piece_;
+  if (begin >= bytes.end) return;
+  const Runs runs = given(peer, {begin, std::min(begin + piece_, bytes.end)});
+  if (runs.empty()) return;
+  flow_.send(runs, peer, part_tag(piece),
+             [=, &given] { send(given, bytes, peer, piece + window_); });
 }
 
-void MessageGroup::receive(std::byte* to, size_t bytes, int peer, size_t piece,
+void MessageGroup::receive(const Bytes& taken, Range bytes, int peer, size_t piece,
                            const std::function<void(size_t)>& then) {
-  const size_t begin = piece * piece_;
-  if (begin >= bytes) return;
-  flow_.receive(to + begin, std::min(piece_, bytes - begin), peer, part_tag(piece), [=] {
+  const size_t begin = bytes.begin + piece * piece_;
+  if (begin >= bytes.end) return;
+  const Runs runs = taken(peer, {begin, std::min(begin + piece_, bytes.end)});
+  if (runs.empty()) return;
+  flow_.receive(runs, peer, part_tag(piece), [=, &taken] {
     if (then) then(piece);
-    receive(to, bytes, peer, piece + window_, then);
+    receive(taken, bytes, peer, piece + window_, then);
   });
 }
 
-void MessageGroup::exchange(const Call& call, size_t bytes, const Blocks& blocks,
-                            const Places& places) {
+void MessageGroup::exchange(const Call& call, size_t bytes, const Bytes& given,
+                            const Bytes& taken) {
   // The first part comes with the first messages.
   const size_t small = std::min(bytes, kSmall);
-  meet(call, small, blocks);
+  meet(call, small, given);
   for (size_t piece = 0; piece < window_; ++piece) {
-    others([&](int m) {
-      if (std::byte* place = places(m)) receive(place + small, bytes - small, m, piece);
-    });
-    others([&](int m) {
-      if (const std::byte* block = blocks(m)) send(block + small, bytes - small, m, piece);
-    });
+    others([&](int m) { receive(taken, {small, bytes}, m, piece); });
+    others([&](int m) { send(given, {small, bytes}, m, piece); });
   }
   others([&](int m) {
-    if (std::byte* place = places(m)) put(place, first(m), small);
+    const std::byte* from = first(m);
+    for (const Run& run : taken(m, {0, small})) {
+      put(run.data, from, run.bytes);
+      from += run.bytes;
+    }
   });
-  const std::byte* block = blocks(index_);
-  std::byte* place = places(index_);
-  if (block != nullptr && place != nullptr && block != place) flow_.copy(place, block, bytes);
+  const Runs from = given(index_, {0, bytes});
+  const Runs to = taken(index_, {0, bytes});
+  for (size_t i = 0; i < std::min(from.size(), to.size()); ++i) {
+    if (from[i].data != to[i].data) flow_.copy(to[i].data, from[i].data, to[i].bytes);
+  }
   flow_.finish();
 }
 
-void MessageGroup::reduce_first(const std::byte* own, void* out, size_t count, DType type,
+void MessageGroup::reduce_first(const Bytes& given, const Bytes& taken, size_t count, DType type,
                                 Reduction reduction) {
-  if (count == 0) return;
-  for (int m = 0; m < members_; ++m) {
-    sources_[static_cast<size_t>(m)] = m == index_ ? own : first(m);
+  const size_t item = dtype_size(type);
+  const Runs own = given(index_, {0, count * item});
+  const Runs results = taken(index_, {0, count * item});
+  size_t at = 0;
+  for (size_t i = 0; i < own.size(); ++i) {
+    for (int m = 0; m < members_; ++m) {
+      sources_[static_cast<size_t>(m)] = m == index_ ? own[i].data : first(m) + at;
+    }
+    reduce_many(results[i].data, sources_.data(), sources_.size(), own[i].bytes / item, type,
+                reduction);
+    at += own[i].bytes;
   }
-  reduce_many(out, sources_.data(), sources_.size(), count, type, reduction);
 }
 
-void MessageGroup::reduce(size_t pieces, const Parts& parts, const std::byte* from, std::byte* to,
-                          size_t origin, bool gather, DType type, Reduction reduction) {
+void MessageGroup::reduce(size_t pieces, const Parts& parts, const Bytes& given,
+                          const Bytes& taken, bool gather, DType type, Reduction reduction) {
   const size_t item = dtype_size(type);
   const size_t window = std::min(window_, pieces);
   const size_t members = static_cast<size_t>(members_);
@@ -232,43 +315,48 @@ void MessageGroup::reduce(size_t pieces, const Parts& parts, const std::byte* fr
   const auto part = [&](size_t piece, int m) {
     return parts_.data() + (piece % window * members + static_cast<size_t>(m)) * piece_;
   };
+  const auto bytes = [&](size_t piece, int m) {
+    const Range elements = parts(piece, m);
+    return Range{elements.begin * item, elements.end * item};
+  };
   std::vector<int> missing(window);
   std::function<void(size_t)> start;
 
   const auto combine = [&](size_t piece) {
-    const Range mine = parts(piece, index_);
-    std::byte* result = to + (mine.begin - origin) * item;
-    for (int m = 0; m < members_; ++m) {
-      sources_[static_cast<size_t>(m)] = m == index_ ? from + mine.begin * item : part(piece, m);
-    }
-    if (mine.size() != 0) {
-      reduce_many(result, sources_.data(), members, mine.size(), type, reduction);
+    const Range mine = bytes(piece, index_);
+    const Runs own = given(index_, mine);
+    const Runs results = taken(index_, mine);
+    size_t at = 0;
+    for (size_t i = 0; i < own.size(); ++i) {
+      for (int m = 0; m < members_; ++m) {
+        sources_[static_cast<size_t>(m)] = m == index_ ? own[i].data : part(piece, m) + at;
+      }
+      reduce_many(results[i].data, sources_.data(), members, own[i].bytes / item, type, reduction);
+      at += own[i].bytes;
     }
     if (gather) {
-      others([&](int m) { flow_.send(result, mine.size() * item, m, sum_tag(piece)); });
+      others([&](int m) { flow_.send(results, m, sum_tag(piece)); });
     }
     if (piece + window < pieces) start(piece + window);
   };
   start = [&](size_t piece) {
     missing[piece % window] = members_ - 1;
-    const size_t mine = parts(piece, index_).size() * item;
+    const size_t mine = bytes(piece, index_).size();
     others([&](int m) {
-      flow_.receive(part(piece, m), mine, m, part_tag(piece), [&, piece] {
+      flow_.receive({{part(piece, m), mine}}, m, part_tag(piece), [&, piece] {
         if (--missing[piece % window] == 0) combine(piece);
       });
     });
     others([&](int m) {
-      const Range theirs = parts(piece, m);
-      const size_t begin = theirs.begin * item;
-      const size_t bytes = theirs.size() * item;
-      // The result comes to the place of the part if `to` is `from`, so the part must have left.
+      const Range theirs = bytes(piece, m);
+      // The result may come to the place of the part, so the part must have left.
       Flow::Then then;
       if (gather) {
-        then = [&, piece, m, begin, bytes] {
-          flow_.receive(to + begin, bytes, m, sum_tag(piece));
+        then = [&, piece, m, theirs] {
+          flow_.receive(taken(m, theirs), m, sum_tag(piece));
         };
       }
-      flow_.send(from + begin, bytes, m, part_tag(piece), std::move(then));
+      flow_.send(given(m, theirs), m, part_tag(piece), std::move(then));
     });
     if (members_ == 1) combine(piece);
   };
@@ -276,14 +364,20 @@ void MessageGroup::reduce(size_t pieces, const Parts& parts, const std::byte* fr
   flow_.finish();
 }
 
-void MessageGroup::all_reduce(const Call& call, const void* in, void* out, size_t count,
-                              DType type, Reduction reduction) {
-  const std::byte* from = static_cast<const std::byte*>(in);
+void MessageGroup::all_reduce(const Call& call, const Blocks& blocks, DType type,
+                              Reduction reduction) {
   const size_t item = dtype_size(type);
+  const size_t count = blocks.count();
+  const Bytes given = [&](int, Range bytes) {
+    return runs_of(blocks, item, bytes, [](const Block& block) { return block.in; });
+  };
+  const Bytes taken = [&](int, Range bytes) {
+    return runs_of(blocks, item, bytes, [](const Block& block) { return block.out; });
+  };
   // Every member reduces all: one hop instead of three, but more bytes if there are more than two.
   if (count * item * static_cast<size_t>(members_ - 1) <= kSmall) {
-    meet(call, count * item, [&](int) { return from; });
-    return reduce_first(from, out, count, type, reduction);
+    meet(call, count * item, given);
+    return reduce_first(given, taken, count, type, reduction);
   }
   meet(call);
   const size_t largest = piece_ / item * static_cast<size_t>(members_);
@@ -292,44 +386,50 @@ void MessageGroup::all_reduce(const Call& call, const void* in, void* out, size_
     const Range range = share_of(std::min(largest, count - begin), members_, m);
     return Range{begin + range.begin, begin + range.end};
   };
-  reduce((count + largest - 1) / largest, parts, from, static_cast<std::byte*>(out), 0, true, type,
-         reduction);
+  reduce((count + largest - 1) / largest, parts, given, taken, true, type, reduction);
 }
 
-void MessageGroup::reduce_scatter(const Call& call, const void* in, void* out, size_t count,
-                                  DType type, Reduction reduction) {
-  const std::byte* from = static_cast<const std::byte*>(in);
-  const size_t bytes = count * dtype_size(type);
-  const auto block = [&](int m) { return from + static_cast<size_t>(m) * bytes; };
-  if (bytes <= kSmall) {
-    meet(call, bytes, block);
-    return reduce_first(block(index_), out, count, type, reduction);
+void MessageGroup::reduce_scatter(const Call& call, const Blocks& blocks, DType type,
+                                  Reduction reduction) {
+  const size_t item = dtype_size(type);
+  const size_t count = blocks.count();
+  const Bytes given = [&](int m, Range bytes) {
+    return runs_of(blocks, item, bytes, [&](const Block& block) {
+      return block.in + static_cast<size_t>(m) * block.count * item;
+    });
+  };
+  const Bytes taken = [&](int, Range bytes) {
+    return runs_of(blocks, item, bytes, [](const Block& block) { return block.out; });
+  };
+  if (count * item <= kSmall) {
+    meet(call, count * item, given);
+    return reduce_first(given, taken, count, type, reduction);
   }
   meet(call);
-  const size_t largest = piece_ / dtype_size(type);
-  const Parts parts = [&](size_t piece, int m) {
-    const size_t begin = piece * largest;
-    const size_t origin = static_cast<size_t>(m) * count;
-    return Range{origin + begin, origin + std::min(begin + largest, count)};
+  const size_t largest = piece_ / item;
+  const Parts parts = [&](size_t piece, int) {
+    return Range{piece * largest, std::min((piece + 1) * largest, count)};
   };
-  reduce((count + largest - 1) / largest, parts, from, static_cast<std::byte*>(out),
-         static_cast<size_t>(index_) * count, false, type, reduction);
+  reduce((count + largest - 1) / largest, parts, given, taken, false, type, reduction);
 }
 
-void MessageGroup::all_gather(const Call& call, const void* in, void* out, size_t bytes) {
-  const std::byte* from = static_cast<const std::byte*>(in);
-  std::byte* to = static_cast<std::byte*>(out);
-  exchange(
-      call, bytes, [&](int) { return from; },
-      [&](int m) { return to + static_cast<size_t>(m) * bytes; });
+void MessageGroup::all_gather(const Call& call, const Blocks& blocks) {
+  const Bytes given = [&](int, Range bytes) {
+    return runs_of(blocks, 1, bytes, [](const Block& block) { return block.in; });
+  };
+  const Bytes taken = [&](int m, Range bytes) {
+    return runs_of(blocks, 1, bytes, [&](const Block& block) {
+      return block.out + static_cast<size_t>(m) * block.count;
+    });
+  };
+  exchange(call, blocks.count(), given, taken);
 }
 
 void MessageGroup::all_to_all(const Call& call, const void* in, void* out, size_t bytes) {
-  const std::byte* from = static_cast<const std::byte*>(in);
-  std::byte* to = static_cast<std::byte*>(out);
-  exchange(
-      call, bytes, [&](int m) { return from + static_cast<size_t>(m) * bytes; },
-      [&](int m) { return to + static_cast<size_t>(m) * bytes; });
+  const auto blocks = [bytes](const void* data) {
+    return [=](int m, Range range) { return run_at(data, static_cast<size_t>(m) * bytes, range); };
+  };
+  exchange(call, bytes, blocks(in), blocks(out));
 }
 
 void MessageGroup::permute(const Call& call, const void* in, void* out, size_t bytes,
@@ -340,47 +440,44 @@ void MessageGroup::permute(const Call& call, const void* in, void* out, size_t b
     if (pair.source == index_) destination = pair.destination;
     if (pair.destination == index_) source = pair.source;
   }
-  exchange(
-      call, bytes,
-      [&](int m) { return m == destination ? static_cast<const std::byte*>(in) : nullptr; },
-      [&](int m) { return m == source ? static_cast<std::byte*>(out) : nullptr; });
+  const auto of = [](int member, const void* data) {
+    return [=](int m, Range range) { return m == member ? run_at(data, 0, range) : Runs(); };
+  };
+  exchange(call, bytes, of(destination, in), of(source, out));
   if (source < 0 && bytes != 0) std::memset(out, 0, bytes);
 }
 
 void MessageGroup::broadcast(const Call& call, const void* in, void* out, size_t bytes, int root) {
-  const std::byte* from = static_cast<const std::byte*>(in);
-  std::byte* to = static_cast<std::byte*>(out);
-  if (members_ == 2 || bytes <= kSmall) {
-    return exchange(
-        call, bytes, [&](int) { return index_ == root ? from : nullptr; },
-        [&](int m) { return m == root ? to : nullptr; });
-  }
+  const bool gives = index_ == root;
+  const Bytes given = [=](int, Range range) { return gives ? run_at(in, 0, range) : Runs(); };
+  const Bytes taken = [=](int m, Range range) { return m == root ? run_at(out, 0, range) : Runs(); };
+  if (members_ == 2 || bytes <= kSmall) return exchange(call, bytes, given, taken);
   meet(call);
   // The root sends a share to each of the others, and they send their shares to one another.
   const auto share = [&](int m) {
     return share_of(bytes, members_ - 1, (m - root - 1 + members_) % members_);
   };
+  const Range mine = share(index_);
+  const Bytes anyone = [=](int, Range range) { return run_at(out, 0, range); };
   const auto pass_on = [&](size_t piece) {
-    const Range mine = share(index_);
     const size_t begin = mine.begin + piece * piece_;
+    const Runs part = run_at(out, 0, {begin, std::min(begin + piece_, mine.end)});
     others([&](int m) {
-      if (m == root) return;
-      flow_.send(to + begin, std::min(piece_, mine.end - begin), m, part_tag(piece));
+      if (m != root) flow_.send(part, m, part_tag(piece));
     });
   };
   for (size_t piece = 0; piece < window_; ++piece) {
     others([&](int m) {
-      const Range theirs = share(m);
-      if (index_ == root) {
-        send(from + theirs.begin, theirs.size(), m, piece);
+      if (gives) {
+        send(given, share(m), m, piece);
       } else if (m == root) {
-        receive(to + share(index_).begin, share(index_).size(), m, piece, pass_on);
+        receive(anyone, mine, m, piece, pass_on);
       } else {
-        receive(to + theirs.begin, theirs.size(), m, piece);
+        receive(anyone, share(m), m, piece);
       }
     });
   }
-  if (index_ == root && from != to) flow_.copy(to, from, bytes);
+  if (gives && in != out) flow_.copy(out, in, bytes);
   flow_.finish();
 }
 

@@ -5,7 +5,8 @@
 // one message. Members whose hashes differ throw before any of the data is used.
 //
 // Larger data follows in pieces, several of which are under way at once, directly from member to
-// member. A reduced element is computed by one member, in the order of the group, and so it is equal
+// member. The tensors of a call are cut as if they were one; a datatype of MPI describes a piece that has
+// parts of several. A reduced element is computed by one member, in the order of the group, and so it is equal
 // to the bit on all ranks, and equal to the result in shared memory. While the sums of one piece
 // return, the parts of the next are on their way, so that the link is in use in both directions.
 //
@@ -19,6 +20,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <functional>
 #include <string>
 #include <utility>
@@ -46,31 +48,42 @@ class Patience {
   std::chrono::microseconds sleep_{0};
 };
 
+// Memory that one message holds, in order: a part of one tensor, or of several.
+struct Run {
+  std::byte* data;
+  size_t bytes;
+};
+using Runs = std::vector<Run>;
+
 // Messages under way between this member and others, each with what is to be done once it is complete,
-// and one copy.
+// and copies.
 class Flow {
  public:
   using Then = std::function<void()>;
 
   Flow(MPI_Comm comm, Clock::duration busy) : comm_(comm), patience_(busy) {}
-  void send(const void* from, size_t bytes, int peer, int tag, Then then = nullptr);
-  void receive(void* to, size_t bytes, int peer, int tag, Then then = nullptr);
+  void send(const Runs& from, int peer, int tag, Then then = nullptr);
+  void receive(const Runs& to, int peer, int tag, Then then = nullptr);
   // Copies in this member's memory, while nothing arrives.
   void copy(void* to, const void* from, size_t bytes);
   // Returns when all that was asked for is complete, including what followed other messages.
   void finish();
 
  private:
+  struct Copy {
+    std::byte* to;
+    const std::byte* from;
+    size_t bytes;
+  };
+  // Copies a part; whether there was one.
+  bool copy_some();
+
   const MPI_Comm comm_;
   Patience patience_;
   std::vector<MPI_Request> requests_;
   std::vector<Then> then_;  // by request
   std::vector<int> complete_;
-  struct {
-    std::byte* to = nullptr;
-    const std::byte* from = nullptr;
-    size_t bytes = 0;
-  } copy_;
+  std::deque<Copy> copies_;
 };
 
 class MessageGroup {
@@ -81,42 +94,43 @@ class MessageGroup {
   // Only compares the call. It throws Conflict, on all members, and MpiError.
   void agree(const Call& call) { meet(call); }
   // As in Transport. They throw Conflict, on all members, and MpiError.
-  void all_reduce(const Call&, const void* in, void* out, size_t count, DType, Reduction);
-  void all_gather(const Call&, const void* in, void* out, size_t bytes);
-  void reduce_scatter(const Call&, const void* in, void* out, size_t count, DType, Reduction);
+  void all_reduce(const Call&, const Blocks&, DType, Reduction);
+  void all_gather(const Call&, const Blocks&);
+  void reduce_scatter(const Call&, const Blocks&, DType, Reduction);
   void all_to_all(const Call&, const void* in, void* out, size_t bytes);
   void broadcast(const Call&, const void* in, void* out, size_t bytes, int root);
   void permute(const Call&, const void* in, void* out, size_t bytes,
                const std::vector<Pair>& pairs);
 
  private:
-  using Blocks = std::function<const std::byte*(int member)>;
-  using Places = std::function<std::byte*(int member)>;
-  // The elements of the input that a member reduces, in one piece of a reduction.
+  // The memory of some of the bytes that a member gets, or that come from it; none if there are none.
+  using Bytes = std::function<Runs(int member, Range bytes)>;
+  // The elements that a member reduces, of all tensors together, in one piece of a reduction.
   using Parts = std::function<Range(size_t piece, int member)>;
 
-  // Exchanges the first messages. With them, `bytes` go to each member for which there is a block.
-  void meet(const Call& call, size_t bytes = 0, const Blocks& blocks = nullptr);
+  // Exchanges the first messages. With them, the first `bytes` go to each member that gets any.
+  void meet(const Call& call, size_t bytes = 0, const Bytes& given = nullptr);
   // The data in a member's first message.
-  const std::byte* first(int member) const;
+  std::byte* first(int member);
   [[noreturn]] void disagree(const Call& call);
   // Calls f for each other member, beginning with the next, so that not all send to the same at once.
   template <class F>
   void others(F f) const;
 
-  // Sends the block for each member, and receives each member's at its place; null is none.
-  void exchange(const Call& call, size_t bytes, const Blocks& blocks, const Places& places);
-  // Sends this and every window_-th further piece of a block, one after the other.
-  void send(const std::byte* from, size_t bytes, int peer, size_t piece);
+  // Sends bytes to each member that gets any, and receives them.
+  void exchange(const Call& call, size_t bytes, const Bytes& given, const Bytes& taken);
+  // Sends this and every window_-th further piece of the bytes, one after the other. The function must
+  // live until the flow has finished; so must that of `receive`.
+  void send(const Bytes& given, Range bytes, int peer, size_t piece);
   // Calls then(piece), if there is one, for each that has come.
-  void receive(std::byte* to, size_t bytes, int peer, size_t piece,
+  void receive(const Bytes& taken, Range bytes, int peer, size_t piece,
                const std::function<void(size_t)>& then = nullptr);
-  // Reduces this member's parts of all pieces, to the same elements of `to` less `origin`, and if
-  // `gather`, brings all members' results to all.
-  void reduce(size_t pieces, const Parts& parts, const std::byte* from, std::byte* to,
-              size_t origin, bool gather, DType type, Reduction reduction);
-  // Of data that came with the first messages; the own data is the block at `own`.
-  void reduce_first(const std::byte* own, void* out, size_t count, DType type,
+  // Reduces this member's parts of all pieces, and if `gather`, brings all members' results to all.
+  // `given` is what each member reduces.
+  void reduce(size_t pieces, const Parts& parts, const Bytes& given, const Bytes& taken,
+              bool gather, DType type, Reduction reduction);
+  // Of data that came with the first messages.
+  void reduce_first(const Bytes& given, const Bytes& taken, size_t count, DType type,
                     Reduction reduction);
 
   const MPI_Comm comm_;

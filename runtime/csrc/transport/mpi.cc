@@ -123,23 +123,18 @@ class MpiTransport : public Transport {
     return concurrent_ && messages && group.size() > 1;
   }
 
-  void all_reduce(Group& group, const Call& call, const void* in, void* out, size_t count,
-                  DType type, Reduction reduction, Stream) override {
-    run(group, call, [&](auto& members) {
-      members.all_reduce(call, in, out, count, type, reduction);
-    });
+  void all_reduce(Group& group, const Call& call, const Blocks& blocks, DType type,
+                  Reduction reduction, Stream) override {
+    run(group, call, [&](auto& members) { members.all_reduce(call, blocks, type, reduction); });
   }
 
-  void all_gather(Group& group, const Call& call, const void* in, void* out, size_t bytes,
-                  Stream) override {
-    run(group, call, [&](auto& members) { members.all_gather(call, in, out, bytes); });
+  void all_gather(Group& group, const Call& call, const Blocks& blocks, Stream) override {
+    run(group, call, [&](auto& members) { members.all_gather(call, blocks); });
   }
 
-  void reduce_scatter(Group& group, const Call& call, const void* in, void* out, size_t count,
-                      DType type, Reduction reduction, Stream) override {
-    run(group, call, [&](auto& members) {
-      members.reduce_scatter(call, in, out, count, type, reduction);
-    });
+  void reduce_scatter(Group& group, const Call& call, const Blocks& blocks, DType type,
+                      Reduction reduction, Stream) override {
+    run(group, call, [&](auto& members) { members.reduce_scatter(call, blocks, type, reduction); });
   }
 
   void all_to_all(Group& group, const Call& call, const void* in, void* out, size_t bytes,
@@ -312,8 +307,9 @@ class MpiTransport : public Transport {
     } catch (const Conflict& e) {
       const std::string rank = std::to_string(group.ranks[static_cast<size_t>(e.member)]);
       throw std::runtime_error(describe(rank_, Call(call.where), group.ranks) +
-                               ": disagrees with rank " + rank + ": got " + call.text() +
-                               ", where rank " + rank + " calls " + e.what());
+                               ": disagrees with rank " + rank + ": got " +
+                               differing(call.text(), e.what()) + ", where rank " + rank +
+                               " calls " + differing(e.what(), call.text()));
     } catch (const MpiError& e) {
       end_job(describe(rank_, call, group.ranks) + ": " + e.what());
     } catch (const std::exception& e) {

@@ -99,27 +99,26 @@ class NcclTransport : public Transport {
     return *group;
   }
 
-  void all_reduce(Group& group, const Call& call, const void* in, void* out, size_t count,
-                  DType type, Reduction reduction, Stream stream) override {
+  void all_reduce(Group& group, const Call& call, const Blocks& blocks, DType type,
+                  Reduction reduction, Stream stream) override {
     require(group, call, type, reduction);
-    run(group, call, count, stream, [&](nccl::Comm comm) {
-      return library_.all_reduce(in, out, count, nccl_type(type), nccl_operation(type, reduction),
-                                 comm, stream);
+    run_all(group, call, blocks, stream, [&](const Block& block, nccl::Comm comm) {
+      return library_.all_reduce(block.in, block.out, block.count, nccl_type(type),
+                                 nccl_operation(type, reduction), comm, stream);
     });
   }
 
-  void all_gather(Group& group, const Call& call, const void* in, void* out, size_t bytes,
-                  Stream stream) override {
-    run(group, call, bytes, stream, [&](nccl::Comm comm) {
-      return library_.all_gather(in, out, bytes, nccl::kUint8, comm, stream);
+  void all_gather(Group& group, const Call& call, const Blocks& blocks, Stream stream) override {
+    run_all(group, call, blocks, stream, [&](const Block& block, nccl::Comm comm) {
+      return library_.all_gather(block.in, block.out, block.count, nccl::kUint8, comm, stream);
     });
   }
 
-  void reduce_scatter(Group& group, const Call& call, const void* in, void* out, size_t count,
-                      DType type, Reduction reduction, Stream stream) override {
+  void reduce_scatter(Group& group, const Call& call, const Blocks& blocks, DType type,
+                      Reduction reduction, Stream stream) override {
     require(group, call, type, reduction);
-    run(group, call, count, stream, [&](nccl::Comm comm) {
-      return library_.reduce_scatter(in, out, count, nccl_type(type),
+    run_all(group, call, blocks, stream, [&](const Block& block, nccl::Comm comm) {
+      return library_.reduce_scatter(block.in, block.out, block.count, nccl_type(type),
                                      nccl_operation(type, reduction), comm, stream);
     });
   }
@@ -239,6 +238,19 @@ class NcclTransport : public Transport {
                   [&] { return f(group.comm.comm); });
   }
 
+  // Calls f for each tensor that is not empty. NCCL launches all of them together.
+  template <class F>
+  void run_all(Group& group, const Call& call, const Blocks& blocks, Stream stream, F&& f) {
+    run(group, call, blocks.count(), stream, [&](nccl::Comm comm) {
+      if (blocks.size() == 1) return f(blocks[0], comm);
+      return together([&](auto&& each) {
+        for (const Block& block : blocks) {
+          if (block.count != 0) each(f(block, comm));
+        }
+      });
+    });
+  }
+
   // Calls of one group that NCCL has to see at once. The first error counts.
   template <class F>
   int together(F&& f) {
@@ -256,8 +268,8 @@ class NcclTransport : public Transport {
     if (!group.seen.insert(call.signature).second) return;
     std::vector<uint64_t> histories(group.ranks.size());
     // This compares the call itself, and says what differs.
-    host_.all_gather(*group.host, call, &group.history, histories.data(), sizeof(uint64_t),
-                     nullptr);
+    host_.all_gather(*group.host, call,
+                     Block(&group.history, histories.data(), sizeof(uint64_t)), nullptr);
     for (size_t i = 0; i < histories.size(); ++i) {
       if (histories[i] == group.history) continue;
       throw std::runtime_error(describe(rank(), call, group.ranks) + ": disagrees with rank " +

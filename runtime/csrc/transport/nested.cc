@@ -1,6 +1,7 @@
 #include "transport/nested.h"
 
 #include <algorithm>
+#include <cstring>
 #include <map>
 #include <string>
 
@@ -96,105 +97,168 @@ void NestedGroup::agreed(const Call& call, F f) {
   }
 }
 
-void NestedGroup::all_reduce(const Call& call, const void* in, void* out, size_t count, DType type,
+void NestedGroup::all_reduce(const Call& call, const Blocks& blocks, DType type,
                              Reduction reduction) {
   const size_t item = dtype_size(type);
+  const size_t count = blocks.count();
   agreed(call, [&] {
     size_t begin = 0;
     do {
-      const size_t n = std::min(kSome, count - begin);
-      reduce_some(call, static_cast<const std::byte*>(in) + begin * item,
-                  static_cast<std::byte*>(out) + begin * item, n, type, reduction);
-      begin += n;
+      std::vector<Block> some;
+      blocks.each({begin, begin + kSome}, [&](const Block& b, size_t offset, size_t n, size_t) {
+        some.emplace_back(b.in + offset * item, b.out + offset * item, n);
+      });
+      reduce_some(call, some, type, reduction);
+      begin += kSome;
     } while (begin < count);
   });
 }
 
-void NestedGroup::reduce_some(const Call& call, const std::byte* in, std::byte* out, size_t count,
-                              DType type, Reduction reduction) {
+void NestedGroup::reduce_some(const Call& call, const Blocks& blocks, DType type,
+                              Reduction reduction) {
   // 16-bit floats are reduced as float32 on all machines, and rounded once.
   const bool wide = accumulates_wide(type, reduction);
   const DType inner = wide ? DType::kFloat32 : type;
   const size_t item = dtype_size(type);
   const size_t moved = dtype_size(inner);
+  const size_t count = blocks.count();
   const size_t k = machines_.members(0).size();
-  if (wide) {
-    std::byte* widened = scratch(0, count * moved);
-    widen(reinterpret_cast<float*>(widened), in, count, type);
-    in = widened;
+  // Of each tensor a share for each member, and the rest for the last.
+  size_t shares = 0;
+  for (const Block& block : blocks) shares += block.count / k;
+  const size_t rests = count - k * shares;
+  const bool replicated = count * moved <= kReplicated;
+  std::byte* const widened = wide ? scratch(0, count * moved) : nullptr;
+  std::byte* const sums = scratch(1, (replicated ? count : shares + rests) * moved);
+  std::vector<Block> all, shared, rest;  // to the sums
+  size_t first = 0;
+  size_t share_at = 0;
+  size_t rest_at = shares;
+  for (const Block& block : blocks) {
+    const std::byte* in = block.in;
+    if (wide) {
+      std::byte* to = widened + first * moved;
+      widen(reinterpret_cast<float*>(to), in, block.count, type);
+      in = to;
+    }
+    const size_t share = block.count / k;
+    all.emplace_back(in, sums + first * moved, block.count);
+    shared.emplace_back(in, sums + share_at * moved, share);
+    rest.emplace_back(in + k * share * moved, sums + rest_at * moved, block.count - k * share);
+    first += block.count;
+    share_at += share;
+    rest_at += block.count - k * share;
   }
-  if (count * moved <= kReplicated) {
-    std::byte* sums = wide ? scratch(1, count * moved) : out;
-    near_.all_reduce(call, in, sums, count, inner, reduction);
-    far_.all_reduce(call, sums, sums, count, inner, reduction);
-    if (wide) narrow(out, reinterpret_cast<const float*>(sums), count, type);
+  // What of the sums is the result of each tensor, from `at`.
+  const auto put = [&](const Block& block, size_t offset, const std::byte* from, size_t n) {
+    std::byte* to = block.out + offset * item;
+    if (wide) {
+      narrow(to, reinterpret_cast<const float*>(from), n, type);
+    } else if (n != 0) {
+      std::memcpy(to, from, n * item);
+    }
+  };
+  if (replicated) {
+    near_.all_reduce(call, all, inner, reduction);
+    far_.all_reduce(call, Block(sums, sums, count), inner, reduction);
+    for (size_t i = 0; i < all.size(); ++i) put(blocks[i], 0, all[i].out, all[i].count);
     return;
   }
-  // A share for each member, and the rest for the last.
-  const size_t share = count / k;
-  const size_t rest = count - k * share;
   const int last = static_cast<int>(k) - 1;
-  std::byte* sums = scratch(1, (share + rest) * moved);
-  near_.reduce_scatter(call, in, sums, share, inner, reduction);
-  if (rest != 0) {
-    near_.all_reduce(call, in + k * share * moved, sums + share * moved, rest, inner, reduction);
-  }
+  near_.reduce_scatter(call, shared, inner, reduction);
+  if (rests != 0) near_.all_reduce(call, rest, inner, reduction);
   const bool more = machines_.position(index_) == last;
-  far_.all_reduce(call, sums, sums, share + (more ? rest : 0), inner, reduction);
+  far_.all_reduce(call, Block(sums, sums, shares + (more ? rests : 0)), inner, reduction);
+  if (rests != 0) {
+    std::byte* const from = sums + shares * moved;
+    near_.broadcast(call, from, from, rests * moved, last);
+    for (size_t i = 0; i < rest.size(); ++i) {
+      put(blocks[i], k * shared[i].count, rest[i].out, rest[i].count);
+    }
+  }
+  std::byte* narrowed = sums;
   if (wide) {
-    std::byte* narrowed = scratch(0, (share + rest) * item);
-    narrow(narrowed, reinterpret_cast<const float*>(sums), share + rest, type);
-    sums = narrowed;
+    narrowed = scratch(0, shares * item);
+    narrow(narrowed, reinterpret_cast<const float*>(sums), shares, type);
   }
-  near_.all_gather(call, sums, out, share * item);
-  if (rest != 0) {
-    near_.broadcast(call, sums + share * item, out + k * share * item, rest * item, last);
+  std::vector<Block> results;
+  share_at = 0;
+  for (size_t i = 0; i < shared.size(); ++i) {
+    results.emplace_back(narrowed + share_at * item, blocks[i].out, shared[i].count * item);
+    share_at += shared[i].count;
   }
+  near_.all_gather(call, results);
 }
 
-void NestedGroup::reduce_scatter(const Call& call, const void* in, void* out, size_t count,
-                                 DType type, Reduction reduction) {
+void NestedGroup::reduce_scatter(const Call& call, const Blocks& blocks, DType type,
+                                 Reduction reduction) {
   if (!machines_.in_blocks()) {
     agreed(call, [&] { far_.agree(call); });
-    return all_.reduce_scatter(call, in, out, count, type, reduction);
+    return all_.reduce_scatter(call, blocks, type, reduction);
   }
   const bool wide = accumulates_wide(type, reduction);
   const DType inner = wide ? DType::kFloat32 : type;
   const size_t moved = dtype_size(inner);
   const size_t k = machines_.members(0).size();
+  const size_t count = blocks.count();
   agreed(call, [&] {
-    const std::byte* from = static_cast<const std::byte*>(in);
     const size_t machines = static_cast<size_t>(machines_.count());
-    // The sums over this machine of what the members at this position get, and then the result.
-    std::byte* sums = scratch(1, (machines + 1) * count * moved);
+    // The sums over this machine of what the members at this position get, and then the results.
+    std::byte* const sums = scratch(1, (machines + 1) * count * moved);
+    std::byte* const results = sums + machines * count * moved;
     for (size_t m = 0; m < machines; ++m) {
-      const std::byte* blocks = from + m * k * count * dtype_size(type);
-      if (wide) {
-        std::byte* widened = scratch(0, k * count * moved);
-        widen(reinterpret_cast<float*>(widened), blocks, k * count, type);
-        blocks = widened;
+      std::vector<Block> near;
+      size_t first = 0;
+      for (const Block& block : blocks) {
+        const std::byte* in = block.in + m * k * block.count * dtype_size(type);
+        if (wide) {
+          std::byte* widened = scratch(0, k * count * moved) + k * first * moved;
+          widen(reinterpret_cast<float*>(widened), in, k * block.count, type);
+          in = widened;
+        }
+        near.emplace_back(in, sums + (machines * first + m * block.count) * moved, block.count);
+        first += block.count;
       }
-      near_.reduce_scatter(call, blocks, sums + m * count * moved, count, inner, reduction);
+      near_.reduce_scatter(call, near, inner, reduction);
     }
-    std::byte* result = sums + machines * count * moved;
-    far_.reduce_scatter(call, sums, wide ? result : out, count, inner, reduction);
-    if (wide) narrow(out, reinterpret_cast<const float*>(result), count, type);
+    std::vector<Block> far;
+    size_t first = 0;
+    for (const Block& block : blocks) {
+      far.emplace_back(sums + machines * first * moved,
+                       wide ? results + first * moved : block.out, block.count);
+      first += block.count;
+    }
+    far_.reduce_scatter(call, far, inner, reduction);
+    if (!wide) return;
+    for (size_t i = 0; i < far.size(); ++i) {
+      narrow(blocks[i].out, reinterpret_cast<const float*>(far[i].out), far[i].count, type);
+    }
   });
 }
 
-void NestedGroup::all_gather(const Call& call, const void* in, void* out, size_t bytes) {
+void NestedGroup::all_gather(const Call& call, const Blocks& blocks) {
   if (!machines_.in_blocks()) {
     agreed(call, [&] { far_.agree(call); });
-    return all_.all_gather(call, in, out, bytes);
+    return all_.all_gather(call, blocks);
   }
   agreed(call, [&] {
     const size_t machines = static_cast<size_t>(machines_.count());
-    std::byte* blocks = scratch(1, machines * bytes);
-    far_.all_gather(call, in, blocks, bytes);
-    const size_t machine_bytes = machines_.members(0).size() * bytes;
+    const size_t k = machines_.members(0).size();
+    std::byte* const received = scratch(1, machines * blocks.count());
+    std::vector<Block> far;
+    size_t first = 0;
+    for (const Block& block : blocks) {
+      far.emplace_back(block.in, received + machines * first, block.count);
+      first += block.count;
+    }
+    far_.all_gather(call, far);
     for (size_t m = 0; m < machines; ++m) {
-      near_.all_gather(call, blocks + m * bytes,
-                       static_cast<std::byte*>(out) + m * machine_bytes, bytes);
+      std::vector<Block> near;
+      for (size_t i = 0; i < far.size(); ++i) {
+        const size_t bytes = far[i].count;
+        near.emplace_back(far[i].out + m * bytes, blocks[i].out + m * k * bytes, bytes);
+      }
+      near_.all_gather(call, near);
     }
   });
 }

@@ -46,9 +46,9 @@ class NestedGroup {
               MessageGroup& all);
 
   // As in Transport. They throw Conflict, on all members, and MpiError.
-  void all_reduce(const Call&, const void* in, void* out, size_t count, DType, Reduction);
-  void all_gather(const Call&, const void* in, void* out, size_t bytes);
-  void reduce_scatter(const Call&, const void* in, void* out, size_t count, DType, Reduction);
+  void all_reduce(const Call&, const Blocks&, DType, Reduction);
+  void all_gather(const Call&, const Blocks&);
+  void reduce_scatter(const Call&, const Blocks&, DType, Reduction);
   void all_to_all(const Call&, const void* in, void* out, size_t bytes);
   void broadcast(const Call&, const void* in, void* out, size_t bytes, int root);
   void permute(const Call&, const void* in, void* out, size_t bytes,
@@ -59,8 +59,7 @@ class NestedGroup {
   // it throws Conflict at all positions or none, because the members of each machine agree.
   template <class F>
   void agreed(const Call& call, F f);
-  void reduce_some(const Call& call, const std::byte* in, std::byte* out, size_t count, DType type,
-                   Reduction reduction);
+  void reduce_some(const Call& call, const Blocks& blocks, DType type, Reduction reduction);
   std::byte* scratch(size_t slot, size_t bytes);
 
   const Machines machines_;

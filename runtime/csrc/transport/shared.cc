@@ -12,7 +12,6 @@ constexpr size_t kSlot = size_t{512} << 10;
 constexpr size_t kBlock = size_t{8} << 10;
 // Up to this size every member reduces all of the data: twice the work, but half the waiting.
 constexpr size_t kReplicated = size_t{4} << 10;
-constexpr size_t kText = 512;  // the text of a call on which the members differ
 
 static_assert(std::atomic<uint64_t>::is_always_lock_free, "atomics in shared memory");
 
@@ -55,6 +54,7 @@ SharedGroup::SharedGroup(std::byte* memory, int index, int members, int looks, I
       members_(members),
       looks_(looks),
       idle_(std::move(idle)),
+      slots_(static_cast<size_t>(members)),
       sources_(static_cast<size_t>(members)) {}
 
 SharedGroup::Header& SharedGroup::header(int member) const {
@@ -120,94 +120,126 @@ void SharedGroup::agree(const Call& call) {
   step(call, [](std::byte*) {}, [] {});
 }
 
-void SharedGroup::all_reduce(const Call& call, const void* in, void* out, size_t count, DType type,
+void SharedGroup::all_reduce(const Call& call, const Blocks& blocks, DType type,
                              Reduction reduction) {
   const size_t item = dtype_size(type);
-  const std::byte* from = static_cast<const std::byte*>(in);
-  std::byte* to = static_cast<std::byte*>(out);
+  const size_t count = blocks.count();
+  const size_t members = sources_.size();
   if (count * item <= kReplicated) {
     return step(
-        call, [&](std::byte* own) { put(own, from, count * item); },
-        [&] {
-          if (count == 0) return;
-          for (int m = 0; m < members_; ++m) sources_[static_cast<size_t>(m)] = slot(m);
-          reduce_many(to, sources_.data(), sources_.size(), count, type, reduction);
-        });
-  }
-  pieces(count, kSlot / item, [&](size_t begin, size_t n) {
-    const Range mine = share_of(n, members_, index_);
-    const std::byte* input = from + begin * item;
-    step(
         call,
         [&](std::byte* own) {
-          put(own, input, mine.begin * item);
-          put(own + mine.end * item, input + mine.end * item, (n - mine.end) * item);
+          blocks.each({0, count}, [&](const Block& block, size_t offset, size_t n, size_t at) {
+            put(own + at * item, block.in + offset * item, n * item);
+          });
         },
         [&] {
-          for (int m = 0; m < members_; ++m) {
-            const std::byte* data = m == index_ ? input : slot(m);
-            sources_[static_cast<size_t>(m)] = data + mine.begin * item;
+          blocks.each({0, count}, [&](const Block& block, size_t offset, size_t n, size_t at) {
+            for (size_t m = 0; m < members; ++m) {
+              sources_[m] = slot(static_cast<int>(m)) + at * item;
+            }
+            reduce_many(block.out + offset * item, sources_.data(), members, n, type, reduction);
+          });
+        });
+  }
+  pieces(count, kSlot / item, [&](size_t begin, size_t size) {
+    const Range share = share_of(size, members_, index_);
+    const Range mine{begin + share.begin, begin + share.end};
+    const Range before{begin, mine.begin};
+    const Range after{mine.end, begin + size};
+    step(
+        call,
+        [&](std::byte* own) {
+          const auto pack = [&](std::byte* to, Range range) {
+            blocks.each(range, [&](const Block& block, size_t offset, size_t n, size_t at) {
+              put(to + at * item, block.in + offset * item, n * item);
+            });
+          };
+          pack(own, before);
+          pack(own + share.end * item, after);
+        },
+        [&] {
+          for (size_t m = 0; m < members; ++m) {
+            slots_[m] = slot(static_cast<int>(m)) + share.begin * item;
           }
         });
     step(
         call,
         [&](std::byte* own) {
-          for (size_t at = mine.begin; at < mine.end; at += kBlock / item) {
-            const size_t size = std::min(kBlock / item, mine.end - at) * item;
-            reduce_many(own + at * item, sources_.data(), sources_.size(), size / item, type,
-                        reduction);
-            put(to + (begin + at) * item, own + at * item, size);
-            for (const void*& source : sources_) source = static_cast<const std::byte*>(source) + size;
-          }
+          blocks.each(mine, [&](const Block& block, size_t offset, size_t n, size_t at) {
+            for (size_t done = 0; done < n; done += kBlock / item) {
+              const size_t some = std::min(kBlock / item, n - done);
+              for (size_t m = 0; m < members; ++m) sources_[m] = slots_[m] + (at + done) * item;
+              sources_[static_cast<size_t>(index_)] = block.in + (offset + done) * item;
+              std::byte* sums = own + (share.begin + at + done) * item;
+              reduce_many(sums, sources_.data(), members, some, type, reduction);
+              put(block.out + (offset + done) * item, sums, some * item);
+            }
+          });
         },
         [&] {
           for (int m = 0; m < members_; ++m) {
             if (m == index_) continue;
-            const Range theirs = share_of(n, members_, m);
-            put(to + (begin + theirs.begin) * item, slot(m) + theirs.begin * item,
-                 theirs.size() * item);
+            const Range theirs = share_of(size, members_, m);
+            const std::byte* sums = slot(m) + theirs.begin * item;
+            blocks.each({begin + theirs.begin, begin + theirs.end},
+                        [&](const Block& block, size_t offset, size_t n, size_t at) {
+                          put(block.out + offset * item, sums + at * item, n * item);
+                        });
           }
         });
   });
 }
 
-void SharedGroup::all_gather(const Call& call, const void* in, void* out, size_t bytes) {
-  const std::byte* from = static_cast<const std::byte*>(in);
-  std::byte* to = static_cast<std::byte*>(out);
-  pieces(bytes, kSlot, [&](size_t begin, size_t n) {
-    step(
-        call, [&](std::byte* own) { put(own, from + begin, n); },
-        [&] {
-          for (int m = 0; m < members_; ++m) {
-            put(to + static_cast<size_t>(m) * bytes + begin, slot(m), n);
-          }
-        });
-  });
-}
-
-void SharedGroup::reduce_scatter(const Call& call, const void* in, void* out, size_t count,
-                                 DType type, Reduction reduction) {
-  const size_t item = dtype_size(type);
-  const std::byte* from = static_cast<const std::byte*>(in);
-  std::byte* to = static_cast<std::byte*>(out);
-  const size_t largest = kSlot / item / static_cast<size_t>(members_);
-  pieces(count, largest, [&](size_t begin, size_t n) {
-    const auto input = [&](int m) { return from + (static_cast<size_t>(m) * count + begin) * item; };
-    const auto offset = [&](int m) { return static_cast<size_t>(m) * n * item; };
+void SharedGroup::all_gather(const Call& call, const Blocks& blocks) {
+  pieces(blocks.count(), kSlot, [&](size_t begin, size_t size) {
+    const Range piece{begin, begin + size};
     step(
         call,
         [&](std::byte* own) {
+          blocks.each(piece, [&](const Block& block, size_t offset, size_t n, size_t at) {
+            put(own + at, block.in + offset, n);
+          });
+        },
+        [&] {
           for (int m = 0; m < members_; ++m) {
-            if (m != index_) put(own + offset(m), input(m), n * item);
+            blocks.each(piece, [&](const Block& block, size_t offset, size_t n, size_t at) {
+              put(block.out + static_cast<size_t>(m) * block.count + offset, slot(m) + at, n);
+            });
+          }
+        });
+  });
+}
+
+void SharedGroup::reduce_scatter(const Call& call, const Blocks& blocks, DType type,
+                                 Reduction reduction) {
+  const size_t item = dtype_size(type);
+  const size_t members = sources_.size();
+  pieces(blocks.count(), kSlot / item / members, [&](size_t begin, size_t size) {
+    const Range piece{begin, begin + size};
+    const auto input = [&](const Block& block, size_t m, size_t offset) {
+      return block.in + (m * block.count + offset) * item;
+    };
+    const auto place = [&](size_t m, size_t at) { return (m * size + at) * item; };
+    const size_t self = static_cast<size_t>(index_);
+    step(
+        call,
+        [&](std::byte* own) {
+          for (size_t m = 0; m < members; ++m) {
+            if (m == self) continue;
+            blocks.each(piece, [&](const Block& block, size_t offset, size_t n, size_t at) {
+              put(own + place(m, at), input(block, m, offset), n * item);
+            });
           }
         },
         [&] {
-          if (n == 0) return;
-          for (int m = 0; m < members_; ++m) {
-            sources_[static_cast<size_t>(m)] =
-                m == index_ ? input(m) : slot(m) + offset(index_);
-          }
-          reduce_many(to + begin * item, sources_.data(), sources_.size(), n, type, reduction);
+          blocks.each(piece, [&](const Block& block, size_t offset, size_t n, size_t at) {
+            for (size_t m = 0; m < members; ++m) {
+              sources_[m] = m == self ? input(block, m, offset)
+                                      : slot(static_cast<int>(m)) + place(self, at);
+            }
+            reduce_many(block.out + offset * item, sources_.data(), members, n, type, reduction);
+          });
         });
   });
 }

@@ -9,7 +9,8 @@
 // One wait per step is enough: a member that has announced step n + 1 has read all it needs of step
 // n, and no member packs for step n + 2, into the slots of step n, before all have announced n + 1.
 //
-// Data goes in pieces that fit into a slot, and so stays in the caches between two copies. A member
+// Data goes in pieces that fit into a slot, and so stays in the caches between two copies. A piece may
+// have parts of several tensors. A member
 // reads the hash with each announcement, so a call on which the members differ is found before any of
 // its data is used, at no cost.
 //
@@ -45,9 +46,9 @@ class SharedGroup {
   // Only compares the call. It throws Conflict, on all members.
   void agree(const Call&);
   // As in Transport. They throw Conflict, on all members.
-  void all_reduce(const Call&, const void* in, void* out, size_t count, DType, Reduction);
-  void all_gather(const Call&, const void* in, void* out, size_t bytes);
-  void reduce_scatter(const Call&, const void* in, void* out, size_t count, DType, Reduction);
+  void all_reduce(const Call&, const Blocks&, DType, Reduction);
+  void all_gather(const Call&, const Blocks&);
+  void reduce_scatter(const Call&, const Blocks&, DType, Reduction);
   void all_to_all(const Call&, const void* in, void* out, size_t bytes);
   void broadcast(const Call&, const void* in, void* out, size_t bytes, int root);
   void permute(const Call&, const void* in, void* out, size_t bytes,
@@ -75,7 +76,9 @@ class SharedGroup {
   const int looks_;
   const Idle idle_;
   uint64_t step_ = 0;
-  std::vector<const void*> sources_;  // the sources of a reduction, by member
+  // The sources of a reduction, by member: their slots, and what is reduced now.
+  std::vector<const std::byte*> slots_;
+  std::vector<const void*> sources_;
 };
 
 }  // namespace onnxpar

@@ -17,10 +17,13 @@ struct StagedGroup : Group {
   Group* host = nullptr;
 };
 
-// One side of a call on the device: `blocks` blocks of `bytes`, one after the other.
-struct Side {
-  std::byte* data = nullptr;
-  size_t blocks = 0;  // 0 if nothing is copied on this side
+// What a call moves: tensors of `blocks` blocks of their count on each side, one after the other; none
+// if nothing is copied on a side. `item` is the size of what they count, in bytes.
+struct Sides {
+  Blocks tensors;
+  size_t in_blocks = 0;
+  size_t out_blocks = 0;
+  size_t item = 1;
 };
 
 // Pinned memory and streams that the calls of one thread use, one after the other.
@@ -34,37 +37,54 @@ struct Stage {
   cuda::EventHandle came[kSlots];
   cuda::EventHandle went[kSlots];
 
-  // Calls move(in, out, bytes of a block) for each piece of the blocks, in host memory. A piece has
-  // the same range of every block.
+  // Calls move(tensors) for each piece, with the piece's parts of tensors in host memory. A part has the
+  // same range of every block.
   template <class Move>
-  void pass(const Side& source, const Side& target, size_t bytes, size_t item, Stream stream,
-            Move move) {
-    const size_t blocks = std::max({source.blocks, target.blocks, size_t{1}});
-    const size_t step = std::max(item, kPieceBytes / blocks / item * item);
+  void pass(const Sides& sides, Stream stream, Move move) {
+    const size_t item = sides.item;
+    const size_t count = sides.tensors.count();
+    const size_t blocks = std::max({sides.in_blocks, sides.out_blocks, size_t{1}});
+    const size_t step = std::max<size_t>(1, kPieceBytes / blocks / item);
     ready.record(stream);
     ready.hold(down.get());
     ready.hold(up.get());
+    const auto piece_at = [&](size_t begin) {
+      return Range{begin, std::min(begin + step, count)};
+    };
     const auto fetch = [&](size_t begin, int slot) {
-      const size_t n = std::min(step, bytes - begin);
-      std::byte* to = in[slot].get(n * source.blocks, down.get());
-      cuda::copy_rows(to, n, source.data + begin, bytes, n, source.blocks, down.get());
+      const Range piece = piece_at(begin);
+      std::byte* to = in[slot].get(piece.size() * item * sides.in_blocks, down.get());
+      sides.tensors.each(piece, [&](const Block& b, size_t offset, size_t n, size_t at) {
+        cuda::copy_rows(to + at * item * sides.in_blocks, n * item, b.in + offset * item,
+                        b.count * item, n * item, sides.in_blocks, down.get());
+      });
       came[slot].record(down.get());
     };
     fetch(0, 0);
-    size_t piece = 0;
-    for (size_t begin = 0; begin < bytes; begin += step, ++piece) {
-      const int slot = static_cast<int>(piece % kSlots);
-      const size_t n = std::min(step, bytes - begin);
-      if (begin + step < bytes) fetch(begin + step, 1 - slot);
+    size_t number = 0;
+    for (size_t begin = 0; begin < count; begin += step, ++number) {
+      const int slot = static_cast<int>(number % kSlots);
+      const Range piece = piece_at(begin);
+      if (begin + step < count) fetch(begin + step, 1 - slot);
       came[slot].synchronize();
       // The last piece in this slot has been copied to the device.
       went[slot].synchronize();
-      std::byte* result = out[slot].get(n * target.blocks, up.get());
-      move(in[slot].get(n * source.blocks, down.get()), result, n);
-      cuda::copy_rows(target.data + begin, bytes, result, n, n, target.blocks, up.get());
+      const std::byte* from = in[slot].get(piece.size() * item * sides.in_blocks, down.get());
+      std::byte* results = out[slot].get(piece.size() * item * sides.out_blocks, up.get());
+      std::vector<Block> parts;
+      sides.tensors.each(piece, [&](const Block&, size_t, size_t n, size_t at) {
+        parts.emplace_back(from + at * item * sides.in_blocks,
+                           results + at * item * sides.out_blocks, n);
+      });
+      move(parts);
+      sides.tensors.each(piece, [&](const Block& b, size_t offset, size_t n, size_t at) {
+        cuda::copy_rows(b.out + offset * item, b.count * item,
+                        results + at * item * sides.out_blocks, n * item, n * item,
+                        sides.out_blocks, up.get());
+      });
       went[slot].record(up.get());
     }
-    went[(piece + kSlots - 1) % kSlots].hold(stream);
+    went[(number + kSlots - 1) % kSlots].hold(stream);
   }
 };
 
@@ -89,54 +109,55 @@ class StagedTransport : public Transport {
     return *group;
   }
 
-  void all_reduce(Group& group, const Call& call, const void* in, void* out, size_t count,
-                  DType type, Reduction reduction, Stream stream) override {
-    const size_t item = dtype_size(type);
-    pass(group, side(in, 1), side(out, 1), count * item, item, stream,
-         [&](Group& host, const void* from, void* to, size_t n) {
-           host_.all_reduce(host, call, from, to, n / item, type, reduction, nullptr);
-         });
+  void all_reduce(Group& group, const Call& call, const Blocks& blocks, DType type,
+                  Reduction reduction, Stream stream) override {
+    pass(group, {blocks, 1, 1, dtype_size(type)}, stream, [&](Group& host, const Blocks& parts) {
+      host_.all_reduce(host, call, parts, type, reduction, nullptr);
+    });
   }
 
-  void all_gather(Group& group, const Call& call, const void* in, void* out, size_t bytes,
-                  Stream stream) override {
-    pass(group, side(in, 1), side(out, group.ranks.size()), bytes, 1, stream,
-         [&](Group& host, const void* from, void* to, size_t n) {
-           host_.all_gather(host, call, from, to, n, nullptr);
-         });
+  void all_gather(Group& group, const Call& call, const Blocks& blocks, Stream stream) override {
+    pass(group, {blocks, 1, group.ranks.size()}, stream, [&](Group& host, const Blocks& parts) {
+      host_.all_gather(host, call, parts, nullptr);
+    });
   }
 
-  void reduce_scatter(Group& group, const Call& call, const void* in, void* out, size_t count,
-                      DType type, Reduction reduction, Stream stream) override {
-    const size_t item = dtype_size(type);
-    pass(group, side(in, group.ranks.size()), side(out, 1), count * item, item, stream,
-         [&](Group& host, const void* from, void* to, size_t n) {
-           host_.reduce_scatter(host, call, from, to, n / item, type, reduction, nullptr);
+  void reduce_scatter(Group& group, const Call& call, const Blocks& blocks, DType type,
+                      Reduction reduction, Stream stream) override {
+    pass(group, {blocks, group.ranks.size(), 1, dtype_size(type)}, stream,
+         [&](Group& host, const Blocks& parts) {
+           host_.reduce_scatter(host, call, parts, type, reduction, nullptr);
          });
   }
 
   void all_to_all(Group& group, const Call& call, const void* in, void* out, size_t bytes,
                   Stream stream) override {
-    pass(group, side(in, group.ranks.size()), side(out, group.ranks.size()), bytes, 1, stream,
-         [&](Group& host, const void* from, void* to, size_t n) {
-           host_.all_to_all(host, call, from, to, n, nullptr);
-         });
+    const size_t members = group.ranks.size();
+    const Block tensor(in, out, bytes);
+    pass(group, {tensor, members, members}, stream, [&](Group& host, const Blocks& parts) {
+      host_.all_to_all(host, call, parts[0].in, parts[0].out, parts[0].count, nullptr);
+    });
   }
 
   void broadcast(Group& group, const Call& call, const void* in, void* out, size_t bytes,
                  int root, Stream stream) override {
-    pass(group, side(in, group.index == root ? 1 : 0), side(out, 1), bytes, 1, stream,
-         [&](Group& host, const void* from, void* to, size_t n) {
-           host_.broadcast(host, call, group.index == root ? from : to, to, n, root, nullptr);
+    const bool gives = group.index == root;
+    const Block tensor(in, out, bytes);
+    pass(group, {tensor, gives ? size_t{1} : 0, 1}, stream,
+         [&](Group& host, const Blocks& parts) {
+           const Block& part = parts[0];
+           host_.broadcast(host, call, gives ? part.in : part.out, part.out, part.count, root,
+                           nullptr);
          });
   }
 
   void permute(Group& group, const Call& call, const void* in, void* out, size_t bytes,
                const std::vector<Pair>& pairs, Stream stream) override {
-    pass(group, side(in, 1), side(out, 1), bytes, 1, stream,
-         [&](Group& host, const void* from, void* to, size_t n) {
-           host_.permute(host, call, from, to, n, pairs, nullptr);
-         });
+    const Block tensor(in, out, bytes);
+    pass(group, {tensor, 1, 1}, stream, [&](Group& host, const Blocks& parts) {
+      const Block& part = parts[0];
+      host_.permute(host, call, part.in, part.out, part.count, pairs, nullptr);
+    });
   }
 
   void send(const Call& call, int peer, int tag, const void* in, size_t bytes,
@@ -180,18 +201,11 @@ class StagedTransport : public Transport {
     return *inward;
   }
 
-  static Side side(const void* data, size_t blocks) {
-    return {static_cast<std::byte*>(const_cast<void*>(data)), blocks};
-  }
-
   template <class Move>
-  void pass(Group& group, const Side& source, const Side& target, size_t bytes, size_t item,
-            Stream stream, Move move) {
+  void pass(Group& group, const Sides& sides, Stream stream, Move move) {
     Group& host = *static_cast<StagedGroup&>(group).host;
-    if (bytes == 0) return move(host, nullptr, nullptr, 0);
-    stage_.pass(source, target, bytes, item, stream, [&](const void* in, void* out, size_t n) {
-      move(host, in, out, n);
-    });
+    if (sides.tensors.count() == 0) return move(host, Block(nullptr, nullptr, 0));
+    stage_.pass(sides, stream, [&](const Blocks& parts) { move(host, parts); });
   }
 
   Transport& host_;

@@ -27,10 +27,16 @@ enum class Kind { kAllReduce, kAllGather, kReduceScatter, kAllToAll, kBroadcast,
 
 struct Announcement {
   Kind kind = Kind::kAllReduce;
-  size_t bytes = 0;
-  const std::byte* in = nullptr;
-  std::byte* out = nullptr;
+  size_t item = 1;  // bytes of what a block counts
+  // A copy: the others may still read it when the call of an aborted member has ended.
+  std::vector<Block> blocks;
   const Call* call = nullptr;
+  size_t bytes() const { return Blocks(blocks).count() * item; }
+  bool like(const Announcement& other) const {
+    const auto equal = [](const Block& a, const Block& b) { return a.count == b.count; };
+    return kind == other.kind && item == other.item &&
+           std::equal(blocks.begin(), blocks.end(), other.blocks.begin(), other.blocks.end(), equal);
+  }
 };
 
 // The meetings of one group, on one lane.
@@ -188,22 +194,22 @@ class ThreadWorld {
     const Announcement& first = meeting.members[last == 0 ? 1 : 0];
     for (size_t i = 0; i < meeting.members.size(); ++i) {
       const Announcement& a = i == last ? own : meeting.members[i];
-      if (a.kind == first.kind && a.bytes == first.bytes &&
+      if (a.like(first) &&
           (!options_.debug || a.call->signature == first.call->signature)) {
         continue;
       }
       // It is not known which of the two is wrong, so both are named.
       const size_t other = last == 0 ? 1 : 0;
       return describe(meeting.ranks[i], *a.call, meeting.ranks) + " disagrees with rank " +
-             std::to_string(meeting.ranks[other]) + ": got " + text(a) + ", where rank " +
-             std::to_string(meeting.ranks[other]) + " calls " + std::string(first.call->where) + " with " +
-             text(first);
+             std::to_string(meeting.ranks[other]) + ": got " + differing(text(a), text(first)) +
+             ", where rank " + std::to_string(meeting.ranks[other]) + " calls " +
+             std::string(first.call->where) + " with " + differing(text(first), text(a));
     }
     return {};
   }
 
   std::string text(const Announcement& a) const {
-    return options_.debug ? a.call->detail() : std::to_string(a.bytes) + " bytes";
+    return options_.debug ? a.call->detail() : std::to_string(a.bytes()) + " bytes";
   }
 
   void abort_locked(const std::string& message) {
@@ -255,77 +261,88 @@ class ThreadTransport : public Transport {
     return *group;
   }
 
-  void all_reduce(Group& group, const Call& call, const void* in, void* out, size_t count,
-                  DType type, Reduction reduction, Stream) override {
-    const size_t size = dtype_size(type);
-    meet(group, call, Kind::kAllReduce, in, out, count * size, [&](const auto& members) {
+  void all_reduce(Group& group, const Call& call, const Blocks& blocks, DType type,
+                  Reduction reduction, Stream) override {
+    const size_t item = dtype_size(type);
+    meet(group, call, {Kind::kAllReduce, item, {blocks.begin(), blocks.end()}, &call}, [&](const auto& members) {
       // Each rank reduces its own share of the elements over all inputs, always in the order of the
       // group. No other rank reads this share of any input, so out may be in.
-      const auto [begin, end] = share_of(count, group.size(), group.index);
       std::vector<const void*> sources(members.size());
-      for (size_t i = 0; i < members.size(); ++i) sources[i] = members[i].in + begin * size;
-      std::byte* to = static_cast<std::byte*>(out);
-      if (begin != end) {
-        reduce_many(to + begin * size, sources.data(), sources.size(), end - begin, type,
-                    reduction);
+      for (size_t b = 0; b < blocks.size(); ++b) {
+        const auto [begin, end] = share_of(blocks[b].count, group.size(), group.index);
+        for (size_t i = 0; i < members.size(); ++i) {
+          sources[i] = members[i].blocks[b].in + begin * item;
+        }
+        if (begin == end) continue;
+        reduce_many(blocks[b].out + begin * item, sources.data(), sources.size(), end - begin,
+                    type, reduction);
       }
       world_->close(*meeting(group), group, call);
-      for (int i = 0; i < group.size(); ++i) {
-        const auto [b, e] = share_of(count, group.size(), i);
-        if (i == group.index || b == e) continue;
-        std::memcpy(to + b * size, members[static_cast<size_t>(i)].out + b * size,
-                    (e - b) * size);
+      for (size_t b = 0; b < blocks.size(); ++b) {
+        for (int i = 0; i < group.size(); ++i) {
+          const auto [begin, end] = share_of(blocks[b].count, group.size(), i);
+          if (i == group.index) continue;
+          copy(blocks[b].out + begin * item,
+               members[static_cast<size_t>(i)].blocks[b].out + begin * item, (end - begin) * item);
+        }
       }
     });
   }
 
-  void all_gather(Group& group, const Call& call, const void* in, void* out, size_t bytes,
-                  Stream) override {
-    meet(group, call, Kind::kAllGather, in, out, bytes, [&](const auto& members) {
-      for (size_t i = 0; i < members.size(); ++i) {
-        copy(static_cast<std::byte*>(out) + i * bytes, members[i].in, bytes);
+  void all_gather(Group& group, const Call& call, const Blocks& blocks, Stream) override {
+    meet(group, call, {Kind::kAllGather, 1, {blocks.begin(), blocks.end()}, &call}, [&](const auto& members) {
+      for (size_t b = 0; b < blocks.size(); ++b) {
+        const size_t bytes = blocks[b].count;
+        for (size_t i = 0; i < members.size(); ++i) {
+          copy(blocks[b].out + i * bytes, members[i].blocks[b].in, bytes);
+        }
       }
     });
   }
 
-  void reduce_scatter(Group& group, const Call& call, const void* in, void* out, size_t count,
-                      DType type, Reduction reduction, Stream) override {
-    const size_t bytes = count * dtype_size(type);
-    meet(group, call, Kind::kReduceScatter, in, out, bytes, [&](const auto& members) {
+  void reduce_scatter(Group& group, const Call& call, const Blocks& blocks, DType type,
+                      Reduction reduction, Stream) override {
+    const size_t item = dtype_size(type);
+    meet(group, call, {Kind::kReduceScatter, item, {blocks.begin(), blocks.end()}, &call}, [&](const auto& members) {
       std::vector<const void*> sources(members.size());
-      for (size_t i = 0; i < members.size(); ++i) {
-        sources[i] = members[i].in + static_cast<size_t>(group.index) * bytes;
-      }
-      if (count != 0) {
-        reduce_many(out, sources.data(), sources.size(), count, type, reduction);
+      for (size_t b = 0; b < blocks.size(); ++b) {
+        const size_t count = blocks[b].count;
+        if (count == 0) continue;
+        for (size_t i = 0; i < members.size(); ++i) {
+          sources[i] = members[i].blocks[b].in + static_cast<size_t>(group.index) * count * item;
+        }
+        reduce_many(blocks[b].out, sources.data(), sources.size(), count, type, reduction);
       }
     });
   }
 
   void all_to_all(Group& group, const Call& call, const void* in, void* out, size_t bytes,
                   Stream) override {
-    meet(group, call, Kind::kAllToAll, in, out, bytes, [&](const auto& members) {
+    const Block own(in, out, bytes);
+    meet(group, call, {Kind::kAllToAll, 1, {own}, &call}, [&](const auto& members) {
       for (size_t i = 0; i < members.size(); ++i) {
-        copy(static_cast<std::byte*>(out) + i * bytes,
-             members[i].in + static_cast<size_t>(group.index) * bytes, bytes);
+        copy(own.out + i * bytes,
+             members[i].blocks[0].in + static_cast<size_t>(group.index) * bytes, bytes);
       }
     });
   }
 
   void broadcast(Group& group, const Call& call, const void* in, void* out, size_t bytes,
                  int root, Stream) override {
-    meet(group, call, Kind::kBroadcast, in, out, bytes, [&](const auto& members) {
-      const std::byte* source = members[static_cast<size_t>(root)].in;
+    const Block own(in, out, bytes);
+    meet(group, call, {Kind::kBroadcast, 1, {own}, &call}, [&](const auto& members) {
+      const std::byte* source = members[static_cast<size_t>(root)].blocks[0].in;
       if (source != out) copy(out, source, bytes);
     });
   }
 
   void permute(Group& group, const Call& call, const void* in, void* out, size_t bytes,
                const std::vector<Pair>& pairs, Stream) override {
-    meet(group, call, Kind::kPermute, in, out, bytes, [&](const auto& members) {
+    const Block own(in, out, bytes);
+    meet(group, call, {Kind::kPermute, 1, {own}, &call}, [&](const auto& members) {
       for (const Pair& pair : pairs) {
         if (pair.destination == group.index) {
-          return copy(out, members[static_cast<size_t>(pair.source)].in, bytes);
+          return copy(out, members[static_cast<size_t>(pair.source)].blocks[0].in, bytes);
         }
       }
       if (bytes != 0) std::memset(out, 0, bytes);
@@ -361,12 +378,9 @@ class ThreadTransport : public Transport {
   static Meeting* meeting(Group& group) { return static_cast<ThreadGroup&>(group).meeting; }
 
   template <class Move>
-  void meet(Group& group, const Call& call, Kind kind, const void* in, void* out, size_t bytes,
-            Move move) {
+  void meet(Group& group, const Call& call, const Announcement& own, Move move) {
     Meeting& place = *meeting(group);
-    world_->open(place, group,
-                 {kind, bytes, static_cast<const std::byte*>(in), static_cast<std::byte*>(out),
-                  &call});
+    world_->open(place, group, own);
     move(place.members);
     world_->close(place, group, call);
   }

@@ -1,6 +1,7 @@
 #include "transport/transport.h"
 
 #include <algorithm>
+#include <vector>
 
 namespace onnxpar {
 
@@ -15,6 +16,25 @@ Range share_of(size_t count, int members, int index) {
 std::string Call::text() const {
   const std::string more = detail();
   return std::string(where) + (more.empty() ? "" : " with " + more);
+}
+
+std::string differing(const std::string& text, const std::string& other) {
+  const auto parts = [](const std::string& all) {
+    std::vector<std::string> found;
+    for (size_t begin = 0; begin <= all.size();) {
+      const size_t end = std::min(all.find(kNextTensor, begin), all.size());
+      found.push_back(all.substr(begin, end - begin));
+      begin = end + kNextTensor.size();
+    }
+    return found;
+  };
+  const std::vector<std::string> own = parts(text);
+  const std::vector<std::string> theirs = parts(other);
+  size_t i = 1;
+  while (i < own.size() && i < theirs.size() && own[i] == theirs[i]) ++i;
+  std::string shown = own[0];
+  if (i < own.size()) shown += (i > 1 ? " …" : " ") + own[i];
+  return shown;
 }
 
 std::string describe(int rank, const Call& call, const std::vector<int>& group) {

@@ -23,6 +23,7 @@
 
 #include "abi/dtype.h"
 #include "abi/values.h"
+#include "transport/blocks.h"
 
 namespace onnxpar {
 
@@ -57,6 +58,14 @@ struct Call {
   uint64_t signature;      // hash of all that must be equal on all ranks; 0 unless a collective
 };
 
+// Stands before each tensor in the text of a call that has several.
+inline constexpr std::string_view kNextTensor = "; ";
+// Bytes of the text of a call that members exchange if they differ.
+inline constexpr size_t kText = size_t{16} << 10;
+
+// What of the text of a call shows how it differs from another: of several tensors, the first that does.
+std::string differing(const std::string& text, const std::string& other);
+
 // Another member makes another call; all members throw it.
 struct Conflict : std::runtime_error {
   Conflict(int other, const std::string& text) : std::runtime_error(text), member(other) {}
@@ -80,13 +89,6 @@ inline uint64_t hash(uint64_t number, uint64_t h) {
   return h ^ (h >> 32);
 }
 
-// Elements [begin, end) of a tensor.
-struct Range {
-  size_t begin;
-  size_t end;
-  size_t size() const { return end - begin; }
-};
-
 // The share of one of `members` members in `count` elements, in whole cache lines, so that members do
 // not write to the same line.
 Range share_of(size_t count, int members, int index);
@@ -105,15 +107,14 @@ class Transport {
   // moves it, and a call in the background only disturbs the computation. Equal for all members.
   virtual bool overlaps(const Group&) const { return false; }
 
-  // out may equal in.
-  virtual void all_reduce(Group&, const Call&, const void* in, void* out, size_t count, DType,
-                          Reduction, Stream) = 0;
-  // in: `bytes`; out: one block of `bytes` per member.
-  virtual void all_gather(Group&, const Call&, const void* in, void* out, size_t bytes,
-                          Stream) = 0;
-  // in: one block of `count` elements per member; out: the reduced block of this member.
-  virtual void reduce_scatter(Group&, const Call&, const void* in, void* out, size_t count, DType,
-                              Reduction, Stream) = 0;
+  // Reductions and gathers take several tensors in one call. Results of host transports are equal to
+  // the bit to those of a call for each.
+  // Each tensor has `count` elements; its out may equal its in.
+  virtual void all_reduce(Group&, const Call&, const Blocks&, DType, Reduction, Stream) = 0;
+  // in: `count` bytes; out: as many of each member.
+  virtual void all_gather(Group&, const Call&, const Blocks&, Stream) = 0;
+  // in: `count` elements for each member; out: the reduced elements of this member.
+  virtual void reduce_scatter(Group&, const Call&, const Blocks&, DType, Reduction, Stream) = 0;
   // in: a block of `bytes` for each member; out: a block of `bytes` from each.
   virtual void all_to_all(Group&, const Call&, const void* in, void* out, size_t bytes,
                           Stream) = 0;

@@ -4,9 +4,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from onnxpar_format.checkpoint import CheckpointContents, read_checkpoint
-from onnxpar_format.records import FormatError
 from onnxpar_runtime.errors import CheckpointError
-from onnxpar_runtime.files import check_sizes, check_sum
+from onnxpar_runtime.files import check_sum, read_whole
 
 
 @dataclass(frozen=True)
@@ -27,13 +26,8 @@ class Checkpoint(CheckpointContents):
             CheckpointError: The directory or a file is missing or truncated, or the manifest has
                 been changed, is malformed, or is of another schema.
         """
-        root = Path(directory)
-        try:
-            contents = read_checkpoint(root)
-        except FormatError as error:
-            raise CheckpointError(str(error)) from None
-        check_sizes(root, contents.files, "checkpoint", CheckpointError)
-        return Checkpoint(**vars(contents), directory=root)
+        contents = read_whole(read_checkpoint, Path(directory), "checkpoint", CheckpointError)
+        return Checkpoint(**vars(contents), directory=Path(directory))
 
     def verify_file(self, name: str) -> None:
         """Raises CheckpointError unless a file has its SHA-256; reads every byte."""

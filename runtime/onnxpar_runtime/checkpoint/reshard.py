@@ -10,7 +10,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
@@ -31,6 +31,7 @@ from onnxpar_format.checkpoint import (
 from onnxpar_format.dtypes import DTYPES
 from onnxpar_format.entries import FileEntry
 from onnxpar_format.manifest import FROM_FILES
+from onnxpar_format.new_file import new_file
 from onnxpar_runtime.checkpoint.contents import Checkpoint
 from onnxpar_runtime.checkpoint.copying import Box, Source
 from onnxpar_runtime.checkpoint.folder import cannot_write, finish, resolve, write_file
@@ -119,20 +120,8 @@ def export_weights(source: str | Path, target: str | Path, *, verify: bool = Fal
         (t for t in checkpoint.tensors.values() if t.kind in FROM_FILES), key=lambda t: t.parameter
     )
     parts = [(_unsharded(tensor, path.name), tensor) for tensor in weights]
-    if path.is_dir():
-        raise CheckpointError(f"{path}: expected a file to write to, got a folder")
-    if not path.parent.is_dir():
-        raise CheckpointError(f"{path}: the folder does not exist")
-    partial = path.parent / f".{path.name}.partial"
-    try:
-        with _verified(checkpoint, verify) as files:
-            entry = files(partial, parts, lambda tensor: tensor.parameter)
-        os.replace(partial, path)
-    except OSError as error:
-        raise cannot_write(path, error) from None
-    finally:
-        with suppress(OSError):
-            partial.unlink()
+    with new_file(path, CheckpointError) as file, _verified(checkpoint, verify) as files:
+        entry = files(file, parts, lambda tensor: tensor.parameter)
     return Made(path, checkpoint.progress.step, len(weights), 1, entry.bytes)
 
 

@@ -126,7 +126,7 @@ def check_run(checkpoint: Checkpoint, run: Mapping[str, Any]) -> list[str]:
     for key, option in MUST_AGREE.items():
         if before.get(key) != run[key]:
             raise CheckpointError(
-                f"{checkpoint.directory}: {option}: expected {before.get(key)}, with which it was "
+                f"{checkpoint.directory}: {option}: expected {before.get(key)}, as when it was "
                 f"written, got {run[key]}; the position in the data depends on it"
             )
     return [

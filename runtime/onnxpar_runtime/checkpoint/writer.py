@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from onnxpar_format.checkpoint import GENERATOR, SCHEMA, CheckpointContents, Progress, StoredTensor
 from onnxpar_format.dtypes import DTYPES
 from onnxpar_format.entries import FileEntry
+from onnxpar_format.new_file import new_file
 from onnxpar_runtime.agree import together, together_for_long
 from onnxpar_runtime.checkpoint.folder import (
     cannot_write,
@@ -271,9 +272,8 @@ class Checkpointer:
             tensor = part.state.tensor.name
             total = sums.get(tensor, 0) + sum_of(array)
             sums[tensor] = total % modulus(array.itemsize)
-        mark = partial / f"{name}.tmp"
-        mark.write_text(json.dumps({"file": vars(entry), "sums": sums}))
-        mark.rename(partial / _mark(self._rank.index))
+        with new_file(partial / _mark(self._rank.index), CheckpointError) as mark:
+            mark.write_text(json.dumps({"file": vars(entry), "sums": sums}))
 
     def _finish(self, partial: Path, progress: Progress) -> None:
         """Waits for all ranks' files, and completes the checkpoint."""

@@ -10,13 +10,10 @@ from typing import TextIO
 
 from onnxpar_format.options import Execution, GenerationRun
 from onnxpar_runtime.agree import together
-from onnxpar_runtime.commands import begin, start
+from onnxpar_runtime.commands import begin, interruptible, opened, start
 from onnxpar_runtime.errors import InputError
 from onnxpar_runtime.generation.generator import Generator, Stop
 from onnxpar_runtime.generation.text import Stream, Tokenizer
-from onnxpar_runtime.interrupts import reporting_termination
-from onnxpar_runtime.launch import guarded
-from onnxpar_runtime.options import parse_pairs
 
 log = logging.getLogger(__name__)
 _DEFAULT = Execution()
@@ -35,7 +32,7 @@ def generate(directory: str | Path, what: GenerationRun, how: Execution = _DEFAU
     """
     rank = start(how)
 
-    def body() -> int:
+    def body() -> None:
         manifest = begin(rank, "generate", directory, how)
 
         def prepare() -> tuple[Tokenizer | None, list[list[int]]]:
@@ -43,16 +40,7 @@ def generate(directory: str | Path, what: GenerationRun, how: Execution = _DEFAU
             return tokenizer, prompts_of(what, tokenizer)
 
         tokenizer, prompts = together(rank, prepare)
-        generator = together(
-            rank,
-            lambda: Generator(
-                directory,
-                rank=rank,
-                ort_options=parse_pairs(how.ort),
-                custom_ops=how.custom_ops,
-                manifest=manifest,
-            ),
-        )
+        generator = opened(Generator, rank, manifest, how)
         printer = _Printer(sys.stdout if rank.index == 0 else None, what, tokenizer, len(prompts))
         stop = None if tokenizer is None or not what.stop else _stop(tokenizer, what.stop)
         eos = what.eos or (() if tokenizer is None else tokenizer.eos)
@@ -67,15 +55,8 @@ def generate(directory: str | Path, what: GenerationRun, how: Execution = _DEFAU
             printer.step(step.tokens)
         printer.end()
         generator.close()
-        return 0
 
-    def interruptible() -> int:
-        with reporting_termination(rank):
-            return body()
-
-    code = guarded(rank, interruptible)
-    # The interrupt has been printed; for 128 and a signal's number the caller would print it again.
-    return 1 if code > 128 else code
+    return interruptible(rank, body)
 
 
 def prompts_of(what: GenerationRun, tokenizer: Tokenizer | None) -> list[list[int]]:
@@ -90,7 +71,7 @@ def prompts_of(what: GenerationRun, tokenizer: Tokenizer | None) -> list[list[in
         raise InputError(f"prompts: expected --tokens or --prompt, got {got}")
     if tokenizer is None and (what.prompt or what.stop):
         given = "--prompt" if what.prompt else "--stop"
-        raise InputError(f"{given}: text needs --tokenizer as well, got none")
+        raise InputError(f"{given}: expected --tokenizer as well, got none")
     if what.tokens is None:
         assert tokenizer is not None
         return [tokenizer.encode(text) for text in what.prompt]

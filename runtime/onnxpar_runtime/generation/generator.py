@@ -18,15 +18,16 @@ from onnxpar_runtime.devices import Device
 from onnxpar_runtime.errors import InputError
 from onnxpar_runtime.executor import Loader
 from onnxpar_runtime.gather import gather_to_root
+from onnxpar_runtime.generation.decoder import Decoder
 from onnxpar_runtime.generation.prompts import Sequences
+from onnxpar_runtime.generation.requests import CHUNK, GREEDY, Requests
 from onnxpar_runtime.generation.roles import feeds_of
-from onnxpar_runtime.generation.sampling import Chooser, Share, check
-from onnxpar_runtime.generation.steps import Steps
+from onnxpar_runtime.generation.sampling import NO_TOKEN, Chooser, Draws, Share, check
+from onnxpar_runtime.generation.steps import Batch, begin, last_scores
 from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.session import own_rank
 
 Array = NDArray[Any]
-GREEDY = Sampling()
 Stop = Callable[[int, Sequence[int]], bool]
 """Whether a sequence, of this number and with these new tokens, is complete."""
 
@@ -91,8 +92,9 @@ class Generator(Closing):
         self._own_world, self.rank = own_rank(self.manifest, rank)
         self._loader = Loader(self.rank, device, ort_options, custom_ops)
         self.device: Device = self._loader.device
-        self._steps = Steps(self.manifest, program, self._loader)
-        self._roles = self._steps.roles
+        self._decoder = Decoder(self.manifest, program, self._loader)
+        self._roles = self._decoder.roles
+        self._batch: Batch | None = None
 
     def generate(
         self,
@@ -108,7 +110,7 @@ class Generator(Closing):
 
         Args:
             prompts: The tokens of each prompt; their lengths may differ.
-            max_new_tokens: New tokens of a sequence at most.
+            max_new_tokens: The largest number of new tokens for each prompt.
             sampling: How tokens are chosen.
             eos: Tokens that complete a sequence; they are the last of what is returned.
             stop: Further reasons to complete a sequence; it must say the same on every rank.
@@ -161,38 +163,42 @@ class Generator(Closing):
             RankError: Another rank cannot go on.
         """
 
-        def begin() -> Sequences:
+        def prepare() -> tuple[Sequences, Batch]:
             check(sampling)
             if max_new_tokens < 1:
                 raise InputError(f"max_new_tokens: expected at least 1, got {max_new_tokens}")
-            sequences = Sequences(prompts, left=not self._steps.in_place)
+            sequences = Sequences(prompts, left=not self._decoder.in_place)
             if sequences.padded and self._roles.mask is None:
                 raise InputError(
                     "prompts: expected one length, since the model has no attention mask, got "
                     f"{sorted({len(p) for p in prompts})}"
                 )
             capacity = sequences.total + max_new_tokens - 1
-            self._steps.begin(sequences.tokens, capacity, constants)
-            self._steps.check_length(capacity, capacity)
-            return sequences
+            batch = begin(self._decoder, sequences.tokens, capacity, constants)
+            self._decoder.check_length(batch.values, capacity, capacity)
+            return sequences, batch
 
-        sequences = together(self.rank, begin)
+        sequences, batch = together(self.rank, prepare)
+        self._batch = batch
         open_rows = dict.fromkeys(range(len(prompts)))
         new: list[list[int]] = [[] for _ in prompts]
         tokens, chooser = sequences.tokens, None
-        for number in range(max_new_tokens):
+        for _ in range(max_new_tokens):
             width = tokens.shape[1]
             feeds = feeds_of(self._roles, sequences, tokens)
             # Later runs differ in nothing that could be wrong on one rank alone.
-            run = partial(self._steps.run, feeds)
-            local = together(self.rank, run) if number < 2 else run()
+            run = partial(batch.run, feeds)
+            local = together(self.rank, run) if batch.fresh else run()
             if chooser is None:
-                sharding = self._sharding()
+                sharding = batch.scored()
                 share = Share.of(sharding, self.rank.index)
-                chooser = Chooser(self.rank, share, sampling, [list(p) for p in prompts])
-            scores = _last(local, sequences.last(width), share)
+                draws = [Draws(sampling, row, prompt) for row, prompt in enumerate(prompts)]
+                chooser = Chooser(self.rank, share, draws)
+            scores = last_scores(local, sequences.last(width), share)
             brought = self._brought(sharding, scores) if logits else None
-            chosen = chooser.choose(scores, number)
+            chosen = chooser.choose(scores)
+            if NO_TOKEN in chosen:
+                raise InputError("logits: expected numbers, got NaN").as_agreed()
             done = set()
             for row in open_rows:
                 token = int(chosen[row])
@@ -200,7 +206,7 @@ class Generator(Closing):
                 if token in eos or (stop is not None and stop(row, new[row])):
                     done.add(row)
             made = {row: new[row][-1] for row in open_rows}
-            yield Step(made, frozenset(done), dict(self._steps.values), brought)
+            yield Step(made, frozenset(done), dict(batch.values), brought)
             for row in done:
                 del open_rows[row]
             if not open_rows:
@@ -208,15 +214,24 @@ class Generator(Closing):
             tokens = chosen[:, None]
             sequences.append()
 
-    def _sharding(self) -> SizedSharding:
-        """Returns how the logits of one position are sharded, [batch, vocabulary]."""
-        spec, sharding = self._roles.logits, self._steps.sharding
-        assert sharding is not None, "the program has run"
-        if any(atoms for dim in sharding.dims[1:-1] for _, atoms in dim):
-            raise InputError(
-                f"output {spec.name!r}: expected a sequence that is not sharded, got {spec.dims[1]}"
-            )
-        return SizedSharding(sharding.atoms, (sharding.dims[0], sharding.dims[-1]))
+    def requests(
+        self, *, slots: int = 8, length: int | None = None, chunk: int = CHUNK
+    ) -> Requests:
+        """Returns a queue of requests that come and go; every rank must call it alike.
+
+        Args:
+            slots: The largest number of requests that run at the same time.
+            length: The largest number of tokens of a request, prompt and answer; by default as many
+                as the model admits, 2048 at most. The caches of all slots are allocated for it if
+                they are extended in place.
+            chunk: The largest number of prompt tokens in one step; longer prompts take several
+                steps.
+
+        Raises:
+            InputError: The model cannot run requests of different lengths side by side, or the
+                numbers do not fit it.
+        """
+        return together(self.rank, lambda: Requests(self._decoder, slots, length, chunk))
 
     def _brought(self, sharding: SizedSharding, scores: Array) -> Array | None:
         """Returns the logits of the last position on rank 0."""
@@ -227,23 +242,12 @@ class Generator(Closing):
     @property
     def state_bytes(self) -> int:
         """The bytes of the buffers of states on this rank."""
-        return self._steps.state_bytes
+        return 0 if self._batch is None else self._batch.state_bytes
 
     def close(self) -> None:
         """Frees the session, and the world of one rank if it made one."""
-        self._steps.close()
+        self._batch = None
+        self._decoder.close()
         self._loader.close()
         if self._own_world is not None:
             self._own_world.close()
-
-
-def _last(local: Array, last: Array, share: Share) -> Array:
-    """Returns the logits of each sequence's last token, [rows, tokens of the shard]."""
-    rows = local[: share.rows]
-    if rows.ndim == 2:
-        return rows
-    if rows.shape[1] == 1:
-        return rows[:, 0]
-    column = last[share.first : share.first + share.rows]
-    found: Array = rows[np.arange(share.rows), column]
-    return found

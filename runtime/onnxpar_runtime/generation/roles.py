@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 from onnxpar_format.dtypes import DTYPES
 from onnxpar_format.entries import ProgramEntry, TensorEntry
 from onnxpar_runtime.errors import InputError
-from onnxpar_runtime.generation.prompts import Sequences
 
 Array = NDArray[Any]
 
@@ -84,7 +83,21 @@ def roles_of(program: ProgramEntry) -> Roles:
     )
 
 
-def feeds_of(roles: Roles, sequences: Sequences, tokens: Array) -> dict[str, Array]:
+class Places(Protocol):
+    """Where the new tokens of sequences side by side are."""
+
+    @property
+    def padded(self) -> bool:
+        """Whether the sequences differ in length."""
+
+    def mask(self) -> Array:
+        """Returns which columns count, bool [batch, total]."""
+
+    def positions(self, new: int) -> Array:
+        """Returns the places of the last `new` columns in their sequences, [batch, new]."""
+
+
+def feeds_of(roles: Roles, sequences: Places, tokens: Array) -> dict[str, Array]:
     """Returns the global arrays of the inputs that change from step to step.
 
     Raises:

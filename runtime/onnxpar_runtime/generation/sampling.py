@@ -6,6 +6,7 @@ noise of a token follows from seed, sequence, step and token alone (Philox, Salm
 that no mesh changes it, and each rank makes only the noise of its own shard.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,8 @@ Array = NDArray[Any]
 _NUCLEUS = 256
 """Tokens of each shard among which the nucleus of `top_p` is first looked for."""
 _NOTHING = -np.inf
+NO_TOKEN = -1
+"""What a sequence gets whose logits are not numbers."""
 
 
 def check(sampling: Sampling) -> None:
@@ -111,81 +114,122 @@ class Share:
         )
 
 
+class Draws:
+    """How the tokens of one sequence are chosen, and what has been chosen.
+
+    Args:
+        sampling: How to choose.
+        number: Number of the sequence, which distinguishes its random choices from others'.
+        prompt: The tokens of the prompt, for the penalty on repetition.
+
+    Attributes:
+        sampling: How to choose.
+        number: Number of the sequence.
+        step: The number of new tokens so far.
+    """
+
+    def __init__(self, sampling: Sampling, number: int, prompt: Sequence[int]) -> None:
+        """Has chosen nothing."""
+        self.sampling, self.number, self.step = sampling, number, 0
+        self._occurred: list[int] | None = None
+        self._seen: Array | None = None
+        if sampling.repetition_penalty != 1:
+            self._occurred = list(prompt)
+
+    def add(self, token: int) -> None:
+        """Notes the next token."""
+        self.step += 1
+        if self._occurred is not None:
+            self._occurred.append(token)
+
+    def damped(self, scores: Array, tokens: Array) -> Array:
+        """Returns the scores of some tokens, those that occurred damped, float32.
+
+        Args:
+            scores: The scores.
+            tokens: Their tokens, ascending, the same in each call.
+        """
+        scores = scores.astype(np.float32)
+        if self._occurred is None or not len(tokens):
+            return scores
+        if self._seen is None:
+            self._seen = np.zeros(len(tokens), bool)
+        held = np.minimum(np.searchsorted(tokens, self._occurred), len(tokens) - 1)
+        self._seen[held[tokens[held] == self._occurred]] = True
+        self._occurred = []
+        penalty = self.sampling.repetition_penalty
+        damped = np.where(scores > 0, scores / penalty, scores * penalty)
+        return np.asarray(np.where(self._seen, damped, scores))
+
+
 class Chooser:
     """Chooses tokens on all ranks alike.
 
     Args:
         rank: This rank.
         share: Its share of the logits.
-        sampling: How to choose.
-        prompts: The sequences so far, for the penalty on repetition.
+        draws: The sequences, one for each row; None for rows that count for nothing.
     """
 
-    def __init__(
-        self, rank: Rank, share: Share, sampling: Sampling, prompts: list[list[int]]
-    ) -> None:
-        """Notes which tokens have occurred."""
-        self._rank, self._share, self._how = rank, share, sampling
-        self._seen: Array | None = None
-        if sampling.repetition_penalty != 1:
-            self._seen = np.zeros((share.rows, len(share.tokens)), bool)
-            for row in range(share.rows):
-                self._note(row, np.array(prompts[share.first + row]))
+    def __init__(self, rank: Rank, share: Share, draws: Sequence[Draws | None]) -> None:
+        """Sorts the sequences by what has to be done for them."""
+        self._rank, self._share, self._draws = rank, share, draws
+        self._nuclei: list[int] = []
+        self._drawn = False
+        for row, one in enumerate(draws):
+            how = None if one is None else one.sampling
+            if how is not None and how.temperature > 0:
+                self._drawn = True
+                if how.top_k is not None or how.top_p < 1:
+                    self._nuclei.append(row)
+        own = draws[share.first : share.first + share.rows]
+        self._own = [(row, one) for row, one in enumerate(own) if one is not None]
+        self._scaled = [(row, one) for row, one in self._own if one.sampling.temperature > 0]
+        self._damped = [(r, one) for r, one in self._own if one.sampling.repetition_penalty != 1]
 
-    def _note(self, row: int, tokens: Array) -> None:
-        assert self._seen is not None
-        held = np.searchsorted(self._share.tokens, tokens)
-        here = (held < len(self._share.tokens)) & (
-            self._share.tokens[np.minimum(held, len(self._share.tokens) - 1)] == tokens
-        )
-        self._seen[row, held[here]] = True
+    def choose(self, logits: Array) -> Array:
+        """Returns the next token of every row, int64 [batch]; every rank must call it.
 
-    def choose(self, logits: Array, step: int) -> Array:
-        """Returns the next token of every sequence, int64 [batch]; every rank must call it.
+        A row whose logits are not numbers gets `NO_TOKEN`.
 
         Args:
             logits: This rank's shard of the last position's logits, [rows, tokens] or with padding.
-            step: The number of the new token.
-
-        Raises:
-            InputError: Logits are not numbers.
         """
-        share, how = self._share, self._how
+        share = self._share
         scores = logits[: share.rows, : len(share.tokens)]
-        if self._seen is not None:
+        if self._damped:
             scores = scores.astype(np.float32)
-            penalty = how.repetition_penalty
-            damped = np.where(scores > 0, scores / penalty, scores * penalty)
-            scores = np.where(self._seen, damped, scores)
-        if how.temperature == 0:
-            tokens = self._best(scores)
-        elif how.top_k is None and how.top_p == 1:
-            tokens = self._best(scores / how.temperature + self._noise(step))
-        else:
-            tokens = self._nucleus(scores.astype(np.float64) / how.temperature, step)
-        if how.temperature > 0 and self._rank.world.size > 1:
-            # Only integers must be equal on all ranks: exponentials may differ between machines.
-            drawn = tokens if self._rank.index == 0 else np.zeros_like(tokens)
-            tokens = self._rank.all_reduce(drawn)
-        if self._seen is not None:
-            for row in range(share.rows):
-                self._note(row, tokens[share.first + row : share.first + row + 1])
+            for row, one in self._damped:
+                scores[row] = one.damped(scores[row], share.tokens)
+        tokens = self._drawing(scores) if self._drawn else self._best(scores)
+        for token, drawn in zip(tokens.tolist(), self._draws, strict=True):
+            if drawn is not None and token != NO_TOKEN:
+                drawn.add(token)
         return tokens
 
-    def _noise(self, step: int) -> Array:
+    def _drawing(self, scores: Array) -> Array:
+        """Returns the next tokens of rows of which some are drawn at random."""
         share = self._share
-        noise = np.empty((share.rows, len(share.tokens)))
-        for row in range(share.rows):
-            noise[row] = self._noise_of(share.first + row, step, share.tokens)
-        return noise
-
-    def _noise_of(self, sequence: int, step: int, tokens: Array) -> Array:
-        """Returns the noise of some tokens of a sequence, which need not be consecutive."""
-        if not len(tokens):
-            return np.zeros(0)
-        low, high = int(tokens.min()), int(tokens.max())
-        noise: Array = gumbel(self._how.seed, sequence, step, low, high - low + 1)[tokens - low]
-        return noise
+        wide = scores.astype(np.float64)
+        for row, one in self._scaled:
+            how = one.sampling
+            if how.top_k is not None or how.top_p < 1:
+                wide[row] /= how.temperature
+            else:
+                # The division in the type of the scores.
+                wide[row] = scores[row] / how.temperature + _noise(one, share.tokens)
+        if len(self._nuclei) < len(self._draws):
+            tokens = self._best(wide)
+        else:
+            tokens = np.zeros(share.batch, np.int64)
+        if self._nuclei:
+            tokens[self._nuclei] = self._nucleus(wide)
+        if self._rank.world.size > 1:
+            # Only integers must be equal on all ranks: exponentials may differ between machines.
+            tokens = self._rank.all_reduce(
+                tokens if self._rank.index == 0 else np.zeros_like(tokens)
+            )
+        return tokens
 
     def _best(self, scores: Array) -> Array:
         """Returns the token with the greatest score of each sequence, the lowest of equal ones."""
@@ -193,8 +237,7 @@ class Chooser:
         best = scores.argmax(1) if len(share.tokens) else np.zeros(len(scores), np.int64)
         if self._rank.world.size == 1:
             chosen = scores[np.arange(len(scores)), best]
-            _check_numbers(chosen)
-            return np.asarray(share.tokens[best], np.int64)
+            return np.where(np.isnan(chosen), NO_TOKEN, share.tokens[best])
         packet = np.zeros((share.shards, share.batch, 2))
         if share.owner and len(share.tokens):
             rows = slice(share.first, share.first + share.rows)
@@ -204,27 +247,28 @@ class Chooser:
             packet[share.shard, share.first : share.first + share.rows, 0] = _NOTHING
         packet = self._rank.all_reduce(packet)
         values, tokens = packet[..., 0], packet[..., 1]
-        _check_numbers(values)
-        winners = np.where(values == values.max(0), tokens, np.inf)
-        return np.asarray(winners.min(0), np.int64)
+        # NaN is the greatest of all, and equal to nothing.
+        greatest = values.max(0)
+        winners = np.where(values == greatest, tokens, np.inf).min(0)
+        return np.where(np.isnan(greatest), NO_TOKEN, winners).astype(np.int64)
 
-    def _nucleus(self, scores: Array, step: int) -> Array:
+    def _nucleus(self, scores: Array) -> list[int]:
         """Draws among the `top_k` best tokens, and of these the likeliest that make `top_p`."""
-        how = self._how
-        wanted = _NUCLEUS if how.top_k is None else how.top_k
+        draws = [(row, one) for row in self._nuclei if (one := self._draws[row]) is not None]
+        wanted = max(one.sampling.top_k or _NUCLEUS for _, one in draws)
         while True:
-            values, tokens, sums, complete = self._candidates(scores, wanted)
-            chosen = np.zeros(self._share.batch, np.int64)
-            enough = True
-            for row in range(self._share.batch):
-                kept = self._kept(values[row], tokens[row], sums[row], complete[row])
+            values, tokens, sums, floors = self._candidates(scores, wanted)
+            chosen = []
+            for row, one in draws:
+                if np.isnan(sums[row]):
+                    chosen.append(NO_TOKEN)
+                    continue
+                kept = self._kept(one.sampling, values[row], tokens[row], sums[row], floors[row])
                 if kept is None:
-                    enough = False
                     break
                 value, token = kept
-                noise = self._noise_of(row, step, token)
-                chosen[row] = token[np.argmax(value + noise)]
-            if enough:
+                chosen.append(int(token[np.argmax(value + _noise(one, token))]))
+            else:
                 return chosen
             # All ranks have the same numbers, and so come to the same conclusion.
             wanted = self._share.size
@@ -256,16 +300,14 @@ class Chooser:
         found = packet[:, :, :-1].transpose(1, 0, 2, 3).reshape(share.batch, -1, 2)
         values, tokens = found[..., 0], found[..., 1].astype(np.int64)
         greatest, sums = packet[:, :, -1, 0], packet[:, :, -1, 1]
-        _check_numbers(greatest)
         total = (sums * np.exp(greatest - greatest.max(0))).sum(0)
         floor = packet[:, :, :-1, 0].min(2).max(0)
         return values, tokens, total, floor
 
     def _kept(
-        self, values: Array, tokens: Array, total: float, floor: float
+        self, how: Sampling, values: Array, tokens: Array, total: float, floor: float
     ) -> tuple[Array, Array] | None:
         """Returns the tokens to draw from, with scores; None if some of them may be missing."""
-        how = self._how
         order = np.lexsort((tokens, -values))
         values, tokens = values[order], tokens[order]
         real = values > _NOTHING
@@ -284,6 +326,11 @@ class Chooser:
         return values, tokens
 
 
-def _check_numbers(scores: Array) -> None:
-    if np.isnan(scores).any():
-        raise InputError("logits: expected numbers, got NaN")
+def _noise(draws: Draws, tokens: Array) -> Array:
+    """Returns the noise of some tokens of a sequence, which need not be consecutive."""
+    if not len(tokens):
+        return np.zeros(0)
+    low, high = int(tokens.min()), int(tokens.max())
+    seed, number, step = draws.sampling.seed, draws.number, draws.step
+    noise: Array = gumbel(seed, number, step, low, high - low + 1)[tokens - low]
+    return noise

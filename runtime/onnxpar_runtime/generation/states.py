@@ -7,6 +7,7 @@ whole sequence.
 """
 
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -104,11 +105,52 @@ class State:
             return self._shape
         return (*self._shape[:grows], length, *self._shape[grows + 1 :])
 
+    def rows(self, first: int, count: int) -> "State":
+        """Returns some rows of a state that is extended in place; they share its memory."""
+        part, all_rows = copy(self), self._shape[0]
+        part._shape = (count, *self._shape[1:])
+        part._line = self._line // all_rows * count
+        size = self._read.bytes // all_rows
+        held = Memory(self._read.pointer + first * size, self._read.owner, count * size)
+        part._read = part._write = held
+        return part
+
+    def lengthen(self, length: int) -> None:
+        """Makes the state of zeros, of this length."""
+        self.length = length
+        self._read = allocate(self._lines(_capacity(length)), *self._place)
+
+    def copy_row(self, row: int, other: "State", from_row: int, kept: int) -> None:
+        """Copies the end of a row of another state, on the CPU, to the end of one of this state.
+
+        Args:
+            row: The row.
+            other: The other state.
+            from_row: Its row.
+            kept: Elements along the growing dim; a state that does not grow is copied complete.
+        """
+        target, source = self._elements()[row], other._elements()[from_row]
+        if self.entry.grows is None:
+            target[:] = source
+        else:
+            target[:, self.length - kept :] = source[:, other.length - kept :]
+
+    def _elements(self) -> Array:
+        """Returns the bytes of the input: [rows, outer, length, bytes of all inner dims]."""
+        grows, size = self.entry.grows, self._lines(self.length)
+        shape = self._shape_at(self.length)
+        dim = 1 if grows is None else grows
+        outer = prod(shape[1:dim])
+        middle = self.length if grows is not None else 1
+        flat: Array = self._read.owner[:size]
+        # Sizes may be 0, so that none can be left to be found.
+        count = shape[0] * outer * middle
+        return flat.reshape(shape[0], outer, middle, size // count if count else 0)
+
     def bind(self, io: Any, length: int) -> None:
         """Binds the input at its present length, and the output at a new one."""
         if self._write.bytes < self._lines(length):
-            capacity = max(_LEAST, 1 << (length - 1).bit_length())
-            self._write = allocate(self._lines(capacity), *self._place)
+            self._write = allocate(self._lines(_capacity(length)), *self._place)
         place, code, entry = self._place, self.code, self.entry
         io.bind_input(entry.input, *place, code, self._shape_at(self.length), self._read.pointer)
         io.bind_output(entry.output, *place, code, self._shape_at(length), self._write.pointer)
@@ -122,6 +164,11 @@ class State:
     def bytes(self) -> int:
         """The bytes of the buffers."""
         return self._read.bytes + (0 if self.in_place else self._write.bytes)
+
+
+def _capacity(length: int) -> int:
+    """Returns the length for which a growing state is allocated."""
+    return max(_LEAST, 1 << (length - 1).bit_length())
 
 
 def states_of(

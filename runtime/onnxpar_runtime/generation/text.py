@@ -43,9 +43,14 @@ class Tokenizer:
             raise InputError(f"{path}: not a tokenizer: {error}") from None
         self.eos = _ends(folder)
 
-    def encode(self, text: str) -> list[int]:
-        """Returns the tokens of a text, with those that begin one."""
-        return list(self._tokenizer.encode(text).ids)
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """Returns the tokens of a text.
+
+        Args:
+            text: The text.
+            special: Whether to add those that begin a text.
+        """
+        return list(self._tokenizer.encode(text, add_special_tokens=special).ids)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Returns the text of tokens, without special ones."""
@@ -61,16 +66,25 @@ class Stream:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         """Has shown nothing."""
-        self._tokenizer, self._tokens, self._shown = tokenizer, list[int](), 0
+        self._tokenizer, self._tokens = tokenizer, list[int]()
+        # The tokens before the first are settled; the text of those between both has been shown,
+        # and says what a decoder makes of the later ones, such as whether they begin with a space.
+        self._first = self._next = 0
 
     def add(self, token: int) -> str:
         """Returns the text that a token completes; empty within a character."""
         self._tokens.append(token)
-        text = self._tokenizer.decode(self._tokens)
-        if text.endswith(_UNFINISHED):
+        new = self.rest()
+        if new.endswith(_UNFINISHED):
             return ""
-        new, self._shown = text[self._shown :], len(text)
+        if new:
+            self._first, self._next = self._next, len(self._tokens)
         return new
+
+    def rest(self) -> str:
+        """Returns the text that has not been shown, of a sequence that ends within a character."""
+        shown = self._tokenizer.decode(self._tokens[self._first : self._next])
+        return self._tokenizer.decode(self._tokens[self._first :])[len(shown) :]
 
 
 def _ends(folder: Path) -> tuple[int, ...]:

@@ -16,7 +16,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from onnxpar_format.new_file import new_file
 from onnxpar_runtime.collectives import Rank
+from onnxpar_runtime.errors import InputError
 from onnxpar_runtime.pipeline.schedule import Action, Kind, PlayedSchedule
 from onnxpar_runtime.pipeline.simulate import Times, simulate
 
@@ -136,7 +138,7 @@ def write_trace(path: str | Path, traces: Sequence[Steps], size: int) -> None:
         size: Number of ranks of a stage.
 
     Raises:
-        OSError: It cannot be written.
+        InputError: It cannot be written.
     """
     events: list[dict[str, Any]] = []
     for rank, steps in enumerate(traces):
@@ -161,7 +163,8 @@ def write_trace(path: str | Path, traces: Sequence[Steps], size: int) -> None:
             for span in spans
         ]
     text = json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
-    Path(path).write_text(text, encoding="utf-8")
+    with new_file(path, InputError) as file:
+        file.write_text(text, encoding="utf-8")
 
 
 def _encode(steps: Steps) -> NDArray[np.float64]:

@@ -4,7 +4,7 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from math import isfinite
 from pathlib import Path
@@ -14,18 +14,17 @@ from numpy.typing import NDArray
 
 from onnxpar_format.checkpoint import Progress
 from onnxpar_format.manifest import FROM_FILES
+from onnxpar_format.new_file import check_file
 from onnxpar_format.options import EvaluationRun, Execution, TrainingRun
 from onnxpar_runtime.agree import together
 from onnxpar_runtime.checkpoint.contents import Checkpoint
 from onnxpar_runtime.checkpoint.restore import open_checkpoint
 from onnxpar_runtime.collectives import Rank
-from onnxpar_runtime.commands import begin, start
-from onnxpar_runtime.errors import LaunchError
+from onnxpar_runtime.commands import begin, opened, start
+from onnxpar_runtime.errors import InputError, LaunchError
 from onnxpar_runtime.interrupts import reporting_termination
 from onnxpar_runtime.launch import guarded
 from onnxpar_runtime.manifest import Manifest
-from onnxpar_runtime.npz import check_writable
-from onnxpar_runtime.options import parse_pairs
 from onnxpar_runtime.tensor_file import Entry, read_tensors, write_tensors
 from onnxpar_runtime.training.batches import (
     BatchDim,
@@ -87,16 +86,17 @@ def train(directory: str | Path, wanted: TrainingRun, how: Execution) -> int:
         prepared = together(rank, lambda: _prepare(manifest, wanted, rank.index))
         checkpoint = _checkpoint(rank, manifest, wanted)
         first = (TRAINING, OPTIMIZER, *((EVALUATION,) if wanted.evaluates else ()))
-        trainer = _trainer(
+        trainer = opened(
+            Trainer,
             rank,
             manifest,
             how,
-            first,
-            wanted.seed,
-            wanted.parameters,
-            wanted.loss_scale,
-            not wanted.no_overlap,
+            programs=first,
+            seed=wanted.seed,
+            loss_scale=wanted.loss_scale,
+            overlap=not wanted.no_overlap,
         )
+        _load(trainer, wanted.parameters)
         _train(trainer, wanted, prepared, checkpoint)
         trainer.close()
 
@@ -138,7 +138,8 @@ def evaluation(directory: str | Path, wanted: EvaluationRun, how: Execution) -> 
             rank,
             lambda: _evaluation_data(manifest, rank.index, wanted.data, wanted.batch_size, 0),
         )
-        trainer = _trainer(rank, manifest, how, (EVALUATION,), 0, wanted.parameters)
+        trainer = opened(Trainer, rank, manifest, how, programs=(EVALUATION,))
+        _load(trainer, wanted.parameters)
         result = evaluate(trainer, chosen)
         if rank.index == 0:
             _print_evaluation(wanted, chosen, result)
@@ -165,34 +166,6 @@ def _on_rank(how: Execution, body: Callable[[Rank], None]) -> int:
         return 0
 
     return guarded(rank, quiet)
-
-
-def _trainer(
-    rank: Rank,
-    manifest: Manifest,
-    how: Execution,
-    programs: Sequence[str],
-    seed: int,
-    parameters: str | Path | None,
-    loss_scale: str | None = None,
-    overlap: bool = True,
-) -> Trainer:
-    trainer = together(
-        rank,
-        lambda: Trainer(
-            manifest.directory,
-            rank=rank,
-            ort_options=parse_pairs(how.ort),
-            custom_ops=how.custom_ops,
-            seed=seed,
-            programs=programs,
-            manifest=manifest,
-            loss_scale=loss_scale,
-            overlap=overlap,
-        ),
-    )
-    _load(trainer, parameters)
-    return trainer
 
 
 def _load(trainer: Trainer, parameters: str | Path | None) -> None:
@@ -227,7 +200,7 @@ def _prepare(manifest: Manifest, wanted: TrainingRun, rank: int) -> _Prepared:
         if manifest.pipeline is None:
             raise LaunchError(f"--trace: {manifest.directory} has no stages to trace")
         if rank == 0:
-            check_writable(wanted.trace)
+            check_file(wanted.trace, InputError)
     run = described(wanted.data, data, hyper, schedule)
     return _Prepared(data, held_out, hyper, schedule, run)
 

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from onnxpar_format.manifest import Training
+from onnxpar_format.new_file import check_file
 from onnxpar_runtime.closing import Closing
 from onnxpar_runtime.errors import InputError
 from onnxpar_runtime.launch import mpirun_place
-from onnxpar_runtime.npz import check_writable
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -94,7 +94,7 @@ class Reporter(Closing):
         self._file: FileIO | None = None
         self._open = ExitStack()
         if first and log is not None:
-            check_writable(log)
+            check_file(log, InputError)
             try:
                 # Closed by the stack, with the run. Without a buffer, a full disk is reported at
                 # the step, and not again when the file is closed.

@@ -91,7 +91,6 @@ class Runner(ABC):
     def load(self, program: str) -> None:
         """Loads a program unless it is loaded."""
 
-    @abstractmethod
     def forward_backward(
         self,
         micro_batches: Sequence[Micro],
@@ -113,6 +112,12 @@ class Runner(ABC):
         Returns:
             The sum of the weighted losses, on all ranks; not a number unless `read`.
         """
+        self._gradients.begin(len(micro_batches), accumulate=accumulate, ahead=ahead)
+        return self._loss(micro_batches, counters, read=read)
+
+    @abstractmethod
+    def _loss(self, micro_batches: Sequence[Micro], counters: Counters, *, read: bool) -> float:
+        """Runs micro-batches as `forward_backward`, after the step has begun."""
 
     def reduced(self, gradient: str, group: Sequence[int]) -> bool:
         """Whether the last step has replaced a gradient by its sum over a group."""
@@ -195,17 +200,8 @@ class OneStage(Runner):
         """As `Runner`."""
         self._programs.load(program)
 
-    def forward_backward(
-        self,
-        micro_batches: Sequence[Micro],
-        counters: Counters,
-        *,
-        accumulate: bool,
-        read: bool,
-        ahead: bool,
-    ) -> float:
+    def _loss(self, micro_batches: Sequence[Micro], counters: Counters, *, read: bool) -> float:
         """As `Runner`."""
-        self._gradients.begin(len(micro_batches), accumulate=accumulate, ahead=ahead)
         program = self._programs.load(TRAINING)
         loss = 0.0
         for index, micro in enumerate(micro_batches):
@@ -265,17 +261,8 @@ class Pipelined(Runner):
         """As `Runner`."""
         return self._through(EVALUATION).made
 
-    def forward_backward(
-        self,
-        micro_batches: Sequence[Micro],
-        counters: Counters,
-        *,
-        accumulate: bool,
-        read: bool,
-        ahead: bool,
-    ) -> float:
+    def _loss(self, micro_batches: Sequence[Micro], counters: Counters, *, read: bool) -> float:
         """As `Runner`."""
-        self._gradients.begin(len(micro_batches), accumulate=accumulate, ahead=ahead)
         found = self._through(TRAINING).run(
             self._pipeline.schedule, micro_batches, counters, self._gradients, self._trace
         )

@@ -352,17 +352,15 @@ class Trainer(Closing):
             On rank 0 the trace, None elsewhere.
 
         Raises:
-            LaunchError: No trace was begun, or the file cannot be written.
+            LaunchError: No trace was begun.
+            InputError: The file cannot be written.
             RankError: A rank failed.
         """
         traced = self._opened.runner.traced()
 
         def write() -> None:
             if traced is not None:
-                try:
-                    write_trace(path, traced.ranks, self.manifest.stage_devices)
-                except OSError as error:
-                    raise LaunchError(f"{path}: cannot be written: {error.strerror}") from None
+                write_trace(path, traced.ranks, self.manifest.stage_devices)
 
         together(self.rank, write)
         return traced

@@ -57,7 +57,9 @@ def verify(
     draw: Draws
     if trains:
         if options.generate is not None:
-            raise InputError(f"--generate: expected a program that runs a model, got {directory}")
+            raise InputError(
+                f"--generate: expected a forward program, got {directory}, made for training"
+            )
         values, given = chosen_cases(manifest, program, cases, feeds)
         undivided = undivided_training(manifest, model)
         draw = (
@@ -68,7 +70,9 @@ def verify(
         return list(compare_steps(manifest, undivided, draw, values, options))
     if options.generate is not None:
         if cases or feeds is not None:
-            raise InputError("--generate: draws prompts itself; expected no --symbol or --inputs")
+            raise InputError(
+                "--generate draws its own prompts: expected neither --symbol nor --inputs"
+            )
         return verify_generation(directory, model, options.generate, options)
     values, given = chosen_cases(manifest, program, cases, feeds)
     for option, number in (("--steps", options.steps), ("--lr", options.lr)):

@@ -98,7 +98,9 @@ def _greedy(
     """Returns the logits of each step; the best token is the input of the next step."""
     if roles.rest:
         names = [spec.name for spec in roles.rest]
-        raise InputError(f"inputs {names}: cannot verify how a program with these generates")
+        raise InputError(
+            f"--generate: expected only tokens, mask, positions and states as inputs, got {names}"
+        )
     specs = {spec.name: spec for spec in program.inputs}
     batch = bare_name(roles.tokens.shape[0])
     held: dict[str, Array] = {}

@@ -165,6 +165,7 @@ int cuLaunchKernel(void* function, unsigned grid_x, unsigned grid_y, unsigned gr
   static std::mutex one_at_a_time;
   const Function& kernel = *static_cast<Function*>(function);
   standin_log("launch", "%s\t%p", kernel.name.c_str(), stream);
+  standin::compute(stream);
   // The arguments are the caller's again when this returns.
   std::shared_ptr<standin::Bound> bound(
       kernel.bind({grid_x, grid_y, grid_z}, {block_x, block_y, block_z}, arguments));

@@ -4,8 +4,8 @@
 // as NCCL does, the first time that ranks meet, to connect them (NCCL_RUNTIME_CONNECT).
 //
 // As strict as NCCL, and stricter: ranks of a communicator that call different collectives, of other
-// sizes, types or roots, are an error; so are communicators after their end, a send without its receive
-// in the group, and device memory that is none. What is found on the device ncclCommGetAsyncError tells.
+// sizes, types or roots, are an error, in a group too; so are communicators after their end, a send without
+// its receive in the group, and device memory that is none. What is found on the device ncclCommGetAsyncError tells.
 //
 // Environment: STANDIN_NCCL_VERSION (23203), STANDIN_NCCL_FAIL=NAME:N (the N-th call of ncclNAME in
 // this process fails), STANDIN_NCCL_ASYNC=N (from the N-th call on, communicators report a remote
@@ -57,6 +57,7 @@ struct Config {  // as of 2.27, the least that is served
 struct Step {  // what a rank is about to do
   char what[96];
   size_t bytes;
+  double time;  // simulated, when it is ready
 };
 struct Box {  // one direction between two ranks
   std::atomic<uint64_t> written, read;  // pieces
@@ -97,6 +98,12 @@ struct Message {
   void* stream;
 };
 thread_local std::vector<Message> grouped;
+struct Collective {
+  Comm* comm;
+  void* stream;
+  std::function<int(bool first)> work;
+};
+thread_local std::vector<Collective> grouped_collectives;
 
 int error(int code, const std::string& text) {
   last_error = text;
@@ -195,18 +202,39 @@ int submit(Comm* comm, void* stream, std::function<int()> work) {
 
 // A collective: ranks compare what they call; then every rank's `bytes` bytes travel in pieces, and
 // take(rank, offset, data, n) sees them in the order of ranks.
+// Lets a collective take its time on a stream, by ring algorithms; in a group, the first one starts it. One link serves all communicators
+// of a process, one collective after the other.
+constexpr double kLatency = 10000;  // nanoseconds
+double link_time = 0;
+void take_time(const Comm& comm, const std::string& what, size_t bytes, void* stream,
+               bool first) {
+  double begin = 0;
+  for (int r = 0; r < comm.size; ++r) begin = std::max(begin, comm.shared->steps[r].time);
+  double const others = comm.size - 1;
+  double const share = what.rfind("AllGather", 0) == 0       ? others
+                       : what.rfind("AllReduce", 0) == 0     ? 2 * others / comm.size
+                       : what.rfind("ReduceScatter", 0) == 0 ? others / comm.size
+                                                             : 1;
+  double const taken = (first ? kLatency : 0) + share * static_cast<double>(bytes) / standin::rates().bytes;
+  link_time = begin + taken;
+  standin::communicate(stream, link_time, taken);
+}
+
 template <class Take>
-int carry_out(Comm* comm, const std::string& what, const void* in, size_t bytes, Take take) {
+int carry_out(Comm* comm, const std::string& what, const void* in, size_t bytes, void* stream,
+              bool first, Take take) {
   Shared& s = *comm->shared;
   Step& own = s.steps[comm->rank];
   snprintf(own.what, sizeof own.what, "%s", what.c_str());
   own.bytes = bytes;
+  own.time = std::max(standin::time_of(stream), link_time);
   if (!barrier(*comm)) return interrupted();
   for (int r = 0; r < comm->size; ++r) {
     if (what == s.steps[r].what && bytes == s.steps[r].bytes) continue;
     return error(kInvalidUsage, what + " of " + std::to_string(bytes) + " bytes meets " +
                                     s.steps[r].what + " of " + std::to_string(s.steps[r].bytes));
   }
+  if (standin::rates().bytes != 0) take_time(*comm, what, bytes, stream, first);
   StandinAccess access;
   std::vector<unsigned char> copy(static_cast<const unsigned char*>(in),
                                   static_cast<const unsigned char*>(in) + bytes);
@@ -223,14 +251,35 @@ int carry_out(Comm* comm, const std::string& what, const void* in, size_t bytes,
 template <class Take>
 int meet(Comm* comm, const std::string& what, const void* in, size_t bytes, void* stream,
          Take take) {
-  if (depth != 0) return error(kInvalidUsage, "collectives are not grouped by anyone here");
   if (!comm->connected) {
     take_memory();
     ++comm->shared->connecting;
     if (!until(*comm, [&] { return comm->shared->connecting >= comm->size; })) return interrupted();
     comm->connected = true;
   }
-  return submit(comm, stream, [=] { return carry_out(comm, what, in, bytes, take); });
+  const auto work = [=](bool first) {
+    return carry_out(comm, what, in, bytes, stream, first, take);
+  };
+  if (depth == 0) return submit(comm, stream, [=] { return work(true); });
+  grouped_collectives.push_back({comm, stream, work});
+  return kSuccess;
+}
+
+// A group of collectives: the kernel of one communicator on one stream.
+int launch_collectives() {
+  std::vector<Collective> all;
+  all.swap(grouped_collectives);
+  if (all.empty()) return kSuccess;
+  for (const Collective& one : all) {
+    if (one.comm == all[0].comm && one.stream == all[0].stream) continue;
+    return error(kInvalidUsage, "groups are of one communicator and stream here");
+  }
+  return submit(all[0].comm, all[0].stream, [all] {
+    for (const Collective& one : all) {
+      if (int const result = one.work(&one == &all[0])) return result;
+    }
+    return kSuccess;
+  });
 }
 
 Box& box_of(const Message& message) {
@@ -429,7 +478,9 @@ int ncclGroupEnd(void) {
   if (--depth != 0) return kSuccess;
   std::vector<Message> messages;
   messages.swap(grouped);
-  if (int const result = note("GroupEnd", nullptr, messages.size())) return result;
+  size_t const calls_of_it = messages.size() + grouped_collectives.size();
+  if (int const result = note("GroupEnd", nullptr, calls_of_it)) return result;
+  if (int const result = launch_collectives()) return result;
   return launch(messages);
 }
 int ncclSend(const void* data, size_t count, int type, int peer, Comm* comm, void* stream) {

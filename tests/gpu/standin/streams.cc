@@ -6,6 +6,8 @@
 // that does one thing after the other, so that what waits holds up all streams of its queue: the worst
 // that CUDA allows. Queues take their time, which depends on the seed: some none, some a little, some much.
 //
+// Simulated time (`streams.h`) is kept in `Stream::time`; an event has that of its stream.
+//
 // A graph is done as one piece of work, in the order of its capture.
 #include "streams.h"
 
@@ -13,6 +15,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
+#include <cstdio>
 #include <cstdlib>
 #include <deque>
 #include <map>
@@ -126,6 +129,7 @@ struct Stream {
   PointRef last;
   std::shared_ptr<Capture> capture;
   size_t captured = 0;  // pieces of work, of the capture under way
+  double time = 0;      // when all that is on it is done, in simulated time
 };
 
 struct Capture {
@@ -148,6 +152,7 @@ struct Event {
   std::shared_ptr<Capture> capture;
   Stream* stream = nullptr;
   size_t captured = 0;
+  double time = 0;
 };
 
 using Graph = std::shared_ptr<const std::vector<Work>>;
@@ -158,11 +163,28 @@ struct Device {
   size_t next = 0;
 };
 
+// Of this thread: one that only watches the device does not hold up the others.
+thread_local double host_time = 0;
+
 struct Timeline {
   std::mutex mutex;
   std::map<int, Device> devices;
   std::set<Stream*> streams;
   std::set<Capture*> captures;
+  double computing = 0, communicating = 0;
+
+  // When what is put on a stream now begins: not before the host puts it there.
+  double begin(const Stream& stream) const {
+    double found = std::max(stream.time, host_time);
+    const Stream& legacy = devices.at(stream.device).legacy;
+    if (stream.blocking) found = std::max(found, legacy.time);
+    if (&stream != &legacy) return found;
+    for (const Stream* other : streams) {
+      if (other->blocking && other->device == stream.device) found = std::max(found, other->time);
+    }
+    return found;
+  }
+  static void host_waits(double time) { host_time = std::max(host_time, time); }
 
   HardwareQueue* queue(int index, Device& device) {
     if (!asynchronous()) return nullptr;
@@ -265,6 +287,46 @@ int enqueue(void* handle, Work work, PointRef* chain) {
   return kSuccess;
 }
 
+const Rates& rates() {
+  static const Rates the = [] {
+    Rates found;
+    const char* text = getenv("STANDIN_CLOCK");
+    if (text != nullptr && !asynchronous() && sscanf(text, "%lf:%lf", &found.flops, &found.bytes) == 2) {
+      found.flops *= 1e-9;
+      found.bytes *= 1e-9;
+    }
+    return found;
+  }();
+  return the;
+}
+
+double time_of(void* handle) {
+  Timeline& t = timeline();
+  std::lock_guard<std::mutex> lock(t.mutex);
+  Stream* stream = t.find(handle);
+  return stream != nullptr ? t.begin(*stream) : 0;
+}
+
+void compute(void* handle, double operations) {
+  if (rates().flops == 0 || is_captured(handle)) return;
+  Timeline& t = timeline();
+  std::lock_guard<std::mutex> lock(t.mutex);
+  Stream* stream = t.find(handle);
+  if (stream == nullptr) return;
+  const double taken = kKernelTime + operations / rates().flops;
+  stream->time = t.begin(*stream) + taken;
+  t.computing += taken;
+}
+
+void communicate(void* handle, double end, double taken) {
+  Timeline& t = timeline();
+  std::lock_guard<std::mutex> lock(t.mutex);
+  Stream* stream = t.find(handle);
+  if (stream == nullptr) return;
+  stream->time = end;
+  t.communicating += taken;
+}
+
 int enqueue_and_wait(void* handle, Work work) {
   PointRef done;
   {
@@ -277,7 +339,11 @@ int enqueue_and_wait(void* handle, Work work) {
     }
   }
   const int result = enqueue(handle, std::move(work), &done);
-  if (result == kSuccess) wait(done);
+  if (result != kSuccess) return result;
+  wait(done);
+  Timeline& t = timeline();
+  std::lock_guard<std::mutex> lock(t.mutex);
+  if (const Stream* stream = t.find(handle)) t.host_waits(t.begin(*stream));
   return result;
 }
 
@@ -288,8 +354,11 @@ void wait_for_device() {
     std::lock_guard<std::mutex> lock(t.mutex);
     const Stream& legacy = t.device().legacy;
     last.push_back(legacy.last);
+    t.host_waits(legacy.time);
     for (Stream* stream : t.streams) {
-      if (stream->device == legacy.device) last.push_back(stream->last);
+      if (stream->device != legacy.device) continue;
+      last.push_back(stream->last);
+      t.host_waits(stream->time);
     }
   }
   for (const PointRef& point : last) wait(point);
@@ -323,6 +392,12 @@ using namespace standin;
 
 extern "C" {
 
+double standin_clock(int which) {
+  Timeline& t = timeline();
+  std::lock_guard<std::mutex> lock(t.mutex);
+  return which == 0 ? host_time : which == 1 ? t.computing : t.communicating;
+}
+
 int cudaStreamCreate(void** stream) { return make(stream, true); }
 int cudaStreamCreateWithFlags(void** stream, unsigned flags) {
   return make(stream, (flags & kNonBlocking) == 0);
@@ -349,7 +424,9 @@ int cudaStreamQuery(void* handle) {
   Stream* stream = t.find(handle);
   if (stream == nullptr) return kInvalidHandle;
   if (stream->capture) return kUnsupported;
-  return reached(stream->last) ? kSuccess : kNotReady;
+  if (!reached(stream->last)) return kNotReady;
+  t.host_waits(stream->time);
+  return kSuccess;
 }
 int cudaDeviceSynchronize(void) {
   standin_log("synchronize", "device");
@@ -380,7 +457,7 @@ int cudaEventRecord(void* handle, void* stream_handle) {
   Stream* stream = t.find(stream_handle);
   if (stream == nullptr) return kInvalidHandle;
   if (t.spoils_captures(*stream)) return kImplicit;
-  event = {nullptr, stream->capture, stream, stream->captured};
+  event = {nullptr, stream->capture, stream, stream->captured, t.begin(*stream)};
   if (!stream->capture && asynchronous()) event.point = t.put(*stream, nullptr);
   return kSuccess;
 }
@@ -412,6 +489,7 @@ int cudaStreamWaitEvent(void* handle, void* event_handle, unsigned) {
     return kIsolation;
   }
   if (!reached(event.point)) t.put(*stream, nullptr, event.point);
+  stream->time = std::max(stream->time, event.time);
   return kSuccess;
 }
 int cudaEventQuery(void* handle) {
@@ -420,7 +498,9 @@ int cudaEventQuery(void* handle) {
   std::lock_guard<std::mutex> lock(t.mutex);
   const Event& event = *static_cast<Event*>(handle);
   if (event.capture) return kCapturedEvent;
-  return reached(event.point) ? kSuccess : kNotReady;
+  if (!reached(event.point)) return kNotReady;
+  t.host_waits(event.time);
+  return kSuccess;
 }
 int cudaEventSynchronize(void* handle) {
   standin_log("synchronize", "event");
@@ -432,6 +512,7 @@ int cudaEventSynchronize(void* handle) {
     const Event& event = *static_cast<Event*>(handle);
     if (event.capture) return kCapturedEvent;
     point = event.point;
+    t.host_waits(event.time);
   }
   wait(point);
   return kSuccess;

@@ -28,5 +28,23 @@ bool is_captured(void* stream);
 // captured; the capture is spoilt then.
 int forbidden(const char* call);
 
+
+// Simulated time, in nanoseconds: with STANDIN_CLOCK=FLOPS:BYTES and without STANDIN_ASYNC. Kernels and
+// messages are carried out in the call, as always; only what they would take is added up, for each
+// stream. A thread's time passes where it waits for the device.
+struct Rates {
+  double flops = 0, bytes = 0;  // per nanosecond; 0 where no time is simulated
+};
+const Rates& rates();
+constexpr double kKernelTime = 2000;  // of a kernel beside its arithmetic
+// Lets a kernel with so many operations take its time on a stream.
+void compute(void* stream, double operations = 0);
+// When what is put on a stream now would begin.
+double time_of(void* stream);
+// Says when communication on a stream ends, and how long it takes.
+void communicate(void* stream, double end, double taken);
+
 }  // namespace standin
+// Which of 0: the thread's time, 1: what kernels took, 2: what communication took; nanoseconds.
+extern "C" double standin_clock(int which);
 #pragma GCC visibility pop

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from onnxpar.core.errors import StrategyError
-from onnxpar.core.layout import Layout, TensorLayout
+from onnxpar.core.layout import Layout
 from onnxpar.core.mesh import Mesh
 from onnxpar.core.symbols import dim_symbol
 
@@ -30,27 +30,6 @@ def test_names_become_atoms(dims: tuple[object, ...], atoms: tuple[tuple[int, ..
     assert tuple(sharding.dim_atoms(d) for d in range(len(dims))) == atoms
     assert sharding.shape == tuple(shape)
     assert not sharding.partial
-
-
-@pytest.mark.parametrize(
-    ("matrix", "tensor_map", "atoms"),
-    [
-        ((4, 2), (1, 0), ((0, 1), (2,))),
-        ((1, 8), (-1, -1), ((), ())),
-        ((8,), (0, -1), ((0, 1, 2), ())),
-        ((4, 2), (1, -1), ((0, 1), ())),
-        ((4, 2), ((1, 0), -1), ((0, 1, 2), ())),
-        ((2, 2, 2), ((0, 2), 1), ((2, 0), (1,))),
-    ],
-)
-def test_tensor_maps_count_from_the_right(
-    matrix: tuple[int, ...],
-    tensor_map: tuple[int | tuple[int, ...], ...],
-    atoms: tuple[tuple[int, ...], ...],
-) -> None:
-    layout = TensorLayout.from_tensor_map(matrix, tensor_map)
-    sharding = layout.sharding(Mesh.refine(8, [(2, 2, 2)]), (32, 256))
-    assert (sharding.dim_atoms(0), sharding.dim_atoms(1)) == atoms
 
 
 def test_a_small_matrix_repeats_over_the_fastest_devices() -> None:
@@ -80,10 +59,6 @@ def test_a_small_matrix_repeats_over_the_fastest_devices() -> None:
         (lambda: LAYOUT(1), "dim 0: expected a name"),
         (lambda: LAYOUT(()), "dim 0: expected a name"),
         (lambda: LAYOUT("dp").sharding(MESH, (4, 4)), r"expected 2 dims .*\(4, 4\), got 1"),
-        (lambda: TensorLayout.from_tensor_map((4, 2), (2, 0)), r"from 0 to 1, got 2"),
-        (lambda: TensorLayout.from_tensor_map((4, 2), (-2, 0)), r"from 0 to 1, got -2"),
-        (lambda: TensorLayout.from_tensor_map((4, 2), (1, 1)), "twice"),
-        (lambda: TensorLayout.from_tensor_map((4, 2), ((1, -1),)), "expected -1 alone"),
     ],
 )
 def test_mistakes_are_named(make: Callable[[], object], message: str) -> None:

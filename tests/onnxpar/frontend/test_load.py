@@ -147,6 +147,34 @@ def test_a_table_that_is_cut_to_a_length_limits_it(given: Symbol, rows: int, mos
     assert symbols["batch"] == Symbol()
 
 
+ROTATED = """
+<ir_version: 10, opset_import: ["": 21, "com.microsoft": 1]>
+g (float[batch, seq, 32] q, float[batch, seq, 16] k, int64[batch, total] mask,
+   float[batch, 2, length, 8] past_k, float[batch, 2, length, 8] past_v,
+   int32[batch] seqlens, float[ROWS, 4] cosines, float[64, 4] sines)
+  => (float[batch, seq, 32] y, float[batch, 2, length, 8] present_k,
+      float[batch, 2, length, 8] present_v)
+{
+  size = Shape <start = 1, end = 2> (mask)
+  small = Cast <to = 6> (size)
+  longest = Squeeze(small)
+  y, present_k, present_v = com.microsoft.GroupQueryAttention
+    <num_heads = 4, kv_num_heads = 2, do_rotary = 1>
+    (q, k, k, past_k, past_v, seqlens, longest, cosines, sines)
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("given", "rows", "most"), [(Symbol(), 48, 48), (Symbol(), 99, 64), (Symbol(max=5), 48, 5)]
+)
+def test_a_table_of_angles_limits_positions(given: Symbol, rows: int, most: int) -> None:
+    model = ir.from_proto(onnx.parser.parse_model(ROTATED.replace("ROWS", str(rows))))
+    symbols = symbol_table(normalise(model), {"total": given})
+    assert symbols["total"] == Symbol(max=most)
+    assert symbols["length"].max == Symbol().max
+
+
 def test_what_inference_does_not_know_is_taken_as_declared() -> None:
     model = onnx.parser.parse_model("""
       <ir_version: 10, opset_import: ["": 20, "elsewhere": 1]>

@@ -7,8 +7,6 @@ import numpy as np
 
 from tests.onnxpar.ops.op_harness import Array, Case
 
-N5 = {"N": 5}
-
 
 def drawn(shape: tuple[int, ...], dtype: type, seed: int = 0) -> Array:
     """Bytes, or numbers between 0.1 and 1, as scales are."""
@@ -22,13 +20,12 @@ def contrib(
     call: str,
     inputs: Mapping[str, str],
     consts: Mapping[str, Array] | None = None,
-    sizes: Mapping[str, int] | None = None,
     **more: Any,
 ) -> Case:
     """A node of the domain com.microsoft: `y = Gelu(x)`."""
     result, operator = call.split(" = ")
     text = f"{result} = com.microsoft.{operator}"
-    return Case(text, inputs, sizes or N5, consts or {}, **more)
+    return Case(text, inputs, consts or {}, **more)
 
 
 def _nbits(
@@ -120,18 +117,16 @@ ROTARY = (
         Case(
             f"y = RotaryEmbedding<num_heads=3, interleaved={turned}>(x, c, s, p)",
             {"x": "float[N,4,12]", "p": "int64[N,4]"},
-            N5,
             _CACHES,
             {"p": _PLACES},
             opset=23,
         )
         for turned in (0, 1)
     ),
-    Case("y = RotaryEmbedding(x, c, s)", {"x": "float[N,3,4,4]", **_TURNS}, N5, opset=23),
+    Case("y = RotaryEmbedding(x, c, s)", {"x": "float[N,3,4,4]", **_TURNS}, opset=23),
     Case(
         "y = RotaryEmbedding<num_heads=3, rotary_embedding_dim=4>(x, c, s)",
         {"x": "float[N,4,18]", **_TURNS},
-        N5,
         opset=23,
     ),
     contrib(
@@ -199,7 +194,7 @@ def _attention(
     results = more.pop("results", "y")
     text = f"{results} = Attention<{attributes}>({operands})"
     text = text.replace("<>", "")
-    return Case(text, inputs, N5, opset=more.pop("opset", 23), **more)
+    return Case(text, inputs, opset=more.pop("opset", 23), **more)
 
 
 ATTENTION = (
@@ -299,14 +294,12 @@ STATES = (
     Case(
         "y = TensorScatter(c, u, n)",
         {"c": "float[N,2,7,3]", "u": "float[N,2,2,3]", "n": "int64[N]"},
-        N5,
         feeds={"n": _ints(0, 2, 5, 3, 1)},
         opset=24,
     ),
     Case(
         'y = TensorScatter<axis=1, mode="circular">(c, u)',
         {"c": "float[N,7,3]", "u": "float[N,2,3]"},
-        N5,
         opset=24,
     ),
     contrib(
@@ -359,7 +352,7 @@ EXPERTS = (
         "activation_beta=1.0, normalize_routing_weights=1>(t, r, w, b, x, c)",
         {"t": "float[N,2,8]", "r": "float[M,4]"},
         _experts(12, 6),
-        {"N": 5, "M": 10},
+        sizes={"N": 5, "M": 10},
     ),
     contrib(
         'y = QMoE<k=2, activation_type="silu", normalize_routing_weights=1>(t, r, w, s, "", x, z)',

@@ -4,7 +4,6 @@ import numpy as np
 
 from tests.onnxpar.ops.op_harness import Case
 
-N5 = {"N": 5}
 TRUE = {"t": np.array(True)}
 
 
@@ -19,7 +18,6 @@ BRANCHES = (
             else_branch = b () => (float[N,6] r) { r = Softmax<axis=1>(x) }
         >""",
         {"c": "bool", "x": "float[N,6]", "k": "float[6]"},
-        N5,
         feeds={"c": np.array(True)},
     ),
     # Heads: the product of the first reshape has two components, of which one may be sharded.
@@ -29,7 +27,6 @@ BRANCHES = (
             else_branch = b () => (float[N,4,3] r) { q = Neg(x) r = Reshape(q, s) }
         >""",
         {"c": "bool", "x": "float[N,12]"},
-        N5,
         {"s": np.array([0, 4, 3])},
         {"c": np.array(False)},
     ),
@@ -40,7 +37,6 @@ BRANCHES = (
             else_branch = b () => (float[3,2] r) { q = Transpose(x) u = MatMul(q, z) r = Neg(u) }
         >""",
         {"c": "bool", "x": "float[N,3]", "z": "float[N,2]"},
-        N5,
         feeds={"c": np.array(False)},
     ),
     # Rows and columns of the product are one dim of the operand, which must not be split twice.
@@ -51,7 +47,6 @@ BRANCHES = (
             else_branch = b () => (float r) { r = ReduceSum<keepdims=0>(x) }
         >""",
         {"c": "bool", "x": "float[N,4]"},
-        N5,
         feeds={"c": np.array(True)},
     ),
 )
@@ -63,7 +58,6 @@ LOOPS = (
             { on = Identity(go) a = MatMul(s, w) u = Tanh(a) o = Add(u, s) }
         >""",
         {"h0": "float[N,4]", "w": "float[4,4]"},
-        N5,
         {**TRUE, "m": np.array(3)},
     ),
     # A state that grows, and an index that counts the steps.
@@ -74,7 +68,6 @@ LOOPS = (
               k = Cast<to=7>(s) o = Concat<axis=1>(e, k) }
         >""",
         {"h0": "float[N,4]", "z0": "int64[N,2]", "x": "float[6,N,4]"},
-        N5,
         {**TRUE, "m": np.array(3)},
     ),
     # A condition that ends the loop, of a value that all devices have.
@@ -84,7 +77,6 @@ LOOPS = (
             { l = Add(j, one) on = Less(l, end) u = Mul(s, s) }
         >""",
         {"h0": "float[N,4]"},
-        N5,
         {
             **TRUE,
             "m": np.array(9),
@@ -100,7 +92,6 @@ LOOPS = (
             { on = Identity(go) g = Gather(x, i) p = Transpose(g) q = MatMul(p, z) u = Add(s, q) }
         >""",
         {"x": "float[4,N,3]", "z": "float[N,2]"},
-        N5,
         {**TRUE, "m": np.array(4), "zero": np.zeros((3, 2), np.float32)},
     ),
     Case(
@@ -110,7 +101,6 @@ LOOPS = (
             { a = Mul(x, w) n = Mul(a, h) o = Exp(a) }
         > (h0, xs)""",
         {"h0": "float[N,3]", "xs": "float[N,4,3]", "w": "float[3]"},
-        N5,
     ),
 )
 
@@ -133,12 +123,10 @@ def _some(shapes: dict[str, str], *names: str) -> dict[str, str]:
 
 
 RECURRENT = (
-    Case("y, h = RNN<hidden_size=3>(x, w, r)", _some(_shapes(1, 1), "x", "w", "r"), N5),
+    Case("y, h = RNN<hidden_size=3>(x, w, r)", _some(_shapes(1, 1), "x", "w", "r")),
     Case(
         """y, h = RNN<hidden_size=3, direction="reverse", clip=4.0>(x, w, r, b, l, h0)""",
-        # As many as the lengths, which are constants.
         {n: t.replace("N", "5") for n, t in _some(_shapes(1, 1), *"xwrb", "h0").items()},
-        {},
         _lengths(4, 1, 3, 2, 4),
     ),
     *(
@@ -146,7 +134,6 @@ RECURRENT = (
             f"""y, h = GRU<hidden_size=3, direction="{way}", linear_before_reset={before}>
                 (x, w, r, b, l, h0)""",
             {**_some(_shapes(3, count), "x", "w", "r", "b", "h0"), "l": "int32[N]"},
-            N5,
             feeds=_lengths(4, 1, 3, 2, 4),
         )
         for way, count, before in (("forward", 1, 0), ("bidirectional", 2, 1))
@@ -156,7 +143,6 @@ RECURRENT = (
             f"""y, h, c = LSTM<hidden_size=3, direction="{way}", input_forget={coupled}>
                 (x, w, r, b, l, h0, c0, p)""",
             {**_shapes(4, count), "l": "int32[N]"},
-            N5,
             feeds=_lengths(4, 1, 3, 2, 4),
         )
         for way, count, coupled in (("reverse", 1, 0), ("bidirectional", 2, 1))
@@ -164,14 +150,13 @@ RECURRENT = (
     Case(
         """y, h, c = LSTM<hidden_size=3, direction="bidirectional">(x, w, r, b)""",
         _some(_shapes(4, 2), "x", "w", "r", "b"),
-        {"N": 2},
+        sizes={"N": 2},
     ),
     # Directions that differ in more than the direction are not sharded.
     Case(
         """y = RNN<hidden_size=3, direction="bidirectional", activations=["Tanh", "Relu"]>
             (x, w, r)""",
         _some(_shapes(1, 2), "x", "w", "r"),
-        N5,
     ),
 )
 

@@ -4,8 +4,6 @@ import numpy as np
 
 from tests.onnxpar.ops.op_harness import Case
 
-N5 = {"N": 5}
-
 
 def axis(value: int) -> dict[str, np.ndarray]:
     """The axis as a constant operand."""
@@ -19,7 +17,6 @@ RUNNING = tuple(
     Case(
         f"y = CumProd<exclusive={exclusive}, reverse={reverse}>(x, axis)",
         {"x": "float[N,7,2]"},
-        N5,
         axis(1),
         NEAR_ONE,
         opset=26,
@@ -29,19 +26,19 @@ RUNNING = tuple(
     for reverse in (0, 1)
 )
 SEARCH = (
-    Case("y = Hardmax(x)", {"x": "float[N,6]"}, N5),
-    Case("y = Hardmax<axis=1>(x)", {"x": "float[N,7,2]"}, N5),
-    Case("y = Hardmax<axis=0>(x)", {"x": "float[N,3]"}, N5, feeds={"x": np.ones((5, 3))}),
+    Case("y = Hardmax(x)", {"x": "float[N,6]"}),
+    Case("y = Hardmax<axis=1>(x)", {"x": "float[N,7,2]"}),
+    Case("y = Hardmax<axis=0>(x)", {"x": "float[N,3]"}, feeds={"x": np.ones((5, 3))}),
 )
 MATRICES = (
-    Case("y = Det(x)", {"x": "float[N,3,4,4]"}, N5),
-    Case("y = Det(x)", {"x": "float[N,2,2]"}, N5, opset=11),
+    Case("y = Det(x)", {"x": "float[N,3,4,4]"}),
+    Case("y = Det(x)", {"x": "float[N,2,2]"}, opset=11),
 )
 OTHER = (
-    Case("y = Shrink<lambd=0.7, bias=0.2>(x)", {"x": "float[N,6]"}, N5),
-    Case("y = Shrink<lambd=-1.0, bias=1.5>(x)", {"x": "float[N,3,2]"}, N5, opset=9),
-    Case("y = Swish<alpha=1.5>(x)", {"x": "float[N,6]"}, N5, opset=24),
-    Case("y = Mean(a, b, c)", {"a": "float[N,6]", "b": "float[6]", "c": "float[N,1]"}, N5),
-    Case("y = BitCast<to=6>(x)", {"x": "float[N,6]"}, N5, opset=26, reference=True),
+    Case("y = Shrink<lambd=0.7, bias=0.2>(x)", {"x": "float[N,6]"}),
+    Case("y = Shrink<lambd=-1.0, bias=1.5>(x)", {"x": "float[N,3,2]"}, opset=9),
+    Case("y = Swish<alpha=1.5>(x)", {"x": "float[N,6]"}, opset=24),
+    Case("y = Mean(a, b, c)", {"a": "float[N,6]", "b": "float[6]", "c": "float[N,1]"}),
+    Case("y = BitCast<to=6>(x)", {"x": "float[N,6]"}, opset=26, reference=True),
 )
 CASES = (*RUNNING, *SEARCH, *MATRICES, *OTHER)

@@ -4,7 +4,6 @@ import numpy as np
 
 from tests.onnxpar.ops.op_harness import HALF, Case
 
-N5 = {"N": 5}
 _VARIANCE = {"v": np.linspace(0.5, 2, 6)}
 _CHANNELS = {k: "float[6]" for k in "sbmv"}
 
@@ -12,7 +11,7 @@ _CHANNELS = {k: "float[6]" for k in "sbmv"}
 def _batch(attributes: str, shape: str, **more: object) -> Case:
     outputs = "y, p, q" if "training_mode=1" in attributes else "y"
     node = f"{outputs} = BatchNormalization<{attributes}>(x, s, b, m, v)"
-    return Case(node, {"x": shape, **_CHANNELS}, N5, feeds=_VARIANCE, **more)  # type: ignore[arg-type]
+    return Case(node, {"x": shape, **_CHANNELS}, feeds=_VARIANCE, **more)  # type: ignore[arg-type]
 
 
 _FAR = 1000 + np.arange(60, dtype=np.float32).reshape(5, 6, 2) ** 2 / 50
@@ -26,14 +25,12 @@ BATCH = (
     Case(
         "y, p, q = BatchNormalization<training_mode=1>(x, s, b, m, v)",
         {"x": "float[N,6,2]", **_CHANNELS},
-        N5,
         feeds={"x": _FAR, **_VARIANCE},
         rtol=3e-5,
     ),
     Case(
         "y, p, q = BatchNormalization<training_mode=1>(x, s, b, m, v)",
         {"x": "float16[N,6,2]", **{k: "float16[6]" for k in "sbmv"}},
-        N5,
         feeds=_VARIANCE,
         rtol=HALF,
     ),
@@ -42,30 +39,28 @@ BATCH = (
 _WITH_ZEROS = np.arange(30).reshape(5, 6) * (np.arange(5) != 2)[:, None]
 _ROWS = {"x": "float[N,3,7]", "s": "float[7]"}
 ROWS = (
-    Case("y = RMSNormalization(x, s)", _ROWS, N5, opset=23),
+    Case("y = RMSNormalization(x, s)", _ROWS, opset=23),
     Case(
         "y = RMSNormalization<axis=1, epsilon=0.1>(x, s)",
         {"x": "float[N,3,5]", "s": "float[3,5]"},
-        N5,
         opset=23,
     ),
     Case(
         "y = RMSNormalization<axis=-1>(x, s)",
         {"x": "float16[N,7]", "s": "float16[7]"},
-        N5,
         opset=23,
         rtol=HALF,
     ),
-    Case("y, i = SimplifiedLayerNormalization(x, s)", _ROWS, N5),
-    Case("y = SimplifiedLayerNormalization<epsilon=0.1>(x, s)", _ROWS, N5),
-    Case("y = MeanVarianceNormalization(x)", {"x": "float[N,3,2,6]"}, N5),
-    Case("y = MeanVarianceNormalization<axes=[1]>(x)", {"x": "float[N,7]"}, N5),
-    Case("y = LpNormalization<axis=1, p=2>(x)", {"x": "float[N,7,3]"}, N5),
-    Case("y = LpNormalization<axis=-1, p=1>(x)", {"x": "float[N,6]"}, N5),
-    Case("y = LpNormalization(x)", {"x": "float[N,6]"}, N5, feeds={"x": _WITH_ZEROS}),
+    Case("y, i = SimplifiedLayerNormalization(x, s)", _ROWS),
+    Case("y = SimplifiedLayerNormalization<epsilon=0.1>(x, s)", _ROWS),
+    Case("y = MeanVarianceNormalization(x)", {"x": "float[N,3,2,6]"}),
+    Case("y = MeanVarianceNormalization<axes=[1]>(x)", {"x": "float[N,7]"}),
+    Case("y = LpNormalization<axis=1, p=2>(x)", {"x": "float[N,7,3]"}),
+    Case("y = LpNormalization<axis=-1, p=1>(x)", {"x": "float[N,6]"}),
+    Case("y = LpNormalization(x)", {"x": "float[N,6]"}, feeds={"x": _WITH_ZEROS}),
 )
 NORMALIZER = tuple(
-    Case(f'y = ai.onnx.ml.Normalizer<norm="{norm}">(x)', {"x": shape}, N5, feeds=feeds)
+    Case(f'y = ai.onnx.ml.Normalizer<norm="{norm}">(x)', {"x": shape}, feeds=feeds)
     for norm in ("MAX", "L1", "L2")
     for shape, feeds in (
         ("float[N,7]", {}),
@@ -76,21 +71,17 @@ NORMALIZER = tuple(
 )
 _AFFINE = {k: "float[6]" for k in "sb"}
 GROUPS = (
-    Case("y = InstanceNormalization(x, s, b)", {"x": "float[N,6,7]", **_AFFINE}, N5),
-    Case("y = InstanceNormalization<epsilon=0.1>(x, s, b)", {"x": "float[N,6,3,5]", **_AFFINE}, N5),
+    Case("y = InstanceNormalization(x, s, b)", {"x": "float[N,6,7]", **_AFFINE}),
+    Case("y = InstanceNormalization<epsilon=0.1>(x, s, b)", {"x": "float[N,6,3,5]", **_AFFINE}),
     Case(
-        "y = GroupNormalization<num_groups=3>(x, s, b)",
-        {"x": "float[N,6,5]", **_AFFINE},
-        N5,
-        opset=21,
+        "y = GroupNormalization<num_groups=3>(x, s, b)", {"x": "float[N,6,5]", **_AFFINE}, opset=21
     ),
     Case(
         "y = GroupNormalization<num_groups=2, epsilon=0.1>(x, s, b)",
         {"x": "float[N,6,3,2]", **_AFFINE},
-        N5,
         opset=21,
     ),
-    Case("y = LRN<size=3, alpha=0.5, beta=0.6, bias=2.0>(x)", {"x": "float[N,6,2,3]"}, N5),
+    Case("y = LRN<size=3, alpha=0.5, beta=0.6, bias=2.0>(x)", {"x": "float[N,6,2,3]"}),
 )
 
 
@@ -100,7 +91,7 @@ def _skip(call: str, skip: str = "float[N,3,7]", kind: str = "float") -> Case:
     operands = {"x": "float[N,3,7]", "k": skip, **vectors}
     operands = {k: v.replace("float", kind) for k, v in operands.items()}
     text = f"{outputs} = com.microsoft.{rest}"
-    return Case(text, operands, N5, rtol=1e-5 if kind == "float" else HALF)
+    return Case(text, operands, rtol=1e-5 if kind == "float" else HALF)
 
 
 RESIDUAL = (

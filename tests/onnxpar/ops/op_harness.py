@@ -30,7 +30,7 @@ from onnxpar.graph.shapes import ShapeEnv, shapes
 from onnxpar.ops.contrib_schemas import MICROSOFT
 from onnxpar.ops.fallback import settle
 from onnxpar.ops.local_node import copy_node
-from onnxpar.ops.node_rules import Rules, with_bodies
+from onnxpar.ops.node_rules import Rules, completed
 from onnxpar.ops.operator import OpDef
 from onnxpar.ops.registry import Registry
 from onnxpar.ops.table import REGISTRY
@@ -67,9 +67,9 @@ class Case:
     Attributes:
         node: The node in ONNX's text form; all its outputs are compared.
         inputs: Type of each operand in ONNX's text form, such as "float[N,6]".
-        sizes: Value of each symbolic dim.
         consts: Operands that are initializers.
         feeds: Operands that must not be random.
+        sizes: Value of each symbolic dim.
         opset: Version of the default domain.
         reference: Whether all nodes run in onnx.reference, since onnxruntime lacks a kernel.
         rtol: Tolerance relative to the greatest absolute value of a result. The default is that of
@@ -80,9 +80,9 @@ class Case:
 
     node: str
     inputs: Mapping[str, str] = field(default_factory=dict)
-    sizes: Mapping[str, int] = field(default_factory=dict)
     consts: Mapping[str, Array] = field(default_factory=dict)
     feeds: Mapping[str, Array] = field(default_factory=dict)
+    sizes: Mapping[str, int] = field(default_factory=lambda: {"N": 5})
     opset: int = 20
     reference: bool = False
     rtol: float = 1e-5
@@ -128,7 +128,7 @@ class Case:
     def view(self) -> NodeView:
         node, opset = self.global_model.graph[0], self.global_model.opset_imports[""]
         definition = self.registry.find(node.domain, node.op_type, opset)
-        return with_bodies(NodeView(node, self.env, opset), definition, self.registry)
+        return completed(NodeView(node, self.env, opset), definition, self.registry)
 
     @cached_property
     def stands_alone(self) -> bool:

@@ -72,11 +72,11 @@ MAX_UNPOOL = (
 
 GLOBAL_POOL = (
     *(
-        Case(f"y = {op}(x)", {"x": "float[N,2,5,4]"}, _N3)
+        Case(f"y = {op}(x)", {"x": "float[N,2,5,4]"}, sizes=_N3)
         for op in ("GlobalAveragePool", "GlobalMaxPool", "GlobalLpPool", "GlobalLpPool<p=3>")
     ),
     *(
-        Case(f"y = {op}(x)", {"x": "float[2,3,H]"}, {"H": 7})
+        Case(f"y = {op}(x)", {"x": "float[2,3,H]"}, sizes={"H": 7})
         for op in ("GlobalAveragePool", "GlobalLpPool<p=1>")
     ),
 )
@@ -86,10 +86,7 @@ _BLOCK = np.array([2, 3])
 
 COL2IM = (
     Case(
-        "y = Col2Im(x, i, b)",
-        {"x": "float[N,18,8]"},
-        _N3,
-        consts={"i": _IMAGE, "b": _BLOCK},
+        "y = Col2Im(x, i, b)", {"x": "float[N,18,8]"}, sizes=_N3, consts={"i": _IMAGE, "b": _BLOCK}
     ),
     Case(
         "y = Col2Im<pads=[1,0,1,0], strides=[2,1]>(x, i, b)",
@@ -103,7 +100,7 @@ def _deformed(attributes: str, **shapes: str) -> Case:
     """A DeformConv of these operands; its offsets have both signs and are not integers."""
     operands = ", ".join(shapes.get(n, "") and n for n in "xwobm").rstrip(", ")
     types = {n: f"float[{shapes[n]}]" for n in "xwobm" if n in shapes}
-    return Case(f"y = DeformConv<{attributes}>({operands})", types, _N3, opset=22)
+    return Case(f"y = DeformConv<{attributes}>({operands})", types, sizes=_N3, opset=22)
 
 
 DEFORM = (

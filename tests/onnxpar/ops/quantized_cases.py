@@ -5,8 +5,6 @@ import numpy as np
 from tests.onnxpar.ops.contrib_cases import contrib
 from tests.onnxpar.ops.op_harness import Array, Case
 
-N5 = {"N": 5}
-
 
 def _real(*values: float) -> Array:
     return np.array(values, np.float32)
@@ -25,45 +23,29 @@ _Z7 = _bytes(0, 3, 128, 255, 1, 2, 7)
 _BLOCKS = np.linspace(0.1, 1, 15, dtype=np.float32).reshape(5, 3)
 
 LINEAR = (
+    Case("y = QuantizeLinear(x, s, z)", {"x": "float[N,7]"}, {"s": _at(0.1), "z": _at(9, np.int8)}),
+    Case("y = QuantizeLinear(x, s)", {"x": "float[N,7]", "s": "float[1]"}, feeds={"s": _real(2)}),
+    Case("y = QuantizeLinear(x, s, z)", {"x": "float[N,7]"}, {"s": _S7, "z": _Z7}),
     Case(
-        "y = QuantizeLinear(x, s, z)",
-        {"x": "float[N,7]"},
-        N5,
-        {"s": _at(0.1), "z": _at(9, np.int8)},
-    ),
-    Case(
-        "y = QuantizeLinear(x, s)", {"x": "float[N,7]", "s": "float[1]"}, N5, feeds={"s": _real(2)}
-    ),
-    Case("y = QuantizeLinear(x, s, z)", {"x": "float[N,7]"}, N5, {"s": _S7, "z": _Z7}),
-    Case(
-        "y = QuantizeLinear<axis=0>(x, s, z)",
-        {"x": "float[7,N]"},
-        N5,
-        {"s": _S7, "z": _Z7},
-        opset=13,
+        "y = QuantizeLinear<axis=0>(x, s, z)", {"x": "float[7,N]"}, {"s": _S7, "z": _Z7}, opset=13
     ),
     Case(
         "y = QuantizeLinear<axis=1, block_size=4>(x, s)",
         {"x": "float[5,12]"},
-        {},
         {"s": _BLOCKS},
         opset=21,
     ),
     Case(
         "y = QuantizeLinear<axis=1, block_size=5>(x, s)",
         {"x": "float[5,13]"},
-        {},
         {"s": _BLOCKS},
         opset=21,
     ),
     Case(
-        "y = DequantizeLinear(x, s, z)",
-        {"x": "uint8[N,7]"},
-        N5,
-        {"s": _at(0.1), "z": _at(2, np.uint8)},
+        "y = DequantizeLinear(x, s, z)", {"x": "uint8[N,7]"}, {"s": _at(0.1), "z": _at(2, np.uint8)}
     ),
-    Case("y = DequantizeLinear(x, s, z)", {"x": "uint8[N,7]", "s": "float[7]"}, N5, {"z": _Z7}),
-    Case("y = DequantizeLinear<axis=-2>(x, s)", {"x": "int32[2,7,N]"}, N5, {"s": _S7}),
+    Case("y = DequantizeLinear(x, s, z)", {"x": "uint8[N,7]", "s": "float[7]"}, {"z": _Z7}),
+    Case("y = DequantizeLinear<axis=-2>(x, s)", {"x": "int32[2,7,N]"}, {"s": _S7}),
     Case(
         "y = DequantizeLinear<axis=1, block_size=4>(x, s)",
         {"x": "int8[5,12]", "s": "float[5,3]"},
@@ -72,12 +54,9 @@ LINEAR = (
     ),
     # onnxruntime's own tool writes a scale of one dim and a zero point of none.
     Case(
-        "y = DequantizeLinear(x, s, z)",
-        {"x": "int32[7]"},
-        {},
-        {"s": _real(0.5), "z": _at(0, np.int32)},
+        "y = DequantizeLinear(x, s, z)", {"x": "int32[7]"}, {"s": _real(0.5), "z": _at(0, np.int32)}
     ),
-    Case("y, s, z = DynamicQuantizeLinear(x)", {"x": "float[N,7]"}, N5),
+    Case("y, s, z = DynamicQuantizeLinear(x)", {"x": "float[N,7]"}),
     Case("y, s, z = DynamicQuantizeLinear(x)", {"x": "float[7]"}, feeds={"x": _real(*range(2, 9))}),
 )
 
@@ -91,36 +70,32 @@ _Q = _SCALES | _POINTS
 _QMATMUL = "y = QLinearMatMul(a, sa, za, b, sb, zb, sy, zy)"
 
 MATMUL = (
-    Case("y = MatMulInteger(a, b)", _U8, N5),
-    Case("y = MatMulInteger(a, b, za)", _U8, N5, {"za": _ONE}),
-    Case("y = MatMulInteger(a, b, za, zb)", _U8, N5, {"za": _bytes(1), "zb": _COLUMNS}),
-    Case("y = MatMulInteger(a, b, , zb)", _U8 | {"zb": "uint8"}, N5),
+    Case("y = MatMulInteger(a, b)", _U8),
+    Case("y = MatMulInteger(a, b, za)", _U8, {"za": _ONE}),
+    Case("y = MatMulInteger(a, b, za, zb)", _U8, {"za": _bytes(1), "zb": _COLUMNS}),
+    Case("y = MatMulInteger(a, b, , zb)", _U8 | {"zb": "uint8"}),
     Case(
         "y = MatMulInteger(a, b, za, zb)",
         {"a": "uint8[N,2,7]", "b": "int8[7,6]"},
-        N5,
         {"za": _ONE, "zb": _at(-2, np.int8)},
     ),
     Case(
         "y = MatMulInteger(a, b, za, zb)",
         {"a": "uint8[2,N,7]", "b": "uint8[2,7,3]"},
-        N5,
         {"za": _ONE, "zb": _TWO},
     ),
     Case(
         "y = MatMulInteger(a, b, za)",
         {"a": "uint8[5,7]", "b": "uint8[7,6]"},
-        {},
         {"za": _ROWS},
         reference=True,
     ),
-    Case(_QMATMUL, _U8, N5, _Q),
-    Case(_QMATMUL, {"a": "uint8[N,2,7]", "b": "uint8[7,6]"}, N5, _Q),
-    Case(_QMATMUL, _U8, N5, _Q | {"sb": _real(0.5, 0.25, 1, 2, 0.1, 3), "zb": _COLUMNS}),
+    Case(_QMATMUL, _U8, _Q),
+    Case(_QMATMUL, {"a": "uint8[N,2,7]", "b": "uint8[7,6]"}, _Q),
+    Case(_QMATMUL, _U8, _Q | {"sb": _real(0.5, 0.25, 1, 2, 0.1, 3), "zb": _COLUMNS}),
     Case(
         _QMATMUL,
         {"a": "int8[N,7]", "b": "int8[7,6]"},
-        N5,
         _SCALES | {z: _at(-3, np.int8) for z in _POINTS},
     ),
     contrib(
@@ -159,31 +134,26 @@ _IMAGE = {"x": "uint8[N,6,4,3]", "w": "uint8[7,6,3,1]"}
 _GROUPS = {"x": "uint8[N,6,4]", "w": "uint8[9,2,3]"}
 
 CONV = (
-    Case("y = ConvInteger(x, w)", _IMAGE, N5),
-    Case("y = ConvInteger<pads=[1,0,1,0]>(x, w, za, zb)", _IMAGE, N5, {"za": _ONE, "zb": _TWO}),
-    Case(
-        "y = ConvInteger<group=3, pads=[1,1]>(x, w, za, zb)", _GROUPS, N5, {"za": _ONE, "zb": _TWO}
-    ),
-    Case("y = ConvInteger(x, w)", {"x": "uint8[N,1,4]", "w": "uint8[6,1,3]"}, N5),
-    Case("y = ConvInteger<group=6>(x, w)", {"x": "uint8[N,6,4]", "w": "uint8[6,1,3]"}, N5),
-    Case(f"y = {_QCONV.format('<pads=[1,0,1,0]>', '')}", _IMAGE, N5, _Q),
+    Case("y = ConvInteger(x, w)", _IMAGE),
+    Case("y = ConvInteger<pads=[1,0,1,0]>(x, w, za, zb)", _IMAGE, {"za": _ONE, "zb": _TWO}),
+    Case("y = ConvInteger<group=3, pads=[1,1]>(x, w, za, zb)", _GROUPS, {"za": _ONE, "zb": _TWO}),
+    Case("y = ConvInteger(x, w)", {"x": "uint8[N,1,4]", "w": "uint8[6,1,3]"}),
+    Case("y = ConvInteger<group=6>(x, w)", {"x": "uint8[N,6,4]", "w": "uint8[6,1,3]"}),
+    Case(f"y = {_QCONV.format('<pads=[1,0,1,0]>', '')}", _IMAGE, _Q),
     Case(
         f"y = {_QCONV.format('<strides=[2,1]>', ', c')}",
         _IMAGE,
-        N5,
         _Q | {"sb": _S7, "c": np.arange(-3, 4, dtype=np.int32)},
     ),
     Case(
         f"y = {_QCONV.format('<group=3, pads=[1,1]>', ', c')}",
         _GROUPS,
-        N5,
         _Q
         | {"sb": np.linspace(0.1, 1, 9, dtype=np.float32), "c": np.arange(-4, 5, dtype=np.int32)},
     ),
     Case(
         f"y = {_QCONV.format('', '')}",
         {"x": "int8[N,5,4]", "w": "int8[7,5,3]"},
-        N5,
         _SCALES
         | {"za": _at(-2, np.int8), "zb": np.zeros(7, np.int8), "zy": _at(3, np.int8), "sb": _S7},
     ),

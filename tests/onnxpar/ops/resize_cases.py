@@ -4,8 +4,6 @@ import numpy as np
 
 from tests.onnxpar.ops.op_harness import HALF, Array, Case
 
-N5 = {"N": 5}
-
 
 def _to(*sizes: int) -> dict[str, Array]:
     return {"s": np.array(sizes, np.int64)}
@@ -17,11 +15,11 @@ def _by(*scales: float) -> dict[str, Array]:
 
 def _sized(attributes: str, shape: str, *sizes: int, rtol: float = 1e-5) -> Case:
     text = f"y = Resize<{attributes}>(x, , , s)"
-    return Case(text, {"x": shape}, N5, _to(*sizes), opset=19, rtol=rtol)
+    return Case(text, {"x": shape}, _to(*sizes), opset=19, rtol=rtol)
 
 
 def _scaled(attributes: str, shape: str, *scales: float, opset: int = 19) -> Case:
-    return Case(f"y = Resize<{attributes}>(x, , s)", {"x": shape}, N5, _by(*scales), opset=opset)
+    return Case(f"y = Resize<{attributes}>(x, , s)", {"x": shape}, _by(*scales), opset=opset)
 
 
 _AXES = "axes=[2,3]"
@@ -40,8 +38,8 @@ CASES = (
     Case(
         'y = Resize<mode="nearest">(x, , s)',
         {"x": "float[N,3,H,5]"},
-        {"N": 5, "H": 4},
         _by(1, 1, 2, 2),
+        sizes={"N": 5, "H": 4},
     ),
     _scaled('mode="linear"', "float[N,2,5,6]", 1, 1, 2, 1.5),
     _scaled('mode="linear"', "uint8[N,2,5,6]", 1, 1, 2, 1),
@@ -62,24 +60,18 @@ CASES = (
     _sized('mode="nearest", axes=[2,3,4]', "float[N,2,3,4,5]", 6, 4, 7),
     _sized('mode="linear", axes=[2,3,4]', "float[N,2,3,4,5]", 6, 3, 7),
     _sized(f'mode="linear", {_AXES}', "float16[N,2,5,6]", 3, 9, rtol=HALF),
-    Case(
-        'y = Resize<mode="nearest">(x, s)', {"x": "float[2,3,7,5]"}, {}, _by(1, 1, 0.6, 2), opset=10
-    ),
+    Case('y = Resize<mode="nearest">(x, s)', {"x": "float[2,3,7,5]"}, _by(1, 1, 0.6, 2), opset=10),
     Case(
         "y = Resize(x, r, s)",
         {"x": "float[2,3,3,5]"},
-        {},
         _by(1, 1, 2, 1) | {"r": np.array([], np.float32)},
         opset=11,
     ),
-    Case(
-        'y = Upsample<mode="linear">(x, s)', {"x": "float[2,3,4,6]"}, {}, _by(1, 1, 2, 3), opset=9
-    ),
+    Case('y = Upsample<mode="linear">(x, s)', {"x": "float[2,3,4,6]"}, _by(1, 1, 2, 3), opset=9),
     Case(
         'y = Resize<mode="linear", coordinate_transformation_mode="tf_crop_and_resize", '
         "extrapolation_value=3.0>(x, r, , s)",
         {"x": "float[4,3,5,6]"},
-        {},
         _to(4, 3, 6, 4) | {"r": np.array([0, 0, -0.2, 0.1, 1, 1, 1.2, 0.8], np.float32)},
     ),
 )

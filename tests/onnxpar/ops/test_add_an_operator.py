@@ -40,7 +40,7 @@ def registry(example: dict[str, Any]) -> Registry:
 @pytest.mark.parametrize("text", blocks("python case")[0].splitlines())
 def test_the_example_shards_the_operator(text: str, registry: Registry) -> None:
     case: Case = eval(text, {"Case": Case})
-    case = Case(case.node, case.inputs, case.sizes, registry=registry)
+    case = Case(case.node, case.inputs, sizes=case.sizes, registry=registry)
     splits = list(case.assignments(MESH))
     assert any("b" in s or "a" in s for s in splits)
     for factors in splits:

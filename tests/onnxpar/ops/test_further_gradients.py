@@ -63,25 +63,23 @@ CASES = (
         )
         for alpha, shape in ((1.0, "double[N,S]"), (1.5, "double[N]"), (-0.5, "double[N,2,S]"))
     ),
-    GradCase(
-        "y = Shrink<lambd=0.5, bias=0.25>(x)",
-        {"x": "double[N,S]"},
-        # Away from the jumps at ±0.5.
-        data={"x": lambda rng, shape: rng.choice([-2, -1, -0.3, 0.2, 0.9, 1.7], shape)},
-        sizes=NS,
+    # Away from the jumps, at ±0.5 and ±0.25.
+    *(
+        GradCase(
+            f"y = Shrink<lambd={jump}, bias={bias}>(x)",
+            {"x": "double[N,S]"},
+            None,
+            NS,
+            {"x": lambda rng, shape, low=low: rng.choice([-2, -1, -low, low, 0.9, 1.7], shape)},
+            opset=opset,
+        )
+        for jump, bias, low, opset in ((0.5, 0.25, 0.3, 20), (0.25, 0.5, 0.1, 13))
     ),
     GradCase(
         "y = Shrink<lambd=0.5, bias=0.5>(x)",
         {"x": "double[6]"},
         lambda torch, x: torch.nn.functional.softshrink(x, 0.5),
         data={"x": [-2, -1, -0.3, 0.2, 0.9, 1.7]},
-    ),
-    GradCase(
-        "y = Shrink<lambd=0.25, bias=0.5>(x)",
-        {"x": "double[N,S]"},
-        opset=13,
-        data={"x": lambda rng, shape: rng.choice([-2, -1, -0.2, 0.1, 0.9, 1.7], shape)},
-        sizes=NS,
     ),
     GradCase(
         "y = Shrink<lambd=1.0>(x)",

@@ -21,7 +21,7 @@ ANY = ", ".join(f"{r} 0" for r in ("sum", "max", "min", "prod"))
 
 
 def reshape(shape: str, *target: int) -> Case:
-    return Case("y = Reshape(x, s)", {"x": f"float[{shape}]"}, NS, {"s": ints(*target)})
+    return Case("y = Reshape(x, s)", {"x": f"float[{shape}]"}, {"s": ints(*target)}, sizes=NS)
 
 
 @pytest.mark.parametrize(
@@ -34,24 +34,29 @@ def reshape(shape: str, *target: int) -> Case:
         (reshape("5,7", 7, 5), "f0 f2, . -> f1 f3; replicated: f0 f2 f1 f3"),
         (reshape("1,6", 6, 1), "1 f0, . -> f0 1"),
         (
-            Case("a, b, c = Split<axis=-1>(x, s)", {"x": "float[N,12]"}, NS, {"s": ints(4, 4, 4)}),
+            Case(
+                "a, b, c = Split<axis=-1>(x, s)",
+                {"x": "float[N,12]"},
+                {"s": ints(4, 4, 4)},
+                sizes=NS,
+            ),
             "_a (t d), . -> _a d, _a d, _a d; replicated: t",
         ),
         (
-            Case("a, b = Split<axis=-1>(x, s)", {"x": "float[N,6]"}, NS, {"s": ints(2, 4)}),
+            Case("a, b = Split<axis=-1>(x, s)", {"x": "float[N,6]"}, {"s": ints(2, 4)}, sizes=NS),
             "_a p, . -> _a p0, _a p1; replicated: p p0 p1",
         ),
         (
             Case(
                 "y = Slice(x, s, e)",
                 {"x": "float[N,6]"},
-                NS,
                 {"s": ints(0, 1), "e": ints(99, 5)},
+                sizes=NS,
             ),
             "a b, ., . -> a_cut b_cut; replicated: a b a_cut b_cut",
         ),
         (
-            Case("y = Expand(x, s)", {"x": "float[N,1]"}, NS, {"s": ints(2, 1, 4)}),
+            Case("y = Expand(x, s)", {"x": "float[N,1]"}, {"s": ints(2, 1, 4)}, sizes=NS),
             "b 1, . -> a b c",
         ),
     ],
@@ -67,30 +72,27 @@ def test_rules_of_views(case: Case, text: str) -> None:
     ("case", "text"),
     [
         (
-            Case("y = MatMul(a, b)", {"a": "float[N,1,S,4]", "b": "float[2,4,3]"}, NS),
+            Case("y = MatMul(a, b)", {"a": "float[N,1,S,4]", "b": "float[2,4,3]"}, sizes=NS),
             "a 1 M K, b K N -> a b M N; sum: K; linear: sum 0, sum 1",
         ),
-        (Case("y = Softmax(x)", {"x": "float[N,S]"}, NS), "a b -> a b; special: b"),
+        (Case("y = Softmax(x)", {"x": "float[N,S]"}, sizes=NS), "a b -> a b; special: b"),
         (
-            Case("y = Gather<axis=1>(d, i)", {"d": "float[N,6,3]", "i": "int64[S,2]"}, NS),
+            Case("y = Gather<axis=1>(d, i)", {"d": "float[N,6,3]", "i": "int64[S,2]"}, sizes=NS),
             f"a V b, c d -> a c d b; sum: V; linear: {ANY}",
         ),
-        (Case("y = Shape(x)", {"x": "float[N,S]"}, NS), "* -> ."),
+        (Case("y = Shape(x)", {"x": "float[N,S]"}, sizes=NS), "* -> ."),
         (
-            Case(
-                "y = Range(a, b, c)",
-                {},
-                {},
-                {"a": scalar(0), "b": scalar(9), "c": scalar(2)},
-            ),
+            Case("y = Range(a, b, c)", {}, {"a": scalar(0), "b": scalar(9), "c": scalar(2)}),
             "., ., . -> n",
         ),
         (
-            Case("y = ReduceMax<keepdims=0>(x, a)", {"x": "float[N,S,4]"}, NS, {"a": ints(-1)}),
+            Case(
+                "y = ReduceMax<keepdims=0>(x, a)", {"x": "float[N,S,4]"}, {"a": ints(-1)}, sizes=NS
+            ),
             "a b c, . -> a b; max: c; linear: max 0",
         ),
         (
-            Case("y = LayerNormalization(x, s)", {"x": "float[N,S,4]", "s": "float[4]"}, NS),
+            Case("y = LayerNormalization(x, s)", {"x": "float[N,S,4]", "s": "float[4]"}, sizes=NS),
             "a b c, c -> a b c; special: c",
         ),
     ],

@@ -88,6 +88,21 @@ def test_less_memory_takes_more_time() -> None:
     assert seconds == sorted(seconds) and seconds[0] < seconds[-1]
 
 
+def test_level_1_finds_the_least_memory_within_twice_the_time() -> None:
+    auto = load_strategy("auto", 8)
+    auto = replace(auto, search=auto.search.model_copy(update={"level": 1}))
+    tried = configurations(64 << 20, Open((1, 2, 4)), auto).run()
+    slowest = 2 * min(each.way.seconds for each in tried)
+    least = min(each.way.peak for each in tried if each.way.seconds <= slowest)
+    # The same plans in all other configurations.
+    for each, count, level, layers in product(tried, (2, 4, 8), (1, 3), (0, 1)):
+        parallel = replace(workload(), parallel=OptimizerParallel(level, threshold=0))
+        split = PipelineSplit(each.configuration.split.stages, count)
+        options = RecomputeOptions(layers=layers)
+        way = Pricing(parallel, MACHINE, SIZES, split, options).way("", each.plan)
+        assert way.peak >= least or way.seconds > slowest
+
+
 def test_what_is_given_is_kept() -> None:
     given = RecomputeOptions(layers=2)
     for each in configurations(64 << 20, Open((2,), 4, 2, given)).run():
@@ -144,19 +159,25 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+LOSS = ("--loss", "softmax_cross_entropy")
+
+
+def planned(model: Path, folder: Path, *options: str) -> int:
+    """The exit code of `plan` under a limit; the strategy is `s.yaml` in the folder."""
+    limits = ["--devices", "4", "--memory", "1100KiB", "--symbol", "batch=8", "--symbol", "seq=32"]
+    return main(["plan", str(model), *LOSS, *limits, *options, "-o", str(folder / "s.yaml")])
+
+
 def test_a_plan_under_a_limit_is_carried_out(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out, directory = tmp_path / "s.yaml", tmp_path / "d"
-    loss = ["--loss", "softmax_cross_entropy"]
-    command = ["plan", str(model), "--devices", "4", "--memory", "1100KiB", "-o", str(out), *loss]
-    sizes = ["--symbol", "batch=8", "--symbol", "seq=32"]
-    assert main([*command, *sizes]) == 0
+    assert planned(model, tmp_path) == 0
     shown = capsys.readouterr().out
     assert "memory without it" in shown
     data = yaml.safe_load(out.read_text())
     assert "recompute" in data
-    options = ["--strategy", str(out), "--train", *loss, "--optimizer", "adamw"]
+    options = ["--strategy", str(out), "--train", *LOSS, "--optimizer", "adamw"]
     assert main(["shard", str(model), *options, "-o", str(directory)]) == 0
     sizes = "batch=4,seq=8"
     assert main(["verify", str(directory), "--model", str(model), "--symbol", sizes]) == 0
@@ -186,18 +207,14 @@ def test_stages_that_do_not_divide_the_devices_are_refused(
 def test_the_exact_search_decides_no_configuration(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = ["plan", str(model), "--loss", "softmax_cross_entropy", "--memory", "1100KiB"]
-    sizes = ["--symbol", "batch=8", "--symbol", "seq=32", "-o", str(tmp_path / "s.yaml")]
-    assert main([*command, *sizes, "--devices", "4", "--algorithm", "ilp"]) == 2
+    assert planned(model, tmp_path, "--algorithm", "ilp") == 2
     assert "the preset that needs least memory" in capsys.readouterr().err
 
 
 def test_a_table_names_no_plan_twice_and_says_of_what_its_times_are(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = ["plan", str(model), "--loss", "softmax_cross_entropy", "--memory", "1100KiB"]
-    sizes = ["--symbol", "batch=8", "--symbol", "seq=32", "-o", str(tmp_path / "s.yaml")]
-    assert main([*command, *sizes, "--devices", "4"]) == 0
+    assert planned(model, tmp_path, "--micro-batches", "2") == 0
     shown = capsys.readouterr().out
     assert "computing, communication: of one micro-batch" in shown
     assert "and so is" not in shown

@@ -13,7 +13,7 @@ import two_layer
 
 from onnxpar.api.shard_model import analyse, propagate_and_partition
 from onnxpar.core.errors import StrategyError
-from onnxpar.core.layout import Layout, TensorLayout
+from onnxpar.core.layout import Layout
 from onnxpar.core.mesh import Mesh
 from onnxpar.core.name_patterns import match
 from onnxpar.facts.program import Program
@@ -338,7 +338,7 @@ def test_out_alone_says_how_the_node_is_split() -> None:
     assert counts == {"M": (0,), "N": (1,)}
 
 
-def test_layouts_and_maps() -> None:
+def test_layouts() -> None:
     layout = Layout((2, 2, 2), ("dp", "sp", "mp"))
     entry = {"in": [layout("dp", ("sp", "mp")), layout(("sp", "mp"), None)]}
     found = seeds(parse(MATMUL), {"devices": 8, "nodes": {"mm": entry}})
@@ -346,8 +346,8 @@ def test_layouts_and_maps() -> None:
         "M": (0,),
         "K": (1, 2),
     }
-    row = TensorLayout.from_tensor_map((8,), (0, -1))
-    tiles = TensorLayout.from_tensor_map((4, 2), (1, -1))
+    row = Layout((8,), ("d",))("d", None)
+    tiles = Layout((4, 2), ("d", "e"))("d", None)
     found = seeds(
         parse(MATMUL), {"devices": 8, "dataset": {"x": row}, "nodes": {"mm": {"out": [tiles]}}}
     )

@@ -216,7 +216,7 @@ def test_what_cannot_be_is_reported(
         (["export", str(trained / "ck"), "-o", str(tmp_path / "x.pt")], "named *.onnx or"),
         (["export", str(trained / "ck"), "-o", str(tmp_path / "x.onnx")], "needs --model"),
         (["export", str(trained / "ck"), "-o", str(tmp_path / "no" / "x.safetensors")],
-         "x.safetensors: the folder does not exist"),
+         f"x.safetensors: its folder {tmp_path}/no does not exist"),
     )  # fmt: skip
     before = sorted(tmp_path.rglob("*"))
     capsys.readouterr()

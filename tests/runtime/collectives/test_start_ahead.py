@@ -101,7 +101,7 @@ def test_another_collective_on_the_operand_is_an_error() -> None:
         def act(rank: Rank) -> None:
             buffers = Buffers(rank, "AllReduce", "ReduceScatter")
             buffers.start(1)
-            with pytest.raises(Exception, match="its attributes differ from those of AllReduce"):
+            with pytest.raises(Exception, match="its attributes differ from those of StartAhead"):
                 buffers.take()
 
         Team(world).run(act)

@@ -1,6 +1,8 @@
 """How tokens are chosen, against a direct computation over the whole vocabulary."""
 
-from typing import Any
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -8,13 +10,24 @@ from numpy.typing import NDArray
 
 from onnxpar_format.boxes import SizedSharding
 from onnxpar_format.options import Sampling
-from onnxpar_runtime.collectives import World
-from onnxpar_runtime.generation.sampling import Chooser, Share, gumbel
+from onnxpar_runtime.collectives import Rank, World
+from onnxpar_runtime.generation.sampling import NO_TOKEN, Chooser, Draws, Share, gumbel
 
 Array = NDArray[Any]
+T = TypeVar("T")
 ROWS, SIZE, STEPS = 3, 701, 12
 LOGITS = np.random.default_rng(0).normal(0, 3, (STEPS, ROWS, SIZE)).astype(np.float32)
 PROMPTS = [[1, 2, 3], [700], [5, 5, 9]]
+WAYS = [
+    Sampling(),
+    Sampling(repetition_penalty=1.7),
+    Sampling(temperature=0.7, seed=1),
+    Sampling(temperature=1.3, top_k=7, seed=2),
+    Sampling(temperature=0.9, top_p=0.6, seed=3),
+    Sampling(temperature=40.0, top_p=0.99, seed=4),
+    Sampling(temperature=2.0, top_k=50, top_p=0.8, repetition_penalty=1.2, seed=5),
+    Sampling(temperature=1.0, top_k=5000, seed=6),
+]
 
 
 def chosen(sharding: SizedSharding, sampling: Sampling) -> list[list[int]]:
@@ -22,22 +35,23 @@ def chosen(sharding: SizedSharding, sampling: Sampling) -> list[list[int]]:
     size = int(np.prod(sharding.atoms))
 
     def run(rank: Any) -> list[list[int]]:
-        chooser = Chooser(rank, Share.of(sharding, rank.index), sampling, PROMPTS)
-        return [
-            chooser.choose(sharding.take(logits, rank.index), step).tolist()
-            for step, logits in enumerate(LOGITS)
-        ]
+        draws = [Draws(sampling, row, prompt) for row, prompt in enumerate(PROMPTS)]
+        chooser = Chooser(rank, Share.of(sharding, rank.index), draws)
+        return [chooser.choose(sharding.take(logits, rank.index)).tolist() for logits in LOGITS]
 
-    world = World.threads(size)
-    try:
-        from concurrent.futures import ThreadPoolExecutor
-
-        with ThreadPoolExecutor(size) as pool:
-            found = list(pool.map(lambda r: run(world.rank(r)), range(size)))
-    finally:
-        world.close()
+    found = on_ranks(size, run)
     assert all(one == found[0] for one in found)
     return found[0]
+
+
+def on_ranks(size: int, run: Callable[[Rank], T]) -> list[T]:
+    """What a function returns on each of some ranks."""
+    world = World.threads(size)
+    try:
+        with ThreadPoolExecutor(size) as pool:
+            return list(pool.map(lambda r: run(world.rank(r)), range(size)))
+    finally:
+        world.close()
 
 
 def direct(sampling: Sampling) -> list[list[int]]:
@@ -66,20 +80,7 @@ def direct(sampling: Sampling) -> list[list[int]]:
     return found
 
 
-@pytest.mark.parametrize(
-    "sampling",
-    [
-        Sampling(),
-        Sampling(repetition_penalty=1.7),
-        Sampling(temperature=0.7, seed=1),
-        Sampling(temperature=1.3, top_k=7, seed=2),
-        Sampling(temperature=0.9, top_p=0.6, seed=3),
-        Sampling(temperature=40.0, top_p=0.99, seed=4),
-        Sampling(temperature=2.0, top_k=50, top_p=0.8, repetition_penalty=1.2, seed=5),
-        Sampling(temperature=1.0, top_k=5000, seed=6),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("sampling", WAYS, ids=str)
 @pytest.mark.parametrize(
     "dims", [((), ()), ((), (0,)), ((), (0, 1)), ((0,), (1,)), ((1, 0), ())], ids=str
 )
@@ -89,6 +90,50 @@ def test_tokens_of_any_sharding_are_those_of_a_direct_computation(
     """701 tokens and 3 rows are divided evenly by nothing; 40 degrees need all tokens."""
     sharding = SizedSharding((2, 2), (((ROWS, dims[0]),), ((SIZE, dims[1]),)))
     assert chosen(sharding, sampling) == direct(sampling)
+
+
+def test_rows_of_one_batch_are_chosen_as_if_alone() -> None:
+    """Each with its own settings and seed, beside rows that nobody asked for."""
+    ways = [Sampling(), *WAYS[1:5]]
+    draws = [Draws(how, 0, PROMPTS[n % 3]) for n, how in enumerate(ways)]
+    sharding = SizedSharding((1,), (((len(ways) + 1, ()),), ((SIZE, ()),)))
+    world = World.threads(1)
+    try:
+        rank = world.rank(0)
+        mixed = Chooser(rank, Share.of(sharding, 0), [*draws[:2], None, *draws[2:]])
+        rows = [0, 1, 0, 2, 0, 1]
+        found = [mixed.choose(logits[rows]) for logits in LOGITS]
+        for row, how in enumerate(ways):
+            one = SizedSharding((1,), (((1, ()),), ((SIZE, ()),)))
+            alone = Chooser(rank, Share.of(one, 0), [Draws(how, 0, PROMPTS[row % 3])])
+            place = row + (row >= 2)
+            want = [alone.choose(logits[rows[place] : rows[place] + 1])[0] for logits in LOGITS]
+            assert [tokens[place] for tokens in found] == want
+    finally:
+        world.close()
+
+
+@pytest.mark.parametrize("atoms", [(1, 1), (2, 2)])
+def test_rows_without_numbers_get_no_token(atoms: tuple[int, int]) -> None:
+    """The other rows get what they get alone."""
+    ways = [WAYS[0], WAYS[2], WAYS[3], WAYS[4], WAYS[0]]
+    logits = np.repeat(LOGITS[0, :1], len(ways), 0)
+    broken = logits.copy()
+    broken[1:4, 450] = np.nan
+    broken[4] = np.nan
+    sharding = SizedSharding(atoms, (((len(ways), ()),), ((SIZE, (0, 1)),)))
+
+    def run(rank: Any) -> list[list[int]]:
+        share = Share.of(sharding, rank.index)
+        return [
+            Chooser(rank, share, [Draws(how, 0, [1]) for how in ways])
+            .choose(sharding.take(scores, rank.index))
+            .tolist()
+            for scores in (logits, broken)
+        ]
+
+    for right, found in on_ranks(atoms[0] * atoms[1], run):
+        assert found == [right[0], *[NO_TOKEN] * 4] and NO_TOKEN not in right
 
 
 def test_noise_is_that_of_the_token_wherever_it_is_made() -> None:

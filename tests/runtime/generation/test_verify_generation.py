@@ -60,8 +60,10 @@ def test_either_of_two_tokens_with_one_score_is_right(tmp_path: Path) -> None:
 def test_only_decoders_with_a_cache_generate(tmp_path: Path) -> None:
     trained = linear.shard(tmp_path, 2, "--symbol", "batch:divisor=2", optimizer="sgd")
     model = growing(tmp_path / "model.onnx")
-    with pytest.raises(InputError, match="--generate: expected a program that runs a model, got"):
+    with pytest.raises(InputError, match="--generate: expected a forward program, got"):
         runtime.verify(trained, tmp_path / "linear.onnx", options=VerifyOptions(generate=2))
     out = shard_model(model, "tp=2", tmp_path / "out").out
-    with pytest.raises(InputError, match="--generate: draws prompts itself; expected no --symbol"):
+    with pytest.raises(
+        InputError, match="--generate draws its own prompts: expected neither --symbol"
+    ):
         runtime.verify(out, model, ["batch=2"], options=VerifyOptions(generate=2))

@@ -18,6 +18,16 @@ TYPES = {
 }
 
 
+def session_of(graph: str) -> onnxruntime.InferenceSession:
+    model = onnx.parser.parse_model(
+        f'<ir_version: 9, opset_import: ["": 21, "onnxpar": 1]> {graph}'
+    )
+    options = onnxruntime.SessionOptions()
+    options.register_custom_ops_library(str(custom_op_library()))
+    providers = ["CPUExecutionProvider"]
+    return onnxruntime.InferenceSession(model.SerializeToString(), options, providers=providers)
+
+
 @pytest.mark.parametrize("dtype", TYPES, ids=TYPES.get)
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
 def test_micro_batches_are_added_in_order(dtype: type, count: int) -> None:
@@ -29,17 +39,10 @@ def test_micro_batches_are_added_in_order(dtype: type, count: int) -> None:
     body = " ".join(f"g{i} = Identity(x{i})" for i in range(len(SHAPES)))
     pairs = ", ".join(f"{p}{i}" for p in "gs" for i in range(len(SHAPES)))
     text = (
-        '<ir_version: 9, opset_import: ["": 21, "onnxpar": 1]>'
         f" g ({ports[0]}, {ports[2]}, int64[1] mode, uint8[1] t) => ({ports[1]}, uint8[1] done)"
         f" {{ {body} done = onnxpar.Accumulate(t, mode, {pairs}) }}"
     )
-    options = onnxruntime.SessionOptions()
-    options.register_custom_ops_library(str(custom_op_library()))
-    session = onnxruntime.InferenceSession(
-        onnx.parser.parse_model(text).SerializeToString(),
-        options,
-        providers=["CPUExecutionProvider"],
-    )
+    session = session_of(text)
     gradients = [np.zeros(shape, dtype) for shape in SHAPES]
     sums = [np.full(shape, np.nan, dtype) for shape in SHAPES]
     rng = np.random.default_rng(count)
@@ -70,17 +73,10 @@ def test_micro_batches_are_added_in_order(dtype: type, count: int) -> None:
 
 def test_another_shape_is_refused() -> None:
     text = (
-        '<ir_version: 9, opset_import: ["": 21, "onnxpar": 1]>'
         " g (float[2] g, float[3] s, int64[1] mode, uint8[1] t) => (uint8[1] done)"
         " { done = onnxpar.Accumulate(t, mode, g, s) }"
     )
-    options = onnxruntime.SessionOptions()
-    options.register_custom_ops_library(str(custom_op_library()))
-    session = onnxruntime.InferenceSession(
-        onnx.parser.parse_model(text).SerializeToString(),
-        options,
-        providers=["CPUExecutionProvider"],
-    )
+    session = session_of(text)
     feeds = {
         "g": np.zeros(2, np.float32),
         "s": np.zeros(3, np.float32),

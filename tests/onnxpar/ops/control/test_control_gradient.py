@@ -106,20 +106,10 @@ def _branches(torch: Any, h0: Any, w: Any) -> Any:
 YES = np.array(True)
 CASES = [
     *(
-        GradCase(
-            IF,
-            {"x": "double[N,4]", "w": "double[4,4]", "k": "double[4]", "c": "bool"},
-            _if(taken),
-            data={"c": np.array(taken)},
-        )
-        for taken in (True, False)
-    ),
-    *(
-        GradCase(
-            IF_SUMS,
-            {"x": "double[N,4]", "z": "double[N,2]", "k": "double[4,2]", "c": "bool"},
-            _if_sums(taken),
-            data={"c": np.array(taken)},
+        GradCase(nodes, operands | {"c": "bool"}, torch_of(taken), data={"c": np.array(taken)})
+        for nodes, operands, torch_of in (
+            (IF, {"x": "double[N,4]", "w": "double[4,4]", "k": "double[4]"}, _if),
+            (IF_SUMS, {"x": "double[N,4]", "z": "double[N,2]", "k": "double[4,2]"}, _if_sums),
         )
         for taken in (True, False)
     ),

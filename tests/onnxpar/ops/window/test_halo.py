@@ -54,7 +54,7 @@ def _conv(x: str, w: str, attributes: str, kind: str = "Conv") -> Case:
             Bounded(
                 "y = MaxPool<kernel_shape=[2], strides=[2]>(x)",
                 {"x": "float[2,2,H]"},
-                {"H": 12},
+                sizes={"H": 12},
                 symbols=TWELVES,
             ),
             ["MaxPool"],
@@ -82,7 +82,7 @@ def test_symbolic_sizes_that_divide_send_the_halo_alone() -> None:
     case = Bounded(
         "y = Conv<pads=[1,1]>(x, w)",
         {"x": "float[N,2,H]", "w": "float[3,2,3]"},
-        {"N": 2, "H": 24},
+        sizes={"N": 2, "H": 24},
         symbols=TWELVES,
     )
     run = _split(case, (2,))
@@ -104,5 +104,7 @@ def test_a_maximum_never_takes_the_border() -> None:
 
 
 def test_sizes_that_nothing_is_known_of_are_gathered() -> None:
-    case = Case("y = Conv<pads=[1,1]>(x, w)", {"x": "float[1,1,H]", "w": "float[1,1,3]"}, {"H": 7})
+    case = Case(
+        "y = Conv<pads=[1,1]>(x, w)", {"x": "float[1,1,H]", "w": "float[1,1,3]"}, sizes={"H": 7}
+    )
     assert [op for op, _ in _moved(_split(case, (2,)))] == ["AllGather"]

@@ -20,39 +20,30 @@ def _pool(node: str, x: str, torch: Any = None, data: Data = _distinct, **more: 
     return GradCase(f"y = {node}(x)", {"x": x}, torch, **{"sizes": _N3} | more, data={"x": data})
 
 
-def _max(torch: Any, x: Any, *options: Any, **more: Any) -> Any:
-    return getattr(torch.nn.functional, f"max_pool{x.dim() - 2}d")(x, *options, **more)
-
-
-def _average(torch: Any, x: Any, *options: Any, **more: Any) -> Any:
-    return getattr(torch.nn.functional, f"avg_pool{x.dim() - 2}d")(x, *options, **more)
+def _torch(kind: str, *options: Any, **more: Any) -> Any:
+    """The pool of PyTorch with these options."""
+    return lambda torch, x: getattr(torch.nn.functional, f"{kind}_pool{x.dim() - 2}d")(
+        x, *options, **more
+    )
 
 
 MAX_POOL = (
-    _pool(
-        "MaxPool<kernel_shape=[3], pads=[1,1]>",
-        "double[N,2,6]",
-        lambda torch, x: _max(torch, x, 3, 1, 1),
-    ),
-    _pool(
-        "MaxPool<kernel_shape=[2], strides=[2]>",
-        "double[N,2,7]",
-        lambda torch, x: _max(torch, x, 2, 2),
-    ),
+    _pool("MaxPool<kernel_shape=[3], pads=[1,1]>", "double[N,2,6]", _torch("max", 3, 1, 1)),
+    _pool("MaxPool<kernel_shape=[2], strides=[2]>", "double[N,2,7]", _torch("max", 2, 2)),
     _pool(
         "MaxPool<kernel_shape=[3,2], strides=[2,1], pads=[1,0,1,0], ceil_mode=1>",
         "double[2,2,6,3]",
-        lambda torch, x: _max(torch, x, (3, 2), (2, 1), (1, 0), ceil_mode=True),
+        _torch("max", (3, 2), (2, 1), (1, 0), ceil_mode=True),
     ),
     _pool(
         "MaxPool<kernel_shape=[2], dilations=[2], strides=[3]>",
         "double[2,1,11]",
-        lambda torch, x: _max(torch, x, 2, 3, dilation=2),
+        _torch("max", 2, 3, dilation=2),
     ),
     _pool(
         "MaxPool<kernel_shape=[2,1,2], strides=[2,1,1]>",
         "double[1,1,4,2,3]",
-        lambda torch, x: _max(torch, x, (2, 1, 2), (2, 1, 1)),
+        _torch("max", (2, 1, 2), (2, 1, 1)),
     ),
     _pool('MaxPool<kernel_shape=[3], strides=[2], auto_pad="SAME_UPPER">', "double[N,1,6]"),
 )
@@ -61,29 +52,19 @@ AVERAGE_POOL = (
     _pool(
         "AveragePool<kernel_shape=[3], pads=[1,1], count_include_pad=1>",
         "double[N,2,6]",
-        lambda torch, x: _average(torch, x, 3, 1, 1),
+        _torch("avg", 3, 1, 1),
     ),
     _pool(
         "AveragePool<kernel_shape=[3], pads=[1,1]>",
         "double[N,2,5]",
-        lambda torch, x: _average(torch, x, 3, 1, 1, count_include_pad=False),
+        _torch("avg", 3, 1, 1, count_include_pad=False),
     ),
-    _pool(
-        "AveragePool<kernel_shape=[2,2], strides=[2,2]>",
-        "double[N,1,4,6]",
-        lambda torch, x: _average(torch, x, 2, 2),
-    ),
-    _pool(
-        "AveragePool<kernel_shape=[2], strides=[3]>",
-        "double[2,1,9]",
-        lambda torch, x: _average(torch, x, 2, 3),
-    ),
+    _pool("AveragePool<kernel_shape=[2,2], strides=[2,2]>", "double[N,1,4,6]", _torch("avg", 2, 2)),
+    _pool("AveragePool<kernel_shape=[2], strides=[3]>", "double[2,1,9]", _torch("avg", 2, 3)),
     _pool(
         "AveragePool<kernel_shape=[3,2], strides=[2,1], pads=[1,0,1,0], ceil_mode=1>",
         "double[2,1,6,3]",
-        lambda torch, x: _average(
-            torch, x, (3, 2), (2, 1), (1, 0), ceil_mode=True, count_include_pad=False
-        ),
+        _torch("avg", (3, 2), (2, 1), (1, 0), ceil_mode=True, count_include_pad=False),
     ),
     _pool("AveragePool<kernel_shape=[2,1,2]>", "double[1,1,3,2,3]"),
 )

@@ -1,0 +1,347 @@
+"""Slots: the rows of a cache in which requests live while others come and go beside them.
+
+A cache that is extended in place has one buffer with a row for each slot. A request is filled in
+its own row, as a batch of one, and then runs in a batch with the rows before it: both batches are
+views of the buffer, so nothing is copied. A cache that grows is written anew by each run anyway: a
+request is filled in buffers of its own, and copied into those of the others when it joins them. Its
+rows end in the same column, so the mask leaves out what lies before the shorter ones.
+
+If the batch is sharded, each shard has slots of its own, and a run has as many rows for each shard.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from onnxpar_format.boxes import coordinates
+from onnxpar_format.expressions import bare_name
+from onnxpar_runtime.devices import Device
+from onnxpar_runtime.errors import InputError
+from onnxpar_runtime.generation.decoder import Decoder
+from onnxpar_runtime.generation.states import State, states_of
+from onnxpar_runtime.generation.steps import Batch
+from onnxpar_runtime.symbol_checks import check_symbols
+
+Array = NDArray[Any]
+_LONGEST = 2048
+"""Tokens of a request at most, unless another number is given."""
+_BATCHES = 4
+"""Numbers of rows for which a batch is kept."""
+_SPARE = 64
+"""Columns that a cache may be too long before it is copied to a shorter one."""
+
+
+class Slot(NamedTuple):
+    """The place of a request.
+
+    Attributes:
+        shard: The shard of the batch.
+        row: The row in the shard.
+    """
+
+    shard: int
+    row: int
+
+
+@dataclass(frozen=True)
+class Window:
+    """The new tokens of rows side by side, and what they see of the cache.
+
+    Attributes:
+        past: The number of tokens in the cache of each row, [rows].
+        new: The number of new tokens of each row.
+        total: The columns of the mask.
+        left: Whether rows end in the last column; otherwise they begin in the first.
+    """
+
+    past: Array
+    new: int
+    total: int
+    left: bool
+
+    @property
+    def padded(self) -> bool:
+        """Whether the rows differ in length."""
+        return bool((self.past != self.past[0]).any())
+
+    def mask(self) -> Array:
+        """Returns which columns count, bool [rows, total]."""
+        column, lengths = np.arange(self.total), self.past[:, None] + self.new
+        return np.asarray(column >= self.total - lengths if self.left else column < lengths)
+
+    def positions(self, new: int) -> Array:
+        """Returns the places of the new tokens in their sequences, [rows, new]."""
+        return np.asarray(self.past[:, None] + np.arange(new))
+
+
+class Slots(ABC):
+    """The caches of requests on one rank.
+
+    Args:
+        decoder: The program.
+        count: The number of slots, of all shards of the batch.
+        length: Tokens of a request at most, prompt included.
+
+    Attributes:
+        shards: The number of shards of the batch.
+        rows: The number of slots of each.
+        length: Tokens of a request at most.
+
+    Raises:
+        InputError: Requests cannot share the program's batch, or the numbers do not fit.
+    """
+
+    def __init__(self, decoder: Decoder, count: int, length: int) -> None:
+        """Finds how the batch is sharded."""
+        self._decoder, self.length = decoder, length
+        if count < 1 or length < 2:
+            raise InputError(
+                f"slots: expected at least 1 slot with at least 2 tokens, got {count} with {length}"
+            )
+        self.shards, self._own = _batch_shards(decoder)
+        if count % self.shards:
+            raise InputError(
+                f"slots: expected a multiple of {self.shards}, the number of shards of the batch, "
+                f"got {count}"
+            )
+        self.rows = count // self.shards
+        self._check()
+
+    def _check(self) -> None:
+        """Checks that rows of different lengths can run beside one another, in any number."""
+        decoder, roles = self._decoder, self._decoder.roles
+        where = decoder.manifest.directory
+        if roles.mask is None:
+            raise InputError(f"{where}: requests of different lengths need an attention mask")
+        if roles.positions is not None and len(roles.positions.shape) == 1:
+            raise InputError(
+                f"{where}: requests of different lengths need positions for each, but "
+                f"{roles.positions.name!r} has one for all requests"
+            )
+        if roles.rest:
+            names = [spec.name for spec in roles.rest]
+            raise InputError(
+                f"{where}: expected only tokens, mask, positions and states as inputs, got {names}"
+            )
+        values = self._values(1)
+        decoder.check_length(values, self.length, self.length)
+        for count in range(1, self.rows + 1):
+            check_symbols(decoder.manifest.symbols, self._values(count))
+
+    def _values(self, rows: int) -> dict[str, int]:
+        """Returns the values of symbols for a number of rows of each shard."""
+        tokens = self._decoder.roles.tokens
+        values = self._decoder.values({tokens.name: (self.shards * rows, 1)})
+        sequence = bare_name(tokens.shape[1])
+        return {name: size for name, size in values.items() if name != sequence}
+
+    def _states(self, rows: int, length: int) -> list[State]:
+        """Returns empty states with a number of rows in this shard."""
+        decoder = self._decoder
+        values = self._values(1)
+        shapes = {name: (rows, *decoder.state_shape(name, values)[1:]) for name in decoder.carried}
+        return states_of(decoder.carried, decoder.specs, shapes, decoder.place, length)
+
+    @abstractmethod
+    def window(self, batch: Batch, past: Array, new: int) -> Window:
+        """Returns the window of new tokens of a batch.
+
+        Args:
+            batch: From `filling` or `running`.
+            past: The number of tokens in the cache of each row; 0 for rows without a request.
+            new: The number of new tokens.
+        """
+
+    @abstractmethod
+    def filling(self, slot: Slot) -> Batch:
+        """Returns a batch of one row for each shard, for the prompt of a request.
+
+        All shards compute the prompt; that of the slot keeps the states.
+        """
+
+    @abstractmethod
+    def running(self, lengths: Mapping[Slot, int]) -> tuple[Batch, int]:
+        """Returns the batch of all requests that run, and the rows of each shard in it.
+
+        Args:
+            lengths: The number of tokens in the cache of each.
+        """
+
+    @property
+    @abstractmethod
+    def bytes(self) -> int:
+        """The bytes of the states on this rank."""
+
+
+class SharedSlots(Slots):
+    """Slots in a cache that is extended in place.
+
+    Args:
+        decoder: As `Slots`.
+        count: As `Slots`.
+        length: As `Slots`.
+
+    Raises:
+        InputError: As `Slots`.
+    """
+
+    def __init__(self, decoder: Decoder, count: int, length: int) -> None:
+        """Allocates the slots."""
+        super().__init__(decoder, count, length)
+        # One more takes what other shards compute while they wait.
+        self._held = self._states(self.rows + (self.shards > 1), length)
+        self._batches: dict[int, Batch] = {}
+
+    def window(self, batch: Batch, past: Array, new: int) -> Window:
+        """Returns the window of new tokens of a batch."""
+        del batch
+        # A first run sees only itself, as it would alone; later the shape stays the same.
+        return Window(past, new, self.length if past.any() else new, left=False)
+
+    def filling(self, slot: Slot) -> Batch:
+        """Returns a batch of the slot's own row."""
+        row = slot.row if slot.shard == self._own else self.rows
+        states = [state.rows(row, 1) for state in self._held]
+        return Batch(self._decoder, self._values(1), states, {})
+
+    def running(self, lengths: Mapping[Slot, int]) -> tuple[Batch, int]:
+        """Returns a batch of the first rows of each shard, with all requests among them."""
+        rows = 1 + max(slot.row for slot in lengths)
+        if rows not in self._batches:
+            states = [state.rows(0, rows) for state in self._held]
+            self._batches[rows] = Batch(self._decoder, self._values(rows), states, {})
+        # The last one used is the last one forgotten: each has memory for logits.
+        self._batches[rows] = batch = self._batches.pop(rows)
+        if len(self._batches) > _BATCHES:
+            del self._batches[next(iter(self._batches))]
+        return batch, rows
+
+    @property
+    def bytes(self) -> int:
+        """The bytes of the states on this rank."""
+        return sum(state.bytes for state in self._held)
+
+
+class GrowingSlots(Slots):
+    """Slots in a cache that each run writes anew.
+
+    Args:
+        decoder: As `Slots`.
+        count: As `Slots`.
+        length: As `Slots`.
+
+    Raises:
+        InputError: As `Slots`.
+    """
+
+    def __init__(self, decoder: Decoder, count: int, length: int) -> None:
+        """Holds nothing yet."""
+        super().__init__(decoder, count, length)
+        if decoder.loader.device is not Device.CPU:
+            raise InputError(
+                f"{decoder.manifest.directory}: on a GPU, requests that come and go need a cache "
+                "that is extended in place (GroupQueryAttention)"
+            )
+        self._filled: dict[Slot, list[State]] = {}
+        self._now: list[State] = []
+        self._batch: Batch | None = None
+        self._rows = 0
+
+    def window(self, batch: Batch, past: Array, new: int) -> Window:
+        """Returns the window of new tokens of a batch."""
+        return Window(past, new, batch.length + new, left=True)
+
+    def filling(self, slot: Slot) -> Batch:
+        """Returns a batch with buffers of its own, which the next `running` takes."""
+        self._filled[slot] = self._states(1, 0)
+        return Batch(self._decoder, self._values(1), self._filled[slot], {})
+
+    def running(self, lengths: Mapping[Slot, int]) -> tuple[Batch, int]:
+        """Returns the batch of all requests, with those that have been filled."""
+        rows = 1 + max(slot.row for slot in lengths)
+        longest = max(lengths.values())
+        batch = self._batch
+        if (
+            batch is None
+            or rows != self._rows
+            or any(slot in lengths for slot in self._filled)
+            or batch.length > 2 * longest + _SPARE
+        ):
+            batch = self._arranged(lengths, rows, longest)
+        return batch, rows
+
+    def _arranged(self, lengths: Mapping[Slot, int], rows: int, longest: int) -> Batch:
+        """Returns a new batch with the states of all requests."""
+        states = self._states(rows, 0)
+        for number, state in enumerate(states):
+            state.lengthen(longest)
+            for slot, length in lengths.items():
+                if slot.shard == self._own:
+                    filled = self._filled.get(slot)
+                    source, row = (self._now, slot.row) if filled is None else (filled, 0)
+                    state.copy_row(slot.row, source[number], row, length)
+        self._filled = {s: kept for s, kept in self._filled.items() if s not in lengths}
+        self._now, self._rows = states, rows
+        self._batch = Batch(self._decoder, self._values(rows), states, {})
+        return self._batch
+
+    @property
+    def bytes(self) -> int:
+        """The bytes of the states on this rank."""
+        filled = [state for states in self._filled.values() for state in states]
+        return sum(state.bytes for state in [*self._now, *filled])
+
+
+def slots_of(decoder: Decoder, count: int, length: int | None) -> Slots:
+    """Returns slots of the kind that a program's cache needs.
+
+    Args:
+        decoder: As `Slots`.
+        count: As `Slots`.
+        length: As `Slots`; by default as many as the program admits, 2048 at most.
+
+    Raises:
+        InputError: As `Slots`; or some states are extended in place and others grow.
+    """
+    anew = [state.input for state in decoder.carried.values() if not state.appends]
+    if decoder.in_place and anew:
+        raise InputError(
+            f"{decoder.manifest.directory}: expected states of one kind, got some that are "
+            f"extended in place and {anew[0]!r}, which is written anew"
+        )
+    if length is None:
+        limit = decoder.longest({})
+        length = _LONGEST if limit is None else min(limit, _LONGEST)
+    kind = SharedSlots if decoder.in_place else GrowingSlots
+    return kind(decoder, count, length)
+
+
+def _batch_shards(decoder: Decoder) -> tuple[int, int]:
+    """Returns the number of shards of the batch, and this rank's.
+
+    Raises:
+        InputError: States differ in it, or their first dim is not the batch.
+    """
+    where, batch = decoder.manifest.directory, bare_name(decoder.roles.tokens.shape[0])
+    found = set()
+    for name in decoder.carried:
+        spec = decoder.specs[name]
+        if not spec.shape or bare_name(spec.shape[0]) != batch or batch is None:
+            raise InputError(
+                f"{where}: requests that come and go need the batch as the first dim of each "
+                f"state, got {list(spec.shape)} for {name!r}"
+            )
+        found.add(tuple(atom for _, atoms in spec.dims[0] for atom in atoms))
+    if len(found) > 1:
+        raise InputError(f"{where}: expected one sharding of the batch in all states, got several")
+    sizes = decoder.manifest.atoms
+    places = coordinates(decoder.loader.rank.index, sizes)
+    shard, shards = 0, 1
+    for atom in found.pop():
+        shard = shard * sizes[atom] + places[atom]
+        shards *= sizes[atom]
+    return shards, shard

@@ -1,0 +1,100 @@
+"""Templates that make one text of the messages of a chat, as tokenizers of Hugging Face have."""
+
+import json
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from onnxpar_runtime.errors import InputError
+
+_TEMPLATE, _CONFIG = "chat_template.jinja", "tokenizer_config.json"
+
+
+class ChatTemplate:
+    """The template of a tokenizer; it runs in jinja's sandbox.
+
+    Args:
+        text: The template.
+        special: Texts of special tokens by name, such as `bos_token`.
+
+    Raises:
+        InputError: The package is not installed, or the text is not a template.
+    """
+
+    def __init__(self, text: str, special: dict[str, str]) -> None:
+        """Compiles the template."""
+        try:
+            import jinja2
+            from jinja2.sandbox import ImmutableSandboxedEnvironment
+        except ImportError:
+            raise InputError(
+                "chat template: the package jinja2 is not installed (pip install 'onnxpar[serve]')"
+            ) from None
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals |= {"raise_exception": _refuse, "strftime_now": _now}
+        self._error, self._special = jinja2.TemplateError, special
+        try:
+            self._template = environment.from_string(text)
+        except jinja2.TemplateError as error:
+            raise InputError(f"chat template: {error}") from None
+
+    def render(self, messages: Sequence[dict[str, Any]]) -> str:
+        """Returns the text of messages, up to where the next one begins.
+
+        Raises:
+            InputError: The template refuses them.
+        """
+        try:
+            return self._template.render(
+                messages=list(messages), add_generation_prompt=True, tools=None, **self._special
+            )
+        except (self._error, TypeError, ValueError, ArithmeticError) as error:
+            raise InputError(f"messages: {error}") from None
+
+
+def template_of(folder: Path) -> ChatTemplate | None:
+    """Returns the template of a tokenizer's folder; None if it has none.
+
+    Raises:
+        InputError: A file cannot be read, or as `ChatTemplate`.
+    """
+    config: dict[str, Any] = {}
+    path = folder / _CONFIG
+    if path.is_file():
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise InputError(f"{path}: not a JSON file: {error}") from None
+        config = found if isinstance(found, dict) else {}
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        # Some have several, by purpose.
+        named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
+        template = named.get("default")
+    if (folder / _TEMPLATE).is_file():
+        template = (folder / _TEMPLATE).read_text(encoding="utf-8")
+    if not isinstance(template, str):
+        return None
+    special = {}
+    for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
+        token = config.get(name)
+        text = token.get("content") if isinstance(token, dict) else token
+        if isinstance(text, str):
+            special[name] = text
+    return ChatTemplate(template, special)
+
+
+def _to_json(value: Any, indent: int | None = None) -> str:
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def _refuse(message: str) -> None:
+    raise ValueError(message)
+
+
+def _now(form: str) -> str:
+    return datetime.now().strftime(form)

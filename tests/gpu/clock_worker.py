@@ -1,0 +1,49 @@
+"""Trains a directory on the stand-ins of CUDA and prints what its steps took in simulated time.
+
+Under mpirun, one process for each rank; rank 0 prints a JSON list: for each step the microseconds
+of the step, of its kernels and of its communication. Its arguments are the directory and whether
+communication runs in the background, `yes` or `no`.
+"""
+
+import ctypes
+import json
+import sys
+
+import numpy as np
+
+from onnxpar_runtime import Trainer, guarded, init
+
+STEPS, ROWS = 2, 16
+HYPER = {"lr": 0.1, "momentum": 0.0, "dampening": 0.0, "momentum_first": 1.0}
+HYPER |= {"clip_norm": float("inf"), "weight_decay": 0.0}
+
+
+def main() -> int:
+    """Returns the exit status."""
+    directory, overlap = sys.argv[1:]
+    rank = init(transport="nccl", device="cuda")
+    clock = ctypes.CDLL("libcudart.so.13").standin_clock
+    clock.restype = ctypes.c_double
+
+    def now() -> np.ndarray:
+        return np.array([clock(which) for which in range(3)])
+
+    def body() -> int:
+        rng = np.random.default_rng(0)
+        steps = []
+        with Trainer(directory, rank=rank, device="cuda", overlap=overlap == "yes") as trainer:
+            for _ in range(STEPS):
+                before = now()
+                images = rng.standard_normal((ROWS, 1, 8, 8), np.float32)
+                batch = {"x": images, "labels": rng.integers(0, 10, ROWS)}
+                trainer.train_step([batch], HYPER)
+                steps.append(((now() - before) / 1000).tolist())
+        if rank.index == 0:
+            print(json.dumps(steps))
+        return 0
+
+    return guarded(rank, body)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

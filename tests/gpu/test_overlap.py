@@ -1,0 +1,57 @@
+"""How much communication with NCCL overlap hides, in simulated time (`standin/README.md`)."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import mlp
+import onnx_ir as ir
+import pytest
+
+from onnxpar.api.shard_model import shard_model
+from onnxpar.autodiff.append_loss import parse_loss
+from onnxpar.autodiff.optimizer import parse_optimizer
+from onnxpar.autodiff.training_program import TrainingSpec
+from onnxpar_runtime.launch import find_mpirun, mpirun_environment
+
+SPEC = TrainingSpec(parse_loss("softmax_cross_entropy"), parse_optimizer("sgd"))
+CLOCK = "2.5e11:2e10"
+"""Operations and bytes a second: a step computes for about as long as it communicates."""
+
+
+def steps(environment: Mapping[str, str], directory: Path, overlap: str) -> list[list[float]]:
+    """What rank 0 prints: for each step the microseconds of all, computing and communicating."""
+    worker = Path(__file__).parent / "clock_worker.py"
+    command = [find_mpirun(), "--oversubscribe", "-n", "2", sys.executable, str(worker)]
+    simulated = {"STANDIN_DEVICES": "2", "STANDIN_CLOCK": CLOCK, "ONNXPAR_TIMEOUT": "60"}
+    done = subprocess.run(
+        [*command, str(directory), overlap],
+        env={**mpirun_environment(environment), **simulated},
+        capture_output=True,
+        text=True,
+        timeout=290,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found: list[list[float]] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.parametrize(("level", "share"), [(0, 0.7), (3, 0.6)])
+def test_what_is_hidden(
+    standin_cuda: Mapping[str, str], tmp_path: Path, level: int, share: float
+) -> None:
+    """Level 0: of the backward pass, two thirds of computing. Level 3: of both passes."""
+    ir.save(mlp.build(image=8, hidden=(1024,) * 8), tmp_path / "m.onnx")
+    out = tmp_path / "out"
+    shard_model(tmp_path / "m.onnx", "dp=2", out, training=SPEC, optimizer_parallel=level)
+    (apart, computing, communicating), *others = steps(standin_cuda, out, "no")
+    assert apart == pytest.approx(computing + communicating, rel=1e-3)
+    # Time is simulated, so that all steps take the same but for the rounding of its sums.
+    for step in others:
+        assert step == pytest.approx([apart, computing, communicating], rel=1e-9)
+    for hidden, *same in steps(standin_cuda, out, "yes"):
+        assert same == pytest.approx([computing, communicating], rel=1e-9)
+        behind = computing * (2 / 3 if level == 0 else 1)
+        assert apart - hidden >= share * min(behind, communicating)
