@@ -294,8 +294,8 @@ def _print(planned: FoundStrategy, console: Console) -> None:
     console.print(ways)
     if runs > 1:
         console.print(
-            "computing, communication: of one micro-batch in all stages, and of the gradients and "
-            "the update of a step"
+            "The columns computing and communication add up one micro-batch in all stages, and the "
+            "gradients and the update of a step."
         )
     _print_without(planned, console)
     console.print(escape(planned.reason()))

@@ -62,7 +62,7 @@ def command(
         Path,
         typer.Argument(
             metavar="MODEL",
-            help="The ONNX model to shard, or a folder of onnxruntime-genai.",
+            help="The ONNX model to shard, or a model folder in the form of onnxruntime-genai.",
         ),
     ],
     out: Annotated[

@@ -533,7 +533,8 @@ class Configurations:
                 fits = [e for e in other._estimates(count) if e.bytes <= self.limit]
                 if fits:
                     best = min(fits, key=lambda e: e.seconds)
-                    return f"about {devices} devices would do, with {best.configuration.describe()}"
+                    what = best.configuration.describe()
+                    return f"about {devices} devices would be enough, with {what}"
         more = devices > self.strategy.world
         return f"{devices} devices would not be enough either" if more else ""
 

@@ -117,7 +117,7 @@ class _ParameterAxes:
                 return seeds, plan
             # Nodes without options read parameters in other layouts than the search counts.
             allowed = limit - (held - counted)
-        raise ShardingError("no plan is within the limit on memory")
+        raise ShardingError("no plan is within the memory limit")
 
     @cached_property
     def propagated(self) -> Plan:

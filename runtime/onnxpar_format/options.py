@@ -251,7 +251,8 @@ class Sampling:
     repetition_penalty: Annotated[
         float,
         Option(
-            "For tokens that occurred: divide positive logits and multiply negative ones by R.",
+            "For tokens that have occurred: divide positive logits by R, and multiply negative "
+            "ones by R.",
             "R",
         ),
     ] = 1.0

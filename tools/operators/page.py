@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from textwrap import fill
 
 from onnxpar.ops.operator import OpDef, written_only
 from onnxpar.report.operator_table import OperatorRow, operator_table, slot_words
@@ -123,11 +124,15 @@ def render(results: Results, rows: Sequence[OperatorRow] | None = None) -> str:
         "<!-- Made by tools/operator_table.py; edit the operators' modules instead. -->\n",
         _INTRODUCTION,
         "## ONNX's node tests\n",
-        f"ONNX has {results.total:,} node tests. onnxruntime {results.runtime} passes "
-        f"{results.passed:,} of them undivided. Each of these was sharded over 2 and over 4 ranks "
-        "along the factors of its nodes (one factor over all ranks, or two factors over some "
-        "ranks each), written as a directory, and run by all ranks: "
-        f"{results.plans:,} different plans.\n",
+        fill(
+            f"ONNX has {results.total:,} node tests. onnxruntime {results.runtime} passes "
+            f"{results.passed:,} of them undivided. Each of these was sharded over 2 and over 4 "
+            "ranks along the factors of its nodes (one factor over all ranks or, on 4 ranks, two "
+            "factors over 2 ranks each), written as a directory, and run by all ranks: "
+            f"{results.plans:,} different plans.",
+            120,
+        )
+        + "\n",
         f"- wrong results: {kinds[WRONG]}; crashes: {kinds[CRASHED]}; refused with a message: "
         f"{kinds[FAILED]}",
         f"- sharded: {results.sharded:,} of the {results.shardable:,} tests with a dim larger "
@@ -146,7 +151,7 @@ def render(results: Results, rows: Sequence[OperatorRow] | None = None) -> str:
     if results.bad:
         parts += [
             "\n## What did not run\n",
-            "| test | what | message |",
+            "| test | outcome | message |",
             "| --- | --- | --- |",
             *(
                 f"| {name} | {_WORDS[status]} | {_cell(text)} |"

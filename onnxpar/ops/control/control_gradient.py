@@ -289,7 +289,7 @@ def _stack(
 
 
 def loop_body(node: BodyNode) -> Sequence[ir.Value | None]:
-    """A Scan over the numbers of the steps.
+    """A Scan over the step numbers.
 
     Raises:
         ModelError: A condition may end the loop, there is no trip count or it is 0, or a state has

@@ -108,7 +108,7 @@ def _div_rule(view: NodeView) -> OpRule:
 
 
 def _quotient_local(node: LocalNode) -> Sequence[ir.Value]:
-    """The same operator; divisors that are padding become 1, since integers over 0 end the run."""
+    """The same operator; padding of divisors becomes 1: dividing an integer by 0 ends the run."""
     if node.view.has_floats:
         return node.copy()
     return node.copy([node.input(0), with_padding(node, 1, 1)])

@@ -147,7 +147,7 @@ def resize_rule(view: NodeView) -> OpRule:
 
 
 def resize_local(node: LocalNode) -> Sequence[ir.Value]:
-    """Sharded axes that do not line up are resized by their matrices, all others by a Resize."""
+    """Sharded axes whose shards do not line up are resized by matrices, all others by a Resize."""
     if not node.plan.factors:
         return node.copy()
     view, names = node.view, axis_names(len(node.in_shape(0)))

@@ -63,7 +63,7 @@ def _sizes(node: BodyNode, shape: Sequence[Dim]) -> list[int]:
 
 
 def grid_body(node: BodyNode) -> Sequence[ir.Value | None]:
-    """GridSample: for each place, a weighted sum of the elements around it.
+    """GridSample: for each position, a weighted sum of the elements around it.
 
     Raises:
         ModelError: The size of the images is symbolic, or a mode is unknown.
@@ -169,7 +169,7 @@ def _tap(rows: _Arithmetic, at: ir.Value, weight: ir.Value | None, size: int) ->
 
 
 def affine_body(node: BodyNode) -> Sequence[ir.Value | None]:
-    """AffineGrid: the product of the places of an even grid with each matrix.
+    """AffineGrid: the product of the points of a regular grid with each matrix.
 
     Raises:
         ModelError: The sizes are unknown before the model runs, or one is 1 with aligned corners.

@@ -169,7 +169,7 @@ def lrn_rule(view: NodeView) -> OpRule:
 
 
 def lrn_body(node: BodyNode) -> Sequence[ir.Value]:
-    """Emits x (bias + alpha/size Σ x²)^-beta, Σ over near channels (Krizhevsky et al., 2012).
+    """Emits x (bias + alpha/size Σ x²)^-beta, Σ over adjacent channels (Krizhevsky et al., 2012).
 
     The window is added up shift by shift: it is usually five channels wide, and a sum of shifts
     has a gradient in every element type.

@@ -161,12 +161,15 @@ def _noise(distribution: str, shift: str, scale: str) -> Callable[[LocalNode], S
             x = node.op(op_type, x, constant, dtype=dtype, shape=shape)
         return (node.builder.cast(x, node.out_dtype()),)
 
-    local.__doc__ = f"Draws each element by its global index: {distribution}, {shift} and {scale}."
+    local.__doc__ = (
+        f"Draws each element by its global index ({distribution}, with the node's {shift} and "
+        f"{scale})."
+    )
     return local
 
 
 def bernoulli_rule(view: NodeView) -> OpRule:
-    """Bernoulli: every dim; a partial max or min may stay so: all devices draw equal numbers."""
+    """Bernoulli: every dim; a max or min may stay partial: all devices draw equal numbers."""
     names = " ".join(axis_names(len(view.shape(0))))
     dtype = view.node.outputs[0].dtype
     floats = dtype is not None and dtype.is_floating_point()

@@ -19,7 +19,7 @@ from onnxpar.ops.local_helpers import BOOL
 
 
 def deform_conv_body(node: BodyNode) -> Sequence[ir.Value | None]:
-    """Reads the image at the place of each element of the kernel, and multiplies by the weights.
+    """Reads the image at the position of each element of the kernel; multiplies by the weights.
 
     Raises:
         ModelError: Sizes other than the batch's are symbolic.

@@ -27,7 +27,7 @@ DeviceRank* RankContext::device() {
 
 void RankContext::open_device(std::unique_ptr<DeviceRank> device) {
   if (device_) {
-    throw std::invalid_argument("rank " + std::to_string(rank_) + ": it has a device already");
+    throw std::invalid_argument("rank " + std::to_string(rank_) + " already has a device");
   }
   device_ = std::move(device);
 }

@@ -217,7 +217,7 @@ class Generator(Closing):
     def requests(
         self, *, slots: int = 8, length: int | None = None, chunk: int = CHUNK
     ) -> Requests:
-        """Returns a queue of requests that come and go; every rank must call it alike.
+        """Returns a queue for continuous batching; every rank must call it alike.
 
         Args:
             slots: The largest number of requests that run at the same time.

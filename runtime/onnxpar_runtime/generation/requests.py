@@ -1,4 +1,4 @@
-"""Requests that come and go: each enters between two steps and leaves when it is complete.
+"""Continuous batching: each request enters between two steps and leaves when it is complete.
 
 Rank 0 takes requests; in each step it tells the other ranks, in one small reduction, which are new
 and which are cancelled. All else follows on all ranks alike: who waits, who gets which slot, which

@@ -1,4 +1,4 @@
-"""Slots: the rows of a cache in which requests live while others come and go beside them.
+"""Slots: the rows of a cache, one for each request while others enter and leave.
 
 A cache that is extended in place has one buffer with a row for each slot. A request is filled in
 its own row, as a batch of one, and then runs in a batch with the rows before it: both batches are
@@ -243,8 +243,8 @@ class GrowingSlots(Slots):
         super().__init__(decoder, count, length)
         if decoder.loader.device is not Device.CPU:
             raise InputError(
-                f"{decoder.manifest.directory}: on a GPU, requests that come and go need a cache "
-                "that is extended in place (GroupQueryAttention)"
+                f"{decoder.manifest.directory}: on a GPU, continuous batching needs a cache that "
+                "is extended in place (GroupQueryAttention)"
             )
         self._filled: dict[Slot, list[State]] = {}
         self._now: list[State] = []
@@ -332,8 +332,8 @@ def _batch_shards(decoder: Decoder) -> tuple[int, int]:
         spec = decoder.specs[name]
         if not spec.shape or bare_name(spec.shape[0]) != batch or batch is None:
             raise InputError(
-                f"{where}: requests that come and go need the batch as the first dim of each "
-                f"state, got {list(spec.shape)} for {name!r}"
+                f"{where}: continuous batching needs the batch as the first dim of each state, "
+                f"got {list(spec.shape)} for {name!r}"
             )
         found.add(tuple(atom for _, atoms in spec.dims[0] for atom in atoms))
     if len(found) > 1:

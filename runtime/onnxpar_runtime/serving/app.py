@@ -25,7 +25,7 @@ BODY_BYTES = 16 << 20
 """Bytes of a request at most."""
 _REFUSALS = {
     "cancelled": Refusal("the server is shutting down", 503),
-    "error": Refusal("the model gave no numbers for this prompt", 500),
+    "error": Refusal("the logits of the model for this prompt are NaN", 500),
 }
 """Answers to requests that end without a token."""
 

@@ -112,7 +112,7 @@ def _rest(
     fields.neutral(_NEUTRAL)
     model = fields.text("model")
     if model is None:
-        raise Refusal("model: expected a text, got none", field="model")
+        raise Refusal("model: expected a string, got none", field="model")
     if model != name:
         message = f"model: expected {name!r}, got {model!r}"
         raise Refusal(message, 404, field="model", code="model_not_found")
@@ -122,7 +122,7 @@ def _rest(
     streams = fields.flag("stream")
     options = fields.take("stream_options")
     if options is not None and not (streams and isinstance(options, dict)):
-        raise wrong("stream_options", "an object, with stream", options)
+        raise wrong("stream_options", "an object, and stream: true", options)
     usage = bool((options or {}).get("include_usage"))
     fields.text("user")
     seed = fields.integer("seed", 0, _SEEDS - 1)
@@ -150,14 +150,14 @@ def _prompts(given: Any, tokenizer: Tokenizer | None) -> list[list[int]]:
             if tokenizer is None:
                 message = (
                     "prompt: expected tokens, since there is no tokenizer (serve --tokenizer), "
-                    "got a text"
+                    "got a string"
                 )
                 raise Refusal(message, field="prompt")
             return [tokenizer.encode(one) for one in given]
         lists = [given] if all(_is_token(one) for one in given) else given
         if all(isinstance(one, list) and one and all(map(_is_token, one)) for one in lists):
             return [list(one) for one in lists]
-    raise wrong("prompt", "a text, tokens, or a list of either, not empty", given)
+    raise wrong("prompt", "a string, tokens, or a non-empty list of either", given)
 
 
 def _is_token(value: Any) -> bool:
@@ -173,8 +173,10 @@ def _message(number: int, given: Any) -> dict[str, Any]:
     if isinstance(content, list):
         texts = [p.get("text") if isinstance(p, dict) else None for p in content]
         if not all(isinstance(text, str) for text in texts):
-            raise wrong(f"{place}.content", "parts with a text each", content)
+            raise wrong(f"{place}.content", "parts that each have a text", content)
         content = "".join(str(text) for text in texts)
     if not isinstance(content, str):
-        raise wrong(f"{place}.content", "a text, or a list of parts with a text each", content)
+        raise wrong(
+            f"{place}.content", "a string, or a list of parts that each have a text", content
+        )
     return {**given, "content": content}

@@ -55,10 +55,10 @@ class Fields:
         return self._left.pop(name, None)
 
     def text(self, name: str) -> str | None:
-        """Returns a text; None if it is absent."""
+        """Returns a string; None if it is absent."""
         value = self.take(name)
         if value is not None and not isinstance(value, str):
-            raise wrong(name, "a text", value)
+            raise wrong(name, "a string", value)
         return value
 
     def flag(self, name: str) -> bool:
@@ -87,12 +87,12 @@ class Fields:
         return float(value)
 
     def texts(self, name: str, most: int) -> list[str]:
-        """Returns a list of texts that are not empty; one text is a list of one."""
+        """Returns a list of strings that are not empty; a string is a list of one."""
         value = self.take(name)
         found = [] if value is None else [value] if isinstance(value, str) else value
         right = isinstance(found, list) and all(isinstance(x, str) and x for x in found)
         if not right or len(found) > most:
-            raise wrong(name, f"a text or a list of at most {most} texts, none empty", value)
+            raise wrong(name, f"a string or a list of at most {most} strings, none empty", value)
         return list(found)
 
     def neutral(self, values: Mapping[str, Sequence[Any]]) -> None:

@@ -81,17 +81,21 @@ class Metrics:
 
     def _lines(self) -> Iterator[str]:
         for name, what, value in (
-            ("requests_running", "Requests with a slot.", self.running),
-            ("requests_waiting", "Requests without a slot.", self.waiting),
-            ("cache_bytes", "Bytes of the caches of rank 0.", self.cache_bytes),
+            ("requests_running", "Requests that have a slot.", self.running),
+            ("requests_waiting", "Requests that wait for a slot.", self.waiting),
+            ("cache_bytes", "Bytes of the cache of rank 0.", self.cache_bytes),
         ):
             yield from (f"# HELP onnxpar_{name} {what}", f"# TYPE onnxpar_{name} gauge")
             yield f"onnxpar_{name} {value}"
         totals: tuple[tuple[str, str, float], ...] = (
-            ("prompt_tokens_total", "Tokens of prompts of complete requests.", self._prompt_tokens),
+            ("prompt_tokens_total", "Prompt tokens of complete requests.", self._prompt_tokens),
             ("new_tokens_total", "New tokens.", self._new_tokens),
-            ("steps_total", "Steps with tokens.", self._steps),
-            ("step_seconds_total", "Seconds of steps with tokens.", round(self._step_s, 6)),
+            ("steps_total", "Steps that computed tokens.", self._steps),
+            (
+                "step_seconds_total",
+                "Seconds of steps that computed tokens.",
+                round(self._step_s, 6),
+            ),
         )
         for name, what, total in totals:
             yield from (f"# HELP onnxpar_{name} {what}", f"# TYPE onnxpar_{name} counter")

@@ -284,8 +284,8 @@ def _waiting(traced: Traced | None) -> str:
     if traced is None:
         return ""
     return (
-        f"the stages are idle for {traced.bubble:.1%} of a step; with equal times for all "
-        f"stages it would be {traced.even:.1%}"
+        f"the stages are idle for {traced.bubble:.1%} of a step; if all stages took the same time, "
+        f"they would be idle for {traced.even:.1%}"
     )
 
 
@@ -374,7 +374,7 @@ def _check_metric(metric: str | None, manifest: Manifest) -> None:
     if metric is not None and all(spec.name != CORRECT for spec in outputs):
         raise LaunchError(
             f"--metric {ACCURACY}: the loss {manifest.trained().loss.kind} of the directory has "
-            "none"
+            "no accuracy"
         )
 
 

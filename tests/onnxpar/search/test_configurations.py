@@ -125,7 +125,7 @@ def test_the_number_of_micro_batches_is_nearly_the_best(strategy: str) -> None:
 def test_if_a_given_mesh_does_not_fit_it_says_how_many_stages_would() -> None:
     limit = 1500 << 10
     tried = configurations(limit, Open((1,)), load_strategy("dp=2,tp=2", DEVICES))
-    assert "8 devices would do, with 2 stages" in tried.nothing_fits(tried.run())
+    assert "8 devices would be enough, with 2 stages" in tried.nothing_fits(tried.run())
 
 
 def test_if_nothing_fits_it_says_what_would() -> None:
@@ -216,7 +216,7 @@ def test_a_table_names_no_plan_twice_and_says_of_what_its_times_are(
 ) -> None:
     assert planned(model, tmp_path, "--micro-batches", "2") == 0
     shown = capsys.readouterr().out
-    assert "computing, communication: of one micro-batch" in shown
+    assert "computing and communication add up one micro-batch" in shown
     assert "and so is" not in shown
 
 

@@ -70,7 +70,7 @@ def test_texts_and_chats(tmp_path: Path) -> None:
         for messages, problem in (
             ([{"role": "tool", "content": ""}], "messages: no tools here"),
             ([], "messages: expected a non-empty list of messages, got []"),
-            ([{"role": "user", "content": 1}], "messages[0].content: expected a text, or a list"),
+            ([{"role": "user", "content": 1}], "messages[0].content: expected a string, or a list"),
         ):
             answer = post("/v1/chat/completions", json={**common, "messages": messages})
             assert answer.status_code == 400 and problem in answer.json()["error"]["message"]
