@@ -1,11 +1,12 @@
-"""Decoders of Hugging Face with their cache: transformers' own code, random weights of any size.
+"""Exports a decoder of Hugging Face with its cache to ONNX, as a model of any size.
 
     python models/decoder.py llama -o llama.onnx
     python models/decoder.py qwen3 -o qwen3 --cache shared --bits 4 --set num_hidden_layers=8
     python models/decoder.py folder/with/config.json -o model.onnx
 
-The network is a family in small sizes (`--list`), or the `config.json` of any decoder. Weights are
-read if they lie beside it, and drawn otherwise. `--set NAME=VALUE` changes the configuration.
+The network is a family in small sizes (`--list`), or the `config.json` of any decoder. If the
+weights are in the folder of that file, they are read; otherwise they are drawn at random. `--set
+NAME=VALUE` changes the configuration.
 
 Inputs: `input_ids` [batch, seq] and `attention_mask` int64, and for each layer
 `past_key_values.N.key` and `.value` [batch, kv_heads, past, head_dim]. Outputs: `logits`
@@ -268,8 +269,12 @@ def main() -> None:
     parser.add_argument("network", nargs="?", help="a family, or a config.json or its folder")
     parser.add_argument("-o", "--output", type=Path, help="the .onnx file or the folder to write")
     parser.add_argument("--cache", choices=("growing", "shared"), default="growing")
-    parser.add_argument("--bits", type=int, choices=(4, 8, 32), default=32, help="of each weight")
-    parser.add_argument("--block", type=int, default=32, help="weights with one scale, default 32")
+    parser.add_argument(
+        "--bits", type=int, choices=(4, 8, 32), default=32, help="bits of each weight"
+    )
+    parser.add_argument(
+        "--block", type=int, default=32, help="weights that share a scale, default 32"
+    )
     parser.add_argument("--seed", type=int, default=0, help="seed of the weights")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", dest="changes")
     parser.add_argument("--opset", type=int, default=OPSET, help=f"default {OPSET}")

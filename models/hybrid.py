@@ -44,4 +44,4 @@ def build(config: Config | None = None, **fields: int) -> ir.Model:
 
 
 if __name__ == "__main__":
-    main("Write the network of hybrid parallelism as ONNX.", Config, build)
+    main("Write a small regression network for hybrid parallelism as ONNX.", Config, build)

@@ -1,4 +1,4 @@
-"""A Llama with 4-bit weights and a cache, in the form of onnxruntime-genai's model builder.
+"""Writes a Llama with 4-bit weights and a cache, as onnxruntime-genai's model builder does.
 
     python models/llama_4bit.py -o llama.onnx --layers 4 --hidden 256 --heads 8 --kv-heads 4
 
@@ -6,8 +6,7 @@ Inputs: `input_ids` [batch, seq] and `attention_mask` [batch, total] int64, and 
 `past_key_values.<n>.key` and `.value` [batch, kv_heads, past, head_dim] float32. Outputs: `logits`
 [batch, seq, vocab] float32 and `present.<n>.key` and `.value`, which the next step takes. A
 prompt has an empty cache (past = 0, total = seq), or a cache of zeros with its final length; the
-mask says how much of it counts. A sharded model needs the latter, since none of its symbols may be
-0.
+mask says how much of it counts.
 
 Projections are `MatMulNBits`, attention is `GroupQueryAttention` with rotary embedding inside,
 norms are `SimplifiedLayerNormalization` and `SkipSimplifiedLayerNormalization` (Touvron et al.,

@@ -1,4 +1,4 @@
-"""The tutorial's classifier of 28x28 images: three matrix products with ReLU between them.
+"""A classifier of 28x28 images: three matrix products with ReLU between them.
 
     python models/mlp.py -o mlp.onnx
 
@@ -40,4 +40,4 @@ def build(config: Config | None = None, **fields: int | tuple[int, ...]) -> ir.M
 
 
 if __name__ == "__main__":
-    main("Write the tutorial's classifier as ONNX.", Config, build)
+    main("Write a classifier of 28x28 images as ONNX.", Config, build)

@@ -43,4 +43,4 @@ def build(config: Config | None = None, **fields: int) -> ir.Model:
 
 
 if __name__ == "__main__":
-    main("Write the network of three blocks as ONNX.", Config, build)
+    main("Write a network of equal blocks as ONNX.", Config, build)

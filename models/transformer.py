@@ -49,7 +49,9 @@ class Config(Exported):
     loss: bool = option(False, "add the input labels and the output loss (mean)")
     ignore_index: int = option(-100, "the label that the loss ignores")
     dropout: float = option(0.0, "ratio of the Dropout nodes; 0 writes none")
-    training: bool = option(False, "as exported in training mode: Dropout drops")
+    training: bool = option(
+        False, "write Dropout nodes in training mode, in which they drop elements"
+    )
 
     def __post_init__(self) -> None:
         """Refuse sizes that do not make a model."""

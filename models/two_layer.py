@@ -40,4 +40,4 @@ def build(config: Config | None = None, **fields: int) -> ir.Model:
 
 
 if __name__ == "__main__":
-    main("Write the two-layer network as ONNX.", Config, build)
+    main("Write a network of two layers as ONNX.", Config, build)

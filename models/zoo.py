@@ -1,4 +1,4 @@
-"""Known networks with random weights, exported from PyTorch: transformers' own code, small sizes.
+"""Exports a known network from PyTorch to ONNX, in a small size and with random weights.
 
     python models/zoo.py gpt2 -o gpt2.onnx
     python models/zoo.py --list

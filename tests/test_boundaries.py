@@ -77,8 +77,8 @@ def test_a_room_imports_only_rooms_that_stand_before_it() -> None:
     assert [str(found) for found in house.upward()] == []
 
 
-def test_files_import_one_another_in_no_circle() -> None:
-    assert house.circles() == []
+def test_there_are_no_import_cycles() -> None:
+    assert house.cycles() == []
 
 
 def test_every_folder_is_a_room_and_no_file_is_outside_of_one() -> None:

@@ -16,13 +16,13 @@ core would seem to have all of it.
 - overhead: the time that one more node with a single element adds to a run.
 - links: AllReduce and AllGather of the runtime, in a session, of 1 KiB and of 4 MiB. A block of K
   neighbours (`--block K`, K a divisor of the ranks, may be repeated) has its own link, such as the
-  ranks of one host or of one socket. The last link is that of all ranks.
-  A link is measured between ranks at the same place of the blocks before it, in all such groups
-  at once.
+  ranks of one machine or of one socket. The last link is that of all ranks.
+  A link is measured between ranks that have the same position in the next smaller blocks, one from
+  each block. All such groups measure at the same time.
   Its wait is the time that a small AllReduce adds to a millisecond of computing, besides its
   latency (the median over pairs of rounds): the delay of the last rank, which is longest if ranks
   share cores.
-- memory: that of the host, divided by its ranks, unless `--memory` gives it.
+- memory: that of the machine, divided by its ranks, unless `--memory` gives it.
 
 Latency and bandwidth are those of the cost model: a collective of n ranks takes log2 n rounds of
 latency (AllReduce: twice that) and sends the bytes of a ring. A link `overlaps` where the runtime
@@ -337,8 +337,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("-o", "--out", type=Path, required=True)
-    parser.add_argument("--block", type=int, action="append", default=[])
+    parser.add_argument("-o", "--out", type=Path, required=True, help="the machine file to write")
+    parser.add_argument(
+        "--block", type=int, action="append", default=[], help="ranks that have a link of their own"
+    )
     parser.add_argument(
         "--threads", type=int, help="threads of a rank; by default as many as in the runtime"
     )
@@ -346,7 +348,7 @@ def main() -> int:
         "--seconds", type=float, default=20.0, help="approximate time for all measurements"
     )
     parser.add_argument("--memory", help="memory of one rank, such as 8GiB")
-    parser.add_argument("--name", default="measured")
+    parser.add_argument("--name", default="measured", help="name of the machine in the file")
     arguments = parser.parse_args()
     # Check now what would otherwise fail after the measurement.
     if not arguments.out.parent.is_dir():

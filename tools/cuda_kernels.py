@@ -158,7 +158,9 @@ def read_provider() -> Mapping[str, Any]:
 
 def main() -> int:
     """Reads the command line; returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--check", action="store_true", help="compare instead of writing")
     parser.add_argument("--dump", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()

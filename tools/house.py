@@ -3,7 +3,7 @@
 
     tools/house.py             # one line for each room, and for each other folder of Python code
     tools/house.py --upward    # each import that goes against the order; there should be none
-    tools/house.py --circles   # files that import one another in a circle; there should be none
+    tools/house.py --cycles    # import cycles between files; there should be none
 
 A room imports only rooms before it in `ROOMS`. `tests/test_boundaries.py` enforces this.
 """
@@ -158,8 +158,8 @@ def upward(root: Path = ROOT) -> list[Import]:
     return wrong
 
 
-def circles(root: Path = ROOT) -> list[list[str]]:
-    """Returns the groups of modules that import one another in a circle (Tarjan, 1972)."""
+def cycles(root: Path = ROOT) -> list[list[str]]:
+    """Returns the groups of modules that form import cycles (Tarjan, 1972)."""
     known = modules(root)
     after: dict[str, set[str]] = {name: set() for name in known}
     for found in imports(root):
@@ -228,13 +228,15 @@ def table(root: Path = ROOT) -> list[str]:
 def main() -> None:
     """Prints what the arguments ask for."""
     parser = argparse.ArgumentParser(description="Print the rooms of the package.")
-    parser.add_argument("--upward", action="store_true", help="imports against the order")
-    parser.add_argument("--circles", action="store_true", help="files in a circle of imports")
+    parser.add_argument(
+        "--upward", action="store_true", help="print imports that go against the order"
+    )
+    parser.add_argument("--cycles", action="store_true", help="print import cycles between files")
     chosen = parser.parse_args()
     if chosen.upward:
         print("\n".join(map(str, upward())) or "no import goes against the order")
-    elif chosen.circles:
-        print("\n".join(" ".join(group) for group in circles()) or "no circle of imports")
+    elif chosen.cycles:
+        print("\n".join(" ".join(group) for group in cycles()) or "no import cycle")
     else:
         print("\n".join(table()))
 

@@ -563,7 +563,7 @@ def main() -> int:
     parser.add_argument("names", nargs="*", help="networks; default: all")
     parser.add_argument("--strategy", action="append", help="may be repeated; default: three")
     parser.add_argument("--exporter", action="append", choices=EXPORTERS, help="may be repeated")
-    parser.add_argument("--verify", action="store_true", help="print the table of verify")
+    parser.add_argument("--verify", action="store_true", help="verify the networks instead")
     parser.add_argument("--results", type=Path, help="file of rows; good ones are not run again")
     parser.add_argument("--models", type=Path, help="folder that keeps exported networks")
     parser.add_argument("--limit", type=float, default=900, help="seconds for each network")

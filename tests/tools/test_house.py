@@ -49,18 +49,18 @@ def test_an_import_with_the_order_is_none_against_it(tmp_path: Path) -> None:
         "graph/plan.py": "import os",
     }
     assert house.upward(package(tmp_path, files)) == []
-    assert house.circles(tmp_path) == []
+    assert house.cycles(tmp_path) == []
 
 
-def test_a_circle_of_files_is_found(tmp_path: Path) -> None:
+def test_an_import_cycle_is_found(tmp_path: Path) -> None:
     files = {
         "ops/control.py": "from onnxpar.ops.find import rules",
         "ops/find.py": "from onnxpar.ops import table",
         "ops/table.py": "def late():\n    from . import control",
         "ops/apart.py": "from onnxpar.ops import table",
     }
-    circle = ["onnxpar.ops.control", "onnxpar.ops.find", "onnxpar.ops.table"]
-    assert house.circles(package(tmp_path, files)) == [circle]
+    cycle = ["onnxpar.ops.control", "onnxpar.ops.find", "onnxpar.ops.table"]
+    assert house.cycles(package(tmp_path, files)) == [cycle]
 
 
 def test_a_folder_that_is_no_room_is_refused(tmp_path: Path) -> None:

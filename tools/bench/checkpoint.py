@@ -1,4 +1,4 @@
-"""Reshards a synthetic checkpoint and measures time and memory beside `cp` of the same bytes.
+"""Reshards a synthetic checkpoint, and compares time and memory with `cp` of the same bytes.
 
     python tools/bench/checkpoint.py --gib 4
 
@@ -137,9 +137,11 @@ def copied(source: Path, target: Path, *, sync: bool) -> float:
 def main() -> None:
     """Measures and prints a table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--gib", type=float, default=4.0, help="size of the checkpoint")
+    parser.add_argument("--gib", type=float, default=4.0, help="GiB of the checkpoint")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--folder", type=Path, help="where to write; default: the temporary one")
+    parser.add_argument(
+        "--folder", type=Path, help="where to write; by default the folder for temporary files"
+    )
     options = parser.parse_args()
     # A quarter is one embedding, the rest are square; each has two moments.
     elements = options.gib * 2**30 / 4 / 3

@@ -1,21 +1,23 @@
 #!/usr/bin/env python
-"""AllReduce inside an onnxruntime session against plain MPI_Allreduce, in one job.
+"""Compares AllReduce inside an onnxruntime session with plain MPI_Allreduce, in one job.
 
     tools/bench/collectives.py [--ranks 2] [--seconds 4] [--limit 30] [--check]
 
-Starts mpirun itself, so is not to be started under it. For each size the two are timed in turns,
-many calls at a time, and the least of the rounds is printed as soon as the size is done, which
-other work on the machine has disturbed least: microseconds for one call, on rank 0. The session is
-a chain of AllReduce nodes with tokens, as rank graphs have them; what onnxruntime adds for a node
-is in its time, what it adds for a run is spread over the chain. Plain MPI is a loop in C over one
-call on a buffer of the same size, in place like the chain.
+The script starts mpirun itself; do not start it under mpirun. For each size, it times the two
+alternately, many calls at a time. It prints the fastest round of each size as soon as the size is
+done: microseconds for one call, on rank 0. The fastest round is the one that other work on the
+machine disturbed least. The session is a chain of AllReduce nodes with tokens, as rank graphs have
+them. The time of a call includes what onnxruntime adds for a node; what it adds for a run is spread
+over the chain. Plain MPI is a loop in C over one call on a buffer of the same size, in place like
+the chain.
 
-A size takes --seconds, or longer where it has had fewer than 3 rounds by then; no round begins that
-would, if it took as long as the last, end after --limit. A size with fewer rounds than 3 is "not
+A size takes --seconds, or longer if that is too short for 3 rounds. No round begins that would end
+after --limit if it took as long as the round before. A size with fewer than 3 rounds is "not
 measured".
 
-With --check the exit code is 1 unless a session adds at most 1 us at 1 KiB, at most 10 % from
-64 KiB, and halves the time of one plain call at 64 MiB; a goal that was not measured is not met.
+With --check, the exit code is 0 only if a session adds at most 1 us at 1 KiB and at most 10 % for
+64 KiB and more, and takes at most half the time of one plain call at 64 MiB. A goal that was not
+measured is not met.
 """
 
 import argparse
@@ -176,9 +178,9 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--seconds", type=float, default=4.0, help="for one size")
-    parser.add_argument("--limit", type=float, default=30.0, help="seconds for one size at most")
-    parser.add_argument("--check", action="store_true", help="exit code 1 where a goal is missed")
+    parser.add_argument("--seconds", type=float, default=4.0, help="seconds for one size")
+    parser.add_argument("--limit", type=float, default=30.0, help="the most seconds for one size")
+    parser.add_argument("--check", action="store_true", help="exit code 1 if a goal is missed")
     arguments = parser.parse_args()
     if INSIDE in os.environ:
         missed = be_rank(arguments.seconds, arguments.limit)

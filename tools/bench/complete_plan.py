@@ -1,14 +1,15 @@
 #!/usr/bin/env python
-"""A complete plan of training beside a configuration that people have published.
+"""Compares a complete plan of training with a published configuration.
 
     tools/bench/complete_plan.py MODEL.onnx --devices 1024 --batch 512 [--seq 2048]
         [--machine h100] [--compute bfloat16] [--beside published/gpt-175b.yaml] [-o PLAN.yaml]
 
-Prints the seconds of the processor that `plan` takes, and for its plan and the configuration beside
-it the seconds of a step and the bytes of a device, priced by the same cost model. On another number
-of devices than its file's, the configuration has a longer axis `dp`. Each of its data ranks has one
-sample of a micro-batch, or `--samples`. Models without weights: `models/transformer.py
---no-weights` and `tools/bench/large_models.py`.
+The script prints the CPU seconds that `plan` takes. For its plan and for the published
+configuration it prints the seconds of a step and the bytes of a device, by the same cost model. If
+--devices differs from the number of devices in the configuration's file, the axis `dp` is made
+longer or shorter. Each data rank of the configuration has one sample in a micro-batch, or
+`--samples`. `models/transformer.py --no-weights` and `tools/bench/large_models.py` write models
+without weights.
 """
 
 import argparse
@@ -65,11 +66,18 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     for name in ("devices", "batch"):
         parser.add_argument(f"--{name}", type=int, required=True)
-    parser.add_argument("--seq", type=int, help="not for images")
+    parser.add_argument("--seq", type=int, help="tokens in a sequence; leave it out for images")
     parser.add_argument("--machine", default="h100")
     parser.add_argument("--compute", help="float16 or bfloat16")
-    parser.add_argument("--beside", metavar="FILE", help="a strategy file with a mesh")
-    parser.add_argument("--samples", type=int, default=1, help="of a micro-batch, on a data rank")
+    parser.add_argument(
+        "--beside", metavar="FILE", help="the published configuration: a strategy file with a mesh"
+    )
+    parser.add_argument(
+        "--samples",
+        type=int,
+        default=1,
+        help="samples of a micro-batch on a data rank of the configuration",
+    )
     parser.add_argument("-o", "--out", type=Path, help="write the strategy that is found")
     options = parser.parse_args()
     collect_rarely()  # as `onnxpar plan` does

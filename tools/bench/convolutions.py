@@ -1,4 +1,4 @@
-"""Times a convolution or pool, forward and backward, against PyTorch on the CPU.
+"""Compares the times of convolutions and pools, forward and backward, with PyTorch on the CPU.
 
 Both compute Σ y · d and its gradients by the image and the weights, alternately, so that whatever
 else the machine does meets both. A ratio is of the two medians, the last one of the least times,

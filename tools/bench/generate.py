@@ -1,27 +1,31 @@
 #!/usr/bin/env python3
-"""Tokens of a decoder by onnxpar and by onnxruntime, interleaved in one run.
+"""Compares the times in which onnxpar and onnxruntime generate tokens, interleaved in one run.
 
     tools/bench/generate.py                        # a Llama of 300 M parameters, float32 and 4-bit
     tools/bench/generate.py --bits 4 --genai /tmp/genai/bin/python --models /tmp/models
     tools/bench/generate.py --quick                # tiny: do all sides still run, and agree?
 
-The model: a Llama of models/decoder.py (20 layers, hidden 1024, 16 heads, 8 of keys and values,
-vocabulary 32000), its cache a shared buffer, weights drawn at random. Sides, with the same number
-of threads in all: plain onnxruntime with caches bound to its inputs and outputs, in one process;
-onnxpar on 1 device; onnxpar with tensor parallelism over as many ranks as there are threads, of one
-thread each, under mpirun; and onnxruntime-genai's own package, if --genai names a Python that has
-it (python -m venv /tmp/genai && /tmp/genai/bin/pip install onnxruntime-genai).
+The model is a Llama of models/decoder.py (20 layers, hidden 1024, 16 heads, 8 of keys and values,
+vocabulary 32000). Its cache is a shared buffer, and its weights are drawn at random. These sides
+are compared; each has the same total number of threads:
 
-Each side lives in processes of its own, which wait on a socket while others have their turn. In a
-round every side first reads a prompt and makes one token, and then makes the others in turns of
-several tokens. A side's ratio is the median over the turns of its time divided by that of plain
-onnxruntime for the same tokens in the same round, so that what else the machine does slows both.
-The ratios of the first and of the last third of the tokens tell whether steps grow slower with the
-cache. All sides make the same tokens, unless two logits are closer than rounding: the table names
-the first token that differs.
+- plain onnxruntime with caches bound to its inputs and outputs, in one process;
+- onnxpar on 1 device;
+- onnxpar with tensor parallelism under mpirun, over as many ranks as there are threads, each rank
+  with one thread;
+- onnxruntime-genai's own package, if --genai names a Python that has it
+  (python -m venv /tmp/genai && /tmp/genai/bin/pip install onnxruntime-genai).
+
+Each side has processes of its own, which wait on a socket while other sides have their turn. In a
+round, every side first reads a prompt and makes one token, and then makes the others in turns of
+several tokens. A side's ratio is the median, over the turns, of its time divided by that of plain
+onnxruntime for the same tokens in the same round. So other work on the machine slows both. The
+ratios of the first and of the last third of the tokens tell whether steps become slower as the
+cache grows. All sides make the same tokens, unless rounding decides between two logits: the table
+names the first token that differs.
 
 Goals: 1 device at most 1.02, ranks at most 1.00, over all tokens and over the last third of them.
-With --check the exit code is 1 where a goal is missed.
+With --check, the exit code is 1 if a goal is missed.
 """
 
 import argparse
@@ -224,13 +228,17 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Reads the command line."""
     parser = parser_of(__doc__)
     parser.add_argument("--bits", nargs="+", type=int, choices=(4, 8, 32), default=[32, 4])
-    parser.add_argument("--threads", type=int, default=2, help="of each side in all")
-    parser.add_argument("--prompt", type=int, default=64, help="tokens of the prompt")
+    parser.add_argument(
+        "--threads", type=int, default=2, help="threads of each side, over all its ranks"
+    )
+    parser.add_argument("--prompt", type=int, default=64, help="tokens in the prompt")
     parser.add_argument("--new", type=int, default=97, help="new tokens of a sequence")
-    parser.add_argument("--turn", type=int, default=2, help="tokens of a turn")
-    parser.add_argument("--rounds", type=int, default=3, help="sequences of each side")
-    parser.add_argument("--genai", metavar="PYTHON", help="a Python with onnxruntime-genai")
-    parser.add_argument("--models", type=Path, metavar="FOLDER", help="keep models there")
+    parser.add_argument("--turn", type=int, default=2, help="tokens in a turn")
+    parser.add_argument("--rounds", type=int, default=3, help="sequences that each side generates")
+    parser.add_argument("--genai", metavar="PYTHON", help="a Python that has onnxruntime-genai")
+    parser.add_argument(
+        "--models", type=Path, metavar="FOLDER", help="a folder that keeps the models"
+    )
     parser.add_argument("--ort", action="append", default=[], metavar="KEY=VALUE")
     add_results(parser)
     found = parser.parse_args(arguments)

@@ -1,23 +1,26 @@
 #!/usr/bin/env python3
-"""What onnxpar does on GPUs: parity with the CPU, a step beside PyTorch's, collectives, GEMM share.
+"""Measures onnxpar on GPUs: losses as on the CPU, times of steps, collectives, share of products.
 
-    tools/bench/gpu.py                         # everything, on the GPUs that are here
+    tools/bench/gpu.py                         # everything, on the GPUs of this machine
     tools/bench/gpu.py --quick                 # tiny models: does every part run?
     tools/bench/gpu.py --device cpu --quick    # without a GPU: the parts that have a CPU side
 
-`tools/test-gpu` calls it after the tests. Its parts, each with a table (`--only` chooses):
+`tools/test-gpu` calls this script after the tests. Each part prints a table (`--only` selects
+parts):
 
-- parity: losses of 20 steps on 1, 2 and 4 ranks of the device beside those of one CPU rank; they
-  must agree to 1e-4, relative.
-- steps: a training step beside PyTorch's on the same GPU, eager (goal 1.0) and compiled (goal 1.1),
-  by turns in one run as tools/bench/step.py does; the GPT of 12 layers, d 1024, in bfloat16 and in
-  float32; data and tensor parallel over several ranks, one for each GPU, or all on one where there
-  is only one, by NCCL and staged through the host. The last column is the share of a step that its
-  matrix products would take at the rate of one large product.
-- collectives: AllReduce in a session beside ncclAllReduce itself (tools/bench/gpu_collectives.py).
+- parity: compares the losses of 20 steps on 1, 2 and 4 ranks of the device with those of one CPU
+  rank; they must agree within a relative difference of 1e-4.
+- steps: compares a training step with PyTorch's on the same GPU, eager (goal 1.0) and compiled
+  (goal 1.1). The sides take turns in one run, as in tools/bench/step.py. The model is the GPT of 12
+  layers, d 1024, in bfloat16 and in float32. Data and tensor parallel runs have several ranks, one
+  for each GPU, or all on one if there is only one; tensors travel by NCCL, or staged through the
+  host. The last column is the share of a step that its matrix products would take at the rate of
+  one large product.
+- collectives: compares AllReduce in a session with ncclAllReduce itself
+  (tools/bench/gpu_collectives.py).
 
-Exit code: 0; 1 where parity does not hold or a side of onnxpar's fails, or with --check a goal is
-missed; 3 where there is no GPU, and nothing ran.
+Exit codes: 0; 1 if parity does not hold or a side of onnxpar's fails, or if a goal is missed and
+--check is given; 3 if there is no GPU, so that nothing ran.
 """
 
 import argparse
@@ -224,9 +227,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--rounds", type=int, default=9, help="turns of each side")
+    parser.add_argument("--rounds", type=int, default=9, help="number of turns of each side")
     parser.add_argument("--quick", action="store_true", help="tiny models, two rounds")
-    parser.add_argument("--check", action="store_true", help="exit code 1 where a goal is missed")
+    parser.add_argument("--check", action="store_true", help="exit code 1 if a goal is missed")
     return parser.parse_args(arguments)
 
 

@@ -1,11 +1,12 @@
-"""AllReduce of GPU tensors in onnxruntime's sessions beside ncclAllReduce itself, under mpirun.
+"""Compares AllReduce of GPU tensors in onnxruntime's sessions with ncclAllReduce, under mpirun.
 
     mpirun -n 2 python tools/bench/gpu_collectives.py [--quick]
 
-Used by tools/bench/gpu.py. For each size: microseconds of one call, in a chain of AllReduce nodes
-over the rank's NCCL transport, in the same chain staged through the host, and in a loop over
-ncclAllReduce on a communicator of the benchmark's own. Medians over rounds, taken in turns; the
-slowest rank counts. Ranks that share a GPU need NCCL_MULTI_RANK_GPU_ENABLE=1.
+tools/bench/gpu.py uses this script. For each size, it prints the microseconds of one call: in a
+chain of AllReduce nodes over the rank's NCCL transport, in the same chain staged through the host,
+and in a loop over ncclAllReduce on a communicator of the benchmark's own. They are medians over
+rounds, which alternate between the three, of the slowest rank. Ranks that share a GPU need
+NCCL_MULTI_RANK_GPU_ENABLE=1.
 """
 
 import argparse
@@ -145,7 +146,9 @@ def measure(quick: bool) -> None:
 
 def main() -> int:
     """Measures; an error on one rank ends all."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="small sizes, fewer rounds")
     quick: bool = parser.parse_args().quick
     world = World.mpi()

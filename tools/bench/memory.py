@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Predicted against measured memory of each rank, in bytes that are alive at the same time.
+"""Compares the predicted memory of a rank with the measured one: bytes alive at the same time.
 
     tools/bench/memory.py MODEL.onnx --strategy dp=2 --strategy tp=2 --symbol batch=8
     tools/bench/memory.py MODEL.onnx --strategy dp=2,tp=2 --loss softmax_cross_entropy --check
@@ -8,7 +8,7 @@ For each strategy the model is sharded and all ranks run in this process, one th
 inputs of random numbers: the forward program, or with --loss two training steps. Columns: what
 `onnxpar plan` predicts from the plan alone, what follows from the rank's program node by node, and
 what the fullest rank held, by `peak_bytes` of its session or trainer. With --check the exit code is
-1 where the plan's prediction differs by more than 15 %.
+1 if the plan's prediction differs by more than 15 %.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Measures how long ranks of a pipeline wait, beside what the schedules promise.
+"""Compares how long the ranks of a pipeline wait with what the schedules promise.
 
 Stages that take equal times, which they sleep through, are played by the runtime's own player with
 real messages between the ranks: threads of this process, or processes under mpirun:
@@ -102,7 +102,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--stages", type=int, default=4)
     parser.add_argument("--micro-batches", type=int, default=8)
-    parser.add_argument("--seconds", type=float, default=0.15, help="of a forward")
+    parser.add_argument("--seconds", type=float, default=0.15, help="seconds of a forward")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--check", action="store_true")
     options = parser.parse_args(arguments)

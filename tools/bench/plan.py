@@ -1,29 +1,30 @@
 #!/usr/bin/env python
-"""What planning promises, measured on this machine.
+"""Compares the predictions of the cost model, and the plans found, with measurements.
 
     tools/bench/plan.py --rank [--model gpt|mlp] [--devices 4] [--strategies 24] [--check]
     tools/bench/plan.py --speed [--devices 2 4] [--check]
     tools/bench/plan.py --time [--places 2 2@1gbit 4@1gbit] [--strategies 24] [--check]
 
---rank: the cost model's order of strategies against the measured one (Spearman's correlation),
-forward and training. Strategies are the presets, the one found, and random ones: a random share of
-the kinds of nodes gets random options, the rest is searched for around them.
+--rank compares the cost model's order of strategies with the measured order (Spearman's
+correlation), forward and in training. The strategies are the presets, the one found, and random
+ones: nodes of randomly chosen kinds get random options, and the rest is searched for around them.
 
---speed: a step of the plan that `onnxpar plan` finds against the better of pure data and pure
-tensor parallelism. The plan found is loaded twice, and the ratio of the two says what measuring
-differs by. Where the graphs of all ranks are equal, it is the same program: no ratio is taken.
+--speed compares a step of the plan that `onnxpar plan` finds with the better one of pure data and
+pure tensor parallelism. The plan found is loaded twice; the ratio of the two shows the error of the
+measurement. If its rank graphs are those of the preset, the two are the same program, and no ratio
+is taken.
 
---time: the seconds that the cost model predicts for a step against the measured ones, in training,
-for strategies on one node and on two nodes (`4@1gbit`: 4 ranks on two nodes of tools/two-nodes,
-joined at 1 Gbit/s): presets with levels of optimizer parallel, and random strategies as above. The
-error of a strategy is |predicted - measured| / measured.
+--time compares the seconds that the cost model predicts for a training step with the measured ones,
+for strategies on one machine and on two (`4@1gbit`: 4 ranks on the two nodes of tools/two-nodes,
+joined at 1 Gbit/s). The strategies are presets with levels of optimizer parallel, and random ones
+as above. The error of a strategy is |predicted - measured| / measured.
 
-Ranks are processes under mpirun on this machine, of one thread if there are as many as cores; what
-is compared is run in turns, and the median of the ratios of one round counts. The machine is
-measured first by tools/calibrate.py with as many ranks at the same place, unless `--machine` names
-one. With --check the exit code is 1 where a goal is missed: a correlation of 0.8, a ratio of 1 or
-what the same program twice has, whichever is more; with --time, a correlation of 0.95 and a median
-error of 15 %.
+Ranks are processes under mpirun on this machine. They have one thread each if there are as many
+ranks as cores. The strategies run in turn, and the median of the ratios of each round counts. First
+tools/calibrate.py measures the machine, with as many ranks at the same place, unless `--machine`
+names one. With --check, the exit code is 1 if a goal is missed. The goals are a correlation of 0.8,
+and a ratio of 1, or that of the plan loaded twice if it is larger; with --time, a correlation of
+0.95 and a median error of 15 %.
 """
 
 import argparse
@@ -446,13 +447,13 @@ def main() -> int:
     parser.add_argument("--places", nargs="+", default=["2", "2@1gbit", "4@1gbit"])
     parser.add_argument("--strategies", type=int, default=24)
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--steps", type=int, default=2, help="in each round")
+    parser.add_argument("--steps", type=int, default=2, help="steps in each round")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--machine", help="preset or file, instead of measuring")
+    parser.add_argument("--machine", help="a preset or a file, instead of measuring the machine")
     parser.add_argument(
         "--folder", type=Path, help="keep what is measured and sharded here, and use what is there"
     )
-    parser.add_argument("--check", action="store_true", help="exit code 1 where a goal is missed")
+    parser.add_argument("--check", action="store_true", help="exit code 1 if a goal is missed")
     arguments = parser.parse_args()
     arguments.devices = arguments.devices or ([4] if arguments.rank else [2, 4])
     missed: list[str] = []

@@ -1,20 +1,21 @@
 #!/usr/bin/env python
-"""The search for a strategy: how long it takes, and how good its plans are.
+"""Measures how long the search for a strategy takes, and how good its plans are.
 
     tools/bench/plan_search.py --zoo [NAME|FILE …] [--devices 8 16] [--machine cpu] [--check]
     tools/bench/plan_search.py --scale [--layers 6 12 24 48 96] [--devices 1024] [--check]
 
---zoo: each network of models/zoo.py, GPT-2 and Llama with 32 layers, and a GPT of 32 layers in the
-sizes of a model of 7 billion parameters (or those named; a file is an ONNX model), forward and
-training: halving (`recursive`) against the exact search (`ilp`). What is shown of a search: the
-processor's seconds, what a step costs, how far that is proved.
+--zoo compares halving (`recursive`) with the exact search (`ilp`), forward and in training. The
+networks are those of models/zoo.py, GPT-2 and Llama with 32 layers, and a GPT of 32 layers in the
+sizes of a model of 7 billion parameters; or those that you name (a file is an ONNX model). For each
+search, the table has its CPU seconds, the cost of a step, and the gap to the proved bound.
 
---scale: `onnxpar plan` of a GPT in the sizes of one of 175 billion parameters, more and more layers
-of it: the processor's seconds of each stage, and the exponent of a power law through the totals.
+--scale runs `onnxpar plan` for a GPT in the sizes of one of 175 billion parameters, with more and
+more layers. It prints the CPU seconds of each phase, and the exponent of a power law through the
+totals.
 
-Networks are exported once into --models, a folder. With --check the exit code is 1 where a goal is
-missed: halving in 2 s at no more than 1.10 times the exact cost, a gap of 1 % in 60 s; an exponent
-of 1.1, and 30 s for the largest.
+Networks are exported once into --models, a folder. With --check, the exit code is 1 if a goal is
+missed. The goals of --zoo are halving in 2 s at no more than 1.10 times the exact cost, and a gap
+of 1 % in 60 s. The goals of --scale are an exponent of 1.1, and 30 s for the largest model.
 """
 
 import argparse
@@ -208,12 +209,14 @@ def main() -> int:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--zoo", nargs="*", metavar="NAME|FILE")
     what.add_argument("--scale", action="store_true")
-    parser.add_argument("--devices", nargs="+", type=int, help="8 and 16, or 1024")
+    parser.add_argument(
+        "--devices", nargs="+", type=int, help="by default 8 and 16 for --zoo, 1024 for --scale"
+    )
     parser.add_argument("--layers", nargs="+", type=int, default=[6, 12, 24, 48, 96])
-    parser.add_argument("--algorithm", default="recursive", help="for --scale")
-    parser.add_argument("--machine", default="h100", help="preset or file")
-    parser.add_argument("--models", type=Path, help="where exported networks are kept")
-    parser.add_argument("--check", action="store_true", help="exit code 1 where a goal is missed")
+    parser.add_argument("--algorithm", default="recursive", help="the algorithm of --scale")
+    parser.add_argument("--machine", default="h100", help="a preset or a file")
+    parser.add_argument("--models", type=Path, help="a folder that keeps exported networks")
+    parser.add_argument("--check", action="store_true", help="exit code 1 if a goal is missed")
     options = parser.parse_args()
     collect_rarely()  # as `onnxpar plan` does
     with TemporaryDirectory(prefix="onnxpar-plan-") as scratch:

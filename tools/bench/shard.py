@@ -250,12 +250,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("part", nargs="?", choices=["graph", "weights", "both"], default="both")
     parser.add_argument("--layers", type=int, nargs="+", default=[12, 24, 48, 96])
-    parser.add_argument("--gib", type=float, default=1.0, help="bytes of weights, GiB")
+    parser.add_argument("--gib", type=float, default=1.0, help="GiB of weights")
     parser.add_argument("--repeats", type=int, default=5, help="pairs of shard and cp")
     parser.add_argument("--graph-strategy", default="dp=2,tp=8")
     parser.add_argument("--weights-strategy", default="tp=4")
     parser.add_argument("--profile", action="store_true", help="print where the time goes")
-    parser.add_argument("--dir", type=Path, help="where to write; needs twice the weights")
+    parser.add_argument(
+        "--dir", type=Path, help="where to write; it needs room for twice the weights"
+    )
     options = parser.parse_args()
     if options.repeats < 1:
         parser.error(f"--repeats {options.repeats}: at least 1 pair is needed")

@@ -1,29 +1,31 @@
 #!/usr/bin/env python3
-"""A training step of onnxpar and of PyTorch, interleaved in one run.
+"""Compares a training step of onnxpar with one of PyTorch, interleaved in one run.
 
     tools/bench/step.py                       # MLP and GPT, SGD and AdamW
     tools/bench/step.py --model mlp --torch-parallel
     tools/bench/step.py --model gpt --profile
     tools/bench/step.py --quick               # tiny models: do both sides still run, and agree?
 
-Models: the MLP of models/mlp.py at batch 128, and a GPT of models/transformer.py (4 layers, d 512,
-8 heads, seq 128, batch 8, vocabulary 8192 not tied: 21 M parameters). Sides: PyTorch in one process
-of 2 threads; onnxpar on 1 device with 2 threads, and with data parallel and tensor parallel over 2
-ranks of 1 thread each, under mpirun; with --torch-parallel PyTorch's DDP and tensor parallel over
-gloo too. All begin with the same weights and take the same batches.
+The models are the MLP of models/mlp.py at batch 128, and a GPT of models/transformer.py (4 layers,
+d 512, 8 heads, seq 128, batch 8, vocabulary 8192 not tied: 21 M parameters). The sides are PyTorch
+in one process with 2 threads; onnxpar on 1 device with 2 threads; onnxpar under mpirun with data
+parallel and with tensor parallel over 2 ranks, each with 1 thread; and with --torch-parallel also
+PyTorch's DDP and tensor parallel over gloo. All begin with the same weights and take the same
+batches.
 
-Each side lives in processes of its own, which wait on a socket while others have their turn. First
-each takes 20 steps, and its losses must be PyTorch's to 5 decimals. Then come rounds: in each,
-every side takes a turn of several steps. A side's ratio is the median over the rounds of its time
-divided by that of PyTorch's single process in the same round, so that what else the machine does
-slows both. Where more wants to run than there are processors, that does not help: threads that wait
-for one another actively, as PyTorch's do, then take many times as long; the processor time of a
-step (cpu ms: all threads and ranks together, their active waiting too) tells more then, and
-OMP_WAIT_POLICY=passive lets PyTorch's threads sleep. A step is all that a user waits for: from
+Each side has processes of its own, which wait on a socket while other sides have their turn. First
+each takes 20 steps, and its losses must equal PyTorch's to 5 decimals. Then come rounds: in each,
+every side takes a turn of several steps. A side's ratio is the median, over the rounds, of its time
+divided by that of PyTorch's single process in the same round. So other work on the machine slows
+both. This does not help if more threads want to run than there are cores: threads that wait
+actively for one another, as PyTorch's do, then take many times as long. In that case, look at the
+CPU time of a step (cpu ms: that of all threads and ranks, including active waiting), or let
+PyTorch's threads sleep with OMP_WAIT_POLICY=passive. A step is all that a user waits for: from
 global arrays in memory to the loss as a number.
 
-Goals: 1 device at most 1.05; dp and tp no worse than PyTorch's own, measured in the same run or
-else as measured before. With --check the exit code is 1 where a goal is missed.
+Goals: 1 device takes at most 1.05 times as long as PyTorch. dp and tp take no longer than PyTorch's
+own dp and tp, measured in the same run, or else in an earlier one. With --check, the exit code is 1
+if a goal is missed.
 """
 
 import argparse
@@ -469,8 +471,10 @@ def parser_of(description: str | None) -> argparse.ArgumentParser:
 
 def add_results(parser: argparse.ArgumentParser) -> None:
     """Adds the options that `report_results` reads."""
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all turns there")
-    parser.add_argument("--check", action="store_true", help="exit code 1 where a goal is missed")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write the times of all turns to this file"
+    )
+    parser.add_argument("--check", action="store_true", help="exit code 1 if a goal is missed")
 
 
 def report_results(
@@ -488,7 +492,7 @@ def with_rounds(
     parser: argparse.ArgumentParser, turn: float, arguments: Sequence[str] | None
 ) -> argparse.Namespace:
     """Reads a command line that also has the rounds, and the seconds of a turn."""
-    parser.add_argument("--rounds", type=int, default=15, help="turns of each side")
+    parser.add_argument("--rounds", type=int, default=15, help="number of turns of each side")
     parser.add_argument("--turn", type=float, default=turn, help="seconds of the first side's turn")
     found = parser.parse_args(arguments)
     if found.rounds < 1 or found.turn <= 0:
@@ -504,10 +508,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--optimizer", nargs="+", choices=OPTIMIZERS, default=list(OPTIMIZERS))
     ways = [side.way for side in OURS]
-    parser.add_argument("--way", nargs="+", choices=ways, default=ways, help="onnxpar's sides")
-    parser.add_argument("--torch-parallel", action="store_true", help="PyTorch's dp and tp too")
+    parser.add_argument(
+        "--way", nargs="+", choices=ways, default=ways, help="which sides of onnxpar run"
+    )
+    parser.add_argument(
+        "--torch-parallel", action="store_true", help="also measure PyTorch's dp and tp"
+    )
     parser.add_argument("--ort", action="append", default=[], metavar="KEY=VALUE")
-    parser.add_argument("--profile", action="store_true", help="print onnxruntime's profiles too")
+    parser.add_argument("--profile", action="store_true", help="also print onnxruntime's profiles")
     add_results(parser)
     return with_rounds(parser, 0.5, arguments)
 

@@ -88,7 +88,7 @@ def gpt(layers: int, d_model: int, heads: int, seq: int, batch: int, vocab: int)
 
 
 def mlp(hidden: int, batch: int) -> Model:
-    """The tutorial's network of models/mlp.py."""
+    """The network of models/mlp.py."""
     options, rates = ("--hidden", str(hidden), str(hidden)), {"sgd": 0.01, "adamw": 1e-4}
     return Model("mlp", "mlp.py", options, (batch, 1, 28, 28), (batch,), 10, False, rates)
 

@@ -1,14 +1,14 @@
 #!/usr/bin/env python
-"""The preset `tp=N` beside propagation alone, and beside what an expert would write.
+"""Compares the preset `tp=N` with propagation alone, and with a strategy written by an expert.
 
     tools/bench/tensor_parallel.py [NAME|FILE …] [--preset tp=2] [--models FOLDER]
 
-For each network of models/zoo.py (or those named; a file is an ONNX model): the bytes that a device
-sends in one forward run, at typical sizes of the symbols and at sixteen times these, the bytes of
-parameters that it holds, and how many nodes are sharded. Bytes are those of ring collectives, until
-the outputs have the shardings that propagation gives them. An expert's strategy is the file
-`tests/experts/NAME.yaml`, on the mesh of the preset. Networks are exported once into --models, a
-folder.
+For each network of models/zoo.py (or those that you name; a file is an ONNX model), the script
+prints the bytes that a device sends in one forward run, at typical sizes of the symbols and at
+sixteen times these sizes, the bytes of parameters that it holds, and how many nodes are sharded.
+Bytes are those of ring collectives. They include resharding the outputs to the shardings that
+propagation gives them. An expert's strategy is the file `tests/experts/NAME.yaml`, on the mesh of
+the preset. Networks are exported once into --models, a folder.
 """
 
 import argparse
@@ -100,7 +100,7 @@ def main() -> int:
     )
     parser.add_argument("names", nargs="*", metavar="NAME|FILE")
     parser.add_argument("--preset", default="tp=2")
-    parser.add_argument("--models", type=Path, help="where exported networks are kept")
+    parser.add_argument("--models", type=Path, help="a folder that keeps exported networks")
     options = parser.parse_args()
     print("| network | plan | bytes sent | at large sizes | parameters held | nodes sharded | s |")
     print("| --- | --- | --- | --- | --- | --- | --- |")

@@ -1,25 +1,27 @@
 #!/usr/bin/env python3
-"""A training step on two nodes, with and without overlap, beside PyTorch's, interleaved in one run.
+"""Compares training steps on two nodes with and without overlap, and with PyTorch's, in one run.
 
     tools/bench/two_nodes.py                       # the GPT of tools/bench/step.py, SGD, 1 Gbit/s
     tools/bench/two_nodes.py --rate 10gbit --optimizer adamw
     tools/bench/two_nodes.py --quick               # tiny model: does every side run, and agree?
 
-Data parallel over 2 ranks of 1 thread. First both ranks are on one node, which tells what the
-computation takes, and its forward pass alone. Then each is on a node of its own (tools/two-nodes):
-onnxpar at levels of optimizer parallel, with and without overlap, PyTorch's DistributedDataParallel
-over gloo if PyTorch is installed, and a plain socket that sends both ways at once. Turns are as in
-tools/bench/step.py; the losses of the first steps must be those of one node to 5 decimals.
+All steps are data parallel over 2 ranks with 1 thread each. A node is a network namespace of
+tools/two-nodes, which acts as a machine. First both ranks are on one node: this shows how long the
+computation takes, and its forward pass alone. Then each rank is on a node of its own. The sides are
+onnxpar at several levels of optimizer parallel, with and without overlap; PyTorch's
+DistributedDataParallel over gloo, if PyTorch is installed; and a plain socket that sends in both
+directions at once. Turns are as in tools/bench/step.py; the losses of the first steps must equal
+those on one node to 5 decimals.
 
-The table has the median and the least time of a step, its processor time (both ranks), its two
-parts, the bytes that a node sends (counted by its network interface), and the time that the wire
-needs for them at the socket's rate. A second table says what overlap hides of what it can hide:
+The table has the median and the least time of a step, its CPU time (both ranks), its two parts, the
+bytes that a node sends (counted by its network interface), and the time that the wire needs for
+them at the socket's rate. A second table says how much overlap hides of what it can hide:
 
     (step without overlap - step with overlap) / min(computation, wire)
 
-where the computation is the backward pass, or at level 3, which gathers parameters in the forward
-pass too, both passes. The second table is of least times, since other work on the machine only adds
-to a time, and differences of medians are small beside what it adds.
+The computation is the backward pass, or at level 3, which also gathers parameters in the forward
+pass, both passes. The second table is of least times, because other work on the machine only makes
+times longer, and it may change medians by more than overlap does.
 """
 
 import argparse
@@ -98,7 +100,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", choices=list(MODELS), default="gpt")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="sgd")
     parser.add_argument("--level", type=int, nargs="+", choices=range(4), default=list(LEVELS))
-    parser.add_argument("--rate", default="1gbit", help="of the link, as tc takes it")
+    parser.add_argument(
+        "--rate", default="1gbit", help="rate of the link, in the form of tc, such as 1gbit"
+    )
     return with_rounds(parser, 0.3, arguments)
 
 

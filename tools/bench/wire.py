@@ -1,18 +1,18 @@
 #!/usr/bin/env python
-"""Collectives between two machines against a socket's rate on the same link.
+"""Compares collectives between two machines with a socket's rate on the same link.
 
     tools/bench/wire.py [--rate 1gbit] [--slots 1] [--rounds 4] [--check] [COLLECTIVE ...]
 
-Starts two nodes on this machine with `tools/two-nodes`, joined at the rate, with --slots ranks on
-each. Each collective runs in a session of onnxruntime on tensors of float32 from 1 KiB to 64 MiB:
-the input, or the result of AllGather. Up to 64 KiB the table has microseconds for a call. Above, it
-has the share of the socket's rate: the bytes that a node must send, divided by the time. The socket
-sends in both directions at once, in the same run. The best round counts, which other work on the
-machine has disturbed least. A round has many calls, because the link sends 256 kB at once after a
-pause.
+The script starts two nodes on this machine with `tools/two-nodes`: network namespaces that act as
+machines, joined at the given rate, with --slots ranks on each. Each collective runs in a session of
+onnxruntime on float32 tensors from 1 KiB to 64 MiB (the size of the input, or of the result of
+AllGather). Up to 64 KiB, the table has microseconds for a call. Above that, it has the share of the
+socket's rate: the bytes that a node must send, divided by the time. The socket sends in both
+directions at once, in the same run. The fastest round counts, because other work on the machine
+disturbed it least. A round has many calls, because the link sends 256 kB at once after a pause.
 
-With --check the exit code is 1 unless AllReduce, ReduceScatter and AllGather have a share of 0.9
-from 1 MiB.
+With --check, the exit code is 0 only if AllReduce, ReduceScatter and AllGather have a share of at
+least 0.9 for 1 MiB and more.
 """
 
 import argparse
@@ -160,10 +160,12 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("collectives", nargs="*", metavar="COLLECTIVE", help="all if none is given")
-    parser.add_argument("--rate", default="1gbit", help="of the link, as tc takes it")
+    parser.add_argument(
+        "--rate", default="1gbit", help="rate of the link, in the form of tc, such as 1gbit"
+    )
     parser.add_argument("--slots", type=int, default=1, help="ranks on each node")
     parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--check", action="store_true", help="exit code 1 where a goal is missed")
+    parser.add_argument("--check", action="store_true", help="exit code 1 if a goal is missed")
     arguments = parser.parse_args()
     if INSIDE in os.environ:
         missed = be_rank(arguments.slots, arguments.rounds, arguments.collectives)
