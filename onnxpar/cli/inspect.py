@@ -261,11 +261,11 @@ def _show_training(training: Json, console: Console) -> None:
     trained = [t for t in tensors if t["trained"]]
     elements, of = (sum(t["elements"] for t in group) for group in (trained, tensors))
     text = (
-        f"trains {elements:,} of {of:,} parameters, {len(trained)} of {len(tensors)} tensors, "
-        f"with {training['optimizer']['kind']} on {training['loss']['kind']}"
+        f"training {elements:,} of {of:,} parameters, in {len(trained)} of {len(tensors)} "
+        f"tensors, with {training['optimizer']['kind']} on {training['loss']['kind']}"
     )
     if training["loss"]["labels"] is not None:
-        text += f", labels in {training['loss']['labels']}"
+        text += f"; the labels are the input {training['loss']['labels']}"
     console.print(escape(text))
     for notice in training["notices"]:
         console.print(escape(f"notice: {notice}"))

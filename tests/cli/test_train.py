@@ -45,7 +45,7 @@ def test_trains_as_numpy_does(sgd: Path, tmp_path: Path, capfd: pytest.CaptureFi
     ]
     out = printed.out.splitlines()
     assert out[0] == (
-        "training 640 of 640 parameters, 1 of 1 tensors, with sgd on softmax_cross_entropy"
+        "training 640 of 640 parameters, in 1 of 1 tensors, with sgd on softmax_cross_entropy"
     )
     assert all(re.fullmatch(r"epoch: \d+ step: \d+, loss is [\d.]+", line) for line in out[1:-1])
     assert len(out) == 1 + 45 + 1 and out[-1] == f"wrote {saved}"

@@ -209,8 +209,8 @@ def what_is_trained(training: Training) -> list[str]:
     trained = [t for t in tensors if t.trained]
     elements, of = (sum(t.elements for t in group) for group in (trained, tensors))
     lines = [
-        f"training {elements:,} of {of:,} parameters, {len(trained)} of {len(tensors)} tensors, "
-        f"with {training.optimizer} on {training.loss.kind}"
+        f"training {elements:,} of {of:,} parameters, in {len(trained)} of {len(tensors)} "
+        f"tensors, with {training.optimizer} on {training.loss.kind}"
     ]
     lines += _some(
         [

@@ -124,7 +124,8 @@ def test_what_is_trained() -> None:
     )
     lines = what_is_trained(Training(loss, "adamw", {}, None, tensors, ("untied x",), {}))
     assert lines == [
-        "training 2,000 of 4,000 parameters, 2 of 4 tensors, with adamw on softmax_cross_entropy",
+        "training 2,000 of 4,000 parameters, in 2 of 4 tensors, with adamw on "
+        "softmax_cross_entropy",
         "not trained: c (1,000): frozen",
         "not trained: d (1,000): the loss does not need it",
         "shared: a by n1, n2",
