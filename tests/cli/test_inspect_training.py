@@ -85,8 +85,8 @@ def test_tables(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", str(out)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert (
-        "training 36 of 108 parameters, in 1 of 3 tensors, with momentum on mse; the labels are the "
-        "input labels"
+        "training 36 of 108 parameters, in 1 of 3 tensors, with momentum on mse; the labels are "
+        "the input labels"
     ) in lines
     head = lines[: lines.index("program training_model:")]
     rows = {line.split()[0]: line.split()[1:] for line in head}
