@@ -275,7 +275,7 @@ def shard_model(
     """Shards a model and writes the output directory.
 
     Args:
-        model: Path of the ONNX file, or of a folder of onnxruntime-genai.
+        model: Path of the ONNX file, or of a model folder in the form of onnxruntime-genai.
         strategy: A strategy, the path of a strategy file, or a preset such as `dp=2,tp=4`; None
             for the model's annotations.
         out: The directory to write; it is written completely or not at all.

@@ -1,4 +1,4 @@
-"""A model as a folder of onnxruntime-genai: `genai_config.json` beside the file.
+"""A model folder in the form of onnxruntime-genai: `genai_config.json` next to the file.
 
 The configuration names the file of the decoder, and its inputs and outputs, those of the cache with
 `%d` for the number of the layer (https://onnxruntime.ai/docs/genai/reference/config.html).

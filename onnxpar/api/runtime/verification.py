@@ -33,8 +33,8 @@ def verify(
 
     Args:
         directory: The directory.
-        model: The undivided model, a file or a folder of onnxruntime-genai, or its directory for
-            one device.
+        model: The undivided model (a file, or a model folder in the form of onnxruntime-genai),
+            or its directory for one device.
         cases: Texts such as `batch=16,seq=8`, one for each case; by default three cases.
         inputs: `.npz` file of global inputs instead of random ones.
         options: What to compare and how strictly.

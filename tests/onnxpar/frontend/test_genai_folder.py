@@ -1,4 +1,4 @@
-"""A folder of onnxruntime-genai as a model: the file and the states that it names."""
+"""A model folder in the form of onnxruntime-genai: the file and the states that it names."""
 
 import json
 from pathlib import Path
