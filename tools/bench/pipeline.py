@@ -7,7 +7,7 @@ real messages between the ranks: threads of this process, or processes under mpi
     mpirun -n P python tools/bench/pipeline.py …
 
 The bubble is the share of a step's time, from the first beginning to the last end, in which ranks
-compute nothing. With `--check` the exit code is 1 where it is not within 5 % of the formula.
+compute nothing. With `--check` the exit code is 1 if it is not within 5 % of the formula.
 """
 
 import argparse

@@ -16,7 +16,7 @@ followed by an fsync: a time ends when the bytes are with the operating system. 
 processors or more and `cp` one, so that other work slows shard more: processor times tell both.
 
 Every measurement is a process of its own; memory is its peak resident set, the interpreter's too.
-Exit code 1 where a goal is missed.
+The exit code is 1 if a goal is missed.
 """
 
 import argparse
