@@ -22,6 +22,7 @@ from onnxpar.cost.timeline import (
     Transfer,
     delayed,
     elapsed,
+    finished_later,
     gathered_ahead,
     in_buckets,
 )
@@ -158,7 +159,9 @@ class _Pricing:
     gathers: list[Gather] = field(default_factory=list)
     leaving: list[Transfer] = field(default_factory=list)
     reductions: list[Member] = field(default_factory=list)
+    updated: list[Member] = field(default_factory=list)
     places: dict[str, int] = field(default_factory=dict)
+    read_at: dict[str, int] = field(default_factory=dict)
 
     def run(self) -> Price:
         graph, plan = self.program.graph, self.plan
@@ -189,11 +192,11 @@ class _Pricing:
         inside = (*self.transfers, *gathered_ahead(self.gathers), *delayed(self.leaving, end))
         ordered = sorted(inside, key=lambda t: t.ready)
         each = elapsed(self.computed, ordered)
-        reductions = tuple(in_buckets(self.reductions, end))
-        ahead = sorted((*ordered, *reductions), key=lambda t: t.ready)
-        reduced = sum(r.seconds for r in reductions)
-        last = elapsed(self.computed, ahead)
-        return sum(p.seconds for p in prices) - each, each + reduced - last
+        # The step before leaves the gathers of updated parameters running.
+        gathers = tuple(finished_later(self.updated))
+        once = (*gathers, *in_buckets(self.reductions, end))
+        last = elapsed(self.computed, sorted((*once, *ordered), key=lambda t: t.ready))
+        return sum(p.seconds for p in prices) - each, each + sum(t.seconds for t in once) - last
 
     def _kept(self, name: str) -> int:
         """Bytes of a parameter, its gradient and its moments."""
@@ -220,6 +223,7 @@ class _Pricing:
             if source not in self.made or want is None or rule.inputs[index].mode == ANY:
                 reads.append("")
                 continue
+            self.read_at.setdefault(source, len(self.computed))
             seconds, version = self._fetched(source, want)
             moving += seconds
             spent, filled = self._masked(version, source, want, index, chosen)
@@ -341,15 +345,16 @@ class _Pricing:
     def _reducing(self) -> float:
         """Seconds to reduce gradients, and to gather parameters that replicas share."""
         seconds, meeting = 0.0, set[int]()
-        gathers: list[Member] = []
         for name, output in self.shards.gradients.items():
             leaves, shard = self.plan.outputs[output], self.shards.moment(name)
             width, place = self.itemsizes[name], self.places.get(output, 0)
             seconds += self._moved(leaves, shard, width, place, self.reductions)
-            seconds += self._moved(shard, self.shards.parameter(name), width, 0, gathers)
+            first = self.read_at.get(name, 0)
+            whole = self.shards.parameter(name)
+            seconds += self._moved(shard, whole, width, first, self.updated)
             meeting.update(leaves.partial)
         end = len(self.computed)
-        calls = (*in_buckets(self.reductions, end), *in_buckets(gathers, end))
+        calls = (*in_buckets(self.reductions, end), *finished_later(self.updated))
         # They come one after another at the end of a step, so ranks wait once.
         return seconds + sum(c.seconds for c in calls) + self.cost.wait(sorted(meeting))
 

@@ -68,7 +68,8 @@ class Member:
         kind: Collectives of one kind may be in one bucket.
         seconds: What it takes alone.
         start: The part of it that a call takes however little it sends.
-        ready: The place from which its operand is there.
+        ready: The place from which its operand is there; of an updated parameter, the place of its
+            first reader in the next step.
         size: The bytes of the tensor.
         link: Its link.
     """
@@ -126,10 +127,22 @@ def in_buckets(members: Iterable[Member], end: int) -> Iterator[Transfer]:
         members: The collectives.
         end: The place at which all must be complete.
     """
-    found = sorted(members, key=lambda m: m.ready)
-    filled = buckets(found, lambda m: (m.kind, m.link), lambda m: m.size, lambda m: m.link)
-    for bucket in sorted(filled, key=lambda b: b[-1].ready):
+    for bucket in sorted(_calls(members), key=lambda b: b[-1].ready):
         yield Transfer(together(bucket), bucket[-1].ready, end, bucket[0].link.overlaps)
+
+
+def finished_later(members: Iterable[Member]) -> Iterator[Transfer]:
+    """Yields the calls that gather updated parameters, each needed by its first reader.
+
+    They run from the beginning of the next step, in the order of the readers.
+    """
+    for bucket in sorted(_calls(members), key=lambda b: b[0].ready):
+        yield Transfer(together(bucket), 0, bucket[0].ready, bucket[0].link.overlaps)
+
+
+def _calls(members: Iterable[Member]) -> Iterator[list[Member]]:
+    found = sorted(members, key=lambda m: m.ready)
+    return buckets(found, lambda m: (m.kind, m.link), lambda m: m.size, lambda m: m.link)
 
 
 def buckets(

@@ -19,12 +19,11 @@ from onnxpar.emit.rank_graph import used_system_inputs
 from onnxpar.emit.weight_layout import WeightLayout
 from onnxpar.graph.builder import DOMAIN
 from onnxpar.graph.local_builder import (
-    ACCUMULATE,
+    BACKGROUND_INPUTS,
     COORD_PREFIX,
     COUNTER_INPUTS,
     HYPER_PREFIX,
     LOSS_WEIGHT,
-    START_AHEAD,
     SYMBOL_PREFIX,
 )
 from onnxpar.partition.partitioned_model import (
@@ -216,6 +215,7 @@ def _program(pm: PartitionedModel, graphs: Sequence[str | None]) -> ProgramEntry
                     **{name: value for name, value in vars(c).items() if name != "behind"},
                     "bytes": count_str(c.bytes),
                     "started_in": c.started_in or None,
+                    "finished_in": c.finished_in or None,
                 }
             )
             for c in pm.builder.collectives
@@ -281,7 +281,7 @@ def _system_input(name: str) -> SystemInput:
         return SystemInput(name, "counter", counter=name.removeprefix(f"{DOMAIN}."))
     if name == LOSS_WEIGHT:
         return SystemInput(name, "loss_weight")
-    if name in (START_AHEAD, ACCUMULATE):
+    if name in BACKGROUND_INPUTS:
         return SystemInput(name, name.removeprefix(f"{DOMAIN}."))
     if name.startswith(HYPER_PREFIX):
         hyper = name.removeprefix(HYPER_PREFIX)

@@ -20,10 +20,9 @@ from onnxpar.facts.host_nodes import HOST, LAYER, host_nodes, is_small
 from onnxpar.graph.body_captures import bodies_of, every_node, read_by
 from onnxpar.graph.builder import DOMAIN
 from onnxpar.graph.local_builder import (
-    ACCUMULATE,
+    BACKGROUND_INPUTS,
     COORD_PREFIX,
     COUNTER_INPUTS,
-    START_AHEAD,
     SYMBOL_PREFIX,
 )
 from onnxpar.ops.device.cuda_form import CudaForm, cuda_form, is_narrow
@@ -296,7 +295,7 @@ def _cast(name: str, x: str, y: str, to: int) -> onnx.NodeProto:
 def _given_to_host(pm: PartitionedModel) -> set[ir.Value]:
     """Returns the values that begin on the host: sizes, coordinates, counters, small constants."""
     builder = pm.builder
-    prefixes = (SYMBOL_PREFIX, COORD_PREFIX, *COUNTER_INPUTS, START_AHEAD, ACCUMULATE)
+    prefixes = (SYMBOL_PREFIX, COORD_PREFIX, *COUNTER_INPUTS, *BACKGROUND_INPUTS)
     given = {v for name, v in builder.system_inputs.items() if name.startswith(prefixes)}
     constants = [*builder.initializers, *(p.local for p in pm.parameters if not p.fed)]
     return given | {value for value in constants if is_small(value)}

@@ -28,8 +28,13 @@ LOSS_WEIGHT = "onnxpar.loss_weight"
 HYPER_PREFIX = "onnxpar.hyper."
 """Prefix of the names of the scalars that an optimizer reads, such as the learning rate."""
 START_AHEAD = "onnxpar.start_ahead"
-ACCUMULATE = "onnxpar.accumulate"
 """Input, int64 [1]: whether the optimizer comes next, so that its reductions may start."""
+FINISH_LATER = "onnxpar.finish_later"
+"""Input, int64 [1]: whether the next program finishes gathers of parameters."""
+ACCUMULATE = "onnxpar.accumulate"
+"""Input, int64 [1]: what the program does with gradients, see `onnxpar.schedule.accumulate`."""
+BACKGROUND_INPUTS = (START_AHEAD, FINISH_LATER, ACCUMULATE)
+"""The inputs that the runtime sets for each run of a step."""
 PLACE = "place"
 """Key in a node's `meta`: the builder's `place` when the node was built."""
 
@@ -59,6 +64,7 @@ class Collective:
         stages: For groups across pipeline stages: the stages; a group is the ranks at one place on
             their meshes. Empty for groups within a stage.
         started_in: The program that starts it in the background, before this one; "" for none.
+        finished_in: The program that finishes it in the background, after this one; "" for none.
         behind: What is computed while it runs in the background, for people; "" in the foreground.
     """
 
@@ -72,6 +78,7 @@ class Collective:
     after: str
     stages: tuple[int, ...] = ()
     started_in: str = ""
+    finished_in: str = ""
     behind: str = ""
 
 

@@ -22,6 +22,7 @@ from onnxpar.schedule.tokens import chained
 
 KINDS = ("AllReduce", "ReduceScatter", "AllGather")
 """The collectives of which several can be one call."""
+BUCKET = "Bucket"
 NEXT = "; "
 """Stands between the names of the tensors of a call."""
 
@@ -52,7 +53,8 @@ def group_collectives(
         )
     ):
         for row in grouping.neighbours(bucket):
-            if len(row) > 1:
+            # A gather alone is a Bucket too: `onnxpar.schedule.finish_later` takes no other form.
+            if len(row) > 1 or row[0].op_type == "AllGather":
                 grouping.join(row, [known[node.name or ""] for node in row])
     return grouping.finish()
 
@@ -162,7 +164,7 @@ class _Grouping:
         ]
         bucket = ir.Node(
             DOMAIN,
-            "Bucket",
+            BUCKET,
             [builder.const([0], ir.DataType.UINT8), *operands],
             [
                 ir.AttrString("op", first.op_type),

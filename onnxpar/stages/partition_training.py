@@ -41,6 +41,7 @@ from onnxpar.partition.program_memory import program_memory, total_bytes
 from onnxpar.propagation.propagate import propagate
 from onnxpar.schedule.accumulate import accumulate_rest
 from onnxpar.schedule.background import run_in_background
+from onnxpar.schedule.finish_later import finish_later
 from onnxpar.schedule.group import group_collectives
 from onnxpar.schedule.start_ahead import start_ahead
 from onnxpar.stages.stage_memory import fullest_stage
@@ -131,6 +132,7 @@ def partition_training(
         run_in_background(program, sizes, room)
         accumulate_rest(program)
         rest = [group_collectives(other, machine, sizes) for other in rest]
+        finish_later(rest[0], [program])
     evaluation, where = _evaluation(prepared, seeds, symbols, spec, buffers, staging)
     pipeline: PipelinePrograms | None = None
     if staging is None:
@@ -148,6 +150,8 @@ def partition_training(
             run_in_background(part, sizes, 0)
             accumulate_rest(part)
         rest = [group_collectives(other, machine, sizes) for other in rest]
+        for other in rest:
+            finish_later(other, [part for part in parts if part.stage == other.stage])
         training = replace(training, programs=parts)
         programs = (*training.programs, *evaluated.programs, *rest)
         pipeline = staging.pipeline([training, evaluated], rest)

@@ -181,8 +181,9 @@ class SystemInput:
     Attributes:
         name: Name in the rank's graph.
         kind: Which of the following values it takes; or `loss_weight`, a factor of the loss; or
-            `start_ahead`, 1 if the optimizer's program runs next, else 0; or `accumulate`, 1 in the
-            last micro-batch of a step, 2 in the first, 3 in between, 0 if it is the only one.
+            `start_ahead`, 1 if the optimizer's program runs next, else 0; or `finish_later`, 1 if
+            the next program finishes gathers of parameters, else 0; or `accumulate`, 1 in the last
+            micro-batch of a step, 2 in the first, 3 in between, 0 if it is the only one.
         symbol: The symbol whose global value it takes.
         atom: The atom along which it takes the rank's coordinate.
         counter: The session's counter that it takes.
@@ -200,6 +201,7 @@ class SystemInput:
                 "loss_weight",
                 "hyperparameter",
                 "start_ahead",
+                "finish_later",
                 "accumulate",
             )
         ),
@@ -232,6 +234,7 @@ class CollectiveEntry:
         before: Layout before.
         after: Layout after.
         started_in: The program that starts it in the background; None for none.
+        finished_in: The program that finishes it in the background; None for none.
     """
 
     op: str
@@ -244,6 +247,7 @@ class CollectiveEntry:
     before: str
     after: str
     started_in: Annotated[str | None, OPTIONAL] = None
+    finished_in: Annotated[str | None, OPTIONAL] = None
 
 
 @dataclass(frozen=True)

@@ -354,6 +354,15 @@ class Rank:
         library = self.world._library
         self._call(library.onnxpar_allow_background(self.world._handle, self.index, allowed))
 
+    def settle(self) -> None:
+        """Waits for gathers that the optimizer's program left to the next training program.
+
+        Raises:
+            RankError: Another rank failed.
+        """
+        library = self.world._library
+        self._call(library.onnxpar_settle(self.world._handle, self.index))
+
     @property
     def concurrent(self) -> bool:
         """Whether other threads of the rank may receive while it communicates."""

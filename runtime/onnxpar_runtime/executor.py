@@ -47,9 +47,11 @@ LOSS_WEIGHT = "loss_weight"
 """The key of the loss weight among the numbers of a run."""
 START_AHEAD = "start_ahead"
 """Among the numbers of a run: 1 if it may start what the next program communicates, else 0."""
+FINISH_LATER = "finish_later"
+"""Among the numbers of a run: 1 if the next program may finish what it communicates, else 0."""
 ACCUMULATE = "accumulate"
 """Among the numbers of a run: what it does with gradients, see `entries.SystemInput`."""
-_FIXED = (START_AHEAD, ACCUMULATE)  # the same whenever a captured run is repeated
+_FIXED = (START_AHEAD, FINISH_LATER, ACCUMULATE)  # the same whenever a captured run is repeated
 
 
 class StateMemory(Protocol):
@@ -457,7 +459,7 @@ class Executor:
                 memory[...] = counters[entry.counter]
             elif entry.kind == "loss_weight":
                 memory[...] = numbers[LOSS_WEIGHT]
-            elif entry.kind in (START_AHEAD, ACCUMULATE):
+            elif entry.kind in _FIXED:
                 memory[...] = int(numbers.get(entry.kind, 0))
             elif entry.hyperparameter is not None:
                 memory[...] = numbers[entry.hyperparameter]

@@ -36,6 +36,7 @@ SIGNATURES: Signatures = {
     ),
     "onnxpar_overlaps": (_INT, [_POINTER, _INT, ctypes.POINTER(_INT), _INT]),
     "onnxpar_allow_background": (_INT, [_POINTER, _INT, _INT]),
+    "onnxpar_settle": (_INT, [_POINTER, _INT]),
     "onnxpar_live_bytes": (_POINTER, []),
     "onnxpar_live_bytes_install": (_INT, [_POINTER]),
     "onnxpar_live_bytes_uninstall": (_INT, [_POINTER]),

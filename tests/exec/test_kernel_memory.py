@@ -176,6 +176,7 @@ CASES: Mapping[Key, tuple[Case, ...]] = {
             shapes={"t": (1,)},
         ),
     ),
+    (DOMAIN, "Finish"): (between(f"{DOMAIN}.Finish"),),
     (DOMAIN, "Barrier"): (between(f"{DOMAIN}.Barrier"),),
     (DOMAIN, "SgdStep"): (update("SgdStep", "p", 2),),
     (DOMAIN, "MomentumStep"): (update("MomentumStep", "pm", 5),),

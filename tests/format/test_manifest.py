@@ -62,7 +62,7 @@ def test_load(tmp_path: Path) -> None:
         (lambda m: program(m)["inputs"][0]["dims"][1][0].update(atoms=[1]), "at most once"),
         (
             lambda m: program(m)["system_inputs"][0].update(kind="dice"),
-            "'hyperparameter', 'start_ahead', 'accumulate'], got 'dice'",
+            "'hyperparameter', 'start_ahead', 'finish_later', 'accumulate'], got 'dice'",
         ),
         (lambda m: program(m)["system_inputs"][0].update(symbol="seq"), "got 'seq'"),
         (lambda m: program(m).update(equal_sizes={}), "equal_sizes: expected list, got {}"),

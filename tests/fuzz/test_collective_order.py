@@ -42,6 +42,7 @@ COMMUNICATES = (
     "Bucket",
     "Start",
     "StartAhead",
+    "FinishLater",
 )
 
 

@@ -19,6 +19,8 @@ from onnxpar_runtime.launch import find_mpirun, mpirun_environment
 SPEC = TrainingSpec(parse_loss("softmax_cross_entropy"), parse_optimizer("sgd"))
 CLOCK = "2.5e11:2e10"
 """Operations and bytes a second: a step computes for about as long as it communicates."""
+LATENCY = 10
+"""Microseconds of a call in `standin/nccl.cc`."""
 
 
 def steps(environment: Mapping[str, str], directory: Path, overlap: str) -> list[list[float]]:
@@ -38,11 +40,11 @@ def steps(environment: Mapping[str, str], directory: Path, overlap: str) -> list
     return found
 
 
-@pytest.mark.parametrize(("level", "share"), [(0, 0.7), (3, 0.6)])
+@pytest.mark.parametrize(("level", "share"), [(0, 0.7), (1, 0.6), (3, 0.6)])
 def test_what_is_hidden(
     standin_cuda: Mapping[str, str], tmp_path: Path, level: int, share: float
 ) -> None:
-    """Level 0: of the backward pass, two thirds of computing. Level 3: of both passes."""
+    """Level 0: of the backward pass, two thirds of computing. Levels 1 and 3: of both passes."""
     ir.save(mlp.build(image=8, hidden=(1024,) * 8), tmp_path / "m.onnx")
     out = tmp_path / "out"
     shard_model(tmp_path / "m.onnx", "dp=2", out, training=SPEC, optimizer_parallel=level)
@@ -51,7 +53,9 @@ def test_what_is_hidden(
     # Time is simulated, so that all steps take the same but for the rounding of its sums.
     for step in others:
         assert step == pytest.approx([apart, computing, communicating], rel=1e-9)
-    for hidden, *same in steps(standin_cuda, out, "yes"):
-        assert same == pytest.approx([computing, communicating], rel=1e-9)
+    for hidden, again, sent in steps(standin_cuda, out, "yes"):
+        assert again == pytest.approx(computing, rel=1e-9)
+        # Buckets of the two programs differ, so there may be a call more or less.
+        assert sent == pytest.approx(communicating, abs=1.01 * LATENCY)
         behind = computing * (2 / 3 if level == 0 else 1)
         assert apart - hidden >= share * min(behind, communicating)

@@ -249,30 +249,46 @@ def driver_at(address: str, rank: int) -> Iterator[Connection]:
 
 
 def serve(
-    job: Job, rank: int, step: Callable[[int, Batch], float], spent: Spent | None = None
+    job: Job,
+    rank: int,
+    step: Callable[[int, Batch], float],
+    spent: Spent | None = None,
+    settle: Callable[[], None] | None = None,
 ) -> None:
     """Does what the driver asks of a rank: a number of steps, until it asks for none.
 
     The rank waits for the driver on a socket, so that it takes no processor while another side has
     its turn.
 
+    What a step leaves running for the next one to finish would cost nothing at the end of a turn.
+    So a step that is not measured begins such a turn and leaves as much.
+
     Args:
         job: The job.
         rank: Number of the rank.
         step: Does step t = 1, 2, ... on a global batch and returns its loss.
         spent: Where it notes what its parts take.
+        settle: Waits for what a step has left running; None if steps leave nothing.
     """
     spent = Spent() if spent is None else spent
     batches, done = job.case.batches(), 0
+
+    def next_loss() -> float:
+        nonlocal done
+        done += 1
+        return step(done, batches[(done - 1) % BATCHES])
+
     with driver_at(job.address, rank) as driver:
         while count := driver.recv():
-            losses = []
+            losses = [] if settle is None else [next_loss()]
             spent.seconds.clear()
             before = sent(job)
             start, used = time.perf_counter(), time.process_time()
             for _ in range(count):
-                losses.append(step(done + 1, batches[done % BATCHES]))
-                done += 1
+                losses.append(next_loss())
             # Of all threads; those that wait for work actively are at work too.
             used, taken = time.process_time() - used, time.perf_counter() - start
-            driver.send((taken, used, losses, dict(spent.seconds), sent(job) - before))
+            moved = sent(job) - before
+            if settle is not None:
+                settle()
+            driver.send((taken, used, losses[:count], dict(spent.seconds), moved))

@@ -50,7 +50,7 @@ def main(text: str) -> int:
                     return trainer.evaluate(batch)["loss"]
                 return trainer.train_step([batch], hyper.at(number, job.rate)).loss
 
-            serve(job, rank.index, step, spent)
+            serve(job, rank.index, step, spent, rank.settle if job.link else None)
         return 0
 
     return guarded(rank, body)

@@ -19,9 +19,9 @@ them at the socket's rate. A second table says how much overlap hides of what it
 
     (step without overlap - step with overlap) / min(computation, wire)
 
-The computation is the backward pass, or at level 3, which also gathers parameters in the forward
-pass, both passes. The second table is of least times, because other work on the machine only makes
-times longer, and it may change medians by more than overlap does.
+The computation is the backward pass, or from level 1 on, where parameters are gathered in the
+forward pass, both passes. The second table is of least times, because other work on the machine
+only makes times longer, and it may change medians by more than overlap does.
 """
 
 import argparse
@@ -40,7 +40,7 @@ from step_cases import MODELS, OPTIMIZERS, Job, Side
 
 LEVELS = (0, 1, 3)
 COMPARED = 5  # steps whose losses are compared
-BOTH_PASSES = 3  # the first level that communicates in the forward pass
+BOTH_PASSES = 1  # the first level that communicates in the forward pass
 ONE_NODE = Side("onnxpar", "dp", 2, 1)
 FORWARD = Side("onnxpar", "forward", 2, 1)
 

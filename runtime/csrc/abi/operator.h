@@ -95,6 +95,8 @@ struct Operator {
   bool of_rank = false;    // its kernels act as a rank
   bool on_host = true;     // false if the CPU provider, or a function in graphs, has it
   bool needs_gpu = false;  // registered for the CUDA provider only if the rank has a GPU
+  // Pairs that share memory always, also if the input is one of the graph.
+  InPlace alias = never_in_place;
 };
 
 }  // namespace onnxpar

@@ -198,6 +198,10 @@ int onnxpar_allow_background(const World* world, int rank, int allowed) {
   return guarded([&] { world->rank(rank).allow_background(allowed != 0); });
 }
 
+int onnxpar_settle(const World* world, int rank) {
+  return guarded([&] { world->rank(rank).settle(); });
+}
+
 LiveBytes* onnxpar_live_bytes() {
   LiveBytes* counter = nullptr;
   guarded([&] {

@@ -50,6 +50,9 @@ ONNXPAR_EXPORT int onnxpar_overlaps(const onnxpar::World* world, int rank, const
                                     int members);
 // Whether collectives of the rank may run in the background of its computation (1, at first) or not.
 ONNXPAR_EXPORT int onnxpar_allow_background(const onnxpar::World* world, int rank, int allowed);
+// Waits for collectives that an optimizer's program left running, before anything but the next
+// training program reads the states.
+ONNXPAR_EXPORT int onnxpar_settle(const onnxpar::World* world, int rank);
 // An allocator that counts the bytes of sessions on the CPU, never freed; only after RegisterCustomOps
 // has run. Null on failure.
 ONNXPAR_EXPORT onnxpar::LiveBytes* onnxpar_live_bytes();

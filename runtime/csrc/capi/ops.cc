@@ -128,7 +128,7 @@ CustomOp make_op(const Operator& of, RankContext* rank, bool on_device) {
   op.end_version = [](const ort::CustomOp*) { return 1; };
   op.may_inplace = of.in_place;
   op.release_may_inplace = release_pairs;
-  op.alias_map = never_in_place;
+  op.alias_map = of.alias;
   op.release_alias_map = release_pairs;
   return op;
 }

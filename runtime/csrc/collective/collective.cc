@@ -11,7 +11,7 @@ namespace {
 constexpr const char* kNames[kOps] = {"AllReduce", "AllGather", "ReduceScatter", "AllToAll",
                                       "Broadcast", "Permute",   "Send",          "Recv",
                                       "Barrier",   "Start",     "Wait",          "StartAhead",
-                                      "Bucket",    "Philox"};
+                                      "FinishLater", "Finish",  "Bucket",        "Philox"};
 
 // The size up to which a buffer stays allocated between calls.
 constexpr size_t kKeptScratch = size_t{64} << 20;

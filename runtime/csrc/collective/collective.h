@@ -27,10 +27,12 @@ enum class Op : int {
   kStart,
   kWait,
   kStartAhead,
+  kFinishLater,
+  kFinish,
   kBucket,
   kPhilox,
 };
-inline constexpr int kOps = 14;
+inline constexpr int kOps = 16;
 const char* op_name(Op op);
 // The collectives, the first six; throws std::invalid_argument for another name.
 Op collective_from_name(const std::string& name);

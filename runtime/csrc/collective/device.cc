@@ -4,6 +4,7 @@
 #include <mutex>
 #include <optional>
 #include <stdexcept>
+#include <utility>
 #include <vector>
 
 #include "collective/device_rank.h"
@@ -81,9 +82,6 @@ class StartKernel : public CollectiveKernel<DeviceKernel> {
     }
     keys_ = keys;
   }
-  cuda::EventHandle done_;
-
- private:
   // Forgets what nobody has waited for: it belongs to a run that failed.
   void forget() {
     std::lock_guard lock(device_.mutex);
@@ -95,6 +93,9 @@ class StartKernel : public CollectiveKernel<DeviceKernel> {
     }
     keys_.clear();
   }
+  cuda::EventHandle done_;
+
+ private:
   cuda::EventHandle ready_;
   std::vector<const void*> keys_;
 };
@@ -164,6 +165,75 @@ class ForegroundKernel : public CollectiveKernel<DeviceKernel> {
   }
 };
 
+// As on the host. What it begins is on the background stream, after the program so far.
+class FinishLaterKernel : public StartKernel {
+ public:
+  FinishLaterKernel(const Node& node, Collective collective)
+      : StartKernel(node, std::move(collective), Lane::kAsync, 2),
+        order_(node.attributes.need_integer("order")),
+        last_(node.attributes.need_integer("last") != 0) {}
+  ~FinishLaterKernel() override { device_.held.erase(order_); }
+
+  void compute(const Io& io) override {
+    const Stream stream = enter(io);
+    forget();
+    token(io, 0);
+    copies_.resize(io.inputs() - 2);
+    const DType type = io.input(2).type;
+    const bool later = io.input(1).integers().at(0) != 0 && rank_.background_allowed();
+    std::vector<Operand> operands;
+    std::vector<const void*> keys;
+    int64_t sent = 0;
+    for (size_t i = 2; i < io.inputs(); ++i) {
+      const Tensor x = io.input(i);
+      require_type(x, type);
+      void* const out = io.output(result_of(i), output_shape(collective_, x.shape));
+      sent += sent_with(x);
+      const void* in = x.data;
+      if (later) {
+        std::unique_ptr<cuda::Slab>& slab = copies_[i - 2];
+        if (!slab) slab = std::make_unique<cuda::Slab>();
+        void* const copy = slab->get(x.bytes(), stream);
+        cuda::copy(copy, x.data, x.bytes(), stream);
+        in = copy;
+      }
+      operands.push_back({in, out, x.shape});
+      keys.push_back(out);
+    }
+    count(sent);
+    if (!later) {
+      run(operands, type, stream);
+      return;
+    }
+    device_.held[order_] = [this, operands, type, keys](Stream background) {
+      carry_out(operands, type, keys, background);
+      done_.record(background);
+    };
+    if (!last_) return;
+    const Stream background = begin(stream);
+    for (const auto& [order, start] : std::exchange(device_.held, {})) start(background);
+  }
+
+ private:
+  const int64_t order_;
+  const bool last_;
+  std::vector<std::unique_ptr<cuda::Slab>> copies_;
+};
+
+// As on the host.
+class FinishKernel : public DeviceKernel {
+ public:
+  using DeviceKernel::DeviceKernel;
+
+  void compute(const Io& io) override {
+    const Stream stream = enter(io);
+    const Tensor x = io.input(0);
+    if (const std::optional<Started> started = take(device_, x.data)) started->done->hold(stream);
+    void* const out = io.output(0, x.shape);
+    if (out != nullptr && out != x.data) cuda::copy(out, x.data, x.bytes(), stream);
+  }
+};
+
 class WaitKernel : public DeviceKernel {
  public:
   WaitKernel(const Node& node, Collective collective)
@@ -208,11 +278,13 @@ std::unique_ptr<Kernel> make_device_kernel(Op op, const Node& node) {
     case Op::kBarrier: return std::make_unique<BarrierKernel>(node, where_of(op, node));
     case Op::kStart: return std::make_unique<StartKernel>(node, collective(), Lane::kAsync);
     case Op::kWait: return std::make_unique<WaitKernel>(node, collective());
+    case Op::kFinishLater: return std::make_unique<FinishLaterKernel>(node, collective());
+    case Op::kFinish: return std::make_unique<FinishKernel>(node, where_of(op, node));
     case Op::kStartAhead:
       return std::make_unique<StartAheadKernel>(node, collective(), Lane::kAsync);
     default:
       return std::make_unique<ForegroundKernel>(node, collective(), Lane::kMain,
-                                                op == Op::kBucket);
+                                                op == Op::kBucket ? 1 : 0);
   }
 }
 

@@ -1,6 +1,8 @@
 // A rank's data for its GPU, besides its transport for host memory.
 #pragma once
 
+#include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -34,6 +36,8 @@ struct DeviceRank {
   // By the address of the result; those that a StartAhead began, by that of the operand.
   std::mutex mutex;
   std::map<const void*, Started> started;
+  // What a FinishLater leaves to the last of its program, by its order.
+  std::map<int64_t, std::function<void(Stream)>> held;
 };
 
 }  // namespace onnxpar

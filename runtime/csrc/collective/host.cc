@@ -139,6 +139,80 @@ class ForegroundKernel : public CollectiveKernel<HostKernel> {
   }
 };
 
+// FinishLater(token, run, X…; op, its attributes, order, last) -> (token, Y…). As a Bucket, unless
+// `run` is not 0 and data travels while the rank computes: then the results are complete only behind
+// the Finish of the next program that reads their memory. `order` is the place of the call among all
+// of its program, and the node with `last`, which the program runs last, starts them all.
+class FinishLaterKernel : public ForegroundKernel {
+ public:
+  FinishLaterKernel(const Node& node, Collective collective)
+      : ForegroundKernel(node, std::move(collective), Lane::kMain, 2),
+        order_(node.attributes.need_integer("order")),
+        last_(node.attributes.need_integer("last") != 0) {}
+  ~FinishLaterKernel() override { forget(); }
+
+  void compute(const Io& io) override {
+    forget();
+    if (io.input(1).integers().at(0) == 0 || !transport().overlaps(group())) {
+      ForegroundKernel::compute(io);
+      return;
+    }
+    auto request = std::make_shared<Request>();
+    request->collective = collective_;
+    request->group = &transport().group(collective_.group, Lane::kAsync);
+    request->type = io.input(2).type;
+    request->later = true;
+    copies_.resize(io.inputs() - 2);
+    int64_t sent = 0;
+    for (size_t i = 2; i < io.inputs(); ++i) {
+      const Tensor x = io.input(i);
+      require_type(x, request->type);
+      void* const out = io.output(result_of(i), output_shape(collective_, x.shape));
+      sent += sent_with(x);
+      if (out == nullptr) continue;  // no elements
+      // The program frees its operand, and this one runs on.
+      std::vector<std::byte>& copy = copies_[i - 2];
+      const auto* bytes = static_cast<const std::byte*>(x.data);
+      copy.assign(bytes, bytes + x.bytes());
+      request->add(copy.data(), out, x.shape, 0);
+      keys_.push_back(out);
+    }
+    started_ = request;
+    rank_.hold(order_, keys_, std::move(request));
+    if (last_) rank_.start_held();
+    count(sent);
+    token(io, 0);
+  }
+
+ private:
+  // Forgets what the last run has left and nobody has finished.
+  void forget() {
+    rank_.drop_held(order_);
+    for (const void* key : keys_) rank_.drop(key, started_);
+    keys_.clear();
+  }
+
+  const int64_t order_;
+  const bool last_;
+  std::vector<std::vector<std::byte>> copies_;
+  std::vector<const void*> keys_;
+  std::weak_ptr<Request> started_;
+};
+
+// Finish(X, after) -> X. X is a state that a FinishLater may still write. `after` is only an input so
+// that the node runs behind it.
+class FinishKernel : public HostKernel {
+ public:
+  using HostKernel::HostKernel;
+
+  void compute(const Io& io) override {
+    const Tensor x = io.input(0);
+    rank_.take(x.data);
+    void* const out = io.output(0, x.shape);
+    if (out != nullptr && out != x.data) std::memcpy(out, x.data, x.bytes());
+  }
+};
+
 // Barrier(X, after…) -> X. Its output is a new value for onnxruntime, so that no nodes are merged
 // across it, and is computed after the other inputs.
 class BarrierKernel : public HostKernel {
@@ -163,9 +237,11 @@ std::unique_ptr<Kernel> make_host_kernel(Op op, const Node& node) {
     case Op::kWait: return std::make_unique<WaitKernel>(node, collective(), Lane::kAsync);
     case Op::kStartAhead:
       return std::make_unique<StartAheadKernel>(node, collective(), Lane::kAsync);
+    case Op::kFinishLater: return std::make_unique<FinishLaterKernel>(node, collective());
+    case Op::kFinish: return std::make_unique<FinishKernel>(node, where_of(op, node));
     default:
       return std::make_unique<ForegroundKernel>(node, collective(), Lane::kMain,
-                                                op == Op::kBucket);
+                                                op == Op::kBucket ? 1 : 0);
   }
 }
 

@@ -10,11 +10,10 @@ std::string where_of(Op op, const Node& node) {
 }
 
 Collective collective_of(Op op, const Node& node) {
-  const bool of_another =
-      op == Op::kStart || op == Op::kWait || op == Op::kStartAhead || op == Op::kBucket;
+  const bool several = op == Op::kStartAhead || op == Op::kBucket || op == Op::kFinishLater;
+  const bool of_another = several || op == Op::kStart || op == Op::kWait;
   const Op which =
       of_another ? collective_from_name(node.attributes.text("op").value_or("")) : op;
-  const bool several = op == Op::kStartAhead || op == Op::kBucket;
   if (several && which != Op::kAllReduce && which != Op::kReduceScatter &&
       which != Op::kAllGather) {
     throw std::invalid_argument("op is '" + std::string(op_name(which)) +

@@ -14,15 +14,15 @@ namespace onnxpar {
 
 // (X, token; group, the operator's attributes) -> (Y, token), or a Bucket:
 // (token, X…; op, group, its attributes, values) -> (token, Y…). `values` has the names of the tensors,
-// joined by "; ".
+// joined by "; ". `before` is the number of inputs before the tensors of a node that has several, or 0.
 template <class Side>
 class CollectiveKernel : public Side {
  public:
-  CollectiveKernel(const Node& node, Collective collective, Lane lane, bool several = false)
+  CollectiveKernel(const Node& node, Collective collective, Lane lane, size_t before = 0)
       : Side(node, collective.where),
         collective_(std::move(collective)),
         lane_(lane),
-        several_(several) {
+        before_(before) {
     require_member(*node.rank, collective_);
   }
 
@@ -32,25 +32,27 @@ class CollectiveKernel : public Side {
 
   void compute(const Io& io) override {
     const Stream stream = this->enter(io);
-    const size_t first = several_ ? 1 : 0;
-    const size_t end = several_ ? io.inputs() : 1;
-    const DType type = io.input(first).type;
+    const size_t end = before_ != 0 ? io.inputs() : 1;
+    const DType type = io.input(before_).type;
     int64_t sent = 0;
     std::vector<Operand> operands;
-    for (size_t i = first; i < end; ++i) {
+    for (size_t i = before_; i < end; ++i) {
       const Tensor x = io.input(i);
+      const size_t number = result_of(i);
       require_type(x, type);
       sent += sent_with(x);
-      if (taken(io, i, x, stream)) continue;
-      operands.push_back({x.data, io.output(i, output_shape(collective_, x.shape)), x.shape});
+      if (taken(io, number, x, stream)) continue;
+      operands.push_back({x.data, io.output(number, output_shape(collective_, x.shape)), x.shape});
     }
     if (!operands.empty()) run(operands, type, stream);
     count(sent);
-    this->token(io, several_ ? 0 : 1);
+    this->token(io, before_ != 0 ? 0 : 1);
   }
 
  protected:
-  // Whether this tensor's result was there already, and is now in the output with the same number.
+  // The number of the output with the result of an input.
+  size_t result_of(size_t input) const { return before_ != 0 ? input - before_ + 1 : 0; }
+  // Whether this tensor's result was there already, and is now in the output with this number.
   virtual bool taken(const Io&, size_t, const Tensor&, Stream) { return false; }
   void run(const List<Operand>& operands, DType type, Stream stream) {
     execute(this->transport(), group(), collective_, operands, type, this->memory(lane_), stream);
@@ -71,7 +73,7 @@ class CollectiveKernel : public Side {
 
  private:
   const Lane lane_;
-  const bool several_;
+  const size_t before_;
   Group* group_ = nullptr;
 };
 

@@ -34,7 +34,7 @@ Inferred first_input(const ShapeQuery& query) {
 }
 
 Operator collective(Op op, std::vector<InPort> inputs, std::vector<OutPort> outputs,
-                    InPlace pairs = never_in_place) {
+                    InPlace pairs = never_in_place, InPlace alias = never_in_place) {
   if ((op <= Op::kPermute || op == Op::kStart) && !outputs[0].infer) {
     outputs[0].infer = [op](const ShapeQuery& query) { return collective_shape(op, query); };
   }
@@ -43,7 +43,8 @@ Operator collective(Op op, std::vector<InPort> inputs, std::vector<OutPort> outp
   };
   // A barrier's kernel does not need the rank's GPU.
   const bool needs_gpu = op != Op::kBarrier;
-  return {op_name(op), std::move(inputs), std::move(outputs), pairs, make, true, true, needs_gpu};
+  return {op_name(op), std::move(inputs), std::move(outputs), pairs, make, true, true, needs_gpu,
+          alias};
 }
 
 }  // namespace
@@ -74,6 +75,11 @@ const std::vector<Operator>& collective_operators() {
       collective(Op::kStartAhead,
                  {{kToken}, {kInt64, ort::kRequired, true}, {kAny, ort::kVariadic}},
                  {{kToken, ort::kRequired, one_element}}),
+      collective(Op::kFinishLater,
+                 {{kToken}, {kInt64, ort::kRequired, true}, {kAny, ort::kVariadic}},
+                 {{kToken, ort::kRequired, one_element}, {kAny, ort::kVariadic}}),
+      collective(Op::kFinish, {x, {kAny, ort::kOptional}}, {{kAny, ort::kRequired, first_input}},
+                 never_in_place, in_place<0>),
   };
   return all;
 }

@@ -1,6 +1,7 @@
 #include "collective/world.h"
 
 #include <stdexcept>
+#include <utility>
 
 #include "collective/device_rank.h"
 
@@ -43,6 +44,30 @@ void RankContext::start(const std::vector<const void*>& keys, std::shared_ptr<Re
   if (!worker_.joinable()) worker_ = std::thread([this] { work(); });
   queue_.push_back(std::move(request));
   queued_.notify_one();
+}
+
+void RankContext::hold(int64_t order, std::vector<const void*> keys,
+                       std::shared_ptr<Request> request) {
+  held_[order] = {std::move(keys), std::move(request)};
+}
+
+void RankContext::start_held() {
+  for (auto& [order, held] : std::exchange(held_, {})) start(held.keys, std::move(held.request));
+}
+
+void RankContext::settle() {
+  if (device_) {
+    device_->device.make_current();
+    cuda::EventHandle reached;
+    reached.record(device_->background.get());
+    reached.synchronize();
+  }
+  std::unique_lock lock(mutex_);
+  for (const auto& [key, request] : std::map(requests_)) {
+    if (!request->later) continue;
+    finished_.wait(lock, [&] { return request->done; });
+    if (!request->error.empty()) throw std::runtime_error(request->error);
+  }
 }
 
 std::shared_ptr<Request> RankContext::finished(const void* key) {

@@ -26,6 +26,7 @@ struct Request {
   std::vector<Operand> operands;
   DType type = DType::kFloat32;
   std::vector<std::unique_ptr<std::byte[]>> kept;  // null, or the memory of a result, by operand
+  bool later = false;  // finished by the next program, in the memory of a state
   bool done = false;
   std::string error;
 
@@ -86,6 +87,13 @@ class RankContext {
   bool background_allowed() const { return background_; }
   // The finished request of a key; forgets it. Null if there is none. Throws its error.
   std::shared_ptr<Request> take(const void* key);
+  // Keeps a collective that `start_held` starts, in the order of these numbers, with its keys.
+  void hold(int64_t order, std::vector<const void*> keys, std::shared_ptr<Request> request);
+  void start_held();
+  // Forgets one that was not started, because its program failed before its end.
+  void drop_held(int64_t order) { held_.erase(order); }
+  // Waits for all collectives that the next program would finish. Throws the error of one of them.
+  void settle();
   // Waits for a request, if nobody has waited for it, and forgets it, so that its memory may be freed.
   void drop(const void* key, const std::weak_ptr<Request>& request);
 
@@ -93,6 +101,11 @@ class RankContext {
   void close();
 
  private:
+  struct Held {
+    std::vector<const void*> keys;
+    std::shared_ptr<Request> request;
+  };
+
   void work();
   void run(Request& request, Memory& memory);
   // Waits for the request of a key and forgets it; null if there is none.
@@ -107,6 +120,7 @@ class RankContext {
   HostMemory memory_;
   std::unique_ptr<DeviceRank> device_;
   Counter counters_[kOps];
+  std::map<int64_t, Held> held_;  // only the rank's own thread uses it
 
   std::mutex mutex_;
   std::condition_variable queued_;

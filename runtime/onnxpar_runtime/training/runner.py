@@ -13,7 +13,7 @@ from onnxpar_format.entries import TensorEntry
 from onnxpar_runtime.collectives import Rank
 from onnxpar_runtime.devices import Device
 from onnxpar_runtime.errors import DirectoryError, LaunchError
-from onnxpar_runtime.executor import ACCUMULATE, START_AHEAD
+from onnxpar_runtime.executor import ACCUMULATE, FINISH_LATER, START_AHEAD
 from onnxpar_runtime.inputs import Feeds
 from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.pipeline.inbox import Inbox
@@ -142,8 +142,17 @@ class Runner(ABC):
             The 2-norm of all gradients together; not a number unless `read`.
         """
         program = self._programs.load(self.optimizer())
-        outputs = program.run(_NOTHING, counters, hyper, read=read)
+        self.settle()
+        numbers = {**hyper, FINISH_LATER: self._gradients.ahead}
+        outputs = program.run(_NOTHING, counters, numbers, read=read)
         return float(outputs[GRAD_NORM].item()) if read else nan
+
+    def settle(self) -> None:
+        """Waits for gathers of parameters that the last update left running.
+
+        The next training program waits for each itself; all others must not read them before.
+        """
+        self._rank.settle()
 
     @abstractmethod
     def evaluate(self, micro_batch: Micro, counters: Counters) -> Found:
@@ -217,6 +226,7 @@ class OneStage(Runner):
 
     def evaluate(self, micro_batch: Micro, counters: Counters) -> Found:
         """As `Runner`."""
+        self.settle()
         program = self._programs.load(EVALUATION)
         parts = program.run(micro_batch.feeds, counters, micro_batch.numbers)
         correct = int(parts[CORRECT].item()) if CORRECT in parts else None
@@ -292,6 +302,7 @@ class Pipelined(Runner):
 
     def evaluate(self, micro_batch: Micro, counters: Counters) -> Found:
         """As `Runner`."""
+        self.settle()
         micro = replace(micro_batch, number=counters["micro_batch"])
         (parts,) = self._through(EVALUATION).run(FORWARD, [micro], counters)
         names = [spec.name for spec in self.outputs if spec.name in (LOSS, CORRECT)]

@@ -1,0 +1,150 @@
+"""Gathers updated parameters while the next forward pass computes.
+
+At levels 1 and 2 of optimizer parallel, the optimizer's program gathers the parameters that the
+next training program reads. Here the gathers become nodes `FinishLater`, which leave them running
+in the memory of the parameters, and the training program gets a node `Finish` before the first
+reader of each. They run in the order of the first readers, although the optimizer updates the last
+layers first. Where ranks share memory, `FinishLater` is a Bucket, and `Finish` does nothing.
+
+The same as `overlap_param_gather` of Megatron-LM's distributed optimizer.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import onnx_ir as ir
+
+from onnxpar.graph.body_captures import bodies_of, read_by
+from onnxpar.graph.builder import DOMAIN
+from onnxpar.graph.local_builder import FINISH_LATER
+from onnxpar.partition.partitioned_model import PartitionedModel
+from onnxpar.schedule.group import BUCKET
+
+
+@dataclass(frozen=True)
+class _Read:
+    """Where a training program reads a parameter first.
+
+    Attributes:
+        part: The number of the program.
+        index: The index of the node.
+        value: The parameter there.
+    """
+
+    part: int
+    index: int
+    value: ir.Value
+
+
+def finish_later(optimizer: PartitionedModel, parts: Sequence[PartitionedModel]) -> None:
+    """Lets training programs finish the gathers of the optimizer's program.
+
+    The nodes of all programs are changed in place.
+
+    Args:
+        optimizer: The optimizer's program; `onnxpar.schedule.group` has made calls of its gathers.
+        parts: The training program, or its parts on this stage, in the order in which they begin.
+    """
+    calls: dict[ir.Node, list[_Read]] = {}
+    states = {o.local: optimizer.states.outputs.get(o.name, "") for o in optimizer.outputs}
+    read = {value for node in optimizer.builder.nodes for value in read_by(node)}
+    for node in optimizer.builder.nodes:
+        results = node.outputs[1:] if _gathers(node) else ()
+        if not results or any(y in read or not states.get(y) for y in results):
+            continue
+        places = [list(_first_reads(states[y], parts)) for y in results]
+        if all(places):
+            calls[node] = [place for row in places for place in row]
+    if not calls:
+        return
+    ordered = sorted(calls, key=lambda n: min((r.part, r.index) for r in calls[n]))
+    for node in calls:
+        _leave(optimizer, node, ordered.index(node), last=node is list(calls)[-1])
+    _describe(optimizer, calls, parts)
+    for number, part in enumerate(parts):
+        _finish(part, [r for row in calls.values() for r in row if r.part == number])
+
+
+def _gathers(node: ir.Node) -> bool:
+    """Whether a node is a call that gathers tensors."""
+    op = node.attributes.get("op")
+    return node.op_type == BUCKET and op is not None and op.value == "AllGather"
+
+
+def _first_reads(state: str, parts: Sequence[PartitionedModel]) -> Iterator[_Read]:
+    """Yields the first reader of a parameter in each program; none if a reader must stay as it is.
+
+    A body captures a value by its name, and an output is the state itself.
+    """
+    found = []
+    for number, part in enumerate(parts):
+        nodes = part.builder.nodes
+        for value in (p.local for p in part.parameters if p.fed and p.name == state):
+            readers = [index for index, node in enumerate(nodes) if value in read_by(node)]
+            left = any(output.local is value for output in part.outputs)
+            if left or any(bodies_of(nodes[index]) for index in readers):
+                return
+            if readers:
+                found.append(_Read(number, readers[0], value))
+    yield from found
+
+
+def _leave(optimizer: PartitionedModel, node: ir.Node, order: int, *, last: bool) -> None:
+    """Turns a Bucket into a FinishLater; its tensors follow the token and the runtime's input."""
+    tensors = node.inputs[1:]
+    node.resize_inputs(len(node.inputs) + 1)
+    node.op_type = "FinishLater"
+    for index, value in enumerate([optimizer.builder.system_input(FINISH_LATER), *tensors], 1):
+        node.replace_input_with(index, value)
+    node.attributes["order"] = ir.AttrInt64("order", order)
+    node.attributes["last"] = ir.AttrInt64("last", int(last))
+    node.metadata_props["input_names"] = str(["token", "run", *("X" for _ in tensors)])
+
+
+def _describe(
+    optimizer: PartitionedModel,
+    calls: dict[ir.Node, list[_Read]],
+    parts: Sequence[PartitionedModel],
+) -> None:
+    """Says of each collective which program finishes it, and what is computed meanwhile."""
+    known = {}
+    for node, reads in calls.items():
+        read = min(reads, key=lambda r: (r.part, r.index))
+        part = parts[read.part]
+        before = part.builder.nodes[read.index].name
+        known[node.name] = part.program, f"the nodes of {part.program} before {before}"
+    builder = optimizer.builder
+    builder.collectives = [
+        replace(c, finished_in=known[c.node][0], behind=known[c.node][1]) if c.node in known else c
+        for c in builder.collectives
+    ]
+
+
+def _finish(part: PartitionedModel, reads: Sequence[_Read]) -> None:
+    """Puts a Finish before the first reader of each parameter."""
+    builder = part.builder
+    nodes = list(builder.nodes)
+    made = {value: index for index, node in enumerate(nodes) for value in node.outputs}
+    before: dict[int, list[ir.Node]] = {}
+    for read in reads:
+        value = read.value
+        # onnxruntime would run a node at once that reads nothing but a state.
+        others = [v for v in nodes[read.index].inputs if v in made]
+        after = max(others, key=lambda v: made[v], default=None)
+        builder.nodes = []
+        (finished,) = builder.ops(
+            "Finish",
+            [value] if after is None else [value, after],
+            [(value.dtype, builder.shapes[value])],
+            domain=DOMAIN,
+            name=f"onnxpar.schedule/Finish({value.name})",
+            metadata={"input_names": str(["X"] if after is None else ["X", "after"])},
+        )
+        before.setdefault(read.index, []).extend(builder.nodes)
+        for node in nodes:
+            for place, operand in enumerate(node.inputs):
+                if operand is value:
+                    node.replace_input_with(place, finished)
+    builder.nodes = [
+        node for index, own in enumerate(nodes) for node in (*before.get(index, ()), own)
+    ]

@@ -1,0 +1,118 @@
+"""FinishLater: gathers that one session leaves running, and another one finishes."""
+
+import numpy as np
+import onnxruntime
+import pytest
+
+from onnxpar_runtime.collectives import Rank
+from onnxpar_runtime.tensors import to_host
+from tests.runtime.collectives.teams import ON_DEVICE, Array, Team, session
+
+SIZE = 4096
+GATHER = 'op = "AllGather", axis = 0'
+# The call that the program makes first comes last.
+LEAVES = f"""g (uint8[1] token, int64[1] run, float[n] x, float[n] y, float[n] z)
+    => (float[m] a, float[m] b, float[m] c) {{
+    t, a, b = onnxpar.FinishLater <{GATHER}, order = 1, last = 0> (token, run, x, y)
+    u, c = onnxpar.FinishLater <{GATHER}, order = 0, last = 1> (t, run, z) }}"""
+FINISHES = """g (float[m] a, float[m] b, float[m] c) => (float[m] p, float[m] q, float[m] r) {
+    d = onnxpar.Finish (c)
+    r = Neg (d)
+    e = onnxpar.Finish (a, r)
+    p = Neg (e)
+    f = onnxpar.Finish (b, p)
+    q = Neg (f) }"""
+
+
+class Buffers:
+    """States that both sessions have, and the operands of the first."""
+
+    def __init__(self, rank: Rank) -> None:
+        """Makes the sessions."""
+        self._rank = rank
+        self._leaves, self._finishes = session(rank, LEAVES), session(rank, FINISHES)
+        self._operands = {name: self._zeros(SIZE) for name in "xyz"}
+        self._states = {name: self._zeros(rank.world.size * SIZE) for name in "abc"}
+
+    @staticmethod
+    def _zeros(size: int) -> onnxruntime.OrtValue:
+        place = ("cuda", 0) if ON_DEVICE else ("cpu", 0)
+        return onnxruntime.OrtValue.ortvalue_from_numpy(np.zeros(size, np.float32), *place)
+
+    def fill(self, step: int) -> list[Array]:
+        """Writes other operands, which differ between ranks; returns what all of them gather."""
+        ranks = range(self._rank.world.size)
+        drawn = [np.random.default_rng([r, step]).random((3, SIZE), np.float32) for r in ranks]
+        for value, own in zip(self._operands.values(), drawn[self._rank.index], strict=True):
+            value.update_inplace(own)
+        return list(np.concatenate(drawn, axis=1))
+
+    def leave(self, run: int) -> None:
+        """Runs the first session."""
+        binding = self._leaves.io_binding()
+        for name, value in self._operands.items():
+            binding.bind_ortvalue_input(name, value)
+        binding.bind_cpu_input("token", np.zeros(1, np.uint8))
+        binding.bind_cpu_input("run", np.array([run]))
+        for name, value in self._states.items():
+            binding.bind_ortvalue_output(name, value)
+        self._leaves.run_with_iobinding(binding)
+
+    def finish(self) -> list[Array]:
+        """Runs the second session and returns what it read."""
+        binding = self._finishes.io_binding()
+        for name, value in self._states.items():
+            binding.bind_ortvalue_input(name, value)
+        for name in "pqr":
+            binding.bind_output(name)
+        self._finishes.run_with_iobinding(binding)
+        return [-to_host(value) for value in binding.get_outputs()]
+
+    def states(self) -> list[Array]:
+        """Returns the states, when they are complete."""
+        self._rank.settle()
+        return [to_host(value) for value in self._states.values()]
+
+
+@pytest.mark.parametrize("run", [0, 1])
+def test_the_next_session_reads_what_is_gathered(team: Team, run: int) -> None:
+    def act(rank: Rank) -> None:
+        buffers = Buffers(rank)
+        for step in range(5):
+            want = buffers.fill(step)
+            rank.reset_counters()
+            buffers.leave(run)
+            assert rank.counters()["AllGather"].calls == 2
+            # As memory of the first session that is used again.
+            buffers.fill(99)
+            np.testing.assert_array_equal(buffers.finish(), want)
+            np.testing.assert_array_equal(buffers.finish(), want)
+
+    team.run(act)
+
+
+def test_settling_completes_the_states(team: Team) -> None:
+    def act(rank: Rank) -> None:
+        buffers = Buffers(rank)
+        for step in range(5):
+            want = buffers.fill(step)
+            buffers.leave(1)
+            np.testing.assert_array_equal(buffers.states(), want)
+            if step % 2:
+                np.testing.assert_array_equal(buffers.finish(), want)
+
+    team.run(act)
+
+
+def test_what_nobody_finished_is_left_anew(team: Team) -> None:
+    """As after a step that failed before the next training program."""
+
+    def act(rank: Rank) -> None:
+        buffers = Buffers(rank)
+        buffers.fill(0)
+        buffers.leave(1)
+        want = buffers.fill(1)
+        buffers.leave(1)
+        np.testing.assert_array_equal(buffers.finish(), want)
+
+    team.run(act)
