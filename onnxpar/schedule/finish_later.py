@@ -18,7 +18,6 @@ from onnxpar.graph.body_captures import bodies_of, read_by
 from onnxpar.graph.builder import DOMAIN
 from onnxpar.graph.local_builder import FINISH_LATER
 from onnxpar.partition.partitioned_model import PartitionedModel
-from onnxpar.schedule.group import BUCKET
 
 
 @dataclass(frozen=True)
@@ -48,8 +47,10 @@ def finish_later(optimizer: PartitionedModel, parts: Sequence[PartitionedModel])
     calls: dict[ir.Node, list[_Read]] = {}
     states = {o.local: optimizer.states.outputs.get(o.name, "") for o in optimizer.outputs}
     read = {value for node in optimizer.builder.nodes for value in read_by(node)}
+    known = optimizer.builder.collectives
+    gathers = {c.node for c in known if c.op == "AllGather" and not c.stages}
     for node in optimizer.builder.nodes:
-        results = node.outputs[1:] if _gathers(node) else ()
+        results = node.outputs[1:] if node.name in gathers else ()
         if not results or any(y in read or not states.get(y) for y in results):
             continue
         places = [list(_first_reads(states[y], parts)) for y in results]
@@ -63,12 +64,6 @@ def finish_later(optimizer: PartitionedModel, parts: Sequence[PartitionedModel])
     _describe(optimizer, calls, parts)
     for number, part in enumerate(parts):
         _finish(part, [r for row in calls.values() for r in row if r.part == number])
-
-
-def _gathers(node: ir.Node) -> bool:
-    """Whether a node is a call that gathers tensors."""
-    op = node.attributes.get("op")
-    return node.op_type == BUCKET and op is not None and op.value == "AllGather"
 
 
 def _first_reads(state: str, parts: Sequence[PartitionedModel]) -> Iterator[_Read]:

@@ -22,7 +22,6 @@ from onnxpar.schedule.tokens import chained
 
 KINDS = ("AllReduce", "ReduceScatter", "AllGather")
 """The collectives of which several can be one call."""
-BUCKET = "Bucket"
 NEXT = "; "
 """Stands between the names of the tensors of a call."""
 
@@ -54,7 +53,7 @@ def group_collectives(
     ):
         for row in grouping.neighbours(bucket):
             # A gather alone is a Bucket too: `onnxpar.schedule.finish_later` takes no other form.
-            if len(row) > 1 or row[0].op_type == "AllGather":
+            if len(row) > 1 or known[row[0].name or ""].op == "AllGather":
                 grouping.join(row, [known[node.name or ""] for node in row])
     return grouping.finish()
 
@@ -164,7 +163,7 @@ class _Grouping:
         ]
         bucket = ir.Node(
             DOMAIN,
-            BUCKET,
+            "Bucket",
             [builder.const([0], ir.DataType.UINT8), *operands],
             [
                 ir.AttrString("op", first.op_type),

@@ -45,12 +45,8 @@ _ON_GPU = "Cuda"  # onnxruntime's name of a GPU's memory
 _NO_CAPTURE = "cannot use the graph capture feature"
 LOSS_WEIGHT = "loss_weight"
 """The key of the loss weight among the numbers of a run."""
-START_AHEAD = "start_ahead"
-"""Among the numbers of a run: 1 if it may start what the next program communicates, else 0."""
-FINISH_LATER = "finish_later"
-"""Among the numbers of a run: 1 if the next program may finish what it communicates, else 0."""
-ACCUMULATE = "accumulate"
-"""Among the numbers of a run: what it does with gradients, see `entries.SystemInput`."""
+START_AHEAD, FINISH_LATER, ACCUMULATE = "start_ahead", "finish_later", "accumulate"
+"""Among the numbers of a run: the values of these kinds of `entries.SystemInput`."""
 _FIXED = (START_AHEAD, FINISH_LATER, ACCUMULATE)  # the same whenever a captured run is repeated
 
 
@@ -358,8 +354,8 @@ class Executor:
         Args:
             feeds: The inputs.
             counters: Values of `onnxpar_format.entries.COUNTERS`.
-            numbers: Values of the hyperparameters by name, of `LOSS_WEIGHT`, `START_AHEAD` and
-                `ACCUMULATE`.
+            numbers: Values of the hyperparameters by name, of `LOSS_WEIGHT`, and of
+                the inputs that are set for each run.
             read: Copy the outputs to the host. Otherwise a GPU is not waited for.
 
         Returns:
