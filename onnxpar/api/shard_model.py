@@ -169,7 +169,8 @@ def partition_forward(
     program, places = assign_virtual_stages(program, staging)
     plan = propagate_with_states(program, resolve(strategy, program), carried, fixed)
     places = staging.transfers(places, program, plan)
-    split = staging.split(partition(program, plan, places=places), places, "model")
+    parted = replace(partition(program, plan, places=places), carried=carried)
+    split = staging.split(parted, places, "model")
     return PartitionedForward(split.programs, strategy, staging.pipeline([split]))
 
 

@@ -197,8 +197,6 @@ def _program(pm: PartitionedModel, graphs: Sequence[str | None]) -> ProgramEntry
             for i in pm.outputs
             if i.name in states.outputs
         )
-    if pm.carried:
-        more["carried"] = tuple(CarriedEntry(**vars(state)) for state in pm.carried)
     if pm.stages > 1:
         more["handed_in"] = tuple(
             HandedInEntry(**vars(_handed(h.local, pm.symbols)), source=h.source)
@@ -220,16 +218,15 @@ def _program(pm: PartitionedModel, graphs: Sequence[str | None]) -> ProgramEntry
             )
             for c in pm.builder.collectives
         ),
-        index_ranges=tuple(
-            IndexRangeEntry(**{**vars(r), "low": _size(r.low), "high": _size(r.high)})
-            for r in pm.ranges
-        ),
         **more,
     )
 
 
 def _without_graphs(pm: PartitionedModel, devices: int) -> ProgramEntry:
     """Returns a program's entry with inputs and outputs, but without graphs."""
+    more: dict[str, Any] = {}
+    if pm.carried:
+        more["carried"] = tuple(CarriedEntry(**vars(state)) for state in pm.carried)
     return ProgramEntry(
         name=pm.program,
         files=(None,) * devices,
@@ -251,7 +248,11 @@ def _without_graphs(pm: PartitionedModel, devices: int) -> ProgramEntry:
             )
             for e in pm.equalities
         ),
-        index_ranges=(),
+        index_ranges=tuple(
+            IndexRangeEntry(**{**vars(r), "low": _size(r.low), "high": _size(r.high)})
+            for r in pm.ranges
+        ),
+        **more,
     )
 
 

@@ -8,12 +8,13 @@ handed over but computed again. Exception: values made of trained weights for an
 are handed over, because their cotangents come back.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import onnx_ir as ir
 
 from onnxpar.core.errors import ShardingError
+from onnxpar.facts.carried_states import CarriedState
 from onnxpar.graph.body_captures import read_by
 from onnxpar.graph.builder import DOMAIN
 from onnxpar.graph.cleanup import remove_unused
@@ -54,7 +55,8 @@ def split(
         copies: The copies of initializers in further stages; they get the originals' names.
 
     Raises:
-        ShardingError: A value that is not a tensor would be handed over.
+        ShardingError: A value that is not a tensor would be handed over, or a state is read in
+            another place than the one that replaces it.
     """
     return _Split(parted, places, programs, stages, copies).run()
 
@@ -205,6 +207,9 @@ class _Split:
         remove_unused(builder, [*(i.local for i in outputs), *(h.local for h in given)])
         read = {v for node in builder.nodes for v in read_by(node)} | {i.local for i in outputs}
         names = {name for name, place_of in self.places.nodes.items() if place_of == place}
+        made = {i.name for i in outputs}
+        carried = tuple(state for state in parted.carried if state.output in made)
+        self._check_states({i.name for i in parted.inputs if i.local in read}, carried, program)
         return replace(
             parted,
             program=program.name,
@@ -215,9 +220,10 @@ class _Split:
             replicated=tuple(r for r in parted.replicated if r[0] in names),
             equalities=tuple(e for e in parted.equalities if e.node in names),
             ranges=tuple(r for r in parted.ranges if r.node in names),
+            carried=carried,
             states=States(
                 parted.states.inputs,
-                {n: s for n, s in parted.states.outputs.items() if n in {o.name for o in outputs}},
+                {n: s for n, s in parted.states.outputs.items() if n in made},
             ),
             stage=program.stage,
             stages=self.stages,
@@ -225,6 +231,19 @@ class _Split:
             handed_in=received,
             handed_out=given,
         )
+
+    def _check_states(
+        self, read: Collection[str], carried: Sequence[CarriedState], program: StageProgram
+    ) -> None:
+        """Raises ShardingError where a program reads a state that another one replaces."""
+        made = {state.input for state in carried}
+        for state in self.parted.carried:
+            if state.input in read and state.input not in made:
+                raise ShardingError(
+                    f"state {state.input!r} is read by {program.name!r} on pipeline stage "
+                    f"{program.stage}, but {state.output!r}, which replaces it, is computed in "
+                    "another program; assign their nodes to one stage (pipeline: assign)"
+                )
 
 
 def _data_read(node: ir.Node) -> list[ir.Value]:

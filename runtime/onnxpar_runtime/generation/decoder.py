@@ -1,4 +1,4 @@
-"""A program that predicts the next token, on one rank: its session, and what does not change.
+"""A program that predicts the next token, on one rank: its sessions, and what does not change.
 
 Batches (`steps`) bind inputs and states to it; it knows what is where, and how long they may be.
 """
@@ -11,6 +11,7 @@ from onnxpar_format.expressions import ExpressionError, bare_name, evaluate, nam
 from onnxpar_runtime.errors import InputError
 from onnxpar_runtime.executor import Executor, Loader
 from onnxpar_runtime.generation.roles import Roles, roles_of
+from onnxpar_runtime.generation.stages import Stages
 from onnxpar_runtime.manifest import Manifest
 
 
@@ -20,19 +21,22 @@ class Decoder:
     Args:
         manifest: The manifest.
         program: Name of the program.
-        loader: Makes the session.
+        loader: Makes the sessions.
 
     Attributes:
         manifest: The manifest.
         program: The program.
-        executor: The rank's graph.
-        loader: What made its session.
+        loader: What made its sessions.
+        stages: How it runs through the stages of a pipeline; None if there is one stage.
+        executors: The rank's graphs: one, or those of its virtual stages.
+        scores: Whether the rank has a shard of the logits: it is of the stage that makes them.
+        first: The first rank of this stage.
+        held: The states that the rank has a shard of, by input.
         roles: What its inputs and outputs are for.
         carried: Its states, by input.
         in_place: Whether the states are extended in place, each sequence at its own length.
         specs: The inputs, by name.
         outputs: The outputs, by name.
-        others: Names of the outputs besides states and logits.
         checked: The program, with the ranges of tokens as its only ranges of indices; positions are
             checked at once for a whole batch.
         sources: By symbol, the input and the dim that give its value.
@@ -48,13 +52,8 @@ class Decoder:
     """
 
     def __init__(self, manifest: Manifest, program: str, loader: Loader) -> None:
-        """Loads the rank's graph."""
+        """Loads the rank's graphs."""
         self.manifest, self.program = manifest, manifest.program(program)
-        if manifest.stages > 1:
-            raise InputError(
-                f"{manifest.directory}: expected a directory without pipeline stages, got "
-                f"{manifest.stages}: a pipeline cannot generate yet"
-            )
         self.roles: Roles = roles_of(self.program)
         self.carried: Mapping[str, CarriedEntry] = {s.input: s for s in self.program.carried}
         if not self.carried:
@@ -65,11 +64,20 @@ class Decoder:
         self.in_place = any(state.appends for state in self.carried.values())
         ranges = [r for r in self.program.index_ranges if r.input == self.roles.tokens.name]
         self.checked = replace(self.program, index_ranges=tuple(ranges))
-        self.executor, self.loader = Executor(manifest, program, loader), loader
+        self.loader, self.stages = loader, None
+        self.first = 0
+        pipeline = manifest.pipeline
+        if pipeline is None or program not in pipeline.programs:
+            self.executors: tuple[Executor, ...] = (Executor(manifest, program, loader),)
+        else:
+            self.stages = Stages(manifest, program, loader)
+            self.executors = self.stages.executors
+            self.first = self.stages.outputs[self.roles.logits.name] * manifest.stage_devices
+        own = [spec.name for e in self.executors for spec in e.program.outputs]
+        self.scores = self.roles.logits.name in own
+        self.held = {state.input for e in self.executors for state in e.program.carried}
         self.specs: Mapping[str, TensorEntry] = {spec.name: spec for spec in self.program.inputs}
         self.outputs: Mapping[str, TensorEntry] = {s.name: s for s in self.program.outputs}
-        made = {state.output for state in self.program.carried}
-        self.others = [n for n in self.outputs if n not in made and n != self.roles.logits.name]
         self.place = (loader.device.value, loader.index)
         self.sources = self._symbol_sources()
         sizes = self.roles.logits.shape
@@ -162,5 +170,8 @@ class Decoder:
             raise InputError(f"state {name!r}: its size is not known at first: {error}") from None
 
     def close(self) -> None:
-        """Frees the session."""
-        self.executor.close()
+        """Frees the sessions."""
+        if self.stages is not None:
+            self.stages.close()
+        for executor in self.executors:
+            executor.close()

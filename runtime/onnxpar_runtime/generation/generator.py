@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onnxpar_format.boxes import SizedSharding
+from onnxpar_format.dtypes import DTYPES
 from onnxpar_format.options import Sampling
 from onnxpar_runtime.agree import together
 from onnxpar_runtime.closing import Closing
@@ -22,7 +22,7 @@ from onnxpar_runtime.generation.decoder import Decoder
 from onnxpar_runtime.generation.prompts import Sequences
 from onnxpar_runtime.generation.requests import CHUNK, GREEDY, Requests
 from onnxpar_runtime.generation.roles import feeds_of
-from onnxpar_runtime.generation.sampling import NO_TOKEN, Chooser, Draws, Share, check
+from onnxpar_runtime.generation.sampling import NO_TOKEN, Chooser, Draws, check
 from onnxpar_runtime.generation.steps import Batch, begin, last_scores
 from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.session import own_rank
@@ -71,7 +71,7 @@ class Generator(Closing):
         device: The kind of device.
 
     Raises:
-        InputError: The program does not predict tokens, has no states, or is a pipeline.
+        InputError: The program does not predict tokens, or has no states.
         DirectoryError: As `Session`.
         LaunchError: As `Session`.
     """
@@ -87,7 +87,7 @@ class Generator(Closing):
         custom_ops: Sequence[str | Path] = (),
         manifest: Manifest | None = None,
     ) -> None:
-        """Loads the rank's graph."""
+        """Loads the rank's graphs."""
         self.manifest = manifest or Manifest.load(directory)
         self._own_world, self.rank = own_rank(self.manifest, rank)
         self._loader = Loader(self.rank, device, ort_options, custom_ops)
@@ -185,17 +185,13 @@ class Generator(Closing):
         tokens, chooser = sequences.tokens, None
         for _ in range(max_new_tokens):
             width = tokens.shape[1]
-            feeds = feeds_of(self._roles, sequences, tokens)
-            # Later runs differ in nothing that could be wrong on one rank alone.
-            run = partial(batch.run, feeds)
-            local = together(self.rank, run) if batch.fresh else run()
+            local = batch.run(feeds_of(self._roles, sequences, tokens))
             if chooser is None:
-                sharding = batch.scored()
-                share = Share.of(sharding, self.rank.index)
+                share = batch.share()
                 draws = [Draws(sampling, row, prompt) for row, prompt in enumerate(prompts)]
                 chooser = Chooser(self.rank, share, draws)
             scores = last_scores(local, sequences.last(width), share)
-            brought = self._brought(sharding, scores) if logits else None
+            brought = self._brought(batch.scored(), scores) if logits else None
             chosen = chooser.choose(scores)
             if NO_TOKEN in chosen:
                 raise InputError("logits: expected numbers, got NaN").as_agreed()
@@ -235,9 +231,12 @@ class Generator(Closing):
 
     def _brought(self, sharding: SizedSharding, scores: Array) -> Array | None:
         """Returns the logits of the last position on rank 0."""
-        part = np.zeros(sharding.local_shape, scores.dtype)
-        part[: len(scores)] = scores
-        return gather_to_root(self.rank, sharding, part)
+        part = None
+        if self._decoder.scores:
+            part = np.zeros(sharding.local_shape, scores.dtype)
+            part[: len(scores)] = scores
+        dtype = DTYPES[self._roles.logits.dtype].dtype
+        return gather_to_root(self.rank, sharding, part, self._decoder.first, dtype)
 
     @property
     def state_bytes(self) -> int:

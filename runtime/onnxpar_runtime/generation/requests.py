@@ -11,7 +11,6 @@ import json
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from itertools import count
 from typing import Any
 
@@ -19,7 +18,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onnxpar_format.options import Sampling
-from onnxpar_runtime.agree import together
 from onnxpar_runtime.collectives import Rank
 from onnxpar_runtime.errors import InputError
 from onnxpar_runtime.generation.decoder import Decoder
@@ -343,7 +341,7 @@ class Requests:
             left -= new
             if running.length < len(prompt):
                 break
-            share = Share.of(batch.scored(), self._rank.index)
+            share = batch.share()
             draws = [running.draws if n == running.slot.shard else None for n in range(shards)]
             scores = last_scores(local, np.full(shards, new - 1), share)
             chosen = Chooser(self._rank, share, draws).choose(scores)
@@ -374,7 +372,7 @@ class Requests:
         if self._chooser is None:
             share = self._shares.get(rows)
             if share is None:
-                share = self._shares[rows] = Share.of(batch.scored(), self._rank.index)
+                share = self._shares[rows] = batch.share()
             draws: list[Draws | None] = [None] * size
             for row, running in places:
                 draws[row] = running.draws
@@ -392,10 +390,7 @@ class Requests:
     def _run(self, batch: Batch, past: Array, tokens: Array) -> Array:
         """Runs a batch on new tokens and returns this rank's shard of the logits."""
         window = self._slots.window(batch, past, tokens.shape[1])
-        feeds = feeds_of(self._decoder.roles, window, tokens)
-        run = partial(batch.run, feeds)
-        # Later runs differ in nothing that could be wrong on one rank alone.
-        return together(self._rank, run) if batch.fresh else run()
+        return batch.run(feeds_of(self._decoder.roles, window, tokens))
 
 
 def _told(rank: Rank, told: list[dict[str, Any]], ends: bool) -> tuple[list[dict[str, Any]], bool]:

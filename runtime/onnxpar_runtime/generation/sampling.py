@@ -8,6 +8,7 @@ that no mesh changes it, and each rank makes only the noise of its own shard.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -90,8 +91,14 @@ class Share:
     owner: bool
 
     @staticmethod
-    def of(sharding: SizedSharding, rank: int) -> "Share":
-        """Returns the share of logits [batch, vocabulary]."""
+    def of(sharding: SizedSharding, rank: int, *, held: bool = True) -> "Share":
+        """Returns the share of logits [batch, vocabulary].
+
+        Args:
+            sharding: How they are sharded.
+            rank: The rank.
+            held: Whether its stage has them; otherwise its share is empty.
+        """
         rows, vocabulary = (SizedSharding(sharding.atoms, (dim,)) for dim in sharding.dims)
         (batch,), (size,) = rows.shape, vocabulary.shape
         block = rows.blocks(rank)[0]
@@ -101,16 +108,17 @@ class Share:
             for atom in atoms:
                 shard = shard * sharding.atoms[atom] + places[atom]
                 shards *= sharding.atoms[atom]
+        tokens = vocabulary.unpadded(vocabulary.take(np.arange(size), rank), rank)
         return Share(
             batch,
             block.start,
-            block.valid,
+            block.valid if held else 0,
             shards,
             shard,
-            vocabulary.unpadded(vocabulary.take(np.arange(size), rank), rank),
+            tokens if held else tokens[:0],
             size,
             vocabulary.local_shape[0],
-            rank in sharding.owners(),
+            held and rank % prod(sharding.atoms) in sharding.owners(),
         )
 
 

@@ -144,7 +144,9 @@ class Slots(ABC):
         decoder = self._decoder
         values = self._values(1)
         shapes = {name: (rows, *decoder.state_shape(name, values)[1:]) for name in decoder.carried}
-        return states_of(decoder.carried, decoder.specs, shapes, decoder.place, length)
+        return states_of(
+            decoder.carried, decoder.specs, shapes, decoder.place, length, decoder.held
+        )
 
     @abstractmethod
     def window(self, batch: Batch, past: Array, new: int) -> Window:

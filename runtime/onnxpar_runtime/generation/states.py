@@ -6,7 +6,7 @@ has outgrown them. A state that the kernel extends in place has one buffer, long
 whole sequence.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from copy import copy
 from dataclasses import dataclass
 from math import prod
@@ -62,6 +62,8 @@ class State:
         device: Name of the device.
         index: Its number.
         capacity: The length of the buffer along the growing dim if the kernel extends it in place.
+        held: Whether this rank's stage has it. Otherwise the buffers are empty; only the length is
+            known, which symbols may follow from.
 
     Attributes:
         entry: The state.
@@ -77,6 +79,8 @@ class State:
         device: str,
         index: int,
         capacity: int,
+        *,
+        held: bool = True,
     ) -> None:
         """Allocates the buffers."""
         self.entry, self._place = entry, (device, index)
@@ -84,7 +88,7 @@ class State:
         self.code, self._shape = onnx_code(dtype), shape
         self.in_place = entry.appends and entry.grows is not None
         self.length = 0
-        self._line = dtype.itemsize
+        self._line = dtype.itemsize if held else 0
         if entry.grows is not None:
             self._line *= prod(n for dim, n in enumerate(shape) if dim != entry.grows)
         if self.in_place:
@@ -177,8 +181,9 @@ def states_of(
     shapes: Mapping[str, tuple[int, ...]],
     place: tuple[str, int],
     capacity: int,
+    held: Collection[str],
 ) -> list[State]:
-    """Returns buffers for the states, by the names of their inputs.
+    """Returns buffers for the states, in their order.
 
     Args:
         carried: The states.
@@ -186,7 +191,9 @@ def states_of(
         shapes: Their local shapes in the first run.
         place: Name and number of the device.
         capacity: The length of a sequence for which states that grow in place are allocated.
+        held: The inputs of the states that this rank's stage has.
     """
     return [
-        State(entry, specs[name], shapes[name], *place, capacity) for name, entry in carried.items()
+        State(entry, specs[name], shapes[name], *place, capacity, held=name in held)
+        for name, entry in carried.items()
     ]

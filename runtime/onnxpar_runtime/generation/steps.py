@@ -8,6 +8,7 @@ in the first runs of a batch, since later ones differ from these in what grows a
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,9 +16,11 @@ from numpy.typing import NDArray
 
 from onnxpar_format.boxes import SizedSharding
 from onnxpar_format.dtypes import DTYPES
-from onnxpar_format.entries import SystemInput, TensorEntry
+from onnxpar_format.entries import TensorEntry
 from onnxpar_format.expressions import ExpressionError, evaluate
-from onnxpar_runtime.errors import InputError, RankError, first_line
+from onnxpar_runtime.agree import together
+from onnxpar_runtime.errors import InputError
+from onnxpar_runtime.generation.bound_graph import BoundGraph
 from onnxpar_runtime.generation.decoder import Decoder
 from onnxpar_runtime.generation.sampling import Share
 from onnxpar_runtime.generation.states import State, states_of
@@ -27,7 +30,6 @@ from onnxpar_runtime.symbol_checks import (
     check_index_ranges,
     check_symbols,
 )
-from onnxpar_runtime.tensors import to_host, to_ort
 
 Array = NDArray[Any]
 _COMPARED = 2
@@ -75,6 +77,7 @@ def begin(
         {name: decoder.state_shape(name, values) for name in decoder.carried},
         decoder.place,
         capacity,
+        decoder.held,
     )
     return Batch(decoder, values, states, constants)
 
@@ -106,7 +109,6 @@ class Batch:
         """Binds what stays the same."""
         self._decoder, self._states = decoder, states
         self._program, self._manifest = decoder.program, decoder.manifest
-        self._executor, self._loader = decoder.executor, decoder.loader
         self._rank = decoder.loader.rank
         missing = [spec.name for spec in decoder.roles.rest if spec.name not in constants]
         if missing:
@@ -116,29 +118,14 @@ class Batch:
             )
         self.values = dict(values)
         self.sharding: SizedSharding | None = None
-        self._io: Any = self._executor.session.io_binding()
-        # On the CPU they say nothing, and onnxruntime would look into them in each run.
-        self._options = None if self._loader.queue is None else self._loader.run_options(None)
-        self._bound: dict[str, Array] = {}
         self._rows: dict[str, _Rows | None] = {}
         self._logits: Array | None = None
         self._logits_sizes: list[int | None] | None = None
         self._runs = 0
+        logits = decoder.roles.logits.name
+        self._graphs = [BoundGraph(e, states, logits) for e in decoder.executors]
         for name, array in constants.items():
             self._bind(name, self._local(name, array))
-        # The next run writes the symbols' values; none is known here.
-        sizes = dict.fromkeys(self._manifest.symbols, -1)
-        self._numbers = [
-            (entry, self._executor.system_memory(entry, sizes))
-            for entry in self._program.system_inputs
-            if entry.name in self._executor.graph_inputs
-        ]
-        for entry, memory in self._numbers:
-            self._bind_number(entry, memory)
-        self._steady = all(state.in_place for state in states)
-        if self._steady:
-            for state in states:
-                state.bind(self._io, state.length)
 
     def _sizes(self) -> dict[str, int]:
         """Returns the symbols that only the sizes of states give, at their present sizes."""
@@ -153,13 +140,36 @@ class Batch:
         """Runs the program on the global arrays of new tokens, mask and positions.
 
         Returns:
-            This rank's shard of the logits, valid until the next run.
+            This rank's shard of the logits, valid until the next run; nothing, of shape (0, 0), on
+            ranks of other stages than the one that makes them.
 
         Raises:
             InputError: An element is out of range, or sizes do not fit each other.
             SymbolValueError: A symbol's value violates its constraint.
-            RankError: onnxruntime failed on this rank, or another rank did.
+            RankError: Another rank cannot go on, or onnxruntime failed on some rank.
         """
+        # Later runs differ in nothing that could be wrong on one rank alone.
+        if self.fresh:
+            together(self._rank, partial(self._prepare, feeds))
+        else:
+            self._prepare(feeds)
+        new = feeds[self._decoder.roles.tokens.name].shape[1]
+        lengths = self._lengths(new)
+        for graph in self._graphs:
+            graph.bind_symbols(self.values)
+            graph.bind_states(lengths)
+        logits = self._bind_logits()
+        if self._decoder.stages is None:
+            self._graphs[0].run({})
+        else:
+            self._decoder.stages.run(self._graphs, self.values)
+        for state in self._states:
+            state.advance(lengths[state.entry.input])
+        self._runs += 1
+        return self._found() if logits is None else logits
+
+    def _prepare(self, feeds: Mapping[str, Array]) -> None:
+        """Finds the values of symbols, and checks and binds the inputs."""
         values = self.values
         values |= {
             symbol: feeds[name].shape[dim]
@@ -179,53 +189,26 @@ class Batch:
             check_index_ranges(self._decoder.checked, local, values)
         for name, array in local.items():
             self._bind(name, array)
-        for entry, memory in self._numbers:
-            if entry.symbol is not None and memory[0] != values[entry.symbol]:
-                memory[0] = values[entry.symbol]
-                if entry.name in self._executor.on_gpu:
-                    self._bind_number(entry, memory)
-        new = feeds[self._decoder.roles.tokens.name].shape[1]
-        lengths = self._bind_states(new)
-        logits = self._bind_outputs()
-        try:
-            self._executor.session.run_with_iobinding(self._io, self._options)
-        except Exception as error:
-            raise RankError(self._rank.index, first_line(error)) from error
-        self._loader.synchronize()
-        for state, length in zip(self._states, lengths, strict=True):
-            state.advance(length)
-        self._runs += 1
-        if logits is None:
-            logits = to_host(self._io.get_outputs()[-1])
-            atoms, values = self._manifest.atoms, self.values
-            self.sharding = self._decoder.roles.logits.sharding(atoms, values, logits.shape)
-        return logits
 
-    def _bind_states(self, new: int) -> list[int]:
-        """Binds the states and returns their lengths after the run."""
+    def _lengths(self, new: int) -> dict[str, int]:
+        """Returns the lengths of the states after a run, by input."""
         known: dict[Any, int] = {}
-        lengths = []
+        lengths = {}
         for state in self._states:
-            grows = state.entry.grows
-            if grows is None or state.in_place:
-                length = state.length
-            else:
+            grows, length = state.entry.grows, state.length
+            if grows is not None and not state.in_place:
                 size = self._decoder.outputs[state.entry.output].shape[grows]
                 if size not in known:
                     try:
                         known[size] = evaluate(size, self.values)
                     except ExpressionError:
-                        known[size] = state.length + new
+                        known[size] = length + new
                 length = known[size]
-            if not self._steady:
-                state.bind(self._io, length)
-            lengths.append(length)
+            lengths[state.entry.input] = length
         return lengths
 
-    def _bind_outputs(self) -> Array | None:
-        """Binds the other outputs, and returns the memory of the logits if their size is known."""
-        for name in self._decoder.others:
-            self._io.bind_output(name, "cpu")
+    def _bind_logits(self) -> Array | None:
+        """Binds the logits, and returns their memory if their size is known; else None."""
         spec = self._decoder.roles.logits
         sizes = [self.values.get(name) for name in self._decoder.logits_symbols]
         if sizes != self._logits_sizes:
@@ -235,11 +218,30 @@ class Batch:
             except ExpressionError:
                 self.sharding = None
             else:
-                self._logits = np.zeros(self.sharding.local_shape, DTYPES[spec.dtype].dtype)
-                self._io.bind_ortvalue_output(spec.name, to_ort(self._logits))
+                shape = self.sharding.local_shape if self._decoder.scores else (0, 0)
+                self._logits = np.zeros(shape, DTYPES[spec.dtype].dtype)
+                self._bind_scores()
         if self._logits is None:
-            self._io.bind_output(spec.name, "cpu")
+            self._bind_scores()
         return self._logits
+
+    def _bind_scores(self) -> None:
+        for graph in self._graphs:
+            if graph.scores:
+                graph.bind_logits(self._logits)
+
+    def _found(self) -> Array:
+        """Returns logits whose size only the run has shown, and finds how they are sharded."""
+        spec = self._decoder.roles.logits
+        found = [graph.logits() for graph in self._graphs if graph.scores]
+        logits = found[0] if found else np.zeros((0, 0), DTYPES[spec.dtype].dtype)
+        shape = logits.shape
+        if self._decoder.stages is not None:
+            # The other stages have not seen them.
+            sizes = np.array(shape if found else [0] * len(spec.shape), np.int64)
+            shape = tuple(self._rank.all_reduce(sizes, op="max").tolist())
+        self.sharding = spec.sharding(self._manifest.atoms, self.values, shape)
+        return logits
 
     def _local(self, name: str, array: Array) -> Array:
         """Returns this rank's shard of a global array, in the type of the input."""
@@ -263,25 +265,8 @@ class Batch:
         return _Rows(block.start, block.valid, block.local)
 
     def _bind(self, name: str, array: Array) -> None:
-        """Binds an input; on the CPU it is written where it lies if its shape is the same."""
-        if name not in self._executor.graph_inputs:
-            return
-        if name in self._executor.on_gpu:
-            self._io.bind_cpu_input(name, array)
-            return
-        bound = self._bound.get(name)
-        if bound is not None and bound.shape == array.shape:
-            np.copyto(bound, array)
-            return
-        bound = np.array(array)
-        self._bound[name] = bound
-        self._io.bind_ortvalue_input(name, to_ort(bound))
-
-    def _bind_number(self, entry: SystemInput, memory: Array) -> None:
-        if entry.name in self._executor.on_gpu:
-            self._io.bind_cpu_input(entry.name, memory)
-        else:
-            self._io.bind_ortvalue_input(entry.name, to_ort(memory))
+        for graph in self._graphs:
+            graph.bind(name, array)
 
     @property
     def fresh(self) -> bool:
@@ -306,6 +291,14 @@ class Batch:
                 f"output {spec.name!r}: expected a sequence that is not sharded, got {spec.dims[1]}"
             )
         return SizedSharding(sharding.atoms, (sharding.dims[0], sharding.dims[-1]))
+
+    def share(self) -> Share:
+        """Returns this rank's share of the logits of one position, after a run.
+
+        Raises:
+            InputError: As `scored`.
+        """
+        return Share.of(self.scored(), self._rank.index, held=self._decoder.scores)
 
     @property
     def state_bytes(self) -> int:

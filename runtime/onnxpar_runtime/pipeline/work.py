@@ -9,12 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onnxpar_format.dtypes import DTYPES
-from onnxpar_format.entries import HandedEntry, TensorEntry
+from onnxpar_format.entries import HandedEntry, ProgramEntry, TensorEntry
 from onnxpar_format.expressions import ExpressionError, evaluate
 from onnxpar_format.manifest import Pipeline, VirtualStage
 from onnxpar_runtime.collectives import Rank
+from onnxpar_runtime.cuda import Queue
 from onnxpar_runtime.errors import DirectoryError, RankError
-from onnxpar_runtime.executor import Executor
+from onnxpar_runtime.executor import Results
 from onnxpar_runtime.inputs import Feeds
 from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.pipeline.carriers import (
@@ -60,6 +61,27 @@ class Numbers(Protocol):
         """Returns numbers that a program reads in its run on micro-batch `index`, by name."""
 
 
+class Part(Protocol):
+    """A program of a virtual stage, loaded; `Executor` is one."""
+
+    @property
+    def program(self) -> ProgramEntry:
+        """The program."""
+
+    @property
+    def queue(self) -> Queue | None:
+        """The streams of the GPU; None on the CPU."""
+
+    def run_part(
+        self,
+        feeds: Feeds,
+        counters: Mapping[str, int],
+        numbers: Mapping[str, float] | None,
+        handed: Mapping[str, Any],
+    ) -> Results:
+        """Runs the program, as `Executor.run_part`."""
+
+
 class _Held:
     """A value that waits for the programs that read it."""
 
@@ -75,7 +97,7 @@ class VirtualStages:
         manifest: The manifest of a pipeline.
         program: Name of a program that runs through its stages.
         rank: The rank.
-        load: Returns the executor of a part.
+        load: Loads a part.
         inbox: The rank's posted receives.
 
     Attributes:
@@ -93,7 +115,7 @@ class VirtualStages:
         manifest: Manifest,
         program: str,
         rank: Rank,
-        load: Callable[[str], Executor],
+        load: Callable[[str], Part],
         inbox: Inbox,
     ) -> None:
         """Loads the rank's parts."""

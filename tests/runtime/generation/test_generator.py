@@ -16,7 +16,16 @@ from onnxpar_runtime.group import Ranks
 from tests.runtime.generation.decoders import decoder
 from tests.runtime.generation.plain import greedy
 
-STRATEGIES = {"replicate": 1, "tp=2": None, "tp=4": None, "dp=2,tp=2": None, "dp=4": None}
+STRATEGIES = {
+    "replicate": 1,
+    "tp=2": None,
+    "tp=4": None,
+    "dp=2,tp=2": None,
+    "dp=4": None,
+    "pp=2": None,
+    "pp=2,tp=2": None,
+    "pp=2,dp=2": None,
+}
 RNG = np.random.default_rng(1)
 PROMPTS = [RNG.integers(0, 96, size).tolist() for size in (1, 7, 64)]
 NEW = 24

@@ -31,7 +31,14 @@ ASKED = [
     (RNG.integers(0, 96, RNG.integers(1, 40)).tolist(), int(RNG.integers(1, 20)), WAYS[n % 5])
     for n in range(20)
 ]
-STRATEGIES = {"replicate": 1, "tp=2": None, "dp=2,tp=2": None, "dp=2": None}
+STRATEGIES = {
+    "replicate": 1,
+    "tp=2": None,
+    "dp=2,tp=2": None,
+    "dp=2": None,
+    "pp=2": None,
+    "pp=2,dp=2": None,
+}
 
 
 @dataclass

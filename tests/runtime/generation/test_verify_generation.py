@@ -26,16 +26,28 @@ def head(path: Path, weights: np.ndarray[tuple[int, ...], np.dtype[np.float32]])
     return path
 
 
-def test_tokens_logits_and_bytes_agree(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "values"),
+    [
+        # Embedding, and two reductions in each of two layers, of a rank's 2 rows of 32 floats.
+        ("dp=2,tp=2", 5 * 2),
+        # The activations of 3 rows, from the first stage to the second.
+        ("pp=2", 3),
+        # Two reductions in the first stage, and partial sums to the second, which makes three.
+        ("pp=2,tp=2", 3 * 3),
+    ],
+)
+def test_tokens_logits_and_bytes_agree(
+    strategy: str, values: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     model = growing(tmp_path / "model.onnx")
-    out = shard_model(model, "dp=2,tp=2", tmp_path / "out").out
+    out = shard_model(model, strategy, tmp_path / "out").out
     capsys.readouterr()
     assert main(["verify", str(out), "--model", str(model), "--generate", "20", "--json"]) == 0
     (case,) = json.loads(capsys.readouterr().out)["cases"]
     assert case["symbols"] == {"prompts": 3, "longest": 64, "new_tokens": 20}
-    # Embedding, and two reductions in each of two layers, of a rank's 2 rows of 32 floats.
     steps = 64 + 19
-    assert case["bytes_counted"] == case["bytes_expected"] == 5 * 2 * 32 * 4 * steps
+    assert case["bytes_counted"] == case["bytes_expected"] == values * 32 * 4 * steps
 
 
 def test_another_model_is_refused(tmp_path: Path) -> None:

@@ -1,0 +1,145 @@
+"""A graph of a rank, with what it reads and writes bound from run to run."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from onnxpar_format.entries import SystemInput
+from onnxpar_runtime.errors import RankError, first_line
+from onnxpar_runtime.executor import Executor
+from onnxpar_runtime.generation.states import State
+from onnxpar_runtime.tensors import to_host, to_ort
+
+Array = NDArray[Any]
+
+
+class BoundGraph:
+    """A graph of a decoder on one rank; in a pipeline, that of a virtual stage.
+
+    Args:
+        executor: The graph.
+        states: The states of the decoder; those that another stage has are left out.
+        logits: Name of the output that scores tokens.
+
+    Attributes:
+        executor: The graph.
+        scores: Whether it makes the logits.
+    """
+
+    def __init__(self, executor: Executor, states: Sequence[State], logits: str) -> None:
+        """Binds what stays the same."""
+        self.executor = executor
+        self._loader, program = executor.loader, executor.program
+        self._place = (self._loader.device.value, self._loader.index)
+        self._io: Any = executor.session.io_binding()
+        # On the CPU they say nothing, and onnxruntime would look into them in each run.
+        self._options = None if self._loader.queue is None else self._loader.run_options(None)
+        self._bound: dict[str, Array] = {}
+        self._taken: dict[str, Any] = {}
+        self._order: dict[str, int] = {}
+        carried = {state.input for state in program.carried}
+        self._states = [state for state in states if state.entry.input in carried]
+        made = {state.output for state in program.carried}
+        outputs = [spec.name for spec in program.outputs if spec.name not in made]
+        self._logits, self.scores = logits, logits in outputs
+        self._others = [name for name in outputs if name != logits]
+        self._given = [value.name for value in program.handed_out]
+        # The next run writes the symbols' values; none is known here.
+        sizes = dict.fromkeys(executor.manifest.symbols, -1)
+        self._numbers = [
+            (entry, executor.system_memory(entry, sizes))
+            for entry in program.system_inputs
+            if entry.name in executor.graph_inputs
+        ]
+        for entry, memory in self._numbers:
+            self._bind_number(entry, memory)
+        self._steady = all(state.in_place for state in self._states)
+        if self._steady:
+            for state in self._states:
+                self._bind_state(state, state.length)
+
+    def bind(self, name: str, array: Array) -> None:
+        """Binds an input; on the CPU it is written where it lies if its shape is the same."""
+        if name not in self.executor.graph_inputs:
+            return
+        if name in self.executor.on_gpu:
+            self._io.bind_cpu_input(name, array)
+            return
+        bound = self._bound.get(name)
+        if bound is not None and bound.shape == array.shape:
+            np.copyto(bound, array)
+            return
+        bound = np.array(array)
+        self._bound[name] = bound
+        self._io.bind_ortvalue_input(name, to_ort(bound))
+
+    def bind_symbols(self, values: Mapping[str, int]) -> None:
+        """Writes the values of the symbols that the graph reads."""
+        for entry, memory in self._numbers:
+            if entry.symbol is not None and memory[0] != values[entry.symbol]:
+                memory[0] = values[entry.symbol]
+                if entry.name in self.executor.on_gpu:
+                    self._bind_number(entry, memory)
+
+    def bind_states(self, lengths: Mapping[str, int]) -> None:
+        """Binds the states; `lengths` has their lengths after the run, by input."""
+        if not self._steady:
+            for state in self._states:
+                self._bind_state(state, lengths[state.entry.input])
+
+    def bind_logits(self, memory: Array | None) -> None:
+        """Binds the logits to memory on the host; to new memory in each run if it is None."""
+        if memory is None:
+            self._bind_output(self._logits, "cpu", 0)
+        else:
+            self._order.setdefault(self._logits, len(self._order))
+            self._io.bind_ortvalue_output(self._logits, to_ort(memory))
+
+    def run(self, handed: Mapping[str, Any]) -> dict[str, Any]:
+        """Runs the graph, and returns the values for other stages, OrtValues on the device.
+
+        Args:
+            handed: The values of other stages, likewise; there may be more.
+
+        Raises:
+            RankError: onnxruntime failed on this rank, or another rank did.
+        """
+        for value in self.executor.program.handed_in:
+            if value.name in self.executor.graph_inputs:
+                # A binding does not keep the memory of arrays alive.
+                self._taken[value.name] = handed[value.name]
+                self._io.bind_ortvalue_input(value.name, handed[value.name])
+        for name in self._others:
+            self._bind_output(name, "cpu", 0)
+        for name in self._given:
+            self._bind_output(name, *self._place)
+        try:
+            self.executor.session.run_with_iobinding(self._io, self._options)
+        except Exception as error:
+            raise RankError(self.executor.rank.index, first_line(error)) from error
+        self._loader.synchronize()
+        if not self._given:
+            return {}
+        made = self._io.get_outputs()
+        return {name: made[self._order[name]] for name in self._given}
+
+    def logits(self) -> Array:
+        """Returns a copy of the logits of the last run."""
+        return to_host(self._io.get_outputs()[self._order[self._logits]])
+
+    def _bind_state(self, state: State, length: int) -> None:
+        self._order.setdefault(state.entry.output, len(self._order))
+        state.bind(self._io, length)
+
+    def _bind_output(self, name: str, device: str, index: int) -> None:
+        # A binding has its outputs in the order in which they were first bound.
+        self._order.setdefault(name, len(self._order))
+        self._io.bind_output(name, device, index)
+
+    def _bind_number(self, entry: SystemInput, memory: Array) -> None:
+        if entry.name in self.executor.on_gpu:
+            self._io.bind_cpu_input(entry.name, memory)
+        else:
+            self._io.bind_ortvalue_input(entry.name, to_ort(memory))
