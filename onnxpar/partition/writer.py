@@ -274,6 +274,14 @@ class ProgramWriter:
             self.define(name, want, moved, zero=zero)
         return moved
 
+    def _any_version(self, name: str) -> Sharding:
+        """A sharding in which a value exists, for an operand of which no element is read.
+
+        It is that in which the value was made, unless a stage got it in another one.
+        """
+        versions, made = self.versions_of(name), self.made[name]
+        return made if made in versions else next(iter(versions), made)
+
     def write(self, node: ir.Node) -> None:
         """Writes the local form of a node, with its operands resharded as its plan wants them.
 
@@ -292,9 +300,9 @@ class ProgramWriter:
                 continue
             want = plan.inputs[index] if index < len(plan.inputs) else None
             if want is None:
-                want = self.made[value.name or ""]
                 if plan.rule.inputs[index].mode != ANY:
                     raise ShardingError(f"operand {index} has no sharding")
+                want = self._any_version(value.name or "")
             reason = f"{name} operand {index}"
             if (name, index, value.name) in self._reasons:
                 reason += f": {self._reasons[name, index, value.name or '']}"

@@ -91,6 +91,21 @@ def handed(manifest: Manifest, program: str) -> dict[str, str]:
     return {v.name: v.source for v in manifest.program(program).handed_in}
 
 
+def test_a_clone_waits_for_a_cotangent_that_was_sent_in_another_sharding(tmp_path: Path) -> None:
+    """A clone's Barrier reads a cotangent that is partial where it is made, and sent reduced."""
+    model = model_of(f"""{SIGNATURE} {{
+        [n0] a = MatMul(x, w)  [n1] c = Tanh(a)
+        [n2] d = MatMul(c, v)  [n3] y = Tanh(d) }}""")
+    by_columns = {"in": [[None, None], [None, "tp"]]}
+    strategy = {
+        "mesh": {"tp": 2},
+        "recompute": ["n1"],
+        "pipeline": {"stages": 2, "assign": HALVES},
+        "nodes": {"n0": by_columns, "n2": by_columns},
+    }
+    check(tmp_path, model, Strategy.from_dict(strategy))
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_what_crosses_a_border_is_recomputed_on_its_own_stage_alone(
     tmp_path: Path, schedule: str
