@@ -243,6 +243,7 @@ class _Pricing:
             [None if s is None else self.cost.local_shape(s) for s in chosen.inputs],
             shapes,
             self.itemsizes[names[0]] if names else 0,
+            self.program.registry,
         )
         self.steps.append(
             MemoryStep(

@@ -95,7 +95,7 @@ def expand_unknown(
     """
     opset = default_opset(model.opset_imports)
     for _ in range(MAX_DEPTH):
-        changed, failed = fold_sequences(model), False
+        changed, failed = fold_sequences(model, registry), False
         # Our bodies are emitted with shapes; the shapes of ONNX's bodies are inferred afterwards.
         builder: GlobalBuilder | None = None
         nodes = list(ir.traversal.RecursiveGraphIterator(model.graph))

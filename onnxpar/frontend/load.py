@@ -8,7 +8,7 @@ the shape of every value is inferred as an expression in these names.
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -42,7 +42,7 @@ from onnxpar.graph.metadata_keys import ANNOTATION
 from onnxpar.graph.names import Names
 from onnxpar.graph.state_names import grown_dims, state_pairs
 from onnxpar.ops.attention.packed_heads import unpack_heads
-from onnxpar.ops.control.inference import BRANCHES, is_decided
+from onnxpar.ops.control.decided import decided_body
 from onnxpar.ops.inference import inference
 from onnxpar.ops.old_node import OPSET
 from onnxpar.ops.registry import Registry
@@ -211,7 +211,8 @@ def normalise(model: ir.Model, registry: Registry = REGISTRY) -> ir.Model:
         common.RemoveUnusedNodesPass(),
     ):
         model = step(model).model
-    inline_constant_branches(model, BRANCHES)
+    decided = partial(decided_body, registry=registry)
+    inline_constant_branches(model, decided)
     lift_constants(model)
     fold_constants(model, opset, weights, registry)
     _make_names_unique(model.graph)
@@ -220,13 +221,13 @@ def normalise(model: ir.Model, registry: Registry = REGISTRY) -> ir.Model:
 
     def changed() -> None:
         uncapture(model.graph)
-        inline_constant_branches(model, BRANCHES)
+        inline_constant_branches(model, decided)
         lift_constants(model)
         _infer(model, opset, registry)
 
     # Types and sizes are known now, and with them the results of CastLike and the branches taken.
     folded = fold_constants(model, opset, weights, registry)
-    if unpack_heads(model) or folded or any(map(is_decided, model.graph.all_nodes())):
+    if unpack_heads(model) or folded or any(map(decided, model.graph.all_nodes())):
         changed()
         model = common.RemoveUnusedNodesPass()(model).model
     expand_unknown(model, registry, changed, lambda: symbol_table(model, {}, registry))

@@ -7,7 +7,7 @@ graph each such value is an operand as well, after the operator's own operands (
 initializers of the model, and the names of values and nodes are unique in the model and all bodies.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import onnx_ir as ir
 
@@ -194,31 +194,23 @@ def _open(graph: ir.Graph, change: Callable[[ir.Value], ir.Value | None]) -> Non
 
 
 def inline_constant_branches(
-    model: ir.Model, condition: Mapping[tuple[str, str], tuple[str, str]]
+    model: ir.Model, decided: Callable[[ir.Node], ir.Graph | None]
 ) -> None:
-    """Replaces nodes that choose between two bodies, if the condition is constant, by that body.
+    """Replaces nodes that choose between bodies, if the choice is constant, by the chosen body.
 
     Args:
         model: The model; it is changed.
-        condition: For each operator (domain, type) that chooses by its first operand: the
-            attributes with the body for true and the body for false.
+        decided: Returns the body that a node certainly runs; None if there is none.
     """
     for graph in list(model.graphs()):
-        while any(_inline(graph, node, condition) for node in list(graph)):
+        while any(_inline(graph, node, decided) for node in list(graph)):
             pass
 
 
-def _inline(
-    graph: ir.Graph, node: ir.Node, condition: Mapping[tuple[str, str], tuple[str, str]]
-) -> bool:
-    key = ("" if node.domain == "ai.onnx" else node.domain, node.op_type)
-    first = node.inputs[0] if node.inputs else None
-    if key not in condition or first is None or node.graph is not graph:
+def _inline(graph: ir.Graph, node: ir.Node, decided: Callable[[ir.Node], ir.Graph | None]) -> bool:
+    body = decided(node) if node.graph is graph else None
+    if body is None:
         return False
-    tensor = first.const_value
-    if tensor is None or tensor.size != 1:
-        return False
-    body = node.attributes[condition[key][0 if bool(tensor.numpy().item()) else 1]].as_graph()
     for value in list(body.initializers.values()):
         body.initializers.pop(value.name or "")
         graph.register_initializer(value)

@@ -15,7 +15,11 @@ def kernel(node: ir.Node, registry: Registry) -> Kernel:
 
 
 def call(
-    node: ir.Node, inputs: Sequence[Shape | None], outputs: Sequence[Shape | None], itemsize: int
+    node: ir.Node,
+    inputs: Sequence[Shape | None],
+    outputs: Sequence[Shape | None],
+    itemsize: int,
+    registry: Registry,
 ) -> KernelCall:
     """Returns the call of a node's kernel.
 
@@ -24,14 +28,20 @@ def call(
         inputs: Shape of each operand; None if it is absent or unknown.
         outputs: Shape of each result.
         itemsize: Bytes of an element of the first result.
+        registry: The table of operators.
     """
     attributes = {a.name: a.value for a in node.attributes.values()}
-    return KernelCall(tuple(inputs), tuple(outputs), itemsize, attributes, _after_bias(node))
+    return KernelCall(
+        tuple(inputs), tuple(outputs), itemsize, attributes, _after_bias(node, registry)
+    )
 
 
-def _after_bias(node: ir.Node) -> bool:
+def _after_bias(node: ir.Node, registry: Registry) -> bool:
     value = node.inputs[0] if node.inputs else None
     made = value.producer() if value is not None else None
-    if value is None or made is None or made.op_type != "Add" or len(value.uses()) != 1:
+    if value is None or made is None or len(value.uses()) != 1:
+        return False
+    definition = registry.of(made)
+    if definition is None or not definition.roles.adds:
         return False
     return any(v is not None and v.shape is not None and len(v.shape) == 1 for v in made.inputs)

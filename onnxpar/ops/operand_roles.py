@@ -90,9 +90,9 @@ def rearranges(node: ir.Node, registry: Registry) -> bool:
     return _roles(node, registry).rearranges
 
 
-def is_instance_norm(node: ir.Node) -> bool:
-    """Whether a node is of the operator by which exporters write group norms."""
-    return not node.domain and node.op_type == "InstanceNormalization"
+def expressed_layer(node: ir.Node, registry: Registry) -> str:
+    """Returns the layer that exporters express by a node with a constant scale and bias, or ""."""
+    return _roles(node, registry).expresses
 
 
 def missing_bias(node: ir.Node, registry: Registry) -> tuple[int, int] | None:

@@ -19,6 +19,7 @@ from onnxpar.ops.local_node import LocalNode, copy_node
 from onnxpar.ops.node_cost import CostFn
 from onnxpar.ops.old_node import Upgrade
 from onnxpar.ops.parts import PartFn, TakesFn
+from onnxpar.ops.sequence.known_values import SequenceFn
 from onnxpar.ops.sizes.computed_sizes import ValuesFn
 from onnxpar.ops.slots import (
     FLOAT32,
@@ -97,6 +98,10 @@ class OpDef:
             schema, if it has one.
         reads_bodies: Whether rule and local form follow from the rules of the nodes in the node's
             bodies (`NodeView.bodies`). Default: False, since only control flow has bodies.
+        branches: The attributes with the bodies for true and for false, if operand 0 chooses one of
+            two bodies. Default: none, since only If does.
+        sequence: Folds a node that makes or reads a sequence or an optional value, if the value is
+            known (`onnxpar.ops.sequence.known_values`). Default: none, as for tensors.
         infer: Infers the shapes of a node's results, where `onnx-shape-inference` finds too little
             or a wrong size. Default: the library's function, which suits most operators; or
             `infer_broadcast` if `broadcasts` is set.
@@ -158,6 +163,8 @@ class OpDef:
     indices: IndicesFn | None = None
     body: BodyFn | None = None
     reads_bodies: bool = False
+    branches: tuple[str, str] | None = None
+    sequence: SequenceFn | None = None
     infer: InferFn | None = None
     values: ValuesFn | None = None
     folding: Folding | None = None

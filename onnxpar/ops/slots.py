@@ -65,6 +65,9 @@ class Roles:
         product: Whether it is the product of a layer whose bias a later node may add.
         bias_size: Returns the size of its bias, given the sizes of its weight. None if it takes no
             bias; else `vectors` has its position.
+        expresses: The layer that exporters express by it with a constant scale and bias, and nodes
+            behind it; "" if there is none.
+        adds: Whether it adds its operands, so that a vector among them is a bias.
         rearranges: Whether its result has the elements of its first operand in another order or
             shape, so that a weight behind it is still a weight.
     """
@@ -76,6 +79,8 @@ class Roles:
     statistics: tuple[int, ...] = ()
     product: bool = False
     bias_size: Callable[[ir.Node, Sequence[int]], int] | None = None
+    expresses: str = ""
+    adds: bool = False
     rearranges: bool = False
 
 

@@ -60,6 +60,14 @@ def unchanged(node: ir.Node, env: ShapeEnv, first: Pattern) -> Pattern:
     return first
 
 
+def side_by_side(node: ir.Node, env: ShapeEnv, first: Pattern) -> Pattern:
+    """The result has its operands side by side along `axis`."""
+    _, after = _shapes(node, env)
+    if after is None or node.attributes["axis"].as_int() not in (-1, len(after) - 1):
+        return UNKNOWN
+    return Pattern(parts=tuple(v for v in node.inputs if v is not None))
+
+
 def in_order(node: ir.Node, env: ShapeEnv, first: Pattern) -> Pattern:
     """The result has the elements of operand 0 in their order, in another shape."""
     before, after = _shapes(node, env)

@@ -18,7 +18,7 @@ from onnxpar.core.name_patterns import listed
 from onnxpar.frontend.load import name_nodes, normalise
 from onnxpar.graph.names import names_of
 from onnxpar.ops.operand_roles import (
-    is_instance_norm,
+    expressed_layer,
     is_layer_bias,
     is_statistic,
     is_weight,
@@ -175,8 +175,8 @@ def _origin(value: ir.Value, signature: Signature, *, traced: bool, registry: Re
                 return Origin(Role.PARAMETER, f"it is the weight of node {node.name!r}")
     if generated and elements and is_uniform(value):
         for node, index in uses:
-            if is_instance_norm(node) and index > 0:
-                return Origin(Role.CONSTANT, "exporters use it to express a group norm")
+            if (layer := expressed_layer(node, registry)) and index > 0:
+                return Origin(Role.CONSTANT, f"exporters use it to express a {layer}")
     if not elements:
         return Origin(Role.CONSTANT, "it is empty")
     for node, index in uses:

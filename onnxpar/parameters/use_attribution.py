@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
-from onnxpar.ops.operand_roles import is_instance_norm, is_statistic
+from onnxpar.ops.operand_roles import expressed_layer, is_statistic
 from onnxpar.ops.registry import Registry
 from onnxpar.parameters.folded_tensors import MAKING, REARRANGING
 from onnxpar.parameters.origin import is_floating, is_uniform
@@ -228,12 +228,12 @@ class Attribution:
         """Finds the constants that were the unexplained parameters of an operator.
 
         A constant that was first in the file has been merged with parameters of other operators.
-        The scale and bias of the InstanceNormalization in a group norm are always constants.
+        A node by which exporters express another layer always has a constant scale and bias.
         """
         candidates = {
             id(tensor): None
             for node in sorted(operator.nodes, key=lambda n: self.order[id(n)])
-            if not is_instance_norm(node) or len(operator.nodes) == 1
+            if not expressed_layer(node, self.registry) or len(operator.nodes) == 1
             for value in node.inputs
             if value is not None and (tensor := self.by_value.get(id(value))) is not None
             if not tensor.own and is_uniform(value)

@@ -153,6 +153,7 @@ def _steps(nodes: Iterable[ir.Node], tensors: _Tensors, registry: Registry) -> I
             [tensors.shape(v) for v in node.inputs],
             [tensors.shape(v) for v in node.outputs],
             int(first.itemsize) if first is not None else 0,
+            registry,
         )
         reads = tuple(v.name or "" for v in read_by(node))
         yield MemoryStep(

@@ -140,6 +140,8 @@ def _roles(roles: Roles) -> str:
         "running statistic": roles.statistics,
     }
     found = [f"{what}: {_operands(indices)}" for what, indices in named.items() if indices]
+    found += [f"expresses a {roles.expresses}"] if roles.expresses else []
+    found += ["adds a bias"] if roles.adds else []
     found += ["the operand in another layout"] if roles.rearranges else []
     return "; ".join(found) or "none"
 
@@ -177,6 +179,8 @@ SLOT_WORDS: Mapping[str, Callable[[Any], str]] = {
     "counts_rows": lambda pairs: ", ".join(f"{n} those of {table}" for n, table in pairs) or "none",
     "takes": lambda takes: _yes(takes is not None),
     "on_part": lambda on_part: _yes(on_part is not None),
+    "branches": lambda branches: "none" if branches is None else " or ".join(branches),
+    "sequence": lambda sequence: "none" if sequence is None else _first_line(sequence),
     "function": lambda function: "none" if function is None else function.name,
     "device_function": lambda function: "none" if function is None else function.name,
     "refused": _function,

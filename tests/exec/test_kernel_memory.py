@@ -217,7 +217,7 @@ def predicted(case: Case, facts: Facts) -> int:
             v.shape.numpy() if v is not None and v.is_initializer() and v.shape else case.shape(n)
             for n, v in zip(reads, node.inputs, strict=True)
         ]
-        seen = call(node, shapes, [case.shape(n) for n in names], ITEM)
+        seen = call(node, shapes, [case.shape(n) for n in names], ITEM, REGISTRY)
         fact = facts(node.domain, node.op_type)
         steps.append(
             MemoryStep(names[0], tuple(reads), makes(fact, reads, names, sizes), fact.work(seen))

@@ -13,6 +13,7 @@ from onnx_shape_inference import ShapeInferenceContext
 
 from onnxpar.core.symbols import as_dim, symbols_of
 from onnxpar.graph.body_captures import own_inputs
+from onnxpar.ops.operand_roles import is_identity
 from onnxpar.ops.slots import Library
 
 Size = int | ir.SymbolicDim
@@ -78,7 +79,7 @@ def runs_through(node: ir.Node) -> bool:
     """Whether no condition can end a Loop before its trip count."""
     body = node.attributes["body"].as_graph()
     start, value = node.inputs[1], body.outputs[0]
-    while (maker := value.producer()) is not None and maker.op_type == "Identity":
+    while (maker := value.producer()) is not None and is_identity(maker):
         source = maker.inputs[0]
         assert source is not None
         value = source
@@ -180,15 +181,3 @@ def _put_stacked(
     at = axis if axis >= 0 else axis + len(dims) + 1
     dims.insert(at, context.new_symbolic_dim() if count is None else count)
     out.shape = ir.Shape(dims)
-
-
-BRANCHES = {("", "If"): ("then_branch", "else_branch")}
-"""Operators whose first operand chooses a body: the bodies for true and for false."""
-
-
-def is_decided(node: ir.Node) -> bool:
-    """Whether a node chooses between two bodies by a constant."""
-    if (node.domain, node.op_type) not in BRANCHES:
-        return False
-    first = node.inputs[0]
-    return first is not None and first.const_value is not None

@@ -191,7 +191,14 @@ def _batch_outside(old: OldNode) -> None:
 
 
 DEFS = (
-    _control("If", 1, if_wiring, if_gradient, host_operands=(0,)),
+    _control(
+        "If",
+        1,
+        if_wiring,
+        if_gradient,
+        host_operands=(0,),
+        branches=("then_branch", "else_branch"),
+    ),
     _control("Loop", 1, loop_wiring, BY_BODY, loop_body, host_operands=(0, 1), infer=infer_loop),
     _control(
         "Scan",

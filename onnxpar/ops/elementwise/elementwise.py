@@ -258,7 +258,14 @@ DEFS = (
     _op("Sign", 9, _STEPS, _rule(_MONOTONE), zero=True, folding=EXACT),
     _exact("Neg", 6, grad.neg, _rule("sum 0"), zero=True, values=NEG),
     _exact(
-        "Add", 7, grad.sum_gradient, _sum_rule, zero=True, broadcasts=True, roles=_ROWS, values=ADD
+        "Add",
+        7,
+        grad.sum_gradient,
+        _sum_rule,
+        zero=True,
+        broadcasts=True,
+        roles=replace(_ROWS, adds=True),
+        values=ADD,
     ),
     _exact(
         "Sub",

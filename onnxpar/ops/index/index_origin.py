@@ -7,9 +7,7 @@ name each row by its number. The rows of both tensors may then be sharded as if 
 import numpy as np
 import onnx_ir as ir
 
-from onnxpar.core.symbols import Dim
 from onnxpar.graph.node_view import CONST_LIMIT, NodeView
-from onnxpar.graph.shapes import ShapeEnv
 from onnxpar.ops.value_patterns import counted_dim
 
 
@@ -25,35 +23,22 @@ def counted_columns(view: NodeView, operand: int) -> dict[int, int]:
         return {}
     last = len(shape) - 1
     found: dict[int, int] = {}
-    for column, (part, position) in enumerate(_columns(value, view.env, shape)):
+    for column, (part, position) in enumerate(_columns(value, view)):
         dim = _counted(part, view, position)
         if dim is not None and dim != last and dim not in found.values():
             found[column] = dim
     return found
 
 
-def _columns(
-    value: ir.Value, env: ShapeEnv, shape: tuple[Dim, ...]
-) -> list[tuple[ir.Value, int | None]]:
+def _columns(value: ir.Value, view: NodeView) -> list[tuple[ir.Value, int | None]]:
     """For each column the value that holds it, and its index there if the value has several."""
-    count = shape[-1]
-    node = value.producer()
-    if node is not None and node.op_type == "Concat" and _axis(node) in (-1, len(shape) - 1):
-        found: list[tuple[ir.Value, int | None]] = []
-        for part in node.inputs:
-            dims = env.shapes.get(part.name or "") if part is not None else None
-            if part is None or dims is None or not isinstance(dims[-1], int):
-                return []
-            found += [(part, None if dims[-1] == 1 else i) for i in range(int(dims[-1]))]
-        return found
-    if not isinstance(count, int):
-        return []
-    return [(value, None if count == 1 else i) for i in range(count)]
-
-
-def _axis(node: ir.Node) -> int | None:
-    attribute = node.attributes.get("axis")
-    return None if attribute is None else attribute.as_int()
+    found: list[tuple[ir.Value, int | None]] = []
+    for part in view.pattern_of(value).parts or (value,):
+        dims = view.env.shapes.get(part.name or "")
+        if dims is None or not isinstance(dims[-1], int):
+            return []
+        found += [(part, None if dims[-1] == 1 else i) for i in range(dims[-1])]
+    return found
 
 
 def _counted(value: ir.Value, view: NodeView, column: int | None) -> int | None:

@@ -202,7 +202,7 @@ DEFS: tuple[OpDef, ...] = (
         instance_norm_rule,
         copy_or(instance_norm_local),
         gradient=instance_norm_gradient,
-        roles=Roles(vectors=(1, 2)),
+        roles=Roles(vectors=(1, 2), expresses="group norm"),
     ),
     OpDef(
         "",

@@ -26,6 +26,7 @@ from onnxpar.ops.node_cost import view_only
 from onnxpar.ops.old_node import operands
 from onnxpar.ops.operator import OpDef
 from onnxpar.ops.parts import PartForm, Shapes, same_node
+from onnxpar.ops.sequence.known_values import KnownValues
 from onnxpar.ops.sizes.computed_sizes import same_elements, transposed
 from onnxpar.ops.slots import FOLLOWS, REARRANGES, VIEW
 from onnxpar.ops.view.inference import infer_reshape
@@ -317,7 +318,14 @@ DEFS = (
         host_operands=(1,),
         on_part=squeeze_part,
     ),
-    _view("Identity", 1, identity_rule, gradient=identity_gradient, on_part=same_node),
+    _view(
+        "Identity",
+        1,
+        identity_rule,
+        gradient=identity_gradient,
+        sequence=KnownValues.same,
+        on_part=same_node,
+    ),
     _rearranges(
         "Transpose",
         1,

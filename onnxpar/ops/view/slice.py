@@ -28,7 +28,7 @@ from onnxpar.ops.operator import OpDef
 from onnxpar.ops.parts import Taken, same_node
 from onnxpar.ops.sizes.computed_sizes import chosen, concatenated, expanded, parts, sliced
 from onnxpar.ops.slots import FOLLOWS, Kernel, KernelCall
-from onnxpar.ops.value_patterns import repeated
+from onnxpar.ops.value_patterns import repeated, side_by_side
 from onnxpar.ops.view.inference import infer_expand, infer_slice, infer_split
 from onnxpar.ops.view.reshape import further
 from onnxpar.ops.view.reshape_gradient import expand_gradient
@@ -73,20 +73,11 @@ def _piece_rule(view: NodeView, joined: Sequence[Dim], axis: int, pieces: Sequen
             # A replicated value is its own maximum, but not its own sum.
             text += "".join(f", max {i}, min {i}" for i in range(len(many)))
             # Replicated zeros are a sum of zeros.
-            others = [str(i) for i in range(len(many)) if not _is_zeros(view, i)]
+            values = enumerate(view.node.inputs)
+            others = [str(i) for i, v in values if v is None or not view.pattern_of(v).zero]
             if 0 < len(others) < len(many):
                 text += f", sum {'+'.join(others)}"
     return parse_rule(f"{text}; replicated: {' '.join(replicated)}", sizes)
-
-
-def _is_zeros(view: NodeView, index: int) -> bool:
-    """Whether an operand is an Expand of a constant zero, as `Builder.zeros` makes it."""
-    value = view.node.inputs[index]
-    node = value.producer() if value is not None else None
-    if node is None or node.op_type != "Expand" or node.domain or node.inputs[0] is None:
-        return False
-    constant = node.inputs[0].const_value
-    return constant is not None and constant.size == 1 and not constant.numpy().any()
 
 
 def split_rule(view: NodeView) -> OpRule:
@@ -298,7 +289,14 @@ DEFS = (
         takes=split_takes,
         upgrades={13: operands(split=1), 18: Upgrade(_count_parts)},
     ),
-    _move("Concat", 4, concat_rule, gradient=concat_gradient, values=concatenated),
+    _move(
+        "Concat",
+        4,
+        concat_rule,
+        gradient=concat_gradient,
+        values=concatenated,
+        pattern=side_by_side,
+    ),
     _move(
         "Slice",
         1,

@@ -59,8 +59,14 @@ def rule_of(model: Program, op: str) -> str:
     return format_rule(model.rules.by_node[name or ""]).partition("; linear")[0]
 
 
-def test_a_mask_is_picked_row_by_row() -> None:
-    proto = onnx.parser.parse_model(MASK)
+JOIN = "index = Concat<axis = -1>(r4, c4)"
+CAST = "index1 = Concat<axis = -1>(r4, c4)\n index = Cast<to = 7>(index1)"
+
+
+@pytest.mark.parametrize("join", [JOIN, CAST])
+def test_a_mask_is_picked_row_by_row(join: str) -> None:
+    assert JOIN in MASK
+    proto = onnx.parser.parse_model(MASK.replace(JOIN, join))
     model = analyse(ir.from_proto(proto), {})
     assert rule_of(model, "GatherND") == "a d, a b c d 1 -> a b c d"
     data = {"mesh": {"dp": 2, "sp": 2}, "dataset": {"mask": ["dp", "sp"]}}
