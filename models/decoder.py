@@ -61,23 +61,34 @@ FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 """By name: the class of its configuration, and what it has besides the common sizes."""
 
 
-def configuration(network: str, changes: Mapping[str, Any] | None = None) -> Any:
+def configuration(
+    network: str,
+    changes: Mapping[str, Any] | None = None,
+    families: Mapping[str, tuple[str, Mapping[str, Any]]] = FAMILIES,
+    sizes: Mapping[str, Any] = _SIZES,
+) -> Any:
     """Returns the configuration of a family, or of a file or folder, with changes.
+
+    Args:
+        network: The family, or the file or folder.
+        changes: New values by name.
+        families: By name: the class of a configuration, and what it has besides the sizes.
+        sizes: What all families have.
 
     Raises:
         ValueError: There is no such family or file, or the configuration has no such entry.
     """
     path, changes = Path(network), changes or {}
-    if network in FAMILIES:
-        kind, own = FAMILIES[network]
+    if network in families:
+        kind, own = families[network]
         # Changed here as well: entries that follow from others, such as the width of a head.
-        known = {name: changes[name] for name in changes if name in {**_SIZES, **own}}
+        known = {name: changes[name] for name in changes if name in {**sizes, **own}}
         own = {**own, **_repeated(own, changes), **known}
-        config = getattr(transformers, f"{kind}Config")(**{**_SIZES, **own})
+        config = getattr(transformers, f"{kind}Config")(**{**sizes, **own})
     elif path.exists():
         config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
     else:
-        raise ValueError(f"{network}: expected {', '.join(FAMILIES)}, or a config.json")
+        raise ValueError(f"{network}: expected {', '.join(families)}, or a config.json")
     for name in changes:
         if not hasattr(config, name):
             raise ValueError(f"{name}: {type(config).__name__} has no such entry")
@@ -93,13 +104,25 @@ def _repeated(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str
     return {"layer_types": [kinds[n % len(kinds)] for n in range(layers)]}
 
 
-def network(config: Any, *, seed: int = 0, folder: Path | None = None) -> nn.Module:
-    """Returns the decoder in evaluation mode, with the weights of a folder or random ones."""
+def network(
+    config: Any,
+    *,
+    seed: int = 0,
+    folder: Path | None = None,
+    auto: Any = transformers.AutoModelForCausalLM,
+) -> nn.Module:
+    """Returns the network in evaluation mode, with the weights of a folder or random ones.
+
+    Args:
+        config: Its configuration.
+        seed: Seed of random weights.
+        folder: Where weights may lie.
+        auto: The class that makes such networks.
+    """
     logging.getLogger("transformers").setLevel(logging.ERROR)
     options: dict[str, Any] = {"attn_implementation": "eager"}
     if hasattr(config, "num_local_experts") or hasattr(config, "num_experts"):
         options["experts_implementation"] = "batched_mm"
-    auto = transformers.AutoModelForCausalLM
     if folder is not None and any(folder.glob("*.safetensors")):
         module = auto.from_pretrained(folder, config=config, local_files_only=True, **options)
     else:
@@ -287,7 +310,7 @@ def main() -> None:
         parser.error("expected a network and -o FILE or FOLDER, or --list")
     shared, path = options.cache == "shared", options.output
     try:
-        config = configuration(options.network, dict(_change(text) for text in options.changes))
+        config = configuration(options.network, dict(change(text) for text in options.changes))
         given = Path(options.network)
         module, model = build(
             config,
@@ -311,7 +334,7 @@ def main() -> None:
     report(module, model, path)
 
 
-def _change(text: str) -> tuple[str, Any]:
+def change(text: str) -> tuple[str, Any]:
     """Returns the name and the value of NAME=VALUE; the value is JSON, or text.
 
     Raises:

@@ -1,5 +1,6 @@
-"""A small decoder whose cache grows by Concat, as exporters write it, in ONNX text."""
+"""A small decoder whose cache grows by Concat, alone or with an encoder, in ONNX text."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +26,7 @@ y{n} = Attention<scale=0.5>(qt{n}, present.{n}.key, present.{n}.value, bias)
 yt{n} = Transpose<perm=[0,2,1,3]>(y{n})
 ym{n} = Reshape(yt{n}, merge)
 o{n} = MatMul(ym{n}, wo{n})
-a{n} = Add(x{n}, o{n})
+{cross}
 an{n} = LayerNormalization(a{n}, g{n})
 up{n} = MatMul(an{n}, wu{n})
 act{n} = Gelu(up{n})
@@ -33,10 +34,29 @@ down{n} = MatMul(act{n}, wd{n})
 x{m} = Add(a{n}, down{n})
 n{m} = LayerNormalization(x{m}, h{n})
 """
+_ALONE = "a{n} = Add(x{n}, o{n})"
+_CROSS = """
+b{n} = Add(x{n}, o{n})
+bn{n} = LayerNormalization(b{n}, g{n})
+cq{n} = MatMul(bn{n}, wc{n})
+cq4{n} = Reshape(cq{n}, to_queries)
+cqt{n} = Transpose<perm=[0,2,1,3]>(cq4{n})
+cy{n} = Attention<scale=0.5>(cqt{n}, past_key_cross_{n}, past_value_cross_{n})
+cyt{n} = Transpose<perm=[0,2,1,3]>(cy{n})
+cym{n} = Reshape(cyt{n}, merge)
+co{n} = MatMul(cym{n}, wd2{n})
+a{n} = Add(b{n}, co{n})
+"""
 
 
-def growing(path: Path, seed: int = 0) -> Path:
-    """Writes the decoder to a file; its inputs are ids, mask, positions and the cache."""
+def growing(path: Path, seed: int = 0, *, crossed: bool = False) -> Path:
+    """Writes the decoder to a file; its inputs are ids, mask, positions and the cache.
+
+    Args:
+        path: The file.
+        seed: Seed of the weights.
+        crossed: Whether it also attends to what an encoder leaves: `past_key_cross_0`, ….
+    """
     rng = np.random.default_rng(seed)
     weights = {
         "table": rng.normal(0, 1, (VOCAB, HIDDEN)),
@@ -51,13 +71,21 @@ def growing(path: Path, seed: int = 0) -> Path:
     }  # fmt: skip
     for n in range(LAYERS):
         weights |= {f"{w}{n}": rng.normal(0, s[0] ** -0.5, s) for w, s in shapes.items()}
+        if crossed:
+            for name in (f"wc{n}", f"wd2{n}"):
+                weights[name] = rng.normal(0, 2 * HIDDEN**-0.5, (HIDDEN, HIDDEN))
         weights |= {f"g{n}": 1 + rng.normal(0, 0.1, HIDDEN), f"h{n}": np.ones(HIDDEN)}
     cache = _CACHE.format(kv=KV_HEADS, d=HEAD)
     grown = cache.replace("past_sequence_length", "total_sequence_length")
     parts = [f"{n}.{part}" for n in range(LAYERS) for part in ("key", "value")]
     inputs = ", ".join(f"{cache} past_key_values.{part}" for part in parts)
     outputs = ", ".join(f"{grown} present.{part}" for part in parts)
-    layers = "".join(_LAYER.format(n=n, m=n + 1) for n in range(LAYERS))
+    if crossed:
+        read = f"float[batch,{KV_HEADS},frames,{HEAD}]"
+        names = [f"past_{part}_cross_{n}" for n in range(LAYERS) for part in ("key", "value")]
+        inputs += "".join(f", {read} {name}" for name in names)
+    block = _CROSS if crossed else _ALONE
+    layers = "".join(_LAYER.format(n=n, m=n + 1, cross=block.format(n=n)) for n in range(LAYERS))
     text = f"""
 <ir_version: 10, opset_import: ["" : 23]>
 decoder (int64[batch,sequence_length] input_ids,
@@ -99,3 +127,79 @@ logits = MatMul(n{LAYERS}, head)
     )
     onnx.save(model, path)
     return path
+
+
+FEATURES = 12
+_ENCODER_LAYER = """
+ck{n} = MatMul(e, wck{n})
+cv{n} = MatMul(e, wcv{n})
+ck4{n} = Reshape(ck{n}, to_keys)
+cv4{n} = Reshape(cv{n}, to_keys)
+present_key_cross_{n} = Transpose<perm=[0,2,1,3]>(ck4{n})
+present_value_cross_{n} = Transpose<perm=[0,2,1,3]>(cv4{n})
+"""
+
+
+def encoder_decoder(folder: Path, seed: int = 0) -> Path:
+    """Writes a folder of onnxruntime-genai with an encoder of features and a decoder.
+
+    The weight `g` is the same in both, `wu0` is not, and `wq0` is the same but is wanted in another
+    layout where a mesh divides it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    growing(folder / "decoder.onnx", seed, crossed=True)
+    held = onnx.load(folder / "decoder.onnx").graph.initializer
+    same = {w.name: numpy_helper.to_array(w) for w in held if w.name in ("g", "wq0")}
+    rng = np.random.default_rng(seed + 100)
+    weights = {"wu0": rng.normal(0, FEATURES**-0.5, (FEATURES, HIDDEN))} | same
+    for n in range(LAYERS):
+        weights |= {
+            f"{w}{n}": rng.normal(0, HIDDEN**-0.5, (HIDDEN, KV_HEADS * HEAD))
+            for w in ("wck", "wcv")
+        }
+    outputs = ", ".join(
+        f"float[batch,{KV_HEADS},frames,{HEAD}] present_{part}_cross_{n}"
+        for n in range(LAYERS)
+        for part in ("key", "value")
+    )
+    layers = "".join(_ENCODER_LAYER.format(n=n) for n in range(LAYERS))
+    text = f"""
+<ir_version: 10, opset_import: ["" : 23]>
+encoder (float[batch,frames,{FEATURES}] features) => ({outputs})
+<int64[4] to_keys = {{0,0,{KV_HEADS},{HEAD}}}>
+{{
+up = MatMul(features, wu0)
+act = Gelu(up)
+down = MatMul(act, wq0)
+e = LayerNormalization(down, g)
+{layers}
+}}"""
+    model = onnx.parser.parse_model(text)
+    model.graph.initializer.extend(
+        numpy_helper.from_array(array.astype(np.float32), name) for name, array in weights.items()
+    )
+    onnx.save(model, folder / "encoder.onnx")
+    config = {
+        "encoder": {
+            "filename": "encoder.onnx",
+            "outputs": {
+                "cross_present_key_names": "present_key_cross_%d",
+                "cross_present_value_names": "present_value_cross_%d",
+            },
+        },
+        "decoder": {
+            "filename": "decoder.onnx",
+            "inputs": {
+                "past_key_names": "past_key_values_%d_key",
+                "past_value_names": "past_key_values_%d_value",
+                "cross_past_key_names": "past_key_cross_%d",
+                "cross_past_value_names": "past_value_cross_%d",
+            },
+            "outputs": {
+                "present_key_names": "present_%d_key",
+                "present_value_names": "present_%d_value",
+            },
+        },
+    }
+    (folder / "genai_config.json").write_text(json.dumps({"model": config}))
+    return folder

@@ -23,7 +23,7 @@ from onnxpar.ops.table import REGISTRY
 from onnxpar.strategy import Strategy
 from onnxpar_runtime.launch import mpirun_environment
 from tests.cli import linear
-from tests.decoders import growing
+from tests.decoders import encoder_decoder, growing
 from tests.runtime.generation.plain import greedy
 from tests.runtime.launching import mpirun
 
@@ -99,7 +99,8 @@ def test_the_manifest_has_the_keys_that_the_page_lists(tmp_path: Path) -> None:
     manifest = json.loads((directory / "manifest.json").read_text(encoding="utf-8"))
     staged = json.loads((stages(tmp_path) / "manifest.json").read_text(encoding="utf-8"))
     assert first_column(top) == {*manifest, *staged}
-    cached = shard_model(growing(tmp_path / "decoder.onnx"), "tp=2", tmp_path / "decoder").out
+    both = encoder_decoder(tmp_path / "both")
+    cached = shard_model(both, "tp=2", tmp_path / "decoder").out
     caching = json.loads((cached / "manifest.json").read_text(encoding="utf-8"))
     programs = [p for m in (manifest, staged, caching) for p in m["programs"].values()]
     kinds = {s["kind"] for p in programs for s in p["system_inputs"]}

@@ -8,8 +8,9 @@ from typing import Any
 
 import onnx_ir as ir
 
+from onnxpar.api.encoder_decoder import partition_encoder_decoder
 from onnxpar.autodiff.training_program import TrainingSpec, prepare_training
-from onnxpar.core.errors import StrategyError
+from onnxpar.core.errors import ModelError, StrategyError
 from onnxpar.core.symbols import Symbol
 from onnxpar.emit import check_target, write
 from onnxpar.emit.rank_graph import emit_rank
@@ -39,11 +40,14 @@ from onnxpar.stages.partition_training import PartitionedTraining, partition_tra
 from onnxpar.stages.stage_programs import Staging
 from onnxpar.strategy import Strategy, resolve, resolved, strategy_for
 from onnxpar.strategy.recompute_entry import RecomputeOptions
-from onnxpar.strategy.save import plan_data, write_strategy
+from onnxpar.strategy.save import given_data, plan_data, write_strategy
 from onnxpar.strategy.schema import SEARCH
 
 NOTE = """The resolved strategy: `onnxpar shard MODEL --strategy` with this file gives this plan.
 `given` names the nodes of the user's strategy; the others were propagated."""
+
+NOTE_GIVEN = """The strategy as it was given: `onnxpar shard MODEL --strategy` with this file gives
+the same directory, of an encoder and a decoder."""
 
 
 def analyse(
@@ -140,6 +144,19 @@ class PartitionedForward:
     programs: tuple[PartitionedModel, ...]
     strategy: Strategy
     pipeline: PipelinePrograms | None = None
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """The encoder of a decoder.
+
+    Attributes:
+        path: Its ONNX file.
+        outputs: Its outputs that are known, by input of the decoder.
+    """
+
+    path: Path
+    outputs: Mapping[str, str]
 
 
 def partition_forward(
@@ -272,6 +289,7 @@ def shard_model(
     optimizer_parallel: int | None = None,
     recompute: RecomputeOptions | None = None,
     states: Mapping[str, str] | None = None,
+    encoder: str | Path | None = None,
 ) -> Summary:
     """Shards a model and writes the output directory.
 
@@ -290,19 +308,25 @@ def shard_model(
         recompute: What training recomputes; it replaces the strategy's.
         states: Outputs that are inputs of the next run, by input; those with the usual names of
             caches are found without it.
+        encoder: Path of the ONNX file of the encoder, if the model is the decoder of one. Then the
+            directory has two programs, `model` and `encoder`.
 
     Raises:
         OnnxparError: The model, the strategy or the target is wrong; nothing is written.
     """
     check_target(Path(out), force=force)
-    given = given_model(model)
-    model = given.path
+    given = given_model(model, encoder)
+    model, reader = given.path, None
+    if given.encoder is not None and training is not None:
+        raise ModelError(f"{given.encoder}: an encoder-decoder of two files cannot be trained")
     with blamed_on_model(model):
         clock = _Clock()
         dumper = Dumper(Path(dump)) if dump is not None else None
         proto = read(model)
         if training is None:
             states = given.states(proto) | dict(states or {})
+        if given.encoder is not None:
+            reader = Encoder(given.encoder, given.supplied(proto))
         strategy = strategy_for(strategy, devices, proto, f"model {str(model)!r}")
         if optimizer_parallel is not None:
             strategy = strategy.at_level(optimizer_parallel)
@@ -314,7 +338,11 @@ def shard_model(
         if dumper:
             dumper.model("loaded", loaded)
         constraints = {**strategy.symbols, **(symbols or {})}
-        parted = _partition(loaded, strategy, constraints, states, training, dumper, clock)
+        parted = (
+            _partition(loaded, strategy, constraints, states, training, dumper, clock)
+            if reader is None
+            else _partition_both(loaded, reader, strategy, constraints, states, clock)
+        )
         trained = parted if isinstance(parted, PartitionedTraining) else None
         programs, pipeline, strategy = parted.programs, parted.pipeline, parted.strategy
         first = programs[0] if pipeline is None else pipeline.unsplit[0]
@@ -333,6 +361,11 @@ def shard_model(
         plan, source = first.plan, first.source
         if trained is not None:
             plan, source = trained.shards.plan, trained.prepared.program.model
+        file = (
+            write_strategy(plan_data(plan, source, strategy, constraints), NOTE)
+            if reader is None
+            else write_strategy(given_data(plan.mesh, strategy, constraints), NOTE_GIVEN)
+        )
         write(
             programs,
             Path(out),
@@ -340,7 +373,7 @@ def shard_model(
             force=force,
             report=report,
             strategy=resolved(plan, source) | ({} if trained is None else _training_keys(strategy)),
-            strategy_file=write_strategy(plan_data(plan, source, strategy, constraints), NOTE),
+            strategy_file=file,
             model_name=Path(model).stem,
             training=None if trained is None else training_entry(trained),
             pipeline=pipeline,
@@ -373,6 +406,29 @@ def _partition(
         parted = partition_for_training(recognised, strategy, symbols, training)
     clock.lap("partition")
     return parted
+
+
+def _partition_both(
+    decoder: ir.Model,
+    encoder: Encoder,
+    strategy: Strategy,
+    symbols: Mapping[str, Symbol],
+    states: Mapping[str, str] | None,
+    clock: "_Clock",
+) -> PartitionedForward:
+    """Partitions a decoder, which is used up, and its encoder."""
+    with blamed_on_model(encoder.path):
+        programs = partition_encoder_decoder(
+            lambda: load(encoder.path),
+            decoder,
+            strategy,
+            symbols,
+            lambda model, own, known: analyse(model, own, states=known),
+            states,
+            encoder.outputs,
+        )
+    clock.lap("partition")
+    return PartitionedForward(programs, strategy)
 
 
 def _training_keys(strategy: Strategy) -> dict[str, Any]:

@@ -191,6 +191,11 @@ def show_directory(report: Json, console: Console) -> None:
         _row(states, item["input"], item["output"], item["sharding"], describe_growth(item))
     if report["states"]:
         console.print(states)
+    supplied = _table("input", "from program", "its value", "layout")
+    for item in report["supplied"]:
+        _row(supplied, item["input"], item["source"], item["value"], item["sharding"])
+    if report["supplied"]:
+        console.print(supplied)
     _show_stages(report, console)
     replicated = _table("replicated node", "operator", "reason")
     for item in report["replicated"]:

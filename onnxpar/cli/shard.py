@@ -84,6 +84,14 @@ def command(
     ] = None,
     devices: Devices = None,
     symbol: Constraints = (),
+    encoder: Annotated[
+        Path | None,
+        Option(
+            "The encoder of MODEL, a decoder. What it computes is found by name "
+            "(present.0.encoder.key for past_key_values.0.encoder.key).",
+            "FILE",
+        ),
+    ] = None,
     state: Annotated[
         Sequence[str],
         Option(
@@ -139,6 +147,7 @@ def command(
         optimizer_parallel=training.optimizer_parallel,
         recompute=parse_recompute(recompute, recompute_communication) if recompute else None,
         states=parse_states(state),
+        encoder=encoder,
     )
     _print(summary, rank or range(summary.report["devices"]))
 
@@ -185,6 +194,7 @@ def _print(summary: Summary, ranks: Sequence[int]) -> None:
         f"parameters    {totals['parameters']}, {sizes} bytes on {describe_device(report)}",
         f"collectives   {_collectives(report)}",
         *_carried(report),
+        *_supplied(report),
         *_stages(report),
         *_conflicts(report),
     ]
@@ -213,6 +223,22 @@ def _carried(report: dict[str, Any]) -> list[str]:
     return [
         f"states        {len(found)}, such as {first['input']} from {first['output']}, "
         f"{first['sharding']}: {describe_growth(first)}"
+    ]
+
+
+def _supplied(report: dict[str, Any]) -> list[str]:
+    """Returns lines about a program that computes inputs, if there is one, and about these."""
+    found = [pair for pair in report["supplied"] if not pair["given"]]
+    if not found:
+        return []
+    first = found[0]
+    totals = report["programs"][first["source"]]["totals"]
+    sizes = f"{totals['parameter_bytes_per_device']:,} of {totals['parameter_bytes']:,}"
+    return [
+        f"{first['source']:<14}{count(totals['nodes'], 'node')}, runs once: "
+        f"{count(totals['parameters'], 'parameter')}, {sizes} bytes on {describe_device(report)}",
+        f"              {count(len(found), 'input')} from it, such as {first['input']} from "
+        f"{first['value']}, {first['sharding']}",
     ]
 
 

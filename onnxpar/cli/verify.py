@@ -26,6 +26,9 @@ def command(
         Path, Option("The undivided model, or the output of `shard --devices 1`.", "MODEL")
     ],
     *,
+    encoder: Annotated[
+        Path | None, Option("The undivided encoder, if MODEL is the file of its decoder.", "FILE")
+    ] = None,
     symbol: Annotated[
         Sequence[str],
         Option(
@@ -46,7 +49,7 @@ def command(
     # It loads onnxruntime, which the other commands do without.
     from onnxpar.api import runtime
 
-    cases = runtime.verify(directory, model, symbol, inputs, options)
+    cases = runtime.verify(directory, model, symbol, inputs, options, encoder)
     if as_json:
         typer.echo(runtime.report_json(cases))
     else:

@@ -45,6 +45,7 @@ from onnxpar_format.entries import (
     ProgramEntry,
     ShardFile,
     StateOutput,
+    SuppliedEntry,
     SymbolEntry,
     SystemInput,
     TensorEntry,
@@ -98,9 +99,7 @@ def manifest(
         axes=tuple(mesh.axes),
         atoms=mesh.atoms,
         devices=devices,
-        symbols={
-            safe_name(name): _symbol(name, pm.symbols) for pm in models for name in pm.symbols
-        },
+        symbols=_symbols(models),
         programs={program.name: program for program in programs},
         parameters={
             name: _parameter(parameters[name], layout, files, models[0]) for name in layout.shards
@@ -121,12 +120,32 @@ def dtype_name(dtype: ir.DataType) -> str:
     )
 
 
-def _symbol(name: str, symbols: Mapping[str, Symbol]) -> SymbolEntry:
-    symbol = symbols[name]
-    # The plan relies on names of one `unique` symbol having one size; the runtime must check it.
-    first = min(other for other in symbols if symbols[other] is symbol)
-    same_as = safe_name(first) if symbol.unique and first != name else None
-    return SymbolEntry(**vars(symbol), same_as=same_as)
+def _symbols(models: Sequence[PartitionedModel]) -> dict[str, SymbolEntry]:
+    """Returns the constraints of all symbols; those of one name in several programs all hold.
+
+    Raises:
+        DirectoryError: No size satisfies the constraints of two programs.
+    """
+    found: dict[str, Symbol] = {}
+    same: dict[str, str | None] = {}
+    for pm in models:
+        for name, symbol in pm.symbols.items():
+            other = found.get(name, symbol)
+            try:
+                found[name] = symbol if other == symbol else other.both(symbol)
+            except ValueError as error:
+                raise DirectoryError(
+                    f"symbol {name!r}: no size satisfies {other} and, in {pm.program!r}, {symbol}: "
+                    f"{error}"
+                ) from None
+            # The plan relies on names of one `unique` symbol having one size; the runtime must
+            # check it.
+            first = min(n for n, one in pm.symbols.items() if one is symbol)
+            same[name] = safe_name(first) if symbol.unique and first != name else same.get(name)
+    return {
+        safe_name(name): SymbolEntry(**vars(symbol), same_as=same[name])
+        for name, symbol in found.items()
+    }
 
 
 def _size(size: Dim) -> int | str:
@@ -227,6 +246,8 @@ def _without_graphs(pm: PartitionedModel, devices: int) -> ProgramEntry:
     more: dict[str, Any] = {}
     if pm.carried:
         more["carried"] = tuple(CarriedEntry(**vars(state)) for state in pm.carried)
+    if pm.supplied:
+        more["supplied"] = tuple(SuppliedEntry(**vars(pair)) for pair in pm.supplied)
     return ProgramEntry(
         name=pm.program,
         files=(None,) * devices,

@@ -40,11 +40,11 @@ def state_pairs(graph: ir.Graph, declared: Mapping[str, str] | None = None) -> d
         key: name
         for name in reversed(outputs)
         if name not in found.values()
-        for key in _keys_of_output(name)
+        for key in keys_of_output(name)
     }
     for name, value in inputs.items():
-        output = by_key.get(_key_of_input(name))
-        if name not in found and output is not None and _alike(value, outputs[output]):
+        output = by_key.get(key_of_input(name))
+        if name not in found and output is not None and alike(value, outputs[output]):
             found[name] = output
     return {name: found[name] for name in inputs if name in found}
 
@@ -93,19 +93,21 @@ def _check(
                 f"{taken[output]!r}"
             )
         taken[output] = name
-        if not _alike(inputs[name], outputs[output]):
+        if not alike(inputs[name], outputs[output]):
             raise ModelError(
-                f"{what}: expected the type {_type(inputs[name])} of the input, got "
-                f"{_type(outputs[output])}"
+                f"{what}: expected the type {type_text(inputs[name])} of the input, got "
+                f"{type_text(outputs[output])}"
             )
 
 
-def _alike(one: ir.Value, other: ir.Value) -> bool:
+def alike(one: ir.Value, other: ir.Value) -> bool:
+    """Returns whether two values have one element type, and one number of dims if it is known."""
     known = one.shape is None or other.shape is None or len(one.shape) == len(other.shape)
     return one.dtype == other.dtype and known
 
 
-def _type(value: ir.Value) -> str:
+def type_text(value: ir.Value) -> str:
+    """Returns the type of a value, for messages."""
     dims = "" if value.shape is None else f" with {len(value.shape)} dims"
     return f"{value.dtype}{dims}"
 
@@ -114,14 +116,16 @@ def _tokens(name: str) -> list[str]:
     return re.split(r"[._/\-]+", name.lower())
 
 
-def _key_of_input(name: str) -> tuple[str, ...]:
+def key_of_input(name: str) -> tuple[str, ...]:
+    """Returns what the name of a state has besides words such as "past"; nothing for others."""
     text = _PAST.sub("past", name.lower())
     if not _KEPT.intersection(_tokens(text)):
         return ()
     return tuple(token for token in _tokens(text) if token != "past")
 
 
-def _keys_of_output(name: str) -> Iterator[tuple[str, ...]]:
+def keys_of_output(name: str) -> Iterator[tuple[str, ...]]:
+    """Yields the key of the input of which an output may be the next value."""
     tokens = _tokens(_PRESENT.sub("present", name.lower()))
     rest = tuple(token for token in tokens if token not in _NEW and token != "past")
     if rest and len(rest) < len(tokens):

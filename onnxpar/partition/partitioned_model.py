@@ -14,6 +14,7 @@ from onnxpar.core.symbols import Symbol
 from onnxpar.facts.carried_states import CarriedState
 from onnxpar.facts.equalities import Equality
 from onnxpar.facts.index_ranges import IndexRange
+from onnxpar.facts.supplied_inputs import SuppliedInput
 from onnxpar.graph.local_builder import LocalBuilder
 from onnxpar.graph.plan import Plan
 from onnxpar.ops.registry import Registry
@@ -109,6 +110,7 @@ class PartitionedModel:
         ranges: Ranges that operators require of the elements of inputs.
         states: Which of its operands are buffers of the runtime.
         carried: In a forward program, the outputs that are inputs of the next run.
+        supplied: The inputs that another program of the directory supplies.
         conflicts: Reshards between neighbours that want a value in different layouts.
         stage: The pipeline stage whose ranks run it.
         stages: Number of stages; the ranks of stage s begin at `s * mesh.size`.
@@ -131,6 +133,7 @@ class PartitionedModel:
     ranges: tuple[IndexRange, ...] = ()
     states: States = States()
     carried: tuple[CarriedState, ...] = ()
+    supplied: tuple[SuppliedInput, ...] = ()
     conflicts: tuple[Conflict, ...] = ()
     stage: int = 0
     stages: int = 1

@@ -33,6 +33,7 @@ OF_A_PROGRAM = (
     "conflicts",
     "replicated",
     "states",
+    "supplied",
     "totals",
     "stage_totals",
     "transfers",
@@ -84,7 +85,8 @@ def inspect_data(parted: PartitionedModel, split: Sequence[PartitionedModel] = (
 
     Keys: `mesh` (of one pipeline stage), `devices`, `stages`, `symbols`, `nodes`, `collectives`,
     `conflicts`, `replicated`, `states` (of a forward program: outputs that are inputs of the next
-    run), `totals`, and those of `onnxpar.report.stage_data.stage_data`.
+    run), `supplied` (inputs that another program computes), `totals`, and those of
+    `onnxpar.report.stage_data.stage_data`.
 
     Args:
         parted: The program of all ranks.
@@ -116,6 +118,10 @@ def inspect_data(parted: PartitionedModel, split: Sequence[PartitionedModel] = (
         "states": [
             {**vars(state), "sharding": parted.plan.inputs[state.input].describe(mesh)}
             for state in parted.carried
+        ],
+        "supplied": [
+            {**vars(pair), "sharding": parted.plan.inputs[pair.input].describe(mesh)}
+            for pair in parted.supplied
         ],
         "totals": _totals(parted, nodes, replicated, of_stages["stage_totals"]),
         **of_stages,

@@ -89,6 +89,22 @@ def plan_data(
     return data
 
 
+def given_data(mesh: Mesh, strategy: Strategy, symbols: Mapping[str, Symbol]) -> dict[str, Any]:
+    """Returns the content of a strategy file with a strategy that names no nodes or tensors.
+
+    Args:
+        mesh: The mesh that follows from it.
+        strategy: The strategy.
+        symbols: Constraints on symbols, including those of the strategy.
+    """
+    return {
+        **_head(mesh, symbols, strategy.stages),
+        "dataset": strategy.dataset,
+        "parameter_axes": list(strategy.parameter_axes),
+        "rest": strategy.rest,
+    }
+
+
 def own_layouts(plan: Plan, graph: ir.Graph) -> dict[str, Sharding]:
     """Returns the shardings of parameters that differ from what their first reader wants."""
     first: dict[str, Sharding] = {}

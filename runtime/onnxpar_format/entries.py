@@ -138,6 +138,11 @@ class TensorEntry:
         """The atoms that shard it."""
         return tuple(a for dim in self.dims for _, atoms in dim for a in atoms)
 
+    @property
+    def pieces(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
+        """The atoms that shard each component of each dim."""
+        return tuple(tuple(atoms for _, atoms in dim) for dim in self.dims)
+
     def problems(self) -> Iterator[Problem]:
         """Yields what is wrong between fields."""
         if not all(self.dims):
@@ -322,6 +327,23 @@ class CarriedEntry:
 
 
 @dataclass(frozen=True)
+class SuppliedEntry:
+    """An input that takes its value from another program, which runs before, once.
+
+    Attributes:
+        input: Name of the input. It is sharded as the output is.
+        source: Name of the other program.
+        value: Name of its output, or of its input if `given`.
+        given: Whether both programs take the same global input, each in its own sharding.
+    """
+
+    input: str
+    source: Annotated[str, Key(("from",))]
+    value: str
+    given: bool
+
+
+@dataclass(frozen=True)
 class HandedEntry:
     """A tensor that a program of a pipeline hands to others, for the same micro-batch.
 
@@ -363,6 +385,7 @@ class ProgramEntry:
         state_inputs: Graph inputs that are states, by the state's name.
         state_outputs: Graph outputs that are new values of states.
         carried: Outputs that are inputs of the next run.
+        supplied: Inputs that another program supplies.
         handed_in: Graph inputs that other programs of the pipeline compute.
         handed_out: Graph outputs that other programs of the pipeline read.
     """
@@ -378,6 +401,7 @@ class ProgramEntry:
     state_inputs: Annotated[tuple[str, ...], OPTIONAL] = NONE_GIVEN
     state_outputs: Annotated[tuple[StateOutput, ...], OPTIONAL] = NONE_GIVEN
     carried: Annotated[tuple[CarriedEntry, ...], OPTIONAL] = NONE_GIVEN
+    supplied: Annotated[tuple[SuppliedEntry, ...], OPTIONAL] = NONE_GIVEN
     handed_in: Annotated[tuple[HandedInEntry, ...], OPTIONAL] = NONE_GIVEN
     handed_out: Annotated[tuple[HandedEntry, ...], OPTIONAL] = NONE_GIVEN
 

@@ -19,6 +19,7 @@ from onnxpar_format.entries import (
     ParameterEntry,
     Positive,
     ProgramEntry,
+    SuppliedEntry,
     SymbolEntry,
     TensorEntry,
     is_file_name,
@@ -409,6 +410,11 @@ class ManifestContents:
     training: Annotated[Training | None, OPTIONAL] = None
     pipeline: Annotated[Pipeline | None, OPTIONAL] = None
 
+    def supplying(self, program: str) -> set[str]:
+        """Returns the outputs of a program that are inputs of others."""
+        pairs = [pair for other in self.programs.values() for pair in other.supplied]
+        return {pair.value for pair in pairs if pair.source == program and not pair.given}
+
     @property
     def stages(self) -> int:
         """Number of stages."""
@@ -479,10 +485,32 @@ class ManifestContents:
                 yield from self._known(at, "symbols", entry.symbol)
             if entry.kind == "coordinate" and entry.atom not in range(len(self.atoms)):
                 yield at, f"an atom from 0 to {len(self.atoms) - 1}", entry.atom
+        for pair in program.supplied:
+            yield from self._supplied_problems(f"{place}.supplied {pair.input!r}", program, pair)
         states = self.training.states if self.training else {}
         for name in (*program.state_inputs, *(o.state for o in program.state_outputs)):
             if name not in states:
                 yield place, "states of 'training'", name
+
+    def _supplied_problems(
+        self, place: str, program: ProgramEntry, pair: SuppliedEntry
+    ) -> Iterator[Problem]:
+        yield from self._known(f"{place}.from", "programs", pair.source)
+        source = self.programs.get(pair.source)
+        taken = {spec.name: spec for spec in program.inputs}
+        if pair.input not in taken:
+            yield place, f"one of the inputs {sorted(taken)}", pair.input
+        if source is None:
+            return
+        specs = source.inputs if pair.given else source.outputs
+        made = {spec.name: spec for spec in specs}
+        if pair.value not in made:
+            kind = "inputs" if pair.given else "outputs"
+            yield f"{place}.value", f"one of the {kind} {sorted(made)}", pair.value
+        elif pair.input in taken and not pair.given:
+            one, other = taken[pair.input], made[pair.value]
+            if (one.dtype, one.pieces) != (other.dtype, other.pieces):
+                yield place, f"the type and the layout of {pair.value!r}", list(one.pieces)
 
     def _state_problems(self, place: str, state: StateEntry) -> Iterator[Problem]:
         yield from self._tensor_problems(place, state)

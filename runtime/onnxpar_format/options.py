@@ -269,6 +269,23 @@ class GenerationRun:
     prompt: Annotated[
         Sequence[str], Option("A prompt as text, with --tokenizer; may be repeated.", "TEXT")
     ] = ()
+    inputs: Annotated[
+        Path | None,
+        Option(
+            ".npz file with the inputs of an encoder, a row for each sequence. Without it, an "
+            "encoder of tokens reads the prompts.",
+            "FILE.npz",
+        ),
+    ] = None
+    start: Annotated[
+        Sequence[int],
+        Option(
+            "A token with which what the decoder of an encoder-decoder writes begins; may be "
+            "repeated. Default: decoder_start_token_id of the configuration in --tokenizer.",
+            "TOKEN",
+            minimum=0,
+        ),
+    ] = ()
     tokenizer: Annotated[
         Path | None,
         Option(

@@ -292,7 +292,7 @@ class Executor:
         self._states = {o.name: o.state for o in self.program.state_outputs}
         self._sums = manifest.training.sums if manifest.training else {}
         outputs = [o.name for o in outputs]
-        self._handed = {value.name for value in self.program.handed_out}
+        self._handed = {v.name for v in self.program.handed_out} | manifest.supplying(program)
         self._check_graph(path, set(outputs))
         self._made = [name for name in outputs if name not in self._states]
         specs = {spec.name for spec in self.program.outputs}

@@ -61,9 +61,8 @@ def _send(value: HandedEntry, source: int, target: int) -> CollectiveEntry:
 
 
 def compare_bytes(
-    runs: Mapping[str, int],
+    runs: Mapping[str, Sequence[Mapping[str, int]]],
     group: Ranks[Any],
-    values: Sequence[Mapping[str, int]],
     *,
     widened: bool = False,
 ) -> tuple[int | None, int, list[str]]:
@@ -73,9 +72,9 @@ def compare_bytes(
     in a Permute, or receives in a Broadcast, counts less than the formula says.
 
     Args:
-        runs: How often each program has run at each of `values` since the counts were reset.
+        runs: For each program the values of the symbols in each of its runs since the counts were
+            reset.
         group: The ranks.
-        values: Values of the symbols.
         widened: Allow twice the bytes: on the CPU onnxruntime may convert float16 to float32 before
             a collective instead of after it.
 
@@ -84,7 +83,7 @@ def compare_bytes(
         the largest number that a rank counted; and the differences, for people.
     """
     manifest = group.manifest
-    wanted = [_expected(manifest, runs, stage, values) for stage in range(manifest.stages)]
+    wanted = [_expected(manifest, runs, stage) for stage in range(manifest.stages)]
     counters = group.counters()
     counted = max(sum(c.bytes for c in counts.values()) for counts in counters)
     problems: dict[str, str] = {}
@@ -104,15 +103,15 @@ def compare_bytes(
 
 
 def _expected(
-    manifest: Manifest, runs: Mapping[str, int], stage: int, values: Sequence[Mapping[str, int]]
+    manifest: Manifest, runs: Mapping[str, Sequence[Mapping[str, int]]], stage: int
 ) -> dict[str, int] | None:
     """Returns the bytes by operator; None if a formula cannot be evaluated."""
     expected: dict[str, int] = {}
-    for program, count in runs.items():
+    for program, values in runs.items():
         for issued in collectives(manifest, program, stage):
             try:
                 size = sum(floor(evaluate_exact(issued.bytes, sizes)) for sizes in values)
             except ExpressionError:
                 return None
-            expected[issued.op] = expected.get(issued.op, 0) + count * size
+            expected[issued.op] = expected.get(issued.op, 0) + size
     return expected

@@ -9,6 +9,7 @@ import pytest
 import two_layer
 
 from onnxpar.cli import main
+from tests.decoders import encoder_decoder
 
 STRATEGY = "devices: 8\nnodes: {/matmul1/MatMul: {in: [[2, 4], [4, 1]], out: [[8, 1]]}}\n"
 
@@ -180,3 +181,21 @@ def test_what_graphs_of_ranks_leave_to_the_cpu(
 def test_a_device_that_is_none(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", "out", "--device", "tpu"]) == 2
     assert "--device: expected cuda, got 'tpu'" in capsys.readouterr().err
+
+
+def test_what_an_encoder_supplies_is_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, out = encoder_decoder(tmp_path / "model"), str(tmp_path / "out")
+    files = [str(folder / "decoder.onnx"), "--encoder", str(folder / "encoder.onnx")]
+    assert main(["shard", *files, "--strategy", "tp=2", "-o", out]) == 0
+    printed = capsys.readouterr().out
+    assert "encoder       16 nodes, runs once: 7 parameters" in printed
+    assert "4 inputs from it, such as past_key_cross_0 from present_key_cross_0, [~, tp" in printed
+    assert main(["inspect", out]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if "_cross_1" in line]
+    assert ["past_value_cross_1", "encoder", "present_value_cross_1"] in [row[:3] for row in rows]
+    assert main(["inspect", out, "--program", "encoder", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["program"] == "encoder" and len(report["nodes"]) == 16
+    assert report["supplied"] == []

@@ -1,13 +1,14 @@
-"""`mpirun onnxpar generate`: JSON on rank 0 alone, streams, and refusals."""
+"""`mpirun onnxpar generate`: JSON on rank 0 alone, streams, an encoder, and refusals."""
 
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from onnxpar.api.shard_model import shard_model
-from tests.decoders import growing
-from tests.runtime.generation.plain import greedy
+from tests.decoders import FEATURES, encoder_decoder, growing
+from tests.runtime.generation.plain import encoded, greedy
 from tests.runtime.launching import Outcome, mpirun
 
 PROMPTS = [[5], [1, 2, 3, 4, 5, 6, 7], [9, 9]]
@@ -61,3 +62,21 @@ def test_prompts_that_are_none_end_all_ranks(
     (tmp_path / "three.json").write_text(text)
     outcome = generate(tmp_path)
     assert outcome.code == 2 and message in outcome.err and outcome.out == ""
+
+
+def test_an_encoder_reads_its_inputs_once(tmp_path: Path) -> None:
+    """With prompts from a file, and with one first token for all sequences."""
+    folder = encoder_decoder(tmp_path / "model")
+    shard_model(folder, "tp=2", tmp_path / "out")
+    given = np.random.default_rng(0).normal(0, 2, (3, 9, FEATURES)).astype(np.float32)
+    np.savez(tmp_path / "in.npz", features=given)
+    left = encoded(folder, [{"features": row[None]} for row in given])
+    (tmp_path / "three.json").write_text(json.dumps(PROMPTS))
+    inputs = ["--inputs", str(tmp_path / "in.npz"), "--json"]
+    outcome = generate(tmp_path, *inputs)
+    want = greedy(folder / "decoder.onnx", PROMPTS, 12, left)
+    assert json.loads(outcome.out)["sequences"] == want
+    command = ["-m", "onnxpar.cli", "generate", str(tmp_path / "out"), "--max-new-tokens", "12"]
+    outcome = mpirun(2, [*command, *inputs, "--start", "3", "--start", "8"])
+    want = greedy(folder / "decoder.onnx", [[3, 8]] * 3, 12, left)
+    assert json.loads(outcome.out)["sequences"] == want

@@ -7,6 +7,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from onnxpar.api.encoder_decoder import ENCODER
 from onnxpar.api.shard_model import shard_model
 from onnxpar.autodiff.training_program import TrainingSpec
 from onnxpar.core.errors import SymbolError
@@ -26,6 +27,7 @@ def verify(
     cases: Sequence[str] = (),
     inputs: Path | None = None,
     options: VerifyOptions | None = None,
+    encoder: Path | None = None,
 ) -> list[Case]:
     """Compares the partitioned program with the undivided one, all ranks in this process.
 
@@ -38,6 +40,7 @@ def verify(
         cases: Texts such as `batch=16,seq=8`, one for each case; by default three cases.
         inputs: `.npz` file of global inputs instead of random ones.
         options: What to compare and how strictly.
+        encoder: The undivided encoder, if the model is the file of its decoder.
 
     Raises:
         SymbolError: A case is malformed.
@@ -46,15 +49,21 @@ def verify(
     """
     parsed = [parse_case(text) for text in cases]
     feeds = None if inputs is None else read_npz(inputs)
-    with _undivided(Manifest.load(directory), model) as undivided:
+    with _undivided(Manifest.load(directory), model, encoder) as undivided:
         return compare.verify(directory, undivided, parsed, feeds, options)
 
 
 @contextmanager
-def _undivided(manifest: Manifest, model: Path) -> Iterator[Path]:
+def _undivided(
+    manifest: Manifest, model: Path, encoder: Path | None
+) -> Iterator[Path | Mapping[str, Path]]:
     """Yields the model, or for training a directory for one device, which is made if needed."""
     if manifest.training is None or (model / FILE_NAME).is_file():
-        yield model if (model / FILE_NAME).is_file() else given_model(model).path
+        if (model / FILE_NAME).is_file():
+            yield model
+            return
+        given = given_model(model, encoder)
+        yield {"model": given.path} | ({ENCODER: given.encoder} if given.encoder else {})
         return
     spec = TrainingSpec.of(manifest.trained().spec)
     with TemporaryDirectory(prefix="onnxpar-verify-") as folder:

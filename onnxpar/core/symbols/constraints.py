@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import gcd, lcm
 from typing import Self
 
 from onnxpar.core.errors import SymbolError
@@ -106,6 +107,36 @@ class Symbol(SymbolSizes):
                 f"symbol {text!r}: expected NAME:CONSTRAINTS, as in batch:divisor=8,max=512"
             )
         return name.strip(), cls.parse(constraints)
+
+    def both(self, other: "Symbol") -> "Symbol":
+        """Returns a constraint on the sizes that satisfy this one and another.
+
+        With a remainder, sizes below the common divisor are left out.
+
+        Raises:
+            ValueError: No size satisfies both, or the bounds leave a single one.
+        """
+        divisor, shared = lcm(self.divisor, other.divisor), gcd(self.divisor, other.divisor)
+        if (self.remainder - other.remainder) % shared:
+            raise ValueError(f"Symbol: no size satisfies {self} and {other}")
+        remainder = next(
+            r
+            for r in range(self.remainder, divisor + self.remainder, self.divisor)
+            if r % other.divisor == other.remainder
+        )
+        tops = [symbol.max for symbol in (self, other) if symbol.max > symbol.min]
+        least = max(self.min, other.min)
+        if tops and min(tops) <= least:
+            # A constraint with equal bounds would have no upper one.
+            raise ValueError(f"Symbol: no size satisfies {self} and {other}, or only one")
+        return Symbol(
+            max=min(tops, default=0),
+            min=least,
+            divisor=divisor,
+            remainder=remainder,
+            unique=self.unique or other.unique,
+            per_rank=self.per_rank or other.per_rank,
+        )
 
     def check(self, name: str, value: int) -> None:
         """Checks that the dimension `name` may have the size `value`.

@@ -75,6 +75,12 @@ class BoundGraph:
         self._bound[name] = bound
         self._io.bind_ortvalue_input(name, to_ort(bound))
 
+    def bind_value(self, name: str, value: Any) -> None:
+        """Binds an input to an OrtValue, which stays on its device."""
+        if name in self.executor.graph_inputs:
+            self._taken[name] = value
+            self._io.bind_ortvalue_input(name, value)
+
     def bind_symbols(self, values: Mapping[str, int]) -> None:
         """Writes the values of the symbols that the graph reads."""
         for entry, memory in self._numbers:

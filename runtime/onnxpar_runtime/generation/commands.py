@@ -6,17 +6,24 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
+from numpy.typing import NDArray
+
+from onnxpar_format.entries import ProgramEntry
 from onnxpar_format.options import Execution, GenerationRun
 from onnxpar_runtime.agree import together
 from onnxpar_runtime.commands import begin, interruptible, opened, start
 from onnxpar_runtime.errors import InputError
+from onnxpar_runtime.generation.encoder import token_feeds
 from onnxpar_runtime.generation.generator import Generator, Stop
 from onnxpar_runtime.generation.text import Stream, Tokenizer
+from onnxpar_runtime.manifest import Manifest
+from onnxpar_runtime.npz import read_npz
 
 log = logging.getLogger(__name__)
 _DEFAULT = Execution()
+Array = NDArray[Any]
 
 
 def generate(directory: str | Path, what: GenerationRun, how: Execution = _DEFAULT) -> int:
@@ -35,11 +42,13 @@ def generate(directory: str | Path, what: GenerationRun, how: Execution = _DEFAU
     def body() -> None:
         manifest = begin(rank, "generate", directory, how)
 
-        def prepare() -> tuple[Tokenizer | None, list[list[int]]]:
-            tokenizer = None if what.tokenizer is None else Tokenizer(what.tokenizer)
-            return tokenizer, prompts_of(what, tokenizer)
+        encoder = encoder_of(manifest)
 
-        tokenizer, prompts = together(rank, prepare)
+        def prepare() -> tuple[Tokenizer | None, list[list[int]], dict[str, Array] | None]:
+            tokenizer = None if what.tokenizer is None else Tokenizer(what.tokenizer)
+            return tokenizer, *given(what, tokenizer, encoder)
+
+        tokenizer, prompts, feeds = together(rank, prepare)
         generator = opened(Generator, rank, manifest, how)
         printer = _Printer(sys.stdout if rank.index == 0 else None, what, tokenizer, len(prompts))
         stop = None if tokenizer is None or not what.stop else _stop(tokenizer, what.stop)
@@ -51,12 +60,56 @@ def generate(directory: str | Path, what: GenerationRun, how: Execution = _DEFAU
             sampling=what.sampling,
             eos=frozenset(eos),
             stop=stop,
+            encoder=feeds,
         ):
             printer.step(step.tokens)
         printer.end()
         generator.close()
 
     return interruptible(rank, body)
+
+
+def encoder_of(manifest: Manifest) -> ProgramEntry | None:
+    """Returns the program that supplies inputs of the decoder; None if there is none."""
+    supplied = manifest.program("model").supplied
+    return manifest.program(supplied[0].source) if supplied else None
+
+
+def given(
+    what: GenerationRun, tokenizer: Tokenizer | None, encoder: ProgramEntry | None
+) -> tuple[list[list[int]], dict[str, Array] | None]:
+    """Returns the tokens of the decoder's prompts, and the encoder's inputs if there is one.
+
+    Raises:
+        InputError: As `prompts_of`; or the options are not those of this kind of model.
+    """
+    if encoder is None:
+        for option, found in (("--inputs", what.inputs), ("--start", what.start)):
+            if found:
+                raise InputError(f"{option}: only for an encoder-decoder, got a decoder alone")
+        return prompts_of(what, tokenizer), None
+    start = list(what.start or (() if tokenizer is None else tokenizer.start))
+    if what.inputs is None:
+        texts = prompts_of(what, tokenizer)
+        return [list(_started(start)) for _ in texts], token_feeds(encoder, texts)
+    feeds = read_npz(what.inputs)
+    if what.tokens is not None or what.prompt:
+        return [list(what.start) + prompt for prompt in prompts_of(what, tokenizer)], feeds
+    rows = {array.shape[0] for array in feeds.values() if array.ndim}
+    if len(rows) != 1:
+        raise InputError(
+            f"--inputs {what.inputs}: expected arrays with one number of rows, got {sorted(rows)}"
+        )
+    return [list(_started(start)) for _ in range(*rows)], feeds
+
+
+def _started(start: Sequence[int]) -> Sequence[int]:
+    if not start:
+        raise InputError(
+            "--start: expected the token with which the decoder begins, got none (it is "
+            "decoder_start_token_id in the model's configuration)"
+        )
+    return start
 
 
 def prompts_of(what: GenerationRun, tokenizer: Tokenizer | None) -> list[list[int]]:

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from onnxpar_format.boxes import SizedSharding
 from onnxpar_format.dtypes import DTYPES
+from onnxpar_format.entries import ProgramEntry
 from onnxpar_format.options import Sampling
 from onnxpar_runtime.agree import together
 from onnxpar_runtime.closing import Closing
@@ -19,11 +20,13 @@ from onnxpar_runtime.errors import InputError
 from onnxpar_runtime.executor import Loader
 from onnxpar_runtime.gather import gather_to_root
 from onnxpar_runtime.generation.decoder import Decoder
+from onnxpar_runtime.generation.encoder import NOTHING, Encoder, Supply
 from onnxpar_runtime.generation.prompts import Sequences
 from onnxpar_runtime.generation.requests import CHUNK, GREEDY, Requests
 from onnxpar_runtime.generation.roles import feeds_of
 from onnxpar_runtime.generation.sampling import NO_TOKEN, Chooser, Draws, check
 from onnxpar_runtime.generation.steps import Batch, begin, last_scores
+from onnxpar_runtime.inputs import Feeds
 from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.session import own_rank
 
@@ -54,7 +57,8 @@ class Generator(Closing):
     """A language model of a directory, ready to generate; every rank makes one.
 
     Its states (the cache of keys and values) stay on the device of each rank, sharded as they were
-    planned. Only the best tokens of each shard of the vocabulary travel after a step.
+    planned. Only the best tokens of each shard of the vocabulary travel after a step. If the
+    directory has an encoder, it runs once for each batch, and what it leaves stays there too.
 
     Args:
         directory: The directory of a decoder with a cache.
@@ -94,6 +98,8 @@ class Generator(Closing):
         self.device: Device = self._loader.device
         self._decoder = Decoder(self.manifest, program, self._loader)
         self._roles = self._decoder.roles
+        taken = self._decoder.program
+        self._encoder = Encoder(self.manifest, taken, self._loader) if taken.supplied else None
         self._batch: Batch | None = None
 
     def generate(
@@ -105,6 +111,7 @@ class Generator(Closing):
         eos: Collection[int] = (),
         stop: Stop | None = None,
         constants: Mapping[str, Array] | None = None,
+        encoder: Mapping[str, Array] | None = None,
     ) -> list[list[int]]:
         """Returns the new tokens of each prompt, on every rank; every rank must call it alike.
 
@@ -115,6 +122,7 @@ class Generator(Closing):
             eos: Tokens that complete a sequence; they are the last of what is returned.
             stop: Further reasons to complete a sequence; it must say the same on every rank.
             constants: Global arrays of further inputs, which stay the same in all steps.
+            encoder: Global arrays of the encoder's inputs, with a row for each prompt.
 
         Raises:
             InputError: As `steps`.
@@ -129,6 +137,7 @@ class Generator(Closing):
             eos=eos,
             stop=stop,
             constants=constants,
+            encoder=encoder,
         ):
             for row, token in step.tokens.items():
                 found[row].append(token)
@@ -143,6 +152,7 @@ class Generator(Closing):
         eos: Collection[int] = (),
         stop: Stop | None = None,
         constants: Mapping[str, Array] | None = None,
+        encoder: Mapping[str, Array] | None = None,
         logits: bool = False,
     ) -> Iterator[Step]:
         """Yields the new tokens as they come, on every rank; every rank must use all of them alike.
@@ -154,6 +164,7 @@ class Generator(Closing):
             eos: As `generate`.
             stop: As `generate`.
             constants: As `generate`.
+            encoder: As `generate`.
             logits: Whether to bring the logits of each step to rank 0.
 
         Raises:
@@ -174,10 +185,11 @@ class Generator(Closing):
                     f"{sorted({len(p) for p in prompts})}"
                 )
             capacity = sequences.total + max_new_tokens - 1
-            batch = begin(self._decoder, sequences.tokens, capacity, constants)
+            batch = begin(self._decoder, sequences.tokens, capacity, constants, supply)
             self._decoder.check_length(batch.values, capacity, capacity)
             return sequences, batch
 
+        supply = self._encoded(encoder)
         sequences, batch = together(self.rank, prepare)
         self._batch = batch
         open_rows = dict.fromkeys(range(len(prompts)))
@@ -210,6 +222,24 @@ class Generator(Closing):
             tokens = chosen[:, None]
             sequences.append()
 
+    def _encoded(self, feeds: Mapping[str, Array] | None) -> Supply:
+        """Runs the encoder, if there is one."""
+
+        def prepare() -> Feeds | None:
+            if self._encoder is not None:
+                return self._encoder.prepare(feeds or {})
+            if feeds is not None:
+                raise InputError(
+                    f"{self.manifest.directory}: expected no inputs of an encoder, got "
+                    f"{list(feeds)}: no program supplies inputs of {self._decoder.program.name!r}"
+                )
+            return None
+
+        inputs = together(self.rank, prepare)
+        if self._encoder is None or inputs is None:
+            return NOTHING
+        return self._encoder.run(feeds or {}, inputs)
+
     def requests(
         self, *, slots: int = 8, length: int | None = None, chunk: int = CHUNK
     ) -> Requests:
@@ -239,6 +269,11 @@ class Generator(Closing):
         return gather_to_root(self.rank, sharding, part, self._decoder.first, dtype)
 
     @property
+    def encoder(self) -> ProgramEntry | None:
+        """The program that runs once for each batch; None if there is none."""
+        return None if self._encoder is None else self._encoder.program
+
+    @property
     def state_bytes(self) -> int:
         """The bytes of the buffers of states on this rank."""
         return 0 if self._batch is None else self._batch.state_bytes
@@ -247,6 +282,8 @@ class Generator(Closing):
         """Frees the session, and the world of one rank if it made one."""
         self._batch = None
         self._decoder.close()
+        if self._encoder is not None:
+            self._encoder.close()
         self._loader.close()
         if self._own_world is not None:
             self._own_world.close()

@@ -26,7 +26,7 @@ class Roles:
             [sequence] if it is one for all sequences; None if the program takes none.
         logits: The output that scores the next token, floats [batch, sequence, vocabulary] or
             [batch, vocabulary].
-        rest: The other inputs that are not states.
+        rest: The other inputs that are not states, and that no other program supplies.
     """
 
     tokens: TensorEntry
@@ -48,6 +48,7 @@ def roles_of(program: ProgramEntry) -> Roles:
         InputError: The program has no tokens or no logits, or several, or a role has another shape.
     """
     carried = {state.input for state in program.carried}
+    carried |= {pair.input for pair in program.supplied}
     inputs = [spec for spec in program.inputs if spec.name not in carried]
     mask = _one([spec for spec in inputs if "mask" in spec.name], "attention mask")
     positions = _one([spec for spec in inputs if "position" in spec.name], "positions")

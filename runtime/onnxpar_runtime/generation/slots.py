@@ -122,8 +122,9 @@ class Slots(ABC):
                 f"{where}: requests of different lengths need positions for each, but "
                 f"{roles.positions.name!r} has one for all requests"
             )
-        if roles.rest:
-            names = [spec.name for spec in roles.rest]
+        others = {pair.input for pair in decoder.program.supplied}
+        if roles.rest or others:
+            names = [spec.name for spec in roles.rest] + sorted(others)
             raise InputError(
                 f"{where}: expected only tokens, mask, positions and states as inputs, got {names}"
             )

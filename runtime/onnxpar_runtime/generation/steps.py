@@ -22,6 +22,7 @@ from onnxpar_runtime.agree import together
 from onnxpar_runtime.errors import InputError
 from onnxpar_runtime.generation.bound_graph import BoundGraph
 from onnxpar_runtime.generation.decoder import Decoder
+from onnxpar_runtime.generation.encoder import NOTHING, Supply
 from onnxpar_runtime.generation.sampling import Share
 from onnxpar_runtime.generation.states import State, states_of
 from onnxpar_runtime.inputs import sharding_of
@@ -55,7 +56,11 @@ class _Rows:
 
 
 def begin(
-    decoder: Decoder, tokens: Array, capacity: int, constants: Mapping[str, Array] | None = None
+    decoder: Decoder,
+    tokens: Array,
+    capacity: int,
+    constants: Mapping[str, Array] | None = None,
+    supply: Supply = NOTHING,
 ) -> "Batch":
     """Returns a batch with empty states.
 
@@ -64,13 +69,15 @@ def begin(
         tokens: The tokens of the first run.
         capacity: The length of a sequence at most, for states that grow in place.
         constants: Global arrays of inputs that stay the same in all runs.
+        supply: What another program gives it.
 
     Raises:
-        InputError: An input is missing.
+        InputError: An input is missing, or what another program gives has other sizes.
     """
-    constants = dict(constants or {})
-    shapes = {name: array.shape for name, array in constants.items()}
+    constants = {**(constants or {}), **supply.given}
+    shapes = {name: array.shape for name, array in constants.items()} | dict(supply.shapes)
     values = decoder.values({**shapes, decoder.roles.tokens.name: tokens.shape})
+    _check_supply(decoder, values, supply)
     states = states_of(
         decoder.carried,
         decoder.specs,
@@ -79,7 +86,24 @@ def begin(
         capacity,
         decoder.held,
     )
-    return Batch(decoder, values, states, constants)
+    return Batch(decoder, values, states, constants, supply.values)
+
+
+def _check_supply(decoder: Decoder, values: Mapping[str, int], supply: Supply) -> None:
+    """Raises InputError unless the sizes of what another program gives are those of this batch."""
+    for pair in decoder.program.supplied:
+        if pair.input not in supply.shapes:
+            raise InputError(
+                f"program {decoder.program.name!r}: expected the inputs of the program "
+                f"{pair.source!r} as well, which computes {pair.input!r}, got none"
+            )
+        expected = tuple(evaluate(size, values) for size in decoder.specs[pair.input].shape)
+        if supply.shapes[pair.input] != expected:
+            raise InputError(
+                f"input {pair.input!r}: expected the shape {expected} of this "
+                f"batch, got {supply.shapes[pair.input]} of program "
+                f"{pair.source!r} (it needs a row for each prompt)"
+            )
 
 
 class Batch:
@@ -90,6 +114,7 @@ class Batch:
         values: Values of the symbols, as far as they are known.
         states: The states.
         constants: Global arrays of inputs that stay the same in all runs.
+        supplied: Shards of such inputs on the device, OrtValues.
 
     Attributes:
         values: Values of the symbols in the last run.
@@ -105,6 +130,7 @@ class Batch:
         values: Mapping[str, int],
         states: Sequence[State],
         constants: Mapping[str, Array],
+        supplied: Mapping[str, Any] | None = None,
     ) -> None:
         """Binds what stays the same."""
         self._decoder, self._states = decoder, states
@@ -126,6 +152,9 @@ class Batch:
         self._graphs = [BoundGraph(e, states, logits) for e in decoder.executors]
         for name, array in constants.items():
             self._bind(name, self._local(name, array))
+        for name, value in (supplied or {}).items():
+            for graph in self._graphs:
+                graph.bind_value(name, value)
 
     def _sizes(self) -> dict[str, int]:
         """Returns the symbols that only the sizes of states give, at their present sizes."""

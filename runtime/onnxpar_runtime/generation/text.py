@@ -21,6 +21,7 @@ class Tokenizer:
 
     Attributes:
         eos: The tokens that end a text, by the folder's configuration; empty if it names none.
+        start: Those with which the decoder of an encoder-decoder begins, likewise.
 
     Raises:
         InputError: The package is not installed, or a file cannot be read.
@@ -41,7 +42,8 @@ class Tokenizer:
             self._tokenizer: Any = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the package raises no class of its own
             raise InputError(f"{path}: not a tokenizer: {error}") from None
-        self.eos = _ends(folder)
+        self.eos = _configured(folder, "eos_token_id")
+        self.start = _configured(folder, "decoder_start_token_id")
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Returns the tokens of a text.
@@ -87,7 +89,8 @@ class Stream:
         return self._tokenizer.decode(self._tokens[self._first :])[len(shown) :]
 
 
-def _ends(folder: Path) -> tuple[int, ...]:
+def _configured(folder: Path, key: str) -> tuple[int, ...]:
+    """Returns the token or the tokens of this name in the first configuration that has it."""
     for name in _CONFIGS:
         path = folder / name
         if not path.is_file():
@@ -97,8 +100,8 @@ def _ends(folder: Path) -> tuple[int, ...]:
         except (OSError, ValueError) as error:
             raise InputError(f"{path}: not a JSON file: {error}") from None
         found = read.get("model", read) if isinstance(read, dict) else {}
-        ends = found.get("eos_token_id") if isinstance(found, dict) else None
-        ends = [ends] if isinstance(ends, int) else ends
-        if isinstance(ends, list) and all(isinstance(end, int) for end in ends):
-            return tuple(ends)
+        tokens = found.get(key) if isinstance(found, dict) else None
+        tokens = [tokens] if isinstance(tokens, int) else tokens
+        if isinstance(tokens, list) and all(isinstance(token, int) for token in tokens):
+            return tuple(tokens)
     return ()

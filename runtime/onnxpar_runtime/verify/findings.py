@@ -165,21 +165,19 @@ class Findings:
 
     def sent(
         self,
-        runs: Mapping[str, int],
+        runs: Mapping[str, Sequence[Mapping[str, int]]],
         group: Ranks[Any],
-        values: Sequence[Mapping[str, int]],
         where: str = "",
     ) -> None:
         """Compares the bytes that the ranks counted since the last reset with the formulas.
 
         Args:
-            runs: How often each program has run at each of `values` since then.
+            runs: For each program the values of the symbols in each of its runs since then.
             group: The ranks.
-            values: Values of the symbols.
             where: The beginning of the descriptions of problems.
         """
         widened = self._compute is not None
-        sent, counted, wrong = compare_bytes(runs, group, values, widened=widened)
+        sent, counted, wrong = compare_bytes(runs, group, widened=widened)
         self.problems += [f"{where}{problem}" for problem in wrong]
         self._sent = None if sent is None or self._sent is None else self._sent + sent
         self._counted += counted

@@ -25,8 +25,9 @@ from onnxpar_runtime.generation.roles import Roles, feeds_of, roles_of
 from onnxpar_runtime.group import Ranks
 from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.options import parse_pairs
+from onnxpar_runtime.verify.encoded import encode
 from onnxpar_runtime.verify.findings import Case, Findings
-from onnxpar_runtime.verify.references import Reference, open_reference, reference_run
+from onnxpar_runtime.verify.references import Reference, Undivided, open_reference, reference_run
 
 Array = NDArray[Any]
 Tokens = Sequence[int]
@@ -35,13 +36,13 @@ LENGTHS = (1, 7, 64)
 
 
 def verify_generation(
-    directory: str | Path, model: str | Path, count: int, options: VerifyOptions
+    directory: str | Path, models: Undivided, count: int, options: VerifyOptions
 ) -> list[Case]:
     """Returns the comparison of greedy steps from random prompts.
 
     Args:
         directory: The directory of a decoder with a cache.
-        model: The undivided ONNX model, or a directory for one device.
+        models: The undivided ONNX model of each program, or a directory for one device.
         count: New tokens of each prompt.
         options: What to compare and how strictly.
 
@@ -56,11 +57,16 @@ def verify_generation(
     longest = LENGTHS[-1] if options.prompt_tokens is None else options.prompt_tokens
     lengths = [min(length, longest) for length in (*LENGTHS[:-1], longest)]
     if roles.mask is None:
-        lengths = lengths[-1:]
+        # What an encoder read may still differ in length.
+        lengths = [longest] * (len(lengths) if program.supplied else 1)
     rng = np.random.default_rng(options.seed)
     prompts = [rng.integers(0, _vocabulary(program, roles), n).tolist() for n in lengths]
-    with closing(open_reference(Path(model), manifest, "model", options.custom_ops)) as reference:
-        expected = [_greedy(reference, program, roles, prompt, count) for prompt in prompts]
+    encoded = encode(manifest, program, models, len(prompts), rng, options.custom_ops)
+    with closing(open_reference(models, manifest, "model", options.custom_ops)) as reference:
+        expected = [
+            _greedy(reference, program, roles, prompt, count, left)
+            for prompt, left in zip(prompts, encoded.left, strict=True)
+        ]
     found = Findings(options)
     with Ranks(
         directory,
@@ -71,10 +77,11 @@ def verify_generation(
         ranks.reset_counters()
 
         def steps(member: Generator) -> list[Step]:
-            return list(member.steps(prompts, max_new_tokens=count, logits=True))
+            made = member.steps(prompts, max_new_tokens=count, logits=True, encoder=encoded.feeds)
+            return list(made)
 
         made = ranks.on_each(steps)
-        found.sent({"model": 1}, ranks, [step.values for step in made[0]])
+        found.sent({"model": [step.values for step in made[0]], **encoded.runs}, ranks)
     for index, one in enumerate(made[1:], 1):
         if [step.tokens for step in one] != [step.tokens for step in made[0]]:
             found.problems.append(f"rank {index}: expected the tokens of rank 0, got others")
@@ -93,7 +100,12 @@ def _vocabulary(program: ProgramEntry, roles: Roles) -> int:
 
 
 def _greedy(
-    reference: Reference, program: ProgramEntry, roles: Roles, prompt: Tokens, count: int
+    reference: Reference,
+    program: ProgramEntry,
+    roles: Roles,
+    prompt: Tokens,
+    count: int,
+    supplied: Mapping[str, Array],
 ) -> list[Array]:
     """Returns the logits of each step; the best token is the input of the next step."""
     if roles.rest:
@@ -114,7 +126,8 @@ def _greedy(
     for _ in range(count):
         given = feeds_of(roles, sequence, tokens)
         feeds = {name: a.astype(DTYPES[specs[name].dtype].dtype) for name, a in given.items()}
-        outputs = reference_run(reference, {**feeds, **held}, {"length": sequence.total})
+        feeds |= {**held, **supplied}
+        outputs = reference_run(reference, feeds, {"length": sequence.total})
         logits = outputs[roles.logits.name].astype(np.float64)
         found.append(logits[0] if logits.ndim == 2 else logits[0, -1])
         tokens = found[-1].argmax(keepdims=True)[None]

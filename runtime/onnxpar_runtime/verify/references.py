@@ -16,6 +16,8 @@ from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.tensors import to_host, to_ort
 
 Array = NDArray[Any]
+Undivided = Path | Mapping[str, Path]
+"""A directory for one device, or the ONNX model of each program."""
 NEWEST_IR = 13  # the newest that onnxruntime 1.31 reads; onnx 1.23 writes 14
 
 
@@ -132,13 +134,29 @@ class DirectoryReference:
             self._group.close()
 
 
+def undivided_path(models: Undivided, program: str) -> Path:
+    """Returns the model of a program, or the directory for one device.
+
+    Raises:
+        InputError: There is no model of this program.
+    """
+    if not isinstance(models, Mapping):
+        return models
+    if program not in models:
+        raise InputError(
+            f"program {program!r}: expected its undivided model as well, got only those of "
+            f"{sorted(models)}"
+        )
+    return models[program]
+
+
 def open_reference(
-    model: Path, manifest: Manifest, program: str, custom_ops: Sequence[str | Path] = ()
+    models: Undivided, manifest: Manifest, program: str, custom_ops: Sequence[str | Path] = ()
 ) -> Reference:
     """Returns the reference of a program.
 
     Args:
-        model: An ONNX model, or a directory for one device.
+        models: An ONNX model for each program, or a directory for one device.
         manifest: The manifest of the partitioned program.
         program: Name of the program.
         custom_ops: Further custom-op libraries.
@@ -147,6 +165,7 @@ def open_reference(
         InputError: There is no such file, or the model has other inputs or draws random numbers.
         DirectoryError: The model cannot be loaded, or the directory are for several devices.
     """
+    model = undivided_path(models, program)
     if not model.exists():
         raise InputError(f"{model}: no such file")
     if (model / FILE_NAME).is_file():

@@ -202,7 +202,8 @@ class Comparison:
         self.found.outputs(specs, wanted, have, "evaluation: ")
 
     def _sent(self, runs: Mapping[str, int]) -> None:
-        self.found.sent(runs, self.ranks, [self.values], f"{', '.join(runs)}: ")
+        each = {program: [self.values] * count for program, count in runs.items()}
+        self.found.sent(each, self.ranks, f"{', '.join(runs)}: ")
 
     def _loss(
         self, where: str, losses: Sequence[float], expected: float, more: int

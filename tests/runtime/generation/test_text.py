@@ -56,6 +56,13 @@ def test_the_folder_names_the_tokens_that_end_a_text(
     assert Tokenizer(folder).eos == ends
 
 
+def test_the_folder_names_the_token_with_which_a_decoder_begins(folder: Path) -> None:
+    assert Tokenizer(folder).start == ()
+    (folder / "config.json").write_text(json.dumps({"eos_token_id": 1}))
+    (folder / "genai_config.json").write_text(json.dumps({"model": {"decoder_start_token_id": 4}}))
+    assert (Tokenizer(folder).start, Tokenizer(folder).eos) == ((4,), (1,))
+
+
 def test_a_folder_that_is_none_is_refused(folder: Path) -> None:
     with pytest.raises(InputError, match=r"expected a folder with tokenizer\.json, got none"):
         Tokenizer(folder / "absent")

@@ -1,0 +1,217 @@
+"""An encoder and a decoder on one mesh: what the one leaves has the layout that the other takes."""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import onnx_ir as ir
+
+from onnxpar.core.errors import ModelError, StrategyError
+from onnxpar.core.sharding import Sharding
+from onnxpar.core.symbols import Symbol
+from onnxpar.facts.carried_states import CarriedState, carried_states
+from onnxpar.facts.program import Program
+from onnxpar.facts.supplied_inputs import SuppliedInput, supplied_inputs
+from onnxpar.graph.plan import Plan
+from onnxpar.graph.seeds import Seeds
+from onnxpar.partition.partition import partition
+from onnxpar.partition.partitioned_model import PartitionedModel
+from onnxpar.propagation.propagate import propagate
+from onnxpar.propagation.state_layouts import propagate_with_states
+from onnxpar.search.decide import settled
+from onnxpar.search.workload import Workload
+from onnxpar.strategy import Strategy, resolve
+from onnxpar.strategy.schema import SEARCH
+
+ENCODER = "encoder"
+"""Name of the encoder's program."""
+
+Symbols = Mapping[str, Symbol]
+Analyse = Callable[[ir.Model, Symbols, Mapping[str, str] | None], Program]
+
+
+@dataclass(frozen=True)
+class _Half:
+    """One of the two programs, with the part of its plan that is fixed."""
+
+    program: Program
+    seeds: Seeds
+
+
+def check_strategy(strategy: Strategy) -> None:
+    """Checks that a strategy can be carried out for two programs.
+
+    Raises:
+        StrategyError: It searches, has a pipeline, or names what only one of the programs has.
+    """
+    what = "an encoder and a decoder are sharded by one strategy"
+    if strategy.pipeline is not None:
+        raise StrategyError(f"{strategy.source}: {what}: expected one stage, got a pipeline")
+    if strategy.rest == SEARCH or strategy.dataset == SEARCH:
+        raise StrategyError(
+            f"{strategy.source}: {what}: expected one that leaves nothing to a search, such as "
+            "tp=2 or dp=2,tp=2"
+        )
+    for entry in ("dataset", "parameters", "nodes"):
+        if isinstance(found := getattr(strategy, entry), Mapping) and found:
+            raise StrategyError(
+                f"{strategy.source}: {what}: expected no names of one model's tensors or nodes, "
+                f"got {entry!r}"
+            )
+
+
+def partition_encoder_decoder(
+    read: Callable[[], ir.Model],
+    decoder: ir.Model,
+    strategy: Strategy,
+    symbols: Symbols,
+    analyse: Analyse,
+    states: Mapping[str, str] | None,
+    declared: Mapping[str, str] | None,
+) -> tuple[PartitionedModel, PartitionedModel]:
+    """Returns the decoder and the encoder, partitioned for one mesh.
+
+    A weight of both that is the same, and is sharded alike, is stored once. Other weights of one
+    name get a new one in the encoder, with `encoder.` before it.
+
+    Args:
+        read: Reads the encoder.
+        decoder: The decoder, which is used up.
+        strategy: The strategy, for both.
+        symbols: Constraints on symbols of either.
+        analyse: Makes a program of a model, with constraints and declared states.
+        states: The decoder's states that are known, output by input.
+        declared: Outputs of the encoder that are known, by input of the decoder.
+
+    Raises:
+        OnnxparError: The models do not belong together, or the strategy does not fit one of them.
+    """
+    check_strategy(strategy)
+    encoder = read()
+    own = {side: _own(symbols, model) for side, model in (("d", decoder), ("e", encoder))}
+    unknown = symbols.keys() - own["d"].keys() - own["e"].keys()
+    if unknown:
+        raise ModelError(
+            f"symbol {min(unknown)!r}: expected a symbol of the inputs of the encoder or of the "
+            "decoder"
+        )
+    apart = _unequal(encoder, decoder)
+    weights = {name for name in encoder.graph.initializers if name in decoder.graph.initializers}
+    _rename(encoder, apart)
+    whole = analyse(decoder, own["d"], states)
+    carried = carried_states(whole, states)
+    supplied = supplied_inputs(
+        whole.graph, encoder.graph, ENCODER, [state.input for state in carried], declared
+    )
+    first = _half(whole, replace(strategy, symbols=own["d"]), own["d"])
+    second = _half(analyse(encoder, own["e"], None), replace(strategy, symbols=own["e"]), own["e"])
+    plans = _plans(first, second, carried, supplied)
+    clash = {
+        name
+        for name in weights - apart
+        if name in plans[0].parameters
+        and plans[1].parameters.get(name, plans[0].parameters[name]) != plans[0].parameters[name]
+    }
+    if clash:
+        # The layouts are right, but a file holds one layout of a name.
+        encoder = read()
+        _rename(encoder, apart | clash)
+        program = analyse(encoder, own["e"], None)
+        second = _half(program, replace(strategy, symbols=own["e"]), own["e"])
+        plans = _plans(first, second, carried, supplied)
+    parted = partition(first.program, plans[0])
+    return (
+        replace(parted, carried=carried, supplied=supplied),
+        partition(second.program, plans[1], name=ENCODER),
+    )
+
+
+def _own(symbols: Symbols, model: ir.Model) -> dict[str, Symbol]:
+    """Returns the constraints on symbols of a model's inputs."""
+    dims = [dim for value in model.graph.inputs for dim in value.shape or ()]
+    names = {name for d in dims if isinstance(d, ir.SymbolicDim) for name in _names(d)}
+    return {name: symbol for name, symbol in symbols.items() if name in names}
+
+
+def _names(dim: ir.SymbolicDim) -> Collection[str]:
+    return {str(dim.value), *(str(name) for name in dim.free_symbols())}
+
+
+def _half(program: Program, strategy: Strategy, symbols: Symbols) -> _Half:
+    strategy = settled(strategy, Workload.inference(program), symbols)
+    return _Half(program, resolve(strategy, program))
+
+
+def _plans(
+    decoder: _Half,
+    encoder: _Half,
+    carried: Sequence[CarriedState],
+    supplied: Sequence[SuppliedInput],
+) -> tuple[Plan, Plan]:
+    """Returns plans of both with one layout of what the encoder makes for the decoder.
+
+    It is the one that shards the tensor more: neither program then holds more than it computes
+    with.
+    """
+    taking = propagate_with_states(decoder.program, decoder.seeds, carried)
+    making = propagate(encoder.program, encoder.seeds)
+    inputs, outputs = dict(decoder.seeds.inputs), dict(encoder.seeds.outputs)
+    held = set(decoder.seeds.held)
+    for pair in supplied:
+        if pair.given:
+            continue
+        taken, made = taking.inputs[pair.input], making.outputs[pair.value]
+        if _pieces(taken) == _pieces(made):
+            continue
+        better = made if len(made.split_atoms) > len(taken.split_atoms) else taken
+        atoms = [better.dim_atoms(dim) for dim in range(better.rank)]
+        inputs[pair.input] = Sharding.of(taken.shape, atoms)
+        outputs[pair.value] = Sharding.of(made.shape, atoms)
+        held.add(pair.input)
+    if held != decoder.seeds.held:
+        seeds = replace(decoder.seeds, inputs=inputs, held=frozenset(held))
+        taking = propagate_with_states(decoder.program, seeds, carried)
+        making = propagate(encoder.program, replace(encoder.seeds, outputs=outputs))
+    return taking, making
+
+
+def _pieces(layout: Sharding) -> tuple[tuple[tuple[int | None, tuple[int, ...]], ...], ...]:
+    """Returns the atoms of each component, and the sizes of several in one dim."""
+    return tuple(
+        tuple(
+            (c.size if len(dim) > 1 and isinstance(c.size, int) else None, tuple(c.atoms))
+            for c in dim
+        )
+        for dim in layout.dims
+    )
+
+
+def _unequal(encoder: ir.Model, decoder: ir.Model) -> set[str]:
+    """Returns the names of weights of both that are not the same."""
+    others = decoder.graph.initializers
+    return {
+        name
+        for name, value in encoder.graph.initializers.items()
+        if name in others and not _equal(value.const_value, others[name].const_value)
+    }
+
+
+def _equal(one: ir.TensorProtocol | None, other: ir.TensorProtocol | None) -> bool:
+    if one is None or other is None or one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    return np.array_equal(_bytes(one), _bytes(other))
+
+
+def _bytes(tensor: ir.TensorProtocol) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
+    return np.ascontiguousarray(tensor.numpy()).reshape(-1).view(np.uint8)
+
+
+def _rename(model: ir.Model, names: Collection[str]) -> None:
+    taken = {value.name for value in (*model.graph.inputs, *model.graph.initializers.values())}
+    taken |= {value.name for node in model.graph for value in node.outputs}
+    for name in names:
+        new = f"{ENCODER}.{name}"
+        while new in taken:
+            new = f"{ENCODER}.{new}"
+        taken.add(new)
+        model.graph.initializers[name].name = new

@@ -1,0 +1,165 @@
+"""A program that runs once before a decoder, on one rank: what it leaves is not copied to the host.
+
+Its outputs are inputs of the decoder in every step, in the sharding in which it made them.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from onnxpar_format.dtypes import DTYPES
+from onnxpar_format.entries import COUNTERS, ProgramEntry, TensorEntry
+from onnxpar_format.expressions import evaluate
+from onnxpar_runtime.errors import InputError
+from onnxpar_runtime.executor import Executor, Loader
+from onnxpar_runtime.inputs import Feeds, Inputs
+from onnxpar_runtime.manifest import Manifest
+
+Array = NDArray[Any]
+Tokens = Sequence[int]
+
+
+@dataclass(frozen=True)
+class Supply:
+    """What other programs give a decoder for a batch.
+
+    Attributes:
+        values: By input of the decoder the rank's shard on its device, an OrtValue.
+        given: By input of the decoder the global array of an input that both programs take.
+        shapes: The global shape of each of these inputs.
+    """
+
+    values: Mapping[str, Any]
+    given: Mapping[str, Array]
+    shapes: Mapping[str, tuple[int, ...]]
+
+
+NOTHING = Supply({}, {}, {})
+"""For a decoder that needs no other program."""
+
+
+class Encoder:
+    """The program that supplies inputs of a decoder.
+
+    Args:
+        manifest: The manifest.
+        decoder: The decoder's program.
+        loader: Makes the session.
+
+    Attributes:
+        program: The program.
+        executor: The rank's graph.
+
+    Raises:
+        InputError: Several programs supply inputs.
+        DirectoryError: As `Executor`.
+        LaunchError: As `Executor`.
+    """
+
+    def __init__(self, manifest: Manifest, decoder: ProgramEntry, loader: Loader) -> None:
+        """Loads the rank's graph."""
+        (name,) = _one_source(decoder)
+        self._pairs = decoder.supplied
+        self.program = manifest.program(name)
+        self.executor = Executor(manifest, name, loader)
+        self._inputs = Inputs(manifest, name, loader.rank.index)
+        self._shapes = {spec.name: spec.shape for spec in self.program.outputs}
+
+    def prepare(self, feeds: Mapping[str, Array]) -> Feeds:
+        """Returns this rank's shards of global arrays.
+
+        Raises:
+            InputError: An input is missing, unknown, of the wrong dtype or shape, or its sizes do
+                not fit those of another.
+            SymbolValueError: A symbol's value violates its constraint.
+        """
+        return self._inputs.shard_inputs(feeds)
+
+    def run(self, feeds: Mapping[str, Array], inputs: Feeds) -> Supply:
+        """Runs the program once; all ranks must call it.
+
+        Args:
+            feeds: The global arrays.
+            inputs: This rank's shards of them.
+
+        Raises:
+            RankError: onnxruntime failed on this rank, or another rank did.
+        """
+        counters = dict.fromkeys(COUNTERS, 0)
+        made = self.executor.run_part(inputs, counters, None, {}, read=False).handed
+        given = {p.input: np.asarray(feeds[p.value]) for p in self._pairs if p.given}
+        shapes = {name: array.shape for name, array in given.items()}
+        for pair in self._pairs:
+            if not pair.given:
+                sizes = self._shapes[pair.value]
+                shapes[pair.input] = tuple(evaluate(size, inputs.values) for size in sizes)
+        values = {p.input: made[p.value] for p in self._pairs if not p.given}
+        return Supply(values, given, shapes)
+
+    def close(self) -> None:
+        """Frees the session."""
+        self.executor.close()
+
+
+def _one_source(decoder: ProgramEntry) -> set[str]:
+    sources = {pair.source for pair in decoder.supplied}
+    if len(sources) != 1:
+        raise InputError(
+            f"program {decoder.name!r}: expected inputs from one other program, got "
+            f"{sorted(sources)}"
+        )
+    return sources
+
+
+def tokens_input(program: ProgramEntry) -> tuple[TensorEntry, TensorEntry | None] | None:
+    """Returns an encoder's inputs for tokens and their mask; None if it takes no tokens."""
+    integers = [s for s in program.inputs if _kind(s) == "i" and len(s.shape) == 2]
+    masks = [s for s in program.inputs if "mask" in s.name and len(s.shape) == 2]
+    tokens = [spec for spec in integers if spec not in masks]
+    if len(tokens) != 1 or len(masks) > 1 or len(program.inputs) > 1 + len(masks):
+        return None
+    return tokens[0], masks[0] if masks else None
+
+
+def token_feeds(program: ProgramEntry, texts: Sequence[Tokens]) -> dict[str, Array]:
+    """Returns an encoder's inputs for tokens of different lengths, padded on the right.
+
+    Raises:
+        InputError: The encoder takes other inputs, a text is empty, or the lengths differ and
+            nothing says what is padding.
+    """
+    found = tokens_input(program)
+    if found is None:
+        names = [spec.name for spec in program.inputs]
+        raise InputError(
+            f"program {program.name!r}: expected an encoder of tokens, got one with the inputs "
+            f"{names}; give them with --inputs"
+        )
+    for index, text in enumerate(texts):
+        if not len(text):
+            raise InputError(f"prompt {index}: expected at least one token, got none")
+    tokens, mask = found
+    lengths = _lengths(texts)
+    if mask is None and len(set(lengths)) > 1:
+        raise InputError(
+            f"prompts: expected one length, since the encoder has no mask, got {sorted({*lengths})}"
+        )
+    ids = np.zeros((len(texts), max(lengths, default=0)), DTYPES[tokens.dtype].dtype)
+    for row, text in enumerate(texts):
+        ids[row, : len(text)] = text
+    feeds = {tokens.name: ids}
+    if mask is not None:
+        real = np.arange(ids.shape[1]) < np.array(lengths)[:, None]
+        feeds[mask.name] = real.astype(DTYPES[mask.dtype].dtype)
+    return feeds
+
+
+def _lengths(texts: Iterable[Tokens]) -> list[int]:
+    return [len(text) for text in texts]
+
+
+def _kind(spec: TensorEntry) -> str:
+    return DTYPES[spec.dtype].dtype.kind

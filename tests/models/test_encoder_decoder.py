@@ -1,0 +1,161 @@
+"""Encoder-decoders of Hugging Face: as transformers computes, and sharded as undivided."""
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+
+from onnxpar.api import runtime
+from onnxpar.api.shard_model import shard_model
+from onnxpar_format.options import VerifyOptions
+from onnxpar_runtime.manifest import Manifest
+
+torch = pytest.importorskip("torch", reason="exports from PyTorch: the extra zoo")
+pytest.importorskip("onnxscript", reason="exports from PyTorch: the extra zoo")
+made = pytest.importorskip("encoder_decoder", reason="needs transformers: the extra zoo")
+
+from decoder import configuration  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers about its defaults
+
+ROWS, PROMPT, LENGTH, SOURCE = 2, 5, 9, 13
+
+# Sums have at most 128 terms, the two halves together some forty sums one after the other, and
+# norms divide what was added at their scale: 40 sqrt(128) 2^-24 = 2.7e-5 of the largest output.
+RTOL = 3e-5
+
+
+@cache
+def built(family: str) -> Any:
+    """A network, its encoder and its decoder."""
+    return made.build(configuration(family, {}, made.FAMILIES, made._SIZES))
+
+
+@pytest.fixture
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """The folder of a family."""
+    module, encoder, decoder = built(request.param)
+    made.save_folder(module.config, encoder, decoder, tmp_path / "model")
+    return tmp_path / "model"
+
+
+def source(family: str) -> dict[str, Any]:
+    """Inputs of the encoder; the second text is shorter, and padded."""
+    rng = np.random.default_rng(0)
+    if family == "whisper":
+        return {"input_features": rng.normal(0, 1, (ROWS, 16, 48)).astype(np.float32)}
+    mask = np.ones((ROWS, SOURCE), np.int64)
+    mask[1, -4:] = 0
+    return {"input_ids": rng.integers(3, 256, (ROWS, SOURCE)) * mask, "attention_mask": mask}
+
+
+def logits(folder: Path, read: dict[str, Any], ids: Any) -> Any:
+    """The logits of a sequence: of a prompt from an empty cache, then of single tokens."""
+    encoder, session = (
+        onnxruntime.InferenceSession(folder / f"{part}.onnx", providers=["CPUExecutionProvider"])
+        for part in ("encoder", "decoder")
+    )
+    shapes = {value.name: value.shape for value in session.get_inputs()}
+    own, crossed = (
+        [name for name in shapes if name.startswith("past") and f".{kind}." in name]
+        for kind in ("decoder", "encoder")
+    )
+    held = {n: np.zeros((len(ids), shapes[n][1], 0, shapes[n][3]), "f4") for n in own}
+    fixed = dict(zip(crossed, encoder.run(None, read), strict=True))
+    fixed |= {f"encoder_{name}": array for name, array in read.items()}
+    found, start = [], 0
+    for end in range(PROMPT, LENGTH + 1):
+        feeds = {
+            "input_ids": ids[:, start:end],
+            "attention_mask": np.ones((len(ids), end), np.int64),
+            "position_ids": np.arange(start, end)[None].repeat(len(ids), 0),
+            **fixed,
+        }
+        given = {name: array for name, array in feeds.items() if name in shapes}
+        scores, *present = session.run(None, {**given, **held})
+        found.append(scores)
+        held, start = dict(zip(own, present, strict=True)), end
+    return np.concatenate(found, 1)
+
+
+@pytest.mark.parametrize(("folder", "family"), [(f, f) for f in made.FAMILIES], indirect=["folder"])
+def test_it_computes_what_transformers_does(folder: Path, family: str) -> None:
+    read = source(family)
+    ids = np.random.default_rng(1).integers(0, 256, (ROWS, LENGTH))
+    tensors = {name: torch.from_numpy(array) for name, array in read.items()}
+    with torch.no_grad():
+        module = built(family)[0]
+        want = module(**tensors, decoder_input_ids=torch.from_numpy(ids)).logits.numpy()
+    got = logits(folder, read, ids)
+    assert np.abs(got - want).max() <= RTOL * np.abs(want).max()
+
+
+@pytest.mark.parametrize(
+    ("folder", "strategy", "steps"),
+    [("whisper", "tp=2", 128), ("t5", "dp=2,tp=2", 12), ("bart", "tp=2", 12)],
+    indirect=["folder"],
+)
+def test_sharded_it_generates_the_same(
+    folder: Path, strategy: str, steps: int, tmp_path: Path
+) -> None:
+    out = shard_model(folder, strategy, tmp_path / "out").out
+    (case,) = runtime.verify(out, folder, options=VerifyOptions(generate=steps))
+    assert case.ok, case
+    assert case.bytes_counted == case.bytes_expected > 0
+    assert case.symbols["prompts"] == 3
+    # A device has half of the heads, in both caches.
+    inputs = {spec.name: spec for spec in Manifest.load(out).program("model").inputs}
+    for kind in ("encoder", "decoder"):
+        assert inputs[f"past_key_values.0.{kind}.key"].dims[1][0].atoms
+
+
+@pytest.mark.parametrize("folder", ["t5"], indirect=True)
+def test_a_table_of_both_is_stored_once(folder: Path, tmp_path: Path) -> None:
+    out = shard_model(folder, "tp=2", tmp_path / "out").out
+    names = [name for name in Manifest.load(out).parameters if name.endswith("shared.weight")]
+    assert names == ["shared.weight"]
+
+
+def test_a_folder_is_described_as_genai_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    configuration("bart", {}, made.FAMILIES, made._SIZES).save_pretrained(tmp_path / "hf")
+    out = tmp_path / "out"
+    given = [str(tmp_path / "hf"), "-o", str(out), "--set", "decoder_layers=1"]
+    monkeypatch.setattr("sys.argv", ["encoder_decoder.py", *given])
+    made.main()
+    written = json.loads((out / "genai_config.json").read_text())["model"]
+    assert written["decoder_start_token_id"] == 3
+    models = {part: onnx.load(out / written[part]["filename"]) for part in ("encoder", "decoder")}
+    for part, model in models.items():
+        for kind, values in (("inputs", model.graph.input), ("outputs", model.graph.output)):
+            names = written[part][kind].values()
+            assert {value.name for value in values} == {n % 0 if "%d" in n else n for n in names}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nothing"], "nothing: expected whisper, t5, bart"),
+        (["bart", "--set", "layers=8"], "layers: BartConfig has no such entry"),
+        (["{llama}"], "Unrecognized configuration class"),
+    ],
+)
+def test_what_cannot_be_exported_is_said(
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    configuration("llama").save_pretrained(tmp_path / "llama")
+    given = [text.format(llama=tmp_path / "llama") for text in arguments]
+    monkeypatch.setattr("sys.argv", ["encoder_decoder.py", *given, "-o", str(tmp_path / "out")])
+    with pytest.raises(SystemExit):
+        made.main()
+    assert message in capsys.readouterr().err
