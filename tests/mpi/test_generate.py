@@ -39,6 +39,54 @@ def test_json_is_all_that_is_printed(decoder: Path, tmp_path: Path) -> None:
     assert "tokens/s" in outcome.err
 
 
+@pytest.mark.parametrize(("strategy", "ranks"), [("pp=2", 2), ("pp=2,tp=2", 4)])
+def test_stages_of_a_pipeline(decoder: Path, strategy: str, ranks: int, tmp_path: Path) -> None:
+    shard_model(decoder, strategy, tmp_path / "stages")
+    given = ["--tokens", str(tmp_path / "three.json"), "--max-new-tokens", "12", "--json"]
+    outcome = mpirun(ranks, ["-m", "onnxpar.cli", "generate", str(tmp_path / "stages"), *given])
+    assert outcome.code == 0, outcome.text
+    assert json.loads(outcome.out)["sequences"] == greedy(decoder, PROMPTS, 12)
+
+
+FAILS = """
+import os, signal, sys
+from onnxpar_runtime.errors import RankError
+from onnxpar_runtime.generation.bound_graph import BoundGraph
+
+run, left = BoundGraph.run, 4
+
+def failing(self, handed):
+    global left
+    left -= 1
+    index = self.executor.rank.index
+    if index == {rank} and not left:
+        if {kills}:
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise RankError(index, "the fourth run failed")
+    return run(self, handed)
+
+BoundGraph.run = failing
+from onnxpar.cli import main
+sys.exit(main(["generate", {directory!r}, "--tokens", {tokens!r}]))
+"""
+
+
+@pytest.mark.parametrize("kills", [False, True])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_stage_that_fails_ends_all(decoder: Path, rank: int, kills: bool, tmp_path: Path) -> None:
+    shard_model(decoder, "pp=2", tmp_path / "stages")
+    script = FAILS.format(
+        rank=rank,
+        kills=kills,
+        directory=str(tmp_path / "stages"),
+        tokens=str(tmp_path / "three.json"),
+    )
+    outcome = mpirun(2, ["-c", script])
+    assert outcome.code != 0 and outcome.out == ""
+    if not kills:
+        assert any("the fourth run failed" in line for line in outcome.messages)
+
+
 def test_tokens_are_printed_as_they_come_and_end_at_eos(decoder: Path, tmp_path: Path) -> None:
     (want,) = greedy(decoder, PROMPTS[1:2], 12)
     end = want[4]
