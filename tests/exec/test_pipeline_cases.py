@@ -29,6 +29,7 @@ from onnxpar.stages.stage_price import PipelineSplit
 from onnxpar.strategy import Strategy
 from onnxpar_format.options import VerifyOptions
 from onnxpar_runtime import TrainerGroup
+from onnxpar_runtime.errors import InputError
 from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.pipeline.schedule_kinds import make
 from onnxpar_runtime.verify.compare import verify
@@ -347,3 +348,19 @@ def test_the_planner_counts_what_schedules_keep(schedule: str) -> None:
         split = PipelineSplit(stages, count, schedule, chunks)
         found = tuple(split.kept(stage) for stage in range(stages))
         assert found == activation_peaks(make(schedule, stages, count, chunks)), split
+
+
+@pytest.mark.parametrize("name", ["input_ids", "labels"])
+def test_elements_that_are_no_index_are_refused_before_a_step(name: str, tmp_path: Path) -> None:
+    """Tokens are read by the first stage, and labels by the last."""
+    model = transformer.build(layers=2, d_model=16, heads=4, vocab=41, max_positions=16)
+    out = shard(tmp_path / "a", model, "pp=2", optimizer="sgd")
+    batch = {"input_ids": np.zeros((2, 5), np.int64), "labels": np.zeros((2, 5), np.int64)}
+    batch[name][1, 2] = 41
+    with (
+        TrainerGroup(out) as ranks,
+        pytest.raises(
+            InputError, match=rf"input '{name}': expected elements .*, got 41 at \[1, 2\]"
+        ),
+    ):
+        ranks.evaluate(batch)
