@@ -78,6 +78,7 @@ class BoundGraph:
     def bind_value(self, name: str, value: Any) -> None:
         """Binds an input to an OrtValue, which stays on its device."""
         if name in self.executor.graph_inputs:
+            # A binding does not keep the memory of an array alive.
             self._taken[name] = value
             self._io.bind_ortvalue_input(name, value)
 
@@ -113,10 +114,7 @@ class BoundGraph:
             RankError: onnxruntime failed on this rank, or another rank did.
         """
         for value in self.executor.program.handed_in:
-            if value.name in self.executor.graph_inputs:
-                # A binding does not keep the memory of arrays alive.
-                self._taken[value.name] = handed[value.name]
-                self._io.bind_ortvalue_input(value.name, handed[value.name])
+            self.bind_value(value.name, handed[value.name])
         for name in self._others:
             self._bind_output(name, "cpu", 0)
         for name in self._given:
