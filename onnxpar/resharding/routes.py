@@ -62,6 +62,7 @@ def reachable(source: Sharding, target: Sharding) -> bool:
     return set(target.partial) <= set(source.partial) and target.reduction == source.reduction
 
 
+@lru_cache(maxsize=65536)
 def plan_reshard(
     source: Sharding,
     target: Sharding,
@@ -81,7 +82,23 @@ def plan_reshard(
     Raises:
         ShardingError: The target is partial where the source is not, or the shapes differ.
     """
-    return () if source == target else _plan(source, target, mesh, table, itemsize)
+    if not reachable(source, target):
+        raise ShardingError(
+            f"cannot make a value partial {target.reduction} over "
+            f"{mesh.describe(target.partial)}: it is {source.describe(mesh)}"
+        )
+    # Two symbolic sizes may be equal without a proof; then the graph is right at run time.
+    if source.rank != target.rank or any(
+        isinstance(a, int) and isinstance(b, int) and a != b
+        for a, b in zip(source.shape, target.shape, strict=True)
+    ):
+        raise ShardingError(f"cannot reshard a value of shape {source.shape} to {target.shape}")
+    planner = _Planner(mesh, table, itemsize)
+    return tuple(
+        step
+        for here, there in legs(source, target, mesh, table)
+        for step in planner.steps(here, there)
+    )
 
 
 @dataclass(frozen=True)
@@ -131,33 +148,6 @@ def cheapest_route(
         steps = plan_reshard(source, target, mesh, table, itemsize)
         routes.append(Route(source, steps, sum(table.typical(step.bytes) for step in steps)))
     return min(routes, key=lambda route: (route.bytes, len(route.steps)))
-
-
-@lru_cache(maxsize=65536)
-def _plan(
-    source: Sharding,
-    target: Sharding,
-    mesh: Mesh,
-    table: SymbolTable,
-    itemsize: int,
-) -> tuple[ReshardStep, ...]:
-    if not reachable(source, target):
-        raise ShardingError(
-            f"cannot make a value partial {target.reduction} over "
-            f"{mesh.describe(target.partial)}: it is {source.describe(mesh)}"
-        )
-    # Two symbolic sizes may be equal without a proof; then the graph is right at run time.
-    if source.rank != target.rank or any(
-        isinstance(a, int) and isinstance(b, int) and a != b
-        for a, b in zip(source.shape, target.shape, strict=True)
-    ):
-        raise ShardingError(f"cannot reshard a value of shape {source.shape} to {target.shape}")
-    planner = _Planner(mesh, table, itemsize)
-    return tuple(
-        step
-        for here, there in legs(source, target, mesh, table)
-        for step in planner.steps(here, there)
-    )
 
 
 def legs(

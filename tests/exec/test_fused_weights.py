@@ -29,6 +29,12 @@ SCORES = """
     [out] y = MatMul(m, wo)
 """
 WIDE = "kk = Concat<axis = 2>(k, k) vv = Concat<axis = 2>(v, v)" + SCORES
+OF_ROWS = """
+    qr, kr, vr = Split<axis = 1>(g, sizes)
+    outer = Shape<end = 2>(x)
+    rest = Concat<axis = 0>(outer, last)
+    q = Reshape(qr, rest) k = Reshape(kr, rest) v = Reshape(vr, rest)
+"""
 CASES = {
     "split": "[qkv] f = MatMul(x, w) [parts] q, k, v = Split<axis = -1>(f, sizes)" + WIDE,
     "slices": """
@@ -46,11 +52,8 @@ CASES = {
     "gemm": """
         one_row = Reshape(x, flat)
         [qkv] g = Gemm<transB = 1>(one_row, wt, bias)
-        qr, kr, vr = Split<axis = 1>(g, sizes)
-        outer = Shape<end = 2>(x)
-        rest = Concat<axis = 0>(outer, last)
-        q = Reshape(qr, rest) k = Reshape(kr, rest) v = Reshape(vr, rest)
     """
+    + OF_ROWS
     + WIDE,
     "heads": """
         [qkv] f = MatMul(x, w)
@@ -68,11 +71,8 @@ CASES = {
         one_row = Reshape(x, flat)
         w8 = DequantizeLinear<axis = 0>(w_int8, scales, points)
         [qkv] g = Gemm<transB = 1>(one_row, w8)
-        q2, k2, v2 = Split<axis = 1>(g, sizes)
-        outer = Shape<end = 2>(x)
-        rest = Concat<axis = 0>(outer, last)
-        q = Reshape(q2, rest) k = Reshape(k2, rest) v = Reshape(v2, rest)
     """
+    + OF_ROWS
     + WIDE,
     "convolved": """
         [qkv] f = MatMul(x, w)

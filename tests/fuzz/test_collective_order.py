@@ -24,9 +24,9 @@ from onnxpar.emit.rank_graph import emit_rank
 from onnxpar.graph.builder import DOMAIN
 from onnxpar.schedule import background
 from onnxpar_runtime.manifest import Manifest
-from tests.fuzz.test_training_programs import by_seed, trained, weights
+from tests.fuzz.test_training_programs import by_seed, training_program, weights
 from tests.lockstep import run_model
-from tests.random_programs import Sizes, feeds, program, taken
+from tests.random_programs import feeds, taken
 
 SEED = int(os.environ.get("ONNXPAR_FUZZ_SEED", "0"))
 FULL = bool(os.environ.get("ONNXPAR_FULL"))
@@ -73,11 +73,10 @@ def calls(graph: onnx.GraphProto) -> list[tuple[object, ...]]:
 
 def case(seed: int) -> bool:
     """Runs a case; whether something runs in the background."""
-    sizes, proto = Sizes(seed), program(seed)
-    found = trained(proto, sizes.constraints)
+    found = training_program(seed)
     if found is None:
         return False
-    analysed, done = found
+    sizes, proto, analysed, done = found
     plain, parted = by_seed(analysed, done, seed), by_seed(analysed, done, seed)
     if plain is None or parted is None:
         return False

@@ -93,13 +93,21 @@ def by_seed(analysed: Program, done: Differentiated, seed: int) -> PartitionedMo
     return unless_refused(lambda: partitioned(analysed, done, seeds))
 
 
-def case(seed: int) -> bool:
-    """Runs a case; whether its strategy was taken."""
+def training_program(
+    seed: int,
+) -> tuple[Sizes, onnx.ModelProto, Program, Differentiated] | None:
+    """A random program, also with its loss and gradients; None without a loss."""
     sizes, proto = Sizes(seed), program(seed)
     found = trained(proto, sizes.constraints)
+    return None if found is None else (sizes, proto, *found)
+
+
+def case(seed: int) -> bool:
+    """Runs a case; whether its strategy was taken."""
+    found = training_program(seed)
     if found is None:
         return False
-    analysed, done = found
+    sizes, proto, analysed, done = found
     parted = by_seed(analysed, done, seed)
     if parted is None:
         return False

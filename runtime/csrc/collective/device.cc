@@ -234,10 +234,9 @@ class FinishKernel : public DeviceKernel {
   }
 };
 
-class WaitKernel : public DeviceKernel {
+class WaitKernel : public CollectiveKernel<DeviceKernel> {
  public:
-  WaitKernel(const Node& node, Collective collective)
-      : DeviceKernel(node, collective.where), collective_(std::move(collective)) {}
+  using CollectiveKernel::CollectiveKernel;
 
   void compute(const Io& io) override {
     const Stream stream = enter(io);
@@ -253,9 +252,6 @@ class WaitKernel : public DeviceKernel {
     if (out != nullptr && out != y.data) cuda::copy(out, y.data, y.bytes(), stream);
     token(io, 1);
   }
-
- private:
-  const Collective collective_;
 };
 
 class BarrierKernel : public RankKernel {
@@ -271,21 +267,8 @@ class BarrierKernel : public RankKernel {
 }  // namespace
 
 std::unique_ptr<Kernel> make_device_kernel(Op op, const Node& node) {
-  const auto collective = [&] { return collective_of(op, node); };
-  switch (op) {
-    case Op::kSend: return std::make_unique<SendKernel<DeviceKernel>>(node);
-    case Op::kRecv: return std::make_unique<RecvKernel<DeviceKernel>>(node);
-    case Op::kBarrier: return std::make_unique<BarrierKernel>(node, where_of(op, node));
-    case Op::kStart: return std::make_unique<StartKernel>(node, collective(), Lane::kAsync);
-    case Op::kWait: return std::make_unique<WaitKernel>(node, collective());
-    case Op::kFinishLater: return std::make_unique<FinishLaterKernel>(node, collective());
-    case Op::kFinish: return std::make_unique<FinishKernel>(node, where_of(op, node));
-    case Op::kStartAhead:
-      return std::make_unique<StartAheadKernel>(node, collective(), Lane::kAsync);
-    default:
-      return std::make_unique<ForegroundKernel>(node, collective(), Lane::kMain,
-                                                op == Op::kBucket ? 1 : 0);
-  }
+  return make_kernel<DeviceKernel, BarrierKernel, StartKernel, StartAheadKernel, WaitKernel,
+                     FinishLaterKernel, FinishKernel, ForegroundKernel>(op, node);
 }
 
 }  // namespace onnxpar

@@ -228,21 +228,8 @@ class BarrierKernel : public HostKernel {
 }  // namespace
 
 std::unique_ptr<Kernel> make_host_kernel(Op op, const Node& node) {
-  const auto collective = [&] { return collective_of(op, node); };
-  switch (op) {
-    case Op::kSend: return std::make_unique<SendKernel<HostKernel>>(node);
-    case Op::kRecv: return std::make_unique<RecvKernel<HostKernel>>(node);
-    case Op::kBarrier: return std::make_unique<BarrierKernel>(node, where_of(op, node));
-    case Op::kStart: return std::make_unique<StartKernel>(node, collective(), Lane::kAsync);
-    case Op::kWait: return std::make_unique<WaitKernel>(node, collective(), Lane::kAsync);
-    case Op::kStartAhead:
-      return std::make_unique<StartAheadKernel>(node, collective(), Lane::kAsync);
-    case Op::kFinishLater: return std::make_unique<FinishLaterKernel>(node, collective());
-    case Op::kFinish: return std::make_unique<FinishKernel>(node, where_of(op, node));
-    default:
-      return std::make_unique<ForegroundKernel>(node, collective(), Lane::kMain,
-                                                op == Op::kBucket ? 1 : 0);
-  }
+  return make_kernel<HostKernel, BarrierKernel, StartKernel, StartAheadKernel, WaitKernel,
+                     FinishLaterKernel, FinishKernel, ForegroundKernel>(op, node);
 }
 
 }  // namespace onnxpar

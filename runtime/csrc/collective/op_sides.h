@@ -120,4 +120,25 @@ class RecvKernel : public Side {
   const DType type_;
 };
 
+// The kernel of an operator on one side, of the classes that this side alone has. Throws
+// std::invalid_argument if the attributes are wrong.
+template <class Side, class Barrier, class Start, class StartAhead, class Wait, class FinishLater,
+          class Finish, class Foreground>
+std::unique_ptr<Kernel> make_kernel(Op op, const Node& node) {
+  const auto collective = [&] { return collective_of(op, node); };
+  switch (op) {
+    case Op::kSend: return std::make_unique<SendKernel<Side>>(node);
+    case Op::kRecv: return std::make_unique<RecvKernel<Side>>(node);
+    case Op::kBarrier: return std::make_unique<Barrier>(node, where_of(op, node));
+    case Op::kStart: return std::make_unique<Start>(node, collective(), Lane::kAsync);
+    case Op::kStartAhead: return std::make_unique<StartAhead>(node, collective(), Lane::kAsync);
+    case Op::kWait: return std::make_unique<Wait>(node, collective(), Lane::kAsync);
+    case Op::kFinishLater: return std::make_unique<FinishLater>(node, collective());
+    case Op::kFinish: return std::make_unique<Finish>(node, where_of(op, node));
+    default:
+      return std::make_unique<Foreground>(node, collective(), Lane::kMain,
+                                          op == Op::kBucket ? 1 : 0);
+  }
+}
+
 }  // namespace onnxpar

@@ -108,22 +108,21 @@ void Patience::pause() {
   sleep_ = std::min(2 * sleep_, kLongestSleep);
 }
 
-void Flow::send(const Runs& from, int peer, int tag, Then then) {
-  const Layout layout(from);
+template <class Begin>
+void Flow::post(Begin begin, const char* what, const Runs& runs, int peer, int tag, Then then) {
+  const Layout layout(runs);
   requests_.push_back(MPI_REQUEST_NULL);
   then_.push_back(std::move(then));
-  check(MPI_Isend(layout.start(), layout.count(), layout.type(), peer, tag, comm_,
-                  &requests_.back()),
-        "MPI_Isend");
+  check(begin(layout.start(), layout.count(), layout.type(), peer, tag, comm_, &requests_.back()),
+        what);
+}
+
+void Flow::send(const Runs& from, int peer, int tag, Then then) {
+  post(MPI_Isend, "MPI_Isend", from, peer, tag, std::move(then));
 }
 
 void Flow::receive(const Runs& to, int peer, int tag, Then then) {
-  const Layout layout(to);
-  requests_.push_back(MPI_REQUEST_NULL);
-  then_.push_back(std::move(then));
-  check(MPI_Irecv(layout.start(), layout.count(), layout.type(), peer, tag, comm_,
-                  &requests_.back()),
-        "MPI_Irecv");
+  post(MPI_Irecv, "MPI_Irecv", to, peer, tag, std::move(then));
 }
 
 void Flow::copy(void* to, const void* from, size_t bytes) {

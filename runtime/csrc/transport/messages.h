@@ -75,6 +75,9 @@ class Flow {
     const std::byte* from;
     size_t bytes;
   };
+  // Begins a message with `begin`, MPI_Isend or MPI_Irecv.
+  template <class Begin>
+  void post(Begin begin, const char* what, const Runs& runs, int peer, int tag, Then then);
   // Copies a part; whether there was one.
   bool copy_some();
 

@@ -101,11 +101,7 @@ class NcclTransport : public Transport {
 
   void all_reduce(Group& group, const Call& call, const Blocks& blocks, DType type,
                   Reduction reduction, Stream stream) override {
-    require(group, call, type, reduction);
-    run_all(group, call, blocks, stream, [&](const Block& block, nccl::Comm comm) {
-      return library_.all_reduce(block.in, block.out, block.count, nccl_type(type),
-                                 nccl_operation(type, reduction), comm, stream);
-    });
+    reduce(library_.all_reduce, group, call, blocks, type, reduction, stream);
   }
 
   void all_gather(Group& group, const Call& call, const Blocks& blocks, Stream stream) override {
@@ -116,11 +112,7 @@ class NcclTransport : public Transport {
 
   void reduce_scatter(Group& group, const Call& call, const Blocks& blocks, DType type,
                       Reduction reduction, Stream stream) override {
-    require(group, call, type, reduction);
-    run_all(group, call, blocks, stream, [&](const Block& block, nccl::Comm comm) {
-      return library_.reduce_scatter(block.in, block.out, block.count, nccl_type(type),
-                                     nccl_operation(type, reduction), comm, stream);
-    });
+    reduce(library_.reduce_scatter, group, call, blocks, type, reduction, stream);
   }
 
   void all_to_all(Group& group, const Call& call, const void* in, void* out, size_t bytes,
@@ -222,11 +214,19 @@ class NcclTransport : public Transport {
   }
 
  private:
-  void require(const Group& group, const Call& call, DType type, Reduction reduction) const {
-    if (nccl_type(type) >= 0) return;
-    throw std::runtime_error(describe(rank(), call, group.ranks) + ": NCCL has no " +
-                             reduction_name(reduction) + " of " + dtype_name(type) +
-                             "; cast it to int32 before");
+  // `function` is the library's all_reduce or reduce_scatter.
+  template <class F>
+  void reduce(F function, Group& group, const Call& call, const Blocks& blocks, DType type,
+              Reduction reduction, Stream stream) {
+    if (nccl_type(type) < 0) {
+      throw std::runtime_error(describe(rank(), call, group.ranks) + ": NCCL has no " +
+                               reduction_name(reduction) + " of " + dtype_name(type) +
+                               "; cast it to int32 before");
+    }
+    run_all(group, call, blocks, stream, [&](const Block& block, nccl::Comm comm) {
+      return function(block.in, block.out, block.count, nccl_type(type),
+                      nccl_operation(type, reduction), comm, stream);
+    });
   }
 
   template <class F>

@@ -110,6 +110,7 @@ class Slots(ABC):
             )
         self.rows = count // self.shards
         self._check()
+        self._open()
 
     def _check(self) -> None:
         """Checks that rows of different lengths can run beside one another, in any number."""
@@ -150,6 +151,10 @@ class Slots(ABC):
         )
 
     @abstractmethod
+    def _open(self) -> None:
+        """Makes what the slots need before the first request."""
+
+    @abstractmethod
     def window(self, batch: Batch, past: Array, new: int) -> Window:
         """Returns the window of new tokens of a batch.
 
@@ -181,22 +186,12 @@ class Slots(ABC):
 
 
 class SharedSlots(Slots):
-    """Slots in a cache that is extended in place.
+    """Slots in a cache that is extended in place."""
 
-    Args:
-        decoder: As `Slots`.
-        count: As `Slots`.
-        length: As `Slots`.
-
-    Raises:
-        InputError: As `Slots`.
-    """
-
-    def __init__(self, decoder: Decoder, count: int, length: int) -> None:
+    def _open(self) -> None:
         """Allocates the slots."""
-        super().__init__(decoder, count, length)
         # One more takes what other shards compute while they wait.
-        self._held = self._states(self.rows + (self.shards > 1), length)
+        self._held = self._states(self.rows + (self.shards > 1), self.length)
         self._batches: dict[int, Batch] = {}
 
     def window(self, batch: Batch, past: Array, new: int) -> Window:
@@ -230,24 +225,14 @@ class SharedSlots(Slots):
 
 
 class GrowingSlots(Slots):
-    """Slots in a cache that each run writes anew.
+    """Slots in a cache that each run writes anew."""
 
-    Args:
-        decoder: As `Slots`.
-        count: As `Slots`.
-        length: As `Slots`.
-
-    Raises:
-        InputError: As `Slots`.
-    """
-
-    def __init__(self, decoder: Decoder, count: int, length: int) -> None:
+    def _open(self) -> None:
         """Holds nothing yet."""
-        super().__init__(decoder, count, length)
-        if decoder.loader.device is not Device.CPU:
+        if self._decoder.loader.device is not Device.CPU:
             raise InputError(
-                f"{decoder.manifest.directory}: on a GPU, continuous batching needs a cache that "
-                "is extended in place (GroupQueryAttention)"
+                f"{self._decoder.manifest.directory}: on a GPU, continuous batching needs a cache "
+                "that is extended in place (GroupQueryAttention)"
             )
         self._filled: dict[Slot, list[State]] = {}
         self._now: list[State] = []
