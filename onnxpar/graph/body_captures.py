@@ -66,7 +66,7 @@ def _read(graph: ir.Graph) -> Iterator[ir.Value]:
 def read_by(node: ir.Node) -> list[ir.Value]:
     """Returns the values that a node reads, including those that its bodies read."""
     own = [v for v in node.inputs if v is not None]
-    bodies = bodies_of(node)
+    bodies = bodies_of(node) if node.attributes else None
     return [*own, *(v for body in bodies.values() for v in _read(body))] if bodies else own
 
 

@@ -269,11 +269,12 @@ def _saved(program: Program, stored: Collection[str]) -> dict[str, tuple[Saved, 
         if forward is not None:
             read.setdefault(forward, set()).update(v.name or "" for v in node.inputs if v)
     places: dict[str, list[tuple[str, bool, int]]] = {}
+    parameters = set(program.graph.initializers)
     for name in read.keys() & program.rules.views.keys():
         node = program.rules.views[name].node
         for made, values in ((False, node.inputs), (True, node.outputs)):
             found = {v.name or "": i for i, v in enumerate(values) if v is not None}
-            for value in read[name] & found.keys() - program.graph.initializers.keys():
+            for value in (read[name] & found.keys()) - parameters:
                 places.setdefault(value, []).append((name, made, found[value]))
     saved: dict[str, list[Saved]] = {}
     for value, readers in places.items():

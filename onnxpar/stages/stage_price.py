@@ -241,13 +241,19 @@ class _Staging:
         }
         ways = 2 if self.backward else 1
         found = {}
+        # Values of equal layers are sent alike.
+        known: dict[tuple[Sharding, tuple[Sharding, ...], int], float] = {}
         for name in (v.name or "" for node in self.chain.nodes for v in node.outputs):
             seconds = self.link.latency
             if name in made and made[name][0].dtype is not None:
                 value, sharding = made[name]
                 width = int(value.dtype.itemsize) if value.dtype is not None else 0
-                wants = {0: self._forward_wants(value)}
-                seconds = transfer(self.cost, self.link, sharding, wants, width).seconds
+                wants = self._forward_wants(value)
+                key = sharding, tuple(wants), width
+                if key not in known:
+                    sent = transfer(self.cost, self.link, sharding, {0: wants}, width)
+                    known[key] = sent.seconds
+                seconds = known[key]
             found[name] = ways * seconds
         return found
 

@@ -8,11 +8,13 @@ The script prints the CPU seconds that `plan` takes. For its plan and for the pu
 configuration it prints the seconds of a step and the bytes of a device, by the same cost model. If
 --devices differs from the number of devices in the configuration's file, the axis `dp` is made
 longer or shorter. Each data rank of the configuration has one sample in a micro-batch, or
-`--samples`. `models/transformer.py --no-weights` and `tools/bench/large_models.py` write models
-without weights.
+`--samples`. If the configuration does not fit into the memory of a device, it is also priced with
+recomputation of all layers. `models/transformer.py --no-weights` and `tools/bench/large_models.py`
+write models without weights.
 """
 
 import argparse
+from collections.abc import Iterator
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -33,11 +35,17 @@ from onnxpar.search.rival_plans import Pricing, Way
 from onnxpar.stages.stage_price import PipelineSplit
 from onnxpar.strategy import load_strategy, resolve
 from onnxpar.strategy.machine_file import load_machine
+from onnxpar.strategy.recompute_entry import RecomputeOptions
 from onnxpar.strategy.schema import Strategy
 
 
-def published(options: argparse.Namespace, spec: TrainingSpec, sizes: dict[str, int]) -> Way:
-    """Returns the plan of the configuration beside which the found plan is put, priced."""
+def published(
+    options: argparse.Namespace, spec: TrainingSpec, sizes: dict[str, int]
+) -> Iterator[Way]:
+    """Yields the plan of the configuration beside which the found plan is put, priced.
+
+    If it does not fit, its plan with recomputation of all layers follows.
+    """
     text = Path(options.beside).read_text(encoding="utf-8")
     data = yaml.safe_load(text)
     mesh, pipeline = data["mesh"], data.pop("pipeline", {})
@@ -49,13 +57,19 @@ def published(options: argparse.Namespace, spec: TrainingSpec, sizes: dict[str, 
     split = PipelineSplit(stages, micro_batches, pipeline.get("schedule", "1f1b"), chunks)
     workload = read_workload(options.model, {}, spec, strategy.optimizer_parallel)
     seeds = decide_parameter_axes(resolve(strategy, workload.program), workload)
-    pricing = Pricing(workload, load_machine(options.machine), sizes, split, strategy.recompute)
+    machine, plan = load_machine(options.machine), workload.plan(seeds)
     axes = ",".join(f"{name}={size}" for name, size in {"pp": stages, **mesh}.items() if size > 1)
     parts = [f"{chunks} chunks"] if chunks > 1 else []
     parts += [f"{micro_batches} micro-batches"] if micro_batches > 1 else []
     parts.append(f"optimizer parallel {strategy.optimizer_parallel.level}")
-    parts += ["recompute all layers"] if strategy.recompute.layers == 1 else []
-    return pricing.way(f"{axes}, {', '.join(parts)}", workload.plan(seeds))
+    again = RecomputeOptions(layers=1)
+    for recompute in dict.fromkeys((strategy.recompute, again)):
+        named = [*parts, "recompute all layers"] if recompute == again else parts
+        pricing = Pricing(workload, machine, sizes, split, recompute)
+        way = pricing.way(f"{axes}, {', '.join(named)}", plan)
+        yield way
+        if way.fits(machine.memory):
+            return
 
 
 def main() -> None:
@@ -95,7 +109,7 @@ def main() -> None:
     if options.out:
         options.out.write_text(yaml.safe_dump(planned.data), encoding="utf-8")
     print("| plan | a step | states | memory |\n| --- | --- | --- | --- |")
-    ways = [planned.ways[0], *([published(options, spec, sizes)] if options.beside else [])]
+    ways = [planned.ways[0], *(published(options, spec, sizes) if options.beside else [])]
     for way in ways:
         cells = (way.name, seconds_text(way.seconds), bytes_text(way.held), bytes_text(way.peak))
         print(f"| {' | '.join(cells)} |")
