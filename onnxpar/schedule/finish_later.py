@@ -115,6 +115,36 @@ def _describe(
     ]
 
 
+def _beside(nodes: Sequence[ir.Node], index: int, made: dict[ir.Value, int]) -> ir.Value | None:
+    """Returns what is computed before a node, and that this node or what reads its result reads.
+
+    onnxruntime would run a Finish at once that reads nothing but a state, and its reader too, if
+    that only casts or transposes the parameter. Integers do not count: they may be in host memory,
+    from which a GPU's program would copy them.
+
+    Args:
+        nodes: The nodes of a program.
+        index: The index of the node.
+        made: By value the index of the node that computes it.
+    """
+    results: set[ir.Value] = set()
+    for node in nodes[index:]:
+        if node is not nodes[index] and results.isdisjoint(node.inputs):
+            continue
+        others = [
+            v
+            for v in node.inputs
+            if v is not None
+            and made.get(v, index) < index
+            and v.dtype is not None
+            and v.dtype.is_floating_point()
+        ]
+        if others:
+            return max(others, key=lambda v: made[v])
+        results.update(node.outputs)
+    return None
+
+
 def _finish(part: PartitionedModel, reads: Sequence[_Read]) -> None:
     """Puts a Finish before the first reader of each parameter."""
     builder = part.builder
@@ -123,9 +153,7 @@ def _finish(part: PartitionedModel, reads: Sequence[_Read]) -> None:
     before: dict[int, list[ir.Node]] = {}
     for read in reads:
         value = read.value
-        # onnxruntime would run a node at once that reads nothing but a state.
-        others = [v for v in nodes[read.index].inputs if v in made]
-        after = max(others, key=lambda v: made[v], default=None)
+        after = _beside(nodes, read.index, made)
         builder.nodes = []
         (finished,) = builder.ops(
             "Finish",

@@ -123,6 +123,25 @@ def test_what_starts_ahead_is_in_the_manifest(tmp_path: Path) -> None:
     assert {c.started_in for c in collectives} == {"training_model"}
 
 
+@pytest.mark.parametrize("compute", [None, "float16"])
+def test_parameters_are_finished_next_to_their_readers(tmp_path: Path, compute: str | None) -> None:
+    """Also where a cast reads a parameter first, which onnxruntime would run at once."""
+    path, out = tmp_path / "model.onnx", tmp_path / "out"
+    ir.save(transformer.build(layers=2, max_positions=16), path)
+    spec = TrainingSpec(SPEC.loss, SPEC.optimizer, compute=compute)
+    shard_model(path, "dp=2", out, training=spec, optimizer_parallel=1)
+    graph = onnx.load(out / "rank0000.training_model.onnx", load_external_data=False).graph
+    types = {v.name: v.type.tensor_type.elem_type for v in graph.value_info}
+    after = {n.input[0]: list(n.input[1:]) for n in graph.node if n.op_type == "Finish"}
+    assert len(after) > 4
+    # Nothing is computed before the table.
+    assert after.pop("wte.weight") == []
+    floats = {onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16}
+    for name, values in after.items():
+        assert len(values) == 1, name
+        assert types[values[0]] in floats, name
+
+
 def test_it_is_said_what_hides_a_collective(tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
     ir.save(transformer.build(layers=2, max_positions=16), path)
