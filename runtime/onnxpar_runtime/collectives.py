@@ -355,10 +355,13 @@ class Rank:
         self._call(library.onnxpar_allow_background(self.world._handle, self.index, allowed))
 
     def settle(self) -> None:
-        """Waits for gathers that the optimizer's program left to the next training program.
+        """Waits for all collectives that run in the background, so that their memory can be read.
+
+        The nodes that take their results still have to.
 
         Raises:
-            RankError: Another rank failed.
+            RankError: A gather failed that the optimizer's program left to the next training
+                program. What other nodes wait for fails there.
         """
         library = self.world._library
         self._call(library.onnxpar_settle(self.world._handle, self.index))

@@ -93,9 +93,16 @@ class StartKernel : public CollectiveKernel<DeviceKernel> {
     }
     keys_.clear();
   }
+  // Memory that is kept from run to run, one for each number. What runs in the background uses it, so
+  // it is freed after the destructor has waited for that.
+  void* kept(size_t number, size_t bytes, Stream stream) {
+    while (slabs_.size() <= number) slabs_.push_back(std::make_unique<cuda::Slab>());
+    return slabs_[number]->get(bytes, stream);
+  }
   cuda::EventHandle done_;
 
  private:
+  std::vector<std::unique_ptr<cuda::Slab>> slabs_;
   cuda::EventHandle ready_;
   std::vector<const void*> keys_;
 };
@@ -110,7 +117,6 @@ class StartAheadKernel : public StartKernel {
     token(io, 0);
     if (io.input(1).integers().at(0) == 0) return;
     const Stream background = begin(stream);
-    results_.resize(io.inputs() - 2);
     const DType type = io.input(2).type;
     std::vector<Operand> operands;
     std::vector<const void*> keys;
@@ -120,9 +126,7 @@ class StartAheadKernel : public StartKernel {
       void* result = const_cast<void*>(x.data);
       if (collective_.op != Op::kAllReduce) {
         const size_t bytes = bytes_of(output_shape(collective_, x.shape), x.type);
-        std::unique_ptr<cuda::Slab>& slab = results_[i - 2];
-        if (!slab) slab = std::make_unique<cuda::Slab>();
-        result = slab->get(bytes, background);
+        result = kept(i - 2, bytes, background);
       }
       operands.push_back({x.data, result, x.shape});
       keys.push_back(x.data);
@@ -130,9 +134,6 @@ class StartAheadKernel : public StartKernel {
     carry_out(operands, type, keys, background);
     done_.record(background);
   }
-
- private:
-  std::vector<std::unique_ptr<cuda::Slab>> results_;
 };
 
 // What was started with this key, which is forgotten; nothing if there is none.
@@ -178,7 +179,6 @@ class FinishLaterKernel : public StartKernel {
     const Stream stream = enter(io);
     forget();
     token(io, 0);
-    copies_.resize(io.inputs() - 2);
     const DType type = io.input(2).type;
     const bool later = io.input(1).integers().at(0) != 0 && rank_.background_allowed();
     std::vector<Operand> operands;
@@ -191,9 +191,7 @@ class FinishLaterKernel : public StartKernel {
       sent += sent_with(x);
       const void* in = x.data;
       if (later) {
-        std::unique_ptr<cuda::Slab>& slab = copies_[i - 2];
-        if (!slab) slab = std::make_unique<cuda::Slab>();
-        void* const copy = slab->get(x.bytes(), stream);
+        void* const copy = kept(i - 2, x.bytes(), stream);
         cuda::copy(copy, x.data, x.bytes(), stream);
         in = copy;
       }
@@ -217,7 +215,6 @@ class FinishLaterKernel : public StartKernel {
  private:
   const int64_t order_;
   const bool last_;
-  std::vector<std::unique_ptr<cuda::Slab>> copies_;
 };
 
 // As on the host.

@@ -38,9 +38,10 @@ void RankContext::start(const std::vector<const void*>& keys, std::shared_ptr<Re
   const bool background = background_ && transport().concurrent();
   if (!background || !transport().overlaps(*request->group)) run(*request, memory_);
   std::lock_guard lock(mutex_);
+  // Nobody may wait for one that never runs.
+  if (stop_ && !request->done) throw failure("its world was closed");
   for (const void* key : keys) requests_[key] = request;
   if (request->done) return;
-  if (stop_) throw failure("its world was closed");
   if (!worker_.joinable()) worker_ = std::thread([this] { work(); });
   queue_.push_back(std::move(request));
   queued_.notify_one();
@@ -64,9 +65,8 @@ void RankContext::settle() {
   }
   std::unique_lock lock(mutex_);
   for (const auto& [key, request] : std::map(requests_)) {
-    if (!request->later) continue;
     finished_.wait(lock, [&] { return request->done; });
-    if (!request->error.empty()) throw std::runtime_error(request->error);
+    if (request->later && !request->error.empty()) throw std::runtime_error(request->error);
   }
 }
 

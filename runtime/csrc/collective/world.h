@@ -92,7 +92,8 @@ class RankContext {
   void start_held();
   // Forgets one that was not started, because its program failed before its end.
   void drop_held(int64_t order) { held_.erase(order); }
-  // Waits for all collectives that the next program would finish. Throws the error of one of them.
+  // Waits for all collectives in the background. Throws the error of one that the next program would
+  // finish; those of others are thrown where they are taken.
   void settle();
   // Waits for a request, if nobody has waited for it, and forgets it, so that its memory may be freed.
   void drop(const void* key, const std::weak_ptr<Request>& request);

@@ -77,6 +77,8 @@ class Runner(ABC):
         """Runs nothing yet."""
         self._manifest, self._rank, self._programs = manifest, rank, programs
         self._gradients = _Gradients(manifest, programs)
+        # Whether no micro-batch has run since the last update.
+        self._updated = False
 
     def stage(self, feeds: Feeds) -> Feeds:
         """Returns inputs of the training on their way to the device. Any thread may call it."""
@@ -112,8 +114,12 @@ class Runner(ABC):
         Returns:
             The sum of the weighted losses, on all ranks; not a number unless `read`.
         """
+        if accumulate:
+            self._divide_sums()
         self._gradients.begin(len(micro_batches), accumulate=accumulate, ahead=ahead)
-        return self._loss(micro_batches, counters, read=read)
+        loss = self._loss(micro_batches, counters, read=read)
+        self._updated = False
+        return loss
 
     @abstractmethod
     def _loss(self, micro_batches: Sequence[Micro], counters: Counters, *, read: bool) -> float:
@@ -131,6 +137,19 @@ class Runner(ABC):
         # Between GPUs everything travels while they compute.
         return self._programs.loader.device is not Device.CPU or self._rank.overlaps(group)
 
+    def _divide_sums(self) -> None:
+        """Makes partial values again of the gradients that the last step replaced by their sums.
+
+        The first rank of each group keeps the sum, and the others have zero.
+        """
+        self.settle()
+        states = self._programs.states
+        for name in states.of_kind("gradient").values():
+            group = states.partial_group(name)
+            if self.reduced(name, group) and self._rank.index != group[0]:
+                states.clear(name)
+        self._gradients.ahead = False
+
     @abstractmethod
     def optimizer(self) -> str:
         """Returns the name of this rank's optimizer program."""
@@ -142,15 +161,20 @@ class Runner(ABC):
             The 2-norm of all gradients together; not a number unless `read`.
         """
         program = self._programs.load(self.optimizer())
-        self.settle()
+        if self._updated:
+            # No training program has finished what the last update left running.
+            self._divide_sums()
         numbers = {**hyper, FINISH_LATER: self._gradients.ahead}
+        self._updated = True
         outputs = program.run(_NOTHING, counters, numbers, read=read)
         return float(outputs[GRAD_NORM].item()) if read else nan
 
     def settle(self) -> None:
-        """Waits for gathers of parameters that the last update left running.
+        """Waits for what runs in the background.
 
-        The next training program waits for each itself; all others must not read them before.
+        That is gathers of parameters that the last update left running, and reductions of gradients
+        that no update has taken. The next training program waits for each gather itself; all
+        others must not read the states before.
         """
         self._rank.settle()
 
@@ -339,7 +363,8 @@ class _Gradients:
     differentiate the micro-batches of a virtual stage in ascending order, as one device does.
 
     Attributes:
-        ahead: Whether reductions could start ahead in the last step.
+        ahead: Whether reductions could start ahead in the last step, so that sums have replaced
+            gradients.
     """
 
     def __init__(self, manifest: Manifest, programs: Programs) -> None:
