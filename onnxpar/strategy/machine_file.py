@@ -11,7 +11,7 @@ from onnxpar.core.errors import MachineError
 from onnxpar.core.machine import PRESETS, Link, Machine, parse_bytes
 from onnxpar.core.name_patterns import nearest
 from onnxpar.strategy.validation_errors import in_words, problem
-from onnxpar.strategy.yaml_document import read_document
+from onnxpar.strategy.yaml_document import parse_document, read_text
 
 
 class _LinkFile(BaseModel):
@@ -46,7 +46,7 @@ def load_machine(text: str) -> Machine:
         raise MachineError(
             f"machine {text!r}: expected a file or a known machine{nearest(text, PRESETS)}"
         )
-    document = read_document(path)
+    document = parse_document(read_text(path), str(path))
     try:
         found = _MachineFile.model_validate(document.data)
     except ValidationError as error:

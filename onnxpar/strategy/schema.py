@@ -41,7 +41,7 @@ from onnxpar.strategy.tensor_entry import (
     short,
 )
 from onnxpar.strategy.validation_errors import in_words, problem
-from onnxpar.strategy.yaml_document import Document, Location, parse_document, read_document
+from onnxpar.strategy.yaml_document import Document, Location, parse_document, read_text
 
 DATA_AXIS, PARAMETER_AXIS = "dp", "tp"
 PIPELINE_AXIS = "pp"
@@ -252,7 +252,7 @@ class Strategy:
     @staticmethod
     def from_file(path: Path, devices: int | None = None) -> "Strategy":
         """Returns a strategy from a strategy file; as `from_dict` otherwise."""
-        return _strategy(read_document(path), devices)
+        return Strategy.from_text(read_text(path), devices, str(path))
 
     @staticmethod
     def from_annotation(annotation: Annotation) -> "Strategy":

@@ -44,19 +44,18 @@ class Document:
         return f"{self.source}: " + ".".join(map(str, location[:2]))
 
 
-def read_document(path: Path) -> Document:
-    """Reads a strategy file.
+def read_text(path: Path) -> str:
+    """Returns the text of a strategy file.
 
     Raises:
-        StrategyError: It cannot be read, is not YAML, or has a key twice.
+        StrategyError: It cannot be read, or is not UTF-8.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise StrategyError(f"{path}: expected UTF-8 text, got byte {error.start}") from None
     except OSError as error:
         raise StrategyError(f"{path}: cannot be read: {error.strerror}") from None
-    return parse_document(text, str(path))
 
 
 def parse_document(text: str, source: str) -> Document:
