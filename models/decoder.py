@@ -24,7 +24,7 @@ If the output is a folder, it gets `model.onnx` and, for a shared cache, a `gena
 import argparse
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -289,8 +289,6 @@ def genai_config(config: Any, layers: int, file: str) -> dict[str, Any]:
 def main() -> None:
     """Exports one decoder."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("network", nargs="?", help="a family, or a config.json or its folder")
-    parser.add_argument("-o", "--output", type=Path, help="the .onnx file or the folder to write")
     parser.add_argument("--cache", choices=("growing", "shared"), default="growing")
     parser.add_argument(
         "--bits", type=int, choices=(4, 8, 32), default=32, help="bits of each weight"
@@ -298,27 +296,17 @@ def main() -> None:
     parser.add_argument(
         "--block", type=int, default=32, help="weights that share a scale, default 32"
     )
-    parser.add_argument("--seed", type=int, default=0, help="seed of the weights")
-    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", dest="changes")
-    parser.add_argument("--opset", type=int, default=OPSET, help=f"default {OPSET}")
-    parser.add_argument("--list", action="store_true", help="print the families")
-    options = parser.parse_args()
-    if options.list:
-        print("\n".join(FAMILIES))
-        return
-    if options.network is None or options.output is None:
-        parser.error("expected a network and -o FILE or FOLDER, or --list")
+    options = parsed(parser, FAMILIES, "the .onnx file or the folder to write")
     shared, path = options.cache == "shared", options.output
     try:
         config = configuration(options.network, dict(change(text) for text in options.changes))
-        given = Path(options.network)
         module, model = build(
             config,
             shared=shared,
             bits=options.bits,
             block=options.block,
             seed=options.seed,
-            folder=given if given.is_dir() else given.parent if given.is_file() else None,
+            folder=folder_of(options.network),
             opset=options.opset,
         )
         if path.suffix != ".onnx":
@@ -332,6 +320,37 @@ def main() -> None:
     except (ValueError, OSError) as error:
         parser.error(str(error))
     report(module, model, path)
+
+
+def parsed(
+    parser: argparse.ArgumentParser, families: Iterable[str], output: str
+) -> argparse.Namespace:
+    """Adds what each exporter of networks takes, and reads the command line; `--list` ends it.
+
+    Args:
+        parser: Has the exporter's own options.
+        families: The families that it knows.
+        output: What it writes, for the help.
+    """
+    parser.add_argument("network", nargs="?", help="a family, or a config.json or its folder")
+    parser.add_argument("-o", "--output", type=Path, metavar="PATH", help=output)
+    parser.add_argument("--seed", type=int, default=0, help="seed of the weights")
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", dest="changes")
+    parser.add_argument("--opset", type=int, default=OPSET, help=f"default {OPSET}")
+    parser.add_argument("--list", action="store_true", help="print the families")
+    options = parser.parse_args()
+    if options.list:
+        print("\n".join(families))
+        parser.exit()
+    if options.network is None or options.output is None:
+        parser.error("expected a network and -o PATH, or --list")
+    return options
+
+
+def folder_of(network: str) -> Path | None:
+    """Returns the folder of a network that is given by a path; None for a family."""
+    given = Path(network)
+    return given if given.is_dir() else given.parent if given.is_file() else None
 
 
 def change(text: str) -> tuple[str, Any]:

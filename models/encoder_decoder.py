@@ -31,7 +31,7 @@ from typing import Any
 import onnx_ir as ir
 import torch
 import transformers
-from decoder import BATCH, PAST, SEQ, change, configuration, network
+from decoder import BATCH, PAST, SEQ, change, configuration, folder_of, network, parsed
 from export_torch import OPSET, Example, arguments, export, save
 from torch import nn
 
@@ -323,26 +323,14 @@ def save_folder(config: Any, encoder: ir.Model, decoder: ir.Model, folder: Path)
 def main() -> None:
     """Exports one encoder-decoder."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("network", nargs="?", help="a family, or a config.json or its folder")
-    parser.add_argument("-o", "--output", type=Path, help="the folder to write")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the weights")
-    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", dest="changes")
-    parser.add_argument("--opset", type=int, default=OPSET, help=f"default {OPSET}")
-    parser.add_argument("--list", action="store_true", help="print the families")
-    options = parser.parse_args()
-    if options.list:
-        print("\n".join(FAMILIES))
-        return
-    if options.network is None or options.output is None:
-        parser.error("expected a network and -o FOLDER, or --list")
+    options = parsed(parser, FAMILIES, "the folder to write")
     try:
         changes = dict(change(text) for text in options.changes)
         config = configuration(options.network, changes, FAMILIES, _SIZES)
-        given = Path(options.network)
         _, encoder, decoder = build(
             config,
             seed=options.seed,
-            folder=given if given.is_dir() else given.parent if given.is_file() else None,
+            folder=folder_of(options.network),
             opset=options.opset,
         )
         save_folder(config, encoder, decoder, options.output)

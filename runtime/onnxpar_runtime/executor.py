@@ -58,6 +58,25 @@ class StateMemory(Protocol):
 
 
 @dataclass(frozen=True)
+class Given:
+    """What a program takes in a run, besides states.
+
+    Attributes:
+        feeds: The inputs.
+        counters: Values of `onnxpar_format.entries.COUNTERS`.
+        numbers: Values of the hyperparameters by name, of `LOSS_WEIGHT`, and of the inputs that are
+            set for each run.
+        handed: OrtValues of the values that the program takes from others, by name; there may be
+            more. No reference to them is kept.
+    """
+
+    feeds: Feeds
+    counters: Mapping[str, int]
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    handed: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Results:
     """The results of a run, besides states.
 
@@ -353,9 +372,8 @@ class Executor:
 
         Args:
             feeds: The inputs.
-            counters: Values of `onnxpar_format.entries.COUNTERS`.
-            numbers: Values of the hyperparameters by name, of `LOSS_WEIGHT`, and of
-                the inputs that are set for each run.
+            counters: As `Given`.
+            numbers: As `Given`.
             read: Copy the outputs to the host. Otherwise a GPU is not waited for.
 
         Returns:
@@ -365,33 +383,22 @@ class Executor:
             RankError: onnxruntime failed on this rank, or another rank did.
             KeyError: A number that the program reads is missing.
         """
-        return dict(self.run_part(feeds, counters, numbers, {}, read=read).data)
+        return dict(self.run_part(Given(feeds, counters, numbers or {}), read=read).data)
 
-    def run_part(
-        self,
-        feeds: Feeds,
-        counters: Mapping[str, int],
-        numbers: Mapping[str, float] | None,
-        handed: Mapping[str, Any],
-        *,
-        read: bool = True,
-    ) -> Results:
+    def run_part(self, given: Given, *, read: bool = True) -> Results:
         """Runs the program of a stage, as `run` does.
 
         Args:
-            feeds: As `run`.
-            counters: As `run`.
-            numbers: As `run`.
-            handed: OrtValues of the values that the program takes from others, by name; there may
-                be more. No reference to them is kept.
+            given: What the program takes.
             read: As `run`.
 
         Raises:
             RankError: As `run`.
             KeyError: As `run`; or a value is missing.
         """
+        feeds = given.feeds
         local = {n: a for n, a in feeds.local.items() if n in self.graph_inputs}
-        mode = int((numbers or {}).get(ACCUMULATE, 0))
+        mode = int(given.numbers.get(ACCUMULATE, 0))
         shapes = tuple((n, a.shape) for n, a in local.items())
         key = tuple(feeds.values.items()), shapes, mode
         binding = self._bindings.pop(key, None) or self._bind(feeds.values, mode)
@@ -400,8 +407,8 @@ class Executor:
             self._bindings.popitem(last=False)
         self._feed(binding, local)
         for name in self._taken:
-            binding.io.bind_ortvalue_input(name, handed[name])
-        self._number(binding, counters, numbers or {})
+            binding.io.bind_ortvalue_input(name, given.handed[name])
+        self._number(binding, given.counters, given.numbers)
         if self.queue is not None and self._saved:
             self.queue.before_writing()
         if not binding.reusable:

@@ -13,6 +13,7 @@ import pytest
 from onnxpar.api import runtime
 from onnxpar.api.shard_model import shard_model
 from onnxpar_format.options import VerifyOptions
+from tests.models.cached import cached_logits
 
 torch = pytest.importorskip("torch", reason="exports from PyTorch: the extra zoo")
 pytest.importorskip("onnxscript", reason="exports from PyTorch: the extra zoo")
@@ -44,24 +45,11 @@ def built(folder: Path, family: str, cache: str, bits: int = 32) -> Path:
 def logits(path: Path, ids: Any) -> Any:
     """The logits of a sequence: of a prompt from an empty cache, then of single tokens."""
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
-    shapes = {value.name: value.shape for value in session.get_inputs()}
-    caches = [name for name in shapes if name.startswith("past")]
-    shared = "position_ids" not in shapes
+    names = [value.name for value in session.get_inputs()]
+    caches = [name for name in names if name.startswith("past")]
     # A shared buffer has its full length from the beginning.
-    length = LENGTH if shared else 0
-    held = {n: np.zeros((len(ids), shapes[n][1], length, shapes[n][3]), "f4") for n in caches}
-    found, start = [], 0
-    for end in range(PROMPT, LENGTH + 1):
-        feeds = {
-            "input_ids": ids[:, start:end],
-            "attention_mask": np.ones((len(ids), end), np.int64),
-            "position_ids": np.arange(start, end)[None].repeat(len(ids), 0),
-        }
-        given = {name: array for name, array in feeds.items() if name in shapes}
-        made, *present = session.run(None, {**given, **held})
-        found.append(made)
-        held, start = dict(zip(caches, present, strict=True)), end
-    return np.concatenate(found, 1)
+    length = 0 if "position_ids" in names else LENGTH
+    return cached_logits(session, ids, range(PROMPT, LENGTH + 1), caches, length)
 
 
 def expected(family: str, ids: Any, bits: int = 32) -> Any:

@@ -14,6 +14,7 @@ from onnxpar.api import runtime
 from onnxpar.api.shard_model import shard_model
 from onnxpar_format.options import VerifyOptions
 from onnxpar_runtime.manifest import Manifest
+from tests.models.cached import cached_logits
 
 torch = pytest.importorskip("torch", reason="exports from PyTorch: the extra zoo")
 pytest.importorskip("onnxscript", reason="exports from PyTorch: the extra zoo")
@@ -60,27 +61,14 @@ def logits(folder: Path, read: dict[str, Any], ids: Any) -> Any:
         onnxruntime.InferenceSession(folder / f"{part}.onnx", providers=["CPUExecutionProvider"])
         for part in ("encoder", "decoder")
     )
-    shapes = {value.name: value.shape for value in session.get_inputs()}
+    names = [value.name for value in session.get_inputs()]
     own, crossed = (
-        [name for name in shapes if name.startswith("past") and f".{kind}." in name]
+        [name for name in names if name.startswith("past") and f".{kind}." in name]
         for kind in ("decoder", "encoder")
     )
-    held = {n: np.zeros((len(ids), shapes[n][1], 0, shapes[n][3]), "f4") for n in own}
     fixed = dict(zip(crossed, encoder.run(None, read), strict=True))
     fixed |= {f"encoder_{name}": array for name, array in read.items()}
-    found, start = [], 0
-    for end in range(PROMPT, LENGTH + 1):
-        feeds = {
-            "input_ids": ids[:, start:end],
-            "attention_mask": np.ones((len(ids), end), np.int64),
-            "position_ids": np.arange(start, end)[None].repeat(len(ids), 0),
-            **fixed,
-        }
-        given = {name: array for name, array in feeds.items() if name in shapes}
-        scores, *present = session.run(None, {**given, **held})
-        found.append(scores)
-        held, start = dict(zip(own, present, strict=True)), end
-    return np.concatenate(found, 1)
+    return cached_logits(session, ids, range(PROMPT, LENGTH + 1), own, fixed=fixed)
 
 
 @pytest.mark.parametrize(("folder", "family"), [(f, f) for f in made.FAMILIES], indirect=["folder"])

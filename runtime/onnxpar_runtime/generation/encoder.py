@@ -14,7 +14,7 @@ from onnxpar_format.dtypes import DTYPES
 from onnxpar_format.entries import COUNTERS, ProgramEntry, TensorEntry
 from onnxpar_format.expressions import evaluate
 from onnxpar_runtime.errors import InputError
-from onnxpar_runtime.executor import Executor, Loader
+from onnxpar_runtime.executor import Executor, Given, Loader
 from onnxpar_runtime.inputs import Feeds, Inputs
 from onnxpar_runtime.manifest import Manifest
 
@@ -89,7 +89,7 @@ class Encoder:
             RankError: onnxruntime failed on this rank, or another rank did.
         """
         counters = dict.fromkeys(COUNTERS, 0)
-        made = self.executor.run_part(inputs, counters, None, {}, read=False).handed
+        made = self.executor.run_part(Given(inputs, counters), read=False).handed
         given = {p.input: np.asarray(feeds[p.value]) for p in self._pairs if p.given}
         shapes = {name: array.shape for name, array in given.items()}
         for pair in self._pairs:

@@ -5,10 +5,9 @@ program do; here the graphs run as they are bound to a batch.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from onnxpar_format.entries import COUNTERS
-from onnxpar_runtime.executor import Executor, Loader, Results
+from onnxpar_runtime.executor import Executor, Given, Loader, Results
 from onnxpar_runtime.generation.bound_graph import BoundGraph
 from onnxpar_runtime.inputs import Feeds
 from onnxpar_runtime.manifest import Manifest
@@ -25,16 +24,9 @@ class _Part:
         self.executor, self.program, self.queue = executor, executor.program, executor.queue
         self.graph: BoundGraph | None = None
 
-    def run_part(
-        self,
-        feeds: Feeds,
-        counters: Mapping[str, int],
-        numbers: Mapping[str, float] | None,
-        handed: Mapping[str, Any],
-    ) -> Results:
-        del feeds, counters, numbers
+    def run_part(self, given: Given) -> Results:
         assert self.graph is not None, "`Stages.run` sets it"
-        return Results({}, self.graph.run(handed))
+        return Results({}, self.graph.run(given.handed))
 
 
 class Stages:

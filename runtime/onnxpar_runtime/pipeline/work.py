@@ -15,7 +15,7 @@ from onnxpar_format.manifest import Pipeline, VirtualStage
 from onnxpar_runtime.collectives import Rank
 from onnxpar_runtime.cuda import Queue
 from onnxpar_runtime.errors import DirectoryError, RankError
-from onnxpar_runtime.executor import Results
+from onnxpar_runtime.executor import Given, Results
 from onnxpar_runtime.inputs import Feeds
 from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.pipeline.carriers import (
@@ -72,13 +72,7 @@ class Part(Protocol):
     def queue(self) -> Queue | None:
         """The streams of the GPU; None on the CPU."""
 
-    def run_part(
-        self,
-        feeds: Feeds,
-        counters: Mapping[str, int],
-        numbers: Mapping[str, float] | None,
-        handed: Mapping[str, Any],
-    ) -> Results:
+    def run_part(self, given: Given) -> Results:
         """Runs the program, as `Executor.run_part`."""
 
 
@@ -299,12 +293,13 @@ class VirtualStages:
         executor, micro = self._executors[name], self._micro[index]
         held = self._held[virtual, index]
         more = {} if self._more is None else self._more.numbers(name, index)
-        results = executor.run_part(
+        given = Given(
             micro.feeds,
             {**self._counters, "micro_batch": micro.number},
             {**micro.numbers, **more},
             {value.name: held[value.name].value for value in executor.program.handed_in},
         )
+        results = executor.run_part(given)
         for taken in executor.program.handed_in:
             self._read(held, taken.name)
         for value in executor.program.handed_out:
