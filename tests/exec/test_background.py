@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import mlp
 import numpy as np
 import pytest
 import transformer
@@ -78,3 +79,28 @@ def assert_close(got: Any, want: Any) -> None:
         assert_close([got.loss, got.grad_norm], [want.loss, want.grad_norm])
     else:
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_checkpoint_has_the_parameters_of_its_step(tmp_path: Path, level: int) -> None:
+    """It copies states as soon as a step returns, when large gathers still run."""
+    model = mlp.build(image=8, hidden=(2048, 2048, 2048))
+    directory = shard(
+        tmp_path / "out", model, strategy_for("dp=2", None, model, "model").at_level(level)
+    )
+    batch = batch_of(directory, np.random.default_rng(0), batch=2)
+    with Ranks(directory, Trainer) as ranks:
+
+        def act(trainer: Trainer) -> None:
+            states = trainer.states
+            names = states.of_kind("parameter").values()
+            copies = {name: states.memory(name) for name in names}
+            for _ in range(3):
+                trainer.train_step([batch], HYPER)
+                for name, array in copies.items():
+                    states.copy_to(name, array)
+                states.finish_copies()
+                for name, array in copies.items():
+                    np.testing.assert_array_equal(array, trainer.state(name), err_msg=name)
+
+        ranks.on_each(act)

@@ -142,7 +142,7 @@ class Runner(ABC):
 
         The first rank of each group keeps the sum, and the others have zero.
         """
-        self.settle()
+        self._rank.settle()
         states = self._programs.states
         for name in states.of_kind("gradient").values():
             group = states.partial_group(name)
@@ -169,18 +169,15 @@ class Runner(ABC):
         outputs = program.run(_NOTHING, counters, numbers, read=read)
         return float(outputs[GRAD_NORM].item()) if read else nan
 
-    def settle(self) -> None:
-        """Waits for what runs in the background.
-
-        That is gathers of parameters that the last update left running, and reductions of gradients
-        that no update has taken. The next training program waits for each gather itself; all
-        others must not read the states before.
-        """
-        self._rank.settle()
-
-    @abstractmethod
     def evaluate(self, micro_batch: Micro, counters: Counters) -> Found:
         """Runs the evaluation."""
+        # Only the training program waits itself for gathers that the last update left running.
+        self._rank.settle()
+        return self._evaluate(micro_batch, counters)
+
+    @abstractmethod
+    def _evaluate(self, micro_batch: Micro, counters: Counters) -> Found:
+        """Runs the evaluation; nothing runs in the background."""
 
     def begin_trace(self) -> None:
         """Records from now on when stages compute in training.
@@ -248,9 +245,8 @@ class OneStage(Runner):
         """As `Runner`."""
         return OPTIMIZER
 
-    def evaluate(self, micro_batch: Micro, counters: Counters) -> Found:
+    def _evaluate(self, micro_batch: Micro, counters: Counters) -> Found:
         """As `Runner`."""
-        self.settle()
         program = self._programs.load(EVALUATION)
         parts = program.run(micro_batch.feeds, counters, micro_batch.numbers)
         correct = int(parts[CORRECT].item()) if CORRECT in parts else None
@@ -324,9 +320,8 @@ class Pipelined(Runner):
         (name,) = self._updates(OPTIMIZER)
         return name
 
-    def evaluate(self, micro_batch: Micro, counters: Counters) -> Found:
+    def _evaluate(self, micro_batch: Micro, counters: Counters) -> Found:
         """As `Runner`."""
-        self.settle()
         micro = replace(micro_batch, number=counters["micro_batch"])
         (parts,) = self._through(EVALUATION).run(FORWARD, [micro], counters)
         names = [spec.name for spec in self.outputs if spec.name in (LOSS, CORRECT)]

@@ -3,6 +3,9 @@
 Parameters and running statistics begin as the shards of the weight files, gradients and moments as
 zeros. A state gets its memory when it is first needed, and keeps it, because the sessions' bindings
 point to it.
+
+Collectives in the background may still work in this memory when a program has returned. So whatever
+reads or writes states here waits for them first (`Rank.settle`).
 """
 
 from collections.abc import Mapping
@@ -43,6 +46,7 @@ class States:
         self._manifest = manifest
         self._loader = loader
         self._rank = loader.rank.index
+        self._settle = loader.rank.settle
         self._stage = manifest.stage_of(self._rank)
         self._states: Mapping[str, StateEntry] = manifest.trained().states
         self._files: dict[str, Mapping[str, Array]] = {}
@@ -103,6 +107,7 @@ class States:
     def get(self, name: str) -> Array:
         """Returns a copy of this rank's shard of a state, padding included."""
         value = self.value(name)
+        self._settle()
         if name in self._host:
             return self._host[name].copy()
         self._loader.synchronize()
@@ -121,6 +126,7 @@ class States:
         GPU does not overwrite a state of a checkpoint before the copy has left it.
         """
         value, queue = self.value(name), self._loader.queue
+        self._settle()
         if queue is None:
             np.copyto(into, self._host[name])
         else:
@@ -138,6 +144,7 @@ class States:
     def set(self, name: str, part: Array) -> None:
         """Overwrites this rank's shard of a state, with an array of the same type and shape."""
         self.value(name)
+        self._settle()
         self._write(name, part)
 
     def clear(self, name: str) -> None:
@@ -146,6 +153,7 @@ class States:
 
     def reset(self) -> None:
         """Sets every state to its initial value."""
+        self._settle()
         for name in self._values:
             state = self[name]
             self._write(name, self._initial(state, self.sharding(name).local_shape))

@@ -148,7 +148,6 @@ class Trainer(Closing):
     @property
     def states(self) -> States:
         """This rank's parts of the states."""
-        self._opened.runner.settle()
         return self._opened.programs.states
 
     @property
