@@ -92,12 +92,16 @@ def test_few_bits_are_those_of_the_weights(bits: int, tmp_path: Path) -> None:
     assert np.abs(want - expected("llama", ids)).max() > RTOL * np.abs(want).max()
 
 
-CASES = [("llama", "growing", 32, "tp=2"), ("mixtral", "shared", 4, "tp=2")]
+CASES = [
+    ("llama", "growing", 32, "tp=2"),
+    ("mixtral", "shared", 4, "tp=2"),
+    ("gemma3", "growing", 4, "pp=2,tp=2"),
+]
 EVERY_CASE = [
     (family, cache, bits, strategy)
     for family, cache in EVERY
     for bits in (32, 4)
-    for strategy in ("tp=2", "dp=2,tp=2")
+    for strategy in ("tp=2", "dp=2,tp=2", "pp=2", "pp=2,tp=2")
 ]
 
 ROWS = {("llama", 32): 1 + 2 * 2, ("llama", 4): 1 + 2 * 2, ("mixtral", 4): 0.5 + 2 * 1}

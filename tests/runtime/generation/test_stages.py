@@ -46,6 +46,31 @@ def test_a_rank_with_two_virtual_stages_keeps_the_states_of_both(kind: str, tmp_
             assert found == greedy(model, PROMPTS, 12)
 
 
+@pytest.mark.parametrize("strategy", ["pp=2", "pp=2,tp=2", "tp=2"])
+def test_logits_whose_size_only_the_run_shows(strategy: str, tmp_path: Path) -> None:
+    """The positions that count are found by NonZero: all of them, but no formula says so."""
+    path = growing(tmp_path / "model.onnx")
+    model = onnx.load(path)
+    for node in model.graph.node:
+        node.input[:] = ["chosen" if name == "n2" else name for name in node.input]
+    added = [
+        helper.make_node("GreaterOrEqual", ["rows", "zero"], ["counts"], "Counts"),
+        helper.make_node("NonZero", ["counts"], ["found"], "Found"),
+        helper.make_node("Squeeze", ["found", "first"], ["places"], "Places"),
+        helper.make_node("Gather", ["n2", "places"], ["chosen"], "Chosen", axis=1),
+    ]
+    for node in reversed(added):
+        model.graph.node.insert(len(model.graph.node) - 1, node)
+    model.graph.output[0].type.tensor_type.shape.dim[1].dim_param = "positions"
+    onnx.save(model, path)
+    out = shard_model(path, strategy, tmp_path / "out").out
+    assert Manifest.load(out).program("model").outputs[0].shape[1] != "sequence_length"
+    with Ranks(out, Generator) as ranks:
+        prompts = PROMPTS[1:]
+        for found in ranks.on_each(lambda m: m.generate(prompts, max_new_tokens=8)):
+            assert found == greedy(path, prompts, 8)
+
+
 def test_the_cache_is_divided_by_layers(tmp_path: Path) -> None:
     """A stage has one layer of two, and memory for the logits only in the last."""
     out = shard_model(decoder("in_place", tmp_path), "pp=2", tmp_path / "out").out
