@@ -33,6 +33,7 @@ from onnxpar_runtime.inputs import Feeds
 from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.memory import LiveBytes
 from onnxpar_runtime.options import CPU, cuda_options, session_options, threads_per_rank
+from onnxpar_runtime.run_values import Given, Results
 from onnxpar_runtime.tensors import to_host, to_ort
 
 log = logging.getLogger(__name__)
@@ -55,38 +56,6 @@ class StateMemory(Protocol):
 
     def value(self, name: str) -> Any:
         """Returns the OrtValue of a state, always the same object."""
-
-
-@dataclass(frozen=True)
-class Given:
-    """What a program takes in a run, besides states.
-
-    Attributes:
-        feeds: The inputs.
-        counters: Values of `onnxpar_format.entries.COUNTERS`.
-        numbers: Values of the hyperparameters by name, of `LOSS_WEIGHT`, and of the inputs that are
-            set for each run.
-        handed: OrtValues of the values that the program takes from others, by name; there may be
-            more. No reference to them is kept.
-    """
-
-    feeds: Feeds
-    counters: Mapping[str, int]
-    numbers: Mapping[str, float] = field(default_factory=dict)
-    handed: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Results:
-    """The results of a run, besides states.
-
-    Attributes:
-        data: Local array of every output, padding included.
-        handed: The values for other programs, on the device.
-    """
-
-    data: Mapping[str, Array]
-    handed: Mapping[str, Any]
 
 
 @dataclass

@@ -15,7 +15,6 @@ from onnxpar_format.manifest import Pipeline, VirtualStage
 from onnxpar_runtime.collectives import Rank
 from onnxpar_runtime.cuda import Queue
 from onnxpar_runtime.errors import DirectoryError, RankError
-from onnxpar_runtime.executor import Given, Results
 from onnxpar_runtime.inputs import Feeds
 from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.pipeline.carriers import (
@@ -30,6 +29,7 @@ from onnxpar_runtime.pipeline.player import Place, plan, play
 from onnxpar_runtime.pipeline.schedule import Action, Kind, Message, PlayedSchedule
 from onnxpar_runtime.pipeline.trace import Trace, even_bubble
 from onnxpar_runtime.pipeline.values import Ends, read_values
+from onnxpar_runtime.run_values import Given, Results
 from onnxpar_runtime.tensors import host_view, to_ort
 
 Array = NDArray[Any]

@@ -1,0 +1,43 @@
+"""What a program takes and makes in one run, besides states."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from numpy.typing import NDArray
+
+from onnxpar_runtime.inputs import Feeds
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a program takes in a run, besides states.
+
+    Attributes:
+        feeds: The inputs.
+        counters: Values of `onnxpar_format.entries.COUNTERS`.
+        numbers: Values of the hyperparameters by name, of `LOSS_WEIGHT`, and of the inputs that are
+            set for each run.
+        handed: OrtValues of the values that the program takes from others, by name; there may be
+            more. No reference to them is kept.
+    """
+
+    feeds: Feeds
+    counters: Mapping[str, int]
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    handed: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Results:
+    """The results of a run, besides states.
+
+    Attributes:
+        data: Local array of every output, padding included.
+        handed: The values for other programs, on the device.
+    """
+
+    data: Mapping[str, Array]
+    handed: Mapping[str, Any]
