@@ -5,6 +5,7 @@ The methods after "sequences" are slots `sequence` of operators' records.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import onnx_ir as ir
@@ -12,7 +13,7 @@ import onnx_ir as ir
 from onnxpar.core.errors import NodeError
 from onnxpar.graph.builder import INT64
 from onnxpar.graph.metadata_keys import EXPANDED_FROM
-from onnxpar.graph.names import Names
+from onnxpar.graph.names import Names, names_of
 from onnxpar.graph.new_nodes import constant
 from onnxpar.ops.body_node import origin
 
@@ -26,16 +27,21 @@ class KnownValues:
     """The sequences and optional values of a model that are known, while it is folded.
 
     Attributes:
-        names: The names in use.
+        root: The model's graph.
         lists: The elements of each known sequence.
         optional: The element of each known optional value, or `ABSENT`.
         changed: Whether readers of a value now read another one.
     """
 
-    names: Names
+    root: ir.Graph
     lists: dict[ir.Value, Items] = field(default_factory=dict)
     optional: dict[ir.Value, object] = field(default_factory=dict)
     changed: bool = False
+
+    @cached_property
+    def names(self) -> Names:
+        """The names in use."""
+        return names_of(self.root)
 
     # -- new nodes -------------------------------------------------------------------------------
 

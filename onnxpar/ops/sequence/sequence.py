@@ -10,7 +10,6 @@ import onnx_ir as ir
 import onnx_ir.passes.common as common
 
 from onnxpar.core.rule import OpRule
-from onnxpar.graph.names import names_of
 from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.operator import NOT_DIFFERENTIABLE, Missing, OpDef
 from onnxpar.ops.registry import Registry
@@ -32,7 +31,7 @@ def fold_sequences(model: ir.Model, registry: Registry) -> bool:
     Raises:
         NodeError: A constant position is outside its sequence.
     """
-    known = KnownValues(names_of(model.graph))
+    known = KnownValues(model.graph)
     _fold(known, model.graph, registry)
     if known.lists or known.optional or known.changed:
         common.RemoveUnusedNodesPass()(model)
