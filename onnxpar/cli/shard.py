@@ -87,8 +87,9 @@ def command(
     encoder: Annotated[
         Path | None,
         Option(
-            "The encoder of MODEL, a decoder. What it computes is found by name "
-            "(present.0.encoder.key for past_key_values.0.encoder.key).",
+            "The encoder's ONNX file, if MODEL is the file of its decoder. Inputs of the decoder "
+            "and outputs of the encoder are paired by name (past_key_values.0.encoder.key and "
+            "present.0.encoder.key).",
             "FILE",
         ),
     ] = None,

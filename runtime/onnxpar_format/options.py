@@ -280,8 +280,8 @@ class GenerationRun:
     start: Annotated[
         Sequence[int],
         Option(
-            "A token with which what the decoder of an encoder-decoder writes begins; may be "
-            "repeated. Default: decoder_start_token_id of the configuration in --tokenizer.",
+            "A token with which the decoder of an encoder-decoder begins; may be repeated. "
+            "Default: decoder_start_token_id of the configuration in the folder --tokenizer.",
             "TOKEN",
             minimum=0,
         ),

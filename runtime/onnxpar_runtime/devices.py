@@ -180,7 +180,7 @@ def choose(wanted: str, facts: Facts | None, place: int, ranks: int) -> Placemen
     notices = []
     if facts.absent:
         names = ", ".join(facts.absent)
-        notices.append(f"{names} cannot be loaded, but some operators need them: {EXTRA}")
+        notices.append(f"{names}, which some operators need, cannot be loaded: {EXTRA}")
     if index is not None:
         shared, whom = ranks > 1, f"GPU {index} ({facts.gpus[index]})"
     else:

@@ -109,7 +109,7 @@ def test_ranks_take_the_gpus_in_turn(
 def test_libraries_that_only_some_operators_need_are_reported() -> None:
     facts = replace(GOOD, absent=("libcudnn.so.9",))
     assert choose("auto", facts, 2, 3).notice == (
-        "libcudnn.so.9 cannot be loaded, but some operators need them: pip install "
+        "libcudnn.so.9, which some operators need, cannot be loaded: pip install "
         "'onnxpar[cuda]'; "
         "3 ranks share 2 GPUs (NVIDIA H100)"
     )
