@@ -4,6 +4,12 @@ import json
 import sys
 from collections.abc import Iterator
 
+from started_script import expect_driver
+
+if __name__ == "__main__":
+    # Before the import of onnxruntime-genai, which may not be installed.
+    expect_driver("tools/bench/generate.py")
+
 import onnxruntime_genai
 from generate_cases import Job, serve
 

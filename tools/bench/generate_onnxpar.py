@@ -4,6 +4,7 @@ import sys
 from collections.abc import Iterator
 
 from generate_cases import Job, serve
+from started_script import expect_driver
 
 from onnxpar_runtime.generation.generator import Generator
 from onnxpar_runtime.launch import guarded, init
@@ -31,4 +32,5 @@ def main(text: str) -> int:
 
 
 if __name__ == "__main__":
+    expect_driver("tools/bench/generate.py")
     sys.exit(main(sys.argv[1]))

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import onnxruntime
 from generate_cases import Job, serve
+from started_script import expect_driver
 
 
 def main(text: str) -> None:
@@ -62,4 +63,5 @@ def sequence(session: onnxruntime.InferenceSession, job: Job, new: int) -> Itera
 
 
 if __name__ == "__main__":
+    expect_driver("tools/bench/generate.py")
     main(sys.argv[1])

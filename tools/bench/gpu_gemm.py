@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import onnx.parser
 import onnxruntime
+from started_script import expect_driver
 
 from onnxpar_format.dtypes import DTYPES
 from onnxpar_runtime.cuda import Queue
@@ -54,4 +55,5 @@ def rate(device: str, dtype: str, size: int) -> float:
 
 
 if __name__ == "__main__":
+    expect_driver("tools/bench/gpu.py", 3)
     print(rate(sys.argv[1], sys.argv[2], int(sys.argv[3])))

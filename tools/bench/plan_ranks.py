@@ -7,6 +7,7 @@ from time import perf_counter
 from typing import Any
 
 import numpy as np
+from started_script import expect_driver
 from step_cases import Batch, driver_at, gpt, mlp
 
 from onnxpar_format.options import Settings
@@ -58,4 +59,5 @@ def main(text: str) -> int:
 
 
 if __name__ == "__main__":
+    expect_driver("tools/bench/plan.py")
     sys.exit(main(sys.argv[1]))

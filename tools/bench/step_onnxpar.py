@@ -6,6 +6,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
+from started_script import expect_driver
 from step_cases import WEIGHT_DECAY, Batch, Job, Spent, serve
 
 from onnxpar_format.options import Settings
@@ -57,4 +58,5 @@ def main(text: str) -> int:
 
 
 if __name__ == "__main__":
+    expect_driver("tools/bench/step.py")
     sys.exit(main(sys.argv[1]))

@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 
+from started_script import expect_driver
 from step_cases import Batch, Job, serve
 
 BYTES = 32 << 20
@@ -57,4 +58,5 @@ def connect(patience: float = 60.0) -> socket.socket:
 
 
 if __name__ == "__main__":
+    expect_driver("tools/bench/two_nodes.py")
     main(sys.argv[1])

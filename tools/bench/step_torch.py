@@ -14,6 +14,12 @@ import sys
 from contextlib import nullcontext
 from pathlib import Path
 
+from started_script import expect_driver
+
+if __name__ == "__main__":
+    # Before the imports of PyTorch, which may not be installed.
+    expect_driver("tools/bench/step.py")
+
 import numpy as np
 import onnx
 import torch

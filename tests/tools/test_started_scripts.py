@@ -1,0 +1,34 @@
+"""Benchmark scripts that other scripts start, run by hand."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCH = Path(__file__).resolve().parents[2] / "tools" / "bench"
+DRIVERS = {
+    "generate_genai.py": "generate.py",
+    "generate_onnxpar.py": "generate.py",
+    "generate_onnxruntime.py": "generate.py",
+    "gpu_gemm.py": "gpu.py",
+    "plan_ranks.py": "plan.py",
+    "step_onnxpar.py": "step.py",
+    "step_socket.py": "two_nodes.py",
+    "step_torch.py": "step.py",
+}
+
+
+@pytest.mark.parametrize("script", DRIVERS)
+def test_a_script_names_the_one_that_starts_it(script: str) -> None:
+    driver = f"tools/bench/{DRIVERS[script]}"
+    for arguments in [], ["--help"]:
+        done = subprocess.run(
+            [sys.executable, str(BENCH / script), *arguments],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 2
+        assert done.stderr == f"{script} is started by {driver}; run `{driver} --help` instead\n"
+        assert (BENCH / DRIVERS[script]).is_file()
