@@ -5,6 +5,11 @@ die() {
     exit 1
 }
 
+# no_arguments "$@": ends a script that takes no arguments if it got some, such as --help.
+no_arguments() {
+    [ $# -eq 0 ] || die "expected no arguments, got: $*; the top of the script says what it does"
+}
+
 # Prints the command of a Python that is new enough: $PYTHON, or the first one on the PATH.
 find_python() {
     local candidate

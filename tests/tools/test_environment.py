@@ -31,6 +31,13 @@ def test_a_python_that_does_not_work_is_refused_by_name(tmp_path: Path) -> None:
     assert "PYTHON=/no/such/python is not Python 3.11 or newer" in done.stderr
 
 
+def test_a_script_without_arguments_refuses_them(tmp_path: Path) -> None:
+    done = source("no_arguments --help", tmp_path)
+    assert done.returncode == 1
+    assert "expected no arguments, got: --help" in done.stderr
+    assert source("no_arguments", tmp_path).returncode == 0
+
+
 def test_a_missing_compiler_is_reported_before_anything_is_made(tmp_path: Path) -> None:
     done = source("ready_environment made 1 package", tmp_path, CXX="no-such-compiler -O2")
     assert done.returncode == 1
