@@ -43,7 +43,14 @@ def decide_virtual_stages(
     free = any((node.name or "") not in fixed for node in chain.nodes)
     costs = _costs(strategy, program, chain.nodes) if free else Costs()
     try:
-        return partition_chain(chain, entry.virtual_stages, fixed, costs, _lines(strategy, model))
+        return partition_chain(
+            chain,
+            entry.virtual_stages,
+            fixed,
+            costs,
+            _lines(strategy, model),
+            stages=entry.stages,
+        )
     except StrategyError as error:
         where = strategy.source
         if strategy.pipeline is not None and strategy.document.lines:

@@ -5,7 +5,8 @@ value goes to an earlier virtual stage. The nodes are put into one topological o
 boundaries are positions in it (chain partitioning by dynamic programming). First the time of the
 slowest virtual stage is minimised, including what it receives and sends. Then, among all
 partitions that are nearly as fast, the one that sends least is taken; if several send equally
-little, the one whose virtual stages take the most equal times.
+little, the one whose virtual stages take the most equal times. With interleaving, boundaries then
+move so that stages, each with all its virtual stages, take more equal times, too.
 
 Nodes that depend on no weight (masks, positions) or only on weights are not in the chain: each
 virtual stage that reads their results computes them itself, see `onnxpar.stages.place_nodes`.
@@ -25,6 +26,7 @@ from onnxpar.core.errors import StrategyError
 from onnxpar.graph.body_captures import read_by
 from onnxpar.ops.fallback import draws
 from onnxpar.ops.registry import Registry
+from onnxpar.stages.rebalance import Rebalance
 
 
 @dataclass(frozen=True)
@@ -119,6 +121,8 @@ def partition_chain(
     fixed: Mapping[str, int],
     costs: Costs,
     where: Mapping[str, str] = MappingProxyType({}),
+    *,
+    stages: int = 0,
 ) -> dict[ir.Node, int]:
     """Returns the virtual stage of every node of a chain.
 
@@ -128,6 +132,8 @@ def partition_chain(
         fixed: The virtual stages that the user assigned, by node name.
         costs: The costs by which the other nodes are assigned.
         where: Where the user assigned a node, such as `line 3`, by node name, for messages.
+        stages: Number of stages: virtual stage v belongs to stage v % stages. 0 if there are as
+            many as virtual stages.
 
     Raises:
         StrategyError: A value would go to an earlier virtual stage, or there are fewer nodes than
@@ -156,7 +162,11 @@ def partition_chain(
     move = _crossing(chain, nodes, costs)
     # First the slowest virtual stage as fast as can be, then the least traffic near that.
     _, slowest = _boundaries(seconds, move, first, last)
-    found, _ = _boundaries(seconds, move, first, last, slowest * (1 + BALANCE))
+    limit = slowest * (1 + BALANCE)
+    found, _ = _boundaries(seconds, move, first, last, limit)
+    if 1 < stages < virtual_stages:
+        spent = np.concatenate([[0.0], np.cumsum(seconds)])
+        found = Rebalance(stages, spent, move, first, last, limit).run(found)
     virtual_of = np.searchsorted(np.array(found[1:-1], np.intp), np.arange(count), side="right")
     return {node: int(virtual) for node, virtual in zip(nodes, virtual_of, strict=True)}
 

@@ -183,7 +183,9 @@ class _Staging:
             seconds[root] = seconds.get(root, 0.0) + node.seconds
         crossing = self._crossing()
         costs = Costs(seconds, crossing)
-        found = partition_chain(self.chain, split.virtual_stages, split.assign, costs)
+        found = partition_chain(
+            self.chain, split.virtual_stages, split.assign, costs, stages=split.stages
+        )
         assign = {node.name or "": virtual for node, virtual in found.items()}
         self.placed = self._placed(found)
         own = [0.0] * split.virtual_stages

@@ -107,6 +107,54 @@ def test_assigned_nodes_stay_and_the_others_follow_cost(
     assert list(partition_chain(line, count, fixed, costs).values()) == want
 
 
+def _slowest_stage(virtual: list[int], seconds: list[float], stages: int) -> float:
+    times = [0.0] * stages
+    for each, spent in zip(virtual, seconds, strict=True):
+        times[each % stages] += spent
+    return max(times)
+
+
+@pytest.mark.parametrize(
+    ("layers", "stages", "chunks", "slowest"), [(40, 8, 2, 5), (80, 8, 4, 10), (96, 16, 4, 6)]
+)
+def test_stages_of_equal_layers_have_equally_many(
+    layers: int, stages: int, chunks: int, slowest: int
+) -> None:
+    """Layers of two nodes, between which more is sent than between layers."""
+    line = chain([(i, i + 1) for i in range(2 * layers - 1)], 2 * layers)
+    costs = Costs(
+        {f"n{i}": 0.5 for i in range(2 * layers)},
+        {f"v{i}": 0.01 + 2.0 * (1 - i % 2) for i in range(2 * layers)},
+    )
+    virtual = list(partition_chain(line, stages * chunks, {}, costs, stages=stages).values())
+    assert virtual == sorted(virtual)
+    assert all(a == b for a, b in zip(virtual[::2], virtual[1::2], strict=True))
+    assert _slowest_stage(virtual, [0.5] * 2 * layers, stages) == slowest
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_stages_of_unequal_nodes_are_near_the_best(seed: int) -> None:
+    """Compares with all choices of boundaries that have the same limit on virtual stages."""
+    rng = np.random.default_rng(seed)
+    count, stages, virtual_stages = 14, 2, 4
+    line = chain([(i, i + 1) for i in range(count - 1)], count)
+    seconds = [float(rng.integers(4, 9)) for _ in range(count)]
+    costs = Costs({f"n{i}": s for i, s in enumerate(seconds)})
+    virtual = list(partition_chain(line, virtual_stages, {}, costs, stages=stages).values())
+
+    def parts(inner: tuple[int, ...]) -> list[int]:
+        return [sum(i >= b for b in inner) for i in range(count)]
+
+    every = [parts(inner) for inner in combinations(range(1, count), virtual_stages - 1)]
+    bottleneck = [_slowest_stage(each, seconds, virtual_stages) for each in every]
+    limit = min(bottleneck) * (1 + BALANCE)
+    allowed = [e for e, most in zip(every, bottleneck, strict=True) if most <= limit + 1e-9]
+    assert virtual in allowed
+    best = min(_slowest_stage(each, seconds, stages) for each in allowed)
+    # Half of the longest node is the least by which one boundary cannot improve on two stages.
+    assert _slowest_stage(virtual, seconds, stages) <= best + max(seconds) / 2
+
+
 def test_nodes_beside_the_line_go_where_they_must() -> None:
     """n2 depends on nothing before it and must be early, although it comes late in the graph."""
     beside = chain([(0, 1), (2, 3), (1, 4), (3, 4)], 5)
