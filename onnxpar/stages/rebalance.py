@@ -62,12 +62,12 @@ class Rebalance:
     def _virtual(self, boundaries: NDArray[np.intp]) -> NDArray[np.float64]:
         """Seconds of each virtual stage."""
         moving = self.move[boundaries]
-        seconds: NDArray[np.float64] = np.diff(self.spent[boundaries]) + moving[:-1] + moving[1:]
-        return seconds
+        return np.diff(self.spent[boundaries]) + moving[:-1] + moving[1:]
 
     def _times(self, boundaries: NDArray[np.intp]) -> NDArray[np.float64]:
         """Seconds of each stage."""
-        return self._virtual(boundaries).reshape(-1, self.stages).sum(axis=0)
+        times: NDArray[np.float64] = self._virtual(boundaries).reshape(-1, self.stages).sum(axis=0)
+        return times
 
     def _squares(self, boundaries: NDArray[np.intp], sent: float) -> float:
         """The sum of squares of the times of stages; infinity if something becomes worse."""
