@@ -50,7 +50,12 @@ def published(
     data = yaml.safe_load(text)
     mesh, pipeline = data["mesh"], data.pop("pipeline", {})
     stages, chunks = pipeline.get("stages", 1), pipeline.get("chunks", 1)
-    mesh["dp"] = mesh["dp"] * options.devices // (stages * prod(mesh.values()))
+    fewest = stages * prod(mesh.values()) // mesh["dp"]
+    if options.devices % fewest:
+        raise SystemExit(
+            f"{options.beside}: expected a multiple of {fewest} devices, got {options.devices}"
+        )
+    mesh["dp"] = options.devices // fewest
     strategy = Strategy.from_dict(data, source=options.beside)
     ranks = mesh["dp"] * mesh.get("ep", 1)
     micro_batches = max(options.batch // ranks // options.samples, 1)
