@@ -3,10 +3,10 @@
 At levels 1 and 2 of optimizer parallel, the optimizer's program gathers the parameters that the
 next training program reads. Here the gathers become nodes `FinishLater`, which leave them running
 in the memory of the parameters, and the training program gets a node `Finish` before the first
-reader of each. They run in the order of the first readers, although the optimizer updates the last
-layers first. Where ranks share memory, `FinishLater` is a Bucket, and `Finish` does nothing.
+reader of each. The gathers run in the order of these readers, whatever the order of the updates. If
+ranks share memory, `FinishLater` does what a Bucket does, and `Finish` does nothing.
 
-The same as `overlap_param_gather` of Megatron-LM's distributed optimizer.
+This is what `overlap_param_gather` does in Megatron-LM's distributed optimizer.
 """
 
 from collections.abc import Iterator, Sequence

@@ -29,7 +29,7 @@ class BoundGraph:
     """
 
     def __init__(self, executor: Executor, states: Sequence[State], logits: str) -> None:
-        """Binds what stays the same."""
+        """Binds the values that are the same in every step."""
         self.executor = executor
         self._loader, program = executor.loader, executor.program
         self._place = (self._loader.device.value, self._loader.index)

@@ -132,7 +132,7 @@ class Batch:
         constants: Mapping[str, Array],
         supplied: Mapping[str, Any] | None = None,
     ) -> None:
-        """Binds what stays the same."""
+        """Binds the values that are the same in every step."""
         self._decoder, self._states = decoder, states
         self._program, self._manifest = decoder.program, decoder.manifest
         self._rank = decoder.loader.rank
