@@ -9,7 +9,7 @@ results are equal. Repetitions are found by comparing the row of nodes with itse
 possible length of a layer.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -78,13 +78,31 @@ def find_layers(nodes: Sequence[ir.Node], env: ShapeEnv) -> list[Layer]:
         nodes: Nodes in topological order, best those of `carriers`.
         env: Their shapes.
     """
-    kinds: dict[object, int] = {}
-    row = np.array([kinds.setdefault(_kind(node, env), len(kinds)) for node in nodes], np.int64)
-    crossing = np.array(_crossing(nodes))
-    return [Layer(a, b) for a, b in _find(row, crossing, 0)]
+    return find_repetitions([_kind(node, env) for node in nodes], _spans(nodes))
 
 
-def _kind(node: ir.Node, env: ShapeEnv) -> object:
+def find_repetitions(
+    kinds: Sequence[Hashable], spans: Iterable[tuple[int, int]], smallest: int = SMALLEST
+) -> list[Layer]:
+    """Returns the layers of any row of items, in order; none if nothing repeats.
+
+    Args:
+        kinds: For each item, what is equal in items that are alike.
+        spans: For each value, the number of the item that makes it and of the last that reads it.
+        smallest: The least number of items of a layer.
+    """
+    known: dict[Hashable, int] = {}
+    row = np.array([known.setdefault(kind, len(known)) for kind in kinds], np.int64)
+    change = np.zeros(len(kinds) + 1, np.int64)
+    for first, last in spans:
+        change[first + 1] += 1
+        change[last + 1] -= 1
+    # For each item, how many values of earlier items it or later items read.
+    crossing = np.cumsum(change[: len(kinds)])
+    return [Layer(a, b) for a, b in _find(row, crossing, 0, smallest)]
+
+
+def _kind(node: ir.Node, env: ShapeEnv) -> Hashable:
     def facts(value: ir.Value | None) -> object:
         return None if value is None else (value.dtype, env.shapes.get(value.name or ""))
 
@@ -92,21 +110,18 @@ def _kind(node: ir.Node, env: ShapeEnv) -> object:
     return node.domain, node.op_type, operands, tuple(map(facts, node.outputs))
 
 
-def _crossing(nodes: Sequence[ir.Node]) -> list[int]:
-    """For each node, how many values of earlier nodes it or later nodes read."""
+def _spans(nodes: Sequence[ir.Node]) -> Iterable[tuple[int, int]]:
+    """Returns the first and last place of each value that nodes of the row exchange."""
     number = {id(node): i for i, node in enumerate(nodes)}
-    change = [0] * (len(nodes) + 1)
     for i, node in enumerate(nodes):
         for value in node.outputs:
             readers = [number[id(user)] for user in value.consumers() if id(user) in number]
             if readers and max(readers) > i:
-                change[i + 1] += 1
-                change[max(readers) + 1] -= 1
-    return [int(n) for n in np.cumsum(change[: len(nodes)])]
+                yield i, max(readers)
 
 
-def _find(row: Numbers, crossing: Numbers, offset: int) -> list[tuple[int, int]]:
-    best = _longest(row)
+def _find(row: Numbers, crossing: Numbers, offset: int, smallest: int) -> list[tuple[int, int]]:
+    best = _longest(row, smallest)
     if best is None:
         return []
     start, period, length = best
@@ -117,18 +132,18 @@ def _find(row: Numbers, crossing: Numbers, offset: int) -> list[tuple[int, int]]
     end = first + count * period
     inner = [(offset + first + i * period, offset + first + (i + 1) * period) for i in range(count)]
     return [
-        *_find(row[:first], crossing[:first], offset),
+        *_find(row[:first], crossing[:first], offset, smallest),
         *inner,
-        *_find(row[end:], crossing[end:], offset + end),
+        *_find(row[end:], crossing[end:], offset + end, smallest),
     ]
 
 
-def _longest(row: Numbers) -> tuple[int, int, int] | None:
+def _longest(row: Numbers, smallest: int) -> tuple[int, int, int] | None:
     """Start, period and length of the repetition that covers the most nodes."""
     # The shortest period wins: two layers are not one layer.
     best: tuple[int, int, int] | None = None
     covered = 0
-    for period in range(SMALLEST, len(row) // 2 + 1):
+    for period in range(smallest, len(row) // 2 + 1):
         alike = np.concatenate(([False], row[:-period] == row[period:], [False]))
         edges = np.flatnonzero(alike[1:] != alike[:-1])
         begins, lengths = edges[::2], edges[1::2] - edges[::2]

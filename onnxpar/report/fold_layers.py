@@ -1,0 +1,136 @@
+"""Repeated layers shown once: which rows of a report are alike, and one name for names alike.
+
+Two nodes are shown alike if operators, shapes and layouts are equal; only names differ, and in the
+names only numbers. Works on a report as plain data, so also on that of a directory.
+"""
+
+import re
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from onnxpar.facts.layers import find_repetitions
+
+Json = dict[str, Any]
+T = TypeVar("T")
+_NUMBER = re.compile(r"(\d+)")
+SMALLEST = 6
+"""The least number of nodes of a layer that is shown once."""
+
+
+@dataclass(frozen=True)
+class FoldedNodes:
+    """Consecutive nodes of a report: `count` layers of `size` nodes; 1 for nodes shown once each.
+
+    Attributes:
+        start: Number of the first node in the report.
+        size: Number of nodes of a layer.
+        count: Number of layers.
+    """
+
+    start: int
+    size: int
+    count: int
+
+    def places(self, place: int) -> range:
+        """Returns the numbers of the nodes at one place of each layer."""
+        return range(self.start + place, self.start + self.size * self.count, self.size)
+
+
+def fold_nodes(nodes: Sequence[Json]) -> list[FoldedNodes]:
+    """Returns the nodes of a report as blocks, in order, which together contain every node once.
+
+    Args:
+        nodes: The entries `nodes` of `onnxpar.report.inspect_data.inspect_data`.
+    """
+    blocks: list[FoldedNodes] = []
+    done = 0
+    for layer in find_repetitions([_kind(n) for n in nodes], _spans(nodes), SMALLEST):
+        last = blocks[-1] if blocks else None
+        size = layer.stop - layer.start
+        if last and done == layer.start and last.size == size and _alike(nodes, last, layer.start):
+            blocks[-1] = FoldedNodes(last.start, size, last.count + 1)
+        else:
+            if done < layer.start:
+                blocks.append(FoldedNodes(done, layer.start - done, 1))
+            blocks.append(FoldedNodes(layer.start, size, 1))
+        done = layer.stop
+    if done < len(nodes):
+        blocks.append(FoldedNodes(done, len(nodes) - done, 1))
+    return blocks
+
+
+def fold_rows(
+    rows: Iterable[T], names: Callable[[T], Sequence[str]], facts: Callable[[T], Hashable]
+) -> list[list[T]]:
+    """Returns rows in groups of rows that differ only in the numbers of their names.
+
+    Groups are in the order of their first row.
+
+    Args:
+        rows: The rows.
+        names: The names in a row.
+        facts: All else of a row.
+    """
+    groups: dict[Hashable, list[T]] = {}
+    for row in rows:
+        key = tuple([_NUMBER.sub("#", name) for name in names(row)]), facts(row)
+        groups.setdefault(key, []).append(row)
+    return list(groups.values())
+
+
+def common_name(names: Sequence[str]) -> str:
+    """Returns a pattern for names that differ only in numbers: `/layer*/MatMul`.
+
+    Names that differ in more have a pattern of what they begin and end with.
+    """
+    parts = [_NUMBER.split(name) for name in dict.fromkeys(names)]
+    first = parts[0]
+    if len(parts) == 1:
+        return names[0]
+    if all(p[::2] == first[::2] for p in parts):
+        return "".join(
+            text if all(p[i] == text for p in parts) else "*" for i, text in enumerate(first)
+        )
+    begin = _shared(names)
+    end = _shared([name[len(begin) :][::-1] for name in names])[::-1]
+    return f"{begin}*{end}"
+
+
+def _shared(names: Sequence[str]) -> str:
+    """Returns what all names begin with."""
+    low, high = min(names), max(names)
+    same = next((i for i, (a, b) in enumerate(zip(low, high, strict=False)) if a != b), len(low))
+    return low[:same]
+
+
+def _alike(nodes: Sequence[Json], block: FoldedNodes, start: int) -> bool:
+    """Whether the layer that begins at `start` is like the layers of a block."""
+    return all(_kind(nodes[block.start + i]) == _kind(nodes[start + i]) for i in range(block.size))
+
+
+def _kind(node: Json) -> Hashable:
+    """Returns what of a node is shown, without names."""
+
+    def operand(item: Json) -> Hashable:
+        after = item.get("resharded")
+        return (
+            bool(item["name"]), str(item["shape"]), str(item["local_shape"]), item["sharding"],
+            str(item["partial"]), None if after is None else operand(after),
+        )  # fmt: skip
+
+    shown = tuple([operand(item) for kind in ("inputs", "outputs") for item in node[kind]])
+    return node["op_type"], node["stage"], node["pinned"], len(node["inputs"]), shown
+
+
+def _spans(nodes: Sequence[Json]) -> Iterator[tuple[int, int]]:
+    """Returns the numbers of the node that makes a value and of the last node that reads it."""
+    made = {o["name"]: i for i, node in enumerate(nodes) for o in node["outputs"]}
+    last: dict[str, int] = {}
+    for i, node in enumerate(nodes):
+        for item in node["inputs"]:
+            if item["name"] in made:
+                last[item["name"]] = i
+    for name, reader in last.items():
+        if reader > made[name]:
+            yield made[name], reader
