@@ -20,8 +20,9 @@ from onnxpar_runtime.launch import guarded, init, mpirun_place
 from onnxpar_runtime.logs import open_log
 from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.npz import read_npz, write_npz
+from onnxpar_runtime.opened import wrong_size
 from onnxpar_runtime.options import parse_pairs
-from onnxpar_runtime.session import Session, wrong_size
+from onnxpar_runtime.session import Session
 
 log = logging.getLogger(__name__)
 _DEFAULT = Execution()

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,11 +13,7 @@ from onnxpar_format.dtypes import DTYPES
 from onnxpar_format.entries import ProgramEntry
 from onnxpar_format.options import Sampling
 from onnxpar_runtime.agree import together
-from onnxpar_runtime.closing import Closing
-from onnxpar_runtime.collectives import Rank
-from onnxpar_runtime.devices import Device
 from onnxpar_runtime.errors import InputError
-from onnxpar_runtime.executor import Loader
 from onnxpar_runtime.gather import gather_to_root
 from onnxpar_runtime.generation.decoder import Decoder
 from onnxpar_runtime.generation.encoder import NOTHING, Encoder, Supply
@@ -27,8 +23,7 @@ from onnxpar_runtime.generation.roles import feeds_of
 from onnxpar_runtime.generation.sampling import NO_TOKEN, Chooser, Draws, check
 from onnxpar_runtime.generation.steps import Batch, begin, last_scores
 from onnxpar_runtime.inputs import Feeds
-from onnxpar_runtime.manifest import Manifest
-from onnxpar_runtime.session import own_rank
+from onnxpar_runtime.opened import Opened, Opening
 
 Array = NDArray[Any]
 Stop = Callable[[int, Sequence[int]], bool]
@@ -53,7 +48,27 @@ class Step:
     logits: Array | None = None
 
 
-class Generator(Closing):
+class Generation(TypedDict, total=False):
+    """When `Generator` ends a sequence and how it continues it, as keyword arguments.
+
+    Attributes:
+        max_new_tokens: The largest number of new tokens for each prompt; 128 by default.
+        sampling: How tokens are chosen; by default the most probable one.
+        eos: Tokens that complete a sequence; they are the last of what is returned.
+        stop: Further reasons to complete a sequence; it must say the same on every rank.
+        constants: Global arrays of further inputs, which stay the same in all steps.
+        encoder: Global arrays of the encoder's inputs, with a row for each prompt.
+    """
+
+    max_new_tokens: int
+    sampling: Sampling
+    eos: Collection[int]
+    stop: Stop | None
+    constants: Mapping[str, Array] | None
+    encoder: Mapping[str, Array] | None
+
+
+class Generator(Opened):
     """A language model of a directory, ready to generate; every rank makes one.
 
     Its states (the cache of keys and values) stay on the device of each rank, sharded as they were
@@ -63,16 +78,7 @@ class Generator(Closing):
     Args:
         directory: The directory of a decoder with a cache.
         program: Which of its programs.
-        rank: The rank; without one, the directory must be for one device.
-        device: As for `Session`.
-        ort_options: As for `Session`.
-        custom_ops: As for `Session`.
-        manifest: The manifest, if it has already been read.
-
-    Attributes:
-        manifest: The manifest.
-        rank: The rank.
-        device: The kind of device.
+        opening: How to open the directory, see `Opening`.
 
     Raises:
         InputError: The program does not predict tokens, or has no states.
@@ -81,21 +87,10 @@ class Generator(Closing):
     """
 
     def __init__(
-        self,
-        directory: str | Path,
-        *,
-        program: str = "model",
-        rank: Rank | None = None,
-        device: str = "auto",
-        ort_options: Mapping[str, str] | None = None,
-        custom_ops: Sequence[str | Path] = (),
-        manifest: Manifest | None = None,
+        self, directory: str | Path, *, program: str = "model", **opening: Unpack[Opening]
     ) -> None:
         """Loads the rank's graphs."""
-        self.manifest = manifest or Manifest.load(directory)
-        self._own_world, self.rank = own_rank(self.manifest, rank)
-        self._loader = Loader(self.rank, device, ort_options, custom_ops)
-        self.device: Device = self._loader.device
+        super().__init__(directory, measured=False, **opening)
         self._decoder = Decoder(self.manifest, program, self._loader)
         self._roles = self._decoder.roles
         taken = self._decoder.program
@@ -103,26 +98,13 @@ class Generator(Closing):
         self._batch: Batch | None = None
 
     def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        *,
-        max_new_tokens: int = 128,
-        sampling: Sampling = GREEDY,
-        eos: Collection[int] = (),
-        stop: Stop | None = None,
-        constants: Mapping[str, Array] | None = None,
-        encoder: Mapping[str, Array] | None = None,
+        self, prompts: Sequence[Sequence[int]], **how: Unpack[Generation]
     ) -> list[list[int]]:
         """Returns the new tokens of each prompt, on every rank; every rank must call it alike.
 
         Args:
             prompts: The tokens of each prompt; their lengths may differ.
-            max_new_tokens: The largest number of new tokens for each prompt.
-            sampling: How tokens are chosen.
-            eos: Tokens that complete a sequence; they are the last of what is returned.
-            stop: Further reasons to complete a sequence; it must say the same on every rank.
-            constants: Global arrays of further inputs, which stay the same in all steps.
-            encoder: Global arrays of the encoder's inputs, with a row for each prompt.
+            how: See `Generation`.
 
         Raises:
             InputError: As `steps`.
@@ -130,15 +112,7 @@ class Generator(Closing):
             RankError: As `steps`.
         """
         found: list[list[int]] = [[] for _ in prompts]
-        for step in self.steps(
-            prompts,
-            max_new_tokens=max_new_tokens,
-            sampling=sampling,
-            eos=eos,
-            stop=stop,
-            constants=constants,
-            encoder=encoder,
-        ):
+        for step in self.steps(prompts, **how):
             for row, token in step.tokens.items():
                 found[row].append(token)
         return found
@@ -159,12 +133,12 @@ class Generator(Closing):
 
         Args:
             prompts: As `generate`.
-            max_new_tokens: As `generate`.
-            sampling: As `generate`.
-            eos: As `generate`.
-            stop: As `generate`.
-            constants: As `generate`.
-            encoder: As `generate`.
+            max_new_tokens: As in `Generation`.
+            sampling: As in `Generation`.
+            eos: As in `Generation`.
+            stop: As in `Generation`.
+            constants: As in `Generation`.
+            encoder: As in `Generation`.
             logits: Whether to bring the logits of each step to rank 0.
 
         Raises:
@@ -284,6 +258,4 @@ class Generator(Closing):
         self._decoder.close()
         if self._encoder is not None:
             self._encoder.close()
-        self._loader.close()
-        if self._own_world is not None:
-            self._own_world.close()
+        super().close()

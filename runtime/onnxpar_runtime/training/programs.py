@@ -69,4 +69,3 @@ class Programs:
             executor.close()
         self._executors.clear()
         self.states.close()
-        self.loader.close()

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,18 +23,16 @@ from onnxpar_format.dtypes import DTYPES, lossless
 from onnxpar_format.entries import COUNTERS
 from onnxpar_format.manifest import FROM_FILES, StateEntry, Training
 from onnxpar_runtime.agree import agree, together
-from onnxpar_runtime.closing import Closing
-from onnxpar_runtime.collectives import Rank
 from onnxpar_runtime.devices import Device
 from onnxpar_runtime.errors import InputError, LaunchError, OnnxparRuntimeError, TrainingError
-from onnxpar_runtime.executor import LOSS_WEIGHT, Loader
+from onnxpar_runtime.executor import LOSS_WEIGHT
 from onnxpar_runtime.gather import gather_to_root, join_outputs
 from onnxpar_runtime.inputs import Inputs
-from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.memory import peak_bytes
+from onnxpar_runtime.opened import Opened, Opening
 from onnxpar_runtime.pipeline.trace import write_trace
 from onnxpar_runtime.pipeline.work import Micro
-from onnxpar_runtime.session import common_symbols, own_rank
+from onnxpar_runtime.session import common_symbols
 from onnxpar_runtime.training.counts import Prepared, prepare
 from onnxpar_runtime.training.loss_scale import LossScale
 from onnxpar_runtime.training.loss_scale import loss_scale as chosen_scale
@@ -65,28 +63,22 @@ class _Open:
     inputs: Mapping[str, Inputs]
 
 
-class Trainer(Closing):
+class Trainer(Opened):
     """One rank of a directory that was made for training.
 
     Args:
         directory: The directory.
-        rank: As `Session`.
-        device: As `Session`.
-        ort_options: As `Session`.
-        custom_ops: As `Session`.
         seed: Seed of the random numbers that the model draws.
         programs: The programs to load now; others are loaded when they are first needed.
-        manifest: As `Session`.
         measured: As `Session`.
         loss_scale: `dynamic` or a number, if the directory computes in 16 bits; see
             `onnxpar_runtime.training.loss_scale`.
         overlap: Whether communication may run in the background of computation. The same on all
             ranks; it changes no result.
+        opening: How to open the directory, see `Opening`.
 
     Attributes:
-        manifest: The manifest.
-        training: What it says about training.
-        rank: The rank.
+        training: What the manifest says about training.
         counters: The keys of random numbers: `seed`; `step`, the number of optimizer steps that are
             done; `micro_batch`, the number of the micro-batch in its step. They must be equal on
             all ranks.
@@ -104,27 +96,21 @@ class Trainer(Closing):
         self,
         directory: str | Path,
         *,
-        rank: Rank | None = None,
-        device: str = "auto",
-        ort_options: Mapping[str, str] | None = None,
-        custom_ops: Sequence[str | Path] = (),
         seed: int = 0,
         programs: Sequence[str] = (TRAINING, OPTIMIZER, EVALUATION),
-        manifest: Manifest | None = None,
         measured: bool = False,
         loss_scale: str | None = None,
         overlap: bool = True,
+        **opening: Unpack[Opening],
     ) -> None:
         """Loads the rank's graphs."""
-        self.manifest = manifest or Manifest.load(directory)
+        super().__init__(directory, measured, **opening)
         self._overlap = overlap
         self.training: Training = self.manifest.trained()
         self.loss_scale: LossScale = chosen_scale(loss_scale, self.training.compute)
-        self._own_world, self.rank = own_rank(self.manifest, rank)
         self.rank.allow_background(overlap)
-        loader = Loader(self.rank, device, ort_options, custom_ops, measured)
-        loaded = Programs(self.manifest, loader)
-        if self.training.compute == "bfloat16" and loader.device is Device.CPU:
+        loaded = Programs(self.manifest, self._loader)
+        if self.training.compute == "bfloat16" and self.device is Device.CPU:
             raise LaunchError(
                 f"{self.manifest.directory}: computes in bfloat16, but onnxruntime has no CPU "
                 "kernels for it; run it on CUDA, or shard the model with --compute float16"
@@ -149,11 +135,6 @@ class Trainer(Closing):
     def states(self) -> States:
         """This rank's parts of the states."""
         return self._opened.programs.states
-
-    @property
-    def device(self) -> Device:
-        """The kind of the rank's device."""
-        return self._opened.programs.loader.device
 
     @property
     def steps(self) -> int:
@@ -567,8 +548,7 @@ class Trainer(Closing):
             return
         self._open.runner.close()
         self._open = None
-        if self._own_world is not None:
-            self._own_world.close()
+        super().close()
 
 
 def _divided(states: Sequence[StateEntry], array: Array) -> list[tuple[StateEntry, Array]]:
