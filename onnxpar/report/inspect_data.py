@@ -9,7 +9,7 @@ from typing import Any
 import onnx_ir as ir
 
 from onnxpar.core.mesh import Atoms, Mesh
-from onnxpar.core.rule import format_rule
+from onnxpar.core.rule import OpRule, format_rule
 from onnxpar.core.sharding import Sharding
 from onnxpar.core.symbols import Dim, SymbolTable, dim_text, symbols_of
 from onnxpar.core.symbols.expressions import count_str
@@ -37,6 +37,7 @@ OF_A_PROGRAM = (
     "totals",
     "stage_totals",
     "transfers",
+    "layouts",
 )
 """Keys of a report that describe one program; the others describe the directory."""
 
@@ -76,7 +77,9 @@ def inspect_data(parted: PartitionedModel, split: Sequence[PartitionedModel] = (
     shards of each dim, and `sharding` the mesh axes (`2@4`: two unnamed devices that are 4 apart).
     Both are None for an operand that is absent or taken in its current layout. `partial` is None,
     or the reduction that has not been done yet: `{"reduction", "over"}`. `bytes` are those that
-    one device sends.
+    one device sends. A node's `rule` is its sharding rule, and `reason` why it is replicated, or
+    empty. `layouts` has for each `sharding` the components of each dim, major first: the size
+    (None if the dim has one component), and the atoms that shard it.
 
     `conflicts` are the reshards between neighbours with different layouts, the most expensive
     first: `cost` is the number of bytes that the reader's layout sends at typical sizes, and
@@ -85,7 +88,7 @@ def inspect_data(parted: PartitionedModel, split: Sequence[PartitionedModel] = (
 
     Keys: `mesh` (of one pipeline stage), `devices`, `stages`, `symbols`, `nodes`, `collectives`,
     `conflicts`, `replicated`, `states` (of a forward program: outputs that are inputs of the next
-    run), `supplied` (inputs that another program computes), `totals`, and those of
+    run), `supplied` (inputs that another program computes), `totals`, `layouts`, and those of
     `onnxpar.report.stage_data.stage_data`.
 
     Args:
@@ -124,16 +127,19 @@ def inspect_data(parted: PartitionedModel, split: Sequence[PartitionedModel] = (
             for pair in parted.supplied
         ],
         "totals": _totals(parted, nodes, replicated, of_stages["stage_totals"]),
+        "layouts": texts.drawn,
         **of_stages,
     }
 
 
 @dataclass(frozen=True)
 class _Texts:
-    """Layouts and groups as text, each made once: a deep model has few different ones."""
+    """Layouts, rules and groups as text, each made once: a deep model has few different ones."""
 
     mesh: Mesh
     env: ShapeEnv
+    drawn: dict[str, list[list[list[Any]]]] = field(default_factory=dict)
+    _rules: dict[OpRule, str] = field(default_factory=dict)
     _layouts: dict[Sharding, Json] = field(default_factory=dict)
     _shapes: dict[tuple[Dim, ...], list[int | str]] = field(default_factory=dict)
     _groups: dict[Atoms, list[list[int]]] = field(default_factory=dict)
@@ -154,12 +160,23 @@ class _Texts:
             if sharding.partial:
                 over = mesh.describe(sharding.partial)
                 partial = {"reduction": sharding.reduction, "over": over}
+            text = sharding.with_partial(()).describe(mesh)
+            self.drawn[text] = [
+                [[None if len(dim) == 1 else self.sizes((c.size,))[0], list(c.atoms)] for c in dim]
+                for dim in sharding.dims
+            ]
             found = self._layouts[sharding] = {
                 "local_shape": self.sizes(sharding.local_shape(mesh, self.env.table)),
                 "strategy": list(sharding.strategy(mesh)),
-                "sharding": sharding.with_partial(()).describe(mesh),
+                "sharding": text,
                 "partial": partial,
             }
+        return found
+
+    def rule(self, rule: OpRule) -> str:
+        found = self._rules.get(rule)
+        if found is None:
+            found = self._rules[rule] = format_rule(rule)
         return found
 
     def sizes(self, shape: tuple[Dim, ...]) -> list[int | str]:
@@ -217,6 +234,8 @@ def _node(
         "op_type": node.op_type,
         "stage": virtual_stage_of(node) % stages,
         "pinned": plan.pinned,
+        "rule": texts.rule(plan.rule),
+        "reason": plan.reason,
         "inputs": [
             texts.operand(value, sharding)
             for value, sharding in zip(node.inputs, plan.inputs, strict=True)

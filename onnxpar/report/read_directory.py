@@ -1,0 +1,84 @@
+"""Reads the report of a directory, and the graphs in it, for all that shows directories."""
+
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+
+from onnxpar.core.errors import DirectoryError
+from onnxpar.emit.atomic_directory import MANIFEST
+from onnxpar.emit.read_manifest import read_manifest
+from onnxpar.report.inspect_data import OF_A_PROGRAM
+
+Json = dict[str, Any]
+
+
+def read_report(directory: Path, rank: int | None = None, program: str | None = None) -> Json:
+    """Returns the report of a directory.
+
+    Keys are those of `onnxpar.report.inspect_data.inspect_data` for one program; `program`, its
+    name; `programs`, with the keys `OF_A_PROGRAM` except `nodes` for every program; and, in a
+    training directory, `training`, the manifest's entry of that name.
+
+    Args:
+        directory: The directory.
+        rank: Show only the collective groups of this rank.
+        program: Which program; None for the forward or the training program.
+
+    Raises:
+        DirectoryError: There is no manifest, or it has no report, no such rank or no such program.
+    """
+    path = directory / MANIFEST
+    manifest = read_manifest(directory)
+    report = manifest.get("report") if isinstance(manifest, dict) else None
+    keys = ("mesh", "devices", "stages", "symbols", "program", "programs", *OF_A_PROGRAM)
+    if not isinstance(report, dict) or any(key not in report for key in keys):
+        raise DirectoryError(f"{path}: expected a report of how the model was sharded, got none")
+    if rank is not None and rank >= report["devices"]:
+        raise DirectoryError(
+            f"{directory}: expected a rank from 0 to {report['devices'] - 1}, got {rank}"
+        )
+    known = {report["program"]: {key: report[key] for key in OF_A_PROGRAM}, **report["programs"]}
+    known = {name: {**p, "collectives": _of_rank(p, rank)} for name, p in known.items()}
+    shown = report["program"] if program is None else program
+    if shown not in known:
+        raise DirectoryError(
+            f"{directory}: no program {shown!r}; it has {', '.join(sorted(known))}"
+        )
+    every = {
+        name: {key: p[key] for key in OF_A_PROGRAM if key != "nodes"} for name, p in known.items()
+    }
+    data = {**report, **known[shown], "program": shown, "programs": every}
+    if "training" in manifest:
+        data["training"] = manifest["training"]
+    return data
+
+
+def graphs_of(directory: Path) -> dict[str, ir.Model]:
+    """Returns one rank's graph of each program, also of those of stages, by file name.
+
+    Raises:
+        DirectoryError: A graph cannot be read, or there is none.
+    """
+    found: dict[str, ir.Model] = {}
+    seen = set()
+    for path in sorted(directory.glob("rank*.onnx")):
+        program = path.name.partition(".")[2]
+        if program in seen:
+            continue
+        seen.add(program)
+        try:
+            found[path.name] = ir.load(path)
+        except Exception as error:
+            raise DirectoryError(f"{path}: not an ONNX graph: {error}") from None
+    if not found:
+        raise DirectoryError(f"{directory}: expected rank graphs (rank*.onnx), got none")
+    return found
+
+
+def _of_rank(report: Json, rank: int | None) -> list[Json]:
+    """Returns the collectives of a program with only the groups that contain the rank."""
+    found: list[Json] = report["collectives"]
+    if rank is None:
+        return found
+    return [{**c, "groups": [group for group in c["groups"] if rank in group]} for c in found]
