@@ -306,6 +306,15 @@ class GenerationRun:
         Option("Text that completes a sequence, with --tokenizer; may be repeated.", "TEXT"),
     ] = ()
     sampling: Sampling = Sampling()
+    logprobs: Annotated[
+        int | None,
+        Option(
+            "With --json: print the log-probability of each new token, and the K likeliest tokens "
+            "with theirs.",
+            "K",
+            minimum=0,
+        ),
+    ] = None
     as_json: Annotated[
         bool, Option("Print JSON when all sequences are complete.", flags=("--json",))
     ] = False

@@ -37,6 +37,15 @@ def test_json_is_all_that_is_printed(decoder: Path, tmp_path: Path) -> None:
     assert found["sequences"] == greedy(decoder, PROMPTS, 12)
     assert found["first_token_ms"] > 0 and found["token_ms"] > 0
     assert "tokens/s" in outcome.err
+    likely = json.loads(generate(tmp_path, "--json", "--logprobs", "2").out)
+    assert likely["sequences"] == found["sequences"]
+    for tokens, row in zip(likely["sequences"], likely["logprobs"], strict=True):
+        assert [one["best"][0] for one in row] == [
+            [token, one["logprob"]] for token, one in zip(tokens, row, strict=True)
+        ]
+        assert all(one["logprob"] > one["best"][1][1] for one in row)
+    outcome = generate(tmp_path, "--logprobs", "2")
+    assert outcome.code == 2 and "--logprobs: expected --json as well" in outcome.err
 
 
 @pytest.mark.parametrize(("strategy", "ranks"), [("pp=2", 2), ("pp=2,tp=2", 4)])

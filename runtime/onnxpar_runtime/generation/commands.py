@@ -4,7 +4,8 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -15,8 +16,9 @@ from onnxpar_format.options import Execution, GenerationRun
 from onnxpar_runtime.agree import together
 from onnxpar_runtime.commands import begin, interruptible, opened, start
 from onnxpar_runtime.errors import InputError
+from onnxpar_runtime.generation.candidates import Likelihood
 from onnxpar_runtime.generation.encoder import token_feeds
-from onnxpar_runtime.generation.generator import Generator, Stop
+from onnxpar_runtime.generation.generator import Generator, Step, Stop
 from onnxpar_runtime.generation.text import Stream, Tokenizer
 from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.npz import read_npz
@@ -45,6 +47,8 @@ def generate(directory: str | Path, what: GenerationRun, how: Execution = _DEFAU
         encoder = encoder_of(manifest)
 
         def prepare() -> tuple[Tokenizer | None, list[list[int]], dict[str, Array] | None]:
+            if what.logprobs is not None and not what.as_json:
+                raise InputError("--logprobs: expected --json as well, got none")
             tokenizer = None if what.tokenizer is None else Tokenizer(what.tokenizer)
             return tokenizer, *given(what, tokenizer, encoder)
 
@@ -61,8 +65,9 @@ def generate(directory: str | Path, what: GenerationRun, how: Execution = _DEFAU
             eos=frozenset(eos),
             stop=stop,
             encoder=feeds,
+            logprobs=what.logprobs,
         ):
-            printer.step(step.tokens)
+            printer.step(step)
         printer.end()
         generator.close()
 
@@ -166,6 +171,7 @@ class _Printer:
     ) -> None:
         self._out, self._what, self._tokenizer = out, what, tokenizer
         self._found: list[list[int]] = [[] for _ in range(prompts)]
+        self._likely: list[list[Likelihood]] = [[] for _ in range(prompts)]
         self._streams = out is not None and prompts == 1 and not what.as_json
         self._stream = None if tokenizer is None else Stream(tokenizer)
         self._begun = self._last = self._first = 0.0
@@ -174,15 +180,17 @@ class _Printer:
     def begin(self) -> None:
         self._begun = time.perf_counter()
 
-    def step(self, tokens: Mapping[int, int]) -> None:
+    def step(self, step: Step) -> None:
         self._last = time.perf_counter()
         if not self._steps:
             self._first = self._last
         self._steps += 1
-        for row, token in tokens.items():
+        for row, token in step.tokens.items():
             self._found[row].append(token)
+        for row, likelihood in (step.likelihoods or {}).items():
+            self._likely[row].append(likelihood)
         if self._streams and self._out is not None:
-            (token,) = tokens.values()
+            (token,) = step.tokens.values()
             text = f"{token} " if self._stream is None else self._stream.add(token)
             self._out.write(text)
             self._out.flush()
@@ -196,6 +204,8 @@ class _Printer:
             found = {"sequences": self._found, "first_token_ms": first, "token_ms": each}
             if self._tokenizer is not None:
                 found["texts"] = [self._tokenizer.decode(tokens) for tokens in self._found]
+            if self._what.logprobs is not None:
+                found["logprobs"] = [[asdict(one) for one in row] for row in self._likely]
             self._out.write(json.dumps(found) + "\n")
         elif self._streams:
             self._out.write("\n")

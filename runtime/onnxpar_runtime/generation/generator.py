@@ -15,12 +15,13 @@ from onnxpar_format.options import Sampling
 from onnxpar_runtime.agree import together
 from onnxpar_runtime.errors import InputError
 from onnxpar_runtime.gather import gather_to_root
+from onnxpar_runtime.generation.candidates import Likelihood, likelihoods
 from onnxpar_runtime.generation.decoder import Decoder
 from onnxpar_runtime.generation.encoder import NOTHING, Encoder, Supply
 from onnxpar_runtime.generation.prompts import Sequences
 from onnxpar_runtime.generation.requests import CHUNK, GREEDY, Requests
 from onnxpar_runtime.generation.roles import feeds_of
-from onnxpar_runtime.generation.sampling import NO_TOKEN, Chooser, Draws, check
+from onnxpar_runtime.generation.sampling import NO_TOKEN, Chooser, Draws, check, check_logprobs
 from onnxpar_runtime.generation.steps import Batch, begin, last_scores
 from onnxpar_runtime.inputs import Feeds
 from onnxpar_runtime.opened import Opened, Opening
@@ -40,12 +41,14 @@ class Step:
         values: Values of the symbols in the run that scored them.
         logits: On rank 0 the logits from which they were chosen, [batch, vocabulary], if they were
             asked for.
+        likelihoods: How likely each of these tokens was, by number of the sequence, if asked for.
     """
 
     tokens: Mapping[int, int]
     done: frozenset[int]
     values: Mapping[str, int]
     logits: Array | None = None
+    likelihoods: Mapping[int, Likelihood] | None = None
 
 
 class Generation(TypedDict, total=False):
@@ -128,6 +131,7 @@ class Generator(Opened):
         constants: Mapping[str, Array] | None = None,
         encoder: Mapping[str, Array] | None = None,
         logits: bool = False,
+        logprobs: int | None = None,
     ) -> Iterator[Step]:
         """Yields the new tokens as they come, on every rank; every rank must use all of them alike.
 
@@ -140,6 +144,8 @@ class Generator(Opened):
             constants: As in `Generation`.
             encoder: As in `Generation`.
             logits: Whether to bring the logits of each step to rank 0.
+            logprobs: If given, steps have the log-probabilities of their tokens and of this many of
+                the likeliest ones, by the logits as the model gives them.
 
         Raises:
             InputError: A prompt, a setting or an input does not fit.
@@ -150,6 +156,7 @@ class Generator(Opened):
 
         def prepare() -> tuple[Sequences, Batch]:
             check(sampling)
+            check_logprobs(logprobs)
             if max_new_tokens < 1:
                 raise InputError(f"max_new_tokens: expected at least 1, got {max_new_tokens}")
             sequences = Sequences(prompts, left=not self._decoder.in_place)
@@ -181,6 +188,11 @@ class Generator(Opened):
             chosen = chooser.choose(scores)
             if NO_TOKEN in chosen:
                 raise InputError("logits: expected numbers, got NaN").as_agreed()
+            likely = None
+            if logprobs is not None:
+                wanted = [logprobs if row in open_rows else None for row in range(len(prompts))]
+                found = likelihoods(self.rank, share, scores, chosen, wanted)
+                likely = {row: one for row, one in enumerate(found) if one is not None}
             done = set()
             for row in open_rows:
                 token = int(chosen[row])
@@ -188,7 +200,7 @@ class Generator(Opened):
                 if token in eos or (stop is not None and stop(row, new[row])):
                     done.add(row)
             made = {row: new[row][-1] for row in open_rows}
-            yield Step(made, frozenset(done), dict(batch.values), brought)
+            yield Step(made, frozenset(done), dict(batch.values), brought, likely)
             for row in done:
                 del open_rows[row]
             if not open_rows:

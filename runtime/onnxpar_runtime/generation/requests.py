@@ -20,9 +20,10 @@ from numpy.typing import NDArray
 from onnxpar_format.options import Sampling
 from onnxpar_runtime.collectives import Rank
 from onnxpar_runtime.errors import InputError
+from onnxpar_runtime.generation.candidates import Likelihood, Share, likelihoods
 from onnxpar_runtime.generation.decoder import Decoder
 from onnxpar_runtime.generation.roles import feeds_of
-from onnxpar_runtime.generation.sampling import NO_TOKEN, Chooser, Draws, Share, check
+from onnxpar_runtime.generation.sampling import NO_TOKEN, Chooser, Draws, check, check_logprobs
 from onnxpar_runtime.generation.slots import Slot, slots_of
 from onnxpar_runtime.generation.steps import Batch, last_scores
 from onnxpar_runtime.symbol_checks import check_index_ranges
@@ -46,6 +47,8 @@ class Request:
         eos: Tokens that complete it.
         number: The number under which its tokens are drawn, as that of a prompt in
             `Generator.generate`: equal requests with different numbers get different tokens.
+        logprobs: If given, events have the log-probabilities of their tokens and of this many of
+            the likeliest ones, by the logits as the model gives them.
     """
 
     prompt: tuple[int, ...]
@@ -53,6 +56,7 @@ class Request:
     sampling: Sampling
     eos: frozenset[int]
     number: int
+    logprobs: int | None = None
 
 
 @dataclass(frozen=True)
@@ -64,11 +68,13 @@ class Event:
         token: The token; None if it ends without one.
         finished: Why it is complete: `stop` (its token is one of `eos`), `length`, `cancelled`, or
             `error` (its logits are not numbers); None if it goes on.
+        likelihood: How likely the token was, if the request asks for it.
     """
 
     request: int
     token: int | None
     finished: str | None
+    likelihood: Likelihood | None = None
 
 
 class _Running:
@@ -88,7 +94,7 @@ class _Running:
         self.draws = Draws(request.sampling, request.number, request.prompt)
         self.length, self.last = 0, 0
 
-    def event(self, token: int) -> Event:
+    def event(self, token: int, likelihood: Likelihood | None) -> Event:
         """Takes the next token."""
         if token == NO_TOKEN:
             return Event(self.number, None, "error")
@@ -98,7 +104,7 @@ class _Running:
             finished = "stop"
         elif self.draws.step == self.request.max_new_tokens:
             finished = "length"
-        return Event(self.number, token, finished)
+        return Event(self.number, token, finished, likelihood)
 
 
 class Requests:
@@ -154,6 +160,7 @@ class Requests:
         sampling: Sampling = GREEDY,
         eos: Collection[int] = (),
         number: int = 0,
+        logprobs: int | None = None,
     ) -> int:
         """Asks for new tokens of a prompt, from the next step on, and returns a number for it.
 
@@ -165,6 +172,7 @@ class Requests:
             sampling: As of `Request`.
             eos: As of `Request`.
             number: As of `Request`.
+            logprobs: As of `Request`.
 
         Raises:
             InputError: Something does not fit; nothing has been asked for.
@@ -173,7 +181,7 @@ class Requests:
         self._only_first()
         # Tokens may be NumPy's integers.
         tokens, ends = tuple(map(int, prompt)), frozenset(map(int, eos))
-        request = Request(tokens, max_new_tokens, sampling, ends, number)
+        request = Request(tokens, max_new_tokens, sampling, ends, number, logprobs)
         self.check(request)
         found = next(self._numbers)
         self._told.append(
@@ -184,6 +192,7 @@ class Requests:
                 "sampling": asdict(sampling),
                 "eos": sorted(request.eos),
                 "number": number,
+                "logprobs": logprobs,
             }
         )
         return found
@@ -195,6 +204,7 @@ class Requests:
             InputError: It cannot.
         """
         check(request.sampling)
+        check_logprobs(request.logprobs)
         if not request.prompt:
             raise InputError("prompt: expected at least one token, got none")
         if request.max_new_tokens < 1:
@@ -288,7 +298,7 @@ class Requests:
             else:
                 sampling, eos = Sampling(**one["sampling"]), frozenset(one["eos"])
                 prompt = tuple(one["prompt"])
-                request = Request(prompt, one["max"], sampling, eos, one["number"])
+                request = Request(prompt, one["max"], sampling, eos, one["number"], one["logprobs"])
                 self._waiting.append((one["request"], request))
         if self.ended:
             filling = [] if self._filling is None else [self._filling[0].number]
@@ -346,7 +356,9 @@ class Requests:
             scores = last_scores(local, np.full(shards, new - 1), share)
             chosen = Chooser(self._rank, share, draws).choose(scores)
             self._filling = None
-            event = running.event(int(chosen[running.slot.shard]))
+            shard = running.slot.shard
+            likely = self._likelihoods(share, scores, chosen, [(shard, running)])
+            event = running.event(int(chosen[shard]), likely.get(shard))
             if event.finished is None:
                 self._live[running.slot] = running
                 self._chooser = None
@@ -378,14 +390,27 @@ class Requests:
                 draws[row] = running.draws
             self._chooser = Chooser(self._rank, share, draws)
             self._share = share
-        chosen = self._chooser.choose(last_scores(local, np.zeros(size, np.int64), self._share))
+        scores = last_scores(local, np.zeros(size, np.int64), self._share)
+        chosen = self._chooser.choose(scores)
+        likely = self._likelihoods(self._share, scores, chosen, places)
         events = []
         for row, running in places:
             running.length += 1
-            events.append(running.event(int(chosen[row])))
+            events.append(running.event(int(chosen[row]), likely.get(row)))
             if events[-1].finished is not None:
                 self._leave(running)
         return events
+
+    def _likelihoods(
+        self, share: Share, scores: Array, chosen: Array, places: Sequence[tuple[int, _Running]]
+    ) -> dict[int, Likelihood]:
+        """Returns how likely new tokens were, by row, for the requests that ask for it."""
+        asked = {row: running.request.logprobs for row, running in places}
+        if all(count is None for count in asked.values()):
+            return {}
+        wanted = [asked.get(row) for row in range(share.batch)]
+        found = likelihoods(self._rank, share, scores, chosen, wanted)
+        return {row: one for row, one in enumerate(found) if one is not None}
 
     def _run(self, batch: Batch, past: Array, tokens: Array) -> Array:
         """Runs a batch on new tokens and returns this rank's shard of the logits."""

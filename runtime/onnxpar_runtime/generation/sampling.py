@@ -7,22 +7,19 @@ that no mesh changes it, and each rank makes only the noise of its own shard.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from onnxpar_format.boxes import SizedSharding, coordinates
 from onnxpar_format.options import Sampling
 from onnxpar_runtime.collectives import Rank
 from onnxpar_runtime.errors import InputError
+from onnxpar_runtime.generation.candidates import NOTHING, Candidates, Share, candidates
 
 Array = NDArray[Any]
 _NUCLEUS = 256
 """Tokens of each shard among which the nucleus of `top_p` is first looked for."""
-_NOTHING = -np.inf
 NO_TOKEN = -1
 """What a sequence gets whose logits are not numbers."""
 
@@ -45,6 +42,16 @@ def check(sampling: Sampling) -> None:
             raise InputError(f"{name}: expected {expected}, got {value}")
 
 
+def check_logprobs(count: int | None) -> None:
+    """Checks for how many of the likeliest tokens log-probabilities are wanted.
+
+    Raises:
+        InputError: It is less than 0.
+    """
+    if count is not None and count < 0:
+        raise InputError(f"logprobs: expected at least 0, got {count}")
+
+
 def gumbel(seed: int, sequence: int, step: int, start: int, count: int) -> Array:
     """Returns the noise of the tokens from `start` on, float64 [count].
 
@@ -62,64 +69,6 @@ def gumbel(seed: int, sequence: int, step: int, start: int, count: int) -> Array
     uniform = ((words >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
     noise: Array = -np.log(-np.log(uniform))
     return noise
-
-
-@dataclass(frozen=True)
-class Share:
-    """What a rank has of the logits of a batch.
-
-    Attributes:
-        batch: Number of sequences.
-        first: The rank's first sequence.
-        rows: How many it has, padding not counted.
-        shards: Number of shards of the vocabulary.
-        shard: The number of the rank's shard.
-        tokens: The tokens of the shard, ascending, padding not counted.
-        size: Number of tokens of the vocabulary.
-        width: Number of tokens of a shard, padding counted.
-        owner: Whether the rank speaks for its shard; other ranks have copies.
-    """
-
-    batch: int
-    first: int
-    rows: int
-    shards: int
-    shard: int
-    tokens: Array
-    size: int
-    width: int
-    owner: bool
-
-    @staticmethod
-    def of(sharding: SizedSharding, rank: int, *, held: bool = True) -> "Share":
-        """Returns the share of logits [batch, vocabulary].
-
-        Args:
-            sharding: How they are sharded.
-            rank: The rank.
-            held: Whether its stage has them; otherwise its share is empty.
-        """
-        rows, vocabulary = (SizedSharding(sharding.atoms, (dim,)) for dim in sharding.dims)
-        (batch,), (size,) = rows.shape, vocabulary.shape
-        block = rows.blocks(rank)[0]
-        places = coordinates(rank, sharding.atoms)
-        shard, shards = 0, 1
-        for _, atoms in vocabulary.dims[0]:
-            for atom in atoms:
-                shard = shard * sharding.atoms[atom] + places[atom]
-                shards *= sharding.atoms[atom]
-        tokens = vocabulary.unpadded(vocabulary.take(np.arange(size), rank), rank)
-        return Share(
-            batch,
-            block.start,
-            block.valid if held else 0,
-            shards,
-            shard,
-            tokens if held else tokens[:0],
-            size,
-            vocabulary.local_shape[0],
-            held and rank % prod(sharding.atoms) in sharding.owners(),
-        )
 
 
 class Draws:
@@ -252,7 +201,7 @@ class Chooser:
             packet[share.shard, rows, 0] = scores[np.arange(len(scores)), best]
             packet[share.shard, rows, 1] = share.tokens[best]
         elif share.owner:
-            packet[share.shard, share.first : share.first + share.rows, 0] = _NOTHING
+            packet[share.shard, share.first : share.first + share.rows, 0] = NOTHING
         packet = self._rank.all_reduce(packet)
         values, tokens = packet[..., 0], packet[..., 1]
         # NaN is the greatest of all, and equal to nothing.
@@ -265,13 +214,13 @@ class Chooser:
         draws = [(row, one) for row in self._nuclei if (one := self._draws[row]) is not None]
         wanted = max(one.sampling.top_k or _NUCLEUS for _, one in draws)
         while True:
-            values, tokens, sums, floors = self._candidates(scores, wanted)
+            found = candidates(self._rank, self._share, scores, wanted)
             chosen = []
             for row, one in draws:
-                if np.isnan(sums[row]):
+                if np.isnan(found.normalizer[row]):
                     chosen.append(NO_TOKEN)
                     continue
-                kept = self._kept(one.sampling, values[row], tokens[row], sums[row], floors[row])
+                kept = self._kept(one.sampling, found, row)
                 if kept is None:
                     break
                 value, token = kept
@@ -281,54 +230,19 @@ class Chooser:
             # All ranks have the same numbers, and so come to the same conclusion.
             wanted = self._share.size
 
-    def _candidates(self, scores: Array, wanted: int) -> tuple[Array, Array, Array, Array]:
-        """Returns the best tokens of all shards: scores and tokens [batch, shards x count].
-
-        Also, for each sequence, the sum of the exponentials of all scores less the greatest, and
-        the score above which no token is missing.
-        """
-        share = self._share
-        rows = slice(share.first, share.first + share.rows)
-        count = min(wanted, len(share.tokens))
-        # Shards differ in size by padding.
-        packet = np.zeros((share.shards, share.batch, min(wanted, share.width) + 1, 2))
-        if share.owner:
-            packet[share.shard, rows, :, 0] = _NOTHING
-            packet[share.shard, rows, -1, 1] = 0
-        if share.owner and count:
-            best = np.argpartition(-scores, count - 1, 1)[:, :count]
-            values = np.take_along_axis(scores, best, 1)
-            packet[share.shard, rows, :count, 0] = values
-            packet[share.shard, rows, :count, 1] = share.tokens[best]
-            greatest = values.max(1)
-            packet[share.shard, rows, -1, 0] = greatest
-            packet[share.shard, rows, -1, 1] = np.exp(scores - greatest[:, None]).sum(1)
-        if self._rank.world.size > 1:
-            packet = self._rank.all_reduce(packet)
-        found = packet[:, :, :-1].transpose(1, 0, 2, 3).reshape(share.batch, -1, 2)
-        values, tokens = found[..., 0], found[..., 1].astype(np.int64)
-        greatest, sums = packet[:, :, -1, 0], packet[:, :, -1, 1]
-        total = (sums * np.exp(greatest - greatest.max(0))).sum(0)
-        floor = packet[:, :, :-1, 0].min(2).max(0)
-        return values, tokens, total, floor
-
-    def _kept(
-        self, how: Sampling, values: Array, tokens: Array, total: float, floor: float
-    ) -> tuple[Array, Array] | None:
+    def _kept(self, how: Sampling, found: Candidates, row: int) -> tuple[Array, Array] | None:
         """Returns the tokens to draw from, with scores; None if some of them may be missing."""
-        order = np.lexsort((tokens, -values))
-        values, tokens = values[order], tokens[order]
-        real = values > _NOTHING
-        values, tokens = values[real], tokens[real]
-        if how.top_k is not None:
-            values, tokens = values[: how.top_k], tokens[: how.top_k]
-            total = float(np.exp(values - values[0]).sum())
+        values, tokens = found.best(row, how.top_k or self._share.size)
         if how.top_p < 1:
-            shares = np.cumsum(np.exp(values - values[0])) / total
+            if how.top_k is None:
+                shares = np.cumsum(np.exp(values - found.normalizer[row]))
+            else:
+                shares = np.cumsum(np.exp(values - values[0]))
+                shares /= shares[-1]
             count = int(np.searchsorted(shares, how.top_p)) + 1
             # Rounding may leave the sum of all tokens below p.
             missing = how.top_k is None and len(values) < self._share.size
-            if missing and (count > len(values) or values[count - 1] < floor):
+            if missing and (count > len(values) or values[count - 1] < found.floor[row]):
                 return None
             values, tokens = values[:count], tokens[:count]
         return values, tokens

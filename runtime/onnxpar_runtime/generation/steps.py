@@ -21,9 +21,9 @@ from onnxpar_format.expressions import ExpressionError, evaluate
 from onnxpar_runtime.agree import together
 from onnxpar_runtime.errors import InputError
 from onnxpar_runtime.generation.bound_graph import BoundGraph
+from onnxpar_runtime.generation.candidates import Share
 from onnxpar_runtime.generation.decoder import Decoder
 from onnxpar_runtime.generation.encoder import NOTHING, Supply
-from onnxpar_runtime.generation.sampling import Share
 from onnxpar_runtime.generation.states import State, states_of
 from onnxpar_runtime.inputs import sharding_of
 from onnxpar_runtime.symbol_checks import (

@@ -9,7 +9,7 @@ from onnxpar_runtime.errors import InputError
 
 _FILE = "tokenizer.json"
 _CONFIGS = ("generation_config.json", "config.json", "genai_config.json")
-_UNFINISHED = "\ufffd"
+UNFINISHED = "\ufffd"
 """What decoders give for the first bytes of a character."""
 
 
@@ -58,6 +58,10 @@ class Tokenizer:
         """Returns the text of tokens, without special ones."""
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
 
+    def piece(self, token: int) -> str:
+        """Returns the text of one token by itself, also of a special one."""
+        return str(self._tokenizer.decode([token], skip_special_tokens=False))
+
 
 class Stream:
     """The text of a growing sequence, in parts that later tokens do not change.
@@ -77,7 +81,7 @@ class Stream:
         """Returns the text that a token completes; empty within a character."""
         self._tokens.append(token)
         new = self.rest()
-        if new.endswith(_UNFINISHED):
+        if new.endswith(UNFINISHED):
             return ""
         if new:
             self._first, self._next = self._next, len(self._tokens)

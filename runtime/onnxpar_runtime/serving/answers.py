@@ -6,7 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from onnxpar_runtime.generation.candidates import Likelihood
 from onnxpar_runtime.generation.text import Stream, Tokenizer
+
+Logprob = dict[str, Any] | None
+"""The object of some tokens' log-probabilities; None if nobody asked for it."""
 
 
 class Text:
@@ -18,6 +22,7 @@ class Text:
 
     Attributes:
         tokens: The tokens so far.
+        likelihoods: How likely they were, if that was asked for.
         stopped: Whether a text has completed it; later tokens are left out.
     """
 
@@ -26,17 +31,21 @@ class Text:
         self._stream = None if tokenizer is None else Stream(tokenizer)
         self._stops = stops
         self.tokens: list[int] = []
+        self.likelihoods: list[Likelihood] = []
         self.stopped = False
         self._held = ""
 
-    def add(self, token: int, *, last: bool) -> str:
+    def add(self, token: int, likelihood: Likelihood | None = None, *, last: bool) -> str:
         """Returns the text that a token adds, as far as no later token can take it back.
 
         Args:
             token: The token.
+            likelihood: How likely it was.
             last: Whether it is the last one.
         """
         self.tokens.append(token)
+        if likelihood is not None:
+            self.likelihoods.append(likelihood)
         if self._stream is None:
             return str(token) if last else f"{token} "
         self._held += self._stream.add(token) + (self._stream.rest() if last else "")
@@ -95,16 +104,23 @@ class Form:
         kind = "chat.completion" if self.chat else "text_completion"
         return {**self._head(kind), "choices": list(choices), "usage": usage.json()}
 
-    def choice(self, index: int, text: str, tokens: Sequence[int], why: str) -> dict[str, Any]:
+    def choice(
+        self, index: int, text: str, tokens: Sequence[int], logprobs: Logprob, why: str
+    ) -> dict[str, Any]:
         """Returns one complete answer."""
         content: dict[str, Any] = {"text": text}
         if self.chat:
             content = {"message": {"role": "assistant", "content": text, "refusal": None}}
         ids = {"token_ids": list(tokens)}
-        return {"index": index, **content, "logprobs": None, "finish_reason": why, **ids}
+        return {"index": index, **content, "logprobs": logprobs, "finish_reason": why, **ids}
 
     def part(
-        self, index: int, text: str | None, tokens: Sequence[int], why: str | None
+        self,
+        index: int,
+        text: str | None,
+        tokens: Sequence[int],
+        logprobs: Logprob,
+        why: str | None,
     ) -> dict[str, Any]:
         """Returns a part of an answer; the first part of a chat has no text (None)."""
         content: dict[str, Any] = {"text": text}
@@ -112,7 +128,7 @@ class Form:
             first = {"role": "assistant", "content": ""}
             content = {"delta": first if text is None else {"content": text} if text else {}}
         ids = {"token_ids": list(tokens)}
-        choice = {"index": index, **content, "logprobs": None, "finish_reason": why, **ids}
+        choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": why, **ids}
         return {**self._head(self._kind_of_part), "choices": [choice]}
 
     def counted(self, usage: Usage) -> dict[str, Any]:

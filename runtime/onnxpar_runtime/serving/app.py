@@ -15,11 +15,12 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from onnxpar_runtime.generation.text import Tokenizer
-from onnxpar_runtime.serving.answers import Form, Text, Usage
+from onnxpar_runtime.serving.answers import Form, Logprob, Text, Usage
 from onnxpar_runtime.serving.asked import Asked, chat_of, completion_of
 from onnxpar_runtime.serving.chats import ChatTemplate
 from onnxpar_runtime.serving.engine import Engine, Ticket
 from onnxpar_runtime.serving.fields import Fields, Refusal
+from onnxpar_runtime.serving.logprobs import Logprobs
 
 BODY_BYTES = 16 << 20
 """Bytes of a request at most."""
@@ -131,6 +132,7 @@ class _Answer:
         self._engine, self._asked, self._tickets = engine, asked, tickets
         self._form = Form(asked.chat, model.name)
         self._texts = [Text(model.tokenizer, asked.stops) for _ in tickets]
+        self._logprobs = [Logprobs(asked.chat, model.tokenizer) for _ in tickets]
         self._usage = Usage(sum(len(prompt) for prompt in asked.prompts))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -169,14 +171,21 @@ class _Answer:
             async for text, _, finished in self._parts(index, ticket):
                 parts.append(text)
                 why = finished or why
-            tokens = self._texts[index].tokens
-            choices.append(self._form.choice(index, "".join(parts), tokens, why))
+            tokens, logprobs = self._texts[index].tokens, self._written(index, slice(None))
+            choices.append(self._form.choice(index, "".join(parts), tokens, logprobs, why))
         return self._form.answer(choices, self._usage)
+
+    def _written(self, index: int, which: slice) -> Logprob:
+        """Returns the log-probabilities of some tokens of an answer."""
+        if self._asked.logprobs is None:
+            return None
+        text = self._texts[index]
+        return self._logprobs[index].json(text.tokens[which], text.likelihoods[which])
 
     async def _parts(
         self, index: int, ticket: Ticket
-    ) -> AsyncIterator[tuple[str, list[int], str | None]]:
-        """Yields the parts of an answer: text, tokens, and why it is complete.
+    ) -> AsyncIterator[tuple[str, slice, str | None]]:
+        """Yields the parts of an answer: text, which tokens, and why it is complete.
 
         Raises:
             Refusal: The server ends before the answer is complete, or the model fails.
@@ -187,11 +196,11 @@ class _Answer:
             event = await ticket.events.get()
             if event.token is None:
                 raise _REFUSALS[event.finished or "error"]
-            new = text.add(event.token, last=event.finished is not None)
+            new = text.add(event.token, event.likelihood, last=event.finished is not None)
             self._usage.new += 1
             why = "stop" if text.stopped else event.finished
             if new or why:
-                yield new, text.tokens[shown:], why
+                yield new, slice(shown, len(text.tokens)), why
                 shown = len(text.tokens)
             if why:
                 if event.finished is None:
@@ -213,9 +222,10 @@ class _Answer:
 
         async def one(index: int, ticket: Ticket) -> None:
             if self._asked.chat:
-                await write(self._form.part(index, None, [], None))
-            async for text, tokens, why in self._parts(index, ticket):
-                await write(self._form.part(index, text, tokens, why))
+                await write(self._form.part(index, None, [], None, None))
+            async for text, which, why in self._parts(index, ticket):
+                tokens, logprobs = self._texts[index].tokens[which], self._written(index, which)
+                await write(self._form.part(index, text, tokens, logprobs, why))
 
         parts = asyncio.gather(*(one(n, ticket) for n, ticket in enumerate(self._tickets)))
         try:

@@ -12,6 +12,7 @@ from onnxpar_runtime.serving.fields import Fields, Refusal, wrong
 
 _STOPS = 4
 _CHOICES = 128
+_LIKELIEST = 20
 _SEEDS = 1 << 63
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
@@ -32,6 +33,8 @@ class Asked:
         new: New tokens of an answer at most; None for as many as a slot has room for.
         sampling: How tokens are chosen.
         stops: Texts that complete an answer and are left out of it.
+        logprobs: For how many of the likeliest tokens log-probabilities are sent beside those of
+            each token; None for no log-probabilities.
         streams: Whether answers are sent as they come.
         usage: Whether a stream ends with the number of tokens.
     """
@@ -42,6 +45,7 @@ class Asked:
     new: int | None
     sampling: Sampling
     stops: list[str]
+    logprobs: int | None
     streams: bool
     usage: bool
 
@@ -57,12 +61,12 @@ def completion_of(fields: Fields, name: str, tokenizer: Tokenizer | None) -> Ask
     Raises:
         Refusal: A field is wrong.
     """
-    fields.neutral({"echo": (False,), "suffix": ("",), "logprobs": (0,), "best_of": (1,)})
+    fields.neutral({"echo": (False,), "suffix": ("",), "best_of": (1,)})
     prompt = fields.take("prompt")
     prompts = _prompts(prompt, tokenizer)
-    return _rest(
-        fields, name, tokenizer, False, prompts, fields.integer("max_tokens", 1, _SEEDS), 16
-    )
+    logprobs = fields.integer("logprobs", 0, _LIKELIEST)
+    new = fields.integer("max_tokens", 1, _SEEDS)
+    return _rest(fields, name, tokenizer, False, prompts, logprobs, 16 if new is None else new)
 
 
 def chat_of(
@@ -86,7 +90,11 @@ def chat_of(
         raise Refusal(
             "messages: expected a tokenizer with a chat template (serve --tokenizer), got none"
         )
-    fields.neutral({"logprobs": (False,), "response_format": ({"type": "text"},), "tools": ([],)})
+    fields.neutral({"response_format": ({"type": "text"},), "tools": ([],)})
+    wanted, likeliest = fields.flag("logprobs"), fields.integer("top_logprobs", 0, _LIKELIEST)
+    if likeliest is not None and not wanted:
+        raise wrong("top_logprobs", "logprobs: true as well", likeliest)
+    logprobs = (likeliest or 0) if wanted else None
     messages = fields.take("messages")
     if not isinstance(messages, list) or not messages:
         raise wrong("messages", "a non-empty list of messages", messages)
@@ -96,7 +104,7 @@ def chat_of(
         raise Refusal(str(error), field="messages") from None
     old, new = (fields.integer(k, 1, _SEEDS) for k in ("max_tokens", "max_completion_tokens"))
     prompts = [tokenizer.encode(text, special=False)]
-    return _rest(fields, name, tokenizer, True, prompts, new if old is None else old, None)
+    return _rest(fields, name, tokenizer, True, prompts, logprobs, new if old is None else old)
 
 
 def _rest(
@@ -105,8 +113,8 @@ def _rest(
     tokenizer: Tokenizer | None,
     chat: bool,
     prompts: list[list[int]],
+    logprobs: int | None,
     new: int | None,
-    default: int | None,
 ) -> Asked:
     """Reads the fields that both kinds of request have."""
     fields.neutral(_NEUTRAL)
@@ -137,8 +145,7 @@ def _rest(
     )
     choices = fields.integer("n", 1, _CHOICES) or 1
     fields.done()
-    new = default if new is None else new
-    return Asked(chat, prompts, choices, new, sampling, stops, streams, usage)
+    return Asked(chat, prompts, choices, new, sampling, stops, logprobs, streams, usage)
 
 
 def _prompts(given: Any, tokenizer: Tokenizer | None) -> list[list[int]]:

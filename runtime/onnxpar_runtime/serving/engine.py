@@ -94,6 +94,7 @@ class Engine:
                             sampling=asked.sampling,
                             eos=self._eos,
                             number=number,
+                            logprobs=asked.logprobs,
                         )
                     except InputError as error:
                         for made in tickets:

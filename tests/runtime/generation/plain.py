@@ -48,6 +48,21 @@ def greedy(
     return found
 
 
+def last_logits(path: Path, tokens: Sequence[int]) -> Any:
+    """Returns the logits of a decoder for the token after some tokens, [vocabulary]."""
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    feeds: dict[str, Any] = {
+        "input_ids": np.array([tokens]),
+        "attention_mask": np.ones((1, len(tokens)), np.int64),
+        "position_ids": np.arange(len(tokens))[None],
+    }
+    for value in session.get_inputs():
+        if value.name.startswith("past"):
+            feeds[value.name] = np.zeros((1, value.shape[1], 0, value.shape[3]), np.float32)
+    names = {value.name for value in session.get_inputs()}
+    return session.run(["logits"], {n: a for n, a in feeds.items() if n in names})[0][0, -1]
+
+
 def encoded(folder: Path, feeds: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Returns what the undivided encoder of a folder leaves for each sequence's inputs."""
     session = onnxruntime.InferenceSession(

@@ -14,7 +14,7 @@ from onnxpar_runtime.errors import InputError, OnnxparRuntimeError
 from onnxpar_runtime.generation.generator import Generator, Step
 from onnxpar_runtime.group import Ranks
 from tests.runtime.generation.decoders import decoder
-from tests.runtime.generation.plain import greedy
+from tests.runtime.generation.plain import greedy, last_logits
 
 STRATEGIES = {
     "replicate": 1,
@@ -60,6 +60,44 @@ def test_tokens_equal_those_of_the_undivided_model(
         # Each rank holds its share of the cache.
         shares = [m.state_bytes for m in ranks.members]
     assert len(set(shares)) == 1
+
+
+@pytest.mark.parametrize("strategy", ["tp=2", "dp=2,tp=2", "pp=2"])
+def test_log_probabilities_are_those_of_the_logits_of_the_undivided_model(
+    strategy: str, tmp_path: Path
+) -> None:
+    """Also where tokens are drawn; the likeliest come first, and as many as were asked for."""
+    model = decoder("growing", tmp_path)
+    out = shard_model(model, strategy, tmp_path / "out").out
+
+    def steps(m: Generator) -> list[Step]:
+        how = Sampling(temperature=0.9, seed=5, repetition_penalty=1.5)
+        return list(m.steps(PROMPTS, max_new_tokens=6, sampling=how, logits=True, logprobs=4))
+
+    with Ranks(out, Generator) as ranks:
+        found = ranks.on_each(steps)
+    likely = [[step.likelihoods for step in steps_of] for steps_of in found]
+    assert all(one == likely[0] for one in likely)
+    sequences = [list(prompt) for prompt in PROMPTS]
+    for step in found[0]:
+        assert step.likelihoods is not None and step.logits is not None
+        for row, one in step.likelihoods.items():
+            own = step.logits[row].astype(np.float64)
+            plain = last_logits(model, sequences[row]).astype(np.float64)
+            for logits, bound in (
+                # 96 terms: the sum has at most 96 relative errors of 2^-53, and its logarithm as
+                # many absolute ones; the difference adds one of the logits' size.
+                (own, (96 + np.abs(own).max()) * 2.0**-52),
+                # A logarithm of a probability changes by no more than twice the largest change of
+                # a logit, here up to 1e-5 of the largest logit (verify's tolerance).
+                (plain, 2e-5 * np.abs(plain).max()),
+            ):
+                want = logits - np.logaddexp.reduce(logits)
+                assert abs(one.logprob - want[step.tokens[row]]) <= bound
+                got = np.array([x for _, x in one.best])
+                np.testing.assert_allclose(got, np.sort(want)[:-5:-1], rtol=0, atol=bound)
+                assert np.abs(want[[t for t, _ in one.best]] - got).max() <= bound
+            sequences[row].append(step.tokens[row])
 
 
 def test_a_mesh_divides_the_cache(tmp_path: Path) -> None:
@@ -125,6 +163,7 @@ def test_a_second_batch_begins_with_an_empty_cache(tmp_path: Path) -> None:
             {"sampling": Sampling(top_p=0.0)},
             "top_p: expected more than 0 and at most",
         ),
+        ([[1]], {"logprobs": -1}, "logprobs: expected at least 0, got -1"),
         ([[1]], {"sampling": Sampling(temperature=-1.0)}, "temperature: expected at least 0, got"),
     ],
 )
@@ -134,7 +173,7 @@ def test_what_does_not_fit_is_refused_on_all_ranks(
     out = shard_model(decoder("growing", tmp_path), "tp=2", tmp_path / "out").out
     with Ranks(out, Generator) as ranks:
         with pytest.raises(InputError, match=message) as caught:
-            ranks.on_each(lambda m: m.generate(prompts, **more))  # type: ignore[arg-type]
+            ranks.on_each(lambda m: list(m.steps(prompts, **more)))  # type: ignore[arg-type]
         assert caught.value.agreed
 
 

@@ -17,7 +17,7 @@ from onnxpar_runtime.generation.generator import Generator
 from onnxpar_runtime.generation.requests import Event, Requests
 from onnxpar_runtime.group import Ranks
 from tests.runtime.generation.decoders import decoder
-from tests.runtime.generation.plain import greedy
+from tests.runtime.generation.plain import greedy, last_logits
 
 RNG = np.random.default_rng(3)
 WAYS = [
@@ -146,6 +146,38 @@ def test_requests_end_at_their_own_tokens_and_memory_does_not_grow(tmp_path: Pat
             assert [events[-1].finished for events in found] == ["stop"] * 3
 
 
+def test_log_probabilities_are_those_of_each_request_alone(tmp_path: Path) -> None:
+    """Beside requests that ask for none, or for another number of tokens."""
+    model = decoder("growing", tmp_path)
+    out = shard_model(model, "dp=2,tp=2", tmp_path / "out").out
+    wanted = [3, None, 0, 5]
+
+    def turns(m: Generator) -> list[Event]:
+        requests = m.requests(slots=4, length=64)
+        if m.rank.index == 0:
+            for (prompt, _, how), count in zip(ASKED, wanted, strict=False):
+                requests.submit(prompt, max_new_tokens=4, sampling=how, logprobs=count)
+        return list(requests.events())
+
+    with Ranks(out, Generator) as ranks:
+        first, *others = ranks.on_each(turns)
+    assert all(events == first for events in others)
+    for number, count in enumerate(wanted):
+        tokens = list(ASKED[number][0])
+        for event in (e for e in first if e.request == number):
+            assert event.token is not None and (event.likelihood is None) == (count is None)
+            if event.likelihood is not None:
+                logits = last_logits(model, tokens).astype(np.float64)
+                want = logits - np.logaddexp.reduce(logits)
+                # Twice the error of a logit, 1e-5 of the largest (verify's tolerance).
+                bound = 2e-5 * np.abs(logits).max()
+                assert abs(event.likelihood.logprob - want[event.token]) <= bound
+                found = [x for _, x in event.likelihood.best]
+                assert len(found) == count
+                np.testing.assert_allclose(found, np.sort(want)[::-1][:count], rtol=0, atol=bound)
+            tokens.append(event.token)
+
+
 def test_any_rank_may_end_all_requests(tmp_path: Path) -> None:
     out = shard_model(decoder("growing", tmp_path), "tp=2", tmp_path / "out").out
 
@@ -179,6 +211,7 @@ def test_any_rank_may_end_all_requests(tmp_path: Path) -> None:
             {"max_new_tokens": 15},
             "expected at most 16 tokens in the cache, got 3 and 15, which need 17",
         ),
+        ({"logprobs": -1}, "logprobs: expected at least 0, got -1"),
         ({"sampling": Sampling(top_k=0)}, "top_k: expected at least 1, got 0"),
     ],
 )

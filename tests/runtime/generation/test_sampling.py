@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from onnxpar_format.boxes import SizedSharding
 from onnxpar_format.options import Sampling
 from onnxpar_runtime.collectives import Rank, World
-from onnxpar_runtime.generation.sampling import NO_TOKEN, Chooser, Draws, Share, gumbel
+from onnxpar_runtime.generation.candidates import Share, likelihoods
+from onnxpar_runtime.generation.sampling import NO_TOKEN, Chooser, Draws, gumbel
 
 Array = NDArray[Any]
 T = TypeVar("T")
@@ -134,6 +135,40 @@ def test_rows_without_numbers_get_no_token(atoms: tuple[int, int]) -> None:
 
     for right, found in on_ranks(atoms[0] * atoms[1], run):
         assert found == [right[0], *[NO_TOKEN] * 4] and NO_TOKEN not in right
+
+
+@pytest.mark.parametrize(
+    "dims", [((), ()), ((), (0,)), ((), (0, 1)), ((0,), (1,)), ((1, 0), ())], ids=str
+)
+def test_log_probabilities_are_those_of_all_logits(
+    dims: tuple[tuple[int, ...], tuple[int, ...]],
+) -> None:
+    """Also of equal scores, of excluded tokens, and of scores whose exponentials overflow."""
+    logits = LOGITS[0].copy()
+    logits[0, 100:] = np.round(logits[0, 100:])
+    logits[1] += 1000
+    logits[2, :600] = -np.inf
+    sharding = SizedSharding((2, 2), (((ROWS, dims[0]),), ((SIZE, dims[1]),)))
+    tokens, wanted = np.array([650, 3, 600]), [40, None, 200]
+
+    def run(rank: Any) -> Any:
+        share = Share.of(sharding, rank.index)
+        return likelihoods(rank, share, sharding.take(logits, rank.index), tokens, wanted)
+
+    found = on_ranks(4, run)
+    assert all(one == found[0] for one in found) and found[0][1] is None
+    # 701 float64 terms: the sum has at most 701 relative errors of 2^-53, its logarithm as many
+    # absolute ones; the difference of numbers up to 1000 adds 1000 x 2^-52.
+    bound = 701 * 2.0**-53 + 1000 * 2.0**-52
+    for row in (0, 2):
+        wide = logits[row].astype(np.float64)
+        want = wide - np.logaddexp.reduce(wide)
+        one = found[0][row]
+        assert abs(one.logprob - want[tokens[row]]) <= bound
+        order = np.argsort(-wide, kind="stable")[: wanted[row]]
+        order = order[np.isfinite(wide[order])]
+        assert [token for token, _ in one.best] == order.tolist()
+        np.testing.assert_allclose([x for _, x in one.best], want[order], atol=bound, rtol=0)
 
 
 def test_noise_is_that_of_the_token_wherever_it_is_made() -> None:

@@ -30,10 +30,11 @@ def test_defaults_are_those_of_openai() -> None:
 
 def test_fields_are_read() -> None:
     found = asked(
-        prompt=[[1, 2], [3]], n=3, max_tokens=7, temperature=0, top_p=0.5, top_k=4, seed=9,
-        repetition_penalty=1.5, stream=True, stream_options={"include_usage": True},
+        prompt=[[1, 2], [3]], n=3, max_tokens=7, logprobs=5, temperature=0, top_p=0.5, top_k=4,
+        seed=9, repetition_penalty=1.5, stream=True, stream_options={"include_usage": True},
     )  # fmt: skip
     assert found.prompts == [[1, 2], [3]] and found.choices == 3 and found.new == 7
+    assert found.logprobs == 5 and asked().logprobs is None
     assert found.streams and found.usage
     assert found.sampling == Sampling(0, 4, 0.5, 1.5, 9)
 
@@ -63,7 +64,8 @@ def test_fields_are_read() -> None:
         ({"stop": ["a"] * 5}, "stop: expected a string or a list of at most 4 strings, none empty"),
         ({"stream": 1}, "stream: expected true or false, got 1"),
         ({"stream_options": {}}, "stream_options: expected an object, and stream: true, got {}"),
-        ({"logprobs": 2}, "logprobs: not supported, got 2"),
+        ({"logprobs": 21}, "logprobs: expected an integer from 0 to 20, got 21"),
+        ({"logprobs": True}, "logprobs: expected an integer from 0 to 20, got true"),
         ({"logit_bias": {"1": 1}}, 'logit_bias: not supported, got {"1": 1}'),
         ({"x" * 9: 1}, "xxxxxxxxx: no such field"),
     ],

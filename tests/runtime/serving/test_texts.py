@@ -63,6 +63,35 @@ def test_texts_and_chats(tmp_path: Path) -> None:
         assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
         rest = [chunk["choices"][0]["delta"].get("content", "") for chunk in chunks[1:]]
         assert "".join(rest) == message["content"]
+        # Log-probabilities, of words and of numbers of bytes.
+        asked = {**common, "prompt": "w1 w2", "max_tokens": 4, "logprobs": 2}
+        (choice,) = post("/v1/completions", json=asked).json()["choices"]
+        found, tokens = choice["logprobs"], choice["token_ids"]
+        assert found["tokens"] == [WORDS[t] for t in tokens]
+        lengths = [len(word) for word in found["tokens"]]
+        assert found["text_offset"] == [sum(lengths[:n]) for n in range(4)]
+        for word, logprob, best in zip(
+            found["tokens"], found["token_logprobs"], found["top_logprobs"], strict=True
+        ):
+            assert len(best) == 2 and best[word] == logprob == max(best.values()) < 0
+        streamed = post("/v1/completions", json={**asked, "stream": True}).text
+        chunks = [json.loads(line[6:]) for line in streamed.splitlines()[:-2] if line]
+        for key, values in found.items():
+            parts = [x for c in chunks for x in c["choices"][0]["logprobs"][key]]
+            assert parts == values
+        wanted_too = {"max_completion_tokens": 4, "logprobs": True, "top_logprobs": 3}
+        chat |= wanted_too
+        (choice,) = post("/v1/chat/completions", json=chat).json()["choices"]
+        content = choice["logprobs"]["content"]
+        assert [one["token"] for one in content] == [WORDS[t] for t in choice["token_ids"]]
+        for one in content:
+            assert one["bytes"] == list(one["token"].encode())
+            first = {k: one[k] for k in ("token", "logprob", "bytes")}
+            assert one["top_logprobs"][0] == first and len(one["top_logprobs"]) == 3
+        del chat["logprobs"]
+        answer = post("/v1/chat/completions", json=chat)
+        assert answer.status_code == 400 and "top_logprobs" in answer.text
+        del chat["top_logprobs"]
         # As many tokens as a slot has room for.
         del chat["max_completion_tokens"]
         assert post("/v1/chat/completions", json=chat).json()["usage"]["completion_tokens"] == 60
