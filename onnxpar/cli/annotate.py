@@ -8,8 +8,9 @@ from rich.console import Console
 from rich.markup import escape
 
 from onnxpar.api.annotate import annotate
+from onnxpar.cli.describe import SHOWN, count
 from onnxpar.cli.options import Constraints, Devices, takes_options
-from onnxpar.cli.shard import SHOWN, count, parse_symbols
+from onnxpar.cli.shard import parse_symbols
 from onnxpar_format.options import Option
 
 

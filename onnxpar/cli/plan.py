@@ -21,10 +21,10 @@ from rich.progress import (
     TextColumn,
     TimeElapsedColumn,
 )
-from rich.table import Table
 
 from onnxpar.api.plan_strategy import plan_strategy, searching
 from onnxpar.cli.options import AsJson, Devices, takes_options
+from onnxpar.cli.screen import Column, Content, Screen
 from onnxpar.cli.shard import parse_symbols
 from onnxpar.cli.training_options import TrainingOptions
 from onnxpar.core.errors import DirectoryError, ModelError, StrategyError
@@ -42,7 +42,6 @@ from onnxpar.strategy.validation_errors import in_words, problem
 from onnxpar_format.new_file import check_file, new_file
 from onnxpar_format.options import Option
 
-WIDE = 160
 _SIZE = re.compile(r"([^:=]+)=(\d+)")
 OPTIMIZER = "adamw"
 """The optimizer to plan for if only a loss is given."""
@@ -125,20 +124,16 @@ def command(
     if json_output:
         print(json.dumps(planned.report(entry), indent=1))
         return
-    console = Console(soft_wrap=True, highlight=False)
-    if not console.is_terminal:
-        # In 80 columns, names would be truncated.
-        console.width = WIDE
-    _print(planned, console)
-    console.print(f"written       {out}", markup=False)
-    console.print(
-        f"next          onnxpar shard {model} --strategy {out}{_training_options(training)} -o DIR",
-        markup=False,
+    screen = Screen()
+    _print(planned, screen)
+    screen.entry("written", str(out))
+    screen.line(
+        f"next          onnxpar shard {model} --strategy {out}{_training_options(training)} -o DIR"
     )
     best = planned.ways[0]
     if best.staged is None and best.micro_batches > 1:
         # A strategy file has a number of micro-batches for a pipeline only.
-        console.print(f"              onnxpar train DIR --accumulate {best.micro_batches}")
+        screen.line(f"              onnxpar train DIR --accumulate {best.micro_batches}")
 
 
 @contextmanager
@@ -243,93 +238,104 @@ def _entry(strategy: Strategy, given: Mapping[str, object], sizes: dict[str, int
         raise StrategyError(f"--{flag}: {in_words(name)}{problem(first)}") from None
 
 
-def _print(planned: FoundStrategy, console: Console) -> None:
+def _print(planned: FoundStrategy, screen: Screen) -> None:
     limit = planned.objective.limit
     columns = (
-        "layers",
-        "strategy",
-        "local sizes",
-        "nodes",
-        "computing",
-        "communication",
-        "results",
+        Column("layers", Content.NAME),
+        Column("strategy"),
+        Column("local sizes", optional=True),
+        Column("nodes", Content.NUMBER),
+        Column("computing", Content.NUMBER),
+        Column("communication", Content.NUMBER),
+        Column("results", Content.NUMBER, optional=True),
     )
-    layers = Table(*columns, title=None)
     rows = planned.layers()
-    for row in rows:
-        layers.add_row(
-            escape(row.name),
-            escape(row.strategy),
-            " ".join("x".join(map(str, shape)) for shape in row.local if shape),
-            str(row.nodes or ""),
-            seconds_text(row.computing),
-            seconds_text(row.communication),
-            bytes_text(row.made),
-        )
-    console.print(layers)
+    screen.table(
+        columns,
+        [
+            (
+                row.name,
+                row.strategy,
+                " ".join("x".join(map(str, shape)) for shape in row.local if shape),
+                f"{row.nodes:,}" if row.nodes else "",
+                seconds_text(row.computing),
+                seconds_text(row.communication),
+                bytes_text(row.made),
+            )
+            for row in rows
+        ],
+    )
     if all(row.name == REPLICATED or not row.nodes for row in rows):
-        console.print("Everything is replicated: every device computes the complete model.")
-    _print_stages(planned.ways[0], console)
+        screen.line("Everything is replicated: every device computes the complete model.")
+    _print_stages(planned.ways[0], screen)
     runs = planned.ways[0].micro_batches
     alike = len({way.micro_batches for way in planned.ways}) == 1
     step = f"a step of {runs} micro-batches" if runs > 1 and alike else "a step"
-    ways = Table(
-        "plan", step, "computing", "communication", "hidden", "states", "memory", "why not"
-    )
+    numbers = (step, "computing", "communication", "hidden", "states", "memory")
+    ways = []
     for way in planned.ways:
         if way.price is None:
-            ways.add_row(way.name, "", "", "", "", "", "", escape(way.reason))
+            ways.append((way.name, *("" for _ in numbers), way.reason))
             continue
         # For a pipeline, the sums over its stages: a micro-batch passes through all of them.
-        ways.add_row(
-            way.name,
-            seconds_text(way.seconds),
-            seconds_text(way.price.computing),
-            seconds_text(way.price.communicating),
-            seconds_text(way.price.hidden) if way.price.hidden and not way.staged else "",
-            bytes_text(way.held),
-            bytes_text(way.peak),
-            "" if way.fits(limit) else f"more than {bytes_text(limit)}",
+        ways.append(
+            (
+                way.name,
+                seconds_text(way.seconds),
+                seconds_text(way.price.computing),
+                seconds_text(way.price.communicating),
+                seconds_text(way.price.hidden) if way.price.hidden and not way.staged else "",
+                bytes_text(way.held),
+                bytes_text(way.peak),
+                "" if way.fits(limit) else f"more than {bytes_text(limit)}",
+            )
         )
-    console.print(ways)
+    titles = (Column("plan", Content.NAME), *(Column(n, Content.NUMBER) for n in numbers))
+    screen.table((*titles, Column("why not")), ways)
     if runs > 1:
-        console.print(
+        screen.line(
             "The columns computing and communication add up one micro-batch in all stages, and the "
             "gradients and the update of a step."
         )
-    _print_without(planned, console)
-    console.print(escape(planned.reason()))
+    _print_without(planned, screen)
+    screen.entry("reason", planned.reason())
 
 
-def _print_without(planned: FoundStrategy, console: Console) -> None:
+def _print_without(planned: FoundStrategy, screen: Screen) -> None:
     """Prints what each choice besides the strategy saves."""
     if not planned.without:
         return
     best = planned.ways[0]
-    table = Table("choice", "a step without it", "memory without it")
+    rows = []
     for name, way in planned.without:
         slower, more = way.seconds - best.seconds, way.peak - best.peak
         step = f"{seconds_text(way.seconds)} ({_sign(slower)}{seconds_text(abs(slower))})"
         memory = f"{bytes_text(way.peak)} ({_sign(more)}{bytes_text(abs(more))})"
-        table.add_row(name, step, memory)
-    console.print(table)
+        rows.append((name, step, memory))
+    columns = (
+        Column("a step without it", Content.NUMBER),
+        Column("memory without it", Content.NUMBER),
+    )
+    screen.table((Column("choice"), *columns), rows)
 
 
 def _sign(number: float) -> str:
     return "-" if number < 0 else "+"
 
 
-def _print_stages(way: Way, console: Console) -> None:
+def _print_stages(way: Way, screen: Screen) -> None:
     if way.staged is None:
         return
-    stages = Table("stage", "nodes", "a micro-batch", "its transfers", "states", "memory")
-    for number, stage in enumerate(way.staged.stages):
-        stages.add_row(
+    titles = ("stage", "nodes", "a micro-batch", "its transfers", "states", "memory")
+    rows = [
+        (
             str(number),
-            str(stage.nodes),
+            f"{stage.nodes:,}",
             seconds_text(stage.seconds),
             seconds_text(stage.moving),
             bytes_text(stage.held),
             bytes_text(stage.peak),
         )
-    console.print(stages)
+        for number, stage in enumerate(way.staged.stages)
+    ]
+    screen.table([Column(title, Content.NUMBER) for title in titles], rows)

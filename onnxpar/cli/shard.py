@@ -7,21 +7,31 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.markup import escape
 
 from onnxpar.api.shard_model import Summary, shard_model
 from onnxpar.autodiff.training_program import TrainingSpec
+from onnxpar.cli.describe import (
+    SHOWN,
+    count,
+    describe_conflict,
+    describe_device,
+    describe_growth,
+    describe_mesh,
+    describe_nodes,
+    describe_sent,
+)
+from onnxpar.cli.directory_tables import ranks_text
 from onnxpar.cli.options import Constraints, Devices, takes_options
+from onnxpar.cli.screen import TITLE, Screen, amount, once
 from onnxpar.cli.training_options import TrainingOptions
 from onnxpar.core.errors import ModelError, SymbolError
+from onnxpar.core.machine import bytes_text
 from onnxpar.core.symbols import Symbol
+from onnxpar.report.fold_layers import common_name, fold_rows
 from onnxpar.stages.partition_training import PartitionedTraining
 from onnxpar.strategy.recompute_entry import AGAIN, parse_recompute
 from onnxpar_format.manifest import StateKind
 from onnxpar_format.options import Option
-
-SHOWN = 5
 
 
 @dataclass(frozen=True)
@@ -186,33 +196,45 @@ def parse_states(texts: Iterable[str]) -> dict[str, str]:
 
 
 def _print(summary: Summary, ranks: Sequence[int]) -> None:
-    report, console = summary.report, Console(soft_wrap=True, highlight=False)
+    report, screen = summary.report, Screen(summary.report["mesh"])
     totals: dict[str, Any] = report["totals"]
-    sizes = f"{totals['parameter_bytes_per_device']:,} of {totals['parameter_bytes']:,}"
     lines = [
         f"devices       {report['devices']}{describe_mesh(report)}",
-        f"nodes         {totals['nodes']}: {describe_nodes(report)}",
-        f"parameters    {totals['parameters']}, {sizes} bytes on {describe_device(report)}",
+        f"nodes         {totals['nodes']:,}: {describe_nodes(report)}",
+        f"parameters    {totals['parameters']:,}, {_held(totals)} on {describe_device(report)}",
         f"collectives   {_collectives(report)}",
         *_carried(report),
         *_supplied(report),
         *_stages(report),
         *_conflicts(report),
     ]
-    lines += [
-        f"replicated    {item['name']} ({item['op_type']}): {item['reason']}"
-        for item in report["replicated"][:SHOWN]
-    ]
-    if len(report["replicated"]) > SHOWN:
-        lines.append(f"replicated    and {count(len(report['replicated']) - SHOWN, 'more node')}")
+    replicated = fold_rows(
+        report["replicated"],
+        lambda item: (item["name"],),
+        lambda item: (item["op_type"], item["reason"].replace(item["name"], "")),
+    )
+    for alike in replicated[:SHOWN]:
+        first, name = alike[0], common_name([item["name"] for item in alike])
+        times = f" (×{len(alike)})" if len(alike) > 1 else ""
+        reason = first["reason"].replace(first["name"], name)
+        lines.append(f"replicated    {name} ({first['op_type']}){times}: {reason}")
+    if len(replicated) > SHOWN:
+        left = sum(map(len, replicated[SHOWN:]))
+        lines.append(f"replicated    and {count(left, 'more node')}")
     lines.append(f"written       {summary.out} in {sum(summary.seconds.values()):.1f} s")
     if summary.training is not None:
         lines += _trained(summary.training, describe_device(report))
     for line in lines:
-        console.print(escape(line))
+        screen.entry(line[:TITLE].rstrip(), line[TITLE:], layout=True)
+    screen.legend()
     if len(ranks) == report["devices"]:
-        trains = summary.training is not None
-        console.print(escape(_next(summary.out, report["devices"], trains)))
+        # Commands are not wrapped, so that they can be copied.
+        screen.line(_next(summary.out, report["devices"], summary.training is not None))
+
+
+def _held(totals: dict[str, Any]) -> str:
+    held, of = totals["parameter_bytes_per_device"], totals["parameter_bytes"]
+    return f"{bytes_text(held)} of {bytes_text(of)}"
 
 
 def _carried(report: dict[str, Any]) -> list[str]:
@@ -234,20 +256,12 @@ def _supplied(report: dict[str, Any]) -> list[str]:
         return []
     first = found[0]
     totals = report["programs"][first["source"]]["totals"]
-    sizes = f"{totals['parameter_bytes_per_device']:,} of {totals['parameter_bytes']:,}"
     return [
         f"{first['source']:<14}{count(totals['nodes'], 'node')}, runs once: "
-        f"{count(totals['parameters'], 'parameter')}, {sizes} bytes on {describe_device(report)}",
+        f"{count(totals['parameters'], 'parameter')}, {_held(totals)} on {describe_device(report)}",
         f"              {count(len(found), 'input')} from it, such as {first['input']} from "
         f"{first['value']}, {first['sharding']}",
     ]
-
-
-def describe_growth(state: dict[str, Any]) -> str:
-    """Returns how a state of a forward program changes from run to run."""
-    if state["grows"] is None:
-        return "keeps its size"
-    return f"grows along dim {state['grows']}" + (", in place" if state["appends"] else "")
 
 
 def _stages(report: dict[str, Any]) -> list[str]:
@@ -260,10 +274,10 @@ def _stages(report: dict[str, Any]) -> list[str]:
         goes += [f"{len(sent) - SHOWN} more"] if len(sent) > SHOWN else []
         ranks, title = item["ranks"], f"stage {item['stage']}"
         lines.append(
-            f"{title:<14}ranks {ranks[0]} to {ranks[-1]}: "
+            f"{title:<14}ranks {ranks_text(ranks)}: "
             f"{count(item['nodes'], 'node')}, {count(item['parameters'], 'parameter')} of "
-            f"{item['parameter_bytes_per_device']:,} bytes on each device, "
-            f"{count(item['collectives'], 'collective')} of {item['bytes']} bytes; in each "
+            f"{bytes_text(item['parameter_bytes_per_device'])} on each device, "
+            f"{count(item['collectives'], 'collective')} of {amount(item['bytes'])} bytes; in each "
             f"micro-batch it sends {', '.join(goes) or 'nothing'}"
         )
     return lines
@@ -277,7 +291,7 @@ def _where(transfer: dict[str, Any], chunks: bool) -> str:
 
 
 def _size(sent: int | str | None) -> str:
-    return "of a size that depends on data" if sent is None else f"{sent} bytes"
+    return "of a size that depends on data" if sent is None else f"{amount(sent)} bytes"
 
 
 def _trained(training: PartitionedTraining, device: str) -> list[str]:
@@ -306,7 +320,7 @@ def _trained(training: PartitionedTraining, device: str) -> list[str]:
             "shared",
             [f"{t.name}, by {', '.join(t.used_by)}" for t in selection.shared(unreached)],
         ),
-        ("notice", list(training.prepared.notices)),
+        ("notice", once(training.prepared.notices)),
     )
     for title, texts in groups:
         lines += [f"{title:<14}{text}" for text in texts[:SHOWN]]
@@ -320,8 +334,8 @@ def _states(training: PartitionedTraining, device: str) -> list[str]:
     kept = training.kept
     moments = kept[StateKind.MOMENT1] + kept[StateKind.MOMENT2]
     lines = [
-        f"states        {kept[StateKind.PARAMETER]:,} bytes of trained parameters on {device}, "
-        f"{kept[StateKind.GRADIENT]:,} of gradients, {moments:,} of moments"
+        f"states        {bytes_text(kept[StateKind.PARAMETER])} of trained parameters on {device}, "
+        f"{bytes_text(kept[StateKind.GRADIENT])} of gradients, {bytes_text(moments)} of moments"
     ]
     shards = training.shards
     if shards.options.level:
@@ -331,54 +345,9 @@ def _states(training: PartitionedTraining, device: str) -> list[str]:
         lines.append(
             f"              optimizer parallel, level {shards.options.level}: {shared} of "
             f"{count(every, 'tensor')} sharded over replicas; the others have no replicas, no dim "
-            f"that can be sharded, or fewer than {shards.options.threshold:,} bytes"
+            f"that can be sharded, or less than {bytes_text(shards.options.threshold)}"
         )
     return lines
-
-
-def describe_mesh(report: dict[str, Any]) -> str:
-    """Returns the text after the number of devices: the stages, and the mesh of each stage."""
-    stages, axes = report["stages"], report["mesh"]["axes"]
-    mesh = f"mesh {' x '.join(f'{n}={s}' for n, s in axes.items())}" if axes else ""
-    if stages == 1:
-        return f", {mesh}" if mesh else ""
-    return f" in {stages} stages, each with the {mesh}" if mesh else f" in {stages} stages"
-
-
-def describe_device(report: dict[str, Any]) -> str:
-    """Returns which device is meant: stages hold different parameters."""
-    return "each device" if report["stages"] == 1 else "each device of the fullest stage"
-
-
-def describe_sent(report: dict[str, Any]) -> str:
-    """Returns what a device sends; a program's collectives are those of all its stages."""
-    sent = f"{report['totals']['bytes']} bytes"
-    if symbols := report["totals"].get("grows_faster_than"):
-        sent += f" (growing faster than {' and '.join(symbols)})"
-    if report["stages"] == 1:
-        return f"a device sends {sent}"
-    return f"summed over the stages, a device sends {sent}"
-
-
-def describe_nodes(report: dict[str, Any]) -> str:
-    """Returns the number of nodes of each kind: sharded, or replicated for one of two reasons."""
-    totals = report["totals"]
-    names = [item["name"] for item in report["replicated"]]
-    unsplit = totals["nodes"] - totals["sharded"] - len(names)
-    parts = [f"{totals['sharded']} sharded"]
-    if unsplit:
-        parts.append(f"{unsplit} replicated: none of their dims is sharded")
-    if names:
-        more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-        parts.append(
-            f"{len(names)} replicated: no sharding rule ({', '.join(names[:SHOWN])}{more})"
-        )
-    return ", ".join(parts)
-
-
-def count(number: int, noun: str) -> str:
-    """Returns the number with the noun, which is plural unless the number is 1."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _collectives(report: dict[str, Any]) -> str:
@@ -400,15 +369,6 @@ def _conflicts(report: dict[str, Any]) -> list[str]:
     if len(found) > SHOWN:
         lines.append(f"              and {len(found) - SHOWN} more, see onnxpar inspect")
     return lines
-
-
-def describe_conflict(item: dict[str, Any]) -> str:
-    """Returns one conflict of a report in a line."""
-    reader = f"{item['node']} operand {item['operand']}" if item["node"] else "the output"
-    return (
-        f"{item['value']} {item['from']} -> {item['to']} for {reader}: "
-        f"{' '.join(item['steps'])}, {item['bytes']} bytes ({item['reason']})"
-    )
 
 
 def _next(out: Path, devices: int, trains: bool) -> str:

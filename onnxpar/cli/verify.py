@@ -5,11 +5,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from onnxpar.cli.options import AsJson, Directory, takes_options
+from onnxpar.cli.screen import Column, Content, Screen, once
 from onnxpar_format.options import Option, VerifyOptions
 
 if TYPE_CHECKING:
@@ -58,31 +56,33 @@ def command(
 
 
 def _print(cases: "Sequence[Case]", training: "type[TrainingCase]") -> None:
-    console = Console()
+    screen = Screen()
     trained = [case for case in cases if isinstance(case, training)]
-    sent = "bytes sent by a rank"
-    if trained:
-        table = Table("symbols", "loss", "gradient", "state", sent, "agrees")
-    else:
-        table = Table("symbols", "max abs", "max rel", "worst", sent, "agrees")
+    compared = ("loss", "gradient", "state") if trained else ("max abs", "max rel")
+    columns = [Column("symbols")]
+    columns += [Column(title, Content.NUMBER) for title in compared]
+    if not trained:
+        columns.append(Column("worst", Content.NAME, optional=True))
+    columns += [Column("bytes sent by a rank", Content.NUMBER), Column("agrees")]
+    rows = []
     for case in cases:
         found = _steps(case) if isinstance(case, training) else _outputs(case)
-        table.add_row(escape(_symbols(case)), *found, _bytes(case), "yes" if case.ok else "no")
-    console.print(table)
+        rows.append((_symbols(case), *found, _bytes(case), "yes" if case.ok else "no"))
+    screen.table(columns, rows)
     if trained:
-        console.print(
+        screen.line(
             "loss, gradient: largest relative difference; state: largest fraction of its tolerance"
         )
     for one in trained:
-        console.print(_worst(one), markup=False, soft_wrap=True)
+        screen.line(_worst(one))
         jumps = sorted({name for step in one.steps for name in step.jumps})
         if jumps:
             named = ", ".join(jumps[:_SHOWN]) + (", …" if jumps[_SHOWN:] else "")
             text = f"{len(jumps)} compared less strictly (discontinuous gradients): {named}"
-            console.print(text, markup=False, soft_wrap=True)
+            screen.line(text)
     for case in cases:
-        for problem in case.problems:
-            console.print(f"difference: {problem}", markup=False, soft_wrap=True)
+        for problem in once(case.problems):
+            screen.line(f"difference: {problem}")
 
 
 def _symbols(case: "Case") -> str:
@@ -90,13 +90,14 @@ def _symbols(case: "Case") -> str:
 
 
 def _bytes(case: "Case") -> str:
-    expected = "depends on data" if case.bytes_expected is None else str(case.bytes_expected)
-    equal = str(case.bytes_counted) == expected
-    return f"{expected}, as counted" if equal else f"{expected}, counted {case.bytes_counted}"
+    expected = "depends on data" if case.bytes_expected is None else f"{case.bytes_expected:,}"
+    counted = f"{case.bytes_counted:,}"
+    equal = counted == expected
+    return f"{expected}, as counted" if equal else f"{expected}, counted {counted}"
 
 
 def _outputs(case: "Case") -> list[str]:
-    return [f"{case.max_abs:.2e}", f"{case.max_rel:.2e}", escape(case.worst or "none")]
+    return [f"{case.max_abs:.2e}", f"{case.max_rel:.2e}", case.worst or "none"]
 
 
 def _steps(case: "TrainingCase") -> list[str]:

@@ -7,8 +7,11 @@ names only numbers. Works on a report as plain data, so also on that of a direct
 import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
+from onnxpar.core.errors import DirectoryError
+from onnxpar.core.name_patterns import nearest
 from onnxpar.facts.layers import find_repetitions
 
 Json = dict[str, Any]
@@ -41,7 +44,8 @@ def fold_nodes(nodes: Sequence[Json]) -> list[FoldedNodes]:
     """Returns the nodes of a report as blocks, in order, which together contain every node once.
 
     Args:
-        nodes: The entries `nodes` of `onnxpar.report.inspect_data.inspect_data`.
+        nodes: The entries `nodes` of `inspect_data` or `model_data` in
+            `onnxpar.report.inspect_data`.
     """
     blocks: list[FoldedNodes] = []
     done = 0
@@ -58,6 +62,36 @@ def fold_nodes(nodes: Sequence[Json]) -> list[FoldedNodes]:
     if done < len(nodes):
         blocks.append(FoldedNodes(done, len(nodes) - done, 1))
     return blocks
+
+
+def layers_data(nodes: Sequence[Json]) -> list[Json]:
+    """Returns the blocks of `fold_nodes` for JSON.
+
+    Keys: `first` and `last`, patterns of the names of the first and last node of each layer;
+    `nodes`, their number in a layer; and `count`, the number of layers.
+    """
+    return [
+        {
+            "first": common_name([nodes[i]["name"] for i in block.places(0)]),
+            "last": common_name([nodes[i]["name"] for i in block.places(block.size - 1)]),
+            "nodes": block.size,
+            "count": block.count,
+        }
+        for block in fold_nodes(nodes)
+    ]
+
+
+def matching_nodes(nodes: Sequence[Json], patterns: Sequence[str]) -> list[Json]:
+    """Returns the nodes whose name one of the patterns matches (as in `fnmatch`).
+
+    Raises:
+        DirectoryError: A pattern matches none.
+    """
+    names = [node["name"] for node in nodes]
+    for pattern in patterns:
+        if names and not any(fnmatchcase(name, pattern) for name in names):
+            raise DirectoryError(f"--node {pattern}: matches no node{nearest(pattern, names)}")
+    return [n for n in nodes if any(fnmatchcase(n["name"], p) for p in patterns)]
 
 
 def fold_rows(
@@ -119,18 +153,22 @@ def _kind(node: Json) -> Hashable:
             str(item["partial"]), None if after is None else operand(after),
         )  # fmt: skip
 
+    if "factors" in node:  # a node of a model that has not been sharded
+        reason = _NUMBER.sub("#", node["reason"].replace(node["name"], ""))
+        count = len(node["inputs"]), len(node["operands"])
+        return node["op_type"], node["rule"], str(node["factors"]), count, reason
     shown = tuple([operand(item) for kind in ("inputs", "outputs") for item in node[kind]])
     return node["op_type"], node["stage"], node["pinned"], len(node["inputs"]), shown
 
 
 def _spans(nodes: Sequence[Json]) -> Iterator[tuple[int, int]]:
     """Returns the numbers of the node that makes a value and of the last node that reads it."""
-    made = {o["name"]: i for i, node in enumerate(nodes) for o in node["outputs"]}
-    last: dict[str, int] = {}
-    for i, node in enumerate(nodes):
-        for item in node["inputs"]:
-            if item["name"] in made:
-                last[item["name"]] = i
+
+    def names(items: Sequence[Json | str]) -> list[str]:
+        return [item if isinstance(item, str) else item["name"] for item in items]
+
+    made = {name: i for i, node in enumerate(nodes) for name in names(node["outputs"])}
+    last = {name: i for i, node in enumerate(nodes) for name in names(node["inputs"])}
     for name, reader in last.items():
-        if reader > made[name]:
+        if reader > made.get(name, reader):
             yield made[name], reader

@@ -300,8 +300,9 @@ def model_data(program: Program) -> Json:
     """Returns what `onnxpar inspect MODEL --json` prints: what a strategy can address.
 
     Keys: `inputs`, `outputs`, `parameters` (`name`, `dtype`, `shape`; without small integers and
-    scalars), `symbols`, and `nodes` with `rule`, `operands` (names of the operands that take an
-    entry of a strategy), `factors` (name, size, kind) and `reason` (why it cannot be sharded).
+    scalars), `symbols`, and `nodes` with the names of `inputs` and `outputs`, `rule`, `operands`
+    (names of the operands that take an entry of a strategy), `factors` (name, size, kind) and
+    `reason` (why it cannot be sharded).
     """
     graph, env, rules = program.graph, program.env, program.rules
     return {
@@ -346,6 +347,8 @@ def _rule(node: ir.Node, rules: Rules) -> Json:
     return {
         "name": name,
         "op_type": node.op_type,
+        "inputs": [value.name or "" if value is not None else "" for value in node.inputs],
+        "outputs": [value.name or "" for value in node.outputs],
         "rule": format_rule(rule),
         "operands": operands,
         "factors": [

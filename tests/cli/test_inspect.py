@@ -66,14 +66,52 @@ def test_tables_of_a_directory(here: Path, capsys: pytest.CaptureFixture[str]) -
     capsys.readouterr()
     assert main(["inspect", "out"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    row = next(line for line in lines if line.startswith("/matmul1/MatMul *"))
-    assert row.split() == [
-        "/matmul1/MatMul", "*", "MatMul", "x", "(batch,", "32)", "(batch//2,", "8)", "2,4",
-        *row.split()[9:],
-    ]  # fmt: skip
-    assert any("after: /matmul1/MatMul_output_0" in line for line in lines)
+    rows = [line.split() for line in lines]
+    assert next(row[:5] for row in rows if row[:1] == ["/matmul1/MatMul"]) == [
+        "/matmul1/MatMul",
+        "*",
+        "MatMul",
+        "(batch,",
+        "16)",
+    ]
     assert any("{0,1,2,3} {4,5,6,7}" in line for line in lines)
-    assert "symbol batch: divisor=8" in lines
+    assert "symbol        batch: divisor=8" in lines
+    # The mesh has no names.
+    assert "4@1           over 4 devices that are 1 rank apart" in lines
+
+
+def test_operands_of_chosen_nodes(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    assert main(["inspect", "out", "--node", "/matmul1/*"]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert rows[1] == ["/matmul1/MatMul", "*", "MatMul"]
+    assert rows[2][:7] == ["x", "(batch,", "32)", "(batch//2,", "8)", "2,4", "[2@4,"]
+    assert ["after:", "/matmul1/MatMul_output_0"] in [row[:2] for row in rows]
+    assert not any("/matmul2/MatMul" in row for row in rows)
+    assert main(["inspect", "out", "--node", "/matmul1/*", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [node["name"] for node in found["nodes"]] == ["/matmul1/MatMul"]
+    assert found["layers"] == [
+        {"first": "/matmul1/MatMul", "last": "/matmul2/MatMul", "nodes": 3, "count": 1}
+    ]
+    for target in ("out", "model.onnx"):
+        assert main(["inspect", target, "--node", "/matmul3/*"]) == 2
+        assert "--node /matmul3/*: matches no node; nearest" in capsys.readouterr().err
+
+
+def test_one_part_of_a_report(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    assert main(["inspect", "out", "--collectives"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("collective ") and "ReduceScatter" in text and "devices" not in text[:80]
+    assert main(["inspect", "out", "--layers"]) == 0
+    assert capsys.readouterr().out.splitlines()[1].split()[:3] == [
+        "/matmul1/MatMul", "/matmul2/MatMul", "3"
+    ]  # fmt: skip
+    assert main(["inspect", "model.onnx", "--layers"]) == 0
+    assert "/matmul1/MatMul" in capsys.readouterr().out
+    assert main(["inspect", "model.onnx", "--collectives"]) == 2
+    assert "expected the output of `onnxpar shard`, got a model" in capsys.readouterr().err
 
 
 def test_groups_of_one_rank(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -193,8 +231,10 @@ def test_what_an_encoder_supplies_is_shown(
     assert "encoder       16 nodes, runs once: 7 parameters" in printed
     assert "4 inputs from it, such as past_key_cross_0 from present_key_cross_0, [~, tp" in printed
     assert main(["inspect", out]) == 0
-    rows = [line.split() for line in capsys.readouterr().out.splitlines() if "_cross_1" in line]
-    assert ["past_value_cross_1", "encoder", "present_value_cross_1"] in [row[:3] for row in rows]
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if "_cross_*" in line]
+    assert ["2", "past_value_cross_*", "encoder", "present_value_cross_*"] in [
+        row[:4] for row in rows
+    ]
     assert main(["inspect", out, "--program", "encoder", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["program"] == "encoder" and len(report["nodes"]) == 16

@@ -85,11 +85,11 @@ def test_tables(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", str(out)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert (
-        "training 36 of 108 parameters, in 1 of 3 tensors, with momentum on mse; the labels are "
-        "the input labels"
+        "trained       36 of 108 parameters, in 1 of 3 tensors, with momentum on mse; the labels "
+        "are the input labels"
     ) in lines
-    head = lines[: lines.index("program training_model:")]
-    rows = {line.split()[0]: line.split()[1:] for line in head}
+    head = lines[: lines.index("program       training_model")]
+    rows = {line.split()[0]: line.split()[1:] for line in head if line}
     assert " ".join(rows["w"]) == ("36 yes first, second (shared) it has the name of a parameter")
     assert " ".join(rows["held"]) == "36 no: frozen last it is the weight of node 'last'"
     assert rows["unread"][:3] == ["36", "no:", "the"]
@@ -140,7 +140,7 @@ def test_stages_and_transfers_of_a_pipeline_are_shown(
     """The second stage begins with the second product."""
     strategy = "mesh: {dp: 2}\npipeline: {stages: 2, assign: {'/relu1/*': 0, '/fc2/*': 1}}\n"
     out, printed = in_stages(tmp_path, strategy, capsys)
-    assert "stage 1       ranks 2 to 3: " in printed and "560 bytes on each device" in printed
+    assert "stage 1       ranks 2 to 3: " in printed and "560 B on each device" in printed
     assert main(["inspect", str(out), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     first, second = report["stage_totals"]

@@ -26,4 +26,6 @@ def test_table(capsys: pytest.CaptureFixture[str]) -> None:
     bodies = {name for name, _ in schema_bodies(REGISTRY)}
     defined = {f"{d.domain}::{d.op_type}" if d.domain else d.op_type for d in REGISTRY.defs}
     assert names == defined | bodies
-    assert lines[-1].startswith(f"{len(REGISTRY.defs) + len(schema_bodies(REGISTRY))} definitions.")
+    assert lines[-1].startswith(
+        f"definitions   {len(REGISTRY.defs) + len(schema_bodies(REGISTRY))}. "
+    )

@@ -40,7 +40,7 @@ def test_strategy_file(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "devices       8\n" in printed
     assert "nodes         3: 3 sharded\n" in printed
     # 32x16 + 16x16 float32 weights; each device has a quarter of both.
-    assert "parameters    2, 768 of 3,072 bytes on each device" in printed
+    assert "parameters    2, 768 B of 3 KiB on each device" in printed
     assert "1 ReduceScatter" in printed
     assert "-n 8 onnxpar run out --inputs" in printed
     manifest = json.loads((here / "out" / "manifest.json").read_text())
@@ -59,7 +59,7 @@ def test_a_pipeline_tells_the_bytes_of_its_fullest_stage(
     printed = capsys.readouterr().out
     assert "devices       4 in 2 stages, each with the mesh dp=2\n" in printed
     # The first stage has 32x16 float32 weights, the second 16x16.
-    sizes = "2,048 of 3,072 bytes on each device of the fullest stage"
+    sizes = "2 KiB of 3 KiB on each device of the fullest stage"
     assert f"parameters    2, {sizes}" in printed
 
 
@@ -109,7 +109,8 @@ def test_replicated_nodes_are_named_with_the_reason(
     assert "nodes         2: 1 sharded, 1 replicated: no sharding rule (where)\n" in printed
     assert main(["inspect", "out"]) == 0
     printed = capsys.readouterr().out
-    assert "2 nodes: 1 sharded, 1 replicated: no sharding rule (where); 1 collective," in printed
+    assert "nodes         2: 1 sharded, 1 replicated: no sharding rule (where)\n" in printed
+    assert "collectives   1 AllGather; " in printed
 
 
 def test_every_node_is_counted(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

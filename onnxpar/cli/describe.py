@@ -1,0 +1,67 @@
+"""Sentences about a report that several commands print."""
+
+from typing import Any
+
+SHOWN = 5
+"""The most items of a list in a sentence."""
+
+
+def describe_growth(state: dict[str, Any]) -> str:
+    """Returns how a state of a forward program changes from run to run."""
+    if state["grows"] is None:
+        return "keeps its size"
+    return f"grows along dim {state['grows']}" + (", in place" if state["appends"] else "")
+
+
+def describe_mesh(report: dict[str, Any]) -> str:
+    """Returns the text after the number of devices: the stages, and the mesh of each stage."""
+    stages, axes = report["stages"], report["mesh"]["axes"]
+    mesh = f"mesh {' x '.join(f'{n}={s}' for n, s in axes.items())}" if axes else ""
+    if stages == 1:
+        return f", {mesh}" if mesh else ""
+    return f" in {stages} stages, each with the {mesh}" if mesh else f" in {stages} stages"
+
+
+def describe_device(report: dict[str, Any]) -> str:
+    """Returns which device is meant: stages hold different parameters."""
+    return "each device" if report["stages"] == 1 else "each device of the fullest stage"
+
+
+def describe_sent(report: dict[str, Any]) -> str:
+    """Returns what a device sends; a program's collectives are those of all its stages."""
+    sent = f"{report['totals']['bytes']} bytes"
+    if symbols := report["totals"].get("grows_faster_than"):
+        sent += f" (growing faster than {' and '.join(symbols)})"
+    if report["stages"] == 1:
+        return f"a device sends {sent}"
+    return f"summed over the stages, a device sends {sent}"
+
+
+def describe_nodes(report: dict[str, Any]) -> str:
+    """Returns the number of nodes of each kind: sharded, or replicated for one of two reasons."""
+    totals = report["totals"]
+    names = [item["name"] for item in report["replicated"]]
+    unsplit = totals["nodes"] - totals["sharded"] - len(names)
+    parts = [f"{totals['sharded']:,} sharded"]
+    if unsplit:
+        parts.append(f"{unsplit:,} replicated: none of their dims is sharded")
+    if names:
+        more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+        parts.append(
+            f"{len(names):,} replicated: no sharding rule ({', '.join(names[:SHOWN])}{more})"
+        )
+    return ", ".join(parts)
+
+
+def count(number: int, noun: str) -> str:
+    """Returns the number with the noun, which is plural unless the number is 1."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def describe_conflict(item: dict[str, Any]) -> str:
+    """Returns one conflict of a report in a line."""
+    reader = f"{item['node']} operand {item['operand']}" if item["node"] else "the output"
+    return (
+        f"{item['value']} {item['from']} -> {item['to']} for {reader}: "
+        f"{' '.join(item['steps'])}, {item['bytes']} bytes ({item['reason']})"
+    )

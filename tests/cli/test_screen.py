@@ -1,0 +1,115 @@
+"""Tables and lines fit a terminal, and are complete in a file."""
+
+import re
+from pathlib import Path
+
+import onnx_ir as ir
+import pytest
+import transformer
+
+from onnxpar.cli import main
+from onnxpar.cli.screen import Column, Content, Screen, fit, once, shortened
+
+COLOURS = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
+LAYERS = 6
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a transformer of several layers, and its directory on an unnamed mesh."""
+    folder = tmp_path_factory.mktemp("gpt")
+    ir.save(transformer.build(layers=LAYERS, d_model=16, heads=2, vocab=32), folder / "gpt.onnx")
+    arguments = ["shard", str(folder / "gpt.onnx"), "--strategy", "dp=2,tp=2"]
+    assert main([*arguments, "-o", str(folder / "out")]) == 0
+    return folder
+
+
+def on_a_terminal(monkeypatch: pytest.MonkeyPatch, width: int, *, colour: bool = True) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    if not colour:
+        monkeypatch.setenv("NO_COLOR", "1")
+
+
+@pytest.mark.parametrize("colour", [True, False])
+@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["inspect", "out"],
+        ["inspect", "out", "--layers", "--collectives"],
+        ["inspect", "out", "--node", "/layer*/attn/*"],
+        ["inspect", "gpt.onnx"],
+    ],
+    ids=" ".join,
+)
+def test_reports_fit_a_terminal(
+    sharded: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    width: int,
+    colour: bool,
+    arguments: list[str],
+) -> None:
+    monkeypatch.chdir(sharded)
+    on_a_terminal(monkeypatch, width, colour=colour)
+    assert main(arguments) == 0
+    text = capsys.readouterr().out
+    shown = COLOURS.sub("", text)
+    assert ("\x1b[33mtp" in text) == (colour and arguments[1] == "out")
+    # Sentences that are not wrapped by us are wrapped by the terminal.
+    rows = [line for line in shown.splitlines() if "  " in line.strip()]
+    assert rows and max(map(len, rows)) <= width
+    # Repeated layers are shown once.
+    assert "/layer*/" in shown and "/layer3/" not in shown
+    assert re.search(rf"^ *{LAYERS} ", shown, re.MULTILINE)
+
+
+def test_a_file_has_everything_and_no_colours(
+    sharded: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(sharded)
+    monkeypatch.setenv("COLUMNS", "40")
+    assert main(["inspect", "out", "--node", "*"]) == 0
+    text = capsys.readouterr().out
+    assert "\x1b" not in text and "…" not in text
+    assert "local shape" in text and "/layer*/ln1/LayerNormalization_output_0" in text
+
+
+def test_columns_are_shrunk_in_order() -> None:
+    columns = [Column("a", Content.NAME), Column("b", Content.NUMBER), Column("c"),
+               Column("d", optional=True)]  # fmt: skip
+    natural = [40, 10, 50, 12]
+    assert fit(columns, natural, 200) == natural
+    # First the sentence is wrapped, then names are shortened, then a column is left out.
+    assert fit(columns, natural, 100) == [40, 10, 32, 12]
+    assert fit(columns, natural, 82) == [34, 10, 20, 12]
+    assert fit(columns, natural, 70) == [36, 10, 20, 0]
+    assert fit(columns, natural, 40) == [16, 10, 10, 0]
+
+
+def test_names_are_shortened_in_the_middle() -> None:
+    assert shortened("/layer0/attn/q_proj/MatMul", 26) == "/layer0/attn/q_proj/MatMul"
+    short = shortened("/layer0/attn/q_proj/MatMul", 16)
+    assert short == "/layer…oj/MatMul" and len(short) == 16
+
+
+def test_repeated_sentences_are_said_once() -> None:
+    assert once(["a", "b", "a"]) == ["a (×2)", "b"]
+
+
+def test_layouts_have_the_colours_of_their_axes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    on_a_terminal(monkeypatch, 80)
+    screen = Screen({"axes": {"dp": 2, "tp": 2}})
+    styles = [
+        [(str(s.style), text.plain[s.start : s.end]) for s in text.spans]
+        for text in (
+            screen.layout("[dp, ~, tp]"), screen.layout("/dp/tp.weight"), screen.layout("[2@4]")
+        )
+    ]  # fmt: skip
+    assert styles == [[("cyan", "dp"), ("yellow", "tp")], [], [("cyan", "2@4")]]
+    screen.legend()
+    assert "over 2 devices that are 4 ranks apart" in capsys.readouterr().out
