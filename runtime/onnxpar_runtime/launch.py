@@ -11,7 +11,7 @@ import os
 import re
 import sys
 import sysconfig
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from shutil import which
 
@@ -20,6 +20,7 @@ from onnxpar_runtime.collectives import Rank, World
 from onnxpar_runtime.devices import check_wanted, gather
 from onnxpar_runtime.errors import LaunchError, OnnxparRuntimeError, RankError
 from onnxpar_runtime.logs import PACKAGE
+from onnxpar_runtime.marks import SUPERVISED, mark_finished, mark_started
 
 log = logging.getLogger(f"{PACKAGE}.launch")
 TRANSPORTS = ("auto", "mpi", "nccl", "threads")
@@ -27,8 +28,6 @@ TRANSPORTS = ("auto", "mpi", "nccl", "threads")
 _RANK_VARIABLES = (("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), ("PMI_RANK", "PMI_SIZE"))
 _INTERRUPTED = 130
 _OWN = re.compile(r"^(?:\x00|-{70,})*((?:r\d+ \||onnxpar: ).*?)(?:-{70,})?$", re.MULTILINE)
-SUPERVISED = "ONNXPAR_SUPERVISED"
-"""The variable that is set for ranks that a supervisor started."""
 AGREED = 64
 """Is added to the exit code if all ranks of a supervisor agreed on an error.
 
@@ -115,8 +114,11 @@ def guarded(rank: Rank, action: Callable[[], int]) -> int:
     Raises:
         SystemExit: The only rank calls `sys.exit`.
     """
+    mark_started(rank.index)
     try:
-        return action()
+        code = action()
+        mark_finished(rank.index)
+        return code
     except OnnxparRuntimeError as error:
         log.error("%s", error)
         if error.agreed or rank.world.size == 1:
@@ -145,6 +147,11 @@ def guarded(rank: Rank, action: Callable[[], int]) -> int:
 def ranks_in_words(count: int) -> str:
     """Returns `1 rank` or `2 ranks`."""
     return f"{count} rank" if count == 1 else f"{count} ranks"
+
+
+def numbered(ranks: Sequence[int]) -> str:
+    """Returns `rank 1` or `ranks 0, 2`."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def report(message: str) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import FrameType
 
 from onnxpar_format.manifest import FILE_NAME
@@ -22,12 +23,13 @@ from onnxpar_runtime.checkpoint.folder import complete_steps, resolve
 from onnxpar_runtime.errors import LaunchError
 from onnxpar_runtime.launch import (
     AGREED,
-    SUPERVISED,
     find_mpirun,
     mpirun_environment,
+    numbered,
     ranks_in_words,
 )
 from onnxpar_runtime.manifest import Manifest
+from onnxpar_runtime.marks import SUPERVISED, Marks
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _GRACE_S = 8.0
@@ -61,10 +63,17 @@ class Job:
 
 @dataclass(frozen=True)
 class _End:
-    """How an mpirun ended: its exit code, and the signal that this process got, if any."""
+    """How an mpirun ended.
+
+    Attributes:
+        code: Its exit code.
+        interrupted: The signal that this process got, if any.
+        why: Why the run failed, though mpirun's code is 0 or this process ended it; else empty.
+    """
 
     code: int
-    interrupted: int | None
+    interrupted: int | None = None
+    why: str = ""
 
 
 def supervise(job: Job) -> int:
@@ -91,10 +100,11 @@ def supervise(job: Job) -> int:
         if end.interrupted is not None:
             return 128 + end.interrupted
         agreed = end.code - AGREED
-        if end.code in (0, 2) or agreed in (1, 2):
+        if not end.why and (end.code in (0, 2) or agreed in (1, 2)):
             return agreed if agreed > 0 else end.code
         elapsed = time.monotonic() - start
-        _report(f"a rank failed, and mpirun ended {_how(end.code)} after {elapsed:.1f} s")
+        why = end.why or f"a rank failed, and mpirun ended {_how(end.code)}"
+        _report(f"{why} after {elapsed:.1f} s")
         if number + 1 < len(plan):
             again, count = plan[number + 1]
             restart = f"(restart {number + 1} of {len(plan) - 1})"
@@ -167,49 +177,91 @@ def _run(job: Job, ranks: int, arguments: Sequence[str]) -> _End:
     more += ["-x", SUPERVISED]
     command = [find_mpirun(), *more, *job.options, "-n", str(ranks), *job.program, *arguments]
     known = set(_children())
-    with _handed_on() as signals:
+    with TemporaryDirectory(prefix="onnxpar-launch-") as folder, _handed_on() as signals:
+        marks, stop = Marks(Path(folder)), _Stop(signals)
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
-            env={**mpirun_environment(), SUPERVISED: "1"},
+            env={**mpirun_environment(), SUPERVISED: folder},
             start_new_session=True,  # The terminal's Ctrl-C comes to this process alone.
             preexec_fn=_end_with_parent if sys.platform == "linux" else None,
         )
         try:
             while process.poll() is None:
-                signals.pass_to(process)
+                stop.look(process, marks)
                 time.sleep(_POLL_S)
         finally:
             if process.poll() is None:
                 process.kill()
                 process.wait()
             _end_orphans(known)
-    return _End(process.returncode, signals.seen)
+        why = stop.why
+        if process.returncode == 0 and not why:
+            why = _why_unfinished(marks)
+    return _End(process.returncode, signals.seen, why)
+
+
+def _why_unfinished(marks: Marks) -> str:
+    """Says why a run did not finish, though mpirun reported success; empty if it did."""
+    if marks.empty:
+        return (
+            "no rank left a mark that it finished: expected a rank on this machine, or a folder "
+            "TMPDIR that all machines share; mpirun ended with code 0"
+        )
+    left = marks.unfinished()
+    return f"{numbered(left)} did not finish, but mpirun ended with code 0" if left else ""
+
+
+class _Stop:
+    """Ends mpirun after a signal, and when it outlives a rank that failed.
+
+    mpirun ends by itself after a failure, unless it cannot reach another machine.
+
+    Attributes:
+        why: Why it had to be ended, if a rank failed; else empty.
+    """
+
+    def __init__(self, signals: "_Signals") -> None:
+        self.why = ""
+        self._signals = signals
+        self._failed_since: float | None = None
+        self._terminated: float | None = None
+
+    def look(self, process: "subprocess.Popen[bytes]", marks: Marks) -> None:
+        """Sends mpirun SIGTERM if it should end, and SIGKILL if that does not end it in time."""
+        now = time.monotonic()
+        if self._terminated is not None:
+            if now - self._terminated > _GRACE_S:
+                process.kill()
+            return
+        if self._signals.seen is not None:
+            self._terminate(process, now)
+            return
+        failed = marks.failed()
+        if not failed:
+            self._failed_since = None
+        elif self._failed_since is None:
+            self._failed_since = now
+        elif now - self._failed_since > _GRACE_S:
+            self.why = f"{numbered(failed)} failed, and mpirun did not end"
+            self._terminate(process, now)
+
+    def _terminate(self, process: "subprocess.Popen[bytes]", now: float) -> None:
+        self._terminated = now
+        process.terminate()
 
 
 class _Signals:
-    """The signals that this process got, and when."""
+    """The first signal that this process got."""
 
     def __init__(self) -> None:
         self.seen: int | None = None
-        self._passed = False
-        self._since = 0.0
 
     def receive(self, number: int, frame: FrameType | None) -> None:
         """Keeps the first signal."""
         del frame
         if self.seen is None:
-            self.seen, self._since = number, time.monotonic()
-
-    def pass_to(self, process: "subprocess.Popen[bytes]") -> None:
-        """Sends mpirun SIGTERM after a signal, and SIGKILL if that does not end it in time."""
-        if self.seen is None:
-            return
-        if not self._passed:
-            self._passed = True
-            process.terminate()
-        elif time.monotonic() - self._since > _GRACE_S:
-            process.kill()
+            self.seen = number
 
 
 @contextmanager

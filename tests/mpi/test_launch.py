@@ -249,6 +249,28 @@ def test_on_two_machines_a_rank_dies(work: Path, machines: list[str], whom: int)
     assert len(losses(log)) == 60
 
 
+def test_on_two_machines_a_daemon_dies(work: Path, machines: list[str]) -> None:
+    """Open MPI's mpirun then ends all ranks, and returns 0."""
+    directory, log, folder = linear.shard(work, 2), work / "log", work / "ck"
+    arguments = training(work, directory, "--log", str(log), "--checkpoint", str(folder))
+    with launched("--retries", "1", *machines, "--", *arguments, "--every", "1") as process:
+        ranks = ranks_anywhere(process, 2)
+        while not complete_steps(folder):
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.01)
+        os.kill(parent(ranks[0]), signal.SIGKILL)
+        assert gone(ranks)
+        _, errors = finish(process)
+    assert process.returncode == 0, errors
+    assert "did not finish, but mpirun ended with code 0" in errors and "resuming from" in errors
+    assert len(losses(log)) == 60
+
+
+def parent(pid: int) -> int:
+    """Open MPI's daemon, which started the rank."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
 SMALL_DISK = """
 mount -t tmpfs -o size={size}k none "$1" || exit 77
 "${{@:3}}"

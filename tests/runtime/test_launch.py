@@ -11,7 +11,6 @@ from onnxpar_runtime.collectives import Rank, World
 from onnxpar_runtime.errors import InputError, LaunchError, OnnxparRuntimeError, TrainingError
 from onnxpar_runtime.launch import (
     AGREED,
-    SUPERVISED,
     find_mpirun,
     guarded,
     init,
@@ -20,6 +19,7 @@ from onnxpar_runtime.launch import (
     own_messages,
 )
 from onnxpar_runtime.logs import open_log
+from onnxpar_runtime.marks import SUPERVISED
 
 
 def test_place() -> None:

@@ -1,0 +1,79 @@
+"""Marks by which `onnxpar launch` sees which ranks started, and which of them finished.
+
+mpirun's exit code does not tell: Open MPI's returns 0 if the daemon of another machine dies, and
+waits for as long as the link to it is down. So each rank that runs on the supervisor's machine, or
+shares its folder for temporary files, leaves a file there when it starts and when it has finished.
+"""
+
+import os
+import socket
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+SUPERVISED = "ONNXPAR_SUPERVISED"
+"""The variable with the supervisor's folder for marks, set for the ranks that it started."""
+_STARTED = ".started"
+_FINISHED = ".finished"
+
+
+def mark_started(rank: int) -> None:
+    """Leaves the mark of a rank that starts, with its machine and process."""
+    _mark(rank, _STARTED, f"{socket.gethostname()} {os.getpid()}")
+
+
+def mark_finished(rank: int) -> None:
+    """Leaves the mark of a rank that has done all its work."""
+    _mark(rank, _FINISHED, "")
+
+
+def _mark(rank: int, kind: str, text: str) -> None:
+    folder = os.environ.get(SUPERVISED)
+    # On another machine the folder does not exist.
+    if folder is not None:
+        with suppress(OSError):
+            (Path(folder) / f"rank{rank:04d}{kind}").write_text(text, encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class Marks:
+    """The marks of one run of mpirun.
+
+    Attributes:
+        folder: Where they are.
+    """
+
+    folder: Path
+
+    def failed(self) -> list[int]:
+        """Returns the ranks of this machine whose process has ended before they finished."""
+        machine = socket.gethostname()
+        found = []
+        for rank in sorted(self._ranks(_STARTED) - self._ranks(_FINISHED)):
+            words = (self.folder / f"rank{rank:04d}{_STARTED}").read_text(encoding="utf-8").split()
+            # A file that has just been made may still be empty.
+            if len(words) == 2 and words[0] == machine and not _lives(int(words[1])):
+                found.append(rank)
+        return found
+
+    def unfinished(self) -> list[int]:
+        """Returns the ranks that left a mark when they started, and none when they finished."""
+        return sorted(self._ranks(_STARTED) - self._ranks(_FINISHED))
+
+    @property
+    def empty(self) -> bool:
+        """Whether no rank has left a mark."""
+        return not self._ranks(_STARTED)
+
+    def _ranks(self, kind: str) -> set[int]:
+        return {int(path.name.removesuffix(kind)[4:]) for path in self.folder.glob(f"rank*{kind}")}
+
+
+def _lives(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
