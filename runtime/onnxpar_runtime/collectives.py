@@ -13,7 +13,8 @@ deterministic and limit how long ranks wait.
 import ctypes
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +32,7 @@ from onnxpar_runtime.library import (
     mpi_library,
     nccl_library,
 )
+from onnxpar_runtime.mpirun_place import mpirun_place
 
 __all__ = ["OpCounter", "Rank", "World", "custom_op_library"]
 
@@ -109,17 +111,19 @@ class World(Closing):
         Raises:
             LaunchError: MPI cannot be loaded, or it is not the one that the library was built for.
         """
-        try:
-            from mpi4py import MPI  # importing it initialises MPI
-        except (ImportError, RuntimeError) as error:
-            raise LaunchError(f"MPI cannot be used: {error}") from None
-        if comm is None:
-            comm = MPI.COMM_WORLD
-        path = mpi_library(MPI.Get_library_version())
-        library = load_library()
-        handle = library.onnxpar_mpi(
-            str(path).encode(), ctypes.c_void_p(MPI._addressof(comm)), True, _timeout()
-        )
+        # A rank that never starts would make the others wait in MPI for ever.
+        with _time_limit():
+            try:
+                from mpi4py import MPI  # importing it initialises MPI
+            except (ImportError, RuntimeError) as error:
+                raise LaunchError(f"MPI cannot be used: {error}") from None
+            if comm is None:
+                comm = MPI.COMM_WORLD
+            path = mpi_library(MPI.Get_library_version())
+            library = load_library()
+            handle = library.onnxpar_mpi(
+                str(path).encode(), ctypes.c_void_p(MPI._addressof(comm)), True, _timeout()
+            )
         if not handle:
             raise LaunchError(f"MPI cannot be used: {last_error(library)}")
         rank = comm.Get_rank()
@@ -492,6 +496,25 @@ def _contiguous(array: NDArray[Any]) -> int:
     if not array.flags.c_contiguous:
         raise ValueError(f"expected a contiguous array, got strides {array.strides}")
     return int(array.ctypes.data)
+
+
+@contextmanager
+def _time_limit() -> Iterator[None]:
+    """Ends the process, with a message, if the block takes longer than ranks wait."""
+    seconds, place = _timeout(), mpirun_place()
+    if not seconds or place is None:
+        yield
+        return
+    text = (
+        f"r{place[0]} | waited {seconds:g} s for all {place[1]} ranks to start; a rank or its "
+        "machine hangs, or the limit ONNXPAR_TIMEOUT is too short\n"
+    )
+    library = load_library()
+    limit = library.onnxpar_begin_limit(seconds, text.encode())
+    try:
+        yield
+    finally:
+        library.onnxpar_end_limit(limit)
 
 
 def _timeout() -> float:

@@ -10,15 +10,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
+
 from onnxpar_format.new_file import check_file
 from onnxpar_format.options import Execution
-from onnxpar_runtime.agree import together
+from onnxpar_runtime.agree import together, together_for_long
 from onnxpar_runtime.collectives import Rank
-from onnxpar_runtime.errors import InputError, LaunchError
+from onnxpar_runtime.errors import DirectoryError, InputError, LaunchError
 from onnxpar_runtime.interrupts import reporting_termination
-from onnxpar_runtime.launch import guarded, init, mpirun_place
+from onnxpar_runtime.launch import guarded, init, numbered
 from onnxpar_runtime.logs import open_log
 from onnxpar_runtime.manifest import Manifest
+from onnxpar_runtime.mpirun_place import mpirun_place
 from onnxpar_runtime.npz import read_npz, write_npz
 from onnxpar_runtime.opened import wrong_size
 from onnxpar_runtime.options import parse_pairs
@@ -115,7 +118,13 @@ def begin(
     how: Execution,
     writes: str | Path | None = None,
 ) -> Manifest:
-    """Opens the log, checks directory, ranks and the file to write; returns the manifest."""
+    """Opens the log, checks the directory, the ranks and the file to write; returns the manifest.
+
+    Raises:
+        DirectoryError: The directory is damaged, or differs between ranks.
+        LaunchError: The number of ranks is wrong, or the log cannot be written.
+        InputError: The file cannot be written.
+    """
 
     def prepare() -> Manifest:
         if how.log_dir is not None:
@@ -126,7 +135,29 @@ def begin(
             check_file(writes, InputError)
         return manifest
 
-    return together(rank, prepare)
+    manifest = together(rank, prepare)
+    check_equal(rank, manifest)
+    together_for_long(rank, lambda: manifest.verify_files(rank.index))
+    return manifest
+
+
+def check_equal(rank: Rank, manifest: Manifest) -> None:
+    """Checks that all ranks, which may be on several machines, have the same directory.
+
+    Every rank must call it.
+
+    Raises:
+        DirectoryError: The manifests differ.
+    """
+    digests = np.zeros(rank.world.size, np.int64)
+    digests[rank.index] = manifest.digest
+    digests = rank.all_reduce(digests)
+    others = [index for index, digest in enumerate(digests) if digest != digests[0]]
+    if others:
+        raise DirectoryError(
+            f"{manifest.directory}: expected the same directory on all ranks, but the manifest of "
+            f"{numbered(others)} differs from that of rank 0; copy the directory to all machines"
+        ).as_agreed()
 
 
 def check_size(

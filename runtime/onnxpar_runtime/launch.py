@@ -21,11 +21,10 @@ from onnxpar_runtime.devices import check_wanted, gather
 from onnxpar_runtime.errors import LaunchError, OnnxparRuntimeError, RankError
 from onnxpar_runtime.logs import PACKAGE
 from onnxpar_runtime.marks import SUPERVISED, mark_finished, mark_started
+from onnxpar_runtime.mpirun_place import mpirun_place
 
 log = logging.getLogger(f"{PACKAGE}.launch")
 TRANSPORTS = ("auto", "mpi", "nccl", "threads")
-# Open MPI's mpirun, and the process managers of MPICH's family.
-_RANK_VARIABLES = (("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), ("PMI_RANK", "PMI_SIZE"))
 _INTERRUPTED = 130
 _OWN = re.compile(r"^(?:\x00|-{70,})*((?:r\d+ \||onnxpar: ).*?)(?:-{70,})?$", re.MULTILINE)
 AGREED = 64
@@ -34,15 +33,6 @@ AGREED = 64
 Such an error would come again after a restart. Exit code 1 alone may also come from a rank that
 failed by itself. Exit codes reach the supervisor from ranks on any machine.
 """
-
-
-def mpirun_place(environ: Mapping[str, str] | None = None) -> tuple[int, int] | None:
-    """Returns `(rank, size)` from mpirun's environment variables; None outside mpirun."""
-    environ = os.environ if environ is None else environ
-    for rank, size in _RANK_VARIABLES:
-        if rank in environ and size in environ:
-            return int(environ[rank]), int(environ[size])
-    return None
 
 
 def init(transport: str = "auto", device: str = "auto") -> Rank:

@@ -22,6 +22,8 @@ SIGNATURES: Signatures = {
     "onnxpar_open_device": (_INT, [_POINTER, _INT, _INT, _TEXT, _SECONDS]),
     "onnxpar_check_device": (_INT, [_POINTER, _INT]),
     "onnxpar_check_computed": (_INT, [_POINTER]),
+    "onnxpar_begin_limit": (_POINTER, [_SECONDS, _TEXT]),
+    "onnxpar_end_limit": (None, [_POINTER]),
     "onnxpar_size": (_INT, [_POINTER]),
     "onnxpar_abort": (_INT, [_POINTER, _TEXT]),
     "onnxpar_close": (_INT, [_POINTER]),

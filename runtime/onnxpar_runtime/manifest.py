@@ -1,10 +1,11 @@
 """A directory: the contents of its manifest, and its files."""
 
+import hashlib
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from onnxpar_format.entries import ProgramEntry
-from onnxpar_format.manifest import ManifestContents, Training, read_manifest
+from onnxpar_format.manifest import FILE_NAME, ManifestContents, Training, read_manifest
 from onnxpar_runtime.errors import DirectoryError
 from onnxpar_runtime.files import check_sum, read_whole
 
@@ -87,7 +88,25 @@ class Manifest(ManifestContents):
             )
         return self.directory / name
 
-    def verify_files(self) -> None:
-        """Raises DirectoryError unless every file's SHA-256 is the manifest's; reads every byte."""
-        for name, entry in self.files.items():
-            check_sum(self.directory / name, entry, DirectoryError)
+    def files_of(self, rank: int) -> set[str]:
+        """Returns the names of the files that a rank reads: its graphs and its weights."""
+        graphs = {program.files[rank] for program in self.programs.values()}
+        shards = (shard for entry in self.parameters.values() for shard in entry.shards)
+        return {name for name in graphs if name is not None} | {
+            shard.file for shard in shards if rank in shard.ranks
+        }
+
+    def verify_files(self, rank: int | None = None) -> None:
+        """Reads every byte of the files that a rank reads, or of all files, and compares the sums.
+
+        Raises:
+            DirectoryError: The SHA-256 of a file is not the manifest's.
+        """
+        for name in sorted(self.files if rank is None else self.files_of(rank)):
+            check_sum(self.directory / name, self.files[name], DirectoryError)
+
+    @property
+    def digest(self) -> int:
+        """A number from the SHA-256 of the manifest's text, which has the sums of all files."""
+        text = (self.directory / FILE_NAME).read_bytes()
+        return int.from_bytes(hashlib.sha256(text).digest()[:7], "big")

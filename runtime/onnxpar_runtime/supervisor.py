@@ -1,8 +1,10 @@
 """Runs mpirun, and runs it again from the last complete checkpoint when a rank has died.
 
 mpirun ends all ranks when one of them dies. The supervisor decides from the exit code whether to
-start again: an error that all ranks agreed on would come again. It ends ranks of this machine whose
-mpirun has died (on other machines, Open MPI's daemons do so). It also passes signals on to mpirun.
+start again: an error that all ranks agreed on would come again. Success also needs a mark of each
+rank that it finished (`onnxpar_runtime.marks`). The supervisor ends mpirun if it outlives a rank
+that failed, and ranks of this machine whose mpirun has died (on other machines, Open MPI's daemons
+do so). It also passes signals on to mpirun.
 """
 
 import ctypes
@@ -34,6 +36,10 @@ from onnxpar_runtime.marks import SUPERVISED, Marks
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _GRACE_S = 8.0
 _POLL_S = 0.05
+# What ended a short run, such as a link that is down, may last: wait longer before each restart.
+_SHORT_S = 10.0
+_PAUSE_S = 1.0
+_LONGEST_PAUSE_S = 60.0
 # From Linux's prctl.h.
 _SET_PARENT_DEATH_SIGNAL = 1
 _SET_CHILD_SUBREAPER = 36
@@ -109,6 +115,8 @@ def supervise(job: Job) -> int:
             again, count = plan[number + 1]
             restart = f"(restart {number + 1} of {len(plan) - 1})"
             _report(f"{_where(folder)} on {ranks_in_words(count)}, with {again} {restart}")
+            if elapsed < _SHORT_S:
+                time.sleep(min(_PAUSE_S * 2**number, _LONGEST_PAUSE_S))
     _report("giving up: no retries are left" if len(plan) > 1 else "use --retries to restart")
     return 1
 

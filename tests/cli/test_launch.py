@@ -96,6 +96,8 @@ def test_attempts_go_from_directory_to_directory(
         return supervisor._End(137, None)
 
     monkeypatch.setattr(supervisor, "_run", dies)
+    pauses: list[float] = []
+    monkeypatch.setattr(supervisor.time, "sleep", pauses.append)
     first, second = str(sharded / "ranks2"), str(sharded / "ranks1")
     more = ["--lr", "1", "--checkpoint", str(tmp_path)]
     job = Job(["python"], ["train", first, *more], retries=1, fallbacks=[Path(second)])
@@ -107,6 +109,7 @@ def test_attempts_go_from_directory_to_directory(
         (1, ["train", second, *resumed]),
         (1, ["train", second, *resumed]),
     ]
+    assert pauses == [1, 2, 4]
     lines = capsys.readouterr().err.splitlines()
     assert lines[0].startswith("onnxpar: launch: a rank failed, and mpirun ended with SIGKILL")
     assert "from the beginning, because no checkpoint is complete, on 2 ranks" in lines[1]

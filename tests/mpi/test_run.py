@@ -124,6 +124,47 @@ def test_mistake_of_one_rank_names_it(tmp_path: Path) -> None:
     assert message.startswith("onnxpar: error: r1 | ") and "rank0001.model.onnx" in message
 
 
+def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
+    directory = hand_made.data_parallel(tmp_path / "a", 2)
+    graph = directory / "rank0001.model.onnx"
+    content = graph.read_bytes()
+    graph.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    outcome, outputs = run(2, directory, save(tmp_path, 4))
+    assert outcome.code == 2 and not outputs.exists()
+    (message,) = outcome.messages
+    assert message.startswith("onnxpar: error: r1 | ")
+    assert "rank0001.model.onnx: its content has changed: expected SHA-256" in message
+
+
+def test_all_ranks_need_the_same_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 has a directory that fits in all but its contents."""
+    hand_made.data_parallel(tmp_path / "0", 2)
+    hand_made.data_parallel(tmp_path / "1", 2, {"divisor": 4})
+    script = (
+        "import os, sys; from onnxpar_runtime.commands import run;"
+        "raise SystemExit(run(os.environ['OMPI_COMM_WORLD_RANK'], sys.argv[1], 'out.npz'))"
+    )
+    monkeypatch.chdir(tmp_path)
+    outcome = mpirun(2, ["-c", script, str(save(tmp_path, 4))])
+    assert outcome.code == 2, outcome.err
+    (message,) = outcome.messages
+    assert "0: expected the same directory on all ranks" in message
+    assert "manifest of rank 1 differs from that of rank 0" in message
+
+
+def test_a_rank_that_never_starts_ends_all() -> None:
+    """Rank 1 stops before MPI starts, and the others wait for it in MPI."""
+    script = (
+        "import os, signal; from onnxpar_runtime.launch import init;"
+        "int(os.environ['OMPI_COMM_WORLD_RANK']) == 1 and os.kill(os.getpid(), signal.SIGSTOP);"
+        "init()"
+    )
+    outcome = mpirun(2, ["-c", script], {"ONNXPAR_TIMEOUT": "2"})
+    assert outcome.code == 1 and outcome.seconds < LIMIT / 2
+    (message,) = outcome.messages
+    assert message.startswith("r0 | waited 2 s for all 2 ranks to start; ")
+
+
 def test_a_rank_that_fails_in_the_middle_ends_all(tmp_path: Path) -> None:
     directory = hand_made.failing(tmp_path / "a", 3)
     logs = tmp_path / "logs"

@@ -15,11 +15,11 @@ from onnxpar_runtime.launch import (
     guarded,
     init,
     mpirun_environment,
-    mpirun_place,
     own_messages,
 )
 from onnxpar_runtime.logs import open_log
 from onnxpar_runtime.marks import SUPERVISED
+from onnxpar_runtime.mpirun_place import mpirun_place
 
 
 def test_place() -> None:

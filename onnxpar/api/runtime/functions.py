@@ -14,7 +14,7 @@ from onnxpar.core.errors import CallError, OnnxparError
 from onnxpar_format.boxes import SizedSharding
 from onnxpar_runtime import Rank, Session, ThreadsGroup, init
 from onnxpar_runtime.agree import together
-from onnxpar_runtime.launch import mpirun_place
+from onnxpar_runtime.mpirun_place import mpirun_place
 from onnxpar_runtime.symbol_checks import bind_symbols
 
 Array = NDArray[Any]

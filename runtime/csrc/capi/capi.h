@@ -10,6 +10,7 @@
 namespace onnxpar {
 struct World;
 class LiveBytes;
+class TimeLimit;
 }
 
 ONNXPAR_EXPORT const char* onnxpar_error();
@@ -30,6 +31,11 @@ ONNXPAR_EXPORT int onnxpar_check_device(const onnxpar::World* world, int rank);
 // Fails if a kernel on the stream, which has been waited for, has found an invalid value, such as a
 // label that is not one of the classes.
 ONNXPAR_EXPORT int onnxpar_check_computed(void* stream);
+// Unless onnxpar_end_limit is called within this time, the message goes to stderr and the process
+// ends with code 1. This works while the process waits in a call of MPI and holds Python's lock.
+// Null if no thread can be made.
+ONNXPAR_EXPORT onnxpar::TimeLimit* onnxpar_begin_limit(double seconds, const char* message);
+ONNXPAR_EXPORT void onnxpar_end_limit(onnxpar::TimeLimit* limit);
 ONNXPAR_EXPORT int onnxpar_size(const onnxpar::World* world);
 ONNXPAR_EXPORT int onnxpar_abort(const onnxpar::World* world, const char* message);
 ONNXPAR_EXPORT int onnxpar_close(const onnxpar::World* world);

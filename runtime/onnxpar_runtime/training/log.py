@@ -18,7 +18,7 @@ from onnxpar_format.manifest import Training
 from onnxpar_format.new_file import check_file
 from onnxpar_runtime.closing import Closing
 from onnxpar_runtime.errors import InputError
-from onnxpar_runtime.launch import mpirun_place
+from onnxpar_runtime.mpirun_place import mpirun_place
 
 if TYPE_CHECKING:
     from rich.progress import Progress
