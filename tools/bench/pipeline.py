@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from onnxpar_runtime.collectives import Rank, World
-from onnxpar_runtime.launch import mpirun_place
+from onnxpar_runtime.mpirun_place import mpirun_place
 from onnxpar_runtime.pipeline.carriers import Array, Expected, HostCarrier, Leaving
 from onnxpar_runtime.pipeline.inbox import Inbox
 from onnxpar_runtime.pipeline.player import Place, plan, play
