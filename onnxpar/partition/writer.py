@@ -347,7 +347,14 @@ class ProgramWriter:
     def _keep_name(self, name: str, made: ir.Value) -> None:
         """Gives a value that a node has just made the name of the global value."""
         is_new = made.producer() is not None and (made.name or "").endswith(GENERATED)
-        if is_new and name not in self._outputs:
+        if not is_new or name in self._outputs or made.name == name:
+            return
+        taken = (v for n in reversed(self.builder.nodes) for v in n.outputs if v.name == name)
+        if name in self.builder.value_names and (other := next(taken, None)) is not None:
+            # A value on the way to this one got the name, since its node has that of the node.
+            other.name = self.builder.fresh(name)
+            made.name = name
+        else:
             made.name = self.builder.fresh(name)
 
     @cached_property
