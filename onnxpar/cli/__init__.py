@@ -52,6 +52,7 @@ COMMANDS: tuple[tuple[str, str], ...] = (
     ("checkpoint", "onnxpar.cli.checkpoint"),
     ("verify", "onnxpar.cli.verify"),
     ("view", "onnxpar.cli.view"),
+    ("trace", "onnxpar.cli.trace"),
     ("ops", "onnxpar.cli.ops"),
 )
 

@@ -225,7 +225,7 @@ void run_rank(RankContext& context, int size, int steps) {
       pending.push_back({std::move(keys), std::move(inputs)});
     } else {
       execute(context.transport(), *call->group, c, call->operands, DType::kInt32,
-              context.memory(), nullptr);
+              context.memory(), nullptr, context.calls());
       for (const Operand& operand : call->operands) check(c, rank, operand);
       context.count(op, 1);
     }
@@ -319,7 +319,7 @@ void failures(int size, int rounds) {
             }
             execute(rank->transport(), rank->transport().group(c.group, Lane::kMain), c,
                     Operand{x.data(), x.data(), {1000, 1}}, DType::kFloat32, rank->memory(),
-                    nullptr);
+                    nullptr, rank->calls());
           }
         } catch (const std::exception& e) {
           expect(std::string(e.what()).find("on purpose") != std::string::npos, e.what());

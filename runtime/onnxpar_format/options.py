@@ -57,6 +57,16 @@ class Execution:
     log_dir: Annotated[
         Path | None, Option("Write rank0000.log, rank0001.log, … to this folder.", "FOLDER")
     ] = None
+    trace: Annotated[
+        Path | None,
+        Option(
+            "Write when each rank did what, for Perfetto, chrome://tracing and `onnxpar trace`.",
+            "FILE.json",
+        ),
+    ] = None
+    trace_operators: Annotated[
+        bool, Option("With --trace: also the times of operators.", flags=("--trace-operators",))
+    ] = False
     ort: Ort = ()
     custom_ops: CustomOps = ()
 
@@ -194,13 +204,6 @@ class TrainingRun:
             "for debugging.",
             "K",
             minimum=1,
-        ),
-    ] = None
-    trace: Annotated[
-        Path | None,
-        Option(
-            "Write a timeline of the pipeline stages, for chrome://tracing or Perfetto.",
-            "FILE.json",
         ),
     ] = None
 

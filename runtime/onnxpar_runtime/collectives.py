@@ -11,6 +11,7 @@ deterministic and limit how long ranks wait.
 """
 
 import ctypes
+import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -33,6 +34,7 @@ from onnxpar_runtime.library import (
     nccl_library,
 )
 from onnxpar_runtime.mpirun_place import mpirun_place
+from onnxpar_runtime.tracing.timeline import Timeline
 
 __all__ = ["OpCounter", "Rank", "World", "custom_op_library"]
 
@@ -40,6 +42,7 @@ DEFAULT_TIMEOUT_S = 60.0
 DEVICE_TRANSPORTS = ("nccl", "staged")
 """How tensors on GPUs travel between ranks: by NCCL, or through the host."""
 _REDUCTIONS = ("sum", "max", "min", "prod")
+_COLUMNS = 12  # of a row of logged calls
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,7 @@ class World(Closing):
         timeout_s: How long one call waits for other ranks before all ranks end, in seconds; 0 means
             without a limit.
         placements: The devices of ranks of this process, as far as they are decided.
+        timelines: What ranks of this process do, by rank.
     """
 
     def __init__(self, handle: int, size: int, local_ranks: range, comm: Any = None) -> None:
@@ -76,6 +80,7 @@ class World(Closing):
         self.comm = comm
         self.timeout_s = _timeout()
         self.placements: dict[int, Placement] = {}
+        self.timelines = {rank: Timeline() for rank in local_ranks}
         self._closed = False
 
     @staticmethod
@@ -121,13 +126,12 @@ class World(Closing):
                 comm = MPI.COMM_WORLD
             path = mpi_library(MPI.Get_library_version())
             library = load_library()
-            handle = library.onnxpar_mpi(
-                str(path).encode(), ctypes.c_void_p(MPI._addressof(comm)), True, _timeout()
-            )
+            rank, size = comm.Get_rank(), comm.Get_size()
+            address = ctypes.c_void_p(MPI._addressof(comm))
+            handle = library.onnxpar_mpi(str(path).encode(), address, rank, size, True, _timeout())
         if not handle:
             raise LaunchError(f"MPI cannot be used: {last_error(library)}")
-        rank = comm.Get_rank()
-        return World(handle, comm.Get_size(), range(rank, rank + 1), comm)
+        return World(handle, size, range(rank, rank + 1), comm)
 
     def rank(self, r: int) -> "Rank":
         """Returns rank `r`, which must be in this process.
@@ -185,6 +189,11 @@ class Rank:
     def placement(self) -> Placement | None:
         """The rank's device, once `place` has decided it."""
         return self.world.placements.get(self.index)
+
+    @property
+    def timeline(self) -> Timeline:
+        """What the rank does, once a recording has begun."""
+        return self.world.timelines[self.index]
 
     def place(self, placement: Placement) -> None:
         """Decides the rank's device, before its sessions are made.
@@ -287,6 +296,24 @@ class Rank:
         self.world._check(
             self.world._library.onnxpar_reset_counters(self.world._handle, self.index)
         )
+
+    def keep_calls(self, keep: bool) -> None:
+        """Keeps all calls of collectives and messages from now on, or only the last ones."""
+        library = self.world._library
+        self.world._check(library.onnxpar_keep_calls(self.world._handle, self.index, keep))
+
+    def take_calls(self) -> tuple[NDArray[np.int64], dict[str, Any]]:
+        """Returns the kept calls that have ended, a row each, and forgets them.
+
+        `tracing.calls` has the columns. The second result has the names and channels.
+        """
+        library, place = self.world._library, (self.world._handle, self.index)
+        count = library.onnxpar_take_calls(*place)
+        rows = np.empty((max(count, 0), _COLUMNS), np.int64)
+        library.onnxpar_read_calls(rows.ctypes.data)
+        tables = library.onnxpar_call_tables(*place)
+        self.world._check(int(count < 0 or tables is None))
+        return rows, json.loads(tables)
 
     def all_reduce(
         self, array: NDArray[Any], group: Sequence[int] | None = None, op: str = "sum"

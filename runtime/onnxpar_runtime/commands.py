@@ -5,8 +5,11 @@ The commands of training are in `onnxpar_runtime.training.commands`.
 
 import logging
 import os
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -14,6 +17,8 @@ import numpy as np
 
 from onnxpar_format.new_file import check_file
 from onnxpar_format.options import Execution
+from onnxpar_format.trace import Trace
+from onnxpar_format.trace_times import times
 from onnxpar_runtime.agree import together, together_for_long
 from onnxpar_runtime.collectives import Rank
 from onnxpar_runtime.errors import DirectoryError, InputError, LaunchError
@@ -26,6 +31,7 @@ from onnxpar_runtime.npz import read_npz, write_npz
 from onnxpar_runtime.opened import wrong_size
 from onnxpar_runtime.options import parse_pairs
 from onnxpar_runtime.session import Session
+from onnxpar_runtime.tracing.recording import Recording, write_trace
 
 log = logging.getLogger(__name__)
 _DEFAULT = Execution()
@@ -55,11 +61,12 @@ def run(
 
     def body() -> None:
         manifest = begin(rank, "run", directory, how, outputs)
-        session = opened(Session, rank, manifest, how)
-        feeds = together(rank, lambda: read_npz(inputs))
-        start = time.perf_counter()
-        results = session.run_global(feeds)
-        log.info("ran in %.3f s", time.perf_counter() - start)
+        with traced(rank, "run", manifest, how):
+            session = opened(Session, rank, manifest, how)
+            feeds = together(rank, lambda: read_npz(inputs))
+            start = time.perf_counter()
+            results = session.run_global(feeds)
+            log.info("ran in %.3f s", time.perf_counter() - start)
 
         def finish() -> None:
             if results is not None:
@@ -131,8 +138,11 @@ def begin(
             open_log(how.log_dir, rank.index)
         manifest = Manifest.load(directory)
         check_size(manifest, rank, command, how.transport)
-        if rank.index == 0 and writes is not None:
-            check_file(writes, InputError)
+        if how.trace_operators and how.trace is None:
+            raise LaunchError("--trace-operators: expected --trace as well")
+        for file in (writes, how.trace):
+            if rank.index == 0 and file is not None:
+                check_file(file, InputError)
         return manifest
 
     manifest = together(rank, prepare)
@@ -158,6 +168,56 @@ def check_equal(rank: Rank, manifest: Manifest) -> None:
             f"{manifest.directory}: expected the same directory on all ranks, but the manifest of "
             f"{numbered(others)} differs from that of rank 0; copy the directory to all machines"
         ).as_agreed()
+
+
+@dataclass
+class TraceOfRun:
+    """A trace that is being made.
+
+    Attributes:
+        even: The share of a step in which stages would be idle if they took the same time, if the
+            run has found it.
+    """
+
+    even: float | None = None
+
+
+@contextmanager
+def traced(rank: Rank, command: str, manifest: Manifest, how: Execution) -> Iterator[TraceOfRun]:
+    """Writes a trace of the block, if it is wanted. Every rank must enter it.
+
+    The sessions must be made within the block. Rank 0 says on stderr where the time went.
+
+    Raises:
+        InputError: The file cannot be written.
+        RankError: A rank failed.
+    """
+    made = TraceOfRun()
+    if how.trace is None:
+        yield made
+        return
+    recording = Recording(rank, operators=how.trace_operators)
+    yield made
+    trace = recording.finish(command, manifest.stage_devices)
+    write_trace(rank, how.trace, trace)
+    if trace is not None:
+        sys.stderr.write(f"wrote {how.trace}{_where_time_went(trace, made.even)}\n")
+        sys.stderr.flush()
+
+
+def _where_time_went(trace: Trace, even: float | None) -> str:
+    """Returns for people what a trace says, in one line."""
+    try:
+        found = times(trace)
+    except ValueError:
+        return ""
+    text = f": {found.sentence()}"
+    if found.idle is not None and even is not None:
+        text += (
+            f"; the stages are idle for {found.idle:.1%} of a step; if all stages took the same "
+            f"time, they would be idle for {even:.1%}"
+        )
+    return text
 
 
 def check_size(

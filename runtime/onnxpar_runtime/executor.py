@@ -25,6 +25,7 @@ from onnxpar_format.dtypes import onnx_code
 from onnxpar_format.entries import ProgramEntry, SystemInput
 from onnxpar_format.expressions import ExpressionError
 from onnxpar_format.manifest import TRANSIENT
+from onnxpar_format.trace import PROGRAM
 from onnxpar_runtime.collectives import Rank
 from onnxpar_runtime.cuda import CudaError, Queue, Staged, copy_in
 from onnxpar_runtime.devices import CUDA, NCCL, Device, placed
@@ -35,6 +36,7 @@ from onnxpar_runtime.memory import LiveBytes
 from onnxpar_runtime.options import CPU, cuda_options, session_options, threads_per_rank
 from onnxpar_runtime.run_values import Given, Results
 from onnxpar_runtime.tensors import to_host, to_ort
+from onnxpar_runtime.tracing import operators
 
 log = logging.getLogger(__name__)
 Array = NDArray[Any]
@@ -173,6 +175,9 @@ class Loader:
             stream = self.queue.stream.value or 0
             pairs = {k: v for k, v in self._pairs.items() if graphs or k != _GRAPHS}
             wanted.insert(0, cuda_options(self.index, stream, pairs))
+        timeline = self.rank.timeline
+        if timeline.profiles is not None:
+            operators.enable(options, timeline.profiles)
         if self._measured and self.memory is None:
             self.memory = LiveBytes()
         counted = nullcontext() if self.memory is None else self.memory.counted(options)
@@ -198,6 +203,8 @@ class Loader:
                     "a cuda.* option may be invalid (see onnxruntime's message on stderr)"
                 )
             session.disable_fallback()
+        if timeline.profiles is not None:
+            timeline.profiled.append((path.name, session))
         return session, graphs
 
     def run_options(self, graph: int | None) -> Any:
@@ -383,21 +390,22 @@ class Executor:
         if not binding.reusable:
             binding.outputs.clear()
             self._bind_outputs(binding)
-        try:
-            if binding.captures:
-                self._capture(binding, mode)
-            self.session.run_with_iobinding(binding.io, binding.options)
-        except Exception as error:
-            del self._bindings[key]
-            raise RankError(self.rank.index, first_line(error)) from error
+        with self.rank.timeline.span(PROGRAM, self.program.name):
+            try:
+                if binding.captures:
+                    self._capture(binding, mode)
+                self.session.run_with_iobinding(binding.io, binding.options)
+            except Exception as error:
+                del self._bindings[key]
+                raise RankError(self.rank.index, first_line(error)) from error
+            if read or self._handed:
+                # Values are sent only when they are complete, so that the receiver's time limit
+                # begins then.
+                self.loader.synchronize()
         if not binding.outputs:
             # Outputs that are not states were bound first.
             binding.outputs = binding.io.get_outputs()[: len(self._made)]
         made = dict(zip(self._made, binding.outputs, strict=True))
-        if read or self._handed:
-            # Values are sent only when they are complete, so that the receiver's time limit begins
-            # then.
-            self.loader.synchronize()
         results = Results(
             {name: to_host(value) for name, value in made.items() if read and name in self._data},
             {name: value for name, value in made.items() if name in self._handed},

@@ -7,6 +7,7 @@ from typing import Any, Unpack
 from numpy.typing import NDArray
 
 from onnxpar_format.entries import COUNTERS, ProgramEntry, TensorEntry
+from onnxpar_format.trace import INPUT, STEP
 from onnxpar_runtime.agree import agree, together
 from onnxpar_runtime.errors import OnnxparRuntimeError
 from onnxpar_runtime.executor import Executor
@@ -79,12 +80,18 @@ class Session(Opened):
             SymbolValueError: A symbol's value violates its constraint, or ranks disagree.
             RankError: Another rank cannot go on; raised by all ranks.
         """
-        inputs = self._agreed(lambda: self._inputs.shard_inputs(feeds))
-        parts = self._runs.run(inputs, self.counters)
-        return together(
-            self.rank,
-            lambda: join_outputs(self.rank, self.manifest, self._made, parts, inputs.values),
-        )
+        timeline = self.rank.timeline
+        with timeline.span(STEP, "run"):
+            with timeline.span(INPUT, "shard the inputs"):
+                inputs = self._agreed(lambda: self._inputs.shard_inputs(feeds))
+            parts = self._runs.run(inputs, self.counters)
+            with timeline.span("output", "gather the outputs"):
+                return together(
+                    self.rank,
+                    lambda: join_outputs(
+                        self.rank, self.manifest, self._made, parts, inputs.values
+                    ),
+                )
 
     def run(
         self, feeds: Mapping[str, Array], symbols: Mapping[str, int] | None = None

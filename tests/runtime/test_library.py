@@ -12,7 +12,13 @@ from onnxpar_runtime.library import MPI_SIGNATURES, SIGNATURES
 
 CSRC = Path(__file__).parents[2] / "runtime" / "csrc"
 EXPORTED = re.compile(r"^ONNXPAR_(?:MPI_)?EXPORT ([^(]*?)(\w+)\(([^)]*)\)", re.MULTILINE)
-VALUES = {"void": None, "int": ctypes.c_int, "double": ctypes.c_double, "size_t": ctypes.c_size_t}
+VALUES = {
+    "void": None,
+    "int": ctypes.c_int,
+    "int64_t": ctypes.c_int64,
+    "double": ctypes.c_double,
+    "size_t": ctypes.c_size_t,
+}
 POINTERS = {
     "char": ctypes.c_char_p,
     "int": ctypes.POINTER(ctypes.c_int),

@@ -18,6 +18,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
+from onnxpar_format.trace import STEP
+from onnxpar_format.trace_times import times
 from onnxpar_runtime.collectives import Rank, World
 from onnxpar_runtime.mpirun_place import mpirun_place
 from onnxpar_runtime.pipeline.carriers import Array, Expected, HostCarrier, Leaving
@@ -25,8 +27,9 @@ from onnxpar_runtime.pipeline.inbox import Inbox
 from onnxpar_runtime.pipeline.player import Place, plan, play
 from onnxpar_runtime.pipeline.schedule import Action, Kind, Message, PlayedSchedule
 from onnxpar_runtime.pipeline.schedule_kinds import make
-from onnxpar_runtime.pipeline.trace import Steps, Trace, even_bubble, median_bubble
+from onnxpar_runtime.pipeline.simulate import even_bubble
 from onnxpar_runtime.pipeline.transfers import chain
+from onnxpar_runtime.tracing.recording import Recording
 
 TOLERANCE = 0.05
 """How far the measured bubble may be off, relative to the formula."""
@@ -72,20 +75,21 @@ def formula(name: str, stages: int, micro_batches: int, chunks: int) -> str:
     return f"({p - 1}/{v})/({m}+{p - 1}/{v})" if v > 1 else f"{p - 1}/({m}+{p - 1})"
 
 
-def measure(rank: Rank, program: PlayedSchedule, seconds: float, rounds: int) -> list[Steps] | None:
-    """Plays a program some times; returns the traces on rank 0."""
+def measure(rank: Rank, program: PlayedSchedule, seconds: float, rounds: int) -> float | None:
+    """Plays a program some times; returns the bubble on rank 0."""
     inbox = Inbox(rank)
-    trace = Trace(rank)
+    recording = Recording(rank)
     work = Sleeper(seconds / program.schedule.chunks)
     for _ in range(rounds):
         rank.all_reduce(np.zeros(1))
-        play(HostCarrier(rank), Place(rank.index, 0, 1), program, work, inbox, trace)
-    traces = trace.gather()
+        with rank.timeline.span(STEP, "step"):
+            play(HostCarrier(rank), Place(rank.index, 0, 1), program, work, inbox, rank.timeline)
+    trace = recording.finish("pipeline", 1)
     inbox.close()
-    return traces
+    return None if trace is None else times(trace).idle
 
 
-def on_all(stages: int, program: PlayedSchedule, seconds: float, rounds: int) -> list[Steps] | None:
+def on_all(stages: int, program: PlayedSchedule, seconds: float, rounds: int) -> float | None:
     """Measures on threads of this process, or on the ranks of mpirun."""
     if mpirun_place() is not None:
         with World.mpi() as world:
@@ -112,10 +116,9 @@ def main(arguments: Sequence[str]) -> int:
         schedule = make(name, p, m, chunks)
         program = plan(name, p, m, chunks, chain(schedule))
         expected = even_bubble(program)
-        traces = on_all(p, program, options.seconds, options.rounds)
-        if traces is None:
+        found = on_all(p, program, options.seconds, options.rounds)
+        if found is None:
             continue
-        found = median_bubble(traces)
         off = found / expected - 1
         failed |= abs(off) > TOLERANCE
         sys.stdout.write(

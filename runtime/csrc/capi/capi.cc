@@ -2,6 +2,7 @@
 
 #include <dlfcn.h>
 
+#include <cstring>
 #include <exception>
 #include <memory>
 #include <stdexcept>
@@ -24,6 +25,8 @@ using namespace onnxpar;
 namespace {
 
 thread_local std::string t_error;
+thread_local std::string t_text;
+thread_local std::vector<LoggedCall> t_calls;
 thread_local RankContext* t_rank = nullptr;
 
 template <class F>
@@ -37,10 +40,11 @@ int guarded(F&& f) {
   }
 }
 
-World* add_rank(World* world, std::unique_ptr<Transport> transport) {
+World* add_rank(World* world, std::unique_ptr<Transport> transport,
+                std::shared_ptr<CallLog> log = nullptr) {
   const int rank = transport->rank();
   world->size = transport->size();
-  world->ranks[rank] = new RankContext(std::move(transport));
+  world->ranks[rank] = new RankContext(std::move(transport), std::move(log));
   return world;
 }
 
@@ -62,6 +66,12 @@ Transport& device_transport(RankContext& context) {
     throw std::runtime_error("rank " + std::to_string(context.rank()) + ": it has no GPU");
   }
   return *device->transport;
+}
+
+// Logs a message that the program sends outside a session.
+CallLog::Entry sending(RankContext& context, int peer, int tag, size_t bytes, const char* what) {
+  return {context.calls(), CallKind::kSend, what,
+          {context.rank(), peer}, Lane::kMain, tag, static_cast<int64_t>(bytes)};
 }
 
 // A collective that the program calls outside a session.
@@ -88,12 +98,15 @@ World* onnxpar_threads(int size, int debug, double timeout_s) {
   return world;
 }
 
-World* onnxpar_mpi(const char* library, const void* communicator, int debug, double timeout_s) {
+World* onnxpar_mpi(const char* library, const void* communicator, int rank, int size, int debug,
+                   double timeout_s) {
   World* world = nullptr;
   guarded([&] {
     auto made = std::make_unique<World>();
-    Transport* transport = mpi_entry(library)(communicator, {debug != 0, timeout_s});
-    world = add_rank(made.release(), std::unique_ptr<Transport>(transport));
+    auto log = std::make_shared<CallLog>(rank, size);
+    const auto failing = [log](const std::string& reason) { log->write(reason); };
+    Transport* transport = mpi_entry(library)(communicator, {debug != 0, timeout_s, failing});
+    world = add_rank(made.release(), std::unique_ptr<Transport>(transport), std::move(log));
   });
   return world;
 }
@@ -173,13 +186,17 @@ int onnxpar_reset_counters(const World* world, int rank) {
 int onnxpar_all_reduce(const World* world, int rank, const int* group, int members,
                        const void* in, void* out, size_t count, int onnx_type, int reduction) {
   return guarded([&] {
-    Transport& transport = world->rank(rank).transport();
+    RankContext& context = world->rank(rank);
+    Transport& transport = context.transport();
     const DType type = dtype_from_onnx(onnx_type);
     Group& g = transport.group(group_of(group, members), Lane::kMain);
     const HostCall call("all_reduce of the program",
                         std::string("all_reduce ") + dtype_name(type) + " x " +
                             std::to_string(count) + " " +
                             reduction_name(static_cast<Reduction>(reduction)));
+    CallLog::Entry entry(context.calls(), CallKind::kCollective, call.where, g, 1,
+                         static_cast<int64_t>(count * dtype_size(type)));
+    entry.follow(call);
     transport.all_reduce(g, call, Block(in, out, count), type, static_cast<Reduction>(reduction),
                          nullptr);
   });
@@ -200,6 +217,39 @@ int onnxpar_allow_background(const World* world, int rank, int allowed) {
 
 int onnxpar_settle(const World* world, int rank) {
   return guarded([&] { world->rank(rank).settle(); });
+}
+
+int onnxpar_keep_calls(const World* world, int rank, int keep) {
+  return guarded([&] { world->rank(rank).calls().keep(keep != 0); });
+}
+
+int64_t onnxpar_take_calls(const World* world, int rank) {
+  int64_t count = -1;
+  guarded([&] {
+    t_calls = world->rank(rank).calls().take();
+    count = static_cast<int64_t>(t_calls.size());
+  });
+  return count;
+}
+
+int onnxpar_read_calls(void* rows) {
+  static_assert(sizeof(LoggedCall) == 12 * sizeof(int64_t), "Python reads rows of integers");
+  std::memcpy(rows, t_calls.data(), t_calls.size() * sizeof(LoggedCall));
+  t_calls.clear();
+  return 0;
+}
+
+const char* onnxpar_call_tables(const World* world, int rank) {
+  return guarded([&] { t_text = world->rank(rank).calls().tables(); }) == 0 ? t_text.c_str()
+                                                                           : nullptr;
+}
+
+int onnxpar_calls_file(const World* world, int rank, const char* path) {
+  return guarded([&] { world->rank(rank).calls().set_file(path); });
+}
+
+int onnxpar_write_calls(const World* world, int rank, const char* reason) {
+  return guarded([&] { world->rank(rank).calls().write(reason); });
 }
 
 LiveBytes* onnxpar_live_bytes() {
@@ -242,6 +292,7 @@ int onnxpar_send(const World* world, int rank, int peer, int tag, const void* in
                  const char* what) {
   return guarded([&] {
     RankContext& context = world->rank(rank);
+    const CallLog::Entry entry = sending(context, peer, tag, bytes, what);
     context.transport().send(Call(what), peer, tag, in, bytes, nullptr);
     context.count(Op::kSend, static_cast<int64_t>(bytes));
   });
@@ -252,7 +303,11 @@ int onnxpar_recv(const World* world, int rank, int peer, int tag, void* out, siz
   return guarded([&] {
     RankContext& context = world->rank(rank);
     const Lane lane = background != 0 ? Lane::kAsync : Lane::kMain;
-    context.transport().recv(Call(what), peer, tag, out, bytes, lane, nullptr);
+    const Call call(what);
+    CallLog::Entry entry(context.calls(), CallKind::kRecv, what, {peer, rank}, lane, tag,
+                         static_cast<int64_t>(bytes));
+    entry.follow(call);
+    context.transport().recv(call, peer, tag, out, bytes, lane, nullptr);
     context.count(Op::kRecv, 0);
   });
 }
@@ -261,6 +316,7 @@ int onnxpar_send_device(const World* world, int rank, int peer, int tag, const v
                         size_t bytes, void* stream, const char* what) {
   return guarded([&] {
     RankContext& context = world->rank(rank);
+    const CallLog::Entry entry = sending(context, peer, tag, bytes, what);
     device_transport(context).send(Call(what), peer, tag, in, bytes, stream);
     context.count(Op::kSend, static_cast<int64_t>(bytes));
   });
@@ -271,7 +327,11 @@ int onnxpar_recv_device(const World* world, int rank, int peer, int tag, void* o
   return guarded([&] {
     RankContext& context = world->rank(rank);
     const Lane lane = background != 0 ? Lane::kAsync : Lane::kMain;
-    device_transport(context).recv(Call(what), peer, tag, out, bytes, lane, stream);
+    const Call call(what);
+    CallLog::Entry entry(context.calls(), CallKind::kRecv, what, {peer, rank}, lane, tag,
+                         static_cast<int64_t>(bytes));
+    entry.follow(call);
+    device_transport(context).recv(call, peer, tag, out, bytes, lane, stream);
     context.count(Op::kRecv, 0);
   });
 }

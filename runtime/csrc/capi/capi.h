@@ -17,9 +17,9 @@ ONNXPAR_EXPORT const char* onnxpar_error();
 // The ranks of one process. Null on failure.
 ONNXPAR_EXPORT onnxpar::World* onnxpar_threads(int size, int debug, double timeout_s);
 // This process as one rank. `library` is the MPI transport's file, `communicator` the address of an
-// MPI_Comm; every rank of it must call. Null on failure.
-ONNXPAR_EXPORT onnxpar::World* onnxpar_mpi(const char* library, const void* communicator,
-                                           int debug, double timeout_s);
+// MPI_Comm with these ranks; every rank of it must call. Null on failure.
+ONNXPAR_EXPORT onnxpar::World* onnxpar_mpi(const char* library, const void* communicator, int rank,
+                                           int size, int debug, double timeout_s);
 // The version of NCCL in this file, as 10000 major + 100 minor + patch; 0 on failure.
 ONNXPAR_EXPORT int onnxpar_nccl_version(const char* library);
 // Gives the rank a GPU. Collectives of tensors there use NCCL from this file, or the host if `library`
@@ -59,6 +59,18 @@ ONNXPAR_EXPORT int onnxpar_allow_background(const onnxpar::World* world, int ran
 // Waits for collectives that an optimizer's program left running, before anything but the next
 // training program reads the states.
 ONNXPAR_EXPORT int onnxpar_settle(const onnxpar::World* world, int rank);
+// Keeps all calls of the rank from now on, or only the last ones; forgets those that were kept.
+ONNXPAR_EXPORT int onnxpar_keep_calls(const onnxpar::World* world, int rank, int keep);
+// Takes the calls that were kept and have ended: their number; -1 on failure.
+ONNXPAR_EXPORT int64_t onnxpar_take_calls(const onnxpar::World* world, int rank);
+// Copies what this thread has taken: a row of 12 64-bit integers for each call, as `LoggedCall`.
+ONNXPAR_EXPORT int onnxpar_read_calls(void* rows);
+// The names and channels of the rank's calls, as JSON; until the thread's next call. Null on failure.
+ONNXPAR_EXPORT const char* onnxpar_call_tables(const onnxpar::World* world, int rank);
+// The file to which the rank's last calls are written when it fails; empty for none.
+ONNXPAR_EXPORT int onnxpar_calls_file(const onnxpar::World* world, int rank, const char* path);
+// Writes the last calls now, with a reason, if there is such a file.
+ONNXPAR_EXPORT int onnxpar_write_calls(const onnxpar::World* world, int rank, const char* reason);
 // An allocator that counts the bytes of sessions on the CPU, never freed; only after RegisterCustomOps
 // has run. Null on failure.
 ONNXPAR_EXPORT onnxpar::LiveBytes* onnxpar_live_bytes();

@@ -5,6 +5,8 @@
 #include <set>
 #include <stdexcept>
 
+#include "collective/call_log.h"
+
 namespace onnxpar {
 namespace {
 
@@ -350,7 +352,8 @@ void HostMemory::trim() {
 }
 
 void execute(Transport& transport, Group& group, const Collective& c,
-             const List<Operand>& operands, DType type, Memory& memory, Stream stream) {
+             const List<Operand>& operands, DType type, Memory& memory, Stream stream,
+             CallLog& log) {
   const auto bytes_of = [&](const Operand& operand) {
     const Shape& shape = operand.input;
     return static_cast<size_t>(product(shape, 0, shape.size())) * dtype_size(type);
@@ -369,6 +372,11 @@ void execute(Transport& transport, Group& group, const Collective& c,
   const CollectiveCall call(c, type, operands);
   const auto& [in, out, input] = operands[0];
   const size_t bytes = bytes_of(operands[0]);
+  size_t all = 0;
+  for (const Operand& operand : operands) all += bytes_of(operand);
+  CallLog::Entry entry(log, CallKind::kCollective, c.where, group,
+                       static_cast<int64_t>(operands.size()), static_cast<int64_t>(all));
+  entry.follow(call);
   switch (c.op) {
     case Op::kAllReduce: all_reduce(transport, group, call, stream); break;
     case Op::kAllGather: all_gather(transport, group, call, memory, stream); break;

@@ -109,10 +109,12 @@ struct Operand {
   Shape input;
 };
 
-// Carries out the collective in one call. Only AllReduce, ReduceScatter and AllGather take several
+class CallLog;
+
+// Carries out the collective in one call, which is logged. Only AllReduce, ReduceScatter and AllGather take several
 // operands. `in` and `out` may be the same for AllReduce and Broadcast. They are in `memory`, of the
 // transport's kind.
 void execute(Transport&, Group&, const Collective&, const List<Operand>&, DType, Memory& memory,
-             Stream);
+             Stream, CallLog&);
 
 }  // namespace onnxpar

@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "collective/call_log.h"
 #include "collective/op_kernel.h"
 
 namespace onnxpar {
@@ -55,12 +56,17 @@ class CollectiveKernel : public Side {
   // Whether this tensor's result was there already, and is now in the output with this number.
   virtual bool taken(const Io&, size_t, const Tensor&, Stream) { return false; }
   void run(const List<Operand>& operands, DType type, Stream stream) {
-    execute(this->transport(), group(), collective_, operands, type, this->memory(lane_), stream);
+    execute(this->transport(), group(), collective_, operands, type, this->memory(lane_), stream,
+            this->rank_.calls());
   }
   // Made at the first call and not with the kernel: making it is a collective of the members too, and
   // only calls have the same order on all ranks.
   Group& group() {
-    if (group_ == nullptr) group_ = &this->transport().group(collective_.group, lane_);
+    if (group_ == nullptr) {
+      const CallLog::Entry entry(this->rank_.calls(), CallKind::kSetUp, collective_.where,
+                                 collective_.group, lane_, 0, 0);
+      group_ = &this->transport().group(collective_.group, lane_);
+    }
     return *group_;
   }
   // The bytes that this rank sends for a tensor.
@@ -86,8 +92,13 @@ class SendKernel : public Side {
   void compute(const Io& io) override {
     const Stream stream = this->enter(io);
     const Tensor x = io.input(0);
-    this->transport().send(Call(this->where_), peer_.rank, peer_.tag, x.data, x.bytes(), stream);
-    this->rank_.count(Op::kSend, static_cast<int64_t>(x.bytes()));
+    const auto bytes = static_cast<int64_t>(x.bytes());
+    {
+      const CallLog::Entry entry(this->rank_.calls(), CallKind::kSend, this->where_,
+                                 {this->rank_.rank(), peer_.rank}, Lane::kMain, peer_.tag, bytes);
+      this->transport().send(Call(this->where_), peer_.rank, peer_.tag, x.data, x.bytes(), stream);
+    }
+    this->rank_.count(Op::kSend, bytes);
     this->token(io, 0);
   }
 
@@ -109,8 +120,14 @@ class RecvKernel : public Side {
     const Shape shape = io.input(0).integers();
     const size_t bytes = bytes_of(shape, type_);
     void* out = io.output(0, shape);
-    this->transport().recv(Call(this->where_), peer_.rank, peer_.tag, out, bytes, Lane::kMain,
-                           stream);
+    const Call call(this->where_);
+    {
+      CallLog::Entry entry(this->rank_.calls(), CallKind::kRecv, this->where_,
+                           {peer_.rank, this->rank_.rank()}, Lane::kMain, peer_.tag,
+                           static_cast<int64_t>(bytes));
+      entry.follow(call);
+      this->transport().recv(call, peer_.rank, peer_.tag, out, bytes, Lane::kMain, stream);
+    }
     this->rank_.count(Op::kRecv, 0);
     this->token(io, 1);
   }

@@ -7,8 +7,11 @@
 
 namespace onnxpar {
 
-RankContext::RankContext(std::unique_ptr<Transport> transport)
-    : transport_(std::move(transport)), rank_(transport_->rank()), size_(transport_->size()) {}
+RankContext::RankContext(std::unique_ptr<Transport> transport, std::shared_ptr<CallLog> log)
+    : transport_(std::move(transport)),
+      rank_(transport_->rank()),
+      size_(transport_->size()),
+      calls_(log ? std::move(log) : std::make_shared<CallLog>(rank_, size_)) {}
 
 RankContext::~RankContext() = default;
 
@@ -75,7 +78,11 @@ std::shared_ptr<Request> RankContext::finished(const void* key) {
   const auto found = requests_.find(key);
   if (found == requests_.end()) return nullptr;
   const std::shared_ptr<Request> request = found->second;
-  finished_.wait(lock, [&] { return request->done; });
+  if (!request->done) {
+    const CallLog::Entry entry(*calls_, CallKind::kWait, request->collective.where,
+                               *request->group);
+    finished_.wait(lock, [&] { return request->done; });
+  }
   requests_.erase(key);
   return request;
 }
@@ -100,7 +107,7 @@ void RankContext::run(Request& request, Memory& memory) {
   std::string error;
   try {
     execute(*transport_, *request.group, request.collective, request.operands, request.type, memory,
-            nullptr);
+            nullptr, *calls_);
   } catch (const std::exception& e) {
     error = e.what();
   }

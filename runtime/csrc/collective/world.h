@@ -13,6 +13,7 @@
 #include <thread>
 #include <vector>
 
+#include "collective/call_log.h"
 #include "collective/collective.h"
 #include "transport/transport.h"
 
@@ -54,7 +55,8 @@ struct Counter {
 // ends. So ranks are never freed, only closed (a few kilobytes each).
 class RankContext {
  public:
-  explicit RankContext(std::unique_ptr<Transport> transport);
+  // Without a log, the rank makes its own.
+  explicit RankContext(std::unique_ptr<Transport> transport, std::shared_ptr<CallLog> log = nullptr);
   ~RankContext();
 
   // Moves tensors in host memory. Throws std::runtime_error once closed.
@@ -63,6 +65,8 @@ class RankContext {
   int size() const { return size_; }
   // For calls on the host transport's main lane.
   Memory& memory() { return memory_; }
+
+  CallLog& calls() { return *calls_; }
 
   // The rank's GPU; null before open_device. Throws std::runtime_error once closed.
   DeviceRank* device();
@@ -116,6 +120,7 @@ class RankContext {
   std::unique_ptr<Transport> transport_;
   const int rank_;
   const int size_;
+  const std::shared_ptr<CallLog> calls_;
   std::atomic<bool> closed_{false};
   std::atomic<bool> background_{true};
   HostMemory memory_;

@@ -215,6 +215,7 @@ void MessageGroup::meet(const Call& call, size_t bytes, const Bytes& given) {
     flow_.send({{message, size}}, m, kMeet);
   });
   flow_.finish();
+  call.met(true);
   bool agreed = true;
   others([&](int m) {
     Head theirs;

@@ -82,7 +82,7 @@ class MpiTransport : public Transport {
     const auto here = std::count(machine_of_.begin(), machine_of_.end(), own);
     if (here > sysconf(_SC_NPROCESSORS_ONLN)) looks_ = 0;
     pretend_machines();
-    watchdog_ = std::make_unique<Watchdog>(rank_, options_.timeout_s, world_);
+    watchdog_ = std::make_unique<Watchdog>(rank_, options_, world_);
   }
 
   int rank() const override { return rank_; }
@@ -182,6 +182,7 @@ class MpiTransport : public Transport {
       if (lane == Lane::kMain) guard.emplace(*watchdog_, lane, call, ranks);
       Header header{};
       await(&header, Bytes(sizeof(header)), peer, tag, lane, call);
+      call.met();
       if (header.bytes != bytes) {
         throw std::runtime_error("expected " + std::to_string(bytes) + " bytes, got " +
                                  std::to_string(header.bytes));
@@ -217,6 +218,7 @@ class MpiTransport : public Transport {
 
  private:
   [[noreturn]] void end_job(const std::string& message) {
+    if (options_.failing) options_.failing(message);
     std::fprintf(stderr, "r%d | %s\n", rank_, message.c_str());
     std::fflush(stderr);
     MPI_Abort(world_, 1);

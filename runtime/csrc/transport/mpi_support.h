@@ -6,8 +6,10 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <condition_variable>
 #include <cstdio>
+#include <functional>
 #include <mutex>
 #include <stdexcept>
 #include <string>
@@ -80,8 +82,8 @@ class Watchdog {
   };
 
  public:
-  Watchdog(int rank, double timeout_s, MPI_Comm comm)
-      : rank_(rank), timeout_s_(timeout_s), comm_(comm) {
+  Watchdog(int rank, const TransportOptions& options, MPI_Comm comm)
+      : rank_(rank), timeout_s_(options.timeout_s), failing_(options.failing), comm_(comm) {
     if (timeout_s_ > 0) thread_ = std::thread([this] { watch(); });
   }
   ~Watchdog() {
@@ -132,8 +134,11 @@ class Watchdog {
         if (slot.number != seen[lane].number) seen[lane] = {slot.number, Clock::now()};
         const std::chrono::duration<double> waited = Clock::now() - seen[lane].since;
         if (waited.count() < timeout_s_) continue;
-        std::fprintf(stderr, "r%d | %s: waited %.0f s for the other ranks (ONNXPAR_TIMEOUT)\n",
-                     rank_, describe(rank_, *slot.call, *slot.ranks).c_str(), waited.count());
+        const std::string text = describe(rank_, *slot.call, *slot.ranks) + ": waited " +
+                                 std::to_string(std::lround(waited.count())) +
+                                 " s for the other ranks (ONNXPAR_TIMEOUT)";
+        if (failing_) failing_(text);
+        std::fprintf(stderr, "r%d | %s\n", rank_, text.c_str());
         std::fflush(stderr);
         MPI_Abort(comm_, 1);
         _exit(1);
@@ -143,6 +148,7 @@ class Watchdog {
 
   const int rank_;
   const double timeout_s_;
+  const std::function<void(const std::string&)> failing_;
   MPI_Comm comm_;
   std::mutex mutex_;
   std::condition_variable wake_;

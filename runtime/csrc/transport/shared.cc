@@ -98,7 +98,9 @@ void SharedGroup::step(const Call& call, Pack pack, Unpack unpack) {
   ++step_;
   pack(slot(index_));
   announce(call);
-  if (!meet(call)) disagree(call);
+  const bool agreed = meet(call);
+  call.met();
+  if (!agreed) disagree(call);
   unpack();
 }
 

@@ -358,6 +358,7 @@ class ThreadTransport : public Transport {
   void recv(const Call& call, int peer, int tag, void* out, size_t bytes, Lane lane,
             Stream) override {
     const Message message = world_->receive(peer, rank_, tag, call, lane);
+    call.met();
     if (message.data.size() != bytes) {
       throw std::runtime_error(describe(rank_, call, {peer, rank_}) + ": expected " +
                                std::to_string(bytes) + " bytes, got " +
@@ -381,6 +382,7 @@ class ThreadTransport : public Transport {
   void meet(Group& group, const Call& call, const Announcement& own, Move move) {
     Meeting& place = *meeting(group);
     world_->open(place, group, own);
+    call.met();
     move(place.members);
     world_->close(place, group, call);
   }

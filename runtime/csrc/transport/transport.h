@@ -12,8 +12,10 @@
 //   - Failures are exceptions of type std::runtime_error. No rank may wait forever.
 #pragma once
 
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <stdexcept>
 #include <string>
@@ -45,6 +47,13 @@ struct Group {
   virtual ~Group() = default;
 };
 
+// The steady clock, in nanoseconds.
+inline int64_t now_ns() {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(
+             std::chrono::steady_clock::now().time_since_epoch())
+      .count();
+}
+
 // The identity of a call, for messages and for the agreement check.
 struct Call {
   explicit Call(std::string_view name, uint64_t hash = 0) : where(name), signature(hash) {}
@@ -53,9 +62,18 @@ struct Call {
   virtual std::string detail() const { return {}; }
   // "AllReduce '/fc1/all_reduce' with AllReduce float32 [3] reduction=sum"
   std::string text() const;
+  // Transports call it when all members have come, or the sender's message; of members on several
+  // machines, when those of all machines have.
+  void met(bool machines = false) const {
+    if (met_ns != 0 && (!machines || machines_met)) return;
+    met_ns = now_ns();
+    machines_met = machines;
+  }
 
   std::string_view where;  // "AllReduce '/fc1/all_reduce'"; outlives the call
   uint64_t signature;      // hash of all that must be equal on all ranks; 0 unless a collective
+  mutable int64_t met_ns = 0;  // the time of `met`; 0 before
+  mutable bool machines_met = false;
 };
 
 // Stands before each tensor in the text of a call that has several.
@@ -149,6 +167,8 @@ std::string describe(int rank, const Call& call, const std::vector<int>& group);
 struct TransportOptions {
   bool debug = true;
   double timeout_s = 60;  // how long one call may wait before it fails; 0 means without a limit
+  // Is called with the reason before the transport ends the process.
+  std::function<void(const std::string& reason)> failing = nullptr;
 };
 
 // One transport per rank, sharing one set of ranks in this process.

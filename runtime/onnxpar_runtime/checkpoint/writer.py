@@ -25,6 +25,7 @@ from onnxpar_format.checkpoint import GENERATOR, SCHEMA, CheckpointContents, Pro
 from onnxpar_format.dtypes import DTYPES
 from onnxpar_format.entries import FileEntry
 from onnxpar_format.new_file import new_file
+from onnxpar_format.trace import CHECKPOINT
 from onnxpar_runtime.agree import together, together_for_long
 from onnxpar_runtime.checkpoint.folder import (
     cannot_write,
@@ -176,6 +177,10 @@ class Checkpointer:
         """
         if progress.step <= self._last:
             return
+        with self._rank.timeline.span(CHECKPOINT, f"checkpoint of step {progress.step}"):
+            self._save(progress)
+
+    def _save(self, progress: Progress) -> None:
         self.wait()
         self._last = progress.step
         start = time.perf_counter()

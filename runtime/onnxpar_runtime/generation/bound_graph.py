@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onnxpar_format.entries import SystemInput
+from onnxpar_format.trace import PROGRAM
 from onnxpar_runtime.errors import RankError, first_line
 from onnxpar_runtime.executor import Executor
 from onnxpar_runtime.generation.states import State
@@ -119,11 +120,13 @@ class BoundGraph:
             self._bind_output(name, "cpu", 0)
         for name in self._given:
             self._bind_output(name, *self._place)
-        try:
-            self.executor.session.run_with_iobinding(self._io, self._options)
-        except Exception as error:
-            raise RankError(self.executor.rank.index, first_line(error)) from error
-        self._loader.synchronize()
+        executor = self.executor
+        with executor.rank.timeline.span(PROGRAM, executor.program.name):
+            try:
+                executor.session.run_with_iobinding(self._io, self._options)
+            except Exception as error:
+                raise RankError(executor.rank.index, first_line(error)) from error
+            self._loader.synchronize()
         if not self._given:
             return {}
         made = self._io.get_outputs()

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from onnxpar_format.entries import ProgramEntry
 from onnxpar_format.options import Execution, GenerationRun
 from onnxpar_runtime.agree import together
-from onnxpar_runtime.commands import begin, interruptible, opened, start
+from onnxpar_runtime.commands import begin, interruptible, opened, start, traced
 from onnxpar_runtime.errors import InputError
 from onnxpar_runtime.generation.candidates import Likelihood
 from onnxpar_runtime.generation.encoder import token_feeds
@@ -53,22 +53,24 @@ def generate(directory: str | Path, what: GenerationRun, how: Execution = _DEFAU
             return tokenizer, *given(what, tokenizer, encoder)
 
         tokenizer, prompts, feeds = together(rank, prepare)
-        generator = opened(Generator, rank, manifest, how)
-        printer = _Printer(sys.stdout if rank.index == 0 else None, what, tokenizer, len(prompts))
-        stop = None if tokenizer is None or not what.stop else _stop(tokenizer, what.stop)
-        eos = what.eos or (() if tokenizer is None else tokenizer.eos)
-        printer.begin()
-        for step in generator.steps(
-            prompts,
-            max_new_tokens=what.max_new_tokens,
-            sampling=what.sampling,
-            eos=frozenset(eos),
-            stop=stop,
-            encoder=feeds,
-            logprobs=what.logprobs,
-        ):
-            printer.step(step)
-        printer.end()
+        with traced(rank, "generate", manifest, how):
+            generator = opened(Generator, rank, manifest, how)
+            out = sys.stdout if rank.index == 0 else None
+            printer = _Printer(out, what, tokenizer, len(prompts))
+            stop = None if tokenizer is None or not what.stop else _stop(tokenizer, what.stop)
+            eos = what.eos or (() if tokenizer is None else tokenizer.eos)
+            printer.begin()
+            for step in generator.steps(
+                prompts,
+                max_new_tokens=what.max_new_tokens,
+                sampling=what.sampling,
+                eos=frozenset(eos),
+                stop=stop,
+                encoder=feeds,
+                logprobs=what.logprobs,
+            ):
+                printer.step(step)
+            printer.end()
         generator.close()
 
     return interruptible(rank, body)

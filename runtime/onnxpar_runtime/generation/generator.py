@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from time import monotonic_ns
 from typing import Any, TypedDict, Unpack
 
 import numpy as np
@@ -12,6 +13,7 @@ from onnxpar_format.boxes import SizedSharding
 from onnxpar_format.dtypes import DTYPES
 from onnxpar_format.entries import ProgramEntry
 from onnxpar_format.options import Sampling
+from onnxpar_format.trace import STEP
 from onnxpar_runtime.agree import together
 from onnxpar_runtime.errors import InputError
 from onnxpar_runtime.gather import gather_to_root
@@ -176,7 +178,8 @@ class Generator(Opened):
         open_rows = dict.fromkeys(range(len(prompts)))
         new: list[list[int]] = [[] for _ in prompts]
         tokens, chooser = sequences.tokens, None
-        for _ in range(max_new_tokens):
+        for number in range(max_new_tokens):
+            began = monotonic_ns()
             width = tokens.shape[1]
             local = batch.run(feeds_of(self._roles, sequences, tokens))
             if chooser is None:
@@ -200,6 +203,7 @@ class Generator(Opened):
                 if token in eos or (stop is not None and stop(row, new[row])):
                     done.add(row)
             made = {row: new[row][-1] for row in open_rows}
+            self.rank.timeline.add(STEP, f"token {number + 1}", began)
             yield Step(made, frozenset(done), dict(batch.values), brought, likely)
             for row in done:
                 del open_rows[row]

@@ -12,12 +12,14 @@ from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import count
+from time import monotonic_ns
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from onnxpar_format.options import Sampling
+from onnxpar_format.trace import STEP
 from onnxpar_runtime.collectives import Rank
 from onnxpar_runtime.errors import InputError
 from onnxpar_runtime.generation.candidates import Likelihood, Share, likelihoods
@@ -278,10 +280,13 @@ class Requests:
         Raises:
             RankError: A rank failed.
         """
+        began = monotonic_ns()
         events = self._follow()
         events += self._fill()
         if self._live:
             events += self._advance()
+        if events:
+            self._rank.timeline.add(STEP, "step of the running requests", began)
         return events
 
     def _follow(self) -> list[Event]:

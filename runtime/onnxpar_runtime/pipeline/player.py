@@ -5,13 +5,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Protocol
 
+from onnxpar_format.trace import ACTION, RECEIVE
 from onnxpar_runtime.pipeline.carriers import Carrier, Expected, Leaving
 from onnxpar_runtime.pipeline.check import check
 from onnxpar_runtime.pipeline.inbox import Inbox, Ticket
 from onnxpar_runtime.pipeline.schedule import Action, Edge, Message, PlayedSchedule, Point, Transfer
 from onnxpar_runtime.pipeline.schedule_kinds import make
-from onnxpar_runtime.pipeline.trace import Trace
 from onnxpar_runtime.pipeline.transfers import with_transfers
+from onnxpar_runtime.tracing.timeline import Timeline
 
 
 class Work(Protocol):
@@ -76,7 +77,7 @@ def play(
     program: PlayedSchedule,
     work: Work,
     inbox: Inbox,
-    trace: Trace | None = None,
+    timeline: Timeline,
 ) -> None:
     """Plays a rank's steps of a program. Every rank of the pipeline must call it.
 
@@ -86,22 +87,19 @@ def play(
         program: The steps of all ranks.
         work: The rank's computations.
         inbox: The rank's posted receives, kept from one call to the next.
-        trace: Records when computations began and ended, if given.
+        timeline: Records when computations began and ended, and how long the rank waited.
 
     Raises:
         RankError: Another rank failed, or nothing arrived from it within the time limit.
         OnnxparRuntimeError: As `work` raises.
     """
     posted: dict[Message, Ticket[list[Any]]] = {}
-    if trace is not None:
-        trace.begin()
+    timeline.played += 1
     for step in program.ranks[place.stage]:
         if isinstance(step, Action):
-            if trace is None:
+            facts = {"step": timeline.played, "chunk": step.chunk, "micro_batch": step.micro_batch}
+            with timeline.span(ACTION, f"{step.kind.value}{step.micro_batch}", **facts):
                 work.compute(step)
-            else:
-                with trace.of(step):
-                    work.compute(step)
             continue
         peer = place.counterpart(step.peer)
         match step.point:
@@ -112,7 +110,8 @@ def play(
             case Point.RECEIVE:
                 posted[step.message] = _post(carrier, peer, step, work, inbox)
             case Point.WAIT_RECEIVE:
-                received = inbox.wait(peer, posted.pop(step.message))
+                with timeline.span(RECEIVE, f"waits for {step.message} of rank {peer}"):
+                    received = inbox.wait(peer, posted.pop(step.message))
                 work.arrived(step.message, [carrier.take(value) for value in received])
             case Point.WAIT_SEND:
                 pass  # what is sent has been copied

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
+import numpy as np
+
 from onnxpar_runtime.errors import ScheduleError
 from onnxpar_runtime.pipeline.schedule import Action, Kind, PlayedSchedule
 from onnxpar_runtime.pipeline.timeline import require_end, timeline
@@ -117,3 +119,12 @@ def simulate(program: PlayedSchedule, times: Times) -> Simulation:
     return Simulation(
         max(row[-1] for row in ends), tuple(sum(row) for row in durations), starts, ends
     )
+
+
+def even_bubble(program: PlayedSchedule) -> float:
+    """Returns the bubble if all stages take the same time, and transfers take none.
+
+    A backward takes twice as long as a forward, half of it for the parameters' gradients.
+    """
+    simulation = simulate(program, Times.equal(program.schedule.virtual_stages))
+    return float(np.mean(simulation.bubbles))

@@ -27,7 +27,7 @@ from onnxpar_runtime.pipeline.carriers import (
 from onnxpar_runtime.pipeline.inbox import Inbox
 from onnxpar_runtime.pipeline.player import Place, plan, play
 from onnxpar_runtime.pipeline.schedule import Action, Kind, Message, PlayedSchedule
-from onnxpar_runtime.pipeline.trace import Trace, even_bubble
+from onnxpar_runtime.pipeline.simulate import even_bubble
 from onnxpar_runtime.pipeline.values import Ends, read_values
 from onnxpar_runtime.run_values import Given, Results
 from onnxpar_runtime.tensors import host_view, to_ort
@@ -171,7 +171,6 @@ class VirtualStages:
         micro_batches: Sequence[Micro],
         counters: Mapping[str, int],
         more: Numbers | None = None,
-        trace: Trace | None = None,
     ) -> list[dict[str, Array]]:
         """Plays a schedule. Every rank must call it, with the same number of micro-batches.
 
@@ -180,7 +179,6 @@ class VirtualStages:
             micro_batches: The micro-batches.
             counters: Values of `onnxpar_format.entries.COUNTERS`, without the micro-batch.
             more: Gives numbers that programs read besides those of a micro-batch.
-            trace: Records computations, if given.
 
         Returns:
             For each micro-batch the local arrays of the outputs that this rank's stage makes.
@@ -196,7 +194,7 @@ class VirtualStages:
         self._held.clear()
         self._leaving.clear()
         self._bytes = 0
-        play(self._carrier, self._place, program, self, self._inbox, trace)
+        play(self._carrier, self._place, program, self, self._inbox, self._rank.timeline)
         return self._found
 
     def even_bubble(self, schedule: str, count: int) -> float:

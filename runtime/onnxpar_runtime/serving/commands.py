@@ -13,7 +13,7 @@ from types import FrameType
 
 from onnxpar_format.options import Execution, ServingRun
 from onnxpar_runtime.agree import together
-from onnxpar_runtime.commands import begin, opened, start
+from onnxpar_runtime.commands import begin, opened, start, traced
 from onnxpar_runtime.errors import InputError, LaunchError
 from onnxpar_runtime.generation.generator import Generator
 from onnxpar_runtime.generation.requests import Requests
@@ -43,7 +43,10 @@ def serve(directory: str | Path, what: ServingRun, how: Execution = _DEFAULT) ->
 
     def body() -> int:
         manifest = begin(rank, "serve", directory, how)
-        with opened(Generator, rank, manifest, how) as generator:
+        with (
+            traced(rank, "serve", manifest, how),
+            opened(Generator, rank, manifest, how) as generator,
+        ):
             requests = generator.requests(
                 slots=what.slots, length=what.max_length, chunk=what.chunk
             )

@@ -14,14 +14,13 @@ from numpy.typing import NDArray
 
 from onnxpar_format.checkpoint import Progress
 from onnxpar_format.manifest import FROM_FILES
-from onnxpar_format.new_file import check_file
 from onnxpar_format.options import EvaluationRun, Execution, TrainingRun
 from onnxpar_runtime.agree import together
 from onnxpar_runtime.checkpoint.contents import Checkpoint
 from onnxpar_runtime.checkpoint.restore import open_checkpoint
 from onnxpar_runtime.collectives import Rank
-from onnxpar_runtime.commands import begin, opened, start
-from onnxpar_runtime.errors import InputError, LaunchError
+from onnxpar_runtime.commands import begin, opened, start, traced
+from onnxpar_runtime.errors import LaunchError
 from onnxpar_runtime.interrupts import reporting_termination
 from onnxpar_runtime.launch import guarded
 from onnxpar_runtime.manifest import Manifest
@@ -46,7 +45,6 @@ from onnxpar_runtime.training.programs import (
     hyperparameters_read,
 )
 from onnxpar_runtime.training.replicas import ReplicaCheck
-from onnxpar_runtime.training.runner import Traced
 from onnxpar_runtime.training.sources import Samples, check_samples, open_source, places
 from onnxpar_runtime.training.trainer import Trainer
 
@@ -86,18 +84,20 @@ def train(directory: str | Path, wanted: TrainingRun, how: Execution) -> int:
         prepared = together(rank, lambda: _prepare(manifest, wanted, rank.index))
         checkpoint = _checkpoint(rank, manifest, wanted)
         first = (TRAINING, OPTIMIZER, *((EVALUATION,) if wanted.evaluates else ()))
-        trainer = opened(
-            Trainer,
-            rank,
-            manifest,
-            how,
-            programs=first,
-            seed=wanted.seed,
-            loss_scale=wanted.loss_scale,
-            overlap=not wanted.no_overlap,
-        )
-        _load(trainer, wanted.parameters)
-        _train(trainer, wanted, prepared, checkpoint)
+        with traced(rank, "train", manifest, how) as trace:
+            trainer = opened(
+                Trainer,
+                rank,
+                manifest,
+                how,
+                programs=first,
+                seed=wanted.seed,
+                loss_scale=wanted.loss_scale,
+                overlap=not wanted.no_overlap,
+            )
+            _load(trainer, wanted.parameters)
+            _train(trainer, wanted, prepared, checkpoint)
+            trace.even = trainer.even_bubble()
         trainer.close()
 
     return _on_rank(how, body)
@@ -138,9 +138,10 @@ def evaluation(directory: str | Path, wanted: EvaluationRun, how: Execution) -> 
             rank,
             lambda: _evaluation_data(manifest, rank.index, wanted.data, wanted.batch_size, 0),
         )
-        trainer = opened(Trainer, rank, manifest, how, programs=(EVALUATION,))
-        _load(trainer, wanted.parameters)
-        result = evaluate(trainer, chosen)
+        with traced(rank, "eval", manifest, how):
+            trainer = opened(Trainer, rank, manifest, how, programs=(EVALUATION,))
+            _load(trainer, wanted.parameters)
+            result = evaluate(trainer, chosen)
         if rank.index == 0:
             _print_evaluation(wanted, chosen, result)
         trainer.close()
@@ -196,11 +197,6 @@ def _prepare(manifest: Manifest, wanted: TrainingRun, rank: int) -> _Prepared:
     total = total_steps(data, wanted.epochs, wanted.steps)
     held_out = _held_out(manifest, rank, wanted) if wanted.evaluates else None
     schedule = LearningRateSchedule(wanted.lr, wanted.schedule, wanted.warmup, total)
-    if wanted.trace is not None:
-        if manifest.pipeline is None:
-            raise LaunchError(f"--trace: {manifest.directory} has no stages to trace")
-        if rank == 0:
-            check_file(wanted.trace, InputError)
     run = described(wanted.data, data, hyper, schedule)
     return _Prepared(data, held_out, hyper, schedule, run)
 
@@ -240,8 +236,6 @@ def _train(
             reporter.tell(f"notice: {notice}")
         for line in lines:
             reporter.tell(line)
-        if wanted.trace is not None:
-            trainer.begin_trace()
         begin = time.perf_counter()
         done = fit(
             trainer,
@@ -257,9 +251,6 @@ def _train(
             log_every=wanted.log_every,
         )
         log.info("%d steps in %.3f s", done.steps - start.step, time.perf_counter() - begin)
-        if wanted.trace is not None:
-            traced = trainer.write_trace(wanted.trace)
-            reporter.tell(f"wrote {wanted.trace}: {_waiting(traced)}")
         if wanted.save is not None:
             save(trainer, wanted.save)
             reporter.tell(f"wrote {wanted.save}")
@@ -277,16 +268,6 @@ def _notices(wanted: TrainingRun, prepared: _Prepared) -> Iterator[str]:
             f"--eval evaluates on the training data: {wanted.data} has no test split; name "
             "other data with --eval-data"
         )
-
-
-def _waiting(traced: Traced | None) -> str:
-    """Returns for people how long stages wait; empty without a trace."""
-    if traced is None:
-        return ""
-    return (
-        f"the stages are idle for {traced.bubble:.1%} of a step; if all stages took the same time, "
-        f"they would be idle for {traced.even:.1%}"
-    )
 
 
 def _checked(trainer: Trainer, every: int | None, then: AfterStep | None) -> AfterStep | None:

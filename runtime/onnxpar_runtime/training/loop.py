@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from math import isnan
 
 from onnxpar_format.checkpoint import Progress
+from onnxpar_format.trace import INPUT, STEP
 from onnxpar_runtime.agree import agree
 from onnxpar_runtime.collectives import Rank
 from onnxpar_runtime.errors import (
@@ -136,13 +137,17 @@ def fit(
     done, last, skipped = start.step, start.epoch, start.skipped
     loss = float("nan") if start.loss is None else start.loss
     together = data.source.name if isinstance(data.source, Stream) else None
+    timeline = trainer.rank.timeline
     with Ahead(_numbered(trainer, data, epochs, limit, start)) as items:
         begin, samples, reported = time.perf_counter(), 0, done
+        began = time.monotonic_ns()
         while (item := _next(items, trainer.rank, together)) is not None:
             epoch, number, step = item
+            timeline.add(INPUT, "next batch", began)
             if evaluation is not None and epoch != last and last:
                 _report_evaluation(trainer, evaluation, reporter, last)
                 begin, samples = time.perf_counter(), 0
+                began = time.monotonic_ns()
             done, last = done + 1, epoch
             rate = schedule.at(done)
             try:
@@ -172,6 +177,8 @@ def fit(
                 # JSON has no number for a loss that has not been read yet.
                 known = None if isnan(loss) else loss
                 after_step(Progress(done, epoch, number, data.seed, known, rate))
+            timeline.add(STEP, f"step {done}", began)
+            began = time.monotonic_ns()
     if evaluation is not None:
         _report_evaluation(trainer, evaluation, reporter, last)
     return Fitted(last, done, loss)
@@ -190,7 +197,8 @@ def _numbered(
         epoch += 1
         before = done - skip
         for number, step in enumerate(data.epoch(epoch, skip), skip + 1):
-            prepared = tuple(trainer.prepare(batch) for batch in step.micro_batches)
+            with trainer.rank.timeline.span(INPUT, "shard the next batch"):
+                prepared = tuple(trainer.prepare(batch) for batch in step.micro_batches)
             yield epoch, number, Step(prepared, step.samples)
             done += 1
             if done == limit:

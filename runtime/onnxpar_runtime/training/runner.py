@@ -10,14 +10,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onnxpar_format.entries import TensorEntry
+from onnxpar_format.trace import OPTIMIZER as OPTIMIZER_SPAN
 from onnxpar_runtime.collectives import Rank
 from onnxpar_runtime.devices import Device
-from onnxpar_runtime.errors import DirectoryError, LaunchError
+from onnxpar_runtime.errors import DirectoryError
 from onnxpar_runtime.executor import ACCUMULATE, FINISH_LATER, START_AHEAD
 from onnxpar_runtime.inputs import Feeds
 from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.pipeline.inbox import Inbox
-from onnxpar_runtime.pipeline.trace import Steps, Trace, median_bubble
 from onnxpar_runtime.pipeline.work import FORWARD, Micro, VirtualStages
 from onnxpar_runtime.training.programs import (
     CORRECT,
@@ -47,21 +47,6 @@ class Found:
     loss: float
     correct: int | None
     parts: Mapping[str, Array]
-
-
-@dataclass(frozen=True)
-class Traced:
-    """When the stages of a pipeline computed.
-
-    Attributes:
-        ranks: For each rank its computations in each step.
-        bubble: The share of a step's time in which ranks are idle: the median over steps.
-        even: The share if all stages took the same time, and transfers none.
-    """
-
-    ranks: Sequence[Steps]
-    bubble: float
-    even: float
 
 
 class Runner(ABC):
@@ -166,7 +151,8 @@ class Runner(ABC):
             self._divide_sums()
         numbers = {**hyper, FINISH_LATER: self._gradients.ahead}
         self._updated = True
-        outputs = program.run(_NOTHING, counters, numbers, read=read)
+        with self._rank.timeline.span(OPTIMIZER_SPAN, self.optimizer()):
+            outputs = program.run(_NOTHING, counters, numbers, read=read)
         return float(outputs[GRAD_NORM].item()) if read else nan
 
     def evaluate(self, micro_batch: Micro, counters: Counters) -> Found:
@@ -179,21 +165,12 @@ class Runner(ABC):
     def _evaluate(self, micro_batch: Micro, counters: Counters) -> Found:
         """Runs the evaluation; nothing runs in the background."""
 
-    def begin_trace(self) -> None:
-        """Records from now on when stages compute in training.
+    def even_bubble(self) -> float | None:
+        """Returns the share of the last step in which stages would be idle, if equally fast.
 
-        Raises:
-            LaunchError: There are no stages.
+        None without stages.
         """
-        raise LaunchError(f"{self._manifest.directory}: has no stages to trace")
-
-    def traced(self) -> Traced | None:
-        """Returns on rank 0 what was recorded since the trace began, None elsewhere.
-
-        Raises:
-            LaunchError: No trace was begun, or no step was made since.
-        """
-        raise LaunchError(f"{self._manifest.directory}: no trace was started")
+        return None
 
     def close(self) -> None:
         """Frees the programs, and ends threads of the runner."""
@@ -261,7 +238,6 @@ class Pipelined(Runner):
         super().__init__(manifest, rank, programs)
         assert manifest.pipeline is not None
         self._pipeline = manifest.pipeline
-        self._trace: Trace | None = None
         self._stage = manifest.stage_of(rank.index)
         self._inbox = Inbox(rank)
         self._stages: dict[str, VirtualStages] = {}
@@ -294,7 +270,7 @@ class Pipelined(Runner):
     def _loss(self, micro_batches: Sequence[Micro], counters: Counters, *, read: bool) -> float:
         """As `Runner`."""
         found = self._through(TRAINING).run(
-            self._pipeline.schedule, micro_batches, counters, self._gradients, self._trace
+            self._pipeline.schedule, micro_batches, counters, self._gradients
         )
         if not read:
             return nan
@@ -329,20 +305,9 @@ class Pipelined(Runner):
         found = self._on_all_ranks(EVALUATION, numbers)
         return Found(found[LOSS], int(found[CORRECT]) if CORRECT in found else None, parts)
 
-    def begin_trace(self) -> None:
+    def even_bubble(self) -> float | None:
         """As `Runner`."""
-        self._trace = Trace(self._rank)
-
-    def traced(self) -> Traced | None:
-        """As `Runner`."""
-        if self._trace is None or not self._trace.steps:
-            return super().traced()
-        ranks = self._trace.gather()
-        if ranks is None:
-            return None
-        count = max(span.action.micro_batch for span in ranks[0][0]) + 1
-        even = self._through(TRAINING).even_bubble(self._pipeline.schedule, count)
-        return Traced(ranks, median_bubble(ranks), even)
+        return self._through(TRAINING).even_bubble(self._pipeline.schedule, self._gradients.count)
 
     def close(self) -> None:
         """As `Runner`."""
@@ -358,6 +323,7 @@ class _Gradients:
     differentiate the micro-batches of a virtual stage in ascending order, as one device does.
 
     Attributes:
+        count: Number of micro-batches in the last step.
         ahead: Whether reductions could start ahead in the last step, so that sums have replaced
             gradients.
     """
@@ -365,13 +331,13 @@ class _Gradients:
     def __init__(self, manifest: Manifest, programs: Programs) -> None:
         self._manifest, self._programs = manifest, programs
         self._sums = {gradient: name for name, gradient in manifest.trained().sums.items()}
-        self._count = 0
+        self.count = 0
         self._complete: dict[str, bool] = {}
         self.ahead = False
 
     def begin(self, count: int, *, accumulate: bool, ahead: bool) -> None:
         """Begins a step of some micro-batches; its arguments are those of `forward_backward`."""
-        self._count = count
+        self.count = count
         # For each gradient of earlier runs whether it has their total itself, or else its sum.
         self._complete = dict.fromkeys(self._sums, True) if accumulate else {}
         # A captured step cannot leave work behind on another stream.
@@ -379,7 +345,7 @@ class _Gradients:
 
     def numbers(self, program: str, index: int) -> Mapping[str, float]:
         """As `Numbers`."""
-        states, last = self._programs.states, index == self._count - 1
+        states, last = self._programs.states, index == self.count - 1
         entry = self._manifest.program(program)
         own = [o.state for o in entry.state_outputs if states[o.state].kind == "gradient"]
         if not own:

@@ -22,6 +22,7 @@ from onnxpar_format.boxes import SizedSharding
 from onnxpar_format.dtypes import DTYPES, lossless
 from onnxpar_format.entries import COUNTERS
 from onnxpar_format.manifest import FROM_FILES, StateEntry, Training
+from onnxpar_format.trace import STEP
 from onnxpar_runtime.agree import agree, together
 from onnxpar_runtime.devices import Device
 from onnxpar_runtime.errors import InputError, LaunchError, OnnxparRuntimeError, TrainingError
@@ -30,7 +31,6 @@ from onnxpar_runtime.gather import gather_to_root, join_outputs
 from onnxpar_runtime.inputs import Inputs
 from onnxpar_runtime.memory import peak_bytes
 from onnxpar_runtime.opened import Opened, Opening
-from onnxpar_runtime.pipeline.trace import write_trace
 from onnxpar_runtime.pipeline.work import Micro
 from onnxpar_runtime.session import common_symbols
 from onnxpar_runtime.training.counts import Prepared, prepare
@@ -46,7 +46,7 @@ from onnxpar_runtime.training.programs import (
     hyperparameters_read,
 )
 from onnxpar_runtime.training.results import Evaluation, StepResult
-from onnxpar_runtime.training.runner import Runner, Traced, runner
+from onnxpar_runtime.training.runner import Runner, runner
 from onnxpar_runtime.training.sources import Batch
 from onnxpar_runtime.training.state import States
 
@@ -198,6 +198,12 @@ class Trainer(Opened):
                 loss scale; parameters are unchanged.
             RankError: Another rank cannot go on; raised by all ranks.
         """
+        with self.rank.timeline.span(STEP, f"step {self.steps + 1}"):
+            return self._train_step(micro_batches, hyper, read)
+
+    def _train_step(
+        self, micro_batches: Sequence[Batch | Prepared], hyper: Mapping[str, float], read: bool
+    ) -> StepResult:
         prepared = [b if isinstance(b, Prepared) else self.prepare(b) for b in micro_batches]
         total = sum(p.count for p in prepared)
         error = next((p.error for p in prepared if p.error is not None), None)
@@ -312,39 +318,12 @@ class Trainer(Opened):
                 f"those after step {self.steps}"
             ).as_agreed()
 
-    def begin_trace(self) -> None:
-        """Records from now on when the stages of a pipeline compute in training.
+    def even_bubble(self) -> float | None:
+        """Returns the share of the last step in which stages would be idle, if equally fast.
 
-        Every rank must call it.
-
-        Raises:
-            LaunchError: The directory has no stages.
-            RankError: A rank failed.
+        None without stages.
         """
-        self._opened.runner.begin_trace()
-
-    def write_trace(self, path: str | Path) -> Traced | None:
-        """Writes the trace in the format of Chrome's trace viewer. Every rank must call it.
-
-        Args:
-            path: The file, which rank 0 writes.
-
-        Returns:
-            On rank 0 the trace, None elsewhere.
-
-        Raises:
-            LaunchError: No trace was begun.
-            InputError: The file cannot be written.
-            RankError: A rank failed.
-        """
-        traced = self._opened.runner.traced()
-
-        def write() -> None:
-            if traced is not None:
-                write_trace(path, traced.ranks, self.manifest.stage_devices)
-
-        together(self.rank, write)
-        return traced
+        return self._opened.runner.even_bubble()
 
     # -- evaluation ------------------------------------------------------------------------------
 

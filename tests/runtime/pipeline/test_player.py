@@ -1,6 +1,5 @@
 """Schedules are played: stand-in stages, real messages, on threads of this process."""
 
-import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -10,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from onnxpar_format.trace import ACTION, MAIN, RECEIVE, STEP, Trace, TraceSpan, read_trace
+from onnxpar_format.trace_times import bubble, times
 from onnxpar_runtime.collectives import Rank, World
 from onnxpar_runtime.errors import RankError
 from onnxpar_runtime.pipeline.carriers import Array, Expected, HostCarrier, Leaving
@@ -17,15 +18,9 @@ from onnxpar_runtime.pipeline.inbox import Inbox
 from onnxpar_runtime.pipeline.player import Place, plan, play
 from onnxpar_runtime.pipeline.schedule import Action, Edge, Kind, Message, Payload
 from onnxpar_runtime.pipeline.schedule_kinds import make
-from onnxpar_runtime.pipeline.trace import (
-    Span,
-    Trace,
-    bubble,
-    even_bubble,
-    median_bubble,
-    write_trace,
-)
+from onnxpar_runtime.pipeline.simulate import even_bubble
 from onnxpar_runtime.pipeline.transfers import chain
+from onnxpar_runtime.tracing.recording import Recording, write_trace
 
 SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zb-h1", 1)]
 
@@ -114,7 +109,9 @@ def test_all_is_computed_in_order(
             inbox = Inbox(rank)
             for _ in range(2):
                 work = StandIn(stages, rank.index, edges)
-                play(HostCarrier(rank), Place(rank.index, 0, 1), program, work, inbox)
+                play(
+                    HostCarrier(rank), Place(rank.index, 0, 1), program, work, inbox, rank.timeline
+                )
             inbox.close()
             return work.done
 
@@ -130,7 +127,7 @@ def test_a_stage_that_fails_ends_all() -> None:
 
     def body(rank: Rank) -> None:
         work = StandIn(3, rank.index, edges, fails if rank.index == 2 else None)
-        play(HostCarrier(rank), Place(rank.index, 0, 1), program, work, Inbox(rank))
+        play(HostCarrier(rank), Place(rank.index, 0, 1), program, work, Inbox(rank), rank.timeline)
 
     first, second, last = on_all(3, body)
     assert str(last) == "it broke"
@@ -149,7 +146,7 @@ def test_a_value_of_another_size_is_named() -> None:
 
     def body(rank: Rank) -> None:
         work = (Wrong if rank.index else StandIn)(2, rank.index, edges)
-        play(HostCarrier(rank), Place(rank.index, 0, 1), program, work, Inbox(rank))
+        play(HostCarrier(rank), Place(rank.index, 0, 1), program, work, Inbox(rank), rank.timeline)
 
     error = on_all(2, body)[1]
     assert isinstance(error, RankError)
@@ -160,36 +157,49 @@ def test_a_value_of_another_size_is_named() -> None:
 
 
 def test_a_trace_tells_when_ranks_computed(tmp_path: Path) -> None:
-    schedule = make("gpipe", 2, 3)
-    program = plan("gpipe", 2, 3, 1, chain(schedule))
+    schedule = make("1f1b", 2, 3)
+    program = plan("1f1b", 2, 3, 1, chain(schedule))
 
-    def body(rank: Rank) -> Any:
-        trace, inbox = Trace(rank), Inbox(rank)
-        for _ in range(2):
+    def body(rank: Rank) -> Trace | None:
+        recording, inbox = Recording(rank), Inbox(rank)
+        for number in range(2):
             work = StandIn(2, rank.index, program.edges)
-            play(HostCarrier(rank), Place(rank.index, 0, 1), program, work, inbox, trace)
+            with rank.timeline.span(STEP, f"step {number + 1}"):
+                play(
+                    HostCarrier(rank), Place(rank.index, 0, 1), program, work, inbox, rank.timeline
+                )
         inbox.close()
-        return trace.gather(), trace.origin
+        trace = recording.finish("train", 1)
+        write_trace(rank, tmp_path / "t.json", trace)
+        return trace
 
-    (traces, first), (nothing, second) = on_all(2, body)
-    assert nothing is None and len(traces) == 2
-    for rank, steps in enumerate(traces):
-        for spans in steps:
-            assert tuple(span.action for span in spans) == schedule.ranks[rank]
-            times = [t for span in spans for t in (span.start, span.end)]
-            assert times == sorted(times) and times[0] >= 0
+    made, nothing = on_all(2, body)
+    assert nothing is None
+    trace = read_trace(tmp_path / "t.json")
+    assert len(trace.spans) == len(made.spans) and trace.clocks == made.clocks
+    for rank in range(2):
+        spans = [s for s in trace.spans if s.rank == rank and s.track == MAIN]
+        actions = [s for s in spans if s.kind == ACTION]
+        order = [f"{a.kind.value}{a.micro_batch}" for a in schedule.ranks[rank]]
+        assert [s.name for s in actions] == 2 * order
+        assert [s.more["step"] for s in actions] == [1] * 6 + [2] * 6
+        # Rank 0 reads three cotangents in each step, rank 1 three activations.
+        assert sum(s.kind == RECEIVE for s in spans) == 2 * 3
+        ends = [t for s in actions for t in (s.start, s.end)]
+        assert ends == sorted(ends) and ends[0] >= 0
     # The last forward of rank 0 came before its message was read.
-    assert first + traces[0][0][2].end <= second + traces[1][0][2].start
-    assert 0 < median_bubble(traces) < 1
-    write_trace(tmp_path / "t.json", traces, 1)
-    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
-    assert sum(e["ph"] == "X" for e in events) == 2 * 2 * 6
-    assert {(e["pid"], e["tid"]) for e in events} == {(0, 0), (1, 1)}
+    first, second = (
+        next(s for s in trace.spans if s.rank == rank and s.name == "F2") for rank in range(2)
+    )
+    assert first.end <= second.start
+    found = times(trace)
+    assert found.idle is not None and 0 < found.idle < 1
+    assert all(rank.bubble > 0 for rank in found.ranks)
 
 
 def test_the_bubble_is_the_time_in_which_nothing_is_computed() -> None:
     program = plan("1f1b", 2, 3, 1, chain(make("1f1b", 2, 3)))
     assert even_bubble(program) == pytest.approx(1 / (3 + 1))
-    action = Action(Kind.FORWARD, 0, 0)
-    ranks = [[Span(action, 1, 2), Span(action, 3, 5)], [Span(action, 2, 3)]]
+    one, two, other = (TraceSpan(0, MAIN, ACTION, "F0", *ends) for ends in ((1, 2), (3, 5), (2, 3)))
+    ranks = [[one, two], [other]]
     assert bubble(ranks) == pytest.approx(1 - (3 + 1) / (2 * 4))

@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from onnxpar_format.trace import ACTION, CALL, COLLECTIVE
+from onnxpar_format.trace_times import PARTS, times
 from onnxpar_runtime.checkpoint.layout import written
 from onnxpar_runtime.errors import (
     DirectoryError,
     InputError,
-    LaunchError,
     OnnxparRuntimeError,
     RankError,
     ReplicaError,
@@ -22,13 +23,14 @@ from onnxpar_runtime.errors import (
 )
 from onnxpar_runtime.group import ThreadsGroup
 from onnxpar_runtime.manifest import Manifest
+from onnxpar_runtime.tracing.recording import Recording
 from onnxpar_runtime.training.group import TrainerGroup
 from onnxpar_runtime.training.programs import TRAINING
 from onnxpar_runtime.training.replicas import check_replicas
 from onnxpar_runtime.training.runner import Pipelined
 from tests.runtime.hand_made import tensor
 from tests.runtime.hand_staged import N, Reference, Shape, batch_of, staged
-from tests.runtime.hand_trained import Program, regression, write
+from tests.runtime.hand_trained import Program, write
 
 RATE = {"lr": 0.1}
 # The weights of micro-batches are float32.
@@ -194,31 +196,26 @@ def test_values_live_as_long_as_the_schedule_says(
         assert least <= peak <= least + value * (extra + 2)
 
 
-def test_a_trainer_writes_a_trace(tmp_path: Path) -> None:
-    file = tmp_path / "t.json"
-    with (
-        TrainerGroup(staged(tmp_path / "a", Shape(size=2))) as group,
-        pytest.raises(LaunchError, match="no trace was started"),
-    ):
-        group.on_each(lambda member: member.write_trace(file))
-    with TrainerGroup(tmp_path / "a") as group:
-        group.on_each(lambda member: member.begin_trace())
+def test_a_trace_of_a_trainer(tmp_path: Path) -> None:
+    with TrainerGroup(staged(tmp_path / "a", Shape(size=2))) as group:
+        recordings = group.on_each(lambda member: Recording(member.rank))
         for step in range(2):
             group.train_step([batch_of(2, 10 * step + k) for k in range(3)], RATE)
-        traced, *others = group.on_each(lambda member: member.write_trace(file))
-        assert traced is not None and others == [None] * 3
-        assert traced.even == pytest.approx(1 / 4) and 0 < traced.bubble < 1
-        missing = tmp_path / "no" / "t.json"
-        with pytest.raises(RankError, match=r"t\.json: its folder .* does not exist"):
-            group.on_each(lambda member: member.write_trace(missing))
-    events = [e for e in json.loads(file.read_text())["traceEvents"] if e["ph"] == "X"]
+        own = {recording.rank.index: recording for recording in recordings}
+        trace, *others = group.on_each(lambda m: own[m.rank.index].finish("train", 2))
+        assert trace is not None and others == [None] * 3
+        assert group.members[0].even_bubble() == pytest.approx(1 / 4)
+    found = times(trace)
+    assert found.steps == 1 and found.idle is not None and 0 < found.idle < 1
     # Each of 4 ranks has a forward and a backward of 3 micro-batches in 2 steps.
-    assert len(events) == 4 * 2 * 3 * 2 and {e["pid"] for e in events} == {0, 1}
-    with (
-        TrainerGroup(regression(tmp_path / "b")) as group,
-        pytest.raises(LaunchError, match="has no stages"),
-    ):
-        group.on_each(lambda member: member.begin_trace())
+    assert sum(span.kind == ACTION for span in trace.spans) == 4 * 2 * 3 * 2
+    # The two ranks of a stage reduce the gradients: both see the same calls, met at the same time.
+    calls = [s for s in trace.spans if s.kind == CALL and s.more["ranks"] == [0, 1]]
+    assert calls and {s.rank for s in calls} == {0, 1}
+    assert all(s.more["last"] in (0, 1) for s in calls if s.more["op"] == COLLECTIVE)
+    for rank in found.ranks:
+        assert sum(getattr(rank, part) for part in PARTS) == pytest.approx(rank.step)
+        assert min(getattr(rank, part) for part in PARTS) > -1e-4
 
 
 def change(directory: Path, edit: Callable[[dict[str, Any]], object]) -> Path:

@@ -1,0 +1,64 @@
+"""The collectives and messages that the library has logged (`csrc/collective/call_log.h`)."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from onnxpar_format.trace import (
+    BACKGROUND,
+    CALL,
+    COLLECTIVE,
+    FOREGROUND,
+    RECV,
+    SEND,
+    SET_UP,
+    WAIT,
+    WAITING,
+)
+from onnxpar_runtime.collectives import Rank
+
+COLUMNS = (
+    "number",
+    "kind",
+    "state",
+    "name",
+    "channel",
+    "place",
+    "tensors",
+    "bytes",
+    "signature",
+    "begin",
+    "met",
+    "end",
+)
+"""The columns of a row of logged calls."""
+KINDS = (COLLECTIVE, SEND, RECV, WAIT, SET_UP)
+"""By the number of `CallKind`."""
+
+
+def logged(rank: Rank) -> Iterator[tuple[str, int, str, int, int, dict[str, Any]]]:
+    """Returns the kept calls as spans: kind, track, name, start, end, more. They are forgotten.
+
+    Times are those of `time.monotonic_ns`. The wait for the last rank is a span of its own, which
+    begins with its call.
+    """
+    rows, tables = rank.take_calls()
+    for values in rows.tolist():
+        row = dict(zip(COLUMNS, values, strict=True))
+        channel = tables["channels"][row["channel"]]
+        kind = KINDS[row["kind"]]
+        # Nothing else runs while the foreground waits for the background.
+        background = channel["lane"] and kind != WAIT
+        track = BACKGROUND if background else FOREGROUND
+        more = {
+            "op": kind,
+            "ranks": channel["ranks"],
+            "lane": channel["lane"],
+            "tag": channel["tag"],
+            "place": row["place"],
+            "bytes": row["bytes"],
+            "tensors": row["tensors"],
+        }
+        name = tables["names"][row["name"]]
+        yield CALL, track, name, row["begin"], row["end"], more
+        if row["met"] > row["begin"]:
+            yield WAITING, track, "waiting", row["begin"], row["met"], {}
