@@ -53,6 +53,7 @@ COMMANDS: tuple[tuple[str, str], ...] = (
     ("verify", "onnxpar.cli.verify"),
     ("view", "onnxpar.cli.view"),
     ("trace", "onnxpar.cli.trace"),
+    ("report", "onnxpar.cli.report"),
     ("ops", "onnxpar.cli.ops"),
 )
 

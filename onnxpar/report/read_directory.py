@@ -13,6 +13,24 @@ from onnxpar.report.inspect_data import OF_A_PROGRAM
 Json = dict[str, Any]
 
 
+def read_programs(directory: Path) -> tuple[Json, dict[str, Json]]:
+    """Returns the manifest of a directory, and the report of each of its programs by name.
+
+    The first program is the one that is shown if none is named. Each has the keys `OF_A_PROGRAM`.
+
+    Raises:
+        DirectoryError: There is no manifest, or it has no report.
+    """
+    path = directory / MANIFEST
+    manifest = read_manifest(directory)
+    report = manifest.get("report") if isinstance(manifest, dict) else None
+    keys = ("mesh", "devices", "stages", "symbols", "program", "programs", *OF_A_PROGRAM)
+    if not isinstance(report, dict) or any(key not in report for key in keys):
+        raise DirectoryError(f"{path}: expected a report of how the model was sharded, got none")
+    first = {key: report[key] for key in OF_A_PROGRAM}
+    return manifest, {report["program"]: first, **report["programs"]}
+
+
 def read_report(directory: Path, rank: int | None = None, program: str | None = None) -> Json:
     """Returns the report of a directory.
 
@@ -28,17 +46,12 @@ def read_report(directory: Path, rank: int | None = None, program: str | None = 
     Raises:
         DirectoryError: There is no manifest, or it has no report, no such rank or no such program.
     """
-    path = directory / MANIFEST
-    manifest = read_manifest(directory)
-    report = manifest.get("report") if isinstance(manifest, dict) else None
-    keys = ("mesh", "devices", "stages", "symbols", "program", "programs", *OF_A_PROGRAM)
-    if not isinstance(report, dict) or any(key not in report for key in keys):
-        raise DirectoryError(f"{path}: expected a report of how the model was sharded, got none")
+    manifest, known = read_programs(directory)
+    report = manifest["report"]
     if rank is not None and rank >= report["devices"]:
         raise DirectoryError(
             f"{directory}: expected a rank from 0 to {report['devices'] - 1}, got {rank}"
         )
-    known = {report["program"]: {key: report[key] for key in OF_A_PROGRAM}, **report["programs"]}
     known = {name: {**p, "collectives": _of_rank(p, rank)} for name, p in known.items()}
     shown = report["program"] if program is None else program
     if shown not in known:

@@ -7,7 +7,7 @@ exact rationals, so that `3*batch/2` has no rounding.
 """
 
 import ast
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from fractions import Fraction
 from functools import lru_cache
 from math import ceil, floor
@@ -30,6 +30,24 @@ _CALLS: dict[str, Callable[..., Fraction]] = {
     "ceil": lambda a: Fraction(ceil(a)),
     "ceiling": lambda a: Fraction(ceil(a)),
     "Mod": lambda a, b: a % b,
+}
+_SIGNS: dict[type[ast.operator], str] = {
+    ast.Add: "+",
+    ast.Sub: "-",
+    ast.Mult: "*",
+    ast.Div: "/",
+    ast.FloorDiv: "//",
+    ast.Mod: "%",
+    ast.Pow: "**",
+}
+# The word of each function in `postfix`, and the number of its operands; 0 for one or more.
+_SPELLINGS: dict[str, tuple[str, int]] = {
+    "min": ("min", 0),
+    "max": ("max", 0),
+    "floor": ("floor", 1),
+    "ceil": ("ceil", 1),
+    "ceiling": ("ceil", 1),
+    "mod": ("%", 2),
 }
 _MAX_EXPONENT = 64
 
@@ -80,6 +98,51 @@ def names_of(size: Size) -> tuple[str, ...]:
     functions = {call.func for call in ast.walk(tree) if isinstance(call, ast.Call)}
     names = [n for n in ast.walk(tree) if isinstance(n, ast.Name) and n not in functions]
     return tuple(dict.fromkeys(n.id for n in sorted(names, key=lambda n: n.col_offset)))
+
+
+def postfix(size: Size) -> list[int | str | list[str]]:
+    """Returns an expression as a sequence for a stack, which needs no parser to evaluate.
+
+    An integer is pushed. A name, in a list of its own, pushes the symbol's value. `neg`, `floor`
+    and `ceil` replace the last value; each other text is an operator, or `min` or `max`, that
+    replaces the last two.
+
+    Raises:
+        ExpressionError: The text is outside the grammar.
+    """
+    if isinstance(size, int):
+        return [size]
+    tree = _parse(size)
+    return [[size]] if tree is None else list(_flat(tree, size))
+
+
+def _flat(tree: ast.expr, text: str) -> Iterator[int | str | list[str]]:
+    match tree:
+        case ast.Constant(value=int() as number) if not isinstance(number, bool):
+            yield number
+        case ast.Name(id=name):
+            yield [name]
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            yield from _flat(operand, text)
+            yield "neg"
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _SIGNS:
+            yield from _flat(left, text)
+            yield from _flat(right, text)
+            yield _SIGNS[type(op)]
+        case ast.Call(func=ast.Name(id=name), args=[first, *rest], keywords=[]) if (
+            name.lower() in _SPELLINGS
+        ):
+            word, operands = _SPELLINGS[name.lower()]
+            if operands and len(rest) != operands - 1:
+                raise ExpressionError(f"{text!r}: wrong arguments of {name}")
+            yield from _flat(first, text)
+            for argument in rest:
+                yield from _flat(argument, text)
+                yield word
+            if operands == 1:
+                yield word
+        case _:
+            raise ExpressionError(f"{text!r} is not a size expression")
 
 
 def evaluate_exact(size: Size, values: Mapping[str, int]) -> Fraction:

@@ -1,0 +1,123 @@
+"use strict";
+/* The sizes of symbols that the reader chose, and what formulas are worth at them. */
+
+const onnxpar = {};
+
+onnxpar.sizes = (() => {
+  const listeners = [];
+  const binary = {
+    "+": (a, b) => a + b,
+    "-": (a, b) => a - b,
+    "*": (a, b) => a * b,
+    "/": (a, b) => a / b,
+    "//": (a, b) => Math.floor(a / b),
+    "%": (a, b) => a - b * Math.floor(a / b),
+    "**": (a, b) => a ** b,
+    min: Math.min,
+    max: Math.max,
+  };
+  const unary = { neg: (a) => -a, floor: Math.floor, ceil: Math.ceil };
+
+  /* The value of the code of a formula: a program for a stack, see `postfix` in onnxpar_format. */
+  function evaluate(code, values) {
+    const stack = [];
+    for (const token of code) {
+      if (typeof token === "number") stack.push(token);
+      else if (Array.isArray(token)) stack.push(values[token[0]]);
+      else if (Object.hasOwn(unary, token)) stack.push(unary[token](stack.pop()));
+      else {
+        const right = stack.pop();
+        stack.push(binary[token](stack.pop(), right));
+      }
+    }
+    return stack[0];
+  }
+
+  /* The number of a size of a directory: a number, or a formula by its place; null without one. */
+  function value(directory, size) {
+    if (size === null || size === undefined) return null;
+    if (typeof size === "number") return size;
+    const formula = directory.formulas[size[0]];
+    if (formula.code === null) return null;
+    if (directory.known === undefined) directory.known = new Map();
+    if (!directory.known.has(size[0])) {
+      const values = directory.symbols.map((symbol) => symbol.value);
+      directory.known.set(size[0], evaluate(formula.code, values));
+    }
+    return directory.known.get(size[0]);
+  }
+
+  function text(directory, size) {
+    if (size === null || size === undefined) return "unknown";
+    return typeof size === "number" ? String(size) : directory.formulas[size[0]].text;
+  }
+
+  function shapeText(directory, place) {
+    if (place === null) return "unknown";
+    return `[${directory.shapes[place].map((size) => text(directory, size)).join(", ")}]`;
+  }
+
+  /* The elements of a shape at the chosen sizes. */
+  function elements(directory, place) {
+    if (place === null) return null;
+    let product = 1;
+    for (const size of directory.shapes[place]) {
+      const found = value(directory, size);
+      if (found === null) return null;
+      product *= found;
+    }
+    return product;
+  }
+
+  /* Gives symbols of this name another size, in all directories. */
+  function choose(directories, name, size) {
+    for (const directory of directories) {
+      const symbol = directory.symbols.find((one) => one.name === name);
+      if (symbol === undefined) continue;
+      symbol.value = admissible(symbol, size);
+      directory.known = undefined;
+    }
+    for (const listener of listeners) listener();
+  }
+
+  /* The nearest size that the constraints of a symbol admit. */
+  function admissible(symbol, size) {
+    const least = symbol.least ?? 1;
+    const most = symbol.most ?? Infinity;
+    const steps = Math.round((size - least) / symbol.step);
+    const found = least + Math.max(0, steps) * symbol.step;
+    return found <= most ? found : most;
+  }
+
+  const onChange = (listener) => listeners.push(listener);
+  return { evaluate, value, text, shapeText, elements, choose, admissible, onChange };
+})();
+
+onnxpar.numbers = (() => {
+  const whole = new Intl.NumberFormat("en-US", { maximumFractionDigits: 1 });
+  const three = (n) => (n >= 999.5 ? String(Math.round(n)) : String(Number(n.toPrecision(3))));
+
+  function count(n) {
+    return n === null || n === undefined ? "unknown" : whole.format(n);
+  }
+
+  function bytes(n) {
+    if (n === null || n === undefined) return "unknown";
+    for (const [unit, scale] of [["TiB", 2 ** 40], ["GiB", 2 ** 30], ["MiB", 2 ** 20], ["KiB", 2 ** 10]]) {
+      if (Math.abs(n) >= scale) return `${three(n / scale)} ${unit}`;
+    }
+    return `${whole.format(n)} B`;
+  }
+
+  function seconds(n) {
+    if (n === null || n === undefined) return "unknown";
+    if (n === 0) return "0 s";
+    for (const [unit, scale] of [["s", 1], ["ms", 1e-3], ["µs", 1e-6]]) {
+      if (Math.abs(n) >= scale) return `${three(n / scale)} ${unit}`;
+    }
+    return `${three(n / 1e-9)} ns`;
+  }
+
+  const share = (n) => `${whole.format(100 * n)} %`;
+  return { count, bytes, seconds, share };
+})();

@@ -1,0 +1,165 @@
+"""What the report page shows, as plain data.
+
+Begins with `page_data`; `onnxpar.report.write_page` makes a page of it. The tables of
+`onnxpar.report.tables` hold what occurs often, and everything else refers to them by place.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+
+from onnxpar.core.symbols import Symbol
+from onnxpar.core.version import __version__
+from onnxpar.report.fold_layers import FoldedNodes, common_name, fold_nodes
+from onnxpar.report.read_directory import read_programs
+from onnxpar.report.stage_data import bytes_of
+from onnxpar.report.tables import Tables
+
+Json = dict[str, Any]
+
+
+def page_data(directories: Sequence[Path], sizes: Mapping[str, int]) -> Json:
+    """Returns the data of a page about one directory, or about two to compare.
+
+    Args:
+        directories: The directories.
+        sizes: The sizes of symbols that the page shows first; `Symbol.typical` for others.
+
+    Raises:
+        DirectoryError: A directory has no report.
+    """
+    return {
+        "version": __version__,
+        "directories": [directory_page(directory, sizes) for directory in directories],
+    }
+
+
+def directory_page(directory: Path, sizes: Mapping[str, int]) -> Json:
+    """Returns the part of a page about one directory."""
+    manifest, programs = read_programs(directory)
+    report = manifest["report"]
+    symbols = {name: Symbol.parse(text) for name, text in report["symbols"].items()}
+    tables = Tables(symbols)
+    data = {
+        "name": directory.name or str(directory),
+        "generator": manifest["generator"],
+        "model": manifest["model"],
+        "mesh": {"axes": list(report["mesh"]["axes"].items()), "atoms": report["mesh"]["atoms"]},
+        "devices": report["devices"],
+        "stages": report["stages"],
+        "files": {
+            "count": len(manifest["files"]),
+            "bytes": sum(file["bytes"] for file in manifest["files"].values()),
+        },
+        "symbols": [_symbol(name, symbol, sizes) for name, symbol in symbols.items()],
+        "parameters": _parameters(manifest),
+        "programs": [_program(name, program, tables) for name, program in programs.items()],
+    }
+    return data | tables.contents()
+
+
+def _symbol(name: str, symbol: Symbol, sizes: Mapping[str, int]) -> Json:
+    facts = symbol.facts
+    return {
+        "name": name,
+        "constraint": str(symbol) or "any size",
+        "least": facts.min,
+        "most": facts.max,
+        "step": max(facts.divisor, 1),
+        "value": sizes.get(name, symbol.typical()),
+    }
+
+
+def _parameters(manifest: Json) -> list[Json]:
+    """Returns each parameter, with the bytes that a device holds and the devices that hold each."""
+    layouts = manifest["strategy"].get("parameters", {})
+    found = []
+    for name, entry in manifest["parameters"].items():
+        dtype = getattr(ir.DataType, entry["dtype"].upper(), None)
+        shards = entry["shards"]
+        found.append(
+            {
+                "name": name,
+                "dtype": entry["dtype"],
+                "shape": entry["shape"],
+                "layout": layouts.get(name, {}).get("text", ""),
+                "shards": len(shards),
+                "copies": max((len(shard["ranks"]) for shard in shards), default=0),
+                "local": max((bytes_of(dtype, s["local_shape"]) for s in shards), default=0),
+            }
+        )
+    return found
+
+
+def _program(name: str, program: Json, tables: Tables) -> Json:
+    return {
+        "name": name,
+        "nodes": [_node(node, program["layouts"], tables) for node in program["nodes"]],
+        "blocks": [_block(block, program["nodes"]) for block in fold_nodes(program["nodes"])],
+        "collectives": [_collective(c, tables) for c in program["collectives"]],
+        "conflicts": [{**c, "bytes": tables.size(c["bytes"])} for c in program["conflicts"]],
+        "replicated": program["replicated"],
+        "states": program["states"],
+        "supplied": program["supplied"],
+        "totals": {**program["totals"], "bytes": tables.size(program["totals"]["bytes"])},
+        "stage_totals": [{**s, "bytes": tables.size(s["bytes"])} for s in program["stage_totals"]],
+        "transfers": [
+            {**t, "bytes": None if t["bytes"] is None else tables.size(t["bytes"])}
+            for t in program["transfers"]
+        ],
+    }
+
+
+def _block(block: FoldedNodes, nodes: Sequence[Json]) -> list[Any]:
+    """Returns first node, number of nodes of a layer, layers, and the layers' common names."""
+    alike = range(block.size if block.count > 1 else 0)
+    names = [common_name([nodes[i]["name"] for i in block.places(place)]) for place in alike]
+    return [block.start, block.size, block.count, names]
+
+
+def _node(node: Json, drawn: Mapping[str, Any], tables: Tables) -> Json:
+    outputs = []
+    for output in node["outputs"]:
+        found = _operand(output, drawn, tables)
+        if "resharded" in output:
+            found.append(_operand(output["resharded"], drawn, tables))
+        outputs.append(found)
+    return {
+        "name": node["name"],
+        "op": tables.text(node["op_type"]),
+        "stage": node["stage"],
+        "pinned": int(node["pinned"]),
+        "rule": tables.text(node["rule"]),
+        "reason": tables.text(node["reason"]),
+        "inputs": [_operand(item, drawn, tables) for item in node["inputs"]],
+        "outputs": outputs,
+    }
+
+
+def _operand(item: Json, drawn: Mapping[str, Any], tables: Tables) -> list[Any]:
+    """Returns name, shape, local shape and layout of an operand, by their places."""
+    return [
+        tables.text(item["name"]),
+        tables.shape(item["shape"]),
+        tables.shape(item["local_shape"]),
+        tables.layout(item, drawn),
+    ]
+
+
+def _collective(item: Json, tables: Tables) -> Json:
+    groups = item["groups"]
+    return {
+        "op": item["op"],
+        "node": tables.text(item["node"]),
+        "value": tables.text(item["value"]),
+        "over": item["over"],
+        "groups": len(groups),
+        "size": len(groups[0]) if groups else 0,
+        "bytes": tables.size(item["bytes"]),
+        "reason": tables.text(item["reason"]),
+        "before": item["before"],
+        "after": item["after"],
+        "behind": item["behind"],
+    }

@@ -1,0 +1,136 @@
+"""The report page in Chromium: no errors, tables sort, the slider changes numbers, keys work."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+import pytest
+import transformer
+
+from onnxpar.cli import main
+from onnxpar_format.expressions import evaluate_exact
+from tests.onnxpar.report.test_page import hostile_model
+
+CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
+pytestmark = pytest.mark.skipif(
+    CHROMIUM is None or DRIVER is None,
+    reason="needs chromium and chromedriver (Debian: chromium, chromium-driver)",
+)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    options = webdriver.ChromeOptions()
+    options.binary_location = CHROMIUM
+    for argument in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"):
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    service = webdriver.ChromeService(executable_path=DRIVER)
+    driver = webdriver.Chrome(options=options, service=service)
+    yield driver
+    driver.quit()
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page of a small GPT on two stages of four devices."""
+    folder = tmp_path_factory.mktemp("page")
+    model = transformer.build(transformer.Config(layers=4, loss=True))
+    ir.save(model, folder / "gpt.onnx")
+    out = str(folder / "out")
+    options = ["--train", "--loss", "output:loss", "--optimizer", "adamw"]
+    shard = ["shard", str(folder / "gpt.onnx"), "--strategy", "dp=2,tp=2,pp=2", "-o", out]
+    assert main([*shard, *options]) == 0
+    assert main(["report", out, "-o", str(folder / "page.html")]) == 0
+    return folder / "page.html"
+
+
+def opened(browser: Any, page: Path) -> Any:
+    browser.get(page.as_uri())
+    assert browser.find_element("css selector", "html").get_attribute("data-ready") == "yes"
+    return browser
+
+
+def complaints(browser: Any) -> list[str]:
+    return [entry["message"] for entry in browser.get_log("browser")]
+
+
+def column(browser: Any, label: str, number: int) -> list[str]:
+    cells = browser.find_elements("css selector", f"table[aria-label='{label}'] tbody tr")
+    return [row.find_elements("tag name", "td")[number].text for row in cells]
+
+
+def test_tables_sort_and_filter(browser: Any, page: Path) -> None:
+    opened(browser, page)
+    label = "collectives of training_model by kind"
+    before = column(browser, label, 3)
+    button = f"table[aria-label='{label}'] th:nth-child(4) button"
+    browser.find_element("css selector", button).click()
+    falling = [int(n) for n in column(browser, label, 3)]
+    assert falling == sorted(falling, reverse=True) and len(falling) > 1
+    browser.find_element("css selector", button).click()
+    assert [int(n) for n in column(browser, label, 3)] == sorted(falling)
+    assert sorted(before) == sorted(map(str, falling))
+    head = browser.find_element("css selector", f"table[aria-label='{label}'] th:nth-child(4)")
+    assert head.get_attribute("aria-sort") == "ascending"
+    search = browser.find_element("css selector", "input[aria-label='Search nodes']")
+    search.send_keys("softmax layer")
+    names = [
+        e.text for e in browser.find_elements("css selector", "button.row > span.mono:first-child")
+    ]
+    assert names and all("softmax" in name.lower() and "layer" in name for name in names)
+    assert not complaints(browser)
+
+
+def test_another_size_changes_bytes_in_proportion(browser: Any, page: Path) -> None:
+    opened(browser, page)
+    compute = """
+        const data = JSON.parse(document.getElementById("data").textContent).directories[0];
+        return data.formulas.map(f => [f.text, onnxpar.sizes.evaluate(f.code, arguments[0])]);
+    """
+    found = browser.execute_script(compute, [7, 10])
+    assert len(found) > 10
+    for text, value in found:
+        assert value == evaluate_exact(text, {"batch": 7, "seq": 10}), text
+    tile = "//div[@class='tile'][contains(., 'sent by a device')]/b"
+    before = browser.find_element("xpath", tile).text
+    slider = browser.find_element("css selector", "input[aria-label='Size of seq']")
+    slider.send_keys(webdriver.Keys.ARROW_RIGHT)
+    field = browser.find_element("css selector", "input[aria-label='Size of seq, exactly']")
+    assert field.get_attribute("value") == "128"
+    after = browser.find_element("xpath", tile).text
+    assert float(after.split()[0]) == pytest.approx(2 * float(before.split()[0]), rel=0.01)
+    assert not complaints(browser)
+
+
+def test_a_node_shows_its_rule_and_blocks_and_keys_close_it(browser: Any, page: Path) -> None:
+    opened(browser, page)
+    row = browser.find_element("xpath", "//button[contains(@title, 'attn/q_proj/MatMul')]")
+    row.send_keys(webdriver.Keys.ENTER)
+    panel = browser.find_element("css selector", "aside.details")
+    assert "M K, K N -> M N" in panel.text or "->" in panel.text
+    blocks = panel.find_elements("css selector", "figure:last-of-type .blocks > div")
+    assert blocks
+    assert browser.switch_to.active_element == panel
+    panel.send_keys(webdriver.Keys.ESCAPE)
+    assert not browser.find_elements("css selector", "aside.details")
+    assert browser.switch_to.active_element == row
+    assert not complaints(browser)
+
+
+def test_markup_in_names_is_shown_as_text(browser: Any, tmp_path: Path) -> None:
+    hostile_model(tmp_path / "hostile.onnx")
+    folder = tmp_path / "<img src=x onerror=document.title='bad'>"
+    model = str(tmp_path / "hostile.onnx")
+    assert main(["shard", model, "--strategy", "dp=2,tp=2", "-o", str(folder)]) == 0
+    assert main(["report", str(folder), str(folder), "-o", str(tmp_path / "page.html")]) == 0
+    opened(browser, tmp_path / "page.html")
+    for row in browser.find_elements("css selector", "button.row")[:4]:
+        browser.execute_script("arguments[0].click()", row)
+    assert browser.title != "bad"
+    assert not browser.find_elements("css selector", "img, main script, aside script")
+    assert "<img src=x onerror=" in browser.find_element("tag name", "h1").text
+    assert not complaints(browser)
