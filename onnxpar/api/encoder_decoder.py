@@ -25,6 +25,8 @@ from onnxpar.strategy.schema import SEARCH
 
 ENCODER = "encoder"
 """Name of the encoder's program."""
+_LEAST = 1024
+"""Elements of a weight that is looked for under other names in the decoder."""
 
 Symbols = Mapping[str, Symbol]
 Analyse = Callable[[ir.Model, Symbols, Mapping[str, str] | None], Program]
@@ -71,8 +73,9 @@ def partition_encoder_decoder(
 ) -> tuple[PartitionedModel, PartitionedModel]:
     """Returns the decoder and the encoder, partitioned for one mesh.
 
-    A weight of both that is the same, and is sharded alike, is stored once. Other weights of one
-    name get a new one in the encoder, with `encoder.` before it.
+    A weight of both that has the same elements and is sharded alike is stored once, under the name
+    that the decoder gives it. If both have a name for different weights, the encoder's gets
+    `encoder.` before it.
 
     Args:
         read: Reads the encoder.
@@ -95,9 +98,9 @@ def partition_encoder_decoder(
             f"symbol {min(unknown)!r}: expected a symbol of the inputs of the encoder or of the "
             "decoder"
         )
-    apart = _unequal(encoder, decoder)
-    weights = {name for name in encoder.graph.initializers if name in decoder.graph.initializers}
-    _rename(encoder, apart)
+    taken = set(decoder.graph.initializers)
+    shared = _shared(encoder, decoder)
+    _rename(encoder, shared, taken)
     whole = analyse(decoder, own["d"], states)
     carried = carried_states(whole, states)
     supplied = supplied_inputs(
@@ -108,14 +111,14 @@ def partition_encoder_decoder(
     plans = _plans(first, second, carried, supplied)
     clash = {
         name
-        for name in weights - apart
+        for name in shared.values()
         if name in plans[0].parameters
         and plans[1].parameters.get(name, plans[0].parameters[name]) != plans[0].parameters[name]
     }
     if clash:
         # The layouts are right, but a file holds one layout of a name.
         encoder = read()
-        _rename(encoder, apart | clash)
+        _rename(encoder, {k: v for k, v in shared.items() if v not in clash}, taken)
         program = analyse(encoder, own["e"], None)
         second = _half(program, replace(strategy, symbols=own["e"]), own["e"])
         plans = _plans(first, second, carried, supplied)
@@ -186,14 +189,22 @@ def _pieces(layout: Sharding) -> tuple[tuple[tuple[int | None, tuple[int, ...]],
     )
 
 
-def _unequal(encoder: ir.Model, decoder: ir.Model) -> set[str]:
-    """Returns the names of weights of both that are not the same."""
-    others = decoder.graph.initializers
-    return {
-        name
-        for name, value in encoder.graph.initializers.items()
-        if name in others and not _equal(value.const_value, others[name].const_value)
+def _shared(encoder: ir.Model, decoder: ir.Model) -> dict[str, str]:
+    """Returns, by name in the encoder, the decoder's name of each weight that both have."""
+    own, others = encoder.graph.initializers, decoder.graph.initializers
+    found = {
+        name: name
+        for name, value in own.items()
+        if name in others and _equal(value.const_value, others[name].const_value)
     }
+    for name, value in own.items():
+        tensor = value.const_value
+        if name in found or tensor is None or tensor.size < _LEAST:
+            continue
+        same = [n for n, other in others.items() if _equal(tensor, other.const_value)]
+        if same:
+            found[name] = same[0]
+    return found
 
 
 def _equal(one: ir.TensorProtocol | None, other: ir.TensorProtocol | None) -> bool:
@@ -206,12 +217,20 @@ def _bytes(tensor: ir.TensorProtocol) -> np.ndarray[tuple[int, ...], np.dtype[np
     return np.ascontiguousarray(tensor.numpy()).reshape(-1).view(np.uint8)
 
 
-def _rename(model: ir.Model, names: Collection[str]) -> None:
-    taken = {value.name for value in (*model.graph.inputs, *model.graph.initializers.values())}
+def _rename(model: ir.Model, shared: Mapping[str, str], others: Collection[str]) -> None:
+    """Gives shared weights their common name, and others a name that `others` does not have."""
+    weights = model.graph.initializers
+    taken = {*others, *(value.name for value in (*model.graph.inputs, *weights.values()))}
     taken |= {value.name for node in model.graph for value in node.outputs}
-    for name in names:
+    for name in [name for name in weights if name in others and name not in shared]:
         new = f"{ENCODER}.{name}"
         while new in taken:
             new = f"{ENCODER}.{new}"
         taken.add(new)
-        model.graph.initializers[name].name = new
+        weights[name].name = new
+    for name in [name for name in weights if shared.get(name, name) != name]:
+        if shared[name] in weights:
+            weights[name].replace_all_uses_with(weights[shared[name]])
+            weights.pop(name)
+        else:
+            weights[name].name = shared[name]

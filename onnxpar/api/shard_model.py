@@ -18,8 +18,9 @@ from onnxpar.emit.training_entry import training_entry
 from onnxpar.facts.carried_states import CarriedState, carried_states
 from onnxpar.facts.program import Program
 from onnxpar.frontend.fused_weights import divide_fused_weights
-from onnxpar.frontend.genai_folder import given_model
-from onnxpar.frontend.load import in_memory, load, normalise, read, symbol_table
+from onnxpar.frontend.given_model import GivenModel
+from onnxpar.frontend.load import in_memory, load, normalise, symbol_table
+from onnxpar.frontend.model_folder import given_model
 from onnxpar.graph.dump import Dumper
 from onnxpar.graph.pipeline_places import ONE_PLACE, Places
 from onnxpar.graph.plan import Plan
@@ -144,19 +145,6 @@ class PartitionedForward:
     programs: tuple[PartitionedModel, ...]
     strategy: Strategy
     pipeline: PipelinePrograms | None = None
-
-
-@dataclass(frozen=True)
-class Encoder:
-    """The encoder of a decoder.
-
-    Attributes:
-        path: Its ONNX file.
-        outputs: Its outputs that are known, by input of the decoder.
-    """
-
-    path: Path
-    outputs: Mapping[str, str]
 
 
 def partition_forward(
@@ -294,7 +282,7 @@ def shard_model(
     """Shards a model and writes the output directory.
 
     Args:
-        model: Path of the ONNX file, or of a model folder in the form of onnxruntime-genai.
+        model: Path of the ONNX file, or of a model folder of onnxruntime-genai or Optimum.
         strategy: A strategy, the path of a strategy file, or a preset such as `dp=2,tp=4`; None
             for the model's annotations.
         out: The directory to write; it is written completely or not at all.
@@ -316,17 +304,16 @@ def shard_model(
     """
     check_target(Path(out), force=force)
     given = given_model(model, encoder)
-    model, reader = given.path, None
+    model = given.path
     if given.encoder is not None and training is not None:
         raise ModelError(f"{given.encoder}: an encoder-decoder of two files cannot be trained")
     with blamed_on_model(model):
         clock = _Clock()
         dumper = Dumper(Path(dump)) if dump is not None else None
-        proto = read(model)
+        proto = given.read()
         if training is None:
             states = given.states(proto) | dict(states or {})
-        if given.encoder is not None:
-            reader = Encoder(given.encoder, given.supplied(proto))
+        supplied = given.supplied(proto)
         strategy = strategy_for(strategy, devices, proto, f"model {str(model)!r}")
         if optimizer_parallel is not None:
             strategy = strategy.at_level(optimizer_parallel)
@@ -340,8 +327,8 @@ def shard_model(
         constraints = {**strategy.symbols, **(symbols or {})}
         parted = (
             _partition(loaded, strategy, constraints, states, training, dumper, clock)
-            if reader is None
-            else _partition_both(loaded, reader, strategy, constraints, states, clock)
+            if given.encoder is None
+            else _partition_both(loaded, given, supplied, strategy, constraints, states, clock)
         )
         trained = parted if isinstance(parted, PartitionedTraining) else None
         programs, pipeline, strategy = parted.programs, parted.pipeline, parted.strategy
@@ -363,7 +350,7 @@ def shard_model(
             plan, source = trained.shards.plan, trained.prepared.program.model
         file = (
             write_strategy(plan_data(plan, source, strategy, constraints), NOTE)
-            if reader is None
+            if given.encoder is None
             else write_strategy(given_data(plan.mesh, strategy, constraints), NOTE_GIVEN)
         )
         write(
@@ -410,22 +397,23 @@ def _partition(
 
 def _partition_both(
     decoder: ir.Model,
-    encoder: Encoder,
+    given: GivenModel,
+    supplied: Mapping[str, str],
     strategy: Strategy,
     symbols: Mapping[str, Symbol],
     states: Mapping[str, str] | None,
     clock: "_Clock",
 ) -> PartitionedForward:
     """Partitions a decoder, which is used up, and its encoder."""
-    with blamed_on_model(encoder.path):
+    with blamed_on_model(str(given.encoder)):
         programs = partition_encoder_decoder(
-            lambda: load(encoder.path),
+            given.read_encoder,
             decoder,
             strategy,
             symbols,
             lambda model, own, known: analyse(model, own, states=known),
             states,
-            encoder.outputs,
+            supplied,
         )
     clock.lap("partition")
     return PartitionedForward(programs, strategy)

@@ -72,7 +72,7 @@ def command(
         Path,
         typer.Argument(
             metavar="MODEL",
-            help="The ONNX model to shard, or a model folder in the form of onnxruntime-genai.",
+            help="The ONNX model to shard, or a model folder of onnxruntime-genai or Optimum.",
         ),
     ],
     out: Annotated[

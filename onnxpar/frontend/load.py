@@ -41,6 +41,7 @@ from onnxpar.graph.body_captures import (
 from onnxpar.graph.metadata_keys import ANNOTATION
 from onnxpar.graph.names import Names
 from onnxpar.graph.state_names import grown_dims, state_pairs
+from onnxpar.ops.attention.cache_width import size_caches
 from onnxpar.ops.attention.packed_heads import unpack_heads
 from onnxpar.ops.control.decided import decided_body
 from onnxpar.ops.inference import inference
@@ -225,9 +226,11 @@ def normalise(model: ir.Model, registry: Registry = REGISTRY) -> ir.Model:
         lift_constants(model)
         _infer(model, opset, registry)
 
-    # Types and sizes are known now, and with them the results of CastLike and the branches taken.
+    # Types and sizes are known now, and with them the widths of caches, the results of CastLike and
+    # the branches taken.
     folded = fold_constants(model, opset, weights, registry)
-    if unpack_heads(model) or folded or any(map(decided, model.graph.all_nodes())):
+    sized, unpacked = size_caches(model), unpack_heads(model)
+    if sized or unpacked or folded or any(map(decided, model.graph.all_nodes())):
         changed()
         model = common.RemoveUnusedNodesPass()(model).model
     expand_unknown(model, registry, changed, lambda: symbol_table(model, {}, registry))

@@ -12,7 +12,7 @@ from onnxpar.api.shard_model import shard_model
 from onnxpar.autodiff.training_program import TrainingSpec
 from onnxpar.core.errors import SymbolError
 from onnxpar.core.symbols import Symbol
-from onnxpar.frontend.genai_folder import given_model
+from onnxpar.frontend.model_folder import given_model
 from onnxpar_format.manifest import FILE_NAME
 from onnxpar_format.options import VerifyOptions
 from onnxpar_runtime.manifest import Manifest
@@ -35,7 +35,7 @@ def verify(
 
     Args:
         directory: The directory.
-        model: The undivided model (a file, or a model folder in the form of onnxruntime-genai),
+        model: The undivided model (a file, or a model folder of onnxruntime-genai or Optimum),
             or its directory for one device.
         cases: Texts such as `batch=16,seq=8`, one for each case; by default three cases.
         inputs: `.npz` file of global inputs instead of random ones.
@@ -62,8 +62,9 @@ def _undivided(
         if (model / FILE_NAME).is_file():
             yield model
             return
-        given = given_model(model, encoder)
-        yield {"model": given.path} | ({ENCODER: given.encoder} if given.encoder else {})
+        with TemporaryDirectory(prefix="onnxpar-verify-") as folder:
+            path, reader = given_model(model, encoder).files(Path(folder))
+            yield {"model": path} | ({ENCODER: reader} if reader else {})
         return
     spec = TrainingSpec.of(manifest.trained().spec)
     with TemporaryDirectory(prefix="onnxpar-verify-") as folder:

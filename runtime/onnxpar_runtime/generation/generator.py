@@ -22,7 +22,7 @@ from onnxpar_runtime.generation.decoder import Decoder
 from onnxpar_runtime.generation.encoder import NOTHING, Encoder, Supply
 from onnxpar_runtime.generation.prompts import Sequences
 from onnxpar_runtime.generation.requests import CHUNK, GREEDY, Requests
-from onnxpar_runtime.generation.roles import feeds_of
+from onnxpar_runtime.generation.roles import Places, feeds_of
 from onnxpar_runtime.generation.sampling import NO_TOKEN, Chooser, Draws, check, check_logprobs
 from onnxpar_runtime.generation.steps import Batch, begin, last_scores
 from onnxpar_runtime.inputs import Feeds
@@ -40,7 +40,7 @@ class Step:
     Attributes:
         tokens: By number of the sequence; sequences that were complete before are not in it.
         done: The sequences that these tokens complete.
-        values: Values of the symbols in the run that scored them.
+        runs: Values of the symbols in each run since the last step; the last run scored them.
         logits: On rank 0 the logits from which they were chosen, [batch, vocabulary], if they were
             asked for.
         likelihoods: How likely each of these tokens was, by number of the sequence, if asked for.
@@ -48,7 +48,7 @@ class Step:
 
     tokens: Mapping[int, int]
     done: frozenset[int]
-    values: Mapping[str, int]
+    runs: Sequence[Mapping[str, int]]
     logits: Array | None = None
     likelihoods: Mapping[int, Likelihood] | None = None
 
@@ -156,7 +156,7 @@ class Generator(Opened):
             RankError: Another rank cannot go on.
         """
 
-        def prepare() -> tuple[Sequences, Batch]:
+        def prepare() -> tuple[Sequences, list[tuple[Places, Array]], Batch]:
             check(sampling)
             check_logprobs(logprobs)
             if max_new_tokens < 1:
@@ -170,18 +170,21 @@ class Generator(Opened):
             capacity = sequences.total + max_new_tokens - 1
             batch = begin(self._decoder, sequences.tokens, capacity, constants, supply)
             self._decoder.check_length(batch.values, capacity, capacity)
-            return sequences, batch
+            return sequences, list(sequences.parts(self._roles.width)), batch
 
         supply = self._encoded(encoder)
-        sequences, batch = together(self.rank, prepare)
+        sequences, parts, batch = together(self.rank, prepare)
         self._batch = batch
         open_rows = dict.fromkeys(range(len(prompts)))
         new: list[list[int]] = [[] for _ in prompts]
-        tokens, chooser = sequences.tokens, None
+        chooser = None
         for number in range(max_new_tokens):
             began = monotonic_ns()
+            runs = []
+            for places, tokens in parts:
+                local = batch.run(feeds_of(self._roles, places, tokens))
+                runs.append(dict(batch.values))
             width = tokens.shape[1]
-            local = batch.run(feeds_of(self._roles, sequences, tokens))
             if chooser is None:
                 share = batch.share()
                 draws = [Draws(sampling, row, prompt) for row, prompt in enumerate(prompts)]
@@ -204,13 +207,13 @@ class Generator(Opened):
                     done.add(row)
             made = {row: new[row][-1] for row in open_rows}
             self.rank.timeline.add(STEP, f"token {number + 1}", began)
-            yield Step(made, frozenset(done), dict(batch.values), brought, likely)
+            yield Step(made, frozenset(done), runs, brought, likely)
             for row in done:
                 del open_rows[row]
             if not open_rows:
                 return
-            tokens = chosen[:, None]
             sequences.append()
+            parts = [(sequences, chosen[:, None])]
 
     def _encoded(self, feeds: Mapping[str, Array] | None) -> Supply:
         """Runs the encoder, if there is one."""

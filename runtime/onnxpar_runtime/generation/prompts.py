@@ -1,6 +1,7 @@
 """Sequences of different lengths side by side: tokens, masks and positions of each step."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,33 @@ from numpy.typing import NDArray
 from onnxpar_runtime.errors import InputError
 
 Array = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The first columns of sequences that are padded on the left.
+
+    Attributes:
+        padding: Columns of padding of each sequence.
+        total: The number of columns.
+    """
+
+    padding: Array
+    total: int
+
+    @property
+    def padded(self) -> bool:
+        """Whether the sequences differ in length."""
+        return bool(self.padding.any())
+
+    def mask(self) -> Array:
+        """Returns which columns count, bool [batch, total]."""
+        return np.asarray(np.arange(self.total) >= self.padding[:, None])
+
+    def positions(self, new: int) -> Array:
+        """Returns the places of the last `new` columns in their sequences, [batch, new]."""
+        column = np.arange(self.total - new, self.total)
+        return np.asarray(np.maximum(column - self.padding[:, None], 0))
 
 
 class Sequences:
@@ -55,16 +83,14 @@ class Sequences:
 
     def mask(self) -> Array:
         """Returns which columns count, bool [batch, total]."""
-        column = np.arange(self.total)
         if self._left:
-            return np.asarray(column >= self._padding[:, None])
-        return np.asarray(column < self.lengths[:, None])
+            return Columns(self._padding, self.total).mask()
+        return np.asarray(np.arange(self.total) < self.lengths[:, None])
 
     def positions(self, new: int) -> Array:
         """Returns the places of the last `new` columns in their sequences, [batch, new]."""
         if self._left:
-            column = np.arange(self.total - new, self.total)
-            return np.asarray(np.maximum(column - self._padding[:, None], 0))
+            return Columns(self._padding, self.total).positions(new)
         if new == 1:
             return np.asarray(self.lengths[:, None] - 1)
         return np.broadcast_to(np.arange(new), (len(self.lengths), new))
@@ -74,6 +100,31 @@ class Sequences:
         if self._left or new == 1:
             return np.full(len(self.lengths), new - 1)
         return self.lengths - 1
+
+    def parts(self, width: int | None) -> Iterator[tuple["Sequences | Columns", Array]]:
+        """Yields the prompts, a number of columns at a time: their places, and their tokens.
+
+        Args:
+            width: The number of columns; None for all at once.
+
+        Raises:
+            InputError: They do not end in one place.
+        """
+        if width is None:
+            yield self, self.tokens
+            return
+        if not self._left and self.padded:
+            raise InputError(
+                f"prompts: expected one length, since a run takes {width} of their tokens at a "
+                f"time, got {sorted(set(self.lengths.tolist()))}"
+            )
+        if self.total % width:
+            raise InputError(
+                f"prompts: expected a multiple of {width} tokens, which a run takes at a time, got "
+                f"{self.total}"
+            )
+        for end in range(width, self.total + 1, width):
+            yield Columns(self._padding, end), self.tokens[:, end - width : end]
 
     def append(self) -> None:
         """Makes every sequence longer by one token."""

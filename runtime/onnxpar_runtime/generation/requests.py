@@ -134,7 +134,7 @@ class Requests:
     ) -> None:
         """Holds no request."""
         self._decoder, self._rank = decoder, decoder.loader.rank
-        self._chunk = chunk
+        self._chunk, self._width = chunk, decoder.roles.width or chunk
         if chunk < 1:
             raise InputError(f"chunk: expected at least 1 token, got {chunk}")
         self._slots = slots_of(decoder, slots, length)
@@ -348,14 +348,14 @@ class Requests:
                 self._filling = _Running(number, request, slot), self._slots.filling(slot)
             running, batch = self._filling
             prompt, begin = running.request.prompt, running.length
-            new = min(left, len(prompt) - begin)
+            new = min(left, len(prompt) - begin, self._width)
             shards = self._slots.shards
             tokens = np.repeat(np.array([prompt[begin : begin + new]]), shards, 0)
             local = self._run(batch, np.full(shards, begin), tokens)
             running.length += new
             left -= new
             if running.length < len(prompt):
-                break
+                continue
             share = batch.share()
             draws = [running.draws if n == running.slot.shard else None for n in range(shards)]
             scores = last_scores(local, np.full(shards, new - 1), share)

@@ -36,6 +36,12 @@ class Roles:
     rest: tuple[TensorEntry, ...]
 
     @property
+    def width(self) -> int | None:
+        """The number of tokens of each sequence in every run; None if it is open."""
+        size = self.tokens.shape[1]
+        return size if isinstance(size, int) else None
+
+    @property
     def given(self) -> tuple[TensorEntry, ...]:
         """The inputs that change from step to step, besides states."""
         return tuple(x for x in (self.tokens, self.mask, self.positions) if x is not None)

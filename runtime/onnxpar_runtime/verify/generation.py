@@ -81,7 +81,8 @@ def verify_generation(
             return list(made)
 
         made = ranks.on_each(steps)
-        found.sent({"model": [step.values for step in made[0]], **encoded.runs}, ranks)
+        runs = [values for step in made[0] for values in step.runs]
+        found.sent({"model": runs, **encoded.runs}, ranks)
     for index, one in enumerate(made[1:], 1):
         if [step.tokens for step in one] != [step.tokens for step in made[0]]:
             found.problems.append(f"rank {index}: expected the tokens of rank 0, got others")
@@ -119,20 +120,24 @@ def _greedy(
     for state in program.carried:
         spec = specs[state.input]
         sizes = {} if state.grows is None else {bare_name(spec.shape[state.grows]) or "": 0}
-        shape = tuple(evaluate(size, sizes | {batch or "": 1}) for size in spec.shape)
+        try:
+            shape = tuple(evaluate(size, sizes | {batch or "": 1}) for size in spec.shape)
+        except ExpressionError as error:
+            raise InputError(f"state {spec.name!r}: its size is not known: {error}") from None
         held[spec.name] = np.zeros(shape, DTYPES[spec.dtype].dtype)
     sequence = Sequences([prompt], left=True)
-    tokens, found = sequence.tokens, []
+    parts, found = list(sequence.parts(roles.width)), []
     for _ in range(count):
-        given = feeds_of(roles, sequence, tokens)
-        feeds = {name: a.astype(DTYPES[specs[name].dtype].dtype) for name, a in given.items()}
-        feeds |= {**held, **supplied}
-        outputs = reference_run(reference, feeds, {"length": sequence.total})
+        for places, tokens in parts:
+            given = feeds_of(roles, places, tokens)
+            feeds = {name: a.astype(DTYPES[specs[name].dtype].dtype) for name, a in given.items()}
+            feeds |= {**held, **supplied}
+            outputs = reference_run(reference, feeds, {"length": sequence.total})
+            held = {state.input: outputs[state.output] for state in program.carried}
         logits = outputs[roles.logits.name].astype(np.float64)
         found.append(logits[0] if logits.ndim == 2 else logits[0, -1])
-        tokens = found[-1].argmax(keepdims=True)[None]
-        held = {state.input: outputs[state.output] for state in program.carried}
         sequence.append()
+        parts = [(sequence, found[-1].argmax(keepdims=True)[None])]
     return found
 
 

@@ -10,7 +10,7 @@ import pytest
 from onnxpar.api import runtime
 from onnxpar.api.shard_model import shard_model
 from onnxpar.core.errors import ModelError
-from onnxpar.frontend.genai_folder import given_model
+from onnxpar.frontend.model_folder import given_model
 from onnxpar_format.options import VerifyOptions
 from onnxpar_runtime.manifest import Manifest
 from tests.decoders import HEAD, growing

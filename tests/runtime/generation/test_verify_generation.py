@@ -13,8 +13,10 @@ from onnxpar.api.shard_model import shard_model
 from onnxpar.cli import main
 from onnxpar_format.options import VerifyOptions
 from onnxpar_runtime.errors import InputError
+from onnxpar_runtime.manifest import Manifest
 from tests.cli import linear
 from tests.decoders import VOCAB, growing
+from tests.runtime.generation.decoders import decoder
 
 
 def head(path: Path, weights: np.ndarray[tuple[int, ...], np.dtype[np.float32]]) -> Path:
@@ -79,3 +81,30 @@ def test_only_decoders_with_a_cache_generate(tmp_path: Path) -> None:
         InputError, match="--generate draws its own prompts: expected neither --symbol"
     ):
         runtime.verify(out, model, ["batch=2"], options=VerifyOptions(generate=2))
+
+
+def unsized(path: Path) -> Path:
+    """Gives the last dim of all caches the name that onnxruntime-genai's builder gives it."""
+    model = onnx.load(path)
+    for value in (*model.graph.input, *model.graph.output):
+        dims = value.type.tensor_type.shape.dim
+        if len(dims) == 4:
+            dims[3].dim_param = "kv_cache_dim"
+    onnx.save(model, path)
+    return path
+
+
+def test_heads_of_attention_give_the_width_of_a_cache(tmp_path: Path) -> None:
+    """As a bare file of onnxruntime-genai's builder needs."""
+    model = unsized(decoder("in_place", tmp_path))
+    out = shard_model(model, "tp=2", tmp_path / "out").out
+    assert "kv_cache_dim" not in Manifest.load(out).symbols
+    (case,) = runtime.verify(out, model, options=VerifyOptions(generate=4, prompt_tokens=5))
+    assert case.ok, case
+
+
+def test_a_cache_of_unknown_width_is_refused(tmp_path: Path) -> None:
+    model = unsized(growing(tmp_path / "model.onnx"))
+    out = shard_model(model, "tp=2", tmp_path / "out").out
+    with pytest.raises(InputError, match="past_key_values_0_key': its size is not known: symbol"):
+        runtime.verify(out, model, options=VerifyOptions(generate=4, prompt_tokens=5))
