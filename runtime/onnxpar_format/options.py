@@ -289,6 +289,17 @@ class GenerationRun:
             minimum=0,
         ),
     ] = ()
+    chat: Annotated[
+        bool,
+        Option(
+            "Each --prompt is a message of a user, to which the model answers: the chat template "
+            "in the folder --tokenizer makes the prompt of it.",
+            flags=("--chat",),
+        ),
+    ] = False
+    system: Annotated[
+        str | None, Option("With --chat, the system message before the user's.", "TEXT")
+    ] = None
     tokenizer: Annotated[
         Path | None,
         Option(

@@ -132,6 +132,8 @@ def prompts_of(what: GenerationRun, tokenizer: Tokenizer | None) -> list[list[in
     if tokenizer is None and (what.prompt or what.stop):
         given = "--prompt" if what.prompt else "--stop"
         raise InputError(f"{given}: expected --tokenizer as well, got none")
+    if what.chat or what.system is not None:
+        return _chats(what, tokenizer)
     if what.tokens is None:
         assert tokenizer is not None
         return [tokenizer.encode(text) for text in what.prompt]
@@ -152,6 +154,20 @@ def prompts_of(what: GenerationRun, tokenizer: Tokenizer | None) -> list[list[in
         )
     prompts: list[list[int]] = found
     return prompts
+
+
+def _chats(what: GenerationRun, tokenizer: Tokenizer | None) -> list[list[int]]:
+    """Returns the tokens of chats with one message of a user each.
+
+    Raises:
+        InputError: There are no messages, or no template, or it refuses them.
+    """
+    if not what.chat:
+        raise InputError("--system: expected --chat as well, got none")
+    if tokenizer is None or not what.prompt:
+        raise InputError("--chat: expected --prompt and --tokenizer as well, got none")
+    system = [] if what.system is None else [{"role": "system", "content": what.system}]
+    return [tokenizer.chat([*system, {"role": "user", "content": text}]) for text in what.prompt]
 
 
 def _stop(tokenizer: Tokenizer, texts: Sequence[str]) -> Stop:

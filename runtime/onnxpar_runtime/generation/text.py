@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from onnxpar_runtime.errors import InputError
+from onnxpar_runtime.generation.chats import template_of
 
 _FILE = "tokenizer.json"
 _CONFIGS = ("generation_config.json", "config.json", "genai_config.json")
@@ -42,6 +43,7 @@ class Tokenizer:
             self._tokenizer: Any = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the package raises no class of its own
             raise InputError(f"{path}: not a tokenizer: {error}") from None
+        self._folder = folder
         self.eos = _configured(folder, "eos_token_id")
         self.start = _configured(folder, "decoder_start_token_id")
 
@@ -53,6 +55,23 @@ class Tokenizer:
             special: Whether to add those that begin a text.
         """
         return list(self._tokenizer.encode(text, add_special_tokens=special).ids)
+
+    def chat(self, messages: Sequence[dict[str, Any]]) -> list[int]:
+        """Returns the tokens of a chat, up to where the model's answer begins.
+
+        Args:
+            messages: Its messages, each with a `role` and a `content`, a text.
+
+        Raises:
+            InputError: The folder has no chat template, or the template refuses the messages.
+        """
+        template = template_of(self._folder)
+        if template is None:
+            raise InputError(
+                f"--tokenizer {self._folder}: expected a chat template (chat_template.jinja, or "
+                "in tokenizer_config.json), got none"
+            )
+        return self.encode(template.render(messages), special=False)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Returns the text of tokens, without special ones."""

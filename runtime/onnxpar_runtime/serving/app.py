@@ -14,10 +14,10 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from onnxpar_runtime.generation.chats import ChatTemplate
 from onnxpar_runtime.generation.text import Tokenizer
 from onnxpar_runtime.serving.answers import Form, Logprob, Text, Usage
 from onnxpar_runtime.serving.asked import Asked, chat_of, completion_of
-from onnxpar_runtime.serving.chats import ChatTemplate
 from onnxpar_runtime.serving.engine import Engine, Ticket
 from onnxpar_runtime.serving.fields import Fields, Refusal
 from onnxpar_runtime.serving.logprobs import Logprobs

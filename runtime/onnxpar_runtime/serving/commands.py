@@ -15,11 +15,11 @@ from onnxpar_format.options import Execution, ServingRun
 from onnxpar_runtime.agree import together
 from onnxpar_runtime.commands import begin, opened, start, traced
 from onnxpar_runtime.errors import InputError, LaunchError
+from onnxpar_runtime.generation.chats import template_of
 from onnxpar_runtime.generation.generator import Generator
 from onnxpar_runtime.generation.requests import Requests
 from onnxpar_runtime.generation.text import Tokenizer
 from onnxpar_runtime.launch import guarded
-from onnxpar_runtime.serving.chats import template_of
 from onnxpar_runtime.serving.engine import Engine, Pauses
 from onnxpar_runtime.serving.metrics import Metrics
 

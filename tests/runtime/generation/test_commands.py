@@ -12,6 +12,10 @@ from onnxpar_format.options import GenerationRun
 from onnxpar_runtime.errors import InputError
 from onnxpar_runtime.generation.commands import given
 from onnxpar_runtime.generation.encoder import token_feeds
+from onnxpar_runtime.generation.text import Tokenizer
+
+pytest.importorskip("tokenizers", reason="the extra text")
+from tests.runtime.serving.folders import TEMPLATE, WORDS, pieces, words
 
 
 def spec(name: str, dtype: str, *sizes: int | str) -> TensorEntry:
@@ -86,3 +90,37 @@ def test_texts_that_a_program_cannot_tell_apart_from_padding_are_refused() -> No
     with pytest.raises(InputError, match="prompt 1: expected at least one token"):
         token_feeds(TEXT, [[1], []])
     assert token_feeds(encoder(IDS), [[1, 2], [3, 4]])["input_ids"].tolist() == [[1, 2], [3, 4]]
+
+
+def test_a_chat_template_makes_a_prompt_of_each_message(tmp_path: Path) -> None:
+    """As transformers does, whose template ends where the answer begins."""
+    pytest.importorskip("jinja2", reason="the extra text")
+    folder = words(tmp_path / "words")
+    tokenizer = Tokenizer(folder)
+    run = GenerationRun(prompt=("w4 w5", "w6"), chat=True, system="w9", tokenizer=folder)
+    start, end = ["<s>", "<system>", "w9", "<user>"], ["<assistant>"]
+    want = [[WORDS.index(w) for w in (*start, *text, *end)] for text in (["w4", "w5"], ["w6"])]
+    assert given(run, tokenizer, None) == (want, None)
+    transformers = pytest.importorskip("transformers", reason="the extra zoo")
+    made = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(folder / "tokenizer.json"), bos_token="<s>", chat_template=TEMPLATE
+    )
+    messages = [{"role": "system", "content": "w9"}, {"role": "user", "content": "w6"}]
+    text = made.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    assert made.encode(text, add_special_tokens=False) == want[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"prompt": ("w4",), "system": "w9"}, "--system: expected --chat as well"),
+        ({"chat": True, "tokens": True}, "--chat: expected --prompt and --tokenizer as well"),
+        ({"prompt": ("w4",), "chat": True}, "expected a chat template .*, got none"),
+    ],
+)
+def test_chats_that_cannot_be_made_are_refused(options: Any, message: str, tmp_path: Path) -> None:
+    folder = pieces(tmp_path / "pieces")
+    if "tokens" in options:
+        options = {**options, "tokens": written(tmp_path, [[5]])}
+    with pytest.raises(InputError, match=message):
+        given(GenerationRun(**options, tokenizer=folder), Tokenizer(folder), None)

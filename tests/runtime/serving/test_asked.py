@@ -8,8 +8,8 @@ import pytest
 
 from onnxpar_format.options import Sampling
 from onnxpar_runtime.errors import InputError
+from onnxpar_runtime.generation.chats import template_of
 from onnxpar_runtime.serving.asked import completion_of
-from onnxpar_runtime.serving.chats import template_of
 from onnxpar_runtime.serving.fields import Fields, Refusal
 from onnxpar_runtime.serving.metrics import Metrics
 

@@ -29,7 +29,7 @@ class ChatTemplate:
             from jinja2.sandbox import ImmutableSandboxedEnvironment
         except ImportError:
             raise InputError(
-                "chat template: the package jinja2 is not installed (pip install 'onnxpar[serve]')"
+                "chat template: the package jinja2 is not installed (pip install 'onnxpar[text]')"
             ) from None
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
