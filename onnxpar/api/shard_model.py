@@ -405,7 +405,8 @@ def _partition_both(
     clock: "_Clock",
 ) -> PartitionedForward:
     """Partitions a decoder, which is used up, and its encoder."""
-    with blamed_on_model(str(given.encoder)):
+    assert given.encoder is not None
+    with blamed_on_model(given.encoder):
         programs = partition_encoder_decoder(
             given.read_encoder,
             decoder,

@@ -199,11 +199,12 @@ def _append_projections(graph: ir.Graph, first: ir.Graph, path: Path, *, kept: b
         if other is not None:
             value.replace_all_uses_with(other)
     nodes = _ancestors(wanted, graph)
-    open_inputs = {v.name for node in nodes for v in node.inputs if v in first.inputs}
+    read = {value for node in nodes for value in node.inputs}
+    open_inputs = [value.name or "" for value in first.inputs if value in read]
     if open_inputs:
         raise ModelError(
             f"{path}: expected keys and values that follow from {_READ}, got ones that need "
-            f"{sorted(map(str, open_inputs))}"
+            f"{open_inputs}"
         )
     weights = {v for node in nodes for v in node.inputs if v is not None and v.is_initializer()}
     first.outputs.clear()
