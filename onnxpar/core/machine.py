@@ -14,8 +14,6 @@ from types import MappingProxyType
 
 from onnxpar.core.mesh import Mesh
 
-_UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40, "B": 1}
-
 
 @dataclass(frozen=True)
 class Link:
@@ -76,25 +74,6 @@ class Machine:
     def rate(self, dtype: str) -> float:
         """Returns the operations per second for an element type; those of float32 by default."""
         return self.flops.get(dtype, self.flops["float32"])
-
-
-def parse_bytes(text: object) -> int:
-    """Returns the bytes of a size such as `80GiB`, or of a number.
-
-    Raises:
-        ValueError: It is neither.
-    """
-    if isinstance(text, int) and not isinstance(text, bool):
-        return text
-    if isinstance(text, str):
-        for unit, scale in _UNITS.items():
-            number = text.strip().removesuffix(unit)
-            if number != text.strip():
-                try:
-                    return int(float(number) * scale)
-                except (ValueError, OverflowError):
-                    break
-    raise ValueError(f"expected a size such as 80GiB, got {text!r}")
 
 
 def three_digits(number: float) -> str:

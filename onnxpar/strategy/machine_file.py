@@ -8,10 +8,11 @@ from typing import Annotated
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from onnxpar.core.errors import MachineError
-from onnxpar.core.machine import PRESETS, Link, Machine, parse_bytes
+from onnxpar.core.machine import PRESETS, Link, Machine
 from onnxpar.core.name_patterns import nearest
 from onnxpar.strategy.validation_errors import in_words, problem
 from onnxpar.strategy.yaml_document import parse_document, read_text
+from onnxpar_format.options import parse_bytes
 
 
 class _LinkFile(BaseModel):

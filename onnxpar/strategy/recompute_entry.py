@@ -5,9 +5,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from onnxpar.core.errors import StrategyError
-from onnxpar.core.machine import parse_bytes
 from onnxpar.core.name_patterns import nearest
 from onnxpar.strategy.tensor_entry import expected
+from onnxpar_format.options import parse_bytes
 
 KEEP, AGAIN = "keep", "recompute"
 COMMUNICATION = (KEEP, AGAIN)

@@ -20,7 +20,6 @@ from pydantic_core import ErrorDetails
 
 from onnxpar.core.errors import MeshError, StrategyError
 from onnxpar.core.layout import REPLICATED
-from onnxpar.core.machine import parse_bytes
 from onnxpar.core.mesh import Mesh
 from onnxpar.core.name_patterns import nearest
 from onnxpar.core.symbols import Symbol
@@ -42,6 +41,7 @@ from onnxpar.strategy.tensor_entry import (
 )
 from onnxpar.strategy.validation_errors import in_words, problem
 from onnxpar.strategy.yaml_document import Document, Location, parse_document, read_text
+from onnxpar_format.options import parse_bytes
 
 DATA_AXIS, PARAMETER_AXIS = "dp", "tp"
 PIPELINE_AXIS = "pp"

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+_UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40, "B": 1}
+
 
 @dataclass(frozen=True)
 class Option:
@@ -29,6 +31,25 @@ class Option:
     minimum: int | None = None
     maximum: int | None = None
     parse: Callable[[str], Any] | None = None
+
+
+def parse_bytes(text: object) -> int:
+    """Returns the bytes of a size such as `80GiB`, or of a number.
+
+    Raises:
+        ValueError: It is neither.
+    """
+    if isinstance(text, int) and not isinstance(text, bool):
+        return text
+    if isinstance(text, str):
+        for unit, scale in _UNITS.items():
+            number = text.strip().removesuffix(unit)
+            if number != text.strip():
+                try:
+                    return int(float(number) * scale)
+                except (ValueError, OverflowError):
+                    break
+    raise ValueError(f"expected a size such as 80GiB, got {text!r}")
 
 
 def parse_betas(text: str) -> tuple[float, float]:
@@ -354,8 +375,23 @@ class ServingRun:
         str | None, Option("Name of the model for clients. Default: that of DIR.", "NAME")
     ] = None
     slots: Annotated[
-        int, Option("Largest number of requests that run at the same time.", "N", minimum=1)
-    ] = 8
+        int | None,
+        Option(
+            "Largest number of requests that run at the same time. Default: 8; with "
+            "--cache-memory as many as fit, at most 64.",
+            "N",
+            minimum=1,
+        ),
+    ] = None
+    cache_memory: Annotated[
+        int | None,
+        Option(
+            "Memory for caches on each device, such as 8GiB. A request waits until its complete "
+            "cache fits beside those of the others.",
+            "SIZE",
+            parse=parse_bytes,
+        ),
+    ] = None
     max_length: Annotated[
         int | None,
         Option(

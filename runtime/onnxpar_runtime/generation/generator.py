@@ -24,6 +24,7 @@ from onnxpar_runtime.generation.prompts import Sequences
 from onnxpar_runtime.generation.requests import CHUNK, GREEDY, Requests
 from onnxpar_runtime.generation.roles import Places, feeds_of
 from onnxpar_runtime.generation.sampling import NO_TOKEN, Chooser, Draws, check, check_logprobs
+from onnxpar_runtime.generation.slots import Room, row_size
 from onnxpar_runtime.generation.steps import Batch, begin, last_scores
 from onnxpar_runtime.inputs import Feeds
 from onnxpar_runtime.opened import Opened, Opening
@@ -234,23 +235,32 @@ class Generator(Opened):
         return self._encoder.run(feeds or {}, inputs)
 
     def requests(
-        self, *, slots: int = 8, length: int | None = None, chunk: int = CHUNK
+        self,
+        *,
+        slots: int | None = None,
+        length: int | None = None,
+        chunk: int = CHUNK,
+        cache_memory: int | None = None,
     ) -> Requests:
         """Returns a queue for continuous batching; every rank must call it alike.
 
         Args:
-            slots: The largest number of requests that run at the same time.
+            slots: The largest number of requests that run at the same time; by default 8, or as
+                many as `cache_memory` admits, 64 at most.
             length: The largest number of tokens of a request, prompt and answer; by default as many
                 as the model admits, 2048 at most. The caches of all slots are allocated for it if
                 they are extended in place.
             chunk: The largest number of prompt tokens in one step; longer prompts take several
                 steps.
+            cache_memory: Bytes of caches on a device at most. A request waits until its complete
+                cache fits beside those of the others.
 
         Raises:
             InputError: The model cannot run requests of different lengths side by side, or the
                 numbers do not fit it.
         """
-        return together(self.rank, lambda: Requests(self._decoder, slots, length, chunk))
+        room, size = Room(slots, length, cache_memory), row_size(self._decoder)
+        return together(self.rank, lambda: Requests(self._decoder, room, size, chunk))
 
     def _brought(self, sharding: SizedSharding, scores: Array) -> Array | None:
         """Returns the logits of the last position on rank 0."""

@@ -26,7 +26,7 @@ from onnxpar_runtime.generation.candidates import Likelihood, Share, likelihoods
 from onnxpar_runtime.generation.decoder import Decoder
 from onnxpar_runtime.generation.roles import feeds_of
 from onnxpar_runtime.generation.sampling import NO_TOKEN, Chooser, Draws, check, check_logprobs
-from onnxpar_runtime.generation.slots import Slot, slots_of
+from onnxpar_runtime.generation.slots import Room, RowSize, Slot, slots_of
 from onnxpar_runtime.generation.steps import Batch, last_scores
 from onnxpar_runtime.symbol_checks import check_index_ranges
 
@@ -117,9 +117,8 @@ class Requests:
 
     Args:
         decoder: The program.
-        slots: The largest number of requests that run at the same time.
-        length: The largest number of tokens of a request, prompt and answer; by default as many as
-            the program admits, 2048 at most.
+        room: How many requests may run at the same time, and how long they may be.
+        size: The memory for a row of the cache.
         chunk: The largest number of prompt tokens in one step.
 
     Attributes:
@@ -129,23 +128,16 @@ class Requests:
         InputError: Requests cannot share the program's batch, or the numbers do not fit.
     """
 
-    def __init__(
-        self, decoder: Decoder, slots: int, length: int | None, chunk: int = CHUNK
-    ) -> None:
+    def __init__(self, decoder: Decoder, room: Room, size: RowSize, chunk: int = CHUNK) -> None:
         """Holds no request."""
         self._decoder, self._rank = decoder, decoder.loader.rank
         self._chunk, self._width = chunk, decoder.roles.width or chunk
         if chunk < 1:
             raise InputError(f"chunk: expected at least 1 token, got {chunk}")
-        self._slots = slots_of(decoder, slots, length)
+        self._slots = slots_of(decoder, room, size)
         self._numbers = count()
         self._told: deque[dict[str, Any]] = deque()
         self._waiting: deque[tuple[int, Request]] = deque()
-        self._free = {
-            Slot(shard, index)
-            for shard in range(self._slots.shards)
-            for index in range(self._slots.rows)
-        }
         self._filling: tuple[_Running, Batch] | None = None
         self._live: dict[Slot, _Running] = {}
         self._chooser: Chooser | None = None
@@ -211,7 +203,7 @@ class Requests:
             raise InputError("prompt: expected at least one token, got none")
         if request.max_new_tokens < 1:
             raise InputError(f"max_new_tokens: expected at least 1, got {request.max_new_tokens}")
-        needed = len(request.prompt) + request.max_new_tokens - 1
+        needed = _needed(request)
         if needed > self.length:
             raise InputError(
                 f"prompt and new tokens: expected at most {self.length} tokens in the cache, got "
@@ -253,6 +245,11 @@ class Requests:
     def running(self) -> int:
         """The number of requests with a slot, as of the last step."""
         return len(self._live) + (self._filling is not None)
+
+    @property
+    def slots(self) -> int:
+        """The largest number of requests that run at the same time."""
+        return self._slots.shards * self._slots.rows
 
     @property
     def length(self) -> int:
@@ -323,7 +320,7 @@ class Requests:
             if running:
                 self._leave(running[0])
             elif self._filling is not None and self._filling[0].number == number:
-                self._free.add(self._filling[0].slot)
+                self._slots.leave(self._filling[0].slot)
                 self._filling = None
             else:
                 return []
@@ -331,20 +328,24 @@ class Requests:
 
     def _leave(self, running: _Running) -> None:
         del self._live[running.slot]
-        self._free.add(running.slot)
+        self._slots.leave(running.slot)
         self._chooser = None
+
+    def _next_slot(self) -> Slot | None:
+        """Returns a slot for the first request that waits, if there are both."""
+        if not self._waiting:
+            return None
+        return self._slots.take(_needed(self._waiting[0][1]))
 
     def _fill(self) -> list[Event]:
         """Runs prompts, up to a number of tokens."""
         events, left = [], self._chunk
         while left:
             if self._filling is None:
-                if not self._waiting or not self._free:
+                slot = self._next_slot()
+                if slot is None:
                     break
                 number, request = self._waiting.popleft()
-                # The lowest row, since a run has all rows up to the highest one in use.
-                slot = min(self._free, key=lambda slot: (slot.row, slot.shard))
-                self._free.remove(slot)
                 self._filling = _Running(number, request, slot), self._slots.filling(slot)
             running, batch = self._filling
             prompt, begin = running.request.prompt, running.length
@@ -368,7 +369,7 @@ class Requests:
                 self._live[running.slot] = running
                 self._chooser = None
             else:
-                self._free.add(running.slot)
+                self._slots.leave(running.slot)
             events.append(event)
         return events
 
@@ -421,6 +422,11 @@ class Requests:
         """Runs a batch on new tokens and returns this rank's shard of the logits."""
         window = self._slots.window(batch, past, tokens.shape[1])
         return batch.run(feeds_of(self._decoder.roles, window, tokens))
+
+
+def _needed(request: Request) -> int:
+    """Returns the tokens of a request that its cache has in the end."""
+    return len(request.prompt) + request.max_new_tokens - 1
 
 
 def _told(rank: Rank, told: list[dict[str, Any]], ends: bool) -> tuple[list[dict[str, Any]], bool]:

@@ -12,23 +12,27 @@ If the batch is sharded, each shard has slots of its own, and a run has as many 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from onnxpar_format.boxes import coordinates
+from onnxpar_format.dtypes import DTYPES
 from onnxpar_format.expressions import bare_name
 from onnxpar_runtime.devices import Device
 from onnxpar_runtime.errors import InputError
 from onnxpar_runtime.generation.decoder import Decoder
-from onnxpar_runtime.generation.states import State, states_of
+from onnxpar_runtime.generation.states import State, capacity, states_of
 from onnxpar_runtime.generation.steps import Batch
 from onnxpar_runtime.symbol_checks import check_symbols
 
 Array = NDArray[Any]
 _LONGEST = 2048
 """Tokens of a request at most, unless another number is given."""
+_SLOTS, _MOST = 8, 64
+"""Slots, unless another number is given; and if the memory of the cache is given."""
 _BATCHES = 4
 """Numbers of rows for which a batch is kept."""
 _SPARE = 64
@@ -78,13 +82,64 @@ class Window:
         return np.asarray(self.past[:, None] + np.arange(new))
 
 
+@dataclass(frozen=True)
+class RowSize:
+    """Memory for the states of a row, on the device that needs most.
+
+    Attributes:
+        token: Bytes for each token.
+        fixed: Bytes that do not depend on tokens.
+    """
+
+    token: int
+    fixed: int
+
+    def at(self, length: int) -> int:
+        """Returns the bytes for a number of tokens."""
+        return self.token * length + self.fixed
+
+
+def row_size(decoder: Decoder) -> RowSize:
+    """Returns the memory for a row; every rank must call it.
+
+    Raises:
+        InputError: The size of a state is not known.
+    """
+    shards, _ = _batch_shards(decoder)
+    values = decoder.values({decoder.roles.tokens.name: (shards, 1)})
+    sizes = np.zeros(2, np.int64)
+    for name in decoder.held:
+        grows = decoder.carried[name].grows
+        shape = [n for dim, n in enumerate(decoder.state_shape(name, values)) if dim != grows]
+        sizes[int(grows is None)] += DTYPES[decoder.specs[name].dtype].dtype.itemsize * prod(shape)
+    token, fixed = decoder.loader.rank.all_reduce(sizes, op="max").tolist()
+    return RowSize(token, fixed)
+
+
+@dataclass(frozen=True)
+class Room:
+    """How many requests may run side by side, and how long they may be.
+
+    Attributes:
+        slots: The largest number of requests, in all shards of the batch; None for 8, or for as
+            many as the memory admits, 64 at most.
+        length: Tokens of a request at most, prompt included; None for as many as the program
+            admits, 2048 at most.
+        memory: Bytes of caches on a device at most; None if only slots are counted.
+    """
+
+    slots: int | None = None
+    length: int | None = None
+    memory: int | None = None
+
+
 class Slots(ABC):
     """The caches of requests on one rank.
 
     Args:
         decoder: The program.
-        count: The number of slots, of all shards of the batch.
-        length: Tokens of a request at most, prompt included.
+        room: How many requests may run, and how long they may be; the length is given.
+        size: The memory for a row.
 
     Attributes:
         shards: The number of shards of the batch.
@@ -95,22 +150,34 @@ class Slots(ABC):
         InputError: Requests cannot share the program's batch, or the numbers do not fit.
     """
 
-    def __init__(self, decoder: Decoder, count: int, length: int) -> None:
+    def __init__(self, decoder: Decoder, room: Room, length: int, size: RowSize) -> None:
         """Finds how the batch is sharded."""
         self._decoder, self.length = decoder, length
+        self._size, self._memory = size, room.memory
+        self.shards, self._own = _batch_shards(decoder)
+        count = room.slots
+        if count is None:
+            count = _SLOTS if room.memory is None else _MOST
+            count = max(count // self.shards, 1) * self.shards
         if count < 1 or length < 2:
             raise InputError(
                 f"slots: expected at least 1 slot with at least 2 tokens, got {count} with {length}"
             )
-        self.shards, self._own = _batch_shards(decoder)
         if count % self.shards:
             raise InputError(
                 f"slots: expected a multiple of {self.shards}, the number of shards of the batch, "
                 f"got {count}"
             )
         self.rows = count // self.shards
+        if room.memory is not None and self._needed(1, length, 1) > room.memory:
+            raise InputError(
+                f"cache memory: expected at least {self._needed(1, length, 1)} bytes on a device "
+                f"for a request of {length} tokens, got {room.memory}"
+            )
         self._check()
         self._open()
+        self._taken: dict[Slot, int] = {}
+        self._free = {Slot(s, row) for s in range(self.shards) for row in range(self.rows)}
 
     def _check(self) -> None:
         """Checks that rows of different lengths can run beside one another, in any number."""
@@ -150,6 +217,44 @@ class Slots(ABC):
             decoder.carried, decoder.specs, shapes, decoder.place, length, decoder.held
         )
 
+    def take(self, length: int) -> Slot | None:
+        """Returns a slot for a request, if one is free and the caches have room; else None.
+
+        Args:
+            length: The tokens of the complete request.
+        """
+        if not self._free:
+            return None
+        # The lowest row, since a run has all rows up to the highest one in use.
+        slot = min(self._free, key=lambda slot: (slot.row, slot.shard))
+        if self._memory is not None:
+            rows = 1 + max(s.row for s in (slot, *self._taken))
+            longest = max(length, *self._taken.values(), 0)
+            if self._needed(rows, longest, 1 + self._joining()) > self._memory:
+                return None
+        self._free.remove(slot)
+        self._taken[slot] = length
+        return slot
+
+    def leave(self, slot: Slot) -> None:
+        """Frees the slot of a request."""
+        del self._taken[slot]
+        self._free.add(slot)
+
+    @abstractmethod
+    def _needed(self, rows: int, longest: int, joining: int) -> int:
+        """Returns the bytes of caches on the device that needs most.
+
+        Args:
+            rows: Rows of a shard up to the highest one in use.
+            longest: Tokens of the longest request.
+            joining: Requests that have not run with the others yet.
+        """
+
+    @abstractmethod
+    def _joining(self) -> int:
+        """Returns the number of requests that have a slot and have not run with the others."""
+
     @abstractmethod
     def _open(self) -> None:
         """Makes what the slots need before the first request."""
@@ -188,8 +293,19 @@ class Slots(ABC):
 class SharedSlots(Slots):
     """Slots in a cache that is extended in place."""
 
+    def _needed(self, rows: int, longest: int, joining: int) -> int:
+        """Returns the bytes of the slots, which have one length."""
+        del longest, joining
+        return (rows + (self.shards > 1)) * self._size.at(self.length)
+
+    def _joining(self) -> int:
+        return 0
+
     def _open(self) -> None:
         """Allocates the slots."""
+        if self._memory is not None:
+            while self._needed(self.rows, self.length, 0) > self._memory:
+                self.rows -= 1
         # One more takes what other shards compute while they wait.
         self._held = self._states(self.rows + (self.shards > 1), self.length)
         self._batches: dict[int, Batch] = {}
@@ -227,6 +343,19 @@ class SharedSlots(Slots):
 class GrowingSlots(Slots):
     """Slots in a cache that each run writes anew."""
 
+    def _needed(self, rows: int, longest: int, joining: int) -> int:
+        """Returns the bytes of two buffers, and of what is copied when requests join."""
+        # The old buffers and the first new one, and two of each request that joins.
+        return (3 * rows + 2 * joining) * self._size.at(capacity(longest))
+
+    def _joining(self) -> int:
+        return len(self._filled)
+
+    def leave(self, slot: Slot) -> None:
+        """Frees the slot of a request."""
+        super().leave(slot)
+        self._filled.pop(slot, None)
+
     def _open(self) -> None:
         """Holds nothing yet."""
         if self._decoder.loader.device is not Device.CPU:
@@ -258,6 +387,7 @@ class GrowingSlots(Slots):
             or rows != self._rows
             or any(slot in lengths for slot in self._filled)
             or batch.length > 2 * longest + _SPARE
+            or batch.length >= max(self._taken[slot] for slot in lengths)
         ):
             batch = self._arranged(lengths, rows, longest)
         return batch, rows
@@ -284,13 +414,13 @@ class GrowingSlots(Slots):
         return sum(state.bytes for state in [*self._now, *filled])
 
 
-def slots_of(decoder: Decoder, count: int, length: int | None) -> Slots:
+def slots_of(decoder: Decoder, room: Room, size: RowSize) -> Slots:
     """Returns slots of the kind that a program's cache needs.
 
     Args:
         decoder: As `Slots`.
-        count: As `Slots`.
-        length: As `Slots`; by default as many as the program admits, 2048 at most.
+        room: As `Slots`.
+        size: As `Slots`.
 
     Raises:
         InputError: As `Slots`; or some states are extended in place and others grow.
@@ -301,11 +431,12 @@ def slots_of(decoder: Decoder, count: int, length: int | None) -> Slots:
             f"{decoder.manifest.directory}: expected states of one kind, got some that are "
             f"extended in place and {anew[0]!r}, which is written anew"
         )
+    length = room.length
     if length is None:
         limit = decoder.longest({})
         length = _LONGEST if limit is None else min(limit, _LONGEST)
     kind = SharedSlots if decoder.in_place else GrowingSlots
-    return kind(decoder, count, length)
+    return kind(decoder, room, length, size)
 
 
 def _batch_shards(decoder: Decoder) -> tuple[int, int]:

@@ -122,7 +122,7 @@ class State:
     def lengthen(self, length: int) -> None:
         """Makes the state of zeros, of this length."""
         self.length = length
-        self._read = allocate(self._lines(_capacity(length)), *self._place)
+        self._read = allocate(self._lines(capacity(length)), *self._place)
 
     def copy_row(self, row: int, other: "State", from_row: int, kept: int) -> None:
         """Copies the end of a row of another state, on the CPU, to the end of one of this state.
@@ -154,7 +154,7 @@ class State:
     def bind(self, io: Any, length: int) -> None:
         """Binds the input at its present length, and the output at a new one."""
         if self._write.bytes < self._lines(length):
-            self._write = allocate(self._lines(_capacity(length)), *self._place)
+            self._write = allocate(self._lines(capacity(length)), *self._place)
         place, code, entry = self._place, self.code, self.entry
         io.bind_input(entry.input, *place, code, self._shape_at(self.length), self._read.pointer)
         io.bind_output(entry.output, *place, code, self._shape_at(length), self._write.pointer)
@@ -170,7 +170,7 @@ class State:
         return self._read.bytes + (0 if self.in_place else self._write.bytes)
 
 
-def _capacity(length: int) -> int:
+def capacity(length: int) -> int:
     """Returns the length for which a growing state is allocated."""
     return max(_LEAST, 1 << (length - 1).bit_length())
 

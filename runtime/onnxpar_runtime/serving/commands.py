@@ -48,7 +48,10 @@ def serve(directory: str | Path, what: ServingRun, how: Execution = _DEFAULT) ->
             opened(Generator, rank, manifest, how) as generator,
         ):
             requests = generator.requests(
-                slots=what.slots, length=what.max_length, chunk=what.chunk
+                slots=what.slots,
+                length=what.max_length,
+                chunk=what.chunk,
+                cache_memory=what.cache_memory,
             )
             with ExitStack() as stack:
                 stack.enter_context(_ending(requests))
@@ -113,7 +116,7 @@ class _Server:
         tokenizer = None if what.tokenizer is None else Tokenizer(what.tokenizer)
         template = None if what.tokenizer is None else template_of(what.tokenizer)
         eos = what.eos or (() if tokenizer is None else tokenizer.eos)
-        most = what.slots + what.queue
+        most = requests.slots + what.queue
         metrics = Metrics()
         self._engine = Engine(requests, most, eos, metrics)
         app = application(self._engine, Model(name, tokenizer, template))
