@@ -25,6 +25,7 @@ from onnxpar.frontend.load import in_memory, read
 from onnxpar.graph.body_captures import inline_constant_branches
 from onnxpar.graph.new_nodes import constant
 from onnxpar.ops.control.decided import decided_body
+from onnxpar.ops.registry import Registry
 from onnxpar.ops.table import REGISTRY
 
 _ALONE, _ENCODER = "model.onnx", "encoder_model.onnx"
@@ -143,9 +144,9 @@ def _choose(proto: onnx.ModelProto, *, continues: bool) -> None:
         )
 
 
-def _inline(model: ir.Model) -> None:
+def _inline(model: ir.Model, registry: Registry = REGISTRY) -> None:
     """Replaces the If of a merged file by the branch that `_choose` has chosen."""
-    inline_constant_branches(model, partial(decided_body, registry=REGISTRY))
+    inline_constant_branches(model, partial(decided_body, registry=registry))
 
 
 def _used(graph: onnx.GraphProto) -> set[str]:
