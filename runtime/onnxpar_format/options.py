@@ -401,6 +401,15 @@ class ServingRun:
             minimum=2,
         ),
     ] = None
+    start: Annotated[
+        Sequence[int],
+        Option(
+            "A token with which the decoder of an encoder-decoder begins; may be repeated. "
+            "Default: decoder_start_token_id of the configuration in the folder --tokenizer.",
+            "TOKEN",
+            minimum=0,
+        ),
+    ] = ()
     chunk: Annotated[
         int, Option("Largest number of prompt tokens in one step.", "C", minimum=1)
     ] = 256

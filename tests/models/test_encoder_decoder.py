@@ -12,7 +12,11 @@ import pytest
 
 from onnxpar.api import runtime
 from onnxpar.api.shard_model import shard_model
-from onnxpar_format.options import VerifyOptions
+from onnxpar_format.options import Sampling, VerifyOptions
+from onnxpar_runtime.errors import InputError
+from onnxpar_runtime.generation.encoder import token_feeds
+from onnxpar_runtime.generation.generator import Generator
+from onnxpar_runtime.group import Ranks
 from onnxpar_runtime.manifest import Manifest
 from tests.models.cached import cached_logits
 
@@ -24,6 +28,8 @@ from decoder import configuration  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers about its defaults
 
+Drawn = list[tuple[int, float]]
+"""The tokens of a request, and the logarithms of their probabilities."""
 ROWS, PROMPT, LENGTH, SOURCE = 2, 5, 9, 13
 
 # Sums have at most 128 terms, the two halves together some forty sums one after the other, and
@@ -100,6 +106,82 @@ def test_sharded_it_generates_the_same(
     inputs = {spec.name: spec for spec in Manifest.load(out).program("model").inputs}
     for kind in ("encoder", "decoder"):
         assert inputs[f"past_key_values.0.{kind}.key"].dims[1][0].atoms
+
+
+@pytest.mark.parametrize(
+    ("folder", "strategy"), [("t5", "tp=2"), ("t5", "dp=2")], indirect=["folder"]
+)
+def test_requests_that_come_and_go_get_the_tokens_of_each_alone(
+    folder: Path, strategy: str, tmp_path: Path
+) -> None:
+    """Texts of 1 to 15 tokens, in 4 slots; then with memory for few of them."""
+    out = shard_model(folder, strategy, tmp_path / "out").out
+    rng = np.random.default_rng(7)
+    texts = [rng.integers(3, 256, 1 + 2 * n).tolist() for n in range(8)]
+    news = [int(n) for n in rng.integers(1, 12, 8)]
+
+    def alone(m: Generator) -> list[Drawn]:
+        found = []
+        for number, (text, new) in enumerate(zip(texts, news, strict=True)):
+            steps = m.steps(
+                [[3]],
+                max_new_tokens=new,
+                sampling=Sampling(temperature=4, seed=number),
+                encoder=token_feeds(m.manifest.program("encoder"), [text]),
+                logprobs=0,
+            )
+            found.append([(s.tokens[0], (s.likelihoods or {})[0].logprob) for s in steps])
+        return found
+
+    def turns(m: Generator, **options: Any) -> tuple[list[Drawn], int]:
+        requests = m.requests(start=[3], length=32, **options)
+        if m.rank.index == 0:
+            for number, (text, new) in enumerate(zip(texts, news, strict=True)):
+                how = Sampling(temperature=4, seed=number)
+                requests.submit(text, max_new_tokens=new, sampling=how, logprobs=0)
+            with pytest.raises(InputError, match="expected at most 32 tokens, got 33"):
+                requests.submit([5] * 33, max_new_tokens=1)
+            with pytest.raises(InputError, match="expected elements from"):
+                requests.submit([256], max_new_tokens=1)
+        found: list[Drawn] = [[] for _ in texts]
+        most = 0
+        while True:
+            for event in requests.step():
+                assert event.token is not None and event.likelihood is not None
+                found[event.request].append((event.token, event.likelihood.logprob))
+            most = max(most, requests.running)
+            if not requests.running and not requests.waiting:
+                return found, most
+
+    def check(made: list[tuple[list[Drawn], int]], most: range) -> None:
+        for found, together in made:
+            assert together in most
+            for got, expected in zip(found, want, strict=True):
+                assert [token for token, _ in got] == [token for token, _ in expected]
+                # Logits are below 16: twice RTOL of that.
+                values = [[value for _, value in one] for one in (got, expected)]
+                np.testing.assert_allclose(*values, rtol=0, atol=2 * 16 * RTOL)
+
+    with Ranks(out, Generator) as ranks:
+        want = ranks.on_each(alone)[0]
+        # What was read decides, by much more than the tolerance.
+        first = sorted(one[0][1] for one in want)
+        assert np.diff(first).min() > 0 and np.median(np.diff(first)) > 0.01
+        check(ranks.on_each(lambda m: turns(m, slots=4)), range(4, 5))
+        # Two layers, keys and values of 4 heads of 16 floats; tp=2 halves them. The least cache has
+        # 64 columns, and 32 tokens may be read: 5 of that for one request, 3 and 2 for another.
+        row = 2 * 2 * 4 * 16 * 4 * (64 + 32) // (2 if strategy == "tp=2" else 1)
+        check(ranks.on_each(lambda m: turns(m, cache_memory=8 * row)), range(2, 8))
+
+
+@pytest.mark.parametrize("folder", ["whisper"], indirect=True)
+def test_requests_need_an_encoder_of_tokens(folder: Path, tmp_path: Path) -> None:
+    out = shard_model(folder, "replicate", tmp_path / "out", devices=1).out
+    with Generator(out) as generator:
+        with pytest.raises(InputError, match=r"encoder of tokens, got .*'input_features'"):
+            generator.requests(start=[3], length=32)
+        with pytest.raises(InputError, match="start: expected the token with which"):
+            generator.requests(length=32)
 
 
 @pytest.mark.parametrize("folder", ["t5"], indirect=True)

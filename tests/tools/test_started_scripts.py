@@ -13,6 +13,7 @@ DRIVERS = {
     "generate_onnxruntime.py": "generate.py",
     "gpu_gemm.py": "gpu.py",
     "plan_ranks.py": "plan.py",
+    "serve_client.py": "serve.py",
     "step_onnxpar.py": "step.py",
     "step_socket.py": "two_nodes.py",
     "step_torch.py": "step.py",

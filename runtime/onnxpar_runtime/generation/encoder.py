@@ -105,6 +105,49 @@ class Encoder:
         self.executor.close()
 
 
+class Reader:
+    """An encoder that reads the prompts of requests, one at a time.
+
+    Args:
+        encoder: The encoder.
+        start: The tokens with which the decoder begins.
+
+    Attributes:
+        encoder: The encoder.
+        start: The tokens with which the decoder begins.
+
+    Raises:
+        InputError: There are no such tokens.
+    """
+
+    def __init__(self, encoder: Encoder, start: Sequence[int]) -> None:
+        """Has read nothing."""
+        if not start:
+            raise InputError(
+                "start: expected the token with which the decoder begins, got none (it is "
+                "decoder_start_token_id in the model's configuration)"
+            )
+        self.encoder, self.start = encoder, tuple(map(int, start))
+
+    def prepare(self, prompt: Tokens, rows: int) -> tuple[dict[str, Array], Feeds]:
+        """Returns the global arrays of a prompt in a number of equal rows, and their shards.
+
+        Raises:
+            InputError: As `Encoder.prepare`.
+            SymbolValueError: As `Encoder.prepare`.
+        """
+        feeds = token_feeds(self.encoder.program, [prompt] * rows)
+        return feeds, self.encoder.prepare(feeds)
+
+    def run(self, prompt: Tokens, rows: int) -> Supply:
+        """Reads a prompt in a number of equal rows; all ranks must call it.
+
+        Raises:
+            RankError: As `Encoder.run`.
+        """
+        return self.encoder.run(*self.prepare(prompt, rows))
+
+
 def _one_source(decoder: ProgramEntry) -> set[str]:
     sources = {pair.source for pair in decoder.supplied}
     if len(sources) != 1:

@@ -19,7 +19,7 @@ from onnxpar_runtime.errors import InputError
 from onnxpar_runtime.gather import gather_to_root
 from onnxpar_runtime.generation.candidates import Likelihood, likelihoods
 from onnxpar_runtime.generation.decoder import Decoder
-from onnxpar_runtime.generation.encoder import NOTHING, Encoder, Supply
+from onnxpar_runtime.generation.encoder import NOTHING, Encoder, Reader, Supply
 from onnxpar_runtime.generation.prompts import Sequences
 from onnxpar_runtime.generation.requests import CHUNK, GREEDY, Requests
 from onnxpar_runtime.generation.roles import Places, feeds_of
@@ -241,6 +241,7 @@ class Generator(Opened):
         length: int | None = None,
         chunk: int = CHUNK,
         cache_memory: int | None = None,
+        start: Sequence[int] = (),
     ) -> Requests:
         """Returns a queue for continuous batching; every rank must call it alike.
 
@@ -254,13 +255,19 @@ class Generator(Opened):
                 steps.
             cache_memory: Bytes of caches on a device at most. A request waits until its complete
                 cache fits beside those of the others.
+            start: If an encoder reads the prompts, the tokens with which the decoder begins.
 
         Raises:
             InputError: The model cannot run requests of different lengths side by side, or the
                 numbers do not fit it.
         """
         room, size = Room(slots, length, cache_memory), row_size(self._decoder)
-        return together(self.rank, lambda: Requests(self._decoder, room, size, chunk))
+
+        def made() -> Requests:
+            reader = None if self._encoder is None else Reader(self._encoder, start)
+            return Requests(self._decoder, room, size, chunk, reader)
+
+        return together(self.rank, made)
 
     def _brought(self, sharding: SizedSharding, scores: Array) -> Array | None:
         """Returns the logits of the last position on rank 0."""

@@ -24,9 +24,11 @@ from onnxpar_runtime.collectives import Rank
 from onnxpar_runtime.errors import InputError
 from onnxpar_runtime.generation.candidates import Likelihood, Share, likelihoods
 from onnxpar_runtime.generation.decoder import Decoder
+from onnxpar_runtime.generation.encoder import NOTHING, Reader, Supply
+from onnxpar_runtime.generation.read_rows import Slot
 from onnxpar_runtime.generation.roles import feeds_of
 from onnxpar_runtime.generation.sampling import NO_TOKEN, Chooser, Draws, check, check_logprobs
-from onnxpar_runtime.generation.slots import Room, RowSize, Slot, slots_of
+from onnxpar_runtime.generation.slots import Room, RowSize, slots_of
 from onnxpar_runtime.generation.steps import Batch, last_scores
 from onnxpar_runtime.symbol_checks import check_index_ranges
 
@@ -85,15 +87,17 @@ class _Running:
     Attributes:
         request: The request.
         number: Its number.
+        prompt: The tokens with which the decoder begins.
         slot: Where it is.
         draws: How its tokens are chosen.
         length: The number of its tokens in the cache.
         last: Its last token, which the next run takes.
     """
 
-    def __init__(self, number: int, request: Request, slot: Slot) -> None:
+    def __init__(self, number: int, request: Request, prompt: tuple[int, ...], slot: Slot) -> None:
         self.number, self.request, self.slot = number, request, slot
-        self.draws = Draws(request.sampling, request.number, request.prompt)
+        self.prompt = prompt
+        self.draws = Draws(request.sampling, request.number, prompt)
         self.length, self.last = 0, 0
 
     def event(self, token: int, likelihood: Likelihood | None) -> Event:
@@ -120,6 +124,7 @@ class Requests:
         room: How many requests may run at the same time, and how long they may be.
         size: The memory for a row of the cache.
         chunk: The largest number of prompt tokens in one step.
+        reader: What reads the prompts; None if the decoder does.
 
     Attributes:
         ended: Whether a rank has asked to end; then `step` has cancelled all requests.
@@ -128,13 +133,21 @@ class Requests:
         InputError: Requests cannot share the program's batch, or the numbers do not fit.
     """
 
-    def __init__(self, decoder: Decoder, room: Room, size: RowSize, chunk: int = CHUNK) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        room: Room,
+        size: RowSize,
+        chunk: int = CHUNK,
+        reader: Reader | None = None,
+    ) -> None:
         """Holds no request."""
         self._decoder, self._rank = decoder, decoder.loader.rank
         self._chunk, self._width = chunk, decoder.roles.width or chunk
         if chunk < 1:
             raise InputError(f"chunk: expected at least 1 token, got {chunk}")
-        self._slots = slots_of(decoder, room, size)
+        self._reader = reader
+        self._slots = slots_of(decoder, room, size, None if reader is None else reader.encoder)
         self._numbers = count()
         self._told: deque[dict[str, Any]] = deque()
         self._waiting: deque[tuple[int, Request]] = deque()
@@ -203,12 +216,20 @@ class Requests:
             raise InputError("prompt: expected at least one token, got none")
         if request.max_new_tokens < 1:
             raise InputError(f"max_new_tokens: expected at least 1, got {request.max_new_tokens}")
-        needed = _needed(request)
+        needed = self._needed(request)
         if needed > self.length:
+            begin = len(self._begin(request))
             raise InputError(
                 f"prompt and new tokens: expected at most {self.length} tokens in the cache, got "
-                f"{len(request.prompt)} and {request.max_new_tokens}, which need {needed}"
+                f"{begin} and {request.max_new_tokens}, which need {needed}"
             )
+        if self._reader is not None:
+            if len(request.prompt) > self.length:
+                raise InputError(
+                    f"prompt: expected at most {self.length} tokens, got {len(request.prompt)}"
+                )
+            self._reader.prepare(request.prompt, self._slots.shards)
+            return
         tokens = np.array([request.prompt])
         name = self._decoder.roles.tokens.name
         if tokens.min() < 0:
@@ -331,11 +352,32 @@ class Requests:
         self._slots.leave(running.slot)
         self._chooser = None
 
+    def _begin(self, request: Request) -> tuple[int, ...]:
+        """Returns the tokens with which the decoder begins."""
+        return request.prompt if self._reader is None else self._reader.start
+
+    def _needed(self, request: Request) -> int:
+        """Returns the tokens of a request that its cache has in the end."""
+        return len(self._begin(request)) + request.max_new_tokens - 1
+
+    def _read(self, request: Request) -> Supply:
+        """Runs the encoder on a request, if there is one, in one row for each shard."""
+        if self._reader is None:
+            return NOTHING
+        return self._reader.run(request.prompt, self._slots.shards)
+
+    def room(self, prompt: Sequence[int]) -> int:
+        """Returns how many new tokens a request with a prompt may have at most."""
+        begin = len(prompt) if self._reader is None else len(self._reader.start)
+        return self.length - begin + 1
+
     def _next_slot(self) -> Slot | None:
         """Returns a slot for the first request that waits, if there are both."""
         if not self._waiting:
             return None
-        return self._slots.take(_needed(self._waiting[0][1]))
+        request = self._waiting[0][1]
+        read = 0 if self._reader is None else len(request.prompt)
+        return self._slots.take(self._needed(request), read)
 
     def _fill(self) -> list[Event]:
         """Runs prompts, up to a number of tokens."""
@@ -346,9 +388,10 @@ class Requests:
                 if slot is None:
                     break
                 number, request = self._waiting.popleft()
-                self._filling = _Running(number, request, slot), self._slots.filling(slot)
+                running = _Running(number, request, self._begin(request), slot)
+                self._filling = running, self._slots.filling(slot, self._read(request))
             running, batch = self._filling
-            prompt, begin = running.request.prompt, running.length
+            prompt, begin = running.prompt, running.length
             new = min(left, len(prompt) - begin, self._width)
             shards = self._slots.shards
             tokens = np.repeat(np.array([prompt[begin : begin + new]]), shards, 0)
@@ -422,11 +465,6 @@ class Requests:
         """Runs a batch on new tokens and returns this rank's shard of the logits."""
         window = self._slots.window(batch, past, tokens.shape[1])
         return batch.run(feeds_of(self._decoder.roles, window, tokens))
-
-
-def _needed(request: Request) -> int:
-    """Returns the tokens of a request that its cache has in the end."""
-    return len(request.prompt) + request.max_new_tokens - 1
 
 
 def _told(rank: Rank, told: list[dict[str, Any]], ends: bool) -> tuple[list[dict[str, Any]], bool]:

@@ -13,17 +13,19 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from onnxpar_format.boxes import coordinates
 from onnxpar_format.dtypes import DTYPES
-from onnxpar_format.expressions import bare_name
+from onnxpar_format.expressions import bare_name, names_of
 from onnxpar_runtime.devices import Device
 from onnxpar_runtime.errors import InputError
 from onnxpar_runtime.generation.decoder import Decoder
+from onnxpar_runtime.generation.encoder import Encoder, Supply
+from onnxpar_runtime.generation.read_rows import ReadRows, Slot
 from onnxpar_runtime.generation.states import State, capacity, states_of
 from onnxpar_runtime.generation.steps import Batch
 from onnxpar_runtime.symbol_checks import check_symbols
@@ -37,18 +39,6 @@ _BATCHES = 4
 """Numbers of rows for which a batch is kept."""
 _SPARE = 64
 """Columns that a cache may be too long before it is copied to a shorter one."""
-
-
-class Slot(NamedTuple):
-    """The place of a request.
-
-    Attributes:
-        shard: The shard of the batch.
-        row: The row in the shard.
-    """
-
-    shard: int
-    row: int
 
 
 @dataclass(frozen=True)
@@ -89,14 +79,16 @@ class RowSize:
     Attributes:
         token: Bytes for each token.
         fixed: Bytes that do not depend on tokens.
+        read: Bytes for each token that an encoder has read.
     """
 
     token: int
     fixed: int
+    read: int
 
-    def at(self, length: int) -> int:
-        """Returns the bytes for a number of tokens."""
-        return self.token * length + self.fixed
+    def at(self, length: int, read: int) -> int:
+        """Returns the bytes for a number of tokens, and of tokens that were read."""
+        return self.token * length + self.fixed + self.read * read
 
 
 def row_size(decoder: Decoder) -> RowSize:
@@ -107,13 +99,20 @@ def row_size(decoder: Decoder) -> RowSize:
     """
     shards, _ = _batch_shards(decoder)
     values = decoder.values({decoder.roles.tokens.name: (shards, 1)})
-    sizes = np.zeros(2, np.int64)
+    sizes = np.zeros(3, np.int64)
     for name in decoder.held:
         grows = decoder.carried[name].grows
         shape = [n for dim, n in enumerate(decoder.state_shape(name, values)) if dim != grows]
         sizes[int(grows is None)] += DTYPES[decoder.specs[name].dtype].dtype.itemsize * prod(shape)
-    token, fixed = decoder.loader.rank.all_reduce(sizes, op="max").tolist()
-    return RowSize(token, fixed)
+    for pair in decoder.program.supplied:
+        spec = decoder.specs[pair.input]
+        # Of one token.
+        open_sizes = {n: 1 for size in spec.shape for n in names_of(size) if n not in values}
+        local = spec.sharding(decoder.manifest.atoms, values | open_sizes).local_shape
+        kind = 2 if open_sizes else 1
+        sizes[kind] += DTYPES[spec.dtype].dtype.itemsize * prod(local)
+    token, fixed, read = decoder.loader.rank.all_reduce(sizes, op="max").tolist()
+    return RowSize(token, fixed, read)
 
 
 @dataclass(frozen=True)
@@ -140,6 +139,7 @@ class Slots(ABC):
         decoder: The program.
         room: How many requests may run, and how long they may be; the length is given.
         size: The memory for a row.
+        encoder: What reads the prompts of requests; None if the decoder does.
 
     Attributes:
         shards: The number of shards of the batch.
@@ -150,9 +150,18 @@ class Slots(ABC):
         InputError: Requests cannot share the program's batch, or the numbers do not fit.
     """
 
-    def __init__(self, decoder: Decoder, room: Room, length: int, size: RowSize) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        room: Room,
+        length: int,
+        size: RowSize,
+        encoder: Encoder | None = None,
+    ) -> None:
         """Finds how the batch is sharded."""
         self._decoder, self.length = decoder, length
+        self._read = ReadRows(decoder, encoder)
+        self._reads = encoder is not None
         self._size, self._memory = size, room.memory
         self.shards, self._own = _batch_shards(decoder)
         count = room.slots
@@ -169,14 +178,15 @@ class Slots(ABC):
                 f"got {count}"
             )
         self.rows = count // self.shards
-        if room.memory is not None and self._needed(1, length, 1) > room.memory:
+        least = self._needed(1, length, length if self._reads else 0, 1)
+        if room.memory is not None and least > room.memory:
             raise InputError(
-                f"cache memory: expected at least {self._needed(1, length, 1)} bytes on a device "
-                f"for a request of {length} tokens, got {room.memory}"
+                f"cache memory: expected at least {least} bytes on a device for a request of "
+                f"{length} tokens, got {room.memory}"
             )
         self._check()
         self._open()
-        self._taken: dict[Slot, int] = {}
+        self._taken: dict[Slot, tuple[int, int]] = {}
         self._free = {Slot(s, row) for s in range(self.shards) for row in range(self.rows)}
 
     def _check(self) -> None:
@@ -190,7 +200,7 @@ class Slots(ABC):
                 f"{where}: requests of different lengths need positions for each, but "
                 f"{roles.positions.name!r} has one for all requests"
             )
-        others = {pair.input for pair in decoder.program.supplied}
+        others = {pair.input for pair in decoder.program.supplied if not self._reads}
         if roles.rest or others:
             names = [spec.name for spec in roles.rest] + sorted(others)
             raise InputError(
@@ -201,10 +211,17 @@ class Slots(ABC):
         for count in range(1, self.rows + 1):
             check_symbols(decoder.manifest.symbols, self._values(count))
 
-    def _values(self, rows: int) -> dict[str, int]:
-        """Returns the values of symbols for a number of rows of each shard."""
+    def _values(
+        self, rows: int, shapes: Mapping[str, tuple[int, ...]] | None = None
+    ) -> dict[str, int]:
+        """Returns the values of symbols for a number of rows of each shard.
+
+        Args:
+            rows: The number.
+            shapes: The shapes of what an encoder has read.
+        """
         tokens = self._decoder.roles.tokens
-        values = self._decoder.values({tokens.name: (self.shards * rows, 1)})
+        values = self._decoder.values({**(shapes or {}), tokens.name: (self.shards * rows, 1)})
         sequence = bare_name(tokens.shape[1])
         return {name: size for name, size in values.items() if name != sequence}
 
@@ -217,11 +234,12 @@ class Slots(ABC):
             decoder.carried, decoder.specs, shapes, decoder.place, length, decoder.held
         )
 
-    def take(self, length: int) -> Slot | None:
+    def take(self, length: int, read: int) -> Slot | None:
         """Returns a slot for a request, if one is free and the caches have room; else None.
 
         Args:
-            length: The tokens of the complete request.
+            length: The tokens of the complete request in the cache.
+            read: The tokens that the encoder reads.
         """
         if not self._free:
             return None
@@ -229,25 +247,28 @@ class Slots(ABC):
         slot = min(self._free, key=lambda slot: (slot.row, slot.shard))
         if self._memory is not None:
             rows = 1 + max(s.row for s in (slot, *self._taken))
-            longest = max(length, *self._taken.values(), 0)
-            if self._needed(rows, longest, 1 + self._joining()) > self._memory:
+            needs = [(length, read), *self._taken.values()]
+            longest, most = (max(each) for each in zip(*needs, strict=True))
+            if self._needed(rows, longest, most, 1 + self._joining()) > self._memory:
                 return None
         self._free.remove(slot)
-        self._taken[slot] = length
+        self._taken[slot] = length, read
         return slot
 
     def leave(self, slot: Slot) -> None:
         """Frees the slot of a request."""
         del self._taken[slot]
         self._free.add(slot)
+        self._read.drop(slot)
 
     @abstractmethod
-    def _needed(self, rows: int, longest: int, joining: int) -> int:
+    def _needed(self, rows: int, longest: int, read: int, joining: int) -> int:
         """Returns the bytes of caches on the device that needs most.
 
         Args:
             rows: Rows of a shard up to the highest one in use.
             longest: Tokens of the longest request.
+            read: Tokens that the encoder reads for the one with most.
             joining: Requests that have not run with the others yet.
         """
 
@@ -270,10 +291,14 @@ class Slots(ABC):
         """
 
     @abstractmethod
-    def filling(self, slot: Slot) -> Batch:
+    def filling(self, slot: Slot, supply: Supply) -> Batch:
         """Returns a batch of one row for each shard, for the prompt of a request.
 
         All shards compute the prompt; that of the slot keeps the states.
+
+        Args:
+            slot: The slot.
+            supply: What the encoder has read for the request, in one row for each shard.
         """
 
     @abstractmethod
@@ -293,18 +318,23 @@ class Slots(ABC):
 class SharedSlots(Slots):
     """Slots in a cache that is extended in place."""
 
-    def _needed(self, rows: int, longest: int, joining: int) -> int:
+    def _needed(self, rows: int, longest: int, read: int, joining: int) -> int:
         """Returns the bytes of the slots, which have one length."""
         del longest, joining
-        return (rows + (self.shards > 1)) * self._size.at(self.length)
+        return (rows + (self.shards > 1)) * self._size.at(self.length, read)
 
     def _joining(self) -> int:
         return 0
 
     def _open(self) -> None:
         """Allocates the slots."""
+        if self._reads:
+            raise InputError(
+                f"{self._decoder.manifest.directory}: with an encoder, requests need a cache that "
+                "each run writes anew, got one that is extended in place"
+            )
         if self._memory is not None:
-            while self._needed(self.rows, self.length, 0) > self._memory:
+            while self._needed(self.rows, self.length, 0, 0) > self._memory:
                 self.rows -= 1
         # One more takes what other shards compute while they wait.
         self._held = self._states(self.rows + (self.shards > 1), self.length)
@@ -316,8 +346,9 @@ class SharedSlots(Slots):
         # A first run sees only itself, as it would alone; later the shape stays the same.
         return Window(past, new, self.length if past.any() else new, left=False)
 
-    def filling(self, slot: Slot) -> Batch:
+    def filling(self, slot: Slot, supply: Supply) -> Batch:
         """Returns a batch of the slot's own row."""
+        del supply
         row = slot.row if slot.shard == self._own else self.rows
         states = [state.rows(row, 1) for state in self._held]
         return Batch(self._decoder, self._values(1), states, {})
@@ -343,10 +374,11 @@ class SharedSlots(Slots):
 class GrowingSlots(Slots):
     """Slots in a cache that each run writes anew."""
 
-    def _needed(self, rows: int, longest: int, joining: int) -> int:
+    def _needed(self, rows: int, longest: int, read: int, joining: int) -> int:
         """Returns the bytes of two buffers, and of what is copied when requests join."""
-        # The old buffers and the first new one, and two of each request that joins.
-        return (3 * rows + 2 * joining) * self._size.at(capacity(longest))
+        # The old buffers and the first new one, and two of each request that joins. What was read
+        # is there for each request, and in the old and the new batch.
+        return (3 * rows + 2 * joining) * self._size.at(capacity(longest), read)
 
     def _joining(self) -> int:
         return len(self._filled)
@@ -372,10 +404,12 @@ class GrowingSlots(Slots):
         """Returns the window of new tokens of a batch."""
         return Window(past, new, batch.length + new, left=True)
 
-    def filling(self, slot: Slot) -> Batch:
+    def filling(self, slot: Slot, supply: Supply) -> Batch:
         """Returns a batch with buffers of its own, which the next `running` takes."""
         self._filled[slot] = self._states(1, 0)
-        return Batch(self._decoder, self._values(1), self._filled[slot], {})
+        self._read.keep(slot, supply)
+        values = self._values(1, supply.shapes)
+        return Batch(self._decoder, values, self._filled[slot], supply.given, supply.values)
 
     def running(self, lengths: Mapping[Slot, int]) -> tuple[Batch, int]:
         """Returns the batch of all requests, with those that have been filled."""
@@ -387,7 +421,7 @@ class GrowingSlots(Slots):
             or rows != self._rows
             or any(slot in lengths for slot in self._filled)
             or batch.length > 2 * longest + _SPARE
-            or batch.length >= max(self._taken[slot] for slot in lengths)
+            or batch.length >= max(self._taken[slot][0] for slot in lengths)
         ):
             batch = self._arranged(lengths, rows, longest)
         return batch, rows
@@ -404,23 +438,26 @@ class GrowingSlots(Slots):
                     state.copy_row(slot.row, source[number], row, length)
         self._filled = {s: kept for s, kept in self._filled.items() if s not in lengths}
         self._now, self._rows = states, rows
-        self._batch = Batch(self._decoder, self._values(rows), states, {})
+        supply = self._read.beside(lengths, self._own, rows, self.shards)
+        values = self._values(rows, supply.shapes)
+        self._batch = Batch(self._decoder, values, states, supply.given, supply.values)
         return self._batch
 
     @property
     def bytes(self) -> int:
-        """The bytes of the states on this rank."""
+        """The bytes of the states on this rank, and of what was read for each request."""
         filled = [state for states in self._filled.values() for state in states]
-        return sum(state.bytes for state in [*self._now, *filled])
+        return sum(state.bytes for state in [*self._now, *filled]) + self._read.bytes
 
 
-def slots_of(decoder: Decoder, room: Room, size: RowSize) -> Slots:
+def slots_of(decoder: Decoder, room: Room, size: RowSize, encoder: Encoder | None = None) -> Slots:
     """Returns slots of the kind that a program's cache needs.
 
     Args:
         decoder: As `Slots`.
         room: As `Slots`.
         size: As `Slots`.
+        encoder: As `Slots`.
 
     Raises:
         InputError: As `Slots`; or some states are extended in place and others grow.
@@ -436,7 +473,7 @@ def slots_of(decoder: Decoder, room: Room, size: RowSize) -> Slots:
         limit = decoder.longest({})
         length = _LONGEST if limit is None else min(limit, _LONGEST)
     kind = SharedSlots if decoder.in_place else GrowingSlots
-    return kind(decoder, room, length, size)
+    return kind(decoder, room, length, size, encoder)
 
 
 def _batch_shards(decoder: Decoder) -> tuple[int, int]:

@@ -44,8 +44,8 @@ class Tokenizer:
         except Exception as error:  # the package raises no class of its own
             raise InputError(f"{path}: not a tokenizer: {error}") from None
         self._folder = folder
-        self.eos = _configured(folder, "eos_token_id")
-        self.start = _configured(folder, "decoder_start_token_id")
+        self.eos = configured(folder, "eos_token_id")
+        self.start = configured(folder, "decoder_start_token_id")
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Returns the tokens of a text.
@@ -112,7 +112,7 @@ class Stream:
         return self._tokenizer.decode(self._tokens[self._first :])[len(shown) :]
 
 
-def _configured(folder: Path, key: str) -> tuple[int, ...]:
+def configured(folder: Path, key: str) -> tuple[int, ...]:
     """Returns the token or the tokens of this name in the first configuration that has it."""
     for name in _CONFIGS:
         path = folder / name

@@ -6,7 +6,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
@@ -18,7 +18,7 @@ from onnxpar_runtime.errors import InputError, LaunchError
 from onnxpar_runtime.generation.chats import template_of
 from onnxpar_runtime.generation.generator import Generator
 from onnxpar_runtime.generation.requests import Requests
-from onnxpar_runtime.generation.text import Tokenizer
+from onnxpar_runtime.generation.text import Tokenizer, configured
 from onnxpar_runtime.launch import guarded
 from onnxpar_runtime.serving.engine import Engine, Pauses
 from onnxpar_runtime.serving.metrics import Metrics
@@ -48,6 +48,7 @@ def serve(directory: str | Path, what: ServingRun, how: Execution = _DEFAULT) ->
             opened(Generator, rank, manifest, how) as generator,
         ):
             requests = generator.requests(
+                start=together(rank, lambda: _start(what)),
                 slots=what.slots,
                 length=what.max_length,
                 chunk=what.chunk,
@@ -72,6 +73,13 @@ def serve(directory: str | Path, what: ServingRun, how: Execution = _DEFAULT) ->
         return 0
 
     return guarded(rank, body)
+
+
+def _start(what: ServingRun) -> Sequence[int]:
+    """Returns the tokens with which the decoder of an encoder-decoder begins, if they are known."""
+    if what.start or what.tokenizer is None:
+        return what.start
+    return configured(what.tokenizer, "decoder_start_token_id")
 
 
 @contextmanager

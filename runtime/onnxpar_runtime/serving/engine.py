@@ -85,7 +85,7 @@ class Engine:
                 )
             tickets: list[Ticket] = []
             for prompt in asked.prompts:
-                room = max(self._requests.length - len(prompt) + 1, 1)
+                room = max(self._requests.room(prompt), 1)
                 for number in range(asked.choices):
                     try:
                         found = self._requests.submit(

@@ -126,11 +126,11 @@ def test_a_decoder_alone_takes_no_inputs_of_an_encoder(tmp_path: Path) -> None:
         generator.generate([[1]], encoder={"features": features(1)})
 
 
-def test_requests_that_come_and_go_are_refused(tmp_path: Path) -> None:
+def test_requests_of_features_are_refused(tmp_path: Path) -> None:
     folder = encoder_decoder(tmp_path / "model")
     out = shard_model(folder, "replicate", tmp_path / "out", devices=1).out
-    with Generator(out) as generator, pytest.raises(InputError, match="past_key_cross_0"):
-        generator.requests(slots=2, length=32)
+    with Generator(out) as generator, pytest.raises(InputError, match="need an encoder of tokens"):
+        generator.requests(slots=2, length=32, start=[1])
 
 
 def test_an_encoder_of_features_reads_no_tokens(tmp_path: Path) -> None:
