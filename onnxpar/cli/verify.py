@@ -8,10 +8,11 @@ import typer
 
 from onnxpar.cli.options import AsJson, Directory, takes_options
 from onnxpar.cli.screen import Column, Content, Screen, once
+from onnxpar.core.errors import DirectoryError
 from onnxpar_format.options import Option, VerifyOptions
 
 if TYPE_CHECKING:
-    from onnxpar.api.runtime import Case, TrainingCase
+    from onnxpar.api.runtime import Bisection, Case, TrainingCase
 
 _SHOWN = 5
 """Names of a long list that are printed."""
@@ -37,6 +38,29 @@ def command(
     inputs: Annotated[
         Path | None, Option(".npz file of inputs instead of random ones.", "FILE")
     ] = None,
+    bisect: Annotated[
+        bool,
+        Option(
+            "If a result differs, find the first node whose own result is wrong, and say on which "
+            "rank and at which element.",
+            flags=("--bisect",),
+        ),
+    ] = False,
+    dump: Annotated[
+        Path | None,
+        Option(
+            "Write values of the first case to this .npz file, as whole arrays: ranks/NAME and "
+            "undivided/NAME.",
+            "FILE",
+        ),
+    ] = None,
+    node: Annotated[
+        Sequence[str],
+        Option(
+            "With --dump: the nodes whose results are written; may be repeated. Default: all.",
+            "GLOB",
+        ),
+    ] = (),
     options: VerifyOptions,
     as_json: AsJson = False,
 ) -> None:
@@ -44,14 +68,31 @@ def command(
 
     All ranks run in this process. The exit code is 1 if the results differ.
     """
+    if node and dump is None:
+        raise DirectoryError("--node: expected --dump FILE as well, got none")
+    if (bisect or dump) and (encoder or options.generate is not None):
+        other = "--encoder" if encoder else "--generate"
+        flag = "--bisect" if bisect else "--dump"
+        raise DirectoryError(f"{flag}: works on one program in one run; expected no {other}")
     # It loads onnxruntime, which the other commands do without.
     from onnxpar.api import runtime
 
     cases = runtime.verify(directory, model, symbol, inputs, options, encoder)
+    wrong, found = next((case for case in cases if not case.ok), None), None
+    if bisect and wrong is not None:
+        values = {} if inputs else wrong.symbols
+        found = runtime.first_difference(directory, model, values, inputs, options)
     if as_json:
-        typer.echo(runtime.report_json(cases))
+        typer.echo(runtime.report_json(cases, found))
     else:
         _print(cases, runtime.TrainingCase)
+        if found is not None:
+            _print_first(found)
+    if dump is not None:
+        values = {} if inputs else cases[0].symbols
+        count = runtime.dump_values(directory, model, dump, node, values, inputs, options)
+        if not as_json:
+            Screen().entry("written", f"{dump}: {count:,} arrays")
     raise typer.Exit(0 if all(case.ok for case in cases) else 1)
 
 
@@ -83,6 +124,44 @@ def _print(cases: "Sequence[Case]", training: "type[TrainingCase]") -> None:
     for case in cases:
         for problem in once(case.problems):
             screen.line(f"difference: {problem}")
+
+
+def _print_first(found: "Bisection") -> None:
+    """Prints where a difference begins."""
+    screen, first = Screen(), found.first
+    screen.line()
+    compared = f"{found.agree:,} values agree"
+    if found.carried:
+        compared += (
+            f", {len(found.carried):,} differ because operands of their nodes do (such as "
+            f"{found.carried[0]})"
+        )
+    if first is None:
+        screen.entry(
+            "no first node",
+            f"{compared}: with every value exposed, no node is wrong. The difference is in the "
+            "optimizer's update, or in nodes that onnxruntime fuses when their values are not "
+            "exposed.",
+        )
+        return
+    what = f"{first.node} ({first.op_type})"
+    if first.collective:
+        what = f"{first.collective} over {first.group}, for {first.node}"
+    screen.entry("first wrong", what)
+    at, one = first.difference, len(first.wrong_ranks) == 1
+    ranks = ", ".join(map(str, first.wrong_ranks))
+    screen.entry("value", f"{first.value} {first.layout} on {'rank' if one else 'ranks'} {ranks}")
+    reduced = f" (terms of ranks {', '.join(map(str, at.ranks))} together)" if at.ranks[1:] else ""
+    screen.entry(
+        "element",
+        f"{list(at.index)} on rank {at.ranks[0]}{reduced}: expected {at.expected:.9g}, got "
+        f"{at.got:.9g}; they differ by {at.amount:.3g}, rounding explains {first.bound:.3g}",
+    )
+    if first.rule:
+        screen.entry("rule", first.rule)
+    screen.entry("before it", compared)
+    if not first.repeats:
+        screen.entry("notice", "a second run gave other bits: the kernel is not deterministic")
 
 
 def _symbols(case: "Case") -> str:

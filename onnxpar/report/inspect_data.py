@@ -76,10 +76,10 @@ def inspect_data(parted: PartitionedModel, split: Sequence[PartitionedModel] = (
     `local_shape` is that of every device's shard, padding included. `strategy` has the number of
     shards of each dim, and `sharding` the mesh axes (`2@4`: two unnamed devices that are 4 apart).
     Both are None for an operand that is absent or taken in its current layout. `partial` is None,
-    or the reduction that has not been done yet: `{"reduction", "over"}`. `bytes` are those that
-    one device sends. A node's `rule` is its sharding rule, and `reason` why it is replicated, or
-    empty. `layouts` has for each `sharding` the components of each dim, major first: the size
-    (None if the dim has one component), and the atoms that shard it.
+    or the reduction that has not been done yet: `{"reduction", "over", "atoms"}`. `bytes` are
+    those that one device sends. A node's `rule` is its sharding rule, and `reason` why it is
+    replicated, or empty. `layouts` has for each `sharding` the components of each dim, major
+    first: the size (None if the dim has one component), and the atoms that shard it.
 
     `conflicts` are the reshards between neighbours with different layouts, the most expensive
     first: `cost` is the number of bytes that the reader's layout sends at typical sizes, and
@@ -159,7 +159,8 @@ class _Texts:
             mesh, partial = self.mesh, None
             if sharding.partial:
                 over = mesh.describe(sharding.partial)
-                partial = {"reduction": sharding.reduction, "over": over}
+                atoms = list(sharding.partial)
+                partial = {"reduction": sharding.reduction, "over": over, "atoms": atoms}
             text = sharding.with_partial(()).describe(mesh)
             self.drawn[text] = [
                 [[None if len(dim) == 1 else self.sizes((c.size,))[0], list(c.atoms)] for c in dim]

@@ -107,6 +107,7 @@ class Loader:
         rank: The rank.
         memory: Counts the bytes that the sessions hold; None unless `measured`, and before the
             first session.
+        kept: Copies of the outputs of all runs by name, without states, if they are to be kept.
         device: The kind of device.
         index: Number of the device.
         queue: The streams of the GPU; None on the CPU.
@@ -128,6 +129,7 @@ class Loader:
         """Chooses the device."""
         self.rank = rank
         self.memory: LiveBytes | None = None
+        self.kept: dict[str, Array] | None = None
         self._measured = measured
         placement = placed(rank, device)
         if placement is not rank.placement and placement.device is Device.CUDA:
@@ -410,6 +412,8 @@ class Executor:
             {name: to_host(value) for name, value in made.items() if read and name in self._data},
             {name: value for name, value in made.items() if name in self._handed},
         )
+        if self.loader.kept is not None:
+            self.loader.kept |= {name: to_host(value) for name, value in made.items()}
         self._let_go(binding)
         return results
 

@@ -2,7 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TypedDict
+from typing import Any, TypedDict
+
+from numpy.typing import NDArray
 
 from onnxpar_runtime.closing import Closing
 from onnxpar_runtime.collectives import Rank, World
@@ -11,6 +13,8 @@ from onnxpar_runtime.errors import LaunchError
 from onnxpar_runtime.executor import Loader
 from onnxpar_runtime.launch import ranks_in_words
 from onnxpar_runtime.manifest import Manifest
+
+Array = NDArray[Any]
 
 
 class Opening(TypedDict, total=False):
@@ -79,6 +83,15 @@ class Opened(Closing):
     def device(self) -> Device:
         """The kind of the rank's device."""
         return self._loader.device
+
+    def keep_outputs(self) -> dict[str, Array]:
+        """Returns a dict to which every later run adds copies of all outputs of its graphs.
+
+        They are local arrays by name, without states, and with outputs that are not in the
+        manifest.
+        """
+        self._loader.kept = {}
+        return self._loader.kept
 
     def close(self) -> None:
         """Frees what it holds, and the world of one rank if it made one."""

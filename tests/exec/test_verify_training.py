@@ -1,8 +1,6 @@
 """`verify` of training: what it tells, and that it finds mistakes put in on purpose."""
 
-import hashlib
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,6 +21,7 @@ from onnxpar_runtime.verify.cases import default_cases
 from onnxpar_runtime.verify.findings import TrainingCase
 from onnxpar_runtime.verify.training_batches import RandomBatches
 from tests import training_cases as cases
+from tests.changed_graphs import changed
 from tests.training_cases import shard
 
 CASE = ["--symbol", "batch=5"]
@@ -33,25 +32,6 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two layers sharded over data and tensor ranks; the model lies beside them."""
     out = tmp_path_factory.mktemp("two") / "ranks"
     return shard(out, two_layer.build(), "dp=2,tp=2", loss="mse", optimizer="adamw")
-
-
-def changed(
-    sharded: Path, out: Path, program: str, change: Callable[[onnx.GraphProto], None], *only: int
-) -> Path:
-    """Copies a directory with the graphs of a program changed, of all ranks or of `only` these."""
-    shutil.copytree(sharded, out)
-    manifest = json.loads((out / "manifest.json").read_text())
-    for rank, name in enumerate(manifest["programs"][program]["files"]):
-        if rank not in (only or range(4)):
-            continue
-        model = onnx.load(out / name, load_external_data=False)
-        change(model.graph)
-        data = model.SerializeToString()
-        (out / name).write_bytes(data)
-        digest = hashlib.sha256(data).hexdigest()
-        manifest["files"][name] = {**manifest["files"][name], "sha256": digest, "bytes": len(data)}
-    (out / "manifest.json").write_text(json.dumps(manifest))
-    return out
 
 
 def scaled(output: str, factor: float, dtype: type[np.generic] = np.float32) -> Callable[
@@ -155,7 +135,7 @@ def test_a_wrong_output_of_evaluation(sharded: Path, tmp_path: Path) -> None:
 def test_a_copy_of_a_parameter_that_differs(sharded: Path, tmp_path: Path) -> None:
     """Rank 3 alone, of whose parameters another rank has copies."""
     change = scaled("onnxpar.new.matmul2.weight", 1 + 1e-5)
-    directory = changed(sharded, tmp_path / "a", "optimizer_model", change, 3)
+    directory = changed(sharded, tmp_path / "a", "optimizer_model", change, [3])
     found = problems(directory, sharded, 1)
     assert found and all("parameter 'matmul2.weight' on rank 3: element [" in p for p in found)
 

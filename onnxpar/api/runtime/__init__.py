@@ -14,23 +14,33 @@ if TYPE_CHECKING:
     from onnxpar.api.runtime.checkpoints import merge_checkpoint, reshard_checkpoint
     from onnxpar.api.runtime.export_checkpoint import export_checkpoint
     from onnxpar.api.runtime.functions import Call, open_program, started
-    from onnxpar.api.runtime.verification import parse_case, report_json, verify
+    from onnxpar.api.runtime.verification import (
+        dump_values,
+        first_difference,
+        parse_case,
+        report_json,
+        verify,
+    )
     from onnxpar_format.options import VerifyOptions
     from onnxpar_runtime.commands import run
     from onnxpar_runtime.generation.commands import generate
     from onnxpar_runtime.serving.commands import serve
     from onnxpar_runtime.supervisor import Job, supervise
     from onnxpar_runtime.training.commands import evaluation, train
+    from onnxpar_runtime.verify.bisect import Bisection
     from onnxpar_runtime.verify.findings import Case, TrainingCase
 
 __all__ = [
+    "Bisection",
     "Call",
     "Case",
     "Job",
     "TrainingCase",
     "VerifyOptions",
+    "dump_values",
     "evaluation",
     "export_checkpoint",
+    "first_difference",
     "generate",
     "merge_checkpoint",
     "open_program",
@@ -46,13 +56,16 @@ __all__ = [
 ]
 
 _HOMES = {
+    "Bisection": "onnxpar_runtime.verify.bisect",
     "Call": "onnxpar.api.runtime.functions",
     "Case": "onnxpar_runtime.verify.findings",
     "Job": "onnxpar_runtime.supervisor",
     "TrainingCase": "onnxpar_runtime.verify.findings",
     "VerifyOptions": "onnxpar_format.options",
+    "dump_values": "onnxpar.api.runtime.verification",
     "evaluation": "onnxpar_runtime.training.commands",
     "export_checkpoint": "onnxpar.api.runtime.export_checkpoint",
+    "first_difference": "onnxpar.api.runtime.verification",
     "generate": "onnxpar_runtime.generation.commands",
     "merge_checkpoint": "onnxpar.api.runtime.checkpoints",
     "open_program": "onnxpar.api.runtime.functions",

@@ -6,18 +6,24 @@ from contextlib import contextmanager
 from dataclasses import asdict, fields
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
 
 from onnxpar.api.encoder_decoder import ENCODER
 from onnxpar.api.shard_model import shard_model
 from onnxpar.autodiff.training_program import TrainingSpec
-from onnxpar.core.errors import SymbolError
+from onnxpar.core.errors import DirectoryError, SymbolError
 from onnxpar.core.symbols import Symbol
 from onnxpar.frontend.model_folder import given_model
+from onnxpar.report.read_directory import read_report
 from onnxpar_format.manifest import FILE_NAME
+from onnxpar_format.new_file import check_file, new_file
 from onnxpar_format.options import VerifyOptions
 from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.npz import read_npz
-from onnxpar_runtime.verify import compare
+from onnxpar_runtime.verify import bisect, compare
+from onnxpar_runtime.verify.bisect import Bisection
 from onnxpar_runtime.verify.findings import Case
 
 
@@ -48,9 +54,81 @@ def verify(
         OnnxparRuntimeError: As `onnxpar_runtime.verify.compare.verify`.
     """
     parsed = [parse_case(text) for text in cases]
-    feeds = None if inputs is None else read_npz(inputs)
+    feeds = _feeds(inputs)
     with _undivided(Manifest.load(directory), model, encoder) as undivided:
         return compare.verify(directory, undivided, parsed, feeds, options)
+
+
+def first_difference(
+    directory: Path,
+    model: Path,
+    case: str | Mapping[str, int] | None = None,
+    inputs: Path | None = None,
+    options: VerifyOptions | None = None,
+) -> Bisection:
+    """Finds the first node whose own result is wrong, in the order of the undivided graph.
+
+    Args:
+        directory: The directory.
+        model: As for `verify`.
+        case: Values of the symbols, or a text such as `batch=16,seq=8`; defaults where missing.
+        inputs: As for `verify`; then there is no `case`.
+        options: As for `verify`.
+
+    Raises:
+        OnnxparError: As `verify`, or the directory has no report of how it was sharded.
+        OnnxparRuntimeError: As `verify`.
+    """
+    values = parse_case(case) if isinstance(case, str) else case or {}
+    with one_device(Manifest.load(directory), model) as undivided:
+        return bisect.bisect(
+            directory, undivided, read_report(directory), values, _feeds(inputs), options
+        )
+
+
+def dump_values(
+    directory: Path,
+    model: Path,
+    out: Path,
+    nodes: Sequence[str] = (),
+    case: str | Mapping[str, int] | None = None,
+    inputs: Path | None = None,
+    options: VerifyOptions | None = None,
+) -> int:
+    """Writes values of both programs as whole arrays to an `.npz` file; returns their number.
+
+    Args:
+        directory: The directory.
+        model: As for `verify`.
+        out: The file. It has `ranks/NAME` and `undivided/NAME` for each value NAME.
+        nodes: Patterns of the nodes whose results are written; none for all nodes.
+        case: As for `first_difference`.
+        inputs: As for `first_difference`.
+        options: As for `verify`.
+
+    Raises:
+        OnnxparError: As `first_difference`, or the file cannot be written.
+        OnnxparRuntimeError: As `first_difference`, or a pattern matches no node.
+    """
+    check_file(out, DirectoryError)
+    values = parse_case(case) if isinstance(case, str) else case or {}
+    with one_device(Manifest.load(directory), model) as undivided:
+        found = bisect.dump(
+            directory, undivided, read_report(directory), values, _feeds(inputs),
+            options or VerifyOptions(), nodes,
+        )  # fmt: skip
+    with new_file(out, DirectoryError) as file, file.open("wb") as stream:
+        # numpy stores bfloat16 as raw bytes; every reader knows float32.
+        arrays: dict[str, Any] = {
+            name: array.astype(np.float32) if array.dtype.name == "bfloat16" else array
+            for name, array in found.items()
+        }
+        np.savez(stream, **arrays)
+    return len(found)
+
+
+def _feeds(inputs: Path | None) -> dict[str, Any] | None:
+    return None if inputs is None else read_npz(inputs)
 
 
 @contextmanager
@@ -58,15 +136,22 @@ def _undivided(
     manifest: Manifest, model: Path, encoder: Path | None
 ) -> Iterator[Path | Mapping[str, Path]]:
     """Yields the model, or for training a directory for one device, which is made if needed."""
-    if manifest.training is None or (model / FILE_NAME).is_file():
-        if (model / FILE_NAME).is_file():
-            yield model
-            return
+    if manifest.training is None and not (model / FILE_NAME).is_file():
         with TemporaryDirectory(prefix="onnxpar-verify-") as folder:
             path, reader = given_model(model, encoder).files(Path(folder))
             yield {"model": path} | ({ENCODER: reader} if reader else {})
         return
-    spec = TrainingSpec.of(manifest.trained().spec)
+    with one_device(manifest, model) as made:
+        yield made
+
+
+@contextmanager
+def one_device(manifest: Manifest, model: Path) -> Iterator[Path]:
+    """Yields the same program's directory for one device, which is made if needed."""
+    if (model / FILE_NAME).is_file():
+        yield model
+        return
+    spec = None if manifest.training is None else TrainingSpec.of(manifest.training.spec)
     with TemporaryDirectory(prefix="onnxpar-verify-") as folder:
         made = Path(folder, "undivided")
         shard_model(model, "replicate", made, devices=1, symbols=_symbols(manifest), training=spec)
@@ -102,10 +187,16 @@ def parse_case(text: str) -> Mapping[str, int]:
     return values
 
 
-def report_json(cases: Sequence[Case]) -> str:
+def report_json(cases: Sequence[Case], found: Bisection | None = None) -> str:
     """Returns the comparison as JSON: `{"ok", "cases": [{"symbols", "max_abs", …}]}`.
 
     Training cases also have `steps`, a list with the findings in each step.
+
+    Args:
+        cases: The comparison.
+        found: Where the difference begins, which is the entry `bisect`, if it was asked for.
     """
     report = {"ok": all(case.ok for case in cases), "cases": [asdict(case) for case in cases]}
+    if found is not None:
+        report["bisect"] = asdict(found)
     return json.dumps(report, indent=2)

@@ -1,0 +1,105 @@
+"""Runs a directory with every value exposed: intermediate values become outputs of its graphs.
+
+The graphs are copied to a temporary directory and given more outputs; weights are linked. Since a
+value that is an output cannot be fused away, onnxruntime may compute it in another way than in a
+usual run.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import onnx
+from numpy.typing import NDArray
+
+from onnxpar_format.manifest import FILE_NAME
+from onnxpar_runtime.manifest import Manifest
+
+Array = NDArray[Any]
+KEPT = "kept:"
+"""Prefix of the name under which an input or a new state is exposed."""
+_DOMAIN = "onnxpar"
+_VALUE = "onnxpar.value"
+
+
+def expose(directory: Path, folder: Path, names: Collection[str], *, inputs: bool = False) -> Path:
+    """Copies a directory to `folder`, and exposes values in its graphs.
+
+    Args:
+        directory: The directory.
+        folder: An empty folder for the copy.
+        names: The values to expose. Results of collectives are exposed besides, under the names of
+            their nodes.
+        inputs: Whether to expose the inputs of the graphs, too, under their names after `KEPT`.
+
+    Returns:
+        The copy.
+    """
+    manifest = Manifest.load(directory)
+    programs = {name: p for p in manifest.programs.values() for name in p.files if name is not None}
+    contents = json.loads((directory / FILE_NAME).read_text(encoding="utf-8"))
+    for path in directory.iterdir():
+        target = folder / path.name
+        if path.name in programs:
+            states = {output.name for output in programs[path.name].state_outputs}
+            model = onnx.load(path, load_external_data=False)
+            _add_outputs(model.graph, names, states, inputs)
+            data = model.SerializeToString()
+            target.write_bytes(data)
+            digest = hashlib.sha256(data).hexdigest()
+            contents["files"][path.name] = {"sha256": digest, "bytes": len(data)}
+        elif path.is_file() and path.name != FILE_NAME:
+            # onnxruntime refuses weights that are behind a symbolic link.
+            try:
+                os.link(path, target)
+            except OSError:
+                shutil.copyfile(path, target)
+    (folder / FILE_NAME).write_text(json.dumps(contents), encoding="utf-8")
+    return folder
+
+
+def _add_outputs(
+    graph: onnx.GraphProto, names: Collection[str], states: Collection[str], inputs: bool
+) -> None:
+    """Makes values outputs of a graph; those that already are states, and inputs, by a copy."""
+    known = {value.name: value for value in (*graph.value_info, *graph.input, *graph.output)}
+    outputs = {value.name for value in graph.output}
+    wanted = [name for node in graph.node for name in node.output if name in names]
+    copied = {name: name for name in wanted if name in states}
+    copied |= {value.name: value.name for value in graph.input} if inputs else {}
+    copied |= {
+        node.name: node.output[0]
+        for node in graph.node
+        if node.domain == _DOMAIN and any(p.key == _VALUE for p in node.metadata_props)
+    }
+    for name, value in copied.items():
+        graph.node.append(onnx.helper.make_node("Identity", [value], [KEPT + name]))
+        graph.output.append(_described(known.get(value), KEPT + name))
+    for name in dict.fromkeys(wanted):
+        if name not in outputs:
+            graph.output.append(_described(known.get(name), name))
+
+
+def _described(value: onnx.ValueInfoProto | None, name: str) -> onnx.ValueInfoProto:
+    """Returns an output with the type of a value, as far as it is known."""
+    found = onnx.ValueInfoProto()
+    if value is not None:
+        found.CopyFrom(value)
+    found.name = name
+    return found
+
+
+def exposed_values(group: Any, run: Callable[[Any], object]) -> list[Mapping[str, Array]]:
+    """Returns the exposed values of a run on each rank, by name.
+
+    Args:
+        group: The sessions or trainers of a directory that `expose` made.
+        run: Runs the group once.
+    """
+    kept: list[dict[str, Array]] = group.on_each(lambda member: member.keep_outputs())
+    run(group)
+    return [{name.removeprefix(KEPT): array for name, array in one.items()} for one in kept]
