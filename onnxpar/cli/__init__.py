@@ -55,6 +55,7 @@ COMMANDS: tuple[tuple[str, str], ...] = (
     ("trace", "onnxpar.cli.trace"),
     ("report", "onnxpar.cli.report"),
     ("ops", "onnxpar.cli.ops"),
+    ("doctor", "onnxpar.cli.doctor"),
 )
 
 # While onnxruntime and MPI compute, Python handles no signals. SIGTERM must end these commands

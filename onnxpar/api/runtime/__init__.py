@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     )
     from onnxpar_format.options import VerifyOptions
     from onnxpar_runtime.commands import run
+    from onnxpar_runtime.doctor import examine
     from onnxpar_runtime.generation.commands import generate
     from onnxpar_runtime.serving.commands import serve
     from onnxpar_runtime.supervisor import Job, supervise
@@ -39,6 +40,7 @@ __all__ = [
     "VerifyOptions",
     "dump_values",
     "evaluation",
+    "examine",
     "export_checkpoint",
     "first_difference",
     "generate",
@@ -64,6 +66,7 @@ _HOMES = {
     "VerifyOptions": "onnxpar_format.options",
     "dump_values": "onnxpar.api.runtime.verification",
     "evaluation": "onnxpar_runtime.training.commands",
+    "examine": "onnxpar_runtime.doctor",
     "export_checkpoint": "onnxpar.api.runtime.export_checkpoint",
     "first_difference": "onnxpar.api.runtime.verification",
     "generate": "onnxpar_runtime.generation.commands",
