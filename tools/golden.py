@@ -298,7 +298,7 @@ def _noted(properties: Iterable[onnx.StringStringEntryProto]) -> str:
     found = {p.key.removeprefix("onnxpar."): p.value for p in properties}
     found.pop("input_names", None)  # Each collective operator has its own, always the same.
     parts = []
-    for before, after in (("in_layouts", "out_layouts"), ("layout_before", "layout_after")):
+    for before, after in (("in_layouts", "out_layouts"), ("before", "after")):
         if before in found or after in found:
             operands, results = found.pop(before, ""), found.pop(after, "")
             parts += [f"{operands} -> {results}"] if operands or results else []

@@ -2,15 +2,19 @@
 
 import threading
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import netron
+import onnx
 import typer
 
 from onnxpar.cli.options import Directory, takes_options
 from onnxpar.core.errors import DirectoryError
 from onnxpar.emit.atomic_directory import MANIFEST
 from onnxpar.emit.read_manifest import read_manifest
+from onnxpar.report.read_directory import read_report
+from onnxpar.report.simple_graph import simple_graph
 from onnxpar_format.options import Option
 
 
@@ -26,17 +30,48 @@ def command(
         int, Option("Port; 0 chooses a free one.", "PORT", minimum=0, maximum=65535)
     ] = 0,
     browser: Annotated[bool, Option("Open a browser.")] = True,
+    simple: Annotated[
+        bool,
+        Option(
+            "Show one node for each node of the model, and the collectives. What pads, masks and "
+            "computes sizes is in functions, or left out.",
+            flags=("--simple",),
+        ),
+    ] = False,
 ) -> None:
     """Show a rank's graph in Netron until interrupted."""
     path = graph_file(directory, program, rank)
-    address = netron.start(
-        str(path), address=(host, port) if port else (host, None), browse=browser
-    )
-    typer.echo(f"{path} at http://{address[0]}:{address[1]} (stop with Ctrl-C)")
-    try:
-        threading.Event().wait()
-    except KeyboardInterrupt:
-        netron.stop(address)
+    with TemporaryDirectory(prefix="onnxpar-view-") as folder:
+        if simple:
+            path = simple_file(directory, path, program, Path(folder))
+        address = netron.start(
+            str(path), address=(host, port) if port else (host, None), browse=browser
+        )
+        typer.echo(f"{path} at http://{address[0]}:{address[1]} (stop with Ctrl-C)")
+        try:
+            threading.Event().wait()
+        except KeyboardInterrupt:
+            netron.stop(address)
+
+
+def simple_file(directory: Path, path: Path, program: str | None, folder: Path) -> Path:
+    """Writes the reduced graph of a rank's graph to a folder, and returns its path.
+
+    Args:
+        directory: The directory.
+        path: The rank's graph in it.
+        program: The program that the user named.
+        folder: Where to write.
+
+    Raises:
+        DirectoryError: The directory has no report of how the model was sharded.
+    """
+    report = read_report(directory)
+    found = read_report(directory, program=program) if program in report["programs"] else report
+    graph = simple_graph(onnx.load(path, load_external_data=False), found["nodes"])
+    target = folder / path.name.replace(".onnx", ".simple.onnx")
+    target.write_bytes(graph.SerializeToString())
+    return target
 
 
 def graph_file(directory: Path, program: str | None, rank: int) -> Path:

@@ -17,6 +17,7 @@ from onnxpar.core.mesh import Atoms, Mesh
 from onnxpar.core.sharding import Sharding
 from onnxpar.core.symbols import Dim, dim_str, symbols_of
 from onnxpar.graph.builder import DOMAIN, INT64, Builder
+from onnxpar.graph.metadata_keys import AFTER, BEFORE, BYTES, FOR, OVER, VALUE
 from onnxpar_format.entries import COUNTERS
 
 SYMBOL_PREFIX = "onnxpar.symbol."
@@ -288,6 +289,7 @@ class LocalBuilder(Builder):
             before.describe(self.mesh) if before else "",
             after.describe(self.mesh) if after else "",
         )
+        over = self.mesh.describe(tuple(atoms)) if atoms else "stages"
         operands = ["X"] if self._token is None else ["X", "token"]
         out, token = self.ops(
             op_type,
@@ -295,14 +297,15 @@ class LocalBuilder(Builder):
             [(x.dtype, shape), (ir.DataType.UINT8, [1])],
             attributes,
             domain=DOMAIN,
-            name=f"{self.scope}/{op_type}({value})",
+            name=f"{self.scope}/{op_type}.{over}({value})",
             metadata={
                 "input_names": str(operands),
-                "onnxpar.value": value,
-                "onnxpar.layout_before": texts[0],
-                "onnxpar.layout_after": texts[1],
-                "onnxpar.bytes_sent": dim_str(moved),
-                "onnxpar.reason": reason,
+                VALUE: value,
+                OVER: over,
+                BEFORE: texts[0],
+                AFTER: texts[1],
+                BYTES: dim_str(moved),
+                FOR: reason,
             },
         )
         node = self.nodes[-1]

@@ -27,3 +27,8 @@ PART_OF = "onnxpar.part_of"
 """Metadata key of a node that computes one part of a result: name of the node that it replaces."""
 PART_RESULT = "onnxpar.part_result"
 """Metadata key of the same node: index of the result of that node which it makes."""
+
+VALUE, OVER, BEFORE, AFTER, BYTES, FOR = "value", "over", "before", "after", "bytes", "for"
+"""Metadata keys of a collective, short since viewers cut them: the value that it transfers, the
+mesh axes over which, its layouts before and after, the bytes that a rank sends, and who needs it.
+"""

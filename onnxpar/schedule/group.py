@@ -16,6 +16,7 @@ from onnxpar.cost.timeline import buckets
 from onnxpar.graph.body_captures import read_by
 from onnxpar.graph.builder import DOMAIN
 from onnxpar.graph.local_builder import Collective
+from onnxpar.graph.metadata_keys import BYTES, OVER, VALUE
 from onnxpar.partition.partitioned_model import PartitionedModel
 from onnxpar.partition.program_memory import node_bytes, value_bytes
 from onnxpar.schedule.tokens import chained
@@ -161,6 +162,7 @@ class _Grouping:
             ir.Value(name=y.name, type=y.type, shape=y.shape, doc_string=y.doc_string)
             for y in (node.outputs[0] for node in row)
         ]
+        over = first.metadata_props[OVER]
         bucket = ir.Node(
             DOMAIN,
             "Bucket",
@@ -171,15 +173,16 @@ class _Grouping:
                 *attributes,
             ],
             outputs=[token, *results],
-            name=builder.node_names.fresh(f"onnxpar.schedule/{first.op_type}({names[-1]})"),
+            name=builder.node_names.fresh(f"onnxpar.schedule/{first.op_type}.{over}({names[-1]})"),
         )
         bucket.meta.update(first.meta)
         inputs = ["token", *("X" for _ in row)]
         bucket.metadata_props.update(
             {
                 "input_names": str(inputs),
-                "onnxpar.value": NEXT.join(names),
-                "onnxpar.bytes_sent": str(sum((c.bytes for c in known), start=0)),
+                VALUE: NEXT.join(names),
+                OVER: over,
+                BYTES: str(sum((c.bytes for c in known), start=0)),
             }
         )
         for node, result in zip(row, results, strict=True):

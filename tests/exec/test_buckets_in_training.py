@@ -28,7 +28,9 @@ def calls(folder: Path) -> Counter[str]:
     """The collectives in rank 0's graph of the optimizer."""
     path = folder / "rank0000.optimizer_model.onnx"
     nodes = onnx.load(path, load_external_data=False).graph.node
-    return Counter(node.op_type for node in nodes if "onnxpar.bytes_sent" in str(node))
+    return Counter(
+        node.op_type for node in nodes if any(p.key == "bytes" for p in node.metadata_props)
+    )
 
 
 def trained(folder: Path) -> dict[str, NDArray[np.generic]]:

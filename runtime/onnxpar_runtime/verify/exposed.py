@@ -23,7 +23,7 @@ Array = NDArray[Any]
 KEPT = "kept:"
 """Prefix of the name under which an input or a new state is exposed."""
 _DOMAIN = "onnxpar"
-_VALUE = "onnxpar.value"
+_VALUE = "value"
 
 
 def expose(directory: Path, folder: Path, names: Collection[str], *, inputs: bool = False) -> Path:

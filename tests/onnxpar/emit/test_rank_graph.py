@@ -96,10 +96,10 @@ def test_texts_for_people() -> None:
     proto = ir.to_proto(emit_rank(two_layers(MESH), 7))
     assert proto.graph.doc_string == "stage 0, rank 7 of 8, coordinates dp=1 tp=3"
     names = {node.name for node in proto.graph.node}
-    assert names == {"/net/MatMul", "/net/Relu", "/net/MatMul.1", "/net/AllReduce(y)"}
+    assert names == {"/net/MatMul", "/net/Relu", "/net/MatMul.1", "/net/AllReduce.tp(y)"}
     reduce = {p.key: p.value for p in proto.graph.node[-1].metadata_props}
     assert reduce["input_names"] == "['X']"
-    assert reduce["onnxpar.bytes_sent"] == "8*batch"
+    assert reduce["bytes"] == "8*batch"
     weight = {p.key: p.value for p in proto.graph.initializer[0].metadata_props}
     assert weight == {"onnxpar.layout": "[~, tp]", "onnxpar.global_shape": "[8, 16]"}
 
