@@ -5,6 +5,7 @@ It is the part of `onnxpar doctor` that runs under mpirun. Rank 0 prints one JSO
 
 import json
 import sys
+from typing import Any
 
 import numpy as np
 import onnx.parser
@@ -35,9 +36,11 @@ def main() -> int:
         model = onnx.parser.parse_model(_GRAPH.replace("GROUP", group))
         options = onnxruntime.SessionOptions()
         rank.register(options)
-        providers = [cuda_options(rank.placement.index, 0, {})] if device == "cuda" else []
+        providers: list[Any] = [CPU]
+        if device == "cuda" and rank.placement is not None:
+            providers.insert(0, cuda_options(rank.placement.index, 0, {}))
         session = onnxruntime.InferenceSession(
-            model.SerializeToString(), options, providers=[*providers, CPU]
+            model.SerializeToString(), options, providers=providers
         )
         own = np.arange(_SIZE, dtype=np.float32) * (rank.index + 1)
         (found,) = session.run(["y"], {"x": own})
