@@ -106,7 +106,8 @@ def _fold(
     model: onnx.ModelProto, shown: onnx.NodeProto, row: _Row, owner: str, op_type: str
 ) -> None:
     """Makes a node the call of a function that has the nodes of a row."""
-    count = sum(f.name == op_type and f.domain.startswith(owner) for f in model.functions)
+    # A collective may divide the nodes of one node of the model.
+    count = sum(f.domain.partition("#")[0] == owner for f in model.functions)
     domain = owner + (f"#{count + 1}" if count else "")
     function = model.functions.add(name=op_type, domain=domain)
     function.input.extend(shown.input)
