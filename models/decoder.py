@@ -286,7 +286,7 @@ def genai_config(config: Any, layers: int, file: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Exports one decoder."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--cache", choices=("growing", "shared"), default="growing")
@@ -296,7 +296,7 @@ def main() -> None:
     parser.add_argument(
         "--block", type=int, default=32, help="weights that share a scale, default 32"
     )
-    options = parsed(parser, FAMILIES, "the .onnx file or the folder to write")
+    options = parsed(parser, arguments, FAMILIES, "the .onnx file or the folder to write")
     shared, path = options.cache == "shared", options.output
     try:
         config = configuration(options.network, dict(change(text) for text in options.changes))
@@ -323,12 +323,16 @@ def main() -> None:
 
 
 def parsed(
-    parser: argparse.ArgumentParser, families: Iterable[str], output: str
+    parser: argparse.ArgumentParser,
+    arguments: Sequence[str] | None,
+    families: Iterable[str],
+    output: str,
 ) -> argparse.Namespace:
     """Adds what each exporter of networks takes, and reads the command line; `--list` ends it.
 
     Args:
         parser: Has the exporter's own options.
+        arguments: The command line; by default the process's.
         families: The families that it knows.
         output: What it writes, for the help.
     """
@@ -338,7 +342,7 @@ def parsed(
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", dest="changes")
     parser.add_argument("--opset", type=int, default=OPSET, help=f"default {OPSET}")
     parser.add_argument("--list", action="store_true", help="print the families")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     if options.list:
         print("\n".join(families))
         parser.exit()

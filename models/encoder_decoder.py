@@ -320,10 +320,10 @@ def save_folder(config: Any, encoder: ir.Model, decoder: ir.Model, folder: Path)
     (folder / "genai_config.json").write_text(text + "\n")
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Exports one encoder-decoder."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    options = parsed(parser, FAMILIES, "the folder to write")
+    options = parsed(parser, arguments, FAMILIES, "the folder to write")
     try:
         changes = dict(change(text) for text in options.changes)
         config = configuration(options.network, changes, FAMILIES, _SIZES)

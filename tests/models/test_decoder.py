@@ -123,14 +123,12 @@ def test_sharded_it_generates_the_same(
         assert case.bytes_counted == ROWS[family, bits] * 3 * (64 + 11) * 64 * 4
 
 
-def test_a_folder_is_described_as_genai_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_is_described_as_genai_does(tmp_path: Path) -> None:
     decoder.configuration("gemma3").save_pretrained(tmp_path / "hf")
     out = tmp_path / "out"
-    given = [str(tmp_path / "hf"), "-o", str(out), "--cache", "shared", "--set", "vocab_size=300"]
-    monkeypatch.setattr("sys.argv", ["decoder.py", *given])
-    decoder.main()
+    decoder.main(
+        [str(tmp_path / "hf"), "-o", str(out), "--cache", "shared", "--set", "vocab_size=300"]
+    )
     written = json.loads((out / "genai_config.json").read_text())["model"]
     model = onnx.load(out / written["decoder"]["filename"])
     described = written["decoder"]["inputs"], written["decoder"]["outputs"]
@@ -169,11 +167,7 @@ def test_what_follows_from_a_change_changes_too() -> None:
     ],
 )
 def test_what_cannot_be_exported_is_said(
-    arguments: list[str],
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from transformers import GPT2Config, MambaConfig
 
@@ -183,7 +177,6 @@ def test_what_cannot_be_exported_is_said(
     )
     folders = {name: str(tmp_path / name) for name in ("gpt2", "mamba")}
     given = [text.format(**folders) for text in arguments]
-    monkeypatch.setattr("sys.argv", ["decoder.py", *given, "-o", str(tmp_path / "out.onnx")])
     with pytest.raises(SystemExit):
-        decoder.main()
+        decoder.main([*given, "-o", str(tmp_path / "out.onnx")])
     assert message in capsys.readouterr().err

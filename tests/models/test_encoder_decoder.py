@@ -191,14 +191,10 @@ def test_a_table_of_both_is_stored_once(folder: Path, tmp_path: Path) -> None:
     assert names == ["shared.weight"]
 
 
-def test_a_folder_is_described_as_genai_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_is_described_as_genai_does(tmp_path: Path) -> None:
     configuration("bart", {}, made.FAMILIES, made._SIZES).save_pretrained(tmp_path / "hf")
     out = tmp_path / "out"
-    given = [str(tmp_path / "hf"), "-o", str(out), "--set", "decoder_layers=1"]
-    monkeypatch.setattr("sys.argv", ["encoder_decoder.py", *given])
-    made.main()
+    made.main([str(tmp_path / "hf"), "-o", str(out), "--set", "decoder_layers=1"])
     written = json.loads((out / "genai_config.json").read_text())["model"]
     assert written["decoder_start_token_id"] == 3
     models = {part: onnx.load(out / written[part]["filename"]) for part in ("encoder", "decoder")}
@@ -217,15 +213,10 @@ def test_a_folder_is_described_as_genai_does(
     ],
 )
 def test_what_cannot_be_exported_is_said(
-    arguments: list[str],
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     configuration("llama").save_pretrained(tmp_path / "llama")
     given = [text.format(llama=tmp_path / "llama") for text in arguments]
-    monkeypatch.setattr("sys.argv", ["encoder_decoder.py", *given, "-o", str(tmp_path / "out")])
     with pytest.raises(SystemExit):
-        made.main()
+        made.main([*given, "-o", str(tmp_path / "out")])
     assert message in capsys.readouterr().err

@@ -41,7 +41,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from generate_cases import WARM, Job
-from step import PAUSE, Running, Turn, add_results, parser_of, report_results
+from step import PAUSE, Running, Turn, add_results, conditions, parser_of, report_results
 from step_cases import ROOT, Side
 
 from onnxpar.api.shard_model import shard_model
@@ -258,8 +258,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.genai is None:
         print("onnxruntime-genai: skipped, since --genai names no Python that has it")
     print(
-        f"{os.cpu_count()} processors, load average {os.getloadavg()[0]:.1f} before the start; "
-        f"prompt {options.prompt}, {options.new} new tokens, {options.rounds} rounds\n"
+        f"{conditions()}; prompt {options.prompt}, {options.new} new tokens, "
+        f"{options.rounds} rounds\n"
         f"bits {'side':16s}{'first ms':>8s} {'each ms':>8s} {'cpu ms':>8s} {'first':>7s} "
         f"{'each':>7s} {'early':>7s} {'late':>7s}  goal differs",
         flush=True,

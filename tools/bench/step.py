@@ -469,6 +469,11 @@ def parser_of(description: str | None) -> argparse.ArgumentParser:
     return parser
 
 
+def conditions() -> str:
+    """What the times of a run depend on besides what runs: processors and load."""
+    return f"{os.cpu_count()} processors, load average {os.getloadavg()[0]:.1f} before the start"
+
+
 def add_results(parser: argparse.ArgumentParser) -> None:
     """Adds the options that `report_results` reads."""
     parser.add_argument(
@@ -527,8 +532,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.torch_parallel:
         sides += THEIRS
     print(
-        f"{os.cpu_count()} processors, load average {os.getloadavg()[0]:.1f} before the start; "
-        f"ratio: median of {options.rounds} rounds, then the least and the largest\n"
+        f"{conditions()}; ratio: median of {options.rounds} rounds, then the least and the "
+        f"largest\n"
         f"{'model':5s}{'optim.':6s} {'side':12s}{'ms/step':>9s} {'cpu ms':>9s} {'ratio':>7s} "
         f"{'from':>7s} {'to':>7s} {'goal':>7s} {'loss diff.':>10s}",
         flush=True,

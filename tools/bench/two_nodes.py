@@ -25,7 +25,6 @@ only makes times longer, and it may change medians by more than overlap does.
 """
 
 import argparse
-import os
 import statistics
 import sys
 import tempfile
@@ -35,7 +34,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import step_socket
-from step import DECIMALS, PreparedModels, Row, measure, parser_of, with_rounds
+from step import DECIMALS, PreparedModels, Row, conditions, measure, parser_of, with_rounds
 from step_cases import MODELS, OPTIMIZERS, Job, Side
 
 LEVELS = (0, 1, 3)
@@ -111,8 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     job = Job(model=options.model, optimizer=options.optimizer, quick=options.quick)
     print(
-        f"{job.model}, {job.optimizer}, {os.cpu_count()} processors, load average "
-        f"{os.getloadavg()[0]:.1f} before the start, {options.rounds} rounds",
+        f"{job.model}, {job.optimizer}, {conditions()}, {options.rounds} rounds",
         flush=True,
     )
     with tempfile.TemporaryDirectory(prefix="onnxpar-bench-") as name:

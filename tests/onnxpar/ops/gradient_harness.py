@@ -32,7 +32,6 @@ from onnxpar.graph.node_view import NodeView
 from onnxpar.graph.plan import shardings
 from onnxpar.graph.seeds import NodeSeed, Seeds
 from onnxpar.graph.shapes import shapes
-from onnxpar.ops.contrib_schemas import MICROSOFT
 from onnxpar.ops.node_rules import find_rules
 from onnxpar.ops.registry import Registry
 from onnxpar.ops.table import REGISTRY
@@ -41,7 +40,7 @@ from onnxpar.partition.partitioned_model import PartitionedModel
 from onnxpar.partition.writer import ProgramWriter
 from onnxpar.propagation.propagate import propagate
 from tests.lockstep import Array, Evaluate, evaluator, run_model
-from tests.onnxpar.ops.op_harness import FULL, SEED, DirtyWriter, assignments, chosen
+from tests.onnxpar.ops.op_harness import FULL, SEED, DirtyWriter, assignments, chosen, written
 
 LOSS = "onnxpar.loss"
 WEIGHT = "onnxpar.weight."
@@ -127,18 +126,7 @@ class GradCase:
     @cached_property
     def proto(self) -> onnx.ModelProto:
         """The forward model; every operand that is not constant is an input."""
-        operands = ", ".join(f"{text} {name}" for name, text in self.inputs.items())
-        graph = onnx.parser.parse_graph(f"g ({operands}) => () {{ {self.nodes} }}")
-        read = {name for node in graph.node for name in node.input}
-        made = [name for node in graph.node for name in node.output if name and name not in read]
-        graph.output.extend(onnx.ValueInfoProto(name=name) for name in made)
-        for name, array in self.consts.items():
-            graph.initializer.append(onnx.numpy_helper.from_array(np.asarray(array), name))
-        opsets = [
-            onnx.helper.make_opsetid("", self.opset),
-            onnx.helper.make_opsetid(MICROSOFT, 1),
-        ]
-        return onnx.helper.make_model(graph, opset_imports=opsets, ir_version=10)
+        return written(self.nodes, self.inputs, self.consts, self.opset)
 
     @property
     def variables(self) -> list[str]:

@@ -60,6 +60,21 @@ HALF = 4 * 2.0**-11
 and in the undivided node."""
 
 
+def written(
+    nodes: str, inputs: Mapping[str, str], consts: Mapping[str, Array], opset: int
+) -> onnx.ModelProto:
+    """A model of nodes in ONNX's text form; its outputs are the results that none of them reads."""
+    operands = ", ".join(f"{text} {name}" for name, text in inputs.items())
+    graph = onnx.parser.parse_graph(f"g ({operands}) => () {{ {nodes} }}")
+    read = {name for node in graph.node for name in node.input}
+    made = [name for node in graph.node for name in node.output if name and name not in read]
+    graph.output.extend(onnx.ValueInfoProto(name=name) for name in made)
+    for name, array in consts.items():
+        graph.initializer.append(onnx.numpy_helper.from_array(np.asarray(array), name))
+    opsets = [onnx.helper.make_opsetid("", opset), onnx.helper.make_opsetid(MICROSOFT, 1)]
+    return onnx.helper.make_model(graph, opset_imports=opsets, ir_version=10)
+
+
 @dataclass(frozen=True)
 class Case:
     """A small node and its operands.
@@ -98,23 +113,9 @@ class Case:
         """The undivided model."""
         if self.proto is not None:
             return self.proto
-        node = onnx.parser.parse_node(self.node)
-        node.name = "node"
-        inputs = []
-        for name, text in self.inputs.items():
-            value = onnx.parser.parse_graph(f"g ({text} {name}) => () {{}}").input[0]
-            inputs.append(value)
-        inits = [onnx.numpy_helper.from_array(np.asarray(a), n) for n, a in self.consts.items()]
-        outputs = [onnx.ValueInfoProto(name=n) for n in node.output if n]
-        graph = onnx.helper.make_graph([node], "g", inputs, outputs, inits)
-        return onnx.helper.make_model(
-            graph,
-            opset_imports=[
-                onnx.helper.make_opsetid("", self.opset),
-                onnx.helper.make_opsetid(MICROSOFT, 1),
-            ],
-            ir_version=10,
-        )
+        model = written(self.node, self.inputs, self.consts, self.opset)
+        model.graph.node[0].name = "node"
+        return model
 
     @cached_property
     def global_model(self) -> ir.Model:

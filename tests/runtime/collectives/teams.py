@@ -117,6 +117,42 @@ def feed(sess: onnxruntime.InferenceSession, inputs: Mapping[str, Array]) -> lis
     return [to_host(value) for value in binding.get_outputs()]
 
 
+def zeros(size: int) -> onnxruntime.OrtValue:
+    """Float32 zeros in memory that several sessions can have as a state."""
+    place = ("cuda", 0) if ON_DEVICE else ("cpu", 0)
+    return onnxruntime.OrtValue.ortvalue_from_numpy(np.zeros(size, np.float32), *place)
+
+
+def run_in_place(
+    sess: onnxruntime.InferenceSession,
+    operands: Mapping[str, onnxruntime.OrtValue],
+    results: Mapping[str, onnxruntime.OrtValue] | None = None,
+    **system: Array,
+) -> list[Array]:
+    """Runs a session on memory that stays in one place.
+
+    Args:
+        sess: The session.
+        operands: Its inputs.
+        results: The memory of its outputs; by default it allocates them.
+        system: Further inputs.
+
+    Returns:
+        The outputs that it allocated.
+    """
+    binding = sess.io_binding()
+    for name, value in operands.items():
+        binding.bind_ortvalue_input(name, value)
+    for name, array in system.items():
+        binding.bind_cpu_input(name, array)
+    for name, value in (results or {}).items():
+        binding.bind_ortvalue_output(name, value)
+    for output in sess.get_outputs() if results is None else ():
+        binding.bind_output(output.name)
+    sess.run_with_iobinding(binding)
+    return [to_host(value) for value in binding.get_outputs()] if results is None else []
+
+
 def run_text(rank: Rank, text: str, **inputs: Array) -> list[Array]:
     """Returns the outputs of the ONNX text on one rank."""
     return feed(session(rank, text), inputs)

@@ -1,12 +1,11 @@
 """FinishLater: gathers that one session leaves running, and another one finishes."""
 
 import numpy as np
-import onnxruntime
 import pytest
 
 from onnxpar_runtime.collectives import Rank
 from onnxpar_runtime.tensors import to_host
-from tests.runtime.collectives.teams import ON_DEVICE, Array, Team, session
+from tests.runtime.collectives.teams import Array, Team, run_in_place, session, zeros
 
 SIZE = 4096
 GATHER = 'op = "AllGather", axis = 0'
@@ -31,13 +30,8 @@ class Buffers:
         """Makes the sessions."""
         self._rank = rank
         self._leaves, self._finishes = session(rank, LEAVES), session(rank, FINISHES)
-        self._operands = {name: self._zeros(SIZE) for name in "xyz"}
-        self._states = {name: self._zeros(rank.world.size * SIZE) for name in "abc"}
-
-    @staticmethod
-    def _zeros(size: int) -> onnxruntime.OrtValue:
-        place = ("cuda", 0) if ON_DEVICE else ("cpu", 0)
-        return onnxruntime.OrtValue.ortvalue_from_numpy(np.zeros(size, np.float32), *place)
+        self._operands = {name: zeros(SIZE) for name in "xyz"}
+        self._states = {name: zeros(rank.world.size * SIZE) for name in "abc"}
 
     def fill(self, step: int) -> list[Array]:
         """Writes other operands, which differ between ranks; returns what all of them gather."""
@@ -49,24 +43,12 @@ class Buffers:
 
     def leave(self, run: int) -> None:
         """Runs the first session."""
-        binding = self._leaves.io_binding()
-        for name, value in self._operands.items():
-            binding.bind_ortvalue_input(name, value)
-        binding.bind_cpu_input("token", np.zeros(1, np.uint8))
-        binding.bind_cpu_input("run", np.array([run]))
-        for name, value in self._states.items():
-            binding.bind_ortvalue_output(name, value)
-        self._leaves.run_with_iobinding(binding)
+        system = {"token": np.zeros(1, np.uint8), "run": np.array([run])}
+        run_in_place(self._leaves, self._operands, self._states, **system)
 
     def finish(self) -> list[Array]:
         """Runs the second session and returns what it read."""
-        binding = self._finishes.io_binding()
-        for name, value in self._states.items():
-            binding.bind_ortvalue_input(name, value)
-        for name in "pqr":
-            binding.bind_output(name)
-        self._finishes.run_with_iobinding(binding)
-        return [-to_host(value) for value in binding.get_outputs()]
+        return [-array for array in run_in_place(self._finishes, self._states)]
 
     def states(self) -> list[Array]:
         """Returns the states, when they are complete."""

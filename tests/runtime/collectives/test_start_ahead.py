@@ -1,12 +1,18 @@
 """StartAhead: a collective that one session starts, and another one carries out on the memory."""
 
 import numpy as np
-import onnxruntime
 import pytest
 
 from onnxpar_runtime.collectives import OpCounter, Rank, World
-from onnxpar_runtime.tensors import to_host
-from tests.runtime.collectives.teams import ON_DEVICE, UNDER_MPI, Array, Team, session
+from tests.runtime.collectives.teams import (
+    ON_DEVICE,
+    UNDER_MPI,
+    Array,
+    Team,
+    run_in_place,
+    session,
+    zeros,
+)
 
 STARTS = """g (uint8[1] token, int64[1] run, float[n] x, float[n] y) => (uint8[1] done) {{
     done = onnxpar.StartAhead <op="{op}", {attributes}> (token, run, x, y) }}"""
@@ -25,11 +31,7 @@ class Buffers:
         self._rank = rank
         self._starts = session(rank, STARTS.format(op=op, attributes=FORMS[op]))
         self._takes = session(rank, TAKES.format(op=later, attributes=FORMS[later]))
-        place = ("cuda", 0) if ON_DEVICE else ("cpu", 0)
-        self._values = {
-            name: onnxruntime.OrtValue.ortvalue_from_numpy(np.zeros(4096, np.float32), *place)
-            for name in "xy"
-        }
+        self._values = {name: zeros(4096) for name in "xy"}
 
     def fill(self, step: int) -> None:
         """Writes other numbers, which differ between ranks."""
@@ -39,23 +41,12 @@ class Buffers:
 
     def start(self, run: int) -> None:
         """Runs the first session."""
-        binding = self._starts.io_binding()
-        for name, value in self._values.items():
-            binding.bind_ortvalue_input(name, value)
-        binding.bind_cpu_input("token", np.zeros(1, np.uint8))
-        binding.bind_cpu_input("run", np.array([run]))
-        binding.bind_output("done")
-        self._starts.run_with_iobinding(binding)
+        system = {"token": np.zeros(1, np.uint8), "run": np.array([run])}
+        run_in_place(self._starts, self._values, **system)
 
     def take(self) -> list[Array]:
         """Runs the second session and returns its results."""
-        binding = self._takes.io_binding()
-        for name, value in self._values.items():
-            binding.bind_ortvalue_input(name, value)
-        for name in "ab":
-            binding.bind_output(name)
-        self._takes.run_with_iobinding(binding)
-        return [to_host(value) for value in binding.get_outputs()]
+        return run_in_place(self._takes, self._values)
 
 
 @pytest.mark.parametrize("op", FORMS)

@@ -106,32 +106,36 @@ __device__ void layer_norm_rows(Element* dx, const LayerNorm& l) {
     const Index start = row * n;
     const Real mean = mean_of(l, row);
     const Real inverse = inverse_of(l, row);
+    // Calls f(i, w, h) for the elements from i on, as many as w and h have.
+    const auto each = [&](auto f) {
+      for_elements(n, wide, team.index(), Team::kSize, [&](Index i, auto lanes) {
+        constexpr int kWidth = decltype(lanes)::kCount;
+        Real w[kWidth], h[kWidth], s[kWidth];
+        load(w, l.dy + start + i);
+        load(h, l.x + start + i);
+        load(s, l.scale + i);
+        for (int k = 0; k < kWidth; ++k) {
+          w[k] *= s[k];
+          h[k] = (h[k] - mean) * inverse;
+        }
+        f(i, w, h);
+      });
+    };
     Real sum = 0;
     Real dot = 0;
-    for_elements(n, wide, team.index(), Team::kSize, [&](Index i, auto lanes) {
-      constexpr int kWidth = decltype(lanes)::kCount;
-      Real d[kWidth], v[kWidth], s[kWidth];
-      load(d, l.dy + start + i);
-      load(v, l.x + start + i);
-      load(s, l.scale + i);
-      for (int k = 0; k < kWidth; ++k) {
-        const Real w = d[k] * s[k];
-        sum += w;
-        dot += w * ((v[k] - mean) * inverse);
+    each([&](Index, const auto& w, const auto& h) {
+      for (int k = 0; k < static_cast<int>(sizeof(w) / sizeof(Real)); ++k) {
+        sum += w[k];
+        dot += w[k] * h[k];
       }
     });
     sum = team.all(sum, Plus()) / static_cast<Real>(n);
     dot = team.all(dot, Plus()) / static_cast<Real>(n);
-    for_elements(n, wide, team.index(), Team::kSize, [&](Index i, auto lanes) {
-      constexpr int kWidth = decltype(lanes)::kCount;
-      Real d[kWidth], v[kWidth], s[kWidth];
-      load(d, l.dy + start + i);
-      load(v, l.x + start + i);
-      load(s, l.scale + i);
-      for (int k = 0; k < kWidth; ++k) {
-        d[k] = inverse * (d[k] * s[k] - sum - (v[k] - mean) * inverse * dot);
+    each([&](Index i, auto& w, const auto& h) {
+      for (int k = 0; k < static_cast<int>(sizeof(w) / sizeof(Real)); ++k) {
+        w[k] = inverse * (w[k] - sum - h[k] * dot);
       }
-      store(dx + start + i, d);
+      store(dx + start + i, w);
     });
   }
 }
