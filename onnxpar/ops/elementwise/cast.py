@@ -15,6 +15,7 @@ from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.operator import NotDifferentiable, OpDef
 from onnxpar.ops.parts import same_node
 from onnxpar.ops.sizes.computed_sizes import cast_elements
+from onnxpar.ops.sizes.inference import infer_cast
 from onnxpar.ops.slots import IN_PLACE, REARRANGES
 from onnxpar.ops.value_patterns import unchanged
 
@@ -117,6 +118,7 @@ DEFS = (
         keeps_zero=True,
         roles=REARRANGES,
         memory=IN_PLACE,
+        infer=infer_cast,
         values=cast_elements,
         pattern=unchanged,
         folding=_CAST,
@@ -130,6 +132,7 @@ DEFS = (
         cast_like_local,
         gradient=cast_gradient,
         keeps_zero=True,
+        infer=infer_cast,
         values=cast_elements,
         folding=_CAST,
     ),

@@ -1,4 +1,4 @@
-"""Shape inference of ConstantOfShape and Range, and sizes as inference reads and writes them.
+"""Shape inference of ConstantOfShape, Range and casts; sizes as inference reads and writes them.
 
 `onnx-shape-inference` infers ConstantOfShape only if its operand is constant.
 """
@@ -12,6 +12,9 @@ from onnx_shape_inference import ShapeInferenceContext
 
 from onnxpar.core.symbols import NO_CONSTRAINTS, Dim, as_dim, dim_str, symbols_of
 from onnxpar.ops.slots import Library
+
+_ELEMENT = "integer element"
+"""Key in the `meta` of a cast's result: its only element, if this is an integer."""
 
 
 def infer_constant_of_shape(
@@ -39,6 +42,15 @@ def infer_range(library: Library, context: ShapeInferenceContext, node: ir.Node)
     node.outputs[0].shape = ir.Shape([as_library(count)])
 
 
+def infer_cast(library: Library, context: ShapeInferenceContext, node: ir.Node) -> None:
+    """Cast and CastLike: also notes the element of a size that becomes a floating-point number.
+
+    It is exact, since float32 has every integer up to 2^24.
+    """
+    library.infer(context, node)
+    node.outputs[0].meta[_ELEMENT] = _integer(context, node.inputs[0])
+
+
 def elements_of(context: ShapeInferenceContext, value: ir.Value | None) -> Sequence[Dim] | None:
     """The elements of a tensor of integers; None if one is unknown or depends on data."""
     items = None if value is None else context.get_symbolic_value(value)
@@ -49,10 +61,7 @@ def elements_of(context: ShapeInferenceContext, value: ir.Value | None) -> Seque
 
 
 def _integer(context: ShapeInferenceContext, value: ir.Value | None) -> Dim | None:
-    """The only element of a tensor if it is an integer, perhaps of a floating-point type.
-
-    A size that is cast is exact, since float32 has every integer up to 2^24.
-    """
+    """The only element of a tensor if it is an integer, perhaps of a floating-point type."""
     found = elements_of(context, value)
     if found is not None:
         return found[0] if len(found) == 1 else None
@@ -62,9 +71,8 @@ def _integer(context: ShapeInferenceContext, value: ir.Value | None) -> Dim | No
     if constant is not None:
         number = float(constant.numpy().item()) if constant.size == 1 else math.nan
         return int(number) if number.is_integer() else None
-    node = value.producer()
-    casts = node is not None and node.domain == "" and node.op_type in ("Cast", "CastLike")
-    return _integer(context, node.inputs[0]) if node is not None and casts else None
+    noted: Dim | None = value.meta.get(_ELEMENT)
+    return noted
 
 
 def readable_size(context: ShapeInferenceContext, size: int | ir.SymbolicDim) -> Dim | None:

@@ -356,3 +356,13 @@ def test_random_programs(part: int) -> None:
                 items = env.contents.get(name)
                 found += items is not None and all(symbols_of(x) <= {"a", "b"} for x in items)
     assert found > 0.9 * asked
+
+
+@pytest.mark.parametrize("cast", ["Cast<to = 1>(n)", "CastLike(n, one)"])
+def test_a_range_of_floats_as_long_as_a_size(cast: str) -> None:
+    graph = onnx.parser.parse_graph(f"""g (float[a, b] x) => (float[m] y)
+        <float zero = {{0.0}}, float one = {{1.0}}, int64 at = {{1}}> {{
+            s = Shape(x)  n = Gather(s, at)  f = {cast}  y = Range(zero, f, one) }}""")
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+    env = analyse(ir.from_proto(model), {}).env
+    assert [str(dim) for dim in env.shapes["y"]] == ["b"]
