@@ -31,6 +31,7 @@ def test_json(paths: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> Non
     assert [c["symbols"] for c in report["cases"]] == [{"batch": 5}, {"batch": 1}]
     for case in report["cases"]:
         assert case["bytes_expected"] == case["bytes_counted"] == 12
+        # The tolerance that verify has for float32 by default.
         assert 0 <= case["max_rel"] <= 1e-5
         assert {"max_abs", "worst"} <= set(case)
 

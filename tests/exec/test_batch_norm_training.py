@@ -115,6 +115,7 @@ def test_steps_equal_pytorchs(strategy: str, opset: int, tmp_path: Path) -> None
                 expected += float(loss.detach())
             optimizer.step()
             found = group.train_step(batches, hyper("sgd", step, lr=LR))
+            # Float32, after up to six steps: as the parameters below.
             assert found.loss == pytest.approx(expected, rel=1e-5)
         for name, tensor in w.items():
             got = group.gather(named(name))
@@ -123,6 +124,7 @@ def test_steps_equal_pytorchs(strategy: str, opset: int, tmp_path: Path) -> None
         batch = batch_of(out, rng, n=11)
         logits = forward(batch["x"], training=False)
         expected = float(functional.cross_entropy(logits, torch.tensor(batch["labels"])).detach())
+        # From parameters that differ as above.
         assert group.evaluate(batch)["loss"] == pytest.approx(expected, rel=1e-5)
 
 

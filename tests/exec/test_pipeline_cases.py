@@ -223,6 +223,8 @@ def test_uneven_micro_batches(
                 )
             got, expected = ranks.train_step(batches, now), reference.train_step(batches, now)
             # Weights of micro-batches are float32.
+            # Losses are means of at most 40 rows in float32: 16 roundings of 2^-24. The norm is of
+            # gradients, which sum further terms in each layer: ten times as much.
             np.testing.assert_allclose(got.loss, expected.loss, rtol=1e-6)
             np.testing.assert_allclose(got.grad_norm, expected.grad_norm, rtol=1e-5)
         for name in WEIGHTS:
@@ -338,6 +340,7 @@ def test_the_loss_alone_is_a_stage(tmp_path: Path) -> None:
     with TrainerGroup(one) as reference, TrainerGroup(out) as ranks:
         got, expected = ranks.evaluate(batch), reference.evaluate(batch)
     assert got["correct"] == expected["correct"] and 0 < (expected["correct"] or 0) < 20
+    # A mean of 20 rows in float32: 16 roundings of 2^-24.
     np.testing.assert_allclose(got["loss"], expected["loss"], rtol=1e-6)
 
 

@@ -244,6 +244,7 @@ def test_dropout_is_the_same_on_any_mesh(tmp_path: Path) -> None:
         assert evaluated[0] == evaluated[1] and single[0] == single[1]
         assert len({round(n, 5) for n in losses[strategy]}) == 5
     for found in losses.values():
+        # Means over float32 logits, which are sums in another order: 34 roundings of 2^-24.
         np.testing.assert_allclose(found, losses["replicate"], rtol=2e-6)
 
 
@@ -264,6 +265,7 @@ def test_evaluation_is_the_model_itself(tmp_path: Path) -> None:
     log_p = x - np.log(np.exp(x).sum(-1, keepdims=True))
     counted = labels != 3
     mean = -np.take_along_axis(log_p, labels[..., None], -1)[..., 0][counted].mean()
+    # The logits are those of the graph, so only log-softmax and the mean round: 16 times 2^-24.
     assert found["loss"] == pytest.approx(mean, rel=1e-6)
     assert found["correct"] == (x.argmax(-1) == labels)[counted].sum()
     assert found["count"] == counted.sum() < labels.size

@@ -216,6 +216,7 @@ def test_json(sharded: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (case,) = report["cases"]
     assert report["ok"] is True and case["symbols"] == {"batch": 5}
     assert case["bytes_expected"] == case["bytes_counted"] > 0
+    # The tolerance that verify has for float32 by default.
     assert 0 < case["max_rel"] <= 1e-5 and case["worst"]
     assert [step["step"] for step in case["steps"]] == [1, 2]
     for step in case["steps"]:

@@ -381,6 +381,7 @@ def test_loss_of_impossible_classes(both: Both) -> None:
     np.testing.assert_array_equal(dx, [[0, 0, 0]])
     scores = np.array([[1e4, -np.inf, -1e4], [-1e30, -1e30, -1e30]], np.float32)
     (want,), (got,) = both("SoftmaxCrossEntropyLoss", scores, np.array([2, 2]), reduction="none")
+    # A logarithm and two sums on each side, with a rounding of 2^-24 each: at most 4 of them.
     np.testing.assert_allclose(got, want, rtol=2.0**-22, atol=0)
 
 

@@ -169,6 +169,8 @@ def test_captured_steps_are_equal(folder: Path, model: str, ranks: int) -> None:
         pytest.skip("this NCCL lets no ranks share a GPU, and others are not captured")
     expected = train(folder, model, "dp", ranks, "cuda")
     captured = train(folder, model, "dp", ranks, "cuda", *CAPTURED)
+    # The same kernels run, but cuBLAS may choose another one while a graph is captured: a few
+    # units of 2^-24 in 20 steps.
     np.testing.assert_allclose(captured, expected, rtol=1e-6)
 
 

@@ -193,6 +193,7 @@ def test_fewer_ranks_go_on(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         _, errors = finish(process)
     assert process.returncode == 0, errors
     assert f"on 2 ranks, with {fewer} (restart 1 of 1)" in errors
+    # On other numbers of ranks float32 sums have another order: the tolerance of a step.
     assert losses(log) == pytest.approx(wanted, rel=1e-5)
     assert Checkpoint.load(resolve(folder)).devices == 2
 

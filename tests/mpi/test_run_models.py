@@ -46,4 +46,5 @@ def test_transformer_with_uneven_batches(tmp_path: Path, batch: int, seq: int) -
     np.savez(tmp_path / "in.npz", input_ids=ids)
     outcome, outputs = run(4, directory, tmp_path / "in.npz")
     assert outcome.code == 0, outcome.err
+    # The tolerance of a float32 forward pass.
     assert largest_difference(model, {"input_ids": ids}, outputs) < 1e-5

@@ -47,6 +47,7 @@ def test_a_division_drops_what_one_device_drops(folders: dict[str, Path], preset
         for name in ("y", "z"):
             np.testing.assert_array_equal(many[name], one[name])
             kept = one[name] != 0
+            # A quotient and a product in float32: two roundings of 2^-24, and those of 1 - RATIO.
             np.testing.assert_allclose(one[name][kept], x[kept] / (1 - RATIO), rtol=1e-6)
 
 

@@ -64,6 +64,7 @@ def test_all_sides_run_and_agree(capsys: pytest.CaptureFixture[str]) -> None:
         for overlap in ("", " no overlap")
     }
     # The gradients are 0.5 MB. Level 3 gathers parameters in the forward and in the backward pass.
+    # Headers, acknowledgements and the loss are a fifth of so little.
     for (side, _), megabytes in sent.items():
         assert megabytes == pytest.approx(0.7 if "level 3" in side else 0.5, abs=0.15), side
     assert sum(text.startswith("level ") for text in lines) == 2

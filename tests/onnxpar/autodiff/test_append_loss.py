@@ -189,6 +189,8 @@ def test_binary_cross_entropy_of_sure_predictions_is_exact() -> None:
         feed = {"x": np.full(3, x, np.float32), "labels": np.full(3, label, np.float32)}
         expected = np.logaddexp(0, x if label == 0 else -x)
         got = float(run(info.model, feed)[LOSS])
+        # An exponential, a logarithm and a mean of three: a few roundings of 2^-24. At -200 the
+        # exponential is 0 in float32, whose least normal number is 1e-38.
         assert got == pytest.approx(expected, rel=1e-6, abs=1e-37)
 
 
@@ -295,6 +297,7 @@ def test_labels_may_be_an_input_of_the_model(dtype: str) -> None:
     assert [v.name for v in info.model.graph.inputs] == ["x", "wanted", LOSS_WEIGHT]
     x, labels = draw("positions").astype(np.float32), labels_of("positions", None)
     got = run(info.model, {"x": x, "wanted": labels.astype(dtype)})
+    # A log-softmax of 5 classes and a mean of 12 rows: at most 17 roundings of 2^-24.
     assert float(got[LOSS]) == pytest.approx(cross_entropy(x, labels, None), rel=1e-6)
     assert int(got[CORRECT]) == (np.argmax(x, -1) == labels).sum()
 

@@ -276,6 +276,7 @@ def test_five_steps_are_pytorchs(kind: OptimizerKind, dtype: ir.DataType, clip: 
         optimizer.step()
         machine.put(StateKind.GRADIENT, gradients)
         norm = machine.step(settings.scalars(t))
+        # A square, a sum and a root for each element, and parameters of the steps before: 40 units.
         assert norm == pytest.approx(float(wanted), rel=40 * float(EPSILON[dtype]))
     for name, tensor in tensors.items():
         got = machine.get(StateKind.PARAMETER, name)
@@ -297,6 +298,7 @@ def test_no_step_at_rate_zero_and_where_norms_vanish() -> None:
     # A parameter that is zero is moved as by Adam, the ratio being 1.
     machine.step(replace(settings, lr=0.125).scalars(2))
     moved = machine.get(StateKind.PARAMETER, "zero")
+    # Epsilon 1e-6 is added to a root of 1, and the moments have some ten roundings of 2^-24.
     assert moved == pytest.approx(np.full(4, -0.125), rel=1e-5)
 
 

@@ -85,6 +85,7 @@ def test_a_choice_of_the_smaller_problem_costs_the_same_in_the_complete_one(
         assert folded.unfold(small.chosen(few)) == full.chosen(many)
         seconds = small.seconds(few)
         possible += seconds < np.inf
+        # Layers are added one by one or multiplied by their number: some 100 roundings of 2^-53.
         assert full.seconds(many) == pytest.approx(seconds, rel=1e-12)
         if seconds < np.inf:
             assert full.memory(many) == pytest.approx(small.memory(few), rel=1e-12)
@@ -125,6 +126,7 @@ def test_layers_that_choose_alike_cost_no_more(
         return None
 
     monkeypatch.setattr(find_module, "fold", none)
+    # The same plan, whose costs are added in another order.
     assert folded == pytest.approx(cost("recursive"), rel=1e-9)
 
 

@@ -47,6 +47,7 @@ def test_a_stage_holds_the_weights_that_it_casts() -> None:
 
 def test_equal_layers_are_partitioned_evenly() -> None:
     inner = [stage.seconds for stage in staged(STAGES, 8).stages[1:-1]]
+    # The same costs of the same layers, added in another order.
     assert inner[0] == pytest.approx(inner[1], rel=1e-9)
     counts = [stage.nodes for stage in staged(STAGES, 8).stages]
     assert max(counts) < 2 * min(counts)

@@ -117,7 +117,7 @@ def test_operands_and_result_over_one_device_matrix(
                 name, found.mesh.groups(())
             )
     parted = propagate_and_partition(analysed, found)
-    assert run(parted, two_layer.build(), 16) < 2e-6
+    assert run(parted, two_layer.build(), 16) < CLOSE
 
 
 def test_a_fixed_parameter_is_stored_as_its_own_entry_says() -> None:
@@ -385,6 +385,10 @@ def test_parameters_by_pattern() -> None:
     assert found.mesh.groups(two.dim_atoms(1))[0] == (0, 1)
 
 
+CLOSE = 34 * 2.0**-24
+"""Two layers in float32, of sums of 32 and 64 terms: a root of their number on each side."""
+
+
 def run(parted: PartitionedModel, model: ir.Model, batch: int) -> float:
     """Largest difference between the sharded and the undivided model, relative to the largest."""
     x = np.random.default_rng(batch).standard_normal((batch, 32)).astype(np.float32)
@@ -462,7 +466,7 @@ def test_rest_data_parallel_returns_to_the_batch_after_a_node_of_its_own() -> No
     parted = propagate_and_partition(analysed, found)
     assert [c.op for c in parted.builder.collectives] == ["AllToAll", "AllToAll"]
     assert parted.plan.nodes["/matmul2/MatMul"].inputs[0].strategy(found.mesh) == (4, 1)
-    assert run(parted, two_layer.build(), 6) < 1e-5
+    assert run(parted, two_layer.build(), 6) < CLOSE
 
 
 def test_rest_data_parallel_leaves_what_has_no_batch_alone() -> None:

@@ -186,4 +186,5 @@ def test_noise_has_the_distribution_of_gumbel() -> None:
     shares = np.bincount(
         (noise[:199_998].reshape(-1, 3) + np.log([0.5, 0.3, 0.2])).argmax(1), minlength=3
     )
+    # The deviation of a share of 66,666 draws is at most 0.0019: five of them.
     np.testing.assert_allclose(shares / shares.sum(), [0.5, 0.3, 0.2], atol=0.01)

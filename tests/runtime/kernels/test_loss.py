@@ -81,6 +81,7 @@ def test_forward(run: Run, case: Case) -> None:
             model.SerializeToString(), providers=["CPUExecutionProvider"]
         )
         theirs = own.run(None, {f"i{i}": x for i, x in enumerate(inputs)})
+        # Both have the error of a float32 loss; the sum over the rows adds some units of 2^-24.
         np.testing.assert_allclose(loss, theirs[0], rtol=1e-5, atol=2 * atol)
         np.testing.assert_allclose(log_prob, theirs[1], rtol=0, atol=2 * bound)
 
@@ -122,6 +123,7 @@ def test_long_rows(run: Run) -> None:
 def test_large_scores(run: Run) -> None:
     scores = np.array([[1e4, 0, -1e4], [-1e30, -1e30, -1e30]], np.float32)
     (loss,) = run("SoftmaxCrossEntropyLoss", scores, np.array([1, 2]), reduction="none")
+    # A sum of three, a logarithm and a difference: at most 4 roundings of 2^-24.
     np.testing.assert_allclose(loss, [1e4, np.log(3)], rtol=2.0**-22, atol=0)
 
 

@@ -91,6 +91,7 @@ def test_gradient_takes_memory_only_where_nobody_reads_it() -> None:
     }"""
     x = np.linspace(-1, 1, 9, dtype=np.float32)
     a, b, c = session(parser.parse_model(HEADER + text)).run(None, {"x": x})
+    # Three operations on each side, on numbers of at most 1: four roundings of 2^-24.
     np.testing.assert_allclose(a, -x * (1 - x * x), atol=4 * 2.0**-24)
     np.testing.assert_allclose(b, -x * -x * (1 + x), atol=4 * 2.0**-24)
     np.testing.assert_array_equal(c, -2 * x)

@@ -129,4 +129,5 @@ def test_narrow_types(run: Run, kind: int) -> None:
     (dx,) = run("SoftmaxGrad", dy, y, narrow=kind)
     want = y * (dy - (dy * y).sum(axis=1, keepdims=True))
     half = 2.0**-11 if kind == onnx.TensorProto.FLOAT16 else 2.0**-8
-    np.testing.assert_allclose(dx, want, rtol=half, atol=1e-5)
+    # All is exact but the rounding of the result; float16 has steps of 2^-24 below 2^-14.
+    np.testing.assert_allclose(dx, want, rtol=half, atol=2.0**-25)

@@ -81,4 +81,5 @@ def test_a_gradient_of_nothing_but_noise(kind: str) -> None:
     p, g = np.zeros(3), np.full(3, 1e-9)
     after, m, v = step(kind, p, np.zeros(3), np.zeros(3), g, h)
     limit = limits.after_step(kind, 1e-8, limits.Tensor(p, after, m, v), h, 1, UNIT)
+    # A handful of operations in float64.
     np.testing.assert_allclose(limit.parameter, 2e-3, rtol=1e-12)

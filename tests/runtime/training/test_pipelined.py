@@ -127,6 +127,7 @@ def test_evaluation_brings_outputs_from_the_last_stage(tmp_path: Path) -> None:
     _, p = Reference(shape).forward(batch)
     with TrainerGroup(staged(tmp_path / "a", shape)) as group:
         found = group.on_each(lambda member: member.evaluate(batch, outputs=True))
+    # Float64 products of few terms, through four virtual stages: some units of 1e-16.
     np.testing.assert_allclose(found[0]["outputs"]["p"], p, rtol=1e-12)  # type: ignore[index]
     losses = [f["loss"] for f in found]
     assert losses == pytest.approx([((p - batch["labels"]) ** 2).mean()] * 4, rel=1e-12)
