@@ -42,7 +42,7 @@ def command(
         shown = ", ".join(done.differing[:SHOWN])
         more = len(done.differing) - SHOWN
         lines.append(
-            f"differing     annotations cannot express the layouts of {shown}"
+            f"differing     ONNX cannot express the layouts of {shown}"
             f"{f' and {more} more' if more > 0 else ''}"
         )
     lines += [f"written       {done.out}", f"next          onnxpar shard {done.out} -o DIR"]

@@ -196,7 +196,7 @@ def _layers(report: Json, screen: Screen) -> None:
         Column("sharded", NUMBER), Column("collectives"),
     )  # fmt: skip
     screen.table(columns, rows)
-    screen.line("Numbers are those of one layer of ×.")
+    screen.line("In rows with ×, the numbers are those of one layer.")
 
 
 def _reader(collective: Json) -> str:

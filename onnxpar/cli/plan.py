@@ -294,8 +294,8 @@ def _print(planned: FoundStrategy, screen: Screen) -> None:
     screen.table((*titles, Column("why not")), ways)
     if runs > 1:
         screen.line(
-            "The columns computing and communication add up one micro-batch in all stages, and the "
-            "gradients and the update of a step."
+            "The columns computing and communication are sums over all stages: of one micro-batch, "
+            "and of the gradients and the update of a step."
         )
     _print_without(planned, screen)
     screen.entry("reason", planned.reason())

@@ -372,7 +372,7 @@ class ServingRun:
         8000
     )
     name: Annotated[
-        str | None, Option("Name of the model for clients. Default: that of DIR.", "NAME")
+        str | None, Option("Name of the model for clients. Default: the name of DIR.", "NAME")
     ] = None
     slots: Annotated[
         int | None,

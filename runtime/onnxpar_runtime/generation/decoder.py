@@ -167,7 +167,9 @@ class Decoder:
         try:
             return spec.sharding(self.manifest.atoms, {**values, **sizes}).local_shape
         except ExpressionError as error:
-            raise InputError(f"state {name!r}: its size is not known at first: {error}") from None
+            raise InputError(
+                f"state {name!r}: its size is not known before the first run: {error}"
+            ) from None
 
     def close(self) -> None:
         """Frees the sessions."""

@@ -216,7 +216,7 @@ def test_a_table_names_no_plan_twice_and_says_of_what_its_times_are(
 ) -> None:
     assert planned(model, tmp_path, "--micro-batches", "2") == 0
     shown = capsys.readouterr().out
-    assert "computing and communication add up one micro-batch" in shown
+    assert "computing and communication are sums over all stages" in shown
     assert "and so is" not in shown
 
 
