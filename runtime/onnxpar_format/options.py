@@ -284,6 +284,33 @@ class Sampling:
 
 
 @dataclass(frozen=True)
+class BeamSearch:
+    """How beam search finds the likeliest sequences."""
+
+    beams: Annotated[
+        int,
+        Option("Search with N beams for each prompt; 1 chooses token by token.", "N", minimum=1),
+    ] = 1
+    length_penalty: Annotated[
+        float,
+        Option(
+            "With --beams: divide the score of a sequence by its number of new tokens to the power "
+            "of P. Large values favour long sequences.",
+            "P",
+        ),
+    ] = 1.0
+    early_stopping: Annotated[
+        str,
+        Option(
+            "With --beams: when the search for a prompt ends, as in transformers. true: when there "
+            "are N complete sequences; false: when, besides, no beam is better than they are at "
+            "its present length; never: when, besides, no beam can become better.",
+            "WHEN",
+        ),
+    ] = "false"
+
+
+@dataclass(frozen=True)
 class GenerationRun:
     """The options of `generate`."""
 
@@ -341,6 +368,7 @@ class GenerationRun:
         Option("Text that completes a sequence, with --tokenizer; may be repeated.", "TEXT"),
     ] = ()
     sampling: Sampling = Sampling()
+    search: BeamSearch = BeamSearch()
     logprobs: Annotated[
         int | None,
         Option(

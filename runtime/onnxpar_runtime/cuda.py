@@ -80,6 +80,38 @@ def copy_out(address: int, array: Array) -> None:
     _copy_now(array.ctypes.data, address, array.nbytes, _DEVICE_TO_HOST)
 
 
+def copy_lines(
+    index: int,
+    target: int,
+    target_pitch: int,
+    source: int,
+    source_pitch: int,
+    width: int,
+    lines: int,
+) -> None:
+    """Enqueues a copy of lines of memory within a GPU, on the stream that is ordered with others.
+
+    Args:
+        index: Number of the GPU.
+        target: The address of the first line that is written.
+        target_pitch: The bytes from one line to the next there.
+        source: The address of the first line that is read.
+        source_pitch: As `target_pitch`.
+        width: The bytes of a line that are copied.
+        lines: The number of lines.
+
+    Raises:
+        CudaError: It failed.
+    """
+    to = ctypes.c_void_p(target), ctypes.c_size_t(target_pitch)
+    origin = ctypes.c_void_p(source), ctypes.c_size_t(source_pitch)
+    sizes = ctypes.c_size_t(width), ctypes.c_size_t(lines)
+    where = f"GPU {index}"
+    _call(where, "cudaSetDevice", ctypes.c_int(index))
+    kind = ctypes.c_int(_DEVICE_TO_DEVICE)
+    _call(where, "cudaMemcpy2DAsync", *to, *origin, *sizes, kind, ctypes.c_void_p(None))
+
+
 def _copy_now(target: int, source: int, size: int, kind: int) -> None:
     places = ctypes.c_void_p(target), ctypes.c_void_p(source)
     _call("CUDA", "cudaMemcpy", *places, ctypes.c_size_t(size), ctypes.c_int(kind))

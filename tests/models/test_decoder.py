@@ -12,7 +12,9 @@ import pytest
 
 from onnxpar.api import runtime
 from onnxpar.api.shard_model import shard_model
-from onnxpar_format.options import VerifyOptions
+from onnxpar_format.options import BeamSearch, VerifyOptions
+from onnxpar_runtime.generation.generator import Generator
+from onnxpar_runtime.group import Ranks
 from tests.models.cached import cached_logits
 
 torch = pytest.importorskip("torch", reason="exports from PyTorch: the extra zoo")
@@ -21,6 +23,8 @@ decoder = pytest.importorskip("decoder", reason="needs transformers: the extra z
 
 from _exporter import save  # noqa: E402
 from llama_4bit import quantise  # noqa: E402
+
+from tests.models.beam_reference import compare  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers about its defaults
 
@@ -121,6 +125,25 @@ def test_sharded_it_generates_the_same(
     if strategy == "tp=2" and (family, bits) in ROWS:
         # Three sequences, 64 columns of prompts and 11 steps, rows of 64 floats.
         assert case.bytes_counted == ROWS[family, bits] * 3 * (64 + 11) * 64 * 4
+
+
+def test_beam_search_finds_what_transformers_does(tmp_path: Path) -> None:
+    """Prompts of two lengths, in a cache that attention updates, which is permuted in place."""
+    path, new = built(tmp_path, "llama", "shared"), 10
+    out = shard_model(path, "tp=2", tmp_path / "out").out
+    ids = tokens()
+    mask = np.ones_like(ids)
+    mask[1, :5] = 0
+    prompts = [ids[0].tolist(), ids[1, 5:].tolist()]
+    module = decoder.network(decoder.configuration("llama"))
+    with Ranks(out, Generator) as ranks:
+        how = BeamSearch(4, 0.7, "false")
+        free = ranks.on_each(lambda m: m.beam_search(prompts, how, max_new_tokens=new))[0]
+        eos = [free[0][0].tokens[3], free[1][1].tokens[6]]
+        found = ranks.on_each(lambda m: m.beam_search(prompts, how, max_new_tokens=new, eos=eos))[0]
+    inputs = {"input_ids": ids, "attention_mask": mask}
+    compare(found, module, inputs, how, eos, new, prompt=LENGTH, rtol=RTOL)
+    assert {len(one.tokens) for row in found for one in row} > {new}
 
 
 def test_a_folder_is_described_as_genai_does(tmp_path: Path) -> None:

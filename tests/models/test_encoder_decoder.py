@@ -12,7 +12,7 @@ import pytest
 
 from onnxpar.api import runtime
 from onnxpar.api.shard_model import shard_model
-from onnxpar_format.options import Sampling, VerifyOptions
+from onnxpar_format.options import BeamSearch, Sampling, VerifyOptions
 from onnxpar_runtime.errors import InputError
 from onnxpar_runtime.generation.encoder import token_feeds
 from onnxpar_runtime.generation.generator import Generator
@@ -25,6 +25,8 @@ pytest.importorskip("onnxscript", reason="exports from PyTorch: the extra zoo")
 made = pytest.importorskip("encoder_decoder", reason="needs transformers: the extra zoo")
 
 from decoder import configuration  # noqa: E402
+
+from tests.models.beam_reference import compare  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers about its defaults
 
@@ -182,6 +184,42 @@ def test_requests_need_an_encoder_of_tokens(folder: Path, tmp_path: Path) -> Non
             generator.requests(start=[3], length=32)
         with pytest.raises(InputError, match="start: expected the token with which"):
             generator.requests(length=32)
+
+
+SEARCHES = [
+    BeamSearch(3, 1.0, "false"),
+    BeamSearch(4, 0.3, "true"),
+    BeamSearch(2, 2.0, "never"),
+    BeamSearch(5, -0.5, "never"),
+]
+
+
+@pytest.mark.parametrize(
+    ("folder", "family", "strategy"),
+    [("whisper", "whisper", "tp=2"), ("t5", "t5", "dp=2,tp=2"), ("bart", "bart", "tp=2")],
+    indirect=["folder"],
+)
+def test_beam_search_finds_what_transformers_does(
+    folder: Path, family: str, strategy: str, tmp_path: Path
+) -> None:
+    """With several tokens that complete a sequence, and ways to stop."""
+    module, _, _ = built(family)
+    read, new = source(family), 12
+    out = shard_model(folder, strategy, tmp_path / "out").out
+    with Ranks(out, Generator) as ranks:
+        # Tokens that occur early complete sequences, so that there are some to compare.
+        given = {"encoder": read, "max_new_tokens": new}
+        prompts = [[3]] * ROWS
+        free = ranks.on_each(lambda m: m.beam_search(prompts, SEARCHES[0], **given))[0]
+        eos = {free[0][0].tokens[4], free[1][0].tokens[7], free[0][1].tokens[2]}
+        for how in SEARCHES:
+
+            def search(m: Generator, how: BeamSearch = how) -> Any:
+                return m.beam_search(prompts, how, eos=eos, **given)
+
+            first, *others = ranks.on_each(search)
+            assert all(found == first for found in others)
+            compare(first, module, read, how, sorted(eos), new, rtol=RTOL)
 
 
 @pytest.mark.parametrize("folder", ["t5"], indirect=True)

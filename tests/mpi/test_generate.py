@@ -44,8 +44,17 @@ def test_json_is_all_that_is_printed(decoder: Path, tmp_path: Path) -> None:
             [token, one["logprob"]] for token, one in zip(tokens, row, strict=True)
         ]
         assert all(one["logprob"] > one["best"][1][1] for one in row)
-    outcome = generate(tmp_path, "--logprobs", "2")
-    assert outcome.code == 2 and "--logprobs: expected --json as well" in outcome.err
+
+
+def test_beams(decoder: Path, tmp_path: Path) -> None:
+    """The best of two beams is at least as likely as what is chosen token by token."""
+    given = ["--beams", "2", "--length-penalty", "0", "--early-stopping", "never"]
+    found = json.loads(generate(tmp_path, *given, "--json").out)
+    assert [row[0]["tokens"] for row in found["beams"]] == found["sequences"]
+    assert all(row[0]["score"] >= row[1]["score"] and len(row) == 2 for row in found["beams"])
+    likely = json.loads(generate(tmp_path, "--json", "--logprobs", "0").out)["logprobs"]
+    for row, tokens in zip(found["beams"], likely, strict=True):
+        assert row[0]["score"] >= sum(one["logprob"] for one in tokens) - 1e-6
 
 
 @pytest.mark.parametrize(("strategy", "ranks"), [("pp=2", 2), ("pp=2,tp=2", 4)])

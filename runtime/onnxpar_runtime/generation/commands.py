@@ -12,10 +12,11 @@ from typing import Any, TextIO
 from numpy.typing import NDArray
 
 from onnxpar_format.entries import ProgramEntry
-from onnxpar_format.options import Execution, GenerationRun
+from onnxpar_format.options import BeamSearch, Execution, GenerationRun, Sampling
 from onnxpar_runtime.agree import together
 from onnxpar_runtime.commands import begin, interruptible, opened, start, traced
 from onnxpar_runtime.errors import InputError
+from onnxpar_runtime.generation.beams import Hypothesis
 from onnxpar_runtime.generation.candidates import Likelihood
 from onnxpar_runtime.generation.encoder import token_feeds
 from onnxpar_runtime.generation.generator import Generator, Step, Stop
@@ -47,8 +48,7 @@ def generate(directory: str | Path, what: GenerationRun, how: Execution = _DEFAU
         encoder = encoder_of(manifest)
 
         def prepare() -> tuple[Tokenizer | None, list[list[int]], dict[str, Array] | None]:
-            if what.logprobs is not None and not what.as_json:
-                raise InputError("--logprobs: expected --json as well, got none")
+            check_options(what)
             tokenizer = None if what.tokenizer is None else Tokenizer(what.tokenizer)
             return tokenizer, *given(what, tokenizer, encoder)
 
@@ -58,22 +58,58 @@ def generate(directory: str | Path, what: GenerationRun, how: Execution = _DEFAU
             out = sys.stdout if rank.index == 0 else None
             printer = _Printer(out, what, tokenizer, len(prompts))
             stop = None if tokenizer is None or not what.stop else _stop(tokenizer, what.stop)
-            eos = what.eos or (() if tokenizer is None else tokenizer.eos)
+            most, eos = what.max_new_tokens, _eos(what, tokenizer)
             printer.begin()
-            for step in generator.steps(
-                prompts,
-                max_new_tokens=what.max_new_tokens,
-                sampling=what.sampling,
-                eos=frozenset(eos),
-                stop=stop,
-                encoder=feeds,
-                logprobs=what.logprobs,
-            ):
-                printer.step(step)
-            printer.end()
+            if what.search.beams > 1:
+                printer.searched(
+                    generator.beam_search(
+                        prompts, what.search, max_new_tokens=most, eos=eos, encoder=feeds
+                    )
+                )
+            else:
+                for step in generator.steps(
+                    prompts,
+                    max_new_tokens=most,
+                    sampling=what.sampling,
+                    eos=eos,
+                    stop=stop,
+                    encoder=feeds,
+                    logprobs=what.logprobs,
+                ):
+                    printer.step(step)
+                printer.end()
         generator.close()
 
     return interruptible(rank, body)
+
+
+def _eos(what: GenerationRun, tokenizer: Tokenizer | None) -> frozenset[int]:
+    return frozenset(what.eos or (() if tokenizer is None else tokenizer.eos))
+
+
+def check_options(what: GenerationRun) -> None:
+    """Checks that options go together.
+
+    Raises:
+        InputError: They do not.
+    """
+    if what.logprobs is not None and not what.as_json:
+        raise InputError("--logprobs: expected --json as well, got none")
+    search, plain = what.search, BeamSearch()
+    if search.beams == 1:
+        if search != plain:
+            raise InputError(
+                "--length-penalty, --early-stopping: expected --beams of at least 2 as well"
+            )
+        return
+    for option, given in (
+        ("--temperature, --top-k, --top-p, --repetition-penalty, --seed",
+         what.sampling != Sampling()),
+        ("--stop", what.stop),
+        ("--logprobs", what.logprobs is not None),
+    ):  # fmt: skip
+        if given:
+            raise InputError(f"{option}: not with --beams, which finds the likeliest sequences")
 
 
 def encoder_of(manifest: Manifest) -> ProgramEntry | None:
@@ -214,31 +250,45 @@ class _Printer:
             self._out.flush()
 
     def end(self) -> None:
-        if self._out is None:
-            return
         first = 1000 * (self._first - self._begun)
         each = 1000 * (self._last - self._first) / (self._steps - 1) if self._steps > 1 else None
+        found: dict[str, Any] = {"first_token_ms": first, "token_ms": each}
+        if self._what.logprobs is not None:
+            found["logprobs"] = [[asdict(one) for one in row] for row in self._likely]
+        count = sum(len(tokens) for tokens in self._found)
+        later = "" if each is None else f", then {each:.2f} ms per token"
+        seconds = self._last - self._begun
+        times = f"first token {first:.1f} ms{later}; {count} tokens, {count / seconds:.1f} tokens/s"
+        self._write(found, times)
+
+    def searched(self, found: Sequence[Sequence[Hypothesis]]) -> None:
+        """Prints what beam search has found."""
+        seconds = time.perf_counter() - self._begun
+        self._streams = False
+        self._found = [list(row[0].tokens) for row in found]
+        beams = [[asdict(one) for one in row] for row in found]
+        self._write({"beams": beams, "seconds": seconds}, f"{seconds:.2f} s")
+
+    def _write(self, more: dict[str, Any], times: str) -> None:
+        """Prints all sequences, unless they have been printed, and times to stderr.
+
+        Args:
+            more: Further entries of the JSON.
+            times: The text for stderr.
+        """
+        if self._out is None:
+            return
+        tokenizer = self._tokenizer
         if self._what.as_json:
-            found = {"sequences": self._found, "first_token_ms": first, "token_ms": each}
-            if self._tokenizer is not None:
-                found["texts"] = [self._tokenizer.decode(tokens) for tokens in self._found]
-            if self._what.logprobs is not None:
-                found["logprobs"] = [[asdict(one) for one in row] for row in self._likely]
+            found = {"sequences": self._found, **more}
+            if tokenizer is not None:
+                found["texts"] = [tokenizer.decode(tokens) for tokens in self._found]
             self._out.write(json.dumps(found) + "\n")
         elif self._streams:
             self._out.write("\n")
         else:
             for row, tokens in enumerate(self._found):
-                text = (
-                    " ".join(map(str, tokens))
-                    if self._tokenizer is None
-                    else self._tokenizer.decode(tokens)
-                )
+                text = " ".join(map(str, tokens)) if tokenizer is None else tokenizer.decode(tokens)
                 self._out.write(f"{row}: {text}\n")
         self._out.flush()
-        count = sum(len(tokens) for tokens in self._found)
-        later = "" if each is None else f", then {each:.2f} ms per token"
-        seconds = self._last - self._begun
-        sys.stderr.write(
-            f"first token {first:.1f} ms{later}; {count} tokens, {count / seconds:.1f} tokens/s\n"
-        )
+        sys.stderr.write(f"{times}\n")

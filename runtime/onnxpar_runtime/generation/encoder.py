@@ -15,6 +15,7 @@ from onnxpar_format.entries import COUNTERS, ProgramEntry, TensorEntry
 from onnxpar_format.expressions import evaluate
 from onnxpar_runtime.errors import InputError
 from onnxpar_runtime.executor import Executor, Loader
+from onnxpar_runtime.generation.buffers import repeat_rows
 from onnxpar_runtime.inputs import Feeds, Inputs
 from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.run_values import Given
@@ -40,6 +41,20 @@ class Supply:
 
 NOTHING = Supply({}, {}, {})
 """For a decoder that needs no other program."""
+
+
+def repeated(supply: Supply, count: int, place: tuple[str, int]) -> Supply:
+    """Returns what a decoder needs that has equal rows, side by side, for each row of a batch.
+
+    Args:
+        supply: For the batch.
+        count: The number of equal rows.
+        place: Name and number of the device, which the values do not leave.
+    """
+    values = {name: repeat_rows(value, count, place) for name, value in supply.values.items()}
+    given = {name: np.repeat(array, count, 0) for name, array in supply.given.items()}
+    shapes = {name: (n * count, *rest) for name, (n, *rest) in supply.shapes.items()}
+    return Supply(values, given, shapes)
 
 
 class Encoder:
@@ -199,6 +214,25 @@ def token_feeds(program: ProgramEntry, texts: Sequence[Tokens]) -> dict[str, Arr
         real = np.arange(ids.shape[1]) < np.array(lengths)[:, None]
         feeds[mask.name] = real.astype(DTYPES[mask.dtype].dtype)
     return feeds
+
+
+def padded(program: ProgramEntry, feeds: Mapping[str, Array], rows: int) -> dict[str, Array]:
+    """Returns an encoder's inputs with more rows, which equal the last one.
+
+    Args:
+        program: The encoder.
+        feeds: Its inputs, as global arrays.
+        rows: The number of rows to add.
+    """
+    batches = {spec.name for spec in program.inputs if spec.shape and _named(spec.shape[0])}
+    return {
+        name: np.concatenate([array, *[array[-1:]] * rows]) if name in batches else array
+        for name, array in feeds.items()
+    }
+
+
+def _named(size: object) -> bool:
+    return isinstance(size, str)
 
 
 def _lengths(texts: Iterable[Tokens]) -> list[int]:

@@ -12,19 +12,21 @@ from numpy.typing import NDArray
 from onnxpar_format.boxes import SizedSharding
 from onnxpar_format.dtypes import DTYPES
 from onnxpar_format.entries import ProgramEntry
-from onnxpar_format.options import Sampling
+from onnxpar_format.options import BeamSearch, Sampling
 from onnxpar_format.trace import STEP
 from onnxpar_runtime.agree import together
 from onnxpar_runtime.errors import InputError
 from onnxpar_runtime.gather import gather_to_root
+from onnxpar_runtime.generation.beam_steps import BeamSteps
+from onnxpar_runtime.generation.beams import Hypothesis, check_search
 from onnxpar_runtime.generation.candidates import Likelihood, likelihoods
 from onnxpar_runtime.generation.decoder import Decoder
-from onnxpar_runtime.generation.encoder import NOTHING, Encoder, Reader, Supply
+from onnxpar_runtime.generation.encoder import NOTHING, Encoder, Reader, Supply, padded
 from onnxpar_runtime.generation.prompts import Sequences
 from onnxpar_runtime.generation.requests import CHUNK, GREEDY, Requests
 from onnxpar_runtime.generation.roles import Places, feeds_of
 from onnxpar_runtime.generation.sampling import NO_TOKEN, Chooser, Draws, check, check_logprobs
-from onnxpar_runtime.generation.slots import Room, row_size
+from onnxpar_runtime.generation.slots import Room, batch_shards, row_size
 from onnxpar_runtime.generation.steps import Batch, begin, last_scores
 from onnxpar_runtime.inputs import Feeds
 from onnxpar_runtime.opened import Opened, Opening
@@ -215,6 +217,57 @@ class Generator(Opened):
                 return
             sequences.append()
             parts = [(sequences, chosen[:, None])]
+
+    def beam_search(
+        self,
+        prompts: Sequence[Sequence[int]],
+        search: BeamSearch,
+        *,
+        max_new_tokens: int = 128,
+        eos: Collection[int] = (),
+        encoder: Mapping[str, Array] | None = None,
+    ) -> list[list[Hypothesis]]:
+        """Returns the likeliest new tokens of each prompt, on every rank.
+
+        They are those that transformers' `generate` finds with the same settings. Every rank must
+        call it alike.
+
+        Args:
+            prompts: As `generate`.
+            search: The number of beams, the penalty on length, and when to stop.
+            max_new_tokens: As `generate`.
+            eos: As `generate`.
+            encoder: As `generate`.
+
+        Returns:
+            For each prompt, as many complete sequences as there are beams, or fewer, best first.
+
+        Raises:
+            InputError: As `steps`; or the batch is not the first dim of each state.
+            SymbolValueError: As `steps`.
+            RankError: As `steps`.
+        """
+
+        def shards() -> tuple[int, int]:
+            check_search(search)
+            if max_new_tokens < 1:
+                raise InputError(f"max_new_tokens: expected at least 1, got {max_new_tokens}")
+            return batch_shards(self._decoder)
+
+        count, shard = together(self.rank, shards)
+        # A shard of the batch has all beams of a prompt.
+        extra = -len(prompts) % count
+        asked = [*prompts, *list(prompts[-1:]) * extra]
+        if encoder is not None and self._encoder is not None:
+            encoder = padded(self._encoder.program, encoder, extra)
+        supply = self._encoded(encoder)
+        steps = together(
+            self.rank,
+            lambda: BeamSteps(
+                self._decoder, asked, supply, search, max_new_tokens, eos, count, shard
+            ),
+        )
+        return steps.search(len(prompts))
 
     def _encoded(self, feeds: Mapping[str, Array] | None) -> Supply:
         """Runs the encoder, if there is one."""

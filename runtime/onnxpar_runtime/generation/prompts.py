@@ -126,6 +126,12 @@ class Sequences:
         for end in range(width, self.total + 1, width):
             yield Columns(self._padding, end), self.tokens[:, end - width : end]
 
+    def repeat(self, count: int) -> None:
+        """Makes equal sequences, side by side, of each one."""
+        self.lengths, self._padding = (
+            np.repeat(array, count) for array in (self.lengths, self._padding)
+        )
+
     def append(self) -> None:
         """Makes every sequence longer by one token."""
         self.lengths += 1

@@ -97,7 +97,7 @@ def row_size(decoder: Decoder) -> RowSize:
     Raises:
         InputError: The size of a state is not known.
     """
-    shards, _ = _batch_shards(decoder)
+    shards, _ = batch_shards(decoder)
     values = decoder.values({decoder.roles.tokens.name: (shards, 1)})
     sizes = np.zeros(3, np.int64)
     for name in decoder.held:
@@ -163,7 +163,7 @@ class Slots(ABC):
         self._read = ReadRows(decoder, encoder)
         self._reads = encoder is not None
         self._size, self._memory = size, room.memory
-        self.shards, self._own = _batch_shards(decoder)
+        self.shards, self._own = batch_shards(decoder)
         count = room.slots
         if count is None:
             count = _SLOTS if room.memory is None else _MOST
@@ -476,7 +476,7 @@ def slots_of(decoder: Decoder, room: Room, size: RowSize, encoder: Encoder | Non
     return kind(decoder, room, length, size, encoder)
 
 
-def _batch_shards(decoder: Decoder) -> tuple[int, int]:
+def batch_shards(decoder: Decoder) -> tuple[int, int]:
     """Returns the number of shards of the batch, and this rank's.
 
     Raises:
@@ -488,7 +488,7 @@ def _batch_shards(decoder: Decoder) -> tuple[int, int]:
         spec = decoder.specs[name]
         if not spec.shape or bare_name(spec.shape[0]) != batch or batch is None:
             raise InputError(
-                f"{where}: continuous batching needs the batch as the first dim of each state, "
+                f"{where}: expected the batch as the first dim of each state, "
                 f"got {list(spec.shape)} for {name!r}"
             )
         found.add(tuple(atom for _, atoms in spec.dims[0] for atom in atoms))

@@ -8,48 +8,19 @@ whole sequence.
 
 from collections.abc import Collection, Mapping
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import replace
 from math import prod
 from typing import Any
 
-import numpy as np
-import onnxruntime
 from numpy.typing import NDArray
 
 from onnxpar_format.dtypes import DTYPES, onnx_code
 from onnxpar_format.entries import CarriedEntry, TensorEntry
-from onnxpar_runtime.cuda import copy_in
+from onnxpar_runtime.generation.buffers import Grid, Memory, allocate
 
 Array = NDArray[Any]
 _LEAST = 64
 """Elements along the growing dim for which memory is allocated at first."""
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Memory on a device.
-
-    Attributes:
-        pointer: Its address.
-        owner: What keeps it.
-        bytes: Its size.
-    """
-
-    pointer: int
-    owner: Any
-    bytes: int
-
-
-def allocate(size: int, device: str, index: int) -> Memory:
-    """Returns memory of zeros: kernels may read, and then ignore, what nobody has written."""
-    if device == "cpu":
-        array = np.zeros(max(size, 1), np.uint8)
-        return Memory(array.ctypes.data, array, size)
-    value = onnxruntime.OrtValue.ortvalue_from_shape_and_type(
-        (max(size, 1),), onnx_code(np.dtype(np.uint8)), device, index
-    )
-    copy_in(value.data_ptr(), np.zeros(max(size, 1), np.uint8))
-    return Memory(value.data_ptr(), value, size)
 
 
 class State:
@@ -67,6 +38,7 @@ class State:
 
     Attributes:
         entry: The state.
+        spec: Its input.
         in_place: Whether input and output are one buffer.
         length: The length along the growing dim; 0 for a state that does not grow.
     """
@@ -83,7 +55,7 @@ class State:
         held: bool = True,
     ) -> None:
         """Allocates the buffers."""
-        self.entry, self._place = entry, (device, index)
+        self.entry, self.spec, self._place = entry, spec, (device, index)
         dtype = DTYPES[spec.dtype].dtype
         self.code, self._shape = onnx_code(dtype), shape
         self.in_place = entry.appends and entry.grows is not None
@@ -115,7 +87,7 @@ class State:
         part._shape = (count, *self._shape[1:])
         part._line = self._line // all_rows * count
         size = self._read.bytes // all_rows
-        held = Memory(self._read.pointer + first * size, self._read.owner, count * size)
+        held = replace(self._read, pointer=self._read.pointer + first * size, bytes=count * size)
         part._read = part._write = held
         return part
 
@@ -125,7 +97,7 @@ class State:
         self._read = allocate(self._lines(capacity(length)), *self._place)
 
     def copy_row(self, row: int, other: "State", from_row: int, kept: int) -> None:
-        """Copies the end of a row of another state, on the CPU, to the end of one of this state.
+        """Copies the end of a row of another state to the end of one of this state.
 
         Args:
             row: The row.
@@ -133,23 +105,61 @@ class State:
             from_row: Its row.
             kept: Elements along the growing dim; a state that does not grow is copied complete.
         """
-        target, source = self._elements()[row], other._elements()[from_row]
-        if self.entry.grows is None:
-            target[:] = source
-        else:
-            target[:, self.length - kept :] = source[:, other.length - kept :]
+        self.copy(row, self.length - kept, other, from_row, other.length - kept, kept)
 
-    def _elements(self) -> Array:
-        """Returns the bytes of the input: [rows, outer, length, bytes of all inner dims]."""
-        grows, size = self.entry.grows, self._lines(self.length)
-        shape = self._shape_at(self.length)
-        dim = 1 if grows is None else grows
-        outer = prod(shape[1:dim])
-        middle = self.length if grows is not None else 1
-        flat: Array = self._read.owner[:size]
-        # Sizes may be 0, so that none can be left to be found.
-        count = shape[0] * outer * middle
-        return flat.reshape(shape[0], outer, middle, size // count if count else 0)
+    def copy(
+        self, row: int, at: int, other: "State", from_row: int, from_at: int, count: int
+    ) -> None:
+        """Copies a part of a row of another state on the same device to a row of this one.
+
+        Args:
+            row: The row.
+            at: The place along the growing dim at which it is written.
+            other: The other state, which may have other rows and another length.
+            from_row: Its row.
+            from_at: The place at which it is read.
+            count: Elements along the growing dim; a state that does not grow is copied complete.
+        """
+        if self.entry.grows is None:
+            at, from_at, count = 0, 0, 1
+        self._grid(self._read).copy(row, at, other._grid(other._read), from_row, from_at, count)
+
+    def permute(self, rows: Array, used: int) -> None:
+        """Makes each row what another row is now; nothing leaves the device.
+
+        Args:
+            rows: For each row, the other one.
+            used: Elements along the growing dim that count, if the state is extended in place.
+        """
+        places = rows.tolist()
+        changed = [row for row, other in enumerate(places) if row != other]
+        if not changed:
+            return
+        now = self._grid(self._read)
+        if not self.in_place:
+            if self._write.bytes < self._lines(self.length):
+                self._write = allocate(self._lines(capacity(self.length)), *self._place)
+            later = self._grid(self._write)
+            for row, other in enumerate(places):
+                later.copy(row, 0, now, other, 0, now.columns)
+            self._read, self._write = self._write, self._read
+            return
+        # The buffer is bound, and so must stay.
+        size = len(changed) * now.lines * used * now.bytes
+        spare = Grid(allocate(size, *self._place), now.lines, used, now.bytes)
+        for place, row in enumerate(changed):
+            spare.copy(place, 0, now, places[row], 0, used)
+        for place, row in enumerate(changed):
+            now.copy(row, 0, spare, place, 0, used)
+
+    def _grid(self, memory: Memory) -> Grid:
+        """Returns memory as rows; its columns are the growing dim, their bytes the inner ones."""
+        grows, shape = self.entry.grows, self._shape
+        itemsize = DTYPES[self.spec.dtype].dtype.itemsize if self._line else 0
+        if grows is None:
+            return Grid(memory, 1, 1, prod(shape[1:]) * itemsize)
+        inner = prod(shape[grows + 1 :]) * itemsize
+        return Grid(memory, prod(shape[1:grows]), self.length, inner)
 
     def bind(self, io: Any, length: int) -> None:
         """Binds the input at its present length, and the output at a new one."""

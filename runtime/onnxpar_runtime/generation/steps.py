@@ -297,6 +297,31 @@ class Batch:
         for graph in self._graphs:
             graph.bind(name, array)
 
+    def take(self, other: "Batch", rows: Array, used: int) -> None:
+        """Makes the states of each row those of a row of another batch of the same program.
+
+        Args:
+            other: The other batch.
+            rows: For each row of this rank, its row there.
+            used: The number of tokens in the cache.
+        """
+        for state, source in zip(self._states, other._states, strict=True):
+            if not state.in_place and state.entry.grows is not None:
+                state.lengthen(source.length)
+            kept = used if state.in_place else source.length
+            for row, from_row in enumerate(rows):
+                state.copy(row, 0, source, from_row, 0, kept)
+
+    def permute(self, rows: Array, used: int) -> None:
+        """Makes the states of each row those of another row of this batch.
+
+        Args:
+            rows: For each row of this rank, the other one.
+            used: The number of tokens in the cache.
+        """
+        for state in self._states:
+            state.permute(rows, used)
+
     @property
     def fresh(self) -> bool:
         """Whether the next run compares sizes, and may find that they do not fit."""

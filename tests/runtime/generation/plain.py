@@ -1,6 +1,7 @@
 """A plain loop over an undivided decoder in onnxruntime, one prompt at a time, without padding."""
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -48,18 +49,30 @@ def greedy(
     return found
 
 
-def last_logits(path: Path, tokens: Sequence[int]) -> Any:
-    """Returns the logits of a decoder for the token after some tokens, [vocabulary]."""
-    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+@cache
+def _session(path: Path) -> Any:
+    return onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+
+
+def last_logits(path: Path, tokens: Sequence[int], read: Mapping[str, Any] | None = None) -> Any:
+    """Returns the logits of a decoder for the token after some tokens, [vocabulary].
+
+    Args:
+        path: The decoder.
+        tokens: The tokens.
+        read: The inputs that an encoder left.
+    """
+    session = _session(path)
     feeds: dict[str, Any] = {
         "input_ids": np.array([tokens]),
         "attention_mask": np.ones((1, len(tokens)), np.int64),
         "position_ids": np.arange(len(tokens))[None],
     }
     for value in session.get_inputs():
-        if value.name.startswith("past"):
+        if value.name.startswith("past") and value.name not in (read or {}):
             feeds[value.name] = np.zeros((1, value.shape[1], 0, value.shape[3]), np.float32)
     names = {value.name for value in session.get_inputs()}
+    feeds |= read or {}
     return session.run(["logits"], {n: a for n, a in feeds.items() if n in names})[0][0, -1]
 
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from onnxpar_format.entries import DimComponent, ProgramEntry, TensorEntry
-from onnxpar_format.options import GenerationRun
+from onnxpar_format.options import BeamSearch, GenerationRun, Sampling
 from onnxpar_runtime.errors import InputError
-from onnxpar_runtime.generation.commands import given
+from onnxpar_runtime.generation.commands import check_options, given
 from onnxpar_runtime.generation.encoder import token_feeds
 from onnxpar_runtime.generation.text import Tokenizer
 
@@ -75,6 +75,22 @@ def test_options_of_another_kind_of_model_are_refused(
     run = GenerationRun(tokens=written(tmp_path, [[5]]), **options)
     with pytest.raises(InputError, match=message):
         given(run, None, program)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"logprobs": 2}, "--logprobs: expected --json as well, got none"),
+        ({"search": BeamSearch(1, 2.0)}, "--length-penalty, --early-stopping: expected --beams"),
+        ({"sampling": Sampling(top_k=3)}, "--seed: not with --beams"),
+        ({"stop": ("x",)}, "--stop: not with --beams"),
+        ({"logprobs": 2, "as_json": True}, "--logprobs: not with --beams"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(options: Any, message: str) -> None:
+    more = {} if "expected" in message else {"search": BeamSearch(2)}
+    with pytest.raises(InputError, match=message):
+        check_options(GenerationRun(**more, **options))
 
 
 def test_inputs_with_different_rows_are_refused(tmp_path: Path) -> None:
