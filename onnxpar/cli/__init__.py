@@ -54,6 +54,7 @@ COMMANDS: tuple[tuple[str, str], ...] = (
     ("view", "onnxpar.cli.view"),
     ("trace", "onnxpar.cli.trace"),
     ("report", "onnxpar.cli.report"),
+    ("diagnose", "onnxpar.cli.diagnose"),
     ("ops", "onnxpar.cli.ops"),
     ("doctor", "onnxpar.cli.doctor"),
 )

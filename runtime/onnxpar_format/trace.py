@@ -27,9 +27,6 @@ STEP, PROGRAM, INPUT, RECEIVE, CHECKPOINT, OPTIMIZER, ACTION = (
 is a forward or backward of a micro-batch."""
 CALL, WAITING, OPERATOR = "call", "waiting", "operator"
 """A collective or a message; the time in it until the last rank has come; an operator."""
-COLLECTIVE, SEND, RECV, WAIT, SET_UP = "collective", "send", "receive", "wait", "set-up"
-"""What a call is: a `wait` is that of the foreground for a call in the background, a `set-up` that
-of a group's communicator."""
 _NAMES = {
     MAIN: "program",
     FOREGROUND: "communication",

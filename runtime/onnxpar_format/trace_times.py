@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from onnxpar_format.calls import WAIT
 from onnxpar_format.trace import (
     ACTION,
     BACKGROUND,
@@ -17,7 +18,6 @@ from onnxpar_format.trace import (
     PROGRAM,
     RECEIVE,
     STEP,
-    WAIT,
     WAITING,
     Trace,
     TraceSpan,

@@ -17,6 +17,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -155,6 +156,7 @@ class World(Closing):
         """
         if self.comm is not None:
             print(f"r{rank} | {message}", file=sys.stderr, flush=True)
+            self.rank(rank).write_calls(message, fails=True)
             self.comm.Abort(code)
         self._check(self._library.onnxpar_abort(self._handle, f"rank {rank}: {message}".encode()))
 
@@ -301,6 +303,26 @@ class Rank:
         """Keeps all calls of collectives and messages from now on, or only the last ones."""
         library = self.world._library
         self.world._check(library.onnxpar_keep_calls(self.world._handle, self.index, keep))
+
+    def calls_file(self, path: Path) -> None:
+        """Decides the file to which the last calls are written when the rank fails.
+
+        Its folder need not exist.
+        """
+        library = self.world._library
+        name = str(path).encode()
+        self.world._check(library.onnxpar_calls_file(self.world._handle, self.index, name))
+
+    def write_calls(self, reason: str, *, fails: bool = False) -> None:
+        """Writes the last calls to the file of `calls_file`, if there is one.
+
+        Args:
+            reason: Why.
+            fails: It is the last thing that the rank writes there, and is said on stderr.
+        """
+        library = self.world._library
+        place = self.world._handle, self.index
+        self.world._check(library.onnxpar_write_calls(*place, reason.encode(), fails))
 
     def take_calls(self) -> tuple[NDArray[np.int64], dict[str, Any]]:
         """Returns the kept calls that have ended, a row each, and forgets them.

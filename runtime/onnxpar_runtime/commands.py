@@ -15,6 +15,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from onnxpar_format.calls import calls_file
 from onnxpar_format.new_file import check_file
 from onnxpar_format.options import Execution
 from onnxpar_format.trace import Trace
@@ -35,6 +36,7 @@ from onnxpar_runtime.tracing.recording import Recording, write_trace
 
 log = logging.getLogger(__name__)
 _DEFAULT = Execution()
+_LOG_FOLDER, _DEFAULT_FOLDER = "ONNXPAR_LOG_DIR", "onnxpar-failed"
 T = TypeVar("T")
 
 
@@ -146,9 +148,21 @@ def begin(
         return manifest
 
     manifest = together(rank, prepare)
+    rank.calls_file(calls_file(how.log_dir or _default_folder(rank), rank.index))
     check_equal(rank, manifest)
     together_for_long(rank, lambda: manifest.verify_files(rank.index))
     return manifest
+
+
+def _default_folder(rank: Rank) -> Path:
+    """Returns the folder for the last calls of ranks that fail, the same on all; it is not made.
+
+    Every rank must call it.
+    """
+    now = np.array([int(time.time()) if rank.index == 0 else 0], np.int64)
+    began = time.gmtime(int(rank.all_reduce(now)[0]))
+    folder = Path(os.environ.get(_LOG_FOLDER) or _DEFAULT_FOLDER)
+    return folder / time.strftime("%Y%m%dT%H%M%SZ", began)
 
 
 def check_equal(rank: Rank, manifest: Manifest) -> None:

@@ -19,7 +19,9 @@ from contextlib import contextmanager, suppress
 
 import numpy as np
 
+from onnxpar_format.calls import ASKED, TERMINATED
 from onnxpar_runtime.collectives import Rank
+from onnxpar_runtime.errors import OnnxparRuntimeError, first_line
 
 MESSAGE = "onnxpar: error: stopped by mpirun (interrupted, or another rank died)\n"
 _CLEAN = "\r\x1b[2K\x1b[?25h"
@@ -30,13 +32,18 @@ _CLEAN = "\r\x1b[2K\x1b[?25h"
 def reporting_termination(rank: Rank) -> Iterator[None]:
     """Ends the process at SIGTERM within the block, after rank 0 has reported it.
 
-    Every rank of the world must enter it. It only has an effect under Open MPI on one Linux
-    machine, and in the main thread, because signal handlers cannot be installed in other threads.
+    At SIGTERM and at SIGUSR1 every rank writes its last calls (`Rank.calls_file`). Every rank of
+    the world must enter it. It only has an effect on Linux, and in the main thread, because signal
+    handlers cannot be installed in other threads. Rank 0 only reports under Open MPI on one
+    machine.
     """
-    local = os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE")
     main = threading.current_thread() is threading.main_thread()
-    if sys.platform != "linux" or rank.world.size == 1 or local != str(rank.world.size) or not main:
+    if sys.platform != "linux" or rank.world.size == 1 or not main:
         yield
+        return
+    if os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") != str(rank.world.size):
+        with _watching(rank, None, None):
+            yield
         return
     own = os.getpid() if rank.index == 0 else 0
     # An abstract socket, without a file; it ends with its owner.
@@ -46,7 +53,7 @@ def reporting_termination(rank: Rank) -> Iterator[None]:
         if rank.index == 0:
             words.bind(address)
         try:
-            with _errors_of_mpirun() as errors, _ended_by_sigterm(rank.index, words, errors):
+            with _errors_of_mpirun() as errors, _watching(rank, words, errors):
                 yield
         except BaseException:
             if rank.index != 0:
@@ -71,29 +78,44 @@ def _errors_of_mpirun() -> Iterator[int | None]:
 
 
 @contextmanager
-def _ended_by_sigterm(rank: int, words: socket.socket, errors: int | None) -> Iterator[None]:
-    """Ends the process at SIGTERM; rank 0 reports it unless a failure was announced."""
+def _watching(rank: Rank, words: socket.socket | None, errors: int | None) -> Iterator[None]:
+    """Writes the last calls at SIGUSR1 and at SIGTERM, which ends the process.
+
+    Rank 0 reports that unless a failure was announced, if it has the stderr of mpirun.
+    """
     read, write = os.pipe()
     os.set_blocking(write, False)
 
     def watch() -> None:
         while number := os.read(read, 1):
+            if number[0] == signal.SIGUSR1:
+                rank.write_calls(ASKED)
             if number[0] == signal.SIGTERM:
-                if rank == 0 and errors is not None:
+                if rank.index == 0 and words is not None and errors is not None:
                     _report(words, errors)
+                rank.write_calls(TERMINATED)
                 os._exit(128 + signal.SIGTERM)
 
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
     # Python's C-level handler writes the signal's number to the pipe at once; the Python handler,
     # which runs in the main thread later, has nothing to do.
-    handler = signal.signal(signal.SIGTERM, lambda number, frame: None)
+    handlers = {
+        number: signal.signal(number, lambda number, frame: None)
+        for number in (signal.SIGTERM, signal.SIGUSR1)
+    }
     wakeup = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
     try:
         yield
+    except BaseException as error:
+        # From here on another rank's failure may end this one at once.
+        if not (isinstance(error, OnnxparRuntimeError) and error.agreed):
+            rank.write_calls(first_line(error))
+        raise
     finally:
         signal.set_wakeup_fd(wakeup)
-        signal.signal(signal.SIGTERM, handler)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
         os.close(write)
         watcher.join()
         os.close(read)

@@ -44,7 +44,7 @@ SIGNATURES: Signatures = {
     "onnxpar_read_calls": (_INT, [_POINTER]),
     "onnxpar_call_tables": (_TEXT, [_POINTER, _INT]),
     "onnxpar_calls_file": (_INT, [_POINTER, _INT, _TEXT]),
-    "onnxpar_write_calls": (_INT, [_POINTER, _INT, _TEXT]),
+    "onnxpar_write_calls": (_INT, [_POINTER, _INT, _TEXT, _INT]),
     "onnxpar_live_bytes": (_POINTER, []),
     "onnxpar_live_bytes_install": (_INT, [_POINTER]),
     "onnxpar_live_bytes_uninstall": (_INT, [_POINTER]),

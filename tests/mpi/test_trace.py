@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from onnxpar.cli import main
+from onnxpar_format.calls import COLLECTIVE
 from onnxpar_format.trace import (
     CALL,
-    COLLECTIVE,
     MAIN,
     OPERATOR,
     PROGRAM,

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ import pytest
 from onnxpar_runtime.launch import find_mpirun, mpirun_environment, own_messages
 from tests.children import with_tests
 
+LOGS = {"ONNXPAR_LOG_DIR": str(Path(tempfile.gettempdir(), "onnxpar-tests-failed"))}
+"""Where ranks that fail on purpose write their last calls."""
 LIMIT = 90
 """Seconds after which mpirun is killed and the test fails: the cores may be busy."""
 
@@ -51,7 +54,7 @@ def start_mpirun(
         stderr=subprocess.PIPE,
         text=True,
         errors="replace",
-        env={**mpirun_environment(with_tests(kept)), **(environment or {})},
+        env={**mpirun_environment(with_tests(kept)), **LOGS, **(environment or {})},
         start_new_session=True,
     )
 

@@ -104,7 +104,7 @@ World* onnxpar_mpi(const char* library, const void* communicator, int rank, int 
   guarded([&] {
     auto made = std::make_unique<World>();
     auto log = std::make_shared<CallLog>(rank, size);
-    const auto failing = [log](const std::string& reason) { log->write(reason); };
+    const auto failing = [log](const std::string& reason) { log->fail(reason); };
     Transport* transport = mpi_entry(library)(communicator, {debug != 0, timeout_s, failing});
     world = add_rank(made.release(), std::unique_ptr<Transport>(transport), std::move(log));
   });
@@ -248,8 +248,11 @@ int onnxpar_calls_file(const World* world, int rank, const char* path) {
   return guarded([&] { world->rank(rank).calls().set_file(path); });
 }
 
-int onnxpar_write_calls(const World* world, int rank, const char* reason) {
-  return guarded([&] { world->rank(rank).calls().write(reason); });
+int onnxpar_write_calls(const World* world, int rank, const char* reason, int fails) {
+  return guarded([&] {
+    CallLog& calls = world->rank(rank).calls();
+    fails != 0 ? calls.fail(reason) : calls.write(reason);
+  });
 }
 
 LiveBytes* onnxpar_live_bytes() {

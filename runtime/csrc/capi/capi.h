@@ -69,8 +69,10 @@ ONNXPAR_EXPORT int onnxpar_read_calls(void* rows);
 ONNXPAR_EXPORT const char* onnxpar_call_tables(const onnxpar::World* world, int rank);
 // The file to which the rank's last calls are written when it fails; empty for none.
 ONNXPAR_EXPORT int onnxpar_calls_file(const onnxpar::World* world, int rank, const char* path);
-// Writes the last calls now, with a reason, if there is such a file.
-ONNXPAR_EXPORT int onnxpar_write_calls(const onnxpar::World* world, int rank, const char* reason);
+// Writes the last calls now, with a reason, if there is such a file; with `fails` as the last thing that
+// the rank writes there, and says so on stderr.
+ONNXPAR_EXPORT int onnxpar_write_calls(const onnxpar::World* world, int rank, const char* reason,
+                                       int fails);
 // An allocator that counts the bytes of sessions on the CPU, never freed; only after RegisterCustomOps
 // has run. Null on failure.
 ONNXPAR_EXPORT onnxpar::LiveBytes* onnxpar_live_bytes();

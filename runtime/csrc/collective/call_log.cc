@@ -5,6 +5,8 @@
 #include <chrono>
 #include <cstdio>
 #include <exception>
+#include <filesystem>
+#include <system_error>
 #include <utility>
 
 namespace onnxpar {
@@ -163,13 +165,14 @@ std::string CallLog::tables_locked() const {
 void CallLog::set_file(std::string path) {
   std::lock_guard lock(mutex_);
   path_ = std::move(path);
-  written_ = false;
+  failed_ = false;
 }
 
-void CallLog::write(std::string_view reason) noexcept {
+void CallLog::save(std::string_view reason, bool fails) noexcept {
   try {
     std::lock_guard lock(mutex_);
-    if (path_.empty() || written_) return;
+    if (path_.empty() || failed_) return;
+    failed_ = fails;
     char host[256] = "";
     gethostname(host, sizeof(host) - 1);
     std::string out = "{\"rank\":" + std::to_string(rank_) + ",\"size\":" + std::to_string(size_) +
@@ -187,13 +190,17 @@ void CallLog::write(std::string_view reason) noexcept {
     }
     out += "]}\n";
     const std::string part = path_ + ".part";
+    const std::filesystem::path folder = std::filesystem::path(path_).parent_path();
+    std::error_code ignored;
+    if (!folder.empty()) std::filesystem::create_directories(folder, ignored);
     std::FILE* file = std::fopen(part.c_str(), "w");
     if (file == nullptr) return;
     const bool complete = std::fwrite(out.data(), 1, out.size(), file) == out.size();
-    if (std::fclose(file) == 0 && complete) {
-      std::rename(part.c_str(), path_.c_str());
-    } else {
+    if (std::fclose(file) != 0 || !complete || std::rename(part.c_str(), path_.c_str()) != 0) {
       std::remove(part.c_str());
+    } else if (fails) {
+      std::fprintf(stderr, "    which rank is behind: onnxpar diagnose %s\n", folder.c_str());
+      std::fflush(stderr);
     }
   } catch (const std::exception&) {
     // Out of memory; the failure itself is reported elsewhere.

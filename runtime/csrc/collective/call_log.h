@@ -76,11 +76,13 @@ class CallLog {
   // The names and channels of calls, as JSON: {"names": [...], "channels": [{"ranks", "lane", "tag"}]}.
   std::string tables() const;
 
-  // The file that `write` writes; none if empty. A call of `write` before is repeated.
+  // The file that `write` writes; none if empty.
   void set_file(std::string path);
-  // Writes the last calls as JSON to the file, if there is one, with the reason, unless it has been
-  // written. Reports no error: it is called when the rank fails.
-  void write(std::string_view reason) noexcept;
+  // Writes the last calls as JSON to the file, if there is one, with the reason; in its folder, which
+  // is made. Not if the rank has failed before. Reports no error: it is called when the rank fails.
+  void write(std::string_view reason) noexcept { save(reason, false); }
+  // The same for a rank that fails; says on stderr where the file is.
+  void fail(std::string_view reason) noexcept { save(reason, true); }
 
  private:
   struct Channel {
@@ -92,6 +94,7 @@ class CallLog {
   // By what a channel is found again: the group's address, or the kind, peer and tag of messages.
   using Key = uint64_t;
 
+  void save(std::string_view reason, bool fails) noexcept;
   // With the lock.
   int64_t channel(Key key, const std::vector<int>& ranks, Lane lane, int tag);
   int64_t name(std::string_view name);
@@ -113,7 +116,7 @@ class CallLog {
   std::vector<Channel> channels_;
   std::unordered_map<Key, int64_t> channel_of_;
   std::string path_;
-  bool written_ = false;
+  bool failed_ = false;
 };
 
 }  // namespace onnxpar

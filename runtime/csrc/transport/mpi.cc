@@ -218,9 +218,9 @@ class MpiTransport : public Transport {
 
  private:
   [[noreturn]] void end_job(const std::string& message) {
-    if (options_.failing) options_.failing(message);
     std::fprintf(stderr, "r%d | %s\n", rank_, message.c_str());
     std::fflush(stderr);
+    if (options_.failing) options_.failing(message);
     MPI_Abort(world_, 1);
     _exit(1);
   }

@@ -137,9 +137,9 @@ class Watchdog {
         const std::string text = describe(rank_, *slot.call, *slot.ranks) + ": waited " +
                                  std::to_string(std::lround(waited.count())) +
                                  " s for the other ranks (ONNXPAR_TIMEOUT)";
-        if (failing_) failing_(text);
         std::fprintf(stderr, "r%d | %s\n", rank_, text.c_str());
         std::fflush(stderr);
+        if (failing_) failing_(text);
         MPI_Abort(comm_, 1);
         _exit(1);
       }

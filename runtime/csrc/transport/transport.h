@@ -167,7 +167,7 @@ std::string describe(int rank, const Call& call, const std::vector<int>& group);
 struct TransportOptions {
   bool debug = true;
   double timeout_s = 60;  // how long one call may wait before it fails; 0 means without a limit
-  // Is called with the reason before the transport ends the process.
+  // Is called with the reason, which has been printed, before the transport ends the process.
   std::function<void(const std::string& reason)> failing = nullptr;
 };
 

@@ -3,36 +3,9 @@
 from collections.abc import Iterator
 from typing import Any
 
-from onnxpar_format.trace import (
-    BACKGROUND,
-    CALL,
-    COLLECTIVE,
-    FOREGROUND,
-    RECV,
-    SEND,
-    SET_UP,
-    WAIT,
-    WAITING,
-)
+from onnxpar_format.calls import COLUMNS, KINDS, WAIT
+from onnxpar_format.trace import BACKGROUND, CALL, FOREGROUND, WAITING
 from onnxpar_runtime.collectives import Rank
-
-COLUMNS = (
-    "number",
-    "kind",
-    "state",
-    "name",
-    "channel",
-    "place",
-    "tensors",
-    "bytes",
-    "signature",
-    "begin",
-    "met",
-    "end",
-)
-"""The columns of a row of logged calls."""
-KINDS = (COLLECTIVE, SEND, RECV, WAIT, SET_UP)
-"""By the number of `CallKind`."""
 
 
 def logged(rank: Rank) -> Iterator[tuple[str, int, str, int, int, dict[str, Any]]]:

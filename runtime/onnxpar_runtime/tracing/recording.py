@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
+from onnxpar_format.calls import COLLECTIVE
 from onnxpar_format.new_file import new_file
 from onnxpar_format.trace import (
     CALL,
-    COLLECTIVE,
     MAIN,
     OPERATOR,
     OPERATORS,

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from onnxpar_format.trace import ACTION, CALL, COLLECTIVE
+from onnxpar_format.calls import COLLECTIVE
+from onnxpar_format.trace import ACTION, CALL
 from onnxpar_format.trace_times import PARTS, times
 from onnxpar_runtime.checkpoint.layout import written
 from onnxpar_runtime.errors import (
