@@ -6,11 +6,10 @@ from typing import Annotated
 
 import typer
 
+from onnxpar.api.report_page import report_page
 from onnxpar.cli.options import takes_options
 from onnxpar.core.errors import DirectoryError
-from onnxpar.report.page_data import page_data
-from onnxpar.report.write_page import page_html
-from onnxpar_format.new_file import check_file, new_file
+from onnxpar.strategy.machine_file import load_machine
 from onnxpar_format.options import Option
 
 
@@ -23,19 +22,25 @@ def command(
     out: Annotated[Path, Option("The page to write.", "FILE", flags=("--out", "-o"))] = Path(
         "report.html"
     ),
+    log: Annotated[Path | None, Option("A log that `train --log` has written.", "FILE")] = None,
+    trace: Annotated[Path | None, Option("A trace that `--trace` has written.", "FILE")] = None,
+    machine: Annotated[
+        str, Option("The machine whose times are predicted: a file, or a known one.", "NAME|FILE")
+    ] = "cpu",
     symbol: Annotated[
         Sequence[str],
         Option("The size of a symbol that the page shows first; may be repeated.", "NAME=SIZE"),
     ] = (),
 ) -> None:
     """Write a page that shows how a model was sharded, for a browser without a network."""
-    if len(directories) > 2:
-        raise DirectoryError(f"expected one directory or two to compare, got {len(directories)}")
-    check_file(out, DirectoryError)
-    data = page_data(directories, _sizes(symbol))
-    title = " and ".join(str(directory) for directory in directories)
-    with new_file(out, DirectoryError) as file:
-        file.write_text(page_html(data, title), encoding="utf-8")
+    report_page(
+        directories,
+        out,
+        sizes=_sizes(symbol),
+        machine=load_machine(machine),
+        log=log,
+        trace=trace,
+    )
     typer.echo(f"{out}: {out.stat().st_size:,} bytes")
 
 

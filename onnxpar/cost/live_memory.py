@@ -11,8 +11,10 @@ contains the masks, reshards and local forms.
 """
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
 
 from onnxpar.ops.slots import Kernel
 
@@ -62,20 +64,49 @@ def live_peak(steps: Sequence[MemoryStep], kept: Collection[str] = ()) -> int:
 def live_bytes(steps: Sequence[MemoryStep], kept: Collection[str] = ()) -> list[int]:
     """Returns for each step the bytes that are needed while it runs: its work, and values.
 
+    The arguments are those of `lifetimes`.
+    """
+    change = [0] * (len(steps) + 1)
+    for life in lifetimes(steps, kept):
+        change[life.first] += life.bytes
+        change[life.last + 1] -= life.bytes
+    return [live + step.work for live, step in zip(accumulate(change), steps, strict=False)]
+
+
+class Lifetime(NamedTuple):
+    """The memory of a value, and of those that share it.
+
+    Attributes:
+        name: Name of the value for which it is taken.
+        bytes: Its size.
+        first: Number of the step that takes it.
+        last: Number of the step after which it is free.
+    """
+
+    name: str
+    bytes: int
+    first: int
+    last: int
+
+
+def lifetimes(steps: Sequence[MemoryStep], kept: Collection[str] = ()) -> Iterator[Lifetime]:
+    """Yields the memory that the steps of a program take, when it is free again.
+
     Values that no step computes (inputs, parameters) do not count.
 
     Args:
-        steps: The program.
+        steps: The program. Sizes are only compared, so they may stand for formulas.
         kept: Values that stay after the program, in memory of their own: its outputs. They do not
             count either, since their memory is kept from run to run.
     """
     left = Counter(name for step in steps for name in step.reads)
-    # The memory of each value, by name; the size of each memory, and the reads to come.
+    # The memory of each value, by name; the size and beginning of each memory, and the reads to
+    # come.
     place: dict[str, str] = {}
     size: dict[str, int] = {}
     reads: dict[str, int] = {}
-    live, found = 0, []
-    for step in steps:
+    begun: dict[str, int] = {}
+    for number, step in enumerate(steps):
         for made in step.makes:
             if made.name in kept:
                 continue
@@ -83,20 +114,17 @@ def live_bytes(steps: Sequence[MemoryStep], kept: Collection[str] = ()) -> list[
             if home is None:
                 continue
             if home == made.name:
-                size[home], reads[home] = made.bytes, 0
-                live += made.bytes
+                size[home], reads[home], begun[home] = made.bytes, 0, number
             place[made.name] = home
             # Computing it counts as a read, so that it is alive until the end of the step.
             reads[home] += left[made.name] + 1
-        found.append(live + step.work)
         for name in (*step.reads, *(m.name for m in step.makes)):
             home = place.get(name)
             if home is None:
                 continue
             reads[home] -= 1
             if not reads[home]:
-                live -= size[home]
-    return found
+                yield Lifetime(home, size[home], begun[home], number)
 
 
 def _home(

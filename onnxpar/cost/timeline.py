@@ -87,8 +87,28 @@ def together(bucket: Sequence[Member]) -> float:
     return sum(m.seconds for m in bucket) - sum(m.start for m in bucket[1:])
 
 
+@dataclass(frozen=True)
+class Played:
+    """When nodes and transfers run, in seconds from the beginning.
+
+    Attributes:
+        begins: When each node begins.
+        spans: When each transfer begins and ends, in the order given.
+        end: When all is done.
+    """
+
+    begins: tuple[float, ...]
+    spans: tuple[tuple[float, float], ...]
+    end: float
+
+
 def elapsed(computing: Sequence[float], transfers: Iterable[Transfer]) -> float:
-    """Returns the seconds of nodes and transfers.
+    """Returns the seconds of nodes and transfers; the arguments are those of `played`."""
+    return played(computing, transfers).end
+
+
+def played(computing: Sequence[float], transfers: Iterable[Transfer]) -> Played:
+    """Returns when nodes and transfers run.
 
     A transfer begins when it is ready and the link is free of those before it. A node waits until
     the transfers are complete that it needs.
@@ -104,20 +124,27 @@ def elapsed(computing: Sequence[float], transfers: Iterable[Transfer]) -> float:
         if transfer.overlaps and transfer.ready < transfer.needed:
             beginning.setdefault(transfer.ready, []).append(number)
         needed.setdefault(transfer.needed, []).append(number)
-    done: dict[int, float] = {}
+    spans: dict[int, tuple[float, float]] = {}
+    begins = []
     now = free = 0.0
     for place in range(len(computing) + 1):
         for number in beginning.get(place, ()):
-            free = done[number] = max(now, free) + row[number].seconds
+            start = max(now, free)
+            free = start + row[number].seconds
+            spans[number] = start, free
         for number in needed.get(place, ()):
-            if number in done:
-                now = max(now, done[number])
-            elif row[number].overlaps:
-                now = free = max(now, free) + row[number].seconds
-            else:
-                now += row[number].seconds
-        now += computing[place] if place < len(computing) else 0.0
-    return now
+            if number in spans:
+                now = max(now, spans[number][1])
+                continue
+            start = max(now, free) if row[number].overlaps else now
+            now = start + row[number].seconds
+            free = now if row[number].overlaps else free
+            spans[number] = start, now
+        if place < len(computing):
+            begins.append(now)
+            now += computing[place]
+    ordered = tuple(spans[number] for number in range(len(row)))
+    return Played(tuple(begins), ordered, now)
 
 
 def in_buckets(members: Iterable[Member], end: int) -> Iterator[Transfer]:

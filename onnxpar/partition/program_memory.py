@@ -47,7 +47,7 @@ def program_memory(
         program: The program of all ranks.
         sizes: Sizes of symbols by name; the others have the size `Symbol.typical`.
     """
-    tensors = _Tensors(program.builder.table, dict(sizes or {}))
+    tensors = LocalSizes(program.builder.table, dict(sizes or {}))
     outputs = {o.local.name or "": o for o in program.outputs}
     sums = {i.name: tensors.bytes(i.local) for i in program.inputs if i.name in program.states.sums}
     buffers, fed = program.states.outputs, program.states.inputs
@@ -57,7 +57,7 @@ def program_memory(
     states |= {
         buffers[o.name]: tensors.bytes(o.local) for o in program.outputs if o.name in buffers
     }
-    steps = tuple(_steps(program.builder.nodes, tensors, program.registry))
+    steps = tuple(memory_steps(program.builder.nodes, tensors, program.registry))
     # The values that other programs read are there until the program ends.
     leaving = MemoryStep("", tuple(h.local.name or "" for h in program.handed_out), (), 0)
     return ProgramMemory(
@@ -78,14 +78,14 @@ def node_bytes(program: PartitionedModel, sizes: Mapping[str, int]) -> list[int]
         program: The program of all ranks.
         sizes: As in `program_memory`.
     """
-    tensors = _Tensors(program.builder.table, sizes)
-    steps = tuple(_steps(program.builder.nodes, tensors, program.registry))
+    tensors = LocalSizes(program.builder.table, sizes)
+    steps = tuple(memory_steps(program.builder.nodes, tensors, program.registry))
     return live_bytes(steps, {o.local.name or "" for o in program.outputs})
 
 
 def value_bytes(program: PartitionedModel, value: ir.Value, sizes: Mapping[str, int]) -> int:
     """Returns the bytes of a value of a program; 0 if its size is not known before the run."""
-    return _Tensors(program.builder.table, sizes).bytes(value)
+    return LocalSizes(program.builder.table, sizes).bytes(value)
 
 
 def total_bytes(programs: Iterable[ProgramMemory], *, several: bool = False) -> int:
@@ -109,19 +109,25 @@ def total_bytes(programs: Iterable[ProgramMemory], *, several: bool = False) -> 
 
 def handed_bytes(program: PartitionedModel, sizes: Mapping[str, int]) -> dict[str, int]:
     """Returns the bytes of each value of `handed_in`, by name; `sizes` as in `program_memory`."""
-    tensors = _Tensors(program.builder.table, sizes)
+    tensors = LocalSizes(program.builder.table, sizes)
     return {h.local.name or "": tensors.bytes(h.local) for h in program.handed_in}
 
 
-class _Tensors:
-    """Sizes of values at given sizes of symbols."""
+class LocalSizes:
+    """Sizes of values at given sizes of symbols.
+
+    Attributes:
+        unknown: Values that were asked for, and whose size is not known before the run.
+    """
 
     def __init__(self, table: SymbolTable, sizes: Mapping[str, int]) -> None:
+        """Takes the symbols, and the sizes of some; others have the size `Symbol.typical`."""
         self._table = table
         self._sizes = sizes
         self.unknown: list[str] = []
 
     def shape(self, value: ir.Value | None) -> Shape | None:
+        """Returns the local shape of a value; None if it is absent or not known."""
         if value is None or value.shape is None:
             return None
         dims = []
@@ -133,6 +139,7 @@ class _Tensors:
         return tuple(dims)
 
     def bytes(self, value: ir.Value) -> int:
+        """Returns the bytes of a value, 0 if its shape is not known."""
         shape = self.shape(value)
         if shape is None or value.dtype is None:
             self.unknown.append(value.name or "")
@@ -140,8 +147,16 @@ class _Tensors:
         return prod(shape) * int(value.dtype.itemsize)
 
 
-def _steps(nodes: Iterable[ir.Node], tensors: _Tensors, registry: Registry) -> Iterator[MemoryStep]:
-    """Yields the steps of a rank's program; a body counts only with the values that it reads."""
+def memory_steps(
+    nodes: Iterable[ir.Node], tensors: LocalSizes, registry: Registry
+) -> Iterator[MemoryStep]:
+    """Yields the steps of a rank's program; a body counts only with the values that it reads.
+
+    Args:
+        nodes: The nodes, in the order of execution.
+        tensors: The sizes of their values.
+        registry: The table of operators.
+    """
     for node in nodes:
         facts = kernel(node, registry)
         operands = [v.name or "" if v is not None else "" for v in node.inputs]

@@ -10,9 +10,11 @@ from typing import Any
 
 import onnx_ir as ir
 
+from onnxpar.core.machine import Machine
 from onnxpar.core.symbols import Symbol
 from onnxpar.core.version import __version__
 from onnxpar.report.fold_layers import FoldedNodes, common_name, fold_nodes
+from onnxpar.report.rank_programs import rank_programs
 from onnxpar.report.read_directory import read_programs
 from onnxpar.report.stage_data import bytes_of
 from onnxpar.report.tables import Tables
@@ -20,27 +22,32 @@ from onnxpar.report.tables import Tables
 Json = dict[str, Any]
 
 
-def page_data(directories: Sequence[Path], sizes: Mapping[str, int]) -> Json:
+def page_data(directories: Sequence[Json]) -> Json:
     """Returns the data of a page about one directory, or about two to compare.
 
     Args:
-        directories: The directories.
+        directories: The data of each, as `directory_page` returns it.
+    """
+    return {"version": __version__, "directories": list(directories)}
+
+
+def directory_page(directory: Path, sizes: Mapping[str, int], machine: Machine) -> Json:
+    """Returns the part of a page about one directory.
+
+    Args:
+        directory: The directory.
         sizes: The sizes of symbols that the page shows first; `Symbol.typical` for others.
+        machine: The machine whose times are predicted.
 
     Raises:
-        DirectoryError: A directory has no report.
+        DirectoryError: It has no report, a graph in it cannot be read, or a size is not admissible.
     """
-    return {
-        "version": __version__,
-        "directories": [directory_page(directory, sizes) for directory in directories],
-    }
-
-
-def directory_page(directory: Path, sizes: Mapping[str, int]) -> Json:
-    """Returns the part of a page about one directory."""
     manifest, programs = read_programs(directory)
     report = manifest["report"]
     symbols = {name: Symbol.parse(text) for name, text in report["symbols"].items()}
+    for name, size in sizes.items():
+        if name in symbols:
+            symbols[name].check(name, size)
     tables = Tables(symbols)
     data = {
         "name": directory.name or str(directory),
@@ -55,6 +62,8 @@ def directory_page(directory: Path, sizes: Mapping[str, int]) -> Json:
         },
         "symbols": [_symbol(name, symbol, sizes) for name, symbol in symbols.items()],
         "parameters": _parameters(manifest),
+        "machine": machine.name,
+        "ranks": rank_programs(directory, manifest, programs, tables, machine, sizes),
         "programs": [_program(name, program, tables) for name, program in programs.items()],
     }
     return data | tables.contents()
@@ -69,6 +78,7 @@ def _symbol(name: str, symbol: Symbol, sizes: Mapping[str, int]) -> Json:
         "most": facts.max,
         "step": max(facts.divisor, 1),
         "value": sizes.get(name, symbol.typical()),
+        "predicted": sizes.get(name, symbol.typical()),
     }
 
 

@@ -80,13 +80,22 @@ def graphs_of(directory: Path) -> dict[str, ir.Model]:
         if program in seen:
             continue
         seen.add(program)
-        try:
-            found[path.name] = ir.load(path)
-        except Exception as error:
-            raise DirectoryError(f"{path}: not an ONNX graph: {error}") from None
+        found[path.name] = read_graph(path)
     if not found:
         raise DirectoryError(f"{directory}: expected rank graphs (rank*.onnx), got none")
     return found
+
+
+def read_graph(path: Path) -> ir.Model:
+    """Returns a rank's graph; weights are read when they are used.
+
+    Raises:
+        DirectoryError: It cannot be read.
+    """
+    try:
+        return ir.load(path)
+    except Exception as error:
+        raise DirectoryError(f"{path}: not an ONNX graph: {error}") from None
 
 
 def _of_rank(report: Json, rank: int | None) -> list[Json]:

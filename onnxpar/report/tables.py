@@ -1,10 +1,10 @@
 """Tables of what a page needs often: formulas, shapes, layouts and texts, each written once."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from onnxpar.core.symbols import safe_name
+from onnxpar.core.symbols import Symbol, SymbolTable, safe_name
 from onnxpar_format.expressions import ExpressionError, names_of, postfix
 
 Json = dict[str, Any]
@@ -16,6 +16,7 @@ class Tables:
     """Formulas, shapes, layouts and texts, by their places in tables.
 
     Attributes:
+        symbols: The symbols with their constraints.
         formulas: For each formula `{"text", "code"}`: `code` is what
             `onnxpar_format.expressions.postfix` returns, with places of symbols instead of names;
             None if the text has a name that is no symbol, so that it has no value.
@@ -25,12 +26,13 @@ class Tables:
         texts: Any other texts that occur often.
     """
 
-    def __init__(self, symbols: Iterable[str]) -> None:
+    def __init__(self, symbols: Mapping[str, Symbol]) -> None:
         """Makes empty tables.
 
         Args:
-            symbols: The names of the symbols, in the order of the page.
+            symbols: The symbols with their constraints, in the order of the page.
         """
+        self.symbols = SymbolTable(symbols)
         self._symbols = {safe_name(name): place for place, name in enumerate(symbols)}
         names = sorted(symbols, key=len, reverse=True)
         special = [name for name in names if safe_name(name) != name]

@@ -19,6 +19,12 @@ SCRIPTS = (
     "mesh.js",
     "model.js",
     "collectives.js",
+    "charts.js",
+    "memory.js",
+    "time.js",
+    "pipeline.js",
+    "runs.js",
+    "compare.js",
     "main.js",
 )
 """The scripts, in the order in which they run."""

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from onnxpar.api.runtime.checkpoints import merge_checkpoint, reshard_checkpoint
     from onnxpar.api.runtime.export_checkpoint import export_checkpoint
     from onnxpar.api.runtime.functions import Call, open_program, started
+    from onnxpar.api.runtime.pipeline_times import pipeline_times
     from onnxpar.api.runtime.verification import (
         dump_values,
         first_difference,
@@ -47,6 +48,7 @@ __all__ = [
     "merge_checkpoint",
     "open_program",
     "parse_case",
+    "pipeline_times",
     "report_json",
     "reshard_checkpoint",
     "run",
@@ -72,6 +74,7 @@ _HOMES = {
     "generate": "onnxpar_runtime.generation.commands",
     "merge_checkpoint": "onnxpar.api.runtime.checkpoints",
     "open_program": "onnxpar.api.runtime.functions",
+    "pipeline_times": "onnxpar.api.runtime.pipeline_times",
     "parse_case": "onnxpar.api.runtime.verification",
     "report_json": "onnxpar.api.runtime.verification",
     "reshard_checkpoint": "onnxpar.api.runtime.checkpoints",

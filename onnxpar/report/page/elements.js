@@ -38,7 +38,7 @@ onnxpar.elements = (() => {
   /* A part of the page that is made again when sizes change. */
   function remade(compute) {
     const element = make("div");
-    const show = () => element.replaceChildren(...[compute()].flat());
+    const show = () => element.replaceChildren(...[compute()].flat().filter((part) => part !== null));
     show();
     onnxpar.sizes.onChange(show);
     return element;

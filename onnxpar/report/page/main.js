@@ -13,6 +13,9 @@
     ["mesh", "Mesh", "", onnxpar.mesh],
     ["model", "Model", "A click on a node shows its shapes, its sharding rule and the blocks of its tensors.", onnxpar.model],
     ["communication", "Communication", "Bytes are those that one device sends.", onnxpar.collectives.collectives],
+    ["memory", "Memory", "What a rank holds while its programs run; all ranks of a stage hold the same.", onnxpar.memory.memory],
+    ["time", "Predicted time", "", onnxpar.time.time],
+    ["pipeline", "Pipeline", "", onnxpar.pipeline],
     ["conflicts", "Conflicts", "Neighbours that want a value in different layouts, the most expensive first.", onnxpar.collectives.conflicts],
     ["replicated", "Replicated", "What several devices compute or hold alike, and why.", onnxpar.collectives.replicated],
   ];
@@ -31,6 +34,8 @@
         tile("sharded", make("b", {}, numbers.count(totals.sharded))),
         tile("parameters on a device", make("b", {}, numbers.bytes(totals.parameter_bytes_per_device))),
         tile("parameters together", make("b", {}, numbers.bytes(totals.parameter_bytes))),
+        directory.ranks.length ? tile("of memory at the peak", live("b", {}, () => numbers.bytes(onnxpar.memory.peak(directory)))) : null,
+        directory.ranks.length ? tile(`predicted, ${directory.machine}`, make("b", {}, numbers.seconds(onnxpar.time.total(directory)))) : null,
         tile("sent by a device in a run", live("b", {}, () => numbers.bytes(sizes.value(directory, totals.bytes)))),
       ),
     ];
@@ -85,16 +90,24 @@
     );
   }
 
+  /* The sections: those of each directory, and those of the comparison and of runs, if there are any. */
+  const shown = SECTIONS
+    .filter(([id]) => id !== "pipeline" || directories.some((directory) => directory.stages > 1))
+    .map(([id, name, text, render]) => [id, name, text, () => sides(render)]);
+  if (directories.length > 1) shown.unshift(["comparison", "Comparison", "", () => onnxpar.compare(directories)]);
+  if (data.log) shown.push(["log", "Training log", "", () => onnxpar.runs.log(data.log)]);
+  if (data.trace) shown.push(["trace", "Trace", "", () => onnxpar.runs.trace(data.trace)]);
+
   const title = directories.map((directory) => directory.name).join(" and ");
-  const links = SECTIONS.map(([id, name]) => make("a", { href: `#${id}` }, name));
+  const links = shown.map(([id, name]) => make("a", { href: `#${id}` }, name));
   document.body.append(
     make("header", { class: "top" }, make("h1", {}, title), sides(summary)),
     make("nav", { class: "bar", "aria-label": "Sections and sizes" },
       make("div", {}, make("span", { class: "links" }, links),
         make("span", { class: "sizes" }, choices(), theme()))),
-    make("main", {}, SECTIONS.map(([id, name, text, render]) =>
+    make("main", {}, shown.map(([id, name, text, render]) =>
       make("section", { id, "aria-labelledby": `${id}-title` },
-        make("h2", { id: `${id}-title` }, name), text ? make("p", { class: "soft" }, text) : null, sides(render)))),
+        make("h2", { id: `${id}-title` }, name), text ? make("p", { class: "soft" }, text) : null, render()))),
     make("footer", { class: "bottom soft" }, `onnxpar ${data.version}`),
   );
   document.documentElement.dataset.ready = "yes";

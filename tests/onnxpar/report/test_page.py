@@ -14,7 +14,9 @@ import two_layer
 from onnx import TensorProto, helper, numpy_helper
 
 from onnxpar.cli import main
-from onnxpar.report.page_data import page_data
+from onnxpar.core.machine import PRESETS
+from onnxpar.core.symbols import Symbol
+from onnxpar.report.page_data import directory_page, page_data
 from onnxpar.report.tables import Tables
 from onnxpar.report.write_page import page_html
 from onnxpar_format.expressions import evaluate_exact
@@ -125,7 +127,7 @@ def test_names_of_a_model_stay_text(here: Path) -> None:
     folder = "<img src=x onerror=document.title='bad'>"
     assert main(["shard", "hostile.onnx", "--strategy", "dp=2,tp=2", "-o", folder]) == 0
     assert main(["report", folder, "-o", "page.html"]) == 0
-    harmless = page_html(page_data([here / "out"], {}), "out")
+    harmless = page_html(page_data([directory_page(here / "out", {}, PRESETS["cpu"])]), "out")
     page = (here / "page.html").read_text(encoding="utf-8")
     found = Elements(page)
     assert found.names == Elements(harmless).names
@@ -163,7 +165,7 @@ def run(code: list[Any], values: list[int]) -> float:
 )
 def test_the_code_of_a_formula_is_worth_what_the_formula_is(text: str) -> None:
     names = ["batch", "seq", "my dim"]
-    tables = Tables(names)
+    tables = Tables(dict.fromkeys(names, Symbol()))
     size = tables.size(text)
     assert isinstance(size, list)
     for values in ([5, 11, 9], [8, 128, 64]):
@@ -173,7 +175,7 @@ def test_the_code_of_a_formula_is_worth_what_the_formula_is(text: str) -> None:
 
 
 def test_a_formula_with_an_unknown_name_has_no_code() -> None:
-    tables = Tables(["batch"])
+    tables = Tables({"batch": Symbol()})
     tables.size("batch*other")
     tables.size("not python (")
     assert [f["code"] for f in tables.formulas] == [None, None]

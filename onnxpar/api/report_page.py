@@ -1,0 +1,61 @@
+"""Writes the page about a directory, or about two, and a run of it."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from onnxpar.api import runtime
+from onnxpar.core.errors import DirectoryError
+from onnxpar.core.machine import PRESETS, Machine
+from onnxpar.report.page_data import directory_page, page_data
+from onnxpar.report.read_log import read_log
+from onnxpar.report.trace_table import trace_table
+from onnxpar.report.write_page import page_html
+from onnxpar_format.new_file import check_file, new_file
+
+
+def report_page(
+    directories: Sequence[Path],
+    out: Path,
+    *,
+    sizes: Mapping[str, int] | None = None,
+    machine: Machine = PRESETS["cpu"],
+    log: Path | None = None,
+    trace: Path | None = None,
+) -> None:
+    """Writes a page that shows how a model was sharded; a browser opens it without a network.
+
+    Args:
+        directories: One directory, or two to compare.
+        out: The page; it is written completely or not at all.
+        sizes: The sizes of symbols that the page shows first, and for which times are predicted;
+            `Symbol.typical` for others.
+        machine: The machine whose times are predicted.
+        log: A file that `train --log` has written.
+        trace: A file that `--trace` has written.
+
+    Raises:
+        OnnxparError: A directory or a file cannot be read, or the page cannot be written.
+    """
+    if not 1 <= len(directories) <= 2:
+        raise DirectoryError(f"expected one directory or two to compare, got {len(directories)}")
+    check_file(out, DirectoryError)
+    pages = [_directory(directory, sizes or {}, machine) for directory in directories]
+    data = page_data(pages)
+    if log is not None:
+        data["log"] = {"name": log.name, **read_log(log)}
+    if trace is not None:
+        data["trace"] = {"name": trace.name, "summary": trace_table(trace).json()}
+    title = " and ".join(str(directory) for directory in directories)
+    with new_file(out, DirectoryError) as file:
+        file.write_text(page_html(data, title), encoding="utf-8")
+
+
+def _directory(directory: Path, sizes: Mapping[str, int], machine: Machine) -> dict[str, Any]:
+    page = directory_page(directory, sizes, machine)
+    parts = {program["name"]: program["end"] for program in page["ranks"]}
+    first = page["programs"][0]["name"]
+    if page["stages"] > 1 and any(program["of"] == first for program in page["ranks"]):
+        page["pipeline"] = runtime.pipeline_times(directory, first, parts)
+        page["step"] = page["pipeline"]["end"]
+    return page

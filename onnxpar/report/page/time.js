@@ -1,0 +1,148 @@
+"use strict";
+/* global onnxpar */
+/* Predicted times of a rank: by layer, on a line of time, and what is hidden behind what. */
+
+onnxpar.time = (() => {
+  const { make, name, empty } = onnxpar.elements;
+  const { numbers, table, charts } = onnxpar;
+  const MOST_BARS = 1500;
+
+  /* The layer of a node: its name up to the first part with a number, or its first two parts. */
+  function layerOf(text) {
+    const parts = text.split("/");
+    const numbered = parts.findIndex((part, place) => place > 0 && place < 5 && /\d/.test(part));
+    const end = numbered > 0 ? numbered + 1 : 2;
+    if (parts.length <= 2) return "outside layers";
+    return parts.slice(0, Math.min(end, Math.max(parts.length - 1, 2))).join("/");
+  }
+
+  /* For each node of a rank its layer, and whether it belongs to the backward pass. */
+  function layersOf(directory, program) {
+    const model = directory.programs.find((one) => one.name === program.of);
+    const repeated = new Map();
+    for (const [start, size, count] of model?.blocks ?? []) {
+      if (count < 2) continue;
+      for (let i = 0; i < size * count; i++) repeated.set(start + i, Math.floor(i / size) + 1);
+    }
+    return program.nodes.map((node) => {
+      if (node.owner < 0) return "the rest";
+      const text = model.nodes[node.owner].name;
+      const backward = text.includes("/grad/") ? ", backward" : "";
+      if (!text.includes("/") && repeated.has(node.owner)) return `layer ${repeated.get(node.owner)}${backward}`;
+      return layerOf(text) + backward;
+    });
+  }
+
+  /* The part of a transfer in which no node of the rank is computed, and the layers that are. */
+  function overlap(program, layers, transfer) {
+    let hidden = 0;
+    const behind = new Map();
+    for (let i = transfer.ready; i < transfer.needed; i++) {
+      const node = program.nodes[i];
+      const both = Math.min(transfer.ends, node.begins + node.seconds) - Math.max(transfer.begins, node.begins);
+      if (both <= 0) continue;
+      hidden += both;
+      behind.set(layers[i], (behind.get(layers[i]) ?? 0) + both);
+    }
+    const seconds = transfer.ends - transfer.begins;
+    return { seconds, hidden: Math.min(hidden, seconds), behind: [...behind.keys()] };
+  }
+
+  function time(directory) {
+    const programs = directory.ranks.filter((program) => program.nodes.length > 0);
+    if (!programs.length) return empty("The graphs of no rank are in the directory.");
+    const content = make("div");
+    const show = (program) => content.replaceChildren(...ofProgram(directory, program));
+    show(programs[0]);
+    const choice = make(
+      "select",
+      { "aria-label": "Program whose time is shown", onchange: (event) => show(programs[event.target.value]) },
+      programs.map((program, place) => make("option", { value: place }, directory.stages > 1 ? `${program.name} (stage ${program.stage})` : program.name)),
+    );
+    const at = directory.symbols.map((symbol) => `${symbol.name}=${symbol.predicted}`).join(", ");
+    return [
+      make("p", { class: "soft" }, `For the machine ${directory.machine}${at ? `, at ${at}` : ""} (onnxpar report --machine, --symbol).`),
+      programs.length > 1 ? make("p", {}, "Program ", choice) : null,
+      content,
+    ];
+  }
+
+  function ofProgram(directory, program) {
+    const layers = layersOf(directory, program);
+    const facts = program.transfers.map((transfer) => ({ transfer, ...overlap(program, layers, transfer) }));
+    const rows = new Map();
+    const row = (layer) => {
+      if (!rows.has(layer)) rows.set(layer, { layer, place: rows.size, nodes: 0, computing: 0, sending: 0, hidden: 0 });
+      return rows.get(layer);
+    };
+    program.nodes.forEach((node, i) => {
+      row(layers[i]).computing += node.seconds;
+      row(layers[i]).nodes += 1;
+    });
+    for (const { transfer, seconds, hidden } of facts) {
+      row(layers[transfer.node]).sending += seconds;
+      row(layers[transfer.node]).hidden += hidden;
+    }
+    const list = [...rows.values()];
+    const sum = (of) => list.reduce((total, one) => total + of(one), 0);
+    const seconds = (of) => ({ of, shown: (one) => numbers.seconds(of(one)), number: true });
+    return [
+      make("p", {}, "One run takes ", make("b", {}, numbers.seconds(program.end)), `: ${numbers.seconds(sum((r) => r.computing))} of computing and `,
+        `${numbers.seconds(sum((r) => r.sending))} of communication, of which ${numbers.seconds(sum((r) => r.hidden))} is hidden behind computing.`),
+      lanes(directory, program, layers, facts),
+      table(
+        list,
+        [
+          { title: "layer", of: (one) => one.layer, shown: (one) => name(one.layer) },
+          { title: "nodes", of: (one) => one.nodes, number: true },
+          { title: "computing", ...seconds((one) => one.computing) },
+          { title: "communication", ...seconds((one) => one.sending) },
+          { title: "hidden", ...seconds((one) => one.hidden) },
+          { title: "share of the run", of: (one) => one.computing + one.sending - one.hidden,
+            shown: (one) => numbers.share((one.computing + one.sending - one.hidden) / (program.end || 1)), number: true },
+        ],
+        { label: `time of ${program.name} by layer`, first: 24 },
+      ),
+      facts.some((one) => one.hidden > 0) || program.apart.length ? hiddenTable(directory, program, facts) : null,
+    ].filter((part) => part !== null);
+  }
+
+  function hiddenTable(directory, program, facts) {
+    const { texts } = directory;
+    const inside = facts
+      .filter((one) => one.hidden > 0)
+      .map(({ transfer, seconds, hidden, behind }) => ({ what: texts[program.nodes[transfer.node].name], seconds, hidden, behind: behind.join(", ") }));
+    const apart = program.apart.map(({ op, value, seconds, behind }) => ({ what: `${op} of ${texts[value]}`, seconds, hidden: null, behind: `${behind}, another program` }));
+    return make("details", {}, make("summary", {}, `What is hidden behind what (${inside.length + apart.length})`),
+      table([...inside, ...apart], [
+        { title: "communication", of: (one) => one.what, shown: (one) => name(one.what) },
+        { title: "takes", of: (one) => one.seconds, shown: (one) => numbers.seconds(one.seconds), number: true },
+        { title: "hidden", of: (one) => one.hidden, shown: (one) => (one.hidden === null ? "in another run" : numbers.seconds(one.hidden)), number: true },
+        { title: "behind", of: (one) => one.behind },
+      ], { label: `hidden communication of ${program.name}` }));
+  }
+
+  function lanes(directory, program, layers, facts) {
+    const colours = new Map();
+    const bars = [];
+    program.nodes.forEach((node, i) => {
+      if (!node.seconds) return;
+      if (!colours.has(layers[i])) colours.set(layers[i], `var(--axis-${[0, 2, 5, 4][colours.size % 4]})`);
+      const last = bars.at(-1);
+      const to = node.begins + node.seconds;
+      if (last && last.layer === layers[i] && node.begins - last.to < program.end / MOST_BARS) last.to = to;
+      else bars.push({ layer: layers[i], from: node.begins, to, colour: colours.get(layers[i]), text: layers[i].replace(/^\//, "") });
+    });
+    for (const bar of bars) bar.title = `${bar.layer}: ${numbers.seconds(bar.to - bar.from)}`;
+    const sent = facts.map(({ transfer, seconds, hidden }) => ({
+      from: transfer.begins,
+      to: transfer.ends,
+      colour: hidden >= seconds / 2 ? "var(--bound)" : "var(--axis-1)",
+      title: `${directory.texts[program.nodes[transfer.node].name]}: ${numbers.seconds(seconds)}, ${numbers.seconds(hidden)} hidden`,
+    }));
+    return charts.lanes([{ name: "computing", bars }, { name: "communication", bars: sent }], program.end, numbers.seconds, `Time of ${program.name}`);
+  }
+
+  const total = (directory) => directory.step ?? Math.max(0, ...directory.ranks.filter((p) => p.of === directory.programs[0].name).map((p) => p.end));
+  return { time, total };
+})();

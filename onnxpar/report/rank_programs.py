@@ -1,0 +1,350 @@
+"""What a rank runs, holds and waits for, from the graphs of a directory.
+
+Times are those of the cost model at one size of each symbol. They are the times of the nodes of a
+rank's graph, with local shapes, so they contain what partitioning added. Memory is the lifetimes of
+values, with sizes as formulas, so that a page computes it at other sizes.
+"""
+
+from collections.abc import Iterator, Mapping
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+import sympy
+
+from onnxpar.core.errors import OnnxparError
+from onnxpar.core.machine import Machine
+from onnxpar.core.mesh import Mesh
+from onnxpar.core.sharding import Sharding
+from onnxpar.core.symbols import SymbolTable, as_dim, dim_text
+from onnxpar.core.symbols.expressions import count_str
+from onnxpar.cost.cost_model import CostModel
+from onnxpar.cost.live_memory import MemoryStep, lifetimes
+from onnxpar.cost.timeline import Transfer, played
+from onnxpar.graph.builder import DOMAIN
+from onnxpar.graph.plan import NodePlan
+from onnxpar.graph.shapes import read_shapes
+from onnxpar.ops.node_rules import Rules, graph_rules
+from onnxpar.ops.registry import Registry
+from onnxpar.ops.table import REGISTRY
+from onnxpar.partition.program_memory import LocalSizes, memory_steps
+from onnxpar.report.read_directory import read_graph
+from onnxpar.report.tables import Size, Tables
+from onnxpar.resharding.routes import OPERATORS
+from onnxpar_format.manifest import StateKind
+
+Json = dict[str, Any]
+_KINDS = {op: kind for kind, op in OPERATORS.items()}
+_DIGITS = 4
+
+
+def rank_programs(
+    directory: Path,
+    manifest: Json,
+    programs: Mapping[str, Json],
+    tables: Tables,
+    machine: Machine,
+    sizes: Mapping[str, int],
+    registry: Registry = REGISTRY,
+) -> list[Json]:
+    """Returns each program of each stage, as the first rank runs it whose graph is there.
+
+    Keys: `name`; `of`, the program of the report to whose nodes its nodes belong; `stage`, `rank`;
+    `keeps`, whether its `handed` values wait for a backward pass;
+    `nodes`, with `name`, `op`, `owner` (the number of the node in `of`, or -1), `seconds`,
+    `begins`; `transfers`, with `node`, `ready`, `needed` (numbers of nodes), `begins`, `ends` and
+    `bytes`; `apart`, collectives that run behind another program; `end`, the program's seconds;
+    `values`, `[name, size, first node, last node]`; `work`, `[node, bytes]` of kernels that need
+    memory while they run, at the sizes of the times; `bound`, `[name, kind, size]` of what is in
+    memory before and after; `handed`, the values that other programs read; and `unknown`, the
+    values whose size only a run shows.
+
+    Args:
+        directory: The directory.
+        manifest: Its manifest.
+        programs: The reports of its programs, by name.
+        tables: Receives formulas and texts.
+        machine: The machine whose times are predicted.
+        sizes: Sizes of symbols.
+        registry: The table of operators.
+
+    Raises:
+        DirectoryError: A graph cannot be read.
+    """
+    found = []
+    unsplit = {
+        part: name
+        for name, stages in manifest.get("pipeline", {}).get("programs", {}).items()
+        for stage in stages
+        for part in stage.values()
+        if part is not None
+    }
+    kept = {
+        stage["forward"]
+        for stages in manifest.get("pipeline", {}).get("programs", {}).values()
+        for stage in stages
+        if stage.get("backward")
+    }
+    each = manifest["devices"] // manifest.get("pipeline", {}).get("stages", 1)
+    for name, entry in manifest["programs"].items():
+        rank = next((r for r, file in enumerate(entry["files"] or ()) if file), None)
+        if rank is None or not (directory / entry["files"][rank]).is_file():
+            continue
+        model = read_graph(directory / entry["files"][rank])
+        of = unsplit.get(name, name)
+        rows = programs.get(of, {}).get("nodes", ())
+        owners = {row["name"]: number for number, row in enumerate(rows)}
+        reading = _Reading(manifest, entry, model, tables, machine, sizes, registry)
+        data = {"name": name, "of": of, "stage": rank // each, "rank": rank, "keeps": name in kept}
+        found.append(data | reading.times(owners) | reading.memory())
+    return found
+
+
+class _Reading:
+    def __init__(
+        self,
+        manifest: Json,
+        entry: Json,
+        model: ir.Model,
+        tables: Tables,
+        machine: Machine,
+        sizes: Mapping[str, int],
+        registry: Registry,
+    ) -> None:
+        self.manifest, self.entry, self.model, self.tables = manifest, entry, model, tables
+        self.registry = registry
+        self.nodes = list(model.graph)
+        self.table = tables.symbols
+        values = [*model.graph.inputs, *model.graph.initializers.values()]
+        values += [v for node in self.nodes for v in node.outputs]
+        self.env = read_shapes([v for v in values if v.name], self.table)
+        axes = manifest["mesh"]["axes"]
+        mesh = Mesh(tuple((name, size) for name, size in axes), tuple(manifest["mesh"]["atoms"]))
+        self.cost = CostModel(machine, mesh, self.table, dict(sizes))
+        self.sizes = LocalSizes(self.table, dict(sizes))
+
+    # -- times -----------------------------------------------------------------------------------
+
+    def times(self, owners: Mapping[str, int]) -> Json:
+        rules = graph_rules(self.nodes, self.env, self.model.opset_imports, self.registry)
+        sent: dict[str, list[Json]] = {}
+        for item in self.entry["collectives"]:
+            sent.setdefault(item["node"], []).append(item)
+        seconds = [self._seconds(node, rules) for node in self.nodes]
+        transfers, facts = [], []
+        for number, transfer, items in self._transfers(sent):
+            transfers.append(transfer)
+            facts.append((number, items))
+        # The runtime begins transfers in the order in which they are ready.
+        order = sorted(range(len(transfers)), key=lambda i: transfers[i].ready)
+        run = played(seconds, [transfers[i] for i in order])
+        shown = []
+        for place, i in enumerate(order):
+            number, items = facts[i]
+            begins, ends = run.spans[place]
+            shown.append(
+                {
+                    "node": number,
+                    "ready": transfers[i].ready,
+                    "needed": transfers[i].needed,
+                    "begins": _rounded(begins),
+                    "ends": _rounded(ends),
+                    "bytes": [self.tables.size(_number(item["bytes"])) for item in items],
+                }
+            )
+        apart = [
+            {
+                "op": item["op"],
+                "value": self.tables.text(item["value"]),
+                "seconds": _rounded(self._sending([item])),
+                "behind": item.get("started_in") or item.get("finished_in"),
+            }
+            for item in self.entry["collectives"]
+            if item.get("started_in") or item.get("finished_in")
+        ]
+        return {
+            "nodes": [
+                {
+                    "name": self.tables.text(node.name or ""),
+                    "op": self.tables.text(node.op_type),
+                    "owner": _owner(node.name or "", owners),
+                    "seconds": _rounded(time),
+                    "begins": _rounded(begin),
+                }
+                for node, time, begin in zip(self.nodes, seconds, run.begins, strict=True)
+            ],
+            "transfers": shown,
+            "apart": apart,
+            "end": _rounded(run.end),
+        }
+
+    def _seconds(self, node: ir.Node, rules: Rules) -> float:
+        """Seconds of computing; 0 for a collective, and for a node of unknown shapes."""
+        name = node.name or ""
+        if node.domain == DOMAIN and name not in rules.ops:
+            return 0.0
+        rule, view = rules.by_node[name], rules.views[name]
+        shapes = self.env.shapes
+        outputs = [shapes.get(v.name or "") for v in node.outputs]
+        if any(shape is None for shape in outputs):
+            return 0.0
+        reads = [None if v is None else shapes.get(v.name or "") for v in node.inputs]
+        inputs = [None if shape is None else Sharding.replicated(shape) for shape in reads]
+        made = tuple(Sharding.replicated(shape) for shape in outputs if shape is not None)
+        plan = NodePlan(rule, {}, tuple(inputs), made)
+        try:
+            return self.cost.node(rule, view, plan, rules.costs.get(name)).seconds
+        except OnnxparError:
+            return 0.0
+
+    def _transfers(
+        self, sent: Mapping[str, list[Json]]
+    ) -> Iterator[tuple[int, Transfer, list[Json]]]:
+        """Yields the collectives of the program: the node, when it may run, and its tensors."""
+        waits: dict[ir.Node, int] = {}
+        for number, node in enumerate(self.nodes):
+            started = node.inputs[0].producer() if node.inputs and node.inputs[0] else None
+            # The wait for a collective in the background takes its result and its operand.
+            if started is not None and node.domain == DOMAIN and started.name in sent:
+                pair = (started.outputs[0], started.inputs[0])
+                if tuple(node.inputs[:2]) == pair:
+                    waits.setdefault(started, number)
+        for number, node in enumerate(self.nodes):
+            items = sent.get(node.name or "", [])
+            items = [i for i in items if not i.get("started_in") and not i.get("finished_in")]
+            if not items:
+                continue
+            atoms = tuple(items[0]["atoms"])
+            link = self.cost.machine.link(self.cost.mesh, atoms) if atoms else None
+            needed = waits.get(node, number)
+            overlaps = link is not None and link.overlaps
+            yield number, Transfer(self._sending(items), number, needed, overlaps), items
+
+    def _sending(self, items: list[Json]) -> float:
+        """Seconds of one call."""
+        atoms = tuple(items[0]["atoms"])
+        moved = sum(self._value(item["bytes"]) for item in items)
+        if not atoms:
+            # Between stages: one message to the counterparts.
+            link = self.cost.machine.links[-1]
+            return link.latency + moved / link.bandwidth
+        kind = _KINDS.get(items[0]["op"], "permute")
+        return self.cost.collective(kind, atoms, moved) + self.cost.wait(atoms)
+
+    def _value(self, size: int | str) -> float:
+        size = _number(size)
+        return (
+            size
+            if isinstance(size, int)
+            else self.cost.table.typical(as_dim(size), self.cost.sizes)
+        )
+
+    # -- memory ----------------------------------------------------------------------------------
+
+    def memory(self) -> Json:
+        formulas = _Formulas(self.table, self.tables, self.sizes)
+        steps = list(memory_steps(self.nodes, formulas, self.registry))
+        handed = tuple(v["name"] for v in self.entry.get("handed_out", ()))
+        own = {v.name or "" for v in self.model.graph.outputs} - set(handed)
+        values = lifetimes([*steps, MemoryStep("", handed, (), 0)], own)
+        last = len(steps) - 1
+        return {
+            "values": [
+                [self.tables.text(v.name), formulas.places[v.bytes], v.first, min(v.last, last)]
+                for v in values
+                if formulas.places[v.bytes] != 0
+            ],
+            "work": [[number, step.work] for number, step in enumerate(steps) if step.work],
+            "bound": list(self._bound(formulas)),
+            "handed": [self.tables.text(name) for name in handed],
+            "unknown": list(dict.fromkeys(formulas.unknown)),
+        }
+
+    def _bound(self, formulas: "_Formulas") -> Iterator[list[Any]]:
+        states = set(self.entry.get("state_inputs", ()))
+        skipped = self._sums()
+        kept = {o["name"]: o["state"] for o in self.entry.get("state_outputs", ())}
+        handed = {v["name"] for v in self.entry.get("handed_in", ())}
+        handed |= {v["name"] for v in self.entry.get("handed_out", ())}
+        for value in self.model.graph.initializers.values():
+            yield [self.tables.text(value.name or ""), "weight", formulas.size(value)]
+        known: set[str] = set()
+        for value in self.model.graph.inputs:
+            name = value.name or ""
+            if name in states:
+                known.add(name)
+                if name not in skipped:
+                    yield [self.tables.text(name), "state", formulas.size(value)]
+            elif name not in handed:
+                yield [self.tables.text(name), "input", formulas.size(value)]
+        for value in self.model.graph.outputs:
+            name = value.name or ""
+            if name in kept and kept[name] not in known | skipped:
+                yield [self.tables.text(kept[name]), "state", formulas.size(value)]
+            elif name not in kept and name not in handed:
+                yield [self.tables.text(name), "output", formulas.size(value)]
+
+    def _sums(self) -> set[str]:
+        """Returns the states that have no memory, since a step has one micro-batch."""
+        if self.manifest.get("pipeline", {}).get("micro_batches", 1) > 1:
+            return set()
+        states = self.manifest.get("training", {}).get("states", ())
+        return {state["name"] for state in states if state["kind"] == StateKind.MICRO_GRADIENT}
+
+
+class _Formulas(LocalSizes):
+    """Sizes whose bytes are the places of formulas in `places`."""
+
+    def __init__(self, table: SymbolTable, tables: Tables, numbers: LocalSizes) -> None:
+        super().__init__(table, {})
+        self._tables, self._numbers = tables, numbers
+        self._known: dict[tuple[Any, ...], int] = {}
+        self.places: list[Size] = []
+
+    def shape(self, value: ir.Value | None) -> tuple[int, ...] | None:
+        """Returns the shape at the chosen sizes, for the memory that kernels need themselves."""
+        return self._numbers.shape(value)
+
+    def size(self, value: ir.Value) -> Size:
+        """Returns the bytes of a value for a page."""
+        return self.places[self.bytes(value)]
+
+    def bytes(self, value: ir.Value) -> int:
+        """Returns the place of the bytes of a value."""
+        dims = None if value.shape is None else [_size_of(dim) for dim in value.shape]
+        if dims is None or value.dtype is None or None in dims:
+            self.unknown.append(value.name or "")
+            key: tuple[Any, ...] = ()
+        else:
+            key = (*dims, value.dtype)
+        if key not in self._known:
+            width = value.dtype.itemsize if key and value.dtype is not None else 0
+            # Types of less than a byte make fractions of one.
+            product = sympy.Rational(Fraction(width))
+            for dim in key[:-1]:
+                product = product * as_dim(dim)
+            exact = count_str(product, dim_text)
+            self._known[key] = len(self.places)
+            self.places.append(self._tables.size(exact))
+        return self._known[key]
+
+
+def _size_of(dim: int | ir.SymbolicDim) -> int | str | None:
+    return dim if isinstance(dim, int) else dim.value
+
+
+def _number(size: int | str) -> int | str:
+    """Returns a size of a manifest as a number if it is one."""
+    return int(size) if isinstance(size, str) and size.isdecimal() else size
+
+
+def _owner(name: str, owners: Mapping[str, int]) -> int:
+    """Returns the number of the node of the model to which a node of a rank belongs, or -1."""
+    while name and name not in owners:
+        name = name.rpartition("/")[0]
+    return owners.get(name, -1)
+
+
+def _rounded(seconds: float) -> float:
+    return float(f"{seconds:.{_DIGITS}g}")

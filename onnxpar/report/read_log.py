@@ -1,0 +1,57 @@
+"""Reads the log of a training, for the page that shows it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from onnxpar.core.errors import OnnxparError
+
+MOST_ROWS = 2000
+"""A longer log is thinned out to about as many rows."""
+
+
+class LogError(OnnxparError):
+    """A log cannot be used."""
+
+
+def read_log(path: Path) -> dict[str, Any]:
+    """Returns the numbers of a log: `columns`, their names, and `rows`, None where one is absent.
+
+    Args:
+        path: A file that `train --log` has written: a JSON object in each line. Lines without a
+            loss, and fields that are no numbers, are left out.
+
+    Raises:
+        LogError: It cannot be read, a line is no JSON object, or no line has a loss.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise LogError(f"{path}: {error}") from None
+    found: list[dict[str, float]] = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            entry = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise LogError(f"{path}, line {number}: not JSON: {error}") from None
+        if not isinstance(entry, dict):
+            raise LogError(f"{path}, line {number}: expected a JSON object, got {line[:40]!r}")
+        numbers = {k: v for k, v in entry.items() if _is_number(v)}
+        if "loss" in numbers:
+            found.append(numbers)
+    if not found:
+        raise LogError(f"{path}: expected lines with a loss, got none")
+    columns = list(dict.fromkeys(name for entry in found for name in entry))
+    thinned = found[:: -(-len(found) // MOST_ROWS)]
+    return {
+        "columns": columns,
+        "rows": [[entry.get(name) for name in columns] for entry in thinned],
+    }
+
+
+def _is_number(value: object) -> bool:
+    # NaN and infinity are no JSON, in which a page gets its data.
+    known = isinstance(value, int | float) and not isinstance(value, bool)
+    return known and abs(value) < float("inf")  # type: ignore[arg-type]

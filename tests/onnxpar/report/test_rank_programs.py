@@ -1,0 +1,184 @@
+"""Times and memory of a rank on the report page: equal to those of the program that was written."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+import pytest
+import transformer
+
+from onnxpar.api.report_page import report_page
+from onnxpar.api.shard_model import Summary, shard_model
+from onnxpar.autodiff.append_loss import parse_loss
+from onnxpar.autodiff.optimizer import parse_optimizer
+from onnxpar.autodiff.training_program import TrainingSpec
+from onnxpar.core.errors import OnnxparError
+from onnxpar.core.machine import PRESETS
+from onnxpar.partition.program_memory import program_memory, total_bytes
+from onnxpar.report.page_data import directory_page
+from onnxpar.report.read_log import LogError, read_log
+from tests.onnxpar.report.test_page import Elements, run
+
+Json = dict[str, Any]
+SIZES = ({}, {"batch": 3, "seq": 17}, {"batch": 8, "seq": 96})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found = tmp_path_factory.mktemp("gpt")
+    model = transformer.build(transformer.Config(layers=2, loss=True))
+    ir.save(model, found / "gpt.onnx")
+    return found
+
+
+def sharded(folder: Path, strategy: str, name: str, **more: Any) -> Summary:
+    return shard_model(folder / "gpt.onnx", strategy, folder / name, **more)
+
+
+def adamw() -> TrainingSpec:
+    return TrainingSpec(parse_loss("output:loss"), parse_optimizer("adamw"))
+
+
+def value(page: Json, size: Any, sizes: dict[str, int]) -> float:
+    """What the page computes for a size."""
+    if isinstance(size, int):
+        return size
+    symbols = [sizes.get(symbol["name"], symbol["value"]) for symbol in page["symbols"]]
+    return run(page["formulas"][size[0]]["code"], symbols)
+
+
+def peak(page: Json, program: Json, sizes: dict[str, int]) -> float:
+    change = [0.0] * (len(program["nodes"]) + 1)
+    for _, size, first, last in program["values"]:
+        change[first] += value(page, size, sizes)
+        change[last + 1] -= value(page, size, sizes)
+    work = dict(program["work"])
+    live, most = 0.0, 0.0
+    for number, step in enumerate(change[:-1]):
+        live += step
+        most = max(most, live + work.get(number, 0))
+    return most
+
+
+def bound(page: Json, program: Json, sizes: dict[str, int], *kinds: str) -> float:
+    return sum(value(page, size, sizes) for _, kind, size in program["bound"] if kind in kinds)
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_memory_is_that_of_the_program_at_any_size(folder: Path, sizes: dict[str, int]) -> None:
+    summary = sharded(folder, "dp=2,tp=2", "memory" + "".join(map(str, sizes.values())))
+    # The page is made for these sizes only in the memory that kernels themselves need.
+    page = directory_page(summary.out, sizes, PRESETS["cpu"])
+    (program,) = page["ranks"]
+    known = program_memory(summary.partitioned, sizes)
+    assert peak(page, program, sizes) == known.values > 0
+    assert bound(page, program, sizes, "output") == known.outputs
+    # Only the page counts the sizes of symbols and coordinates, and the constants of the graph.
+    assert 0 <= bound(page, program, sizes, "input") - known.inputs < 100
+    assert 0 <= bound(page, program, sizes, "weight") - known.weights < 4096
+
+
+def test_memory_of_training_programs(folder: Path) -> None:
+    summary = sharded(folder, "dp=2,tp=2", "training", training=adamw())
+    assert summary.training is not None
+    sizes = {"batch": 8, "seq": 32}
+    page = directory_page(summary.out, sizes, PRESETS["cpu"])
+    by_name = {program["name"]: program for program in page["ranks"]}
+    known = {pm.program: program_memory(pm, sizes) for pm in summary.training.programs}
+    assert set(by_name) == set(known)
+    for name, program in by_name.items():
+        assert peak(page, program, sizes) == known[name].values, name
+    states = {
+        text: value(page, size, sizes)
+        for program in page["ranks"]
+        for text, kind, size in program["bound"]
+        if kind == "state"
+    }
+    everything = {n: b for memory in known.values() for n, b in memory.states.items()}
+    assert sum(states.values()) == sum(everything.values())
+    assert total_bytes(known.values()) > sum(states.values())
+
+
+def test_times_add_up(folder: Path) -> None:
+    summary = sharded(folder, "dp=2,tp=2", "times")
+    page = directory_page(summary.out, {}, PRESETS["cpu"])
+    (program,) = page["ranks"]
+    nodes, transfers = program["nodes"], program["transfers"]
+    # In shared memory a processor moves the data, so nothing is hidden.
+    sent = sum(t["ends"] - t["begins"] for t in transfers)
+    # Numbers have four digits: each begin and end may be wrong by 5e-5 of the end.
+    rounding = 5e-5 * program["end"] * (2 * len(transfers) + 1)
+    computed = sum(node["seconds"] for node in nodes)
+    assert computed + sent == pytest.approx(program["end"], abs=rounding)
+    assert computed > 0 < sent
+    assert len(transfers) == len(page["programs"][0]["collectives"]) > 0
+    assert all(node["owner"] >= 0 for node in nodes if "/layer" in page["texts"][node["name"]])
+
+
+def test_on_gpus_reductions_are_hidden_behind_the_backward_pass(folder: Path) -> None:
+    summary = sharded(folder, "dp=4", "hidden", training=adamw())
+    page = directory_page(summary.out, {}, PRESETS["h100"])
+    program = next(p for p in page["ranks"] if p["name"] == "optimizer_model")
+    behind = {item["behind"] for item in program["apart"]}
+    assert behind == {"training_model"}
+    assert all(item["seconds"] > 0 for item in program["apart"])
+
+
+def test_a_pipeline_is_played_at_the_predicted_times(folder: Path) -> None:
+    sharded(folder, "dp=2,pp=2", "pipeline", training=adamw())
+    report_page([folder / "pipeline"], folder / "page.html")
+    text = (folder / "page.html").read_text(encoding="utf-8")
+    (page,) = json.loads(Elements(text).scripts[0])["directories"]
+    pipeline, ends = page["pipeline"], {p["name"]: p["end"] for p in page["ranks"]}
+    assert pipeline["schedule"] == "1f1b" and len(pipeline["ranks"]) == 2
+    began = {}
+    for stage, actions in enumerate(pipeline["ranks"]):
+        for (kind, _, micro, start, end), after in zip(actions, [*actions[1:], None], strict=True):
+            began[stage, kind, micro] = start
+            part = {"F": "forward", "B": "backward"}[kind]
+            assert end - start == pytest.approx(ends[f"{part}_model.{stage}"], rel=1e-9)
+            assert after is None or end <= after[3] + 1e-12
+    for micro in range(pipeline["micro_batches"]):
+        assert began[0, "F", micro] + ends["forward_model.0"] <= began[1, "F", micro] + 1e-12
+        assert began[1, "B", micro] + ends["backward_model.1"] <= began[0, "B", micro] + 1e-12
+    assert pipeline["kept"] == [2, 1]
+    assert page["step"] == pipeline["end"]
+
+
+def test_a_directory_without_graphs_still_has_a_page(folder: Path) -> None:
+    sharded(folder, "dp=2", "some", ranks=[1])
+    assert [p["rank"] for p in directory_page(folder / "some", {}, PRESETS["cpu"])["ranks"]] == [1]
+    for file in (folder / "some").glob("rank*.onnx"):
+        file.write_bytes(b"not a model")
+    with pytest.raises(OnnxparError, match="not an ONNX graph"):
+        directory_page(folder / "some", {}, PRESETS["cpu"])
+    for file in (folder / "some").glob("rank*.onnx"):
+        file.unlink()
+    assert directory_page(folder / "some", {}, PRESETS["cpu"])["ranks"] == []
+
+
+def test_a_size_that_the_symbol_does_not_admit(folder: Path) -> None:
+    sharded(folder, "dp=2", "one")
+    with pytest.raises(OnnxparError, match="'batch'"):
+        directory_page(folder / "one", {"batch": 0}, PRESETS["cpu"])
+
+
+def test_a_log(tmp_path: Path) -> None:
+    log = tmp_path / "run.jsonl"
+    lines: list[Json] = [{"epoch": 1, "step": n, "loss": 2.0 / n, "note": "x"} for n in range(1, 6)]
+    lines += [{"step": 6, "loss": float("nan")}, {"event": "end"}]
+    lines[2]["lr"] = 0.1
+    log.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = read_log(log)
+    assert found["columns"] == ["epoch", "step", "loss", "lr"]
+    assert found["rows"][2] == [1, 3, 2 / 3, 0.1] and len(found["rows"]) == 5
+    for text, message in (("[]\n", "line 1: expected a JSON object"), ("{", "line 1: not JSON")):
+        log.write_text(text)
+        with pytest.raises(LogError, match=message):
+            read_log(log)
+    log.write_text("")
+    with pytest.raises(LogError, match="expected lines with a loss, got none"):
+        read_log(log)
+    with pytest.raises(LogError, match="absent"):
+        read_log(tmp_path / "absent")
