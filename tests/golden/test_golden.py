@@ -158,8 +158,8 @@ def sends(part: object, seen: set[object]) -> bool:
 
 def communicating(made: str) -> set[str]:
     """The operators of which a result has a collective that their own local form emitted."""
-    named = re.findall(r"reason: \S+ \((\w+)(?: over a sharded dim|: halo)\)", made)
-    staged = re.findall(r"reason: \S+/(\w+) sums over stages", made)
+    named = re.findall(r"for: \S+ \((\w+)(?: over a sharded dim|: halo)\)", made)
+    staged = re.findall(r"for: \S+/(\w+) sums over stages", made)
     return {*named, *staged}
 
 
