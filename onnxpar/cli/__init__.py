@@ -29,6 +29,8 @@ _VERSION = "--version"
 _RANKS = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
 # Seconds for which the other ranks wait, so that rank 0 can print the message.
 _PATIENCE = 3.0
+# Characters of a message: names in a model may have any length.
+_LONGEST = 4000
 
 # Shells and Typer use 128 plus the number of the signal that ended a program.
 _SIGNALS = tuple(
@@ -153,8 +155,16 @@ def _run(given: list[str], interrupts: "_ProgramSignals") -> int:
         # it too, and a method that shows them with the usage; a wrong value needs no usage.
         code = getattr(error, "exit_code", None)
         show = getattr(error, "show", None)
-        if not isinstance(code, int) or (os.environ.get(_TRACEBACK) == "1" and show is None):
+        if os.environ.get(_TRACEBACK) == "1" and show is None:
             raise
+        if not isinstance(code, int):
+            if interrupts.seen:
+                raise
+            _print_error(
+                f"internal error in onnxpar {__version__}: {type(error).__name__}: {error}; please "
+                f"report it with the output of the same command under {_TRACEBACK}=1"
+            )
+            return 1
         if not _prints():
             # mpirun ends all ranks when the first one fails; rank 0 must print its message first.
             time.sleep(_PATIENCE)
@@ -188,6 +198,8 @@ def _prints() -> bool:
 
 
 def _print_error(message: str) -> None:
+    if len(message) > _LONGEST:
+        message = f"{message[:_LONGEST]}… ({len(message) - _LONGEST} more characters)"
     if _prints():
         sys.stderr.write(f"onnxpar: error: {message}\n")
         sys.stderr.flush()

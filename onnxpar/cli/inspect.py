@@ -15,6 +15,7 @@ from onnxpar.cli.options import AsJson, takes_options
 from onnxpar.cli.screen import Column, Content, Screen
 from onnxpar.core.errors import DirectoryError
 from onnxpar.frontend.load import load
+from onnxpar.graph.validity import blamed_on_model
 from onnxpar.report.device_placement import device_data
 from onnxpar.report.fold_layers import layers_data, matching_nodes
 from onnxpar.report.inspect_data import model_data
@@ -65,7 +66,8 @@ def command(
     elif program is not None:
         raise DirectoryError(f"--program {program}: {target} is a model, which has no programs")
     else:
-        analysed = analyse(load(target), {})
+        with blamed_on_model(target):
+            analysed = analyse(load(target), {})
         data = model_data(analysed)
     if device is not None:
         programs = graphs_of(target) if target.is_dir() else {target.name: analysed.model}

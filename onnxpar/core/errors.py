@@ -49,3 +49,9 @@ class ShardingError(OnnxparError):
 
 class DirectoryError(OnnxparError):
     """Output that cannot be written, or a directory that does not match its manifest."""
+
+
+def short(value: object) -> str:
+    """Returns a value as text that fits into a message."""
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -204,6 +204,9 @@ def _region(name: str, tensor: ir.ExternalTensor) -> Region:
 
 def _size(name: str, path: Path) -> int:
     try:
+        # Opening a pipe would wait for somebody who writes to it.
+        if path.exists() and not path.is_file():
+            raise DirectoryError(f"tensor {name!r}: its data file {path} is not a regular file")
         with path.open("rb"):
             return path.stat().st_size
     except FileNotFoundError:

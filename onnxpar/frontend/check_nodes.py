@@ -103,7 +103,7 @@ def check_inferred(model: ir.Model, opset: int) -> None:
                 opset_imports=imports,
                 ir_version=model.ir_version,
             )
-        except onnx.shape_inference.InferenceError as error:
+        except (onnx.shape_inference.InferenceError, onnx.checker.ValidationError) as error:
             reason = " ".join(re.sub(r"\[\w*InferenceError\]", "", str(error)).split())
             raise NodeError(
                 f"node {node.name!r} ({node.op_type}): {reason.rstrip('.')}, got {_given(node)}"

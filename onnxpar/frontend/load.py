@@ -25,10 +25,11 @@ from onnx_shape_inference import (
 
 from onnxpar.core.errors import ModelError
 from onnxpar.core.name_patterns import nearest
-from onnxpar.core.symbols import Symbol, SymbolTable, as_dim, dim_symbol, symbols_of
+from onnxpar.core.symbols import Symbol, SymbolTable, as_dim, symbols_of
 from onnxpar.frontend.check_nodes import check_inferred, check_operators
 from onnxpar.frontend.expand import expand_unknown, inline_functions
 from onnxpar.frontend.fold_constants import fold_constants
+from onnxpar.frontend.limits import check_calls, check_dim, check_nesting
 from onnxpar.frontend.quiet import quiet
 from onnxpar.frontend.upgrade import upgrade_model
 from onnxpar.graph.body_captures import (
@@ -38,7 +39,7 @@ from onnxpar.graph.body_captures import (
     lift_constants,
     uncapture,
 )
-from onnxpar.graph.metadata_keys import ANNOTATION
+from onnxpar.graph.metadata_keys import ANNOTATION, PREFIX
 from onnxpar.graph.names import Names
 from onnxpar.graph.state_names import grown_dims, state_pairs
 from onnxpar.ops.attention.cache_width import size_caches
@@ -90,7 +91,20 @@ def in_memory(proto: onnx.ModelProto, path: str | Path) -> ir.Model:
     if not model.opset_imports or not (len(model.graph) or len(model.graph.outputs)):
         raise ModelError(f"{str(path)!r} is not an ONNX model: it has no graph or no opset")
     _opset_of(model, f"the model {str(path)!r}: ")
+    _drop_marks(model)
     return model
+
+
+def _drop_marks(model: ir.Model) -> None:
+    """Drops metadata with which passes mark nodes and values: in a file, nothing vouches for it."""
+    for graph in (*model.graphs(), *(f.graph for f in model.functions.values())):
+        marked: list[ir.Node | ir.Value] = [*graph.inputs, *graph.initializers.values()]
+        for node in graph:
+            marked += [node, *node.outputs]
+        for item in marked:
+            for key in [k for k in item.metadata_props if k.startswith(PREFIX)]:
+                del item.metadata_props[key]
+            item.metadata_props.pop(SYM_DATA_KEY, None)
 
 
 def _opset_of(model: ir.Model, owner: str = "") -> int:
@@ -191,6 +205,8 @@ def normalise(model: ir.Model, registry: Registry = REGISTRY) -> ir.Model:
     model.metadata_props.pop(ANNOTATION, None)
     for node in model.graph.all_nodes():
         node.device_configurations = ()
+    check_nesting(model.graph)
+    check_calls(model)
     check_operators(model, opset)
     _check_edges(model)
     try:
@@ -352,10 +368,8 @@ def _name_dims(graph: ir.Graph) -> None:
         if value.dtype == ir.DataType.STRING:
             raise ModelError(f"input {value.name!r} has text elements, which ranks cannot receive")
         for dim in value.shape:
-            text = "" if isinstance(dim, int) else dim.value or ""
-            # `as_dim` reads `9**9**9` as a name, but shape inference would compute the number.
-            if "**" in text and as_dim(text) == dim_symbol(text):
-                raise ModelError(f"input {value.name!r} has the dim {text!r}, which is not a size")
+            if not isinstance(dim, int) and dim.value is not None:
+                check_dim(f"input {value.name!r}", dim.value)
         value.shape = ir.Shape(
             [
                 d if isinstance(d, int) or d.value is not None else f"{value.name}.{axis}"

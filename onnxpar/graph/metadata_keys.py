@@ -1,5 +1,8 @@
 """Metadata keys with which passes mark models and nodes, for other passes and for people."""
 
+PREFIX = "onnxpar."
+"""What all of them begin with."""
+
 GRADIENT_OF = "onnxpar.gradient_of"
 """Metadata key of a node that autodiff added: name of the node whose gradient it computes."""
 

@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from onnxpar.core.errors import short
 from onnxpar.core.layout import REPLICATED, TensorLayout
 
 
@@ -28,12 +29,6 @@ _RUN = re.compile(r"([2-9]|[1-9]\d{1,4})@([1-9]\d{0,4})")
 def expected(wanted: str, got: object) -> ValueError:
     """Returns the error for an entry that is something else than what is wanted."""
     return ValueError(f"expected {wanted}, got {short(got)}")
-
-
-def short(value: object) -> str:
-    """Returns a value as text that fits into a message."""
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def _dim(entry: object) -> DimEntry | None:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from pydantic_core import ErrorDetails
 
-from onnxpar.strategy.tensor_entry import short
+from onnxpar.core.errors import short
 
 _TYPES: Mapping[str, str] = {
     "int_type": "an integer",

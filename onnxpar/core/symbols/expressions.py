@@ -302,6 +302,8 @@ class _Reader:
         """Returns `a op b`."""
         if isinstance(op, ast.Div | ast.FloorDiv) and b.is_zero:
             raise SymbolError(f"the size ({a}) / ({b}) divides by zero")
+        if isinstance(op, ast.Mod) and b.is_zero:
+            raise SymbolError(f"the size ({a}) % ({b}) divides by zero")
         match op:
             case ast.Add():
                 return a + b

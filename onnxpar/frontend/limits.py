@@ -1,0 +1,108 @@
+"""Limits on what a file may ask for, so that a small file cannot take unbounded time or memory.
+
+They are far above what exporters write. A file that exceeds one is refused with a message.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from math import prod
+
+import onnx_ir as ir
+
+from onnxpar.core.errors import ModelError, SymbolError, short
+from onnxpar.core.symbols import as_dim, dim_symbol
+from onnxpar.graph.body_captures import bodies_of
+
+MAX_TEXT = 1000
+"""Characters of a dim."""
+MAX_OPERATIONS = 100
+"""Operators, commas and pairs of parentheses in a dim."""
+MAX_CHOICES = 8
+"""Arguments of `max` and `min` in a dim: their order is compared pair by pair."""
+MAX_POWER = 8
+"""The product of all exponents of sums and powers in a dim: they are multiplied out."""
+MAX_DIGITS = 18
+"""Digits of a number in a dim: sizes are 64-bit integers."""
+MAX_NESTING = 8
+"""Bodies inside one another: some work doubles with each level."""
+MAX_NODES = 1_000_000
+"""Nodes of a model after its functions have been inlined."""
+
+_OPERATION = re.compile(r"[-+*/%(,]")
+_CHOICE = re.compile(r"\b(?:max|min)\s*\(", re.IGNORECASE)
+_POWER_OF_MORE = re.compile(r"\)\s*\*\*\s*(\d+)")
+
+
+def check_dim(owner: str, text: str) -> None:
+    """Raises ModelError unless a dim is a name, or an expression that can be computed quickly.
+
+    Args:
+        owner: The value that has the dim, for the message.
+        text: The dim.
+    """
+
+    def refuse(reason: str) -> ModelError:
+        return ModelError(f"{owner} has the dim {short(text)}, {reason}")
+
+    if len(text) > MAX_TEXT:
+        raise refuse(f"which has {len(text)} characters; expected at most {MAX_TEXT}")
+    if len(_OPERATION.findall(text)) > MAX_OPERATIONS:
+        raise refuse(f"which has more than {MAX_OPERATIONS} operations")
+    if any(len(digits) > MAX_DIGITS for digits in re.findall(r"\d+", text)):
+        raise refuse(f"which has a number of more than {MAX_DIGITS} digits")
+    if _CHOICE.search(text) and text.count(",") >= MAX_CHOICES:
+        raise refuse(f"which chooses between more than {MAX_CHOICES} sizes")
+    if prod(int(exponent) for exponent in _POWER_OF_MORE.findall(text)) > MAX_POWER:
+        raise refuse(f"in which a sum or a power has an exponent above {MAX_POWER}")
+    try:
+        size = as_dim(text)
+    except SymbolError as error:
+        raise refuse(f"which is not a size: {error}") from None
+    # `as_dim` reads `9**9**9` as a name, but shape inference would compute the number.
+    if "**" in text and size == dim_symbol(text):
+        raise refuse("which is not a size")
+
+
+def check_nesting(nodes: Iterable[ir.Node], depth: int = 0) -> None:
+    """Raises ModelError if bodies are nested too deeply."""
+    for node in nodes:
+        for body in bodies_of(node).values():
+            if depth == MAX_NESTING:
+                raise ModelError(
+                    f"node {node.name!r} ({node.op_type}): its body is inside {MAX_NESTING} "
+                    "others; expected no deeper nesting"
+                )
+            check_nesting(body, depth + 1)
+
+
+def check_calls(model: ir.Model) -> None:
+    """Raises ModelError if a model has too many nodes once its functions are inlined.
+
+    A function that calls itself is found elsewhere.
+    """
+    sizes: dict[ir.OperatorIdentifier, int] = {}
+    total = _inlined(ir.traversal.RecursiveGraphIterator(model.graph), model.functions, sizes)
+    if total > MAX_NODES:
+        raise ModelError(
+            f"the model has {total} nodes once its functions are inlined; expected at most "
+            f"{MAX_NODES}"
+        )
+
+
+def _inlined(
+    nodes: Iterable[ir.Node],
+    functions: Mapping[ir.OperatorIdentifier, ir.Function],
+    sizes: dict[ir.OperatorIdentifier, int],
+) -> int:
+    total = 0
+    for node in nodes:
+        called = node.op_identifier()
+        if called not in functions:
+            total += 1
+            continue
+        if called not in sizes:
+            sizes[called] = 0  # While it is counted: it may call itself.
+            body = ir.traversal.RecursiveGraphIterator(functions[called].graph)
+            sizes[called] = _inlined(body, functions, sizes)
+        total += sizes[called]
+    return total

@@ -1,0 +1,142 @@
+"""Small files that would take unbounded time, or hold what only onnxpar writes, are refused."""
+
+import os
+from pathlib import Path
+
+import onnx
+import pytest
+from onnx import TensorProto, helper
+
+from onnxpar.cli import main
+from onnxpar.frontend.limits import MAX_NESTING
+
+OPSETS = [helper.make_opsetid("", 21), helper.make_opsetid("f", 1)]
+
+
+def saved(path: Path, graph: onnx.GraphProto, **more: object) -> Path:
+    model = helper.make_model(graph, ir_version=10, opset_imports=OPSETS, **more)
+    path.write_bytes(model.SerializeToString())
+    return path
+
+
+def value(name: str, *dims: int | str, kind: int = TensorProto.FLOAT) -> onnx.ValueInfoProto:
+    return helper.make_tensor_value_info(name, kind, dims)
+
+
+def of_dim(path: Path, dim: str) -> Path:
+    relu = helper.make_node("Relu", ["x"], ["y"], "r")
+    return saved(path, helper.make_graph([relu], "g", [value("x", dim, 4)], [value("y", "m", 4)]))
+
+
+def refused(path: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    assert main(["inspect", str(path)]) == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("dim", "reason"),
+    [
+        ("a" * 100_000, "which has 100000 characters; expected at most 1000"),
+        ("-" * 500 + "a", "which has more than 100 operations"),
+        ("9" * 500, "which has a number of more than 18 digits"),
+        (f"max({','.join(f'a{n}' for n in range(60))})", "chooses between more than 8 sizes"),
+        ("((((9**64)**64)**64)**64)**64", "a sum or a power has an exponent above 8"),
+        ("floor((a+b+c+d+e)**40/7)", "a sum or a power has an exponent above 8"),
+        ("a**b**c", "which is not a size"),
+        ("batch%0", "(batch) % (0) divides by zero"),
+        ("batch//0", "(batch) / (0) divides by zero"),
+    ],
+)
+def test_a_dim_that_takes_long(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], dim: str, reason: str
+) -> None:
+    error = refused(of_dim(tmp_path / "m.onnx", dim), capsys)
+    assert error.startswith("onnxpar: error: input 'x' has the dim '") and reason in error
+    assert len(error) < 300
+
+
+def test_functions_that_call_functions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Eight levels with eight calls each."""
+    functions = []
+    for level in range(8):
+        names = ["x", *(f"t{n}" for n in range(7)), "y"]
+        kind = ("Relu", "") if level == 7 else (f"F{level + 1}", "f")
+        nodes = [
+            helper.make_node(kind[0], [names[n]], [names[n + 1]], domain=kind[1]) for n in range(8)
+        ]
+        functions.append(helper.make_function("f", f"F{level}", ["x"], ["y"], nodes, OPSETS))
+    call = helper.make_node("F0", ["x"], ["y"], domain="f")
+    graph = helper.make_graph([call], "g", [value("x", 2, 4)], [value("y", 2, 4)])
+    error = refused(saved(tmp_path / "m.onnx", graph, functions=functions), capsys)
+    assert "16777216 nodes once its functions are inlined; expected at most 1000000" in error
+
+
+def nested(depth: int) -> onnx.GraphProto:
+    """A graph with a Loop in a Loop, and so on."""
+    if depth == 0:
+        work = helper.make_node("Relu", ["v"], ["w"], "r")
+    else:
+        work = helper.make_node("Loop", ["n", "c", "v"], ["w"], f"l{depth}", body=nested(depth - 1))
+    trip = [value("i", kind=TensorProto.INT64), value("c", kind=TensorProto.BOOL)]
+    condition = helper.make_node("Identity", ["c"], ["d"])
+    results = [value("d", kind=TensorProto.BOOL), value("w", 2, 4)]
+    return helper.make_graph([condition, work], f"b{depth}", [*trip, value("v", 2, 4)], results)
+
+
+def test_bodies_in_bodies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for depth, code in ((MAX_NESTING, 2), (2, 0)):
+        loop = helper.make_node("Loop", ["n", "c", "x"], ["y"], "l", body=nested(depth))
+        counts = [value("n", kind=TensorProto.INT64), value("c", kind=TensorProto.BOOL)]
+        graph = helper.make_graph([loop], "g", [value("x", 2, 4), *counts], [value("y", 2, 4)])
+        path = saved(tmp_path / "m.onnx", graph)
+        assert main(["inspect", str(path)]) == code
+        assert ("its body is inside 8 others" in capsys.readouterr().err) == (code == 2)
+
+
+@pytest.mark.parametrize(
+    "key", ["onnxpar.captured", "onnxpar.virtual_stage", "pkg.onnx_shape_inference.sym_data"]
+)
+def test_marks_of_passes_in_a_file_are_dropped(tmp_path: Path, key: str) -> None:
+    model = onnx.load(of_dim(tmp_path / "m.onnx", "n"))
+    for item in (model.graph.node[0], model.graph.input[0]):
+        mark = item.metadata_props.add()
+        mark.key, mark.value = key, "]]{"
+    (tmp_path / "m.onnx").write_bytes(model.SerializeToString())
+    assert main(["inspect", str(tmp_path / "m.onnx")]) == 0
+
+
+def test_a_node_with_too_many_operands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    node = helper.make_node("Transpose", ["x", "x"], ["y"], "t")
+    graph = helper.make_graph([node], "g", [value("x", 2, 4)], [value("y", 4, 2)])
+    error = refused(saved(tmp_path / "m.onnx", graph), capsys)
+    assert "node 't' (Transpose)" in error and "input size 2" in error
+
+
+@pytest.mark.timeout(30)
+def test_a_pipe_as_the_file_of_a_weight(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    weight = TensorProto(
+        name="w", data_type=TensorProto.FLOAT, dims=[4, 4], data_location=TensorProto.EXTERNAL
+    )
+    weight.external_data.add(key="location", value="pipe")
+    node = helper.make_node("MatMul", ["x", "w"], ["y"], "m")
+    graph = helper.make_graph([node], "g", [value("x", 2, 4)], [value("y", 2, 4)], [weight])
+    path = saved(tmp_path / "m.onnx", graph)
+    assert main(["shard", str(path), "--strategy", "dp=2", "-o", str(tmp_path / "d")]) == 2
+    assert "is not a regular file" in capsys.readouterr().err
+    assert not (tmp_path / "d").exists()
+
+
+def test_an_unknown_exception_is_an_internal_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError("so")
+
+    monkeypatch.setattr("onnxpar.cli.inspect.load", fail)
+    assert main(["inspect", str(of_dim(tmp_path / "m.onnx", "n"))]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("onnxpar: error: internal error in onnxpar 0.") and "so;" in error
+    monkeypatch.setenv("ONNXPAR_TRACEBACK", "1")
+    with pytest.raises(ZeroDivisionError):
+        main(["inspect", str(tmp_path / "m.onnx")])
