@@ -18,7 +18,7 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails
 
-from onnxpar.core.errors import MeshError, StrategyError
+from onnxpar.core.errors import MeshError, StrategyError, short
 from onnxpar.core.layout import REPLICATED
 from onnxpar.core.mesh import Mesh
 from onnxpar.core.name_patterns import nearest
@@ -37,7 +37,6 @@ from onnxpar.strategy.tensor_entry import (
     read_tensor,
     read_tensors,
     run_of,
-    short,
 )
 from onnxpar.strategy.validation_errors import in_words, problem
 from onnxpar.strategy.yaml_document import Document, Location, parse_document, read_text
