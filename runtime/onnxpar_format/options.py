@@ -411,6 +411,15 @@ class ServingRun:
             minimum=1,
         ),
     ] = None
+    prefixes: Annotated[
+        int | None,
+        Option(
+            "Largest number of prompt tokens whose caches are kept for prompts that begin alike. "
+            "Default: as many as a request may have; none with --cache-memory.",
+            "TOKENS",
+            minimum=0,
+        ),
+    ] = None
     cache_memory: Annotated[
         int | None,
         Option(

@@ -295,6 +295,7 @@ class Generator(Opened):
         chunk: int = CHUNK,
         cache_memory: int | None = None,
         start: Sequence[int] = (),
+        prefixes: int | None = None,
     ) -> Requests:
         """Returns a queue for continuous batching; every rank must call it alike.
 
@@ -309,12 +310,15 @@ class Generator(Opened):
             cache_memory: Bytes of caches on a device at most. A request waits until its complete
                 cache fits beside those of the others.
             start: If an encoder reads the prompts, the tokens with which the decoder begins.
+            prefixes: The largest number of prompt tokens whose caches are kept. A prompt that
+                begins like one of these takes its cache, in blocks of 64 tokens. By default as many
+                as a request may have; none if `cache_memory` is given.
 
         Raises:
             InputError: The model cannot run requests of different lengths side by side, or the
                 numbers do not fit it.
         """
-        room, size = Room(slots, length, cache_memory), row_size(self._decoder)
+        room, size = Room(slots, length, cache_memory, prefixes), row_size(self._decoder)
 
         def made() -> Requests:
             reader = None if self._encoder is None else Reader(self._encoder, start)

@@ -278,6 +278,11 @@ class Requests:
         return self._slots.length
 
     @property
+    def reused(self) -> int:
+        """The number of prompt tokens whose cache was that of an earlier prompt."""
+        return self._slots.prefixes.reused
+
+    @property
     def state_bytes(self) -> int:
         """The bytes of the caches on this rank."""
         return self._slots.bytes
@@ -389,7 +394,9 @@ class Requests:
                     break
                 number, request = self._waiting.popleft()
                 running = _Running(number, request, self._begin(request), slot)
-                self._filling = running, self._slots.filling(slot, self._read(request))
+                batch = self._slots.filling(slot, self._read(request))
+                running.length = self._slots.prefixes.take(running.prompt, batch)
+                self._filling = running, batch
             running, batch = self._filling
             prompt, begin = running.prompt, running.length
             new = min(left, len(prompt) - begin, self._width)
@@ -408,6 +415,8 @@ class Requests:
             shard = running.slot.shard
             likely = self._likelihoods(share, scores, chosen, [(shard, running)])
             event = running.event(int(chosen[shard]), likely.get(shard))
+            if event.token is not None:
+                self._slots.prefixes.keep(prompt, batch)
             if event.finished is None:
                 self._live[running.slot] = running
                 self._chooser = None

@@ -25,6 +25,7 @@ from onnxpar_runtime.devices import Device
 from onnxpar_runtime.errors import InputError
 from onnxpar_runtime.generation.decoder import Decoder
 from onnxpar_runtime.generation.encoder import Encoder, Supply
+from onnxpar_runtime.generation.prefixes import Prefixes
 from onnxpar_runtime.generation.read_rows import ReadRows, Slot
 from onnxpar_runtime.generation.states import State, capacity, states_of
 from onnxpar_runtime.generation.steps import Batch
@@ -125,11 +126,15 @@ class Room:
         length: Tokens of a request at most, prompt included; None for as many as the program
             admits, 2048 at most.
         memory: Bytes of caches on a device at most; None if only slots are counted.
+        prefixes: Tokens of prompts at most whose caches are kept for prompts that begin alike, in
+            memory besides these caches; None for one slot's tokens, or for none if the memory is
+            given.
     """
 
     slots: int | None = None
     length: int | None = None
     memory: int | None = None
+    prefixes: int | None = None
 
 
 class Slots(ABC):
@@ -145,6 +150,7 @@ class Slots(ABC):
         shards: The number of shards of the batch.
         rows: The number of slots of each.
         length: Tokens of a request at most.
+        prefixes: What is kept of prompts.
 
     Raises:
         InputError: Requests cannot share the program's batch, or the numbers do not fit.
@@ -186,6 +192,12 @@ class Slots(ABC):
             )
         self._check()
         self._open()
+        kept = room.prefixes
+        if kept is None:
+            kept = length if room.memory is None and not self._reads else 0
+        if kept < 0:
+            raise InputError(f"prefixes: expected at least 0 tokens, got {kept}")
+        self.prefixes = Prefixes(decoder, self._states, 0 if self._reads else kept)
         self._taken: dict[Slot, tuple[int, int]] = {}
         self._free = {Slot(s, row) for s in range(self.shards) for row in range(self.rows)}
 
@@ -368,7 +380,7 @@ class SharedSlots(Slots):
     @property
     def bytes(self) -> int:
         """The bytes of the states on this rank."""
-        return sum(state.bytes for state in self._held)
+        return sum(state.bytes for state in self._held) + self.prefixes.bytes
 
 
 class GrowingSlots(Slots):
@@ -445,9 +457,10 @@ class GrowingSlots(Slots):
 
     @property
     def bytes(self) -> int:
-        """The bytes of the states on this rank, and of what was read for each request."""
+        """The bytes of the states on this rank, of prompts, and of what was read for requests."""
         filled = [state for states in self._filled.values() for state in states]
-        return sum(state.bytes for state in [*self._now, *filled]) + self._read.bytes
+        held = sum(state.bytes for state in [*self._now, *filled])
+        return held + self.prefixes.bytes + self._read.bytes
 
 
 def slots_of(decoder: Decoder, room: Room, size: RowSize, encoder: Encoder | None = None) -> Slots:

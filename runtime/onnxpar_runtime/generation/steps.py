@@ -117,6 +117,7 @@ class Batch:
         supplied: Shards of such inputs on the device, OrtValues.
 
     Attributes:
+        states: The states.
         values: Values of the symbols in the last run.
         sharding: How the logits of the last run are sharded.
 
@@ -133,7 +134,7 @@ class Batch:
         supplied: Mapping[str, Any] | None = None,
     ) -> None:
         """Binds the values that are the same in every step."""
-        self._decoder, self._states = decoder, states
+        self._decoder, self.states = decoder, states
         self._program, self._manifest = decoder.program, decoder.manifest
         self._rank = decoder.loader.rank
         missing = [spec.name for spec in decoder.roles.rest if spec.name not in constants]
@@ -158,7 +159,7 @@ class Batch:
 
     def _sizes(self) -> dict[str, int]:
         """Returns the symbols that only the sizes of states give, at their present sizes."""
-        lengths = {state.entry.input: state.length for state in self._states}
+        lengths = {state.entry.input: state.length for state in self.states}
         return {
             symbol: lengths[name]
             for symbol, (name, dim) in self._decoder.sources.items()
@@ -192,7 +193,7 @@ class Batch:
             self._graphs[0].run({})
         else:
             self._decoder.stages.run(self._graphs, self.values)
-        for state in self._states:
+        for state in self.states:
             state.advance(lengths[state.entry.input])
         self._runs += 1
         return self._found() if logits is None else logits
@@ -223,7 +224,7 @@ class Batch:
         """Returns the lengths of the states after a run, by input."""
         known: dict[Any, int] = {}
         lengths = {}
-        for state in self._states:
+        for state in self.states:
             grows, length = state.entry.grows, state.length
             if grows is not None and not state.in_place:
                 size = self._decoder.outputs[state.entry.output].shape[grows]
@@ -297,6 +298,12 @@ class Batch:
         for graph in self._graphs:
             graph.bind(name, array)
 
+    def lengthen(self, length: int) -> None:
+        """Makes states that each run writes anew as long as a number of tokens, with zeros."""
+        for state in self.states:
+            if not state.in_place and state.entry.grows is not None:
+                state.lengthen(length)
+
     def take(self, other: "Batch", rows: Array, used: int) -> None:
         """Makes the states of each row those of a row of another batch of the same program.
 
@@ -305,9 +312,8 @@ class Batch:
             rows: For each row of this rank, its row there.
             used: The number of tokens in the cache.
         """
-        for state, source in zip(self._states, other._states, strict=True):
-            if not state.in_place and state.entry.grows is not None:
-                state.lengthen(source.length)
+        self.lengthen(other.length)
+        for state, source in zip(self.states, other.states, strict=True):
             kept = used if state.in_place else source.length
             for row, from_row in enumerate(rows):
                 state.copy(row, 0, source, from_row, 0, kept)
@@ -319,7 +325,7 @@ class Batch:
             rows: For each row of this rank, the other one.
             used: The number of tokens in the cache.
         """
-        for state in self._states:
+        for state in self.states:
             state.permute(rows, used)
 
     @property
@@ -330,7 +336,7 @@ class Batch:
     @property
     def length(self) -> int:
         """The length of the states that grow."""
-        return next((s.length for s in self._states if s.entry.grows is not None), 0)
+        return next((s.length for s in self.states if s.entry.grows is not None), 0)
 
     def scored(self) -> SizedSharding:
         """Returns how the logits of one position are sharded, [batch, vocabulary], after a run.
@@ -357,7 +363,7 @@ class Batch:
     @property
     def state_bytes(self) -> int:
         """The bytes of the buffers of states on this rank."""
-        return sum(state.bytes for state in self._states)
+        return sum(state.bytes for state in self.states)
 
 
 def last_scores(local: Array, last: Array, share: Share) -> Array:

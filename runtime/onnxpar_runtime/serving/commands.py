@@ -53,6 +53,7 @@ def serve(directory: str | Path, what: ServingRun, how: Execution = _DEFAULT) ->
                 length=what.max_length,
                 chunk=what.chunk,
                 cache_memory=what.cache_memory,
+                prefixes=what.prefixes,
             )
             with ExitStack() as stack:
                 stack.enter_context(_ending(requests))

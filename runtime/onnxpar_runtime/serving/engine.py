@@ -129,6 +129,7 @@ class Engine:
         if events:
             self.metrics.step(now - begun)
             self.metrics.cache_bytes = self._requests.state_bytes
+            self.metrics.reused_tokens = self._requests.reused
         handed: dict[asyncio.AbstractEventLoop, list[tuple[Ticket, Event]]] = {}
         with self._lock:
             if self._requests.ended:

@@ -36,11 +36,12 @@ class Metrics:
         running: Requests with a slot.
         waiting: Requests without one.
         cache_bytes: The bytes of the caches of a rank.
+        reused_tokens: Prompt tokens whose cache was that of an earlier prompt.
     """
 
     def __init__(self) -> None:
         """Counts nothing yet."""
-        self.running = self.waiting = self.cache_bytes = 0
+        self.running = self.waiting = self.cache_bytes = self.reused_tokens = 0
         self._finished: Counter[str] = Counter({"stop": 0, "length": 0, "cancelled": 0, "error": 0})
         self._refused: Counter[int] = Counter()
         self._prompt_tokens = self._new_tokens = 0
@@ -89,6 +90,11 @@ class Metrics:
             yield f"onnxpar_{name} {value}"
         totals: tuple[tuple[str, str, float], ...] = (
             ("prompt_tokens_total", "Prompt tokens of complete requests.", self._prompt_tokens),
+            (
+                "reused_prompt_tokens_total",
+                "Prompt tokens whose cache was that of an earlier prompt.",
+                self.reused_tokens,
+            ),
             ("new_tokens_total", "New tokens.", self._new_tokens),
             ("steps_total", "Steps that computed tokens.", self._steps),
             (

@@ -178,6 +178,65 @@ def test_log_probabilities_are_those_of_each_request_alone(tmp_path: Path) -> No
             tokens.append(event.token)
 
 
+@pytest.mark.parametrize("strategy", ["replicate", "tp=2", "dp=2", "pp=2"])
+@pytest.mark.parametrize("kind", ["growing", "in_place"])
+def test_prompts_that_begin_alike_are_computed_once(
+    kind: str, strategy: str, tmp_path: Path
+) -> None:
+    """Blocks of 64 tokens; also of prompts that are a block, and once some are forgotten."""
+    model = decoder(kind, tmp_path)
+    devices = 1 if strategy == "replicate" else None
+    out = shard_model(model, strategy, tmp_path / "out", devices=devices).out
+    rng = np.random.default_rng(4)
+    first, other = (rng.integers(0, 96, 140).tolist() for _ in range(2))
+    prompts = [first, first, [*first[:64], *other[:30]], first[:64], first[:65], other, first[:130]]
+    want = greedy(model, prompts, 5)
+    # The first block of a prompt that is no longer than it must be computed.
+    reused = [0, 128, 64, 0, 64, 0, 128]
+
+    largest = max(float(np.abs(last_logits(model, prompt)).max()) for prompt in prompts)
+
+    def turns(m: Generator, kept: int, batch: int) -> tuple[list[list[int]], Any, list[int], int]:
+        requests = m.requests(slots=4, length=160, chunk=48, prefixes=kept)
+        found: list[list[int]] = [[] for _ in prompts]
+        likely: list[list[float]] = [[] for _ in prompts]
+        counts, held = [], 0
+        for begin in range(0, len(prompts), batch):
+            before = requests.reused
+            if m.rank.index == 0:
+                for prompt in prompts[begin : begin + batch]:
+                    requests.submit(prompt, max_new_tokens=5, logprobs=0)
+            for event in requests.events():
+                assert event.token is not None and event.likelihood is not None
+                found[event.request].append(event.token)
+                likely[event.request].append(event.likelihood.logprob)
+            counts.append(requests.reused - before)
+            held = max(held, requests.state_bytes)
+        return found, np.array(likely), counts, held
+
+    with Ranks(out, Generator) as ranks:
+        bytes_of = {}
+        plain = ranks.on_each(lambda m: turns(m, 0, 1))[0][1]
+        for kept, batch, expected in (
+            (300, 1, reused),
+            (300, 7, [sum(reused)]),
+            # Two blocks: the other prompt puts away the first one's.
+            (128, 1, [0, 128, 64, 0, 64, 0, 0]),
+            (63, 1, [0] * 7),
+        ):
+
+            def run(m: Generator, kept: int = kept, batch: int = batch) -> Any:
+                return turns(m, kept, batch)
+
+            made = ranks.on_each(run)
+            for found, likely, counts, _ in made:
+                assert found == want and counts == expected
+                # Twice the error of a logit, 1e-5 of the largest (verify's tolerance).
+                np.testing.assert_allclose(likely, plain, rtol=0, atol=2e-5 * largest)
+            bytes_of[kept, batch] = made[0][3]
+    assert bytes_of[300, 1] > bytes_of[128, 1] > bytes_of[63, 1]
+
+
 def test_any_rank_may_end_all_requests(tmp_path: Path) -> None:
     out = shard_model(decoder("growing", tmp_path), "tp=2", tmp_path / "out").out
 
@@ -295,6 +354,7 @@ def test_a_request_without_numbers_ends_alone(tmp_path: Path) -> None:
         ({"slots": 3}, "slots: expected a multiple of 2, the number of shards of the batch, got 3"),
         ({"slots": 0}, "slots: expected at least 1 slot with at least 2 tokens, got 0 with 64"),
         ({"length": 257}, "expected at most 256 in a sequence .the limit of node 'Gather_p'"),
+        ({"prefixes": -1}, "prefixes: expected at least 0 tokens, got -1"),
         ({"chunk": 0}, "chunk: expected at least 1 token, got 0"),
         ({"slots": 4}, "symbol 'batch' is 4, which violates its constraint"),
     ],

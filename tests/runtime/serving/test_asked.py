@@ -100,6 +100,7 @@ def test_metrics_are_in_the_format_of_prometheus() -> None:
     metrics.token(10.0, 9.97, None)
     metrics.token(10.5, 9.97, 10.0)
     metrics.finished("stop", 7)
+    metrics.reused_tokens = 64
     lines = metrics.text().splitlines()
     assert "# TYPE onnxpar_first_token_seconds histogram" in lines
     for line in (
@@ -110,6 +111,7 @@ def test_metrics_are_in_the_format_of_prometheus() -> None:
         "onnxpar_token_seconds_sum 0.500000",
         "onnxpar_new_tokens_total 2",
         "onnxpar_prompt_tokens_total 7",
+        "onnxpar_reused_prompt_tokens_total 64",
         'onnxpar_requests_total{finished="stop"} 1',
     ):
         assert line in lines
