@@ -1,5 +1,8 @@
 """A rank's graph reduced for people: complete, in order, and without what only machines need."""
 
+import shutil
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -56,3 +59,23 @@ def test_bodies_have_what_was_folded(sharded: Path, tmp_path: Path) -> None:
     assert gather.op_type == "Gather" and len(body.node) > 5
     assert list(gather.input) == list(body.input) and list(gather.output) == list(body.output)
     assert set(gather.input) == {"input_ids", "wte.weight"}
+
+
+@pytest.mark.skipif(
+    not (shutil.which("chromium") and shutil.which("chromedriver")),
+    reason="needs chromium and chromedriver (Debian: chromium, chromium-driver)",
+)
+def test_netron_draws_it(sharded: Path, tmp_path: Path) -> None:
+    pytest.importorskip("selenium", reason="selenium is not installed")
+    script = Path(__file__).parents[3] / "tools" / "netron_screenshot.py"
+    arguments = [str(sharded), "-o", str(tmp_path / "a.png"), "--simple", "--select", "AllReduce"]
+    done = subprocess.run(
+        [sys.executable, str(script), *arguments], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    arguments[-1] = "Nobody"
+    done = subprocess.run(
+        [sys.executable, str(script), *arguments], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1 and "no node is called 'Nobody'" in done.stderr
