@@ -1,8 +1,10 @@
 """Names and patterns: lists of names for messages, and which entry applies to which name."""
 
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from glob import escape
 from typing import TypeVar
 
 from onnxpar.core.errors import StrategyError, SymbolError
@@ -76,6 +78,39 @@ def match(
         for name in known
         if name in entries or name in found
     }
+
+
+def patterns_of(names: Iterable[str], known: Collection[str]) -> list[str]:
+    """Returns patterns, as in `fnmatch`, that match some names and no others.
+
+    Names that differ in one number are one pattern, if it matches no other name.
+
+    Args:
+        names: The names.
+        known: All names, including these.
+    """
+    split = {name: re.split(r"(\d+)", name) for name in names}
+    most = max(map(len, split.values()), default=0)
+    found: dict[str, list[str]] = {name: [] for name in split}
+    for place in range(1, most, 2):
+        groups: dict[str, list[str]] = {}
+        for name, parts in split.items():
+            pieces = [escape(part) for part in parts]
+            pieces[place : place + 1] = ["*"][: len(pieces) - place]
+            groups.setdefault("".join(pieces), []).append(name)
+        if len(groups) < len(found):
+            found = groups
+    return [text for key, group in found.items() for text in _pattern(key, group, known)]
+
+
+def _pattern(key: str, names: Sequence[str], known: Collection[str]) -> Sequence[str]:
+    """The pattern in a list, if it matches these names alone; else the names."""
+    if len(names) < 2:
+        return names or [key]
+    head, _, tail = key.partition("*")
+    near = (n for n in known if n.endswith(tail) and n.startswith(head.partition("[")[0]))
+    hits = {name for name in near if fnmatchcase(name, key)}
+    return [key] if hits == set(names) else names
 
 
 def check_symbol_sizes(sizes: Mapping[str, int], table: SymbolTable, where: str) -> None:

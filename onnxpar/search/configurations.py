@@ -19,7 +19,6 @@ from itertools import accumulate, product
 from math import gcd, inf, log
 from operator import mul
 
-from onnxpar.autodiff.recomputation.candidates import ForwardPass
 from onnxpar.autodiff.recomputation.clones import Planned
 from onnxpar.core.errors import OnnxparError, StrategyError
 from onnxpar.core.machine import Machine, bytes_text
@@ -28,7 +27,6 @@ from onnxpar.core.name_patterns import check_symbol_sizes
 from onnxpar.core.sharding import Sharding
 from onnxpar.cost.cost_model import CostModel
 from onnxpar.cost.optimizer_parallel import OptimizerParallel
-from onnxpar.facts.layers import Layer, find_layers
 from onnxpar.graph.plan import Plan
 from onnxpar.graph.seeds import Seeds
 from onnxpar.search.eliminate import solve
@@ -46,6 +44,7 @@ from onnxpar.search.find_plan import (
 from onnxpar.search.node_options import Option
 from onnxpar.search.plan_choices import Configuration, Open, pipeline_split
 from onnxpar.search.problem import build, saved
+from onnxpar.search.recomputed_parts import Again, RecomputedParts
 from onnxpar.search.repeated_layers import Folded, fold
 from onnxpar.search.rival_plans import SLOWDOWN, Pricing, Way
 from onnxpar.search.value_flow import Flow, flow, recomputing
@@ -58,8 +57,6 @@ from onnxpar.strategy.schema import SEARCH, Strategy
 
 CHUNKS = (1, 2, 4)
 """Numbers of virtual stages of a stage that are tried."""
-LAYERS = (1, 2, 3, 4, 8)
-"""Recomputation of every k-th layer is tried for these numbers."""
 AGAIN = 4
 """If the best micro-batches are this many times as large as those of the search, it is repeated."""
 MORE = (2, 4, 8, 16, 64)
@@ -102,11 +99,14 @@ class _Strategy:
     options: tuple[Option, ...]
     seeds: Seeds
     pins: Mapping[str, Sharding]
+    again: Sequence[Again]
 
 
 @dataclass(frozen=True)
 class _Estimate:
-    configuration: Configuration
+    split: PipelineSplit
+    parallel: OptimizerParallel
+    again: Again
     strategy: _Strategy
     seconds: float
     bytes: float
@@ -160,7 +160,7 @@ class Configurations:
     @property
     def _most(self) -> int:
         """The most stages that are tried, unless more are given."""
-        return len(self._layers) or len(self._forward.nodes)
+        return len(self._parts.layers) or len(self._parts.forward.nodes)
 
     # -- estimates -------------------------------------------------------------------------------
 
@@ -226,14 +226,14 @@ class Configurations:
     def _of(self, strategy: _Strategy, count: int) -> Iterator[_Estimate]:
         """Estimates of the configurations with a strategy and a number of micro-batches."""
         stages, levels = strategy.stages, self.open.levels
-        layers = len(self._layers)
+        layers = len(self._parts.layers)
         chunks = [v for v in CHUNKS if v == 1 or 1 < stages <= layers // v]
         if self.strategy.pipeline is not None:
             chunks = [self.strategy.pipeline.chunks]
-        given = self.open.recompute
         memory_first = LEVELS[self.strategy.search.level].memory_first
         seconds, bytes_, kept = self._sum(strategy, count, levels[0], 0.0)
-        again, less, rest = self._sum(strategy, count, levels[0], 1.0) if layers else (inf,) * 3
+        again, _, rest = self._sum(strategy, count, levels[0], 1.0)
+        more, freed = again - seconds, kept - rest
         moved = self._crossing(strategy, count)
         fits = False
         for level in levels:
@@ -247,35 +247,28 @@ class Configurations:
             for chunk in chunks:
                 split = self._split(stages, count, chunk)
                 share = split.kept(0) / (stages * chunk)
-                for every in self._every(given, layers):
-                    part = 1 / every if every else 0.0
-                    step = seconds + slower + part * (again - seconds if every else 0.0)
-                    fixed = bytes_ + smaller + part * (less - bytes_ if every else 0.0)
-                    stash = kept + part * (rest - kept if every else 0.0)
-                    options = RecomputeOptions(layers=every) if every else given or NOTHING
-                    parallel = replace(self.strategy.optimizer_parallel, level=level)
+                parallel = replace(self.strategy.optimizer_parallel, level=level)
+                fitting = (a for a in strategy.again if self._parts.fits(a, stages * chunk))
+                for choice in fitting:
+                    step = seconds + slower + choice.seconds * more
+                    stash = kept - choice.freed * freed
                     estimate = _Estimate(
-                        Configuration(split, parallel, options),
+                        split,
+                        parallel,
+                        choice,
                         strategy,
                         split.rounds * (step / stages + chunk * moved),
-                        fixed / stages + share * stash,
+                        (bytes_ + smaller) / stages + share * stash,
                     )
                     fits |= estimate.bytes <= self.limit
                     yield estimate
-
-    @staticmethod
-    def _every(given: RecomputeOptions | None, layers: int) -> tuple[int, ...]:
-        """Numbers k for recomputation of every k-th layer; 0 for none."""
-        if given is not None:
-            return (given.layers,)
-        return (0, *(k for k in LAYERS if k <= layers))
 
     def _sum(
         self, strategy: _Strategy, count: int, level: int, share: float
     ) -> tuple[float, float, float]:
         """Seconds of a micro-batch without stages, bytes of states and work, bytes for backward."""
         cost = self._cost(strategy.seeds.mesh, count)
-        seen = recomputing(self._small, self._layers, share) if share else self._small
+        seen = recomputing(self._small, self._parts.inside, share) if share else self._small
         weights = replace(self._spec(count, level), kept=0.0).weights
         # Nodes that are alike share one tuple.
         alike = {id(option): (option,) for option in strategy.options}
@@ -313,8 +306,8 @@ class Configurations:
             spec = replace(
                 self._spec(count, levels[-1]), stage=1 / stages, kept=kept, memory=self.limit
             )
-            if 1 in self._every(self.open.recompute, len(self._layers)):
-                seen = recomputing(seen, self._layers, 1.0)
+            if self._parts.everything:
+                seen = recomputing(seen, self._parts.inside, 1.0)
         if not self.strategy.axes and not self.strategy.nodes:
             devices = seeds.mesh.size
             axes = {"x": devices // inner, "y": inner}
@@ -327,7 +320,10 @@ class Configurations:
         every = options if self._folded is None else self._folded.unfold(options)
         layouts = problem.layouts(solution.choice)
         pins = {**seeds.inputs, **seeds.parameters}
-        return _Strategy(stages, inner, options, seeds_of(self._flow, every, layouts, seeds), pins)
+        cost = self._cost(seeds.mesh, count)
+        again = self._parts.choices(self._flow, every, cost, stages)
+        seeds = seeds_of(self._flow, every, layouts, seeds)
+        return _Strategy(stages, inner, options, seeds, pins, again)
 
     def _seeds(self, stages: int) -> Seeds:
         """What the strategy fixes, on the mesh of one stage."""
@@ -348,7 +344,7 @@ class Configurations:
             sizes=self.workload.micro_batch(entry.sizes, count),
             parallel=replace(self.strategy.optimizer_parallel, level=level),
             micro_batches=count,
-            working=1 / max(len(self._layers), 4),
+            working=1 / max(len(self._parts.layers), 4),
         )
 
     def _cost(self, mesh: Mesh, count: int) -> CostModel:
@@ -375,22 +371,14 @@ class Configurations:
         return self._flow if self._folded is None else self._folded.flow
 
     @cached_property
-    def _layers(self) -> list[frozenset[str]]:
-        """Names of the nodes of each layer that can be recomputed."""
-        return [self._forward.inside(layer) for layer in self._found_layers]
-
-    @cached_property
-    def _found_layers(self) -> list[Layer]:
-        return find_layers(self._forward.row, self.workload.program.env)
-
-    @cached_property
-    def _forward(self) -> ForwardPass:
-        return ForwardPass.of(self.workload.program.graph, self.workload.program.registry)
+    def _parts(self) -> RecomputedParts:
+        return RecomputedParts(self.workload.program, self.open.recompute)
 
     @cached_property
     def _border(self) -> int | None:
         """The item whose result one layer gives to the next."""
-        ends = {self._forward.row[layer.stop - 1].name for layer in self._found_layers}
+        parts = self._parts
+        ends = {parts.forward.row[layer.stop - 1].name for layer in parts.layers}
         return next((i for i, item in enumerate(self._small.items) if item.name in ends), None)
 
     # -- configurations --------------------------------------------------------------------------
@@ -434,8 +422,8 @@ class Configurations:
         left = sorted(estimates, key=lambda e: e.seconds)
         memory_first = LEVELS[self.strategy.search.level].memory_first
         # What the estimates of bytes are multiplied by, for a number of stages (0 for others),
-        # without and with recomputation.
-        ratios: dict[tuple[int, bool], float] = {}
+        # by what is recomputed: nothing, a part of each layer, or complete layers.
+        ratios: dict[tuple[int, int], float] = {}
         found: list[Configured] = []
         best, least = inf, inf
         # The fastest estimate of the plans that fit, by the number of stages.
@@ -444,13 +432,12 @@ class Configurations:
         slower = inf
 
         def bytes_(estimate: _Estimate) -> float:
-            chosen = estimate.configuration
-            stages, again = chosen.split.stages, bool(chosen.recompute)
-            keys = product((stages, 0), (again, not again))
+            amounts = sorted(range(3), key=lambda amount: abs(amount - estimate.again.amount))
+            keys = product((estimate.split.stages, 0), amounts)
             return estimate.bytes * next((ratios[key] for key in keys if key in ratios), 1.0)
 
         def worth(estimate: _Estimate) -> bool:
-            stages, seconds = estimate.configuration.split.stages, slower * estimate.seconds
+            stages, seconds = estimate.split.stages, slower * estimate.seconds
             if memory_first and quickest:
                 return bytes_(estimate) < least and seconds <= SLOWDOWN * best
             if stages in quickest:
@@ -469,26 +456,32 @@ class Configurations:
                 break
             estimate = fitting[0]
             left.remove(estimate)
-            chosen = estimate.configuration
-            self.progress(f"pricing {chosen.describe()}", number, PRICED)
+            configuration = self._configuration(estimate)
+            self.progress(f"pricing {configuration.describe()}", number, PRICED)
             try:
-                configured = self._configured(estimate)
+                configured = self._configured(estimate, configuration)
             except OnnxparError as error:
                 self._refused.append(error)
                 continue
             way = configured.way
             found.append(configured)
-            for key in (chosen.split.stages, 0):
-                ratios[key, bool(chosen.recompute)] = way.peak / estimate.bytes
+            for key in (estimate.split.stages, 0):
+                ratios[key, estimate.again.amount] = way.peak / estimate.bytes
             if way.fits(self.limit):
-                stages, seconds = chosen.split.stages, estimate.seconds
+                stages, seconds = estimate.split.stages, estimate.seconds
                 quickest[stages] = min(quickest.get(stages, inf), seconds)
                 slower = min(slower, way.seconds / seconds)
                 best, least = min(best, way.seconds), min(least, way.peak)
         return found
 
-    def _configured(self, estimate: _Estimate) -> Configured:
-        seeds, chosen = estimate.strategy.seeds, estimate.configuration
+    def _configuration(self, estimate: _Estimate) -> Configuration:
+        parts, again = self._parts, estimate.again
+        return Configuration(
+            estimate.split, estimate.parallel, parts.options(again), parts.words(again)
+        )
+
+    def _configured(self, estimate: _Estimate, chosen: Configuration) -> Configured:
+        seeds = estimate.strategy.seeds
         key = id(estimate.strategy)
         if key not in self._plans:
             self._plans[key] = self.workload.plan(seeds)
@@ -533,7 +526,7 @@ class Configurations:
                 fits = [e for e in other._estimates(count) if e.bytes <= self.limit]
                 if fits:
                     best = min(fits, key=lambda e: e.seconds)
-                    what = best.configuration.describe()
+                    what = other._configuration(best).describe()
                     return f"about {devices} devices would be enough, with {what}"
         more = devices > self.strategy.world
         return f"{devices} devices would not be enough either" if more else ""

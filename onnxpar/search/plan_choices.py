@@ -23,11 +23,13 @@ class Configuration:
         split: Stages, micro-batches and schedule.
         parallel: Optimizer parallel.
         recompute: What is recomputed.
+        part: What is recomputed in words, if it is a part of each layer that was decided.
     """
 
     split: PipelineSplit
     parallel: OptimizerParallel
     recompute: RecomputeOptions = NOTHING
+    part: str = ""
 
     def describe(self) -> str:
         """Returns the configuration in words."""
@@ -50,6 +52,8 @@ class Configuration:
     def recomputed(self) -> str:
         """What is recomputed, in words; empty for nothing."""
         every = self.recompute.layers
+        if self.part:
+            return self.part
         if every:
             return (
                 f"recompute every {_ordinal(every)} layer" if every > 1 else "recompute all layers"

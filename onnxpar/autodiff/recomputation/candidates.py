@@ -1,6 +1,6 @@
 """Which nodes of a forward pass can be recomputed, and which of them belong to a layer."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -109,85 +109,173 @@ def by_cost(forward: ForwardPass, layers: Sequence[Layer], loads: Loads) -> list
         layers: Its layers; results that later nodes read are kept.
         loads: The memory of values and the time of nodes.
     """
-    rows = _alike(forward, layers)
-    steps: list[tuple[float, int, int, tuple[str, ...]]] = []
-    for number, row in enumerate(rows):
-        order = _greedy(forward, row[0], loads)
-        least = float("inf")
-        for place, (positions, ratio) in enumerate(order):
-            # A later step may be better only because an earlier one was taken.
-            least = min(least, ratio)
-            for block in row:
-                steps.append((-least, number, place, tuple(block[p] for p in positions)))
+    rows = alike_layers(forward, layers)
+    inside = {name for row in rows for block in row for name in block.nodes}
+    rest = tuple(name for n in forward.nodes if (name := n.name or "") not in inside)
     found: list[frozenset[str]] = []
     taken: frozenset[str] = frozenset()
-    for *_, names in sorted(steps, key=lambda step: step[:3]):
-        taken |= forward.able.intersection(names)
-        found.append(taken)
+    for row, step in _in_order(forward, [*rows, [Block(rest, rest)]], loads):
+        for block in row:
+            taken |= forward.able.intersection(block.own[p] for p in step.positions)
+            found.append(taken)
     return found
 
 
-def _alike(forward: ForwardPass, layers: Sequence[Layer]) -> list[list[list[str]]]:
-    """Lists of blocks of nodes: one list for each kind of layer, and one for the other nodes."""
+@dataclass(frozen=True)
+class Part:
+    """Nodes of layers that can be recomputed, the same in all layers that are alike.
+
+    Attributes:
+        alike: The names of each of these nodes in all layers that are alike; "" in a layer in which
+            it cannot be recomputed.
+        freed: Bytes that are freed, of all layers.
+        seconds: Seconds of the recomputation.
+    """
+
+    alike: tuple[tuple[str, ...], ...]
+    freed: float
+    seconds: float
+
+
+def parts_of_layers(
+    forward: ForwardPass, rows: Sequence[Sequence["Block"]], loads: Loads
+) -> list[Part]:
+    """Returns growing parts of layers: each contains the one before it, as in `by_cost`.
+
+    Args:
+        forward: The forward pass.
+        rows: Its layers, those that are alike together.
+        loads: The memory of values and the time of nodes; those of the first of layers that are
+            alike are enough.
+    """
+    found: list[Part] = []
+    taken: dict[tuple[int, int], tuple[str, ...]] = {}
+    freed = seconds = 0.0
+    numbers = {id(row): number for number, row in enumerate(rows)}
+    for row, step in _in_order(forward, rows, loads):
+        for position in step.positions:
+            names = (block.own[position] for block in row)
+            able = tuple(name if name in forward.able else "" for name in names)
+            taken[numbers[id(row)], position] = able
+        freed, seconds = freed + len(row) * step.freed, seconds + len(row) * step.seconds
+        found.append(Part(tuple(taken.values()), freed, seconds))
+    return found
+
+
+@dataclass(frozen=True)
+class Block:
+    """A layer.
+
+    Attributes:
+        nodes: The names of its nodes.
+        own: The same; "" for nodes that cannot be recomputed, or whose results later nodes read.
+    """
+
+    nodes: tuple[str, ...]
+    own: tuple[str, ...]
+
+
+def alike_layers(forward: ForwardPass, layers: Sequence[Layer]) -> list[list[Block]]:
+    """Returns the layers, those that are alike together."""
     names = [node.name or "" for node in forward.row]
     kinds = [node.op_type for node in forward.row]
-    inside = {i for layer in layers for i in range(layer.start, layer.stop)}
-    rows: dict[tuple[str, ...], list[list[str]]] = {}
+    rows: dict[tuple[str, ...], list[Block]] = {}
     for layer in layers:
-        kind = tuple(kinds[layer.start : layer.stop])
+        place = slice(layer.start, layer.stop)
         kept = forward.inside(layer)
-        # Nodes whose results later nodes read have no name here, so they are never taken.
-        block = [n if n in kept else "" for n in names[layer.start : layer.stop]]
-        rows.setdefault(kind, []).append(block)
-    placed = {names[i] for i in inside}
-    rest = [n.name or "" for n in forward.nodes if n.name not in placed]
-    return [*rows.values(), [rest]]
+        own = tuple(n if n in kept else "" for n in names[place])
+        rows.setdefault(tuple(kinds[place]), []).append(Block(tuple(names[place]), own))
+    return list(rows.values())
 
 
-def _greedy(
-    forward: ForwardPass, block: Sequence[str], loads: Loads
-) -> list[tuple[tuple[int, ...], float]]:
-    """The steps of a block, best first: positions of nodes, and bytes freed per second.
+@dataclass(frozen=True)
+class _Step:
+    """Nodes that are recomputed together: positions in a block, bytes freed, and seconds."""
+
+    positions: tuple[int, ...]
+    freed: float
+    seconds: float
+
+    @property
+    def ratio(self) -> float:
+        """Bytes freed per second."""
+        return self.freed / max(self.seconds, 1e-12)
+
+
+def _in_order(
+    forward: ForwardPass, rows: Sequence[Sequence[Block]], loads: Loads
+) -> list[tuple[Sequence[Block], _Step]]:
+    """The steps of all rows of blocks that are alike, best first."""
+    steps: list[tuple[float, int, int, _Step]] = []
+    for number, row in enumerate(rows):
+        least = float("inf")
+        for place, step in enumerate(_greedy(forward, row[0].own, loads)):
+            # A later step may be better only because an earlier one was taken.
+            least = min(least, step.ratio)
+            steps.append((-least, number, place, step))
+    return [(rows[number], step) for _, number, _, step in sorted(steps, key=lambda s: s[:3])]
+
+
+def _greedy(forward: ForwardPass, block: Sequence[str], loads: Loads) -> list[_Step]:
+    """The steps of a block, best first.
 
     A step takes a node whose results are kept, and all nodes that must run to compute these results
-    from other results that are kept.
+    from other results that are kept. Results that share memory are taken together.
     """
     at = {name: i for i, name in enumerate(block) if name}
     nodes = {n.name or "": n for n in forward.nodes if n.name in at and n.name in forward.able}
-    saved = {
-        name: [o.name or "" for o in node.outputs if _read_backward(o)]
-        for name, node in nodes.items()
+    kept = {name for name, node in nodes.items() if any(map(_read_backward, node.outputs))}
+    groups: dict[str, list[str]] = {}
+    for name in nodes:
+        if name in kept:
+            groups.setdefault(_owner(name, nodes, loads.views), []).append(name)
+    # What a node outside of the block made is kept, however many views of it there are.
+    sizes = {
+        owner: sum(loads.bytes.get(o.name or "", 0) for o in nodes[owner].outputs if o.uses())
+        if owner in nodes
+        else 0
+        for owner in groups
     }
-    saved = {name: kept for name, kept in saved.items() if kept}
     taken: set[str] = set()
 
-    def chain(name: str) -> list[str]:
-        """The nodes to run for a node, including itself, that have not been taken."""
-        found, stack = {name}, [name]
+    def chain(names: Sequence[str]) -> list[str]:
+        """The nodes to run for some nodes, including themselves, that have not been taken."""
+        found, stack = set(names), list(names)
         while stack:
             for value in nodes[stack.pop()].inputs:
                 maker = None if value is None else value.producer()
                 source = "" if maker is None else maker.name or ""
-                if source in nodes and source not in found and source not in saved:
+                if source in nodes and source not in found and source not in kept:
                     found.add(source)
                     stack.append(source)
         return [n for n in found if n not in taken]
 
-    found: list[tuple[tuple[int, ...], float]] = []
-    while saved:
-        best: tuple[float, str, list[str]] | None = None
-        for name, kept in saved.items():
-            run = chain(name)
-            freed = 0 if name in loads.views else sum(loads.bytes.get(v, 0) for v in kept)
-            ratio = freed / max(sum(loads.seconds.get(n, 0.0) for n in run), 1e-12)
-            if best is None or ratio > best[0]:
-                best = ratio, name, run
+    found: list[_Step] = []
+    while groups:
+        best: tuple[str, _Step] | None = None
+        for owner, names in groups.items():
+            run = chain(names)
+            seconds = sum(loads.seconds.get(n, 0.0) for n in run)
+            step = _Step(tuple(sorted(at[n] for n in run)), sizes[owner], seconds)
+            if best is None or step.ratio > best[1].ratio:
+                best = owner, step
         assert best is not None
-        ratio, name, run = best
-        del saved[name]
-        taken.update(run)
-        found.append((tuple(sorted(at[n] for n in run)), ratio))
+        owner, step = best
+        kept.difference_update(groups.pop(owner))
+        taken.update(block[position] for position in step.positions)
+        found.append(step)
     return found
+
+
+def _owner(name: str, nodes: Mapping[str, ir.Node], views: Collection[str]) -> str:
+    """The node that made the memory of a node's result; "" for one outside of the block."""
+    while name in views:
+        value = nodes[name].inputs[0]
+        maker = None if value is None else value.producer()
+        name = "" if maker is None else maker.name or ""
+        if name not in nodes:
+            return ""
+    return name
 
 
 def _read_backward(value: ir.Value) -> bool:

@@ -1,6 +1,6 @@
 """Which nodes are recomputed, by the user's options."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -106,9 +106,14 @@ def _loads(planned: Planned, cost: CostModel) -> Loads:
 def chosen_nodes(planned: Planned, options: RecomputeOptions) -> frozenset[str]:
     """Returns the names of the forward nodes that are recomputed; raises as `recomputed`."""
     forward = ForwardPass.of(planned.program.graph, planned.program.registry)
+    divided = divided_nodes(forward.nodes)
+    called: dict[str, list[str]] = {}
+    for name in (node.name or "" for node in forward.nodes):
+        for own in dict.fromkeys((name, divided.get(name, name))):
+            called.setdefault(own, []).append(name)
     found: set[str] = set()
     for pattern in options.nodes:
-        found |= _matching(forward, pattern, options.where)
+        found |= _matching(forward, called, pattern, options.where)
     if options.layers:
         layers = find_layers(forward.row, planned.program.env)
         if not layers:
@@ -127,18 +132,24 @@ def chosen_nodes(planned: Planned, options: RecomputeOptions) -> frozenset[str]:
     return frozenset(found)
 
 
-def _matching(forward: ForwardPass, pattern: str, where: str) -> frozenset[str]:
-    divided = divided_nodes(forward.nodes)
-    names = [node.name or "" for node in forward.nodes]
-    hits = [
-        name
-        for name in names
-        if any(own == pattern or fnmatchcase(own, pattern) for own in (name, divided.get(name, "")))
+def _matching(
+    forward: ForwardPass, called: Mapping[str, Sequence[str]], pattern: str, where: str
+) -> frozenset[str]:
+    """The nodes that a name or a pattern selects.
+
+    Args:
+        forward: The forward pass.
+        called: The nodes that have a name: more than one if a node of the file was divided.
+        pattern: The name or pattern.
+        where: Where the user gave it, for messages.
+    """
+    hits = called.get(pattern) or [
+        name for own, names in called.items() if fnmatchcase(own, pattern) for name in names
     ]
     if not hits:
         raise StrategyError(
             f"{where}: expected the name or a pattern of a node of the forward pass, got "
-            f"{pattern!r}{nearest(pattern, [*names, *divided.values()])}"
+            f"{pattern!r}{nearest(pattern, called)}"
         )
     able = forward.able.intersection(hits)
     if not able:

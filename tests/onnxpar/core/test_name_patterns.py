@@ -1,0 +1,45 @@
+"""Patterns that stand for names, as in `fnmatch`."""
+
+from fnmatch import fnmatchcase
+
+import pytest
+
+from onnxpar.core.name_patterns import patterns_of
+
+LAYERS = range(12)
+NAMES = [
+    *(f"/m/layers.{n}/attn/Softmax" for n in LAYERS),
+    *(f"/m/layers.{n}/attn/Mul" for n in LAYERS),
+    *(f"/m/layers.{n}/attn/Mul_{k}" for n in LAYERS for k in (1, 2)),
+    *(f"/m2/h[{n}]/Add" for n in LAYERS),
+    "/m/layers.3/extra/attn/Mul",
+    "Gather",
+    "*",
+]
+
+
+@pytest.mark.parametrize(
+    ("names", "patterns"),
+    [
+        ([], []),
+        (["Gather"], ["Gather"]),
+        (NAMES[:12], ["/m/layers.*/attn/Softmax"]),
+        # A pattern may match no other name.
+        (NAMES[:3], NAMES[:3]),
+        (NAMES[12:24], NAMES[12:24]),
+        ([n for n in NAMES if n.endswith("Mul_2")], ["/m/layers.*/attn/Mul_2"]),
+        (
+            [n for n in NAMES if n.endswith(("Softmax", "Mul_1"))],
+            ["/m/layers.*/attn/Softmax", "/m/layers.*/attn/Mul_1"],
+        ),
+        # The number that differs is the second, and brackets are no class of characters.
+        ([n for n in NAMES if n.endswith("Add")], ["/m2/h[[]*]/Add"]),
+        (["*"], ["*"]),
+    ],
+)
+def test_patterns_match_the_names_and_no_others(names: list[str], patterns: list[str]) -> None:
+    found = patterns_of(names, NAMES)
+    assert found == patterns
+    # A text that is a name stands for it alone.
+    hits = (n for n in NAMES for p in found if (p == n if p in NAMES else fnmatchcase(n, p)))
+    assert sorted(hits) == sorted(names)
