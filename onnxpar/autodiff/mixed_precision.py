@@ -26,11 +26,16 @@ COMPUTE_TYPES: Mapping[str, ir.DataType] = {
 """The 16-bit types in which products can be computed, by name."""
 
 
+OPEN_TYPE = "auto"
+"""In place of a type: `plan` decides it."""
+
+
 def parse_compute(text: str) -> str:
     """Returns the name of a 16-bit type; raises ModelError if it is not in `COMPUTE_TYPES`."""
     if text not in COMPUTE_TYPES:
         known = ", ".join(COMPUTE_TYPES)
-        raise ModelError(f"--compute: expected one of {known}, got {text!r}")
+        hint = "; only plan decides the type" if text == OPEN_TYPE else ""
+        raise ModelError(f"--compute: expected one of {known}, got {text!r}{hint}")
     return text
 
 

@@ -23,6 +23,9 @@ from rich.progress import (
 )
 
 from onnxpar.api.plan_strategy import plan_strategy, searching
+from onnxpar.api.plan_type import plan_any_type
+from onnxpar.autodiff.mixed_precision import OPEN_TYPE
+from onnxpar.autodiff.training_program import TrainingSpec
 from onnxpar.cli.options import AsJson, Devices, takes_options
 from onnxpar.cli.screen import Column, Content, Screen
 from onnxpar.cli.shard import parse_symbols
@@ -108,17 +111,32 @@ def command(
         raise ModelError(f"{given[0]}: only for training; expected --loss as well")
     search = {"algorithm": algorithm, "level": level, "memory": memory, "machine": machine}
     entry = _entry(wanted, search, sizes)
+    any_type = training.compute == OPEN_TYPE
+    if any_type:
+        training = replace(training, compute=None)
+    spec = None if training.loss is None else training.spec(training.loss, OPTIMIZER)
+    wanted = replace(wanted, search=entry)
+    symbols = parse_symbols(constraints)
+
     with _progress() as progress, _uncollected():
-        planned = plan_strategy(
-            model,
-            replace(wanted, search=entry),
-            symbols=parse_symbols(constraints),
-            training=None if training.loss is None else training.spec(training.loss, OPTIMIZER),
-            stages=_stages(stages, wanted),
-            micro_batches=micro_batches,
-            level=training.optimizer_parallel,
-            progress=progress,
-        )
+
+        def plan(spec: TrainingSpec | None) -> FoundStrategy:
+            return plan_strategy(
+                model,
+                wanted,
+                symbols=symbols,
+                training=spec,
+                stages=_stages(stages, wanted),
+                micro_batches=micro_batches,
+                level=training.optimizer_parallel,
+                progress=progress,
+            )
+
+        if spec is not None and any_type:
+            planned = plan_any_type(plan, model, wanted, symbols, spec)
+            training = replace(training, compute=planned.compute)
+        else:
+            planned = plan(spec)
     with new_file(out, DirectoryError) as file:
         file.write_text(write_strategy(planned.data, planned.summary(entry)), encoding="utf-8")
     if json_output:

@@ -63,7 +63,8 @@ class TrainingOptions:
         str | None,
         Option(
             "float16 or bfloat16: compute the products of a float32 model in this type; "
-            "parameters stay float32. bfloat16 runs on CUDA only.",
+            "parameters stay float32. bfloat16 runs on CUDA only. With auto, `plan` chooses "
+            "between float32 and bfloat16.",
             "TYPE",
         ),
     ] = None

@@ -4,6 +4,7 @@ import re
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from onnxpar.autodiff.mixed_precision import COMPUTE_TYPES
 from onnxpar.core.machine import Machine, bytes_text, three_digits
 from onnxpar.cost.price import NodePrice
 from onnxpar.facts.program import Program
@@ -63,6 +64,8 @@ class FoundStrategy:
         program: The program that was planned.
         without: If stages, micro-batches, optimizer parallel and recomputation were decided, too:
             each of these choices with the plan that lacks it.
+        types: If the type of products was decided: this type with the plan; then the other type, if
+            it was tried, with the best plan that is known for it.
     """
 
     found: Found
@@ -73,6 +76,7 @@ class FoundStrategy:
     objective: Objective
     program: Program
     without: tuple[tuple[str, Way], ...] | None = None
+    types: tuple[tuple[str, Way], ...] = ()
 
     @property
     def devices(self) -> int:
@@ -121,11 +125,12 @@ class FoundStrategy:
         stages = f" in each of {count} stages" if count > 1 else ""
         runs = f" of {best.micro_batches} micro-batches" if best.micro_batches > 1 else ""
         by = f"Found by {entry.algorithm}"
+        dtype = f", products in {self.types[0][0]}" if self.types else ""
         if self.without is None and not best.name.startswith(FOUND):
             by = f"The preset {best.name} (the search, {entry.algorithm}, found nothing better)"
         return (
             f"{by} for {self.plan.mesh.size} devices{stages} "
-            f"({self.machine.name}), {sizes}.\n"
+            f"({self.machine.name}), {sizes}{dtype}.\n"
             f"A step{runs}: {seconds_text(best.seconds)}{_hidden(best)}; "
             f"{bytes_text(best.peak)} on a device."
         )
@@ -135,6 +140,10 @@ class FoundStrategy:
         return {
             "machine": self.machine.name,
             "devices": self.devices,
+            "types": [
+                {"type": name, "seconds": way.seconds, "peak_bytes": way.peak}
+                for name, way in self.types
+            ],
             "algorithm": entry.algorithm,
             "sizes": dict(entry.sizes),
             "large_sizes": dict(self.objective.large),
@@ -177,6 +186,26 @@ class FoundStrategy:
             "strategy": self.data,
         }
 
+    @property
+    def compute(self) -> str | None:
+        """The 16-bit type of products that was chosen; None for the model's own type."""
+        return next((name for name, _ in self.types[:1] if name in COMPUTE_TYPES), None)
+
+    def computes(self) -> str:
+        """Returns in which type products are computed and why, if that was decided."""
+        if not self.types:
+            return ""
+        (chosen, _), *others = self.types
+        text = f"Products are computed in {chosen}"
+        for name, way in others:
+            limit = self.objective.limit
+            more = "" if way.fits(limit) else f", more than {bytes_text(limit)}"
+            text += (
+                f"; in {name}, a step takes {seconds_text(way.seconds)} and a device needs "
+                f"{bytes_text(way.peak)}{more}"
+            )
+        return f"{text}."
+
     def growth(self) -> str:
         """Returns how the plan fares at large sizes of the symbols, if another is better there."""
         best, sizes = self.ways[0], self.objective.large
@@ -196,7 +225,7 @@ class FoundStrategy:
 
     def reason(self) -> str:
         """Returns why it was chosen, for people."""
-        return " ".join(filter(None, (self._choice(), self.growth())))
+        return " ".join(filter(None, (self._choice(), self.computes(), self.growth())))
 
     def _choice(self) -> str:
         best, objective = self.ways[0], self.objective

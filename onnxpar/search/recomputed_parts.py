@@ -123,8 +123,8 @@ class RecomputedParts:
         """
         given = self.given
         if given is not None:
-            share = 1 / given.layers if given.layers else 0.0
-            return [Again(share, share, given)]
+            part = 1 / given.layers if given.layers else 0.0
+            return [Again(part, part, given)]
         if not self.layers:
             return [Again()]
         computing, sending = self._seconds(seen, options, cost)

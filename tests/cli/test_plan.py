@@ -448,3 +448,64 @@ def test_progress_is_shown_on_a_terminal_only(model: Path, tmp_path: Path) -> No
     assert b"2/3" in shown
     piped = subprocess.run(command, capture_output=True, check=True)
     assert piped.stderr == b""
+
+
+HALF = "{float32: 1e9, bfloat16: 4e9}"
+
+
+@pytest.mark.parametrize(
+    ("flops", "overhead", "chosen", "other"),
+    [
+        (HALF, 0.0, "bfloat16", "float32"),
+        # Casts take longer to start than products save.
+        (HALF, 1.0, "float32", "bfloat16"),
+        # The machine may not have the type.
+        ("{float32: 1e9}", 0.0, "float32", None),
+    ],
+)
+def test_the_type_of_products_is_chosen_if_it_is_open(
+    model: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    flops: str,
+    overhead: float,
+    chosen: str,
+    other: str | None,
+) -> None:
+    machine, out = tmp_path / "machine.yaml", tmp_path / "s.yaml"
+    machine.write_text(
+        f"name: slow\nflops: {flops}\nbandwidth: 1e12\nmemory: 1GiB\noverhead: {overhead}\n"
+        "links: [{bandwidth: 1e10, latency: 1e-6}]\n"
+    )
+    loss = ["--loss", "softmax_cross_entropy"]
+    options = [*loss, "--devices", "2", "--machine", str(machine), *SIZES, "-o", str(out)]
+    seconds = {}
+    for compute in ("bfloat16", None):
+        given = ["--compute", compute] if compute else []
+        assert main(["plan", str(model), *options, *given, "--json"]) == 0
+        plan = json.loads(capsys.readouterr().out)
+        seconds[compute or "float32"] = plan["ways"][0]["seconds"]
+    assert main(["plan", str(model), *options, "--compute", "auto", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["types"]
+    assert [each["type"] for each in found] == [chosen, *([other] if other else [])]
+    assert found[0]["seconds"] == seconds[chosen]
+    assert all(found[0]["seconds"] < each["seconds"] for each in found[1:])
+    assert main(["plan", str(model), *options, "--compute", "auto"]) == 0
+    shown = capsys.readouterr().out
+    assert f"Products are computed in {chosen}" in shown
+    assert f"products in {chosen}" in out.read_text()
+    line = next(line for line in shown.splitlines() if line.startswith("next"))
+    command = line.removeprefix("next").split()[1:-1]
+    assert ("--compute" in command) == (chosen == "bfloat16")
+    assert main([*command, str(tmp_path / "d")]) == 0
+    manifest = json.loads((tmp_path / "d" / "manifest.json").read_text())
+    assert manifest["training"]["compute"] == (None if chosen == "float32" else chosen)
+
+
+def test_only_plan_decides_the_type_of_products(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train = ["--train", "--loss", "softmax_cross_entropy", "--optimizer", "sgd"]
+    options = ["--strategy", "dp", "--devices", "2", "--compute", "auto", *train]
+    assert main(["shard", str(model), *options, "-o", str(tmp_path / "d")]) == 2
+    assert "got 'auto'; only plan decides the type" in capsys.readouterr().err
