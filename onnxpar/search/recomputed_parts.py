@@ -13,10 +13,10 @@ from itertools import pairwise, product
 from math import floor
 
 from onnxpar.autodiff.recomputation.candidates import (
-    Block,
     ForwardPass,
+    LayerNodes,
+    LayerPart,
     Loads,
-    Part,
     alike_layers,
     parts_of_layers,
 )
@@ -56,7 +56,7 @@ class Again:
     freed: float = 0.0
     seconds: float = 0.0
     options: RecomputeOptions = NOTHING
-    parts: tuple[Part, Part] | None = None
+    parts: tuple[LayerPart, LayerPart] | None = None
     share: Fraction = Fraction(1)
 
     @property
@@ -180,7 +180,7 @@ class RecomputedParts:
     # -- of the first of the layers that are alike -----------------------------------------------
 
     @cached_property
-    def _rows(self) -> list[list[Block]]:
+    def _rows(self) -> list[list[LayerNodes]]:
         return alike_layers(self.forward, self.layers)
 
     @cached_property
@@ -230,9 +230,9 @@ class RecomputedParts:
         return found
 
 
-def _apart(parts: Sequence[Part]) -> list[Part]:
+def _apart(parts: Sequence[LayerPart]) -> list[LayerPart]:
     """The parts that are worth a choice: nothing first, and everything that is saved last."""
-    found = [Part((), 0.0, 0.0)]
+    found = [LayerPart((), 0.0, 0.0)]
     for part in parts:
         least = 0.0 if part is parts[-1] else APART * parts[-1].freed
         if part.freed > found[-1].freed + least:

@@ -114,7 +114,7 @@ def by_cost(forward: ForwardPass, layers: Sequence[Layer], loads: Loads) -> list
     rest = tuple(name for n in forward.nodes if (name := n.name or "") not in inside)
     found: list[frozenset[str]] = []
     taken: frozenset[str] = frozenset()
-    for row, step in _in_order(forward, [*rows, [Block(rest, rest)]], loads):
+    for row, step in _in_order(forward, [*rows, [LayerNodes(rest, rest)]], loads):
         for block in row:
             taken |= forward.able.intersection(block.own[p] for p in step.positions)
             found.append(taken)
@@ -122,7 +122,7 @@ def by_cost(forward: ForwardPass, layers: Sequence[Layer], loads: Loads) -> list
 
 
 @dataclass(frozen=True)
-class Part:
+class LayerPart:
     """Nodes of layers that can be recomputed, the same in all layers that are alike.
 
     Attributes:
@@ -138,8 +138,8 @@ class Part:
 
 
 def parts_of_layers(
-    forward: ForwardPass, rows: Sequence[Sequence["Block"]], loads: Loads
-) -> list[Part]:
+    forward: ForwardPass, rows: Sequence[Sequence["LayerNodes"]], loads: Loads
+) -> list[LayerPart]:
     """Returns growing parts of layers: each contains the one before it, as in `by_cost`.
 
     Args:
@@ -148,7 +148,7 @@ def parts_of_layers(
         loads: The memory of values and the time of nodes; those of the first of layers that are
             alike are enough.
     """
-    found: list[Part] = []
+    found: list[LayerPart] = []
     taken: dict[tuple[int, int], tuple[str, ...]] = {}
     freed = seconds = 0.0
     numbers = {id(row): number for number, row in enumerate(rows)}
@@ -158,12 +158,12 @@ def parts_of_layers(
             able = tuple(name if name in forward.able else "" for name in names)
             taken[numbers[id(row)], position] = able
         freed, seconds = freed + len(row) * step.freed, seconds + len(row) * step.seconds
-        found.append(Part(tuple(taken.values()), freed, seconds))
+        found.append(LayerPart(tuple(taken.values()), freed, seconds))
     return found
 
 
 @dataclass(frozen=True)
-class Block:
+class LayerNodes:
     """A layer.
 
     Attributes:
@@ -175,16 +175,16 @@ class Block:
     own: tuple[str, ...]
 
 
-def alike_layers(forward: ForwardPass, layers: Sequence[Layer]) -> list[list[Block]]:
+def alike_layers(forward: ForwardPass, layers: Sequence[Layer]) -> list[list[LayerNodes]]:
     """Returns the layers, those that are alike together."""
     names = [node.name or "" for node in forward.row]
     kinds = [node.op_type for node in forward.row]
-    rows: dict[tuple[str, ...], list[Block]] = {}
+    rows: dict[tuple[str, ...], list[LayerNodes]] = {}
     for layer in layers:
         place = slice(layer.start, layer.stop)
         kept = forward.inside(layer)
         own = tuple(n if n in kept else "" for n in names[place])
-        rows.setdefault(tuple(kinds[place]), []).append(Block(tuple(names[place]), own))
+        rows.setdefault(tuple(kinds[place]), []).append(LayerNodes(tuple(names[place]), own))
     return list(rows.values())
 
 
@@ -203,8 +203,8 @@ class _Step:
 
 
 def _in_order(
-    forward: ForwardPass, rows: Sequence[Sequence[Block]], loads: Loads
-) -> list[tuple[Sequence[Block], _Step]]:
+    forward: ForwardPass, rows: Sequence[Sequence[LayerNodes]], loads: Loads
+) -> list[tuple[Sequence[LayerNodes], _Step]]:
     """The steps of all rows of blocks that are alike, best first."""
     steps: list[tuple[float, int, int, _Step]] = []
     for number, row in enumerate(rows):
