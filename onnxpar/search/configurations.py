@@ -41,8 +41,15 @@ from onnxpar.search.find_plan import (
     seeds_of,
     silent,
 )
+from onnxpar.search.late_work import late_work
 from onnxpar.search.node_options import Option
-from onnxpar.search.plan_choices import Configuration, Open, pipeline_split
+from onnxpar.search.plan_choices import (
+    NO_BUBBLE,
+    SCHEDULES,
+    Configuration,
+    Open,
+    pipeline_split,
+)
 from onnxpar.search.problem import build, saved
 from onnxpar.search.recomputed_parts import Again, RecomputedParts
 from onnxpar.search.repeated_layers import Folded, fold
@@ -50,13 +57,11 @@ from onnxpar.search.rival_plans import SLOWDOWN, Pricing, Way
 from onnxpar.search.value_flow import Flow, flow, recomputing
 from onnxpar.search.workload import Workload
 from onnxpar.stages.assign_stages import between_stages
-from onnxpar.stages.stage_price import PipelineSplit, Priced
+from onnxpar.stages.stage_price import ZERO_BUBBLE, PipelineSplit, Priced
 from onnxpar.strategy.recompute_entry import NOTHING, RecomputeOptions
 from onnxpar.strategy.resolve_strategy import resolve
 from onnxpar.strategy.schema import SEARCH, Strategy
 
-CHUNKS = (1, 2, 4)
-"""Numbers of virtual stages of a stage that are tried."""
 AGAIN = 4
 """If the best micro-batches are this many times as large as those of the search, it is repeated."""
 MORE = (2, 4, 8, 16, 64)
@@ -227,14 +232,15 @@ class Configurations:
         """Estimates of the configurations with a strategy and a number of micro-batches."""
         stages, levels = strategy.stages, self.open.levels
         layers = len(self._parts.layers)
-        chunks = [v for v in CHUNKS if v == 1 or 1 < stages <= layers // v]
-        if self.strategy.pipeline is not None:
-            chunks = [self.strategy.pipeline.chunks]
+        schedules = [each for each in SCHEDULES if 1 < stages <= layers // each[1]]
+        if (entry := self.strategy.pipeline) is not None:
+            schedules = [(entry.schedule, entry.chunks)]
         memory_first = LEVELS[self.strategy.search.level].memory_first
         seconds, bytes_, kept = self._sum(strategy, count, levels[0], 0.0)
         again, _, rest = self._sum(strategy, count, levels[0], 1.0)
         more, freed = again - seconds, kept - rest
-        moved = self._crossing(strategy, count)
+        moved, cost = self._crossing(strategy, count), self._cost(strategy.seeds.mesh, count)
+        late, waiting = late_work(self._small, strategy.options, cost)
         fits = False
         for level in levels:
             if fits and not memory_first:
@@ -244,21 +250,21 @@ class Configurations:
             if level != levels[0]:
                 other = self._sum(strategy, count, level, 0.0)
                 slower, smaller = other[0] - seconds, other[1] - bytes_
-            for chunk in chunks:
-                split = self._split(stages, count, chunk)
-                share = split.kept(0) / (stages * chunk)
+            for schedule, chunk in schedules or SCHEDULES[:1]:
+                split = self._split(stages, count, chunk, schedule)
                 parallel = replace(self.strategy.optimizer_parallel, level=level)
                 fitting = (a for a in strategy.again if self._parts.fits(a, stages * chunk))
                 for choice in fitting:
                     step = seconds + slower + choice.seconds * more
-                    stash = kept - choice.freed * freed
+                    complete = kept - choice.freed * freed
+                    stash = (split.stash(n, complete, waiting) for n in (0, stages - 1))
                     estimate = _Estimate(
                         split,
                         parallel,
                         choice,
                         strategy,
-                        split.rounds * (step / stages + chunk * moved),
-                        (bytes_ + smaller) / stages + share * stash,
+                        split.step(step / stages + chunk * moved, late / stages),
+                        (bytes_ + smaller + max(stash)) / stages,
                     )
                     fits |= estimate.bytes <= self.limit
                     yield estimate
@@ -409,8 +415,11 @@ class Configurations:
         batch = gcd(*(sizes[name] for name in self.workload.batch if name in sizes)) or samples
         return min(counts, key=lambda count: abs(log(batch / count / samples)))
 
-    def _split(self, stages: int, count: int, chunks: int = 1) -> PipelineSplit:
-        return pipeline_split(self.strategy, self.workload.forward, stages, count, chunks)
+    def _split(
+        self, stages: int, count: int, chunks: int = 1, schedule: str = "1f1b"
+    ) -> PipelineSplit:
+        model = self.workload.forward
+        return pipeline_split(self.strategy, model, stages, count, chunks, schedule)
 
     # -- plans -----------------------------------------------------------------------------------
 
@@ -561,6 +570,8 @@ class Configurations:
         if split.chunks > 1 and self.strategy.pipeline is None:
             plain = replace(split, schedule="1f1b", chunks=1)
             yield f"{split.chunks} chunks", replace(chosen, split=plain)
+        if split.schedule == ZERO_BUBBLE and self.strategy.pipeline is None:
+            yield NO_BUBBLE, replace(chosen, split=replace(split, schedule="1f1b"))
 
     def _changed(self, plan: Configured, chosen: Configuration) -> Configured:
         return replace(plan, configuration=chosen, way=self._way(chosen, plan.plan))

@@ -12,7 +12,7 @@ def passes_of(item: Item, trained: Collection[int], work: Work) -> int:
     """Returns how many times a node's work is done, forward and backward."""
     if not item.trained:
         return 1
-    if work.flops <= 2 * work.traffic:
+    if not is_product(work):
         return 2
     # The backward of a product has one product for each operand with a cotangent.
     kinds = item.rule.kinds
@@ -22,6 +22,11 @@ def passes_of(item: Item, trained: Collection[int], work: Work) -> int:
         if any(kinds[f] in REDUCTIONS for names in operand.dims for f in names)
     )
     return 3 if all(i in trained for i in multiplied) else 2
+
+
+def is_product(work: Work) -> bool:
+    """Whether a node computes much more than it reads and writes."""
+    return work.flops > 2 * work.traffic
 
 
 def least_computing(

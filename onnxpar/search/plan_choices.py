@@ -10,9 +10,14 @@ import onnx_ir as ir
 
 from onnxpar.cost.optimizer_parallel import OptimizerParallel
 from onnxpar.stages.assign_stages import assigned
-from onnxpar.stages.stage_price import PipelineSplit
+from onnxpar.stages.stage_price import ZERO_BUBBLE, PipelineSplit
 from onnxpar.strategy.recompute_entry import NOTHING, RecomputeOptions
 from onnxpar.strategy.schema import Strategy
+
+NO_BUBBLE = "zero bubble"
+"""The schedule `ZERO_BUBBLE` in words."""
+SCHEDULES = (("1f1b", 1), (ZERO_BUBBLE, 1), ("interleaved", 2), ("interleaved", 4))
+"""The schedules that are tried, each with a number of virtual stages of a stage."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +43,8 @@ class Configuration:
             words.append(f"{split.stages} stages")
         if split.chunks > 1:
             words.append(f"{split.chunks} chunks")
+        if split.schedule == ZERO_BUBBLE:
+            words.append(NO_BUBBLE)
         if split.micro_batches > 1:
             words.append(f"{split.micro_batches} micro-batches")
         words += [text for text in (self.sharded, self.recomputed) if text]
@@ -66,7 +73,12 @@ def _ordinal(number: int) -> str:
 
 
 def pipeline_split(
-    strategy: Strategy, model: ir.Model, stages: int, micro_batches: int, chunks: int = 1
+    strategy: Strategy,
+    model: ir.Model,
+    stages: int,
+    micro_batches: int,
+    chunks: int = 1,
+    schedule: str = "1f1b",
 ) -> PipelineSplit:
     """Returns how a model is split into stages; what the strategy says about its pipeline is kept.
 
@@ -76,10 +88,10 @@ def pipeline_split(
         stages: Number of stages.
         micro_batches: Micro-batches of a step.
         chunks: Virtual stages of each stage, if the strategy says nothing about a pipeline.
+        schedule: The schedule, in the same case.
     """
     entry = strategy.pipeline
     if entry is None:
-        schedule = "interleaved" if chunks > 1 else "1f1b"
         return PipelineSplit(stages, micro_batches, schedule, chunks)
     fixed = assigned(strategy, model)
     return PipelineSplit(stages, micro_batches, entry.schedule, entry.chunks, fixed)

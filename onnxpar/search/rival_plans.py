@@ -19,6 +19,7 @@ from onnxpar.search.parameter_axes import decide_parameter_axes
 from onnxpar.search.workload import Workload
 from onnxpar.stages.assign_stages import between_stages
 from onnxpar.stages.partition_chain import chain_of, floating
+from onnxpar.stages.program_places import late_nodes
 from onnxpar.stages.stage_price import PipelineSplit, Priced, StagedPrice, price_stages
 from onnxpar.strategy.presets import load_strategy
 from onnxpar.strategy.recompute_entry import KEEP, NOTHING, RecomputeOptions
@@ -204,7 +205,8 @@ class Pricing:
         """
         workload = replace(self.workload, program=planned.program)
         found, steps = workload.priced(planned.plan, cost)
-        return Priced(planned.program.model, planned.plan, found, steps)
+        late = late_nodes(planned.program.graph, workload.links, workload.gradients)
+        return Priced(planned.program.model, planned.plan, found, steps, late)
 
     def in_stages(self, name: str, priced: Priced, cost: CostModel) -> Way:
         """Returns what `unstaged` returns as a way, priced in stages if there are several.

@@ -39,7 +39,7 @@ def training_places(
     per = 2 if split else 1
     forwards = range(virtual_stages)
     virtual = [*forwards, *(v for v in reversed(forwards) for _ in range(per))]
-    urgent = _urgent(graph, links, frozenset(variables)) if split else set()
+    late = late_nodes(graph, links, variables) if split else frozenset()
     nodes = {}
     for node in graph:
         stage = virtual_stage_of(node)
@@ -47,7 +47,7 @@ def training_places(
             nodes[node.name or ""] = stage
             continue
         place = virtual_stages + per * (virtual_stages - 1 - stage)
-        nodes[node.name or ""] = place + (1 if split and node not in urgent else 0)
+        nodes[node.name or ""] = place + (node.name in late)
     outputs = _made(graph, nodes)
     for name in gradients:
         outputs[name] = virtual_stages + per * (virtual_stages - virtual[outputs[name]]) - 1
@@ -63,19 +63,25 @@ def _made(graph: ir.Graph, nodes: Mapping[str, int]) -> dict[str, int]:
     return found
 
 
-def _urgent(
-    graph: ir.Graph, links: Mapping[str, tuple[str, ...]], variables: frozenset[str]
-) -> set[ir.Node]:
-    """The backward nodes that contribute to cotangents of activations."""
-    found: set[ir.Node] = set()
+def late_nodes(
+    graph: ir.Graph, links: Mapping[str, tuple[str, ...]], variables: Collection[str]
+) -> frozenset[str]:
+    """Returns the names of the backward nodes that contribute to no cotangent of an activation.
+
+    Args:
+        graph: Forward, loss and backward.
+        links: For each cotangent its primals.
+        variables: Names of the parameters that are trained.
+    """
+    known = frozenset(variables)
+    found: set[str] = set()
     wanted: set[ir.Value] = set()
     for node in reversed(graph):
         if GRADIENT_OF not in node.metadata_props:
             continue
-        activation = any(
-            not variables.issuperset(links.get(v.name or "", ())) for v in node.outputs
-        )
+        activation = any(not known.issuperset(links.get(v.name or "", ())) for v in node.outputs)
         if activation or any(v in wanted for v in node.outputs):
-            found.add(node)
             wanted.update(v for v in node.inputs if v is not None)
-    return found
+        else:
+            found.add(node.name or "")
+    return frozenset(found)

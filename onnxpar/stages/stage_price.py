@@ -7,9 +7,8 @@ both together.
 
 A step of m micro-batches over p stages takes m + p - 1 times the forward and backward of one
 micro-batch in the slowest stage (GPipe, Huang et al., 2019; 1F1B, Narayanan et al., 2021); with v
-chunks per stage and at least p micro-batches, m + (p - 1) / v times. Zero bubble is priced as 1F1B,
-although it hides the half of the backward that computes gradients; the runtime's `simulate` shows
-that.
+chunks per stage and at least p micro-batches, m + (p - 1) / v times. With zero bubble (ZB-H1, Qi et
+al., 2024), stages compute gradients of weights while they would wait.
 """
 
 from collections.abc import Mapping, Sequence
@@ -53,14 +52,21 @@ class PipelineSplit:
         """Number of virtual stages of all stages."""
         return self.stages * self.chunks
 
-    @property
-    def rounds(self) -> float:
-        """How many times the time of one micro-batch in a stage a training step takes.
+    def step(self, seconds: float, late: float) -> float:
+        """Returns the seconds of a training step without the update.
 
         The idle time is that of the schedule's paper; see `docs/design/0016-pipeline.md`.
+
+        Args:
+            seconds: Seconds of one micro-batch in a stage.
+            late: Seconds of these for which no other stage waits: those of gradients of weights, at
+                most those of the forward and those of the rest of the backward.
         """
-        late = max(self.stages - self.micro_batches, 0) * (self.chunks - 1)
-        return self.micro_batches + (self.stages - 1 + late) / self.chunks
+        few = max(self.stages - self.micro_batches, 0)
+        rounds = self.micro_batches + (self.stages - 1 + few * (self.chunks - 1)) / self.chunks
+        if self.schedule != ZERO_BUBBLE:
+            late = 0.0
+        return rounds * seconds - (2 * (self.stages - 1) - few) * late
 
     def kept(self, stage: int) -> int:
         """Returns for how many forwards of one virtual stage a stage keeps activations, at most.
@@ -71,7 +77,24 @@ class PipelineSplit:
         if self.schedule == "interleaved":
             largest = -(-runs // max(1, runs // self.stages))
             return min(runs * self.chunks, (self.chunks - 1) * largest + 2 * (after - 1) + 1)
-        return min({"gpipe": runs, "1f1b": after, "zb-h1": self.stages}[self.schedule], runs)
+        return min({"gpipe": runs, "1f1b": after, ZERO_BUBBLE: self.stages}[self.schedule], runs)
+
+    def stash(self, stage: int, complete: float, late: float) -> float:
+        """Returns the bytes of activations that a stage keeps, in all its virtual stages.
+
+        Args:
+            stage: The stage.
+            complete: Bytes that one micro-batch leaves for its backward.
+            late: Bytes of one micro-batch of which only gradients of weights are left to compute.
+        """
+        kept, few = self.kept(stage), 0
+        if self.schedule == ZERO_BUBBLE:
+            few = max(kept - (self.stages - stage), 0)
+        return ((kept - few) * complete + few * late) / self.chunks
+
+
+ZERO_BUBBLE = "zb-h1"
+"""The schedule that computes gradients of weights when nothing else can be computed."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +103,7 @@ class StagePrice:
 
     Attributes:
         seconds: Seconds per micro-batch, including receiving and sending.
+        late: Seconds of these for which no other stage waits (see `PipelineSplit.step`).
         moving: Seconds per micro-batch of receiving and sending alone.
         held: Bytes of its parameters, gradients and moments.
         peak: Bytes at the peak, including the activations of all micro-batches that it keeps.
@@ -87,6 +111,7 @@ class StagePrice:
     """
 
     seconds: float
+    late: float
     moving: float
     held: int
     peak: int
@@ -129,12 +154,14 @@ class Priced:
         plan: The plan.
         price: What it costs without stages.
         steps: Its steps, in order.
+        late: Names of the backward nodes for which no other stage waits.
     """
 
     model: ir.Model
     plan: Plan
     price: Price
     steps: Sequence[MemoryStep]
+    late: frozenset[str] = frozenset()
 
 
 def price_stages(
@@ -189,20 +216,27 @@ class _Staging:
         assign = {node.name or "": virtual for node, virtual in found.items()}
         self.placed = self._placed(found)
         own = [0.0] * split.virtual_stages
+        late, backward = list(own), list(own)
         for node in price.nodes:
             for virtual in self.placed[node.name]:
                 own[virtual] += node.seconds
+                if node.name in self.priced.late:
+                    late[virtual] += node.seconds
+                elif node.name in self.backward:
+                    backward[virtual] += node.seconds
         moving = self._moving(found, crossing)
         held = self._held()
         stages = []
         for stage in range(split.stages):
             mine = range(stage, split.virtual_stages, split.stages)
+            waiting, rest, every = (sum(each[p] for p in mine) for each in (late, backward, own))
             stages.append(
                 StagePrice(
                     sum(own[p] + moving[p] for p in mine),
+                    min(waiting, rest, every - waiting - rest),
                     sum(moving[p] for p in mine),
                     held[stage],
-                    held[stage] + self._activations(mine, split.kept(stage)),
+                    held[stage] + self._activations(stage, mine),
                     sum(1 for virtual in assign.values() if virtual % split.stages == stage),
                 )
             )
@@ -229,7 +263,8 @@ class _Staging:
         # The optimizer's work is distributed as the states are.
         share = max(held) / max(sum(held), 1)
         once = share * (price.updating + price.outputs + price.gradients)
-        return split.rounds * max(stage.seconds for stage in stages) + once
+        slowest = max(stages, key=lambda stage: stage.seconds)
+        return split.step(slowest.seconds, slowest.late) + once
 
     def _crossing(self) -> dict[str, float]:
         """Seconds to send each value to another stage, and its cotangent back, by name."""
@@ -299,16 +334,19 @@ class _Staging:
                 found[stage] += size
         return found
 
-    def _activations(self, mine: Sequence[int], kept: int) -> int:
+    def _activations(self, stage: int, mine: Sequence[int]) -> int:
         """Bytes at the peak of the values of one stage.
 
+        Activations are kept for forwards taken equally from all of its virtual stages.
+
         Args:
+            stage: The stage.
             mine: Its virtual stages, of which one runs at a time.
-            kept: For how many forwards activations are kept, taken equally from all of them.
         """
         weighed = [self._weighed(virtual) for virtual in mine]
-        stashes = sum(stash for _, stash in weighed)
-        return max(peak - stash for peak, stash in weighed) + kept * stashes // len(weighed)
+        most = max(peak - complete for peak, complete, _ in weighed)
+        complete, late = (sum(each[i] for each in weighed) for i in (1, 2))
+        return most + int(self.split.stash(stage, complete, late))
 
     @cached_property
     def _steps(self) -> list[list[MemoryStep]]:
@@ -324,14 +362,31 @@ class _Staging:
                 waiting = []
         return found
 
-    def _weighed(self, virtual: int) -> tuple[int, int]:
-        """Bytes of a virtual stage at the peak of one micro-batch, and bytes kept for backward."""
+    def _weighed(self, virtual: int) -> tuple[int, int, int]:
+        """Bytes of a virtual stage at the peak of one micro-batch, and bytes kept for backward.
+
+        The last number is the bytes kept for gradients of weights, if only these are left.
+        """
         mine = self._steps[virtual]
         forward = [s for s in mine if s.name in self.keeping]
-        made = {m.name: m.bytes for s in forward for m in s.makes if not m.view_of}
-        wanted = {name for s in mine if s.name in self.backward for name in s.reads}
-        stash = sum(size for name, size in made.items() if name in wanted)
-        return live_peak(mine), stash
+        stash = _kept(forward, [s for s in mine if s.name in self.backward])
+        late = [s for s in mine if s.name in self.priced.late]
+        before = [s for s in mine if s.name in self.keeping or s.name in self.backward]
+        before = [s for s in before if s.name not in self.priced.late]
+        return live_peak(mine), stash, _kept(before, late) if late else 0
+
+
+def _kept(makers: Sequence[MemoryStep], readers: Sequence[MemoryStep]) -> int:
+    """Bytes of the results of some steps that other steps read, themselves or as views."""
+    made = {value.name: value for step in makers for value in step.makes}
+    wanted = {name for step in readers for name in step.reads} & made.keys()
+    owners = set()
+    for name in wanted:
+        while (owner := made[name].view_of) in made:
+            name = owner
+        if not made[name].view_of:
+            owners.add(name)
+    return sum(made[name].bytes for name in owners)
 
 
 def _origin(node: ir.Node) -> str:

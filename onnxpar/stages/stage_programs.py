@@ -21,7 +21,7 @@ from onnxpar.stages.partition_chain import chain_of, floating, known_virtual_sta
 from onnxpar.stages.place_nodes import order_by_place, put_stages, virtual_stages_by_name
 from onnxpar.stages.program_places import forward_places, training_places
 from onnxpar.stages.split_program import StageProgram, split
-from onnxpar.stages.stage_price import PipelineSplit
+from onnxpar.stages.stage_price import ZERO_BUBBLE, PipelineSplit
 from onnxpar.stages.transfers import with_transfers
 from onnxpar.strategy import Strategy
 from onnxpar.strategy.machine_file import load_machine
@@ -29,7 +29,6 @@ from onnxpar.strategy.pipeline_entry import PipelineEntry
 from onnxpar_format.manifest import Pipeline
 
 Json = dict[str, Any]
-ZERO_BUBBLE = "zb-h1"
 
 
 @dataclass

@@ -32,6 +32,8 @@ from onnxpar_runtime import TrainerGroup
 from onnxpar_runtime.errors import InputError
 from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.pipeline.schedule_kinds import make
+from onnxpar_runtime.pipeline.simulate import Times, simulate
+from onnxpar_runtime.pipeline.transfers import chain, with_transfers
 from onnxpar_runtime.verify.compare import verify
 from tests.runtime.pipeline.picture import activation_peaks
 from tests.training_cases import CROSS_ENTROPY, hyper, shard
@@ -351,6 +353,19 @@ def test_the_planner_counts_what_schedules_keep(schedule: str) -> None:
         split = PipelineSplit(stages, count, schedule, chunks)
         found = tuple(split.kept(stage) for stage in range(stages))
         assert found == activation_peaks(make(schedule, stages, count, chunks)), split
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb-h1"])
+def test_the_planner_counts_how_long_schedules_take(schedule: str) -> None:
+    forward, inputs, weights = 1.0, 0.75, 0.5
+    for stages, count, chunks in product(range(1, 6), range(1, 11), (2, 3)):
+        chunks = chunks if schedule == "interleaved" else 1
+        split = PipelineSplit(stages, count, schedule, chunks)
+        made = make(schedule, stages, count, chunks)
+        times = Times.equal(stages * chunks, forward, inputs, weights)
+        played = simulate(with_transfers(made, chain(made)), times).makespan
+        stage = chunks * (forward + inputs + weights)
+        assert split.step(stage, weights) == pytest.approx(played, rel=1e-12), split
 
 
 @pytest.mark.parametrize("name", ["input_ids", "labels"])

@@ -18,10 +18,10 @@ from onnxpar.core.machine import PRESETS
 from onnxpar.cost.optimizer_parallel import OptimizerParallel
 from onnxpar.parameters.recognise import read_parameters
 from onnxpar.search.configurations import Configurations, Configured
-from onnxpar.search.plan_choices import Configuration, Open
+from onnxpar.search.plan_choices import NO_BUBBLE, Configuration, Open
 from onnxpar.search.rival_plans import Pricing
 from onnxpar.search.workload import Workload
-from onnxpar.stages.stage_price import PipelineSplit
+from onnxpar.stages.stage_price import ZERO_BUBBLE, PipelineSplit
 from onnxpar.strategy import Strategy, load_strategy
 from onnxpar.strategy.recompute_entry import RecomputeOptions
 
@@ -93,6 +93,19 @@ def test_a_part_of_each_layer_takes_less_time_than_complete_layers() -> None:
         given = Open((chosen.split.stages,), recompute=RecomputeOptions(layers=layers))
         complete += [e.way for e in configurations(limit, given).run() if e.way.fits(limit)]
     assert found.way.seconds < 0.95 * min(way.seconds for way in complete)
+
+
+def test_zero_bubble_is_chosen_if_stages_wait_for_few_micro_batches() -> None:
+    tried = configurations(64 << 20, Open((4,), 4))
+    found = min(tried.run(), key=lambda each: each.way.seconds)
+    assert found.configuration.split.schedule == ZERO_BUBBLE
+    assert NO_BUBBLE in found.configuration.describe()
+    best, without = tried.improved(found)
+    plain = dict(without)[NO_BUBBLE]
+    assert plain.staged is not None and best.way.staged is not None
+    assert plain.staged.split.schedule == "1f1b" and best.way.seconds < plain.seconds
+    # The last stage keeps the gradients of weights for later.
+    assert best.way.staged.stages[-1].peak > plain.staged.stages[-1].peak
 
 
 def test_less_memory_takes_more_time() -> None:
