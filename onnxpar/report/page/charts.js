@@ -82,8 +82,9 @@ onnxpar.charts = (() => {
     const first = points[0][0];
     const last = points.at(-1)[0];
     const x = (at) => LEFT + ((WIDTH - LEFT - 10) * (at - first)) / (last - first || 1);
-    const y = (value) => HEIGHT - 24 - ((HEIGHT - 36) * (value - low)) / (high - low || 1);
-    const parts = [low, (low + high) / 2, high].map((value) => [
+    const part = (value) => (high > low ? (value - low) / (high - low) : 0.5);
+    const y = (value) => HEIGHT - 24 - (HEIGHT - 36) * part(value);
+    const parts = (high > low ? [low, (low + high) / 2, high] : [low]).map((value) => [
       draw("line", { class: "axis", x1: LEFT, x2: WIDTH - 10, y1: y(value), y2: y(value) }),
       draw("text", { class: "soft", x: LEFT - 8, y: y(value) + 4, "text-anchor": "end" }, format(value)),
     ]);
@@ -91,7 +92,7 @@ onnxpar.charts = (() => {
       points: points.map(([at, value]) => `${x(at).toFixed(1)},${y(value).toFixed(1)}`).join(" "),
       style: { fill: "none", stroke: colour, strokeWidth: "1.6" },
     }));
-    parts.push(draw("text", { class: "soft", x: LEFT, y: HEIGHT - 6 }, `step ${first}`));
+    parts.push(draw("text", { class: "soft", x: LEFT, y: HEIGHT - 6 }, `first step`));
     parts.push(draw("text", { class: "soft", x: WIDTH - 10, y: HEIGHT - 6, "text-anchor": "end" }, `step ${last}`));
     return make("figure", { style: { margin: "0 0 8px", overflowX: "auto" } },
       draw("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": label,

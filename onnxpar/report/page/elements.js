@@ -54,6 +54,13 @@ onnxpar.elements = (() => {
     return make("code", {}, pieces.flatMap((piece, place) => (place ? [make("wbr"), piece] : [piece])));
   }
 
+  /* A name in one line, from whose middle what does not fit is left out. */
+  function oneLine(text, kind) {
+    const end = text.lastIndexOf("/");
+    return make("span", { class: `middle ${kind}` }, make("span", { class: "begin" }, text.slice(0, Math.max(end, 0))),
+      make("span", { class: "end" }, text.slice(Math.max(end, 0))));
+  }
+
   const empty = (text) => make("p", { class: "empty" }, text);
-  return { make, draw, live, remade, tile, name, empty };
+  return { make, draw, live, remade, tile, name, oneLine, empty };
 })();

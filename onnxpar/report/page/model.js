@@ -3,7 +3,7 @@
 /* The model: a row for each node, repeated layers once, and the details of a node. */
 
 onnxpar.model = (() => {
-  const { make, live } = onnxpar.elements;
+  const { make, live, oneLine } = onnxpar.elements;
   const { layouts, sizes, numbers } = onnxpar;
   const FIRST = 400;
 
@@ -107,7 +107,7 @@ onnxpar.model = (() => {
             title: `${name}\n${layout}`,
             onclick: (event) => details(directory, program, start + i, [start, size, count], event.currentTarget),
           },
-          make("span", { class: "mono" }, name, node.pinned ? " *" : ""),
+          oneLine(node.pinned ? `${name} *` : name, "mono"),
           make("span", {}, operator),
           make("span", { class: "layout mono" }, layout),
           layouts.strip(directory, place, node.stage),
@@ -130,6 +130,7 @@ onnxpar.model = (() => {
   function close() {
     panel?.remove();
     panel = null;
+    document.body.classList.remove("detailed");
     opener?.setAttribute("aria-pressed", "false");
     opener?.focus();
   }
@@ -169,6 +170,7 @@ onnxpar.model = (() => {
       communication(directory, program, node),
     );
     document.body.append(panel);
+    document.body.classList.add("detailed");
     panel.focus();
   }
 

@@ -13,16 +13,15 @@ onnxpar.runs = (() => {
 
   /* log: { name, columns, rows }: numbers of each logged step. */
   function log({ name, columns, rows }) {
-    const step = columns.indexOf("step");
     const shown = columns.filter((column) => Object.hasOwn(WORDS, column));
     const parts = shown.map((column) => {
       const place = columns.indexOf(column);
-      const points = rows.map((row, i) => [step < 0 ? i : row[step], row[place]]).filter(([, value]) => value !== null);
+      const points = rows.map((row, i) => [i + 1, row[place]]).filter(([, value]) => value !== null);
       if (points.length < 2) return null;
       return [make("h3", {}, WORDS[column]), charts.line(points, plain, `${WORDS[column]} over steps`, "var(--axis-0)")];
     });
     return [
-      make("p", { class: "soft" }, `${rows.length} logged steps of ${name}`),
+      make("p", { class: "soft" }, `${rows.length} steps of ${name}`),
       ...parts,
       make("details", {}, make("summary", {}, "All numbers"), table(rows, columns.map((column, place) => ({
         title: column, of: (row) => row[place], shown: (row) => (row[place] === null ? "" : plain(row[place])), number: true,
@@ -32,15 +31,15 @@ onnxpar.runs = (() => {
 
   /* trace: what `onnxpar trace --json` prints, with the file's name. */
   function trace({ name, summary }) {
-    const parts = Object.keys(summary.ranks[0] ?? {});
-    const number = (value) => typeof value === "number";
+    const ranks = summary.ranks.map((times, rank) => ({ rank, ...times }));
+    const parts = Object.keys(ranks[0] ?? {});
     return [
       make("p", { class: "soft" }, `${name}: ${summary.command} on ${summary.device}; seconds of a step, means over ${summary.steps} steps.`),
       summary.stragglers.length ? make("p", {}, `The others wait for rank ${summary.stragglers.join(", ")}.`) : null,
-      table(summary.ranks, parts.map((part) => ({
+      table(ranks, parts.map((part) => ({
         title: part.replaceAll("_", " "),
         of: (row) => row[part],
-        shown: (row) => (part === "rank" || !number(row[part]) ? String(row[part]) : numbers.seconds(row[part])),
+        shown: (row) => (part === "rank" ? String(row[part]) : numbers.seconds(row[part])),
         number: true,
       })), { label: "time of a step on each rank" }),
     ];

@@ -78,9 +78,7 @@ def test_tables_sort_and_filter(browser: Any, page: Path) -> None:
     assert head.get_attribute("aria-sort") == "ascending"
     search = browser.find_element("css selector", "input[aria-label='Search nodes']")
     search.send_keys("softmax layer")
-    names = [
-        e.text for e in browser.find_elements("css selector", "button.row > span.mono:first-child")
-    ]
+    names = [e.text for e in browser.find_elements("css selector", "button.row > span:first-child")]
     assert names and all("softmax" in name.lower() and "layer" in name for name in names)
     assert not complaints(browser)
 
@@ -106,6 +104,24 @@ def test_another_size_changes_bytes_in_proportion(browser: Any, page: Path) -> N
     assert not complaints(browser)
 
 
+def test_memory_follows_the_sizes_and_the_pipeline_is_drawn(browser: Any, page: Path) -> None:
+    opened(browser, page)
+    together = len(browser.find_elements("css selector", "table[aria-label='memory of ranks'] th"))
+    before = column(browser, "memory of ranks", together - 1)
+    field = browser.find_element("css selector", "input[aria-label='Size of batch, exactly']")
+    field.clear()
+    field.send_keys("256", webdriver.Keys.TAB)
+    after = column(browser, "memory of ranks", together - 1)
+    assert len(before) == len(after) == 2 and before != after
+    bars = "#pipeline svg rect"
+    # A forward and a backward of each of two micro-batches in each of two stages.
+    assert len(browser.find_elements("css selector", bars)) == 8
+    lanes = browser.find_elements("css selector", "#time svg rect")
+    assert len(lanes) > 4
+    assert column(browser, "time of forward_model.0 by layer", 0)
+    assert not complaints(browser)
+
+
 def test_a_node_shows_its_rule_and_blocks_and_keys_close_it(browser: Any, page: Path) -> None:
     opened(browser, page)
     row = browser.find_element("xpath", "//button[contains(@title, 'attn/q_proj/MatMul')]")
@@ -126,11 +142,16 @@ def test_markup_in_names_is_shown_as_text(browser: Any, tmp_path: Path) -> None:
     folder = tmp_path / "<img src=x onerror=document.title='bad'>"
     model = str(tmp_path / "hostile.onnx")
     assert main(["shard", model, "--strategy", "dp=2,tp=2", "-o", str(folder)]) == 0
-    assert main(["report", str(folder), str(folder), "-o", str(tmp_path / "page.html")]) == 0
+    log = tmp_path / "<b>.jsonl"
+    log.write_text("".join(f'{{"step": {n}, "loss": {1 / n}}}\n' for n in range(1, 5)))
+    options = ["-o", str(tmp_path / "page.html"), "--log", str(log)]
+    assert main(["report", str(folder), str(folder), *options]) == 0
     opened(browser, tmp_path / "page.html")
     for row in browser.find_elements("css selector", "button.row")[:4]:
         browser.execute_script("arguments[0].click()", row)
     assert browser.title != "bad"
     assert not browser.find_elements("css selector", "img, main script, aside script")
+    assert len(browser.find_elements("css selector", "#log svg polyline")) == 1
+    assert len(column(browser, "comparison", 3)) > 5
     assert "<img src=x onerror=" in browser.find_element("tag name", "h1").text
     assert not complaints(browser)
