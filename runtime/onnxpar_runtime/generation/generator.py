@@ -26,7 +26,7 @@ from onnxpar_runtime.generation.prompts import Sequences
 from onnxpar_runtime.generation.requests import CHUNK, GREEDY, Requests
 from onnxpar_runtime.generation.roles import Places, feeds_of
 from onnxpar_runtime.generation.sampling import NO_TOKEN, Chooser, Draws, check, check_logprobs
-from onnxpar_runtime.generation.slots import Room, batch_shards, row_size
+from onnxpar_runtime.generation.slots import Room, batch_shards, in_turns, row_size
 from onnxpar_runtime.generation.steps import Batch, begin, last_scores
 from onnxpar_runtime.inputs import Feeds
 from onnxpar_runtime.opened import Opened, Opening
@@ -318,7 +318,8 @@ class Generator(Opened):
             InputError: The model cannot run requests of different lengths side by side, or the
                 numbers do not fit it.
         """
-        room, size = Room(slots, length, cache_memory, prefixes), row_size(self._decoder)
+        room = in_turns(self._decoder, Room(slots, length, cache_memory, prefixes))
+        size = row_size(self._decoder)
 
         def made() -> Requests:
             reader = None if self._encoder is None else Reader(self._encoder, start)

@@ -5,12 +5,16 @@ and which are cancelled. All else follows on all ranks alike: who waits, who get
 tokens are chosen. A step fills the caches of requests that have just got a slot, up to a number of
 tokens, so that a long prompt does not hold up the others; then it computes one token of each
 request whose prompt is complete.
+
+In a pipeline, requests are in as many groups as there are stages, which take turns (`groups`). A
+stage runs what the stage before has run in the step before, so in each step all stages compute, for
+different groups; the tokens of a step are chosen when its runs have left the last stage.
 """
 
 import json
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from itertools import count
 from time import monotonic_ns
 from typing import Any
@@ -22,14 +26,11 @@ from onnxpar_format.options import Sampling
 from onnxpar_format.trace import STEP
 from onnxpar_runtime.collectives import Rank
 from onnxpar_runtime.errors import InputError
-from onnxpar_runtime.generation.candidates import Likelihood, Share, likelihoods
 from onnxpar_runtime.generation.decoder import Decoder
-from onnxpar_runtime.generation.encoder import NOTHING, Reader, Supply
-from onnxpar_runtime.generation.read_rows import Slot
-from onnxpar_runtime.generation.roles import feeds_of
-from onnxpar_runtime.generation.sampling import NO_TOKEN, Chooser, Draws, check, check_logprobs
+from onnxpar_runtime.generation.encoder import Reader
+from onnxpar_runtime.generation.groups import Event, Group, Request, Run
+from onnxpar_runtime.generation.sampling import check, check_logprobs
 from onnxpar_runtime.generation.slots import Room, RowSize, slots_of
-from onnxpar_runtime.generation.steps import Batch, last_scores
 from onnxpar_runtime.symbol_checks import check_index_ranges
 
 Array = NDArray[Any]
@@ -38,79 +39,6 @@ CHUNK = 256
 """Tokens of prompts in a step at most."""
 _WORDS = 64
 """Words of the first message of a step: how long the text is, whether to end, the beginning."""
-
-
-@dataclass(frozen=True)
-class Request:
-    """A prompt whose new tokens are wanted.
-
-    Attributes:
-        prompt: Its tokens.
-        max_new_tokens: New tokens at most.
-        sampling: How they are chosen.
-        eos: Tokens that complete it.
-        number: The number under which its tokens are drawn, as that of a prompt in
-            `Generator.generate`: equal requests with different numbers get different tokens.
-        logprobs: If given, events have the log-probabilities of their tokens and of this many of
-            the likeliest ones, by the logits as the model gives them.
-    """
-
-    prompt: tuple[int, ...]
-    max_new_tokens: int
-    sampling: Sampling
-    eos: frozenset[int]
-    number: int
-    logprobs: int | None = None
-
-
-@dataclass(frozen=True)
-class Event:
-    """A new token of a request, or its end.
-
-    Attributes:
-        request: The number that `submit` returned.
-        token: The token; None if it ends without one.
-        finished: Why it is complete: `stop` (its token is one of `eos`), `length`, `cancelled`, or
-            `error` (its logits are not numbers); None if it goes on.
-        likelihood: How likely the token was, if the request asks for it.
-    """
-
-    request: int
-    token: int | None
-    finished: str | None
-    likelihood: Likelihood | None = None
-
-
-class _Running:
-    """A request with a slot.
-
-    Attributes:
-        request: The request.
-        number: Its number.
-        prompt: The tokens with which the decoder begins.
-        slot: Where it is.
-        draws: How its tokens are chosen.
-        length: The number of its tokens in the cache.
-        last: Its last token, which the next run takes.
-    """
-
-    def __init__(self, number: int, request: Request, prompt: tuple[int, ...], slot: Slot) -> None:
-        self.number, self.request, self.slot = number, request, slot
-        self.prompt = prompt
-        self.draws = Draws(request.sampling, request.number, prompt)
-        self.length, self.last = 0, 0
-
-    def event(self, token: int, likelihood: Likelihood | None) -> Event:
-        """Takes the next token."""
-        if token == NO_TOKEN:
-            return Event(self.number, None, "error")
-        self.last = token
-        finished = None
-        if token in self.request.eos:
-            finished = "stop"
-        elif self.draws.step == self.request.max_new_tokens:
-            finished = "length"
-        return Event(self.number, token, finished, likelihood)
 
 
 class Requests:
@@ -143,18 +71,23 @@ class Requests:
     ) -> None:
         """Holds no request."""
         self._decoder, self._rank = decoder, decoder.loader.rank
-        self._chunk, self._width = chunk, decoder.roles.width or chunk
         if chunk < 1:
             raise InputError(f"chunk: expected at least 1 token, got {chunk}")
         self._reader = reader
-        self._slots = slots_of(decoder, room, size, None if reader is None else reader.encoder)
+        encoder, turns = None if reader is None else reader.encoder, room.groups
+        self._groups = [
+            Group(decoder, slots_of(decoder, room, size, encoder), chunk, reader)
+            for _ in range(turns)
+        ]
+        for group in self._groups[1:]:
+            group.slots.prefixes = self._groups[0].slots.prefixes
+        # The runs of the last steps that have not left the last stage.
+        self._flight: deque[list[Run]] = deque()
+        stage = decoder.manifest.stage_of(self._rank.index) if turns > 1 else 0
+        self._steps, self._turns, self._stage = 0, turns, stage
         self._numbers = count()
         self._told: deque[dict[str, Any]] = deque()
         self._waiting: deque[tuple[int, Request]] = deque()
-        self._filling: tuple[_Running, Batch] | None = None
-        self._live: dict[Slot, _Running] = {}
-        self._chooser: Chooser | None = None
-        self._shares: dict[int, Share] = {}
         self._ending = self.ended = False
 
     # -- what rank 0 is asked for ------------------------------------------------------------------
@@ -216,9 +149,10 @@ class Requests:
             raise InputError("prompt: expected at least one token, got none")
         if request.max_new_tokens < 1:
             raise InputError(f"max_new_tokens: expected at least 1, got {request.max_new_tokens}")
-        needed = self._needed(request)
+        group = self._groups[0]
+        needed = group.needed(request)
         if needed > self.length:
-            begin = len(self._begin(request))
+            begin = len(group.begin(request))
             raise InputError(
                 f"prompt and new tokens: expected at most {self.length} tokens in the cache, got "
                 f"{begin} and {request.max_new_tokens}, which need {needed}"
@@ -228,7 +162,7 @@ class Requests:
                 raise InputError(
                     f"prompt: expected at most {self.length} tokens, got {len(request.prompt)}"
                 )
-            self._reader.prepare(request.prompt, self._slots.shards)
+            self._reader.prepare(request.prompt, group.slots.shards)
             return
         tokens = np.array([request.prompt])
         name = self._decoder.roles.tokens.name
@@ -265,27 +199,28 @@ class Requests:
     @property
     def running(self) -> int:
         """The number of requests with a slot, as of the last step."""
-        return len(self._live) + (self._filling is not None)
+        return sum(len(group.all) for group in self._groups)
 
     @property
     def slots(self) -> int:
         """The largest number of requests that run at the same time."""
-        return self._slots.shards * self._slots.rows
+        return sum(group.slots.shards * group.slots.rows for group in self._groups)
 
     @property
     def length(self) -> int:
         """The largest number of tokens of a request."""
-        return self._slots.length
+        return self._groups[0].slots.length
 
     @property
     def reused(self) -> int:
         """The number of prompt tokens whose cache was that of an earlier prompt."""
-        return self._slots.prefixes.reused
+        return self._groups[0].slots.prefixes.reused
 
     @property
     def state_bytes(self) -> int:
         """The bytes of the caches on this rank."""
-        return self._slots.bytes
+        prefixes = self._groups[0].slots.prefixes.bytes
+        return sum(group.slots.bytes - prefixes for group in self._groups) + prefixes
 
     def events(self) -> Iterator[Event]:
         """Yields what happens until no request is left, on every rank; all must use it alike."""
@@ -297,6 +232,8 @@ class Requests:
     def step(self) -> list[Event]:
         """Computes one token of each request that has a slot; every rank must call it.
 
+        In a pipeline whose requests take turns, of those of one group.
+
         Returns:
             What has happened, equal on all ranks.
 
@@ -305,9 +242,14 @@ class Requests:
         """
         began = monotonic_ns()
         events = self._follow()
-        events += self._fill()
-        if self._live:
-            events += self._advance()
+        group = self._groups[self._steps % self._turns]
+        self._steps += 1
+        if self._turns == 1:
+            for run in group.runs(self._waiting):
+                run.batch.execute()
+                events += group.finish(run)
+        else:
+            events += self._take_turns(group)
         if events:
             self._rank.timeline.add(STEP, "step of the running requests", began)
         return events
@@ -329,9 +271,8 @@ class Requests:
                 request = Request(prompt, one["max"], sampling, eos, one["number"], one["logprobs"])
                 self._waiting.append((one["request"], request))
         if self.ended:
-            filling = [] if self._filling is None else [self._filling[0].number]
-            live = [running.number for running in self._live.values()]
-            for number in [*live, *filling, *[number for number, _ in self._waiting]]:
+            running = [one.number for group in self._groups for one in group.all]
+            for number in [*running, *[number for number, _ in self._waiting]]:
                 events += self._drop(number)
         return events
 
@@ -342,138 +283,43 @@ class Requests:
                 self._waiting.remove(waiting)
                 break
         else:
-            running = [one for one in self._live.values() if one.number == number]
-            if running:
-                self._leave(running[0])
-            elif self._filling is not None and self._filling[0].number == number:
-                self._slots.leave(self._filling[0].slot)
-                self._filling = None
-            else:
+            found = [(g, one) for g in self._groups for one in g.all if one.number == number]
+            if not found:
                 return []
+            ((group, running),) = found
+            group.drop(running)
         return [Event(number, None, "cancelled")]
 
-    def _leave(self, running: _Running) -> None:
-        del self._live[running.slot]
-        self._slots.leave(running.slot)
-        self._chooser = None
+    def _take_turns(self, group: Group) -> list[Event]:
+        """Begins the runs of a group, and finishes those that leave the last stage.
 
-    def _begin(self, request: Request) -> tuple[int, ...]:
-        """Returns the tokens with which the decoder begins."""
-        return request.prompt if self._reader is None else self._reader.start
+        This rank executes the runs that the stage before has executed in the step before.
+        """
+        self._flight.append(list(group.runs(self._waiting)))
+        self._execute(self._stage)
+        events = []
+        if len(self._flight) == self._turns:
+            done = self._groups[self._steps % self._turns]
+            for run in self._flight.popleft():
+                events += done.finish(run)
+        if not self.running and not self.waiting:
+            # What was cancelled has still been sent from stage to stage.
+            for _ in range(self._stage):
+                self._flight.append([])
+                self._execute(self._stage)
+            self._flight.clear()
+        return events
 
-    def _needed(self, request: Request) -> int:
-        """Returns the tokens of a request that its cache has in the end."""
-        return len(self._begin(request)) + request.max_new_tokens - 1
-
-    def _read(self, request: Request) -> Supply:
-        """Runs the encoder on a request, if there is one, in one row for each shard."""
-        if self._reader is None:
-            return NOTHING
-        return self._reader.run(request.prompt, self._slots.shards)
+    def _execute(self, ago: int) -> None:
+        """Executes the runs that were begun a number of steps ago."""
+        if len(self._flight) > ago:
+            for run in self._flight[-1 - ago]:
+                run.batch.execute()
 
     def room(self, prompt: Sequence[int]) -> int:
         """Returns how many new tokens a request with a prompt may have at most."""
         begin = len(prompt) if self._reader is None else len(self._reader.start)
         return self.length - begin + 1
-
-    def _next_slot(self) -> Slot | None:
-        """Returns a slot for the first request that waits, if there are both."""
-        if not self._waiting:
-            return None
-        request = self._waiting[0][1]
-        read = 0 if self._reader is None else len(request.prompt)
-        return self._slots.take(self._needed(request), read)
-
-    def _fill(self) -> list[Event]:
-        """Runs prompts, up to a number of tokens."""
-        events, left = [], self._chunk
-        while left:
-            if self._filling is None:
-                slot = self._next_slot()
-                if slot is None:
-                    break
-                number, request = self._waiting.popleft()
-                running = _Running(number, request, self._begin(request), slot)
-                batch = self._slots.filling(slot, self._read(request))
-                running.length = self._slots.prefixes.take(running.prompt, batch)
-                self._filling = running, batch
-            running, batch = self._filling
-            prompt, begin = running.prompt, running.length
-            new = min(left, len(prompt) - begin, self._width)
-            shards = self._slots.shards
-            tokens = np.repeat(np.array([prompt[begin : begin + new]]), shards, 0)
-            local = self._run(batch, np.full(shards, begin), tokens)
-            running.length += new
-            left -= new
-            if running.length < len(prompt):
-                continue
-            share = batch.share()
-            draws = [running.draws if n == running.slot.shard else None for n in range(shards)]
-            scores = last_scores(local, np.full(shards, new - 1), share)
-            chosen = Chooser(self._rank, share, draws).choose(scores)
-            self._filling = None
-            shard = running.slot.shard
-            likely = self._likelihoods(share, scores, chosen, [(shard, running)])
-            event = running.event(int(chosen[shard]), likely.get(shard))
-            if event.token is not None:
-                self._slots.prefixes.keep(prompt, batch)
-            if event.finished is None:
-                self._live[running.slot] = running
-                self._chooser = None
-            else:
-                self._slots.leave(running.slot)
-            events.append(event)
-        return events
-
-    def _advance(self) -> list[Event]:
-        """Computes one token of each request whose prompt is in the cache."""
-        lengths = {slot: running.length for slot, running in self._live.items()}
-        batch, rows = self._slots.running(lengths)
-        size = rows * self._slots.shards
-        places = [(s.shard * rows + s.row, running) for s, running in self._live.items()]
-        past, tokens = np.zeros(size, np.int64), np.zeros((size, 1), np.int64)
-        for row, running in places:
-            past[row], tokens[row] = running.length, running.last
-        if self._filling is not None and self._filling[0].slot.row < rows:
-            # This row runs as well, and must write where the rest of the prompt will.
-            filling = self._filling[0]
-            past[filling.slot.shard * rows + filling.slot.row] = filling.length
-        local = self._run(batch, past, tokens)
-        if self._chooser is None:
-            share = self._shares.get(rows)
-            if share is None:
-                share = self._shares[rows] = batch.share()
-            draws: list[Draws | None] = [None] * size
-            for row, running in places:
-                draws[row] = running.draws
-            self._chooser = Chooser(self._rank, share, draws)
-            self._share = share
-        scores = last_scores(local, np.zeros(size, np.int64), self._share)
-        chosen = self._chooser.choose(scores)
-        likely = self._likelihoods(self._share, scores, chosen, places)
-        events = []
-        for row, running in places:
-            running.length += 1
-            events.append(running.event(int(chosen[row]), likely.get(row)))
-            if events[-1].finished is not None:
-                self._leave(running)
-        return events
-
-    def _likelihoods(
-        self, share: Share, scores: Array, chosen: Array, places: Sequence[tuple[int, _Running]]
-    ) -> dict[int, Likelihood]:
-        """Returns how likely new tokens were, by row, for the requests that ask for it."""
-        asked = {row: running.request.logprobs for row, running in places}
-        if all(count is None for count in asked.values()):
-            return {}
-        wanted = [asked.get(row) for row in range(share.batch)]
-        found = likelihoods(self._rank, share, scores, chosen, wanted)
-        return {row: one for row, one in enumerate(found) if one is not None}
-
-    def _run(self, batch: Batch, past: Array, tokens: Array) -> Array:
-        """Runs a batch on new tokens and returns this rank's shard of the logits."""
-        window = self._slots.window(batch, past, tokens.shape[1])
-        return batch.run(feeds_of(self._decoder.roles, window, tokens))
 
 
 def _told(rank: Rank, told: list[dict[str, Any]], ends: bool) -> tuple[list[dict[str, Any]], bool]:

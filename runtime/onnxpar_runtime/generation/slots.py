@@ -11,7 +11,7 @@ If the batch is sharded, each shard has slots of its own, and a run has as many 
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -129,12 +129,29 @@ class Room:
         prefixes: Tokens of prompts at most whose caches are kept for prompts that begin alike, in
             memory besides these caches; None for one slot's tokens, or for none if the memory is
             given.
+        groups: The number of groups of requests that share slots and memory.
     """
 
     slots: int | None = None
     length: int | None = None
     memory: int | None = None
     prefixes: int | None = None
+    groups: int = 1
+
+
+def in_turns(decoder: Decoder, room: Room) -> Room:
+    """Returns the room with a group of requests for each stage of a pipeline.
+
+    There is one group if ranks have several virtual stages, if a run has a fixed number of tokens,
+    or if the slots cannot be divided.
+    """
+    pipeline = decoder.manifest.pipeline
+    if decoder.stages is None or pipeline is None or pipeline.chunks > 1 or decoder.roles.width:
+        return room
+    shards, _ = batch_shards(decoder)
+    if room.slots is not None and room.slots % (pipeline.stages * shards):
+        return room
+    return replace(room, groups=pipeline.stages)
 
 
 class Slots(ABC):
@@ -168,12 +185,15 @@ class Slots(ABC):
         self._decoder, self.length = decoder, length
         self._read = ReadRows(decoder, encoder)
         self._reads = encoder is not None
-        self._size, self._memory = size, room.memory
+        self._size = size
+        self._memory = None if room.memory is None else room.memory // room.groups
         self.shards, self._own = batch_shards(decoder)
         count = room.slots
         if count is None:
-            count = _SLOTS if room.memory is None else _MOST
+            count = (_SLOTS if room.memory is None else _MOST) // room.groups
             count = max(count // self.shards, 1) * self.shards
+        else:
+            count //= room.groups
         if count < 1 or length < 2:
             raise InputError(
                 f"slots: expected at least 1 slot with at least 2 tokens, got {count} with {length}"
@@ -185,10 +205,11 @@ class Slots(ABC):
             )
         self.rows = count // self.shards
         least = self._needed(1, length, length if self._reads else 0, 1)
-        if room.memory is not None and least > room.memory:
+        if self._memory is not None and least > self._memory:
+            each = "" if room.groups == 1 else f" in each of {room.groups} groups"
             raise InputError(
-                f"cache memory: expected at least {least} bytes on a device for a request of "
-                f"{length} tokens, got {room.memory}"
+                f"cache memory: expected at least {least * room.groups} bytes on a device for a "
+                f"request of {length} tokens{each}, got {room.memory}"
             )
         self._check()
         self._open()

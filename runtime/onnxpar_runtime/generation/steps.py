@@ -149,6 +149,7 @@ class Batch:
         self._logits: Array | None = None
         self._logits_sizes: list[int | None] | None = None
         self._runs = 0
+        self._after: Mapping[str, int] = {}
         logits = decoder.roles.logits.name
         self._graphs = [BoundGraph(e, states, logits) for e in decoder.executors]
         for name, array in constants.items():
@@ -170,33 +171,60 @@ class Batch:
         """Runs the program on the global arrays of new tokens, mask and positions.
 
         Returns:
-            This rank's shard of the logits, valid until the next run; nothing, of shape (0, 0), on
-            ranks of other stages than the one that makes them.
+            As `result`.
+
+        Raises:
+            InputError: As `prepare`.
+            SymbolValueError: As `prepare`.
+            RankError: As `prepare` and `execute`.
+        """
+        self.prepare(feeds)
+        self.execute()
+        return self.result()
+
+    def prepare(self, feeds: Mapping[str, Array]) -> None:
+        """Checks and binds the global arrays of new tokens, mask and positions for a run.
+
+        All ranks must call it at the same place among other collectives.
 
         Raises:
             InputError: An element is out of range, or sizes do not fit each other.
             SymbolValueError: A symbol's value violates its constraint.
-            RankError: Another rank cannot go on, or onnxruntime failed on some rank.
+            RankError: Another rank cannot go on.
         """
         # Later runs differ in nothing that could be wrong on one rank alone.
         if self.fresh:
             together(self._rank, partial(self._prepare, feeds))
         else:
             self._prepare(feeds)
+        self._runs += 1
         new = feeds[self._decoder.roles.tokens.name].shape[1]
-        lengths = self._lengths(new)
+        self._after = self._lengths(new)
         for graph in self._graphs:
             graph.bind_symbols(self.values)
-            graph.bind_states(lengths)
-        logits = self._bind_logits()
+            graph.bind_states(self._after)
+        self._bind_logits()
+
+    def execute(self) -> None:
+        """Runs what is prepared; the ranks of a stage must call it at the same place.
+
+        Raises:
+            RankError: onnxruntime failed on some rank.
+        """
         if self._decoder.stages is None:
             self._graphs[0].run({})
         else:
             self._decoder.stages.run(self._graphs, self.values)
         for state in self.states:
-            state.advance(lengths[state.entry.input])
-        self._runs += 1
-        return self._found() if logits is None else logits
+            state.advance(self._after[state.entry.input])
+
+    def result(self) -> Array:
+        """Returns this rank's shard of the logits, valid until the next run.
+
+        It is nothing, of shape (0, 0), on ranks of other stages than the one that makes them. All
+        ranks must call it at the same place among other collectives.
+        """
+        return self._found() if self._logits is None else self._logits
 
     def _prepare(self, feeds: Mapping[str, Array]) -> None:
         """Finds the values of symbols, and checks and binds the inputs."""
@@ -237,8 +265,8 @@ class Batch:
             lengths[state.entry.input] = length
         return lengths
 
-    def _bind_logits(self) -> Array | None:
-        """Binds the logits, and returns their memory if their size is known; else None."""
+    def _bind_logits(self) -> None:
+        """Binds the logits to memory of the batch if their size is known."""
         spec = self._decoder.roles.logits
         sizes = [self.values.get(name) for name in self._decoder.logits_symbols]
         if sizes != self._logits_sizes:
@@ -253,7 +281,6 @@ class Batch:
                 self._bind_scores()
         if self._logits is None:
             self._bind_scores()
-        return self._logits
 
     def _bind_scores(self) -> None:
         for graph in self._graphs:

@@ -6,7 +6,8 @@ import time
 from collections.abc import Sequence
 
 from onnxpar_runtime.errors import InputError
-from onnxpar_runtime.generation.requests import Event, Requests
+from onnxpar_runtime.generation.groups import Event
+from onnxpar_runtime.generation.requests import Requests
 from onnxpar_runtime.serving.asked import Asked
 from onnxpar_runtime.serving.fields import Refusal
 from onnxpar_runtime.serving.metrics import Metrics

@@ -11,7 +11,7 @@ from onnxpar.api.shard_model import shard_model
 from onnxpar_runtime.errors import OnnxparRuntimeError
 from onnxpar_runtime.generation import states
 from onnxpar_runtime.generation.generator import Generator
-from onnxpar_runtime.generation.requests import Event
+from onnxpar_runtime.generation.groups import Event
 from onnxpar_runtime.group import Ranks
 from tests.decoders import HEAD, KV_HEADS, LAYERS
 from tests.runtime.generation.decoders import decoder
@@ -47,8 +47,10 @@ def test_long_requests_run_one_by_one_and_short_ones_together(
     # A device has half of the heads, or half of the layers; or another shard of the batch, whose
     # rows it has alone.
     token = TOKEN if strategy in ("replicate", "dp=2") else TOKEN // 2
+    # In a pipeline, two groups take turns, and each has half of the memory.
+    groups = 2 if strategy == "pp=2" else 1
     # 128 columns of one row that joins, or 64 of several.
-    memory = 5 * 128 * token
+    memory = 5 * 128 * token * groups
     asked = [(LONG, 20), (LONG, 12), *[(SHORT, 9 + n) for n in range(8)], (LONG, 7)]
 
     def turns(m: Generator) -> tuple[dict[int, list[int]], dict[str, int]]:

