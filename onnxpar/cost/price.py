@@ -160,6 +160,8 @@ class _Pricing:
     leaving: list[Transfer] = field(default_factory=list)
     reductions: list[Member] = field(default_factory=list)
     updated: list[Member] = field(default_factory=list)
+    started: dict[str, int] = field(default_factory=dict)
+    copied: int = 0
     places: dict[str, int] = field(default_factory=dict)
     read_at: dict[str, int] = field(default_factory=dict)
 
@@ -178,8 +180,10 @@ class _Pricing:
         updating = updated / self.cost.machine.bandwidth
         kept = {n: self._kept(n) for n in plan.parameters}
         held = sum(kept.values())
-        values = live_peak(self.steps, self._outputs())
-        peak = held + self._bound() + max(values, self._reduced())
+        self.steps.append(MemoryStep("optimizer", tuple(self.started), (), 0))
+        values = live_peak(self.steps, self._outputs()) + self._ahead()
+        reduced = self._reduced() + sum(self.started.values())
+        peak = held + self._bound() + self.copied + max(values, reduced)
         hidden = self._hidden(prices)
         return Price(prices, outputs, gradients, updating, held, peak, kept, *hidden)
 
@@ -253,6 +257,8 @@ class _Pricing:
                 facts.work(seen),
             )
         )
+        for key in names:
+            self._start_ahead(key)
         for key, out in zip(names, chosen.outputs, strict=True):
             self.places[self._define(key, out)] = len(self.computed) + 1
             wanted = self.plan.resharded.get(key)
@@ -260,7 +266,8 @@ class _Pricing:
                 seconds = self._brought(key, wanted)[0]
                 link = self.cost.link(out, wanted, self.itemsizes[key])
                 there = len(self.computed) + 1
-                self.leaving.append(Transfer(seconds, there, there, _overlaps(link)))
+                size = self._bytes(out, self.itemsizes[key])
+                self.leaving.append(Transfer(seconds, there, there, _overlaps(link), size))
                 moving += seconds
         work = self.cost.node(rule, view, chosen, self.program.rules.costs.get(name))
         self.computed.append(work.seconds + work.special + filling)
@@ -353,6 +360,9 @@ class _Pricing:
             first = self.read_at.get(name, 0)
             whole = self.shards.parameter(name)
             seconds += self._moved(shard, whole, width, first, self.updated)
+            if _overlaps(self.cost.link(shard, whole, width)):
+                # The gather goes on behind the next forward pass, and reads a copy.
+                self.copied += self._bytes(shard, width)
             meeting.update(leaves.partial)
         end = len(self.computed)
         calls = (*in_buckets(self.reductions, end), *finished_later(self.updated))
@@ -378,8 +388,35 @@ class _Pricing:
         return 0.0
 
     @cached_property
-    def _gradients(self) -> frozenset[str]:
-        return frozenset(self.shards.gradients.values())
+    def _gradients(self) -> Mapping[str, str]:
+        """The parameter of each gradient."""
+        return {output: name for name, output in self.shards.gradients.items()}
+
+    def _start_ahead(self, output: str) -> None:
+        """Counts the result of a reduce-scatter from the gradient's node to the optimizer.
+
+        Other reductions replace the gradient. Between ranks that share memory, nothing starts.
+        """
+        name = self._gradients.get(output)
+        if name is None:
+            return
+        leaves, shard = self.plan.outputs[output], self.shards.moment(name)
+        link = self.cost.link(leaves, shard, self.itemsizes[name])
+        if _overlaps(link) and leaves.dims != shard.dims:
+            key, size = f"{output} started", self._bytes(shard, self.itemsizes[name])
+            self.started[key] = size
+            self.steps.append(MemoryStep(key, (), (Made(key, size),)))
+
+    def _ahead(self) -> int:
+        """Bytes by which the schedule raises the peak at most (`onnxpar.schedule.background`).
+
+        Of parameters that are gathered early, or gradients whose reduction is under way, the
+        largest; and a parameter that is kept from the forward to the backward pass.
+        """
+        sizes = [gather.size for gather in self.gathers]
+        pairs = zip(self.gathers, self.gathers[1:], strict=False)
+        kept = max(sizes) if any(g.shard == other.shard for g, other in pairs) else 0
+        return max([*sizes, *(t.size for t in self.leaving)], default=0) + kept
 
     def _outputs(self) -> set[str]:
         """The versions that are outputs of the graph; they have memory of their own."""

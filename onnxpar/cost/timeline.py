@@ -18,6 +18,8 @@ A larger bucket starts later, and the last one, which nothing hides, takes longe
 """
 _LEAST = 4 << 20
 """Bytes of a bucket at least: smaller messages do not fill a link."""
+AHEAD_AT_MOST = 2
+"""Gathered parameters that no node has read yet are no larger than the largest times this."""
 T = TypeVar("T")
 
 
@@ -31,12 +33,15 @@ class Transfer:
         needed: The place at which it must be complete.
         overlaps: Whether its link overlaps; otherwise it runs when it is needed, and nothing is
             computed meanwhile.
+        size: Bytes of its operand, which stays in memory until it is complete; 0 if that does not
+            matter.
     """
 
     seconds: float
     ready: int
     needed: int
     overlaps: bool
+    size: int = 0
 
 
 @dataclass(frozen=True)
@@ -197,24 +202,39 @@ def buckets(
     yield from filling.values()
 
 
+def latest_first(sizes: Sequence[int], number: int) -> Iterator[int]:
+    """Yields the later collectives at whose place one may still be waited for, the latest first.
+
+    Operands of those under way are together no larger than the largest, or there are two.
+
+    Args:
+        sizes: The bytes of the operands, in order.
+        number: The collective; the number behind the last means the end of the program.
+    """
+    most, last = max(sizes), number + 1
+    while last < len(sizes) and sum(sizes[number : last + 1]) <= most:
+        last += 1
+    yield from range(last, number, -1)
+
+
 def delayed(transfers: Sequence[Transfer], end: int) -> Iterator[Transfer]:
-    """Yields transfers for which nobody waits but the next of them."""
-    ends = [*(transfer.ready for transfer in transfers[1:]), end]
-    for transfer, needed in zip(transfers, ends, strict=False):
-        yield replace(transfer, needed=needed)
+    """Yields transfers for which nobody waits but a later one of them, or the end."""
+    places, sizes = [*(t.ready for t in transfers), end], [t.size for t in transfers]
+    for number, transfer in enumerate(transfers):
+        yield replace(transfer, needed=places[next(latest_first(sizes, number))])
 
 
 def gathered_ahead(gathers: Sequence[Gather]) -> Iterator[Transfer]:
     """Yields the gathers of parameters, each begun before the wait for one of those before it.
 
-    Results that nobody reads yet are together no larger than the largest of all. A result is kept
-    if the next gather has the same one.
+    Results that nobody reads yet are together no larger than `AHEAD_AT_MOST` of the largest. A
+    result is kept if the next gather has the same one.
     """
     kept = [g for n, g in enumerate(gathers) if not n or g.shard != gathers[n - 1].shard]
-    largest = max((g.size for g in kept), default=0)
+    most = AHEAD_AT_MOST * max((g.size for g in kept), default=0)
     first = 0
     for number, gather in enumerate(kept):
-        while first < number - 1 and sum(g.size for g in kept[first + 1 : number + 1]) > largest:
+        while first < number - 1 and sum(g.size for g in kept[first + 1 : number + 1]) > most:
             first += 1
         ready = max(kept[first].needed, gather.ready) if number else gather.needed
         yield Transfer(gather.seconds, ready, gather.needed, gather.overlaps)

@@ -13,6 +13,7 @@ from math import prod
 import onnx_ir as ir
 
 from onnxpar.core.symbols import Dim
+from onnxpar.cost.timeline import AHEAD_AT_MOST, latest_first
 from onnxpar.graph.body_captures import read_by
 from onnxpar.graph.builder import DOMAIN
 from onnxpar.graph.local_builder import LocalBuilder
@@ -33,7 +34,8 @@ def run_in_background(
 
     The nodes of the program are changed in place. Operand and result are in memory from Start to
     Wait. A collective stays as it is if the peak of the program's values would rise by more than
-    the largest operand or result of a collective, so that one of them at a time may be ahead.
+    the largest operand or result of a collective, and by a gathered parameter that is kept for the
+    next gather of it.
 
     Args:
         program: The program.
@@ -91,8 +93,9 @@ class _Pass:
         self._nodes = list(builder.nodes)
         self._bytes = node_bytes(self.program, self.sizes)
         self._collectives = {c.node for c in builder.collectives if not c.stages}
-        peak, more = max(self._bytes, default=0), self._largest()
-        self._budget = peak + (more if self.room is None else max(min(more, self.room), 0))
+        peak, self._more = max(self._bytes, default=0), self._largest()
+        limit = peak + (2 * self._more if self.room is None else max(self.room, 0))
+        self._budget = min(peak + self._more, limit)
         self._made = {v: i for i, node in enumerate(self._nodes) for v in node.outputs}
         self._readers: dict[ir.Value, list[int]] = {}
         for index, node in enumerate(self._nodes):
@@ -114,7 +117,11 @@ class _Pass:
                 unread.append((node, index))
             else:
                 self._move(node, index, first)
-        self._prefetch(self._kept(gathers))
+        remaining = self._kept(gathers)
+        if len(remaining) < len(gathers):
+            # What is kept takes the room of nothing else.
+            self._budget = min(self._budget + self._more, limit)
+        self._prefetch(remaining)
         self._delay(unread)
         moved = {n for d in (self._early, self._before) for nodes in d.values() for n in nodes}
         if moved or self._removed:
@@ -173,21 +180,35 @@ class _Pass:
             for v in maker.inputs
         )
 
-    def _behind(self, begin: int, end: int) -> str:
-        """Returns what the nodes in a range compute, for people; "" if it hides nothing."""
+    def _hiding(self, begin: int, end: int) -> list[ir.Node]:
+        """Returns the nodes in a range that compute long enough to hide something."""
         table, shapes = self.builder.table, self.builder.shapes
 
         def size(shape: Sequence[Dim]) -> int:
             return prod(table.typical(dim) for dim in shape)
 
-        names = [
-            node.name
+        return [
+            node
             for node in self._nodes[begin:end]
             if (node.domain != DOMAIN or node.name not in self._collectives)
             and size(shapes.get(node.outputs[0], ())) >= _LARGE
         ]
-        ends = dict.fromkeys(str(name) for name in (*names[:1], *names[-1:]))
-        return " to ".join(ends)
+
+    def _last_result(self, hiding: Sequence[ir.Node]) -> tuple[ir.Value, ...]:
+        """Returns the last result of floating point numbers of some nodes, if there is one.
+
+        Integers may be in host memory. What reads a parameter first may be a Barrier that is
+        removed.
+        """
+        found = [
+            y
+            for node in hiding
+            for x, y in [(node.inputs[0] if node.inputs else None, node.outputs[0])]
+            if y.dtype is not None
+            and y.dtype.is_floating_point()
+            and (x is None or not self._is_parameter(x))
+        ]
+        return tuple(found[-1:])
 
     def _fits(self, values: Sequence[ir.Value | None], begin: int, end: int) -> bool:
         """Whether values may be in memory from one node to another; if so, they are counted."""
@@ -207,15 +228,16 @@ class _Pass:
         """Starts a collective behind its operand, and waits before its first reader."""
         x, y = node.inputs[0], node.outputs[0]
         begin = self._made.get(x, -1) + 1 if x is not None else 0
-        behind = self._behind(begin, first)
-        if not begin or not behind or not self._fits([x, y], begin, first):
+        hiding = self._hiding(begin, first)
+        if not begin or not hiding or not self._fits([x, y], begin, first):
             return
         self._put(begin, node)
-        (wait,) = self._wait(node, (), behind)
-        self._put(first, wait)
+        made = self._wait(node, self._last_result(hiding), _text(hiding))
+        self._put(first, *made)
         # The result may be the operand of another collective.
-        self._made[wait.outputs[0]] = first - 1
-        self._readers[wait.outputs[0]] = self._readers[y]
+        result = made[-1].outputs[0]
+        self._made[result] = first - 1
+        self._readers[result] = self._readers[y]
 
     def _kept(self, gathers: Sequence[_Gather]) -> list[_Gather]:
         """Returns the gathers that remain if none follows one of the same shard.
@@ -251,12 +273,12 @@ class _Pass:
     def _prefetch(self, gathers: Sequence[_Gather]) -> None:
         """Starts each gather before the wait for one of those before it.
 
-        Results that nobody reads yet are together no larger than the largest of all.
+        Results that nobody reads yet are together no larger than `AHEAD_AT_MOST` of the largest.
         """
         results = [self._value_bytes(gather.node.outputs[0]) for gather in gathers]
-        largest, first = max(results, default=0), 0
+        most, first = AHEAD_AT_MOST * max(results, default=0), 0
         for number, gather in enumerate(gathers[1:], 1):
-            while first < number - 1 and sum(results[first + 1 : number + 1]) > largest:
+            while first < number - 1 and sum(results[first + 1 : number + 1]) > most:
                 first += 1
             for before in gathers[first:number]:
                 if self._start_early(gather, before):
@@ -269,8 +291,8 @@ class _Pass:
         operand, y = gather.node.inputs[0], gather.node.outputs[0]
         # The Barrier, if there is one, stands before the gather and is removed.
         end = self._made.get(operand, gather.index) if operand is not None else gather.index
-        behind = self._behind(begin, end)
-        if not behind or not self._fits([y], begin, gather.index):
+        hiding = self._hiding(begin, end)
+        if not hiding or not self._fits([y], begin, gather.index):
             return False
         if operand is not gather.shard and operand is not None:
             self._removed.update(n for n in [operand.producer()] if n is not None)
@@ -283,20 +305,27 @@ class _Pass:
             self._put(begin, *self._wait(before.node, (), ""))
         # Before the wait for the gather before it, so that the link is never idle.
         early.extend([*gate, gather.node])
-        self._put(gather.index, *self._wait(gather.node, gather.after, behind))
+        self._put(gather.index, *self._wait(gather.node, gather.after, _text(hiding)))
         return True
 
     def _delay(self, unread: Sequence[tuple[ir.Node, int]]) -> None:
-        """Waits for what only the program's end reads behind the start of the next such one."""
-        ends = [*(index for _, index in unread[1:]), len(self._nodes)]
-        for (node, _), end in zip(unread, ends, strict=False):
+        """Waits for what only the program's end reads behind the start of a later such one.
+
+        Operands of those under way are together no larger than the largest, or there are two.
+        """
+        places = [*(index for _, index in unread), len(self._nodes)]
+        operands = [self._value_bytes(n.inputs[0]) if n.inputs[0] else 0 for n, _ in unread]
+        for number, (node, _) in enumerate(unread):
             x = node.inputs[0]
             begin = self._made.get(x, -1) + 1 if x is not None else 0
-            behind = self._behind(begin, end)
-            if not begin or not behind or not self._fits([x], begin, end):
-                continue
-            self._put(begin, node)
-            self._put(end, *self._wait(node, (), behind, read=False))
+            for last in latest_first(operands, number):
+                end = places[last]
+                hiding = self._hiding(begin, end)
+                if begin and hiding and self._fits([x], begin, end):
+                    self._put(begin, node)
+                    after = self._last_result(hiding)
+                    self._put(end, *self._wait(node, after, _text(hiding), read=False))
+                    break
 
     def _put(self, index: int, *nodes: ir.Node) -> None:
         self._before.setdefault(index, []).extend(nodes)
@@ -334,7 +363,8 @@ class _Pass:
 
         Args:
             node: The collective.
-            after: Values that are computed before the Wait.
+            after: Values that are computed before the Wait. Without them onnxruntime would wait at
+                once where it fuses nodes, whose place is then the program's end.
             behind: What is computed meanwhile.
             read: Whether other nodes read the result, which they then take from the Wait.
         """
@@ -397,3 +427,8 @@ class _Pass:
         self.builder.nodes = kept
         places = {node.name: index for index, node in enumerate(kept)}
         self.builder.collectives.sort(key=lambda c: places[c.node])
+
+
+def _text(hiding: Sequence[ir.Node]) -> str:
+    """Returns for people which nodes hide a collective; there is at least one."""
+    return " to ".join(dict.fromkeys(str(node.name) for node in (hiding[0], hiding[-1])))

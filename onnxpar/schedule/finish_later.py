@@ -59,8 +59,9 @@ def finish_later(optimizer: PartitionedModel, parts: Sequence[PartitionedModel])
     if not calls:
         return
     ordered = sorted(calls, key=lambda n: min((r.part, r.index) for r in calls[n]))
-    for node in calls:
-        _leave(optimizer, node, ordered.index(node), last=node is list(calls)[-1])
+    for number, node in enumerate(calls):
+        ends = {"first": not number, "last": number == len(calls) - 1}
+        _leave(optimizer, node, {"order": ordered.index(node), **ends})
     _describe(optimizer, calls, parts)
     for number, part in enumerate(parts):
         _finish(part, [r for row in calls.values() for r in row if r.part == number])
@@ -84,15 +85,15 @@ def _first_reads(state: str, parts: Sequence[PartitionedModel]) -> Iterator[_Rea
     yield from found
 
 
-def _leave(optimizer: PartitionedModel, node: ir.Node, order: int, *, last: bool) -> None:
+def _leave(optimizer: PartitionedModel, node: ir.Node, attributes: dict[str, int]) -> None:
     """Turns a Bucket into a FinishLater; its tensors follow the token and the runtime's input."""
     tensors = node.inputs[1:]
     node.resize_inputs(len(node.inputs) + 1)
     node.op_type = "FinishLater"
     for index, value in enumerate([optimizer.builder.system_input(FINISH_LATER), *tensors], 1):
         node.replace_input_with(index, value)
-    node.attributes["order"] = ir.AttrInt64("order", order)
-    node.attributes["last"] = ir.AttrInt64("last", int(last))
+    for name, number in attributes.items():
+        node.attributes[name] = ir.AttrInt64(name, number)
     node.metadata_props["input_names"] = str(["token", "run", *("X" for _ in tensors)])
 
 

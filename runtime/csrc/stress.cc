@@ -1,8 +1,8 @@
 // A stress test of the threads transport, of collectives in shared memory and of background
 // collectives, without onnxruntime, for the sanitizers (tools/sanitize). Ranks, all of them threads,
 // run a random but common sequence of collectives on random groups, some in the background, and
-// check every result; in shared memory they disagree now and then; then one rank fails while the
-// others wait, over and over.
+// check every result; they leave gathers running that a later program finishes; in shared memory they
+// disagree now and then; then one rank fails while the others wait, over and over.
 #include <algorithm>
 #include <atomic>
 #include <cstdio>
@@ -261,6 +261,95 @@ void traffic(int size, int steps, bool shared) {
   free_world(ranks);
 }
 
+// What a FinishLater and its Finish do: a program leaves gathers running in the memory of states, from
+// copies of its shards, and the next program, or `settle`, completes them, with collectives of the
+// foreground meanwhile. Now and then nobody finishes them, or the program fails before it has started
+// them, on all ranks.
+void leave_rank(RankContext& context, int size, int steps) {
+  constexpr int kCalls = 4;
+  constexpr size_t kTensors = 2;
+  std::mt19937 random(4321);  // the same on every rank
+  Options options;
+  for (int r = 0; r < size; ++r) options.group.push_back(r);
+  const Collective gather = parse_collective(Op::kAllGather, "stress", options, size);
+  const Collective sum = parse_collective(Op::kAllReduce, "stress", options, size);
+  struct State {
+    std::vector<int32_t> shard;
+    std::vector<int32_t> copy;
+    std::vector<int32_t> gathered;
+  };
+  std::vector<std::vector<State>> states(kCalls);
+  for (auto& tensors : states) {
+    for (size_t t = 0; t < kTensors; ++t) {
+      const size_t width = random() % 4 != 0 ? 300 : 20000;
+      tensors.push_back({std::vector<int32_t>(width), {}, std::vector<int32_t>(width * size)});
+    }
+  }
+  const auto value = [](int rank, int step, size_t i) {
+    return element(rank, i) + 1000000 * (step % 50);
+  };
+  const auto expect_gathered = [&](const State& state, int step) {
+    const size_t width = state.shard.size();
+    for (size_t i = 0; i < state.gathered.size(); ++i) {
+      expect(state.gathered[i] == value(static_cast<int>(i / width), step, i % width), "left running");
+    }
+  };
+  for (int step = 0; step < steps; ++step) {
+    context.drop_held();
+    const bool fails = random() % 8 == 0;
+    // The order in which the program makes its calls.
+    std::vector<int> order{0, 1, 2, 3};
+    std::shuffle(order.begin(), order.end(), random);
+    for (const int call : order) {
+      auto request = std::make_shared<Request>();
+      request->collective = gather;
+      request->group = &context.transport().group(gather.group, Lane::kAsync);
+      request->type = DType::kInt32;
+      request->later = true;
+      std::vector<const void*> keys;
+      for (State& state : states[static_cast<size_t>(call)]) {
+        // Nobody may have finished what still reads the copy.
+        context.take(state.gathered.data());
+        for (size_t i = 0; i < state.shard.size(); ++i) {
+          state.shard[i] = value(context.rank(), step, i);
+        }
+        state.copy = state.shard;
+        const auto width = static_cast<int64_t>(state.shard.size());
+        request->add(state.copy.data(), state.gathered.data(), {1, width}, 0);
+        keys.push_back(state.gathered.data());
+      }
+      context.hold(call, std::move(keys), std::move(request));
+    }
+    if (fails) continue;
+    context.start_held();
+    std::vector<int32_t> numbers(500, context.rank());
+    std::vector<int32_t> sums(500);
+    execute(context.transport(), context.transport().group(sum.group, Lane::kMain), sum,
+            Operand{numbers.data(), sums.data(), {500, 1}}, DType::kInt32, context.memory(), nullptr);
+    for (const int32_t found : sums) expect(found == size * (size - 1) / 2, "meanwhile");
+    const unsigned way = random() % 4;
+    if (way == 0) continue;  // The next program waits itself.
+    if (way == 1) context.settle();
+    for (const auto& tensors : states) {
+      for (const State& state : tensors) {
+        if (way != 1) context.take(state.gathered.data());
+        expect_gathered(state, step);
+      }
+    }
+  }
+  context.settle();
+}
+
+void left_running(int size, int steps, bool shared) {
+  std::vector<RankContext*> ranks = make_world(size, shared);
+  std::vector<std::thread> threads;
+  for (RankContext* rank : ranks) {
+    threads.emplace_back([=] { leave_rank(*rank, size, steps); });
+  }
+  for (std::thread& thread : threads) thread.join();
+  free_world(ranks);
+}
+
 struct Named : Call {
   explicit Named(std::string text) : Call("Named", hash(text)), name(std::move(text)) {}
   std::string detail() const override { return name; }
@@ -358,6 +447,8 @@ int main(int argc, char** argv) {
   for (int size : {1, 2, 3, 5, 8}) traffic(size, steps, false);
   // Ranks that wait there keep looking, which is slow where cores are few.
   for (int size : {1, 2, 3, 5, 8}) traffic(size, steps / 3, true);
+  for (int size : {1, 2, 5}) left_running(size, steps / 3, false);
+  for (int size : {2, 3}) left_running(size, steps / 6, true);
   for (int size : {2, 5}) disagreements(size, steps);
   failures(4, steps / 10);
   std::puts("ok");

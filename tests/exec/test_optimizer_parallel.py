@@ -245,9 +245,9 @@ def test_what_is_held_beside_the_states(tmp_path: Path) -> None:
         more[level] = peak - sum(bytes_of(manifest, kind) for kind in states)
         counts = [prod(s.shape) for s in manifest.trained().states.values()]
         largest = 4 * max(int(n) for n in counts)
-        # The plan may have one parameter more or less gathered at the peak than the run, whose
-        # collectives in the background may have another one.
-        assert -largest <= peak - price.peak <= 2 * largest, level
+        # The plan may have one parameter more or less gathered at the peak than the run. It counts
+        # one that is ahead and one that is kept, which the run may have elsewhere.
+        assert -3 * largest <= peak - price.peak <= largest, level
     replicated = bytes_of(Manifest.load(tmp_path / "0"), "parameter")
     # Level 0 has all reduced gradients beside those that waited for the sum, level 1 a quarter.
     assert more[0] > replicated > 2 * more[1]

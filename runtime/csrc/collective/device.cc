@@ -172,12 +172,14 @@ class FinishLaterKernel : public StartKernel {
   FinishLaterKernel(const Node& node, Collective collective)
       : StartKernel(node, std::move(collective), Lane::kAsync, 2),
         order_(node.attributes.need_integer("order")),
+        first_(node.attributes.need_integer("first") != 0),
         last_(node.attributes.need_integer("last") != 0) {}
   ~FinishLaterKernel() override { device_.held.erase(order_); }
 
   void compute(const Io& io) override {
     const Stream stream = enter(io);
     forget();
+    if (first_) device_.held.clear();
     token(io, 0);
     const DType type = io.input(2).type;
     const bool later = io.input(1).integers().at(0) != 0 && rank_.background_allowed();
@@ -214,6 +216,7 @@ class FinishLaterKernel : public StartKernel {
 
  private:
   const int64_t order_;
+  const bool first_;
   const bool last_;
 };
 

@@ -142,17 +142,20 @@ class ForegroundKernel : public CollectiveKernel<HostKernel> {
 // FinishLater(token, run, X…; op, its attributes, order, last) -> (token, Y…). As a Bucket, unless
 // `run` is not 0 and data travels while the rank computes: then the results are complete only behind
 // the Finish of the next program that reads their memory. `order` is the place of the call among all
-// of its program, and the node with `last`, which the program runs last, starts them all.
+// of its program. The node with `first`, which the program runs first, forgets what a program has left
+// that failed before its end; the node with `last`, which it runs last, starts them all.
 class FinishLaterKernel : public ForegroundKernel {
  public:
   FinishLaterKernel(const Node& node, Collective collective)
       : ForegroundKernel(node, std::move(collective), Lane::kMain, 2),
         order_(node.attributes.need_integer("order")),
+        first_(node.attributes.need_integer("first") != 0),
         last_(node.attributes.need_integer("last") != 0) {}
   ~FinishLaterKernel() override { forget(); }
 
   void compute(const Io& io) override {
     forget();
+    if (first_) rank_.drop_held();
     if (io.input(1).integers().at(0) == 0 || !transport().overlaps(group())) {
       ForegroundKernel::compute(io);
       return;
@@ -193,6 +196,7 @@ class FinishLaterKernel : public ForegroundKernel {
   }
 
   const int64_t order_;
+  const bool first_;
   const bool last_;
   std::vector<std::vector<std::byte>> copies_;
   std::vector<const void*> keys_;

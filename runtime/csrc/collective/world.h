@@ -94,8 +94,9 @@ class RankContext {
   // Keeps a collective that `start_held` starts, in the order of these numbers, with its keys.
   void hold(int64_t order, std::vector<const void*> keys, std::shared_ptr<Request> request);
   void start_held();
-  // Forgets one that was not started, because its program failed before its end.
+  // Forgets one that was not started, because its program failed before its end; or all of them.
   void drop_held(int64_t order) { held_.erase(order); }
+  void drop_held() { held_.clear(); }
   // Waits for all collectives in the background. Throws the error of one that the next program would
   // finish; those of others are thrown where they are taken.
   void settle();

@@ -12,8 +12,14 @@ GATHER = 'op = "AllGather", axis = 0'
 # The call that the program makes first comes last.
 LEAVES = f"""g (uint8[1] token, int64[1] run, float[n] x, float[n] y, float[n] z)
     => (float[m] a, float[m] b, float[m] c) {{
-    t, a, b = onnxpar.FinishLater <{GATHER}, order = 1, last = 0> (token, run, x, y)
-    u, c = onnxpar.FinishLater <{GATHER}, order = 0, last = 1> (t, run, z) }}"""
+    t, a, b = onnxpar.FinishLater <{GATHER}, order = 1, first = 1, last = 0> (token, run, x, y)
+    u, c = onnxpar.FinishLater <{GATHER}, order = 0, first = 0, last = 1> (t, run, z) }}"""
+# Fails between its calls, where `index` is out of range. The other program has no call of order 2.
+FAILS = f"""g (uint8[1] token, int64[1] run, float[n] x, float[n] y, int64[1] index)
+    => (float[m] a, float[m] b) {{
+    t, a = onnxpar.FinishLater <{GATHER}, order = 2, first = 1, last = 0> (token, run, x)
+    z = Gather (y, index)
+    u, b = onnxpar.FinishLater <{GATHER}, order = 0, first = 0, last = 1> (t, run, z) }}"""
 FINISHES = """g (float[m] a, float[m] b, float[m] c) => (float[m] p, float[m] q, float[m] r) {
     d = onnxpar.Finish (c)
     r = Neg (d)
@@ -96,5 +102,26 @@ def test_what_nobody_finished_is_left_anew(team: Team) -> None:
         want = buffers.fill(1)
         buffers.leave(1)
         np.testing.assert_array_equal(buffers.finish(), want)
+
+    team.run(act)
+
+
+def test_another_program_does_not_start_what_a_failed_one_left(team: Team) -> None:
+    """Two trainers on one rank, of which one fails inside its optimizer's program."""
+
+    def act(rank: Rank) -> None:
+        buffers, failing = Buffers(rank), session(rank, FAILS)
+        left = {name: zeros(rank.world.size * SIZE) for name in "ab"}
+        left["a"].update_inplace(np.full(rank.world.size * SIZE, 7, np.float32))
+        operands = {name: zeros(SIZE) for name in "xy"}
+        system = {"token": np.zeros(1, np.uint8), "run": np.array([1]), "index": np.array([SIZE])}
+        # On one rank only: what the others do not send never arrives, if this rank asks for it.
+        if rank.index == 0:
+            with pytest.raises(Exception, match="indices element out of data bounds"):
+                run_in_place(failing, operands, left, **system)
+        want = buffers.fill(0)
+        buffers.leave(1)
+        np.testing.assert_array_equal(buffers.finish(), want)
+        assert (to_host(left["a"]) == 7).all()
 
     team.run(act)
