@@ -1,5 +1,6 @@
 """`onnxpar shard`: writes one ONNX file for each rank."""
 
+import json
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +22,7 @@ from onnxpar.cli.describe import (
     describe_sent,
 )
 from onnxpar.cli.directory_tables import ranks_text
-from onnxpar.cli.options import Constraints, Devices, takes_options
+from onnxpar.cli.options import AsJson, Constraints, Devices, takes_options
 from onnxpar.cli.screen import TITLE, Screen, amount, once
 from onnxpar.cli.training_options import TrainingOptions
 from onnxpar.core.errors import ModelError, SymbolError
@@ -132,6 +133,7 @@ def command(
             "keep|recompute",
         ),
     ] = AGAIN,
+    as_json: AsJson = False,
 ) -> None:
     """Shard a model: write one graph for each device."""
     given, spec = training.given(), None
@@ -160,6 +162,11 @@ def command(
         states=parse_states(state),
         encoder=encoder,
     )
+    if as_json:
+        seconds = {name: round(taken, 3) for name, taken in summary.seconds.items()}
+        found = {"directory": str(summary.out), "seconds": seconds, "report": summary.report}
+        typer.echo(json.dumps(found, indent=2, ensure_ascii=False))
+        return
     _print(summary, rank or range(summary.report["devices"]))
 
 

@@ -50,6 +50,15 @@ def test_strategy_file(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
         onnx.checker.check_model(here / "out" / f"rank{rank:04}.model.onnx")
 
 
+def test_json(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert shard("--strategy", "s.yaml", "--json") == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["directory"] == "out" and sum(printed["seconds"].values()) > 0
+    assert printed["report"]["totals"]["parameter_bytes_per_device"] == 768
+    manifest = json.loads((here / "out" / "manifest.json").read_text())
+    assert printed["report"] == manifest["report"]
+
+
 def test_a_pipeline_tells_the_bytes_of_its_fullest_stage(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
