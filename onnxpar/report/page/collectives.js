@@ -37,7 +37,7 @@ onnxpar.collectives = (() => {
     const groups = new Map();
     for (const collective of collectives) {
       const key = `${collective.op}\n${collective.over}`;
-      if (!groups.has(key)) groups.set(key, { op: collective.op, over: collective.over || "stages", size: collective.size, rows: [] });
+      if (!groups.has(key)) groups.set(key, { op: collective.op, over: collective.over || "stages", size: collective.over ? collective.size : directory.stages, rows: [] });
       groups.get(key).rows.push(collective);
     }
     return [...groups.values()];
