@@ -10,6 +10,8 @@ packed copies. A measured session does not pack, and weights are counted once, b
 """
 
 import ctypes
+import resource
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -122,3 +124,10 @@ def peak_bytes(memory: LiveBytes | None, bound: int, *, reset: bool) -> int:
     if reset:
         memory.reset()
     return peak
+
+
+def peak_resident() -> int:
+    """Returns the most bytes of the host's memory that this process has had at a time."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    # In KiB, but on macOS in bytes.
+    return peak if sys.platform == "darwin" else peak * 1024

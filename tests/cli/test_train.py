@@ -37,7 +37,11 @@ def test_trains_as_numpy_does(sgd: Path, tmp_path: Path, capfd: pytest.CaptureFi
     losses, w = linear.trained(0.5, 100, 3, 7)
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     keys = ["epoch", "step", "loss", "lr", "samples_per_s", "grad_norm"]
+    keys += ["step_s", "input_s", "memory_bytes"]
     assert all(list(line) == keys for line in lines)
+    assert all(0 <= line["input_s"] < line["step_s"] for line in lines)
+    # Numpy and onnxruntime alone take more than 50 MB.
+    assert all(line["memory_bytes"] > 50e6 for line in lines)
     # float32 against float64: some 1e-7 a step, which 45 steps do not make worse than tenfold.
     np.testing.assert_allclose([line["loss"] for line in lines], losses, rtol=CLOSE)
     np.testing.assert_allclose(load_file(saved)["w"], w, rtol=0, atol=2e-6)

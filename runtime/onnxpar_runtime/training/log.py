@@ -38,6 +38,9 @@ class StepRecord:
         lr: Learning rate.
         samples_per_s: Samples of the global batch divided by the seconds since the last record.
         grad_norm: 2-norm of all gradients together, before clipping.
+        step_s: Seconds of a step: the mean since the last record, evaluation left out.
+        input_s: Of these, the seconds in which rank 0 waited for the next batch.
+        memory_bytes: The most memory of the host that the process of rank 0 has had.
     """
 
     epoch: int
@@ -46,6 +49,9 @@ class StepRecord:
     lr: float
     samples_per_s: float
     grad_norm: float
+    step_s: float
+    input_s: float
+    memory_bytes: int
 
     @property
     def line(self) -> str:
@@ -143,6 +149,7 @@ class Reporter(Closing):
             self.tell(record.line)
         if self._progress is not None:
             state = f"loss {record.loss:.4g}  lr {record.lr:.3g}  {record.samples_per_s:.4g}/s"
+            state += f"  {1000 * record.step_s:.4g} ms"
             self._progress.update(
                 self._task, advance=steps, description=f"epoch {record.epoch}", state=state
             )

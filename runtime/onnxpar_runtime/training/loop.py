@@ -16,6 +16,7 @@ from onnxpar_runtime.errors import (
     SymbolValueError,
     TrainingError,
 )
+from onnxpar_runtime.memory import peak_resident
 from onnxpar_runtime.training.batches import Ahead, EvaluationData, Step, TrainingData
 from onnxpar_runtime.training.hyper import Hyperparameters
 from onnxpar_runtime.training.learning_rate import LearningRateSchedule
@@ -140,14 +141,15 @@ def fit(
     timeline = trainer.rank.timeline
     with Ahead(_numbered(trainer, data, epochs, limit, start)) as items:
         begin, samples, reported = time.perf_counter(), 0, done
-        began = time.monotonic_ns()
+        began, waited, counted = time.monotonic_ns(), 0, done
         while (item := _next(items, trainer.rank, together)) is not None:
             epoch, number, step = item
             timeline.add(INPUT, "next batch", began)
+            waited += time.monotonic_ns() - began
             if evaluation is not None and epoch != last and last:
                 _report_evaluation(trainer, evaluation, reporter, last)
-                begin, samples = time.perf_counter(), 0
-                began = time.monotonic_ns()
+                begin, samples, waited = time.perf_counter(), 0, 0
+                began, counted = time.monotonic_ns(), done
             done, last = done + 1, epoch
             rate = schedule.at(done)
             try:
@@ -169,10 +171,19 @@ def fit(
             if read:
                 loss, end = outcome.loss, time.perf_counter()
                 record = StepRecord(
-                    epoch, number, loss, rate, samples / (end - begin), outcome.grad_norm
+                    epoch,
+                    number,
+                    loss,
+                    rate,
+                    samples / (end - begin),
+                    outcome.grad_norm,
+                    (end - begin) / (done - counted),
+                    waited * 1e-9 / (done - counted),
+                    peak_resident(),
                 )
                 reporter.step(record, done - reported)
                 begin, samples, reported = end, 0, done
+                waited, counted = 0, done
             if after_step is not None:
                 # JSON has no number for a loss that has not been read yet.
                 known = None if isnan(loss) else loss

@@ -12,21 +12,22 @@ from onnxpar_runtime.errors import InputError
 from onnxpar_runtime.training.log import Reporter, StepRecord, on_terminal, what_is_trained
 
 RECORD = StepRecord(
-    epoch=2, step=10, loss=2.302585092994046, lr=0.5, samples_per_s=8.0, grad_norm=1.5
-)
+    epoch=2, step=10, loss=2.302585092994046, lr=0.5, samples_per_s=8.0, grad_norm=1.5,
+    step_s=0.25, input_s=0.125, memory_bytes=1 << 30,
+)  # fmt: skip
 
 
 def numbered(step: int) -> StepRecord:
-    return StepRecord(1, step, 1.0, 0.1, 1.0, 1.0)
+    return StepRecord(1, step, 1.0, 0.1, 1.0, 1.0, 0.5, 0.0, 1)
 
 
 def test_forms() -> None:
     assert RECORD.line == "epoch: 2 step: 10, loss is 2.302585"
     assert json.loads(RECORD.json) == {
         "epoch": 2, "step": 10, "loss": 2.302585092994046, "lr": 0.5, "samples_per_s": 8.0,
-        "grad_norm": 1.5,
+        "grad_norm": 1.5, "step_s": 0.25, "input_s": 0.125, "memory_bytes": 1 << 30,
     }  # fmt: skip
-    infinite = StepRecord(1, 1, 1.0, 0.1, 1.0, float("inf"))
+    infinite = StepRecord(1, 1, 1.0, 0.1, 1.0, float("inf"), 0.5, 0.0, 1)
     assert json.loads(infinite.json)["grad_norm"] is None
 
 
