@@ -7,8 +7,9 @@ For each network of models/zoo.py (or those that you name; a file is an ONNX mod
 prints the bytes that a device sends in one forward run, at typical sizes of the symbols and at
 sixteen times these sizes, the bytes of parameters that it holds, and how many nodes are sharded.
 Bytes are those of ring collectives. They include resharding the outputs to the shardings that
-propagation gives them. An expert's strategy is the file `tests/experts/NAME.yaml`, on the mesh of
-the preset. Networks are exported once into --models, a folder.
+propagation gives them. An expert's strategy is the file `tests/experts/PRESET/NAME.yaml`, or else
+`tests/experts/NAME.yaml` on the mesh of the preset. Networks are exported once into --models, a
+folder.
 """
 
 import argparse
@@ -85,10 +86,12 @@ def compare(path: Path, preset: str) -> Iterator[tuple[str, Sent, float]]:
     started = process_time()
     decided = workload.plan(decide_parameter_axes(seeds, workload))
     yield preset, sent(workload, decided, propagated), process_time() - started
-    expert = EXPERTS / f"{path.stem}.yaml"
+    expert, own = EXPERTS / f"{path.stem}.yaml", EXPERTS / preset / f"{path.stem}.yaml"
     if expert.exists():
         started = process_time()
-        data = {**safe_load(expert.read_text()), "mesh": dict(load_strategy(preset).axes)}
+        data = safe_load((own if own.exists() else expert).read_text())
+        if not own.exists():
+            data["mesh"] = dict(load_strategy(preset).axes)
         plan = workload.plan(resolve(Strategy.from_dict(data), workload.program))
         yield "expert", sent(workload, plan, propagated), process_time() - started
 
