@@ -361,4 +361,20 @@ EXPERTS = (
     ),
 )
 
-CASES = (*STATES, *EXPERTS, *FUSED, *MULTI_HEAD, *ATTENTION, *QUANTISED, *ROTARY, *GROUPED)
+DISTANCES = (
+    contrib("y = CDist(a, b)", {"a": "float[N,6]", "b": "float[7,6]"}),
+    contrib('y = CDist<metric="euclidean">(a, b)', {"a": "float[N,6]", "b": "float[7,6]"}),
+    contrib('y = CDist<metric="euclidean">(a, b)', {"a": "double[3,5]", "b": "double[N,5]"}),
+)
+
+CASES = (
+    *DISTANCES,
+    *STATES,
+    *EXPERTS,
+    *FUSED,
+    *MULTI_HEAD,
+    *ATTENTION,
+    *QUANTISED,
+    *ROTARY,
+    *GROUPED,
+)
