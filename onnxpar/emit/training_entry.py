@@ -4,7 +4,7 @@ from dataclasses import asdict
 
 from onnxpar.autodiff.append_loss import LossInfo
 from onnxpar.autodiff.optimizer import state_name
-from onnxpar.core.symbols import dim_str
+from onnxpar.core.symbols.expressions import count_str
 from onnxpar.emit.manifest import state_entry
 from onnxpar.graph.tensor_parts import TensorPart
 from onnxpar.stages.partition_training import PartitionedTraining
@@ -27,6 +27,7 @@ def training_entry(training: PartitionedTraining) -> Training:
         )
         for b in training.states
     ]
+    flops = training.flops
     return Training(
         loss=_loss_entry(prepared.loss),
         optimizer=training.spec.optimizer,
@@ -35,6 +36,7 @@ def training_entry(training: PartitionedTraining) -> Training:
         tensors=prepared.selection.outcome(prepared.unreached),
         notices=tuple(prepared.notices),
         spec=asdict(training.spec),
+        flops=None if flops is None else count_str(flops),
     )
 
 
@@ -45,5 +47,5 @@ def _part_entry(buffer: Buffer, part: TensorPart) -> PartEntry:
 
 def _loss_entry(info: LossInfo) -> Loss:
     count = info.count
-    size = count if count is None or isinstance(count, int) else dim_str(count)
+    size = None if count is None else count_str(count)
     return Loss(info.spec.kind, info.labels, info.spec.ignore_index, size)

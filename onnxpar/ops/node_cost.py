@@ -11,14 +11,18 @@ from dataclasses import dataclass
 from math import prod
 
 from onnxpar.core.rule import ANY, OpRule
+from onnxpar.core.symbols import Dim
 from onnxpar.graph.node_view import NodeView
 
-Shape = tuple[int, ...]
+Shape = tuple[Dim, ...]
 
 
 @dataclass(frozen=True)
 class Share:
-    """A device's share of a node, in numbers.
+    """A device's share of a node.
+
+    Sizes are numbers; they may be expressions if only operations are counted, not bytes
+    (`onnxpar.cost.flops`).
 
     Attributes:
         rule: The node's rule.
@@ -32,7 +36,7 @@ class Share:
 
     rule: OpRule
     view: NodeView
-    factors: Mapping[str, int]
+    factors: Mapping[str, Dim]
     inputs: tuple[Shape | None, ...]
     outputs: tuple[Shape, ...]
     input_bytes: tuple[float, ...]
@@ -52,7 +56,7 @@ class Share:
 class Cost:
     """Arithmetic operations, and bytes read and written; both are 0 for a view."""
 
-    flops: float
+    flops: float | Dim
     traffic: float
 
 
@@ -61,14 +65,18 @@ CostFn = Callable[[Share], Cost]
 
 def by_rule(share: Share) -> Cost:
     """Counts by the rule's factors, as the module says."""
+    if contracts(share):
+        return Cost(2 * prod(share.factors.values()), share.bytes)
+    shapes = [s for s in (*share.inputs, *share.outputs) if s is not None]
+    return Cost(float(max(map(prod, shapes), default=0)), share.bytes)
+
+
+def contracts(share: Share) -> bool:
+    """Whether two operands share a factor that no result has."""
     rule = share.rule
     made = {f for o in rule.outputs for names in o.dims for f in names}
     read = [{f for names in i.dims for f in names} for i in rule.inputs if i.mode != ANY]
-    contracted = any(f not in made and sum(f in r for r in read) > 1 for f in share.factors)
-    if contracted:
-        return Cost(2.0 * prod(share.factors.values()), share.bytes)
-    shapes = [s for s in (*share.inputs, *share.outputs) if s is not None]
-    return Cost(float(max(map(prod, shapes), default=0)), share.bytes)
+    return any(f not in made and sum(f in r for r in read) > 1 for f in share.factors)
 
 
 def view_only(share: Share) -> Cost:
@@ -99,7 +107,7 @@ def convolves(image: int | None, weight: int | None) -> CostFn:
     def cost(share: Share) -> Cost:
         many = share.outputs[0] if image is None else share.input(image)
         kernel = share.outputs[0] if weight is None else share.input(weight)
-        return Cost(2.0 * prod(many) * prod(kernel[1:]), share.bytes)
+        return Cost(2 * prod(many) * prod(kernel[1:]), share.bytes)
 
     return cost
 
@@ -117,7 +125,7 @@ def attends(past: int) -> CostFn:
         met = share.input(1)[-2] if separate else share.input(0)[1]
         if len(share.input(past)) > 2:
             met += share.input(past)[-2]
-        return Cost(2.0 * met * ((prod(share.input(0)) if separate else made) + made), share.bytes)
+        return Cost(2 * met * ((prod(share.input(0)) if separate else made) + made), share.bytes)
 
     return cost
 
@@ -126,13 +134,13 @@ def recurs(share: Share) -> Cost:
     """Each step multiplies by the weights of the input and of the state; see `recurrent_rule`."""
     size = {name: share.factors.get(name, 1) for name in "tbdgih"}
     steps = size["t"] * size["b"] * size["d"]
-    return Cost(2.0 * steps * size["g"] * (size["i"] + size["h"]), share.bytes)
+    return Cost(2 * steps * size["g"] * (size["i"] + size["h"]), share.bytes)
 
 
 def keeps_state(share: Share) -> Cost:
     """Each key writes a matrix of the state with its value, and each query reads it."""
     values = share.factors.get("e", 1)
-    return Cost(4.0 * prod(share.input(0)) * values, share.bytes)
+    return Cost(4 * prod(share.input(0)) * values, share.bytes)
 
 
 def routes(*weights: int, bits: int = 8) -> CostFn:
@@ -146,8 +154,8 @@ def routes(*weights: int, bits: int = 8) -> CostFn:
 
     def cost(share: Share) -> Cost:
         tokens = prod(share.input(0)[:-1])
-        packed = 8 / int(share.view.attr("expert_weight_bits", bits))
+        packed = 8 // int(share.view.attr("expert_weight_bits", bits))
         one = sum(prod(share.input(w)[1:]) for w in weights if share.input(w))
-        return Cost(2.0 * tokens * int(share.view.attr("k", 1)) * one * packed, share.bytes)
+        return Cost(2 * tokens * int(share.view.attr("k", 1)) * one * packed, share.bytes)
 
     return cost

@@ -23,8 +23,9 @@ from onnxpar.autodiff.training_program import TrainingProgram, TrainingSpec
 from onnxpar.core.errors import RuleError
 from onnxpar.core.name_patterns import check_symbol_sizes
 from onnxpar.core.sharding import Sharding
-from onnxpar.core.symbols import Symbol
+from onnxpar.core.symbols import Dim, Symbol
 from onnxpar.cost.cost_model import CostModel
+from onnxpar.cost.flops import program_flops
 from onnxpar.cost.optimizer_parallel import Shards, shard_states
 from onnxpar.facts.program import Program
 from onnxpar.frontend.load import symbol_table
@@ -65,6 +66,7 @@ class PartitionedTraining:
         kept: Bytes of the buffers of each kind on a device, including padding; in a pipeline, on a
             device of the stage that has most.
         strategy: The strategy, with nothing left to a search.
+        flops: Operations of a micro-batch, see `program_flops`.
         pipeline: How the programs make up a pipeline, where the strategy has one.
     """
 
@@ -75,6 +77,7 @@ class PartitionedTraining:
     states: tuple[Buffer, ...]
     kept: Mapping[StateKind, int]
     strategy: Strategy
+    flops: Dim | None
     pipeline: PipelinePrograms | None = None
 
 
@@ -97,6 +100,7 @@ def partition_training(
     Raises:
         OnnxparError: The strategy does not fit the model.
     """
+    flops = program_flops(prepared.program)  # partitioning changes the program
     trained = tuple(p for p in prepared.selection.trained if p.name in prepared.gradients)
     places = staging.training_places(prepared) if staging is not None else ONE_PLACE
     seeds = resolve(strategy, prepared.program)
@@ -163,6 +167,7 @@ def partition_training(
         tuple(buffers.all(updates)),
         buffers.kept(updates),
         strategy,
+        flops,
         pipeline,
     )
 

@@ -316,6 +316,9 @@ class Training:
         tensors: The weights, trained or not.
         notices: Notices for the user.
         spec: The user's request as the transformer understood it.
+        flops: Operations of the products, convolutions, attention and recurrent layers in the
+            forward and backward of a micro-batch, on all devices together, as an expression; None
+            if the sizes of the inputs do not determine it.
     """
 
     loss: Loss
@@ -325,6 +328,7 @@ class Training:
     tensors: tuple[TrainingTensor, ...]
     notices: tuple[str, ...]
     spec: Mapping[str, Any]
+    flops: Size | None
 
     @cached_property
     def by_tensor(self) -> Mapping[str, tuple[StateEntry, ...]]:

@@ -199,6 +199,13 @@ class TrainingRun:
         Path | None, Option("Continue from a checkpoint, or from the last one in a folder.", "PATH")
     ] = None
     log: Annotated[Path | None, Option("Write a JSON line for each step.", "FILE")] = None
+    peak_flops: Annotated[
+        float | None,
+        Option(
+            "Operations per second of which a device is capable, to log the utilisation (mfu).",
+            "X",
+        ),
+    ] = None
     print_every: Annotated[
         int, Option("Print every K-th step of an epoch; 0 prints none.", "K", minimum=0)
     ] = 1

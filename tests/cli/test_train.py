@@ -32,13 +32,21 @@ def sgd(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_trains_as_numpy_does(sgd: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     log, saved = tmp_path / "log.jsonl", tmp_path / "w.safetensors"
     arguments = [*RUN, "--epochs", "3", "--seed", "7", "--log", str(log), "--save", str(saved)]
+    arguments += ["--peak-flops", "1e9"]
     assert main(["train", str(sgd), *arguments]) == 0
     printed = capfd.readouterr()
     losses, w = linear.trained(0.5, 100, 3, 7)
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     keys = ["epoch", "step", "loss", "lr", "samples_per_s", "grad_norm"]
-    keys += ["step_s", "input_s", "memory_bytes"]
+    keys += ["step_s", "input_s", "memory_bytes", "flops_per_s", "mfu"]
     assert all(list(line) == keys for line in lines)
+    # Forward, and the gradient of the weights: 64 by 10, two operations for each product.
+    np.testing.assert_allclose(
+        [line["flops_per_s"] for line in lines],
+        [line["samples_per_s"] * 2 * 2 * 64 * 10 for line in lines],
+        rtol=1e-14,  # both are divided by the same seconds
+    )
+    assert all(line["mfu"] == line["flops_per_s"] / 1e9 for line in lines)
     assert all(0 <= line["input_s"] < line["step_s"] for line in lines)
     # Numpy and onnxruntime alone take more than 50 MB.
     assert all(line["memory_bytes"] > 50e6 for line in lines)
@@ -294,6 +302,7 @@ def test_a_divisor_drops_the_last_batch(tmp_path: Path, capfd: pytest.CaptureFix
         (["--warmup", "99"], "--warmup: expected fewer steps than the run has (15), got 99"),
         (["--device", "tpu"], "device: expected auto, cpu, cuda or cuda:NUMBER, got 'tpu'"),
         (["--transport", "tcp"], "transport: expected one of auto, mpi, nccl, threads, got 'tcp'"),
+        (["--peak-flops", "0"], "--peak-flops: expected a number > 0, got 0"),
         (["--log", "/nowhere/log"], "/nowhere/log: its folder /nowhere does not exist"),
         (["--save", "/nowhere/w"], "/nowhere/w: its folder /nowhere does not exist"),
         (["--parameters", "nowhere.st"], "nowhere.st: cannot be read: No such file"),

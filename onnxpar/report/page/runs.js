@@ -7,7 +7,7 @@ onnxpar.runs = (() => {
   const { numbers, table, charts } = onnxpar;
   const WORDS = {
     loss: "Loss", samples_per_s: "Samples per second", tokens_per_s: "Tokens per second", lr: "Learning rate",
-    step_time: "Seconds of a step", mfu: "Model FLOP/s utilization",
+    step_s: "Seconds of a step", flops_per_s: "Operations per second", mfu: "Model FLOP/s utilization",
   };
   const plain = (n) => (Math.abs(n) >= 1000 || n === 0 ? numbers.count(n) : String(Number(n.toPrecision(4))));
 

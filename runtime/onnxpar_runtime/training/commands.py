@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from math import isfinite
+from math import inf, isfinite
 from pathlib import Path
 from typing import Any, cast
 
@@ -179,6 +179,8 @@ def _load(trainer: Trainer, parameters: str | Path | None) -> None:
 
 def _prepare(manifest: Manifest, wanted: TrainingRun, rank: int) -> _Prepared:
     check_saving(wanted.checkpoints)
+    if wanted.peak_flops is not None and not 0 < wanted.peak_flops < inf:
+        raise LaunchError(f"--peak-flops: expected a number > 0, got {wanted.peak_flops:g}")
     training = manifest.trained()
     specs = manifest.program(TRAINING).inputs
     source = open_source(wanted.data, specs, training.loss.labels)
@@ -249,6 +251,7 @@ def _train(
             start=start,
             after_step=_checked(trainer, wanted.check_replicas, after_step),
             log_every=wanted.log_every,
+            peak_flops=wanted.peak_flops,
         )
         log.info("%d steps in %.3f s", done.steps - start.step, time.perf_counter() - begin)
         if wanted.save is not None:

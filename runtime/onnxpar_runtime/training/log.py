@@ -41,6 +41,9 @@ class StepRecord:
         step_s: Seconds of a step: the mean since the last record, evaluation left out.
         input_s: Of these, the seconds in which rank 0 waited for the next batch.
         memory_bytes: The most memory of the host that the process of rank 0 has had.
+        flops_per_s: Operations of the step on all devices together, divided by its seconds; None if
+            they are not known (`StepResult.flops`).
+        mfu: The part of the devices' peak that this is; None if the peak is not known.
     """
 
     epoch: int
@@ -52,6 +55,8 @@ class StepRecord:
     step_s: float
     input_s: float
     memory_bytes: int
+    flops_per_s: float | None = None
+    mfu: float | None = None
 
     @property
     def line(self) -> str:
@@ -60,8 +65,11 @@ class StepRecord:
 
     @property
     def json(self) -> str:
-        """The line of the log file; numbers that are not finite, which JSON lacks, are null."""
-        values = vars(self)
+        """The line of the log file; numbers that are not finite, which JSON lacks, are null.
+
+        What is not known of the run is left out.
+        """
+        values = {k: v for k, v in vars(self).items() if v is not None}
         return json.dumps(
             {k: v if isinstance(v, int) or isfinite(v) else None for k, v in values.items()}
         )

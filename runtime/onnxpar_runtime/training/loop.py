@@ -16,11 +16,11 @@ from onnxpar_runtime.errors import (
     SymbolValueError,
     TrainingError,
 )
-from onnxpar_runtime.memory import peak_resident
 from onnxpar_runtime.training.batches import Ahead, EvaluationData, Step, TrainingData
 from onnxpar_runtime.training.hyper import Hyperparameters
 from onnxpar_runtime.training.learning_rate import LearningRateSchedule
-from onnxpar_runtime.training.log import Reporter, StepRecord
+from onnxpar_runtime.training.log import Reporter
+from onnxpar_runtime.training.pace import Pace
 from onnxpar_runtime.training.sources import Stream
 from onnxpar_runtime.training.trainer import Trainer
 
@@ -110,6 +110,7 @@ def fit(
     start: Progress = _BEGINNING,
     after_step: Callable[[Progress], None] | None = None,
     log_every: int = 1,
+    peak_flops: float | None = None,
 ) -> Fitted:
     """Trains. Every rank of the world must call it, with the same arguments.
 
@@ -126,6 +127,8 @@ def fit(
         after_step: Is called after each step, with the progress of the run.
         log_every: The loss of each step that this divides, and of the last step, is read, checked
             and reported.
+        peak_flops: Operations per second of which a device is capable, for the utilisation in the
+            reports.
 
     Raises:
         InputError: The data ends before the first step, or not on all ranks in the same step.
@@ -140,16 +143,16 @@ def fit(
     together = data.source.name if isinstance(data.source, Stream) else None
     timeline = trainer.rank.timeline
     with Ahead(_numbered(trainer, data, epochs, limit, start)) as items:
-        begin, samples, reported = time.perf_counter(), 0, done
-        began, waited, counted = time.monotonic_ns(), 0, done
+        pace, reported = Pace(trainer.manifest.devices, peak_flops), done
+        began = time.monotonic_ns()
         while (item := _next(items, trainer.rank, together)) is not None:
             epoch, number, step = item
             timeline.add(INPUT, "next batch", began)
-            waited += time.monotonic_ns() - began
+            pace.waited(began)
             if evaluation is not None and epoch != last and last:
                 _report_evaluation(trainer, evaluation, reporter, last)
-                begin, samples, waited = time.perf_counter(), 0, 0
-                began, counted = time.monotonic_ns(), done
+                pace.restart()
+                began = time.monotonic_ns()
             done, last = done + 1, epoch
             rate = schedule.at(done)
             try:
@@ -161,7 +164,7 @@ def fit(
                 failed = TrainingError(f"epoch {epoch}, {error}")
                 failed.agreed = error.agreed
                 raise failed from None
-            samples += step.samples
+            pace.add(outcome, step.samples)
             skipped += outcome.skipped
             if outcome.skipped:
                 reporter.tell(
@@ -169,21 +172,9 @@ def fit(
                     "and the loss scale is halved"
                 )
             if read:
-                loss, end = outcome.loss, time.perf_counter()
-                record = StepRecord(
-                    epoch,
-                    number,
-                    loss,
-                    rate,
-                    samples / (end - begin),
-                    outcome.grad_norm,
-                    (end - begin) / (done - counted),
-                    waited * 1e-9 / (done - counted),
-                    peak_resident(),
-                )
-                reporter.step(record, done - reported)
-                begin, samples, reported = end, 0, done
-                waited, counted = 0, done
+                loss = outcome.loss
+                reporter.step(pace.record(epoch, number, outcome, rate), done - reported)
+                reported = done
             if after_step is not None:
                 # JSON has no number for a loss that has not been read yet.
                 known = None if isnan(loss) else loss

@@ -17,11 +17,14 @@ class StepResult:
         grad_norm: 2-norm of all gradients together, before clipping; likewise.
         skipped: Whether nothing was changed, because gradients were not finite: the loss scale was
             too large.
+        flops: Operations in forward and backward on all devices together; None if they are not
+            known, see `Training.flops`.
     """
 
     loss: float
     grad_norm: float
     skipped: bool = False
+    flops: int | None = None
 
 
 class Evaluation(TypedDict):

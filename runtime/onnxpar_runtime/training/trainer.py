@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from onnxpar_format.boxes import SizedSharding
 from onnxpar_format.dtypes import DTYPES, lossless
 from onnxpar_format.entries import COUNTERS
+from onnxpar_format.expressions import ExpressionError, evaluate
 from onnxpar_format.manifest import FROM_FILES, StateEntry, Training
 from onnxpar_format.trace import STEP
 from onnxpar_runtime.agree import agree, together
@@ -219,7 +220,15 @@ class Trainer(Opened):
         loss = self._forward_backward(runs, accumulate=False, read=read, ahead=self._overlap)
         skipped = self.loss_scale.skipped
         norm = self._optimize(hyper, read=read)
-        return StepResult(loss, norm, self.loss_scale.skipped > skipped)
+        return StepResult(loss, norm, self.loss_scale.skipped > skipped, self._flops(runs))
+
+    def _flops(self, runs: Sequence[Micro]) -> int | None:
+        flops = self.training.flops
+        try:
+            return None if flops is None else sum(evaluate(flops, r.feeds.values) for r in runs)
+        except ExpressionError:
+            # An input such as [rows + columns] does not determine its symbols.
+            return None
 
     def forward_backward(
         self, batch: Batch | Prepared, *, weight: float = 1.0, accumulate: bool = False

@@ -123,7 +123,7 @@ def test_what_is_trained() -> None:
         tensor("d", False),
         tensor("e", False, "constant"),
     )
-    lines = what_is_trained(Training(loss, "adamw", {}, None, tensors, ("untied x",), {}))
+    lines = what_is_trained(Training(loss, "adamw", {}, None, tensors, ("untied x",), {}, None))
     assert lines == [
         "training 2,000 of 4,000 parameters, in 2 of 4 tensors, with adamw on "
         "softmax_cross_entropy",
@@ -137,5 +137,5 @@ def test_what_is_trained() -> None:
 def test_long_lists_are_shortened() -> None:
     loss = Loss("mse", None, None, None)
     tensors = tuple(tensor(f"t{i}", False, "frozen") for i in range(8))
-    lines = what_is_trained(Training(loss, "sgd", {}, None, tensors, (), {}))
+    lines = what_is_trained(Training(loss, "sgd", {}, None, tensors, (), {}, None))
     assert len(lines) == 7 and lines[-1] == "not trained: and 3 more"
