@@ -65,6 +65,15 @@ Ort = Annotated[Sequence[str], Option("An option of onnxruntime; may be repeated
 CustomOps = Annotated[
     Sequence[str | Path], Option("A custom-op library of the model; may be repeated.", "FILE")
 ]
+StartTokens = Annotated[
+    Sequence[int],
+    Option(
+        "A token with which the decoder of an encoder-decoder begins; may be repeated. "
+        "Default: decoder_start_token_id of the configuration in the folder --tokenizer.",
+        "TOKEN",
+        minimum=0,
+    ),
+]
 
 
 @dataclass(frozen=True)
@@ -335,15 +344,7 @@ class GenerationRun:
             "FILE.npz",
         ),
     ] = None
-    start: Annotated[
-        Sequence[int],
-        Option(
-            "A token with which the decoder of an encoder-decoder begins; may be repeated. "
-            "Default: decoder_start_token_id of the configuration in the folder --tokenizer.",
-            "TOKEN",
-            minimum=0,
-        ),
-    ] = ()
+    start: StartTokens = ()
     chat: Annotated[
         bool,
         Option(
@@ -445,15 +446,7 @@ class ServingRun:
             minimum=2,
         ),
     ] = None
-    start: Annotated[
-        Sequence[int],
-        Option(
-            "A token with which the decoder of an encoder-decoder begins; may be repeated. "
-            "Default: decoder_start_token_id of the configuration in the folder --tokenizer.",
-            "TOKEN",
-            minimum=0,
-        ),
-    ] = ()
+    start: StartTokens = ()
     chunk: Annotated[
         int, Option("Largest number of prompt tokens in one step.", "C", minimum=1)
     ] = 256
