@@ -4,24 +4,18 @@ import json
 from pathlib import Path
 
 import onnx
-import onnx_ir as ir
 import pytest
-import two_layer
 
 from onnxpar.cli import main
+from tests.cli import two_products
 from tests.decoders import encoder_decoder
-
-STRATEGY = "devices: 8\nnodes: {/matmul1/MatMul: {in: [[2, 4], [4, 1]], out: [[8, 1]]}}\n"
 
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a model and its directory."""
     monkeypatch.chdir(tmp_path)
-    ir.save(two_layer.build(), tmp_path / "model.onnx")
-    (tmp_path / "s.yaml").write_text(STRATEGY)
-    options = ["--symbol", "batch:divisor=8"]
-    assert main(["shard", "model.onnx", "--strategy", "s.yaml", "-o", "out", *options]) == 0
+    two_products.shard(tmp_path)
     return tmp_path
 
 

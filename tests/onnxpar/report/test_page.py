@@ -8,9 +8,7 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnx_ir as ir
 import pytest
-import two_layer
 from onnx import TensorProto, helper, numpy_helper
 
 from onnxpar.cli import main
@@ -20,9 +18,9 @@ from onnxpar.report.page_data import directory_page, page_data
 from onnxpar.report.tables import Tables
 from onnxpar.report.write_page import page_html
 from onnxpar_format.expressions import evaluate_exact
+from tests.cli import two_products
 
 Json = dict[str, Any]
-STRATEGY = "devices: 8\nnodes: {/matmul1/MatMul: {in: [[2, 4], [4, 1]], out: [[8, 1]]}}\n"
 HOSTILE = (
     "</script><script>document.title='bad'</script>",
     "<!--<script>",
@@ -34,10 +32,7 @@ HOSTILE = (
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    ir.save(two_layer.build(), tmp_path / "model.onnx")
-    (tmp_path / "s.yaml").write_text(STRATEGY)
-    options = ["--symbol", "batch:divisor=8"]
-    assert main(["shard", "model.onnx", "--strategy", "s.yaml", "-o", "out", *options]) == 0
+    two_products.shard(tmp_path)
     return tmp_path
 
 
