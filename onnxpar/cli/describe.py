@@ -2,8 +2,32 @@
 
 from typing import Any
 
+from onnxpar.core.machine import bytes_text
+
 SHOWN = 5
 """The most items of a list in a sentence."""
+
+
+def describe_program(report: dict[str, Any]) -> dict[str, str]:
+    """Returns a sentence about each: devices, nodes, parameters if there are any, collectives."""
+    totals = report["totals"]
+    lines = {
+        "devices": f"{report['devices']}{_mesh(report)}",
+        "nodes": f"{totals['nodes']:,}: {_nodes(report)}",
+    }
+    if totals["parameters"]:
+        lines["parameters"] = (
+            f"{totals['parameters']:,}, {describe_held(totals)} on {describe_device(report)}"
+        )
+    kinds = ", ".join(f"{n:,} {op}" for op, n in totals["collectives_by_op"].items())
+    lines["collectives"] = f"{kinds}; {_sent(report)} in a run" if kinds else "none"
+    return lines
+
+
+def describe_held(totals: dict[str, Any]) -> str:
+    """Returns how many bytes of the parameters a device holds."""
+    held, of = totals["parameter_bytes_per_device"], totals["parameter_bytes"]
+    return f"{bytes_text(held)} of {bytes_text(of)}"
 
 
 def describe_growth(state: dict[str, Any]) -> str:
@@ -13,7 +37,7 @@ def describe_growth(state: dict[str, Any]) -> str:
     return f"grows along dim {state['grows']}" + (", in place" if state["appends"] else "")
 
 
-def describe_mesh(report: dict[str, Any]) -> str:
+def _mesh(report: dict[str, Any]) -> str:
     """Returns the text after the number of devices: the stages, and the mesh of each stage."""
     stages, axes = report["stages"], report["mesh"]["axes"]
     mesh = f"mesh {' x '.join(f'{n}={s}' for n, s in axes.items())}" if axes else ""
@@ -27,7 +51,7 @@ def describe_device(report: dict[str, Any]) -> str:
     return "each device" if report["stages"] == 1 else "each device of the fullest stage"
 
 
-def describe_sent(report: dict[str, Any]) -> str:
+def _sent(report: dict[str, Any]) -> str:
     """Returns what a device sends; a program's collectives are those of all its stages."""
     sent = f"{report['totals']['bytes']} bytes"
     if symbols := report["totals"].get("grows_faster_than"):
@@ -37,7 +61,7 @@ def describe_sent(report: dict[str, Any]) -> str:
     return f"summed over the stages, a device sends {sent}"
 
 
-def describe_nodes(report: dict[str, Any]) -> str:
+def _nodes(report: dict[str, Any]) -> str:
     """Returns the number of nodes of each kind: sharded, or replicated for one of two reasons."""
     totals = report["totals"]
     names = [item["name"] for item in report["replicated"]]

@@ -5,15 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from onnxpar.cli.describe import (
-    count,
-    describe_conflict,
-    describe_device,
-    describe_growth,
-    describe_mesh,
-    describe_nodes,
-    describe_sent,
-)
+from onnxpar.cli.describe import count, describe_conflict, describe_growth, describe_program
 from onnxpar.cli.screen import Column, Content, Screen, amount, once
 from onnxpar.core.machine import bytes_text
 from onnxpar.core.name_patterns import listed
@@ -74,8 +66,8 @@ def show_directory(report: Json, wanted: Wanted) -> None:
 
 
 def _summary(report: Json, screen: Screen) -> None:
-    totals = report["totals"]
-    screen.entry("devices", f"{report['devices']}{describe_mesh(report)}", layout=True)
+    texts = describe_program(report)
+    screen.entry("devices", texts.pop("devices"), layout=True)
     for name, constraint in report["symbols"].items():
         screen.entry("symbol", f"{name}: {constraint or 'any size'}")
     if "training" in report:
@@ -83,17 +75,8 @@ def _summary(report: Json, screen: Screen) -> None:
         _programs(report["programs"], screen)
         screen.line()
         screen.entry("program", report["program"])
-    screen.entry("nodes", f"{totals['nodes']:,}: {describe_nodes(report)}")
-    if totals["parameters"]:
-        held, of = totals["parameter_bytes_per_device"], totals["parameter_bytes"]
-        screen.entry(
-            "parameters",
-            f"{totals['parameters']:,}, {bytes_text(held)} of {bytes_text(of)} on "
-            f"{describe_device(report)}",
-        )
-    kinds = ", ".join(f"{n:,} {op}" for op, n in totals["collectives_by_op"].items())
-    sent = f"{kinds}; {describe_sent(report)} in a run" if kinds else "none"
-    screen.entry("collectives", sent)
+    for title, text in texts.items():
+        screen.entry(title, text)
 
 
 def _folded(nodes: Sequence[Json]) -> Iterable[list[Json]]:

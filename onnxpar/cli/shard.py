@@ -17,9 +17,8 @@ from onnxpar.cli.describe import (
     describe_conflict,
     describe_device,
     describe_growth,
-    describe_mesh,
-    describe_nodes,
-    describe_sent,
+    describe_held,
+    describe_program,
 )
 from onnxpar.cli.directory_tables import ranks_text
 from onnxpar.cli.options import AsJson, Constraints, Devices, takes_options
@@ -204,12 +203,8 @@ def parse_states(texts: Iterable[str]) -> dict[str, str]:
 
 def _print(summary: Summary, ranks: Sequence[int]) -> None:
     report, screen = summary.report, Screen(summary.report["mesh"])
-    totals: dict[str, Any] = report["totals"]
     lines = [
-        f"devices       {report['devices']}{describe_mesh(report)}",
-        f"nodes         {totals['nodes']:,}: {describe_nodes(report)}",
-        f"parameters    {totals['parameters']:,}, {_held(totals)} on {describe_device(report)}",
-        f"collectives   {_collectives(report)}",
+        *(f"{title:<{TITLE}}{text}" for title, text in describe_program(report).items()),
         *_carried(report),
         *_supplied(report),
         *_stages(report),
@@ -239,11 +234,6 @@ def _print(summary: Summary, ranks: Sequence[int]) -> None:
         screen.line(_next(summary.out, report["devices"], summary.training is not None))
 
 
-def _held(totals: dict[str, Any]) -> str:
-    held, of = totals["parameter_bytes_per_device"], totals["parameter_bytes"]
-    return f"{bytes_text(held)} of {bytes_text(of)}"
-
-
 def _carried(report: dict[str, Any]) -> list[str]:
     """Returns a line about the states of a forward program, if it has any."""
     found = report["states"]
@@ -265,7 +255,8 @@ def _supplied(report: dict[str, Any]) -> list[str]:
     totals = report["programs"][first["source"]]["totals"]
     return [
         f"{first['source']:<14}{count(totals['nodes'], 'node')}, runs once: "
-        f"{count(totals['parameters'], 'parameter')}, {_held(totals)} on {describe_device(report)}",
+        f"{count(totals['parameters'], 'parameter')}, {describe_held(totals)} on "
+        f"{describe_device(report)}",
         f"              {count(len(found), 'input')} from it, such as {first['input']} from "
         f"{first['value']}, {first['sharding']}",
     ]
@@ -355,14 +346,6 @@ def _states(training: PartitionedTraining, device: str) -> list[str]:
             f"that can be sharded, or less than {bytes_text(shards.options.threshold)}"
         )
     return lines
-
-
-def _collectives(report: dict[str, Any]) -> str:
-    totals = report["totals"]
-    if not totals["collectives"]:
-        return "none"
-    kinds = ", ".join(f"{count} {op}" for op, count in totals["collectives_by_op"].items())
-    return f"{kinds}; {describe_sent(report)} in a run"
 
 
 def _conflicts(report: dict[str, Any]) -> list[str]:
