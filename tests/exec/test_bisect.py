@@ -49,14 +49,19 @@ def gpt() -> ir.Model:
     return transformer.build(layers=2, d_model=16, heads=2, vocab=32)
 
 
-@pytest.fixture(scope="module")
-def forward(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A transformer on 4 ranks; the undivided program lies beside it."""
-    folder = tmp_path_factory.mktemp("forward")
-    ir.save(gpt(), folder / "m.onnx")
-    shard_model(folder / "m.onnx", "dp=2,tp=2", folder / "ranks")
+def shard_both(folder: Path, strategy: str) -> Path:
+    """Shards m.onnx of a folder; its directory for one device lies beside it."""
+    shard_model(folder / "m.onnx", strategy, folder / "ranks")
     shard_model(folder / "m.onnx", "replicate", folder / "one", devices=1)
     return folder / "ranks"
+
+
+@pytest.fixture(scope="module")
+def forward(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A transformer on 4 ranks."""
+    folder = tmp_path_factory.mktemp("forward")
+    ir.save(gpt(), folder / "m.onnx")
+    return shard_both(folder, "dp=2,tp=2")
 
 
 @pytest.fixture(scope="module")
@@ -64,9 +69,7 @@ def sums(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Sums over a batch that the ranks pad."""
     folder = tmp_path_factory.mktemp("sums")
     onnx.save(onnx.parser.parse_model(SUMS), folder / "m.onnx")
-    shard_model(folder / "m.onnx", "dp=2", folder / "ranks")
-    shard_model(folder / "m.onnx", "replicate", folder / "one", devices=1)
-    return folder / "ranks"
+    return shard_both(folder, "dp=2")
 
 
 @pytest.fixture(scope="module")

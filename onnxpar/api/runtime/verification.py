@@ -79,11 +79,8 @@ def first_difference(
         OnnxparError: As `verify`, or the directory has no report of how it was sharded.
         OnnxparRuntimeError: As `verify`.
     """
-    values = parse_case(case) if isinstance(case, str) else case or {}
-    with one_device(Manifest.load(directory), model) as undivided:
-        return bisect.bisect(
-            directory, undivided, read_report(directory), values, _feeds(inputs), options
-        )
+    with _sides(directory, model, case, inputs, options) as sides:
+        return bisect.bisect(sides)
 
 
 def dump_values(
@@ -111,12 +108,8 @@ def dump_values(
         OnnxparRuntimeError: As `first_difference`, or a pattern matches no node.
     """
     check_file(out, DirectoryError)
-    values = parse_case(case) if isinstance(case, str) else case or {}
-    with one_device(Manifest.load(directory), model) as undivided:
-        found = bisect.dump(
-            directory, undivided, read_report(directory), values, _feeds(inputs),
-            options or VerifyOptions(), nodes,
-        )  # fmt: skip
+    with _sides(directory, model, case, inputs, options) as sides:
+        found = bisect.dump(sides, nodes)
     with new_file(out, DirectoryError) as file, file.open("wb") as stream:
         # numpy stores bfloat16 as raw bytes; every reader knows float32.
         arrays: dict[str, Any] = {
@@ -125,6 +118,20 @@ def dump_values(
         }
         np.savez(stream, **arrays)
     return len(found)
+
+
+@contextmanager
+def _sides(
+    directory: Path,
+    model: Path,
+    case: str | Mapping[str, int] | None,
+    inputs: Path | None,
+    options: VerifyOptions | None,
+) -> Iterator[bisect.Sides]:
+    values = parse_case(case) if isinstance(case, str) else case or {}
+    report, feeds = read_report(directory), _feeds(inputs)
+    with one_device(Manifest.load(directory), model) as undivided:
+        yield bisect.Sides(directory, undivided, report, values, feeds, options or VerifyOptions())
 
 
 def _feeds(inputs: Path | None) -> dict[str, Any] | None:

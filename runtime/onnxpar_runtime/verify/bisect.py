@@ -130,50 +130,42 @@ class _Values:
         return self.undivided.get(name) if shards is None else shards.whole()
 
 
-def bisect(
-    directory: Path,
-    undivided: Path,
-    report: Json,
-    case: Mapping[str, int],
-    feeds: Mapping[str, Array] | None = None,
-    options: VerifyOptions | None = None,
-) -> Bisection:
-    """Returns where the ranks begin to differ from the undivided program.
+@dataclass(frozen=True)
+class Sides:
+    """What is compared.
 
-    Args:
+    Attributes:
         directory: The directory.
         undivided: The same program's directory for one device.
         report: How the program was sharded, as `onnxpar inspect --json` prints it.
         case: Values of the symbols.
         feeds: Inputs instead of random ones; then `case` must be empty.
         options: As for `verify`.
+    """
+
+    directory: Path
+    undivided: Path
+    report: Json
+    case: Mapping[str, int]
+    feeds: Mapping[str, Array] | None
+    options: VerifyOptions
+
+
+def bisect(sides: Sides) -> Bisection:
+    """Returns where the ranks begin to differ from the undivided program.
 
     Raises:
         OnnxparRuntimeError: As `onnxpar_runtime.verify.compare.verify`.
     """
-    options = options or VerifyOptions()
-    with _compared(directory, undivided, report, case, feeds, options) as compared:
+    with _compared(sides) as compared:
         return compared.search()
 
 
-def dump(
-    directory: Path,
-    undivided: Path,
-    report: Json,
-    case: Mapping[str, int],
-    feeds: Mapping[str, Array] | None,
-    options: VerifyOptions,
-    patterns: Sequence[str],
-) -> dict[str, Array]:
+def dump(sides: Sides, patterns: Sequence[str]) -> dict[str, Array]:
     """Returns values of chosen nodes as whole arrays, of the ranks and of the undivided program.
 
     Args:
-        directory: As `bisect`.
-        undivided: As `bisect`.
-        report: As `bisect`.
-        case: As `bisect`.
-        feeds: As `bisect`.
-        options: As `bisect`.
+        sides: The programs.
         patterns: Patterns of node names, as in `fnmatch`; none for all nodes.
 
     Returns:
@@ -183,15 +175,16 @@ def dump(
         InputError: A pattern matches no node.
         OnnxparRuntimeError: As `bisect`.
     """
-    names = [node["name"] for node in report["nodes"]]
+    nodes = sides.report["nodes"]
+    names = [node["name"] for node in nodes]
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise InputError(f"--node {pattern}: matches no node")
-    chosen = [p for p in patterns] or ["*"]
+    chosen = patterns or ["*"]
     found: dict[str, Array] = {}
-    with _compared(directory, undivided, report, case, feeds, options) as compared:
+    with _compared(sides) as compared:
         values = compared.values
-        for node in report["nodes"]:
+        for node in nodes:
             if not any(fnmatchcase(node["name"], pattern) for pattern in chosen):
                 continue
             for item in node["outputs"]:
@@ -206,25 +199,19 @@ def dump(
 
 
 @contextmanager
-def _compared(
-    directory: Path,
-    undivided: Path,
-    report: Json,
-    case: Mapping[str, int],
-    feeds: Mapping[str, Array] | None,
-    options: VerifyOptions,
-) -> Iterator["_Compared"]:
+def _compared(sides: Sides) -> Iterator["_Compared"]:
     """Runs both programs on the same inputs, with every value exposed."""
-    manifest = Manifest.load(directory)
+    undivided, feeds, options = sides.undivided, sides.feeds, sides.options
+    manifest = Manifest.load(sides.directory)
     trains = manifest.training is not None
     program = manifest.program(EVALUATION if trains else _FORWARD)
-    (symbols,), given = chosen_cases(manifest, program, [] if feeds else [case], feeds)
-    names = {o["name"] for node in report["nodes"] for o in node["outputs"]}
+    (symbols,), given = chosen_cases(manifest, program, [] if feeds else [sides.case], feeds)
+    names = {o["name"] for node in sides.report["nodes"] for o in node["outputs"]}
     with TemporaryDirectory(prefix="onnxpar-bisect-") as folder:
         ours, its = Path(folder, "ranks"), Path(folder, "undivided")
         ours.mkdir()
         its.mkdir()
-        expose(directory, ours, names)
+        expose(sides.directory, ours, names)
         expose(undivided, its, names, inputs=True)
         draw = _draws(undivided, manifest, symbols, given, options)
         batch = draw.batch(symbols)
@@ -242,7 +229,7 @@ def _compared(
             name = TRAINING if trains else _FORWARD
             file = Manifest.load(its).program(name).files[0]
             assert file is not None
-            yield _Compared(report, values, options, its / file, name, again)
+            yield _Compared(sides.report, values, options, its / file, name, again)
 
 
 def _draws(
