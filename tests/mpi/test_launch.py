@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -234,24 +234,20 @@ def test_on_two_machines_what_would_come_again_is_reported(work: Path, machines:
 @pytest.mark.skipif(not FULL, reason="seconds; with ONNXPAR_FULL=1")
 @pytest.mark.parametrize("whom", [0, 1])
 def test_on_two_machines_a_rank_dies(work: Path, machines: list[str], whom: int) -> None:
-    directory, log, folder = linear.shard(work, 2), work / "log", work / "ck"
-    arguments = training(work, directory, "--log", str(log), "--checkpoint", str(folder))
-    with launched("--retries", "1", *machines, "--", *arguments, "--every", "1") as process:
-        ranks = ranks_anywhere(process, 2)
-        while not complete_steps(folder):
-            assert process.poll() is None, process.communicate()
-            time.sleep(0.01)
-        os.kill(ranks[whom], signal.SIGKILL)
-        assert gone(ranks)
-        _, errors = finish(process)
-    assert process.returncode == 0, errors
     # Either rank may end first: the one that was killed, or the one that lost its peer.
-    assert "a rank failed" in errors and "resuming from" in errors
-    assert len(losses(log)) == 60
+    resumes_after_killing(lambda ranks: ranks[whom], "a rank failed", work, machines)
 
 
 def test_on_two_machines_a_daemon_dies(work: Path, machines: list[str]) -> None:
     """Open MPI's mpirun then ends all ranks, and returns 0."""
+    message = "did not finish, but mpirun ended with code 0"
+    resumes_after_killing(lambda ranks: parent(ranks[0]), message, work, machines)
+
+
+def resumes_after_killing(
+    whom: Callable[[Sequence[int]], int], message: str, work: Path, machines: Sequence[str]
+) -> None:
+    """Kills a process, chosen by those of the ranks, after the first checkpoint of a training."""
     directory, log, folder = linear.shard(work, 2), work / "log", work / "ck"
     arguments = training(work, directory, "--log", str(log), "--checkpoint", str(folder))
     with launched("--retries", "1", *machines, "--", *arguments, "--every", "1") as process:
@@ -259,11 +255,11 @@ def test_on_two_machines_a_daemon_dies(work: Path, machines: list[str]) -> None:
         while not complete_steps(folder):
             assert process.poll() is None, process.communicate()
             time.sleep(0.01)
-        os.kill(parent(ranks[0]), signal.SIGKILL)
+        os.kill(whom(ranks), signal.SIGKILL)
         assert gone(ranks)
         _, errors = finish(process)
     assert process.returncode == 0, errors
-    assert "did not finish, but mpirun ended with code 0" in errors and "resuming from" in errors
+    assert message in errors and "resuming from" in errors
     assert len(losses(log)) == 60
 
 

@@ -58,7 +58,7 @@ class Requests:
         ended: Whether a rank has asked to end; then `step` has cancelled all requests.
 
     Raises:
-        InputError: Requests cannot share the program's batch, or the numbers do not fit.
+        InputError: As `Slots`, or `chunk` is less than 1.
     """
 
     def __init__(
