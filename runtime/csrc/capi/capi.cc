@@ -68,10 +68,24 @@ Transport& device_transport(RankContext& context) {
   return *device->transport;
 }
 
-// Logs a message that the program sends outside a session.
-CallLog::Entry sending(RankContext& context, int peer, int tag, size_t bytes, const char* what) {
-  return {context.calls(), CallKind::kSend, what,
-          {context.rank(), peer}, Lane::kMain, tag, static_cast<int64_t>(bytes)};
+// Messages outside a session, logged and counted, over the transport of the host or of the GPU.
+void send(RankContext& context, Transport& transport, int peer, int tag, const void* in,
+          size_t bytes, Stream stream, const char* what) {
+  const CallLog::Entry entry(context.calls(), CallKind::kSend, what, {context.rank(), peer},
+                             Lane::kMain, tag, static_cast<int64_t>(bytes));
+  transport.send(Call(what), peer, tag, in, bytes, stream);
+  context.count(Op::kSend, static_cast<int64_t>(bytes));
+}
+
+void receive(RankContext& context, Transport& transport, int peer, int tag, void* out, size_t bytes,
+             Stream stream, bool background, const char* what) {
+  const Lane lane = background ? Lane::kAsync : Lane::kMain;
+  const Call call(what);
+  CallLog::Entry entry(context.calls(), CallKind::kRecv, what, {peer, context.rank()}, lane, tag,
+                       static_cast<int64_t>(bytes));
+  entry.follow(call);
+  transport.recv(call, peer, tag, out, bytes, lane, stream);
+  context.count(Op::kRecv, 0);
 }
 
 // A collective that the program calls outside a session.
@@ -295,9 +309,7 @@ int onnxpar_send(const World* world, int rank, int peer, int tag, const void* in
                  const char* what) {
   return guarded([&] {
     RankContext& context = world->rank(rank);
-    const CallLog::Entry entry = sending(context, peer, tag, bytes, what);
-    context.transport().send(Call(what), peer, tag, in, bytes, nullptr);
-    context.count(Op::kSend, static_cast<int64_t>(bytes));
+    send(context, context.transport(), peer, tag, in, bytes, nullptr, what);
   });
 }
 
@@ -305,13 +317,7 @@ int onnxpar_recv(const World* world, int rank, int peer, int tag, void* out, siz
                  int background, const char* what) {
   return guarded([&] {
     RankContext& context = world->rank(rank);
-    const Lane lane = background != 0 ? Lane::kAsync : Lane::kMain;
-    const Call call(what);
-    CallLog::Entry entry(context.calls(), CallKind::kRecv, what, {peer, rank}, lane, tag,
-                         static_cast<int64_t>(bytes));
-    entry.follow(call);
-    context.transport().recv(call, peer, tag, out, bytes, lane, nullptr);
-    context.count(Op::kRecv, 0);
+    receive(context, context.transport(), peer, tag, out, bytes, nullptr, background != 0, what);
   });
 }
 
@@ -319,9 +325,7 @@ int onnxpar_send_device(const World* world, int rank, int peer, int tag, const v
                         size_t bytes, void* stream, const char* what) {
   return guarded([&] {
     RankContext& context = world->rank(rank);
-    const CallLog::Entry entry = sending(context, peer, tag, bytes, what);
-    device_transport(context).send(Call(what), peer, tag, in, bytes, stream);
-    context.count(Op::kSend, static_cast<int64_t>(bytes));
+    send(context, device_transport(context), peer, tag, in, bytes, stream, what);
   });
 }
 
@@ -329,13 +333,8 @@ int onnxpar_recv_device(const World* world, int rank, int peer, int tag, void* o
                         void* stream, int background, const char* what) {
   return guarded([&] {
     RankContext& context = world->rank(rank);
-    const Lane lane = background != 0 ? Lane::kAsync : Lane::kMain;
-    const Call call(what);
-    CallLog::Entry entry(context.calls(), CallKind::kRecv, what, {peer, rank}, lane, tag,
-                         static_cast<int64_t>(bytes));
-    entry.follow(call);
-    device_transport(context).recv(call, peer, tag, out, bytes, lane, stream);
-    context.count(Op::kRecv, 0);
+    receive(context, device_transport(context), peer, tag, out, bytes, stream, background != 0,
+            what);
   });
 }
 
