@@ -1,4 +1,4 @@
-"""Reports an interrupt of mpirun.
+"""What ranks do at signals: they report an interrupt of mpirun, or write their last calls.
 
 Ctrl-C goes to mpirun, which sends its ranks SIGTERM, stops forwarding their output, and prints
 nothing itself. So rank 0 writes the message directly to mpirun's stderr. It must do so while the
@@ -14,8 +14,9 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 
 import numpy as np
 
@@ -41,8 +42,15 @@ def reporting_termination(rank: Rank) -> Iterator[None]:
     if sys.platform != "linux" or rank.world.size == 1 or not main:
         yield
         return
+
+    def end(report: Callable[[], None] | None = None) -> None:
+        if report is not None:
+            report()
+        rank.write_calls(TERMINATED)
+        os._exit(128 + signal.SIGTERM)
+
     if os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") != str(rank.world.size):
-        with _watching(rank, None, None):
+        with writing_calls(rank, {signal.SIGTERM: end}):
             yield
         return
     own = os.getpid() if rank.index == 0 else 0
@@ -53,8 +61,11 @@ def reporting_termination(rank: Rank) -> Iterator[None]:
         if rank.index == 0:
             words.bind(address)
         try:
-            with _errors_of_mpirun() as errors, _watching(rank, words, errors):
-                yield
+            with _errors_of_mpirun() as errors:
+                # Only rank 0 reports, if mpirun's stderr is open.
+                report = None if rank.index or errors is None else partial(_report, words, errors)
+                with writing_calls(rank, {signal.SIGTERM: partial(end, report)}):
+                    yield
         except BaseException:
             if rank.index != 0:
                 with suppress(OSError):
@@ -78,32 +89,33 @@ def _errors_of_mpirun() -> Iterator[int | None]:
 
 
 @contextmanager
-def _watching(rank: Rank, words: socket.socket | None, errors: int | None) -> Iterator[None]:
-    """Writes the last calls at SIGUSR1 and at SIGTERM, which ends the process.
+def writing_calls(rank: Rank, at: Mapping[signal.Signals, Callable[[], None]]) -> Iterator[None]:
+    """Writes the rank's last calls at SIGUSR1, and when the block raises an error of this rank.
 
-    Rank 0 reports that unless a failure was announced, if it has the stderr of mpirun.
+    Args:
+        rank: The rank.
+        at: What other signals do. It is called in a thread of its own, also while the main thread
+            computes or waits in a collective.
+
+    Raises:
+        ValueError: This is not the main thread.
     """
     read, write = os.pipe()
     os.set_blocking(write, False)
+    actions = {int(number): action for number, action in at.items()}
+    actions[signal.SIGUSR1] = lambda: rank.write_calls(ASKED)
 
     def watch() -> None:
         while number := os.read(read, 1):
-            if number[0] == signal.SIGUSR1:
-                rank.write_calls(ASKED)
-            if number[0] == signal.SIGTERM:
-                if rank.index == 0 and words is not None and errors is not None:
-                    _report(words, errors)
-                rank.write_calls(TERMINATED)
-                os._exit(128 + signal.SIGTERM)
+            # Signals with handlers of others are announced, too.
+            if action := actions.get(number[0]):
+                action()
 
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
     # Python's C-level handler writes the signal's number to the pipe at once; the Python handler,
     # which runs in the main thread later, has nothing to do.
-    handlers = {
-        number: signal.signal(number, lambda number, frame: None)
-        for number in (signal.SIGTERM, signal.SIGUSR1)
-    }
+    handlers = {number: signal.signal(number, lambda number, frame: None) for number in actions}
     wakeup = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
     try:
         yield

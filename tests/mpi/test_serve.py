@@ -1,6 +1,8 @@
 """`mpirun onnxpar serve`: clients get what each would get alone, and the server ends."""
 
 import json
+import signal
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,6 +16,7 @@ pytest.importorskip("uvicorn")
 
 from onnxpar.api.shard_model import shard_model
 from onnxpar.core.symbols import Symbol
+from onnxpar_format.calls import read_calls
 from onnxpar_format.options import Sampling
 from onnxpar_runtime.generation.generator import Generator
 from tests.runtime.generation.decoders import decoder
@@ -114,10 +117,10 @@ def same(found: Sequence[object], want: Sequence[object]) -> None:
 
 
 def test_clients_get_what_each_would_get_alone(
-    directory: Path, alone: list[list[list[int]]]
+    directory: Path, alone: list[list[list[int]]], tmp_path: Path
 ) -> None:
     """12 clients at once, 4 slots; some go away, some ask for what cannot be."""
-    options = ["--slots", "4", "--max-length", "64", "--chunk", "16"]
+    options = ["--slots", "4", "--max-length", "64", "--chunk", "16", "--log-dir", str(tmp_path)]
     with served(2, directory, *options) as server:
         with ThreadPoolExecutor(12) as pool:
             left = [pool.submit(leave, server) for _ in range(4)]
@@ -145,7 +148,15 @@ def test_clients_get_what_each_would_get_alone(
         assert complete == answers - cancelled
         assert metric(server, 'onnxpar_refused_total{status="400"}') == len(BAD) - 1
         assert metric(server, "onnxpar_requests_running") == 0
+        # At SIGUSR1 to mpirun, all ranks write their last calls, and the server goes on.
+        server.process.send_signal(signal.SIGUSR1)
+        until = time.monotonic() + 10
+        while len(list(tmp_path.glob("*.calls.json"))) < 2:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        assert server.client.get("/health").status_code == 200
         server.end(server.process.pid, 10)
+    assert [calls.reason for calls in read_calls(tmp_path)] == ["asked by SIGUSR1"] * 2
 
 
 def test_more_requests_than_slots_and_queue_are_refused(directory: Path) -> None:

@@ -6,10 +6,9 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from types import FrameType
 
 from onnxpar_format.options import Execution, ServingRun
 from onnxpar_runtime.agree import together
@@ -19,6 +18,7 @@ from onnxpar_runtime.generation.chats import template_of
 from onnxpar_runtime.generation.generator import Generator
 from onnxpar_runtime.generation.requests import Requests
 from onnxpar_runtime.generation.text import Tokenizer, configured
+from onnxpar_runtime.interrupts import writing_calls
 from onnxpar_runtime.launch import guarded
 from onnxpar_runtime.serving.engine import Engine, Pauses
 from onnxpar_runtime.serving.metrics import Metrics
@@ -30,6 +30,8 @@ _GRACE_S = 5
 
 def serve(directory: str | Path, what: ServingRun, how: Execution = _DEFAULT) -> int:
     """Serves a decoder over HTTP on rank 0 until SIGTERM or Ctrl-C; the body of one rank.
+
+    At SIGUSR1 a rank writes its last calls, and goes on.
 
     Args:
         directory: The directory of a decoder with a cache.
@@ -56,7 +58,8 @@ def serve(directory: str | Path, what: ServingRun, how: Execution = _DEFAULT) ->
                 prefixes=what.prefixes,
             )
             with ExitStack() as stack:
-                stack.enter_context(_ending(requests))
+                ends = {signal.SIGTERM: requests.end, signal.SIGINT: requests.end}
+                stack.enter_context(writing_calls(rank, ends))
                 name = what.name or Path(directory).resolve().name
                 open_server = (lambda: _Server(requests, what, name)) if rank.index == 0 else None
                 server = together(rank, lambda: open_server() if open_server else None)
@@ -81,22 +84,6 @@ def _start(what: ServingRun) -> Sequence[int]:
     if what.start or what.tokenizer is None:
         return what.start
     return configured(what.tokenizer, "decoder_start_token_id")
-
-
-@contextmanager
-def _ending(requests: Requests) -> Iterator[None]:
-    """Ends the requests at SIGTERM and Ctrl-C; mpirun sends SIGTERM to all ranks."""
-
-    def end(number: int, frame: FrameType | None) -> None:
-        del number, frame
-        requests.end()
-
-    before = {n: signal.signal(n, end) for n in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 class _Server:
