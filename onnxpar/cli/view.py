@@ -33,8 +33,8 @@ def command(
     simple: Annotated[
         bool,
         Option(
-            "Show one node for each node of the model, and the collectives. What pads, masks and "
-            "computes sizes is in functions, or left out.",
+            "Show one node for each node of the model, and the collectives. Nodes that pad, mask "
+            "or compute sizes are in functions, or left out.",
             flags=("--simple",),
         ),
     ] = False,

@@ -70,7 +70,7 @@ def check_nesting(nodes: Iterable[ir.Node], depth: int = 0) -> None:
             if depth == MAX_NESTING:
                 raise ModelError(
                     f"node {node.name!r} ({node.op_type}): its body is inside {MAX_NESTING} "
-                    "others; expected no deeper nesting"
+                    f"others; expected at most {MAX_NESTING - 1}"
                 )
             check_nesting(body, depth + 1)
 

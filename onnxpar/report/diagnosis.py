@@ -124,7 +124,7 @@ class _Diagnoser:
         if len(wrong) < len(here):
             lines += self._explained(channel, place, here, wrong)
         else:
-            lines.append("it is not known which of them is wrong: no earlier calls tell")
+            lines.append("earlier calls do not show which of them is wrong")
         return wrong, lines
 
     def _wrong(self, channel: Channel, place: int, here: Mapping[int, LastCall]) -> list[int]:
@@ -196,9 +196,11 @@ class _Diagnoser:
             return order, ["ranks wait for one another:", *lines]
         silent = [rank for rank in range(self._size) if rank not in self._files]
         if not ends and silent:
-            return silent, [f"{_numbered(silent)} wrote no calls: died, or could not write"]
+            return silent, [
+                f"{_numbered(silent)} wrote no calls: stopped, died, or could not write"
+            ]
         if not ends:
-            return [], ["no rank waits for another: every call that began has ended, or computes"]
+            return [], ["no rank waits for another: all members have come to every call that began"]
         return ends, [self._said(rank, waits) for rank in ends]
 
     def _missing(self, call: LastCall) -> list[int]:
@@ -227,8 +229,8 @@ class _Diagnoser:
         call = waits[waiting[0]][rank]
         text = (
             f"rank {rank} is behind: it never came to {_described(call)}, call {call.place} of the "
-            f"group {_listed(call.ranks)}, in which {_numbered(waiting)} wait"
-            f"{'s' if len(waiting) == 1 else ''} since {self._now - call.begin:.1f} s"
+            f"group {_listed(call.ranks)}, in which {_numbered(waiting)} "
+            f"{'has' if len(waiting) == 1 else 'have'} waited for {self._now - call.begin:.1f} s"
         )
         file = self._files.get(rank)
         if file is None:
@@ -240,7 +242,7 @@ class _Diagnoser:
         if len(ended) < len(calls):
             return f"{text}; it is in {_described(calls[-1])}"
         since = self._now - max(call.end for call in ended)
-        return f"{text}; since {since:.1f} s it makes no calls: the last was {calls[-1].name}"
+        return f"{text}; it has made no calls for {since:.1f} s; the last was {calls[-1].name}"
 
     def _last(self, rank: int) -> str:
         file = self._files.get(rank)
@@ -251,7 +253,7 @@ class _Diagnoser:
             return f"rank {rank} on {file.host}: no calls; {file.reason}"
         call = calls[-1]
         ended = call.end and call.end <= self._now
-        since = f"ended {self._now - call.end:.1f} s before" if ended else "has not ended"
+        since = f"ended {self._now - call.end:.1f} s earlier" if ended else "has not ended"
         return (
             f"rank {rank} on {file.host}: call {call.place} of the group {_listed(call.ranks)}, "
             f"{_described(call)}, {since}; {file.reason}"

@@ -16,8 +16,8 @@ _HEADINGS = {
 }
 _LEAST = 5e-6  # seconds that a column shows
 _EXPLAINED = (
-    "milliseconds of a step, means over {steps}; a rank's columns after `step` add up to it, but "
-    "for the last"
+    "milliseconds of a step, means over {steps}; a rank's columns after `step`, except the last, "
+    "add up to it"
 )
 
 
@@ -64,11 +64,11 @@ class TraceTable:
         if trace.device != "cpu":
             lines.append(
                 "the GPU works while the host goes on: times of communication are those of the "
-                "host, and a program lasts until its results are there"
+                "host, and a program lasts until its results are ready"
             )
         apart = max(clock.uncertainty for clock in trace.clocks)
         lines.append(
-            f"clocks of other machines are known to {1e6 * apart:.0f} µs"
+            f"clocks of other machines are known to within {1e6 * apart:.0f} µs"
             if apart
             else "all ranks have the clock of one machine"
         )

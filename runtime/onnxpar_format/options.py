@@ -318,9 +318,9 @@ class BeamSearch:
     early_stopping: Annotated[
         str,
         Option(
-            "With --beams: when the search for a prompt ends, as in transformers. true: when there "
-            "are N complete sequences; false: when, besides, no beam is better than they are at "
-            "its present length; never: when, besides, no beam can become better.",
+            "With --beams: when the search for a prompt ends, as in transformers. true: as soon as "
+            "there are N complete sequences. false: when, also, no beam scores better at its "
+            "present length than the worst of these. never: when, also, no beam can still do so.",
             "WHEN",
         ),
     ] = "false"
@@ -348,8 +348,8 @@ class GenerationRun:
     chat: Annotated[
         bool,
         Option(
-            "Each --prompt is a message of a user, to which the model answers: the chat template "
-            "in the folder --tokenizer makes the prompt of it.",
+            "Each --prompt is a message from a user. The chat template in the folder --tokenizer "
+            "turns it into a prompt.",
             flags=("--chat",),
         ),
     ] = False

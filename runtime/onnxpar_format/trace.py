@@ -178,4 +178,4 @@ def read_trace(path: str | Path) -> Trace:
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror or error}") from None
     except (KeyError, TypeError, json.JSONDecodeError, UnicodeDecodeError):
-        raise ValueError(f"{path}: is no trace that onnxpar wrote") from None
+        raise ValueError(f"{path}: not a trace that onnxpar wrote") from None

@@ -213,8 +213,8 @@ def _why_unfinished(marks: Marks) -> str:
     """Says why a run did not finish, though mpirun reported success; empty if it did."""
     if marks.empty:
         return (
-            "no rank left a mark that it finished: expected a rank on this machine, or a folder "
-            "TMPDIR that all machines share; mpirun ended with code 0"
+            "mpirun ended with code 0, but no rank reported that it finished: expected a rank on "
+            "this machine, or a folder TMPDIR that all machines share"
         )
     left = marks.unfinished()
     return f"{numbered(left)} did not finish, but mpirun ended with code 0" if left else ""

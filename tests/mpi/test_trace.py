@@ -72,7 +72,7 @@ def test_a_trace_adds_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 def test_files_that_are_no_traces(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a.json").write_text('{"traceEvents": []}')
     assert main(["trace", str(tmp_path / "a.json")]) == 2
-    assert "is no trace that onnxpar wrote" in capsys.readouterr().err
+    assert "not a trace that onnxpar wrote" in capsys.readouterr().err
     assert main(["trace", str(tmp_path / "b.json")]) == 2
     assert "b.json: No such file" in capsys.readouterr().err
     directory = linear.shard(tmp_path, 1)

@@ -68,8 +68,8 @@ class ReadRows:
             )
         if any(open_dims):
             raise InputError(
-                f"{where}: requests need all of what was read for a row on one device, got shards "
-                "of its length"
+                f"{where}: requests need each row of the encoder's results complete on a device, "
+                "got rows that are sharded along their length"
             )
 
     def keep(self, slot: Slot, supply: Supply) -> None:
