@@ -54,6 +54,7 @@ from onnxpar.search.problem import build, saved
 from onnxpar.search.recomputed_parts import Again, RecomputedParts
 from onnxpar.search.repeated_layers import Folded, fold
 from onnxpar.search.rival_plans import SLOWDOWN, Pricing, Way
+from onnxpar.search.slowest_stage import seconds_of, slowest_stage
 from onnxpar.search.value_flow import Flow, flow, recomputing
 from onnxpar.search.workload import Workload
 from onnxpar.stages.assign_stages import between_stages
@@ -241,6 +242,9 @@ class Configurations:
         more, freed = again - seconds, kept - rest
         moved, cost = self._crossing(strategy, count), self._cost(strategy.seeds.mesh, count)
         late, waiting = late_work(self._small, strategy.options, cost)
+        before, after = (
+            seconds_of(names, self._small, strategy.options, cost) for names in self._parts.ends
+        )
         fits = False
         for level in levels:
             if fits and not memory_first:
@@ -258,12 +262,13 @@ class Configurations:
                     step = seconds + slower + choice.seconds * more
                     complete = kept - choice.freed * freed
                     stash = (split.stash(n, complete, waiting) for n in (0, stages - 1))
+                    slowest = slowest_stage(step, (before, after), layers, stages)
                     estimate = _Estimate(
                         split,
                         parallel,
                         choice,
                         strategy,
-                        split.step(step / stages + chunk * moved, late / stages),
+                        split.step(slowest + chunk * moved, late / stages),
                         (bytes_ + smaller + max(stash)) / stages,
                     )
                     fits |= estimate.bytes <= self.limit

@@ -105,6 +105,11 @@ class RecomputedParts:
         """Names of the nodes of each layer that can be recomputed."""
         return [self.forward.inside(layer) for layer in self.layers]
 
+    @cached_property
+    def ends(self) -> tuple[frozenset[str], frozenset[str]]:
+        """Names of the nodes before the first layer, and of those after the last one."""
+        return self.forward.outside(self.layers)
+
     @property
     def everything(self) -> bool:
         """Whether all layers may be recomputed."""

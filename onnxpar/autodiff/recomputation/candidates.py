@@ -54,6 +54,18 @@ class ForwardPass:
                 found.add(node.name or "")
         return self.able & found
 
+    def outside(self, layers: Sequence[Layer]) -> tuple[frozenset[str], frozenset[str]]:
+        """Names of the nodes before the first layer, and of those after the last one."""
+        if not layers:
+            return frozenset(), frozenset()
+        start = self._places[self.row[layers[0].start]]
+        stop = self._places[self.row[layers[-1].stop - 1]] + 1
+        before, after = (
+            frozenset(node.name or "" for node in end)
+            for end in (self.nodes[:start], self.nodes[stop:])
+        )
+        return before, after
+
     @cached_property
     def _places(self) -> Mapping[ir.Node, int]:
         """The place of each node among all of them."""
