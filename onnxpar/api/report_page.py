@@ -41,14 +41,32 @@ def report_page(
         raise DirectoryError(f"expected one directory or two to compare, got {len(directories)}")
     check_file(out, DirectoryError)
     pages = [_directory(directory, sizes or {}, machine) for directory in directories]
+    known = {symbol["name"] for page in pages for symbol in page["symbols"]}
+    if unknown := sorted((sizes or {}).keys() - known):
+        those = ", ".join(sorted(known)) or "none"
+        raise DirectoryError(f"unknown symbol {unknown[0]!r}; the symbols are {those}")
     data = page_data(pages)
     if log is not None:
         data["log"] = {"name": log.name, **read_log(log)}
     if trace is not None:
-        data["trace"] = {"name": trace.name, "summary": trace_table(trace).json()}
+        data["trace"] = _trace(trace, pages)
     title = " and ".join(str(directory) for directory in directories)
     with new_file(out, DirectoryError) as file:
         file.write_text(page_html(data, title), encoding="utf-8")
+
+
+def _trace(path: Path, pages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    found = trace_table(path)
+    ranks, devices = len(found.times.ranks), [page["devices"] for page in pages]
+    if ranks not in devices:
+        made = " and ".join(f"{page['name']} for {page['devices']}" for page in pages)
+        raise DirectoryError(f"{path}: the trace has {ranks} ranks, but onnxpar made {made}")
+    return {
+        "name": path.name,
+        "columns": found.columns(),
+        "ranks": [vars(rank) for rank in found.times.ranks],
+        "remarks": found.remarks(),
+    }
 
 
 def _directory(directory: Path, sizes: Mapping[str, int], machine: Machine) -> dict[str, Any]:

@@ -120,6 +120,11 @@ def dtype_name(dtype: ir.DataType) -> str:
     )
 
 
+def dtype_named(name: str) -> ir.DataType | None:
+    """Returns the element type that `dtype_name` calls so; None if there is none."""
+    return next((dtype for dtype in ir.DataType if dtype_name(dtype) == name), None)
+
+
 def _symbols(models: Sequence[PartitionedModel]) -> dict[str, SymbolEntry]:
     """Returns the constraints of all symbols; those of one name in several programs all hold.
 

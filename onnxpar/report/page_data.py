@@ -8,11 +8,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import onnx_ir as ir
-
 from onnxpar.core.machine import Machine
 from onnxpar.core.symbols import Symbol
 from onnxpar.core.version import __version__
+from onnxpar.emit.manifest import dtype_named
 from onnxpar.report.fold_layers import FoldedNodes, common_name, fold_nodes
 from onnxpar.report.rank_programs import rank_programs
 from onnxpar.report.read_directory import read_programs
@@ -87,7 +86,7 @@ def _parameters(manifest: Json) -> list[Json]:
     layouts = manifest["strategy"].get("parameters", {})
     found = []
     for name, entry in manifest["parameters"].items():
-        dtype = getattr(ir.DataType, entry["dtype"].upper(), None)
+        dtype = dtype_named(entry["dtype"])
         shards = entry["shards"]
         found.append(
             {

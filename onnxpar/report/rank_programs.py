@@ -53,7 +53,8 @@ def rank_programs(
     Keys: `name`; `of`, the program of the report to whose nodes its nodes belong; `stage`, `rank`;
     `keeps`, whether its `handed` values wait for a backward pass;
     `nodes`, with `name`, `op`, `owner` (the number of the node in `of`, or -1), `seconds`,
-    `begins`; `transfers`, with `node`, `ready`, `needed` (numbers of nodes), `begins`, `ends` and
+    `begins`; `untimed`, the nodes whose time is not known and counts 0, since only a run shows the
+    sizes; `transfers`, with `node`, `ready`, `needed` (numbers of nodes), `begins`, `ends` and
     `bytes`; `apart`, collectives that run behind another program; `end`, the program's seconds;
     `values`, `[name, size, first node, last node]`; `work`, `[node, bytes]` of kernels that need
     memory while they run, at the sizes of the times; `bound`, `[name, kind, size]` of what is in
@@ -131,7 +132,9 @@ class _Reading:
         sent: dict[str, list[Json]] = {}
         for item in self.entry["collectives"]:
             sent.setdefault(item["node"], []).append(item)
-        seconds = [self._seconds(node, rules) for node in self.nodes]
+        known = [self._seconds(node, rules) for node in self.nodes]
+        seconds = [time or 0.0 for time in known]
+        untimed = [node for node, time in zip(self.nodes, known, strict=True) if time is None]
         transfers, facts = [], []
         for number, transfer, items in self._transfers(sent):
             transfers.append(transfer)
@@ -174,13 +177,14 @@ class _Reading:
                 }
                 for node, time, begin in zip(self.nodes, seconds, run.begins, strict=True)
             ],
+            "untimed": [self.tables.text(node.name or "") for node in untimed],
             "transfers": shown,
             "apart": apart,
             "end": _rounded(run.end),
         }
 
-    def _seconds(self, node: ir.Node, rules: Rules) -> float:
-        """Seconds of computing; 0 for a collective, and for a node of unknown shapes."""
+    def _seconds(self, node: ir.Node, rules: Rules) -> float | None:
+        """Seconds of computing; 0 for a collective, None if shapes are unknown."""
         name = node.name or ""
         if node.domain == DOMAIN and name not in rules.ops:
             return 0.0
@@ -188,7 +192,7 @@ class _Reading:
         shapes = self.env.shapes
         outputs = [shapes.get(v.name or "") for v in node.outputs]
         if any(shape is None for shape in outputs):
-            return 0.0
+            return None
         reads = [None if v is None else shapes.get(v.name or "") for v in node.inputs]
         inputs = [None if shape is None else Sharding.replicated(shape) for shape in reads]
         made = tuple(Sharding.replicated(shape) for shape in outputs if shape is not None)
@@ -196,7 +200,7 @@ class _Reading:
         try:
             return self.cost.node(rule, view, plan, rules.costs.get(name)).seconds
         except OnnxparError:
-            return 0.0
+            return None
 
     def _transfers(
         self, sent: Mapping[str, list[Json]]

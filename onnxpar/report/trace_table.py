@@ -16,7 +16,7 @@ _HEADINGS = {
 }
 _LEAST = 5e-6  # seconds that a column shows
 _EXPLAINED = (
-    "milliseconds of a step, means over {steps}; a rank's columns after `step`, except the last, "
+    "times of a step, means over {steps}; a rank's columns after `step`, except the last, "
     "add up to it"
 )
 
@@ -37,6 +37,15 @@ class TraceTable:
     trace: Trace
     times: StepTimes
 
+    def columns(self) -> list[tuple[str, str]]:
+        """Returns the fields of `RankTimes` that any rank has time in, and their headings."""
+        # A column in which every rank has nothing says nothing.
+        return [
+            (field, _HEADINGS.get(field, field))
+            for field in ("step", *PARTS, "waited_for")
+            if field == "step" or any(getattr(rank, field) >= _LEAST for rank in self.times.ranks)
+        ]
+
     def json(self) -> Mapping[str, Any]:
         """Returns the numbers, in seconds."""
         return {
@@ -51,9 +60,12 @@ class TraceTable:
 
     def lines(self) -> list[str]:
         """Returns the lines for people."""
-        return [*_rows(self.times.ranks), "", *self._remarks()]
+        first, *others = self.remarks()
+        table = _rows(self.times.ranks, self.columns())
+        return [*table, "", f"in milliseconds: {first}", *others]
 
-    def _remarks(self) -> list[str]:
+    def remarks(self) -> list[str]:
+        """Returns what people should know besides the numbers."""
         found, trace = self.times, self.trace
         steps = f"{found.steps} step" + "s" * (found.steps != 1)
         lines = [_EXPLAINED.format(steps=steps)]
@@ -83,23 +95,19 @@ def trace_table(path: str | Path) -> TraceTable:
     """
     try:
         trace = read_trace(path)
-        return TraceTable(trace, times(trace))
     except ValueError as error:
         raise TraceError(str(error)) from None
+    try:
+        return TraceTable(trace, times(trace))
+    except ValueError as error:
+        raise TraceError(f"{path}: {error}") from None
 
 
-def _rows(ranks: Sequence[RankTimes]) -> list[str]:
+def _rows(ranks: Sequence[RankTimes], shown: Sequence[tuple[str, str]]) -> list[str]:
     """Returns the table, a line for each rank."""
-    # A column in which every rank has nothing says nothing.
-    fields = [
-        field
-        for field in ("step", *PARTS, "waited_for")
-        if field == "step" or any(getattr(times, field) >= _LEAST for times in ranks)
-    ]
     columns = [("rank", [str(number) for number in range(len(ranks))])]
-    for field in fields:
-        cells = [f"{1000 * getattr(times, field):.2f}" for times in ranks]
-        columns.append((_HEADINGS.get(field, field), cells))
+    for field, heading in shown:
+        columns.append((heading, [f"{1000 * getattr(times, field):.2f}" for times in ranks]))
     widths = [max(map(len, (head, *cells))) for head, cells in columns]
     rows = zip(*([head, *cells] for head, cells in columns), strict=True)
     return [

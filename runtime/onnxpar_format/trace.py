@@ -14,8 +14,9 @@ from typing import Any
 MAIN, FOREGROUND, BACKGROUND, OPERATORS, THREADS = 0, 1, 2, 3, 10
 """Tracks: the rank's main thread, communication of the foreground and of the background, operators,
 and the first of other threads."""
-STEP, PROGRAM, INPUT, RECEIVE, CHECKPOINT, OPTIMIZER, ACTION = (
+STEP, EVALUATION, PROGRAM, INPUT, RECEIVE, CHECKPOINT, OPTIMIZER, ACTION = (
     "step",
+    "evaluation",
     "program",
     "input",
     "receive",
@@ -24,7 +25,7 @@ STEP, PROGRAM, INPUT, RECEIVE, CHECKPOINT, OPTIMIZER, ACTION = (
     "action",
 )
 """Kinds of spans of the main thread. A `receive` waits for a message of another stage; an `action`
-is a forward or backward of a micro-batch."""
+is a forward or backward of a micro-batch; an `evaluation` is that of a batch."""
 CALL, WAITING, OPERATOR = "call", "waiting", "operator"
 """A collective or a message; the time in it until the last rank has come; an operator."""
 _NAMES = {

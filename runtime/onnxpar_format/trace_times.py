@@ -12,6 +12,7 @@ from onnxpar_format.trace import (
     BACKGROUND,
     CALL,
     CHECKPOINT,
+    EVALUATION,
     FOREGROUND,
     INPUT,
     MAIN,
@@ -103,6 +104,8 @@ class StepTimes:
 def times(trace: Trace) -> StepTimes:
     """Returns where the time of a step went.
 
+    In a trace without steps, such as that of `eval`, evaluations of batches are the steps.
+
     Raises:
         ValueError: The trace has no steps.
     """
@@ -110,7 +113,8 @@ def times(trace: Trace) -> StepTimes:
     of_rank: list[list[TraceSpan]] = [[] for _ in range(count)]
     for span in trace.spans:
         of_rank[span.rank].append(span)
-    windows = [_windows(spans) for spans in of_rank]
+    kind = STEP if any(span.kind == STEP for span in trace.spans) else EVALUATION
+    windows = [_windows(spans, kind) for spans in of_rank]
     if not all(windows):
         raise ValueError("the trace has no steps")
     waited_for = [0.0] * count
@@ -127,10 +131,10 @@ def times(trace: Trace) -> StepTimes:
     return StepTimes(steps, ranks, late, _idle(of_rank))
 
 
-def _windows(spans: Sequence[TraceSpan]) -> list[TraceSpan]:
-    """Returns the steps that are counted, in order."""
+def _windows(spans: Sequence[TraceSpan], kind: str) -> list[TraceSpan]:
+    """Returns the steps that are counted, in order: spans of a kind."""
     steps: list[TraceSpan] = []
-    for span in sorted((s for s in spans if s.kind == STEP), key=lambda s: (s.start, -s.end)):
+    for span in sorted((s for s in spans if s.kind == kind), key=lambda s: (s.start, -s.end)):
         # The loop's step, with its input, has that of the trainer within it.
         if not steps or span.start >= steps[-1].end:
             steps.append(span)

@@ -1,6 +1,7 @@
 """`--trace` under mpirun, and what `onnxpar trace` says of the file."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,33 @@ def test_a_trace_adds_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert shown[0].split()[:3] == ["rank", "step", "compute"] and shown[2].split()[0] == "1"
     assert main(["trace", str(file), "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)["ranks"]) == 2
+
+
+def test_the_trace_of_an_evaluation_is_shown_on_a_page(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """360 images in 4 batches, of which the first does not count."""
+    directory, file = linear.shard(tmp_path, 1), tmp_path / "t.json"
+    run = ["eval", str(directory), "--data", "digits", "--batch-size", "100", "--device", "cpu"]
+    assert main([*run, "--trace", str(file)]) == 0
+    found = times(read_trace(file))
+    (rank,) = found.ranks
+    assert found.steps == 3 and rank.compute > 0 and rank.input > 0
+    assert sum(getattr(rank, part) for part in PARTS) == pytest.approx(rank.step)
+    capsys.readouterr()
+    page = tmp_path / "page.html"
+    assert main(["report", str(directory), "--trace", str(file), "-o", str(page)]) == 0
+    (data,) = re.findall(r'<script[^>]* id="data">(.*?)</script>', page.read_text())
+    shown = json.loads(data)["trace"]
+    assert shown["name"] == "t.json" and len(shown["ranks"]) == 1
+    headings = [heading for _, heading in shown["columns"]]
+    assert headings[:2] == ["step", "compute"] and "waiting" not in headings
+    assert shown["ranks"][0]["step"] == rank.step
+    two = linear.shard(tmp_path, 2)
+    page.unlink()
+    assert main(["report", str(two), "--trace", str(file), "-o", str(page)]) == 2
+    assert "the trace has 1 ranks, but onnxpar made ranks2 for 2" in capsys.readouterr().err
+    assert not page.exists()
 
 
 def test_files_that_are_no_traces(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -29,19 +29,16 @@ onnxpar.runs = (() => {
     ];
   }
 
-  /* trace: what `onnxpar trace --json` prints, with the file's name. */
-  function trace({ name, summary }) {
-    const ranks = summary.ranks.map((times, rank) => ({ rank, ...times }));
-    const parts = Object.keys(ranks[0] ?? {});
+  /* trace: columns, [field, heading]; the times of each rank; and what else `onnxpar trace` prints. */
+  function trace({ name, columns, ranks, remarks }) {
+    const rows = ranks.map((times, rank) => ({ rank, ...times }));
     return [
-      make("p", { class: "soft" }, `${name}: ${summary.command} on ${summary.device}; seconds of a step, means over ${summary.steps} steps.`),
-      summary.stragglers.length ? make("p", {}, `The others wait for rank ${summary.stragglers.join(", ")}.`) : null,
-      table(ranks, parts.map((part) => ({
-        title: part.replaceAll("_", " "),
-        of: (row) => row[part],
-        shown: (row) => (part === "rank" ? String(row[part]) : numbers.seconds(row[part])),
-        number: true,
-      })), { label: "time of a step on each rank" }),
+      make("p", { class: "soft" }, `From ${name}.`),
+      table(rows, [
+        { title: "rank", of: (row) => row.rank, number: true },
+        ...columns.map(([field, title]) => ({ title, of: (row) => row[field], shown: (row) => numbers.seconds(row[field]), number: true })),
+      ], { label: "times of a step on each rank" }),
+      ...remarks.map((remark) => make("p", {}, remark)),
     ];
   }
 

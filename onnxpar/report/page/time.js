@@ -103,6 +103,7 @@ onnxpar.time = (() => {
         ],
         { label: `time of ${program.name} by layer`, first: 24 },
       ),
+      program.untimed.length ? make("p", { class: "soft" }, `Counted as 0 s, since only a run shows their sizes: ${numbers.count(program.untimed.length)} nodes, such as ${program.untimed.slice(0, 8).map((place) => directory.texts[place]).join(", ")}`) : null,
       facts.some((one) => one.hidden > 0) || program.apart.length ? hiddenTable(directory, program, facts) : null,
     ].filter((part) => part !== null);
   }

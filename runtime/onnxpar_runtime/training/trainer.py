@@ -23,7 +23,8 @@ from onnxpar_format.dtypes import DTYPES, lossless
 from onnxpar_format.entries import COUNTERS
 from onnxpar_format.expressions import ExpressionError, evaluate
 from onnxpar_format.manifest import FROM_FILES, StateEntry, Training
-from onnxpar_format.trace import STEP
+from onnxpar_format.trace import EVALUATION as EVALUATION_SPAN
+from onnxpar_format.trace import INPUT, STEP
 from onnxpar_runtime.agree import agree, together
 from onnxpar_runtime.devices import Device
 from onnxpar_runtime.errors import InputError, LaunchError, OnnxparRuntimeError, TrainingError
@@ -349,8 +350,13 @@ class Trainer(Opened):
             SymbolValueError: As `train_step`.
             RankError: As `train_step`.
         """
+        with self.rank.timeline.span(EVALUATION_SPAN, "evaluation of a batch"):
+            return self._evaluate(batch, outputs)
+
+    def _evaluate(self, batch: Batch, outputs: bool) -> Evaluation:
         running = self._opened.runner
-        prepared = prepare(self._opened.inputs[EVALUATION], self.training.loss, batch)
+        with self.rank.timeline.span(INPUT, "shard the batch"):
+            prepared = prepare(self._opened.inputs[EVALUATION], self.training.loss, batch)
         error = prepared.error
         if not prepared.alike and not self._weighs():
             error = error or InputError(

@@ -115,6 +115,10 @@ def test_the_command_writes_a_page_with_all_that_inspect_shows(
     assert {p["name"]: p["copies"] * p["shards"] for p in directory["parameters"]} == {
         name: 8 for name in (p["name"] for p in directory["parameters"])
     }
+    # float32 [32, 64] in 8 shards, or [64, 16] in 2 and so on: what a device holds, in bytes.
+    assert {p["name"]: p["local"] * p["shards"] for p in directory["parameters"]} == {
+        p["name"]: 4 * int(np.prod(p["shape"])) for p in directory["parameters"]
+    }
 
 
 def test_names_of_a_model_stay_text(here: Path) -> None:
@@ -181,6 +185,7 @@ def test_what_report_refuses(here: Path, capsys: pytest.CaptureFixture[str]) -> 
         (["nothing"], "nothing: no such directory"),
         (["out", "out", "out"], "expected one directory or two to compare, got 3"),
         (["out", "--symbol", "batch"], "--symbol batch: expected a size, as in batch=32"),
+        (["out", "--symbol", "bach=8"], "unknown symbol 'bach'; the symbols are batch"),
         (["out", "-o", "absent/page.html"], "its folder"),
     ):
         assert main(["report", *arguments]) == 2

@@ -11,6 +11,7 @@ import transformer
 
 from onnxpar.cli import main
 from onnxpar_format.expressions import evaluate_exact
+from onnxpar_format.trace import MAIN, STEP, Clock, Trace, TraceSpan, trace_json
 from tests.onnxpar.report.test_page import hostile_model
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
@@ -144,7 +145,10 @@ def test_markup_in_names_is_shown_as_text(browser: Any, tmp_path: Path) -> None:
     assert main(["shard", model, "--strategy", "dp=2,tp=2", "-o", str(folder)]) == 0
     log = tmp_path / "<b>.jsonl"
     log.write_text("".join(f'{{"step": {n}, "loss": {1 / n}}}\n' for n in range(1, 5)))
-    options = ["-o", str(tmp_path / "page.html"), "--log", str(log)]
+    spans = [TraceSpan(rank, MAIN, STEP, "step", 0.0, 0.25 * (rank + 1)) for rank in range(4)]
+    trace = tmp_path / "<i>.json"
+    trace.write_text(trace_json(Trace("train", 4, [Clock()] * 4, spans)))
+    options = ["-o", str(tmp_path / "page.html"), "--log", str(log), "--trace", str(trace)]
     assert main(["report", str(folder), str(folder), *options]) == 0
     opened(browser, tmp_path / "page.html")
     for row in browser.find_elements("css selector", "button.row")[:4]:
@@ -153,5 +157,12 @@ def test_markup_in_names_is_shown_as_text(browser: Any, tmp_path: Path) -> None:
     assert not browser.find_elements("css selector", "img, main script, aside script")
     assert len(browser.find_elements("css selector", "#log svg polyline")) == 1
     assert len(column(browser, "comparison", 3)) > 5
+    assert column(browser, "times of a step on each rank", 1) == [
+        "250 ms",
+        "500 ms",
+        "750 ms",
+        "1 s",
+    ]
+    assert "From <i>.json." in browser.find_element("id", "trace").text
     assert "<img src=x onerror=" in browser.find_element("tag name", "h1").text
     assert not complaints(browser)

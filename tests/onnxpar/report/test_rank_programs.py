@@ -4,9 +4,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import onnx
 import onnx_ir as ir
 import pytest
 import transformer
+from onnx import TensorProto, helper, numpy_helper
 
 from onnxpar.api.report_page import report_page
 from onnxpar.api.shard_model import Summary, shard_model
@@ -77,6 +80,32 @@ def test_memory_is_that_of_the_program_at_any_size(folder: Path, sizes: dict[str
     # Only the page counts the sizes of symbols and coordinates, and the constants of the graph.
     assert 0 <= bound(page, program, sizes, "input") - known.inputs < 100
     assert 0 <= bound(page, program, sizes, "weight") - known.weights < 4096
+
+
+def test_nodes_of_unknown_size_have_no_time(tmp_path: Path) -> None:
+    nodes = [
+        helper.make_node("MatMul", ["x", "w"], ["h"], "/product"),
+        helper.make_node("SplitToSequence", ["h"], ["rows"], "/rows", axis=0),
+        helper.make_node("SequenceAt", ["rows", "place"], ["y"], "/row"),
+    ]
+    graph = helper.make_graph(
+        nodes,
+        "rows",
+        [
+            helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", 8]),
+            helper.make_tensor_value_info("place", TensorProto.INT64, []),
+        ],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)],
+        [numpy_helper.from_array(np.ones((8, 8), np.float32), "w")],
+    )
+    opset = [helper.make_opsetid("", 18)]
+    onnx.save(helper.make_model(graph, opset_imports=opset, ir_version=10), tmp_path / "m.onnx")
+    summary = shard_model(tmp_path / "m.onnx", "dp=2", tmp_path / "out")
+    page = directory_page(summary.out, {}, PRESETS["cpu"])
+    (program,) = page["ranks"]
+    seconds = {page["texts"][node["name"]]: node["seconds"] for node in program["nodes"]}
+    assert [page["texts"][place] for place in program["untimed"]] == ["/rows"]
+    assert seconds["/product"] > 0 and seconds["/rows"] == 0
 
 
 def test_memory_of_training_programs(folder: Path) -> None:
