@@ -19,8 +19,8 @@ def command(
 ) -> None:
     """Show which rank is behind, or called something else, after a hang or a crash.
 
-    Ranks that fail, and all ranks at SIGUSR1 and SIGTERM, write their last calls to the folder
-    --log-dir, or to a new one in onnxpar-failed.
+    Ranks write their last calls when they fail, at SIGUSR1, and (except those of `serve`) at
+    SIGTERM: to the folder --log-dir, or to a new one in onnxpar-failed.
     """
     found = diagnose(folder)
     if as_json:

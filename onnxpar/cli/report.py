@@ -25,7 +25,10 @@ def command(
     log: Annotated[Path | None, Option("A log that `train --log` has written.", "FILE")] = None,
     trace: Annotated[Path | None, Option("A trace that `--trace` has written.", "FILE")] = None,
     machine: Annotated[
-        str, Option("The machine whose times are predicted: a file, or a known one.", "NAME|FILE")
+        str,
+        Option(
+            "The machine whose times are predicted: cpu, a100, h100, h200, or a file.", "NAME|FILE"
+        ),
     ] = "cpu",
     symbol: Annotated[
         Sequence[str],
