@@ -117,11 +117,13 @@ class SharedCache:
 class _Angles(nn.Module):
     """Takes the place of a rotary embedding: its cosines and sines of all positions."""
 
-    def __init__(self, rotary: nn.Module, positions: int, kinds: Sequence[str]) -> None:
+    def __init__(
+        self, rotary: nn.Module, positions: int, kinds: Sequence[str], dtype: torch.dtype
+    ) -> None:
         super().__init__()
-        every = torch.arange(positions)[None]
+        every, like = torch.arange(positions)[None], torch.zeros(1, dtype=dtype)
         for kind in kinds or ("",):
-            pair = rotary(torch.zeros(1), every, *([kind] if kind else []))
+            pair = rotary(like, every, *([kind] if kind else []))
             for name, table in zip(("cos", "sin"), pair, strict=True):
                 half = table.shape[-1] // 2
                 self.register_buffer(f"{kind}{name}_cache", table[0, :, :half].contiguous())
@@ -139,6 +141,8 @@ def tables_of_angles(module: nn.Module) -> None:
         ValueError: It has none.
     """
     config: Any = module.config
+    # The operator wants them in the type of queries and keys.
+    dtype = next(module.parameters()).dtype
     named = list(module.named_modules())
     rotary = [(n, m) for n, m in named if type(m).__name__.endswith("RotaryEmbedding")]
     if not rotary:
@@ -146,7 +150,7 @@ def tables_of_angles(module: nn.Module) -> None:
     for name, part in rotary:
         parent, _, last = name.rpartition(".")
         kinds = getattr(part, "layer_types", ())
-        tables = _Angles(part, config.max_position_embeddings, kinds)
+        tables = _Angles(part, config.max_position_embeddings, kinds, dtype)
         setattr(module.get_submodule(parent), last, tables)
 
 

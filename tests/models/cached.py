@@ -6,6 +6,8 @@ from typing import Any
 import numpy as np
 import onnxruntime
 
+TYPES = {"tensor(float)": "f4", "tensor(float16)": "f2"}
+
 
 def cached_logits(
     session: onnxruntime.InferenceSession,
@@ -26,7 +28,8 @@ def cached_logits(
         fixed: Further inputs, the same in all runs.
     """
     shapes = {value.name: value.shape for value in session.get_inputs()}
-    held = {n: np.zeros((len(ids), shapes[n][1], length, shapes[n][3]), "f4") for n in caches}
+    types = {value.name: TYPES.get(value.type) for value in session.get_inputs()}
+    held = {n: np.zeros((len(ids), shapes[n][1], length, shapes[n][3]), types[n]) for n in caches}
     found, start = [], 0
     for end in ends:
         feeds = {

@@ -96,6 +96,21 @@ def test_few_bits_are_those_of_the_weights(bits: int, tmp_path: Path) -> None:
     assert np.abs(want - expected("llama", ids)).max() > RTOL * np.abs(want).max()
 
 
+def test_angles_have_the_type_of_the_weights(tmp_path: Path) -> None:
+    """Attention on a shared cache takes queries, keys and angles of one type."""
+    changes = {"dtype": "float16", "num_hidden_layers": 1}
+    _, model = decoder.build(decoder.configuration("llama", changes), shared=True)
+    path, ids = tmp_path / "model.onnx", tokens()
+    save(model, path)
+    with torch.no_grad():
+        same = decoder.network(decoder.configuration("llama", changes)).float()
+        want = same(input_ids=torch.from_numpy(ids)).logits.numpy()
+    got = logits(path, ids)
+    assert got.dtype == np.float16
+    # Each of some thirty results, one after the other, is rounded to 11 bits.
+    assert np.abs(got - want).max() <= 30 * 2**-11 * np.abs(want).max()
+
+
 CASES = [
     ("llama", "growing", 32, "tp=2"),
     ("mixtral", "shared", 4, "tp=2"),
