@@ -47,7 +47,8 @@ def _export(
     path: Path,
 ) -> None:
     torch.onnx.export(
-        _Called(module, body),
+        # Afterwards the exporter sets the network's mode to that of what it has exported.
+        _Called(module, body).eval(),
         tuple(inputs.values()),
         path,
         input_names=list(inputs),

@@ -1,5 +1,6 @@
 """Folders as Optimum exports them: tokens equal those of its own loop over the undivided files."""
 
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 from onnxpar.api import runtime
 from onnxpar.api.shard_model import shard_model
 from onnxpar.core.errors import ModelError
-from onnxpar_format.options import VerifyOptions
+from onnxpar_format.options import BeamSearch, VerifyOptions
 from onnxpar_runtime.errors import OnnxparRuntimeError
 from onnxpar_runtime.generation.encoder import token_feeds
 from onnxpar_runtime.generation.generator import Generator
@@ -25,6 +26,7 @@ made = pytest.importorskip("encoder_decoder", reason="needs transformers: the ex
 import transformers  # noqa: E402
 from decoder import configuration, network  # noqa: E402
 
+from tests.models.beam_reference import compare  # noqa: E402
 from tests.models.optimum_form import merge, write_folder  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of PyTorch's tracer
@@ -32,6 +34,10 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # of PyTorch's tracer
 RNG = np.random.default_rng(3)
 TEXTS = [RNG.integers(3, 256, size).tolist() for size in (13, 5, 9)]
 START, NEW = [3, 17, 40], 24
+CASES = [("bart", "tp=2"), ("t5 merged", "dp=2,tp=2")]
+
+# As in test_encoder_decoder: forty sums of at most 128 terms, one after the other.
+RTOL = 3e-5
 
 
 @cache
@@ -102,10 +108,7 @@ def chained(folder: Path) -> list[list[int]]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("name", "strategy"),
-    [("bart", "tp=2"), ("t5 merged", "dp=2,tp=2")],
-)
+@pytest.mark.parametrize(("name", "strategy"), CASES)
 def test_tokens_are_those_of_the_three_files(
     name: str, strategy: str, folders: Any, sharded: Any
 ) -> None:
@@ -122,6 +125,32 @@ def test_tokens_are_those_of_the_three_files(
     (case,) = runtime.verify(out, folders(name), options=options)
     assert case.ok, case
     assert case.bytes_counted == case.bytes_expected > 0
+
+
+@pytest.mark.parametrize(("name", "strategy"), CASES)
+def test_beam_search_finds_what_transformers_does(name: str, strategy: str, sharded: Any) -> None:
+    """A run takes one token of each row: first of the prompts, in three runs, then of the beams."""
+    how, new, longest = BeamSearch(3, 0.7, "false"), 12, max(map(len, TEXTS))
+    rows = {
+        "input_ids": [text + [1] * (longest - len(text)) for text in TEXTS],
+        "attention_mask": [[1] * len(text) + [0] * (longest - len(text)) for text in TEXTS],
+        "decoder_input_ids": [START] * len(TEXTS),
+    }
+    with Ranks(sharded(name, strategy), Generator) as ranks:
+        given = {"encoder": token_feeds(ranks.manifest.program("encoder"), TEXTS)}
+        prompts = rows["decoder_input_ids"]
+
+        def search(m: Generator, eos: Sequence[int] = ()) -> Any:
+            return m.beam_search(prompts, how, max_new_tokens=new, eos=eos, **given)
+
+        free = ranks.on_each(search)[0]
+        eos = sorted({free[0][0].tokens[4], free[1][1].tokens[7]})
+        found = ranks.on_each(lambda m: search(m, eos))
+    assert all(one == found[0] for one in found)
+    assert len({one.tokens[0] for row in found[0] for one in row}) > 1
+    inputs = {key: np.array(value) for key, value in rows.items()}
+    family = module(name.split()[0])
+    compare(found[0], family, inputs, how, eos, new, prompt=len(START), rtol=RTOL)
 
 
 def test_the_encoder_has_the_projections_of_its_result_and_nothing_else_of_the_decoder(
