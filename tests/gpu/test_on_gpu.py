@@ -14,6 +14,8 @@ import pytest
 
 from onnxpar_runtime.devices import SHARES_SINCE, machine, obstacle
 from onnxpar_runtime.launch import find_mpirun, mpirun_environment
+from tests.children import with_tests
+from tests.gpu.requests_worker import directory
 
 ROOT = Path(__file__).parents[2]
 STEPS, BATCH, SEQ, VOCAB = 20, 8, 16, 256
@@ -43,7 +45,7 @@ def call(*command: str, ranks: int = 1) -> None:
     start: list[str] = []
     if ranks > 1:
         start = [find_mpirun(), "--oversubscribe", "--bind-to", "none", "-n", str(ranks)]
-    environment = mpirun_environment()
+    environment = with_tests(mpirun_environment())
     # Where there are fewer GPUs than ranks.
     environment.setdefault("NCCL_MULTI_RANK_GPU_ENABLE", "1")
     done = subprocess.run(
@@ -172,6 +174,21 @@ def test_captured_steps_are_equal(folder: Path, model: str, ranks: int) -> None:
     # The same kernels run, but cuBLAS may choose another one while a graph is captured: a few
     # units of 2^-24 in 20 steps.
     np.testing.assert_allclose(captured, expected, rtol=1e-6)
+
+
+def check_requests(folder: Path, device: str) -> None:
+    """Compares the tokens of requests side by side with those of each alone."""
+    call("-m", "tests.gpu.requests_worker", str(directory(folder)), device, "compare")
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("gpu")
+def test_requests_in_a_cache_that_grows_get_the_tokens_of_each_alone(tmp_path: Path) -> None:
+    check_requests(tmp_path, "cuda")
+
+
+def test_the_comparison_of_requests_works(tmp_path: Path) -> None:
+    check_requests(tmp_path, "cpu")
 
 
 @pytest.mark.parametrize("axis", ["dp", STAGES])

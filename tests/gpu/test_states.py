@@ -1,9 +1,14 @@
-"""Rows of states on a GPU are copied there, as on the CPU; nothing goes through the host."""
+"""Rows of states on a GPU are copied there, as on the CPU; nothing goes through the host.
+
+Kernels of the stand-ins that a decoder needs compute nothing, so `test_on_gpu` compares tokens.
+"""
 
 import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+
+from tests.gpu.requests_worker import directory
 
 SCRIPT = """
 import numpy as np
@@ -78,3 +83,23 @@ def test_rows_are_permuted_and_copied_on_the_device(
     # Three results are read. On the device, 4 rows and 1 part are copied, then 3 rows there and
     # back and 1 part, then 6 rows. What is written are zeros and values of new memory.
     assert copies.count("DtoH") == 3 and copies.count("same") == 5 + 7 + 6
+
+
+def test_requests_in_a_cache_that_grows_stay_on_the_device(
+    standin_cuda: Mapping[str, str], tmp_path: Path
+) -> None:
+    """The caches of requests that join are copied, and only logits go to the host."""
+    log = tmp_path / "log"
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.gpu.requests_worker", str(directory(tmp_path)), "cuda"],
+        env={**standin_cuda, "STANDIN_GUARD": "1", "STANDIN_LOG": str(log)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    began, ended, runs = map(int, done.stdout.split())
+    copies = [line.split("\t")[1] for line in log.read_text().splitlines()[began:ended]]
+    assert copies.count("DtoH") == runs
+    # Five requests have the keys and values of two layers, each in four lines.
+    assert copies.count("same") >= 5 * 4

@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 from onnxpar_format.boxes import coordinates
 from onnxpar_format.dtypes import DTYPES
 from onnxpar_format.expressions import bare_name, names_of
-from onnxpar_runtime.devices import Device
 from onnxpar_runtime.errors import InputError
 from onnxpar_runtime.generation.decoder import Decoder
 from onnxpar_runtime.generation.encoder import Encoder, Supply
@@ -423,11 +422,6 @@ class GrowingSlots(Slots):
 
     def _open(self) -> None:
         """Holds nothing yet."""
-        if self._decoder.loader.device is not Device.CPU:
-            raise InputError(
-                f"{self._decoder.manifest.directory}: on a GPU, continuous batching needs a cache "
-                "that is extended in place (GroupQueryAttention)"
-            )
         self._filled: dict[Slot, list[State]] = {}
         self._now: list[State] = []
         self._batch: Batch | None = None
