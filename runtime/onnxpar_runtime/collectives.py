@@ -17,6 +17,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,10 @@ class World(Closing):
         self.comm = comm
         self.timeout_s = _timeout()
         self.placements: dict[int, Placement] = {}
-        self.timelines = {rank: Timeline() for rank in local_ranks}
+        self.timelines = {
+            rank: Timeline(partial(self._library.onnxpar_foreground_ns, self._handle, rank))
+            for rank in local_ranks
+        }
         self._closed = False
 
     @staticmethod

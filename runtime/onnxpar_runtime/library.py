@@ -41,6 +41,7 @@ SIGNATURES: Signatures = {
     "onnxpar_settle": (_INT, [_POINTER, _INT]),
     "onnxpar_keep_calls": (_INT, [_POINTER, _INT, _INT]),
     "onnxpar_take_calls": (ctypes.c_int64, [_POINTER, _INT]),
+    "onnxpar_foreground_ns": (ctypes.c_int64, [_POINTER, _INT]),
     "onnxpar_read_calls": (_INT, [_POINTER]),
     "onnxpar_call_tables": (_TEXT, [_POINTER, _INT]),
     "onnxpar_calls_file": (_INT, [_POINTER, _INT, _TEXT]),

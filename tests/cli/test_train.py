@@ -39,6 +39,7 @@ def test_trains_as_numpy_does(sgd: Path, tmp_path: Path, capfd: pytest.CaptureFi
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     keys = ["epoch", "step", "loss", "lr", "samples_per_s", "grad_norm"]
     keys += ["step_s", "input_s", "memory_bytes", "flops_per_s", "mfu"]
+    keys += ["communication_s", "optimizer_s", "checkpoint_s", "eta_s"]
     assert all(list(line) == keys for line in lines)
     # Forward, and the gradient of the weights: 64 by 10, two operations for each product.
     np.testing.assert_allclose(
@@ -46,6 +47,7 @@ def test_trains_as_numpy_does(sgd: Path, tmp_path: Path, capfd: pytest.CaptureFi
         [line["samples_per_s"] * 2 * 2 * 64 * 10 for line in lines],
         rtol=1e-14,  # both are divided by the same seconds
     )
+    assert all(line["eta_s"] > 0 for line in lines[:-1]) and lines[-1]["eta_s"] == 0
     assert all(line["mfu"] == line["flops_per_s"] / 1e9 for line in lines)
     assert all(0 <= line["input_s"] < line["step_s"] for line in lines)
     # Numpy and onnxruntime alone take more than 50 MB.

@@ -226,23 +226,27 @@ def test_a_shared_table_has_the_gradients_of_both_its_uses(tmp_path: Path) -> No
 
 
 def test_dropout_is_the_same_on_any_mesh(tmp_path: Path) -> None:
-    losses = {}
+    losses, amounts = {}, set()
     for strategy, devices in (("replicate", 1), ("dp=4", None), ("tp=2", None)):
         ranks = shard(
             tmp_path / strategy, small(dropout=0.3, training=True), strategy, devices=devices
         )
         batch = batch_of(ranks, np.random.default_rng(2), batch=3, seq=8)
         with TrainerGroup(ranks, seed=5) as group:
-            steps = [group.train_step([batch, batch], hyper("sgd", n, 0.0)).loss for n in (1, 2)]
+            results = [group.train_step([batch, batch], hyper("sgd", n, 0.0)) for n in (1, 2)]
             single = [group.forward_backward(batch) for _ in range(2)]
             evaluated = [group.evaluate(batch)["loss"] for _ in range(2)]
         with TrainerGroup(ranks, seed=6) as group:
             other = group.forward_backward(batch)
+        assert all(result.tokens == 2 * 3 * 8 for result in results)
+        amounts.add(results[0].flops)
+        steps = [result.loss for result in results]
         losses[strategy] = [*steps, *single, *evaluated, other]
         # Without dropout, evaluation; the same numbers within a step and micro-batch; others in
         # another step or by another seed.
         assert evaluated[0] == evaluated[1] and single[0] == single[1]
         assert len({round(n, 5) for n in losses[strategy]}) == 5
+    assert len(amounts) == 1 and None not in amounts
     for found in losses.values():
         # Means over float32 logits, which are sums in another order: 34 roundings of 2^-24.
         np.testing.assert_allclose(found, losses["replicate"], rtol=2e-6)

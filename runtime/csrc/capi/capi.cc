@@ -246,6 +246,12 @@ int64_t onnxpar_take_calls(const World* world, int rank) {
   return count;
 }
 
+int64_t onnxpar_foreground_ns(const World* world, int rank) {
+  int64_t found = -1;
+  guarded([&] { found = world->rank(rank).calls().foreground_ns(); });
+  return found;
+}
+
 int onnxpar_read_calls(void* rows) {
   static_assert(sizeof(LoggedCall) == 12 * sizeof(int64_t), "Python reads rows of integers");
   std::memcpy(rows, t_calls.data(), t_calls.size() * sizeof(LoggedCall));

@@ -65,6 +65,8 @@ ONNXPAR_EXPORT int onnxpar_keep_calls(const onnxpar::World* world, int rank, int
 ONNXPAR_EXPORT int64_t onnxpar_take_calls(const onnxpar::World* world, int rank);
 // Copies what this thread has taken: a row of 12 64-bit integers for each call, as `LoggedCall`.
 ONNXPAR_EXPORT int onnxpar_read_calls(void* rows);
+// Nanoseconds for which the rank's foreground has communicated so far; -1 on failure.
+ONNXPAR_EXPORT int64_t onnxpar_foreground_ns(const onnxpar::World* world, int rank);
 // The names and channels of the rank's calls, as JSON; until the thread's next call. Null on failure.
 ONNXPAR_EXPORT const char* onnxpar_call_tables(const onnxpar::World* world, int rank);
 // The file to which the rank's last calls are written when it fails; empty for none.

@@ -123,6 +123,15 @@ void CallLog::end(const LoggedCall& call) {
   LoggedCall& logged = last_[static_cast<size_t>(call.number) % kLast];
   if (logged.number == call.number) logged = call;
   if (keeps_) kept_.push_back(call);
+  const bool background = channels_[static_cast<size_t>(call.channel)].lane != Lane::kMain;
+  // It is the foreground that waits for the background.
+  const bool counts = call.kind == CallKind::kWait || !background;
+  if (counts && call.kind != CallKind::kRecv) foreground_ns_ += call.end - call.begin;
+}
+
+int64_t CallLog::foreground_ns() const {
+  std::lock_guard lock(mutex_);
+  return foreground_ns_;
 }
 
 void CallLog::keep(bool all) {

@@ -69,6 +69,9 @@ class CallLog {
     const int thrown_;
   };
 
+  // Nanoseconds for which the foreground has communicated so far, waiting for others included. Receives
+  // are left out: the program may wait for them in another thread.
+  int64_t foreground_ns() const;
   // Whether to keep all calls from now on; forgets those that were kept.
   void keep(bool all);
   // The calls that were kept and have ended, which are forgotten.
@@ -107,6 +110,7 @@ class CallLog {
   const int size_;
   mutable std::mutex mutex_;
   int64_t calls_ = 0;
+  int64_t foreground_ns_ = 0;
   std::vector<LoggedCall> last_;  // by number, modulo the size
   bool keeps_ = false;
   std::vector<LoggedCall> kept_;

@@ -2,11 +2,13 @@
 
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from onnxpar_format.trace import CHECKPOINT, OPTIMIZER, RECEIVE
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
@@ -32,10 +34,20 @@ class Timed:
     more: Mapping[str, Any]
 
 
+COUNTED = (RECEIVE, OPTIMIZER, CHECKPOINT)
+"""Kinds of spans whose time is always counted. Only the main thread has them, one after another."""
+
+
 class Timeline:
-    """What one rank does, once a recording has begun.
+    """What one rank does.
+
+    Args:
+        communicated: Returns the nanoseconds for which the rank's foreground has communicated so
+            far, apart from receives.
 
     Attributes:
+        communicated: As above.
+        counted: For each of `COUNTED`, the nanoseconds of its spans so far, communication left out.
         recording: Whether spans are kept.
         profiles: Where onnxruntime writes the times of operators; None if they are not wanted.
         profiled: The sessions that have them, with the names of their graphs.
@@ -43,8 +55,10 @@ class Timeline:
         played: Number of schedules of pipelines that were begun.
     """
 
-    def __init__(self) -> None:
-        """Keeps nothing yet."""
+    def __init__(self, communicated: Callable[[], int]) -> None:
+        """Keeps no spans yet."""
+        self.communicated = communicated
+        self.counted = dict.fromkeys(COUNTED, 0)
         self.recording = False
         self.profiles: Path | None = None
         self.profiled: list[tuple[str, Any]] = []
@@ -67,15 +81,19 @@ class Timeline:
         self.recording = False
 
     def span(self, kind: str, name: str, **more: Any) -> AbstractContextManager[None]:
-        """Records what the body of the `with` statement does, if a recording has begun."""
-        return self._span(kind, name, more) if self.recording else _NOTHING
+        """Counts what the body of the `with` statement does, and records it if recording."""
+        counts = self.recording or kind in self.counted
+        return self._span(kind, name, more) if counts else _NOTHING
 
     @contextmanager
     def _span(self, kind: str, name: str, more: Mapping[str, Any]) -> Iterator[None]:
-        start = time.monotonic_ns()
+        start, before = time.monotonic_ns(), self.communicated()
         try:
             yield
         finally:
+            if kind in self.counted:
+                spent = time.monotonic_ns() - start
+                self.counted[kind] += max(spent - (self.communicated() - before), 0)
             self.add(kind, name, start, **more)
 
     def add(self, kind: str, name: str, start: int, **more: Any) -> None:

@@ -44,6 +44,14 @@ class StepRecord:
         flops_per_s: Operations of the step on all devices together, divided by its seconds; None if
             they are not known (`StepResult.flops`).
         mfu: The part of the devices' peak that this is; None if the peak is not known.
+        tokens_per_s: Tokens of the step divided by its seconds; None if no input has tokens
+            (`StepResult.tokens`).
+        communication_s: Of `step_s`, the seconds in which rank 0 communicated and did not compute:
+            data travelled, or it waited for other ranks; None on a GPU.
+        optimizer_s: Of `step_s`, those of the optimizer's program, without communication.
+        checkpoint_s: Of `step_s`, those in which a checkpoint was copied for writing.
+        eta_s: Seconds until the last step, at the pace of the run so far; None if a stream decides
+            when it ends.
     """
 
     epoch: int
@@ -57,11 +65,25 @@ class StepRecord:
     memory_bytes: int
     flops_per_s: float | None = None
     mfu: float | None = None
+    tokens_per_s: float | None = None
+    communication_s: float | None = None
+    optimizer_s: float | None = None
+    checkpoint_s: float | None = None
+    eta_s: float | None = None
 
     @property
     def line(self) -> str:
         """The line for people, with the seven digits of a float32."""
         return f"epoch: {self.epoch} step: {self.step}, loss is {self.loss:.7g}"
+
+    @property
+    def speed(self) -> str:
+        """How fast the run is, for people."""
+        if self.tokens_per_s is None:
+            text = f"{self.samples_per_s:.4g} samples/s"
+        else:
+            text = f"{self.tokens_per_s:.4g} tokens/s"
+        return text if self.mfu is None else f"{text}  MFU {self.mfu:.1%}"
 
     @property
     def json(self) -> str:
@@ -156,7 +178,7 @@ class Reporter(Closing):
         if self._every and record.step % self._every == 0:
             self.tell(record.line)
         if self._progress is not None:
-            state = f"loss {record.loss:.4g}  lr {record.lr:.3g}  {record.samples_per_s:.4g}/s"
+            state = f"loss {record.loss:.4g}  lr {record.lr:.3g}  {record.speed}"
             state += f"  {1000 * record.step_s:.4g} ms"
             self._progress.update(
                 self._task, advance=steps, description=f"epoch {record.epoch}", state=state

@@ -9,6 +9,7 @@ from onnxpar_format.checkpoint import Progress
 from onnxpar_format.trace import INPUT, STEP
 from onnxpar_runtime.agree import agree
 from onnxpar_runtime.collectives import Rank
+from onnxpar_runtime.devices import Device
 from onnxpar_runtime.errors import (
     InputError,
     LaunchError,
@@ -143,7 +144,10 @@ def fit(
     together = data.source.name if isinstance(data.source, Stream) else None
     timeline = trainer.rank.timeline
     with Ahead(_numbered(trainer, data, epochs, limit, start)) as items:
-        pace, reported = Pace(trainer.manifest.devices, peak_flops), done
+        left = None if limit is None else limit - done
+        on_host = trainer.device is Device.CPU
+        pace = Pace(timeline, on_host, trainer.manifest.devices, peak_flops, left)
+        reported = done
         began = time.monotonic_ns()
         while (item := _next(items, trainer.rank, together)) is not None:
             epoch, number, step = item

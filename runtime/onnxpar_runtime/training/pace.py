@@ -2,7 +2,9 @@
 
 import time
 
+from onnxpar_format.trace import CHECKPOINT, OPTIMIZER, RECEIVE
 from onnxpar_runtime.memory import peak_resident
+from onnxpar_runtime.tracing.timeline import Timeline
 from onnxpar_runtime.training.log import StepRecord
 from onnxpar_runtime.training.results import StepResult
 
@@ -11,13 +13,25 @@ class Pace:
     """Counts steps and seconds since the last report.
 
     Args:
+        timeline: Counts what this rank does besides computing.
+        on_host: Whether the rank computes on the CPU. On a GPU, the host only starts communication.
         devices: Number of devices that run the steps together.
         peak_flops: Operations per second of which a device is capable; None if unknown.
+        steps: Number of steps until the end of the run; None if a stream decides.
     """
 
-    def __init__(self, devices: int, peak_flops: float | None) -> None:
+    def __init__(
+        self,
+        timeline: Timeline,
+        on_host: bool,
+        devices: int,
+        peak_flops: float | None,
+        steps: int | None,
+    ) -> None:
         """Begins to count now."""
+        self._timeline, self._on_host = timeline, on_host
         self._peak = None if peak_flops is None else peak_flops * devices
+        self._start, self._done, self._all = time.perf_counter(), 0, steps
         self.restart()
 
     def restart(self) -> None:
@@ -25,6 +39,17 @@ class Pace:
         self._begin = time.perf_counter()
         self._steps, self._samples, self._waited = 0, 0, 0
         self._flops: int | None = 0
+        self._tokens: int | None = 0
+        self._before = self._counted()
+
+    def _counted(self) -> dict[str, int]:
+        """Returns the nanoseconds of what the rank did besides computing, so far."""
+        counted = self._timeline.counted
+        return {
+            "communication": self._timeline.communicated() + counted[RECEIVE],
+            "optimizer": counted[OPTIMIZER],
+            "checkpoint": counted[CHECKPOINT],
+        }
 
     def waited(self, began: int) -> None:
         """Counts the time since `began` (`time.monotonic_ns`), in which the next batch came."""
@@ -33,9 +58,10 @@ class Pace:
     def add(self, result: StepResult, samples: int) -> None:
         """Counts a step of a number of samples."""
         self._steps += 1
+        self._done += 1
         self._samples += samples
-        known = self._flops, result.flops
-        self._flops = None if known[0] is None or known[1] is None else known[0] + known[1]
+        self._flops = _sum(self._flops, result.flops)
+        self._tokens = _sum(self._tokens, result.tokens)
 
     def record(self, epoch: int, number: int, result: StepResult, rate: float) -> StepRecord:
         """Returns the report of a step that was added last, and begins to count again.
@@ -46,7 +72,13 @@ class Pace:
             result: The result of the step.
             rate: Its learning rate.
         """
-        seconds = time.perf_counter() - self._begin
+        now = time.perf_counter()
+        seconds = now - self._begin
+        spent = {
+            kind: (total - self._before[kind]) * 1e-9 / self._steps
+            for kind, total in self._counted().items()
+        }
+        left = None if self._all is None else self._all - self._done
         achieved = None if self._flops is None else self._flops / seconds
         record = StepRecord(
             epoch,
@@ -60,6 +92,15 @@ class Pace:
             peak_resident(),
             achieved,
             None if achieved is None or self._peak is None else achieved / self._peak,
+            None if self._tokens is None else self._tokens / seconds,
+            spent["communication"] if self._on_host else None,
+            spent["optimizer"],
+            spent["checkpoint"],
+            None if left is None else left * (now - self._start) / self._done,
         )
         self.restart()
         return record
+
+
+def _sum(before: int | None, more: int | None) -> int | None:
+    return None if before is None or more is None else before + more

@@ -19,12 +19,14 @@ class StepResult:
             too large.
         flops: Operations in forward and backward on all devices together; None if they are not
             known, see `Training.flops`.
+        tokens: Tokens in all micro-batches; None if no input has tokens, see `Amounts.of`.
     """
 
     loss: float
     grad_norm: float
     skipped: bool = False
     flops: int | None = None
+    tokens: int | None = None
 
 
 class Evaluation(TypedDict):

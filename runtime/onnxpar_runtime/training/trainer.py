@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 from onnxpar_format.boxes import SizedSharding
 from onnxpar_format.dtypes import DTYPES, lossless
 from onnxpar_format.entries import COUNTERS
-from onnxpar_format.expressions import ExpressionError, evaluate
 from onnxpar_format.manifest import FROM_FILES, StateEntry, Training
 from onnxpar_format.trace import EVALUATION as EVALUATION_SPAN
 from onnxpar_format.trace import INPUT, STEP
@@ -35,6 +34,7 @@ from onnxpar_runtime.memory import peak_bytes
 from onnxpar_runtime.opened import Opened, Opening
 from onnxpar_runtime.pipeline.work import Micro
 from onnxpar_runtime.session import common_symbols
+from onnxpar_runtime.training.amounts import Amounts
 from onnxpar_runtime.training.counts import Prepared, prepare
 from onnxpar_runtime.training.loss_scale import LossScale
 from onnxpar_runtime.training.loss_scale import loss_scale as chosen_scale
@@ -109,6 +109,7 @@ class Trainer(Opened):
         super().__init__(directory, measured, **opening)
         self._overlap = overlap
         self.training: Training = self.manifest.trained()
+        self._amounts = Amounts.of(self.manifest)
         self.loss_scale: LossScale = chosen_scale(loss_scale, self.training.compute)
         self.rank.allow_background(overlap)
         loaded = Programs(self.manifest, self._loader)
@@ -221,15 +222,14 @@ class Trainer(Opened):
         loss = self._forward_backward(runs, accumulate=False, read=read, ahead=self._overlap)
         skipped = self.loss_scale.skipped
         norm = self._optimize(hyper, read=read)
-        return StepResult(loss, norm, self.loss_scale.skipped > skipped, self._flops(runs))
-
-    def _flops(self, runs: Sequence[Micro]) -> int | None:
-        flops = self.training.flops
-        try:
-            return None if flops is None else sum(evaluate(flops, r.feeds.values) for r in runs)
-        except ExpressionError:
-            # An input such as [rows + columns] does not determine its symbols.
-            return None
+        sizes = [run.feeds.values for run in runs]
+        return StepResult(
+            loss,
+            norm,
+            self.loss_scale.skipped > skipped,
+            self._amounts.flops_of(sizes),
+            self._amounts.tokens_of(sizes),
+        )
 
     def forward_backward(
         self, batch: Batch | Prepared, *, weight: float = 1.0, accumulate: bool = False

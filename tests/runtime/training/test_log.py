@@ -3,6 +3,7 @@
 import io
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,13 @@ def test_forms() -> None:
     }  # fmt: skip
     infinite = StepRecord(1, 1, 1.0, 0.1, 1.0, float("inf"), 0.5, 0.0, 1)
     assert json.loads(infinite.json)["grad_norm"] is None
+
+
+def test_speed() -> None:
+    assert RECORD.speed == "8 samples/s"
+    assert (
+        replace(RECORD, tokens_per_s=12345.6, mfu=0.4321).speed == "1.235e+04 tokens/s  MFU 43.2%"
+    )
 
 
 def test_lines_and_file(tmp_path: Path) -> None:
