@@ -1,6 +1,7 @@
 """Encoder-decoders of Hugging Face: as transformers computes, and sharded as undivided."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,12 @@ from onnxpar_runtime.generation.generator import Generator
 from onnxpar_runtime.group import Ranks
 from onnxpar_runtime.manifest import Manifest
 from tests.models.cached import cached_logits
+from tests.runtime.serving.servers import served
 
 torch = pytest.importorskip("torch", reason="exports from PyTorch: the extra zoo")
 pytest.importorskip("onnxscript", reason="exports from PyTorch: the extra zoo")
 made = pytest.importorskip("encoder_decoder", reason="needs transformers: the extra zoo")
+pytest.importorskip("uvicorn", reason="serves by HTTP: the extra serve")
 
 from decoder import configuration  # noqa: E402
 
@@ -116,7 +119,7 @@ def test_sharded_it_generates_the_same(
 def test_requests_that_come_and_go_get_the_tokens_of_each_alone(
     folder: Path, strategy: str, tmp_path: Path
 ) -> None:
-    """Texts of 1 to 15 tokens, in 4 slots; then with memory for few of them."""
+    """Texts of 1 to 15 tokens, in 4 slots; then with memory for few of them, and by HTTP."""
     out = shard_model(folder, strategy, tmp_path / "out").out
     rng = np.random.default_rng(7)
     texts = [rng.integers(3, 256, 1 + 2 * n).tolist() for n in range(8)]
@@ -174,6 +177,24 @@ def test_requests_that_come_and_go_get_the_tokens_of_each_alone(
         # 64 columns, and 32 tokens may be read: 5 of that for one request, 3 and 2 for another.
         row = 2 * 2 * 4 * 16 * 4 * (64 + 32) // (2 if strategy == "tp=2" else 1)
         check(ranks.on_each(lambda m: turns(m, cache_memory=8 * row)), range(2, 8))
+    if strategy == "tp=2":
+        with served(2, out, "--start", "3", "--slots", "4", "--max-length", "32") as server:
+
+            def answer(number: int) -> Any:
+                body = {"prompt": texts[number], "max_tokens": news[number], "seed": number}
+                asked = {"model": out.name, "temperature": 4, **body}
+                return server.client.post("/v1/completions", json=asked).json()
+
+            with ThreadPoolExecutor(len(texts)) as pool:
+                answers = list(pool.map(answer, range(len(texts))))
+            got = [one["choices"][0]["token_ids"] for one in answers]
+            assert got == [[token for token, _ in one] for one in want]
+            assert answers[3]["usage"]["prompt_tokens"] == len(texts[3])
+            long = server.client.post(
+                "/v1/completions", json={"model": out.name, "prompt": [5] * 33}
+            )
+            assert long.status_code == 400 and "at most 32 tokens, got 33" in long.text
+            server.end(server.process.pid, 10)
 
 
 @pytest.mark.parametrize("folder", ["whisper"], indirect=True)
