@@ -49,7 +49,7 @@ REDUCED = {
 # With four devices, the square sums of Mamba-2's norm are reduced, too: two devices have one group.
 NORMS = {"mamba2": 2 * TOKENS}
 HOLDS = {
-    # An expert's file has half of the groups' parts B and C on each device; the preset has all.
+    # Of the gate, an expert's file has a quarter on each device; the preset has half.
     ("mamba2", "tp=4"): 1.17,
 }
 """How many times an expert's bytes of parameters a preset may hold, if not 1.01."""
