@@ -41,6 +41,8 @@ from onnxpar_runtime.tracing.timeline import Timeline
 __all__ = ["OpCounter", "Rank", "World", "custom_op_library"]
 
 DEFAULT_TIMEOUT_S = 60.0
+LEAST_START_S = 10.0
+"""Ranks wait at least this long for one another to start: MPI takes seconds on a busy machine."""
 DEVICE_TRANSPORTS = ("nccl", "staged")
 """How tensors on GPUs travel between ranks: by NCCL, or through the host."""
 _REDUCTIONS = ("sum", "max", "min", "prod")
@@ -558,6 +560,7 @@ def _time_limit() -> Iterator[None]:
     if not seconds or place is None:
         yield
         return
+    seconds = max(seconds, LEAST_START_S)
     text = (
         f"r{place[0]} | waited {seconds:g} s for all {place[1]} ranks to start; a rank or its "
         "machine hangs, or the limit ONNXPAR_TIMEOUT is too short\n"

@@ -77,7 +77,7 @@ def act(rank: Rank, transport: str, fails: Action | None) -> list[Action]:
         program = plan(name, STAGES, count, chunks, edges)
         for step in range(STEPS):
             work = OnGpu(STAGES, rank.index, edges, fails if rank.index == 1 else None, step=step)
-            play(carrier, Place(rank.index, 0, 1), program, work, inbox)
+            play(carrier, Place(rank.index, 0, 1), program, work, inbox, rank.timeline)
             assert not work.wrong, work.wrong
             done += work.done
     try:

@@ -110,6 +110,8 @@ def test_another_program_does_not_start_what_a_failed_one_left(team: Team) -> No
     """Two trainers on one rank, of which one fails inside its optimizer's program."""
 
     def act(rank: Rank) -> None:
+        if not rank.overlaps(range(rank.world.size)):
+            return  # Ranks that share memory, and a single one, gather at once and leave nothing.
         buffers, failing = Buffers(rank), session(rank, FAILS)
         left = {name: zeros(rank.world.size * SIZE) for name in "ab"}
         left["a"].update_inplace(np.full(rank.world.size * SIZE, 7, np.float32))
