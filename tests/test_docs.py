@@ -1,5 +1,6 @@
 """What the documentation says that a machine can check."""
 
+import inspect
 import json
 import os
 import re
@@ -7,6 +8,8 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import hybrid
 import numpy as np
@@ -22,6 +25,7 @@ from onnxpar.ops.operator import Missing
 from onnxpar.ops.table import REGISTRY
 from onnxpar.strategy import Strategy
 from onnxpar_runtime.launch import mpirun_environment
+from onnxpar_runtime.training.callbacks import Callback
 from tests.cli import linear
 from tests.decoders import encoder_decoder, growing
 from tests.runtime.generation.plain import greedy
@@ -253,6 +257,24 @@ def test_the_python_shown_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert ran.code == 0, ran.err
     loss, *shape = ran.out.split()
     assert shape == ["(16,", "16)"] and float(loss) > 0
+
+
+def test_the_callbacks_shown_have_the_methods_that_are_called(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    *shown, program = python("python callbacks", "docs/reference/training.md")
+    compile(program, "program", "exec")
+    names: dict[str, Any] = {}
+    for package in ("wandb", "mlflow"):  # not needed to define the classes
+        monkeypatch.setitem(sys.modules, package, ModuleType(package))
+    for block in shown:
+        exec(block, names)
+    classes = [c for c in names.values() if isinstance(c, type) and c is not Callback]
+    assert len(classes) == 2 and all(issubclass(c, Callback) for c in classes)
+    for method in (m for c in classes for m in vars(c).values() if inspect.isfunction(m)):
+        if method.__name__ != "__init__":
+            called = inspect.signature(getattr(Callback, method.__name__))
+            assert list(inspect.signature(method).parameters) == list(called.parameters)
 
 
 def test_the_requests_shown_run_under_mpirun(

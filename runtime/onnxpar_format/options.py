@@ -215,6 +215,9 @@ class TrainingRun:
             "X",
         ),
     ] = None
+    tensorboard: Annotated[
+        Path | None, Option("Write event files for TensorBoard to this folder.", "DIR")
+    ] = None
     print_every: Annotated[
         int, Option("Print every K-th step of an epoch; 0 prints none.", "K", minimum=0)
     ] = 1

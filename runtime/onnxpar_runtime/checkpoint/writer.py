@@ -168,17 +168,21 @@ class Checkpointer:
         if self._error is not None:
             raise self._error
 
-    def save(self, progress: Progress) -> None:
+    def save(self, progress: Progress) -> bool:
         """Begins to write a checkpoint, once the last one is complete. Every rank must call it.
+
+        Returns:
+            Whether it did; otherwise there is one of this step already.
 
         Raises:
             CheckpointError: The last one could not be written, by this rank.
             RankError: Likewise, by another rank.
         """
         if progress.step <= self._last:
-            return
+            return False
         with self._rank.timeline.span(CHECKPOINT, f"checkpoint of step {progress.step}"):
             self._save(progress)
+        return True
 
     def _save(self, progress: Progress) -> None:
         self.wait()

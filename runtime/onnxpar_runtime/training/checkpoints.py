@@ -3,12 +3,14 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 from onnxpar_format.checkpoint import Progress
 from onnxpar_format.options import Saving
 from onnxpar_runtime.agree import together
 from onnxpar_runtime.checkpoint.contents import Checkpoint
+from onnxpar_runtime.checkpoint.folder import step_name
 from onnxpar_runtime.checkpoint.restore import check_run, load_states
 from onnxpar_runtime.checkpoint.writer import Checkpointer
 from onnxpar_runtime.errors import LaunchError
@@ -83,11 +85,22 @@ def resume(trainer: Trainer, checkpoint: Checkpoint, run: dict[str, Any]) -> lis
 
 @contextmanager
 def saving(
-    trainer: Trainer, wanted: Saving, run: dict[str, Any], start: Progress
+    trainer: Trainer,
+    wanted: Saving,
+    run: dict[str, Any],
+    start: Progress,
+    begun: Callable[[int, Path], None],
 ) -> Iterator[AfterStep | None]:
     """Yields a function to call after each step. At the end of the block, a checkpoint is written.
 
     Every rank must call it. At the end, every checkpoint that was begun is complete.
+
+    Args:
+        trainer: This rank's trainer.
+        wanted: The options.
+        run: The options of the run, as `described`.
+        start: The progress of the run so far.
+        begun: Is called when a checkpoint is begun, with the step and the folder.
 
     Raises:
         CheckpointError: The folder cannot be used, or a checkpoint cannot be written.
@@ -96,7 +109,7 @@ def saving(
     if wanted.checkpoint is None:
         yield None
         return
-    last = start
+    last, root = start, Path(wanted.checkpoint)
     with Checkpointer(
         trainer.rank,
         trainer.manifest,
@@ -107,6 +120,10 @@ def saving(
         begun=start.step,
     ) as writer:
 
+        def save(progress: Progress) -> None:
+            if writer.save(progress):
+                begun(progress.step, root / step_name(progress.step))
+
         def after(progress: Progress) -> None:
             nonlocal last
             scale = trainer.loss_scale
@@ -116,7 +133,7 @@ def saving(
             last = progress
             writer.check()
             if progress.step % (wanted.every or _EVERY) == 0:
-                writer.save(progress)
+                save(progress)
 
         yield after
-        writer.save(last)
+        save(last)

@@ -4,7 +4,8 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from math import inf, isfinite
 from pathlib import Path
@@ -32,11 +33,12 @@ from onnxpar_runtime.training.batches import (
     evaluation_data,
     training_data,
 )
+from onnxpar_runtime.training.callbacks import Callback
 from onnxpar_runtime.training.checkpoints import AfterStep, check_saving, described, resume, saving
 from onnxpar_runtime.training.hyper import Hyperparameters, hyperparameters
 from onnxpar_runtime.training.learning_rate import LearningRateSchedule
 from onnxpar_runtime.training.log import Reporter, what_is_trained
-from onnxpar_runtime.training.loop import Evaluated, Fitted, evaluate, fit, total_steps
+from onnxpar_runtime.training.loop import evaluate, fit, total_steps
 from onnxpar_runtime.training.programs import (
     CORRECT,
     EVALUATION,
@@ -45,7 +47,9 @@ from onnxpar_runtime.training.programs import (
     hyperparameters_read,
 )
 from onnxpar_runtime.training.replicas import ReplicaCheck
+from onnxpar_runtime.training.results import Evaluated, Fitted
 from onnxpar_runtime.training.sources import Samples, check_samples, open_source, places
+from onnxpar_runtime.training.tensorboard import TensorBoard
 from onnxpar_runtime.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
@@ -103,7 +107,7 @@ def train(directory: str | Path, wanted: TrainingRun, how: Execution) -> int:
     return _on_rank(how, body)
 
 
-def train_with(trainer: Trainer, wanted: TrainingRun) -> Fitted:
+def train_with(trainer: Trainer, wanted: TrainingRun, callbacks: Sequence[Callback] = ()) -> Fitted:
     """Trains as `train` does, with an existing trainer, which stays open. Every rank must call it.
 
     The seed of the model's random numbers is the trainer's own.
@@ -111,6 +115,7 @@ def train_with(trainer: Trainer, wanted: TrainingRun) -> Fitted:
     Args:
         trainer: This rank's trainer.
         wanted: The options.
+        callbacks: Are told what happens, on rank 0; those of other ranks are ignored.
 
     Raises:
         OnnxparRuntimeError: An option cannot be satisfied; or as `Trainer.train_step`.
@@ -120,7 +125,7 @@ def train_with(trainer: Trainer, wanted: TrainingRun) -> Fitted:
     )
     checkpoint = _checkpoint(trainer.rank, trainer.manifest, wanted)
     _load(trainer, wanted.parameters)
-    return _train(trainer, wanted, prepared, checkpoint)
+    return _train(trainer, wanted, prepared, checkpoint, callbacks)
 
 
 def evaluation(directory: str | Path, wanted: EvaluationRun, how: Execution) -> int:
@@ -222,41 +227,73 @@ def _checkpoint(rank: Rank, manifest: Manifest, wanted: TrainingRun) -> Checkpoi
 
 
 def _train(
-    trainer: Trainer, wanted: TrainingRun, prepared: _Prepared, checkpoint: Checkpoint | None
+    trainer: Trainer,
+    wanted: TrainingRun,
+    prepared: _Prepared,
+    checkpoint: Checkpoint | None,
+    callbacks: Sequence[Callback] = (),
 ) -> Fitted:
     rank = trainer.rank
     start, lines = Progress(), []
     if checkpoint is not None:
         start, lines = checkpoint.progress, resume(trainer, checkpoint, prepared.run)
-    with (
-        together(rank, lambda: _reporter(rank, wanted, start.step)) as reporter,
-        saving(trainer, wanted.checkpoints, prepared.run, start) as after_step,
-    ):
-        for line in what_is_trained(trainer.training):
-            reporter.tell(line)
-        for notice in _notices(wanted, prepared):
-            reporter.tell(f"notice: {notice}")
-        for line in lines:
-            reporter.tell(line)
-        begin = time.perf_counter()
-        done = fit(
-            trainer,
-            prepared.data,
-            prepared.hyper,
-            prepared.schedule,
-            reporter,
-            epochs=wanted.epochs,
-            steps=wanted.steps,
-            evaluation=prepared.evaluation,
-            start=start,
-            after_step=_checked(trainer, wanted.check_replicas, after_step),
-            log_every=wanted.log_every,
-            peak_flops=wanted.peak_flops,
+    with ExitStack() as opened_here:
+        board = together(rank, lambda: _tensorboard(rank, wanted))
+        if board is not None:
+            opened_here.callback(board.close)
+            callbacks = (*callbacks, board)
+        reporter = opened_here.enter_context(
+            together(rank, lambda: _reporter(rank, wanted, start.step, callbacks))
         )
-        log.info("%d steps in %.3f s", done.steps - start.step, time.perf_counter() - begin)
-        if wanted.save is not None:
-            save(trainer, wanted.save)
-            reporter.tell(f"wrote {wanted.save}")
+        with saving(
+            trainer, wanted.checkpoints, prepared.run, start, reporter.checkpoint
+        ) as after_step:
+            done = _fit(trainer, wanted, prepared, reporter, start, lines, after_step)
+        reporter.end(done)
+    return done
+
+
+def _tensorboard(rank: Rank, wanted: TrainingRun) -> TensorBoard | None:
+    if rank.index or wanted.tensorboard is None:
+        return None
+    return TensorBoard(wanted.tensorboard)
+
+
+def _fit(
+    trainer: Trainer,
+    wanted: TrainingRun,
+    prepared: _Prepared,
+    reporter: Reporter,
+    start: Progress,
+    lines: Sequence[str],
+    after_step: AfterStep | None,
+) -> Fitted:
+    """Trains, from a start about which `lines` inform, and writes the parameters."""
+    for line in what_is_trained(trainer.training):
+        reporter.tell(line)
+    for notice in _notices(wanted, prepared):
+        reporter.tell(f"notice: {notice}")
+    for line in lines:
+        reporter.tell(line)
+    begin = time.perf_counter()
+    done = fit(
+        trainer,
+        prepared.data,
+        prepared.hyper,
+        prepared.schedule,
+        reporter,
+        epochs=wanted.epochs,
+        steps=wanted.steps,
+        evaluation=prepared.evaluation,
+        start=start,
+        after_step=_checked(trainer, wanted.check_replicas, after_step),
+        log_every=wanted.log_every,
+        peak_flops=wanted.peak_flops,
+    )
+    log.info("%d steps in %.3f s", done.steps - start.step, time.perf_counter() - begin)
+    if wanted.save is not None:
+        save(trainer, wanted.save)
+        reporter.tell(f"wrote {wanted.save}")
     return done
 
 
@@ -287,8 +324,16 @@ def _checked(trainer: Trainer, every: int | None, then: AfterStep | None) -> Aft
     return after_step
 
 
-def _reporter(rank: Rank, wanted: TrainingRun, done: int) -> Reporter:
-    return Reporter(rank.index == 0, log=wanted.log, keep=done, every=wanted.print_every)
+def _reporter(
+    rank: Rank, wanted: TrainingRun, done: int, callbacks: Sequence[Callback]
+) -> Reporter:
+    return Reporter(
+        rank.index == 0,
+        log=wanted.log,
+        keep=done,
+        every=wanted.print_every,
+        callbacks=callbacks,
+    )
 
 
 def save(trainer: Trainer, path: str | Path) -> None:

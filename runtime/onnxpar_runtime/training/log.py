@@ -3,14 +3,11 @@
 Only rank 0 reports. Errors are raised on all ranks.
 """
 
-import json
 import os
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from io import FileIO
-from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -19,82 +16,15 @@ from onnxpar_format.new_file import check_file
 from onnxpar_runtime.closing import Closing
 from onnxpar_runtime.errors import InputError
 from onnxpar_runtime.mpirun_place import mpirun_place
+from onnxpar_runtime.training.callbacks import Callback
+from onnxpar_runtime.training.results import Evaluated, Fitted
+from onnxpar_runtime.training.step_record import StepRecord
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
 SHOWN = 5
 """Untrained or shared tensors that are named one by one."""
-
-
-@dataclass(frozen=True)
-class StepRecord:
-    """The numbers of a step that are reported.
-
-    Attributes:
-        epoch: Number of the epoch, from 1.
-        step: Number of the step in its epoch, from 1.
-        loss: Mean loss of the step's batch, before the parameters were changed.
-        lr: Learning rate.
-        samples_per_s: Samples of the global batch divided by the seconds since the last record.
-        grad_norm: 2-norm of all gradients together, before clipping.
-        step_s: Seconds of a step: the mean since the last record, evaluation left out.
-        input_s: Of these, the seconds in which rank 0 waited for the next batch.
-        memory_bytes: The most memory of the host that the process of rank 0 has had.
-        flops_per_s: Operations of the step on all devices together, divided by its seconds; None if
-            they are not known (`StepResult.flops`).
-        mfu: The part of the devices' peak that this is; None if the peak is not known.
-        tokens_per_s: Tokens of the step divided by its seconds; None if no input has tokens
-            (`StepResult.tokens`).
-        communication_s: Of `step_s`, the seconds in which rank 0 communicated and did not compute:
-            data travelled, or it waited for other ranks; None on a GPU.
-        optimizer_s: Of `step_s`, those of the optimizer's program, without communication.
-        checkpoint_s: Of `step_s`, those in which a checkpoint was copied for writing.
-        eta_s: Seconds until the last step, at the pace of the run so far; None if a stream decides
-            when it ends.
-    """
-
-    epoch: int
-    step: int
-    loss: float
-    lr: float
-    samples_per_s: float
-    grad_norm: float
-    step_s: float
-    input_s: float
-    memory_bytes: int
-    flops_per_s: float | None = None
-    mfu: float | None = None
-    tokens_per_s: float | None = None
-    communication_s: float | None = None
-    optimizer_s: float | None = None
-    checkpoint_s: float | None = None
-    eta_s: float | None = None
-
-    @property
-    def line(self) -> str:
-        """The line for people, with the seven digits of a float32."""
-        return f"epoch: {self.epoch} step: {self.step}, loss is {self.loss:.7g}"
-
-    @property
-    def speed(self) -> str:
-        """How fast the run is, for people."""
-        if self.tokens_per_s is None:
-            text = f"{self.samples_per_s:.4g} samples/s"
-        else:
-            text = f"{self.tokens_per_s:.4g} tokens/s"
-        return text if self.mfu is None else f"{text}  MFU {self.mfu:.1%}"
-
-    @property
-    def json(self) -> str:
-        """The line of the log file; numbers that are not finite, which JSON lacks, are null.
-
-        What is not known of the run is left out.
-        """
-        values = {k: v for k, v in vars(self).items() if v is not None}
-        return json.dumps(
-            {k: v if isinstance(v, int) or isfinite(v) else None for k, v in values.items()}
-        )
 
 
 class Reporter(Closing):
@@ -107,6 +37,7 @@ class Reporter(Closing):
         every: Print each step of an epoch whose number this divides; 0 prints none.
         out: The stream for printed lines.
         bar: Whether to draw a progress bar; by default if the output is shown on a terminal.
+        callbacks: Are told what is reported, on rank 0.
 
     Raises:
         InputError: The log file cannot be written.
@@ -121,9 +52,12 @@ class Reporter(Closing):
         every: int = 1,
         out: TextIO | None = None,
         bar: bool | None = None,
+        callbacks: Sequence[Callback] = (),
     ) -> None:
         """Opens the log file."""
         self._first = first
+        self._callbacks = callbacks if first else ()
+        self._done = 0
         self._every = every
         self._out = sys.stdout if out is None else out
         self._path = log
@@ -149,6 +83,7 @@ class Reporter(Closing):
 
     def begin(self, steps: int | None, done: int = 0) -> None:
         """Begins a run of `steps` steps (None if unknown), of which `done` are done."""
+        self._done = done
         if self._progress is not None:
             self._progress.start()
             self._task = self._progress.add_task("training", total=steps, completed=done, state="")
@@ -173,6 +108,7 @@ class Reporter(Closing):
         Raises:
             InputError: The log file cannot be written.
         """
+        self._done += steps
         if not self._first:
             return
         if self._every and record.step % self._every == 0:
@@ -188,6 +124,24 @@ class Reporter(Closing):
                 self._file.write(record.json.encode() + b"\n")
             except OSError as error:
                 raise self._cannot_write(error) from None
+        for callback in self._callbacks:
+            callback.on_step(self._done, record)
+
+    def evaluated(self, epoch: int, result: Evaluated) -> None:
+        """Reports an evaluation after an epoch."""
+        self.tell(f"epoch: {epoch} evaluated on {result.samples} samples: {result.text}")
+        for callback in self._callbacks:
+            callback.on_evaluation(self._done, result)
+
+    def checkpoint(self, step: int, folder: Path) -> None:
+        """Reports that the checkpoint of a step was begun, and its folder."""
+        for callback in self._callbacks:
+            callback.on_checkpoint(step, folder)
+
+    def end(self, result: Fitted) -> None:
+        """Reports the end of the run."""
+        for callback in self._callbacks:
+            callback.on_end(result)
 
     def _cannot_write(self, error: OSError) -> InputError:
         return InputError(f"{self._path}: cannot be written: {error.strerror or error}")

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from math import isnan
 
 from onnxpar_format.checkpoint import Progress
@@ -22,6 +21,7 @@ from onnxpar_runtime.training.hyper import Hyperparameters
 from onnxpar_runtime.training.learning_rate import LearningRateSchedule
 from onnxpar_runtime.training.log import Reporter
 from onnxpar_runtime.training.pace import Pace
+from onnxpar_runtime.training.results import Evaluated, Fitted
 from onnxpar_runtime.training.sources import Stream
 from onnxpar_runtime.training.trainer import Trainer
 
@@ -29,51 +29,6 @@ Numbered = tuple[int, int, Step]
 """A step with its epoch and its number in the epoch, both from 1."""
 
 _BEGINNING = Progress()
-
-
-@dataclass(frozen=True)
-class Fitted:
-    """How a run ended.
-
-    Attributes:
-        epochs: Number of epochs that were begun.
-        steps: Number of steps of all epochs, including those before the run was resumed.
-        loss: Loss of the last step whose loss was read.
-    """
-
-    epochs: int
-    steps: int
-    loss: float
-
-
-@dataclass(frozen=True)
-class Evaluated:
-    """The result of an evaluation.
-
-    Attributes:
-        loss: Mean loss over the labels that count.
-        samples: Number of samples.
-        correct: Number of labels that were predicted correctly; None without classes.
-        labels: Number of labels that count.
-    """
-
-    loss: float
-    samples: int
-    correct: int | None
-    labels: int
-
-    @property
-    def accuracy(self) -> float | None:
-        """Share of correct labels; None without classes or labels."""
-        return None if self.correct is None or not self.labels else self.correct / self.labels
-
-    @property
-    def text(self) -> str:
-        """The result for people."""
-        line = f"loss is {self.loss:.7g}"
-        if self.accuracy is not None:
-            line += f", accuracy is {self.accuracy:.2%} ({self.correct} of {self.labels})"
-        return line
 
 
 def total_steps(data: TrainingData, epochs: int | None, steps: int | None) -> int | None:
@@ -275,5 +230,4 @@ def evaluate(trainer: Trainer, data: EvaluationData) -> Evaluated:
 def _report_evaluation(
     trainer: Trainer, data: EvaluationData, reporter: Reporter, epoch: int
 ) -> None:
-    result = evaluate(trainer, data)
-    reporter.tell(f"epoch: {epoch} evaluated on {result.samples} samples: {result.text}")
+    reporter.evaluated(epoch, evaluate(trainer, data))

@@ -5,8 +5,8 @@ import time
 from onnxpar_format.trace import CHECKPOINT, OPTIMIZER, RECEIVE
 from onnxpar_runtime.memory import peak_resident
 from onnxpar_runtime.tracing.timeline import Timeline
-from onnxpar_runtime.training.log import StepRecord
 from onnxpar_runtime.training.results import StepResult
+from onnxpar_runtime.training.step_record import StepRecord
 
 
 class Pace:

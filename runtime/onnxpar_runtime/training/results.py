@@ -1,4 +1,4 @@
-"""The results of a trainer's steps and evaluations."""
+"""The results of steps, evaluations and runs."""
 
 from dataclasses import dataclass
 from typing import Any, TypedDict
@@ -43,3 +43,48 @@ class Evaluation(TypedDict):
     count: int
     correct: int | None
     outputs: dict[str, Array] | None
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """How a run ended.
+
+    Attributes:
+        epochs: Number of epochs that were begun.
+        steps: Number of steps of all epochs, including those before the run was resumed.
+        loss: Loss of the last step whose loss was read.
+    """
+
+    epochs: int
+    steps: int
+    loss: float
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """The result of an evaluation.
+
+    Attributes:
+        loss: Mean loss over the labels that count.
+        samples: Number of samples.
+        correct: Number of labels that were predicted correctly; None without classes.
+        labels: Number of labels that count.
+    """
+
+    loss: float
+    samples: int
+    correct: int | None
+    labels: int
+
+    @property
+    def accuracy(self) -> float | None:
+        """Share of correct labels; None without classes or labels."""
+        return None if self.correct is None or not self.labels else self.correct / self.labels
+
+    @property
+    def text(self) -> str:
+        """The result for people."""
+        line = f"loss is {self.loss:.7g}"
+        if self.accuracy is not None:
+            line += f", accuracy is {self.accuracy:.2%} ({self.correct} of {self.labels})"
+        return line

@@ -10,7 +10,8 @@ import pytest
 
 from onnxpar_format.manifest import Loss, Training, TrainingTensor
 from onnxpar_runtime.errors import InputError
-from onnxpar_runtime.training.log import Reporter, StepRecord, on_terminal, what_is_trained
+from onnxpar_runtime.training.log import Reporter, on_terminal, what_is_trained
+from onnxpar_runtime.training.step_record import StepRecord
 
 RECORD = StepRecord(
     epoch=2, step=10, loss=2.302585092994046, lr=0.5, samples_per_s=8.0, grad_norm=1.5,

@@ -24,7 +24,8 @@ from onnxpar_runtime.training.batches import (
 from onnxpar_runtime.training.hyper import hyperparameters
 from onnxpar_runtime.training.learning_rate import LearningRateSchedule
 from onnxpar_runtime.training.log import Reporter
-from onnxpar_runtime.training.loop import Evaluated, Fitted, evaluate, fit, total_steps
+from onnxpar_runtime.training.loop import evaluate, fit, total_steps
+from onnxpar_runtime.training.results import Evaluated, Fitted
 from onnxpar_runtime.training.sources import Batch, Request, Samples, Stream, samples
 from tests.runtime.hand_trained import Reference, batch_of, regression
 

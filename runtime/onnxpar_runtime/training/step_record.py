@@ -1,0 +1,75 @@
+"""The numbers of a step that are reported."""
+
+import json
+from dataclasses import dataclass
+from math import isfinite
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """The numbers of a step that are reported.
+
+    Attributes:
+        epoch: Number of the epoch, from 1.
+        step: Number of the step in its epoch, from 1.
+        loss: Mean loss of the step's batch, before the parameters were changed.
+        lr: Learning rate.
+        samples_per_s: Samples of the global batch divided by the seconds since the last record.
+        grad_norm: 2-norm of all gradients together, before clipping.
+        step_s: Seconds of a step: the mean since the last record, evaluation left out.
+        input_s: Of these, the seconds in which rank 0 waited for the next batch.
+        memory_bytes: The most memory of the host that the process of rank 0 has had.
+        flops_per_s: Operations of the step on all devices together, divided by its seconds; None if
+            they are not known (`StepResult.flops`).
+        mfu: The part of the devices' peak that this is; None if the peak is not known.
+        tokens_per_s: Tokens of the step divided by its seconds; None if no input has tokens
+            (`StepResult.tokens`).
+        communication_s: Of `step_s`, the seconds in which rank 0 communicated and did not compute:
+            data travelled, or it waited for other ranks; None on a GPU.
+        optimizer_s: Of `step_s`, those of the optimizer's program, without communication.
+        checkpoint_s: Of `step_s`, those in which a checkpoint was copied for writing.
+        eta_s: Seconds until the last step, at the pace of the run so far; None if a stream decides
+            when it ends.
+    """
+
+    epoch: int
+    step: int
+    loss: float
+    lr: float
+    samples_per_s: float
+    grad_norm: float
+    step_s: float
+    input_s: float
+    memory_bytes: int
+    flops_per_s: float | None = None
+    mfu: float | None = None
+    tokens_per_s: float | None = None
+    communication_s: float | None = None
+    optimizer_s: float | None = None
+    checkpoint_s: float | None = None
+    eta_s: float | None = None
+
+    @property
+    def line(self) -> str:
+        """The line for people, with the seven digits of a float32."""
+        return f"epoch: {self.epoch} step: {self.step}, loss is {self.loss:.7g}"
+
+    @property
+    def speed(self) -> str:
+        """How fast the run is, for people."""
+        if self.tokens_per_s is None:
+            text = f"{self.samples_per_s:.4g} samples/s"
+        else:
+            text = f"{self.tokens_per_s:.4g} tokens/s"
+        return text if self.mfu is None else f"{text}  MFU {self.mfu:.1%}"
+
+    @property
+    def json(self) -> str:
+        """The line of the log file; numbers that are not finite, which JSON lacks, are null.
+
+        What is not known of the run is left out.
+        """
+        values = {k: v for k, v in vars(self).items() if v is not None}
+        return json.dumps(
+            {k: v if isinstance(v, int) or isfinite(v) else None for k, v in values.items()}
+        )
