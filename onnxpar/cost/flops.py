@@ -47,10 +47,12 @@ def program_flops(program: Program) -> Dim | None:
             (0,) * len(made),
         )
         if count is not None or contracts(share):
-            total.append((count or by_rule)(share).flops)
-    flops = as_dim(sum(total))
+            flops = (count or by_rule)(share).flops
+            # Costs of concrete sizes are floats, which sizes are not made of.
+            total.append(round(flops) if isinstance(flops, float) else flops)
+    count_of_all = as_dim(sum(total))
     given = {
         s for v in program.graph.inputs for size in shapes[v.name or ""] for s in symbols_of(size)
     }
     known = {s for s in given if not program.env.table[s].per_rank}
-    return flops if symbols_of(flops) <= known else None
+    return count_of_all if symbols_of(count_of_all) <= known else None

@@ -85,6 +85,18 @@ def test_of_a_convolution() -> None:
     )
 
 
+def test_of_concrete_sizes() -> None:
+    text = """<ir_version: 10, opset_import: ["" : 21]>
+    g (float[8, 4] x, float[2, 4] c) => (float loss) <float[4, 4] w = {MORE}> {
+        y = MatMul (x, w)  z = MatMul (c, w)  a = ReduceSum <keepdims = 0> (y)
+        b = ReduceSum <keepdims = 0> (z)  loss = Add (a, b) }"""
+    # Each product, and the gradient of its weight, has 2 x rows x 4 x 4 operations.
+    assert flops(model(text), loss="output:loss") == str(2 * 2 * 16 * (8 + 2))
+    # Concrete and symbolic sizes together.
+    mixed = flops(model(text.replace("[8, 4] x", "[batch, 4] x")), loss="output:loss")
+    assert mixed == dim_str(as_dim("64*batch + 128"))
+
+
 def test_a_size_depends_on_data() -> None:
     # Labels tell how many rows there are.
     assert flops(model(CHOSEN)) == dim_str(as_dim("64*_d0"))
