@@ -17,6 +17,7 @@ from pathlib import Path
 
 from onnxpar_format.checkpoint import FILE_NAME, CheckpointContents
 from onnxpar_format.entries import FileEntry
+from onnxpar_format.new_file import cannot_write as cannot_write_file
 from onnxpar_runtime.errors import CheckpointError
 
 _STEP = re.compile(r"step-(\d{8,})")
@@ -163,4 +164,4 @@ def prune(root: Path, keep: int) -> None:
 
 def cannot_write(path: Path, error: OSError) -> CheckpointError:
     """Returns the error for a path that cannot be written."""
-    return CheckpointError(f"{path}: cannot be written: {error.strerror or error}")
+    return CheckpointError(cannot_write_file(path, error))
