@@ -1,6 +1,7 @@
 """Reads the log of a training, for the page that shows it."""
 
 import json
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -53,5 +54,4 @@ def read_log(path: Path) -> dict[str, Any]:
 
 def _is_number(value: object) -> bool:
     # NaN and infinity are no JSON, in which a page gets its data.
-    known = isinstance(value, int | float) and not isinstance(value, bool)
-    return known and abs(value) < float("inf")  # type: ignore[arg-type]
+    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
