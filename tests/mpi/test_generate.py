@@ -110,6 +110,7 @@ def test_tokens_are_printed_as_they_come_and_end_at_eos(decoder: Path, tmp_path:
     end = want[4]
     outcome = generate(tmp_path, "--eos", str(end), tokens="one.json")
     expected = want[: want.index(end) + 1]
+    assert outcome.code == 0, outcome.text
     assert [int(token) for token in outcome.out.split()] == expected
 
 

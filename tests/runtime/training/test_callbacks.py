@@ -75,11 +75,12 @@ def test_steps_that_are_not_read_are_not_told(tmp_path: Path) -> None:
 
 def test_an_exception_ends_all_ranks(tmp_path: Path) -> None:
     told = Told(fails_at=2)
+    wanted = run(tmp_path)
     with (
         TrainerGroup(regression(tmp_path / "a")) as group,
         pytest.raises(Exception, match="no connection"),
     ):
-        group.on_each(lambda member: train_with(member, run(tmp_path), [told]))
+        group.on_each(lambda member: train_with(member, wanted, [told]))
     assert told.calls == [("step", 1, 1, 1)]
 
 
