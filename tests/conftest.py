@@ -1,5 +1,6 @@
 """What holds for all tests."""
 
+import gc
 import signal
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,12 +17,22 @@ for number, default in (
     if signal.getsignal(number) == signal.SIG_IGN:
         signal.signal(number, default)
 
+# As the command line does: hundreds of thousands of objects live as long as the process. Traversing
+# them again and again takes a fifth of the time of the tests that transform models.
+gc.set_threshold(100_000, 20, 50)
+
 ONE_AT_A_TIME = ("mpi", "collectives")
 
 
 def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
-    """Gives tests that start many ranks, or time them, to one worker where there are several."""
+    """Gives some tests to one worker, where there are several.
+
+    These are tests that start many ranks, or time them, and those of a module that exports networks
+    once for all of its tests.
+    """
     for item in items:
         folder = Path(item.path).parent.name
         if folder in ONE_AT_A_TIME:
             item.add_marker(pytest.mark.xdist_group("ranks"))
+        elif folder == "models":
+            item.add_marker(pytest.mark.xdist_group(Path(item.path).stem))

@@ -54,7 +54,7 @@ HOLDS = {
 }
 """How many times an expert's bytes of parameters a preset may hold, if not 1.01."""
 FULL = bool(os.environ.get("ONNXPAR_FULL"))
-SAMPLE = ("vit", "encoder", "mixtral", "phi3")
+SAMPLE = ("vit", "mixtral")
 NETWORKS = tuple(REDUCED) if FULL else SAMPLE
 FOUR = sorted(path.stem for path in (EXPERTS / "tp=4").glob("*.yaml") if path.stem in NETWORKS)
 """The networks with fewer heads of keys, or groups, than four."""

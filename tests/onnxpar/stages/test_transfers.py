@@ -1,5 +1,6 @@
 """Values go to other stages in the sharding that is fastest, and every result stays the same."""
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -81,15 +82,16 @@ def test_a_value_of_odd_sizes_is_not_scattered() -> None:
     assert sent(odd, odd) == odd
 
 
-@pytest.mark.parametrize(
-    "pipeline",
-    [
-        {"stages": 2, "micro_batches": 2},
-        {"stages": 2, "micro_batches": 2, "chunks": 2, "schedule": "interleaved"},
-        {"stages": 3, "micro_batches": 3, "schedule": "zb-h1"},
-    ],
-    ids=lambda p: p.get("schedule", "1f1b"),
-)
+PIPELINES: list[dict[str, Any]] = [
+    {"stages": 3, "micro_batches": 3, "schedule": "zb-h1"},
+    {"stages": 2, "micro_batches": 2},
+    {"stages": 2, "micro_batches": 2, "chunks": 2, "schedule": "interleaved"},
+]
+if not os.environ.get("ONNXPAR_FULL"):
+    PIPELINES = PIPELINES[:1]
+
+
+@pytest.mark.parametrize("pipeline", PIPELINES, ids=lambda p: p.get("schedule", "1f1b"))
 def test_training_sends_half_and_computes_the_same(
     tmp_path: Path, pipeline: dict[str, Any]
 ) -> None:
