@@ -44,7 +44,7 @@ def report_page(
     known = {symbol["name"] for page in pages for symbol in page["symbols"]}
     if unknown := sorted((sizes or {}).keys() - known):
         those = ", ".join(sorted(known)) or "none"
-        raise DirectoryError(f"unknown symbol {unknown[0]!r}; the symbols are {those}")
+        raise DirectoryError(f"expected a symbol of the model, one of {those}, got {unknown[0]!r}")
     data = page_data(pages)
     if log is not None:
         data["log"] = {"name": log.name, **read_log(log)}
@@ -59,8 +59,8 @@ def _trace(path: Path, pages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     found = trace_table(path)
     ranks, devices = len(found.times.ranks), [page["devices"] for page in pages]
     if ranks not in devices:
-        made = " and ".join(f"{page['name']} for {page['devices']}" for page in pages)
-        raise DirectoryError(f"{path}: the trace has {ranks} ranks, but onnxpar made {made}")
+        made = " or ".join(f"{page['devices']} ranks, as {page['name']} has" for page in pages)
+        raise DirectoryError(f"{path}: expected a trace of {made}, got one of {ranks}")
     return {
         "name": path.name,
         "columns": found.columns(),

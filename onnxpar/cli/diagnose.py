@@ -17,10 +17,11 @@ def command(
     ],
     as_json: AsJson = False,
 ) -> None:
-    """Show which rank is behind, or called something else, after a hang or a crash.
+    """Show which rank is at fault after a hang or a crash.
 
-    Ranks write their last calls when they fail, at SIGUSR1, and (except those of `serve`) at
-    SIGTERM: to the folder --log-dir, or to a new one in onnxpar-failed.
+    It is a rank for which others wait, or one that made another call than the others. Ranks write
+    their last calls when they fail, at SIGUSR1, and (except those of `serve`) at SIGTERM: to the
+    folder --log-dir, or to a new one in onnxpar-failed.
     """
     found = diagnose(folder)
     if as_json:

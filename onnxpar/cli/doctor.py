@@ -11,9 +11,10 @@ from onnxpar.cli.screen import Screen
 
 @takes_options
 def command(as_json: AsJson = False) -> None:
-    """Show versions, MPI, devices and limits, and try two ranks under mpirun.
+    """Show what this machine has, and test two ranks under mpirun.
 
-    The text is meant for a bug report. The exit code is 1 if onnxpar cannot work here.
+    It shows versions, MPI, devices and limits, as text for a bug report. The exit code is 1 if
+    onnxpar cannot work here.
     """
     # It loads onnxruntime, which the other commands do without.
     from onnxpar.api import runtime

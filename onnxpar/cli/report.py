@@ -35,7 +35,10 @@ def command(
         Option("The size of a symbol that the page shows first; may be repeated.", "NAME=SIZE"),
     ] = (),
 ) -> None:
-    """Write a page that shows how a model was sharded, for a browser without a network."""
+    """Write a page that shows how a model was sharded.
+
+    A browser shows it, and needs no network.
+    """
     report_page(
         directories,
         out,

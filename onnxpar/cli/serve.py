@@ -8,9 +8,10 @@ from onnxpar_format.options import Execution, ServingRun
 
 @takes_options
 def command(directory: Directory, what: ServingRun, how: Execution) -> None:
-    """Serve a decoder that has a cache, with OpenAI's endpoints for completions and chats.
+    """Serve a decoder over HTTP, as OpenAI's servers do.
 
-    Start it as `mpirun -n N onnxpar serve DIR …`. It needs `pip install 'onnxpar[serve]'`.
+    The decoder must have a cache. The endpoints are those for completions and chats. Start it as
+    `mpirun -n N onnxpar serve DIR …`. It needs `pip install 'onnxpar[serve]'`.
     """
     # It loads onnxruntime and MPI, which the other commands do without.
     from onnxpar.api import runtime

@@ -73,7 +73,9 @@ def command(
     if (bisect or dump) and (encoder or options.generate is not None):
         other = "--encoder" if encoder else "--generate"
         flag = "--bisect" if bisect else "--dump"
-        raise DirectoryError(f"{flag}: works on one program in one run; expected no {other}")
+        raise DirectoryError(
+            f"{flag}: expected no {other}, since it compares one run of one program"
+        )
     # It loads onnxruntime, which the other commands do without.
     from onnxpar.api import runtime
 

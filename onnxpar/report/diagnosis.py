@@ -200,7 +200,7 @@ class _Diagnoser:
                 f"{_numbered(silent)} wrote no calls: stopped, died, or could not write"
             ]
         if not ends:
-            return [], ["no rank waits for another: all members have come to every call that began"]
+            return [], ["no rank waits for another: all members have reached every call that began"]
         return ends, [self._said(rank, waits) for rank in ends]
 
     def _missing(self, call: LastCall) -> list[int]:
@@ -228,7 +228,7 @@ class _Diagnoser:
         waiting = sorted(other for other, found in waits.items() if rank in found)
         call = waits[waiting[0]][rank]
         text = (
-            f"rank {rank} is behind: it never came to {_described(call)}, call {call.place} of the "
+            f"rank {rank} is behind: it never reached {_described(call)}, call {call.place} of the "
             f"group {_listed(call.ranks)}, in which {_numbered(waiting)} "
             f"{'has' if len(waiting) == 1 else 'have'} waited for {self._now - call.begin:.1f} s"
         )

@@ -118,6 +118,7 @@ def _rows(ranks: Sequence[RankTimes], shown: Sequence[tuple[str, str]]) -> list[
 
 def _straggler(rank: int, found: RankTimes) -> str:
     return (
-        f"straggler: rank {rank}: the others together wait {1000 * found.waited_for:.2f} ms of a "
-        f"step for it, and it waits {1000 * found.waiting:.2f} ms for them"
+        f"straggler: rank {rank}: in each step, the other ranks together wait "
+        f"{1000 * found.waited_for:.2f} ms for it, and it waits {1000 * found.waiting:.2f} ms for "
+        "them"
     )

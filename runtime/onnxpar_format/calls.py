@@ -123,7 +123,7 @@ def _read(file: Path) -> RankCalls:
     except OSError as error:
         raise ValueError(f"{file}: {error.strerror or error}") from None
     except (KeyError, IndexError, TypeError, ValueError):
-        raise ValueError(f"{file}: does not have the last calls of a rank") from None
+        raise ValueError(f"{file}: expected the last calls of a rank, got other contents") from None
 
 
 def _call(row: dict[str, int], raw: dict[str, Any], ahead: int) -> LastCall:

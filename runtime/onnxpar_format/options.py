@@ -211,7 +211,7 @@ class TrainingRun:
     peak_flops: Annotated[
         float | None,
         Option(
-            "Operations per second of which a device is capable, to log the utilisation (mfu).",
+            "The most operations per second of a device, to log the utilisation (mfu).",
             "X",
         ),
     ] = None
@@ -322,8 +322,9 @@ class BeamSearch:
         str,
         Option(
             "With --beams: when the search for a prompt ends, as in transformers. true: as soon as "
-            "there are N complete sequences. false: when, also, no beam scores better at its "
-            "present length than the worst of these. never: when, also, no beam can still do so.",
+            "there are N complete sequences. false: when there are N, and no beam, at its present "
+            "length, scores better than the worst of them. never: when there are N, and no beam "
+            "can ever score better than the worst of them.",
             "WHEN",
         ),
     ] = "false"

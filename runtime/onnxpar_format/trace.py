@@ -27,7 +27,7 @@ STEP, EVALUATION, PROGRAM, INPUT, RECEIVE, CHECKPOINT, OPTIMIZER, ACTION = (
 """Kinds of spans of the main thread. A `receive` waits for a message of another stage; an `action`
 is a forward or backward of a micro-batch; an `evaluation` is that of a batch."""
 CALL, WAITING, OPERATOR = "call", "waiting", "operator"
-"""A collective or a message; the time in it until the last rank has come; an operator."""
+"""A collective or a message; the time in it until the last rank arrives; an operator."""
 _NAMES = {
     MAIN: "program",
     FOREGROUND: "communication",
@@ -49,7 +49,7 @@ class TraceSpan:
         start: When it began, in seconds from the beginning of the trace, on the clock of rank 0.
         end: When it ended.
         more: Further facts. A call has `op`, `ranks`, `lane`, `place` (its number among the calls
-            of these ranks), `bytes`, `tensors`, and `last`, the rank that came last, if known.
+            of these ranks), `bytes`, `tensors`, and `last`, the rank that arrived last, if known.
     """
 
     rank: int
@@ -179,4 +179,4 @@ def read_trace(path: str | Path) -> Trace:
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror or error}") from None
     except (KeyError, TypeError, json.JSONDecodeError, UnicodeDecodeError):
-        raise ValueError(f"{path}: not a trace that onnxpar wrote") from None
+        raise ValueError(f"{path}: expected a trace that --trace wrote, got another file") from None

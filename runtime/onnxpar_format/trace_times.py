@@ -49,7 +49,7 @@ class RankTimes:
         step: From the beginning of a step to its end.
         compute: In programs, without the communication in them.
         communication: Data travels and the rank does not compute: exposed communication.
-        waiting: In communication, until the last rank has come.
+        waiting: In communication, until the last rank arrives.
         bubble: Waiting for messages of other pipeline stages.
         input: Waiting for the next batch.
         checkpoint: Copying states for a checkpoint.

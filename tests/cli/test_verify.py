@@ -69,7 +69,7 @@ def test_given_inputs(paths: tuple[str, str], tmp_path: Path) -> None:
         (["--symbol", "batch"], "--symbol 'batch': expected name=integer, got 'batch'"),
         (["--symbol", "batch=x"], "expected name=integer, got 'batch=x'"),
         (["--symbol", "batch=1,batch=2"], "'batch' is given twice"),
-        (["--symbol", "seq=1"], "unknown symbol 'seq'; the inputs have batch"),
+        (["--symbol", "seq=1"], "expected a symbol of the inputs, one of batch, got 'seq'"),
         (["--symbol", "batch=0"], "symbol 'batch' is 0, which violates its constraint: at least 1"),
         (["--inputs", "none.npz"], "none.npz: no such file"),
     ],

@@ -313,7 +313,7 @@ def test_the_command(forward: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     ("options", "message"),
     [
         (["--node", "*"], "--node: expected --dump FILE as well, got none"),
-        (["--bisect", "--generate", "3"], "--bisect: works on one program in one run"),
+        (["--bisect", "--generate", "3"], "--bisect: expected no --generate"),
         (["--dump", "v.npz", "--node", "nobody"], "--node nobody: matches no node"),
     ],
 )

@@ -183,7 +183,7 @@ def test_prompts_of_several_lengths_are_refused_without_a_mask(
 ) -> None:
     with Generator(sharded("t5", "replicate")) as generator:
         feeds = token_feeds(generator.manifest.program("encoder"), TEXTS[:2])
-        with pytest.raises(OnnxparRuntimeError, match="expected one length"):
+        with pytest.raises(OnnxparRuntimeError, match="expected equal lengths"):
             generator.generate([[3], [3, 4]], encoder=feeds)
 
 

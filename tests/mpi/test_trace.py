@@ -93,14 +93,14 @@ def test_the_trace_of_an_evaluation_is_shown_on_a_page(
     two = linear.shard(tmp_path, 2)
     page.unlink()
     assert main(["report", str(two), "--trace", str(file), "-o", str(page)]) == 2
-    assert "the trace has 1 ranks, but onnxpar made ranks2 for 2" in capsys.readouterr().err
+    assert "expected a trace of 2 ranks, as ranks2 has, got one of 1" in capsys.readouterr().err
     assert not page.exists()
 
 
 def test_files_that_are_no_traces(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a.json").write_text('{"traceEvents": []}')
     assert main(["trace", str(tmp_path / "a.json")]) == 2
-    assert "not a trace that onnxpar wrote" in capsys.readouterr().err
+    assert "expected a trace that --trace wrote, got another file" in capsys.readouterr().err
     assert main(["trace", str(tmp_path / "b.json")]) == 2
     assert "b.json: No such file" in capsys.readouterr().err
     directory = linear.shard(tmp_path, 1)

@@ -60,7 +60,7 @@ class BeamSteps:
         self._sequences = Sequences(prompts, left=not decoder.in_place)
         if self._sequences.padded and decoder.roles.mask is None:
             raise InputError(
-                "prompts: expected one length, since the model has no attention mask, got "
+                "prompts: expected equal lengths, since the model has no attention mask, got "
                 f"{sorted({len(p) for p in prompts})}"
             )
         self._capacity = self._sequences.total + new - 1

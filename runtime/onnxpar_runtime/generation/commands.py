@@ -109,7 +109,7 @@ def check_options(what: GenerationRun) -> None:
         ("--logprobs", what.logprobs is not None),
     ):  # fmt: skip
         if given:
-            raise InputError(f"{option}: not with --beams, which finds the likeliest sequences")
+            raise InputError(f"{option}: expected no --beams, since beam search has no such option")
 
 
 def encoder_of(manifest: Manifest) -> ProgramEntry | None:

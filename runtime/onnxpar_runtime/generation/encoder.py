@@ -204,7 +204,8 @@ def token_feeds(program: ProgramEntry, texts: Sequence[Tokens]) -> dict[str, Arr
     lengths = _lengths(texts)
     if mask is None and len(set(lengths)) > 1:
         raise InputError(
-            f"prompts: expected one length, since the encoder has no mask, got {sorted({*lengths})}"
+            "prompts: expected equal lengths, since the encoder has no mask, got "
+            f"{sorted({*lengths})}"
         )
     ids = np.zeros((len(texts), max(lengths, default=0)), DTYPES[tokens.dtype].dtype)
     for row, text in enumerate(texts):

@@ -167,7 +167,7 @@ class Generator(Opened):
             sequences = Sequences(prompts, left=not self._decoder.in_place)
             if sequences.padded and self._roles.mask is None:
                 raise InputError(
-                    "prompts: expected one length, since the model has no attention mask, got "
+                    "prompts: expected equal lengths, since the model has no attention mask, got "
                     f"{sorted({len(p) for p in prompts})}"
                 )
             capacity = sequences.total + max_new_tokens - 1

@@ -115,7 +115,7 @@ class Sequences:
             return
         if not self._left and self.padded:
             raise InputError(
-                f"prompts: expected one length, since a run takes {width} of their tokens at a "
+                f"prompts: expected equal lengths, since a run takes {width} of their tokens at a "
                 f"time, got {sorted(set(self.lengths.tolist()))}"
             )
         if self.total % width:

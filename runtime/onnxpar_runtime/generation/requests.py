@@ -213,7 +213,7 @@ class Requests:
 
     @property
     def reused(self) -> int:
-        """The number of prompt tokens whose cache was that of an earlier prompt."""
+        """The number of prompt tokens whose cache was taken over from an earlier prompt."""
         return self._groups[0].slots.prefixes.reused
 
     @property

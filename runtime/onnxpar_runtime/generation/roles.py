@@ -119,8 +119,8 @@ def feeds_of(roles: Roles, sequences: Places, tokens: Array) -> dict[str, Array]
         if len(spec.shape) == 1:
             if sequences.padded:
                 raise InputError(
-                    f"prompts: expected one length, since {spec.name!r} has one position for all "
-                    "sequences"
+                    f"prompts: expected equal lengths, since {spec.name!r} has one position for "
+                    "all sequences, got different ones"
                 )
             positions = positions[0]
         elif len(spec.shape) == 3:

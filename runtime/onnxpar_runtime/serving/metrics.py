@@ -36,7 +36,7 @@ class Metrics:
         running: Requests with a slot.
         waiting: Requests without one.
         cache_bytes: The bytes of the caches of a rank.
-        reused_tokens: Prompt tokens whose cache was that of an earlier prompt.
+        reused_tokens: Prompt tokens whose cache was taken over from an earlier prompt.
     """
 
     def __init__(self) -> None:
@@ -92,7 +92,7 @@ class Metrics:
             ("prompt_tokens_total", "Prompt tokens of complete requests.", self._prompt_tokens),
             (
                 "reused_prompt_tokens_total",
-                "Prompt tokens whose cache was that of an earlier prompt.",
+                "Prompt tokens whose cache was taken over from an earlier prompt.",
                 self.reused_tokens,
             ),
             ("new_tokens_total", "New tokens.", self._new_tokens),

@@ -76,7 +76,7 @@ def _ask(rank: Rank, other: int, now: Callable[[], int]) -> Offset:
     best: Offset | None = None
     for _ in range(_ROUNDS):
         begin = now()
-        rank.send(np.array([begin], np.int64), other, _TAG, "a question for the time")
+        rank.send(np.array([begin], np.int64), other, _TAG, "the request for the time")
         rank.recv(answer, other, _TAG, "the time")
         end = now()
         half = (end - begin) // 2
@@ -89,5 +89,5 @@ def _ask(rank: Rank, other: int, now: Callable[[], int]) -> Offset:
 def _answer(rank: Rank, now: Callable[[], int]) -> None:
     question = np.zeros(1, np.int64)
     for _ in range(_ROUNDS):
-        rank.recv(question, 0, _TAG, "a question for the time")
+        rank.recv(question, 0, _TAG, "the request for the time")
         rank.send(np.array([now()], np.int64), 0, _TAG, "the time")

@@ -62,7 +62,7 @@ def complete_case(
     for name in case:
         if name not in known:
             raise SymbolValueError(
-                f"unknown symbol {name!r}; the inputs have {', '.join(sorted(known))}"
+                f"expected a symbol of the inputs, one of {', '.join(sorted(known))}, got {name!r}"
             )
     default = default_cases(manifest, program)[0]
     tied = _tied(known, program)

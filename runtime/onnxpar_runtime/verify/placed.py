@@ -102,8 +102,12 @@ class Shards:
             self.sharding: SizedSharding = place.entry.sharding(manifest.atoms, values, local)
         except (ExpressionError, IndexError) as error:
             raise ValueError(f"{place.name!r}: {error}") from None
-        if any(a.shape != self.sharding.local_shape for a in shards.values()):
-            raise ValueError(f"{place.name!r}: expected {self.sharding.local_shape}, got {local}")
+        for rank, array in shards.items():
+            if array.shape != self.sharding.local_shape:
+                raise ValueError(
+                    f"{place.name!r}: expected the shape {self.sharding.local_shape}, got "
+                    f"{array.shape} on rank {rank}"
+                )
         self._first = min(shards) // manifest.stage_devices * manifest.stage_devices
         groups: dict[tuple[int, ...], list[int]] = {}
         for rank in sorted(shards):

@@ -185,7 +185,7 @@ def test_what_report_refuses(here: Path, capsys: pytest.CaptureFixture[str]) -> 
         (["nothing"], "nothing: no such directory"),
         (["out", "out", "out"], "expected one directory or two to compare, got 3"),
         (["out", "--symbol", "batch"], "--symbol batch: expected a size, as in batch=32"),
-        (["out", "--symbol", "bach=8"], "unknown symbol 'bach'; the symbols are batch"),
+        (["out", "--symbol", "bach=8"], "expected a symbol of the model, one of batch, got 'bach'"),
         (["out", "-o", "absent/page.html"], "its folder"),
     ):
         assert main(["report", *arguments]) == 2

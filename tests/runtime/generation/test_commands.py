@@ -82,13 +82,13 @@ def test_options_of_another_kind_of_model_are_refused(
     [
         ({"logprobs": 2}, "--logprobs: expected --json as well, got none"),
         ({"search": BeamSearch(1, 2.0)}, "--length-penalty, --early-stopping: expected --beams"),
-        ({"sampling": Sampling(top_k=3)}, "--seed: not with --beams"),
-        ({"stop": ("x",)}, "--stop: not with --beams"),
-        ({"logprobs": 2, "as_json": True}, "--logprobs: not with --beams"),
+        ({"sampling": Sampling(top_k=3)}, "--seed: expected no --beams"),
+        ({"stop": ("x",)}, "--stop: expected no --beams"),
+        ({"logprobs": 2, "as_json": True}, "--logprobs: expected no --beams"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(options: Any, message: str) -> None:
-    more = {} if "expected" in message else {"search": BeamSearch(2)}
+    more = {"search": BeamSearch(2)} if "expected no --beams" in message else {}
     with pytest.raises(InputError, match=message):
         check_options(GenerationRun(**more, **options))
 
@@ -101,7 +101,7 @@ def test_inputs_with_different_rows_are_refused(tmp_path: Path) -> None:
 
 
 def test_texts_that_a_program_cannot_tell_apart_from_padding_are_refused() -> None:
-    with pytest.raises(InputError, match="expected one length, since the encoder has no mask"):
+    with pytest.raises(InputError, match="expected equal lengths, since the encoder has no mask"):
         token_feeds(encoder(IDS), [[1], [1, 2]])
     with pytest.raises(InputError, match="prompt 1: expected at least one token"):
         token_feeds(TEXT, [[1], []])
