@@ -1,6 +1,7 @@
 """Writes the page about a directory, or about two, and a run of it."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,7 @@ def report_page(
     Args:
         directories: One directory, or two to compare.
         out: The page; it is written completely or not at all.
-        sizes: The sizes of symbols that the page shows first, and for which times are predicted;
-            `Symbol.typical` for others.
+        sizes: The sizes of symbols that the page shows first; `Symbol.typical` for others.
         machine: The machine whose times are predicted.
         log: A file that `train --log` has written.
         trace: A file that `--trace` has written.
@@ -40,7 +40,10 @@ def report_page(
     if not 1 <= len(directories) <= 2:
         raise DirectoryError(f"expected one directory or two to compare, got {len(directories)}")
     check_file(out, DirectoryError)
-    pages = [_directory(directory, sizes or {}, machine) for directory in directories]
+    pages = [
+        directory_page(directory, sizes or {}, machine, partial(runtime.pipeline_times, directory))
+        for directory in directories
+    ]
     known = {symbol["name"] for page in pages for symbol in page["symbols"]}
     if unknown := sorted((sizes or {}).keys() - known):
         those = ", ".join(sorted(known)) or "none"
@@ -67,13 +70,3 @@ def _trace(path: Path, pages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "ranks": [vars(rank) for rank in found.times.ranks],
         "remarks": found.remarks(),
     }
-
-
-def _directory(directory: Path, sizes: Mapping[str, int], machine: Machine) -> dict[str, Any]:
-    page = directory_page(directory, sizes, machine)
-    parts = {program["name"]: program["end"] for program in page["ranks"]}
-    first = page["programs"][0]["name"]
-    if page["stages"] > 1 and any(program["of"] == first for program in page["ranks"]):
-        page["pipeline"] = runtime.pipeline_times(directory, first, parts)
-        page["step"] = page["pipeline"]["end"]
-    return page

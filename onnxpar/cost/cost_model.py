@@ -307,14 +307,7 @@ class CostModel:
             plan: Its plan.
             count: Counts the arithmetic and traffic of the operator; None: by the rule's factors.
         """
-        operands = tuple(
-            None if v is None else (v.dtype, view.env.shapes.get(v.name or ""))
-            for v in (*view.node.inputs, *view.node.outputs)
-        )
-        # The operator's own count may depend on attributes.
-        counting = None if count is None else (count, str(view.node.attributes))
-        planned = (plan.inputs, plan.outputs, tuple(plan.factors.items()))
-        key = (rule, operands, counting, planned)
+        key = work_key(rule, view, plan, count)
         if key not in self._works:
             self._works[key] = self._work(rule, view, plan, count)
         return self._works[key]
@@ -473,3 +466,23 @@ class CostModel:
         """The bytes of the shard of the largest output, of which all have the type of the first."""
         width = itemsize_of(next(iter(view.node.outputs), None))
         return max(map(self.elements, plan.outputs), default=0) * width
+
+
+def work_key(
+    rule: OpRule, view: NodeView, plan: NodePlan, count: CostFn | None
+) -> tuple[object, ...]:
+    """Returns a key that is equal only for nodes of equal work on the same machine and mesh.
+
+    Args:
+        rule: As the arguments of `CostModel.node`.
+        view: Likewise.
+        plan: Likewise.
+        count: Likewise.
+    """
+    operands = tuple(
+        None if v is None else (v.dtype, view.env.shapes.get(v.name or ""))
+        for v in (*view.node.inputs, *view.node.outputs)
+    )
+    # The operator's own count may depend on attributes.
+    counting = None if count is None else (count, str(view.node.attributes))
+    return rule, operands, counting, plan.inputs, plan.outputs, tuple(plan.factors.items())

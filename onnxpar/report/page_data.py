@@ -4,7 +4,7 @@ Begins with `page_data`; `onnxpar.report.write_page` makes a page of it. The tab
 `onnxpar.report.tables` hold what occurs often, and everything else refers to them by place.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,13 @@ from onnxpar.emit.manifest import dtype_named
 from onnxpar.report.fold_layers import FoldedNodes, common_name, fold_nodes
 from onnxpar.report.rank_programs import rank_programs
 from onnxpar.report.read_directory import read_programs
+from onnxpar.report.size_grid import size_grid
 from onnxpar.report.stage_data import bytes_of
 from onnxpar.report.tables import Tables
 
 Json = dict[str, Any]
+Played = Callable[[str, Sequence[Mapping[str, float]]], Json]
+"""Plays a step of a pipeline, as `onnxpar.api.runtime.pipeline_times`."""
 
 
 def page_data(directories: Sequence[Json]) -> Json:
@@ -30,13 +33,16 @@ def page_data(directories: Sequence[Json]) -> Json:
     return {"version": __version__, "directories": list(directories)}
 
 
-def directory_page(directory: Path, sizes: Mapping[str, int], machine: Machine) -> Json:
+def directory_page(
+    directory: Path, sizes: Mapping[str, int], machine: Machine, played: Played | None = None
+) -> Json:
     """Returns the part of a page about one directory.
 
     Args:
         directory: The directory.
         sizes: The sizes of symbols that the page shows first; `Symbol.typical` for others.
         machine: The machine whose times are predicted.
+        played: Plays a step of the directory's pipeline; without it, the page has none.
 
     Raises:
         DirectoryError: It has no report, a graph in it cannot be read, or a size is not admissible.
@@ -47,7 +53,7 @@ def directory_page(directory: Path, sizes: Mapping[str, int], machine: Machine) 
     for name, size in sizes.items():
         if name in symbols:
             symbols[name].check(name, size)
-    tables = Tables(symbols)
+    tables, grid = Tables(symbols), size_grid(symbols, sizes)
     data = {
         "name": directory.name or str(directory),
         "generator": manifest["generator"],
@@ -62,10 +68,30 @@ def directory_page(directory: Path, sizes: Mapping[str, int], machine: Machine) 
         "symbols": [_symbol(name, symbol, sizes) for name, symbol in symbols.items()],
         "parameters": _parameters(manifest),
         "machine": machine.name,
-        "ranks": rank_programs(directory, manifest, programs, tables, machine, sizes),
+        "grid": grid.data(),
+        "ranks": rank_programs(directory, manifest, programs, tables, machine, grid),
         "programs": [_program(name, program, tables) for name, program in programs.items()],
     }
+    if played is not None and report["stages"] > 1:
+        data["pipeline"] = _pipeline(data, tables, len(grid.points), played)
     return data | tables.contents()
+
+
+def _pipeline(data: Json, tables: Tables, points: int, played: Played) -> Json | None:
+    """Returns a step of a pipeline; None if the graphs of no rank are there."""
+    first = data["programs"][0]["name"]
+    if not any(part["of"] == first for part in data["ranks"]):
+        return None
+    ends = [
+        {part["name"]: tables.at(part["end"], point) for part in data["ranks"]}
+        for point in range(points)
+    ]
+    found = played(first, ends)
+    ranks = [
+        [[*action[:3], *map(tables.time, action[3:])] for action in actions]
+        for actions in found["ranks"]
+    ]
+    return found | {"ranks": ranks, "end": tables.time(found["end"])}
 
 
 def _symbol(name: str, symbol: Symbol, sizes: Mapping[str, int]) -> Json:
@@ -77,7 +103,6 @@ def _symbol(name: str, symbol: Symbol, sizes: Mapping[str, int]) -> Json:
         "most": facts.max,
         "step": max(facts.divisor, 1),
         "value": sizes.get(name, symbol.typical()),
-        "predicted": sizes.get(name, symbol.typical()),
     }
 
 

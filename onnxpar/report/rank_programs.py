@@ -1,11 +1,11 @@
 """What a rank runs, holds and waits for, from the graphs of a directory.
 
-Times are those of the cost model at one size of each symbol. They are the times of the nodes of a
+Times are those of the cost model at some sizes of each symbol. They are the times of the nodes of a
 rank's graph, with local shapes, so they contain what partitioning added. Memory is the lifetimes of
 values, with sizes as formulas, so that a page computes it at other sizes.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,9 @@ from onnxpar.core.mesh import Mesh
 from onnxpar.core.sharding import Sharding
 from onnxpar.core.symbols import SymbolTable, as_dim, dim_text
 from onnxpar.core.symbols.expressions import count_str
-from onnxpar.cost.cost_model import CostModel
+from onnxpar.cost.cost_model import CostModel, work_key
 from onnxpar.cost.live_memory import MemoryStep, lifetimes
-from onnxpar.cost.timeline import Transfer, played
+from onnxpar.cost.timeline import Transfer, elapsed
 from onnxpar.graph.builder import DOMAIN
 from onnxpar.graph.plan import NodePlan
 from onnxpar.graph.shapes import read_shapes
@@ -30,13 +30,13 @@ from onnxpar.ops.registry import Registry
 from onnxpar.ops.table import REGISTRY
 from onnxpar.partition.program_memory import LocalSizes, memory_steps
 from onnxpar.report.read_directory import read_graph
+from onnxpar.report.size_grid import SizeGrid
 from onnxpar.report.tables import Size, Tables
 from onnxpar.resharding.routes import OPERATORS
 from onnxpar_format.manifest import StateKind
 
 Json = dict[str, Any]
 _KINDS = {op: kind for kind, op in OPERATORS.items()}
-_DIGITS = 4
 
 
 def rank_programs(
@@ -45,29 +45,30 @@ def rank_programs(
     programs: Mapping[str, Json],
     tables: Tables,
     machine: Machine,
-    sizes: Mapping[str, int],
+    grid: SizeGrid,
     registry: Registry = REGISTRY,
 ) -> list[Json]:
     """Returns each program of each stage, as the first rank runs it whose graph is there.
 
     Keys: `name`; `of`, the program of the report to whose nodes its nodes belong; `stage`, `rank`;
     `keeps`, whether its `handed` values wait for a backward pass;
-    `nodes`, with `name`, `op`, `owner` (the number of the node in `of`, or -1), `seconds`,
-    `begins`; `untimed`, the nodes whose time is not known and counts 0, since only a run shows the
-    sizes; `transfers`, with `node`, `ready`, `needed` (numbers of nodes), `begins`, `ends` and
-    `bytes`; `apart`, collectives that run behind another program; `end`, the program's seconds;
+    `nodes`, with `name`, `op`, `owner` (the number of the node in `of`, or -1) and `seconds`;
+    `untimed`, the nodes whose time is not known and counts 0, since only a run shows the sizes;
+    `transfers`, in the order in which they are ready, with `node`, `ready`, `needed` (numbers of
+    nodes), `overlaps`, `seconds` and `bytes`; `apart`, collectives that run behind another program;
+    `end`, the program's seconds;
     `values`, `[name, size, first node, last node]`; `work`, `[node, bytes]` of kernels that need
-    memory while they run, at the sizes of the times; `bound`, `[name, kind, size]` of what is in
-    memory before and after; `handed`, the values that other programs read; and `unknown`, the
+    memory while they run, at the sizes that are shown first; `bound`, `[name, kind, size]` of what
+    is in memory before and after; `handed`, the values that other programs read; and `unknown`, the
     values whose size only a run shows.
 
     Args:
         directory: The directory.
         manifest: Its manifest.
         programs: The reports of its programs, by name.
-        tables: Receives formulas and texts.
+        tables: Receives formulas, times and texts.
         machine: The machine whose times are predicted.
-        sizes: Sizes of symbols.
+        grid: The sizes at which they are.
         registry: The table of operators.
 
     Raises:
@@ -87,6 +88,9 @@ def rank_programs(
         for stage in stages
         if stage.get("backward")
     }
+    axes = manifest["mesh"]["axes"]
+    mesh = Mesh(tuple((name, size) for name, size in axes), tuple(manifest["mesh"]["atoms"]))
+    costs = [CostModel(machine, mesh, tables.symbols, sizes) for sizes in grid.points]
     each = manifest["devices"] // manifest.get("pipeline", {}).get("stages", 1)
     for name, entry in manifest["programs"].items():
         rank = next((r for r, file in enumerate(entry["files"] or ()) if file), None)
@@ -96,7 +100,7 @@ def rank_programs(
         of = unsplit.get(name, name)
         rows = programs.get(of, {}).get("nodes", ())
         owners = {row["name"]: number for number, row in enumerate(rows)}
-        reading = _Reading(manifest, entry, model, tables, machine, sizes, registry)
+        reading = _Reading(manifest, entry, model, tables, costs, grid.shown, registry)
         data = {"name": name, "of": of, "stage": rank // each, "rank": rank, "keeps": name in kept}
         found.append(data | reading.times(owners) | reading.memory())
     return found
@@ -109,21 +113,19 @@ class _Reading:
         entry: Json,
         model: ir.Model,
         tables: Tables,
-        machine: Machine,
-        sizes: Mapping[str, int],
+        costs: Sequence[CostModel],
+        shown: int,
         registry: Registry,
     ) -> None:
         self.manifest, self.entry, self.model, self.tables = manifest, entry, model, tables
-        self.registry = registry
+        self.registry, self.costs, self.shown = registry, costs, shown
+        self._known: dict[tuple[object, ...], list[float]] = {}
         self.nodes = list(model.graph)
         self.table = tables.symbols
         values = [*model.graph.inputs, *model.graph.initializers.values()]
         values += [v for node in self.nodes for v in node.outputs]
         self.env = read_shapes([v for v in values if v.name], self.table)
-        axes = manifest["mesh"]["axes"]
-        mesh = Mesh(tuple((name, size) for name, size in axes), tuple(manifest["mesh"]["atoms"]))
-        self.cost = CostModel(machine, mesh, self.table, dict(sizes))
-        self.sizes = LocalSizes(self.table, dict(sizes))
+        self.sizes = LocalSizes(self.table, dict(costs[shown].sizes))
 
     # -- times -----------------------------------------------------------------------------------
 
@@ -133,34 +135,16 @@ class _Reading:
         for item in self.entry["collectives"]:
             sent.setdefault(item["node"], []).append(item)
         known = [self._seconds(node, rules) for node in self.nodes]
-        seconds = [time or 0.0 for time in known]
         untimed = [node for node, time in zip(self.nodes, known, strict=True) if time is None]
-        transfers, facts = [], []
-        for number, transfer, items in self._transfers(sent):
-            transfers.append(transfer)
-            facts.append((number, items))
+        nothing = (0.0,) * len(self.costs)
+        seconds = [time or nothing for time in known]
         # The runtime begins transfers in the order in which they are ready.
-        order = sorted(range(len(transfers)), key=lambda i: transfers[i].ready)
-        run = played(seconds, [transfers[i] for i in order])
-        shown = []
-        for place, i in enumerate(order):
-            number, items = facts[i]
-            begins, ends = run.spans[place]
-            shown.append(
-                {
-                    "node": number,
-                    "ready": transfers[i].ready,
-                    "needed": transfers[i].needed,
-                    "begins": _rounded(begins),
-                    "ends": _rounded(ends),
-                    "bytes": [self.tables.size(_number(item["bytes"])) for item in items],
-                }
-            )
+        transfers = sorted(self._transfers(sent), key=lambda t: t["ready"])
         apart = [
             {
                 "op": item["op"],
                 "value": self.tables.text(item["value"]),
-                "seconds": _rounded(self._sending([item])),
+                "seconds": self.tables.time(self._sending([item])),
                 "behind": item.get("started_in") or item.get("finished_in"),
             }
             for item in self.entry["collectives"]
@@ -172,22 +156,23 @@ class _Reading:
                     "name": self.tables.text(node.name or ""),
                     "op": self.tables.text(node.op_type),
                     "owner": _owner(node.name or "", owners),
-                    "seconds": _rounded(time),
-                    "begins": _rounded(begin),
+                    "seconds": self.tables.time(time),
                 }
-                for node, time, begin in zip(self.nodes, seconds, run.begins, strict=True)
+                for node, time in zip(self.nodes, seconds, strict=True)
             ],
             "untimed": [self.tables.text(node.name or "") for node in untimed],
-            "transfers": shown,
+            "transfers": [t | {"seconds": self.tables.time(t["seconds"])} for t in transfers],
             "apart": apart,
-            "end": _rounded(run.end),
+            "end": self.tables.time(
+                [_end(seconds, transfers, point) for point in range(len(self.costs))]
+            ),
         }
 
-    def _seconds(self, node: ir.Node, rules: Rules) -> float | None:
-        """Seconds of computing; 0 for a collective, None if shapes are unknown."""
+    def _seconds(self, node: ir.Node, rules: Rules) -> list[float] | None:
+        """Seconds of computing at each point; 0 for a collective, None if shapes are unknown."""
         name = node.name or ""
         if node.domain == DOMAIN and name not in rules.ops:
-            return 0.0
+            return [0.0] * len(self.costs)
         rule, view = rules.by_node[name], rules.views[name]
         shapes = self.env.shapes
         outputs = [shapes.get(v.name or "") for v in node.outputs]
@@ -197,15 +182,18 @@ class _Reading:
         inputs = [None if shape is None else Sharding.replicated(shape) for shape in reads]
         made = tuple(Sharding.replicated(shape) for shape in outputs if shape is not None)
         plan = NodePlan(rule, {}, tuple(inputs), made)
-        try:
-            return self.cost.node(rule, view, plan, rules.costs.get(name)).seconds
-        except OnnxparError:
-            return None
+        count = rules.costs.get(name)
+        key = work_key(rule, view, plan, count)
+        if key not in self._known:
+            try:
+                known = [cost.node(rule, view, plan, count).seconds for cost in self.costs]
+            except OnnxparError:
+                return None
+            self._known[key] = known
+        return self._known[key]
 
-    def _transfers(
-        self, sent: Mapping[str, list[Json]]
-    ) -> Iterator[tuple[int, Transfer, list[Json]]]:
-        """Yields the collectives of the program: the node, when it may run, and its tensors."""
+    def _transfers(self, sent: Mapping[str, list[Json]]) -> Iterator[Json]:
+        """Yields the collectives of the program, with their seconds at each point."""
         waits: dict[ir.Node, int] = {}
         for number, node in enumerate(self.nodes):
             started = node.inputs[0].producer() if node.inputs and node.inputs[0] else None
@@ -219,30 +207,32 @@ class _Reading:
             items = [i for i in items if not i.get("started_in") and not i.get("finished_in")]
             if not items:
                 continue
-            atoms = tuple(items[0]["atoms"])
-            link = self.cost.machine.link(self.cost.mesh, atoms) if atoms else None
-            needed = waits.get(node, number)
-            overlaps = link is not None and link.overlaps
-            yield number, Transfer(self._sending(items), number, needed, overlaps), items
+            atoms, cost = tuple(items[0]["atoms"]), self.costs[0]
+            link = cost.machine.link(cost.mesh, atoms) if atoms else None
+            yield {
+                "node": number,
+                "ready": number,
+                "needed": waits.get(node, number),
+                "overlaps": link is not None and link.overlaps,
+                "seconds": self._sending(items),
+                "bytes": [self.tables.size(_number(item["bytes"])) for item in items],
+            }
 
-    def _sending(self, items: list[Json]) -> float:
-        """Seconds of one call."""
+    def _sending(self, items: list[Json]) -> list[float]:
+        """Seconds of one call at each point."""
         atoms = tuple(items[0]["atoms"])
-        moved = sum(self._value(item["bytes"]) for item in items)
-        if not atoms:
-            # Between stages: one message to the counterparts.
-            link = self.cost.machine.links[-1]
-            return link.latency + moved / link.bandwidth
         kind = _KINDS.get(items[0]["op"], "permute")
-        return self.cost.collective(kind, atoms, moved) + self.cost.wait(atoms)
-
-    def _value(self, size: int | str) -> float:
-        size = _number(size)
-        return (
-            size
-            if isinstance(size, int)
-            else self.cost.table.typical(as_dim(size), self.cost.sizes)
-        )
+        sizes = [as_dim(_number(item["bytes"])) for item in items]
+        found = []
+        for cost in self.costs:
+            moved = sum(map(cost.value, sizes))
+            if atoms:
+                found.append(cost.collective(kind, atoms, moved) + cost.wait(atoms))
+            else:
+                # Between stages: one message to the counterparts.
+                link = cost.machine.links[-1]
+                found.append(link.latency + moved / link.bandwidth)
+        return found
 
     # -- memory ----------------------------------------------------------------------------------
 
@@ -350,5 +340,7 @@ def _owner(name: str, owners: Mapping[str, int]) -> int:
     return owners.get(name, -1)
 
 
-def _rounded(seconds: float) -> float:
-    return float(f"{seconds:.{_DIGITS}g}")
+def _end(seconds: Sequence[Sequence[float]], transfers: Sequence[Json], point: int) -> float:
+    """Returns the seconds of all nodes and transfers at a point."""
+    row = [Transfer(t["seconds"][point], t["ready"], t["needed"], t["overlaps"]) for t in transfers]
+    return elapsed([times[point] for times in seconds], row)

@@ -1,4 +1,4 @@
-"""Tables of what a page needs often: formulas, shapes, layouts and texts, each written once."""
+"""Tables of what a page needs often: formulas, shapes, layouts, times, texts, each written once."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -10,6 +10,9 @@ from onnxpar_format.expressions import ExpressionError, names_of, postfix
 Json = dict[str, Any]
 Size = int | list[int]
 """A size in a page: a number, or the place of a formula in a list of its own."""
+Time = float | list[int]
+"""Seconds in a page: a number, or the place of a list of `Tables.times` in a list of its own."""
+_DIGITS = 4
 
 
 class Tables:
@@ -23,6 +26,7 @@ class Tables:
         shapes: Lists of sizes.
         layouts: `{"text", "partial", "dims"}`; `dims` has for each dim its components, major
             first: the size (None if there is one) and the atoms.
+        times: Lists of seconds at each point of `onnxpar.report.size_grid.SizeGrid`.
         texts: Any other texts that occur often.
     """
 
@@ -40,6 +44,7 @@ class Tables:
         self.formulas: list[Json] = []
         self.shapes: list[list[Size]] = []
         self.layouts: list[Json] = []
+        self.times: list[list[float]] = []
         self.texts: list[str] = []
         self._places: dict[object, int] = {}
 
@@ -74,6 +79,17 @@ class Tables:
 
         return self._place(("layout", text, str(partial)), self.layouts, made)
 
+    def time(self, seconds: Sequence[float]) -> Time:
+        """Returns seconds at each point of the grid of sizes, with four digits."""
+        rounded = tuple(float(f"{value:.{_DIGITS}g}") for value in seconds)
+        if len(set(rounded)) == 1:
+            return rounded[0]
+        return [self._place(("time", rounded), self.times, lambda: list(rounded))]
+
+    def at(self, time: Time, point: int) -> float:
+        """Returns the seconds of a time at a point of the grid of sizes."""
+        return self.times[time[0]][point] if isinstance(time, list) else time
+
     def text(self, text: str) -> int:
         """Returns the place of a text."""
         return self._place(("text", text), self.texts, lambda: text)
@@ -84,6 +100,7 @@ class Tables:
             "formulas": self.formulas,
             "shapes": self.shapes,
             "layouts": self.layouts,
+            "times": self.times,
             "texts": self.texts,
         }
 

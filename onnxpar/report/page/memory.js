@@ -133,7 +133,7 @@ onnxpar.memory = (() => {
         rows,
         [
           { title: "value", of: (row) => (row.text === null ? "" : texts[row.text]),
-            shown: (row) => (row.text === null ? "memory of the kernel itself, at the sizes of the predicted times" : name(texts[row.text])) },
+            shown: (row) => (row.text === null ? "memory of the kernel itself, at the sizes that the page showed first" : name(texts[row.text])) },
           { title: "bytes", of: (row) => row.bytes, shown: (row) => numbers.bytes(row.bytes), number: true },
           { title: "made at node", of: (row) => row.first, number: true },
           { title: "free after node", of: (row) => row.last, number: true },

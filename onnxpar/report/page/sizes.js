@@ -69,13 +69,56 @@ onnxpar.sizes = (() => {
     return product;
   }
 
+  /*
+   * The points of the directory's grid around the chosen sizes, as [place, weight]. Weights are those
+   * of logarithms: between two sizes, and beyond the last, times grow by a power of the size.
+   */
+  function around(directory) {
+    if (directory.corners !== undefined) return directory.corners;
+    let corners = [[0, 1]];
+    directory.grid.forEach((axis, place) => {
+      const value = directory.symbols[place].value;
+      const exact = axis.sizes.indexOf(value);
+      let parts = [[exact, 1]];
+      if (exact < 0) {
+        const above = axis.sizes.findIndex((size) => size > value);
+        const low = Math.min(Math.max((above < 0 ? axis.sizes.length : above) - 1, 0), axis.sizes.length - 2);
+        const [a, b] = [axis.sizes[low], axis.sizes[low + 1]].map((size) => Math.log(Math.max(size, 0.5)));
+        const share = (Math.log(Math.max(value, 0.5)) - a) / (b - a);
+        parts = axis.sizes.length < 2 ? [[0, 1]] : [[low, 1 - share], [low + 1, share]];
+      }
+      corners = corners.flatMap(([at, weight]) =>
+        parts.map(([part, share]) => [at * axis.sizes.length + part, weight * share]));
+    });
+    directory.corners = corners.filter(([, weight]) => weight !== 0);
+    directory.seconds = new Map();
+    return directory.corners;
+  }
+
+  /* The seconds of a time of a directory: a number, or a list for the points of the grid by its place. */
+  function seconds(directory, time) {
+    if (typeof time === "number") return time;
+    const corners = around(directory);
+    if (!directory.seconds.has(time[0])) {
+      const times = directory.times[time[0]];
+      const power = corners.every(([at]) => times[at] > 0);
+      const sum = corners.reduce((total, [at, weight]) => total + weight * (power ? Math.log(times[at]) : times[at]), 0);
+      const found = power ? Math.exp(sum) : Math.max(sum, 0);
+      directory.seconds.set(time[0], corners.length === 1 ? times[corners[0][0]] : found);
+    }
+    return directory.seconds.get(time[0]);
+  }
+
+  /* Whether times at the chosen sizes were predicted; otherwise they are estimated from others. */
+  const predicted = (directory) => around(directory).length === 1;
+
   /* Gives symbols of this name another size, in all directories. */
   function choose(directories, name, size) {
     for (const directory of directories) {
       const symbol = directory.symbols.find((one) => one.name === name);
       if (symbol === undefined) continue;
       symbol.value = admissible(symbol, size);
-      directory.known = undefined;
+      directory.known = directory.corners = undefined;
     }
     for (const listener of listeners) listener();
   }
@@ -90,7 +133,7 @@ onnxpar.sizes = (() => {
   }
 
   const onChange = (listener) => listeners.push(listener);
-  return { evaluate, value, text, shapeText, elements, choose, admissible, onChange };
+  return { evaluate, value, text, shapeText, elements, seconds, predicted, choose, admissible, onChange };
 })();
 
 onnxpar.numbers = (() => {

@@ -3,8 +3,8 @@
 /* Predicted times of a rank: by layer, on a line of time, and what is hidden behind what. */
 
 onnxpar.time = (() => {
-  const { make, name, empty } = onnxpar.elements;
-  const { numbers, table, charts } = onnxpar;
+  const { make, live, name, empty, remade } = onnxpar.elements;
+  const { sizes, numbers, table, charts } = onnxpar;
   const MOST_BARS = 1500;
 
   /* The layer of a node: its name up to the first part with a number, or its first two parts. */
@@ -33,49 +33,94 @@ onnxpar.time = (() => {
     });
   }
 
-  /* The part of a transfer in which no node of the rank is computed, and the layers that are. */
-  function overlap(program, layers, transfer) {
+  /*
+   * When the nodes and transfers of a rank run, at the chosen sizes, as `played` of
+   * onnxpar/cost/timeline.py: a transfer begins when it is ready and the link is free of those before
+   * it, and a node waits until the transfers are complete that it needs.
+   */
+  function play(directory, program) {
+    const nodes = program.nodes.map((node) => ({ begins: 0, seconds: sizes.seconds(directory, node.seconds) }));
+    const transfers = program.transfers.map((transfer) => ({ transfer, begins: null, ends: 0 }));
+    const at = (key) => {
+      const found = Array.from({ length: nodes.length + 1 }, () => []);
+      for (const one of transfers) found[one.transfer[key]].push(one);
+      return found;
+    };
+    const [ready, needed] = [at("ready"), at("needed")];
+    let now = 0;
+    let free = 0;
+    const run = (one, begins) => {
+      one.begins = begins;
+      one.ends = begins + sizes.seconds(directory, one.transfer.seconds);
+      return one.ends;
+    };
+    for (let place = 0; place <= nodes.length; place++) {
+      for (const one of ready[place]) {
+        if (one.transfer.overlaps && place < one.transfer.needed) free = run(one, Math.max(now, free));
+      }
+      for (const one of needed[place]) {
+        if (one.begins !== null) now = Math.max(now, one.ends);
+        else if (one.transfer.overlaps) now = free = run(one, Math.max(now, free));
+        else now = run(one, now);
+      }
+      if (place === nodes.length) break;
+      nodes[place].begins = now;
+      now += nodes[place].seconds;
+    }
+    return { nodes, transfers, end: now };
+  }
+
+  /* The part of a transfer in which nodes of the rank are computed, and their layers. */
+  function overlap({ nodes }, layers, { transfer, begins, ends }) {
     let hidden = 0;
     const behind = new Map();
     for (let i = transfer.ready; i < transfer.needed; i++) {
-      const node = program.nodes[i];
-      const both = Math.min(transfer.ends, node.begins + node.seconds) - Math.max(transfer.begins, node.begins);
+      const both = Math.min(ends, nodes[i].begins + nodes[i].seconds) - Math.max(begins, nodes[i].begins);
       if (both <= 0) continue;
       hidden += both;
       behind.set(layers[i], (behind.get(layers[i]) ?? 0) + both);
     }
-    const seconds = transfer.ends - transfer.begins;
-    return { seconds, hidden: Math.min(hidden, seconds), behind: [...behind.keys()] };
+    const seconds = ends - begins;
+    return { transfer, begins, ends, seconds, hidden: Math.min(hidden, seconds), behind: [...behind.keys()] };
   }
 
   function time(directory) {
     const programs = directory.ranks.filter((program) => program.nodes.length > 0);
     if (!programs.length) return empty("The graphs of no rank are in the directory.");
     const content = make("div");
-    const show = (program) => content.replaceChildren(...ofProgram(directory, program));
+    const show = (program) => {
+      const layers = layersOf(directory, program);
+      content.replaceChildren(remade(() => ofProgram(directory, program, layers)));
+    };
     show(programs[0]);
     const choice = make(
       "select",
       { "aria-label": "Program whose time is shown", onchange: (event) => show(programs[event.target.value]) },
       programs.map((program, place) => make("option", { value: place }, directory.stages > 1 ? `${program.name} (stage ${program.stage})` : program.name)),
     );
-    const at = directory.symbols.map((symbol) => `${symbol.name}=${symbol.predicted}`).join(", ");
     return [
-      make("p", { class: "soft" }, `For the machine ${directory.machine}${at ? `, at ${at}` : ""} (onnxpar report --machine, --symbol).`),
+      live("p", { class: "soft" }, () => `For the machine ${directory.machine} (onnxpar report --machine)${at(directory)}.`),
       programs.length > 1 ? make("p", {}, "Program ", choice) : null,
       content,
     ];
   }
 
-  function ofProgram(directory, program) {
-    const layers = layersOf(directory, program);
-    const facts = program.transfers.map((transfer) => ({ transfer, ...overlap(program, layers, transfer) }));
+  /* The chosen sizes, and whether the times at them are the cost model's own. */
+  function at(directory) {
+    const chosen = directory.symbols.map((symbol) => `${symbol.name}=${symbol.value}`).join(", ");
+    if (!chosen) return "";
+    return `, at ${chosen}${sizes.predicted(directory) ? "" : ", estimated from the times at near sizes"}`;
+  }
+
+  function ofProgram(directory, program, layers) {
+    const played = play(directory, program);
+    const facts = played.transfers.map((one) => overlap(played, layers, one));
     const rows = new Map();
     const row = (layer) => {
       if (!rows.has(layer)) rows.set(layer, { layer, place: rows.size, nodes: 0, computing: 0, sending: 0, hidden: 0 });
       return rows.get(layer);
     };
-    program.nodes.forEach((node, i) => {
+    played.nodes.forEach((node, i) => {
       row(layers[i]).computing += node.seconds;
       row(layers[i]).nodes += 1;
     });
@@ -87,9 +132,9 @@ onnxpar.time = (() => {
     const sum = (of) => list.reduce((total, one) => total + of(one), 0);
     const seconds = (of) => ({ of, shown: (one) => numbers.seconds(of(one)), number: true });
     return [
-      make("p", {}, "One run takes ", make("b", {}, numbers.seconds(program.end)), `: ${numbers.seconds(sum((r) => r.computing))} of computing and `,
+      make("p", {}, "One run takes ", make("b", {}, numbers.seconds(played.end)), `: ${numbers.seconds(sum((r) => r.computing))} of computing and `,
         `${numbers.seconds(sum((r) => r.sending))} of communication, of which ${numbers.seconds(sum((r) => r.hidden))} is hidden behind computing.`),
-      lanes(directory, program, layers, facts),
+      lanes(directory, program, played, layers, facts),
       table(
         list,
         [
@@ -99,7 +144,7 @@ onnxpar.time = (() => {
           { title: "communication", ...seconds((one) => one.sending) },
           { title: "hidden", ...seconds((one) => one.hidden) },
           { title: "share of the run", of: (one) => one.computing + one.sending - one.hidden,
-            shown: (one) => numbers.share((one.computing + one.sending - one.hidden) / (program.end || 1)), number: true },
+            shown: (one) => numbers.share((one.computing + one.sending - one.hidden) / (played.end || 1)), number: true },
         ],
         { label: `time of ${program.name} by layer`, first: 24 },
       ),
@@ -113,7 +158,7 @@ onnxpar.time = (() => {
     const inside = facts
       .filter((one) => one.hidden > 0)
       .map(({ transfer, seconds, hidden, behind }) => ({ what: texts[program.nodes[transfer.node].name], seconds, hidden, behind: behind.join(", ") }));
-    const apart = program.apart.map(({ op, value, seconds, behind }) => ({ what: `${op} of ${texts[value]}`, seconds, hidden: null, behind: `${behind}, another program` }));
+    const apart = program.apart.map(({ op, value, seconds, behind }) => ({ what: `${op} of ${texts[value]}`, seconds: sizes.seconds(directory, seconds), hidden: null, behind: `${behind}, another program` }));
     return make("details", {}, make("summary", {}, `What is hidden behind what (${inside.length + apart.length})`),
       table([...inside, ...apart], [
         { title: "communication", of: (one) => one.what, shown: (one) => name(one.what) },
@@ -123,27 +168,33 @@ onnxpar.time = (() => {
       ], { label: `hidden communication of ${program.name}` }));
   }
 
-  function lanes(directory, program, layers, facts) {
+  function lanes(directory, program, { nodes, end }, layers, facts) {
     const colours = new Map();
     const bars = [];
-    program.nodes.forEach((node, i) => {
+    nodes.forEach((node, i) => {
       if (!node.seconds) return;
       if (!colours.has(layers[i])) colours.set(layers[i], `var(--axis-${[0, 2, 5, 4][colours.size % 4]})`);
       const last = bars.at(-1);
       const to = node.begins + node.seconds;
-      if (last && last.layer === layers[i] && node.begins - last.to < program.end / MOST_BARS) last.to = to;
+      if (last && last.layer === layers[i] && node.begins - last.to < end / MOST_BARS) last.to = to;
       else bars.push({ layer: layers[i], from: node.begins, to, colour: colours.get(layers[i]), text: layers[i].replace(/^\//, "") });
     });
     for (const bar of bars) bar.title = `${bar.layer}: ${numbers.seconds(bar.to - bar.from)}`;
-    const sent = facts.map(({ transfer, seconds, hidden }) => ({
-      from: transfer.begins,
-      to: transfer.ends,
+    const sent = facts.map(({ transfer, begins, ends, seconds, hidden }) => ({
+      from: begins,
+      to: ends,
       colour: hidden >= seconds / 2 ? "var(--bound)" : "var(--axis-1)",
       title: `${directory.texts[program.nodes[transfer.node].name]}: ${numbers.seconds(seconds)}, ${numbers.seconds(hidden)} hidden`,
     }));
-    return charts.lanes([{ name: "computing", bars }, { name: "communication", bars: sent }], program.end, numbers.seconds, `Time of ${program.name}`);
+    return charts.lanes([{ name: "computing", bars }, { name: "communication", bars: sent }], end, numbers.seconds, `Time of ${program.name}`);
   }
 
-  const total = (directory) => directory.step ?? Math.max(0, ...directory.ranks.filter((p) => p.of === directory.programs[0].name).map((p) => p.end));
-  return { time, total };
+  /* The seconds of a step, or of a run of the first program. */
+  function total(directory) {
+    if (directory.pipeline) return sizes.seconds(directory, directory.pipeline.end);
+    const first = directory.ranks.filter((program) => program.of === directory.programs[0].name);
+    return Math.max(0, ...first.map((program) => play(directory, program).end));
+  }
+
+  return { time, play, total };
 })();

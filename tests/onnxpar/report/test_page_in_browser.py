@@ -105,6 +105,37 @@ def test_another_size_changes_bytes_in_proportion(browser: Any, page: Path) -> N
     assert not complaints(browser)
 
 
+def test_times_follow_the_sizes(browser: Any, page: Path) -> None:
+    """At a point of the grid they are those of a page for these sizes, and near to them between."""
+    compute = """
+        const data = JSON.parse(document.getElementById("data").textContent).directories;
+        const { sizes, time } = onnxpar, [directory] = data;
+        for (const [name, size] of Object.entries(arguments[0])) sizes.choose(data, name, size);
+        const ends = directory.ranks.map((one) => [one.name, time.play(directory, one).end]);
+        return [...ends, ["step", time.total(directory)]];
+    """
+    out, other = page.parent / "out", page.parent / "other.html"
+    for sizes, tolerance in (({"batch": 128, "seq": 32}, 1e-3), ({"batch": 100, "seq": 84}, 0.03)):
+        opened(browser, page)
+        found = browser.execute_script(compute, sizes)
+        named = [f"--symbol={name}={size}" for name, size in sizes.items()]
+        assert main(["report", str(out), *named, "-o", str(other)]) == 0
+        opened(browser, other)
+        assert found == [
+            [name, pytest.approx(end, rel=tolerance)]
+            for name, end in browser.execute_script(compute, {})
+        ]
+    opened(browser, page)
+    label = "time of forward_model.0 by layer"
+    before = column(browser, label, 2)
+    field = browser.find_element("css selector", "input[aria-label='Size of batch, exactly']")
+    field.clear()
+    field.send_keys("100", webdriver.Keys.TAB)
+    assert column(browser, label, 2) != before
+    assert "estimated" in browser.find_element("css selector", "#time p").text
+    assert not complaints(browser)
+
+
 def test_memory_follows_the_sizes_and_the_pipeline_is_drawn(browser: Any, page: Path) -> None:
     opened(browser, page)
     together = len(browser.find_elements("css selector", "table[aria-label='memory of ranks'] th"))
