@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from onnxpar.core.machine import bytes_text
+from onnxpar_format.texts import bytes_text
 
 SHOWN = 5
 """The most items of a list in a sentence."""

@@ -7,9 +7,9 @@ from typing import Any
 
 from onnxpar.cli.describe import count, describe_conflict, describe_growth, describe_program
 from onnxpar.cli.screen import Column, Content, Screen, amount, once
-from onnxpar.core.machine import bytes_text
 from onnxpar.core.name_patterns import listed
 from onnxpar.report.fold_layers import common_name, fold_nodes, fold_rows, matching_nodes
+from onnxpar_format.texts import bytes_text, ranks_text
 
 Json = dict[str, Any]
 
@@ -323,13 +323,6 @@ def _stages(report: Json, screen: Screen) -> None:
             "unknown" if t["bytes"] is None else amount(t["bytes"]),
         ),
     )  # fmt: skip
-
-
-def ranks_text(ranks: Sequence[int]) -> str:
-    """Returns consecutive ranks as `0 to 3`, others as a list."""
-    if len(ranks) > 1 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
-        return f"{ranks[0]} to {ranks[-1]}"
-    return ",".join(map(str, ranks))
 
 
 def _stage_and_chunk(item: Json, end: str, chunks: bool) -> str:

@@ -31,7 +31,6 @@ from onnxpar.cli.screen import Column, Content, Screen
 from onnxpar.cli.shard import parse_symbols
 from onnxpar.cli.training_options import TrainingOptions
 from onnxpar.core.errors import DirectoryError, ModelError, StrategyError
-from onnxpar.core.machine import bytes_text
 from onnxpar.frontend.load import read
 from onnxpar.graph.validity import blamed_on_model
 from onnxpar.report.found_strategy import REPLICATED, FoundStrategy, seconds_text
@@ -44,6 +43,7 @@ from onnxpar.strategy.schema import PIPELINE_AXIS, SearchEntry
 from onnxpar.strategy.validation_errors import in_words, problem
 from onnxpar_format.new_file import check_file, new_file
 from onnxpar_format.options import Option, parse_bytes
+from onnxpar_format.texts import bytes_text
 
 _SIZE = re.compile(r"([^:=]+)=(\d+)")
 OPTIMIZER = "adamw"

@@ -20,18 +20,17 @@ from onnxpar.cli.describe import (
     describe_held,
     describe_program,
 )
-from onnxpar.cli.directory_tables import ranks_text
 from onnxpar.cli.options import AsJson, Constraints, Devices, takes_options
 from onnxpar.cli.screen import TITLE, Screen, amount, once
 from onnxpar.cli.training_options import TrainingOptions
 from onnxpar.core.errors import ModelError, SymbolError
-from onnxpar.core.machine import bytes_text
 from onnxpar.core.symbols import Symbol
 from onnxpar.report.fold_layers import common_name, fold_rows
 from onnxpar.stages.partition_training import PartitionedTraining
 from onnxpar.strategy.recompute_entry import AGAIN, parse_recompute
 from onnxpar_format.manifest import StateKind
 from onnxpar_format.options import Option
+from onnxpar_format.texts import bytes_text, numbered_ranks
 
 
 @dataclass(frozen=True)
@@ -272,7 +271,7 @@ def _stages(report: dict[str, Any]) -> list[str]:
         goes += [f"{len(sent) - SHOWN} more"] if len(sent) > SHOWN else []
         ranks, title = item["ranks"], f"stage {item['stage']}"
         lines.append(
-            f"{title:<14}ranks {ranks_text(ranks)}: "
+            f"{title:<14}{numbered_ranks(ranks)}: "
             f"{count(item['nodes'], 'node')}, {count(item['parameters'], 'parameter')} of "
             f"{bytes_text(item['parameter_bytes_per_device'])} on each device, "
             f"{count(item['collectives'], 'collective')} of {amount(item['bytes'])} bytes; in each "

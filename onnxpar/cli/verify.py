@@ -10,6 +10,7 @@ from onnxpar.cli.options import AsJson, Directory, takes_options
 from onnxpar.cli.screen import Column, Content, Screen, once
 from onnxpar.core.errors import DirectoryError
 from onnxpar_format.options import Option, VerifyOptions
+from onnxpar_format.texts import numbered_ranks
 
 if TYPE_CHECKING:
     from onnxpar.api.runtime import Bisection, Case, TrainingCase
@@ -150,10 +151,9 @@ def _print_first(found: "Bisection") -> None:
     if first.collective:
         what = f"{first.collective} over {first.group}, for {first.node}"
     screen.entry("first wrong", what)
-    at, one = first.difference, len(first.wrong_ranks) == 1
-    ranks = ", ".join(map(str, first.wrong_ranks))
-    screen.entry("value", f"{first.value} {first.layout} on {'rank' if one else 'ranks'} {ranks}")
-    reduced = f" (terms of ranks {', '.join(map(str, at.ranks))} together)" if at.ranks[1:] else ""
+    at = first.difference
+    screen.entry("value", f"{first.value} {first.layout} on {numbered_ranks(first.wrong_ranks)}")
+    reduced = f" (terms of {numbered_ranks(at.ranks)} together)" if at.ranks[1:] else ""
     screen.entry(
         "element",
         f"{list(at.index)} on rank {at.ranks[0]}{reduced}: expected {at.expected:.9g}, got "

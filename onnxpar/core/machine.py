@@ -76,19 +76,6 @@ class Machine:
         return self.flops.get(dtype, self.flops["float32"])
 
 
-def three_digits(number: float) -> str:
-    """Returns a number with three digits, or all before the point, without an exponent."""
-    return f"{number:.3g}" if abs(number) < 999.5 else f"{number:.0f}"
-
-
-def bytes_text(size: float) -> str:
-    """Returns a number of bytes in the unit that suits it."""
-    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if size >= scale:
-            return f"{three_digits(size / scale)} {unit}"
-    return f"{size:.0f} B"
-
-
 def _gpu(
     name: str,
     float32: float,

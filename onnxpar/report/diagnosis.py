@@ -24,6 +24,7 @@ from onnxpar_format.calls import (
     RankCalls,
     read_calls,
 )
+from onnxpar_format.texts import numbered_ranks, ranks_text
 
 _TIME_LIMIT = "ONNXPAR_TIMEOUT"
 """Is in the reason of a rank that waited too long."""
@@ -116,9 +117,9 @@ class _Diagnoser:
         kinds: dict[tuple[str, int], list[int]] = defaultdict(list)
         for rank, call in here.items():
             kinds[_what(call)].append(rank)
-        group = _listed(channel[1])
+        group = ranks_text(channel[1])
         calls = "; ".join(
-            f"{_numbered(ranks)}: {_described(here[ranks[0]])}" for ranks in kinds.values()
+            f"{numbered_ranks(ranks)}: {_described(here[ranks[0]])}" for ranks in kinds.values()
         )
         lines = [f"members of the group {group} differ in call {place} of the group: {calls}"]
         if len(wrong) < len(here):
@@ -189,7 +190,7 @@ class _Diagnoser:
         if not ends and awaited:
             order = sorted(awaited)
             lines = [
-                f"rank {rank} waits for {_numbered(sorted(waits[rank]))} in "
+                f"rank {rank} waits for {numbered_ranks(sorted(waits[rank]))} in "
                 f"{_described(next(iter(waits[rank].values())))}"
                 for rank in order
             ]
@@ -197,7 +198,7 @@ class _Diagnoser:
         silent = [rank for rank in range(self._size) if rank not in self._files]
         if not ends and silent:
             return silent, [
-                f"{_numbered(silent)} wrote no calls: stopped, died, or could not write"
+                f"{numbered_ranks(silent)} wrote no calls: stopped, died, or could not write"
             ]
         if not ends:
             return [], ["no rank waits for another: all members have reached every call that began"]
@@ -229,7 +230,7 @@ class _Diagnoser:
         call = waits[waiting[0]][rank]
         text = (
             f"rank {rank} is behind: it never reached {_described(call)}, call {call.place} of the "
-            f"group {_listed(call.ranks)}, in which {_numbered(waiting)} "
+            f"group {ranks_text(call.ranks)}, in which {numbered_ranks(waiting)} "
             f"{'has' if len(waiting) == 1 else 'have'} waited for {self._now - call.begin:.1f} s"
         )
         file = self._files.get(rank)
@@ -255,7 +256,7 @@ class _Diagnoser:
         ended = call.end and call.end <= self._now
         since = f"ended {self._now - call.end:.1f} s earlier" if ended else "has not ended"
         return (
-            f"rank {rank} on {file.host}: call {call.place} of the group {_listed(call.ranks)}, "
+            f"rank {rank} on {file.host}: call {call.place} of the group {ranks_text(call.ranks)}, "
             f"{_described(call)}, {since}; {file.reason}"
         )
 
@@ -279,14 +280,3 @@ def _described(call: LastCall) -> str:
     if call.tensors > 1:
         return f"{call.name} ({call.bytes:,} bytes in {call.tensors} tensors)"
     return f"{call.name} ({call.bytes:,} bytes)"
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    """Returns `0 to 7` for many ranks one after another, or else all of them."""
-    if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[0] + len(ranks))):
-        return f"{ranks[0]} to {ranks[-1]}"
-    return ", ".join(map(str, ranks))
-
-
-def _numbered(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {_listed(ranks)}"

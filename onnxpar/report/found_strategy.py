@@ -5,13 +5,14 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from onnxpar.autodiff.mixed_precision import COMPUTE_TYPES
-from onnxpar.core.machine import Machine, bytes_text, three_digits
+from onnxpar.core.machine import Machine
 from onnxpar.cost.price import NodePrice
 from onnxpar.facts.program import Program
 from onnxpar.graph.plan import Plan
 from onnxpar.search.find_plan import GAP, UNLIMITED, Candidate, Found
 from onnxpar.search.rival_plans import FOUND, Objective, Way
 from onnxpar.strategy.schema import SearchEntry
+from onnxpar_format.texts import bytes_text, three_digits
 
 AIMS = ("time with communication counted tenfold", "memory", "speed")
 """What each level of the objective seeks."""

@@ -30,6 +30,7 @@ from onnxpar.ops.registry import Registry
 from onnxpar.ops.table import REGISTRY
 from onnxpar.partition.program_memory import LocalSizes, memory_steps
 from onnxpar.report.read_directory import read_graph
+from onnxpar.report.simple_graph import owner_of
 from onnxpar.report.size_grid import SizeGrid
 from onnxpar.report.tables import Size, Tables
 from onnxpar.resharding.routes import OPERATORS
@@ -155,7 +156,7 @@ class _Reading:
                 {
                     "name": self.tables.text(node.name or ""),
                     "op": self.tables.text(node.op_type),
-                    "owner": _owner(node.name or "", owners),
+                    "owner": owners.get(owner_of(node.name or "", owners), -1),
                     "seconds": self.tables.time(time),
                 }
                 for node, time in zip(self.nodes, seconds, strict=True)
@@ -331,13 +332,6 @@ def _size_of(dim: int | ir.SymbolicDim) -> int | str | None:
 def _number(size: int | str) -> int | str:
     """Returns a size of a manifest as a number if it is one."""
     return int(size) if isinstance(size, str) and size.isdecimal() else size
-
-
-def _owner(name: str, owners: Mapping[str, int]) -> int:
-    """Returns the number of the node of the model to which a node of a rank belongs, or -1."""
-    while name and name not in owners:
-        name = name.rpartition("/")[0]
-    return owners.get(name, -1)
 
 
 def _end(seconds: Sequence[Sequence[float]], transfers: Sequence[Json], point: int) -> float:

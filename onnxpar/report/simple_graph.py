@@ -6,7 +6,7 @@ sizes on the host are left out, and so are the tokens that order the collectives
 viewers: it cannot be run.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any
 
 import onnx
@@ -80,7 +80,7 @@ def _rows(
     for node in nodes:
         if all(name in hidden for name in node.output if name) or _adds_up(node):
             continue
-        own = "" if _communicates(node) else _owner(node.name, operators)
+        own = "" if _communicates(node) else owner_of(node.name, operators)
         if row and own != owner:
             yield owner, row
             row = []
@@ -93,13 +93,11 @@ def _rows(
         yield owner, row
 
 
-def _owner(name: str, operators: Mapping[str, str]) -> str:
-    """Returns the node of the model to whose local form a node belongs; "" for none."""
-    while name:
-        if name in operators:
-            return name
+def owner_of(name: str, nodes: Container[str]) -> str:
+    """Returns the node of the model to whose local form a rank's node belongs; "" for none."""
+    while name and name not in nodes:
         name = name.rpartition("/")[0]
-    return ""
+    return name
 
 
 def _fold(

@@ -21,7 +21,7 @@ from operator import mul
 
 from onnxpar.autodiff.recomputation.clones import Planned
 from onnxpar.core.errors import OnnxparError, StrategyError
-from onnxpar.core.machine import Machine, bytes_text
+from onnxpar.core.machine import Machine
 from onnxpar.core.mesh import Mesh
 from onnxpar.core.name_patterns import check_symbol_sizes
 from onnxpar.core.sharding import Sharding
@@ -62,6 +62,7 @@ from onnxpar.stages.stage_price import ZERO_BUBBLE, PipelineSplit, Priced
 from onnxpar.strategy.recompute_entry import NOTHING, RecomputeOptions
 from onnxpar.strategy.resolve_strategy import resolve
 from onnxpar.strategy.schema import SEARCH, Strategy
+from onnxpar_format.texts import bytes_text
 
 AGAIN = 4
 """If the best micro-batches are this many times as large as those of the search, it is repeated."""

@@ -10,7 +10,6 @@ from math import inf, lcm
 from typing import Any
 
 from onnxpar.core.errors import OnnxparError, ShardingError, StrategyError
-from onnxpar.core.machine import bytes_text
 from onnxpar.core.name_patterns import check_symbol_sizes
 from onnxpar.core.symbols import Symbol, SymbolTable
 from onnxpar.graph.plan import Plan
@@ -35,6 +34,7 @@ from onnxpar.strategy.recompute_entry import NOTHING
 from onnxpar.strategy.resolve_strategy import resolve
 from onnxpar.strategy.save import strategy_data
 from onnxpar.strategy.schema import SEARCH, Strategy
+from onnxpar_format.texts import bytes_text
 
 _TRIES = 4
 """Searches with a limit, after the first without one."""

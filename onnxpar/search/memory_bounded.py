@@ -17,10 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onnxpar.core.errors import ShardingError
-from onnxpar.core.machine import bytes_text
 from onnxpar.search.eliminate import solve
 from onnxpar.search.problem import Problem, Term
 from onnxpar.search.solution import Solution, gap, solution
+from onnxpar_format.texts import bytes_text
 
 
 @dataclass(frozen=True)

@@ -18,13 +18,14 @@ import numpy as np
 from onnxpar_format.calls import calls_file
 from onnxpar_format.new_file import check_file
 from onnxpar_format.options import Execution
+from onnxpar_format.texts import numbered_ranks
 from onnxpar_format.trace import Trace
 from onnxpar_format.trace_times import times
 from onnxpar_runtime.agree import together, together_for_long
 from onnxpar_runtime.collectives import Rank
 from onnxpar_runtime.errors import DirectoryError, InputError, LaunchError
 from onnxpar_runtime.interrupts import reporting_termination
-from onnxpar_runtime.launch import guarded, init, numbered
+from onnxpar_runtime.launch import guarded, init
 from onnxpar_runtime.logs import open_log
 from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.mpirun_place import mpirun_place
@@ -180,7 +181,8 @@ def check_equal(rank: Rank, manifest: Manifest) -> None:
     if others:
         raise DirectoryError(
             f"{manifest.directory}: expected the same directory on all ranks, but the manifest of "
-            f"{numbered(others)} differs from that of rank 0; copy the directory to all machines"
+            f"{numbered_ranks(others)} differs from that of rank 0; copy the directory to all "
+            "machines"
         ).as_agreed()
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import onnx.parser
 import onnxruntime
 
+from onnxpar_format.texts import bytes_text
 from onnxpar_runtime.devices import Facts, describe, look, obstacle
 from onnxpar_runtime.errors import LaunchError, first_line
 from onnxpar_runtime.launch import find_mpirun, mpirun_environment, own_messages
@@ -143,16 +144,18 @@ def _limits() -> Section:
         cores = os.cpu_count() or 1
     facts.append(("cores", f"{cores} of {os.cpu_count()} for this process"))
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    facts.append(("memory", _bytes(pages)))
+    facts.append(("memory", bytes_text(pages)))
     shared = Path("/dev/shm")
     if shared.is_dir():
         room = os.statvfs(shared)
         total, free = room.f_blocks * room.f_frsize, room.f_bavail * room.f_frsize
-        facts.append(("shared memory", f"{_bytes(free)} free of {_bytes(total)} in {shared}"))
+        facts.append(
+            ("shared memory", f"{bytes_text(free)} free of {bytes_text(total)} in {shared}")
+        )
         if free < _MIN_SHARED:
             problems.append(
-                f"{shared} has only {_bytes(free)}: ranks of one machine share memory there; give "
-                "a container more (docker run --shm-size=1g), or set ONNXPAR_SHARED_MEMORY=0"
+                f"{shared} has only {bytes_text(free)}: ranks of one machine share memory there; "
+                "give a container more (docker run --shm-size=1g), or set ONNXPAR_SHARED_MEMORY=0"
             )
     names = (("open files", "RLIMIT_NOFILE"), ("processes", "RLIMIT_NPROC"),
              ("locked memory", "RLIMIT_MEMLOCK"), ("stack", "RLIMIT_STACK"))  # fmt: skip
@@ -208,11 +211,4 @@ def _first_output(command: Sequence[str]) -> str:
 def _limit(value: int, sized: bool) -> str:
     if value == resource.RLIM_INFINITY:
         return "unlimited"
-    return _bytes(value) if sized else f"{value:,}"
-
-
-def _bytes(size: int) -> str:
-    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if size >= scale:
-            return f"{size / scale:.4g} {unit}"
-    return f"{size} B"
+    return bytes_text(value) if sized else f"{value:,}"

@@ -11,7 +11,7 @@ import os
 import re
 import sys
 import sysconfig
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from shutil import which
 
@@ -132,16 +132,6 @@ def guarded(rank: Rank, action: Callable[[], int]) -> int:
     else:
         report(message)
     return code
-
-
-def ranks_in_words(count: int) -> str:
-    """Returns `1 rank` or `2 ranks`."""
-    return f"{count} rank" if count == 1 else f"{count} ranks"
-
-
-def numbered(ranks: Sequence[int]) -> str:
-    """Returns `rank 1` or `ranks 0, 2`."""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def report(message: str) -> None:

@@ -6,12 +6,12 @@ from typing import Any, TypedDict
 
 from numpy.typing import NDArray
 
+from onnxpar_format.texts import ranks_in_words
 from onnxpar_runtime.closing import Closing
 from onnxpar_runtime.collectives import Rank, World
 from onnxpar_runtime.devices import Device
 from onnxpar_runtime.errors import LaunchError
 from onnxpar_runtime.executor import Loader
-from onnxpar_runtime.launch import ranks_in_words
 from onnxpar_runtime.manifest import Manifest
 
 Array = NDArray[Any]

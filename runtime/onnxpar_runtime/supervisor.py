@@ -21,14 +21,13 @@ from tempfile import TemporaryDirectory
 from types import FrameType
 
 from onnxpar_format.manifest import FILE_NAME
+from onnxpar_format.texts import numbered_ranks, ranks_in_words
 from onnxpar_runtime.checkpoint.folder import complete_steps, resolve
 from onnxpar_runtime.errors import LaunchError
 from onnxpar_runtime.launch import (
     AGREED,
     find_mpirun,
     mpirun_environment,
-    numbered,
-    ranks_in_words,
 )
 from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.marks import SUPERVISED, Marks
@@ -217,7 +216,7 @@ def _why_unfinished(marks: Marks) -> str:
             "this machine, or a folder TMPDIR that all machines share"
         )
     left = marks.unfinished()
-    return f"{numbered(left)} did not finish, but mpirun ended with code 0" if left else ""
+    return f"{numbered_ranks(left)} did not finish, but mpirun ended with code 0" if left else ""
 
 
 class _Stop:
@@ -251,7 +250,7 @@ class _Stop:
         elif self._failed_since is None:
             self._failed_since = now
         elif now - self._failed_since > _GRACE_S:
-            self.why = f"{numbered(failed)} failed, and mpirun did not end"
+            self.why = f"{numbered_ranks(failed)} failed, and mpirun did not end"
             self._terminate(process, now)
 
     def _terminate(self, process: "subprocess.Popen[bytes]", now: float) -> None:

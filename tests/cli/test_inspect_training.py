@@ -140,7 +140,7 @@ def test_stages_and_transfers_of_a_pipeline_are_shown(
     """The second stage begins with the second product."""
     strategy = "mesh: {dp: 2}\npipeline: {stages: 2, assign: {'/relu1/*': 0, '/fc2/*': 1}}\n"
     out, printed = in_stages(tmp_path, strategy, capsys)
-    assert "stage 1       ranks 2 to 3: " in printed and "560 B on each device" in printed
+    assert "stage 1       ranks 2, 3: " in printed and "560 B on each device" in printed
     assert main(["inspect", str(out), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     first, second = report["stage_totals"]

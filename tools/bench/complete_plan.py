@@ -28,7 +28,6 @@ from onnxpar.autodiff.mixed_precision import parse_compute
 from onnxpar.autodiff.optimizer import parse_optimizer
 from onnxpar.autodiff.training_program import TrainingSpec
 from onnxpar.cli import collect_rarely
-from onnxpar.core.machine import bytes_text
 from onnxpar.report.found_strategy import seconds_text
 from onnxpar.search.parameter_axes import decide_parameter_axes
 from onnxpar.search.rival_plans import Pricing, Way
@@ -37,6 +36,7 @@ from onnxpar.strategy import load_strategy, resolve
 from onnxpar.strategy.machine_file import load_machine
 from onnxpar.strategy.recompute_entry import RecomputeOptions
 from onnxpar.strategy.schema import Strategy
+from onnxpar_format.texts import bytes_text
 
 
 def published(

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onnxpar_format.manifest import TRANSIENT
+from onnxpar_format.texts import numbered_ranks
 from onnxpar_runtime.errors import LaunchError, ReplicaError
 from onnxpar_runtime.training.trainer import Trainer
 
@@ -98,9 +99,7 @@ def _difference(contents: Mapping[int, Sequence[int]]) -> str:
     groups = []
     for ranks in contents.values():
         more = f" and {len(ranks) - SHOWN} more" if len(ranks) > SHOWN else ""
-        groups.append(
-            f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:SHOWN]))}{more}"
-        )
+        groups.append(f"{numbered_ranks(ranks[:SHOWN])}{more}")
     return f"expected replicas that are equal bit for bit, but {' and '.join(groups)} differ"
 
 

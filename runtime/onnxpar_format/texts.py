@@ -1,0 +1,33 @@
+"""Numbers, sizes and ranks as text for people."""
+
+from collections.abc import Sequence
+
+
+def three_digits(number: float) -> str:
+    """Returns a number with three digits, or all before the point, without an exponent."""
+    return f"{number:.3g}" if abs(number) < 999.5 else f"{number:.0f}"
+
+
+def bytes_text(size: float) -> str:
+    """Returns a number of bytes in the unit that suits it."""
+    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if size >= scale:
+            return f"{three_digits(size / scale)} {unit}"
+    return f"{size:.0f} B"
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Returns `0 to 7` for more than two consecutive ranks, and other ranks as a list."""
+    if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[0] + len(ranks))):
+        return f"{ranks[0]} to {ranks[-1]}"
+    return ", ".join(map(str, ranks))
+
+
+def numbered_ranks(ranks: Sequence[int]) -> str:
+    """Returns text such as `rank 1`, `ranks 0, 2` or `ranks 0 to 7`."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {ranks_text(ranks)}"
+
+
+def ranks_in_words(count: int) -> str:
+    """Returns `1 rank` or `2 ranks`."""
+    return f"{count} rank" if count == 1 else f"{count} ranks"
