@@ -1,4 +1,4 @@
-"""An encoder and a decoder on one mesh: what the one leaves has the layout that the other takes."""
+"""Partitions an encoder and its decoder on one mesh, with one layout for each shared tensor."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -44,7 +44,8 @@ def check_strategy(strategy: Strategy) -> None:
     """Checks that a strategy can be carried out for two programs.
 
     Raises:
-        StrategyError: It searches, has a pipeline, or names what only one of the programs has.
+        StrategyError: The strategy searches, has a pipeline, or names nodes or tensors of one
+            program.
     """
     what = "an encoder and a decoder are sharded by one strategy"
     if strategy.pipeline is not None:
@@ -151,10 +152,10 @@ def _plans(
     carried: Sequence[CarriedState],
     supplied: Sequence[SuppliedInput],
 ) -> tuple[Plan, Plan]:
-    """Returns plans of both with one layout of what the encoder makes for the decoder.
+    """Returns plans of both, with one layout of each result of the encoder that the decoder reads.
 
-    It is the one that shards the tensor more: neither program then holds more than it computes
-    with.
+    Of two layouts, it is the one that shards the tensor more, so neither program holds more than it
+    needs.
     """
     taking = propagate_with_states(decoder.program, decoder.seeds, carried)
     making = propagate(encoder.program, encoder.seeds)

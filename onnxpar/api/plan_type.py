@@ -1,4 +1,4 @@
-"""Plans training with the type of products that makes it better: the model's own, or 16 bits."""
+"""Plans training, and chooses the type of the products: the model's own type, or 16 bits."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace

@@ -163,7 +163,7 @@ class Screen:
         return found
 
     def legend(self) -> None:
-        """Prints what was used above and does not explain itself."""
+        """Explains the notation of layouts and the columns that were left out."""
         for text in self._used:
             size, stride = text.split("@")
             apart = f"{stride} rank{'' if stride == '1' else 's'} apart"

@@ -203,13 +203,14 @@ def buckets(
 
 
 def latest_first(sizes: Sequence[int], number: int) -> Iterator[int]:
-    """Yields the later collectives at whose place one may still be waited for, the latest first.
+    """Yields the later collectives to which the wait for one may be delayed, the latest first.
 
     Operands of those under way are together no larger than the largest, or there are two.
 
     Args:
         sizes: The bytes of the operands, in order.
-        number: The collective; the number behind the last means the end of the program.
+        number: The number of the collective. The number after the last one stands for the end of
+            the program.
     """
     most, last = max(sizes), number + 1
     while last < len(sizes) and sum(sizes[number : last + 1]) <= most:
@@ -218,14 +219,14 @@ def latest_first(sizes: Sequence[int], number: int) -> Iterator[int]:
 
 
 def delayed(transfers: Sequence[Transfer], end: int) -> Iterator[Transfer]:
-    """Yields transfers for which nobody waits but a later one of them, or the end."""
+    """Yields transfers whose results no node reads, each awaited at a later one or at the end."""
     places, sizes = [*(t.ready for t in transfers), end], [t.size for t in transfers]
     for number, transfer in enumerate(transfers):
         yield replace(transfer, needed=places[next(latest_first(sizes, number))])
 
 
 def gathered_ahead(gathers: Sequence[Gather]) -> Iterator[Transfer]:
-    """Yields the gathers of parameters, each begun before the wait for one of those before it.
+    """Yields the gathers of parameters; each begins before the program waits for an earlier one.
 
     Results that nobody reads yet are together no larger than `AHEAD_AT_MOST` of the largest. A
     result is kept if the next gather has the same one.

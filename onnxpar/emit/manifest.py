@@ -121,7 +121,7 @@ def dtype_name(dtype: ir.DataType) -> str:
 
 
 def dtype_named(name: str) -> ir.DataType | None:
-    """Returns the element type that `dtype_name` calls so; None if there is none."""
+    """Returns the element type of a name that `dtype_name` gives; None if there is none."""
     return next((dtype for dtype in ir.DataType if dtype_name(dtype) == name), None)
 
 

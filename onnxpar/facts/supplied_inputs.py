@@ -1,4 +1,4 @@
-"""The inputs of a decoder that its encoder supplies: keys and values of what it read, its mask."""
+"""The inputs of a decoder that its encoder supplies: keys, values, and the mask of what it read."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -38,9 +38,9 @@ def supplied_inputs(
 ) -> tuple[SuppliedInput, ...]:
     """Returns the inputs of a decoder that an encoder supplies, in the decoder's order.
 
-    Those are paired that have one name; those whose names differ as those of a state do, such as
-    `past_key_values.0.encoder.key` and `present.0.encoder.key`; and `encoder_attention_mask` with
-    the encoder's input `attention_mask`.
+    An input and an output are paired if they have the same name; if their names differ as those of
+    a state do, such as `past_key_values.0.encoder.key` and `present.0.encoder.key`. The input
+    `encoder_attention_mask` is paired with the encoder's input `attention_mask`.
 
     Args:
         decoder: The decoder.

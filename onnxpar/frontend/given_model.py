@@ -17,7 +17,7 @@ class GivenModel:
     Attributes:
         path: The ONNX file, of the decoder if there is an encoder.
         patterns: Names of states, `(input, output)`, with `%d` for the number of the layer.
-        width: Elements of a head of the cache; None if nobody says.
+        width: Elements of a head of the cache; None if the folder does not give it.
         encoder: The ONNX file of the encoder; None if there is none.
         crossed: Names of the decoder's inputs and the encoder's outputs, as `patterns`.
         source: The file that gave the names; None if no file did.
@@ -49,7 +49,7 @@ class GivenModel:
         return load(self.encoder)
 
     def files(self, folder: Path) -> tuple[Path, Path | None]:
-        """Returns files with what `read` and `read_encoder` give, for onnxruntime.
+        """Returns the files of the models that `read` and `read_encoder` give, for onnxruntime.
 
         Args:
             folder: Where files may be written, if there are none yet.

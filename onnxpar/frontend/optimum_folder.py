@@ -5,10 +5,10 @@ A decoder alone is `model.onnx`, which takes a cache that may be empty. An encod
 encoder's result and makes all keys and values, and `decoder_with_past_model.onnx` continues. The
 two may be branches of one If in `decoder_model_merged.onnx`, which `use_cache_branch` chooses.
 
-The first step of a decoder is a step with an empty cache, so the decoder that continues is all that
-steps need, but for the keys and values of what the encoder read, which it only takes. The decoder
-of the first step computes these from the encoder's result alone. That part of it is appended to the
-encoder, which then leaves what the decoder takes.
+The first step of a decoder is a step with an empty cache, so the decoder that continues can run all
+steps. The keys and values of the encoder's result are inputs of it. The decoder of the first step
+computes these from the encoder's result alone, so this part of it is appended to the encoder, whose
+outputs are then inputs of the decoder.
 """
 
 from collections.abc import Collection

@@ -1,8 +1,9 @@
 """Which rank is behind after a hang or a crash, from the last calls of all ranks.
 
 Members of a group make the same calls in the same order. So the calls at one place of a group are
-compared: the first at which members called something else is a mismatch. Otherwise ranks that wait
-are followed to those they wait for, down to a rank that waits for nobody.
+compared, and the first place at which the members made different calls is a mismatch. If there is
+none, the search goes from each rank that waits to the ranks that it waits for, until it reaches a
+rank that waits for nobody.
 """
 
 from collections import Counter, defaultdict
@@ -41,8 +42,8 @@ class Diagnosis:
     """What the last calls of ranks say.
 
     Attributes:
-        ranks: The ranks that are behind, or called something else than the others; several if it
-            is not known which of them.
+        ranks: The ranks that are behind, or that made another call than the others; several if it
+            is not known which of them is wrong.
         findings: What was found, for people.
         last: For each rank, its last call.
     """

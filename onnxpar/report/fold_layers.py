@@ -1,4 +1,4 @@
-"""Repeated layers shown once: which rows of a report are alike, and one name for names alike.
+"""Shows repeated layers once: finds rows of a report that are alike, and names them by a pattern.
 
 Two nodes are shown alike if operators, shapes and layouts are equal; only names differ, and in the
 names only numbers. Works on a report as plain data, so also on that of a directory.

@@ -56,7 +56,7 @@ class FoundStrategy:
     """What `plan_strategy` found.
 
     Attributes:
-        found: The search's result, or a preset than which it found nothing better.
+        found: The search's result, or a preset, if the search found nothing better.
         plan: The plan of the complete program that follows from it.
         ways: That plan, then those found for other numbers of stages, then the presets.
         data: The content of a strategy file with this plan.

@@ -1,8 +1,8 @@
 """What a rank runs, holds and waits for, from the graphs of a directory.
 
 Times are those of the cost model at some sizes of each symbol. They are the times of the nodes of a
-rank's graph, with local shapes, so they contain what partitioning added. Memory is the lifetimes of
-values, with sizes as formulas, so that a page computes it at other sizes.
+rank's graph, with local shapes, so they include what partitioning added. Memory is given as the
+lifetimes of values, with sizes as formulas, so that the page can compute it at other sizes.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -28,7 +28,7 @@ class Configuration:
         split: Stages, micro-batches and schedule.
         parallel: Optimizer parallel.
         recompute: What is recomputed.
-        part: What is recomputed in words, if it is a part of each layer that was decided.
+        part: A description of what is recomputed, if a part of each layer was chosen.
     """
 
     split: PipelineSplit

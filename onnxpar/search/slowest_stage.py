@@ -45,8 +45,8 @@ def slowest_stage(seconds: float, ends: tuple[float, float], layers: int, stages
     """Returns the seconds that the slowest stage takes at least.
 
     What is before the first layer is in the first stage, and what is after the last layer (the head
-    and the loss) in the last stage. Stages have halves of layers: for example, if the head takes as
-    long as a layer, the last of four stages with 32 layers has 7.5 of them.
+    and the loss) in the last stage. A boundary may lie in the middle of a layer: for example, if
+    the head takes as long as a layer, the last of four stages with 32 layers has 7.5 of them.
 
     Args:
         seconds: The seconds of all stages together.

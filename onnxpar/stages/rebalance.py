@@ -18,7 +18,7 @@ _LESS = 1 - 1e-9
 
 @dataclass(frozen=True)
 class Rebalance:
-    """Boundaries of virtual stages, which move where nothing becomes worse.
+    """Boundaries of virtual stages, which move only where nothing becomes worse.
 
     Attributes:
         stages: Number of stages: virtual stage v belongs to stage v % stages.

@@ -324,7 +324,8 @@ class Rank:
 
         Args:
             reason: Why.
-            fails: It is the last thing that the rank writes there, and is said on stderr.
+            fails: Whether the rank fails: a message on stderr names the file, and later calls write
+                nothing.
         """
         library = self.world._library
         place = self.world._handle, self.index
@@ -416,11 +417,11 @@ class Rank:
     def settle(self) -> None:
         """Waits for all collectives that run in the background, so that their memory can be read.
 
-        The nodes that take their results still have to.
+        The nodes Wait and Finish that take the results must still run.
 
         Raises:
-            RankError: A gather failed that the optimizer's program left to the next training
-                program. What other nodes wait for fails there.
+            RankError: A gather that the optimizer's program left to the next training program
+                failed. Errors of other collectives are raised by the nodes that wait for them.
         """
         library = self.world._library
         self._call(library.onnxpar_settle(self.world._handle, self.index))

@@ -127,7 +127,7 @@ def peak_bytes(memory: LiveBytes | None, bound: int, *, reset: bool) -> int:
 
 
 def peak_resident() -> int:
-    """Returns the most bytes of the host's memory that this process has had at a time."""
+    """Returns the largest number of bytes of host memory that this process has used at a time."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     # In KiB, but on macOS in bytes.
     return peak if sys.platform == "darwin" else peak * 1024

@@ -20,9 +20,9 @@ def pipeline_times(directory: Path, program: str, seconds: Sequence[Mapping[str,
     """Returns steps of a pipeline as its schedule plays them, each action as early as possible.
 
     Keys: `schedule`, `micro_batches`, `chunks`; `ranks`, for each stage its actions, `[kind, chunk,
-    micro-batch, begin, end]`; `end`; and `kept`, for each stage for how many forwards it keeps, at
-    most, what their backward passes need. `begin` and `end` are lists, with the seconds in each of
-    the steps. Messages between stages take no time.
+    micro-batch, begin, end]`; `end`; and `kept`, for each stage the largest number of micro-batches
+    whose forward values it keeps for their backward passes. `begin` and `end` are lists, with the
+    seconds in each of the steps. Messages between stages take no time.
 
     Args:
         directory: The directory.

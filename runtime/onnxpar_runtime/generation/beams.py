@@ -71,7 +71,7 @@ class Beams:
 
     Attributes:
         scores: The sum of the logarithms of the probabilities of each beam's tokens.
-        done: Whether nothing can be improved any more; the beams count for nothing then.
+        done: Whether the search has ended; the beams are then ignored.
     """
 
     def __init__(self, how: BeamSearch, eos: Collection[int], divisors: Sequence[float]) -> None:
@@ -121,5 +121,5 @@ class Beams:
 
 
 def needed(how: BeamSearch, eos: Collection[int]) -> int:
-    """Returns the number of continuations of all beams of a prompt among which enough go on."""
+    """Returns how many continuations of a prompt must be compared so that enough of them go on."""
     return max(2, 1 + len(eos)) * how.beams

@@ -1,4 +1,4 @@
-"""A program that runs once before a decoder, on one rank: what it leaves is not copied to the host.
+"""A program that runs once before a decoder, on one rank; its results stay on the device.
 
 Its outputs are inputs of the decoder in every step, in the sharding in which it made them.
 """
@@ -44,10 +44,10 @@ NOTHING = Supply({}, {}, {})
 
 
 def repeated(supply: Supply, count: int, place: tuple[str, int]) -> Supply:
-    """Returns what a decoder needs that has equal rows, side by side, for each row of a batch.
+    """Returns the inputs of a decoder in which each row of a batch is repeated, side by side.
 
     Args:
-        supply: For the batch.
+        supply: The inputs of the batch.
         count: The number of equal rows.
         place: Name and number of the device, which the values do not leave.
     """

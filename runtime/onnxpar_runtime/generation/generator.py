@@ -81,7 +81,7 @@ class Generator(Opened):
 
     Its states (the cache of keys and values) stay on the device of each rank, sharded as they were
     planned. Only the best tokens of each shard of the vocabulary travel after a step. If the
-    directory has an encoder, it runs once for each batch, and what it leaves stays there too.
+    directory has an encoder, it runs once for each batch, and its results stay there too.
 
     Args:
         directory: The directory of a decoder with a cache.

@@ -159,7 +159,7 @@ class Group:
         return request.prompt if self._reader is None else self._reader.start
 
     def needed(self, request: Request) -> int:
-        """Returns the tokens of a request that its cache has in the end."""
+        """Returns how many tokens of a request its cache has when it is complete."""
         return len(self.begin(request)) + request.max_new_tokens - 1
 
     def _read(self, request: Request) -> Supply:

@@ -43,7 +43,7 @@ class Prefixes:
         self.reused = 0
 
     def take(self, prompt: Sequence[int], batch: Batch) -> int:
-        """Copies what is kept of a prompt to a batch of one row, without states so far.
+        """Copies the kept blocks of a prompt to a batch of one row, whose states are empty.
 
         At least one token is left to be computed, since its logits are needed.
 

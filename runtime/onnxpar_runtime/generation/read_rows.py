@@ -1,7 +1,7 @@
-"""What an encoder left for requests side by side, on the CPU: one batch of rows of one length.
+"""An encoder's results for requests that run side by side, on the CPU: rows of equal length.
 
-Each request is read alone, as a batch of one row for each shard. When requests join, rows that read
-less are padded at the end; the mask that encoder and decoder take leaves the padding out.
+The encoder reads each request alone, as a batch of one row for each shard. When requests join,
+shorter rows are padded at the end; the mask that encoder and decoder take leaves the padding out.
 """
 
 from collections.abc import Collection
@@ -39,8 +39,8 @@ class ReadRows:
         encoder: Its encoder; None if it has none.
 
     Raises:
-        InputError: The encoder does not read tokens, nothing tells what is padding, or a device has
-            a part of what was read for a row.
+        InputError: The encoder does not read tokens, there is no mask of the padding, or a device
+            has only a part of a row of the encoder's results.
     """
 
     def __init__(self, decoder: Decoder, encoder: Encoder | None) -> None:

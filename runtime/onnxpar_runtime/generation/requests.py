@@ -1,14 +1,15 @@
 """Continuous batching: each request enters between two steps and leaves when it is complete.
 
 Rank 0 takes requests; in each step it tells the other ranks, in one small reduction, which are new
-and which are cancelled. All else follows on all ranks alike: who waits, who gets which slot, which
-tokens are chosen. A step fills the caches of requests that have just got a slot, up to a number of
-tokens, so that a long prompt does not hold up the others; then it computes one token of each
-request whose prompt is complete.
+and which are cancelled. Each rank derives everything else from this in the same way: which requests
+wait, which get a slot, and which tokens are chosen. A step fills the caches of requests that have
+just got a slot, up to a number of tokens, so that a long prompt does not hold up the others; then
+it computes one token of each request whose prompt is complete.
 
-In a pipeline, requests are in as many groups as there are stages, which take turns (`groups`). A
-stage runs what the stage before has run in the step before, so in each step all stages compute, for
-different groups; the tokens of a step are chosen when its runs have left the last stage.
+In a pipeline, the requests form as many groups as there are stages, and the groups take turns
+(`groups`). In each step, a stage runs what the stage before it ran in the step before, so all
+stages compute, for different groups. The tokens of a group are chosen when its runs have left the
+last stage.
 """
 
 import json
@@ -44,8 +45,8 @@ _WORDS = 64
 class Requests:
     """Requests on all ranks of a decoder; every rank makes one and calls `step` alike.
 
-    The tokens of a request are those that it would get alone, whatever runs beside it, but for
-    rounding: where its two best tokens score alike to the last digits, either may be chosen.
+    A request gets the tokens that it would get alone, whatever runs beside it, except for rounding:
+    if the scores of its two best tokens are equal up to rounding, either may be chosen.
 
     Args:
         decoder: The program.
@@ -232,7 +233,7 @@ class Requests:
     def step(self) -> list[Event]:
         """Computes one token of each request that has a slot; every rank must call it.
 
-        In a pipeline whose requests take turns, of those of one group.
+        In a pipeline in which groups of requests take turns, it computes the tokens of one group.
 
         Returns:
             What has happened, equal on all ranks.

@@ -1,4 +1,4 @@
-"""What a program is told while the training loop runs."""
+"""Calls that a program gets while the training loop runs."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ from onnxpar_runtime.training.step_record import StepRecord
 
 
 class Callback:
-    """Is told what happens in a run, on rank 0 only; derive from it what you need.
+    """Gets a call for what happens in a run, on rank 0 only; override the methods that you need.
 
     The calls come from the thread of the training loop, which waits for them. They must not call
     methods of the trainer that every rank must call: the other ranks would not. An exception ends
@@ -15,7 +15,7 @@ class Callback:
     """
 
     def on_step(self, step: int, record: StepRecord) -> None:
-        """A step that is reported is done: every one, or as `--log-every` says.
+        """Called after each step that is reported: every step, or those that `--log-every` selects.
 
         Args:
             step: Its number in the run, from 1.
@@ -23,7 +23,7 @@ class Callback:
         """
 
     def on_evaluation(self, step: int, result: Evaluated) -> None:
-        """An evaluation is done.
+        """Called after an evaluation.
 
         Args:
             step: Number of steps of the run that are done.
@@ -31,15 +31,15 @@ class Callback:
         """
 
     def on_checkpoint(self, step: int, folder: Path) -> None:
-        """A checkpoint was begun, which is written in the background.
+        """Called when a checkpoint has begun; it is written in the background.
 
         Args:
             step: The step after which it was copied.
-            folder: The folder that it gets once it is complete.
+            folder: The name that its folder gets when it is complete.
         """
 
     def on_end(self, result: Fitted) -> None:
-        """The last step and the last evaluation are done. Not called if the run fails.
+        """Called after the last step and the last evaluation; not called if the run fails.
 
         Args:
             result: How the run ended.

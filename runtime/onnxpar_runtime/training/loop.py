@@ -83,8 +83,7 @@ def fit(
         after_step: Is called after each step, with the progress of the run.
         log_every: The loss of each step that this divides, and of the last step, is read, checked
             and reported.
-        peak_flops: Operations per second of which a device is capable, for the utilisation in the
-            reports.
+        peak_flops: The most operations per second of a device, for the utilisation in the reports.
 
     Raises:
         InputError: The data ends before the first step, or not on all ranks in the same step.

@@ -16,8 +16,8 @@ class Pace:
         timeline: Counts what this rank does besides computing.
         on_host: Whether the rank computes on the CPU. On a GPU, the host only starts communication.
         devices: Number of devices that run the steps together.
-        peak_flops: Operations per second of which a device is capable; None if unknown.
-        steps: Number of steps until the end of the run; None if a stream decides.
+        peak_flops: The most operations per second of a device; None if unknown.
+        steps: Number of steps until the end of the run; None if the data decides when it ends.
     """
 
     def __init__(

@@ -17,8 +17,8 @@ class StepRecord:
         samples_per_s: Samples of the global batch divided by the seconds since the last record.
         grad_norm: 2-norm of all gradients together, before clipping.
         step_s: Seconds of a step: the mean since the last record, evaluation left out.
-        input_s: Of these, the seconds in which rank 0 waited for the next batch.
-        memory_bytes: The most memory of the host that the process of rank 0 has had.
+        input_s: Of `step_s`, the seconds in which rank 0 waited for the next batch.
+        memory_bytes: The largest amount of host memory that the process of rank 0 has used.
         flops_per_s: Operations of the step on all devices together, divided by its seconds; None if
             they are not known (`StepResult.flops`).
         mfu: The part of the devices' peak that this is; None if the peak is not known.
@@ -26,10 +26,10 @@ class StepRecord:
             (`StepResult.tokens`).
         communication_s: Of `step_s`, the seconds in which rank 0 communicated and did not compute:
             data travelled, or it waited for other ranks; None on a GPU.
-        optimizer_s: Of `step_s`, those of the optimizer's program, without communication.
-        checkpoint_s: Of `step_s`, those in which a checkpoint was copied for writing.
-        eta_s: Seconds until the last step, at the pace of the run so far; None if a stream decides
-            when it ends.
+        optimizer_s: Of `step_s`, the seconds of the optimizer's program, without communication.
+        checkpoint_s: Of `step_s`, the seconds in which a checkpoint was copied for writing.
+        eta_s: Seconds until the last step, at the pace of the run so far; None if the data decides
+            when the run ends.
     """
 
     epoch: int

@@ -71,7 +71,7 @@ class OwnNode:
         return {name: to_host(value) for name, value in found}
 
     def moves(self, feeds: Mapping[str, Array], found: Mapping[str, Array]) -> dict[str, float]:
-        """Returns how far each value moves if its operands are moved by rounding.
+        """Returns by how much each value changes if its operands are changed by rounding.
 
         Args:
             feeds: The operands.

@@ -163,7 +163,7 @@ def open_reference(
 
     Raises:
         InputError: There is no such file, or the model has other inputs or draws random numbers.
-        DirectoryError: The model cannot be loaded, or the directory are for several devices.
+        DirectoryError: The model cannot be loaded, or the directory is for several devices.
     """
     model = undivided_path(models, program)
     if not model.exists():
