@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Measures how many tokens a second requests side by side get, under mpirun.
+"""Measures the tokens per second of requests that run side by side, under mpirun.
 
     mpirun -n 2 tools/bench/requests.py DIR --slots 8
 

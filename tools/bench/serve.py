@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Sends a server of `onnxpar serve` requests of an ordinary client, and checks each answer.
+"""Sends requests of the package `openai` to `onnxpar serve`, and checks each answer.
 
     python -m venv /tmp/openai && /tmp/openai/bin/pip install openai
     tools/bench/serve.py --python /tmp/openai/bin/python
