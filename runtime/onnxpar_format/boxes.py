@@ -65,7 +65,7 @@ class ShardSlices:
         slices: The rank's valid elements of every component.
         blocks: Local size of every component, padding included.
         shape: Local shape.
-        everything: Whether the shard is the global array.
+        everything: Whether the shard is the whole array.
     """
 
     sizes: tuple[int, ...]
@@ -159,7 +159,7 @@ class SizedSharding:
         return self.slices(rank).take(array)
 
     def put(self, target: Array, shard: Array, rank: int) -> None:
-        """Writes the valid elements of a rank's shard to the contiguous global array `target`."""
+        """Writes the valid elements of a rank's shard to the contiguous whole array `target`."""
         slices = self.slices(rank)
         target.reshape(slices.sizes)[slices.slices] = self._valid(shard, rank)
 
@@ -173,7 +173,7 @@ class SizedSharding:
         return shard.reshape([b.local for b in blocks])[tuple(slice(0, b.valid) for b in blocks)]
 
     def join(self, shard_of: Callable[[int], Array], dtype: np.dtype[Any]) -> Array:
-        """Returns the global array from the owners' shards, asked for one rank at a time."""
+        """Returns the whole array from the owners' shards, asked for one rank at a time."""
         array = np.zeros(self.shape, dtype=dtype)
         for rank in self.owners():
             self.put(array, shard_of(rank), rank)

@@ -47,13 +47,13 @@ def run(
     outputs: str | Path,
     how: Execution = _DEFAULT,
 ) -> int:
-    """Runs a program once on the global arrays of an `.npz` file; the body of one rank.
+    """Runs a program once on the whole arrays of an `.npz` file; the body of one rank.
 
     Every rank reads `inputs`; rank 0 writes `outputs`, which appears complete or not at all.
 
     Args:
         directory: The directory.
-        inputs: `.npz` file with a global array for each input, named as in the model.
+        inputs: `.npz` file with a whole array for each input, named as in the model.
         outputs: `.npz` file to write, arrays named as the model's outputs.
         how: How to run.
 

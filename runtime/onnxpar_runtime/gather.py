@@ -44,7 +44,7 @@ def gather_to_root(
     first: int = 0,
     dtype: np.dtype[Any] | None = None,
 ) -> Array | None:
-    """Returns the global array on rank 0 and None elsewhere. Every rank of the world must call it.
+    """Returns the whole array on rank 0 and None elsewhere. Every rank of the world must call it.
 
     Args:
         rank: This rank.
@@ -65,7 +65,7 @@ def gather_to_root(
     world = rank.world
     owners = tuple(first + place for place in sharding.owners())
     if owners == (0,):
-        # Rank 0 has the global array; no communication is needed.
+        # Rank 0 has the whole array; no communication is needed.
         return np.array(part) if rank.index == 0 else None
     if len(world.local_ranks) == world.size:
         return _gather_threads(rank, sharding, part, first, dtype)

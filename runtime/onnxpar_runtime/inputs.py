@@ -1,4 +1,4 @@
-"""Shards a program's inputs for one rank: global arrays, its own shards, or data ranks' batches."""
+"""Shards a program's inputs for one rank: whole arrays, its own shards, or data ranks' batches."""
 
 import threading
 from collections import OrderedDict
@@ -81,7 +81,7 @@ class Inputs:
         self._known = OrderedDict()
 
     def shard_inputs(self, feeds: Mapping[str, Array]) -> Feeds:
-        """Returns the symbols' values and this rank's shard of every global array.
+        """Returns the symbols' values and this rank's shard of every whole array.
 
         May be called from another thread while the program runs.
 
@@ -140,7 +140,7 @@ class Inputs:
 
         Args:
             arrays: By input, of the right dtypes. If `atoms` shard dim 0 of the input, the valid
-                rows of this rank's data rank; otherwise the global array.
+                rows of this rank's data rank; otherwise the whole array.
             values: Global values of the symbols on this rank.
             atoms: Atoms that have sharded dim 0.
         """

@@ -1,4 +1,4 @@
-"""One rank's program in onnxruntime, on its local arrays or on global arrays."""
+"""One rank's program in onnxruntime, on its local arrays or on whole arrays."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -66,13 +66,13 @@ class Session(Opened):
         self.counters = dict.fromkeys(COUNTERS, 0)
 
     def run_global(self, feeds: Mapping[str, Array]) -> dict[str, Array] | None:
-        """Runs the program on global arrays; every rank must call it with the same arrays.
+        """Runs the program on whole arrays; every rank must call it with the same arrays.
 
         Args:
             feeds: Global array of every input.
 
         Returns:
-            On rank 0 the global array of every output, on other ranks None.
+            On rank 0 the whole array of every output, on other ranks None.
 
         Raises:
             InputError: An input is missing, unknown, of the wrong dtype or shape, or its sizes do

@@ -30,7 +30,7 @@ class Supply:
 
     Attributes:
         values: By input of the decoder the rank's shard on its device, an OrtValue.
-        given: By input of the decoder the global array of an input that both programs take.
+        given: By input of the decoder the whole array of an input that both programs take.
         shapes: The global shape of each of these inputs.
     """
 
@@ -85,7 +85,7 @@ class Encoder:
         self._shapes = {spec.name: spec.shape for spec in self.program.outputs}
 
     def prepare(self, feeds: Mapping[str, Array]) -> Feeds:
-        """Returns this rank's shards of global arrays.
+        """Returns this rank's shards of whole arrays.
 
         Raises:
             InputError: An input is missing, unknown, of the wrong dtype or shape, or its sizes do
@@ -98,7 +98,7 @@ class Encoder:
         """Runs the program once; all ranks must call it.
 
         Args:
-            feeds: The global arrays.
+            feeds: The whole arrays.
             inputs: This rank's shards of them.
 
         Raises:
@@ -145,7 +145,7 @@ class Reader:
         self.encoder, self.start = encoder, tuple(map(int, start))
 
     def prepare(self, prompt: Tokens, rows: int) -> tuple[dict[str, Array], Feeds]:
-        """Returns the global arrays of a prompt in a number of equal rows, and their shards.
+        """Returns the whole arrays of a prompt in a number of equal rows, and their shards.
 
         Raises:
             InputError: As `Encoder.prepare`.
@@ -222,7 +222,7 @@ def padded(program: ProgramEntry, feeds: Mapping[str, Array], rows: int) -> dict
 
     Args:
         program: The encoder.
-        feeds: Its inputs, as global arrays.
+        feeds: Its inputs, as whole arrays.
         rows: The number of rows to add.
     """
     batches = {spec.name for spec in program.inputs if spec.shape and _named(spec.shape[0])}

@@ -105,7 +105,7 @@ class Places(Protocol):
 
 
 def feeds_of(roles: Roles, sequences: Places, tokens: Array) -> dict[str, Array]:
-    """Returns the global arrays of the inputs that change from step to step.
+    """Returns the whole arrays of the inputs that change from step to step.
 
     Raises:
         InputError: Sequences differ in length, and positions are one for all of them.

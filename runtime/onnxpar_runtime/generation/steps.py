@@ -168,7 +168,7 @@ class Batch:
         }
 
     def run(self, feeds: Mapping[str, Array]) -> Array:
-        """Runs the program on the global arrays of new tokens, mask and positions.
+        """Runs the program on the whole arrays of new tokens, mask and positions.
 
         Returns:
             As `result`.
@@ -183,7 +183,7 @@ class Batch:
         return self.result()
 
     def prepare(self, feeds: Mapping[str, Array]) -> None:
-        """Checks and binds the global arrays of new tokens, mask and positions for a run.
+        """Checks and binds the whole arrays of new tokens, mask and positions for a run.
 
         All ranks must call it at the same place among other collectives.
 
@@ -301,7 +301,7 @@ class Batch:
         return logits
 
     def _local(self, name: str, array: Array) -> Array:
-        """Returns this rank's shard of a global array, in the type of the input."""
+        """Returns this rank's shard of a whole array, in the type of the input."""
         spec = self._decoder.specs[name]
         if name not in self._rows:
             self._rows[name] = self._rows_of(spec)

@@ -61,7 +61,7 @@ def prepare(inputs: Inputs, loss: Loss, batch: Batch) -> Prepared:
 def _mean_over(
     loss: Loss, specs: Sequence[TensorEntry], arrays: Arrays, values: Mapping[str, int]
 ) -> int:
-    """Returns the number of terms of the mean loss of global arrays.
+    """Returns the number of terms of the mean loss of whole arrays.
 
     Raises:
         InputError: The expression of the manifest cannot be evaluated.

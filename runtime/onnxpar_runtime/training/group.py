@@ -74,7 +74,7 @@ class TrainerGroup(Ranks[Trainer]):
         return self.on_each(lambda trainer: trainer.evaluate(batch, outputs=outputs))[0]
 
     def gather(self, name: str) -> Array:
-        """Returns the global array of a state, as `Trainer.gather` on every rank."""
+        """Returns the whole array of a state, as `Trainer.gather` on every rank."""
         array = self.on_each(lambda trainer: trainer.gather(name))[0]
         if array is None:
             raise AssertionError("rank 0 gathered nothing")

@@ -433,7 +433,7 @@ class Trainer(Opened):
         return self.states.sharding(name)
 
     def gather(self, name: str) -> Array | None:
-        """Returns the global array of a state on rank 0 and None elsewhere. All ranks must call it.
+        """Returns the whole array of a state on rank 0 and None elsewhere. All ranks must call it.
 
         Gradients that have not been reduced over some atoms are added up.
 

@@ -29,7 +29,7 @@ class Encoded:
 
     Attributes:
         left: For each sequence the inputs of the decoder that the encoder supplies.
-        feeds: The global arrays of the encoder's inputs; None without an encoder.
+        feeds: The whole arrays of the encoder's inputs; None without an encoder.
         runs: The values of the symbols in its run, by the name of the program.
     """
 

@@ -22,7 +22,7 @@ NEWEST_IR = 13  # the newest that onnxruntime 1.31 reads; onnx 1.23 writes 14
 
 
 class Reference(Protocol):
-    """Runs the undivided program on global arrays."""
+    """Runs the undivided program on whole arrays."""
 
     def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
         """Returns the outputs by name."""
