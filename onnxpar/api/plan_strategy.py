@@ -83,6 +83,7 @@ def plan_strategy(
         decision.objective,
         workload.program,
         decision.without,
+        in_turns=decision.in_turns,
     )
 
 

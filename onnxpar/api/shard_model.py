@@ -41,7 +41,7 @@ from onnxpar.stages.partition_training import PartitionedTraining, partition_tra
 from onnxpar.stages.stage_programs import Staging
 from onnxpar.strategy import Strategy, resolve, resolved, strategy_for
 from onnxpar.strategy.recompute_entry import RecomputeOptions
-from onnxpar.strategy.save import given_data, plan_data, write_strategy
+from onnxpar.strategy.save import given_data, pairing, plan_data, write_strategy
 from onnxpar.strategy.schema import SEARCH
 
 NOTE = """The resolved strategy: `onnxpar shard MODEL --strategy` with this file gives this plan.
@@ -423,7 +423,8 @@ def _partition_both(
 def _training_keys(strategy: Strategy) -> dict[str, Any]:
     """Returns what a resolved strategy says about training besides layouts."""
     parallel = {"optimizer_parallel": asdict(strategy.optimizer_parallel)}
-    return parallel | ({"recompute": strategy.recompute.entry} if strategy.recompute else {})
+    again = {"recompute": strategy.recompute.entry} if strategy.recompute else {}
+    return parallel | again | pairing(strategy)
 
 
 def _check_ranks(ranks: Sequence[int] | None, devices: int) -> None:

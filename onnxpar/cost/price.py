@@ -4,9 +4,10 @@ The time of a step is that of its schedule (`onnxpar.cost.timeline`).
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
+from typing import TypeVar
 
 import onnx_ir as ir
 
@@ -20,6 +21,7 @@ from onnxpar.cost.timeline import (
     Gather,
     Member,
     Transfer,
+    Turns,
     delayed,
     elapsed,
     finished_later,
@@ -30,6 +32,8 @@ from onnxpar.facts.program import Program
 from onnxpar.graph.plan import NodePlan, Plan
 from onnxpar.graph.shapes import itemsize
 from onnxpar.ops.kernel_memory import call, kernel
+
+_Event = TypeVar("_Event", Transfer, Gather)
 
 
 @dataclass(frozen=True)
@@ -142,6 +146,24 @@ def price(
     return pricing.run(), tuple(pricing.steps)
 
 
+def price_in_turns(
+    program: Program, plan: Plan, cost: CostModel, shards: Shards, moments: int
+) -> float:
+    """Returns the seconds of a step of two micro-batches that take turns.
+
+    Args:
+        program: Forward and backward of one of them.
+        plan: Its plan.
+        cost: The cost model, with the sizes of one of them.
+        shards: As in `price`.
+        moments: As in `price`.
+    """
+    laid = shards.training(program)
+    pricing = _Pricing(program, laid.plan, cost, shards, moments, laid.gathered)
+    alone, events = pricing.run(), pricing.events()
+    return alone.seconds + events.in_turns().elapsed(once=True) - events.elapsed(once=True)
+
+
 @dataclass
 class _Pricing:
     program: Program
@@ -192,15 +214,21 @@ class _Pricing:
         if not self.shards.gradients or not any(k.overlaps for k in self.cost.machine.links):
             # Only training programs have collectives in the background.
             return 0.0, 0.0
-        end = len(self.computed)
-        inside = (*self.transfers, *gathered_ahead(self.gathers), *delayed(self.leaving, end))
-        ordered = sorted(inside, key=lambda t: t.ready)
-        each = elapsed(self.computed, ordered)
-        # The step before leaves the gathers of updated parameters running.
-        gathers = tuple(finished_later(self.updated))
-        once = (*gathers, *in_buckets(self.reductions, end))
-        last = elapsed(self.computed, sorted((*once, *ordered), key=lambda t: t.ready))
-        return sum(p.seconds for p in prices) - each, each + sum(t.seconds for t in once) - last
+        events = self.events()
+        each, last = events.elapsed(), events.elapsed(once=True)
+        once = sum(t.seconds for t in events.once())
+        return sum(p.seconds for p in prices) - each, each + once - last
+
+    def events(self) -> "_Events":
+        """Returns what happens in a run, after it has been priced."""
+        return _Events(
+            self.computed,
+            self.transfers,
+            self.gathers,
+            self.leaving,
+            self.reductions,
+            self.updated,
+        )
 
     def _kept(self, name: str) -> int:
         """Bytes of a parameter, its gradient and its moments."""
@@ -439,6 +467,71 @@ class _Pricing:
             for name, output in self.shards.gradients.items()
             if self.plan.outputs[output] != self.shards.moment(name)
         )
+
+
+@dataclass(frozen=True)
+class _Events:
+    """What happens in a run of a training program; places are as in `onnxpar.cost.timeline`.
+
+    Attributes:
+        computing: The seconds of each node.
+        transfers: Reshards of values.
+        gathers: Gathers of parameters.
+        leaving: Reductions of gradients that the program writes.
+        reductions: Reductions of gradients that the optimizer's program needs.
+        updated: Gathers of updated parameters.
+    """
+
+    computing: Sequence[float]
+    transfers: Sequence[Transfer]
+    gathers: Sequence[Gather]
+    leaving: Sequence[Transfer]
+    reductions: Sequence[Member]
+    updated: Sequence[Member]
+
+    def once(self) -> tuple[Transfer, ...]:
+        """Returns what happens once in a step, in its last run."""
+        # The step before leaves the gathers of updated parameters running.
+        calls = in_buckets(self.reductions, len(self.computing))
+        return (*finished_later(self.updated), *calls)
+
+    def elapsed(self, *, once: bool = False) -> float:
+        """Returns the seconds of a run; `once`: of the last one of a step."""
+        left = delayed(self.leaving, len(self.computing))
+        inside = sorted((*self.transfers, *gathered_ahead(self.gathers), *left), key=_ready)
+        every = (*self.once(), *inside) if once else inside
+        return elapsed(self.computing, sorted(every, key=_ready))
+
+    def in_turns(self) -> "_Events":
+        """Returns the events of two micro-batches that take turns at each collective."""
+        needed = [*(t.needed for t in self.transfers), *(g.needed for g in self.gathers)]
+        cuts = {*needed, *(t.ready for t in self.leaving)}
+        end = len(self.computing)
+        turns = Turns(tuple(sorted(cut for cut in cuts if 0 < cut < end)), end)
+
+        def both(events: Sequence[_Event]) -> list[_Event]:
+            return [
+                replace(
+                    event,
+                    ready=turns.behind(event.ready, second),
+                    needed=turns.place(event.needed, second),
+                )
+                for event in events
+                for second in (False, True)
+            ]
+
+        return _Events(
+            turns.computing(self.computing),
+            both(self.transfers),
+            sorted(both(self.gathers), key=lambda g: g.needed),
+            sorted(both(self.leaving), key=_ready),
+            [replace(m, ready=turns.behind(m.ready, True)) for m in self.reductions],
+            [replace(m, ready=turns.place(m.ready, False)) for m in self.updated],
+        )
+
+
+def _ready(event: Transfer) -> int:
+    return event.ready
 
 
 def _overlaps(link: Link | None) -> bool:

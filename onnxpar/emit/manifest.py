@@ -33,6 +33,7 @@ from onnxpar.partition.partitioned_model import (
     PipelinePrograms,
 )
 from onnxpar_format.entries import (
+    SECOND,
     CarriedEntry,
     CollectiveEntry,
     DimComponent,
@@ -296,7 +297,7 @@ def _handed(value: ir.Value, symbols: Mapping[str, Symbol]) -> HandedEntry:
 
 def _is_scalar(name: str) -> bool:
     """Whether the runtime computes an input itself, from settings and counts."""
-    return name == LOSS_WEIGHT or name.startswith(HYPER_PREFIX)
+    return name.removeprefix(SECOND) == LOSS_WEIGHT or name.startswith(HYPER_PREFIX)
 
 
 def _system_input(name: str) -> SystemInput:
@@ -304,9 +305,10 @@ def _system_input(name: str) -> SystemInput:
         return SystemInput(name, "symbol", symbol=safe_name(name.removeprefix(SYMBOL_PREFIX)))
     if name.startswith(COORD_PREFIX):
         return SystemInput(name, "coordinate", atom=int(name.removeprefix(COORD_PREFIX)))
-    if name in COUNTER_INPUTS:
-        return SystemInput(name, "counter", counter=name.removeprefix(f"{DOMAIN}."))
-    if name == LOSS_WEIGHT:
+    of_one = name.removeprefix(SECOND)
+    if of_one in COUNTER_INPUTS:
+        return SystemInput(name, "counter", counter=of_one.removeprefix(f"{DOMAIN}."))
+    if of_one == LOSS_WEIGHT:
         return SystemInput(name, "loss_weight")
     if name in BACKGROUND_INPUTS:
         return SystemInput(name, name.removeprefix(f"{DOMAIN}."))

@@ -28,6 +28,7 @@ from onnxpar.graph.local_builder import (
 from onnxpar.ops.device.cuda_form import CudaForm, cuda_form, is_narrow
 from onnxpar.ops.device.cuda_functions import put
 from onnxpar.partition.partitioned_model import GraphValue, Parameter, PartitionedModel
+from onnxpar_format.entries import SECOND
 
 DOMAIN_VERSION = 1
 WIDE = int(ir.DataType.FLOAT)
@@ -296,7 +297,11 @@ def _given_to_host(pm: PartitionedModel) -> set[ir.Value]:
     """Returns the values that begin on the host: sizes, coordinates, counters, small constants."""
     builder = pm.builder
     prefixes = (SYMBOL_PREFIX, COORD_PREFIX, *COUNTER_INPUTS, *BACKGROUND_INPUTS)
-    given = {v for name, v in builder.system_inputs.items() if name.startswith(prefixes)}
+    given = {
+        v
+        for name, v in builder.system_inputs.items()
+        if name.removeprefix(SECOND).startswith(prefixes)
+    }
     constants = [*builder.initializers, *(p.local for p in pm.parameters if not p.fed)]
     return given | {value for value in constants if is_small(value)}
 

@@ -24,6 +24,8 @@ SYMBOL_PREFIX = "onnxpar.symbol."
 COORD_PREFIX = "onnxpar.coord."
 COUNTER_INPUTS = tuple(f"{DOMAIN}.{counter}" for counter in COUNTERS)
 """System inputs with the keys of random numbers; the runtime advances them."""
+MICRO_BATCH = f"{DOMAIN}.micro_batch"
+"""The one of them that differs between the micro-batches of a step."""
 LOSS_WEIGHT = "onnxpar.loss_weight"
 """Input that scales the loss of a micro-batch, and so its gradients."""
 HYPER_PREFIX = "onnxpar.hyper."

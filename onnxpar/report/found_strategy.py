@@ -67,6 +67,8 @@ class FoundStrategy:
             each of these choices with the plan that lacks it.
         types: If the type of products was decided: this type with the plan; then the other type, if
             it was tried, with the best plan that is known for it.
+        in_turns: Seconds of a step in which two halves of the batch take turns; None if the
+            strategy does not say so.
     """
 
     found: Found
@@ -78,6 +80,7 @@ class FoundStrategy:
     program: Program
     without: tuple[tuple[str, Way], ...] | None = None
     types: tuple[tuple[str, Way], ...] = ()
+    in_turns: float | None = None
 
     @property
     def devices(self) -> int:
@@ -166,6 +169,7 @@ class FoundStrategy:
                 }
                 for way in self.ways
             ],
+            "seconds_in_turns": self.in_turns,
             "without": [
                 {"choice": name, "seconds": way.seconds, "peak_bytes": way.peak}
                 for name, way in self.without or ()
@@ -226,7 +230,17 @@ class FoundStrategy:
 
     def reason(self) -> str:
         """Returns why it was chosen, for people."""
-        return " ".join(filter(None, (self._choice(), self.computes(), self.growth())))
+        texts = (self._choice(), self._turns(), self.computes(), self.growth())
+        return " ".join(filter(None, texts))
+
+    def _turns(self) -> str:
+        """Returns that two halves of the batch take turns, if they do."""
+        if self.in_turns is None:
+            return ""
+        return (
+            "Two halves of the batch take turns, so that one computes while the other "
+            f"communicates: a step takes {seconds_text(self.in_turns)}."
+        )
 
     def _choice(self) -> str:
         best, objective = self.ways[0], self.objective

@@ -28,23 +28,27 @@ _META = ("atoms", "pairs", "stages", "root")
 
 
 def run_in_background(
-    program: PartitionedModel, sizes: Mapping[str, int], room: int | None = None
+    program: PartitionedModel,
+    sizes: Mapping[str, int],
+    room: int | None = None,
+    micro_batches: int = 1,
 ) -> None:
     """Replaces collectives by Start and Wait where something is computed in between.
 
     The nodes of the program are changed in place. Operand and result are in memory from Start to
     Wait. A collective stays as it is if the peak of the program's values would rise by more than
-    the largest operand or result of a collective, and by a gathered parameter that is kept for the
-    next gather of it.
+    the largest operand or result of a collective for each micro-batch, and by a gathered parameter
+    that is kept for the next gather of it.
 
     Args:
         program: The program.
         sizes: Sizes of symbols, for the memory of values; the others have the size
             `Symbol.typical`.
         room: The bytes by which the peak may rise at most.
+        micro_batches: How many micro-batches take turns in the program.
     """
     fed = {p.local for p in program.parameters if p.fed}
-    _Pass(program, program.builder, fed, sizes, room).run()
+    _Pass(program, program.builder, fed, sizes, micro_batches, room).run()
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,7 @@ class _Pass:
         builder: Its builder.
         fed: The trained parameters.
         sizes: Sizes of symbols.
+        ahead: How many collectives may be ahead at a time, if they are the largest.
         room: The bytes by which the peak may rise at most.
     """
 
@@ -80,6 +85,7 @@ class _Pass:
     builder: LocalBuilder
     fed: set[ir.Value]
     sizes: Mapping[str, int]
+    ahead: int = 1
     room: int | None = None
     _early: dict[int, list[ir.Node]] = field(default_factory=dict)
     _before: dict[int, list[ir.Node]] = field(default_factory=dict)
@@ -94,8 +100,9 @@ class _Pass:
         self._bytes = node_bytes(self.program, self.sizes)
         self._collectives = {c.node for c in builder.collectives if not c.stages}
         peak, self._more = max(self._bytes, default=0), self._largest()
-        limit = peak + (2 * self._more if self.room is None else max(self.room, 0))
-        self._budget = min(peak + self._more, limit)
+        more = (self.ahead + 1) * self._more if self.room is None else max(self.room, 0)
+        limit = peak + more
+        self._budget = min(peak + self.ahead * self._more, limit)
         self._made = {v: i for i, node in enumerate(self._nodes) for v in node.outputs}
         self._readers: dict[ir.Value, list[int]] = {}
         for index, node in enumerate(self._nodes):
@@ -210,13 +217,21 @@ class _Pass:
         ]
         return tuple(found[-1:])
 
-    def _fits(self, values: Sequence[ir.Value | None], begin: int, end: int) -> bool:
-        """Whether values may be in memory from one node to another; if so, they are counted."""
-        more = sum(self._value_bytes(v) for v in values if v is not None)
-        if any(held + more > self._budget for held in self._bytes[begin:end]):
+    def _fits(self, *longer: tuple[ir.Value | None, int, int]) -> bool:
+        """Whether values may be in memory for longer; if so, they are counted.
+
+        Args:
+            longer: Each value, with the range of the nodes at which it is not counted yet.
+        """
+        more: dict[int, int] = {}
+        for value, begin, end in longer:
+            size = 0 if value is None else self._value_bytes(value)
+            for index in range(begin, min(end, len(self._bytes))):
+                more[index] = more.get(index, 0) + size
+        if any(self._bytes[index] + size > self._budget for index, size in more.items()):
             return False
-        for index in range(begin, min(end, len(self._bytes))):
-            self._bytes[index] += more
+        for index, size in more.items():
+            self._bytes[index] += size
         return True
 
     def _value_bytes(self, value: ir.Value) -> int:
@@ -229,7 +244,8 @@ class _Pass:
         x, y = node.inputs[0], node.outputs[0]
         begin = self._made.get(x, -1) + 1 if x is not None else 0
         hiding = self._hiding(begin, first)
-        if not begin or not hiding or not self._fits([x, y], begin, first):
+        # So far the operand is there until the collective runs, and the result from then on.
+        if not begin or not hiding or not self._fits((y, begin, index), (x, index, first)):
             return
         self._put(begin, node)
         made = self._wait(node, self._last_result(hiding), _text(hiding))
@@ -255,7 +271,7 @@ class _Pass:
                 or gather.shard is not before.shard
                 or gather.node.meta["atoms"] != before.node.meta["atoms"]
                 or gather.node.attributes != before.node.attributes
-                or not self._fits([y], last + 1, gather.index)
+                or not self._fits((y, last + 1, gather.index))
             ):
                 kept.append(gather)
                 continue
@@ -292,7 +308,7 @@ class _Pass:
         # The Barrier, if there is one, stands before the gather and is removed.
         end = self._made.get(operand, gather.index) if operand is not None else gather.index
         hiding = self._hiding(begin, end)
-        if not hiding or not self._fits([y], begin, gather.index):
+        if not hiding or not self._fits((y, begin, gather.index)):
             return False
         if operand is not gather.shard and operand is not None:
             self._removed.update(n for n in [operand.producer()] if n is not None)
@@ -321,7 +337,7 @@ class _Pass:
             for last in latest_first(operands, number):
                 end = places[last]
                 hiding = self._hiding(begin, end)
-                if begin and hiding and self._fits([x], begin, end):
+                if begin and hiding and self._fits((x, begin, end)):
                     self._put(begin, node)
                     after = self._last_result(hiding)
                     self._put(end, *self._wait(node, after, _text(hiding), read=False))

@@ -27,12 +27,13 @@ from onnxpar.search.find_plan import (
 from onnxpar.search.parameter_axes import decide_parameter_axes
 from onnxpar.search.plan_choices import Open, pipeline_split
 from onnxpar.search.rival_plans import FOUND, SLOWDOWN, Objective, Pricing, Way
+from onnxpar.search.taking_turns import in_turns
 from onnxpar.search.workload import Workload
 from onnxpar.stages.stage_price import StagedPrice
 from onnxpar.strategy.machine_file import load_machine
 from onnxpar.strategy.recompute_entry import NOTHING
 from onnxpar.strategy.resolve_strategy import resolve
-from onnxpar.strategy.save import strategy_data
+from onnxpar.strategy.save import PAIR, pairing, strategy_data
 from onnxpar.strategy.schema import SEARCH, Strategy
 from onnxpar_format.texts import bytes_text
 
@@ -55,6 +56,8 @@ class Decision:
         data: The content of a strategy file for the plan.
         free: Whether the plan was compared with presets: they would keep everything that is fixed.
         without: If more than the strategy was decided: each choice with the plan that lacks it.
+        in_turns: Seconds of a step in which two halves of the batch take turns, if that is faster
+            than the plan without it.
     """
 
     found: Found
@@ -64,6 +67,7 @@ class Decision:
     data: dict[str, Any]
     free: bool
     without: tuple[tuple[str, Way], ...] | None = None
+    in_turns: float | None = None
 
 
 def settled(strategy: Strategy, workload: Workload, symbols: Mapping[str, Symbol]) -> Strategy:
@@ -97,6 +101,7 @@ def settled(strategy: Strategy, workload: Workload, symbols: Mapping[str, Symbol
         search=strategy.search,
         recompute=strategy.recompute,
         pipeline=found.pipeline or strategy.pipeline,
+        pair_micro_batches=found.pair_micro_batches or strategy.pair_micro_batches,
     )
 
 
@@ -228,13 +233,15 @@ def decide(
     )
     if strategy.recompute:
         data["recompute"] = strategy.recompute.entry
+    halves = in_turns(strategy, workload, machine, best)
+    data |= pairing(strategy) if halves is None else {PAIR: True}
     others = [*(way for way, _ in tried[1:]), *refused, *shown]
     best = known if known is not None and best is first else by_stages[best.stages].grown(best)
     if large and others:
         second = min(range(len(others)), key=lambda i: rank(others[i]))
         others[second] = by_stages[others[second].stages].at_large_sizes(others[second])
     assert best.plan is not None
-    return Decision(found, best.plan, (best, *others), objective, data, free)
+    return Decision(found, best.plan, (best, *others), objective, data, free, in_turns=halves)
 
 
 def _at_large_sizes(
@@ -285,13 +292,18 @@ def _configured(
     data = strategy_data(best.found.seeds, rules, strategy.symbols, chosen.parallel, staged)
     if recompute := chosen.recompute or strategy.recompute:
         data["recompute"] = recompute.entry
+    workload = replace(workload, parallel=chosen.parallel)
+    halves = in_turns(strategy, workload, machine, best.way)
+    data |= pairing(strategy) if halves is None else {PAIR: True}
 
     def cost(way: Way) -> tuple[float, int]:
         return way.seconds, way.peak
 
     # Without a choice that changes nothing, a plan costs the same.
     ways = (best.way, *(each.way for each in tried if cost(each.way) != cost(best.way)))
-    return Decision(best.found, best.way.plan, ways, objective, data, True, tuple(without))
+    return Decision(
+        best.found, best.way.plan, ways, objective, data, True, tuple(without), in_turns=halves
+    )
 
 
 def _unpiped(strategy: Strategy, workload: Workload, stages: int, micro_batches: int) -> Strategy:

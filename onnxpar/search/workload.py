@@ -9,10 +9,16 @@ import onnx_ir as ir
 from onnxpar.autodiff.optimizer import moments_of
 from onnxpar.autodiff.training_program import TrainingProgram, TrainingSpec
 from onnxpar.core.machine import Machine
+from onnxpar.core.symbols.expressions import dim_symbol
 from onnxpar.cost.cost_model import CostModel
 from onnxpar.cost.live_memory import MemoryStep
-from onnxpar.cost.optimizer_parallel import NOT_PARALLEL, OptimizerParallel, shard_states
-from onnxpar.cost.price import Price, price
+from onnxpar.cost.optimizer_parallel import (
+    NOT_PARALLEL,
+    OptimizerParallel,
+    Shards,
+    shard_states,
+)
+from onnxpar.cost.price import Price, price, price_in_turns
 from onnxpar.facts.program import Program
 from onnxpar.graph.metadata_keys import GRADIENT_OF
 from onnxpar.graph.plan import Plan
@@ -89,6 +95,20 @@ class Workload:
             for name, size in sizes.items()
         }
 
+    def halves(self, sizes: Mapping[str, int]) -> dict[str, int] | None:
+        """Returns the sizes of symbols in half a batch; None if the batch cannot be halved.
+
+        Args:
+            sizes: Sizes of symbols in the batch; others have their typical size.
+        """
+        table = self.program.env.table
+        whole = {name: table.typical(dim_symbol(name), sizes) for name in self.batch}
+        admitted = all(
+            size % 2 == 0 and (name not in table or table[name].facts.admits(size // 2))
+            for name, size in whole.items()
+        ) and not any(symbol.per_rank for symbol in table.values())
+        return {**sizes, **self.micro_batch(whole, 2)} if whole and admitted else None
+
     @cached_property
     def _alike(self) -> Alike:
         return alike(self.program)
@@ -109,7 +129,13 @@ class Workload:
 
     def priced(self, plan: Plan, cost: CostModel) -> tuple[Price, tuple[MemoryStep, ...]]:
         """Returns what a plan costs a device, with the steps by which memory is counted."""
+        return price(self.program, plan, cost, self._shards(plan), self.moments)
+
+    def in_turns(self, plan: Plan, cost: CostModel) -> float:
+        """Returns the seconds of a step of two micro-batches that take turns."""
+        return price_in_turns(self.program, plan, cost, self._shards(plan), self.moments)
+
+    def _shards(self, plan: Plan) -> Shards:
         held = self.program.graph.initializers
         itemsizes = {n: int((held[n].dtype or ir.DataType.FLOAT).itemsize) for n in self.gradients}
-        shards = shard_states(plan, self.gradients, itemsizes, self.parallel)
-        return price(self.program, plan, cost, shards, self.moments)
+        return shard_states(plan, self.gradients, itemsizes, self.parallel)

@@ -20,7 +20,7 @@ from onnxpar.autodiff.optimizer import state_name
 from onnxpar.autodiff.recomputation.clones import Planned
 from onnxpar.autodiff.recomputation.selection import Measure, recomputed
 from onnxpar.autodiff.training_program import TrainingProgram, TrainingSpec
-from onnxpar.core.errors import RuleError
+from onnxpar.core.errors import RuleError, StrategyError
 from onnxpar.core.name_patterns import check_symbol_sizes
 from onnxpar.core.sharding import Sharding
 from onnxpar.core.symbols import Dim, Symbol
@@ -44,12 +44,15 @@ from onnxpar.schedule.accumulate import accumulate_rest
 from onnxpar.schedule.background import run_in_background
 from onnxpar.schedule.finish_later import finish_later
 from onnxpar.schedule.group import group_collectives
+from onnxpar.schedule.left_running import left_running_bytes
+from onnxpar.schedule.pair_micro_batches import pair_micro_batches
 from onnxpar.schedule.start_ahead import start_ahead
 from onnxpar.stages.stage_memory import fullest_stage
 from onnxpar.stages.stage_programs import Staging, plan_copies
 from onnxpar.stages.state_buffers import Buffer, Buffers
 from onnxpar.strategy import Strategy, resolve
 from onnxpar.strategy.machine_file import load_machine
+from onnxpar.strategy.save import PAIR
 from onnxpar_format.manifest import StateKind
 
 
@@ -58,7 +61,8 @@ class PartitionedTraining:
     """All programs of a training directory.
 
     Attributes:
-        programs: training_model first, then eval_model, optimizer_model.
+        programs: training_model first, then paired_model if there is one, eval_model,
+            optimizer_model.
         prepared: The program that was planned, without recomputation, and what it trains.
         spec: What the user asked for.
         shards: The plan of the training program, and the layouts of its buffers.
@@ -100,6 +104,7 @@ def partition_training(
     Raises:
         OnnxparError: The strategy does not fit the model.
     """
+    _check_pairs(strategy, prepared.program)
     flops = program_flops(prepared.program)  # partitioning changes the program
     trained = tuple(p for p in prepared.selection.trained if p.name in prepared.gradients)
     places = staging.training_places(prepared) if staging is not None else ONE_PLACE
@@ -114,39 +119,47 @@ def partition_training(
     if staging is None:
         updates, rest = buffers.updates(spec.optimizer, opset, scaled=scaled)
     sizes = _sizes(strategy)
+    machine = load_machine(strategy.search.machine)
 
     def device_bytes(made: PartitionedModel, where: Places) -> int:
-        """Bytes that a device holds when it trains with a program of one micro-batch."""
+        """Bytes that a device holds when it trains with a program of one micro-batch, or a pair."""
         if staging is None:
-            return total_bytes([program_memory(other, sizes) for other in (made, *rest[:1])])
+            run = pair_micro_batches(made) if strategy.pair_micro_batches else made
+            held = total_bytes([program_memory(other, sizes) for other in (run, *rest[:1])])
+            return held + left_running_bytes(rest[0], machine, sizes)
         entry = staging.entry
         split = staging.split(made, where, "forward_model").programs
         placed = buffers.placed(split)
         _, others = placed.stage_updates(spec.optimizer, opset, entry, scaled=scaled)
         parts = [placed.with_sums(part) for part in split]
-        return fullest_stage(parts, others, staging.pipeline_split, sizes)
+        left = max(left_running_bytes(other, machine, sizes) for other in others)
+        return fullest_stage(parts, others, staging.pipeline_split, sizes) + left
 
     program = _micro_batch(prepared, shards, places, strategy, staging, device_bytes)
-    machine = load_machine(strategy.search.machine)
     if staging is None:
         limits = [m for m in (strategy.search.memory, strategy.recompute.memory) if m is not None]
         room = min(limits) - device_bytes(program, places) if limits else None
-        program = buffers.with_sums(program)
-        start_ahead(program, rest[0], machine)
-        run_in_background(program, sizes, room)
-        accumulate_rest(program)
+        runs = [(pair_micro_batches(program), 2)] if strategy.pair_micro_batches else []
+        parts = []
+        for run, micro_batches in (*runs, (program, 1)):
+            part = buffers.with_sums(run)
+            start_ahead(part, rest[0], machine)
+            run_in_background(part, sizes, room, micro_batches)
+            accumulate_rest(part)
+            parts.append(part)
         rest = [group_collectives(other, machine, sizes) for other in rest]
-        finish_later(rest[0], [program])
+        finish_later(rest[0], parts)
+        *paired, program = parts
     evaluation, where = _evaluation(prepared, seeds, symbols, spec, buffers, staging)
     pipeline: PipelinePrograms | None = None
     if staging is None:
-        programs = (program, evaluation, *rest)
+        programs = (program, *paired, evaluation, *rest)
     else:
         training = staging.split(program, places, "forward_model")
         evaluated = staging.split(evaluation, where, "eval_model")
         buffers = buffers.placed(training.programs)
         updates, rest = buffers.stage_updates(spec.optimizer, opset, staging.entry, scaled=scaled)
-        parts = tuple(buffers.with_sums(part) for part in training.programs)
+        parts = [buffers.with_sums(part) for part in training.programs]
         made = Counter(state for part in parts for state in part.states.outputs.values())
         shared = {state for state, count in made.items() if count > 1}
         for part in parts:
@@ -156,7 +169,7 @@ def partition_training(
         rest = [group_collectives(other, machine, sizes) for other in rest]
         for other in rest:
             finish_later(other, [part for part in parts if part.stage == other.stage])
-        training = replace(training, programs=parts)
+        training = replace(training, programs=tuple(parts))
         programs = (*training.programs, *evaluated.programs, *rest)
         pipeline = staging.pipeline([training, evaluated], rest)
     return PartitionedTraining(
@@ -235,6 +248,17 @@ def _micro_batch(
 
     planned = Planned(p.program, laid.plan)
     return partitioned(recomputed(planned, again, Measure(cost, weighed)))
+
+
+def _check_pairs(strategy: Strategy, program: Program) -> None:
+    """Raises StrategyError if micro-batches may be of one size on one rank and not on another."""
+    table = program.env.table
+    names = sorted(name for name in table if table[name].per_rank)
+    if strategy.pair_micro_batches and names:
+        raise StrategyError(
+            f"{strategy.where(PAIR)}: expected sizes that are equal on all ranks, got the per-rank "
+            f"symbol {names[0]!r} and pair_micro_batches: true"
+        )
 
 
 def _sizes(strategy: Strategy) -> dict[str, int]:

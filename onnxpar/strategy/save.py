@@ -18,6 +18,8 @@ from onnxpar.graph.seeds import NodeSeed, Seeds
 from onnxpar.ops.node_rules import Rules
 from onnxpar.strategy.schema import SEARCH, Strategy
 
+PAIR = "pair_micro_batches"
+"""Key of a strategy file: whether two micro-batches take turns."""
 _PLAIN = re.compile(r"[A-Za-z_/][\w./-]*")
 _WORDS = ("y", "n", "yes", "no", "on", "off", "true", "false", "null")
 """Words that YAML 1.1 does not read as text."""
@@ -86,7 +88,13 @@ def plan_data(
         data["pipeline"] = {"stages": entry.stages, **entry.model_dump(exclude_none=True)}
     if strategy.recompute:
         data["recompute"] = strategy.recompute.entry
-    return data
+    return data | pairing(strategy)
+
+
+def pairing(strategy: Strategy) -> dict[str, Any]:
+    """Returns what a strategy says about micro-batches that take turns, as content of a file."""
+    wanted = strategy.pair_micro_batches
+    return {} if wanted is None else {PAIR: wanted}
 
 
 def given_data(mesh: Mesh, strategy: Strategy, symbols: Mapping[str, Symbol]) -> dict[str, Any]:

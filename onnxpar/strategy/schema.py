@@ -165,6 +165,7 @@ class _File(_Section):
     atoms: list[Annotated[int, Field(ge=2)]] = []
     given: list[str] | None = None
     recompute: Annotated[RecomputeOptions, PlainValidator(read_recompute)] | None = None
+    pair_micro_batches: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -189,6 +190,8 @@ class Strategy:
         document: The file, for the lines of entries.
         annotation: The model's annotation, which replaces all entries except `symbols`.
         atoms: The atoms of the mesh, if the other entries do not determine them.
+        pair_micro_batches: Whether two micro-batches of a step of training take turns in one
+            program; None: a search decides, without one they do not.
         given: The nodes whose entries come from the user, in a file that also has entries that
             followed from them; None if all do. If set, there may be entries for nodes that
             differentiation adds.
@@ -210,6 +213,7 @@ class Strategy:
     document: Document = field(default_factory=lambda: Document({}, "strategy"), compare=False)
     annotation: Annotation | None = None
     atoms: tuple[int, ...] = ()
+    pair_micro_batches: bool | None = None
     given: frozenset[str] | None = None
 
     @property
@@ -297,6 +301,11 @@ def _strategy(document: Document, devices: int | None) -> Strategy:
         raise StrategyError(_message(document, error.errors()[0])) from None
     axes = parsed.mesh or {}
     _check_axes(document, parsed)
+    if parsed.pair_micro_batches and parsed.pipeline is not None:
+        raise StrategyError(
+            f"{document.where(('pair_micro_batches',))}: expected no 'pipeline', since its stages "
+            "work on several micro-batches already, got pair_micro_batches: true and a pipeline"
+        )
     count = _devices(document, parsed, devices)
     _check_names(document, parsed, count)
     rest: Rest = parsed.rest or ("propagate" if parsed.search is None else "search")
@@ -321,6 +330,7 @@ def _strategy(document: Document, devices: int | None) -> Strategy:
         replace(parsed.recompute or NOTHING, where=document.where(("recompute",))),
         document,
         atoms=tuple(parsed.atoms),
+        pair_micro_batches=parsed.pair_micro_batches,
         given=None if parsed.given is None else frozenset(parsed.given),
     )
 

@@ -15,6 +15,8 @@ from onnxpar_format.records import KEYED, NONE_GIVEN, OPTIONAL, Check, Key, Prob
 
 COUNTERS = ("seed", "step", "micro_batch")
 """The keys of random numbers, besides the node that draws them."""
+SECOND = "onnxpar.second."
+"""Prefix of the names of what a program of two micro-batches reads for the second one."""
 _NO_SYMBOLS: Mapping[str, int] = {}
 
 
@@ -215,6 +217,12 @@ class SystemInput:
     atom: Annotated[int | None, OPTIONAL] = None
     counter: Annotated[str | None, OPTIONAL] = None
     hyperparameter: Annotated[str | None, OPTIONAL] = None
+
+    @property
+    def key(self) -> str:
+        """The key of a counter or a loss weight among those of a run."""
+        prefix = SECOND if self.name.startswith(SECOND) else ""
+        return f"{prefix}{self.counter or self.kind}"
 
     def problems(self) -> Iterator[Problem]:
         """Yields what is wrong between fields."""

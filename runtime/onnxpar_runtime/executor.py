@@ -47,7 +47,7 @@ _ON_GPU = "Cuda"  # onnxruntime's name of a GPU's memory
 # Part of onnxruntime's message for a graph with nodes on the host.
 _NO_CAPTURE = "cannot use the graph capture feature"
 LOSS_WEIGHT = "loss_weight"
-"""The key of the loss weight among the numbers of a run."""
+"""The kind of a loss weight, and its key among the numbers of a run."""
 START_AHEAD, FINISH_LATER, ACCUMULATE = "start_ahead", "finish_later", "accumulate"
 """Among the numbers of a run: the values of these kinds of `entries.SystemInput`."""
 _FIXED = (START_AHEAD, FINISH_LATER, ACCUMULATE)  # the same whenever a captured run is repeated
@@ -440,9 +440,9 @@ class Executor:
         for number in binding.system:
             entry, memory = number.entry, number.memory
             if entry.counter is not None:
-                memory[...] = counters[entry.counter]
-            elif entry.kind == "loss_weight":
-                memory[...] = numbers[LOSS_WEIGHT]
+                memory[...] = counters[entry.key]
+            elif entry.kind == LOSS_WEIGHT:
+                memory[...] = numbers[entry.key]
             elif entry.kind in _FIXED:
                 memory[...] = int(numbers.get(entry.kind, 0))
             elif entry.hyperparameter is not None:

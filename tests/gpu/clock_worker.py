@@ -2,8 +2,8 @@
 
 Under mpirun, one process for each rank; rank 0 prints a JSON list: for each step but the first, to
 which no step before has left anything, the microseconds of the step, of its kernels and of its
-communication. Its arguments are the directory and whether communication runs in the background,
-`yes` or `no`.
+communication. Its arguments are the directory, whether communication runs in the background (`yes`
+or `no`), and the number of micro-batches in a step.
 """
 
 import ctypes
@@ -21,7 +21,8 @@ HYPER |= {"clip_norm": float("inf"), "weight_decay": 0.0}
 
 def main() -> int:
     """Returns the exit status."""
-    directory, overlap = sys.argv[1:]
+    directory, overlap, count = sys.argv[1:]
+    rows = ROWS // int(count)
     rank = init(transport="nccl", device="cuda")
     clock = ctypes.CDLL("libcudart.so.13").standin_clock
     clock.restype = ctypes.c_double
@@ -35,9 +36,14 @@ def main() -> int:
         with Trainer(directory, rank=rank, device="cuda", overlap=overlap == "yes") as trainer:
             for number in range(1 + STEPS):
                 before = now()
-                images = rng.standard_normal((ROWS, 1, 8, 8), np.float32)
-                batch = {"x": images, "labels": rng.integers(0, 10, ROWS)}
-                trainer.train_step([batch], HYPER)
+                batches = [
+                    {
+                        "x": rng.standard_normal((rows, 1, 8, 8), np.float32),
+                        "labels": rng.integers(0, 10, rows),
+                    }
+                    for _ in range(int(count))
+                ]
+                trainer.train_step(batches, HYPER)
                 if number:
                     steps.append(((now() - before) / 1000).tolist())
         if rank.index == 0:

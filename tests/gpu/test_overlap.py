@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import mlp
@@ -15,6 +16,7 @@ from onnxpar.api.shard_model import shard_model
 from onnxpar.autodiff.append_loss import parse_loss
 from onnxpar.autodiff.optimizer import parse_optimizer
 from onnxpar.autodiff.training_program import TrainingSpec
+from onnxpar.strategy.presets import strategy_for
 from onnxpar_runtime.launch import find_mpirun, mpirun_environment
 
 SPEC = TrainingSpec(parse_loss("softmax_cross_entropy"), parse_optimizer("sgd"))
@@ -24,13 +26,19 @@ LATENCY = 10
 """Microseconds of a call in `standin/nccl.cc`."""
 
 
-def steps(environment: Mapping[str, str], directory: Path, overlap: str) -> list[list[float]]:
+def steps(
+    environment: Mapping[str, str],
+    directory: Path,
+    overlap: str,
+    micro_batches: int = 1,
+    clock: str = CLOCK,
+) -> list[list[float]]:
     """What rank 0 prints: for each step the microseconds of all, computing and communicating."""
     worker = Path(__file__).parent / "clock_worker.py"
     command = [find_mpirun(), "--oversubscribe", "-n", "2", sys.executable, str(worker)]
-    simulated = {"STANDIN_DEVICES": "2", "STANDIN_CLOCK": CLOCK, "ONNXPAR_TIMEOUT": "60"}
+    simulated = {"STANDIN_DEVICES": "2", "STANDIN_CLOCK": clock, "ONNXPAR_TIMEOUT": "60"}
     done = subprocess.run(
-        [*command, str(directory), overlap],
+        [*command, str(directory), overlap, str(micro_batches)],
         env={**mpirun_environment(environment), **simulated},
         capture_output=True,
         text=True,
@@ -66,3 +74,25 @@ def test_what_is_hidden(
         assert sent == pytest.approx(communicating, abs=1.01 * LATENCY)
         behind = computing * (2 / 3 if level == 0 else 1)
         assert apart - hidden >= share * min(behind, communicating)
+
+
+def test_halves_of_the_batch_hide_the_sums_of_the_forward_pass(
+    standin_cuda: Mapping[str, str], tmp_path: Path
+) -> None:
+    """Tensor parallel: a whole batch has nothing to compute while its activations are reduced."""
+    model = mlp.build(image=8, hidden=(1024,) * 8)
+    ir.save(model, tmp_path / "m.onnx")
+    strategy = replace(strategy_for("tp=2", None, model, "model"), pair_micro_batches=True)
+    out = tmp_path / "out"
+    shard_model(tmp_path / "m.onnx", strategy, out, training=SPEC)
+
+    def step(micro_batches: int) -> list[float]:
+        first, second = steps(standin_cuda, out, "yes", micro_batches, "1.5e11:6e8")
+        assert first == pytest.approx(second, rel=1e-9)
+        return first
+
+    (whole, _, sums), (halves, computing, sent) = step(1), step(2)
+    # A half has as many calls and kernels as the batch, so it computes and sends for longer.
+    assert sent > sums
+    assert halves < 0.9 * whole
+    assert computing + sent - halves >= 0.7 * sent

@@ -43,6 +43,7 @@ from onnxpar_runtime.training.programs import (
     CORRECT,
     EVALUATION,
     OPTIMIZER,
+    PAIRED,
     TRAINING,
     hyperparameters_read,
 )
@@ -212,7 +213,9 @@ def _micro_batches(manifest: Manifest, wanted: int | None) -> int:
     """Returns the number of micro-batches in a step."""
     if wanted is not None:
         return wanted
-    return 1 if manifest.pipeline is None else manifest.pipeline.micro_batches
+    if manifest.pipeline is None:
+        return 2 if PAIRED in manifest.programs else 1
+    return manifest.pipeline.micro_batches
 
 
 def _checkpoint(rank: Rank, manifest: Manifest, wanted: TrainingRun) -> Checkpoint | None:

@@ -6,6 +6,7 @@ from onnxpar_runtime.memory import weight_bytes
 from onnxpar_runtime.training.state import States
 
 TRAINING = "training_model"
+PAIRED = "paired_model"
 OPTIMIZER = "optimizer_model"
 EVALUATION = "eval_model"
 LOSS = "onnxpar.loss"

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from onnxpar_format.entries import TensorEntry
+from onnxpar_format.entries import SECOND, TensorEntry
 from onnxpar_format.trace import OPTIMIZER as OPTIMIZER_SPAN
 from onnxpar_runtime.collectives import Rank
 from onnxpar_runtime.devices import Device
@@ -25,12 +25,15 @@ from onnxpar_runtime.training.programs import (
     GRAD_NORM,
     LOSS,
     OPTIMIZER,
+    PAIRED,
     TRAINING,
     Programs,
 )
 
 Array = NDArray[Any]
 Counters = Mapping[str, int]
+Run = tuple[Micro, ...]
+"""A micro-batch, or two that take turns."""
 _NOTHING = Feeds({}, {})
 
 
@@ -101,13 +104,18 @@ class Runner(ABC):
         """
         if accumulate:
             self._divide_sums()
-        self._gradients.begin(len(micro_batches), accumulate=accumulate, ahead=ahead)
-        loss = self._loss(micro_batches, counters, read=read)
+        runs = self._runs(micro_batches)
+        self._gradients.begin(len(runs), accumulate=accumulate, ahead=ahead)
+        loss = self._loss(runs, counters, read=read)
         self._updated = False
         return loss
 
+    def _runs(self, micro_batches: Sequence[Micro]) -> Sequence[Run]:
+        """Divides the micro-batches of a step into runs of the training program."""
+        return [(micro,) for micro in micro_batches]
+
     @abstractmethod
-    def _loss(self, micro_batches: Sequence[Micro], counters: Counters, *, read: bool) -> float:
+    def _loss(self, runs: Sequence[Run], counters: Counters, *, read: bool) -> float:
         """Runs micro-batches as `forward_backward`, after the step has begun."""
 
     def reduced(self, gradient: str, group: Sequence[int]) -> bool:
@@ -207,14 +215,31 @@ class OneStage(Runner):
         """As `Runner`."""
         self._programs.load(program)
 
-    def _loss(self, micro_batches: Sequence[Micro], counters: Counters, *, read: bool) -> float:
+    def _runs(self, micro_batches: Sequence[Micro]) -> Sequence[Run]:
+        """As `Runner`; two micro-batches of one size take turns if there is a program for it."""
+        runs: list[Run] = []
+        paired = PAIRED in self._manifest.programs
+        for micro in micro_batches:
+            last = runs[-1] if runs else ()
+            if paired and len(last) == 1 and last[0].feeds.values == micro.feeds.values:
+                runs[-1] = (*last, micro)
+            else:
+                runs.append((micro,))
+        return runs
+
+    def _loss(self, runs: Sequence[Run], counters: Counters, *, read: bool) -> float:
         """As `Runner`."""
-        program = self._programs.load(TRAINING)
         loss = 0.0
-        for index, micro in enumerate(micro_batches):
-            now = {**counters, "micro_batch": micro.number}
-            numbers = {**micro.numbers, **self._gradients.numbers(TRAINING, index)}
-            outputs = program.run(micro.feeds, now, numbers, read=read)
+        for index, (micro, *others) in enumerate(runs):
+            name = PAIRED if others else TRAINING
+            local, now = dict(micro.feeds.local), {**counters, "micro_batch": micro.number}
+            numbers = {**micro.numbers, **self._gradients.numbers(name, index)}
+            for other in others:
+                local |= {f"{SECOND}{n}": array for n, array in other.feeds.local.items()}
+                now[f"{SECOND}micro_batch"] = other.number
+                numbers |= {f"{SECOND}{n}": number for n, number in other.numbers.items()}
+            feeds = Feeds(micro.feeds.values, local)
+            outputs = self._programs.load(name).run(feeds, now, numbers, read=read)
             loss += float(outputs[LOSS].item()) if read else nan
         return loss
 
@@ -267,8 +292,9 @@ class Pipelined(Runner):
         """As `Runner`."""
         return self._through(EVALUATION).made
 
-    def _loss(self, micro_batches: Sequence[Micro], counters: Counters, *, read: bool) -> float:
+    def _loss(self, runs: Sequence[Run], counters: Counters, *, read: bool) -> float:
         """As `Runner`."""
+        micro_batches = [micro for run in runs for micro in run]
         found = self._through(TRAINING).run(
             self._pipeline.schedule, micro_batches, counters, self._gradients
         )
@@ -323,7 +349,7 @@ class _Gradients:
     differentiate the micro-batches of a virtual stage in ascending order, as one device does.
 
     Attributes:
-        count: Number of micro-batches in the last step.
+        count: Number of runs in the last step, of one micro-batch or of two.
         ahead: Whether reductions could start ahead in the last step, so that sums have replaced
             gradients.
     """
@@ -336,7 +362,7 @@ class _Gradients:
         self.ahead = False
 
     def begin(self, count: int, *, accumulate: bool, ahead: bool) -> None:
-        """Begins a step of some micro-batches; its arguments are those of `forward_backward`."""
+        """Begins a step of some runs; the other arguments are those of `forward_backward`."""
         self.count = count
         # For each gradient of earlier runs whether it has their total itself, or else its sum.
         self._complete = dict.fromkeys(self._sums, True) if accumulate else {}

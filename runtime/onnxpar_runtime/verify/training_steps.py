@@ -37,7 +37,7 @@ from onnxpar_runtime.options import parse_pairs
 from onnxpar_runtime.training import limits
 from onnxpar_runtime.training.group import TrainerGroup
 from onnxpar_runtime.training.hyper import Hyperparameters, hyperparameters
-from onnxpar_runtime.training.programs import EVALUATION, OPTIMIZER, TRAINING
+from onnxpar_runtime.training.programs import EVALUATION, OPTIMIZER, PAIRED, TRAINING
 from onnxpar_runtime.training.results import StepResult
 from onnxpar_runtime.verify.findings import (
     Findings,
@@ -225,7 +225,8 @@ class Comparison:
     def _batches(self, draw: Draws, step: int) -> list[dict[str, Array]]:
         names = {s.name for s in self.ranks.manifest.program(TRAINING).inputs}
         pipeline = self.ranks.manifest.pipeline
-        count = 1 if pipeline is None else pipeline.micro_batches
+        paired = PAIRED in self.ranks.manifest.programs
+        count = 1 + paired if pipeline is None else pipeline.micro_batches
         batches = [draw.batch(self.values) for _ in range(count if step % 2 else count + 1)]
         return [{n: a for n, a in batch.items() if n in names} for batch in batches]
 
@@ -267,7 +268,9 @@ class Comparison:
         except TrainingError as error:
             self.found.problems.append(f"{where}: expected loss {expected.loss:.9g}, got: {error}")
             return None
-        self._sent({TRAINING: len(batches), OPTIMIZER: 1})
+        pairs = len(batches) // 2 if PAIRED in self.ranks.manifest.programs else 0
+        paired = {PAIRED: pairs} if pairs else {}
+        self._sent({TRAINING: len(batches) - 2 * pairs, **paired, OPTIMIZER: 1})
         losses = [result.loss for result in results]
         self._loss(where, losses, expected.loss, 1)
         further = 1 if work.step == 1 else LATER

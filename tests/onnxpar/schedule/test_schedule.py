@@ -1,5 +1,6 @@
 """What runs in the background: readers wait, one order of collectives, no more memory."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import onnx
@@ -14,6 +15,7 @@ from onnxpar.autodiff.training_program import TrainingSpec
 from onnxpar.partition.partitioned_model import PartitionedModel
 from onnxpar.partition.program_memory import value_bytes
 from onnxpar.stages import partition_training
+from onnxpar.strategy.presets import strategy_for
 from onnxpar_runtime.manifest import Manifest
 
 SPEC = TrainingSpec(parse_loss("softmax_cross_entropy"), parse_optimizer("adamw"))
@@ -81,28 +83,42 @@ def test_every_reader_waits(
 
 
 @pytest.mark.parametrize(
-    ("strategy", "level", "tensors"), [("dp=2", 3, 2), ("tp=2", 0, 1), ("dp=2,tp=2", 2, 1)]
+    ("preset", "level", "name", "tensors"),
+    [
+        ("dp=2", 3, "training_model", 2),
+        ("tp=2", 0, "training_model", 1),
+        ("dp=2,tp=2", 2, "training_model", 1),
+        ("tp=2", 0, "paired_model", 2),
+    ],
 )
 def test_the_peak_of_memory_rises_by_few_tensors(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: str, level: int, tensors: int
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    preset: str,
+    level: int,
+    name: str,
+    tensors: int,
 ) -> None:
-    """By the largest, and at level 3 also by a gathered parameter that is kept."""
+    """By the largest of each micro-batch, and at level 3 also by a gathered parameter."""
     path = tmp_path / "model.onnx"
-    ir.save(transformer.build(layers=2, max_positions=16), path)
+    model = transformer.build(layers=2, max_positions=16)
+    ir.save(model, path)
+    strategy = strategy_for(preset, None, model, "model")
+    strategy = replace(strategy, pair_micro_batches=name == "paired_model")
 
     def program_of(out: str) -> PartitionedModel:
         summary = shard_model(
             path, strategy, tmp_path / out, training=SPEC, optimizer_parallel=level
         )
         assert summary.training is not None
-        return next(p for p in summary.training.programs if p.program == "training_model")
+        return next(p for p in summary.training.programs if p.program == name)
 
     def peak(out: str) -> int:
         return partition_training.program_memory(program_of(out)).values
 
     with_background = peak("a")
     run = partition_training.run_in_background
-    monkeypatch.setattr(partition_training, "run_in_background", lambda p, s, _: run(p, s, 0))
+    monkeypatch.setattr(partition_training, "run_in_background", lambda p, s, _, n: run(p, s, 0, n))
     without_room = peak("b")
     monkeypatch.setattr(partition_training, "run_in_background", lambda *_: None)
     alone = peak("c")
