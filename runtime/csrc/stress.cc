@@ -1,17 +1,22 @@
 // A stress test of the threads transport, of collectives in shared memory and of background
 // collectives, without onnxruntime, for the sanitizers (tools/sanitize). Ranks, all of them threads,
 // run a random but common sequence of collectives on random groups, some in the background, and
-// check every result; they leave gathers running that a later program finishes; in shared memory they
-// disagree now and then; then one rank fails while the others wait, over and over.
+// check every result, while another thread reads the logs of their calls; they leave gathers running
+// that a later program finishes; in shared memory they disagree now and then; then one rank fails
+// while the others wait, over and over.
+#include <unistd.h>
+
 #include <algorithm>
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <filesystem>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <random>
+#include <set>
 #include <stdexcept>
 #include <string>
 #include <thread>
@@ -251,13 +256,45 @@ void run_rank(RankContext& context, int size, int steps) {
   }
 }
 
+// What a trace and a failing rank read of the logs, while ranks call and their background calls.
+void read_logs(const std::vector<RankContext*>& ranks, const std::atomic<bool>& done) {
+  std::vector<std::set<int64_t>> numbers(ranks.size());
+  const auto folder = std::filesystem::temp_directory_path();
+  const std::string file = folder / ("onnxpar_stress." + std::to_string(getpid()));
+  for (RankContext* rank : ranks) rank->calls().set_file(file);
+  bool last = false;
+  for (int round = 0; !last; ++round) {
+    last = done;  // then everything has ended before it is taken
+    for (size_t r = 0; r < ranks.size(); ++r) {
+      CallLog& log = ranks[r]->calls();
+      for (const LoggedCall& call : log.take()) {
+        expect(numbers[r].insert(call.number).second, "a call is logged once");
+        expect(call.state == CallState::kDone && call.begin <= call.end, "a logged call");
+        expect(call.met == 0 || (call.begin <= call.met && call.met <= call.end), "who came last");
+      }
+      expect(log.tables().size() > 2 && log.foreground_ns() >= 0, "the tables of a log");
+      if (round % 16 == 0) log.write("stress");
+    }
+    std::this_thread::yield();
+  }
+  for (const std::set<int64_t>& found : numbers) {
+    expect(!found.empty() && *found.rbegin() + 1 == static_cast<int64_t>(found.size()), "all calls");
+  }
+  std::filesystem::remove(file);
+}
+
 void traffic(int size, int steps, bool shared) {
   std::vector<RankContext*> ranks = make_world(size, shared);
   std::vector<std::thread> threads;
+  std::atomic<bool> done{false};
+  for (RankContext* rank : ranks) rank->calls().keep(true);
+  std::thread reader([&] { read_logs(ranks, done); });
   for (RankContext* rank : ranks) {
     threads.emplace_back([=] { run_rank(*rank, size, steps); });
   }
   for (std::thread& thread : threads) thread.join();
+  done = true;
+  reader.join();
   free_world(ranks);
 }
 
@@ -325,7 +362,8 @@ void leave_rank(RankContext& context, int size, int steps) {
     std::vector<int32_t> numbers(500, context.rank());
     std::vector<int32_t> sums(500);
     execute(context.transport(), context.transport().group(sum.group, Lane::kMain), sum,
-            Operand{numbers.data(), sums.data(), {500, 1}}, DType::kInt32, context.memory(), nullptr);
+            Operand{numbers.data(), sums.data(), {500, 1}}, DType::kInt32, context.memory(), nullptr,
+            context.calls());
     for (const int32_t found : sums) expect(found == size * (size - 1) / 2, "meanwhile");
     const unsigned way = random() % 4;
     if (way == 0) continue;  // The next program waits itself.
