@@ -230,7 +230,7 @@ def _print(summary: Summary, ranks: Sequence[int]) -> None:
     screen.legend()
     if len(ranks) == report["devices"]:
         # Commands are not wrapped, so that they can be copied.
-        screen.line(_next(summary.out, report["devices"], summary.training is not None))
+        screen.line(_next(summary.out, report, summary.training is not None))
 
 
 def _carried(report: dict[str, Any]) -> list[str]:
@@ -360,11 +360,16 @@ def _conflicts(report: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _next(out: Path, devices: int, trains: bool) -> str:
+def _next(out: Path, report: dict[str, Any], trains: bool) -> str:
+    devices = report["devices"]
     # One device needs no mpirun. Without --oversubscribe, mpirun refuses more ranks than cores.
     more = " --oversubscribe" if devices > (os.cpu_count() or 1) else ""
     start = f"mpirun{more} -n {devices} " if devices > 1 else ""
     run = f"onnxpar run {out} --inputs in.npz --outputs out.npz"
+    if report["supplied"]:
+        run = f"onnxpar generate {out} --inputs in.npz --start TOKEN"
+    elif report["states"]:
+        run = f"onnxpar generate {out} --tokens prompts.json"
     if trains:
         run = f"onnxpar train {out} --data SOURCE --batch-size B --epochs E --lr X"
     return (

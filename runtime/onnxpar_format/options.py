@@ -371,6 +371,14 @@ class GenerationRun:
     max_new_tokens: Annotated[
         int, Option("Largest number of new tokens for each prompt.", "K", minimum=1)
     ] = 128
+    chunk: Annotated[
+        int,
+        Option(
+            "Largest number of tokens of each prompt in a run; longer prompts take several runs.",
+            "C",
+            minimum=1,
+        ),
+    ] = 512
     eos: Annotated[
         Sequence[int],
         Option("A token that completes a sequence; may be repeated.", "TOKEN", minimum=0),

@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,6 +100,13 @@ def start(how: Execution) -> Rank:
     """Returns this process's rank; raises LaunchError (for malformed options before MPI starts)."""
     parse_pairs(how.ort)
     return init(how.transport, how.device)
+
+
+def tell(rank: Rank, notices: Iterable[str]) -> None:
+    """Prints notices to stderr, on rank 0."""
+    if rank.index == 0:
+        for notice in notices:
+            sys.stderr.write(f"notice: {notice}\n")
 
 
 def opened(

@@ -21,11 +21,11 @@ import onnxruntime
 from numpy.typing import NDArray
 
 from onnxpar_format.boxes import coordinates
-from onnxpar_format.dtypes import onnx_code
 from onnxpar_format.entries import ProgramEntry, SystemInput
 from onnxpar_format.expressions import ExpressionError
 from onnxpar_format.manifest import TRANSIENT
 from onnxpar_format.trace import PROGRAM
+from onnxpar_runtime.captured import ACCUMULATE, FIXED, obstacle, read_anew
 from onnxpar_runtime.collectives import Rank
 from onnxpar_runtime.cuda import CudaError, Queue, Staged, copy_in
 from onnxpar_runtime.devices import CUDA, NCCL, Device, placed
@@ -35,12 +35,14 @@ from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.memory import LiveBytes
 from onnxpar_runtime.options import CPU, cuda_options, session_options, threads_per_rank
 from onnxpar_runtime.run_values import Given, Results
-from onnxpar_runtime.tensors import to_host, to_ort
+from onnxpar_runtime.tensors import empty, to_host, to_ort
 from onnxpar_runtime.tracing import operators
 
 log = logging.getLogger(__name__)
 Array = NDArray[Any]
 _MAX_BINDINGS = 8
+_MAX_CAPTURES = 64
+"""CUDA graphs of a decoder, each for a number of rows and a length of its cache."""
 _GRAPHS = "cuda.enable_cuda_graph"
 _INITIALIZERS = "session.use_device_allocator_for_initializers"
 _ON_GPU = "Cuda"  # onnxruntime's name of a GPU's memory
@@ -48,9 +50,6 @@ _ON_GPU = "Cuda"  # onnxruntime's name of a GPU's memory
 _NO_CAPTURE = "cannot use the graph capture feature"
 LOSS_WEIGHT = "loss_weight"
 """The kind of a loss weight, and its key among the numbers of a run."""
-START_AHEAD, FINISH_LATER, ACCUMULATE = "start_ahead", "finish_later", "accumulate"
-"""Among the numbers of a run: the values of these kinds of `entries.SystemInput`."""
-_FIXED = (START_AHEAD, FINISH_LATER, ACCUMULATE)  # the same whenever a captured run is repeated
 
 
 class StateMemory(Protocol):
@@ -191,9 +190,6 @@ class Loader:
         except Exception as error:
             # onnxruntime has no common base class for what it raises.
             if graphs and _NO_CAPTURE in str(error):
-                log.warning(
-                    "%s: cannot be captured, because some of its nodes run on the host", path
-                )
                 return self.load(path, graphs=False)
             raise DirectoryError(
                 f"{path}: onnxruntime cannot load it: {first_line(error)}"
@@ -261,6 +257,8 @@ class Executor:
         session: onnxruntime's session.
         graph_inputs: Names of the graph's inputs.
         on_gpu: Those that onnxruntime reads on the GPU.
+        made_on_gpu: Names of the outputs that it makes there.
+        obstacle: Why runs are not captured as CUDA graphs; None if they are, or need not be.
 
     Raises:
         DirectoryError: The graph was not written, does not match its manifest, or onnxruntime
@@ -276,7 +274,9 @@ class Executor:
         self.program: ProgramEntry = manifest.program(program)
         self.rank = loader.rank
         path = manifest.graph_path(program, self.rank.index)
-        self.session, self._graphs = loader.load(path, loader.graphs and self._repeats())
+        self.obstacle = obstacle(manifest, self.program) if loader.graphs else None
+        wanted = loader.graphs and self.obstacle is None
+        self.session, self._graphs = loader.load(path, wanted)
         self.loader, self.queue = loader, loader.queue
         self.device, self._index = loader.device, loader.index
         self._buffers = buffers
@@ -285,7 +285,13 @@ class Executor:
         places = zip(inputs, self.session.get_input_memory_infos(), strict=True)
         self.on_gpu = {i.name for i, place in places if place.name == _ON_GPU}
         places = zip(outputs, self.session.get_output_memory_infos(), strict=True)
-        self._made_on_gpu = {o.name for o, place in places if place.name == _ON_GPU}
+        if wanted and not self._graphs:
+            self.obstacle = "some of its nodes run on the host"
+        elif wanted and read_anew(self.program, self.graph_inputs - self.on_gpu):
+            self.obstacle = "it reads some of its inputs on the host"
+        if self.obstacle is not None:
+            log.warning("%s: is not captured as a CUDA graph: %s", path, self.obstacle)
+        self.made_on_gpu = {o.name for o, place in places if place.name == _ON_GPU}
         self._states = {o.name: o.state for o in self.program.state_outputs}
         self._sums = manifest.training.sums if manifest.training else {}
         outputs = [o.name for o in outputs]
@@ -443,7 +449,7 @@ class Executor:
                 memory[...] = counters[entry.key]
             elif entry.kind == LOSS_WEIGHT:
                 memory[...] = numbers[entry.key]
-            elif entry.kind in _FIXED:
+            elif entry.kind in FIXED:
                 memory[...] = int(numbers.get(entry.kind, 0))
             elif entry.hyperparameter is not None:
                 memory[...] = numbers[entry.hyperparameter]
@@ -468,7 +474,7 @@ class Executor:
                 spec.sharding(self.manifest.atoms, values)
             except ExpressionError:
                 reusable = False
-        captures = self._graphs and reusable and not self._reads_inputs_on_host()
+        captures = reusable and self.captures
         graph = next(self._captures) if captures else None
         options = self.loader.run_options(graph)
         binding = _Binding(self.session.io_binding(), reusable, options, captures)
@@ -489,28 +495,27 @@ class Executor:
         self._bind_outputs(binding)
         return binding
 
-    def _repeats(self) -> bool:
-        """Whether the host does the same in every run with the same shapes.
+    @property
+    def captures(self) -> bool:
+        """Whether runs that repeat can be captured as CUDA graphs."""
+        return self._graphs and self.obstacle is None
 
-        A CUDA graph does not replay the host's work, which differs if the program has counters, as
-        for random numbers. All ranks must capture in the same step, so sizes must be equal on all
-        ranks. During a capture no other thread may allocate GPU memory, but a stage of a pipeline
-        may receive values at any time.
+    def capture(self) -> Any | None:
+        """Returns options of a run that is captured, and of those that replay it.
+
+        They are for one set of sizes and memory. onnxruntime keeps all that it has captured, so
+        there are not more than a number of them; then it is None.
         """
-        manifest = self.manifest
-        counts = any(entry.counter is not None for entry in self.program.system_inputs)
-        alike = not any(symbol.per_rank for symbol in manifest.symbols.values())
-        return alike and manifest.pipeline is None and not counts
-
-    def _reads_inputs_on_host(self) -> bool:
-        """Whether kernels read, in host memory, values that may differ between runs."""
-        numbers = {
-            entry.name
-            for entry in self.program.system_inputs
-            if entry.symbol is None and entry.atom is None and entry.kind not in _FIXED
-        }
-        changing = numbers | {spec.name for spec in self.program.inputs}
-        return bool((self.graph_inputs - self.on_gpu) & changing)
+        number = next(self._captures)
+        if number < _MAX_CAPTURES:
+            return self.loader.run_options(number)
+        if number == _MAX_CAPTURES:
+            log.warning(
+                "program %r: %d batches have been captured as CUDA graphs; later ones are not",
+                self.program.name,
+                number,
+            )
+        return None
 
     def system_memory(self, entry: SystemInput, values: Mapping[str, int]) -> Array:
         """Returns new memory for a system input, with its value if that is a size or a place."""
@@ -518,7 +523,7 @@ class Executor:
             return np.array([values[entry.symbol]], np.int64)
         if entry.atom is not None:
             return np.array([self._coordinates[entry.atom]], np.int64)
-        if entry.counter is not None or entry.kind in _FIXED:
+        if entry.counter is not None or entry.kind in FIXED:
             return np.zeros(1, np.int64)
         return np.zeros((), np.float32 if entry.kind == "loss_weight" else np.float64)
 
@@ -532,7 +537,7 @@ class Executor:
 
     def _bind_made(self, binding: _Binding, name: str) -> None:
         """Binds an output to the memory in which the session makes it."""
-        if name in self._made_on_gpu:
+        if name in self.made_on_gpu:
             binding.io.bind_output(name, self.device.value, self._index)
         else:
             binding.io.bind_output(name)
@@ -560,9 +565,7 @@ class Executor:
         assert self.queue is not None
         kept = binding.inputs.get(name)
         if kept is None:
-            kept = onnxruntime.OrtValue.ortvalue_from_shape_and_type(
-                array.shape, onnx_code(array.dtype), self.device.value, self._index
-            )
+            kept = empty(array.shape, array.dtype, self.device.value, self._index)
             binding.inputs[name] = kept
             binding.io.bind_ortvalue_input(name, kept)
         staged = array if isinstance(array, Staged) else self.queue.stage(array)

@@ -93,6 +93,8 @@ def supervise(job: Job) -> int:
             there are retries and no checkpoints.
         DirectoryError: A directory cannot be read.
     """
+    if "--help" in job.arguments:
+        return subprocess.call([*job.program, *job.arguments])
     plan = list(_attempts(job))
     folder = option(job.arguments, "--checkpoint")
     if len(plan) > 1 and folder is None:

@@ -1,6 +1,7 @@
 """Arrays to onnxruntime's values and back, with bfloat16, which it does not convert to numpy."""
 
 import ctypes
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -22,13 +23,18 @@ def to_ort(array: Array, device: str = "cpu", index: int = 0) -> Any:
     """
     make = onnxruntime.OrtValue
     if device != "cpu":
-        code = onnx_code(array.dtype)
-        value = make.ortvalue_from_shape_and_type(array.shape, code, device, index)
+        value = empty(array.shape, array.dtype, device, index)
         copy_in(value.data_ptr(), array)
         return value
     if array.dtype == _BFLOAT16.dtype:
         return make.ortvalue_from_numpy_with_onnx_type(array, _BFLOAT16.code)
     return make.ortvalue_from_numpy(array)
+
+
+def empty(shape: Sequence[int], dtype: np.dtype[Any], device: str, index: int) -> Any:
+    """Returns an OrtValue on a device whose elements are not set."""
+    make = onnxruntime.OrtValue.ortvalue_from_shape_and_type
+    return make(shape, onnx_code(dtype), device, index)
 
 
 def host_view(value: Any) -> Array:

@@ -45,6 +45,15 @@ def test_mistakes(sharded: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert message in error_of(capsys, "launch", *arguments), arguments
 
 
+def test_help_of_the_command_is_printed_once(
+    sharded: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It starts no ranks, so none is missed."""
+    assert main(["launch", "--", "train", str(sharded / "ranks2"), "--help"]) == 0
+    printed = capfd.readouterr()
+    assert printed.out.count("Usage: ") == 1 and printed.err == ""
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -15,6 +15,7 @@ import pytest
 from onnxpar_runtime.devices import SHARES_SINCE, machine, obstacle
 from onnxpar_runtime.launch import find_mpirun, mpirun_environment
 from tests.children import with_tests
+from tests.gpu import captured_worker
 from tests.gpu.requests_worker import directory
 
 ROOT = Path(__file__).parents[2]
@@ -174,6 +175,14 @@ def test_captured_steps_are_equal(folder: Path, model: str, ranks: int) -> None:
     # The same kernels run, but cuBLAS may choose another one while a graph is captured: a few
     # units of 2^-24 in 20 steps.
     np.testing.assert_allclose(captured, expected, rtol=1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("gpu")
+def test_captured_tokens_are_equal(tmp_path: Path) -> None:
+    out = captured_worker.directory(tmp_path, "replicate", 1)
+    for options in ([], CAPTURED[1:]):
+        call("-m", "tests.gpu.captured_worker", str(out), *options)
 
 
 def check_requests(folder: Path, device: str) -> None:

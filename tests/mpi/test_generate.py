@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from onnxpar.api.shard_model import shard_model
+from onnxpar.cli import main
 from tests.decoders import FEATURES, encoder_decoder, growing
 from tests.runtime.generation.plain import encoded, greedy
 from tests.runtime.launching import Outcome, mpirun
@@ -46,6 +47,17 @@ def test_json_is_all_that_is_printed(decoder: Path, tmp_path: Path) -> None:
         assert all(one["logprob"] > one["best"][1][1] for one in row)
 
 
+def test_shard_names_the_command_that_generates(
+    decoder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = decoder.parent / "named"
+    assert main(["shard", str(decoder), "--strategy", "tp=2", "-o", str(out)]) == 0
+    printed = capsys.readouterr().out
+    assert f"mpirun -n 2 onnxpar generate {out} --tokens prompts.json" in printed.replace(
+        " --oversubscribe", ""
+    )
+
+
 def test_beams(decoder: Path, tmp_path: Path) -> None:
     """The best of two beams is at least as likely as what is chosen token by token."""
     given = ["--beams", "2", "--length-penalty", "0", "--early-stopping", "never"]
@@ -64,6 +76,7 @@ def test_stages_of_a_pipeline(decoder: Path, strategy: str, ranks: int, tmp_path
     outcome = mpirun(ranks, ["-m", "onnxpar.cli", "generate", str(tmp_path / "stages"), *given])
     assert outcome.code == 0, outcome.text
     assert json.loads(outcome.out)["sequences"] == greedy(decoder, PROMPTS, 12)
+    assert outcome.err.count("notice: one stage computes at a time") == 1
 
 
 FAILS = """

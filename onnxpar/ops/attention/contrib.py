@@ -335,6 +335,7 @@ DEFS = (
         gradient=Missing("it reads and writes a cache; train a model with Attention"),
         cost=attends(3),
         memory=Kernel(appends=((3, 1), (4, 2))),
+        host_operands=(_TOTAL,),
         infer=infer_group_query_attention,
         counts_rows=((_TOTAL, _COSINES), (_TOTAL, _SINES)),
     ),

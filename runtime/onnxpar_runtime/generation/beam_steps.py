@@ -63,7 +63,7 @@ class BeamSteps:
                 "prompts: expected equal lengths, since the model has no attention mask, got "
                 f"{sorted({len(p) for p in prompts})}"
             )
-        self._capacity = self._sequences.total + new - 1
+        self._capacity = self._sequences.room = self._sequences.total + new - 1
         self._batch = begin(decoder, self._sequences.tokens, self._sequences.total, None, supply)
         decoder.check_length(self._batch.values, self._capacity, self._capacity)
         self._parts: list[tuple[Places, Array]] = list(self._sequences.parts(decoder.roles.width))

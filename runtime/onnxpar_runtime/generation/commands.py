@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from onnxpar_format.entries import ProgramEntry
 from onnxpar_format.options import BeamSearch, Execution, GenerationRun, Sampling
 from onnxpar_runtime.agree import together
-from onnxpar_runtime.commands import begin, interruptible, opened, start, traced
+from onnxpar_runtime.commands import begin, interruptible, opened, start, tell, traced
 from onnxpar_runtime.errors import InputError
 from onnxpar_runtime.generation.beams import Hypothesis
 from onnxpar_runtime.generation.candidates import Likelihood
@@ -59,6 +59,7 @@ def generate(directory: str | Path, what: GenerationRun, how: Execution = _DEFAU
             printer = _Printer(out, what, tokenizer, len(prompts))
             stop = None if tokenizer is None or not what.stop else _stop(tokenizer, what.stop)
             most, eos = what.max_new_tokens, _eos(what, tokenizer)
+            tell(rank, generator.notices)
             printer.begin()
             if what.search.beams > 1:
                 printer.searched(
@@ -74,6 +75,7 @@ def generate(directory: str | Path, what: GenerationRun, how: Execution = _DEFAU
                     eos=eos,
                     stop=stop,
                     encoder=feeds,
+                    chunk=what.chunk,
                     logprobs=what.logprobs,
                 ):
                     printer.step(step)

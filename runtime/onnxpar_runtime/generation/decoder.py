@@ -44,6 +44,8 @@ class Decoder:
             knows the greatest values.
         logits_symbols: The symbols in the shape of the logits.
         place: Name and number of the device.
+        notices: What the user should know about how it runs.
+        captures: Whether steps of one token are captured as CUDA graphs and replayed.
 
     Raises:
         InputError: The program does not predict tokens, or has no states.
@@ -79,6 +81,9 @@ class Decoder:
         self.specs: Mapping[str, TensorEntry] = {spec.name: spec for spec in self.program.inputs}
         self.outputs: Mapping[str, TensorEntry] = {s.name: s for s in self.program.outputs}
         self.place = (loader.device.value, loader.index)
+        obstacles = {e.obstacle for e in self.executors if e.obstacle is not None}
+        self.notices = [f"steps are not captured as CUDA graphs: {why}" for why in obstacles]
+        self.captures = all(executor.captures for executor in self.executors)
         self.sources = self._symbol_sources()
         sizes = self.roles.logits.shape
         self.logits_symbols = list(dict.fromkeys(n for size in sizes for n in names_of(size)))

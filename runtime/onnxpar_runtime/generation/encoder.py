@@ -139,7 +139,7 @@ class Reader:
         """Has read nothing."""
         if not start:
             raise InputError(
-                "start: expected the token with which the decoder begins, got none (it is "
+                "--start: expected the token with which the decoder begins, got none (it is "
                 "decoder_start_token_id in the model's configuration)"
             )
         self.encoder, self.start = encoder, tuple(map(int, start))

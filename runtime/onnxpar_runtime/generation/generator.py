@@ -22,11 +22,14 @@ from onnxpar_runtime.generation.beams import Hypothesis, check_search
 from onnxpar_runtime.generation.candidates import Likelihood, likelihoods
 from onnxpar_runtime.generation.decoder import Decoder
 from onnxpar_runtime.generation.encoder import NOTHING, Encoder, Reader, Supply, padded
+from onnxpar_runtime.generation.prefill import CHUNK as PROMPT_CHUNK
+from onnxpar_runtime.generation.prefill import Prefill
 from onnxpar_runtime.generation.prompts import Sequences
 from onnxpar_runtime.generation.requests import CHUNK, GREEDY, Requests
-from onnxpar_runtime.generation.roles import Places, feeds_of
+from onnxpar_runtime.generation.roles import feeds_of
 from onnxpar_runtime.generation.sampling import NO_TOKEN, Chooser, Draws, check, check_logprobs
 from onnxpar_runtime.generation.slots import Room, batch_shards, in_turns, row_size
+from onnxpar_runtime.generation.states import capacity
 from onnxpar_runtime.generation.steps import Batch, begin, last_scores
 from onnxpar_runtime.inputs import Feeds
 from onnxpar_runtime.opened import Opened, Opening
@@ -66,6 +69,7 @@ class Generation(TypedDict, total=False):
         stop: Further reasons to complete a sequence; it must say the same on every rank.
         constants: Global arrays of further inputs, which stay the same in all steps.
         encoder: Global arrays of the encoder's inputs, with a row for each prompt.
+        chunk: The largest number of tokens of each prompt in a run; longer ones take several runs.
     """
 
     max_new_tokens: int
@@ -74,6 +78,7 @@ class Generation(TypedDict, total=False):
     stop: Stop | None
     constants: Mapping[str, Array] | None
     encoder: Mapping[str, Array] | None
+    chunk: int
 
 
 class Generator(Opened):
@@ -104,6 +109,8 @@ class Generator(Opened):
         taken = self._decoder.program
         self._encoder = Encoder(self.manifest, taken, self._loader) if taken.supplied else None
         self._batch: Batch | None = None
+        # A batch whose captured steps the next one may replay, and its number of sequences.
+        self._idle: tuple[int, Batch] | None = None
 
     def generate(
         self, prompts: Sequence[Sequence[int]], **how: Unpack[Generation]
@@ -135,6 +142,7 @@ class Generator(Opened):
         stop: Stop | None = None,
         constants: Mapping[str, Array] | None = None,
         encoder: Mapping[str, Array] | None = None,
+        chunk: int = PROMPT_CHUNK,
         logits: bool = False,
         logprobs: int | None = None,
     ) -> Iterator[Step]:
@@ -148,6 +156,7 @@ class Generator(Opened):
             stop: As in `Generation`.
             constants: As in `Generation`.
             encoder: As in `Generation`.
+            chunk: As in `Generation`.
             logits: Whether to bring the logits of each step to rank 0.
             logprobs: If given, steps have the log-probabilities of their tokens and of this many of
                 the likeliest ones, by the logits as the model gives them.
@@ -158,32 +167,36 @@ class Generator(Opened):
                 sequence of a table of positions.
             RankError: Another rank cannot go on.
         """
+        decoder = self._decoder
 
-        def prepare() -> tuple[Sequences, list[tuple[Places, Array]], Batch]:
+        def prepare() -> tuple[Sequences, Prefill, Batch]:
             check(sampling)
             check_logprobs(logprobs)
             if max_new_tokens < 1:
                 raise InputError(f"max_new_tokens: expected at least 1, got {max_new_tokens}")
-            sequences = Sequences(prompts, left=not self._decoder.in_place)
+            sequences = Sequences(prompts, left=not decoder.in_place)
             if sequences.padded and self._roles.mask is None:
                 raise InputError(
                     "prompts: expected equal lengths, since the model has no attention mask, got "
                     f"{sorted({len(p) for p in prompts})}"
                 )
-            capacity = sequences.total + max_new_tokens - 1
-            batch = begin(self._decoder, sequences.tokens, capacity, constants, supply)
-            self._decoder.check_length(batch.values, capacity, capacity)
-            return sequences, list(sequences.parts(self._roles.width)), batch
+            needed = sequences.total + max_new_tokens - 1
+            batch = self._begin(sequences, needed, constants, supply, alike=alike)
+            prefill = Prefill(decoder, batch, prompts, sequences, chunk, alike=alike)
+            return sequences, prefill, batch
 
         supply = self._encoded(encoder)
-        sequences, parts, batch = together(self.rank, prepare)
-        self._batch = batch
+        alike = not constants and supply is NOTHING
+        sequences, prefill, batch = together(self.rank, prepare)
+        self._batch, self._idle = batch, None
         open_rows = dict.fromkeys(range(len(prompts)))
         new: list[list[int]] = [[] for _ in prompts]
         chooser = None
         for number in range(max_new_tokens):
             began = monotonic_ns()
-            runs = []
+            runs: list[Mapping[str, int]] = []
+            if not number:
+                parts, runs = prefill.run()
             for places, tokens in parts:
                 local = batch.run(feeds_of(self._roles, places, tokens))
                 runs.append(dict(batch.values))
@@ -214,9 +227,45 @@ class Generator(Opened):
             for row in done:
                 del open_rows[row]
             if not open_rows:
-                return
+                break
             sequences.append()
             parts = [(sequences, chosen[:, None])]
+        if decoder.captures and alike:
+            self._idle = len(prompts), batch
+
+    def _begin(
+        self,
+        sequences: Sequences,
+        needed: int,
+        constants: Mapping[str, Array] | None,
+        supply: Supply,
+        *,
+        alike: bool,
+    ) -> Batch:
+        """Returns a batch with empty states: the last one again if its captured steps fit.
+
+        Args:
+            sequences: The prompts.
+            needed: Tokens of the longest sequence in the end.
+            constants: As `steps`.
+            supply: What another program gives.
+            alike: Whether there is neither.
+        """
+        decoder = self._decoder
+        length = needed
+        if decoder.captures:
+            # Few lengths, for each of which a step is captured.
+            limit = decoder.longest({})
+            length = max(needed, min(capacity(needed), limit or capacity(needed)))
+        if decoder.in_place:
+            sequences.room = length
+        count, batch = self._idle or (0, None)
+        if batch is None or not alike or (count, batch.length) != (len(sequences.tokens), length):
+            batch = begin(decoder, sequences.tokens, length, constants, supply)
+        else:
+            batch.restart()
+        decoder.check_length(batch.values, length, needed)
+        return batch
 
     def beam_search(
         self,
@@ -337,6 +386,12 @@ class Generator(Opened):
         return gather_to_root(self.rank, sharding, part, self._decoder.first, dtype)
 
     @property
+    def notices(self) -> list[str]:
+        """What the user should know about how batches run."""
+        waits = "one stage computes at a time; `serve` can keep all of them busy"
+        return self._decoder.notices + [waits] * (self._decoder.stages is not None)
+
+    @property
     def encoder(self) -> ProgramEntry | None:
         """The program that runs once for each batch; None if there is none."""
         return None if self._encoder is None else self._encoder.program
@@ -348,7 +403,7 @@ class Generator(Opened):
 
     def close(self) -> None:
         """Frees the session, and the world of one rank if it made one."""
-        self._batch = None
+        self._batch = self._idle = None
         self._decoder.close()
         if self._encoder is not None:
             self._encoder.close()

@@ -52,6 +52,8 @@ class Sequences:
     Attributes:
         lengths: The number of tokens of each sequence, padding not counted.
         total: The number of columns so far, padding included.
+        room: With padding on the right, the columns of the mask once the prompts are in the cache:
+            the length of the cache, so that the mask keeps its shape.
 
     Raises:
         InputError: There is no prompt, or one is empty.
@@ -66,7 +68,8 @@ class Sequences:
                 raise InputError(f"prompt {index}: expected at least one token, got none")
         self._left = left
         self.lengths = np.array([len(prompt) for prompt in prompts], np.int64)
-        self.total = int(self.lengths.max())
+        self.total = self.room = int(self.lengths.max())
+        self._filled = False
         self._padding = self.total - self.lengths
         self.tokens = np.zeros((len(prompts), self.total), np.int64)
         for row, prompt in enumerate(prompts):
@@ -85,7 +88,8 @@ class Sequences:
         """Returns which columns count, bool [batch, total]."""
         if self._left:
             return Columns(self._padding, self.total).mask()
-        return np.asarray(np.arange(self.total) < self.lengths[:, None])
+        columns = self.room if self._filled else self.total
+        return np.asarray(np.arange(columns) < self.lengths[:, None])
 
     def positions(self, new: int) -> Array:
         """Returns the places of the last `new` columns in their sequences, [batch, new]."""
@@ -101,30 +105,42 @@ class Sequences:
             return np.full(len(self.lengths), new - 1)
         return self.lengths - 1
 
-    def parts(self, width: int | None) -> Iterator[tuple["Sequences | Columns", Array]]:
+    def parts(
+        self, width: int | None, chunk: int | None = None, first: int = 0
+    ) -> Iterator[tuple["Sequences | Columns", Array]]:
         """Yields the prompts, a number of columns at a time: their places, and their tokens.
 
         Args:
-            width: The number of columns; None for all at once.
+            width: The number of columns in each run; None if it is open.
+            chunk: If it is open, the largest number; None for no limit.
+            first: The first column; the cache has those before it.
 
         Raises:
             InputError: They do not end in one place.
         """
-        if width is None:
+        if width is not None:
+            if not self._left and self.padded:
+                raise InputError(
+                    f"prompts: expected equal lengths, since a run takes {width} of their tokens "
+                    f"at a time, got {sorted(set(self.lengths.tolist()))}"
+                )
+            if self.total % width:
+                raise InputError(
+                    f"prompts: expected a multiple of {width} tokens, which a run takes at a time, "
+                    f"got {self.total}"
+                )
+        most = width or chunk or self.total
+        if first == 0 and most >= self.total:
             yield self, self.tokens
             return
-        if not self._left and self.padded:
-            raise InputError(
-                f"prompts: expected equal lengths, since a run takes {width} of their tokens at a "
-                f"time, got {sorted(set(self.lengths.tolist()))}"
-            )
-        if self.total % width:
-            raise InputError(
-                f"prompts: expected a multiple of {width} tokens, which a run takes at a time, got "
-                f"{self.total}"
-            )
-        for end in range(width, self.total + 1, width):
-            yield Columns(self._padding, end), self.tokens[:, end - width : end]
+        for begin in range(first, self.total, most):
+            end = min(begin + most, self.total)
+            yield Columns(self._padding, end), self.tokens[:, begin:end]
+
+    def fill(self) -> Array:
+        """Returns the last token of each prompt, [batch, 1]; the cache has all others."""
+        self._filled = True
+        return self.tokens[np.arange(len(self.lengths)), self.lengths - 1][:, None]
 
     def repeat(self, count: int) -> None:
         """Makes equal sequences, side by side, of each one."""
@@ -136,3 +152,4 @@ class Sequences:
         """Makes every sequence longer by one token."""
         self.lengths += 1
         self.total += 1
+        self._filled = True

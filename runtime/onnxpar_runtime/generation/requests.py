@@ -56,6 +56,7 @@ class Requests:
         reader: What reads the prompts; None if the decoder does.
 
     Attributes:
+        notices: What the user should know about how they run.
         ended: Whether a rank has asked to end; then `step` has cancelled all requests.
 
     Raises:
@@ -75,6 +76,11 @@ class Requests:
         if chunk < 1:
             raise InputError(f"chunk: expected at least 1 token, got {chunk}")
         self._reader = reader
+        self.notices = list(decoder.notices)
+        if room.waits:
+            self.notices.append(
+                f"all requests are in one group, so one stage computes at a time: {room.waits}"
+            )
         encoder, turns = None if reader is None else reader.encoder, room.groups
         self._groups = [
             Group(decoder, slots_of(decoder, room, size, encoder), chunk, reader)

@@ -35,7 +35,7 @@ _LONGEST = 2048
 """Tokens of a request at most, unless another number is given."""
 _SLOTS, _MOST = 8, 64
 """Slots, unless another number is given; and if the memory of the cache is given."""
-_BATCHES = 4
+_BATCHES = 8
 """Numbers of rows for which a batch is kept."""
 _SPARE = 64
 """Columns that a cache may be too long before it is copied to a shorter one."""
@@ -129,6 +129,8 @@ class Room:
             memory besides these caches; None for one slot's tokens, or for none if the memory is
             given.
         groups: The number of groups of requests that share slots and memory.
+        waits: Why one group runs through all stages of a pipeline, which then wait for one another;
+            empty if all stages compute at the same time.
     """
 
     slots: int | None = None
@@ -136,20 +138,26 @@ class Room:
     memory: int | None = None
     prefixes: int | None = None
     groups: int = 1
+    waits: str = ""
 
 
 def in_turns(decoder: Decoder, room: Room) -> Room:
-    """Returns the room with a group of requests for each stage of a pipeline.
+    """Returns the room with a group of requests for each stage of a pipeline, if that is possible.
 
     There is one group if ranks have several virtual stages, if a run has a fixed number of tokens,
     or if the slots cannot be divided.
     """
     pipeline = decoder.manifest.pipeline
-    if decoder.stages is None or pipeline is None or pipeline.chunks > 1 or decoder.roles.width:
+    if decoder.stages is None or pipeline is None:
         return room
     shards, _ = batch_shards(decoder)
-    if room.slots is not None and room.slots % (pipeline.stages * shards):
-        return room
+    each = pipeline.stages * shards
+    if pipeline.chunks > 1:
+        return replace(room, waits="each rank has several virtual stages")
+    if decoder.roles.width:
+        return replace(room, waits=f"each run takes {decoder.roles.width} tokens of a prompt")
+    if room.slots is not None and room.slots % each:
+        return replace(room, waits=f"slots: expected a multiple of {each}, got {room.slots}")
     return replace(room, groups=pipeline.stages)
 
 
@@ -246,25 +254,12 @@ class Slots(ABC):
     def _values(
         self, rows: int, shapes: Mapping[str, tuple[int, ...]] | None = None
     ) -> dict[str, int]:
-        """Returns the values of symbols for a number of rows of each shard.
-
-        Args:
-            rows: The number.
-            shapes: The shapes of what an encoder has read.
-        """
-        tokens = self._decoder.roles.tokens
-        values = self._decoder.values({**(shapes or {}), tokens.name: (self.shards * rows, 1)})
-        sequence = bare_name(tokens.shape[1])
-        return {name: size for name, size in values.items() if name != sequence}
+        """Returns the values of symbols for a number of rows of each shard."""
+        return row_values(self._decoder, self.shards * rows, shapes)
 
     def _states(self, rows: int, length: int) -> list[State]:
         """Returns empty states with a number of rows in this shard."""
-        decoder = self._decoder
-        values = self._values(1)
-        shapes = {name: (rows, *decoder.state_shape(name, values)[1:]) for name in decoder.carried}
-        return states_of(
-            decoder.carried, decoder.specs, shapes, decoder.place, length, decoder.held
-        )
+        return row_states(self._decoder, self.shards, rows, length)
 
     def take(self, length: int, read: int) -> Slot | None:
         """Returns a slot for a request, if one is free and the caches have room; else None.
@@ -388,6 +383,9 @@ class SharedSlots(Slots):
     def running(self, lengths: Mapping[Slot, int]) -> tuple[Batch, int]:
         """Returns a batch of the first rows of each shard, with all requests among them."""
         rows = 1 + max(slot.row for slot in lengths)
+        if self._decoder.captures:
+            # Few numbers of rows, each of which is captured once.
+            rows = min(1 << (rows - 1).bit_length(), self.rows)
         if rows not in self._batches:
             states = [state.rows(0, rows) for state in self._held]
             self._batches[rows] = Batch(self._decoder, self._values(rows), states, {})
@@ -502,6 +500,36 @@ def slots_of(decoder: Decoder, room: Room, size: RowSize, encoder: Encoder | Non
         length = _LONGEST if limit is None else min(limit, _LONGEST)
     kind = SharedSlots if decoder.in_place else GrowingSlots
     return kind(decoder, room, length, size, encoder)
+
+
+def row_values(
+    decoder: Decoder, rows: int, shapes: Mapping[str, tuple[int, ...]] | None = None
+) -> dict[str, int]:
+    """Returns the values of symbols for a number of rows, as far as they give them.
+
+    Args:
+        decoder: The program.
+        rows: The number, of all shards.
+        shapes: The shapes of what an encoder has read.
+    """
+    tokens = decoder.roles.tokens
+    values = decoder.values({**(shapes or {}), tokens.name: (rows, 1)})
+    sequence = bare_name(tokens.shape[1])
+    return {name: size for name, size in values.items() if name != sequence}
+
+
+def row_states(decoder: Decoder, shards: int, rows: int, length: int) -> list[State]:
+    """Returns empty states.
+
+    Args:
+        decoder: The program.
+        shards: The number of shards of the batch.
+        rows: The rows of this shard.
+        length: The length of states that are extended in place.
+    """
+    values = row_values(decoder, shards)
+    shapes = {name: (rows, *decoder.state_shape(name, values)[1:]) for name in decoder.carried}
+    return states_of(decoder.carried, decoder.specs, shapes, decoder.place, length, decoder.held)
 
 
 def batch_shards(decoder: Decoder) -> tuple[int, int]:

@@ -38,8 +38,14 @@ _COMPARED = 2
 
 
 @dataclass(frozen=True)
-class _Rows:
-    """A rank's share of arrays of which only dim 0 is sharded."""
+class Rows:
+    """A rank's share of arrays of which only dim 0 is sharded.
+
+    Attributes:
+        start: Its first row.
+        valid: The number of its rows.
+        local: The same, padding included.
+    """
 
     start: int
     valid: int
@@ -53,6 +59,23 @@ class _Rows:
         padded = np.zeros((self.local, *array.shape[1:]), array.dtype)
         padded[: self.valid] = rows
         return padded
+
+
+@dataclass
+class _Runs:
+    """A rank's graphs, bound for runs of one kind.
+
+    Attributes:
+        graphs: The graphs.
+        sizes: The values of the symbols in the shape of the logits; None before the first run.
+        logits: Memory for the logits; None if only a run shows their size.
+        sharding: How the logits are sharded; None likewise.
+    """
+
+    graphs: list[BoundGraph]
+    sizes: list[int | None] | None = None
+    logits: Array | None = None
+    sharding: SizedSharding | None = None
 
 
 def begin(
@@ -145,18 +168,22 @@ class Batch:
             )
         self.values = dict(values)
         self.sharding: SizedSharding | None = None
-        self._rows: dict[str, _Rows | None] = {}
-        self._logits: Array | None = None
-        self._logits_sizes: list[int | None] | None = None
+        self._rows: dict[str, Rows | None] = {}
         self._runs = 0
         self._after: Mapping[str, int] = {}
         logits = decoder.roles.logits.name
-        self._graphs = [BoundGraph(e, states, logits) for e in decoder.executors]
-        for name, array in constants.items():
-            self._bind(name, self._local(name, array))
-        for name, value in (supplied or {}).items():
-            for graph in self._graphs:
-                graph.bind_value(name, value)
+        self._bound = [_Runs([BoundGraph(e, states, logits) for e in decoder.executors])]
+        if decoder.captures:
+            # A captured step needs memory that runs of other sizes do not replace.
+            graphs = [BoundGraph(e, states, logits, repeats=True) for e in decoder.executors]
+            self._bound.append(_Runs(graphs))
+        for now in self._bound:
+            self._now = now
+            for name, array in constants.items():
+                self._bind(name, self._local(name, array))
+            for name, value in (supplied or {}).items():
+                for graph in now.graphs:
+                    graph.bind_value(name, value)
 
     def _sizes(self) -> dict[str, int]:
         """Returns the symbols that only the sizes of states give, at their present sizes."""
@@ -192,15 +219,16 @@ class Batch:
             SymbolValueError: A symbol's value violates its constraint.
             RankError: Another rank cannot go on.
         """
+        new = feeds[self._decoder.roles.tokens.name].shape[1]
+        self._now = self._bound[-1 if self._runs and new == 1 else 0]
         # Later runs differ in nothing that could be wrong on one rank alone.
         if self.fresh:
             together(self._rank, partial(self._prepare, feeds))
         else:
             self._prepare(feeds)
         self._runs += 1
-        new = feeds[self._decoder.roles.tokens.name].shape[1]
         self._after = self._lengths(new)
-        for graph in self._graphs:
+        for graph in self._now.graphs:
             graph.bind_symbols(self.values)
             graph.bind_states(self._after)
         self._bind_logits()
@@ -212,9 +240,9 @@ class Batch:
             RankError: onnxruntime failed on some rank.
         """
         if self._decoder.stages is None:
-            self._graphs[0].run({})
+            self._now.graphs[0].run({})
         else:
-            self._decoder.stages.run(self._graphs, self.values)
+            self._decoder.stages.run(self._now.graphs, self.values)
         for state in self.states:
             state.advance(self._after[state.entry.input])
 
@@ -224,7 +252,7 @@ class Batch:
         It is nothing, of shape (0, 0), on ranks of other stages than the one that makes them. All
         ranks must call it at the same place among other collectives.
         """
-        return self._found() if self._logits is None else self._logits
+        return self._found() if self._now.logits is None else self._now.logits
 
     def _prepare(self, feeds: Mapping[str, Array]) -> None:
         """Finds the values of symbols, and checks and binds the inputs."""
@@ -269,28 +297,30 @@ class Batch:
         """Binds the logits to memory of the batch if their size is known."""
         spec = self._decoder.roles.logits
         sizes = [self.values.get(name) for name in self._decoder.logits_symbols]
-        if sizes != self._logits_sizes:
-            self._logits_sizes, self._logits = sizes, None
+        now = self._now
+        if sizes != now.sizes:
+            now.sizes, now.logits = sizes, None
             try:
-                self.sharding = spec.sharding(self._manifest.atoms, self.values)
+                now.sharding = spec.sharding(self._manifest.atoms, self.values)
             except ExpressionError:
-                self.sharding = None
+                now.sharding = None
             else:
-                shape = self.sharding.local_shape if self._decoder.scores else (0, 0)
-                self._logits = np.zeros(shape, DTYPES[spec.dtype].dtype)
+                shape = now.sharding.local_shape if self._decoder.scores else (0, 0)
+                now.logits = np.zeros(shape, DTYPES[spec.dtype].dtype)
                 self._bind_scores()
-        if self._logits is None:
+        if now.logits is None:
             self._bind_scores()
+        self.sharding = now.sharding
 
     def _bind_scores(self) -> None:
-        for graph in self._graphs:
+        for graph in self._now.graphs:
             if graph.scores:
-                graph.bind_logits(self._logits)
+                graph.bind_logits(self._now.logits)
 
     def _found(self) -> Array:
         """Returns logits whose size only the run has shown, and finds how they are sharded."""
         spec = self._decoder.roles.logits
-        found = [graph.logits() for graph in self._graphs if graph.scores]
+        found = [graph.logits() for graph in self._now.graphs if graph.scores]
         logits = found[0] if found else np.zeros((0, 0), DTYPES[spec.dtype].dtype)
         shape = logits.shape
         if self._decoder.stages is not None:
@@ -313,16 +343,16 @@ class Batch:
             array = rows.take(array)
         return np.asarray(array, DTYPES[spec.dtype].dtype, order="C")
 
-    def _rows_of(self, spec: TensorEntry) -> _Rows | None:
+    def _rows_of(self, spec: TensorEntry) -> Rows | None:
         """Returns the rank's rows of an input; None if another dim is sharded too."""
         if not spec.dims or len(spec.dims[0]) > 1 or any(a for d in spec.dims[1:] for _, a in d):
             return None
         sharding = TensorEntry(spec.name, spec.dtype, spec.shape[:1], spec.dims[:1])
         block = sharding_of(self._manifest, sharding, self.values).blocks(self._rank.index)[0]
-        return _Rows(block.start, block.valid, block.local)
+        return Rows(block.start, block.valid, block.local)
 
     def _bind(self, name: str, array: Array) -> None:
-        for graph in self._graphs:
+        for graph in self._now.graphs:
             graph.bind(name, array)
 
     def lengthen(self, length: int) -> None:
@@ -354,6 +384,15 @@ class Batch:
         """
         for state in self.states:
             state.permute(rows, used)
+
+    @property
+    def rows(self) -> Rows | None:
+        """This rank's sequences; None if another dim of the tokens is sharded."""
+        return self._rows_of(self._decoder.roles.tokens)
+
+    def restart(self) -> None:
+        """Makes the states empty; only for states that are extended in place."""
+        self._runs = 0
 
     @property
     def fresh(self) -> bool:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from onnxpar_format.options import Execution, ServingRun
 from onnxpar_runtime.agree import together
-from onnxpar_runtime.commands import begin, opened, start, traced
+from onnxpar_runtime.commands import begin, opened, start, tell, traced
 from onnxpar_runtime.errors import InputError, LaunchError
 from onnxpar_runtime.generation.chats import template_of
 from onnxpar_runtime.generation.generator import Generator
@@ -57,6 +57,7 @@ def serve(directory: str | Path, what: ServingRun, how: Execution = _DEFAULT) ->
                 cache_memory=what.cache_memory,
                 prefixes=what.prefixes,
             )
+            tell(rank, requests.notices)
             with ExitStack() as stack:
                 ends = {signal.SIGTERM: requests.end, signal.SIGINT: requests.end}
                 stack.enter_context(writing_calls(rank, ends))

@@ -29,9 +29,15 @@ STRATEGIES = {
 RNG = np.random.default_rng(1)
 PROMPTS = [RNG.integers(0, 96, size).tolist() for size in (1, 7, 64)]
 NEW = 24
+# All begin alike; the shortest is the beginning of the others.
+ALIKE = [[*PROMPTS[2], 5, 6], [*PROMPTS[2], *PROMPTS[1] * 3], [*PROMPTS[2], 7], [*PROMPTS[2], 5, 6]]
 DRAWN = Sampling(temperature=0.9, seed=5)
 NUCLEUS = Sampling(temperature=1.2, top_p=0.7, repetition_penalty=1.3, seed=7)
 BEST = Sampling(temperature=0.8, top_k=4, top_p=0.9, seed=9)
+
+
+def in_chunks(prompts: list[list[int]], chunk: int, m: Generator) -> list[Step]:
+    return list(m.steps(prompts, max_new_tokens=4, chunk=chunk))
 
 
 def drawing(how: Sampling, m: Generator) -> list[list[int]]:
@@ -60,6 +66,32 @@ def test_tokens_equal_those_of_the_undivided_model(
         # Each rank holds its share of the cache.
         shares = [m.state_bytes for m in ranks.members]
     assert len(set(shares)) == 1
+
+
+@pytest.mark.parametrize("strategy", ["tp=2", "dp=2,tp=2", "dp=4", "pp=2"])
+@pytest.mark.parametrize("kind", ["growing", "in_place"])
+def test_long_prompts_and_common_beginnings_give_the_same_tokens(
+    kind: str, strategy: str, tmp_path: Path
+) -> None:
+    """No run has more tokens than a chunk; a common beginning of 64 runs once, in one row."""
+    model = decoder(kind, tmp_path)
+    out = shard_model(model, strategy, tmp_path / "out").out
+    size = {"growing": "sequence_length", "in_place": "seq"}[kind]
+    with Ranks(out, Generator) as ranks:
+        for prompts, chunk in ((PROMPTS, 20), (ALIKE, 512), (ALIKE, 50)):
+            made = ranks.on_each(partial(in_chunks, prompts, chunk))
+            want = greedy(model, prompts, 4)
+            for steps in made:
+                assert [[step.tokens[row] for step in steps] for row in range(len(prompts))] == want
+            sizes = [run[size] for run in made[0][0].runs]
+            assert max(sizes) == min(chunk, 64)
+            if kind == "growing":
+                rest = [20, 20, 20, 4] if prompts is PROMPTS else [21]
+            else:
+                # Each row alone, but for its last token, which runs with those of the others.
+                rest = [6, 20, 20, 20, 3, 1] if prompts is PROMPTS else [1, 20, 1, 1]
+            common = [] if prompts is PROMPTS else [64] if chunk > 64 else [50, 14]
+            assert sizes == [*common, *rest]
 
 
 @pytest.mark.parametrize("strategy", ["tp=2", "dp=2,tp=2", "pp=2"])

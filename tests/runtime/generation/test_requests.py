@@ -246,6 +246,18 @@ def test_prompts_that_begin_alike_are_computed_once(
     assert bytes_of[300, 1] > bytes_of[128, 1] > bytes_of[63, 1]
 
 
+def test_slots_that_leave_stages_idle_are_reported(tmp_path: Path) -> None:
+    out = shard_model(decoder("growing", tmp_path), "pp=2", tmp_path / "out").out
+
+    def notices(m: Generator) -> list[list[str]]:
+        return [m.requests(slots=slots, length=8).notices for slots in (3, 4)]
+
+    with Ranks(out, Generator) as ranks:
+        (odd,), even = ranks.on_each(notices)[0]
+    assert odd.endswith("one stage computes at a time: slots: expected a multiple of 2, got 3")
+    assert not even
+
+
 def test_any_rank_may_end_all_requests(tmp_path: Path) -> None:
     out = shard_model(decoder("growing", tmp_path), "tp=2", tmp_path / "out").out
 
