@@ -89,11 +89,9 @@ def floating(graph: ir.Graph) -> set[str]:
     }
 
 
-BALANCE = 0.1
+BALANCE = 0.03
 """How much slower, as a share, the slowest virtual stage may be to save traffic. Costs are
-estimates."""
-
-
+estimates, but all stages wait for the slowest one."""
 _ROUNDING = 1e-9
 """Traffic that differs by less than this share is equal."""
 _ROWS = 256

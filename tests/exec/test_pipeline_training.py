@@ -1,6 +1,7 @@
 """Pipelines beyond plain layers: statistics, outputs on any stage, data ranks of unequal sizes."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -20,6 +21,14 @@ from onnxpar_runtime.manifest import Manifest
 WIDTH, LAYERS, CLASSES = 6, 3, 4
 HYPER = {"lr": 0.1, "clip_norm": 1.0, "weight_decay": 0.0}
 SPEC = TrainingSpec(parse_loss("softmax_cross_entropy"), parse_optimizer("sgd"))
+INTERLEAVED = {
+    "stages": 2,
+    "chunks": 2,
+    "schedule": "interleaved",
+    "micro_batches": 3,
+    "assign": {"head": 2, "onnxpar.loss*": 3},
+}
+"""The model's output and the hits are made on stage 0, the loss on stage 1."""
 
 
 def normalised(path: Path) -> Path:
@@ -52,15 +61,14 @@ def normalised(path: Path) -> Path:
     "pipeline",
     [
         {"stages": 2, "micro_batches": 3},
-        {"stages": 2, "chunks": 2, "schedule": "interleaved", "micro_batches": 3},
+        INTERLEAVED,
         {"stages": 3, "schedule": "zb-h1", "micro_batches": 4},
     ],
     ids=lambda p: p.get("schedule", "1f1b"),
 )
 def test_statistics_are_those_of_the_micro_batches(
-    tmp_path: Path, pipeline: dict[str, int | str]
+    tmp_path: Path, pipeline: dict[str, Any]
 ) -> None:
-    """With two chunks the model's output and the hits are made on stage 0, the loss on stage 1."""
     path, out = normalised(tmp_path / "m.onnx"), tmp_path / "out"
     mesh = {"dp": 1 if pipeline.get("chunks") else 2}
     shard_model(path, Strategy.from_dict({"mesh": mesh, "pipeline": pipeline}), out, training=SPEC)
