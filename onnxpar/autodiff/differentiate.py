@@ -8,6 +8,7 @@ primal. (Griewank & Walther, Evaluating Derivatives, 2008; cotangents are accumu
 topological order of the nodes.)
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -109,12 +110,15 @@ class _Autodiff:
         one = self.builder.const(np.ones(self._static_shape(loss)), loss.dtype)
         walk.run({loss: one})
         gradients, unreached = {}, {}
+        # To how many values each part of a cotangent contributes.
+        uses = Counter(part for parts in walk.parts.values() for part in set(parts))
         families = {self.copies.get(n, n) for n, v in self.sources.items() if v in walk.parts}
         for name, value in self.sources.items():
             if self.copies.get(name, name) in families:
                 if value not in walk.parts:
                     walk.parts[value] = [self._zero(name, value)]
-                gradients[name] = self._output(walk, name, value)
+                    uses.update(walk.parts[value])
+                gradients[name] = self._output(walk, uses, name, value)
             elif value in walk.stopped & reached:
                 unreached[name] = "the loss depends on it only through nodes without a derivative"
             else:
@@ -151,7 +155,9 @@ class _Autodiff:
         self.builder.metadata = {GRADIENT_OF: reader.name or "", **stage_entry(reader)}
         return self.builder.zeros(self.builder.shape_of(value), value.dtype)
 
-    def _output(self, walk: "_Backward", name: str, value: ir.Value) -> str:
+    def _output(
+        self, walk: "_Backward", uses: Mapping[ir.Value, int], name: str, value: ir.Value
+    ) -> str:
         """Makes the gradient of a variable an output of the graph and returns its name."""
         self.builder.scope = name
         total = walk.total(value)
@@ -159,7 +165,7 @@ class _Autodiff:
         self.builder.metadata = {**self.builder.metadata, **stage_entry(total.producer())}
         wanted = f"{GRADIENT_PREFIX}{name}"
         shared = total.producer() is None or total in self.model.graph.outputs
-        if shared or len([p for p in walk.parts.values() if total in p]) > 1:
+        if shared or uses.get(total, 0) > 1:
             total = self.builder.op("Identity", total, shape=self.builder.shape_of(total))
         if total.name != wanted:
             primals = walk.links.pop(total.name or "", ())
