@@ -1,13 +1,14 @@
 """One order of collectives on all ranks, and the same bits, whatever runs in the background.
 
 Random programs under random strategies, with and without `run_in_background`; and directories that
-train by random strategies. As in
+train by random strategies, some with two micro-batches that take turns. As in
 `test_training_programs.py` a case is one seed, `ONNXPAR_FUZZ_SEED` shifts the seeds and
 `ONNXPAR_FULL` runs many more; `case(seed)` repeats a failure.
 """
 
 import os
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,7 @@ from onnxpar.autodiff.training_program import TrainingSpec
 from onnxpar.emit.rank_graph import emit_rank
 from onnxpar.graph.builder import DOMAIN
 from onnxpar.schedule import background
+from onnxpar.strategy.presets import strategy_for
 from onnxpar_runtime.manifest import Manifest
 from tests.fuzz.test_training_programs import by_seed, training_program, weights
 from tests.lockstep import run_model
@@ -116,10 +118,12 @@ def drawn(seed: int, folder: Path) -> Path:
         layers=draw.choice([2, 4]), max_positions=16, fused_qkv=fused, tied_head=tied
     )
     ir.save(model, path)
-    strategy = draw.choice(["dp=2", "dp=4", "tp=2", "dp=2,tp=2", "pp=2,dp=2", "pp=2,dp=2,tp=2"])
+    preset = draw.choice(["dp=2", "dp=4", "tp=2", "dp=2,tp=2", "pp=2,dp=2", "pp=2,dp=2,tp=2"])
     optimizer = draw.choice(["sgd", "momentum", "adamw"])
     spec = TrainingSpec(parse_loss("softmax_cross_entropy"), parse_optimizer(optimizer))
-    level = draw.randrange(2 if "pp" in strategy else 4)
+    level = draw.randrange(2 if "pp" in preset else 4)
+    pair = "pp" not in preset and draw.random() < 0.5
+    strategy = replace(strategy_for(preset, None, model, "model"), pair_micro_batches=pair)
     shard_model(path, strategy, folder / "out", training=spec, optimizer_parallel=level)
     return folder / "out"
 
