@@ -141,6 +141,14 @@ class Saving:
         Option("Write a checkpoint every K steps (default 100) and after the last step.", "K"),
     ] = None
     keep: Annotated[int | None, Option("Keep the last N checkpoints. Default: 2.", "N")] = None
+    grace: Annotated[
+        float | None,
+        Option(
+            "At Ctrl-C and SIGTERM (under plain mpirun: SIGUSR2), end after the current step with "
+            "a last checkpoint, within S seconds. Default: end at once, without a checkpoint.",
+            "S",
+        ),
+    ] = None
 
 
 @dataclass(frozen=True)

@@ -51,6 +51,12 @@ class TrainingError(OnnxparRuntimeError):
     exit_code = 1
 
 
+class StoppedError(OnnxparRuntimeError):
+    """A signal asked the ranks to stop, and they did so in order."""
+
+    exit_code = 1
+
+
 class ScheduleError(OnnxparRuntimeError):
     """A pipeline schedule that is impossible, or cannot be played to its end."""
 

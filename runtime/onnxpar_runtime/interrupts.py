@@ -1,4 +1,4 @@
-"""What ranks do at signals: they report an interrupt of mpirun, or write their last calls.
+"""What ranks do at signals: they report an interrupt of mpirun, write their last calls, or stop.
 
 Ctrl-C goes to mpirun, which sends its ranks SIGTERM, stops forwarding their output, and prints
 nothing itself. So rank 0 writes the message directly to mpirun's stderr. It must do so while the
@@ -7,6 +7,9 @@ main thread computes or waits in a collective, where Python does not run signal 
 mpirun also ends the ranks with SIGTERM when one of them has failed, which is already reported. So a
 rank that fails sends rank 0 a message before it ends. A rank that dies without this message looks
 like an interrupt; the report names both causes, and mpirun names the rank.
+
+A training with a grace time stops in order where there is time for it. Open MPI's mpirun leaves its
+ranks half a second after SIGTERM, so there they are asked by SIGUSR2, which mpirun passes on.
 """
 
 import os
@@ -23,6 +26,7 @@ import numpy as np
 from onnxpar_format.calls import ASKED, TERMINATED
 from onnxpar_runtime.collectives import Rank
 from onnxpar_runtime.errors import OnnxparRuntimeError, first_line
+from onnxpar_runtime.stop import Stop
 
 MESSAGE = "onnxpar: error: stopped by mpirun (interrupted, or another rank died)\n"
 _CLEAN = "\r\x1b[2K\x1b[?25h"
@@ -30,8 +34,11 @@ _CLEAN = "\r\x1b[2K\x1b[?25h"
 
 
 @contextmanager
-def reporting_termination(rank: Rank) -> Iterator[None]:
+def reporting_termination(rank: Rank, stop: Stop | None = None) -> Iterator[None]:
     """Ends the process at SIGTERM within the block, after rank 0 has reported it.
+
+    With `stop`, SIGUSR2 asks the rank to stop. Without Open MPI's mpirun so do SIGTERM and, for a
+    single rank, Ctrl-C.
 
     At SIGTERM and at SIGUSR1 every rank writes its last calls (`Rank.calls_file`). Every rank of
     the world must enter it. It only has an effect on Linux, and in the main thread, because signal
@@ -39,7 +46,8 @@ def reporting_termination(rank: Rank) -> Iterator[None]:
     machine.
     """
     main = threading.current_thread() is threading.main_thread()
-    if sys.platform != "linux" or rank.world.size == 1 or not main:
+    alone = rank.world.size == 1
+    if sys.platform != "linux" or not main or (alone and stop is None):
         yield
         return
 
@@ -49,8 +57,16 @@ def reporting_termination(rank: Rank) -> Iterator[None]:
         rank.write_calls(TERMINATED)
         os._exit(128 + signal.SIGTERM)
 
-    if os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") != str(rank.world.size):
-        with writing_calls(rank, {signal.SIGTERM: end}):
+    def asking(*numbers: signal.Signals) -> dict[signal.Signals, Callable[[], None]]:
+        return {} if stop is None else {n: partial(stop.ask, n, end) for n in numbers}
+
+    local = os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE")
+    if local != str(rank.world.size) or alone:
+        ends: dict[signal.Signals, Callable[[], None]] = {signal.SIGTERM: end}
+        asks = asking(signal.SIGUSR2, *((signal.SIGTERM,) if local is None else ()))
+        if alone:
+            asks |= asking(signal.SIGINT)
+        with writing_calls(rank, ends | asks):
             yield
         return
     own = os.getpid() if rank.index == 0 else 0
@@ -64,7 +80,8 @@ def reporting_termination(rank: Rank) -> Iterator[None]:
             with _errors_of_mpirun() as errors:
                 # Only rank 0 reports, if mpirun's stderr is open.
                 report = None if rank.index or errors is None else partial(_report, words, errors)
-                with writing_calls(rank, {signal.SIGTERM: partial(end, report)}):
+                terminated = {signal.SIGTERM: partial(end, report)}
+                with writing_calls(rank, terminated | asking(signal.SIGUSR2)):
                     yield
         except BaseException:
             if rank.index != 0:

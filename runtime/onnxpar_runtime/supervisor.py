@@ -4,7 +4,8 @@ mpirun ends all ranks when one of them dies. The supervisor decides from the exi
 start again: an error that all ranks agreed on would come again. Success also needs a mark of each
 rank that it finished (`onnxpar_runtime.marks`). The supervisor ends mpirun if it outlives a rank
 that failed, and ranks of this machine whose mpirun has died (on other machines, Open MPI's daemons
-do so). It also passes signals on to mpirun.
+do so). It also passes signals on to mpirun: as SIGUSR2 if the command has `--grace`, so that the
+ranks can write a last checkpoint.
 """
 
 import ctypes
@@ -187,7 +188,7 @@ def _run(job: Job, ranks: int, arguments: Sequence[str]) -> _End:
     command = [find_mpirun(), *more, *job.options, "-n", str(ranks), *job.program, *arguments]
     known = set(_children())
     with TemporaryDirectory(prefix="onnxpar-launch-") as folder, _handed_on() as signals:
-        marks, stop = Marks(Path(folder)), _Stop(signals)
+        marks, stop = Marks(Path(folder)), _Stop(signals, _grace(arguments))
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -221,6 +222,13 @@ def _why_unfinished(marks: Marks) -> str:
     return f"{numbered_ranks(left)} did not finish, but mpirun ended with code 0" if left else ""
 
 
+def _grace(arguments: Sequence[str]) -> float | None:
+    """Returns the seconds that ranks may take to stop; the ranks report a malformed number."""
+    with suppress(TypeError, ValueError):
+        return float(option(arguments, "--grace") or "")
+    return None
+
+
 class _Stop:
     """Ends mpirun after a signal, and when it outlives a rank that failed.
 
@@ -230,9 +238,10 @@ class _Stop:
         why: Why it had to be ended, if a rank failed; else empty.
     """
 
-    def __init__(self, signals: "_Signals") -> None:
+    def __init__(self, signals: "_Signals", grace: float | None) -> None:
         self.why = ""
-        self._signals = signals
+        self._signals, self._grace = signals, grace
+        self._asked: float | None = None
         self._failed_since: float | None = None
         self._terminated: float | None = None
 
@@ -244,7 +253,14 @@ class _Stop:
                 process.kill()
             return
         if self._signals.seen is not None:
-            self._terminate(process, now)
+            if self._grace is None or self._signals.count > 1:
+                self._terminate(process, now)
+            elif self._asked is None:
+                # mpirun passes it on. At SIGTERM it would leave its ranks half a second.
+                self._asked = now
+                process.send_signal(signal.SIGUSR2)
+            elif now - self._asked > self._grace + _GRACE_S:
+                self._terminate(process, now)
             return
         failed = marks.failed()
         if not failed:
@@ -261,14 +277,16 @@ class _Stop:
 
 
 class _Signals:
-    """The first signal that this process got."""
+    """The first signal that this process got, and the number of all."""
 
     def __init__(self) -> None:
         self.seen: int | None = None
+        self.count = 0
 
     def receive(self, number: int, frame: FrameType | None) -> None:
         """Keeps the first signal."""
         del frame
+        self.count += 1
         if self.seen is None:
             self.seen = number
 

@@ -5,12 +5,15 @@ import json
 import re
 import signal
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
 from onnxpar.cli import main
+from onnxpar_runtime.checkpoint.folder import complete_steps
+from onnxpar_runtime.training.trainer import Trainer
 from tests.cli import linear
 
 CLOSE = 34 * 2.0**-24
@@ -360,6 +363,42 @@ def test_an_interrupt_is_reported_once_and_has_its_own_code(
     monkeypatch.setattr("onnxpar_runtime.training.trainer.Trainer.train_step", interrupted)
     assert main(["train", str(sgd), *RUN]) == 130
     assert capfd.readouterr().err == "onnxpar: error: interrupted\n"
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_a_single_rank_with_a_grace_time_writes_a_last_checkpoint(
+    name: str,
+    sgd: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    number, folder = signal.Signals[name], tmp_path / "ck"
+    step = Trainer.train_step
+
+    sent = iter([number])
+
+    def interrupted(self: Trainer, *arguments: Any, **options: Any) -> Any:
+        # Only once: a second signal ends the process.
+        for first in sent:
+            signal.raise_signal(first)
+        return step(self, *arguments, **options)
+
+    monkeypatch.setattr(Trainer, "train_step", interrupted)
+    options = [*RUN, "--checkpoint", str(folder), "--grace", "30"]
+    assert main(["train", str(sgd), *options]) == 1
+    (last,) = complete_steps(folder)
+    expected = f"{name}: stopped after step {last}, with a last checkpoint in {folder}"
+    assert expected in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["0", "nan", "inf"])
+def test_a_grace_time_is_a_number_of_seconds(
+    text: str, sgd: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    options = [*RUN, "--checkpoint", str(tmp_path / "ck"), "--grace", text]
+    assert main(["train", str(sgd), *options]) == 2
+    assert f"--grace: expected a number >= 1, got {text}" in capfd.readouterr().err
 
 
 def test_accuracy_of_what_has_no_classes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -354,6 +354,57 @@ def test_a_signal_ends_all_ranks(work: Path, number: signal.Signals) -> None:
     assert "onnxpar: error: interrupted" in errors and "resuming" not in errors
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT] if FULL else [signal.SIGINT])
+def test_ranks_with_a_grace_time_write_a_last_checkpoint(
+    work: Path, number: signal.Signals
+) -> None:
+    """In the full tier also: a run that continues from it has the losses of an undisturbed one."""
+    directory, folder, log = linear.shard(work, 2), work / "ck", work / "log.jsonl"
+    saving = ["--checkpoint", str(folder), "--every", "1000", "--grace", "60"]
+    arguments = training(work, directory, *saving, "--log", str(log), "--steps", "60")
+    with launched("--retries", "3", "--", *arguments) as process:
+        ranks = ranks_of(process, 2)
+        while not (log.exists() and log.read_text()):
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.01)
+        process.send_signal(number)
+        _, errors = finish(process)
+        assert process.returncode == 128 + number
+        assert gone(ranks, 1)
+    done = len(losses(log))
+    assert complete_steps(folder) == [done] and 0 < done < 60
+    assert f"stopped after step {done}, with a last checkpoint in {folder}" in errors
+    assert "resuming" not in errors
+    if not FULL:
+        return
+    with launched("--", *arguments, "--resume", str(folder)) as process:
+        finish(process)
+        assert process.returncode == 0
+    undisturbed = work / "undisturbed.jsonl"
+    with launched("--", *training(work, directory, "--log", str(undisturbed))) as process:
+        finish(process)
+    assert losses(log) == losses(undisturbed)
+
+
+@pytest.mark.skipif(not FULL, reason="seconds; with ONNXPAR_FULL=1")
+def test_a_grace_time_ends(work: Path) -> None:
+    """A rank that no longer answers does not keep the others longer than that."""
+    directory, folder, log = linear.shard(work, 2), work / "ck", work / "log.jsonl"
+    saving = ["--checkpoint", str(folder), "--grace", "1", "--log", str(log)]
+    with launched("--", *training(work, directory, *saving)) as process:
+        ranks = ranks_anywhere(process, 2)
+        while not (log.exists() and log.read_text()):
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.01)
+        os.kill(ranks[1], signal.SIGSTOP)
+        process.send_signal(signal.SIGTERM)
+        _, errors = finish(process)
+        assert process.returncode == 128 + signal.SIGTERM
+        assert gone(ranks, 1)
+    assert "SIGUSR2: the last checkpoint was not complete after --grace 1 s" in errors
+    assert not complete_steps(folder)
+
+
 @pytest.mark.skipif(not FULL, reason="seconds; with ONNXPAR_FULL=1")
 @pytest.mark.parametrize("whom", ["mpirun", "supervisor"])
 def test_no_rank_is_left_behind(work: Path, whom: str) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,12 @@ _EVERY, _KEEP = 100, 2
 
 def check_saving(wanted: Saving) -> None:
     """Raises LaunchError for a number that is not positive, or one without a folder to write to."""
-    for name, number in (("every", wanted.every), ("keep", wanted.keep)):
+    numbers = (("every", wanted.every), ("keep", wanted.keep), ("grace", wanted.grace))
+    for name, number in numbers:
         if number is not None and wanted.checkpoint is None:
             raise LaunchError(f"--{name}: expected --checkpoint FOLDER as well, got none")
-        if number is not None and number < 1:
-            raise LaunchError(f"--{name}: expected a number >= 1, got {number}")
+        if number is not None and not 1 <= number < inf:
+            raise LaunchError(f"--{name}: expected a number >= 1, got {number:g}")
 
 
 def described(

@@ -18,13 +18,15 @@ from onnxpar_format.manifest import FROM_FILES
 from onnxpar_format.options import EvaluationRun, Execution, TrainingRun
 from onnxpar_runtime.agree import together
 from onnxpar_runtime.checkpoint.contents import Checkpoint
+from onnxpar_runtime.checkpoint.folder import step_name
 from onnxpar_runtime.checkpoint.restore import open_checkpoint
 from onnxpar_runtime.collectives import Rank
 from onnxpar_runtime.commands import begin, opened, start, traced
-from onnxpar_runtime.errors import LaunchError
+from onnxpar_runtime.errors import LaunchError, StoppedError
 from onnxpar_runtime.interrupts import reporting_termination
 from onnxpar_runtime.launch import guarded
 from onnxpar_runtime.manifest import Manifest
+from onnxpar_runtime.stop import Stop
 from onnxpar_runtime.tensor_file import Entry, read_tensors, write_tensors
 from onnxpar_runtime.training.batches import (
     BatchDim,
@@ -83,6 +85,8 @@ def train(directory: str | Path, wanted: TrainingRun, how: Execution) -> int:
     Returns:
         The exit code. Errors have been printed, except the interrupt (130) of a single rank.
     """
+    grace = wanted.checkpoints.grace
+    stop = None if grace is None else Stop(grace)
 
     def body(rank: Rank) -> None:
         manifest = begin(rank, "train", directory, how, wanted.save)
@@ -101,17 +105,17 @@ def train(directory: str | Path, wanted: TrainingRun, how: Execution) -> int:
                 overlap=not wanted.no_overlap,
             )
             _load(trainer, wanted.parameters)
-            _train(trainer, wanted, prepared, checkpoint)
+            _train(trainer, wanted, prepared, checkpoint, stop=stop)
             trace.even = trainer.even_bubble()
         trainer.close()
 
-    return _on_rank(how, body)
+    return _on_rank(how, body, stop)
 
 
 def train_with(trainer: Trainer, wanted: TrainingRun, callbacks: Sequence[Callback] = ()) -> Fitted:
     """Trains as `train` does, with an existing trainer, which stays open. Every rank must call it.
 
-    The seed of the model's random numbers is the trainer's own.
+    The seed of the model's random numbers is the trainer's own, and signals are the caller's.
 
     Args:
         trainer: This rank's trainer.
@@ -121,6 +125,10 @@ def train_with(trainer: Trainer, wanted: TrainingRun, callbacks: Sequence[Callba
     Raises:
         OnnxparRuntimeError: An option cannot be satisfied; or as `Trainer.train_step`.
     """
+    if wanted.checkpoints.grace is not None:
+        raise LaunchError(
+            "--grace: expected the command `train`, which handles signals; here the caller does"
+        ).as_agreed()
     prepared = together(
         trainer.rank, lambda: _prepare(trainer.manifest, wanted, trainer.rank.index)
     )
@@ -155,7 +163,7 @@ def evaluation(directory: str | Path, wanted: EvaluationRun, how: Execution) -> 
     return _on_rank(how, body)
 
 
-def _on_rank(how: Execution, body: Callable[[Rank], None]) -> int:
+def _on_rank(how: Execution, body: Callable[[Rank], None], stop: Stop | None = None) -> int:
     """Runs `body` on this process's rank; returns the exit code.
 
     The interrupt of a single rank is not reported.
@@ -164,7 +172,7 @@ def _on_rank(how: Execution, body: Callable[[Rank], None]) -> int:
 
     def quiet() -> int:
         try:
-            with reporting_termination(rank):
+            with reporting_termination(rank, stop):
                 body(rank)
         except KeyboardInterrupt:
             if rank.world.size > 1:
@@ -235,6 +243,7 @@ def _train(
     prepared: _Prepared,
     checkpoint: Checkpoint | None,
     callbacks: Sequence[Callback] = (),
+    stop: Stop | None = None,
 ) -> Fitted:
     rank = trainer.rank
     start, lines = Progress(), []
@@ -251,8 +260,15 @@ def _train(
         with saving(
             trainer, wanted.checkpoints, prepared.run, start, reporter.checkpoint
         ) as after_step:
-            done = _fit(trainer, wanted, prepared, reporter, start, lines, after_step)
+            done = _fit(trainer, wanted, prepared, reporter, start, lines, after_step, stop)
         reporter.end(done)
+    if done.stopped is not None:
+        folder = wanted.checkpoints.checkpoint
+        assert folder is not None, "checked: --grace needs --checkpoint"
+        raise StoppedError(
+            f"{done.stopped.name}: stopped after step {done.steps}, with a last checkpoint in "
+            f"{folder / step_name(done.steps)}; continue with --resume {folder}"
+        ).as_agreed()
     return done
 
 
@@ -270,6 +286,7 @@ def _fit(
     start: Progress,
     lines: Sequence[str],
     after_step: AfterStep | None,
+    stop: Stop | None,
 ) -> Fitted:
     """Trains, from a start about which `lines` inform, and writes the parameters."""
     for line in what_is_trained(trainer.training):
@@ -292,9 +309,10 @@ def _fit(
         after_step=_checked(trainer, wanted.check_replicas, after_step),
         log_every=wanted.log_every,
         peak_flops=wanted.peak_flops,
+        stop=stop,
     )
     log.info("%d steps in %.3f s", done.steps - start.step, time.perf_counter() - begin)
-    if wanted.save is not None:
+    if wanted.save is not None and done.stopped is None:
         save(trainer, wanted.save)
         reporter.tell(f"wrote {wanted.save}")
     return done

@@ -16,6 +16,7 @@ from onnxpar_runtime.errors import (
     SymbolValueError,
     TrainingError,
 )
+from onnxpar_runtime.stop import Stop
 from onnxpar_runtime.training.batches import Ahead, EvaluationData, Step, TrainingData
 from onnxpar_runtime.training.hyper import Hyperparameters
 from onnxpar_runtime.training.learning_rate import LearningRateSchedule
@@ -67,6 +68,7 @@ def fit(
     after_step: Callable[[Progress], None] | None = None,
     log_every: int = 1,
     peak_flops: float | None = None,
+    stop: Stop | None = None,
 ) -> Fitted:
     """Trains. Every rank of the world must call it, with the same arguments.
 
@@ -84,6 +86,7 @@ def fit(
         log_every: The loss of each step that this divides, and of the last step, is read, checked
             and reported.
         peak_flops: The most operations per second of a device, for the utilisation in the reports.
+        stop: Ends the run after a step in which a rank was asked to stop.
 
     Raises:
         InputError: The data ends before the first step, or not on all ranks in the same step.
@@ -138,6 +141,8 @@ def fit(
                 known = None if isnan(loss) else loss
                 after_step(Progress(done, epoch, number, data.seed, known, rate))
             timeline.add(STEP, f"step {done}", began)
+            if stop is not None and done != limit and (asked := stop.agreed(trainer.rank)):
+                return Fitted(last, done, loss, asked)
             began = time.monotonic_ns()
     if evaluation is not None:
         _report_evaluation(trainer, evaluation, reporter, last)

@@ -1,6 +1,7 @@
 """The results of steps, evaluations and runs."""
 
 from dataclasses import dataclass
+from signal import Signals
 from typing import Any, TypedDict
 
 from numpy.typing import NDArray
@@ -53,11 +54,13 @@ class Fitted:
         epochs: Number of epochs that were begun.
         steps: Number of steps of all epochs, including those before the run was resumed.
         loss: Loss of the last step whose loss was read.
+        stopped: The signal that ended the run before its last step; None if there was none.
     """
 
     epochs: int
     steps: int
     loss: float
+    stopped: Signals | None = None
 
 
 @dataclass(frozen=True)

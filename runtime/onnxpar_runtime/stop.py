@@ -1,0 +1,55 @@
+"""A request to end a training in order: signals ask for it, and ranks find it between steps."""
+
+import signal
+import sys
+import threading
+from collections.abc import Callable
+
+import numpy as np
+
+from onnxpar_runtime.collectives import Rank
+
+
+class Stop:
+    """A request to stop after the current step, and the time that it leaves.
+
+    Args:
+        grace: Seconds between the request and the end of the process.
+
+    Attributes:
+        grace: Seconds between the request and the end of the process.
+        asked: The first signal that asked this rank to stop; None if there was none.
+    """
+
+    def __init__(self, grace: float) -> None:
+        """Nobody has asked yet."""
+        self.grace = grace
+        self.asked: signal.Signals | None = None
+
+    def ask(self, number: signal.Signals, end: Callable[[], None]) -> None:
+        """Asks this rank to stop; `end` ends the process when the time is over.
+
+        It does so at once at a second request. It may be called in any thread.
+        """
+        if self.asked is not None:
+            end()
+            return
+        self.asked = number
+
+        def late() -> None:
+            sys.stderr.write(
+                f"onnxpar: error: {number.name}: the last checkpoint was not complete after "
+                f"--grace {self.grace:g} s\n"
+            )
+            sys.stderr.flush()
+            end()
+
+        timer = threading.Timer(self.grace, late)
+        timer.daemon = True
+        timer.start()
+
+    def agreed(self, rank: Rank) -> signal.Signals | None:
+        """Returns the signal that asked any rank to stop, if any. Every rank must call it."""
+        mine = np.array([self.asked or 0], np.int64)
+        asked = int(rank.all_reduce(mine, op="max")[0]) if rank.world.size > 1 else int(mine[0])
+        return signal.Signals(asked) if asked else None
