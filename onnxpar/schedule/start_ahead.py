@@ -23,6 +23,7 @@ from onnxpar.cost.timeline import buckets
 from onnxpar.graph.body_captures import read_by
 from onnxpar.graph.builder import DOMAIN
 from onnxpar.graph.local_builder import START_AHEAD, Collective
+from onnxpar.graph.metadata_keys import BYTES, OVER, VALUE
 from onnxpar.partition.partitioned_model import PartitionedModel
 from onnxpar.schedule.accumulate import accumulate, sums_of
 from onnxpar.schedule.group import NEXT
@@ -86,7 +87,7 @@ def start_ahead(
             for name, attribute in first.attributes.items()
             if name not in ("group", "pairs", "root")
         }
-        values = [g.value for g in bucket]
+        values, over = [g.value for g in bucket], first.metadata_props[OVER]
         builder.nodes = []
         token = accumulate(builder, token, [(v, sums[v]) for v in values])
         (token,) = builder.ops(
@@ -95,10 +96,12 @@ def start_ahead(
             [(ir.DataType.UINT8, [1])],
             {"op": first.op_type, "values": NEXT.join(names[v] for v in values), **attributes},
             domain=DOMAIN,
-            name=f"onnxpar.schedule/StartAhead({values[-1].name})",
+            name=f"onnxpar.schedule/{first.op_type}.{over}({values[-1].name})/StartAhead",
             metadata={
                 "input_names": str(["token", "run", *("X" for _ in values)]),
-                "onnxpar.bytes": str(sum(g.bytes for g in bucket)),
+                VALUE: NEXT.join(v.name or "" for v in values),
+                OVER: over,
+                BYTES: str(sum(g.bytes for g in bucket)),
             },
         )
         added, made = builder.nodes
