@@ -1,5 +1,7 @@
 """`onnxpar annotate`: stores a strategy in the model itself."""
 
+import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -9,7 +11,7 @@ from rich.markup import escape
 
 from onnxpar.api.annotate import annotate
 from onnxpar.cli.describe import SHOWN, count
-from onnxpar.cli.options import Constraints, Devices, takes_options
+from onnxpar.cli.options import AsJson, Constraints, Devices, takes_options
 from onnxpar.cli.shard import parse_symbols
 from onnxpar_format.options import Option
 
@@ -27,12 +29,16 @@ def command(
     ] = None,
     devices: Devices = None,
     symbol: Constraints = (),
+    as_json: AsJson = False,
 ) -> None:
     """Store a strategy in the model, as annotations.
 
     `shard` and other tools can read them.
     """
     done = annotate(model, strategy, out, devices=devices, symbols=parse_symbols(symbol))
+    if as_json:
+        typer.echo(json.dumps(asdict(done) | {"out": str(done.out)}, indent=2, ensure_ascii=False))
+        return
     console = Console(soft_wrap=True, highlight=False)
     lines = [
         f"devices       {done.devices}",

@@ -1,5 +1,6 @@
 """`onnxpar report`: writes a page that shows how a model was sharded."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -7,7 +8,7 @@ from typing import Annotated
 import typer
 
 from onnxpar.api.report_page import report_page
-from onnxpar.cli.options import takes_options
+from onnxpar.cli.options import AsJson, takes_options
 from onnxpar.core.errors import DirectoryError
 from onnxpar.strategy.machine_file import load_machine
 from onnxpar_format.options import Option
@@ -34,6 +35,7 @@ def command(
         Sequence[str],
         Option("The size of a symbol that the page shows first; may be repeated.", "NAME=SIZE"),
     ] = (),
+    as_json: AsJson = False,
 ) -> None:
     """Write a page that shows how a model was sharded.
 
@@ -47,7 +49,9 @@ def command(
         log=log,
         trace=trace,
     )
-    typer.echo(f"{out}: {out.stat().st_size:,} bytes")
+    size = out.stat().st_size
+    shown = json.dumps({"out": str(out), "bytes": size}, ensure_ascii=False)
+    typer.echo(shown if as_json else f"{out}: {size:,} bytes")
 
 
 def _sizes(texts: Sequence[str]) -> dict[str, int]:

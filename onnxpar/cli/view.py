@@ -1,5 +1,6 @@
 """`onnxpar view`: opens a rank's graph in Netron."""
 
+import json
 import threading
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -9,7 +10,7 @@ import netron
 import onnx
 import typer
 
-from onnxpar.cli.options import Directory, takes_options
+from onnxpar.cli.options import AsJson, Directory, takes_options
 from onnxpar.core.errors import DirectoryError
 from onnxpar.emit.atomic_directory import MANIFEST
 from onnxpar.emit.read_manifest import read_manifest
@@ -38,6 +39,7 @@ def command(
             flags=("--simple",),
         ),
     ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show a rank's graph in Netron until interrupted."""
     path = graph_file(directory, program, rank)
@@ -47,7 +49,9 @@ def command(
         address = netron.start(
             str(path), address=(host, port) if port else (host, None), browse=browser
         )
-        typer.echo(f"{path} at http://{address[0]}:{address[1]} (stop with Ctrl-C)")
+        url = f"http://{address[0]}:{address[1]}"
+        shown = json.dumps({"file": str(path), "url": url}, ensure_ascii=False)
+        typer.echo(shown if as_json else f"{path} at {url} (stop with Ctrl-C)")
         try:
             threading.Event().wait()
         except KeyboardInterrupt:

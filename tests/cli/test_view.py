@@ -1,6 +1,6 @@
 """`onnxpar view`: serves the graph of the rank that was asked for."""
 
-import re
+import json
 import signal
 import subprocess
 import sys
@@ -15,7 +15,7 @@ from tests.runtime import hand_made
 
 def test_serves_until_interrupted(tmp_path: Path) -> None:
     directory = hand_made.data_parallel(tmp_path / "a")
-    command = ["view", str(directory), "--rank", "1", "--no-browser"]
+    command = ["view", str(directory), "--rank", "1", "--no-browser", "--json"]
     process = subprocess.Popen(
         [sys.executable, "-u", "-m", "onnxpar.cli", *command],
         stdout=subprocess.PIPE,
@@ -27,11 +27,11 @@ def test_serves_until_interrupted(tmp_path: Path) -> None:
         lines = []
         for line in process.stdout:
             lines.append(line)
-            found = re.search(r"rank0001\.model\.onnx at (http://\S+) \(stop", line)
-            if found:
+            if line.startswith("{"):
                 break
-        assert found, lines
-        page = urllib.request.urlopen(found[1], timeout=10).read().decode()
+        found = json.loads(lines[-1])
+        assert found["file"] == str(directory / "rank0001.model.onnx")
+        page = urllib.request.urlopen(found["url"], timeout=10).read().decode()
         assert "rank0001.model.onnx" in page
         process.send_signal(signal.SIGINT)
         assert process.wait(10) == 0

@@ -1,5 +1,6 @@
 """The report page in Chromium: no errors, tables sort, the slider changes numbers, keys work."""
 
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -105,7 +106,9 @@ def test_another_size_changes_bytes_in_proportion(browser: Any, page: Path) -> N
     assert not complaints(browser)
 
 
-def test_times_follow_the_sizes(browser: Any, page: Path) -> None:
+def test_times_follow_the_sizes(
+    browser: Any, page: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """At a point of the grid they are those of a page for these sizes, and near to them between."""
     compute = """
         const data = JSON.parse(document.getElementById("data").textContent).directories;
@@ -119,7 +122,10 @@ def test_times_follow_the_sizes(browser: Any, page: Path) -> None:
         opened(browser, page)
         found = browser.execute_script(compute, sizes)
         named = [f"--symbol={name}={size}" for name, size in sizes.items()]
-        assert main(["report", str(out), *named, "-o", str(other)]) == 0
+        capsys.readouterr()
+        assert main(["report", str(out), *named, "-o", str(other), "--json"]) == 0
+        written = {"out": str(other), "bytes": other.stat().st_size}
+        assert json.loads(capsys.readouterr().out) == written
         opened(browser, other)
         assert found == [
             [name, pytest.approx(end, rel=tolerance)]

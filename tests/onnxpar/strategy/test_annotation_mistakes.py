@@ -1,5 +1,6 @@
 """Annotations that are wrong: refused by name, before anything is written."""
 
+import json
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -234,6 +235,9 @@ def test_neither_a_strategy_nor_an_annotation(
     out = tmp_path / "annotated.onnx"
     assert main(["annotate", str(path), "--strategy", "dp=2", "-o", str(out)]) == 0
     assert "annotated     2 of 2 nodes" in capsys.readouterr().out
+    assert main(["annotate", str(path), "--strategy", "dp=2", "-o", str(out), "--json"]) == 0
+    done = {"out": str(out), "devices": 2, "nodes": 2, "annotated": 2, "differing": []}
+    assert json.loads(capsys.readouterr().out) == done
     assert main(["shard", str(out), "-o", str(tmp_path / "out")]) == 0
     assert main(["shard", str(out), "--devices", "4", "-o", str(tmp_path / "four")]) == 2
     assert "for the 4 requested devices" in capsys.readouterr().err
