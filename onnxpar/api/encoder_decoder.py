@@ -9,6 +9,7 @@ import onnx_ir as ir
 from onnxpar.core.errors import ModelError, StrategyError
 from onnxpar.core.sharding import Sharding
 from onnxpar.core.symbols import Symbol
+from onnxpar.emit.weight_sources import tensor_bytes
 from onnxpar.facts.carried_states import CarriedState, carried_states
 from onnxpar.facts.program import Program
 from onnxpar.facts.supplied_inputs import SuppliedInput, supplied_inputs
@@ -211,11 +212,7 @@ def _shared(encoder: ir.Model, decoder: ir.Model) -> dict[str, str]:
 def _equal(one: ir.TensorProtocol | None, other: ir.TensorProtocol | None) -> bool:
     if one is None or other is None or one.dtype != other.dtype or one.shape != other.shape:
         return False
-    return np.array_equal(_bytes(one), _bytes(other))
-
-
-def _bytes(tensor: ir.TensorProtocol) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
-    return np.ascontiguousarray(tensor.numpy()).reshape(-1).view(np.uint8)
+    return np.array_equal(tensor_bytes(one), tensor_bytes(other))
 
 
 def _rename(model: ir.Model, shared: Mapping[str, str], others: Collection[str]) -> None:

@@ -83,7 +83,7 @@ def reader(parameter: Parameter) -> Iterator[Reader]:
     tensor = _tensor(parameter)
     if not isinstance(tensor, ir.ExternalTensor):
         try:
-            data = _bytes(tensor)
+            data = tensor_bytes(tensor)
         except ValueError as error:
             raise DirectoryError(
                 f"tensor {parameter.name!r}: its data does not fit its shape: {error}"
@@ -175,7 +175,8 @@ def _tensor(parameter: Parameter) -> ir.TensorProtocol:
     return tensor
 
 
-def _bytes(tensor: ir.TensorProtocol) -> Bytes:
+def tensor_bytes(tensor: ir.TensorProtocol) -> Bytes:
+    """Returns the bytes of a tensor's elements, as ONNX stores them."""
     array = tensor.numpy()
     if tensor.dtype.bitwidth == 8 * array.dtype.itemsize and sys.byteorder == "little":
         return np.ascontiguousarray(array).reshape(-1).view(np.uint8)

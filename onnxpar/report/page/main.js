@@ -17,7 +17,7 @@
     ["time", "Predicted time", "", onnxpar.time.time],
     ["pipeline", "Pipeline", "", onnxpar.pipeline],
     ["conflicts", "Conflicts", "Neighbours that want a value in different layouts, the most expensive first.", onnxpar.collectives.conflicts],
-    ["replicated", "Replicated", "What several devices compute or hold alike, and why.", onnxpar.collectives.replicated],
+    ["replicated", "Replicated", "What several devices compute or hold, and why.", onnxpar.collectives.replicated],
   ];
 
   function summary(directory) {

@@ -90,14 +90,14 @@ onnxpar.memory = (() => {
     return table(
       rows,
       [
-        { title: "ranks", of: (row) => `${row.stage * each} to ${(row.stage + 1) * each - 1}` },
+        { title: "ranks", of: (row) => (each > 1 ? `${row.stage * each} to ${(row.stage + 1) * each - 1}` : String(row.stage)) },
         { title: "weights and states", ...bytes((row) => row.kept) },
         { title: "inputs and outputs", ...bytes((row) => row.bound) },
         { title: "values between nodes, at most", ...bytes((row) => row.values) },
         ...(kept
           ? [
-              { title: "micro-batches before their backward pass, at most", of: (row) => kept[row.stage], number: true },
-              { title: "values of all but one of them", ...bytes((row) => row.waiting) },
+              { title: "micro-batches that wait for their backward pass, at most", of: (row) => kept[row.stage], number: true },
+              { title: "values kept for all but one of these micro-batches", ...bytes((row) => row.waiting) },
             ]
           : []),
         { title: "together", ...bytes(together) },

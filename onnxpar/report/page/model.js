@@ -118,7 +118,7 @@ onnxpar.model = (() => {
       make(
         "div",
         { class: "block" },
-        `${count} layers alike`,
+        `${count} equal layers`,
         make("span", { class: "soft" }, `${size} nodes each; * is the number that differs`),
       );
     return { title: count > 1 ? title : null, rows: found };
@@ -153,7 +153,7 @@ onnxpar.model = (() => {
     ];
     if (directory.stages > 1) facts.push(["stage", String(node.stage)]);
     if (count > 1) {
-      facts.push(["layers alike", make("details", {}, make("summary", {}, `${count} nodes`),
+      facts.push(["in equal layers", make("details", {}, make("summary", {}, `${count} nodes`),
         others.map((other) => make("div", { class: "mono" }, program.nodes[other].name)))]);
     }
     panel = make(

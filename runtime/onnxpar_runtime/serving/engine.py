@@ -80,7 +80,7 @@ class Engine:
                 raise Refusal("the server is shutting down", 503)
             if len(self._tickets) + wanted > self._most:
                 raise Refusal(
-                    f"expected at most {self._most} answers at a time, try again later",
+                    f"expected at most {self._most} answers at a time; try again later",
                     429,
                     code="rate_limit_exceeded",
                 )
