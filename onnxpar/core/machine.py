@@ -57,8 +57,11 @@ class Machine:
     links: tuple[Link, ...]
 
     def link(self, mesh: Mesh, atoms: Sequence[int]) -> Link:
-        """Returns the link that limits a collective over `atoms`: that of the widest atom."""
-        span = max(mesh.strides[a] * mesh.atoms[a] for a in atoms)
+        """Returns the link that limits a collective over `atoms`: that of the widest atom.
+
+        Without atoms (a pipeline of one stage has no other to send to), it is the first link.
+        """
+        span = max((mesh.strides[a] * mesh.atoms[a] for a in atoms), default=1)
         for link in self.links:
             if link.devices == 0 or link.devices >= span:
                 return link

@@ -222,7 +222,8 @@ def _program(pm: PartitionedModel, graphs: Sequence[str | None]) -> ProgramEntry
             for i in pm.outputs
             if i.name in states.outputs
         )
-    if pm.stages > 1:
+    # Also in a pipeline of one stage, whose forward program hands values to the backward one.
+    if pm.stages > 1 or pm.handed_in or pm.handed_out:
         more["handed_in"] = tuple(
             HandedInEntry(**vars(_handed(h.local, pm.symbols)), source=h.source)
             for h in pm.handed_in

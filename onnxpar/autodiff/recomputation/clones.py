@@ -7,7 +7,7 @@ that are kept through a Barrier. This pass runs after planning: a clone is shard
 so the arithmetic is the same.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeGuard
 
@@ -99,11 +99,16 @@ class _Recompute:
         self.made = self._made()
         self.read = self._forward_versions()
         self.backward = {n for n in nodes if GRADIENT_OF in n.metadata_props}
-        self.reached = self.forward[-1].outputs[0]
+        self.last = self.forward[-1].outputs[0]
+        # In each virtual stage, the last value made, and those that its backward pass is given.
+        self.reached: dict[int, ir.Value] = {}
+        self.entering = self._entering(nodes)
+        self.passed: set[ir.Node] = set()
         for node in nodes:
             if node in self.backward:
                 self._redirect(node)
-                self.reached = node.outputs[0]
+                self.passed.add(node)
+                self.last = self.reached[virtual_stage_of(node)] = node.outputs[0]
         registry = self.old.program.registry
         views = {
             (name := node.name or ""): completed(
@@ -276,7 +281,26 @@ class _Recompute:
             maker = None if value is None else value.producer()
             if value is not None and maker is not None and maker in self.backward:
                 return value
-        return self.reached
+        stage = virtual_stage_of(before)
+        if stage in self.reached:
+            return self.reached[stage]
+        # Another value of a later stage, such as the gradient of a parameter there, would have to
+        # be sent for this alone.
+        given = (v for v in self.entering.get(stage, ()) if v.producer() in self.passed)
+        return next(given, self.last)
+
+    def _entering(self, nodes: Sequence[ir.Node]) -> dict[int, list[ir.Value]]:
+        """The values that the backward pass of each virtual stage gets from that of others."""
+        found: dict[int, list[ir.Value]] = {}
+        for node in nodes:
+            stage = virtual_stage_of(node)
+            for value in node.inputs if node in self.backward else ():
+                maker = None if value is None else value.producer()
+                if value is None or maker is None or maker not in self.backward:
+                    continue
+                if virtual_stage_of(maker) != stage:
+                    found.setdefault(stage, []).append(value)
+        return found
 
     def _barred(self, node: ir.Node, index: int, value: ir.Value) -> Sharding:
         """The sharding in which a value is kept: as it was made, or as it was resharded.

@@ -1,0 +1,70 @@
+"""A sample of `tools/fuzz-training`: random networks train on all devices as on one.
+
+`ONNXPAR_FUZZ_SEED` shifts the seeds, and `ONNXPAR_FULL` runs 200; `tools/fuzz-training SEED`
+repeats a failure and shrinks it.
+"""
+
+import os
+from dataclasses import replace
+
+import pytest
+
+from tests.layered_models import LAYERS, Layer, Network
+from tests.random_trainings import EQUAL, REFUSED, Training, outcome, text_of, training_of
+
+SEED = int(os.environ.get("ONNXPAR_FUZZ_SEED", "0"))
+CASES = 200 if os.environ.get("ONNXPAR_FULL") else 3
+
+_PLAIN = Network("sequence", 8, 4, (), "mse", pooled=False)
+_ONE_STAGE = {"stages": 1, "schedule": "1f1b", "micro_batches": 2}
+_CUT = Training(_PLAIN, {"mesh": {"dp": 2}}, "sgd", None, None, {"batch": 4, "seq": 2})
+FOUND = {
+    # The manifest did not name the values that a single stage hands to its own backward program.
+    "a pipeline of one stage": replace(
+        _CUT, strategy={"mesh": {"dp": 2}, "pipeline": _ONE_STAGE}
+    ),
+    "two chunks on one stage": replace(
+        _CUT,
+        strategy={
+            "mesh": {"dp": 2},
+            "pipeline": {**_ONE_STAGE, "schedule": "interleaved", "chunks": 2},
+        },
+    ),
+    # Stage 0 recomputed its values after a gradient of a parameter of stage 1, which was sent.
+    "recomputation in two stages": replace(
+        _CUT,
+        network=Network(
+            "tokens", 4, 8, (Layer("masked", 355204716, residual=False),),
+            "softmax_cross_entropy", pooled=True,
+        ),
+        strategy={
+            "mesh": {"dp": 2},
+            "pipeline": {"stages": 2, "schedule": "gpipe", "micro_batches": 4},
+            "recompute": {"nodes": ["*"]},
+        },
+    ),
+}  # fmt: skip
+"""The smallest cases of failures that were found and mended."""
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_cases_that_failed_once(name: str) -> None:
+    found = outcome(FOUND[name])
+    assert found.result == EQUAL, found.text
+
+
+@pytest.mark.parametrize("seed", range(SEED, SEED + CASES))
+def test_networks_train_on_all_devices_as_on_one(seed: int) -> None:
+    case = training_of(seed)
+    found = outcome(case)
+    assert found.result in (EQUAL, REFUSED), f"{found.text}: {text_of(case)}"
+
+
+def test_all_is_drawn() -> None:
+    """Also that a seed gives one case."""
+    cases = [training_of(seed) for seed in range(200)]
+    assert {layer.kind for case in cases for layer in case.network.layers} == set(LAYERS)
+    keys = {key for case in cases for key in case.strategy}
+    assert {"pipeline", "recompute", "optimizer_parallel", "parameters", "dataset"} <= keys
+    assert {case.compute for case in cases} == {None, "float16"}
+    assert training_of(7) == training_of(7)
