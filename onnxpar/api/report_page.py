@@ -9,6 +9,7 @@ from onnxpar.api import runtime
 from onnxpar.core.errors import DirectoryError
 from onnxpar.core.machine import PRESETS, Machine
 from onnxpar.report.page_data import directory_page, page_data
+from onnxpar.report.read_directory import blamed_on_report
 from onnxpar.report.read_log import read_log
 from onnxpar.report.trace_table import trace_table
 from onnxpar.report.write_page import page_html
@@ -40,10 +41,11 @@ def report_page(
     if not 1 <= len(directories) <= 2:
         raise DirectoryError(f"expected one directory or two to compare, got {len(directories)}")
     check_file(out, DirectoryError)
-    pages = [
-        directory_page(directory, sizes or {}, machine, partial(runtime.pipeline_times, directory))
-        for directory in directories
-    ]
+    pages = []
+    for directory in directories:
+        predict = partial(runtime.pipeline_times, directory)
+        with blamed_on_report(directory):
+            pages.append(directory_page(directory, sizes or {}, machine, predict))
     known = {symbol["name"] for page in pages for symbol in page["symbols"]}
     if unknown := sorted((sizes or {}).keys() - known):
         those = ", ".join(sorted(known)) or "none"
@@ -55,7 +57,8 @@ def report_page(
         data["trace"] = _trace(trace, pages)
     title = " and ".join(str(directory) for directory in directories)
     with new_file(out, DirectoryError) as file:
-        file.write_text(page_html(data, title), encoding="utf-8")
+        # A changed manifest may have halves of characters, which UTF-8 lacks.
+        file.write_text(page_html(data, title), encoding="utf-8", errors="replace")
 
 
 def _trace(path: Path, pages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """`onnxpar inspect`: shows how a model was sharded, or how it can be."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,7 +19,7 @@ from onnxpar.graph.validity import blamed_on_model
 from onnxpar.report.device_placement import device_data
 from onnxpar.report.fold_layers import layers_data, matching_nodes
 from onnxpar.report.inspect_data import model_data
-from onnxpar.report.read_directory import graphs_of, read_report
+from onnxpar.report.read_directory import blamed_on_report, graphs_of, read_report
 from onnxpar_format.options import Option
 
 Json = dict[str, Any]
@@ -62,28 +62,32 @@ def command(
     if not target.exists():
         raise DirectoryError(f"{target}: no such directory or model")
     if target.is_dir():
-        data = read_report(target, rank, program)
-    elif program is not None:
+        with blamed_on_report(target):
+            data = read_report(target, rank, program)
+            if device is not None:
+                data["device"] = device_data(graphs_of(target))
+            _show(data, wanted, show_directory, as_json)
+        return
+    if program is not None:
         raise DirectoryError(f"--program {program}: {target} is a model, which has no programs")
-    else:
-        with blamed_on_model(target):
-            analysed = analyse(load(target), {})
-        data = model_data(analysed)
+    with blamed_on_model(target):
+        analysed = analyse(load(target), {})
+    data = model_data(analysed)
     if device is not None:
-        programs = graphs_of(target) if target.is_dir() else {target.name: analysed.model}
-        data["device"] = device_data(programs)
+        data["device"] = device_data({target.name: analysed.model})
+    _show(data, wanted, show_model, as_json)
+
+
+def _show(data: Json, wanted: Wanted, show: Callable[[Json, Wanted], None], as_json: bool) -> None:
     if as_json:
         data["layers"] = layers_data(data["nodes"])
-        if node:
-            data["nodes"] = matching_nodes(data["nodes"], node)
+        if wanted.nodes:
+            data["nodes"] = matching_nodes(data["nodes"], wanted.nodes)
         typer.echo(json.dumps(data, indent=2, ensure_ascii=False))
-        return
-    if device is not None:
+    elif "device" in data:
         show_device(data["device"])
-    elif target.is_dir():
-        show_directory(data, wanted)
     else:
-        show_model(data, wanted)
+        show(data, wanted)
 
 
 def show_device(data: Json) -> None:

@@ -1,6 +1,7 @@
 """`onnxpar view`: opens a rank's graph in Netron."""
 
 import json
+import os
 import threading
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -11,10 +12,10 @@ import onnx
 import typer
 
 from onnxpar.cli.options import AsJson, Directory, takes_options
-from onnxpar.core.errors import DirectoryError
+from onnxpar.core.errors import DirectoryError, short
 from onnxpar.emit.atomic_directory import MANIFEST
 from onnxpar.emit.read_manifest import read_manifest
-from onnxpar.report.read_directory import read_report
+from onnxpar.report.read_directory import blamed_on_report, read_report
 from onnxpar.report.simple_graph import simple_graph
 from onnxpar_format.options import Option
 
@@ -70,9 +71,10 @@ def simple_file(directory: Path, path: Path, program: str | None, folder: Path) 
     Raises:
         DirectoryError: The directory has no report of how the model was sharded.
     """
-    report = read_report(directory)
-    found = read_report(directory, program=program) if program in report["programs"] else report
-    graph = simple_graph(onnx.load(path, load_external_data=False), found["nodes"])
+    with blamed_on_report(directory):
+        report = read_report(directory)
+        found = read_report(directory, program=program) if program in report["programs"] else report
+        graph = simple_graph(onnx.load(path, load_external_data=False), found["nodes"])
     target = folder / path.name.replace(".onnx", ".simple.onnx")
     target.write_bytes(graph.SerializeToString())
     return target
@@ -96,7 +98,7 @@ def graph_file(directory: Path, program: str | None, rank: int) -> Path:
         staged = manifest.get("pipeline", {}).get("programs", {})
         replaced = {n: [x for e in split for x in e.values()] for n, split in staged.items()}
         count = int(manifest["devices"])
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
         raise DirectoryError(f"{directory / MANIFEST}: not readable: {error!r}") from None
     known = sorted({*programs, *replaced})
     if program is not None and program not in known:
@@ -105,11 +107,18 @@ def graph_file(directory: Path, program: str | None, rank: int) -> Path:
         raise DirectoryError(f"{directory}: expected a rank from 0 to {count - 1}, got {rank}")
     wanted = list(programs) if program is None else [program, *replaced.get(program, ())]
     mine = {n: f[rank] for n, f in programs.items() if len(f) > rank and f[rank] is not None}
-    found = next((directory / str(mine[name]) for name in wanted if name in mine), None)
+    name = next((mine[name] for name in wanted if name in mine), None)
+    if name is not None and (not isinstance(name, str) or Path(name).name != name or "\0" in name):
+        # Netron would serve any file that a changed manifest names, also one outside.
+        raise DirectoryError(
+            f"{directory / MANIFEST}: expected the name of a file in the directory, got "
+            f"{short(name)}"
+        )
+    found = None if name is None else directory / name
     if found is None and mine:
         raise DirectoryError(
             f"{directory}: rank {rank} does not run {program!r}; it runs {sorted(mine)}"
         )
-    if found is None or not found.is_file():
+    if found is None or not os.path.isfile(found):
         raise DirectoryError(f"{directory}: the graph of rank {rank} was not written")
     return found

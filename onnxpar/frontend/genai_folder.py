@@ -34,7 +34,7 @@ def genai_model(path: Path) -> GivenModel:
     config = path / GENAI_CONFIG
     try:
         read = json.loads(config.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{config}: not a JSON file: {error}") from None
     model = _entry(read, "model")
     decoder, reader = _entry(model, "decoder"), _entry(model, "encoder")

@@ -25,6 +25,7 @@ from onnxpar_format.calls import (
     RankCalls,
     read_calls,
 )
+from onnxpar_format.records import FormatError
 from onnxpar_format.texts import numbered_ranks, ranks_text
 
 _TIME_LIMIT = "ONNXPAR_TIMEOUT"
@@ -65,7 +66,7 @@ def diagnose(folder: str | Path) -> Diagnosis:
     """
     try:
         found = read_calls(folder)
-    except ValueError as error:
+    except FormatError as error:
         raise DiagnosisError(str(error)) from None
     return _Diagnoser(found).diagnosis()
 

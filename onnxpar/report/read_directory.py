@@ -1,16 +1,40 @@
 """Reads the report of a directory, and the graphs in it, for all that shows directories."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import onnx_ir as ir
 
-from onnxpar.core.errors import DirectoryError
+from onnxpar.core.errors import DirectoryError, OnnxparError, short
 from onnxpar.emit.atomic_directory import MANIFEST
 from onnxpar.emit.read_manifest import read_manifest
 from onnxpar.report.inspect_data import OF_A_PROGRAM
 
 Json = dict[str, Any]
+
+
+@contextmanager
+def blamed_on_report(directory: Path) -> Iterator[None]:
+    """Turns an exception of code that shows a directory's report into a `DirectoryError`.
+
+    The report is what `onnxpar shard` wrote, and is not checked before it is shown. If it has been
+    changed, anything in it may be of another type.
+
+    Raises:
+        DirectoryError: The block raised an exception that is neither ours nor of the system.
+    """
+    try:
+        yield
+    except (OnnxparError, OSError):
+        raise
+    except Exception as error:
+        raise DirectoryError(
+            f"{directory / MANIFEST}: its report cannot be shown ({type(error).__name__}: "
+            f"{short(str(error))}); run `onnxpar shard` again, unless the file has been changed: "
+            "then restore it"
+        ) from error
 
 
 def read_programs(directory: Path) -> tuple[Json, dict[str, Json]]:

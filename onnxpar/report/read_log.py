@@ -9,6 +9,7 @@ from onnxpar.core.errors import OnnxparError
 
 MOST_ROWS = 2000
 """A longer log is thinned out to about as many rows."""
+_MOST = 1 << 63
 
 
 class LogError(OnnxparError):
@@ -35,7 +36,7 @@ def read_log(path: Path) -> dict[str, Any]:
             continue
         try:
             entry = json.loads(line)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise LogError(f"{path}, line {number}: not JSON: {error}") from None
         if not isinstance(entry, dict):
             raise LogError(f"{path}, line {number}: expected a JSON object, got {line[:40]!r}")
@@ -54,4 +55,6 @@ def read_log(path: Path) -> dict[str, Any]:
 
 def _is_number(value: object) -> bool:
     # NaN and infinity are no JSON, in which a page gets its data.
-    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
+    if isinstance(value, int):
+        return not isinstance(value, bool) and abs(value) < _MOST
+    return isinstance(value, float) and isfinite(value)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from onnxpar.core.errors import OnnxparError
+from onnxpar_format.records import FormatError
 from onnxpar_format.trace import Trace, read_trace
 from onnxpar_format.trace_times import PARTS, RankTimes, StepTimes, times
 
@@ -95,7 +96,7 @@ def trace_table(path: str | Path) -> TraceTable:
     """
     try:
         trace = read_trace(path)
-    except ValueError as error:
+    except FormatError as error:
         raise TraceError(str(error)) from None
     try:
         return TraceTable(trace, times(trace))

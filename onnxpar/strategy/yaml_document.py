@@ -75,9 +75,6 @@ def parse_document(text: str, source: str) -> Document:
         raise StrategyError(
             f"{source}: not valid YAML: character {error.position}: {error.reason}"
         ) from None
-    except (ValueError, OverflowError) as error:
-        # PyYAML recognises dates and numbers by their form, before it computes their values.
-        raise StrategyError(f"{source}: not valid YAML: {error}") from None
     except RecursionError:
         raise StrategyError(f"{source}: nested too deeply") from None
 
@@ -107,7 +104,16 @@ class _Reader:
         if self.count > MAX_NODES:
             raise self.fail(node, f"expected at most {MAX_NODES} keys and items")
         if isinstance(node, yaml.ScalarNode):
-            return self.loader.construct_object(node)
+            try:
+                return self.loader.construct_object(node)
+            except yaml.YAMLError:
+                raise
+            except Exception:
+                # PyYAML computes a value by its tag, whether the text has that form or not.
+                kind = node.tag.rpartition(":")[2]
+                raise self.fail(
+                    node, f"not valid YAML: expected a value of the type {kind}"
+                ) from None
         if id(node) in self.open:
             raise self.fail(node, "an alias refers to a node that contains it")
         self.open.add(id(node))

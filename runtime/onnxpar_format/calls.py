@@ -1,10 +1,11 @@
 """The last calls of a rank, as the library writes them when the rank fails (`call_log.h`)."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated
+
+from onnxpar_format.records import Check, FormatError, from_json, load_json
 
 COLUMNS = (
     "number",
@@ -30,6 +31,7 @@ ASKED, TERMINATED = "asked by SIGUSR1", "ended by SIGTERM"
 """Reasons of ranks that have not failed themselves."""
 _DONE = 1  # the number of `CallState` for a call that has ended well
 _SUFFIX = ".calls.json"
+_MOST_RANKS = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -95,46 +97,68 @@ def read_calls(folder: str | Path) -> list[RankCalls]:
     """Returns the last calls of the ranks that have written them to a folder, in order.
 
     Raises:
-        ValueError: A file cannot be read, or there is none.
+        FormatError: A file cannot be read, or there is none.
     """
     folder = Path(folder)
     if not folder.is_dir():
-        raise ValueError(f"{folder}: there is no such folder")
+        raise FormatError(f"{folder}: there is no such folder")
     files = sorted(folder.glob(f"rank*{_SUFFIX}"))
     if not files:
-        raise ValueError(
+        raise FormatError(
             f"{folder}: expected files such as rank0000{_SUFFIX}, which ranks write when they fail"
         )
     return [_read(file) for file in files]
 
 
+@dataclass(frozen=True)
+class _Channel:
+    ranks: tuple[int, ...]
+    lane: int
+    tag: int
+
+
+_Row = tuple[int, int, int, int, int, int, int, int, int, int, int, int]
+
+
+@dataclass(frozen=True)
+class _CallsFile:
+    """A file as the library writes it; a row of `calls` has the `COLUMNS`."""
+
+    rank: Annotated[int, Check("0 or more", lambda rank: rank >= 0)]
+    size: Annotated[int, Check(f"from 1 to {_MOST_RANKS}", lambda n: 1 <= n <= _MOST_RANKS)]
+    host: str
+    reason: str
+    wall_ns: int
+    time_ns: int
+    names: tuple[str, ...]
+    channels: tuple[_Channel, ...]
+    calls: tuple[_Row, ...]
+
+
 def _read(file: Path) -> RankCalls:
+    found = load_json(file, f"{file.name} is missing")
+    raw = from_json(
+        _CallsFile, found, f"{file}: expected the last calls of a rank, got other contents"
+    )
+    ahead = raw.wall_ns - raw.time_ns
     try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
-        ahead = raw["wall_ns"] - raw["time_ns"]
-        return RankCalls(
-            raw["rank"],
-            raw["size"],
-            raw["host"],
-            raw["reason"],
-            raw["wall_ns"] * 1e-9,
-            [_call(dict(zip(COLUMNS, row, strict=True)), raw, ahead) for row in raw["calls"]],
-        )
-    except OSError as error:
-        raise ValueError(f"{file}: {error.strerror or error}") from None
-    except (KeyError, IndexError, TypeError, ValueError):
-        raise ValueError(f"{file}: expected the last calls of a rank, got other contents") from None
+        calls = [_call(dict(zip(COLUMNS, row, strict=True)), raw, ahead) for row in raw.calls]
+        return RankCalls(raw.rank, raw.size, raw.host, raw.reason, raw.wall_ns * 1e-9, calls)
+    except (IndexError, OverflowError) as error:
+        raise FormatError(
+            f"{file}: expected the last calls of a rank, got other contents: {error}"
+        ) from None
 
 
-def _call(row: dict[str, int], raw: dict[str, Any], ahead: int) -> LastCall:
-    channel = raw["channels"][row["channel"]]
+def _call(row: dict[str, int], raw: _CallsFile, ahead: int) -> LastCall:
+    channel = raw.channels[row["channel"]]
     return LastCall(
         KINDS[row["kind"]],
         row["state"] == _DONE,
-        raw["names"][row["name"]],
-        tuple(channel["ranks"]),
-        channel["lane"],
-        channel["tag"],
+        raw.names[row["name"]],
+        channel.ranks,
+        channel.lane,
+        channel.tag,
         row["place"],
         row["tensors"],
         row["bytes"],

@@ -7,6 +7,7 @@ between fields. A field that may be None may be missing. Unknown keys are ignore
 """
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, is_dataclass
 from functools import lru_cache
@@ -91,6 +92,10 @@ _PLAIN: Mapping[Any, tuple[type, ...]] = {
 }
 
 
+_HALF = re.compile(r"\\u[dD][89a-fA-F]")
+"""One half of a surrogate pair in JSON. Alone it is no text: it cannot be printed or written."""
+
+
 def load_json(path: Path, missing: str) -> Any:
     """Returns the JSON of a file.
 
@@ -102,11 +107,17 @@ def load_json(path: Path, missing: str) -> Any:
         FormatError: It cannot be read, or is not JSON.
     """
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        found = json.loads(text)
+        if _HALF.search(text):
+            json.dumps(found, ensure_ascii=False).encode()
+        return found
     except FileNotFoundError:
         raise FormatError(f"{path.parent}: {missing}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise FormatError(f"{path}: cannot be read: {error}") from None
+    except UnicodeEncodeError:
+        raise FormatError(f"{path}: expected text, got half of a surrogate pair") from None
     except (ValueError, RecursionError) as error:
         raise FormatError(f"{path}: not valid JSON: {error}") from None
 

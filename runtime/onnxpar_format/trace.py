@@ -8,8 +8,11 @@ lacks.
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf, isfinite
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from onnxpar_format.records import Check, FormatError, Key, failure, from_json, load_json
 
 MAIN, FOREGROUND, BACKGROUND, OPERATORS, THREADS = 0, 1, 2, 3, 10
 """Tracks: the rank's main thread, communication of the foreground and of the background, operators,
@@ -150,33 +153,56 @@ def read_trace(path: str | Path) -> Trace:
     """Returns the trace of a file.
 
     Raises:
-        ValueError: It cannot be read, or onnxpar did not write it.
+        FormatError: It cannot be read, or onnxpar did not write it.
     """
-    try:
-        raw = json.loads(Path(path).read_text(encoding="utf-8"))
-        own = raw["onnxpar"]
-        if own["version"] != _VERSION:
-            raise ValueError(
-                f"{path}: expected version {_VERSION} of the trace, got {own['version']}"
-            )
-        spans = [
-            TraceSpan(
-                e["pid"],
-                e["tid"],
-                e["cat"],
-                e["name"],
-                e["ts"] * 1e-6,
-                (e["ts"] + e["dur"]) * 1e-6,
-                e["args"],
-            )
-            for e in raw["traceEvents"]
-            if e["ph"] == "X"
-        ]
-        clocks = [Clock(**clock) for clock in own["clocks"]]
-        return Trace(
-            own["command"], own["stage_devices"], clocks, spans, own["threads"], own["device"]
-        )
-    except OSError as error:
-        raise ValueError(f"{path}: {error.strerror or error}") from None
-    except (KeyError, TypeError, json.JSONDecodeError, UnicodeDecodeError):
-        raise ValueError(f"{path}: expected a trace that --trace wrote, got another file") from None
+    path = Path(path)
+    raw = load_json(path, f"{path.name}: No such file")
+    found = from_json(
+        _TraceFile, raw, f"{path}: expected a trace that --trace wrote, got another file"
+    )
+    own = found.onnxpar
+    if own.version != _VERSION:
+        raise FormatError(f"{path}: expected version {_VERSION} of the trace, got {own.version}")
+    spans = []
+    for number, event in enumerate(found.events):
+        if isinstance(event, dict) and event.get("ph") == "X":
+            e = from_json(_Event, event, f"{path}: traceEvents[{number}]")
+            for at, rank in (("pid", e.rank), ("args.last", e.more.get("last", 0))):
+                if type(rank) is not int or not 0 <= rank < len(own.clocks):
+                    ranks = f"a rank below {len(own.clocks)}"
+                    raise failure(f"{path}: traceEvents[{number}].{at}", ranks, rank)
+            if e.kind == ACTION and type(e.more.get("step")) is not int:
+                raise failure(f"{path}: traceEvents[{number}].args", "step, a number", e.more)
+            if e.kind == CALL and not isinstance(e.more.get("op"), str):
+                raise failure(f"{path}: traceEvents[{number}].args", "op, a text", e.more)
+            start, end = e.start * 1e-6, (e.start + e.length) * 1e-6
+            spans.append(TraceSpan(e.rank, e.track, e.kind, e.name, start, end, e.more))
+    clocks, threads = list(own.clocks), list(own.threads)
+    return Trace(own.command, own.stage_devices, clocks, spans, threads, own.device)
+
+
+@dataclass(frozen=True)
+class _Event:
+    rank: Annotated[int, Key(("pid",))]
+    track: Annotated[int, Key(("tid",))]
+    kind: Annotated[str, Key(("cat",))]
+    name: str
+    start: Annotated[float, Key(("ts",)), Check("a finite number", isfinite)]
+    length: Annotated[float, Key(("dur",)), Check("0 or more", lambda dur: 0 <= dur < inf)]
+    more: Annotated[Mapping[str, Any], Key(("args",))]
+
+
+@dataclass(frozen=True)
+class _Own:
+    version: int
+    command: str
+    stage_devices: Annotated[int, Check("1 or more", lambda count: count >= 1)]
+    device: str
+    threads: tuple[str, ...]
+    clocks: tuple[Clock, ...]
+
+
+@dataclass(frozen=True)
+class _TraceFile:
+    events: Annotated[tuple[Any, ...], Key(("traceEvents",))]
+    onnxpar: _Own

@@ -119,7 +119,7 @@ def _view(path: str | Path, name: str, raw: Any, data: Array, base: int) -> Arra
         start, stop = raw["data_offsets"]
     except (KeyError, TypeError, ValueError):
         raise _malformed(path, f"the header's entry of {name!r}") from None
-    if code not in _NAMES:
+    if not isinstance(code, str) or code not in _NAMES:
         raise InputError(f"{path}: {name!r} has the unknown type {code!r}")
     numbers = (*shape, start, stop)
     if not all(type(n) is int and n >= 0 for n in numbers):

@@ -164,7 +164,7 @@ def test_tp_and_axes_that_no_entry_uses_shard_parameters(
         ("nodes: {a: {in: [[dp, dp]]}}", "expected mesh axis 'dp' at most once in a tensor"),
         ("nodes: {a: {in: [[[]]]}}", r"expected a number of shards, .*, got \[\]"),
         ("[" * 5000, "s: nested too deeply"),
-        ("2026-13-41", "s: not valid YAML"),
+        ("2026-13-41", "s:1:1: not valid YAML: expected a value of the type timestamp"),
     ],
 )
 def test_mistakes_name_line_expected_and_got(text: str, message: str) -> None:

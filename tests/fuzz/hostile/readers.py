@@ -1,0 +1,570 @@
+"""The kinds of files that onnxpar reads, with undamaged ones to begin from."""
+
+import gzip
+import io
+import json
+import shutil
+import zipfile
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import onnx
+
+from onnxpar.api.report_page import report_page
+from onnxpar.api.shard_model import analyse, plan, shard_model
+from onnxpar.frontend.load import load
+from onnxpar.graph.validity import blamed_on_model
+from onnxpar.report.read_log import read_log
+from onnxpar.strategy import Strategy, resolve
+from onnxpar.strategy.machine_file import load_machine
+from tests.fuzz.hostile.attack import Files, Reader
+from tests.fuzz.hostile.messages import change_message
+from tests.fuzz.hostile.values import TEXTS, change_bytes, change_text, change_tree, json_bytes
+from tests.fuzz.test_models import MODELS
+
+STRATEGY = """\
+mesh: {dp: 2, tp: 2}
+nodes:
+  "MatMul*":
+    inputs: [[dp, null], [null, tp]]
+symbols:
+  batch: {divisor: 2, min: 2, max: 64}
+inputs:
+  x: [dp, null]
+"""
+TAGS = (
+    '!!python/object/apply:os.system ["true"]', "!!python/name:os.system", "!!int x", "!!float x",
+    "!!timestamp x", "!!binary ^", "!!bool x", "!!null x", "!!set {a, b}", "!!omap [a]", "!!int",
+    "!!pairs [a]", "!x y", "!<tag:x> y", "&a [*a]", "*nobody", "&b {<<: *b}", "{<<: [1]}", "? [a]",
+    "|", ">+9", "2001-99-99", "0o9", "1:99:99", ".inf", "- - -", "{a: 1, a: 2}", "\t", "'", '"\\x"',
+)  # fmt: skip
+"""What may stand for a value in YAML."""
+
+
+def _read_model(case: Path) -> None:
+    path = case / "model.onnx"
+    with blamed_on_model(path):
+        analyse(load(path), {})
+
+
+def _models(work: Path, case: Path) -> list[Files]:
+    annotated = [_annotated(model, name, work) for name, model in MODELS.items()]
+    return [{"model.onnx": data} for data in (*_plain(), *annotated)]
+
+
+def _plain() -> list[bytes]:
+    return [model.SerializeToString() for model in MODELS.values()]
+
+
+def _annotated(model: onnx.ModelProto, name: str, work: Path) -> bytes:
+    from onnxpar.api.annotate import annotate
+
+    onnx.save(model, work / f"{name}.onnx")
+    annotate(work / f"{name}.onnx", "dp=2,tp=2", work / f"{name}.annotated.onnx")
+    return (work / f"{name}.annotated.onnx").read_bytes()
+
+
+def _change_model(files: Files, draw: Random) -> Files:
+    if draw.random() < 0.15:
+        return {"model.onnx": change_bytes(files["model.onnx"], draw)}
+    proto = onnx.ModelProto()
+    try:
+        proto.ParseFromString(files["model.onnx"])
+    except Exception:  # an earlier change broke it
+        return {"model.onnx": change_bytes(files["model.onnx"], draw)}
+    change_message(proto, draw)
+    return {"model.onnx": proto.SerializeToString()}
+
+
+def _read_annotation(case: Path) -> None:
+    path = case / "model.onnx"
+    with blamed_on_model(path):
+        plan(path, None)
+
+
+def _annotations(work: Path, case: Path) -> list[Files]:
+    return [{"model.onnx": _annotated(model, name, work)} for name, model in MODELS.items()]
+
+
+def _change_annotation(files: Files, draw: Random) -> Files:
+    proto = onnx.ModelProto()
+    try:
+        proto.ParseFromString(files["model.onnx"])
+    except Exception:
+        return files
+    parts: list[Any] = list(proto.configuration)
+    for node in proto.graph.node:
+        parts += node.device_configurations
+    for entry in proto.metadata_props:
+        if draw.random() < 0.3:
+            try:
+                root = json.loads(entry.value)
+                change_tree(root, draw)
+                entry.value = json_bytes(root).decode("utf-8", "replace")
+            except (ValueError, TypeError, RecursionError):
+                entry.value = draw.choice(TEXTS)
+    if parts:
+        change_message(draw.choice(parts), draw)
+    return {"model.onnx": proto.SerializeToString()}
+
+
+def _net(case: Path) -> Path:
+    path = case / "net.onnx"
+    if not path.exists():
+        onnx.save(MODELS["net"], path)
+    return path
+
+
+def _strategies(work: Path, case: Path) -> list[Files]:
+    _net(case)
+    return [
+        {"s.yaml": STRATEGY.encode()},
+        {"s.yaml": b"mesh: {dp: 2, tp: 2}\nsearch: {objective: time}\n"},
+    ]
+
+
+_analysed: dict[Path, Any] = {}
+
+
+def _read_strategy(case: Path) -> None:
+    path = _net(case)
+    found = Strategy.from_file(case / "s.yaml")
+    if case not in _analysed:
+        _analysed[case] = analyse(load(path), {})
+    resolve(found, _analysed[case])
+
+
+def _change_yaml(name: str) -> Any:
+    def change(files: Files, draw: Random) -> Files:
+        import yaml
+
+        text = files[name]
+        kind = draw.randrange(4)
+        if kind < 2:
+            try:
+                root = yaml.safe_load(text)
+                change_tree(root, draw)
+                return {name: json_bytes(root)}
+            except Exception:  # an earlier change broke it
+                return {name: change_text(text, draw)}
+        if kind == 2:
+            places = [n for n, c in enumerate(text) if c in b":[{,-"] or [0]
+            at = draw.choice(places) + 1
+            end = draw.choice(
+                (at, min([n for n in range(at, len(text)) if text[n] in b",]}\n"] or [at]))
+            )
+            return {name: text[:at] + b" " + draw.choice(TAGS).encode() + text[end:]}
+        return {name: change_text(text, draw)}
+
+    return change
+
+
+def _change_json(name: str) -> Any:
+    def change(files: Files, draw: Random) -> Files:
+        if draw.random() < 0.2:
+            return {**files, name: change_text(files[name], draw)}
+        try:
+            root = json.loads(files[name])
+            change_tree(root, draw)
+        except (ValueError, RecursionError):
+            return {**files, name: change_text(files[name], draw)}
+        return {**files, name: json_bytes(root)}
+
+    return change
+
+
+MACHINE = """\
+name: mine
+flops: {float32: 1.0e+12, bfloat16: 4.0e+12}
+bandwidth: 1.0e+11
+memory: 16GiB
+overhead: 1.0e-6
+links:
+  - {devices: 2, bandwidth: 1.0e+10, latency: 1.0e-6}
+  - {bandwidth: 1.0e+9, latency: 1.0e-5}
+"""
+
+
+def _machines(work: Path, case: Path) -> list[Files]:
+    _net(case)
+    return [{"m.yaml": MACHINE.encode()}]
+
+
+def _directories(work: Path, case: Path) -> list[Files]:
+    onnx.save(MODELS["net"], work / "net.onnx")
+    shard_model(work / "net.onnx", "dp=1", work / "out")
+    shutil.copytree(work / "out", case / "out")
+    data = (case / "out" / "manifest.json").read_bytes()
+    rng = np.random.default_rng(0)
+    np.savez(case / "x.npz", x=rng.standard_normal((4, 8)).astype(np.float32))
+    shard_model(work / "net.onnx", "dp=2,tp=2", work / "more")
+    return [
+        {"out/manifest.json": data},
+        {"out/manifest.json": (work / "more" / "manifest.json").read_bytes()},
+    ]
+
+
+def _read_manifest(case: Path) -> None:
+    from onnxpar.cli.view import graph_file
+    from onnxpar_runtime.manifest import Manifest
+
+    errors = []
+    for read in (
+        lambda: Manifest.load(case / "out"),
+        lambda: graph_file(case / "out", None, 0),
+        lambda: report_page([case / "out"], case / "page.html"),
+    ):
+        try:
+            read()  # type: ignore[no-untyped-call]
+        except Exception as error:
+            if not isinstance(getattr(error, "exit_code", None), int):
+                raise
+            errors.append(error)
+    if errors:
+        raise errors[0]
+
+
+def _npz(work: Path, case: Path) -> list[Files]:
+    _directories(work, case)
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((4, 8)).astype(np.float32)
+    made = []
+    for save in (np.savez, np.savez_compressed):
+        stream = io.BytesIO()
+        save(stream, x=x)  # type: ignore[operator]
+        made.append({"in.npz": stream.getvalue()})
+    return made
+
+
+HEADERS = (
+    "(1000000000000,)", "(" + "1," * 70 + ")", "(-1,)", "(4, 8", "{}", "(True,)", "(1e3,)",
+    "(2**40,)", "()", "(0, 10**18)", "((4,),)", "(" * 300, f"({'9' * 4000},)",
+)  # fmt: skip
+TYPES = (
+    "<f4",
+    ">f8",
+    "|O",
+    "<U9",
+    "<M8[s]",
+    "|V2",
+    "|S0",
+    "f4,f4",
+    "[('a','<f4')]",
+    "<c16",
+    "junk",
+    "<f3",
+)
+
+
+def _change_npz(files: Files, draw: Random) -> Files:
+    data = files["in.npz"]
+    kind = draw.randrange(4)
+    if kind == 0:
+        return {"in.npz": change_bytes(data, draw)}
+    stream = io.BytesIO()
+    ways = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA)
+    with zipfile.ZipFile(stream, "w", draw.choice(ways)) as archive:
+        for _ in range(draw.choice((1, 1, 1, 2, 0))):
+            name = draw.choice(
+                ("x.npy", "x.npy", "x.npy", "x", "../../x.npy", "/x.npy", "y\0.npy", "x.npz")
+            )
+            archive.writestr(name, _npy(draw))
+    made = bytearray(stream.getvalue())
+    if kind == 1:
+        return {"in.npz": change_bytes(bytes(made), draw)}
+    return {"in.npz": bytes(made)}
+
+
+class _Runs:
+    """Runs a command where it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        import os
+
+        return os.system, ("true",)
+
+
+def _npy(draw: Random) -> bytes:
+    stream = io.BytesIO()
+    if draw.random() < 0.2:
+        np.save(stream, np.array([_Runs()], dtype=object), allow_pickle=True)
+        return stream.getvalue()
+    shape, kind = draw.choice((*HEADERS, "(4, 8)")), draw.choice((*TYPES, *["<f4"] * 9))
+    order = draw.choice(("False", "True", "None", "0"))
+    descr = kind if kind.startswith("[") else repr(kind)
+    text = f"{{'descr': {descr}, 'fortran_order': {order}, 'shape': {shape}, }}"
+    if draw.random() < 0.2:
+        text = change_text(text.encode(), draw).decode("latin-1")
+    head = text.encode("latin-1", "replace") + b"\n"
+    version = draw.choice((b"\x01\x00", b"\x02\x00", b"\x03\x00", b"\x09\x00"))
+    size = min(len(head), 65535).to_bytes(2 if version[0] == 1 else 4, "little")
+    body = draw.choice((np.ones((4, 8), np.float32).tobytes(), b"", b"\x00" * 5))
+    return b"\x93NUMPY" + version + size + head + body
+
+
+def _idx(work: Path, case: Path) -> list[Files]:
+    images = (
+        b"\x00\x00\x08\x03"
+        + b"".join(n.to_bytes(4, "big") for n in (6, 8, 8))
+        + bytes(range(128)) * 3
+    )
+    labels = b"\x00\x00\x08\x01" + (6).to_bytes(4, "big") + bytes(range(6))
+    plain = {"train-images-idx3-ubyte": images, "train-labels-idx1-ubyte": labels}
+    return [plain, {f"{name}.gz": gzip.compress(data) for name, data in plain.items()}]
+
+
+def _change_idx(files: Files, draw: Random) -> Files:
+    name = draw.choice(sorted(files))
+    data = files[name]
+    packed = name.endswith(".gz")
+    if packed and draw.random() < 0.7:
+        try:
+            data = gzip.decompress(data)
+        except Exception:  # an earlier change broke it
+            return {**files, name: change_bytes(data, draw)}
+    else:
+        packed = False
+    if draw.random() < 0.5:
+        at = draw.randrange(0, 16)
+        data = (
+            data[:at]
+            + draw.choice((b"\xff\xff\xff\xff", b"\x7f\xff\xff\xff", bytes(4), b"\0\0\x0e\xff"))
+            + data[at + 4 :]
+        )
+    else:
+        data = change_bytes(data, draw)
+    return {**files, name: gzip.compress(data, 1) if packed else data}
+
+
+def _read_idx(case: Path) -> None:
+    from onnxpar_runtime.training.images import mnist_files
+
+    mnist_files(case, "train")
+
+
+def _checkpoints(work: Path, case: Path) -> list[Files]:
+    from onnxpar_format.checkpoint import Progress
+    from onnxpar_runtime import TrainerGroup
+    from onnxpar_runtime.checkpoint.writer import Checkpointer
+    from tests.runtime.hand_trained import regression
+
+    with TrainerGroup(regression(work / "a")) as group:
+
+        def write(rank: int) -> None:
+            member = group.members[rank]
+            run = {"seed": 3, "batch_size": 4}
+            with Checkpointer(
+                member.rank, group.manifest, work / "ck", member.states, run
+            ) as writer:
+                writer.save(Progress(7, 2, 3, 3, 0.5, 0.1))
+
+        group.each(write)
+    (made,) = (work / "ck").glob("step-*")
+    return [{f"ck/{path.name}": path.read_bytes() for path in made.iterdir()}]
+
+
+def _change_checkpoint(files: Files, draw: Random) -> Files:
+    import hashlib
+
+    text = "ck/checkpoint.json"
+    name = draw.choice((text, text, *sorted(set(files) - {text})))
+    found = dict(files)
+    try:
+        contents = json.loads(files[text])["contents"]
+        if name == text:
+            change_tree(contents, draw)
+        else:
+            found[name] = _change_tensors({"w": files[name]}, draw, "w")["w"]
+            entry = contents["files"][name.removeprefix("ck/")]
+            entry["bytes"], entry["sha256"] = (
+                len(found[name]),
+                hashlib.sha256(found[name]).hexdigest(),
+            )
+    except Exception:  # an earlier change broke it
+        return {**files, name: change_bytes(files[name], draw)}
+    # The sums are those of the changed contents: what is read behind them is attacked too.
+    body = json_bytes(contents).decode("utf-8", "surrogatepass")
+    sum_of = hashlib.sha256(body.encode("utf-8", "surrogatepass")).hexdigest()
+    found[text] = f'{{"sha256": "{sum_of}",\n"contents": {body}}}\n'.encode(
+        "utf-8", "surrogatepass"
+    )
+    return found
+
+
+def _read_checkpoint(case: Path) -> None:
+    from onnxpar_runtime.checkpoint.reshard import merge
+
+    merge(case / "ck", case / "merged")
+
+
+def _tensors(work: Path, case: Path) -> list[Files]:
+    from safetensors.numpy import save
+
+    rng = np.random.default_rng(0)
+    return [
+        {
+            "w.safetensors": save(
+                {"a": rng.standard_normal((4, 8)), "b": np.arange(3, dtype=np.int8)}
+            )
+        }
+    ]
+
+
+def _change_tensors(files: Files, draw: Random, name: str = "w.safetensors") -> Files:
+    data = files[name]
+    size = int.from_bytes(data[:8], "little")
+    if draw.random() < 0.3 or len(data) < 8 + size:
+        return {name: change_bytes(data, draw)}
+    head, body = data[8 : 8 + size], data[8 + size :]
+    try:
+        root = json.loads(head)
+        change_tree(root, draw)
+        head = json_bytes(root)
+    except (ValueError, RecursionError):
+        head = change_text(head, draw)
+    length = draw.choice((len(head), len(head), len(head), 0, 2**63, len(head) + 1))
+    return {name: length.to_bytes(8, "little") + head + body}
+
+
+def _read_tensors(case: Path) -> None:
+    from onnxpar_runtime.tensor_file import read_tensors
+
+    for array in read_tensors(case / "w.safetensors").values():
+        array.sum()
+
+
+def _read_npz(case: Path) -> None:
+    from onnxpar_runtime.npz import read_npz
+
+    read_npz(case / "in.npz")
+
+
+def _calls(work: Path, case: Path) -> list[Files]:
+    row = [1, 0, 1, 0, 0, 1, 1, 64, 77, 10, 11, 12]
+    found: Files = {}
+    for rank in range(2):
+        raw = {
+            "rank": rank, "size": 2, "host": "h", "reason": "test", "wall_ns": 10**18,
+            "time_ns": 10**9,
+            "names": ["AllReduce_1"], "channels": [{"ranks": [0, 1], "lane": 0, "tag": 0}],
+            "calls": [row, [2, 1, 0, *row[3:]]],
+        }  # fmt: skip
+        found[f"calls/rank{rank:04d}.calls.json"] = json.dumps(raw).encode()
+    return [found]
+
+
+def _read_calls(case: Path) -> None:
+    from onnxpar.report.diagnosis import diagnose
+
+    diagnose(case / "calls").json()
+
+
+def _traces(work: Path, case: Path) -> list[Files]:
+    own = {
+        "version": 1, "command": "run", "stage_devices": 1, "device": "cpu", "threads": ["t"],
+        "clocks": [{"offset": 0.0, "uncertainty": 0.0, "drift": 0.0}],
+    }  # fmt: skip
+    at = {"name": "a", "ts": 1.0, "dur": 2.0, "pid": 0, "tid": 0}
+    step, call = {"ph": "X", "cat": "step", "args": {}}, {"op": "collective", "last": 0}
+    event = [{**step, **at}, {**step, **at, "cat": "call", "args": call}]
+    return [{"t.json": json.dumps({"traceEvents": event, "onnxpar": own}).encode()}]
+
+
+def _read_trace(case: Path) -> None:
+    from onnxpar.report.trace_table import trace_table
+
+    found = trace_table(case / "t.json")
+    found.json()
+    list(found.lines())
+
+
+def _logs(work: Path, case: Path) -> list[Files]:
+    _directories(work, case)
+    line = json.dumps({"epoch": 1, "step": 1, "loss": 2.5, "lr": 0.1, "samples_per_s": 100.0})
+    return [{"log.jsonl": (line + "\n").encode() * 3}]
+
+
+def _genai(work: Path, case: Path) -> list[Files]:
+    model = {
+        "decoder": {
+            "filename": "model.onnx",
+            "head_size": 8,
+            "inputs": {"past_key_names": "past.%d.key"},
+            "outputs": {"present_key_names": "present.%d.key"},
+        }
+    }
+    (case / "g").mkdir()
+    onnx.save(MODELS["net"], case / "g" / "model.onnx")
+    return [{"g/genai_config.json": json.dumps({"model": model}).encode()}]
+
+
+def _read_genai(case: Path) -> None:
+    from onnxpar.frontend.genai_folder import genai_model
+
+    genai_model(case / "g")
+
+
+def _shard(*arguments: str) -> Any:
+    def command(case: Path) -> list[str]:
+        return ["shard", *(a.replace("{}", str(case)) for a in arguments), "-o", str(case / "made")]
+
+    return command
+
+
+def _on(*arguments: str) -> Any:
+    return lambda case: [a.replace("{}", str(case)) for a in arguments]
+
+
+READERS: tuple[Reader, ...] = (
+    Reader(
+        "model", _models, _change_model, _read_model,
+        (
+            _on("inspect", "{}/model.onnx"),
+            _shard("{}/model.onnx", "--strategy", "dp=2,tp=2"),
+            _on("plan", "{}/model.onnx", "--devices", "2", "-o", "{}/s.yaml"),
+        ),
+    ),
+    Reader(
+        "annotation", _annotations, _change_annotation, _read_annotation,
+        (_shard("{}/model.onnx"), _on("inspect", "{}/model.onnx")),
+    ),
+    Reader(
+        "strategy", _strategies, _change_yaml("s.yaml"), _read_strategy,
+        (_shard("{}/net.onnx", "--strategy", "{}/s.yaml"),),
+    ),
+    Reader(
+        "machine", _machines, _change_yaml("m.yaml"),
+        lambda case: load_machine(str(case / "m.yaml")),
+        (_on("plan", "{}/net.onnx", "--devices=2", "--machine={}/m.yaml", "-o", "{}/s.yaml"),),
+    ),
+    Reader(
+        "manifest", _directories, _change_json("out/manifest.json"), _read_manifest,
+        (
+            _on("inspect", "{}/out"),
+            _on("report", "{}/out", "-o", "{}/page.html"),
+            _on("run", "{}/out", "--inputs", "{}/x.npz", "--outputs", "{}/y.npz"),
+        ),
+    ),
+    Reader(
+        "npz", _npz, _change_npz, _read_npz,
+        (_on("run", "{}/out", "--inputs", "{}/in.npz", "--outputs", "{}/y.npz"),),
+    ),
+    Reader("idx", _idx, _change_idx, _read_idx, ()),
+    Reader("safetensors", _tensors, _change_tensors, _read_tensors, ()),
+    Reader(
+        "checkpoint", _checkpoints, _change_checkpoint, _read_checkpoint,
+        (
+            _on("checkpoint", "merge", "{}/ck", "{}/merged"),
+            _on("checkpoint", "export", "{}/ck", "-o", "{}/w.safetensors"),
+        ),
+    ),
+    Reader("calls", _calls, lambda f, d: _change_json(d.choice(sorted(f)))(f, d), _read_calls,
+           (_on("diagnose", "{}/calls"),)),
+    Reader("trace", _traces, _change_json("t.json"), _read_trace, (_on("trace", "{}/t.json"),)),
+    Reader("log", _logs, _change_json("log.jsonl"), lambda case: read_log(case / "log.jsonl"),
+           (_on("report", "{}/out", "-o", "{}/page.html", "--log", "{}/log.jsonl"),)),
+    Reader("genai", _genai, _change_json("g/genai_config.json"), _read_genai,
+           (_shard("{}/g", "--strategy", "dp=2"),)),
+)  # fmt: skip

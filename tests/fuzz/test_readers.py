@@ -1,0 +1,131 @@
+"""Files of every kind, damaged at random: `tools/fuzz` runs as many as wanted, this a few.
+
+`ONNXPAR_FUZZ_SEED` shifts the cases. What earlier runs found is tested by name below.
+"""
+
+import io
+import json
+import os
+import zipfile
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import pytest
+
+from onnxpar.cli import main
+from onnxpar.core.errors import StrategyError
+from onnxpar.strategy.yaml_document import parse_document
+from onnxpar_runtime.errors import InputError
+from onnxpar_runtime.npz import read_npz
+from onnxpar_runtime.tensor_file import read_tensors
+from tests.fuzz.hostile.attack import Attack, Escape, Reader, guarded
+from tests.fuzz.hostile.readers import READERS
+from tests.runtime import hand_made
+
+SEED = int(os.environ.get("ONNXPAR_FUZZ_SEED", "0"))
+CASES = 2000 if os.environ.get("ONNXPAR_FULL") else 30
+
+
+@pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.name)
+@pytest.mark.filterwarnings("ignore")  # libraries may warn about damaged files
+def test_damaged_files(tmp_path: Path, reader: Reader) -> None:
+    attack = Attack(reader, tmp_path)
+    for number in range(SEED, SEED + CASES):
+        found = attack.run(attack.files(number), None)
+        assert found is None, f"tools/fuzz {reader.name} --case {number}: {found}"
+    for number in range(SEED, SEED + CASES // 10 if reader.commands else SEED):
+        command = Random(f"command {number}").choice(reader.commands)
+        found = attack.run(attack.files(number), command)
+        assert found is None, f"tools/fuzz {reader.name} --commands --case {number}: {found}"
+
+
+def test_the_guard_sees_escapes(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    with guarded(tmp_path / "in"):
+        (tmp_path / "in" / "allowed").write_text("x")
+    with pytest.raises(Escape, match="open"), guarded(tmp_path / "in"):
+        (tmp_path / "outside").write_text("x")
+    with pytest.raises(Escape, match=r"os\.system"), guarded(tmp_path / "in"):
+        os.system("true")
+    assert not (tmp_path / "outside").exists()
+
+
+def npz(path: Path, member: bytes, way: int = zipfile.ZIP_STORED) -> Path:
+    with zipfile.ZipFile(path, "w", way) as archive:
+        archive.writestr("x.npy", member)
+    return path
+
+
+def header(text: str) -> bytes:
+    return b"\x93NUMPY\x01\x00" + (len(text) + 1).to_bytes(2, "little") + text.encode() + b"\n"
+
+
+@pytest.mark.parametrize(
+    "shape", ["(10000000000000,)", "(" + "1," * 70 + ")", "(4, 8", f"({10**30},)", "(None,)"]
+)
+def test_npz_with_an_impossible_shape(tmp_path: Path, shape: str) -> None:
+    text = f"{{'descr': '<f4', 'fortran_order': False, 'shape': {shape}, }}"
+    file = npz(tmp_path / "in.npz", header(text))
+    with guarded(tmp_path), pytest.raises(InputError, match=r"in\.npz: not a readable .*'x'"):
+        read_npz(file)
+
+
+def test_npz_with_damaged_lzma(tmp_path: Path) -> None:
+    stream = io.BytesIO()
+    np.save(stream, np.arange(1000))
+    file = npz(tmp_path / "in.npz", stream.getvalue(), zipfile.ZIP_LZMA)
+    data = bytearray(file.read_bytes())
+    data[60:80] = bytes(20)
+    file.write_bytes(data)
+    with pytest.raises(InputError, match=r"in\.npz: not a readable"):
+        read_npz(file)
+
+
+def test_safetensors_with_a_type_that_is_no_text(tmp_path: Path) -> None:
+    head = json.dumps({"a": {"dtype": {}, "shape": [], "data_offsets": [0, 0]}}).encode()
+    (tmp_path / "w").write_bytes(len(head).to_bytes(8, "little") + head)
+    with pytest.raises(InputError, match=r"'a' has the unknown type \{\}"):
+        read_tensors(tmp_path / "w")
+
+
+@pytest.mark.parametrize(
+    "value", ["!!timestamp x", "!!bool x", "!!int ''", "!!int x", "!!float x", "2001-99-99"]
+)
+def test_yaml_values_that_are_not_of_their_tag(value: str) -> None:
+    with pytest.raises(StrategyError, match=r"s\.yaml:1:\d+: not valid YAML: expected a"):
+        parse_document(f"a: {value}", "s.yaml")
+
+
+@pytest.mark.parametrize("name", ["../secret", "/etc/hostname", "..", "a\0b", 7, "x" * 5000])
+def test_view_serves_no_file_outside(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: object
+) -> None:
+    (tmp_path / "secret").write_text("secret")
+    directory = hand_made.data_parallel(tmp_path / "a")
+    manifest = json.loads((directory / "manifest.json").read_text())
+    manifest["programs"]["model"]["files"][0] = name
+    (directory / "manifest.json").write_text(json.dumps(manifest))
+    assert main(["view", str(directory), "--no-browser"]) == 2
+    assert "error" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("report", [7, {}, {"mesh": 1}, "nodes", {"programs": [], "program": {}}])
+def test_a_report_that_was_changed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], report: object
+) -> None:
+    attack = Attack(next(r for r in READERS if r.name == "manifest"), tmp_path)
+    path = attack.folder / "case" / "out" / "manifest.json"
+    manifest = json.loads(
+        attack.files(0)["out/manifest.json"] if not path.exists() else path.read_bytes()
+    )
+    old = manifest["report"]
+    manifest["report"] = {**old, **report} if isinstance(report, dict) and report else report
+    path.write_text(json.dumps(manifest))
+    for command in (
+        ["inspect", str(path.parent)],
+        ["report", str(path.parent), "-o", str(tmp_path / "p.html")],
+    ):
+        assert main(command) == 2
+        assert f"error: {path}" in capsys.readouterr().err
+    assert not (tmp_path / "p.html").exists()
