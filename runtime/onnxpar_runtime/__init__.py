@@ -4,8 +4,13 @@ Takes a directory (`manifest`), data and options; gives outputs, logs and checkp
 Begin with `session` (a forward program) and `training` (a step); `library` loads the collectives.
 """
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+# When it is loaded, onnxruntime makes a database and an identity of the device in the user's cache
+# folder, in every rank. `ORT_DISABLE_TELEMETRY=0` brings them back.
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 from onnxpar_runtime.collectives import OpCounter, Rank, World, custom_op_library
 from onnxpar_runtime.group import ThreadsGroup, run_threads

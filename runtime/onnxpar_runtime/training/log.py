@@ -3,12 +3,14 @@
 Only rank 0 reports. Errors are raised on all ranks.
 """
 
+import fcntl
 import os
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from io import FileIO
 from pathlib import Path
+from stat import S_ISREG
 from typing import TYPE_CHECKING, TextIO
 
 from onnxpar_format.manifest import Training
@@ -68,11 +70,15 @@ class Reporter(Closing):
             try:
                 # Closed by the stack, with the run. Without a buffer, a full disk is reported at
                 # the step, and not again when the file is closed.
-                kept = _length(Path(log), keep)
-                stream = open(log, "r+b" if kept else "wb", buffering=0)  # noqa: SIM115
+                descriptor = os.open(log, os.O_WRONLY | os.O_CREAT, 0o666)
+                regular = S_ISREG(os.fstat(descriptor).st_mode)
+                if regular:
+                    _lock(Path(log), descriptor)
+                stream = open(descriptor, "wb", buffering=0)  # noqa: SIM115
                 self._file = self._open.enter_context(stream)
-                # Lines to keep are not written again, so that a kill here does not lose them.
-                if kept:
+                if regular:
+                    # Lines to keep are not written again, so that a kill here does not lose them.
+                    kept = _length(Path(log), keep)
                     self._file.truncate(kept)
                     self._file.seek(kept)
             except OSError as error:
@@ -151,6 +157,21 @@ class Reporter(Closing):
         if self._progress is not None:
             self._progress.stop()
         self._open.close()
+
+
+def _lock(log: Path, descriptor: int) -> None:
+    """Locks the log for this process; closes the descriptor if it raises.
+
+    Raises:
+        InputError: Another run writes to it: its lines and ours would be mixed.
+    """
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise InputError(f"--log {log}: another run is writing to this file") from None
+    except OSError:
+        pass  # The file system has no locks; a log without one is better than none.
 
 
 def _length(path: Path, count: int) -> int:
