@@ -17,6 +17,7 @@ from onnxpar.cost.timeline import AHEAD_AT_MOST, latest_first
 from onnxpar.graph.body_captures import read_by
 from onnxpar.graph.builder import DOMAIN
 from onnxpar.graph.local_builder import LocalBuilder
+from onnxpar.ops.collective.barrier import is_barrier
 from onnxpar.partition.partitioned_model import PartitionedModel
 from onnxpar.partition.program_memory import node_bytes, value_bytes
 from onnxpar.schedule.start_ahead import AHEAD
@@ -167,7 +168,7 @@ class _Pass:
         barrier = operand.producer()
         if operand in self.fed:
             return _Gather(node, index, operand, ())
-        if barrier is None or barrier.domain != DOMAIN or self._readers.get(operand) != [index]:
+        if barrier is None or not is_barrier(barrier) or self._readers.get(operand) != [index]:
             return None
         shard, *after = barrier.inputs
         if not after or shard is None or not self._is_parameter(shard):

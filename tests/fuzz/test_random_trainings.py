@@ -43,6 +43,25 @@ FOUND = {
             "recompute": {"nodes": ["*"]},
         },
     ),
+    # The Permute of a parameter that is gathered next was taken for a Barrier, and left out.
+    "a parameter that is permuted and gathered": replace(
+        _CUT,
+        network=replace(
+            _PLAIN,
+            layers=(
+                Layer("linear", 989291331, residual=True),
+                Layer("experts", 803744218, residual=True),
+                Layer("slopes", 347645116, residual=False),
+                Layer("layer_norm", 376664951, residual=False),
+                Layer("dropout", 288967739, residual=True),
+                Layer("convolution_of_sequence", 811950759, residual=True),
+            ),
+        ),
+        strategy={
+            "mesh": {"dp": 2, "tp": 2, "sp": 2},
+            "parameters": {"w46": [["tp", "dp", "sp"]], "w33": [["dp"], ["sp"], None]},
+        },
+    ),
 }  # fmt: skip
 """The smallest cases of failures that were found and mended."""
 

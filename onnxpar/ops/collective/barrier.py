@@ -29,6 +29,11 @@ def barrier_node(name: str, operand: ir.Value, after: ir.Value, result: ir.Value
     return ir.Node(DOMAIN, BARRIER, [operand, after], outputs=[result], name=name)
 
 
+def is_barrier(node: ir.Node) -> bool:
+    """Returns whether a node is a Barrier."""
+    return node.domain == DOMAIN and node.op_type == BARRIER
+
+
 DEFS = (
     OpDef(
         DOMAIN,
