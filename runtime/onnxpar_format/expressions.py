@@ -15,20 +15,22 @@ from math import ceil, floor
 Size = int | str
 """A size expression: an int, or the text of one."""
 
-_BINARY: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
+# Integers stay integers until a division, because arithmetic on them is much faster.
+_Exact = int | Fraction
+_BINARY: dict[type[ast.operator], Callable[[_Exact, _Exact], _Exact]] = {
     ast.Add: lambda a, b: a + b,
     ast.Sub: lambda a, b: a - b,
     ast.Mult: lambda a, b: a * b,
-    ast.Div: lambda a, b: a / b,
-    ast.FloorDiv: lambda a, b: Fraction(a // b),
+    ast.Div: lambda a, b: Fraction(a, b),
+    ast.FloorDiv: lambda a, b: a // b,
     ast.Mod: lambda a, b: a % b,
 }
-_CALLS: dict[str, Callable[..., Fraction]] = {
+_CALLS: dict[str, Callable[..., _Exact]] = {
     "min": lambda *a: min(a),
     "max": lambda *a: max(a),
-    "floor": lambda a: Fraction(floor(a)),
-    "ceil": lambda a: Fraction(ceil(a)),
-    "ceiling": lambda a: Fraction(ceil(a)),
+    "floor": floor,
+    "ceil": ceil,
+    "ceiling": ceil,
     "Mod": lambda a, b: a % b,
 }
 _SIGNS: dict[type[ast.operator], str] = {
@@ -152,10 +154,14 @@ def evaluate_exact(size: Size, values: Mapping[str, int]) -> Fraction:
         UnknownSymbolError: A name has no value.
         ExpressionError: The text is outside the grammar, or divides by zero.
     """
+    return Fraction(_exact(size, values))
+
+
+def _exact(size: Size, values: Mapping[str, int]) -> _Exact:
     if isinstance(size, int):
-        return Fraction(size)
+        return size
     if size in values:
-        return Fraction(values[size])
+        return values[size]
     tree = _parse(size)
     if tree is None:
         raise UnknownSymbolError(size, size)
@@ -174,22 +180,20 @@ def evaluate(size: Size, values: Mapping[str, int]) -> int:
         UnknownSymbolError: A name has no value.
         ExpressionError: The text is outside the grammar, or its value is not an integer.
     """
-    if isinstance(size, int):
-        return size
-    result = evaluate_exact(size, values)
+    result = _exact(size, values)
     if result.denominator != 1:
         raise ExpressionError(f"{size!r} is {result}, which is not an integer")
     return result.numerator
 
 
-def _walk(tree: ast.expr, values: Mapping[str, int], text: str) -> Fraction:
+def _walk(tree: ast.expr, values: Mapping[str, int], text: str) -> _Exact:
     match tree:
         case ast.Constant(value=int() as number) if not isinstance(number, bool):
-            return Fraction(number)
+            return number
         case ast.Name(id=name):
             if name not in values:
                 raise UnknownSymbolError(name, text)
-            return Fraction(values[name])
+            return values[name]
         case ast.UnaryOp(op=ast.USub(), operand=operand):
             return -_walk(operand, values, text)
         case ast.BinOp(left=left, op=ast.Pow(), right=right):

@@ -4,11 +4,10 @@ from collections.abc import Collection
 
 from onnxpar_format.entries import ProgramEntry
 from onnxpar_runtime.manifest import Manifest
+from onnxpar_runtime.run_values import ACCUMULATE, FINISH_LATER, START_AHEAD
 
-START_AHEAD, FINISH_LATER, ACCUMULATE = "start_ahead", "finish_later", "accumulate"
-"""Among the numbers of a run: the values of these kinds of `entries.SystemInput`."""
 FIXED = (START_AHEAD, FINISH_LATER, ACCUMULATE)
-"""Those that are the same whenever a captured run is repeated."""
+"""Kinds of numbers of a run that are the same whenever a captured run is repeated."""
 
 
 def obstacle(manifest: Manifest, program: ProgramEntry) -> str | None:

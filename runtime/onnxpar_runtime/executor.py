@@ -25,7 +25,7 @@ from onnxpar_format.entries import ProgramEntry, SystemInput
 from onnxpar_format.expressions import ExpressionError
 from onnxpar_format.manifest import TRANSIENT
 from onnxpar_format.trace import PROGRAM
-from onnxpar_runtime.captured import ACCUMULATE, FIXED, obstacle, read_anew
+from onnxpar_runtime.captured import FIXED, obstacle, read_anew
 from onnxpar_runtime.collectives import Rank
 from onnxpar_runtime.cuda import CudaError, Queue, Staged, copy_in
 from onnxpar_runtime.devices import CUDA, NCCL, Device, placed
@@ -34,7 +34,7 @@ from onnxpar_runtime.inputs import Feeds
 from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.memory import LiveBytes
 from onnxpar_runtime.options import CPU, cuda_options, session_options, threads_per_rank
-from onnxpar_runtime.run_values import Given, Results
+from onnxpar_runtime.run_values import ACCUMULATE, LOSS_WEIGHT, Given, Results
 from onnxpar_runtime.tensors import empty, to_host, to_ort
 from onnxpar_runtime.tracing import operators
 
@@ -48,8 +48,6 @@ _INITIALIZERS = "session.use_device_allocator_for_initializers"
 _ON_GPU = "Cuda"  # onnxruntime's name of a GPU's memory
 # Part of onnxruntime's message for a graph with nodes on the host.
 _NO_CAPTURE = "cannot use the graph capture feature"
-LOSS_WEIGHT = "loss_weight"
-"""The kind of a loss weight, and its key among the numbers of a run."""
 
 
 class StateMemory(Protocol):
@@ -525,7 +523,7 @@ class Executor:
             return np.array([self._coordinates[entry.atom]], np.int64)
         if entry.counter is not None or entry.kind in FIXED:
             return np.zeros(1, np.int64)
-        return np.zeros((), np.float32 if entry.kind == "loss_weight" else np.float64)
+        return np.zeros((), np.float32 if entry.kind == LOSS_WEIGHT else np.float64)
 
     def _bind_outputs(self, binding: _Binding) -> None:
         binding.io.clear_binding_outputs()

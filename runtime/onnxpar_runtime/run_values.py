@@ -9,6 +9,10 @@ from numpy.typing import NDArray
 from onnxpar_runtime.inputs import Feeds
 
 Array = NDArray[Any]
+LOSS_WEIGHT = "loss_weight"
+"""The kind of a loss weight in `onnxpar_format.entries.SystemInput`, and its key in a run."""
+START_AHEAD, FINISH_LATER, ACCUMULATE = "start_ahead", "finish_later", "accumulate"
+"""Likewise, of inputs that are set for each run."""
 
 
 @dataclass(frozen=True)
@@ -18,8 +22,8 @@ class Given:
     Attributes:
         feeds: The inputs.
         counters: Values of `onnxpar_format.entries.COUNTERS`.
-        numbers: Values of the hyperparameters by name, of `LOSS_WEIGHT`, and of the inputs that are
-            set for each run.
+        numbers: Values of the hyperparameters by name, of `LOSS_WEIGHT`, and of the kinds
+            that are set for each run.
         handed: OrtValues of the values that the program takes from others, by name; there may be
             more. No reference to them is kept.
     """

@@ -81,7 +81,7 @@ class Decoder:
         self.specs: Mapping[str, TensorEntry] = {spec.name: spec for spec in self.program.inputs}
         self.outputs: Mapping[str, TensorEntry] = {s.name: s for s in self.program.outputs}
         self.place = (loader.device.value, loader.index)
-        obstacles = {e.obstacle for e in self.executors if e.obstacle is not None}
+        obstacles = dict.fromkeys(e.obstacle for e in self.executors if e.obstacle is not None)
         self.notices = [f"steps are not captured as CUDA graphs: {why}" for why in obstacles]
         self.captures = all(executor.captures for executor in self.executors)
         self.sources = self._symbol_sources()

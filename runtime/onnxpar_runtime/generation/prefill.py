@@ -58,12 +58,12 @@ class Prefill:
         if chunk < 1:
             raise InputError(f"chunk: expected at least 1 token, got {chunk}")
         self._decoder, self._batch, self._prompts = decoder, batch, prompts
-        self._sequences, self._width = sequences, decoder.roles.width
-        # Without a mask, a model may take all tokens of a run for the first ones.
-        self._chunk = chunk if decoder.roles.mask is not None else None
+        self._sequences, self._chunk = sequences, chunk
         self._common, self._alone = 0, False
+        width, masked = decoder.roles.width, decoder.roles.mask is not None
         states = decoder.carried.values()
-        if self._width is None and self._chunk is not None and alike and batch.rows is not None:
+        appends = all(state.appends for state in states)
+        if width is None and masked and alike and batch.rows is not None:
             try:
                 self._shards, _ = batch_shards(decoder)
             except InputError:
@@ -71,12 +71,12 @@ class Prefill:
                 pass
             else:
                 if all(state.grows is not None for state in states):
-                    self._common = self._shared()
-                if all(state.appends for state in states):
-                    self._alone = bool(self._common) or sequences.total > chunk
-        if decoder.in_place and not self._alone:
-            self._chunk = None
-        self._parts = [] if self._alone else list(self._left())
+                    # If only some states are extended in place, rows fit neither way.
+                    self._common = self._shared() if appends or not decoder.in_place else 0
+                self._alone = appends and (bool(self._common) or sequences.total > chunk)
+        # Without a mask, a model may take all tokens of a run for the first ones.
+        most = chunk if masked and not decoder.in_place else None
+        self._parts = [] if self._alone else list(sequences.parts(width, most, self._common))
 
     def _shared(self) -> int:
         """Returns the number of tokens that all prompts begin with; 0 if there are too few."""
@@ -89,10 +89,6 @@ class Prefill:
                 break
             common += 1
         return common if common >= _SHARED else 0
-
-    def _left(self) -> Sequence[Part]:
-        """Returns the runs of all rows."""
-        return list(self._sequences.parts(self._width, self._chunk, self._common))
 
     def run(self) -> tuple[Sequence[Part], Runs]:
         """Fills the caches; all ranks must call it.
@@ -145,8 +141,8 @@ class Prefill:
         """Runs some tokens of a prompt in one row for each shard."""
         decoder = self._decoder
         batch = Batch(decoder, row_values(decoder, self._shards), states, {})
-        for begin in range(first, end, self._chunk or end):
-            new = min(begin + (self._chunk or end), end) - begin
+        for begin in range(first, end, self._chunk):
+            new = min(begin + self._chunk, end) - begin
             tokens = np.repeat(np.array([prompt[begin : begin + new]]), self._shards, 0)
             total = begin + new
             if decoder.in_place and begin:

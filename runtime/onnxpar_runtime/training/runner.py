@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from onnxpar_format.entries import SECOND, TensorEntry
 from onnxpar_format.trace import OPTIMIZER as OPTIMIZER_SPAN
-from onnxpar_runtime.captured import ACCUMULATE, FINISH_LATER, START_AHEAD
 from onnxpar_runtime.collectives import Rank
 from onnxpar_runtime.devices import Device
 from onnxpar_runtime.errors import DirectoryError
@@ -19,6 +18,7 @@ from onnxpar_runtime.inputs import Feeds
 from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.pipeline.inbox import Inbox
 from onnxpar_runtime.pipeline.work import FORWARD, Micro, VirtualStages
+from onnxpar_runtime.run_values import ACCUMULATE, FINISH_LATER, START_AHEAD
 from onnxpar_runtime.training.programs import (
     CORRECT,
     EVALUATION,

@@ -27,12 +27,12 @@ from onnxpar_format.trace import INPUT, STEP
 from onnxpar_runtime.agree import agree, together
 from onnxpar_runtime.devices import Device
 from onnxpar_runtime.errors import InputError, LaunchError, OnnxparRuntimeError, TrainingError
-from onnxpar_runtime.executor import LOSS_WEIGHT
 from onnxpar_runtime.gather import gather_to_root, join_outputs
 from onnxpar_runtime.inputs import Inputs
 from onnxpar_runtime.memory import peak_bytes
 from onnxpar_runtime.opened import Opened, Opening
 from onnxpar_runtime.pipeline.work import Micro
+from onnxpar_runtime.run_values import LOSS_WEIGHT
 from onnxpar_runtime.session import common_symbols
 from onnxpar_runtime.training.amounts import Amounts
 from onnxpar_runtime.training.counts import Prepared, prepare
@@ -385,7 +385,7 @@ class Trainer(Opened):
     def _weighs(self) -> bool:
         """Whether the evaluation takes a weight of the loss."""
         parts = [self.manifest.program(name) for name in self.manifest.parts(EVALUATION)]
-        return any(s.kind == "loss_weight" for part in parts for s in part.system_inputs)
+        return any(s.kind == LOSS_WEIGHT for part in parts for s in part.system_inputs)
 
     # -- states ----------------------------------------------------------------------------------
 
