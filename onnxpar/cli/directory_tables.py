@@ -60,7 +60,7 @@ def show_directory(report: Json, wanted: Wanted) -> None:
     screen.legend()
     if wanted.all and report["nodes"]:
         screen.line()
-        screen.line(
+        screen.note(
             "--node GLOB shows the operands of nodes. --layers and --collectives show only these."
         )
 
@@ -344,12 +344,16 @@ def _training(training: Json, screen: Screen) -> None:
     screen.entry("trained", text)
     for notice in once(training["notices"]):
         screen.entry("notice", notice)
+    rules = {t["rule"] for t in training["tensors"]}
+    differ = len(rules) > 1
+    if not differ:
+        screen.entry("rule", f"{', '.join(rules)} (each tensor)")
     _table(
         screen,
         (Column("tensor", NAME), Column("elements", NUMBER), Column("trained"),
          Column("read by", NAME), Column("rule")),
         training["tensors"],
-        lambda t: (t["name"], ", ".join(t["used_by"]) + _shared(t), t["rule"]),
+        lambda t: (t["name"], ", ".join(t["used_by"]) + _shared(t), t["rule"] if differ else ""),
         lambda t, name, readers, rule: (
             name, f"{t['elements']:,}", "yes" if t["trained"] else f"no: {t['reason']}", readers,
             rule,

@@ -109,4 +109,4 @@ def show_device(data: Json) -> None:
             f"{name}: {len(program['fallbacks'])} of {count(program['nodes'], 'node')} would fall "
             f"back to the CPU; {len(program['sizes'])} more compute sizes there on purpose"
         )
-    screen.line(f"kernels: CUDA provider of onnxruntime {data['onnxruntime']}")
+    screen.note(f"kernels: CUDA provider of onnxruntime {data['onnxruntime']}")

@@ -38,7 +38,7 @@ def show_model(data: Json, wanted: Wanted) -> None:
     if wanted.all or wanted.nodes:
         chosen = {n["name"] for n in matching_nodes(data["nodes"], wanted.nodes or ("*",))}
         _nodes(data["nodes"], chosen, screen)
-        screen.line(_HELP)
+        screen.note(_HELP)
 
 
 def _values(data: Json, screen: Screen) -> None:

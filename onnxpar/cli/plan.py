@@ -142,7 +142,7 @@ def command(
     if json_output:
         print(json.dumps(planned.report(entry), indent=1))
         return
-    screen = Screen()
+    screen = Screen({"axes": dict(planned.plan.mesh.axes)})
     _print(planned, screen)
     screen.entry("written", str(out))
     screen.line(
@@ -284,7 +284,7 @@ def _print(planned: FoundStrategy, screen: Screen) -> None:
         ],
     )
     if all(row.name == REPLICATED or not row.nodes for row in rows):
-        screen.line("Everything is replicated: every device computes the complete model.")
+        screen.note("Everything is replicated: every device computes the complete model.")
     _print_stages(planned.ways[0], screen)
     runs = planned.ways[0].micro_batches
     alike = len({way.micro_batches for way in planned.ways}) == 1
@@ -311,11 +311,15 @@ def _print(planned: FoundStrategy, screen: Screen) -> None:
     titles = (Column("plan", Content.NAME), *(Column(n, Content.NUMBER) for n in numbers))
     screen.table((*titles, Column("why not")), ways)
     if runs > 1:
-        screen.line(
+        screen.note(
             "The columns computing and communication are sums over all stages: of one micro-batch, "
             "and of the gradients and the update of a step."
         )
     _print_without(planned, screen)
+    axes = " x ".join(f"{name}={size}" for name, size in planned.plan.mesh.axes)
+    if axes:
+        of_stages = " (each stage)" if planned.ways[0].staged is not None else ""
+        screen.entry("mesh", f"{axes}{of_stages}", layout=True)
     screen.entry("reason", planned.reason())
 
 

@@ -87,6 +87,11 @@ class Screen:
         """Prints text that is not wrapped by us, so that commands can be copied."""
         self._print(Text(text, style=style))
 
+    def note(self, text: str, style: str = "") -> None:
+        """Prints a sentence, which is wrapped between words on a terminal."""
+        self._begun = True
+        self.console.print(Text(text, style=style), soft_wrap=self.width is None)
+
     def entry(self, title: str, text: str, *, layout: bool = False) -> None:
         """Prints a line with a title; on a terminal, further lines are indented.
 
@@ -169,7 +174,7 @@ class Screen:
             apart = f"{stride} rank{'' if stride == '1' else 's'} apart"
             self.entry(text, f"over {size} devices that are {apart}", layout=False)
         if self.narrow:
-            self.line("A wider terminal, a file or --json shows further columns.", style="dim")
+            self.note("A wider terminal, a file or --json shows further columns.", style="dim")
 
     def _print(self, what: Any) -> None:
         self._begun = True

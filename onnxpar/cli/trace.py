@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from onnxpar.cli.options import AsJson, takes_options
+from onnxpar.cli.screen import Screen
 from onnxpar.report.trace_table import trace_table
 
 
@@ -20,5 +21,14 @@ def command(
     The trace is written by `run`, `train`, `eval`, `generate` and `serve` with `--trace FILE`.
     """
     found = trace_table(file)
-    text = json.dumps(found.json(), indent=2) if as_json else "\n".join(found.lines())
-    typer.echo(text)
+    if as_json:
+        typer.echo(json.dumps(found.json(), indent=2))
+        return
+    screen = Screen()
+    for line in found.lines():
+        screen.line(line)
+    screen.line()
+    first, *others = found.remarks()
+    screen.note(f"in milliseconds: {first}")
+    for remark in others:
+        screen.note(remark)

@@ -114,19 +114,19 @@ def _print(cases: "Sequence[Case]", training: "type[TrainingCase]") -> None:
         rows.append((_symbols(case), *found, _bytes(case), "yes" if case.ok else "no"))
     screen.table(columns, rows)
     if trained:
-        screen.line(
+        screen.note(
             "loss, gradient: largest relative difference; state: largest fraction of its tolerance"
         )
     for one in trained:
-        screen.line(_worst(one))
+        screen.note(_worst(one))
         jumps = sorted({name for step in one.steps for name in step.jumps})
         if jumps:
             named = ", ".join(jumps[:_SHOWN]) + (", …" if jumps[_SHOWN:] else "")
             text = f"{len(jumps)} compared less strictly (discontinuous gradients): {named}"
-            screen.line(text)
+            screen.note(text)
     for case in cases:
         for problem in once(case.problems):
-            screen.line(f"difference: {problem}")
+            screen.note(f"difference: {problem}")
 
 
 def _print_first(found: "Bisection") -> None:

@@ -60,10 +60,8 @@ class TraceTable:
         }
 
     def lines(self) -> list[str]:
-        """Returns the lines for people."""
-        first, *others = self.remarks()
-        table = _rows(self.times.ranks, self.columns())
-        return [*table, "", f"in milliseconds: {first}", *others]
+        """Returns the table in milliseconds: its heading, and a line for each rank."""
+        return _rows(self.times.ranks, self.columns())
 
     def remarks(self) -> list[str]:
         """Returns what people should know besides the numbers."""

@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from onnxpar.api.runtime.checkpoints import merge_checkpoint, reshard_checkpoint
+    from onnxpar.api.export_model import Exported
     from onnxpar.api.runtime.export_checkpoint import export_checkpoint
     from onnxpar.api.runtime.functions import Call, open_program, started
     from onnxpar.api.runtime.pipeline_times import pipeline_times
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         verify,
     )
     from onnxpar_format.options import VerifyOptions
+    from onnxpar_runtime.checkpoint.reshard import Made, merge, reshard
     from onnxpar_runtime.commands import run
     from onnxpar_runtime.doctor import examine
     from onnxpar_runtime.generation.commands import generate
@@ -36,7 +37,9 @@ __all__ = [
     "Bisection",
     "Call",
     "Case",
+    "Exported",
     "Job",
+    "Made",
     "TrainingCase",
     "VerifyOptions",
     "dump_values",
@@ -45,12 +48,12 @@ __all__ = [
     "export_checkpoint",
     "first_difference",
     "generate",
-    "merge_checkpoint",
+    "merge",
     "open_program",
     "parse_case",
     "pipeline_times",
     "report_json",
-    "reshard_checkpoint",
+    "reshard",
     "run",
     "serve",
     "started",
@@ -63,7 +66,9 @@ _HOMES = {
     "Bisection": "onnxpar_runtime.verify.bisect",
     "Call": "onnxpar.api.runtime.functions",
     "Case": "onnxpar_runtime.verify.findings",
+    "Exported": "onnxpar.api.export_model",
     "Job": "onnxpar_runtime.supervisor",
+    "Made": "onnxpar_runtime.checkpoint.reshard",
     "TrainingCase": "onnxpar_runtime.verify.findings",
     "VerifyOptions": "onnxpar_format.options",
     "dump_values": "onnxpar.api.runtime.verification",
@@ -72,12 +77,12 @@ _HOMES = {
     "export_checkpoint": "onnxpar.api.runtime.export_checkpoint",
     "first_difference": "onnxpar.api.runtime.verification",
     "generate": "onnxpar_runtime.generation.commands",
-    "merge_checkpoint": "onnxpar.api.runtime.checkpoints",
+    "merge": "onnxpar_runtime.checkpoint.reshard",
     "open_program": "onnxpar.api.runtime.functions",
     "pipeline_times": "onnxpar.api.runtime.pipeline_times",
     "parse_case": "onnxpar.api.runtime.verification",
     "report_json": "onnxpar.api.runtime.verification",
-    "reshard_checkpoint": "onnxpar.api.runtime.checkpoints",
+    "reshard": "onnxpar_runtime.checkpoint.reshard",
     "run": "onnxpar_runtime.commands",
     "serve": "onnxpar_runtime.serving.commands",
     "started": "onnxpar.api.runtime.functions",

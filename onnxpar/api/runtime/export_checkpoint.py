@@ -4,20 +4,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from onnxpar.api.export_model import put_weights
-from onnxpar.api.runtime.checkpoints import summary
+from onnxpar.api.export_model import Exported, put_weights
 from onnxpar.core.errors import DirectoryError
 from onnxpar_format.new_file import check_file
 from onnxpar_runtime.checkpoint import reshard
-from onnxpar_runtime.checkpoint.reshard import SAFETENSORS
+from onnxpar_runtime.checkpoint.reshard import SAFETENSORS, Made
 
 ONNX = ".onnx"
 
 
 def export_checkpoint(
     source: Path, output: Path, model: Path | None, ties: Sequence[str] = (), *, verify: bool
-) -> str:
-    """Writes the trained parameters, by name or in their model; returns a summary.
+) -> tuple[Made, Exported | None]:
+    """Writes the trained parameters, by name or in their model.
+
+    Returns what was written by name, and then what was written with the model, if one was.
 
     Args:
         source: The checkpoint, or a folder of them.
@@ -39,12 +40,12 @@ def export_checkpoint(
             f"{output}: a {output.suffix} file {need} --model, the model that was sharded"
         )
     if model is None:
-        return summary(reshard.export_weights(source, output, verify=verify))
+        return reshard.export_weights(source, output, verify=verify), None
     check_file(output, DirectoryError)
     try:
         with TemporaryDirectory(prefix=".onnxpar-export-", dir=output.absolute().parent) as folder:
             weights = Path(folder, "weights.safetensors")
             made = reshard.export_weights(source, weights, verify=verify)
-            return f"{put_weights(model, weights, output, ties)}; after step {made.step}"
+            return made, put_weights(model, weights, output, ties)
     except OSError as error:
         raise DirectoryError(f"{output}: cannot be written: {error.strerror or error}") from None

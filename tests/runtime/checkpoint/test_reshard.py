@@ -229,6 +229,28 @@ def test_what_cannot_be_is_reported(
     assert sorted(tmp_path.rglob("*")) == before
 
 
+def test_results_are_printed_as_json(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, weights = str(trained / "ck"), tmp_path / "w.safetensors"
+    cases = (
+        (tmp_path / "merged", ["merge", source, str(tmp_path / "merged")], 1),
+        (tmp_path / "tp4", ["reshard", source, str(tmp_path / "tp4"), "--to",
+                            str(trained / "tp4")], 4),
+        (weights, ["export", source, "-o", str(weights)], 1),
+    )  # fmt: skip
+    for path, arguments, files in cases:
+        capsys.readouterr()
+        assert main(["checkpoint", *arguments, "--json"]) == 0
+        printed = json.loads(capsys.readouterr().out)
+        written = [path] if path.is_file() else list(path.glob("*.safetensors"))
+        tensors = {name for file in written for name in load_file(file)}
+        assert printed == {
+            "path": str(path), "step": 2, "tensors": len(tensors), "files": files,
+            "bytes": sum(file.stat().st_size for file in written),
+        }  # fmt: skip
+
+
 def test_progress_survives(trained: Path, tmp_path: Path) -> None:
     before = Checkpoint.load(next(p for p in (trained / "ck").iterdir() if p.is_dir()))
     after = Checkpoint.load(merge(trained / "ck", tmp_path / "m").path)
