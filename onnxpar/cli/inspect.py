@@ -105,7 +105,7 @@ def show_device(data: Json) -> None:
     )  # fmt: skip
     screen.table(columns, rows)
     for name, program in data["programs"].items():
-        screen.line(
+        screen.note(
             f"{name}: {len(program['fallbacks'])} of {count(program['nodes'], 'node')} would fall "
             f"back to the CPU; {len(program['sizes'])} more compute sizes there on purpose"
         )

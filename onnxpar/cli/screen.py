@@ -37,7 +37,7 @@ class Content(Enum):
     NUMBER = auto()
     """Numbers, aligned on the right, complete."""
     TEXT = auto()
-    """Sentences and lists, which are wrapped."""
+    """Sentences and lists, which are wrapped; names in them that are too wide are shortened."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ class Screen:
                 *(
                     Text(shortened(row[i], widths[i]))
                     if shown[i].kind is Content.NAME
-                    else self.layout(row[i])
+                    else self.layout(_with_short_names(row[i], widths[i]))
                     for i in kept
                 )
             )
@@ -227,6 +227,11 @@ def shortened(name: str, width: int) -> str:
     # The end tells more: layers begin alike.
     begin = (width - 1) * 2 // 5
     return f"{name[:begin]}…{name[len(name) - (width - 1 - begin) :]}"
+
+
+def _with_short_names(text: str, width: int) -> str:
+    """Returns a text with each word shortened that is longer than `width`, but not a formula."""
+    return " ".join(word if "*(" in word else shortened(word, width) for word in text.split(" "))
 
 
 def amount(number: int | str) -> str:

@@ -113,3 +113,18 @@ def test_layouts_have_the_colours_of_their_axes(
     assert styles == [[("cyan", "dp"), ("yellow", "tp")], [], [("cyan", "2@4")]]
     screen.legend()
     assert "over 2 devices that are 4 ranks apart" in capsys.readouterr().out
+
+
+def test_no_name_in_a_sentence_is_broken(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    on_a_terminal(monkeypatch, 40, colour=False)
+    name, formula = "/layer*/ln1/LayerNormalization", "3596*seq*((batch + 1)//2)"
+    rows = [("AllReduce", f"{name} operand 0"), ("AllReduce", formula)]
+    Screen().table([Column("collective", Content.NUMBER), Column("for")], rows)
+    lines = COLOURS.sub("", capsys.readouterr().out).splitlines()
+    assert max(map(len, lines)) <= 40
+    assert [line.split() for line in lines[1:3]] == [
+        ["AllReduce", shortened(name, 28)], ["operand", "0"]
+    ]  # fmt: skip
+    assert "".join(line.replace("AllReduce", "") for line in lines[3:]).split() == formula.split()
