@@ -17,6 +17,7 @@ import onnx_ir as ir
 from onnxpar.graph.body_captures import bodies_of, read_by
 from onnxpar.graph.builder import DOMAIN
 from onnxpar.graph.local_builder import FINISH_LATER
+from onnxpar.graph.metadata_keys import OVER, VALUE
 from onnxpar.partition.partitioned_model import PartitionedModel
 
 
@@ -64,7 +65,8 @@ def finish_later(optimizer: PartitionedModel, parts: Sequence[PartitionedModel])
         _leave(optimizer, node, {"order": ordered.index(node), **ends})
     _describe(optimizer, calls, parts)
     for number, part in enumerate(parts):
-        _finish(part, [r for row in calls.values() for r in row if r.part == number])
+        own = [(r, node) for node, row in calls.items() for r in row if r.part == number]
+        _finish(part, own)
 
 
 def _first_reads(state: str, parts: Sequence[PartitionedModel]) -> Iterator[_Read]:
@@ -146,14 +148,19 @@ def _beside(nodes: Sequence[ir.Node], index: int, made: dict[ir.Value, int]) -> 
     return None
 
 
-def _finish(part: PartitionedModel, reads: Sequence[_Read]) -> None:
-    """Puts a Finish before the first reader of each parameter."""
+def _finish(part: PartitionedModel, reads: Sequence[tuple[_Read, ir.Node]]) -> None:
+    """Puts a Finish, which says what it finishes, before the first reader of each parameter.
+
+    Args:
+        part: The program.
+        reads: The first readers, each with the gather of its parameter.
+    """
     builder = part.builder
     nodes = list(builder.nodes)
     made = {value: index for index, node in enumerate(nodes) for value in node.outputs}
     before: dict[int, list[ir.Node]] = {}
-    for read in reads:
-        value = read.value
+    for read, gather in reads:
+        value, over = read.value, gather.metadata_props[OVER]
         after = _beside(nodes, read.index, made)
         builder.nodes = []
         (finished,) = builder.ops(
@@ -161,8 +168,12 @@ def _finish(part: PartitionedModel, reads: Sequence[_Read]) -> None:
             [value] if after is None else [value, after],
             [(value.dtype, builder.shapes[value])],
             domain=DOMAIN,
-            name=f"onnxpar.schedule/Finish({value.name})",
-            metadata={"input_names": str(["X"] if after is None else ["X", "after"])},
+            name=f"onnxpar.schedule/AllGather.{over}({value.name})/Finish",
+            metadata={
+                "input_names": str(["X"] if after is None else ["X", "after"]),
+                VALUE: value.name or "",
+                OVER: over,
+            },
         )
         before.setdefault(read.index, []).extend(builder.nodes)
         for node in nodes:
