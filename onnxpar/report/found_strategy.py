@@ -67,8 +67,8 @@ class FoundStrategy:
             each of these choices with the plan that lacks it.
         types: If the type of products was decided: this type with the plan; then the other type, if
             it was tried, with the best plan that is known for it.
-        in_turns: Seconds of a step in which two halves of the batch take turns; None if the
-            strategy does not say so.
+        in_turns: Seconds of a step in which two halves of the batch take turns, if they do; None
+            also if the step has several micro-batches anyway.
     """
 
     found: Found

@@ -56,8 +56,8 @@ class Decision:
         data: The content of a strategy file for the plan.
         free: Whether the plan was compared with presets: they would keep everything that is fixed.
         without: If more than the strategy was decided: each choice with the plan that lacks it.
-        in_turns: Seconds of a step in which two halves of the batch take turns, if that is faster
-            than the plan without it.
+        in_turns: Seconds of a step in which two halves of the batch take turns, if they do; None
+            also if the step has several micro-batches anyway.
     """
 
     found: Found
@@ -361,6 +361,11 @@ def _counts(strategy: Strategy, stages: Sequence[int] | None) -> list[int]:
         if count != strategy.stages and (strategy.axes or strategy.pipeline is not None):
             raise StrategyError(
                 f"stages: {strategy.source} has {strategy.stages} stages, got {count}"
+            )
+        if count > 1 and strategy.pair_micro_batches:
+            raise StrategyError(
+                f"{strategy.where(PAIR)}: expected one stage, since stages work on several "
+                f"micro-batches already, got pair_micro_batches: true and {count} stages"
             )
     return counts
 

@@ -8,10 +8,10 @@ from onnxpar.strategy.schema import Strategy
 
 
 def in_turns(strategy: Strategy, workload: Workload, machine: Machine, best: Way) -> float | None:
-    """Returns the seconds of a step of two halves of the batch, if they are fewer than without.
+    """Returns the seconds of a step of two halves of the batch, if they take turns.
 
-    None if the user has decided, if the step has several micro-batches or stages already, or if
-    nothing travels while the devices compute.
+    They do if the user says so, or if that takes less time than the whole batch. None if they do
+    not, or if the step has several micro-batches or stages already.
 
     Args:
         strategy: What the user says.
@@ -19,12 +19,13 @@ def in_turns(strategy: Strategy, workload: Workload, machine: Machine, best: Way
         machine: The machine.
         best: The best plan.
     """
-    open_ = strategy.pair_micro_batches is None and bool(workload.gradients)
-    alone = best.micro_batches == 1 and best.staged is None
+    wanted = strategy.pair_micro_batches
+    if wanted is None and not any(link.overlaps for link in machine.links):
+        wanted = False  # nothing travels while the devices compute
+    trains_alone = bool(workload.gradients) and best.micro_batches == 1 and best.staged is None
     sizes = workload.halves(strategy.search.sizes)
-    overlaps = any(link.overlaps for link in machine.links)
-    if not (open_ and alone and overlaps) or sizes is None or best.plan is None:
+    if wanted is False or not trains_alone or sizes is None or best.plan is None:
         return None
     cost = CostModel(machine, best.plan.mesh, workload.program.env.table, sizes)
     seconds = workload.in_turns(best.plan, cost)
-    return seconds if seconds < best.seconds else None
+    return seconds if wanted or seconds < best.seconds else None

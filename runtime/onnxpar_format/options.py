@@ -186,7 +186,8 @@ class TrainingRun:
     accumulate: Annotated[
         int | None,
         Option(
-            "Micro-batches in a step. Default: the number for which the pipeline was made, or 1.",
+            "Micro-batches in a step. Default: the number for which the pipeline was made; without "
+            "a pipeline 1, or 2 if micro-batches take turns (pair_micro_batches).",
             "K",
         ),
     ] = None

@@ -11,6 +11,7 @@ from onnxpar.api.plan_strategy import plan_strategy
 from onnxpar.autodiff.append_loss import parse_loss
 from onnxpar.autodiff.optimizer import parse_optimizer
 from onnxpar.autodiff.training_program import TrainingSpec
+from onnxpar.core.errors import StrategyError
 from onnxpar.cost.timeline import Transfer, Turns, elapsed
 from onnxpar.strategy import Strategy
 
@@ -52,6 +53,7 @@ def test_one_computes_while_the_other_communicates() -> None:
         (True, 2, {}, None),
         # The user decides.
         (True, 512, {"pair_micro_batches": False}, False),
+        (False, 2, {"pair_micro_batches": True}, True),
     ],
 )
 def test_the_price_decides(
@@ -74,5 +76,13 @@ def test_the_price_decides(
     assert found.data.get("pair_micro_batches") is pairs
     assert (found.in_turns is not None) == (pairs is True)
     if found.in_turns is not None:
-        assert found.in_turns < found.ways[0].seconds
+        assert (found.in_turns < found.ways[0].seconds) == (more == {})
         assert "Two halves of the batch take turns" in found.reason()
+
+
+def test_stages_exclude_turns(tmp_path: Path) -> None:
+    """`shard` refuses a file that has both, so `plan` does not write it."""
+    ir.save(mlp.build(image=8), tmp_path / "m.onnx")
+    strategy = Strategy.from_dict({"pair_micro_batches": True, "rest": "search"}, devices=2)
+    with pytest.raises(StrategyError, match="pair_micro_batches: true and 2 stages"):
+        plan_strategy(tmp_path / "m.onnx", strategy, training=SPEC, stages=[1, 2])
