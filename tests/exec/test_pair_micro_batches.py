@@ -46,7 +46,10 @@ class Example:
 
     def paired(self, pair: bool) -> Strategy:
         """The strategy, with or without pairs."""
-        found = strategy_for(self.strategy, None, self.build(), "model").at_level(self.level)
+        found = strategy_for(self.strategy, None, self.build(), "model")
+        # Without the threshold, parameters as small as these are sharded, too.
+        parallel = replace(found.optimizer_parallel, level=self.level, threshold=0)
+        found = replace(found, optimizer_parallel=parallel)
         if self.recompute:
             found = replace(found, recompute=parse_recompute(self.recompute, AGAIN))
         return replace(found, pair_micro_batches=pair)
