@@ -15,6 +15,7 @@ import onnx_ir as ir
 from onnxpar.graph.builder import DOMAIN
 from onnxpar.graph.local_builder import ACCUMULATE, LocalBuilder
 from onnxpar.partition.partitioned_model import GraphValue, PartitionedModel
+from onnxpar.schedule.tokens import WAITS
 
 _ADDS_UP = "adds_up"
 
@@ -76,12 +77,32 @@ def accumulate(
 
 
 def accumulate_rest(program: PartitionedModel) -> None:
-    """Adds up, at the end of a program, the gradients that no node adds up yet."""
+    """Adds up, at the end of a program, the gradients that no node adds up yet.
+
+    A gradient that is reduced in the background is complete only behind the Wait. onnxruntime may
+    run nodes in another order than the written one, so the node reads the tokens of these Waits.
+    """
     builder = program.builder
     done = {v for node in builder.nodes if _ADDS_UP in node.meta for v in node.inputs}
+    waits = {n.inputs[0]: n.outputs[1] for n in builder.nodes if WAITS in n.meta}
     by_type: dict[ir.DataType | None, list[tuple[ir.Value, ir.Value]]] = {}
     for gradient, total in sums_of(program).items():
         if gradient not in done:
             by_type.setdefault(gradient.dtype, []).append((gradient, total))
     for pairs in by_type.values():
-        accumulate(builder, builder.const([0], ir.DataType.UINT8), pairs)
+        tokens = [waits[gradient] for gradient, _ in pairs if gradient in waits]
+        accumulate(builder, _behind(builder, tokens, pairs[-1][0]), pairs)
+
+
+def _behind(builder: LocalBuilder, tokens: Sequence[ir.Value], last: ir.Value) -> ir.Value:
+    """Returns a token that is there when all of some tokens are."""
+    if len(tokens) < 2:
+        return tokens[0] if tokens else builder.const([0], ir.DataType.UINT8)
+    (token,) = builder.ops(
+        "Barrier",
+        tokens,
+        [(ir.DataType.UINT8, [1])],
+        domain=DOMAIN,
+        name=f"onnxpar.schedule/Accumulate({last.name})/Barrier",
+    )
+    return token

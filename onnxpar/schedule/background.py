@@ -21,7 +21,7 @@ from onnxpar.ops.collective.barrier import is_barrier
 from onnxpar.partition.partitioned_model import PartitionedModel
 from onnxpar.partition.program_memory import node_bytes, value_bytes
 from onnxpar.schedule.start_ahead import AHEAD
-from onnxpar.schedule.tokens import chained
+from onnxpar.schedule.tokens import WAITS, chained
 
 _LARGE = 4096
 """Elements of a node's result from which computing it may hide something."""
@@ -413,6 +413,7 @@ class _Pass:
         wait.outputs[1].type = ir.TensorType(ir.DataType.UINT8)
         wait.outputs[1].shape = ir.Shape([1])
         wait.meta.update({key: node.meta[key] for key in _META if key in node.meta})
+        wait.meta[WAITS] = True
         wait.metadata_props["input_names"] = str(["Y", "X", "token"])
         if read:
             self._read_from(result, y)

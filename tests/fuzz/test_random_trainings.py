@@ -62,6 +62,24 @@ FOUND = {
             "parameters": {"w46": [["tp", "dp", "sp"]], "w33": [["dp"], ["sp"], None]},
         },
     ),
+    # Earlier micro-batches were added to a gradient while its ReduceScatter still ran.
+    "a gradient that is reduced in the background": replace(
+        _CUT,
+        network=Network(
+            "sequence", 6, 6,
+            (
+                Layer("recurrent", 489671300, residual=True),
+                Layer("attention", 825608483, residual=False),
+            ),
+            "output:loss", pooled=True,
+        ),
+        strategy={
+            "mesh": {"dp": 2, "tp": 2},
+            "parameter_axes": [],
+            "parameters": {"w15": [["tp"], ["dp"]]},
+        },
+        sizes={"batch": 8, "seq": 8},
+    ),
 }  # fmt: skip
 """The smallest cases of failures that were found and mended."""
 

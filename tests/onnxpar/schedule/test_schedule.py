@@ -53,6 +53,10 @@ def test_every_reader_waits(
 ) -> None:
     nodes = nodes_of(sharded(tmp_path, strategy, level))
     started: dict[str, onnx.NodeProto] = {}
+    results: set[str] = set()
+    # For each value, the results whose Wait has run when it is there, in whatever order
+    # onnxruntime runs the nodes.
+    complete: dict[str, set[str]] = {}
     kinds = {node.op_type for node in nodes if node.op_type == "StartAhead"}
     token = None
     # What else is in the chain: a Barrier makes a Start wait for the reader before it, Accumulate
@@ -61,6 +65,11 @@ def test_every_reader_waits(
     gates |= {n.input[0] for n in nodes if n.op_type == "StartAhead"}
     for node in nodes:
         attributes = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
+        behind = set().union(*(complete.get(name, set()) for name in node.input))
+        if node.op_type == "Wait":
+            behind.add(node.input[0])
+        assert results.intersection(node.input) <= behind, f"{node.name} need not wait"
+        complete |= {name: behind for name in node.output if name}
         if node.op_type == "Wait":
             start = started.pop(node.input[0])
             assert node.input[1] == start.input[0]
@@ -70,6 +79,7 @@ def test_every_reader_waits(
         assert not set(node.input) & set(started), f"{node.name} does not wait"
         if node.op_type == "Start":
             started[node.output[0]] = node
+            results.add(node.output[0])
             kinds.add(attributes["op"].decode())
         # All of them are in one chain, which is the order of their execution.
         if node.op_type in CHAINED:
