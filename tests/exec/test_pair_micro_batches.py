@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import mlp
 import numpy as np
 import onnx_ir as ir
 import pytest
@@ -53,6 +54,16 @@ class Example:
         if self.recompute:
             found = replace(found, recompute=parse_recompute(self.recompute, AGAIN))
         return replace(found, pair_micro_batches=pair)
+
+
+HALF = ir.DataType.FLOAT16
+
+
+def collectives(directory: Path, program: str) -> set[tuple[str, ir.DataType | None]]:
+    """The operators of onnxpar in a program of rank 0, and the types of their first operands."""
+    graph = ir.load(directory / f"rank0000.{program}.onnx").graph
+    found = (node for node in graph if node.domain == "onnxpar")
+    return {(n.op_type, n.inputs[0].dtype) for n in found if n.inputs and n.inputs[0] is not None}
 
 
 def rows(*batches: int, **others: int) -> tuple[dict[str, int], ...]:
@@ -113,12 +124,70 @@ def test_pairs_change_no_bit(name: str, tmp_path: Path) -> None:
             np.testing.assert_array_equal(states[state], array, err_msg=state)
 
 
-def test_verify_runs_pairs(tmp_path: Path) -> None:
+def whole_numbers() -> ir.Model:
+    """A network [rows, 4] -> [rows, 4] -> [rows, 64] -> [rows, 2] with weights -1, 0 and 1.
+
+    The last layer reads only 4 of its 64 inputs, the others have weights 0.
+    """
+    model = mlp.build(image=2, hidden=(4, 64), classes=2)
+    rng = np.random.default_rng(2)
+    for value in model.graph.initializers.values():
+        assert value.const_value is not None
+        drawn = rng.integers(-1, 2, value.const_value.shape.numpy()).astype(np.float32)
+        drawn[4:] = 0
+        value.const_value = ir.tensor(drawn, name=value.name)
+    return model
+
+
+def test_pairs_in_float16_differ_by_rounding_alone(tmp_path: Path) -> None:
+    """Where float16 holds every number exactly, results are equal bit for bit.
+
+    On the CPU, onnxruntime computes a collective between two products in float32, but its Start and
+    Wait in float16 (docs/design/0031). Here, neither rounds. Inputs have magnitudes of at most 1,
+    so the three layers have at most 4, 4 * 4 and 4 * 16, and the cotangents of the last 64 times
+    their factor, 2 / (2 rows * 2 columns) / 2 micro-batches, which is 1 at a loss scale of 4. Those
+    of the other layers have at most 2 * 64 and 4 * 128, and the gradients, which are sums over 2
+    rows, at most 2 * 1 * 512, 2 * 4 * 128 and 2 * 16 * 64 = 2^11. Float16 has all whole numbers up
+    to 2^11.
+    """
+
+    def trained(pair: bool) -> list[dict[str, Any]]:
+        example = Example(whole_numbers, "tp=2", ())
+        directory = tmp_path / f"pair_{pair}"
+        shard(directory, whole_numbers(), example.paired(pair), loss="mse", compute="float16")
+        program = "paired_model" if pair else "training_model"
+        assert ("Start" if pair else "AllReduce", HALF) in collectives(directory, program)
+        rng = np.random.default_rng(1)
+        batches = [
+            {
+                "x": rng.integers(-1, 2, (2, 1, 2, 2)).astype(np.float32),
+                "labels": np.zeros((2, 2), np.float32),
+            }
+            for _ in range(2)
+        ]
+        with Ranks(directory, Trainer, loss_scale="4") as ranks:
+
+            def run(trainer: Trainer) -> dict[str, Any]:
+                before = trainer.parameters()
+                loss = trainer.train_step(batches, hyper("sgd", 1, 2**-6)).loss
+                after = trainer.parameters()
+                assert all((after[name] != array).any() for name, array in before.items())
+                return {"loss": loss, **after}
+
+            return ranks.on_each(run)
+
+    for paired, alone in zip(trained(True), trained(False), strict=True):
+        for name, array in alone.items():
+            np.testing.assert_array_equal(paired[name], array, err_msg=name)
+
+
+@pytest.mark.parametrize("compute", [None, "float16"])
+def test_verify_runs_pairs(compute: str | None, tmp_path: Path) -> None:
     """Losses, gradients, parameters and sent bytes are those of the undivided program."""
     model = transformer.build(**GPT)
     strategy = replace(strategy_for("tp=2", None, model, "model"), pair_micro_batches=True)
-    directory = shard(tmp_path / "out", model, strategy)
-    one = shard(tmp_path / "one", transformer.build(**GPT), "dp=1")
+    directory = shard(tmp_path / "out", model, strategy, compute=compute)
+    one = shard(tmp_path / "one", transformer.build(**GPT), "dp=1", compute=compute)
     (case,) = verify(directory, str(one), [{"batch": 3, "seq": 5}], options=VerifyOptions(steps=2))
     assert case.ok, case.problems
 

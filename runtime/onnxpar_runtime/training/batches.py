@@ -65,9 +65,11 @@ class BatchDim:
         return f"symbol {self.size!r} must be {self.symbol.constraint}"
 
     def limits(self, samples: int, parts: int) -> str:
-        """The constraint for people; if `parts` is too large, also the possible number."""
+        """The constraint for people; if `parts` is too large, also the option that is possible."""
         most = samples // self.least if self.least else 0
-        more = f", so at most {_micro_batches(most)} can be formed" if 0 < most < parts else ""
+        more = ""
+        if 0 < most < parts:
+            more = f", so at most {_micro_batches(most)} can be formed (--accumulate {most})"
         return self.constraint + more
 
     def admits(self, samples: int) -> bool:

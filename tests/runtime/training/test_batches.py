@@ -121,7 +121,7 @@ def test_a_last_batch_that_violates_the_constraint_is_left_out() -> None:
     [
         (100, 12, 1, r"--batch-size 12: symbol 'batch' must be 8\*N, N >= 1"),
         (100, 24, 5, r"--batch-size 24 in 5 micro-batches: symbol 'batch' must be 8\*N"),
-        (100, 24, 5, "so at most 3 micro-batches can be formed$"),
+        (100, 24, 5, r"so at most 3 micro-batches can be formed \(--accumulate 3\)$"),
         (7, 8, 1, r"there are only 7 samples, and symbol 'batch' must be 8\*N"),
         (100, 0, 1, "expected numbers >= 1, got 0 and 1"),
         (100, 8, 0, "expected numbers >= 1, got 8 and 0"),
