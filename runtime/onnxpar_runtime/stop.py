@@ -25,6 +25,7 @@ class Stop:
         """Nobody has asked yet."""
         self.grace = grace
         self.asked: signal.Signals | None = None
+        self._timer: threading.Timer | None = None
 
     def ask(self, number: signal.Signals, end: Callable[[], None]) -> None:
         """Asks this rank to stop; `end` ends the process when the time is over.
@@ -44,9 +45,14 @@ class Stop:
             sys.stderr.flush()
             end()
 
-        timer = threading.Timer(self.grace, late)
-        timer.daemon = True
-        timer.start()
+        self._timer = threading.Timer(self.grace, late)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def close(self) -> None:
+        """Lets the process live on, as a caller of the command line in Python expects."""
+        if self._timer is not None:
+            self._timer.cancel()
 
     def agreed(self, rank: Rank) -> signal.Signals | None:
         """Returns the signal that asked any rank to stop, if any. Every rank must call it."""

@@ -4,6 +4,7 @@ import importlib
 import json
 import re
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -390,6 +391,11 @@ def test_a_single_rank_with_a_grace_time_writes_a_last_checkpoint(
     (last,) = complete_steps(folder)
     expected = f"{name}: stopped after step {last}, with a last checkpoint in {folder}"
     assert expected in capfd.readouterr().err
+    # Nothing ends this process when the time is over.
+    assert not any(
+        isinstance(thread, threading.Timer) and not thread.finished.is_set()
+        for thread in threading.enumerate()
+    )
 
 
 @pytest.mark.parametrize("text", ["0", "nan", "inf"])

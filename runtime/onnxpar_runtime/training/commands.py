@@ -178,6 +178,9 @@ def _on_rank(how: Execution, body: Callable[[Rank], None], stop: Stop | None = N
             if rank.world.size > 1:
                 raise
             return INTERRUPTED
+        finally:
+            if stop is not None:
+                stop.close()
         return 0
 
     return guarded(rank, quiet)
