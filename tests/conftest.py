@@ -24,6 +24,8 @@ gc.set_threshold(100_000, 20, 50)
 ONE_AT_A_TIME = ("mpi", "collectives")
 
 
+# First, since xdist reads the groups in a hook of the same name.
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
     """Gives some tests to one worker, where there are several.
 

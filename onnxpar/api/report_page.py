@@ -57,7 +57,7 @@ def report_page(
         data["trace"] = _trace(trace, pages)
     title = " and ".join(str(directory) for directory in directories)
     with new_file(out, DirectoryError) as file:
-        # A changed manifest may have halves of characters, which UTF-8 lacks.
+        # A changed manifest may have lone surrogates, which UTF-8 cannot encode.
         file.write_text(page_html(data, title), encoding="utf-8", errors="replace")
 
 

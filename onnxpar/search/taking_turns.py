@@ -20,11 +20,13 @@ def in_turns(strategy: Strategy, workload: Workload, machine: Machine, best: Way
         best: The best plan.
     """
     wanted = strategy.pair_micro_batches
-    if wanted is None and not any(link.overlaps for link in machine.links):
-        wanted = False  # nothing travels while the devices compute
+    # Otherwise nothing travels while the devices compute.
+    possible = wanted or (wanted is None and any(link.overlaps for link in machine.links))
     trains_alone = bool(workload.gradients) and best.micro_batches == 1 and best.staged is None
+    if not possible or not trains_alone or best.plan is None:
+        return None
     sizes = workload.halves(strategy.search.sizes)
-    if wanted is False or not trains_alone or sizes is None or best.plan is None:
+    if sizes is None:
         return None
     cost = CostModel(machine, best.plan.mesh, workload.program.env.table, sizes)
     seconds = workload.in_turns(best.plan, cost)

@@ -93,7 +93,7 @@ _PLAIN: Mapping[Any, tuple[type, ...]] = {
 
 
 _HALF = re.compile(r"\\u[dD][89a-fA-F]")
-"""One half of a surrogate pair in JSON. Alone it is no text: it cannot be printed or written."""
+"""A lone surrogate in JSON: it cannot be printed or written."""
 
 
 def load_json(path: Path, missing: str) -> Any:
@@ -117,7 +117,7 @@ def load_json(path: Path, missing: str) -> Any:
     except (OSError, UnicodeDecodeError) as error:
         raise FormatError(f"{path}: cannot be read: {error}") from None
     except UnicodeEncodeError:
-        raise FormatError(f"{path}: expected text, got half of a surrogate pair") from None
+        raise FormatError(f"{path}: expected text, got a lone surrogate") from None
     except (ValueError, RecursionError) as error:
         raise FormatError(f"{path}: not valid JSON: {error}") from None
 

@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 Array = NDArray[Any]
 _MAX_BINDINGS = 8
 _MAX_CAPTURES = 64
-"""CUDA graphs of a decoder, each for a number of rows and a length of its cache."""
+"""CUDA graphs of a program, each for one set of sizes and memory."""
 _GRAPHS = "cuda.enable_cuda_graph"
 _INITIALIZERS = "session.use_device_allocator_for_initializers"
 _ON_GPU = "Cuda"  # onnxruntime's name of a GPU's memory
@@ -472,10 +472,9 @@ class Executor:
                 spec.sharding(self.manifest.atoms, values)
             except ExpressionError:
                 reusable = False
-        captures = reusable and self.captures
-        graph = next(self._captures) if captures else None
-        options = self.loader.run_options(graph)
-        binding = _Binding(self.session.io_binding(), reusable, options, captures)
+        captured = self.capture() if reusable and self.captures else None
+        options = self.loader.run_options(None) if captured is None else captured
+        binding = _Binding(self.session.io_binding(), reusable, options, captured is not None)
         for name in self.program.state_inputs:
             if name in self.graph_inputs:
                 # A single micro-batch needs no memory for sums.
@@ -509,7 +508,7 @@ class Executor:
             return self.loader.run_options(number)
         if number == _MAX_CAPTURES:
             log.warning(
-                "program %r: %d batches have been captured as CUDA graphs; later ones are not",
+                "program %r: runs of %d kinds have been captured as CUDA graphs; others are not",
                 self.program.name,
                 number,
             )

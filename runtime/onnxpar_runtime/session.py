@@ -69,7 +69,7 @@ class Session(Opened):
         """Runs the program on whole arrays; every rank must call it with the same arrays.
 
         Args:
-            feeds: Global array of every input.
+            feeds: Whole array of every input.
 
         Returns:
             On rank 0 the whole array of every output, on other ranks None.

@@ -17,13 +17,12 @@ class Stop:
         grace: Seconds between the request and the end of the process.
 
     Attributes:
-        grace: Seconds between the request and the end of the process.
         asked: The first signal that asked this rank to stop; None if there was none.
     """
 
     def __init__(self, grace: float) -> None:
         """Nobody has asked yet."""
-        self.grace = grace
+        self._grace = grace
         self.asked: signal.Signals | None = None
         self._timer: threading.Timer | None = None
 
@@ -40,17 +39,17 @@ class Stop:
         def late() -> None:
             sys.stderr.write(
                 f"onnxpar: error: {number.name}: the last checkpoint was not complete after "
-                f"--grace {self.grace:g} s\n"
+                f"--grace {self._grace:g} s\n"
             )
             sys.stderr.flush()
             end()
 
-        self._timer = threading.Timer(self.grace, late)
+        self._timer = threading.Timer(self._grace, late)
         self._timer.daemon = True
         self._timer.start()
 
     def close(self) -> None:
-        """Lets the process live on, as a caller of the command line in Python expects."""
+        """Cancels the end of the process, which may go on when the training has stopped."""
         if self._timer is not None:
             self._timer.cancel()
 

@@ -11,13 +11,11 @@ from typing import Any
 
 import pytest
 
-from onnxpar_format.checkpoint import FILE_NAME, Progress
-from onnxpar_runtime import TrainerGroup
+from onnxpar_format.checkpoint import FILE_NAME
 from onnxpar_runtime.checkpoint.contents import Checkpoint
 from onnxpar_runtime.checkpoint.reshard import merge
-from onnxpar_runtime.checkpoint.writer import Checkpointer
 from onnxpar_runtime.errors import CheckpointError
-from tests.runtime.hand_trained import regression
+from tests.runtime.hand_trained import checkpoint
 
 SEED = int(os.environ.get("ONNXPAR_FUZZ_SEED", "0"))
 ROUNDS = 3000 if os.environ.get("ONNXPAR_FULL") else 300
@@ -29,19 +27,7 @@ VALUES: tuple[Any, ...] = (
 
 @pytest.fixture(scope="module")
 def intact(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("fuzz")
-    with TrainerGroup(regression(folder / "a")) as group:
-
-        def write(rank: int) -> None:
-            member = group.members[rank]
-            run = {"seed": 3, "batch_size": 4}
-            with Checkpointer(
-                member.rank, group.manifest, folder / "ck", member.states, run
-            ) as writer:
-                writer.save(Progress(7, 2, 3, 3, 0.5, 0.1))
-
-        group.each(write)
-    return folder / "ck" / "step-00000007"
+    return checkpoint(tmp_path_factory.mktemp("fuzz"))
 
 
 def places(item: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:

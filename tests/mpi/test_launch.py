@@ -123,6 +123,13 @@ def failing(folder: Path, directory: Path) -> list[str]:
     return ["train", str(directory), "--data", "bad:batches", "--lr", "1", *saving]
 
 
+def wait_for(process: "subprocess.Popen[str]", happened: Callable[[], bool]) -> None:
+    """Waits until something has happened; the process must not end before."""
+    while not happened():
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.01)
+
+
 def finish(process: "subprocess.Popen[str]") -> tuple[str, str]:
     return process.communicate(timeout=LIMIT)
 
@@ -186,9 +193,7 @@ def test_fewer_ranks_go_on(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saving = ["--checkpoint", str(folder), "--every", "5", "--log", str(log)]
     with launched("--fallback", str(fewer), "--", *arguments, *saving) as process:
         ranks = ranks_of(process, 3)
-        while not complete_steps(folder):
-            assert process.poll() is None, process.communicate()
-            time.sleep(0.01)
+        wait_for(process, lambda: bool(complete_steps(folder)))
         os.kill(ranks[2], signal.SIGKILL)
         _, errors = finish(process)
     assert process.returncode == 0, errors
@@ -252,9 +257,7 @@ def resumes_after_killing(
     arguments = training(work, directory, "--log", str(log), "--checkpoint", str(folder))
     with launched("--retries", "1", *machines, "--", *arguments, "--every", "1") as process:
         ranks = ranks_anywhere(process, 2)
-        while not complete_steps(folder):
-            assert process.poll() is None, process.communicate()
-            time.sleep(0.01)
+        wait_for(process, lambda: bool(complete_steps(folder)))
         os.kill(whom(ranks), signal.SIGKILL)
         assert gone(ranks)
         _, errors = finish(process)
@@ -344,9 +347,7 @@ def test_a_signal_ends_all_ranks(work: Path, number: signal.Signals) -> None:
     arguments = training(work, directory, *saving)
     with launched("--retries", "3", "--", *arguments) as process:
         ranks = ranks_of(process, 2)
-        while not complete_steps(folder):
-            assert process.poll() is None, process.communicate()
-            time.sleep(0.01)
+        wait_for(process, lambda: bool(complete_steps(folder)))
         process.send_signal(number)
         _, errors = finish(process)
         assert process.returncode == 128 + number
@@ -364,9 +365,7 @@ def test_ranks_with_a_grace_time_write_a_last_checkpoint(
     arguments = training(work, directory, *saving, "--log", str(log), "--steps", "60")
     with launched("--retries", "3", "--", *arguments) as process:
         ranks = ranks_of(process, 2)
-        while not (log.exists() and log.read_text()):
-            assert process.poll() is None, process.communicate()
-            time.sleep(0.01)
+        wait_for(process, lambda: log.exists() and bool(log.read_text()))
         process.send_signal(number)
         _, errors = finish(process)
         assert process.returncode == 128 + number
@@ -393,9 +392,7 @@ def test_a_grace_time_ends(work: Path) -> None:
     saving = ["--checkpoint", str(folder), "--grace", "1", "--log", str(log)]
     with launched("--", *training(work, directory, *saving)) as process:
         ranks = ranks_anywhere(process, 2)
-        while not (log.exists() and log.read_text()):
-            assert process.poll() is None, process.communicate()
-            time.sleep(0.01)
+        wait_for(process, lambda: log.exists() and bool(log.read_text()))
         os.kill(ranks[1], signal.SIGSTOP)
         process.send_signal(signal.SIGTERM)
         _, errors = finish(process)
@@ -413,9 +410,7 @@ def test_no_rank_is_left_behind(work: Path, whom: str) -> None:
     with launched("--retries", "1", "--", *arguments) as process:
         ranks = ranks_of(process, 2)
         (mpirun,) = children(process.pid)
-        while not complete_steps(folder):
-            assert process.poll() is None, process.communicate()
-            time.sleep(0.01)
+        wait_for(process, lambda: bool(complete_steps(folder)))
         os.kill(mpirun if whom == "mpirun" else process.pid, signal.SIGKILL)
         assert gone(ranks)
         _, errors = finish(process)

@@ -13,6 +13,9 @@ import onnx
 from numpy.typing import NDArray
 from onnx import parser
 
+from onnxpar_format.checkpoint import Progress
+from onnxpar_runtime import TrainerGroup
+from onnxpar_runtime.checkpoint.writer import Checkpointer
 from onnxpar_runtime.tensor_file import Entry, write_tensors
 from tests.runtime.hand_made import FREE, HEADER, Dims, tensor
 
@@ -425,3 +428,19 @@ def one_weight(
         shards={"w": (ONE, [np.array([1.5])] * ranks)},
         symbols=symbols,
     )
+
+
+def checkpoint(folder: Path) -> Path:
+    """Writes a checkpoint of `regression` after step 7, by all ranks; returns its folder."""
+    with TrainerGroup(regression(folder / "a")) as group:
+
+        def write(rank: int) -> None:
+            member = group.members[rank]
+            run = {"seed": 3, "batch_size": 4}
+            with Checkpointer(
+                member.rank, group.manifest, folder / "ck", member.states, run
+            ) as writer:
+                writer.save(Progress(7, 2, 3, 3, 0.5, 0.1))
+
+        group.each(write)
+    return folder / "ck" / "step-00000007"

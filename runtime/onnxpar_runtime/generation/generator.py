@@ -67,8 +67,8 @@ class Generation(TypedDict, total=False):
         sampling: How tokens are chosen; by default the most probable one.
         eos: Tokens that complete a sequence; they are the last of what is returned.
         stop: Further reasons to complete a sequence; it must say the same on every rank.
-        constants: Global arrays of further inputs, which stay the same in all steps.
-        encoder: Global arrays of the encoder's inputs, with a row for each prompt.
+        constants: Whole arrays of further inputs, which stay the same in all steps.
+        encoder: Whole arrays of the encoder's inputs, with a row for each prompt.
         chunk: The largest number of tokens of each prompt in a run; longer ones take several runs.
     """
 
@@ -255,8 +255,8 @@ class Generator(Opened):
         length = needed
         if decoder.captures:
             # Few lengths, for each of which a step is captured.
-            limit = decoder.longest({})
-            length = max(needed, min(capacity(needed), limit or capacity(needed)))
+            grown, limit = capacity(needed), decoder.longest({})
+            length = grown if limit is None else max(needed, min(grown, limit))
         if decoder.in_place:
             sequences.room = length
         count, batch = self._idle or (0, None)

@@ -91,7 +91,7 @@ def begin(
         decoder: The program.
         tokens: The tokens of the first run.
         capacity: The length of a sequence at most, for states that grow in place.
-        constants: Global arrays of inputs that stay the same in all runs.
+        constants: Whole arrays of inputs that stay the same in all runs.
         supply: What another program gives it.
 
     Raises:
@@ -136,7 +136,7 @@ class Batch:
         decoder: The program.
         values: Values of the symbols, as far as they are known.
         states: The states.
-        constants: Global arrays of inputs that stay the same in all runs.
+        constants: Whole arrays of inputs that stay the same in all runs.
         supplied: Shards of such inputs on the device, OrtValues.
 
     Attributes:

@@ -28,7 +28,7 @@ from onnxpar_runtime.training.images import handwritten_digits, mnist_files, res
 Array = NDArray[Any]
 Arrays = Mapping[str, Array]
 Batch = Arrays | tuple[Arrays, ...]
-"""Global arrays of every input, or a tuple of them, one for each data rank (per-rank symbols)."""
+"""Whole arrays of every input, or a tuple of them, one for each data rank (per-rank symbols)."""
 
 TEST_EVERY = 5
 """Every fifth of the handwritten digits, from the first on, is held out for testing."""

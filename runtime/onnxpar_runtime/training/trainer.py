@@ -187,7 +187,7 @@ class Trainer(Opened):
         nothing counts (every label is ignored) are left out.
 
         Args:
-            micro_batches: Global arrays of the inputs, a tuple of dicts (see `Batch`), or results
+            micro_batches: Whole arrays of the inputs, a tuple of dicts (see `Batch`), or results
                 of `prepare`. The same on all ranks.
             hyper: The scalars that the optimizer's program reads, by name; others are ignored.
             read: Read and check loss and norm. Otherwise a GPU is not waited for, and both are not
@@ -471,7 +471,7 @@ class Trainer(Opened):
         Gradients and moments stay.
 
         Args:
-            arrays: Global arrays by their name in the model; other parameters do not change.
+            arrays: Whole arrays by their name in the model; other parameters do not change.
 
         Raises:
             InputError: An unknown parameter, a wrong shape, or a type whose conversion loses
@@ -487,7 +487,7 @@ class Trainer(Opened):
         """Overwrites states, as `load_parameters` does parameters. Every rank must call it.
 
         Args:
-            arrays: Global arrays by state; other states do not change.
+            arrays: Whole arrays by state; other states do not change.
 
         Raises:
             InputError: As `load_parameters`.

@@ -25,6 +25,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -90,6 +91,12 @@ def _audit(event: str, arguments: tuple[Any, ...]) -> None:
             _check_place(event, arguments[index])
 
 
+@cache
+def _listen() -> None:
+    """Adds the hook, once, because it cannot be removed."""
+    sys.addaudithook(_audit)
+
+
 def _check_place(event: str, path: Any) -> None:
     if isinstance(path, int):
         return
@@ -114,9 +121,7 @@ def _hang(number: int, frame: Any) -> None:
 def guarded(folder: Path) -> Iterator[None]:
     """Applies the limits to the block, which may write to the folder alone."""
     global _guarded, _thread
-    if not hasattr(sys, "_onnxpar_fuzz"):
-        sys.addaudithook(_audit)
-        sys._onnxpar_fuzz = True  # type: ignore[attr-defined]
+    _listen()
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     previous = [(n, signal.signal(n, _hang)) for n in (signal.SIGALRM, signal.SIGPROF)]
@@ -214,10 +219,11 @@ def _bad_message(message: str) -> str | None:
 def _command(arguments: list[str]) -> str | None:
     from onnxpar.cli import main
 
-    printed, errors = (io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True) for _ in "oe")
-    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(errors):
+    printed, written = io.BytesIO(), io.BytesIO()
+    output, errors = (io.TextIOWrapper(s, "utf-8", write_through=True) for s in (printed, written))
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
         code = main(arguments)
-    text = errors.buffer.getvalue().decode()  # type: ignore[attr-defined]
+    text = written.getvalue().decode()
     what = f"onnxpar {arguments[0]}"
     if code not in (0, 1, 2):
         return f"{what}: exit code {code}"

@@ -75,7 +75,7 @@ def _change_field(
 ) -> None:
     kind = draw.randrange(6)
     if kind == 0:
-        owner.ClearField(field.name)  # type: ignore[arg-type]
+        owner.ClearField(field.name)
         return
     value: Any = getattr(owner, field.name)
     if field.type == FieldDescriptor.TYPE_MESSAGE:
