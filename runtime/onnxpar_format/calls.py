@@ -20,6 +20,7 @@ COLUMNS = (
     "begin",
     "met",
     "end",
+    "behind",
 )
 """The columns of a row of logged calls."""
 COLLECTIVE, SEND, RECV, WAIT, SET_UP = "collective", "send", "receive", "wait", "set-up"
@@ -117,7 +118,7 @@ class _Channel:
     tag: int
 
 
-_Row = tuple[int, int, int, int, int, int, int, int, int, int, int, int]
+_Row = tuple[int, int, int, int, int, int, int, int, int, int, int, int, int]
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,8 @@ class TraceSpan:
         start: When it began, in seconds from the beginning of the trace, on the clock of rank 0.
         end: When it ended.
         more: Further facts. A call has `op`, `ranks`, `lane`, `place` (its number among the calls
-            of these ranks), `bytes`, `tensors`, and `last`, the rank that arrived last, if known.
+            of these ranks), `bytes`, `tensors`, and `last`, the rank that arrived last, if known;
+            with `device`, its times are those of the GPU.
     """
 
     rank: int
@@ -95,8 +96,8 @@ class Trace:
         clocks: Of each rank.
         spans: Of all ranks, in order of time.
         threads: Names of the tracks from `THREADS` on.
-        device: The kind of the ranks' device. On a GPU, times are those at which the host handed
-            work over, and the host waits for the results at the end of a program.
+        device: The kind of the ranks' device. On a GPU, times of operators are those at which the
+            host handed them over, and the host waits for the results at the end of a program.
     """
 
     command: str
@@ -126,8 +127,9 @@ def trace_json(trace: Trace) -> str:
             "ph": "X",
             "name": span.name,
             "cat": span.kind,
-            "ts": round(span.start * 1e6, 3),
-            "dur": round(span.seconds * 1e6, 3),
+            "ts": _microseconds(span.start),
+            # Spans that end at the same time still do, so that one within another stays there.
+            "dur": round(_microseconds(span.end) - _microseconds(span.start), 3),
             "pid": span.rank,
             "tid": span.track,
             "args": dict(span.more),
@@ -143,6 +145,10 @@ def trace_json(trace: Trace) -> str:
         "clocks": [vars(clock) for clock in trace.clocks],
     }
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "onnxpar": own})
+
+
+def _microseconds(seconds: float) -> float:
+    return round(seconds * 1e6, 3)
 
 
 def _named(what: str, name: str, rank: int, track: int) -> dict[str, Any]:

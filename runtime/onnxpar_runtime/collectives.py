@@ -46,7 +46,7 @@ LEAST_START_S = 10.0
 DEVICE_TRANSPORTS = ("nccl", "staged")
 """How tensors on GPUs travel between ranks: by NCCL, or through the host."""
 _REDUCTIONS = ("sum", "max", "min", "prod")
-_COLUMNS = 12  # of a row of logged calls
+_COLUMNS = 13  # of a row of logged calls
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ SAME(cuda::kSuccess, CUDA_SUCCESS);
 SAME(cuda::kDeinitialized, CUDA_ERROR_DEINITIALIZED);
 SAME(cuda::kNotReady, CUDA_ERROR_NOT_READY);
 SAME(cuda::kStreamNonBlocking, CU_STREAM_NON_BLOCKING);
+SAME(cuda::kEventTiming, CU_EVENT_DEFAULT);
 SAME(cuda::kEventDisableTiming, CU_EVENT_DISABLE_TIMING);
 SAME(cuda::kHostAllocPortable, CU_MEMHOSTALLOC_PORTABLE);
 SAME(cuda::kOwnCaptures, CU_STREAM_CAPTURE_MODE_THREAD_LOCAL);

@@ -32,8 +32,9 @@ def steps(
     overlap: str,
     micro_batches: int = 1,
     clock: str = CLOCK,
-) -> list[list[float]]:
-    """What rank 0 prints: for each step the microseconds of all, computing and communicating."""
+) -> tuple[list[list[float]], list[float]]:
+    """What rank 0 prints: for each step the microseconds of all, computing and communicating; and
+    those of the calls in a trace, in the foreground and in the background."""
     worker = Path(__file__).parent / "clock_worker.py"
     command = [find_mpirun(), "--oversubscribe", "-n", "2", sys.executable, str(worker)]
     simulated = {"STANDIN_DEVICES": "2", "STANDIN_CLOCK": clock, "ONNXPAR_TIMEOUT": "60"}
@@ -45,8 +46,8 @@ def steps(
         timeout=290,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    found: list[list[float]] = json.loads(done.stdout)
-    return found
+    found, traced = json.loads(done.stdout)
+    return found, traced
 
 
 FULL = bool(os.environ.get("ONNXPAR_FULL"))
@@ -64,12 +65,20 @@ def test_what_is_hidden(
     ir.save(mlp.build(image=8, hidden=(1024,) * 8), tmp_path / "m.onnx")
     out = tmp_path / "out"
     shard_model(tmp_path / "m.onnx", "dp=2", out, training=SPEC, optimizer_parallel=level)
-    (apart, computing, communicating), *others = steps(standin_cuda, out, "no")
+    every, (exposed, background) = steps(standin_cuda, out, "no")
+    (apart, computing, communicating), *others = every
     assert apart == pytest.approx(computing + communicating, rel=1e-3)
     # Time is simulated, so that all steps take the same but for the rounding of its sums.
     for step in others:
         assert step == pytest.approx([apart, computing, communicating], rel=1e-9)
-    for hidden, again, sent in steps(standin_cuda, out, "yes"):
+    assert background == 0
+    # The events of a call are exact to 1 us, and a step has fewer than 64 calls.
+    assert exposed == pytest.approx(sum(step[2] for step in every), abs=64 * len(every))
+    every, (exposed, background) = steps(standin_cuda, out, "yes")
+    # A trace says what is exposed: the time of a step in which nothing is computed.
+    assert exposed == pytest.approx(sum(s[0] - s[1] for s in every), abs=64 * len(every))
+    assert 0.6 * sum(s[2] for s in every) < background <= sum(s[2] for s in every)
+    for hidden, again, sent in every:
         assert again == pytest.approx(computing, rel=1e-9)
         # Buckets of the two programs differ, so there may be a call more or less.
         assert sent == pytest.approx(communicating, abs=1.01 * LATENCY)
@@ -89,7 +98,7 @@ def test_halves_of_the_batch_hide_the_sums_of_the_forward_pass(
     shard_model(tmp_path / "m.onnx", strategy, out, training=SPEC)
 
     def step(micro_batches: int) -> list[float]:
-        first, second = steps(standin_cuda, out, "yes", micro_batches, "1.5e11:6e8")
+        (first, second), _ = steps(standin_cuda, out, "yes", micro_batches, "1.5e11:6e8")
         assert first == pytest.approx(second, rel=1e-9)
         return first
 

@@ -95,6 +95,17 @@ bool EventHandle::done() const {
 void EventHandle::synchronize() const {
   check(driver().event_synchronize(event_), "cuEventSynchronize");
 }
+double EventHandle::since(const EventHandle& earlier) const {
+  float milliseconds = 0;
+  check(driver().event_elapsed(&milliseconds, earlier.event_, event_), "cuEventElapsedTime");
+  return milliseconds;
+}
+
+bool is_captured(Stream stream) {
+  int status = 0;  // CU_STREAM_CAPTURE_STATUS_NONE
+  check(driver().stream_is_capturing(stream, &status), "cuStreamIsCapturing");
+  return status != 0;
+}
 
 StreamHandle::StreamHandle() {
   check(driver().stream_create(&stream_, kStreamNonBlocking), "cuStreamCreate");

@@ -25,6 +25,7 @@ inline constexpr int kSuccess = 0;
 inline constexpr int kDeinitialized = 4;           // CUDA_ERROR_DEINITIALIZED
 inline constexpr int kNotReady = 600;              // CUDA_ERROR_NOT_READY
 inline constexpr unsigned kStreamNonBlocking = 1;  // CU_STREAM_NON_BLOCKING
+inline constexpr unsigned kEventTiming = 0;        // CU_EVENT_DEFAULT
 inline constexpr unsigned kEventDisableTiming = 2; // CU_EVENT_DISABLE_TIMING
 inline constexpr unsigned kHostAllocPortable = 1;  // CU_MEMHOSTALLOC_PORTABLE
 inline constexpr int kOwnCaptures = 1;             // CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
@@ -71,6 +72,7 @@ static_assert(sizeof(Copy2D) == 128);
   X(event_record, "cuEventRecord", Event, Stream)                                               \
   X(event_query, "cuEventQuery", Event)                                                         \
   X(event_synchronize, "cuEventSynchronize", Event)                                             \
+  X(event_elapsed, "cuEventElapsedTime", float*, Event, Event)                               \
   X(alloc, "cuMemAlloc_v2", void**, size_t)                                                     \
   X(free, "cuMemFree_v2", void*)                                                                \
   X(host_alloc, "cuMemHostAlloc", void**, size_t, unsigned)                                     \
@@ -115,7 +117,7 @@ class Device {
   Context context_ = nullptr;
 };
 
-// An event that is recorded again and again, without timing.
+// An event that is recorded again and again, without timing unless the flags say so.
 class EventHandle {
  public:
   explicit EventHandle(unsigned flags = kEventDisableTiming);
@@ -129,10 +131,15 @@ class EventHandle {
   // still run, nothing is done any more, and nothing has failed.
   bool done() const;
   void synchronize() const;
+  // Milliseconds of the GPU between two events with timing, both of which have been reached.
+  double since(const EventHandle& earlier) const;
 
  private:
   Event event_ = nullptr;
 };
+
+// Whether the stream's work is captured for a graph.
+bool is_captured(Stream stream);
 
 class StreamHandle {
  public:

@@ -71,8 +71,9 @@ Transport& device_transport(RankContext& context) {
 // Messages outside a session, logged and counted, over the transport of the host or of the GPU.
 void send(RankContext& context, Transport& transport, int peer, int tag, const void* in,
           size_t bytes, Stream stream, const char* what) {
-  const CallLog::Entry entry(context.calls(), CallKind::kSend, what, {context.rank(), peer},
-                             Lane::kMain, tag, static_cast<int64_t>(bytes));
+  CallLog::Entry entry(context.calls(), CallKind::kSend, what, {context.rank(), peer}, Lane::kMain,
+                       tag, static_cast<int64_t>(bytes));
+  entry.on(stream);
   transport.send(Call(what), peer, tag, in, bytes, stream);
   context.count(Op::kSend, static_cast<int64_t>(bytes));
 }
@@ -84,6 +85,8 @@ void receive(RankContext& context, Transport& transport, int peer, int tag, void
   CallLog::Entry entry(context.calls(), CallKind::kRecv, what, {peer, context.rank()}, lane, tag,
                        static_cast<int64_t>(bytes));
   entry.follow(call);
+  entry.on(stream);
+  if (background) entry.behind();
   transport.recv(call, peer, tag, out, bytes, lane, stream);
   context.count(Op::kRecv, 0);
 }
@@ -234,13 +237,23 @@ int onnxpar_settle(const World* world, int rank) {
 }
 
 int onnxpar_keep_calls(const World* world, int rank, int keep) {
-  return guarded([&] { world->rank(rank).calls().keep(keep != 0); });
+  return guarded([&] {
+    RankContext& context = world->rank(rank);
+    std::shared_ptr<DeviceClock> clock;
+    if (DeviceRank* device = context.device()) {
+      device->device.make_current();
+      if (keep != 0) clock = std::make_shared<DeviceClock>();
+    }
+    context.calls().keep(keep != 0, std::move(clock));
+  });
 }
 
 int64_t onnxpar_take_calls(const World* world, int rank) {
   int64_t count = -1;
   guarded([&] {
-    t_calls = world->rank(rank).calls().take();
+    RankContext& context = world->rank(rank);
+    if (DeviceRank* device = context.device()) device->device.make_current();
+    t_calls = context.calls().take();
     count = static_cast<int64_t>(t_calls.size());
   });
   return count;
@@ -253,7 +266,7 @@ int64_t onnxpar_foreground_ns(const World* world, int rank) {
 }
 
 int onnxpar_read_calls(void* rows) {
-  static_assert(sizeof(LoggedCall) == 12 * sizeof(int64_t), "Python reads rows of integers");
+  static_assert(sizeof(LoggedCall) == 13 * sizeof(int64_t), "Python reads rows of integers");
   std::memcpy(rows, t_calls.data(), t_calls.size() * sizeof(LoggedCall));
   t_calls.clear();
   return 0;

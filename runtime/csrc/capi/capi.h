@@ -63,7 +63,7 @@ ONNXPAR_EXPORT int onnxpar_settle(const onnxpar::World* world, int rank);
 ONNXPAR_EXPORT int onnxpar_keep_calls(const onnxpar::World* world, int rank, int keep);
 // Takes the calls that were kept and have ended: their number; -1 on failure.
 ONNXPAR_EXPORT int64_t onnxpar_take_calls(const onnxpar::World* world, int rank);
-// Copies what this thread has taken: a row of 12 64-bit integers for each call, as `LoggedCall`.
+// Copies what this thread has taken: a row of 13 64-bit integers for each call, as `LoggedCall`.
 ONNXPAR_EXPORT int onnxpar_read_calls(void* rows);
 // Nanoseconds for which the rank's foreground has communicated so far; -1 on failure.
 ONNXPAR_EXPORT int64_t onnxpar_foreground_ns(const onnxpar::World* world, int rank);

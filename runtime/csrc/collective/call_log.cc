@@ -45,7 +45,8 @@ void row(std::string& out, const LoggedCall& c) {
                              c.signature,
                              c.begin,
                              c.met,
-                             c.end};
+                             c.end,
+                             c.behind};
   out += '[';
   for (int64_t number : numbers) out += std::to_string(number) + ',';
   out.back() = ']';
@@ -79,7 +80,20 @@ CallLog::Entry::~Entry() {
   if (followed_ != nullptr) call_.met = followed_->met_ns;
   call_.end = now_ns();
   call_.state = std::uncaught_exceptions() > thrown_ ? CallState::kFailed : CallState::kDone;
-  log_.end(call_);
+  try {
+    if (span_ != nullptr) span_->end();
+  } catch (const std::exception&) {
+    span_.reset();  // the device has failed; what fails by it is reported elsewhere
+  }
+  log_.end(call_, std::move(span_));
+}
+
+void CallLog::Entry::on(Stream stream) {
+  if (stream == nullptr) return;
+  std::lock_guard lock(log_.mutex_);
+  // The events of a captured stream have no times.
+  if (log_.clock_ == nullptr || cuda::is_captured(stream)) return;
+  span_ = std::make_unique<DeviceSpan>(log_.clock_, stream);
 }
 
 void CallLog::Entry::follow(const Call& call) {
@@ -118,15 +132,12 @@ void CallLog::begin(LoggedCall& call, std::string_view what, Key key,
   last_[static_cast<size_t>(call.number) % kLast] = call;
 }
 
-void CallLog::end(const LoggedCall& call) {
+void CallLog::end(const LoggedCall& call, std::unique_ptr<DeviceSpan> span) {
   std::lock_guard lock(mutex_);
   LoggedCall& logged = last_[static_cast<size_t>(call.number) % kLast];
   if (logged.number == call.number) logged = call;
-  if (keeps_) kept_.push_back(call);
-  const bool background = channels_[static_cast<size_t>(call.channel)].lane != Lane::kMain;
-  // It is the foreground that waits for the background.
-  const bool counts = call.kind == CallKind::kWait || !background;
-  if (counts && call.kind != CallKind::kRecv) foreground_ns_ += call.end - call.begin;
+  if (keeps_) kept_.push_back({call, std::move(span)});
+  if (call.behind == 0 && call.kind != CallKind::kRecv) foreground_ns_ += call.end - call.begin;
 }
 
 int64_t CallLog::foreground_ns() const {
@@ -134,15 +145,32 @@ int64_t CallLog::foreground_ns() const {
   return foreground_ns_;
 }
 
-void CallLog::keep(bool all) {
+void CallLog::keep(bool all, std::shared_ptr<DeviceClock> clock) {
   std::lock_guard lock(mutex_);
   keeps_ = all;
   kept_.clear();
+  clock_ = std::move(clock);
 }
 
 std::vector<LoggedCall> CallLog::take() {
-  std::lock_guard lock(mutex_);
-  return std::exchange(kept_, {});
+  std::vector<Kept> kept;
+  std::shared_ptr<DeviceClock> clock;
+  {
+    std::lock_guard lock(mutex_);
+    kept = std::exchange(kept_, {});
+    clock = std::exchange(clock_, nullptr);
+  }
+  if (clock != nullptr) clock->stop();
+  std::vector<LoggedCall> found;
+  for (auto& [call, span] : kept) {
+    if (span != nullptr) {
+      call.begin = span->begin_ns();
+      call.end = span->end_ns();
+      call.met = kOnDevice;
+    }
+    found.push_back(call);
+  }
+  return found;
 }
 
 std::string CallLog::tables() const {

@@ -5,12 +5,14 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <mutex>
 #include <string>
 #include <string_view>
 #include <unordered_map>
 #include <vector>
 
+#include "collective/device_span.h"
 #include "transport/transport.h"
 
 namespace onnxpar {
@@ -24,6 +26,9 @@ enum class CallKind : int64_t {
 };
 enum class CallState : int64_t { kRunning, kDone, kFailed };
 
+// `met` of a call whose times are those at which a GPU began and ended it.
+inline constexpr int64_t kOnDevice = -1;
+
 // One call. Only numbers, so that logging it allocates nothing.
 struct LoggedCall {
   int64_t number = -1;  // among the rank's calls
@@ -36,8 +41,9 @@ struct LoggedCall {
   int64_t bytes = 0;      // of this rank's input; of a message
   int64_t signature = 0;  // of a collective: equal for all members, unless they disagree
   int64_t begin = 0;
-  int64_t met = 0;  // when the last member had come; 0 if that is not known
+  int64_t met = 0;  // when the last member had come; 0 if that is not known, or kOnDevice
   int64_t end = 0;
+  int64_t behind = 0;  // 1: while the rank did something else, in another thread or on another stream
 };
 
 class CallLog {
@@ -61,10 +67,15 @@ class CallLog {
     Entry& operator=(const Entry&) = delete;
     // What the transport is called with, which learns when the last member has come. It outlives this.
     void follow(const Call& call);
+    // The stream of the call, null for the host: a trace then has the time that the call takes there.
+    void on(Stream stream);
+    // The rank does something else meanwhile.
+    void behind() { call_.behind = 1; }
 
    private:
     CallLog& log_;
     LoggedCall call_;
+    std::unique_ptr<DeviceSpan> span_;
     const Call* followed_ = nullptr;
     const int thrown_;
   };
@@ -72,9 +83,11 @@ class CallLog {
   // Nanoseconds for which the foreground has communicated so far, waiting for others included. Receives
   // are left out: the program may wait for them in another thread.
   int64_t foreground_ns() const;
-  // Whether to keep all calls from now on; forgets those that were kept.
-  void keep(bool all);
-  // The calls that were kept and have ended, which are forgotten.
+  // Whether to keep all calls from now on; forgets those that were kept. With the clock of a GPU,
+  // calls on its streams get the times at which it carries them out.
+  void keep(bool all, std::shared_ptr<DeviceClock> clock = nullptr);
+  // The calls that were kept and have ended, which are forgotten. Waits for those on a GPU, in whose
+  // context it is called; later calls have the times of the host.
   std::vector<LoggedCall> take();
   // The names and channels of calls, as JSON: {"names": [...], "channels": [{"ranks", "lane", "tag"}]}.
   std::string tables() const;
@@ -94,6 +107,10 @@ class CallLog {
     int tag = 0;
     int64_t calls = 0;
   };
+  struct Kept {
+    LoggedCall call;
+    std::unique_ptr<DeviceSpan> span;  // null for a call of the host
+  };
   // By what a channel is found again: the group's address, or the kind, peer and tag of messages.
   using Key = uint64_t;
 
@@ -103,7 +120,7 @@ class CallLog {
   int64_t name(std::string_view name);
   void begin(LoggedCall& call, std::string_view what, Key key, const std::vector<int>& ranks,
              Lane lane, int tag);
-  void end(const LoggedCall& call);
+  void end(const LoggedCall& call, std::unique_ptr<DeviceSpan> span);
   std::string tables_locked() const;
 
   const int rank_;
@@ -113,7 +130,8 @@ class CallLog {
   int64_t foreground_ns_ = 0;
   std::vector<LoggedCall> last_;  // by number, modulo the size
   bool keeps_ = false;
-  std::vector<LoggedCall> kept_;
+  std::vector<Kept> kept_;
+  std::shared_ptr<DeviceClock> clock_;
   std::vector<std::string> names_;
   std::unordered_map<const char*, int64_t> name_at_;  // by address, of the last name that was there
   std::unordered_map<std::string, int64_t> name_of_;

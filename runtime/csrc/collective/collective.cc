@@ -353,7 +353,7 @@ void HostMemory::trim() {
 
 void execute(Transport& transport, Group& group, const Collective& c,
              const List<Operand>& operands, DType type, Memory& memory, Stream stream,
-             CallLog& log) {
+             CallLog& log, bool behind) {
   const auto bytes_of = [&](const Operand& operand) {
     const Shape& shape = operand.input;
     return static_cast<size_t>(product(shape, 0, shape.size())) * dtype_size(type);
@@ -377,6 +377,8 @@ void execute(Transport& transport, Group& group, const Collective& c,
   CallLog::Entry entry(log, CallKind::kCollective, c.where, group,
                        static_cast<int64_t>(operands.size()), static_cast<int64_t>(all));
   entry.follow(call);
+  entry.on(stream);
+  if (behind) entry.behind();
   switch (c.op) {
     case Op::kAllReduce: all_reduce(transport, group, call, stream); break;
     case Op::kAllGather: all_gather(transport, group, call, memory, stream); break;

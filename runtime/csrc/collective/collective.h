@@ -113,8 +113,8 @@ class CallLog;
 
 // Carries out the collective in one call, which is logged. Only AllReduce, ReduceScatter and AllGather take several
 // operands. `in` and `out` may be the same for AllReduce and Broadcast. They are in `memory`, of the
-// transport's kind.
+// transport's kind. `behind`: while the rank does something else.
 void execute(Transport&, Group&, const Collective&, const List<Operand>&, DType, Memory& memory,
-             Stream, CallLog&);
+             Stream, CallLog&, bool behind = false);
 
 }  // namespace onnxpar

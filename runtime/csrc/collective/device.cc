@@ -74,7 +74,7 @@ class StartKernel : public CollectiveKernel<DeviceKernel> {
   // Carries out one call, whose results are found by keys, one for each operand.
   void carry_out(const List<Operand>& operands, DType type, const std::vector<const void*>& keys,
                  Stream background) {
-    run(operands, type, background);
+    run(operands, type, background, background == device_.background.get());
     std::lock_guard lock(device_.mutex);
     for (size_t i = 0; i < keys.size(); ++i) {
       const Operand& operand = operands[i];
@@ -146,6 +146,15 @@ std::optional<Started> take(DeviceRank& device, const void* key) {
   return started;
 }
 
+// What is enqueued on the stream from here on comes after what was started.
+void hold(CallLog& calls, const Started& started, Stream stream) {
+  const Collective& collective = *started.collective;
+  CallLog::Entry entry(calls, CallKind::kWait, collective.where, collective.group, Lane::kAsync, 0,
+                       0);
+  entry.on(stream);
+  started.done->hold(stream);
+}
+
 // A collective of the foreground. It may have been started ahead.
 class ForegroundKernel : public CollectiveKernel<DeviceKernel> {
  public:
@@ -158,7 +167,7 @@ class ForegroundKernel : public CollectiveKernel<DeviceKernel> {
     const Shape shape =
         waited_shape(collective_, x, *started->collective, started->in, started->input);
     void* out = io.output(number, shape);
-    started->done->hold(stream);
+    hold(rank_.calls(), *started, stream);
     if (out != started->result) {
       cuda::copy(out, started->result, bytes_of(shape, x.type), stream);
     }
@@ -228,7 +237,9 @@ class FinishKernel : public DeviceKernel {
   void compute(const Io& io) override {
     const Stream stream = enter(io);
     const Tensor x = io.input(0);
-    if (const std::optional<Started> started = take(device_, x.data)) started->done->hold(stream);
+    if (const std::optional<Started> started = take(device_, x.data)) {
+      hold(rank_.calls(), *started, stream);
+    }
     void* const out = io.output(0, x.shape);
     if (out != nullptr && out != x.data) cuda::copy(out, x.data, x.bytes(), stream);
   }
@@ -244,7 +255,7 @@ class WaitKernel : public CollectiveKernel<DeviceKernel> {
     const std::optional<Started> started = take(device_, y.data);
     if (started) {
       waited_shape(collective_, io.input(1), *started->collective, started->in, started->input);
-      started->done->hold(stream);
+      hold(rank_.calls(), *started, stream);
     } else if (y.count() != 0) {
       throw std::runtime_error(not_started());
     }

@@ -55,9 +55,9 @@ class CollectiveKernel : public Side {
   size_t result_of(size_t input) const { return before_ != 0 ? input - before_ + 1 : 0; }
   // Whether this tensor's result was there already, and is now in the output with this number.
   virtual bool taken(const Io&, size_t, const Tensor&, Stream) { return false; }
-  void run(const List<Operand>& operands, DType type, Stream stream) {
+  void run(const List<Operand>& operands, DType type, Stream stream, bool behind = false) {
     execute(this->transport(), group(), collective_, operands, type, this->memory(lane_), stream,
-            this->rank_.calls());
+            this->rank_.calls(), behind);
   }
   // Made at the first call and not with the kernel: making it is a collective of the members too, and
   // only calls have the same order on all ranks.
@@ -94,8 +94,9 @@ class SendKernel : public Side {
     const Tensor x = io.input(0);
     const auto bytes = static_cast<int64_t>(x.bytes());
     {
-      const CallLog::Entry entry(this->rank_.calls(), CallKind::kSend, this->where_,
-                                 {this->rank_.rank(), peer_.rank}, Lane::kMain, peer_.tag, bytes);
+      CallLog::Entry entry(this->rank_.calls(), CallKind::kSend, this->where_,
+                           {this->rank_.rank(), peer_.rank}, Lane::kMain, peer_.tag, bytes);
+      entry.on(stream);
       this->transport().send(Call(this->where_), peer_.rank, peer_.tag, x.data, x.bytes(), stream);
     }
     this->rank_.count(Op::kSend, bytes);
@@ -126,6 +127,7 @@ class RecvKernel : public Side {
                            {peer_.rank, this->rank_.rank()}, Lane::kMain, peer_.tag,
                            static_cast<int64_t>(bytes));
       entry.follow(call);
+      entry.on(stream);
       this->transport().recv(call, peer_.rank, peer_.tag, out, bytes, Lane::kMain, stream);
     }
     this->rank_.count(Op::kRecv, 0);

@@ -107,7 +107,7 @@ void RankContext::run(Request& request, Memory& memory) {
   std::string error;
   try {
     execute(*transport_, *request.group, request.collective, request.operands, request.type, memory,
-            nullptr, *calls_);
+            nullptr, *calls_, &memory != &memory_);
   } catch (const std::exception& e) {
     error = e.what();
   }

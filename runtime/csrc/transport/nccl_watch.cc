@@ -12,7 +12,6 @@ namespace {
 constexpr std::chrono::seconds kPatience{5};
 // How long a call may take from asking whether it may to being in NCCL.
 constexpr std::chrono::milliseconds kBeginning{100};
-constexpr int kNotCapturing = 0;  // CU_STREAM_CAPTURE_STATUS_NONE
 
 // Frees or aborts communicators, all at once: NCCL waits for what one of them has on the GPU, which
 // may be queued behind a collective of another that only ends when that one is aborted; and ranks
@@ -91,8 +90,7 @@ void NcclWatch::check(int result, const std::string& who, nccl::Comm comm) const
 void NcclWatch::submit(int queue, NcclComm& comm, const Call& call, cuda::Stream stream,
                        const std::function<int()>& f) {
   const std::string who = describe(rank_, call, comm.ranks);
-  int capturing = kNotCapturing;
-  cuda::check(cuda::driver().stream_is_capturing(stream, &capturing), "cuStreamIsCapturing");
+  const bool captured = cuda::is_captured(stream);
   std::unique_ptr<cuda::EventHandle> done;
   {
     std::unique_lock lock(mutex_);
@@ -102,7 +100,7 @@ void NcclWatch::submit(int queue, NcclComm& comm, const Call& call, cuda::Stream
     }
     Queue& here = queues_[queue];
     // A thread that captures must not ask for events: it would end the capture.
-    if (capturing == kNotCapturing) reap(here);
+    if (!captured) reap(here);
     here.calling = who;
     here.called = Clock::now();
     if (!spare_.empty()) {
@@ -113,7 +111,7 @@ void NcclWatch::submit(int queue, NcclComm& comm, const Call& call, cuda::Stream
   const int result = f();
   // A graph is only recorded here. When it runs later its collectives are as many calls as its
   // launch is, and whoever waits for the launch is told of what NCCL reports.
-  const bool noted = result == nccl::kSuccess && capturing == kNotCapturing && queue >= 0;
+  const bool noted = result == nccl::kSuccess && !captured && queue >= 0;
   if (noted) {
     if (!done) done = std::make_unique<cuda::EventHandle>();
     done->record(stream);

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from onnxpar_format.calls import COLUMNS, KINDS, WAIT
+from onnxpar_format.calls import COLUMNS, KINDS
 from onnxpar_format.trace import BACKGROUND, CALL, FOREGROUND, WAITING
 from onnxpar_runtime.collectives import Rank
 
@@ -11,17 +11,16 @@ from onnxpar_runtime.collectives import Rank
 def logged(rank: Rank) -> Iterator[tuple[str, int, str, int, int, dict[str, Any]]]:
     """Returns the kept calls as spans: kind, track, name, start, end, more. They are forgotten.
 
-    Times are those of `time.monotonic_ns`. The wait for the last rank is a span of its own, which
-    begins with its call.
+    Times are those of `time.monotonic_ns`; those of calls on a GPU (`device`) come from events of
+    its streams. The wait for the last rank is a span of its own, which begins with its call; on a
+    GPU, it is not known from this rank's calls alone.
     """
     rows, tables = rank.take_calls()
     for values in rows.tolist():
         row = dict(zip(COLUMNS, values, strict=True))
         channel = tables["channels"][row["channel"]]
         kind = KINDS[row["kind"]]
-        # Nothing else runs while the foreground waits for the background.
-        background = channel["lane"] and kind != WAIT
-        track = BACKGROUND if background else FOREGROUND
+        track = BACKGROUND if row["behind"] else FOREGROUND
         more = {
             "op": kind,
             "ranks": channel["ranks"],
@@ -31,6 +30,8 @@ def logged(rank: Rank) -> Iterator[tuple[str, int, str, int, int, dict[str, Any]
             "bytes": row["bytes"],
             "tensors": row["tensors"],
         }
+        if row["met"] < 0:
+            more["device"] = True
         name = tables["names"][row["name"]]
         yield CALL, track, name, row["begin"], row["end"], more
         if row["met"] > row["begin"]:

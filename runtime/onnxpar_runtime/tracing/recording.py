@@ -95,8 +95,9 @@ class Recording:
             for span in _spans(index, part, names, self._offsets[index], later[index])
         ]
         first = min((span.start for span in spans), default=0.0)
-        spans = [_moved(span, first) for span in sorted(spans, key=lambda s: (s.start, -s.end))]
-        _name_last(spans)
+        spans = [_moved(span, first) for span in spans]
+        spans += _name_last(spans)
+        spans.sort(key=lambda span: (span.start, -span.end))
         return Trace(command, stage_devices, clocks, spans, names, device)
 
 
@@ -166,20 +167,32 @@ def _moved(span: TraceSpan, by: float) -> TraceSpan:
     )
 
 
-def _name_last(spans: Sequence[TraceSpan]) -> None:
-    """Writes into each call, and each wait for it, which of its ranks came last."""
+def _name_last(spans: Sequence[TraceSpan]) -> list[TraceSpan]:
+    """Writes into each call, and each wait for it, which of its ranks came last.
+
+    Returns:
+        The waits of calls on GPUs: until the last of its ranks began the call.
+    """
+    found = []
     members: defaultdict[tuple[Any, ...], list[TraceSpan]] = defaultdict(list)
     waits = {(s.rank, s.track, s.start): s for s in spans if s.kind == WAITING}
     for span in spans:
         more = span.more
         if span.kind == CALL and more["op"] == COLLECTIVE:
-            members[(*more["ranks"], "|", more["lane"], more["place"])].append(span)
+            # Calls on GPUs and on hosts are counted apart.
+            place = more["lane"], more["place"], more.get("device")
+            members[(*more["ranks"], "|", *place)].append(span)
     for calls in members.values():
         if len(calls) < len(calls[0].more["ranks"]):
             continue  # began before the recording on some rank
-        last = max(calls, key=lambda call: call.start).rank
+        latest = max(calls, key=lambda call: call.start)
         for call in calls:
             wait = waits.get((call.rank, call.track, call.start))
+            if call.more.get("device") and call is not latest:
+                met = min(latest.start, call.end)
+                wait = TraceSpan(call.rank, call.track, WAITING, "waiting", call.start, met, {})
+                found.append(wait)
             for span in (call,) if wait is None else (call, wait):
                 assert isinstance(span.more, dict)
-                span.more["last"] = last
+                span.more["last"] = latest.rank
+    return found

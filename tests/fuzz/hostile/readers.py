@@ -433,7 +433,7 @@ def _read_npz(case: Path) -> None:
 
 
 def _calls(work: Path, case: Path) -> list[Files]:
-    row = [1, 0, 1, 0, 0, 1, 1, 64, 77, 10, 11, 12]
+    row = [1, 0, 1, 0, 0, 1, 1, 64, 77, 10, 11, 12, 0]
     found: Files = {}
     for rank in range(2):
         raw = {

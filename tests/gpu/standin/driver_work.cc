@@ -36,6 +36,7 @@ int cudaEventDestroy(void* event);
 int cudaEventRecord(void* event, void* stream);
 int cudaEventQuery(void* event);
 int cudaEventSynchronize(void* event);
+int cudaEventElapsedTime(float* milliseconds, void* from, void* to);
 int cudaDeviceGetAttribute(int* value, int attribute, int device);
 }
 
@@ -133,6 +134,9 @@ int cuEventQuery(void* event) {
   return getenv("STANDIN_SHUT_DOWN") != nullptr ? kDeinitialized : cudaEventQuery(event);
 }
 int cuEventSynchronize(void* event) { return cudaEventSynchronize(event); }
+int cuEventElapsedTime(float* milliseconds, void* from, void* to) {
+  return cudaEventElapsedTime(milliseconds, from, to);
+}
 
 int cuModuleLoadData(void** module, const void* image) {
   // As NVRTC's stand-in writes it. Machine code runs where only the minor number is greater, and

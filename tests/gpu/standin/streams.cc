@@ -516,8 +516,12 @@ int cudaEventSynchronize(void* handle) {
   wait(point);
   return kSuccess;
 }
-int cudaEventElapsedTime(float* milliseconds, void*, void*) {
-  *milliseconds = 0;
+// In simulated time.
+int cudaEventElapsedTime(float* milliseconds, void* from, void* to) {
+  Timeline& t = timeline();
+  std::lock_guard<std::mutex> lock(t.mutex);
+  const double nanoseconds = static_cast<Event*>(to)->time - static_cast<Event*>(from)->time;
+  *milliseconds = static_cast<float>(nanoseconds / 1e6);
   return kSuccess;
 }
 
