@@ -1,5 +1,6 @@
 """The trace of a GPT on a mesh in each of two stages: 16 ranks, as threads of this process."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from onnxpar_format.trace import ACTION, CALL, Trace, read_trace
 from onnxpar_format.trace_times import PARTS, times
 from onnxpar_runtime import Trainer, TrainerGroup
 from onnxpar_runtime.tracing.recording import Recording, write_trace
+from tests.chrome_trace import complaints
 
 STEPS, MICRO_BATCHES = 3, 2
 
@@ -44,6 +46,7 @@ def test_a_trace_of_sixteen_ranks_adds_up(tmp_path: Path) -> None:
     with TrainerGroup(out) as group:
         first, *others = group.on_each(record)
     assert first is not None and others == [None] * 15
+    assert complaints(json.loads(file.read_text())) == []
     trace = read_trace(file)
     assert len(trace.spans) == len(first.spans) and len(trace.clocks) == 16
     found = times(trace)
