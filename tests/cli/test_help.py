@@ -33,3 +33,13 @@ def test_training_options_come_after_the_others() -> None:
         first = own.index(training[0])
         assert own[first : first + len(training)] == training
         assert {"out", "strategy", "devices", "symbol"} < {*own[:first]}
+
+
+def test_results_can_be_printed_as_json() -> None:
+    """But for the four commands of which docs/reference/command_line.md says why."""
+    without = {
+        command.name
+        for command in commands()
+        if not any("--json" in param.opts for param in command.params)
+    }
+    assert without == {"run", "serve", "train", "launch"}
