@@ -15,6 +15,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from onnxpar.cli.wrap import shortened, wrapped
+
 Json = dict[str, Any]
 
 TITLE = 14
@@ -90,7 +92,8 @@ class Screen:
     def note(self, text: str, style: str = "") -> None:
         """Prints a sentence, which is wrapped between words on a terminal."""
         self._begun = True
-        self.console.print(Text(text, style=style), soft_wrap=self.width is None)
+        lines = [text] if self.width is None else wrapped(text, self.width)
+        self.console.print(Text("\n".join(lines), style=style), soft_wrap=True)
 
     def entry(self, title: str, text: str, *, layout: bool = False) -> None:
         """Prints a line with a title; on a terminal, further lines are indented.
@@ -100,16 +103,10 @@ class Screen:
             text: What is said about it.
             layout: Whether to colour mesh axes.
         """
+        lines = [text] if self.width is None else wrapped(text, self.width - TITLE)
+        text = f"\n{'':<{TITLE}}".join(lines)
         found = self.layout(text) if layout else Text(text)
-        head = Text(f"{title:<{TITLE}}", style="bold")
-        if self.width is None:
-            self._print(Text.assemble(head, found))
-            return
-        grid = Table.grid()
-        grid.add_column(width=TITLE, no_wrap=True)
-        grid.add_column(overflow="fold")
-        grid.add_row(head, found)
-        self._print(grid)
+        self._print(Text.assemble(Text(f"{title:<{TITLE}}", style="bold"), found))
 
     def table(self, columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> None:
         """Prints a table below an empty line; nothing if it has no rows.
@@ -146,7 +143,7 @@ class Screen:
                 *(
                     Text(shortened(row[i], widths[i]))
                     if shown[i].kind is Content.NAME
-                    else self.layout(_with_short_names(row[i], widths[i]))
+                    else self.layout("\n".join(wrapped(row[i], widths[i], shorten=True)))
                     for i in kept
                 )
             )
@@ -218,20 +215,6 @@ def fit(columns: Sequence[Column], natural: Sequence[int], width: int) -> list[i
     shrink(Content.NAME, _LEAST_NAME)
     shrink(Content.TEXT, _LEAST_TEXT // 2)
     return widths
-
-
-def shortened(name: str, width: int) -> str:
-    """Returns a name with an ellipsis in the middle if it is longer than `width`."""
-    if len(name) <= width:
-        return name
-    # The end tells more: layers begin alike.
-    begin = (width - 1) * 2 // 5
-    return f"{name[:begin]}…{name[len(name) - (width - 1 - begin) :]}"
-
-
-def _with_short_names(text: str, width: int) -> str:
-    """Returns a text with each word shortened that is longer than `width`, but not a formula."""
-    return " ".join(word if "*(" in word else shortened(word, width) for word in text.split(" "))
 
 
 def amount(number: int | str) -> str:

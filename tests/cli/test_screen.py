@@ -8,7 +8,8 @@ import pytest
 import transformer
 
 from onnxpar.cli import main
-from onnxpar.cli.screen import Column, Content, Screen, fit, once, shortened
+from onnxpar.cli.screen import Column, Content, Screen, fit, once
+from onnxpar.cli.wrap import shortened, wrapped
 
 COLOURS = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
 LAYERS = 6
@@ -93,6 +94,26 @@ def test_names_are_shortened_in_the_middle() -> None:
     assert shortened("/layer0/attn/q_proj/MatMul", 26) == "/layer0/attn/q_proj/MatMul"
     short = shortened("/layer0/attn/q_proj/MatMul", 16)
     assert short == "/layer…oj/MatMul" and len(short) == 16
+
+
+@pytest.mark.parametrize(
+    ("text", "width", "lines"),
+    [
+        ("split over [dp, ~, (batch: tp)]", 22, ["split over", "[dp, ~, (batch: tp)]"]),
+        # A list that is wider than a line is broken, but not the list within it.
+        ("[dp, (seq: tp), (head: tp)]", 16, ["[dp, (seq: tp),", "(head: tp)]"]),
+        ("3596*seq*((batch + 1)//2)", 20, ["3596*seq*", "((batch + 1)//2)"]),
+        ("8*(batch + 1) + 2*batch", 14, ["8*(batch + 1)", "+ 2*batch"]),
+        ("3596*seq*((batch + 1)//2)", 11, ["3596*seq*", "((batch +", "1)//2)"]),
+        ("abcdefghij", 4, ["abcd", "efgh", "ij"]),
+        ("a bb ccc", 4, ["a bb", "ccc"]),
+        ("", 4, [""]),
+    ],
+    ids=str,
+)
+def test_brackets_are_kept_together(text: str, width: int, lines: list[str]) -> None:
+    assert wrapped(text, width) == lines
+    assert "".join(lines).replace(" ", "") == text.replace(" ", "")
 
 
 def test_repeated_sentences_are_said_once() -> None:

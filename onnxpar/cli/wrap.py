@@ -1,0 +1,61 @@
+"""Lines of text that are broken between words, and not within brackets if that can be avoided."""
+
+import re
+from collections.abc import Iterator
+
+_OPEN, _CLOSE = "([{", ")]}"
+# Behind a space, and behind an operator of a formula.
+_BREAK = re.compile(r" |(?<=\w)(?:\*|//)(?=[\w(])|(?<=\))(?:\*|//)(?=[\w(])")
+
+
+def wrapped(text: str, width: int, *, shorten: bool = False) -> list[str]:
+    """Returns a text in lines.
+
+    A line ends behind a space. A list in brackets is broken only if it is wider than a line, and a
+    formula at an operator only if it has no space where it could be broken.
+
+    Args:
+        text: The text, without line breaks.
+        width: The most characters of a line.
+        shorten: Whether a name that is wider than a line gets an ellipsis in the middle.
+    """
+    if shorten:
+        text = " ".join(_short(word, width) for word in text.split(" "))
+    groups = list(_groups(text, width))
+    places = [(m[0] == " ", m.end()) for m in _BREAK.finditer(text)]
+    outside = [(s, end) for s, end in places if not any(a < end < b for a, b in groups)]
+    lines, begin = [], 0
+    while len(text) - begin > width:
+        # The space at the end of a line is not printed.
+        found = [p for p in outside if begin < p[1] <= begin + width + p[0]]
+        found = found or [p for p in places if begin < p[1] <= begin + width + p[0]]
+        end = max(found)[1] if found else begin + width
+        lines.append(text[begin:end].rstrip())
+        begin = end
+    return [*lines, text[begin:]]
+
+
+def shortened(name: str, width: int) -> str:
+    """Returns a name with an ellipsis in the middle if it is longer than `width`."""
+    if len(name) <= width:
+        return name
+    # The end tells more: layers begin alike.
+    begin = (width - 1) * 2 // 5
+    return f"{name[:begin]}…{name[len(name) - (width - 1 - begin) :]}"
+
+
+def _short(word: str, width: int) -> str:
+    """Returns a word, shortened if it is a name that is too wide."""
+    return word if any(_BREAK.finditer(word)) else shortened(word, width)
+
+
+def _groups(text: str, width: int) -> Iterator[tuple[int, int]]:
+    """Returns where each pair of brackets begins and ends that fits a line."""
+    opened: list[int] = []
+    for place, letter in enumerate(text):
+        if letter in _OPEN:
+            opened.append(place)
+        elif letter in _CLOSE and opened:
+            begin = opened.pop()
+            if place + 1 - begin <= width:
+                yield begin, place + 1
