@@ -9,12 +9,14 @@ SHOWN = 5
 
 
 def describe_program(report: dict[str, Any]) -> dict[str, str]:
-    """Returns a sentence about each: devices, nodes, parameters if there are any, collectives."""
+    """Returns a sentence about each: devices, nodes, collectives; parameters and pairs if any."""
     totals = report["totals"]
     lines = {
         "devices": f"{report['devices']}{_mesh(report)}",
         "nodes": f"{totals['nodes']:,}: {_nodes(report)}",
     }
+    if "once" in totals:
+        lines["micro-batches"] = describe_pair(totals)
     if totals["parameters"]:
         lines["parameters"] = (
             f"{totals['parameters']:,}, {describe_held(totals)} on {describe_device(report)}"
@@ -22,6 +24,14 @@ def describe_program(report: dict[str, Any]) -> dict[str, str]:
     kinds = ", ".join(f"{n:,} {op}" for op, n in totals["collectives_by_op"].items())
     lines["collectives"] = f"{kinds}; {_sent(report)} in a run" if kinds else "none"
     return lines
+
+
+def describe_pair(totals: dict[str, Any]) -> str:
+    """Returns how often the nodes of a program of two micro-batches are there."""
+    once = totals["once"]
+    shared = f", and {once:,} that both share" if once else ""
+    each = count((totals["nodes"] - once) // 2, "node")
+    return f"two micro-batches take turns: {each} for each of them{shared}"
 
 
 def describe_held(totals: dict[str, Any]) -> str:
@@ -64,15 +74,15 @@ def _sent(report: dict[str, Any]) -> str:
 def _nodes(report: dict[str, Any]) -> str:
     """Returns the number of nodes of each kind: sharded, or replicated for one of two reasons."""
     totals = report["totals"]
-    names = [item["name"] for item in report["replicated"]]
-    unsplit = totals["nodes"] - totals["sharded"] - len(names)
+    names, replicated = [item["name"] for item in report["replicated"]], totals["replicated"]
+    unsplit = totals["nodes"] - totals["sharded"] - replicated
     parts = [f"{totals['sharded']:,} sharded"]
     if unsplit:
         parts.append(f"{unsplit:,} replicated: none of their dims is sharded")
     if names:
         more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
         parts.append(
-            f"{len(names):,} replicated: no sharding rule ({', '.join(names[:SHOWN])}{more})"
+            f"{replicated:,} replicated: no sharding rule ({', '.join(names[:SHOWN])}{more})"
         )
     return ", ".join(parts)
 

@@ -5,7 +5,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from onnxpar.cli.describe import count, describe_conflict, describe_growth, describe_program
+from onnxpar.cli.describe import (
+    count,
+    describe_conflict,
+    describe_growth,
+    describe_pair,
+    describe_program,
+)
 from onnxpar.cli.screen import Column, Content, Screen, amount, once
 from onnxpar.core.name_patterns import listed
 from onnxpar.report.fold_layers import common_name, fold_nodes, fold_rows, matching_nodes
@@ -380,6 +386,9 @@ def _programs(programs: Mapping[str, Json], screen: Screen) -> None:
         Column("collectives"), Column("bytes that a device sends"),
     )  # fmt: skip
     screen.table(columns, rows)
+    for name, report in programs.items():
+        if "once" in report["totals"]:
+            screen.note(f"In {name}, {describe_pair(report['totals'])}.")
 
 
 def _times(alike: Sequence[Json]) -> str:

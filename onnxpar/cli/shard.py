@@ -18,6 +18,7 @@ from onnxpar.cli.describe import (
     describe_device,
     describe_growth,
     describe_held,
+    describe_pair,
     describe_program,
 )
 from onnxpar.cli.options import AsJson, Constraints, Devices, takes_options
@@ -224,7 +225,7 @@ def _print(summary: Summary, ranks: Sequence[int]) -> None:
         lines.append(f"replicated    and {count(left, 'more node')}")
     lines.append(f"written       {summary.out} in {sum(summary.seconds.values()):.1f} s")
     if summary.training is not None:
-        lines += _trained(summary.training, describe_device(report))
+        lines += [*_pairs(report), *_trained(summary.training, describe_device(report))]
     for line in lines:
         screen.entry(line[:TITLE].rstrip(), line[TITLE:], layout=True)
     screen.legend()
@@ -258,6 +259,19 @@ def _supplied(report: dict[str, Any]) -> list[str]:
         f"{describe_device(report)}",
         f"              {count(len(found), 'input')} from it, such as {first['input']} from "
         f"{first['value']}, {first['sharding']}",
+    ]
+
+
+def _pairs(report: dict[str, Any]) -> list[str]:
+    """Returns lines about the program of two micro-batches, if there is one."""
+    return [
+        line
+        for name, data in report["programs"].items()
+        if "once" in data["totals"]
+        for line in (
+            f"pairs         in {name}, {describe_pair(data['totals'])}",
+            "              train divides a batch into 2 micro-batches, or as --accumulate says",
+        )
     ]
 
 

@@ -117,6 +117,8 @@ class PartitionedModel:
         virtual_stage: Its virtual stage; a stage may have several.
         handed_in: The values that it reads from other programs of the same micro-batch.
         handed_out: The values that it makes for them.
+        twice: In a program of two micro-batches that take turns, the nodes of the undivided program
+            that are there for each of them, by name; the others are there once.
     """
 
     program: str
@@ -140,6 +142,7 @@ class PartitionedModel:
     virtual_stage: int = 0
     handed_in: tuple[Handed, ...] = ()
     handed_out: tuple[Handed, ...] = ()
+    twice: frozenset[str] = frozenset()
 
     @property
     def ranks(self) -> range:

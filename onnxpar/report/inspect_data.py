@@ -1,7 +1,7 @@
 """What `onnxpar inspect` shows of a model before and after partitioning, as plain data."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -260,23 +260,33 @@ def _totals(
     replicated: Sequence[Json],
     stages: Sequence[Json],
 ) -> Json:
-    """Sums of a program. In a pipeline, the fullest stage gives the bytes of a device."""
-    collectives = parted.builder.collectives
+    """Sums of a program. In a pipeline, the fullest stage gives the bytes of a device.
+
+    A node that is there for each of two micro-batches counts twice. Such a program also has `once`,
+    the number of the other nodes.
+    """
+    collectives, twice = parted.builder.collectives, parted.twice
+
+    def times(names: Iterable[str]) -> int:
+        return sum(2 if name in twice else 1 for name in names)
+
+    conflicts = [c for c in parted.conflicts for _ in range(times([c.node]))]
     # A parameter that several stages hold counts once.
     sizes = {
         p.name: bytes_of(p.source.dtype, map(int, p.sharding.shape)) for p in parted.parameters
     }
     return {
-        "nodes": len(nodes),
-        "sharded": sum(map(_is_sharded, nodes)),
-        "replicated": len(replicated),
+        "nodes": times(node["name"] for node in nodes),
+        "sharded": times(node["name"] for node in nodes if _is_sharded(node)),
+        "replicated": times(item["name"] for item in replicated),
+        **({"once": sum(node["name"] not in twice for node in nodes)} if twice else {}),
         "collectives": len(collectives),
         "calls": len({c.node for c in collectives}),
         "collectives_by_op": dict(sorted(Counter(c.op for c in collectives).items())),
         "bytes": total_bytes(c.bytes for c in collectives),
         "grows_faster_than": _growth(collectives, parted.builder.table),
-        "conflicts": len(parted.conflicts),
-        "conflict_bytes": total_bytes(c.bytes for c in parted.conflicts),
+        "conflicts": len(conflicts),
+        "conflict_bytes": total_bytes(c.bytes for c in conflicts),
         "parameters": len(sizes),
         "parameter_bytes": sum(sizes.values()),
         "parameter_bytes_per_device": max(

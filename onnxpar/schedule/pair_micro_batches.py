@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 
 import onnx_ir as ir
 
+from onnxpar.facts.varying_nodes import varying_nodes
 from onnxpar.graph.body_captures import bodies_of, opened, read_by
 from onnxpar.graph.builder import DOMAIN
 from onnxpar.graph.local_builder import MICRO_BATCH, LocalBuilder
@@ -116,9 +117,12 @@ class _Pair:
         for item in old.outputs:
             if item.local not in self.results:
                 self._add(item.local)
+        own = {item.name for item in old.inputs if item.name not in old.states.inputs}
+        own.update(old.states.outputs.values())
         return replace(
             old,
             program=PAIRED,
+            twice=varying_nodes(old.source.graph, own, old.plan, old.registry),
             builder=self.builder,
             inputs=tuple(inputs),
             outputs=tuple(replace(o, local=self.results[o.local]) for o in old.outputs),

@@ -214,3 +214,42 @@ def test_calls_with_several_tensors(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert main(["inspect", str(tmp_path / "out"), "--program", "optimizer_model"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "2 AllReduce in 1 call" in shown and shown.count("in one call with 1 more") == 2
+
+
+SHARED = """<ir_version: 10, opset_import: ["" : 21]>
+g (float[batch, 6] x) => (float[batch, 4] y) {
+  [turned] t = Transpose<perm = [1, 0]>(w)
+  [first] a = MatMul(x, t)
+  [act] r = Relu(a)
+  [last] y = MatMul(r, v)
+}"""
+
+
+def test_a_pair_is_announced_and_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nodes of two micro-batches count twice; those that depend on parameters alone, once."""
+    proto = parser.parse_model(SHARED)
+    for name, shape in (("w", (8, 6)), ("v", (8, 4))):
+        proto.graph.initializer.append(numpy_helper.from_array(np.ones(shape, np.float32), name))
+    onnx.save(proto, tmp_path / "m.onnx")
+    out, strategy = tmp_path / "out", tmp_path / "s.yaml"
+    strategy.write_text("{mesh: {tp: 2}, pair_micro_batches: true}")
+    options = ["--train", "--loss", "mse", "--optimizer", "sgd", "-o", str(out)]
+    assert main(["shard", str(tmp_path / "m.onnx"), "--strategy", str(strategy), *options]) == 0
+    said = capsys.readouterr().out
+    programs = inspected(out, capsys)["programs"]
+    one, pair = programs["training_model"]["totals"], programs["paired_model"]["totals"]
+    nodes = {node["name"] for node in inspected(out, capsys, "--program", "paired_model")["nodes"]}
+    written = {node.name for node in onnx.load(out / "rank0000.paired_model.onnx").graph.node}
+    twice = {name for name in nodes if f"{name}.second" in written}
+    assert "first" in twice and "turned" in nodes - twice
+    assert (pair["nodes"], pair["once"]) == (len(nodes) + len(twice), len(nodes - twice))
+    assert one["nodes"] == len(nodes) and "once" not in one
+    assert pair["collectives"] == 2 * one["collectives"]
+    text = f"take turns: {len(twice)} nodes for each of them, and {len(nodes - twice)} that both"
+    assert main(["inspect", str(out)]) == 0
+    for shown in (said, capsys.readouterr().out):
+        assert f"paired_model, two micro-batches {text} share" in " ".join(shown.split())
+    assert main(["inspect", str(out), "--program", "paired_model"]) == 0
+    assert f"nodes         {pair['nodes']}: " in capsys.readouterr().out
