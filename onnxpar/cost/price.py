@@ -4,10 +4,9 @@ The time of a step is that of its schedule (`onnxpar.cost.timeline`).
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
-from typing import TypeVar
 
 import onnx_ir as ir
 
@@ -17,23 +16,13 @@ from onnxpar.core.sharding import Sharding
 from onnxpar.cost.cost_model import CostModel, Work
 from onnxpar.cost.live_memory import Made, MemoryStep, live_peak, makes
 from onnxpar.cost.optimizer_parallel import Shards
-from onnxpar.cost.timeline import (
-    Gather,
-    Member,
-    Transfer,
-    Turns,
-    delayed,
-    elapsed,
-    finished_later,
-    gathered_ahead,
-    in_buckets,
-)
+from onnxpar.cost.timeline import Gather, Member, Transfer, finished_later, in_buckets
+from onnxpar.cost.turns import Events, PairedSteps
 from onnxpar.facts.program import Program
+from onnxpar.facts.varying_nodes import varying_nodes
 from onnxpar.graph.plan import NodePlan, Plan
 from onnxpar.graph.shapes import itemsize
 from onnxpar.ops.kernel_memory import call, kernel
-
-_Event = TypeVar("_Event", Transfer, Gather)
 
 
 @dataclass(frozen=True)
@@ -143,13 +132,31 @@ def price(
     shards = shards or Shards(plan, {})
     laid = shards.training(program)
     pricing = _Pricing(program, laid.plan, cost, shards, moments, laid.gathered)
-    return pricing.run(), tuple(pricing.steps)
+    return pricing.run(), tuple(pricing.paired.steps)
+
+
+@dataclass(frozen=True)
+class InTurns:
+    """The cost of a step whose micro-batches take turns, on one device.
+
+    Attributes:
+        seconds: Seconds of the step.
+        peak: Bytes at the peak, as in `Price`.
+    """
+
+    seconds: float
+    peak: int
 
 
 def price_in_turns(
-    program: Program, plan: Plan, cost: CostModel, shards: Shards, moments: int
-) -> float:
-    """Returns the seconds of a step of two micro-batches that take turns.
+    program: Program,
+    plan: Plan,
+    cost: CostModel,
+    shards: Shards,
+    moments: int,
+    micro_batches: int,
+) -> InTurns:
+    """Returns the cost of a step in which each two micro-batches take turns.
 
     Args:
         program: Forward and backward of one of them.
@@ -157,11 +164,19 @@ def price_in_turns(
         cost: The cost model, with the sizes of one of them.
         shards: As in `price`.
         moments: As in `price`.
+        micro_batches: Micro-batches of a step, at least 2; the last one of an odd number runs
+            alone.
     """
     laid = shards.training(program)
-    pricing = _Pricing(program, laid.plan, cost, shards, moments, laid.gathered)
+    inputs = {value.name or "" for value in program.graph.inputs}
+    varying = varying_nodes(program.graph, inputs, laid.plan, program.registry)
+    pricing = _Pricing(program, laid.plan, cost, shards, moments, laid.gathered, varying)
     alone, events = pricing.run(), pricing.events()
-    return alone.seconds + events.in_turns().elapsed(once=True) - events.elapsed(once=True)
+    both, last = events.in_turns(), events.elapsed(once=True)
+    pairs, odd = divmod(micro_batches, 2)
+    runs = last if odd else both.elapsed(once=True) - both.elapsed()
+    seconds = alone.seconds - last + pairs * both.elapsed() + runs
+    return InTurns(seconds, pricing.peak_in_turns(alone.held))
 
 
 @dataclass
@@ -172,9 +187,12 @@ class _Pricing:
     shards: Shards
     moments: int
     gathered: frozenset[str]
+    varying: frozenset[str] | None = None
     made: dict[str, dict[Sharding, str]] = field(default_factory=dict)
     itemsizes: dict[str, int] = field(default_factory=dict)
-    steps: list[MemoryStep] = field(default_factory=list)
+    paired: PairedSteps = field(default_factory=PairedSteps)
+    shared: set[str] = field(default_factory=set)
+    shared_nodes: set[int] = field(default_factory=set)
     outside: set[str] = field(default_factory=set)
     computed: list[float] = field(default_factory=list)
     transfers: list[Transfer] = field(default_factory=list)
@@ -194,6 +212,8 @@ class _Pricing:
         for name, sharding in (*plan.inputs.items(), *plan.parameters.items()):
             self._define(name, sharding)
             self.outside.add(name)
+        if self.varying is not None:
+            self.shared.update(plan.parameters)
         prices = tuple(self._node(node) for node in graph)
         outputs, gradients = self._leaving(), self._reducing()
         # A parameter and its moments are read and written, and its gradient is read.
@@ -202,12 +222,38 @@ class _Pricing:
         updating = updated / self.cost.machine.bandwidth
         kept = {n: self._kept(n) for n in plan.parameters}
         held = sum(kept.values())
-        self.steps.append(MemoryStep("optimizer", tuple(self.started), (), 0))
-        values = live_peak(self.steps, self._outputs()) + self._ahead()
-        reduced = self._reduced() + sum(self.started.values())
-        peak = held + self._bound() + self.copied + max(values, reduced)
+        self._step(MemoryStep("optimizer", tuple(self.started), (), 0), once=True)
+        values = live_peak(self.paired.steps, self._outputs()) + self._ahead()
+        peak = self._peak(held, values)
         hidden = self._hidden(prices)
         return Price(prices, outputs, gradients, updating, held, peak, kept, *hidden)
+
+    def peak_in_turns(self, held: int) -> int:
+        """Returns the bytes at the peak of two micro-batches that take turns.
+
+        Args:
+            held: Bytes that are always held.
+        """
+        outputs = self._outputs()
+        steps = tuple(self.paired.in_turns(self.events().turns(), outputs))
+        values = live_peak(steps, outputs) + self._ahead(2)
+        inputs = sum(self._bytes(s, self.itemsizes[n]) for n, s in self.plan.inputs.items())
+        return self._peak(held, values) + inputs
+
+    def _peak(self, held: int, values: int) -> int:
+        """Bytes at the peak, with what is held and the peak of the values between nodes."""
+        reduced = self._reduced() + sum(self.started.values())
+        return held + self._bound() + self.copied + max(values, reduced)
+
+    def _step(self, step: MemoryStep, *, once: bool | None = None) -> None:
+        """Adds a step; `once`: if it is there once, whether it comes with the second of a pair."""
+        if once is not None:
+            self.paired.once[len(self.paired.steps)] = once
+        self.paired.steps.append(step)
+        self.paired.places.append(len(self.computed))
+
+    def _once(self, name: str) -> bool | None:
+        return False if name in self.shared else None
 
     def _hidden(self, prices: Sequence[NodePrice]) -> tuple[float, float]:
         """Seconds hidden in each micro-batch, and those hidden in the last one in addition."""
@@ -219,15 +265,16 @@ class _Pricing:
         once = sum(t.seconds for t in events.once())
         return sum(p.seconds for p in prices) - each, each + once - last
 
-    def events(self) -> "_Events":
+    def events(self) -> Events:
         """Returns what happens in a run, after it has been priced."""
-        return _Events(
+        return Events(
             self.computed,
             self.transfers,
             self.gathers,
             self.leaving,
             self.reductions,
             self.updated,
+            self.shared_nodes,
         )
 
     def _kept(self, name: str) -> int:
@@ -269,6 +316,9 @@ class _Pricing:
             for v, shape in zip(node.outputs, shapes, strict=True)
         ]
         names = [v.name or "" for v in node.outputs]
+        if self.varying is not None and name not in self.varying:
+            self.shared.update(names)
+            self.shared_nodes.add(len(self.computed))
         facts = kernel(node, self.program.registry)
         seen = call(
             node,
@@ -277,14 +327,10 @@ class _Pricing:
             self.itemsizes[names[0]] if names else 0,
             self.program.registry,
         )
-        self.steps.append(
-            MemoryStep(
-                name,
-                tuple(filter(None, reads)),
-                makes(facts, reads, names, sizes),
-                facts.work(seen),
-            )
+        step = MemoryStep(
+            name, tuple(filter(None, reads)), makes(facts, reads, names, sizes), facts.work(seen)
         )
+        self._step(step, once=self._once(names[0]) if names else None)
         for key in names:
             self._start_ahead(key)
         for key, out in zip(names, chosen.outputs, strict=True):
@@ -323,9 +369,13 @@ class _Pricing:
             size = self._bytes(want, self.itemsizes[name])
             gather = Gather((name, want), seconds, ready, needed, size, overlaps)
             self.gathers.append(gather)
-        else:
-            # An operand that is there from the beginning is resharded when it is needed.
-            self.transfers.append(Transfer(seconds, ready or needed, needed, overlaps))
+            return seconds, version
+        shared = name in self.shared
+        # An operand that is there from the beginning is resharded when it is needed.
+        transfer = Transfer(seconds, ready or needed, needed, overlaps, shared=shared)
+        self.transfers.append(transfer)
+        if overlaps and not shared:
+            self.paired.sent.add(len(self.paired.steps) - 1)
         return seconds, version
 
     def _nearest(self, name: str, want: Sharding) -> Sharding:
@@ -344,13 +394,14 @@ class _Pricing:
         seconds = self.cost.reshard(nearest, want, width)
         # A value that is gathered for one reader is dropped before the next one.
         again = name in self.gathered
-        version = f"{name} for {len(self.steps)}" if again else self._define(name, want)
+        version = f"{name} for {len(self.paired.steps)}" if again else self._define(name, want)
         source = versions[nearest]
         # A reduction may overwrite its operand; all other reshards need new memory.
         over = (source,) if nearest.partial and nearest.dims == want.dims else ()
         made = Made(version, self._bytes(want, width), over=over)
         room = self.cost.room(nearest, want, width)
-        self.steps.append(MemoryStep(f"{name} brought", (source,), (made,), room))
+        step = MemoryStep(f"{name} brought", (source,), (made,), room)
+        self._step(step, once=self._once(name))
         return seconds, version
 
     def _masked(
@@ -360,9 +411,10 @@ class _Pricing:
         if name in self.outside or not self.cost.masks(chosen.rule, chosen, index):
             return 0.0, version
         size = self._bytes(sharding, self.itemsizes[name])
-        masked = f"{version} for {len(self.steps)}"
+        masked = f"{version} for {len(self.paired.steps)}"
         # Where selects by a mask, which is as large as the operand.
-        self.steps.append(MemoryStep(f"{name} masked", (version,), (Made(masked, size),), size))
+        step = MemoryStep(f"{name} masked", (version,), (Made(masked, size),), size)
+        self._step(step, once=self._once(name))
         return self.cost.copying(size), masked
 
     def _bytes(self, sharding: Sharding, width: int) -> int:
@@ -433,18 +485,20 @@ class _Pricing:
         if _overlaps(link) and leaves.dims != shard.dims:
             key, size = f"{output} started", self._bytes(shard, self.itemsizes[name])
             self.started[key] = size
-            self.steps.append(MemoryStep(key, (), (Made(key, size),)))
+            self._step(MemoryStep(key, (), (Made(key, size),)), once=True)
 
-    def _ahead(self) -> int:
+    def _ahead(self, micro_batches: int = 1) -> int:
         """Bytes by which the schedule raises the peak at most (`onnxpar.schedule.background`).
 
         Of parameters that are gathered early, or gradients whose reduction is under way, the
-        largest; and a parameter that is kept from the forward to the backward pass.
+        largest for each micro-batch of a run; and a parameter that is kept from the forward to the
+        backward pass.
         """
         sizes = [gather.size for gather in self.gathers]
         pairs = zip(self.gathers, self.gathers[1:], strict=False)
         kept = max(sizes) if any(g.shard == other.shard for g, other in pairs) else 0
-        return max([*sizes, *(t.size for t in self.leaving)], default=0) + kept
+        largest = max([*sizes, *(t.size for t in self.leaving)], default=0)
+        return micro_batches * largest + kept
 
     def _outputs(self) -> set[str]:
         """The versions that are outputs of the graph; they have memory of their own."""
@@ -467,71 +521,6 @@ class _Pricing:
             for name, output in self.shards.gradients.items()
             if self.plan.outputs[output] != self.shards.moment(name)
         )
-
-
-@dataclass(frozen=True)
-class _Events:
-    """What happens in a run of a training program; places are as in `onnxpar.cost.timeline`.
-
-    Attributes:
-        computing: The seconds of each node.
-        transfers: Reshards of values.
-        gathers: Gathers of parameters.
-        leaving: Reductions of gradients that the program writes.
-        reductions: Reductions of gradients that the optimizer's program needs.
-        updated: Gathers of updated parameters.
-    """
-
-    computing: Sequence[float]
-    transfers: Sequence[Transfer]
-    gathers: Sequence[Gather]
-    leaving: Sequence[Transfer]
-    reductions: Sequence[Member]
-    updated: Sequence[Member]
-
-    def once(self) -> tuple[Transfer, ...]:
-        """Returns what happens once in a step, in its last run."""
-        # The step before leaves the gathers of updated parameters running.
-        calls = in_buckets(self.reductions, len(self.computing))
-        return (*finished_later(self.updated), *calls)
-
-    def elapsed(self, *, once: bool = False) -> float:
-        """Returns the seconds of a run; `once`: of the last one of a step."""
-        left = delayed(self.leaving, len(self.computing))
-        inside = sorted((*self.transfers, *gathered_ahead(self.gathers), *left), key=_ready)
-        every = (*self.once(), *inside) if once else inside
-        return elapsed(self.computing, sorted(every, key=_ready))
-
-    def in_turns(self) -> "_Events":
-        """Returns the events of two micro-batches that take turns at each collective."""
-        needed = [*(t.needed for t in self.transfers), *(g.needed for g in self.gathers)]
-        cuts = {*needed, *(t.ready for t in self.leaving)}
-        end = len(self.computing)
-        turns = Turns(tuple(sorted(cut for cut in cuts if 0 < cut < end)), end)
-
-        def both(events: Sequence[_Event]) -> list[_Event]:
-            return [
-                replace(
-                    event,
-                    ready=turns.behind(event.ready, second),
-                    needed=turns.place(event.needed, second),
-                )
-                for event in events
-                for second in (False, True)
-            ]
-
-        return _Events(
-            turns.computing(self.computing),
-            both(self.transfers),
-            sorted(both(self.gathers), key=lambda g: g.needed),
-            sorted(both(self.leaving), key=_ready),
-            [replace(m, ready=turns.behind(m.ready, True)) for m in self.reductions],
-            [replace(m, ready=turns.place(m.ready, False)) for m in self.updated],
-        )
-
-
-def _ready(event: Transfer) -> int:
-    return event.ready
 
 
 def _overlaps(link: Link | None) -> bool:

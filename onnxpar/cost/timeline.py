@@ -5,10 +5,8 @@ the partitioned program when a collective starts and who waits for it; here the 
 applied to a plan, which has the nodes of the program and the reshards between them.
 """
 
-from bisect import bisect_right
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import TypeVar
 
 from onnxpar.core.machine import Link
@@ -37,6 +35,7 @@ class Transfer:
             computed meanwhile.
         size: Bytes of its operand, which stays in memory until it is complete; 0 if that does not
             matter.
+        shared: Whether two micro-batches in one program share its result.
     """
 
     seconds: float
@@ -44,6 +43,7 @@ class Transfer:
     needed: int
     overlaps: bool
     size: int = 0
+    shared: bool = False
 
 
 @dataclass(frozen=True)
@@ -241,34 +241,3 @@ def gathered_ahead(gathers: Sequence[Gather]) -> Iterator[Transfer]:
             first += 1
         ready = max(kept[first].needed, gather.ready) if number else gather.needed
         yield Transfer(gather.seconds, ready, gather.needed, gather.overlaps)
-
-
-@dataclass(frozen=True)
-class Turns:
-    """The places of two micro-batches that take turns (`onnxpar.schedule.pair_micro_batches`).
-
-    Attributes:
-        cuts: The places at which a micro-batch lets the other one compute, ascending.
-        end: The number of nodes of a micro-batch.
-    """
-
-    cuts: tuple[int, ...]
-    end: int
-
-    def place(self, place: int, second: bool) -> int:
-        """Returns the place, among the nodes of both, of a node of one micro-batch."""
-        if place == self.end:
-            return 2 * self.end
-        number = bisect_right(self.cuts, place)
-        if second:
-            return place + (self.cuts[number] if number < len(self.cuts) else self.end)
-        return place + (self.cuts[number - 1] if number else 0)
-
-    def behind(self, place: int, second: bool) -> int:
-        """Returns the place behind the node of one micro-batch that stands before a place."""
-        return self.place(place - 1, second) + 1 if place else 0
-
-    def computing(self, seconds: Sequence[float]) -> list[float]:
-        """Returns the seconds of the nodes of both, in order."""
-        bounds = [0, *self.cuts, self.end]
-        return [s for a, b in pairwise(bounds) for _ in range(2) for s in seconds[a:b]]

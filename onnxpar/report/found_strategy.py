@@ -6,7 +6,7 @@ from typing import Any
 
 from onnxpar.autodiff.mixed_precision import COMPUTE_TYPES
 from onnxpar.core.machine import Machine
-from onnxpar.cost.price import NodePrice
+from onnxpar.cost.price import InTurns, NodePrice
 from onnxpar.facts.program import Program
 from onnxpar.graph.plan import Plan
 from onnxpar.search.find_plan import GAP, UNLIMITED, Candidate, Found
@@ -67,8 +67,8 @@ class FoundStrategy:
             each of these choices with the plan that lacks it.
         types: If the type of products was decided: this type with the plan; then the other type, if
             it was tried, with the best plan that is known for it.
-        in_turns: Seconds of a step in which two halves of the batch take turns, if they do; None
-            also if the step has several micro-batches anyway.
+        in_turns: What a step costs whose micro-batches take turns, if they do; None also if it has
+            stages.
     """
 
     found: Found
@@ -80,7 +80,7 @@ class FoundStrategy:
     program: Program
     without: tuple[tuple[str, Way], ...] | None = None
     types: tuple[tuple[str, Way], ...] = ()
-    in_turns: float | None = None
+    in_turns: InTurns | None = None
 
     @property
     def devices(self) -> int:
@@ -169,7 +169,9 @@ class FoundStrategy:
                 }
                 for way in self.ways
             ],
-            "seconds_in_turns": self.in_turns,
+            "in_turns": None
+            if self.in_turns is None
+            else {"seconds": self.in_turns.seconds, "peak_bytes": self.in_turns.peak},
             "without": [
                 {"choice": name, "seconds": way.seconds, "peak_bytes": way.peak}
                 for name, way in self.without or ()
@@ -234,12 +236,14 @@ class FoundStrategy:
         return " ".join(filter(None, texts))
 
     def _turns(self) -> str:
-        """Returns that two halves of the batch take turns, if they do."""
+        """Returns which micro-batches take turns, if they do."""
         if self.in_turns is None:
             return ""
+        runs = self.ways[0].micro_batches
+        which = "Two halves of the batch" if runs == 1 else "Each two micro-batches"
         return (
-            "Two halves of the batch take turns, so that one computes while the other "
-            f"communicates: a step takes {seconds_text(self.in_turns)}."
+            f"{which} take turns, so that one computes while the other communicates: a step takes "
+            f"{seconds_text(self.in_turns.seconds)}, and needs {bytes_text(self.in_turns.peak)}."
         )
 
     def _choice(self) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 from onnxpar.core.errors import OnnxparError, ShardingError, StrategyError
 from onnxpar.core.name_patterns import check_symbol_sizes
 from onnxpar.core.symbols import Symbol, SymbolTable
+from onnxpar.cost.price import InTurns
 from onnxpar.graph.plan import Plan
 from onnxpar.graph.seeds import Seeds
 from onnxpar.search.configurations import MICRO_BATCHES, Configurations
@@ -56,8 +57,8 @@ class Decision:
         data: The content of a strategy file for the plan.
         free: Whether the plan was compared with presets: they would keep everything that is fixed.
         without: If more than the strategy was decided: each choice with the plan that lacks it.
-        in_turns: Seconds of a step in which two halves of the batch take turns, if they do; None
-            also if the step has several micro-batches anyway.
+        in_turns: What a step costs whose micro-batches take turns, if they do; None also if it has
+            stages.
     """
 
     found: Found
@@ -67,7 +68,7 @@ class Decision:
     data: dict[str, Any]
     free: bool
     without: tuple[tuple[str, Way], ...] | None = None
-    in_turns: float | None = None
+    in_turns: InTurns | None = None
 
 
 def settled(strategy: Strategy, workload: Workload, symbols: Mapping[str, Symbol]) -> Strategy:
@@ -233,15 +234,17 @@ def decide(
     )
     if strategy.recompute:
         data["recompute"] = strategy.recompute.entry
-    halves = in_turns(strategy, workload, machine, best)
-    data |= pairing(strategy) if halves is None else {PAIR: True}
+    pricing = by_stages[best.stages]
+    plan = workload.plan(found.seeds) if pricing.recompute else best.plan
+    turns = in_turns(strategy, pricing, plan, best, limit)
+    data |= pairing(strategy) if turns is None else {PAIR: True}
     others = [*(way for way, _ in tried[1:]), *refused, *shown]
     best = known if known is not None and best is first else by_stages[best.stages].grown(best)
     if large and others:
         second = min(range(len(others)), key=lambda i: rank(others[i]))
         others[second] = by_stages[others[second].stages].at_large_sizes(others[second])
     assert best.plan is not None
-    return Decision(found, best.plan, (best, *others), objective, data, free, in_turns=halves)
+    return Decision(found, best.plan, (best, *others), objective, data, free, in_turns=turns)
 
 
 def _at_large_sizes(
@@ -293,8 +296,9 @@ def _configured(
     if recompute := chosen.recompute or strategy.recompute:
         data["recompute"] = recompute.entry
     workload = replace(workload, parallel=chosen.parallel)
-    halves = in_turns(strategy, workload, machine, best.way)
-    data |= pairing(strategy) if halves is None else {PAIR: True}
+    pricing = Pricing(workload, machine, entry.sizes, chosen.split, chosen.recompute)
+    turns = in_turns(strategy, pricing, best.plan, best.way, limit)
+    data |= pairing(strategy) if turns is None else {PAIR: True}
 
     def cost(way: Way) -> tuple[float, int]:
         return way.seconds, way.peak
@@ -302,7 +306,7 @@ def _configured(
     # Without a choice that changes nothing, a plan costs the same.
     ways = (best.way, *(each.way for each in tried if cost(each.way) != cost(best.way)))
     return Decision(
-        best.found, best.way.plan, ways, objective, data, True, tuple(without), in_turns=halves
+        best.found, best.way.plan, ways, objective, data, True, tuple(without), in_turns=turns
     )
 
 

@@ -196,6 +196,10 @@ class Pricing:
         keep = self.recompute.communication == KEEP
         return recompute(planned, Recomputation(names, keep))
 
+    def of(self, planned: Planned) -> Workload:
+        """Returns the workload with the program that `planned` returns."""
+        return replace(self.workload, program=planned.program)
+
     def unstaged(self, planned: Planned, cost: CostModel) -> Priced:
         """Returns a program with its plan on one stage's mesh, priced without stages.
 
@@ -203,7 +207,7 @@ class Pricing:
             planned: What `planned` returns.
             cost: The cost model of a micro-batch.
         """
-        workload = replace(self.workload, program=planned.program)
+        workload = self.of(planned)
         found, steps = workload.priced(planned.plan, cost)
         late = late_nodes(planned.program.graph, workload.links, workload.gradients)
         return Priced(planned.program.model, planned.plan, found, steps, late)

@@ -1,33 +1,51 @@
-"""Decides whether two halves of the batch take turns, by the price of the step."""
+"""Decides whether micro-batches take turns, by the price of the step."""
 
-from onnxpar.core.machine import Machine
+from onnxpar.core.errors import ShardingError
 from onnxpar.cost.cost_model import CostModel
-from onnxpar.search.rival_plans import Way
-from onnxpar.search.workload import Workload
+from onnxpar.cost.price import InTurns
+from onnxpar.graph.plan import Plan
+from onnxpar.search.rival_plans import Pricing, Way
+from onnxpar.strategy.save import PAIR
 from onnxpar.strategy.schema import Strategy
+from onnxpar_format.texts import bytes_text
 
 
-def in_turns(strategy: Strategy, workload: Workload, machine: Machine, best: Way) -> float | None:
-    """Returns the seconds of a step of two halves of the batch, if they take turns.
+def in_turns(
+    strategy: Strategy, pricing: Pricing, plan: Plan, best: Way, limit: int
+) -> InTurns | None:
+    """Returns what a step costs whose micro-batches take turns, if they do.
 
-    They do if the user says so, or if that takes less time than the whole batch. None if they do
-    not, or if the step has several micro-batches or stages already.
+    They do if the user says so, or if the step then takes less time and fits. A step of one
+    micro-batch has two halves of it. None if they do not, or if the step has stages.
 
     Args:
         strategy: What the user says.
-        workload: The program.
-        machine: The machine.
-        best: The best plan.
+        pricing: The program, the machine, the sizes and what is recomputed.
+        plan: The best plan, without recomputation.
+        best: The same, priced.
+        limit: Bytes that a device may hold.
+
+    Raises:
+        ShardingError: The user says so, and it does not fit.
     """
-    wanted = strategy.pair_micro_batches
+    wanted, workload, machine = strategy.pair_micro_batches, pricing.workload, pricing.machine
     # Otherwise nothing travels while the devices compute.
     possible = wanted or (wanted is None and any(link.overlaps for link in machine.links))
-    trains_alone = bool(workload.gradients) and best.micro_batches == 1 and best.staged is None
-    if not possible or not trains_alone or best.plan is None:
+    if not possible or not workload.gradients or best.staged is not None:
         return None
-    sizes = workload.halves(strategy.search.sizes)
+    count = max(best.micro_batches, 2)
+    sizes = workload.equal_parts(pricing.sizes, count)
     if sizes is None:
         return None
-    cost = CostModel(machine, best.plan.mesh, workload.program.env.table, sizes)
-    seconds = workload.in_turns(best.plan, cost)
-    return seconds if wanted or seconds < best.seconds else None
+    planned = pricing.planned(plan)
+    cost = CostModel(machine, plan.mesh, planned.program.env.table, sizes)
+    found = pricing.of(planned).in_turns(planned.plan, cost, count)
+    if found.peak <= limit:
+        return found if wanted or found.seconds < best.seconds else None
+    if wanted:
+        raise ShardingError(
+            f"{strategy.where(PAIR)}: expected micro-batches that need at most "
+            f"{bytes_text(limit)} of memory on a device, got {bytes_text(found.peak)} for two that "
+            f"take turns, and {bytes_text(best.peak)} without pair_micro_batches: true"
+        )
+    return None

@@ -18,7 +18,7 @@ from onnxpar.cost.optimizer_parallel import (
     Shards,
     shard_states,
 )
-from onnxpar.cost.price import Price, price, price_in_turns
+from onnxpar.cost.price import InTurns, Price, price, price_in_turns
 from onnxpar.facts.program import Program
 from onnxpar.graph.metadata_keys import GRADIENT_OF
 from onnxpar.graph.plan import Plan
@@ -95,19 +95,20 @@ class Workload:
             for name, size in sizes.items()
         }
 
-    def halves(self, sizes: Mapping[str, int]) -> dict[str, int] | None:
-        """Returns the sizes of symbols in half a batch; None if the batch cannot be halved.
+    def equal_parts(self, sizes: Mapping[str, int], count: int) -> dict[str, int] | None:
+        """Returns the sizes of symbols in equal micro-batches; None if they cannot be equal.
 
         Args:
             sizes: Sizes of symbols in the batch; others have their typical size.
+            count: Micro-batches of a step.
         """
         table = self.program.env.table
         whole = {name: table.typical(dim_symbol(name), sizes) for name in self.batch}
         admitted = all(
-            size % 2 == 0 and (name not in table or table[name].facts.admits(size // 2))
+            size % count == 0 and (name not in table or table[name].facts.admits(size // count))
             for name, size in whole.items()
         ) and not any(symbol.per_rank for symbol in table.values())
-        return {**sizes, **self.micro_batch(whole, 2)} if whole and admitted else None
+        return {**sizes, **self.micro_batch(whole, count)} if whole and admitted else None
 
     @cached_property
     def _alike(self) -> Alike:
@@ -131,9 +132,10 @@ class Workload:
         """Returns what a plan costs a device, with the steps by which memory is counted."""
         return price(self.program, plan, cost, self._shards(plan), self.moments)
 
-    def in_turns(self, plan: Plan, cost: CostModel) -> float:
-        """Returns the seconds of a step of two micro-batches that take turns."""
-        return price_in_turns(self.program, plan, cost, self._shards(plan), self.moments)
+    def in_turns(self, plan: Plan, cost: CostModel, micro_batches: int) -> InTurns:
+        """Returns what a step costs a device if each two micro-batches take turns."""
+        shards = self._shards(plan)
+        return price_in_turns(self.program, plan, cost, shards, self.moments, micro_batches)
 
     def _shards(self, plan: Plan) -> Shards:
         held = self.program.graph.initializers
