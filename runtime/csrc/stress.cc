@@ -221,7 +221,7 @@ void run_rank(RankContext& context, int size, int steps) {
       for (size_t i = 0; i < count; ++i) inputs.back()[i] = element(rank, i);
       size_t out_count = 1;
       for (int64_t dim : output_shape(c, shape)) out_count *= static_cast<size_t>(dim);
-      call->add(inputs.back().get(), nullptr, shape, out_count * sizeof(int32_t));
+      call->add(inputs.back().get(), context.background_bytes(out_count * sizeof(int32_t)), shape);
     }
     if (background) {
       std::vector<const void*> keys;
@@ -352,7 +352,7 @@ void leave_rank(RankContext& context, int size, int steps) {
         }
         state.copy = state.shard;
         const auto width = static_cast<int64_t>(state.shard.size());
-        request->add(state.copy.data(), state.gathered.data(), {1, width}, 0);
+        request->add(state.copy.data(), state.gathered.data(), {1, width});
         keys.push_back(state.gathered.data());
       }
       context.hold(call, std::move(keys), std::move(request));

@@ -414,6 +414,15 @@ class Rank:
         library = self.world._library
         self._call(library.onnxpar_allow_background(self.world._handle, self.index, allowed))
 
+    def count_background(self, counter: ctypes.c_void_p) -> None:
+        """Counts the host memory of collectives in the background: copies, and results not taken.
+
+        Args:
+            counter: The handle of a `LiveBytes`; the last one that was given counts.
+        """
+        library = self.world._library
+        self._call(library.onnxpar_live_bytes_count(counter, self.world._handle, self.index))
+
     def settle(self) -> None:
         """Waits for all collectives that run in the background, so that their memory can be read.
 

@@ -179,6 +179,7 @@ class Loader:
             operators.enable(options, timeline.profiles)
         if self._measured and self.memory is None:
             self.memory = LiveBytes()
+            self.rank.count_background(self.memory.handle)
         counted = nullcontext() if self.memory is None else self.memory.counted(options)
         try:
             with counted:

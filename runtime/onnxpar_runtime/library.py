@@ -51,6 +51,7 @@ SIGNATURES: Signatures = {
     "onnxpar_live_bytes_uninstall": (_INT, [_POINTER]),
     "onnxpar_live_bytes_read": (_INT, [_POINTER, _COUNTER, _COUNTER]),
     "onnxpar_live_bytes_reset": (_INT, [_POINTER]),
+    "onnxpar_live_bytes_count": (_INT, [_POINTER, _POINTER, _INT]),
     "onnxpar_compile_kernels": (_INT, [_INT]),
     "onnxpar_concurrent": (_INT, [_POINTER, _INT]),
     "onnxpar_send": (_INT, [_POINTER, _INT, _INT, _INT, _POINTER, _SIZE, _TEXT]),

@@ -31,7 +31,11 @@ class LiveBytes:
     """The bytes that sessions hold: weights, values between nodes, outputs, working memory.
 
     The operators of the domain `onnxpar` must have been registered (`Rank.register`) before.
-    Buffers of the transports are not counted.
+    Memory of collectives in the background counts from `Rank.count_background` on. Buffers of the
+    transports are not counted.
+
+    Attributes:
+        handle: The allocator.
 
     Raises:
         LaunchError: The allocator cannot be made.
@@ -40,8 +44,8 @@ class LiveBytes:
     def __init__(self) -> None:
         """Makes an allocator, which is never freed, because sessions may outlive this object."""
         self._library = load_library()
-        self._handle = ctypes.c_void_p(self._library.onnxpar_live_bytes())
-        if not self._handle:
+        self.handle = ctypes.c_void_p(self._library.onnxpar_live_bytes())
+        if not self.handle:
             raise self._failure()
 
     @contextmanager
@@ -59,11 +63,11 @@ class LiveBytes:
         options.add_session_config_entry("session.disable_prepacking", "1")
         # An allocator is registered for the whole process.
         with _INSTALLING:
-            self._check(self._library.onnxpar_live_bytes_install(self._handle))
+            self._check(self._library.onnxpar_live_bytes_install(self.handle))
             try:
                 yield
             finally:
-                self._check(self._library.onnxpar_live_bytes_uninstall(self._handle))
+                self._check(self._library.onnxpar_live_bytes_uninstall(self.handle))
 
     @property
     def live(self) -> int:
@@ -77,11 +81,11 @@ class LiveBytes:
 
     def reset(self) -> None:
         """Begins a new peak, at what is held now."""
-        self._library.onnxpar_live_bytes_reset(self._handle)
+        self._library.onnxpar_live_bytes_reset(self.handle)
 
     def _read(self) -> tuple[int, int]:
         live, peak = ctypes.c_int64(), ctypes.c_int64()
-        self._library.onnxpar_live_bytes_read(self._handle, ctypes.byref(live), ctypes.byref(peak))
+        self._library.onnxpar_live_bytes_read(self.handle, ctypes.byref(live), ctypes.byref(peak))
         return live.value, peak.value
 
     def _check(self, status: int) -> None:

@@ -5,7 +5,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import product
+from math import prod
 from pathlib import Path
+from typing import Any
 
 import mlp
 import numpy as np
@@ -21,6 +23,7 @@ from onnxpar.autodiff.optimizer import parse_optimizer
 from onnxpar.autodiff.training_program import TrainingSpec
 from onnxpar.core.errors import ShardingError
 from onnxpar.core.symbols import Symbol
+from onnxpar.cost.optimizer_parallel import OptimizerParallel
 from onnxpar.partition.program_memory import program_memory, total_bytes
 from onnxpar.strategy import load_strategy, resolve
 from onnxpar.strategy.machine_file import load_machine
@@ -56,10 +59,10 @@ def save(folder: Path, name: str, layers: int = 2) -> tuple[Path, dict[str, int]
     return path, GPT if name == "gpt" else CLASSIFIER
 
 
-def measured(directory: Path, trains: bool, sizes: Mapping[str, int]) -> int:
+def measured(directory: Path, trains: bool, sizes: Mapping[str, int], **more: Any) -> int:
     """Bytes of the fullest rank in the second run, when outputs of the first are there."""
     rng, peaks = np.random.default_rng(0), []
-    kind = partial(Trainer, programs=(TRAINING, OPTIMIZER)) if trains else Session
+    kind = partial(Trainer, programs=(TRAINING, OPTIMIZER), **more) if trains else Session
     with Ranks[Trainer | Session](directory, kind, measured=True) as group:
         program = group.manifest.program(TRAINING if trains else "model")
         feeds = random_feeds(program, sizes, {s.name: 2 for s in program.inputs}, rng)
@@ -151,3 +154,22 @@ def test_a_limit_that_nothing_is_within_is_refused(tmp_path: Path) -> None:
     free = searched(path, sizes, None)
     with pytest.raises(ShardingError, match="no plan fits"):
         searched(path, sizes, free.ways[0].peak // 20)
+
+
+def test_what_runs_in_the_background_counts(tmp_path: Path) -> None:
+    """Level 1: reduced gradients and copies of gathered shards are outside of all programs.
+
+    Copies are kept from step to step, so they count at every peak. The result of a reduction is
+    there from its start to the optimizer's program, so it may not count at the peak.
+    """
+    path, sizes = save(tmp_path, "gpt")
+    parallel = OptimizerParallel(level=1, threshold=0)
+    strategy = replace(load_strategy("dp=2", 2), optimizer_parallel=parallel)
+    summary = shard_model(path, strategy, tmp_path / "out", training=ADAMW)
+    assert summary.training is not None
+    shards = summary.training.shards
+    copies = sum(
+        4 * prod(map(int, s.local_shape(shards.plan.mesh))) for s in shards.shards.values()
+    )
+    alone, behind = (measured(tmp_path / "out", True, sizes, overlap=o) for o in (False, True))
+    assert 0 < copies <= behind - alone <= 2 * copies

@@ -35,18 +35,22 @@ void* LiveBytes::take(size_t bytes) {
   // For onnxruntime a null pointer means that there is no memory, except for zero bytes.
   if (block == nullptr) return nullptr;
   *static_cast<size_t*>(block) = bytes;
-  const int64_t now = live_ += static_cast<int64_t>(bytes);
-  int64_t most = peak_;
-  while (most < now && !peak_.compare_exchange_weak(most, now)) {
-  }
+  count(static_cast<int64_t>(bytes));
   return static_cast<char*>(block) + kAlignment;
 }
 
 void LiveBytes::give(void* memory) {
   if (memory == nullptr) return;
   void* block = static_cast<char*>(memory) - kAlignment;
-  live_ -= static_cast<int64_t>(*static_cast<size_t*>(block));
+  count(-static_cast<int64_t>(*static_cast<size_t*>(block)));
   std::free(block);
+}
+
+void LiveBytes::count(int64_t bytes) {
+  const int64_t now = live_ += bytes;
+  int64_t most = peak_;
+  while (most < now && !peak_.compare_exchange_weak(most, now)) {
+  }
 }
 
 }  // namespace onnxpar

@@ -7,7 +7,10 @@
 #pragma once
 
 #include <atomic>
+#include <cstddef>
 #include <cstdint>
+#include <memory>
+#include <utility>
 
 #include "abi/ort_abi.h"
 
@@ -30,6 +33,8 @@ class LiveBytes : public ort::Allocator {
   // The most since the last reset.
   int64_t peak() const { return peak_; }
   void reset() { peak_ = live_.load(); }
+  // Counts bytes that something else has allocated, or freed if they are negative.
+  void count(int64_t bytes);
 
  private:
   void* take(size_t bytes);
@@ -39,6 +44,39 @@ class LiveBytes : public ort::Allocator {
   ort::MemoryInfo* info_ = nullptr;
   std::atomic<int64_t> live_{0};
   std::atomic<int64_t> peak_{0};
+};
+
+// Memory that no session has allocated, and which counts as if one had, if there is a counter.
+class CountedBytes {
+ public:
+  CountedBytes() = default;
+  CountedBytes(size_t bytes, LiveBytes* counter)
+      : data_(new std::byte[bytes]), bytes_(bytes), counter_(counter) {
+    count(static_cast<int64_t>(bytes_));
+  }
+  CountedBytes(CountedBytes&& other) noexcept { swap(other); }
+  CountedBytes& operator=(CountedBytes&& other) noexcept {
+    swap(other);
+    return *this;
+  }
+  ~CountedBytes() { count(-static_cast<int64_t>(bytes_)); }
+
+  std::byte* get() const { return data_.get(); }
+  size_t size() const { return bytes_; }
+
+ private:
+  void count(int64_t bytes) {
+    if (counter_ != nullptr) counter_->count(bytes);
+  }
+  void swap(CountedBytes& other) noexcept {
+    std::swap(data_, other.data_);
+    std::swap(bytes_, other.bytes_);
+    std::swap(counter_, other.counter_);
+  }
+
+  std::unique_ptr<std::byte[]> data_;
+  size_t bytes_ = 0;
+  LiveBytes* counter_ = nullptr;
 };
 
 }  // namespace onnxpar

@@ -318,6 +318,10 @@ int onnxpar_live_bytes_reset(LiveBytes* counter) {
   return 0;
 }
 
+int onnxpar_live_bytes_count(LiveBytes* counter, const World* world, int rank) {
+  return guarded([&] { world->rank(rank).count_in(counter); });
+}
+
 int onnxpar_concurrent(const World* world, int rank) {
   int concurrent = -1;
   guarded([&] { concurrent = world->rank(rank).transport().concurrent() ? 1 : 0; });

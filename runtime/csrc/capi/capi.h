@@ -84,6 +84,9 @@ ONNXPAR_EXPORT int onnxpar_live_bytes_uninstall(onnxpar::LiveBytes* counter);
 ONNXPAR_EXPORT int onnxpar_live_bytes_read(const onnxpar::LiveBytes* counter, int64_t* live,
                                            int64_t* peak);
 ONNXPAR_EXPORT int onnxpar_live_bytes_reset(onnxpar::LiveBytes* counter);
+// Also counts the host memory that the rank's collectives in the background have from now on.
+ONNXPAR_EXPORT int onnxpar_live_bytes_count(onnxpar::LiveBytes* counter,
+                                            const onnxpar::World* world, int rank);
 // Compiles every kernel for GPUs of a compute capability (90 is 9.0), for every element type, and
 // drops the result: a check that needs NVRTC but no GPU.
 ONNXPAR_EXPORT int onnxpar_compile_kernels(int capability);

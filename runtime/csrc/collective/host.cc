@@ -37,7 +37,7 @@ class StartKernel : public CollectiveKernel<HostKernel> {
     token(io, 1);
     if (result == nullptr) return;  // no elements
     const std::shared_ptr<Request> request = requested(x.type);
-    request->add(x.data, result, x.shape, bytes_of(shape, x.type));
+    request->add(x.data, result, x.shape);
     start({result}, request);
     count(sent_with(x));
   }
@@ -110,8 +110,12 @@ class StartAheadKernel : public StartKernel {
     for (size_t i = 2; i < io.inputs(); ++i) {
       const Tensor x = io.input(i);
       require_type(x, request->type);
-      void* const out = collective_.op == Op::kAllReduce ? const_cast<void*>(x.data) : nullptr;
-      request->add(x.data, out, x.shape, bytes_of(output_shape(collective_, x.shape), x.type));
+      if (collective_.op == Op::kAllReduce) {
+        request->add(x.data, const_cast<void*>(x.data), x.shape);
+      } else {
+        const size_t bytes = bytes_of(output_shape(collective_, x.shape), x.type);
+        request->add(x.data, rank_.background_bytes(bytes), x.shape);
+      }
       keys.push_back(x.data);
     }
     start(keys, request);
@@ -134,7 +138,7 @@ class ForegroundKernel : public CollectiveKernel<HostKernel> {
     void* out = io.output(number, shape);
     const size_t bytes = bytes_of(shape, x.type);
     if (out != operand.out && bytes != 0) std::memcpy(out, operand.out, bytes);
-    started->kept[i].reset();
+    started->kept[i] = {};
     return true;
   }
 };
@@ -174,10 +178,10 @@ class FinishLaterKernel : public ForegroundKernel {
       sent += sent_with(x);
       if (out == nullptr) continue;  // no elements
       // The program frees its operand, and this one runs on.
-      std::vector<std::byte>& copy = copies_[i - 2];
-      const auto* bytes = static_cast<const std::byte*>(x.data);
-      copy.assign(bytes, bytes + x.bytes());
-      request->add(copy.data(), out, x.shape, 0);
+      CountedBytes& copy = copies_[i - 2];
+      if (copy.size() != x.bytes()) copy = rank_.background_bytes(x.bytes());
+      std::memcpy(copy.get(), x.data, x.bytes());
+      request->add(copy.get(), out, x.shape);
       keys_.push_back(out);
     }
     started_ = request;
@@ -198,7 +202,7 @@ class FinishLaterKernel : public ForegroundKernel {
   const int64_t order_;
   const bool first_;
   const bool last_;
-  std::vector<std::vector<std::byte>> copies_;
+  std::vector<CountedBytes> copies_;
   std::vector<const void*> keys_;
   std::weak_ptr<Request> started_;
 };

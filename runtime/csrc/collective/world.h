@@ -13,6 +13,7 @@
 #include <thread>
 #include <vector>
 
+#include "abi/live_bytes.h"
 #include "collective/call_log.h"
 #include "collective/collective.h"
 #include "transport/transport.h"
@@ -26,15 +27,20 @@ struct Request {
   Group* group = nullptr;
   std::vector<Operand> operands;
   DType type = DType::kFloat32;
-  std::vector<std::unique_ptr<std::byte[]>> kept;  // null, or the memory of a result, by operand
+  std::vector<CountedBytes> kept;  // empty, or the memory of a result, by operand
   bool later = false;  // finished by the next program, in the memory of a state
   bool done = false;
   std::string error;
 
-  // Adds an operand whose result is at `out`; in memory of its own, of this size, if that is null.
-  void add(const void* in, void* out, const Shape& input, size_t bytes) {
-    kept.emplace_back(out == nullptr ? new std::byte[bytes] : nullptr);
-    operands.push_back({in, out == nullptr ? kept.back().get() : out, input});
+  // Adds an operand whose result is at `out`.
+  void add(const void* in, void* out, const Shape& input) {
+    kept.emplace_back();
+    operands.push_back({in, out, input});
+  }
+  // Adds an operand whose result has memory of its own.
+  void add(const void* in, CountedBytes result, const Shape& input) {
+    operands.push_back({in, result.get(), input});
+    kept.push_back(std::move(result));
   }
   // The operand in this memory; the last if there is none.
   size_t find(const void* in) const {
@@ -67,6 +73,11 @@ class RankContext {
   Memory& memory() { return memory_; }
 
   CallLog& calls() { return *calls_; }
+
+  // Counts memory of collectives in the background here; nowhere if it is null, as at first.
+  void count_in(LiveBytes* counter) { live_bytes_ = counter; }
+  // Memory in the host for what runs in the background.
+  CountedBytes background_bytes(size_t bytes) { return {bytes, live_bytes_}; }
 
   // The rank's GPU; null before open_device. Throws std::runtime_error once closed.
   DeviceRank* device();
@@ -124,6 +135,7 @@ class RankContext {
   const std::shared_ptr<CallLog> calls_;
   std::atomic<bool> closed_{false};
   std::atomic<bool> background_{true};
+  std::atomic<LiveBytes*> live_bytes_{nullptr};
   HostMemory memory_;
   std::unique_ptr<DeviceRank> device_;
   Counter counters_[kOps];
