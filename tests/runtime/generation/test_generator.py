@@ -13,7 +13,7 @@ from onnxpar_format.options import Sampling
 from onnxpar_runtime.errors import InputError, OnnxparRuntimeError
 from onnxpar_runtime.generation.generator import Generator, Step
 from onnxpar_runtime.group import Ranks
-from tests.runtime.generation.decoders import decoder
+from tests.runtime.generation.decoders import decoder, mixed
 from tests.runtime.generation.plain import greedy, last_logits
 
 STRATEGIES = {
@@ -92,6 +92,27 @@ def test_long_prompts_and_common_beginnings_give_the_same_tokens(
                 rest = [6, 20, 20, 20, 3, 1] if prompts is PROMPTS else [1, 20, 1, 1]
             common = [] if prompts is PROMPTS else [64] if chunk > 64 else [50, 14]
             assert sizes == [*common, *rest]
+
+
+@pytest.mark.parametrize("strategy", ["tp=2", "dp=2"])
+def test_a_common_beginning_of_states_of_both_kinds_runs_with_each_prompt(
+    strategy: str, tmp_path: Path
+) -> None:
+    """Copies of what one row has read fit rows of one kind of state only."""
+    model = mixed(tmp_path)
+    out = shard_model(model, strategy, tmp_path / "out").out
+    prompts = [[*PROMPTS[2], *tail] for tail in ([5, 6, 7], [7, 5, 8])]
+    want = greedy(model, prompts, 8)
+    assert want[0] != want[1] and len(set(want[0])) > 4
+    with Ranks(out, Generator) as ranks:
+        assert {(s.grows, s.appends) for s in ranks.manifest.program("model").carried} == {
+            (2, True),
+            (2, False),
+        }
+        for chunk in (512, 50):
+            for steps in ranks.on_each(partial(in_chunks, prompts, chunk)):
+                assert [[s.tokens[row] for s in steps] for row in (0, 1)] == [w[:4] for w in want]
+                assert steps[0].runs[0]["seq"] == 67
 
 
 @pytest.mark.parametrize("strategy", ["tp=2", "dp=2,tp=2", "pp=2"])
