@@ -208,7 +208,8 @@ class Generator(Opened):
             scores = last_scores(local, sequences.last(width), share)
             brought = self._brought(batch.scored(), scores) if logits else None
             chosen = chooser.choose(scores)
-            if NO_TOKEN in chosen:
+            picked = chosen.tolist()
+            if NO_TOKEN in picked:
                 raise InputError("logits: expected numbers, got NaN").as_agreed()
             likely = None
             if logprobs is not None:
@@ -217,7 +218,7 @@ class Generator(Opened):
                 likely = {row: one for row, one in enumerate(found) if one is not None}
             done = set()
             for row in open_rows:
-                token = int(chosen[row])
+                token = picked[row]
                 new[row].append(token)
                 if token in eos or (stop is not None and stop(row, new[row])):
                     done.add(row)

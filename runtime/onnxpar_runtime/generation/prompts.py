@@ -52,6 +52,7 @@ class Sequences:
     Attributes:
         lengths: The number of tokens of each sequence, padding not counted.
         total: The number of columns so far, padding included.
+        padded: Whether the sequences differ in length.
         room: With padding on the right, the columns of the mask once the prompts are in the cache:
             the length of the cache, so that the mask keeps its shape.
 
@@ -71,6 +72,7 @@ class Sequences:
         self.total = self.room = int(self.lengths.max())
         self._filled = False
         self._padding = self.total - self.lengths
+        self.padded = bool(self._padding.any())
         self.tokens = np.zeros((len(prompts), self.total), np.int64)
         for row, prompt in enumerate(prompts):
             self.tokens[row, self._columns(row)] = prompt
@@ -79,13 +81,10 @@ class Sequences:
         length = int(self.lengths[row])
         return slice(self.total - length, None) if self._left else slice(0, length)
 
-    @property
-    def padded(self) -> bool:
-        """Whether the sequences differ in length."""
-        return bool(self._padding.any())
-
     def mask(self) -> Array:
         """Returns which columns count, bool [batch, total]."""
+        if self._left and not self.padded:
+            return np.ones((len(self.lengths), self.total), bool)
         if self._left:
             return Columns(self._padding, self.total).mask()
         columns = self.room if self._filled else self.total
@@ -93,10 +92,10 @@ class Sequences:
 
     def positions(self, new: int) -> Array:
         """Returns the places of the last `new` columns in their sequences, [batch, new]."""
-        if self._left:
-            return Columns(self._padding, self.total).positions(new)
         if new == 1:
             return np.asarray(self.lengths[:, None] - 1)
+        if self._left:
+            return Columns(self._padding, self.total).positions(new)
         return np.broadcast_to(np.arange(new), (len(self.lengths), new))
 
     def last(self, new: int) -> Array:

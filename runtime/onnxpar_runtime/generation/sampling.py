@@ -139,6 +139,7 @@ class Chooser:
                 self._drawn = True
                 if how.top_k is not None or how.top_p < 1:
                     self._nuclei.append(row)
+        self._numbers = np.arange(share.rows)
         own = draws[share.first : share.first + share.rows]
         self._own = [(row, one) for row, one in enumerate(own) if one is not None]
         self._scaled = [(row, one) for row, one in self._own if one.sampling.temperature > 0]
@@ -193,12 +194,15 @@ class Chooser:
         share = self._share
         best = scores.argmax(1) if len(share.tokens) else np.zeros(len(scores), np.int64)
         if self._rank.world.size == 1:
-            chosen = scores[np.arange(len(scores)), best]
-            return np.where(np.isnan(chosen), NO_TOKEN, share.tokens[best])
+            tokens: Array = share.tokens[best]
+            wrong = np.isnan(scores[self._numbers, best])
+            if wrong.any():
+                tokens[wrong] = NO_TOKEN
+            return tokens
         packet = np.zeros((share.shards, share.batch, 2))
         if share.owner and len(share.tokens):
             rows = slice(share.first, share.first + share.rows)
-            packet[share.shard, rows, 0] = scores[np.arange(len(scores)), best]
+            packet[share.shard, rows, 0] = scores[self._numbers, best]
             packet[share.shard, rows, 1] = share.tokens[best]
         elif share.owner:
             packet[share.shard, share.first : share.first + share.rows, 0] = NOTHING

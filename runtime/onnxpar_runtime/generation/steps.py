@@ -170,6 +170,16 @@ class Batch:
         self.sharding: SizedSharding | None = None
         self._rows: dict[str, Rows | None] = {}
         self._runs = 0
+        given = {spec.name for spec in decoder.roles.given}
+        sources = decoder.sources.items()
+        # The symbols whose values a run changes: by a dim of an input, or by the length of a state.
+        self._read = [(symbol, *place) for symbol, place in sources if place[0] in given]
+        self._grown = [
+            (symbol, state)
+            for state in states
+            for symbol, place in sources
+            if place == (state.entry.input, state.entry.grows)
+        ]
         self._after: Mapping[str, int] = {}
         logits = decoder.roles.logits.name
         self._bound = [_Runs([BoundGraph(e, states, logits) for e in decoder.executors])]
@@ -184,15 +194,6 @@ class Batch:
             for name, value in (supplied or {}).items():
                 for graph in now.graphs:
                     graph.bind_value(name, value)
-
-    def _sizes(self) -> dict[str, int]:
-        """Returns the symbols that only the sizes of states give, at their present sizes."""
-        lengths = {state.entry.input: state.length for state in self.states}
-        return {
-            symbol: lengths[name]
-            for symbol, (name, dim) in self._decoder.sources.items()
-            if name in lengths and self._decoder.carried[name].grows == dim
-        }
 
     def run(self, feeds: Mapping[str, Array]) -> Array:
         """Runs the program on the whole arrays of new tokens, mask and positions.
@@ -257,12 +258,10 @@ class Batch:
     def _prepare(self, feeds: Mapping[str, Array]) -> None:
         """Finds the values of symbols, and checks and binds the inputs."""
         values = self.values
-        values |= {
-            symbol: feeds[name].shape[dim]
-            for symbol, (name, dim) in self._decoder.sources.items()
-            if name in feeds
-        }
-        values |= self._sizes()
+        for symbol, name, dim in self._read:
+            values[symbol] = feeds[name].shape[dim]
+        for symbol, state in self._grown:
+            values[symbol] = state.length
         if self.fresh:
             check_symbols(self._manifest.symbols, values)
             check_equal_sizes(self._program, values)
