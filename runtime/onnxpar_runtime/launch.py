@@ -52,7 +52,10 @@ def init(transport: str = "auto", device: str = "auto") -> Rank:
     check_wanted(device)
     if transport not in TRANSPORTS:
         raise LaunchError(f"transport: expected one of {', '.join(TRANSPORTS)}, got {transport!r}")
-    alone = transport == "threads" or (transport == "auto" and mpirun_place() is None)
+    place = mpirun_place()
+    alone = transport == "threads" or (transport == "auto" and place is None)
+    # Before MPI starts, because a rank may wait there for another one until its time limit ends it.
+    mark_started(0 if alone or place is None else place[0])
     world = World.threads(1) if alone else World.mpi()
     rank = world.rank(world.local_ranks[0])
     placement = gather(rank, device, transport)
@@ -104,7 +107,6 @@ def guarded(rank: Rank, action: Callable[[], int]) -> int:
     Raises:
         SystemExit: The only rank calls `sys.exit`.
     """
-    mark_started(rank.index)
     try:
         code = action()
         mark_finished(rank.index)

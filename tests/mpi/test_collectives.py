@@ -48,7 +48,7 @@ NESTED = {"ONNXPAR_SHARED_MEMORY": "1", "ONNXPAR_RANKS_PER_MACHINE": "2"}
 # Some of them, and all in the full tier.
 WORLDS = [(1, MEMORY), (4, NESTED), (2, MESSAGES), (4, MEMORY), (2, MEMORY), (4, MESSAGES)]
 NAMES = ["1", "4-nested", "2-messages", "4-memory", "2-memory", "4-messages"]
-COUNT = 6 if os.environ.get("ONNXPAR_FULL") else 4
+COUNT = 6 if os.environ.get("ONNXPAR_FULL") else 3
 
 
 @pytest.mark.timeout(200)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from onnxpar_runtime.interrupts import MESSAGE
+from onnxpar_runtime.marks import SUPERVISED, Marks
 from tests.runtime import hand_made
 from tests.runtime.launching import LIMIT, alive, children, mpirun, run, start_mpirun
 
@@ -152,17 +153,23 @@ def test_all_ranks_need_the_same_directory(tmp_path: Path, monkeypatch: pytest.M
     assert "manifest of rank 1 differs from that of rank 0" in message
 
 
-def test_a_rank_that_never_starts_ends_all() -> None:
-    """Rank 1 stops before MPI starts, and the others wait for it in MPI."""
+def test_a_rank_that_never_starts_ends_all(tmp_path: Path) -> None:
+    """Rank 1 never reaches MPI, and the others wait for it there.
+
+    It does not stop itself by SIGSTOP: mpirun lets a stopped process continue before it ends it,
+    and if the process then connects to mpirun, Open MPI 5.0.11 waits for a lock of its own for
+    ever. `launch` ends such an mpirun, because the marks tell it that rank 0 failed.
+    """
     script = (
-        "import os, signal; from onnxpar_runtime.launch import init;"
-        "int(os.environ['OMPI_COMM_WORLD_RANK']) == 1 and os.kill(os.getpid(), signal.SIGSTOP);"
+        "import os, time; from onnxpar_runtime.launch import init;"
+        "int(os.environ['OMPI_COMM_WORLD_RANK']) == 1 and time.sleep(600);"
         "init()"
     )
-    outcome = mpirun(2, ["-c", script], {"ONNXPAR_TIMEOUT": "2"})
+    outcome = mpirun(2, ["-c", script], {"ONNXPAR_TIMEOUT": "2", SUPERVISED: str(tmp_path)})
     assert outcome.code == 1 and outcome.seconds < LIMIT / 2
     (message,) = outcome.messages
     assert message.startswith("r0 | waited 10 s for all 2 ranks to start; ")
+    assert Marks(tmp_path).failed() == [0]
 
 
 def test_a_rank_that_fails_in_the_middle_ends_all(tmp_path: Path) -> None:
