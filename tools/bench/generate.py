@@ -232,8 +232,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--threads", type=int, default=2, help="threads of each side, over all its ranks"
     )
     parser.add_argument("--prompt", type=int, default=64, help="tokens in the prompt")
-    parser.add_argument("--new", type=int, default=97, help="new tokens of a sequence")
-    parser.add_argument("--turn", type=int, default=2, help="tokens in a turn")
+    parser.add_argument("--new", type=int, default=129, help="new tokens of a sequence")
+    parser.add_argument("--turn", type=int, default=16, help="tokens in a turn")
     parser.add_argument("--rounds", type=int, default=3, help="sequences that each side generates")
     parser.add_argument("--genai", metavar="PYTHON", help="a Python that has onnxruntime-genai")
     parser.add_argument(
