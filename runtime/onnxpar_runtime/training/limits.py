@@ -17,13 +17,7 @@ from numpy.typing import NDArray
 Array = NDArray[Any]
 
 NOISE_ULPS = 4
-"""By how many units of rounding of the largest of all gradients any gradient may differ.
-
-A gradient that is zero in exact arithmetic (for example of attention's key bias, which shifts all
-scores of a row equally) is the rest of a sum whose terms cancel. Its error is as large as the
-rounding of the terms, however small the rest is. The terms are assumed to be as large as the
-largest gradient of any parameter, which is computed from the same cotangents.
-"""
+"""By how many units of rounding of the largest of all gradients any gradient may differ."""
 _STATE_ULPS = 4
 _CERTAIN = 0.5
 
@@ -88,6 +82,33 @@ def after_step(
     return Limits(update + rounding, share1 * noise + small, second)
 
 
+def of_gradient(rtol: float, scale: float, largest: float, unit: float) -> float:
+    """Returns how much a gradient may differ, before the step is shaken.
+
+    A gradient that is zero in exact arithmetic (for example of attention's key bias, which shifts
+    all scores of a row equally) is the rest of a sum whose terms cancel. Its error is as large as
+    the rounding of the terms, however small the rest is. Here the terms are assumed to be as large
+    as the largest gradient of any parameter, which is computed from the same cotangents.
+
+    They may be larger. For the logits z of a gate s = softmax(z), dL/dz = s (g - sum(g s)), where g
+    is the product of a cotangent with the result of an expert; and the layers before may amplify
+    rounding, such as one that normalises over three rows. How much this matters is measured. By
+    backward error (Higham, Accuracy and Stability of Numerical Algorithms, 2002, section 3.1) a sum
+    of products in another order is the same sum of products with weights that moved by units of
+    rounding. Therefore, if this limit does not hold, the undivided program runs with its weights
+    moved by as much. Each side of the comparison is the result for weights that moved in this way,
+    so the two differ by at most twice the movement, which is added. A network that does not amplify
+    rounding gains nothing by this.
+
+    Args:
+        rtol: Tolerance of outputs of the type.
+        scale: Largest magnitude in the gradient.
+        largest: Largest magnitude in any gradient.
+        unit: Unit of rounding of the type.
+    """
+    return rtol * scale + NOISE_ULPS * unit * largest
+
+
 def of_statistic(rtol: float, scale: float, largest: float, unit: float) -> float:
     """Returns how much a running statistic may differ after a step, before the step is shaken.
 
@@ -100,16 +121,13 @@ def of_statistic(rtol: float, scale: float, largest: float, unit: float) -> floa
 
     (the second by Cauchy and Schwarz). So s differs as much as activations do, and has their
     tolerance `rtol`, relative to the largest channel. A mean may be the rest of terms that cancel;
-    then it differs by the rounding of its terms, as gradients do (`NOISE_ULPS`). The terms of a
+    then it differs by the rounding of its terms, as gradients do (`of_gradient`). The terms of a
     statistic as large as L are no larger than about L, or sqrt(L) if it is a variance.
 
     The size of d does not depend on one layer alone: each normalisation divides by a deviation and
-    so amplifies d by its condition, most if the deviation is over few elements. By backward error
-    (Higham, Accuracy and Stability of Numerical Algorithms, 2002, section 3.1) a sum of products in
-    another order is the same sum of products with weights that moved by units of rounding.
-    Therefore, if this limit does not hold, the undivided program runs with its weights moved by as
-    much, and the statistics may differ by twice the movement of its own statistics. A network that
-    does not amplify rounding gains nothing by this.
+    so amplifies d by its condition, most if the deviation is over few elements. Therefore, if this
+    limit does not hold, the undivided program is run as `of_gradient` describes, and the statistics
+    may differ by twice the movement of its own statistics.
 
     Args:
         rtol: Tolerance of outputs of the type.

@@ -7,11 +7,11 @@ every step from the states of the ranks. Loss, gradients, moments and parameters
 be equal except for rounding. So an error in a step is found in that step, and errors that add up
 over steps are found in the losses.
 
-A gradient that jumps (that of ReLU at 0) may jump on one side alone, if its operand is rounding
-noise. So if a gradient differs, the undivided program runs with parameters that are moved by
-rounding; the gradients may differ by as much as its own gradients then move. The same holds for
-running statistics, because layers that normalise over few elements amplify rounding
-(`onnxpar_runtime.training.limits`).
+If a gradient differs by more than sums in another order usually do, the undivided program runs with
+parameters that are moved by rounding; the gradients may differ by twice as much more as its own
+gradients then move (`onnxpar_runtime.training.limits.of_gradient`). They move if layers amplify
+rounding, such as those that normalise over few elements, and if a gradient jumps (that of ReLU at
+0) whose operand is rounding noise. The same holds for running statistics.
 
 Both sides evaluate before the first step. Steps have one micro-batch, or the number for which a
 pipeline was made. Even steps have one more, and clip the gradients to half of the last step's norm.
@@ -287,7 +287,7 @@ class Comparison:
             if off:
                 moved = sqrt(sum(moves[p][1] ** 2 for p in wanted))
                 jumps = [p for p in wanted if moves[p][0] > noise[p]]
-                noise |= {p: noise[p] + 2 * moves[p][0] for p in jumps}
+                noise = {p: bound + 2 * moves[p][0] for p, bound in noise.items()}
         self._norm(where, results, expected, 2 * moved)
         gradient_rel, gradient_worst = self._judge(where, wanted, noise, found)
         parameter_abs, share, worst = 0.0, 0.0, ""
@@ -358,16 +358,16 @@ class Comparison:
         return {p: self._of_one(n) for p, n in self._kind("gradient").items()}
 
     def _noise(self, wanted: Mapping[str, Array]) -> dict[str, float]:
-        """Returns how much the elements of each parameter's gradient may differ by rounding."""
+        """Returns how much the elements of each parameter's gradient usually differ by rounding."""
         largest = max(float(np.abs(a).max(initial=0.0)) for a in wanted.values())
         noise = {}
         for parameter, name in self._kind("gradient").items():
             state = self.states[name]
             scale = float(np.abs(wanted[parameter]).max(initial=0.0))
-            rounding = limits.NOISE_ULPS * self._unit(state) * largest
-            noise[parameter] = (
-                self.found.rtol(state.dtype) * scale + rounding + self.found.options.atol
+            bound = limits.of_gradient(
+                self.found.rtol(state.dtype), scale, largest, self._unit(state)
             )
+            noise[parameter] = bound + self.found.options.atol
         return noise
 
     def _statistic_bounds(self, running: Mapping[str, Array]) -> dict[str, float]:
