@@ -5,6 +5,7 @@ are initializers, initializers are not graph inputs, every dim of an input has a
 the shape of every value is inferred as an expression in these names.
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -52,6 +53,10 @@ from onnxpar.ops.size_limits import least_sizes, size_limits
 from onnxpar.ops.table import REGISTRY
 
 MIN_OPSET = 7
+_PROSE = ("doc_string", "value", "producer_name", "producer_version")
+"""The fields of text that may have several lines; `value` is that of metadata."""
+_CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]")
+"""Characters that end a text, move the cursor of a terminal, or begin a new line."""
 
 
 def load(path: str | Path) -> ir.Model:
@@ -151,28 +156,36 @@ def _readable(path: Path) -> Iterator[None]:
 
 
 def _check_text(message: Message, place: str) -> None:
-    """Raises ModelError if a string is not UTF-8; protobuf returns such strings as bytes.
+    """Raises ModelError if a string is not UTF-8, or a name cannot be shown in a line of text.
 
-    Fields of bytes, such as the data of weights, are not read.
+    Protobuf returns strings that are not UTF-8 as bytes. Fields of bytes, such as the data of
+    weights, are not read.
     """
     found = _bad_text(message)
     if found is not None:
         where, item = found
-        raise ModelError(f"{place}{where}: expected text in UTF-8, got {item!r}")
+        wanted = "text in UTF-8" if isinstance(item, bytes) else "a name without control characters"
+        raise ModelError(f"{place}{where}: expected {wanted}, got {item!r}")
 
 
-def _bad_text(message: Message) -> tuple[str, bytes] | None:
-    """Returns the path and the bytes of the first such string, None if there is none."""
+def _bad_text(message: Message) -> tuple[str, str | bytes] | None:
+    """Returns the path and the content of the first such string, None if there is none."""
     for name, repeated, nested in _text_fields(message.DESCRIPTOR):
         if not repeated and not message.HasField(name):
             continue
         items = getattr(message, name)
         for index, item in enumerate(items if repeated else (items,)):
-            found = _bad_text(item) if nested else ("", item) if isinstance(item, bytes) else None
+            found = _bad_text(item) if nested else ("", item) if _is_bad(name, item) else None
             if found is not None:
                 place = f".{name}[{index}]" if repeated else f".{name}"
                 return place + found[0], found[1]
     return None
+
+
+def _is_bad(field: str, text: str | bytes) -> bool:
+    if isinstance(text, bytes):
+        return True
+    return field not in _PROSE and _CONTROL.search(text) is not None
 
 
 @cache

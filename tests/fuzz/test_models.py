@@ -145,6 +145,32 @@ def strings(message: Message) -> Iterator[str]:
                 yield item
 
 
+@pytest.mark.parametrize("character", ["\0", "\n", "\x1b", "\x85", "\u2028"])
+def test_control_characters_in_names(tmp_path: Path, character: str) -> None:
+    """They would end or change lines of messages and logs; texts for people may have them."""
+    text = f"a{character}b"
+    for change in (
+        lambda g: setattr(g.node[0], "name", text),
+        lambda g: g.node[0].output.__setitem__(0, text),
+        lambda g: g.node[0].input.__setitem__(0, text),
+        lambda g: setattr(g.input[0], "name", text),
+        lambda g: setattr(g.output[0], "name", text),
+        lambda g: setattr(g.initializer[0], "name", text),
+        lambda g: setattr(g.input[0].type.tensor_type.shape.dim[0], "dim_param", text),
+        lambda g: setattr(g.node[0], "op_type", text),
+    ):
+        proto = onnx.ModelProto()
+        proto.CopyFrom(MODELS["net"])
+        change(proto.graph)
+        found = attempt(tmp_path, proto.SerializeToString())
+        assert f"expected a name without control characters, got {text!r}" in found
+    proto = onnx.ModelProto()
+    proto.CopyFrom(MODELS["net"])
+    proto.graph.node[0].doc_string = proto.graph.doc_string = text
+    proto.metadata_props.add(key="notes", value=text)
+    assert attempt(tmp_path, proto.SerializeToString()) == ""
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_truncated_anywhere(tmp_path_factory: pytest.TempPathFactory, name: str) -> None:
     data = MODELS[name].SerializeToString()
