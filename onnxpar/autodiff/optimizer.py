@@ -177,7 +177,9 @@ def optimizer_model(
         builder.rename(reduced[name], f"onnxpar.reduced.{p.name}")
         gradient = reduced[name]
         if p.stages:
+            builder.scope = f"optimizer/{p.name}"
             gradient = _over_stages(builder, gradient, p.stages)
+            builder.scope = "optimizer"
         gradients.append(builder.cast(gradient, work_dtype(p.dtype)))
     scalars = _Scalars(builder)
     norm, finite = _norm(builder, parameters, gradients, stages, double=double), None
@@ -284,11 +286,14 @@ def _norm(
     sums = [_sum(builder, squares) for squares in groups.values()]
     total = _sum(builder, sums) if sums else builder.const(0, wide)
     if stages > 1:
+        total = builder.op("Identity", total, shape=())
+        builder.rename(total, "onnxpar.squared_norm")
         total = _over_stages(builder, total, range(stages))
     return builder.op("Sqrt", total, shape=())
 
 
 def _over_stages(builder: GlobalBuilder, x: ir.Value, stages: Sequence[int]) -> ir.Value:
+    """Sums over stages. Scope and operand must have the same names in all: calls are compared."""
     shape = builder.shape_of(x)
     return builder.op(STAGE_SUM, x, shape=shape, domain=DOMAIN, stages=list(stages))
 

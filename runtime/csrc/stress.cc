@@ -3,11 +3,12 @@
 // run a random but common sequence of collectives on random groups, some in the background, and
 // check every result, while another thread reads the logs of their calls; they leave gathers running
 // that a later program finishes; in shared memory they disagree now and then; then one rank fails
-// while the others wait, over and over.
+// while the others wait, over and over, and worlds are aborted while data is copied.
 #include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -460,6 +461,59 @@ void failures(int size, int rounds) {
   }
 }
 
+// The root of a broadcast has nothing to copy, so it waits while others do; then the world is aborted.
+// It must not come back, and write to its memory, before they have finished.
+void aborted_copies(int rounds) {
+  constexpr size_t kCount = size_t{4} << 20;
+  std::mt19937 random(7);
+  for (int round = 0; round < rounds; ++round) {
+    std::vector<RankContext*> ranks = make_world(2, false);
+    std::vector<int32_t> given(kCount, 1);
+    std::vector<int32_t> taken(kCount, 1);
+    const auto act = [&ranks](int rank, std::vector<int32_t>& data) {
+      Transport& transport = ranks[static_cast<size_t>(rank)]->transport();
+      try {
+        transport.broadcast(transport.group({0, 1}, Lane::kMain), Call("Broadcast"), data.data(),
+                            data.data(), kCount * sizeof(int32_t), 0, nullptr);
+      } catch (const std::runtime_error& e) {
+        expect(std::string(e.what()).find("on purpose") != std::string::npos, e.what());
+      }
+    };
+    std::thread other([&] { act(1, taken); });
+    std::thread aborting([&, wait = std::chrono::microseconds(random() % 5000)] {
+      std::this_thread::sleep_for(wait);
+      ranks[0]->abort("on purpose");
+    });
+    act(0, given);
+    std::fill(given.begin(), given.end(), 2);
+    other.join();
+    aborting.join();
+    for (const int32_t value : taken) expect(value == 1, "a copy while the world is aborted");
+    free_world(ranks);
+  }
+}
+
+// Sizes of which no memory can have been made.
+void products() {
+  const auto refused = [](auto f) {
+    try {
+      f();
+    } catch (const std::invalid_argument&) {
+      return true;
+    }
+    return false;
+  };
+  const int64_t large = int64_t{1} << 32;
+  const std::vector<int64_t> key{1, 2, 3, 4};
+  expect(refused([&] { product({large, large, 4}); }), "a product beyond 2^64");
+  expect(refused([&] { product({3, -1}); }), "a negative dim");
+  expect(product({0, large, large, large}) == 0, "no elements");
+  expect(product({large, large, large, 0}) == 0, "no elements");
+  const Shape many{large, large, 2};
+  expect(refused([&] { philox_count(key, many, many, {0, 0, 0}); }), "the count of Philox");
+  expect(refused([&] { philox_count(key, {2, 1}, {large, 4}, {0, INT64_MAX}); }), "Philox's last element");
+}
+
 void types() {
   for (int type : {1, 2, 3, 4, 5, 6, 7, 9, 10, 11, 12, 13, 16}) {
     for (int reduction = 0; reduction < 4; ++reduction) {
@@ -482,6 +536,7 @@ void types() {
 int main(int argc, char** argv) {
   const int steps = argc > 1 ? std::atoi(argv[1]) : 300;
   types();
+  products();
   for (int size : {1, 2, 3, 5, 8}) traffic(size, steps, false);
   // Ranks that wait there keep looking, which is slow where cores are few.
   for (int size : {1, 2, 3, 5, 8}) traffic(size, steps / 3, true);
@@ -489,6 +544,7 @@ int main(int argc, char** argv) {
   for (int size : {2, 3}) left_running(size, steps / 6, true);
   for (int size : {2, 5}) disagreements(size, steps);
   failures(4, steps / 10);
+  aborted_copies(steps / 10);
   std::puts("ok");
   return 0;
 }

@@ -10,7 +10,7 @@ import functools
 import logging
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -403,6 +403,11 @@ class Executor:
                     self._capture(binding, mode)
                 self.session.run_with_iobinding(binding.io, binding.options)
             except Exception as error:
+                if self.queue is None:
+                    # Collectives in the background still use the memory of the run's tensors. Their
+                    # own errors come from this one.
+                    with suppress(RankError):
+                        self.rank.settle()
                 del self._bindings[key]
                 raise RankError(self.rank.index, first_line(error)) from error
             if read or self._handed:

@@ -199,15 +199,20 @@ act(body)
 
 
 @pytest.mark.parametrize(
-    ("before", "waits"),
-    [("pass", "making the communicator"), ("run_text(rank, AR, x=x)", "AllReduce 'here'")],
-    ids=["first", "later"],
+    ("before", "waits", "level"),
+    [
+        ("pass", "making the communicator", "multiple"),
+        ("run_text(rank, AR, x=x)", "AllReduce 'here'", "multiple"),
+        ("run_text(rank, AR, x=x)", "AllReduce 'here'", "serialized"),
+    ],
+    ids=["first", "later", "one thread"],
 )
 @both_ways
-def test_waiting_too_long(way: dict[str, str], before: str, waits: str) -> None:
-    """A rank never comes: the watchdog ends the job, and names the rank that waits and its call.
+def test_waiting_too_long(way: dict[str, str], before: str, waits: str, level: str) -> None:
+    """A rank never comes: the watchdog ends the job, and names both ranks and the call.
 
-    Making the communicator is the first thing that needs the other rank.
+    Making the communicator is the first thing that needs the other rank. MPI may allow only one
+    thread at a time; the watchdog is another.
     """
     body = f"""
 import time
@@ -216,9 +221,11 @@ if rank.index == 1:
     time.sleep(60)
 act(lambda: run_text(rank, AR, x=x))
 """
-    result = mpirun(2, program(body), {"ONNXPAR_TIMEOUT": "2"} | way, 60)
+    limits = {"ONNXPAR_TIMEOUT": "2", "MPI4PY_RC_THREAD_LEVEL": level}
+    result = mpirun(2, program(body), limits | way, 60)
     assert result.code != 0 and result.seconds < SECONDS + 2
-    message = rf"r0 \| rank 0: {waits} on group \[0, 1\]: waited 2 s"
+    missing = "the other ranks" if before == "pass" else "rank 1"
+    message = rf"r0 \| rank 0: {waits} on group \[0, 1\]: waited 2 s for {missing} "
     assert re.search(message, result.text), result.text
 
 

@@ -204,7 +204,11 @@ constexpr const char* kReductions[] = {"sum", "max", "min", "prod"};
 
 }  // namespace
 
-DType dtype_from_onnx(int onnx_type) { return info(static_cast<DType>(onnx_type)).type; }
+DType dtype_from_onnx(int64_t onnx_type) {
+  // Numbers that are no int would be those of other types after a cast.
+  const auto number = static_cast<int>(onnx_type);
+  return info(static_cast<DType>(number == onnx_type ? number : -1)).type;
+}
 size_t dtype_size(DType type) { return info(type).size; }
 const char* dtype_name(DType type) { return info(type).name; }
 
@@ -213,6 +217,16 @@ Reduction reduction_from_name(const std::string& name) {
     if (name == kReductions[i]) return static_cast<Reduction>(i);
   }
   throw std::invalid_argument("reduction is '" + name + "', expected sum, max, min or prod");
+}
+
+size_t bytes_of(const Shape& shape, DType type) {
+  size_t bytes = 0;
+  if (__builtin_mul_overflow(product(shape), dtype_size(type), &bytes) ||
+      bytes > static_cast<size_t>(INT64_MAX)) {
+    throw std::invalid_argument("shape " + to_text(shape) + " of " + dtype_name(type) +
+                                " has 2^63 bytes or more");
+  }
+  return bytes;
 }
 
 const char* reduction_name(Reduction reduction) {

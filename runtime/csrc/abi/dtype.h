@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <string>
 
+#include "abi/values.h"
+
 namespace onnxpar {
 
 // Each element type: its name, its number in onnx.TensorProto.DataType, which is also onnxruntime's,
@@ -36,9 +38,11 @@ enum class DType : int {
 enum class Reduction : int { kSum = 0, kMax = 1, kMin = 2, kProd = 3 };
 
 // Throws std::invalid_argument if the type is not in DType.
-DType dtype_from_onnx(int onnx_type);
+DType dtype_from_onnx(int64_t onnx_type);
 size_t dtype_size(DType type);
 const char* dtype_name(DType type);
+// The bytes of a tensor. Throws std::invalid_argument for a negative dim, and for 2^63 bytes or more.
+size_t bytes_of(const Shape& shape, DType type);
 
 // Throws std::invalid_argument for an unknown name.
 Reduction reduction_from_name(const std::string& name);

@@ -50,6 +50,8 @@ class Kernel {
   virtual ~Kernel() = default;
   virtual void compute(const Io& io) = 0;
   virtual std::string describe() const { return where_; }
+  // Comes after a call that failed, before the memory of the run's tensors is freed.
+  virtual void failed() {}
   // The message if a call failed for another reason than its inputs.
   virtual std::string failure(const std::string& what) const { return describe() + ": " + what; }
 

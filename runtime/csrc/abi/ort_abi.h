@@ -103,6 +103,11 @@ struct Api {
   }
 };
 
+// A status of any version's table of functions: what makes one has the first slot of all.
+inline Status* make_status(const void* const* table, int code, const char* message) {
+  return reinterpret_cast<Api::create_status_t>(const_cast<void*>(table[0]))(code, message);
+}
+
 struct ApiBase {
   const void* const* (*get_api)(uint32_t version);
   const char* (*version_string)();

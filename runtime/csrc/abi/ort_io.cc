@@ -63,12 +63,6 @@ void check(ort::Status* status) {
   throw std::runtime_error(message);
 }
 
-size_t Tensor::count() const {
-  size_t n = 1;
-  for (int64_t dim : shape) n *= static_cast<size_t>(dim);
-  return n;
-}
-
 std::vector<int64_t> Tensor::integers() const {
   const int64_t* values = static_cast<const int64_t*>(data);
   return {values, values + count()};

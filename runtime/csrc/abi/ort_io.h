@@ -22,8 +22,8 @@ struct Tensor {
   const void* data = nullptr;
   DType type = DType::kFloat32;
   Shape shape;
-  size_t count() const;
-  size_t bytes() const { return count() * dtype_size(type); }
+  size_t count() const { return product(shape); }
+  size_t bytes() const { return bytes_of(shape, type); }
   // The values of an int64 tensor.
   std::vector<int64_t> integers() const;
 };

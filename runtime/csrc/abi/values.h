@@ -26,6 +26,11 @@ class Attributes {
   int64_t need_integer(const char* name) const;
 };
 
+// The product of all dims, or of those from `begin` to `end` - 1. Throws std::invalid_argument if one of
+// them is negative, or if the product is 2^63 or more.
+size_t product(const Shape& shape, size_t begin, size_t end);
+inline size_t product(const Shape& shape) { return product(shape, 0, shape.size()); }
+
 // "[1, 2]"
 std::string to_text(const std::vector<int>& values);
 std::string to_text(const std::vector<int64_t>& values);

@@ -370,13 +370,18 @@ ONNXPAR_EXPORT ort::Status* RegisterCustomOps(ort::SessionOptions* options,
                                               const ort::ApiBase* base) {
   const void* const* table = base->get_api(ort::kVersion);
   if (table == nullptr) {
-    // Without a table of functions no status can be made, and a null pointer would mean success.
-    throw std::runtime_error("onnxruntime is too old for this library");
+    // Every onnxruntime has the first version of the table, which has what makes a status.
+    return ort::make_status(base->get_api(1), ort::kFail,
+                            "onnxruntime is too old for onnxpar's operators");
   }
-  static const bool loaded = [&] {
-    set_api(ort::Api::load(table));
-    return true;
-  }();
-  (void)loaded;
-  return register_ops(options, t_rank);
+  try {
+    static const bool loaded = [&] {
+      set_api(ort::Api::load(table));
+      return true;
+    }();
+    (void)loaded;
+    return register_ops(options, t_rank);
+  } catch (const std::exception& e) {
+    return ort::make_status(table, ort::kFail, e.what());
+  }
 }

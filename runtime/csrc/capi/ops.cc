@@ -54,8 +54,10 @@ ort::Status* compute(void* kernel, ort::KernelContext* context) {
     k.compute(Io(context));
     return nullptr;
   } catch (const std::invalid_argument& e) {
+    k.failed();
     return failure(ort::kInvalidArgument, k.describe() + ": " + e.what());
   } catch (const std::exception& e) {
+    k.failed();
     return failure(ort::kFail, k.failure(e.what()));
   }
 }

@@ -29,12 +29,6 @@ int64_t normal_axis(int64_t axis, size_t rank, const char* name) {
   return axis < 0 ? axis + r : axis;
 }
 
-int64_t product(const Shape& shape, size_t begin, size_t end) {
-  int64_t n = 1;
-  for (size_t i = begin; i < end; ++i) n *= shape[i];
-  return n;
-}
-
 int index_in(const std::vector<int>& group, int64_t rank, const char* what) {
   for (size_t i = 0; i < group.size(); ++i) {
     if (group[i] == rank) return static_cast<int>(i);
@@ -68,7 +62,7 @@ std::vector<Pair> parse_pairs(const std::vector<int64_t>& flat, const std::vecto
 
 struct CollectiveCall : Call {
   CollectiveCall(const Collective& c, DType t, const List<Operand>& all)
-      : Call(c.where, hash(static_cast<uint64_t>(t), c.signature)),
+      : Call(c.where, hash(static_cast<uint64_t>(t), hash(c.place, c.signature))),
         collective(c),
         type(t),
         operands(all) {
@@ -98,15 +92,13 @@ struct CollectiveCall : Call {
 
 // The elements of the dims before an axis.
 size_t outer_dims(int64_t axis, const char* name, const Shape& shape) {
-  return static_cast<size_t>(
-      product(shape, 0, static_cast<size_t>(normal_axis(axis, shape.size(), name))));
+  return product(shape, 0, static_cast<size_t>(normal_axis(axis, shape.size(), name)));
 }
 
 void all_reduce(Transport& transport, Group& group, const CollectiveCall& call, Stream stream) {
   std::vector<Block> blocks;
   for (const Operand& operand : call.operands) {
-    const Shape& shape = operand.input;
-    blocks.emplace_back(operand.in, operand.out, product(shape, 0, shape.size()));
+    blocks.emplace_back(operand.in, operand.out, product(operand.input));
   }
   transport.all_reduce(group, call, blocks, call.type, call.collective.reduction, stream);
 }
@@ -120,8 +112,7 @@ void all_gather(Transport& transport, Group& group, const CollectiveCall& call, 
   std::vector<Block> blocks;
   for (const Operand& operand : call.operands) {
     const Shape& shape = operand.input;
-    const size_t bytes = static_cast<size_t>(product(shape, 0, shape.size())) *
-                         dtype_size(call.type);
+    const size_t bytes = bytes_of(shape, call.type);
     outers.push_back(bytes == 0 ? 1 : outer_dims(call.collective.axis, "axis", shape));
     blocks.emplace_back(operand.in, operand.out, bytes);
     if (outers.back() > 1) buffered += bytes * g;
@@ -149,7 +140,7 @@ void reduce_scatter(Transport& transport, Group& group, const CollectiveCall& ca
   std::vector<Block> blocks;
   for (const Operand& operand : call.operands) {
     const Shape& shape = operand.input;
-    const size_t count = static_cast<size_t>(product(shape, 0, shape.size()));
+    const size_t count = product(shape);
     outers.push_back(count == 0 ? 1 : outer_dims(call.collective.axis, "axis", shape));
     blocks.emplace_back(operand.in, operand.out, count / g);
     if (outers.back() > 1) buffered += count * item;
@@ -262,6 +253,7 @@ Collective parse_collective(Op op, const std::string& node, const Attributes& at
       throw std::invalid_argument(std::string(op_name(op)) + " is not a collective");
   }
   c.signature = hash(c.attributes, hash(op_name(op)));
+  c.place = hash(node);
   const std::string values = attributes.text("values").value_or("");
   for (size_t begin = 0; begin < values.size();) {
     const size_t end = std::min(values.find(kNextTensor, begin), values.size());
@@ -286,7 +278,10 @@ Shape output_shape(const Collective& c, const Shape& input) {
   };
   const auto multiply = [&](int64_t axis, const char* name) {
     const size_t a = static_cast<size_t>(normal_axis(axis, input.size(), name));
-    if (shape[a] >= 0) shape[a] *= g;
+    if (shape[a] >= 0 && __builtin_mul_overflow(shape[a], g, &shape[a])) {
+      throw std::invalid_argument("dim " + std::to_string(a) + " of the input " + to_text(input) +
+                                  " is too large for a group of " + std::to_string(g) + " ranks");
+    }
   };
   if (c.op == Op::kAllGather) multiply(c.axis, "axis");
   if (c.op == Op::kReduceScatter) divide("axis");
@@ -354,14 +349,10 @@ void HostMemory::trim() {
 void execute(Transport& transport, Group& group, const Collective& c,
              const List<Operand>& operands, DType type, Memory& memory, Stream stream,
              CallLog& log, bool behind) {
-  const auto bytes_of = [&](const Operand& operand) {
-    const Shape& shape = operand.input;
-    return static_cast<size_t>(product(shape, 0, shape.size())) * dtype_size(type);
-  };
   if (group.ranks.size() == 1) {
     const bool zeros = c.op == Op::kPermute && c.pairs.empty();
     for (const Operand& operand : operands) {
-      const size_t bytes = bytes_of(operand);
+      const size_t bytes = bytes_of(operand.input, type);
       if (zeros) memory.zero(operand.out, bytes, stream);
       if (!zeros && operand.in != operand.out) {
         memory.copy(operand.out, operand.in, bytes, stream);
@@ -371,9 +362,9 @@ void execute(Transport& transport, Group& group, const Collective& c,
   }
   const CollectiveCall call(c, type, operands);
   const auto& [in, out, input] = operands[0];
-  const size_t bytes = bytes_of(operands[0]);
+  const size_t bytes = bytes_of(input, type);
   size_t all = 0;
-  for (const Operand& operand : operands) all += bytes_of(operand);
+  for (const Operand& operand : operands) all += bytes_of(operand.input, type);
   CallLog::Entry entry(log, CallKind::kCollective, c.where, group,
                        static_cast<int64_t>(operands.size()), static_cast<int64_t>(all));
   entry.follow(call);

@@ -49,6 +49,7 @@ struct Collective {
   std::string where;        // "AllReduce 'node'"
   std::string attributes;   // as text, for the agreement check
   uint64_t signature = 0;   // hash of the operator and its attributes
+  uint64_t place = 0;       // hash of the node's name, which all ranks of the group share
 
   int size() const { return static_cast<int>(group.size()); }
 };

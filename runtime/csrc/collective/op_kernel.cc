@@ -32,33 +32,26 @@ void require_member(const RankContext& rank, const Collective& collective) {
                               to_text(group));
 }
 
-Peer::Peer(const Node& node)
-    : rank(static_cast<int>(node.attributes.need_integer("peer"))),
-      tag(static_cast<int>(node.attributes.integer("tag").value_or(0))) {
-  if (rank < 0 || rank >= node.rank->size() || rank == node.rank->rank()) {
-    throw std::invalid_argument("peer is " + std::to_string(rank) +
+Peer::Peer(const Node& node) {
+  const int64_t peer = node.attributes.need_integer("peer");
+  const int64_t number = node.attributes.integer("tag").value_or(0);
+  if (peer < 0 || peer >= node.rank->size() || peer == node.rank->rank()) {
+    throw std::invalid_argument("peer is " + std::to_string(peer) +
                                 ", expected another rank of a world of " +
                                 std::to_string(node.rank->size()));
   }
-  if (tag < 0 || tag >= kTags) {
-    throw std::invalid_argument("tag is " + std::to_string(tag) + ", expected 0 to " +
+  if (number < 0 || number >= kTags) {
+    throw std::invalid_argument("tag is " + std::to_string(number) + ", expected 0 to " +
                                 std::to_string(kTags - 1));
   }
+  rank = static_cast<int>(peer);
+  tag = static_cast<int>(number);
 }
 
 void require_type(const Tensor& x, DType first) {
   if (x.type == first) return;
   throw std::invalid_argument("expected tensors of one type, got " +
                               std::string(dtype_name(first)) + " and " + dtype_name(x.type));
-}
-
-size_t bytes_of(const Shape& shape, DType type) {
-  size_t bytes = dtype_size(type);
-  for (int64_t dim : shape) {
-    if (dim < 0) throw std::invalid_argument("shape " + to_text(shape) + " has a negative dim");
-    bytes *= static_cast<size_t>(dim);
-  }
-  return bytes;
 }
 
 Shape waited_shape(const Collective& own, const Tensor& x, const Collective& started,

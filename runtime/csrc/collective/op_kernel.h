@@ -16,6 +16,8 @@ class RankKernel : public Kernel {
   RankKernel(const Node& node, std::string where)
       : Kernel(std::move(where)), rank_(*node.rank), outputs_(node.outputs) {}
   std::string describe() const override { return at(where_); }
+  // Collectives in the background still use the memory of the run's tensors.
+  void failed() override { rank_.finish_started(); }
   // Messages of transports already name rank and node.
   std::string failure(const std::string& what) const override { return what; }
 
@@ -51,8 +53,6 @@ struct Peer {
 };
 // Throws std::invalid_argument if a tensor of a call has another type than its first.
 void require_type(const Tensor& x, DType first);
-// The bytes of a tensor of this type and shape. Throws std::invalid_argument for a negative dim.
-size_t bytes_of(const Shape& shape, DType type);
 
 // The shape of the result of a node with these attributes that waits for what `started` began on `in`
 // with the shape `input`. Throws std::invalid_argument if its tensor `x` is another, or the attributes

@@ -114,7 +114,7 @@ class RecvKernel : public Side {
   explicit RecvKernel(const Node& node)
       : Side(node, where_of(Op::kRecv, node)),
         peer_(node),
-        type_(dtype_from_onnx(static_cast<int>(node.attributes.need_integer("dtype")))) {}
+        type_(dtype_from_onnx(node.attributes.need_integer("dtype"))) {}
 
   void compute(const Io& io) override {
     const Stream stream = this->enter(io);

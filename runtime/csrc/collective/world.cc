@@ -1,5 +1,6 @@
 #include "collective/world.h"
 
+#include <algorithm>
 #include <stdexcept>
 #include <utility>
 
@@ -66,11 +67,19 @@ void RankContext::settle() {
     reached.record(device_->background.get());
     reached.synchronize();
   }
-  std::unique_lock lock(mutex_);
-  for (const auto& [key, request] : std::map(requests_)) {
-    finished_.wait(lock, [&] { return request->done; });
+  finish_started();
+  std::lock_guard lock(mutex_);
+  for (const auto& [key, request] : requests_) {
     if (request->later && !request->error.empty()) throw std::runtime_error(request->error);
   }
+}
+
+void RankContext::finish_started() noexcept {
+  std::unique_lock lock(mutex_);
+  finished_.wait(lock, [&] {
+    return std::all_of(requests_.begin(), requests_.end(),
+                       [](const auto& started) { return started.second->done; });
+  });
 }
 
 std::shared_ptr<Request> RankContext::finished(const void* key) {

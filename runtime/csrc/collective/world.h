@@ -111,6 +111,9 @@ class RankContext {
   // Waits for all collectives in the background. Throws the error of one that the next program would
   // finish; those of others are thrown where they are taken.
   void settle();
+  // Waits for those in host memory. The other members start them too: none is behind a call that this
+  // rank has not made.
+  void finish_started() noexcept;
   // Waits for a request, if nobody has waited for it, and forgets it, so that its memory may be freed.
   void drop(const void* key, const std::weak_ptr<Request>& request);
 

@@ -63,12 +63,6 @@ void expect_count(const Tensor& tensor, const char* name, size_t count, const ch
   }
 }
 
-size_t product(const Shape& shape, size_t begin, size_t end) {
-  size_t n = 1;
-  for (size_t i = begin; i < end; ++i) n *= static_cast<size_t>(shape[i]);
-  return n;
-}
-
 size_t axis_of(const Shape& shape, int64_t axis) {
   const int64_t rank = static_cast<int64_t>(shape.size());
   if (axis < -rank || axis >= rank) {

@@ -97,8 +97,6 @@ void expect_like(const Tensor& tensor, const char* name, const Tensor& other,
 void expect_type(const Tensor& tensor, const char* name, DType type);
 void expect_count(const Tensor& tensor, const char* name, size_t count, const char* what);
 
-// The number of elements that the dims from begin to before end have together.
-size_t product(const Shape& shape, size_t begin, size_t end);
 // The axis counted from 0. Throws std::invalid_argument where the shape has not that many dims.
 size_t axis_of(const Shape& shape, int64_t axis);
 

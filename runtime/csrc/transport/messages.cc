@@ -54,6 +54,12 @@ Runs runs_of(const Blocks& blocks, size_t item, Range bytes, F memory) {
   return runs;
 }
 
+int size_of(MPI_Comm comm) {
+  int size = 0;
+  check(MPI_Comm_size(comm, &size), "MPI_Comm_size");
+  return size;
+}
+
 // The datatype of a message, and where it begins.
 class Layout {
  public:
@@ -113,6 +119,7 @@ void Flow::post(Begin begin, const char* what, const Runs& runs, int peer, int t
   const Layout layout(runs);
   requests_.push_back(MPI_REQUEST_NULL);
   then_.push_back(std::move(then));
+  senders_.push_back(-1);
   check(begin(layout.start(), layout.count(), layout.type(), peer, tag, comm_, &requests_.back()),
         what);
 }
@@ -123,6 +130,16 @@ void Flow::send(const Runs& from, int peer, int tag, Then then) {
 
 void Flow::receive(const Runs& to, int peer, int tag, Then then) {
   post(MPI_Irecv, "MPI_Irecv", to, peer, tag, std::move(then));
+  senders_.back() = peer;
+  ++expected_[static_cast<size_t>(peer)];
+}
+
+std::vector<int> Flow::missing() const {
+  std::vector<int> found;
+  for (size_t m = 0; m < expected_.size(); ++m) {
+    if (expected_[m] != 0) found.push_back(static_cast<int>(m));
+  }
+  return found;
 }
 
 void Flow::copy(void* to, const void* from, size_t bytes) {
@@ -158,7 +175,10 @@ void Flow::finish() {
     }
     patience_.renew();
     for (int i = 0; i < count; ++i) {
-      due.push_back(std::move(then_[static_cast<size_t>(complete_[static_cast<size_t>(i)])]));
+      const size_t request = static_cast<size_t>(complete_[static_cast<size_t>(i)]);
+      due.push_back(std::move(then_[request]));
+      const int sender = senders_[request];
+      if (sender >= 0) --expected_[static_cast<size_t>(sender)];
     }
     // Testsome has set the requests that are complete to null.
     size_t kept = 0;
@@ -166,10 +186,12 @@ void Flow::finish() {
       if (requests_[i] == MPI_REQUEST_NULL) continue;
       requests_[kept] = requests_[i];
       if (kept != i) then_[kept] = std::move(then_[i]);
+      senders_[kept] = senders_[i];
       ++kept;
     }
     requests_.resize(kept);
     then_.resize(kept);
+    senders_.resize(kept);
     for (const Then& then : due) {
       if (then) then();
     }
@@ -177,9 +199,9 @@ void Flow::finish() {
   }
 }
 
-MessageGroup::MessageGroup(MPI_Comm comm, Clock::duration busy) : comm_(comm), flow_(comm, busy) {
+MessageGroup::MessageGroup(MPI_Comm comm, Clock::duration busy)
+    : comm_(comm), members_(size_of(comm)), flow_(comm, members_, busy) {
   check(MPI_Comm_rank(comm, &index_), "MPI_Comm_rank");
-  check(MPI_Comm_size(comm, &members_), "MPI_Comm_size");
   const size_t members = static_cast<size_t>(members_);
   window_ = std::max(kLeastWindow, kWindow / std::max<size_t>(1, members - 1));
   // A whole number of cache lines' elements, so that members' shares of a piece are no larger.

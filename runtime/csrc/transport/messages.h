@@ -18,6 +18,7 @@
 
 #include <mpi.h>
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
@@ -61,7 +62,11 @@ class Flow {
  public:
   using Then = std::function<void()>;
 
-  Flow(MPI_Comm comm, Clock::duration busy) : comm_(comm), patience_(busy) {}
+  // Between the `members` ranks of the communicator.
+  Flow(MPI_Comm comm, int members, Clock::duration busy)
+      : comm_(comm), patience_(busy), expected_(static_cast<size_t>(members)) {}
+  // The members whose messages have not come. Another thread may call it.
+  std::vector<int> missing() const;
   void send(const Runs& from, int peer, int tag, Then then = nullptr);
   void receive(const Runs& to, int peer, int tag, Then then = nullptr);
   // Copies in this member's memory, while nothing arrives.
@@ -85,6 +90,8 @@ class Flow {
   Patience patience_;
   std::vector<MPI_Request> requests_;
   std::vector<Then> then_;  // by request
+  std::vector<int> senders_;  // by request; -1 if it is a send
+  std::vector<std::atomic<int>> expected_;  // messages by sender that have not come
   std::vector<int> complete_;
   std::deque<Copy> copies_;
 };
@@ -93,6 +100,9 @@ class MessageGroup {
  public:
   // The members are the ranks of the communicator, which outlives this.
   MessageGroup(MPI_Comm comm, Clock::duration busy);
+
+  // The members for which this one waits. Another thread may call it.
+  std::vector<int> missing() const { return flow_.missing(); }
 
   // Only compares the call. It throws Conflict, on all members, and MpiError.
   void agree(const Call& call) { meet(call); }

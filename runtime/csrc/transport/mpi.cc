@@ -53,6 +53,24 @@ struct MpiGroup : Group {
   MPI_Comm far_comm = MPI_COMM_NULL;
   std::unique_ptr<MessageGroup> far;
   std::unique_ptr<NestedGroup> nested;
+
+  // Calls f with what connects the members.
+  template <class F>
+  void connected(F&& f) const {
+    if (nested) {
+      f(*nested);
+    } else if (messages) {
+      f(*messages);
+    } else {
+      f(*shared);
+    }
+  }
+  // The ranks for which this one waits.
+  std::vector<int> missing() const {
+    std::vector<int> indices;
+    connected([&](const auto& members) { indices = members.missing(); });
+    return ranks_at(ranks, indices);
+  }
 };
 
 // A message that was sent without waiting, kept until MPI has taken it.
@@ -82,7 +100,7 @@ class MpiTransport : public Transport {
     const auto here = std::count(machine_of_.begin(), machine_of_.end(), own);
     if (here > sysconf(_SC_NPROCESSORS_ONLN)) looks_ = 0;
     pretend_machines();
-    watchdog_ = std::make_unique<Watchdog>(rank_, options_, world_);
+    watchdog_ = std::make_unique<Watchdog>(rank_, options_, world_, concurrent_);
   }
 
   int rank() const override { return rank_; }
@@ -93,7 +111,8 @@ class MpiTransport : public Transport {
     auto& group = groups_[{lane, ranks}];
     if (group) return *group;
     const Call call("making the communicator");
-    const Watchdog::Guard guard(*watchdog_, Lane::kMain, call, ranks);
+    const Watchdog::Missing unknown = [] { return std::vector<int>(); };
+    const Watchdog::Guard guard(*watchdog_, Lane::kMain, call, ranks, unknown);
     named(describe(rank_, call, ranks), [&] {
       auto made = std::make_unique<MpiGroup>();
       made->ranks = ranks;
@@ -179,7 +198,8 @@ class MpiTransport : public Transport {
     const std::vector<int> ranks{peer, rank_};
     named(describe(rank_, call, ranks), [&] {
       std::optional<Watchdog::Guard> guard;
-      if (lane == Lane::kMain) guard.emplace(*watchdog_, lane, call, ranks);
+      const Watchdog::Missing sender = [peer] { return std::vector<int>{peer}; };
+      if (lane == Lane::kMain) guard.emplace(*watchdog_, lane, call, ranks, sender);
       Header header{};
       await(&header, Bytes(sizeof(header)), peer, tag, lane, call);
       call.met();
@@ -297,15 +317,10 @@ class MpiTransport : public Transport {
   template <class F>
   void run(Group& base, const Call& call, F&& f) {
     MpiGroup& group = static_cast<MpiGroup&>(base);
-    const Watchdog::Guard guard(*watchdog_, group.lane, call, group.ranks);
+    const Watchdog::Missing missing = [&group] { return group.missing(); };
+    const Watchdog::Guard guard(*watchdog_, group.lane, call, group.ranks, missing);
     try {
-      if (group.nested) {
-        f(*group.nested);
-      } else if (group.messages) {
-        f(*group.messages);
-      } else {
-        f(*group.shared);
-      }
+      group.connected(f);
     } catch (const Conflict& e) {
       const std::string rank = std::to_string(group.ranks[static_cast<size_t>(e.member)]);
       throw std::runtime_error(describe(rank_, Call(call.where), group.ranks) +

@@ -6,7 +6,6 @@
 
 #include <algorithm>
 #include <chrono>
-#include <cmath>
 #include <condition_variable>
 #include <cstdio>
 #include <functional>
@@ -75,15 +74,26 @@ class Bytes {
 
 // Ends the job when one call waits too long: a blocking MPI call cannot be interrupted.
 class Watchdog {
+ public:
+  // The ranks that have not come to a call, as far as they are known; the watching thread calls it.
+  using Missing = std::function<std::vector<int>()>;
+
+ private:
   struct Slot {
     uint64_t number = 0;         // of calls so far
     const Call* call = nullptr;  // null between calls
     const std::vector<int>* ranks = nullptr;
+    const Missing* missing = nullptr;
   };
 
  public:
-  Watchdog(int rank, const TransportOptions& options, MPI_Comm comm)
-      : rank_(rank), timeout_s_(options.timeout_s), failing_(options.failing), comm_(comm) {
+  // `concurrent` is whether threads may call MPI at the same time.
+  Watchdog(int rank, const TransportOptions& options, MPI_Comm comm, bool concurrent)
+      : rank_(rank),
+        timeout_s_(options.timeout_s),
+        failing_(options.failing),
+        comm_(comm),
+        concurrent_(concurrent) {
     if (timeout_s_ > 0) thread_ = std::thread([this] { watch(); });
   }
   ~Watchdog() {
@@ -98,12 +108,13 @@ class Watchdog {
   // Marks the calls on one lane as waiting, from construction to destruction.
   class Guard {
    public:
-    Guard(Watchdog& dog, Lane lane, const Call& call, const std::vector<int>& ranks)
+    Guard(Watchdog& dog, Lane lane, const Call& call, const std::vector<int>& ranks,
+          const Missing& missing)
         : dog_(dog), slot_(dog.slots_[static_cast<int>(lane)]) {
       if (dog_.timeout_s_ <= 0) return;
       std::lock_guard lock(dog_.mutex_);
       // The watching thread reads the clock; reading it here would cost as much as all the rest.
-      slot_ = {slot_.number + 1, &call, &ranks};
+      slot_ = {slot_.number + 1, &call, &ranks, &missing};
     }
     ~Guard() {
       if (dog_.timeout_s_ <= 0) return;
@@ -132,15 +143,15 @@ class Watchdog {
         const Slot& slot = slots_[lane];
         if (slot.call == nullptr) continue;
         if (slot.number != seen[lane].number) seen[lane] = {slot.number, Clock::now()};
-        const std::chrono::duration<double> waited = Clock::now() - seen[lane].since;
-        if (waited.count() < timeout_s_) continue;
-        const std::string text = describe(rank_, *slot.call, *slot.ranks) + ": waited " +
-                                 std::to_string(std::lround(waited.count())) +
-                                 " s for the other ranks (ONNXPAR_TIMEOUT)";
+        const std::chrono::duration<double> passed = Clock::now() - seen[lane].since;
+        if (passed.count() < timeout_s_) continue;
+        const std::string text = waited(describe(rank_, *slot.call, *slot.ranks), passed.count(),
+                                        (*slot.missing)());
         std::fprintf(stderr, "r%d | %s\n", rank_, text.c_str());
         std::fflush(stderr);
         if (failing_) failing_(text);
-        MPI_Abort(comm_, 1);
+        // Another thread is in a call of MPI. mpirun ends the others as well when a process ends.
+        if (concurrent_) MPI_Abort(comm_, 1);
         _exit(1);
       }
     }
@@ -150,6 +161,7 @@ class Watchdog {
   const double timeout_s_;
   const std::function<void(const std::string&)> failing_;
   MPI_Comm comm_;
+  const bool concurrent_;
   std::mutex mutex_;
   std::condition_variable wake_;
   bool stop_ = false;

@@ -133,7 +133,7 @@ void NcclWatch::wait(const std::string& who, bool limited, const std::function<b
   if (!limited || timeout_s_ <= 0) {
     wake_.wait(lock, over);
   } else if (!wake_.wait_for(lock, std::chrono::duration<double>(timeout_s_), over)) {
-    fail(lock, waited(who));
+    fail(lock, waited(who, timeout_s_));
   }
   const bool done = ready();
   lock.unlock();
@@ -156,11 +156,6 @@ void NcclWatch::reap(Queue& queue) {
   if (any && !queue.entries.empty()) queue.entries.front().since = Clock::now();
 }
 
-std::string NcclWatch::waited(const std::string& who) const {
-  return who + ": waited " + std::to_string(static_cast<int>(timeout_s_)) +
-         " s for the other ranks (ONNXPAR_TIMEOUT)";
-}
-
 // What has waited too long, as a message; empty where nothing has.
 std::string NcclWatch::late(Clock::time_point now) {
   if (timeout_s_ <= 0) return {};
@@ -170,9 +165,9 @@ std::string NcclWatch::late(Clock::time_point now) {
     if (entry.first < 0) continue;
     reap(queue);
     if (!queue.entries.empty() && now - queue.entries.front().since > limit) {
-      return waited(queue.entries.front().who);
+      return waited(queue.entries.front().who, timeout_s_);
     }
-    if (!queue.calling.empty() && now - queue.called > limit) return waited(queue.calling);
+    if (!queue.calling.empty() && now - queue.called > limit) return waited(queue.calling, timeout_s_);
   }
   return {};
 }

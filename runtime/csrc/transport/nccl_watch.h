@@ -81,7 +81,6 @@ class NcclWatch {
   std::vector<nccl::Comm> take_communicators();
   void reap(Queue& queue);
   std::string late(Clock::time_point now);
-  std::string waited(const std::string& who) const;
 
   const nccl::Library& library_;
   const cuda::Device& device_;

@@ -68,6 +68,17 @@ NestedGroup::NestedGroup(const Machines& machines, int index, SharedGroup& near,
                          MessageGroup& far, MessageGroup& all)
     : machines_(machines), index_(index), near_(near), far_(far), all_(all) {}
 
+std::vector<int> NestedGroup::missing() const {
+  std::vector<int> found;
+  for (int m : near_.missing()) {
+    found.push_back(machines_.members(machines_.machine(index_))[static_cast<size_t>(m)]);
+  }
+  const size_t position = static_cast<size_t>(machines_.position(index_));
+  for (int machine : far_.missing()) found.push_back(machines_.members(machine)[position]);
+  if (found.empty()) return all_.missing();
+  return found;
+}
+
 std::byte* NestedGroup::scratch(size_t slot, size_t bytes) {
   std::vector<std::byte>& memory = scratch_[slot];
   if (memory.size() < bytes) memory.resize(bytes);

@@ -45,6 +45,9 @@ class NestedGroup {
   NestedGroup(const Machines& machines, int index, SharedGroup& near, MessageGroup& far,
               MessageGroup& all);
 
+  // The members for which this one waits. Another thread may call it.
+  std::vector<int> missing() const;
+
   // As in Transport. They throw Conflict, on all members, and MpiError.
   void all_reduce(const Call&, const Blocks&, DType, Reduction);
   void all_gather(const Call&, const Blocks&);

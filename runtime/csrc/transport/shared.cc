@@ -77,6 +77,15 @@ void SharedGroup::wait(const std::atomic<uint64_t>& step) const {
   }
 }
 
+std::vector<int> SharedGroup::missing() const {
+  const uint64_t own = header(index_).step.load(std::memory_order_acquire);
+  std::vector<int> found;
+  for (int m = 0; m < members_; ++m) {
+    if (header(m).step.load(std::memory_order_acquire) < own) found.push_back(m);
+  }
+  return found;
+}
+
 void SharedGroup::announce(const Call& call) {
   Header& own = header(index_);
   own.signature[step_ & 1] = call.signature;

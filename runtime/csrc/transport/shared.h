@@ -43,6 +43,9 @@ class SharedGroup {
   // waiting member looks `looks` times before it calls `idle` between two looks.
   SharedGroup(std::byte* memory, int index, int members, int looks, Idle idle);
 
+  // The members for which this one waits. Another thread may call it.
+  std::vector<int> missing() const;
+
   // Only compares the call. It throws Conflict, on all members.
   void agree(const Call&);
   // As in Transport. They throw Conflict, on all members.

@@ -2,8 +2,9 @@
 //
 // Each call on a group is a meeting: every member publishes the addresses of its buffers and waits for
 // the others (opening); then each copies what it needs from the others' memory; then all wait once
-// more (closing), so that no buffer is changed or freed while another rank reads it. The last member
-// to arrive at the opening compares the announcements.
+// more (closing), so that no buffer is changed or freed while another rank reads it. This holds also if
+// the world is aborted meanwhile: copies end by themselves, so members wait for them without a limit.
+// The last member to arrive at the opening compares the announcements.
 //
 // One lock guards all bookkeeping of a world; data is copied outside it.
 #include <algorithm>
@@ -44,8 +45,11 @@ struct Meeting {
   std::vector<int> ranks;
   std::vector<Announcement> members;  // by index; stable between opening and closing
   int arrived = 0;
+  std::vector<bool> here;  // by index: who has arrived
+  int moving = 0;  // members that may still read the memory of others
   uint64_t generation = 0;
   std::condition_variable all_here;
+  std::condition_variable all_still;
 };
 
 struct Message {
@@ -73,6 +77,7 @@ class ThreadWorld {
       place = std::make_unique<Meeting>();
       place->ranks = ranks;
       place->members.resize(ranks.size());
+      place->here.resize(ranks.size());
     }
     return *place;
   }
@@ -86,14 +91,23 @@ class ThreadWorld {
       const std::string conflict = disagreement(meeting, group, own);
       if (!conflict.empty()) abort_locked(conflict);
       check_alive(conflict);
+      meeting.moving = group.size();
     }
     arrive(lock, meeting, group, *own.call);
   }
 
-  // Returns when all members have finished with each other's buffers.
-  void close(Meeting& meeting, const Group& group, const Call& call) {
+  // Returns when all members have done what comes before.
+  void meet_again(Meeting& meeting, const Group& group, const Call& call) {
     std::unique_lock lock(mutex_);
     arrive(lock, meeting, group, call);
+  }
+
+  // Returns when all members have finished with each other's buffers. Every member that was at the
+  // opening comes here, also if the world was aborted.
+  void close(Meeting& meeting) {
+    std::unique_lock lock(mutex_);
+    if (--meeting.moving == 0) meeting.all_still.notify_all();
+    meeting.all_still.wait(lock, [&] { return meeting.moving == 0; });
   }
 
   void send(int source, int peer, int tag, Message message) {
@@ -117,7 +131,7 @@ class ThreadWorld {
     } else if (!here()) {
       block(rank, lane, who);
       box.receiver = rank;
-      wait(lock, box.arrival, who, here);
+      wait(lock, box.arrival, who, here, [&] { return std::vector<int>{source}; });
       box.receiver = -1;
     }
     Message message = std::move(box.messages.front());
@@ -146,6 +160,7 @@ class ThreadWorld {
     if (!abort_message_.empty()) check_alive(describe(rank_of(group), call, group.ranks));
     if (++meeting.arrived == group.size()) {
       meeting.arrived = 0;
+      meeting.here.assign(meeting.here.size(), false);
       ++meeting.generation;
       if (group.lane == Lane::kMain) {
         for (int member : meeting.ranks) waiting_[static_cast<size_t>(member)].clear();
@@ -155,8 +170,16 @@ class ThreadWorld {
     }
     const std::string who = describe(rank_of(group), call, group.ranks);
     const uint64_t generation = meeting.generation;
+    meeting.here[static_cast<size_t>(group.index)] = true;
     block(rank_of(group), group.lane, who);
-    wait(lock, meeting.all_here, who, [&] { return meeting.generation != generation; });
+    const auto missing = [&] {
+      std::vector<int> ranks;
+      for (size_t i = 0; i < meeting.here.size(); ++i) {
+        if (!meeting.here[i]) ranks.push_back(meeting.ranks[i]);
+      }
+      return ranks;
+    };
+    wait(lock, meeting.all_here, who, [&] { return meeting.generation != generation; }, missing);
   }
 
   // Records that a rank waits. If all ranks wait, none can ever go on: this is an error at once, and
@@ -171,15 +194,14 @@ class ThreadWorld {
     abort_locked(text);
   }
 
-  template <class Ready>
+  template <class Ready, class Missing>
   void wait(std::unique_lock<std::mutex>& lock, std::condition_variable& condition,
-            const std::string& who, Ready ready) {
+            const std::string& who, Ready ready, Missing missing) {
     const auto done = [&] { return ready() || !abort_message_.empty(); };
     if (options_.timeout_s > 0) {
       const auto limit = std::chrono::duration<double>(options_.timeout_s);
       if (!condition.wait_for(lock, limit, done)) {
-        abort_locked(who + ": waited " + std::to_string(static_cast<int>(options_.timeout_s)) +
-                     " s for the other ranks (ONNXPAR_TIMEOUT)");
+        abort_locked(waited(who, options_.timeout_s, missing()));
       }
     } else {
       condition.wait(lock, done);
@@ -277,7 +299,7 @@ class ThreadTransport : public Transport {
         reduce_many(blocks[b].out + begin * item, sources.data(), sources.size(), end - begin,
                     type, reduction);
       }
-      world_->close(*meeting(group), group, call);
+      world_->meet_again(*meeting(group), group, call);
       for (size_t b = 0; b < blocks.size(); ++b) {
         for (int i = 0; i < group.size(); ++i) {
           const auto [begin, end] = share_of(blocks[b].count, group.size(), i);
@@ -383,8 +405,15 @@ class ThreadTransport : public Transport {
     Meeting& place = *meeting(group);
     world_->open(place, group, own);
     call.met();
-    move(place.members);
-    world_->close(place, group, call);
+    try {
+      move(place.members);
+    } catch (const std::exception& e) {
+      // Others may wait for this member before they close.
+      world_->abort(describe(rank_, call, group.ranks) + ": " + e.what());
+      world_->close(place);
+      throw;
+    }
+    world_->close(place);
   }
 
   std::shared_ptr<ThreadWorld> world_;

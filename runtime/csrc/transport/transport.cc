@@ -1,6 +1,7 @@
 #include "transport/transport.h"
 
 #include <algorithm>
+#include <cmath>
 #include <vector>
 
 namespace onnxpar {
@@ -39,6 +40,25 @@ std::string differing(const std::string& text, const std::string& other) {
 
 std::string describe(int rank, const Call& call, const std::vector<int>& group) {
   return "rank " + std::to_string(rank) + ": " + std::string(call.where) + " on group " + to_text(group);
+}
+
+std::string waited(const std::string& who, double seconds, const std::vector<int>& missing) {
+  std::string ranks = "the other ranks";
+  if (!missing.empty()) {
+    ranks = missing.size() == 1 ? "rank " : "ranks ";
+    for (size_t i = 0; i < missing.size(); ++i) {
+      if (i != 0) ranks += i + 1 == missing.size() ? " and " : ", ";
+      ranks += std::to_string(missing[i]);
+    }
+  }
+  return who + ": waited " + std::to_string(std::lround(seconds)) + " s for " + ranks +
+         " (ONNXPAR_TIMEOUT)";
+}
+
+std::vector<int> ranks_at(const std::vector<int>& group, const std::vector<int>& indices) {
+  std::vector<int> ranks;
+  for (int index : indices) ranks.push_back(group[static_cast<size_t>(index)]);
+  return ranks;
 }
 
 }  // namespace onnxpar

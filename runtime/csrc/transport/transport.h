@@ -163,6 +163,11 @@ class Transport {
 
 // "rank 1: AllReduce 'n' on group [0, 1]"
 std::string describe(int rank, const Call& call, const std::vector<int>& group);
+// "rank 1: … on group [0, 1, 2]: waited 60 s for rank 2 (ONNXPAR_TIMEOUT)". `missing` has the ranks that
+// have not come; it is empty if the transport does not know them.
+std::string waited(const std::string& who, double seconds, const std::vector<int>& missing = {});
+// The ranks of a group at some of its indices.
+std::vector<int> ranks_at(const std::vector<int>& group, const std::vector<int>& indices);
 
 struct TransportOptions {
   bool debug = true;

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from tests.runtime.collectives.teams import Team, feed, run_text, session
 pytestmark = pytest.mark.threads_only
 SECONDS = 10
 """Bound on how long a failure may take; it takes milliseconds, but the machine may be busy."""
+SEND = "g (float[n] x) => (uint8[1] t) {{ [here] t = onnxpar.Send <{}> (x) }}"
 
 
 def messages(
@@ -65,13 +67,15 @@ def node(op: str, dims: str = "n", kind: str = "float", attributes: str = "") ->
             [(2, 2), (2, 2)],
             "axis=1",
         ),
+        # Two sums of equal size: each rank would get what the other sums up elsewhere.
+        ([node("AllReduce"), node("AllReduce").replace("here", "there")], [(3,), (3,)], "'there'"),
     ],
-    ids=["op", "size", "shape", "dtype", "reduction", "axis"],
+    ids=["op", "size", "shape", "dtype", "reduction", "axis", "node"],
 )
 def test_ranks_that_disagree(texts: list[str], shapes: list[tuple[int, ...]], message: str) -> None:
     with World.threads(2) as world:
         for text in messages(Team(world), texts, shapes):
-            assert re.search(r"rank [01]: \w+ 'here' on group \[0, 1\] disagrees with rank", text)
+            assert re.search(r"rank [01]: \w+ 't?here' on group \[0, 1\] disagrees with rank", text)
             assert re.search(message, text), text
 
 
@@ -123,6 +127,32 @@ def test_an_abort_wakes_waits_of_background_collectives() -> None:
         assert "rank 1" in str(errors[0]) and "gone" in str(errors[0])
 
 
+def test_a_failing_run_waits_for_what_it_has_started() -> None:
+    """The other rank still copies from its tensors, whose memory is freed when it has ended."""
+    begin = "g (float[n] x, float[3] z) => (float[n] y) {\n"
+    start = '[late] h, t = onnxpar.Start <op="AllReduce"> (x)\n'
+    bad = "[bad] w, s = onnxpar.ReduceScatter <axis=0> (z, t)\ny = Add (h, w) }"
+    wait = '[wait] y, s = onnxpar.Wait <op="AllReduce"> (h, x, t) }'
+    ended: dict[int, float] = {}
+    x, z = np.ones(1000, np.float32), np.ones(3, np.float32)
+    with World.threads(2) as world:
+
+        def act(rank: Rank) -> list[np.ndarray]:
+            if rank.index == 1:
+                time.sleep(0.3)
+                ended[0] = time.monotonic()
+                return run_text(rank, begin + start + wait, x=x, z=z)
+            try:
+                return run_text(rank, begin + start + bad, x=x, z=z)
+            finally:
+                ended[1] = time.monotonic()
+
+        results, errors = Team(world).attempt(act, abort=False)
+        assert "ReduceScatter 'bad'" in str(errors[0]) and "not divisible" in str(errors[0])
+        assert errors[1] is None and (results[1][0] == 2).all()
+        assert ended[0] < ended[1]
+
+
 def test_groups_that_wait_for_one_another_are_a_deadlock() -> None:
     texts = [node("AllReduce", attributes=f"group={g}") for g in ([0, 1], [1, 2], [2, 0])]
     with World.threads(3) as world:
@@ -144,8 +174,29 @@ def test_a_receive_without_a_send_is_a_deadlock() -> None:
         assert all("deadlock" in str(e) and "Recv 'here'" in str(e) for e in errors)
 
 
+def test_a_rank_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ONNXPAR_TIMEOUT", "0.5")
+    came = threading.Event()
+    with World.threads(4) as world:
+
+        def act(rank: Rank) -> None:
+            if rank.index == 2:
+                came.wait(SECONDS)
+                return
+            try:
+                run_text(rank, node("AllReduce"), x=np.ones(3, np.float32))
+            finally:
+                came.set()
+
+        _, errors = Team(world).attempt(act, abort=False)
+        for r in (0, 1, 3):
+            assert "on group [0, 1, 2, 3]: waited 1 s for rank 2 (ONNXPAR_TIMEOUT)" in str(
+                errors[r]
+            )
+
+
 def test_a_message_of_another_size() -> None:
-    send = "g (float[n] x) => (uint8[1] t) { [there] t = onnxpar.Send <peer=1> (x) }"
+    send = SEND.format("peer=1")
     recv = "g (int64[1] s) => (float[n] y) { [here] y, t = onnxpar.Recv <peer=0, dtype=1> (s) }"
     with World.threads(2) as world:
 
@@ -157,7 +208,7 @@ def test_a_message_of_another_size() -> None:
 
         _, errors = Team(world).attempt(act, abort=False)
         assert errors[0] is None
-        assert "expected 16 bytes, got 12 from rank 0: Send 'there'" in str(errors[1])
+        assert "expected 16 bytes, got 12 from rank 0: Send 'here'" in str(errors[1])
 
 
 def test_waiting_too_long() -> None:
@@ -191,6 +242,9 @@ World.threads(2).rank(0).all_reduce(np.ones(3))
         (node("Broadcast", attributes="root=1, group=[0]"), "root 1 is not in the group"),
         (node("Permute", attributes="pairs=[0, 1, 1, 1]"), "rank 1 receives twice"),
         (node("Permute", attributes="pairs=[0]"), "pairs: expected source, destination"),
+        # Numbers that would be 1 in 32 bits.
+        (SEND.format(f"peer={2**32 + 1}"), f"peer is {2**32 + 1}, expected another rank"),
+        (SEND.format(f"peer=1, tag={2**32 + 1}"), f"tag is {2**32 + 1}, expected 0 to"),
     ],
 )
 def test_attributes_that_cannot_be(text: str, message: str) -> None:
@@ -198,6 +252,20 @@ def test_attributes_that_cannot_be(text: str, message: str) -> None:
         with pytest.raises(Exception, match=re.escape(message)) as caught:
             run_text(world.rank(0), text, x=np.ones(3, np.float32))
         assert text.split("onnxpar.")[1].split(" ")[0] in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        ([2**32, 2**32, 2], "shape [4294967296, 4294967296, 2] has 2^63 elements or more"),
+        ([2**61], "shape [2305843009213693952] of float32 has 2^63 bytes or more"),
+        ([3, -1], "shape [3, -1] has a negative dim"),
+    ],
+)
+def test_sizes_that_no_memory_has(shape: list[int], message: str) -> None:
+    text = "g (int64[n] s) => (float[a] y) { [here] y, t = onnxpar.Recv <peer=1, dtype=1> (s) }"
+    with World.threads(2) as world, pytest.raises(Exception, match=re.escape(message)):
+        run_text(world.rank(0), text, s=np.array(shape))
 
 
 def test_a_dim_that_does_not_divide() -> None:

@@ -126,6 +126,7 @@ def test_scalars_and_empty_blocks(team: Team) -> None:
         ([1, 2, -3, 4], [0], "micro_batch and node"),
         ([1, 2, 3, 2**32], [0], "micro_batch and node"),
         ([1, 2, 3, 4], [-1], "negative"),
+        ([1, 2, 3, 4], [2**63 - 1], "beyond 2\\^63 elements"),
     ],
 )
 def test_what_it_refuses(team: Team, key: list[int], start: list[int], message: str) -> None:

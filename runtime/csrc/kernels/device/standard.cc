@@ -87,7 +87,7 @@ class MaxPool : public OnDevice {
   void device(const Io& io, const Operands& o) const {
     const Shape& shape = o.y.shape;
     Queue queue(io, "standard.cu", o.x.type);
-    queue.launch("max_pool", over(product(shape, 0, shape.size())), o.y.data, o.indices.data,
+    queue.launch("max_pool", over(product(shape)), o.y.data, o.indices.data,
                  o.x.data, o.window, static_cast<Index>(product(shape, 0, 2)));
   }
 

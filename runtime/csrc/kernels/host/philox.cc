@@ -10,9 +10,9 @@ uint32_t low(uint64_t x) { return static_cast<uint32_t>(x); }
 uint32_t high(uint64_t x) { return static_cast<uint32_t>(x >> 32); }
 
 // The four numbers that one evaluation of Philox gives, and which evaluation it was.
-class Stream {
+class Draws {
  public:
-  Stream(const std::vector<int64_t>& key, Distribution distribution)
+  Draws(const std::vector<int64_t>& key, Distribution distribution)
       : normal_(distribution == Distribution::kNormal), state_(philox_state(key)) {}
 
   float at(uint64_t element) {
@@ -65,12 +65,23 @@ uint64_t philox_count(const std::vector<int64_t>& key, const std::vector<int64_t
                                 std::to_string(rank) + ", " + std::to_string(global.size()) +
                                 " and " + std::to_string(start.size()));
   }
-  uint64_t count = 1;
   for (size_t i = 0; i < rank; ++i) {
     if (shape[i] < 0 || global[i] < 0 || start[i] < 0) {
       throw std::invalid_argument("shape, global_shape and start must not be negative");
     }
-    count *= static_cast<uint64_t>(shape[i]);
+  }
+  const size_t count = product(shape);
+  product(global);
+  // The index of the block's last element, the largest.
+  int64_t last = 0;
+  for (size_t i = 0; i < rank && count != 0; ++i) {
+    if (__builtin_mul_overflow(last, global[i], &last) ||
+        __builtin_add_overflow(last, start[i], &last) ||
+        __builtin_add_overflow(last, shape[i] - 1, &last)) {
+      throw std::invalid_argument("start " + to_text(start) + " and shape " + to_text(shape) +
+                                  " reach beyond 2^63 elements of global_shape " +
+                                  to_text(global));
+    }
   }
   return count;
 }
@@ -81,9 +92,9 @@ void philox_fill(float* out, const std::vector<int64_t>& key, const std::vector<
   const uint64_t count = philox_count(key, shape, global, start);
   const size_t rank = shape.size();
   if (count == 0) return;
-  Stream stream(key, distribution);
+  Draws draws(key, distribution);
   if (rank == 0) {
-    *out = stream.at(0);
+    *out = draws.at(0);
     return;
   }
   const uint64_t run = static_cast<uint64_t>(shape[rank - 1]);
@@ -92,9 +103,9 @@ void philox_fill(float* out, const std::vector<int64_t>& key, const std::vector<
     uint64_t element = 0;
     for (size_t i = 0; i < rank; ++i) {
       element = element * static_cast<uint64_t>(global[i]) +
-                static_cast<uint64_t>(start[i] + index[i]);
+                static_cast<uint64_t>(start[i]) + static_cast<uint64_t>(index[i]);
     }
-    for (uint64_t i = 0; i < run; ++i) *out++ = stream.at(element + i);
+    for (uint64_t i = 0; i < run; ++i) *out++ = draws.at(element + i);
     for (size_t d = rank - 1; d-- > 0;) {
       if (++index[d] < shape[d]) break;
       index[d] = 0;

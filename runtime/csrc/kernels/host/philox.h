@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "abi/values.h"
 #include "kernels/device/philox.cuh"
 
 namespace onnxpar {
