@@ -59,7 +59,8 @@ def options(
     """Returns every way to shard the parts of a node's factors over mesh axes.
 
     A part is sharded only if it has at least one element for each shard, at the sizes that the cost
-    model assumes. Padding costs what the shards then take.
+    model assumes. Padding costs what the shards then take. If no way keeps the earlier decision, it
+    is the only option.
 
     Args:
         item: The node.
@@ -99,6 +100,10 @@ def options(
         if key not in seen:
             seen.add(key)
             found.append(Option(plan, (*earlier, *chosen)))
+    if not found and before is not None:
+        # What was decided need not be an option: propagation may shard a dim over more devices than
+        # it has elements, if the user shards a parameter in this way.
+        return (Option(before.plan, (*earlier, *(None for _ in axes))),)
     return tuple(found)
 
 

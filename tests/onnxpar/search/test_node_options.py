@@ -7,9 +7,11 @@ import pytest
 from onnxpar.api.shard_model import analyse
 from onnxpar.core.machine import PRESETS
 from onnxpar.core.mesh import Mesh
+from onnxpar.core.sharding import Component
 from onnxpar.cost.cost_model import CostModel
 from onnxpar.frontend.load import normalise
-from onnxpar.search.node_options import options
+from onnxpar.graph.plan import shardings
+from onnxpar.search.node_options import Option, options
 from onnxpar.search.value_flow import flow
 
 TEXT = """<ir_version: 10, opset_import: ["": 21]>
@@ -41,6 +43,19 @@ def test_fixed_sizes_need_not_divide_evenly(devices: int, counts: set[int]) -> N
     found = options(first, [mesh.axis_atoms("x")], cost)
     assert {max(o.plan.outputs[0].strategy(mesh)) for o in found} == counts
     assert len(found) == (4 if devices < 64 else 1)
+
+
+def test_a_decision_that_is_no_option_is_kept() -> None:
+    """Propagation shards a dim of 64 over 65 devices, if the user shards a parameter so."""
+    program = analyse(normalise(ir.from_proto(onnx.parser.parse_model(TEXT))), {})
+    mesh = Mesh.of({"x": 65, "y": 2})
+    cost = CostModel(PRESETS["cpu"], mesh, program.env.table)
+    first, *_ = flow(program).items
+    axes = [mesh.axis_atoms("x"), mesh.axis_atoms("y")]
+    factor = first.rule.outputs[0].dims[0][0]
+    plan = shardings(first.rule, first.view, {factor: (Component(64, axes[0]),)}, mesh)
+    before = Option(plan, ((factor, 0),))
+    assert options(first, axes, cost, before) == (Option(plan, ((factor, 0), None)),)
 
 
 def test_what_a_reduction_reads_is_masked_if_it_is_uneven() -> None:
