@@ -128,7 +128,11 @@ class GradNode(EmittedNode[GlobalBuilder]):
             broadcast = have[extra + position]
             if size == 1 and broadcast != 1:
                 axes.append(extra + position)
-            elif not isinstance(size, int) and not self.table.equal(size, broadcast):
+            elif not (
+                isinstance(size, int)
+                or self.table.equal(size, broadcast)
+                or self.table.one_only_with(size, broadcast)
+            ):
                 raise self.fail(
                     f"dim {position} of input {index} is {dim_str(size)} and is combined with "
                     f"{dim_str(broadcast)}: a gradient needs to know whether it is broadcast"

@@ -143,6 +143,12 @@ class SymbolTable(Mapping[str, Symbol]):
             found = self._equal[key] = self._prove_equal(a, b)
         return found
 
+    def one_only_with(self, a: Dim, b: Dim) -> bool:
+        """Whether a size is 1 only where another one is, as min(32, n) is 1 only where n is 1."""
+        return isinstance(a, sympy.Min) and all(
+            arg > 1 if arg.is_Integer else self.equal(arg, b) for arg in a.args
+        )
+
     def _prove_equal(self, a: Dim, b: Dim) -> bool:
         left, right = (self.normal(sympy.sympify(as_dim(x))) for x in (a, b))
         if left == right:

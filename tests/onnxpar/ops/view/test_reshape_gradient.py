@@ -66,6 +66,16 @@ def test_dims_of_one(
     ).check()
 
 
+def test_a_dim_that_is_one_only_if_the_other_is() -> None:
+    """min(7, N) and N are compatible where they are equal, and if the first is 1, so is N."""
+    GradCase(
+        "a = Slice(x, from, to) s = Shape(x) y = Expand(a, s)",
+        {"x": "double[N,4]"},
+        lambda _, x: x * 1,
+        consts={"from": ints(0), "to": ints(7)},
+    ).check()
+
+
 def test_a_value_that_is_read_twice_under_two_names() -> None:
     GradCase(
         "i = Identity(x)\n s = Mul(i, x)\n y = Exp(s)",
