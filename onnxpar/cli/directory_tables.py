@@ -357,7 +357,7 @@ def _training(training: Json, screen: Screen) -> None:
     _table(
         screen,
         (Column("tensor", NAME), Column("elements", NUMBER), Column("trained"),
-         Column("read by", NAME), Column("rule")),
+         Column("read by", NAME, optional=True), Column("rule", optional=True)),
         training["tensors"],
         lambda t: (t["name"], ", ".join(t["used_by"]) + _shared(t), t["rule"] if differ else ""),
         lambda t, name, readers, rule: (

@@ -143,7 +143,7 @@ class Screen:
                 *(
                     Text(shortened(row[i], widths[i]))
                     if shown[i].kind is Content.NAME
-                    else self.layout("\n".join(wrapped(row[i], widths[i], shorten=True)))
+                    else self.layout("\n".join(wrapped(row[i], widths[i], cell=True)))
                     for i in kept
                 )
             )

@@ -8,7 +8,7 @@ _OPEN, _CLOSE = "([{", ")]}"
 _BREAK = re.compile(r" |(?<=\w)(?:\*|//)(?=[\w(])|(?<=\))(?:\*|//)(?=[\w(])")
 
 
-def wrapped(text: str, width: int, *, shorten: bool = False) -> list[str]:
+def wrapped(text: str, width: int, *, cell: bool = False) -> list[str]:
     """Returns a text in lines.
 
     A line ends behind a space. A list in brackets is broken only if it is wider than a line, and a
@@ -17,9 +17,11 @@ def wrapped(text: str, width: int, *, shorten: bool = False) -> list[str]:
     Args:
         text: The text, without line breaks.
         width: The most characters of a line.
-        shorten: Whether a name that is wider than a line gets an ellipsis in the middle.
+        cell: Whether this is a cell of a table. A line then ends behind a comma or before an arrow
+            if it stays at least half as long, and a name that is wider than a line gets an ellipsis
+            in the middle.
     """
-    if shorten:
+    if cell:
         text = " ".join(_short(word, width) for word in text.split(" "))
     groups = list(_groups(text, width))
     places = [(m[0] == " ", m.end()) for m in _BREAK.finditer(text)]
@@ -30,6 +32,10 @@ def wrapped(text: str, width: int, *, shorten: bool = False) -> list[str]:
         found = [p for p in outside if begin < p[1] <= begin + width + p[0]]
         found = found or [p for p in places if begin < p[1] <= begin + width + p[0]]
         end = max(found)[1] if found else begin + width
+        half = (begin + end) // 2
+        better = max(text.rfind(", ", half, end) + 2, text.rfind(" -> ", half, end) + 1)
+        if cell and (True, better) in found:
+            end = better
         lines.append(text[begin:end].rstrip())
         begin = end
     return [*lines, text[begin:]]

@@ -116,6 +116,15 @@ def test_brackets_are_kept_together(text: str, width: int, lines: list[str]) -> 
     assert "".join(lines).replace(" ", "") == text.replace(" ", "")
 
 
+def test_cells_are_broken_behind_commas_and_before_arrows() -> None:
+    text = "a=batch, M=seq, K=128 sum, N=512"
+    assert wrapped(text, 21) == ["a=batch, M=seq, K=128", "sum, N=512"]
+    assert wrapped(text, 21, cell=True) == ["a=batch, M=seq,", "K=128 sum, N=512"]
+    assert wrapped("a b c d, . -> a b 1 1", 19, cell=True) == ["a b c d, .", "-> a b 1 1"]
+    # Not if the line would be short.
+    assert wrapped("[], partial sum over dp", 20, cell=True) == ["[], partial sum over", "dp"]
+
+
 def test_repeated_sentences_are_said_once() -> None:
     assert once(["a", "b", "a"]) == ["a (×2)", "b"]
 
