@@ -33,7 +33,7 @@ onnxpar.charts = (() => {
         const shape = draw("rect", { x: x(bar.from), y, width, height: LANE - 8, style: { fill: bar.colour } },
           draw("title", {}, bar.title));
         parts.push(shape);
-        if (bar.text && width > 7 * bar.text.length) {
+        if (bar.text && width > 9 * bar.text.length) {
           parts.push(draw("text", { x: x(bar.from) + width / 2, y: y + 13, "text-anchor": "middle",
             style: { fill: "var(--paper)" } }, bar.text));
         }

@@ -3,7 +3,7 @@
 /* What moves between devices, and why: collectives, transfers of a pipeline, conflicts, replicas. */
 
 onnxpar.collectives = (() => {
-  const { make, live, name, empty } = onnxpar.elements;
+  const { make, live, name, formula, empty } = onnxpar.elements;
   const { sizes, numbers, table } = onnxpar;
 
   const bytesOf = (directory) => (row) => sizes.value(directory, row.bytes);
@@ -11,6 +11,7 @@ onnxpar.collectives = (() => {
     {
       title: `${title}, formula`,
       of: (row) => sizes.text(directory, row.bytes),
+      shown: (row) => formula(sizes.text(directory, row.bytes)),
       kind: "formula mono",
     },
     {
@@ -77,9 +78,11 @@ onnxpar.collectives = (() => {
       : [];
     if (!all.length) return [title, empty("No collectives."), ...transfers];
     const groups = byKind(directory, all);
+    // A program without a number is that of all stages.
+    const together = directory.stages > 1 && !/\.\d+$/.test(program.name) ? ", summed over the stages" : "";
     return [
       title,
-      make("p", {}, live("b", {}, () => numbers.bytes(sum(directory, all))), ` leave each device in ${all.length} collectives of one run.`),
+      make("p", {}, "A device sends ", live("b", {}, () => numbers.bytes(sum(directory, all))), ` in ${all.length} collectives of one run${together}.`),
       table(
         groups,
         [
@@ -87,7 +90,8 @@ onnxpar.collectives = (() => {
           { title: "over", of: (row) => row.over },
           { title: "devices in a group", of: (row) => row.size, number: true },
           { title: "how many", of: (row) => row.rows.length, number: true },
-          { title: "bytes sent, formula", of: (row) => formulas(directory, row.rows), kind: "formula mono" },
+          { title: "bytes sent, formula", of: (row) => formulas(directory, row.rows),
+            shown: (row) => formula(formulas(directory, row.rows)), kind: "formula mono" },
           {
             title: "bytes sent, at the chosen sizes",
             of: (row) => sum(directory, row.rows),

@@ -13,7 +13,7 @@ onnxpar.compare = (() => {
     ["parameters on a device", (d) => d.programs[0].totals.parameter_bytes_per_device, numbers.bytes],
     ["memory of a device at the peak", (d) => (d.ranks.length ? onnxpar.memory.peak(d) : null), numbers.bytes],
     ["collectives of a run", (d) => d.programs[0].totals.collectives, numbers.count],
-    ["bytes that a device sends in a run", (d) => sizes.value(d, d.programs[0].totals.bytes), numbers.bytes],
+    ["bytes that a device sends in a run, summed over the stages", (d) => sizes.value(d, d.programs[0].totals.bytes), numbers.bytes],
     ["conflicts", (d) => d.programs[0].totals.conflicts, numbers.count],
     ["predicted seconds", (d) => (d.ranks.length ? onnxpar.time.total(d) : null), numbers.seconds],
     ["bytes of all files", (d) => d.files.bytes, numbers.bytes],

@@ -4,6 +4,7 @@
 
 onnxpar.elements = (() => {
   const SVG = "http://www.w3.org/2000/svg";
+  const LONG = 60;
 
   function fill(element, attributes, children) {
     for (const [name, value] of Object.entries(attributes ?? {})) {
@@ -61,6 +62,19 @@ onnxpar.elements = (() => {
       make("span", { class: "end" }, text.slice(Math.max(end, 0))));
   }
 
+  /* A formula, which may break before each of its terms, but not within one. */
+  function formula(text) {
+    const terms = [""];
+    let depth = 0;
+    for (const letter of text) {
+      if (letter === "(") depth += 1;
+      if (letter === ")") depth -= 1;
+      if (letter === "+" && depth === 0) terms.push("");
+      terms[terms.length - 1] += letter;
+    }
+    return terms.map((term) => make("span", { class: term.length < LONG ? "term" : undefined }, term));
+  }
+
   const empty = (text) => make("p", { class: "empty" }, text);
-  return { make, draw, live, remade, tile, name, oneLine, empty };
+  return { make, draw, live, remade, tile, name, oneLine, formula, empty };
 })();

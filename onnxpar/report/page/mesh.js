@@ -30,6 +30,7 @@ onnxpar.mesh = (() => {
     const cut = tables.length > MOST_TABLES || (rows?.size ?? 1) > MOST || (columns?.size ?? 1) > MOST;
     return [
       make("p", {}, sentence(directory, long)),
+      strides(directory),
       make("div", { class: "mesh" }, tables.slice(0, MOST_TABLES).map((table) => draw(table, rows, columns))),
       cut ? make("p", { class: "soft" }, `Only a part of the ${directory.devices} devices is drawn.`) : null,
     ];
@@ -39,6 +40,18 @@ onnxpar.mesh = (() => {
     const named = long.map((axis) => `${axis.name}=${axis.size}`).join(", ") || "one device";
     const stages = directory.stages > 1 ? ` in each of ${directory.stages} pipeline stages` : "";
     return `${directory.devices} devices; mesh ${named}${stages}.`;
+  }
+
+  /* What the names of axes mean that have none of their own, such as 8@1. */
+  function strides(directory) {
+    const over = directory.programs.flatMap((program) => program.collectives.map((one) => one.over));
+    const texts = [...axes(directory).map((axis) => axis.name), ...directory.layouts.map((one) => one.text), ...over];
+    const used = new Set(texts.join(" ").match(/\b\d+@\d+\b/g));
+    const sentences = [...used].map((name) => {
+      const [size, apart] = name.split("@");
+      return `${name} means over ${size} devices that are ${apart} rank${apart === "1" ? "" : "s"} apart.`;
+    });
+    return used.size ? make("p", { class: "soft" }, sentences.join(" ")) : null;
   }
 
   function head(axis, place) {

@@ -76,6 +76,7 @@ onnxpar.model = (() => {
       const numbered = Array.from({ length: shown }, (_, i) => make("span", {}, String(first + i)));
       return make("span", {}, few ? numbered : make("span", {}, `${first}–${first + shown - 1}`));
     });
+    const many = shown * directory.stages > 8;
     const cut = shown < each ? ` (${shown} of ${each} in each stage)` : "";
     return make(
       "div",
@@ -83,7 +84,7 @@ onnxpar.model = (() => {
       make("span", {}, "node"),
       make("span", {}, "operator"),
       make("span", { class: "layout" }, "layout of the result"),
-      make("span", {}, `devices${cut}`, make("span", { class: "devices" }, stages)),
+      make("span", {}, `devices${cut}`, make("span", { class: many ? "devices many" : "devices" }, stages)),
     );
   }
 

@@ -9,7 +9,13 @@ onnxpar.runs = (() => {
     loss: "Loss", samples_per_s: "Samples per second", tokens_per_s: "Tokens per second", lr: "Learning rate",
     step_s: "Seconds of a step", flops_per_s: "Operations per second", mfu: "Model FLOP/s utilization",
   };
-  const plain = (n) => (Math.abs(n) >= 1000 || n === 0 ? numbers.count(n) : String(Number(n.toPrecision(4))));
+  /* A number in four digits, or with thousands separated. */
+  function plain(n) {
+    for (const [unit, scale] of [["T", 1e12], ["G", 1e9], ["M", 1e6]]) {
+      if (Math.abs(n) >= scale) return `${Number((n / scale).toPrecision(4))} ${unit}`;
+    }
+    return Math.abs(n) >= 1000 || n === 0 ? numbers.count(n) : String(Number(n.toPrecision(4)));
+  }
 
   /* log: { name, columns, rows }: numbers of each logged step. */
   function log({ name, columns, rows }) {

@@ -102,8 +102,26 @@ def test_another_size_changes_bytes_in_proportion(browser: Any, page: Path) -> N
     field = browser.find_element("css selector", "input[aria-label='Size of seq, exactly']")
     assert field.get_attribute("value") == "128"
     after = browser.find_element("xpath", tile).text
+    section = browser.find_element("id", "communication")
+    assert "collectives of one run, summed over the stages." in section.text
+    # Brackets are not broken.
+    terms = [e.text for e in section.find_elements("css selector", "td.formula .term")]
+    assert any("(" in term for term in terms)
+    assert all(term.count("(") == term.count(")") for term in terms)
     assert float(after.split()[0]) == pytest.approx(2 * float(before.split()[0]), rel=0.01)
     assert not complaints(browser)
+
+
+def test_axes_without_names_are_explained(browser: Any, page: Path) -> None:
+    opened(browser, page)
+    compute = """
+        const [one] = JSON.parse(document.getElementById("data").textContent).directories;
+        const mesh = { axes: [], atoms: one.mesh.atoms };
+        return onnxpar.mesh({ ...one, mesh }).map((part) => part?.textContent ?? "").join("");
+    """
+    shown = browser.execute_script(compute)
+    assert "2@2 means over 2 devices that are 2 ranks apart. 2@1 means" in shown
+    assert "means" not in browser.find_element("id", "mesh").text
 
 
 def test_times_follow_the_sizes(
@@ -181,7 +199,9 @@ def test_markup_in_names_is_shown_as_text(browser: Any, tmp_path: Path) -> None:
     model = str(tmp_path / "hostile.onnx")
     assert main(["shard", model, "--strategy", "dp=2,tp=2", "-o", str(folder)]) == 0
     log = tmp_path / "<b>.jsonl"
-    log.write_text("".join(f'{{"step": {n}, "loss": {1 / n}}}\n' for n in range(1, 5)))
+    log.write_text(
+        "".join(f'{{"step": {n}, "loss": {1 / n}, "flops_per_s": {n}e9}}\n' for n in range(1, 5))
+    )
     spans = [TraceSpan(rank, MAIN, STEP, "step", 0.0, 0.25 * (rank + 1)) for rank in range(4)]
     trace = tmp_path / "<i>.json"
     trace.write_text(trace_json(Trace("train", 4, [Clock()] * 4, spans)))
@@ -192,7 +212,8 @@ def test_markup_in_names_is_shown_as_text(browser: Any, tmp_path: Path) -> None:
         browser.execute_script("arguments[0].click()", row)
     assert browser.title != "bad"
     assert not browser.find_elements("css selector", "img, main script, aside script")
-    assert len(browser.find_elements("css selector", "#log svg polyline")) == 1
+    curves = browser.find_elements("css selector", "#log svg")
+    assert len(curves) == 2 and "2.5 G" in curves[1].text
     assert len(column(browser, "comparison", 3)) > 5
     assert column(browser, "times of a step on each rank", 1) == [
         "250 ms",
