@@ -25,7 +25,7 @@ HOSTILE = (
     "</script><script>document.title='bad'</script>",
     "<!--<script>",
     "\"'><img src=x onerror=document.title='bad'>",
-    "{{data}} \u2028 & &lt;",
+    "{{data}} \xa0 & &lt;",
 )
 
 
