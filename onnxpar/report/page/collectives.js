@@ -6,6 +6,7 @@ onnxpar.collectives = (() => {
   const { make, live, name, formula, empty } = onnxpar.elements;
   const { sizes, numbers, table } = onnxpar;
 
+  const way = ({ before, after }) => (before || after ? `${before} → ${after}` : "inside the operator");
   const bytesOf = (directory) => (row) => sizes.value(directory, row.bytes);
   const sizeColumns = (directory, title) => [
     {
@@ -112,7 +113,7 @@ onnxpar.collectives = (() => {
             { title: "collective", of: (row) => row.op },
             { title: "over", of: (row) => row.over || "stages" },
             { title: "value", of: (row) => directory.texts[row.value], shown: (row) => name(directory.texts[row.value]) },
-            { title: "before → after", of: (row) => (row.before || row.after ? `${row.before} → ${row.after}` : "inside the operator"), kind: "mono" },
+            { title: "before → after", of: way, shown: (row) => formula(way(row)), kind: "mono" },
             { title: "for", of: (row) => directory.texts[row.reason], shown: (row) => name(directory.texts[row.reason]) },
             { title: "behind", of: (row) => row.behind ?? "nothing" },
             ...sizeColumns(directory, "bytes sent"),
@@ -131,7 +132,7 @@ onnxpar.collectives = (() => {
       rows,
       [
         { title: "value", of: (row) => row.value, shown: (row) => name(row.value) },
-        { title: "from → to", of: (row) => `${row.from} → ${row.to}`, kind: "mono" },
+        { title: "from → to", of: (row) => `${row.from} → ${row.to}`, shown: (row) => formula(`${row.from} → ${row.to}`), kind: "mono" },
         { title: "reader", of: (row) => row.node || "the output", shown: (row) => (row.node ? name(row.node) : "the output") },
         { title: "by", of: (row) => row.steps.join(", ") },
         ...sizeColumns(directory, "bytes sent"),
@@ -184,8 +185,8 @@ onnxpar.collectives = (() => {
             copied,
             [
               { title: "parameter", of: (row) => row.name, shown: (row) => name(row.name) },
-              { title: "shape", of: (row) => `[${row.shape.join(", ")}]`, kind: "mono" },
-              { title: "layout", of: (row) => row.layout, kind: "mono" },
+              { title: "shape", of: (row) => `[${row.shape.join(", ")}]`, shown: (row) => formula(`[${row.shape.join(", ")}]`), kind: "mono" },
+              { title: "layout", of: (row) => row.layout, shown: (row) => formula(row.layout), kind: "mono" },
               { title: "shards", of: (row) => row.shards, number: true },
               { title: "devices with a copy of each", of: (row) => row.copies, number: true },
               { title: "bytes on a device", of: (row) => row.local, shown: (row) => numbers.bytes(row.local), number: true },

@@ -4,7 +4,6 @@
 
 onnxpar.elements = (() => {
   const SVG = "http://www.w3.org/2000/svg";
-  const LONG = 60;
 
   function fill(element, attributes, children) {
     for (const [name, value] of Object.entries(attributes ?? {})) {
@@ -62,17 +61,12 @@ onnxpar.elements = (() => {
       make("span", { class: "end" }, text.slice(Math.max(end, 0))));
   }
 
-  /* A formula, which may break before each of its terms, but not within one. */
+  /* A formula or a layout, which breaks after spaces and products, but not within the innermost brackets. */
   function formula(text) {
-    const terms = [""];
-    let depth = 0;
-    for (const letter of text) {
-      if (letter === "(") depth += 1;
-      if (letter === ")") depth -= 1;
-      if (letter === "+" && depth === 0) terms.push("");
-      terms[terms.length - 1] += letter;
-    }
-    return terms.map((term) => make("span", { class: term.length < LONG ? "term" : undefined }, term));
+    return text.split(/(\([^()]*\)|\[[^\][]*\])/).flatMap((part, place) =>
+      place % 2
+        ? [make("span", { class: "unbroken" }, part)]
+        : part.split(/(?<=\*)/).flatMap((piece, i) => (i ? [make("wbr"), piece] : [piece])));
   }
 
   const empty = (text) => make("p", { class: "empty" }, text);
