@@ -82,7 +82,7 @@ def minimise(units: Sequence[Table], terms: Sequence[Scoped], largest: int | Non
     graph = _Graph([np.asarray(u, float) for u in units])
     for scope, table in terms:
         graph.take(scope, table)
-    most = EASY_ENTRIES
+    most = min(EASY_ENTRIES, largest)
     graph.eliminate(most)
     slack, work = 0.0, 0
     while graph.left:

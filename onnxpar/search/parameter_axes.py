@@ -42,8 +42,9 @@ _MACHINE = replace(_NODE, overhead=0.0, links=(replace(_NODE.links[0], devices=0
 """Devices that are all linked as those of one node are: a parameter axis is meant for these."""
 _BYTES = replace(_MACHINE, links=(replace(_MACHINE.links[0], latency=0.0),))
 """The same without latency: seconds are proportional to bytes."""
-_EFFORT = Effort(largest=1 << 18, total=1 << 28)
-"""A few seconds. What is still entangled in tables of this size is nearly always negligible."""
+_EFFORT = Effort(largest=1 << 16, total=1 << 28)
+"""A few seconds. What is still entangled in tables of this size is nearly always negligible. With
+larger ones, few prices of memory can be tried if all steps of a scan read the same values."""
 _GIVEN = 0.04
 """Of the memory that sharding parameters saves in propagation's plan, the share that the search's
 plan may give up. To shard the last biases, routers and patches is not worth a collective."""

@@ -13,6 +13,7 @@ pytest.importorskip("transformers", reason="exports from PyTorch: the extra zoo"
 
 from plan_search import exported
 from tensor_parallel import EXPERTS, WIRE, Sent, compare
+from zoo import ZOO
 
 from onnxpar.api.plan_strategy import read_workload
 from onnxpar.cli import main
@@ -48,18 +49,53 @@ REDUCED = {
 }
 """Elements of a sample that a forward run reduces by the published formulas (Shoeybi et al.,
 "Megatron-LM", 2019): one sum for each matrix that is sharded by rows."""
+GATHER = 2
+"""Gathering a tensor sends half of what reducing it does."""
 PUBLISHED = {
-    "gru": TABLE,
-    # The table has half of the width.
+    # As GPT, Llama, BERT or T5.
+    **dict.fromkeys(("bloom", "gemma2", "gemma3", "qwen2_vl", "qwen3_moe"), TABLE + 2 * LAYER),
+    **dict.fromkeys(("deberta_v2", "modernbert"), TABLE + 2 * LAYER),
+    "bart": REDUCED["t5"],
+    "gru": REDUCED["lstm"],
+    # Their tables have half of the width.
     "albert": TABLE // 2 + 2 * LAYER,
-    "deberta_v2": TABLE + 2 * LAYER,
+    "opt": TABLE // 2 + 2 * LAYER,
+    # Layers have attention alone.
+    "distance_bias": TABLE + 2 * TABLE,
     # Two convolutions, then 20 frames; the decoder is that of T5.
     "whisper": WIDTH * 20 * (1 + 2 * 2) + TABLE + 2 * (LAYER + TABLE),
-    # 19 frames: three convolutions of 16 features and a projection; positions are gathered, which
-    # sends half of what reducing them does.
-    "wav2vec2": 19 * (16 + WIDTH + WIDTH // 2 + 2 * 2 * WIDTH),
+    # 19 frames: three convolutions of 16 features and a projection; positions are gathered.
+    "wav2vec2": 19 * (16 + WIDTH + WIDTH // GATHER + 2 * 2 * WIDTH),
+    # A quarter of 16 patches and the class, then all in half of the width.
+    "vit_mae": 2 * 2 * (WIDTH * 5 + WIDTH // 2 * 17),
+    # As ConvNeXt, and the mean of each norm of responses.
+    "convnextv2": 2 * (256 * 16 + 64 * 32 + 16 * 64 + 4 * 128) + 8,
     # As Swin; the head reduces the features of 256 pixels.
     "segformer": 2 * 2 * (256 * 16 + 64 * 32) + 256 * WIDTH,
+    # A sum for each block of two convolutions, then T5 of 9 patches and 6 queries, and boxes.
+    "detr": 24**2 * 8 + 12**2 * 16 + 6**2 * 32 + 3**2 * 64 + WIDTH * (2 * 2 * 9 + 2 * 3 * 6 + 6),
+    # Each expansion and projection is a pair, and so are the two products that scale features.
+    "efficientnet": 256 * 8 + 2 * 64 * 16 + 16 * 24 + (4 + 2 + 4 + 4) + 10,
+    # A sum for each pair of convolutions; what is made larger is gathered.
+    "unet": 2 * 256 * 8 + 2 * 64 * 16 + 16 * 32 + (256 * 8 + 64 * 16) // GATHER,
+    # Two sums of a layer, of the parameters of its scan and of the output (Dao and Gu, 2024, 8.1).
+    "mamba": 8 * (WIDTH + 2 * (4 + 8 + 8) + 2 * WIDTH),
+    # Two linear layers whose pair is reduced, the statistics of the norm between them, the classes.
+    "mlp": 128 + 2 + 10,
+    "normalised": 16 * 32,
+    "normalised_tensors": 16 * 32,
+    # Layers of one weight, which cannot be paired, are gathered.
+    "group_norm": 2 * 256 * 16 // GATHER,
+    "temperature": TABLE + 2 * TABLE // GATHER,
+    # Residual features stay sharded: a block reduces what its first and second convolution make.
+    "resnet50": sum(
+        width * ((2 * side) ** 2 * (side < 32) + side**2 * (2 * blocks - (side < 32)))
+        for width, side, blocks in ((8, 32, 3), (16, 16, 4), (32, 8, 6), (64, 4, 3))
+    ),
+    # Of a graph, 64 nodes in all are assumed, not 64 samples; the classes are reduced.
+    "gnn": 2 * WIDTH // GATHER + 10,
+    # 8 tokens; two sums for each layer, as GPT. Propagation reduces the logits; they are gathered.
+    "rwkv": WIDTH * 8 * (1 + 2 * 2) + 8 * 96 // GATHER,
 }
 """The same for networks without a file, by the rule of that paper: weights are sharded by columns
 and by rows in turn, and each pair has one sum."""
@@ -68,8 +104,11 @@ NORMS = {"mamba2": 2 * TOKENS}
 HOLDS = {
     # Of the gate, an expert's file has a quarter on each device; the preset has half.
     ("mamba2", "tp=4"): 1.17,
+    # Of ten classes, each of four devices holds three, with padding.
+    **dict.fromkeys(((n, "tp=4") for n in ("normalised", "normalised_tensors")), 1.10),
 }
-"""How many times an expert's bytes of parameters a preset may hold, if not 1.01."""
+"""How many times an expert's bytes of parameters a preset may hold, if not 1.01 (1.05 without an
+expert's file)."""
 WHOLE = re.compile(
     r"posit|pos_conv|token_type|rel_emb|patch|downsampl|classifier|\.gate\.weight|weight_[ih]h_"
 )
@@ -80,7 +119,7 @@ HEAD = WIDTH // 4
 FULL = bool(os.environ.get("ONNXPAR_FULL"))
 SAMPLE = ("vit", "mixtral")
 NETWORKS = tuple(REDUCED) if FULL else SAMPLE
-WITHOUT_FILE = tuple(PUBLISHED) if FULL else ("gru",)
+WITHOUT_FILE = tuple(PUBLISHED) if FULL else ("mlp", "gru")
 FOUR = sorted(path.stem for path in (EXPERTS / "tp=4").glob("*.yaml") if path.stem in NETWORKS)
 """The networks with fewer heads of keys, or groups, than four."""
 
@@ -118,6 +157,7 @@ def held_by_an_expert(path: Path, devices: int) -> float:
 
 def test_each_strategy_is_of_a_network() -> None:
     assert set(REDUCED) == {path.stem for path in EXPERTS.glob("*.yaml")}
+    assert set(REDUCED) | set(PUBLISHED) == set(ZOO)
 
 
 @pytest.mark.parametrize("name", NETWORKS)
@@ -171,4 +211,5 @@ def test_a_preset_sends_what_is_published(name: str, preset: str, folder: Path) 
     share = 2 * (1 - 1 / int(preset[-1]))
     assert found.typical <= 1.05 * share * 4 * 64 * PUBLISHED[name]
     assert found.typical <= before.typical
-    assert found.held <= 1.05 * held_by_an_expert(exported(name, folder), int(preset[-1]))
+    expected = held_by_an_expert(exported(name, folder), int(preset[-1]))
+    assert found.held <= HOLDS.get((name, preset), 1.05) * expected

@@ -67,8 +67,10 @@ def entangled(seed: int) -> Problem:
     return Problem(variables, tuple(Term(e, rng.random((width, width))) for e in edges), ())
 
 
-@pytest.mark.parametrize("largest", [1 << 25, 40])
-def test_bounds_exclude_no_best_choice(monkeypatch: pytest.MonkeyPatch, largest: int) -> None:
+@pytest.mark.parametrize(("easy", "largest"), [(16, 1 << 25), (16, 40), (1 << 18, 40)])
+def test_bounds_exclude_no_best_choice(
+    monkeypatch: pytest.MonkeyPatch, easy: int, largest: int
+) -> None:
     """Tables may be large enough to eliminate everything, or so small that bounds decide."""
     thinned: list[int] = []
     bounded = eliminate.bounded
@@ -81,11 +83,10 @@ def test_bounds_exclude_no_best_choice(monkeypatch: pytest.MonkeyPatch, largest:
     problems = [entangled(seed) for seed in range(40)]
     exact = [p.seconds(solve(p).choice) for p in problems]
     monkeypatch.setattr(eliminate, "bounded", watched)
-    monkeypatch.setattr(eliminate, "EASY_ENTRIES", 16)
-    monkeypatch.setattr(eliminate, "MAX_ENTRIES", largest)
+    monkeypatch.setattr(eliminate, "EASY_ENTRIES", easy)
     open_ones = 0
     for problem, least_seconds in zip(problems, exact, strict=True):
-        found = solve(problem)
+        found = solve(problem, largest=largest)
         seconds = problem.seconds(found.choice)
         assert seconds - found.slack <= least_seconds * (1 + 1e-9)
         if found.slack:
