@@ -13,7 +13,7 @@ from onnxpar.autodiff.append_loss import parse_loss
 from onnxpar.autodiff.optimizer import parse_optimizer
 from onnxpar.autodiff.training_program import TrainingSpec
 from onnxpar_format.calls import COLLECTIVE
-from onnxpar_format.trace import ACTION, CALL, Trace, read_trace
+from onnxpar_format.trace import ACTION, BACKGROUND, CALL, Trace, read_trace
 from onnxpar_format.trace_times import PARTS, times
 from onnxpar_runtime import Trainer, TrainerGroup
 from onnxpar_runtime.tracing.recording import Recording, write_trace
@@ -57,6 +57,10 @@ def test_a_trace_of_sixteen_ranks_adds_up(tmp_path: Path) -> None:
         # A forward and a backward of each micro-batch in each step.
         own = [s for s in trace.spans if s.rank == number and s.kind == ACTION]
         assert len(own) == STEPS * MICRO_BATCHES * 2
+    # What is received beside another call has a track of its own.
+    assert set(trace.threads) == {f"messages from rank {r}" for r in range(16)}
+    behind = [s for s in trace.spans if s.track == BACKGROUND and s.kind == CALL]
+    assert all(span.more["op"] == COLLECTIVE for span in behind)
     # Every member has each collective, and none of them is left out.
     members: dict[tuple[object, ...], set[int]] = {}
     for span in trace.spans:

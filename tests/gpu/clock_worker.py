@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from onnxpar_format.trace import BACKGROUND, CALL, FOREGROUND
+from onnxpar_format.trace import BACKGROUND, CALL, FOREGROUND, THREADS
 from onnxpar_runtime import Trainer, guarded, init
 from onnxpar_runtime.tracing.calls import logged
 
@@ -61,7 +61,7 @@ def main() -> int:
                 trainer.train_step(batches, HYPER)
                 if number:
                     steps.append(((now() - before) / 1000).tolist())
-            spans = list(logged(rank))
+            spans = list(logged(rank, lambda name: THREADS))
         if rank.index == 0:
             print(json.dumps([steps, [traced(spans, track) for track in TRACKS]]))
         return 0

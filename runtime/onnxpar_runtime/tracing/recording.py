@@ -72,10 +72,14 @@ class Recording:
         timeline.end()
         threads: dict[str, int] = {}
         rows: list[Row] = []
+
+        def track(thread: str) -> int:
+            return threads.setdefault(thread, THREADS + len(threads))
+
         for s in timeline.spans:
-            track = threads.setdefault(s.thread, THREADS + len(threads)) if s.thread else MAIN
-            rows.append((s.kind, track, s.name, s.start, s.end, s.more))
-        rows += logged(rank)
+            place = track(s.thread) if s.thread else MAIN
+            rows.append((s.kind, place, s.name, s.start, s.end, s.more))
+        rows += logged(rank, track)
         rank.keep_calls(False)
         for _, session in timeline.profiled:
             rows += [(OPERATOR, OPERATORS, *run) for run in operator_times(session)]
