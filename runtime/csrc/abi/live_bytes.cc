@@ -46,11 +46,4 @@ void LiveBytes::give(void* memory) {
   std::free(block);
 }
 
-void LiveBytes::count(int64_t bytes) {
-  const int64_t now = live_ += bytes;
-  int64_t most = peak_;
-  while (most < now && !peak_.compare_exchange_weak(most, now)) {
-  }
-}
-
 }  // namespace onnxpar

@@ -34,7 +34,12 @@ class LiveBytes : public ort::Allocator {
   int64_t peak() const { return peak_; }
   void reset() { peak_ = live_.load(); }
   // Counts bytes that something else has allocated, or freed if they are negative.
-  void count(int64_t bytes);
+  void count(int64_t bytes) {
+    const int64_t now = live_ += bytes;
+    int64_t most = peak_;
+    while (most < now && !peak_.compare_exchange_weak(most, now)) {
+    }
+  }
 
  private:
   void* take(size_t bytes);
