@@ -1,6 +1,6 @@
 """Takes a picture of a rank's graph in Netron, for the docs.
 
-    python tools/netron_screenshot.py DIR -o docs/netron.png --simple --select AllReduce
+    python tools/netron_screenshot.py DIR -o docs/images/netron.png --simple --select AllReduce
 
 It needs Chromium with its driver (Debian: chromium, chromium-driver) and selenium (`pip install
 'onnxpar[test]'`). `--select` clicks the first node with this title, so that its attributes and

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 _SHOWN = 5
 """Names of a long list that are printed."""
+_LISTED = 20
+"""Differences of a case that are printed."""
 
 
 @takes_options
@@ -125,8 +127,11 @@ def _print(cases: "Sequence[Case]", training: "type[TrainingCase]") -> None:
             text = f"{len(jumps)} compared less strictly (discontinuous gradients): {named}"
             screen.note(text)
     for case in cases:
-        for problem in once(case.problems):
+        problems = list(once(case.problems))
+        for problem in problems[:_LISTED]:
             screen.note(f"difference: {problem}")
+        if problems[_LISTED:]:
+            screen.note(f"and {len(problems) - _LISTED} more differences")
 
 
 def _print_first(found: "Bisection") -> None:

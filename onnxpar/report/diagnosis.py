@@ -132,10 +132,8 @@ class _Diagnoser:
 
     def _wrong(self, channel: Channel, place: int, here: Mapping[int, LastCall]) -> list[int]:
         """Returns the ranks that are not as most are, or else not as all were before."""
-        counts = Counter(_what(call) for call in here.values()).most_common()
-        expected = self._expected(channel, place)
-        if expected is None and counts[0][1] > counts[1][1]:
-            expected = counts[0][0]
+        (most, first), (_, second), *_ = Counter(map(_what, here.values())).most_common()
+        expected = most if first > second else self._expected(channel, place)
         right = [rank for rank, call in here.items() if _what(call) == expected]
         return [rank for rank in here if rank not in right] if right else list(here)
 
@@ -189,6 +187,8 @@ class _Diagnoser:
                         waits[rank].setdefault(other, call)
         awaited = {other for found in waits.values() for other in found}
         ends = sorted(other for other in awaited if not waits.get(other))
+        # Of several, one that gave up waiting was alive, within a call that another has not left.
+        ends = [rank for rank in ends if not self._gave_up(rank)] or ends
         if not ends and awaited:
             order = sorted(awaited)
             lines = [
@@ -205,6 +205,11 @@ class _Diagnoser:
         if not ends:
             return [], ["no rank waits for another: all members have reached every call that began"]
         return ends, [self._said(rank, waits) for rank in ends]
+
+    def _gave_up(self, rank: int) -> bool:
+        """Returns whether a rank ended because it had waited for its time limit."""
+        file = self._files.get(rank)
+        return file is not None and _TIME_LIMIT in file.reason
 
     def _missing(self, call: LastCall) -> list[int]:
         """Returns the members that have not made a call."""
@@ -228,8 +233,10 @@ class _Diagnoser:
         ]
 
     def _said(self, rank: int, waits: Mapping[int, Mapping[int, LastCall]]) -> str:
-        waiting = sorted(other for other, found in waits.items() if rank in found)
-        call = waits[waiting[0]][rank]
+        call = next(found[rank] for found in waits.values() if rank in found)
+        waiting = sorted(
+            r for r in waits if rank in waits[r] and waits[r][rank].ranks == call.ranks
+        )
         text = (
             f"rank {rank} is behind: it never reached {_described(call)}, call {call.place} of the "
             f"group {ranks_text(call.ranks)}, in which {numbered_ranks(waiting)} "

@@ -17,8 +17,7 @@ _HEADINGS = {
 }
 _LEAST = 5e-6  # seconds that a column shows
 _EXPLAINED = (
-    "times of a step, means over {steps}; a rank's columns after `step`, except the last, "
-    "add up to it"
+    "times of a step, means over {steps}; a rank's columns from compute to Python add up to it"
 )
 
 
@@ -75,7 +74,7 @@ class TraceTable:
         if trace.device != "cpu":
             lines.append(
                 "the GPU works while the host goes on: times of communication are those of the "
-                "host, and a program lasts until its results are ready"
+                "GPU, and a program lasts until its results are ready"
             )
         apart = max(clock.uncertainty for clock in trace.clocks)
         lines.append(

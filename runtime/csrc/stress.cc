@@ -279,7 +279,10 @@ void read_logs(const std::vector<RankContext*>& ranks, const std::atomic<bool>& 
     std::this_thread::yield();
   }
   for (const std::set<int64_t>& found : numbers) {
-    expect(!found.empty() && *found.rbegin() + 1 == static_cast<int64_t>(found.size()), "all calls");
+    // A rank alone logs only that it waits for what runs in the background, if it has to.
+    expect(found.empty() ? ranks.size() == 1
+                         : *found.rbegin() + 1 == static_cast<int64_t>(found.size()),
+           "all calls");
   }
   std::filesystem::remove(file);
 }

@@ -31,6 +31,6 @@ onnxpar.compare = (() => {
     });
   }
 
-  const ratio = ({ a, b }) => (a ? (b ?? 0) / a : null);
+  const ratio = ({ a, b }) => (a && b != null ? b / a : null);
   return compare;
 })();
