@@ -242,7 +242,7 @@ class TrainingRun:
     no_overlap: Annotated[
         bool,
         Option(
-            "For debugging: run no communication in the background.",
+            "For debugging: run no collective in the background.",
             flags=("--no-overlap",),
         ),
     ] = False
