@@ -33,6 +33,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from onnxpar_runtime.launch import find_mpirun, mpirun_environment
+
 ROOT = Path(__file__).parents[1]
 MARK = "ONNXPAR_KILLS"
 """In the environment of every process of a command."""
@@ -70,7 +72,7 @@ def train(directory: Path, points: Path, log: Path, *more: object) -> list[str]:
     """Returns the command line of a training on two ranks."""
     options = ["--data", "digits", "--batch-size", 64, "--steps", STEPS, "--lr", "1e-3"]
     options += ["--checkpoint", points, "--every", EVERY, "--keep", STEPS, "--log", log, *more]
-    return ["mpirun", "-n", "2", "--oversubscribe", *onnxpar("train", directory, *options)]
+    return [find_mpirun(), "-n", "2", "--oversubscribe", *onnxpar("train", directory, *options)]
 
 
 def line_of(command: str, folder: Path, target: Path) -> list[str]:
@@ -94,8 +96,7 @@ def shard(folder: Path, strategy: str, target: Path) -> list[str]:
 
 def environment(mark: str = "") -> dict[str, str]:
     """Returns the environment of a command."""
-    allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    return {**os.environ, **allowed, "OMP_NUM_THREADS": "1", MARK: mark}
+    return {**mpirun_environment(), "OMP_NUM_THREADS": "1", MARK: mark}
 
 
 def finish(line: Sequence[str], *, check: bool = True) -> "subprocess.CompletedProcess[str]":

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from onnxpar.cli.describe import count
 from onnxpar.cli.options import AsJson, Directory, takes_options
 from onnxpar.cli.screen import Column, Content, Screen, once
 from onnxpar.core.errors import DirectoryError
@@ -127,11 +128,11 @@ def _print(cases: "Sequence[Case]", training: "type[TrainingCase]") -> None:
             text = f"{len(jumps)} compared less strictly (discontinuous gradients): {named}"
             screen.note(text)
     for case in cases:
-        problems = list(once(case.problems))
+        problems = once(case.problems)
         for problem in problems[:_LISTED]:
             screen.note(f"difference: {problem}")
         if problems[_LISTED:]:
-            screen.note(f"and {len(problems) - _LISTED} more differences")
+            screen.note(f"and {count(len(problems) - _LISTED, 'more difference')}")
 
 
 def _print_first(found: "Bisection") -> None:

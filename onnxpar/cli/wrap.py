@@ -52,7 +52,7 @@ def shortened(name: str, width: int) -> str:
 
 def _short(word: str, width: int) -> str:
     """Returns a word, shortened if it is a name that is too wide."""
-    return word if any(_BREAK.finditer(word)) else shortened(word, width)
+    return word if _BREAK.search(word) else shortened(word, width)
 
 
 def _groups(text: str, width: int) -> Iterator[tuple[int, int]]:

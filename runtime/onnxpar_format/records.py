@@ -93,7 +93,7 @@ _PLAIN: Mapping[Any, tuple[type, ...]] = {
 
 
 _HALF = re.compile(r"\\u[dD][89a-fA-F]")
-"""A lone surrogate in JSON: it cannot be printed or written."""
+"""A surrogate in JSON; one that stands alone cannot be printed or written."""
 
 
 def load_json(path: Path, missing: str) -> Any:

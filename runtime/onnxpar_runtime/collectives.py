@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from onnxpar_format.calls import COLUMNS
 from onnxpar_format.dtypes import onnx_code
 from onnxpar_runtime.closing import Closing
 from onnxpar_runtime.devices import Device, Placement
@@ -46,7 +47,6 @@ LEAST_START_S = 10.0
 DEVICE_TRANSPORTS = ("nccl", "staged")
 """How tensors on GPUs travel between ranks: by NCCL, or through the host."""
 _REDUCTIONS = ("sum", "max", "min", "prod")
-_COLUMNS = 13  # of a row of logged calls
 
 
 @dataclass(frozen=True)
@@ -338,7 +338,7 @@ class Rank:
         """
         library, place = self.world._library, (self.world._handle, self.index)
         count = library.onnxpar_take_calls(*place)
-        rows = np.empty((max(count, 0), _COLUMNS), np.int64)
+        rows = np.empty((max(count, 0), len(COLUMNS)), np.int64)
         library.onnxpar_read_calls(rows.ctypes.data)
         tables = library.onnxpar_call_tables(*place)
         self.world._check(int(count < 0 or tables is None))

@@ -157,8 +157,8 @@ def test_a_rank_that_never_starts_ends_all(tmp_path: Path) -> None:
     """Rank 1 never reaches MPI, and the others wait for it there.
 
     It does not stop itself by SIGSTOP: mpirun lets a stopped process continue before it ends it,
-    and if the process then connects to mpirun, Open MPI 5.0.11 waits for a lock of its own for
-    ever. `launch` ends such an mpirun, because the marks tell it that rank 0 failed.
+    and if the process then connects to mpirun, Open MPI 5.0.11 waits for a lock of its own
+    forever. `launch` ends such an mpirun, because the marks tell it that rank 0 failed.
     """
     script = (
         "import os, time; from onnxpar_runtime.launch import init;"

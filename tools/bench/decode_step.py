@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Compares the processor time of a step of a growing cache with that of a plain loop, by turns.
+"""Compares the processor time of a step of a growing cache with that of a plain loop.
 
     python models/decoder.py llama -o /tmp/llama.onnx --set hidden_size=128
     tools/bench/decode_step.py /tmp/llama.onnx

@@ -5,6 +5,7 @@ import tempfile
 import zlib
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -160,15 +161,7 @@ def _spans(
 
 
 def _moved(span: TraceSpan, by: float) -> TraceSpan:
-    return TraceSpan(
-        span.rank,
-        span.track,
-        span.kind,
-        span.name,
-        span.start - by,
-        span.end - by,
-        dict(span.more),
-    )
+    return replace(span, start=span.start - by, end=span.end - by, more=dict(span.more))
 
 
 def _name_last(spans: Sequence[TraceSpan]) -> list[TraceSpan]:

@@ -29,13 +29,13 @@ def diagnosed(logs: Sequence[RankCalls], monkeypatch: pytest.MonkeyPatch) -> dia
     return diagnosis.diagnose(Path("folder"))
 
 
-@pytest.mark.parametrize("calls", ["reduce 1", "gather 2"])
+@pytest.mark.parametrize("instead", ["reduce 1", "gather 2"])
 def test_one_of_four_is_wrong_whatever_came_before(
-    calls: str, monkeypatch: pytest.MonkeyPatch
+    instead: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two calls may follow "reduce 2": what followed it first is not what is expected."""
     before = STEP * 2 + STEP[:4]
-    logs = [log(rank, [*before, "gather 1"]) for rank in range(3)] + [log(3, [*before, calls])]
+    logs = [log(rank, [*before, "gather 1"]) for rank in range(3)] + [log(3, [*before, instead])]
     assert diagnosed(logs, monkeypatch).ranks == [3]
 
 
@@ -47,7 +47,7 @@ def test_a_rank_that_stops_within_a_call(monkeypatch: pytest.MonkeyPatch) -> Non
     ]
     within = [call("product", (2, 3), 7, 10.0, 0.0)]
     logs.append(RankCalls(3, 4, "host", WAITED, 20.0, within))
-    found = diagnosed([*logs[:2], logs[2]], monkeypatch)
+    found = diagnosed(logs, monkeypatch)
     assert found.ranks == [2]
     logs.insert(2, RankCalls(2, 4, "host", ENDED, 21.0, within))
     found = diagnosed(logs, monkeypatch)
