@@ -1,11 +1,15 @@
 """What holds for all tests."""
 
 import gc
+import os
 import signal
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+
+from onnxpar_runtime.launch import SESSIONS
 
 # A shell starts background jobs with SIGINT ignored, nohup does so with SIGHUP, and children
 # inherit it: tests that send these signals would wait for programs that never hear them.
@@ -20,6 +24,19 @@ for number, default in (
 # As the command line does: hundreds of thousands of objects live as long as the process. Traversing
 # them again and again takes a fifth of the time of the tests that transform models.
 gc.set_threshold(100_000, 20, 50)
+
+folders = tempfile.TemporaryDirectory(prefix="onnxpar-tests-")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Gives the mpiruns of each test a folder of their own.
+
+    Tests that kill an mpirun leave its session directory, which is named after its PID: PIDs come
+    again within a run of all tests.
+    """
+    os.environ[SESSIONS] = tempfile.mkdtemp(dir=folders.name)
+
 
 ONE_AT_A_TIME = ("mpi", "collectives")
 

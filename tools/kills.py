@@ -94,9 +94,9 @@ def shard(folder: Path, strategy: str, target: Path) -> list[str]:
     return onnxpar("shard", folder / "mlp.onnx", *options, "-o", target)
 
 
-def environment(mark: str = "") -> dict[str, str]:
-    """Returns the environment of a command."""
-    return {**mpirun_environment(), "OMP_NUM_THREADS": "1", MARK: mark}
+def environment(mark: str = "", folder: Path | None = None) -> dict[str, str]:
+    """Returns the environment of a command; its mpirun keeps its session directory in `folder`."""
+    return {**mpirun_environment(folder=folder), "OMP_NUM_THREADS": "1", MARK: mark}
 
 
 def finish(line: Sequence[str], *, check: bool = True) -> "subprocess.CompletedProcess[str]":
@@ -191,7 +191,7 @@ def attempt(
     whom = draw.choice(WHOM) if command == "train" else "everything"
     process = subprocess.Popen(
         line_of(command, made.folder, target),
-        env=environment(mark),
+        env=environment(mark, target.parent),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )

@@ -27,6 +27,8 @@ log = logging.getLogger(f"{PACKAGE}.launch")
 TRANSPORTS = ("auto", "mpi", "nccl", "threads")
 _INTERRUPTED = 130
 _OWN = re.compile(r"^(?:\x00|-{70,})*((?:r\d+ \||onnxpar: ).*?)(?:-{70,})?$", re.MULTILINE)
+SESSIONS = "PRTE_MCA_prte_local_tmpdir_base"
+"""Open MPI's variable for the folder in which an mpirun makes its session directory."""
 AGREED = 64
 """Is added to the exit code if all ranks of a supervisor agreed on an error.
 
@@ -78,9 +80,21 @@ def find_mpirun() -> str:
     return found
 
 
-def mpirun_environment(environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Returns the environment for mpirun; for root, with the permission that Open MPI asks for."""
+def mpirun_environment(
+    environ: Mapping[str, str] | None = None, folder: Path | None = None
+) -> dict[str, str]:
+    """Returns the environment for mpirun; for root, with the permission that Open MPI asks for.
+
+    Args:
+        environ: The environment to start from; by default that of this process.
+        folder: Where Open MPI's mpirun makes its session directory, unless `environ` says it. By
+            default this is `ompi.PID` in the folder for temporary files. A killed mpirun leaves it
+            there, and then a later mpirun that gets the same PID cannot start: "The PMIx server's
+            listener thread failed to start".
+    """
     result = dict(os.environ if environ is None else environ)
+    if folder is not None:
+        result.setdefault(SESSIONS, str(folder))
     if os.geteuid() == 0:
         result.setdefault("OMPI_ALLOW_RUN_AS_ROOT", "1")
         result.setdefault("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1")

@@ -192,7 +192,7 @@ def _run(job: Job, ranks: int, arguments: Sequence[str]) -> _End:
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
-            env={**mpirun_environment(), SUPERVISED: folder},
+            env={**mpirun_environment(folder=Path(folder)), SUPERVISED: folder},
             start_new_session=True,  # The terminal's Ctrl-C comes to this process alone.
             preexec_fn=_end_with_parent if sys.platform == "linux" else None,
         )

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -31,7 +32,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @contextmanager
 def launched(*arguments: str) -> Iterator["subprocess.Popen[str]"]:
     """Runs `onnxpar launch`; at the end none of its processes is left."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMIX_"))}
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMIX_", "PRTE_"))}
     process = subprocess.Popen(
         [sys.executable, "-m", "onnxpar.cli", "launch", *arguments],
         stdout=subprocess.PIPE,
@@ -130,6 +131,12 @@ def wait_for(process: "subprocess.Popen[str]", happened: Callable[[], bool]) -> 
         time.sleep(0.01)
 
 
+def session_directories(process: "subprocess.Popen[str]") -> list[Path]:
+    """The session directories of the mpirun that `launch` has started, in folders of its own."""
+    (mpirun,) = children(process.pid)
+    return [*Path(tempfile.gettempdir()).glob(f"onnxpar-launch-*/ompi.{mpirun}")]
+
+
 def finish(process: "subprocess.Popen[str]") -> tuple[str, str]:
     return process.communicate(timeout=LIMIT)
 
@@ -193,6 +200,7 @@ def test_fewer_ranks_go_on(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saving = ["--checkpoint", str(folder), "--every", "5", "--log", str(log)]
     with launched("--fallback", str(fewer), "--", *arguments, *saving) as process:
         ranks = ranks_of(process, 3)
+        assert len(session_directories(process)) == 1
         wait_for(process, lambda: bool(complete_steps(folder)))
         os.kill(ranks[2], signal.SIGKILL)
         _, errors = finish(process)
@@ -410,8 +418,11 @@ def test_no_rank_is_left_behind(work: Path, whom: str) -> None:
     with launched("--retries", "1", "--", *arguments) as process:
         ranks = ranks_of(process, 2)
         (mpirun,) = children(process.pid)
+        (session,) = session_directories(process)
         wait_for(process, lambda: bool(complete_steps(folder)))
         os.kill(mpirun if whom == "mpirun" else process.pid, signal.SIGKILL)
         assert gone(ranks)
         _, errors = finish(process)
     assert process.returncode == (0 if whom == "mpirun" else -signal.SIGKILL), errors
+    # Its name has the PID of mpirun: where all have the same parent, it would stop a later one.
+    assert whom == "supervisor" or not session.exists()

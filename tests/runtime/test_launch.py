@@ -11,6 +11,7 @@ from onnxpar_runtime.collectives import Rank, World
 from onnxpar_runtime.errors import InputError, LaunchError, OnnxparRuntimeError, TrainingError
 from onnxpar_runtime.launch import (
     AGREED,
+    SESSIONS,
     find_mpirun,
     guarded,
     init,
@@ -55,6 +56,11 @@ def test_environment_as_root(monkeypatch: pytest.MonkeyPatch, user: int, added: 
     environment = mpirun_environment({"A": "b"})
     assert environment["A"] == "b"
     assert ("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM" in environment) == added
+
+
+def test_the_folder_of_sessions(tmp_path: Path) -> None:
+    assert mpirun_environment({}, tmp_path)[SESSIONS] == str(tmp_path)
+    assert mpirun_environment({SESSIONS: "mine"}, tmp_path)[SESSIONS] == "mine"
 
 
 def test_own_messages_among_those_of_mpirun() -> None:
