@@ -185,6 +185,7 @@ def test_a_limit_of_memory_holds_for_the_fullest_stage(tmp_path: Path) -> None:
         shard(tmp_path / "x", gpt(**size), Strategy.from_dict(data))
 
 
+@pytest.mark.skipif(not FULL, reason="seconds; with ONNXPAR_FULL=1")
 def test_the_peak_of_twelve_layers_falls_as_predicted(tmp_path: Path) -> None:
     # 1.5 MB of activations a layer, some 0.4 MB of states.
     size = {"layers": 12, "d_model": 16, "heads": 2, "vocab": 20, "max_positions": 64}

@@ -117,9 +117,9 @@ routers, and the weights of recurrent networks."""
 HEAD = WIDTH // 4
 """Features of a head."""
 FULL = bool(os.environ.get("ONNXPAR_FULL"))
-SAMPLE = ("vit", "mixtral")
+SAMPLE = ("vit",)
 NETWORKS = tuple(REDUCED) if FULL else SAMPLE
-WITHOUT_FILE = tuple(PUBLISHED) if FULL else ("mlp", "gru")
+WITHOUT_FILE = tuple(PUBLISHED) if FULL else ("mlp",)
 FOUR = sorted(path.stem for path in (EXPERTS / "tp=4").glob("*.yaml") if path.stem in NETWORKS)
 """The networks with fewer heads of keys, or groups, than four."""
 

@@ -67,7 +67,7 @@ UNUSED = ("bbox_predictor.", "wav2vec2.masked_spec_embed")
 
 @pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("ignore")  # of transformers about its defaults
-@pytest.mark.parametrize("exporter", ["ours", "plain", "unoptimised"])
+@pytest.mark.parametrize("exporter", ["ours", "plain", "unoptimised"] if FULL else ["ours"])
 @pytest.mark.parametrize("name", zoo.ZOO)
 def test_an_export_computes_what_pytorch_does(name: str, exporter: str) -> None:
     if not FULL and name not in QUICK:

@@ -76,7 +76,7 @@ def verify(directory: Path) -> None:
 CASES = [("gpt2", 2), ("t5", 2), ("gpt2", 4), ("t5", 4)]
 
 
-@pytest.mark.parametrize(("name", "layers"), CASES if FULL else CASES[:2])
+@pytest.mark.parametrize(("name", "layers"), CASES if FULL else CASES[:1])
 def test_all_layers_are_found(name: str, layers: int) -> None:
     """The first, too, in which sizes and masks stand that all layers read."""
     model = normalise(network(name, layers))
