@@ -40,7 +40,7 @@ from onnxpar.propagation.partial_hints import Hints, partial_hints
 from onnxpar.propagation.spread import spread
 from onnxpar.resharding.routes import reachable
 
-ROUNDS, MOST_ROUNDS = 2, 4
+ROUNDS, MOST_ROUNDS = 2, 8
 
 
 @dataclass(frozen=True)
