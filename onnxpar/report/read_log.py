@@ -17,7 +17,14 @@ class LogError(OnnxparError):
 
 
 def read_log(path: Path) -> dict[str, Any]:
-    """Returns the numbers of a log: `columns`, their names, and `rows`, None where one is absent.
+    """Returns what a page shows of a log.
+
+    - `columns`: the names of its numbers;
+    - `rows`: the numbers of logged steps, None where one is absent. Of a long log, these are every
+      `stride`-th step and the last;
+    - `steps`: for each row, the number of its step in the run, `run_step`. If the log has no such
+      numbers, every step counts as logged;
+    - `logged`: how many steps are in the log.
 
     Args:
         path: A file that `train --log` has written: a JSON object in each line. Lines without a
@@ -46,10 +53,16 @@ def read_log(path: Path) -> dict[str, Any]:
     if not found:
         raise LogError(f"{path}: expected lines with a loss, got none")
     columns = list(dict.fromkeys(name for entry in found for name in entry))
-    thinned = found[:: -(-len(found) // MOST_ROWS)]
+    known = all("run_step" in entry for entry in found)
+    steps = [entry["run_step"] for entry in found] if known else list(range(1, len(found) + 1))
+    stride = -(-len(found) // MOST_ROWS)
+    shown = [*range(0, len(found) - 1, stride), len(found) - 1]
     return {
         "columns": columns,
-        "rows": [[entry.get(name) for name in columns] for entry in thinned],
+        "rows": [[found[place].get(name) for name in columns] for place in shown],
+        "steps": [steps[place] for place in shown],
+        "stride": stride,
+        "logged": len(found),
     }
 
 

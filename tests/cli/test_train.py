@@ -41,7 +41,7 @@ def test_trains_as_numpy_does(sgd: Path, tmp_path: Path, capfd: pytest.CaptureFi
     printed = capfd.readouterr()
     losses, w = linear.trained(0.5, 100, 3, 7)
     lines = [json.loads(line) for line in log.read_text().splitlines()]
-    keys = ["epoch", "step", "loss", "lr", "samples_per_s", "grad_norm"]
+    keys = ["epoch", "step", "run_step", "loss", "lr", "samples_per_s", "grad_norm"]
     keys += ["step_s", "input_s", "memory_bytes", "flops_per_s", "mfu"]
     keys += ["communication_s", "optimizer_s", "checkpoint_s", "eta_s"]
     assert all(list(line) == keys for line in lines)
@@ -84,6 +84,7 @@ def test_the_loss_is_read_every_few_steps(
     # Of every fourth step, and of the last one, which is the second of the second epoch.
     at = [(1, 4), (1, 8), (1, 12), (2, 1), (2, 2)]
     assert [(line["epoch"], line["step"]) for line in lines] == at
+    assert [line["run_step"] for line in lines] == [4, 8, 12, 16, 17]
     assert capfd.readouterr().out.count("loss is") == 5
     # Equal to a run that reads every step: each loss depends on all steps before it.
     wanted = [losses[4 * n - 1] for n in (1, 2, 3, 4)] + [losses[16]]

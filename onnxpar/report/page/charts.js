@@ -92,8 +92,8 @@ onnxpar.charts = (() => {
       points: points.map(([at, value]) => `${x(at).toFixed(1)},${y(value).toFixed(1)}`).join(" "),
       style: { fill: "none", stroke: colour, strokeWidth: "1.6" },
     }));
-    parts.push(draw("text", { class: "soft", x: LEFT, y: HEIGHT - 6 }, `first step`));
-    parts.push(draw("text", { class: "soft", x: WIDTH - 10, y: HEIGHT - 6, "text-anchor": "end" }, `step ${last}`));
+    parts.push(draw("text", { class: "soft", x: LEFT, y: HEIGHT - 6 }, `step ${onnxpar.numbers.count(first)}`));
+    parts.push(draw("text", { class: "soft", x: WIDTH - 10, y: HEIGHT - 6, "text-anchor": "end" }, `step ${onnxpar.numbers.count(last)}`));
     return make("figure", { style: { margin: "0 0 8px", overflowX: "auto" } },
       draw("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": label,
         style: { minWidth: "560px", width: "100%" } }, parts));

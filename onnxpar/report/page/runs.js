@@ -17,20 +17,30 @@ onnxpar.runs = (() => {
     return Math.abs(n) >= 1000 || n === 0 ? numbers.count(n) : String(Number(n.toPrecision(4)));
   }
 
-  /* log: { name, columns, rows }: numbers of each logged step. */
-  function log({ name, columns, rows }) {
+  const COUNTS = new Set(["epoch", "step", "run_step"]);
+
+  /* What the rows are, in a sentence. */
+  function logged({ name, steps, logged, stride }) {
+    const all = logged > 1 ? `${numbers.count(logged)} logged steps of ${name}, from step ${numbers.count(steps[0])} to` : `One logged step of ${name},`;
+    const some = stride > 1 ? ` One of every ${stride} is shown, and the last.` : "";
+    return `${all} step ${numbers.count(steps.at(-1))} of the run.${some}`;
+  }
+
+  /* log: { name, columns, rows, steps, logged, stride }, see onnxpar/report/read_log.py. */
+  function log({ name, columns, rows, steps, ...rest }) {
     const shown = columns.filter((column) => Object.hasOwn(WORDS, column));
     const parts = shown.map((column) => {
       const place = columns.indexOf(column);
-      const points = rows.map((row, i) => [i + 1, row[place]]).filter(([, value]) => value !== null);
+      const points = rows.map((row, i) => [steps[i], row[place]]).filter(([, value]) => value !== null);
       if (points.length < 2) return null;
       return [make("h3", {}, WORDS[column]), charts.line(points, plain, `${WORDS[column]} over steps`, "var(--axis-0)")];
     });
     return [
-      make("p", { class: "soft" }, `${rows.length} steps of ${name}`),
+      make("p", { class: "soft" }, logged({ name, steps, ...rest })),
       ...parts,
       make("details", {}, make("summary", {}, "All numbers"), table(rows, columns.map((column, place) => ({
-        title: column, of: (row) => row[place], shown: (row) => (row[place] === null ? "" : plain(row[place])), number: true,
+        title: column, of: (row) => row[place], number: true,
+        shown: (row) => (row[place] === null ? "" : (COUNTS.has(column) ? numbers.count : plain)(row[place])),
       })), { label: "logged steps" })),
     ];
   }

@@ -1,9 +1,10 @@
-"""The reports of a run: a printed line for each step, a file of JSON lines, and a progress bar.
+"""The reports of a run: a printed line for each step, a file of JSON lines, and a live line.
 
 Only rank 0 reports. Errors are raised on all ranks.
 """
 
 import fcntl
+import json
 import os
 import sys
 from collections.abc import Sequence
@@ -19,11 +20,12 @@ from onnxpar_runtime.closing import Closing
 from onnxpar_runtime.errors import InputError
 from onnxpar_runtime.mpirun_place import mpirun_place
 from onnxpar_runtime.training.callbacks import Callback
+from onnxpar_runtime.training.live_line import LiveLine
 from onnxpar_runtime.training.results import Evaluated, Fitted
 from onnxpar_runtime.training.step_record import StepRecord
 
 if TYPE_CHECKING:
-    from rich.progress import Progress
+    from rich.live import Live
 
 SHOWN = 5
 """Untrained or shared tensors that are named one by one."""
@@ -35,10 +37,10 @@ class Reporter(Closing):
     Args:
         first: Whether this is rank 0. Other ranks report nothing.
         log: File of JSON lines to write, or None.
-        keep: Lines of that file to keep: the steps before the run was resumed.
+        keep: The number of steps before the run was resumed; their lines are kept.
         every: Print each step of an epoch whose number this divides; 0 prints none.
         out: The stream for printed lines.
-        bar: Whether to draw a progress bar; by default if the output is shown on a terminal.
+        live: Whether to draw a live line; by default if the output is shown on a terminal.
         callbacks: Are told what is reported, on rank 0.
 
     Raises:
@@ -53,7 +55,7 @@ class Reporter(Closing):
         keep: int = 0,
         every: int = 1,
         out: TextIO | None = None,
-        bar: bool | None = None,
+        live: bool | None = None,
         callbacks: Sequence[Callback] = (),
     ) -> None:
         """Opens the log file."""
@@ -83,48 +85,41 @@ class Reporter(Closing):
                     self._file.seek(kept)
             except OSError as error:
                 raise self._cannot_write(error) from None
-        self._progress: Progress | None = None
-        if first and (on_terminal(self._out) if bar is None else bar):
-            self._progress = _bar(self._out)
+        self._live: Live | None = None
+        self._line = LiveLine(None)
+        if first and (on_terminal(self._out) if live is None else live):
+            self._live = _live(self._out)
 
     def begin(self, steps: int | None, done: int = 0) -> None:
         """Begins a run of `steps` steps (None if unknown), of which `done` are done."""
         self._done = done
-        if self._progress is not None:
-            self._progress.start()
-            self._task = self._progress.add_task("training", total=steps, completed=done, state="")
+        if self._live is not None:
+            self._line = LiveLine(steps, done)
+            self._live.update(self._line)
+            self._live.start()
 
     def tell(self, text: str) -> None:
         """Prints a line."""
         if not self._first:
             return
-        if self._progress is not None and self._progress.live.is_started:
-            self._progress.console.print(text, markup=False, soft_wrap=True)
+        if self._live is not None and self._live.is_started:
+            self._live.console.print(text, markup=False, soft_wrap=True)
         else:
             self._out.write(text + "\n")
             self._out.flush()
 
-    def step(self, record: StepRecord, steps: int = 1) -> None:
+    def step(self, record: StepRecord) -> None:
         """Reports a step.
-
-        Args:
-            record: The step.
-            steps: Number of steps since the last report.
 
         Raises:
             InputError: The log file cannot be written.
         """
-        self._done += steps
+        self._done = record.run_step
         if not self._first:
             return
         if self._every and record.step % self._every == 0:
             self.tell(record.line)
-        if self._progress is not None:
-            state = f"loss {record.loss:.4g}  lr {record.lr:.3g}  {record.speed}"
-            state += f"  {1000 * record.step_s:.4g} ms"
-            self._progress.update(
-                self._task, advance=steps, description=f"epoch {record.epoch}", state=state
-            )
+        self._line.show(record)
         if self._file is not None:
             try:
                 self._file.write(record.json.encode() + b"\n")
@@ -153,9 +148,9 @@ class Reporter(Closing):
         return InputError(f"{self._path}: cannot be written: {error.strerror or error}")
 
     def close(self) -> None:
-        """Removes the bar and closes the file."""
-        if self._progress is not None:
-            self._progress.stop()
+        """Removes the live line and closes the file."""
+        if self._live is not None:
+            self._live.stop()
         self._open.close()
 
 
@@ -174,29 +169,56 @@ def _lock(log: Path, descriptor: int) -> None:
         pass  # The file system has no locks; a log without one is better than none.
 
 
-def _length(path: Path, count: int) -> int:
-    """Returns the bytes of up to `count` complete lines at the beginning of a file."""
-    if not count or not path.exists():
+def _length(path: Path, steps: int) -> int:
+    """Returns the bytes of the complete lines at the beginning of a log, up to a step of the run.
+
+    In a log without numbers of steps in the run, each line counts as a step.
+    """
+    if not steps or not path.exists():
         return 0
-    lines = path.read_bytes().splitlines(keepends=True)[:count]
-    return sum(len(line) for line in lines if line.endswith(b"\n"))
+    length = 0
+    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
+        if not line.endswith(b"\n") or _run_step(line, number) > steps:
+            break
+        length += len(line)
+    return length
 
 
-def _bar(out: TextIO) -> "Progress":
-    """Returns a progress bar that is drawn on a terminal."""
+def _run_step(line: bytes, number: int) -> int:
+    try:
+        entry = json.loads(line)
+    except (ValueError, RecursionError):
+        return number
+    found = entry.get("run_step") if isinstance(entry, dict) else None
+    return found if isinstance(found, int) else number
+
+
+def _live(out: TextIO) -> "Live":
+    """Returns what draws a line again and again on a terminal."""
     # Loading it takes a tenth of a second, so only rank 0 does.
-    from rich import console, progress
+    from rich import console, live
 
-    return progress.Progress(
-        progress.TextColumn("{task.description}"),
-        progress.BarColumn(),
-        progress.MofNCompleteColumn(),
-        progress.TimeRemainingColumn(),
-        progress.TextColumn("{task.fields[state]}"),
-        # A rank's standard output belongs to mpirun, so rich cannot tell that it is a terminal.
-        console=console.Console(file=out, force_terminal=True, highlight=False),
-        transient=True,
-    )
+    # A rank's standard output belongs to mpirun, so rich cannot tell that it is a terminal, nor
+    # how wide it is.
+    shown = console.Console(file=out, force_terminal=True, highlight=False, width=_width())
+    # The stream itself is left as it is: other lines are printed by `tell`.
+    return live.Live(console=shown, transient=True, redirect_stdout=False, redirect_stderr=False)
+
+
+def _width() -> int | None:
+    """Returns the columns of mpirun's terminal; None without mpirun, or if they are not known."""
+    if mpirun_place() is None:
+        return None
+    try:
+        terminal = os.open(f"/proc/{os.getppid()}/fd/1", os.O_RDONLY | os.O_NOCTTY)
+    except OSError:
+        return None
+    try:
+        return os.get_terminal_size(terminal).columns or None
+    except OSError:
+        return None
+    finally:
+        os.close(terminal)
 
 
 def on_terminal(stream: TextIO) -> bool:

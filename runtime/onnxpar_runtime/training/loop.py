@@ -104,7 +104,6 @@ def fit(
         left = None if limit is None else limit - done
         on_host = trainer.device is Device.CPU
         pace = Pace(timeline, on_host, trainer.manifest.devices, peak_flops, left)
-        reported = done
         began = time.monotonic_ns()
         while (item := _next(items, trainer.rank, together)) is not None:
             epoch, number, step = item
@@ -134,8 +133,7 @@ def fit(
                 )
             if read:
                 loss = outcome.loss
-                reporter.step(pace.record(epoch, number, outcome, rate), done - reported)
-                reported = done
+                reporter.step(pace.record(epoch, number, done, outcome, rate))
             if after_step is not None:
                 # JSON has no number for a loss that has not been read yet.
                 known = None if isnan(loss) else loss

@@ -63,12 +63,15 @@ class Pace:
         self._flops = _sum(self._flops, result.flops)
         self._tokens = _sum(self._tokens, result.tokens)
 
-    def record(self, epoch: int, number: int, result: StepResult, rate: float) -> StepRecord:
+    def record(
+        self, epoch: int, number: int, done: int, result: StepResult, rate: float
+    ) -> StepRecord:
         """Returns the report of a step that was added last, and begins to count again.
 
         Args:
             epoch: Number of the epoch.
             number: Number of the step in its epoch.
+            done: Number of the step in the run.
             result: The result of the step.
             rate: Its learning rate.
         """
@@ -83,6 +86,7 @@ class Pace:
         record = StepRecord(
             epoch,
             number,
+            done,
             result.loss,
             rate,
             self._samples / seconds,

@@ -12,6 +12,7 @@ class StepRecord:
     Attributes:
         epoch: Number of the epoch, from 1.
         step: Number of the step in its epoch, from 1.
+        run_step: Number of the step in the run, from 1.
         loss: Mean loss of the step's batch, before the parameters were changed.
         lr: Learning rate.
         samples_per_s: Samples of the global batch divided by the seconds since the last record.
@@ -34,6 +35,7 @@ class StepRecord:
 
     epoch: int
     step: int
+    run_step: int
     loss: float
     lr: float
     samples_per_s: float
@@ -53,15 +55,6 @@ class StepRecord:
     def line(self) -> str:
         """The line for people, with the seven digits of a float32."""
         return f"epoch: {self.epoch} step: {self.step}, loss is {self.loss:.7g}"
-
-    @property
-    def speed(self) -> str:
-        """How fast the run is, for people."""
-        if self.tokens_per_s is None:
-            text = f"{self.samples_per_s:.4g} samples/s"
-        else:
-            text = f"{self.tokens_per_s:.4g} tokens/s"
-        return text if self.mfu is None else f"{text}  MFU {self.mfu:.1%}"
 
     @property
     def json(self) -> str:

@@ -9,7 +9,7 @@ from onnxpar_runtime.training.callbacks import Callback
 from onnxpar_runtime.training.results import Evaluated
 from onnxpar_runtime.training.step_record import StepRecord
 
-_LEFT_OUT = ("epoch", "step")
+_LEFT_OUT = ("epoch", "step", "run_step")
 _FLUSH_S = 10
 """Seconds after which TensorBoard can see a step."""
 

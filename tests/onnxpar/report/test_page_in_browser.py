@@ -199,9 +199,8 @@ def test_markup_in_names_is_shown_as_text(browser: Any, tmp_path: Path) -> None:
     model = str(tmp_path / "hostile.onnx")
     assert main(["shard", model, "--strategy", "dp=2,tp=2", "-o", str(folder)]) == 0
     log = tmp_path / "<b>.jsonl"
-    log.write_text(
-        "".join(f'{{"step": {n}, "loss": {1 / n}, "flops_per_s": {n}e9}}\n' for n in range(1, 5))
-    )
+    line = '{{"run_step": {0}, "loss": {1}, "flops_per_s": {2}e9}}\n'
+    log.write_text("".join(line.format(2 * n, 1 / n, 1 + n / 5000) for n in range(5001)[1:]))
     spans = [TraceSpan(rank, MAIN, STEP, "step", 0.0, 0.25 * (rank + 1)) for rank in range(4)]
     trace = tmp_path / "<i>.json"
     trace.write_text(trace_json(Trace("train", 4, [Clock()] * 4, spans)))
@@ -213,7 +212,12 @@ def test_markup_in_names_is_shown_as_text(browser: Any, tmp_path: Path) -> None:
     assert browser.title != "bad"
     assert not browser.find_elements("css selector", "img, main script, aside script")
     curves = browser.find_elements("css selector", "#log svg")
-    assert len(curves) == 2 and "2.5 G" in curves[1].text
+    assert len(curves) == 2 and "2 G" in curves[1].text
+    assert "step 2" in curves[0].text and "step 10,000" in curves[0].text
+    assert browser.find_element("css selector", "#log p").text == (
+        "5,000 logged steps of <b>.jsonl, from step 2 to step 10,000 of the run. "
+        "One of every 3 is shown, and the last."
+    )
     assert len(column(browser, "comparison", 3)) > 5
     assert column(browser, "times of a step on each rank", 1) == [
         "250 ms",

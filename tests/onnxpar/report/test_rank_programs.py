@@ -20,7 +20,7 @@ from onnxpar.core.errors import OnnxparError
 from onnxpar.core.machine import PRESETS
 from onnxpar.partition.program_memory import program_memory, total_bytes
 from onnxpar.report.page_data import directory_page
-from onnxpar.report.read_log import LogError, read_log
+from onnxpar.report.read_log import MOST_ROWS, LogError, read_log
 from tests.onnxpar.report.test_page import Elements, run
 
 Json = dict[str, Any]
@@ -227,6 +227,7 @@ def test_a_log(tmp_path: Path) -> None:
     found = read_log(log)
     assert found["columns"] == ["epoch", "step", "loss", "lr"]
     assert found["rows"][2] == [1, 3, 2 / 3, 0.1] and len(found["rows"]) == 5
+    assert (found["steps"], found["logged"], found["stride"]) == ([1, 2, 3, 4, 5], 5, 1)
     for text, message in (("[]\n", "line 1: expected a JSON object"), ("{", "line 1: not JSON")):
         log.write_text(text)
         with pytest.raises(LogError, match=message):
@@ -236,3 +237,19 @@ def test_a_log(tmp_path: Path) -> None:
         read_log(log)
     with pytest.raises(LogError, match="absent"):
         read_log(tmp_path / "absent")
+
+
+def test_a_long_log_is_thinned_and_keeps_its_numbers(tmp_path: Path) -> None:
+    log = tmp_path / "run.jsonl"
+    # Every fourth of 20,003 steps was logged, and the last.
+    steps = [*range(4, 20_003, 4), 20_003]
+    log.write_text("".join(f'{{"run_step": {n}, "loss": {1 / n}}}\n' for n in steps))
+    found = read_log(log)
+    assert (found["logged"], found["stride"]) == (5001, 3)
+    assert len(found["rows"]) == len(found["steps"]) <= MOST_ROWS
+    assert found["steps"][:3] == [4, 16, 28] and found["steps"][-2:] == [19_996, 20_003]
+    assert found["rows"][-1] == [20_003, 1 / 20_003]
+    # The last is shown once, too, if it is one of every three.
+    log.write_text("".join(f'{{"loss": {n}}}\n' for n in range(1, 4004)))
+    found = read_log(log)
+    assert found["steps"][-2:] == [4000, 4003] and found["rows"][-1] == [4003]

@@ -102,7 +102,9 @@ def test_tensorboard_reads_the_log_back(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
     assert sorted(found) == [1, 2, 3, 4, 5, 6] and len(lines) == 6
     for step, line in enumerate(lines, 1):
-        numbers = {f"train/{key}": v for key, v in line.items() if key not in ("epoch", "step")}
+        numbers = {
+            f"train/{key}": v for key, v in line.items() if key not in ("epoch", "step", "run_step")
+        }
         assert found[step].keys() - {"eval/loss"} == numbers.keys()
         assert ("eval/loss" in found[step]) == (step in (3, 6))
         for tag, number in numbers.items():

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,34 +11,88 @@ import pytest
 
 from onnxpar_format.manifest import Loss, Training, TrainingTensor
 from onnxpar_runtime.errors import InputError
+from onnxpar_runtime.training.live_line import LiveLine
 from onnxpar_runtime.training.log import Reporter, on_terminal, what_is_trained
 from onnxpar_runtime.training.step_record import StepRecord
 
 RECORD = StepRecord(
-    epoch=2, step=10, loss=2.302585092994046, lr=0.5, samples_per_s=8.0, grad_norm=1.5,
-    step_s=0.25, input_s=0.125, memory_bytes=1 << 30,
+    epoch=2, step=10, run_step=1210, loss=2.302585092994046, lr=0.5, samples_per_s=8.0,
+    grad_norm=1.5, step_s=0.25, input_s=0.125, memory_bytes=1 << 30,
 )  # fmt: skip
 
 
 def numbered(step: int) -> StepRecord:
-    return StepRecord(1, step, 1.0, 0.1, 1.0, 1.0, 0.5, 0.0, 1)
+    return StepRecord(1, step, step, 1.0, 0.1, 1.0, 1.0, 0.5, 0.0, 1)
 
 
 def test_forms() -> None:
     assert RECORD.line == "epoch: 2 step: 10, loss is 2.302585"
     assert json.loads(RECORD.json) == {
-        "epoch": 2, "step": 10, "loss": 2.302585092994046, "lr": 0.5, "samples_per_s": 8.0,
-        "grad_norm": 1.5, "step_s": 0.25, "input_s": 0.125, "memory_bytes": 1 << 30,
+        "epoch": 2, "step": 10, "run_step": 1210, "loss": 2.302585092994046, "lr": 0.5,
+        "samples_per_s": 8.0, "grad_norm": 1.5, "step_s": 0.25, "input_s": 0.125,
+        "memory_bytes": 1 << 30,
     }  # fmt: skip
-    infinite = StepRecord(1, 1, 1.0, 0.1, 1.0, float("inf"), 0.5, 0.0, 1)
+    infinite = StepRecord(1, 1, 1, 1.0, 0.1, 1.0, float("inf"), 0.5, 0.0, 1)
     assert json.loads(infinite.json)["grad_norm"] is None
 
 
-def test_speed() -> None:
-    assert RECORD.speed == "8 samples/s"
-    assert (
-        replace(RECORD, tokens_per_s=12345.6, mfu=0.4321).speed == "1.235e+04 tokens/s  MFU 43.2%"
+FULL = replace(
+    RECORD, tokens_per_s=12345.6, flops_per_s=1.234e12, mfu=0.4321, eta_s=3725.0,
+    communication_s=0.05, optimizer_s=0.025, checkpoint_s=0.0,
+)  # fmt: skip
+
+
+def test_the_live_line() -> None:
+    line = LiveLine(5000)
+    assert line.text(80).plain.rstrip("━") == "step 0/5,000  "
+    line.show(FULL)
+    wide = line.text(250).plain
+    assert re.sub("  ━+", "", wide) == (
+        "epoch 2  step 1,210/5,000  ETA 1:02:05  loss 2.303  lr 0.5  250 ms  12346 tokens/s  "
+        "MFU 43.2%  1.23 TFLOP/s  1 GiB  computing 20%  communication 20%, input 50%, optimizer 10%"
     )
+    # 30 columns for 5,000 steps.
+    assert wide.count("━") == 30
+    done = [s.end - s.start for s in line.text(250).spans if s.style == "bar.complete"]
+    assert done == [30 * 1210 // 5000]
+    # What matters least is left out, and nothing is wider than the terminal.
+    for width in range(1, 260):
+        assert len(line.text(width).plain) <= width
+    assert line.text(80).plain == (
+        "step 1,210/5,000  ETA 1:02:05  loss 2.303  250 ms  12346 tokens/s  MFU 43.2%"
+    )
+    assert line.text(90).plain == (
+        "step 1,210/5,000  ETA 1:02:05  loss 2.303  250 ms  12346 tokens/s  MFU 43.2%  1 GiB"
+    )
+    assert line.text(100).plain == (
+        "step 1,210/5,000  ETA 1:02:05  loss 2.303  250 ms  12346 tokens/s  MFU 43.2%  1 GiB  "
+        "computing 20%"
+    )
+    assert line.text(14).plain == "step 1,210/5,…"
+
+
+def test_the_live_line_of_a_run_about_which_little_is_known() -> None:
+    line = LiveLine(None, 3)
+    assert line.text(80).plain == "step 3"
+    line.show(RECORD)
+    assert line.text(80).plain == (
+        "epoch 2  step 1,210  loss 2.303  lr 0.5  250 ms  8 samples/s  1 GiB  input 50%"
+    )
+
+
+def test_lines_after_the_checkpoint_are_removed(tmp_path: Path) -> None:
+    """Also if not every step was logged; logs of old runs have a line for each step."""
+    log = tmp_path / "a.jsonl"
+    lines = [replace(RECORD, run_step=step).json + "\n" for step in (4, 8, 12, 16)]
+    for steps, kept in ((0, 0), (3, 0), (11, 2), (12, 3), (99, 4)):
+        log.write_text("".join(lines) + '{"run_step": 17')
+        with Reporter(True, log=log, keep=steps, live=False):
+            pass
+        assert log.read_text() == "".join(lines[:kept])
+    log.write_text('{"step": 1}\n{"step": 2}\n{"step": 1}\n')
+    with Reporter(True, log=log, keep=2, live=False):
+        pass
+    assert log.read_text() == '{"step": 1}\n{"step": 2}\n'
 
 
 def test_lines_and_file(tmp_path: Path) -> None:
@@ -66,24 +121,24 @@ def test_some_steps(tmp_path: Path, every: int, printed: list[int]) -> None:
 
 def test_other_ranks_are_silent(tmp_path: Path) -> None:
     out = io.StringIO()
-    with Reporter(False, log=tmp_path / "a.jsonl", out=out, bar=True) as reporter:
+    with Reporter(False, log=tmp_path / "a.jsonl", out=out, live=True) as reporter:
         reporter.begin(1)
         reporter.tell("hello")
         reporter.step(RECORD)
     assert out.getvalue() == "" and list(tmp_path.iterdir()) == []
 
 
-def test_a_bar_leaves_the_lines(tmp_path: Path) -> None:
+def test_the_live_line_leaves_the_lines(tmp_path: Path) -> None:
     out = io.StringIO()
-    with Reporter(True, out=out, bar=True) as reporter:
+    with Reporter(True, out=out, live=True) as reporter:
         reporter.tell("[before]")
-        reporter.begin(10)
+        reporter.begin(5000)
         reporter.tell("[during]")
         reporter.step(RECORD)
     text = out.getvalue()
     assert text.startswith("[before]\n")
     assert "[during]\n" in text and RECORD.line + "\n" in text
-    assert "epoch 2" in text and "1/10" in text and "loss 2.303" in text
+    assert "step 1,210/5,000  " in text and "loss 2.303" in text
     # The cursor is shown again.
     assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")
 

@@ -62,7 +62,7 @@ def fitted(
     """Runs `fit` on all ranks; rank 0 reports."""
 
     def body(rank: int) -> Fitted:
-        with Reporter(rank == 0, log=log, out=out or io.StringIO(), bar=False) as reporter:
+        with Reporter(rank == 0, log=log, out=out or io.StringIO(), live=False) as reporter:
             return fit(group.members[rank], data, HYPER, schedule, reporter, **options)
 
     results = group.each(body)

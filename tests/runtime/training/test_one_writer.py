@@ -13,22 +13,22 @@ from onnxpar_runtime.training.log import Reporter
 
 def test_a_second_run_is_refused_and_writes_nothing(tmp_path: Path) -> None:
     log = tmp_path / "log.jsonl"
-    with Reporter(True, log=log, bar=False):
+    with Reporter(True, log=log, live=False):
         log.write_text('{"step": 1}\n')
         with (
             pytest.raises(InputError, match=r"log\.jsonl: another run is writing to this file"),
-            Reporter(True, log=log, bar=False),
+            Reporter(True, log=log, live=False),
         ):
             pass
         assert log.read_text() == '{"step": 1}\n'
-    with Reporter(True, log=log, keep=1, bar=False):
+    with Reporter(True, log=log, keep=1, live=False):
         assert log.read_text() == '{"step": 1}\n'
-    with Reporter(True, log=log, bar=False):
+    with Reporter(True, log=log, live=False):
         assert log.read_text() == ""
 
 
 def test_devices_are_not_locked() -> None:
-    with Reporter(True, log="/dev/null", bar=False), Reporter(True, log="/dev/null", bar=False):
+    with Reporter(True, log="/dev/null", live=False), Reporter(True, log="/dev/null", live=False):
         pass
 
 
