@@ -224,6 +224,11 @@ def _collectives(found: Sequence[Json], screen: Screen) -> None:
         Column("groups", optional=True),
     )  # fmt: skip
     screen.table(columns, rows)
+    if any(item["behind"] for item in found):
+        screen.line(
+            "in the background: between machines and between GPUs; ranks that share memory "
+            "communicate at once"
+        )
 
 
 def _groups(groups: Sequence[Sequence[int]]) -> str:

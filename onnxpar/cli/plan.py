@@ -240,10 +240,13 @@ def _stages(text: str | None, strategy: Strategy) -> list[int] | None:
 
 def _entry(strategy: Strategy, given: Mapping[str, object], sizes: dict[str, int]) -> SearchEntry:
     stated = {k: v for k, v in given.items() if v is not None}
-    known = strategy.search.model_dump()
-    merged = {**known, **stated, "sizes": {**known["sizes"], **sizes}}
+    # What nobody states stays so: a file that `plan` writes has no machine then.
+    known = strategy.search.model_dump(exclude_unset=True)
+    merged = {**known, **stated}
+    if sizes:
+        merged["sizes"] = {**strategy.search.sizes, **sizes}
     algorithms = ("recursive", "ilp")
-    if merged["algorithm"] not in algorithms:
+    if merged.get("algorithm", algorithms[0]) not in algorithms:
         raise StrategyError(
             f"--algorithm: expected one of {', '.join(algorithms)}, got {merged['algorithm']!r}"
         )

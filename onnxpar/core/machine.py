@@ -104,6 +104,11 @@ _MACHINES = (
     _gpu("h100", 4.95e14, 9.89e14, 3.35e12, 80 << 30, _H100_LINKS),
     _gpu("h200", 4.95e14, 9.89e14, 4.8e12, 141 << 30, _H100_LINKS),
 )
+# Ethernet of 10 Gbit/s; the latency is that of a message over TCP (docs/design/0030-wire.md).
+NETWORKED = Machine(
+    "cpu", _CPU_RATES, 1.2e10, 8 << 30, 3e-6, (Link(0, 1.2e9, 6e-5, overlaps=True),)
+)
+"""Devices like those of `cpu`, each in a machine of its own."""
 PRESETS: Mapping[str, Machine] = MappingProxyType({m.name: m for m in _MACHINES})
 
 WIRE = Machine("wire", MappingProxyType({"float32": inf}), inf, 1 << 62, 0.0, (Link(0, 1.0, 0.0),))

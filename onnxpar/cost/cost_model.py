@@ -19,10 +19,11 @@ from onnxpar.graph.node_view import NodeView
 from onnxpar.graph.plan import NodePlan, factor_sizes
 from onnxpar.graph.shapes import itemsize as itemsize_of
 from onnxpar.ops.node_cost import CostFn, Share, by_rule
-from onnxpar.resharding.routes import Route, cheapest_route, legs, reachable
+from onnxpar.resharding.routes import OPERATORS, Route, cheapest_route, legs, reachable
 from onnxpar.resharding.shortest_path import group_bytes
 
 _NUMBERS = SymbolTable({})
+_KINDS = {op: kind for kind, op in OPERATORS.items()}
 _ROUNDS = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "all_to_all": 1.0}
 _NESTED = ("all_reduce", "all_gather", "reduce_scatter")
 _ORDER = ("slice", "reduce_scatter", "all_to_all", "all_reduce", "all_gather")
@@ -159,6 +160,25 @@ class CostModel:
         """Returns the seconds that ranks which differ in `atoms` wait after computing."""
         among = tuple(atoms)
         return self.machine.link(self.mesh, among).wait if among else 0.0
+
+    def call(self, op: str, atoms: Atoms, moved: float) -> float:
+        """Returns the seconds of a call of a collective operator, including waiting.
+
+        Args:
+            op: Its name.
+            atoms: The atoms that span its groups.
+            moved: The bytes that every rank sends.
+        """
+        return self.collective(_KINDS.get(op, "permute"), atoms, moved) + self.wait(atoms)
+
+    def handing(self, link: Link) -> float:
+        """Returns the seconds that a rank spends to run a collective in the background.
+
+        Its Wait, and the Barrier before it, are two more operators. To hand it to what communicates
+        in the background, and to be woken when it is done, takes about as long as one step of a
+        collective.
+        """
+        return 2 * self.machine.overhead + link.latency
 
     def copying(self, size: float, operators: int = 1) -> float:
         """Returns the seconds of operators that read and write `size` bytes each."""

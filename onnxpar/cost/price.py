@@ -341,7 +341,10 @@ class _Pricing:
                 link = self.cost.link(out, wanted, self.itemsizes[key])
                 there = len(self.computed) + 1
                 size = self._bytes(out, self.itemsizes[key])
-                self.leaving.append(Transfer(seconds, there, there, _overlaps(link), size))
+                handing = self._handing(link)
+                self.leaving.append(
+                    Transfer(seconds, there, there, _overlaps(link), size, handing=handing)
+                )
                 moving += seconds
         work = self.cost.node(rule, view, chosen, self.program.rules.costs.get(name))
         self.computed.append(work.seconds + work.special + filling)
@@ -364,19 +367,25 @@ class _Pricing:
         if want == nearest:
             return seconds, version
         self.places[version] = needed
-        overlaps = _overlaps(self.cost.link(nearest, want, self.itemsizes[name]))
+        link = self.cost.link(nearest, want, self.itemsizes[name])
+        overlaps, handing = _overlaps(link), self._handing(link)
         if name in self.gathered:
             size = self._bytes(want, self.itemsizes[name])
-            gather = Gather((name, want), seconds, ready, needed, size, overlaps)
+            gather = Gather((name, want), seconds, ready, needed, size, overlaps, handing)
             self.gathers.append(gather)
             return seconds, version
         shared = name in self.shared
         # An operand that is there from the beginning is resharded when it is needed.
-        transfer = Transfer(seconds, ready or needed, needed, overlaps, shared=shared)
+        transfer = Transfer(
+            seconds, ready or needed, needed, overlaps, shared=shared, handing=handing
+        )
         self.transfers.append(transfer)
         if overlaps and not shared:
             self.paired.sent.add(len(self.paired.steps) - 1)
         return seconds, version
+
+    def _handing(self, link: Link | None) -> float:
+        return 0.0 if link is None else self.cost.handing(link)
 
     def _nearest(self, name: str, want: Sharding) -> Sharding:
         """The version of a value from which it is brought into a sharding."""

@@ -7,6 +7,7 @@ applied to a plan, which has the nodes of the program and the reshards between t
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import TypeVar
 
 from onnxpar.core.machine import Link
@@ -36,6 +37,7 @@ class Transfer:
         size: Bytes of its operand, which stays in memory until it is complete; 0 if that does not
             matter.
         shared: Whether two micro-batches in one program share its result.
+        handing: Seconds that the device spends if it runs in the background.
     """
 
     seconds: float
@@ -44,6 +46,7 @@ class Transfer:
     overlaps: bool
     size: int = 0
     shared: bool = False
+    handing: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,8 @@ class Gather:
         ready: The place from which its operand is there.
         needed: The place of the node.
         size: Bytes of its result.
-        overlaps: As in `Transfer`.
+        overlaps: As in `Transfer`, like the next one.
+        handing: Seconds that the device spends if it runs in the background.
     """
 
     shard: Hashable
@@ -65,6 +69,7 @@ class Gather:
     needed: int
     size: int
     overlaps: bool
+    handing: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -87,6 +92,20 @@ class Member:
     ready: int
     size: int
     link: Link
+
+
+def pays(computing: float, seconds: float, handing: float) -> bool:
+    """Whether a collective saves time in the background.
+
+    What passes there is hidden as long as the device computes. This must be at least what the
+    device spends to hand the collective over.
+
+    Args:
+        computing: Seconds of what is computed between its operand and its first reader.
+        seconds: What the collective takes.
+        handing: Seconds that the device spends to run it in the background.
+    """
+    return min(computing, seconds) >= handing
 
 
 def together(bucket: Sequence[Member]) -> float:
@@ -117,8 +136,9 @@ def elapsed(computing: Sequence[float], transfers: Iterable[Transfer]) -> float:
 def played(computing: Sequence[float], transfers: Iterable[Transfer]) -> Played:
     """Returns when nodes and transfers run.
 
-    A transfer begins when it is ready and the link is free of those before it. A node waits until
-    the transfers are complete that it needs.
+    A transfer whose link overlaps begins when it is ready and the link is free of those before it,
+    if that pays; else it begins when it is needed. A node waits until the transfers are complete
+    that it needs.
 
     Args:
         computing: The seconds of each node, in order.
@@ -127,8 +147,11 @@ def played(computing: Sequence[float], transfers: Iterable[Transfer]) -> Played:
     beginning: dict[int, list[int]] = {}
     needed: dict[int, list[int]] = {}
     row = tuple(transfers)
+    before = list(accumulate(computing, initial=0.0))
     for number, transfer in enumerate(row):
-        if transfer.overlaps and transfer.ready < transfer.needed:
+        between = before[transfer.needed] - before[transfer.ready]
+        worth = transfer.overlaps and pays(between, transfer.seconds, transfer.handing)
+        if worth and transfer.ready < transfer.needed:
             beginning.setdefault(transfer.ready, []).append(number)
         needed.setdefault(transfer.needed, []).append(number)
     spans: dict[int, tuple[float, float]] = {}
@@ -141,7 +164,7 @@ def played(computing: Sequence[float], transfers: Iterable[Transfer]) -> Played:
             spans[number] = start, free
         for number in needed.get(place, ()):
             if number in spans:
-                now = max(now, spans[number][1])
+                now = max(now, spans[number][1]) + row[number].handing
                 continue
             start = max(now, free) if row[number].overlaps else now
             now = start + row[number].seconds
@@ -240,4 +263,5 @@ def gathered_ahead(gathers: Sequence[Gather]) -> Iterator[Transfer]:
         while first < number - 1 and sum(g.size for g in kept[first + 1 : number + 1]) > most:
             first += 1
         ready = max(kept[first].needed, gather.ready) if number else gather.needed
-        yield Transfer(gather.seconds, ready, gather.needed, gather.overlaps)
+        handing = gather.handing
+        yield Transfer(gather.seconds, ready, gather.needed, gather.overlaps, handing=handing)

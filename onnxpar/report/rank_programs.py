@@ -13,19 +13,15 @@ from typing import Any
 import onnx_ir as ir
 import sympy
 
-from onnxpar.core.errors import OnnxparError
 from onnxpar.core.machine import Machine
 from onnxpar.core.mesh import Mesh
-from onnxpar.core.sharding import Sharding
 from onnxpar.core.symbols import SymbolTable, as_dim, dim_text
 from onnxpar.core.symbols.expressions import count_str
-from onnxpar.cost.cost_model import CostModel, work_key
+from onnxpar.cost.cost_model import CostModel
 from onnxpar.cost.live_memory import MemoryStep, lifetimes
+from onnxpar.cost.local_nodes import LocalNodes
 from onnxpar.cost.timeline import Transfer, elapsed
 from onnxpar.graph.builder import DOMAIN
-from onnxpar.graph.plan import NodePlan
-from onnxpar.graph.shapes import read_shapes
-from onnxpar.ops.node_rules import Rules, graph_rules
 from onnxpar.ops.registry import Registry
 from onnxpar.ops.table import REGISTRY
 from onnxpar.partition.program_memory import LocalSizes, memory_steps
@@ -33,11 +29,9 @@ from onnxpar.report.read_directory import read_graph
 from onnxpar.report.simple_graph import owner_of
 from onnxpar.report.size_grid import SizeGrid
 from onnxpar.report.tables import Size, Tables
-from onnxpar.resharding.routes import OPERATORS
 from onnxpar_format.manifest import StateKind
 
 Json = dict[str, Any]
-_KINDS = {op: kind for kind, op in OPERATORS.items()}
 
 
 def rank_programs(
@@ -120,22 +114,20 @@ class _Reading:
     ) -> None:
         self.manifest, self.entry, self.model, self.tables = manifest, entry, model, tables
         self.registry, self.costs, self.shown = registry, costs, shown
-        self._known: dict[tuple[object, ...], list[float]] = {}
         self.nodes = list(model.graph)
         self.table = tables.symbols
-        values = [*model.graph.inputs, *model.graph.initializers.values()]
-        values += [v for node in self.nodes for v in node.outputs]
-        self.env = read_shapes([v for v in values if v.name], self.table)
+        given = [*model.graph.inputs, *model.graph.initializers.values()]
+        opsets = model.opset_imports
+        self.prices = LocalNodes.of(self.nodes, given, self.table, opsets, registry, costs)
         self.sizes = LocalSizes(self.table, dict(costs[shown].sizes))
 
     # -- times -----------------------------------------------------------------------------------
 
     def times(self, owners: Mapping[str, int]) -> Json:
-        rules = graph_rules(self.nodes, self.env, self.model.opset_imports, self.registry)
         sent: dict[str, list[Json]] = {}
         for item in self.entry["collectives"]:
             sent.setdefault(item["node"], []).append(item)
-        known = [self._seconds(node, rules) for node in self.nodes]
+        known = [self.prices.seconds(node) for node in self.nodes]
         untimed = [node for node, time in zip(self.nodes, known, strict=True) if time is None]
         nothing = (0.0,) * len(self.costs)
         seconds = [time or nothing for time in known]
@@ -169,30 +161,6 @@ class _Reading:
             ),
         }
 
-    def _seconds(self, node: ir.Node, rules: Rules) -> list[float] | None:
-        """Seconds of computing at each point; 0 for a collective, None if shapes are unknown."""
-        name = node.name or ""
-        if node.domain == DOMAIN and name not in rules.ops:
-            return [0.0] * len(self.costs)
-        rule, view = rules.by_node[name], rules.views[name]
-        shapes = self.env.shapes
-        outputs = [shapes.get(v.name or "") for v in node.outputs]
-        if any(shape is None for shape in outputs):
-            return None
-        reads = [None if v is None else shapes.get(v.name or "") for v in node.inputs]
-        inputs = [None if shape is None else Sharding.replicated(shape) for shape in reads]
-        made = tuple(Sharding.replicated(shape) for shape in outputs if shape is not None)
-        plan = NodePlan(rule, {}, tuple(inputs), made)
-        count = rules.costs.get(name)
-        key = work_key(rule, view, plan, count)
-        if key not in self._known:
-            try:
-                known = [cost.node(rule, view, plan, count).seconds for cost in self.costs]
-            except OnnxparError:
-                return None
-            self._known[key] = known
-        return self._known[key]
-
     def _transfers(self, sent: Mapping[str, list[Json]]) -> Iterator[Json]:
         """Yields the collectives of the program, with their seconds at each point."""
         waits: dict[ir.Node, int] = {}
@@ -222,13 +190,12 @@ class _Reading:
     def _sending(self, items: list[Json]) -> list[float]:
         """Seconds of one call at each point."""
         atoms = tuple(items[0]["atoms"])
-        kind = _KINDS.get(items[0]["op"], "permute")
         sizes = [as_dim(_number(item["bytes"])) for item in items]
         found = []
         for cost in self.costs:
             moved = sum(map(cost.value, sizes))
             if atoms:
-                found.append(cost.collective(kind, atoms, moved) + cost.wait(atoms))
+                found.append(cost.call(items[0]["op"], atoms, moved))
             else:
                 # Between stages: one message to the counterparts.
                 link = cost.machine.links[-1]

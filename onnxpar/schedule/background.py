@@ -6,50 +6,49 @@ the cotangent is reduced, or the layer before while the parameters of the next a
 (optimizer parallel, level 3: Rajbhandari et al., 2020; PyTorch FSDP: Zhao et al., VLDB 2023).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from math import prod
+from functools import cached_property
 
 import onnx_ir as ir
 
-from onnxpar.core.symbols import Dim
-from onnxpar.cost.timeline import AHEAD_AT_MOST, latest_first
+from onnxpar.cost.cost_model import CostModel
+from onnxpar.cost.local_nodes import LocalNodes
+from onnxpar.cost.timeline import AHEAD_AT_MOST, latest_first, pays
 from onnxpar.graph.body_captures import read_by
 from onnxpar.graph.builder import DOMAIN
-from onnxpar.graph.local_builder import LocalBuilder
 from onnxpar.ops.collective.barrier import is_barrier
 from onnxpar.partition.partitioned_model import PartitionedModel
 from onnxpar.partition.program_memory import node_bytes, value_bytes
 from onnxpar.schedule.start_ahead import AHEAD
 from onnxpar.schedule.tokens import WAITS, chained
 
-_LARGE = 4096
-"""Elements of a node's result from which computing it may hide something."""
 _META = ("atoms", "pairs", "stages", "root")
 
 
 def run_in_background(
     program: PartitionedModel,
-    sizes: Mapping[str, int],
+    cost: CostModel,
+    *,
     room: int | None = None,
     micro_batches: int = 1,
 ) -> None:
-    """Replaces collectives by Start and Wait where something is computed in between.
+    """Replaces collectives by Start and Wait where that saves time and memory allows it.
 
-    The nodes of the program are changed in place. Operand and result are in memory from Start to
-    Wait. A collective stays as it is if the peak of the program's values would rise by more than
-    the largest operand or result of a collective for each micro-batch, and by a gathered parameter
-    that is kept for the next gather of it.
+    The nodes of the program are changed in place. A collective stays as it is unless the cost model
+    says that what is computed between its operand and its first reader hides more of it than it
+    costs to run it in the background (`onnxpar.cost.timeline.pays`). Operand and result are in
+    memory from Start to Wait. So it also stays as it is if the peak of the program's values would
+    rise by more than the largest operand or result of a collective for each micro-batch, and by a
+    gathered parameter that is kept for the next gather of it.
 
     Args:
         program: The program.
-        sizes: Sizes of symbols, for the memory of values; the others have the size
-            `Symbol.typical`.
+        cost: The cost model, with the sizes of symbols at which time and memory are compared.
         room: The bytes by which the peak may rise at most.
         micro_batches: How many micro-batches take turns in the program.
     """
-    fed = {p.local for p in program.parameters if p.fed}
-    _Pass(program, program.builder, fed, sizes, micro_batches, room).run()
+    _Pass(program, cost, micro_batches, room).run()
 
 
 @dataclass(frozen=True)
@@ -75,17 +74,13 @@ class _Pass:
 
     Attributes:
         program: The program.
-        builder: Its builder.
-        fed: The trained parameters.
-        sizes: Sizes of symbols.
+        cost: The cost model.
         ahead: How many collectives may be ahead at a time, if they are the largest.
         room: The bytes by which the peak may rise at most.
     """
 
     program: PartitionedModel
-    builder: LocalBuilder
-    fed: set[ir.Value]
-    sizes: Mapping[str, int]
+    cost: CostModel
     ahead: int = 1
     room: int | None = None
     _early: dict[int, list[ir.Node]] = field(default_factory=dict)
@@ -93,25 +88,39 @@ class _Pass:
     _removed: set[ir.Node] = field(default_factory=set)
     _gates: set[ir.Node] = field(default_factory=set)
     _starts: set[ir.Node] = field(default_factory=set)
+    _known: dict[ir.Node, float] = field(default_factory=dict)
 
-    def run(self) -> None:
-        """Changes the program."""
-        builder = self.builder
-        self._nodes = list(builder.nodes)
-        self._bytes = node_bytes(self.program, self.sizes)
-        self._collectives = {c.node for c in builder.collectives if not c.stages}
+    def __post_init__(self) -> None:
+        """Reads the nodes as they stand now."""
+        self.builder = self.program.builder
+        self._nodes = list(self.builder.nodes)
+        self._fed = {p.local for p in self.program.parameters if p.fed}
+        self._collectives = {c.node: c for c in self.builder.collectives if not c.stages}
+        self._bytes = node_bytes(self.program, self.cost.sizes)
         peak, self._more = max(self._bytes, default=0), self._largest()
         more = (self.ahead + 1) * self._more if self.room is None else max(self.room, 0)
-        limit = peak + more
-        self._budget = min(peak + self.ahead * self._more, limit)
+        self._limit = peak + more
+        self._budget = min(peak + self.ahead * self._more, self._limit)
         self._made = {v: i for i, node in enumerate(self._nodes) for v in node.outputs}
         self._readers: dict[ir.Value, list[int]] = {}
         for index, node in enumerate(self._nodes):
             for value in read_by(node):
                 self._readers.setdefault(value, []).append(index)
+
+    @cached_property
+    def _prices(self) -> LocalNodes:
+        program = self.program
+        given = [*(i.local for i in program.inputs), *(p.local for p in program.parameters)]
+        given += [*self.builder.initializers, *self.builder.system_inputs.values()]
+        opsets, table = program.source.opset_imports, self.builder.table
+        return LocalNodes.of(self._nodes, given, table, opsets, program.registry, [self.cost])
+
+    def run(self) -> None:
+        """Changes the program."""
+        builder = self.builder
         gathers, unread = [], []
         for index, node in enumerate(self._nodes):
-            if node.name not in self._collectives or node.domain != DOMAIN:
+            if not self._communicates(node):
                 continue
             gather = self._gather(node, index)
             readers = self._readers.get(node.outputs[0], ())
@@ -128,7 +137,7 @@ class _Pass:
         remaining = self._kept(gathers)
         if len(remaining) < len(gathers):
             # What is kept takes the room of nothing else.
-            self._budget = min(self._budget + self._more, limit)
+            self._budget = min(self._budget + self._more, self._limit)
         self._prefetch(remaining)
         self._delay(unread)
         moved = {n for d in (self._early, self._before) for nodes in d.values() for n in nodes}
@@ -151,12 +160,15 @@ class _Pass:
             (
                 self._value_bytes(value)
                 for node in self._nodes
-                if node.name in self._collectives and node.domain == DOMAIN
+                if self._communicates(node)
                 for value in (node.inputs[0], node.outputs[0])
                 if value is not None
             ),
             default=0,
         )
+
+    def _communicates(self, node: ir.Node) -> bool:
+        return node.domain == DOMAIN and node.name in self._collectives
 
     # -- what may move ---------------------------------------------------------------------------
 
@@ -166,7 +178,7 @@ class _Pass:
         if operand is None or not self._is_gather(node):
             return None
         barrier = operand.producer()
-        if operand in self.fed:
+        if operand in self._fed:
             return _Gather(node, index, operand, ())
         if barrier is None or not is_barrier(barrier) or self._readers.get(operand) != [index]:
             return None
@@ -181,26 +193,34 @@ class _Pass:
     def _is_parameter(self, value: ir.Value) -> bool:
         """Whether a value is a trained parameter, or computed from nothing else."""
         maker = value.producer()
-        if value in self.fed or maker is None:
-            return value in self.fed
-        return any(v in self.fed for v in maker.inputs) and all(
-            v is None or v in self.fed or v.is_initializer() or v.const_value is not None
+        if value in self._fed or maker is None:
+            return value in self._fed
+        return any(v in self._fed for v in maker.inputs) and all(
+            v is None or v in self._fed or v.is_initializer() or v.const_value is not None
             for v in maker.inputs
         )
 
-    def _hiding(self, begin: int, end: int) -> list[ir.Node]:
-        """Returns the nodes in a range that compute long enough to hide something."""
-        table, shapes = self.builder.table, self.builder.shapes
+    def _seconds(self, node: ir.Node) -> float:
+        """Returns the seconds of computing a node; 0 for a collective, or if they are not known."""
+        if node not in self._known:
+            found = None if self._communicates(node) else self._prices.seconds(node)
+            self._known[node] = 0.0 if found is None else found[0]
+        return self._known[node]
 
-        def size(shape: Sequence[Dim]) -> int:
-            return prod(table.typical(dim) for dim in shape)
+    def _hiding(self, node: ir.Node, begin: int, end: int) -> list[ir.Node]:
+        """Returns the nodes in a range that hide a collective; none if that does not pay.
 
-        return [
-            node
-            for node in self._nodes[begin:end]
-            if (node.domain != DOMAIN or node.name not in self._collectives)
-            and size(shapes.get(node.outputs[0], ())) >= _LARGE
-        ]
+        Of nodes that compute for longer than it takes to start an operator, if there are such.
+        """
+        known = self._collectives[node.name or ""]
+        link = self.cost.machine.link(self.cost.mesh, known.atoms)
+        between = [n for n in self._nodes[begin:end] if self._seconds(n)]
+        computing = sum(map(self._seconds, between))
+        sending = self.cost.call(known.op, known.atoms, self.cost.value(known.bytes))
+        if not link.overlaps or not pays(computing, sending, self.cost.handing(link)):
+            return []
+        start = 2 * self.cost.machine.overhead
+        return [n for n in between if self._seconds(n) > start] or between
 
     def _last_result(self, hiding: Sequence[ir.Node]) -> tuple[ir.Value, ...]:
         """Returns the last result of floating point numbers of some nodes, if there is one.
@@ -236,7 +256,7 @@ class _Pass:
         return True
 
     def _value_bytes(self, value: ir.Value) -> int:
-        return value_bytes(self.program, value, self.sizes)
+        return value_bytes(self.program, value, self.cost.sizes)
 
     # -- moving ----------------------------------------------------------------------------------
 
@@ -244,7 +264,7 @@ class _Pass:
         """Starts a collective behind its operand, and waits before its first reader."""
         x, y = node.inputs[0], node.outputs[0]
         begin = self._made.get(x, -1) + 1 if x is not None else 0
-        hiding = self._hiding(begin, first)
+        hiding = self._hiding(node, begin, first)
         # So far the operand is there until the collective runs, and the result from then on.
         if not begin or not hiding or not self._fits((y, begin, index), (x, index, first)):
             return
@@ -308,7 +328,7 @@ class _Pass:
         operand, y = gather.node.inputs[0], gather.node.outputs[0]
         # The Barrier, if there is one, stands before the gather and is removed.
         end = self._made.get(operand, gather.index) if operand is not None else gather.index
-        hiding = self._hiding(begin, end)
+        hiding = self._hiding(gather.node, begin, end)
         if not hiding or not self._fits((y, begin, gather.index)):
             return False
         if operand is not gather.shard and operand is not None:
@@ -337,7 +357,7 @@ class _Pass:
             begin = self._made.get(x, -1) + 1 if x is not None else 0
             for last in latest_first(operands, number):
                 end = places[last]
-                hiding = self._hiding(begin, end)
+                hiding = self._hiding(node, begin, end)
                 if begin and hiding and self._fits((x, begin, end)):
                     self._put(begin, node)
                     after = self._last_result(hiding)
@@ -439,7 +459,7 @@ class _Pass:
                     continue
                 node.replace_input_with(0, token or self._first_token())
                 token = node.outputs[0]
-            elif node.name in self._collectives and node.domain == DOMAIN:
+            elif self._communicates(node):
                 token = chained(node, token)
             kept.append(node)
         self.builder.nodes = kept

@@ -34,7 +34,7 @@ from onnxpar.stages.stage_price import StagedPrice
 from onnxpar.strategy.machine_file import load_machine
 from onnxpar.strategy.recompute_entry import NOTHING
 from onnxpar.strategy.resolve_strategy import resolve
-from onnxpar.strategy.save import PAIR, pairing, strategy_data
+from onnxpar.strategy.save import PAIR, pairing, strategy_data, targeted
 from onnxpar.strategy.schema import SEARCH, Strategy
 from onnxpar_format.texts import bytes_text
 
@@ -238,6 +238,7 @@ def decide(
     plan = workload.plan(found.seeds) if pricing.recompute else best.plan
     turns = in_turns(strategy, pricing, plan, best, limit)
     data |= pairing(strategy) if turns is None else {PAIR: True}
+    data |= targeted(strategy)
     others = [*(way for way, _ in tried[1:]), *refused, *shown]
     best = known if known is not None and best is first else by_stages[best.stages].grown(best)
     if large and others:
@@ -299,6 +300,7 @@ def _configured(
     pricing = Pricing(workload, machine, entry.sizes, chosen.split, chosen.recompute)
     turns = in_turns(strategy, pricing, best.plan, best.way, limit)
     data |= pairing(strategy) if turns is None else {PAIR: True}
+    data |= targeted(strategy)
 
     def cost(way: Way) -> tuple[float, int]:
         return way.seconds, way.peak

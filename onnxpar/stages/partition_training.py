@@ -51,7 +51,7 @@ from onnxpar.stages.stage_memory import fullest_stage
 from onnxpar.stages.stage_programs import Staging, plan_copies
 from onnxpar.stages.state_buffers import Buffer, Buffers
 from onnxpar.strategy import Strategy, resolve
-from onnxpar.strategy.machine_file import load_machine
+from onnxpar.strategy.machine_file import background_machine, load_machine, memory_limit
 from onnxpar.strategy.save import PAIR
 from onnxpar_format.manifest import StateKind
 
@@ -120,6 +120,8 @@ def partition_training(
         updates, rest = buffers.updates(spec.optimizer, opset, scaled=scaled)
     sizes = _sizes(strategy)
     machine = load_machine(strategy.search.machine)
+    mesh, table = shards.plan.mesh, prepared.program.env.table
+    background = CostModel(background_machine(strategy.search), mesh, table, sizes)
 
     def device_bytes(made: PartitionedModel, where: Places) -> int:
         """Bytes that a device holds when it trains with a program of one micro-batch, or a pair."""
@@ -137,14 +139,15 @@ def partition_training(
 
     program = _micro_batch(prepared, shards, places, strategy, staging, device_bytes)
     if staging is None:
-        limits = [m for m in (strategy.search.memory, strategy.recompute.memory) if m is not None]
+        given = memory_limit(strategy.search), strategy.recompute.memory
+        limits = [limit for limit in given if limit is not None]
         room = min(limits) - device_bytes(program, places) if limits else None
         runs = [(pair_micro_batches(program), 2)] if strategy.pair_micro_batches else []
         parts = []
         for run, micro_batches in (*runs, (program, 1)):
             part = buffers.with_sums(run)
             start_ahead(part, rest[0], machine)
-            run_in_background(part, sizes, room, micro_batches)
+            run_in_background(part, background, room=room, micro_batches=micro_batches)
             accumulate_rest(part)
             parts.append(part)
         rest = [group_collectives(other, machine, sizes) for other in rest]
@@ -164,7 +167,8 @@ def partition_training(
         shared = {state for state, count in made.items() if count > 1}
         for part in parts:
             start_ahead(part, rest[part.stage], machine, shared)
-            run_in_background(part, sizes, 0)
+            # A stage is filled by its micro-batches, whose values take the memory.
+            run_in_background(part, background, room=0)
             accumulate_rest(part)
         rest = [group_collectives(other, machine, sizes) for other in rest]
         for other in rest:

@@ -8,8 +8,9 @@ from typing import Annotated
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from onnxpar.core.errors import MachineError
-from onnxpar.core.machine import PRESETS, Link, Machine
+from onnxpar.core.machine import NETWORKED, PRESETS, Link, Machine
 from onnxpar.core.name_patterns import nearest
+from onnxpar.strategy.schema import TargetEntry
 from onnxpar.strategy.validation_errors import in_words, problem
 from onnxpar.strategy.yaml_document import parse_document, read_text
 from onnxpar_format.options import parse_bytes
@@ -73,3 +74,36 @@ def load_machine(text: str) -> Machine:
             Link(k.devices or 0, k.bandwidth, k.latency, k.wait, k.overlaps) for k in found.links
         ),
     )
+
+
+def background_machine(entry: TargetEntry) -> Machine:
+    """Returns the machine for which it is decided what runs in the background.
+
+    If the strategy names no machine, the program may run on any. Then it is made for a network,
+    where a wrong decision costs most: in shared memory, the runtime communicates at once.
+
+    Args:
+        entry: What the strategy is for.
+
+    Raises:
+        MachineError: As `load_machine`.
+    """
+    return load_machine(entry.machine) if _stated(entry) else NETWORKED
+
+
+def memory_limit(entry: TargetEntry) -> int | None:
+    """Returns the bytes that a device may hold; None if the strategy does not say so.
+
+    Args:
+        entry: What the strategy is for.
+
+    Raises:
+        MachineError: As `load_machine`.
+    """
+    if entry.memory is None and _stated(entry):
+        return load_machine(entry.machine).memory
+    return entry.memory
+
+
+def _stated(entry: TargetEntry) -> bool:
+    return "machine" in entry.model_fields_set

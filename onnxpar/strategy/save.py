@@ -16,7 +16,7 @@ from onnxpar.cost.optimizer_parallel import NOT_PARALLEL, OptimizerParallel
 from onnxpar.graph.plan import Factors, Plan, factor_sizes, operand_sharding
 from onnxpar.graph.seeds import NodeSeed, Seeds
 from onnxpar.ops.node_rules import Rules
-from onnxpar.strategy.schema import SEARCH, Strategy
+from onnxpar.strategy.schema import SEARCH, Strategy, TargetEntry
 
 PAIR = "pair_micro_batches"
 """Key of a strategy file: whether two micro-batches take turns."""
@@ -88,13 +88,23 @@ def plan_data(
         data["pipeline"] = {"stages": entry.stages, **entry.model_dump(exclude_none=True)}
     if strategy.recompute:
         data["recompute"] = strategy.recompute.entry
-    return data | pairing(strategy)
+    return data | pairing(strategy) | targeted(strategy)
 
 
 def pairing(strategy: Strategy) -> dict[str, Any]:
     """Returns what a strategy says about micro-batches that take turns, as content of a file."""
     wanted = strategy.pair_micro_batches
     return {} if wanted is None else {PAIR: wanted}
+
+
+def targeted(strategy: Strategy) -> dict[str, Any]:
+    """Returns what a strategy says it is for, as content of a file that does not search.
+
+    From this follows what runs in the background, so the same programs are made again.
+    """
+    said = strategy.search.model_dump(include={*TargetEntry.model_fields}, exclude_unset=True)
+    stated = {key: value for key, value in said.items() if value}
+    return {"target": stated} if stated else {}
 
 
 def given_data(mesh: Mesh, strategy: Strategy, symbols: Mapping[str, Symbol]) -> dict[str, Any]:

@@ -118,22 +118,30 @@ class NodeEntry(_Section):
         return self
 
 
-class SearchEntry(_Section):
-    """How to search for what the other entries leave open.
+class TargetEntry(_Section):
+    """What a strategy is for: the machine, and the sizes at which times and bytes are compared.
+
+    Attributes:
+        memory: Bytes that a device may hold; by default the memory of the machine.
+        machine: A preset or a machine file.
+        sizes: Sizes of symbols; the others have their typical size.
+    """
+
+    memory: Annotated[int, BeforeValidator(parse_bytes), Field(ge=1)] | None = None
+    machine: str = "cpu"
+    sizes: dict[str, Annotated[int, Field(ge=1)]] = {}
+
+
+class SearchEntry(TargetEntry):
+    """How to search for what the other entries leave open, and for what.
 
     Attributes:
         algorithm: `recursive` halves the devices again and again; `ilp` is exact.
         level: The objective: 0 for little communication, 1 for little memory, 2 for speed.
-        memory: Bytes that a device may hold; by default the memory of the machine.
-        machine: A preset or a machine file.
-        sizes: Sizes of symbols to plan for; the others have their typical size.
     """
 
     algorithm: Literal["recursive", "ilp"] = "recursive"
     level: Literal[0, 1, 2] = 2
-    memory: Annotated[int, BeforeValidator(parse_bytes), Field(ge=1)] | None = None
-    machine: str = "cpu"
-    sizes: dict[str, Annotated[int, Field(ge=1)]] = {}
 
 
 class OptimizerParallelEntry(_Section):
@@ -160,6 +168,7 @@ class _File(_Section):
     nodes: dict[str, NodeEntry] = {}
     rest: Rest | None = None
     search: SearchEntry | None = None
+    target: TargetEntry | None = None
     optimizer_parallel: OptimizerParallelEntry | None = None
     pipeline: PipelineEntry | None = None
     atoms: list[Annotated[int, Field(ge=2)]] = []
@@ -183,7 +192,7 @@ class Strategy:
         parameter_axes: Axes that shard parameters wherever that is cheapest.
         nodes: Entries of nodes, by name or pattern.
         rest: What happens to nodes without an entry.
-        search: How to search, if `rest` is "search".
+        search: How to search, if `rest` is "search"; else only what the strategy is for.
         optimizer_parallel: Optimizer parallel, in training.
         pipeline: How the model is split into stages; None for a single stage.
         recompute: What is recomputed in training.
@@ -314,6 +323,11 @@ def _strategy(document: Document, devices: int | None) -> Strategy:
             f"{document.where(('search',))}: expected 'rest: {SEARCH}', because the key "
             f"'search' is present, got {rest!r}"
         )
+    if parsed.search is not None and parsed.target is not None:
+        raise StrategyError(
+            f"{document.where(('target',))}: expected 'search' or 'target', got both"
+        )
+    target = {} if parsed.target is None else parsed.target.model_dump(exclude_unset=True)
     return Strategy(
         document.source,
         count,
@@ -324,7 +338,7 @@ def _strategy(document: Document, devices: int | None) -> Strategy:
         () if rest in (SEARCH, SPREAD) else _parameter_axes(parsed),
         MappingProxyType(parsed.nodes),
         rest,
-        parsed.search or SearchEntry(),
+        parsed.search or SearchEntry(**target),
         _parallel(parsed.optimizer_parallel),
         parsed.pipeline,
         replace(parsed.recompute or NOTHING, where=document.where(("recompute",))),
@@ -351,6 +365,7 @@ def _parallel(entry: OptimizerParallelEntry | None) -> OptimizerParallel:
 _SECTIONS: Mapping[str | int, type[BaseModel]] = {
     "nodes": NodeEntry,
     "search": SearchEntry,
+    "target": TargetEntry,
     "optimizer_parallel": OptimizerParallelEntry,
     "pipeline": PipelineEntry,
 }

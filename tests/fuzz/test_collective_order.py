@@ -21,6 +21,8 @@ from onnxpar.api.shard_model import shard_model
 from onnxpar.autodiff.append_loss import parse_loss
 from onnxpar.autodiff.optimizer import parse_optimizer
 from onnxpar.autodiff.training_program import TrainingSpec
+from onnxpar.core.machine import NETWORKED
+from onnxpar.cost.cost_model import CostModel
 from onnxpar.emit.rank_graph import emit_rank
 from onnxpar.graph.builder import DOMAIN
 from onnxpar.schedule import background
@@ -50,8 +52,8 @@ COMMUNICATES = (
 
 @pytest.fixture
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever computes hides something: random programs are small."""
-    monkeypatch.setattr(background, "_LARGE", 1)
+    """What runs in the background always pays: random programs are small."""
+    monkeypatch.setattr(background, "pays", lambda *_: True)
 
 
 def calls(graph: onnx.GraphProto) -> list[tuple[object, ...]]:
@@ -83,7 +85,8 @@ def case(seed: int) -> bool:
     if plain is None or parted is None:
         return False
     symbols = sizes.draw()
-    background.run_in_background(parted, symbols)
+    cost = CostModel(NETWORKED, parted.plan.mesh, parted.builder.table, symbols)
+    background.run_in_background(parted, cost)
     started = sum(node.op_type == "Start" for node in parted.builder.nodes)
     waits = sum(node.op_type == "Wait" for node in parted.builder.nodes)
     assert started == waits

@@ -1,5 +1,6 @@
 """What runs in the background: readers wait, one order of collectives, no more memory."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,8 +13,9 @@ from onnxpar.api.shard_model import shard_model
 from onnxpar.autodiff.append_loss import parse_loss
 from onnxpar.autodiff.optimizer import parse_optimizer
 from onnxpar.autodiff.training_program import TrainingSpec
+from onnxpar.cost.cost_model import CostModel
 from onnxpar.partition.partitioned_model import PartitionedModel
-from onnxpar.partition.program_memory import value_bytes
+from onnxpar.partition.program_memory import program_memory, value_bytes
 from onnxpar.stages import partition_training
 from onnxpar.strategy.presets import strategy_for
 from onnxpar_runtime.manifest import Manifest
@@ -123,22 +125,60 @@ def test_the_peak_of_memory_rises_by_few_tensors(
         assert summary.training is not None
         return next(p for p in summary.training.programs if p.program == name)
 
-    def peak(out: str) -> int:
-        return partition_training.program_memory(program_of(out)).values
-
-    with_background = peak("a")
+    with_background = program_memory(program_of("a")).values
     run = partition_training.run_in_background
-    monkeypatch.setattr(partition_training, "run_in_background", lambda p, s, _, n: run(p, s, 0, n))
-    without_room = peak("b")
-    monkeypatch.setattr(partition_training, "run_in_background", lambda *_: None)
-    alone = peak("c")
+
+    def within_the_peak(part: PartitionedModel, cost: CostModel, **options: int | None) -> None:
+        run(part, cost, **{**options, "room": 0})
+
+    monkeypatch.setattr(partition_training, "run_in_background", within_the_peak)
+    without_room = program_memory(program_of("b")).values
+    monkeypatch.setattr(partition_training, "run_in_background", lambda *_, **__: None)
+    program = program_of("c")
+    alone = program_memory(program).values
     assert without_room <= alone
-    program = program_of("d")
     moved = [n for n in program.builder.nodes if n.op_type in CHAINED]
     values = [v for n in moved for v in (n.inputs[0], n.outputs[0]) if v is not None]
     largest = max(value_bytes(program, v, {}) for v in values)
     # A token of each, of a byte, may be there longer.
     assert with_background <= alone + tensors * largest + len(moved)
+
+
+@pytest.mark.parametrize(
+    ("machine", "batch", "some"),
+    [
+        # While the gradients of weights are computed, a sum travels over a slow link.
+        ("links: [{bandwidth: 1.2e+8, latency: 1.0e-4, overlaps: true}]", 256, True),
+        # They take less time than it takes to hand the sum over.
+        ("links: [{bandwidth: 1.2e+8, latency: 1.0e-4, overlaps: true}]", 2, False),
+        # A link that needs so little time that there is nothing to hide.
+        ("links: [{bandwidth: 1.0e+15, latency: 1.0e-9, overlaps: true}]", 256, False),
+        # A processor moves the data.
+        ("links: [{bandwidth: 1.2e+8, latency: 1.0e-4}]", 256, False),
+        # Nobody says where the program runs.
+        ("", 256, True),
+        ("", 2, False),
+    ],
+)
+def test_prices_decide_what_runs_in_the_background(
+    tmp_path: Path, machine: str, batch: int, some: bool
+) -> None:
+    model = transformer.build(layers=1, max_positions=16)
+    ir.save(model, tmp_path / "model.onnx")
+    target: dict[str, object] = {"sizes": {"batch": batch, "seq": 8}}
+    if machine:
+        target["machine"] = str(tmp_path / "machine.yaml")
+        (tmp_path / "machine.yaml").write_text(
+            "{name: x, flops: {float32: 6.0e+10}, bandwidth: 1.2e+10, memory: 8GiB, overhead: "
+            f"3.0e-6, {machine}}}"
+        )
+    (tmp_path / "s.yaml").write_text(json.dumps({"mesh": {"tp": 2}, "target": target}))
+    out = tmp_path / "out"
+    shard_model(tmp_path / "model.onnx", tmp_path / "s.yaml", out, training=SPEC)
+    assert any(node.op_type == "Start" for node in nodes_of(out)) == some
+    if some:
+        shard_model(tmp_path / "model.onnx", out / "strategy.yaml", tmp_path / "b", training=SPEC)
+        assert nodes_of(tmp_path / "b") == nodes_of(out)
 
 
 @pytest.mark.parametrize(("strategy", "level"), [("dp=2", 3), ("tp=2", 0)])
