@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from onnxpar.cli.options import Directory, takes_options
-from onnxpar_format.options import Execution, Option
+from onnxpar_format.options import DebugNan, Execution, Option
 
 
 @takes_options
@@ -17,6 +17,7 @@ def command(
     ],
     outputs: Annotated[Path, Option(".npz file to write, with the names of the outputs.", "FILE")],
     how: Execution,
+    debug_nan: DebugNan = False,
 ) -> None:
     """Run the program once on whole arrays.
 
@@ -25,4 +26,4 @@ def command(
     # It loads onnxruntime and MPI, which the other commands do without.
     from onnxpar.api import runtime
 
-    raise typer.Exit(runtime.run(directory, inputs, outputs, how))
+    raise typer.Exit(runtime.run(directory, inputs, outputs, how, debug_nan=debug_nan))

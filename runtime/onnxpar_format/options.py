@@ -76,6 +76,16 @@ StartTokens = Annotated[
 ]
 
 
+DebugNan = Annotated[
+    bool,
+    Option(
+        "End at the first NaN or infinite result, and name the node where it begins. Needs much "
+        "memory and time.",
+        flags=("--debug-nan",),
+    ),
+]
+
+
 @dataclass(frozen=True)
 class Execution:
     """How a rank's program runs."""
@@ -227,6 +237,7 @@ class TrainingRun:
     tensorboard: Annotated[
         Path | None, Option("Write event files for TensorBoard to this folder.", "DIR")
     ] = None
+    debug_nan: DebugNan = False
     print_every: Annotated[
         int, Option("Print every K-th step of an epoch; 0 prints none.", "K", minimum=0)
     ] = 1
@@ -283,6 +294,7 @@ class EvaluationRun:
             "NAME",
         ),
     ] = None
+    debug_nan: DebugNan = False
     as_json: Annotated[bool, Option("Print JSON.", flags=("--json",))] = False
 
 

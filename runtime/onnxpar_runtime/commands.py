@@ -46,6 +46,8 @@ def run(
     inputs: str | Path,
     outputs: str | Path,
     how: Execution = _DEFAULT,
+    *,
+    debug_nan: bool = False,
 ) -> int:
     """Runs a program once on the whole arrays of an `.npz` file; the body of one rank.
 
@@ -56,6 +58,7 @@ def run(
         inputs: `.npz` file with a whole array for each input, named as in the model.
         outputs: `.npz` file to write, arrays named as the model's outputs.
         how: How to run.
+        debug_nan: As `onnxpar_runtime.opened.Opening`.
 
     Returns:
         The exit code. Errors have been printed.
@@ -65,7 +68,7 @@ def run(
     def body() -> None:
         manifest = begin(rank, "run", directory, how, outputs)
         with traced(rank, "run", manifest, how):
-            session = opened(Session, rank, manifest, how)
+            session = opened(Session, rank, manifest, how, debug_nan=debug_nan)
             feeds = together(rank, lambda: read_npz(inputs))
             start = time.perf_counter()
             results = session.run_global(feeds)

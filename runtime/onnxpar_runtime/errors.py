@@ -51,6 +51,10 @@ class TrainingError(OnnxparRuntimeError):
     exit_code = 1
 
 
+class NotFiniteError(TrainingError):
+    """A value is NaN or infinite, and `--debug-nan` has found where it comes from."""
+
+
 class StoppedError(OnnxparRuntimeError):
     """A signal asked the ranks to stop, and they did so in order."""
 

@@ -33,6 +33,7 @@ from onnxpar_runtime.errors import DirectoryError, LaunchError, RankError, first
 from onnxpar_runtime.inputs import Feeds
 from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.memory import LiveBytes
+from onnxpar_runtime.nonfinite import Watch
 from onnxpar_runtime.options import CPU, cuda_options, session_options, threads_per_rank
 from onnxpar_runtime.run_values import ACCUMULATE, LOSS_WEIGHT, Given, Results
 from onnxpar_runtime.tensors import empty, to_host, to_ort
@@ -99,9 +100,11 @@ class Loader:
         ort_options: Options of onnxruntime, see `onnxpar_runtime.options.session_options`.
         custom_ops: Further custom-op libraries that the model needs.
         measured: Whether to count the bytes that the sessions hold, on the CPU.
+        debug_nan: Whether to watch.
 
     Attributes:
         rank: The rank.
+        watch: Looks for values that are not finite; None unless `debug_nan`.
         memory: Counts the bytes that the sessions hold; None unless `measured`, and before the
             first session.
         kept: Copies of the outputs of all runs by name, without states, if they are to be kept.
@@ -122,9 +125,10 @@ class Loader:
         ort_options: Mapping[str, str] | None,
         custom_ops: Sequence[str | Path],
         measured: bool = False,
+        debug_nan: bool = False,
     ) -> None:
         """Chooses the device."""
-        self.rank = rank
+        self.rank, self.watch = rank, Watch() if debug_nan else None
         self.memory: LiveBytes | None = None
         self.kept: dict[str, Array] | None = None
         self._measured = measured
@@ -144,13 +148,14 @@ class Loader:
                 "--transport nccl"
             )
 
-    def load(self, path: Path, graphs: bool) -> tuple[Any, bool]:
+    def load(self, path: Path, graphs: bool, program: ProgramEntry) -> tuple[Any, bool]:
         """Returns a session of a rank's graph, and whether its runs can be captured.
 
         Args:
             path: The graph.
             graphs: Whether to try to capture runs. Graphs with nodes on the host cannot be
                 captured; only onnxruntime knows which nodes these are.
+            program: The program of which it is the graph.
 
         Raises:
             DirectoryError: onnxruntime refuses the graph.
@@ -180,16 +185,18 @@ class Loader:
         if self._measured and self.memory is None:
             self.memory = LiveBytes()
             self.rank.count_background(self.memory.handle)
+        watch = self.watch
+        graph = str(path) if watch is None else watch.exposed(path, program, options)
         counted = nullcontext() if self.memory is None else self.memory.counted(options)
         try:
             with counted:
-                session = onnxruntime.InferenceSession(str(path), options, providers=wanted)
+                session = onnxruntime.InferenceSession(graph, options, providers=wanted)
         except LaunchError:
             raise
         except Exception as error:
             # onnxruntime has no common base class for what it raises.
             if graphs and _NO_CAPTURE in str(error):
-                return self.load(path, graphs=False)
+                return self.load(path, False, program)
             raise DirectoryError(
                 f"{path}: onnxruntime cannot load it: {first_line(error)}"
             ) from None
@@ -275,7 +282,7 @@ class Executor:
         path = manifest.graph_path(program, self.rank.index)
         self.obstacle = obstacle(manifest, self.program) if loader.graphs else None
         wanted = loader.graphs and self.obstacle is None
-        self.session, self._graphs = loader.load(path, wanted)
+        self.session, self._graphs = loader.load(path, wanted, self.program)
         self.loader, self.queue = loader, loader.queue
         self.device, self._index = loader.device, loader.index
         self._buffers = buffers
@@ -424,6 +431,8 @@ class Executor:
         )
         if self.loader.kept is not None:
             self.loader.kept |= {name: to_host(value) for name, value in made.items()}
+        if self.loader.watch is not None:
+            self.loader.watch.look(self.program, made)
         self._let_go(binding)
         return results
 

@@ -28,6 +28,9 @@ class Opening(TypedDict, total=False):
         ort_options: Options of onnxruntime, see `onnxpar_runtime.options.session_options`.
         custom_ops: Further custom-op libraries that the model needs.
         manifest: The manifest, if it has already been read.
+        debug_nan: Whether to raise NotFiniteError, on all ranks, when a result is NaN or infinite,
+            with the node, the rank and the element where this begins. It exposes all values, which
+            takes much memory and time.
     """
 
     rank: Rank | None
@@ -35,6 +38,7 @@ class Opening(TypedDict, total=False):
     ort_options: Mapping[str, str] | None
     custom_ops: Sequence[str | Path]
     manifest: Manifest | None
+    debug_nan: bool
 
 
 class Opened(Closing):
@@ -66,6 +70,7 @@ class Opened(Closing):
         ort_options: Mapping[str, str] | None = None,
         custom_ops: Sequence[str | Path] = (),
         manifest: Manifest | None = None,
+        debug_nan: bool = False,
     ) -> None:
         """Reads the manifest and chooses rank and device; subclasses load graphs."""
         self.manifest = manifest or Manifest.load(directory)
@@ -77,7 +82,7 @@ class Opened(Closing):
             self._own_world = World.threads(1)
             rank = self._own_world.rank(0)
         self.rank: Rank = rank
-        self._loader = Loader(self.rank, device, ort_options, custom_ops, measured)
+        self._loader = Loader(self.rank, device, ort_options, custom_ops, measured, debug_nan)
 
     @property
     def device(self) -> Device:
@@ -92,6 +97,11 @@ class Opened(Closing):
         """
         self._loader.kept = {}
         return self._loader.kept
+
+    def _check_values(self) -> None:
+        """Raises NotFiniteError, on all ranks, if `debug_nan` has found something."""
+        if self._loader.watch is not None:
+            self._loader.watch.settle(self.rank)
 
     def close(self) -> None:
         """Frees what it holds, and the world of one rank if it made one."""

@@ -85,6 +85,7 @@ class Session(Opened):
             with timeline.span(INPUT, "shard the inputs"):
                 inputs = self._agreed(lambda: self._inputs.shard_inputs(feeds))
             parts = self._runs.run(inputs, self.counters)
+            self._check_values()
             with timeline.span("output", "gather the outputs"):
                 return together(
                     self.rank,
@@ -113,7 +114,9 @@ class Session(Opened):
             RankError: Another rank cannot go on; raised by all ranks.
         """
         inputs = self._agreed(lambda: self._inputs.local_inputs(feeds, symbols))
-        return self._runs.run(inputs, self.counters)
+        parts = self._runs.run(inputs, self.counters)
+        self._check_values()
+        return parts
 
     def peak_bytes(self, *, reset: bool = False) -> int:
         """Returns the most bytes that this rank held at a time: inputs, values, weights.

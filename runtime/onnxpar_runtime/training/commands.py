@@ -103,6 +103,7 @@ def train(directory: str | Path, wanted: TrainingRun, how: Execution) -> int:
                 seed=wanted.seed,
                 loss_scale=wanted.loss_scale,
                 overlap=not wanted.no_overlap,
+                debug_nan=wanted.debug_nan,
             )
             _load(trainer, wanted.parameters)
             _train(trainer, wanted, prepared, checkpoint, stop=stop)
@@ -153,7 +154,9 @@ def evaluation(directory: str | Path, wanted: EvaluationRun, how: Execution) -> 
             lambda: _evaluation_data(manifest, rank.index, wanted.data, wanted.batch_size, 0),
         )
         with traced(rank, "eval", manifest, how):
-            trainer = opened(Trainer, rank, manifest, how, programs=(EVALUATION,))
+            trainer = opened(
+                Trainer, rank, manifest, how, programs=(EVALUATION,), debug_nan=wanted.debug_nan
+            )
             _load(trainer, wanted.parameters)
             result = evaluate(trainer, chosen)
         if rank.index == 0:

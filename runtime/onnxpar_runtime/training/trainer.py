@@ -107,6 +107,8 @@ class Trainer(Opened):
     ) -> None:
         """Loads the rank's graphs."""
         super().__init__(directory, measured, **opening)
+        # What still runs in the background cannot be looked at.
+        overlap = overlap and self._loader.watch is None
         self._overlap = overlap
         self.training: Training = self.manifest.trained()
         self._amounts = Amounts.of(self.manifest)
@@ -289,6 +291,10 @@ class Trainer(Opened):
             runs, self.counters, accumulate=accumulate, read=read, ahead=ahead
         )
         loss /= self.loss_scale.scale
+        watch = self._loader.watch
+        if watch is not None and self.loss_scale.dynamic and isfinite(loss):
+            watch.forget()  # of gradients that overflow the scale is lowered
+        self._check_values()
         if read:
             self._check(loss)
         return loss
@@ -298,6 +304,8 @@ class Trainer(Opened):
         # A dynamic loss scale follows the gradients of every step.
         read = read or self.loss_scale.dynamic
         norm = self._opened.runner.update(self.counters, numbers, read=read)
+        if not self.loss_scale.dynamic or isfinite(norm):
+            self._check_values()
         if self.training.compute is not None and read:
             self.loss_scale.after(isfinite(norm), self.steps + 1)
         self.counters["step"] += 1
@@ -367,6 +375,7 @@ class Trainer(Opened):
         weight = float(prepared.divisor / prepared.count) if prepared.count else 1.0
         micro = Micro(prepared.feeds, {LOSS_WEIGHT: weight}, self.counters["micro_batch"])
         found = running.evaluate(micro, self.counters)
+        self._check_values()
         joined: dict[str, Array] | None = None
         if outputs:
             made, values = running.outputs, prepared.feeds.values

@@ -17,13 +17,10 @@ import onnx
 from numpy.typing import NDArray
 
 from onnxpar_format.manifest import FILE_NAME
+from onnxpar_runtime.exposed_graph import KEPT, add_outputs
 from onnxpar_runtime.manifest import Manifest
 
 Array = NDArray[Any]
-KEPT = "kept:"
-"""Prefix of the name under which an input or a new state is exposed."""
-_DOMAIN = "onnxpar"
-_VALUE = "value"
 
 
 def expose(directory: Path, folder: Path, names: Collection[str], *, inputs: bool = False) -> Path:
@@ -47,7 +44,7 @@ def expose(directory: Path, folder: Path, names: Collection[str], *, inputs: boo
         if path.name in programs:
             states = {output.name for output in programs[path.name].state_outputs}
             model = onnx.load(path, load_external_data=False)
-            _add_outputs(model.graph, names, states, inputs)
+            add_outputs(model.graph, names, states, inputs=inputs)
             data = model.SerializeToString()
             target.write_bytes(data)
             digest = hashlib.sha256(data).hexdigest()
@@ -60,37 +57,6 @@ def expose(directory: Path, folder: Path, names: Collection[str], *, inputs: boo
                 shutil.copyfile(path, target)
     (folder / FILE_NAME).write_text(json.dumps(contents), encoding="utf-8")
     return folder
-
-
-def _add_outputs(
-    graph: onnx.GraphProto, names: Collection[str], states: Collection[str], inputs: bool
-) -> None:
-    """Makes values outputs of a graph; those that already are states, and inputs, by a copy."""
-    known = {value.name: value for value in (*graph.value_info, *graph.input, *graph.output)}
-    outputs = {value.name for value in graph.output}
-    wanted = [name for node in graph.node for name in node.output if name in names]
-    copied = {name: name for name in wanted if name in states}
-    copied |= {value.name: value.name for value in graph.input} if inputs else {}
-    copied |= {
-        node.name: node.output[0]
-        for node in graph.node
-        if node.domain == _DOMAIN and any(p.key == _VALUE for p in node.metadata_props)
-    }
-    for name, value in copied.items():
-        graph.node.append(onnx.helper.make_node("Identity", [value], [KEPT + name]))
-        graph.output.append(_described(known.get(value), KEPT + name))
-    for name in dict.fromkeys(wanted):
-        if name not in outputs:
-            graph.output.append(_described(known.get(name), name))
-
-
-def _described(value: onnx.ValueInfoProto | None, name: str) -> onnx.ValueInfoProto:
-    """Returns an output with the type of a value, as far as it is known."""
-    found = onnx.ValueInfoProto()
-    if value is not None:
-        found.CopyFrom(value)
-    found.name = name
-    return found
 
 
 def exposed_values(group: Any, run: Callable[[Any], object]) -> list[Mapping[str, Array]]:
