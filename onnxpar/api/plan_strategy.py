@@ -19,7 +19,7 @@ from onnxpar.search.rival_plans import Pricing
 from onnxpar.search.workload import Workload
 from onnxpar.stages.stage_price import PipelineSplit
 from onnxpar.strategy import Strategy
-from onnxpar.strategy.machine_file import load_machine
+from onnxpar.strategy.machine_file import target_machine
 from onnxpar.strategy.schema import SEARCH
 
 
@@ -69,7 +69,7 @@ def plan_strategy(
         configure=_open(strategy, stages, micro_batches, level),
         progress=progress,
     )
-    machine, ways = load_machine(strategy.search.machine), decision.ways
+    machine, ways = target_machine(strategy.search), decision.ways
     if not decision.free:
         split = PipelineSplit(1, ways[0].micro_batches)
         pricing = Pricing(workload, machine, strategy.search.sizes, split)

@@ -6,6 +6,7 @@ The time of a step is that of its schedule (`onnxpar.cost.timeline`).
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate, pairwise
 from math import prod
 
 import onnx_ir as ir
@@ -14,9 +15,17 @@ from onnxpar.core.machine import Link
 from onnxpar.core.rule import ANY
 from onnxpar.core.sharding import Sharding
 from onnxpar.cost.cost_model import CostModel, Work
-from onnxpar.cost.live_memory import Made, MemoryStep, live_peak, makes
+from onnxpar.cost.live_memory import Made, MemoryStep, live_bytes, live_peak, makes
 from onnxpar.cost.optimizer_parallel import Shards
-from onnxpar.cost.timeline import Gather, Member, Transfer, finished_later, in_buckets
+from onnxpar.cost.timeline import (
+    Gather,
+    Member,
+    Transfer,
+    delayed,
+    finished_later,
+    gathered_ahead,
+    in_buckets,
+)
 from onnxpar.cost.turns import Events, PairedSteps
 from onnxpar.facts.program import Program
 from onnxpar.facts.varying_nodes import varying_nodes
@@ -172,7 +181,8 @@ def price_in_turns(
     varying = varying_nodes(program.graph, inputs, laid.plan, program.registry)
     pricing = _Pricing(program, laid.plan, cost, shards, moments, laid.gathered, varying)
     alone, events = pricing.run(), pricing.events()
-    both, last = events.in_turns(), events.elapsed(once=True)
+    one = events.foreground() if pricing.tight else events
+    both, last = events.in_turns(), one.elapsed(once=True)
     pairs, odd = divmod(micro_batches, 2)
     runs = last if odd else both.elapsed(once=True) - both.elapsed()
     seconds = alone.seconds - last + pairs * both.elapsed() + runs
@@ -202,6 +212,8 @@ class _Pricing:
     updated: list[Member] = field(default_factory=list)
     started: dict[str, int] = field(default_factory=dict)
     copied: int = 0
+    moved: int = 0
+    tight: bool = False
     places: dict[str, int] = field(default_factory=dict)
     read_at: dict[str, int] = field(default_factory=dict)
 
@@ -223,9 +235,13 @@ class _Pricing:
         kept = {n: self._kept(n) for n in plan.parameters}
         held = sum(kept.values())
         self._step(MemoryStep("optimizer", tuple(self.started), (), 0), once=True)
-        values = live_peak(self.paired.steps, self._outputs()) + self._ahead()
-        peak = self._peak(held, values)
-        hidden = self._hidden(prices)
+        live = live_bytes(self.paired.steps, self._outputs())
+        values = max(live, default=0)
+        peak = self._peak(held, min(self._with_background(live), values + self._ahead()))
+        # Memory allows less in the background than would pay, so none of it is counted.
+        self.tight = peak > self.cost.machine.memory
+        peak = self._peak(held, values) if self.tight else peak
+        hidden = self._hidden(prices, self.events().foreground() if self.tight else self.events())
         return Price(prices, outputs, gradients, updating, held, peak, kept, *hidden)
 
     def peak_in_turns(self, held: int) -> int:
@@ -255,12 +271,11 @@ class _Pricing:
     def _once(self, name: str) -> bool | None:
         return False if name in self.shared else None
 
-    def _hidden(self, prices: Sequence[NodePrice]) -> tuple[float, float]:
+    def _hidden(self, prices: Sequence[NodePrice], events: Events) -> tuple[float, float]:
         """Seconds hidden in each micro-batch, and those hidden in the last one in addition."""
         if not self.shards.gradients or not any(k.overlaps for k in self.cost.machine.links):
             # Only training programs have collectives in the background.
             return 0.0, 0.0
-        events = self.events()
         each, last = events.elapsed(), events.elapsed(once=True)
         once = sum(t.seconds for t in events.once())
         return sum(p.seconds for p in prices) - each, each + once - last
@@ -369,16 +384,16 @@ class _Pricing:
         self.places[version] = needed
         link = self.cost.link(nearest, want, self.itemsizes[name])
         overlaps, handing = _overlaps(link), self._handing(link)
+        size = self._bytes(want, self.itemsizes[name])
+        if link is not None:
+            self.moved = max(self.moved, self._bytes(nearest, self.itemsizes[name]), size)
         if name in self.gathered:
-            size = self._bytes(want, self.itemsizes[name])
             gather = Gather((name, want), seconds, ready, needed, size, overlaps, handing)
             self.gathers.append(gather)
             return seconds, version
         shared = name in self.shared
         # An operand that is there from the beginning is resharded when it is needed.
-        transfer = Transfer(
-            seconds, ready or needed, needed, overlaps, shared=shared, handing=handing
-        )
+        transfer = Transfer(seconds, ready or needed, needed, overlaps, size, shared, handing)
         self.transfers.append(transfer)
         if overlaps and not shared:
             self.paired.sent.add(len(self.paired.steps) - 1)
@@ -496,17 +511,42 @@ class _Pricing:
             self.started[key] = size
             self._step(MemoryStep(key, (), (Made(key, size),)), once=True)
 
+    def _with_background(self, live: Sequence[int]) -> int:
+        """Bytes of values at the peak if every collective starts as soon as it can.
+
+        Args:
+            live: For each step the bytes of values and work in the foreground.
+        """
+        end = len(self.computed)
+        change = [0] * (end + 2)
+        kept = [
+            Transfer(0.0, g.needed, other.needed, True, g.size)
+            for g, other in pairwise(self.gathers)
+            if g.shard == other.shard
+        ]
+        early = *self.transfers, *gathered_ahead(self.gathers), *delayed(self.leaving, end), *kept
+        for transfer in early:
+            if transfer.ready < transfer.needed:
+                change[transfer.ready] += transfer.size
+                change[transfer.needed + 1] -= transfer.size
+        more = list(accumulate(change))
+        places = self.paired.places
+        return max((size + more[p] for size, p in zip(live, places, strict=True)), default=0)
+
     def _ahead(self, micro_batches: int = 1) -> int:
         """Bytes by which the schedule raises the peak at most (`onnxpar.schedule.background`).
 
-        Of parameters that are gathered early, or gradients whose reduction is under way, the
-        largest for each micro-batch of a run; and a parameter that is kept from the forward to the
-        backward pass.
+        The largest operand or result of a collective for each micro-batch of a run; and a parameter
+        that is kept from the forward to the backward pass.
         """
+        if not self.shards.gradients:
+            return 0
         sizes = [gather.size for gather in self.gathers]
-        pairs = zip(self.gathers, self.gathers[1:], strict=False)
+        pairs = pairwise(self.gathers)
         kept = max(sizes) if any(g.shard == other.shard for g, other in pairs) else 0
-        largest = max([*sizes, *(t.size for t in self.leaving)], default=0)
+        # Two micro-batches have what is sent in memory already.
+        moved = 0 if micro_batches > 1 and self.paired.sent else self.moved
+        largest = max([moved, *sizes, *(t.size for t in self.leaving)])
         return micro_batches * largest + kept
 
     def _outputs(self) -> set[str]:

@@ -34,8 +34,8 @@ class Transfer:
         needed: The place at which it must be complete.
         overlaps: Whether its link overlaps; otherwise it runs when it is needed, and nothing is
             computed meanwhile.
-        size: Bytes of its operand, which stays in memory until it is complete; 0 if that does not
-            matter.
+        size: Bytes that are in memory from there on only if it runs in the background: its result,
+            or the operand if no node reads the result.
         shared: Whether two micro-batches in one program share its result.
         handing: Seconds that the device spends if it runs in the background.
     """
@@ -263,5 +263,11 @@ def gathered_ahead(gathers: Sequence[Gather]) -> Iterator[Transfer]:
         while first < number - 1 and sum(g.size for g in kept[first + 1 : number + 1]) > most:
             first += 1
         ready = max(kept[first].needed, gather.ready) if number else gather.needed
-        handing = gather.handing
-        yield Transfer(gather.seconds, ready, gather.needed, gather.overlaps, handing=handing)
+        yield Transfer(
+            gather.seconds,
+            ready,
+            gather.needed,
+            gather.overlaps,
+            gather.size,
+            handing=gather.handing,
+        )

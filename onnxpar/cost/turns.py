@@ -106,6 +106,20 @@ class Events:
         every = (*self.once(), *inside) if once else inside
         return elapsed(self.computing, sorted(every, key=_ready))
 
+    def foreground(self) -> "Events":
+        """Returns the events with every collective of the program in the foreground.
+
+        No gathered parameter is kept for the next gather of it.
+        """
+        gathers = (Transfer(g.seconds, g.needed, g.needed, overlaps=False) for g in self.gathers)
+        inside = (*self.transfers, *gathers)
+        return replace(
+            self,
+            transfers=[replace(t, overlaps=False) for t in inside],
+            gathers=(),
+            leaving=[replace(t, overlaps=False) for t in self.leaving],
+        )
+
     def turns(self) -> Turns:
         """Returns where micro-batches take turns: at each collective."""
         needed = [*(t.needed for t in self.transfers), *(g.needed for g in self.gathers)]

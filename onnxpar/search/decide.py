@@ -31,7 +31,7 @@ from onnxpar.search.rival_plans import FOUND, SLOWDOWN, Objective, Pricing, Way
 from onnxpar.search.taking_turns import in_turns
 from onnxpar.search.workload import Workload
 from onnxpar.stages.stage_price import StagedPrice
-from onnxpar.strategy.machine_file import load_machine
+from onnxpar.strategy.machine_file import target_machine
 from onnxpar.strategy.recompute_entry import NOTHING
 from onnxpar.strategy.resolve_strategy import resolve
 from onnxpar.strategy.save import PAIR, pairing, strategy_data, targeted
@@ -142,8 +142,8 @@ def decide(
     """
     _check_sizes(strategy, workload)
     entry = strategy.search
-    machine = load_machine(entry.machine)
-    limit = machine.memory if entry.memory is None else entry.memory
+    machine = target_machine(entry)
+    limit = machine.memory
     trains = bool(workload.gradients)
     if configure is not None and not (trains and configure.anything):
         configure = None
@@ -278,8 +278,8 @@ def _configured(
     if pipeline is not None and pipeline.model_fields_set <= {"stages", "micro_batches"}:
         # `configure` has both numbers; schedule and chunks are open.
         strategy = replace(strategy, devices=strategy.world, pipeline=None)
-    machine = load_machine(entry.machine)
-    limit = machine.memory if entry.memory is None else entry.memory
+    machine = target_machine(entry)
+    limit = machine.memory
     configurations = Configurations(strategy, workload, machine, limit, configure, progress)
     tried = configurations.run()
     objective = Objective.among((each.way for each in tried), entry.level, limit, {})
@@ -409,7 +409,7 @@ def search(
     seeds = replace(seeds, nodes={n: seed for n, seed in seeds.nodes.items() if seed.pinned})
     entry = strategy.search
     spec = SearchSpec(
-        load_machine(entry.machine),
+        target_machine(entry),
         entry.algorithm,
         entry.level,
         entry.memory,

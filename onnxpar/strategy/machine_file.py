@@ -1,5 +1,6 @@
 """Machine files; `load_machine` reads the value of `--machine NAME|FILE`."""
 
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
@@ -76,6 +77,19 @@ def load_machine(text: str) -> Machine:
     )
 
 
+def target_machine(entry: TargetEntry) -> Machine:
+    """Returns the machine of a strategy, with the memory that a device may hold.
+
+    Args:
+        entry: What the strategy is for.
+
+    Raises:
+        MachineError: As `load_machine`.
+    """
+    machine = load_machine(entry.machine)
+    return machine if entry.memory is None else replace(machine, memory=entry.memory)
+
+
 def background_machine(entry: TargetEntry) -> Machine:
     """Returns the machine for which it is decided what runs in the background.
 
@@ -100,9 +114,7 @@ def memory_limit(entry: TargetEntry) -> int | None:
     Raises:
         MachineError: As `load_machine`.
     """
-    if entry.memory is None and _stated(entry):
-        return load_machine(entry.machine).memory
-    return entry.memory
+    return target_machine(entry).memory if _stated(entry) else entry.memory
 
 
 def _stated(entry: TargetEntry) -> bool:

@@ -22,12 +22,15 @@ from onnxpar.autodiff.append_loss import parse_loss
 from onnxpar.autodiff.optimizer import parse_optimizer
 from onnxpar.autodiff.training_program import TrainingSpec
 from onnxpar.core.errors import ShardingError
+from onnxpar.core.machine import NETWORKED
 from onnxpar.core.symbols import Symbol
 from onnxpar.cost.optimizer_parallel import OptimizerParallel
+from onnxpar.cost.price import Price
 from onnxpar.partition.program_memory import program_memory, total_bytes
 from onnxpar.strategy import load_strategy, resolve
 from onnxpar.strategy.machine_file import load_machine
 from onnxpar.strategy.save import write_strategy
+from onnxpar.strategy.schema import SearchEntry
 from onnxpar_format.options import Settings
 from onnxpar_runtime import Session, Trainer
 from onnxpar_runtime.group import Ranks
@@ -173,3 +176,48 @@ def test_what_runs_in_the_background_counts(tmp_path: Path) -> None:
     )
     alone, behind = (measured(tmp_path / "out", True, sizes, overlap=o) for o in (False, True))
     assert 0 < copies <= behind - alone <= 2 * copies
+
+
+BEHIND = [
+    ("tp=2", 0),
+    ("dp=2,tp=2", 3),
+    ("dp=2,tp=2", 0),
+    ("dp=2,tp=2", 2),
+    ("dp=2", 2),
+    ("dp=2", 3),
+]
+
+
+@pytest.mark.parametrize(("preset", "level"), BEHIND if FULL else BEHIND[:2])
+def test_a_plan_counts_what_runs_in_the_background(tmp_path: Path, preset: str, level: int) -> None:
+    """The program holds no more than the plan says, and with a limit, no more than the limit."""
+    path, sizes = tmp_path / "gpt.onnx", {"batch": 8, "seq": 64}
+    ir.save(transformer.build(layers=2, d_model=128, heads=4, vocab=256, max_positions=64), path)
+    strategy = load_strategy(preset, None).at_level(level)
+    workload = read_workload(path, {}, ADAMW, strategy.optimizer_parallel)
+    plan = workload.plan(resolve(strategy, workload.program))
+    machine = replace(NETWORKED, memory=1 << 40)
+
+    def planned(memory: int) -> Price:
+        return workload.price(plan, replace(machine, memory=memory), sizes)
+
+    def held(memory: int | None = None) -> int:
+        """Bytes of the programs, made for a limit."""
+        chosen = replace(strategy, search=SearchEntry(sizes=sizes, memory=memory))
+        out = shard_model(path, chosen, tmp_path / "out", training=ADAMW, force=True)
+        assert out.training is not None
+        made = {p.program: p for p in out.training.programs}
+        assert memory or any(node.op_type == "Start" for node in made[TRAINING].builder.nodes)
+        return total_bytes(program_memory(made[n], sizes) for n in (TRAINING, OPTIMIZER))
+
+    free, all_of_it = planned(1 << 40), held()
+    assert free.hidden_each > 0
+    assert all_of_it <= free.peak * (1 + EXACT) + SMALL
+    none, least = planned(free.peak - 1), held(1)
+    assert none.peak < free.peak
+    assert none.hidden_each == pytest.approx(0, abs=1e-12)
+    assert least < all_of_it
+    assert least <= none.peak * (1 + EXACT) + SMALL
+    limit = (least + all_of_it) // 2
+    # Tokens, of a byte each, are not counted when it is decided what fits.
+    assert held(limit) <= limit + 64
