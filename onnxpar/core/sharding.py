@@ -143,7 +143,7 @@ class Sharding:
         return SizedSharding(mesh.atoms, tuple(dims))
 
     def describe(self, mesh: Mesh) -> str:
-        """Returns a short text for people: `[dp, ~, 3*tp] partial sum tp`."""
+        """Returns a short text for people: `[dp, ~, 3*tp] partial sum over tp`."""
         dims = []
         for dim in self.dims:
             if not any(c.atoms for c in dim):
@@ -163,7 +163,7 @@ class Sharding:
                 )
         text = "[" + ", ".join(dims) + "]"
         if self.partial:
-            text += f" partial {self.reduction} {mesh.describe(self.partial)}"
+            text += f" partial {self.reduction} over {mesh.describe(self.partial)}"
         return text
 
 

@@ -119,11 +119,11 @@ class _Diagnoser:
         kinds: dict[tuple[str, int], list[int]] = defaultdict(list)
         for rank, call in here.items():
             kinds[_what(call)].append(rank)
-        group = ranks_text(channel[1])
+        group = numbered_ranks(channel[1])
         calls = "; ".join(
             f"{numbered_ranks(ranks)}: {_described(here[ranks[0]])}" for ranks in kinds.values()
         )
-        lines = [f"members of the group {group} differ in call {place} of the group: {calls}"]
+        lines = [f"{group} differ in call {place} of their group: {calls}"]
         if len(wrong) < len(here):
             lines += self._explained(channel, place, here, wrong)
         else:
@@ -263,9 +263,10 @@ class _Diagnoser:
             return f"rank {rank} on {file.host}: no calls; {file.reason}"
         call = calls[-1]
         ended = call.end and call.end <= self._now
+        group = numbered_ranks(call.ranks)
         since = f"ended {self._now - call.end:.1f} s earlier" if ended else "has not ended"
         return (
-            f"rank {rank} on {file.host}: call {call.place} of the group {ranks_text(call.ranks)}, "
+            f"rank {rank} on {file.host}: call {call.place} of the group of {group}, "
             f"{_described(call)}, {since}; {file.reason}"
         )
 

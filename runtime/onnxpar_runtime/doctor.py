@@ -128,7 +128,7 @@ def _mpi() -> Section:
             f"mpirun on the PATH is {other}, but mpi4py is of the MPI beside {sys.executable}: "
             "activate the environment, so that both belong together"
         )
-    return Section("MPI", tuple(facts), tuple(problems), not facts or "mpirun" not in dict(facts))
+    return Section("MPI", tuple(facts), tuple(problems), "mpirun" not in dict(facts))
 
 
 def _gpus(facts: Facts) -> Section:

@@ -10,7 +10,7 @@ onnxpar.time = (() => {
   /* The layer of a node: its name up to the first part with a number, or its first two parts. */
   function layerOf(text) {
     const parts = text.split("/");
-    const numbered = parts.findIndex((part, place) => place > 0 && place < 5 && /\d/.test(part));
+    const numbered = parts.findIndex((part, place) => place > 0 && place < parts.length - 1 && /\d/.test(part));
     const end = numbered > 0 ? numbered + 1 : 2;
     if (parts.length <= 2) return "outside layers";
     return parts.slice(0, Math.min(end, Math.max(parts.length - 1, 2))).join("/");

@@ -242,9 +242,11 @@ def what_is_trained(training: Training) -> list[str]:
     tensors = [t for t in training.tensors if t.parameter]
     trained = [t for t in tensors if t.trained]
     elements, of = (sum(t.elements for t in group) for group in (trained, tensors))
+    # The model computes a loss of this kind itself.
+    loss = "the model's own loss" if training.loss.kind == "output" else training.loss.kind
     lines = [
         f"training {elements:,} of {of:,} parameters, in {len(trained)} of {len(tensors)} "
-        f"tensors, with {training.optimizer} on {training.loss.kind}"
+        f"tensors, with {training.optimizer} on {loss}"
     ]
     lines += _some(
         [

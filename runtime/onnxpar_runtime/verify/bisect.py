@@ -386,7 +386,7 @@ def _layout_text(item: _Item, place: PlacedValue) -> str:
     found = next(o for o in item.node["outputs"] if o["name"] == place.name)
     text = str(found["sharding"])
     if found["partial"]:
-        text += f" partial {found['partial']['reduction']} {found['partial']['over']}"
+        text += f" partial {found['partial']['reduction']} over {found['partial']['over']}"
     return text
 
 

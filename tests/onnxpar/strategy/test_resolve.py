@@ -494,7 +494,7 @@ def test_resolved_says_what_the_plan_does() -> None:
         {"pieces": [2, 4], "text": "[dp, tp]"},
         {"pieces": [4, 1], "text": "[tp, ~]"},
     ]
-    assert node["out"] == [{"pieces": [2, 1], "text": "[dp, ~] partial sum tp"}]
+    assert node["out"] == [{"pieces": [2, 1], "text": "[dp, ~] partial sum over tp"}]
 
 
 def test_mesh_of_one_device_has_nothing_to_split() -> None:
