@@ -50,7 +50,8 @@ from onnxpar.search.plan_choices import (
     Open,
     pipeline_split,
 )
-from onnxpar.search.problem import build, saved
+from onnxpar.search.problem import MOMENTS, build, saved
+from onnxpar.search.rearranged_states import saved_behind
 from onnxpar.search.recomputed_parts import Again, RecomputedParts
 from onnxpar.search.repeated_layers import Folded, fold
 from onnxpar.search.rival_plans import SLOWDOWN, Pricing, Way
@@ -293,7 +294,8 @@ class Configurations:
             for one, bytes_ in saved(item, option, cost)
             if item.trained and not one.stored
         )
-        return problem.seconds(choice), problem.memory(choice), kept
+        behind = saved_behind(seen, strategy.options, cost, weights.parallel, MOMENTS)
+        return problem.seconds(choice), problem.memory(choice) - behind, kept
 
     def _crossing(self, strategy: _Strategy, count: int) -> float:
         """Seconds per micro-batch in which a virtual stage receives and sends."""

@@ -20,6 +20,7 @@ from onnxpar.cost.cost_model import CostModel
 from onnxpar.cost.optimizer_parallel import GRADIENTS, NOT_PARALLEL, PARAMETERS, OptimizerParallel
 from onnxpar.search.node_options import Option
 from onnxpar.search.node_passes import least_computing, passes_of
+from onnxpar.search.rearranged_states import partial_atoms
 from onnxpar.search.value_flow import Flow, Item, Saved, Use, Value
 
 Table = NDArray[np.float64]
@@ -275,19 +276,9 @@ class _Builder:
         return self._wanted[key]
 
     def _usage(self, item: Item, option: Option, operand: int) -> _Usage:
-        plan, rule = option.plan, item.rule
-        target = plan.inputs[operand]
+        target = option.plan.inputs[operand]
         assert target is not None
-        mine = {f for names in rule.inputs[operand].dims for f in names}
-        made = {f for o in rule.outputs for names in o.dims for f in names}
-        partials = {
-            a
-            for name, parts in plan.factors.items()
-            if name in made and name not in mine
-            for c in parts
-            for a in c.atoms
-        }
-        return self._one(_Usage(self._one(target), tuple(sorted(partials))))
+        return self._one(_Usage(self._one(target), partial_atoms(item, option, operand)))
 
     def _one(self, thing: T) -> T:
         """Returns one object for all that are equal."""

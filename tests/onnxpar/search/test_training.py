@@ -36,10 +36,13 @@ MESH = Mesh.of({"x": 4})
 
 
 def products(
-    second: str, parallel: OptimizerParallel = NOT_PARALLEL, compute: str | None = None
+    second: str,
+    parallel: OptimizerParallel = NOT_PARALLEL,
+    compute: str | None = None,
+    text: str = TEXT,
 ) -> Workload:
     """Two products, with the weights `w` and `second`."""
-    proto = onnx.parser.parse_model(TEXT.replace("SECOND", second))
+    proto = onnx.parser.parse_model(text.replace("SECOND", second))
     for name in sorted({"w", second}):
         weight = numpy_helper.from_array(np.zeros((256, 256), np.float32), name)
         proto.graph.initializer.append(weight)
