@@ -87,7 +87,7 @@ class _Pass:
     _before: dict[int, list[ir.Node]] = field(default_factory=dict)
     _removed: set[ir.Node] = field(default_factory=set)
     _gates: set[ir.Node] = field(default_factory=set)
-    _starts: set[ir.Node] = field(default_factory=set)
+    _starts: dict[ir.Node, ir.Node] = field(default_factory=dict)
     _known: dict[ir.Node, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -152,6 +152,9 @@ class _Pass:
                     *(n for n in self._nodes[index : index + 1] if n not in inside),
                 )
             ]
+        for start, wait in self._starts.items():
+            # By now it may be the result of another Wait, in other memory.
+            wait.replace_input_with(1, start.inputs[0])
         self._chain()
 
     def _largest(self) -> int:
@@ -417,7 +420,6 @@ class _Pass:
         known = self.builder.collectives
         known[:] = [replace(c, behind=behind) if c.node == node.name else c for c in known]
         node.op_type = "Start"
-        self._starts.add(node)
         node.attributes["op"] = op
         result = ir.Value(
             name=self.builder.fresh(f"{node.name}/Wait") if read else "", type=y.type, shape=y.shape
@@ -435,6 +437,7 @@ class _Pass:
         wait.meta.update({key: node.meta[key] for key in _META if key in node.meta})
         wait.meta[WAITS] = True
         wait.metadata_props["input_names"] = str(["Y", "X", "token"])
+        self._starts[node] = wait
         if read:
             self._read_from(result, y)
             if y in self.builder.shapes:

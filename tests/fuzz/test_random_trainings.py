@@ -80,6 +80,27 @@ FOUND = {
         },
         sizes={"batch": 8, "seq": 8},
     ),
+    # A Wait kept the result of another collective's Start, but its own Start took that of the other
+    # Wait, which may be in other memory.
+    "a gather of a gather in the background": replace(
+        _CUT,
+        network=Network(
+            "tokens", 6, 8,
+            (
+                Layer("batch_norm", 36873301, residual=False),
+                Layer("batch_norm", 1000521390, residual=False),
+                Layer("dropout", 463479117, residual=True),
+                Layer("slopes", 789757481, residual=True),
+                Layer("cumulative", 577071877, residual=False),
+            ),
+            "output:loss", pooled=True,
+        ),
+        strategy={
+            "mesh": {"dp": 2, "tp": 3},
+            "parameters": {"w5": [["tp", "dp"]], "w6": [["tp"]], "w47": [None, ["tp"]]},
+        },
+        sizes={"batch": 2, "seq": 8},
+    ),
     # The gradient of the gate differed by 1.46 times its limit: that of the ranks by 2.4e-5 from
     # that in float64, that of one device by 8.4e-5, where 7.4e-5 was allowed between the two.
     "a gate behind a normalisation over three rows": replace(
