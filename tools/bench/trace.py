@@ -3,9 +3,11 @@
     python tools/bench/trace.py [--model gpt] [--strategy dp=2] [--rounds 40]
 
 Two ranks on this machine train a GPT, or ResNet-50. In turn they make one step: recorded, not
-recorded, and recorded with graphs in which every AllReduce is a copy of the rank's own tensor (its
-group is the rank alone). The time of a step that the copies save is compared with the exposed
-communication of the traces, waiting included. The costs of recording calls, and of recording
+recorded, recorded with graphs in which every AllReduce is a copy of the rank's own tensor (its
+group is the rank alone), and recorded with graphs that lack these copies: what reads the result of
+an AllReduce reads its operand. Copies count as computing, so a step without them saves the exposed
+communication of the traces, waiting included, and these two are compared. What the copies take is
+the difference between the last two kinds of steps. The costs of recording calls, and of recording
 operators as well, are those of the recorded steps. Differences are medians over pairs of steps that
 followed one another, since a step's time varies by more than what is compared; the machine must be
 idle.
@@ -45,7 +47,7 @@ GPT = ("models/transformer.py", "--layers", "4", "--d-model", "512", "--heads", 
 MODELS = {"gpt": GPT, "resnet50": ("models/zoo.py", "resnet50")}
 HYPER = {"lr": 1e-5, "clip_norm": float("inf"), "momentum": 0.9, "dampening": 0.0}
 HYPER |= {"weight_decay": 0.0, "momentum_first": 0.0}
-WHOLE, COPIES, PLAIN = "recorded", "copies", "not recorded"
+WHOLE, COPIES, NONE, PLAIN = "recorded", "copies", "none", "not recorded"
 OPERATORS, CALLS = "operators", "calls"
 
 
@@ -68,9 +70,14 @@ def batch_of(model: str, trainer: Trainer) -> Batch:
     }
 
 
-def local(path: Path, rank: int) -> None:
-    """Makes every AllReduce of a rank's graph a copy of its own tensor."""
+def local(path: Path, rank: int, kind: str) -> None:
+    """Makes every AllReduce of a rank's graph a copy of its own tensor, or leaves it out.
+
+    Those that give outputs of the program are copies in any case.
+    """
     model = onnx.load(path, load_external_data=False)
+    if kind == NONE:
+        leave_out(model.graph)
     for node in model.graph.node:
         if node.domain != "onnxpar":
             continue
@@ -84,22 +91,48 @@ def local(path: Path, rank: int) -> None:
     onnx.save(model, path)
 
 
+def leave_out(graph: onnx.GraphProto) -> None:
+    """Lets what reads the results of AllReduces read their operands, in the same places."""
+    outputs = {value.name for value in graph.output}
+    operand: dict[str, str] = {}
+    left: list[onnx.NodeProto] = []
+    for node in graph.node:
+        node.input[:] = [operand.get(name, name) for name in node.input]
+        collective = node.domain == "onnxpar" and node.op_type in ("AllReduce", "Bucket")
+        if not collective or outputs & set(node.output):
+            # The first AllReduce of a program reads no token.
+            while node.input and collective and not node.input[-1]:
+                node.input.pop()
+            left.append(node)
+            continue
+        given = [*node.input, *[""] * (len(node.output) - len(node.input))]
+        operand |= dict(zip(node.output, given, strict=True))
+    graph.ClearField("node")
+    graph.node.extend(left)
+
+
 def prepare(folder: Path, model: str, strategy: str) -> None:
-    """Writes the directory, and the one with copies."""
+    """Writes the directory, the one with copies, and the one without them."""
     script, *more = MODELS[model]
     command = [sys.executable, str(ROOT / script), *more, "-o", str(folder / "model.onnx")]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     loss = LossSpec(LossKind.SOFTMAX_CROSS_ENTROPY)
     training = TrainingSpec(loss, OptimizerKind.MOMENTUM)
     shard_model(folder / "model.onnx", strategy, folder / WHOLE, training=training)
-    shutil.copytree(folder / WHOLE, folder / COPIES, copy_function=os.link)
+    for kind in (COPIES, NONE):
+        changed(folder / WHOLE, folder / kind, kind)
+
+
+def changed(whole: Path, folder: Path, kind: str) -> None:
+    """Writes a directory whose ranks do not communicate."""
+    shutil.copytree(whole, folder, copy_function=os.link)
     for rank in range(RANKS):
-        for path in (folder / COPIES).glob(f"rank{rank:04d}.*.onnx"):
-            local(path, rank)
-    manifest = folder / COPIES / "manifest.json"
+        for path in folder.glob(f"rank{rank:04d}.*.onnx"):
+            local(path, rank, kind)
+    manifest = folder / "manifest.json"
     found = json.loads(manifest.read_text(encoding="utf-8"))
     for file, entry in found["files"].items():
-        data = (folder / COPIES / file).read_bytes()
+        data = (folder / file).read_bytes()
         entry |= {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
     manifest.unlink()
     manifest.write_text(json.dumps(found), encoding="utf-8")
@@ -115,9 +148,9 @@ class Steps:
     """
 
     def __init__(self, folder: Path, model: str, rank: Rank) -> None:
-        """Opens both directories."""
+        """Opens the directories."""
         self.folder, self.rank = folder, rank
-        self.trainers = {kind: Trainer(folder / kind, rank=rank) for kind in (WHOLE, COPIES)}
+        self.trainers = {kind: Trainer(folder / kind, rank=rank) for kind in (WHOLE, COPIES, NONE)}
         self.trainers[PLAIN] = self.trainers[WHOLE]
         self.batch = [batch_of(model, self.trainers[WHOLE])]
         self.seconds: defaultdict[str, list[float]] = defaultdict(list)
@@ -159,6 +192,7 @@ def measure(folder: Path, model: str, rounds: int) -> int:
         for _ in range(rounds + 1):
             steps.traced(WHOLE)
             steps.traced(COPIES)
+            steps.traced(NONE)
             steps.step(PLAIN)
         steps.with_operators(rounds // 4)
         if rank.index == 0:
@@ -194,24 +228,35 @@ def show(seconds: dict[str, list[float]], parts: dict[str, list[dict[str, float]
     plain = statistics.median(seconds[PLAIN])
     print(f"{1000 * plain:.1f} ms a step, not recorded")
     print(f"recording calls {ratio(WHOLE, PLAIN)}, operators too {ratio(OPERATORS, CALLS)} more")
-    print(f"{'part of a step, ms':<24} {WHOLE:>9} {COPIES:>9} {'saved':>9}")
-    pairs = list(zip(parts[WHOLE], parts[COPIES], strict=True))
+    kinds = (WHOLE, COPIES, NONE)
+    print(
+        f"{'part of a step, ms':<24} " + " ".join(f"{kind:>9}" for kind in kinds) + f" {'saved':>9}"
+    )
     saved = {}
     for part in (*PARTS, "step"):
-        saved[part] = [a[part] - b[part] for a, b in pairs]
-        one, other = (statistics.median(row[part] for row in parts[k]) for k in (WHOLE, COPIES))
+        saved[part] = differences(parts, part, WHOLE, NONE)
+        medians = [1000 * statistics.median(row[part] for row in parts[kind]) for kind in kinds]
         less, reach = middle(saved[part])
-        said = f"{PARTS.get(part, part):<24} {1000 * one:9.2f} {1000 * other:9.2f}"
-        print(f"{said} {1000 * less:9.2f} +- {1000 * reach:.2f}")
+        said = " ".join(f"{number:9.2f}" for number in medians)
+        print(f"{PARTS.get(part, part):<24} {said} {1000 * less:9.2f} +- {1000 * reach:.2f}")
+    copying, reach = middle(differences(parts, "step", COPIES, NONE))
+    print(f"copies take {1000 * copying:.2f} +- {1000 * reach:.2f} ms")
     # The parts of a step add up to it, so this is the difference in all other parts.
     traced = [a + b for a, b in zip(saved["communication"], saved["waiting"], strict=True)]
     off, reach = middle([a - b for a, b in zip(traced, saved["step"], strict=True)])
     exposed = statistics.median(traced)
     print(
-        f"exposed communication and waiting {1000 * exposed:.2f} ms, minus what copies save:"
+        f"exposed communication and waiting {1000 * exposed:.2f} ms, minus what a step saves:"
         f" {1000 * off:+.2f} +- {1000 * reach:.2f} ms; {off / exposed:+.1%} of it,"
         f" {off / plain:+.2%} of a step"
     )
+
+
+def differences(
+    parts: dict[str, list[dict[str, float]]], part: str, one: str, other: str
+) -> list[float]:
+    """Returns how much longer a part of a step took, of steps that followed one another."""
+    return [a[part] - b[part] for a, b in zip(parts[one], parts[other], strict=True)]
 
 
 def main() -> int:

@@ -18,10 +18,22 @@ _LEAST_BAR, _MOST_BAR = 6, 30
 
 @dataclass(frozen=True)
 class _Part:
-    """A part of the line; of parts that do not all fit, those of a low rank are shown."""
+    """A part of the line.
+
+    Attributes:
+        rank: Of parts that do not all fit, those of a low rank are shown.
+        width: Columns that are kept for it, so that parts stay in their places.
+        text: The text.
+    """
 
     rank: int
+    width: int
     text: str
+
+    @property
+    def padded(self) -> str:
+        """The text with the columns that are kept for it."""
+        return self.text.ljust(self.width)
 
 
 class LiveLine:
@@ -50,7 +62,7 @@ class LiveLine:
         taken: set[int] = set()
         used = 0
         for part in sorted(parts, key=lambda one: one.rank):
-            needed = len(part.text) + (len(_GAP) if taken else 0)
+            needed = len(part.padded) + (len(_GAP) if taken else 0)
             if used + needed <= width:
                 taken.add(part.rank)
                 used += needed
@@ -59,10 +71,11 @@ class LiveLine:
         for part in parts:
             if part.rank in taken or part.rank == 0:
                 line.append(_GAP if line else "")
-                line.append(part.text)
+                line.append(part.padded)
             if part.rank == 0 and bar:
                 line.append(_GAP)
                 line.append(bar)
+        line.rstrip()
         line.truncate(width, overflow="ellipsis")
         return line
 
@@ -80,13 +93,16 @@ class LiveLine:
         yield self.text(options.max_width)
 
     def _progress(self) -> str:
-        return f"step {self._done:,}" + ("" if self._steps is None else f"/{self._steps:,}")
+        if self._steps is None:
+            return f"step {self._done:,}"
+        most = f"{self._steps:,}"
+        return f"{f'{self._done:,}'.rjust(len(most))}/{most}"
 
     def _parts(self) -> list[_Part]:
         """Returns all parts, in the order of the line."""
         one = self._record
         if one is None:
-            return [_Part(0, self._progress())]
+            return [_Part(0, 0, self._progress())]
         left = None if one.eta_s is None else max(one.eta_s - (time.monotonic() - self._at), 0.0)
         if one.tokens_per_s is None:
             speed = f"{three_digits(one.samples_per_s)} samples/s"
@@ -96,21 +112,21 @@ class LiveLine:
         flops = None if one.flops_per_s is None else _flops(one.flops_per_s)
         mfu = None if one.mfu is None else f"MFU {one.mfu:.1%}"
         texts = [
-            (8, f"epoch {one.epoch}"),
-            (0, self._progress()),
-            (3, None if left is None else f"ETA {_clock(left)}"),
-            (1, f"loss {one.loss:.4g}"),
-            (9, f"lr {one.lr:.3g}"),
-            (2, _seconds(one.step_s)),
-            (4, speed),
+            (8, 0, f"epoch {one.epoch}"),
+            (0, 0, self._progress()),
+            (3, 8, None if left is None else f"ETA {_clock(left)}"),
+            (1, 11, f"loss {_loss(one.loss)}"),
+            (9, 0, f"lr {one.lr:.3g}"),
+            (2, 7, _seconds(one.step_s)),
+            (7, 14, speed),
             # The share of the peak says more than the number, if it is known.
-            (5, flops if mfu is None else mfu),
-            (10, flops if mfu is not None else None),
-            (6, bytes_text(one.memory_bytes)),
-            (7, computed),
-            (11, rest),
+            (4, 12, flops) if mfu is None else (4, 9, mfu),
+            (10, 12, None if mfu is None else flops),
+            (5, 8, bytes_text(one.memory_bytes)),
+            (6, 11, computed),
+            (11, 0, rest),
         ]
-        return [_Part(rank, text) for rank, text in texts if text]
+        return [_Part(rank, width, text) for rank, width, text in texts if text]
 
 
 def _split(one: StepRecord) -> tuple[str | None, str | None]:
@@ -125,7 +141,14 @@ def _split(one: StepRecord) -> tuple[str | None, str | None]:
     shown = ", ".join(f"{name} {share:.0%}" for name, share in shares if share >= 0.005)
     if one.communication_s is None:
         return None, shown
-    return f"computing {max(1 - sum(share for _, share in shares), 0):.0%}", shown
+    return f"compute {max(1 - sum(share for _, share in shares), 0):.0%}", shown
+
+
+def _loss(loss: float) -> str:
+    """Returns a loss in six characters, such as `2.3026` or `1.2e-5`, or more if it is large."""
+    if 0 < abs(loss) < 1e-3:
+        return f"{loss:.1e}".replace("e-0", "e-")
+    return f"{loss:.4f}"[:6].rstrip(".") if abs(loss) < 1e5 else f"{loss:.0f}"
 
 
 def _flops(number: float) -> str:
@@ -141,6 +164,14 @@ def _seconds(seconds: float) -> str:
 
 
 def _clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
+    """Returns a duration in four characters, such as `45s`, `9m30`, `12m`, `1h02` or `3d04`."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 600:
+        return f"{whole // 60}m{whole % 60:02}"
+    minutes = round(seconds / 60)
+    if minutes < 60:
+        return f"{minutes}m"
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+    return f"{hours}h{minutes:02}" if hours < 24 else f"{hours // 24}d{hours % 24:02}"

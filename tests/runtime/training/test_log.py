@@ -44,12 +44,13 @@ FULL = replace(
 
 def test_the_live_line() -> None:
     line = LiveLine(5000)
-    assert line.text(80).plain.rstrip("━") == "step 0/5,000  "
+    assert line.text(80).plain.rstrip("━") == "    0/5,000  "
     line.show(FULL)
     wide = line.text(250).plain
     assert re.sub("  ━+", "", wide) == (
-        "epoch 2  step 1,210/5,000  ETA 1:02:05  loss 2.303  lr 0.5  250 ms  12346 tokens/s  "
-        "MFU 43.2%  1.23 TFLOP/s  1 GiB  computing 20%  communication 20%, input 50%, optimizer 10%"
+        "epoch 2  1,210/5,000  ETA 1h02  loss 2.3026  lr 0.5  250 ms   12346 tokens/s  "
+        "MFU 43.2%  1.23 TFLOP/s  1 GiB     compute 20%  communication 20%, input 50%, "
+        "optimizer 10%"
     )
     # 30 columns for 5,000 steps.
     assert wide.count("━") == 30
@@ -58,25 +59,44 @@ def test_the_live_line() -> None:
     # What matters least is left out, and nothing is wider than the terminal.
     for width in range(1, 260):
         assert len(line.text(width).plain) <= width
+    assert line.text(60).plain == "1,210/5,000  ETA 1h02  loss 2.3026  250 ms   MFU 43.2%"
     assert line.text(80).plain == (
-        "step 1,210/5,000  ETA 1:02:05  loss 2.303  250 ms  12346 tokens/s  MFU 43.2%"
+        "1,210/5,000  ETA 1h02  loss 2.3026  250 ms   MFU 43.2%  1 GiB     compute 20%"
     )
-    assert line.text(90).plain == (
-        "step 1,210/5,000  ETA 1:02:05  loss 2.303  250 ms  12346 tokens/s  MFU 43.2%  1 GiB"
+    assert line.text(10).plain == "1,210/5,0…"
+
+
+def test_the_live_line_has_all_that_is_asked_for_in_80_columns() -> None:
+    line = LiveLine(9999)
+    one = replace(FULL, mfu=None, eta_s=754.4, memory_bytes=5 << 28, loss=0.065123)
+    line.show(one)
+    assert line.text(80).plain == (
+        "1,210/9,999  ETA 13m   loss 0.0651  250 ms   1.23 TFLOP/s  1.25 GiB  compute 20%"
     )
-    assert line.text(100).plain == (
-        "step 1,210/5,000  ETA 1:02:05  loss 2.303  250 ms  12346 tokens/s  MFU 43.2%  1 GiB  "
-        "computing 20%"
-    )
-    assert line.text(14).plain == "step 1,210/5,…"
+    for step, loss in ((9, 1e-5), (987, 0.5), (9999, 123456.0)):
+        before = line.text(80).plain
+        line.show(replace(one, run_step=step, loss=loss, step_s=0.3))
+        # Numbers of other lengths leave the parts in their places.
+        assert line.text(80).plain.index("ETA") == before.index("ETA")
+        assert line.text(80).plain.index("GiB") == before.index("GiB")
+
+
+def test_the_time_left() -> None:
+    line = LiveLine(9999)
+    for seconds, text in (
+        (0.2, "0s"), (59.4, "59s"), (59.6, "1m00"), (599.0, "9m59"), (600.0, "10m"),
+        (3599.0, "1h00"), (86_399.0, "1d00"), (300_000.0, "3d11"),
+    ):  # fmt: skip
+        line.show(replace(FULL, eta_s=seconds))
+        assert f"  ETA {text} " in line.text(80).plain
 
 
 def test_the_live_line_of_a_run_about_which_little_is_known() -> None:
     line = LiveLine(None, 3)
     assert line.text(80).plain == "step 3"
     line.show(RECORD)
-    assert line.text(80).plain == (
-        "epoch 2  step 1,210  loss 2.303  lr 0.5  250 ms  8 samples/s  1 GiB  input 50%"
+    assert line.text(90).plain == (
+        "epoch 2  step 1,210  loss 2.3026  lr 0.5  250 ms   8 samples/s     1 GiB     input 50%"
     )
 
 
@@ -138,7 +158,7 @@ def test_the_live_line_leaves_the_lines(tmp_path: Path) -> None:
     text = out.getvalue()
     assert text.startswith("[before]\n")
     assert "[during]\n" in text and RECORD.line + "\n" in text
-    assert "step 1,210/5,000  " in text and "loss 2.303" in text
+    assert "1,210/5,000  " in text and "loss 2.3026" in text
     # The cursor is shown again.
     assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")
 
