@@ -41,6 +41,7 @@ class Staging:
         copies: For each copy of an initializer in a further stage, by name: its original.
         virtual_stages: The virtual stage of each node of the forward program, by name.
         assign: The virtual stage of each node of the chain, by name.
+        trained: Names of the parameters of which each stage has its own.
     """
 
     strategy: Strategy
@@ -48,6 +49,7 @@ class Staging:
     copies: Mapping[str, Copy] = field(default_factory=dict)
     virtual_stages: Mapping[str, int] = field(default_factory=dict)
     assign: Mapping[str, int] = field(default_factory=dict)
+    trained: frozenset[str] = frozenset()
 
     @property
     def pipeline_split(self) -> PipelineSplit:
@@ -67,6 +69,7 @@ class Staging:
             StrategyError: As `decide_virtual_stages`.
         """
         graph = program.graph
+        self.trained = frozenset(trained)
         weights = {*trained, *floating(graph)}
         virtual_by_node = decide_virtual_stages(self.strategy, self.entry, program, weights)
         computed_in = where_needed(graph, virtual_by_node)
@@ -82,7 +85,9 @@ class Staging:
 
     def put_again(self, model: ir.Model, registry: Registry) -> Places:
         """Puts the nodes of another program of the same model into the stages of the first."""
-        chain = chain_of(model.graph, floating(model.graph), registry)
+        # A trained scalar is a weight, too: its reader stays in the stage that has it.
+        weights = {*self.trained, *floating(model.graph)}
+        chain = chain_of(model.graph, weights, registry)
         computed_in = where_needed(model.graph, known_virtual_stages(chain, self.virtual_stages))
         put_stages(model.graph, computed_in, (), self.entry.stages)
         return self._forward_places(model.graph)

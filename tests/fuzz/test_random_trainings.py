@@ -80,6 +80,24 @@ FOUND = {
         },
         sizes={"batch": 8, "seq": 8},
     ),
+    # The evaluation took the product with a trained scalar for one of constants, and put it into
+    # the second stage, which does not have the scalar.
+    "a trained scalar in the first stage": replace(
+        _CUT,
+        network=Network(
+            "rows", 6, 6,
+            (
+                Layer("scaled", 446370311, residual=False),
+                Layer("masked", 440712831, residual=False),
+            ),
+            "softmax_cross_entropy", pooled=True,
+        ),
+        strategy={
+            "mesh": {"dp": 2, "sp": 2},
+            "pipeline": {"stages": 2, "schedule": "gpipe", "micro_batches": 2},
+        },
+        sizes={"batch": 5},
+    ),
     # A Wait kept the result of another collective's Start, but its own Start took that of the other
     # Wait, which may be in other memory.
     "a gather of a gather in the background": replace(

@@ -118,9 +118,9 @@ def edited(item: Any, draw: Random) -> Any:
     if isinstance(item, bool) or item is None:
         return draw.choice((not item, 0, 1, "true"))
     if isinstance(item, int | float):
-        return draw.choice(
-            (item + 1, item - 1, -item, item * 2, str(item), float(item), item * 10**6)
-        )
+        # An integer of a file may be too large for a float.
+        real = float(item) if abs(item) < 1e300 else 1.5
+        return draw.choice((item + 1, item - 1, -item, item * 2, str(item), real, item * 10**6))
     if isinstance(item, str):
         at = draw.randrange(len(item) + 1)
         piece = draw.choice((*TEXTS[:12], ",", ":", "=", "/", "(", ")", "[", "-", "*", SURROGATE))
