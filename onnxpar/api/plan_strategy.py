@@ -91,7 +91,8 @@ def _open(
     strategy: Strategy, stages: Sequence[int] | None, micro_batches: int | None, level: int | None
 ) -> Open:
     """What is left to decide for training."""
-    if stages is None and strategy.pipeline is None and not strategy.axes:
+    free = strategy.pipeline is None and not strategy.axes and not strategy.pair_micro_batches
+    if stages is None and free:
         stages = [n for n in range(1, strategy.devices + 1) if strategy.devices % n == 0]
     if strategy.pipeline is not None and micro_batches is None:
         micro_batches = strategy.pipeline.micro_batches

@@ -527,13 +527,14 @@ class Configurations:
         strategy, devices = self.strategy, self.strategy.world
         if strategy.nodes or (strategy.pipeline is not None and strategy.pipeline.assign):
             return ""
+        most = 1 if strategy.pair_micro_batches else self._most
         # A mesh that is given is that of one stage, so more devices make more stages.
         fixed = bool(strategy.axes) or strategy.pipeline is not None
         for times in MORE:
             # The copy keeps what is known of the model.
             other = copy(self)
             stages = {n * k for n in self.open.stages for k in ((times,) if fixed else (1, times))}
-            tried = sorted(n for n in stages if n <= self._most and devices * times % n == 0)
+            tried = sorted(n for n in stages if n <= most and devices * times % n == 0)
             if not tried:
                 break
             devices = self.strategy.world * times

@@ -236,7 +236,12 @@ def decide(
         data["recompute"] = strategy.recompute.entry
     pricing = by_stages[best.stages]
     plan = workload.plan(found.seeds) if pricing.recompute else best.plan
-    turns = in_turns(strategy, pricing, plan, best, limit)
+    try:
+        turns = in_turns(strategy, pricing, plan, best, limit)
+    except ShardingError:
+        if configure is None:
+            raise
+        return _configured(strategy, workload, configure, progress)
     data |= pairing(strategy) if turns is None else {PAIR: True}
     data |= targeted(strategy)
     others = [*(way for way, _ in tried[1:]), *refused, *shown]
@@ -286,8 +291,26 @@ def _configured(
     tried.sort(key=lambda each: objective.rank(each.way))
     if not tried or not tried[0].way.fits(limit):
         raise ShardingError(configurations.nothing_fits(tried))
-    best, without = configurations.improved(tried[0])
-    chosen = best.configuration
+    refused: ShardingError | None = None
+    # Of the plans that fit, the best one whose pairs fit, too, if there must be pairs.
+    for each in (each for each in tried if each.way.fits(limit)):
+        best, without = configurations.improved(each)
+        chosen = best.configuration
+        pricing = Pricing(
+            replace(workload, parallel=chosen.parallel),
+            machine,
+            entry.sizes,
+            chosen.split,
+            chosen.recompute,
+        )
+        try:
+            turns = in_turns(strategy, pricing, best.plan, best.way, limit)
+            break
+        except ShardingError as error:
+            refused = refused or error
+    else:
+        assert refused is not None
+        raise refused
     assert best.way.plan is not None
     staged = None
     if best.way.staged is not None:
@@ -296,9 +319,6 @@ def _configured(
     data = strategy_data(best.found.seeds, rules, strategy.symbols, chosen.parallel, staged)
     if recompute := chosen.recompute or strategy.recompute:
         data["recompute"] = recompute.entry
-    workload = replace(workload, parallel=chosen.parallel)
-    pricing = Pricing(workload, machine, entry.sizes, chosen.split, chosen.recompute)
-    turns = in_turns(strategy, pricing, best.plan, best.way, limit)
     data |= pairing(strategy) if turns is None else {PAIR: True}
     data |= targeted(strategy)
 

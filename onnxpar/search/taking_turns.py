@@ -1,6 +1,7 @@
 """Decides whether micro-batches take turns, by the price of the step."""
 
-from onnxpar.core.errors import ShardingError
+from onnxpar.core.errors import ShardingError, StrategyError
+from onnxpar.core.symbols import dim_symbol
 from onnxpar.cost.cost_model import CostModel
 from onnxpar.cost.price import InTurns
 from onnxpar.graph.plan import Plan
@@ -27,6 +28,7 @@ def in_turns(
 
     Raises:
         ShardingError: The user says so, and it does not fit.
+        StrategyError: The user says so, and the batch cannot be divided equally.
     """
     wanted, workload, machine = strategy.pair_micro_batches, pricing.workload, pricing.machine
     # Otherwise nothing travels while the devices compute.
@@ -35,6 +37,18 @@ def in_turns(
         return None
     count = max(best.micro_batches, 2)
     sizes = workload.equal_parts(pricing.sizes, count)
+    if not workload.batch:
+        # Each micro-batch has the size that the model states.
+        sizes = dict(pricing.sizes) if wanted else None
+    elif sizes is None and wanted:
+        table = workload.program.env.table
+        given = ", ".join(
+            f"{name}: {table.typical(dim_symbol(name), pricing.sizes)}" for name in workload.batch
+        )
+        raise StrategyError(
+            f"{strategy.where(PAIR)}: expected a batch of {count} micro-batches of one size, got "
+            f"{given}"
+        )
     if sizes is None:
         return None
     planned = pricing.planned(plan)

@@ -159,8 +159,28 @@ def test_pairs_must_fit(tmp_path: Path) -> None:
     assert planned(tmp_path, memory=pair, **sizes).in_turns == free.in_turns
     found = planned(tmp_path, memory=pair - 1, **sizes)
     assert found.in_turns is None and "pair_micro_batches" not in found.data
+    # If there must be pairs, other plans are tried, too.
+    within = planned(tmp_path, memory=pair - 1, pair_micro_batches=True, **sizes)
+    assert within.in_turns is not None
+    assert within.in_turns.peak < pair
     with pytest.raises(ShardingError, match=r"pair_micro_batches.*got .* for two that take turns"):
-        planned(tmp_path, memory=pair - 1, pair_micro_batches=True, **sizes)
+        planned(tmp_path, memory=pair * 9 // 10, pair_micro_batches=True, **sizes)
+
+
+def test_pairs_need_a_batch_of_two(tmp_path: Path) -> None:
+    for batch in (1, 511):
+        with pytest.raises(StrategyError, match=f"2 micro-batches of one size, got batch: {batch}"):
+            planned(tmp_path, batch=batch, pair_micro_batches=True)
+
+
+def test_pairs_are_not_told_to_have_stages(tmp_path: Path) -> None:
+    ir.save(mlp.build(image=8), tmp_path / "m.onnx")
+    strategy = Strategy.from_dict(
+        {"pair_micro_batches": True, "rest": "search", "search": {"memory": 100}}, devices=2
+    )
+    with pytest.raises(ShardingError, match="no plan fits") as error:
+        plan_strategy(tmp_path / "m.onnx", strategy, training=SPEC)
+    assert "stages" not in str(error.value)
 
 
 def test_the_memory_of_a_pair_is_that_of_its_program(tmp_path: Path) -> None:
