@@ -7,6 +7,7 @@ lifetimes of values, with sizes as formulas, so that the page can compute it at 
 
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
+from os.path import isfile
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +90,8 @@ def rank_programs(
     each = manifest["devices"] // manifest.get("pipeline", {}).get("stages", 1)
     for name, entry in manifest["programs"].items():
         rank = next((r for r, file in enumerate(entry["files"] or ()) if file), None)
-        if rank is None or not (directory / entry["files"][rank]).is_file():
+        # Unlike Path.is_file, this has an answer for a name that is too long.
+        if rank is None or not isfile(directory / entry["files"][rank]):
             continue
         model = read_graph(directory / entry["files"][rank])
         of = unsplit.get(name, name)

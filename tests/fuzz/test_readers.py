@@ -110,6 +110,17 @@ def test_view_serves_no_file_outside(
     assert "error" in capsys.readouterr().err
 
 
+def test_a_graph_whose_name_is_too_long(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    attack = Attack(next(r for r in READERS if r.name == "manifest"), tmp_path)
+    attack.files(0)
+    path = attack.folder / "case" / "out" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["programs"]["model"]["files"] = ["m" * 300 for _ in range(manifest["devices"])]
+    path.write_text(json.dumps(manifest))
+    assert main(["report", str(path.parent), "-o", str(tmp_path / "p.html")]) in (0, 2)
+    assert "internal error" not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("report", [7, {}, {"mesh": 1}, "nodes", {"programs": [], "program": {}}])
 def test_a_report_that_was_changed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], report: object
