@@ -21,7 +21,7 @@ from onnxpar.ops.collective.barrier import is_barrier
 from onnxpar.partition.partitioned_model import PartitionedModel
 from onnxpar.partition.program_memory import node_bytes, value_bytes
 from onnxpar.schedule.start_ahead import AHEAD
-from onnxpar.schedule.tokens import WAITS, chained
+from onnxpar.schedule.tokens import PEERS, WAITS, chained
 
 _META = ("atoms", "pairs", "stages", "root")
 
@@ -415,7 +415,7 @@ class _Pass:
             gate = self._emit("Barrier", [token, *after], node)
             made.append(gate)
             token = gate.outputs[0]
-        attributes = [a for n, a in node.attributes.items() if n not in ("group", "pairs", "root")]
+        attributes = [a for n, a in node.attributes.items() if n not in PEERS]
         op = ir.AttrString("op", node.op_type)
         known = self.builder.collectives
         known[:] = [replace(c, behind=behind) if c.node == node.name else c for c in known]

@@ -19,7 +19,7 @@ from onnxpar.graph.local_builder import Collective
 from onnxpar.graph.metadata_keys import BYTES, OVER, VALUE
 from onnxpar.partition.partitioned_model import PartitionedModel
 from onnxpar.partition.program_memory import node_bytes, value_bytes
-from onnxpar.schedule.tokens import chained
+from onnxpar.schedule.tokens import PEERS, chained
 
 KINDS = ("AllReduce", "ReduceScatter", "AllGather")
 """The collectives of which several can be one call."""
@@ -154,7 +154,7 @@ class _Grouping:
         builder, target, first = self.program.builder, self._target(row), row[0]
         assert target is not None
         names = [c.value for c in known]
-        attributes = [a for n, a in first.attributes.items() if n not in ("group", "pairs", "root")]
+        attributes = [a for n, a in first.attributes.items() if n not in PEERS]
         operands = [v for node in row for v in node.inputs[:1]]
         token = ir.Value(name=builder.fresh(f"{first.name}/Bucket/token"))
         token.type, token.shape = ir.TensorType(ir.DataType.UINT8), ir.Shape([1])

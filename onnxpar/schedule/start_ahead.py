@@ -27,6 +27,7 @@ from onnxpar.graph.metadata_keys import BYTES, OVER, VALUE
 from onnxpar.partition.partitioned_model import PartitionedModel
 from onnxpar.schedule.accumulate import accumulate, sums_of
 from onnxpar.schedule.group import NEXT
+from onnxpar.schedule.tokens import PEERS
 
 AHEAD = "ahead"
 """Key in the `meta` of the nodes that this module writes."""
@@ -85,7 +86,7 @@ def start_ahead(
         attributes = {
             name: attribute.value
             for name, attribute in first.attributes.items()
-            if name not in ("group", "pairs", "root")
+            if name not in PEERS
         }
         values, over = [g.value for g in bucket], first.metadata_props[OVER]
         builder.nodes = []

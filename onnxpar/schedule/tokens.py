@@ -5,6 +5,9 @@ import onnx_ir as ir
 WAITS = "waits"
 """Key in the `meta` of nodes Wait: the first operand is complete behind the token they return."""
 
+PEERS = ("group", "pairs", "root")
+"""Attributes of a collective that differ between ranks; they are added when a graph is written."""
+
 
 def chained(node: ir.Node, token: ir.Value | None) -> ir.Value:
     """Makes a collective read the token of the one before it; returns its own token.

@@ -103,7 +103,7 @@ class Runner(ABC):
             The sum of the weighted losses, on all ranks; not a number unless `read`.
         """
         if accumulate:
-            self._divide_sums()
+            self._make_partial()
         runs = self._runs(micro_batches)
         self._gradients.begin(len(runs), accumulate=accumulate, ahead=ahead)
         loss = self._loss(runs, counters, read=read)
@@ -130,7 +130,7 @@ class Runner(ABC):
         # Between GPUs everything travels while they compute.
         return self._programs.loader.device is not Device.CPU or self._rank.overlaps(group)
 
-    def _divide_sums(self) -> None:
+    def _make_partial(self) -> None:
         """Makes partial values again of the gradients that the last step replaced by their sums.
 
         The first rank of each group keeps the sum, and the others have zero.
@@ -156,7 +156,7 @@ class Runner(ABC):
         program = self._programs.load(self.optimizer())
         if self._updated:
             # No training program has finished what the last update left running.
-            self._divide_sums()
+            self._make_partial()
         numbers = {**hyper, FINISH_LATER: self._gradients.ahead}
         self._updated = True
         with self._rank.timeline.span(OPTIMIZER_SPAN, self.optimizer()):
