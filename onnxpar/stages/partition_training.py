@@ -119,9 +119,9 @@ def partition_training(
     if staging is None:
         updates, rest = buffers.updates(spec.optimizer, opset, scaled=scaled)
     sizes = _sizes(strategy)
-    machine = load_machine(strategy.search.machine)
+    machine = background_machine(strategy.search)
     mesh, table = shards.plan.mesh, prepared.program.env.table
-    background = CostModel(background_machine(strategy.search), mesh, table, sizes)
+    background = CostModel(machine, mesh, table, sizes)
 
     def device_bytes(made: PartitionedModel, where: Places) -> int:
         """Bytes that a device holds when it trains with a program of one micro-batch, or a pair."""
