@@ -225,10 +225,8 @@ def _collectives(found: Sequence[Json], screen: Screen) -> None:
     )  # fmt: skip
     screen.table(columns, rows)
     if any(item["behind"] for item in found):
-        screen.line(
-            "in the background: between machines and between GPUs; ranks that share memory "
-            "communicate at once"
-        )
+        screen.line("in the background: between machines and between GPUs;")
+        screen.line("ranks that share memory communicate at once")
 
 
 def _groups(groups: Sequence[Sequence[int]]) -> str:

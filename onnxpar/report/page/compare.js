@@ -12,10 +12,10 @@ onnxpar.compare = (() => {
     ["sharded nodes", (d) => d.programs[0].totals.sharded, numbers.count],
     ["parameters on a device", (d) => d.programs[0].totals.parameter_bytes_per_device, numbers.bytes],
     ["memory of a device at the peak", (d) => (d.ranks.length ? onnxpar.memory.peak(d) : null), numbers.bytes],
-    ["collectives of a run", (d) => d.programs[0].totals.collectives, numbers.count],
-    ["bytes that a device sends in a run, summed over the stages", (d) => sizes.value(d, d.programs[0].totals.bytes), numbers.bytes],
+    ["collectives of a step or run", (d) => sizes.ofStep(d, (totals) => totals.collectives), numbers.count],
+    ["bytes that a device sends in a step or run, summed over the stages", sizes.sent, numbers.bytes],
     ["conflicts", (d) => d.programs[0].totals.conflicts, numbers.count],
-    ["predicted seconds", (d) => (d.ranks.length ? onnxpar.time.total(d) : null), numbers.seconds],
+    ["predicted seconds of a step or run", (d) => (d.ranks.length ? onnxpar.time.total(d) : null), numbers.seconds],
     ["bytes of all files", (d) => d.files.bytes, numbers.bytes],
   ];
 

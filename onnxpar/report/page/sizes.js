@@ -133,7 +133,15 @@ onnxpar.sizes = (() => {
   }
 
   const onChange = (listener) => listeners.push(listener);
-  return { evaluate, value, text, shapeText, elements, seconds, predicted, choose, admissible, onChange };
+  /* The sum over the programs of a training step of one micro-batch, or of a run of a forward program. */
+  function ofStep(directory, of) {
+    return directory.programs.filter((one) => directory.step.includes(one.name)).reduce((sum, one) => sum + of(one.totals), 0);
+  }
+
+  /* The bytes that a device sends in this step or run. */
+  const sent = (directory) => ofStep(directory, (totals) => value(directory, totals.bytes));
+
+  return { evaluate, ofStep, sent, value, text, shapeText, elements, seconds, predicted, choose, admissible, onChange };
 })();
 
 onnxpar.numbers = (() => {

@@ -100,9 +100,17 @@ onnxpar.time = (() => {
     );
     return [
       live("p", { class: "soft" }, () => `For the machine ${directory.machine} (onnxpar report --machine)${at(directory)}.`),
+      directory.step.length > 1 ? live("p", {}, () => ofStep(directory)) : null,
       programs.length > 1 ? make("p", {}, "Program ", choice) : null,
       content,
     ];
+  }
+
+  function ofStep(directory) {
+    const { main, update, between, all } = step(directory);
+    const batches = directory.pipeline ? "its micro-batches" : "one micro-batch";
+    return `A training step of ${batches} takes ${numbers.seconds(all)}: ${numbers.seconds(main)} forward and backward, ` +
+      `${numbers.seconds(update)} in the update, and ${numbers.seconds(between)} of communication between the two that no computing hides.`;
   }
 
   /* The chosen sizes, and whether the times at them are the cost model's own. */
@@ -189,12 +197,37 @@ onnxpar.time = (() => {
     return charts.lanes([{ name: "computing", bars }, { name: "communication", bars: sent }], end, numbers.seconds, `Time of ${program.name}`);
   }
 
-  /* The seconds of a step, or of a run of the first program. */
-  function total(directory) {
-    if (directory.pipeline) return sizes.seconds(directory, directory.pipeline.end);
-    const first = directory.ranks.filter((program) => program.of === directory.programs[0].name);
-    return Math.max(0, ...first.map((program) => play(directory, program).end));
+  /*
+   * The seconds of a training step of one micro-batch (in a pipeline, of its micro-batches), or of a
+   * run of a forward program, and the parts that add up to them.
+   */
+  function step(directory) {
+    const first = directory.programs[0].name;
+    const longest = (wanted) => Math.max(0, ...directory.ranks.filter(wanted).map((program) => play(directory, program).end));
+    const main = directory.pipeline ? sizes.seconds(directory, directory.pipeline.end) : longest((program) => program.of === first);
+    const updating = (program) => program.of !== first && directory.step.includes(program.of);
+    const update = longest(updating);
+    const between = Math.max(0, ...directory.ranks.filter(updating).map((program) => exposed(directory, program)));
+    return { main, update, between, all: main + update + between };
   }
 
-  return { time, play, total };
+  /* The seconds of collectives between a program and another one that the other does not hide. */
+  function exposed(directory, program) {
+    const behind = new Map();
+    let seconds = 0;
+    for (const one of program.apart) {
+      const takes = sizes.seconds(directory, one.seconds);
+      if (one.overlaps) behind.set(one.behind, (behind.get(one.behind) ?? 0) + takes);
+      else seconds += takes;
+    }
+    for (const [other, takes] of behind) {
+      const running = directory.ranks.find((one) => one.name === other);
+      seconds += Math.max(0, takes - (running ? play(directory, running).end : 0));
+    }
+    return seconds;
+  }
+
+  const total = (directory) => step(directory).all;
+
+  return { time, play, step, total };
 })();

@@ -116,6 +116,26 @@ def test_another_size_changes_bytes_in_proportion(browser: Any, page: Path) -> N
     assert not complaints(browser)
 
 
+def test_a_step_has_the_update_and_what_is_sent_for_it(browser: Any, page: Path) -> None:
+    opened(browser, page)
+    compute = """
+        const [directory] = JSON.parse(document.getElementById("data").textContent).directories;
+        const { sizes, time } = onnxpar;
+        return [directory.step, sizes.sent(directory), time.step(directory)];
+    """
+    names, sent, seconds = browser.execute_script(compute)
+    assert names == ["training_model", "optimizer_model.0", "optimizer_model.1"]
+    report = json.loads((page.parent / "out" / "manifest.json").read_text())["report"]
+    sizes = {"batch": 64, "seq": 64}
+    first, *others = (report, *(report["programs"][name] for name in names[1:]))
+    totals = [evaluate_exact(one["totals"]["bytes"], sizes) for one in (first, *others)]
+    assert sent == sum(totals) and totals[0] < sent
+    assert seconds["update"] > 0 and seconds["between"] > 0
+    assert seconds["all"] == pytest.approx(
+        seconds["main"] + seconds["update"] + seconds["between"], rel=1e-12
+    )
+
+
 def test_axes_without_names_are_explained(browser: Any, page: Path) -> None:
     opened(browser, page)
     compute = """
