@@ -48,7 +48,7 @@ def test_the_live_line() -> None:
     line.show(FULL)
     wide = line.text(250).plain
     assert re.sub("  ━+", "", wide) == (
-        "epoch 2  1,210/5,000  ETA 1h02  loss 2.3026  lr 0.5  250 ms   12346 tokens/s  "
+        "epoch 2  1,210/5,000  ETA 1h02  loss 2.3026  lr 0.5  250 ms   12,346 tokens/s  "
         "MFU 43.2%  1.23 TFLOP/s  1 GiB     compute 20%  communication 20%, input 50%, "
         "optimizer 10%"
     )
