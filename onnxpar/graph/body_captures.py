@@ -70,6 +70,19 @@ def read_by(node: ir.Node) -> list[ir.Value]:
     return [*own, *(v for body in bodies.values() for v in _read(body))] if bodies else own
 
 
+def read_instead(node: ir.Node, old: ir.Value, new: ir.Value) -> None:
+    """Makes a node, and its bodies at any depth, read a value in place of another one."""
+    for place, value in enumerate(node.inputs):
+        if value is old:
+            node.replace_input_with(place, new)
+    for body in bodies_of(node).values() if node.attributes else ():
+        for inner in body:
+            read_instead(inner, old, new)
+        for place, value in enumerate(body.outputs):
+            if value is old:
+                body.outputs[place] = new
+
+
 def lift_constants(model: ir.Model) -> None:
     """Moves the initializers of all bodies to the model and makes all names unique."""
     graphs = [g for g in model.graphs() if g is not model.graph]

@@ -15,7 +15,7 @@ import onnx_ir as ir
 from onnxpar.cost.cost_model import CostModel
 from onnxpar.cost.local_nodes import LocalNodes
 from onnxpar.cost.timeline import AHEAD_AT_MOST, latest_first, pays
-from onnxpar.graph.body_captures import read_by
+from onnxpar.graph.body_captures import read_by, read_instead
 from onnxpar.graph.builder import DOMAIN
 from onnxpar.ops.collective.barrier import is_barrier
 from onnxpar.partition.partitioned_model import PartitionedModel
@@ -447,10 +447,7 @@ class _Pass:
     def _read_from(self, new: ir.Value, old: ir.Value) -> None:
         """Lets the readers of a value read another one."""
         for index in self._readers[old]:
-            reader = self._nodes[index]
-            for place, value in enumerate(reader.inputs):
-                if value is old:
-                    reader.replace_input_with(place, new)
+            read_instead(self._nodes[index], old, new)
 
     def _chain(self) -> None:
         """Chains collectives anew, in the order in which they now stand."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import onnx_ir as ir
 
-from onnxpar.graph.body_captures import bodies_of, read_by
+from onnxpar.graph.body_captures import bodies_of, read_by, read_instead
 from onnxpar.graph.builder import DOMAIN
 from onnxpar.graph.local_builder import FINISH_LATER
 from onnxpar.graph.metadata_keys import OVER, VALUE
@@ -177,9 +177,7 @@ def _finish(part: PartitionedModel, reads: Sequence[tuple[_Read, ir.Node]]) -> N
         )
         before.setdefault(read.index, []).extend(builder.nodes)
         for node in nodes:
-            for place, operand in enumerate(node.inputs):
-                if operand is value:
-                    node.replace_input_with(place, finished)
+            read_instead(node, value, finished)
     builder.nodes = [
         node for index, own in enumerate(nodes) for node in (*before.get(index, ()), own)
     ]

@@ -13,7 +13,7 @@ import onnx_ir as ir
 
 from onnxpar.core.machine import Machine
 from onnxpar.cost.timeline import buckets
-from onnxpar.graph.body_captures import read_by
+from onnxpar.graph.body_captures import read_by, read_instead
 from onnxpar.graph.builder import DOMAIN
 from onnxpar.graph.local_builder import Collective
 from onnxpar.graph.metadata_keys import BYTES, OVER, VALUE
@@ -189,10 +189,7 @@ class _Grouping:
             old = node.outputs[0]
             result.metadata_props.update(old.metadata_props)
             for index in self._readers.get(old, ()):
-                reader = self.nodes[index]
-                for place, value in enumerate(reader.inputs):
-                    if value is old:
-                        reader.replace_input_with(place, result)
+                read_instead(self.nodes[index], old, result)
             if old in builder.shapes:
                 builder.note_shape(result, builder.shapes[old])
             self.instead[old] = result

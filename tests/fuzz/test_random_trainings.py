@@ -142,6 +142,22 @@ FOUND = {
         optimizer="lamb",
         sizes={"batch": 3},
     ),
+    # A gathered parameter is kept for the backward pass; the body of a Scan there still read the
+    # gather that had been left out.
+    "a parameter that a body reads in both passes": replace(
+        _CUT,
+        network=Network(
+            "sequence", 8, 4, (Layer("recurrent", 104161648, residual=False),),
+            "softmax_cross_entropy", pooled=True,
+        ),
+        strategy={
+            "mesh": {"tp": 4},
+            "parameters": {"w1": [None, None, ["tp"]]},
+            "optimizer_parallel": {"level": 3, "threshold": 1},
+            "recompute": {"nodes": ["*"], "communication": "keep"},
+        },
+        sizes={"batch": 3, "seq": 2},
+    ),
 }  # fmt: skip
 """The smallest cases of failures that were found and mended."""
 
