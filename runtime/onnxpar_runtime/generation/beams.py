@@ -55,6 +55,9 @@ def check_search(how: BeamSearch) -> None:
     """
     if how.beams < 1:
         raise InputError(f"beams: expected at least 1, got {how.beams}")
+    # Beyond, scores of long sequences are all 0 or infinite in float64.
+    if not -10 <= how.length_penalty <= 10:
+        raise InputError(f"length_penalty: expected from -10 to 10, got {how.length_penalty}")
     if how.early_stopping not in _WHEN:
         expected = ", ".join(_WHEN)
         raise InputError(f"early_stopping: expected one of {expected}, got {how.early_stopping!r}")

@@ -181,14 +181,17 @@ def prompts_of(what: GenerationRun, tokenizer: Tokenizer | None) -> list[list[in
         raise InputError(f"--tokens {what.tokens}: {error.strerror or error}") from None
     except ValueError as error:
         raise InputError(f"--tokens {what.tokens}: not a JSON file: {error}") from None
+    except RecursionError:
+        raise InputError(f"--tokens {what.tokens}: lists are nested too deeply") from None
     right = isinstance(found, list) and all(
         isinstance(prompt, list)
-        and all(isinstance(t, int) and not isinstance(t, bool) and t >= 0 for t in prompt)
+        and all(isinstance(t, int) and not isinstance(t, bool) and 0 <= t < 1 << 31 for t in prompt)
         for prompt in found
     )
     if not right:
         raise InputError(
-            f"--tokens {what.tokens}: expected a list of prompts, each a list of numbers from 0"
+            f"--tokens {what.tokens}: expected a list of prompts, each a list of numbers "
+            "from 0 to 2147483647"
         )
     prompts: list[list[int]] = found
     return prompts

@@ -31,15 +31,21 @@ def check(sampling: Sampling) -> None:
         InputError: A number is outside its range.
     """
     for name, value, fits, expected in (
-        ("temperature", sampling.temperature, sampling.temperature >= 0, "at least 0"),
+        ("temperature", sampling.temperature, _usable(sampling.temperature),
+         "0, or a number from 0.0001 to 10000"),
         ("top_k", sampling.top_k, sampling.top_k is None or sampling.top_k >= 1, "at least 1"),
         ("top_p", sampling.top_p, 0 < sampling.top_p <= 1, "more than 0 and at most 1"),
-        ("repetition_penalty", sampling.repetition_penalty, sampling.repetition_penalty > 0,
-         "more than 0"),
+        ("repetition_penalty", sampling.repetition_penalty,
+         0.01 <= sampling.repetition_penalty <= 100, "from 0.01 to 100"),
         ("seed", sampling.seed, 0 <= sampling.seed < 1 << 64, "from 0 to 2^64 - 1"),
     ):  # fmt: skip
         if not fits:
             raise InputError(f"{name}: expected {expected}, got {value}")
+
+
+def _usable(temperature: float) -> bool:
+    """Whether logits divided by a temperature are finite, and still differ."""
+    return temperature == 0 or 1e-4 <= temperature <= 1e4
 
 
 def check_logprobs(count: int | None) -> None:

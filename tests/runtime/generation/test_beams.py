@@ -99,6 +99,7 @@ def test_an_encoder_runs_once_for_all_beams(tmp_path: Path) -> None:
     [
         (BeamSearch(0), PROMPTS, "beams: expected at least 1, got 0"),
         (BeamSearch(2, 1.0, "soon"), PROMPTS, "early_stopping: expected one of false, true, never"),
+        (BeamSearch(2, float("nan")), PROMPTS, "length_penalty: expected from -10 to 10, got nan"),
         (HOW, [], "prompts: expected at least one, got none"),
         (HOW, [[1], []], "prompt 1: expected at least one token, got none"),
         (HOW, [[1], [97]], "input 'input_ids': expected elements from -96 to 95"),

@@ -10,7 +10,7 @@ import pytest
 from onnxpar_format.entries import DimComponent, ProgramEntry, TensorEntry
 from onnxpar_format.options import BeamSearch, GenerationRun, Sampling
 from onnxpar_runtime.errors import InputError
-from onnxpar_runtime.generation.commands import check_options, given
+from onnxpar_runtime.generation.commands import check_options, given, prompts_of
 from onnxpar_runtime.generation.encoder import token_feeds
 from onnxpar_runtime.generation.text import Tokenizer
 
@@ -140,3 +140,18 @@ def test_chats_that_cannot_be_made_are_refused(options: Any, message: str, tmp_p
         options = {**options, "tokens": written(tmp_path, [[5]])}
     with pytest.raises(InputError, match=message):
         given(GenerationRun(**options, tokenizer=folder), Tokenizer(folder), None)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (f"[[{2**31}]]", "each a list of numbers from 0 to 2147483647"),
+        (f"[[{10**30}]]", "each a list of numbers from 0 to 2147483647"),
+        ("[" * 100_000, "lists are nested too deeply"),
+    ],
+)
+def test_files_of_tokens_that_are_none(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "tokens.json"
+    path.write_text(text)
+    with pytest.raises(InputError, match=message):
+        prompts_of(GenerationRun(tokens=path), None)

@@ -217,7 +217,8 @@ def test_a_second_batch_begins_with_an_empty_cache(tmp_path: Path) -> None:
             "top_p: expected more than 0 and at most",
         ),
         ([[1]], {"logprobs": -1}, "logprobs: expected at least 0, got -1"),
-        ([[1]], {"sampling": Sampling(temperature=-1.0)}, "temperature: expected at least 0, got"),
+        ([[1]], {"sampling": Sampling(temperature=-1.0)}, "temperature: expected 0, or a number"),
+        ([[1]], {"sampling": Sampling(temperature=1e-320)}, "from 0.0001 to 10000, got 1e-320"),
     ],
 )
 def test_what_does_not_fit_is_refused_on_all_ranks(
