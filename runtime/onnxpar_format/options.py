@@ -303,7 +303,10 @@ class Sampling:
     """How the next token is chosen from logits."""
 
     temperature: Annotated[
-        float, Option("Divide logits by this; 0 takes the best token.", "T", minimum=0)
+        float,
+        Option(
+            "Divide logits by this, from 0.0001 to 10000; 0 takes the best token.", "T", minimum=0
+        ),
     ] = 0.0
     top_k: Annotated[
         int | None, Option("Draw among the K best tokens. Default: all.", "K", minimum=1)
@@ -316,7 +319,7 @@ class Sampling:
         float,
         Option(
             "For tokens that have occurred: divide positive logits by R, and multiply negative "
-            "ones by R.",
+            "ones by R, from 0.01 to 100.",
             "R",
         ),
     ] = 1.0
@@ -335,7 +338,7 @@ class BeamSearch:
         float,
         Option(
             "With --beams: divide the score of a sequence by its number of new tokens to the power "
-            "of P. Large values favour long sequences.",
+            "of P, from -10 to 10. Large values favour long sequences.",
             "P",
         ),
     ] = 1.0

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 
 def three_digits(number: float) -> str:
-    """Returns a number with three digits, or all before the point, in thousands."""
+    """Returns a number with three digits, or all before the point with commas."""
     return f"{number:.3g}" if abs(number) < 999.5 else f"{number:,.0f}"
 
 

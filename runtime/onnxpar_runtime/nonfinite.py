@@ -3,8 +3,8 @@
 With `--debug-nan` every value of a rank's graphs is exposed. When a result of a program (the loss,
 an output, a gradient, a new parameter) is not finite, it is followed back to a node whose operands
 do not have the same: NaN, Inf or -Inf. Where an operand has another of these (a NaN may come from
-`Inf - Inf`), that is followed back, too. Infinite
-values that reach no result, such as the masks of attention, are no fault.
+`Inf - Inf`), that is followed back, too. Infinite values that reach no result, such as the masks of
+attention, are no fault.
 """
 
 from collections.abc import Callable, Mapping

@@ -133,6 +133,7 @@ onnxpar.sizes = (() => {
   }
 
   const onChange = (listener) => listeners.push(listener);
+
   /* The sum over the programs of a training step of one micro-batch, or of a run of a forward program. */
   function ofStep(directory, of) {
     return directory.programs.filter((one) => directory.step.includes(one.name)).reduce((sum, one) => sum + of(one.totals), 0);
