@@ -131,7 +131,7 @@ def test_tokens_are_printed_as_they_come_and_end_at_eos(decoder: Path, tmp_path:
     ("text", "message"),
     [
         ('[["a"]]', "expected a list of prompts, each a list of numbers from 0"),
-        ("[[1]", "not a JSON file"),
+        ("[[1]", "not valid JSON"),
         ("[[1], [99]]", "expected elements from -96 to 95 for node 'Gather_e' (Gather), got 99"),
     ],
 )

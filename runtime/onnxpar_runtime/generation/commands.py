@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from onnxpar_format.entries import ProgramEntry
 from onnxpar_format.options import BeamSearch, Execution, GenerationRun, Sampling
+from onnxpar_format.records import FormatError, load_json
 from onnxpar_runtime.agree import together
 from onnxpar_runtime.commands import begin, interruptible, opened, start, tell, traced
 from onnxpar_runtime.errors import InputError
@@ -176,13 +177,9 @@ def prompts_of(what: GenerationRun, tokenizer: Tokenizer | None) -> list[list[in
         assert tokenizer is not None
         return [tokenizer.encode(text) for text in what.prompt]
     try:
-        found = json.loads(what.tokens.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(f"--tokens {what.tokens}: {error.strerror or error}") from None
-    except ValueError as error:
-        raise InputError(f"--tokens {what.tokens}: not a JSON file: {error}") from None
-    except RecursionError:
-        raise InputError(f"--tokens {what.tokens}: lists are nested too deeply") from None
+        found = load_json(what.tokens, f"{what.tokens.name}: No such file")
+    except FormatError as error:
+        raise InputError(f"--tokens {error}") from None
     right = isinstance(found, list) and all(
         isinstance(prompt, list)
         and all(isinstance(t, int) and not isinstance(t, bool) and 0 <= t < 1 << 31 for t in prompt)

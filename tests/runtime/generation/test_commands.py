@@ -147,7 +147,7 @@ def test_chats_that_cannot_be_made_are_refused(options: Any, message: str, tmp_p
     [
         (f"[[{2**31}]]", "each a list of numbers from 0 to 2147483647"),
         (f"[[{10**30}]]", "each a list of numbers from 0 to 2147483647"),
-        ("[" * 100_000, "lists are nested too deeply"),
+        ("[" * 100_000, "not valid JSON: maximum recursion depth"),
     ],
 )
 def test_files_of_tokens_that_are_none(tmp_path: Path, text: str, message: str) -> None:
