@@ -7,6 +7,7 @@ import io
 import json
 import os
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from random import Random
 
@@ -19,7 +20,7 @@ from onnxpar.strategy.yaml_document import parse_document
 from onnxpar_runtime.errors import InputError
 from onnxpar_runtime.npz import read_npz
 from onnxpar_runtime.tensor_file import read_tensors
-from tests.fuzz.hostile.attack import Attack, Escape, Reader, guarded
+from tests.fuzz.hostile.attack import Attack, Escape, Reader, guarded, set_mark
 from tests.fuzz.hostile.readers import READERS
 from tests.runtime import hand_made
 
@@ -49,6 +50,18 @@ def test_the_guard_sees_escapes(tmp_path: Path) -> None:
     with pytest.raises(Escape, match=r"os\.system"), guarded(tmp_path / "in"):
         os.system("true")
     assert not (tmp_path / "outside").exists()
+
+
+def test_the_mark_of_a_killed_process_has_its_case(tmp_path: Path) -> None:
+    """A process may be killed at any moment; an empty mark once counted 0 inputs of 20,000."""
+    mark, read = tmp_path / "mark", []
+    set_mark(mark, 0)
+    with ThreadPoolExecutor(1) as pool:
+        written = pool.submit(lambda: [set_mark(mark, number) for number in range(3000)])
+        while not written.done():
+            read.append(int(mark.read_text() or -1))
+    assert int(mark.read_text()) == 2999 and len(read) > 1
+    assert read == sorted(read) and read[0] >= 0
 
 
 def npz(path: Path, member: bytes, way: int = zipfile.ZIP_STORED) -> Path:

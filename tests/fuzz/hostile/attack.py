@@ -238,14 +238,21 @@ def _work(reader: Reader, folder: Path, numbers: range, commands: bool, mark: Pa
     """Runs cases, and prints a line of JSON for each finding; `mark` has the case under way."""
     attack = Attack(reader, folder)
     for number in numbers:
-        mark.write_text(str(number))
+        set_mark(mark, number)
         draw = Random(f"command {number}")
         command = draw.choice(reader.commands) if commands else None
         found = attack.run(attack.files(number), command)
         if found is not None:
             sys.__stdout__.write(json.dumps({"case": number, "found": found}) + "\n")
             sys.__stdout__.flush()
-    mark.write_text(str(numbers.stop))
+    set_mark(mark, numbers.stop)
+
+
+def set_mark(mark: Path, number: int) -> None:
+    """Writes the case under way over that before, so that the file has a number at any moment."""
+    file = os.open(mark, os.O_WRONLY | os.O_CREAT, 0o600)
+    os.pwrite(file, b"%020d" % number, 0)
+    os.close(file)
 
 
 def _attack(name: str, start: int, options: argparse.Namespace) -> int:
