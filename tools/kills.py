@@ -183,12 +183,16 @@ def kill(mark: str, process: "subprocess.Popen[bytes]", whom: str, draw: random.
 
 
 def attempt(
-    made: Prepared, command: str, draw: random.Random, target: Path, counts: Counter[str]
+    made: Prepared,
+    command: str,
+    whom: str,
+    draw: random.Random,
+    target: Path,
+    counts: Counter[str],
 ) -> tuple[str, list[str]]:
     """Kills a command once; returns what was killed and when, and what was wrong then."""
     before, mark = unused(), secrets.token_hex(8)
     after = draw.uniform(0.0, 1.05 * made.seconds[command])
-    whom = draw.choice(WHOM) if command == "train" else "everything"
     process = subprocess.Popen(
         line_of(command, made.folder, target),
         env=environment(mark, target.parent),
@@ -290,7 +294,8 @@ def main() -> int:
             command = draw.choice(options.commands or ("train", "train", *commands[1:]))
             folder = Path(name, f"kill{number}")
             folder.mkdir()
-            what, wrong = attempt(made, command, draw, folder / "target", counts)
+            whom = draw.choice(WHOM) if command == "train" else "everything"
+            what, wrong = attempt(made, command, whom, draw, folder / "target", counts)
             counts[command] += 1
             counts["wrong"] += bool(wrong)
             for text in wrong:
