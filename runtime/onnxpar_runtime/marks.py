@@ -47,14 +47,13 @@ class Marks:
 
     def failed(self) -> list[int]:
         """Returns the ranks of this machine whose process has ended before they finished."""
-        machine = socket.gethostname()
-        found = []
-        for rank in sorted(self._ranks(_STARTED) - self._ranks(_FINISHED)):
-            words = (self.folder / f"rank{rank:04d}{_STARTED}").read_text(encoding="utf-8").split()
-            # A file that has just been made may still be empty.
-            if len(words) == 2 and words[0] == machine and not _lives(int(words[1])):
-                found.append(rank)
-        return found
+        here = self._processes_here()
+        return [rank for rank in self.unfinished() if rank in here and not _lives(here[rank])]
+
+    def elsewhere(self, count: int) -> list[int]:
+        """Returns those of `count` ranks that have left no mark of this machine."""
+        here = self._processes_here()
+        return [rank for rank in range(count) if rank not in here]
 
     def unfinished(self) -> list[int]:
         """Returns the ranks that left a mark when they started, and none when they finished."""
@@ -64,6 +63,16 @@ class Marks:
     def empty(self) -> bool:
         """Whether no rank has left a mark."""
         return not self._ranks(_STARTED)
+
+    def _processes_here(self) -> dict[int, int]:
+        """Returns the processes on this machine, by rank."""
+        found = {}
+        for rank in sorted(self._ranks(_STARTED)):
+            words = (self.folder / f"rank{rank:04d}{_STARTED}").read_text(encoding="utf-8").split()
+            # A file that has just been made may still be empty.
+            if len(words) == 2 and words[0] == socket.gethostname():
+                found[rank] = int(words[1])
+        return found
 
     def _ranks(self, kind: str) -> set[int]:
         return {int(path.name.removesuffix(kind)[4:]) for path in self.folder.glob(f"rank*{kind}")}

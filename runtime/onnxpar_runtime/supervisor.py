@@ -207,19 +207,25 @@ def _run(job: Job, ranks: int, arguments: Sequence[str]) -> _End:
             _end_orphans(known)
         why = stop.why
         if process.returncode == 0 and not why:
-            why = _why_unfinished(marks)
+            why = _why_unfinished(marks, ranks)
     return _End(process.returncode, signals.seen, why)
 
 
-def _why_unfinished(marks: Marks) -> str:
+def _why_unfinished(marks: Marks, ranks: int) -> str:
     """Says why a run did not finish, though mpirun reported success; empty if it did."""
     if marks.empty:
         return (
             "mpirun ended with code 0, but no rank reported that it finished: expected a rank on "
             "this machine, or a folder TMPDIR that all machines share"
         )
-    left = marks.unfinished()
-    return f"{numbered_ranks(left)} did not finish, but mpirun ended with code 0" if left else ""
+    left, elsewhere = marks.unfinished(), marks.elsewhere(ranks)
+    if not left:
+        return ""
+    text = f"{numbered_ranks(left)} did not finish, but mpirun ended with code 0"
+    if not elsewhere:
+        return text
+    which = "the machine" if len(elsewhere) == 1 else "a machine"
+    return f"{text}: it lost {which} of {numbered_ranks(elsewhere)}"
 
 
 def _grace(arguments: Sequence[str]) -> float | None:

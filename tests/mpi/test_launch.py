@@ -21,7 +21,7 @@ from onnxpar_runtime.checkpoint.contents import Checkpoint
 from onnxpar_runtime.checkpoint.folder import complete_steps, resolve, step_name
 from onnxpar_runtime.launch import mpirun_environment
 from tests.cli import linear
-from tests.runtime.launching import LIMIT, alive, children
+from tests.runtime.launching import LIMIT, alive, children, slow_data
 
 FULL = bool(os.environ.get("ONNXPAR_FULL"))
 SEED = int(os.environ.get("ONNXPAR_FUZZ_SEED", "0"))
@@ -84,19 +84,6 @@ def ranks_anywhere(process: "subprocess.Popen[str]", count: int) -> list[int]:
     raise AssertionError(f"there are no {count} ranks: {process.communicate()}")
 
 
-def slow(folder: Path) -> str:
-    """Writes a module of data with slow steps to a folder where ranks find it."""
-    (folder / "slow_data.py").write_text(
-        "import time\nimport numpy as np\n"
-        "def batches(epoch, seed):\n"
-        "    rng = np.random.default_rng([seed, epoch])\n"
-        "    for _ in range(20):\n"
-        "        time.sleep(0.02)\n"
-        "        yield {'x': rng.random((8, 64), np.float32), 'labels': rng.integers(0, 10, 8)}\n"
-    )
-    return "slow_data:batches"
-
-
 def losses(log: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in log.read_text().splitlines()]
 
@@ -109,7 +96,7 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def training(folder: Path, directory: Path, *more: str) -> list[str]:
     return [
-        "train", str(directory), "--data", slow(folder), "--lr", "0.05", "--epochs", "3",
+        "train", str(directory), "--data", slow_data(folder), "--lr", "0.05", "--epochs", "3",
         "--seed", "5", "--device", "cpu", "--print-every", "0", *more,
     ]  # fmt: skip
 
@@ -253,7 +240,8 @@ def test_on_two_machines_a_rank_dies(work: Path, machines: list[str], whom: int)
 
 def test_on_two_machines_a_daemon_dies(work: Path, machines: list[str]) -> None:
     """Open MPI's mpirun then ends all ranks, and returns 0."""
-    message = "did not finish, but mpirun ended with code 0"
+    message = "ranks 0, 1 did not finish, but mpirun ended with code 0: it lost the machine of "
+    message += "rank 0"
     resumes_after_killing(lambda ranks: parent(ranks[0]), message, work, machines)
 
 

@@ -21,6 +21,19 @@ LIMIT = 90
 """Seconds after which mpirun is killed and the test fails: the cores may be busy."""
 
 
+def slow_data(folder: Path) -> str:
+    """Writes a module of data with slow steps to a folder where ranks find it; returns its name."""
+    (folder / "slow_data.py").write_text(
+        "import time\nimport numpy as np\n"
+        "def batches(epoch, seed):\n"
+        "    rng = np.random.default_rng([seed, epoch])\n"
+        "    for _ in range(20):\n"
+        "        time.sleep(0.02)\n"
+        "        yield {'x': rng.random((8, 64), np.float32), 'labels': rng.integers(0, 10, 8)}\n"
+    )
+    return "slow_data:batches"
+
+
 @dataclass(frozen=True)
 class Outcome:
     """The outcome of mpirun: exit code, both streams, seconds."""
