@@ -17,7 +17,7 @@ from pathlib import Path
 
 
 def read(path: Path) -> list[tuple[int, int, float]]:
-    """Returns `(epoch, step, loss)` of each line.
+    """Returns `(epoch, step, loss)` of each step; evaluations are left out.
 
     Raises:
         ValueError: The file cannot be read, or is not a log.
@@ -26,6 +26,8 @@ def read(path: Path) -> list[tuple[int, int, float]]:
     try:
         for line in path.read_text(encoding="utf-8").splitlines():
             entry = json.loads(line)
+            if "evaluation_loss" in entry:
+                continue
             found.append((entry["epoch"], entry["step"], float(entry["loss"])))
     except OSError as error:
         raise ValueError(f"{path}: cannot be read: {error.strerror}") from None

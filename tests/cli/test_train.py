@@ -133,7 +133,13 @@ def test_begins_with_what_was_saved(
     x, classes = linear.digits(test=False)
     rows = np.random.default_rng([0, 1]).permutation(len(x))[:100]
     loss, _, _ = linear.loss_of(load_file(saved)["w"].astype(float), x[rows], classes[rows])
-    assert json.loads(log.read_text())["loss"] == pytest.approx(loss, rel=CLOSE)
+    step, evaluation = map(json.loads, log.read_text().splitlines())
+    assert step["loss"] == pytest.approx(loss, rel=CLOSE)
+    assert evaluation.keys() == {"epoch", "run_step", "evaluation_loss", "evaluation_accuracy"}
+    assert (
+        evaluation["run_step"] == 1
+        and f"{evaluation['evaluation_loss']:.7g}" in (capfd.readouterr().out.splitlines()[1])
+    )
 
 
 def npz(path: Path, count: int, **changed: np.ndarray) -> str:

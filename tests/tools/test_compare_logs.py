@@ -15,6 +15,7 @@ WANT = [2.0, 1.0, 0.5]
 def compare(folder: Path, got: Sequence[float], want: Sequence[float], *options: str) -> int:
     for name, losses in (("got", got), ("want", want)):
         lines = [json.dumps({"epoch": 1, "step": i + 1, "loss": x}) for i, x in enumerate(losses)]
+        lines += [json.dumps({"epoch": 1, "run_step": len(lines), "evaluation_loss": len(name)})]
         (folder / f"{name}.jsonl").write_text("".join(line + "\n" for line in lines))
     command = [sys.executable, SCRIPT, folder / "got.jsonl", folder / "want.jsonl", *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)

@@ -22,7 +22,7 @@ from onnxpar_runtime.mpirun_place import mpirun_place
 from onnxpar_runtime.training.callbacks import Callback
 from onnxpar_runtime.training.live_line import LiveLine
 from onnxpar_runtime.training.results import Evaluated, Fitted
-from onnxpar_runtime.training.step_record import StepRecord
+from onnxpar_runtime.training.step_record import StepRecord, json_line
 
 if TYPE_CHECKING:
     from rich.live import Live
@@ -120,17 +120,24 @@ class Reporter(Closing):
         if self._every and record.step % self._every == 0:
             self.tell(record.line)
         self._line.show(record)
-        if self._file is not None:
-            try:
-                self._file.write(record.json.encode() + b"\n")
-            except OSError as error:
-                raise self._cannot_write(error) from None
+        self._write(record.json)
         for callback in self._callbacks:
             callback.on_step(self._done, record)
 
     def evaluated(self, epoch: int, result: Evaluated) -> None:
-        """Reports an evaluation after an epoch."""
+        """Reports an evaluation after an epoch.
+
+        Raises:
+            InputError: The log file cannot be written.
+        """
         self.tell(f"epoch: {epoch} evaluated on {result.samples} samples: {result.text}")
+        values = {
+            "epoch": epoch,
+            "run_step": self._done,
+            "evaluation_loss": result.loss,
+            "evaluation_accuracy": result.accuracy,
+        }
+        self._write(json_line(values))
         for callback in self._callbacks:
             callback.on_evaluation(self._done, result)
 
@@ -143,6 +150,14 @@ class Reporter(Closing):
         """Reports the end of the run."""
         for callback in self._callbacks:
             callback.on_end(result)
+
+    def _write(self, line: str) -> None:
+        if self._file is None:
+            return
+        try:
+            self._file.write(line.encode() + b"\n")
+        except OSError as error:
+            raise self._cannot_write(error) from None
 
     def _cannot_write(self, error: OSError) -> InputError:
         return InputError(f"{self._path}: cannot be written: {error.strerror or error}")

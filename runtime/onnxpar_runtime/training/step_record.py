@@ -1,6 +1,7 @@
 """The numbers of a step that are reported."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import isfinite
 
@@ -58,11 +59,16 @@ class StepRecord:
 
     @property
     def json(self) -> str:
-        """The line of the log file; numbers that are not finite, which JSON lacks, are null.
+        """The line of the log file."""
+        return json_line(vars(self))
 
-        What is not known of the run is left out.
-        """
-        values = {k: v for k, v in vars(self).items() if v is not None}
-        return json.dumps(
-            {k: v if isinstance(v, int) or isfinite(v) else None for k, v in values.items()}
-        )
+
+def json_line(values: Mapping[str, float | None]) -> str:
+    """Returns numbers as a line of the log file. What is not known, None, is left out.
+
+    Numbers that are not finite, which JSON lacks, are null.
+    """
+    known = {k: v for k, v in values.items() if v is not None}
+    return json.dumps(
+        {k: v if isinstance(v, int) or isfinite(v) else None for k, v in known.items()}
+    )

@@ -13,6 +13,7 @@ from onnxpar_format.manifest import Loss, Training, TrainingTensor
 from onnxpar_runtime.errors import InputError
 from onnxpar_runtime.training.live_line import LiveLine
 from onnxpar_runtime.training.log import Reporter, on_terminal, what_is_trained
+from onnxpar_runtime.training.results import Evaluated
 from onnxpar_runtime.training.step_record import StepRecord
 
 RECORD = StepRecord(
@@ -127,6 +128,21 @@ def test_lines_and_file(tmp_path: Path) -> None:
     assert out.getvalue().splitlines() == ["hello", numbered(1).line, numbered(2).line]
     lines = (tmp_path / "a.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2]
+
+
+def test_evaluations_have_lines(tmp_path: Path) -> None:
+    log = tmp_path / "a.jsonl"
+    with Reporter(True, log=log, out=io.StringIO()) as reporter:
+        reporter.begin(2)
+        reporter.step(numbered(1))
+        reporter.evaluated(1, Evaluated(0.5, 10, 4, 8))
+        reporter.evaluated(2, Evaluated(float("nan"), 10, None, 0))
+    _, *found = map(json.loads, log.read_text().splitlines())
+    at = {"run_step": numbered(1).run_step}
+    assert found == [
+        {"epoch": 1, **at, "evaluation_loss": 0.5, "evaluation_accuracy": 0.5},
+        {"epoch": 2, **at, "evaluation_loss": None},
+    ]
 
 
 @pytest.mark.parametrize(("every", "printed"), [(0, []), (1, [1, 2, 3, 4]), (2, [2, 4])])
