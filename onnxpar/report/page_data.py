@@ -5,14 +5,16 @@ Begins with `page_data`; `onnxpar.report.write_page` makes a page of it. The tab
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from onnxpar.core.errors import SymbolError
 from onnxpar.core.machine import Machine
 from onnxpar.core.symbols import Symbol
 from onnxpar.core.version import __version__
 from onnxpar.emit.manifest import dtype_named
-from onnxpar.report.fold_layers import FoldedNodes, common_name, fold_nodes
+from onnxpar.report.fold_layers import FoldedNodes, common_name, fold_nodes, fold_rows
 from onnxpar.report.rank_programs import rank_programs
 from onnxpar.report.read_directory import read_programs
 from onnxpar.report.size_grid import size_grid
@@ -36,15 +38,21 @@ def page_data(directories: Sequence[Json]) -> Json:
 
 
 def directory_page(
-    directory: Path, sizes: Mapping[str, int], machine: Machine, played: Played | None = None
+    directory: Path,
+    sizes: Mapping[str, int],
+    machine: Machine,
+    played: Played | None = None,
+    run_sizes: Mapping[str, int] | None = None,
 ) -> Json:
     """Returns the part of a page about one directory.
 
     Args:
         directory: The directory.
-        sizes: The sizes of symbols that the page shows first; `Symbol.typical` for others.
+        sizes: The sizes of symbols that the page shows first.
         machine: The machine whose times are predicted.
         played: Plays a step of the directory's pipeline; without it, the page has none.
+        run_sizes: The sizes of other symbols in a run, where they are admissible;
+            `Symbol.typical` for the rest.
 
     Raises:
         DirectoryError: It has no report, a graph in it cannot be read, or a size is not admissible.
@@ -55,6 +63,7 @@ def directory_page(
     for name, size in sizes.items():
         if name in symbols:
             symbols[name].check(name, size)
+    sizes = {**_admitted(run_sizes or {}, symbols), **sizes}
     tables, grid = Tables(symbols), size_grid(symbols, sizes)
     data = {
         "name": directory.name or str(directory),
@@ -78,6 +87,16 @@ def directory_page(
     if played is not None and report["stages"] > 1:
         data["pipeline"] = _pipeline(data, tables, len(grid.points), played)
     return data | tables.contents()
+
+
+def _admitted(sizes: Mapping[str, int], symbols: Mapping[str, Symbol]) -> dict[str, int]:
+    """Returns the sizes that their symbols admit."""
+    found = {}
+    for name in sizes.keys() & symbols.keys():
+        with suppress(SymbolError):
+            symbols[name].check(name, sizes[name])
+            found[name] = sizes[name]
+    return found
 
 
 def _pipeline(data: Json, tables: Tables, points: int, played: Played) -> Json | None:
@@ -110,7 +129,10 @@ def _symbol(name: str, symbol: Symbol, sizes: Mapping[str, int]) -> Json:
 
 
 def _parameters(manifest: Json) -> list[Json]:
-    """Returns each parameter, with the bytes that a device holds and the devices that hold each."""
+    """Returns each parameter, with the bytes that a device holds and the devices that hold each.
+
+    Those that differ only in the numbers of their names are one entry, with their `count`.
+    """
     layouts = manifest["strategy"].get("parameters", {})
     found = []
     for name, entry in manifest["parameters"].items():
@@ -127,7 +149,11 @@ def _parameters(manifest: Json) -> list[Json]:
                 "local": max((bytes_of(dtype, s["local_shape"]) for s in shards), default=0),
             }
         )
-    return found
+    groups = fold_rows(found, lambda row: [row["name"]], lambda row: str({**row, "name": ""}))
+    return [
+        {**group[0], "name": common_name([row["name"] for row in group]), "count": len(group)}
+        for group in groups
+    ]
 
 
 def _program(name: str, program: Json, tables: Tables) -> Json:

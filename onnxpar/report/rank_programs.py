@@ -50,8 +50,9 @@ def rank_programs(
     `keeps`, whether its `handed` values wait for a backward pass;
     `nodes`, with `name`, `op`, `owner` (the number of the node in `of`, or -1) and `seconds`;
     `untimed`, the nodes whose time is not known and counts 0, since only a run shows the sizes;
-    `transfers`, in the order in which they are ready, with `node`, `ready`, `needed` (numbers of
-    nodes), `overlaps`, `seconds` and `bytes`; `apart`, collectives that run behind another program;
+    `transfers`, in the order in which they are ready, with `op`, `over`, `node`, `ready`, `needed`
+    (numbers of nodes), `overlaps`, `seconds` and `bytes`; `apart`, collectives that run behind
+    another program;
     `end`, the program's seconds;
     `values`, `[name, size, first node, last node]`; `work`, `[node, bytes]` of kernels that need
     memory while they run, at the sizes that are shown first; `bound`, `[name, kind, size]` of what
@@ -137,7 +138,8 @@ class _Reading:
         transfers = sorted(self._transfers(sent), key=lambda t: t["ready"])
         apart = [
             {
-                "op": item["op"],
+                **self._kind(item),
+                "node": self.tables.text(item["node"]),
                 "value": self.tables.text(item["value"]),
                 "seconds": self.tables.time(self._sending([item])),
                 "overlaps": self._overlaps(item["atoms"]),
@@ -180,6 +182,7 @@ class _Reading:
             if not items:
                 continue
             yield {
+                **self._kind(items[0]),
                 "node": number,
                 "ready": number,
                 "needed": waits.get(node, number),
@@ -187,6 +190,9 @@ class _Reading:
                 "seconds": self._sending(items),
                 "bytes": [self.tables.size(_number(item["bytes"])) for item in items],
             }
+
+    def _kind(self, item: Json) -> Json:
+        return {"op": item["op"], "over": self.costs[0].mesh.describe(item["atoms"])}
 
     def _overlaps(self, atoms: Sequence[int]) -> bool:
         """Whether a device computes while it communicates over these atoms."""

@@ -9,6 +9,8 @@ from onnxpar.core.errors import OnnxparError
 
 MOST_ROWS = 2000
 """A longer log is thinned out to about as many rows."""
+EVALUATION = "evaluation_"
+"""What names of an evaluation's numbers begin with."""
 _MOST = 1 << 63
 
 
@@ -24,11 +26,13 @@ def read_log(path: Path) -> dict[str, Any]:
       `stride`-th step and the last;
     - `steps`: for each row, the number of its step in the run, `run_step`. If the log has no such
       numbers, every step counts as logged;
-    - `logged`: how many steps are in the log.
+    - `logged`: how many steps are in the log;
+    - `evaluations`: for each number of an evaluation, such as `evaluation_loss`, pairs of a step of
+      the run and the number.
 
     Args:
         path: A file that `train --log` has written: a JSON object in each line. Lines without a
-            loss, and fields that are no numbers, are left out.
+            loss or an evaluation, and fields that are no numbers, are left out.
 
     Raises:
         LogError: It cannot be read, a line is no JSON object, or no line has a loss.
@@ -38,6 +42,7 @@ def read_log(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise LogError(f"{path}: {error}") from None
     found: list[dict[str, float]] = []
+    evaluations: dict[str, dict[float, float]] = {}
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -50,6 +55,10 @@ def read_log(path: Path) -> dict[str, Any]:
         numbers = {k: v for k, v in entry.items() if _is_number(v)}
         if "loss" in numbers:
             found.append(numbers)
+        elif "run_step" in numbers:
+            for name in numbers:
+                if name.startswith(EVALUATION):
+                    evaluations.setdefault(name, {})[numbers["run_step"]] = numbers[name]
     if not found:
         raise LogError(f"{path}: expected lines with a loss, got none")
     columns = list(dict.fromkeys(name for entry in found for name in entry))
@@ -63,6 +72,7 @@ def read_log(path: Path) -> dict[str, Any]:
         "steps": [steps[place] for place in shown],
         "stride": stride,
         "logged": len(found),
+        "evaluations": {name: sorted(steps.items()) for name, steps in evaluations.items()},
     }
 
 

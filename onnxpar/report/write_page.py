@@ -23,6 +23,8 @@ SCRIPTS = (
     "memory.js",
     "time.js",
     "pipeline.js",
+    "timeline.js",
+    "measured.js",
     "runs.js",
     "compare.js",
     "main.js",

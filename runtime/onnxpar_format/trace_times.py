@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import TypeVar
 
 from onnxpar_format.calls import WAIT
 from onnxpar_format.trace import (
@@ -24,6 +25,7 @@ from onnxpar_format.trace import (
     TraceSpan,
 )
 
+T = TypeVar("T")
 PARTS = {
     "compute": "computation",
     "communication": "exposed communication",
@@ -110,16 +112,11 @@ def times(trace: Trace) -> StepTimes:
         ValueError: The trace has no steps.
     """
     count = len(trace.clocks)
-    of_rank: list[list[TraceSpan]] = [[] for _ in range(count)]
-    for span in trace.spans:
-        of_rank[span.rank].append(span)
-    kind = STEP if any(span.kind == STEP for span in trace.spans) else EVALUATION
-    windows = [_windows(spans, kind) for spans in of_rank]
-    if not all(windows):
-        raise ValueError("the trace has no steps")
+    of_rank = spans_of_ranks(trace)
+    windows = [counted(own) for own in steps_of_ranks(trace)]
     waited_for = [0.0] * count
     for spans, own in zip(of_rank, windows, strict=True):
-        for call, waiting in _calls(spans, own):
+        for call, waiting in foreground_calls(spans, own):
             last = call.more.get("last")
             if last is not None and last != call.rank:
                 waited_for[last] += waiting
@@ -131,14 +128,40 @@ def times(trace: Trace) -> StepTimes:
     return StepTimes(steps, ranks, late, _idle(of_rank))
 
 
+def spans_of_ranks(trace: Trace) -> list[list[TraceSpan]]:
+    """Returns the spans of each rank, in order of time."""
+    found: list[list[TraceSpan]] = [[] for _ in trace.clocks]
+    for span in trace.spans:
+        found[span.rank].append(span)
+    return found
+
+
+def steps_of_ranks(trace: Trace) -> list[list[TraceSpan]]:
+    """Returns the steps of each rank, or the evaluations of batches in a trace without steps.
+
+    Raises:
+        ValueError: A rank has none.
+    """
+    kind = STEP if any(span.kind == STEP for span in trace.spans) else EVALUATION
+    found = [_windows(spans, kind) for spans in spans_of_ranks(trace)]
+    if not all(found):
+        raise ValueError("the trace has no steps")
+    return found
+
+
+def counted(steps: Sequence[T]) -> Sequence[T]:
+    """Returns the steps that are counted: all but the first, which allocates memory."""
+    return steps[1:] if len(steps) > 1 else steps
+
+
 def _windows(spans: Sequence[TraceSpan], kind: str) -> list[TraceSpan]:
-    """Returns the steps that are counted, in order: spans of a kind."""
+    """Returns the spans of a kind, in order, without those within another one."""
     steps: list[TraceSpan] = []
     for span in sorted((s for s in spans if s.kind == kind), key=lambda s: (s.start, -s.end)):
         # The loop's step, with its input, has that of the trainer within it.
         if not steps or span.start >= steps[-1].end:
             steps.append(span)
-    return steps[1:] if len(steps) > 1 else steps
+    return steps
 
 
 def _within(spans: Iterable[TraceSpan], windows: Sequence[TraceSpan]) -> list[TraceSpan]:
@@ -152,7 +175,7 @@ def _within(spans: Iterable[TraceSpan], windows: Sequence[TraceSpan]) -> list[Tr
     return found
 
 
-def _calls(
+def foreground_calls(
     spans: Sequence[TraceSpan], windows: Sequence[TraceSpan]
 ) -> list[tuple[TraceSpan, float]]:
     """Returns the foreground's calls in the windows, and how long each waited for the last rank."""
@@ -189,7 +212,7 @@ def _times(
         parts[_PARTS[span.kind]] += span.seconds
     starts = [span.start for span in main]
     communication = waiting = 0.0
-    for call, waited in _calls(spans, windows):
+    for call, waited in foreground_calls(spans, windows):
         at = bisect_right(starts, call.start) - 1
         around = main[at].kind if at >= 0 and call.start < main[at].end else None
         if around == RECEIVE:

@@ -404,7 +404,7 @@ class Executor:
         if not binding.reusable:
             binding.outputs.clear()
             self._bind_outputs(binding)
-        with self.rank.timeline.span(PROGRAM, self.program.name):
+        with self.rank.timeline.span(PROGRAM, self.program.name, sizes=feeds.values):
             try:
                 if binding.captures:
                     self._capture(binding, mode)

@@ -149,49 +149,60 @@ onnxpar.collectives = (() => {
     );
   }
 
-  /* Nodes that every device computes completely, and parameters of which several devices have copies. */
+  /*
+   * Nodes that every device computes completely, and parameters of which several devices have copies.
+   * Those of equal layers are shown once, with * for what differs in their names.
+   */
   function replicated(directory) {
     const { layouts, texts } = directory;
     const whole = ([, , , layout]) => layout === null || layouts[layout].dims.flat().every(([, atoms]) => !atoms.length);
-    const rows = directory.programs.flatMap((program) => {
+    const [why, plain] = [new Map(), new Map()];
+    for (const program of directory.programs) {
       const reasons = new Map(program.replicated.map((row) => [row.name, row.reason]));
-      return program.nodes
-        .filter((node) => reasons.has(node.name) || [...node.inputs, ...node.outputs].every(whole))
-        .map((node) => ({
-          name: node.name,
-          op: texts[node.op],
-          program: program.name,
-          reason: reasons.get(node.name) ?? "nothing that it reads is sharded",
-        }));
-    });
+      for (const [start, size, count, names] of program.blocks) {
+        // Of equal layers, the first stands for all.
+        program.nodes.slice(start, start + size).forEach((node, place) => {
+          const reason = reasons.get(node.name);
+          if (reason === undefined && ![...node.inputs, ...node.outputs].every(whole)) return;
+          const row = { name: count > 1 ? names[place] : node.name, op: texts[node.op], program: program.name, reason, count: 0 };
+          const key = Object.values(row).join("\n");
+          const rows = reason === undefined ? plain : why;
+          if (!rows.has(key)) rows.set(key, row);
+          rows.get(key).count += count;
+        });
+      }
+    }
+    const layers = { title: "layers", of: (row) => row.count, shown: (row) => (row.count > 1 ? `× ${row.count}` : ""), number: true };
+    const columns = [
+      { title: "node", of: (row) => row.name, shown: (row) => name(row.name) },
+      layers,
+      { title: "operator", of: (row) => row.op },
+      ...(directory.programs.length > 1 ? [{ title: "program", of: (row) => row.program }] : []),
+    ];
+    const total = (rows) => [...rows.values()].reduce((sum, { count }) => sum + count, 0);
     const copied = directory.parameters.filter((parameter) => parameter.copies > 1);
     return [
       make("h3", {}, "Nodes"),
-      rows.length
-        ? table(
-            rows,
-            [
-              { title: "node", of: (row) => row.name, shown: (row) => name(row.name) },
-              { title: "operator", of: (row) => row.op },
-              { title: "program", of: (row) => row.program },
-              { title: "reason", of: (row) => row.reason },
-            ],
-            { label: "replicated nodes", first: 20 },
-          )
-        : empty("Every node has a sharded operand or result."),
+      why.size ? table([...why.values()], [...columns, { title: "reason", of: (row) => row.reason }], { label: "replicated nodes", first: 20 }) : null,
+      plain.size
+        ? make("details", {}, make("summary", {}, `${numbers.count(total(plain))} nodes that read nothing sharded, such as the arithmetic of shapes`),
+            table([...plain.values()], columns, { label: "nodes that read nothing sharded" }))
+        : null,
+      why.size + plain.size ? null : empty("Every node has a sharded operand or result."),
       make("h3", {}, "Parameters"),
       copied.length
         ? table(
             copied,
             [
               { title: "parameter", of: (row) => row.name, shown: (row) => name(row.name) },
+              layers,
               { title: "shape", of: (row) => `[${row.shape.join(", ")}]`, shown: (row) => formula(`[${row.shape.join(", ")}]`), kind: "mono" },
               { title: "layout", of: (row) => row.layout, shown: (row) => formula(row.layout), kind: "mono" },
               { title: "shards", of: (row) => row.shards, number: true },
               { title: "devices with a copy of each", of: (row) => row.copies, number: true },
-              { title: "bytes on a device", of: (row) => row.local, shown: (row) => numbers.bytes(row.local), number: true },
+              { title: "bytes of each on a device", of: (row) => row.local, shown: (row) => numbers.bytes(row.local), number: true },
             ],
-            { label: "replicated parameters", by: 5, first: 20 },
+            { label: "replicated parameters", by: 6, first: 20 },
           )
         : empty("No two devices hold the same part of a parameter."),
     ];

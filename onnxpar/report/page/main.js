@@ -96,7 +96,7 @@
     .map(([id, name, text, render]) => [id, name, text, () => sides(render)]);
   if (directories.length > 1) shown.unshift(["comparison", "Comparison", "", () => onnxpar.compare(directories)]);
   if (data.log) shown.push(["log", "Training log", "", () => onnxpar.runs.log(data.log)]);
-  if (data.trace) shown.push(["trace", "Trace", "", () => onnxpar.runs.trace(data.trace)]);
+  if (data.trace) shown.push(["trace", "Trace", "", () => onnxpar.runs.trace(data.trace, directories)]);
 
   const title = directories.map((directory) => directory.name).join(" and ");
   const links = shown.map(([id, name]) => make("a", { href: `#${id}` }, name));

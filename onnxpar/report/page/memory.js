@@ -90,7 +90,7 @@ onnxpar.memory = (() => {
     return table(
       rows,
       [
-        { title: "ranks", of: (row) => (each > 1 ? `${row.stage * each} to ${(row.stage + 1) * each - 1}` : String(row.stage)) },
+        { title: "ranks", kind: "unbroken", of: (row) => (each > 1 ? `${row.stage * each} to ${(row.stage + 1) * each - 1}` : String(row.stage)) },
         { title: "weights and states", ...bytes((row) => row.kept) },
         { title: "inputs and outputs", ...bytes((row) => row.bound) },
         { title: "values between nodes, at most", ...bytes((row) => row.values) },
@@ -126,7 +126,12 @@ onnxpar.memory = (() => {
     return [
       make("div", { class: "legend" }, layers.map(({ name: text, colour, values }) =>
         make("span", {}, make("i", { style: { background: colour } }), `${text}, ${numbers.bytes(Math.max(...values))}`))),
-      charts.areas(layers, numbers.bytes, `Memory over the nodes of ${program.name}`, (at * bins) / curve.length),
+      charts.areas(layers, `Memory over the nodes of ${program.name}`, {
+        format: numbers.bytes,
+        feet: ["nodes in the order of execution →"],
+        mark: (at * bins) / curve.length,
+        at: (place) => texts[program.nodes[Math.floor((place * curve.length) / bins)].name],
+      }),
       make("p", {}, "The values need most, ", make("b", {}, numbers.bytes(curve[at])), ", at node ",
         String(at), " of ", String(curve.length), ", ", name(texts[node.name]), ". They are:"),
       table(

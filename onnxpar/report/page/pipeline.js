@@ -33,7 +33,7 @@ onnxpar.pipeline = (() => {
         `; the stages are idle for ${idle.map(numbers.share).join(", ")} of it.`),
       make("div", { class: "legend" }, used.map((kind) => make("span", {}, make("i", { style: { background: COLOURS[kind] } }), WORDS[kind])),
         make("span", { class: "soft" }, "Numbers are micro-batches.")),
-      charts.lanes(rows, end, numbers.seconds, "Timeline of the pipeline"),
+      charts.lanes(rows, end, "Timeline of the pipeline"),
     ];
   }
 

@@ -170,6 +170,12 @@ onnxpar.numbers = (() => {
     return `${three(n / 1e-9)} ns`;
   }
 
+  /* Seconds up to `most`, all in one unit, which suits the largest. */
+  function secondsAs(most) {
+    const [unit, scale] = [["s", 1], ["ms", 1e-3], ["µs", 1e-6], ["ns", 1e-9]].find(([, one]) => most >= one) ?? ["s", 1];
+    return (n) => (n === 0 ? "0" : `${Number((n / scale).toPrecision(4))} ${unit}`);
+  }
+
   const share = (n) => `${whole.format(100 * n)} %`;
-  return { count, bytes, seconds, share };
+  return { count, bytes, seconds, secondsAs, share };
 })();

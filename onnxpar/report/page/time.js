@@ -194,7 +194,7 @@ onnxpar.time = (() => {
       colour: hidden >= seconds / 2 ? "var(--bound)" : "var(--axis-1)",
       title: `${directory.texts[program.nodes[transfer.node].name]}: ${numbers.seconds(seconds)}, ${numbers.seconds(hidden)} hidden`,
     }));
-    return charts.lanes([{ name: "computing", bars }, { name: "communication", bars: sent }], end, numbers.seconds, `Time of ${program.name}`);
+    return charts.lanes([{ name: "computing", bars }, { name: "communication", bars: sent }], end, `Time of ${program.name}`);
   }
 
   /*
@@ -229,5 +229,5 @@ onnxpar.time = (() => {
 
   const total = (directory) => step(directory).all;
 
-  return { time, play, step, total };
+  return { time, play, layersOf, overlap, exposed, step, total };
 })();

@@ -15,7 +15,20 @@ import transformer
 
 from onnxpar.cli import main
 from onnxpar_format.expressions import evaluate_exact
-from onnxpar_format.trace import MAIN, STEP, Clock, Trace, TraceSpan, trace_json
+from onnxpar_format.trace import (
+    CALL,
+    FOREGROUND,
+    MAIN,
+    OPERATOR,
+    OPERATORS,
+    PROGRAM,
+    STEP,
+    WAITING,
+    Clock,
+    Trace,
+    TraceSpan,
+    trace_json,
+)
 from tests.onnxpar.report.test_page import hostile_model
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -223,6 +236,156 @@ def test_a_node_shows_its_rule_and_blocks_and_keys_close_it(browser: Any, page: 
     assert not complaints(browser)
 
 
+@pytest.fixture(scope="module")
+def run_page(page: Path) -> Path:
+    """The page of a run of three steps of that GPT: its log with evaluations, and its trace.
+
+    A step runs each program of a rank, in which a collective takes 1 ms after 1 ms of waiting.
+    """
+    manifest = json.loads((page.parent / "out" / "manifest.json").read_text())
+    spans = []
+    for rank in range(8):
+        programs = {
+            name: entry
+            for name, entry in manifest["programs"].items()
+            if (entry["files"] or [None] * 8)[rank] and not name.startswith("eval")
+        }
+        for number in range(3):
+            at = begin = 0.25 * number
+            for name, entry in programs.items():
+                first = entry["collectives"][0]
+                sizes = {"batch": 12, "seq": 20}
+                spans.append(TraceSpan(rank, MAIN, PROGRAM, name, at, at + 0.01, {"sizes": sizes}))
+                facts = {"op": "collective", "bytes": 2048, "ranks": [0, 1]}
+                said = f"{first['op']} '{first['node']}'"
+                middle = at + 0.004
+                spans.append(TraceSpan(rank, FOREGROUND, CALL, said, middle, at + 0.006, facts))
+                spans.append(TraceSpan(rank, FOREGROUND, WAITING, "waiting", middle, at + 0.005))
+                for place in range(1000):
+                    start = at + 4e-6 * place
+                    spans.append(
+                        TraceSpan(rank, OPERATORS, OPERATOR, f"op{place}", start, start + 4e-6)
+                    )
+                at += 0.02
+            spans.append(TraceSpan(rank, MAIN, STEP, "step", begin, at + 0.05 * number))
+    spans.sort(key=lambda span: (span.start, -span.end))
+    trace, log = page.parent / "run.json", page.parent / "run.jsonl"
+    trace.write_text(trace_json(Trace("train", 4, [Clock()] * 8, spans)))
+    lines: list[dict[str, float]] = []
+    for n in range(1, 21):
+        split = {"input_s": 0.1, "communication_s": 0.2, "optimizer_s": 0.1, "checkpoint_s": 0.0}
+        amounts = {"loss": 2 / n, "memory_bytes": 2**20 * n, "tokens_per_s": 10.0, "step_s": 1.0}
+        lines.append({"run_step": n, **amounts, **split})
+    lines += [
+        {"run_step": n, "evaluation_loss": 3 / n, "evaluation_accuracy": 0.5} for n in (10, 20)
+    ]
+    log.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    shown, runs = page.parent / "run.html", ["--log", str(log), "--trace", str(trace)]
+    assert main(["report", str(page.parent / "out"), *runs, "-o", str(shown)]) == 0
+    return shown
+
+
+def test_a_trace_is_a_timeline(browser: Any, run_page: Path) -> None:
+    opened(browser, run_page)
+    section = browser.find_element("id", "trace")
+    choice = section.find_element("css selector", "select[aria-label='Step that is shown']")
+    options = [option.text for option in choice.find_elements("tag name", "option")]
+    assert options == [
+        "step 1: 60 ms, first, not counted",
+        "step 2: 110 ms, typical",
+        "step 3: 160 ms, slowest",
+    ]
+    figure = section.find_element("css selector", "figure.timeline")
+    texts = [text.text for text in figure.find_elements("css selector", "svg text")]
+    assert [f"rank {rank}" for rank in range(8)] == [t for t in texts if t.startswith("rank")]
+    assert "20 ms" in texts
+    legend = section.find_element("css selector", ".legend").text
+    for said in ("computing", "communication", "waiting for other ranks", "Python and the rest"):
+        assert said in legend
+    assert "The whole step" in section.text and "is joined with what is beside it" in section.text
+    # What is under the pointer: the middle of the first collective of rank 0.
+    box = figure.find_element("css selector", ".lane")
+    tip = """
+        const [figure, lane, part] = arguments;
+        const box = lane.getBoundingClientRect();
+        const at = { clientX: box.left + box.width * part, clientY: box.top + box.height / 2 };
+        figure.dispatchEvent(new PointerEvent("pointermove", { ...at, bubbles: true }));
+        return document.querySelector(".tip").textContent;
+    """
+    length = float(choice.find_element("css selector", "option:checked").text.split()[2])
+    communicating = browser.execute_script(tip, figure, box, 5.5 / length)
+    assert communicating.startswith("communication, rank 0, stage 0\nAllReduce '")
+    assert "from 5 ms, for 1 ms, 2 KiB" in communicating
+    assert "short ones, mostly computing" in browser.execute_script(tip, figure, box, 2 / length)
+    # Keys zoom in, move and show all again.
+    for key in ("+", "+", "+", webdriver.Keys.ARROW_LEFT):
+        figure.send_keys(key)
+    assert "The whole step" not in section.text and f"of {length:g} ms" in section.text
+    figure.send_keys(webdriver.Keys.ESCAPE)
+    assert "The whole step" in section.text
+    # A drag zooms into what it covers. The lanes have been drawn again.
+    box = figure.find_element("css selector", ".lane")
+    actions = webdriver.ActionChains(browser).move_to_element(box).click_and_hold()
+    actions.move_by_offset(100, 0).release().perform()
+    assert "The whole step" not in section.text
+    choice.find_elements("tag name", "option")[0].click()
+    assert "The whole step, 60 ms" in section.text
+    assert not complaints(browser)
+
+
+def test_a_trace_is_compared_with_the_prediction(browser: Any, run_page: Path) -> None:
+    opened(browser, run_page)
+    text = browser.find_element("id", "trace").text
+    # The page begins with the sizes of the run.
+    assert "Predicted for the machine cpu (onnxpar report --machine) at batch=12, seq=20" in text
+    label = "parts of a step, measured and predicted"
+    measured = dict(zip(column(browser, label, 0), column(browser, label, 1), strict=True))
+    # Three programs a step: 8 of 10 ms are computing.
+    assert (measured["computing"], measured["exposed communication"]) == ("24 ms", "3 ms")
+    assert measured["waiting for other ranks"] == "3 ms"
+    predicted = dict(zip(column(browser, label, 0), column(browser, label, 2), strict=True))
+    compute = """
+        const [one] = JSON.parse(document.getElementById("data").textContent).directories;
+        const sums = one.ranks.filter(p => !p.name.startsWith("eval")).map(
+            p => onnxpar.time.play(one, p).nodes.reduce((sum, node) => sum + node.seconds, 0));
+        return onnxpar.numbers.seconds(sums.reduce((a, b) => a + b) / one.stages);
+    """
+    assert predicted["computing"] == browser.execute_script(compute)
+    label = "communication, measured and predicted"
+    kinds = list(zip(*(column(browser, label, n) for n in range(4)), strict=True))
+    assert {(kind, over) for kind, over, *_ in kinds} <= {
+        ("AllReduce", "tp"), ("AllReduce", "dp"), ("AllReduce", "stages"),
+    }  # fmt: skip
+    assert sum(float(count) for _, _, count, _ in kinds) == pytest.approx(3)
+    assert "made by onnxruntime" in column(browser, "layers, measured and predicted", 0)
+    slider = browser.find_element("css selector", "input[aria-label='Size of batch']")
+    slider.send_keys(webdriver.Keys.ARROW_RIGHT)
+    assert "The run had batch=12, seq=20." in browser.find_element("id", "trace").text
+    assert not complaints(browser)
+
+
+def test_a_log_is_drawn(browser: Any, run_page: Path) -> None:
+    section = opened(browser, run_page).find_element("id", "log")
+    titles = [title.text for title in section.find_elements("tag name", "h3")]
+    assert titles == [
+        "Loss",
+        "Accuracy in evaluations",
+        "What rank 0 did in a step",
+        "Tokens per second",
+        "Memory of rank 0, at most so far",
+        "Time of a step",
+    ]
+    assert len(section.find_elements("css selector", "svg circle")) == 2 + 2
+    tiles = section.find_element("css selector", ".tiles").text
+    for said in ("0.1\nlast loss", "0.15\nlast loss in an evaluation", "20 MiB\nof memory"):
+        assert said in tiles
+    assert "computing, forward and backward, 60 %" in section.text
+    assert "waiting for input, 10 %" in section.text and "checkpoint," not in section.text
+    memory = section.find_element("css selector", "svg[aria-label^='Memory']").text
+    assert "16 MiB" in memory and "step 20" in memory
+    assert not complaints(browser)
+
+
 @pytest.fixture
 def narrow(browser: Any) -> Iterator[Any]:
     """The browser with 420 columns of pixels."""
@@ -232,13 +395,21 @@ def narrow(browser: Any) -> Iterator[Any]:
     browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
-def test_a_narrow_page_does_not_scroll_sideways(narrow: Any, page: Path) -> None:
+def test_a_narrow_page_does_not_scroll_sideways(narrow: Any, run_page: Path) -> None:
+    """Nor does a chart, and its text is as large as elsewhere."""
     compute = """
         const root = document.documentElement;
-        return [root.scrollWidth, root.clientWidth];
+        const charts = [...document.querySelectorAll("figure.chart")].map((chart) => [
+            chart.scrollWidth - chart.clientWidth,
+            chart.firstChild.getBoundingClientRect().width / chart.firstChild.viewBox.baseVal.width,
+        ]);
+        return [root.scrollWidth, root.clientWidth, charts];
     """
-    content, window = opened(narrow, page).execute_script(compute)
+    content, window, charts = opened(narrow, run_page).execute_script(compute)
     assert content == window <= 420
+    assert len(charts) >= 10
+    for over, scale in charts:
+        assert over == 0 and 0.9 < scale < 1.1
 
 
 TRAIN = ("--train", "--optimizer", "adamw", "--loss")
@@ -323,6 +494,6 @@ def test_markup_in_names_is_shown_as_text(browser: Any, tmp_path: Path) -> None:
         "750 ms",
         "1 s",
     ]
-    assert "From <i>.json." in browser.find_element("id", "trace").text
+    assert "From <i>.json, a run of <img src=x" in browser.find_element("id", "trace").text
     assert "<img src=x onerror=" in browser.find_element("tag name", "h1").text
     assert not complaints(browser)

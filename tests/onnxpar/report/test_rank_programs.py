@@ -228,6 +228,12 @@ def test_a_log(tmp_path: Path) -> None:
     assert found["columns"] == ["epoch", "step", "loss", "lr"]
     assert found["rows"][2] == [1, 3, 2 / 3, 0.1] and len(found["rows"]) == 5
     assert (found["steps"], found["logged"], found["stride"]) == ([1, 2, 3, 4, 5], 5, 1)
+    assert found["evaluations"] == {}
+    # A run that continues at the end of an epoch evaluates it again.
+    evaluations = [(10, 0.5), (5, 0.75), (10, 0.25)]
+    lines += [{"run_step": n, "evaluation_loss": x, "evaluation_text": "x"} for n, x in evaluations]
+    log.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert read_log(log) == found | {"evaluations": {"evaluation_loss": [(5, 0.75), (10, 0.25)]}}
     for text, message in (("[]\n", "line 1: expected a JSON object"), ("{", "line 1: not JSON")):
         log.write_text(text)
         with pytest.raises(LogError, match=message):
