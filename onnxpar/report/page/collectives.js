@@ -4,7 +4,7 @@
 
 onnxpar.collectives = (() => {
   const { make, live, name, formula, empty } = onnxpar.elements;
-  const { sizes, numbers, table } = onnxpar;
+  const { sizes, numbers, table, layers } = onnxpar;
 
   const way = ({ before, after }) => (before || after ? `${before} → ${after}` : "inside the operator");
   const bytesOf = (directory) => (row) => sizes.value(directory, row.bytes);
@@ -172,7 +172,6 @@ onnxpar.collectives = (() => {
         });
       }
     }
-    const layers = { title: "layers", of: (row) => row.count, shown: (row) => (row.count > 1 ? `× ${row.count}` : ""), number: true };
     const columns = [
       { title: "node", of: (row) => row.name, shown: (row) => name(row.name) },
       layers,

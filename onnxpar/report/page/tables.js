@@ -98,3 +98,8 @@ onnxpar.table = (() => {
 
   return table;
 })();
+
+/* The column of how many equal layers a row stands for. */
+onnxpar.layers = {
+  title: "layers", of: (row) => row.count, shown: (row) => (row.count > 1 ? `× ${row.count}` : ""), number: true,
+};

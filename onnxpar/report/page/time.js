@@ -125,7 +125,7 @@ onnxpar.time = (() => {
     const facts = played.transfers.map((one) => overlap(played, layers, one));
     const rows = new Map();
     const row = (layer) => {
-      if (!rows.has(layer)) rows.set(layer, { layer, place: rows.size, nodes: 0, computing: 0, sending: 0, hidden: 0 });
+      if (!rows.has(layer)) rows.set(layer, { layer, nodes: 0, computing: 0, sending: 0, hidden: 0 });
       return rows.get(layer);
     };
     played.nodes.forEach((node, i) => {
@@ -136,18 +136,20 @@ onnxpar.time = (() => {
       row(layers[transfer.node]).sending += seconds;
       row(layers[transfer.node]).hidden += hidden;
     }
-    const list = [...rows.values()];
+    const list = folded([...rows.values()]);
     const sum = (of) => list.reduce((total, one) => total + of(one), 0);
+    const hidden = sum((r) => r.hidden);
     const seconds = (of) => ({ of, shown: (one) => numbers.seconds(of(one)), number: true });
     return [
       make("p", {}, "One run takes ", make("b", {}, numbers.seconds(played.end)), `: ${numbers.seconds(sum((r) => r.computing))} of computing and `,
-        `${numbers.seconds(sum((r) => r.sending))} of communication, of which ${numbers.seconds(sum((r) => r.hidden))} is hidden behind computing.`),
+        `${numbers.seconds(sum((r) => r.sending))} of communication, of which ${hidden ? `${numbers.seconds(hidden)} is` : "nothing is"} hidden behind computing.`),
       lanes(directory, program, played, layers, facts),
       table(
         list,
         [
           { title: "layer", of: (one) => one.layer, shown: (one) => name(one.layer) },
-          { title: "nodes", of: (one) => one.nodes, number: true },
+          ...(list.some(({ count }) => count > 1) ? [onnxpar.layers] : []),
+          { title: "nodes", of: (one) => one.nodes, shown: (one) => numbers.count(one.nodes), number: true },
           { title: "computing", ...seconds((one) => one.computing) },
           { title: "communication", ...seconds((one) => one.sending) },
           { title: "hidden", ...seconds((one) => one.hidden) },
@@ -156,9 +158,24 @@ onnxpar.time = (() => {
         ],
         { label: `time of ${program.name} by layer`, first: 24 },
       ),
-      program.untimed.length ? make("p", { class: "soft" }, `Counted as 0 s, since only a run shows their sizes: ${numbers.count(program.untimed.length)} nodes, such as ${program.untimed.slice(0, 8).map((place) => directory.texts[place]).join(", ")}`) : null,
+      program.untimed.length ? make("p", { class: "soft" }, `Counted as 0 s, since only a run shows the sizes: ${numbers.count(program.untimed.length)} ${program.untimed.length > 1 ? "nodes, such as" : "node,"} ${program.untimed.slice(0, 8).map((place) => directory.texts[place]).join(", ")}`) : null,
       facts.some((one) => one.hidden > 0) || program.apart.length ? hiddenTable(directory, program, facts) : null,
     ].filter((part) => part !== null);
+  }
+
+  /* Layers that take equal times and have names that differ only in numbers are one row, with their sums. */
+  function folded(rows) {
+    const found = new Map();
+    for (const { layer, ...of } of rows) {
+      const key = [layer.replace(/\d+/g, "*"), ...Object.values(of).map((number) => number.toPrecision(4))].join("\n");
+      if (!found.has(key)) found.set(key, []);
+      found.get(key).push({ layer, ...of });
+    }
+    return [...found].map(([key, [first, ...others]]) => {
+      const row = { ...first, layer: others.length ? key.split("\n")[0] : first.layer, count: 1 + others.length };
+      for (const other of others) for (const field of ["nodes", "computing", "sending", "hidden"]) row[field] += other[field];
+      return row;
+    });
   }
 
   function hiddenTable(directory, program, facts) {

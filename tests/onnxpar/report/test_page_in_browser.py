@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from tests.onnxpar.report.test_page import hostile_model
 ROOT = Path(__file__).resolve().parents[3]
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
+WebDriverWait = pytest.importorskip("selenium.webdriver.support.ui").WebDriverWait
 pytestmark = pytest.mark.skipif(
     CHROMIUM is None or DRIVER is None,
     reason="needs chromium and chromedriver (Debian: chromium, chromium-driver)",
@@ -236,52 +238,58 @@ def test_a_node_shows_its_rule_and_blocks_and_keys_close_it(browser: Any, page: 
     assert not complaints(browser)
 
 
-@pytest.fixture(scope="module")
-def run_page(page: Path) -> Path:
-    """The page of a run of three steps of that GPT: its log with evaluations, and its trace.
+def write_run(out: Path) -> list[str]:
+    """Writes log and trace of three steps of a directory; returns the options that show them.
 
-    A step runs each program of a rank, in which a collective takes 1 ms after 1 ms of waiting.
+    A step runs each program of a rank but those of evaluation, for 10 ms each. Each has 1,000
+    operators of 4 µs, and a collective, if it has any, of 1 ms after 1 ms of waiting. The log has
+    20 steps and two evaluations.
     """
-    manifest = json.loads((page.parent / "out" / "manifest.json").read_text())
+    manifest = json.loads((out / "manifest.json").read_text())
+    ranks = manifest["devices"]
+    each = ranks // manifest.get("pipeline", {}).get("stages", 1)
+    sizes = dict(zip(manifest["report"]["symbols"], (12, 20), strict=False))
     spans = []
-    for rank in range(8):
+    for rank in range(ranks):
         programs = {
             name: entry
             for name, entry in manifest["programs"].items()
-            if (entry["files"] or [None] * 8)[rank] and not name.startswith("eval")
+            if (entry["files"] or [None] * ranks)[rank] and not name.startswith("eval")
         }
         for number in range(3):
             at = begin = 0.25 * number
             for name, entry in programs.items():
-                first = entry["collectives"][0]
-                sizes = {"batch": 12, "seq": 20}
-                spans.append(TraceSpan(rank, MAIN, PROGRAM, name, at, at + 0.01, {"sizes": sizes}))
-                facts = {"op": "collective", "bytes": 2048, "ranks": [0, 1]}
-                said = f"{first['op']} '{first['node']}'"
-                middle = at + 0.004
-                spans.append(TraceSpan(rank, FOREGROUND, CALL, said, middle, at + 0.006, facts))
-                spans.append(TraceSpan(rank, FOREGROUND, WAITING, "waiting", middle, at + 0.005))
-                for place in range(1000):
-                    start = at + 4e-6 * place
-                    spans.append(
-                        TraceSpan(rank, OPERATORS, OPERATOR, f"op{place}", start, start + 4e-6)
-                    )
+                more = {"sizes": sizes}
+                spans.append(TraceSpan(rank, MAIN, PROGRAM, name, at, at + 0.01, more))
+                for item in entry["collectives"][:1]:
+                    facts = {"op": "collective", "bytes": 2048, "ranks": [0, 1]}
+                    said, on = f"{item['op']} '{item['node']}'", (rank, FOREGROUND)
+                    spans.append(TraceSpan(*on, CALL, said, at + 0.004, at + 0.006, facts))
+                    spans.append(TraceSpan(*on, WAITING, "waiting", at + 0.004, at + 0.005))
+                for n in range(1000):
+                    start, end = at + 4e-6 * n, at + 4e-6 * (n + 1)
+                    spans.append(TraceSpan(rank, OPERATORS, OPERATOR, f"op{n}", start, end))
                 at += 0.02
             spans.append(TraceSpan(rank, MAIN, STEP, "step", begin, at + 0.05 * number))
     spans.sort(key=lambda span: (span.start, -span.end))
-    trace, log = page.parent / "run.json", page.parent / "run.jsonl"
-    trace.write_text(trace_json(Trace("train", 4, [Clock()] * 8, spans)))
+    trace, log = out.parent / "run.json", out.parent / "run.jsonl"
+    trace.write_text(trace_json(Trace("train", each, [Clock()] * ranks, spans)))
     lines: list[dict[str, float]] = []
     for n in range(1, 21):
         split = {"input_s": 0.1, "communication_s": 0.2, "optimizer_s": 0.1, "checkpoint_s": 0.0}
         amounts = {"loss": 2 / n, "memory_bytes": 2**20 * n, "tokens_per_s": 10.0, "step_s": 1.0}
         lines.append({"run_step": n, **amounts, **split})
-    lines += [
-        {"run_step": n, "evaluation_loss": 3 / n, "evaluation_accuracy": 0.5} for n in (10, 20)
-    ]
+    accuracy = {"evaluation_accuracy": 0.5}
+    lines += [{"run_step": n, "evaluation_loss": 3 / n, **accuracy} for n in (10, 20)]
     log.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    shown, runs = page.parent / "run.html", ["--log", str(log), "--trace", str(trace)]
-    assert main(["report", str(page.parent / "out"), *runs, "-o", str(shown)]) == 0
+    return ["--log", str(log), "--trace", str(trace)]
+
+
+@pytest.fixture(scope="module")
+def run_page(page: Path) -> Path:
+    """The page of a run of that GPT."""
+    shown, out = page.parent / "run.html", page.parent / "out"
+    assert main(["report", str(out), *write_run(out), "-o", str(shown)]) == 0
     return shown
 
 
@@ -386,7 +394,7 @@ def test_a_log_is_drawn(browser: Any, run_page: Path) -> None:
     assert not complaints(browser)
 
 
-@pytest.fixture
+@contextmanager
 def narrow(browser: Any) -> Iterator[Any]:
     """The browser with 420 columns of pixels."""
     metrics = {"width": 420, "height": 900, "deviceScaleFactor": 1, "mobile": False}
@@ -395,8 +403,8 @@ def narrow(browser: Any) -> Iterator[Any]:
     browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
-def test_a_narrow_page_does_not_scroll_sideways(narrow: Any, run_page: Path) -> None:
-    """Nor does a chart, and its text is as large as elsewhere."""
+def check_widths(browser: Any) -> None:
+    """The page does not scroll sideways, nor does a chart, whose text is as large as elsewhere."""
     compute = """
         const root = document.documentElement;
         const charts = [...document.querySelectorAll("figure.chart")].map((chart) => [
@@ -405,11 +413,23 @@ def test_a_narrow_page_does_not_scroll_sideways(narrow: Any, run_page: Path) -> 
         ]);
         return [root.scrollWidth, root.clientWidth, charts];
     """
-    content, window, charts = opened(narrow, run_page).execute_script(compute)
+    content, window, charts = browser.execute_script(compute)
     assert content == window <= 420
     assert len(charts) >= 10
     for over, scale in charts:
         assert over == 0 and 0.9 < scale < 1.1
+
+
+def test_a_narrow_page_does_not_scroll_sideways(browser: Any, run_page: Path) -> None:
+    with narrow(browser):
+        check_widths(opened(browser, run_page))
+    # A window that becomes narrow later draws its charts again.
+    opened(browser, run_page)
+    with narrow(browser):
+        waiting = WebDriverWait(browser, 10)
+        svg = "return document.querySelector('#trace svg').viewBox.baseVal.width"
+        waiting.until(lambda shown: shown.execute_script(svg) <= 420)
+        check_widths(browser)
 
 
 TRAIN = ("--train", "--optimizer", "adamw", "--loss")
@@ -430,7 +450,7 @@ LARGEST, LONGEST_S = 5_000_000, 2.0
 @pytest.mark.skipif(not os.environ.get("ONNXPAR_FULL"), reason="2 minutes; with ONNXPAR_FULL=1")
 @pytest.mark.parametrize("network", NETWORKS)
 def test_pages_of_networks(browser: Any, network: str, tmp_path: Path) -> None:
-    """The page is small and soon there; its tables sort and its slider changes numbers.
+    """The page of a run is small and soon there; tables sort, the slider changes numbers.
 
     The best of five openings counts: other work on the machine only makes them longer.
     """
@@ -440,7 +460,7 @@ def test_pages_of_networks(browser: Any, network: str, tmp_path: Path) -> None:
     model, out, html = (str(tmp_path / name) for name in ("model.onnx", "out", "page.html"))
     subprocess.run([sys.executable, script, *options, "-o", model], cwd=ROOT, check=True)
     assert main(["shard", model, "--strategy", strategy, *training, "-o", out]) == 0
-    assert main(["report", out, "-o", html]) == 0
+    assert main(["report", out, *write_run(Path(out)), "-o", html]) == 0
     assert Path(html).stat().st_size < LARGEST
     compute = "return performance.getEntriesByType('navigation')[0].duration / 1000"
     seconds = [opened(browser, Path(html)).execute_script(compute) for _ in range(5)]
@@ -459,6 +479,12 @@ def test_pages_of_networks(browser: Any, network: str, tmp_path: Path) -> None:
     slider = browser.find_element("css selector", "input[aria-label='Size of batch']")
     slider.send_keys(webdriver.Keys.ARROW_RIGHT)
     assert browser.find_element("xpath", tile).text != sent
+    ranks = json.loads(Path(out, "manifest.json").read_text())["devices"]
+    assert len(browser.find_elements("css selector", "figure.timeline .lane")) == ranks
+    assert column(browser, "parts of a step, measured and predicted", 2)[0]
+    assert browser.find_elements("css selector", "#log svg[aria-label^='Memory']")
+    with narrow(browser):
+        check_widths(opened(browser, Path(html)))
     assert not complaints(browser)
 
 
