@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from math import prod
+from math import ceil, prod
 
 import onnx_ir as ir
 
@@ -144,7 +144,7 @@ class LocalSizes:
         if shape is None or value.dtype is None:
             self.unknown.append(value.name or "")
             return 0
-        return prod(shape) * int(value.dtype.itemsize)
+        return ceil(prod(shape) * value.dtype.itemsize)
 
 
 def memory_steps(

@@ -4,7 +4,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from onnxpar.report.trace_segments import COMPUTING, Segment, bytes_of
+from onnxpar.report.trace_segments import COMPUTING, Segment, call_bytes
 from onnxpar_format.calls import COLLECTIVE, RECV, SEND
 from onnxpar_format.trace import CALL, OPERATOR, PROGRAM, WAITING, Trace, TraceSpan
 from onnxpar_format.trace_times import counted
@@ -49,7 +49,7 @@ def measured_times(
             met = min(waits.get((span.rank, span.track, span.start), span.start), span.end)
             found = calls.setdefault((kind, _node(span.name)), [0.0, 0, 0.0, 0.0])
             found[0] += share[span.rank]
-            found[1] = max(found[1], bytes_of(span))
+            found[1] = max(found[1], call_bytes(span))
             found[2] += share[span.rank] * (span.end - met)
             found[3] += share[span.rank] * (met - span.start)
     (common, _), *others = sizes.most_common() or [((), 0)]

@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import onnx_ir as ir
-import sympy
 
 from onnxpar.core.machine import Machine
 from onnxpar.core.mesh import Mesh
-from onnxpar.core.symbols import SymbolTable, as_dim, dim_text
+from onnxpar.core.symbols import Dim, SymbolTable, as_dim, dim_text
 from onnxpar.core.symbols.expressions import count_str
 from onnxpar.cost.cost_model import CostModel
 from onnxpar.cost.live_memory import MemoryStep, lifetimes
@@ -293,11 +292,13 @@ class _Formulas(LocalSizes):
         else:
             key = (*dims, value.dtype)
         if key not in self._known:
-            width = value.dtype.itemsize if key and value.dtype is not None else 0
-            # Types of less than a byte make fractions of one.
-            product = sympy.Rational(Fraction(width))
+            width = Fraction(key[-1].itemsize if key else 0)
+            product: Dim = width.numerator
             for dim in key[:-1]:
                 product = product * as_dim(dim)
+            if width.denominator > 1:
+                # Several elements are packed into a byte, and the last one may have room left.
+                product = (product + width.denominator - 1) // width.denominator
             exact = count_str(product, dim_text)
             self._known[key] = len(self.places)
             self.places.append(self._tables.size(exact))

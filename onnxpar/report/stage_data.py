@@ -1,7 +1,7 @@
 """The part of `onnxpar inspect` about a pipeline: its stages, and the values between them."""
 
 from collections.abc import Iterable, Sequence
-from math import prod
+from math import ceil, prod
 from typing import Any
 
 import onnx_ir as ir
@@ -78,7 +78,7 @@ def local_bytes(parameters: Iterable[Parameter], mesh: Mesh) -> int:
 
 def bytes_of(dtype: ir.DataType | None, shape: Iterable[int]) -> int:
     """Returns the bytes of a tensor, or 0 if its element type is unknown."""
-    return 0 if dtype is None else int(prod(shape) * dtype.itemsize)
+    return 0 if dtype is None else ceil(prod(shape) * dtype.itemsize)
 
 
 def total_bytes(counts: Iterable[Dim]) -> int | str:

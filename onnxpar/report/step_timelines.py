@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import median_low
 from typing import Any
 
-from onnxpar.report.trace_segments import COMMUNICATION, KINDS, WAITING, Segment, bytes_of
+from onnxpar.report.trace_segments import COMMUNICATION, KINDS, WAITING, Segment, call_bytes
 from onnxpar_format.trace import BACKGROUND, CALL, INPUT, THREADS, Trace, TraceSpan
 
 Lane = tuple[int, str, Sequence[Segment]]
@@ -102,7 +102,7 @@ def _others(trace: Trace) -> Mapping[tuple[int, str], list[Segment]]:
         if span.track not in names or span.kind not in (CALL, INPUT):
             continue
         own = found.setdefault((span.rank, names[span.track]), [])
-        size, met = bytes_of(span), span.start
+        size, met = call_bytes(span), span.start
         if span.kind == CALL:
             met = min(waits.get((span.rank, span.track, span.start), met), span.end)
         if met > span.start:

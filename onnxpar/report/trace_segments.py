@@ -85,7 +85,7 @@ def rank_segments(spans: Sequence[TraceSpan], steps: Sequence[TraceSpan]) -> lis
     return parts
 
 
-def bytes_of(call: TraceSpan) -> int:
+def call_bytes(call: TraceSpan) -> int:
     """Returns the bytes of a call; 0 if the file does not say."""
     size = call.more.get("bytes")
     return size if type(size) is int and size > 0 else 0
@@ -122,7 +122,7 @@ def _operators(spans: Sequence[TraceSpan]) -> Iterable[Segment]:
 
 def _calls(spans: Sequence[TraceSpan], steps: Sequence[TraceSpan]) -> Iterable[Segment]:
     for call, waited in foreground_calls(spans, steps):
-        size, met = bytes_of(call), call.start + waited
+        size, met = call_bytes(call), call.start + waited
         if waited:
             yield Segment(call.start, met, WAITING, call.name, "", size)
         if met < call.end:

@@ -18,9 +18,11 @@ from onnxpar.autodiff.optimizer import parse_optimizer
 from onnxpar.autodiff.training_program import TrainingSpec
 from onnxpar.core.errors import OnnxparError
 from onnxpar.core.machine import PRESETS
-from onnxpar.partition.program_memory import program_memory, total_bytes
+from onnxpar.core.symbols import SymbolTable
+from onnxpar.partition.program_memory import LocalSizes, program_memory, total_bytes
 from onnxpar.report.page_data import directory_page
 from onnxpar.report.read_log import MOST_ROWS, LogError, read_log
+from onnxpar.report.stage_data import bytes_of
 from tests.onnxpar.report.test_page import Elements, run
 
 Json = dict[str, Any]
@@ -91,6 +93,36 @@ def test_memory_is_that_of_the_program_at_any_size(folder: Path, sizes: dict[str
     # Only the page counts the sizes of symbols and coordinates, and the constants of the graph.
     assert 0 <= bound(page, program, sizes, "input") - known.inputs < 100
     assert 0 <= bound(page, program, sizes, "weight") - known.weights < 4096
+
+
+def test_elements_of_half_a_byte(tmp_path: Path) -> None:
+    """35 elements of 4 bits are in 18 bytes, and their scales in 20. They are not sharded."""
+    nodes = [
+        helper.make_node("DequantizeLinear", ["w", "s"], ["d"], "/weights"),
+        helper.make_node("MatMul", ["x", "d"], ["y"], "/product"),
+    ]
+    graph = helper.make_graph(
+        nodes,
+        "quantized",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", 7])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["batch", 5])],
+        [
+            helper.make_tensor("w", TensorProto.INT4, [7, 5], np.arange(35) % 8),
+            numpy_helper.from_array(np.ones(5, np.float32), "s"),
+        ],
+    )
+    opset = [helper.make_opsetid("", 21)]
+    onnx.save(helper.make_model(graph, opset_imports=opset, ir_version=10), tmp_path / "m.onnx")
+    summary = shard_model(tmp_path / "m.onnx", "dp=2", tmp_path / "out")
+    page = directory_page(summary.out, {}, PRESETS["cpu"])
+    (program,) = page["ranks"]
+    weights = {
+        page["texts"][name]: size for name, kind, size in program["bound"] if kind == "weight"
+    }
+    assert weights == {"w": 18, "s": 20}
+    packed = ir.Value(name="w", shape=ir.Shape((7, 5)), type=ir.TensorType(ir.DataType.INT4))
+    assert LocalSizes(SymbolTable({}), {}).bytes(packed) == 18
+    assert bytes_of(ir.DataType.INT4, (7, 5)) == 18
 
 
 def test_nodes_of_unknown_size_have_no_time(tmp_path: Path) -> None:
