@@ -7,7 +7,7 @@ from typing import Any
 from onnxpar.report.trace_segments import COMPUTING, Segment, call_bytes
 from onnxpar_format.calls import COLLECTIVE, RECV, SEND
 from onnxpar_format.trace import CALL, OPERATOR, PROGRAM, WAITING, Trace, TraceSpan
-from onnxpar_format.trace_times import counted
+from onnxpar_format.trace_times import counted, spans_of_ranks, within
 
 Json = dict[str, Any]
 
@@ -36,22 +36,21 @@ def measured_times(
     sizes: Counter[tuple[tuple[str, int], ...]] = Counter()
     calls: dict[tuple[str, str], list[float]] = {}
     waits = {(s.rank, s.track, s.start): s.end for s in trace.spans if s.kind == WAITING}
-    for span in trace.spans:
-        own = windows[span.rank]
-        if not own[0].start <= span.start < own[-1].end:
-            continue
-        if span.kind == PROGRAM:
-            runs[span.name] += share[span.rank]
-            if noted := _sizes(span.more.get("sizes")):
-                sizes[noted] += 1
-        elif span.kind == CALL and span.more["op"] in (COLLECTIVE, SEND, RECV):
-            kind = span.more["op"]
-            met = min(waits.get((span.rank, span.track, span.start), span.start), span.end)
-            found = calls.setdefault((kind, _node(span.name)), [0.0, 0, 0.0, 0.0])
-            found[0] += share[span.rank]
-            found[1] = max(found[1], call_bytes(span))
-            found[2] += share[span.rank] * (span.end - met)
-            found[3] += share[span.rank] * (met - span.start)
+    for spans, own in zip(spans_of_ranks(trace), windows, strict=True):
+        # Between steps there may be evaluations.
+        for span in within(spans, own):
+            part = share[span.rank]
+            if span.kind == PROGRAM:
+                runs[span.name] += part
+                if noted := _sizes(span.more.get("sizes")):
+                    sizes[noted] += 1
+            elif span.kind == CALL and span.more["op"] in (COLLECTIVE, SEND, RECV):
+                met = min(waits.get((span.rank, span.track, span.start), span.start), span.end)
+                found = calls.setdefault((span.more["op"], _node(span.name)), [0.0, 0, 0.0, 0.0])
+                found[0] += part
+                found[1] = max(found[1], call_bytes(span))
+                found[2] += part * (span.end - met)
+                found[3] += part * (met - span.start)
     (common, _), *others = sizes.most_common() or [((), 0)]
     return {
         "sizes": dict(common),

@@ -164,7 +164,7 @@ def _windows(spans: Sequence[TraceSpan], kind: str) -> list[TraceSpan]:
     return steps
 
 
-def _within(spans: Iterable[TraceSpan], windows: Sequence[TraceSpan]) -> list[TraceSpan]:
+def within(spans: Iterable[TraceSpan], windows: Sequence[TraceSpan]) -> list[TraceSpan]:
     """Returns the spans that begin in a window."""
     starts = [window.start for window in windows]
     found = []
@@ -179,7 +179,7 @@ def foreground_calls(
     spans: Sequence[TraceSpan], windows: Sequence[TraceSpan]
 ) -> list[tuple[TraceSpan, float]]:
     """Returns the foreground's calls in the windows, and how long each waited for the last rank."""
-    own = _within((s for s in spans if s.track == FOREGROUND), windows)
+    own = within((s for s in spans if s.track == FOREGROUND), windows)
     waits = {s.start: s.seconds for s in own if s.kind == WAITING}
     # The last rank may come while the foreground waits for what runs in the background.
     behind = sorted((s for s in spans if s.track == BACKGROUND), key=lambda s: s.end)
@@ -205,7 +205,7 @@ def _times(
     parts = dict.fromkeys(("compute", "bubble", "input", "checkpoint"), 0.0)
     # Spans of these kinds follow one another on the main thread.
     main = sorted(
-        _within((s for s in spans if s.track == MAIN and s.kind in _PARTS), windows),
+        within((s for s in spans if s.track == MAIN and s.kind in _PARTS), windows),
         key=lambda s: s.start,
     )
     for span in main:

@@ -90,7 +90,7 @@ onnxpar.timeline = (() => {
   /* Where each lane is drawn: a rank's own, and below it thin ones of what runs beside it. */
   function placed(lanes) {
     const ranks = new Set(lanes.map(({ rank }) => rank)).size;
-    const [tall, thin, gap] = ranks <= 20 ? [15, 4, 6] : ranks <= 64 ? [9, 2, 3] : [5, 1, 1];
+    const [tall, thin, gap] = ranks <= 4 ? [24, 5, 8] : ranks <= 20 ? [15, 4, 6] : ranks <= 64 ? [9, 2, 3] : [5, 1, 1];
     let y = 2 - gap;
     const places = lanes.map(({ track }) => {
       y += track ? 1 : gap;

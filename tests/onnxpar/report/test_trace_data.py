@@ -1,6 +1,7 @@
 """What the page shows of a trace adds up to the trace, and fits into a page."""
 
 from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -195,7 +196,15 @@ def test_a_page_has_room_for_some_steps(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_what_a_step_of_a_rank_took() -> None:
-    found = shown(trace())["measured"]
+    spans = list(trace().spans)
+    # Evaluations between steps do not count.
+    for span in [s for s in spans if s.start >= 20]:
+        spans.remove(span)
+        spans.append(replace(span, start=span.start + 5, end=span.end + 5))
+    spans.append(TraceSpan(0, MAIN, PROGRAM, "evaluate", 21, 24, {"sizes": {"batch": 3}}))
+    spans.append(call(0, 22, 23))
+    spans.sort(key=lambda s: (s.start, -s.end))
+    found = shown(replace(trace(), spans=spans))["measured"]
     assert found["sizes"] == SIZES and not found["other_sizes"]
     assert found["programs"] == [["forward", 1, 2.0], ["backward", 1, 2.0], ["update", 1, 1.5]]
     # The call of the program, which waits 0.5 of 1 s, and that in the background: 1 of 3 s.
