@@ -139,7 +139,7 @@ onnxpar.runs = (() => {
         { title: "rank", of: (row) => row.rank, number: true },
         ...columns.map(([field, title]) => ({ title, of: (row) => row[field], shown: (row) => numbers.seconds(row[field]), number: true })),
       ], { label: "times of a step on each rank", first: 16 }),
-      ...remarks.map((remark) => make("p", { class: "soft" }, remark)),
+      make("p", { class: "soft" }, remarks.map((remark) => `${remark[0].toUpperCase()}${remark.slice(1)}.`).join(" ")),
       make("h3", {}, "Compared with the prediction"),
       onnxpar.measured(directory, run),
     ];

@@ -15,7 +15,7 @@ onnxpar.timeline = (() => {
     bubble: ["waiting for another stage", "var(--grey)", "pale"],
     input: ["input", "var(--axis-4)"],
     checkpoint: ["checkpoint", "var(--axis-3)"],
-    python: ["Python and the rest", "var(--raised)", "pale"],
+    python: ["Python", "var(--raised)", "pale"],
   };
   const COLUMN = 0.8;
   const SHORTEST = 100;

@@ -308,7 +308,7 @@ def test_a_trace_is_a_timeline(browser: Any, run_page: Path) -> None:
     assert [f"rank {rank}" for rank in range(8)] == [t for t in texts if t.startswith("rank")]
     assert "20 ms" in texts
     legend = section.find_element("css selector", ".legend").text
-    for said in ("computing", "communication", "waiting for other ranks", "Python and the rest"):
+    for said in ("computing", "communication", "waiting for other ranks", "Python"):
         assert said in legend
     assert "The whole step" in section.text and "is joined with what is beside it" in section.text
     # What is under the pointer: the middle of the first collective of rank 0.
