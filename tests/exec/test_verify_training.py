@@ -1,6 +1,7 @@
 """`verify` of training: what it tells, and that it finds mistakes put in on purpose."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from onnxpar.autodiff.training_program import TrainingSpec
 from onnxpar.cli import main
 from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.verify.cases import default_cases
-from onnxpar_runtime.verify.findings import TrainingCase
+from onnxpar_runtime.verify.findings import TrainingCase, greatest
 from onnxpar_runtime.verify.training_batches import RandomBatches
 from tests import training_cases as cases
 from tests.changed_graphs import changed
@@ -130,6 +131,26 @@ def test_a_wrong_output_of_evaluation(sharded: Path, tmp_path: Path) -> None:
     change = scaled("y", 1.0001)
     found = problems(changed(sharded, tmp_path / "a", "eval_model", change), sharded, 1)
     assert [p for p in found if p.startswith("evaluation: output 'y': expected a difference")]
+
+
+def test_a_wrong_count_of_correct_labels(tmp_path: Path) -> None:
+    """One more than in the ranks' own logits; rounding of logits alone is no mistake."""
+
+    def one_more(graph: onnx.GraphProto) -> None:
+        (node,) = [n for n in graph.node if "onnxpar.correct" in n.output]
+        node.output[list(node.output).index("onnxpar.correct")] = "mutant"
+        graph.initializer.append(numpy_helper.from_array(np.int64(1), "mutant.one"))
+        graph.node.append(helper.make_node("Add", ["mutant", "mutant.one"], ["onnxpar.correct"]))
+
+    made = shard(tmp_path / "made", mlp.build(image=4, hidden=(6,)), "dp=2,tp=2")
+    assert problems(made, made, 1) == []
+    (problem,) = problems(changed(made, tmp_path / "a", "eval_model", one_more), made, 1)
+    assert re.fullmatch(r"evaluation on rank 0: expected \d correct of 5, got \d of 5", problem)
+
+
+def test_the_greatest_logit() -> None:
+    logits = np.array([[1, 3, 3], [-np.inf, -np.inf, -np.inf], [5, np.nan, 7]], np.float16)
+    np.testing.assert_array_equal(greatest(logits), [1, 0, -1])
 
 
 def test_a_copy_of_a_parameter_that_differs(sharded: Path, tmp_path: Path) -> None:

@@ -214,3 +214,9 @@ def difference_of(expected: Array, got: Array) -> tuple[float, float, bool]:
     if expected.dtype.kind in "iub" and difference == 0 and not np.array_equal(expected, got):
         difference = 1.0  # integers beyond 2^53 that are equal in float64
     return difference, float(np.abs(a).max()), True
+
+
+def greatest(logits: Array) -> Array:
+    """Returns the least class [...] with the greatest logit of [..., C]; -1 where one is NaN."""
+    logits = logits.astype(np.float64)
+    return np.where(np.isnan(logits).any(-1), -1, logits.argmax(-1))
