@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -127,3 +128,32 @@ def test_a_parameter_is_named(directories: Path) -> None:
 
     text = message(directories / "training", Trainer, run)
     expect(text, [r"input 'w2' has NaN in 1 of \d+ elements"])
+
+
+@pytest.mark.parametrize("scale", ["1", "dynamic"])
+def test_a_product_that_overflows_in_16_bits_is_named(tmp_path: Path, scale: str) -> None:
+    """No loss scale can mend an overflow in the forward pass, so it is reported with any."""
+    plain = onnx.parser.parse_model(
+        """<ir_version: 10, opset_import: ["" : 18]>
+        g (float[batch, 6] x) => (float[batch, 4] y) <float[6, 8] w1, float[8, 4] w2>
+        { [fc1] a = MatMul(x, w1) [relu] b = Relu(a) [fc2] y = MatMul(b, w2) }"""
+    )
+    plain.graph.initializer.extend(model().graph.initializer)
+    made = shard(tmp_path / "a", ir.from_proto(plain), "dp=2,tp=2", compute="float16")
+
+    def run(row: float) -> Any:
+        x = np.full((8, 6), 0.5, np.float32)
+        # 6.5e4 is a float16; a column of the first weights adds to about 6 * 0.3, so that some
+        # elements of the product are beyond 65,504.
+        x[5] = row
+        labels = np.arange(8) % 4
+        return lambda trainer: trainer.train_step([{"x": x, "labels": labels}], hyper("sgd", 1))
+
+    with Ranks(made, partial(Trainer, loss_scale=scale), debug_nan=True) as ranks:
+        ranks.on_each(run(1.0))
+    with (
+        pytest.raises(OnnxparRuntimeError) as caught,
+        Ranks(made, partial(Trainer, loss_scale=scale), debug_nan=True) as ranks,
+    ):
+        ranks.on_each(run(6.5e4))
+    expect(str(caught.value), ["on ranks 2, 3: ", r"node 'fc1' \(MatMul\): .* has Inf in"])
