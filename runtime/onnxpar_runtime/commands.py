@@ -161,7 +161,10 @@ def begin(
     manifest = together(rank, prepare)
     rank.calls_file(calls_file(how.log_dir or _default_folder(rank), rank.index))
     check_equal(rank, manifest)
-    together_for_long(rank, lambda: manifest.verify_files(rank.index))
+    copies = _of_each(rank, manifest.copy_number)
+    beside = [index for index, copy in enumerate(copies) if copy == copies[rank.index]]
+    names = manifest.files_to_verify(rank.index, beside)
+    together_for_long(rank, lambda: manifest.verify_files(names))
     return manifest
 
 
@@ -184,9 +187,7 @@ def check_equal(rank: Rank, manifest: Manifest) -> None:
     Raises:
         DirectoryError: The manifests differ.
     """
-    digests = np.zeros(rank.world.size, np.int64)
-    digests[rank.index] = manifest.digest
-    digests = rank.all_reduce(digests)
+    digests = _of_each(rank, manifest.digest)
     others = [index for index, digest in enumerate(digests) if digest != digests[0]]
     if others:
         raise DirectoryError(
@@ -194,6 +195,13 @@ def check_equal(rank: Rank, manifest: Manifest) -> None:
             f"{numbered_ranks(others)} differs from that of rank 0; copy the directory to all "
             "machines"
         ).as_agreed()
+
+
+def _of_each(rank: Rank, number: int) -> list[int]:
+    """Returns the number of each rank. Every rank must call it."""
+    numbers = np.zeros(rank.world.size, np.int64)
+    numbers[rank.index] = number
+    return [int(n) for n in rank.all_reduce(numbers)]
 
 
 @dataclass

@@ -1,6 +1,8 @@
 """A directory: the contents of its manifest, and its files."""
 
 import hashlib
+import uuid
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -96,14 +98,46 @@ class Manifest(ManifestContents):
             shard.file for shard in shards if rank in shard.ranks
         }
 
-    def verify_files(self, rank: int | None = None) -> None:
-        """Reads every byte of the files that a rank reads, or of all files, and compares the sums.
+    def verify_files(self, names: Iterable[str] | None = None) -> None:
+        """Reads every byte of these files, or of all files, and compares the sums.
 
         Raises:
             DirectoryError: The SHA-256 of a file is not the manifest's.
         """
-        for name in sorted(self.files if rank is None else self.files_of(rank)):
+        for name in sorted(self.files if names is None else names):
             check_sum(self.directory / name, self.files[name], DirectoryError)
+
+    def files_to_verify(self, rank: int, beside: Sequence[int]) -> set[str]:
+        """Returns the files that a rank checks, if each file is checked by one of its readers.
+
+        Args:
+            rank: The rank.
+            beside: The ranks that read the same copies of the files, with `rank` itself.
+        """
+        readers: dict[str, list[int]] = {}
+        for reader in sorted(beside):
+            for name in self.files_of(reader):
+                readers.setdefault(name, []).append(reader)
+        work, found = dict.fromkeys(beside, 0), set()
+        # The largest first, each to the reader that has the least to do.
+        for name in sorted(readers, key=lambda name: (-self.files[name].bytes, name)):
+            least = min(readers[name], key=lambda reader: work[reader])
+            work[least] += self.files[name].bytes
+            if least == rank:
+                found.add(name)
+        return found
+
+    @property
+    def copy_number(self) -> int:
+        """A number that ranks have in common only if they read the same copy of the directory.
+
+        It is made of what identifies this boot of the machine, and the manifest on its disks.
+        """
+        status = (self.directory / FILE_NAME).stat()
+        boot = Path("/proc/sys/kernel/random/boot_id")
+        machine = boot.read_text() if boot.exists() else str(uuid.getnode())
+        text = f"{machine} {status.st_dev} {status.st_ino}"
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
 
     @property
     def digest(self) -> int:

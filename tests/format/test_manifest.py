@@ -2,12 +2,16 @@
 
 import json
 import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import mlp
+import onnx_ir as ir
 import pytest
 
+from onnxpar.api.shard_model import shard_model
 from onnxpar_format.entries import SymbolEntry
 from onnxpar_runtime.errors import DirectoryError
 from onnxpar_runtime.manifest import Manifest
@@ -36,6 +40,28 @@ def test_load(tmp_path: Path) -> None:
     assert manifest.graph_path("model", 1) == directory / "rank0001.model.onnx"
     assert manifest.program("model").system_inputs[0].symbol == "batch"
     manifest.verify_files()
+
+
+def test_ranks_that_have_the_same_copy_divide_the_files(tmp_path: Path) -> None:
+    """Each file that one of them reads is checked once, by one that reads it."""
+    made = tmp_path / "m"
+    ir.save(mlp.build(image=8, hidden=(16, 12)), tmp_path / "m.onnx")
+    shard_model(tmp_path / "m.onnx", "dp=2,tp=2", made)
+    manifest = Manifest.load(made)
+    for beside in [0, 1, 2, 3], [0, 1], [2, 0], [3]:
+        shares = {rank: manifest.files_to_verify(rank, beside) for rank in beside}
+        assert all(names <= manifest.files_of(rank) for rank, names in shares.items())
+        checked = sorted(name for names in shares.values() for name in names)
+        assert checked == sorted(set().union(*(manifest.files_of(rank) for rank in beside)))
+
+
+def test_another_copy_has_another_number(tmp_path: Path) -> None:
+    directory = hand_made.data_parallel(tmp_path / "a", 2)
+    (tmp_path / "b").symlink_to(directory)
+    shutil.copytree(directory, tmp_path / "c")
+    first, same, other = (Manifest.load(tmp_path / name) for name in "abc")
+    assert first.digest == same.digest == other.digest
+    assert first.copy_number == same.copy_number != other.copy_number
 
 
 @pytest.mark.parametrize(

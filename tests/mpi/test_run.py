@@ -10,6 +10,7 @@ import pytest
 
 from onnxpar_runtime.interrupts import MESSAGE
 from onnxpar_runtime.marks import SUPERVISED, Marks
+from tests.cli import linear
 from tests.runtime import hand_made
 from tests.runtime.launching import LIMIT, alive, children, mpirun, run, start_mpirun
 
@@ -135,6 +136,26 @@ def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
     (message,) = outcome.messages
     assert message.startswith("onnxpar: error: r1 | ")
     assert "rank0001.model.onnx: its content has changed: expected SHA-256" in message
+
+
+def test_each_copy_of_a_file_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ranks read the same weights; that of rank 1, as on another machine, has changed."""
+    for name in "01":
+        linear.shard(tmp_path, 2).rename(tmp_path / name)
+    (weights,) = (tmp_path / "1").glob("*.safetensors")
+    content = weights.read_bytes()
+    weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    script = (
+        "import os; from onnxpar_format.options import Execution, TrainingRun;"
+        "from onnxpar_runtime.training.commands import train;"
+        "wanted = TrainingRun('digits', lr=0.1, batch_size=100, steps=1);"
+        "raise SystemExit(train(os.environ['OMPI_COMM_WORLD_RANK'], wanted, Execution()))"
+    )
+    monkeypatch.chdir(tmp_path)
+    outcome = mpirun(2, ["-c", script])
+    assert outcome.code == 2, outcome.err
+    (message,) = outcome.messages
+    assert message.startswith(f"onnxpar: error: r1 | 1/{weights.name}: its content has changed")
 
 
 def test_all_ranks_need_the_same_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
