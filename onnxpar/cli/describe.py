@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from onnxpar.cli.screen import amount
+from onnxpar.report.page_data import UPDATE
 from onnxpar_format.texts import bytes_text
 
 SHOWN = 5
@@ -21,9 +23,33 @@ def describe_program(report: dict[str, Any]) -> dict[str, str]:
         lines["parameters"] = (
             f"{totals['parameters']:,}, {describe_held(totals)} on {describe_device(report)}"
         )
-    kinds = ", ".join(f"{n:,} {op}" for op, n in totals["collectives_by_op"].items())
-    lines["collectives"] = f"{kinds}; {_sent(report)} in a run" if kinds else "none"
+    kinds, run = describe_kinds(totals), "a micro-batch" if _updates(report) else "a run"
+    lines["collectives"] = f"{kinds}; {_sent(report)} in {run}" if kinds else "none"
     return lines
+
+
+def describe_updates(report: dict[str, Any]) -> dict[str, str]:
+    """Returns what the update of the parameters sends, in a pipeline for each stage."""
+    found = {}
+    for stage, totals in _updates(report).items():
+        kinds, size = describe_kinds(totals), totals["bytes"]
+        text = f"{kinds}; a device sends {amount(size)} bytes in a step" if kinds else "none"
+        found[f"update {stage}".rstrip()] = text
+    return found
+
+
+def _updates(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Returns the totals of the programs that update parameters, by their stages."""
+    named = {tuple(name.partition(".")[::2]): data for name, data in report["programs"].items()}
+    return {stage: data["totals"] for (name, stage), data in named.items() if name == UPDATE}
+
+
+def describe_kinds(totals: dict[str, Any]) -> str:
+    """Returns how many collectives there are of each kind; an empty text if there are none."""
+    kinds = ", ".join(f"{n:,} {op}" for op, n in totals["collectives_by_op"].items())
+    if totals["calls"] < totals["collectives"]:
+        kinds += f" in {count(totals['calls'], 'call')}"
+    return kinds
 
 
 def describe_pair(totals: dict[str, Any]) -> str:

@@ -9,12 +9,20 @@ from onnxpar.cli.describe import (
     count,
     describe_conflict,
     describe_growth,
+    describe_kinds,
     describe_pair,
     describe_program,
 )
 from onnxpar.cli.screen import Column, Content, Screen, amount, once
 from onnxpar.core.name_patterns import listed
-from onnxpar.report.fold_layers import common_name, fold_nodes, fold_rows, matching_nodes
+from onnxpar.report.fold_layers import (
+    common_name,
+    fold_alike,
+    fold_nodes,
+    fold_rows,
+    matching_nodes,
+    without_sizes,
+)
 from onnxpar_format.texts import bytes_text, ranks_text
 
 Json = dict[str, Any]
@@ -54,6 +62,8 @@ def show_directory(report: Json, wanted: Wanted) -> None:
     screen = Screen(report["mesh"])
     if wanted.all:
         _summary(report, screen)
+        if "training" in report:
+            _tensors(report["training"]["tensors"], screen)
         _nodes(report["nodes"], screen)
     if wanted.layers:
         _layers(report, screen)
@@ -85,17 +95,11 @@ def _summary(report: Json, screen: Screen) -> None:
         screen.entry(title, text)
 
 
-def _folded(nodes: Sequence[Json]) -> Iterable[list[Json]]:
-    """Returns the nodes that are shown in one row."""
-    for block in fold_nodes(nodes):
-        for place in range(block.size):
-            yield [nodes[i] for i in block.places(place)]
-
-
 def _nodes(nodes: Sequence[Json], screen: Screen) -> None:
     """Prints one row for each node, with its first result."""
     rows = []
-    for alike in _folded(nodes):
+    others, sizes = without_sizes(nodes)
+    for alike in fold_alike(others):
         node = alike[0]
         made = node["outputs"][:1]
         result = made[0] if made else None
@@ -109,14 +113,18 @@ def _nodes(nodes: Sequence[Json], screen: Screen) -> None:
             )
         )
     columns = (
-        TIMES,
-        Column("node", NAME),
-        Column("operator", NAME, optional=True),
-        Column("result"),
-        Column("layout"),
-    )
+        TIMES, Column("node", Content.NODE), Column("operator", NAME, optional=True),
+        Column("result"), Column("layout"),
+    )  # fmt: skip
     screen.table(columns, rows)
+    note_sizes(sizes, screen)
     _pinned(nodes, screen)
+
+
+def note_sizes(sizes: Sequence[Json], screen: Screen) -> None:
+    """Prints how many nodes are not shown because they only compute sizes."""
+    if sizes:
+        screen.note(f"Not shown: {count(len(sizes), 'node')} for sizes (--node shows them).")
 
 
 def _operands(nodes: Sequence[Json], patterns: Sequence[str], screen: Screen) -> None:
@@ -124,7 +132,7 @@ def _operands(nodes: Sequence[Json], patterns: Sequence[str], screen: Screen) ->
     shown = matching_nodes(nodes, patterns)
     chosen = {node["name"] for node in shown}
     rows = []
-    for every in _folded(nodes):
+    for every in (group for part in without_sizes(nodes) for group in fold_alike(part)):
         alike = [node for node in every if node["name"] in chosen]
         if not alike:
             continue
@@ -154,7 +162,7 @@ def _pinned(nodes: Iterable[Json], screen: Screen) -> None:
 
 def _layers(report: Json, screen: Screen) -> None:
     """Prints a row for each repeated layer, and for the nodes between them."""
-    nodes = report["nodes"]
+    nodes, _ = without_sizes(report["nodes"])
     home = {o["name"]: i for i, node in enumerate(nodes) for o in node["outputs"]}
     names = {node["name"]: i for i, node in enumerate(nodes)}
     rows = []
@@ -223,8 +231,8 @@ def _collectives(found: Sequence[Json], screen: Screen) -> None:
         Column("bytes sent", NUMBER), Column("for", optional=True),
         Column("groups", optional=True),
     )  # fmt: skip
-    screen.table(columns, rows)
-    if any(item["behind"] for item in found):
+    titles = screen.table(columns, rows)
+    if "for" in titles and any(item["behind"] for item in found):
         screen.line("in the background: between machines and between GPUs;")
         screen.line("ranks that share memory communicate at once")
 
@@ -340,7 +348,7 @@ def _stage_and_chunk(item: Json, end: str, chunks: bool) -> str:
 
 
 def _training(training: Json, screen: Screen) -> None:
-    """Prints every tensor of the model, and why it is not trained if it is not."""
+    """Prints what is trained."""
     tensors = [t for t in training["tensors"] if t["parameter"]]
     trained = [t for t in tensors if t["trained"]]
     elements, of = (sum(t["elements"] for t in group) for group in (trained, tensors))
@@ -354,20 +362,28 @@ def _training(training: Json, screen: Screen) -> None:
     for notice in once(training["notices"]):
         screen.entry("notice", notice)
     rules = {t["rule"] for t in training["tensors"]}
-    differ = len(rules) > 1
-    if not differ:
+    if len(rules) == 1:
         screen.entry("rule", f"{', '.join(rules)} (each tensor)")
+
+
+def _tensors(tensors: Sequence[Json], screen: Screen) -> None:
+    """Prints every tensor of the model, and why it is not trained if it is not."""
+    differ = len({t["rule"] for t in tensors}) > 1
+    constants = [t for t in tensors if not t["parameter"]]
     _table(
         screen,
         (Column("tensor", NAME), Column("elements", NUMBER), Column("trained"),
          Column("read by", NAME, optional=True), Column("rule", optional=True)),
-        training["tensors"],
+        [t for t in tensors if t["parameter"]],
         lambda t: (t["name"], ", ".join(t["used_by"]) + _shared(t), t["rule"] if differ else ""),
         lambda t, name, readers, rule: (
             name, f"{t['elements']:,}", "yes" if t["trained"] else f"no: {t['reason']}", readers,
             rule,
         ),
     )  # fmt: skip
+    if constants:
+        elements = count(sum(t["elements"] for t in constants), "element")
+        screen.note(f"Not shown: {count(len(constants), 'constant')} with {elements}.")
 
 
 def _shared(tensor: Json) -> str:
@@ -379,9 +395,7 @@ def _programs(programs: Mapping[str, Json], screen: Screen) -> None:
     rows = []
     for name, report in programs.items():
         totals = report["totals"]
-        kinds = ", ".join(f"{n:,} {op}" for op, n in totals["collectives_by_op"].items())
-        if totals["calls"] < totals["collectives"]:
-            kinds += f" in {count(totals['calls'], 'call')}"
+        kinds = describe_kinds(totals)
         numbers = [f"{totals[key]:,}" for key in ("nodes", "sharded")]
         rows.append((name, *numbers, kinds or "none", amount(totals["bytes"])))
     columns = (

@@ -3,15 +3,16 @@
 from collections.abc import Sequence
 from typing import Any
 
-from onnxpar.cli.directory_tables import NAME, NUMBER, TIMES, Wanted, shape_text
-from onnxpar.cli.screen import Column, Screen
+from onnxpar.cli.directory_tables import NAME, NUMBER, TIMES, Wanted, note_sizes, shape_text
+from onnxpar.cli.screen import Column, Content, Screen
 from onnxpar.core.errors import DirectoryError
 from onnxpar.report.fold_layers import (
     common_name,
-    fold_nodes,
+    fold_alike,
     fold_rows,
     layers_data,
     matching_nodes,
+    without_sizes,
 )
 
 Json = dict[str, Any]
@@ -36,8 +37,7 @@ def show_model(data: Json, wanted: Wanted) -> None:
     if wanted.layers:
         _layers(data["nodes"], screen)
     if wanted.all or wanted.nodes:
-        chosen = {n["name"] for n in matching_nodes(data["nodes"], wanted.nodes or ("*",))}
-        _nodes(data["nodes"], chosen, screen)
+        _nodes(data["nodes"], wanted, screen)
         screen.note(_HELP)
 
 
@@ -62,29 +62,34 @@ def _values(data: Json, screen: Screen) -> None:
     screen.table(columns, rows)
 
 
-def _nodes(nodes: Sequence[Json], chosen: set[str], screen: Screen) -> None:
+def _nodes(nodes: Sequence[Json], wanted: Wanted, screen: Screen) -> None:
+    """Prints the rules of the wanted nodes; of all that do more than compute sizes by default."""
     rows = []
-    for block in fold_nodes(nodes):
-        for place in range(block.size):
-            alike = [nodes[i] for i in block.places(place) if nodes[i]["name"] in chosen]
-            if not alike:
-                continue
-            node = alike[0]
-            operands = zip(*(n["operands"] for n in alike), strict=True)
-            factors = ", ".join(
-                f"{f['name']}={f['size']}" + ("" if f["kind"] == "parallel" else f" {f['kind']}")
-                for f in node["factors"]
-            )
-            times = str(len(alike)) if len(alike) > 1 else ""
-            name = common_name([n["name"] for n in alike])
-            entries = ", ".join(common_name(names) for names in operands)
-            rule = node["reason"] or node["rule"].partition(";")[0]
-            rows.append((times, name, node["op_type"], entries, rule, factors))
+    others, sizes = without_sizes(nodes)
+    shown = nodes if wanted.nodes else others
+    chosen = {n["name"] for n in matching_nodes(shown, wanted.nodes or ("*",))}
+    for every in (*fold_alike(others), *fold_alike(sizes)):
+        alike = [node for node in every if node["name"] in chosen]
+        if not alike:
+            continue
+        node = alike[0]
+        operands = zip(*(n["operands"] for n in alike), strict=True)
+        factors = ", ".join(
+            f"{f['name']}={f['size']}" + ("" if f["kind"] == "parallel" else f" {f['kind']}")
+            for f in node["factors"]
+        )
+        times = str(len(alike)) if len(alike) > 1 else ""
+        name = common_name([n["name"] for n in alike])
+        entries = ", ".join(common_name(names) for names in operands)
+        rule = node["reason"] or node["rule"].partition(";")[0]
+        rows.append((times, name, node["op_type"], entries, rule, factors))
     columns = (
-        TIMES, Column("node", NAME), Column("operator", NAME, optional=True),
+        TIMES, Column("node", Content.NODE), Column("operator", NAME, optional=True),
         Column("operands with an entry", optional=True), Column("rule"), Column("factors"),
     )  # fmt: skip
     screen.table(columns, rows)
+    if not wanted.nodes:
+        note_sizes(sizes, screen)
 
 
 def _layers(nodes: Sequence[Json], screen: Screen) -> None:

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from onnxpar.cli.wrap import shortened, wrapped
+from onnxpar.cli.wrap import indented, shortened, shortened_names, wrapped
 
 Json = dict[str, Any]
 
@@ -36,10 +36,15 @@ class Content(Enum):
 
     NAME = auto()
     """Names, which are shortened in the middle."""
+    NODE = auto()
+    """Names of nodes in order: if they are too wide, each module is named once above its nodes."""
     NUMBER = auto()
     """Numbers, aligned on the right, complete."""
     TEXT = auto()
     """Sentences and lists, which are wrapped; names in them that are too wide are shortened."""
+
+
+_NAMES = (Content.NAME, Content.NODE)
 
 
 @dataclass(frozen=True)
@@ -108,8 +113,10 @@ class Screen:
         found = self.layout(text) if layout else Text(text)
         self._print(Text.assemble(Text(f"{title:<{TITLE}}", style="bold"), found))
 
-    def table(self, columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> None:
+    def table(self, columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> list[str]:
         """Prints a table below an empty line; nothing if it has no rows.
+
+        Returns the titles of the columns that it shows.
 
         Args:
             columns: Its columns; one that is empty in every row is left out.
@@ -117,11 +124,15 @@ class Screen:
         """
         used = [i for i in range(len(columns)) if any(row[i] for row in rows)]
         if not used:
-            return
+            return []
         shown = [columns[i] for i in used]
         cells = [[row[i] for i in used] for row in rows]
-        natural = [max(len(c.title), *(len(row[i]) for row in cells)) for i, c in enumerate(shown)]
-        widths = natural if self.width is None else fit(shown, natural, self.width)
+        widths = self._widths(shown, cells)
+        for i, column in enumerate(shown):
+            needed = max(len(row[i]) for row in cells)
+            if column.kind is Content.NODE and widths[i] < needed:
+                cells = _below_modules(cells, i)
+                widths = self._widths(shown, cells)
         if any(width == 0 for width in widths):
             self.narrow = True
         kept = [i for i, width in enumerate(widths) if width]
@@ -130,28 +141,31 @@ class Screen:
             column = shown[i]
             right = column.kind is Content.NUMBER
             table.add_column(
-                Text(shortened(column.title, widths[i]))
-                if column.kind is Content.NAME
-                else column.title,
+                Text(shortened(column.title, widths[i])) if column.kind in _NAMES else column.title,
                 width=widths[i],
                 overflow="fold",
-                no_wrap=column.kind is Content.NAME,
+                no_wrap=column.kind in _NAMES,
                 justify="right" if right else "left",
             )
-        for row in cells:
-            table.add_row(
-                *(
-                    Text(shortened(row[i], widths[i]))
-                    if shown[i].kind is Content.NAME
-                    else self.layout("\n".join(wrapped(row[i], widths[i], cell=True)))
-                    for i in kept
-                )
-            )
+        texts = [self._cells(shown[i], [row[i] for row in cells], widths[i]) for i in kept]
+        for row in zip(*texts, strict=True):
+            table.add_row(*row)
         if self._begun:
             self.line()
         if self.width is None:
             self.console.width = sum(widths) + _GAP * len(widths)
         self._print(table)
+        return [shown[i].title for i in kept]
+
+    def _widths(self, columns: Sequence[Column], cells: Sequence[Sequence[str]]) -> list[int]:
+        found = [max(len(c.title), *(len(row[i]) for row in cells)) for i, c in enumerate(columns)]
+        return found if self.width is None else fit(columns, found, self.width)
+
+    def _cells(self, column: Column, texts: Sequence[str], width: int) -> list[Text]:
+        """Returns the texts of a column, none wider than it."""
+        if column.kind in _NAMES:
+            return [Text(text) for text in shortened_names(texts, width)]
+        return [self.layout("\n".join(wrapped(text, width, cell=True))) for text in texts]
 
     def layout(self, text: str) -> Text:
         """Returns text in which each mesh axis has its colour."""
@@ -178,6 +192,21 @@ class Screen:
         self.console.print(what, soft_wrap=isinstance(what, Text))
 
 
+def _below_modules(cells: Sequence[Sequence[str]], column: int) -> list[list[str]]:
+    """Returns rows in which names are shortened to what follows their module.
+
+    The first row of nodes of a module has a row above it with the name of the module.
+    """
+    found: list[list[str]] = []
+    above = ""
+    for row, (module, name) in zip(cells, indented([row[column] for row in cells]), strict=True):
+        if module and module != above:
+            found.append([module if i == column else "" for i in range(len(row))])
+        above = module
+        found.append([name if i == column else text for i, text in enumerate(row)])
+    return found
+
+
 def fit(columns: Sequence[Column], natural: Sequence[int], width: int) -> list[int]:
     """Returns the width of each column of a table that is at most `width` wide, if possible.
 
@@ -195,7 +224,8 @@ def fit(columns: Sequence[Column], natural: Sequence[int], width: int) -> list[i
         return sum(widths) + _GAP * (sum(map(bool, widths)) - 1) - width
 
     def shrink(kind: Content, least: int) -> None:
-        most = [(i, c) for i, c in enumerate(columns) if c.kind is kind and widths[i] > least]
+        kinds = _NAMES if kind is Content.NAME else (kind,)
+        most = [(i, c) for i, c in enumerate(columns) if c.kind in kinds and widths[i] > least]
         while most and over() > 0:
             i = max(most, key=lambda one: widths[one[0]])[0]
             if widths[i] <= least:

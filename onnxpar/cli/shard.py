@@ -20,6 +20,7 @@ from onnxpar.cli.describe import (
     describe_held,
     describe_pair,
     describe_program,
+    describe_updates,
 )
 from onnxpar.cli.options import AsJson, Constraints, Devices, takes_options
 from onnxpar.cli.screen import TITLE, Screen, amount, once
@@ -203,8 +204,9 @@ def parse_states(texts: Iterable[str]) -> dict[str, str]:
 
 def _print(summary: Summary, ranks: Sequence[int]) -> None:
     report, screen = summary.report, Screen(summary.report["mesh"])
+    facts = describe_program(report) | describe_updates(report)
     lines = [
-        *(f"{title:<{TITLE}}{text}" for title, text in describe_program(report).items()),
+        *(f"{title:<{TITLE}}{text}" for title, text in facts.items()),
         *_carried(report),
         *_supplied(report),
         *_stages(report),

@@ -94,6 +94,7 @@ def command(
         _print(cases, runtime.TrainingCase)
         if found is not None:
             _print_first(found)
+        _print_differences(cases)
     if dump is not None:
         values = {} if inputs else cases[0].symbols
         count = runtime.dump_values(directory, model, dump, node, values, inputs, options)
@@ -127,6 +128,10 @@ def _print(cases: "Sequence[Case]", training: "type[TrainingCase]") -> None:
             named = ", ".join(jumps[:_SHOWN]) + (", …" if jumps[_SHOWN:] else "")
             text = f"{len(jumps)} compared less strictly (discontinuous gradients): {named}"
             screen.note(text)
+
+
+def _print_differences(cases: "Sequence[Case]") -> None:
+    screen = Screen()
     for case in cases:
         problems = once(case.problems)
         for problem in problems[:_LISTED]:

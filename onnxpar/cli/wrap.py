@@ -1,8 +1,13 @@
 """Lines of text that are broken between words, and not within brackets if that can be avoided."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import groupby
 
+from onnxpar.report.fold_layers import common_beginning
+
+_LEAST_INSIDE = 3
+_NUMBERED = re.compile(r"[\d*]")
 _OPEN, _CLOSE = "([{", ")]}"
 # Behind a space, and behind an operator of a formula.
 _BREAK = re.compile(r" |(?<=\w)(?:\*|//)(?=[\w(])|(?<=\))(?:\*|//)(?=[\w(])")
@@ -48,6 +53,48 @@ def shortened(name: str, width: int) -> str:
     # The end tells more: layers begin alike.
     begin = (width - 1) * 2 // 5
     return f"{name[:begin]}…{name[len(name) - (width - 1 - begin) :]}"
+
+
+def shortened_names(names: Sequence[str], width: int) -> list[str]:
+    """Returns names as `shortened` does, but different names differently if that is possible.
+
+    Names that would be equal begin where they differ.
+    """
+    found: dict[str, str] = {name: shortened(name, width) for name in names}
+    equal: dict[str, list[str]] = {}
+    for name, short in found.items():
+        equal.setdefault(short, []).append(name)
+    for alike in equal.values():
+        if len(alike) > 1:
+            same = len(common_beginning(alike))
+            begin = max(alike[0].rfind("/", 0, same) + 1, same - width // 2)
+            for name in alike:
+                rest = name[begin:]
+                cut = len(rest) > width - 1
+                found[name] = f"…{rest[: width - 2]}…" if cut else f"…{rest}"
+    return [found[name] for name in names]
+
+
+def indented(names: Sequence[str]) -> list[tuple[str, str]]:
+    """Returns for each name the module that it is in, or "", and how it is shown below that module.
+
+    The module is the beginning of the name up to the first part with a number or a `*`, or the
+    first part. A module that would stand above fewer than three names is left out.
+    """
+    found: list[tuple[str, str]] = []
+    for module, run in groupby(names, _module):
+        inside = list(run)
+        if not module or len(inside) < _LEAST_INSIDE:
+            found += [("", name) for name in inside]
+        else:
+            found += [(module, f"  {name[len(module) + 1 :]}") for name in inside]
+    return found
+
+
+def _module(name: str) -> str:
+    *parts, _ = name.split("/")
+    numbered = next((i for i, part in enumerate(parts) if _NUMBERED.search(part)), 1)
+    return "/".join(parts[: numbered + 1])
 
 
 def _short(word: str, width: int) -> str:

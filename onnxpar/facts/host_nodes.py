@@ -55,6 +55,23 @@ def host_nodes(
     return frozenset(found)
 
 
+def size_nodes(graph: ir.Graph, registry: Registry) -> frozenset[ir.Node]:
+    """Returns the nodes of a global graph that only compute sizes for kernels.
+
+    These are the nodes that `host_nodes` returns and those before them that read the sizes of a
+    tensor, not its elements.
+
+    Args:
+        graph: The graph of a model that has not been partitioned.
+        registry: The table of operators.
+    """
+    nodes = tuple(graph)
+    found = host_nodes(nodes, {v for v in graph.initializers.values() if is_small(v)}, registry)
+    read = {value for node in found for value in node.inputs} | _wanted(nodes, registry)
+    first = (n for n in nodes if not reads_elements(n, registry) and read.issuperset(n.outputs))
+    return found | frozenset(first)
+
+
 def _alike(nodes: Iterable[ir.Node]) -> list[list[ir.Node]]:
     """Groups nodes that compute the same from the same operands; groups are in topological order.
 

@@ -88,18 +88,14 @@ def find_repetitions(
 
     Args:
         kinds: For each item, what is equal in items that are alike.
-        spans: For each value, the number of the item that makes it and of the last that reads it.
+        spans: For each value and each item that reads it, the numbers of the item that makes it
+            and of the one that reads it.
         smallest: The least number of items of a layer.
     """
     known: dict[Hashable, int] = {}
     row = np.array([known.setdefault(kind, len(known)) for kind in kinds], np.int64)
-    change = np.zeros(len(kinds) + 1, np.int64)
-    for first, last in spans:
-        change[first + 1] += 1
-        change[last + 1] -= 1
-    # For each item, how many values of earlier items it or later items read.
-    crossing = np.cumsum(change[: len(kinds)])
-    return [Layer(a, b) for a, b in _find(row, crossing, 0, smallest)]
+    edges = np.array([*spans], np.int64).reshape(-1, 2)
+    return [Layer(a, b) for a, b in _find(row, edges, 0, smallest)]
 
 
 def _kind(node: ir.Node, env: ShapeEnv) -> Hashable:
@@ -111,20 +107,21 @@ def _kind(node: ir.Node, env: ShapeEnv) -> Hashable:
 
 
 def _spans(nodes: Sequence[ir.Node]) -> Iterable[tuple[int, int]]:
-    """Returns the first and last place of each value that nodes of the row exchange."""
+    """Returns the places of the maker and of each reader of the values that nodes exchange."""
     number = {id(node): i for i, node in enumerate(nodes)}
     for i, node in enumerate(nodes):
         for value in node.outputs:
-            readers = [number[id(user)] for user in value.consumers() if id(user) in number]
-            if readers and max(readers) > i:
-                yield i, max(readers)
+            for user in value.consumers():
+                if number.get(id(user), i) > i:
+                    yield i, number[id(user)]
 
 
-def _find(row: Numbers, crossing: Numbers, offset: int, smallest: int) -> list[tuple[int, int]]:
+def _find(row: Numbers, spans: Numbers, offset: int, smallest: int) -> list[tuple[int, int]]:
     best = _longest(row, smallest)
     if best is None:
         return []
     start, period, length = best
+    crossing = _crossing(spans, offset + len(row), period)[offset:]
     # The layers may begin anywhere in the first period, even if that costs one layer.
     places = range(start, start + period)
     first = min(places, key=lambda at: (crossing[at], -((start + length - at) // period), at))
@@ -132,10 +129,25 @@ def _find(row: Numbers, crossing: Numbers, offset: int, smallest: int) -> list[t
     end = first + count * period
     inner = [(offset + first + i * period, offset + first + (i + 1) * period) for i in range(count)]
     return [
-        *_find(row[:first], crossing[:first], offset, smallest),
+        *_find(row[:first], spans, offset, smallest),
         *inner,
-        *_find(row[end:], crossing[end:], offset + end, smallest),
+        *_find(row[end:], spans, offset + end, smallest),
     ]
+
+
+def _crossing(spans: Numbers, items: int, period: int) -> Numbers:
+    """Returns for each item how many values of earlier items it or later items read.
+
+    Readers that are further away than the length of a layer do not count: what all layers share,
+    and what a backward pass reads of the forward pass, says nothing about where a layer begins.
+    """
+    near = spans[(spans[:, 1] - spans[:, 0] <= period) & (spans[:, 0] < items)]
+    last = np.arange(items)
+    np.maximum.at(last, near[:, 0], np.minimum(near[:, 1], items))
+    change = np.zeros(items + 2, np.int64)
+    change[1 : items + 1] += 1
+    np.add.at(change, last + 1, -1)
+    return np.cumsum(change)[:items]
 
 
 def _longest(row: Numbers, smallest: int) -> tuple[int, int, int] | None:

@@ -40,12 +40,27 @@ class FoldedNodes:
         return range(self.start + place, self.start + self.size * self.count, self.size)
 
 
-def fold_nodes(nodes: Sequence[Json]) -> list[FoldedNodes]:
-    """Returns the nodes of a report as blocks, in order, which together contain every node once.
+def without_sizes(nodes: Iterable[Json]) -> tuple[list[Json], list[Json]]:
+    """Returns the nodes of a report, and apart from them those that only compute sizes.
+
+    Exporters compute the sizes that all layers need in the first one, so that it is like the others
+    only without them.
 
     Args:
         nodes: The entries `nodes` of `inspect_data` or `model_data` in
             `onnxpar.report.inspect_data`.
+    """
+    divided: tuple[list[Json], list[Json]] = ([], [])
+    for node in nodes:
+        divided[node["computes_sizes"]].append(node)
+    return divided
+
+
+def fold_nodes(nodes: Sequence[Json]) -> list[FoldedNodes]:
+    """Returns the nodes of a report as blocks, in order, which together contain every node once.
+
+    Args:
+        nodes: The entries `nodes` of a report, without those that only compute sizes.
     """
     blocks: list[FoldedNodes] = []
     done = 0
@@ -64,20 +79,46 @@ def fold_nodes(nodes: Sequence[Json]) -> list[FoldedNodes]:
     return blocks
 
 
+def fold_alike(nodes: Sequence[Json]) -> list[list[Json]]:
+    """Returns the nodes of a report in groups that are shown in one row, in order.
+
+    These are the nodes at one place of each layer. Nodes of other layers, such as a first one that
+    has more nodes, are in the same row if they are alike and their names differ only in the number
+    of the module that contains them.
+
+    Args:
+        nodes: The entries `nodes` of a report, without those that only compute sizes.
+    """
+    groups = [[*block.places(place)] for block in fold_nodes(nodes) for place in range(block.size)]
+    keys = [_place(nodes[group[0]]) for group in groups]
+    folded = {key for key, group in zip(keys, groups, strict=True) if len(group) > 1}
+    rows: dict[Hashable, list[int]] = {}
+    for key, group in zip(keys, groups, strict=True):
+        rows.setdefault(key if key in folded else group[0], []).extend(group)
+    return [[nodes[i] for i in row] for row in sorted(map(sorted, rows.values()))]
+
+
+def _place(node: Json) -> Hashable:
+    """Returns what nodes at one place of all layers share; the name if it has no module."""
+    modules, slash, name = node["name"].rpartition("/")
+    return (_NUMBER.sub("#", modules, count=1), name, _kind(node)) if slash else node["name"]
+
+
 def layers_data(nodes: Sequence[Json]) -> list[Json]:
-    """Returns the blocks of `fold_nodes` for JSON.
+    """Returns the blocks of `fold_nodes` for JSON. Nodes that only compute sizes are in none.
 
     Keys: `first` and `last`, patterns of the names of the first and last node of each layer;
     `nodes`, their number in a layer; and `count`, the number of layers.
     """
+    others, _ = without_sizes(nodes)
     return [
         {
-            "first": common_name([nodes[i]["name"] for i in block.places(0)]),
-            "last": common_name([nodes[i]["name"] for i in block.places(block.size - 1)]),
+            "first": common_name([others[i]["name"] for i in block.places(0)]),
+            "last": common_name([others[i]["name"] for i in block.places(block.size - 1)]),
             "nodes": block.size,
             "count": block.count,
         }
-        for block in fold_nodes(nodes)
+        for block in fold_nodes(others)
     ]
 
 
@@ -116,22 +157,25 @@ def fold_rows(
 def common_name(names: Sequence[str]) -> str:
     """Returns a pattern for names that differ only in numbers: `/layer*/MatMul`.
 
-    Names that differ in more have a pattern of what they begin and end with.
+    Names that differ in more have a pattern of what they, or their parts, begin and end with.
     """
     parts = [_NUMBER.split(name) for name in dict.fromkeys(names)]
     first = parts[0]
     if len(parts) == 1:
         return names[0]
+    modules = [name.split("/") for name in names]
+    if len(modules[0]) > 1 and len({*map(len, modules)}) == 1:
+        return "/".join(common_name(column) for column in zip(*modules, strict=True))
     if all(p[::2] == first[::2] for p in parts):
         return "".join(
             text if all(p[i] == text for p in parts) else "*" for i, text in enumerate(first)
         )
-    begin = _shared(names)
-    end = _shared([name[len(begin) :][::-1] for name in names])[::-1]
+    begin = common_beginning(names)
+    end = common_beginning([name[len(begin) :][::-1] for name in names])[::-1]
     return f"{begin}*{end}"
 
 
-def _shared(names: Sequence[str]) -> str:
+def common_beginning(names: Sequence[str]) -> str:
     """Returns what all names begin with."""
     low, high = min(names), max(names)
     same = next((i for i, (a, b) in enumerate(zip(low, high, strict=False)) if a != b), len(low))
@@ -162,13 +206,13 @@ def _kind(node: Json) -> Hashable:
 
 
 def _spans(nodes: Sequence[Json]) -> Iterator[tuple[int, int]]:
-    """Returns the numbers of the node that makes a value and of the last node that reads it."""
+    """Returns the numbers of the node that makes a value and of each node that reads it."""
 
     def names(items: Sequence[Json | str]) -> list[str]:
         return [item if isinstance(item, str) else item["name"] for item in items]
 
     made = {name: i for i, node in enumerate(nodes) for name in names(node["outputs"])}
-    last = {name: i for i, node in enumerate(nodes) for name in names(node["inputs"])}
-    for name, reader in last.items():
-        if reader > made.get(name, reader):
-            yield made[name], reader
+    for reader, node in enumerate(nodes):
+        for name in names(node["inputs"]):
+            if made.get(name, reader) < reader:
+                yield made[name], reader

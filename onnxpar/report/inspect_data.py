@@ -14,6 +14,7 @@ from onnxpar.core.sharding import Sharding
 from onnxpar.core.symbols import Dim, SymbolTable, dim_text, symbols_of
 from onnxpar.core.symbols.expressions import count_str
 from onnxpar.cost.growth import Sizes, grows_faster, large_size
+from onnxpar.facts.host_nodes import size_nodes
 from onnxpar.facts.program import Program
 from onnxpar.graph.local_builder import Collective
 from onnxpar.graph.pipeline_places import virtual_stage_of
@@ -78,8 +79,9 @@ def inspect_data(parted: PartitionedModel, split: Sequence[PartitionedModel] = (
     Both are None for an operand that is absent or taken in its current layout. `partial` is None,
     or the reduction that has not been done yet: `{"reduction", "over", "atoms"}`. `bytes` are
     those that one device sends. A node's `rule` is its sharding rule, and `reason` why it is
-    replicated, or empty. `layouts` has for each `sharding` the components of each dim, major
-    first: the size (None if the dim has one component), and the atoms that shard it.
+    replicated, or empty; `computes_sizes` says that it only computes sizes for kernels. `layouts`
+    has for each `sharding` the components of each dim, major first: the size (None if the dim has
+    one component), and the atoms that shard it.
 
     `conflicts` are the reshards between neighbours with different layouts, the most expensive
     first: `cost` is the number of bytes that the reader's layout sends at typical sizes, and
@@ -100,11 +102,12 @@ def inspect_data(parted: PartitionedModel, split: Sequence[PartitionedModel] = (
         {"name": name, "op_type": op_type, "reason": reason}
         for name, op_type, reason in parted.replicated
     ]
-    nodes = []
+    nodes, sizes = [], size_nodes(parted.source.graph, parted.registry)
     for node in parted.source.graph:
         found = parted.plan.nodes.get(node.name or "")
         if found is not None:
-            nodes.append(_node(node, found, parted.plan.resharded, texts, parted.stages))
+            item = _node(node, found, parted.plan.resharded, texts, parted.stages)
+            nodes.append(item | {"computes_sizes": node in sizes})
     mesh = parted.plan.mesh
     of_stages = stage_data(parted, split)
     return {
@@ -312,10 +315,12 @@ def model_data(program: Program) -> Json:
 
     Keys: `inputs`, `outputs`, `parameters` (`name`, `dtype`, `shape`; without small integers and
     scalars), `symbols`, and `nodes` with the names of `inputs` and `outputs`, `rule`, `operands`
-    (names of the operands that take an entry of a strategy), `factors` (name, size, kind) and
-    `reason` (why it cannot be sharded).
+    (names of the operands that take an entry of a strategy), `factors` (name, size, kind),
+    `reason` (why it cannot be sharded) and `computes_sizes` (whether it only computes sizes for
+    kernels).
     """
     graph, env, rules = program.graph, program.env, program.rules
+    sizes = size_nodes(graph, program.registry)
     return {
         "model": graph.name or "",
         "inputs": [_value(v, env) for v in graph.inputs],
@@ -324,7 +329,7 @@ def model_data(program: Program) -> Json:
         "parameters": [
             _value(v, env) for v in graph.initializers.values() if _is_worth_sharding(v)
         ],
-        "nodes": [_rule(node, rules) for node in graph],
+        "nodes": [_rule(node, rules) | {"computes_sizes": node in sizes} for node in graph],
     }
 
 

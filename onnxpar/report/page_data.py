@@ -14,7 +14,13 @@ from onnxpar.core.machine import Machine
 from onnxpar.core.symbols import Symbol
 from onnxpar.core.version import __version__
 from onnxpar.emit.manifest import dtype_named
-from onnxpar.report.fold_layers import FoldedNodes, common_name, fold_nodes, fold_rows
+from onnxpar.report.fold_layers import (
+    FoldedNodes,
+    common_name,
+    fold_nodes,
+    fold_rows,
+    without_sizes,
+)
 from onnxpar.report.rank_programs import rank_programs
 from onnxpar.report.read_directory import read_programs
 from onnxpar.report.size_grid import size_grid
@@ -24,7 +30,7 @@ from onnxpar.report.tables import Tables
 Json = dict[str, Any]
 Played = Callable[[str, Sequence[Mapping[str, float]]], Json]
 """Plays a step of a pipeline, as `onnxpar.api.runtime.pipeline_times`."""
-_UPDATE = "optimizer_model"
+UPDATE = "optimizer_model"
 """The program that updates the parameters; in a pipeline, its name and the number of a stage."""
 
 
@@ -58,6 +64,9 @@ def directory_page(
         DirectoryError: It has no report, a graph in it cannot be read, or a size is not admissible.
     """
     manifest, programs = read_programs(directory)
+    # Nodes that only compute sizes come last, so that layers are without gaps.
+    for program in programs.values():
+        program["nodes"] = [node for part in without_sizes(program["nodes"]) for node in part]
     report = manifest["report"]
     symbols = {name: Symbol.parse(text) for name, text in report["symbols"].items()}
     for name, size in sizes.items():
@@ -82,7 +91,7 @@ def directory_page(
         "grid": grid.data(),
         "ranks": rank_programs(directory, manifest, programs, tables, machine, grid),
         "programs": [_program(name, program, tables) for name, program in programs.items()],
-        "step": [n for n in programs if n == report["program"] or n.split(".")[0] == _UPDATE],
+        "step": [n for n in programs if n == report["program"] or n.split(".")[0] == UPDATE],
     }
     if played is not None and report["stages"] > 1:
         data["pipeline"] = _pipeline(data, tables, len(grid.points), played)
@@ -157,10 +166,13 @@ def _parameters(manifest: Json) -> list[Json]:
 
 
 def _program(name: str, program: Json, tables: Tables) -> Json:
+    nodes, sizes = without_sizes(program["nodes"])
     return {
         "name": name,
         "nodes": [_node(node, program["layouts"], tables) for node in program["nodes"]],
-        "blocks": [_block(block, program["nodes"]) for block in fold_nodes(program["nodes"])],
+        "blocks": [_block(block, nodes) for block in fold_nodes(nodes)]
+        + [[len(nodes), len(sizes), 1, []]] * bool(sizes),
+        "sizes": len(sizes),
         "collectives": [_collective(c, tables) for c in program["collectives"]],
         "conflicts": [{**c, "bytes": tables.size(c["bytes"])} for c in program["conflicts"]],
         "replicated": program["replicated"],

@@ -88,8 +88,10 @@ def test_tables(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "trained       36 of 108 parameters, in 1 of 3 tensors, with momentum on mse; the labels "
         "are the input labels"
     ) in lines
-    head = lines[: lines.index("program       training_model")]
-    rows = {line.split()[0]: line.split()[1:] for line in head if line}
+    # The summary of the programs is first, then the tensors, then the nodes.
+    end = next(number for number, line in enumerate(lines) if line.split()[-1:] == ["layout"])
+    assert lines.index("program       training_model") < end
+    rows = {line.split()[0]: line.split()[1:] for line in lines[:end] if line}
     assert " ".join(rows["w"]) == ("36 yes first, second (shared) it has the name of a parameter")
     assert " ".join(rows["held"]) == "36 no: frozen last it is the weight of node 'last'"
     assert rows["unread"][:3] == ["36", "no:", "the"]

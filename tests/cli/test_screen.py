@@ -9,7 +9,7 @@ import transformer
 
 from onnxpar.cli import main
 from onnxpar.cli.screen import Column, Content, Screen, fit, once
-from onnxpar.cli.wrap import shortened, wrapped
+from onnxpar.cli.wrap import indented, shortened, shortened_names, wrapped
 
 COLOURS = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
 LAYERS = 6
@@ -94,6 +94,52 @@ def test_names_are_shortened_in_the_middle() -> None:
     assert shortened("/layer0/attn/q_proj/MatMul", 26) == "/layer0/attn/q_proj/MatMul"
     short = shortened("/layer0/attn/q_proj/MatMul", 16)
     assert short == "/layer…oj/MatMul" and len(short) == 16
+
+
+def test_different_names_stay_different() -> None:
+    names = [
+        "/transformer/h.*/mlp/c_fc/Reshape/grad/Reshape.out",
+        "/transformer/h.*/attn/c_attn/Reshape/grad/Reshape.out",
+        "/lm_head/MatMul",
+    ]
+    assert shortened(names[0], 26) == shortened(names[1], 26)
+    short = shortened_names(names, 26)
+    assert short[0].startswith("…mlp/c_fc") and short[1].startswith("…attn/c_attn")
+    assert short[2] == names[2] and max(map(len, short)) <= 26
+    # A name that occurs twice stays the same twice.
+    assert len(set(shortened_names(names[:1] * 2, 26))) == 1
+
+
+def test_modules_are_named_once() -> None:
+    names = [
+        "/model/h.*/ln/Add", "/model/h.*/ln/Mul", "/model/h.*/attn/MatMul", "/model/norm/Mul",
+        "/model/h.*/mlp/Gemm", "Where",
+    ]  # fmt: skip
+    assert indented(names) == [
+        ("/model/h.*", "  ln/Add"), ("/model/h.*", "  ln/Mul"), ("/model/h.*", "  attn/MatMul"),
+        ("", "/model/norm/Mul"), ("", "/model/h.*/mlp/Gemm"), ("", "Where"),
+    ]  # fmt: skip
+
+
+def test_a_narrow_terminal_shows_nodes_below_their_modules(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    on_a_terminal(monkeypatch, 40, colour=False)
+    rows = [
+        (f"/transformer/h.*/self_attention/{name}", "[dp, ~]") for name in ("Add", "Mul", "Sub")
+    ]
+    columns = [Column("node", Content.NODE), Column("layout")]
+    Screen().table(columns, rows)
+    lines = COLOURS.sub("", capsys.readouterr().out).splitlines()
+    assert [line.split() for line in lines if line] == [
+        ["node", "layout"], ["/transformer/h.*"], ["self_attention/Add", "[dp,", "~]"],
+        ["self_attention/Mul", "[dp,", "~]"], ["self_attention/Sub", "[dp,", "~]"],
+    ]  # fmt: skip
+    on_a_terminal(monkeypatch, 80, colour=False)
+    Screen().table(columns, rows)
+    assert "/transformer/h.*/self_attention/Add  [dp, ~]" in COLOURS.sub(
+        "", capsys.readouterr().out
+    )
 
 
 @pytest.mark.parametrize(

@@ -115,14 +115,13 @@ onnxpar.model = (() => {
         ),
       );
     }
-    const title = () =>
-      make(
-        "div",
-        { class: "block" },
-        `${count} equal layers`,
-        make("span", { class: "soft" }, `${size} nodes each; * is the number that differs`),
-      );
-    return { title: count > 1 ? title : null, rows: found };
+    const titled = (text, more) => () =>
+      make("div", { class: "block" }, text, make("span", { class: "soft" }, more));
+    let title = null;
+    if (count > 1) title = titled(`${count} equal layers`, `${size} nodes each; * is the number that differs`);
+    else if (program.sizes && start === program.nodes.length - program.sizes)
+      title = titled("Sizes", `${size} nodes that only compute sizes for others`);
+    return { title, rows: found };
   }
 
   let panel = null;

@@ -4,7 +4,7 @@ import onnx_ir as ir
 import pytest
 from onnx import parser, shape_inference
 
-from onnxpar.facts.host_nodes import host_nodes, is_small
+from onnxpar.facts.host_nodes import host_nodes, is_small, size_nodes
 from onnxpar.ops.table import REGISTRY
 
 HEAD = '<ir_version: 10, opset_import: ["" : 21, "onnxpar" : 1]> '
@@ -82,6 +82,24 @@ def test_bodies_of_control_flow_are_read() -> None:
                    else_branch = e () => (float[n] q) { q = ConstantOfShape(s) }>
     """
     assert marked("bool b, int64[1] s", "float[k] y", body) == {"h"}
+
+
+def test_nodes_that_only_compute_sizes() -> None:
+    body = """
+    [n] n = Shape(x)
+    [h] h = Mul(n, two2)
+    [y] y = Expand(x, h)
+    [m] m = Shape(x)
+    [f] f = Cast<to = 1>(m)
+    [z] z = Mul(x, f)
+    [s] s = Shape(z)
+    [r] r = Reshape(z, s)
+    """
+    text = f"{HEAD} g (float[a, 2] x) => (float[b, c] y, float[a, 2] r) <int64[2] two2 = {{1, 2}}>"
+    model = parser.parse_model(f"{text} {{ {body} }}")
+    graph = ir.from_proto(shape_inference.infer_shapes(model)).graph
+    # The sizes of `m` are factors of a product, so that they are more than sizes.
+    assert {node.name for node in size_nodes(graph, REGISTRY)} == {"n", "h", "s"}
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,14 @@ from typing import Any
 
 import pytest
 
-from onnxpar.report.fold_layers import FoldedNodes, common_name, fold_nodes, fold_rows
+from onnxpar.report.fold_layers import (
+    FoldedNodes,
+    common_name,
+    fold_alike,
+    fold_nodes,
+    fold_rows,
+    without_sizes,
+)
 
 Json = dict[str, Any]
 LAYER = ("MatMul", "Add", "Relu", "MatMul", "Add", "Mul", "Softmax")
@@ -73,6 +80,38 @@ def test_every_node_is_in_one_block() -> None:
     assert fold_nodes([]) == []
 
 
+def test_a_layer_with_more_nodes_is_shown_with_the_others() -> None:
+    nodes = network(9)
+    # The first layer makes a mask that all layers read; its name has the number of the layer.
+    mask = copy.deepcopy(nodes[3])
+    mask |= {"name": "/h0/mask/Where", "op_type": "Where", "outputs": [operand("mask")]}
+    nodes.insert(4, mask)
+    assert fold_nodes(nodes)[1].count < 9
+    rows = fold_alike(nodes)
+    assert [len(row) for row in rows] == [1, 9, 9, 9, 1, 9, 9, 9, 9, 1]
+    assert [common_name([n["name"] for n in row]) for row in rows[3:6]] == [
+        "/h*/Relu_2", "/h0/mask/Where", "/h*/MatMul_3"
+    ]  # fmt: skip
+    assert sorted(n["name"] for row in rows for n in row) == sorted(n["name"] for n in nodes)
+
+
+def test_a_node_with_another_layout_stays_apart() -> None:
+    nodes = network(9)
+    nodes[1 + 4 * 7 + 3]["outputs"][0] = operand("/h4/MatMul_3_out", "[dp, tp]")
+    rows = [row for row in fold_alike(nodes) if row[0]["name"].endswith("MatMul_3")]
+    assert sorted(map(len, rows)) == [1, 8]
+    assert [node["name"] for node in min(rows, key=len)] == ["/h4/MatMul_3"]
+
+
+def test_nodes_that_compute_sizes_are_apart() -> None:
+    nodes = network(2)
+    for node in nodes:
+        node["computes_sizes"] = node["op_type"] == "Mul"
+    others, sizes = without_sizes(nodes)
+    assert [n["op_type"] for n in sizes] == ["Mul", "Mul"]
+    assert [n for n in nodes if n["op_type"] != "Mul"] == others
+
+
 @pytest.mark.parametrize(
     ("names", "pattern"),
     [
@@ -81,6 +120,7 @@ def test_every_node_is_in_one_block() -> None:
         (["/q/MatMul", "/k/MatMul", "/v/MatMul"], "/*/MatMul"),
         (["x", "x_1"], "x*"),
         (["ab", "aab"], "a*b"),
+        (["/h0/attn/Where_1", "/h1/attn/Where"], "/h*/attn/Where*"),
     ],
 )
 def test_a_name_for_several(names: list[str], pattern: str) -> None:
