@@ -122,12 +122,13 @@ def _find(row: Numbers, spans: Numbers, offset: int, smallest: int) -> list[tupl
         return []
     start, period, length = best
     crossing = _crossing(spans, offset + len(row), period)[offset:]
-    # The layers may begin anywhere in the first period, even if that costs one layer.
-    places = range(start, start + period)
-    first = min(places, key=lambda at: (crossing[at], -((start + length - at) // period), at))
-    count = (start + length - first) // period
-    end = first + count * period
-    inner = [(offset + first + i * period, offset + first + (i + 1) * period) for i in range(count)]
+    # The layers may begin anywhere in the first period, even if that costs one layer. What is read
+    # across a border is counted in the middle: the first layer also reads what all layers share.
+    places, middle = range(start, start + period), length // period // 2 * period
+    count = [(start + length - at) // period for at in places]
+    first = min(places, key=lambda at: (crossing[at + middle], -count[at - start], at))
+    end = first + count[first - start] * period
+    inner = [(offset + at, offset + at + period) for at in range(first, end, period)]
     return [
         *_find(row[:first], spans, offset, smallest),
         *inner,
