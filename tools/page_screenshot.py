@@ -6,7 +6,8 @@ r"""Takes a picture of a page of `onnxpar report`, for the docs.
 `tools/netron_screenshot.py` needs. The picture in the README is that of these commands:
 
     python models/transformer.py --layers 4 --loss -o gpt.onnx
-    onnxpar shard gpt.onnx --strategy dp=2,tp=4,pp=2 --train --loss output:loss -o gpt
+    onnxpar shard gpt.onnx --strategy dp=2,tp=4,pp=2 --train --loss output:loss \
+        --optimizer adamw -o gpt
     onnxpar report gpt -o gpt.html
     python tools/page_screenshot.py gpt.html -o docs/images/report.png \
         --select '/layer*/attn/q_proj/MatMul' --size 1500x860
@@ -15,7 +16,8 @@ That of a timeline in the reference is of a run on two cores:
 
     python models/transformer.py --layers 4 --d-model 256 --heads 8 --loss -o gpt.onnx
     echo '{mesh: {dp: 1}, pipeline: {stages: 2, micro_batches: 4}}' > stages.yaml
-    onnxpar shard gpt.onnx --strategy stages.yaml --train --loss output:loss -o gpt
+    onnxpar shard gpt.onnx --strategy stages.yaml --train --loss output:loss \
+        --optimizer adamw -o gpt
     mpirun -n 2 onnxpar train gpt --data npz:tokens.npz --batch-size 32 --steps 12 --lr 1e-3 \
         --trace run.json --trace-operators      # tokens.npz: input_ids and labels, [256, 128]
     onnxpar report gpt --trace run.json -o gpt.html
