@@ -12,8 +12,9 @@ Lane = tuple[int, str, Sequence[Segment]]
 """A rank, a track (empty for the rank itself) and what is seen there."""
 
 Json = dict[str, Any]
-MOST_OF_STEP, MOST = 20_000, 80_000
-"""The most segments of a step, and of all steps together; one takes about 12 bytes of a page."""
+MOST_OF_STEP, MOST, MOST_STEPS = 20_000, 80_000, 32
+"""The most segments of a step, and of all steps together; one takes about 12 bytes of a page. And
+the most steps, among which a reader chooses."""
 _FINEST = 17
 """Where a step has too many, those below its length divided by this power of two are joined."""
 _UNIT = 1e-7
@@ -48,7 +49,7 @@ def step_timelines(
     names: dict[tuple[str, int], int] = {}
     drawn: dict[int, Json] = {}
     left = MOST
-    for number in numbers:
+    for number in numbers[:MOST_STEPS]:
         begin, end = windows[number]
         lanes: list[Lane] = [(rank, "", own[number]) for rank, own in enumerate(seen)]
         for (rank, track), segments in others.items():

@@ -1,8 +1,8 @@
 """What a rank did at each moment of its steps, from the spans of a trace, which overlap."""
 
 from bisect import bisect_right
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from math import inf
 from typing import NamedTuple
 
 from onnxpar_format.trace import (
@@ -81,7 +81,8 @@ def rank_segments(spans: Sequence[TraceSpan], steps: Sequence[TraceSpan]) -> lis
                 break
             start, end = max(segment.start, step.start), min(segment.end, step.end)
             if start < end:
-                parts[number].append(segment._replace(start=start, end=end))
+                whole = (start, end) == segment[:2]
+                parts[number].append(segment if whole else segment._replace(start=start, end=end))
     return parts
 
 
@@ -143,7 +144,7 @@ def _operator_over(under: Segment | None, over: Segment) -> Segment | None:
     if under is None or under.kind not in COMPUTING:
         return under
     kind = BACKWARD if under.kind == COMPUTE and _GRADIENT in over.name else under.kind
-    return over._replace(kind=kind, program=under.program)
+    return Segment(over.start, over.end, kind, over.name, under.program)
 
 
 def _call_over(under: Segment | None, over: Segment) -> Segment | None:
@@ -153,43 +154,44 @@ def _call_over(under: Segment | None, over: Segment) -> Segment | None:
     return under if under.kind == BUBBLE else over._replace(program=under.program)
 
 
-def _painted(under: Iterable[Segment], over: Iterable[Segment], paint: Painter) -> list[Segment]:
+def _painted(under: Sequence[Segment], over: Iterable[Segment], paint: Painter) -> list[Segment]:
     """Returns two rows of segments as one: what is over hides what is under, as `paint` says."""
     found: list[Segment] = []
-    left = deque(under)
 
-    def add(below: Segment | None, above: Segment, start: float, end: float) -> None:
-        seen = paint(below, above)
-        if seen is not None:
-            put(seen._replace(start=start, end=end))
-
-    def put(segment: Segment) -> None:
+    def put(seen: Segment | None, start: float, end: float) -> None:
+        if seen is None:
+            return
         # What nothing has hidden stays whole.
         last = found[-1] if found else None
-        if last and last.end == segment.start and last[2:] == segment[2:]:
-            found[-1] = last._replace(end=segment.end)
+        if last and last.end == start and last[2:] == seen[2:]:
+            found[-1] = Segment(last.start, end, *seen[2:])
         else:
-            found.append(segment)
+            found.append(Segment(start, end, *seen[2:]))
 
+    # What is left of the row below begins at `begin`, in the segment at `place`.
+    place, count = 0, len(under)
+    begin = under[0].start if under else inf
     for above in over:
-        while left and left[0].end <= above.start:
-            put(left.popleft())
-        if left and left[0].start < above.start:
-            put(left[0]._replace(end=above.start))
-            left[0] = left[0]._replace(start=above.start)
+        while place < count and under[place].end <= above.start:
+            put(under[place], begin, under[place].end)
+            place += 1
+            begin = under[place].start if place < count else inf
+        if begin < above.start:
+            put(under[place], begin, above.start)
+            begin = above.start
         at = above.start
         while at < above.end:
-            if left and left[0].start <= at:
-                to = min(left[0].end, above.end)
-                add(left[0], above, at, to)
-                if left[0].end <= to:
-                    left.popleft()
-                else:
-                    left[0] = left[0]._replace(start=to)
+            if begin > at:
+                to = min(begin, above.end)
+                put(paint(None, above), at, to)
             else:
-                to = min(left[0].start, above.end) if left else above.end
-                add(None, above, at, to)
+                to = min(under[place].end, above.end)
+                put(paint(under[place], above), at, to)
+                begin = to
+                if under[place].end <= to:
+                    place += 1
+                    begin = under[place].start if place < count else inf
             at = to
-    for segment in left:
-        put(segment)
+    for segment in under[place:]:
+        put(segment, max(begin, segment.start), segment.end)
     return found

@@ -193,6 +193,9 @@ def test_a_page_has_room_for_some_steps(monkeypatch: pytest.MonkeyPatch) -> None
     found = shown(trace(9))["timelines"]
     assert found["count"] == 9 and len(found["steps"]) == 4
     assert found["steps"][found["first"]]["is"] == "typical"
+    monkeypatch.undo()
+    found = shown(trace(40))["timelines"]
+    assert found["count"] == 40 and len(found["steps"]) == timelines.MOST_STEPS
 
 
 def test_what_a_step_of_a_rank_took() -> None:
