@@ -14,11 +14,13 @@ for data of your own with 64 numbers and a class for each sample. It uses the Py
 
 import argparse
 import os
+import signal
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -107,8 +109,11 @@ def grown(samples: Samples, steps: int) -> list[str]:
 def within(
     series: Sequence[tuple[int, Sample]], start: float, stop: float, steps: int
 ) -> list[Sample]:
-    """Returns the samples between two shares of the steps."""
-    return [s for step, s in series if start * steps <= step <= stop * steps]
+    """Returns the samples between two shares of the steps.
+
+    Those after the last step are left out: a rank that ends has less.
+    """
+    return [s for step, s in series if start * steps <= step < stop * steps]
 
 
 def table(samples: Samples, steps: int) -> Iterator[str]:
@@ -116,15 +121,16 @@ def table(samples: Samples, steps: int) -> Iterator[str]:
     names = [field.name for field in fields(Sample)]
     yield f"{'rank':>4} {'step':>6} " + " ".join(f"{name:>11}" for name in names)
     for rank, series in sorted(samples.items()):
-        for share in (WARM, 0.25, 0.5, 0.75, 1.0):
-            step, had = min(series, key=lambda entry: abs(entry[0] - share * steps))
+        running = [entry for entry in series if entry[0] < steps]
+        for share in (WARM, 0.25, 0.5, 0.75, 1.0) if running else ():
+            step, had = min(running, key=lambda entry: abs(entry[0] - share * steps))
             yield f"{rank:>4} {step:>6} " + " ".join(f"{n:>11,}" for n in astuple(had))
 
 
 def prepare(folder: Path) -> Path:
     """Writes the network's training program to `folder`, and returns its directory."""
     model, made = folder / "mlp.onnx", folder / "made"
-    sizes = ["--image", "8", "--hidden", "16", "12"]
+    sizes = ["--image", "8", "--hidden", "16"]
     train = ["--train", "--loss", "softmax_cross_entropy", "--optimizer", "adamw"]
     shard = ["shard", str(model), "--strategy", "dp=2,tp=2", *train, "-o", str(made)]
     write = [str(ROOT / "models" / "mlp.py"), "-o", str(model), *sizes]
@@ -150,16 +156,17 @@ def soak(folder: Path, steps: int, data: str | None = None) -> tuple[Samples, in
     samples: Samples = {}
     with printed.open("w") as stream:
         process = subprocess.Popen(line, env=environment, stdout=stream)
-        while process.poll() is None:
-            time.sleep(EVERY_S)
-            done = log.read_bytes().count(b"\n") if log.exists() else 0
-            for rank, pid in enumerate(ranks_of(process.pid)):
-                try:
-                    samples.setdefault(rank, []).append((done, sample(pid)))
-                except OSError:  # it has ended
-                    continue
-                except KeyError:  # it is ending, and has no memory any more
-                    continue
+        try:
+            while process.poll() is None:
+                time.sleep(EVERY_S)
+                done = log.read_bytes().count(b'"step": ') if log.exists() else 0
+                for rank, pid in enumerate(ranks_of(process.pid)):
+                    # A rank that is ending has no memory any more, or no entry in /proc.
+                    with suppress(OSError, KeyError):
+                        samples.setdefault(rank, []).append((done, sample(pid)))
+        finally:
+            process.terminate()
+            process.wait()
     if process.returncode:
         sys.exit(f"the training ended with code {process.returncode}")
     return samples, printed.read_text().count("evaluated")
@@ -178,6 +185,8 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=20_000, help="default 20000")
     parser.add_argument("--data", metavar="MODULE:FUNCTION", help="default: random data")
     options = parser.parse_args()
+    # By an exception, which ends mpirun.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     start = time.monotonic()
     with TemporaryDirectory(prefix="onnxpar-soak-") as name:
         samples, evaluations = soak(Path(name), options.steps, options.data)

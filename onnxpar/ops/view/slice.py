@@ -39,7 +39,7 @@ from onnxpar.ops.view.slice_gradient import (
     split_gradient,
 )
 
-# Exporters write "to the end" as any of the greatest integers of their types.
+# Exporters write "to the end" of a symbolic dim as any of the greatest integers of their types.
 _TO_THE_END = 2**31 - 1
 
 
@@ -147,7 +147,7 @@ def _keeps_all(view: NodeView, axis: int, position: int) -> bool:
         return False
     size = view.shape(0)[axis]
     if isinstance(end, int):
-        return end >= _TO_THE_END or (isinstance(size, int) and end >= size)
+        return end >= (size if isinstance(size, int) else _TO_THE_END)
     return view.table.equal(end, size)
 
 

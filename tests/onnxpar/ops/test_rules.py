@@ -24,6 +24,11 @@ def reshape(shape: str, *target: int) -> Case:
     return Case("y = Reshape(x, s)", {"x": f"float[{shape}]"}, {"s": ints(*target)}, sizes=NS)
 
 
+def slice_to(end: int, shape: str) -> Case:
+    bounds = {"s": ints(0), "e": ints(end), "a": ints(0)}
+    return Case("y = Slice(x, s, e, a)", {"x": f"int8[{shape}]"}, bounds, sizes=NS)
+
+
 @pytest.mark.parametrize(
     ("case", "text"),
     [
@@ -33,6 +38,13 @@ def reshape(shape: str, *target: int) -> Case:
         (reshape("6,4", 8, 3), "(f0 f1) f3, . -> (f0 f2) f4; replicated: f1 f3 f2 f4"),
         (reshape("5,7", 7, 5), "f0 f2, . -> f1 f3; replicated: f0 f2 f1 f3"),
         (reshape("1,6", 6, 1), "1 f0, . -> f0 1"),
+        # 2^31 - 1 is the end of a symbolic dim, but not of a larger one.
+        (slice_to(2**31 - 1, "N,4"), "a b, ., ., . -> a b"),
+        (slice_to(2**31 - 1, "2147483647,4"), "a b, ., ., . -> a b"),
+        (
+            slice_to(2**31 - 1, "2147483648,4"),
+            "a b, ., ., . -> a_cut b; replicated: a a_cut",
+        ),
         (
             Case(
                 "a, b, c = Split<axis=-1>(x, s)",
