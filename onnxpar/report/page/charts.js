@@ -4,6 +4,7 @@
 
 onnxpar.charts = (() => {
   const { make, draw } = onnxpar.elements;
+  /* Points: the height of a lane, the width of a letter, and the room at the right and below. */
   const LANE = 26;
   const LETTER = 6.4;
   const RIGHT = 12;
@@ -188,5 +189,5 @@ onnxpar.charts = (() => {
     });
   }
 
-  return { lanes, areas, curves, fitted, point, ticks, below, longest, LETTER, RIGHT, FOOT };
+  return { lanes, areas, curves, fitted, ticks, below, longest, RIGHT, FOOT };
 })();

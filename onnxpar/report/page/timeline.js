@@ -17,7 +17,9 @@ onnxpar.timeline = (() => {
     checkpoint: ["checkpoint", "var(--axis-3)"],
     python: ["Python", "var(--raised)", "pale"],
   };
+  /* What is narrower, in points, shares a column with what is beside it. */
   const COLUMN = 0.8;
+  /* The shortest time to zoom into, in units of the data. */
   const SHORTEST = 100;
 
   /* The lanes of a step, with the beginning and the end of each segment. */
