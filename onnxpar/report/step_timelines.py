@@ -51,7 +51,12 @@ def step_timelines(
     left = MOST
     for number in numbers[:MOST_STEPS]:
         begin, end = windows[number]
-        lanes: list[Lane] = [(rank, "", own[number]) for rank, own in enumerate(seen)]
+        # While one rank is in this step, another may be in the one before or after it.
+        near = slice(max(number - 1, 0), number + 2)
+        lanes: list[Lane] = [
+            (rank, "", _clipped((s for step in own[near] for s in step), begin, end))
+            for rank, own in enumerate(seen)
+        ]
         for (rank, track), segments in others.items():
             if clipped := _clipped(segments, begin, end):
                 lanes.append((rank, track, clipped))

@@ -157,6 +157,8 @@ def test_the_page_gets_typical_steps_first_and_what_runs_beside_a_rank() -> None
     named = [found["names"][name] for *_, name in own]
     assert named[3] == [f"AllReduce '{NODE}'", 64] and named[1] == ["/layer0/fc/MatMul", None]
     unit = found["unit"]
+    # Rank 0 begins the next step while rank 1 is still in this one.
+    assert [own[-1][0] * unit, own[-1][1] * unit, KINDS[own[-1][2]]] == [10, 10.125, "input"]
     assert [(a * unit, b * unit, KINDS[k]) for a, b, k, _ in behind] == [
         (5, 6, "waiting"),
         (6, pytest.approx(8), "communication"),
