@@ -448,6 +448,7 @@ LARGEST, LONGEST_S = 5_000_000, 2.0
 
 
 @pytest.mark.skipif(not os.environ.get("ONNXPAR_FULL"), reason="2 minutes; with ONNXPAR_FULL=1")
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("network", NETWORKS)
 def test_pages_of_networks(browser: Any, network: str, tmp_path: Path) -> None:
     """The page of a run is small and soon there; tables sort, the slider changes numbers.
