@@ -129,10 +129,8 @@ onnxpar.measured = (() => {
     const { sizes: ran, other_sizes: others } = run.measured;
     const chosen = directory.symbols.filter(({ name: called }) => called in ran);
     const differ = chosen.filter((symbol) => symbol.value !== ran[symbol.name]);
-    const list = (of) => directory.symbols.map((symbol) => `${symbol.name}=${of(symbol)}`).join(", ");
-    const at = directory.symbols.length ? ` at ${list((symbol) => symbol.value)}` : "";
-    const text = [`Predicted for the machine ${directory.machine} (onnxpar report --machine)${at}; measured on ${numbers.count(run.ranks.length)} ranks, device ${run.device}.`];
-    if (differ.length) text.push(` The run had ${list((symbol) => ran[symbol.name] ?? "?")}.`);
+    const text = [`Predicted for the machine ${directory.machine} (onnxpar report --machine)${time.at(directory)}; measured on ${numbers.count(run.ranks.length)} ranks, device ${run.device}.`];
+    if (differ.length) text.push(` The run had ${chosen.map((symbol) => `${symbol.name}=${ran[symbol.name]}`).join(", ")}.`);
     else if (others) text.push(" Some runs of its programs had other sizes; these are the most frequent.");
     if (!chosen.length && directory.symbols.length) text.push(" The trace does not say which sizes the run had.");
     return make("p", {}, text);

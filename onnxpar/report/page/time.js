@@ -246,5 +246,5 @@ onnxpar.time = (() => {
 
   const total = (directory) => step(directory).all;
 
-  return { time, play, layersOf, overlap, exposed, step, total };
+  return { time, at, play, layersOf, overlap, exposed, step, total };
 })();

@@ -345,7 +345,7 @@ def test_a_trace_is_compared_with_the_prediction(browser: Any, run_page: Path) -
     opened(browser, run_page)
     text = browser.find_element("id", "trace").text
     # The page begins with the sizes of the run.
-    assert "Predicted for the machine cpu (onnxpar report --machine) at batch=12, seq=20" in text
+    assert "Predicted for the machine cpu (onnxpar report --machine), at batch=12, seq=20;" in text
     label = "parts of a step, measured and predicted"
     measured = dict(zip(column(browser, label, 0), column(browser, label, 1), strict=True))
     # Three programs a step: 8 of 10 ms are computing.
