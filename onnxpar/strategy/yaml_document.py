@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unicodedata import category
 
 import yaml
 
@@ -105,7 +106,7 @@ class _Reader:
             raise self.fail(node, f"expected at most {MAX_NODES} keys and items")
         if isinstance(node, yaml.ScalarNode):
             try:
-                return self.loader.construct_object(node)
+                value = self.loader.construct_object(node)
             except yaml.YAMLError:
                 raise
             except Exception:
@@ -114,6 +115,9 @@ class _Reader:
                 raise self.fail(
                     node, f"not valid YAML: expected a value of the type {kind}"
                 ) from None
+            if isinstance(value, str) and any(category(c) in ("Cc", "Cs") for c in value):
+                raise self.fail(node, f"expected text without control characters, got {value!r}")
+            return value
         if id(node) in self.open:
             raise self.fail(node, "an alias refers to a node that contains it")
         self.open.add(id(node))

@@ -110,6 +110,14 @@ def test_yaml_values_that_are_not_of_their_tag(value: str) -> None:
         parse_document(f"a: {value}", "s.yaml")
 
 
+@pytest.mark.parametrize("name", ["a\\0b", "\\ud800", "\\e[31m", "a\\nb"])
+def test_text_that_cannot_be_shown_in_a_line(name: str) -> None:
+    """As the name of a mesh axis, a lone surrogate ended `shard` with an internal error."""
+    for text in (f'mesh: {{"{name}": 2}}', f'inputs: {{x: ["{name}"]}}'):
+        with pytest.raises(StrategyError, match=r"s\.yaml:1:\d+: expected text without control"):
+            parse_document(text, "s.yaml")
+
+
 @pytest.mark.parametrize("name", ["../secret", "/etc/hostname", "..", "a\0b", 7, "x" * 5000])
 def test_view_serves_no_file_outside(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: object
