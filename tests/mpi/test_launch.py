@@ -305,6 +305,36 @@ def test_a_disk_that_is_full(work: Path) -> None:
             checkpoint.verify_file(name)
 
 
+TINY_MEMORY = """
+mount -t tmpfs -o size=64k none /dev/shm || exit 77
+exec "$@"
+"""
+
+
+@pytest.mark.skipif(not FULL, reason="seconds; with ONNXPAR_FULL=1")
+def test_shared_memory_of_64_kib(work: Path) -> None:
+    """The losses are those of a run with enough: onnxpar's own memory is not in /dev/shm."""
+    directory, found = linear.shard(work, 2), []
+    for name, before in (
+        ("enough", []),
+        ("tiny", ["unshare", "--mount", "bash", "-c", TINY_MEMORY, "-"]),
+    ):
+        arguments = training(work, directory, "--log", str(work / name), "--steps", "3")
+        done = subprocess.run(
+            [*before, sys.executable, "-m", "onnxpar.cli", "launch", "--", *arguments],
+            env=mpirun_environment({k: v for k, v in os.environ.items() if "OMPI_" not in k}),
+            capture_output=True,
+            text=True,
+            timeout=LIMIT,
+            check=False,
+        )
+        if "unshare: " in done.stderr or done.returncode == 77:
+            pytest.skip("a /dev/shm of its own needs the right to mount")
+        assert done.returncode == 0, done.stderr
+        found.append(losses(work / name))
+    assert found[0] == found[1] and len(found[0]) == 3
+
+
 @pytest.mark.skipif(not FULL, reason="seconds; with ONNXPAR_FULL=1")
 def test_what_would_come_again_is_not_tried_again(work: Path) -> None:
     arguments = failing(work, linear.shard(work, 2))
