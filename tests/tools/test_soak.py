@@ -22,7 +22,7 @@ def series(**growth: float) -> soak.Samples:
         # A batch may need a MiB more; a rank that writes a checkpoint has more files and threads.
         busy = step % 300 == 0
         noise = {
-            "memory": changed.get("memory", HAD.memory) + (step * 7919 % 1000 << 10),
+            "memory": changed.get("memory", HAD.memory) + (step // 100 * 7919 % 1000 << 10),
             "descriptors": changed.get("descriptors", HAD.descriptors) + busy,
             "threads": changed.get("threads", HAD.threads) + busy,
         }
@@ -44,8 +44,8 @@ def test_what_grows_before_a_twentieth_of_the_steps_is_not_reported() -> None:
 
 @pytest.mark.parametrize(
     ("field", "more"),
-    # Of memory, 300 bytes a step; of all else, one in a hundredth of the steps.
-    [("memory", 300), ("shared", 1), *((f, 0.01) for f in ("descriptors", "threads", "mappings"))],
+    # Of memory, 80 bytes a step; of all else, one in a hundred steps.
+    [("memory", 80), ("shared", 1), *((f, 0.01) for f in ("descriptors", "threads", "mappings"))],
 )
 def test_what_grows_is_reported(field: str, more: float) -> None:
     (text,) = soak.grown(series(**{field: more}), STEPS)
