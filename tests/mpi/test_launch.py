@@ -305,6 +305,24 @@ def test_a_disk_that_is_full(work: Path) -> None:
             checkpoint.verify_file(name)
 
 
+@pytest.mark.skipif(not FULL, reason="seconds; with ONNXPAR_FULL=1")
+def test_a_rank_that_stalls(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others name it after their time limit, and the training continues."""
+    monkeypatch.setenv("ONNXPAR_TIMEOUT", "5")
+    directory, folder, log = linear.shard(work, 2), work / "ck", work / "log"
+    arguments = training(work, directory, "--checkpoint", str(folder), "--log", str(log))
+    with launched("--retries", "1", "--", *arguments, "--every", "1") as process:
+        ranks = ranks_anywhere(process, 2)
+        wait_for(process, lambda: bool(complete_steps(folder)))
+        os.kill(ranks[1], signal.SIGSTOP)
+        # The limit, and 8 s in which mpirun ends, or `launch` ends it.
+        assert gone(ranks, 5 + 8 + 10)
+        _, errors = finish(process)
+    assert process.returncode == 0, errors
+    assert "waited 5 s for rank 1 (ONNXPAR_TIMEOUT)" in errors and "resuming from" in errors
+    assert len(losses(log)) == 60
+
+
 TINY_MEMORY = """
 mount -t tmpfs -o size=64k none /dev/shm || exit 77
 exec "$@"
