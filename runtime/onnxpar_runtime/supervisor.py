@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import FrameType
@@ -25,6 +25,7 @@ from onnxpar_format.manifest import FILE_NAME
 from onnxpar_format.texts import numbered_ranks, ranks_in_words
 from onnxpar_runtime.checkpoint.folder import complete_steps, resolve
 from onnxpar_runtime.errors import LaunchError
+from onnxpar_runtime.hosts import hosts_of
 from onnxpar_runtime.launch import (
     AGREED,
     find_mpirun,
@@ -119,8 +120,21 @@ def supervise(job: Job) -> int:
             _report(f"{_where(folder)} on {ranks_in_words(count)}, with {again} {restart}")
             if elapsed < _SHORT_S:
                 time.sleep(min(_PAUSE_S * 2**number, _LONGEST_PAUSE_S))
+            if again != directory:
+                job = _on_answering_machines(job)
     _report("giving up: no retries are left" if len(plan) > 1 else "use --retries to restart")
     return 1
+
+
+def _on_answering_machines(job: Job) -> Job:
+    """Returns a job without the machines that do not answer, if others do."""
+    hosts = hosts_of(job.options)
+    left = hosts.answering()
+    gone = [entry.partition(":")[0] for entry in hosts.entries if entry not in left.entries]
+    if not gone or not left.entries:
+        return job
+    _report(f"without machines that do not answer: {', '.join(gone)}")
+    return replace(job, options=left.options)
 
 
 def option(arguments: Sequence[str], name: str) -> str | None:

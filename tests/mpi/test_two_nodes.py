@@ -170,12 +170,13 @@ def test_train_and_continue_from_a_checkpoint(tmp_path: Path, name: str) -> None
 
 @contextmanager
 def supervised(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch, *again: str
 ) -> Iterator[tuple["subprocess.Popen[str]", Callable[[], str]]]:
     """A training by `onnxpar launch` on two nodes, after its first checkpoint; and its stderr.
 
-    At the end it must have restarted (more than once, if the link was not up yet), and have all
-    losses of a training without a failure.
+    `again` are options of `launch` that say how often it restarts. At the end it must have
+    restarted (more than once, if the link was not up yet), and have all losses of a training
+    without a failure, except for rounding if it continued on fewer ranks.
     """
     directory, ck, errors = linear.shard(folder, 2), folder / "ck", folder / "errors"
     slow_data(folder)
@@ -184,15 +185,18 @@ def supervised(
     train += ["5", "--seed", "5", "--device", "cpu", "--print-every", "0", "--log"]
     outcome = mpirun(2, ["-m", "onnxpar.cli", *train, str(folder / "one")])
     assert outcome.code == 0, outcome.err
-    command = ["--launch", "--", "--retries", "3", "--", *train, str(folder / "two")]
+    command = ["--launch", "--", *again, "--", *train, str(folder / "two")]
     command += ["--checkpoint", str(ck), "--every", "1"]
     with errors.open("w") as stream, two_nodes(*command, stderr=stream) as process:
         wait_for(process, lambda: bool(complete_steps(ck)), errors)
         yield process, errors.read_text
         process.communicate(timeout=LIMIT)
     assert process.returncode == 0, errors.read_text()
-    assert "(restart 1 of 3)" in errors.read_text()
-    assert losses(folder / "two") == losses(folder / "one")
+    assert "(restart 1 of " in errors.read_text()
+    # On other numbers of ranks float32 sums have another order: the tolerance of a step.
+    rounding = 1e-5 if "--fallback" in again else 0
+    want = losses(folder / "one")
+    assert losses(folder / "two") == pytest.approx(want, rel=rounding, abs=0) and len(want) == 100
 
 
 def wait_for(process: "subprocess.Popen[str]", happened: Callable[[], bool], errors: Path) -> float:
@@ -206,7 +210,7 @@ def wait_for(process: "subprocess.Popen[str]", happened: Callable[[], bool], err
 
 
 def test_a_node_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with supervised(tmp_path, monkeypatch) as (process, told):
+    with supervised(tmp_path, monkeypatch, "--retries", "3") as (process, told):
         lose("b")
         seconds = wait_for(process, lambda: "onnxpar: launch: " in told(), tmp_path / "errors")
     assert seconds < ENDS_S
@@ -214,9 +218,18 @@ def test_a_node_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_link_goes_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with supervised(tmp_path, monkeypatch) as (process, told):
+    with supervised(tmp_path, monkeypatch, "--retries", "3") as (process, told):
         link("down")
         seconds = wait_for(process, lambda: "onnxpar: launch: " in told(), tmp_path / "errors")
         link("up")
     assert TIMEOUT_S <= seconds < TIMEOUT_S + ENDS_S
     assert f"waited {TIMEOUT_S} s for rank 1 (ONNXPAR_TIMEOUT)" in told()
+
+
+def test_a_node_that_is_lost_for_good(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """mpirun would start its daemon there, although no rank needs the node any more."""
+    fewer = linear.shard(tmp_path, 1)
+    with supervised(tmp_path, monkeypatch, "--fallback", str(fewer)) as (_, told):
+        link("down")
+        lose("b")
+    assert f"without machines that do not answer: {NAME}-b" in told()
