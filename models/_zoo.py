@@ -5,8 +5,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from export_torch import Example
 from torch import nn
+
+from onnxpar.api.pytorch.export_module import Example
 
 VOCAB = 96
 WIDTH = 32

@@ -32,8 +32,10 @@ import onnx_ir as ir
 import torch
 import transformers
 from _contrib import SharedCache, few_bits, tables_of_angles
-from export_torch import OPSET, Example, arguments, export, report, save
+from export_torch import report
 from torch import nn
+
+from onnxpar.api.pytorch.export_module import OPSET, Example, arguments, export, save
 
 BATCH, SEQ, PAST = 3, 7, 5
 """Sizes to trace with."""

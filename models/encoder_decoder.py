@@ -32,8 +32,9 @@ import onnx_ir as ir
 import torch
 import transformers
 from decoder import BATCH, PAST, SEQ, change, configuration, folder_of, network, parsed
-from export_torch import OPSET, Example, arguments, export, save
 from torch import nn
+
+from onnxpar.api.pytorch.export_module import OPSET, Example, arguments, export, save
 
 SOURCE = 11
 """Tokens of the encoder to trace with."""

@@ -22,8 +22,10 @@ import zoo_language
 import zoo_other
 import zoo_vision
 from _zoo import Network
-from export_torch import OPSET, export, report, save
+from export_torch import report
 from torch import nn
+
+from onnxpar.api.pytorch.export_module import OPSET, export, save
 
 LAYERS = 2
 

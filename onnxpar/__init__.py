@@ -12,6 +12,8 @@ from onnxpar.core.version import __version__ as __version__
 if TYPE_CHECKING:
     from onnxpar.api.annotate import annotate
     from onnxpar.api.functional import Sharded, shard
+    from onnxpar.api.pytorch.from_torch import from_torch
+    from onnxpar.api.pytorch.state_dict import state_dict
     from onnxpar.api.shard_model import plan
     from onnxpar.api.shard_model import shard_model as shard_model
     from onnxpar.autodiff.append_loss import LossKind, LossSpec
@@ -39,11 +41,13 @@ __all__ = [
     "Symbol",
     "TrainingSpec",
     "annotate",
+    "from_torch",
     "load",
     "part",
     "plan",
     "shard",
     "shard_model",
+    "state_dict",
 ]
 
 _HOMES = {
@@ -59,11 +63,13 @@ _HOMES = {
     "Symbol": ("onnxpar.core.symbols", "Symbol"),
     "TrainingSpec": ("onnxpar.autodiff.training_program", "TrainingSpec"),
     "annotate": ("onnxpar.api.annotate", "annotate"),
+    "from_torch": ("onnxpar.api.pytorch.from_torch", "from_torch"),
     "load": ("onnxpar.frontend.load", "load"),
     "part": ("onnxpar.frontend.model_part", "part"),
     "plan": ("onnxpar.api.shard_model", "plan"),
     "shard": ("onnxpar.api.functional", "shard"),
     "shard_model": ("onnxpar.api.shard_model", "shard_model"),
+    "state_dict": ("onnxpar.api.pytorch.state_dict", "state_dict"),
 }
 
 

@@ -226,7 +226,7 @@ def _frozen(case: Case, path: Path) -> tuple[str, ...]:
 def exported(case: Case, path: Path) -> None:
     """Writes the module of a case as its exporter does."""
     # Found only once `main` has said where, when this file is run.
-    from export_torch import Example, export, save
+    from onnxpar.api.pytorch.export_module import Example, export, save
 
     net = case.network
     generator = torch.Generator().manual_seed(0)

@@ -326,7 +326,7 @@ class Bench:
         return found
 
     def _export(self, exporter: str) -> Exported:
-        from export_torch import export, plain_export, save
+        from onnxpar.api.pytorch.export_module import export, plain_export, save
 
         opset = f"{self.opset}." if exporter == "ours" else ""
         path = (self.models or self.folder) / f"{self.name}.{opset}{exporter}.onnx"

@@ -28,8 +28,8 @@ def _gpt(path: Path) -> None:
 
 def _zoo(name: str, path: Path) -> None:
     zoo = pytest.importorskip("zoo", reason="needs transformers: the extra zoo")
-    export_torch = pytest.importorskip("export_torch")
-    save(export_torch.export(zoo.example(name)), path)
+    export_module = pytest.importorskip("onnxpar.api.pytorch.export_module")
+    save(export_module.export(zoo.example(name)), path)
 
 
 MODELS: dict[str, tuple[Callable[[Path], None], str]] = {

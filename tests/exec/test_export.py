@@ -130,7 +130,7 @@ def test_another_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[
 )
 def test_pytorch_loads_it(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
-    export_torch = pytest.importorskip("export_torch")
+    export_module = pytest.importorskip("onnxpar.api.pytorch.export_module")
     from safetensors.torch import load_file
 
     def net() -> Any:
@@ -141,10 +141,10 @@ def test_pytorch_loads_it(tmp_path: Path) -> None:
             torch.nn.Linear(10, 10),
         )  # fmt: skip
 
-    example = export_torch.Example(
+    example = export_module.Example(
         net().train(), {"input": torch.zeros(3, 1, 8, 8)}, {"input": {0: "batch"}}
     )
-    directory = shard(tmp_path / "m", export_torch.export(example), "dp=2", optimizer="adamw")
+    directory = shard(tmp_path / "m", export_module.export(example), "dp=2", optimizer="adamw")
     batch = batch_of(directory, np.random.default_rng(0), batch=8)
     wanted = trained_output(directory, batch)
     out = tmp_path / "w.safetensors"

@@ -15,9 +15,9 @@ pytest.importorskip("transformers", reason="exports from PyTorch: the extra zoo"
 
 import transformer
 from _exporter import save
-from export_torch import export
 from large_models import MODELS, example
 
+from onnxpar.api.pytorch.export_module import export
 from onnxpar.cli import main
 
 TWINS = Path(__file__).parents[1] / "twins"

@@ -16,8 +16,9 @@ from tests.training_cases import shard
 torch = pytest.importorskip("torch", reason="exports from PyTorch: the extra zoo")
 pytest.importorskip("onnxscript", reason="exports from PyTorch: the extra zoo")
 
-from export_torch import Example, export, load_function, plain_export  # noqa: E402
+from export_torch import load_function  # noqa: E402
 
+from onnxpar.api.pytorch.export_module import Example, export, plain_export  # noqa: E402
 from onnxpar_runtime.manifest import Manifest  # noqa: E402
 
 KIND = "pkg.torch.export.graph_signature.InputSpec.kind"

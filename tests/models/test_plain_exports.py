@@ -11,8 +11,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="exports from PyTorch: the extra zoo")
 pytest.importorskip("onnxscript", reason="exports from PyTorch: the extra zoo")
 
-from export_torch import Example, plain_export  # noqa: E402
-
+from onnxpar.api.pytorch.export_module import Example, plain_export  # noqa: E402
 from onnxpar.cli import main  # noqa: E402
 
 

@@ -13,8 +13,9 @@ torch = pytest.importorskip("torch", reason="exports from PyTorch: the extra zoo
 pytest.importorskip("onnxscript", reason="exports from PyTorch: the extra zoo")
 zoo = pytest.importorskip("zoo", reason="needs transformers: the extra zoo")
 
-from export_torch import export, plain_export  # noqa: E402
 from zoo_pytorch import outputs, random_batch, random_inputs, train  # noqa: E402
+
+from onnxpar.api.pytorch.export_module import export, plain_export  # noqa: E402
 
 FULL = bool(os.environ.get("ONNXPAR_FULL"))
 QUICK = ("lstm", "temperature", "vit_mae")

@@ -24,7 +24,7 @@ from tests.training_cases import shard
 
 pytest.importorskip("onnxscript", reason="exports from PyTorch: the extra zoo")
 zoo = pytest.importorskip("zoo", reason="needs transformers: the extra zoo")
-from export_torch import export  # noqa: E402
+from onnxpar.api.pytorch.export_module import export  # noqa: E402
 
 FULL = bool(os.environ.get("ONNXPAR_FULL"))
 SHAPES = ({"batch": 4, "seq": 8, "target": 6}, {"batch": 5, "seq": 7, "target": 9})

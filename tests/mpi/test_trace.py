@@ -90,7 +90,7 @@ def test_a_trace_adds_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 def test_a_trace_of_resnet50_adds_up(tmp_path: Path) -> None:
     """With parameters that are gathered behind the next step, where the transport can do that."""
     zoo = pytest.importorskip("zoo", reason="needs transformers: the extra zoo")
-    from export_torch import export, save
+    from onnxpar.api.pytorch.export_module import export, save
 
     save(export(zoo.example("resnet50")), tmp_path / "resnet50.onnx")
     strategy, out = tmp_path / "s.yaml", tmp_path / "out"

@@ -27,7 +27,8 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "models"))
 from _exporter import save
-from export_torch import Example, export
+
+from onnxpar.api.pytorch.export_module import Example, export
 
 
 @dataclass(frozen=True)

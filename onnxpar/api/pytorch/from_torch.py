@@ -1,0 +1,122 @@
+"""`onnxpar.from_torch`: a PyTorch module as an ONNX model that can be sharded and trained."""
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import onnx_ir as ir
+import torch
+
+from onnxpar.api.pytorch.export_module import OPSET, Example, export
+from onnxpar.core.errors import ModelError
+from onnxpar.core.name_patterns import nearest
+
+OpenDims = Mapping[int, Any] | Sequence[Any] | None
+"""The open dims of an input, as `torch.export` takes them: by dim, or one entry for each dim."""
+
+
+def from_torch(
+    module: torch.nn.Module,
+    args: Sequence[torch.Tensor] | torch.Tensor = (),
+    kwargs: Mapping[str, torch.Tensor] | None = None,
+    *,
+    dynamic_shapes: Mapping[str, OpenDims] | Sequence[OpenDims] | None = None,
+    outputs: Sequence[str] = ("output",),
+    opset: int = OPSET,
+) -> ir.Model:
+    """Returns a module as an ONNX model in which every tensor has its name in `state_dict()`.
+
+    A module of Hugging Face needs no wrapper: name the inputs in `kwargs`. The module is exported
+    in its current mode: after `train()`, Dropout drops. Tied weights are one tensor under the first
+    of their names; `onnxpar.state_dict` gives all names back. If the module returns a loss, name it
+    in `outputs`, and train with `onnxpar shard --train --loss output:NAME`.
+
+    Args:
+        module: The module.
+        args: Tensors to trace it with, as positional arguments of `forward`.
+        kwargs: Further tensors by the names of arguments.
+        dynamic_shapes: The open dims, as `torch.export.export` takes them: for each input, by name
+            or in the order of `args`, a dict from the dim to its symbol, which is a name or a
+            `torch.export.Dim`. An open dim needs a traced size of 2 or more that differs from the
+            sizes of other symbols.
+        outputs: Names for the first results, in order. The other results are dropped.
+        opset: Version of ONNX's operators, 18 or more. 23 keeps attention as single nodes.
+
+    Raises:
+        ModelError: An argument is no tensor, a name is no input, a symbol is of another kind, or
+            PyTorch fixed an open dim or has fewer results than names.
+        torch.onnx.OnnxExporterError: PyTorch cannot export the module.
+    """
+    inputs = _inputs(module, (args,) if isinstance(args, torch.Tensor) else args, kwargs or {})
+    dims, ranges = _open_dims(dynamic_shapes, list(inputs))
+    try:
+        return export(Example(module, inputs, dims, outputs, ranges), opset)
+    except ValueError as error:
+        raise ModelError(f"{type(module).__name__}: {error}") from None
+
+
+def _inputs(
+    module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> dict[str, torch.Tensor]:
+    """Returns the traced tensors by the names of the arguments of `forward`."""
+    name = type(module).__name__
+    try:
+        bound = inspect.signature(module.forward).bind(*args, **kwargs)
+    except TypeError as error:
+        raise ModelError(f"{name}.forward: {error}") from None
+    kinds = inspect.signature(module.forward).parameters
+    found: dict[str, Any] = {}
+    for argument, value in bound.arguments.items():
+        if kinds[argument].kind is inspect.Parameter.VAR_POSITIONAL:
+            raise ModelError(f"{name}.forward: expected named arguments, got *{argument}")
+        if kinds[argument].kind is inspect.Parameter.VAR_KEYWORD:
+            found |= value
+        else:
+            found[argument] = value
+    for argument, value in found.items():
+        if not isinstance(value, torch.Tensor):
+            raise ModelError(
+                f"{name}.forward, argument {argument!r}: expected a tensor, got "
+                f"{type(value).__name__}; set other arguments in the module or with a wrapper"
+            )
+    return found
+
+
+def _open_dims(
+    given: Mapping[str, OpenDims] | Sequence[OpenDims] | None, names: Sequence[str]
+) -> tuple[dict[str, dict[int, str]], dict[str, tuple[int, int | None]]]:
+    """Returns the symbols of open dims by input, and the ranges of symbols that have one."""
+    if given is None:
+        return {}, {}
+    if not isinstance(given, Mapping):
+        if len(given) > len(names):
+            raise ModelError(
+                f"dynamic_shapes: expected at most {len(names)} entries, one for each of "
+                f"{', '.join(names)}, got {len(given)}"
+            )
+        given = dict(zip(names, given, strict=False))
+    dims: dict[str, dict[int, str]] = {}
+    ranges: dict[str, tuple[int, int | None]] = {}
+    for name, entry in given.items():
+        if name not in names:
+            raise ModelError(
+                f"dynamic_shapes: expected one of {', '.join(names)}, got {name!r}"
+                f"{nearest(name, list(names))}"
+            )
+        pairs = entry.items() if isinstance(entry, Mapping) else enumerate(entry or ())
+        for dim, symbol in pairs:
+            if symbol is None:
+                continue
+            if isinstance(symbol, str):
+                dims.setdefault(name, {})[dim] = symbol
+                continue
+            least, most = getattr(symbol, "min", None), getattr(symbol, "max", None)
+            text = getattr(symbol, "__name__", None)
+            if text is None or least is None:
+                raise ModelError(
+                    f"dynamic_shapes, input {name!r}, dim {dim}: expected a name or a "
+                    f"torch.export.Dim, got {symbol!r}"
+                )
+            dims.setdefault(name, {})[dim] = text
+            ranges[text] = least, most
+    return dims, ranges

@@ -1,0 +1,70 @@
+"""`onnxpar.state_dict`: trained parameters for `load_state_dict` of the module they came from."""
+
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from onnxpar.core.errors import DirectoryError, ModelError
+from onnxpar.core.name_patterns import SHOWN, nearest
+
+
+def state_dict(trained: str | Path, module: torch.nn.Module) -> dict[str, Any]:
+    """Returns all entries of a module's `state_dict()`, with trained tensors where there are some.
+
+    `module.load_state_dict(onnxpar.state_dict("checkpoints", module))` then needs no
+    `strict=False`: each name of a tied weight has the trained tensor, and what was not trained,
+    such as a frozen or unused parameter, is that of `module`.
+
+    Args:
+        trained: A checkpoint, a folder whose last complete checkpoint is used, or a `.safetensors`
+            file that `onnxpar train --save` or `onnxpar checkpoint export` wrote.
+        module: The module that `onnxpar.from_torch` exported, or an equal one. It is not changed.
+
+    Raises:
+        DirectoryError: There are no trained tensors, or they cannot be read.
+        ModelError: A trained tensor is none of the module's, or has another shape.
+    """
+    tensors = _read(Path(trained))
+    own = module.state_dict(keep_vars=True)
+    first: dict[int, str] = {}
+    for name, tensor in [*module.named_parameters(), *own.items()]:
+        first.setdefault(id(tensor), name)
+    names = {name: first[id(tensor)] for name, tensor in own.items()}
+    unknown = [name for name in tensors if name not in own]
+    if unknown:
+        raise ModelError(
+            f"{type(module).__name__} is not the module that was trained: it has no "
+            f"{', '.join(map(repr, unknown[:SHOWN]))}{nearest(unknown[0], list(own))}"
+        )
+    found = {}
+    for name, tensor in own.items():
+        new = tensors.get(names[name], tensor.detach())
+        if new.shape != tensor.shape:
+            raise ModelError(
+                f"{name}: expected the module's shape {tuple(tensor.shape)}, got "
+                f"{tuple(new.shape)} in {trained}"
+            )
+        found[name] = new.to(tensor.dtype)
+    return found
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Returns the tensors of a file, or of a checkpoint, by name."""
+    if path.is_dir():
+        # It loads onnxruntime, which files do not need.
+        from onnxpar.api import runtime
+
+        with TemporaryDirectory(prefix="onnxpar-state-dict-") as folder:
+            file = Path(folder, "weights.safetensors")
+            runtime.export_checkpoint(path, file, None, verify=False)
+            return _read(file)
+    try:
+        return dict(load_file(path))
+    except (OSError, SafetensorError) as error:
+        raise DirectoryError(
+            f"{path}: expected a .safetensors file or a checkpoint: {error}"
+        ) from None

@@ -1,0 +1,135 @@
+"""A PyTorch module goes in with all of its names, and its trained parameters come back."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from onnxpar.core.errors import DirectoryError, ModelError
+from tests.training_cases import after_training, batch_of, shard
+
+torch = pytest.importorskip("torch", reason="exports from PyTorch: the extra torch")
+pytest.importorskip("onnxscript", reason="exports from PyTorch: the extra torch")
+
+import onnxpar  # noqa: E402
+
+
+class Language(torch.nn.Module):
+    """A language model with a tied head, a frozen, an unused and a shared parameter, and a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(10, 8)
+        self.fc = torch.nn.Linear(8, 8)
+        self.again = torch.nn.Linear(8, 8, bias=False)
+        self.again.weight = self.fc.weight
+        self.norm = torch.nn.BatchNorm1d(8)
+        self.unused = torch.nn.Linear(2, 2)
+        self.fixed = torch.nn.Parameter(torch.linspace(1, 2, 8), requires_grad=False)
+        self.head = torch.nn.Linear(8, 10, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: Any, scale: Any = None) -> Any:
+        x = self.embed(ids) * self.fixed
+        x = self.norm(x.transpose(1, 2)).transpose(1, 2)
+        x = x + self.again(torch.tanh(self.fc(x)))
+        return self.head(x if scale is None else x * scale)
+
+
+def net(seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    return Language()
+
+
+IDS = torch.zeros(3, 5, dtype=torch.int64)
+OPEN = ({0: "batch", 1: "seq"},)
+
+
+def test_a_trained_module_comes_back_with_all_names(tmp_path: Path) -> None:
+    model = onnxpar.from_torch(net().train(), IDS, dynamic_shapes=OPEN, outputs=("logits",))
+    directory = shard(tmp_path / "m", model, "dp=2", optimizer="adamw")
+    batch = batch_of(directory, np.random.default_rng(0), batch=4, seq=6)
+    with after_training(directory, batch, lr=0.05, epochs=2) as group:
+        outputs = group.evaluate(batch, outputs=True)["outputs"]
+    assert outputs is not None
+    module = net(seed=1)
+    fresh = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    found = onnxpar.state_dict(tmp_path / "ck", module)
+    assert all(torch.equal(fresh[name], tensor) for name, tensor in module.state_dict().items())
+    # Untrained tensors are those of the module; both names of a tied weight have the trained one.
+    assert torch.equal(found["unused.weight"], fresh["unused.weight"])
+    assert torch.equal(found["head.weight"], found["embed.weight"])
+    assert torch.equal(found["again.weight"], found["fc.weight"])
+    for name in ("head.weight", "fc.weight", "fc.bias", "norm.weight", "norm.running_mean"):
+        assert not torch.equal(found[name], fresh[name]), name
+    module.load_state_dict(found)
+    with torch.no_grad():
+        logits = module.eval()(torch.from_numpy(batch["ids"])).numpy()
+    wanted = outputs["logits"]
+    # Sums of at most 10 terms, some ten after another: 10 sqrt(10) 2^-24 = 2e-6 of the largest.
+    np.testing.assert_allclose(logits, wanted, rtol=0, atol=4e-6 * np.abs(wanted).max())
+
+
+def test_inputs_may_be_positional_or_named_and_symbols_names_or_dims() -> None:
+    module = net().eval()
+    scale = torch.ones(3, 1, 8)
+    batch = torch.export.Dim("batch", min=2, max=64)
+    models = [
+        onnxpar.from_torch(module, (IDS, scale), dynamic_shapes=({0: batch}, [batch, None, None])),
+        onnxpar.from_torch(
+            module,
+            (IDS,),
+            {"scale": scale},
+            dynamic_shapes={"ids": {0: "batch"}, "scale": {0: "batch"}},
+        ),
+    ]
+    for model in models:
+        shapes = {v.name: [str(d) for d in v.shape or ()] for v in model.graph.inputs}
+        assert shapes == {"ids": ["batch", "5"], "scale": ["batch", "1", "8"]}
+        assert [v.name for v in model.graph.outputs] == ["output"]
+        assert {"fc.weight", "embed.weight"} <= set(model.graph.initializers)
+    assert len(onnxpar.from_torch(module, IDS).graph.inputs) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"args": (IDS, None, 3)}, "Language.forward: too many positional arguments"),
+        ({"args": (IDS, 0.5)}, "Language.forward, argument 'scale': expected a tensor, got float"),
+        ({"args": IDS, "kwargs": {"idx": IDS}}, "Language.forward: .*idx"),
+        (
+            {"args": IDS, "dynamic_shapes": {"idz": {0: "batch"}}},
+            "dynamic_shapes: expected one of ids, got 'idz'.*ids",
+        ),
+        (
+            {"args": IDS, "dynamic_shapes": {"ids": {0: 3}}},
+            "dynamic_shapes, input 'ids', dim 0: expected a name or a torch.export.Dim, got 3",
+        ),
+        (
+            {"args": IDS, "dynamic_shapes": ({}, {})},
+            "dynamic_shapes: expected at most 1 entries, one for each of ids, got 2",
+        ),
+        ({"args": IDS, "outputs": ("a", "b")}, "2 names for outputs, of which there are 1"),
+    ],
+)
+def test_mistakes_are_named(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        onnxpar.from_torch(net().eval(), **arguments)
+
+
+def test_what_is_not_the_modules_is_refused(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    file = tmp_path / "w.safetensors"
+    with pytest.raises(DirectoryError, match=r"expected a .safetensors file"):
+        onnxpar.state_dict(file, net())
+    file.write_bytes(b"no")
+    with pytest.raises(DirectoryError, match=r"expected a .safetensors file"):
+        onnxpar.state_dict(file, net())
+    save_file({"fc.wait": torch.zeros(8, 8)}, file)
+    with pytest.raises(ModelError, match=r"it has no 'fc.wait'.*fc.weight"):
+        onnxpar.state_dict(file, net())
+    save_file({"fc.weight": torch.zeros(8, 7)}, file)
+    with pytest.raises(ModelError, match=r"fc.weight: expected the module's shape \(8, 8\), got"):
+        onnxpar.state_dict(file, net())
