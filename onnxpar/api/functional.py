@@ -75,7 +75,8 @@ def shard(
 
     Args:
         fn: An onnxscript function or an `ir.Function`, whose sizes are those of each call; or a
-            model, its path or proto, or a part of one (`onnxpar.part`), with its declared sizes.
+            model, its path, proto or `ONNXProgram`, or a part of one (`onnxpar.part`), with its
+            declared sizes.
         in_strategy: For each input of `fn` a tuple with a number of shards for each dim, a layout
             (a `Layout` that was called with a name for each dim), or None to derive it. The nodes
             that read the input take it in this layout if their rules allow it.

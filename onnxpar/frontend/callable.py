@@ -56,12 +56,15 @@ def source_of(fn: object) -> Source:
 
     Args:
         fn: A function of onnxscript or an `ir.Function`, whose dims are those of each call; or a
-            model, its proto or its path, with declared dims.
+            model, its proto, its path or PyTorch's `ONNXProgram`, with declared dims.
 
     Raises:
         ModelError: It is something else, has attributes without a value, or is already sharded.
     """
     declared = False
+    program = getattr(fn, "model", None)
+    if isinstance(program, ir.Model):  # the ONNXProgram of `torch.onnx.export`
+        fn = program
     if isinstance(fn, ir.Function):
         name, make = fn.name, partial(_function_model, fn)
     elif isinstance(fn, ir.Model | onnx.ModelProto | str | Path):
@@ -71,9 +74,12 @@ def source_of(fn: object) -> Source:
         proto = _exported(fn)
         name, make = proto.graph.name, partial(own_model, proto)
     else:
+        way = "only a graph can be sharded"
+        if hasattr(fn, "state_dict"):
+            way = "export it with onnxpar.from_torch(module, args) first"
         raise ModelError(
             "shard: expected an onnxscript function, an onnx_ir.Function, a model, its path or "
-            f"a part of it, got {type(fn).__name__}; only a graph can be sharded"
+            f"a part of it, got {type(fn).__name__}; {way}"
         )
     model = make()
     _check_not_sharded(model, name)

@@ -44,7 +44,7 @@ from onnxpar.parameters.torch_metadata import PARAMETER, Signature, kind_of, rea
 from onnxpar.parameters.tying import equal_tensors, tie, tie_named
 
 _EXACT = "export_torch"
-"""The producer whose marks are exact: `models/export_torch.py` merges and folds no parameter."""
+"""The producer whose marks are exact: `onnxpar.from_torch` merges and folds no parameter."""
 
 _TRACED = (
     "the tracing exporter (dynamo=False) does not record which tensors are parameters, buffers, "

@@ -133,3 +133,18 @@ def test_what_is_not_the_modules_is_refused(tmp_path: Path) -> None:
     save_file({"fc.weight": torch.zeros(8, 7)}, file)
     with pytest.raises(ModelError, match=r"fc.weight: expected the module's shape \(8, 8\), got"):
         onnxpar.state_dict(file, net())
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # PyTorch's, about itself
+def test_shard_takes_pytorchs_program_and_says_how_to_export_a_module() -> None:
+    linear = torch.nn.Linear(4, 6).eval()
+    with pytest.raises(ModelError, match=r"got Linear; export it with onnxpar.from_torch\(module"):
+        onnxpar.shard(linear, ((2, 1),))
+    program = torch.onnx.export(linear, (torch.zeros(8, 4),), dynamo=True, verbose=False)
+    sharded = onnxpar.shard(program, ((2, 1),))
+    x = np.random.default_rng(0).standard_normal((8, 4)).astype(np.float32)
+    with torch.no_grad():
+        wanted = linear(torch.from_numpy(x)).numpy()
+    # Sums of five terms, each at most four times the largest sum.
+    atol = 5 * 4 * 2**-24 * np.abs(wanted).max()
+    np.testing.assert_allclose(sharded(x), wanted, rtol=0, atol=atol)
