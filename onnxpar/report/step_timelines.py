@@ -68,7 +68,7 @@ def step_timelines(
         drawn[number] = {
             "number": number + 1,
             "is": said.get(number, ""),
-            "end": _units(end - begin),
+            "end": max(_units(end - begin), 1),
             "finest": finest,
             "lanes": [
                 {"rank": rank, "track": track, "segments": list(_flat(segments, begin, names))}

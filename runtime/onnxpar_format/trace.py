@@ -8,7 +8,6 @@ lacks.
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import inf, isfinite
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -38,6 +37,8 @@ _NAMES = {
     OPERATORS: "operators",
 }
 _VERSION = 1
+_LONGEST = 1e15
+"""Microseconds: 31 years. Traces with larger times were not recorded."""
 
 
 @dataclass(frozen=True)
@@ -193,8 +194,10 @@ class _Event:
     track: Annotated[int, Key(("tid",))]
     kind: Annotated[str, Key(("cat",))]
     name: str
-    start: Annotated[float, Key(("ts",)), Check("a finite number", isfinite)]
-    length: Annotated[float, Key(("dur",)), Check("0 or more", lambda dur: 0 <= dur < inf)]
+    start: Annotated[float, Key(("ts",)), Check("a time below 1e15", lambda ts: abs(ts) < _LONGEST)]
+    length: Annotated[
+        float, Key(("dur",)), Check("0 or more, below 1e15", lambda dur: 0 <= dur < _LONGEST)
+    ]
     more: Annotated[Mapping[str, Any], Key(("args",))]
 
 

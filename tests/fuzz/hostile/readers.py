@@ -459,16 +459,26 @@ def _traces(work: Path, case: Path) -> list[Files]:
     }  # fmt: skip
     at = {"name": "a", "ts": 1.0, "dur": 2.0, "pid": 0, "tid": 0}
     step, call = {"ph": "X", "cat": "step", "args": {}}, {"op": "collective", "last": 0}
-    event = [{**step, **at}, {**step, **at, "cat": "call", "args": call}]
+    sizes = {"sizes": {"n": 4}}
+    event = [
+        {**step, **at},
+        {**step, **at, "cat": "program", "args": sizes},
+        {**step, **at, "cat": "operator", "tid": 3},
+        {**step, **at, "cat": "call", "tid": 1, "args": {**call, "bytes": 8}},
+        {**step, **at, "cat": "waiting", "tid": 1, "dur": 1.0},
+        {**step, **at, "cat": "call", "tid": 10, "args": call},
+    ]
     return [{"t.json": json.dumps({"traceEvents": event, "onnxpar": own}).encode()}]
 
 
 def _read_trace(case: Path) -> None:
+    from onnxpar.report.trace_data import trace_data
     from onnxpar.report.trace_table import trace_table
 
     found = trace_table(case / "t.json")
     found.json()
     list(found.lines())
+    json.dumps(trace_data(found), allow_nan=False)
 
 
 def _logs(work: Path, case: Path) -> list[Files]:

@@ -1,8 +1,10 @@
 """What the page shows of a trace adds up to the trace, and fits into a page."""
 
+import json
 from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from onnxpar.report import step_timelines as timelines
 from onnxpar.report.trace_data import trace_data
 from onnxpar.report.trace_segments import KINDS, rank_segments
 from onnxpar.report.trace_table import TraceTable
+from onnxpar_format.records import FormatError
 from onnxpar_format.trace import (
     ACTION,
     BACKGROUND,
@@ -29,6 +32,8 @@ from onnxpar_format.trace import (
     Clock,
     Trace,
     TraceSpan,
+    read_trace,
+    trace_json,
 )
 from onnxpar_format.trace_times import spans_of_ranks, steps_of_ranks, times
 
@@ -235,3 +240,19 @@ def test_a_trace_with_other_facts_has_no_sizes(sizes: object) -> None:
             object.__setattr__(span, "more", {**span.more, "bytes": "many"})
     measured = shown(found)["measured"]
     assert measured["sizes"] == {} and {row[3] for row in measured["calls"]} == {0}
+
+
+@pytest.mark.parametrize(
+    "changed", [{"ts": 1e308}, {"ts": -1e15}, {"dur": 1e308}, {"ts": float("nan")}, {"dur": -1.0}]
+)
+def test_times_that_no_run_has(tmp_path: Path, changed: dict[str, float]) -> None:
+    document = json.loads(trace_json(trace(1)))
+    next(event for event in document["traceEvents"] if event["ph"] == "X").update(changed)
+    (tmp_path / "t.json").write_text(json.dumps(document))
+    with pytest.raises(FormatError, match="below 1e15"):
+        read_trace(tmp_path / "t.json")
+
+
+def test_a_step_without_a_length() -> None:
+    found = Trace("train", 1, [Clock()], [TraceSpan(0, MAIN, STEP, "step", 1.0, 1.0)])
+    assert shown(found)["timelines"]["steps"][0]["end"] == 1
