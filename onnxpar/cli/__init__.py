@@ -147,6 +147,7 @@ def _run(given: list[str], interrupts: "_ProgramSignals") -> int:
     command = typer.main.get_command(app)
     interrupts.begin(name)
     try:
+        _check_text(given)
         left: object = command.main(args=given, prog_name="onnxpar", standalone_mode=False)
     except SystemExit as leave:
         left = leave.code
@@ -180,6 +181,16 @@ def _run(given: list[str], interrupts: "_ProgramSignals") -> int:
         interrupts.report()
         return code if name in _LONG else 1
     return code
+
+
+def _check_text(arguments: Sequence[str]) -> None:
+    """Raises OnnxparError unless all arguments are text: they may be written to files of UTF-8."""
+    from onnxpar.core.errors import OnnxparError
+
+    for argument in arguments:
+        # Python reads each byte that is not UTF-8 as a lone surrogate.
+        if any("\ud800" <= letter <= "\udfff" for letter in argument):
+            raise OnnxparError(f"expected arguments in UTF-8, got {argument!r}")
 
 
 def _value_error(error: Any) -> str | None:

@@ -118,6 +118,15 @@ def test_text_that_cannot_be_shown_in_a_line(name: str) -> None:
             parse_document(text, "s.yaml")
 
 
+def test_arguments_that_are_not_utf_8(capsys: pytest.CaptureFixture[str]) -> None:
+    """`shard -o` with such a name ended with an internal error of ONNX's checker."""
+    for argument in "o\udcff", "o\ud800":
+        assert main(["shard", "m.onnx", "--strategy", "dp=2", "-o", argument]) == 2
+        assert capsys.readouterr().err == (
+            f"onnxpar: error: expected arguments in UTF-8, got {argument!r}\n"
+        )
+
+
 @pytest.mark.parametrize("name", ["../secret", "/etc/hostname", "..", "a\0b", 7, "x" * 5000])
 def test_view_serves_no_file_outside(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: object
