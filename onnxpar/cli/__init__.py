@@ -19,6 +19,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from onnxpar.core.errors import OnnxparError
 from onnxpar.core.version import __version__
 
 if TYPE_CHECKING:
@@ -185,8 +186,6 @@ def _run(given: list[str], interrupts: "_ProgramSignals") -> int:
 
 def _check_text(arguments: Sequence[str]) -> None:
     """Raises OnnxparError unless all arguments are text: they may be written to files of UTF-8."""
-    from onnxpar.core.errors import OnnxparError
-
     for argument in arguments:
         # Python reads each byte that is not UTF-8 as a lone surrogate.
         if any("\ud800" <= letter <= "\udfff" for letter in argument):

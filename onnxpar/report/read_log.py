@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from onnxpar.core.errors import OnnxparError
+from onnxpar_format.regular_file import open_regular
 
 MOST_ROWS = 2000
 """A longer log is thinned out to about as many rows."""
@@ -38,7 +39,8 @@ def read_log(path: Path) -> dict[str, Any]:
         LogError: It cannot be read, a line is no JSON object, or no line has a loss.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        with open_regular(path) as stream:
+            lines = stream.read().decode().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise LogError(f"{path}: {error}") from None
     found: list[dict[str, float]] = []

@@ -25,6 +25,8 @@ from typing import (
     get_type_hints,
 )
 
+from onnxpar_format.regular_file import open_regular
+
 R = TypeVar("R")
 
 Problem = tuple[str, str, object]
@@ -107,14 +109,17 @@ def load_json(path: Path, missing: str) -> Any:
         FormatError: It cannot be read, or is not JSON.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        with open_regular(path) as stream:
+            text = stream.read().decode()
         found = json.loads(text)
         if _HALF.search(text):
             json.dumps(found, ensure_ascii=False).encode()
         return found
     except FileNotFoundError:
         raise FormatError(f"{path.parent}: {missing}") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise FormatError(f"{path}: cannot be read: {error.strerror or error}") from None
+    except UnicodeDecodeError as error:
         raise FormatError(f"{path}: cannot be read: {error}") from None
     except UnicodeEncodeError:
         raise FormatError(f"{path}: expected text, got a lone surrogate") from None

@@ -1,6 +1,7 @@
 """Checks the files of a directory against the sizes and checksums of its manifest."""
 
 import hashlib
+import stat
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -52,9 +53,12 @@ def check_sizes(
     for name, entry in files.items():
         path = directory / name
         try:
-            size = path.stat().st_size
+            status = path.stat()
         except OSError:
             raise error(f"{path}: missing, though the {owner} names it") from None
+        if not stat.S_ISREG(status.st_mode):
+            raise error(f"{path}: expected a regular file, as the {owner} names it")
+        size = status.st_size
         if size != entry.bytes:
             state = "truncated" if size < entry.bytes else "changed"
             raise error(f"{path}: {state}, expected {entry.bytes} bytes, got {size} bytes")

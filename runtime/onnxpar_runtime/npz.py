@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from onnxpar_format.dtypes import DTYPES, lossless
 from onnxpar_format.entries import TensorEntry
 from onnxpar_format.new_file import new_file
+from onnxpar_format.regular_file import open_regular
 from onnxpar_runtime.errors import InputError
 
 Array = NDArray[Any]
@@ -54,7 +55,7 @@ def read_npz(path: str | Path) -> dict[str, Array]:
         InputError: The file is missing, is not an `.npz` file, or holds pickled objects.
     """
     try:
-        with open(path, "rb") as stream:
+        with open_regular(path) as stream:
             start = stream.read(len(_NPY))
             if start == _NPY:
                 raise InputError(f"{path}: expected an .npz file with named arrays, got one array")

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from onnxpar_format.dtypes import DTYPES
 from onnxpar_format.new_file import new_file
+from onnxpar_format.regular_file import open_regular
 from onnxpar_runtime.errors import InputError
 
 Array = NDArray[Any]
@@ -96,7 +97,7 @@ def read_tensors(path: str | Path) -> Mapping[str, Array]:
         InputError: The file is missing, is not a safetensors file, or has an unknown type.
     """
     try:
-        with open(path, "rb") as stream:
+        with open_regular(path) as stream:
             size = os.fstat(stream.fileno()).st_size
             length = int.from_bytes(stream.read(8), "little")
             if size < 8 or not 2 <= length <= min(size - 8, _MAX_HEADER):

@@ -12,8 +12,10 @@ from pathlib import Path
 from random import Random
 
 import numpy as np
+import onnx
 import pytest
 
+from onnxpar.api.shard_model import shard_model
 from onnxpar.cli import main
 from onnxpar.core.errors import StrategyError
 from onnxpar.strategy.yaml_document import parse_document
@@ -22,6 +24,7 @@ from onnxpar_runtime.npz import read_npz
 from onnxpar_runtime.tensor_file import read_tensors
 from tests.fuzz.hostile.attack import Attack, Escape, Reader, guarded, set_mark
 from tests.fuzz.hostile.readers import READERS
+from tests.fuzz.test_models import MODELS
 from tests.runtime import hand_made
 
 SEED = int(os.environ.get("ONNXPAR_FUZZ_SEED", "0"))
@@ -116,6 +119,48 @@ def test_text_that_cannot_be_shown_in_a_line(name: str) -> None:
     for text in (f'mesh: {{"{name}": 2}}', f'inputs: {{x: ["{name}"]}}'):
         with pytest.raises(StrategyError, match=r"s\.yaml:1:\d+: expected text without control"):
             parse_document(text, "s.yaml")
+
+
+@pytest.mark.parametrize("special", ["pipe", "device"])
+@pytest.mark.parametrize(
+    ("place", "arguments"),
+    [
+        ("a/manifest.json", ["inspect", "a"]),
+        ("a/rank0000.model.onnx", ["verify", "a", "--model", "m.onnx"]),
+        ("a/checkpoint.json", ["checkpoint", "merge", "a", "b"]),
+        ("calls/rank0000.calls.json", ["diagnose", "calls"]),
+        ("t.json", ["trace", "t.json"]),
+        ("log", ["report", "a", "-o", "p.html", "--log", "log"]),
+        ("x.npz", ["run", "a", "--inputs", "x.npz", "--outputs", "y.npz"]),
+        ("w.safetensors", ["verify", "a", "m.onnx", "--inputs", "x.npz"]),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value[0],
+)
+def test_pipes_and_devices(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    special: str,
+    place: str,
+    arguments: list[str],
+) -> None:
+    """A pipe would be waited for without end, and a device such as /dev/zero has no end."""
+    monkeypatch.chdir(tmp_path)
+    onnx.save(MODELS["net"], "m.onnx")
+    shard_model("m.onnx", "dp=1", "a")
+    (tmp_path / "calls").mkdir()
+    Path(place).unlink(missing_ok=True)
+    if special == "pipe":
+        os.mkfifo(place)
+    else:
+        Path(place).symlink_to("/dev/zero")
+    if place == "w.safetensors":
+        with guarded(tmp_path), pytest.raises(InputError, match="not a regular file"):
+            read_tensors(Path(place))
+        return
+    with guarded(tmp_path):
+        assert main(arguments) == 2
+    assert "regular file" in capsys.readouterr().err
 
 
 def test_arguments_that_are_not_utf_8(capsys: pytest.CaptureFixture[str]) -> None:
