@@ -5,9 +5,11 @@ Begin with `shard`, or with the module that has the name of the subcommand.
 
 An error that the user can correct is one message on stderr and exit code 2 (1 if a check fails),
 without a traceback unless `ONNXPAR_TRACEBACK=1`. An interrupt, at any time, is one message and exit
-code 1. So this module imports only the standard library until signals are handled.
+code 1. So this module imports little but the standard library until signals are
+handled.
 """
 
+import errno
 import gc
 import importlib
 import os
@@ -162,6 +164,10 @@ def _run(given: list[str], interrupts: "_ProgramSignals") -> int:
         if not isinstance(code, int):
             if interrupts.seen:
                 raise
+            if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+                # Files have errors of their own: this is what is printed.
+                _print_error(f"the output cannot be written: {error.strerror}")
+                return 2
             _print_error(
                 f"internal error in onnxpar {__version__}: {type(error).__name__}: {error}; please "
                 f"report it with the output of the same command under {_TRACEBACK}=1"

@@ -10,6 +10,7 @@ import pytest
 
 from onnxpar import __version__
 from onnxpar.cli import main
+from tests.cli import linear
 
 posix = pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
 SIGNALS = pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
@@ -117,3 +118,15 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"onnxpar {__version__}\n"
     assert main(["--help"]) == 0
     assert "--version" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+def test_output_to_a_full_disk(tmp_path: Path) -> None:
+    directory = linear.shard(tmp_path, 1)
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "onnxpar.cli", "inspect", str(directory)],
+            stdout=full, stderr=subprocess.PIPE, text=True, check=False,
+        )  # fmt: skip
+    message = "onnxpar: error: the output cannot be written: No space left on device\n"
+    assert (done.returncode, done.stderr) == (2, message)
