@@ -11,68 +11,41 @@ The time of a pipeline is that of `stages.stage_price`. Recomputation of every k
 al., 2016; optimizer parallel is ZeRO (Rajbhandari et al., 2020).
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from copy import copy
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate, product
-from math import gcd, inf, log
-from operator import mul
+from itertools import product
+from math import inf
 
 from onnxpar.autodiff.recomputation.clones import Planned
-from onnxpar.core.errors import OnnxparError, StrategyError
+from onnxpar.core.errors import OnnxparError
 from onnxpar.core.machine import Machine
-from onnxpar.core.mesh import Mesh
-from onnxpar.core.name_patterns import check_symbol_sizes
-from onnxpar.core.sharding import Sharding
-from onnxpar.cost.cost_model import CostModel
 from onnxpar.cost.optimizer_parallel import OptimizerParallel
 from onnxpar.graph.plan import Plan
-from onnxpar.graph.seeds import Seeds
-from onnxpar.search.eliminate import solve
+from onnxpar.search.estimates import Estimate, Estimates
 from onnxpar.search.find_plan import (
     LEVELS,
-    UNLIMITED,
     Candidate,
     Found,
-    MeshSearch,
     OnProgress,
-    SearchSpec,
-    seeds_of,
     silent,
 )
-from onnxpar.search.late_work import late_work
-from onnxpar.search.node_options import Option
 from onnxpar.search.plan_choices import (
     NO_BUBBLE,
-    SCHEDULES,
     Configuration,
     Open,
-    pipeline_split,
 )
-from onnxpar.search.problem import MOMENTS, build, saved
-from onnxpar.search.rearranged_states import saved_behind
-from onnxpar.search.recomputed_parts import Again, RecomputedParts
-from onnxpar.search.repeated_layers import Folded, fold
 from onnxpar.search.rival_plans import SLOWDOWN, Pricing, Way
-from onnxpar.search.slowest_stage import seconds_of, slowest_stage
-from onnxpar.search.value_flow import Flow, flow, recomputing
 from onnxpar.search.workload import Workload
-from onnxpar.stages.assign_stages import between_stages
-from onnxpar.stages.stage_price import ZERO_BUBBLE, PipelineSplit, Priced
+from onnxpar.stages.stage_price import ZERO_BUBBLE, Priced
 from onnxpar.strategy.recompute_entry import NOTHING, RecomputeOptions
-from onnxpar.strategy.resolve_strategy import resolve
-from onnxpar.strategy.schema import SEARCH, Strategy
+from onnxpar.strategy.schema import Strategy
 from onnxpar_format.texts import bytes_text
 
-AGAIN = 4
-"""If the best micro-batches are this many times as large as those of the search, it is repeated."""
 MORE = (2, 4, 8, 16, 64)
 """If nothing fits, as many times the devices are estimated."""
 PRICED = 6
 """The most plans that are made and priced."""
-MICRO_BATCHES = 8
-"""Micro-batches of a step if there are stages and the batch is not known."""
 NEAR = 1.5
 """A configuration whose estimate is this many times slower than the best plan is not priced."""
 RIVALS = 3
@@ -96,28 +69,6 @@ class Configured:
     found: Found
     plan: Plan
     way: Way
-
-
-@dataclass(frozen=True)
-class _Strategy:
-    """The result of a search on the mesh of one stage."""
-
-    stages: int
-    inner: int
-    options: tuple[Option, ...]
-    seeds: Seeds
-    pins: Mapping[str, Sharding]
-    again: Sequence[Again]
-
-
-@dataclass(frozen=True)
-class _Estimate:
-    split: PipelineSplit
-    parallel: OptimizerParallel
-    again: Again
-    strategy: _Strategy
-    seconds: float
-    bytes: float
 
 
 _Recomputing = tuple[int, RecomputeOptions]
@@ -148,290 +99,22 @@ class Configurations:
     _unstaged: dict[tuple[_Recomputing, int, OptimizerParallel], Priced] = field(
         default_factory=dict
     )
-    _costs: dict[tuple[Mesh, int], CostModel] = field(default_factory=dict)
-    _fixed: dict[int, Seeds] = field(default_factory=dict)
     _refused: list[OnnxparError] = field(default_factory=list)
 
     def run(self) -> list[Configured]:
         """Returns the plans that were priced; none of them fits if nothing fits."""
-        estimates: list[_Estimate] = []
-        every = self._stages()
+        found: list[Estimate] = []
+        every = self._estimates.stages()
         for number, stages in enumerate(every, 1):
             self.progress(f"searching, stages: {stages}", number, len(every))
-            estimates += self._estimates(stages)
-        return self._priced(estimates)
-
-    def _stages(self) -> Sequence[int]:
-        """The numbers of stages to try: each stage has a layer, if layers repeat."""
-        return [n for n in self.open.stages if n <= self._most] or self.open.stages[:1]
-
-    @property
-    def _most(self) -> int:
-        """The most stages that are tried, unless more are given."""
-        return len(self._parts.layers) or len(self._parts.forward.nodes)
-
-    # -- estimates -------------------------------------------------------------------------------
-
-    def _estimates(self, stages: int) -> list[_Estimate]:
-        """Estimates of all configurations with a number of stages."""
-        counts = self._micro_batches(stages)
-        found: list[_Estimate] = []
-        for inner in self._inner(stages):
-            found += self._with_inner(stages, inner, counts)
-        if all(e.bytes > self.limit for e in found):
-            # The fastest strategies need too much memory, whatever else is chosen.
-            inner = min(found, key=lambda e: e.bytes).strategy.inner
-            found += self._with_inner(stages, inner, counts, limit=True)
-        return found
-
-    def _with_inner(
-        self, stages: int, inner: int, counts: Sequence[int], *, limit: bool = False
-    ) -> list[_Estimate]:
-        """Estimates with a number of devices of the inner axis.
-
-        The smallest micro-batch has one sample for each group of devices of the outer axis. Twice
-        as large ones are tried as long as the fastest estimate becomes faster.
-        """
-        samples = self.strategy.world / stages / inner
-        first = self._nearest(counts, samples)
-        strategy = self._search(stages, inner, first, limit=limit)
-        found, best, fastest = [], first, inf
-        for count in self._fewer_micro_batches(counts, samples):
-            more = list(self._of(strategy, count))
-            found += more
-            seconds = min((e.seconds for e in more if e.bytes <= self.limit), default=inf)
-            if seconds >= fastest:
-                break
-            best, fastest = count, seconds
-        if best * AGAIN <= first:
-            found += self._of(self._search(stages, inner, best, limit=limit), best)
-        return found
-
-    def _fewer_micro_batches(self, counts: Sequence[int], samples: float) -> Iterator[int]:
-        """Yields numbers of micro-batches of about so many samples, twice as many, and so on."""
-        last = 0
-        while last != counts[0]:
-            count = self._nearest(counts, samples)
-            if count != last:
-                yield count
-            last, samples = count, 2 * samples
-
-    def _inner(self, stages: int) -> list[int]:
-        """Devices of the inner axis of one stage's mesh; the outer axis has the others.
-
-        The inner axis is within the devices with the fastest links, or twice as many. If the mesh
-        is given, the inner devices are those of its last axes; they only say how many samples a
-        micro-batch has, since the outer axes alone may shard the batch.
-        """
-        devices = self.strategy.world // stages
-        if self.strategy.axes:
-            return list(accumulate([*self.strategy.axes.values()][::-1], mul, initial=1))
-        if self.strategy.nodes:
-            return [1]
-        most = 2 * (self.machine.links[0].devices or devices)
-        return [n for n in range(1, min(most, devices) + 1) if devices % n == 0]
-
-    def _of(self, strategy: _Strategy, count: int) -> Iterator[_Estimate]:
-        """Estimates of the configurations with a strategy and a number of micro-batches."""
-        stages, levels = strategy.stages, self.open.levels
-        layers = len(self._parts.layers)
-        schedules = [each for each in SCHEDULES if 1 < stages <= layers // each[1]]
-        if (entry := self.strategy.pipeline) is not None:
-            schedules = [(entry.schedule, entry.chunks)]
-        memory_first = LEVELS[self.strategy.search.level].memory_first
-        seconds, bytes_, kept = self._sum(strategy, count, levels[0], 0.0)
-        again, _, rest = self._sum(strategy, count, levels[0], 1.0)
-        more, freed = again - seconds, kept - rest
-        moved, cost = self._crossing(strategy, count), self._cost(strategy.seeds.mesh, count)
-        late, waiting = late_work(self._small, strategy.options, cost)
-        before, after = (
-            seconds_of(names, self._small, strategy.options, cost) for names in self._parts.ends
-        )
-        fits = False
-        for level in levels:
-            if fits and not memory_first:
-                # Higher levels need less memory and more time.
-                return
-            slower, smaller = 0.0, 0.0
-            if level != levels[0]:
-                other = self._sum(strategy, count, level, 0.0)
-                slower, smaller = other[0] - seconds, other[1] - bytes_
-            for schedule, chunk in schedules or SCHEDULES[:1]:
-                split = self._split(stages, count, chunk, schedule)
-                parallel = replace(self.strategy.optimizer_parallel, level=level)
-                fitting = (a for a in strategy.again if self._parts.fits(a, stages * chunk))
-                for choice in fitting:
-                    step = seconds + slower + choice.seconds * more
-                    complete = kept - choice.freed * freed
-                    stash = (split.stash(n, complete, waiting) for n in (0, stages - 1))
-                    slowest = slowest_stage(step, (before, after), layers, stages)
-                    estimate = _Estimate(
-                        split,
-                        parallel,
-                        choice,
-                        strategy,
-                        split.step(slowest + chunk * moved, late / stages),
-                        (bytes_ + smaller + max(stash)) / stages,
-                    )
-                    fits |= estimate.bytes <= self.limit
-                    yield estimate
-
-    def _sum(
-        self, strategy: _Strategy, count: int, level: int, share: float
-    ) -> tuple[float, float, float]:
-        """Seconds of a micro-batch without stages, bytes of states and work, bytes for backward."""
-        cost = self._cost(strategy.seeds.mesh, count)
-        seen = recomputing(self._small, self._parts.inside, share) if share else self._small
-        weights = replace(self._spec(count, level), kept=0.0).weights
-        # Nodes that are alike share one tuple.
-        alike = {id(option): (option,) for option in strategy.options}
-        options = [alike[id(option)] for option in strategy.options]
-        problem = build(seen, options, cost, strategy.pins, weights)
-        choice = solve(problem, 0.0).choice
-        kept = sum(
-            item.count * bytes_
-            for item, option in zip(seen.items, strategy.options, strict=True)
-            for one, bytes_ in saved(item, option, cost)
-            if item.trained and not one.stored
-        )
-        behind = saved_behind(seen, strategy.options, cost, weights.parallel, MOMENTS)
-        return problem.seconds(choice), problem.memory(choice) - behind, kept
-
-    def _crossing(self, strategy: _Strategy, count: int) -> float:
-        """Seconds per micro-batch in which a virtual stage receives and sends."""
-        if strategy.stages == 1 or self._border is None:
-            return 0.0
-        devices = self.strategy.world // strategy.stages
-        link = between_stages(self.machine, strategy.stages, devices)
-        option = strategy.options[self._border]
-        value = self._small.items[self._border].view.node.outputs[0]
-        width = int(value.dtype.itemsize) if value.dtype is not None else 0
-        size = self._cost(strategy.seeds.mesh, count).elements(option.plan.outputs[0]) * width
-        return 4 * (link.latency + size / link.bandwidth)
-
-    # -- searches --------------------------------------------------------------------------------
-
-    def _search(self, stages: int, inner: int, count: int, *, limit: bool = False) -> _Strategy:
-        """The fastest strategy of one stage's mesh, or the fastest that the limit allows."""
-        seeds, levels = self._seeds(stages), self.open.levels
-        spec, seen = replace(self._spec(count, levels[0]), memory=UNLIMITED), self._small
-        if limit:
-            kept = self._split(stages, count).kept(0) / stages
-            spec = replace(
-                self._spec(count, levels[-1]), stage=1 / stages, kept=kept, memory=self.limit
-            )
-            if self._parts.everything:
-                seen = recomputing(seen, self._parts.inside, 1.0)
-        if not self.strategy.axes and not self.strategy.nodes:
-            devices = seeds.mesh.size
-            axes = {"x": devices // inner, "y": inner}
-            mesh = Mesh.of({name: size for name, size in axes.items() if size > 1} or {"x": 1})
-            seeds = replace(seeds, mesh=mesh)
-        problem, solution = MeshSearch(
-            seen, self._cost(seeds.mesh, count), seeds, spec, silent
-        ).closest()
-        options = problem.chosen(solution.choice)
-        every = options if self._folded is None else self._folded.unfold(options)
-        layouts = problem.layouts(solution.choice)
-        pins = {**seeds.inputs, **seeds.parameters}
-        cost = self._cost(seeds.mesh, count)
-        again = self._parts.choices(self._flow, every, cost, stages)
-        seeds = seeds_of(self._flow, every, layouts, seeds)
-        return _Strategy(stages, inner, options, seeds, pins, again)
-
-    def _seeds(self, stages: int) -> Seeds:
-        """What the strategy fixes, on the mesh of one stage."""
-        devices = self.strategy.world // stages
-        if devices not in self._fixed:
-            one = replace(self.strategy, devices=devices, pipeline=None)
-            seeds = resolve(one, self.workload.program)
-            seeds = replace(seeds, nodes={n: s for n, s in seeds.nodes.items() if s.pinned})
-            free = self.strategy.dataset == SEARCH
-            self._fixed[devices] = replace(seeds, inputs={}) if free else seeds
-        return self._fixed[devices]
-
-    def _spec(self, count: int, level: int) -> SearchSpec:
-        entry = self.strategy.search
-        return SearchSpec(
-            self.machine,
-            level=entry.level,
-            sizes=self.workload.micro_batch(entry.sizes, count),
-            parallel=replace(self.strategy.optimizer_parallel, level=level),
-            micro_batches=count,
-            working=1 / max(len(self._parts.layers), 4),
-        )
-
-    def _cost(self, mesh: Mesh, count: int) -> CostModel:
-        """The cost model of a micro-batch; one for each mesh, since it keeps what it has priced."""
-        if (mesh, count) not in self._costs:
-            sizes = self.workload.micro_batch(self.strategy.search.sizes, count)
-            table = self.workload.program.env.table
-            self._costs[mesh, count] = CostModel(self.machine, mesh, table, sizes)
-        return self._costs[mesh, count]
-
-    # -- the model -------------------------------------------------------------------------------
+            found += self._estimates.of(stages)
+        return self._priced(found)
 
     @cached_property
-    def _flow(self) -> Flow:
-        pinned = self._seeds(self.open.stages[0]).nodes
-        return flow(self.workload.program, list(self.workload.gradients), pinned)
+    def _estimates(self) -> Estimates:
+        return Estimates(self.strategy, self.workload, self.machine, self.limit, self.open)
 
-    @cached_property
-    def _folded(self) -> Folded | None:
-        return fold(self._flow, {})
-
-    @property
-    def _small(self) -> Flow:
-        return self._flow if self._folded is None else self._folded.flow
-
-    @cached_property
-    def _parts(self) -> RecomputedParts:
-        return RecomputedParts(self.workload.program, self.open.recompute)
-
-    @cached_property
-    def _border(self) -> int | None:
-        """The item whose result one layer gives to the next."""
-        parts = self._parts
-        ends = {parts.forward.row[layer.stop - 1].name for layer in parts.layers}
-        return next((i for i, item in enumerate(self._small.items) if item.name in ends), None)
-
-    # -- configurations --------------------------------------------------------------------------
-
-    def _micro_batches(self, stages: int) -> list[int]:
-        """The numbers of micro-batches to try, in ascending order."""
-        if self.open.micro_batches is not None:
-            return [self.open.micro_batches]
-        sizes, table = self.strategy.search.sizes, self.workload.program.env.table
-        given = [sizes[name] for name in self.workload.batch if name in sizes]
-        if not given:
-            return [1 if stages == 1 else MICRO_BATCHES]
-        batch = gcd(*given)
-
-        def allowed(count: int) -> bool:
-            try:
-                check_symbol_sizes(self.workload.micro_batch(sizes, count), table, "")
-            except StrategyError:
-                return False
-            return True
-
-        counts = [n for n in range(1, batch + 1) if batch % n == 0 and allowed(n)]
-        return counts or [1]
-
-    def _nearest(self, counts: Sequence[int], samples: float) -> int:
-        """The number of micro-batches that have about so many samples."""
-        sizes = self.strategy.search.sizes
-        batch = gcd(*(sizes[name] for name in self.workload.batch if name in sizes)) or samples
-        return min(counts, key=lambda count: abs(log(batch / count / samples)))
-
-    def _split(
-        self, stages: int, count: int, chunks: int = 1, schedule: str = "1f1b"
-    ) -> PipelineSplit:
-        model = self.workload.forward
-        return pipeline_split(self.strategy, model, stages, count, chunks, schedule)
-
-    # -- plans -----------------------------------------------------------------------------------
-
-    def _priced(self, estimates: Sequence[_Estimate]) -> list[Configured]:
+    def _priced(self, estimates: Sequence[Estimate]) -> list[Configured]:
         """Plans of the configurations that are estimated to be fastest, or to need least memory.
 
         At level 1, the plan that is estimated to be fastest says how long the others may take.
@@ -448,12 +131,12 @@ class Configurations:
         # The least ratio of the seconds of a plan that fits and their estimate.
         slower = inf
 
-        def bytes_(estimate: _Estimate) -> float:
+        def bytes_(estimate: Estimate) -> float:
             amounts = sorted(range(3), key=lambda amount: abs(amount - estimate.again.amount))
             keys = product((estimate.split.stages, 0), amounts)
             return estimate.bytes * next((ratios[key] for key in keys if key in ratios), 1.0)
 
-        def worth(estimate: _Estimate) -> bool:
+        def worth(estimate: Estimate) -> bool:
             stages, seconds = estimate.split.stages, slower * estimate.seconds
             if memory_first and quickest:
                 return bytes_(estimate) < least and seconds <= SLOWDOWN * best
@@ -473,7 +156,7 @@ class Configurations:
                 break
             estimate = fitting[0]
             left.remove(estimate)
-            configuration = self._configuration(estimate)
+            configuration = self._estimates.configuration(estimate)
             self.progress(f"pricing {configuration.describe()}", number, PRICED)
             try:
                 configured = self._configured(estimate, configuration)
@@ -491,13 +174,7 @@ class Configurations:
                 best, least = min(best, way.seconds), min(least, way.peak)
         return found
 
-    def _configuration(self, estimate: _Estimate) -> Configuration:
-        parts, again = self._parts, estimate.again
-        return Configuration(
-            estimate.split, estimate.parallel, parts.options(again), parts.words(again)
-        )
-
-    def _configured(self, estimate: _Estimate, chosen: Configuration) -> Configured:
+    def _configured(self, estimate: Estimate, chosen: Configuration) -> Configured:
         seeds = estimate.strategy.seeds
         key = id(estimate.strategy)
         if key not in self._plans:
@@ -527,24 +204,21 @@ class Configurations:
         strategy, devices = self.strategy, self.strategy.world
         if strategy.nodes or (strategy.pipeline is not None and strategy.pipeline.assign):
             return ""
-        most = 1 if strategy.pair_micro_batches else self._most
+        most = 1 if strategy.pair_micro_batches else self._estimates.most
         # A mesh that is given is that of one stage, so more devices make more stages.
         fixed = bool(strategy.axes) or strategy.pipeline is not None
         for times in MORE:
-            # The copy keeps what is known of the model.
-            other = copy(self)
             stages = {n * k for n in self.open.stages for k in ((times,) if fixed else (1, times))}
             tried = sorted(n for n in stages if n <= most and devices * times % n == 0)
             if not tried:
                 break
             devices = self.strategy.world * times
-            other.strategy = replace(strategy, devices=strategy.devices * times)
-            other.open = replace(self.open, stages=tried)
+            other = self._estimates.on(strategy.devices * times, tried)
             for count in tried[-2:]:
-                fits = [e for e in other._estimates(count) if e.bytes <= self.limit]
+                fits = [e for e in other.of(count) if e.bytes <= self.limit]
                 if fits:
                     best = min(fits, key=lambda e: e.seconds)
-                    what = other._configuration(best).describe()
+                    what = other.configuration(best).describe()
                     return f"about {devices} devices would be enough, with {what}"
         more = devices > self.strategy.world
         return f"{devices} devices would not be enough either" if more else ""
@@ -590,7 +264,7 @@ class Configurations:
         workload = replace(self.workload, parallel=chosen.parallel)
         sizes = self.strategy.search.sizes
         pricing = Pricing(workload, self.machine, sizes, chosen.split, chosen.recompute)
-        cost = self._cost(plan.mesh, chosen.split.micro_batches)
+        cost = self._estimates.cost(plan.mesh, chosen.split.micro_batches)
         program = id(plan), chosen.recompute
         if program not in self._planned:
             self._planned[program] = pricing.planned(plan)

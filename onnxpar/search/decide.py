@@ -15,7 +15,8 @@ from onnxpar.core.symbols import Symbol, SymbolTable
 from onnxpar.cost.price import InTurns
 from onnxpar.graph.plan import Plan
 from onnxpar.graph.seeds import Seeds
-from onnxpar.search.configurations import MICRO_BATCHES, Configurations
+from onnxpar.search.configurations import Configurations
+from onnxpar.search.estimates import MICRO_BATCHES
 from onnxpar.search.find_plan import (
     UNLIMITED,
     Candidate,

@@ -1,0 +1,397 @@
+"""Estimates what configurations of a plan of training cost, without making their plans.
+
+For each number of stages, and each split of a stage's devices into two axes, one search finds a
+strategy. Its sum, with the weights of a configuration, gives the seconds and the bytes of a step.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import accumulate
+from math import gcd, inf, log
+from operator import mul
+
+from onnxpar.core.errors import StrategyError
+from onnxpar.core.machine import Machine
+from onnxpar.core.mesh import Mesh
+from onnxpar.core.name_patterns import check_symbol_sizes
+from onnxpar.core.sharding import Sharding
+from onnxpar.cost.cost_model import CostModel
+from onnxpar.cost.optimizer_parallel import OptimizerParallel
+from onnxpar.graph.seeds import Seeds
+from onnxpar.search.eliminate import solve
+from onnxpar.search.find_plan import (
+    LEVELS,
+    UNLIMITED,
+    MeshSearch,
+    SearchSpec,
+    seeds_of,
+    silent,
+)
+from onnxpar.search.late_work import late_work
+from onnxpar.search.node_options import Option
+from onnxpar.search.plan_choices import SCHEDULES, Configuration, Open, pipeline_split
+from onnxpar.search.problem import MOMENTS, build, saved
+from onnxpar.search.rearranged_states import saved_behind
+from onnxpar.search.recomputed_parts import Again, RecomputedParts
+from onnxpar.search.repeated_layers import Folded, fold
+from onnxpar.search.slowest_stage import seconds_of, slowest_stage
+from onnxpar.search.value_flow import Flow, flow, recomputing
+from onnxpar.search.workload import Workload
+from onnxpar.stages.assign_stages import between_stages
+from onnxpar.stages.stage_price import PipelineSplit
+from onnxpar.strategy.resolve_strategy import resolve
+from onnxpar.strategy.schema import SEARCH, Strategy
+
+AGAIN = 4
+"""If the best micro-batches are this many times as large as those of the search, it is repeated."""
+MICRO_BATCHES = 8
+"""Micro-batches of a step if there are stages and the batch is not known."""
+
+
+@dataclass(frozen=True)
+class StageStrategy:
+    """The result of a search on the mesh of one stage.
+
+    Attributes:
+        stages: The number of stages.
+        inner: Devices of the inner axis.
+        options: The option of each node, with layers folded.
+        seeds: The same for all nodes, for propagation to carry out.
+        pins: The shardings of parameters and inputs that the user fixed, by name.
+        again: What may be recomputed.
+    """
+
+    stages: int
+    inner: int
+    options: tuple[Option, ...]
+    seeds: Seeds
+    pins: Mapping[str, Sharding]
+    again: Sequence[Again]
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A configuration whose plan has not been made.
+
+    Attributes:
+        split: Stages, micro-batches and schedule.
+        parallel: Optimizer parallel.
+        again: What is recomputed.
+        strategy: The strategy of one stage.
+        seconds: Seconds of a step.
+        bytes: Bytes of a device of the fullest stage.
+    """
+
+    split: PipelineSplit
+    parallel: OptimizerParallel
+    again: Again
+    strategy: StageStrategy
+    seconds: float
+    bytes: float
+
+
+@dataclass
+class Estimates:
+    """Estimates configurations of a training program.
+
+    Attributes:
+        strategy: The strategy; what it fixes is kept.
+        workload: The training program of one micro-batch.
+        machine: The machine.
+        limit: Bytes that a device may hold.
+        open: What there is to decide.
+    """
+
+    strategy: Strategy
+    workload: Workload
+    machine: Machine
+    limit: int
+    open: Open
+    _costs: dict[tuple[Mesh, int], CostModel] = field(default_factory=dict)
+    _fixed: dict[int, Seeds] = field(default_factory=dict)
+
+    def stages(self) -> Sequence[int]:
+        """The numbers of stages to try: each stage has a layer, if layers repeat."""
+        return [n for n in self.open.stages if n <= self.most] or self.open.stages[:1]
+
+    @property
+    def most(self) -> int:
+        """The most stages that are tried, unless more are given."""
+        return len(self.parts.layers) or len(self.parts.forward.nodes)
+
+    # -- estimates -------------------------------------------------------------------------------
+
+    def of(self, stages: int) -> list[Estimate]:
+        """Estimates of all configurations with a number of stages."""
+        counts = self._micro_batches(stages)
+        found: list[Estimate] = []
+        for inner in self._inner(stages):
+            found += self._with_inner(stages, inner, counts)
+        if all(e.bytes > self.limit for e in found):
+            # The fastest strategies need too much memory, whatever else is chosen.
+            inner = min(found, key=lambda e: e.bytes).strategy.inner
+            found += self._with_inner(stages, inner, counts, limit=True)
+        return found
+
+    def _with_inner(
+        self, stages: int, inner: int, counts: Sequence[int], *, limit: bool = False
+    ) -> list[Estimate]:
+        """Estimates with a number of devices of the inner axis.
+
+        The smallest micro-batch has one sample for each group of devices of the outer axis. Twice
+        as large ones are tried as long as the fastest estimate becomes faster.
+        """
+        samples = self.strategy.world / stages / inner
+        first = self._nearest(counts, samples)
+        strategy = self._search(stages, inner, first, limit=limit)
+        found, best, fastest = [], first, inf
+        for count in self._fewer_micro_batches(counts, samples):
+            more = list(self._with(strategy, count))
+            found += more
+            seconds = min((e.seconds for e in more if e.bytes <= self.limit), default=inf)
+            if seconds >= fastest:
+                break
+            best, fastest = count, seconds
+        if best * AGAIN <= first:
+            found += self._with(self._search(stages, inner, best, limit=limit), best)
+        return found
+
+    def _fewer_micro_batches(self, counts: Sequence[int], samples: float) -> Iterator[int]:
+        """Yields numbers of micro-batches of about so many samples, twice as many, and so on."""
+        last = 0
+        while last != counts[0]:
+            count = self._nearest(counts, samples)
+            if count != last:
+                yield count
+            last, samples = count, 2 * samples
+
+    def _inner(self, stages: int) -> list[int]:
+        """Devices of the inner axis of one stage's mesh; the outer axis has the others.
+
+        The inner axis is within the devices with the fastest links, or twice as many. If the mesh
+        is given, the inner devices are those of its last axes; they only say how many samples a
+        micro-batch has, since the outer axes alone may shard the batch.
+        """
+        devices = self.strategy.world // stages
+        if self.strategy.axes:
+            return list(accumulate([*self.strategy.axes.values()][::-1], mul, initial=1))
+        if self.strategy.nodes:
+            return [1]
+        most = 2 * (self.machine.links[0].devices or devices)
+        return [n for n in range(1, min(most, devices) + 1) if devices % n == 0]
+
+    def _with(self, strategy: StageStrategy, count: int) -> Iterator[Estimate]:
+        """Estimates of the configurations with a strategy and a number of micro-batches."""
+        stages, levels = strategy.stages, self.open.levels
+        layers = len(self.parts.layers)
+        schedules = [each for each in SCHEDULES if 1 < stages <= layers // each[1]]
+        if (entry := self.strategy.pipeline) is not None:
+            schedules = [(entry.schedule, entry.chunks)]
+        memory_first = LEVELS[self.strategy.search.level].memory_first
+        seconds, bytes_, kept = self._sum(strategy, count, levels[0], 0.0)
+        again, _, rest = self._sum(strategy, count, levels[0], 1.0)
+        more, freed = again - seconds, kept - rest
+        moved, cost = self._crossing(strategy, count), self.cost(strategy.seeds.mesh, count)
+        late, waiting = late_work(self._small, strategy.options, cost)
+        before, after = (
+            seconds_of(names, self._small, strategy.options, cost) for names in self.parts.ends
+        )
+        fits = False
+        for level in levels:
+            if fits and not memory_first:
+                # Higher levels need less memory and more time.
+                return
+            slower, smaller = 0.0, 0.0
+            if level != levels[0]:
+                other = self._sum(strategy, count, level, 0.0)
+                slower, smaller = other[0] - seconds, other[1] - bytes_
+            for schedule, chunk in schedules or SCHEDULES[:1]:
+                split = self._split(stages, count, chunk, schedule)
+                parallel = replace(self.strategy.optimizer_parallel, level=level)
+                fitting = (a for a in strategy.again if self.parts.fits(a, stages * chunk))
+                for choice in fitting:
+                    step = seconds + slower + choice.seconds * more
+                    complete = kept - choice.freed * freed
+                    stash = (split.stash(n, complete, waiting) for n in (0, stages - 1))
+                    slowest = slowest_stage(step, (before, after), layers, stages)
+                    estimate = Estimate(
+                        split,
+                        parallel,
+                        choice,
+                        strategy,
+                        split.step(slowest + chunk * moved, late / stages),
+                        (bytes_ + smaller + max(stash)) / stages,
+                    )
+                    fits |= estimate.bytes <= self.limit
+                    yield estimate
+
+    def _sum(
+        self, strategy: StageStrategy, count: int, level: int, share: float
+    ) -> tuple[float, float, float]:
+        """Seconds of a micro-batch without stages, bytes of states and work, bytes for backward."""
+        cost = self.cost(strategy.seeds.mesh, count)
+        seen = recomputing(self._small, self.parts.inside, share) if share else self._small
+        weights = replace(self._spec(count, level), kept=0.0).weights
+        # Nodes that are alike share one tuple.
+        alike = {id(option): (option,) for option in strategy.options}
+        options = [alike[id(option)] for option in strategy.options]
+        problem = build(seen, options, cost, strategy.pins, weights)
+        choice = solve(problem, 0.0).choice
+        kept = sum(
+            item.count * bytes_
+            for item, option in zip(seen.items, strategy.options, strict=True)
+            for one, bytes_ in saved(item, option, cost)
+            if item.trained and not one.stored
+        )
+        behind = saved_behind(seen, strategy.options, cost, weights.parallel, MOMENTS)
+        return problem.seconds(choice), problem.memory(choice) - behind, kept
+
+    def _crossing(self, strategy: StageStrategy, count: int) -> float:
+        """Seconds per micro-batch in which a virtual stage receives and sends."""
+        if strategy.stages == 1 or self._border is None:
+            return 0.0
+        devices = self.strategy.world // strategy.stages
+        link = between_stages(self.machine, strategy.stages, devices)
+        option = strategy.options[self._border]
+        value = self._small.items[self._border].view.node.outputs[0]
+        width = int(value.dtype.itemsize) if value.dtype is not None else 0
+        size = self.cost(strategy.seeds.mesh, count).elements(option.plan.outputs[0]) * width
+        return 4 * (link.latency + size / link.bandwidth)
+
+    # -- searches --------------------------------------------------------------------------------
+
+    def _search(self, stages: int, inner: int, count: int, *, limit: bool = False) -> StageStrategy:
+        """The fastest strategy of one stage's mesh, or the fastest that the limit allows."""
+        seeds, levels = self._seeds(stages), self.open.levels
+        spec, seen = replace(self._spec(count, levels[0]), memory=UNLIMITED), self._small
+        if limit:
+            kept = self._split(stages, count).kept(0) / stages
+            spec = replace(
+                self._spec(count, levels[-1]), stage=1 / stages, kept=kept, memory=self.limit
+            )
+            if self.parts.everything:
+                seen = recomputing(seen, self.parts.inside, 1.0)
+        if not self.strategy.axes and not self.strategy.nodes:
+            devices = seeds.mesh.size
+            axes = {"x": devices // inner, "y": inner}
+            mesh = Mesh.of({name: size for name, size in axes.items() if size > 1} or {"x": 1})
+            seeds = replace(seeds, mesh=mesh)
+        problem, solution = MeshSearch(
+            seen, self.cost(seeds.mesh, count), seeds, spec, silent
+        ).closest()
+        options = problem.chosen(solution.choice)
+        every = options if self._folded is None else self._folded.unfold(options)
+        layouts = problem.layouts(solution.choice)
+        pins = {**seeds.inputs, **seeds.parameters}
+        cost = self.cost(seeds.mesh, count)
+        again = self.parts.choices(self._flow, every, cost, stages)
+        seeds = seeds_of(self._flow, every, layouts, seeds)
+        return StageStrategy(stages, inner, options, seeds, pins, again)
+
+    def _seeds(self, stages: int) -> Seeds:
+        """What the strategy fixes, on the mesh of one stage."""
+        devices = self.strategy.world // stages
+        if devices not in self._fixed:
+            one = replace(self.strategy, devices=devices, pipeline=None)
+            seeds = resolve(one, self.workload.program)
+            seeds = replace(seeds, nodes={n: s for n, s in seeds.nodes.items() if s.pinned})
+            free = self.strategy.dataset == SEARCH
+            self._fixed[devices] = replace(seeds, inputs={}) if free else seeds
+        return self._fixed[devices]
+
+    def _spec(self, count: int, level: int) -> SearchSpec:
+        entry = self.strategy.search
+        return SearchSpec(
+            self.machine,
+            level=entry.level,
+            sizes=self.workload.micro_batch(entry.sizes, count),
+            parallel=replace(self.strategy.optimizer_parallel, level=level),
+            micro_batches=count,
+            working=1 / max(len(self.parts.layers), 4),
+        )
+
+    def cost(self, mesh: Mesh, count: int) -> CostModel:
+        """The cost model of a micro-batch; one for each mesh, since it keeps what it has priced."""
+        if (mesh, count) not in self._costs:
+            sizes = self.workload.micro_batch(self.strategy.search.sizes, count)
+            table = self.workload.program.env.table
+            self._costs[mesh, count] = CostModel(self.machine, mesh, table, sizes)
+        return self._costs[mesh, count]
+
+    # -- the model -------------------------------------------------------------------------------
+
+    @cached_property
+    def _flow(self) -> Flow:
+        pinned = self._seeds(self.open.stages[0]).nodes
+        return flow(self.workload.program, list(self.workload.gradients), pinned)
+
+    @cached_property
+    def _folded(self) -> Folded | None:
+        return fold(self._flow, {})
+
+    @property
+    def _small(self) -> Flow:
+        return self._flow if self._folded is None else self._folded.flow
+
+    @cached_property
+    def parts(self) -> RecomputedParts:
+        """The layers, and what of them may be recomputed."""
+        return RecomputedParts(self.workload.program, self.open.recompute)
+
+    @cached_property
+    def _border(self) -> int | None:
+        """The item whose result one layer gives to the next."""
+        parts = self.parts
+        ends = {parts.forward.row[layer.stop - 1].name for layer in parts.layers}
+        return next((i for i, item in enumerate(self._small.items) if item.name in ends), None)
+
+    # -- configurations --------------------------------------------------------------------------
+
+    def _micro_batches(self, stages: int) -> list[int]:
+        """The numbers of micro-batches to try, in ascending order."""
+        if self.open.micro_batches is not None:
+            return [self.open.micro_batches]
+        sizes, table = self.strategy.search.sizes, self.workload.program.env.table
+        given = [sizes[name] for name in self.workload.batch if name in sizes]
+        if not given:
+            return [1 if stages == 1 else MICRO_BATCHES]
+        batch = gcd(*given)
+
+        def allowed(count: int) -> bool:
+            try:
+                check_symbol_sizes(self.workload.micro_batch(sizes, count), table, "")
+            except StrategyError:
+                return False
+            return True
+
+        counts = [n for n in range(1, batch + 1) if batch % n == 0 and allowed(n)]
+        return counts or [1]
+
+    def _nearest(self, counts: Sequence[int], samples: float) -> int:
+        """The number of micro-batches that have about so many samples."""
+        sizes = self.strategy.search.sizes
+        batch = gcd(*(sizes[name] for name in self.workload.batch if name in sizes)) or samples
+        return min(counts, key=lambda count: abs(log(batch / count / samples)))
+
+    def _split(
+        self, stages: int, count: int, chunks: int = 1, schedule: str = "1f1b"
+    ) -> PipelineSplit:
+        model = self.workload.forward
+        return pipeline_split(self.strategy, model, stages, count, chunks, schedule)
+
+    def configuration(self, estimate: Estimate) -> Configuration:
+        """Returns the configuration of an estimate."""
+        parts, again = self.parts, estimate.again
+        return Configuration(
+            estimate.split, estimate.parallel, parts.options(again), parts.words(again)
+        )
+
+    def on(self, devices: int, stages: Sequence[int]) -> "Estimates":
+        """Returns estimates for another number of devices, and other numbers of stages."""
+        # The copy keeps what is known of the model.
+        other = copy(self)
+        other.strategy = replace(self.strategy, devices=devices)
+        other.open = replace(self.open, stages=stages)
+        return other
