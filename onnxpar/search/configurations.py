@@ -14,14 +14,14 @@ al., 2016; optimizer parallel is ZeRO (Rajbhandari et al., 2020).
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import product
-from math import inf
 
 from onnxpar.autodiff.recomputation.clones import Planned
 from onnxpar.core.errors import OnnxparError
 from onnxpar.core.machine import Machine
 from onnxpar.cost.optimizer_parallel import OptimizerParallel
+from onnxpar.cost.price import InTurns
 from onnxpar.graph.plan import Plan
+from onnxpar.search.corrections import Corrections
 from onnxpar.search.estimates import Estimate, Estimates
 from onnxpar.search.find_plan import (
     LEVELS,
@@ -36,6 +36,7 @@ from onnxpar.search.plan_choices import (
     Open,
 )
 from onnxpar.search.rival_plans import SLOWDOWN, Pricing, Way
+from onnxpar.search.taking_turns import priced_in_turns
 from onnxpar.search.workload import Workload
 from onnxpar.stages.stage_price import ZERO_BUBBLE, Priced
 from onnxpar.strategy.recompute_entry import NOTHING, RecomputeOptions
@@ -45,7 +46,9 @@ from onnxpar_format.texts import bytes_text
 MORE = (2, 4, 8, 16, 64)
 """If nothing fits, as many times the devices are estimated."""
 PRICED = 6
-"""The most plans that are made and priced."""
+"""The most plans that are made and priced,"""
+NODES, AT_MOST = 40_000, 16
+"""unless more have so few nodes together."""
 NEAR = 1.5
 """A configuration whose estimate is this many times slower than the best plan is not priced."""
 RIVALS = 3
@@ -63,12 +66,24 @@ class Configured:
         found: The strategy.
         plan: The plan that follows from it, without recomputation.
         way: The plan, priced.
+        turns: What a step costs whose micro-batches take turns, if the user says that they do.
     """
 
     configuration: Configuration
     found: Found
     plan: Plan
     way: Way
+    turns: InTurns | None = None
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of a step."""
+        return self.way.seconds if self.turns is None else self.turns.seconds
+
+    @property
+    def peak(self) -> int:
+        """Bytes at the peak of a device."""
+        return self.way.peak if self.turns is None else self.turns.peak
 
 
 _Recomputing = tuple[int, RecomputeOptions]
@@ -103,12 +118,7 @@ class Configurations:
 
     def run(self) -> list[Configured]:
         """Returns the plans that were priced; none of them fits if nothing fits."""
-        found: list[Estimate] = []
-        every = self._estimates.stages()
-        for number, stages in enumerate(every, 1):
-            self.progress(f"searching, stages: {stages}", number, len(every))
-            found += self._estimates.of(stages)
-        return self._priced(found)
+        return self._priced(self._estimates.every(self.progress))
 
     @cached_property
     def _estimates(self) -> Estimates:
@@ -121,57 +131,49 @@ class Configurations:
         """
         left = sorted(estimates, key=lambda e: e.seconds)
         memory_first = LEVELS[self.strategy.search.level].memory_first
-        # What the estimates of bytes are multiplied by, for a number of stages (0 for others),
-        # by what is recomputed: nothing, a part of each layer, or complete layers.
-        ratios: dict[tuple[int, int], float] = {}
+        known = Corrections(self.limit)
         found: list[Configured] = []
-        best, least = inf, inf
-        # The fastest estimate of the plans that fit, by the number of stages.
-        quickest: dict[int, float] = {}
-        # The least ratio of the seconds of a plan that fits and their estimate.
-        slower = inf
-
-        def bytes_(estimate: Estimate) -> float:
-            amounts = sorted(range(3), key=lambda amount: abs(amount - estimate.again.amount))
-            keys = product((estimate.split.stages, 0), amounts)
-            return estimate.bytes * next((ratios[key] for key in keys if key in ratios), 1.0)
 
         def worth(estimate: Estimate) -> bool:
-            stages, seconds = estimate.split.stages, slower * estimate.seconds
-            if memory_first and quickest:
-                return bytes_(estimate) < least and seconds <= SLOWDOWN * best
-            if stages in quickest:
-                return estimate.seconds < quickest[stages] and seconds < ERROR * best
-            if len(quickest) >= RIVALS:
+            stages, best = estimate.split.stages, known.best()
+            seconds = known.seconds(estimate)
+            if memory_first and known.fitting:
+                return known.bytes(estimate) < known.least and seconds <= SLOWDOWN * best
+            if stages in known.fitting:
+                same = known.seconds(estimate, stages)
+                return same < known.best(stages) and seconds < ERROR * best
+            if len(known.fitting) >= RIVALS:
                 return seconds < ERROR * best
             return estimate.seconds < NEAR * best
 
-        for number in range(1, PRICED + 1):
-            fitting = [e for e in left if bytes_(e) <= self.limit and worth(e)]
-            if memory_first and quickest:
-                fitting.sort(key=bytes_)
-            elif not fitting and not found:
-                fitting = sorted(left, key=bytes_)
-            if not fitting:
+        cheap = min(NODES // len(self.workload.program.graph), AT_MOST)
+        most = max(PRICED, cheap)
+        for number in range(1, most + 1):
+            left = [e for e in left if memory_first or known.open(e)]
+            fitting = [e for e in left if known.bytes(e) <= self.limit]
+            promising = [e for e in fitting if worth(e)]
+            if memory_first and known.fitting:
+                promising.sort(key=known.bytes)
+            elif not promising and not known.fitting:
+                # Estimates of bytes may be too high.
+                near = [e for e in left if not found or known.untried(e)]
+                promising = sorted(near, key=known.bytes)
+            elif not promising and number <= cheap:
+                # Estimates of seconds are too low, and by how much differs between strategies.
+                promising = [e for e in left if known.promises(e)]
+            if not promising:
                 break
-            estimate = fitting[0]
+            estimate = promising[0]
             left.remove(estimate)
             configuration = self._estimates.configuration(estimate)
-            self.progress(f"pricing {configuration.describe()}", number, PRICED)
+            self.progress(f"pricing {configuration.describe()}", number, most)
             try:
                 configured = self._configured(estimate, configuration)
             except OnnxparError as error:
                 self._refused.append(error)
                 continue
-            way = configured.way
             found.append(configured)
-            for key in (estimate.split.stages, 0):
-                ratios[key, estimate.again.amount] = way.peak / estimate.bytes
-            if way.fits(self.limit):
-                stages, seconds = estimate.split.stages, estimate.seconds
-                quickest[stages] = min(quickest.get(stages, inf), seconds)
-                slower = min(slower, way.seconds / seconds)
-                best, least = min(best, way.seconds), min(least, way.peak)
+            known.add(estimate, configured.seconds, configured.peak)
         return found
 
     def _configured(self, estimate: Estimate, chosen: Configuration) -> Configured:
@@ -179,22 +181,24 @@ class Configurations:
         key = id(estimate.strategy)
         if key not in self._plans:
             self._plans[key] = self.workload.plan(seeds)
-        way = self._way(chosen, self._plans[key])
+        plan = self._plans[key]
+        way, turns = self._way(chosen, plan)
         candidate = Candidate(seeds.mesh.axes, way.seconds, way.peak, 0.0, 0.0)
-        return Configured(chosen, Found(seeds, candidate, ()), self._plans[key], way)
+        return Configured(chosen, Found(seeds, candidate, ()), plan, way, turns)
 
     def nothing_fits(self, tried: Sequence[Configured]) -> str:
         """Returns the message if nothing fits: what comes closest, and what would fit."""
-        closest = min(tried, key=lambda each: each.way.peak, default=None)
+        closest = min(tried, key=lambda each: each.peak, default=None)
         limit = bytes_text(self.limit)
         if closest is None:
             reasons = dict.fromkeys(str(error) for error in self._refused)
             return f"no plan could be made: {'; '.join(reasons) or 'nothing was estimated'}"
-        way = closest.way
+        held, words = closest.way.held, closest.configuration.describe()
+        turns = ", whose micro-batches take turns" if closest.turns is not None else ""
         text = (
-            f"no plan fits into {limit} on a device; the closest needs {bytes_text(way.peak)}, of "
-            f"which {bytes_text(way.held)} are parameters, gradients and moments, with "
-            f"{closest.configuration.describe()}"
+            f"no plan fits into {limit} on a device; the closest needs {bytes_text(closest.peak)}, "
+            f"of which {bytes_text(held)} are parameters, gradients and moments, with "
+            f"{words}{turns}"
         )
         more = self._enough()
         return f"{text}; {more}" if more else text
@@ -230,7 +234,7 @@ class Configurations:
         """
         while True:
             found = [(name, self._changed(best, other)) for name, other in self._fewer(best)]
-            fitting = [each for _, each in found if each.way.fits(self.limit)]
+            fitting = [each for _, each in found if each.peak <= self.limit]
             better = min(fitting, key=self._rank, default=best)
             if better is best or self._rank(better) > self._rank(best):
                 return best, [(name, each.way) for name, each in found]
@@ -238,7 +242,7 @@ class Configurations:
 
     def _rank(self, plan: Configured) -> tuple[float, float]:
         """The sort key of a plan: its seconds, then its bytes; at level 1, the bytes come first."""
-        seconds, bytes_ = plan.way.seconds, plan.way.peak
+        seconds, bytes_ = plan.seconds, plan.peak
         memory_first = LEVELS[self.strategy.search.level].memory_first
         return (bytes_, seconds) if memory_first else (seconds, bytes_)
 
@@ -257,10 +261,11 @@ class Configurations:
             yield NO_BUBBLE, replace(chosen, split=replace(split, schedule="1f1b"))
 
     def _changed(self, plan: Configured, chosen: Configuration) -> Configured:
-        return replace(plan, configuration=chosen, way=self._way(chosen, plan.plan))
+        way, turns = self._way(chosen, plan.plan)
+        return replace(plan, configuration=chosen, way=way, turns=turns)
 
-    def _way(self, chosen: Configuration, plan: Plan) -> Way:
-        """Returns a plan on one stage's mesh with a configuration, priced."""
+    def _way(self, chosen: Configuration, plan: Plan) -> tuple[Way, InTurns | None]:
+        """Returns a plan on one stage's mesh with a configuration, priced; also in turns."""
         workload = replace(self.workload, parallel=chosen.parallel)
         sizes = self.strategy.search.sizes
         pricing = Pricing(workload, self.machine, sizes, chosen.split, chosen.recompute)
@@ -271,4 +276,7 @@ class Configurations:
         key = program, chosen.split.micro_batches, chosen.parallel
         if key not in self._unstaged:
             self._unstaged[key] = pricing.unstaged(self._planned[program], cost)
-        return pricing.in_stages(chosen.describe(), self._unstaged[key], cost)
+        way = pricing.in_stages(chosen.describe(), self._unstaged[key], cost)
+        if not self.strategy.pair_micro_batches:
+            return way, None
+        return way, priced_in_turns(self.strategy, pricing, self._planned[program], way)

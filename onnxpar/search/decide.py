@@ -4,6 +4,7 @@ All commands that carry out a strategy call `settled`. `onnxpar plan` shows the 
 writes it to a file, so a strategy that searches gives the same result with such a file or without.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf, lcm
@@ -15,7 +16,7 @@ from onnxpar.core.symbols import Symbol, SymbolTable
 from onnxpar.cost.price import InTurns
 from onnxpar.graph.plan import Plan
 from onnxpar.graph.seeds import Seeds
-from onnxpar.search.configurations import Configurations
+from onnxpar.search.configurations import Configurations, Configured
 from onnxpar.search.estimates import MICRO_BATCHES
 from onnxpar.search.find_plan import (
     UNLIMITED,
@@ -134,8 +135,8 @@ def decide(
             strategy's.
         micro_batches: Micro-batches of a step of training; by default the strategy's, or 1 without
             stages, else `MICRO_BATCHES`. It does not matter for a forward program.
-        configure: What else may be decided for training, if a plan of one stage needs too much
-            memory, or more devices than the fastest links connect; then presets are not considered.
+        configure: What else may be decided for training, if the fastest plan needs too much memory,
+            or more devices than the fastest links connect; then presets are not considered.
         progress: Called as each step of the search begins.
 
     Raises:
@@ -180,6 +181,8 @@ def decide(
             if len(counts) == 1 and not isinstance(error, ShardingError):
                 raise
             refused.append(Way(pricing.title(FOUND), None, str(error)))
+    if configure is not None and refused:
+        return _configured(strategy, workload, configure, progress)
     free = _is_free(strategy)
     rivals: list[tuple[Way, Pricing]] = []
     for pricing in pricings if free else ():
@@ -220,8 +223,6 @@ def decide(
             tried.insert(0, (way, Found(seeds, chosen, meshes)))
             shown.remove(rival)
             break
-    if configure is not None and not (tried and tried[0][0].fits(limit)):
-        return _configured(strategy, workload, configure, progress)
     if not tried:
         raise ShardingError(_nothing_fits(refused, shown, workload.program.env.table))
     best, found = tried[0]
@@ -289,29 +290,24 @@ def _configured(
     configurations = Configurations(strategy, workload, machine, limit, configure, progress)
     tried = configurations.run()
     objective = Objective.among((each.way for each in tried), entry.level, limit, {})
-    tried.sort(key=lambda each: objective.rank(each.way))
-    if not tried or not tried[0].way.fits(limit):
+
+    def rank(each: Configured) -> tuple[float, ...]:
+        pairs = 0.0 if each.turns is None else each.turns.seconds
+        return (float(each.peak > limit), pairs, *objective.rank(each.way))
+
+    tried.sort(key=rank)
+    if not tried or tried[0].peak > limit:
         raise ShardingError(configurations.nothing_fits(tried))
-    refused: ShardingError | None = None
-    # Of the plans that fit, the best one whose pairs fit, too, if there must be pairs.
-    for each in (each for each in tried if each.way.fits(limit)):
-        best, without = configurations.improved(each)
-        chosen = best.configuration
-        pricing = Pricing(
-            replace(workload, parallel=chosen.parallel),
-            machine,
-            entry.sizes,
-            chosen.split,
-            chosen.recompute,
-        )
-        try:
-            turns = in_turns(strategy, pricing, best.plan, best.way, limit)
-            break
-        except ShardingError as error:
-            refused = refused or error
-    else:
-        assert refused is not None
-        raise refused
+    best, without = configurations.improved(tried[0])
+    chosen = best.configuration
+    pricing = Pricing(
+        replace(workload, parallel=chosen.parallel),
+        machine,
+        entry.sizes,
+        chosen.split,
+        chosen.recompute,
+    )
+    turns = best.turns or in_turns(strategy, pricing, best.plan, best.way, limit)
     assert best.way.plan is not None
     staged = None
     if best.way.staged is not None:
@@ -327,10 +323,28 @@ def _configured(
         return way.seconds, way.peak
 
     # Without a choice that changes nothing, a plan costs the same.
-    ways = (best.way, *(each.way for each in tried if cost(each.way) != cost(best.way)))
+    ways = [best.way, *(each.way for each in tried if cost(each.way) != cost(best.way))]
     return Decision(
-        best.found, best.way.plan, ways, objective, data, True, tuple(without), in_turns=turns
+        best.found,
+        best.way.plan,
+        _named_apart(ways),
+        objective,
+        data,
+        True,
+        tuple(without),
+        in_turns=turns,
     )
+
+
+def _named_apart(ways: Iterable[Way]) -> tuple[Way, ...]:
+    """The same ways, with a number if another one before has the same name."""
+    names = Counter[str]()
+    found = []
+    for way in ways:
+        names[way.name] += 1
+        number = names[way.name]
+        found.append(replace(way, name=f"{way.name}, strategy {number}") if number > 1 else way)
+    return tuple(found)
 
 
 def _unpiped(strategy: Strategy, workload: Workload, stages: int, micro_batches: int) -> Strategy:
@@ -425,7 +439,8 @@ def search(
         peak: Returns the bytes of a device at the peak of the plan that follows from seeds, for
             which the limit on memory holds. None: the limit holds for the search's own estimate, a
             sum over nodes that ignores lifetimes.
-        tries: Searches with a limit, if the fastest plan is not within it.
+        tries: Searches with a limit, if the fastest plan is not within it; without any, that plan
+            is refused.
     """
     seeds = replace(seeds, nodes={n: seed for n, seed in seeds.nodes.items() if seed.pinned})
     entry = strategy.search
@@ -474,6 +489,10 @@ def _within(
     most = peak(found.seeds)
     if most <= spec.limit:
         return found
+    if not tries:
+        raise ShardingError(
+            f"the fastest plan needs {bytes_text(most)}, expected at most {bytes_text(spec.limit)}"
+        )
     fits: Found | None = None
     high, low, least = found.chosen.memory, 0.0, most
     limit = high * spec.limit / most

@@ -4,7 +4,7 @@ For each number of stages, and each split of a stage's devices into two axes, on
 strategy. Its sum, with the weights of a configuration, gives the seconds and the bytes of a step.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -25,6 +25,7 @@ from onnxpar.search.find_plan import (
     LEVELS,
     UNLIMITED,
     MeshSearch,
+    OnProgress,
     SearchSpec,
     seeds_of,
     silent,
@@ -45,7 +46,14 @@ from onnxpar.strategy.resolve_strategy import resolve
 from onnxpar.strategy.schema import SEARCH, Strategy
 
 AGAIN = 4
-"""If the best micro-batches are this many times as large as those of the search, it is repeated."""
+"""For micro-batches that are this many times as large, the search is repeated."""
+PRICES = (0.125, 0.5, 2.0, 8.0, 32.0)
+"""What a byte costs in searches that save memory, as a multiple of the seconds that the fastest
+strategy takes for each of its bytes."""
+FEW_NODES = 5_000
+"""For larger programs, every second price is left out."""
+SLACK = 1.25
+"""An estimate of bytes that is this many times the limit may still fit."""
 MICRO_BATCHES = 8
 """Micro-batches of a step if there are stages and the batch is not known."""
 
@@ -110,6 +118,8 @@ class Estimates:
     limit: int
     open: Open
     _costs: dict[tuple[Mesh, int], CostModel] = field(default_factory=dict)
+    _found: dict[object, StageStrategy] = field(default_factory=dict)
+    _made: dict[tuple[int, int], list[Estimate]] = field(default_factory=dict)
     _fixed: dict[int, Seeds] = field(default_factory=dict)
 
     def stages(self) -> Sequence[int]:
@@ -123,20 +133,68 @@ class Estimates:
 
     # -- estimates -------------------------------------------------------------------------------
 
+    def every(self, progress: OnProgress = silent) -> list[Estimate]:
+        """Estimates of all configurations that may be the best.
+
+        Which strategies are found does not depend on the limit on memory; only how many are. So a
+        larger limit adds configurations.
+
+        Args:
+            progress: Called as each search begins.
+        """
+        every = self.stages()
+        found: list[list[Estimate]] = []
+        for number, stages in enumerate(every, 1):
+            progress(f"searching, stages: {stages}", number, len(every))
+            found.append(self._fastest(stages))
+        best = self._quickest(e for one in found for e in one)
+        # The fastest strategies take less time than those that save memory.
+        for one in sorted(found, key=_seconds):
+            if _seconds(one) < best:
+                progress(f"saving memory, stages: {one[0].split.stages}", 0, 0)
+                one += self._saving(one, best)
+                best = min(best, self._quickest(one))
+        # Searches may find one strategy several times.
+        return list({id(e): e for one in found for e in one}.values())
+
     def of(self, stages: int) -> list[Estimate]:
         """Estimates of all configurations with a number of stages."""
+        found = self._fastest(stages)
+        return found + self._saving(found)
+
+    def _fastest(self, stages: int) -> list[Estimate]:
+        """Estimates with the fastest strategies."""
         counts = self._micro_batches(stages)
-        found: list[Estimate] = []
-        for inner in self._inner(stages):
-            found += self._with_inner(stages, inner, counts)
-        if all(e.bytes > self.limit for e in found):
-            # The fastest strategies need too much memory, whatever else is chosen.
-            inner = min(found, key=lambda e: e.bytes).strategy.inner
-            found += self._with_inner(stages, inner, counts, limit=True)
+        inner = self._inner(stages)
+        return [e for one in inner for e in self._with_inner(stages, one, counts)]
+
+    def _saving(self, fastest: Sequence[Estimate], best: float = inf) -> list[Estimate]:
+        """Estimates with strategies that save memory, if the fastest do not fit.
+
+        Args:
+            fastest: Estimates with the fastest strategies.
+            best: Seconds of the best estimate that fits so far.
+        """
+        least = min(fastest, key=lambda e: e.bytes).strategy
+        counts = self._micro_batches(least.stages)
+        found, last = list[Estimate](), fastest
+        prices = PRICES if len(self.workload.program.graph) <= FEW_NODES else PRICES[1::2]
+        for price in prices:
+            # The higher the price, the longer takes what is found.
+            quickest = min(last, key=lambda e: e.seconds)
+            if quickest.bytes <= self.limit or quickest.seconds >= best:
+                break
+            last = self._with_inner(least.stages, least.inner, counts, price)
+            found += last
+            best = min(best, self._quickest(last))
         return found
 
+    def _quickest(self, estimates: Iterable[Estimate]) -> float:
+        """The seconds of the fastest estimate that fits; infinity if none fits."""
+        return min((e.seconds for e in estimates if e.bytes <= self.limit), default=inf)
+
     def _with_inner(
-        self, stages: int, inner: int, counts: Sequence[int], *, limit: bool = False
+        self, stages: int, inner: int, counts: Sequence[int], price: float = 0.0
     ) -> list[Estimate]:
         """Estimates with a number of devices of the inner axis.
 
@@ -144,18 +202,19 @@ class Estimates:
         as large ones are tried as long as the fastest estimate becomes faster.
         """
         samples = self.strategy.world / stages / inner
-        first = self._nearest(counts, samples)
-        strategy = self._search(stages, inner, first, limit=limit)
-        found, best, fastest = [], first, inf
+        searched = self._nearest(counts, samples)
+        strategy = self._search(stages, inner, searched, price)
+        found, fastest = list[Estimate](), inf
         for count in self._fewer_micro_batches(counts, samples):
-            more = list(self._with(strategy, count))
+            more = self._with(strategy, count)
             found += more
-            seconds = min((e.seconds for e in more if e.bytes <= self.limit), default=inf)
-            if seconds >= fastest:
+            least = min(e.bytes for e in more)
+            if (seconds := _seconds(more)) >= fastest or least > SLACK * self.limit:
                 break
-            best, fastest = count, seconds
-        if best * AGAIN <= first:
-            found += self._with(self._search(stages, inner, best, limit=limit), best)
+            fastest = seconds
+            if count * AGAIN <= searched:
+                strategy, searched = self._search(stages, inner, count, price), count
+                found += self._with(strategy, count)
         return found
 
     def _fewer_micro_batches(self, counts: Sequence[int], samples: float) -> Iterator[int]:
@@ -182,8 +241,14 @@ class Estimates:
         most = 2 * (self.machine.links[0].devices or devices)
         return [n for n in range(1, min(most, devices) + 1) if devices % n == 0]
 
-    def _with(self, strategy: StageStrategy, count: int) -> Iterator[Estimate]:
+    def _with(self, strategy: StageStrategy, count: int) -> list[Estimate]:
         """Estimates of the configurations with a strategy and a number of micro-batches."""
+        key = id(strategy), count
+        if key not in self._made:
+            self._made[key] = list(self._making(strategy, count))
+        return self._made[key]
+
+    def _making(self, strategy: StageStrategy, count: int) -> Iterator[Estimate]:
         stages, levels = strategy.stages, self.open.levels
         layers = len(self.parts.layers)
         schedules = [each for each in SCHEDULES if 1 < stages <= layers // each[1]]
@@ -198,10 +263,12 @@ class Estimates:
         before, after = (
             seconds_of(names, self._small, strategy.options, cost) for names in self.parts.ends
         )
+        # Micro-batches that take turns are halves of it if there is only one.
+        at_once = min(count, 2) if self.strategy.pair_micro_batches else 1
         fits = False
         for level in levels:
             if fits and not memory_first:
-                # Higher levels need less memory and more time.
+                # Higher levels need less memory and more time, as recomputation does.
                 return
             slower, smaller = 0.0, 0.0
             if level != levels[0]:
@@ -213,7 +280,7 @@ class Estimates:
                 fitting = (a for a in strategy.again if self.parts.fits(a, stages * chunk))
                 for choice in fitting:
                     step = seconds + slower + choice.seconds * more
-                    complete = kept - choice.freed * freed
+                    complete = at_once * (kept - choice.freed * freed)
                     stash = (split.stash(n, complete, waiting) for n in (0, stages - 1))
                     slowest = slowest_stage(step, (before, after), layers, stages)
                     estimate = Estimate(
@@ -224,7 +291,7 @@ class Estimates:
                         split.step(slowest + chunk * moved, late / stages),
                         (bytes_ + smaller + max(stash)) / stages,
                     )
-                    fits |= estimate.bytes <= self.limit
+                    fits |= estimate.bytes <= self.limit and not choice.freed
                     yield estimate
 
     def _sum(
@@ -262,33 +329,33 @@ class Estimates:
 
     # -- searches --------------------------------------------------------------------------------
 
-    def _search(self, stages: int, inner: int, count: int, *, limit: bool = False) -> StageStrategy:
-        """The fastest strategy of one stage's mesh, or the fastest that the limit allows."""
+    def _search(self, stages: int, inner: int, count: int, price: float = 0.0) -> StageStrategy:
+        """The fastest strategy of one stage's mesh if a byte has a price: one of `PRICES`, or 0."""
         seeds, levels = self._seeds(stages), self.open.levels
-        spec, seen = replace(self._spec(count, levels[0]), memory=UNLIMITED), self._small
-        if limit:
+        spec, seen = self._spec(count, levels[0]), self._small
+        if price:
             kept = self._split(stages, count).kept(0) / stages
-            spec = replace(
-                self._spec(count, levels[-1]), stage=1 / stages, kept=kept, memory=self.limit
-            )
+            spec = replace(self._spec(count, levels[-1]), stage=1 / stages, kept=kept)
             if self.parts.everything:
                 seen = recomputing(seen, self.parts.inside, 1.0)
+        spec = replace(spec, memory=UNLIMITED, price=price)
         if not self.strategy.axes and not self.strategy.nodes:
             devices = seeds.mesh.size
             axes = {"x": devices // inner, "y": inner}
             mesh = Mesh.of({name: size for name, size in axes.items() if size > 1} or {"x": 1})
             seeds = replace(seeds, mesh=mesh)
-        problem, solution = MeshSearch(
-            seen, self.cost(seeds.mesh, count), seeds, spec, silent
-        ).closest()
+        cost = self.cost(seeds.mesh, count)
+        problem, solution, _ = MeshSearch(seen, cost, seeds, spec, silent).solve()
         options = problem.chosen(solution.choice)
         every = options if self._folded is None else self._folded.unfold(options)
         layouts = problem.layouts(solution.choice)
         pins = {**seeds.inputs, **seeds.parameters}
-        cost = self.cost(seeds.mesh, count)
-        again = self.parts.choices(self._flow, every, cost, stages)
-        seeds = seeds_of(self._flow, every, layouts, seeds)
-        return StageStrategy(stages, inner, options, seeds, pins, again)
+        key = stages, inner, tuple(option.places for option in options), tuple(layouts.items())
+        if key not in self._found:
+            again = self.parts.choices(self._flow, every, cost, stages)
+            seeds = seeds_of(self._flow, every, layouts, seeds)
+            self._found[key] = StageStrategy(stages, inner, options, seeds, pins, again)
+        return self._found[key]
 
     def _seeds(self, stages: int) -> Seeds:
         """What the strategy fixes, on the mesh of one stage."""
@@ -395,3 +462,8 @@ class Estimates:
         other.strategy = replace(self.strategy, devices=devices)
         other.open = replace(self.open, stages=stages)
         return other
+
+
+def _seconds(estimates: Sequence[Estimate]) -> float:
+    """The seconds of the fastest of some estimates."""
+    return min(e.seconds for e in estimates)

@@ -25,7 +25,7 @@ from onnxpar.cost.optimizer_parallel import NOT_PARALLEL, OptimizerParallel
 from onnxpar.facts.program import Program
 from onnxpar.graph.seeds import NodeSeed, Seeds
 from onnxpar.search.halving import Halving
-from onnxpar.search.memory_bounded import THOROUGH, Effort, best, least
+from onnxpar.search.memory_bounded import THOROUGH, Effort, best, least, priced
 from onnxpar.search.node_options import Option
 from onnxpar.search.problem import WORKING, CostWeights, Problem
 from onnxpar.search.repeated_layers import fold
@@ -74,6 +74,7 @@ class SearchSpec:
         stage: As in `CostWeights`, like the next two.
         kept: In a pipeline, the share of what the backward reads that one device keeps.
         working: The share of every result that counts as held.
+        price: If not 0, the sum counts a price for each byte, as `memory_bounded.priced` says.
     """
 
     machine: Machine
@@ -87,6 +88,7 @@ class SearchSpec:
     stage: float = 1.0
     kept: float = 1.0
     working: float = WORKING
+    price: float = 0.0
 
     @property
     def weights(self) -> CostWeights:
@@ -260,14 +262,6 @@ class MeshSearch:
         solution = self._best(problem, self.spec.limit)
         return problem, solution, problem.chosen(solution.choice)
 
-    def closest(self) -> tuple[Problem, Solution]:
-        """Returns a problem and its solution; that of least memory if none is within the limit."""
-        try:
-            return self.solve()[:2]
-        except ShardingError:
-            self.spec = replace(self.spec, level=1, memory=UNLIMITED)
-            return self.solve()[:2]
-
     def _recurse(self, axes: Sequence[Atoms]) -> tuple[Problem, Solution, tuple[Option, ...]]:
         """Halves, assuming that later halvings save less and less memory, until the plan fits."""
         if not self.spec.weights.memory_first:
@@ -316,6 +310,8 @@ class MeshSearch:
     def _best(self, problem: Problem, limit: float) -> Solution:
         if self.spec.weights.memory_first:
             return least(problem, limit)
+        if self.spec.price:
+            return priced(problem, self.spec.price)
         effort = HALVING if self.spec.algorithm == "recursive" else THOROUGH
         return best(problem, limit, gap=self.spec.gap, effort=effort)
 

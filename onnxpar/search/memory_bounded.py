@@ -72,6 +72,19 @@ def least(problem: Problem, limit: float = inf) -> Solution:
     return _Search(problem, limit, 0.0, THOROUGH).least(problem)
 
 
+def priced(problem: Problem, price: float) -> Solution:
+    """Returns a choice that takes little time and memory; nothing is proved of it.
+
+    Args:
+        problem: The problem.
+        price: What a byte costs, as a multiple of the seconds that the fastest choice takes for
+            each of its bytes.
+    """
+    fastest = solve(problem, 0.0).choice
+    unit = problem.seconds(fastest) / max(problem.memory(fastest), 1.0)
+    return solution(problem, solve(problem, price * unit).choice, 0.0)
+
+
 @dataclass(frozen=True)
 class _Bracket:
     """What prices of memory find.

@@ -164,8 +164,13 @@ class RecomputedParts:
         if again.parts is None:
             return ""
         least, most = (len(part.alike) for part in again.parts)
-        number = f"{most}" if again.share == 1 else f"{least} to {most}"
-        return f"recompute {number} of {len(self._first)} nodes of each layer"
+        of = len(self._first)
+        if again.share == 1:
+            return f"recompute {most} of {of} nodes of each layer"
+        layers = len(self.layers)
+        number = floor(again.share * layers)
+        others = f", and {least} of each other" if least else ""
+        return f"recompute {most} of {of} nodes of {number} of {layers} layers{others}"
 
     def fits(self, again: Again, virtual_stages: int) -> bool:
         """Whether all virtual stages recompute equally much; else the slowest would decide."""

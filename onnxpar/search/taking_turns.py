@@ -1,5 +1,6 @@
 """Decides whether micro-batches take turns, by the price of the step."""
 
+from onnxpar.autodiff.recomputation.clones import Planned
 from onnxpar.core.errors import ShardingError, StrategyError
 from onnxpar.core.symbols import dim_symbol
 from onnxpar.cost.cost_model import CostModel
@@ -30,10 +31,42 @@ def in_turns(
         ShardingError: The user says so, and it does not fit.
         StrategyError: The user says so, and the batch cannot be divided equally.
     """
-    wanted, workload, machine = strategy.pair_micro_batches, pricing.workload, pricing.machine
+    wanted = strategy.pair_micro_batches
     # Otherwise nothing travels while the devices compute.
-    possible = wanted or (wanted is None and any(link.overlaps for link in machine.links))
-    if not possible or not workload.gradients or best.staged is not None:
+    overlaps = any(link.overlaps for link in pricing.machine.links)
+    if not (wanted or (wanted is None and overlaps)):
+        return None
+    found = priced_in_turns(strategy, pricing, pricing.planned(plan), best)
+    if found is None or found.peak <= limit:
+        pays = found is not None and found.seconds < best.seconds
+        return found if wanted or pays else None
+    if wanted:
+        raise ShardingError(
+            f"{strategy.where(PAIR)}: expected micro-batches that need at most "
+            f"{bytes_text(limit)} of memory on a device, got {bytes_text(found.peak)} for two that "
+            f"take turns, and {bytes_text(best.peak)} without pair_micro_batches: true"
+        )
+    return None
+
+
+def priced_in_turns(
+    strategy: Strategy, pricing: Pricing, planned: Planned, best: Way
+) -> InTurns | None:
+    """Returns what a step costs whose micro-batches take turns, whether it fits or not.
+
+    None if they cannot, and the user does not say that they do.
+
+    Args:
+        strategy: As in `in_turns`.
+        pricing: As in `in_turns`.
+        planned: The plan, with what is recomputed.
+        best: As in `in_turns`.
+
+    Raises:
+        StrategyError: The user says so, and the batch cannot be divided equally.
+    """
+    wanted, workload = strategy.pair_micro_batches, pricing.workload
+    if not workload.gradients or best.staged is not None:
         return None
     count = max(best.micro_batches, 2)
     sizes = workload.equal_parts(pricing.sizes, count)
@@ -51,15 +84,5 @@ def in_turns(
         )
     if sizes is None:
         return None
-    planned = pricing.planned(plan)
-    cost = CostModel(machine, plan.mesh, planned.program.env.table, sizes)
-    found = pricing.of(planned).in_turns(planned.plan, cost, count)
-    if found.peak <= limit:
-        return found if wanted or found.seconds < best.seconds else None
-    if wanted:
-        raise ShardingError(
-            f"{strategy.where(PAIR)}: expected micro-batches that need at most "
-            f"{bytes_text(limit)} of memory on a device, got {bytes_text(found.peak)} for two that "
-            f"take turns, and {bytes_text(best.peak)} without pair_micro_batches: true"
-        )
-    return None
+    cost = CostModel(pricing.machine, planned.plan.mesh, planned.program.env.table, sizes)
+    return pricing.of(planned).in_turns(planned.plan, cost, count)

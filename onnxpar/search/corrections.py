@@ -1,0 +1,117 @@
+"""What the prices of some plans say about the estimates of others."""
+
+from dataclasses import dataclass, field
+from itertools import product
+from math import inf
+
+from onnxpar.search.estimates import SLACK, Estimate
+
+_Split = tuple[int, int, str, int]
+"""Stages, micro-batches, schedule and chunks."""
+_AMOUNTS = 3
+"""Of recomputation: nothing, a part of each layer, complete layers."""
+
+
+@dataclass
+class Corrections:
+    """The plans that were priced, and how their prices differ from their estimates.
+
+    Plans of one *kind* have one strategy, and are split equally into stages and micro-batches.
+
+    Attributes:
+        limit: Bytes that a device may hold.
+        fitting: For each number of stages the seconds of its fastest plan that fits.
+        least: The bytes of the smallest plan that fits.
+    """
+
+    limit: int
+    fitting: dict[int, float] = field(default_factory=dict)
+    least: float = inf
+    # The last ratio of bytes to their estimate: of a kind, a split, a number of stages, or all (0);
+    # by what is recomputed.
+    _bytes: dict[tuple[object, int], float] = field(default_factory=dict)
+    # The least ratio of seconds to their estimate, for a number of stages, or all (0).
+    _seconds: dict[int, float] = field(default_factory=dict)
+    # What was tried of each kind: the estimates of seconds and of bytes, and whether it fits.
+    _tried: dict[object, list[tuple[float, float, bool]]] = field(default_factory=dict)
+
+    def add(self, estimate: Estimate, seconds: float, peak: int) -> None:
+        """Adds a plan.
+
+        Args:
+            estimate: Its estimate.
+            seconds: Seconds of a step.
+            peak: Bytes at the peak of a device.
+        """
+        stages = estimate.split.stages
+        tried = self._tried.setdefault(_kind(estimate), [])
+        tried.append((estimate.seconds, estimate.bytes, peak <= self.limit))
+        for key in _keys(estimate):
+            self._bytes[key, estimate.again.amount] = peak / estimate.bytes
+        if peak > self.limit:
+            return
+        for number in (stages, 0):
+            least = self._seconds.get(number, inf)
+            self._seconds[number] = min(least, seconds / estimate.seconds)
+        self.fitting[stages] = min(self.fitting.get(stages, inf), seconds)
+        self.least = min(self.least, peak)
+
+    def untried(self, estimate: Estimate) -> bool:
+        """Whether no plan of its kind was priced."""
+        return _kind(estimate) not in self._tried
+
+    def open(self, estimate: Estimate) -> bool:
+        """Whether an estimate may be better than the plans of its kind.
+
+        If it needs more memory than one that does not fit, it would not fit either, and if it takes
+        longer than one that fits, it is not better.
+        """
+        return not any(
+            estimate.seconds >= seconds if fits else estimate.bytes >= bytes_
+            for seconds, bytes_, fits in self._tried.get(_kind(estimate), ())
+        )
+
+    def promises(self, estimate: Estimate) -> bool:
+        """Whether no plan of its kind was priced, and it may be faster than all plans that fit.
+
+        Its seconds and bytes are only corrected downwards; the bytes are also corrected upwards if
+        a plan was priced that is split equally.
+        """
+        if not self.untried(estimate):
+            return False
+        seconds = estimate.seconds * min(1.0, self._seconds.get(0, 1.0))
+        bytes_ = estimate.bytes * min(1.0, *self._bytes.values())
+        if any((_split(estimate), amount) in self._bytes for amount in range(_AMOUNTS)):
+            bytes_ = self.bytes(estimate) / SLACK
+        return seconds < self.best() and bytes_ <= self.limit
+
+    def best(self, stages: int = 0) -> float:
+        """Seconds of the fastest plan that fits, with a number of stages or with any (0)."""
+        return self.fitting[stages] if stages else min(self.fitting.values(), default=inf)
+
+    def bytes(self, estimate: Estimate) -> float:
+        """Corrected bytes of an estimate."""
+        amounts = sorted(range(_AMOUNTS), key=lambda amount: abs(amount - estimate.again.amount))
+        keys = product(_keys(estimate), amounts)
+        return estimate.bytes * next((self._bytes[key] for key in keys if key in self._bytes), 1.0)
+
+    def seconds(self, estimate: Estimate, stages: int = 0) -> float:
+        """Corrected seconds of an estimate, by plans with a number of stages or all (0).
+
+        They are too low rather than too high; infinity if no plan fits so far.
+        """
+        return estimate.seconds * self._seconds.get(stages, inf)
+
+
+def _split(estimate: Estimate) -> _Split:
+    split = estimate.split
+    return split.stages, split.micro_batches, split.schedule, split.chunks
+
+
+def _kind(estimate: Estimate) -> tuple[int, _Split]:
+    return id(estimate.strategy), _split(estimate)
+
+
+def _keys(estimate: Estimate) -> tuple[object, ...]:
+    """Plans that are more and more different."""
+    return _kind(estimate), _split(estimate), estimate.split.stages, 0
