@@ -140,8 +140,7 @@ class Configurations:
             if memory_first and known.fitting:
                 return known.bytes(estimate) < known.least and seconds <= SLOWDOWN * best
             if stages in known.fitting:
-                same = known.seconds(estimate, stages)
-                return same < known.best(stages) and seconds < ERROR * best
+                return seconds < min(known.best(stages), ERROR * best)
             if len(known.fitting) >= RIVALS:
                 return seconds < ERROR * best
             return estimate.seconds < NEAR * best
@@ -160,7 +159,7 @@ class Configurations:
                 promising = sorted(near, key=known.bytes)
             elif not promising and number <= cheap:
                 # Estimates of seconds are too low, and by how much differs between strategies.
-                promising = [e for e in left if known.promises(e)]
+                promising = sorted(filter(known.promises, left), key=known.at_least)
             if not promising:
                 break
             estimate = promising[0]

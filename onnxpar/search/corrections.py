@@ -8,6 +8,8 @@ from onnxpar.search.estimates import SLACK, Estimate
 
 _Split = tuple[int, int, str, int]
 """Stages, micro-batches, schedule and chunks."""
+APART = 1.1
+"""The ratios of seconds to their estimates differ by as much between strategies."""
 _AMOUNTS = 3
 """Of recomputation: nothing, a part of each layer, complete layers."""
 
@@ -30,8 +32,9 @@ class Corrections:
     # The last ratio of bytes to their estimate: of a kind, a split, a number of stages, or all (0);
     # by what is recomputed.
     _bytes: dict[tuple[object, int], float] = field(default_factory=dict)
-    # The least ratio of seconds to their estimate, for a number of stages, or all (0).
-    _seconds: dict[int, float] = field(default_factory=dict)
+    # The least ratio of seconds to their estimate, for a number of stages, or all (0), and a level
+    # of optimizer parallel.
+    _seconds: dict[tuple[int, int], float] = field(default_factory=dict)
     # What was tried of each kind: the estimates of seconds and of bytes, and whether it fits.
     _tried: dict[object, list[tuple[float, float, bool]]] = field(default_factory=dict)
 
@@ -48,11 +51,11 @@ class Corrections:
         tried.append((estimate.seconds, estimate.bytes, peak <= self.limit))
         for key in _keys(estimate):
             self._bytes[key, estimate.again.amount] = peak / estimate.bytes
+        for number in (stages, 0):
+            key = number, estimate.parallel.level
+            self._seconds[key] = min(self._seconds.get(key, inf), seconds / estimate.seconds)
         if peak > self.limit:
             return
-        for number in (stages, 0):
-            least = self._seconds.get(number, inf)
-            self._seconds[number] = min(least, seconds / estimate.seconds)
         self.fitting[stages] = min(self.fitting.get(stages, inf), seconds)
         self.least = min(self.least, peak)
 
@@ -74,16 +77,18 @@ class Corrections:
     def promises(self, estimate: Estimate) -> bool:
         """Whether no plan of its kind was priced, and it may be faster than all plans that fit.
 
-        Its seconds and bytes are only corrected downwards; the bytes are also corrected upwards if
-        a plan was priced that is split equally.
+        Its bytes are only corrected downwards, unless a plan was priced that is split equally.
         """
         if not self.untried(estimate):
             return False
-        seconds = estimate.seconds * min(1.0, self._seconds.get(0, 1.0))
         bytes_ = estimate.bytes * min(1.0, *self._bytes.values())
         if any((_split(estimate), amount) in self._bytes for amount in range(_AMOUNTS)):
             bytes_ = self.bytes(estimate) / SLACK
-        return seconds < self.best() and bytes_ <= self.limit
+        return self.at_least(estimate) < APART * self.best() and bytes_ <= self.limit
+
+    def at_least(self, estimate: Estimate) -> float:
+        """Seconds of an estimate, corrected upwards only by plans with its level."""
+        return estimate.seconds * self._ratio(estimate, min(1.0, *self._seconds.values()))
 
     def best(self, stages: int = 0) -> float:
         """Seconds of the fastest plan that fits, with a number of stages or with any (0)."""
@@ -95,12 +100,17 @@ class Corrections:
         keys = product(_keys(estimate), amounts)
         return estimate.bytes * next((self._bytes[key] for key in keys if key in self._bytes), 1.0)
 
-    def seconds(self, estimate: Estimate, stages: int = 0) -> float:
-        """Corrected seconds of an estimate, by plans with a number of stages or all (0).
+    def seconds(self, estimate: Estimate) -> float:
+        """Corrected seconds of an estimate, by plans with its level and its number of stages.
 
-        They are too low rather than too high; infinity if no plan fits so far.
+        They are too low rather than too high; infinity if no plan was priced.
         """
-        return estimate.seconds * self._seconds.get(stages, inf)
+        return estimate.seconds * self._ratio(estimate, min(self._seconds.values(), default=inf))
+
+    def _ratio(self, estimate: Estimate, default: float) -> float:
+        level = estimate.parallel.level
+        keys = ((estimate.split.stages, level), (0, level))
+        return next((self._seconds[key] for key in keys if key in self._seconds), default)
 
 
 def _split(estimate: Estimate) -> _Split:

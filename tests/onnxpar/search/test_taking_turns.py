@@ -163,7 +163,7 @@ def test_pairs_must_fit(tmp_path: Path) -> None:
     within = planned(tmp_path, memory=pair - 1, pair_micro_batches=True, **sizes)
     assert within.in_turns is not None
     assert within.in_turns.peak < pair
-    with pytest.raises(ShardingError, match=r"pair_micro_batches.*got .* for two that take turns"):
+    with pytest.raises(ShardingError, match=r"no plan fits into .* whose micro-batches take turns"):
         planned(tmp_path, memory=pair * 9 // 10, pair_micro_batches=True, **sizes)
 
 
