@@ -89,7 +89,7 @@ def describe_device(report: dict[str, Any]) -> str:
 
 def _sent(report: dict[str, Any]) -> str:
     """Returns what a device sends; a program's collectives are those of all its stages."""
-    sent = f"{report['totals']['bytes']} bytes"
+    sent = f"{amount(report['totals']['bytes'])} bytes"
     if symbols := report["totals"].get("grows_faster_than"):
         sent += f" (growing faster than {' and '.join(symbols)})"
     if report["stages"] == 1:
@@ -123,5 +123,5 @@ def describe_conflict(item: dict[str, Any]) -> str:
     reader = f"{item['node']} operand {item['operand']}" if item["node"] else "the output"
     return (
         f"{item['value']} {item['from']} -> {item['to']} for {reader}: "
-        f"{' '.join(item['steps'])}, {item['bytes']} bytes ({item['reason']})"
+        f"{' '.join(item['steps'])}, {amount(item['bytes'])} bytes ({item['reason']})"
     )

@@ -23,6 +23,7 @@ from onnxpar.report.fold_layers import (
     matching_nodes,
     without_sizes,
 )
+from onnxpar.report.inspect_data import is_sharded
 from onnxpar_format.texts import bytes_text, ranks_text
 
 Json = dict[str, Any]
@@ -177,7 +178,7 @@ def _layers(report: Json, screen: Screen) -> None:
             for item in report["collectives"]
             if home.get(item["value"], names.get(_reader(item), -1)) in own
         )
-        sharded = sum(_is_sharded(nodes[i]) for i in own)
+        sharded = sum(is_sharded(nodes[i]) for i in own)
         rows.append(
             (
                 f"{block.count}" if block.count > 1 else "",
@@ -200,11 +201,6 @@ def _reader(collective: Json) -> str:
     """Returns the name of the node for which a collective is, if its reason begins with one."""
     found: str = collective["reason"].partition(" operand ")[0]
     return found
-
-
-def _is_sharded(node: Json) -> bool:
-    items = [*node["inputs"], *node["outputs"]]
-    return any(i["partial"] or any(n > 1 for n in i["strategy"] or ()) for i in items)
 
 
 def _collectives(found: Sequence[Json], screen: Screen) -> None:

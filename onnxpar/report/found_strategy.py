@@ -334,7 +334,7 @@ def _layer(name: str, strategy: str, nodes: list[NodePrice]) -> LayerRow:
 
 def seconds_text(seconds: float) -> str:
     """Returns a time in the unit that suits it."""
-    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
         if abs(seconds) >= scale:
             return f"{three_digits(seconds / scale)} {unit}"
-    return f"{seconds * 1e6:.2g} us"
+    return f"{seconds * 1e6:.2g} µs"

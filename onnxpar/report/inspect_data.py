@@ -252,7 +252,8 @@ def _sizes(shape: Sequence[Dim]) -> list[int | str]:
     return [size if isinstance(size, int) else dim_text(size) for size in shape]
 
 
-def _is_sharded(node: Json) -> bool:
+def is_sharded(node: Json) -> bool:
+    """Whether some operand or result of a node of a report is sharded or a partial result."""
     operands = [*node["inputs"], *node["outputs"]]
     return any(o["partial"] or prod(o["strategy"] or ()) > 1 for o in operands)
 
@@ -280,7 +281,7 @@ def _totals(
     }
     return {
         "nodes": times(node["name"] for node in nodes),
-        "sharded": times(node["name"] for node in nodes if _is_sharded(node)),
+        "sharded": times(node["name"] for node in nodes if is_sharded(node)),
         "replicated": times(item["name"] for item in replicated),
         **({"once": sum(node["name"] not in twice for node in nodes)} if twice else {}),
         "collectives": len(collectives),

@@ -21,6 +21,7 @@ from onnxpar.report.fold_layers import (
     fold_rows,
     without_sizes,
 )
+from onnxpar.report.inspect_data import is_sharded
 from onnxpar.report.rank_programs import rank_programs
 from onnxpar.report.read_directory import read_programs
 from onnxpar.report.size_grid import size_grid
@@ -81,6 +82,7 @@ def directory_page(
         "mesh": {"axes": list(report["mesh"]["axes"].items()), "atoms": report["mesh"]["atoms"]},
         "devices": report["devices"],
         "stages": report["stages"],
+        "micro_batches": (manifest.get("pipeline") or {"micro_batches": 1})["micro_batches"],
         "files": {
             "count": len(manifest["files"]),
             "bytes": sum(file["bytes"] for file in manifest["files"].values()),
@@ -206,6 +208,7 @@ def _node(node: Json, drawn: Mapping[str, Any], tables: Tables) -> Json:
         "op": tables.text(node["op_type"]),
         "stage": node["stage"],
         "pinned": int(node["pinned"]),
+        "sharded": int(is_sharded(node)),
         "rule": tables.text(node["rule"]),
         "reason": tables.text(node["reason"]),
         "inputs": [_operand(item, drawn, tables) for item in node["inputs"]],

@@ -24,6 +24,8 @@ onnxpar.collectives = (() => {
     },
   ];
 
+  const numbered = (n) => `${numbers.count(n)} collective${n === 1 ? "" : "s"}`;
+
   function sum(directory, rows) {
     let total = 0;
     for (const row of rows) {
@@ -83,7 +85,7 @@ onnxpar.collectives = (() => {
     const together = directory.stages > 1 && !/\.\d+$/.test(program.name) ? ", summed over the stages" : "";
     return [
       title,
-      make("p", {}, "A device sends ", live("b", {}, () => numbers.bytes(sum(directory, all))), ` in ${all.length} collectives of one run${together}.`),
+      make("p", {}, "A device sends ", live("b", {}, () => numbers.bytes(sum(directory, all))), ` in ${numbered(all.length)} of one run${together}.`),
       table(
         groups,
         [
@@ -106,7 +108,7 @@ onnxpar.collectives = (() => {
       make(
         "details",
         {},
-        make("summary", {}, `All ${all.length} collectives`),
+        make("summary", {}, all.length === 1 ? "The collective" : `All ${numbered(all.length)}`),
         table(
           all,
           [
@@ -154,8 +156,7 @@ onnxpar.collectives = (() => {
    * Those of equal layers are shown once, with * for what differs in their names.
    */
   function replicated(directory) {
-    const { layouts, texts } = directory;
-    const whole = ([, , , layout]) => layout === null || layouts[layout].dims.flat().every(([, atoms]) => !atoms.length);
+    const { texts } = directory;
     const [why, plain] = [new Map(), new Map()];
     for (const program of directory.programs) {
       const reasons = new Map(program.replicated.map((row) => [row.name, row.reason]));
@@ -163,7 +164,7 @@ onnxpar.collectives = (() => {
         // Of equal layers, the first stands for all.
         program.nodes.slice(start, start + size).forEach((node, place) => {
           const reason = reasons.get(node.name);
-          if (reason === undefined && ![...node.inputs, ...node.outputs].every(whole)) return;
+          if (reason === undefined && node.sharded) return;
           const row = { name: count > 1 ? names[place] : node.name, op: texts[node.op], program: program.name, reason, count: 0 };
           const key = Object.values(row).join("\n");
           const rows = reason === undefined ? plain : why;
@@ -184,7 +185,7 @@ onnxpar.collectives = (() => {
       make("h3", {}, "Nodes"),
       why.size ? table([...why.values()], [...columns, { title: "reason", of: (row) => row.reason }], { label: "replicated nodes", first: 20 }) : null,
       plain.size
-        ? make("details", {}, make("summary", {}, `${numbers.count(total(plain))} nodes that read nothing sharded, such as the arithmetic of shapes`),
+        ? make("details", {}, make("summary", {}, `${numbers.count(total(plain))} nodes${directory.programs.length > 1 ? " of all programs" : ""} that read nothing sharded, such as the arithmetic of shapes`),
             table([...plain.values()], columns, { label: "nodes that read nothing sharded" }))
         : null,
       why.size + plain.size ? null : empty("Every node has a sharded operand or result."),

@@ -12,7 +12,7 @@ onnxpar.compare = (() => {
     ["sharded nodes", (d) => d.programs[0].totals.sharded, numbers.count],
     ["parameters on a device", (d) => d.programs[0].totals.parameter_bytes_per_device, numbers.bytes],
     ["memory of a device at the peak", (d) => (d.ranks.length ? onnxpar.memory.peak(d) : null), numbers.bytes],
-    ["collectives of a step or run", (d) => sizes.ofStep(d, (totals) => totals.collectives), numbers.count],
+    ["collectives in the programs of a step or run", (d) => sizes.ofStep(d, (totals) => totals.collectives), numbers.count],
     ["bytes that a device sends in a step or run", sizes.sent, numbers.bytes],
     ["conflicts", (d) => d.programs[0].totals.conflicts, numbers.count],
     ["predicted seconds of a step or run", (d) => (d.ranks.length ? onnxpar.time.total(d) : null), numbers.seconds],
@@ -21,9 +21,7 @@ onnxpar.compare = (() => {
 
   function compare([first, second]) {
     return remade(() => {
-      const summed = Math.max(first.stages, second.stages) > 1 ? ", summed over the stages" : "";
-      const rows = ROWS.map(([title, of, format]) =>
-        ({ title: of === sizes.sent ? title + summed : title, a: of(first), b: of(second), format }));
+      const rows = ROWS.map(([title, of, format]) => ({ title, a: of(first), b: of(second), format }));
       return table(rows, [
         { title: "", of: (row) => row.title },
         { title: first.name, of: (row) => row.a, shown: (row) => row.format(row.a), number: true },

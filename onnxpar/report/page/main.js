@@ -36,7 +36,7 @@
         tile("parameters together", make("b", {}, numbers.bytes(totals.parameter_bytes))),
         directory.ranks.length ? tile("of memory at the peak", live("b", {}, () => numbers.bytes(onnxpar.memory.peak(directory)))) : null,
         directory.ranks.length ? tile(`predicted, ${directory.machine}`, live("b", {}, () => numbers.seconds(onnxpar.time.total(directory)))) : null,
-        tile(`sent by a device${directory.stages > 1 ? " of each stage" : ""} in a ${directory.step.length > 1 ? "step" : "run"}`, live("b", {}, () => numbers.bytes(sizes.sent(directory)))),
+        tile(`sent by a device in a ${directory.step.length > 1 ? "step" : "run"}${directory.stages > 1 ? ", on the stage that sends most" : ""}`, live("b", {}, () => numbers.bytes(sizes.sent(directory)))),
       ),
     ];
   }

@@ -31,7 +31,10 @@ onnxpar.model = (() => {
     let all = false;
 
     function show() {
-      const found = program.blocks.map((block) => lines(directory, program, block, words)).filter((f) => f.rows.length);
+      // Nodes for sizes, in the last block, are many and seldom wanted.
+      const hidden = words.length || all ? 0 : program.sizes;
+      const blocks = hidden ? program.blocks.slice(0, -1) : program.blocks;
+      const found = blocks.map((block) => lines(directory, program, block, words)).filter((f) => f.rows.length);
       const total = found.reduce((sum, { rows: some }) => sum + some.length, 0);
       let left = all ? Infinity : FIRST;
       const shown = [];
@@ -42,9 +45,10 @@ onnxpar.model = (() => {
         left -= some.length;
       }
       list.replaceChildren(...shown);
-      note.textContent = `${program.nodes.length} nodes, shown in ${total} rows`;
-      more.textContent = `Show all ${total} rows`;
-      more.hidden = left >= 0;
+      const others = hidden ? `; ${numbers.count(hidden)} only compute sizes and are not shown` : "";
+      note.textContent = `${numbers.count(program.nodes.length)} nodes, shown in ${numbers.count(total)} rows${others}`;
+      more.textContent = "Show all rows";
+      more.hidden = left >= 0 && !hidden;
     }
 
     const search = make("input", {

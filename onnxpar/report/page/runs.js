@@ -84,9 +84,12 @@ onnxpar.runs = (() => {
       return { name, colour, values: shown.map(([row]) => Math.min((row[place] ?? 0) / row[whole], 1)) };
     });
     const rest = shown.map((_, i) => Math.max(1 - parts.reduce((sum, { values }) => sum + values[i], 0), 0));
-    const apart = columns.includes("communication_s") ? "computing, forward and backward" : "computing and communication";
+    const apart = columns.includes("communication_s") ? "the rest: forward, backward, Python" : "the rest, with communication";
     const layers = [{ name: apart, colour: "var(--axis-0)", values: rest }, ...parts.reverse()];
-    const mean = (values) => values.reduce((a, b) => a + b, 0) / values.length;
+    const seconds = shown.map(([row]) => row[whole]);
+    const sum = (values) => values.reduce((a, b) => a + b, 0);
+    // Of the time of all these steps, so that a long step counts for more than a short one.
+    const mean = (values) => sum(values.map((value, i) => value * seconds[i])) / sum(seconds);
     const used = layers.filter(({ values }) => mean(values) >= 5e-4);
     return make("div", { class: "wide" }, make("h3", {}, "What rank 0 did in a step"),
       legend(used.map(({ name, colour, values }) => ({ name: `${name}, ${numbers.share(mean(values))}`, colour }))),
@@ -104,8 +107,8 @@ onnxpar.runs = (() => {
       ["last loss", last("loss"), plain],
       ["last loss in an evaluation", last("evaluation_loss"), plain],
       ["last accuracy", last("evaluation_accuracy"), numbers.share],
-      ["a step", last("step_s"), numbers.seconds],
-      last("tokens_per_s") === undefined ? ["samples per second", last("samples_per_s"), plain] : ["tokens per second", last("tokens_per_s"), plain],
+      ["the last step", last("step_s"), numbers.seconds],
+      last("tokens_per_s") === undefined ? ["samples per second in it", last("samples_per_s"), plain] : ["tokens per second in it", last("tokens_per_s"), plain],
       ["of memory on rank 0", last("memory_bytes"), numbers.bytes],
     ];
     return make("div", { class: "tiles" }, shown.filter(([, value]) => value !== undefined)

@@ -139,15 +139,37 @@ onnxpar.sizes = (() => {
     return directory.programs.filter((one) => directory.step.includes(one.name)).reduce((sum, one) => sum + of(one.totals), 0);
   }
 
-  /* The bytes that a device sends in this step or run. */
-  const sent = (directory) => ofStep(directory, (totals) => value(directory, totals.bytes));
+  /*
+   * The bytes that a device sends in this step or run. In a pipeline, these are those of all
+   * micro-batches of a step, collectives and messages, on the stage that sends the most.
+   */
+  function sent(directory) {
+    const known = (size) => value(directory, size) ?? 0;
+    const { stage_totals: stages, transfers } = directory.programs[0];
+    if (!stages.length) return ofStep(directory, (totals) => known(totals.bytes));
+    const each = stages.map(({ stage, bytes }) => {
+      const messages = transfers.filter(({ from, to }) => from === stage && to !== stage);
+      const batch = messages.reduce((sum, message) => sum + known(message.bytes), known(bytes));
+      const update = directory.programs.find(({ name }) => directory.step.includes(name) && name.endsWith(`.${stage}`));
+      return directory.micro_batches * batch + (update ? known(update.totals.bytes) : 0);
+    });
+    return Math.max(...each);
+  }
 
   return { evaluate, ofStep, sent, value, text, shapeText, elements, seconds, predicted, choose, admissible, onChange };
 })();
 
 onnxpar.numbers = (() => {
   const whole = new Intl.NumberFormat("en-US", { maximumFractionDigits: 1 });
-  const three = (n) => (n >= 999.5 ? String(Math.round(n)) : String(Number(n.toPrecision(3))));
+  const three = (n) => (n >= 999.5 ? String(Math.round(n)) : String(toEven(n)));
+
+  /* Three digits. What is in the middle of two becomes the even one, as in the texts of commands. */
+  function toEven(n) {
+    const near = Number(n.toPrecision(3));
+    const unit = 10 ** (Math.floor(Math.log10(Math.abs(n))) - 2);
+    const middle = Math.abs(Math.abs(near - n) - unit / 2) < 1e-9 * unit;
+    return middle && Math.round(near / unit) % 2 ? Number((near - Math.sign(near - n) * unit).toPrecision(3)) : near;
+  }
 
   function count(n) {
     return n === null || n === undefined ? "unknown" : whole.format(n);

@@ -108,7 +108,8 @@ onnxpar.time = (() => {
 
   function ofStep(directory) {
     const { main, update, between, all } = step(directory);
-    const batches = directory.pipeline ? "its micro-batches" : "one micro-batch";
+    const number = directory.pipeline?.micro_batches ?? 1;
+    const batches = number === 1 ? "one micro-batch" : `${number} micro-batches`;
     return `A training step of ${batches} takes ${numbers.seconds(all)}: ${numbers.seconds(main)} forward and backward, ` +
       `${numbers.seconds(update)} in the update, and ${numbers.seconds(between)} of communication between the two that no computing hides.`;
   }

@@ -105,11 +105,18 @@ def test_tables_sort_and_filter(browser: Any, page: Path) -> None:
 
 
 def sent_bytes(page: Path, **sizes: int) -> list[int]:
-    """The bytes that a device sends: in the training program, and in the update of each stage."""
-    report = json.loads((page.parent / "out" / "manifest.json").read_text())["report"]
-    updates = [report["programs"][f"optimizer_model.{stage}"] for stage in (0, 1)]
-    found = [evaluate_exact(one["totals"]["bytes"], sizes) for one in (report, *updates)]
-    return [int(number) for number in found]
+    """The bytes that a device of each stage sends in a step: micro-batches, messages, update."""
+    manifest = json.loads((page.parent / "out" / "manifest.json").read_text())
+    report = manifest["report"]
+    found = []
+    for stage in (0, 1):
+        messages = [t["bytes"] for t in report["transfers"] if t["from"] == stage]
+        batch = [report["stage_totals"][stage]["bytes"], *messages]
+        update = report["programs"][f"optimizer_model.{stage}"]["totals"]["bytes"]
+        count = manifest["pipeline"]["micro_batches"]
+        sent = count * sum(int(evaluate_exact(b, sizes)) for b in batch)
+        found.append(sent + int(evaluate_exact(update, sizes)))
+    return found
 
 
 def test_another_size_changes_bytes_in_proportion(browser: Any, page: Path) -> None:
@@ -135,7 +142,7 @@ def test_another_size_changes_bytes_in_proportion(browser: Any, page: Path) -> N
     found = section.find_elements("css selector", "td.formula .unbroken")
     # Those in closed details have no text.
     assert {e.text for e in found} == {"", "(batch + 1)"}
-    ratio = sum(sent_bytes(page, batch=64, seq=128)) / sum(sent_bytes(page, batch=64, seq=64))
+    ratio = max(sent_bytes(page, batch=64, seq=128)) / max(sent_bytes(page, batch=64, seq=64))
     assert float(after.split()[0]) == pytest.approx(ratio * float(before.split()[0]), rel=0.01)
     assert not complaints(browser)
 
@@ -149,8 +156,8 @@ def test_a_step_has_the_update_and_what_is_sent_for_it(browser: Any, page: Path)
     """
     names, sent, seconds = browser.execute_script(compute)
     assert names == ["training_model", "optimizer_model.0", "optimizer_model.1"]
-    totals = sent_bytes(page, batch=64, seq=64)
-    assert sent == sum(totals) and totals[0] < sent
+    stages = sent_bytes(page, batch=64, seq=64)
+    assert sent == max(stages) and min(stages) > 0
     assert seconds["update"] > 0 and seconds["between"] > 0
     assert seconds["all"] == pytest.approx(
         seconds["main"] + seconds["update"] + seconds["between"], rel=1e-12
@@ -277,7 +284,8 @@ def write_run(out: Path) -> list[str]:
     lines: list[dict[str, float]] = []
     for n in range(1, 21):
         split = {"input_s": 0.1, "communication_s": 0.2, "optimizer_s": 0.1, "checkpoint_s": 0.0}
-        amounts = {"loss": 2 / n, "memory_bytes": 2**20 * n, "tokens_per_s": 10.0, "step_s": 1.0}
+        amounts = {"loss": 2 / n, "memory_bytes": 2**20 * n, "tokens_per_s": 10.0}
+        amounts["step_s"] = 3.0 if n % 2 else 1.0
         lines.append({"run_step": n, **amounts, **split})
     accuracy = {"evaluation_accuracy": 0.5}
     lines += [{"run_step": n, "evaluation_loss": 3 / n, **accuracy} for n in (10, 20)]
@@ -387,8 +395,9 @@ def test_a_log_is_drawn(browser: Any, run_page: Path) -> None:
     tiles = section.find_element("css selector", ".tiles").text
     for said in ("0.1\nlast loss", "0.15\nlast loss in an evaluation", "20 MiB\nof memory"):
         assert said in tiles
-    assert "computing, forward and backward, 60 %" in section.text
-    assert "waiting for input, 10 %" in section.text and "checkpoint," not in section.text
+    # Of 40 s in 20 steps, in each of which 0.4 s are known.
+    assert "the rest: forward, backward, Python, 80 %" in section.text
+    assert "waiting for input, 5 %" in section.text and "checkpoint," not in section.text
     memory = section.find_element("css selector", "svg[aria-label^='Memory']").text
     assert "16 MiB" in memory and "step 20" in memory
     assert not complaints(browser)
