@@ -8,7 +8,9 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import pytest
+import transformer
 from onnx import TensorProto, helper, numpy_helper
 
 from onnxpar.cli import main
@@ -191,3 +193,21 @@ def test_what_report_refuses(here: Path, capsys: pytest.CaptureFixture[str]) -> 
         assert main(["report", *arguments]) == 2
         assert message in capsys.readouterr().err
     assert not (here / "report.html").exists()
+
+
+def test_partial_sums_count_as_sharded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    ir.save(transformer.build(layers=2, d_model=16, heads=2, vocab=32), "gpt.onnx")
+    assert main(["shard", "gpt.onnx", "--strategy", "tp=2", "-o", "out"]) == 0
+    data = directory_page(tmp_path / "out", {}, PRESETS["cpu"])
+    (program,) = data["programs"]
+    sharded = [node for node in program["nodes"] if node["sharded"]]
+    assert len(sharded) == program["totals"]["sharded"]
+
+    def partial(node: Json) -> bool:
+        places = [result[3] for result in node["outputs"]]
+        return any(p is not None and data["layouts"][p]["partial"] for p in places)
+
+    # The sum after attention adds partial sums; none of its dims is sharded.
+    adds = [n for n in sharded if data["texts"][n["op"]] == "Add" and partial(n)]
+    assert adds and data["micro_batches"] == 1
