@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from onnxpar.cli.options import AsJson, takes_options
+from onnxpar.cli.screen import Screen
 from onnxpar.report.diagnosis import diagnose
 
 
@@ -27,4 +28,9 @@ def command(
     if as_json:
         typer.echo(json.dumps(found.json(), indent=2))
         return
-    typer.echo("\n".join([*found.findings, "", *found.last]))
+    screen = Screen()
+    for finding in found.findings:
+        screen.note(finding)
+    screen.line()
+    for line in found.last:
+        screen.line(line)

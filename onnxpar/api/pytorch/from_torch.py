@@ -1,7 +1,8 @@
 """`onnxpar.from_torch`: a PyTorch module as an ONNX model that can be sharded and trained."""
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import onnx_ir as ir
@@ -26,7 +27,8 @@ def from_torch(
 ) -> ir.Model:
     """Returns a module as an ONNX model in which every tensor has its name in `state_dict()`.
 
-    A module of Hugging Face needs no wrapper: name the inputs in `kwargs`. The module is exported
+    A module of Hugging Face needs no wrapper: name the inputs in `kwargs`. It is exported without
+    the cache of a decoder (`models/decoder.py` exports decoders with it). The module is exported
     in its current mode: after `train()`, Dropout drops. Tied weights are one tensor under the first
     of their names; `onnxpar.state_dict` gives all names back. If the module returns a loss, name it
     in `outputs`, and train with `onnxpar shard --train --loss output:NAME`.
@@ -50,9 +52,24 @@ def from_torch(
     inputs = _inputs(module, (args,) if isinstance(args, torch.Tensor) else args, kwargs or {})
     dims, ranges = _open_dims(dynamic_shapes, list(inputs))
     try:
-        return export(Example(module, inputs, dims, outputs, ranges), opset)
+        with _without_cache(module):
+            return export(Example(module, inputs, dims, outputs, ranges), opset)
     except ValueError as error:
         raise ModelError(f"{type(module).__name__}: {error}") from None
+
+
+@contextmanager
+def _without_cache(module: torch.nn.Module) -> Iterator[None]:
+    """Lets a module of Hugging Face return no cache, which is no tensor and cannot be exported."""
+    configs = {id(c): c for part in module.modules() if (c := getattr(part, "config", None))}
+    found = [c for c in configs.values() if getattr(c, "use_cache", False) is True]
+    for config in found:
+        config.use_cache = False
+    try:
+        yield
+    finally:
+        for config in found:
+            config.use_cache = True
 
 
 def _inputs(

@@ -1,5 +1,6 @@
 """A PyTorch module goes in with all of its names, and its trained parameters come back."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,55 @@ def test_a_trained_module_comes_back_with_all_names(tmp_path: Path) -> None:
     wanted = outputs["logits"]
     # Sums of at most 10 terms, some ten after another: 10 sqrt(10) 2^-24 = 2e-6 of the largest.
     np.testing.assert_allclose(logits, wanted, rtol=0, atol=4e-6 * np.abs(wanted).max())
+
+
+@pytest.mark.skipif(
+    not os.environ.get("ONNXPAR_FULL"), reason="ten seconds each; with ONNXPAR_FULL=1"
+)
+@pytest.mark.filterwarnings("ignore")  # of transformers and PyTorch, about themselves
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "vit"])
+def test_a_module_of_hugging_face_needs_no_wrapper(kind: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    tokens = {"vocab_size": 64, "bos_token_id": 1, "eos_token_id": 2}
+
+    def network() -> Any:
+        torch.manual_seed(0)
+        if kind == "gpt2":
+            config = transformers.GPT2Config(n_layer=2, n_embd=32, n_head=4, **tokens)
+            return transformers.GPT2LMHeadModel(config)
+        if kind == "llama":
+            config = transformers.LlamaConfig(intermediate_size=64, **sizes, **tokens)
+            return transformers.LlamaForCausalLM(config)
+        config = transformers.ViTConfig(
+            image_size=16, patch_size=4, intermediate_size=64, num_labels=10, **sizes
+        )
+        return transformers.ViTForImageClassification(config)
+
+    name, shape = "input_ids", {0: "batch", 1: "seq"}
+    traced = torch.zeros(3, 5, dtype=torch.int64)
+    if kind == "vit":
+        name, shape, traced = "pixel_values", {0: "batch"}, torch.zeros(2, 3, 16, 16)
+    module = network().eval()
+    model = onnxpar.from_torch(
+        module, kwargs={name: traced}, dynamic_shapes={name: shape}, outputs=("logits",)
+    )
+    assert getattr(module.config, "use_cache", True) is True
+    directory = shard(tmp_path / "m", model, "dp=2,tp=2", optimizer="adamw")
+    batch = batch_of(directory, np.random.default_rng(0), batch=4, seq=6)
+    with after_training(directory, batch, lr=1e-2, epochs=2) as group:
+        outputs = group.evaluate(batch, outputs=True)["outputs"]
+    assert outputs is not None
+    untrained = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    module.load_state_dict(onnxpar.state_dict(tmp_path / "ck", module))
+    # The position ids of some networks are a buffer.
+    changed = [n for n, t in module.state_dict().items() if not torch.equal(t, untrained[n])]
+    assert set(dict(module.named_parameters())) <= set(changed)
+    with torch.no_grad():
+        logits = module(**{name: torch.from_numpy(batch[name])}).logits.numpy()
+    wanted = outputs["logits"]
+    # As in tests/models/test_export_torch.py: thirty sums of at most 128 terms one after the other.
+    np.testing.assert_allclose(logits, wanted, rtol=0, atol=2e-5 * np.abs(wanted).max())
 
 
 def test_inputs_may_be_positional_or_named_and_symbols_names_or_dims() -> None:
