@@ -144,7 +144,9 @@ def test_a_limit_changes_the_plan_and_is_kept(tmp_path: Path) -> None:
     within = searched(path, sizes, limit)
     assert within.ways[0].peak <= limit
     assert within.data != free.data
-    assert within.ways[0].seconds >= free.ways[0].seconds
+    # Optimizer parallel may be a little faster, but is not considered where all fits (0029).
+    slower = within.ways[0].seconds >= free.ways[0].seconds
+    assert slower or within.ways[0].name.startswith("optimizer parallel")
     (tmp_path / "other.yaml").write_text(write_strategy(within.data, ""))
     summary = shard_model(
         path, tmp_path / "other.yaml", tmp_path / "out", symbols=DIVIDED, training=ADAMW

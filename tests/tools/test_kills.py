@@ -14,7 +14,11 @@ import pytest
 from tests.runtime.launching import alive
 from tools import kills
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc and /dev/shm")
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="reads /proc and /dev/shm"),
+    # What one test leaves on purpose, another one would find.
+    pytest.mark.xdist_group("test_kills"),
+]
 FULL = pytest.mark.skipif(
     not os.environ.get("ONNXPAR_FULL"), reason="a minute; with ONNXPAR_FULL=1"
 )

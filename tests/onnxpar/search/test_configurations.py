@@ -1,5 +1,6 @@
 """Stages, micro-batches, optimizer parallel and recomputation, decided with the strategy."""
 
+import os
 from dataclasses import replace
 from functools import cache
 from itertools import product
@@ -30,6 +31,7 @@ from onnxpar.strategy.recompute_entry import RecomputeOptions
 GPT = transformer.Config(layers=6, d_model=64, heads=4, vocab=128, max_positions=64)
 SIZES = {"batch": 16, "seq": 64}
 DEVICES = 4
+FULL = bool(os.environ.get("ONNXPAR_FULL"))
 LIMITS = (64 << 20, 8 << 20, 3 << 20)
 # Two nodes of two devices; starting an operator costs little, so that sharding is worth it.
 MACHINE = replace(
@@ -70,7 +72,7 @@ def best(limit: int) -> Configured:
     return min((f for f in searched(limit) if f.way.fits(limit)), key=lambda f: f.way.seconds)
 
 
-@pytest.mark.parametrize("limit", LIMITS[::2])
+@pytest.mark.parametrize("limit", LIMITS[:: 2 if FULL else 4])
 def test_no_other_configuration_of_the_plans_that_were_made_is_much_better(limit: int) -> None:
     fitting = []
     plans = {id(each.plan): each for each in searched(limit)}
@@ -115,7 +117,7 @@ def test_less_memory_takes_more_time() -> None:
     assert seconds == sorted(seconds) and seconds[0] < seconds[-1]
 
 
-@pytest.mark.parametrize("pairs", [None, True])
+@pytest.mark.parametrize("pairs", [None, True] if FULL else [None])
 def test_more_memory_takes_no_more_time(tmp_path: Path, pairs: bool | None) -> None:
     """With more memory, a plan is found whenever one is found with less, and it is as fast."""
     sizes = transformer.Config(layers=2, d_model=256, heads=8, vocab=512)
