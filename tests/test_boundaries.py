@@ -137,6 +137,14 @@ def test_the_transformer_imports_nothing_that_executes() -> None:
     assert violations(paths, EXECUTION) == []
 
 
+def test_only_its_seam_imports_pytorch() -> None:
+    seam = ROOT / "onnxpar" / "api" / "pytorch"
+    packages = ("onnxpar", "runtime/onnxpar_runtime", "runtime/onnxpar_format")
+    paths = [path for name in packages for path in sources(name) if seam not in path.parents]
+    assert violations(paths, {"torch", "transformers"}) == []
+    assert violations(sources(str(seam.relative_to(ROOT))), {"torch"})
+
+
 def test_the_runtime_imports_nothing_of_the_transformer() -> None:
     assert violations(sources("runtime/onnxpar_runtime"), {"onnxpar"}) == []
 
