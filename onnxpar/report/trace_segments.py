@@ -148,7 +148,7 @@ def _operator_over(under: Segment | None, over: Segment) -> Segment | None:
 
 
 def _call_over(under: Segment | None, over: Segment) -> Segment | None:
-    """A call is seen wherever it is, but not in a wait for another stage, which counts whole."""
+    """A call is seen wherever it is, but not in a wait for another stage."""
     if under is None:
         return over
     return under if under.kind == BUBBLE else over._replace(program=under.program)
@@ -161,7 +161,7 @@ def _painted(under: Sequence[Segment], over: Iterable[Segment], paint: Painter) 
     def put(seen: Segment | None, start: float, end: float) -> None:
         if seen is None:
             return
-        # What nothing has hidden stays whole.
+        # What nothing has hidden stays one segment.
         last = found[-1] if found else None
         if last and last.end == start and last[2:] == seen[2:]:
             found[-1] = Segment(last.start, end, *seen[2:])

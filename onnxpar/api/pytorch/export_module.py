@@ -243,11 +243,16 @@ def _correct_shapes(model: ir.Model) -> None:
         value.shape = shape
 
 
+def first_names(module: torch.nn.Module) -> dict[str, str]:
+    """Returns for each name in `state_dict()` the first name of the same tensor."""
+    first = {id(parameter): name for name, parameter in module.named_parameters()}
+    own = module.state_dict(keep_vars=True)
+    return {name: first.get(id(tensor), name) for name, tensor in own.items()}
+
+
 def _canonical_names(graph: ir.Graph, module: torch.nn.Module) -> None:
     """Gives a tensor with several names one initializer, named as in `named_parameters()`."""
-    first = {id(parameter): name for name, parameter in module.named_parameters()}
-    for name, tensor in module.state_dict(keep_vars=True).items():
-        wanted = first.get(id(tensor), name)
+    for name, wanted in first_names(module).items():
         if wanted == name or name not in graph.initializers:
             continue
         if wanted in graph.initializers:

@@ -61,8 +61,10 @@ def from_torch(
 @contextmanager
 def _without_cache(module: torch.nn.Module) -> Iterator[None]:
     """Lets a module of Hugging Face return no cache, which is no tensor and cannot be exported."""
-    configs = {id(c): c for part in module.modules() if (c := getattr(part, "config", None))}
-    found = [c for c in configs.values() if getattr(c, "use_cache", False) is True]
+    configs = {id(c): c for part in module.modules() for c in [getattr(part, "config", None)]}
+    # Only configurations of transformers have a `model_type`.
+    named: list[Any] = [c for c in configs.values() if hasattr(c, "model_type")]
+    found = [c for c in named if getattr(c, "use_cache", False) is True]
     for config in found:
         config.use_cache = False
     try:
@@ -76,17 +78,17 @@ def _inputs(
     module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> dict[str, torch.Tensor]:
     """Returns the traced tensors by the names of the arguments of `forward`."""
-    name = type(module).__name__
+    name, signature = type(module).__name__, inspect.signature(module.forward)
     try:
-        bound = inspect.signature(module.forward).bind(*args, **kwargs)
+        bound = signature.bind(*args, **kwargs)
     except TypeError as error:
         raise ModelError(f"{name}.forward: {error}") from None
-    kinds = inspect.signature(module.forward).parameters
     found: dict[str, Any] = {}
     for argument, value in bound.arguments.items():
-        if kinds[argument].kind is inspect.Parameter.VAR_POSITIONAL:
+        kind = signature.parameters[argument].kind
+        if kind is inspect.Parameter.VAR_POSITIONAL:
             raise ModelError(f"{name}.forward: expected named arguments, got *{argument}")
-        if kinds[argument].kind is inspect.Parameter.VAR_KEYWORD:
+        if kind is inspect.Parameter.VAR_KEYWORD:
             found |= value
         else:
             found[argument] = value

@@ -8,6 +8,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+from onnxpar.api.pytorch.export_module import first_names
 from onnxpar.core.errors import DirectoryError, ModelError
 from onnxpar.core.name_patterns import SHOWN, nearest
 
@@ -25,15 +26,12 @@ def state_dict(trained: str | Path, module: torch.nn.Module) -> dict[str, Any]:
         module: The module that `onnxpar.from_torch` exported, or an equal one. It is not changed.
 
     Raises:
-        DirectoryError: There are no trained tensors, or they cannot be read.
+        DirectoryError: The file cannot be read.
         ModelError: A trained tensor is none of the module's, or has another shape.
+        OnnxparRuntimeError: The folder has no complete checkpoint, or a damaged one.
     """
     tensors = _read(Path(trained))
-    own = module.state_dict(keep_vars=True)
-    first: dict[int, str] = {}
-    for name, tensor in [*module.named_parameters(), *own.items()]:
-        first.setdefault(id(tensor), name)
-    names = {name: first[id(tensor)] for name, tensor in own.items()}
+    own, names = module.state_dict(), first_names(module)
     unknown = [name for name in tensors if name not in own]
     if unknown:
         raise ModelError(
@@ -42,7 +40,7 @@ def state_dict(trained: str | Path, module: torch.nn.Module) -> dict[str, Any]:
         )
     found = {}
     for name, tensor in own.items():
-        new = tensors.get(names[name], tensor.detach())
+        new = tensors.get(names[name], tensor)
         if new.shape != tensor.shape:
             raise ModelError(
                 f"{name}: expected the module's shape {tuple(tensor.shape)}, got "

@@ -100,13 +100,13 @@ onnxpar.time = (() => {
     );
     return [
       live("p", { class: "soft" }, () => `For the machine ${directory.machine} (onnxpar report --machine)${at(directory)}.`),
-      directory.step.length > 1 ? live("p", {}, () => ofStep(directory)) : null,
+      directory.step.length > 1 ? live("p", {}, () => stepText(directory)) : null,
       programs.length > 1 ? make("p", {}, "Program ", choice) : null,
       content,
     ];
   }
 
-  function ofStep(directory) {
+  function stepText(directory) {
     const { main, update, between, all } = step(directory);
     const number = directory.pipeline?.micro_batches ?? 1;
     const batches = number === 1 ? "one micro-batch" : `${number} micro-batches`;
