@@ -92,8 +92,11 @@ def _of_typer(parameter: Parameter) -> Parameter:
     elif get_origin(kind) is Sequence:
         (item,) = get_args(kind)
         kind, default = list[Path if Path in get_args(item) else item] | None, None  # type: ignore[misc]
+    # Typer makes two flags of a truth value. Other names are given: Typer 0.27 takes that of the
+    # metavar otherwise, as in --LOSS.
+    flags = option.flags or (() if kind is bool else (flag(parameter.name),))
     form = typer.Option(
-        *option.flags,
+        *flags,
         help=option.help,
         metavar=option.metavar,
         min=option.minimum,

@@ -2,11 +2,15 @@
 
 from collections.abc import Iterator
 from dataclasses import fields
+from inspect import signature
+from typing import Annotated
 
 import typer
 
 from onnxpar.cli import build_app
+from onnxpar.cli.options import takes_options
 from onnxpar.cli.training_options import TrainingOptions
+from onnxpar_format.options import Option
 
 
 def commands() -> Iterator[typer.core.TyperCommand]:
@@ -43,3 +47,15 @@ def test_results_can_be_printed_as_json() -> None:
         if not any("--json" in param.opts for param in command.params)
     }
     assert without == {"run", "serve", "train", "launch"}
+
+
+def test_the_name_of_an_option_is_not_left_to_typer() -> None:
+    """Typer 0.27 makes `--N` of this one."""
+
+    def command(most_steps: Annotated[int | None, Option("Their number.", "N")] = None) -> None:
+        """Does nothing."""
+
+    (parameter,) = signature(takes_options(command)).parameters.values()
+    (form,) = parameter.annotation.__metadata__
+    # In an annotation Typer takes the first argument for a name, and calls it the default.
+    assert form.default == "--most-steps"

@@ -193,8 +193,8 @@ def _line(row: Row, compute: str, ideal: float) -> str:
 
 
 def _last(error: SideError) -> str:
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return lines[-1][:160] if lines else "nothing was said"
+    said = own_messages(str(error)) or [line for line in str(error).splitlines() if line.strip()]
+    return said[-1][:600] if said else "nothing was said"
 
 
 def collectives(gpus: int, quick: bool, tell: Callable[[str], None]) -> list[str]:

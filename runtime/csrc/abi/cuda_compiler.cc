@@ -15,6 +15,7 @@ namespace {
 
 // X(member, exported name, arguments). Every entry returns an nvrtcResult.
 #define ONNXPAR_NVRTC(X)                                                                        \
+  X(version, "nvrtcVersion", int*, int*)                                                        \
   X(create, "nvrtcCreateProgram", void**, const char*, const char*, int, const char* const*,    \
     const char* const*)                                                                         \
   X(destroy, "nvrtcDestroyProgram", void**)                                                     \
@@ -106,8 +107,26 @@ Compiler open_compiler() {
   return c;
 }
 
+// NVRTC opens its library of built-in functions by name when it compiles. Where NVRTC came from a
+// wheel, only later versions than 13.0 find it; it is opened here from NVRTC's own folder, where it
+// is. If it is not there, NVRTC itself says what it misses.
+Compiler with_builtins(const Compiler& c) {
+  int major = 0;
+  int minor = 0;
+  Dl_info where{};
+  if (c.version(&major, &minor) != 0 || dladdr(reinterpret_cast<void*>(c.version), &where) == 0) {
+    return c;
+  }
+  const std::string path = where.dli_fname;
+  const std::string folder = path.substr(0, path.rfind('/') + 1);
+  const std::string name =
+      "libnvrtc-builtins.so." + std::to_string(major) + "." + std::to_string(minor);
+  dlopen((folder + name).c_str(), RTLD_NOW | RTLD_LOCAL);
+  return c;
+}
+
 const Compiler& compiler() {
-  static const Compiler opened = open_compiler();  // tried again where it threw
+  static const Compiler opened = with_builtins(open_compiler());  // tried again where it threw
   return opened;
 }
 
@@ -178,6 +197,7 @@ Code compile(const std::string& source, DType element, int capability) {
   const std::vector<std::string> options = {
       "--std=c++17",
       "--gpu-architecture=" + std::string(exact ? "sm_" : "compute_") + std::to_string(best),
+      "-default-device",  // lambdas run on the GPU; NVRTC 13.0 takes them for the host's otherwise
       "-DONNXPAR_ELEMENT=" + std::to_string(static_cast<int>(element)),
       // Random numbers are the same to the bit everywhere.
       source == kRandom ? "--fmad=false" : "--fmad=true",

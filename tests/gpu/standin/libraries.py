@@ -47,6 +47,7 @@ LIBRARIES = (
     # Opened by the operator library: NCCL, and what compiles its own kernels.
     Library("libnccl.so.2", sources=("nccl.cc",), needs=(RUNTIME,)),
     Library("libnvrtc.so.13", sources=("nvrtc.cc",)),
+    Library("libnvrtc-builtins.so.13.0"),
 )
 
 
@@ -84,7 +85,8 @@ def _compile(library: Library, names: Sequence[str], folder: Path) -> None:
         "".join(f"__attribute__((weak)) int {name}(void) {{ return 0; }}\n" for name in names)
     )
     script = folder / f"{stem}.map"
-    script.write_text(f"{library.soname} {{ global: *; }};\n")
+    version = library.soname.replace("-", "_")  # a script's names have no dashes
+    script.write_text(f"{version} {{ global: *; }};\n")
     sources = [str(HERE / source) for source in library.sources]
     objects = [f"{stubs}.o"]
     subprocess.run(["gcc", "-c", "-fPIC", "-O0", str(stubs), "-o", objects[0]], check=True)
