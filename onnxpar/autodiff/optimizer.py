@@ -182,14 +182,14 @@ def optimizer_model(
             builder.scope = "optimizer"
         gradients.append(builder.cast(gradient, work_dtype(p.dtype)))
     scalars = _Scalars(builder)
-    norm, finite = _norm(builder, parameters, gradients, stages, double=double), None
+    norm, active = _norm(builder, parameters, gradients, stages, double=double), None
     if scaled:
-        norm, finite = _unscaled(scalars, norm)
+        norm, active = _unscaled(scalars, norm)
     builder.rename(norm, GRAD_NORM)
     factor = _clip(scalars, norm)
     if scaled:
         factor = scalars.op("Mul", factor, scalars[INVERSE])
-    step = _Step(builder, scalars, factor)
+    step = _Step(builder, scalars, factor, active)
     updated: dict[str, str] = {}
     for p, gradient in zip(parameters, gradients, strict=True):
         builder.scope = f"{update.scope}/{p.name}"
@@ -197,11 +197,6 @@ def optimizer_model(
         parameter = builder.cast(inputs[p.name], work_dtype(p.dtype))
         old = _Tensors(parameter, gradient, moments)
         values = update.emit(step, p, old)
-        if finite is not None:
-            values = tuple(
-                step.builder.op("Where", finite, new, was, shape=p.shape, dtype=new.dtype)
-                for new, was in zip(values, (parameter, *moments), strict=True)
-            )
         for moment, value in zip((StateKind.PARAMETER, *update.moments), values, strict=True):
             name = state_name(moment, p.name)
             _put_out(builder, value, _state_dtype(moment, p.dtype), NEW + name)
@@ -342,12 +337,13 @@ class _Scalars:
 
 
 def _unscaled(scalars: _Scalars, norm: ir.Value) -> tuple[ir.Value, ir.Value]:
-    """The norm of gradients without their loss scale, and whether it is finite."""
+    """The norm of gradients without their loss scale, and 1 if it is finite, else 0."""
     wide = scalars.cast(norm, DOUBLE)
     # x - x is 0 only if x is finite.
     zero = scalars.op("Sub", wide, wide)
     finite = scalars.op("Equal", zero, scalars.const(0), dtype=_BOOL)
-    return scalars.cast(scalars.op("Mul", wide, scalars[INVERSE]), norm.dtype), finite
+    unscaled = scalars.cast(scalars.op("Mul", wide, scalars[INVERSE]), norm.dtype)
+    return unscaled, scalars.cast(finite, DOUBLE)
 
 
 def _clip(scalars: _Scalars, norm: ir.Value) -> ir.Value:
@@ -377,11 +373,14 @@ class _Step:
         builder: Where nodes are written.
         scalars: The hyperparameters.
         clip: The factor of all gradients, float64 [].
+        active: 0 if nothing changes in this step, else 1, float64 []; None for steps that always
+            change the states.
     """
 
     builder: GlobalBuilder
     scalars: _Scalars
     clip: ir.Value
+    active: ir.Value | None
 
     def op(self, op_type: str, *operands: ir.Value) -> ir.Value:
         """The result of an elementwise operator, shaped as its first operand."""
@@ -409,6 +408,8 @@ def _fused(
     for name in function.inputs[len(tensors) :]:
         if name == "scale":
             operands.append(step.clip)
+        elif name == "active":
+            operands.append(scalars.const(1) if step.active is None else step.active)
         elif name in _WITHOUT_DECAY and not p.decay:
             operands.append(scalars.const(_WITHOUT_DECAY[name]))
         else:
@@ -434,7 +435,14 @@ def _lamb(step: _Step, p: ParameterInfo, old: _Tensors) -> tuple[ir.Value, ...]:
     ratio = op("Div", op("Mul", size, s.cast(s["lr"], u.dtype)), length)
     both, one = op("And", *positive), builder.const(1, u.dtype)
     ratio = builder.op("Where", both, ratio, one, shape=(), dtype=u.dtype)
-    return op("Sub", old.parameter, op("Mul", u, ratio)), m, v
+    values = (op("Sub", old.parameter, op("Mul", u, ratio)), m, v)
+    if step.active is None:
+        return values
+    changes, was = s.cast(step.active, _BOOL), (old.parameter, *old.moments)
+    return tuple(
+        builder.op("Where", changes, new, kept, shape=p.shape, dtype=new.dtype)
+        for new, kept in zip(values, was, strict=True)
+    )
 
 
 def _moments(step: _Step, old: _Tensors) -> tuple[ir.Value, ir.Value]:

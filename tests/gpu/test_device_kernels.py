@@ -439,11 +439,13 @@ def test_step(
     both: Both, op: str, states: int, numbers: list[float], decay: float, kind: str
 ) -> None:
     for shape in SHAPES:
-        for given in ([], [decay]):
+        for given in ([], [decay], [decay, 1.0], [decay, 0.0]):
             state = [normal(15 + i, shape, kind) for i in range(states)]
             if states == 3:
                 state[2] = np.abs(state[2])
             gradient = normal(20, shape, kind)
+            if 0.0 in given:
+                gradient[...] = np.nan
             scalars = [np.asarray(x, np.float64) for x in (SCALE, *numbers, *given)]
             wants, gots = both(
                 op, state[0], gradient, *state[1:], *scalars, outputs=[True] * states
@@ -452,7 +454,7 @@ def test_step(
             # eps alone is below (1 - beta1) / eps, times lr.
             for want, got in zip(wants, gots, strict=True):
                 size = np.maximum(8, 4 * np.abs(want.astype(np.float64)))
-                close(got, want, kind, 8 * REAL[kind] * size)
+                close(got, want, kind, 0 if 0.0 in given else 8 * REAL[kind] * size)
 
 
 @every_type

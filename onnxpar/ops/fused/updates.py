@@ -10,9 +10,11 @@ from onnxpar.ops.function import VERSION, Function
 from onnxpar.ops.operator import NOT_DIFFERENTIABLE, OpDef
 from onnxpar.ops.slots import IN_PLACE, Kernel
 
+# In every step, `active` says whether anything changes: 1, or 0 if the gradients are not finite.
+
 # p (1 - lr wd) - (lr scale) g, which is p - lr (scale g + wd p) in fewer passes.
 SGD_STEP = Function("""
-    SgdStep (p, g, scale, lr, weight_decay) => (new_p) {
+    SgdStep (p, g, scale, lr, weight_decay, active) => (new_p) {
         one = Constant<value = double {1.0}>()
         decay = Mul(lr, weight_decay)
         kept = Sub(one, decay)
@@ -21,13 +23,16 @@ SGD_STEP = Function("""
         rate_t = CastLike(rate, p)
         old = Mul(p, kept_t)
         step = Mul(g, rate_t)
-        new_p = Sub(old, step)
+        next_p = Sub(old, step)
+        changes = Cast<to = 9>(active)
+        new_p = Where(changes, next_p, p)
     }
 """)
 
 # m starts as zeros, so the first step, m = g, differs only in the factor of g.
 MOMENTUM_STEP = Function("""
-    MomentumStep (p, g, m, scale, lr, momentum, dampening, first, weight_decay) => (new_p, new_m) {
+    MomentumStep (p, g, m, scale, lr, momentum, dampening, first, weight_decay, active)
+    => (new_p, new_m) {
         one = Constant<value = double {1.0}>()
         later = Sub(one, first)
         damped = Mul(dampening, later)
@@ -42,9 +47,12 @@ MOMENTUM_STEP = Function("""
         from_g = Mul(g, g_share_t)
         from_p = Mul(p, p_share_t)
         sum = Add(kept, from_g)
-        new_m = Add(sum, from_p)
-        step = Mul(new_m, lr_t)
-        new_p = Sub(p, step)
+        next_m = Add(sum, from_p)
+        step = Mul(next_m, lr_t)
+        next_p = Sub(p, step)
+        changes = Cast<to = 9>(active)
+        new_p = Where(changes, next_p, p)
+        new_m = Where(changes, next_m, m)
     }
 """)
 
@@ -61,24 +69,28 @@ _ADAM_STEP = """
     share2_t = CastLike(beta2_complement, p)
     kept_m = Mul(m, beta1_t)
     from_m = Mul(gradient, share1_t)
-    new_m = Add(kept_m, from_m)
+    next_m = Add(kept_m, from_m)
     square = Mul(gradient, gradient)
     kept_v = Mul(v, beta2_t)
     from_v = Mul(square, share2_t)
-    new_v = Add(kept_v, from_v)
+    next_v = Add(kept_v, from_v)
     epsilon = Mul(eps, correction2_sqrt)
     epsilon_t = CastLike(epsilon, p)
     rate = Mul(lr_corrected, correction2_sqrt)
     rate_t = CastLike(rate, p)
-    root = Sqrt(new_v)
+    root = Sqrt(next_v)
     divisor = Add(root, epsilon_t)
-    quotient = Div(new_m, divisor)
+    quotient = Div(next_m, divisor)
     step = Mul(quotient, rate_t)
-    new_p = Sub(kept, step)
+    next_p = Sub(kept, step)
+    changes = Cast<to = 9>(active)
+    new_p = Where(changes, next_p, p)
+    new_m = Where(changes, next_m, m)
+    new_v = Where(changes, next_v, v)
 """
 
 ADAM_STEP = Function(f"""
-    AdamStep ({_ADAM}, weight_decay) => (new_p, new_m, new_v) {{
+    AdamStep ({_ADAM}, weight_decay, active) => (new_p, new_m, new_v) {{
         scale_t = CastLike(scale, p)
         decay_t = CastLike(weight_decay, p)
         scaled = Mul(g, scale_t)
@@ -90,7 +102,7 @@ ADAM_STEP = Function(f"""
 """)
 
 ADAMW_STEP = Function(f"""
-    AdamWStep ({_ADAM}, decay) => (new_p, new_m, new_v) {{
+    AdamWStep ({_ADAM}, decay, active) => (new_p, new_m, new_v) {{
         scale_t = CastLike(scale, p)
         decay_t = CastLike(decay, p)
         gradient = Mul(g, scale_t)

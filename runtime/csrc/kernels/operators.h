@@ -37,14 +37,16 @@
 //     Of Gather(data, indices); the elements of data are not read.
 //   SquareSum(x T, ...) -> sum [], float64 where the first x is, else float32
 //     The sum of the squares of all elements of all inputs, whose shapes may differ.
-//   SgdStep(p T, g T, scale D, lr D, weight_decay D?) -> p' T
-//   MomentumStep(p T, g T, m T, scale D, lr D, momentum D, dampening D, first D, weight_decay D?)
+//   SgdStep(p T, g T, scale D, lr D, weight_decay D?, active D?) -> p' T
+//   MomentumStep(p T, g T, m T, scale D, lr D, momentum D, dampening D, first D,
+//                weight_decay D?, active D?)
 //       -> (p' T, m' T)                                              first is 1 in the first step
 //   AdamStep(p T, g T, m T, v T, scale D, lr_corrected D, beta1 D, beta1_complement D, beta2 D,
-//            beta2_complement D, eps D, correction2_sqrt D, weight_decay D?)
+//            beta2_complement D, eps D, correction2_sqrt D, weight_decay D?, active D?)
 //       -> (p' T, m' T, v' T)
-//   AdamWStep: as AdamStep, but its last input is decay D? = 1 - lr weight_decay
+//   AdamWStep: as AdamStep, but with decay D? = 1 - lr weight_decay in place of weight_decay
 //     These four follow torch.optim; g is first multiplied by `scale`, the coefficient of clipping.
+//     If `active` is 0, nothing changes, whatever g is.
 //   Accumulate(token, mode int64, g T..., sum T...) -> token
 //     Adds up gradients of micro-batches. Each g is an output of the graph, and each sum an input,
 //     both states that live in memory of the runtime. It writes into one of them: g += sum in the

@@ -16,16 +16,18 @@ Operator step(const char* name, const Step::Rule& rule, InPlace pairs) {
     of.outputs.push_back(port_like(kLike[i]));
   }
   of.inputs.resize(of.inputs.size() + rule.scalars.size(), {kDouble});
-  of.inputs.back().characteristic = ort::kOptional;
+  for (size_t back : {1, 2}) of.inputs[of.inputs.size() - back].characteristic = ort::kOptional;
   return of;
 }
 
-Scalars adam_scalars(Step::ScalarInput last) {
+constexpr Step::ScalarInput kLast = {"active", cuda::kActive};
+
+Scalars adam_scalars(Step::ScalarInput decay) {
   return {{"scale", cuda::kScale},        {"lr_corrected", cuda::kLearning},
           {"beta1", cuda::kKeep1},        {"beta1_complement", cuda::kTake1},
           {"beta2", cuda::kKeep2},        {"beta2_complement", cuda::kTake2},
           {"eps", cuda::kEps},            {"correction2_sqrt", cuda::kCorrection2},
-          last};
+          decay, kLast};
 }
 
 }  // namespace
@@ -53,10 +55,10 @@ Step::Operands Step::read(const Io& io) const {
 #define ONNXPAR_STEP(name) #name, ONNXPAR_CHOICE(name)
 std::vector<Operator> step_operators() {
   const Step::ScalarInput weight_decay{"weight_decay", cuda::kWeightDecay};
-  const Scalars sgd = {{"scale", cuda::kScale}, {"lr", cuda::kLearning}, weight_decay};
+  const Scalars sgd = {{"scale", cuda::kScale}, {"lr", cuda::kLearning}, weight_decay, kLast};
   const Scalars momentum = {{"scale", cuda::kScale},         {"lr", cuda::kLearning},
                             {"momentum", cuda::kKeep1},      {"dampening", cuda::kDampening},
-                            {"first", cuda::kFirst},         weight_decay};
+                            {"first", cuda::kFirst},         weight_decay, kLast};
   const Scalars adam = adam_scalars(weight_decay);
   const Scalars adamw = adam_scalars({"decay", cuda::kDecay});
   return {step("SgdStep", {ONNXPAR_STEP(sgd_step), 0, sgd}, in_place<0>),

@@ -19,7 +19,7 @@ class Step {
     const char* kernel;  // on a device
     Choice<StepLoop> loop;
     size_t moments;
-    std::vector<ScalarInput> scalars;  // in order; the last may be left out
+    std::vector<ScalarInput> scalars;  // in order; the last two may be left out
   };
   struct Operands {
     std::vector<Tensor> from;  // p, g and the moments, alike

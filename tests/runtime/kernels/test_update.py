@@ -118,6 +118,16 @@ def test_in_place(run: Run) -> None:
     np.testing.assert_array_equal(values[1].numpy(), g)
 
 
+@pytest.mark.parametrize("op", STEPS)
+def test_a_step_that_is_not_active_changes_nothing(run: Run, op: str) -> None:
+    _, states, scalars, last = STEPS[op]
+    state = [np.random.default_rng(i).standard_normal((3, 20001)) for i in range(states)]
+    g = np.where(state[0] > 0, np.inf, np.nan)
+    numbers = [np.asarray(x) for x in [SCALE, *scalars(1), last, 0.0]]
+    got = run(op, state[0], g, *state[1:], *numbers, outputs=[True] * states)
+    np.testing.assert_array_equal(got, state)
+
+
 @pytest.mark.parametrize("kind", [onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16])
 def test_narrow_types(run: Run, kind: int) -> None:
     p, g = np.array([1, -2, 0.5], np.float32), np.array([4, 1, -8], np.float32)

@@ -68,6 +68,7 @@ struct Adam {
 template <class Rule>
 __device__ void step(const StepTensors& at, Index n, const Scalars& scalars) {
   const Rule rule(scalars);
+  const bool active = read(scalars, kActive, 1) != 0;
   bool wide = aligned(at.gradient);
   for (int s = 0; s < Rule::kStates; ++s) wide = wide && aligned(at.to[s]) && aligned(at.from[s]);
   for_elements(n, wide, thread_index(), thread_count(), [&](Index i, auto lanes) {
@@ -78,7 +79,7 @@ __device__ void step(const StepTensors& at, Index n, const Scalars& scalars) {
     for (int k = 0; k < kWidth; ++k) {
       Real one[Rule::kStates];
       for (int s = 0; s < Rule::kStates; ++s) one[s] = state[s][k];
-      rule(one, gradient[k]);
+      if (active) rule(one, gradient[k]);
       for (int s = 0; s < Rule::kStates; ++s) state[s][k] = one[s];
     }
     for (int s = 0; s < Rule::kStates; ++s) store(at.to[s] + i, state[s]);

@@ -19,6 +19,7 @@ enum Scalar : int {
   kEps,
   kDampening,  // 1 - the share of the gradient that comes
   kFirst,      // 1 in the first step, in which the gradient is the moment
+  kActive,     // 0 if nothing changes; 1 where there is none
   kScalars,
 };
 

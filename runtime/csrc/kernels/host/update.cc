@@ -1,5 +1,7 @@
 #include "kernels/update.h"
 
+#include <cstring>
+
 namespace onnxpar {
 namespace {
 
@@ -26,6 +28,13 @@ StepScalars<T> rounded(const Scalars& scalars) {
 }  // namespace
 
 void Step::host(const Io& io, const Operands& o) const {
+  if (const double* active = o.scalars.of[kActive]; active != nullptr && *active == 0) {
+    for (size_t i = 0; i < o.to.size(); ++i) {
+      const Tensor& from = o.from[i == 0 ? 0 : i + 1];
+      if (o.to[i].data != from.data) std::memcpy(o.to[i].data, from.data, from.bytes());
+    }
+    return;
+  }
   with_real(o.from[0], "p", [&](auto zero) {
     using T = decltype(zero);
     std::vector<Reader<T>> from;
