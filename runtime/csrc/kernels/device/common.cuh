@@ -44,18 +44,23 @@ __device__ inline void narrow(Half* to, float x) {
 #endif
 }
 __device__ inline void narrow(Bfloat* to, float x) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(to->bits) : "f"(x));
+#else
   const unsigned bits = __float_as_uint(x);
   const bool nan = (bits & 0x7fffffffu) > 0x7f800000u;
   const unsigned rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
   to->bits = static_cast<unsigned short>((nan ? bits | 0x400000u : rounded) >> 16);
+#endif
 }
 
 // Element i of an array of any float type, given by its ONNX number.
-__device__ inline double load_any(const void* from, int type, Index i) {
-  if (type == kFloat32) return static_cast<const float*>(from)[i];
-  if (type == kFloat64) return static_cast<const double*>(from)[i];
-  if (type == kFloat16) return widen(static_cast<const Half*>(from)[i]);
-  return widen(static_cast<const Bfloat*>(from)[i]);
+template <class T = double>
+__device__ inline T load_any(const void* from, int type, Index i) {
+  if (type == kFloat32) return static_cast<T>(static_cast<const float*>(from)[i]);
+  if (type == kFloat64) return static_cast<T>(static_cast<const double*>(from)[i]);
+  if (type == kFloat16) return static_cast<T>(widen(static_cast<const Half*>(from)[i]));
+  return static_cast<T>(widen(static_cast<const Bfloat*>(from)[i]));
 }
 
 // Functions of the standard library by the type of their argument.
@@ -65,8 +70,6 @@ __device__ inline float logarithm(float x) { return logf(x); }
 __device__ inline double logarithm(double x) { return log(x); }
 __device__ inline float root(float x) { return sqrtf(x); }
 __device__ inline double root(double x) { return sqrt(x); }
-__device__ inline float complement_of_erf(float x) { return erfcf(x); }
-__device__ inline double complement_of_erf(double x) { return erfc(x); }
 
 // As many elements as one access of 16 bytes moves, the widest there is.
 constexpr int kPack = 16 / static_cast<int>(sizeof(Element));

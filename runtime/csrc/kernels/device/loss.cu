@@ -171,7 +171,7 @@ namespace {
 // d loss / d (score) = factor (probability - [it is the label's]).
 __device__ Real factor_of(const Factor& factor, Index i, double weight) {
   if (factor.reduction == LossReduction::kNone) {
-    return static_cast<Real>(load_any(factor.dloss, factor.dloss_type, i)) *
+    return load_any<Real>(factor.dloss, factor.dloss_type, i) *
            static_cast<Real>(weight);
   }
   double all = load_any(factor.dloss, factor.dloss_type, 0);

@@ -29,15 +29,29 @@ struct SigmoidGrad {
   __device__ Real operator()(Real d, Real y) const { return d * (y * (Real(1) - y)); }
 };
 
+// Phi(-x) of the normal distribution for x >= 0, where bell = exp(-x^2 / 2).
+__device__ inline double upper_tail(double x, double) {
+  return 0.5 * erfc(x * 0.70710678118654752440);
+}
+// With an error of at most 0.8e-7: C. Hastings, "Approximations for Digital Computers", 1955,
+// sheet 43 (formula 7.1.26 of Abramowitz and Stegun), for x / sqrt(2). It needs no second exp.
+__device__ inline float upper_tail(float x, float bell) {
+  const float t = 1.0f / (1.0f + 0.3275911f * 0.70710678f * x);
+  const float sum =
+      ((((1.061405429f * t - 1.453152027f) * t + 1.421413741f) * t - 0.284496736f) * t +
+       0.254829592f) * t;
+  return 0.5f * bell * sum;
+}
+
 // d/dx x Phi(x) = Phi(x) + x phi(x), with the normal distribution Phi and its density phi.
 struct GeluGrad {
   __device__ Real operator()(Real d, Real x) const {
-    constexpr Real kInverseRoot2 = Real(0.70710678118654752440);
     constexpr Real kInverseRoot2Pi = Real(0.39894228040143267794);
-    const Real below = Real(0.5) * complement_of_erf(-x * kInverseRoot2);
     // Beyond 40 the density is 0 in either type, and x^2 might be infinite.
     const Real w = x > Real(40) ? Real(40) : (x < Real(-40) ? Real(-40) : x);
-    return d * (below + w * exponential(Real(-0.5) * w * w) * kInverseRoot2Pi);
+    const Real bell = exponential(Real(-0.5) * w * w);
+    const Real tail = upper_tail(w < Real(0) ? -w : w, bell);
+    return d * ((w < Real(0) ? tail : Real(1) - tail) + w * bell * kInverseRoot2Pi);
   }
 };
 

@@ -14,12 +14,49 @@ struct LogSoftmax {
   __device__ static Real gradient(Real d, Real y, Real sum) { return d - exponential(y) * sum; }
 };
 
+// Packs of each operand that a thread holds in registers, so that a short row is read only once.
+constexpr int kHeld = kPack == 2 ? 4 : 32 / kPack;
+
+// As softmax_rows, for rows that a team holds.
+template <class Rule, class Team>
+__device__ void held_softmax_rows(const Team& team, Element* dx, const Element* dy,
+                                  const Element* y, Index rows, Index n) {
+  for (Index row = team.first(); row < rows; row += team.step()) {
+    const Index start = row * n;
+    Real d[kHeld][kPack] = {}, v[kHeld][kPack] = {};
+    Real sum = 0;
+#pragma unroll
+    for (int p = 0; p < kHeld; ++p) {
+      const int i = (p * Team::kSize + team.index()) * kPack;
+      if (i < n) {
+        load(d[p], dy + start + i);
+        load(v[p], y + start + i);
+      }
+    }
+#pragma unroll
+    for (int p = 0; p < kHeld; ++p) {
+      for (int k = 0; k < kPack; ++k) sum += Rule::term(d[p][k], v[p][k]);
+    }
+    sum = team.all(sum, Plus());
+#pragma unroll
+    for (int p = 0; p < kHeld; ++p) {
+      const int i = (p * Team::kSize + team.index()) * kPack;
+      for (int k = 0; k < kPack; ++k) d[p][k] = Rule::gradient(d[p][k], v[p][k], sum);
+      if (i < n) store(dx + start + i, d[p]);
+    }
+  }
+}
+
 // Rows of n elements, one after the other; a team takes a row at a time. dx may be dy or y.
 template <class Rule, class Team>
 __device__ void softmax_rows(Element* dx, const Element* dy, const Element* y, Index rows,
                              Index n) {
   const Team team;
   const bool wide = n % kPack == 0 && aligned(dx) && aligned(dy) && aligned(y);
+  if (wide && n <= kHeld * kPack * Team::kSize) {
+    held_softmax_rows<Rule>(team, dx, dy, y, rows, n);
+    return;
+  }
   for (Index row = team.first(); row < rows; row += team.step()) {
     const Index start = row * n;
     Real sum = 0;
@@ -89,10 +126,10 @@ ONNXPAR_SOFTMAX(log_softmax_grad, LogSoftmax)
 namespace {
 
 __device__ Real mean_of(const LayerNorm& l, Index row) {
-  return static_cast<Real>(load_any(l.mean, l.mean_type, row));
+  return load_any<Real>(l.mean, l.mean_type, row);
 }
 __device__ Real inverse_of(const LayerNorm& l, Index row) {
-  return static_cast<Real>(load_any(l.inv_std, l.inv_std_type, row));
+  return load_any<Real>(l.inv_std, l.inv_std_type, row);
 }
 
 // With h = (x - mean) inv_std and w = dy scale: dx = inv_std (w - mean(w) - h mean(w h)).
@@ -160,6 +197,7 @@ extern "C" __global__ void layer_norm_grad_columns(Real* parts, LayerNorm l, Ind
   Real of_scale = 0;
   Real of_bias = 0;
   if (column < n) {
+#pragma unroll 4
     for (Index row = begin + threadIdx.y; row < end; row += kTileRows) {
       const Real d = widen(l.dy[row * n + column]);
       of_scale += d * ((widen(l.x[row * n + column]) - mean_of(l, row)) * inverse_of(l, row));
