@@ -42,6 +42,11 @@ class OptimizerParallel:
     threshold: int = THRESHOLD
     group: int | None = None
 
+    @property
+    def words(self) -> str:
+        """The level in words; empty for level 0."""
+        return f"optimizer parallel {self.level}" if self.level else ""
+
     def shared(self, bytes_: int, atoms: Collection[int], mesh: Mesh) -> Atoms:
         """Returns the atoms over which the states of a parameter are sharded.
 

@@ -1,7 +1,8 @@
 """From a strategy that searches to one that does not: the search adds what the user left open.
 
 All commands that carry out a strategy call `settled`. `onnxpar plan` shows the same `Decision` and
-writes it to a file, so a strategy that searches gives the same result with such a file or without.
+writes it to a file, so a strategy that searches gives the same shardings with such a file or
+without. Only `onnxpar plan` decides more than shardings (`configure`).
 """
 
 from collections import Counter
@@ -137,6 +138,7 @@ def decide(
             stages, else `MICRO_BATCHES`. It does not matter for a forward program.
         configure: What else may be decided for training, if the fastest plan needs too much memory,
             or more devices than the fastest links connect; then presets are not considered.
+            Otherwise only its level of optimizer parallel is decided.
         progress: Called as each step of the search begins.
 
     Raises:
@@ -157,6 +159,9 @@ def decide(
     if configure is not None and 0 < near < strategy.world:
         return _configured(strategy, workload, configure, progress)
     runs = _micro_batches(strategy, counts, micro_batches) if trains else 1
+    rival = None
+    if configure is not None and configure.level is None:
+        rival = replace(strategy.optimizer_parallel, level=configure.levels[0])
     tried: list[tuple[Way, Found]] = []
     refused: list[Way] = []
     pricings = [
@@ -166,6 +171,7 @@ def decide(
             entry.sizes,
             pipeline_split(strategy, workload.forward, count, runs),
             strategy.recompute if trains else NOTHING,
+            rival,
         )
         for count in counts
     ]
@@ -207,21 +213,21 @@ def decide(
         objective = compared()
     rank = objective.rank
     tried.sort(key=lambda item: rank(item[0]))
-    for rival, pricing in sorted(rivals, key=lambda item: rank(item[0])):
-        if rival.plan is None or not rival.fits(limit):
+    for preset, pricing in sorted(rivals, key=lambda item: rank(item[0])):
+        if preset.plan is None or not preset.fits(limit):
             break
-        if tried and rank(tried[0][0]) <= rank(rival):
+        if tried and rank(tried[0][0]) <= rank(preset):
             break
         # A strategy file has the sharding of each node; another plan may follow from that.
-        seeds = workload.pinned(rival.plan)
+        seeds = workload.pinned(preset.plan)
         plan = workload.plan(seeds)
-        way = pricing.way(rival.name, plan)
-        way = pricing.grown(way) if rival.large else way
+        way = pricing.at(preset.parallel).way(preset.name, plan)
+        way = pricing.grown(way) if preset.large else way
         if way.fits(limit) and not (tried and rank(tried[0][0]) <= rank(way)):
             chosen = Candidate(plan.mesh.axes, way.seconds, way.peak, 0.0, 0.0)
             meshes = tried[0][1].candidates if tried else ()
             tried.insert(0, (way, Found(seeds, chosen, meshes)))
-            shown.remove(rival)
+            shown.remove(preset)
             break
     if not tried:
         raise ShardingError(_nothing_fits(refused, shown, workload.program.env.table))
@@ -232,11 +238,11 @@ def decide(
         wanted = strategy.pipeline.micro_batches if strategy.pipeline is not None else None
         staged = pipeline_data(best.staged, runs if trains else micro_batches or wanted)
     data = strategy_data(
-        found.seeds, workload.program.rules, strategy.symbols, strategy.optimizer_parallel, staged
+        found.seeds, workload.program.rules, strategy.symbols, best.parallel, staged
     )
     if strategy.recompute:
         data["recompute"] = strategy.recompute.entry
-    pricing = by_stages[best.stages]
+    pricing = by_stages[best.stages].at(best.parallel)
     plan = workload.plan(found.seeds) if pricing.recompute else best.plan
     try:
         turns = in_turns(strategy, pricing, plan, best, limit)

@@ -53,7 +53,7 @@ class Configuration:
     @property
     def sharded(self) -> str:
         """The level of optimizer parallel in words; empty for level 0."""
-        return f"optimizer parallel {self.parallel.level}" if self.parallel.level else ""
+        return self.parallel.words
 
     @property
     def recomputed(self) -> str:

@@ -11,6 +11,7 @@ from onnxpar.core.errors import OnnxparError
 from onnxpar.core.machine import WIRE, Machine
 from onnxpar.cost.cost_model import CostModel
 from onnxpar.cost.growth import grows_faster, large_sizes
+from onnxpar.cost.optimizer_parallel import NOT_PARALLEL, OptimizerParallel
 from onnxpar.cost.price import Price
 from onnxpar.graph.plan import Plan
 from onnxpar.graph.seeds import Seeds
@@ -30,6 +31,9 @@ FOUND = "found"
 """Name of the plan that a search finds."""
 SLOWDOWN = 2.0
 """At level 1, a plan that saves memory may take this many times as long as the fastest plan."""
+PAYS = 0.98
+"""Optimizer parallel is decided for a plan if a step then takes less than this share of the
+time."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,7 @@ class Way:
         staged: What it costs in stages, if there are several.
         micro_batches: Micro-batches of a step.
         plan: Its plan, on the mesh of one stage; None if it is impossible.
+        parallel: Its optimizer parallel.
         growth: The symbols with which the bytes that it sends grow faster than in proportion.
         large: Seconds of a step without stages at large sizes of the symbols; 0 if unknown.
     """
@@ -53,6 +58,7 @@ class Way:
     staged: StagedPrice | None = None
     micro_batches: int = 1
     plan: Plan | None = None
+    parallel: OptimizerParallel = NOT_PARALLEL
     growth: tuple[str, ...] = ()
     large: float = 0.0
 
@@ -150,6 +156,7 @@ class Pricing:
         sizes: Sizes of its symbols; the batch is that of all micro-batches of a step.
         split: How it is split into stages; a plan is on the mesh of one stage.
         recompute: What is recomputed in training.
+        rival: Optimizer parallel that a plan has instead of the workload's if it pays (`PAYS`).
     """
 
     workload: Workload
@@ -157,6 +164,7 @@ class Pricing:
     sizes: Mapping[str, int]
     split: PipelineSplit
     recompute: RecomputeOptions = NOTHING
+    rival: OptimizerParallel | None = None
     _known: list[tuple[Seeds, Way]] = field(default_factory=list)
 
     def peak(self, seeds: Seeds) -> int:
@@ -185,7 +193,18 @@ class Pricing:
         """
         sizes = self.workload.micro_batch(self.sizes, self.split.micro_batches)
         cost = CostModel(self.machine, plan.mesh, self.workload.program.env.table, sizes)
-        return self.in_stages(name, self.unstaged(self.planned(plan), cost), cost)
+        planned = self.planned(plan)
+        way = self.in_stages(name, self.unstaged(planned, cost), cost)
+        if self.rival is None:
+            return way
+        sharded, name = self.at(self.rival), f"{name}, {self.rival.words}"
+        other = sharded.in_stages(name, sharded.unstaged(planned, cost), cost)
+        return other if other.seconds < PAYS * way.seconds else way
+
+    def at(self, parallel: OptimizerParallel) -> "Pricing":
+        """Returns the same with a given optimizer parallel."""
+        workload = replace(self.workload, parallel=parallel)
+        return replace(self, workload=workload, rival=None, _known=[])
 
     def planned(self, plan: Plan) -> Planned:
         """Returns the program with its plan and with what is recomputed."""
@@ -224,7 +243,8 @@ class Pricing:
             StrategyError: There are more virtual stages than nodes.
         """
         split, program, plan = self.split, self.workload.program, priced.plan
-        way = Way(name, priced.price, "", None, split.micro_batches, plan)
+        parallel = self.workload.parallel
+        way = Way(name, priced.price, "", None, split.micro_batches, plan, parallel)
         if split.stages == 1:
             return way
         graph = self.workload.forward.graph
@@ -243,12 +263,13 @@ class Pricing:
         if way.plan is None or not self.large:
             return way
         sizes = {**self.sizes, **self.large}
-        found = self.workload.price(way.plan, self.machine, sizes)
+        workload = replace(self.workload, parallel=way.parallel)
+        found = workload.price(way.plan, self.machine, sizes)
         return replace(way, large=found.step(way.micro_batches))
 
     def grown(self, way: Way) -> Way:
         """Returns a way with its growth, and its seconds at large sizes."""
-        plan, workload = way.plan, self.workload
+        plan, workload = way.plan, replace(self.workload, parallel=way.parallel)
         if plan is None or not self.large or way.large:
             return way
 

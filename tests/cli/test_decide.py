@@ -76,7 +76,10 @@ def alike(
         wanted = ["--strategy", str(folder / "wanted.yaml")]
     plain = [] if loss is None else ["--loss", loss, "--optimizer", "adamw"]
     train = [] if loss is None else ["--train", *plain]
-    assert main(["plan", model, *wanted, *plain, "-o", str(found)]) == 0
+    # Only `plan` decides optimizer parallel.
+    given = loss is None or "optimizer_parallel" in text
+    level = [] if given else ["--optimizer-parallel", "0"]
+    assert main(["plan", model, *wanted, *plain, *level, "-o", str(found)]) == 0
     first, second = folder / "by_file", folder / "by_search"
     assert main(["shard", model, "--strategy", str(found), "-o", str(first), *train]) == 0
     assert main(["shard", model, *wanted, "-o", str(second), *train]) == 0

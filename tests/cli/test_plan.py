@@ -7,6 +7,7 @@ import sys
 from contextlib import suppress
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import onnx
 import onnx.parser
@@ -18,6 +19,7 @@ from _exporter import save
 
 import onnxpar
 from onnxpar.cli import main
+from onnxpar.search.rival_plans import PAYS
 
 
 @pytest.fixture(scope="module")
@@ -192,6 +194,7 @@ def test_each_stage_has_its_own_plan(
     loss = "softmax_cross_entropy"
     # A link so slow that reducing gradients costs more than a bubble.
     options = ["--devices", "4", "--machine", "cpu", "--loss", loss, "--stages", "auto"]
+    options += ["--optimizer-parallel", "0"]
     command = ["plan", str(model), *options, "--micro-batches", "16", *SIZES]
     assert main([*command, "--json", "-o", str(out)]) == 0
     data = json.loads(capsys.readouterr().out)
@@ -247,6 +250,41 @@ def test_shared_states_let_data_parallel_fit(
     assert [time - times[0] for time in times] == pytest.approx(more)
 
 
+def test_states_are_sharded_if_a_step_then_takes_less_time(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, out, directory = (tmp_path / name for name in ("gpt.onnx", "s.yaml", "d"))
+    config = transformer.Config(layers=1, d_model=256, heads=4, vocab=512)
+    save(transformer.build(config), path)
+    training = ["--loss", "softmax_cross_entropy", "--optimizer", "adamw"]
+    options = ["--devices", "4", "--machine", "h100", "--symbol", "batch=256", "--symbol", "seq=64"]
+
+    def planned(*more: str) -> dict[str, dict[str, Any]]:
+        assert main(["plan", str(path), *options, *training, *more, "--json", "-o", str(out)]) == 0
+        ways = json.loads(capsys.readouterr().out)["ways"]
+        assert ways[0]["seconds"] == min(way["seconds"] for way in ways)
+        return {way["name"]: way for way in ways}
+
+    plain, sharded = planned("--optimizer-parallel", "0"), planned("--optimizer-parallel", "1")
+    found = planned()
+    for name, way in plain.items():
+        # One row for each plan: with optimizer parallel, if that pays.
+        other = found.get(f"{name}, optimizer parallel 1")
+        assert (other is None) == (name in found)
+        if other is not None:
+            assert other["seconds"] < PAYS * way["seconds"]
+            assert other["peak_bytes"] < way["peak_bytes"]
+    dp = sharded["dp=4"]
+    assert dp["seconds"] < PAYS * plain["dp=4"]["seconds"]
+    assert found["dp=4, optimizer parallel 1"]["seconds"] == dp["seconds"]
+    best = next(iter(found))
+    assert best.endswith(", optimizer parallel 1")
+    assert yaml.safe_load(out.read_text())["optimizer_parallel"]["level"] == 1
+    shard = ["shard", str(path), "--train", *training, "--strategy", str(out)]
+    assert main([*shard, "-o", str(directory)]) == 0
+    assert main(["verify", str(directory), "--model", str(path), "--symbol", "batch=4,seq=5"]) == 0
+
+
 def test_a_preset_that_the_search_does_not_better_wins(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -254,6 +292,7 @@ def test_a_preset_that_the_search_does_not_better_wins(
     save(transformer.build(transformer.Config(layers=1, d_model=64, heads=4)), path)
     training = ["--loss", "softmax_cross_entropy", "--optimizer", "adamw"]
     options = ["--devices", "8", "--machine", "cpu", "--symbol", "batch=16", "--symbol", "seq=64"]
+    options += ["--optimizer-parallel", "0"]
 
     def by(level: int) -> list[dict[str, float]]:
         command = ["plan", str(path), *options, *training, "--level", str(level)]

@@ -266,6 +266,13 @@ def test_a_table_names_no_plan_twice_and_says_of_what_its_times_are(
     shown = capsys.readouterr().out
     assert "computing and communication are sums over all stages" in shown
     assert "and so is" not in shown
+    table = shown[shown.index("\nplan ") :].partition("\nThe columns")[0]
+    names = [line.split("  ")[0] for line in table.splitlines()[2:]]
+    assert len(set(names)) == len(names)
+    # A number tells plans of one configuration apart.
+    number = ", strategy 2"
+    numbered = [name for name in names if name.endswith(number)]
+    assert numbered and all(name.removesuffix(number) in names for name in numbered)
 
 
 def test_the_stages_of_a_mesh_may_be_an_option(model: Path, tmp_path: Path) -> None:
