@@ -48,6 +48,17 @@ def test_a_rank_is_heard_through_reports_of_mpirun(
     assert gpu.collectives(2, True, [].append) == ["collectives: failed: r1 | no memory"]
 
 
+@pytest.mark.parametrize("system", ["onnxpar", "torch"])
+def test_steps_are_profiled(system: str) -> None:
+    """On the CPU, where the profiler sees PyTorch's operators and nothing of onnxruntime."""
+    pytest.importorskip("torch")
+    command = [str(BENCH / "gpu_kernels.py"), system, "--device", "cpu", "--quick"]
+    done = bench({}, *command)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^losses( 5\.5\d{5}){5}$", done.stdout, re.MULTILINE), done.stdout
+    assert ("AdamW.step" in done.stdout) == (system == "torch")
+
+
 @pytest.mark.parametrize("kind", ["float32", "bfloat16"])
 def test_products_are_measured(standin_cuda: Mapping[str, str], kind: str) -> None:
     done = bench(standin_cuda, str(BENCH / "gpu_gemm.py"), "cuda", kind, "64")

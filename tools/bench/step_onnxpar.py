@@ -1,7 +1,8 @@
 """onnxpar's side of tools/bench/step.py: one rank, under mpirun where there are several."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from started_script import expect_driver
 from step_cases import WEIGHT_DECAY, Batch, Job, Spent, serve
 
 from onnxpar_format.options import Settings
+from onnxpar_runtime.collectives import Rank
 from onnxpar_runtime.launch import guarded, init
 from onnxpar_runtime.options import parse_pairs
 from onnxpar_runtime.training.hyper import hyperparameters
@@ -28,6 +30,25 @@ def timed(spent: Spent, part: str, method: Callable[..., Any]) -> Callable[..., 
     return call
 
 
+@contextmanager
+def stepper(job: Job, rank: Rank) -> Iterator[Callable[[int, Batch], float]]:
+    """What does a step, and gives its loss."""
+    options = {"intra_op_num_threads": str(job.threads), **parse_pairs(job.options)}
+    if job.profile:
+        prefix = Path(job.scratch) / f"profile-{rank.index}"
+        options |= {"enable_profiling": "1", "profile_file_prefix": str(prefix)}
+    settings = Settings(weight_decay=WEIGHT_DECAY[job.optimizer])
+    hyper = hyperparameters(job.optimizer, settings)
+    with Trainer(job.files, rank=rank, ort_options=options, overlap=job.overlap) as trainer:
+
+        def step(number: int, batch: Batch) -> float:
+            if job.way == "forward":
+                return trainer.evaluate(batch)["loss"]
+            return trainer.train_step([batch], hyper.at(number, job.rate)).loss
+
+        yield step
+
+
 def main(text: str) -> int:
     """Serves a job; returns the exit code."""
     job = Job.read(text)
@@ -35,22 +56,10 @@ def main(text: str) -> int:
     rank = init(transport, job.device)
 
     def body() -> int:
-        options = {"intra_op_num_threads": str(job.threads), **parse_pairs(job.options)}
-        if job.profile:
-            prefix = Path(job.scratch) / f"profile-{rank.index}"
-            options |= {"enable_profiling": "1", "profile_file_prefix": str(prefix)}
-        settings = Settings(weight_decay=WEIGHT_DECAY[job.optimizer])
-        hyper = hyperparameters(job.optimizer, settings)
         spent = Spent()
         for part in ("forward_backward", "update"):
             setattr(OneStage, part, timed(spent, part, getattr(OneStage, part)))
-        with Trainer(job.files, rank=rank, ort_options=options, overlap=job.overlap) as trainer:
-
-            def step(number: int, batch: Batch) -> float:
-                if job.way == "forward":
-                    return trainer.evaluate(batch)["loss"]
-                return trainer.train_step([batch], hyper.at(number, job.rate)).loss
-
+        with stepper(job, rank) as step:
             serve(job, rank.index, step, spent, rank.settle if job.link else None)
         return 0
 

@@ -11,6 +11,7 @@ each rank, or those of mpirun on two nodes.
 
 import os
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -176,15 +177,13 @@ def optimizer(job: Job, net: nn.Module) -> torch.optim.Optimizer:
     return kinds[job.optimizer](groups, lr=job.rate)
 
 
-def main(text: str, rank: int) -> None:
-    """Serves a job."""
-    job = Job.read(text)
+def stepper(job: Job, rank: int, spent: Spent) -> Callable[[int, Batch], float]:
+    """Returns what does a step, and gives its loss."""
     torch.set_num_threads(job.threads)
     if job.device == "cuda":
         torch.cuda.set_device(rank % torch.cuda.device_count())
     net = build(job, rank)
     update = optimizer(job, net)
-    spent = Spent()
     # Parameters stay in float32; what autocast computes in 16 bits, onnxpar does too.
     low = nullcontext() if not job.compute else torch.autocast(job.device, torch.bfloat16)
 
@@ -210,7 +209,13 @@ def main(text: str, rank: int) -> None:
             found = found / job.ranks
         return found.item()
 
-    serve(job, rank, step, spent)
+    return step
+
+
+def main(text: str, rank: int) -> None:
+    """Serves a job."""
+    job, spent = Job.read(text), Spent()
+    serve(job, rank, stepper(job, rank, spent), spent)
     if job.ranks > 1:
         dist.destroy_process_group()
 
