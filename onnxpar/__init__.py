@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     from onnxpar.api.annotate import annotate
     from onnxpar.api.functional import Sharded, shard
     from onnxpar.api.pytorch.from_torch import from_torch
+    from onnxpar.api.pytorch.optimizer_state import optimizer_state_dict
     from onnxpar.api.pytorch.state_dict import state_dict
+    from onnxpar.api.pytorch.write_checkpoint import write_checkpoint
     from onnxpar.api.shard_model import plan
     from onnxpar.api.shard_model import shard_model as shard_model
     from onnxpar.autodiff.append_loss import LossKind, LossSpec
@@ -43,11 +45,13 @@ __all__ = [
     "annotate",
     "from_torch",
     "load",
+    "optimizer_state_dict",
     "part",
     "plan",
     "shard",
     "shard_model",
     "state_dict",
+    "write_checkpoint",
 ]
 
 _HOMES = {
@@ -65,11 +69,13 @@ _HOMES = {
     "annotate": ("onnxpar.api.annotate", "annotate"),
     "from_torch": ("onnxpar.api.pytorch.from_torch", "from_torch"),
     "load": ("onnxpar.frontend.load", "load"),
+    "optimizer_state_dict": ("onnxpar.api.pytorch.optimizer_state", "optimizer_state_dict"),
     "part": ("onnxpar.frontend.model_part", "part"),
     "plan": ("onnxpar.api.shard_model", "plan"),
     "shard": ("onnxpar.api.functional", "shard"),
     "shard_model": ("onnxpar.api.shard_model", "shard_model"),
     "state_dict": ("onnxpar.api.pytorch.state_dict", "state_dict"),
+    "write_checkpoint": ("onnxpar.api.pytorch.write_checkpoint", "write_checkpoint"),
 }
 
 

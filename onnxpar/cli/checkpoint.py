@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from onnxpar.cli.options import AsJson, takes_options
+from onnxpar.core.errors import OnnxparError
 from onnxpar_format.options import Option
 
 if TYPE_CHECKING:
@@ -30,6 +31,9 @@ Verify = Annotated[
         flags=("--verify",),
     ),
 ]
+_MODULE = Option(
+    "A function that returns the nn.Module, or the module and its optimizer.", "MODULE:FUNCTION"
+)
 
 
 @app.command()
@@ -64,30 +68,75 @@ def merge(
 def export(
     source: SourceFolder,
     output: Annotated[
-        Path, Option("A .onnx or .safetensors file.", "FILE", flags=("-o", "--output"))
-    ],
+        Path | None, Option("A .onnx or .safetensors file.", "FILE", flags=("-o", "--output"))
+    ] = None,
     model: Annotated[
         Path | None, Option("For .onnx: the model that was sharded and trained.", "MODEL")
     ] = None,
     tie: Annotated[
         Sequence[str], Option("For .onnx: the same --tie as for `shard`; may be repeated.", "A=B")
     ] = (),
+    state_dict: Annotated[
+        Path | None,
+        Option("Write PyTorch's state dict of the module, with all of its names.", "FILE"),
+    ] = None,
+    optimizer_state: Annotated[
+        Path | None, Option("Write PyTorch's state dict of Adam or AdamW.", "FILE")
+    ] = None,
+    module: Annotated[str | None, _MODULE] = None,
     verify: Verify = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write the trained parameters to a .onnx or .safetensors file.
+    """Write the trained parameters to a .onnx or .safetensors file, or for PyTorch.
 
-    The .safetensors file has them by name, for PyTorch.
+    The .safetensors file has the trained tensors by name. A state dict has all that
+    load_state_dict needs.
     """
-    from onnxpar.api import runtime
+    if (state_dict is None) == (output is None):
+        raise OnnxparError("checkpoint export: expected one of --output and --state-dict")
+    if state_dict is None:
+        if module is not None or optimizer_state is not None:
+            raise OnnxparError("--module and --optimizer-state: expected --state-dict as well")
+        assert output is not None
+        from onnxpar.api import runtime
 
-    made, exported = runtime.export_checkpoint(source, output, model, tie, verify=verify)
-    if exported is None:
-        _print(made, as_json)
-    elif as_json:
-        _print_json(exported, step=made.step)
+        made, exported = runtime.export_checkpoint(source, output, model, tie, verify=verify)
+        if exported is None:
+            _print(made, as_json)
+        elif as_json:
+            _print_json(exported, step=made.step)
+        else:
+            typer.echo(f"{exported}; after step {made.step}")
+        return
+    if module is None or model is not None or tie:
+        raise OnnxparError("--state-dict: expected --module, and neither --model nor --tie")
+    from onnxpar.api.pytorch.files import export_files
+
+    step = export_files(source, module, state_dict, optimizer_state, verify=verify)
+    paths = [str(path) for path in (state_dict, optimizer_state) if path is not None]
+    if as_json:
+        typer.echo(json.dumps({"paths": paths, "step": step}, indent=2, ensure_ascii=False))
     else:
-        typer.echo(f"{exported}; after step {made.step}")
+        typer.echo(f"{', '.join(paths)}: after step {step}")
+
+
+@app.command(name="import")
+@takes_options
+def import_(
+    target: Target,
+    to: Annotated[Path, Option("Output of `onnxpar shard --train` for the module.", "DIR")],
+    module: Annotated[str, _MODULE],
+    state_dict: Annotated[Path, Option("PyTorch's state dict of the module.", "FILE")],
+    optimizer_state: Annotated[
+        Path | None,
+        Option("PyTorch's state dict of Adam or AdamW. Without one, moments are zero.", "FILE"),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write a checkpoint with what PyTorch has trained, for train --resume."""
+    from onnxpar.api.pytorch.files import import_files
+
+    _print(import_files(target, to, module, state_dict, optimizer_state), as_json)
 
 
 def _print(made: "Made", as_json: bool) -> None:

@@ -49,6 +49,7 @@ class Progress:
         skipped: Number of steps that changed nothing, because 16-bit gradients overflowed.
         loss_scale: The loss scale of the next step.
         good: Steps with finite gradients since the loss scale changed.
+        earlier: Number of steps that the optimizer had done before the run, in another program.
     """
 
     step: Count = 0
@@ -60,6 +61,12 @@ class Progress:
     skipped: Count = 0
     loss_scale: Annotated[float, Check("a number > 0", lambda scale: scale > 0)] = 1.0
     good: Count = 0
+    earlier: Annotated[Count, OPTIONAL] = 0
+
+    @property
+    def updates(self) -> int:
+        """How often the optimizer has changed the parameters."""
+        return self.earlier + self.step - self.skipped
 
 
 @dataclass(frozen=True)

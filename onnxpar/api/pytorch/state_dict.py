@@ -8,9 +8,11 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+from onnxpar.api import runtime
 from onnxpar.api.pytorch.export_module import first_names
 from onnxpar.core.errors import DirectoryError, ModelError
 from onnxpar.core.name_patterns import SHOWN, nearest
+from onnxpar_format.manifest import FROM_FILES
 
 
 def state_dict(trained: str | Path, module: torch.nn.Module) -> dict[str, Any]:
@@ -30,7 +32,8 @@ def state_dict(trained: str | Path, module: torch.nn.Module) -> dict[str, Any]:
         ModelError: A trained tensor is none of the module's, or has another shape.
         OnnxparRuntimeError: The folder has no complete checkpoint, or a damaged one.
     """
-    tensors = _read(Path(trained))
+    path = Path(trained)
+    tensors = read_states(path) if path.is_dir() else _read(path)
     own, names = module.state_dict(), first_names(module)
     unknown = [name for name in tensors if name not in own]
     if unknown:
@@ -50,16 +53,19 @@ def state_dict(trained: str | Path, module: torch.nn.Module) -> dict[str, Any]:
     return found
 
 
-def _read(path: Path) -> dict[str, Any]:
-    """Returns the tensors of a file, or of a checkpoint, by name."""
-    if path.is_dir():
-        # It loads onnxruntime, which files do not need.
-        from onnxpar.api import runtime
+def read_states(checkpoint: Path, *kinds: str) -> dict[str, torch.Tensor]:
+    """Returns the tensors of a checkpoint of these kinds, by parameter; by default the weights.
 
-        with TemporaryDirectory(prefix="onnxpar-state-dict-") as folder:
-            file = Path(folder, "weights.safetensors")
-            runtime.export_checkpoint(path, file, None, verify=False)
-            return _read(file)
+    Raises:
+        OnnxparRuntimeError: The folder has no complete checkpoint, or a damaged one.
+    """
+    with TemporaryDirectory(prefix="onnxpar-state-dict-") as folder:
+        file = Path(folder, "states.safetensors")
+        runtime.export_weights(checkpoint, file, kinds or FROM_FILES)
+        return _read(file)
+
+
+def _read(path: Path) -> dict[str, torch.Tensor]:
     try:
         return dict(load_file(path))
     except (OSError, SafetensorError) as error:

@@ -23,13 +23,18 @@ if TYPE_CHECKING:
         verify,
     )
     from onnxpar_format.options import VerifyOptions
-    from onnxpar_runtime.checkpoint.reshard import Made, merge, reshard
+    from onnxpar_runtime.checkpoint.contents import Checkpoint
+    from onnxpar_runtime.checkpoint.layout import kept_tensors
+    from onnxpar_runtime.checkpoint.reshard import Made, export_weights, merge, reshard
+    from onnxpar_runtime.checkpoint.whole import check_weight, write_whole
     from onnxpar_runtime.commands import run
     from onnxpar_runtime.doctor import examine
     from onnxpar_runtime.generation.commands import generate
+    from onnxpar_runtime.manifest import Manifest
     from onnxpar_runtime.serving.commands import serve
     from onnxpar_runtime.supervisor import Job, supervise
     from onnxpar_runtime.training.commands import evaluation, train
+    from onnxpar_runtime.user_code import named_function, users_code
     from onnxpar_runtime.verify.bisect import Bisection
     from onnxpar_runtime.verify.findings import Case, TrainingCase
 
@@ -37,18 +42,24 @@ __all__ = [
     "Bisection",
     "Call",
     "Case",
+    "Checkpoint",
     "Exported",
     "Job",
     "Made",
+    "Manifest",
     "TrainingCase",
     "VerifyOptions",
+    "check_weight",
     "dump_values",
     "evaluation",
     "examine",
     "export_checkpoint",
+    "export_weights",
     "first_difference",
     "generate",
+    "kept_tensors",
     "merge",
+    "named_function",
     "open_program",
     "parse_case",
     "pipeline_times",
@@ -59,25 +70,33 @@ __all__ = [
     "started",
     "supervise",
     "train",
+    "users_code",
     "verify",
+    "write_whole",
 ]
 
 _HOMES = {
     "Bisection": "onnxpar_runtime.verify.bisect",
     "Call": "onnxpar.api.runtime.functions",
     "Case": "onnxpar_runtime.verify.findings",
+    "Checkpoint": "onnxpar_runtime.checkpoint.contents",
     "Exported": "onnxpar.api.export_model",
     "Job": "onnxpar_runtime.supervisor",
     "Made": "onnxpar_runtime.checkpoint.reshard",
+    "Manifest": "onnxpar_runtime.manifest",
     "TrainingCase": "onnxpar_runtime.verify.findings",
     "VerifyOptions": "onnxpar_format.options",
+    "check_weight": "onnxpar_runtime.checkpoint.whole",
     "dump_values": "onnxpar.api.runtime.verification",
     "evaluation": "onnxpar_runtime.training.commands",
     "examine": "onnxpar_runtime.doctor",
     "export_checkpoint": "onnxpar.api.runtime.export_checkpoint",
+    "export_weights": "onnxpar_runtime.checkpoint.reshard",
     "first_difference": "onnxpar.api.runtime.verification",
     "generate": "onnxpar_runtime.generation.commands",
+    "kept_tensors": "onnxpar_runtime.checkpoint.layout",
     "merge": "onnxpar_runtime.checkpoint.reshard",
+    "named_function": "onnxpar_runtime.user_code",
     "open_program": "onnxpar.api.runtime.functions",
     "pipeline_times": "onnxpar.api.runtime.pipeline_times",
     "parse_case": "onnxpar.api.runtime.verification",
@@ -88,7 +107,9 @@ _HOMES = {
     "started": "onnxpar.api.runtime.functions",
     "supervise": "onnxpar_runtime.supervisor",
     "train": "onnxpar_runtime.training.commands",
+    "users_code": "onnxpar_runtime.user_code",
     "verify": "onnxpar.api.runtime.verification",
+    "write_whole": "onnxpar_runtime.checkpoint.whole",
 }
 
 

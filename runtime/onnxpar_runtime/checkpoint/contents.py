@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from onnxpar_format.checkpoint import CheckpointContents, read_checkpoint
+from onnxpar_runtime.checkpoint.folder import resolve
 from onnxpar_runtime.errors import CheckpointError
 from onnxpar_runtime.files import check_sum, read_whole
 
@@ -28,6 +29,15 @@ class Checkpoint(CheckpointContents):
         """
         contents = read_whole(read_checkpoint, Path(directory), "checkpoint", CheckpointError)
         return Checkpoint(**vars(contents), directory=Path(directory))
+
+    @staticmethod
+    def last(path: str | Path) -> "Checkpoint":
+        """Reads the checkpoint that a path means: itself, or the last complete one in the folder.
+
+        Raises:
+            CheckpointError: There is none; or as `load`.
+        """
+        return Checkpoint.load(resolve(path))
 
     def verify_file(self, name: str) -> None:
         """Raises CheckpointError unless a file has its SHA-256; reads every byte."""

@@ -127,6 +127,30 @@ def write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> FileEntry:
     return FileEntry(digest.hexdigest(), size)
 
 
+@contextmanager
+def new_checkpoint(target: Path) -> Iterator[Path]:
+    """Yields a folder for the files of a checkpoint, which `finish` gives its name.
+
+    Raises:
+        CheckpointError: The name is taken, or the folder cannot be made.
+    """
+    if os.path.lexists(target):
+        raise CheckpointError(
+            f"{target}: already exists; expected a new path (a checkpoint is never overwritten)"
+        )
+    partial = target.parent / f".{target.name}.partial"
+    # A run that was killed may have left it.
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        partial.mkdir(parents=True)
+    except OSError as error:
+        raise cannot_write(target, error) from None
+    try:
+        yield partial
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
 def finish(partial: Path, contents: CheckpointContents, target: Path) -> None:
     """Writes the manifest of a folder whose files are complete, and gives the folder its name.
 

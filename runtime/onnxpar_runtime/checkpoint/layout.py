@@ -11,7 +11,7 @@ from math import prod
 
 from onnxpar_format.boxes import SizedSharding, coordinates
 from onnxpar_format.checkpoint import StoredShard, StoredTensor
-from onnxpar_format.manifest import TRANSIENT, StateEntry
+from onnxpar_format.manifest import TRANSIENT, StateEntry, TensorOfStates
 from onnxpar_runtime.manifest import Manifest
 
 
@@ -19,6 +19,11 @@ def kept_states(manifest: Manifest) -> list[StateEntry]:
     """Returns the states that a checkpoint has, by name."""
     states = manifest.trained().states
     return [states[name] for name in sorted(states) if states[name].kind not in TRANSIENT]
+
+
+def kept_tensors(manifest: Manifest) -> dict[str, TensorOfStates]:
+    """Returns the tensors that a checkpoint of a directory has, by name."""
+    return {state.tensor.name: state.tensor for state in kept_states(manifest)}
 
 
 def held_states(manifest: Manifest, rank: int) -> list[StateEntry]:
@@ -74,7 +79,7 @@ def stored_tensors(manifest: Manifest) -> dict[str, StoredTensor]:
     A tensor whose parts are states of their own is there as one. Sums are zero, because the
     contents of the tensors are unknown here.
     """
-    tensors = {state.tensor.name: state.tensor for state in kept_states(manifest)}
+    tensors = kept_tensors(manifest)
     shards: dict[str, list[StoredShard]] = {name: [] for name in tensors}
     for part in written(manifest):
         state = part.state

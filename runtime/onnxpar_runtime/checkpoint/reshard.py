@@ -6,9 +6,7 @@ of the tensors are compared with those of the source. On request, a thread compa
 the source's files meanwhile. The result gets its name only if all of them are equal.
 """
 
-import os
-import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -34,7 +32,7 @@ from onnxpar_format.manifest import FROM_FILES
 from onnxpar_format.new_file import new_file
 from onnxpar_runtime.checkpoint.contents import Checkpoint
 from onnxpar_runtime.checkpoint.copying import Box, Source
-from onnxpar_runtime.checkpoint.folder import cannot_write, finish, resolve, write_file
+from onnxpar_runtime.checkpoint.folder import finish, new_checkpoint, write_file
 from onnxpar_runtime.checkpoint.layout import rank_file, stored_tensors
 from onnxpar_runtime.checkpoint.restore import check_fits
 from onnxpar_runtime.checkpoint.sums import modulus, sum_of
@@ -83,7 +81,7 @@ def reshard(
         CheckpointError: The source is incomplete or does not fit the directory, or the target
             cannot be written; nothing has been written then.
     """
-    checkpoint, manifest = Checkpoint.load(resolve(source)), Manifest.load(to)
+    checkpoint, manifest = Checkpoint.last(source), Manifest.load(to)
     check_fits(checkpoint, manifest)
     return _write(checkpoint, stored_tensors(manifest), manifest.devices, Path(target), verify)
 
@@ -99,33 +97,41 @@ def merge(source: str | Path, target: str | Path, *, verify: bool = False) -> Ma
     Raises:
         CheckpointError: As `reshard`.
     """
-    checkpoint = Checkpoint.load(resolve(source))
-    tensors = {n: _unsharded(t, rank_file(0)) for n, t in checkpoint.tensors.items()}
+    checkpoint = Checkpoint.last(source)
+    tensors = {n: unsharded(t, rank_file(0)) for n, t in checkpoint.tensors.items()}
     return _write(checkpoint, tensors, 1, Path(target), verify)
 
 
-def export_weights(source: str | Path, target: str | Path, *, verify: bool = False) -> Made:
+def export_weights(
+    source: str | Path,
+    target: str | Path,
+    kinds: Collection[str] = FROM_FILES,
+    *,
+    verify: bool = False,
+) -> Made:
     """Writes trained parameters and running statistics, unsharded, by their names in the model.
 
     Args:
         source: As `reshard`.
         target: The safetensors file, which is replaced if it exists.
+        kinds: Kinds of states; moments are named as their parameters are.
         verify: As `reshard`.
 
     Raises:
         CheckpointError: As `reshard`.
     """
-    checkpoint, path = Checkpoint.load(resolve(source)), Path(target)
+    checkpoint, path = Checkpoint.last(source), Path(target)
     weights = sorted(
-        (t for t in checkpoint.tensors.values() if t.kind in FROM_FILES), key=lambda t: t.parameter
+        (t for t in checkpoint.tensors.values() if t.kind in kinds), key=lambda t: t.parameter
     )
-    parts = [(_unsharded(tensor, path.name), tensor) for tensor in weights]
+    parts = [(unsharded(tensor, path.name), tensor) for tensor in weights]
     with new_file(path, CheckpointError) as file, _verified(checkpoint, verify) as files:
         entry = files(file, parts, lambda tensor: tensor.parameter)
     return Made(path, checkpoint.progress.step, len(weights), 1, entry.bytes)
 
 
-def _unsharded(tensor: StoredTensor, file: str) -> StoredTensor:
+def unsharded(tensor: StoredTensor, file: str) -> StoredTensor:
+    """Returns a tensor as one shard in a file."""
     box = tuple((0, n) for n in tensor.shape)
     shards = (StoredShard(file, tensor.shape, (ShardBox(box, box),)),) if tensor.bytes else ()
     return replace(tensor, shards=shards)
@@ -139,18 +145,7 @@ def _write(
     verify: bool,
 ) -> Made:
     """Writes a checkpoint of these tensors' shards; the folder appears complete or not at all."""
-    if os.path.lexists(target):
-        raise CheckpointError(
-            f"{target}: already exists; expected a new path (a checkpoint is never overwritten)"
-        )
-    partial = target.parent / f".{target.name}.partial"
-    # A run that was killed may have left it.
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
-        partial.mkdir(parents=True)
-    except OSError as error:
-        raise cannot_write(target, error) from None
-    try:
+    with new_checkpoint(target) as partial:
         with _verified(checkpoint, verify) as files:
             entries = {
                 name: files(partial / name, parts, _name_in_file)
@@ -169,8 +164,6 @@ def _write(
             files=entries,
         )
         finish(partial, made, target)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     total = sum(entry.bytes for entry in entries.values())
     return Made(target, checkpoint.progress.step, len(tensors), len(entries), total)
 

@@ -11,8 +11,7 @@ from onnxpar_format.dtypes import DTYPES
 from onnxpar_runtime.agree import together, together_for_long
 from onnxpar_runtime.checkpoint.contents import Checkpoint
 from onnxpar_runtime.checkpoint.copying import Source
-from onnxpar_runtime.checkpoint.folder import resolve
-from onnxpar_runtime.checkpoint.layout import held_states, kept_states
+from onnxpar_runtime.checkpoint.layout import held_states, kept_tensors
 from onnxpar_runtime.collectives import Rank
 from onnxpar_runtime.errors import CheckpointError
 from onnxpar_runtime.manifest import Manifest
@@ -37,7 +36,7 @@ def open_checkpoint(rank: Rank, manifest: Manifest, path: str | Path) -> Checkpo
     """
 
     def find() -> Checkpoint:
-        checkpoint = Checkpoint.load(resolve(path))
+        checkpoint = Checkpoint.last(path)
         check_fits(checkpoint, manifest)
         return checkpoint
 
@@ -56,7 +55,7 @@ def check_fits(checkpoint: Checkpoint, manifest: Manifest) -> None:
     """Raises CheckpointError unless a checkpoint has exactly the states of the directory."""
     where = f"{checkpoint.directory} does not fit {manifest.directory}"
     optimizer = manifest.trained().optimizer
-    wanted = {state.tensor.name: state.tensor for state in kept_states(manifest)}
+    wanted = kept_tensors(manifest)
     wrong = []
     for name, own in wanted.items():
         tensor = checkpoint.tensors.get(name)
@@ -119,18 +118,20 @@ MUST_AGREE: Mapping[str, str] = {
 def check_run(checkpoint: Checkpoint, run: Mapping[str, Any]) -> list[str]:
     """Returns how the options of a resumed run differ from those of the checkpoint's run.
 
+    A checkpoint that another program trained has no position in the data and not all options.
+
     Raises:
         CheckpointError: The run would take other samples.
     """
     before = checkpoint.run
     for key, option in MUST_AGREE.items():
-        if before.get(key) != run[key]:
+        if key in before and before[key] != run[key]:
             raise CheckpointError(
-                f"{checkpoint.directory}: {option}: expected {before.get(key)}, as when it was "
+                f"{checkpoint.directory}: {option}: expected {before[key]}, as when it was "
                 f"written, got {run[key]}; the position in the data depends on it"
             )
     return [
-        f"notice: {key} is {value}, but the checkpoint was written with {before.get(key)}"
+        f"notice: {key} is {value}, but the checkpoint was written with {before[key]}"
         for key, value in run.items()
-        if key not in MUST_AGREE and before.get(key) != value
+        if key not in MUST_AGREE and key in before and before[key] != value
     ]

@@ -78,11 +78,12 @@ def resume(trainer: Trainer, checkpoint: Checkpoint, run: dict[str, Any]) -> lis
     progress = checkpoint.progress
     trainer.counters |= {"step": progress.step, "micro_batch": 0}
     trainer.loss_scale.resume(progress.loss_scale, progress.good, progress.skipped)
-    where = f"epoch {progress.epoch}, step {progress.epoch_step}"
-    return [
-        f"resumed from {checkpoint.directory}: {progress.step} steps are done, {where}",
-        *notices,
-    ]
+    if progress.step or not progress.earlier:
+        where = f"epoch {progress.epoch}, step {progress.epoch_step}"
+        done = f"resumed from {checkpoint.directory}: {progress.step} steps are done, {where}"
+    else:
+        done = f"begun with {checkpoint.directory}: the optimizer has done {progress.earlier} steps"
+    return [done, *notices]
 
 
 @contextmanager

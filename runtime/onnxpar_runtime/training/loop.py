@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from math import isnan
 
 from onnxpar_format.checkpoint import Progress
@@ -118,7 +119,7 @@ def fit(
             try:
                 read = done % log_every == 0 or done == limit
                 # The optimizer's averages do not count steps that changed nothing.
-                scalars = hyper.at(done - skipped, rate)
+                scalars = hyper.at(start.earlier + done - skipped, rate)
                 outcome = trainer.train_step(step.micro_batches, scalars, read=read)
             except TrainingError as error:
                 failed = TrainingError(f"epoch {epoch}, {error}")
@@ -137,7 +138,17 @@ def fit(
             if after_step is not None:
                 # JSON has no number for a loss that has not been read yet.
                 known = None if isnan(loss) else loss
-                after_step(Progress(done, epoch, number, data.seed, known, rate))
+                after_step(
+                    replace(
+                        start,
+                        step=done,
+                        epoch=epoch,
+                        epoch_step=number,
+                        seed=data.seed,
+                        loss=known,
+                        lr=rate,
+                    )
+                )
             timeline.add(STEP, f"step {done}", began)
             if stop is not None and done != limit and (asked := stop.agreed(trainer.rank)):
                 return Fitted(last, done, loss, asked)

@@ -5,9 +5,7 @@ batches a function of the user makes. Every rank opens the same source. The rows
 the seed alone, and not on the mesh.
 """
 
-import importlib
 import inspect
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,6 +22,7 @@ from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.npz import convert, read_npz
 from onnxpar_runtime.symbol_checks import check_index_ranges, symbol_values
 from onnxpar_runtime.training.images import handwritten_digits, mnist_files, resize
+from onnxpar_runtime.user_code import named_function, users_code
 
 Array = NDArray[Any]
 Arrays = Mapping[str, Array]
@@ -191,7 +190,7 @@ def open_source(
     if kind == "idx" and rest:
         return replace(_classified(name, *mnist_files(rest, part), specs, labels), parted=True)
     if kind not in ("digits", "npz", "idx") and rest:
-        return _function(name, kind, rest)
+        return _function(name, text)
     raise InputError(f"{name}: expected {FORMS}")
 
 
@@ -297,37 +296,32 @@ def _image_size(name: str, spec: TensorEntry) -> tuple[int, int]:
     )
 
 
-def _function(name: str, module: str, attribute: str) -> Stream:
+def _function(name: str, text: str) -> Stream:
     """Returns the stream of a function that is called once for each epoch.
 
     It gets the fields of `Request` for which it has parameters.
     """
-    # `python -m` finds modules in the current folder; the script that mpirun starts does not.
-    if "" not in sys.path:
-        sys.path.insert(0, "")
-    try:
-        function = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise InputError(f"{name}: {error}; expected {FORMS}") from None
+    function = named_function(text, name, FORMS)
     try:
         taken = inspect.signature(function).parameters
     except (TypeError, ValueError):
-        raise InputError(f"{name}: {attribute!r} in {module!r} is not a function") from None
+        raise InputError(f"{name}: {text!r} does not say which parameters it has") from None
     anything = any(p.kind is p.VAR_KEYWORD for p in taken.values())
 
     def batches(request: Request) -> Iterator[Batch]:
         offered = vars(request)
         given = {k: v for k, v in offered.items() if anything or k in taken}
-        result = function(**given)
-        if not isinstance(result, Iterable):
-            raise InputError(f"{name}: expected an iterable of dicts, got {result!r:.80}")
-        for number, item in enumerate(result, 1):
-            parts = item if isinstance(item, tuple) else (item,)
-            if not parts or not all(isinstance(part, Mapping) for part in parts):
-                raise InputError(
-                    f"{name}: batch {number}: expected a dict of arrays, or a tuple of "
-                    f"dicts, one for each data rank, got {type(item).__name__}"
-                )
-            yield item
+        with users_code(name):
+            result = function(**given)
+            if not isinstance(result, Iterable):
+                raise InputError(f"{name}: expected an iterable of dicts, got {result!r:.80}")
+            for number, item in enumerate(result, 1):
+                parts = item if isinstance(item, tuple) else (item,)
+                if not parts or not all(isinstance(part, Mapping) for part in parts):
+                    raise InputError(
+                        f"{name}: batch {number}: expected a dict of arrays, or a tuple of "
+                        f"dicts, one for each data rank, got {type(item).__name__}"
+                    )
+                yield item
 
     return Stream(name, batches, parted=anything or "train" in taken)

@@ -1,0 +1,299 @@
+"""Training goes on in PyTorch where onnxpar stopped, and here where PyTorch stopped."""
+
+import importlib
+import json
+import math
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from onnxpar.cli import main
+from onnxpar.core.errors import ModelError
+from onnxpar_format.options import Saving, Settings, TrainingRun
+from onnxpar_runtime import TrainerGroup
+from onnxpar_runtime.errors import CheckpointError
+from onnxpar_runtime.training.batches import order
+from onnxpar_runtime.training.commands import train_with
+from tests.training_cases import shard
+
+torch = pytest.importorskip("torch", reason="exports from PyTorch: the extra torch")
+pytest.importorskip("onnxscript", reason="exports from PyTorch: the extra torch")
+
+import onnxpar  # noqa: E402
+
+BATCH, SAMPLES, SEED = 4, 12, 3
+STEPS_OF_EPOCH = SAMPLES // BATCH
+CK = Saving(Path("ck"))
+
+SOURCE = '''
+import torch
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.ln1, self.ln2 = nn.LayerNorm(16), nn.LayerNorm(16)
+        self.qkv, self.proj = nn.Linear(16, 48), nn.Linear(16, 16)
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x):
+        parts = self.qkv(self.ln1(x)).chunk(3, -1)
+        q, k, v = (t.unflatten(-1, (2, 8)).transpose(1, 2) for t in parts)
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.proj(y.transpose(1, 2).flatten(2))
+        return x + self.down(nn.functional.gelu(self.up(self.ln2(x))))
+
+class GPT(nn.Module):
+    """With a tied head, a frozen scale, a parameter that nothing uses, and a buffer."""
+    def __init__(self):
+        super().__init__()
+        self.unused = nn.Parameter(torch.ones(3))
+        self.wte, self.wpe = nn.Embedding(20, 16), nn.Embedding(8, 16)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.ln = nn.LayerNorm(16)
+        self.scale = nn.Parameter(torch.full((16,), 1.5), requires_grad=False)
+        self.register_buffer("version", torch.tensor(7))
+        self.head = nn.Linear(16, 20, bias=False)
+        self.head.weight = self.wte.weight
+
+    def forward(self, ids):
+        x = self.wte(ids) + self.wpe(torch.arange(ids.shape[1]))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.ln(x) * self.scale)
+
+def make():
+    torch.manual_seed(5)
+    net = GPT()
+    # As `onnxpar shard` does by default: no decay of parameters of fewer than two dims.
+    flat = [p for p in net.parameters() if p.dim() < 2 and p.requires_grad]
+    large = [p for p in net.parameters() if p.dim() >= 2]
+    groups = [{"params": flat, "weight_decay": 0.0}, {"params": large}]
+    return net, torch.optim.AdamW(groups, lr=3e-3, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.1)
+
+def module():
+    return make()[0]
+
+def adam():
+    net = GPT()
+    return net, torch.optim.Adam(net.parameters())
+
+def fails():
+    return make(1)
+'''
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder with the module `small_gpt`, a directory `d` that trains it, and data `a.npz`."""
+    folder = tmp_path_factory.mktemp("gpt")
+    (folder / "small_gpt.py").write_text(SOURCE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(folder))
+        net, _ = importlib.import_module("small_gpt").make()
+        ids = torch.zeros(2, 8, dtype=torch.int64)
+        model = onnxpar.from_torch(net, ids, dynamic_shapes=({0: "batch"},), outputs=("logits",))
+        shard(folder / "d", model, "dp=2,tp=2", optimizer="adamw")
+        tokens = np.random.default_rng(1).integers(0, 20, (SAMPLES, 9))
+        np.savez(folder / "a.npz", ids=tokens[:, :-1], labels=tokens[:, 1:])
+        yield folder
+    del sys.modules["small_gpt"]
+
+
+@pytest.fixture
+def gpt(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The module; the current folder is empty but for `d` and `a.npz`."""
+    for name in ("d", "a.npz"):
+        (tmp_path / name).symlink_to(home / name)
+    monkeypatch.chdir(tmp_path)
+    return sys.modules["small_gpt"]
+
+
+def ours(steps: int, **more: Any) -> list[float]:
+    """Trains with four ranks up to a step; returns the losses."""
+    wanted = TrainingRun(
+        "npz:a.npz", lr=more.pop("lr", 3e-3), batch_size=BATCH, seed=SEED, steps=steps,
+        settings=Settings(betas=(0.8, 0.95), eps=1e-6, weight_decay=0.1), print_every=0,
+        log=Path("log.jsonl"), **more,
+    )  # fmt: skip
+    with TrainerGroup("d", seed=SEED) as group:
+        group.on_each(lambda member: train_with(member, wanted))
+    lines = Path("log.jsonl").read_text().splitlines()
+    return [entry["loss"] for entry in map(json.loads, lines) if "loss" in entry]
+
+
+def theirs(net: Any, optimizer: Any, first: int, last: int) -> list[float]:
+    """Trains in PyTorch from a step of the run to another on the same batches."""
+    data, losses = np.load("a.npz"), []
+    for step in range(first, last):
+        epoch, number = divmod(step, STEPS_OF_EPOCH)
+        rows = order(SAMPLES, SEED, epoch + 1)[number * BATCH :][:BATCH]
+        logits = net(torch.from_numpy(data["ids"][rows]))
+        labels = torch.from_numpy(data["labels"][rows])
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def close(got: list[float], wanted: list[float]) -> None:
+    """Compares losses of ten steps.
+
+    A step moves each element by up to the learning rate, whatever its gradient's size. The sums of
+    a gradient, of 4 * 8 * 20 terms at most, have a relative error of sqrt(640) 2^-24 = 1.5e-6 of
+    the largest element. Elements a hundred times smaller than that have an error of 1.5e-4, and
+    move wrongly by 3e-3 * 1.5e-4; the slope of the loss along them is a hundredth of the gradient's
+    norm, which is below 10. So ten steps move the loss by 10 * 3e-3 * 1.5e-4 * 0.1 * sqrt(28) =
+    2.4e-6, with an independent direction for each of 28 tensors, and the loss is at least 3.
+    Its own sums, of 32 rows of 20 terms, have an error of sqrt(640) 2^-24. Together: 2.3e-6.
+    """
+    assert len(got) == len(wanted) == 10
+    assert all(math.isfinite(loss) for loss in wanted)
+    np.testing.assert_allclose(got, wanted, rtol=2.5e-6, atol=0)
+
+
+def test_pytorch_continues_from_a_checkpoint(gpt: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    ours(8, checkpoints=CK)
+    files = ["--state-dict", "net.pt", "--optimizer-state", "adamw.pt"]
+    assert main(["checkpoint", "export", "ck", "--module", "small_gpt:make", *files]) == 0
+    assert "net.pt, adamw.pt: after step 8" in capsys.readouterr().out
+    net, optimizer = gpt.make()
+    untrained = {name: tensor.clone() for name, tensor in net.state_dict().items()}
+    weights = torch.load("net.pt", weights_only=True)
+    assert list(weights) == list(untrained)
+    net.load_state_dict(weights, strict=True)
+    for name, tensor in net.state_dict().items():
+        changed = not torch.equal(tensor, untrained[name])
+        assert changed == (name not in ("unused", "scale", "version")), name
+    assert torch.equal(weights["head.weight"], weights["wte.weight"])
+    state = torch.load("adamw.pt", weights_only=True)
+    # `unused` is the first parameter of the first group; the frozen `scale` is in no group.
+    assert list(state["state"]) == list(range(1, 29))
+    assert {float(entry["step"]) for entry in state["state"].values()} == {8.0}
+    optimizer.load_state_dict(state)
+    close(theirs(net, optimizer, 8, 18), ours(18, resume=Path("ck"))[-10:])
+
+
+def test_training_goes_on_where_pytorch_stopped(
+    gpt: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    net, optimizer = gpt.make()
+    net.version += 1
+    theirs(net, optimizer, 0, STEPS_OF_EPOCH * 3)
+    torch.save(net.state_dict(), "net.pt")
+    torch.save(optimizer.state_dict(), "adamw.pt")
+    files = ["--state-dict", "net.pt", "--optimizer-state", "adamw.pt"]
+    assert (
+        main(["checkpoint", "import", "begun", "--to", "d", "--module", "small_gpt:make", *files])
+        == 0
+    )
+    capsys.readouterr()
+    (loss,) = ours(1, resume=Path("begun"), lr=4e-3)
+    printed = capsys.readouterr().out
+    assert "begun with begun: the optimizer has done 9 steps" in printed
+    assert "notice: lr is 0.004, but the checkpoint was written with 0.003" in printed
+    got = ours(10, resume=Path("begun"), checkpoints=CK)
+    assert got[0] == loss
+    # The run begins with its own epoch 1, so PyTorch goes back to that data.
+    close(got, theirs(net, optimizer, 0, 10))
+    # And back again: the optimizer's step counts both.
+    other, second = gpt.make()
+    other.load_state_dict(onnxpar.state_dict("ck", other))
+    assert int(other.version) == 7, "a buffer that the graph does not have is the module's own"
+    second.load_state_dict(onnxpar.optimizer_state_dict("ck", other, second))
+    assert second.state_dict()["state"][1]["step"] == 19
+    close(theirs(other, second, 10, 20), ours(20, resume=CK.checkpoint)[-10:])
+
+
+def test_parameters_alone_begin_without_moments(gpt: Any) -> None:
+    net, optimizer = gpt.make()
+    with torch.no_grad():
+        net.wpe.weight += 0.1
+    torch.save(net.state_dict(), "net.pt")
+    module = ["--module", "small_gpt:module", "--state-dict", "net.pt"]
+    assert main(["checkpoint", "import", "begun", "--to", "d", *module]) == 0
+    close(ours(10, resume=Path("begun")), theirs(net, optimizer, 0, 10))
+
+
+def test_what_does_not_fit_is_refused(gpt: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    net, optimizer = gpt.make()
+    _, adam = gpt.adam()
+    with pytest.raises(ModelError, match=r"has the optimizer adamw: expected Adam or AdamW.*Adam$"):
+        onnxpar.write_checkpoint("c", "d", net, adam)
+    _, foreign = gpt.make()
+    with pytest.raises(ModelError, match="expected parameters of GPT, got another one of shape"):
+        onnxpar.write_checkpoint("c", "d", net, foreign)
+    amsgrad = torch.optim.AdamW(net.parameters(), amsgrad=True)
+    with pytest.raises(ModelError, match="expected amsgrad=False, got True"):
+        onnxpar.write_checkpoint("c", "d", net, amsgrad)
+    theirs(net, optimizer, 0, 1)
+    optimizer.state[net.wpe.weight]["step"] += 1
+    with pytest.raises(ModelError, match=r"got 1 for .* and 2 for 'wpe.weight'"):
+        onnxpar.write_checkpoint("c", "d", net, optimizer)
+    with torch.no_grad():
+        net.scale += 1
+    with pytest.raises(
+        CheckpointError, match=r"'scale' is not trained: expected its elements in d"
+    ):
+        onnxpar.write_checkpoint("c", "d", net)
+    with pytest.raises(ModelError, match=r"expected the parameter 'blocks.*' of d, got none"):
+        onnxpar.write_checkpoint("c", "d", torch.nn.Linear(2, 2))
+    net.scale.data -= 1
+    net.wpe.weight.data = net.wpe.weight.data.double()
+    with pytest.raises(CheckpointError, match=r"'wpe.weight': expected float32 \[8, 16\], got f"):
+        onnxpar.write_checkpoint("c", "d", net)
+    assert not Path("c").exists()
+    ours(1, checkpoints=CK)
+    fewer = torch.optim.AdamW([net.ln.weight])
+    with pytest.raises(ModelError, match=r"expected all parameters that were trained, got none fo"):
+        onnxpar.optimizer_state_dict("ck", net, fewer)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--module", "small_gpt:none", "--state-dict", "n.pt"], "has no attribute 'none'"),
+        (["--module", "math:floor", "--state-dict", "n.pt"], "floor() takes exactly one argument"),
+        (["--module", "math:pi", "--state-dict", "n.pt"], "'pi' in 'math' is not a function"),
+        (["--module", "os:getcwd", "--state-dict", "n.pt"], "returns an nn.Module"),
+        (
+            ["--module", "small_gpt:module", "--state-dict", "n.pt", "--optimizer-state", "o.pt"],
+            "for --optimizer-state, got no optimizer",
+        ),
+        (["--state-dict", "n.pt"], "--state-dict: expected --module"),
+        (["--state-dict", "n.pt", "-o", "x.onnx"], "one of --output and --state-dict"),
+        ([], "one of --output and --state-dict"),
+        (["-o", "x.safetensors", "--module", "a:b"], "expected --state-dict as well"),
+    ],
+)
+def test_mistakes_of_the_command(
+    gpt: Any, more: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ours(1, checkpoints=CK)
+    assert main(["checkpoint", "export", "ck", *more]) in (1, 2)
+    assert message in capsys.readouterr().err
+    assert not Path("n.pt").exists()
+
+
+def test_files_that_are_not_pytorchs_and_code_that_fails(
+    gpt: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("net.pt").write_bytes(b"no")
+    command = ["checkpoint", "import", "begun", "--to", "d", "--state-dict", "net.pt", "--module"]
+    assert main([*command, "small_gpt:module"]) == 2
+    assert "net.pt: expected a file of torch.save" in capsys.readouterr().err
+    torch.save({"wte.weight": torch.zeros(3)}, "net.pt")
+    assert main([*command, "small_gpt:module"]) == 2
+    assert "Missing key(s) in state_dict" in capsys.readouterr().err
+    assert main([*command, "small_gpt:fails"]) == 1
+    errors = capsys.readouterr().err
+    assert errors.count("Traceback") == 1
+    assert "return make(1)" in errors
+    assert "onnxpar_runtime" not in errors
+    assert not Path("begun").exists()
