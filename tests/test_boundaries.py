@@ -16,7 +16,12 @@ from tools import house
 
 ROOT = Path(__file__).parents[1]
 EXECUTION = {"mpi4py", "onnxruntime", "onnxpar_runtime"}
-SEAMS = ("onnxpar.api.runtime", "onnxpar.strategy.validation_errors", "typer")
+SEAMS = (
+    "onnxpar.api.pytorch",
+    "onnxpar.api.runtime",
+    "onnxpar.strategy.validation_errors",
+    "typer",
+)
 """Modules that are imported when needed: they load slowly, and most commands do not need them."""
 PUBLIC = ("shard_model", "plan")
 """Functions that a room names beside its modules."""
