@@ -157,7 +157,8 @@ def found(case: Case) -> Entry:
     entry = strategy.search.model_copy(update={"machine": case.machine, "sizes": case.sizes})
     strategy = replace(strategy, search=entry)
     planned = plan_strategy(case.path, strategy, training=case.training)
-    return Entry("found", planned.data, planned.ways[0].seconds)
+    best = planned.ways[0]
+    return Entry("found", planned.data, best.seconds, best.parallel.level)
 
 
 def at_random(case: Case, workload: Workload, count: int, seed: int) -> Iterator[Entry]:
