@@ -145,8 +145,7 @@ class Configurations:
                 return seconds < ERROR * best
             return estimate.seconds < NEAR * best
 
-        cheap = min(NODES // len(self.workload.program.graph), AT_MOST)
-        most = max(PRICED, cheap)
+        most = max(PRICED, min(NODES // len(self.workload.program.graph), AT_MOST))
         for number in range(1, most + 1):
             left = [e for e in left if memory_first or known.open(e)]
             fitting = [e for e in left if known.bytes(e) <= self.limit]
@@ -157,7 +156,7 @@ class Configurations:
                 # Estimates of bytes may be too high.
                 near = [e for e in left if not found or known.untried(e)]
                 promising = sorted(near, key=known.bytes)
-            elif not promising and number <= cheap:
+            elif not promising:
                 # Estimates of seconds are too low, and by how much differs between strategies.
                 promising = sorted(filter(known.promises, left), key=known.at_least)
             if not promising:

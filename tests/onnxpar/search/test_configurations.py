@@ -21,6 +21,7 @@ from onnxpar.core.machine import PRESETS
 from onnxpar.cost.optimizer_parallel import OptimizerParallel
 from onnxpar.parameters.recognise import read_parameters
 from onnxpar.search.configurations import Configurations, Configured
+from onnxpar.search.corrections import APART
 from onnxpar.search.plan_choices import NO_BUBBLE, Configuration, Open
 from onnxpar.search.rival_plans import Pricing
 from onnxpar.search.workload import Workload
@@ -134,6 +135,17 @@ def test_more_memory_takes_no_more_time(tmp_path: Path, pairs: bool | None) -> N
         # That a plan is a twentieth faster, estimates do not always see.
         assert seconds <= 1.06 * fastest
         fastest = min(fastest, seconds)
+
+
+def test_strategies_that_were_not_tried_are_priced_for_large_programs_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Estimates do not say which of them is fastest."""
+    monkeypatch.setattr("onnxpar.search.configurations.NODES", 0)
+    *others, last = configurations(12 << 20, Open((1, 2, 4))).run()
+    kinds = [(id(each.plan), each.configuration.split) for each in (*others, last)]
+    assert kinds[-1] not in kinds[:-1]
+    assert last.seconds < APART * min(each.seconds for each in others)
 
 
 def test_level_1_finds_the_least_memory_within_twice_the_time() -> None:
