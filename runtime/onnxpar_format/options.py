@@ -216,6 +216,28 @@ class TrainingRun:
         str | None,
         Option("Evaluate after each epoch on this source, of any kind.", "SOURCE"),
     ] = None
+    validation: Annotated[
+        float | None,
+        Option(
+            "Hold out this part of the samples of SOURCE, chosen by the seed, and evaluate on them "
+            "after each epoch.",
+            "FRACTION",
+        ),
+    ] = None
+    eval_batch_size: Annotated[
+        int | None,
+        Option(
+            "Samples in a batch of an evaluation. Default: up to 256, if the symbols allow it.",
+            "B",
+            minimum=1,
+        ),
+    ] = None
+    eval_every: Annotated[
+        int | None, Option("Evaluate after every K-th step, not after each epoch.", "K", minimum=1)
+    ] = None
+    eval_steps: Annotated[
+        int | None, Option("Evaluate on the first K batches only.", "K", minimum=1)
+    ] = None
     parameters: Annotated[Path | None, Option("Initial parameters, written by --save.", "FILE")] = (
         None
     )
@@ -266,11 +288,6 @@ class TrainingRun:
             minimum=1,
         ),
     ] = None
-
-    @property
-    def evaluates(self) -> bool:
-        """Whether the run evaluates after each epoch."""
-        return self.evaluate or self.eval_data is not None
 
 
 @dataclass(frozen=True)

@@ -106,14 +106,6 @@ def module(folder: Path, body: str) -> dict[str, str]:
             "onnxpar: error: --data stream_of_mine:f: some ranks ran out of batches before others",
         ),
         (
-            "def f():\n    yield GOOD\n"
-            "    if os.environ['OMPI_COMM_WORLD_RANK'] == '1':\n"
-            "        raise ValueError('a mistake of mine')\n"
-            "    yield GOOD\n",
-            1,
-            "r1 | ValueError: a mistake of mine",
-        ),
-        (
             "import sys\ndef f():\n    yield GOOD\n"
             "    if os.environ['OMPI_COMM_WORLD_RANK'] == '1':\n"
             "        sys.exit(5)\n"
@@ -149,6 +141,44 @@ def test_a_run_that_cannot_go_on_ends(
     (reported,) = outcome.messages
     assert reported.startswith(message)
     assert "Traceback" not in outcome.err and outcome.seconds < LIMIT / 2
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (
+            "def f():\n    yield GOOD\n"
+            "    if os.environ['OMPI_COMM_WORLD_RANK'] == '1':\n"
+            "        raise ValueError('a mistake of mine')\n"
+            "    yield GOOD\n",
+            "onnxpar: error: r1 | --data stream_of_mine:f: this code failed:",
+        ),
+        (
+            "def f():\n    yield GOOD\n    raise ValueError('a mistake of mine')\n",
+            "onnxpar: error: --data stream_of_mine:f: this code failed:",
+        ),
+        (
+            "def f(batch_size):\n    yield GOOD\n    np.zeros(batch_size + 'a mistake of mine')\n",
+            "onnxpar: error: --data stream_of_mine:f: this code failed:",
+        ),
+        (
+            "raise ValueError('a mistake of mine')\n",
+            "onnxpar: error: --data stream_of_mine:f: this code failed:",
+        ),
+    ],
+)
+def test_a_users_code_that_fails_is_shown_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, message: str
+) -> None:
+    for name, value in module(tmp_path, body).items():
+        monkeypatch.setenv(name, value)
+    outcome = train(2, regression(tmp_path / "a"), "--data", "stream_of_mine:f", "--lr", "0.1")
+    assert outcome.code == 1, outcome.err
+    assert outcome.messages == [message]
+    shown = outcome.err[outcome.err.index(message) :]
+    assert outcome.err.count("Traceback") == 1
+    assert shown.count("a mistake of mine") >= 1 and 'stream_of_mine.py", line ' in shown
+    assert "onnxpar_runtime" not in shown and "MPI_ABORT" not in outcome.err
 
 
 STUCK = "def f():\n    yield GOOD\n    yield GOOD\n    time.sleep(1000)\n"

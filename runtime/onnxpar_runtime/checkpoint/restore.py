@@ -110,6 +110,7 @@ def load_states(
 MUST_AGREE: Mapping[str, str] = {
     "seed": "--seed",
     "batch_size": "--batch-size",
+    "validation": "--validation",
     "steps_per_epoch": "the steps of an epoch",
 }
 """Options on which the position in the data depends, by key."""

@@ -7,7 +7,7 @@ gets the same batches on any mesh.
 import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Generic, TypeVar
 
@@ -389,6 +389,7 @@ class EvaluationData:
         seed: The seed of the order of samples, which a stream gets.
         plan: How the samples are put together; None for a stream.
         own: Inputs of which the rank needs its own rows only; all of them if None.
+        limit: The largest number of batches of an evaluation; None for all of them.
     """
 
     source: Source
@@ -398,10 +399,12 @@ class EvaluationData:
     seed: int
     plan: EpochPlan | None
     own: Mapping[str, Place] | None = None
+    limit: int | None = field(default=None, kw_only=True)
 
     def steps(self) -> Iterator[Step]:
-        """Returns the batches, in the order of the source."""
-        return self._steps(np.arange, Request(1, self.seed, self.batch, train=False))
+        """Returns the batches of an evaluation, in the order of the source."""
+        steps = self._steps(np.arange, Request(1, self.seed, self.batch, train=False))
+        return islice(steps, self.limit)
 
     def _steps(
         self, order: Order, request: Request, accumulate: int = 1, skip: int = 0
@@ -472,6 +475,7 @@ def evaluation_data(
     batch: int | None = None,
     seed: int = 0,
     own: Mapping[str, Place] | None = None,
+    limit: int | None = None,
 ) -> EvaluationData:
     """Returns the data of an evaluation; the arguments are the attributes of `EvaluationData`.
 
@@ -479,4 +483,4 @@ def evaluation_data(
         LaunchError: An impossible batch size; see `plan_evaluation`.
     """
     plan = plan_evaluation(source.count, batch, dim) if isinstance(source, Samples) else None
-    return EvaluationData(source, specs, dim, batch, seed, plan, own)
+    return EvaluationData(source, specs, dim, batch, seed, plan, own, limit=limit)

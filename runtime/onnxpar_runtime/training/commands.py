@@ -4,7 +4,7 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from math import inf, isfinite
@@ -51,7 +51,15 @@ from onnxpar_runtime.training.programs import (
 )
 from onnxpar_runtime.training.replicas import ReplicaCheck
 from onnxpar_runtime.training.results import Evaluated, Fitted
-from onnxpar_runtime.training.sources import Samples, check_samples, open_source, places
+from onnxpar_runtime.training.sources import (
+    Samples,
+    Source,
+    Stream,
+    check_samples,
+    open_source,
+    places,
+    stream_of,
+)
 from onnxpar_runtime.training.tensorboard import TensorBoard
 from onnxpar_runtime.training.trainer import Trainer
 
@@ -92,7 +100,8 @@ def train(directory: str | Path, wanted: TrainingRun, how: Execution) -> int:
         manifest = begin(rank, "train", directory, how, wanted.save)
         prepared = together(rank, lambda: _prepare(manifest, wanted, rank.index))
         checkpoint = _checkpoint(rank, manifest, wanted)
-        first = (TRAINING, OPTIMIZER, *((EVALUATION,) if wanted.evaluates else ()))
+        evaluates = (EVALUATION,) if prepared.evaluation is not None else ()
+        first = (TRAINING, OPTIMIZER, *evaluates)
         with traced(rank, "train", manifest, how) as trace:
             trainer = opened(
                 Trainer,
@@ -113,7 +122,14 @@ def train(directory: str | Path, wanted: TrainingRun, how: Execution) -> int:
     return _on_rank(how, body, stop)
 
 
-def train_with(trainer: Trainer, wanted: TrainingRun, callbacks: Sequence[Callback] = ()) -> Fitted:
+def train_with(
+    trainer: Trainer,
+    wanted: TrainingRun,
+    callbacks: Sequence[Callback] = (),
+    *,
+    data: Iterable[Any] | None = None,
+    eval_data: Iterable[Any] | None = None,
+) -> Fitted:
     """Trains as `train` does, with an existing trainer, which stays open. Every rank must call it.
 
     The seed of the model's random numbers is the trainer's own, and signals are the caller's.
@@ -122,6 +138,10 @@ def train_with(trainer: Trainer, wanted: TrainingRun, callbacks: Sequence[Callba
         trainer: This rank's trainer.
         wanted: The options.
         callbacks: Are told what happens, on rank 0; those of other ranks are ignored.
+        data: Batches, such as a DataLoader of PyTorch, in place of the source that `wanted.data`
+            names; see `onnxpar_runtime.training.sources.stream_of`. All ranks must get the same
+            batches, and the same ones again in an epoch that is resumed.
+        eval_data: Likewise for evaluations, in place of `wanted.eval_data`.
 
     Raises:
         OnnxparRuntimeError: An option cannot be satisfied; or as `Trainer.train_step`.
@@ -131,7 +151,8 @@ def train_with(trainer: Trainer, wanted: TrainingRun, callbacks: Sequence[Callba
             "--grace: expected the command `train`, which handles signals; here the caller does"
         ).as_agreed()
     prepared = together(
-        trainer.rank, lambda: _prepare(trainer.manifest, wanted, trainer.rank.index)
+        trainer.rank,
+        lambda: _prepare(trainer.manifest, wanted, trainer.rank.index, data, eval_data),
     )
     checkpoint = _checkpoint(trainer.rank, trainer.manifest, wanted)
     _load(trainer, wanted.parameters)
@@ -149,10 +170,13 @@ def evaluation(directory: str | Path, wanted: EvaluationRun, how: Execution) -> 
     def body(rank: Rank) -> None:
         manifest = begin(rank, "eval", directory, how)
         together(rank, lambda: _check_metric(wanted.metric, manifest))
-        chosen = together(
-            rank,
-            lambda: _evaluation_data(manifest, rank.index, wanted.data, wanted.batch_size, 0),
-        )
+
+        def prepare() -> EvaluationData:
+            labels, specs = manifest.trained().loss.labels, manifest.program(EVALUATION).inputs
+            source = open_source(wanted.data, specs, labels, "test")
+            return _evaluation_data(manifest, rank.index, source, wanted.batch_size)
+
+        chosen = together(rank, prepare)
         with traced(rank, "eval", manifest, how):
             trainer = opened(
                 Trainer, rank, manifest, how, programs=(EVALUATION,), debug_nan=wanted.debug_nan
@@ -197,13 +221,19 @@ def _load(trainer: Trainer, parameters: str | Path | None) -> None:
 # -- training -------------------------------------------------------------------------------------
 
 
-def _prepare(manifest: Manifest, wanted: TrainingRun, rank: int) -> _Prepared:
+def _prepare(
+    manifest: Manifest,
+    wanted: TrainingRun,
+    rank: int,
+    batches: Iterable[Any] | None = None,
+    eval_batches: Iterable[Any] | None = None,
+) -> _Prepared:
     check_saving(wanted.checkpoints)
     if wanted.peak_flops is not None and not 0 < wanted.peak_flops < inf:
         raise LaunchError(f"--peak-flops: expected a number > 0, got {wanted.peak_flops:g}")
     training = manifest.trained()
     specs = manifest.program(TRAINING).inputs
-    source = open_source(wanted.data, specs, training.loss.labels)
+    source, held_out = _sources(wanted, manifest, batches, eval_batches)
     data = training_data(
         source,
         specs,
@@ -211,16 +241,57 @@ def _prepare(manifest: Manifest, wanted: TrainingRun, rank: int) -> _Prepared:
         batch=wanted.batch_size,
         accumulate=_micro_batches(manifest, wanted.accumulate),
         seed=wanted.seed,
-        own=places(specs, manifest.atoms, rank, training.loss.labels),
+        own=places(specs, manifest.atoms, rank, training.loss, source),
     )
     hyper = hyperparameters(
         training.optimizer, wanted.settings, set(hyperparameters_read(manifest))
     )
     total = total_steps(data, wanted.epochs, wanted.steps)
-    held_out = _held_out(manifest, rank, wanted) if wanted.evaluates else None
+    evaluated = None if held_out is None else _held_out(manifest, rank, wanted, held_out)
     schedule = LearningRateSchedule(wanted.lr, wanted.schedule, wanted.warmup, total)
-    run = described(wanted.data, data, hyper, schedule)
-    return _Prepared(data, held_out, hyper, schedule, run)
+    run = described(wanted.data, data, hyper, schedule) | {"validation": wanted.validation}
+    return _Prepared(data, evaluated, hyper, schedule, run)
+
+
+def _sources(
+    wanted: TrainingRun,
+    manifest: Manifest,
+    batches: Iterable[Any] | None,
+    eval_batches: Iterable[Any] | None,
+) -> tuple[Source, Source | None]:
+    """Returns the sources to train and to evaluate on."""
+    elsewhere = wanted.eval_data is not None or eval_batches is not None
+    evaluates = wanted.evaluate or elsewhere or wanted.validation is not None
+    for option in ("eval_batch_size", "eval_every", "eval_steps"):
+        if getattr(wanted, option) is not None and not evaluates:
+            raise LaunchError(
+                f"--{option.replace('_', '-')}: expected --eval, --eval-data or --validation as "
+                "well, got none"
+            )
+    labels = manifest.trained().loss.labels
+
+    def opened_as(program: str, given: Iterable[Any] | None, text: str, *more: str) -> Source:
+        specs = manifest.program(program).inputs
+        if given is not None:
+            kind = "data" if given is batches else "eval_data"
+            return stream_of(f"{kind} {type(given).__name__}", given, specs)
+        return open_source(text, specs, labels, *more)
+
+    source = opened_as(TRAINING, batches, wanted.data)
+    if wanted.validation is not None:
+        if wanted.evaluate or elsewhere or isinstance(source, Stream):
+            raise LaunchError(
+                "--validation: expected samples (npz:FILE or tokens:FILE), and neither --eval nor "
+                f"--eval-data, got {source.name}"
+            )
+        return source.validation(wanted.validation, wanted.seed)
+    if not evaluates:
+        return source, None
+    if wanted.eval_data is None:
+        given = batches if eval_batches is None else eval_batches
+        return source, opened_as(EVALUATION, given, wanted.data, "test")
+    found = opened_as(EVALUATION, eval_batches, wanted.eval_data, "test", "--eval-data")
+    return source, found
 
 
 def _micro_batches(manifest: Manifest, wanted: int | None) -> int:
@@ -311,6 +382,7 @@ def _fit(
         epochs=wanted.epochs,
         steps=wanted.steps,
         evaluation=prepared.evaluation,
+        evaluate_every=wanted.eval_every,
         start=start,
         after_step=_checked(trainer, wanted.check_replicas, after_step),
         log_every=wanted.log_every,
@@ -326,11 +398,18 @@ def _fit(
 
 def _notices(wanted: TrainingRun, prepared: _Prepared) -> Iterator[str]:
     """Returns notices about the data."""
-    held_out = prepared.evaluation
+    held_out, name = prepared.evaluation, prepared.data.source.name
     for plan in (prepared.data.plan, held_out and held_out.plan):
         if plan and plan.notice:
             yield plan.notice
-    if held_out is not None and wanted.eval_data is None and not held_out.source.parted:
+    if held_out is not None and wanted.validation is not None:
+        source, training = held_out.source, prepared.data.source
+        assert isinstance(source, Samples) and isinstance(training, Samples)
+        yield (
+            f"{source.count} of {source.count + training.count} samples are held out for "
+            f"validation, chosen by --seed {wanted.seed}"
+        )
+    elif held_out is not None and held_out.source.name == name and not held_out.source.parted:
         yield (
             f"--eval evaluates on the training data: {wanted.data} has no test split; name "
             "other data with --eval-data"
@@ -388,34 +467,32 @@ def save(trainer: Trainer, path: str | Path) -> None:
 # -- evaluation -----------------------------------------------------------------------------------
 
 
-def _held_out(manifest: Manifest, rank: int, wanted: TrainingRun) -> EvaluationData:
-    """Returns the data for the evaluation after each epoch."""
-    found = _evaluation_data(
-        manifest,
-        rank,
-        wanted.data if wanted.eval_data is None else wanted.eval_data,
-        None,
-        wanted.seed,
-        "--data" if wanted.eval_data is None else "--eval-data",
-    )
-    # A stream's function makes batches of the size of the run.
-    return replace(found, batch=wanted.batch_size) if found.plan is None else found
+def _held_out(manifest: Manifest, rank: int, wanted: TrainingRun, source: Source) -> EvaluationData:
+    """Returns the data for the evaluations of a run."""
+    batch = wanted.eval_batch_size
+    found = _evaluation_data(manifest, rank, source, batch, wanted.seed, wanted.eval_steps)
+    # A stream's function makes batches of the size of the run, unless another is given.
+    return found if found.plan or batch else replace(found, batch=wanted.batch_size)
 
 
 def _evaluation_data(
-    manifest: Manifest, rank: int, data: str, batch: int | None, seed: int, option: str = "--data"
+    manifest: Manifest,
+    rank: int,
+    source: Source,
+    batch: int | None,
+    seed: int = 0,
+    limit: int | None = None,
 ) -> EvaluationData:
-    labels = manifest.trained().loss.labels
     program = manifest.program(EVALUATION)
     specs = program.inputs
-    source = open_source(data, specs, labels, "test", option)
     found = evaluation_data(
         source,
         specs,
         BatchDim.of(manifest, specs),
         batch=batch,
         seed=seed,
-        own=places(specs, manifest.atoms, rank, labels),
+        own=places(specs, manifest.atoms, rank, manifest.trained().loss, source),
+        limit=limit,
     )
     if isinstance(source, Samples) and found.plan is not None:
         # Otherwise a mistake would only be found at the end of the first epoch.

@@ -124,13 +124,13 @@ class Reporter(Closing):
         for callback in self._callbacks:
             callback.on_step(self._done, record)
 
-    def evaluated(self, epoch: int, result: Evaluated) -> None:
-        """Reports an evaluation after an epoch.
+    def evaluated(self, epoch: int, result: Evaluated, where: str = "") -> None:
+        """Reports an evaluation; `where` is the place in the epoch, if it is not the end.
 
         Raises:
             InputError: The log file cannot be written.
         """
-        self.tell(f"epoch: {epoch} evaluated on {result.samples} samples: {result.text}")
+        self.tell(f"epoch: {epoch} {where}evaluated on {result.samples} samples: {result.text}")
         values = {
             "epoch": epoch,
             "run_step": self._done,

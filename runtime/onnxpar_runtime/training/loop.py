@@ -65,6 +65,7 @@ def fit(
     epochs: int | None = None,
     steps: int | None = None,
     evaluation: EvaluationData | None = None,
+    evaluate_every: int | None = None,
     start: Progress = _BEGINNING,
     after_step: Callable[[Progress], None] | None = None,
     log_every: int = 1,
@@ -82,6 +83,7 @@ def fit(
         epochs: As `total_steps`.
         steps: As `total_steps`.
         evaluation: Data for an evaluation after each epoch, and after the last step.
+        evaluate_every: Evaluates after each step that this divides, not after each epoch.
         start: The progress of the run so far.
         after_step: Is called after each step, with the progress of the run.
         log_every: The loss of each step that this divides, and of the last step, is read, checked
@@ -110,8 +112,10 @@ def fit(
             epoch, number, step = item
             timeline.add(INPUT, "next batch", began)
             pace.waited(began)
-            if evaluation is not None and epoch != last and last:
-                _report_evaluation(trainer, evaluation, reporter, last)
+            due = epoch != last if evaluate_every is None else done % evaluate_every == 0
+            if evaluation is not None and due and last:
+                where = "" if evaluate_every is None else f"after {done} steps, "
+                reporter.evaluated(last, evaluate(trainer, evaluation), where)
                 pace.restart()
                 began = time.monotonic_ns()
             done, last = done + 1, epoch
@@ -154,7 +158,7 @@ def fit(
                 return Fitted(last, done, loss, asked)
             began = time.monotonic_ns()
     if evaluation is not None:
-        _report_evaluation(trainer, evaluation, reporter, last)
+        reporter.evaluated(last, evaluate(trainer, evaluation))
     return Fitted(last, done, loss)
 
 
@@ -238,9 +242,3 @@ def evaluate(trainer: Trainer, data: EvaluationData) -> Evaluated:
     if not samples:
         raise InputError(f"{data.source.name}: expected data to evaluate on, got none")
     return Evaluated(weighted / labels if labels else float("nan"), samples, correct, labels)
-
-
-def _report_evaluation(
-    trainer: Trainer, data: EvaluationData, reporter: Reporter, epoch: int
-) -> None:
-    reporter.evaluated(epoch, evaluate(trainer, data))

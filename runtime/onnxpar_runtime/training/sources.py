@@ -7,7 +7,7 @@ the seed alone, and not on the mesh.
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,13 @@ from numpy.typing import NDArray
 from onnxpar_format.boxes import block, coordinates
 from onnxpar_format.dtypes import DTYPES
 from onnxpar_format.entries import ProgramEntry, TensorEntry
+from onnxpar_format.manifest import Loss
 from onnxpar_runtime.errors import InputError, SymbolValueError
 from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.npz import convert, read_npz
 from onnxpar_runtime.symbol_checks import check_index_ranges, symbol_values
 from onnxpar_runtime.training.images import handwritten_digits, mnist_files, resize
+from onnxpar_runtime.training.token_file import token_windows
 from onnxpar_runtime.user_code import named_function, users_code
 
 Array = NDArray[Any]
@@ -32,7 +34,7 @@ Batch = Arrays | tuple[Arrays, ...]
 TEST_EVERY = 5
 """Every fifth of the handwritten digits, from the first on, is held out for testing."""
 
-FORMS = "digits[:train|:test], npz:FILE, idx:DIR or module:function"
+FORMS = "digits[:train|:test], npz:FILE, tokens:FILE,seq=N[,dtype=TYPE], idx:DIR or module:function"
 
 
 @dataclass(frozen=True)
@@ -54,12 +56,16 @@ class Place:
 
 
 def places(
-    specs: Sequence[TensorEntry], atoms: Sequence[int], rank: int, labels: str | None
+    specs: Sequence[TensorEntry], atoms: Sequence[int], rank: int, loss: Loss, source: "Source"
 ) -> dict[str, Place]:
     """Returns the rank's place in dim 0 of each input whose rows are sharded.
 
-    Labels are left out: each rank counts the labels of the global batch.
+    Labels are left out if each rank must count those of the global batch that are not ignored.
+    Tokens of a file are not negative, so they all count if a negative label is ignored.
     """
+    ignored, mapped = loss.ignore_index, isinstance(source, Samples) and source.dtypes
+    all_count = ignored is None or (mapped and ignored < 0)
+    labels = None if all_count else loss.labels
     here = coordinates(rank, atoms)
     return {
         spec.name: Place(tuple(atoms[a] for a in by), tuple(here[a] for a in by))
@@ -72,7 +78,7 @@ def places(
 
 @dataclass(frozen=True)
 class Samples:
-    """Samples in memory.
+    """Samples in memory, or in a file that is mapped into memory.
 
     Attributes:
         name: Name for messages: the option and its text.
@@ -80,6 +86,9 @@ class Samples:
         fixed: Arrays that are the same in every batch, by input.
         count: Number of samples.
         parted: Whether training and testing use different samples.
+        dtypes: Types to which a batch of `rows` is converted. Such rows are in a file, of which
+            only those of a batch are read and checked.
+        chosen: The rows that are the samples; None for all rows.
     """
 
     name: str
@@ -87,6 +96,30 @@ class Samples:
     fixed: Arrays
     count: int
     parted: bool = False
+    dtypes: Mapping[str, np.dtype[Any]] = field(default_factory=dict)
+    chosen: NDArray[np.int64] | None = None
+
+    def validation(self, fraction: float, seed: int) -> "tuple[Samples, Samples]":
+        """Returns the samples for training and those for validation, chosen by the seed.
+
+        Raises:
+            InputError: One of them would have no samples, or the source has a test split.
+        """
+        if self.parted:
+            raise InputError(f"--validation: expected {self.name} without a test split; use --eval")
+        number = round(fraction * self.count)
+        if not 0 < number < self.count:
+            raise InputError(
+                f"--validation {fraction:g}: expected at least one of the {self.count} samples of "
+                f"{self.name} for validation, and one for training, got {number} for validation"
+            )
+        # Epochs are numbered from 1, so no epoch has this order.
+        order = np.random.default_rng([seed, 0]).permutation(self.count)
+        held_out, rest = np.sort(order[:number]), np.sort(order[number:])
+        return (
+            replace(self, chosen=rest, count=len(rest), parted=True),
+            replace(self, chosen=held_out, count=number, parted=True),
+        )
 
     def take(self, indices: NDArray[np.int64], own: Mapping[str, Place] | None = None) -> Arrays:
         """Returns the batch of these samples.
@@ -96,13 +129,16 @@ class Samples:
             own: Inputs of which the rank needs its own rows only; the memory of their other rows
                 is not written.
         """
+        indices = indices if self.chosen is None else self.chosen[indices]
         batch: dict[str, Array] = {}
         for name, array in self.rows.items():
+            dtype = self.dtypes.get(name, array.dtype)
             if own is None or name not in own:
-                batch[name] = array[indices]
+                batch[name] = array[indices].astype(dtype, copy=False)
                 continue
             rows = own[name].rows(len(indices))
-            batch[name] = np.empty((len(indices), *array.shape[1:]), array.dtype)
+            # Zeros take no time: memory that is not written is not touched.
+            batch[name] = np.zeros((len(indices), *array.shape[1:]), dtype)
             batch[name][rows] = array[indices[rows]]
         return {**batch, **self.fixed}
 
@@ -187,9 +223,11 @@ def open_source(
         return replace(found, parted=not rest)
     if kind == "npz" and rest:
         return samples(name, read_npz(Path(rest)), specs)
+    if kind == "tokens" and rest:
+        return tokens(name, rest, specs, labels)
     if kind == "idx" and rest:
         return replace(_classified(name, *mnist_files(rest, part), specs, labels), parted=True)
-    if kind not in ("digits", "npz", "idx") and rest:
+    if kind not in ("digits", "npz", "tokens", "idx") and rest:
         return _function(name, text)
     raise InputError(f"{name}: expected {FORMS}")
 
@@ -220,6 +258,29 @@ def samples(name: str, arrays: Arrays, specs: Sequence[TensorEntry]) -> Samples:
     )
 
 
+def tokens(name: str, text: str, specs: Sequence[TensorEntry], labels: str | None) -> Samples:
+    """Returns the windows of a file of tokens as inputs and, a token later, labels.
+
+    Args:
+        name: Name for messages.
+        text: What follows `tokens:`.
+        specs: The program's inputs: one for tokens and one for labels.
+        labels: The input for the labels.
+
+    Raises:
+        InputError: The program has other inputs, or the file cannot be used.
+    """
+    if len(specs) != 2 or labels is None or any(s.dtype not in ("int32", "int64") for s in specs):
+        raise InputError(
+            f"{name}: expected a program with one integer input for tokens and one for labels, got "
+            f"{[f'{spec.name} {spec.dtype}' for spec in specs]} with labels {labels!r}"
+        )
+    windows, after = token_windows(name, text)
+    rows = {spec.name: after if spec.name == labels else windows for spec in specs}
+    dtypes = {spec.name: DTYPES[spec.dtype].dtype for spec in specs}
+    return Samples(name, rows, {}, len(windows), dtypes=dtypes)
+
+
 def check_samples(
     manifest: Manifest, program: ProgramEntry, source: Samples, sizes: Iterable[int]
 ) -> None:
@@ -236,7 +297,7 @@ def check_samples(
         shapes |= {name: array.shape for name, array in source.fixed.items()}
         try:
             values = symbol_values(manifest.symbols, program, shapes)
-            if number == 0:
+            if number == 0 and not source.dtypes:
                 check_index_ranges(program, {**source.rows, **source.fixed}, values, "")
         except (InputError, SymbolValueError) as error:
             raise InputError(f"{source.name}: {error}") from None
@@ -294,6 +355,32 @@ def _image_size(name: str, spec: TensorEntry) -> tuple[int, int]:
         f"{name}: expected an input [batch, height, width] (further dims must be 1), or "
         f"[batch, n] with a square number n, got {spec.name!r} {list(spec.shape)}"
     )
+
+
+def stream_of(name: str, batches: Iterable[Any], specs: Sequence[TensorEntry]) -> Stream:
+    """Returns the stream of an iterable, such as a DataLoader of PyTorch, read once for each epoch.
+
+    Each batch is a dict of arrays or of tensors on the CPU by input, or a sequence of them in the
+    order of the inputs. If its sampler has `set_epoch`, it gets the number of the epoch, from 0.
+    """
+    names = [spec.name for spec in specs]
+
+    def open_epoch(request: Request) -> Iterator[Batch]:
+        set_epoch = getattr(getattr(batches, "sampler", None), "set_epoch", None)
+        with users_code(name):
+            if set_epoch is not None:
+                set_epoch(request.epoch - 1)
+            for number, item in enumerate(batches, 1):
+                named = isinstance(item, Mapping)
+                if not named and (not isinstance(item, Sequence) or len(item) != len(names)):
+                    raise InputError(
+                        f"{name}: batch {number}: expected a dict, or a sequence of arrays for "
+                        f"{', '.join(names)}, got {type(item).__name__}"
+                    )
+                given = item if named else dict(zip(names, item, strict=True))
+                yield {key: np.asarray(array) for key, array in given.items()}
+
+    return Stream(name, open_epoch)
 
 
 def _function(name: str, text: str) -> Stream:

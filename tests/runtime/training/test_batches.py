@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from onnxpar_format.entries import SymbolEntry, TensorEntry
+from onnxpar_format.manifest import Loss
 from onnxpar_runtime.errors import InputError, LaunchError
 from onnxpar_runtime.training.batches import (
     Ahead,
@@ -189,8 +191,12 @@ def test_a_rank_gets_its_own_rows(atoms: tuple[int, ...]) -> None:
         "mask": np.ones(2, np.float32),
     }
     source = samples_of("made", arrays, [split, labels, MASK])
-    ranks = [places([split, labels, MASK], atoms, r, "labels") for r in range(prod(atoms))]
+    specs, counted = [split, labels, MASK], Loss("softmax_cross_entropy", "labels", -100, None)
+    ranks = [places(specs, atoms, r, counted, source) for r in range(prod(atoms))]
     assert all(set(own) == {"x"} for own in ranks)
+    # Without a label to ignore, nobody looks at the labels of other ranks.
+    all_count = replace(counted, ignore_index=None)
+    assert set(places(specs, atoms, 0, all_count, source)) == {"x", "labels"}
     for count in (1, 4, 5):
         indices = order(11, 0, 1)[:count]
         sharding = split.sharding(atoms, {"batch": count})

@@ -1,6 +1,9 @@
 """What the texts of `--data` open, for which inputs, and what they are refused for."""
 
+from dataclasses import replace
+from itertools import islice
 from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -8,9 +11,20 @@ from sklearn.datasets import load_digits
 
 from onnxpar_format.entries import TensorEntry
 from onnxpar_format.expressions import Size
+from onnxpar_format.manifest import Loss
 from onnxpar_runtime.errors import InputError
+from onnxpar_runtime.training.batches import BatchDim, training_data
 from onnxpar_runtime.training.images import resize
-from onnxpar_runtime.training.sources import Request, Samples, Stream, open_source, per_sample
+from onnxpar_runtime.training.sources import (
+    Request,
+    Samples,
+    Stream,
+    open_source,
+    per_sample,
+    places,
+    samples,
+    stream_of,
+)
 from tests.runtime.mnist import mnist
 
 
@@ -137,8 +151,137 @@ def test_npz_that_does_not_fit(tmp_path: Path, arrays: dict[str, np.ndarray], me
 
 @pytest.mark.parametrize("text", ["", "digits:all", "npz", "npz:", "idx:", "csv", "tables:", ":x"])
 def test_unknown_forms(text: str) -> None:
-    with pytest.raises(InputError, match=r"expected digits\[:train\|:test\], npz:FILE, idx:DIR"):
+    with pytest.raises(
+        InputError, match=r"expected digits\[:train\|:test\], npz:FILE, tokens:FILE"
+    ):
         open_source(text, (IMAGES, LABELS), "labels")
+
+
+IDS, NEXT = spec("ids", "int64", "b", 8), spec("labels", "int64", "b", 8)
+COUNTS = Loss("softmax_cross_entropy", "labels", -100, None)
+
+
+def test_windows_of_a_token_file(tmp_path: Path) -> None:
+    tokens = np.random.default_rng(0).integers(0, 60_000, 50).astype(np.uint16)
+    tokens.tofile(tmp_path / "t.bin")
+    found = opened(f"tokens:{tmp_path / 't.bin'},seq=8", IDS, NEXT)
+    assert found.count == 6
+    batch = found.take(np.array([5, 0]))
+    assert {name: array.dtype.name for name, array in batch.items()} == dict.fromkeys(
+        ("ids", "labels"), "int64"
+    )
+    np.testing.assert_array_equal(batch["ids"], [tokens[40:48], tokens[:8]])
+    np.testing.assert_array_equal(batch["labels"], [tokens[41:49], tokens[1:9]])
+    tokens.astype(np.uint32).tofile(tmp_path / "t.bin")
+    found = opened(f"tokens:{tmp_path / 't.bin'},seq=49,dtype=uint32", IDS, NEXT)
+    np.testing.assert_array_equal(found.take(np.array([0]))["labels"], [tokens[1:]])
+
+
+class Counted(np.ndarray[Any, Any]):
+    """An array that adds up the bytes that indices take from it."""
+
+    taken = 0
+
+    def __getitem__(self, key: Any) -> Any:
+        found = np.asarray(self)[key]
+        Counted.taken += found.nbytes
+        return found
+
+
+def test_each_rank_reads_its_slice_of_a_sparse_file_of_10_gb(tmp_path: Path) -> None:
+    path, size, seq = tmp_path / "t.bin", 10**10, 1024
+    with path.open("wb") as stream:
+        stream.truncate(size)
+    specs = [
+        TensorEntry(name, "int64", ("b", seq), ((("b", (0,)),), ((seq, ()),)))
+        for name in ("ids", "labels")
+    ]
+    found = open_source(f"tokens:{path},seq={seq}", specs, "labels")
+    assert isinstance(found, Samples)
+    assert found.count == (size // 2 - 1) // seq
+    source = replace(found, rows={n: a.view(Counted) for n, a in found.rows.items()})
+    for rank in range(4):
+        Counted.taken = 0
+        own = places(specs, (4,), rank, COUNTS, source)
+        data = training_data(source, specs, BatchDim("b"), batch=16, own=own)
+        (step,) = islice(data.epoch(1, skip=100_000), 1)
+        assert step.samples == 16
+        # Of 16 windows a rank has 4, as inputs and as labels, of 2 bytes a token.
+        assert Counted.taken == 2 * 4 * seq * 2
+    # With a label to ignore that is a token, each rank counts all labels.
+    wanted = replace(COUNTS, ignore_index=0)
+    assert set(places(specs, (4,), 0, wanted, source)) == {"ids"}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("t.bin", "expected tokens:FILE,seq=N"),
+        ("t.bin,seq=0", "expected tokens:FILE,seq=N"),
+        ("t.bin,seq=8,length=9", "expected tokens:FILE,seq=N"),
+        ("t.bin,seq=8,dtype=float32", r"dtype=uint8\|uint16\|uint32"),
+        ("none.bin,seq=8", "expected a file of uint16 numbers"),
+        (".,seq=8", "expected a file of uint16 numbers"),
+        ("odd.bin,seq=8", "expected a file of uint16 numbers"),
+        ("t.bin,seq=50", "expected at least 51 tokens, got 50"),
+    ],
+)
+def test_token_files_that_cannot_be_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    np.zeros(50, np.uint16).tofile("t.bin")
+    Path("odd.bin").write_bytes(bytes(51))
+    with pytest.raises(InputError, match=message):
+        opened(f"tokens:{text}", IDS, NEXT)
+
+
+def test_tokens_need_one_input_and_labels(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="expected a program with one integer input for tokens"):
+        opened("tokens:t.bin,seq=8", spec("x", "float32", "b", 8), NEXT)
+
+
+def test_a_part_of_the_samples_is_held_out_by_the_seed() -> None:
+    source = samples(
+        "--data made", {"x": np.arange(20.0, dtype=np.float32)}, [spec("x", "float32", "b")]
+    )
+    training, held_out = source.validation(0.25, seed=3)
+    parts = [part.take(np.arange(part.count))["x"] for part in (training, held_out)]
+    assert [len(part) for part in parts] == [15, 5]
+    assert sorted(np.concatenate(parts)) == list(range(20))
+    again = source.validation(0.25, seed=3)[1]
+    np.testing.assert_array_equal(again.take(np.arange(5))["x"], parts[1])
+    other = source.validation(0.25, seed=4)[1]
+    assert (other.take(np.arange(5))["x"] != parts[1]).any()
+    for fraction in (0.0, 0.01, 0.99, -1.0, 2.0):
+        with pytest.raises(InputError, match="expected at least one of the 20 samples"):
+            source.validation(fraction, seed=3)
+    with pytest.raises(InputError, match="without a test split"):
+        training.validation(0.25, seed=3)
+
+
+def test_batches_of_an_iterable() -> None:
+    class Sampler:
+        epochs: ClassVar[list[int]] = []
+
+        def set_epoch(self, epoch: int) -> None:
+            self.epochs.append(epoch)
+
+    class Loader(list[Any]):
+        sampler = Sampler()
+
+    x, y = np.zeros((2, 8), np.int64), [[1] * 8] * 2
+    loader = Loader([(x, y), [x, y], {"ids": x, "labels": y}])
+    found = stream_of("data Loader", loader, [IDS, NEXT])
+    for epoch in (1, 2):
+        for batch in found.open(Request(epoch, 0, None, True)):
+            assert isinstance(batch, dict)
+            np.testing.assert_array_equal(batch["labels"], y)
+            assert batch["ids"] is x
+    assert Sampler.epochs == [0, 1]
+    for wrong in (x, (x,), 3):
+        with pytest.raises(InputError, match=r"batch 1: expected a dict, or a sequence of arrays"):
+            list(stream_of("data Loader", [wrong], [IDS, NEXT]).open(Request(1, 0, None, True)))
 
 
 def stream(folder: Path, monkeypatch: pytest.MonkeyPatch, body: str, name: str) -> Stream:
