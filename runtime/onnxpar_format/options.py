@@ -169,7 +169,8 @@ class TrainingRun:
         str,
         Option(
             "digits (scikit-learn's handwritten digits), npz:FILE (arrays with the names of the "
-            "inputs), idx:DIR (MNIST's files) or module:function (it returns an iterable of "
+            "inputs), tokens:FILE,seq=N (a file of tokens), "
+            "idx:DIR (MNIST's files) or module:function (it returns an iterable of "
             "dicts).",
             "SOURCE",
         ),
