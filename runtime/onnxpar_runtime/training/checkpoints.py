@@ -12,7 +12,7 @@ from onnxpar_format.options import Saving
 from onnxpar_runtime.agree import together
 from onnxpar_runtime.checkpoint.contents import Checkpoint
 from onnxpar_runtime.checkpoint.folder import step_name
-from onnxpar_runtime.checkpoint.restore import check_run, load_states
+from onnxpar_runtime.checkpoint.restore import check_run, load_states, open_checkpoint
 from onnxpar_runtime.checkpoint.writer import Checkpointer
 from onnxpar_runtime.errors import LaunchError
 from onnxpar_runtime.training.batches import TrainingData
@@ -63,8 +63,65 @@ def described(
     }
 
 
-def resume(trainer: Trainer, checkpoint: Checkpoint, run: dict[str, Any]) -> list[str]:
+def save_checkpoint(
+    trainer: Trainer, folder: str | Path, progress: Progress | None = None, *, keep: int = _KEEP
+) -> Path:
+    """Writes a checkpoint in a loop of one's own, and waits for it. Every rank must call it.
+
+    Args:
+        trainer: This rank's trainer.
+        folder: The folder of checkpoints, the same for all ranks.
+        progress: The position in the data and more; step, seed and loss scale are the trainer's.
+        keep: Number of complete checkpoints to keep.
+
+    Returns:
+        The checkpoint's folder.
+
+    Raises:
+        CheckpointError: It cannot be written, or the folder has one of this step or a later one.
+        RankError: Likewise, on another rank.
+    """
+    done, seed = trainer.steps, int(trainer.counters["seed"])
+    given = replace(progress or Progress(), step=done, seed=seed)
+    with Checkpointer(
+        trainer.rank, trainer.manifest, folder, trainer.states, {}, keep=keep, begun=done - 1
+    ) as writer:
+        writer.save(_with_scale(trainer, given))
+    return Path(folder) / step_name(done)
+
+
+def load_checkpoint(trainer: Trainer, checkpoint: str | Path | Checkpoint) -> Progress:
     """Brings a trainer to the state in which a checkpoint was written. Every rank must call it.
+
+    Args:
+        trainer: This rank's trainer.
+        checkpoint: The checkpoint, or a folder whose last complete one is taken; or one that
+            `open_checkpoint` returned.
+
+    Returns:
+        How far the run had come.
+
+    Raises:
+        CheckpointError: There is none, it is incomplete, or it does not fit the directory.
+        RankError: Likewise, on another rank.
+    """
+    rank, manifest = trainer.rank, trainer.manifest
+    if not isinstance(checkpoint, Checkpoint):
+        checkpoint = open_checkpoint(rank, manifest, checkpoint)
+    load_states(rank, manifest, checkpoint, trainer.states.set)
+    progress = checkpoint.progress
+    trainer.counters |= {"step": progress.step, "micro_batch": 0}
+    trainer.loss_scale.resume(progress.loss_scale, progress.good, progress.skipped)
+    return progress
+
+
+def _with_scale(trainer: Trainer, progress: Progress) -> Progress:
+    scale = trainer.loss_scale
+    return replace(progress, loss_scale=scale.scale, good=scale.good, skipped=scale.skipped)
+
+
+def resume(trainer: Trainer, checkpoint: Checkpoint, run: dict[str, Any]) -> list[str]:
+    """Loads a checkpoint into a trainer, whose run has these options. Every rank must call it.
 
     Returns:
         Lines for people: the progress of the run, and the options that differ from before.
@@ -74,10 +131,7 @@ def resume(trainer: Trainer, checkpoint: Checkpoint, run: dict[str, Any]) -> lis
         RankError: Likewise, on another rank.
     """
     notices = together(trainer.rank, lambda: check_run(checkpoint, run))
-    load_states(trainer.rank, trainer.manifest, checkpoint, trainer.states.set)
-    progress = checkpoint.progress
-    trainer.counters |= {"step": progress.step, "micro_batch": 0}
-    trainer.loss_scale.resume(progress.loss_scale, progress.good, progress.skipped)
+    progress = load_checkpoint(trainer, checkpoint)
     if progress.step or not progress.earlier:
         where = f"epoch {progress.epoch}, step {progress.epoch_step}"
         done = f"resumed from {checkpoint.directory}: {progress.step} steps are done, {where}"
@@ -129,10 +183,7 @@ def saving(
 
         def after(progress: Progress) -> None:
             nonlocal last
-            scale = trainer.loss_scale
-            progress = replace(
-                progress, loss_scale=scale.scale, good=scale.good, skipped=scale.skipped
-            )
+            progress = _with_scale(trainer, progress)
             last = progress
             writer.check()
             if progress.step % (wanted.every or _EVERY) == 0:

@@ -16,12 +16,15 @@ import pytest
 import transformer
 
 from onnxpar.strategy import Strategy
+from onnxpar_format.checkpoint import Progress
 from onnxpar_format.options import Saving, Settings, TrainingRun
 from onnxpar_runtime import TrainerGroup
 from onnxpar_runtime.checkpoint import writer
 from onnxpar_runtime.checkpoint.folder import complete_steps, owned, partial_name, step_name
 from onnxpar_runtime.errors import CheckpointError, OnnxparRuntimeError
 from onnxpar_runtime.training import commands
+from onnxpar_runtime.training.checkpoints import load_checkpoint, save_checkpoint
+from onnxpar_runtime.training.hyper import hyperparameters
 from onnxpar_runtime.training.trainer import Trainer
 from tests.runtime.hand_trained import batch_of, regression
 from tests.training_cases import batch_of as random_batch
@@ -246,3 +249,33 @@ def test_two_runs_do_not_share_a_folder(tmp_path: Path) -> None:
         pytest.raises(OnnxparRuntimeError, match="another run is writing checkpoints there"),
     ):
         train(regression(tmp_path / "a"), wanted)
+
+
+def test_a_loop_of_ones_own_writes_and_loads_checkpoints(tmp_path: Path) -> None:
+    two, three = regression(tmp_path / "two"), regression(tmp_path / "three", 3)
+    optimizer = hyperparameters("momentum", Settings(momentum=0.5))
+    folder = tmp_path / "ck"
+
+    def steps(group: TrainerGroup, first: int, last: int) -> list[float]:
+        return [
+            group.train_step([batch_of(4, t)], optimizer.at(t, 0.1)).loss
+            for t in range(first, last)
+        ]
+
+    with TrainerGroup(two, seed=5) as group:
+        steps(group, 1, 4)
+        given = Progress(epoch=2, epoch_step=1)
+        written = group.on_each(lambda member: save_checkpoint(member, folder, given))
+        assert written == [folder / step_name(3)] * 2
+        losses = steps(group, 4, 6)
+    with TrainerGroup(two, seed=5) as group:
+        (found, _) = group.on_each(lambda member: load_checkpoint(member, folder))
+        assert (found.step, found.seed, found.epoch, found.epoch_step) == (3, 5, 2, 1)
+        assert steps(group, found.step + 1, 6) == losses
+    with TrainerGroup(three) as group:
+        (found, *_) = group.on_each(lambda member: load_checkpoint(member, folder / step_name(3)))
+        # Sums of at most four terms each, in another order: a few units in the last place.
+        np.testing.assert_allclose(steps(group, found.step + 1, 6), losses, rtol=1e-6)
+        group.reset()
+        with pytest.raises(OnnxparRuntimeError, match="has checkpoints up to step 3"):
+            group.on_each(lambda member: save_checkpoint(member, folder))
