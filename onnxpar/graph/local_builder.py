@@ -109,7 +109,7 @@ class LocalBuilder(Builder):
     collectives: list[Collective] = field(default_factory=list)
     shapes: dict[ir.Value, tuple[Dim, ...]] = field(default_factory=dict)
     place: int = 0
-    _sizes: dict[tuple[Dim, ...], ir.Value] = field(default_factory=dict)
+    _known: dict[tuple[object, ...], ir.Value] = field(default_factory=dict)
     _bound: dict[str, Callable[[], ir.Value]] = field(default_factory=dict)
     _token: ir.Value | None = None
 
@@ -123,7 +123,7 @@ class LocalBuilder(Builder):
             self,
             nodes=[],
             collectives=list(self.collectives),
-            _sizes=dict(self._sizes),
+            _known=dict(self._known),
             _bound=dict(self._bound),
         )
 
@@ -200,13 +200,22 @@ class LocalBuilder(Builder):
 
     def computed_sizes(self, dims: tuple[Dim, ...]) -> ir.Value:
         """Returns sizes by arithmetic on the inputs of the symbols; each size is computed once."""
-        if dims not in self._sizes:
-            self._sizes[dims] = (
-                self._emit_size(dims[0])
-                if len(dims) == 1
-                else self.op("Concat", *map(self.size, dims), shape=[len(dims)], axis=0)
-            )
-        return self._sizes[dims]
+
+        def make() -> ir.Value:
+            if len(dims) == 1:
+                return self._emit_size(dims[0])
+            return self.op("Concat", *map(self.size, dims), shape=[len(dims)], axis=0)
+
+        return self.once(dims, make)
+
+    def once(self, key: tuple[object, ...], make: Callable[[], ir.Value]) -> ir.Value:
+        """Returns what `make` emits, which must depend on sizes and coordinates alone.
+
+        It is emitted when a key is first asked for; later readers of the key get the same value.
+        """
+        if key not in self._known:
+            self._known[key] = make()
+        return self._known[key]
 
     def _emit_size(self, expr: sympy.Expr) -> ir.Value:
         if expr.is_Symbol:

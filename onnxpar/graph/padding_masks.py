@@ -25,29 +25,54 @@ def valid_count(builder: LocalBuilder, component: Component) -> ir.Value:
     Atom by atom: if a block with v valid elements is split into blocks of L elements, block i has
     min(max(v - i·L, 0), L) valid elements.
     """
-    if not component.atoms:
-        return builder.size(component.size)
-    valid = builder.size(component.size)
-    local: Dim = component.size
-    for atom in component.atoms:
-        local = ceil_div(local, builder.mesh.atoms[atom], builder.table)
-        length = builder.size(local)
-        start = builder.op("Mul", builder.coord(atom), length, dtype=INT64, shape=[1])
-        left = builder.op("Sub", valid, start, dtype=INT64, shape=[1])
-        left = builder.op("Max", left, builder.const([0]), dtype=INT64, shape=[1])
-        valid = builder.op("Min", left, length, dtype=INT64, shape=[1])
-    return valid
+
+    def make() -> ir.Value:
+        valid = builder.size(component.size)
+        local: Dim = component.size
+        for atom in component.atoms:
+            local = ceil_div(local, builder.mesh.atoms[atom], builder.table)
+            length = builder.size(local)
+            start = builder.op("Mul", builder.coord(atom), length, dtype=INT64, shape=[1])
+            left = builder.op("Sub", valid, start, dtype=INT64, shape=[1])
+            left = builder.op("Max", left, builder.const([0]), dtype=INT64, shape=[1])
+            valid = builder.op("Min", left, length, dtype=INT64, shape=[1])
+        return valid
+
+    return builder.once(("valid", component), make)
 
 
 def block_start(builder: LocalBuilder, component: Component) -> ir.Value:
     """Returns the index in a component of the first element that this rank holds, int64 [1]."""
-    total: ir.Value | None = None
-    local: Dim = component.size
-    for atom in component.atoms:
-        local = ceil_div(local, builder.mesh.atoms[atom], builder.table)
-        step = builder.op("Mul", builder.coord(atom), builder.size(local), dtype=INT64, shape=[1])
-        total = step if total is None else builder.op("Add", total, step, dtype=INT64, shape=[1])
-    return builder.const([0]) if total is None else total
+
+    def make() -> ir.Value:
+        total: ir.Value | None = None
+        local: Dim = component.size
+        for atom in component.atoms:
+            local = ceil_div(local, builder.mesh.atoms[atom], builder.table)
+            start = builder.coord(atom), builder.size(local)
+            step = builder.op("Mul", *start, dtype=INT64, shape=[1])
+            total = step if total is None else builder.op("Add", total, step, shape=[1])
+        return builder.const([0]) if total is None else total
+
+    return builder.once(("start", component), make)
+
+
+def _is_valid(builder: LocalBuilder, component: Component, tail: int) -> ir.Value:
+    """Returns for each local element of a component whether it is valid, with `tail` dims of 1."""
+    length = local_size(component, builder.mesh, builder.table)
+
+    def make() -> ir.Value:
+        if tail:
+            column = builder.const(np.array([-1, *[1] * tail], np.int64))
+            row = _is_valid(builder, component, 0)
+            return builder.op("Reshape", row, column, shape=[length, *[1] * tail])
+        zero, one = (builder.const(np.array(number, np.int64)) for number in (0, 1))
+        stop = builder.op("Squeeze", builder.size(length), dtype=INT64, shape=[])
+        index = builder.op("Range", zero, stop, one, dtype=INT64, shape=[length])
+        count = valid_count(builder, component)
+        return builder.op("Less", index, count, dtype=ir.DataType.BOOL, shape=[length])
+
+    return builder.once(("is_valid", component, tail), make)
 
 
 def fill_value(dtype: ir.DataType, fill: float | str) -> NDArray[Any]:
@@ -125,16 +150,7 @@ def mask_component(
     if before or after:
         view, position = [*local[:axis], outer, length, inner, *local[axis + 1 :]], axis + 1
     tall = builder.reshape(x, view) if before or after else x
-    tail = len(view) - position - 1
-    scalar = builder.const(np.array(0, np.int64))
-    stop = builder.op("Squeeze", builder.size(length), dtype=INT64, shape=[])
-    one = builder.const(np.array(1, np.int64))
-    index = builder.op("Range", scalar, stop, one, dtype=INT64, shape=[length])
-    valid = builder.op(
-        "Less", index, valid_count(builder, component), dtype=ir.DataType.BOOL, shape=[length]
-    )
-    column = builder.const(np.array([-1, *[1] * tail], np.int64))
-    valid = builder.op("Reshape", valid, column, shape=[length, *[1] * tail])
+    valid = _is_valid(builder, component, len(view) - position - 1)
     kept = select(builder, valid, tall, fill_value(x.dtype, fill))
     return builder.reshape(kept, local) if before or after else kept
 

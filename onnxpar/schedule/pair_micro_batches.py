@@ -72,7 +72,7 @@ class _Pair:
             collectives=[],
             shapes={},
             _consts={},
-            _sizes={},
+            _known={},
             _bound={},
         )
         self.builder.initializers = [self._shared(v) for v in held.initializers]
