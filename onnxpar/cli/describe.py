@@ -17,6 +17,8 @@ def describe_program(report: dict[str, Any]) -> dict[str, str]:
         "devices": f"{report['devices']}{_mesh(report)}",
         "nodes": f"{totals['nodes']:,}: {_nodes(report)}",
     }
+    if totals["padding"]:
+        lines["padding"] = _padding(totals["padding"])
     if "once" in totals:
         lines["micro-batches"] = describe_pair(totals)
     if totals["parameters"]:
@@ -111,6 +113,14 @@ def _nodes(report: dict[str, Any]) -> str:
             f"{replicated:,} replicated: no sharding rule ({', '.join(names[:SHOWN])}{more})"
         )
     return ", ".join(parts)
+
+
+def _padding(found: dict[str, dict[str, int]]) -> str:
+    """Returns how many nodes set padding, and the options that make them unnecessary."""
+    nodes = count(sum(item["nodes"] for item in found.values()), "node")
+    options = [f"--symbol {name}:divisor={item['divisor']}" for name, item in found.items()]
+    always = [f"{name} is always a multiple of {item['divisor']}" for name, item in found.items()]
+    return f"set by {nodes}; if {' and '.join(always)}, shard without them: {' '.join(options)}"
 
 
 def count(number: int, noun: str) -> str:

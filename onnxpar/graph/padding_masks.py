@@ -18,6 +18,9 @@ from onnxpar.core.symbols import Dim, ceil_div
 from onnxpar.graph.builder import INT64
 from onnxpar.graph.local_builder import LocalBuilder
 
+PADDING = "padding"
+"""The key in a node's `meta` of the component whose padding it sets."""
+
 
 def valid_count(builder: LocalBuilder, component: Component) -> ir.Value:
     """Returns the number of local elements of a component that are not padding, int64 [1].
@@ -152,6 +155,9 @@ def mask_component(
     tall = builder.reshape(x, view) if before or after else x
     valid = _is_valid(builder, component, len(view) - position - 1)
     kept = select(builder, valid, tall, fill_value(x.dtype, fill))
+    maker = kept.producer()
+    assert maker is not None
+    maker.meta[PADDING] = component
     return builder.reshape(kept, local) if before or after else kept
 
 

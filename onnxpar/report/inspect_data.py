@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import prod
+from math import lcm, prod
 from typing import Any
 
 import onnx_ir as ir
@@ -17,6 +17,7 @@ from onnxpar.cost.growth import Sizes, grows_faster, large_size
 from onnxpar.facts.host_nodes import size_nodes
 from onnxpar.facts.program import Program
 from onnxpar.graph.local_builder import Collective
+from onnxpar.graph.padding_masks import PADDING
 from onnxpar.graph.pipeline_places import virtual_stage_of
 from onnxpar.graph.plan import NodePlan, factor_sizes
 from onnxpar.graph.shapes import ShapeEnv, shapes
@@ -289,6 +290,7 @@ def _totals(
         "collectives_by_op": dict(sorted(Counter(c.op for c in collectives).items())),
         "bytes": total_bytes(c.bytes for c in collectives),
         "grows_faster_than": _growth(collectives, parted.builder.table),
+        "padding": _padding(parted),
         "conflicts": len(conflicts),
         "conflict_bytes": total_bytes(c.bytes for c in conflicts),
         "parameters": len(sizes),
@@ -297,6 +299,23 @@ def _totals(
             (stage["parameter_bytes_per_device"] for stage in stages),
             default=local_bytes(parted.parameters, parted.plan.mesh),
         ),
+    }
+
+
+def _padding(parted: PartitionedModel) -> Json:
+    """For each symbol that need not be divisible: how many nodes set padding, and the divisor.
+
+    With this divisor they would not be needed.
+    """
+    found: dict[str, list[int]] = {}
+    for node in parted.builder.nodes:
+        component = node.meta.get(PADDING)
+        if component is not None and str(component.size) in parted.builder.table:
+            divisor = parted.plan.mesh.count(component.atoms)
+            found.setdefault(str(component.size), []).append(divisor)
+    return {
+        name: {"divisor": lcm(*divisors), "nodes": len(divisors)}
+        for name, divisors in sorted(found.items())
     }
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from pathlib import Path
 
 import numpy as np
@@ -48,6 +49,27 @@ def test_strategy_file(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert manifest["strategy"]["nodes"]["/matmul1/MatMul"]["in"][0]["pieces"] == [2, 4]
     for rank in range(8):
         onnx.checker.check_model(here / "out" / f"rank{rank:04}.model.onnx")
+
+
+def test_padding_that_a_divisor_makes_unnecessary(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    training = ["--train", "--loss", "mse", "--optimizer", "sgd", "--force"]
+    line = re.compile(
+        r"^padding +set by (\d+) nodes?; if batch is always a multiple of 2, shard without them: "
+        r"--symbol batch:divisor=2$",
+        re.MULTILINE,
+    )
+    assert shard("--strategy", "dp=2", *training) == 0
+    found = line.search(capsys.readouterr().out)
+    assert found is not None
+    graph = onnx.load(here / "out" / "rank0000.training_model.onnx").graph
+    # Each chooses between the values and zero.
+    assert int(found[1]) == sum(node.op_type == "Where" for node in graph.node)
+    assert shard("--strategy", "dp=2", "--symbol", "batch:divisor=2", *training) == 0
+    assert "padding" not in capsys.readouterr().out
+    graph = onnx.load(here / "out" / "rank0000.training_model.onnx").graph
+    assert not any(node.op_type == "Where" for node in graph.node)
 
 
 def test_json(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
