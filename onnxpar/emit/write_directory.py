@@ -184,7 +184,8 @@ def _pretty(item: Any, indent: str) -> str:
         parts = [_pretty(v, inner) for v in item]
         opened, closed = "[", "]"
     else:
-        return _ENCODER.encode(item)
+        # The encoder has a short way for text, but not for integers.
+        return str(item) if type(item) is int else _ENCODER.encode(item)
     flat = opened + ", ".join(parts) + closed
     if len(flat) <= LINE and "\n" not in flat:
         return flat

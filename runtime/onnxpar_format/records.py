@@ -144,9 +144,13 @@ def from_json(kind: type[R], raw: Any, place: str) -> R:
 
 def to_json(value: Any) -> Any:
     """Returns a record, or a collection of records, as JSON data."""
-    if _is_record(type(value)):
+    kind = type(value)
+    if kind in _LEAVES:
+        return value
+    fields = _record_fields(cast(Any, kind))
+    if fields is not None:
         found: dict[str, Any] = {}
-        for field in _fields(cast(Any, type(value))):
+        for field in fields:
             item = getattr(value, field.name)
             if KEYED in field.marks or (OPTIONAL in field.marks and item is field.default):
                 continue
@@ -170,8 +174,18 @@ def failure(place: str, expected: str, got: object) -> FormatError:
     return FormatError(f"{place}: expected {expected}, got {shown}")
 
 
+_LEAVES = frozenset({str, int, float, bool, NoneType})
+"""Types of JSON's own values, which are most of a manifest."""
+
+
 def _is_record(hint: Any) -> bool:
     return is_dataclass(hint) or hasattr(hint, "_fields")
+
+
+@lru_cache
+def _record_fields(kind: Any) -> tuple[_Field, ...] | None:
+    """Returns the fields of a record's class; None for another class."""
+    return _fields(kind) if _is_record(kind) else None
 
 
 @lru_cache
