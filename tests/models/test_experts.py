@@ -11,11 +11,11 @@ import pytest
 pytest.importorskip("torch", reason="exports from PyTorch: the extra zoo")
 pytest.importorskip("transformers", reason="exports from PyTorch: the extra zoo")
 
-from plan_search import exported
 from tensor_parallel import EXPERTS, WIRE, Sent, compare
-from zoo import ZOO
+from zoo import ZOO, example
 
 from onnxpar.api.plan_strategy import read_workload
+from onnxpar.api.pytorch.export_module import export, save
 from onnxpar.cli import main
 from onnxpar.strategy import load_strategy, resolve
 
@@ -126,6 +126,14 @@ FOUR = sorted(path.stem for path in (EXPERTS / "tp=4").glob("*.yaml") if path.st
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where each network is exported once."""
     return tmp_path_factory.mktemp("networks")
+
+
+def exported(name: str, folder: Path) -> Path:
+    """Returns the file of a network of the zoo."""
+    path = folder / f"{name}.onnx"
+    if not path.exists():
+        save(export(example(name)), path)
+    return path
 
 
 @cache

@@ -1,6 +1,5 @@
 """The table of how training compares with PyTorch: rows, what is kept of them, and its verdict."""
 
-import importlib.util
 import json
 import math
 import os
@@ -16,17 +15,7 @@ pytest.importorskip("torch", reason="exports from PyTorch: the extra zoo")
 pytest.importorskip("onnxscript", reason="exports from PyTorch: the extra zoo")
 pytest.importorskip("zoo", reason="needs transformers: the extra zoo")
 
-SCRIPT = Path(__file__).parents[2] / "tools" / "zoo_table.py"
-
-
-@pytest.fixture(scope="module")
-def table() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("zoo_table", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["zoo_table"] = module
-    spec.loader.exec_module(module)
-    return module
+from tests.models.conftest import SCRIPT
 
 
 def made(folder: Path, *options: str) -> tuple[int, list[str], list[dict[str, Any]]]:

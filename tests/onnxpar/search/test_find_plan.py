@@ -85,10 +85,10 @@ def test_the_dim_that_dominates_is_split(tmp_path: Path, algorithm: str) -> None
     assert shards(plan, "m0") == ((1, 1), (1, 8))
 
 
-def gpt(tmp_path: Path) -> Program:
+def gpt(tmp_path: Path, layers: int = 2) -> Program:
     """A transformer large enough for its weights to count."""
     path = tmp_path / "gpt.onnx"
-    config = transformer.Config(layers=2, d_model=512, heads=8, vocab=4096, max_positions=64)
+    config = transformer.Config(layers=layers, d_model=512, heads=8, vocab=4096, max_positions=64)
     save(transformer.build(config), path)
     return analyse(load(path), {})
 
@@ -108,7 +108,7 @@ def test_halving_is_within_a_tenth_of_the_exact_optimum(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_a_limit_on_memory_changes_the_plan(tmp_path: Path, algorithm: str) -> None:
-    program = gpt(tmp_path)
+    program = gpt(tmp_path, layers=1)
     spec = SearchSpec(PRESETS["h100"], algorithm, sizes=SIZES)
     free, _ = search(program, spec)
     limit = int(free.chosen.memory / 2)
