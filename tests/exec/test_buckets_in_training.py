@@ -2,6 +2,7 @@
 
 import os
 from collections import Counter
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -49,8 +50,12 @@ def trained(folder: Path) -> dict[str, NDArray[np.generic]]:
     return first
 
 
-@pytest.mark.parametrize("level", range(4) if os.environ.get("ONNXPAR_FULL") else (0, 3))
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize(
+    ("mesh", "level"),
+    [*product(MESHES, range(4))]
+    if os.environ.get("ONNXPAR_FULL")
+    else [("dp=2", 0), ("dp=2,tp=2", 3)],
+)
 def test_the_bits_of_a_call_for_each(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mesh: str, level: int
 ) -> None:

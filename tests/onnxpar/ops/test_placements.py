@@ -1,5 +1,6 @@
 """Every placement that a rule admits holds numerically on every device, and no other does."""
 
+import os
 from dataclasses import replace
 from itertools import product
 
@@ -15,6 +16,7 @@ from onnxpar.graph.plan import factor_sizes
 from tests.onnxpar.ops.op_cases import ALL
 from tests.onnxpar.ops.op_harness import Case, chosen, merged_assignments
 
+FULL = bool(os.environ.get("ONNXPAR_FULL"))
 MESHES = (Mesh((), (2, 2)), Mesh((), (2, 3)))
 
 
@@ -50,7 +52,10 @@ def floating(case: Case) -> bool:
 ids = [f"{i}-{c.view.node.op_type}" for i, c in enumerate(ALL)]
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=lambda m: "x".join(map(str, m.atoms)))
+# Axes of 2 and of 3 split most dims unevenly, too. Two axes of 2 are in the full tier, and below.
+@pytest.mark.parametrize(
+    "mesh", MESHES if FULL else MESHES[1:], ids=lambda m: "x".join(map(str, m.atoms))
+)
 @pytest.mark.parametrize("case", ALL, ids=ids)
 def test_every_split_of_the_factors_holds(case: Case, mesh: Mesh) -> None:
     for factors in chosen(list(case.assignments(mesh))):
