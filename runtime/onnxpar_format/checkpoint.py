@@ -9,7 +9,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from math import prod
+from math import inf, prod
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -50,6 +50,9 @@ class Progress:
         loss_scale: The loss scale of the next step.
         good: Steps with finite gradients since the loss scale changed.
         earlier: Number of steps that the optimizer had done before the run, in another program.
+        best_loss: The smallest loss of an evaluation; None before the first one.
+        best_step: The step after which it was found.
+        worse: Number of evaluations since then.
     """
 
     step: Count = 0
@@ -62,11 +65,20 @@ class Progress:
     loss_scale: Annotated[float, Check("a number > 0", lambda scale: scale > 0)] = 1.0
     good: Count = 0
     earlier: Annotated[Count, OPTIONAL] = 0
+    best_loss: Annotated[float | None, OPTIONAL] = None
+    best_step: Annotated[Count, OPTIONAL] = 0
+    worse: Annotated[Count, OPTIONAL] = 0
 
     @property
     def updates(self) -> int:
         """How often the optimizer has changed the parameters."""
         return self.earlier + self.step - self.skipped
+
+    def evaluated(self, loss: float) -> "Progress":
+        """Returns the progress after an evaluation with this loss."""
+        if loss < (inf if self.best_loss is None else self.best_loss):
+            return replace(self, best_loss=loss, best_step=self.step, worse=0)
+        return replace(self, worse=self.worse + 1)
 
 
 @dataclass(frozen=True)

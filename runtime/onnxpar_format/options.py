@@ -151,6 +151,13 @@ class Saving:
         Option("Write a checkpoint every K steps (default 100) and after the last step.", "K"),
     ] = None
     keep: Annotated[int | None, Option("Keep the last N checkpoints. Default: 2.", "N")] = None
+    keep_best: Annotated[
+        bool,
+        Option(
+            "Write and keep also the checkpoint after which an evaluation had the smallest loss.",
+            flags=("--keep-best",),
+        ),
+    ] = False
     grace: Annotated[
         float | None,
         Option(
@@ -238,6 +245,14 @@ class TrainingRun:
     ] = None
     eval_steps: Annotated[
         int | None, Option("Evaluate on the first K batches only.", "K", minimum=1)
+    ] = None
+    patience: Annotated[
+        int | None,
+        Option(
+            "Stop when N evaluations, one after another, have no smaller loss than the best.",
+            "N",
+            minimum=1,
+        ),
     ] = None
     parameters: Annotated[Path | None, Option("Initial parameters, written by --save.", "FILE")] = (
         None

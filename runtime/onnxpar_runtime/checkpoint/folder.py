@@ -175,9 +175,11 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def prune(root: Path, keep: int) -> None:
-    """Removes all complete checkpoints but the last `keep`."""
+def prune(root: Path, keep: int, best: int | None = None) -> None:
+    """Removes all complete checkpoints but the last `keep` and that of the step `best`."""
     for step in complete_steps(root)[:-keep]:
+        if step == best:
+            continue
         # A folder with this name must be complete, so it loses the name first.
         old = root / step_name(step)
         hidden = root / f".{step_name(step)}.removed"

@@ -77,6 +77,9 @@ class Checkpointer:
         begun: Number of steps that are done when the run begins; the folder may have no later
             checkpoints.
 
+    Attributes:
+        best: The step whose checkpoint is kept, however old it is; None if there is none.
+
     Raises:
         CheckpointError: The folder cannot be used; raised by all ranks.
     """
@@ -101,6 +104,7 @@ class Checkpointer:
         self._copies: list[Array] = []
         self._run = run
         self._keep = keep
+        self.best: int | None = None
         self._thread: threading.Thread | None = None
         self._error: OnnxparRuntimeError | None = None
         self._own_done = threading.Event()
@@ -311,7 +315,7 @@ class Checkpointer:
         check_sizes(partial, files, "checkpoint", CheckpointError)
         target = self._root / step_name(progress.step)
         finish(partial, contents, target)
-        prune(self._root, self._keep)
+        prune(self._root, self._keep, self.best)
 
 
 def _mark(rank: int) -> str:

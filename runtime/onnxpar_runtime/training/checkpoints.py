@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -23,11 +23,27 @@ from onnxpar_runtime.training.trainer import Trainer
 AfterStep = Callable[[Progress], None]
 """Is called after each step, with the progress of the run."""
 
+
+@dataclass(frozen=True)
+class Writing:
+    """What a run calls to write checkpoints.
+
+    Attributes:
+        after_step: Is called after each step.
+        after_best: Is called after the evaluation with the smallest loss so far.
+    """
+
+    after_step: AfterStep | None = None
+    after_best: Callable[[], None] | None = None
+
+
 _EVERY, _KEEP = 100, 2
 
 
 def check_saving(wanted: Saving) -> None:
     """Raises LaunchError for a number that is not positive, or one without a folder to write to."""
+    if wanted.keep_best and wanted.checkpoint is None:
+        raise LaunchError("--keep-best: expected --checkpoint FOLDER as well, got none")
     numbers = (("every", wanted.every), ("keep", wanted.keep), ("grace", wanted.grace))
     for name, number in numbers:
         if number is not None and wanted.checkpoint is None:
@@ -147,8 +163,8 @@ def saving(
     run: dict[str, Any],
     start: Progress,
     begun: Callable[[int, Path], None],
-) -> Iterator[AfterStep | None]:
-    """Yields a function to call after each step. At the end of the block, a checkpoint is written.
+) -> Iterator[Writing]:
+    """Yields functions to call. At the end of the block, a checkpoint is written.
 
     Every rank must call it. At the end, every checkpoint that was begun is complete.
 
@@ -164,7 +180,7 @@ def saving(
         RankError: Likewise, on another rank.
     """
     if wanted.checkpoint is None:
-        yield None
+        yield Writing()
         return
     last, root = start, Path(wanted.checkpoint)
     with Checkpointer(
@@ -176,6 +192,8 @@ def saving(
         keep=wanted.keep or _KEEP,
         begun=start.step,
     ) as writer:
+        if wanted.keep_best and start.best_loss is not None:
+            writer.best = start.best_step
 
         def save(progress: Progress) -> None:
             if writer.save(progress):
@@ -189,5 +207,9 @@ def saving(
             if progress.step % (wanted.every or _EVERY) == 0:
                 save(progress)
 
-        yield after
+        def best() -> None:
+            writer.best = last.step
+            save(last)
+
+        yield Writing(after, best if wanted.keep_best else None)
         save(last)

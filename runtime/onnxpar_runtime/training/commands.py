@@ -36,7 +36,7 @@ from onnxpar_runtime.training.batches import (
     training_data,
 )
 from onnxpar_runtime.training.callbacks import Callback
-from onnxpar_runtime.training.checkpoints import AfterStep, check_saving, described, resume, saving
+from onnxpar_runtime.training.checkpoints import Writing, check_saving, described, resume, saving
 from onnxpar_runtime.training.hyper import Hyperparameters, hyperparameters
 from onnxpar_runtime.training.learning_rate import LearningRateSchedule
 from onnxpar_runtime.training.log import Reporter, what_is_trained
@@ -67,6 +67,7 @@ log = logging.getLogger(__name__)
 Array = NDArray[Any]
 INTERRUPTED = 130
 ACCURACY = "accuracy"
+_OF_EVALUATIONS = ("eval_batch_size", "eval_every", "eval_steps", "patience")
 
 
 @dataclass(frozen=True)
@@ -262,8 +263,9 @@ def _sources(
     """Returns the sources to train and to evaluate on."""
     elsewhere = wanted.eval_data is not None or eval_batches is not None
     evaluates = wanted.evaluate or elsewhere or wanted.validation is not None
-    for option in ("eval_batch_size", "eval_every", "eval_steps"):
-        if getattr(wanted, option) is not None and not evaluates:
+    asked = {name: getattr(wanted, name) for name in _OF_EVALUATIONS}
+    for option, value in {**asked, "keep_best": wanted.checkpoints.keep_best or None}.items():
+        if value is not None and not evaluates:
             raise LaunchError(
                 f"--{option.replace('_', '-')}: expected --eval, --eval-data or --validation as "
                 "well, got none"
@@ -336,8 +338,12 @@ def _train(
         )
         with saving(
             trainer, wanted.checkpoints, prepared.run, start, reporter.checkpoint
-        ) as after_step:
-            done = _fit(trainer, wanted, prepared, reporter, start, lines, after_step, stop)
+        ) as writing:
+            done = _fit(trainer, wanted, prepared, reporter, start, lines, writing, stop)
+        if wanted.checkpoints.keep_best and done.best_step:
+            assert wanted.checkpoints.checkpoint is not None, "checked: --keep-best needs it"
+            best = wanted.checkpoints.checkpoint / step_name(done.best_step)
+            reporter.tell(f"the best checkpoint is {best}")
         reporter.end(done)
     if done.stopped is not None:
         folder = wanted.checkpoints.checkpoint
@@ -362,7 +368,7 @@ def _fit(
     reporter: Reporter,
     start: Progress,
     lines: Sequence[str],
-    after_step: AfterStep | None,
+    writing: Writing,
     stop: Stop | None,
 ) -> Fitted:
     """Trains, from a start about which `lines` inform, and writes the parameters."""
@@ -384,7 +390,8 @@ def _fit(
         evaluation=prepared.evaluation,
         evaluate_every=wanted.eval_every,
         start=start,
-        after_step=_checked(trainer, wanted.check_replicas, after_step),
+        patience=wanted.patience,
+        writing=_checked(trainer, wanted.check_replicas, writing),
         log_every=wanted.log_every,
         peak_flops=wanted.peak_flops,
         stop=stop,
@@ -416,18 +423,18 @@ def _notices(wanted: TrainingRun, prepared: _Prepared) -> Iterator[str]:
         )
 
 
-def _checked(trainer: Trainer, every: int | None, then: AfterStep | None) -> AfterStep | None:
-    """Returns the function to call after each step: a check of replicas, if wanted, then `then`."""
+def _checked(trainer: Trainer, every: int | None, then: Writing) -> Writing:
+    """Returns what to call: after each step a check of replicas, if wanted, then that of `then`."""
     if every is None:
         return then
     check = ReplicaCheck(trainer, every)
 
     def after_step(progress: Progress) -> None:
         check.after(progress.step)
-        if then is not None:
-            then(progress)
+        if then.after_step is not None:
+            then.after_step(progress)
 
-    return after_step
+    return replace(then, after_step=after_step)
 
 
 def _reporter(

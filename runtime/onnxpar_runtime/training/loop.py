@@ -1,7 +1,7 @@
 """The loop over epochs and steps, and the evaluation."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from math import isnan
 
@@ -19,6 +19,7 @@ from onnxpar_runtime.errors import (
 )
 from onnxpar_runtime.stop import Stop
 from onnxpar_runtime.training.batches import Ahead, EvaluationData, Step, TrainingData
+from onnxpar_runtime.training.checkpoints import Writing
 from onnxpar_runtime.training.hyper import Hyperparameters
 from onnxpar_runtime.training.learning_rate import LearningRateSchedule
 from onnxpar_runtime.training.log import Reporter
@@ -66,8 +67,9 @@ def fit(
     steps: int | None = None,
     evaluation: EvaluationData | None = None,
     evaluate_every: int | None = None,
+    patience: int | None = None,
     start: Progress = _BEGINNING,
-    after_step: Callable[[Progress], None] | None = None,
+    writing: Writing | None = None,
     log_every: int = 1,
     peak_flops: float | None = None,
     stop: Stop | None = None,
@@ -84,8 +86,9 @@ def fit(
         steps: As `total_steps`.
         evaluation: Data for an evaluation after each epoch, and after the last step.
         evaluate_every: Evaluates after each step that this divides, not after each epoch.
+        patience: Ends the run when so many evaluations have no smaller loss than the best.
         start: The progress of the run so far.
-        after_step: Is called after each step, with the progress of the run.
+        writing: Is told of steps and of the best evaluation.
         log_every: The loss of each step that this divides, and of the last step, is read, checked
             and reported.
         peak_flops: The most operations per second of a device, for the utilisation in the reports.
@@ -99,10 +102,21 @@ def fit(
     if epochs is None and steps is None:
         epochs = 1
     reporter.begin(limit, start.step)
-    done, last, skipped = start.step, start.epoch, start.skipped
+    done, last, skipped, progress = start.step, start.epoch, start.skipped, start
+    writing = writing or Writing()
     loss = float("nan") if start.loss is None else start.loss
     together = data.source.name if isinstance(data.source, Stream) else None
     timeline = trainer.rank.timeline
+
+    def evaluated(data: EvaluationData, where: str = "") -> Progress:
+        """Evaluates; returns the progress with the best loss."""
+        result = evaluate(trainer, data)
+        reporter.evaluated(last, result, where)
+        after = progress.evaluated(result.loss)
+        if not after.worse and writing.after_best is not None:
+            writing.after_best()
+        return after
+
     with Ahead(_numbered(trainer, data, epochs, limit, start)) as items:
         left = None if limit is None else limit - done
         on_host = trainer.device is Device.CPU
@@ -115,7 +129,13 @@ def fit(
             due = epoch != last if evaluate_every is None else done % evaluate_every == 0
             if evaluation is not None and due and last:
                 where = "" if evaluate_every is None else f"after {done} steps, "
-                reporter.evaluated(last, evaluate(trainer, evaluation), where)
+                progress = evaluated(evaluation, where)
+                if patience is not None and progress.worse >= patience:
+                    reporter.tell(
+                        f"stopped after step {done}: the best loss is {progress.best_loss:.7g}, "
+                        f"after step {progress.best_step}; {progress.worse} evaluations since then"
+                    )
+                    return Fitted(last, done, loss, progress.best_step)
                 pace.restart()
                 began = time.monotonic_ns()
             done, last = done + 1, epoch
@@ -139,27 +159,21 @@ def fit(
             if read:
                 loss = outcome.loss
                 reporter.step(pace.record(epoch, number, done, outcome, rate))
-            if after_step is not None:
-                # JSON has no number for a loss that has not been read yet.
-                known = None if isnan(loss) else loss
-                after_step(
-                    replace(
-                        start,
-                        step=done,
-                        epoch=epoch,
-                        epoch_step=number,
-                        seed=data.seed,
-                        loss=known,
-                        lr=rate,
-                    )
-                )
+            # JSON has no number for a loss that has not been read yet.
+            known = None if isnan(loss) else loss
+            progress = replace(
+                progress, step=done, epoch=epoch, epoch_step=number, seed=data.seed, loss=known,
+                lr=rate,
+            )  # fmt: skip
+            if writing.after_step is not None:
+                writing.after_step(progress)
             timeline.add(STEP, f"step {done}", began)
             if stop is not None and done != limit and (asked := stop.agreed(trainer.rank)):
-                return Fitted(last, done, loss, asked)
+                return Fitted(last, done, loss, progress.best_step, asked)
             began = time.monotonic_ns()
     if evaluation is not None:
-        reporter.evaluated(last, evaluate(trainer, evaluation))
-    return Fitted(last, done, loss)
+        progress = evaluated(evaluation)
+    return Fitted(last, done, loss, progress.best_step)
 
 
 def _numbered(

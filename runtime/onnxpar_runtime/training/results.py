@@ -54,12 +54,14 @@ class Fitted:
         epochs: Number of epochs that were begun.
         steps: Number of steps of all epochs, including those before the run was resumed.
         loss: Loss of the last step whose loss was read.
+        best_step: The step after which an evaluation had the smallest loss; 0 without evaluations.
         stopped: The signal that ended the run before its last step; None if there was none.
     """
 
     epochs: int
     steps: int
     loss: float
+    best_step: int = 0
     stopped: Signals | None = None
 
 

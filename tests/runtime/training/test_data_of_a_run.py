@@ -12,6 +12,7 @@ import transformer
 
 from onnxpar_format.options import Saving, TrainingRun
 from onnxpar_runtime import TrainerGroup
+from onnxpar_runtime.checkpoint.folder import step_name
 from onnxpar_runtime.errors import CheckpointError, LaunchError
 from onnxpar_runtime.memory import peak_resident
 from onnxpar_runtime.training.commands import train_with
@@ -131,6 +132,9 @@ def test_the_held_out_samples_stay_held_out(tmp_path: Path, directory: Path, tok
     [
         ({"eval_every": 2}, "--eval-every: expected --eval, --eval-data or --validation as well"),
         ({"eval_steps": 2}, "--eval-steps: expected --eval"),
+        ({"patience": 2}, "--patience: expected --eval"),
+        ({"checkpoints": Saving(Path("ck"), keep_best=True)}, "--keep-best: expected --eval"),
+        ({"checkpoints": Saving(keep_best=True)}, "--keep-best: expected --checkpoint FOLDER"),
         ({"validation": 0.2, "evaluate": True}, "neither --eval nor --eval-data, got"),
         ({"validation": 0.2, "eval_data": "npz:none"}, "neither --eval nor --eval-data, got"),
     ],
@@ -140,6 +144,38 @@ def test_options_that_do_not_go_together(
 ) -> None:
     with pytest.raises(LaunchError, match=message):
         train(directory, run(tmp_path, **options))
+
+
+def test_a_run_ends_when_evaluations_get_no_better_and_keeps_the_best(
+    tmp_path: Path, directory: Path, tokens: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # On tokens without any pattern, what is learned of some makes others worse.
+    wanted = replace(run(tmp_path, epochs=6, validation=0.3, eval_every=3), lr=1.0)
+    every = [line for line in train(directory, wanted) if "evaluation_loss" in line]
+    steps, found = ([line[key] for line in every] for key in ("run_step", "evaluation_loss"))
+    # The first place at which two evaluations are not below the best one before them.
+    end = next(i for i in range(2, len(found)) if min(found[i - 1 : i + 1]) >= min(found[: i - 1]))
+    best = int(np.argmin(found[:end]))
+    assert 0 < end < len(found) - 2, found
+    capsys.readouterr()
+    folder = tmp_path / "ck"
+    stopping = replace(
+        wanted, patience=2, checkpoints=Saving(folder, every=1000, keep=1, keep_best=True)
+    )
+    log = train(directory, stopping)
+    printed = capsys.readouterr().out
+    assert f"stopped after step {steps[end]}: the best loss is {found[best]:.7g}, " in printed
+    assert f"the best checkpoint is {folder / step_name(steps[best])}" in printed
+    assert [line["run_step"] for line in log if "loss" in line] == list(range(1, steps[end] + 1))
+    names = [step_name(step) for step in (steps[best], steps[end])]
+    assert sorted(p.name for p in folder.iterdir() if p.is_dir()) == names
+    # A run that was resumed in between ends in the same place, with the same best checkpoint.
+    again = tmp_path / "again"
+    halves = replace(stopping, checkpoints=replace(stopping.checkpoints, checkpoint=again))
+    train(directory, replace(halves, steps=steps[end - 1]))
+    log = train(directory, replace(halves, resume=again))
+    assert log[-1]["run_step"] == steps[end]
+    assert sorted(p.name for p in again.iterdir() if p.is_dir()) == names
 
 
 def test_a_loader_of_pytorch(
