@@ -173,7 +173,8 @@ def _plans(
         inputs[pair.input] = Sharding.of(taken.shape, atoms)
         outputs[pair.value] = Sharding.of(made.shape, atoms)
         held.add(pair.input)
-    if held != decoder.seeds.held:
+    # A preset may hold all inputs as they come, so `held` does not show what has changed.
+    if inputs != decoder.seeds.inputs or outputs != encoder.seeds.outputs:
         seeds = replace(decoder.seeds, inputs=inputs, held=frozenset(held))
         taking = propagate_with_states(decoder.program, seeds, carried)
         making = propagate(encoder.program, replace(encoder.seeds, outputs=outputs))

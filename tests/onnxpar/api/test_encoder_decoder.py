@@ -1,6 +1,7 @@
 """An encoder and a decoder in one directory: layouts that fit, weights, and refusals."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import onnx
 import pytest
 from onnx import numpy_helper
 
+from onnxpar.api import encoder_decoder as api
 from onnxpar.api.shard_model import shard_model
 from onnxpar.autodiff.append_loss import parse_loss
 from onnxpar.autodiff.optimizer import parse_optimizer
@@ -46,6 +48,26 @@ def test_what_the_encoder_leaves_has_the_layout_that_the_decoder_takes(
         assert len(taken[pair.input].split_atoms) == len(manifest.atoms)
     heads = taken["past_key_cross_0"].dims[1][0]
     assert heads.size == KV_HEADS and bool(heads.atoms) == ("tp" in strategy)
+
+
+def test_layouts_agree_if_a_preset_holds_all_inputs_of_the_decoder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `tp=2` does for Whisper with one layer, whose decoder it lets read replicated tensors."""
+    half = api._half
+
+    def held(*arguments: Any) -> Any:
+        found = half(*arguments)
+        return replace(found, seeds=replace(found.seeds, held=frozenset(found.seeds.inputs)))
+
+    monkeypatch.setattr(api, "_half", held)
+    manifest = sharded(tmp_path)
+    decoder, encoder = manifest.program("model"), manifest.program("encoder")
+    taken = {spec.name: spec for spec in decoder.inputs}
+    made = {spec.name: spec for spec in encoder.outputs}
+    for pair in decoder.supplied:
+        assert taken[pair.input].dims == made[pair.value].dims
+        assert taken[pair.input].split_atoms
 
 
 def test_a_weight_of_both_is_stored_once_unless_its_content_or_layout_differs(
