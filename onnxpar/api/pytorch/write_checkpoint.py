@@ -52,9 +52,7 @@ def write_checkpoint(
     states: dict[str, dict[str, Any]] = {}
     if optimizer is not None:
         check_kind(optimizer, trained.optimizer, str(directory))
-        packed = optimizer.state_dict()["state"]
-        names = [name for name, _ in parameters_of(module, optimizer)]
-        states = {names[number]: state for number, state in packed.items()}
+        states = _states(module, optimizer)
     wanted = runtime.kept_tensors(manifest)
     arrays, steps = {}, {}
     for name, tensor in wanted.items():
@@ -80,6 +78,22 @@ def write_checkpoint(
         runtime.check_weight(manifest, name, _array(weights[name]))
     progress = Progress(earlier=max(steps.values(), default=0))
     return runtime.write_whole(manifest, Path(target), arrays, progress, _settings(optimizer))
+
+
+def _states(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
+    """Returns the state of each parameter by name; those without a state are left out."""
+    names = dict(enumerate(name for name, _ in parameters_of(module, optimizer)))
+    states = {}
+    for number, state in optimizer.state_dict()["state"].items():
+        keys = ("step", *MOMENTS.values())
+        tensors = [isinstance(state.get(key), torch.Tensor) for key in keys]
+        if number not in names or not all(tensors) or state["step"].numel() != 1:
+            raise ModelError(
+                f"{type(optimizer).__name__}: state {number}: expected a parameter's tensors "
+                f"{', '.join(keys)}, and one step, got {', '.join(map(str, state))}"
+            )
+        states[names[number]] = state
+    return states
 
 
 def _array(tensor: torch.Tensor) -> Any:

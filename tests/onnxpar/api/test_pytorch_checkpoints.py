@@ -3,8 +3,11 @@
 import importlib
 import json
 import math
+import random
+import shutil
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,7 @@ import numpy as np
 import pytest
 
 from onnxpar.cli import main
-from onnxpar.core.errors import ModelError
+from onnxpar.core.errors import ModelError, OnnxparError
 from onnxpar_format.options import Saving, Settings, TrainingRun
 from onnxpar_runtime import TrainerGroup
 from onnxpar_runtime.errors import CheckpointError
@@ -24,6 +27,7 @@ torch = pytest.importorskip("torch", reason="exports from PyTorch: the extra tor
 pytest.importorskip("onnxscript", reason="exports from PyTorch: the extra torch")
 
 import onnxpar  # noqa: E402
+from onnxpar.api.pytorch.files import import_files  # noqa: E402
 
 BATCH, SAMPLES, SEED = 4, 12, 3
 STEPS_OF_EPOCH = SAMPLES // BATCH
@@ -296,4 +300,21 @@ def test_files_that_are_not_pytorchs_and_code_that_fails(
     assert errors.count("Traceback") == 1
     assert "return make(1)" in errors
     assert "onnxpar_runtime" not in errors
+    net, optimizer = gpt.make()
+    torch.save(net.state_dict(), "net.pt")
+    groups = optimizer.state_dict()["param_groups"]
+    for state in ({0: {"step": torch.tensor(1.0)}}, {99: {}}, {0: {"step": "x"}}, {0: 3}, 7):
+        torch.save({"state": state, "param_groups": groups}, "adamw.pt")
+        assert main([*command, "small_gpt:make", "--optimizer-state", "adamw.pt"]) == 2, state
+    errors = capsys.readouterr().err
+    assert "state 0: expected a parameter's tensors step, exp_avg, exp_avg_sq" in errors
+    assert "internal error" not in errors
+    # Whatever is damaged, the message says so.
+    data, draw = Path("net.pt").read_bytes(), random.Random(0)
+    for _ in range(40):
+        at = draw.randrange(len(data) // 2)
+        Path("net.pt").write_bytes(data[:at] + draw.randbytes(4) + data[at + draw.randrange(9) :])
+        with suppress(OnnxparError):
+            import_files(Path("begun"), Path("d"), "small_gpt:module", Path("net.pt"), None)
+            shutil.rmtree("begun")  # the change was in the elements
     assert not Path("begun").exists()
