@@ -16,10 +16,12 @@ import pytest
 
 from onnxpar.cli import main
 from onnxpar.core.errors import ModelError, OnnxparError
+from onnxpar_format.checkpoint import Progress
 from onnxpar_format.options import Saving, Settings, TrainingRun
 from onnxpar_runtime import TrainerGroup
 from onnxpar_runtime.errors import CheckpointError
 from onnxpar_runtime.training.batches import order
+from onnxpar_runtime.training.checkpoints import load_checkpoint, save_checkpoint
 from onnxpar_runtime.training.commands import train_with
 from tests.training_cases import shard
 
@@ -223,6 +225,36 @@ def test_parameters_alone_begin_without_moments(gpt: Any) -> None:
     module = ["--module", "small_gpt:module", "--state-dict", "net.pt"]
     assert main(["checkpoint", "import", "begun", "--to", "d", *module]) == 0
     close(ours(10, resume=Path("begun")), theirs(net, optimizer, 0, 10))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "mesh: {dp: 2}\noptimizer_parallel: {level: 3, threshold: 0}\n",
+        "mesh: {tp: 2}\npipeline: {stages: 2, micro_batches: 2, schedule: 1f1b}\n",
+    ],
+)
+def test_states_come_back_from_any_strategy(
+    gpt: Any, home: Path, tmp_path: Path, text: str
+) -> None:
+    (tmp_path / "s.yaml").write_text(text)
+    model = onnxpar.load(home / "d.onnx")
+    devices = 4 if "pipeline" in text else 2
+    shard(tmp_path / "e", model, tmp_path / "s.yaml", optimizer="adamw", devices=devices)
+    net, optimizer = gpt.make()
+    theirs(net, optimizer, 0, 3)
+    onnxpar.write_checkpoint("begun", "e", net, optimizer)
+    with TrainerGroup("e") as group:
+        group.on_each(lambda member: load_checkpoint(member, "begun"))
+        group.on_each(lambda member: save_checkpoint(member, "ck", Progress(earlier=3)))
+    other, second = gpt.make()
+    other.load_state_dict(onnxpar.state_dict("ck", other))
+    assert all(torch.equal(t, other.state_dict()[n]) for n, t in net.state_dict().items())
+    wanted = optimizer.state_dict()["state"]
+    found = onnxpar.optimizer_state_dict("ck", other, second)["state"]
+    assert list(found) == list(wanted)
+    for number, state in wanted.items():
+        assert all(torch.equal(tensor, found[number][key]) for key, tensor in state.items())
 
 
 def test_what_does_not_fit_is_refused(gpt: Any, capsys: pytest.CaptureFixture[str]) -> None:
