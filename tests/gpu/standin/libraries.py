@@ -15,6 +15,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -102,12 +103,18 @@ def build(folder: Path) -> None:
     """Builds every library into a folder. Raises CalledProcessError where the compiler fails."""
     folder.mkdir(parents=True, exist_ok=True)
     wanted, opened = _undefined(provider()), _named(provider())
-    for library in LIBRARIES:
+
+    def compiled(library: Library) -> None:
         names = {name for name, version in wanted if version == library.soname}
         if library.prefix:
             others = [*opened, *(name for name, version in wanted if not version)]
             names |= {name for name in others if re.match(rf"{library.prefix}[A-Z]", name)}
         _compile(library, sorted(names), folder)
+
+    # At once: tests in other processes wait. Those that need another one are linked with it.
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for linked in (False, True):
+            list(pool.map(compiled, [each for each in LIBRARIES if bool(each.needs) is linked]))
 
 
 def environment(folder: Path) -> Mapping[str, str]:
