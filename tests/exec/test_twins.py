@@ -33,5 +33,5 @@ def test_a_twin_trains_with_the_layouts_of_the_plan(name: str, tmp_path: Path) -
     options = ["--strategy", str(TWINS / f"{name}.yaml"), "--train", "-o", str(directory)]
     loss = ["--loss", "softmax_cross_entropy", "--optimizer", "adamw"]
     assert main(["shard", str(model), *options, *loss]) == 0
-    sizes = "batch=8" if name == "vit-22b" else "batch=8,seq=8"
+    sizes = "batch=16" if name == "vit-22b" else "batch=8,seq=8"
     assert main(["verify", str(directory), "--model", str(model), "--symbol", sizes]) == 0
