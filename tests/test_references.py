@@ -21,15 +21,18 @@ HISTORY = "CHANGELOG.md"
 ENDINGS = ("json", "py", "yaml")
 # Files that examples of the docs write, and that commands do.
 WRITTEN = {
+    "back.py",
     "checkpoint.json",
     "config.json",
     "counting.py",
     "dense.py",
+    "export.py",
     "genai_config.json",
     "manifest.json",
     "plan.yaml",
     "machine.yaml",
     "strategy.yaml",
+    "tiny_gpt.py",
     "tp4.yaml",
 }
 
