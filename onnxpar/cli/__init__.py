@@ -164,6 +164,9 @@ def _run(given: list[str], interrupts: "_ProgramSignals") -> int:
         if not isinstance(code, int):
             if interrupts.seen:
                 raise
+            if isinstance(error, MemoryError):
+                _print_error(f"there is not enough memory: {error}".removesuffix(": "))
+                return 1
             if isinstance(error, OSError) and error.errno == errno.ENOSPC:
                 # Files have errors of their own: this is what is printed.
                 _print_error(f"the output cannot be written: {error.strerror}")

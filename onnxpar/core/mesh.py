@@ -6,6 +6,7 @@ of N whose product is N, major first. A named axis is a run of neighbouring atom
 assignments, Xu et al. 2021, and Shardy's sub-axes express the same idea).
 """
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,6 +17,7 @@ from onnxpar.core.errors import MeshError
 from onnxpar_format.boxes import coordinates
 
 Atoms = tuple[int, ...]
+_AXIS = re.compile(r"[A-Za-z_][\w-]*", re.ASCII)
 
 
 def prime_factors(n: int) -> tuple[int, ...]:
@@ -37,8 +39,14 @@ def is_integer(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _check_sizes(axes: Iterable[tuple[str, int]]) -> None:
+def _check_axes(axes: Iterable[tuple[str, int]]) -> None:
     for name, size in axes:
+        # Strategy files write several axes as `a.b`, and runs of devices as `4@2`.
+        if not _AXIS.fullmatch(name):
+            raise MeshError(
+                f"mesh axis {name!r}: expected a name of letters, digits, _ and -, not beginning "
+                "with a digit or -"
+            )
         if not is_integer(size) or size < 1:
             raise MeshError(
                 f"mesh axis {name!r}: expected an integer >= 1 as its size, got {size!r}"
@@ -66,7 +74,7 @@ class Mesh:
         names = [name for name, _ in self.axes]
         if len(set(names)) != len(names):
             raise MeshError(f"expected mesh axes with different names, got {names}")
-        _check_sizes(self.axes)
+        _check_axes(self.axes)
         if self.axes and prod(size for _, size in self.axes) != self.size:
             raise MeshError(f"mesh axes {dict(self.axes)} do not multiply to {self.size} devices")
         for name, _ in self.axes:
@@ -80,7 +88,7 @@ class Mesh:
             MeshError: A size is not an integer >= 1.
         """
         named = {**(axes or {}), **sizes}
-        _check_sizes(named.items())
+        _check_axes(named.items())
         atoms = tuple(p for size in named.values() for p in prime_factors(size))
         return Mesh(tuple(named.items()), atoms)
 

@@ -25,6 +25,8 @@ MAX_DIGITS = 18
 """Digits of a number in a dim: sizes are 64-bit integers."""
 MAX_NESTING = 8
 """Bodies inside one another: some work doubles with each level."""
+MAX_DIMS = 64
+"""Dims of an input: numpy, which holds the data, has no more."""
 MAX_NODES = 1_000_000
 """Nodes of a model after its functions have been inlined."""
 

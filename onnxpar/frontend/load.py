@@ -30,7 +30,7 @@ from onnxpar.core.symbols import Symbol, SymbolTable, as_dim, symbols_of
 from onnxpar.frontend.check_nodes import check_inferred, check_operators
 from onnxpar.frontend.expand import expand_unknown, inline_functions
 from onnxpar.frontend.fold_constants import fold_constants
-from onnxpar.frontend.limits import check_calls, check_dim, check_nesting
+from onnxpar.frontend.limits import MAX_DIMS, check_calls, check_dim, check_nesting
 from onnxpar.frontend.quiet import quiet
 from onnxpar.frontend.upgrade import upgrade_model
 from onnxpar.graph.body_captures import (
@@ -81,6 +81,7 @@ def read(path: str | Path) -> onnx.ModelProto:
     with _readable(path):
         proto = onnx.load(path, load_external_data=False)
         _check_text(proto, f"{str(path)!r} is not a readable ONNX model: model")
+        _check_external(proto, path)
         return proto
 
 
@@ -95,6 +96,8 @@ def in_memory(proto: onnx.ModelProto, path: str | Path) -> ir.Model:
         ir.external_data.set_base_dir(model.graph, Path(path).parent)
     if not model.opset_imports or not (len(model.graph) or len(model.graph.outputs)):
         raise ModelError(f"{str(path)!r} is not an ONNX model: it has no graph or no opset")
+    if not model.graph.outputs:
+        raise ModelError(f"the model {str(path)!r} has no outputs: expected at least one")
     _opset_of(model, f"the model {str(path)!r}: ")
     _drop_marks(model)
     return model
@@ -153,6 +156,17 @@ def _readable(path: Path) -> Iterator[None]:
             cause = cause.__cause__
         text = " ".join(str(cause).split())
         raise ModelError(f"{str(path)!r} is not a readable ONNX model: {text}") from error
+
+
+def _check_external(proto: onnx.ModelProto, path: Path) -> None:
+    """Raises ModelError unless the places of external weights are numbers."""
+    for tensor in proto.graph.initializer:
+        for entry in tensor.external_data:
+            if entry.key in ("offset", "length") and not entry.value.isdecimal():
+                raise ModelError(
+                    f"{str(path)!r}: initializer {tensor.name!r}: external data: expected a number "
+                    f"of bytes as {entry.key!r}, got {entry.value!r}"
+                )
 
 
 def _check_text(message: Message, place: str) -> None:
@@ -376,6 +390,10 @@ def _name_dims(graph: ir.Graph) -> None:
     for value in graph.inputs:
         if value.shape is None:
             raise ModelError(f"input {value.name!r} has no shape: its number of dims must be known")
+        if len(value.shape) > MAX_DIMS:
+            raise ModelError(
+                f"input {value.name!r}: expected at most {MAX_DIMS} dims, got {len(value.shape)}"
+            )
         if value.dtype in (None, ir.DataType.UNDEFINED):
             raise ModelError(f"input {value.name!r} has no element type")
         if value.dtype == ir.DataType.STRING:

@@ -7,6 +7,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from onnxpar.strategy.tensor_entry import expected
 
 Count = Annotated[int, Field(ge=1)]
+MOST_MICRO_BATCHES = 1 << 16
+"""So many that each stage has millions of messages in a step."""
 
 
 class ScheduleEntry(BaseModel):
@@ -22,7 +24,7 @@ class ScheduleEntry(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
-    micro_batches: Count | None = None
+    micro_batches: Annotated[int, Field(ge=1, le=MOST_MICRO_BATCHES)] | None = None
     schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1"] = "1f1b"
     chunks: Count = 1
 

@@ -365,7 +365,12 @@ class BeamSearch:
 
     beams: Annotated[
         int,
-        Option("Search with N beams for each prompt; 1 chooses token by token.", "N", minimum=1),
+        Option(
+            "Search with N beams for each prompt; 1 chooses token by token.",
+            "N",
+            minimum=1,
+            maximum=1024,
+        ),
     ] = 1
     length_penalty: Annotated[
         float,
@@ -426,7 +431,8 @@ class GenerationRun:
         ),
     ] = None
     max_new_tokens: Annotated[
-        int, Option("Largest number of new tokens for each prompt.", "K", minimum=1)
+        int,
+        Option("Largest number of new tokens for each prompt.", "K", minimum=1, maximum=1 << 20),
     ] = 128
     chunk: Annotated[
         int,

@@ -94,7 +94,8 @@ def read_tensors(path: str | Path) -> Mapping[str, Array]:
     """Returns the tensors of a file by name; they are read-only and stay on the disk until used.
 
     Raises:
-        InputError: The file is missing, is not a safetensors file, or has an unknown type.
+        InputError: The file is missing, is not a safetensors file, or has an unknown type; or the
+            tensors overlap, or leave bytes of the file out.
     """
     try:
         with open_regular(path) as stream:
@@ -102,7 +103,7 @@ def read_tensors(path: str | Path) -> Mapping[str, Array]:
             length = int.from_bytes(stream.read(8), "little")
             if size < 8 or not 2 <= length <= min(size - 8, _MAX_HEADER):
                 raise _malformed(path, "it has no header")
-            header = json.loads(stream.read(length))
+            header = json.loads(stream.read(length), object_pairs_hook=_once)
         data = np.memmap(path, np.uint8, "r") if size > 8 + length else np.empty(0, np.uint8)
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror or error}") from None
@@ -111,7 +112,24 @@ def read_tensors(path: str | Path) -> Mapping[str, Array]:
     if not isinstance(header, dict):
         raise _malformed(path, "its header is not an object")
     header.pop("__metadata__", None)
-    return {name: _view(path, name, entry, data, 8 + length) for name, entry in header.items()}
+    found = {name: _view(path, name, entry, data, 8 + length) for name, entry in header.items()}
+    end = 0
+    for start, stop, name in sorted((*header[name]["data_offsets"], name) for name in header):
+        if start != end:
+            raise _malformed(path, f"{name!r} begins at byte {start}, expected {end}")
+        end = stop
+    if 8 + length + end != size:
+        raise _malformed(path, f"{size} bytes, expected {8 + length + end}")
+    return found
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Returns a JSON object; ValueError if it has a key twice."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(n for n in names if names.count(n) > 1)!r} is there twice")
+    return found
 
 
 def _view(path: str | Path, name: str, raw: Any, data: Array, base: int) -> Array:

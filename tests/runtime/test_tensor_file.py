@@ -57,6 +57,29 @@ def test_bfloat16(tmp_path: Path) -> None:
     np.testing.assert_array_equal(loaded, array)
 
 
+def damaged(path: Path, header: dict[str, dict[str, object]] | str, data: bytes) -> Path:
+    text = (header if isinstance(header, str) else json.dumps(header)).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+    return path
+
+
+def test_tensors_fill_the_file_without_gaps(tmp_path: Path) -> None:
+    def entry(start: int, stop: int) -> dict[str, object]:
+        return {"dtype": "U8", "shape": [stop - start], "data_offsets": [start, stop]}
+
+    whole = {"a": entry(0, 4), "b": entry(4, 8)}
+    assert set(read_tensors(damaged(tmp_path / "good", whole, bytes(8)))) == {"a", "b"}
+    twice = json.dumps(whole).replace('"b"', '"a"')
+    for header, data, message in (
+        ({"a": entry(0, 4), "b": entry(2, 6)}, bytes(6), "'b' begins at byte 2, expected 4"),
+        ({"a": entry(0, 4), "b": entry(5, 8)}, bytes(8), "'b' begins at byte 5, expected 4"),
+        (whole, bytes(9), r"\d+ bytes, expected \d+"),
+        (twice, bytes(8), "'a' is there twice"),
+    ):
+        with pytest.raises(InputError, match=message):
+            read_tensors(damaged(tmp_path / "bad", header, data))
+
+
 def test_an_array_that_is_not_its_entry(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="expected float32"):
         write_tensors(tmp_path / "a", [Entry("x", "float32", (2,))], [np.zeros(2)])

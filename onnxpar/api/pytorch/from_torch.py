@@ -45,10 +45,15 @@ def from_torch(
         opset: Version of ONNX's operators, 18 or more. 23 keeps attention as single nodes.
 
     Raises:
-        ModelError: An argument is no tensor, a name is no input, a symbol is of another kind, or
-            PyTorch fixed an open dim or has fewer results than names.
+        ModelError: `module` is none, an argument is no tensor, there is no name for a result, a
+            name is no input, a symbol is of another kind, or PyTorch fixed an open dim or has fewer
+            results than names.
         torch.onnx.OnnxExporterError: PyTorch cannot export the module.
     """
+    if not isinstance(module, torch.nn.Module):
+        raise ModelError(f"module: expected a torch.nn.Module, got {type(module).__name__}")
+    if not outputs:
+        raise ModelError("outputs: expected a name for at least one result, got none")
     inputs = _inputs(module, (args,) if isinstance(args, torch.Tensor) else args, kwargs or {})
     dims, ranges = _open_dims(dynamic_shapes, list(inputs))
     try:

@@ -24,6 +24,8 @@ from onnxpar_runtime.serving.logprobs import Logprobs
 
 BODY_BYTES = 16 << 20
 """Bytes of a request at most."""
+BODY_SECONDS = 30.0
+"""How long a client may take to send them."""
 _REFUSALS = {
     "cancelled": Refusal("the server is shutting down", 503),
     "error": Refusal("the logits of the model for this prompt are NaN", 500),
@@ -110,13 +112,21 @@ async def _body(request: Request) -> bytes:
     """Returns the body of a request.
 
     Raises:
-        Refusal: It is too long.
+        Refusal: It is too long, or takes too long.
     """
+    refusal = Refusal(f"body: expected at most {BODY_BYTES} bytes", 413)
+    length = request.headers.get("content-length", "0")
+    if length.isdecimal() and int(length) > BODY_BYTES:
+        raise refusal
     found = bytearray()
-    async for part in request.stream():
-        found += part
-        if len(found) > BODY_BYTES:
-            raise Refusal(f"body: expected at most {BODY_BYTES} bytes", 413)
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            async for part in request.stream():
+                found += part
+                if len(found) > BODY_BYTES:
+                    raise refusal
+    except TimeoutError:
+        raise Refusal(f"body: expected all of it within {BODY_SECONDS:g} s", 408) from None
     return bytes(found)
 
 

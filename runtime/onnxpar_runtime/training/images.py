@@ -25,6 +25,9 @@ _IDX_NAMES = {
 }
 _IDX_TYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
 
+_PART = 1 << 24
+"""Bytes that are read at once."""
+
 
 def resize(images: Array, height: int, width: int | None = None) -> Array:
     """Bilinear resize of images [count, h, w] to [count, height, width], square if no width.
@@ -106,6 +109,22 @@ def _idx_path(folder: Path, pattern: str) -> Path:
     raise InputError(f"{folder}: none of the files {', '.join(names)} exists")
 
 
+def _read(stream: Any) -> bytes:
+    """Returns what the header says that there is, and one byte more if there is more."""
+    head: bytes = stream.read(4)
+    if len(head) < 4 or head[2] not in _IDX_TYPES:
+        return head
+    sizes: bytes = stream.read(4 * head[3])
+    shape = [int.from_bytes(sizes[i : i + 4], "big") for i in range(0, len(sizes), 4)]
+    wanted = prod(shape) * np.dtype(_IDX_TYPES[head[2]]).itemsize + 1
+    found = [head, sizes]
+    # In parts, because the header may ask for more than there is memory.
+    while wanted and (part := stream.read(min(wanted, _PART))):
+        found.append(part)
+        wanted -= len(part)
+    return b"".join(found)
+
+
 def read_idx(path: Path) -> Array:
     """Returns the array of an IDX file, as described with MNIST (LeCun, Cortes & Burges, 1998).
 
@@ -117,7 +136,7 @@ def read_idx(path: Path) -> Array:
     """
     try:
         with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as stream:
-            data = stream.read()
+            data = _read(stream)
     except (OSError, EOFError, zlib.error) as error:
         raise InputError(f"{path}: cannot be read: {error}") from None
     if len(data) < 4 or data[:2] != b"\0\0" or data[2] not in _IDX_TYPES:

@@ -163,12 +163,15 @@ def test_inputs_may_be_positional_or_named_and_symbols_names_or_dims() -> None:
             {"args": IDS, "dynamic_shapes": ({}, {})},
             "dynamic_shapes: expected at most 1 entries, one for each of ids, got 2",
         ),
+        ({"args": IDS, "outputs": ()}, "outputs: expected a name for at least one result"),
         ({"args": IDS, "outputs": ("a", "b")}, "2 names for outputs, of which there are 1"),
     ],
 )
 def test_mistakes_are_named(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
         onnxpar.from_torch(net().eval(), **arguments)
+    with pytest.raises(ModelError, match=r"module: expected a torch\.nn\.Module, got function"):
+        onnxpar.from_torch(net, IDS)  # type: ignore[arg-type]
 
 
 def test_what_is_not_the_modules_is_refused(tmp_path: Path) -> None:

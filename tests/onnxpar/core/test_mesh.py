@@ -127,6 +127,9 @@ def test_a_size_that_is_no_positive_integer_is_refused(size: object) -> None:
 
 
 def test_axes_that_do_not_fit_the_atoms_are_refused() -> None:
+    for name in ("", "~", "a.b", "2x", "a b", "-a"):
+        with pytest.raises(MeshError, match="expected a name of letters"):
+            Mesh.of({name: 2})
     with pytest.raises(MeshError, match="different names"):
         Mesh((("a", 2), ("a", 2)), (2, 2))
     with pytest.raises(MeshError, match="do not multiply"):

@@ -55,6 +55,33 @@ def test_a_dim_that_takes_long(
     assert len(error) < 300
 
 
+def test_an_input_of_many_dims(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    relu = helper.make_node("Relu", ["x"], ["y"], "r")
+    dims = ["a"] * 65
+    graph = helper.make_graph([relu], "g", [value("x", *dims)], [value("y", *dims)])
+    error = refused(saved(tmp_path / "m.onnx", graph), capsys)
+    assert "input 'x': expected at most 64 dims, got 65" in error
+
+
+def test_a_model_without_outputs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    relu = helper.make_node("Relu", ["x"], ["y"], "r")
+    path = saved(tmp_path / "m.onnx", helper.make_graph([relu], "g", [value("x", 2)], []))
+    assert "has no outputs: expected at least one" in refused(path, capsys)
+
+
+@pytest.mark.parametrize(("key", "given"), [("offset", "-4"), ("length", "nan")])
+def test_places_of_external_weights(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], key: str, given: str
+) -> None:
+    weight = TensorProto(name="w", data_type=1, dims=[4], data_location=1)
+    for name, text in (("location", "w.bin"), (key, given)):
+        weight.external_data.add(key=name, value=text)
+    add = helper.make_node("Add", ["x", "w"], ["y"], "r")
+    graph = helper.make_graph([add], "g", [value("x", 4)], [value("y", 4)], [weight])
+    error = refused(saved(tmp_path / "m.onnx", graph), capsys)
+    assert f"initializer 'w': external data: expected a number of bytes as '{key}'" in error
+
+
 def test_functions_that_call_functions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Eight levels with eight calls each."""
     functions = []
@@ -125,6 +152,18 @@ def test_a_pipe_as_the_file_of_a_weight(tmp_path: Path, capsys: pytest.CaptureFi
     assert main(["shard", str(path), "--strategy", "dp=2", "-o", str(tmp_path / "d")]) == 2
     assert "is not a regular file" in capsys.readouterr().err
     assert not (tmp_path / "d").exists()
+
+
+def test_no_memory_is_no_internal_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise MemoryError("Unable to allocate 570. TiB")
+
+    monkeypatch.setattr("onnxpar.cli.inspect.load", fail)
+    assert main(["inspect", str(of_dim(tmp_path / "m.onnx", "n"))]) == 1
+    error = capsys.readouterr().err
+    assert error == "onnxpar: error: there is not enough memory: Unable to allocate 570. TiB\n"
 
 
 def test_an_unknown_exception_is_an_internal_error(

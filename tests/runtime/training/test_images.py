@@ -3,6 +3,7 @@
 import gzip
 import importlib.machinery
 import importlib.util
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -50,6 +51,20 @@ def test_unreadable(tmp_path: Path) -> None:
             read_idx(tmp_path / name)
     with pytest.raises(InputError, match="none of the files train-images-idx3-ubyte, train-images"):
         mnist_files(tmp_path, "train")
+
+
+def test_no_more_is_read_than_the_header_says(tmp_path: Path) -> None:
+    content = idx(tmp_path / "a", np.zeros((2, 3), np.uint8)).read_bytes()
+    with gzip.open(tmp_path / "bomb.gz", "wb", 1) as stream:
+        stream.write(content)
+        for _ in range(4):
+            stream.write(bytes(1 << 24))
+    tracemalloc.start()
+    with pytest.raises(InputError, match=r"expected 18 bytes for \[2, 3\], got 19 bytes"):
+        read_idx(tmp_path / "bomb.gz")
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 1 << 24
 
 
 def test_halves_that_do_not_fit(tmp_path: Path) -> None:
