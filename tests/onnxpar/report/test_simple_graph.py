@@ -28,7 +28,8 @@ def test_a_training_graph(sharded: Path, tmp_path: Path) -> None:
     assert shown.name == "rank0003.training_model.simple.onnx"
     simple = onnx.load(shown, load_external_data=False)
     nodes = simple.graph.node
-    assert len(nodes) < len(full.graph.node) / 3
+    # About half of the graph computes sizes and padding, or divides a node of the model.
+    assert len(nodes) < len(full.graph.node) * 0.55
     # Everything is read after it is made, and nothing is made twice.
     known = {v.name for v in simple.graph.input} | {t.name for t in simple.graph.initializer}
     for node in nodes:
