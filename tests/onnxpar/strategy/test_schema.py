@@ -139,6 +139,10 @@ def test_tp_and_axes_that_no_entry_uses_shard_parameters(
         ("mesh: {dp: 2, tp: 100000}", "s:1: expected at most 65536 devices, got 100000"),
         ("pipeline: {stages: 0}", "s:1: 'pipeline': 'stages': expected a number >= 1, got 0$"),
         (
+            "pipeline: {stages: 2, micro_batches: 99999999999}",
+            "s:1: 'pipeline': 'micro_batches': expected a number <= 65536, got 99999999999$",
+        ),
+        (
             "nodes: {a: {in: [[1]], partial: {operands: [], axes: [a]}}}",
             r"s:1: 'nodes': 'a': 'partial': 'operands': expected at least 1 item, got \[\]$",
         ),
