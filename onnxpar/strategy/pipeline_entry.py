@@ -8,7 +8,7 @@ from onnxpar.strategy.tensor_entry import expected
 
 Count = Annotated[int, Field(ge=1)]
 MOST_MICRO_BATCHES = 1 << 16
-"""So many that each stage has millions of messages in a step."""
+"""Far more than any run has: the schedule of a step, which lists them all, must fit into memory."""
 
 
 class ScheduleEntry(BaseModel):

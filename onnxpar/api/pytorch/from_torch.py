@@ -45,8 +45,8 @@ def from_torch(
         opset: Version of ONNX's operators, 18 or more. 23 keeps attention as single nodes.
 
     Raises:
-        ModelError: `module` is none, an argument is no tensor, there is no name for a result, a
-            name is no input, a symbol is of another kind, or PyTorch fixed an open dim or has fewer
+        ModelError: `module` is no nn.Module, an argument is no tensor, `outputs` is empty, a name
+            is no input, a symbol is of another kind, or PyTorch fixed an open dim or has fewer
             results than names.
         torch.onnx.OnnxExporterError: PyTorch cannot export the module.
     """

@@ -20,14 +20,14 @@ Operator step(const char* name, const Step::Rule& rule, InPlace pairs) {
   return of;
 }
 
-constexpr Step::ScalarInput kLast = {"active", cuda::kActive};
+constexpr Step::ScalarInput kIfActive = {"active", cuda::kActive};
 
 Scalars adam_scalars(Step::ScalarInput decay) {
   return {{"scale", cuda::kScale},        {"lr_corrected", cuda::kLearning},
           {"beta1", cuda::kKeep1},        {"beta1_complement", cuda::kTake1},
           {"beta2", cuda::kKeep2},        {"beta2_complement", cuda::kTake2},
           {"eps", cuda::kEps},            {"correction2_sqrt", cuda::kCorrection2},
-          decay, kLast};
+          decay, kIfActive};
 }
 
 }  // namespace
@@ -55,10 +55,10 @@ Step::Operands Step::read(const Io& io) const {
 #define ONNXPAR_STEP(name) #name, ONNXPAR_CHOICE(name)
 std::vector<Operator> step_operators() {
   const Step::ScalarInput weight_decay{"weight_decay", cuda::kWeightDecay};
-  const Scalars sgd = {{"scale", cuda::kScale}, {"lr", cuda::kLearning}, weight_decay, kLast};
+  const Scalars sgd = {{"scale", cuda::kScale}, {"lr", cuda::kLearning}, weight_decay, kIfActive};
   const Scalars momentum = {{"scale", cuda::kScale},         {"lr", cuda::kLearning},
                             {"momentum", cuda::kKeep1},      {"dampening", cuda::kDampening},
-                            {"first", cuda::kFirst},         weight_decay, kLast};
+                            {"first", cuda::kFirst},         weight_decay, kIfActive};
   const Scalars adam = adam_scalars(weight_decay);
   const Scalars adamw = adam_scalars({"decay", cuda::kDecay});
   return {step("SgdStep", {ONNXPAR_STEP(sgd_step), 0, sgd}, in_place<0>),

@@ -119,17 +119,19 @@ MUST_AGREE: Mapping[str, str] = {
 def check_run(checkpoint: Checkpoint, run: Mapping[str, Any]) -> list[str]:
     """Returns how the options of a resumed run differ from those of the checkpoint's run.
 
-    A checkpoint that another program trained has no position in the data and not all options.
+    Only `train` records the position in the data: a checkpoint of another program, or of a loop of
+    one's own, has no seed among its options.
 
     Raises:
         CheckpointError: The run would take other samples.
     """
     before = checkpoint.run
-    for key, option in MUST_AGREE.items():
-        if key in before and before[key] != run[key]:
+    for key, option in MUST_AGREE.items() if "seed" in before else ():
+        expected, got = ("none" if v is None else v for v in (before.get(key), run[key]))
+        if expected != got:
             raise CheckpointError(
-                f"{checkpoint.directory}: {option}: expected {before[key]}, as when it was "
-                f"written, got {run[key]}; the position in the data depends on it"
+                f"{checkpoint.directory}: {option}: expected {expected}, as when it was written, "
+                f"got {got}; the position in the data depends on it"
             )
     return [
         f"notice: {key} is {value}, but the checkpoint was written with {before[key]}"

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import transformer
 
+from onnxpar_format.checkpoint import read_checkpoint
 from onnxpar_format.options import Saving, TrainingRun
 from onnxpar_runtime import TrainerGroup
 from onnxpar_runtime.checkpoint.folder import step_name
@@ -125,6 +126,20 @@ def test_the_held_out_samples_stay_held_out(tmp_path: Path, directory: Path, tok
     assert train(directory, replace(wanted, resume=ck))[-1] == pytest.approx(log[-1])
     with pytest.raises(CheckpointError, match=r"--validation: expected 0.2, .* got 0.25"):
         train(directory, replace(wanted, resume=ck, validation=0.25))
+
+
+def test_a_checkpoint_from_before_there_was_validation(
+    tmp_path: Path, directory: Path, tokens: Any
+) -> None:
+    wanted = run(tmp_path, epochs=2)
+    train(directory, replace(wanted, steps=7, checkpoints=Saving(tmp_path / "ck")))
+    ck = tmp_path / "ck" / step_name(7)
+    contents = read_checkpoint(ck)
+    old = {key: value for key, value in contents.run.items() if key != "validation"}
+    (ck / "checkpoint.json").write_text(replace(contents, run=old).text())
+    train(directory, replace(wanted, steps=8, resume=ck))
+    with pytest.raises(CheckpointError, match=r"--validation: expected none, .* got 0.2;"):
+        train(directory, replace(wanted, steps=8, resume=ck, validation=0.2))
 
 
 @pytest.mark.parametrize(
