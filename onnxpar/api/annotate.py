@@ -3,9 +3,9 @@
 import filecmp
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 import onnx
 from google.protobuf.message import EncodeError
@@ -13,13 +13,13 @@ from google.protobuf.message import EncodeError
 from onnxpar.api.shard_model import analyse, plan_in_stages
 from onnxpar.core.errors import DirectoryError, ModelError
 from onnxpar.core.symbols import Symbol
+from onnxpar.frontend.check_proto import external_locations
 from onnxpar.frontend.load import in_memory, read
 from onnxpar.graph.plan import Plan
 from onnxpar.graph.validity import blamed_on_model
 from onnxpar.search.decide import settled
 from onnxpar.search.workload import Workload
 from onnxpar.strategy import Strategy, strategy_for
-from onnxpar.strategy.annotation_reader import inner_graphs
 from onnxpar.strategy.annotation_writer import annotate_proto
 from onnxpar_format.new_file import check_file, new_file
 
@@ -119,35 +119,10 @@ def _differing(first: Plan, second: Plan) -> tuple[str, ...]:
 # -- files ---------------------------------------------------------------------------------------
 
 
-def _locations(proto: onnx.ModelProto) -> Iterator[str]:
-    """Yields the names of a model's external files."""
-    nodes = [*proto.graph.node, *(n for f in proto.functions for n in f.node)]
-    graphs = [proto.graph, *inner_graphs(nodes)]
-    nodes += [node for graph in graphs[1:] for node in graph.node]
-    tensors = [t for graph in graphs for t in graph.initializer]
-    for sparse in (s for graph in graphs for s in graph.sparse_initializer):
-        tensors += [sparse.values, sparse.indices]
-    for attribute in (a for node in nodes for a in node.attribute):
-        tensors += [attribute.t, *attribute.tensors]
-    found = {
-        entry.value
-        for tensor in tensors
-        if tensor.data_location == onnx.TensorProto.EXTERNAL
-        for entry in tensor.external_data
-        if entry.key == "location"
-    }
-    yield from sorted(found)
-
-
 def _copy_weights(proto: onnx.ModelProto, source: Path, target: Path) -> None:
     """Copies the external files of a model, except those that are already there."""
-    for location in _locations(proto):
-        inside = PurePosixPath(location)
-        if inside.is_absolute() or ".." in inside.parts:
-            raise ModelError(
-                f"expected external files in the folder of the model, got {location!r}"
-            )
-        old, new = source / inside, target / inside
+    for location in external_locations(proto):
+        old, new = source / location, target / location
         if not old.is_file():
             raise ModelError(f"the model's external file {str(old)!r} does not exist")
         if new.exists():

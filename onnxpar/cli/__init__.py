@@ -68,8 +68,8 @@ COMMANDS: tuple[tuple[str, str], ...] = (
 # directly, as it ends any other process; Ctrl-C waits.
 _COMPUTING = ("run", "generate", "serve", "train", "eval", "verify")
 
-# After an interrupt, these commands exit with the code that shells use for it, so that a script can
-# tell an interrupt from a failure. The others exit with 1.
+# After a signal, also one that comes while they load, these commands exit with the code that shells
+# use for it, so that a script can tell an interrupt from a failure. The others exit with 1.
 _LONG = ("train", "eval", "launch")
 
 
@@ -131,24 +131,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     if arguments is None and not {*given[:1]} & {*_COMPUTING, "launch"}:
         collect_rarely()
-    with _interruptible(ours=arguments is None) as interrupts:
+    name = given[0] if given else None
+    with _interruptible(name, ours=arguments is None) as interrupts:
         try:
-            return _run(given, interrupts)
+            return _run(given, name, interrupts)
         except BaseException:
             # Code that was loading or cleaning up may have turned the interrupt into this error.
-            if not interrupts.seen:
+            if interrupts.seen is None:
                 raise
             interrupts.report()
-            return 1
+            return interrupts.code
 
 
-def _run(given: list[str], interrupts: "_ProgramSignals") -> int:
-    name = given[0] if given else None
+def _run(given: list[str], name: str | None, interrupts: "_ProgramSignals") -> int:
     app = build_app(name)
     import typer
 
     command = typer.main.get_command(app)
-    interrupts.begin(name)
+    interrupts.begin()
     try:
         _check_text(given)
         left: object = command.main(args=given, prog_name="onnxpar", standalone_mode=False)
@@ -162,7 +162,7 @@ def _run(given: list[str], interrupts: "_ProgramSignals") -> int:
         if os.environ.get(_TRACEBACK) == "1" and show is None:
             raise
         if not isinstance(code, int):
-            if interrupts.seen:
+            if interrupts.seen is not None:
                 raise
             if isinstance(error, MemoryError):
                 _print_error(f"there is not enough memory: {error}".removesuffix(": "))
@@ -189,7 +189,7 @@ def _run(given: list[str], interrupts: "_ProgramSignals") -> int:
     code = left if isinstance(left, int) else 0
     if code in _INTERRUPTED:
         interrupts.report()
-        return code if name in _LONG else 1
+        return interrupts.code if interrupts.seen is not None or name not in _LONG else code
     return code
 
 
@@ -230,11 +230,12 @@ class _ProgramSignals:
     While a directory is written, `onnxpar.emit.atomic_directory` delays them.
 
     Attributes:
-        seen: Whether one of them has arrived.
+        seen: The first that has arrived; None if none has.
     """
 
-    def __init__(self) -> None:
-        self.seen = False
+    def __init__(self, command: str | None) -> None:
+        self.seen: int | None = None
+        self._command = command
         self._loading = True
         self._previous: dict[int, Any] = {}
 
@@ -246,17 +247,22 @@ class _ProgramSignals:
                 self._previous[number] = previous
                 signal.signal(number, self._receive)
 
-    def begin(self, command: str | None) -> None:
+    @property
+    def code(self) -> int:
+        """The exit code after the signal."""
+        return 128 + self.seen if self._command in _LONG and self.seen is not None else 1
+
+    def begin(self) -> None:
         """Notes that everything is loaded: from now on there may be something to clean up."""
         self._loading = False
         # mpirun ends ranks, and reports it.
-        if command in _COMPUTING or any(name in os.environ for name in _RANKS):
+        if self._command in _COMPUTING or any(name in os.environ for name in _RANKS):
             for number in [n for n in self._previous if n != signal.SIGINT]:
                 signal.signal(number, self._previous.pop(number))
 
     def restore(self, ours: bool) -> None:
         """Restores the handlers; if the process is ours and about to end, ignores signals."""
-        ending = ours and (self.seen or signal.SIGTERM in self._previous)
+        ending = ours and (self.seen is not None or signal.SIGTERM in self._previous)
         for number, previous in self._previous.items():
             signal.signal(number, signal.SIG_IGN if ending else previous)
 
@@ -267,19 +273,21 @@ class _ProgramSignals:
         _print_error("interrupted")
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        del number, frame
-        again, self.seen = self.seen, True
+        del frame
+        again = self.seen is not None
+        if self.seen is None:
+            self.seen = number
         if self._loading or again:
             # An exception could get lost in an import, or in the handling of the first signal.
             # Code that must clean up delays signals.
             self.report()
-            os._exit(1)
+            os._exit(self.code)
         raise KeyboardInterrupt
 
 
 @contextmanager
-def _interruptible(ours: bool) -> Iterator[_ProgramSignals]:
-    interrupts = _ProgramSignals()
+def _interruptible(command: str | None, ours: bool) -> Iterator[_ProgramSignals]:
+    interrupts = _ProgramSignals(command)
     # Only the main thread may install handlers, and only it receives signals.
     with suppress(ValueError):
         interrupts.install()

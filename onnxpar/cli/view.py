@@ -8,13 +8,13 @@ from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import netron
-import onnx
 import typer
 
 from onnxpar.cli.options import AsJson, Directory, takes_options
 from onnxpar.core.errors import DirectoryError, short
 from onnxpar.emit.atomic_directory import MANIFEST
 from onnxpar.emit.read_manifest import read_manifest
+from onnxpar.frontend.load import read
 from onnxpar.report.read_directory import blamed_on_report, read_report
 from onnxpar.report.simple_graph import simple_graph
 from onnxpar_format.options import Option
@@ -74,7 +74,7 @@ def simple_file(directory: Path, path: Path, program: str | None, folder: Path) 
     with blamed_on_report(directory):
         report = read_report(directory)
         found = read_report(directory, program=program) if program in report["programs"] else report
-        graph = simple_graph(onnx.load(path, load_external_data=False), found["nodes"])
+        graph = simple_graph(read(path), found["nodes"])
     target = folder / path.name.replace(".onnx", ".simple.onnx")
     target.write_bytes(graph.SerializeToString())
     return target

@@ -5,19 +5,17 @@ are initializers, initializers are not graph inputs, every dim of an input has a
 the shape of every value is inferred as an expression in these names.
 """
 
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import onnx
 import onnx_ir as ir
 import onnx_ir.passes.common as common
-from google.protobuf.descriptor import Descriptor
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import DecodeError
 from onnx_shape_inference import (
     SYM_DATA_KEY,
     OpUsageError,
@@ -28,6 +26,7 @@ from onnxpar.core.errors import ModelError
 from onnxpar.core.name_patterns import nearest
 from onnxpar.core.symbols import Symbol, SymbolTable, as_dim, symbols_of
 from onnxpar.frontend.check_nodes import check_inferred, check_operators
+from onnxpar.frontend.check_proto import check_proto
 from onnxpar.frontend.expand import expand_unknown, inline_functions
 from onnxpar.frontend.fold_constants import fold_constants
 from onnxpar.frontend.limits import MAX_DIMS, check_calls, check_dim, check_nesting
@@ -53,10 +52,6 @@ from onnxpar.ops.size_limits import least_sizes, size_limits
 from onnxpar.ops.table import REGISTRY
 
 MIN_OPSET = 7
-_PROSE = ("doc_string", "value", "producer_name", "producer_version")
-"""The fields of text that may have several lines; `value` is that of metadata."""
-_CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]")
-"""Characters that end a text, move the cursor of a terminal, or begin a new line."""
 
 
 def load(path: str | Path) -> ir.Model:
@@ -80,8 +75,7 @@ def read(path: str | Path) -> onnx.ModelProto:
         raise ModelError(f"the model {str(path)!r} {what}")
     with _readable(path):
         proto = onnx.load(path, load_external_data=False)
-        _check_text(proto, f"{str(path)!r} is not a readable ONNX model: model")
-        _check_external(proto, path)
+        check_proto(proto, path)
         return proto
 
 
@@ -156,60 +150,6 @@ def _readable(path: Path) -> Iterator[None]:
             cause = cause.__cause__
         text = " ".join(str(cause).split())
         raise ModelError(f"{str(path)!r} is not a readable ONNX model: {text}") from error
-
-
-def _check_external(proto: onnx.ModelProto, path: Path) -> None:
-    """Raises ModelError unless the places of external weights are numbers."""
-    for tensor in proto.graph.initializer:
-        for entry in tensor.external_data:
-            if entry.key in ("offset", "length") and not entry.value.isdecimal():
-                raise ModelError(
-                    f"{str(path)!r}: initializer {tensor.name!r}: external data: expected a number "
-                    f"of bytes as {entry.key!r}, got {entry.value!r}"
-                )
-
-
-def _check_text(message: Message, place: str) -> None:
-    """Raises ModelError if a string is not UTF-8, or a name cannot be shown in a line of text.
-
-    Protobuf returns strings that are not UTF-8 as bytes. Fields of bytes, such as the data of
-    weights, are not read.
-    """
-    found = _bad_text(message)
-    if found is not None:
-        where, item = found
-        wanted = "text in UTF-8" if isinstance(item, bytes) else "a name without control characters"
-        raise ModelError(f"{place}{where}: expected {wanted}, got {item!r}")
-
-
-def _bad_text(message: Message) -> tuple[str, str | bytes] | None:
-    """Returns the path and the content of the first such string, None if there is none."""
-    for name, repeated, nested in _text_fields(message.DESCRIPTOR):
-        if not repeated and not message.HasField(name):
-            continue
-        items = getattr(message, name)
-        for index, item in enumerate(items if repeated else (items,)):
-            found = _bad_text(item) if nested else ("", item) if _is_bad(name, item) else None
-            if found is not None:
-                place = f".{name}[{index}]" if repeated else f".{name}"
-                return place + found[0], found[1]
-    return None
-
-
-def _is_bad(field: str, text: str | bytes) -> bool:
-    if isinstance(text, bytes):
-        return True
-    return field not in _PROSE and _CONTROL.search(text) is not None
-
-
-@cache
-def _text_fields(kind: Descriptor) -> tuple[tuple[str, bool, bool], ...]:
-    """Returns the fields of text and of messages: name, whether repeated, whether messages."""
-    return tuple(
-        (field.name, field.is_repeated, field.type == field.TYPE_MESSAGE)
-        for field in kind.fields
-        if field.type in (field.TYPE_STRING, field.TYPE_MESSAGE)
-    )
 
 
 def normalise(model: ir.Model, registry: Registry = REGISTRY) -> ir.Model:

@@ -10,6 +10,7 @@ import onnx_ir as ir
 from onnxpar.core.errors import DirectoryError, OnnxparError, short
 from onnxpar.emit.atomic_directory import MANIFEST
 from onnxpar.emit.read_manifest import read_manifest
+from onnxpar.frontend.load import read
 from onnxpar.report.inspect_data import OF_A_PROGRAM
 
 Json = dict[str, Any]
@@ -117,7 +118,9 @@ def read_graph(path: Path) -> ir.Model:
         DirectoryError: It cannot be read.
     """
     try:
-        return ir.load(path)
+        graph = ir.from_proto(read(path))
+        ir.external_data.set_base_dir(graph.graph, path.parent)
+        return graph
     except Exception as error:
         raise DirectoryError(f"{path}: not an ONNX graph: {error}") from None
 

@@ -31,12 +31,17 @@ def test_one_message_and_no_traceback(
     assert capsys.readouterr().err == "onnxpar: error: interrupted\n"
 
 
-def interrupted(folder: Path, module: str, text: str, name: str) -> tuple[int, str, str]:
-    """Code, output and errors of `onnxpar shard`, signalled when our `module` prints a line."""
+SHARD = ("shard", "m", "--strategy", "tp=2", "-o", "out")
+
+
+def interrupted(
+    folder: Path, module: str, text: str, name: str, command: tuple[str, ...] = SHARD
+) -> tuple[int, str, str]:
+    """Code, output and errors of `onnxpar`, signalled when our `module` prints a line."""
     (folder / f"{module}.py").write_text(text)
     path = os.pathsep.join([str(folder), *sys.path])
     process = subprocess.Popen(
-        [sys.executable, "-m", "onnxpar.cli", "shard", "m", "--strategy", "tp=2", "-o", "out"],
+        [sys.executable, "-m", "onnxpar.cli", *command],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -57,8 +62,19 @@ def interrupted(folder: Path, module: str, text: str, name: str) -> tuple[int, s
 @SIGNALS
 @pytest.mark.parametrize("module", ["typer", "numpy"])
 def test_while_modules_load(tmp_path: Path, module: str, name: str) -> None:
-    # It takes an exception for a reason to do without something, as some modules do.
-    text = """
+    result = interrupted(tmp_path, module, LOADING, name)
+    assert result == (1, "", "onnxpar: error: interrupted\n")
+
+
+@posix
+@pytest.mark.parametrize("module", ["typer", "onnxruntime"])
+def test_while_launch_loads(tmp_path: Path, module: str) -> None:
+    """It ended with 1 or 130, as if Ctrl-C had been pressed; 143 is promised."""
+    result = interrupted(tmp_path, module, LOADING, "SIGTERM", ("launch", "--", "train", "d"))
+    assert result == (128 + signal.SIGTERM, "", "onnxpar: error: interrupted\n")
+
+
+LOADING = """
 import time
 print("here", flush=True)
 try:
@@ -66,8 +82,7 @@ try:
 except BaseException:
     raise ImportError("not now")
 """
-    result = interrupted(tmp_path, module, text, name)
-    assert result == (1, "", "onnxpar: error: interrupted\n")
+"""It takes an exception for a reason to do without something, as some modules do."""
 
 
 @posix

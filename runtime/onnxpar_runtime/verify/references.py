@@ -34,10 +34,10 @@ class Reference(Protocol):
 def _readable(path: Path, options: onnxruntime.SessionOptions) -> str | bytes:
     """Returns the model's path, or its bytes if its file format is too new for onnxruntime.
 
-    Newer IR versions only add annotations, so the version can be lowered.
+    The IR versions up to the newest that onnx knows only add annotations, so they can be lowered.
     """
     model = onnx.load(path, load_external_data=False)
-    if model.ir_version <= NEWEST_IR:
+    if not NEWEST_IR < model.ir_version <= onnx.IR_VERSION:
         return str(path)
     model.ir_version = NEWEST_IR
     folder = "session.model_external_initializers_file_folder_path"
