@@ -17,6 +17,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -31,6 +32,10 @@ from onnxpar_runtime.stop import Stop
 MESSAGE = "onnxpar: error: stopped by mpirun (interrupted, or another rank died)\n"
 _CLEAN = "\r\x1b[2K\x1b[?25h"
 """Clears the line and shows the cursor, which a progress bar may have hidden."""
+_LINGER = 0.2
+"""Seconds that a rank stays after SIGTERM, for the others to do what they have to.
+
+Open MPI's mpirun kills them as soon as one has ended, or a quarter of a second after SIGTERM."""
 
 
 @contextmanager
@@ -55,6 +60,8 @@ def reporting_termination(rank: Rank, stop: Stop | None = None) -> Iterator[None
         if report is not None:
             report()
         rank.write_calls(TERMINATED)
+        if not alone:
+            time.sleep(_LINGER)
         os._exit(128 + signal.SIGTERM)
 
     def asking(*numbers: signal.Signals) -> dict[signal.Signals, Callable[[], None]]:
