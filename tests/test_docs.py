@@ -291,6 +291,17 @@ def test_the_callbacks_shown_have_the_methods_that_are_called(
             assert list(inspect.signature(method).parameters) == list(called.parameters)
 
 
+def test_the_metric_shown() -> None:
+    (shown,) = python("python metric", "docs/reference/training.md")
+    names: dict[str, Any] = {}
+    exec(shown, names)
+    metric = names["Calibration"]()
+    # Probabilities of 3/4 for a right class, and of 1/2 for a wrong one.
+    for scores, label in (([np.log(3), 0.0], 0), ([0.0, 0.0], 1)):
+        metric.update({"logits": np.array([scores])}, {"labels": np.array([label])})
+    assert metric.compute() == pytest.approx((0.25 + 0.5) / 2)
+
+
 def test_the_requests_shown_run_under_mpirun(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

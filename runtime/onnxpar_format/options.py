@@ -86,6 +86,17 @@ DebugNan = Annotated[
 ]
 
 
+Metric = Annotated[
+    Sequence[str],
+    Option(
+        "Also report at each evaluation: perplexity, f1, topK (such as top5), or module:function, "
+        "which returns an object with the methods update and compute; may be repeated. Accuracy "
+        "is reported in any case if the loss has classes.",
+        "NAME",
+    ),
+]
+
+
 @dataclass(frozen=True)
 class Execution:
     """How a rank's program runs."""
@@ -254,6 +265,7 @@ class TrainingRun:
             minimum=1,
         ),
     ] = None
+    metric: Metric = ()
     parameters: Annotated[Path | None, Option("Initial parameters, written by --save.", "FILE")] = (
         None
     )
@@ -319,14 +331,7 @@ class EvaluationRun:
     batch_size: Annotated[
         int | None, Option("Samples in a batch. Default: up to 256, if the symbols allow it.", "B")
     ] = None
-    metric: Annotated[
-        str | None,
-        Option(
-            "accuracy, the only metric. It is printed in any case if the loss has classes; for "
-            "other losses, this option is an error.",
-            "NAME",
-        ),
-    ] = None
+    metric: Metric = ()
     debug_nan: DebugNan = False
     as_json: Annotated[bool, Option("Print JSON.", flags=("--json",))] = False
 

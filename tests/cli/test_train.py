@@ -431,7 +431,7 @@ def test_accuracy_of_what_has_no_classes(tmp_path: Path, capfd: pytest.CaptureFi
     assert float(printed.split("loss is ")[1]) == pytest.approx(expected, rel=5e-6)
     assert main([*evaluation, "--metric", "accuracy"]) == 2
     assert (
-        "--metric accuracy: the loss mse of the directory has no accuracy" in capfd.readouterr().err
+        "--metric accuracy: the loss mse of the directory has no classes" in capfd.readouterr().err
     )
     assert main([*evaluation, "--metric", "recall"]) == 2
-    assert "--metric: expected accuracy, got 'recall'" in capfd.readouterr().err
+    assert "or module:function, got 'recall'" in capfd.readouterr().err

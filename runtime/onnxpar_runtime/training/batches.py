@@ -18,6 +18,7 @@ from onnxpar_format.entries import SymbolEntry, TensorEntry
 from onnxpar_format.expressions import Size, bare_name
 from onnxpar_runtime.errors import InputError, LaunchError
 from onnxpar_runtime.manifest import Manifest
+from onnxpar_runtime.training.metrics import NO_METRICS, Metrics
 from onnxpar_runtime.training.sources import (
     Arrays,
     Place,
@@ -390,6 +391,7 @@ class EvaluationData:
         plan: How the samples are put together; None for a stream.
         own: Inputs of which the rank needs its own rows only; all of them if None.
         limit: The largest number of batches of an evaluation; None for all of them.
+        metrics: What is reported besides loss and accuracy.
     """
 
     source: Source
@@ -400,6 +402,7 @@ class EvaluationData:
     plan: EpochPlan | None
     own: Mapping[str, Place] | None = None
     limit: int | None = field(default=None, kw_only=True)
+    metrics: Metrics = field(default=NO_METRICS, kw_only=True)
 
     def steps(self) -> Iterator[Step]:
         """Returns the batches of an evaluation, in the order of the source."""
@@ -476,6 +479,7 @@ def evaluation_data(
     seed: int = 0,
     own: Mapping[str, Place] | None = None,
     limit: int | None = None,
+    metrics: Metrics = NO_METRICS,
 ) -> EvaluationData:
     """Returns the data of an evaluation; the arguments are the attributes of `EvaluationData`.
 
@@ -483,4 +487,6 @@ def evaluation_data(
         LaunchError: An impossible batch size; see `plan_evaluation`.
     """
     plan = plan_evaluation(source.count, batch, dim) if isinstance(source, Samples) else None
-    return EvaluationData(source, specs, dim, batch, seed, plan, own, limit=limit)
+    if metrics.of_outputs:
+        own = None  # metrics read the whole batch
+    return EvaluationData(source, specs, dim, batch, seed, plan, own, limit=limit, metrics=metrics)

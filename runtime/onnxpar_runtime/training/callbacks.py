@@ -27,7 +27,7 @@ class Callback:
 
         Args:
             step: Number of steps of the run that are done.
-            result: Loss and accuracy.
+            result: Loss, accuracy and metrics.
         """
 
     def on_checkpoint(self, step: int, folder: Path) -> None:

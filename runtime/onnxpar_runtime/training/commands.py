@@ -41,8 +41,8 @@ from onnxpar_runtime.training.hyper import Hyperparameters, hyperparameters
 from onnxpar_runtime.training.learning_rate import LearningRateSchedule
 from onnxpar_runtime.training.log import Reporter, what_is_trained
 from onnxpar_runtime.training.loop import evaluate, fit, total_steps
+from onnxpar_runtime.training.metrics import Metrics, chosen_metrics
 from onnxpar_runtime.training.programs import (
-    CORRECT,
     EVALUATION,
     OPTIMIZER,
     PAIRED,
@@ -66,8 +66,7 @@ from onnxpar_runtime.training.trainer import Trainer
 log = logging.getLogger(__name__)
 Array = NDArray[Any]
 INTERRUPTED = 130
-ACCURACY = "accuracy"
-_OF_EVALUATIONS = ("eval_batch_size", "eval_every", "eval_steps", "patience")
+_OF_EVALUATIONS = ("eval_batch_size", "eval_every", "eval_steps", "patience", "metric")
 
 
 @dataclass(frozen=True)
@@ -163,19 +162,19 @@ def train_with(
 def evaluation(directory: str | Path, wanted: EvaluationRun, how: Execution) -> int:
     """Evaluates on the test part of a source; the body of one rank. Rank 0 prints the result.
 
-    As JSON it is `{"data", "samples", "loss", "accuracy", "correct", "labels", "notice"}`. A loss
-    that is not finite, for example because no label counts, is null. Arguments and exit code are as
-    in `train`.
+    As JSON it is an object with data, samples, loss, accuracy, correct, labels, metrics and notice.
+    Numbers that are not finite, for example because no label counts, are null. Arguments and exit
+    code are as in `train`.
     """
 
     def body(rank: Rank) -> None:
         manifest = begin(rank, "eval", directory, how)
-        together(rank, lambda: _check_metric(wanted.metric, manifest))
 
         def prepare() -> EvaluationData:
             labels, specs = manifest.trained().loss.labels, manifest.program(EVALUATION).inputs
             source = open_source(wanted.data, specs, labels, "test")
-            return _evaluation_data(manifest, rank.index, source, wanted.batch_size)
+            metrics = chosen_metrics(wanted.metric, manifest)
+            return _evaluation_data(manifest, rank.index, source, wanted.batch_size, metrics)
 
         chosen = together(rank, prepare)
         with traced(rank, "eval", manifest, how):
@@ -264,8 +263,8 @@ def _sources(
     elsewhere = wanted.eval_data is not None or eval_batches is not None
     evaluates = wanted.evaluate or elsewhere or wanted.validation is not None
     asked = {name: getattr(wanted, name) for name in _OF_EVALUATIONS}
-    for option, value in {**asked, "keep_best": wanted.checkpoints.keep_best or None}.items():
-        if value is not None and not evaluates:
+    for option, value in {**asked, "keep_best": wanted.checkpoints.keep_best}.items():
+        if value and not evaluates:
             raise LaunchError(
                 f"--{option.replace('_', '-')}: expected --eval, --eval-data or --validation as "
                 "well, got none"
@@ -477,7 +476,8 @@ def save(trainer: Trainer, path: str | Path) -> None:
 def _held_out(manifest: Manifest, rank: int, wanted: TrainingRun, source: Source) -> EvaluationData:
     """Returns the data for the evaluations of a run."""
     batch = wanted.eval_batch_size
-    found = _evaluation_data(manifest, rank, source, batch, wanted.seed, wanted.eval_steps)
+    metrics = chosen_metrics(wanted.metric, manifest)
+    found = _evaluation_data(manifest, rank, source, batch, metrics, wanted.seed, wanted.eval_steps)
     # A stream's function makes batches of the size of the run, unless another is given.
     return found if found.plan or batch else replace(found, batch=wanted.batch_size)
 
@@ -487,6 +487,7 @@ def _evaluation_data(
     rank: int,
     source: Source,
     batch: int | None,
+    metrics: Metrics,
     seed: int = 0,
     limit: int | None = None,
 ) -> EvaluationData:
@@ -500,22 +501,12 @@ def _evaluation_data(
         seed=seed,
         own=places(specs, manifest.atoms, rank, manifest.trained().loss, source),
         limit=limit,
+        metrics=metrics,
     )
     if isinstance(source, Samples) and found.plan is not None:
         # Otherwise a mistake would only be found at the end of the first epoch.
         check_samples(manifest, program, source, {*found.plan.full, *found.plan.last})
     return found
-
-
-def _check_metric(metric: str | None, manifest: Manifest) -> None:
-    if metric not in (None, ACCURACY):
-        raise LaunchError(f"--metric: expected {ACCURACY}, got {metric!r}")
-    outputs = manifest.program(EVALUATION).outputs
-    if metric is not None and all(spec.name != CORRECT for spec in outputs):
-        raise LaunchError(
-            f"--metric {ACCURACY}: the loss {manifest.trained().loss.kind} of the directory has "
-            "no accuracy"
-        )
 
 
 def _print_evaluation(wanted: EvaluationRun, chosen: EvaluationData, result: Evaluated) -> None:
@@ -528,6 +519,7 @@ def _print_evaluation(wanted: EvaluationRun, chosen: EvaluationData, result: Eva
             "accuracy": result.accuracy,
             "correct": result.correct,
             "labels": result.labels,
+            "metrics": {n: x if isfinite(x) else None for n, x in result.metrics.items()},
             "notice": notice,
         }
         text = json.dumps(report, indent=2)

@@ -136,6 +136,7 @@ class Reporter(Closing):
             "run_step": self._done,
             "evaluation_loss": result.loss,
             "evaluation_accuracy": result.accuracy,
+            **{f"evaluation_{name}": value for name, value in result.metrics.items()},
         }
         self._write(json_line(values))
         for callback in self._callbacks:

@@ -1,13 +1,15 @@
 """The loop over epochs and steps, and the evaluation."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from math import isnan
+from typing import Any
 
 from onnxpar_format.checkpoint import Progress
 from onnxpar_format.trace import INPUT, STEP
-from onnxpar_runtime.agree import agree
+from onnxpar_runtime.agree import agree, together
 from onnxpar_runtime.collectives import Rank
 from onnxpar_runtime.devices import Device
 from onnxpar_runtime.errors import (
@@ -23,9 +25,10 @@ from onnxpar_runtime.training.checkpoints import Writing
 from onnxpar_runtime.training.hyper import Hyperparameters
 from onnxpar_runtime.training.learning_rate import LearningRateSchedule
 from onnxpar_runtime.training.log import Reporter
+from onnxpar_runtime.training.metrics import Sums
 from onnxpar_runtime.training.pace import Pace
 from onnxpar_runtime.training.results import Evaluated, Fitted
-from onnxpar_runtime.training.sources import Stream
+from onnxpar_runtime.training.sources import Batch, Stream
 from onnxpar_runtime.training.trainer import Trainer
 
 Numbered = tuple[int, int, Step]
@@ -105,7 +108,7 @@ def fit(
     done, last, skipped, progress = start.step, start.epoch, start.skipped, start
     writing = writing or Writing()
     loss = float("nan") if start.loss is None else start.loss
-    together = data.source.name if isinstance(data.source, Stream) else None
+    stream = data.source.name if isinstance(data.source, Stream) else None
     timeline = trainer.rank.timeline
 
     def evaluated(data: EvaluationData, where: str = "") -> Progress:
@@ -122,7 +125,7 @@ def fit(
         on_host = trainer.device is Device.CPU
         pace = Pace(timeline, on_host, trainer.manifest.devices, peak_flops, left)
         began = time.monotonic_ns()
-        while (item := _next(items, trainer.rank, together)) is not None:
+        while (item := _next(items, trainer.rank, stream)) is not None:
             epoch, number, step = item
             timeline.add(INPUT, "next batch", began)
             pace.waited(began)
@@ -200,17 +203,17 @@ def _numbered(
             raise InputError(f"{data.source.name}: epoch {epoch} has no batches")
 
 
-def _next(items: Iterator[Numbered], rank: Rank, together: str | None) -> Numbered | None:
+def _next(items: Iterator[Numbered], rank: Rank, stream: str | None) -> Numbered | None:
     """Returns the next step, None after the last.
 
     Args:
         items: The steps.
         rank: This rank.
-        together: Name of the stream. The user's function ends it on each rank separately, so the
+        stream: Name of the stream. The user's function ends it on each rank separately, so the
             ranks must agree that there is a next step; otherwise some would wait for a rank that
             has ended. None for samples, which end on all ranks together.
     """
-    if together is None:
+    if stream is None:
         return next(items, None)
     error: OnnxparRuntimeError | None = None
     item = None
@@ -223,29 +226,33 @@ def _next(items: Iterator[Numbered], rank: Rank, together: str | None) -> Number
     except SymbolValueError as differs:
         if differs is error:
             raise
-        ended = InputError(f"{together}: some ranks ran out of batches before others")
+        ended = InputError(f"{stream}: some ranks ran out of batches before others")
         raise ended.as_agreed() from None
     return item
 
 
 def evaluate(trainer: Trainer, data: EvaluationData) -> Evaluated:
-    """Returns loss and accuracy over all of the data. Every rank of the world must call it.
+    """Returns loss, accuracy and metrics over all of the data. Every rank must call it.
 
     The mean is over the labels that count (those that are not ignored), not over batches.
 
     Raises:
         InputError: There is no data, or it does not end on all ranks in the same batch.
-        OnnxparRuntimeError: As `Trainer.evaluate`.
+        OnnxparRuntimeError: As `Trainer.evaluate`; or a metric of the user's failed.
     """
     weighted, samples, labels = 0.0, 0, 0
     correct: int | None = None
-    together = data.source.name if isinstance(data.source, Stream) else None
+    stream = data.source.name if isinstance(data.source, Stream) else None
+    rank, metrics = trainer.rank, data.metrics
+    sums = together(rank, metrics.begin)
     numbered = ((1, number, step) for number, step in enumerate(data.steps(), 1))
     with Ahead(numbered) as items:
-        while (item := _next(items, trainer.rank, together)) is not None:
+        while (item := _next(items, rank, stream)) is not None:
             step = item[2]
             (batch,) = step.micro_batches
-            result = trainer.evaluate(batch)
+            result = trainer.evaluate(batch, outputs=bool(metrics.of_outputs))
+            if metrics.of_outputs:
+                together(rank, partial(_add, sums, result["outputs"], batch))
             count = result["count"]
             # A batch whose labels are all ignored has no mean.
             weighted += result["loss"] * count if count else 0.0
@@ -255,4 +262,12 @@ def evaluate(trainer: Trainer, data: EvaluationData) -> Evaluated:
                 correct = (correct or 0) + result["correct"]
     if not samples:
         raise InputError(f"{data.source.name}: expected data to evaluate on, got none")
-    return Evaluated(weighted / labels if labels else float("nan"), samples, correct, labels)
+    loss = weighted / labels if labels else float("nan")
+    results = together(rank, lambda: sums.results(loss) if rank.index == 0 else {})
+    return Evaluated(loss, samples, correct, labels, results)
+
+
+def _add(sums: Sums, outputs: Mapping[str, Any] | None, batch: Batch) -> None:
+    """Adds a batch to the metrics on rank 0, which has the outputs."""
+    if outputs is not None:
+        sums.update(outputs, batch)

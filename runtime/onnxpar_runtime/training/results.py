@@ -1,6 +1,7 @@
 """The results of steps, evaluations and runs."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from signal import Signals
 from typing import Any, TypedDict
 
@@ -74,12 +75,14 @@ class Evaluated:
         samples: Number of samples.
         correct: Number of labels that were predicted correctly; None without classes.
         labels: Number of labels that count.
+        metrics: On rank 0 the results of metrics, by name.
     """
 
     loss: float
     samples: int
     correct: int | None
     labels: int
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def accuracy(self) -> float | None:
@@ -92,4 +95,4 @@ class Evaluated:
         line = f"loss is {self.loss:.7g}"
         if self.accuracy is not None:
             line += f", accuracy is {self.accuracy:.2%} ({self.correct} of {self.labels})"
-        return line
+        return line + "".join(f", {name} is {x:.7g}" for name, x in self.metrics.items())

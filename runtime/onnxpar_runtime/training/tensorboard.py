@@ -50,8 +50,9 @@ class TensorBoard(Callback):
         self._write(step, {f"train/{key}": value for key, value in found.items()})
 
     def on_evaluation(self, step: int, result: Evaluated) -> None:
-        """Writes loss and accuracy."""
+        """Writes loss, accuracy and metrics."""
         found = {"eval/loss": result.loss, "eval/accuracy": result.accuracy}
+        found |= {f"eval/{name}": value for name, value in result.metrics.items()}
         self._write(step, {key: value for key, value in found.items() if value is not None})
 
     def close(self) -> None:
