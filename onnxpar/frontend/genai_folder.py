@@ -5,13 +5,13 @@ The configuration names the file of the decoder, and its inputs and outputs, tho
 is an encoder, it names its file too, and the outputs whose values the decoder takes in every step.
 """
 
-import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from onnxpar.core.errors import ModelError
 from onnxpar.frontend.given_model import GivenModel
+from onnxpar_format.records import FormatError, load_json
 
 GENAI_CONFIG = "genai_config.json"
 """Name of the configuration."""
@@ -33,9 +33,9 @@ def genai_model(path: Path) -> GivenModel:
     """
     config = path / GENAI_CONFIG
     try:
-        read = json.loads(config.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"{config}: not a JSON file: {error}") from None
+        read = load_json(config, f"expected {GENAI_CONFIG}, got none")
+    except FormatError as error:
+        raise ModelError(str(error)) from None
     model = _entry(read, "model")
     decoder, reader = _entry(model, "decoder"), _entry(model, "encoder")
     name = decoder.get("filename")

@@ -14,8 +14,11 @@ from unicodedata import category
 import yaml
 
 from onnxpar.core.errors import StrategyError
+from onnxpar_format.regular_file import read_regular
 
 Location = tuple[str | int, ...]
+MAX_BYTES = 64 << 20
+"""Bytes of one file."""
 MAX_NODES = 1_000_000
 """The most keys, items and scalars of one file; with aliases, a small file could contain many."""
 
@@ -52,7 +55,7 @@ def read_text(path: Path) -> str:
         StrategyError: It cannot be read, or is not UTF-8.
     """
     try:
-        return path.read_text(encoding="utf-8")
+        return read_regular(path, MAX_BYTES).decode()
     except UnicodeDecodeError as error:
         raise StrategyError(f"{path}: expected UTF-8 text, got byte {error.start}") from None
     except OSError as error:

@@ -25,7 +25,7 @@ from typing import (
     get_type_hints,
 )
 
-from onnxpar_format.regular_file import open_regular
+from onnxpar_format.regular_file import read_regular
 
 R = TypeVar("R")
 
@@ -109,8 +109,7 @@ def load_json(path: Path, missing: str) -> Any:
         FormatError: It cannot be read, or is not JSON.
     """
     try:
-        with open_regular(path) as stream:
-            text = stream.read().decode()
+        text = read_regular(path).decode()
         found = json.loads(text)
         if _HALF.search(text):
             json.dumps(found, ensure_ascii=False).encode()

@@ -1,10 +1,13 @@
-"""Opens files that others may have made: a pipe would be waited for, and a device may not end."""
+"""Reads files that others may have made: a pipe would be waited for, and a device may not end."""
 
 import errno
 import os
 import stat
 from pathlib import Path
 from typing import BinaryIO
+
+MOST = 512 << 20
+"""Bytes of a file of text: the manifest of a large model has tens of MiB."""
 
 
 def open_regular(path: str | Path) -> BinaryIO:
@@ -25,3 +28,20 @@ def open_regular(path: str | Path) -> BinaryIO:
     except OSError:
         os.close(descriptor)
         raise
+
+
+def read_regular(path: str | Path, most: int = MOST) -> bytes:
+    """Returns the content of a file that is read into memory.
+
+    Args:
+        path: The file.
+        most: The most bytes that it may have.
+
+    Raises:
+        OSError: As `open_regular`; or the file is larger.
+    """
+    with open_regular(path) as stream:
+        found = stream.read(most + 1)
+    if len(found) > most:
+        raise OSError(errno.EFBIG, f"expected at most {most} bytes, got more", str(path))
+    return found

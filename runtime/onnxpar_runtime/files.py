@@ -8,6 +8,7 @@ from typing import Protocol, TypeVar
 
 from onnxpar_format.entries import FileEntry
 from onnxpar_format.records import FormatError
+from onnxpar_format.regular_file import open_regular
 from onnxpar_runtime.errors import OnnxparRuntimeError
 
 
@@ -67,7 +68,7 @@ def check_sizes(
 def check_sum(path: Path, entry: FileEntry, error: type[OnnxparRuntimeError]) -> None:
     """Raises `error` unless a file has its SHA-256; reads every byte."""
     try:
-        with path.open("rb") as stream:
+        with open_regular(path) as stream:
             digest = hashlib.file_digest(stream, "sha256").hexdigest()
     except OSError as failed:
         raise error(f"{path}: cannot be read: {failed.strerror or failed}") from None

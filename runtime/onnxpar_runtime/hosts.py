@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from onnxpar_format.regular_file import read_regular
 from onnxpar_runtime.launch import find_mpirun, mpirun_environment
 
 _FILES = ("hostfile", "machinefile")
@@ -78,7 +79,7 @@ def hosts_of(options: Sequence[str]) -> Hosts:
 def _listed(path: Path) -> list[str]:
     """Returns the machines of a hostfile; none if it cannot be read."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = read_regular(path).decode().splitlines()
     except (OSError, UnicodeDecodeError):
         return []
     found = []

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from onnxpar_format.entries import ProgramEntry
 from onnxpar_format.manifest import FILE_NAME, ManifestContents, Training, read_manifest
+from onnxpar_format.regular_file import read_regular
 from onnxpar_runtime.errors import DirectoryError
 from onnxpar_runtime.files import check_sum, read_whole
 
@@ -142,5 +143,5 @@ class Manifest(ManifestContents):
     @property
     def digest(self) -> int:
         """A number from the SHA-256 of the manifest's text, which has the sums of all files."""
-        text = (self.directory / FILE_NAME).read_bytes()
+        text = read_regular(self.directory / FILE_NAME)
         return int.from_bytes(hashlib.sha256(text).digest()[:7], "big")

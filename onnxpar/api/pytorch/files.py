@@ -11,6 +11,7 @@ from onnxpar.api.pytorch.state_dict import state_dict
 from onnxpar.api.pytorch.write_checkpoint import write_checkpoint
 from onnxpar.core.errors import DirectoryError, ModelError
 from onnxpar_format.new_file import new_file
+from onnxpar_format.regular_file import open_regular
 
 if TYPE_CHECKING:
     from onnxpar.api.runtime import Made
@@ -69,10 +70,10 @@ def import_files(
         OnnxparRuntimeError: As `write_checkpoint`; or the function fails.
     """
     net, optimizer = _made(module, optimizer_state is not None)
-    _load(net, weights)
+    load_state(net, weights)
     if optimizer_state is None:
         return write_checkpoint(target, directory, net)
-    _load(optimizer, optimizer_state)
+    load_state(optimizer, optimizer_state)
     return write_checkpoint(target, directory, net, optimizer)
 
 
@@ -93,10 +94,16 @@ def _made(text: str, with_optimizer: bool) -> tuple[torch.nn.Module, Any]:
     return module, optimizer
 
 
-def _load(into: Any, path: Path) -> None:
-    """Loads a file of a state dict into a module or an optimizer."""
+def load_state(into: Any, path: Path) -> None:
+    """Loads a file of a state dict into a module or an optimizer; runs no code of the file.
+
+    Raises:
+        DirectoryError: It cannot be read, or is no file of `torch.save`.
+        ModelError: The state dict is another module's or optimizer's.
+    """
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        with open_regular(path) as stream:
+            content = torch.load(stream, map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged file raises anything, such as UnicodeDecodeError
         raise DirectoryError(f"{path}: expected a file of torch.save: {error}") from None
     try:

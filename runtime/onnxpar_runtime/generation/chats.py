@@ -6,6 +6,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from onnxpar_format.records import FormatError, load_json
+from onnxpar_format.regular_file import read_regular
 from onnxpar_runtime.errors import InputError
 
 _TEMPLATE, _CONFIG = "chat_template.jinja", "tokenizer_config.json"
@@ -66,9 +68,9 @@ def template_of(folder: Path) -> ChatTemplate | None:
     path = folder / _CONFIG
     if path.is_file():
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise InputError(f"{path}: not a JSON file: {error}") from None
+            found = load_json(path, f"expected {_CONFIG}, got none")
+        except FormatError as error:
+            raise InputError(str(error)) from None
         config = found if isinstance(found, dict) else {}
     template = config.get("chat_template")
     if isinstance(template, list):
@@ -76,7 +78,11 @@ def template_of(folder: Path) -> ChatTemplate | None:
         named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
         template = named.get("default")
     if (folder / _TEMPLATE).is_file():
-        template = (folder / _TEMPLATE).read_text(encoding="utf-8")
+        path = folder / _TEMPLATE
+        try:
+            template = read_regular(path).decode()
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(f"{path}: cannot be read: {error}") from None
     if not isinstance(template, str):
         return None
     special = {}

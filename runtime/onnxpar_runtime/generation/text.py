@@ -1,10 +1,10 @@
 """Text to tokens and back, by the `tokenizers` package, from the folder of a Hugging Face model."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from onnxpar_format.records import FormatError, load_json
 from onnxpar_runtime.errors import InputError
 from onnxpar_runtime.generation.chats import template_of
 
@@ -119,9 +119,9 @@ def configured(folder: Path, key: str) -> tuple[int, ...]:
         if not path.is_file():
             continue
         try:
-            read = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise InputError(f"{path}: not a JSON file: {error}") from None
+            read = load_json(path, f"expected {name}, got none")
+        except FormatError as error:
+            raise InputError(str(error)) from None
         found = read.get("model", read) if isinstance(read, dict) else {}
         tokens = found.get(key) if isinstance(found, dict) else None
         tokens = [tokens] if isinstance(tokens, int) else tokens

@@ -21,6 +21,7 @@ from onnxpar.report.read_log import read_log
 from onnxpar.strategy import Strategy, resolve
 from onnxpar.strategy.machine_file import load_machine
 from tests.fuzz.hostile.attack import Files, Reader
+from tests.fuzz.hostile.foreign_files import FOREIGN, Runs
 from tests.fuzz.hostile.messages import change_message
 from tests.fuzz.hostile.values import TEXTS, change_bytes, change_text, change_tree, json_bytes
 from tests.fuzz.test_models import MODELS
@@ -228,6 +229,29 @@ def _read_manifest(case: Path) -> None:
         raise errors[0]
 
 
+_GRAPH = "out/rank0000.model.onnx"
+
+
+def _graphs(work: Path, case: Path) -> list[Files]:
+    _directories(work, case)
+    return [{_GRAPH: (case / _GRAPH).read_bytes()}]
+
+
+def _change_graph(files: Files, draw: Random) -> Files:
+    return {_GRAPH: _change_model({"model.onnx": files[_GRAPH]}, draw)["model.onnx"]}
+
+
+def _read_graph(case: Path) -> None:
+    from onnxpar.cli.view import simple_file
+    from onnxpar.report.device_placement import device_data
+    from onnxpar.report.read_directory import blamed_on_report, graphs_of
+
+    report_page([case / "out"], case / "page.html")
+    simple_file(case / "out", case / _GRAPH, None, case / "tmp")
+    with blamed_on_report(case / "out"):
+        device_data(graphs_of(case / "out"))
+
+
 def _npz(work: Path, case: Path) -> list[Files]:
     _directories(work, case)
     rng = np.random.default_rng(0)
@@ -282,19 +306,10 @@ def _change_npz(files: Files, draw: Random) -> Files:
     return {"in.npz": bytes(made)}
 
 
-class _Runs:
-    """Runs a command where it is unpickled."""
-
-    def __reduce__(self) -> Any:
-        import os
-
-        return os.system, ("true",)
-
-
 def _npy(draw: Random) -> bytes:
     stream = io.BytesIO()
     if draw.random() < 0.2:
-        np.save(stream, np.array([_Runs()], dtype=object), allow_pickle=True)
+        np.save(stream, np.array([Runs()], dtype=object), allow_pickle=True)
         return stream.getvalue()
     shape, kind = draw.choice((*HEADERS, "(4, 8)")), draw.choice((*TYPES, *["<f4"] * 9))
     order = draw.choice(("False", "True", "None", "0"))
@@ -568,4 +583,13 @@ READERS: tuple[Reader, ...] = (
            (_on("report", "{}/out", "-o", "{}/page.html", "--log", "{}/log.jsonl"),)),
     Reader("genai", _genai, _change_json("g/genai_config.json"), _read_genai,
            (_shard("{}/g", "--strategy", "dp=2"),)),
+    Reader(
+        "graph", _graphs, _change_graph, _read_graph,
+        (
+            _on("inspect", "{}/out", "--device", "cuda"),
+            _on("report", "{}/out", "-o", "{}/page.html"),
+            _on("run", "{}/out", "--inputs", "{}/x.npz", "--outputs", "{}/y.npz"),
+        ),
+    ),
+    *FOREIGN,
 )  # fmt: skip

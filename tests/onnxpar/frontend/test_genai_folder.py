@@ -92,5 +92,5 @@ def test_a_folder_without_or_with_a_broken_configuration_is_refused(tmp_path: Pa
     with pytest.raises(ModelError, match=r"is a directory without genai_config\.json"):
         given_model(tmp_path)
     (tmp_path / "genai_config.json").write_text("{")
-    with pytest.raises(ModelError, match="not a JSON file"):
+    with pytest.raises(ModelError, match="not valid JSON"):
         given_model(tmp_path)

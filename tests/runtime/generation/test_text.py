@@ -67,7 +67,7 @@ def test_a_folder_that_is_none_is_refused(folder: Path) -> None:
     with pytest.raises(InputError, match=r"expected a folder with tokenizer\.json, got none"):
         Tokenizer(folder / "absent")
     (folder / "config.json").write_text("{")
-    with pytest.raises(InputError, match="not a JSON file"):
+    with pytest.raises(InputError, match="not valid JSON"):
         Tokenizer(folder)
     (folder / "tokenizer.json").write_text("{}")
     with pytest.raises(InputError, match="not a tokenizer"):
