@@ -167,6 +167,10 @@ def _run(given: list[str], name: str | None, interrupts: "_ProgramSignals") -> i
             if isinstance(error, MemoryError):
                 _print_error(f"there is not enough memory: {error}".removesuffix(": "))
                 return 1
+            if isinstance(error, OSError) and error.filename is not None and error.strerror:
+                # Such as a name that is too long, or a file that was removed meanwhile.
+                _print_error(f"{error.filename!r:.200}: {error.strerror}")
+                return 2
             if isinstance(error, OSError) and error.errno == errno.ENOSPC:
                 # Files have errors of their own: this is what is printed.
                 _print_error(f"the output cannot be written: {error.strerror}")

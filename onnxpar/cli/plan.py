@@ -30,7 +30,7 @@ from onnxpar.cli.options import AsJson, Devices, takes_options
 from onnxpar.cli.screen import Column, Content, Screen
 from onnxpar.cli.shard import parse_symbols
 from onnxpar.cli.training_options import TrainingOptions
-from onnxpar.core.errors import DirectoryError, ModelError, StrategyError
+from onnxpar.core.errors import DirectoryError, ModelError, StrategyError, short
 from onnxpar.frontend.load import read
 from onnxpar.graph.validity import blamed_on_model
 from onnxpar.report.found_strategy import REPLICATED, FoundStrategy, seconds_text
@@ -43,9 +43,9 @@ from onnxpar.strategy.schema import PIPELINE_AXIS, SearchEntry
 from onnxpar.strategy.validation_errors import in_words, problem
 from onnxpar_format.new_file import check_file, new_file
 from onnxpar_format.options import Option, parse_bytes
-from onnxpar_format.texts import bytes_text
+from onnxpar_format.texts import bytes_text, whole
 
-_SIZE = re.compile(r"([^:=]+)=(\d+)")
+_SIZE = re.compile(r"([^:=]+)=(\d{1,18})")
 OPTIMIZER = "adamw"
 """The optimizer to plan for if only a loss is given."""
 
@@ -222,7 +222,7 @@ def _symbols(texts: Iterable[str]) -> tuple[dict[str, int], list[str]]:
 def _with_stages(strategy: str | None, stages: str | None) -> str | None:
     """Returns the preset with `--stages` as its axis pp: its other axes are those of one stage."""
     names = {part.partition("=")[0].strip() for part in (strategy or "").split(",")}
-    if stages is None or not stages.isdecimal() or not names <= set(PRESET_AXES) - {PIPELINE_AXIS}:
+    if stages is None or whole(stages) is None or not names <= set(PRESET_AXES) - {PIPELINE_AXIS}:
         return strategy
     return f"{PIPELINE_AXIS}={stages},{strategy}"
 
@@ -233,9 +233,10 @@ def _stages(text: str | None, strategy: Strategy) -> list[int] | None:
         return None
     if text == "auto":
         return [n for n in range(1, strategy.world + 1) if strategy.world % n == 0]
-    if not text.isdecimal() or not int(text):
-        raise StrategyError(f"--stages: expected a number or auto, got {text!r}")
-    return [int(text)]
+    number = whole(text)
+    if not number:
+        raise StrategyError(f"--stages: expected a number or auto, got {short(text)}")
+    return [number]
 
 
 def _entry(strategy: Strategy, given: Mapping[str, object], sizes: dict[str, int]) -> SearchEntry:

@@ -12,6 +12,7 @@ from onnxpar.cli.options import AsJson, takes_options
 from onnxpar.core.errors import DirectoryError
 from onnxpar.strategy.machine_file import load_machine
 from onnxpar_format.options import Option
+from onnxpar_format.texts import whole
 
 
 @takes_options
@@ -59,7 +60,8 @@ def _sizes(texts: Sequence[str]) -> dict[str, int]:
     sizes = {}
     for text in texts:
         name, _, size = text.rpartition("=")
-        if not name or not size.isdecimal():
+        number = whole(size)
+        if not name or number is None:
             raise DirectoryError(f"--symbol {text}: expected a size, as in batch=32")
-        sizes[name] = int(size)
+        sizes[name] = number
     return sizes

@@ -8,12 +8,16 @@ import onnx_ir as ir
 from onnxpar.core.errors import DirectoryError
 from onnxpar.graph.body_captures import close, uncapture
 from onnxpar.graph.plan import Plan
+from onnxpar_format.new_file import new_file
 
 TEXT_ELEMENTS = 64
 
 
 class Dumper:
-    """Writes numbered files into one directory, which is created if it does not exist."""
+    """Writes numbered files into one directory, which is created if it does not exist.
+
+    Its methods raise DirectoryError if a file cannot be written; each file is complete or absent.
+    """
 
     def __init__(self, folder: Path) -> None:
         """Creates the directory; DirectoryError if that is not possible."""
@@ -32,8 +36,9 @@ class Dumper:
     def model(self, stage: str, model: ir.Model) -> None:
         """Writes a model; large initializers become inputs, so that weights are not copied."""
         proto = _without_weights(model)
-        onnx.save(proto, self._path(stage, ".onnx"))
-        self._path(stage, ".txt").write_text(onnx.printer.to_text(proto), encoding="utf-8")
+        with new_file(self._path(stage, ".onnx"), DirectoryError) as file:
+            onnx.save(proto, file)
+        self._write(stage, onnx.printer.to_text(proto))
         self._count += 1
 
     def plan(self, stage: str, model: ir.Model, plan: Plan) -> None:
@@ -48,8 +53,12 @@ class Dumper:
                     lines.append(f"    in  {value.name}: {text}")
             for value, sharding in zip(node.outputs, chosen.outputs, strict=True):
                 lines.append(f"    out {value.name}: {sharding.describe(plan.mesh)}")
-        self._path(stage, ".txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        self._write(stage, "\n".join(lines) + "\n")
         self._count += 1
+
+    def _write(self, stage: str, text: str) -> None:
+        with new_file(self._path(stage, ".txt"), DirectoryError) as file:
+            file.write_text(text, encoding="utf-8")
 
 
 def _without_weights(model: ir.Model) -> onnx.ModelProto:

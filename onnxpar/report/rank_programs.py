@@ -30,6 +30,7 @@ from onnxpar.report.simple_graph import owner_of
 from onnxpar.report.size_grid import SizeGrid
 from onnxpar.report.tables import Size, Tables
 from onnxpar_format.manifest import StateKind
+from onnxpar_format.texts import whole
 
 Json = dict[str, Any]
 
@@ -311,7 +312,8 @@ def _size_of(dim: int | ir.SymbolicDim) -> int | str | None:
 
 def _number(size: int | str) -> int | str:
     """Returns a size of a manifest as a number if it is one."""
-    return int(size) if isinstance(size, str) and size.isdecimal() else size
+    number = whole(size) if isinstance(size, str) else size
+    return size if number is None else number
 
 
 def _end(seconds: Sequence[Sequence[float]], transfers: Sequence[Json], point: int) -> float:

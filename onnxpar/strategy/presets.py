@@ -16,7 +16,7 @@ REPLICATE = "replicate"
 AUTO = "auto"
 _ALGORITHMS = ("recursive", "ilp", "propagation")
 PRESET_AXES = (DATA_AXIS, PARAMETER_AXIS, PIPELINE_AXIS)
-_PART = re.compile(r"([A-Za-z_]\w*)(?:=(\d+))?")
+_PART = re.compile(r"([A-Za-z_]\w*)(?:=(\d{1,18}))?")
 
 
 def load_strategy(text: str, devices: int | None = None) -> Strategy:

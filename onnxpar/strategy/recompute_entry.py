@@ -8,6 +8,7 @@ from onnxpar.core.errors import StrategyError
 from onnxpar.core.name_patterns import nearest
 from onnxpar.strategy.tensor_entry import expected
 from onnxpar_format.options import parse_bytes
+from onnxpar_format.texts import whole
 
 KEEP, AGAIN = "keep", "recompute"
 COMMUNICATION = (KEEP, AGAIN)
@@ -104,7 +105,7 @@ def parse_recompute(texts: Sequence[str], communication: str) -> RecomputeOption
     found = replace(NOTHING, communication=communication)
     for text in texts:
         word, given, number = text.partition("=")
-        if word == LAYERS and (not given or (number.isdecimal() and int(number))):
+        if word == LAYERS and (not given or whole(number)):
             found = replace(found, layers=int(number or 1))
         elif word == AUTO and given:
             try:

@@ -14,14 +14,15 @@ def new_file(out: str | Path, error: Callable[[str], Exception]) -> Iterator[Pat
 
     Until then it is in a hidden folder beside `out`. Other files in that folder, such as the
     weights of a model, are moved beside `out` before. If the block writes nothing, nothing changes.
-    For a device or a pipe, `out` itself is yielded.
+    For a device such as /dev/null, `out` itself is yielded.
 
     Args:
         out: The file to make, or to replace.
         error: Makes the exception that is raised, from its message.
 
     Raises:
-        error: `out` is a directory, or it cannot be written.
+        error: `out` is a directory, a pipe (which would wait for a reader), a socket or a disk, or
+            it cannot be written.
     """
     out = Path(out)
     # A link stays a link: the file that it points to is replaced.
@@ -29,7 +30,12 @@ def new_file(out: str | Path, error: Callable[[str], Exception]) -> Iterator[Pat
     if target.is_dir():
         raise error(f"{out}: expected a file to write to, got a directory")
     if target.exists() and not target.is_file():
-        yield out
+        if not target.is_char_device():
+            raise error(f"{out}: expected a file to write to, got {_kind(target)}")
+        try:
+            yield out
+        except OSError as failed:
+            raise error(cannot_write(out, failed)) from failed
         return
     if not target.parent.is_dir():
         raise error(f"{out}: its folder {target.parent} does not exist")
@@ -43,6 +49,12 @@ def new_file(out: str | Path, error: Callable[[str], Exception]) -> Iterator[Pat
                 os.replace(file, target if file == made else out.parent / file.name)
     except OSError as failed:
         raise error(cannot_write(target, failed)) from failed
+
+
+def _kind(path: Path) -> str:
+    if path.is_fifo():
+        return "a pipe"
+    return "a socket" if path.is_socket() else "a block device"
 
 
 def check_file(out: str | Path, error: Callable[[str], Exception]) -> None:

@@ -3,14 +3,14 @@
 import errno
 import os
 import stat
+from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO
 
 MOST = 512 << 20
 """Bytes of a file of text: the manifest of a large model has tens of MiB."""
 
 
-def open_regular(path: str | Path) -> BinaryIO:
+def open_regular(path: str | Path) -> BufferedReader:
     """Opens a file to be read.
 
     Raises:

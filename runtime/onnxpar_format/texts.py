@@ -2,6 +2,16 @@
 
 from collections.abc import Sequence
 
+_DIGITS = 18
+
+
+def whole(text: str) -> int | None:
+    """Returns a number of at most 18 decimal digits, so that it fits into 64 bits; else None.
+
+    Python refuses to read a number of thousands of digits.
+    """
+    return int(text) if text.isdecimal() and len(text) <= _DIGITS else None
+
 
 def three_digits(number: float) -> str:
     """Returns a number with three digits, or all before the point with commas."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import onnxruntime
 
+from onnxpar_format.texts import whole
 from onnxpar_runtime.devices import CUDA
 from onnxpar_runtime.errors import LaunchError
 
@@ -20,6 +21,16 @@ _CPUS, _SIBLINGS = Path("/sys/devices/system/cpu"), "topology/thread_siblings_li
 _SPIN_MICROSECONDS = "50"
 # Nodes that the transformer has marked (`layer_ann`) compute on the host, even with a GPU.
 _HOST_NODES = "session.layer_assignment_settings", "cpu(=onnxpar.host)"
+_THREADS = 1024
+"""Threads of a session at most: each has a stack, and no machine has more cores for one rank."""
+_BOUNDS = {
+    "intra_op_num_threads": _THREADS,
+    "inter_op_num_threads": _THREADS,
+    "log_severity_level": 4,
+    "log_verbosity_level": 1000,
+    "session.intra_op.spin_duration_us": 1_000_000,
+}
+"""The largest number that an option may have; the least is 0."""
 _LEVELS = {
     "disable": "ORT_DISABLE_ALL",
     "basic": "ORT_ENABLE_BASIC",
@@ -89,7 +100,7 @@ def session_options(pairs: Mapping[str, str], threads: int = 1) -> onnxruntime.S
             provider and are ignored here.
 
     Raises:
-        LaunchError: An unknown key, or a value of the wrong type.
+        LaunchError: An unknown key, or a value of the wrong type or out of bounds.
     """
     options = onnxruntime.SessionOptions()
     options.execution_order = onnxruntime.ExecutionOrder.PRIORITY_BASED
@@ -102,6 +113,8 @@ def session_options(pairs: Mapping[str, str], threads: int = 1) -> onnxruntime.S
     for key, value in pairs.items():
         if key.startswith("cuda."):
             continue
+        if key in _BOUNDS:
+            _check_bound(key, value)
         if "." in key:
             options.add_session_config_entry(key, value)
             continue
@@ -110,6 +123,15 @@ def session_options(pairs: Mapping[str, str], threads: int = 1) -> onnxruntime.S
             raise LaunchError(f"unknown onnxruntime option {key!r}; known: {_known(options)}")
         setattr(options, key, _convert(key, value, current))
     return options
+
+
+def _check_bound(key: str, value: str) -> None:
+    number = whole(value)
+    if number is None or number > _BOUNDS[key]:
+        raise LaunchError(
+            f"onnxruntime option {key}: expected an integer from 0 to {_BOUNDS[key]}, got "
+            f"{value[:40]!r}"
+        )
 
 
 def _known(options: onnxruntime.SessionOptions) -> str:

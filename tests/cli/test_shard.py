@@ -1,5 +1,6 @@
 """`onnxpar shard`: what it writes and prints, and that a mistake writes nothing."""
 
+import errno
 import json
 import os
 import re
@@ -243,3 +244,26 @@ def test_models_that_are_none(
     assert shard("--strategy", "dp=2") == 2
     assert message in capsys.readouterr().err
     assert not (here / "out").exists()
+
+
+def test_a_dump_to_a_full_disk(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stages that were complete stay, no half of a file, and no directory."""
+    write = onnx.save
+
+    def full(proto: onnx.ModelProto, path: Path) -> None:
+        write(proto, path)
+        if "partitioned" in path.name:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(onnx, "save", full)
+    assert shard("--strategy", "dp=2", "--dump", "d") == 2
+    error = capsys.readouterr().err
+    assert error.startswith("onnxpar: error: ") and "the disk is full" in error
+    assert "d/03.partitioned.model.rank0.onnx" in error
+    assert not (here / "out").exists()
+    left = sorted(path.name for path in (here / "d").iterdir())
+    assert [name[3:] for name in left] == [
+        "loaded.onnx", "loaded.txt", "normalised.onnx", "normalised.txt", "planned.txt",
+    ]  # fmt: skip

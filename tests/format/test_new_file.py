@@ -64,3 +64,24 @@ def test_what_cannot_be_written_is_found_before(
     monkeypatch.setattr("onnxpar_format.new_file.TemporaryDirectory", refused)
     with pytest.raises(Refused, match=rf"{tmp_path} cannot be written to \(Read-only file system"):
         check_file(tmp_path / "out", Refused)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="pipes with names of POSIX")
+@pytest.mark.timeout(20)
+def test_a_pipe_is_refused_before_work_starts(tmp_path: Path) -> None:
+    """To open one waits until somebody reads it."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("pipe")
+    for name in ("pipe", "link"):
+        with pytest.raises(Refused, match=f"{name}: expected a file to write to, got a pipe"):
+            check_file(tmp_path / name, Refused)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+def test_a_full_device_is_named() -> None:
+    def write() -> None:
+        with new_file("/dev/full", Refused) as file, file.open("wb") as stream:
+            stream.write(bytes(100_000))
+
+    with pytest.raises(Refused, match=r"^/dev/full: the disk is full"):
+        write()

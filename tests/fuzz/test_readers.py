@@ -22,6 +22,7 @@ from onnxpar.strategy.yaml_document import parse_document
 from onnxpar_runtime.errors import InputError
 from onnxpar_runtime.npz import read_npz
 from onnxpar_runtime.tensor_file import read_tensors
+from onnxpar_runtime.training.token_file import token_windows
 from tests.fuzz.hostile.attack import Attack, Escape, Reader, guarded, set_mark
 from tests.fuzz.hostile.readers import READERS
 from tests.fuzz.test_models import MODELS
@@ -215,3 +216,31 @@ def test_a_report_that_was_changed(
         assert main(command) == 2
         assert f"error: {path}" in capsys.readouterr().err
     assert not (tmp_path / "p.html").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["plan", "m.onnx", "--devices=2", "--stages={}", "-o", "s.yaml"],
+        ["plan", "m.onnx", "--devices=2", "--symbol=n={}", "-o", "s.yaml"],
+        ["shard", "m.onnx", "--strategy", "dp={}", "-o", "o"],
+        ["inspect", "{}"],
+        ["shard", "m.onnx", "--strategy", "dp=2", "--recompute", "layers={}", "-o", "o"],
+        ["report", "a", "--symbol", "batch={}", "-o", "p.html"],
+        ["verify", "a", "--model", "m.onnx", "--symbol", "batch={}"],
+    ],
+    ids=lambda arguments: arguments[0],
+)
+def test_numbers_of_thousands_of_digits(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+) -> None:
+    """Python refuses to read them, which ended as an internal error; so did a token file's seq."""
+    monkeypatch.chdir(tmp_path)
+    onnx.save(MODELS["net"], "m.onnx")
+    assert main([a.replace("{}", "9" * 5000) for a in arguments]) == 2
+    assert "internal error" not in capsys.readouterr().err
+    with pytest.raises(InputError, match=r"expected tokens:FILE"):
+        token_windows("--data", f"t,seq={'9' * 5000}")

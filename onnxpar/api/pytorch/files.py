@@ -10,7 +10,7 @@ from onnxpar.api.pytorch.optimizer_state import optimizer_state_dict
 from onnxpar.api.pytorch.state_dict import state_dict
 from onnxpar.api.pytorch.write_checkpoint import write_checkpoint
 from onnxpar.core.errors import DirectoryError, ModelError
-from onnxpar_format.new_file import new_file
+from onnxpar_format.new_file import check_file, new_file
 from onnxpar_format.regular_file import open_regular
 
 if TYPE_CHECKING:
@@ -38,6 +38,8 @@ def export_files(
         DirectoryError: A file cannot be written.
         OnnxparRuntimeError: The checkpoint cannot be read, or the function fails.
     """
+    for path in filter(None, (weights, optimizer_state)):
+        check_file(path, DirectoryError)
     checkpoint = runtime.Checkpoint.last(source)
     for name in checkpoint.files if verify else ():
         checkpoint.verify_file(name)

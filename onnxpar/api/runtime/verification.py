@@ -20,6 +20,7 @@ from onnxpar.report.read_directory import read_report
 from onnxpar_format.manifest import FILE_NAME
 from onnxpar_format.new_file import check_file, new_file
 from onnxpar_format.options import VerifyOptions
+from onnxpar_format.texts import whole
 from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.npz import read_npz
 from onnxpar_runtime.verify import bisect, compare
@@ -186,11 +187,12 @@ def parse_case(text: str) -> Mapping[str, int]:
     values: dict[str, int] = {}
     for part in text.split(","):
         name, _, number = part.rpartition("=")
-        if not name.strip() or not number.strip().isdecimal():
+        value = whole(number.strip())
+        if not name.strip() or value is None:
             raise SymbolError(f"--symbol {text!r}: expected name=integer, got {part!r}")
         if name.strip() in values:
             raise SymbolError(f"--symbol {text!r}: {name.strip()!r} is given twice")
-        values[name.strip()] = int(number)
+        values[name.strip()] = value
     return values
 
 

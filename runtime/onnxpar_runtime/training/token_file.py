@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onnxpar_format.regular_file import open_regular
+from onnxpar_format.texts import whole
 from onnxpar_runtime.errors import InputError
 
 Array = NDArray[Any]
@@ -30,9 +31,9 @@ def token_windows(name: str, text: str) -> tuple[Array, Array]:
     path, *parts = text.split(",")
     options = dict(part.partition("=")[::2] for part in parts)
     dtype, seq = options.pop("dtype", "uint16"), options.pop("seq", "")
-    if not path or options or dtype not in _DTYPES or not seq.isdecimal() or int(seq) < 1:
+    length = whole(seq) or 0
+    if not path or options or dtype not in _DTYPES or length < 1:
         raise InputError(f"{name}: expected tokens:{_FORM}")
-    length = int(seq)
     try:
         with open_regular(Path(path)):
             tokens = np.memmap(path, dtype, "r")
