@@ -106,6 +106,7 @@ class _Server:
             import uvicorn
 
             from onnxpar_runtime.serving.app import Model, application
+            from onnxpar_runtime.serving.connections import bounded_protocol, most_connections
         except ImportError as error:
             raise InputError(
                 f"serve: the package {error.name} is not installed (pip install 'onnxpar[serve]')"
@@ -119,6 +120,7 @@ class _Server:
         app = application(self._engine, Model(name, tokenizer, template))
         config = uvicorn.Config(
             app,
+            http=bounded_protocol(most_connections(most), metrics.refused),
             log_config=None,
             access_log=False,
             lifespan="off",
