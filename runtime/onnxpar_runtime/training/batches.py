@@ -7,7 +7,7 @@ gets the same batches on any mesh.
 import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, Generic, TypeVar
 
@@ -21,9 +21,11 @@ from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.training.metrics import NO_METRICS, Metrics
 from onnxpar_runtime.training.sources import (
     Arrays,
+    Batch,
     Place,
     Request,
     Samples,
+    Shard,
     Source,
     Stream,
     per_sample,
@@ -256,17 +258,31 @@ def steps_from(
     specs: Sequence[TensorEntry],
     accumulate: int,
     dim: BatchDim,
+    shard: Shard | None = None,
 ) -> Iterator[Step]:
     """Returns the steps of an epoch of a stream, each of its batches in `accumulate` micro-batches.
+
+    Args:
+        stream: The stream.
+        request: What its function is asked for.
+        specs: Inputs of the program.
+        accumulate: Number of micro-batches.
+        dim: What a micro-batch's number of samples may be.
+        shard: The rows that the stream makes; None if it makes complete batches.
 
     Raises:
         InputError: A batch lacks an input, or has no dim of samples.
         LaunchError: A batch cannot be split into admissible micro-batches.
     """
+    if shard is not None:
+        request = replace(request, shard=(shard.index, shard.count))
     for number, batch in enumerate(stream.open(request), 1):
         parts = batch if isinstance(batch, tuple) else (batch,)
         where = f"{stream.name}: batch {number}"
         counts = [_count(part, specs, where) for part in parts]
+        if shard is not None:
+            yield _of_shard(shard, batch, counts[0], accumulate, specs, dim, where)
+            continue
         # With a dict for each data rank, their rows together are the batch.
         if accumulate == 1:
             yield Step((batch,), sum(counts))
@@ -279,6 +295,24 @@ def steps_from(
             tuple(row) if isinstance(batch, tuple) else row[0] for row in zip(*split, strict=True)
         )
         yield Step(micro, sum(counts))
+
+
+def _of_shard(
+    shard: Shard,
+    batch: Batch,
+    count: int,
+    accumulate: int,
+    specs: Sequence[TensorEntry],
+    dim: BatchDim,
+    where: str,
+) -> Step:
+    """Returns a step of which this rank has `count` rows."""
+    if isinstance(batch, tuple):
+        raise InputError(f"{where}: expected a dict of the rows of one data rank, got a tuple")
+    micro: Sequence[Arrays] = [batch]
+    if accumulate > 1:
+        micro = _split_arrays(batch, count, shard.count, accumulate, specs, dim, where)
+    return Step(tuple(shard.whole(rows, where) for rows in micro), count * shard.count)
 
 
 def _count(arrays: Arrays, specs: Sequence[TensorEntry], where: str) -> int:
@@ -392,6 +426,7 @@ class EvaluationData:
         own: Inputs of which the rank needs its own rows only; all of them if None.
         limit: The largest number of batches of an evaluation; None for all of them.
         metrics: What is reported besides loss and accuracy.
+        shard: The rows that a stream makes; None if it makes complete batches.
     """
 
     source: Source
@@ -403,6 +438,7 @@ class EvaluationData:
     own: Mapping[str, Place] | None = None
     limit: int | None = field(default=None, kw_only=True)
     metrics: Metrics = field(default=NO_METRICS, kw_only=True)
+    shard: Shard | None = field(default=None, kw_only=True)
 
     def steps(self) -> Iterator[Step]:
         """Returns the batches of an evaluation, in the order of the source."""
@@ -413,7 +449,7 @@ class EvaluationData:
         self, order: Order, request: Request, accumulate: int = 1, skip: int = 0
     ) -> Iterator[Step]:
         if isinstance(self.source, Stream):
-            steps = steps_from(self.source, request, self.specs, accumulate, self.dim)
+            steps = steps_from(self.source, request, self.specs, accumulate, self.dim, self.shard)
             return islice(steps, skip, None)
         assert self.plan is not None
         return steps_of(self.source, self.plan, order(self.source.count), self.own, skip)
@@ -454,6 +490,7 @@ def training_data(
     accumulate: int = 1,
     seed: int = 0,
     own: Mapping[str, Place] | None = None,
+    shard: Shard | None = None,
 ) -> TrainingData:
     """Returns the data of a run; the arguments are the attributes of `TrainingData`.
 
@@ -463,7 +500,7 @@ def training_data(
     if isinstance(source, Stream):
         if accumulate < 1:
             raise LaunchError(f"--accumulate: expected a number >= 1, got {accumulate}")
-        return TrainingData(source, specs, dim, batch, seed, None, own, accumulate)
+        return TrainingData(source, specs, dim, batch, seed, None, own, accumulate, shard=shard)
     if batch is None:
         raise LaunchError(f"--batch-size: expected a number for {source.name}, got none")
     plan = plan_training(source.count, batch, accumulate, dim)
@@ -480,12 +517,19 @@ def evaluation_data(
     own: Mapping[str, Place] | None = None,
     limit: int | None = None,
     metrics: Metrics = NO_METRICS,
+    shard: Shard | None = None,
 ) -> EvaluationData:
     """Returns the data of an evaluation; the arguments are the attributes of `EvaluationData`.
 
     Raises:
-        LaunchError: An impossible batch size; see `plan_evaluation`.
+        LaunchError: An impossible batch size; see `plan_evaluation`. Or metrics of outputs, which
+            read complete batches, of a stream that makes a data rank's rows only.
     """
+    if metrics.of_outputs and shard is not None:
+        raise LaunchError(
+            f"--metric: {', '.join(metrics.of_outputs)} read complete batches: expected a function "
+            f"without the parameter shard, got {source.name}"
+        )
     plan = plan_evaluation(source.count, batch, dim) if isinstance(source, Samples) else None
     if metrics.of_outputs:
         own = None  # metrics read the whole batch

@@ -58,6 +58,7 @@ from onnxpar_runtime.training.sources import (
     check_samples,
     open_source,
     places,
+    shard_of,
     stream_of,
 )
 from onnxpar_runtime.training.tensorboard import TensorBoard
@@ -242,6 +243,7 @@ def _prepare(
         accumulate=_micro_batches(manifest, wanted.accumulate),
         seed=wanted.seed,
         own=places(specs, manifest.atoms, rank, training.loss, source),
+        shard=shard_of(specs, manifest.atoms, rank, training.loss, source),
     )
     hyper = hyperparameters(
         training.optimizer, wanted.settings, set(hyperparameters_read(manifest))
@@ -492,16 +494,17 @@ def _evaluation_data(
     limit: int | None = None,
 ) -> EvaluationData:
     program = manifest.program(EVALUATION)
-    specs = program.inputs
+    specs, loss = program.inputs, manifest.trained().loss
     found = evaluation_data(
         source,
         specs,
         BatchDim.of(manifest, specs),
         batch=batch,
         seed=seed,
-        own=places(specs, manifest.atoms, rank, manifest.trained().loss, source),
+        own=places(specs, manifest.atoms, rank, loss, source),
         limit=limit,
         metrics=metrics,
+        shard=shard_of(specs, manifest.atoms, rank, loss, source),
     )
     if isinstance(source, Samples) and found.plan is not None:
         # Otherwise a mistake would only be found at the end of the first epoch.

@@ -77,6 +77,72 @@ def places(
 
 
 @dataclass(frozen=True)
+class Shard:
+    """The rows of every batch that a function makes for this rank.
+
+    Attributes:
+        index: The number of this rank's data rank.
+        count: The number of data ranks, each of which has as many rows.
+        names: Inputs with a row for each sample.
+        labels: The input for the labels, if some labels do not count.
+        ignored: The label that does not count.
+    """
+
+    index: int
+    count: int
+    names: tuple[str, ...]
+    labels: str | None
+    ignored: int | None
+
+    def whole(self, rows: Arrays, where: str) -> Arrays:
+        """Returns the arrays of a complete batch; rows of other data ranks are 0.
+
+        Raises:
+            InputError: A label does not count: the other ranks do not know how many do.
+        """
+        labels = rows.get(self.labels or "")
+        if labels is not None and (np.asarray(labels) == self.ignored).any():
+            raise InputError(
+                f"{where}: expected labels that all count, since the function has the parameter "
+                f"shard and ranks do not see one another's labels, got {self.ignored}, which the "
+                "loss ignores"
+            )
+        batch = dict(rows)
+        for name in self.names:
+            if name in rows:
+                own = np.asarray(rows[name])
+                batch[name] = np.zeros((len(own) * self.count, *own.shape[1:]), own.dtype)
+                batch[name][self.index * len(own) : (self.index + 1) * len(own)] = own
+        return batch
+
+
+def shard_of(
+    specs: Sequence[TensorEntry], atoms: Sequence[int], rank: int, loss: Loss, source: "Source"
+) -> Shard | None:
+    """Returns the rows that a function makes for the rank; None if it makes complete batches.
+
+    Raises:
+        InputError: Not all inputs with a row for each sample have the same rows on the rank.
+    """
+    if not isinstance(source, Stream) or not source.sharded:
+        return None
+    names, here = per_sample(specs), coordinates(rank, atoms)
+    by = {s.name: s.dims[0][0][1] if len(s.dims[0]) == 1 else None for s in specs if s.dims}
+    own = {by[name] for name in names}
+    if len(own) > 1 or None in own:
+        raise InputError(
+            f"{source.name}: expected a function without the parameter shard, since dim 0 of "
+            f"{', '.join(names)} is not sharded in the same way"
+        )
+    (axes,) = own
+    index, count = 0, 1
+    for atom in axes or ():
+        index, count = index * atoms[atom] + here[atom], count * atoms[atom]
+    ignored = loss.ignore_index
+    return Shard(index, count, names, loss.labels if ignored is not None else None, ignored)
+
+
+@dataclass(frozen=True)
 class Samples:
     """Samples in memory, or in a file that is mapped into memory.
 
@@ -152,12 +218,14 @@ class Request:
         seed: Seed of the run.
         batch_size: `--batch-size`, or None.
         train: Whether the batches are for training rather than evaluation.
+        shard: The number of this rank's data rank, and the number of data ranks.
     """
 
     epoch: int
     seed: int
     batch_size: int | None
     train: bool
+    shard: tuple[int, int] = (0, 1)
 
 
 @dataclass(frozen=True)
@@ -168,11 +236,13 @@ class Stream:
         name: Name for messages: the option and its text.
         open: Returns the batches of an epoch.
         parted: Whether the function takes `train`, to make different batches for evaluation.
+        sharded: Whether the function takes `shard`, and makes the rows of one data rank only.
     """
 
     name: str
     open: Callable[[Request], Iterator[Batch]]
     parted: bool = False
+    sharded: bool = False
 
 
 Source = Samples | Stream
@@ -362,11 +432,21 @@ def stream_of(name: str, batches: Iterable[Any], specs: Sequence[TensorEntry]) -
 
     Each batch is a dict of arrays or of tensors on the CPU by input, or a sequence of them in the
     order of the inputs. If its sampler has `set_epoch`, it gets the number of the epoch, from 0.
+    If its sampler has `num_replicas` other than 1, as PyTorch's DistributedSampler, it makes the
+    rows of one data rank.
     """
     names = [spec.name for spec in specs]
+    sampler: Any = getattr(batches, "sampler", None)
+    place = getattr(sampler, "rank", 0), getattr(sampler, "num_replicas", 1)
+    sharded = place[1] != 1
 
     def open_epoch(request: Request) -> Iterator[Batch]:
-        set_epoch = getattr(getattr(batches, "sampler", None), "set_epoch", None)
+        set_epoch = getattr(sampler, "set_epoch", None)
+        if sharded and place != request.shard:
+            raise InputError(
+                f"{name}: expected a sampler with (rank, num_replicas) = {request.shard}, as "
+                f"Trainer.shard says, got {place}"
+            )
         with users_code(name):
             if set_epoch is not None:
                 set_epoch(request.epoch - 1)
@@ -380,7 +460,7 @@ def stream_of(name: str, batches: Iterable[Any], specs: Sequence[TensorEntry]) -
                 given = item if named else dict(zip(names, item, strict=True))
                 yield {key: np.asarray(array) for key, array in given.items()}
 
-    return Stream(name, open_epoch)
+    return Stream(name, open_epoch, sharded=sharded)
 
 
 def _function(name: str, text: str) -> Stream:
@@ -397,7 +477,8 @@ def _function(name: str, text: str) -> Stream:
 
     def batches(request: Request) -> Iterator[Batch]:
         offered = vars(request)
-        given = {k: v for k, v in offered.items() if anything or k in taken}
+        # A function with **arguments does not know that it should make fewer rows.
+        given = {k: v for k, v in offered.items() if k in taken or (anything and k != "shard")}
         with users_code(name):
             result = function(**given)
             if not isinstance(result, Iterable):
@@ -411,4 +492,5 @@ def _function(name: str, text: str) -> Stream:
                     )
                 yield item
 
-    return Stream(name, batches, parted=anything or "train" in taken)
+    parted = anything or "train" in taken
+    return Stream(name, batches, parted=parted, sharded="shard" in taken)

@@ -18,7 +18,7 @@ from typing import Any, Unpack
 import numpy as np
 from numpy.typing import NDArray
 
-from onnxpar_format.boxes import SizedSharding
+from onnxpar_format.boxes import SizedSharding, coordinates
 from onnxpar_format.dtypes import DTYPES, lossless
 from onnxpar_format.entries import COUNTERS
 from onnxpar_format.manifest import FROM_FILES, StateEntry, Training
@@ -145,6 +145,19 @@ class Trainer(Opened):
     def steps(self) -> int:
         """Number of optimizer steps that are done."""
         return self.counters["step"]
+
+    @property
+    def shard(self) -> tuple[int, int]:
+        """The number of this rank's data rank, and the number of data ranks.
+
+        Data ranks are the positions along the axes that shard dim 0 of the first input.
+        """
+        here = coordinates(self.rank.index, self.manifest.atoms)
+        index, count = 0, 1
+        for atom in self.manifest.program(TRAINING).inputs[0].dims[0][0][1]:
+            size = self.manifest.atoms[atom]
+            index, count = index * size + here[atom], count * size
+        return index, count
 
     def peak_bytes(self, *, reset: bool = False) -> int:
         """Returns the most bytes that this rank held at a time: states, inputs, values, weights.
