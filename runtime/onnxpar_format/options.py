@@ -186,10 +186,9 @@ class TrainingRun:
     data: Annotated[
         str,
         Option(
-            "digits (scikit-learn's handwritten digits), npz:FILE (arrays with the names of the "
-            "inputs), tokens:FILE,seq=N (a file of tokens), "
-            "idx:DIR (MNIST's files) or module:function (it returns an iterable of "
-            "dicts).",
+            "digits (scikit-learn's handwritten digits), npz:FILE or parquet:FILE (arrays with the "
+            "names of the inputs), tokens:FILE,seq=N (a file of tokens), idx:DIR (MNIST's files) "
+            "or module:function (it returns an iterable of dicts).",
             "SOURCE",
         ),
     ]

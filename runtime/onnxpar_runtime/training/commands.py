@@ -284,7 +284,7 @@ def _sources(
     if wanted.validation is not None:
         if wanted.evaluate or elsewhere or isinstance(source, Stream):
             raise LaunchError(
-                "--validation: expected samples (npz:FILE or tokens:FILE), and neither --eval nor "
+                "--validation: expected samples (npz, parquet or tokens), and neither --eval nor "
                 f"--eval-data, got {source.name}"
             )
         return source.validation(wanted.validation, wanted.seed)

@@ -23,6 +23,7 @@ from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.npz import convert, read_npz
 from onnxpar_runtime.symbol_checks import check_index_ranges, symbol_values
 from onnxpar_runtime.training.images import handwritten_digits, mnist_files, resize
+from onnxpar_runtime.training.parquet import read_parquet
 from onnxpar_runtime.training.token_file import token_windows
 from onnxpar_runtime.user_code import named_function, users_code
 
@@ -34,7 +35,10 @@ Batch = Arrays | tuple[Arrays, ...]
 TEST_EVERY = 5
 """Every fifth of the handwritten digits, from the first on, is held out for testing."""
 
-FORMS = "digits[:train|:test], npz:FILE, tokens:FILE,seq=N[,dtype=TYPE], idx:DIR or module:function"
+FORMS = (
+    "digits[:train|:test], npz:FILE, parquet:FILE, tokens:FILE,seq=N[,dtype=TYPE], idx:DIR or "
+    "module:function"
+)
 
 
 @dataclass(frozen=True)
@@ -293,11 +297,13 @@ def open_source(
         return replace(found, parted=not rest)
     if kind == "npz" and rest:
         return samples(name, read_npz(Path(rest)), specs)
+    if kind == "parquet" and rest:
+        return samples(name, read_parquet(Path(rest)), specs)
     if kind == "tokens" and rest:
         return tokens(name, rest, specs, labels)
     if kind == "idx" and rest:
         return replace(_classified(name, *mnist_files(rest, part), specs, labels), parted=True)
-    if kind not in ("digits", "npz", "tokens", "idx") and rest:
+    if kind not in ("digits", "npz", "parquet", "tokens", "idx") and rest:
         return _function(name, text)
     raise InputError(f"{name}: expected {FORMS}")
 

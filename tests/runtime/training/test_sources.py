@@ -152,7 +152,7 @@ def test_npz_that_does_not_fit(tmp_path: Path, arrays: dict[str, np.ndarray], me
 @pytest.mark.parametrize("text", ["", "digits:all", "npz", "npz:", "idx:", "csv", "tables:", ":x"])
 def test_unknown_forms(text: str) -> None:
     with pytest.raises(
-        InputError, match=r"expected digits\[:train\|:test\], npz:FILE, tokens:FILE"
+        InputError, match=r"expected digits\[:train\|:test\], npz:FILE, parquet:FILE"
     ):
         open_source(text, (IMAGES, LABELS), "labels")
 
