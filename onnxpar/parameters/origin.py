@@ -1,7 +1,10 @@
 """The origin of an initializer: what it was in the exported model, and the rule that shows it."""
 
+import errno
+import os
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import pairwise
 from typing import Any
 
 import onnx_ir as ir
@@ -10,6 +13,8 @@ from numpy.typing import NDArray
 from onnxpar.graph.new_nodes import constant
 
 _ORIGIN = "onnxpar.origin"
+_BLOCK = 1 << 20
+"""Elements that are compared at once."""
 MARKED = "PyTorch's exporter marks it {}"
 NO_PARAMETER = "it contains no parameter of the PyTorch module"
 STATISTIC = "it is a running statistic"
@@ -89,9 +94,33 @@ def sizes(value: ir.Value) -> tuple[int, ...]:
 
 def is_uniform(value: ir.Value) -> bool:
     """Whether all elements of an initializer are the same number, and there is at least one."""
+    if _is_hole(value):
+        return True
     flat = array_of(value).ravel()
     # The first elements of a large weight differ, so the others need not be read.
-    return flat.size > 0 and all(bool((part == flat[0]).all()) for part in (flat[:64], flat))
+    ends = (64, *range(_BLOCK, flat.size, _BLOCK), flat.size)
+    return flat.size > 0 and all(
+        bool((flat[begin:end] == flat[0]).all()) for begin, end in pairwise((0, *ends))
+    )
+
+
+def _is_hole(value: ir.Value) -> bool:
+    """Whether an initializer lies in a hole of a sparse file, where all bytes are 0.
+
+    Models without weights have such files. To read hundreds of gigabytes of zeros takes minutes.
+    """
+    tensor = value.const_value
+    if not isinstance(tensor, ir.ExternalTensor) or not tensor.nbytes:
+        return False
+    begin = tensor.offset or 0
+    end = begin + tensor.nbytes
+    with open(tensor.path, "rb") as file:
+        if os.fstat(file.fileno()).st_size < end:
+            return False
+        try:
+            return os.lseek(file.fileno(), begin, os.SEEK_DATA) >= end
+        except OSError as error:
+            return error.errno == errno.ENXIO  # there are only holes from here on
 
 
 def copy_of(value: ir.Value, name: str) -> ir.Value:
