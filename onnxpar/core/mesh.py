@@ -199,7 +199,7 @@ class Mesh:
 
     def count(self, atoms: Iterable[int]) -> int:
         """Returns the number of shards that `atoms` make."""
-        return prod(self.atoms[a] for a in atoms)
+        return prod([self.atoms[a] for a in atoms])
 
     def coords(self, rank: int) -> tuple[int, ...]:
         """Returns the coordinate of device `rank` along each atom."""

@@ -57,6 +57,19 @@ class Sharding:
     partial: Atoms = ()
     reduction: str = "sum"
 
+    def __eq__(self, other: object) -> bool:
+        """Compares the hashes first: tables of plans and costs compare shardings all the time."""
+        if self is other:
+            return True
+        if not isinstance(other, Sharding):
+            return NotImplemented
+        return (
+            self._hash == other._hash
+            and self.dims == other.dims
+            and self.partial == other.partial
+            and self.reduction == other.reduction
+        )
+
     def __hash__(self) -> int:
         """Hashes once: shardings are keys of every table of plans and costs."""
         return self._hash
@@ -91,7 +104,7 @@ class Sharding:
         """Global shape, elements."""
         return tuple(_product(c.size for c in dim) for dim in self.dims)
 
-    @property
+    @cached_property
     def split_atoms(self) -> Atoms:
         """Atoms that shard some dim, in order of dims and components."""
         return tuple(a for dim in self.dims for a in atoms_of(dim))
@@ -104,7 +117,13 @@ class Sharding:
     def with_partial(self, partial: Iterable[int], reduction: str = "sum") -> "Sharding":
         """Returns the sharding of the same dims that is partial over other atoms."""
         atoms = tuple(sorted(partial))
-        return Sharding(self.dims, atoms, reduction if atoms else "sum")
+        return Sharding(self.dims, atoms, reduction) if atoms else self._complete
+
+    @cached_property
+    def _complete(self) -> "Sharding":
+        """The sharding of the same dims that is not partial."""
+        complete = not self.partial and self.reduction == "sum"
+        return self if complete else Sharding(self.dims)
 
     def dim_atoms(self, dim: int) -> Atoms:
         """Atoms that shard one dim, major component first."""

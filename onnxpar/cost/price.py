@@ -12,7 +12,7 @@ from math import prod
 import onnx_ir as ir
 
 from onnxpar.core.machine import Link
-from onnxpar.core.rule import ANY
+from onnxpar.core.rule import ANY, OpRule
 from onnxpar.core.sharding import Sharding
 from onnxpar.cost.cost_model import CostModel, Work
 from onnxpar.cost.live_memory import Made, MemoryStep, live_bytes, live_peak, makes
@@ -32,6 +32,7 @@ from onnxpar.facts.varying_nodes import varying_nodes
 from onnxpar.graph.plan import NodePlan, Plan
 from onnxpar.graph.shapes import itemsize
 from onnxpar.ops.kernel_memory import call, kernel
+from onnxpar.ops.slots import Kernel
 
 
 @dataclass(frozen=True)
@@ -189,6 +190,29 @@ def price_in_turns(
     return InTurns(seconds, pricing.peak_in_turns(alone.held))
 
 
+@dataclass(frozen=True)
+class _Local:
+    """What a device computes for a node.
+
+    Attributes:
+        work: Its arithmetic and memory traffic.
+        shapes: The local shapes of its results.
+        itemsizes: Bytes of an element of each result.
+        sizes: Bytes of each result.
+        masked: For each operand, whether the padding that its node leaves is set.
+        kernel: How its kernel uses memory.
+        workspace: Bytes that it needs while it runs.
+    """
+
+    work: Work
+    shapes: tuple[tuple[int, ...], ...]
+    itemsizes: tuple[int, ...]
+    sizes: tuple[int, ...]
+    masked: tuple[bool, ...]
+    kernel: Kernel
+    workspace: int
+
+
 @dataclass
 class _Pricing:
     program: Program
@@ -200,6 +224,7 @@ class _Pricing:
     varying: frozenset[str] | None = None
     made: dict[str, dict[Sharding, str]] = field(default_factory=dict)
     itemsizes: dict[str, int] = field(default_factory=dict)
+    locals: dict[tuple[int, int], _Local] = field(default_factory=dict)
     paired: PairedSteps = field(default_factory=PairedSteps)
     shared: set[str] = field(default_factory=set)
     shared_nodes: set[int] = field(default_factory=set)
@@ -303,11 +328,8 @@ class _Pricing:
 
     def _node(self, node: ir.Node) -> NodePrice:
         name = node.name or ""
-        rule, view, chosen = (
-            self.program.rules.by_node[name],
-            self.program.rules.views[name],
-            self.plan.nodes[name],
-        )
+        rule, chosen = self.program.rules.by_node[name], self.plan.nodes[name]
+        local = self._local(node, rule, chosen)
         filling = moving = 0.0
         reads: list[str] = []
         for index, value in enumerate(node.inputs):
@@ -320,30 +342,20 @@ class _Pricing:
             self.read_at.setdefault(source, len(self.computed))
             seconds, version = self._fetched(source, want)
             moving += seconds
-            spent, filled = self._masked(version, source, want, index, chosen)
-            filling += spent
-            reads.append(filled)
-        shapes = [self.cost.local_shape(s) for s in chosen.outputs]
-        for value in node.outputs:
-            self.itemsizes[value.name or ""] = itemsize(value)
-        sizes = [
-            prod(shape) * self.itemsizes[v.name or ""]
-            for v, shape in zip(node.outputs, shapes, strict=True)
-        ]
+            if local.masked[index] and source not in self.outside:
+                spent, version = self._masked(version, source, want)
+                filling += spent
+            reads.append(version)
         names = [v.name or "" for v in node.outputs]
+        self.itemsizes.update(zip(names, local.itemsizes, strict=True))
         if self.varying is not None and name not in self.varying:
             self.shared.update(names)
             self.shared_nodes.add(len(self.computed))
-        facts = kernel(node, self.program.registry)
-        seen = call(
-            node,
-            [None if s is None else self.cost.local_shape(s) for s in chosen.inputs],
-            shapes,
-            self.itemsizes[names[0]] if names else 0,
-            self.program.registry,
-        )
         step = MemoryStep(
-            name, tuple(filter(None, reads)), makes(facts, reads, names, sizes), facts.work(seen)
+            name,
+            tuple(filter(None, reads)),
+            makes(local.kernel, reads, names, local.sizes),
+            local.workspace,
         )
         self._step(step, once=self._once(names[0]) if names else None)
         for key in names:
@@ -361,9 +373,39 @@ class _Pricing:
                     Transfer(seconds, there, there, _overlaps(link), size, handing=handing)
                 )
                 moving += seconds
-        work = self.cost.node(rule, view, chosen, self.program.rules.costs.get(name))
+        work = local.work
         self.computed.append(work.seconds + work.special + filling)
-        return NodePrice(name, work, filling, moving, tuple(shapes), sum(sizes))
+        return NodePrice(name, work, filling, moving, local.shapes, sum(local.sizes))
+
+    def _local(self, node: ir.Node, rule: OpRule, chosen: NodePlan) -> _Local:
+        """What a device computes for a node; nodes of one kind with one plan share it."""
+        registry, name = self.program.registry, node.name or ""
+        key = self.program.kinds[name], id(chosen)
+        if key not in self.locals:
+            shapes = tuple(self.cost.local_shape(s) for s in chosen.outputs)
+            itemsizes = tuple(map(itemsize, node.outputs))
+            facts = kernel(node, registry)
+            seen = call(
+                node,
+                [None if s is None else self.cost.local_shape(s) for s in chosen.inputs],
+                shapes,
+                itemsizes[0] if itemsizes else 0,
+                registry,
+            )
+            view, count = self.program.rules.views[name], self.program.rules.costs.get(name)
+            self.locals[key] = _Local(
+                self.cost.node(rule, view, chosen, count),
+                shapes,
+                itemsizes,
+                tuple(prod(s) * width for s, width in zip(shapes, itemsizes, strict=True)),
+                tuple(
+                    want is not None and self.cost.masks(chosen.rule, chosen, index)
+                    for index, want in enumerate(chosen.inputs)
+                ),
+                facts,
+                facts.work(seen),
+            )
+        return self.locals[key]
 
     # -- values ----------------------------------------------------------------------------------
 
@@ -376,11 +418,12 @@ class _Pricing:
 
     def _fetched(self, name: str, want: Sharding) -> tuple[float, str]:
         """Brings a value into a sharding for the next node; returns as `_brought`."""
+        known = self.made[name].get(want)
+        if known is not None:
+            return 0.0, known
         nearest = self._nearest(name, want)
         ready, needed = self.places.get(self.made[name][nearest], 0), len(self.computed)
         seconds, version = self._brought(name, want)
-        if want == nearest:
-            return seconds, version
         self.places[version] = needed
         link = self.cost.link(nearest, want, self.itemsizes[name])
         overlaps, handing = _overlaps(link), self._handing(link)
@@ -428,12 +471,8 @@ class _Pricing:
         self._step(step, once=self._once(name))
         return seconds, version
 
-    def _masked(
-        self, version: str, name: str, sharding: Sharding, index: int, chosen: NodePlan
-    ) -> tuple[float, str]:
+    def _masked(self, version: str, name: str, sharding: Sharding) -> tuple[float, str]:
         """Seconds to set the padding that a reduction reads, and the resulting version."""
-        if name in self.outside or not self.cost.masks(chosen.rule, chosen, index):
-            return 0.0, version
         size = self._bytes(sharding, self.itemsizes[name])
         masked = f"{version} for {len(self.paired.steps)}"
         # Where selects by a mask, which is as large as the operand.

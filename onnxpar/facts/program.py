@@ -4,14 +4,18 @@ Every later pass takes this one record. A pass that changes the model makes a ne
 (`Program.of`), with the same table of operators.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import onnx_ir as ir
 
 from onnxpar.graph.node_view import default_opset
 from onnxpar.graph.shapes import ShapeEnv
+from onnxpar.ops.kernel_memory import after_bias, kernel
 from onnxpar.ops.node_rules import Rules, find_rules
 from onnxpar.ops.registry import Registry
+from onnxpar.ops.slots import no_workspace
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,30 @@ class Program:
     def graph(self) -> ir.Graph:
         """The graph of the model."""
         return self.model.graph
+
+    @cached_property
+    def kinds(self) -> Mapping[str, int]:
+        """A number for each node, by name; nodes with one number cost the same if sharded alike.
+
+        They have equal rules, and operands and results of equal shapes and types. If the cost or
+        the memory of their operator depends on more than that, this is equal, too.
+        """
+        numbers: dict[object, int] = {}
+        found = {}
+        for node in self.graph:
+            name, shapes = node.name or "", self.env.shapes
+            operands = tuple(
+                None if v is None else (v.dtype, shapes.get(v.name or ""))
+                for v in (*node.inputs, *node.outputs)
+            )
+            memory, count = kernel(node, self.registry), self.rules.costs.get(name)
+            more: tuple[object, ...] = ()
+            if memory.work is not no_workspace or count is not None:
+                attributes = str(node.attributes)
+                more = count, attributes, after_bias(node, self.registry)
+            key = self.rules.by_node[name], operands, id(memory), more
+            found[name] = numbers.setdefault(key, len(numbers))
+        return found
 
     @property
     def opset(self) -> int:

@@ -32,11 +32,12 @@ def call(
     """
     attributes = {a.name: a.value for a in node.attributes.values()}
     return KernelCall(
-        tuple(inputs), tuple(outputs), itemsize, attributes, _after_bias(node, registry)
+        tuple(inputs), tuple(outputs), itemsize, attributes, after_bias(node, registry)
     )
 
 
-def _after_bias(node: ir.Node, registry: Registry) -> bool:
+def after_bias(node: ir.Node, registry: Registry) -> bool:
+    """Whether a node's first operand is the sum with a vector that no other node reads."""
     value = node.inputs[0] if node.inputs else None
     made = value.producer() if value is not None else None
     if value is None or made is None or len(value.uses()) != 1:

@@ -100,6 +100,7 @@ def propagate(
     seeded = _seeded(program, seeds, known.kinds)
     wishes = _wishes(program, seeded, seeds)
     decided: dict[object, NodePlan] = {}
+    around: dict[str, tuple[Dual | None, tuple[Sharding | None, ...]]] = {}
     table = program.env.table
     cost = CostModel(WIRE, seeds.mesh, table)
     chooser = Chooser(
@@ -107,7 +108,9 @@ def propagate(
     )
     hints = Hints()
     for number in range(MOST_ROUNDS):
-        walk = _Walk(program, seeds, seeded, known, wishes, links or {}, chooser, decided, hints)
+        walk = _Walk(
+            *(program, seeds, seeded, known, wishes, links or {}, chooser, decided, around, hints)
+        )
         plan = walk.run()
         before = hints, wishes
         wishes = _wishes(program, plan.nodes, seeds)
@@ -187,6 +190,7 @@ class _Walk:
     links: Mapping[str, tuple[str, ...]]
     chooser: Chooser
     decided: dict[object, NodePlan]
+    around: dict[str, tuple[Dual | None, tuple[Sharding | None, ...]]]
     hints: Hints
     values: dict[str, Sharding] = field(default_factory=dict)
     versions: dict[str, tuple[Sharding, ...]] = field(default_factory=dict)
@@ -324,8 +328,7 @@ class _Walk:
             tuple(self._parameter(n) for n in outs),
             tuple(self.hints.joined.get(n, frozenset()) for n in outs),
         )
-        implied = self._implied(node)
-        demands = tuple(map(self._demand, node.outputs))
+        implied, demands = self._strategies(node)
         key = (self.known.kinds[node.name or ""], laid, later, implied, demands)
         if key not in self.decided:
             parts = tuple(self.known.parts.get(n) if n is not None else None for n in names)
@@ -334,12 +337,19 @@ class _Walk:
             self.decided[key] = self.chooser.choose(rule, view, situation, implied)
         return self.decided[key]
 
+    def _strategies(self, node: ir.Node) -> tuple[Dual | None, tuple[Sharding | None, ...]]:
+        """What the strategies of other nodes say about a node: the same in every round."""
+        name = node.name or ""
+        if name not in self.around:
+            self.around[name] = self._implied(node), tuple(map(self._demand, node.outputs))
+        return self.around[name]
+
     def _implied(self, node: ir.Node) -> Dual | None:
         """The layout of a backward node whose forward node has a strategy."""
         name = node.metadata_props.get(GRADIENT_OF, "")
         if name not in self.seeds.nodes:
             return None
-        return dual(node, self.rules.views[name].node, self.plans[name], self.links)
+        return dual(node, self.rules.views[name].node, self.seeded[name], self.links)
 
     def _demand(self, value: ir.Value) -> Sharding | None:
         """The sharding that the only reader of a value needs, if it has a strategy."""

@@ -255,10 +255,11 @@ class Estimates:
         if (entry := self.strategy.pipeline) is not None:
             schedules = [(entry.schedule, entry.chunks)]
         memory_first = LEVELS[self.strategy.search.level].memory_first
-        seconds, bytes_, kept = self._sum(strategy, count, levels[0], 0.0)
-        again, _, rest = self._sum(strategy, count, levels[0], 1.0)
-        more, freed = again - seconds, kept - rest
+        seconds, bytes_ = self._sum(strategy, count, levels[0])
         moved, cost = self._crossing(strategy, count), self.cost(strategy.seeds.mesh, count)
+        kept = _kept(self._small, strategy.options, cost)
+        freed = kept - _kept(self._recomputing, strategy.options, cost)
+        more = self._again(strategy, cost)
         late, waiting = late_work(self._small, strategy.options, cost)
         before, after = (
             seconds_of(names, self._small, strategy.options, cost) for names in self.parts.ends
@@ -272,7 +273,7 @@ class Estimates:
                 return
             slower, smaller = 0.0, 0.0
             if level != levels[0]:
-                other = self._sum(strategy, count, level, 0.0)
+                other = self._sum(strategy, count, level)
                 slower, smaller = other[0] - seconds, other[1] - bytes_
             for schedule, chunk in schedules or SCHEDULES[:1]:
                 split = self._split(stages, count, chunk, schedule)
@@ -294,26 +295,27 @@ class Estimates:
                     fits |= estimate.bytes <= self.limit and not choice.freed
                     yield estimate
 
-    def _sum(
-        self, strategy: StageStrategy, count: int, level: int, share: float
-    ) -> tuple[float, float, float]:
-        """Seconds of a micro-batch without stages, bytes of states and work, bytes for backward."""
+    def _sum(self, strategy: StageStrategy, count: int, level: int) -> tuple[float, float]:
+        """Seconds of a micro-batch without stages, and bytes of states and work."""
         cost = self.cost(strategy.seeds.mesh, count)
-        seen = recomputing(self._small, self.parts.inside, share) if share else self._small
         weights = replace(self._spec(count, level), kept=0.0).weights
         # Nodes that are alike share one tuple.
         alike = {id(option): (option,) for option in strategy.options}
         options = [alike[id(option)] for option in strategy.options]
-        problem = build(seen, options, cost, strategy.pins, weights)
+        problem = build(self._small, options, cost, strategy.pins, weights)
         choice = solve(problem, 0.0).choice
-        kept = sum(
-            item.count * bytes_
-            for item, option in zip(seen.items, strategy.options, strict=True)
-            for one, bytes_ in saved(item, option, cost)
-            if item.trained and not one.stored
-        )
-        behind = saved_behind(seen, strategy.options, cost, weights.parallel, MOMENTS)
-        return problem.seconds(choice), problem.memory(choice) - behind, kept
+        behind = saved_behind(self._small, strategy.options, cost, weights.parallel, MOMENTS)
+        return problem.seconds(choice), problem.memory(choice) - behind
+
+    def _again(self, strategy: StageStrategy, cost: CostModel) -> float:
+        """Seconds in which all layers are computed once more."""
+        weight = LEVELS[self.strategy.search.level].communication
+        seconds = 0.0
+        for item, option in zip(self._recomputing.items, strategy.options, strict=True):
+            if item.recomputed:
+                work = cost.node(item.rule, item.view, option.plan, item.cost)
+                seconds += item.count * item.recomputed * (work.seconds + weight * work.special)
+        return seconds
 
     def _crossing(self, strategy: StageStrategy, count: int) -> float:
         """Seconds per micro-batch in which a virtual stage receives and sends."""
@@ -337,7 +339,7 @@ class Estimates:
             kept = self._split(stages, count).kept(0) / stages
             spec = replace(self._spec(count, levels[-1]), stage=1 / stages, kept=kept)
             if self.parts.everything:
-                seen = recomputing(seen, self.parts.inside, 1.0)
+                seen = self._recomputing
         spec = replace(spec, memory=UNLIMITED, price=price)
         if not self.strategy.axes and not self.strategy.nodes:
             devices = seeds.mesh.size
@@ -403,6 +405,11 @@ class Estimates:
         return self._flow if self._folded is None else self._folded.flow
 
     @cached_property
+    def _recomputing(self) -> Flow:
+        """The model in which all layers are recomputed."""
+        return recomputing(self._small, self.parts.inside, 1.0)
+
+    @cached_property
     def parts(self) -> RecomputedParts:
         """The layers, and what of them may be recomputed."""
         return RecomputedParts(self.workload.program, self.open.recompute)
@@ -462,6 +469,16 @@ class Estimates:
         other.strategy = replace(self.strategy, devices=devices)
         other.open = replace(self.open, stages=stages)
         return other
+
+
+def _kept(seen: Flow, options: Sequence[Option], cost: CostModel) -> float:
+    """The bytes that a micro-batch leaves for its backward."""
+    return sum(
+        item.count * bytes_
+        for item, option in zip(seen.items, options, strict=True)
+        for one, bytes_ in saved(item, option, cost)
+        if item.trained and not one.stored
+    )
 
 
 def _seconds(estimates: Sequence[Estimate]) -> float:
