@@ -79,7 +79,7 @@ def collect_rarely() -> None:
     A model is hundreds of thousands of objects that live as long as the process. To traverse them
     again and again takes a fifth of the time of `shard`.
     """
-    gc.set_threshold(100_000, 20, 50)
+    gc.set_threshold(1_000_000, 20, 50)
 
 
 def build_app(only: str | None = None) -> "typer.Typer":

@@ -192,13 +192,11 @@ class _Builder:
     )
 
     def __post_init__(self) -> None:
-        trained = (v for v in self.flow.values if v.trained)
-        self._varying = {name for v in trained for name in (v.name, *v.alike)}
         self._hides = any(link.overlaps for link in self.cost.machine.links)
 
     def run(self) -> Problem:
-        for item, found in zip(self.flow.items, self.options, strict=True):
-            seconds, memory = self._unit(item, found)
+        for number, (item, found) in enumerate(zip(self.flow.items, self.options, strict=True)):
+            seconds, memory = self._unit(number, found)
             self.variables.append(Variable(item.name, item.count * seconds, item.count * memory))
         for value in self.flow.values:
             if value.producer is None:
@@ -226,8 +224,8 @@ class _Builder:
 
     # -- nodes -----------------------------------------------------------------------------------
 
-    def _unit(self, item: Item, found: tuple[Option, ...]) -> tuple[Table, Table]:
-        trained = self._trained(item)
+    def _unit(self, number: int, found: tuple[Option, ...]) -> tuple[Table, Table]:
+        item, trained = self.flow.items[number], self.flow.trained[number]
         key = (id(found), item.trained, trained)
         if key not in self._units:
             seconds, memory = np.zeros(len(found)), np.zeros(len(found))
@@ -253,11 +251,6 @@ class _Builder:
         for one, bytes_ in saved(item, option, self.cost):
             held += (weights.stage if one.stored else weights.kept) * bytes_
         return held
-
-    def _trained(self, item: Item) -> tuple[int, ...]:
-        """The operands of a node that have cotangents."""
-        names = ("" if v is None else v.name or "" for v in item.view.node.inputs)
-        return tuple(i for i, name in enumerate(names) if name in self._varying)
 
     # -- how values are wanted -------------------------------------------------------------------
 
@@ -450,7 +443,7 @@ class _Builder:
         forward = backward = 0.0
         for use in value.uses:
             item, found = self.flow.items[use.item], self.options[use.item]
-            trained = self._trained(item)
+            trained = self.flow.trained[use.item]
             key = id(found), item.trained, trained
             if key not in self._least:
                 self._least[key] = least_computing(item, trained, found, self.cost)
@@ -467,7 +460,7 @@ class _Builder:
         for use in value.uses:
             item = self.flow.items[use.item]
             adds = any(len(group) > 1 and use.operand in group for _, group in item.rule.linear)
-            others = any(i != use.operand for i in self._trained(item))
+            others = any(i != use.operand for i in self.flow.trained[use.item])
             count += use.count * (2 if others and not adds else 1)
         return count
 

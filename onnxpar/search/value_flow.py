@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
 
 import onnx_ir as ir
@@ -124,6 +125,19 @@ class Flow:
 
     items: tuple[Item, ...]
     values: tuple[Value, ...]
+
+    @cached_property
+    def trained(self) -> tuple[tuple[int, ...], ...]:
+        """The operands of each item that have cotangents."""
+        varying = {name for v in self.values if v.trained for name in (v.name, *v.alike)}
+        return tuple(
+            tuple(
+                operand
+                for operand, value in enumerate(item.view.node.inputs)
+                if value is not None and value.name in varying
+            )
+            for item in self.items
+        )
 
 
 def recomputing(seen: Flow, layers: Sequence[Collection[str]], share: float) -> Flow:
