@@ -83,11 +83,12 @@ def command(
     # It loads onnxruntime, which the other commands do without.
     from onnxpar.api import runtime
 
-    cases = runtime.verify(directory, model, symbol, inputs, options, encoder)
-    wrong, found = next((case for case in cases if not case.ok), None), None
-    if bisect and wrong is not None:
-        values = {} if inputs else wrong.symbols
-        found = runtime.first_difference(directory, model, values, inputs, options)
+    with runtime.leaving_no_folders():
+        cases = runtime.verify(directory, model, symbol, inputs, options, encoder)
+        wrong, found = next((case for case in cases if not case.ok), None), None
+        if bisect and wrong is not None:
+            values = {} if inputs else wrong.symbols
+            found = runtime.first_difference(directory, model, values, inputs, options)
     if as_json:
         typer.echo(runtime.report_json(cases, found))
     else:
@@ -97,7 +98,8 @@ def command(
         _print_differences(cases)
     if dump is not None:
         values = {} if inputs else cases[0].symbols
-        count = runtime.dump_values(directory, model, dump, node, values, inputs, options)
+        with runtime.leaving_no_folders():
+            count = runtime.dump_values(directory, model, dump, node, values, inputs, options)
         if not as_json:
             Screen().entry("written", f"{dump}: {count:,} arrays")
     raise typer.Exit(0 if all(case.ok for case in cases) else 1)

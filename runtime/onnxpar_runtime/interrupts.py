@@ -28,6 +28,7 @@ from onnxpar_format.calls import ASKED, TERMINATED
 from onnxpar_runtime.collectives import Rank
 from onnxpar_runtime.errors import OnnxparRuntimeError, first_line
 from onnxpar_runtime.stop import Stop
+from onnxpar_runtime.temporary import remove_folders
 
 MESSAGE = "onnxpar: error: stopped by mpirun (interrupted, or another rank died)\n"
 _CLEAN = "\r\x1b[2K\x1b[?25h"
@@ -60,6 +61,7 @@ def reporting_termination(rank: Rank, stop: Stop | None = None) -> Iterator[None
         if report is not None:
             report()
         rank.write_calls(TERMINATED)
+        remove_folders()
         if not alone:
             time.sleep(_LINGER)
         os._exit(128 + signal.SIGTERM)
@@ -124,15 +126,57 @@ def writing_calls(rank: Rank, at: Mapping[signal.Signals, Callable[[], None]]) -
     Raises:
         ValueError: This is not the main thread.
     """
+    with at_signals({**at, signal.SIGUSR1: lambda: rank.write_calls(ASKED)}):
+        try:
+            yield
+        except BaseException as error:
+            # From here on another rank's failure may end this one at once.
+            if not (isinstance(error, OnnxparRuntimeError) and error.agreed):
+                rank.write_calls(first_line(error))
+            raise
+
+
+@contextmanager
+def leaving_no_folders() -> Iterator[None]:
+    """Ends the process at SIGTERM and SIGHUP at once, but removes its temporary folders.
+
+    It only has an effect in the main thread.
+    """
+
+    def end(number: int) -> None:
+        remove_folders()
+        os._exit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    numbers = [
+        number
+        for number in (signal.SIGTERM, signal.SIGHUP)
+        if signal.getsignal(number) is not signal.SIG_IGN
+    ]
+    with at_signals({number: partial(end, number) for number in numbers}):
+        yield
+
+
+@contextmanager
+def at_signals(actions: Mapping[signal.Signals, Callable[[], None]]) -> Iterator[None]:
+    """Does something at signals, also while the main thread computes or waits in a collective.
+
+    Args:
+        actions: What the signals do. It is called in a thread of its own.
+
+    Raises:
+        ValueError: This is not the main thread.
+    """
     read, write = os.pipe()
     os.set_blocking(write, False)
-    actions = {int(number): action for number, action in at.items()}
-    actions[signal.SIGUSR1] = lambda: rank.write_calls(ASKED)
+    of_number = {int(number): action for number, action in actions.items()}
 
     def watch() -> None:
         while number := os.read(read, 1):
             # Signals with handlers of others are announced, too.
-            if action := actions.get(number[0]):
+            if action := of_number.get(number[0]):
                 action()
 
     watcher = threading.Thread(target=watch, daemon=True)
@@ -143,11 +187,6 @@ def writing_calls(rank: Rank, at: Mapping[signal.Signals, Callable[[], None]]) -
     wakeup = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
     try:
         yield
-    except BaseException as error:
-        # From here on another rank's failure may end this one at once.
-        if not (isinstance(error, OnnxparRuntimeError) and error.agreed):
-            rank.write_calls(first_line(error))
-        raise
     finally:
         signal.set_wakeup_fd(wakeup)
         for number, handler in handlers.items():

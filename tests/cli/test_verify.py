@@ -1,6 +1,10 @@
 """`onnxpar verify`: its table, its JSON and its exit codes."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -81,3 +85,39 @@ def test_users_mistakes(
     assert main(["verify", directory, "--model", model, *options]) == 2
     error = capsys.readouterr().err
     assert error.startswith("onnxpar: error: ") and message in error and error.count("\n") == 1
+
+
+ENDED = """
+import sys, time
+import onnxpar.api.runtime.verification as verification
+from onnxpar.cli import main
+
+def wait(*_):
+    print("here", flush=True)
+    time.sleep(60)
+
+verification.compare.verify = wait
+main(["verify", *sys.argv[1:]])
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_no_folder_is_left_when_it_is_ended(
+    paths: tuple[str, str], tmp_path: Path, number: signal.Signals
+) -> None:
+    """SIGTERM ended it before any of its own code could run."""
+    directory, model = paths
+    (tmp_path / "tmp").mkdir()
+    process = subprocess.Popen(
+        [sys.executable, "-c", ENDED, directory, "--model", model],
+        stdout=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": str(tmp_path / "tmp")},
+    )  # fmt: skip
+    try:
+        assert process.stdout is not None and process.stdout.readline() == "here\n"
+        assert [path.name[:15] for path in (tmp_path / "tmp").iterdir()] == ["onnxpar-verify-"]
+        process.send_signal(number)
+        assert process.wait(30) == 128 + number
+        assert not list((tmp_path / "tmp").iterdir())
+    finally:
+        process.kill()
+        process.communicate()

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from onnxpar_runtime.commands import run
     from onnxpar_runtime.doctor import examine
     from onnxpar_runtime.generation.commands import generate
+    from onnxpar_runtime.interrupts import leaving_no_folders
     from onnxpar_runtime.manifest import Manifest
     from onnxpar_runtime.serving.commands import serve
     from onnxpar_runtime.supervisor import Job, supervise
@@ -58,6 +59,7 @@ __all__ = [
     "first_difference",
     "generate",
     "kept_tensors",
+    "leaving_no_folders",
     "merge",
     "named_function",
     "open_program",
@@ -76,6 +78,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "leaving_no_folders": "onnxpar_runtime.interrupts",
     "Bisection": "onnxpar_runtime.verify.bisect",
     "Call": "onnxpar.api.runtime.functions",
     "Case": "onnxpar_runtime.verify.findings",

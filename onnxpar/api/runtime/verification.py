@@ -5,7 +5,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, fields
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -23,6 +22,7 @@ from onnxpar_format.options import VerifyOptions
 from onnxpar_format.texts import whole
 from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.npz import read_npz
+from onnxpar_runtime.temporary import temporary_folder
 from onnxpar_runtime.verify import bisect, compare
 from onnxpar_runtime.verify.bisect import Bisection
 from onnxpar_runtime.verify.findings import Case
@@ -145,8 +145,8 @@ def _undivided(
 ) -> Iterator[Path | Mapping[str, Path]]:
     """Yields the model, or for training a directory for one device, which is made if needed."""
     if manifest.training is None and not (model / FILE_NAME).is_file():
-        with TemporaryDirectory(prefix="onnxpar-verify-") as folder:
-            path, reader = given_model(model, encoder).files(Path(folder))
+        with temporary_folder("onnxpar-verify-") as folder:
+            path, reader = given_model(model, encoder).files(folder)
             yield {"model": path} | ({ENCODER: reader} if reader else {})
         return
     with one_device(manifest, model) as made:
@@ -160,8 +160,8 @@ def one_device(manifest: Manifest, model: Path) -> Iterator[Path]:
         yield model
         return
     spec = None if manifest.training is None else TrainingSpec.of(manifest.training.spec)
-    with TemporaryDirectory(prefix="onnxpar-verify-") as folder:
-        made = Path(folder, "undivided")
+    with temporary_folder("onnxpar-verify-") as folder:
+        made = folder / "undivided"
         shard_model(model, "replicate", made, devices=1, symbols=_symbols(manifest), training=spec)
         yield made
 

@@ -1,10 +1,10 @@
 """Records what all ranks do, and brings it to rank 0."""
 
 import json
-import tempfile
 import zlib
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from onnxpar_format.trace import (
 from onnxpar_runtime.agree import together
 from onnxpar_runtime.collectives import Rank
 from onnxpar_runtime.errors import InputError
+from onnxpar_runtime.temporary import temporary_folder
 from onnxpar_runtime.tracing.calls import logged
 from onnxpar_runtime.tracing.clocks import Offset, clock_offsets
 from onnxpar_runtime.tracing.operators import operator_times
@@ -54,10 +55,12 @@ class Recording:
     def __init__(self, rank: Rank, *, operators: bool = False) -> None:
         """Compares the clocks, and begins."""
         self.rank = rank
-        self._folder = tempfile.TemporaryDirectory(prefix="onnxpar-trace-") if operators else None
+        self._open = ExitStack()
+        folder = temporary_folder("onnxpar-trace-")
+        self._folder = self._open.enter_context(folder) if operators else None
         self._offsets = clock_offsets(rank)
         rank.keep_calls(True)
-        rank.timeline.begin(Path(self._folder.name) if self._folder is not None else None)
+        rank.timeline.begin(self._folder)
 
     def finish(self, command: str, stage_devices: int) -> Trace | None:
         """Ends it; returns the trace on rank 0, None elsewhere. Every rank must call it.
@@ -84,8 +87,7 @@ class Recording:
         rank.keep_calls(False)
         for _, session in timeline.profiled:
             rows += [(OPERATOR, OPERATORS, *run) for run in operator_times(session)]
-        if self._folder is not None:
-            self._folder.cleanup()
+        self._open.close()
         placement = rank.placement
         device = "cpu" if placement is None else placement.device.value
         gathered = _gather(rank, {"rows": rows, "threads": list(threads)})

@@ -13,7 +13,6 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -24,6 +23,7 @@ from onnxpar_runtime.errors import InputError
 from onnxpar_runtime.group import ThreadsGroup
 from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.options import parse_pairs
+from onnxpar_runtime.temporary import temporary_folder
 from onnxpar_runtime.training.group import TrainerGroup
 from onnxpar_runtime.training.programs import EVALUATION, TRAINING
 from onnxpar_runtime.verify.cases import chosen_cases
@@ -207,8 +207,8 @@ def _compared(sides: Sides) -> Iterator["_Compared"]:
     program = manifest.program(EVALUATION if trains else _FORWARD)
     (symbols,), given = chosen_cases(manifest, program, [] if feeds else [sides.case], feeds)
     names = {o["name"] for node in sides.report["nodes"] for o in node["outputs"]}
-    with TemporaryDirectory(prefix="onnxpar-bisect-") as folder:
-        ours, its = Path(folder, "ranks"), Path(folder, "undivided")
+    with temporary_folder("onnxpar-bisect-") as folder:
+        ours, its = folder / "ranks", folder / "undivided"
         ours.mkdir()
         its.mkdir()
         expose(sides.directory, ours, names)
