@@ -20,7 +20,7 @@ from onnxpar_runtime.collectives import Rank, World
 from onnxpar_runtime.devices import check_wanted, gather
 from onnxpar_runtime.errors import LaunchError, OnnxparRuntimeError, RankError
 from onnxpar_runtime.logs import PACKAGE
-from onnxpar_runtime.marks import SUPERVISED, mark_finished, mark_started
+from onnxpar_runtime.marks import SUPERVISED, mark_finished, mark_segments, mark_started
 from onnxpar_runtime.mpirun_place import mpirun_place
 
 log = logging.getLogger(f"{PACKAGE}.launch")
@@ -57,8 +57,10 @@ def init(transport: str = "auto", device: str = "auto") -> Rank:
     place = mpirun_place()
     alone = transport == "threads" or (transport == "auto" and place is None)
     # Before MPI starts, because a rank may wait there for another one until its time limit ends it.
-    mark_started(0 if alone or place is None else place[0])
+    number = 0 if alone or place is None else place[0]
+    mark_started(number)
     world = World.threads(1) if alone else World.mpi()
+    mark_segments(number)
     rank = world.rank(world.local_ranks[0])
     placement = gather(rank, device, transport)
     together(rank, lambda: rank.place(placement))

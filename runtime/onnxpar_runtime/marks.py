@@ -7,6 +7,7 @@ shares its folder for temporary files, leaves a file there when it starts and wh
 
 import os
 import socket
+import stat
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,11 +16,28 @@ SUPERVISED = "ONNXPAR_SUPERVISED"
 """The variable with the supervisor's folder for marks, set for the ranks that it started."""
 _STARTED = ".started"
 _FINISHED = ".finished"
+_SEGMENTS = ".segments"
+_SEGMENT = "sm_segment."
+"""How the names of Open MPI's shared memory begin; the rest names machine, user, job and rank."""
 
 
 def mark_started(rank: int) -> None:
     """Leaves the mark of a rank that starts, with its machine and process."""
     _mark(rank, _STARTED, f"{socket.gethostname()} {os.getpid()}")
+
+
+def mark_segments(rank: int) -> None:
+    """Leaves the names of the shared memory that Open MPI has made for the ranks of this job.
+
+    If mpirun and the ranks are killed, nothing removes it. Its names have a number of the job that
+    only its ranks know, so they say which files they have.
+    """
+    if SUPERVISED not in os.environ:
+        return
+    with suppress(OSError):
+        mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
+        found = sorted(path for path in mapped if Path(path).name.startswith(_SEGMENT))
+        _mark(rank, _SEGMENTS, "\n".join(found))
 
 
 def mark_finished(rank: int) -> None:
@@ -63,6 +81,16 @@ class Marks:
     def empty(self) -> bool:
         """Whether no rank has left a mark."""
         return not self._ranks(_STARTED)
+
+    def remove_segments(self) -> None:
+        """Removes the shared memory that Open MPI left of this job, when none of its ranks runs."""
+        for mark in self.folder.glob(f"rank*{_SEGMENTS}"):
+            for name in mark.read_text(encoding="utf-8").splitlines():
+                with suppress(OSError):
+                    # The system refuses to remove files of others there, unless this is root.
+                    status = os.lstat(name)
+                    if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid():
+                        os.unlink(name)
 
     def _processes_here(self) -> dict[int, int]:
         """Returns the processes on this machine, by rank."""

@@ -219,6 +219,8 @@ def _run(job: Job, ranks: int, arguments: Sequence[str]) -> _End:
                 process.kill()
                 process.wait()
             _end_orphans(known)
+            if process.returncode:
+                marks.remove_segments()
         why = stop.why
         if process.returncode == 0 and not why:
             why = _why_unfinished(marks, ranks)

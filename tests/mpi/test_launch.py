@@ -456,9 +456,13 @@ def test_no_rank_is_left_behind(work: Path, whom: str) -> None:
         (mpirun,) = children(process.pid)
         (session,) = session_directories(process)
         wait_for(process, lambda: bool(complete_steps(folder)))
+        mapped = Path(f"/proc/{ranks[0]}/maps").read_text().split()
+        shared = {Path(name) for name in mapped if "/sm_segment." in name}
         os.kill(mpirun if whom == "mpirun" else process.pid, signal.SIGKILL)
         assert gone(ranks)
         _, errors = finish(process)
     assert process.returncode == (0 if whom == "mpirun" else -signal.SIGKILL), errors
     # Its name has the PID of mpirun: where all have the same parent, it would stop a later one.
     assert whom == "supervisor" or not session.exists()
+    # Nobody else removes Open MPI's shared memory when mpirun is killed.
+    assert len(shared) == 2 and not [path for path in shared if path.exists()]
