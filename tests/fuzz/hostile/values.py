@@ -69,14 +69,21 @@ Place = tuple[Any, Any]
 
 
 def places(item: Any) -> Iterator[Place]:
-    """Every key and index in a tree, with the collection that it belongs to."""
-    waiting = [item]
+    """Every key and index in a tree, with the collection that it belongs to.
+
+    Raises:
+        ValueError: It is no tree: an alias in YAML may be a part of itself.
+    """
+    waiting, seen = [item], {id(item)}
     while waiting:
         parent = waiting.pop()
         keys = list(parent) if isinstance(parent, dict) else range(len(parent))
         for key in keys:
             yield parent, key
             if isinstance(parent[key], dict | list):
+                if id(parent[key]) in seen:
+                    raise ValueError("a collection that is at two places")
+                seen.add(id(parent[key]))
                 waiting.append(parent[key])
 
 
