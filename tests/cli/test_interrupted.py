@@ -12,6 +12,7 @@ from onnxpar import __version__
 from onnxpar.cli import main
 from tests.cli import linear
 
+FULL = bool(os.environ.get("ONNXPAR_FULL"))
 posix = pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
 SIGNALS = pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
 
@@ -67,7 +68,7 @@ def test_while_modules_load(tmp_path: Path, module: str, name: str) -> None:
 
 
 @posix
-@pytest.mark.parametrize("module", ["typer", "onnxruntime"])
+@pytest.mark.parametrize("module", ["typer", *(["onnxruntime"] if FULL else [])])
 def test_while_launch_loads(tmp_path: Path, module: str) -> None:
     """It ended with 1 or 130, as if Ctrl-C had been pressed; 143 is promised."""
     result = interrupted(tmp_path, module, LOADING, "SIGTERM", ("launch", "--", "train", "d"))

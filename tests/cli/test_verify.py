@@ -13,6 +13,7 @@ import pytest
 from onnxpar.cli import main
 from tests.runtime import hand_made
 
+FULL = bool(os.environ.get("ONNXPAR_FULL"))
 SUM = (
     "g (float[batch, 3] x) => (float[1, 3] y) {"
     "  axes = Constant<value_ints = [0]>()  y = ReduceSum<keepdims: int = 1>(x, axes) }"
@@ -101,6 +102,7 @@ main(["verify", *sys.argv[1:]])
 """
 
 
+@pytest.mark.skipif(not FULL, reason="a process for each; with ONNXPAR_FULL=1")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_no_folder_is_left_when_it_is_ended(
     paths: tuple[str, str], tmp_path: Path, number: signal.Signals

@@ -29,12 +29,17 @@ from tests.fuzz.test_models import MODELS
 from tests.runtime import hand_made
 
 SEED = int(os.environ.get("ONNXPAR_FUZZ_SEED", "0"))
-CASES = 2000 if os.environ.get("ONNXPAR_FULL") else 30
+FULL = bool(os.environ.get("ONNXPAR_FULL"))
+CASES = 2000 if FULL else 30
+SLOW = ("state-dict", "graph")
+"""To import PyTorch, and to make the page of a report, take seconds."""
 
 
 @pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.name)
 @pytest.mark.filterwarnings("ignore")  # libraries may warn about damaged files
 def test_damaged_files(tmp_path: Path, reader: Reader) -> None:
+    if reader.name in SLOW and not FULL:
+        pytest.skip("seconds; with ONNXPAR_FULL=1")
     attack = Attack(reader, tmp_path)
     for number in range(SEED, SEED + CASES):
         found = attack.run(attack.files(number), None)
