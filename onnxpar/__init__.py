@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from onnxpar.api.functional import Sharded, shard
     from onnxpar.api.pytorch.from_torch import from_torch
     from onnxpar.api.pytorch.optimizer_state import optimizer_state_dict
+    from onnxpar.api.pytorch.shard_module import ShardedModule, shard_module
     from onnxpar.api.pytorch.state_dict import state_dict
     from onnxpar.api.pytorch.write_checkpoint import write_checkpoint
     from onnxpar.api.shard_model import plan
@@ -38,6 +39,7 @@ __all__ = [
     "OnnxparError",
     "OptimizerKind",
     "Sharded",
+    "ShardedModule",
     "Sharding",
     "Strategy",
     "Symbol",
@@ -50,6 +52,7 @@ __all__ = [
     "plan",
     "shard",
     "shard_model",
+    "shard_module",
     "state_dict",
     "write_checkpoint",
 ]
@@ -62,6 +65,7 @@ _HOMES = {
     "OnnxparError": ("onnxpar.core.errors", "OnnxparError"),
     "OptimizerKind": ("onnxpar.autodiff.optimizer", "OptimizerKind"),
     "Sharded": ("onnxpar.api.functional", "Sharded"),
+    "ShardedModule": ("onnxpar.api.pytorch.shard_module", "ShardedModule"),
     "Sharding": ("onnxpar.core.sharding", "Sharding"),
     "Strategy": ("onnxpar.strategy", "Strategy"),
     "Symbol": ("onnxpar.core.symbols", "Symbol"),
@@ -74,6 +78,7 @@ _HOMES = {
     "plan": ("onnxpar.api.shard_model", "plan"),
     "shard": ("onnxpar.api.functional", "shard"),
     "shard_model": ("onnxpar.api.shard_model", "shard_model"),
+    "shard_module": ("onnxpar.api.pytorch.shard_module", "shard_module"),
     "state_dict": ("onnxpar.api.pytorch.state_dict", "state_dict"),
     "write_checkpoint": ("onnxpar.api.pytorch.write_checkpoint", "write_checkpoint"),
 }

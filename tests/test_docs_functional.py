@@ -11,6 +11,7 @@ import pytest
 from tests.runtime.launching import mpirun
 
 ROOT = Path(__file__).parents[1]
+FULL = bool(os.environ.get("ONNXPAR_FULL"))
 
 
 def shown(kind: str, page: str) -> str:
@@ -21,7 +22,7 @@ def shown(kind: str, page: str) -> str:
 
 def ran(program: Path) -> str:
     done = subprocess.run(
-        [sys.executable, str(program)], capture_output=True, text=True, timeout=100
+        [sys.executable, str(program)], capture_output=True, text=True, timeout=200
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -49,3 +50,21 @@ def test_the_blocks_shown_can_be_sharded(tmp_path: Path, monkeypatch: pytest.Mon
     program = tmp_path / "blocks.py"
     program.write_text(shown("blocks", "docs/guide.md"), encoding="utf-8")
     assert ran(program) == "(16, 32)\n"
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.skipif(not FULL, reason="exports from PyTorch; with ONNXPAR_FULL=1")
+def test_the_module_shown_trains_on_threads_and_under_mpirun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "work").mkdir()
+    program = tmp_path / "block.py"
+    program.write_text(shown("block", "docs/guide.md"), encoding="utf-8")
+    alone = ran(program)
+    assert float(alone.split()[-1]) < 0.5
+    done = mpirun(2, ["block.py"], limit=240)
+    assert done.code == 0, done.err
+    # The last digit may differ, since sums have another order.
+    losses = [float(line.split()[-1]) for line in done.out.strip().split("\n")]
+    assert losses == pytest.approx(2 * [float(alone.split()[-1])], abs=0.002)

@@ -9,7 +9,7 @@ topological order of the nodes.)
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -28,6 +28,7 @@ from onnxpar.ops.operator import Missing, NotDifferentiable
 from onnxpar.ops.registry import Registry
 
 GRADIENT_PREFIX = "onnxpar.grad."
+COTANGENT_PREFIX = "onnxpar.cotangent."
 
 
 @dataclass(frozen=True)
@@ -72,15 +73,74 @@ def differentiate(
         ModelError: There is no such loss or variable, or a node between the two has no gradient;
             the message names the path.
     """
-    return _Autodiff(model, env, registry, loss, variables, copies or {}).run()
+    autodiff = _Autodiff(model, env, registry, repr(loss), variables, copies or {})
+    value = autodiff.find_loss(loss)
+
+    def one(_: ir.Value) -> ir.Value:
+        return autodiff.builder.const(np.ones(autodiff.static_shape(value)), value.dtype)
+
+    return autodiff.run([value], one)
+
+
+def differentiate_outputs(
+    model: ir.Model,
+    env: ShapeEnv,
+    registry: Registry,
+    outputs: Sequence[str],
+    variables: Sequence[str],
+) -> tuple[Differentiated, dict[str, str]]:
+    """Appends to a model the product of given cotangents with the Jacobian of its outputs.
+
+    Each output gets an input of its type and shape for its cotangent.
+
+    Args:
+        model: The normalised model; as for `differentiate`, with the cotangents' inputs appended.
+        env: Its shapes.
+        registry: The operators, with their gradients.
+        outputs: Names of the outputs to differentiate, of floating-point types.
+        variables: Names of the initializers or inputs to differentiate by.
+
+    Returns:
+        The graph with its backward program, and the input with the cotangent of each output, by
+        name.
+
+    Raises:
+        ModelError: There is no such variable, the shape of an output is unknown, or a node between
+            a variable and an output has no gradient; the message names the path.
+    """
+    autodiff = _Autodiff(model, env, registry, "the outputs", variables, {})
+    given: dict[str, str] = {}
+
+    def cotangent(value: ir.Value) -> ir.Value:
+        name, builder = value.name or "", autodiff.builder
+        if name not in builder.shapes or value.dtype is None:
+            raise ModelError(f"output {name!r}: its shape is unknown, so it has no gradient")
+        wanted = builder.fresh(f"{COTANGENT_PREFIX}{name}")
+        made = builder.add_input(wanted, value.dtype, builder.shape_of(value))
+        given[name] = made.name or ""
+        return made
+
+    ends = [value for value in model.graph.outputs if value.name in outputs]
+    return autodiff.run(ends, cotangent), given
 
 
 @dataclass
 class _Autodiff:
+    """Differentiates values of one graph.
+
+    Attributes:
+        model: The model; nodes are appended to its graph.
+        env: Its shapes.
+        registry: The operators.
+        what: Names what is differentiated, in messages.
+        variables: Names of the initializers or inputs to differentiate by.
+        copies: The originals of variables that are copies.
+    """
+
     model: ir.Model
     env: ShapeEnv
     registry: Registry
-    loss: str
+    what: str
     variables: Sequence[str]
     copies: Mapping[str, str]
 
@@ -95,20 +155,22 @@ class _Autodiff:
                 raise ModelError(f"{name!r}: expected a parameter or input of the model to train")
             self.sources[name] = named[name]
 
-    def run(self) -> Differentiated:
-        loss = self._find_loss()
-        expand_by_body(self.model, self.registry, self.builder, self.sources.values(), loss)
+    def run(
+        self, ends: Sequence[ir.Value], cotangent: Callable[[ir.Value], ir.Value]
+    ) -> Differentiated:
+        """Appends the backward program from these values, given the cotangent of each."""
+        for end in ends:
+            expand_by_body(self.model, self.registry, self.builder, self.sources.values(), end)
         walk = _Backward(
             self.builder,
             self.registry,
             list(self.model.graph),
             list(self.sources.values()),
             self.model.opset_imports,
-            repr(self.loss),
+            self.what,
         )
-        reached = self._reaching(loss)
-        one = self.builder.const(np.ones(self._static_shape(loss)), loss.dtype)
-        walk.run({loss: one})
+        reached = self._reaching(ends)
+        walk.run({end: cotangent(end) for end in ends})
         gradients, unreached = {}, {}
         # To how many values each part of a cotangent contributes.
         uses = Counter(part for parts in walk.parts.values() for part in set(parts))
@@ -125,24 +187,26 @@ class _Autodiff:
                 unreached[name] = "the loss does not depend on it"
         return Differentiated(self.builder.env, walk.links, gradients, unreached)
 
-    def _find_loss(self) -> ir.Value:
+    def find_loss(self, name: str) -> ir.Value:
+        """Returns the loss; ModelError if there is none of this name, or it is no float."""
         made = (value for node in self.model.graph for value in node.outputs)
-        loss = next((value for value in made if value.name == self.loss), None)
+        loss = next((value for value in made if value.name == name), None)
         if loss is None:
-            raise ModelError(f"loss {self.loss!r}: no node computes it")
+            raise ModelError(f"loss {name!r}: no node computes it")
         if loss.dtype is None or not loss.dtype.is_floating_point():
-            raise ModelError(f"loss {self.loss!r}: expected a float, got {loss.dtype}")
+            raise ModelError(f"loss {name!r}: expected a float, got {loss.dtype}")
         return loss
 
-    def _static_shape(self, loss: ir.Value) -> tuple[int, ...]:
+    def static_shape(self, loss: ir.Value) -> tuple[int, ...]:
+        """Returns the shape of the loss; ModelError if it has several elements."""
         shape = self.builder.shapes.get(loss.name or "")
         if shape is None or any(size != 1 for size in shape):
-            raise ModelError(f"loss {self.loss!r}: expected one element, got the shape {shape}")
+            raise ModelError(f"loss {loss.name!r}: expected one element, got the shape {shape}")
         return (1,) * len(shape)
 
-    def _reaching(self, loss: ir.Value) -> set[ir.Value]:
-        """Returns the values that the loss is computed from."""
-        found = {loss}
+    def _reaching(self, ends: Sequence[ir.Value]) -> set[ir.Value]:
+        """Returns the values that these are computed from."""
+        found = set(ends)
         for node in reversed(self.model.graph):
             if any(out in found for out in node.outputs):
                 found.update(read_by(node))

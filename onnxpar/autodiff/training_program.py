@@ -21,7 +21,7 @@ from onnxpar.graph.shapes import shapes
 from onnxpar.ops.norm.running_statistics import forms, keep_statistics
 from onnxpar.ops.random.draws import idle_dropouts
 from onnxpar.ops.registry import Registry
-from onnxpar.parameters.recognise import Recognised
+from onnxpar.parameters.recognise import PYTORCH, Recognised
 from onnxpar.parameters.trainable import FROZEN, Selection, select
 
 
@@ -161,7 +161,9 @@ def _prepare(
         env = shapes(model, symbol_table(model, symbols, recognised.registry))
         copies = stager(Program.of(model, env, recognised.registry), names)
     env = shapes(model, symbol_table(model, symbols, recognised.registry))
-    running = keep_statistics(model, env, frozen, NEW)
+    running = keep_statistics(
+        model, env, frozen, NEW, unbiased=spare.model.producer_name in PYTORCH
+    )
     variables = [*names, *(name for name, copy in copies.items() if copy.original in names)]
     found = differentiate(
         model,

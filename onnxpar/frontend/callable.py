@@ -76,7 +76,7 @@ def source_of(fn: object) -> Source:
     else:
         way = "only a graph can be sharded"
         if hasattr(fn, "state_dict"):
-            way = "export it with onnxpar.from_torch(module, args) first"
+            way = "use onnxpar.shard_module(module, args), or export it with onnxpar.from_torch"
         raise ModelError(
             "shard: expected an onnxscript function, an onnx_ir.Function, a model, its path or "
             f"a part of it, got {type(fn).__name__}; {way}"

@@ -46,6 +46,9 @@ from onnxpar.parameters.tying import equal_tensors, tie, tie_named
 _EXACT = "export_torch"
 """The producer whose marks are exact: `onnxpar.from_torch` merges and folds no parameter."""
 
+PYTORCH = frozenset((_EXACT, "pytorch"))
+"""Producers of files that PyTorch's exporters wrote, ours included."""
+
 _TRACED = (
     "the tracing exporter (dynamo=False) does not record which tensors are parameters, buffers, "
     "tied, or computed from others. onnxpar infers this from their names and uses, and trains "

@@ -54,17 +54,17 @@ def from_torch(
         raise ModelError(f"module: expected a torch.nn.Module, got {type(module).__name__}")
     if not outputs:
         raise ModelError("outputs: expected a name for at least one result, got none")
-    inputs = _inputs(module, (args,) if isinstance(args, torch.Tensor) else args, kwargs or {})
-    dims, ranges = _open_dims(dynamic_shapes, list(inputs))
+    inputs = named_inputs(module, (args,) if isinstance(args, torch.Tensor) else args, kwargs or {})
+    dims, ranges = open_dims(dynamic_shapes, list(inputs))
     try:
-        with _without_cache(module):
+        with without_cache(module):
             return export(Example(module, inputs, dims, outputs, ranges), opset)
     except ValueError as error:
         raise ModelError(f"{type(module).__name__}: {error}") from None
 
 
 @contextmanager
-def _without_cache(module: torch.nn.Module) -> Iterator[None]:
+def without_cache(module: torch.nn.Module) -> Iterator[None]:
     """Lets a module of Hugging Face return no cache, which is no tensor and cannot be exported."""
     configs = {id(c): c for part in module.modules() for c in [getattr(part, "config", None)]}
     # Only configurations of transformers have a `model_type`.
@@ -79,7 +79,7 @@ def _without_cache(module: torch.nn.Module) -> Iterator[None]:
             config.use_cache = True
 
 
-def _inputs(
+def named_inputs(
     module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> dict[str, torch.Tensor]:
     """Returns the traced tensors by the names of the arguments of `forward`."""
@@ -106,7 +106,7 @@ def _inputs(
     return found
 
 
-def _open_dims(
+def open_dims(
     given: Mapping[str, OpenDims] | Sequence[OpenDims] | None, names: Sequence[str]
 ) -> tuple[dict[str, dict[int, str]], dict[str, tuple[int, int | None]]]:
     """Returns the symbols of open dims by input, and the ranges of symbols that have one."""

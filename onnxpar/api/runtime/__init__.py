@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from onnxpar.api.export_model import Exported
     from onnxpar.api.runtime.export_checkpoint import export_checkpoint
-    from onnxpar.api.runtime.functions import Call, open_program, started
+    from onnxpar.api.runtime.functions import (
+        Call,
+        from_first_rank,
+        on_all_ranks,
+        open_program,
+        share_array,
+        started,
+    )
     from onnxpar.api.runtime.pipeline_times import pipeline_times
     from onnxpar.api.runtime.verification import (
         dump_values,
@@ -57,11 +64,13 @@ __all__ = [
     "export_checkpoint",
     "export_weights",
     "first_difference",
+    "from_first_rank",
     "generate",
     "kept_tensors",
     "leaving_no_folders",
     "merge",
     "named_function",
+    "on_all_ranks",
     "open_program",
     "parse_case",
     "pipeline_times",
@@ -69,6 +78,7 @@ __all__ = [
     "reshard",
     "run",
     "serve",
+    "share_array",
     "started",
     "supervise",
     "train",
@@ -96,10 +106,12 @@ _HOMES = {
     "export_checkpoint": "onnxpar.api.runtime.export_checkpoint",
     "export_weights": "onnxpar_runtime.checkpoint.reshard",
     "first_difference": "onnxpar.api.runtime.verification",
+    "from_first_rank": "onnxpar.api.runtime.functions",
     "generate": "onnxpar_runtime.generation.commands",
     "kept_tensors": "onnxpar_runtime.checkpoint.layout",
     "merge": "onnxpar_runtime.checkpoint.reshard",
     "named_function": "onnxpar_runtime.user_code",
+    "on_all_ranks": "onnxpar.api.runtime.functions",
     "open_program": "onnxpar.api.runtime.functions",
     "pipeline_times": "onnxpar.api.runtime.pipeline_times",
     "parse_case": "onnxpar.api.runtime.verification",
@@ -107,6 +119,7 @@ _HOMES = {
     "reshard": "onnxpar_runtime.checkpoint.reshard",
     "run": "onnxpar_runtime.commands",
     "serve": "onnxpar_runtime.serving.commands",
+    "share_array": "onnxpar.api.runtime.functions",
     "started": "onnxpar.api.runtime.functions",
     "supervise": "onnxpar_runtime.supervisor",
     "train": "onnxpar_runtime.training.commands",

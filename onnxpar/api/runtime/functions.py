@@ -14,6 +14,7 @@ from onnxpar.core.errors import CallError, OnnxparError
 from onnxpar_format.boxes import SizedSharding
 from onnxpar_runtime import Rank, Session, ThreadsGroup, init
 from onnxpar_runtime.agree import together
+from onnxpar_runtime.gather import PIECE_BYTES
 from onnxpar_runtime.mpirun_place import mpirun_place
 from onnxpar_runtime.symbol_checks import bind_symbols
 
@@ -145,8 +146,15 @@ class _Program:
         self._sessions = sessions
         self._group = group
 
-    def run(self, call: Call, *, sliced: bool) -> list[Any]:
+    def run(
+        self, call: Call, *, sliced: bool, counters: Mapping[str, int] | None = None
+    ) -> list[Any]:
         """Returns each output: complete, or if `sliced` the shards of the ranks of this process.
+
+        Args:
+            call: The arrays.
+            sliced: Whether outputs are shards.
+            counters: The keys of random numbers, see `Session.counters`.
 
         Raises:
             CallError: Slices are not those of the sharding.
@@ -168,6 +176,7 @@ class _Program:
         def one(index: int) -> list[Array]:
             session = self._sessions[index]
             rank = session.rank.index
+            session.counters |= counters or {}
             outputs = session.run(feeds[rank], values)
             return [
                 np.array(spec.sharding(atoms, values, output.shape).unpadded(output, rank))
@@ -196,6 +205,31 @@ def _end_all(error: BaseException, rank: Rank) -> None:
     """Ends the processes of all ranks, unless all of them raise the same error."""
     if not getattr(error, "agreed", isinstance(error, OnnxparError)):
         rank.world.abort(rank.index, f"{type(error).__name__}: {error}")
+
+
+def from_first_rank(value: Any) -> Any:
+    """Returns the value that rank 0 has; every rank must call it."""
+    if started() is None:
+        return value
+    _, comm = _own_rank()
+    return comm.bcast(value, root=0)
+
+
+def on_all_ranks(true: bool) -> bool:
+    """Whether something is true on all ranks; every rank must call it."""
+    if started() is None:
+        return true
+    _, comm = _own_rank()
+    return all(comm.allgather(true))
+
+
+def share_array(array: Array) -> None:
+    """Overwrites a contiguous array with that of rank 0; every rank must call it."""
+    if started() is not None:
+        _, comm = _own_rank()
+        flat = array.reshape(-1).view(np.uint8)
+        for start in range(0, flat.size, PIECE_BYTES):
+            comm.Bcast(flat[start : start + PIECE_BYTES], root=0)
 
 
 def open_program(devices: int, make: Callable[[Path], Report]) -> tuple[_Program, Report]:

@@ -3,8 +3,8 @@
 Exporters write the inference form in any mode of the model. For training, a node is put in training
 form, and its running statistics are updated by nodes of their own, so that they are plain values of
 the graph: new = momentum · old + (1 - momentum) · batch's, where the batch's variance is that of
-the population, as the operator's specification says. They keep the element type of their
-initializer; `onnxpar.autodiff.mixed_precision` widens only trained parameters.
+the population, as the operator's specification says, or PyTorch's. They keep the element type of
+their initializer; `onnxpar.autodiff.mixed_precision` widens only trained parameters.
 """
 
 from collections.abc import Iterable, Mapping
@@ -21,6 +21,7 @@ from onnxpar.graph.shapes import ShapeEnv
 from onnxpar.ops.local_helpers import work_dtype
 
 _PLACES = (3, 4)
+_VARIANCE = 4
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,9 @@ def forms(graph: ir.Graph, frozen: Iterable[str]) -> Forms:
     return Forms(tuple(put), tuple(fixed), tuple(stuck))
 
 
-def keep_statistics(model: ir.Model, env: ShapeEnv, frozen: Iterable[str], prefix: str) -> Running:
+def keep_statistics(
+    model: ir.Model, env: ShapeEnv, frozen: Iterable[str], prefix: str, *, unbiased: bool = False
+) -> Running:
     """Puts nodes in training form and appends the updates of their statistics as outputs.
 
     If several nodes share statistics, they update them one after the other, in the order of the
@@ -81,6 +84,8 @@ def keep_statistics(model: ir.Model, env: ShapeEnv, frozen: Iterable[str], prefi
         frozen: Names of initializers that do not change. A node with a frozen statistic is put in
             inference form.
         prefix: Beginning of the name of an update; the statistic's name follows.
+        unbiased: Whether the running variance takes Σ(x - mean)² / (n - 1), as in PyTorch, and not
+            the variance of the population.
     """
     graph = model.graph
     frozen = frozenset(frozen)
@@ -108,6 +113,8 @@ def keep_statistics(model: ir.Model, env: ShapeEnv, frozen: Iterable[str], prefi
                 batch.name = builder.fresh(f"{node.name}:{index - 2}{GENERATED}")
                 builder.declare(batch, statistic.dtype, builder.shape_of(statistic))
             readers = list(batch.uses())
+            if unbiased and index == _VARIANCE:
+                batch = _unbiased(builder, batch, node.inputs[0])
             latest[name] = _mixed(builder, latest.get(name, statistic), batch, momentum)
             for reader, place in readers:
                 reader.replace_input_with(place, latest[name])
@@ -125,6 +132,21 @@ def infer_with_statistics(graph: ir.Graph) -> None:
     for node in ir.traversal.RecursiveGraphIterator(graph):
         if _has_statistics(node):
             _infer(node)
+
+
+def _unbiased(builder: GlobalBuilder, variance: ir.Value, x: ir.Value | None) -> ir.Value:
+    """Returns a variance of n numbers times n / (n - 1); of one number it stays as it is."""
+    assert x is not None
+    shape = builder.shape_of(x)
+    wide = work_dtype(variance.dtype)
+    sizes = builder.cast(builder.sizes((*shape[:1], *shape[2:])), wide)
+    # In floating point from the beginning: n may exceed what integers of the type hold.
+    count = builder.reduce("ReduceProd", sizes, (0,))
+    one = builder.const(1, wide)
+    others = builder.op("Max", builder.op("Sub", count, one), one)
+    share = builder.op("Div", count, others)
+    wider = builder.op("Mul", builder.cast(variance, wide), share)
+    return builder.cast(wider, variance.dtype)
 
 
 def _mixed(builder: GlobalBuilder, old: ir.Value, batch: ir.Value, momentum: float) -> ir.Value:

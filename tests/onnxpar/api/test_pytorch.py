@@ -194,7 +194,7 @@ def test_what_is_not_the_modules_is_refused(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # PyTorch's, about itself
 def test_shard_takes_pytorchs_program_and_says_how_to_export_a_module() -> None:
     linear = torch.nn.Linear(4, 6).eval()
-    with pytest.raises(ModelError, match=r"got Linear; export it with onnxpar.from_torch\(module"):
+    with pytest.raises(ModelError, match=r"got Linear; use onnxpar.shard_module\(module"):
         onnxpar.shard(linear, ((2, 1),))
     program = torch.onnx.export(linear, (torch.zeros(8, 4),), dynamo=True, verbose=False)
     sharded = onnxpar.shard(program, ((2, 1),))
