@@ -1,6 +1,7 @@
 """Text to tokens and back, by the `tokenizers` package, from the folder of a Hugging Face model."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from onnxpar_runtime.errors import InputError
 from onnxpar_runtime.generation.chats import template_of
 
 _FILE = "tokenizer.json"
+_PANIC = "PanicException"
 _CONFIGS = ("generation_config.json", "config.json", "genai_config.json")
 UNFINISHED = "\ufffd"
 """What decoders give for the first bytes of a character."""
@@ -39,11 +41,9 @@ class Tokenizer:
         path = folder / _FILE
         if not path.is_file():
             raise InputError(f"--tokenizer {folder}: expected a folder with {_FILE}, got none")
-        try:
+        with _blamed_on(path):
             self._tokenizer: Any = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the package raises no class of its own
-            raise InputError(f"{path}: not a tokenizer: {error}") from None
-        self._folder = folder
+        self._folder, self._path = folder, path
         self.eos = configured(folder, "eos_token_id")
         self.start = configured(folder, "decoder_start_token_id")
 
@@ -54,7 +54,8 @@ class Tokenizer:
             text: The text.
             special: Whether to add those that begin a text.
         """
-        return list(self._tokenizer.encode(text, add_special_tokens=special).ids)
+        with _blamed_on(self._path):
+            return list(self._tokenizer.encode(text, add_special_tokens=special).ids)
 
     def chat(self, messages: Sequence[dict[str, Any]]) -> list[int]:
         """Returns the tokens of a chat, up to where the model's answer begins.
@@ -75,11 +76,27 @@ class Tokenizer:
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Returns the text of tokens, without special ones."""
-        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
+        with _blamed_on(self._path):
+            return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
 
     def piece(self, token: int) -> str:
         """Returns the text of one token by itself, also of a special one."""
-        return str(self._tokenizer.decode([token], skip_special_tokens=False))
+        with _blamed_on(self._path):
+            return str(self._tokenizer.decode([token], skip_special_tokens=False))
+
+
+@contextmanager
+def _blamed_on(path: Path) -> Iterator[None]:
+    """Turns what the package raises into an InputError; it has no class of its own.
+
+    A panic of its Rust code is not even an Exception.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, Exception) or type(error).__name__ == _PANIC:
+            raise InputError(f"{path}: not a tokenizer: {error}") from None
+        raise
 
 
 class Stream:

@@ -122,7 +122,9 @@ def _scalar(field: FieldDescriptor, draw: Random) -> Any:
 def _change_model(model: onnx.ModelProto, draw: Random) -> None:
     graph = model.graph
     node = draw.choice(graph.node)
-    names = [n for each in graph.node for n in (*each.input, *each.output)] or ["x"]
+    # Text that an earlier change made invalid is read as bytes, and cannot be written.
+    every = [n for each in graph.node for n in (*each.input, *each.output)]
+    names = [n for n in every if isinstance(n, str)] or ["x"]
     kind = draw.randrange(11)
     if kind == 0:
         node.domain, node.op_type = draw.choice(_operators())

@@ -72,3 +72,17 @@ def test_a_folder_that_is_none_is_refused(folder: Path) -> None:
     (folder / "tokenizer.json").write_text("{}")
     with pytest.raises(InputError, match="not a tokenizer"):
         Tokenizer(folder)
+
+
+def test_a_panic_of_the_package_is_an_error(folder: Path) -> None:
+    """It is no Exception of Python, and ended `generate` with a traceback."""
+    path = folder / "tokenizer.json"
+    content = json.loads(path.read_text())
+    model = content["model"]
+    model["vocab"]["ab"] = len(model["vocab"])
+    path.write_text(json.dumps(content | {"model": model | {"merges": [["a", "b"]]}}))
+    assert Tokenizer(folder).encode("ab") == [model["vocab"]["ab"]]
+    model["continuing_subword_prefix"] = "true"
+    path.write_text(json.dumps(content | {"model": model | {"merges": [["a", "b"]]}}))
+    with pytest.raises(InputError, match=r"tokenizer\.json: not a tokenizer: range end index"):
+        Tokenizer(folder)

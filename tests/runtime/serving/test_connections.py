@@ -19,7 +19,7 @@ Client = Callable[[], Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter
 
 async def _app(scope: Any, receive: Any, send: Any) -> None:
     """Takes longer to answer than a client may take to ask."""
-    await asyncio.sleep(0.3)
+    await asyncio.sleep(0.7)
     headers = [(b"content-length", b"2")]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     await send({"type": "http.response.body", "body": b"ok"})
@@ -29,7 +29,7 @@ def run(
     monkeypatch: pytest.MonkeyPatch, most: int, body: Callable[[Client], Awaitable[None]]
 ) -> list[int]:
     """Runs a client and a server; returns the statuses of refusals."""
-    monkeypatch.setattr(connections, "HEADER_SECONDS", 0.2)
+    monkeypatch.setattr(connections, "HEADER_SECONDS", 0.5)
     refused: list[int] = []
 
     async def both() -> None:
@@ -54,7 +54,7 @@ def test_a_header_that_does_not_come(monkeypatch: pytest.MonkeyPatch, sent: byte
         writer.write(sent)
         answer = await reader.read()
         assert answer.startswith(b"HTTP/1.1 408 Request Timeout\r\n")
-        assert b"header: expected all of it within 0.2 s" in answer
+        assert b"header: expected all of it within 0.5 s" in answer
         writer.close()
 
     assert run(monkeypatch, 4, body) == [408]
