@@ -5,8 +5,8 @@ in numpy over all devices.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import lru_cache, reduce
+from dataclasses import dataclass, field
+from functools import reduce
 from math import erf
 from typing import Any
 
@@ -49,6 +49,7 @@ def run_model(
     *,
     reference: bool = False,
     padding: float = 0,
+    kept: "Lockstep | None" = None,
 ) -> dict[str, Array]:
     """Runs all devices on whole inputs and returns whole outputs.
 
@@ -58,20 +59,25 @@ def run_model(
         symbols: The value of each symbol.
         reference: Whether standard nodes run in onnx.reference.
         padding: What the padding of floats holds that enter; the program may rely on 0.
+        kept: The interpreter of an earlier run of the same model, which is then faster.
     """
     mesh, table = model.plan.mesh, model.builder.table
+    whole = {item.name: (feeds[item.name], item.sharding) for item in model.inputs}
+    for parameter in model.parameters:
+        content = feeds.get(parameter.name)
+        if content is None:
+            assert parameter.source.const_value is not None
+            content = parameter.source.const_value.numpy()
+        whole[parameter.name] = content, parameter.sharding
     local: list[dict[str, Array]] = []
     for rank in range(mesh.size):
         here: dict[str, Array] = {}
-        for item in model.inputs:
-            sharding = concrete(item.sharding, table, symbols)
-            here[item.name] = _padded(feeds[item.name], sharding, mesh, rank, padding)
-        for parameter in model.parameters:
-            content = feeds.get(parameter.name)
-            if content is None:
-                assert parameter.source.const_value is not None
-                content = parameter.source.const_value.numpy()
-            here[parameter.name] = _padded(content, parameter.sharding, mesh, rank, padding)
+        for name, (array, sharding) in whole.items():
+            # One device has everything; differences run it hundreds of times.
+            here[name] = array
+            if mesh.size > 1:
+                shown = concrete(sharding, table, symbols)
+                here[name] = _padded(array, shown, mesh, rank, padding)
         for name in model.builder.system_inputs:
             if name.startswith(COORD_PREFIX):
                 value = mesh.coords(rank)[int(name.removeprefix(COORD_PREFIX))]
@@ -81,9 +87,13 @@ def run_model(
                 value = symbols[name.removeprefix(SYMBOL_PREFIX)]
             here[name] = np.array([value], np.int64)
         local.append(here)
-    values = Lockstep(mesh, model.builder, reference).run(local, [o.local for o in model.outputs])
+    interpreter = kept or Lockstep(mesh, model.builder, reference)
+    values = interpreter.run(local, [o.local for o in model.outputs])
     outputs = {}
     for item, shards in zip(model.outputs, values, strict=True):
+        if mesh.size == 1:
+            outputs[item.name] = shards[0]
+            continue
         dims = zip(item.sharding.dims, shards[0].shape, strict=True)
         sizes = tuple(_sized(dim, size, symbols) for dim, size in dims)
         sharding = Sharding(sizes, item.sharding.partial, item.sharding.reduction)
@@ -129,6 +139,8 @@ class Lockstep:
     mesh: Mesh
     builder: LocalBuilder
     reference: bool
+    made: dict[int, tuple[list[str], Evaluate]] = field(default_factory=dict)
+    """What evaluates a stretch, by the id of its first node, and what enters it."""
 
     def run(
         self, feeds: Sequence[Mapping[str, Array]], outputs: Sequence[ir.Value]
@@ -158,6 +170,19 @@ class Lockstep:
     ) -> None:
         if not nodes:
             return
+        if id(nodes[0]) not in self.made:
+            self.made[id(nodes[0])] = self._evaluator(nodes, memory, outputs)
+        names, evaluate = self.made[id(nodes[0])]
+        for here in memory:
+            here.update(evaluate({name: here[name] for name in names}))
+
+    def _evaluator(
+        self,
+        nodes: Sequence[ir.Node],
+        memory: list[dict[str, Array]],
+        outputs: Sequence[ir.Value],
+    ) -> tuple[list[str], Evaluate]:
+        """Returns the names of what enters a stretch, and what evaluates it."""
         made = {v.name: v for node in nodes for v in node.outputs if v.name}
         used = {v.name: v for node in nodes for v in read_by(node)}
         # What a body makes for itself is read by it too, and is in no memory.
@@ -185,9 +210,7 @@ class Lockstep:
             ],
             ir_version=10,
         )
-        evaluate = _kept_evaluator(model.SerializeToString(), self.reference)
-        for here in memory:
-            here.update(evaluate({v.name or "": here[v.name or ""] for v in entering}))
+        return [v.name or "" for v in entering], evaluator(model, self.reference)
 
     def _custom(self, node: ir.Node, memory: list[dict[str, Array]]) -> None:
         names = [v.name or "" for v in node.inputs if v is not None]
@@ -321,12 +344,6 @@ REFERENCE_OPS = [
     *numpy_operators("", Erf=_erf, Gelu=_gelu, LayerNormalization=_layer_norm),
     *numpy_operators(MICROSOFT, FusedMatMul=_fused_matmul),
 ]
-
-
-@lru_cache(maxsize=16)
-def _kept_evaluator(model: bytes, reference: bool) -> Evaluate:
-    """An evaluator for a model that is run again and again, as by differences."""
-    return evaluator(onnx.ModelProto.FromString(model), reference)
 
 
 def evaluator(model: onnx.ModelProto, reference: bool) -> Evaluate:

@@ -39,7 +39,7 @@ from onnxpar.partition.body_writer import body_partitioner
 from onnxpar.partition.partitioned_model import PartitionedModel
 from onnxpar.partition.writer import ProgramWriter
 from onnxpar.propagation.propagate import propagate
-from tests.lockstep import Array, Evaluate, evaluator, run_model
+from tests.lockstep import Array, Evaluate, Lockstep, evaluator, run_model
 from tests.onnxpar.ops.op_harness import FULL, SEED, DirtyWriter, assignments, chosen, written
 
 LOSS = "onnxpar.loss"
@@ -268,7 +268,7 @@ class GradCase:
 
     def _loss(self, arrays: Mapping[str, Array]) -> float:
         if self._forward is None:
-            made = run_model(self._partitioned, arrays, self.sizes, reference=self.reference)
+            made = run_model(self._partitioned, arrays, self.sizes, kept=self._interpreter)
             return float(made[LOSS])
         results = self._forward({n: a for n, a in arrays.items() if not n.startswith(WEIGHT)})
         names = (n.removeprefix(WEIGHT) for n in self.program.weights)
@@ -277,6 +277,10 @@ class GradCase:
     @cached_property
     def _partitioned(self) -> PartitionedModel:
         return self.program.partitioned({}, Mesh.of())
+
+    @cached_property
+    def _interpreter(self) -> Lockstep:
+        return Lockstep(Mesh.of(), self._partitioned.builder, self.reference)
 
     @cached_property
     def _forward(self) -> Evaluate | None:

@@ -36,6 +36,7 @@ GPT = transformer.Config(layers=6, d_model=64, heads=4, vocab=128, max_positions
 SIZES = {"batch": 16, "seq": 64}
 DEVICES = 4
 FULL = bool(os.environ.get("ONNXPAR_FULL"))
+slow = pytest.mark.skipif(not FULL, reason="seconds each; with ONNXPAR_FULL=1")
 LIMITS = (64 << 20, 8 << 20, 3 << 20)
 # Two nodes of two devices; starting an operator costs little, so that sharding is worth it.
 MACHINE = replace(
@@ -121,7 +122,8 @@ def test_less_memory_takes_more_time() -> None:
     assert seconds == sorted(seconds) and seconds[0] < seconds[-1]
 
 
-@pytest.mark.parametrize("pairs", [None, True] if FULL else [None])
+@slow
+@pytest.mark.parametrize("pairs", [None, True])
 def test_more_memory_takes_no_more_time(tmp_path: Path, pairs: bool | None) -> None:
     """With more memory, a plan is found whenever one is found with less, and it is as fast."""
     sizes = transformer.Config(layers=2, d_model=256, heads=8, vocab=512)
@@ -129,7 +131,7 @@ def test_more_memory_takes_no_more_time(tmp_path: Path, pairs: bool | None) -> N
     spec = TrainingSpec(parse_loss("softmax_cross_entropy"), parse_optimizer("adamw"))
     free = load_strategy("tp=8", 8)
     fastest = inf
-    for limit in (12, 16, 24, 32, 40, 56) if FULL else (12, 24, 56):
+    for limit in (12, 16, 24, 32, 40, 56):
         entry = {"machine": "h100", "memory": limit << 20, "sizes": {"batch": 64, "seq": 64}}
         wanted = replace(searching(free), search=free.search.model_copy(update=entry))
         wanted = replace(wanted, pair_micro_batches=pairs)
@@ -151,6 +153,7 @@ def test_strategies_that_were_not_tried_are_priced_for_large_programs_too(
     assert last.seconds < APART * min(each.seconds for each in others)
 
 
+@slow
 def test_level_1_finds_the_least_memory_within_twice_the_time() -> None:
     auto = load_strategy("auto", 8)
     auto = replace(auto, search=auto.search.model_copy(update={"level": 1}))
@@ -174,7 +177,8 @@ def test_what_is_given_is_kept() -> None:
         assert chosen.parallel.level == 2 and chosen.recompute == given
 
 
-@pytest.mark.parametrize("strategy", ["auto", "pp=2,dp=2,tp=2"] if FULL else ["auto"])
+@slow
+@pytest.mark.parametrize("strategy", ["auto", "pp=2,dp=2,tp=2"])
 def test_the_number_of_micro_batches_is_nearly_the_best(strategy: str) -> None:
     given = load_strategy(strategy, 8)
 
@@ -185,6 +189,7 @@ def test_the_number_of_micro_batches_is_nearly_the_best(strategy: str) -> None:
     assert seconds(None) <= 1.1 * min(seconds(count) for count in (1, 4, 16, 64))
 
 
+@slow
 def test_if_a_given_mesh_does_not_fit_it_says_how_many_stages_would() -> None:
     limit = 1500 << 10
     tried = configurations(limit, Open((1,)), load_strategy("dp=2,tp=2", DEVICES))
@@ -268,6 +273,7 @@ def test_stages_that_do_not_divide_the_devices_are_refused(
     assert "stages: expected numbers that divide the" in capsys.readouterr().err
 
 
+@slow
 def test_the_exact_search_decides_no_configuration(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -276,6 +282,7 @@ def test_the_exact_search_decides_no_configuration(
     assert "the preset that needs least memory" in capsys.readouterr().err
 
 
+@slow
 def test_a_table_names_no_plan_twice_and_says_of_what_its_times_are(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
