@@ -76,7 +76,7 @@ def outputs(made: Network, feeds: Mapping[str, Any]) -> list[npt.NDArray[Any]]:
     """Returns the outputs that the network names, as the module computes them."""
     with torch.no_grad():
         found = made.module(**{name: torch.tensor(array) for name, array in feeds.items()})
-    return [tensor.numpy() for tensor in _named(found, made.outputs)]
+    return [tensor.numpy() for tensor in _named(found, made.outputs or ())]
 
 
 def train(
@@ -127,7 +127,7 @@ def _tensors(batch: Arrays, dtype: torch.dtype) -> Iterator[tuple[str, torch.Ten
 
 
 def _loss(made: Network, found: Any, labels: torch.Tensor | None) -> torch.Tensor:
-    first = _named(found, made.outputs)[0]
+    first = _named(found, made.outputs or ())[0]
     if labels is None:
         return first
     return nn.functional.cross_entropy(first.flatten(0, -2), labels.flatten())
