@@ -31,9 +31,9 @@ from onnxpar.search.find_plan import (
     silent,
 )
 from onnxpar.search.late_work import late_work
-from onnxpar.search.node_options import Option
+from onnxpar.search.node_options import Option, saved
 from onnxpar.search.plan_choices import SCHEDULES, Configuration, Open, pipeline_split
-from onnxpar.search.problem import MOMENTS, build, saved
+from onnxpar.search.problem import MOMENTS, build_levels
 from onnxpar.search.rearranged_states import saved_behind
 from onnxpar.search.recomputed_parts import Again, RecomputedParts
 from onnxpar.search.repeated_layers import Folded, fold
@@ -255,7 +255,8 @@ class Estimates:
         if (entry := self.strategy.pipeline) is not None:
             schedules = [(entry.schedule, entry.chunks)]
         memory_first = LEVELS[self.strategy.search.level].memory_first
-        seconds, bytes_ = self._sum(strategy, count, levels[0])
+        sums = self._sums(strategy, count)
+        seconds, bytes_ = next(sums)
         moved, cost = self._crossing(strategy, count), self.cost(strategy.seeds.mesh, count)
         kept = _kept(self._small, strategy.options, cost)
         freed = kept - _kept(self._recomputing, strategy.options, cost)
@@ -273,7 +274,7 @@ class Estimates:
                 return
             slower, smaller = 0.0, 0.0
             if level != levels[0]:
-                other = self._sum(strategy, count, level)
+                other = next(sums)
                 slower, smaller = other[0] - seconds, other[1] - bytes_
             for schedule, chunk in schedules or SCHEDULES[:1]:
                 split = self._split(stages, count, chunk, schedule)
@@ -295,17 +296,18 @@ class Estimates:
                     fits |= estimate.bytes <= self.limit and not choice.freed
                     yield estimate
 
-    def _sum(self, strategy: StageStrategy, count: int, level: int) -> tuple[float, float]:
-        """Seconds of a micro-batch without stages, and bytes of states and work."""
-        cost = self.cost(strategy.seeds.mesh, count)
-        weights = replace(self._spec(count, level), kept=0.0).weights
+    def _sums(self, strategy: StageStrategy, count: int) -> Iterator[tuple[float, float]]:
+        """For each level: seconds of a micro-batch without stages, bytes of states and work."""
+        cost, seen = self.cost(strategy.seeds.mesh, count), self._small
+        weights = [replace(self._spec(count, n), kept=0.0).weights for n in self.open.levels]
         # Nodes that are alike share one tuple.
         alike = {id(option): (option,) for option in strategy.options}
         options = [alike[id(option)] for option in strategy.options]
-        problem = build(self._small, options, cost, strategy.pins, weights)
-        choice = solve(problem, 0.0).choice
-        behind = saved_behind(self._small, strategy.options, cost, weights.parallel, MOMENTS)
-        return problem.seconds(choice), problem.memory(choice) - behind
+        problems = build_levels(seen, options, cost, strategy.pins, weights)
+        for each, problem in zip(weights, problems, strict=True):
+            choice = solve(problem, 0.0).choice
+            behind = saved_behind(seen, strategy.options, cost, each.parallel, MOMENTS)
+            yield problem.seconds(choice), problem.memory(choice) - behind
 
     def _again(self, strategy: StageStrategy, cost: CostModel) -> float:
         """Seconds in which all layers are computed once more."""

@@ -3,9 +3,8 @@
 from collections.abc import Sequence
 
 from onnxpar.cost.cost_model import CostModel
-from onnxpar.search.node_options import Option
+from onnxpar.search.node_options import Option, saved
 from onnxpar.search.node_passes import is_product
-from onnxpar.search.problem import saved
 from onnxpar.search.value_flow import Flow
 
 

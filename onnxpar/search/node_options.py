@@ -1,18 +1,20 @@
 """The ways to shard one node: each mesh axis shards one part of one factor, or nothing."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
+
+import onnx_ir as ir
 
 from onnxpar.core.errors import ShardingError
 from onnxpar.core.mesh import Atoms
 from onnxpar.core.rule import REPLICATED
-from onnxpar.core.sharding import Component, DimSharding
+from onnxpar.core.sharding import Component, DimSharding, Sharding
 from onnxpar.cost.cost_model import CostModel
 from onnxpar.graph.plan import NodePlan, factor_sizes, shardings
 from onnxpar.graph.seeds import NodeSeed
 from onnxpar.graph.view_parts import Part
-from onnxpar.search.value_flow import Item
+from onnxpar.search.value_flow import Item, Saved
 
 Place = tuple[str, int]
 """A factor and the number of one of its parts. `("", k)` means that the k-th group of linear
@@ -157,3 +159,19 @@ def _summed(item: Item, operand: int) -> bool:
 
 def _fits(part: Part, count: int, cost: CostModel) -> bool:
     return cost.value(part.size) >= count
+
+
+def saved(item: Item, option: Option, cost: CostModel) -> Iterator[tuple[Saved, float]]:
+    """Yields what the backward of a node reads, with the bytes of its share on a device."""
+    node, plan = item.view.node, option.plan
+    for one in item.saved:
+        value = (node.outputs if one.made else node.inputs)[one.index]
+        sharding = (plan.outputs if one.made else plan.inputs)[one.index]
+        yield one, one.share * bytes_of(value, sharding, cost)
+
+
+def bytes_of(value: ir.Value | None, sharding: Sharding | None, cost: CostModel) -> int:
+    """Returns the bytes of a device's shard of a value; 0 if it is absent."""
+    if value is None or value.dtype is None or sharding is None:
+        return 0
+    return cost.elements(sharding) * int(value.dtype.itemsize)

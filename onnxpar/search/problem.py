@@ -7,21 +7,20 @@ version is kept, so that readers that want the same version pay once. If readers
 layouts, the others are priced as separate reshards.
 """
 
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar, cast
 
 import numpy as np
-import onnx_ir as ir
 from numpy.typing import NDArray
 
 from onnxpar.core.sharding import Sharding
 from onnxpar.cost.cost_model import CostModel
 from onnxpar.cost.optimizer_parallel import GRADIENTS, NOT_PARALLEL, PARAMETERS, OptimizerParallel
-from onnxpar.search.node_options import Option
+from onnxpar.search.node_options import Option, bytes_of, saved
 from onnxpar.search.node_passes import least_computing, passes_of
 from onnxpar.search.rearranged_states import partial_atoms
-from onnxpar.search.value_flow import Flow, Item, Saved, Use, Value
+from onnxpar.search.value_flow import Flow, Item, Use, Value
 
 Table = NDArray[np.float64]
 MOMENTS = 2
@@ -159,6 +158,33 @@ def build(
     return _Builder(flow, tuple(options), cost, pins or {}, weights, outputs or {}).run()
 
 
+def build_levels(
+    flow: Flow,
+    options: Sequence[tuple[Option, ...]],
+    cost: CostModel,
+    pins: Mapping[str, Sharding],
+    weights: Iterable[CostWeights],
+) -> Iterator[Problem]:
+    """Yields the problems of a model that differ only in optimizer parallel.
+
+    What does not depend on optimizer parallel is computed once.
+
+    Args:
+        flow: As in `build`, like the next three.
+        options: Likewise.
+        cost: Likewise.
+        pins: Likewise.
+        weights: The weights of each problem; they are equal except in `parallel`.
+    """
+    builder: _Builder | None = None
+    for each in weights:
+        if builder is None:
+            builder = _Builder(flow, tuple(options), cost, pins, each, {})
+        else:
+            builder = replace(builder, weights=each, sources={}, variables=[], terms=[], _once={})
+        yield builder.run()
+
+
 @dataclass
 class _Builder:
     flow: Flow
@@ -186,13 +212,15 @@ class _Builder:
     _counted: dict[tuple[int, tuple[int, ...], int], Table] = field(default_factory=dict)
     # Equal shardings and usages are one object, so that their identity is a key.
     _known: dict[Hashable, Hashable] = field(default_factory=dict)
-    _moves: dict[tuple[int, int, int, bool, bool], float] = field(default_factory=dict)
+    _moves: dict[tuple[int, int, int, bool, int], float] = field(default_factory=dict)
     _versions: dict[tuple[tuple[int, int, int], ...], tuple[_Usage | None, ...]] = field(
         default_factory=dict
     )
 
     def __post_init__(self) -> None:
         self._hides = any(link.overlaps for link in self.cost.machine.links)
+        # Of the level, resharding depends only on this.
+        self._reduces_later = self.weights.parallel.level < GRADIENTS
 
     def run(self) -> Problem:
         for number, (item, found) in enumerate(zip(self.flow.items, self.options, strict=True)):
@@ -247,7 +275,7 @@ class _Builder:
         """Bytes that a device holds for a node when its backward begins."""
         weights = self.weights
         made = zip(item.view.node.outputs, option.plan.outputs, strict=True)
-        held = sum(weights.working * weights.stage * _bytes(*each, self.cost) for each in made)
+        held = sum(weights.working * weights.stage * bytes_of(*each, self.cost) for each in made)
         for one, bytes_ in saved(item, option, self.cost):
             held += (weights.stage if one.stored else weights.kept) * bytes_
         return held
@@ -277,9 +305,13 @@ class _Builder:
         """Returns one object for all that are equal."""
         return cast(T, self._known.setdefault(thing, thing))
 
+    def _kind(self, value: Value) -> int:
+        """A number for what resharding a value depends on besides its size."""
+        return 1 + self._reduces_later if value.stored else 0
+
     def _move(self, source: Sharding, usage: _Usage, value: Value) -> float:
         """Seconds to reshard a value for a reader, and its cotangent back."""
-        key = (id(source), id(usage), value.itemsize, value.trained, value.stored)
+        key = (id(source), id(usage), value.itemsize, value.trained, self._kind(value))
         if key not in self._moves:
             seconds = self.cost.reshard(source, usage.target, value.itemsize)
             gathered = bool(source.split_atoms or source.partial)
@@ -301,7 +333,7 @@ class _Builder:
         late = value.stored and to.dims == usage.target.dims
         itemsize = max(value.itemsize, _GRADIENT) if late else value.itemsize
         seconds = self.cost.reshard(there, to, itemsize, met=met or late)
-        if late and self.weights.parallel.level < GRADIENTS:
+        if late and self._reduces_later:
             seconds /= self.weights.micro_batches
         return self.weights.communication * seconds
 
@@ -500,7 +532,7 @@ class _Builder:
             id(self.options[use.item]),
             use.operand,
             value.trained,
-            value.stored,
+            self._kind(value),
         )
         if key not in self._tables:
             usages, index = self._usages(use)
@@ -515,7 +547,7 @@ class _Builder:
         kept = self._kept(value)
         self.variables.append(Variable(value.name, np.zeros(len(kept)), np.zeros(len(kept))))
         here = len(self.variables) - 1
-        costs = value.itemsize, value.trained, value.stored
+        costs = value.itemsize, value.trained, self._kind(value)
         of = (id(options), output, tuple(map(id, kept)), *costs)
         for use in value.uses:
             key = ("shared", of, id(self.options[use.item]), use.operand)
@@ -555,21 +587,6 @@ class _Builder:
         if kept is not None and usage.target is kept.target:
             return self._back(source.with_partial(()), usage, value)
         return self._move(source, usage, value)
-
-
-def saved(item: Item, option: Option, cost: CostModel) -> Iterator[tuple[Saved, float]]:
-    """Yields what the backward of a node reads, with the bytes of its share on a device."""
-    node, plan = item.view.node, option.plan
-    for one in item.saved:
-        value = (node.outputs if one.made else node.inputs)[one.index]
-        sharding = (plan.outputs if one.made else plan.inputs)[one.index]
-        yield one, one.share * _bytes(value, sharding, cost)
-
-
-def _bytes(value: ir.Value | None, sharding: Sharding | None, cost: CostModel) -> int:
-    if value is None or value.dtype is None or sharding is None:
-        return 0
-    return cost.elements(sharding) * int(value.dtype.itemsize)
 
 
 def _diagonal(table: Table, pattern: tuple[int, ...]) -> Table:
