@@ -19,6 +19,8 @@ from onnxpar_format.regular_file import read_regular
 Location = tuple[str | int, ...]
 MAX_BYTES = 64 << 20
 """Bytes of one file."""
+MAX_DEPTH = 64
+"""Collections inside one another: each piece of the text costs PyYAML time for each of them."""
 MAX_NODES = 1_000_000
 """The most keys, items and scalars of one file; with aliases, a small file could contain many."""
 
@@ -83,6 +85,19 @@ def parse_document(text: str, source: str) -> Document:
         raise StrategyError(f"{source}: nested too deeply") from None
 
 
+class _Loader(yaml.SafeLoader):
+    depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """Stops at a depth that no strategy has, before the rest of the text is read."""
+        if self.depth > MAX_DEPTH:
+            raise RecursionError
+        self.depth += 1
+        node: yaml.Node | None = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
+
 class _Reader:
     def __init__(self, source: str) -> None:
         self.source = source
@@ -91,7 +106,7 @@ class _Reader:
         self.count = 0
 
     def read(self, text: str) -> Document:
-        self.loader = yaml.SafeLoader(text)
+        self.loader = _Loader(text)
         try:
             root = self.loader.get_single_node()
             data = None if root is None else self.value(root, ())

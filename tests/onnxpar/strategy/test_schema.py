@@ -168,6 +168,7 @@ def test_tp_and_axes_that_no_entry_uses_shard_parameters(
         ("nodes: {a: {in: [[dp, dp]]}}", "expected mesh axis 'dp' at most once in a tensor"),
         ("nodes: {a: {in: [[[]]]}}", r"expected a number of shards, .*, got \[\]"),
         ("[" * 5000, "s: nested too deeply"),
+        (f"a: {'[' * 65}{']' * 65}", "s: nested too deeply"),
         ("2026-13-41", "s:1:1: not valid YAML: expected a value of the type timestamp"),
     ],
 )
