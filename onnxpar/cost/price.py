@@ -7,15 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, pairwise
-from math import prod
 
 import onnx_ir as ir
 
 from onnxpar.core.machine import Link
-from onnxpar.core.rule import ANY, OpRule
+from onnxpar.core.rule import ANY
 from onnxpar.core.sharding import Sharding
 from onnxpar.cost.cost_model import CostModel, Work
 from onnxpar.cost.live_memory import Made, MemoryStep, live_bytes, live_peak, makes
+from onnxpar.cost.node_facts import FactsOfNodes
 from onnxpar.cost.optimizer_parallel import Shards
 from onnxpar.cost.timeline import (
     Gather,
@@ -29,10 +29,8 @@ from onnxpar.cost.timeline import (
 from onnxpar.cost.turns import Events, PairedSteps
 from onnxpar.facts.program import Program
 from onnxpar.facts.varying_nodes import varying_nodes
-from onnxpar.graph.plan import NodePlan, Plan
+from onnxpar.graph.plan import Plan
 from onnxpar.graph.shapes import itemsize
-from onnxpar.ops.kernel_memory import call, kernel
-from onnxpar.ops.slots import Kernel
 
 
 @dataclass(frozen=True)
@@ -190,29 +188,6 @@ def price_in_turns(
     return InTurns(seconds, pricing.peak_in_turns(alone.held))
 
 
-@dataclass(frozen=True)
-class _Local:
-    """What a device computes for a node.
-
-    Attributes:
-        work: Its arithmetic and memory traffic.
-        shapes: The local shapes of its results.
-        itemsizes: Bytes of an element of each result.
-        sizes: Bytes of each result.
-        masked: For each operand, whether the padding that its node leaves is set.
-        kernel: How its kernel uses memory.
-        workspace: Bytes that it needs while it runs.
-    """
-
-    work: Work
-    shapes: tuple[tuple[int, ...], ...]
-    itemsizes: tuple[int, ...]
-    sizes: tuple[int, ...]
-    masked: tuple[bool, ...]
-    kernel: Kernel
-    workspace: int
-
-
 @dataclass
 class _Pricing:
     program: Program
@@ -224,7 +199,6 @@ class _Pricing:
     varying: frozenset[str] | None = None
     made: dict[str, dict[Sharding, str]] = field(default_factory=dict)
     itemsizes: dict[str, int] = field(default_factory=dict)
-    locals: dict[tuple[int, int], _Local] = field(default_factory=dict)
     paired: PairedSteps = field(default_factory=PairedSteps)
     shared: set[str] = field(default_factory=set)
     shared_nodes: set[int] = field(default_factory=set)
@@ -241,6 +215,9 @@ class _Pricing:
     tight: bool = False
     places: dict[str, int] = field(default_factory=dict)
     read_at: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.local = FactsOfNodes(self.program, self.cost)
 
     def run(self) -> Price:
         graph, plan = self.program.graph, self.plan
@@ -329,7 +306,7 @@ class _Pricing:
     def _node(self, node: ir.Node) -> NodePrice:
         name = node.name or ""
         rule, chosen = self.program.rules.by_node[name], self.plan.nodes[name]
-        local = self._local(node, rule, chosen)
+        local = self.local.of(node, chosen)
         filling = moving = 0.0
         reads: list[str] = []
         for index, value in enumerate(node.inputs):
@@ -376,36 +353,6 @@ class _Pricing:
         work = local.work
         self.computed.append(work.seconds + work.special + filling)
         return NodePrice(name, work, filling, moving, local.shapes, sum(local.sizes))
-
-    def _local(self, node: ir.Node, rule: OpRule, chosen: NodePlan) -> _Local:
-        """What a device computes for a node; nodes of one kind with one plan share it."""
-        registry, name = self.program.registry, node.name or ""
-        key = self.program.kinds[name], id(chosen)
-        if key not in self.locals:
-            shapes = tuple(self.cost.local_shape(s) for s in chosen.outputs)
-            itemsizes = tuple(map(itemsize, node.outputs))
-            facts = kernel(node, registry)
-            seen = call(
-                node,
-                [None if s is None else self.cost.local_shape(s) for s in chosen.inputs],
-                shapes,
-                itemsizes[0] if itemsizes else 0,
-                registry,
-            )
-            view, count = self.program.rules.views[name], self.program.rules.costs.get(name)
-            self.locals[key] = _Local(
-                self.cost.node(rule, view, chosen, count),
-                shapes,
-                itemsizes,
-                tuple(prod(s) * width for s, width in zip(shapes, itemsizes, strict=True)),
-                tuple(
-                    want is not None and self.cost.masks(chosen.rule, chosen, index)
-                    for index, want in enumerate(chosen.inputs)
-                ),
-                facts,
-                facts.work(seen),
-            )
-        return self.locals[key]
 
     # -- values ----------------------------------------------------------------------------------
 
