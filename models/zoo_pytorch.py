@@ -82,15 +82,9 @@ def outputs(made: Network, feeds: Mapping[str, Any]) -> list[npt.NDArray[Any]]:
 def train(
     made: Network, batches: Sequence[Arrays], rate: float, dtype: torch.dtype = torch.float32
 ) -> Trained:
-    """Trains a copy of the module with AdamW in this type, in training mode.
-
-    Running variances use the variance of the population, as in ONNX; PyTorch uses the unbiased one.
-    """
+    """Trains a copy of the module with AdamW in this type, in training mode."""
     module = copy.deepcopy(made.module).to(dtype).train()
     norms = {n: m for n, m in module.named_modules() if isinstance(m, nn.BatchNorm2d)}
-    for norm in norms.values():
-        norm.register_forward_pre_hook(_keep)
-        norm.register_forward_hook(_of_the_batch)
     used = [p for p in module.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(
         [
@@ -136,15 +130,3 @@ def _loss(made: Network, found: Any, labels: torch.Tensor | None) -> torch.Tenso
 def _named(found: Any, names: Sequence[str]) -> list[torch.Tensor]:
     """Returns the outputs with these names; a module that returns a tensor has only one."""
     return [found] if isinstance(found, torch.Tensor) else [found[name] for name in names]
-
-
-def _keep(norm: Any, _: Any) -> None:
-    norm.variance_before = norm.running_var.clone()
-
-
-def _of_the_batch(norm: Any, inputs: Any, _: Any) -> None:
-    """Replaces the unbiased variance in the running variance by that of the batch."""
-    count = inputs[0].numel() / inputs[0].shape[1]
-    kept = norm.variance_before * (1 - norm.momentum)
-    # A new tensor: the backward pass keeps the old one.
-    norm.running_var = kept + (norm.running_var - kept) * (count - 1) / count

@@ -21,8 +21,7 @@ weights and batches. The exporters are `ours` (`models/export_torch.py`), `plain
 With `--verify`, for each network and strategy, exported by `ours`:
 - `verify` of the forward program, and of three AdamW steps, at two settings of the symbols;
 - five AdamW steps on the same weights and batches as PyTorch: each loss, and then each running
-  statistic, within 1e-4 of PyTorch's (PyTorch uses the unbiased variance, ONNX that of the
-  population, so PyTorch's is rescaled).
+  statistic, within 1e-4 of PyTorch's.
 
 PyTorch's module is in training mode, with Dropout off. In PyTorch, an embedding with `padding_idx`
 has no gradient at that token; the exported graph does not say this, so batches have no padding.

@@ -61,15 +61,15 @@ class Example:
             as constants. Sizes of different symbols must differ from one another and from the
             module's own sizes.
         dims: For each input, the symbol of each open dim: `{"input_ids": {0: "batch", 1: "seq"}}`.
-        outputs: Names for the first outputs; the others are dropped. None keeps all, as `output`,
-            `output_1` and so on.
+        outputs: Names for the first outputs; the others are dropped. If there are none, all are
+            kept, as `output`, `output_1` and so on.
         ranges: Least and greatest value of a symbol, if not every size from 2 is legal.
     """
 
     module: torch.nn.Module
     inputs: Mapping[str, torch.Tensor]
     dims: Mapping[str, Mapping[int, str]]
-    outputs: Sequence[str] | None = ("logits",)
+    outputs: Sequence[str] = ("logits",)
     ranges: Mapping[str, tuple[int, int | None]] = field(default_factory=dict)
 
 
@@ -88,9 +88,7 @@ def export(example: Example, opset: int = OPSET) -> ir.Model:
     module = example.module
     model = _translate(example, optimize=False, opset=opset)
     graph = model.graph
-    names = example.outputs
-    if names is None:
-        names = [f"output_{i}" if i else "output" for i in range(len(graph.outputs))]
+    names = example.outputs or [f"output_{i}" if i else "output" for i in range(len(graph.outputs))]
     for value, name in zip(graph.outputs, names, strict=True):
         value.name = name
     _canonical_names(graph, module)
@@ -166,7 +164,7 @@ def _translate(example: Example, *, optimize: bool, opset: int | None) -> ir.Mod
         raise ValueError(f"opset {opset}: PyTorch wrote opset {found}")
     _check_open(model.graph, example)
     outputs = model.graph.outputs
-    if example.outputs is None:
+    if not example.outputs:
         return model
     if len(outputs) < len(example.outputs):
         raise ValueError(

@@ -77,7 +77,7 @@ def shard_module(
             f"{strategy.source}: expected a strategy without pipeline stages, got "
             f"{strategy.stages}; a module cannot wait for further micro-batches"
         )
-    example = Example(module, {n: t.detach() for n, t in inputs.items()}, dims, None, ranges)
+    example = Example(module, {n: t.detach() for n, t in inputs.items()}, dims, (), ranges)
     return ShardedModule(example, strategy, opset)
 
 
