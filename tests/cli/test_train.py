@@ -296,7 +296,10 @@ def test_a_divisor_drops_the_last_batch(tmp_path: Path, capfd: pytest.CaptureFix
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--data", "words"], "--data words: expected digits[:train|:test], npz:FILE, tokens:FILE"),
+        (
+            ["--data", "words"],
+            "--data words: expected digits[:train|:test], npz:FILE, parquet:FILE",
+        ),
         (["--data", "npz:nowhere.npz"], "nowhere.npz: no such file"),
         (["--data", "idx:nowhere"], "nowhere: none of the files train-images-idx3-ubyte"),
         (["--eval-data", "words"], "--eval-data words: expected digits[:train|:test], npz:FILE"),

@@ -4,6 +4,7 @@ import io
 import json
 import zipfile
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -184,6 +185,25 @@ def _read_tokenizer(case: Path) -> None:
         template.render([{"role": "user", "content": "ab"}])
 
 
+def _parquet_files(work: Path, case: Path) -> list[Files]:
+    import pyarrow
+    from pyarrow import parquet
+
+    rows = pyarrow.table({"x": [[1.0, 2.0]] * 6, "labels": [1, 2, 3, 1, 2, 3]})
+    found: list[Files] = []
+    for way in ("none", "snappy", "zstd"):
+        parquet.write_table(rows, work / "a.parquet", compression=way, row_group_size=3)
+        found.append({"a.parquet": (work / "a.parquet").read_bytes()})
+    return found
+
+
+def _read_parquet_file(case: Path) -> None:
+    from onnxpar_runtime.training.parquet import read_parquet
+
+    for array in read_parquet(case / "a.parquet").values():
+        array.sum()
+
+
 def _hosts(work: Path, case: Path) -> list[Files]:
     return [{"hosts": b"a slots=2 max_slots=4\n# none\n\nb slots=1\n"}]
 
@@ -236,7 +256,13 @@ def _read_body(case: Path) -> None:
             json.dumps(refusal.body).encode()
 
 
+_PARQUET = Reader(
+    "parquet", _parquet_files, lambda f, d: {"a.parquet": change_bytes(f["a.parquet"], d)},
+    _read_parquet_file, ()
+)  # fmt: skip
 FOREIGN: tuple[Reader, ...] = (
+    # Not everyone has the package.
+    *((_PARQUET,) if find_spec("pyarrow") else ()),
     Reader("state-dict", _states, _change_states, _read_states, ()),
     Reader("tokens", _token_files, _change_tokens, _read_token_file, ()),
     Reader("tokenizer", _tokenizers, _change_tokenizer, _read_tokenizer, ()),
