@@ -5,6 +5,7 @@ are initializers, initializers are not graph inputs, every dim of an input has a
 the shape of every value is inferred as an expression in these names.
 """
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -52,6 +53,8 @@ from onnxpar.ops.size_limits import least_sizes, size_limits
 from onnxpar.ops.table import REGISTRY
 
 MIN_OPSET = 7
+_SMALL = 1 << 14
+"""Bytes of integers that are read with the model."""
 
 
 def load(path: str | Path) -> ir.Model:
@@ -88,6 +91,7 @@ def in_memory(proto: onnx.ModelProto, path: str | Path) -> ir.Model:
     with quiet("onnx_ir"), _readable(Path(path)):
         model = ir.from_proto(proto)
         ir.external_data.set_base_dir(model.graph, Path(path).parent)
+        _settle_external(model)
     if not model.opset_imports or not (len(model.graph) or len(model.graph.outputs)):
         raise ModelError(f"{str(path)!r} is not an ONNX model: it has no graph or no opset")
     if not model.graph.outputs:
@@ -95,6 +99,29 @@ def in_memory(proto: onnx.ModelProto, path: str | Path) -> ir.Model:
     _opset_of(model, f"the model {str(path)!r}: ")
     _drop_marks(model)
     return model
+
+
+def _settle_external(model: ir.Model) -> None:
+    """Reads small integers, such as shapes, and gives other weights the file behind their link.
+
+    ONNX's inference and the passes read the former. onnx_ir reads no file outside the model's
+    folder, such as those of Hugging Face's cache, which `check_proto` has allowed.
+    """
+    for value in (v for graph in model.graphs() for v in graph.initializers.values()):
+        tensor = value.const_value
+        if not isinstance(tensor, ir.ExternalTensor):
+            continue
+        if os.path.islink(tensor.path):
+            folder, name = os.path.split(os.path.realpath(tensor.path))
+            tensor = value.const_value = ir.ExternalTensor(
+                name, tensor.offset, tensor.length, tensor.dtype,
+                shape=tensor.shape, name=tensor.name or "", base_dir=folder,
+            )  # fmt: skip
+        small = tensor.dtype == ir.DataType.INT64 and tensor.nbytes <= _SMALL
+        if small and os.path.isfile(tensor.path):
+            # A file that is too short, or has several hard links, is reported if it is needed.
+            with suppress(OSError, ValueError):
+                value.const_value = ir.Tensor(tensor.numpy().copy(), name=tensor.name)
 
 
 def _drop_marks(model: ir.Model) -> None:

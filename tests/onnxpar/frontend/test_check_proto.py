@@ -93,8 +93,12 @@ def test_taken(tmp_path: Path, dims: tuple[int | str, ...], version: int) -> Non
 def external(folder: Path) -> Path:
     """The model with its weights in a file."""
     folder.mkdir(parents=True)
-    path = folder / "m.onnx"
-    onnx.save(model(), path, save_as_external_data=True, location="m.data", size_threshold=0)
+    proto, path = model(), folder / "m.onnx"
+    proto.graph.node.append(helper.make_node("Unsqueeze", ["y", "axes"], ["z"], "wider"))
+    proto.graph.output[0].name = "z"
+    proto.graph.output[0].type.tensor_type.ClearField("shape")
+    proto.graph.initializer.append(numpy_helper.from_array(np.array([0]), "axes"))
+    onnx.save(proto, path, save_as_external_data=True, location="m.data", size_threshold=0)
     return path
 
 
@@ -119,7 +123,7 @@ def test_a_link_of_weights_out_of_the_folder(
 
 
 def test_links_in_the_folder_of_the_model(tmp_path: Path) -> None:
-    """The second is how the cache of Hugging Face is laid out."""
+    """The second is how the cache of Hugging Face is laid out; `axes` is read at once."""
     inner = external(tmp_path / "m")
     moved(tmp_path / "m/m.data", tmp_path / "m/blobs/1", "blobs/1")
     cached = external(tmp_path / "snapshots/1")
