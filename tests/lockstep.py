@@ -139,7 +139,7 @@ class Lockstep:
     mesh: Mesh
     builder: LocalBuilder
     reference: bool
-    made: dict[int, tuple[list[str], Evaluate]] = field(default_factory=dict)
+    made: dict[int, tuple[list[str], Evaluate]] = field(init=False, default_factory=dict)
     """What evaluates a stretch, by the id of its first node, and what enters it."""
 
     def run(
