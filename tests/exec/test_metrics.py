@@ -26,6 +26,9 @@ class Agreement:
         self.rows += len(batch["labels"])
     def compute(self): return {"right": self.right, "rows": self.rows}
 def not_a_metric(): return 3
+class Twice(Agreement):
+    def compute(self): return {"loss": 7.0}
+def f1(): return Agreement()
 class Failing(Agreement):
     def update(self, outputs, batch): raise ZeroDivisionError("of mine")
 class Words(Agreement):
@@ -109,6 +112,8 @@ def test_metrics_that_cannot_be(directory: Path, own: str) -> None:
         (["recall"], "--metric: expected accuracy, perplexity, f1, topK (such as"),
         (["top0"], "got 'top0'"),
         (["f1", "f1"], "--metric f1: expected it once, got it 2 times"),
+        (["f1", f"{own}:f1"], "expected a name that no other metric has, got 'f1'"),
+        ([f"{own}:Twice"], "Twice: expected a name that no other result has, got 'loss'"),
         ([f"{own}:nothing"], f"--metric {own}:nothing: module"),
         ([f"{own}:not_a_metric"], "the methods update and compute, got int"),
         ([f"{own}:Words"], "Words: expected a number from compute, got 'many'"),

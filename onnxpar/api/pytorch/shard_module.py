@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from math import gcd
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from onnxpar.core.symbols import Symbol
 from onnxpar.strategy import Strategy, load_strategy
 
 _SAMPLES = 64
+_MADE = count()
+"""Numbers the sharded modules of a process, so that they draw different random numbers."""
 _ALIKE = 1e-3
 """How far inputs of ranks may differ, relative to the largest: rounding differs by 1e-6 or less;
 other random numbers by about 1."""
@@ -160,12 +163,14 @@ class ShardedModule(torch.nn.Module):  # type: ignore[misc]  # PyTorch is not re
         # would change the names of all parameters.
         self._parameters, self._buffers = module._parameters, module._buffers
         self._modules, self.training = module._modules, module.training
+        self._non_persistent_buffers_set = module._non_persistent_buffers_set
         self.__dict__["_example"] = example
         self._strategy = strategy
         self._opset = opset
         self._exported: dict[bool, ir.Model] = {}
         self._programs: dict[tuple[bool, frozenset[str]], list[_Programs]] = {}
-        self._seed = runtime.from_first_rank(torch.initial_seed() % 2**31)
+        seed = torch.initial_seed() + 1_000_003 * next(_MADE)
+        self._seed = runtime.from_first_rank(seed % 2**31)
         self._calls = 0
         with torch.no_grad():
             for tensor in self._state().values():
@@ -194,8 +199,9 @@ class ShardedModule(torch.nn.Module):  # type: ignore[misc]  # PyTorch is not re
             The complete result, or a tuple of several.
 
         Raises:
-            CallError: A tensor is missing, of another type or size than declared, or other ranks
-                gave other tensors. All ranks raise it.
+            CallError: A tensor is missing, or of another type or size than declared, on this rank;
+                ranks that were given other tensors wait for it. Or, when programs are made, other
+                ranks gave other tensors; then all ranks raise it.
             OnnxparError: The strategy does not fit the module, or it has no gradient.
             OnnxparRuntimeError: A rank failed.
         """
@@ -220,9 +226,9 @@ class ShardedModule(torch.nn.Module):  # type: ignore[misc]  # PyTorch is not re
             )
         counters = {"seed": self._seed, "step": self._calls}
         results = _Block.apply(programs, counters, *tensors)
-        count = len(signature.outputs)
-        self._keep(dict(zip(signature.statistics, results[count:], strict=True)), state)
-        return results[0] if count == 1 else tuple(results[:count])
+        own = len(signature.outputs)
+        self._keep(dict(zip(signature.statistics, results[own:], strict=True)), state)
+        return results[0] if own == 1 else tuple(results[:own])
 
     def close(self) -> None:
         """Frees the ranks' sessions; the next call makes the programs again."""
@@ -327,8 +333,10 @@ class ShardedModule(torch.nn.Module):  # type: ignore[misc]  # PyTorch is not re
 
     def _export(self) -> ir.Model:
         example: Example = self.__dict__["_example"]
+        # PyTorch's checkpointing counts the tensors that a call saves; these are not the call's.
+        uncounted = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
         try:
-            with without_cache(example.module):
+            with without_cache(example.module), uncounted:
                 return export(example, self._opset)
         except ValueError as error:
             raise ModelError(f"{type(example.module).__name__}: {error}") from None
@@ -384,7 +392,8 @@ class _Block(torch.autograd.Function):  # type: ignore[misc]  # as above
     @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *cotangents: Tensor) -> Any:
         programs, signature = ctx.programs, ctx.programs.signature
-        arrays = {n: _array(n, t) for n, t in zip(ctx.kept, ctx.saved_tensors, strict=True)}
+        saved = ctx.saved_tensors  # PyTorch's checkpointing lets them be read only once
+        arrays = {n: _array(n, t) for n, t in zip(ctx.kept, saved, strict=True)}
         given = dict(zip(signature.outputs, cotangents, strict=False))
         for name, taker in signature.cotangents.items():
             arrays[taker] = _array(name, given[name].contiguous())
@@ -393,7 +402,7 @@ class _Block(torch.autograd.Function):  # type: ignore[misc]  # as above
             found = programs.backward.run(
                 programs.call(arrays), sliced=False, counters=ctx.counters
             )
-            device = ctx.saved_tensors[0].device
+            device = saved[0].device if saved else torch.device("cpu")
             made = {
                 name: torch.from_numpy(array).to(device)
                 for name, array in zip(signature.gradients, found, strict=True)

@@ -23,6 +23,9 @@ from onnxpar_runtime.user_code import named_function, users_code
 Array = NDArray[Any]
 FORMS = "accuracy, perplexity, f1, topK (such as top5) or module:function"
 
+_TAKEN = ("loss", "accuracy")
+"""Names of results that every evaluation has."""
+
 
 class Metric(Protocol):
     """Sums up an evaluation: `update` for each batch, then `compute` once."""
@@ -114,6 +117,10 @@ class Sums:
                 result = metric.compute()
             named = result if isinstance(result, Mapping) else {name: result}
             for key, value in named.items():
+                if key in found or key in _TAKEN:
+                    raise InputError(
+                        f"{option}: expected a name that no other result has, got {str(key)!r}"
+                    )
                 try:
                     found[str(key)] = float(value)
                 except (TypeError, ValueError):
@@ -144,7 +151,12 @@ def chosen_metrics(names: Sequence[str], manifest: Manifest) -> Metrics:
         if count > 1:
             raise LaunchError(f"{option}: expected it once, got it {count} times")
         if ":" in name:
-            made[name.partition(":")[2]] = option, named_function(name, option, FORMS)
+            own = name.partition(":")[2]
+            if own in made or own in (*names, *_TAKEN):
+                raise LaunchError(
+                    f"{option}: expected a name that no other metric has, got {own!r}"
+                )
+            made[own] = option, named_function(name, option, FORMS)
             continue
         most = name.removeprefix("top")
         is_top = most != name and most.isdecimal() and 0 < int(most) < 10**9

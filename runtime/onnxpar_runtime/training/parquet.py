@@ -1,5 +1,6 @@
 """Arrays of a Parquet file, read with pyarrow: one row for each sample."""
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,8 @@ from onnxpar_format.regular_file import open_regular
 from onnxpar_runtime.errors import InputError, LaunchError
 
 
-def read_parquet(path: str | Path) -> dict[str, NDArray[Any]]:
-    """Returns the columns of a file by name; those of lists have a dim more for each list.
+def read_parquet(path: str | Path, names: Collection[str]) -> dict[str, NDArray[Any]]:
+    """Returns those of a file's columns that are named; each level of lists is a further dim.
 
     Raises:
         LaunchError: The package `pyarrow` is missing.
@@ -27,13 +28,15 @@ def read_parquet(path: str | Path) -> dict[str, NDArray[Any]]:
         ) from None
     try:
         with open_regular(path) as stream:
-            table = parquet.read_table(stream)
+            file = parquet.ParquetFile(stream)
+            columns = file.schema_arrow.names
+            table = file.read([name for name in dict.fromkeys(columns) if name in names])
     except FileNotFoundError:
         raise InputError(f"{path}: no such file") from None
     except (ArrowException, OSError, ValueError) as error:
         raise InputError(f"{path}: expected a Parquet file: {error}") from None
-    if len(set(table.column_names)) != len(table.column_names):
-        raise InputError(f"{path}: expected columns of different names, got {table.column_names}")
+    if len(set(columns)) != len(columns):
+        raise InputError(f"{path}: expected columns of different names, got {columns}")
     return {name: _array(path, name, table.column(name)) for name in table.column_names}
 
 

@@ -298,7 +298,8 @@ def open_source(
     if kind == "npz" and rest:
         return samples(name, read_npz(Path(rest)), specs)
     if kind == "parquet" and rest:
-        return samples(name, read_parquet(Path(rest)), specs)
+        columns = read_parquet(Path(rest), [spec.name for spec in specs])
+        return samples(name, columns, specs)
     if kind == "tokens" and rest:
         return tokens(name, rest, specs, labels)
     if kind == "idx" and rest:

@@ -14,6 +14,7 @@ from tests.runtime.launching import mpirun
 
 torch = pytest.importorskip("torch", reason="exports from PyTorch: the extra torch")
 pytest.importorskip("onnxscript", reason="exports from PyTorch: the extra torch")
+pytest.importorskip("torch.utils.checkpoint")
 
 import onnxpar  # noqa: E402
 
@@ -209,6 +210,26 @@ try:
 except onnxpar.OnnxparError as error:
     print(f"r{rank} {error}")
 """
+
+
+@pytest.mark.skipif(not FULL, reason="exports again; with ONNXPAR_FULL=1")
+def test_modules_draw_numbers_of_their_own_and_can_be_checkpointed() -> None:
+    def block() -> Any:
+        parts = torch.nn.Linear(8, 8), torch.nn.Dropout(0.5)
+        made = torch.nn.Sequential(*parts)
+        made.register_buffer("once", torch.ones(1), persistent=False)
+        return onnxpar.shard_module(made, torch.zeros(4, 8), strategy="tp=2")
+
+    first, second = block(), block()
+    second.load_state_dict(first.state_dict())
+    x = torch.ones(4, 8)
+    assert not torch.equal(first(x) == 0, second(x) == 0)
+    assert "once" not in first.state_dict()
+    first.eval()
+    leaf = x.clone().requires_grad_()
+    torch.utils.checkpoint.checkpoint(first, leaf, use_reentrant=False).sum().backward()
+    weight = first.state_dict()["0.weight"]
+    torch.testing.assert_close(leaf.grad, weight.sum(0).expand(4, 8))
 
 
 @pytest.mark.skipif(not FULL, reason="exports in several processes; with ONNXPAR_FULL=1")

@@ -32,7 +32,7 @@ def test_columns_of_numbers_and_lists(tmp_path: Path) -> None:
         flags=arrow.array(flags),
         labels=arrow.array(labels),
     )
-    got = read_parquet(path)
+    got = read_parquet(path, ["x", "image", "flags", "labels"])
     for name, expected in (("x", x), ("image", image), ("flags", flags), ("labels", labels)):
         assert got[name].dtype == expected.dtype
         np.testing.assert_array_equal(got[name], expected)
@@ -47,7 +47,7 @@ def test_as_a_source(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="input 'x': expected float32, got float64"):
         open_source(f"parquet:{path}", specs, "labels")
     x = arrow.array([[1.0, 2.0], [3.0, 4.0]], arrow.list_(arrow.float32()))
-    write(path, x=x, labels=[0, 1])
+    write(path, x=x, labels=[0, 1], title=["not", "read"])
     source = open_source(f"parquet:{path}", specs, "labels")
     assert isinstance(source, Samples) and source.count == 2
     taken = source.take(np.array([1]))
@@ -57,13 +57,13 @@ def test_as_a_source(tmp_path: Path) -> None:
 def test_files_that_cannot_be_used(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     with pytest.raises(InputError, match=r"a\.parquet: no such file"):
-        read_parquet(path)
+        read_parquet(path, ["x", "image", "flags", "labels"])
     write(path, x=[1.0, 2.0])
     whole = path.read_bytes()
     for damaged in (b"", b"PAR1", whole[:-9], whole[: len(whole) // 2], b"\0" * 400):
         path.write_bytes(damaged)
         with pytest.raises(InputError, match=r"a\.parquet: expected a Parquet file: "):
-            read_parquet(path)
+            read_parquet(path, ["x", "image", "flags", "labels"])
     for column, message in (
         ([1, None], "'x': expected a value in every row, got 1 nulls"),
         ([[1], [2, 3]], "'x': expected lists of one length, got lengths from 1 to 2"),
@@ -72,11 +72,11 @@ def test_files_that_cannot_be_used(tmp_path: Path) -> None:
     ):
         write(path, x=column)
         with pytest.raises(InputError, match=message):
-            read_parquet(path)
+            read_parquet(path, ["x", "image", "flags", "labels"])
 
 
 def test_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path / "a.parquet", x=[1])
     monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
     with pytest.raises(LaunchError, match=r"pip install 'onnxpar\[parquet\]'"):
-        read_parquet(path)
+        read_parquet(path, ["x", "image", "flags", "labels"])
