@@ -27,6 +27,9 @@ _ALIKE = 1e-3
 """How far inputs of ranks may differ, relative to the largest: rounding differs by 1e-6 or less;
 other random numbers by about 1."""
 
+_Traced = tuple[tuple[bool, ...], tuple[tuple[str, int, int], ...]]
+"""Modes of parts; names, identities and versions of buffers."""
+
 
 def shard_module(
     module: torch.nn.Module,
@@ -167,8 +170,8 @@ class ShardedModule(torch.nn.Module):  # type: ignore[misc]  # PyTorch is not re
         self.__dict__["_example"] = example
         self._strategy = strategy
         self._opset = opset
-        self._exported: dict[bool, ir.Model] = {}
-        self._programs: dict[tuple[bool, frozenset[str]], list[_Programs]] = {}
+        self._exported: dict[_Traced, ir.Model] = {}
+        self._programs: dict[tuple[_Traced, frozenset[str]], list[_Programs]] = {}
         seed = torch.initial_seed() + 1_000_003 * next(_MADE)
         self._seed = runtime.from_first_rank(seed % 2**31)
         self._calls = 0
@@ -247,6 +250,18 @@ class ShardedModule(torch.nn.Module):  # type: ignore[misc]  # PyTorch is not re
             if name == first and found[name].is_floating_point()
         }
 
+    def _traced(self) -> "_Traced":
+        """What an export holds fast: the modes of all parts, and buffers that are no inputs."""
+        held = self._state()
+        return (
+            tuple(part.training for part in self.modules()),
+            tuple(
+                (name, id(buffer), buffer._version)
+                for name, buffer in self.named_buffers()
+                if name not in held and not name.endswith("num_batches_tracked")
+            ),
+        )
+
     def _check(self, given: Mapping[str, Tensor], example: Example) -> None:
         """Raises CallError unless the tensors are of the kinds that were traced."""
         title = type(example.module).__name__
@@ -288,7 +303,7 @@ class ShardedModule(torch.nn.Module):  # type: ignore[misc]  # PyTorch is not re
             for name, dims in example.dims.items()
             for axis, symbol in dims.items()
         }
-        made = self._programs.setdefault((self.training, wanted), [])
+        made = self._programs.setdefault((self._traced(), wanted), [])
         for each in made:
             if all(sizes[name] % symbol.divisor == 0 for name, symbol in each.symbols.items()):
                 return each
@@ -319,9 +334,10 @@ class ShardedModule(torch.nn.Module):  # type: ignore[misc]  # PyTorch is not re
         return programs
 
     def _planned(self, symbols: Mapping[str, Symbol], wanted: frozenset[str]) -> BlockPrograms:
-        if self.training not in self._exported:
-            self._exported[self.training] = self._export()
-        model = self._exported[self.training].clone()
+        traced = self._traced()
+        if traced not in self._exported:
+            self._exported[traced] = self._export()
+        model = self._exported[traced].clone()
         fixed = frozenset(
             f"{prefix}.{name}" if prefix else name
             for prefix, part in self.named_modules()

@@ -232,6 +232,30 @@ def test_modules_draw_numbers_of_their_own_and_can_be_checkpointed() -> None:
     torch.testing.assert_close(leaf.grad, weight.sum(0).expand(4, 8))
 
 
+class Picks(torch.nn.Module):
+    """Reads a buffer of integers, and drops."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("index", torch.tensor([1]))
+        self.drop = torch.nn.Dropout(0.5)
+
+    def forward(self, x: Any) -> Any:
+        return self.drop(x[:, self.index] + x)
+
+
+@pytest.mark.skipif(not FULL, reason="exports again; with ONNXPAR_FULL=1")
+def test_changes_of_parts_and_buffers_are_seen() -> None:
+    plain = Picks()
+    sharded = onnxpar.shard_module(plain, torch.zeros(4, 8), strategy="dp=2")
+    x = torch.arange(32.0).reshape(4, 8) + 1
+    assert (sharded(x) == 0).any()
+    plain.drop.eval()
+    torch.testing.assert_close(sharded(x), plain(x))
+    sharded.load_state_dict({"index": torch.tensor([3])})
+    torch.testing.assert_close(sharded(x), x[:, 3:4] + x)
+
+
 @pytest.mark.skipif(not FULL, reason="exports in several processes; with ONNXPAR_FULL=1")
 @pytest.mark.timeout(2 * SECONDS)
 @pytest.mark.parametrize("strategy", ["tp=2", "dp=2", "dp=2,tp=2"])
