@@ -22,7 +22,7 @@ class NodeFacts:
         shapes: The local shapes of its results.
         itemsizes: Bytes of an element of each result.
         sizes: Bytes of each result.
-        masked: For each operand, whether the padding that its node leaves is set.
+        masked: For each operand, whether its padding must be overwritten before the node reads it.
         kernel: How its kernel uses memory.
         workspace: Bytes that it needs while it runs.
     """

@@ -109,7 +109,16 @@ def propagate(
     hints = Hints()
     for number in range(MOST_ROUNDS):
         walk = _Walk(
-            *(program, seeds, seeded, known, wishes, links or {}, chooser, decided, around, hints)
+            program,
+            seeds,
+            seeded,
+            known,
+            wishes,
+            links or {},
+            chooser,
+            decided,
+            around,
+            hints,
         )
         plan = walk.run()
         before = hints, wishes

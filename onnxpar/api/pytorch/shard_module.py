@@ -154,8 +154,10 @@ class ShardedModule(torch.nn.Module):  # type: ignore[misc]  # PyTorch is not re
     """What `shard_module` returns.
 
     Its parameters, buffers and submodules are those of the module that was given. The programs are
-    made by the first call; a call in another mode (`train()`, `eval()`), with other tensors that
-    require a gradient, or with sizes that need other constraints makes further ones.
+    made by the first call; a call in other modes (`train()`, `eval()`, also of a part), with
+    buffers that have changed and are not floating-point entries of `state_dict()`, with other
+    tensors that require a gradient, or with sizes that need other constraints makes further ones.
+    All of them are kept until `close`.
     """
 
     def __init__(self, example: Example, strategy: Strategy, opset: int) -> None:
@@ -218,7 +220,7 @@ class ShardedModule(torch.nn.Module):  # type: ignore[misc]  # PyTorch is not re
             for name, tensor in (*given.items(), *state.items())
             if tensor.requires_grad and torch.is_grad_enabled()
         )
-        programs = self._programs_for(given, wanted)
+        programs = self._programs_for(given, state, wanted)
         self._calls += self.training
         signature = programs.signature
         tensors = [given[name] for name in signature.inputs]
@@ -250,15 +252,14 @@ class ShardedModule(torch.nn.Module):  # type: ignore[misc]  # PyTorch is not re
             if name == first and found[name].is_floating_point()
         }
 
-    def _traced(self) -> "_Traced":
-        """What an export holds fast: the modes of all parts, and buffers that are no inputs."""
-        held = self._state()
+    def _traced(self, state: Mapping[str, Tensor]) -> _Traced:
+        """What an export fixes: the modes of all parts, and the buffers that are not its inputs."""
         return (
             tuple(part.training for part in self.modules()),
             tuple(
                 (name, id(buffer), buffer._version)
                 for name, buffer in self.named_buffers()
-                if name not in held and not name.endswith("num_batches_tracked")
+                if name not in state and not name.endswith("num_batches_tracked")
             ),
         )
 
@@ -296,14 +297,17 @@ class ShardedModule(torch.nn.Module):  # type: ignore[misc]  # PyTorch is not re
                         f"input {where!r}, got {size}"
                     )
 
-    def _programs_for(self, given: Mapping[str, Tensor], wanted: frozenset[str]) -> _Programs:
+    def _programs_for(
+        self, given: Mapping[str, Tensor], state: Mapping[str, Tensor], wanted: frozenset[str]
+    ) -> _Programs:
         example: Example = self.__dict__["_example"]
         sizes = {
             symbol: int(given[name].shape[axis])
             for name, dims in example.dims.items()
             for axis, symbol in dims.items()
         }
-        made = self._programs.setdefault((self._traced(), wanted), [])
+        traced = self._traced(state)
+        made = self._programs.setdefault((traced, wanted), [])
         for each in made:
             if all(sizes[name] % symbol.divisor == 0 for name, symbol in each.symbols.items()):
                 return each
@@ -317,7 +321,7 @@ class ShardedModule(torch.nn.Module):  # type: ignore[misc]  # PyTorch is not re
         planned: list[BlockPrograms] = []
 
         def make(folder: Path) -> Mapping[str, Any]:
-            planned.append(self._planned(symbols, wanted))
+            planned.append(self._planned(symbols, traced, frozenset(state), wanted))
             report = planned[0].write_forward(folder)
             return {"report": report, "signature": planned[0].signature}
 
@@ -333,8 +337,13 @@ class ShardedModule(torch.nn.Module):  # type: ignore[misc]  # PyTorch is not re
         made.append(programs)
         return programs
 
-    def _planned(self, symbols: Mapping[str, Symbol], wanted: frozenset[str]) -> BlockPrograms:
-        traced = self._traced()
+    def _planned(
+        self,
+        symbols: Mapping[str, Symbol],
+        traced: _Traced,
+        held: frozenset[str],
+        wanted: frozenset[str],
+    ) -> BlockPrograms:
         if traced not in self._exported:
             self._exported[traced] = self._export()
         model = self._exported[traced].clone()
@@ -344,7 +353,7 @@ class ShardedModule(torch.nn.Module):  # type: ignore[misc]  # PyTorch is not re
             if part is not self and not part.training
             for name, _ in part.named_buffers(recurse=False)
         )
-        asked = Asked(frozenset(self._state()), wanted, self.training, fixed)
+        asked = Asked(held, wanted, self.training, fixed)
         return BlockPrograms(model, asked, self._strategy, symbols)
 
     def _export(self) -> ir.Model:

@@ -88,7 +88,6 @@ __all__ = [
 ]
 
 _HOMES = {
-    "leaving_no_folders": "onnxpar_runtime.interrupts",
     "Bisection": "onnxpar_runtime.verify.bisect",
     "Call": "onnxpar.api.runtime.functions",
     "Case": "onnxpar_runtime.verify.findings",
@@ -109,6 +108,7 @@ _HOMES = {
     "from_first_rank": "onnxpar.api.runtime.functions",
     "generate": "onnxpar_runtime.generation.commands",
     "kept_tensors": "onnxpar_runtime.checkpoint.layout",
+    "leaving_no_folders": "onnxpar_runtime.interrupts",
     "merge": "onnxpar_runtime.checkpoint.reshard",
     "named_function": "onnxpar_runtime.user_code",
     "on_all_ranks": "onnxpar.api.runtime.functions",

@@ -244,7 +244,8 @@ def evaluate(trainer: Trainer, data: EvaluationData) -> Evaluated:
     correct: int | None = None
     stream = data.source.name if isinstance(data.source, Stream) else None
     rank, metrics = trainer.rank, data.metrics
-    sums = together(rank, metrics.begin)
+    # Only rank 0 has the outputs.
+    sums = together(rank, lambda: metrics.begin() if rank.index == 0 else None)
     numbered = ((1, number, step) for number, step in enumerate(data.steps(), 1))
     with Ahead(numbered) as items:
         while (item := _next(items, rank, stream)) is not None:
@@ -263,11 +264,11 @@ def evaluate(trainer: Trainer, data: EvaluationData) -> Evaluated:
     if not samples:
         raise InputError(f"{data.source.name}: expected data to evaluate on, got none")
     loss = weighted / labels if labels else float("nan")
-    results = together(rank, lambda: sums.results(loss) if rank.index == 0 else {})
+    results = together(rank, lambda: {} if sums is None else sums.results(loss))
     return Evaluated(loss, samples, correct, labels, results)
 
 
-def _add(sums: Sums, outputs: Mapping[str, Any] | None, batch: Batch) -> None:
+def _add(sums: Sums | None, outputs: Mapping[str, Any] | None, batch: Batch) -> None:
     """Adds a batch to the metrics on rank 0, which has the outputs."""
-    if outputs is not None:
+    if sums is not None and outputs is not None:
         sums.update(outputs, batch)

@@ -171,7 +171,7 @@ def chosen_metrics(names: Sequence[str], manifest: Manifest) -> Metrics:
     return Metrics(made, "perplexity" in names)
 
 
-def _classified(
+def _counted_rows(
     scores: str, loss: Loss, outputs: Mapping[str, Array], batch: Mapping[str, Array]
 ) -> tuple[Array, NDArray[np.int64]]:
     """Returns rows of scores [n, classes] and their labels [n], of those that count."""
@@ -195,7 +195,7 @@ class _Top:
         self._found = self._labels = 0
 
     def update(self, outputs: Mapping[str, Array], batch: Mapping[str, Array]) -> None:
-        rows, labels = _classified(self._scores, self._loss, outputs, batch)
+        rows, labels = _counted_rows(self._scores, self._loss, outputs, batch)
         own = np.take_along_axis(rows, labels[:, None], 1)
         before = np.arange(rows.shape[1]) < labels[:, None]
         higher = (rows > own) | ((rows == own) & before)
@@ -217,7 +217,7 @@ class _F1:
         self._right = self._predicted = self._labelled = np.zeros(0, np.int64)
 
     def update(self, outputs: Mapping[str, Array], batch: Mapping[str, Array]) -> None:
-        rows, labels = _classified(self._scores, self._loss, outputs, batch)
+        rows, labels = _counted_rows(self._scores, self._loss, outputs, batch)
         classes = rows.shape[1]
         if not len(self._right):
             self._right = self._predicted = self._labelled = np.zeros(classes, np.int64)

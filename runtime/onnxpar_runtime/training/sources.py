@@ -120,6 +120,14 @@ class Shard:
         return batch
 
 
+def data_rank(axes: Sequence[int], atoms: Sequence[int], rank: int) -> tuple[int, int]:
+    """Returns a rank's number along the atoms `axes`, and the number of their positions."""
+    here, index, count = coordinates(rank, atoms), 0, 1
+    for atom in axes:
+        index, count = index * atoms[atom] + here[atom], count * atoms[atom]
+    return index, count
+
+
 def shard_of(
     specs: Sequence[TensorEntry], atoms: Sequence[int], rank: int, loss: Loss, source: "Source"
 ) -> Shard | None:
@@ -130,7 +138,7 @@ def shard_of(
     """
     if not isinstance(source, Stream) or not source.sharded:
         return None
-    names, here = per_sample(specs), coordinates(rank, atoms)
+    names = per_sample(specs)
     by = {s.name: s.dims[0][0][1] if len(s.dims[0]) == 1 else None for s in specs if s.dims}
     own = {by[name] for name in names}
     if len(own) > 1 or None in own:
@@ -139,9 +147,7 @@ def shard_of(
             f"{', '.join(names)} is not sharded in the same way"
         )
     (axes,) = own
-    index, count = 0, 1
-    for atom in axes or ():
-        index, count = index * atoms[atom] + here[atom], count * atoms[atom]
+    index, count = data_rank(axes or (), atoms, rank)
     ignored = loss.ignore_index
     return Shard(index, count, names, loss.labels if ignored is not None else None, ignored)
 

@@ -18,7 +18,7 @@ from typing import Any, Unpack
 import numpy as np
 from numpy.typing import NDArray
 
-from onnxpar_format.boxes import SizedSharding, coordinates
+from onnxpar_format.boxes import SizedSharding
 from onnxpar_format.dtypes import DTYPES, lossless
 from onnxpar_format.entries import COUNTERS
 from onnxpar_format.manifest import FROM_FILES, StateEntry, Training
@@ -49,7 +49,7 @@ from onnxpar_runtime.training.programs import (
 )
 from onnxpar_runtime.training.results import Evaluation, StepResult
 from onnxpar_runtime.training.runner import Runner, runner
-from onnxpar_runtime.training.sources import Batch
+from onnxpar_runtime.training.sources import Batch, data_rank
 from onnxpar_runtime.training.state import States
 
 Array = NDArray[Any]
@@ -152,12 +152,8 @@ class Trainer(Opened):
 
         Data ranks are the positions along the axes that shard dim 0 of the first input.
         """
-        here = coordinates(self.rank.index, self.manifest.atoms)
-        index, count = 0, 1
-        for atom in self.manifest.program(TRAINING).inputs[0].dims[0][0][1]:
-            size = self.manifest.atoms[atom]
-            index, count = index * size + here[atom], count * size
-        return index, count
+        axes = self.manifest.program(TRAINING).inputs[0].dims[0][0][1]
+        return data_rank(axes, self.manifest.atoms, self.rank.index)
 
     def peak_bytes(self, *, reset: bool = False) -> int:
         """Returns the most bytes that this rank held at a time: states, inputs, values, weights.

@@ -10,7 +10,12 @@ from random import Random
 from typing import Any
 
 from tests.fuzz.hostile.attack import Files, Reader
-from tests.fuzz.hostile.values import change_bytes, change_text, change_tree, json_bytes, scalar
+from tests.fuzz.hostile.values import (
+    change_bytes,
+    change_json,
+    change_text,
+    scalar,
+)
 
 
 class Runs:
@@ -164,14 +169,7 @@ def _tokenizers(work: Path, case: Path) -> list[Files]:
 
 def _change_tokenizer(files: Files, draw: Random) -> Files:
     name = draw.choice(sorted(files))
-    if draw.random() < 0.2:
-        return {**files, name: change_text(files[name], draw)}
-    try:
-        root = json.loads(files[name])
-        change_tree(root, draw)
-    except (ValueError, RecursionError):
-        return {**files, name: change_text(files[name], draw)}
-    return {**files, name: json_bytes(root)}
+    return {**files, name: change_json(files[name], draw)}
 
 
 def _read_tokenizer(case: Path) -> None:

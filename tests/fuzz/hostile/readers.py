@@ -23,7 +23,14 @@ from onnxpar.strategy.machine_file import load_machine
 from tests.fuzz.hostile.attack import Files, Reader
 from tests.fuzz.hostile.foreign_files import FOREIGN, Runs
 from tests.fuzz.hostile.messages import change_message
-from tests.fuzz.hostile.values import TEXTS, change_bytes, change_text, change_tree, json_bytes
+from tests.fuzz.hostile.values import (
+    TEXTS,
+    change_bytes,
+    change_json,
+    change_text,
+    change_tree,
+    json_bytes,
+)
 from tests.fuzz.test_models import MODELS
 
 STRATEGY = """\
@@ -165,14 +172,7 @@ def _change_yaml(name: str) -> Any:
 
 def _change_json(name: str) -> Any:
     def change(files: Files, draw: Random) -> Files:
-        if draw.random() < 0.2:
-            return {**files, name: change_text(files[name], draw)}
-        try:
-            root = json.loads(files[name])
-            change_tree(root, draw)
-        except (ValueError, RecursionError):
-            return {**files, name: change_text(files[name], draw)}
-        return {**files, name: json_bytes(root)}
+        return {**files, name: change_json(files[name], draw)}
 
     return change
 

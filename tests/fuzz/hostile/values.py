@@ -223,3 +223,15 @@ def change_text(text: bytes, draw: Random) -> bytes:
 
 
 Change = Callable[[Any, Random], Any]
+
+
+def change_json(text: bytes, draw: Random) -> bytes:
+    """Changes values of a JSON text, sometimes its characters."""
+    if draw.random() < 0.2:
+        return change_text(text, draw)
+    try:
+        root = json.loads(text)
+        change_tree(root, draw)
+    except (ValueError, RecursionError):
+        return change_text(text, draw)
+    return json_bytes(root)

@@ -13,7 +13,13 @@ import pytest
 from onnxpar_format.options import Settings
 from onnxpar_runtime import Trainer, TrainerGroup
 from onnxpar_runtime.errors import InputError, LaunchError
-from onnxpar_runtime.training.batches import BatchDim, evaluation_data, training_data
+from onnxpar_runtime.manifest import Manifest
+from onnxpar_runtime.training.batches import (
+    BatchDim,
+    TrainingData,
+    evaluation_data,
+    training_data,
+)
 from onnxpar_runtime.training.hyper import hyperparameters
 from onnxpar_runtime.training.learning_rate import LearningRateSchedule
 from onnxpar_runtime.training.log import Reporter
@@ -49,11 +55,10 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return name
 
 
-def fitted(member: Trainer, source: Stream, accumulate: int = 1) -> Fitted:
-    """Trains an epoch."""
-    manifest, rank = member.manifest, member.rank.index
+def data_of(manifest: Manifest, rank: int, source: Stream, accumulate: int = 1) -> TrainingData:
+    """What a rank trains on."""
     specs = manifest.program("training_model").inputs
-    data = training_data(
+    return training_data(
         source,
         specs,
         BatchDim.of(manifest, specs),
@@ -62,6 +67,11 @@ def fitted(member: Trainer, source: Stream, accumulate: int = 1) -> Fitted:
         seed=3,
         shard=shard_of(specs, manifest.atoms, rank, manifest.trained().loss, source),
     )
+
+
+def fitted(member: Trainer, source: Stream, accumulate: int = 1) -> Fitted:
+    """Trains an epoch."""
+    data = data_of(member.manifest, member.rank.index, source, accumulate)
     with Reporter(False) as reporter:
         return fit(member, data, HYPER, LearningRateSchedule(0.1), reporter)
 
@@ -139,22 +149,7 @@ def test_mistakes(tmp_path: Path, module: str) -> None:
             InputError,
             match=re.escape("(rank, num_replicas) = (1, 2), as Trainer.shard says, got (0, 2)"),
         ):
-            list(fitted_batches(group, stream_of("data Loader", Loader(0, 2), specs)))
-
-
-def fitted_batches(group: TrainerGroup, source: Stream) -> Iterator[Batch]:
-    """What the second rank reads of a source."""
-    manifest = group.manifest
-    specs = manifest.program("training_model").inputs
-    data = training_data(
-        source,
-        specs,
-        BatchDim.of(manifest, specs),
-        batch=None,
-        shard=shard_of(specs, manifest.atoms, 1, manifest.trained().loss, source),
-    )
-    for step in data.epoch(1):
-        yield from step.micro_batches
+            list(data_of(group.manifest, 1, stream_of("data Loader", Loader(0, 2), specs)).epoch(1))
 
 
 def test_labels_that_do_not_count_must_be_known_to_all(tmp_path: Path, module: str) -> None:
