@@ -267,7 +267,9 @@ class Sharded:
             name: flag and (dims is None or not dims or dims[0] != 1)
             for name, flag, dims in zip(self.inputs, self._given.sliced, declared, strict=True)
         }
-        call = self._runtime.Call(self.devices, self._feeds(arrays, named), sliced)
+        call = self._runtime.Call.of_all_ranks(
+            self.devices, self.name, lambda: self._feeds(arrays, named), sliced
+        )
         _values(self.inputs, declared, call.shapes)
         program = self._known(call)
         if program is None:

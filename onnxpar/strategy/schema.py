@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
-from types import MappingProxyType
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -331,12 +330,12 @@ def _strategy(document: Document, devices: int | None) -> Strategy:
     return Strategy(
         document.source,
         count,
-        MappingProxyType(axes),
-        MappingProxyType(parsed.symbols),
+        axes,
+        parsed.symbols,
         parsed.dataset or (SEARCH if rest == SEARCH else "data_parallel"),
-        MappingProxyType(parsed.parameters),
+        parsed.parameters,
         () if rest in (SEARCH, SPREAD) else _parameter_axes(parsed),
-        MappingProxyType(parsed.nodes),
+        parsed.nodes,
         rest,
         parsed.search or SearchEntry(**target),
         _parallel(parsed.optimizer_parallel),

@@ -345,7 +345,11 @@ class Rank:
         return rows, json.loads(tables)
 
     def all_reduce(
-        self, array: NDArray[Any], group: Sequence[int] | None = None, op: str = "sum"
+        self,
+        array: NDArray[Any],
+        group: Sequence[int] | None = None,
+        op: str = "sum",
+        what: str | None = None,
     ) -> NDArray[Any]:
         """Returns the element-wise reduction of the arrays of the ranks of `group`.
 
@@ -356,6 +360,7 @@ class Rank:
             array: Of the same shape and dtype on every rank.
             group: Global ranks, this one among them; all ranks if None.
             op: sum, max, min or prod; for bool, sum and max mean "or", prod and min mean "and".
+            what: Names the call in messages; a few texts in all, since they are kept.
 
         Raises:
             ValueError: The dtype, the reduction or the group cannot be used.
@@ -381,6 +386,7 @@ class Rank:
                 source.size,
                 code,
                 _REDUCTIONS.index(op),
+                None if what is None else what.encode(),
             )
         )
         return result.reshape(np.shape(array))

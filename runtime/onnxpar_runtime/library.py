@@ -34,7 +34,10 @@ SIGNATURES: Signatures = {
     "onnxpar_reset_counters": (_INT, [_POINTER, _INT]),
     "onnxpar_all_reduce": (
         _INT,
-        [_POINTER, _INT, ctypes.POINTER(_INT), _INT, _POINTER, _POINTER, _SIZE, _INT, _INT],
+        [
+            *(_POINTER, _INT, ctypes.POINTER(_INT), _INT),
+            *(_POINTER, _POINTER, _SIZE, _INT, _INT, _TEXT),
+        ],
     ),
     "onnxpar_overlaps": (_INT, [_POINTER, _INT, ctypes.POINTER(_INT), _INT]),
     "onnxpar_allow_background": (_INT, [_POINTER, _INT, _INT]),

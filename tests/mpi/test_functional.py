@@ -1,5 +1,6 @@
 """`onnxpar.shard` under mpirun: every rank calls, every rank has the result."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -101,16 +102,23 @@ act(lambda: fn(numbers(4, 32)))             # found by rank 0, which shards
 act(lambda: fn(numbers(4 + rank, 32)))      # ranks differ
 act(lambda: fn(numbers(4, 31 + rank)))      # wrong on one rank alone
 act(lambda: onnxpar.shard(three_blocks.build(), (None,), devices=3))
+act(lambda: fn(numbers(4, 32)) if rank else fn())
 leave(found)
+if rank == 0:
+    fn(numbers(4, 32))  # rank 1 makes no further call
 """
-    result = mpirun(2, ["-c", HEAD + body], limit=SECONDS)
-    assert result.code == 0, result.text
-    first, second = lines(result.text, 2)
+    result = mpirun(2, ["-c", HEAD + body], {"ONNXPAR_TIMEOUT": "3"}, SECONDS)
+    assert result.code != 0
+    assert re.search(
+        r"r0 \| rank 0: \S+, on all ranks on group \[0, 1\]: waited 3 s for rank 1", result.err
+    ), result.text
+    first, second = lines(result.out, 2)
     assert first == second
     for part in (
         "StrategyError: out_strategy[0], output 'y': expected 2 entries",
-        "CallError: input 'x': expected the same element type and shape on all ranks",
-        "got float32[4, 32] on rank 0 and float32[5, 32] on rank 1",
+        "CallError: input 'x': expected the same on all ranks, got float32[4, 32] on rank 0 and "
+        "float32[5, 32] on rank 1",
+        "expected an array for input 'x', got none",
         "StrategyError: devices: expected the 2 ranks that mpirun started, got 3",
     ):
         assert part in first, first

@@ -24,6 +24,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ import onnxscript.optimizer
 import torch
 from onnx_shape_inference import infer_symbolic_shapes
 from onnxscript import rewriter
+from torch.export.graph_signature import ConstantArgument, OutputKind
 
 IR_VERSION = 11
 """The first with multi-device fields."""
@@ -73,8 +75,34 @@ class Example:
     ranges: Mapping[str, tuple[int, int | None]] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Results:
+    """How a module packs the tensors that it returns.
+
+    Attributes:
+        spec: PyTorch's description of tuples, dicts and more.
+        places: For each leaf the number of its output, or None if the module returns None there.
+    """
+
+    spec: Any
+    places: tuple[int | None, ...]
+
+    def packed(self, tensors: Sequence[Any]) -> Any:
+        """Returns the tensors of all outputs as the module returns them."""
+        leaves = [None if place is None else tensors[place] for place in self.places]
+        return torch.utils._pytree.tree_unflatten(leaves, self.spec)
+
+
 def export(example: Example, opset: int = OPSET) -> ir.Model:
     """Returns the module as ONNX, with every parameter that it uses under its name.
+
+    Args and errors are those of `export_packing`.
+    """
+    return export_packing(example, opset)[0]
+
+
+def export_packing(example: Example, opset: int = OPSET) -> tuple[ir.Model, Results]:
+    """Returns the module as ONNX, and how it packs its results.
 
     Args:
         example: The module and its inputs.
@@ -86,8 +114,9 @@ def export(example: Example, opset: int = OPSET) -> ir.Model:
         torch.onnx.OnnxExporterError: PyTorch cannot export it.
     """
     module = example.module
-    model = _translate(example, optimize=False, opset=opset)
+    model, results = _translate(example, optimize=False, opset=opset)
     graph = model.graph
+    _own_outputs(graph)
     names = example.outputs or [f"output_{i}" if i else "output" for i in range(len(graph.outputs))]
     for value, name in zip(graph.outputs, names, strict=True):
         value.name = name
@@ -99,7 +128,7 @@ def export(example: Example, opset: int = OPSET) -> ir.Model:
     _name_nodes(graph)
     model.ir_version = IR_VERSION
     model.producer_name = "export_torch"
-    return model
+    return model, results
 
 
 def plain_export(example: Example, *, optimize: bool, opset: int | None = None) -> ir.Model:
@@ -114,7 +143,7 @@ def plain_export(example: Example, *, optimize: bool, opset: int | None = None) 
         ValueError: As `export`.
         torch.onnx.OnnxExporterError: PyTorch cannot export it.
     """
-    return _translate(example, optimize=optimize, opset=opset)
+    return _translate(example, optimize=optimize, opset=opset)[0]
 
 
 def save(model: ir.Model, path: Path) -> None:
@@ -128,8 +157,8 @@ def save(model: ir.Model, path: Path) -> None:
     ir.save(model, path, external_data=f"{path.name}.data" if large else None)
 
 
-def _translate(example: Example, *, optimize: bool, opset: int | None) -> ir.Model:
-    """Returns PyTorch's own translation without the outputs that have no name."""
+def _translate(example: Example, *, optimize: bool, opset: int | None) -> tuple[ir.Model, Results]:
+    """Returns PyTorch's own translation without the outputs that have no name, and all results."""
     for name in example.dims:
         if name not in example.inputs:
             raise ValueError(f"dims of {name!r}: expected one of {', '.join(example.inputs)}")
@@ -163,15 +192,41 @@ def _translate(example: Example, *, optimize: bool, opset: int | None) -> ir.Mod
     if opset is not None and found != opset:
         raise ValueError(f"opset {opset}: PyTorch wrote opset {found}")
     _check_open(model.graph, example)
+    exported = program.exported_program
+    assert exported is not None
+    results = _results(exported)
     outputs = model.graph.outputs
     if not example.outputs:
-        return model
+        return model, results
     if len(outputs) < len(example.outputs):
         raise ValueError(
             f"{len(example.outputs)} names for outputs, of which there are {len(outputs)}"
         )
     del outputs[len(example.outputs) :]
-    return model
+    return model, results
+
+
+def _results(program: torch.export.ExportedProgram) -> Results:
+    """Returns how a program packs its results; it gives no output for a result that is None."""
+    places: list[int | None] = []
+    outputs = count()
+    for spec in program.graph_signature.output_specs:
+        if spec.kind is OutputKind.USER_OUTPUT:
+            constant = isinstance(spec.arg, ConstantArgument)
+            places.append(None if constant else next(outputs))
+    return Results(program.call_spec.out_spec, tuple(places))
+
+
+def _own_outputs(graph: ir.Graph) -> None:
+    """Gives each output a value of its own, also inputs, weights and results that come twice."""
+    seen = {*graph.inputs, *graph.initializers.values()}
+    for place, value in enumerate(graph.outputs):
+        if value in seen:
+            node = ir.node("Identity", [value])
+            node.outputs[0].shape, node.outputs[0].type = value.shape, value.type
+            graph.append(node)
+            graph.outputs[place] = node.outputs[0]
+        seen.add(value)
 
 
 def arguments(forward: Callable[..., Any], names: Sequence[str]) -> Callable[..., Any]:

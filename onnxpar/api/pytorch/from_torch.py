@@ -9,7 +9,7 @@ import onnx_ir as ir
 import torch
 
 from onnxpar.api.pytorch.export_module import OPSET, Example, export
-from onnxpar.core.errors import ModelError
+from onnxpar.core.errors import CallError, ModelError
 from onnxpar.core.name_patterns import nearest
 
 OpenDims = Mapping[int, Any] | Sequence[Any] | None
@@ -55,7 +55,7 @@ def from_torch(
     if not outputs:
         raise ModelError("outputs: expected a name for at least one result, got none")
     inputs = named_inputs(module, (args,) if isinstance(args, torch.Tensor) else args, kwargs or {})
-    dims, ranges = open_dims(dynamic_shapes, list(inputs))
+    dims, ranges = open_dims(dynamic_shapes, inputs)
     try:
         with without_cache(module):
             return export(Example(module, inputs, dims, outputs, ranges), opset)
@@ -106,10 +106,24 @@ def named_inputs(
     return found
 
 
+@contextmanager
+def without_hooks(module: torch.nn.Module) -> Iterator[None]:
+    """Takes away the hooks of a module, but not of its parts."""
+    own = vars(module)
+    kept = {name: hooks for name, hooks in own.items() if "_hooks" in name}
+    own |= {name: type(hooks)() for name, hooks in kept.items()}
+    try:
+        yield
+    finally:
+        own |= kept
+
+
 def open_dims(
-    given: Mapping[str, OpenDims] | Sequence[OpenDims] | None, names: Sequence[str]
+    given: Mapping[str, OpenDims] | Sequence[OpenDims] | None,
+    inputs: Mapping[str, torch.Tensor],
 ) -> tuple[dict[str, dict[int, str]], dict[str, tuple[int, int | None]]]:
     """Returns the symbols of open dims by input, and the ranges of symbols that have one."""
+    names = list(inputs)
     if given is None:
         return {}, {}
     if not isinstance(given, Mapping):
@@ -125,10 +139,15 @@ def open_dims(
         if name not in names:
             raise ModelError(
                 f"dynamic_shapes: expected one of {', '.join(names)}, got {name!r}"
-                f"{nearest(name, list(names))}"
+                f"{nearest(name, names)}"
             )
         pairs = entry.items() if isinstance(entry, Mapping) else enumerate(entry or ())
         for dim, symbol in pairs:
+            if dim not in range(rank := inputs[name].ndim):
+                raise ModelError(
+                    f"dynamic_shapes, input {name!r}: expected dims from 0 to {rank - 1}, got "
+                    f"{dim!r}"
+                )
             if symbol is None:
                 continue
             if isinstance(symbol, str):
@@ -144,3 +163,46 @@ def open_dims(
             dims.setdefault(name, {})[dim] = text
             ranges[text] = least, most
     return dims, ranges
+
+
+def check_inputs(given: Mapping[str, torch.Tensor], example: Example) -> None:
+    """Raises CallError unless the tensors of a call are of the kinds that were traced."""
+    title = type(example.module).__name__
+    if given.keys() != example.inputs.keys():
+        raise CallError(
+            f"{title}: expected the inputs with which it was traced, "
+            f"{', '.join(example.inputs)}; got {', '.join(given) or 'none'}"
+        )
+    sizes: dict[str, tuple[int, str]] = {}
+    for name, traced in example.inputs.items():
+        tensor, dims = given[name], example.dims.get(name, {})
+        if tensor.dtype != traced.dtype:
+            raise CallError(
+                f"{title}, input {name!r}: expected {traced.dtype}, as it was traced, got "
+                f"{tensor.dtype}"
+            )
+        wanted = [dims.get(axis, size) for axis, size in enumerate(traced.shape)]
+        if len(wanted) != tensor.ndim or any(
+            isinstance(want, int) and want != size
+            for want, size in zip(wanted, tensor.shape, strict=True)
+        ):
+            raise CallError(
+                f"{title}, input {name!r}: expected the shape ({', '.join(map(str, wanted))}), "
+                f"got {tuple(tensor.shape)}; open further dims with dynamic_shapes"
+            )
+        for axis, symbol in dims.items():
+            size = int(tensor.shape[axis])
+            least, most = example.ranges.get(symbol, (1, None))
+            # An export for more than one row is right for one row, too, and PyTorch says 2.
+            least = 1 if least <= 2 else least
+            if size < least or (most is not None and size > most):
+                raise CallError(
+                    f"{title}, input {name!r}, dim {axis}: expected {symbol} "
+                    f"{f'>= {least}' if most is None else f'from {least} to {most}'}, got {size}"
+                )
+            known, where = sizes.setdefault(symbol, (size, name))
+            if known != size:
+                raise CallError(
+                    f"{title}, input {name!r}, dim {axis}: expected {symbol} = {known}, as in "
+                    f"input {where!r}, got {size}"
+                )

@@ -1,34 +1,58 @@
 """`onnxpar.shard_module`: a PyTorch module that all ranks compute together, with its gradients."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count
 from math import gcd
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import onnx_ir as ir
 import torch
 from torch import Tensor
 
 from onnxpar.api import runtime
-from onnxpar.api.block_programs import Asked, BlockPrograms, BlockSignature
-from onnxpar.api.pytorch.export_module import OPSET, Example, export, first_names
-from onnxpar.api.pytorch.from_torch import OpenDims, named_inputs, open_dims, without_cache
+from onnxpar.api.block_programs import Asked, BlockPrograms
+from onnxpar.api.pytorch.block_call import (
+    BlockCall,
+    CallNames,
+    Programs,
+    as_array,
+    check_alike,
+    described,
+    listed,
+)
+from onnxpar.api.pytorch.export_module import (
+    OPSET,
+    Example,
+    Results,
+    export_packing,
+    first_names,
+)
+from onnxpar.api.pytorch.from_torch import (
+    OpenDims,
+    check_inputs,
+    named_inputs,
+    open_dims,
+    without_cache,
+    without_hooks,
+)
 from onnxpar.core.errors import CallError, ModelError, StrategyError
 from onnxpar.core.symbols import Symbol
 from onnxpar.strategy import Strategy, load_strategy
 
-_SAMPLES = 64
 _MADE = count()
-"""Numbers the sharded modules of a process, so that they draw different random numbers."""
-_ALIKE = 1e-3
-"""How far inputs of ranks may differ, relative to the largest: rounding differs by 1e-6 or less;
-other random numbers by about 1."""
+"""Numbers the sharded modules of a process."""
+_KEPT = 16
+"""Programs of a module: for two modes and a few combinations of divisors of its sizes."""
+_SHARED = (
+    *("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"),
+    *("training", "_is_full_backward_hook"),
+)
+"""Attributes of a module that are those of the sharded one; the names of hooks come besides."""
 
-_Traced = tuple[tuple[bool, ...], tuple[tuple[str, int, int], ...]]
-"""Modes of parts; names, identities and versions of buffers."""
+_Traced = tuple[tuple[bool, ...], tuple[tuple[str, int, int], ...], int]
+"""Modes of parts; names, identities and versions of buffers; how often attributes were set."""
 
 
 def shard_module(
@@ -54,7 +78,7 @@ def shard_module(
     Rank 0's values are given to all ranks here.
 
     Args:
-        module: The module. It returns a tensor or several in a tuple.
+        module: The module. It returns tensors, alone or in tuples, lists and dicts, also nested.
         args: Tensors to trace it with, as for `onnxpar.from_torch`.
         kwargs: Further tensors by the names of arguments.
         strategy: A strategy without pipeline stages, the path of a strategy file, or a preset such
@@ -67,7 +91,26 @@ def shard_module(
         ModelError: As `onnxpar.from_torch`; or `module` is already sharded.
         StrategyError: There is no such strategy, it has pipeline stages, or mpirun started another
             number of ranks.
+        CallError: Ranks gave different modules or arguments. All ranks raise it.
     """
+
+    def prepare() -> tuple[dict[str, str], tuple[Example, Strategy]]:
+        example = _example(module, args, kwargs, dynamic_shapes)
+        chosen = _for_these_ranks(strategy, devices)
+        facts = {"module": type(module).__name__, "strategy": chosen.source}
+        facts |= {**described(example.inputs, "input"), **described(module.state_dict(), "tensor")}
+        return facts, (example, chosen)
+
+    return ShardedModule(*runtime.same_call("shard_module", prepare), opset)
+
+
+def _example(
+    module: torch.nn.Module,
+    args: Sequence[Tensor] | Tensor,
+    kwargs: Mapping[str, Tensor] | None,
+    dynamic_shapes: Mapping[str, OpenDims] | Sequence[OpenDims] | None,
+) -> Example:
+    """Returns the module and how it is to be traced."""
     if not isinstance(module, torch.nn.Module):
         raise ModelError(f"module: expected a torch.nn.Module, got {type(module).__name__}")
     if any(isinstance(part, ShardedModule) for part in module.modules()):
@@ -76,15 +119,8 @@ def shard_module(
             "cannot be nested"
         )
     inputs = named_inputs(module, (args,) if isinstance(args, Tensor) else args, kwargs or {})
-    dims, ranges = open_dims(dynamic_shapes, list(inputs))
-    strategy = _for_these_ranks(strategy, devices)
-    if strategy.pipeline is not None:
-        raise StrategyError(
-            f"{strategy.source}: expected a strategy without pipeline stages, got "
-            f"{strategy.stages}; a module cannot wait for further micro-batches"
-        )
-    example = Example(module, {n: t.detach() for n, t in inputs.items()}, dims, (), ranges)
-    return ShardedModule(example, strategy, opset)
+    dims, ranges = open_dims(dynamic_shapes, inputs)
+    return Example(module, {n: t.detach() for n, t in inputs.items()}, dims, (), ranges)
 
 
 def _for_these_ranks(strategy: str | Path | Strategy, devices: int | None) -> Strategy:
@@ -101,63 +137,28 @@ def _for_these_ranks(strategy: str | Path | Strategy, devices: int | None) -> St
         raise StrategyError(
             f"{strategy.source}: expected mpirun to start {strategy.world} ranks, got {started}"
         )
+    if strategy.pipeline is not None:
+        raise StrategyError(
+            f"{strategy.source}: expected a strategy without pipeline stages, got "
+            f"{strategy.stages}; a module cannot wait for further micro-batches"
+        )
     return strategy
-
-
-@dataclass
-class _Programs:
-    """The two programs for some calls.
-
-    Attributes:
-        symbols: Constraints on the sizes of the calls.
-        devices: Number of ranks.
-        signature: What the programs take and return.
-        forward: The ranks with the forward program loaded.
-        planned: The programs before they are written; on rank 0 only.
-        loaded: The ranks with the backward program loaded, when it is needed.
-        reports: What `onnxpar inspect --json` shows of each program, by `forward` and `backward`.
-    """
-
-    symbols: Mapping[str, Symbol]
-    devices: int
-    signature: BlockSignature
-    forward: Any
-    planned: BlockPrograms | None
-    loaded: Any = None
-    reports: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def backward(self) -> Any:
-        """The ranks with the backward program loaded; every rank must ask for it."""
-        if self.loaded is None:
-
-            def make(folder: Path) -> Mapping[str, Any]:
-                assert self.planned is not None
-                return self.planned.write_backward(folder)
-
-            self.loaded, self.reports["backward"] = runtime.open_program(self.devices, make)
-            self.planned = None
-        return self.loaded
-
-    def call(self, arrays: Mapping[str, Any]) -> Any:
-        """Returns complete arrays as those of all ranks."""
-        return runtime.Call(self.devices, arrays, dict.fromkeys(arrays, False))
-
-    def close(self) -> None:
-        """Frees the ranks' sessions."""
-        self.forward.close()
-        if self.loaded is not None:
-            self.loaded.close()
 
 
 class ShardedModule(torch.nn.Module):  # type: ignore[misc]  # PyTorch is not required
     """What `shard_module` returns.
 
-    Its parameters, buffers and submodules are those of the module that was given. The programs are
-    made by the first call; a call in other modes (`train()`, `eval()`, also of a part), with
-    buffers that have changed and are not floating-point entries of `state_dict()`, with other
-    tensors that require a gradient, or with sizes that need other constraints makes further ones.
-    All of them are kept until `close`.
+    Its parameters, buffers, submodules and hooks are those of the module that was given. Other
+    attributes are read from that module, and methods of it that are called compute without
+    sharding. What the forward pass reads of them is part of the program: setting one here makes new
+    programs, but a change in a part of the module is not seen. Hooks of the module itself run in
+    every call; hooks of its parts run only when they are traced.
+
+    The programs are made by the first call. A call in other modes (`train()`, `eval()`, also of a
+    part), with buffers that have changed and are not floating-point entries of `state_dict()`, with
+    other tensors that require a gradient, or with sizes that need other constraints makes further
+    ones. The 16 that were used last are kept, until `close`; others are freed when no backward
+    pass needs them any more. A copy (`deepcopy`, pickle) has none, and makes its own.
     """
 
     def __init__(self, example: Example, strategy: Strategy, opset: int) -> None:
@@ -166,32 +167,66 @@ class ShardedModule(torch.nn.Module):  # type: ignore[misc]  # PyTorch is not re
         module = example.module
         # The same dicts: what is set here is set there. An attribute would be a submodule, and
         # would change the names of all parameters.
-        self._parameters, self._buffers = module._parameters, module._buffers
-        self._modules, self.training = module._modules, module.training
-        self._non_persistent_buffers_set = module._non_persistent_buffers_set
-        self.__dict__["_example"] = example
-        self._strategy = strategy
-        self._opset = opset
-        self._exported: dict[_Traced, ir.Model] = {}
-        self._programs: dict[tuple[_Traced, frozenset[str]], list[_Programs]] = {}
-        seed = torch.initial_seed() + 1_000_003 * next(_MADE)
-        self._seed = runtime.from_first_rank(seed % 2**31)
-        self._calls = 0
+        own = vars(module)
+        self.__dict__ |= {n: own[n] for n in (*_SHARED, *(n for n in own if "_hooks" in n))}
+        self.__dict__ |= {
+            "_example": example,
+            "_strategy": strategy,
+            "_opset": opset,
+            "_exported": {},
+            "_programs": [],
+            "_changes": 0,
+            "_calls": 0,
+            "_steps": 0,
+            "_number": next(_MADE),
+            "_seed": runtime.from_first_rank(torch.initial_seed() % 2**31),
+            "_dtypes": {name: tensor.dtype for name, tensor in self._state().items()},
+        }
         with torch.no_grad():
-            for tensor in self._state().values():
+            for name, tensor in self._state().items():
                 whole = tensor.detach().cpu().contiguous()
-                runtime.share_array(_array("a parameter", whole))
+                runtime.share_array(as_array(name, whole))
                 tensor.copy_(whole)
+
+    def __getattr__(self, name: str) -> Any:
+        """Returns a parameter, buffer, submodule or other attribute of the module."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            # What Python looks for in special methods is not the module's.
+            if name.startswith("__") or "_example" not in self.__dict__:
+                raise
+            return getattr(self._example.module, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Sets an attribute; one of the module is set there, and the next call exports again."""
+        own = self.__dict__
+        module = own["_example"].module if "_example" in own else None
+        if module is not None and name not in own and name in vars(module):
+            setattr(module, name, value)
+            own["_changes"] += 1
+        else:
+            super().__setattr__(name, value)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns what a copy has: everything but the programs."""
+        return {**self.__dict__, "_programs": [], "_exported": {}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Makes this a copy, which draws other random numbers."""
+        super().__setstate__(state)
+        self.__dict__["_number"] = next(_MADE)
 
     @property
     def devices(self) -> int:
         """Number of ranks."""
-        return self._strategy.world
+        world: int = self._strategy.world
+        return world
 
     @property
     def reports(self) -> list[dict[str, Any]]:
-        """What `onnxpar inspect --json` shows of each `forward` and `backward` made so far."""
-        return [each.reports for made in self._programs.values() for each in made]
+        """What `onnxpar inspect --json` shows of each `forward` and `backward` that is kept."""
+        return [made.programs.reports for made in self._programs]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Computes the module; every rank must call it with the same tensors.
@@ -201,46 +236,41 @@ class ShardedModule(torch.nn.Module):  # type: ignore[misc]  # PyTorch is not re
             kwargs: Further tensors by name.
 
         Returns:
-            The complete result, or a tuple of several.
+            What the module returns, complete.
 
         Raises:
-            CallError: A tensor is missing, or of another type or size than declared, on this rank;
-                ranks that were given other tensors wait for it. Or, when programs are made, other
-                ranks gave other tensors; then all ranks raise it.
+            CallError: A tensor is missing, or of another type or size than declared; or ranks make
+                different calls: in another mode, with other sizes, or a backward pass on one of
+                them. All ranks raise it. When programs are made, tensors are compared as well.
             OnnxparError: The strategy does not fit the module, or it has no gradient.
             OnnxparRuntimeError: A rank failed.
         """
-        example: Example = self.__dict__["_example"]
-        example.module.training = self.training
-        given = named_inputs(example.module, args, kwargs)
-        self._check(given, example)
-        state = self._state()
-        wanted = frozenset(
-            name
-            for name, tensor in (*given.items(), *state.items())
-            if tensor.requires_grad and torch.is_grad_enabled()
-        )
-        programs = self._programs_for(given, state, wanted)
-        self._calls += self.training
-        signature = programs.signature
-        tensors = [given[name] for name in signature.inputs]
+        self._calls += 1
+        title = f"{type(self._example.module).__name__} (sharded module {self._number})"
+        call = runtime.same_call(f"forward of {title}", lambda: self._call(args, kwargs))
+        made = self._made_for(call)
+        self._steps += self.training
+        signature, state = made.programs.signature, call.state
+        tensors = [call.given[name] for name in signature.inputs]
         for held in signature.held:
             whole = state[held.tensor]
             tensors.append(
                 whole if held.size is None else whole.narrow(held.axis, held.start, held.size)
             )
-        counters = {"seed": self._seed, "step": self._calls}
-        results = _Block.apply(programs, counters, *tensors)
+        # So that the sharded modules of a program draw different random numbers.
+        seed = (self._seed + 1_000_003 * self._number) % 2**31
+        names = CallNames(title, self._calls, {"seed": seed, "step": self._steps})
+        results = BlockCall.apply(made.programs, names, *tensors)
         own = len(signature.outputs)
         self._keep(dict(zip(signature.statistics, results[own:], strict=True)), state)
-        return results[0] if own == 1 else tuple(results[:own])
+        return made.programs.results.packed(results[:own])
 
     def close(self) -> None:
         """Frees the ranks' sessions; the next call makes the programs again."""
-        for made in self._programs.values():
-            for each in made:
-                each.close()
+        for made in self._programs:
+            made.programs.close()
         self._programs.clear()
+        self._exported.clear()
 
     def _state(self) -> dict[str, Tensor]:
         """The floating-point tensors of `state_dict()`, each under its first name."""
@@ -252,8 +282,51 @@ class ShardedModule(torch.nn.Module):  # type: ignore[misc]  # PyTorch is not re
             if name == first and found[name].is_floating_point()
         }
 
+    def _call(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[dict[str, str], "_Given"]:
+        """Returns what ranks compare of a call, and the checked call."""
+        example: Example = self._example
+        given = named_inputs(example.module, args, kwargs)
+        check_inputs(given, example)
+        state = self._state()
+        self._check_types(state)
+        wanted = frozenset(
+            name
+            for name, tensor in (*given.items(), *state.items())
+            if tensor.requires_grad and torch.is_grad_enabled()
+        )
+        sizes = {
+            symbol: int(given[name].shape[axis])
+            for name, dims in example.dims.items()
+            for axis, symbol in dims.items()
+        }
+        call = _Given(given, state, self._traced(state), wanted, sizes)
+        known = self._known(call)
+        facts = {
+            "number of the call": str(self._calls),
+            "mode": "training" if self.training else "evaluation",
+            "parts in the other mode": listed(
+                [n for n, part in self.named_modules() if part.training != self.training]
+            ),
+            "tensors that require a gradient": listed(list(wanted)),
+            **described(given, "input"),
+            "programs": "new ones" if known is None else f"those at place {known}",
+        }
+        return facts, call
+
+    def _check_types(self, state: Mapping[str, Tensor]) -> None:
+        """Raises CallError unless parameters have the types with which they were sharded."""
+        for name, tensor in state.items():
+            if tensor.dtype != self._dtypes.get(name):
+                raise CallError(
+                    f"{type(self._example.module).__name__}, tensor {name!r}: expected "
+                    f"{self._dtypes.get(name)}, as when the module was sharded, got "
+                    f"{tensor.dtype}; convert a module before shard_module"
+                )
+
     def _traced(self, state: Mapping[str, Tensor]) -> _Traced:
-        """What an export fixes: the modes of all parts, and the buffers that are not its inputs."""
+        """What an export fixes: modes of all parts, attributes, buffers that are not its inputs."""
         return (
             tuple(part.training for part in self.modules()),
             tuple(
@@ -261,124 +334,62 @@ class ShardedModule(torch.nn.Module):  # type: ignore[misc]  # PyTorch is not re
                 for name, buffer in self.named_buffers()
                 if name not in state and not name.endswith("num_batches_tracked")
             ),
+            self._changes,
         )
 
-    def _check(self, given: Mapping[str, Tensor], example: Example) -> None:
-        """Raises CallError unless the tensors are of the kinds that were traced."""
-        title = type(example.module).__name__
-        if given.keys() != example.inputs.keys():
-            raise CallError(
-                f"{title}: expected the inputs with which it was traced, "
-                f"{', '.join(example.inputs)}; got {', '.join(given) or 'none'}"
-            )
-        sizes: dict[str, tuple[int, str]] = {}
-        for name, traced in example.inputs.items():
-            tensor, dims = given[name], example.dims.get(name, {})
-            if tensor.dtype != traced.dtype:
-                raise CallError(
-                    f"{title}, input {name!r}: expected {traced.dtype}, as it was traced, got "
-                    f"{tensor.dtype}"
-                )
-            wanted = [dims.get(axis, size) for axis, size in enumerate(traced.shape)]
-            if len(wanted) != tensor.ndim or any(
-                isinstance(want, int) and want != size
-                for want, size in zip(wanted, tensor.shape, strict=True)
-            ):
-                raise CallError(
-                    f"{title}, input {name!r}: expected the shape ({', '.join(map(str, wanted))}), "
-                    f"got {tuple(tensor.shape)}; open further dims with dynamic_shapes"
-                )
-            for axis, symbol in dims.items():
-                size = int(tensor.shape[axis])
-                known, where = sizes.setdefault(symbol, (size, name))
-                if known != size:
-                    raise CallError(
-                        f"{title}, input {name!r}, dim {axis}: expected {symbol} = {known}, as in "
-                        f"input {where!r}, got {size}"
-                    )
+    def _known(self, call: "_Given") -> int | None:
+        """Returns the place of existing programs that a call can use."""
+        for place, made in enumerate(self._programs):
+            if made.fits(call):
+                return place
+        return None
 
-    def _programs_for(
-        self, given: Mapping[str, Tensor], state: Mapping[str, Tensor], wanted: frozenset[str]
-    ) -> _Programs:
-        example: Example = self.__dict__["_example"]
-        sizes = {
-            symbol: int(given[name].shape[axis])
-            for name, dims in example.dims.items()
-            for axis, symbol in dims.items()
-        }
-        traced = self._traced(state)
-        made = self._programs.setdefault((traced, wanted), [])
-        for each in made:
-            if all(sizes[name] % symbol.divisor == 0 for name, symbol in each.symbols.items()):
-                return each
-        self._check_alike(given)
-        # A divisor that the size shares with the number of devices saves padding.
-        symbols = {
-            name: Symbol(divisor=divisor)
-            for name, size in sizes.items()
-            if (divisor := gcd(size, self.devices)) > 1
-        }
-        planned: list[BlockPrograms] = []
-
-        def make(folder: Path) -> Mapping[str, Any]:
-            planned.append(self._planned(symbols, traced, frozenset(state), wanted))
-            report = planned[0].write_forward(folder)
-            return {"report": report, "signature": planned[0].signature}
-
-        forward, found = runtime.open_program(self.devices, make)
-        programs = _Programs(
-            symbols,
-            self.devices,
-            found["signature"],
-            forward,
-            planned[0] if planned else None,
-            reports={"forward": found["report"]},
-        )
-        made.append(programs)
-        return programs
+    def _made_for(self, call: "_Given") -> "_Made":
+        """Returns the programs of a call, which are the last of those that are kept."""
+        place = self._known(call)
+        if place is None:
+            check_alike(call.given)
+            # A divisor that the size shares with the number of devices saves padding.
+            symbols = {
+                name: Symbol(divisor=divisor)
+                for name, size in call.sizes.items()
+                if (divisor := gcd(size, self.devices)) > 1
+            }
+            programs = Programs(self.devices, symbols, lambda: self._planned(symbols, call))
+            made = _Made(call.traced, call.wanted, programs)
+        else:
+            made = self._programs.pop(place)
+        self._programs.append(made)
+        del self._programs[:-_KEPT]
+        for traced in self._exported.keys() - {each.traced for each in self._programs}:
+            del self._exported[traced]
+        return made
 
     def _planned(
-        self,
-        symbols: Mapping[str, Symbol],
-        traced: _Traced,
-        held: frozenset[str],
-        wanted: frozenset[str],
-    ) -> BlockPrograms:
-        if traced not in self._exported:
-            self._exported[traced] = self._export()
-        model = self._exported[traced].clone()
+        self, symbols: Mapping[str, Symbol], call: "_Given"
+    ) -> tuple[BlockPrograms, Results]:
+        if call.traced not in self._exported:
+            self._exported[call.traced] = self._export()
+        model, results = self._exported[call.traced]
         fixed = frozenset(
             f"{prefix}.{name}" if prefix else name
             for prefix, part in self.named_modules()
             if part is not self and not part.training
             for name, _ in part.named_buffers(recurse=False)
         )
-        asked = Asked(held, wanted, self.training, fixed)
-        return BlockPrograms(model, asked, self._strategy, symbols)
+        asked = Asked(frozenset(call.state), call.wanted, self.training, fixed)
+        return BlockPrograms(model.clone(), asked, self._strategy, symbols), results
 
-    def _export(self) -> ir.Model:
-        example: Example = self.__dict__["_example"]
+    def _export(self) -> tuple[ir.Model, Results]:
+        example: Example = self._example
+        example.module.training = self.training
         # PyTorch's checkpointing counts the tensors that a call saves; these are not the call's.
         uncounted = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
         try:
-            with without_cache(example.module), uncounted:
-                return export(example, self._opset)
+            with without_cache(example.module), without_hooks(example.module), uncounted:
+                return export_packing(example, self._opset)
         except ValueError as error:
             raise ModelError(f"{type(example.module).__name__}: {error}") from None
-
-    def _check_alike(self, given: Mapping[str, Tensor]) -> None:
-        """Raises CallError on all ranks if they were clearly given other numbers."""
-        for name, tensor in given.items():
-            flat = tensor.detach().reshape(-1)
-            sample = flat[:: max(1, flat.numel() // _SAMPLES)].cpu().double().numpy()
-            first = runtime.from_first_rank(sample)
-            scale = float(np.abs(first).max(initial=0.0))
-            same = first.shape == sample.shape and np.allclose(first, sample, 0, _ALIKE * scale)
-            if not runtime.on_all_ranks(bool(same)):
-                raise CallError(
-                    f"input {name!r}: expected the same numbers on all ranks, got others than rank "
-                    "0 on at least one; use the same seed and the same batches on all ranks"
-                )
 
     def _keep(self, statistics: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
         """Stores new running statistics, and counts the batches."""
@@ -391,56 +402,39 @@ class ShardedModule(torch.nn.Module):  # type: ignore[misc]  # PyTorch is not re
                     counted += 1
 
 
-class _Block(torch.autograd.Function):  # type: ignore[misc]  # as above
-    """One call of the programs."""
+@dataclass(frozen=True)
+class _Given:
+    """A checked call.
 
-    @staticmethod
-    def forward(ctx: Any, programs: _Programs, counters: Any, *tensors: Tensor) -> Any:
-        signature = programs.signature
-        names = [*signature.inputs, *(held.name for held in signature.held)]
-        arrays = {n: _array(n, t) for n, t in zip(names, tensors, strict=True)}
-        found = programs.forward.run(programs.call(arrays), sliced=False, counters=counters)
-        device = tensors[0].device if tensors else torch.device("cpu")
-        results = tuple(torch.from_numpy(array).to(device) for array in found)
-        ctx.programs, ctx.counters, ctx.names = programs, counters, names
-        ctx.kept = [*signature.inputs, *signature.kept]
-        values = dict(zip(names, tensors, strict=True))
-        # They change when this returns, and PyTorch would refuse the backward pass.
-        values |= {name: values[name].clone() for name in signature.statistics}
-        ctx.save_for_backward(*(values[name] for name in ctx.kept))
-        known = dict(zip(signature.outputs, results, strict=False))
-        fixed = [t for n, t in known.items() if n not in signature.cotangents]
-        ctx.mark_non_differentiable(*fixed, *results[len(signature.outputs) :])
-        return results
+    Attributes:
+        given: The tensors by input.
+        state: The floating-point tensors of the module.
+        traced: What an export for it fixes.
+        wanted: Names of the tensors that require a gradient.
+        sizes: Sizes of the symbols.
+    """
 
-    @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, *cotangents: Tensor) -> Any:
-        programs, signature = ctx.programs, ctx.programs.signature
-        saved = ctx.saved_tensors  # PyTorch's checkpointing lets them be read only once
-        arrays = {n: _array(n, t) for n, t in zip(ctx.kept, saved, strict=True)}
-        given = dict(zip(signature.outputs, cotangents, strict=False))
-        for name, taker in signature.cotangents.items():
-            arrays[taker] = _array(name, given[name].contiguous())
-        made: dict[str, Tensor] = {}
-        if signature.gradients:
-            found = programs.backward.run(
-                programs.call(arrays), sliced=False, counters=ctx.counters
+    given: Mapping[str, Tensor]
+    state: Mapping[str, Tensor]
+    traced: _Traced
+    wanted: frozenset[str]
+    sizes: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class _Made:
+    """Programs, and the calls for which they were made."""
+
+    traced: _Traced
+    wanted: frozenset[str]
+    programs: Programs
+
+    def fits(self, call: _Given) -> bool:
+        """Whether a call can use them."""
+        return (
+            (self.traced, self.wanted) == (call.traced, call.wanted)
+            and all(
+                call.sizes[name] % symbol.divisor == 0
+                for name, symbol in self.programs.symbols.items()
             )
-            device = saved[0].device if saved else torch.device("cpu")
-            made = {
-                name: torch.from_numpy(array).to(device)
-                for name, array in zip(signature.gradients, found, strict=True)
-            }
-        return (None, None, *(made.get(name) for name in ctx.names))
-
-
-def _array(name: str, tensor: Tensor) -> Any:
-    """Returns a tensor's memory as an array, without a copy if it is on the CPU."""
-    try:
-        return tensor.detach().cpu().numpy()
-    except TypeError:
-        raise CallError(
-            f"{name!r}: expected an element type that NumPy has, got {tensor.dtype}; use float32 "
-            "or float16 in a sharded module"
-        ) from None
+        )  # fmt: skip

@@ -15,9 +15,11 @@ if TYPE_CHECKING:
     from onnxpar.api.runtime.export_checkpoint import export_checkpoint
     from onnxpar.api.runtime.functions import (
         Call,
+        described,
         from_first_rank,
         on_all_ranks,
         open_program,
+        same_call,
         share_array,
         started,
     )
@@ -58,6 +60,7 @@ __all__ = [
     "TrainingCase",
     "VerifyOptions",
     "check_weight",
+    "described",
     "dump_values",
     "evaluation",
     "examine",
@@ -77,6 +80,7 @@ __all__ = [
     "report_json",
     "reshard",
     "run",
+    "same_call",
     "serve",
     "share_array",
     "started",
@@ -99,6 +103,7 @@ _HOMES = {
     "TrainingCase": "onnxpar_runtime.verify.findings",
     "VerifyOptions": "onnxpar_format.options",
     "check_weight": "onnxpar_runtime.checkpoint.whole",
+    "described": "onnxpar.api.runtime.functions",
     "dump_values": "onnxpar.api.runtime.verification",
     "evaluation": "onnxpar_runtime.training.commands",
     "examine": "onnxpar_runtime.doctor",
@@ -118,6 +123,7 @@ _HOMES = {
     "report_json": "onnxpar.api.runtime.verification",
     "reshard": "onnxpar_runtime.checkpoint.reshard",
     "run": "onnxpar_runtime.commands",
+    "same_call": "onnxpar.api.runtime.functions",
     "serve": "onnxpar_runtime.serving.commands",
     "share_array": "onnxpar.api.runtime.functions",
     "started": "onnxpar.api.runtime.functions",

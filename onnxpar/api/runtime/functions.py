@@ -3,9 +3,11 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from hashlib import blake2b
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from types import MappingProxyType
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,8 +22,11 @@ from onnxpar_runtime.symbol_checks import bind_symbols
 
 Array = NDArray[Any]
 Report = Mapping[str, Any]
+T = TypeVar("T")
 _TAG = 1
 _POLL_S = 0.01
+_DIGEST_BYTES = 7
+"""As much as an integer of 64 bits with a sign holds."""
 
 
 def started() -> int | None:
@@ -37,71 +42,124 @@ def _own_rank() -> tuple[Rank, Any]:
     return rank, rank.world.comm.Dup()
 
 
-class Call:
-    """The arrays of one call of a sharded function, as all its ranks see them.
+def same_call(what: str, prepare: Callable[[], tuple[Mapping[str, str], T]]) -> T:
+    """Returns what a call needs, once all ranks are known to make the same one.
 
-    Every rank must make it at the same time.
+    Every rank must call it, before it waits for others. It costs one small reduction. A rank that
+    calls nothing is waited for as long as `ONNXPAR_TIMEOUT` says.
+
+    Args:
+        what: Names what is called, for messages; a few texts in all.
+        prepare: Returns what must be equal on all ranks, by what it is, and the result. A fact may
+            be a list, with an item on each line.
+
+    Raises:
+        CallError: Ranks make different calls.
+        OnnxparError: That of `prepare` on the first rank where it raises one. All ranks raise it.
+    """
+    if started() is None:
+        return prepare()[1]
+    rank, comm = _own_rank()
+    facts: dict[str, str] = {"call": what}
+    error, result = None, None
+    try:
+        found, result = prepare()
+        facts |= found
+    except OnnxparError as caught:
+        error = caught
+    text = "\0".join(f"{key}\0{fact}" for key, fact in facts.items())
+    digest = int.from_bytes(blake2b(text.encode(), digest_size=_DIGEST_BYTES).digest())
+    own = np.array([digest, -digest, error is not None], np.int64)
+    most, least, failed = rank.all_reduce(own, op="max", what=f"{what}, on all ranks")
+    if most == -least and not failed:
+        return result  # type: ignore[return-value]  # no rank has an error
+    seen: list[tuple[Mapping[str, str], OnnxparError | None]] = comm.allgather((facts, error))
+    for number, (_, raised) in enumerate(seen):
+        if raised is not None:
+            everyone = all(str(other) == str(raised) for _, other in seen)
+            raise raised if everyone else type(raised)(f"rank {number}: {raised}")
+    raise CallError(_difference([found for found, _ in seen]))
+
+
+def _difference(facts: Sequence[Mapping[str, str]]) -> str:
+    """Returns what is not equal on all ranks, and on which ranks it is what."""
+    for key in {key: None for found in facts for key in found}:
+        lists = [found.get(key, "").split("\n") for found in facts]
+        common = set(lists[0]).intersection(*lists)
+        ranks: dict[str, list[int]] = {}
+        for rank, items in enumerate(lists):
+            own = ", ".join(item for item in items if item not in common) or "none"
+            ranks.setdefault(own, []).append(rank)
+        if len(ranks) > 1:
+            got = [
+                f"{fact} on rank{'s' if len(of) > 1 else ''} {', '.join(map(str, of))}"
+                for fact, of in ranks.items()
+            ]
+            return f"{key}: expected the same on all ranks, got {' and '.join(got)}"
+    raise AssertionError("different digests of equal facts")
+
+
+class Call:
+    """The arrays of one call, as all its ranks see them.
 
     Args:
         devices: Number of ranks.
-        feeds: An array for each input; for a sliced input this rank's shard, or a sequence with a
-            shard for each rank if ranks are threads.
-        sliced: For each input whether a rank is given a shard of it.
+        arrays: For each input an array for each rank of this process.
+        sizes: For each input of which a rank is given a shard, the number of rows on each rank.
 
     Attributes:
         shapes: Global shape of each input.
         dtypes: Element type of each input.
-
-    Raises:
-        CallError: An input is not an array, or the arrays of ranks do not fit together. All ranks
-            raise it.
     """
 
-    def __init__(self, devices: int, feeds: Mapping[str, Any], sliced: Mapping[str, bool]) -> None:
+    def __init__(
+        self,
+        devices: int,
+        arrays: Mapping[str, Sequence[Array]],
+        sizes: Mapping[str, Sequence[int]] = MappingProxyType({}),
+    ) -> None:
         """Finds the global shapes."""
-        self._size = devices
-        self._first = 0
-        places: Sequence[int] = range(devices)
-        if started() is not None:
-            rank, comm = _own_rank()
-            self._first, places = rank.index, [rank.index]
-        error = None
-        mine: dict[str, list[Array]] = {}
-        try:
-            for name, given in feeds.items():
-                mine[name] = _parts(name, given, len(places), sliced[name])
-        except CallError as caught:
-            error = caught
-        seen: list[Any] = [
-            str(error) if error else {n: (p[i].shape, p[i].dtype) for n, p in mine.items()}
-            for i in range(len(places))
-        ]
-        if started() is not None:
-            seen = comm.allgather(seen[0])
-        for entry in seen:
-            if isinstance(entry, str):
-                raise CallError(entry)
-        self._mine = mine
-        # For each rank the shape and type of each input that it is given.
-        self._seen: list[dict[str, tuple[tuple[int, ...], np.dtype[Any]]]] = seen
-        self._sliced = {n: flag and len(seen[0][n][0]) > 0 for n, flag in sliced.items()}
-        self.shapes = tuple(self._global_shape(name) for name in feeds)
-        self.dtypes = tuple(seen[0][name][1] for name in feeds)
+        self._devices, self._mine, self._sizes = devices, arrays, sizes
+        self._first = 0 if started() is None else _own_rank()[0].index
+        self.shapes = tuple(
+            (sum(sizes[name]), *own[0].shape[1:]) if name in sizes else own[0].shape
+            for name, own in arrays.items()
+        )
+        self.dtypes = tuple(own[0].dtype for own in arrays.values())
 
-    def _global_shape(self, name: str) -> tuple[int, ...]:
-        found = [entry[name] for entry in self._seen]
-        shape, dtype = found[0]
-        first = 1 if self._sliced[name] else 0
-        for rank, (other, kind) in enumerate(found):
-            if len(other) != len(shape) or other[first:] != shape[first:] or kind != dtype:
-                raise CallError(
-                    f"input {name!r}: expected the same element type and shape on all ranks"
-                    f"{' after dim 0' if first else ''}, got {dtype}{list(shape)} on rank 0 and "
-                    f"{kind}{list(other)} on rank {rank}"
-                )
-        if not first:
-            return shape
-        return (sum(other[0] for other, _ in found), *shape[1:])
+    @staticmethod
+    def of_all_ranks(
+        devices: int, what: str, feeds: Callable[[], Mapping[str, Any]], sliced: Mapping[str, bool]
+    ) -> "Call":
+        """Returns a call that every rank makes at the same time.
+
+        Args:
+            devices: Number of ranks.
+            what: What is called, for messages.
+            feeds: Returns an array for each input; for a sliced input this rank's shard, or a
+                sequence with a shard for each rank if ranks are threads.
+            sliced: For each input whether a rank is given a shard of it.
+
+        Raises:
+            OnnxparError: Of `feeds`; an input is not an array, or the arrays of ranks do not fit
+                together. All ranks raise it.
+        """
+        own = devices if started() is None else 1
+
+        def prepare() -> tuple[dict[str, str], dict[str, list[Array]]]:
+            found = {n: _parts(n, given, own, sliced[n]) for n, given in feeds().items()}
+            facts = {
+                f"input {n!r}": described(parts[0], rows=sliced[n]) for n, parts in found.items()
+            }
+            return facts, found
+
+        mine = same_call(what, prepare)
+        for name, arrays in mine.items():
+            for rank, array in enumerate(arrays):
+                _check_equal(name, rank, array, arrays[0], rows=sliced[name])
+        shards = [name for name, flag in sliced.items() if flag and mine[name][0].ndim]
+        sizes = _rows(devices, [[len(a) for a in mine[name]] for name in shards])
+        return Call(devices, mine, dict(zip(shards, sizes, strict=True)))
 
     def local(self, name: str, sharding: SizedSharding, rank: int) -> Array:
         """Returns the shard of an input for a rank of this process, padding included.
@@ -110,16 +168,41 @@ class Call:
             CallError: The slices are not those of the sharding. All ranks raise it.
         """
         array = self._mine[name][rank - self._first]
-        if not self._sliced[name]:
+        if name not in self._sizes:
             return np.asarray(sharding.take(array, rank), order="C")
-        expected = [sharding.blocks(r)[0].valid for r in range(self._size)]
-        got = [entry[name][0][0] for entry in self._seen]
+        expected = [sharding.blocks(r)[0].valid for r in range(self._devices)]
+        got = list(self._sizes[name])
         if got != expected:
             raise CallError(
                 f"input {name!r}: expected shards of {expected} rows on the ranks, got {got}"
             )
         padding = [(0, sharding.local_shape[0] - len(array))] + [(0, 0)] * (array.ndim - 1)
         return np.pad(array, padding)
+
+
+def described(array: Any, *, rows: bool = False) -> str:
+    """Returns element type and shape of an array; the number of rows is left out if `rows`."""
+    shape = ["rows", *array.shape[1:]] if rows and len(array.shape) else array.shape
+    return f"{array.dtype}[{', '.join(map(str, shape))}]"
+
+
+def _check_equal(name: str, rank: int, array: Array, first: Array, *, rows: bool) -> None:
+    """Raises CallError unless the shards of two ranks of this process fit together."""
+    found, wanted = (described(each, rows=rows) for each in (array, first))
+    if found != wanted:
+        facts = [{f"input {name!r}": wanted}] * rank + [{f"input {name!r}": found}]
+        raise CallError(_difference(facts))
+
+
+def _rows(devices: int, own: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Returns for each sliced input the number of rows on each rank, from those of this process."""
+    if started() is None or not own:
+        return [list(sizes) for sizes in own]
+    rank, _ = _own_rank()
+    table = np.zeros((len(own), devices), np.int64)
+    table[:, rank.index] = [size for (size,) in own]
+    found: list[list[int]] = rank.all_reduce(table).tolist()
+    return found
 
 
 def _parts(name: str, given: Any, count: int, sliced: bool) -> list[Array]:

@@ -47,10 +47,10 @@ ONNXPAR_EXPORT const char* onnxpar_op_name(int op);
 ONNXPAR_EXPORT int onnxpar_counter(const onnxpar::World* world, int rank, int op, int64_t* calls,
                                    int64_t* bytes);
 ONNXPAR_EXPORT int onnxpar_reset_counters(const onnxpar::World* world, int rank);
-// A reduction of host memory outside a session. It is not counted.
+// A reduction of host memory outside a session. It is not counted. `what`: its name in messages, or null.
 ONNXPAR_EXPORT int onnxpar_all_reduce(const onnxpar::World* world, int rank, const int* group,
                                       int members, const void* in, void* out, size_t count,
-                                      int onnx_type, int reduction);
+                                      int onnx_type, int reduction, const char* what);
 // Whether data of the group travels while the rank computes: 1 or 0; -1 on failure. In host memory.
 ONNXPAR_EXPORT int onnxpar_overlaps(const onnxpar::World* world, int rank, const int* group,
                                     int members);

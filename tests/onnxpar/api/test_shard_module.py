@@ -2,6 +2,7 @@
 
 import copy
 import os
+import pickle
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -127,6 +128,91 @@ def test_what_cannot_be_sharded_is_refused(pair: Any) -> None:
         onnxpar.shard_module("net.onnx", X, strategy="tp=2")  # type: ignore[arg-type]
     with pytest.raises(StrategyError, match="expected a strategy without pipeline stages, got 2"):
         onnxpar.shard_module(Block(), (X, IDS), strategy="pp=2")
+    for dim in (2, -1, "x"):
+        with pytest.raises(ModelError, match=f"'x': expected dims from 0 to 1, got {dim!r}"):
+            onnxpar.shard_module(
+                Block(), (X, IDS), strategy="tp=2", dynamic_shapes=({dim: "batch"},)
+            )
+
+
+class Packs(torch.nn.Module):
+    """Returns a dict with a list of one, an input as it is, a result twice, and a buffer."""
+
+    scale: float
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("bias", torch.arange(4.0))
+        self.scale = 2.0
+
+    def forward(self, x: Any) -> Any:
+        y = x * self.scale + self.bias
+        return {"y": y, "same": x, "again": [y], "one": (None, self.bias)}
+
+    def half_scale(self) -> float:
+        return self.scale / 2
+
+
+def assert_packed(found: Any, x: Any, scale: float) -> None:
+    assert list(found) == ["y", "same", "again", "one"]
+    torch.testing.assert_close(found["y"], x * scale + torch.arange(4.0))
+    torch.testing.assert_close(found["same"], x)
+    assert isinstance(found["again"], list) and torch.equal(found["again"][0], found["y"])
+    assert found["one"][0] is None and torch.equal(found["one"][1], torch.arange(4.0))
+
+
+def test_results_attributes_hooks_and_copies_are_those_of_the_module() -> None:
+    seen = []
+    plain = Packs()
+    plain.register_forward_pre_hook(lambda module, args: seen.append(tuple(args[0].shape)))
+    sharded = onnxpar.shard_module(
+        plain, torch.zeros(4, 4), strategy="dp=2", dynamic_shapes=({0: "batch"},)
+    )
+    sharded.register_forward_hook(lambda module, args, result: {**result, "hooked": True})
+    x = torch.randn(2, 4, generator=torch.Generator().manual_seed(1), requires_grad=True)
+    found = sharded(x)
+    assert found.pop("hooked")
+    assert_packed(found, x, 2.0)
+    (found["y"].sum() + 3 * found["same"].sum() + found["again"][0].sum()).backward()
+    torch.testing.assert_close(x.grad, torch.full((2, 4), 2 * 2.0 + 3))
+    assert seen == [(2, 4)], "the hook ran when the module was traced"
+    assert sharded.half_scale() == 1.0 and not hasattr(sharded, "absent")
+    for copied in (copy.deepcopy(sharded), pickled(sharded)):
+        assert isinstance(copied, onnxpar.ShardedModule) and not copied.reports
+        assert copied.bias is not plain.bias and copied._buffers is copied._example.module._buffers
+    with pytest.raises(CallError, match="'x', dim 0: expected batch >= 1, got 0"):
+        sharded(x[:0])
+    sharded.scale = 3.0
+    assert plain.scale == 3.0
+    found = sharded(x)
+    assert found.pop("hooked")
+    assert_packed(found, x, 3.0)
+    assert len(sharded.reports) == 2
+    sharded.double()
+    with pytest.raises(
+        CallError, match=r"tensor 'bias': expected torch.float32, as when .* got torch.float64"
+    ):
+        sharded(x)
+    sharded.close()
+
+
+def pickled(module: Any) -> Any:
+    """A copy by pickle, of what pickle can copy: hooks are functions without a name here."""
+    module = copy.deepcopy(module)
+    module._forward_hooks.clear(), module._forward_pre_hooks.clear()
+    return pickle.loads(pickle.dumps(module))
+
+
+def test_programs_of_many_calls_are_bounded(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    block = pair[1]["block"]
+    monkeypatch.setattr("onnxpar.api.pytorch.shard_module._KEPT", 2)
+    with torch.no_grad():
+        made = block(X, IDS)[0]
+        block(X[:3], IDS[:3] % 3)
+        assert len(block.reports) == 2
+        # The programs for even numbers have the rest of the call.
+        torch.testing.assert_close(block(X, IDS)[0], made)
+    assert len(block.reports) == 2
 
 
 @pytest.mark.skipif(not FULL, reason="exports again; with ONNXPAR_FULL=1")
@@ -271,6 +357,71 @@ def test_a_block_under_mpirun_trains_as_in_one_process(tmp_path: Path, strategy:
     assert done.code == 0, done.text
     assert "equal" in done.out
     assert done.out.count("expected the same numbers on all ranks") == ranks
+
+
+DIFFERENT = """
+import os
+import torch
+import onnxpar
+
+rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
+x = torch.ones(4, 6)
+
+def act(f):
+    try:
+        f()
+        os.write(1, b"no error\\n")
+    except onnxpar.OnnxparError as error:
+        os.write(1, f"r{rank} {error}\\n".encode())
+
+def part():
+    return torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Dropout(0.1))
+
+def shard(net):
+    return onnxpar.shard_module(net, x, strategy="tp=2", dynamic_shapes=({0: "batch"},))
+
+act(lambda: shard(torch.nn.Linear(6, 6 + rank)))
+net = shard(part())
+act(lambda: net.train(rank == 0)(x))
+net.train()
+net.get_submodule("1").train(rank == 0)
+act(lambda: net(x))
+net.train()
+act(lambda: net(x[: 4 - rank]))
+act(lambda: net(x[:, : 6 - rank]))
+net.get_parameter("0.bias").requires_grad_(rank == 0)
+act(lambda: net(x))
+net.get_parameter("0.bias").requires_grad_()
+loss = net(x).sum()
+act(lambda: net(x) if rank else loss.backward())
+if rank == 0:
+    net(x)
+"""
+
+
+@pytest.mark.skipif(not FULL, reason="exports in two processes; with ONNXPAR_FULL=1")
+def test_ranks_that_make_different_calls_are_told_so(tmp_path: Path) -> None:
+    program = tmp_path / "different.py"
+    program.write_text(DIFFERENT, encoding="utf-8")
+    done = mpirun(2, [str(program)], {"ONNXPAR_TIMEOUT": "5"}, SECONDS)
+    assert done.code != 0 and "no error" not in done.out, done.text
+    own = [
+        [line[3:] for line in done.out.splitlines() if line.startswith(f"r{r} ")] for r in (0, 1)
+    ]
+    title = "Sequential (sharded module 0)"
+    same = "expected the same on all ranks, got"
+    assert own[0] == own[1] == [
+        f"tensor 'weight': {same} torch.float32[6, 6] on rank 0 and torch.float32[7, 6] on rank 1",
+        f"mode: {same} training on rank 0 and evaluation on rank 1",
+        f"parts in the other mode: {same} none on rank 0 and 1 on rank 1",
+        f"input 'input': {same} torch.float32[4, 6] on rank 0 and torch.float32[3, 6] on rank 1",
+        "rank 1: Sequential, input 'input': expected the shape (batch, 6), got (4, 5); open further "
+        "dims with dynamic_shapes",
+        f"tensors that require a gradient: {same} 0.bias on rank 0 and none on rank 1",
+        f"call: {same} backward of {title} on rank 0 and forward of {title} on rank 1",
+    ]  # fmt: skip
+    text = f"r0 | rank 0: forward of {title}, on all ranks on group [0, 1]: waited 5 s for rank 1"
+    assert text in done.err, done.err
 
 
 @pytest.mark.skipif(not FULL, reason="exports in two processes; with ONNXPAR_FULL=1")
