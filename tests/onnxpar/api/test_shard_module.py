@@ -415,8 +415,8 @@ def test_ranks_that_make_different_calls_are_told_so(tmp_path: Path) -> None:
         f"mode: {same} training on rank 0 and evaluation on rank 1",
         f"parts in the other mode: {same} none on rank 0 and 1 on rank 1",
         f"input 'input': {same} torch.float32[4, 6] on rank 0 and torch.float32[3, 6] on rank 1",
-        "rank 1: Sequential, input 'input': expected the shape (batch, 6), got (4, 5); open further "
-        "dims with dynamic_shapes",
+        "rank 1: Sequential, input 'input': expected the shape (batch, 6), got (4, 5); open "
+        "further dims with dynamic_shapes",
         f"tensors that require a gradient: {same} 0.bias on rank 0 and none on rank 1",
         f"call: {same} backward of {title} on rank 0 and forward of {title} on rank 1",
     ]  # fmt: skip
