@@ -53,6 +53,8 @@ def named_function(text: str, where: str, expected: str) -> Callable[..., Any]:
 def users_code(where: str) -> Iterator[None]:
     """Turns exceptions that the user's code raises into `UserCodeError`, with the traceback.
 
+    So are calls of `sys.exit`, which would leave the other ranks waiting.
+
     Errors of the import system itself, such as a module that is not found, pass.
 
     Args:
@@ -62,7 +64,7 @@ def users_code(where: str) -> Iterator[None]:
         yield
     except OnnxparRuntimeError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         shown = traceback.TracebackException.from_exception(error)
         frames = [frame for frame in shown.stack if _is_users(frame.filename)]
         if not frames and isinstance(error, ImportError | ValueError):

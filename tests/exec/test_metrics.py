@@ -31,6 +31,10 @@ class Twice(Agreement):
 def f1(): return Agreement()
 class Failing(Agreement):
     def update(self, outputs, batch): raise ZeroDivisionError("of mine")
+class Leaving(Agreement):
+    def update(self, outputs, batch): raise SystemExit("of mine")
+class Writing(Agreement):
+    def update(self, outputs, batch): batch["labels"][:] = 0
 class Words(Agreement):
     def compute(self): return "many"
 """
@@ -118,6 +122,8 @@ def test_metrics_that_cannot_be(directory: Path, own: str) -> None:
         ([f"{own}:not_a_metric"], "the methods update and compute, got int"),
         ([f"{own}:Words"], "Words: expected a number from compute, got 'many'"),
         ([f"{own}:Failing"], "ZeroDivisionError: of mine"),
+        ([f"{own}:Leaving"], "SystemExit: of mine"),
+        ([f"{own}:Writing"], "assignment destination is read-only"),
     ]
     for names, message in cases:
         with pytest.raises(OnnxparRuntimeError, match=re.escape(message)):

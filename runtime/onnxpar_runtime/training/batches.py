@@ -311,7 +311,10 @@ def _of_shard(
         raise InputError(f"{where}: expected a dict of the rows of one data rank, got a tuple")
     micro: Sequence[Arrays] = [batch]
     if accumulate > 1:
-        micro = _split_arrays(batch, count, shard.count, accumulate, specs, dim, where)
+        try:
+            micro = _split_arrays(batch, count, shard.count, accumulate, specs, dim, where)
+        except LaunchError as error:
+            raise LaunchError(f"{error}; {shard.explained(count * shard.count)}") from None
     return Step(tuple(shard.whole(rows, where) for rows in micro), count * shard.count)
 
 

@@ -7,6 +7,8 @@ from functools import partial
 from math import isnan
 from typing import Any
 
+import numpy as np
+
 from onnxpar_format.checkpoint import Progress
 from onnxpar_format.trace import INPUT, STEP
 from onnxpar_runtime.agree import agree, together
@@ -22,13 +24,14 @@ from onnxpar_runtime.errors import (
 from onnxpar_runtime.stop import Stop
 from onnxpar_runtime.training.batches import Ahead, EvaluationData, Step, TrainingData
 from onnxpar_runtime.training.checkpoints import Writing
+from onnxpar_runtime.training.counts import Prepared
 from onnxpar_runtime.training.hyper import Hyperparameters
 from onnxpar_runtime.training.learning_rate import LearningRateSchedule
 from onnxpar_runtime.training.log import Reporter
 from onnxpar_runtime.training.metrics import Sums
 from onnxpar_runtime.training.pace import Pace
 from onnxpar_runtime.training.results import Evaluated, Fitted
-from onnxpar_runtime.training.sources import Batch, Stream
+from onnxpar_runtime.training.sources import Batch, Shard, Stream
 from onnxpar_runtime.training.trainer import Trainer
 
 Numbered = tuple[int, int, Step]
@@ -127,6 +130,8 @@ def fit(
         began = time.monotonic_ns()
         while (item := _next(items, trainer.rank, stream)) is not None:
             epoch, number, step = item
+            if data.shard is not None:
+                _check_parts(trainer.rank, data.shard, step, f"{data.source.name}: step {number}")
             timeline.add(INPUT, "next batch", began)
             pace.waited(began)
             due = epoch != last if evaluate_every is None else done % evaluate_every == 0
@@ -194,6 +199,8 @@ def _numbered(
         for number, step in enumerate(data.epoch(epoch, skip), skip + 1):
             with trainer.rank.timeline.span(INPUT, "shard the next batch"):
                 prepared = tuple(trainer.prepare(batch) for batch in step.micro_batches)
+            if data.shard is not None:
+                prepared = tuple(_of_parts(micro, data.shard, step.samples) for micro in prepared)
             yield epoch, number, Step(prepared, step.samples)
             done += 1
             if done == limit:
@@ -201,6 +208,14 @@ def _numbered(
         skip = 0
         if done == before:
             raise InputError(f"{data.source.name}: epoch {epoch} has no batches")
+
+
+def _of_parts(micro: Prepared, shard: Shard, samples: int) -> Prepared:
+    """Returns a micro-batch whose error also says of which sizes this rank made a part."""
+    if micro.error is None:
+        return micro
+    text = f"{micro.error}; {shard.explained(samples)}"
+    return replace(micro, error=type(micro.error)(text))
 
 
 def _next(items: Iterator[Numbered], rank: Rank, stream: str | None) -> Numbered | None:
@@ -229,6 +244,17 @@ def _next(items: Iterator[Numbered], rank: Rank, stream: str | None) -> Numbered
         ended = InputError(f"{stream}: some ranks ran out of batches before others")
         raise ended.as_agreed() from None
     return item
+
+
+def _check_parts(rank: Rank, shard: Shard, step: Step, where: str) -> None:
+    """Raises InputError on all ranks unless all data ranks have made as many rows."""
+    own = np.array([step.samples, -step.samples], np.int64)
+    most, least = (abs(int(n)) // shard.count for n in rank.all_reduce(own, op="max"))
+    if most != least:
+        raise InputError(
+            f"{where}: expected as many rows from each of {shard.count} data ranks, got from "
+            f"{least} to {most}"
+        ).as_agreed()
 
 
 def evaluate(trainer: Trainer, data: EvaluationData) -> Evaluated:

@@ -96,7 +96,7 @@ class Sums:
             whole = {name: np.concatenate([part[name] for part in parts]) for name in whole}
         for name, metric in self._made.items():
             with users_code(self._metrics.of_outputs[name][0]):
-                metric.update(outputs, whole)
+                metric.update(_read_only(outputs), _read_only(whole))
 
     def results(self, loss: float) -> dict[str, float]:
         """Returns the results by name.
@@ -128,6 +128,14 @@ class Sums:
                         f"{option}: {key}: expected a number from compute, got {value!r:.80}"
                     ) from None
         return found
+
+
+def _read_only(arrays: Mapping[str, Any]) -> dict[str, Array]:
+    """Returns arrays that cannot be written: other metrics get the same ones."""
+    views = {name: np.asarray(array).view() for name, array in arrays.items()}
+    for view in views.values():
+        view.flags.writeable = False
+    return views
 
 
 def chosen_metrics(names: Sequence[str], manifest: Manifest) -> Metrics:

@@ -102,8 +102,16 @@ class Shard:
         """Returns the arrays of a complete batch; rows of other data ranks are 0.
 
         Raises:
-            InputError: A label does not count: the other ranks do not know how many do.
+            InputError: Inputs have different numbers of rows. Or a label does not count: the other
+                ranks do not know how many do.
         """
+        sizes = {n: np.shape(rows[n])[0] for n in self.names if n in rows and np.ndim(rows[n])}
+        if len(set(sizes.values())) > 1:
+            got = ", ".join(f"{size} of {name!r}" for name, size in sizes.items())
+            raise InputError(
+                f"{where}: expected as many rows of each input, those of data rank {self.index} of "
+                f"{self.count}, got {got}"
+            )
         labels = rows.get(self.labels or "")
         if labels is not None and (np.asarray(labels) == self.ignored).any():
             raise InputError(
@@ -118,6 +126,13 @@ class Shard:
                 batch[name] = np.zeros((len(own) * self.count, *own.shape[1:]), own.dtype)
                 batch[name][self.index * len(own) : (self.index + 1) * len(own)] = own
         return batch
+
+    def explained(self, samples: int) -> str:
+        """Returns what sizes in a message about a complete batch mean for this rank, for people."""
+        return (
+            f"the complete batch has {samples} samples, {samples // self.count} from each of "
+            f"{self.count} data ranks"
+        )
 
 
 def data_rank(axes: Sequence[int], atoms: Sequence[int], rank: int) -> tuple[int, int]:

@@ -42,6 +42,11 @@ def batches(seed, shard):
         yield {name: array[rows] for name, array in batch_of(size, seed).items()}
 def uneven(shard):
     yield batch_of(2 + shard[0], 1)
+def short(shard):
+    rows = batch_of(2, 1)
+    yield {**rows, "labels": rows["labels"][:1]}
+def integers(shard):
+    yield {**batch_of(2, 1), "x": np.ones((2, 3), np.int64)}
 def pairs(shard):
     yield batch_of(2, 1), batch_of(2, 2)
 """
@@ -143,7 +148,10 @@ def test_mistakes(tmp_path: Path, module: str) -> None:
                 group.on_each(lambda member: fitted(member, opened(member, f"{module}:{text}")))
 
         raises("expected a dict of the rows of one data rank, got a tuple", "pairs")
-        raises("symbol 'batch': expected one value on all ranks, got values from 4 to 6", "uneven")
+        raises("step 1: expected as many rows from each of 2 data ranks, got from 2 to 3", "uneven")
+        raises("those of data rank 0 of 2, got 2 of 'x', 1 of 'labels'", "short")
+        raises("'x': expected float64, got int64, which is not", "integers")
+        raises("; the complete batch has 4 samples, 2 from each of 2 data ranks", "integers")
         specs = group.manifest.program("training_model").inputs
         with pytest.raises(
             InputError,
