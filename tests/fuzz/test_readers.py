@@ -23,7 +23,8 @@ from onnxpar_runtime.errors import InputError
 from onnxpar_runtime.npz import read_npz
 from onnxpar_runtime.tensor_file import read_tensors
 from onnxpar_runtime.training.token_file import token_windows
-from tests.fuzz.hostile.attack import Attack, Escape, Reader, guarded, set_mark
+from tests.fuzz.hostile.attack import Attack, Reader, set_mark
+from tests.fuzz.hostile.guard import Escape, guarded
 from tests.fuzz.hostile.readers import READERS
 from tests.fuzz.test_models import MODELS
 from tests.runtime import hand_made

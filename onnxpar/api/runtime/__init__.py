@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from onnxpar.api.export_model import Exported
-    from onnxpar.api.runtime.export_checkpoint import export_checkpoint
+    from onnxpar.api.runtime.checkpoint_weights import export_checkpoint
     from onnxpar.api.runtime.functions import (
         Call,
         described,
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
         share_array,
         started,
     )
-    from onnxpar.api.runtime.pipeline_times import pipeline_times
+    from onnxpar.api.runtime.simulated_pipeline import pipeline_times
     from onnxpar.api.runtime.verification import (
         dump_values,
         first_difference,
@@ -107,7 +107,7 @@ _HOMES = {
     "dump_values": "onnxpar.api.runtime.verification",
     "evaluation": "onnxpar_runtime.training.commands",
     "examine": "onnxpar_runtime.doctor",
-    "export_checkpoint": "onnxpar.api.runtime.export_checkpoint",
+    "export_checkpoint": "onnxpar.api.runtime.checkpoint_weights",
     "export_weights": "onnxpar_runtime.checkpoint.reshard",
     "first_difference": "onnxpar.api.runtime.verification",
     "from_first_rank": "onnxpar.api.runtime.functions",
@@ -118,7 +118,7 @@ _HOMES = {
     "named_function": "onnxpar_runtime.user_code",
     "on_all_ranks": "onnxpar.api.runtime.functions",
     "open_program": "onnxpar.api.runtime.functions",
-    "pipeline_times": "onnxpar.api.runtime.pipeline_times",
+    "pipeline_times": "onnxpar.api.runtime.simulated_pipeline",
     "parse_case": "onnxpar.api.runtime.verification",
     "report_json": "onnxpar.api.runtime.verification",
     "reshard": "onnxpar_runtime.checkpoint.reshard",

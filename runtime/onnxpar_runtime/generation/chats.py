@@ -27,7 +27,6 @@ class ChatTemplate:
     def __init__(self, text: str, special: dict[str, str]) -> None:
         """Compiles the template."""
         try:
-            import jinja2
             from jinja2.sandbox import ImmutableSandboxedEnvironment
         except ImportError:
             raise InputError(
@@ -38,11 +37,12 @@ class ChatTemplate:
         )
         environment.filters["tojson"] = _to_json
         environment.globals |= {"raise_exception": _refuse, "strftime_now": _now}
-        self._error, self._special = jinja2.TemplateError, special
+        self._special = special
         try:
             self._template = environment.from_string(text)
-        except jinja2.TemplateError as error:
-            raise InputError(f"chat template: {error}") from None
+        except Exception as error:
+            # Of jinja, or of Python, which compiles what jinja makes of it.
+            raise InputError(f"chat template: {_short(error)}") from None
 
     def render(self, messages: Sequence[dict[str, Any]]) -> str:
         """Returns the text of messages, up to where the next one begins.
@@ -54,8 +54,9 @@ class ChatTemplate:
             return self._template.render(
                 messages=list(messages), add_generation_prompt=True, tools=None, **self._special
             )
-        except (self._error, TypeError, ValueError, ArithmeticError) as error:
-            raise InputError(f"messages: {error}") from None
+        except Exception as error:
+            # A template computes as any program does.
+            raise InputError(f"messages: {_short(error)}") from None
 
 
 def template_of(folder: Path) -> ChatTemplate | None:
@@ -92,6 +93,11 @@ def template_of(folder: Path) -> ChatTemplate | None:
         if isinstance(text, str):
             special[name] = text
     return ChatTemplate(template, special)
+
+
+def _short(error: Exception) -> str:
+    text = str(error) or type(error).__name__
+    return "nested too deeply" if isinstance(error, RecursionError) else text
 
 
 def _to_json(value: Any, indent: int | None = None) -> str:

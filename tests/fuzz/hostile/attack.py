@@ -5,34 +5,32 @@ may take 10 s of this process's time, 60 s in all, and 2 GiB. It may write only 
 case, and may not start programs, load pickled classes or open connections. A process that dies is
 a finding too: the cases of a reader run in a process of their own.
 
+With `--commands` each case is a call of the command line in a fork of a process that has loaded it,
+which has all these limits. Each hundredth case starts `onnxpar` itself, under limits of the system.
+
 A case is a reader and a number. `tools/fuzz READER --case N` repeats one and keeps its files.
 """
 
 import argparse
-import contextlib
-import io
 import json
 import os
-import resource
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from random import Random
-from typing import Any
 
-SECONDS, WALL_SECONDS, BYTES = 10, 60, 2 << 30
-LONGEST = 4_200
-"""Characters of a message, with the remark that it was shortened."""
+from tests.fuzz.hostile.commands import Outcome, called, described, forked, load, started
+from tests.fuzz.hostile.guard import Escape, Hang, escape, guarded
+
+STARTED = 100
+"""Of so many cases by commands, one starts a process of its own."""
+_MEMORY = Path("/dev/shm")
+"""A file system in memory: disks take milliseconds to remove a folder."""
 Files = dict[str, bytes]
 
 
@@ -56,91 +54,6 @@ class Reader:
     commands: tuple[Callable[[Path], list[str]], ...]
 
 
-class Hang(BaseException):
-    """A case took too long; no `except Exception` may hide it."""
-
-
-class Escape(BaseException):
-    """A case did what reading must not do."""
-
-
-_FORBIDDEN = (
-    "os.system", "os.exec", "os.fork", "os.forkpty", "os.posix_spawn", "os.spawn",
-    "subprocess.Popen",
-    "pickle.find_class", "socket.connect", "socket.bind", "os.kill"
-)  # fmt: skip
-_WRITES = {
-    "os.rename": (0, 1), "os.remove": (0,), "os.rmdir": (0,), "os.mkdir": (0,), "os.symlink": (1,),
-    "os.link": (1,), "os.truncate": (0,), "os.chmod": (0,), "shutil.rmtree": (0,),
-}  # fmt: skip
-_guarded: Path | None = None
-_thread = 0
-_escaped: list[str] = []
-
-
-def _audit(event: str, arguments: tuple[Any, ...]) -> None:
-    if _guarded is None or threading.get_ident() != _thread:
-        return
-    if event in _FORBIDDEN:
-        _escape(f"{event} {arguments!r:.200}")
-    elif event == "open" and isinstance(arguments[0], str | bytes):
-        if arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
-            _check_place(event, arguments[0])
-    elif event in _WRITES:
-        for index in _WRITES[event]:
-            _check_place(event, arguments[index])
-
-
-@cache
-def _listen() -> None:
-    """Adds the hook, once, because it cannot be removed."""
-    sys.addaudithook(_audit)
-
-
-def _check_place(event: str, path: Any) -> None:
-    if isinstance(path, int):
-        return
-    name = os.fsdecode(path)
-    real = os.path.realpath(name)
-    # `shutil.rmtree` removes by names in a folder that it has open.
-    inside = Path(real).is_relative_to(_guarded or "/") or "/" not in name
-    if not inside and real != "/dev/null":
-        _escape(f"{event} {real}")
-
-
-def _escape(what: str) -> None:
-    _escaped.append(what)
-    raise Escape(what)
-
-
-def _hang(number: int, frame: Any) -> None:
-    raise Hang(f"more than {SECONDS} s, or {WALL_SECONDS} s in all")
-
-
-@contextmanager
-def guarded(folder: Path) -> Iterator[None]:
-    """Applies the limits to the block, which may write to the folder alone."""
-    global _guarded, _thread
-    _listen()
-    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    previous = [(n, signal.signal(n, _hang)) for n in (signal.SIGALRM, signal.SIGPROF)]
-    _escaped.clear()
-    _guarded, _thread = folder.resolve(), threading.get_ident()
-    try:
-        resource.setrlimit(resource.RLIMIT_AS, (used + BYTES, hard))
-        signal.setitimer(signal.ITIMER_REAL, WALL_SECONDS)
-        signal.setitimer(signal.ITIMER_PROF, SECONDS)
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        _guarded = None
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-        for number, handler in previous:
-            signal.signal(number, handler)
-
-
 class Attack:
     """The cases of one reader, in a folder of its own."""
 
@@ -151,7 +64,6 @@ class Attack:
         (folder / "case").mkdir()
         self._seeds = reader.seeds(folder / "seeds", folder / "case")
         self._kept = {path.name for path in (folder / "case").iterdir()}
-        self._clean: Files = self._seeds[0]
 
     def files(self, number: int) -> Files:
         """Returns the files of a case."""
@@ -161,87 +73,80 @@ class Attack:
             found = self.reader.change(found, draw)
         return found
 
-    def run(self, files: Files, command: Callable[[Path], list[str]] | None) -> str | None:
+    def run(
+        self,
+        files: Files,
+        command: Callable[[Path], list[str]] | None,
+        through: Callable[[list[str], Path], Outcome] = called,
+    ) -> str | None:
         """Runs a case; returns what is wrong with what it did, None if nothing is.
 
         Args:
             files: The files that are damaged.
             command: Reads them by the command line; None reads them by the reader's function.
+            through: How the command line is run.
         """
+        case = self._write(files)
+        tempfile.tempdir = str(case / "tmp")
+        try:
+            if command is not None:
+                arguments = command(case)
+                return through(arguments, case).fault(arguments[0])
+            with guarded(case):
+                self.reader.read(case)
+        except (Hang, Escape, Exception) as error:
+            if not _ours(error):
+                return described(error)
+            if not str(error).strip():
+                return "an error without a message"
+        finally:
+            tempfile.tempdir = None
+        found = escape()
+        return None if found is None else f"Escape: {found}"
+
+    def case(self, number: int, commands: bool) -> str | None:
+        """Runs the case of a number; returns what is wrong, None if nothing is."""
+        command = Random(f"command {number}").choice(self.reader.commands) if commands else None
+        through = forked if number % STARTED else started
+        return self.run(self.files(number), command, through)
+
+    def load(self) -> None:
+        """Loads what the commands load."""
+        case = self._write(self._seeds[0])
+        load([command(case) for command in self.reader.commands], case)
+
+    def _write(self, files: Files) -> Path:
+        """Makes the folder of a case."""
         case = self.folder / "case"
         for entry in list(case.iterdir()):
             if entry.name not in self._kept:
-                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+                _remove(entry)
         for name, data in files.items():
             (case / name).parent.mkdir(parents=True, exist_ok=True)
             (case / name).write_bytes(data)
-        (case / "tmp").mkdir()
-        tempfile.tempdir = str(case / "tmp")
-        try:
-            with guarded(case):
-                if command is not None:
-                    return _command(command(case))
-                self.reader.read(case)
-        except (Hang, Escape, Exception) as error:
-            found = None if _ours(error) else error
-            if found is not None:
-                return _described(found)
-            return None if str(error).strip() else "an error without a message"
-        finally:
-            tempfile.tempdir = None
-        return f"Escape: {_escaped[0]}" if _escaped else None
+        (case / "tmp").mkdir(exist_ok=True)
+        return case
+
+
+def _remove(entry: Path) -> None:
+    if not entry.is_dir() or entry.is_symlink():
+        entry.unlink()
+    elif entry.name != "tmp" or any(entry.iterdir()):
+        shutil.rmtree(entry)
 
 
 def _ours(error: BaseException) -> bool:
     return isinstance(getattr(error, "exit_code", None), int)
 
 
-def _described(error: BaseException) -> str:
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if "/onnxpar" in f.filename] or frames
-    last = own[-1]
-    place = f"{Path(last.filename).name}:{last.lineno} {last.name}"
-    return f"{type(error).__name__} at {place}: {str(error)[:200]!r}"
-
-
-def _bad_message(message: str) -> str | None:
-    if not message.strip():
-        return "an error without a message"
-    if len(message) > LONGEST:
-        return f"a message of {len(message)} characters: {message[:100]!r}"
-    try:
-        message.encode()
-    except UnicodeEncodeError:
-        return f"a message that cannot be printed: {message[:200]!r}"
-    return None
-
-
-def _command(arguments: list[str]) -> str | None:
-    from onnxpar.cli import main
-
-    printed, written = io.BytesIO(), io.BytesIO()
-    output, errors = (io.TextIOWrapper(s, "utf-8", write_through=True) for s in (printed, written))
-    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
-        code = main(arguments)
-    text = written.getvalue().decode()
-    what = f"onnxpar {arguments[0]}"
-    if code not in (0, 1, 2):
-        return f"{what}: exit code {code}"
-    if "internal error" in text or "Traceback" in text:
-        return f"{what}: {text[:300]!r}"
-    if code == 2 and "error" not in text:
-        return f"{what}: no message: {text[:200]!r}"
-    return _bad_message(text) if code == 2 else None
-
-
 def _work(reader: Reader, folder: Path, numbers: range, commands: bool, mark: Path) -> None:
     """Runs cases, and prints a line of JSON for each finding; `mark` has the case under way."""
     attack = Attack(reader, folder)
+    if commands:
+        attack.load()
     for number in numbers:
         set_mark(mark, number)
-        draw = Random(f"command {number}")
-        command = draw.choice(reader.commands) if commands else None
-        found = attack.run(attack.files(number), command)
+        found = attack.case(number, commands)
         if found is not None:
             sys.__stdout__.write(json.dumps({"case": number, "found": found}) + "\n")
             sys.__stdout__.flush()
@@ -258,13 +163,14 @@ def set_mark(mark: Path, number: int) -> None:
 def _attack(name: str, start: int, options: argparse.Namespace) -> int:
     """Runs a reader's cases in processes; prints the findings, each kind once."""
     kinds: dict[str, list[int]] = {}
+    place = _MEMORY if os.access(_MEMORY, os.W_OK) else None
     stop = start + options.count if options.count else sys.maxsize
     begun, number = time.monotonic(), start
     while number < stop:
         left = options.seconds - (time.monotonic() - begun) if options.seconds else None
         if left is not None and left <= 0:
             break
-        with tempfile.TemporaryDirectory(prefix="onnxpar-fuzz-") as folder:
+        with tempfile.TemporaryDirectory(prefix="onnxpar-fuzz-", dir=place) as folder:
             mark = Path(folder, "mark")
             command = [sys.executable, "-m", "tests.fuzz.hostile.attack", name]
             command += ["--start", str(number), "--count", str(min(stop - number, 10**9))]
@@ -325,17 +231,19 @@ def main() -> int:
     if unknown:
         parser.error(f"no reader {unknown[0]!r}; there are {', '.join(known)}")
     names = options.readers or list(known)
+    if options.commands:
+        for name in [n for n in names if not known[n].commands]:
+            print(f"{name}: no command reads it without more", flush=True)
+            names.remove(name)
     if options.case is not None:
         folder = Path(tempfile.mkdtemp(prefix="onnxpar-fuzz-"))
         for name in names:
             (folder / name).mkdir()
             attack = Attack(known[name], folder / name)
-            files = attack.files(options.case)
-            draw = Random(f"command {options.case}")
-            command = draw.choice(known[name].commands) if options.commands else None
-            os.environ["ONNXPAR_TRACEBACK"] = "1" if command else "0"
-            print(f"{name}: {attack.run(files, command)}; files in {folder / name / 'case'}")
-            if command is None:
+            os.environ["ONNXPAR_TRACEBACK"] = "1" if options.commands else "0"
+            found = attack.case(options.case, options.commands)
+            print(f"{name}: {found}; files in {folder / name / 'case'}")
+            if not options.commands:
                 attack.reader.read(folder / name / "case")
         return 0
     if options.worker is not None:

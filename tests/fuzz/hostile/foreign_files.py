@@ -173,14 +173,11 @@ def _change_tokenizer(files: Files, draw: Random) -> Files:
 
 
 def _read_tokenizer(case: Path) -> None:
-    from onnxpar_runtime.generation.chats import template_of
     from onnxpar_runtime.generation.text import Tokenizer
 
     tokenizer = Tokenizer(case / "t")
     tokenizer.decode(tokenizer.encode("ab </s> ba"))
-    template = template_of(case / "t")
-    if template is not None:
-        template.render([{"role": "user", "content": "ab"}])
+    tokenizer.chat([{"role": "user", "content": "ab"}])
 
 
 def _parquet_files(work: Path, case: Path) -> list[Files]:

@@ -145,15 +145,23 @@ def _read_strategy(case: Path) -> None:
     resolve(found, _analysed[case])
 
 
+def _parsed(text: bytes) -> Any:
+    """The data of a YAML text, which mostly is JSON since an earlier change."""
+    import yaml
+
+    try:
+        return json.loads(text)
+    except ValueError:
+        return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+
+
 def _change_yaml(name: str) -> Any:
     def change(files: Files, draw: Random) -> Files:
-        import yaml
-
         text = files[name]
         kind = draw.randrange(4)
         if kind < 2:
             try:
-                root = yaml.safe_load(text)
+                root = _parsed(text)
                 change_tree(root, draw)
                 return {name: json_bytes(root)}
             except Exception:  # an earlier change broke it
@@ -502,6 +510,15 @@ def _logs(work: Path, case: Path) -> list[Files]:
     return [{"log.jsonl": (line + "\n").encode() * 3}]
 
 
+def _change_log(files: Files, draw: Random) -> Files:
+    lines = files["log.jsonl"].split(b"\n")
+    if draw.random() < 0.2:
+        return {"log.jsonl": change_text(files["log.jsonl"], draw)}
+    at = draw.randrange(len(lines))
+    lines[at] = change_json(lines[at], draw)
+    return {"log.jsonl": b"\n".join(lines)}
+
+
 def _genai(work: Path, case: Path) -> list[Files]:
     model = {
         "decoder": {
@@ -579,7 +596,7 @@ READERS: tuple[Reader, ...] = (
     Reader("calls", _calls, lambda f, d: _change_json(d.choice(sorted(f)))(f, d), _read_calls,
            (_on("diagnose", "{}/calls"),)),
     Reader("trace", _traces, _change_json("t.json"), _read_trace, (_on("trace", "{}/t.json"),)),
-    Reader("log", _logs, _change_json("log.jsonl"), lambda case: read_log(case / "log.jsonl"),
+    Reader("log", _logs, _change_log, lambda case: read_log(case / "log.jsonl"),
            (_on("report", "{}/out", "-o", "{}/page.html", "--log", "{}/log.jsonl"),)),
     Reader("genai", _genai, _change_json("g/genai_config.json"), _read_genai,
            (_shard("{}/g", "--strategy", "dp=2"),)),

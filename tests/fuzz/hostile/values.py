@@ -5,6 +5,7 @@ Every change is a function of a `random.Random`, so that a seed repeats it.
 
 import json
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from random import Random
 from typing import Any
 
@@ -145,6 +146,8 @@ def json_bytes(root: Any) -> bytes:
 
 def _dumps(root: Any) -> str:
     """JSON of a tree of any depth, and with numbers of any length."""
+    with suppress(RecursionError, ValueError):
+        return json.dumps(root, separators=(",", ":"))
     pieces: list[str] = []
     waiting: list[Any] = [root]
     while waiting:

@@ -84,6 +84,25 @@ def test_bodies_that_are_no_objects_are_refused(body: bytes) -> None:
         Fields(body)
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("{{ " + "-" * 3000 + "1 }}", "chat template: nested too deeply"),
+        ("{% if a %}" * 200 + "{% endif %}" * 200, "chat template: too many levels"),
+        ("{% break %}", "chat template: 'break' outside loop"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "messages: nested too deeply"),
+        ("{{ cycler('a').next.x.y }}", "messages: "),
+        ("{{ [].pop() }}", "messages: "),
+        ("{{ 'a'.encode('no') }}", "messages: unknown encoding"),
+    ],
+    ids=("minuses", "blocks", "break", "recursion", "attribute", "pop", "encoding"),
+)
+def test_what_a_template_raises_is_one_error(tmp_path: Path, text: str, expected: str) -> None:
+    (tmp_path / "chat_template.jinja").write_text(text)
+    with pytest.raises(InputError, match=expected):
+        template_of(tmp_path).render([])  # type: ignore[union-attr]
+
+
 def test_a_template_cannot_leave_its_sandbox(tmp_path: Path) -> None:
     pytest.importorskip("jinja2")
     assert template_of(tmp_path) is None
