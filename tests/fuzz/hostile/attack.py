@@ -14,6 +14,7 @@ A case is a reader and a number. `tools/fuzz READER --case N` repeats one and ke
 import argparse
 import json
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -166,6 +167,7 @@ def _attack(name: str, start: int, options: argparse.Namespace) -> int:
     place = _MEMORY if os.access(_MEMORY, os.W_OK) else None
     stop = start + options.count if options.count else sys.maxsize
     begun, number = time.monotonic(), start
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     while number < stop:
         left = options.seconds - (time.monotonic() - begun) if options.seconds else None
         if left is not None and left <= 0:
@@ -208,7 +210,10 @@ def _attack(name: str, start: int, options: argparse.Namespace) -> int:
         total = sum(len(c) for _, c in group)
         print(f"  {name} --case {cases[0]} ({total} alike): {text}", flush=True)
     how = "by commands" if options.commands else "in process"
-    print(f"{name}: {number - start} inputs {how}, {len(alike)} kinds of findings", flush=True)
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    spent = used.ru_utime + used.ru_stime - before.ru_utime - before.ru_stime
+    text = f"{number - start} inputs {how}, {len(alike)} kinds of findings"
+    print(f"{name}: {text}, {spent:.0f} s of CPU", flush=True)
     return len(alike)
 
 

@@ -1,10 +1,7 @@
 """The kinds of files that onnxpar reads, with undamaged ones to begin from."""
 
-import gzip
-import io
 import json
 import shutil
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -20,8 +17,19 @@ from onnxpar.graph.validity import blamed_on_model
 from onnxpar.report.read_log import read_log
 from onnxpar.strategy import Strategy, resolve
 from onnxpar.strategy.machine_file import load_machine
+from tests.fuzz.hostile.array_files import (
+    change_idx,
+    change_npz,
+    change_tensors,
+    idx_files,
+    npz_files,
+    read_archive,
+    read_idx,
+    read_tensor_file,
+    tensor_files,
+)
 from tests.fuzz.hostile.attack import Files, Reader
-from tests.fuzz.hostile.foreign_files import FOREIGN, Runs
+from tests.fuzz.hostile.foreign_files import FOREIGN
 from tests.fuzz.hostile.messages import change_message
 from tests.fuzz.hostile.values import (
     TEXTS,
@@ -260,116 +268,9 @@ def _read_graph(case: Path) -> None:
         device_data(graphs_of(case / "out"))
 
 
-def _npz(work: Path, case: Path) -> list[Files]:
+def _archives(work: Path, case: Path) -> list[Files]:
     _directories(work, case)
-    rng = np.random.default_rng(0)
-    x = rng.standard_normal((4, 8)).astype(np.float32)
-    made = []
-    for compressed in (False, True):
-        stream = io.BytesIO()
-        if compressed:
-            np.savez_compressed(stream, x=x)
-        else:
-            np.savez(stream, x=x)
-        made.append({"in.npz": stream.getvalue()})
-    return made
-
-
-HEADERS = (
-    "(1000000000000,)", "(" + "1," * 70 + ")", "(-1,)", "(4, 8", "{}", "(True,)", "(1e3,)",
-    "(2**40,)", "()", "(0, 10**18)", "((4,),)", "(" * 300, f"({'9' * 4000},)",
-)  # fmt: skip
-TYPES = (
-    "<f4",
-    ">f8",
-    "|O",
-    "<U9",
-    "<M8[s]",
-    "|V2",
-    "|S0",
-    "f4,f4",
-    "[('a','<f4')]",
-    "<c16",
-    "junk",
-    "<f3",
-)
-
-
-def _change_npz(files: Files, draw: Random) -> Files:
-    data = files["in.npz"]
-    kind = draw.randrange(4)
-    if kind == 0:
-        return {"in.npz": change_bytes(data, draw)}
-    stream = io.BytesIO()
-    ways = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA)
-    with zipfile.ZipFile(stream, "w", draw.choice(ways)) as archive:
-        for _ in range(draw.choice((1, 1, 1, 2, 0))):
-            name = draw.choice(
-                ("x.npy", "x.npy", "x.npy", "x", "../../x.npy", "/x.npy", "y\0.npy", "x.npz")
-            )
-            archive.writestr(name, _npy(draw))
-    made = bytearray(stream.getvalue())
-    if kind == 1:
-        return {"in.npz": change_bytes(bytes(made), draw)}
-    return {"in.npz": bytes(made)}
-
-
-def _npy(draw: Random) -> bytes:
-    stream = io.BytesIO()
-    if draw.random() < 0.2:
-        np.save(stream, np.array([Runs()], dtype=object), allow_pickle=True)
-        return stream.getvalue()
-    shape, kind = draw.choice((*HEADERS, "(4, 8)")), draw.choice((*TYPES, *["<f4"] * 9))
-    order = draw.choice(("False", "True", "None", "0"))
-    descr = kind if kind.startswith("[") else repr(kind)
-    text = f"{{'descr': {descr}, 'fortran_order': {order}, 'shape': {shape}, }}"
-    if draw.random() < 0.2:
-        text = change_text(text.encode(), draw).decode("latin-1")
-    head = text.encode("latin-1", "replace") + b"\n"
-    version = draw.choice((b"\x01\x00", b"\x02\x00", b"\x03\x00", b"\x09\x00"))
-    size = min(len(head), 65535).to_bytes(2 if version[0] == 1 else 4, "little")
-    body = draw.choice((np.ones((4, 8), np.float32).tobytes(), b"", b"\x00" * 5))
-    return b"\x93NUMPY" + version + size + head + body
-
-
-def _idx(work: Path, case: Path) -> list[Files]:
-    images = (
-        b"\x00\x00\x08\x03"
-        + b"".join(n.to_bytes(4, "big") for n in (6, 8, 8))
-        + bytes(range(128)) * 3
-    )
-    labels = b"\x00\x00\x08\x01" + (6).to_bytes(4, "big") + bytes(range(6))
-    plain = {"train-images-idx3-ubyte": images, "train-labels-idx1-ubyte": labels}
-    return [plain, {f"{name}.gz": gzip.compress(data) for name, data in plain.items()}]
-
-
-def _change_idx(files: Files, draw: Random) -> Files:
-    name = draw.choice(sorted(files))
-    data = files[name]
-    packed = name.endswith(".gz")
-    if packed and draw.random() < 0.7:
-        try:
-            data = gzip.decompress(data)
-        except Exception:  # an earlier change broke it
-            return {**files, name: change_bytes(data, draw)}
-    else:
-        packed = False
-    if draw.random() < 0.5:
-        at = draw.randrange(0, 16)
-        data = (
-            data[:at]
-            + draw.choice((b"\xff\xff\xff\xff", b"\x7f\xff\xff\xff", bytes(4), b"\0\0\x0e\xff"))
-            + data[at + 4 :]
-        )
-    else:
-        data = change_bytes(data, draw)
-    return {**files, name: gzip.compress(data, 1) if packed else data}
-
-
-def _read_idx(case: Path) -> None:
-    from onnxpar_runtime.training.images import mnist_files
-
-    mnist_files(case, "train")
+    return npz_files()
 
 
 def _checkpoints(work: Path, case: Path) -> list[Files]:
@@ -390,7 +291,7 @@ def _change_checkpoint(files: Files, draw: Random) -> Files:
         if name == text:
             change_tree(contents, draw)
         else:
-            found[name] = _change_tensors({"w": files[name]}, draw, "w")["w"]
+            found[name] = change_tensors({"w": files[name]}, draw, "w")["w"]
             entry = contents["files"][name.removeprefix("ck/")]
             entry["bytes"], entry["sha256"] = (
                 len(found[name]),
@@ -411,48 +312,6 @@ def _read_checkpoint(case: Path) -> None:
     from onnxpar_runtime.checkpoint.reshard import merge
 
     merge(case / "ck", case / "merged")
-
-
-def _tensors(work: Path, case: Path) -> list[Files]:
-    from safetensors.numpy import save
-
-    rng = np.random.default_rng(0)
-    return [
-        {
-            "w.safetensors": save(
-                {"a": rng.standard_normal((4, 8)), "b": np.arange(3, dtype=np.int8)}
-            )
-        }
-    ]
-
-
-def _change_tensors(files: Files, draw: Random, name: str = "w.safetensors") -> Files:
-    data = files[name]
-    size = int.from_bytes(data[:8], "little")
-    if draw.random() < 0.3 or len(data) < 8 + size:
-        return {name: change_bytes(data, draw)}
-    head, body = data[8 : 8 + size], data[8 + size :]
-    try:
-        root = json.loads(head)
-        change_tree(root, draw)
-        head = json_bytes(root)
-    except (ValueError, RecursionError):
-        head = change_text(head, draw)
-    length = draw.choice((len(head), len(head), len(head), 0, 2**63, len(head) + 1))
-    return {name: length.to_bytes(8, "little") + head + body}
-
-
-def _read_tensors(case: Path) -> None:
-    from onnxpar_runtime.tensor_file import read_tensors
-
-    for array in read_tensors(case / "w.safetensors").values():
-        array.sum()
-
-
-def _read_npz(case: Path) -> None:
-    from onnxpar_runtime.npz import read_npz
-
-    read_npz(case / "in.npz")
 
 
 def _calls(work: Path, case: Path) -> list[Files]:
@@ -581,11 +440,11 @@ READERS: tuple[Reader, ...] = (
         ),
     ),
     Reader(
-        "npz", _npz, _change_npz, _read_npz,
+        "npz", _archives, change_npz, read_archive,
         (_on("run", "{}/out", "--inputs", "{}/in.npz", "--outputs", "{}/y.npz"),),
     ),
-    Reader("idx", _idx, _change_idx, _read_idx, ()),
-    Reader("safetensors", _tensors, _change_tensors, _read_tensors, ()),
+    Reader("idx", idx_files, change_idx, read_idx, ()),
+    Reader("safetensors", tensor_files, change_tensors, read_tensor_file, ()),
     Reader(
         "checkpoint", _checkpoints, _change_checkpoint, _read_checkpoint,
         (
