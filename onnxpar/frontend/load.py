@@ -23,7 +23,7 @@ from onnx_shape_inference import (
     ShapeInferenceError,
 )
 
-from onnxpar.core.errors import ModelError
+from onnxpar.core.errors import ModelError, short
 from onnxpar.core.name_patterns import nearest
 from onnxpar.core.symbols import Symbol, SymbolTable, as_dim, symbols_of
 from onnxpar.frontend.check_nodes import check_inferred, check_operators
@@ -92,6 +92,7 @@ def in_memory(proto: onnx.ModelProto, path: str | Path) -> ir.Model:
         model = ir.from_proto(proto)
         ir.external_data.set_base_dir(model.graph, Path(path).parent)
         _settle_external(model)
+    _check_names(model, path)
     if not model.opset_imports or not (len(model.graph) or len(model.graph.outputs)):
         raise ModelError(f"{str(path)!r} is not an ONNX model: it has no graph or no opset")
     if not model.graph.outputs:
@@ -119,9 +120,32 @@ def _settle_external(model: ir.Model) -> None:
             )  # fmt: skip
         small = tensor.dtype == ir.DataType.INT64 and tensor.nbytes <= _SMALL
         if small and os.path.isfile(tensor.path):
-            # A file that is too short, or has several hard links, is reported if it is needed.
+            # A file that is too short is reported if it is needed.
             with suppress(OSError, ValueError):
                 value.const_value = ir.Tensor(tensor.numpy().copy(), name=tensor.name)
+
+
+def _check_names(model: ir.Model, path: str | Path) -> None:
+    """Refuses files of weights with several names (hard links), of which others may be anywhere.
+
+    Rank graphs are not read here; `verify` gives their weights a second name for a while.
+
+    Raises:
+        ModelError: A file has several names; gives the initializer.
+    """
+    known = set()
+    for value in (v for graph in model.graphs() for v in graph.initializers.values()):
+        tensor = value.const_value
+        if not isinstance(tensor, ir.ExternalTensor) or tensor.path in known:
+            continue
+        known.add(tensor.path)
+        names = os.stat(tensor.path).st_nlink if os.path.isfile(tensor.path) else 1
+        if names > 1:
+            raise ModelError(
+                f"{str(path)!r}: initializer {short(tensor.name)}: expected external files in the "
+                f"folder of the model, got {short(str(tensor.location))}, which has {names} names "
+                "(hard links); use a copy of it"
+            )
 
 
 def _drop_marks(model: ir.Model) -> None:

@@ -122,6 +122,22 @@ def test_a_link_of_weights_out_of_the_folder(
     assert not (tmp_path / "d.onnx").exists()
 
 
+@pytest.mark.parametrize("command", ["shard", "annotate", "inspect"])
+def test_a_hard_link_of_weights(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    """As onnx and onnx_ir; before, it depended on the size and the type of a weight."""
+    path = external(tmp_path / "m")
+    os.link(path.with_name("m.data"), tmp_path / "secret")
+    more = [] if command == "inspect" else ["--strategy", "dp=2", "-o", str(tmp_path / "d.onnx")]
+    assert main([command, str(path), *more]) == 2
+    assert capsys.readouterr().err == (
+        f"onnxpar: error: {str(path)!r}: initializer 'w': expected external files in the folder of "
+        "the model, got 'm.data', which has 2 names (hard links); use a copy of it\n"
+    )
+    assert not (tmp_path / "d.onnx").exists()
+
+
 def test_links_in_the_folder_of_the_model(tmp_path: Path) -> None:
     """The second is how the cache of Hugging Face is laid out; `axes` is read at once."""
     inner = external(tmp_path / "m")

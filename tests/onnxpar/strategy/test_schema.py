@@ -217,6 +217,13 @@ def test_aliases_are_read_but_may_not_explode() -> None:
         parse_document(bomb, "s")
 
 
+def test_what_follows_too_many_items_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The items were counted after all had been read: 100,000 take 5 s and 80 MB, also too many."""
+    monkeypatch.setattr("onnxpar.strategy.yaml_document.MAX_NODES", 1000)
+    with pytest.raises(StrategyError, match="s:1:2002: expected at most 1000 keys and items"):
+        parse_document("[" + "1," * 2000 + "}", "s")
+
+
 @pytest.mark.parametrize(
     ("text", "devices", "axes"),
     [
