@@ -400,7 +400,7 @@ class Estimates:
 
     @cached_property
     def _folded(self) -> Folded | None:
-        return fold(self._flow, {})
+        return fold(self._flow, {}, one=True)
 
     @property
     def _small(self) -> Flow:

@@ -4,6 +4,8 @@ In a deep model the same layer is repeated many times, and each repetition has t
 tables. We demand that all but the outermost layers choose as the layer two before them, so that two
 choices may alternate (columns, then rows). Then the sum has the variables of four layers, however
 deep the model is. Its least choice is a choice of the complete problem.
+
+If many searches are compared, all layers choose equally, and the sum has the variables of one.
 """
 
 from collections import Counter
@@ -59,17 +61,19 @@ def _runs(items: Sequence[Item]) -> list[range]:
     return [run for run in found if len(run) >= _LEAST]
 
 
-def fold(flow: Flow, pins: Mapping[str, Sharding]) -> Folded | None:
+def fold(flow: Flow, pins: Mapping[str, Sharding], *, one: bool = False) -> Folded | None:
     """Returns the smaller model in which equal layers choose equally; None if too few repeat.
 
     Args:
         flow: The model.
         pins: The shardings of parameters and inputs that the user fixed, by name.
+        one: Whether all layers choose equally; else two choices may alternate, and the outermost
+            layers choose by themselves.
     """
     repeated = _runs(flow.items)
     if not repeated:
         return None
-    classes = _classes(flow, repeated)
+    classes = _classes(flow, repeated, one)
     often = Counter(classes)
     first: dict[int, Item] = {}
     for item, c in zip(flow.items, classes, strict=True):
@@ -89,12 +93,12 @@ def fold(flow: Flow, pins: Mapping[str, Sharding]) -> Folded | None:
     return Folded(Flow(items, tuple(values)), classes)
 
 
-def _classes(flow: Flow, repeated: Sequence[range]) -> tuple[int, ...]:
+def _classes(flow: Flow, repeated: Sequence[range], one: bool) -> tuple[int, ...]:
     """The class of each node; classes are numbered in the order in which they occur."""
     varying = {value.name for value in flow.values if value.trained}
     keys: list[object] = list(range(len(flow.items)))
     for run in repeated:
-        for layer, first in enumerate(run[1:-1], 1):
+        for layer, first in enumerate(run) if one else enumerate(run[1:-1], 1):
             for place in range(run.step):
                 number = first + place
                 item = flow.items[number]
@@ -103,7 +107,7 @@ def _classes(flow: Flow, repeated: Sequence[range]) -> tuple[int, ...]:
                 )
                 keys[first + place] = (
                     run.start,
-                    layer % _PERIODS,
+                    0 if one else layer % _PERIODS,
                     place,
                     item.kind,
                     item.pin,
