@@ -6,8 +6,6 @@ from math import inf
 
 from onnxpar.search.estimates import SLACK, Estimate
 
-_Split = tuple[int, int, str, int]
-"""Stages, micro-batches, schedule and chunks."""
 APART = 1.1
 """The ratios of seconds to their estimates differ by as much between strategies."""
 _AMOUNTS = 3
@@ -32,6 +30,8 @@ class Corrections:
     # The last ratio of bytes to their estimate: of a kind, a split, a number of stages, or all (0);
     # by what is recomputed.
     _bytes: dict[tuple[object, int], float] = field(default_factory=dict)
+    # The ratios that follow for estimates of a kind.
+    _ratios: dict[tuple[object, int], float] = field(default_factory=dict)
     # The least ratio of seconds to their estimate, for a number of stages, or all (0), and a level
     # of optimizer parallel.
     _seconds: dict[tuple[int, int], float] = field(default_factory=dict)
@@ -47,10 +47,11 @@ class Corrections:
             peak: Bytes at the peak of a device.
         """
         stages = estimate.split.stages
-        tried = self._tried.setdefault(_kind(estimate), [])
+        tried = self._tried.setdefault(estimate.kind, [])
         tried.append((estimate.seconds, estimate.bytes, peak <= self.limit))
         for key in _keys(estimate):
             self._bytes[key, estimate.again.amount] = peak / estimate.bytes
+        self._ratios.clear()
         for number in (stages, 0):
             key = number, estimate.parallel.level
             self._seconds[key] = min(self._seconds.get(key, inf), seconds / estimate.seconds)
@@ -61,7 +62,7 @@ class Corrections:
 
     def untried(self, estimate: Estimate) -> bool:
         """Whether no plan of its kind was priced."""
-        return _kind(estimate) not in self._tried
+        return estimate.kind not in self._tried
 
     def open(self, estimate: Estimate) -> bool:
         """Whether an estimate may be better than the plans of its kind.
@@ -71,7 +72,7 @@ class Corrections:
         """
         return not any(
             estimate.seconds >= seconds if fits else estimate.bytes >= bytes_
-            for seconds, bytes_, fits in self._tried.get(_kind(estimate), ())
+            for seconds, bytes_, fits in self._tried.get(estimate.kind, ())
         )
 
     def promises(self, estimate: Estimate) -> bool:
@@ -82,7 +83,7 @@ class Corrections:
         if not self.untried(estimate):
             return False
         bytes_ = estimate.bytes * min(1.0, *self._bytes.values())
-        if any((_split(estimate), amount) in self._bytes for amount in range(_AMOUNTS)):
+        if any((estimate.kind[1], amount) in self._bytes for amount in range(_AMOUNTS)):
             bytes_ = self.bytes(estimate) / SLACK
         return self.at_least(estimate) < APART * self.best() and bytes_ <= self.limit
 
@@ -96,9 +97,15 @@ class Corrections:
 
     def bytes(self, estimate: Estimate) -> float:
         """Corrected bytes of an estimate."""
+        key = estimate.kind, estimate.again.amount
+        if key not in self._ratios:
+            self._ratios[key] = self._ratio_of_bytes(estimate)
+        return estimate.bytes * self._ratios[key]
+
+    def _ratio_of_bytes(self, estimate: Estimate) -> float:
         amounts = sorted(range(_AMOUNTS), key=lambda amount: abs(amount - estimate.again.amount))
         keys = product(_keys(estimate), amounts)
-        return estimate.bytes * next((self._bytes[key] for key in keys if key in self._bytes), 1.0)
+        return next((self._bytes[key] for key in keys if key in self._bytes), 1.0)
 
     def seconds(self, estimate: Estimate) -> float:
         """Corrected seconds of an estimate, by plans with its level and its number of stages.
@@ -113,15 +120,6 @@ class Corrections:
         return next((self._seconds[key] for key in keys if key in self._seconds), default)
 
 
-def _split(estimate: Estimate) -> _Split:
-    split = estimate.split
-    return split.stages, split.micro_batches, split.schedule, split.chunks
-
-
-def _kind(estimate: Estimate) -> tuple[int, _Split]:
-    return id(estimate.strategy), _split(estimate)
-
-
 def _keys(estimate: Estimate) -> tuple[object, ...]:
     """Plans that are more and more different."""
-    return _kind(estimate), _split(estimate), estimate.split.stages, 0
+    return estimate.kind, estimate.kind[1], estimate.split.stages, 0

@@ -52,6 +52,9 @@ PRICES = (0.125, 0.5, 2.0, 8.0, 32.0)
 strategy takes for each of its bytes."""
 FEW_NODES = 5_000
 """For larger programs, every second price is left out."""
+CLOSE = 1.03
+"""For larger programs, searches save memory only with the numbers of stages with which the fastest
+strategies do not fit, or take at most this many times as long as the best that fits."""
 SLACK = 1.25
 """An estimate of bytes that is this many times the limit may still fit."""
 MICRO_BATCHES = 8
@@ -99,6 +102,13 @@ class Estimate:
     seconds: float
     bytes: float
 
+    @cached_property
+    def kind(self) -> tuple[int, tuple[int, int, str, int]]:
+        """The strategy (its identity), and how the program is split."""
+        split = self.split
+        parts = split.stages, split.micro_batches, split.schedule, split.chunks
+        return id(self.strategy), parts
+
 
 @dataclass
 class Estimates:
@@ -142,20 +152,49 @@ class Estimates:
         Args:
             progress: Called as each search begins.
         """
-        every = self.stages()
+        every = sorted(self.stages())
         found: list[list[Estimate]] = []
+        best = inf
         for number, stages in enumerate(every, 1):
             progress(f"searching, stages: {stages}", number, len(every))
             found.append(self._fastest(stages))
-        best = self._quickest(e for one in found for e in one)
+            best = min(best, self._quickest(found[-1]))
+            if self._too_many(found, best):
+                break
         # The fastest strategies take less time than those that save memory.
         for one in sorted(found, key=_seconds):
-            if _seconds(one) < best:
+            if _seconds(one) < best and self._may_save(one, best):
                 progress(f"saving memory, stages: {one[0].split.stages}", 0, 0)
                 one += self._saving(one, best)
                 best = min(best, self._quickest(one))
         # Searches may find one strategy several times.
         return list({id(e): e for one in found for e in one}.values())
+
+    def _too_many(self, found: Sequence[Sequence[Estimate]], best: float) -> bool:
+        """Whether even more stages would take longer than the best estimate that fits.
+
+        Args:
+            found: Estimates with the fastest strategies, for ascending numbers of stages.
+            best: Seconds of the best estimate that fits.
+        """
+        if LEVELS[self.strategy.search.level].memory_first or len(found) < 2:
+            return False
+        # More stages have more idle time, which smaller micro-batches need not make up for.
+        before, last = map(_seconds, found[-2:])
+        return last > max(before, best)
+
+    def _may_save(self, fastest: Sequence[Estimate], best: float) -> bool:
+        """Whether strategies that save memory may be better than the best estimate that fits.
+
+        For large programs they save less time than recomputation takes, if the fastest strategies
+        with as many stages fit with it.
+        """
+        fitting = self._quickest(fastest)
+        return self._is_small or fitting == inf or fitting <= CLOSE * best
+
+    @property
+    def _is_small(self) -> bool:
+        return len(self.workload.program.graph) <= FEW_NODES
 
     def of(self, stages: int) -> list[Estimate]:
         """Estimates of all configurations with a number of stages."""
@@ -178,7 +217,7 @@ class Estimates:
         least = min(fastest, key=lambda e: e.bytes).strategy
         counts = self._micro_batches(least.stages)
         found, last = list[Estimate](), fastest
-        prices = PRICES if len(self.workload.program.graph) <= FEW_NODES else PRICES[1::2]
+        prices = PRICES if self._is_small else PRICES[1::2]
         for price in prices:
             # The higher the price, the longer takes what is found.
             quickest = min(last, key=lambda e: e.seconds)
@@ -252,6 +291,9 @@ class Estimates:
         stages, levels = strategy.stages, self.open.levels
         layers = len(self.parts.layers)
         schedules = [each for each in SCHEDULES if 1 < stages <= layers // each[1]]
+        if not self._is_small and layers and layers % stages == 0:
+            # Halves of layers take unequal times, so virtual stages with them mostly do not pay.
+            schedules = [each for each in schedules if layers // stages % each[1] == 0]
         if (entry := self.strategy.pipeline) is not None:
             schedules = [(entry.schedule, entry.chunks)]
         memory_first = LEVELS[self.strategy.search.level].memory_first

@@ -24,10 +24,11 @@ from onnxpar.cost.cost_model import CostModel
 from onnxpar.cost.optimizer_parallel import NOT_PARALLEL, OptimizerParallel
 from onnxpar.facts.program import Program
 from onnxpar.graph.seeds import NodeSeed, Seeds
+from onnxpar.search.cost_weights import WORKING, CostWeights
 from onnxpar.search.halving import Halving
 from onnxpar.search.memory_bounded import THOROUGH, Effort, best, least, priced
 from onnxpar.search.node_options import Option
-from onnxpar.search.problem import WORKING, CostWeights, Problem
+from onnxpar.search.problem import Problem
 from onnxpar.search.repeated_layers import fold
 from onnxpar.search.solution import Solution, gap
 from onnxpar.search.value_flow import Flow, flow

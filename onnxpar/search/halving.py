@@ -8,9 +8,10 @@ from onnxpar.core.mesh import Atoms
 from onnxpar.core.sharding import Sharding
 from onnxpar.cost.cost_model import CostModel
 from onnxpar.graph.seeds import NodeSeed
+from onnxpar.search.cost_weights import CostWeights
 from onnxpar.search.memory_bounded import least
 from onnxpar.search.node_options import Option, given_option, options
-from onnxpar.search.problem import CostWeights, Problem, build
+from onnxpar.search.problem import Problem, build
 from onnxpar.search.solution import Solution
 from onnxpar.search.value_flow import Flow, Item
 

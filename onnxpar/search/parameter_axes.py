@@ -27,11 +27,12 @@ from onnxpar.graph.plan import Plan
 from onnxpar.graph.seeds import Seeds
 from onnxpar.graph.state_names import state_pairs
 from onnxpar.search.columns_and_rows import is_columns_and_rows
+from onnxpar.search.cost_weights import CostWeights
 from onnxpar.search.find_plan import GAP, seeds_of
 from onnxpar.search.halving import Halving
 from onnxpar.search.memory_bounded import Effort, best
 from onnxpar.search.node_options import Option, Place, factor_parts
-from onnxpar.search.problem import MOMENTS, CostWeights, Problem
+from onnxpar.search.problem import MOMENTS, Problem
 from onnxpar.search.repeated_layers import fold
 from onnxpar.search.solution import Solution
 from onnxpar.search.value_flow import Item, flow

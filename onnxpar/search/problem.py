@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 
 from onnxpar.core.sharding import Sharding
 from onnxpar.cost.cost_model import CostModel
-from onnxpar.cost.optimizer_parallel import GRADIENTS, NOT_PARALLEL, PARAMETERS, OptimizerParallel
+from onnxpar.cost.optimizer_parallel import GRADIENTS, PARAMETERS
+from onnxpar.search.cost_weights import PLAIN, CostWeights
 from onnxpar.search.node_options import Option, bytes_of, saved
 from onnxpar.search.node_passes import least_computing, passes_of
 from onnxpar.search.rearranged_states import partial_atoms
@@ -31,39 +32,6 @@ _GRADIENT = 4
 """Bytes of an element of the gradient of a parameter that is cast to 16 bits."""
 _NEVER = 1e6
 """Seconds; more than any plan takes."""
-WORKING = 0.25
-"""The default of `CostWeights.working`."""
-
-
-@dataclass(frozen=True)
-class CostWeights:
-    """The weights of the sum.
-
-    Attributes:
-        communication: Weight of a second of communication, relative to a second of computing.
-        memory_first: Whether memory is minimised first, and time second.
-        parallel: Optimizer parallel, in training.
-        micro_batches: Micro-batches of a step, which share its reductions of gradients and its
-            update.
-        parameters_only: Whether memory is that of parameters alone, and nothing that is computed
-            from parameters alone is resharded, since that would undo what sharding them saves.
-        stage: The share of the nodes and parameters that one device has, in a pipeline.
-        kept: The share of what the backward reads that one device keeps: the stage's share, for
-            each micro-batch of which it keeps activations.
-        working: The share of every result that counts as held, in addition to what is saved for
-            the backward. Only one node's results exist at a time, but a sum has no maximum. Without
-            this share, the search for least memory would choose products whose complete results are
-            partial on every device.
-    """
-
-    communication: float = 1.0
-    memory_first: bool = False
-    parallel: OptimizerParallel = NOT_PARALLEL
-    micro_batches: int = 1
-    parameters_only: bool = False
-    stage: float = 1.0
-    kept: float = 1.0
-    working: float = WORKING
 
 
 @dataclass(frozen=True)
@@ -141,7 +109,7 @@ def build(
     options: Sequence[tuple[Option, ...]],
     cost: CostModel,
     pins: Mapping[str, Sharding] | None = None,
-    weights: CostWeights = CostWeights(),
+    weights: CostWeights = PLAIN,
     outputs: Mapping[str, Sharding] | None = None,
 ) -> Problem:
     """Builds the problem of a model.
@@ -155,7 +123,10 @@ def build(
         outputs: The shardings to which outputs of the graph are brought; by default they leave as
             they are made, reduced.
     """
-    return _Builder(flow, tuple(options), cost, pins or {}, weights, outputs or {}).run()
+    builder = _Builder(flow, tuple(options), cost, pins or {}, weights, outputs or {})
+    builder.add_nodes()
+    builder.add_values(flow.values)
+    return builder.problem()
 
 
 def build_levels(
@@ -176,13 +147,18 @@ def build_levels(
         pins: Likewise.
         weights: The weights of each problem; they are equal except in `parallel`.
     """
-    builder: _Builder | None = None
+    shared: _Builder | None = None
+    # The gradients of all values that are made from data are reduced at once.
+    stored = [value for value in flow.values if value.producer is None or value.stored]
     for each in weights:
-        if builder is None:
-            builder = _Builder(flow, tuple(options), cost, pins, each, {})
-        else:
-            builder = replace(builder, weights=each, sources={}, variables=[], terms=[], _once={})
-        yield builder.run()
+        if shared is None:
+            shared = _Builder(flow, tuple(options), cost, pins, each, {})
+            shared.add_nodes()
+            shared.add_values([v for v in flow.values if v.producer is not None and not v.stored])
+        variables, terms = list(shared.variables), list(shared.terms)
+        own = replace(shared, weights=each, sources={}, variables=variables, terms=terms, _once={})
+        own.add_values(stored)
+        yield own.problem()
 
 
 @dataclass
@@ -222,18 +198,25 @@ class _Builder:
         # Of the level, resharding depends only on this.
         self._reduces_later = self.weights.parallel.level < GRADIENTS
 
-    def run(self) -> Problem:
+    def problem(self) -> Problem:
+        """The problem of what was added."""
+        return Problem(tuple(self.variables), tuple(self.terms), self.options, self.sources)
+
+    def add_nodes(self) -> None:
+        """Adds the variables of the nodes."""
         for number, (item, found) in enumerate(zip(self.flow.items, self.options, strict=True)):
             seconds, memory = self._unit(number, found)
             self.variables.append(Variable(item.name, item.count * seconds, item.count * memory))
-        for value in self.flow.values:
+
+    def add_values(self, values: Iterable[Value]) -> None:
+        """Adds the variables and terms of some values."""
+        for value in values:
             if value.producer is None:
                 self._source(value)
                 if value.name in self.sources:
                     self.sources.update(dict.fromkeys(value.alike, self.sources[value.name]))
             else:
                 self._made(value, *value.producer)
-        return Problem(tuple(self.variables), tuple(self.terms), self.options, self.sources)
 
     def _count(self, variable: int, seconds: Table, memory: Table | float = 0.0) -> None:
         """Adds to what the options of a variable cost."""

@@ -9,11 +9,13 @@ If many searches are compared, all layers choose equally, and the sum has the va
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from difflib import SequenceMatcher
+from itertools import takewhile
 
 from onnxpar.core.sharding import Sharding
-from onnxpar.facts.layers import find_layers
+from onnxpar.facts.layers import SMALLEST, find_layers
 from onnxpar.search.node_options import Option
 from onnxpar.search.value_flow import Flow, Item, Use, Value
 
@@ -96,22 +98,46 @@ def fold(flow: Flow, pins: Mapping[str, Sharding], *, one: bool = False) -> Fold
 def _classes(flow: Flow, repeated: Sequence[range], one: bool) -> tuple[int, ...]:
     """The class of each node; classes are numbered in the order in which they occur."""
     varying = {value.name for value in flow.values if value.trained}
+
+    def kind(number: int) -> Hashable:
+        item = flow.items[number]
+        trained = tuple([v is not None and v.name in varying for v in item.view.node.inputs])
+        return item.kind, item.pin, trained
+
     keys: list[object] = list(range(len(flow.items)))
     for run in repeated:
         for layer, first in enumerate(run) if one else enumerate(run[1:-1], 1):
             for place in range(run.step):
-                number = first + place
-                item = flow.items[number]
-                trained = tuple(
-                    [v is not None and v.name in varying for v in item.view.node.inputs]
-                )
-                keys[first + place] = (
-                    run.start,
-                    0 if one else layer % _PERIODS,
-                    place,
-                    item.kind,
-                    item.pin,
-                    trained,
-                )
+                period = 0 if one else layer % _PERIODS
+                keys[first + place] = (run.start, period, place, kind(first + place))
+        for number, place in _cut_layers(run, len(flow.items), kind) if one else ():
+            keys[number] = (run.start, 0, place, kind(number))
     numbers: dict[object, int] = {}
     return tuple([numbers.setdefault(key, len(numbers)) for key in keys])
+
+
+def _cut_layers(
+    run: range, count: int, kind: Callable[[int], Hashable]
+) -> Iterator[tuple[int, int]]:
+    """Yields the nodes of the layers before and after the repeated ones, with their places.
+
+    The repeated nodes may begin in the middle of a layer: exported networks often compute within
+    the first layer what all layers share, so its nodes are those of the others with some between.
+
+    Args:
+        run: The first nodes of the repeated layers.
+        count: The number of nodes of the model.
+        kind: What is equal in nodes that may choose equally.
+    """
+    places = range(run.start, run.start + run.step)
+    layer = [kind(number) for number in places]
+    before = range(max(run.start - 2 * run.step, 0), run.start)
+    row = [kind(number) for number in before]
+    found = SequenceMatcher(None, row, layer, autojunk=False).get_matching_blocks()
+    pairs = [(before[one.a + i], one.b + i) for one in found for i in range(one.size)]
+    if len(pairs) >= SMALLEST:
+        yield from pairs
+    after = range(run[-1] + run.step, min(run[-1] + 2 * run.step, count))
+    yield from takewhile(
+        lambda pair: kind(pair[0]) == layer[pair[1]], zip(after, range(run.step), strict=False)
+    )

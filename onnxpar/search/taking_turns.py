@@ -31,6 +31,8 @@ def in_turns(
         ShardingError: The user says so, and it does not fit.
         StrategyError: The user says so, and the batch cannot be divided equally.
     """
+    if best.staged is not None:
+        return None
     wanted = strategy.pair_micro_batches
     # Otherwise nothing travels while the devices compute.
     overlaps = any(link.overlaps for link in pricing.machine.links)
