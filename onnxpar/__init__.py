@@ -4,10 +4,15 @@ Names are loaded when they are first used: the transformer takes a second to loa
 `mpirun -n 8 onnxpar run` do not need it.
 """
 
+from collections.abc import Callable
+from functools import wraps
 from importlib import import_module
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
+from onnxpar.core.errors import OnnxparError as OnnxparError
 from onnxpar.core.version import __version__ as __version__
+from onnxpar_format.texts import argument_names
 
 if TYPE_CHECKING:
     from onnxpar.api.annotate import annotate
@@ -22,7 +27,6 @@ if TYPE_CHECKING:
     from onnxpar.autodiff.append_loss import LossKind, LossSpec
     from onnxpar.autodiff.optimizer import OptimizerKind
     from onnxpar.autodiff.training_program import TrainingSpec
-    from onnxpar.core.errors import OnnxparError
     from onnxpar.core.layout import Layout
     from onnxpar.core.mesh import Mesh
     from onnxpar.core.sharding import Sharding
@@ -62,7 +66,6 @@ _HOMES = {
     "LossKind": ("onnxpar.autodiff.append_loss", "LossKind"),
     "LossSpec": ("onnxpar.autodiff.append_loss", "LossSpec"),
     "Mesh": ("onnxpar.core.mesh", "Mesh"),
-    "OnnxparError": ("onnxpar.core.errors", "OnnxparError"),
     "OptimizerKind": ("onnxpar.autodiff.optimizer", "OptimizerKind"),
     "Sharded": ("onnxpar.api.functional", "Sharded"),
     "ShardedModule": ("onnxpar.api.pytorch.shard_module", "ShardedModule"),
@@ -84,12 +87,28 @@ _HOMES = {
 }
 
 
+def _naming_arguments(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function whose errors name arguments of Python, not options of the command line."""
+
+    @wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except OnnxparError as error:
+            error.args = (argument_names(str(error)), *error.args[1:])
+            raise
+
+    return called
+
+
 def __getattr__(name: str) -> Any:
     """Loads a public name (PEP 562)."""
     if name not in _HOMES:
         raise AttributeError(f"module 'onnxpar' has no attribute {name!r}")
     module, attribute = _HOMES[name]
     value = getattr(import_module(module), attribute)
+    if isinstance(value, FunctionType):
+        value = _naming_arguments(value)
     globals()[name] = value
     return value
 

@@ -8,7 +8,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import hybrid
@@ -26,6 +26,7 @@ from onnxpar.ops.operator import Missing
 from onnxpar.ops.table import REGISTRY
 from onnxpar.strategy import Strategy
 from onnxpar_runtime.launch import mpirun_environment
+from onnxpar_runtime.training import trainer
 from onnxpar_runtime.training.callbacks import Callback
 from tests.cli import linear
 from tests.decoders import encoder_decoder, growing
@@ -289,6 +290,17 @@ def test_the_callbacks_shown_have_the_methods_that_are_called(
         if method.__name__ != "__init__":
             called = inspect.signature(getattr(Callback, method.__name__))
             assert list(inspect.signature(method).parameters) == list(called.parameters)
+
+
+def test_the_fit_shown_has_options_of_train() -> None:
+    (shown,) = python("python fit", "docs/reference/python.md")
+    runs = []
+
+    def fitted(data: str, *, callbacks: Any, **options: Any) -> None:
+        runs.append(trainer.run_of(data, None, options))
+
+    exec(shown, {"trainer": SimpleNamespace(fit=fitted)})
+    assert runs[0].checkpoints.keep_best and runs[0].schedule == "cosine"
 
 
 def test_the_metric_shown() -> None:

@@ -17,8 +17,8 @@ from onnxpar.strategy import Strategy
 from onnxpar_format.options import Saving, Settings, TrainingRun
 from onnxpar_runtime import TrainerGroup
 from onnxpar_runtime.manifest import Manifest
-from onnxpar_runtime.training.commands import train_with
 from onnxpar_runtime.training.hyper import hyperparameters
+from onnxpar_runtime.training.run import train_with
 
 Array = NDArray[Any]
 CROSS_ENTROPY = "softmax_cross_entropy"

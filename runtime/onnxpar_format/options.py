@@ -299,6 +299,14 @@ class TrainingRun:
             minimum=1,
         ),
     ] = 1
+    grad_norm: Annotated[
+        Sequence[str],
+        Option(
+            "Also log the norm of the gradients of the parameters that match NAME, a name or a "
+            "pattern such as *.attention.*; may be repeated. Adds these gradients up once more.",
+            "NAME",
+        ),
+    ] = ()
     no_overlap: Annotated[
         bool,
         Option(

@@ -1,8 +1,12 @@
 """Numbers, sizes and ranks as text for people."""
 
+import re
 from collections.abc import Sequence
 
 _DIGITS = 18
+_OPTION = re.compile(r"(?<![\w-])--([a-z][a-z0-9]*(?:-[a-z0-9]+)*)")
+_PLURALS = {"eval": "evaluate", **{n: f"{n}s" for n in ("rank", "state", "symbol")}, "tie": "ties"}
+"""Arguments of Python that are not named as the options of commands."""
 
 
 def whole(text: str) -> int | None:
@@ -41,3 +45,16 @@ def numbered_ranks(ranks: Sequence[int]) -> str:
 def ranks_in_words(count: int) -> str:
     """Returns `1 rank` or `2 ranks`."""
     return f"{count} rank" if count == 1 else f"{count} ranks"
+
+
+def argument_names(text: str) -> str:
+    """Returns a message of a command for a program: `batch_size` in place of `--batch-size`.
+
+    Only the first line is a message of ours; a traceback of the user's code may follow.
+    """
+    first, *more = text.split("\n", 1)
+
+    def argument(found: re.Match[str]) -> str:
+        return _PLURALS.get(found[1], found[1].replace("-", "_"))
+
+    return "\n".join([_OPTION.sub(argument, first), *more])

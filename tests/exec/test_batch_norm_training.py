@@ -18,8 +18,8 @@ from onnxpar.core.symbols import Symbol
 from onnxpar_format.options import VerifyOptions
 from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.tensor_file import read_tensors
-from onnxpar_runtime.training.commands import save
 from onnxpar_runtime.training.group import TrainerGroup
+from onnxpar_runtime.training.run import save
 from onnxpar_runtime.verify import training_steps
 from onnxpar_runtime.verify.compare import verify
 from tests.training_cases import batch_of, hyper, shard

@@ -25,7 +25,7 @@ from onnxpar_runtime import TrainerGroup
 from onnxpar_runtime.checkpoint.reshard import merge, reshard
 from onnxpar_runtime.errors import DirectoryError, InputError
 from onnxpar_runtime.manifest import Manifest
-from onnxpar_runtime.training import commands
+from onnxpar_runtime.training import run
 from tests.exec.test_fused_weights import CASES, model
 from tests.training_cases import after_training, batch_of, hyper, shard
 
@@ -163,8 +163,8 @@ def test_ranks_write_what_a_resharded_checkpoint_has(trained: Path, tmp_path: Pa
     for name in ("tp4", "whole"):
         out = tmp_path / f"{name}.safetensors"
         with TrainerGroup(trained / name) as group:
-            group.on_each(lambda member: commands.train_with(member, again))
-            group.on_each(lambda member, out=out: commands.save(member, out))
+            group.on_each(lambda member: run.train_with(member, again))
+            group.on_each(lambda member, out=out: run.save(member, out))
             moment = group.gather("onnxpar.moment1.w")
         first = bytes_of(tmp_path / "first")
         assert moment.tobytes() == first["onnxpar.moment1.w"]

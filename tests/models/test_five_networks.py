@@ -18,7 +18,7 @@ from onnxpar.autodiff.training_program import TrainingSpec
 from onnxpar_format.options import Saving, Settings, TrainingRun
 from onnxpar_runtime import TrainerGroup
 from onnxpar_runtime.training.callbacks import Callback
-from onnxpar_runtime.training.commands import train_with
+from onnxpar_runtime.training.run import train_with
 
 torch = pytest.importorskip("torch", reason="exports from PyTorch: the extra zoo")
 pytest.importorskip("onnxscript", reason="exports from PyTorch: the extra zoo")

@@ -18,7 +18,7 @@ from onnxpar_runtime.errors import LaunchError
 from onnxpar_runtime.training.batches import TrainingData
 from onnxpar_runtime.training.hyper import Hyperparameters
 from onnxpar_runtime.training.learning_rate import LearningRateSchedule
-from onnxpar_runtime.training.trainer import Trainer
+from onnxpar_runtime.training.step_trainer import StepTrainer
 
 AfterStep = Callable[[Progress], None]
 """Is called after each step, with the progress of the run."""
@@ -80,7 +80,7 @@ def described(
 
 
 def save_checkpoint(
-    trainer: Trainer, folder: str | Path, progress: Progress | None = None, *, keep: int = _KEEP
+    trainer: StepTrainer, folder: str | Path, progress: Progress | None = None, *, keep: int = _KEEP
 ) -> Path:
     """Writes a checkpoint in a loop of one's own, and waits for it. Every rank must call it.
 
@@ -106,7 +106,7 @@ def save_checkpoint(
     return Path(folder) / step_name(done)
 
 
-def load_checkpoint(trainer: Trainer, checkpoint: str | Path | Checkpoint) -> Progress:
+def load_checkpoint(trainer: StepTrainer, checkpoint: str | Path | Checkpoint) -> Progress:
     """Brings a trainer to the state in which a checkpoint was written. Every rank must call it.
 
     Args:
@@ -131,12 +131,12 @@ def load_checkpoint(trainer: Trainer, checkpoint: str | Path | Checkpoint) -> Pr
     return progress
 
 
-def _with_scale(trainer: Trainer, progress: Progress) -> Progress:
+def _with_scale(trainer: StepTrainer, progress: Progress) -> Progress:
     scale = trainer.loss_scale
     return replace(progress, loss_scale=scale.scale, good=scale.good, skipped=scale.skipped)
 
 
-def resume(trainer: Trainer, checkpoint: Checkpoint, run: dict[str, Any]) -> list[str]:
+def resume(trainer: StepTrainer, checkpoint: Checkpoint, run: dict[str, Any]) -> list[str]:
     """Loads a checkpoint into a trainer, whose run has these options. Every rank must call it.
 
     Returns:
@@ -158,7 +158,7 @@ def resume(trainer: Trainer, checkpoint: Checkpoint, run: dict[str, Any]) -> lis
 
 @contextmanager
 def saving(
-    trainer: Trainer,
+    trainer: StepTrainer,
     wanted: Saving,
     run: dict[str, Any],
     start: Progress,

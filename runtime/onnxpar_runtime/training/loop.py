@@ -1,7 +1,7 @@
 """The loop over epochs and steps, and the evaluation."""
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from math import isnan
@@ -25,6 +25,7 @@ from onnxpar_runtime.stop import Stop
 from onnxpar_runtime.training.batches import Ahead, EvaluationData, Step, TrainingData
 from onnxpar_runtime.training.checkpoints import Writing
 from onnxpar_runtime.training.counts import Prepared
+from onnxpar_runtime.training.gradient_norms import gradient_norms
 from onnxpar_runtime.training.hyper import Hyperparameters
 from onnxpar_runtime.training.learning_rate import LearningRateSchedule
 from onnxpar_runtime.training.log import Reporter
@@ -32,7 +33,7 @@ from onnxpar_runtime.training.metrics import Sums
 from onnxpar_runtime.training.pace import Pace
 from onnxpar_runtime.training.results import Evaluated, Fitted
 from onnxpar_runtime.training.sources import Batch, Shard, Stream
-from onnxpar_runtime.training.trainer import Trainer
+from onnxpar_runtime.training.step_trainer import StepTrainer
 
 Numbered = tuple[int, int, Step]
 """A step with its epoch and its number in the epoch, both from 1."""
@@ -63,7 +64,7 @@ def total_steps(data: TrainingData, epochs: int | None, steps: int | None) -> in
 
 
 def fit(
-    trainer: Trainer,
+    trainer: StepTrainer,
     data: TrainingData,
     hyper: Hyperparameters,
     schedule: LearningRateSchedule,
@@ -77,6 +78,7 @@ def fit(
     start: Progress = _BEGINNING,
     writing: Writing | None = None,
     log_every: int = 1,
+    grad_norms: Sequence[str] = (),
     peak_flops: float | None = None,
     stop: Stop | None = None,
 ) -> Fitted:
@@ -97,12 +99,13 @@ def fit(
         writing: Is told of steps and of the best evaluation.
         log_every: The loss of each step that this divides, and of the last step, is read, checked
             and reported.
+        grad_norms: Groups of parameters whose gradients' norms are reported, see `gradient_norms`.
         peak_flops: The most operations per second of a device, for the utilisation in the reports.
         stop: Ends the run after a step in which a rank was asked to stop.
 
     Raises:
         InputError: The data ends before the first step, or not on all ranks in the same step.
-        OnnxparRuntimeError: As `Trainer.train_step`.
+        OnnxparRuntimeError: As `StepTrainer.train_step`.
     """
     limit = total_steps(data, epochs, steps)
     if epochs is None and steps is None:
@@ -166,7 +169,8 @@ def fit(
                 )
             if read:
                 loss = outcome.loss
-                reporter.step(pace.record(epoch, number, done, outcome, rate))
+                norms = gradient_norms(trainer, grad_norms) if grad_norms else {}
+                reporter.step(pace.record(epoch, number, done, outcome, rate, norms))
             # JSON has no number for a loss that has not been read yet.
             known = None if isnan(loss) else loss
             progress = replace(
@@ -185,7 +189,7 @@ def fit(
 
 
 def _numbered(
-    trainer: Trainer,
+    trainer: StepTrainer,
     data: TrainingData,
     epochs: int | None,
     limit: int | None,
@@ -257,14 +261,14 @@ def _check_parts(rank: Rank, shard: Shard, step: Step, where: str) -> None:
         ).as_agreed()
 
 
-def evaluate(trainer: Trainer, data: EvaluationData) -> Evaluated:
+def evaluate(trainer: StepTrainer, data: EvaluationData) -> Evaluated:
     """Returns loss, accuracy and metrics over all of the data. Every rank must call it.
 
     The mean is over the labels that count (those that are not ignored), not over batches.
 
     Raises:
         InputError: There is no data, or it does not end on all ranks in the same batch.
-        OnnxparRuntimeError: As `Trainer.evaluate`; or a metric of the user's failed.
+        OnnxparRuntimeError: As `StepTrainer.evaluate`; or a metric of the user's failed.
     """
     weighted, samples, labels = 0.0, 0, 0
     correct: int | None = None

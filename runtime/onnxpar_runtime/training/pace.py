@@ -1,6 +1,7 @@
 """How fast a run is: what is counted between two reports."""
 
 import time
+from collections.abc import Mapping
 
 from onnxpar_format.trace import CHECKPOINT, OPTIMIZER, RECEIVE
 from onnxpar_runtime.memory import peak_resident
@@ -64,7 +65,13 @@ class Pace:
         self._tokens = _sum(self._tokens, result.tokens)
 
     def record(
-        self, epoch: int, number: int, done: int, result: StepResult, rate: float
+        self,
+        epoch: int,
+        number: int,
+        done: int,
+        result: StepResult,
+        rate: float,
+        norms: Mapping[str, float],
     ) -> StepRecord:
         """Returns the report of a step that was added last, and begins to count again.
 
@@ -74,6 +81,7 @@ class Pace:
             done: Number of the step in the run.
             result: The result of the step.
             rate: Its learning rate.
+            norms: The norms of groups of gradients.
         """
         now = time.perf_counter()
         seconds = now - self._begin
@@ -101,6 +109,7 @@ class Pace:
             spent["optimizer"],
             spent["checkpoint"],
             None if left is None else left * (now - self._start) / self._done,
+            norms,
         )
         self.restart()
         return record

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from onnxpar_format.manifest import TRANSIENT
 from onnxpar_format.texts import numbered_ranks
 from onnxpar_runtime.errors import LaunchError, ReplicaError
-from onnxpar_runtime.training.trainer import Trainer
+from onnxpar_runtime.training.step_trainer import StepTrainer
 
 SAMPLE = 16
 """States that one check compares; the next check takes the next ones."""
@@ -35,7 +35,7 @@ class ReplicaCheck:
         LaunchError: `every` is not positive.
     """
 
-    def __init__(self, trainer: Trainer, every: int, sample: int = SAMPLE) -> None:
+    def __init__(self, trainer: StepTrainer, every: int, sample: int = SAMPLE) -> None:
         """Has checked nothing yet."""
         if every < 1:
             raise LaunchError(f"--check-replicas: expected a number >= 1, got {every}")
@@ -62,7 +62,7 @@ class ReplicaCheck:
         check_replicas(self._trainer, chosen, f"step {step}")
 
 
-def check_replicas(trainer: Trainer, names: Sequence[str], where: str) -> None:
+def check_replicas(trainer: StepTrainer, names: Sequence[str], where: str) -> None:
     """Compares states over the ranks, bit for bit. Every rank must call it.
 
     Args:

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import isfinite
 
 
@@ -32,6 +32,7 @@ class StepRecord:
         checkpoint_s: Of `step_s`, the seconds in which a checkpoint was copied for writing.
         eta_s: Seconds until the last step, at the pace of the run so far; None if the data decides
             when the run ends.
+        grad_norms: 2-norm of the gradients of each group of parameters that was asked for.
     """
 
     epoch: int
@@ -51,6 +52,13 @@ class StepRecord:
     optimizer_s: float | None = None
     checkpoint_s: float | None = None
     eta_s: float | None = None
+    grad_norms: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def numbers(self) -> dict[str, float | None]:
+        """All numbers by name; that of a group is `grad_norm/GROUP`."""
+        found = {k: v for k, v in vars(self).items() if k != "grad_norms"}
+        return found | {f"grad_norm/{name}": norm for name, norm in self.grad_norms.items()}
 
     @property
     def line(self) -> str:
@@ -60,7 +68,7 @@ class StepRecord:
     @property
     def json(self) -> str:
         """The line of the log file."""
-        return json_line(vars(self))
+        return json_line(self.numbers)
 
 
 def json_line(values: Mapping[str, float | None]) -> str:

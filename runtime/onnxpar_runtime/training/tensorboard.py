@@ -46,7 +46,7 @@ class TensorBoard(Callback):
 
     def on_step(self, step: int, record: StepRecord) -> None:
         """Writes the numbers of a step."""
-        found = {k: v for k, v in vars(record).items() if k not in _LEFT_OUT and v is not None}
+        found = {k: v for k, v in record.numbers.items() if k not in _LEFT_OUT and v is not None}
         self._write(step, {f"train/{key}": value for key, value in found.items()})
 
     def on_evaluation(self, step: int, result: Evaluated) -> None:

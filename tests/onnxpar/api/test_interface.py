@@ -37,3 +37,15 @@ def test_plan_and_shard_from_python(tmp_path: Path) -> None:
     )
     assert summary.out.joinpath("rank0003.model.onnx").is_file()
     assert summary.report["devices"] == 4
+
+
+def test_errors_name_arguments_not_options(tmp_path: Path) -> None:
+    ir.save(two_layer.build(), path := tmp_path / "two.onnx")
+    for arguments, message in (
+        ({"strategy": "dp"}, "strategy 'dp': expected dp=N or devices, got neither"),
+        ({"strategy": None}, "expected strategy, or a model with annotations"),
+        ({"strategy": "dp=2", "ranks": [3]}, "ranks 3: expected a rank from 0 to 1"),
+    ):
+        with pytest.raises(onnxpar.OnnxparError, match=message) as caught:
+            onnxpar.shard_model(path, out=tmp_path / "out", **arguments)
+        assert "--" not in str(caught.value)

@@ -22,7 +22,7 @@ from onnxpar_runtime import TrainerGroup
 from onnxpar_runtime.errors import CheckpointError
 from onnxpar_runtime.training.batches import order
 from onnxpar_runtime.training.checkpoints import load_checkpoint, save_checkpoint
-from onnxpar_runtime.training.commands import train_with
+from onnxpar_runtime.training.run import train_with
 from tests.training_cases import shard
 
 torch = pytest.importorskip("torch", reason="exports from PyTorch: the extra torch")

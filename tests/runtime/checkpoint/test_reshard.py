@@ -26,7 +26,7 @@ from onnxpar_runtime.checkpoint.folder import resolve
 from onnxpar_runtime.checkpoint.reshard import export_weights, merge, pieces_of, reshard
 from onnxpar_runtime.checkpoint.writer import Checkpointer
 from onnxpar_runtime.errors import CheckpointError
-from onnxpar_runtime.training import commands
+from onnxpar_runtime.training import run
 from tests.training_cases import batch_of, shard
 
 GPT = {"layers": 1, "d_model": 32, "heads": 4, "vocab": 40, "max_positions": 16}
@@ -60,7 +60,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         checkpoints=Saving(folder / "ck"), save=folder / "w",
     )  # fmt: skip
     with TrainerGroup(first) as group:
-        group.on_each(lambda member: commands.train_with(member, wanted))
+        group.on_each(lambda member: run.train_with(member, wanted))
     return folder
 
 

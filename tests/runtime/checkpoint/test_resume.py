@@ -22,9 +22,9 @@ from onnxpar_runtime import TrainerGroup
 from onnxpar_runtime.checkpoint import writer
 from onnxpar_runtime.checkpoint.folder import complete_steps, owned, partial_name, step_name
 from onnxpar_runtime.errors import CheckpointError, OnnxparRuntimeError
-from onnxpar_runtime.training import commands
 from onnxpar_runtime.training.checkpoints import load_checkpoint, save_checkpoint
 from onnxpar_runtime.training.hyper import hyperparameters
+from onnxpar_runtime.training.run import train_with
 from onnxpar_runtime.training.trainer import Trainer
 from tests.runtime.hand_trained import batch_of, regression
 from tests.training_cases import batch_of as random_batch
@@ -38,7 +38,7 @@ def train(directory: Path, wanted: TrainingRun) -> list[float]:
     log = directory.parent / "log.jsonl"
     with TrainerGroup(directory, seed=wanted.seed) as group:
         given = replace(wanted, log=log, print_every=0)
-        group.on_each(lambda member: commands.train_with(member, given))
+        group.on_each(lambda member: train_with(member, given))
     return [json.loads(line)["loss"] for line in log.read_text().splitlines()]
 
 

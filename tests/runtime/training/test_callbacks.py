@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from onnxpar_format.options import Saving, TrainingRun
+from onnxpar_format.options import Saving, Settings, TrainingRun
 from onnxpar_runtime import TrainerGroup
 from onnxpar_runtime.errors import OnnxparRuntimeError
 from onnxpar_runtime.training.callbacks import Callback
-from onnxpar_runtime.training.commands import train_with
+from onnxpar_runtime.training.hyper import hyperparameters
 from onnxpar_runtime.training.results import Evaluated, Fitted
+from onnxpar_runtime.training.run import train_with
 from onnxpar_runtime.training.step_record import StepRecord
 from tests.runtime.hand_trained import batch_of, regression
 
@@ -120,3 +121,51 @@ def test_tensorboard_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     ):
         group.on_each(lambda member: train_with(member, wanted))
     assert not (tmp_path / "log").exists() and not (tmp_path / "board").exists()
+
+
+@pytest.mark.parametrize("micro", [False, True])
+def test_norms_of_groups_are_those_of_the_gathered_gradients(tmp_path: Path, micro: bool) -> None:
+    directory = regression(tmp_path / "a")
+    with TrainerGroup(directory) as group:
+        hyper = hyperparameters("momentum", Settings(momentum=0.5)).at(1, 0.1)
+        batches = [batch_of(4, 1), batch_of(4, 2)][: 1 + micro]
+        norm = group.train_step(batches, hyper).grad_norm
+        found = group.on_each(lambda member: member.gradient_norms(["*", "w"]))
+        # Sums of some ten float64 squares in another order.
+        for each in found:
+            assert each == pytest.approx({"*": norm, "w": norm}, rel=1e-12)
+        with pytest.raises(OnnxparRuntimeError, match=r"^grad_norm b\*: expected the name"):
+            group.on_each(lambda member: member.gradient_norms(["b*"]))
+
+
+def test_fit_of_a_trainer_is_the_command(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", **batch_of(9, 1))
+    told, data = Told(), f"npz:{tmp_path / 'a.npz'}"
+    options: dict[str, Any] = {"batch_size": 4, "print_every": 0, "lr": 0.1, "momentum": 0.5}
+    log, folder = tmp_path / "log", tmp_path / "c"
+    with TrainerGroup(regression(tmp_path / "a")) as group:
+        done = group.on_each(
+            lambda member: member.fit(
+                data, epochs=2, callbacks=[told], log=str(log), grad_norm=["w"], **options
+            )
+        )
+        assert [d.steps for d in done] == [6, 6] and told.calls[-1] == ("end", 6)
+        lines = [json.loads(line) for line in log.read_text().splitlines()]
+        for line in lines:
+            assert line["grad_norm/w"] == pytest.approx(line["grad_norm"], rel=1e-12)
+        group.on_each(lambda member: member.save(tmp_path / "w.safetensors"))
+        written = group.on_each(lambda member: member.checkpoint(folder))
+        assert written == [folder / "step-00000006"] * 2
+        after = group.gather("w")
+    with TrainerGroup(regression(tmp_path / "a2")) as group:
+        assert [p.step for p in group.on_each(lambda member: member.resume(folder))] == [6, 6]
+        np.testing.assert_array_equal(group.gather("w"), after)
+        for wrong, message in (
+            ({**options, "batch_siz": 4}, "got 'batch_siz'; did you mean batch_size?"),
+            ({"batch_size": 4}, "^lr: expected a learning rate"),
+            ({**options, "eval_every": 3}, "^eval_every: expected evaluate, eval_data or valid"),
+            ({**options, "batch_size": 0}, "^batch_size and accumulate: expected numbers >= 1"),
+            ({**options, "loss_scale": "3"}, "^loss_scale: expected as an argument of Trainer"),
+        ):
+            with pytest.raises(OnnxparRuntimeError, match=message):
+                group.on_each(lambda member, given=wrong: member.fit(data, **given))

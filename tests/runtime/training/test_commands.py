@@ -13,7 +13,7 @@ from onnxpar_format.options import Settings, TrainingRun
 from onnxpar_runtime import TrainerGroup
 from onnxpar_runtime.errors import InputError, OnnxparRuntimeError
 from onnxpar_runtime.tensor_file import Entry
-from onnxpar_runtime.training import commands
+from onnxpar_runtime.training import run
 from onnxpar_runtime.training.batches import order
 from onnxpar_runtime.training.hyper import hyperparameters
 from tests.runtime.hand_trained import Reference, batch_of, regression, start
@@ -21,7 +21,7 @@ from tests.runtime.hand_trained import Reference, batch_of, regression, start
 
 def test_parameters_are_saved_as_whole_arrays(tmp_path: Path) -> None:
     with TrainerGroup(regression(tmp_path / "a")) as group:
-        group.on_each(lambda member: commands.save(member, tmp_path / "w"))
+        group.on_each(lambda member: run.save(member, tmp_path / "w"))
     np.testing.assert_array_equal(load_file(tmp_path / "w")["w"], start())
 
 
@@ -34,10 +34,10 @@ def test_a_trainer_that_is_there(tmp_path: Path) -> None:
         save=tmp_path / "w", print_every=0,
     )  # fmt: skip
     with TrainerGroup(regression(tmp_path / "a")) as group:
-        done = group.on_each(lambda member: commands.train_with(member, wanted))[0]
+        done = group.on_each(lambda member: run.train_with(member, wanted))[0]
         # Continue from the saved parameters, with the momentum so far.
         more = replace(wanted, steps=1, parameters=tmp_path / "w", save=None)
-        again = group.on_each(lambda member: commands.train_with(member, more))[0]
+        again = group.on_each(lambda member: run.train_with(member, more))[0]
     hyper = hyperparameters("momentum", settings)
     for step in range(1, 7):
         epoch, begin = (step + 2) // 3, 4 * ((step - 1) % 3)
@@ -64,11 +64,11 @@ def test_a_trainer_that_is_there_evaluates_on_other_data(
         eval_data=f"npz:{tmp_path / 'b.npz'}",
     )  # fmt: skip
     with TrainerGroup(regression(tmp_path / "a")) as group:
-        group.on_each(lambda member: commands.train_with(member, wanted))
+        group.on_each(lambda member: run.train_with(member, wanted))
         narrower = replace(wanted, eval_data=f"npz:{tmp_path / 'c.npz'}")
         np.savez(tmp_path / "c.npz", **{name: array[:, :1] for name, array in held_out.items()})
         with pytest.raises(InputError, match=r"--eval-data npz:.*c\.npz: input 'x', dim 1: exp"):
-            group.on_each(lambda member: commands.train_with(member, narrower))
+            group.on_each(lambda member: run.train_with(member, narrower))
     rows = order(8, 0, 1)
     hyper = hyperparameters("momentum", Settings()).at(1, 0.1)
     reference.step({name: array[rows] for name, array in everything.items()}, hyper)
@@ -83,7 +83,7 @@ def test_all_ranks_hear_of_a_full_disk(tmp_path: Path, monkeypatch: pytest.Monke
     def full(path: Any, entries: Sequence[Entry], arrays: Iterable[Any]) -> None:
         raise InputError(f"{path}: cannot be written: No space left on device")
 
-    monkeypatch.setattr(commands, "write_tensors", full)
+    monkeypatch.setattr(run, "write_tensors", full)
     with TrainerGroup(regression(tmp_path / "a")) as group:
         for member in group.members:
             gather = member.gather
@@ -91,6 +91,6 @@ def test_all_ranks_hear_of_a_full_disk(tmp_path: Path, monkeypatch: pytest.Monke
                 member, "gather", lambda name, gather=gather: gathered.append(name) or gather(name)
             )
         with pytest.raises(OnnxparRuntimeError, match="No space left on device"):
-            group.on_each(lambda member: commands.save(member, tmp_path / "w"))
+            group.on_each(lambda member: run.save(member, tmp_path / "w"))
     # The rank that could not write still received the shards of the other rank.
     assert gathered == ["w", "w"]

@@ -16,7 +16,7 @@ from onnxpar_runtime import TrainerGroup
 from onnxpar_runtime.checkpoint.folder import step_name
 from onnxpar_runtime.errors import CheckpointError, LaunchError
 from onnxpar_runtime.memory import peak_resident
-from onnxpar_runtime.training.commands import train_with
+from onnxpar_runtime.training.run import train_with
 from tests.training_cases import shard
 
 CONFIG = transformer.Config(layers=1, d_model=16, heads=2, vocab=64, max_positions=8)
