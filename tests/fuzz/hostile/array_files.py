@@ -131,17 +131,13 @@ def read_idx(case: Path) -> None:
 
 
 def tensor_files(work: Path, case: Path) -> list[Files]:
-    """Two tensors."""
+    """Two tensors, and the parameters of a model of `trainings`."""
     from safetensors.numpy import save
 
     rng = np.random.default_rng(0)
-    return [
-        {
-            "w.safetensors": save(
-                {"a": rng.standard_normal((4, 8)), "b": np.arange(3, dtype=np.int8)}
-            )
-        }
-    ]
+    several = {"a": rng.standard_normal((4, 8)), "b": np.arange(3, dtype=np.int8)}
+    parameters = {"w": rng.standard_normal((64, 10)).astype(np.float32)}
+    return [{"w.safetensors": save(tensors)} for tensors in (several, parameters)]
 
 
 def change_tensors(files: Files, draw: Random, name: str = "w.safetensors") -> Files:

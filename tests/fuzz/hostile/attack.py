@@ -46,6 +46,7 @@ class Reader:
         change: Returns a damaged input.
         read: Reads the folder of a case.
         commands: The arguments of `onnxpar` that read it; one of them is drawn.
+        prepare: Makes what only the commands need, in the folder of the cases.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Reader:
     change: Callable[[Files, Random], Files]
     read: Callable[[Path], object]
     commands: tuple[Callable[[Path], list[str]], ...]
+    prepare: Callable[[Path], None] = lambda case: None
 
 
 class Attack:
@@ -64,7 +66,7 @@ class Attack:
         (folder / "seeds").mkdir()
         (folder / "case").mkdir()
         self._seeds = reader.seeds(folder / "seeds", folder / "case")
-        self._kept = {path.name for path in (folder / "case").iterdir()}
+        self._keep()
 
     def files(self, number: int) -> Files:
         """Returns the files of a case."""
@@ -111,10 +113,18 @@ class Attack:
         through = forked if number % STARTED else started
         return self.run(self.files(number), command, through)
 
+    def prepare(self) -> None:
+        """Makes what the commands need."""
+        self.reader.prepare(self.folder / "case")
+        self._keep()
+
     def load(self) -> None:
         """Loads what the commands load."""
-        case = self._write(self._seeds[0])
-        load([command(case) for command in self.reader.commands], case)
+        for command in self.reader.commands:
+            load(command, map(self._write, self._seeds))
+
+    def _keep(self) -> None:
+        self._kept = {path.name for path in (self.folder / "case").iterdir()}
 
     def _write(self, files: Files) -> Path:
         """Makes the folder of a case."""
@@ -144,6 +154,7 @@ def _work(reader: Reader, folder: Path, numbers: range, commands: bool, mark: Pa
     """Runs cases, and prints a line of JSON for each finding; `mark` has the case under way."""
     attack = Attack(reader, folder)
     if commands:
+        attack.prepare()
         attack.load()
     for number in numbers:
         set_mark(mark, number)
@@ -245,6 +256,9 @@ def main() -> int:
         for name in names:
             (folder / name).mkdir()
             attack = Attack(known[name], folder / name)
+            if options.commands:
+                attack.prepare()
+                attack.load()
             os.environ["ONNXPAR_TRACEBACK"] = "1" if options.commands else "0"
             found = attack.case(options.case, options.commands)
             print(f"{name}: {found}; files in {folder / name / 'case'}")

@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -87,18 +87,28 @@ def forked(arguments: Sequence[str], case: Path) -> Outcome:
     return _forked(arguments, case)[0]
 
 
-def load(commands: Sequence[Sequence[str]], case: Path) -> None:
-    """Loads what commands load, so that forks need not do it.
+def load(command: Callable[[Path], Sequence[str]], cases: Iterable[Path]) -> None:
+    """Loads what a command loads, so that forks need not do it.
 
-    Each runs once in a fork, with undamaged files, and says what it has loaded: this process must
-    not start what onnxruntime starts, since a fork has no threads but its own.
+    It runs in a fork, with undamaged files, and says what it has loaded: this process must not
+    start what onnxruntime starts, since a fork has no threads but its own.
+
+    Args:
+        command: Returns the arguments of `onnxpar` for a folder.
+        cases: Undamaged folders; what refuses all of them would attack nothing.
     """
-    for arguments in commands:
-        for name in _forked(arguments, case)[1].split():
-            # To import the bindings of MPI starts MPI.
-            if name not in sys.modules and not name.startswith("mpi4py"):
-                with contextlib.suppress(Exception):
-                    importlib.import_module(name)
+    for case in cases:
+        arguments = command(case)
+        outcome, modules = _forked(arguments, case)
+        if outcome.code == 0:
+            break
+    else:
+        raise AssertionError(f"undamaged files: onnxpar {arguments[0]}: {outcome}")
+    for name in modules.split():
+        # To import the bindings of MPI starts MPI.
+        if name not in sys.modules and not name.startswith("mpi4py"):
+            with contextlib.suppress(Exception):
+                importlib.import_module(name)
     # A collection would touch, so copy, every page that a fork shares with this process.
     gc.collect()
     gc.freeze()

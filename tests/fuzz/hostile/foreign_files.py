@@ -3,13 +3,14 @@
 import io
 import json
 import zipfile
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from random import Random
 from typing import Any
 
 from tests.fuzz.hostile.attack import Files, Reader
+from tests.fuzz.hostile.trainings import make, trained_on
 from tests.fuzz.hostile.values import (
     change_bytes,
     change_json,
@@ -120,8 +121,8 @@ def _read_states(case: Path) -> None:
 
 
 def _token_files(work: Path, case: Path) -> list[Files]:
-    text = b"tokens.bin,seq=4,dtype=uint16"
-    return [{"tokens.bin": bytes(range(64)), "argument": text}]
+    text = b"tokens.bin,seq=4,dtype=uint8"
+    return [{"tokens.bin": bytes(range(16)) * 4, "argument": text}]
 
 
 def _change_tokens(files: Files, draw: Random) -> Files:
@@ -129,9 +130,9 @@ def _change_tokens(files: Files, draw: Random) -> Files:
         return {**files, "tokens.bin": change_bytes(files["tokens.bin"], draw)}
     text = files["argument"]
     sizes = (b"0", b"-1", b"9" * 40, b"1e3", b"\xc2\xb2", b"", b"4,seq=5", str(2**62).encode())
-    kinds = (b"uint8", b"uint32", b"float32", b"O", b"V0", b"", b"uint16,more=1")
+    kinds = (b"uint8", b"uint32", b"float32", b"O", b"V0", b"", b"uint8,more=1")
     if draw.random() < 0.5:
-        return {**files, "argument": b"tokens.bin,seq=%b,dtype=uint16" % draw.choice(sizes)}
+        return {**files, "argument": b"tokens.bin,seq=%b,dtype=uint8" % draw.choice(sizes)}
     if draw.random() < 0.5:
         return {**files, "argument": b"tokens.bin,seq=4,dtype=%b" % draw.choice(kinds)}
     return {**files, "argument": change_text(text, draw)}
@@ -140,9 +141,14 @@ def _change_tokens(files: Files, draw: Random) -> Files:
 def _read_token_file(case: Path) -> None:
     from onnxpar_runtime.training.token_file import token_windows
 
-    text = (case / "argument").read_bytes().decode("utf-8", "replace")
-    for array in token_windows("--data", text.replace("tokens.bin", str(case / "tokens.bin"))):
+    for array in token_windows("--data", _token_argument(case)):
         array.sum()
+
+
+def _token_argument(case: Path) -> str:
+    # The system takes no argument with a zero byte.
+    text = (case / "argument").read_bytes().decode("utf-8", "replace").replace("\0", "")
+    return text.replace("tokens.bin", str(case / "tokens.bin"))
 
 
 def _tokenizers(work: Path, case: Path) -> list[Files]:
@@ -184,7 +190,8 @@ def _parquet_files(work: Path, case: Path) -> list[Files]:
     import pyarrow
     from pyarrow import parquet
 
-    rows = pyarrow.table({"x": [[1.0, 2.0]] * 6, "labels": [1, 2, 3, 1, 2, 3]})
+    x = pyarrow.array([[0.5] * 64] * 6, pyarrow.list_(pyarrow.float32()))
+    rows = pyarrow.table({"x": x, "labels": [1, 2, 3, 1, 2, 3]})
     found: list[Files] = []
     for way in ("none", "snappy", "zstd"):
         parquet.write_table(rows, work / "a.parquet", compression=way, row_group_size=3)
@@ -253,14 +260,19 @@ def _read_body(case: Path) -> None:
 
 _PARQUET = Reader(
     "parquet", _parquet_files, lambda f, d: {"a.parquet": change_bytes(f["a.parquet"], d)},
-    _read_parquet_file, ()
+    _read_parquet_file,
+    (lambda case: trained_on("flat", "parquet:{}/a.parquet", case),), partial(make, "flat"),
 )  # fmt: skip
 FOREIGN: tuple[Reader, ...] = (
     # Not everyone has the package.
     *((_PARQUET,) if find_spec("pyarrow") else ()),
     Reader("state-dict", _states, _change_states, _read_states, ()),
-    Reader("tokens", _token_files, _change_tokens, _read_token_file, ()),
+    Reader(
+        "tokens", _token_files, _change_tokens, _read_token_file,
+        (lambda case: trained_on("words", f"tokens:{_token_argument(case)}", case),),
+        partial(make, "words"),
+    ),
     Reader("tokenizer", _tokenizers, _change_tokenizer, _read_tokenizer, ()),
     Reader("hosts", _hosts, lambda f, d: {"hosts": change_text(f["hosts"], d)}, _read_hosts, ()),
     Reader("request", _bodies, _change_body, _read_body, ()),
-)
+)  # fmt: skip

@@ -1,8 +1,8 @@
 """The kinds of files that onnxpar reads, with undamaged ones to begin from."""
 
 import json
-import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -31,6 +31,7 @@ from tests.fuzz.hostile.array_files import (
 from tests.fuzz.hostile.attack import Files, Reader
 from tests.fuzz.hostile.foreign_files import FOREIGN
 from tests.fuzz.hostile.messages import change_message
+from tests.fuzz.hostile.trainings import make, trained_on
 from tests.fuzz.hostile.values import (
     TEXTS,
     change_bytes,
@@ -50,6 +51,10 @@ symbols:
   batch: {divisor: 2, min: 2, max: 64}
 inputs:
   x: [dp, null]
+"""
+SEARCH = """\
+mesh: {dp: 2, tp: 2}
+search: {algorithm: ilp, memory: 1GiB, machine: h100}
 """
 TAGS = (
     '!!python/object/apply:os.system ["true"]', "!!python/name:os.system", "!!int x", "!!float x",
@@ -138,7 +143,7 @@ def _strategies(work: Path, case: Path) -> list[Files]:
     _net(case)
     return [
         {"s.yaml": STRATEGY.encode()},
-        {"s.yaml": b"mesh: {dp: 2, tp: 2}\nsearch: {objective: time}\n"},
+        {"s.yaml": SEARCH.encode()},
     ]
 
 
@@ -211,17 +216,24 @@ def _machines(work: Path, case: Path) -> list[Files]:
 
 
 def _directories(work: Path, case: Path) -> list[Files]:
+    """The folders of one device and of four, of which each is `out` in its turn."""
     onnx.save(MODELS["net"], work / "net.onnx")
-    shard_model(work / "net.onnx", "dp=1", work / "out")
-    shutil.copytree(work / "out", case / "out")
-    data = (case / "out" / "manifest.json").read_bytes()
     rng = np.random.default_rng(0)
     np.savez(case / "x.npz", x=rng.standard_normal((4, 8)).astype(np.float32))
-    shard_model(work / "net.onnx", "dp=2,tp=2", work / "more")
-    return [
-        {"out/manifest.json": data},
-        {"out/manifest.json": (work / "more" / "manifest.json").read_bytes()},
-    ]
+    found: list[Files] = []
+    for strategy in ("dp=1", "dp=2,tp=2"):
+        shard_model(work / "net.onnx", strategy, work / strategy)
+        found.append({f"out/{f.name}": f.read_bytes() for f in (work / strategy).iterdir()})
+    return found
+
+
+def _directory(work: Path, case: Path) -> Path:
+    """Makes the folder of one device, which stays as it is."""
+    files = _directories(work, case)[0]
+    (case / "out").mkdir()
+    for name, data in files.items():
+        (case / name).write_bytes(data)
+    return case / "out"
 
 
 def _read_manifest(case: Path) -> None:
@@ -249,7 +261,7 @@ _GRAPH = "out/rank0000.model.onnx"
 
 
 def _graphs(work: Path, case: Path) -> list[Files]:
-    _directories(work, case)
+    _directory(work, case)
     return [{_GRAPH: (case / _GRAPH).read_bytes()}]
 
 
@@ -269,7 +281,7 @@ def _read_graph(case: Path) -> None:
 
 
 def _archives(work: Path, case: Path) -> list[Files]:
-    _directories(work, case)
+    _directory(work, case)
     return npz_files()
 
 
@@ -364,7 +376,7 @@ def _read_trace(case: Path) -> None:
 
 
 def _logs(work: Path, case: Path) -> list[Files]:
-    _directories(work, case)
+    _directory(work, case)
     line = json.dumps({"epoch": 1, "step": 1, "loss": 2.5, "lr": 0.1, "samples_per_s": 100.0})
     return [{"log.jsonl": (line + "\n").encode() * 3}]
 
@@ -415,7 +427,7 @@ READERS: tuple[Reader, ...] = (
         (
             _on("inspect", "{}/model.onnx"),
             _shard("{}/model.onnx", "--strategy", "dp=2,tp=2"),
-            _on("plan", "{}/model.onnx", "--devices", "2", "-o", "{}/s.yaml"),
+            _on("plan", "{}/model.onnx", "--devices", "4", "-o", "{}/s.yaml"),
         ),
     ),
     Reader(
@@ -443,8 +455,17 @@ READERS: tuple[Reader, ...] = (
         "npz", _archives, change_npz, read_archive,
         (_on("run", "{}/out", "--inputs", "{}/in.npz", "--outputs", "{}/y.npz"),),
     ),
-    Reader("idx", idx_files, change_idx, read_idx, ()),
-    Reader("safetensors", tensor_files, change_tensors, read_tensor_file, ()),
+    Reader(
+        "idx", idx_files, change_idx, read_idx,
+        (lambda case: trained_on("flat", "idx:{}", case),), partial(make, "flat"),
+    ),
+    Reader(
+        "safetensors", tensor_files, change_tensors, read_tensor_file,
+        (
+            _on("eval", "{}/flat", "--data=npz:{}/samples.npz", "--parameters={}/w.safetensors"),
+        ),
+        partial(make, "flat"),
+    ),
     Reader(
         "checkpoint", _checkpoints, _change_checkpoint, _read_checkpoint,
         (
