@@ -141,6 +141,8 @@ class Lockstep:
     reference: bool
     made: dict[int, tuple[list[str], Evaluate]] = field(init=False, default_factory=dict)
     """What evaluates a stretch, by the id of its first node, and what enters it."""
+    read: set[str] = field(init=False, default_factory=set)
+    """The names that some node reads."""
 
     def run(
         self, feeds: Sequence[Mapping[str, Array]], outputs: Sequence[ir.Value]
@@ -187,10 +189,10 @@ class Lockstep:
         used = {v.name: v for node in nodes for v in read_by(node)}
         # What a body makes for itself is read by it too, and is in no memory.
         entering = [v for n, v in used.items() if n not in made and n in memory[0]]
-        wanted = {v.name for v in outputs} | {
-            v.name for node in self.builder.nodes for v in read_by(node)
-        }
-        leaving = [v for n, v in made.items() if n in wanted]
+        if not self.read:
+            self.read |= {v.name for node in self.builder.nodes for v in read_by(node) if v.name}
+        wanted = {v.name for v in outputs}
+        leaving = [v for n, v in made.items() if n in wanted or n in self.read]
         graph = onnx.helper.make_graph(
             [ir.to_proto(node) for node in nodes],
             "stretch",

@@ -23,7 +23,8 @@ from onnxpar.autodiff.optimizer import parse_optimizer
 from onnxpar.autodiff.training_program import TrainingSpec
 from onnxpar.core.machine import NETWORKED
 from onnxpar.cost.cost_model import CostModel
-from onnxpar.emit.rank_graph import emit_rank
+from onnxpar.emit.rank_graph import fill, template
+from onnxpar.emit.weight_layout import layout
 from onnxpar.graph.builder import DOMAIN
 from onnxpar.schedule import background
 from onnxpar.strategy.presets import strategy_for
@@ -34,9 +35,9 @@ from tests.random_programs import feeds, taken
 
 SEED = int(os.environ.get("ONNXPAR_FUZZ_SEED", "0"))
 FULL = bool(os.environ.get("ONNXPAR_FULL"))
-CASES = 400 if FULL else 40
-BATCHES = 10
-DIRECTORIES = 40 if FULL else 6
+CASES = 400 if FULL else 16
+BATCHES = 4
+DIRECTORIES = 40 if FULL else 3
 COMMUNICATES = (
     "AllReduce",
     "AllGather",
@@ -92,8 +93,10 @@ def case(seed: int) -> bool:
     assert started == waits
     if not started:
         return False
-    ranks = [ir.to_proto(emit_rank(parted, r)).graph for r in range(parted.plan.mesh.size)]
-    first, *others = map(calls, ranks)
+    mesh = parted.plan.mesh
+    held = {parameter.name: (parted.stage,) for parameter in parted.parameters}
+    written = template(parted, layout(parted.parameters, mesh, held))
+    first, *others = (calls(fill(written, rank).graph) for rank in range(mesh.size))
     assert all(other == first for other in others)
     data = feeds(proto, symbols, seed) | weights(analysed, symbols, seed)
     want = run_model(plain, data, symbols, reference=True)

@@ -20,8 +20,8 @@ from tests.random_programs import Sizes, feeds, is_narrow, program, taken, unles
 from tests.random_strategies import pinned, seeds_of
 
 SEED = int(os.environ.get("ONNXPAR_FUZZ_SEED", "0"))
-CASES = 2000 if os.environ.get("ONNXPAR_FULL") else 60
-BATCHES = 20
+CASES = 2000 if os.environ.get("ONNXPAR_FULL") else 30
+BATCHES = 10
 # Rounding of 2^-53 and 2^-24 in sums of at most a few hundred terms, each amplified at most a
 # thousandfold by what follows (a norm divides by no less than sqrt(0.1), products multiply).
 EXACT, ROUNDED = 1e-9, 2e-3
