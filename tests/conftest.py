@@ -44,12 +44,15 @@ ONE_AT_A_TIME = ("mpi", "collectives")
 # First, since xdist reads the groups in a hook of the same name.
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
-    """Gives some tests to one worker, where there are several.
+    """Skips what is marked `full` in the quick tier, and gives some tests to one worker.
 
-    These are tests that start many ranks, or time them, and those of a module that exports networks
-    once for all of its tests.
+    The latter are tests that start many ranks, or time them, and those of a module that exports
+    networks once for all of its tests.
     """
+    full = bool(os.environ.get("ONNXPAR_FULL"))
     for item in items:
+        if not full and item.get_closest_marker("full"):
+            item.add_marker(pytest.mark.skip(reason="of the full tier: ONNXPAR_FULL=1"))
         folder = Path(item.path).parent.name
         if folder in ONE_AT_A_TIME:
             item.add_marker(pytest.mark.xdist_group("ranks"))

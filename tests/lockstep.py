@@ -6,7 +6,7 @@ in numpy over all devices.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import reduce
+from functools import lru_cache, reduce
 from math import erf
 from typing import Any
 
@@ -20,7 +20,7 @@ from onnx.reference import ReferenceEvaluator
 
 from onnxpar.api.shard_model import propagate_and_partition
 from onnxpar.core.mesh import Mesh
-from onnxpar.core.sharding import Component, DimSharding, Sharding, split
+from onnxpar.core.sharding import Component, DimSharding, Sharding
 from onnxpar.core.symbols import symbols_of
 from onnxpar.facts.program import Program
 from onnxpar.graph.body_captures import every_node, read_by
@@ -33,7 +33,7 @@ from onnxpar.ops.table import REGISTRY
 from onnxpar.partition.partitioned_model import PartitionedModel
 from tests.norm_reference import OPERATORS as NORMS
 from tests.numpy_operators import numpy_operators
-from tests.shards import concrete, join
+from tests.shards import concrete, join, split_and_mask
 from tests.sliding_reference import OPERATORS as SLIDING
 
 FUNCTIONS = {d.op_type: d.function for d in REGISTRY.defs if d.function is not None}
@@ -110,17 +110,17 @@ def _check_replicas(
     if sharding.partial or array.dtype.kind not in "fiub":
         return
     for rank, shard in enumerate(shards):
-        want = split(array, sharding, mesh, rank)
-        valid = split(np.ones(array.shape, bool), sharding, mesh, rank)
+        want, valid = split_and_mask(array, sharding, mesh, rank)
         # Devices that hold the same computed it from the same, by the same nodes.
         np.testing.assert_array_equal(shard[valid], want[valid], f"{name} on device {rank}")
 
 
 def _padded(array: Array, sharding: Sharding, mesh: Mesh, rank: int, padding: float) -> Array:
     """What a device holds of an array, with `padding` behind its end where that is a float."""
-    shard = split(array, sharding, mesh, rank).copy()
+    shard, valid = split_and_mask(array, sharding, mesh, rank)
+    shard = shard.copy()
     if padding != 0 and np.issubdtype(shard.dtype, np.floating):
-        shard[~split(np.ones(array.shape, bool), sharding, mesh, rank)] = padding
+        shard[~valid] = padding
     return shard
 
 
@@ -194,7 +194,7 @@ class Lockstep:
         wanted = {v.name for v in outputs}
         leaving = [v for n, v in made.items() if n in wanted or n in self.read]
         graph = onnx.helper.make_graph(
-            [ir.to_proto(node) for node in nodes],
+            [ir.serde.serialize_node(node) for node in nodes],
             "stretch",
             [_info(v, memory[0][v.name or ""]) for v in entering],
             [_info(v, None) for v in leaving],
@@ -350,6 +350,13 @@ REFERENCE_OPS = [
 
 def evaluator(model: onnx.ModelProto, reference: bool) -> Evaluate:
     """Returns a function from a model's inputs to its outputs, both by name."""
+    return _evaluator(model.SerializeToString(deterministic=True), reference)
+
+
+# Most ways to shard an operator give every device the same nodes, and a session takes milliseconds.
+@lru_cache(maxsize=200)
+def _evaluator(data: bytes, reference: bool) -> Evaluate:
+    model = onnx.ModelProto.FromString(data)
     names = [o.name for o in model.graph.output]
     if reference:
         # It would not take its own operators inside of functions.
@@ -365,7 +372,5 @@ def evaluator(model: onnx.ModelProto, reference: bool) -> Evaluate:
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.intra_op_num_threads = 1
     options.log_severity_level = 3
-    session = ort.InferenceSession(
-        model.SerializeToString(), options, providers=["CPUExecutionProvider"]
-    )
+    session = ort.InferenceSession(data, options, providers=["CPUExecutionProvider"])
     return lambda feeds: dict(zip(names, session.run(None, dict(feeds)), strict=True))

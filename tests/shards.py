@@ -1,7 +1,7 @@
 """Shards of arrays: shardings at given sizes of the symbols, and shards joined again."""
 
 from collections.abc import Mapping, Sequence
-from functools import reduce
+from functools import lru_cache, reduce
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,6 +10,7 @@ from onnxpar.core.errors import ShardingError
 from onnxpar.core.mesh import Mesh
 from onnxpar.core.sharding import Component, Sharding
 from onnxpar.core.symbols import SymbolTable
+from onnxpar_format.boxes import ShardSlices
 
 
 def concrete(sharding: Sharding, table: SymbolTable, values: Mapping[str, int]) -> Sharding:
@@ -19,6 +20,25 @@ def concrete(sharding: Sharding, table: SymbolTable, values: Mapping[str, int]) 
         for dim in sharding.dims
     )
     return Sharding(dims, sharding.partial, sharding.reduction)
+
+
+def split_and_mask(
+    array: NDArray[np.generic], sharding: Sharding, mesh: Mesh, rank: int
+) -> tuple[NDArray[np.generic], NDArray[np.bool_]]:
+    """Returns what `split` does, and which elements of it are none of the padding."""
+    slices, valid = _slices(sharding, mesh, rank)
+    assert array.shape == sharding.shape
+    return slices.take(array), valid
+
+
+@lru_cache(maxsize=10_000)
+def _slices(sharding: Sharding, mesh: Mesh, rank: int) -> tuple[ShardSlices, NDArray[np.bool_]]:
+    """What many cases split in the same way; the mask is not to be written to."""
+    sized = sharding.sized(mesh)
+    slices = sized.slices(rank)
+    valid = slices.take(np.ones(sized.shape, bool))
+    valid.flags.writeable = False
+    return slices, valid
 
 
 def join(

@@ -147,7 +147,6 @@ def test_operators_said_to_have_no_gradient_have_none() -> None:
         assert onnx.defs.has(name), name
 
 
-FULL = pytest.mark.skipif(not os.environ.get("ONNXPAR_FULL"), reason="minutes; with ONNXPAR_FULL=1")
 SHOWN = ["README.md", "docs/guide.md", "docs/tutorial.md"]
 FILES = ("counting.py", "ranks.py", "tiny_gpt.py", "export.py", "back.py")
 LEFT_OUT = ("git ", "tools/quickstart", ". .venv", "pip ", "onnxpar view ", "export ")
@@ -178,7 +177,7 @@ def test_the_commands_shown_have_the_options_shown(page: str) -> None:
     assert seen >= 5
 
 
-@FULL
+@pytest.mark.full
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("page", SHOWN)
 def test_the_commands_shown_work(page: str, tmp_path: Path) -> None:
@@ -209,7 +208,7 @@ def test_the_commands_shown_work(page: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
 
 
-@FULL
+@pytest.mark.full
 def test_the_export_shown_keeps_every_parameter(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -230,7 +229,7 @@ def test_the_export_shown_keeps_every_parameter(
     assert "notice" not in printed
 
 
-@FULL
+@pytest.mark.full
 def test_the_export_of_the_reference_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch = pytest.importorskip("torch")
     monkeypatch.chdir(tmp_path)

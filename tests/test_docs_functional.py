@@ -53,7 +53,7 @@ def test_the_blocks_shown_can_be_sharded(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.skipif(not FULL, reason="exports from PyTorch; with ONNXPAR_FULL=1")
+@pytest.mark.full
 def test_the_module_shown_trains_on_threads_and_under_mpirun(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

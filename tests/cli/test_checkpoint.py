@@ -152,7 +152,7 @@ def test_any_hash_seed_gives_the_same_bytes(tmp_path: Path) -> None:
     _gpt(tmp_path / "m.onnx")
     command = [sys.executable, "-m", "onnxpar.cli", "shard", "m.onnx", "--strategy", "auto"]
     command += ["--devices", "4", *TRAIN, "softmax_cross_entropy", "-o"]
-    seeds = ("0", "1", "2")
+    seeds = ("0", "1")
     running = [
         subprocess.Popen([*command, seed], cwd=tmp_path, env=os.environ | {"PYTHONHASHSEED": seed})
         for seed in seeds

@@ -101,7 +101,7 @@ def test_every_example(
     alike(tmp_path, capsys, LOSSES.get(name, "mse") if train else None)
 
 
-@pytest.mark.parametrize("text", ASKED if FULL else random.Random(SEED).sample(ASKED, 3))
+@pytest.mark.parametrize("text", ASKED if FULL else random.Random(SEED).sample(ASKED, 1))
 def test_whatever_is_asked_of_the_search(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str
 ) -> None:

@@ -14,7 +14,9 @@ from tests.cli import linear
 
 FULL = bool(os.environ.get("ONNXPAR_FULL"))
 posix = pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
-SIGNALS = pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
+SIGNALS = pytest.mark.parametrize(
+    "name", ["SIGINT", "SIGTERM", pytest.param("SIGHUP", marks=pytest.mark.full)]
+)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(143)], ids=["INT", "TERM"])

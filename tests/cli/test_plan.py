@@ -42,8 +42,15 @@ def inspected(directory: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, 
     return {"nodes": data["nodes"], "collectives": data["collectives"]}
 
 
-@pytest.mark.parametrize("algorithm", ["recursive", "ilp"])
-@pytest.mark.parametrize("train", [False, True])
+@pytest.mark.parametrize(
+    ("train", "algorithm"),
+    [
+        (False, "ilp"),
+        (True, "recursive"),
+        pytest.param(False, "recursive", marks=pytest.mark.full),
+        pytest.param(True, "ilp", marks=pytest.mark.full),
+    ],
+)
 def test_shard_carries_out_what_plan_wrote(
     model: Path,
     tmp_path: Path,
@@ -497,9 +504,9 @@ HALF = "{float32: 1e9, bfloat16: 4e9}"
     [
         (HALF, 0.0, "bfloat16", "float32"),
         # Casts take longer to start than products save.
-        (HALF, 1.0, "float32", "bfloat16"),
+        pytest.param(HALF, 1.0, "float32", "bfloat16", marks=pytest.mark.full),
         # The machine may not have the type.
-        ("{float32: 1e9}", 0.0, "float32", None),
+        pytest.param("{float32: 1e9}", 0.0, "float32", None, marks=pytest.mark.full),
     ],
 )
 def test_the_type_of_products_is_chosen_if_it_is_open(

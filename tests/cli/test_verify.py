@@ -102,7 +102,7 @@ main(["verify", *sys.argv[1:]])
 """
 
 
-@pytest.mark.skipif(not FULL, reason="a process for each; with ONNXPAR_FULL=1")
+@pytest.mark.full
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_no_folder_is_left_when_it_is_ended(
     paths: tuple[str, str], tmp_path: Path, number: signal.Signals

@@ -52,9 +52,7 @@ def trained(folder: Path) -> dict[str, NDArray[np.generic]]:
 
 @pytest.mark.parametrize(
     ("mesh", "level"),
-    [*product(MESHES, range(4))]
-    if os.environ.get("ONNXPAR_FULL")
-    else [("dp=2", 0), ("dp=2,tp=2", 3)],
+    [*product(MESHES, range(4))] if os.environ.get("ONNXPAR_FULL") else [("dp=2", 3)],
 )
 def test_the_bits_of_a_call_for_each(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mesh: str, level: int

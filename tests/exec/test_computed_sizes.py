@@ -10,6 +10,7 @@ import onnx.parser
 import pytest
 
 from onnxpar.cli import main
+from tests.tiers import covering
 
 HEAD = '<ir_version: 10, opset_import: ["": 20]>\n'
 RNG = np.random.default_rng(3)
@@ -101,11 +102,11 @@ CELLS = [(name, preset) for name in NETWORKS for preset in ("dp=2", "tp=2")]
 CELLS += [(name, "file") for name in SPLITS]
 
 
-@pytest.mark.parametrize("train", [False, True], ids=["forward", "training"])
-@pytest.mark.parametrize(("name", "preset"), CELLS)
+@pytest.mark.parametrize(("cell", "train"), covering(CELLS, [False, True]))
 def test_sharded(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, preset: str, train: bool
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], cell: tuple[str, str], train: bool
 ) -> None:
+    name, preset = cell
     model, out = written(tmp_path, name), str(tmp_path / "out")
     chosen = strategy(tmp_path, name, preset)
     options = TRAIN if train else []

@@ -1,6 +1,5 @@
 """A trained model as one ONNX file, and as PyTorch loads it: what the ranks evaluate."""
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -125,9 +124,7 @@ def test_another_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[
         assert not out.exists()
 
 
-@pytest.mark.skipif(
-    not os.environ.get("ONNXPAR_FULL"), reason="seconds of exporting; with ONNXPAR_FULL=1"
-)
+@pytest.mark.full
 def test_pytorch_loads_it(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     export_module = pytest.importorskip("onnxpar.api.pytorch.export_module")

@@ -15,6 +15,7 @@ from onnxpar.graph.tensor_parts import TensorPart, part_of
 from onnxpar.strategy import Strategy
 from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.verify.compare import verify
+from tests.tiers import covering
 
 TEXT = """
     <ir_version: 10, opset_import: ["" : 21]>
@@ -150,8 +151,9 @@ def check(folder: Path, proto: onnx.ModelProto, strategy: str | Strategy) -> Man
     return Manifest.load(folder / "out")
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("preset", ["tp=2", "tp=4", "tp=3", "dp=2,tp=2", "dp=2"])
+@pytest.mark.parametrize(
+    ("case", "preset"), covering(CASES, ["tp=2", "tp=4", "tp=3", "dp=2,tp=2", "dp=2"])
+)
 def test_results_are_equal(tmp_path: Path, case: str, preset: str) -> None:
     check(tmp_path, model(CASES[case]), preset)
 

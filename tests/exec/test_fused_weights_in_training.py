@@ -27,6 +27,7 @@ from onnxpar_runtime.errors import DirectoryError, InputError
 from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.training import run
 from tests.exec.test_fused_weights import CASES, model
+from tests.tiers import covering
 from tests.training_cases import after_training, batch_of, hyper, shard
 
 Array = NDArray[Any]
@@ -63,9 +64,13 @@ def states_after(directory: Path, optimizer: str) -> dict[str, Array]:
         return {name: group.gather(name) for name in tensors}
 
 
-@pytest.mark.parametrize("strategy", ["tp=2", "dp=2,tp=2", "tp=3"])
 @pytest.mark.parametrize(
-    ("case", "optimizer"), [("split", "adamw"), ("heads", "sgd"), ("convolved", "momentum")]
+    ("strategy", "case", "optimizer"),
+    covering(
+        ["tp=2", "dp=2,tp=2", "tp=3"],
+        ["heads", "split", "convolved"],
+        ["sgd", "adamw", "momentum"],
+    ),
 )
 def test_equals_complete_weights(
     tmp_path: Path, case: str, optimizer: str, strategy: str, monkeypatch: pytest.MonkeyPatch

@@ -15,6 +15,7 @@ from onnxpar.api.shard_model import shard_model
 from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.verify.compare import verify
 from onnxpar_runtime.verify.findings import Case
+from tests.tiers import covering
 
 LAYERS = 4
 MODELS: dict[str, Callable[[], ir.Model]] = {
@@ -36,8 +37,7 @@ def shard(
     return Manifest.load(directory), verify(directory, path, cases)
 
 
-@pytest.mark.parametrize("strategy", ["dp=4", "dp=2,tp=2", "tp=3"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "strategy"), covering(MODELS, ["dp=4", "dp=2,tp=2", "tp=3"]))
 def test_batches_from_1_to_17(tmp_path: Path, name: str, strategy: str) -> None:
     """No constraint on the batch, and no number but 1 divides most of them."""
     model = MODELS[name]()

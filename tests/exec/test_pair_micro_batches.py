@@ -98,7 +98,13 @@ EXAMPLES = {
 
 
 @pytest.mark.usefixtures("eager")
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(n, marks=pytest.mark.full) if n == "level 3, recomputed" else n
+        for n in EXAMPLES
+    ],
+)
 def test_pairs_change_no_bit(name: str, tmp_path: Path) -> None:
     """A gradient is the sum of two, in either order, and a third one is added to it."""
     example = EXAMPLES[name]
@@ -190,7 +196,7 @@ def test_pairs_in_float16_differ_by_rounding_alone(tmp_path: Path) -> None:
             np.testing.assert_array_equal(paired[name], array, err_msg=name)
 
 
-@pytest.mark.parametrize("compute", [None, "float16"])
+@pytest.mark.parametrize("compute", [None, pytest.param("float16", marks=pytest.mark.full)])
 def test_verify_runs_pairs(compute: str | None, tmp_path: Path) -> None:
     """Losses, gradients, parameters and sent bytes are those of the undivided program."""
     model = transformer.build(**GPT)

@@ -39,15 +39,14 @@ VOCAB = 41
 
 
 def sampled() -> list[Cell]:
-    """What is hardest, with recomputation and without, and one cell more of each schedule."""
+    """What is hardest, with recomputation and without, and a cell more of an easier schedule."""
     draw = random.Random(SEED)
     hardest: list[Cell] = [
         ("tied", "interleaved", "pp=2,dp=2,tp=2", 3, "recomputed"),
         ("tied", "zb-h1", "pp=4", 3, "kept"),
     ]
     rest = [c for c in CELLS if c not in hardest]
-    by_schedule = [draw.choice([c for c in rest if c[1] == s]) for s in SCHEDULES]
-    return list(dict.fromkeys([*hardest, *by_schedule]))
+    return [*hardest, draw.choice([c for c in rest if c[1] in ("gpipe", "1f1b")])]
 
 
 def strategy_of(schedule: str, mesh: str, level: int, recompute: str) -> Strategy:

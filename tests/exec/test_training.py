@@ -97,7 +97,7 @@ def test_equals_one_device(tmp_path: Path, name: str) -> None:
         assert all(0 < step.loss < 100 for step in case.steps)
 
 
-@pytest.mark.skipif(not FULL, reason="larger; with ONNXPAR_FULL=1")
+@pytest.mark.full
 @pytest.mark.parametrize("strategy", ["dp=2,tp=4", "dp=4", "tp=2", "tp=8"])
 def test_transformer_of_four_layers(tmp_path: Path, strategy: str) -> None:
     ranks = shard(tmp_path / "ranks", transformer.build(), strategy, optimizer="adamw")

@@ -132,17 +132,17 @@ def losses_of(
             two_layer.build, two_layer_loss, "dp=8", {"batch": 16}, "momentum", 0.05,
             {"momentum": 0.9, "weight_decay": 0.01, "dampening": 0.2},
         ),
-        (
+        pytest.param(
             small_transformer, transformer_loss, "dp=2,tp=4", {"batch": 3, "seq": 7}, "sgd", 0.1,
-            {"weight_decay": 0.01},
+            {"weight_decay": 0.01}, marks=pytest.mark.full,
         ),
         (
             small_transformer, transformer_loss, "dp=2,tp=4", {"batch": 4, "seq": 16}, "adamw",
             1e-3, {"weight_decay": 0.1},
         ),
-        (
+        pytest.param(
             lambda: small_transformer(tied_head=True), transformer_loss, "tp=2",
-            {"batch": 3, "seq": 9}, "adamw", 1e-3, {},
+            {"batch": 3, "seq": 9}, "adamw", 1e-3, {}, marks=pytest.mark.full,
         ),
     ],
     ids=["mlp-sgd", "mlp-adamw", "two-momentum", "gpt-sgd", "gpt-adamw", "gpt-tied"],

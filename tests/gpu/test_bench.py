@@ -13,9 +13,6 @@ from step import PreparedModels, Row, SideError
 from step_cases import Job, Side
 
 BENCH = Path(gpu.__file__).parent
-slow = pytest.mark.skipif(
-    not os.environ.get("ONNXPAR_FULL"), reason="ten seconds each; with ONNXPAR_FULL=1"
-)
 
 
 def bench(
@@ -30,7 +27,7 @@ def bench(
     )
 
 
-@slow
+@pytest.mark.full
 def test_collectives_are_measured(standin_cuda: Mapping[str, str]) -> None:
     command = str(BENCH / "gpu.py"), "--quick", "--only", "collectives"
     done = bench(standin_cuda, *command)
@@ -52,7 +49,7 @@ def test_a_rank_is_heard_through_reports_of_mpirun(
     assert gpu.collectives(2, True, [].append) == ["collectives: failed: r1 | no memory"]
 
 
-@slow
+@pytest.mark.full
 @pytest.mark.parametrize("system", ["onnxpar", "torch"])
 def test_steps_are_profiled(system: str) -> None:
     """On the CPU, where the profiler sees PyTorch's operators and nothing of onnxruntime."""

@@ -58,11 +58,11 @@ def settings(seed: int) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("ranks", "options"),
     [
-        (1, ["--log-every", "5"]),
-        (1, GRAPHS),
-        (2, ["--transport", "nccl"]),
+        pytest.param(1, ["--log-every", "5"], marks=pytest.mark.full),
+        pytest.param(1, GRAPHS, marks=pytest.mark.full),
+        pytest.param(2, ["--transport", "nccl"], marks=pytest.mark.full),
         (2, ["--transport", "nccl", *GRAPHS]),
-        (2, ["--transport", "mpi", "--log-every", "5"]),
+        pytest.param(2, ["--transport", "mpi", "--log-every", "5"], marks=pytest.mark.full),
     ],
     ids=["one rank", "one rank, graphs", "nccl", "nccl, graphs", "staged"],
 )
@@ -70,8 +70,6 @@ def test_training(
     standin_cuda: Mapping[str, str], tmp_path: Path, ranks: int, options: list[str], seed: int
 ) -> None:
     """Batches come ahead, parameters are copied out beside the next step, graphs are replayed."""
-    if not FULL and options in (["--log-every", "5"], ["--transport", "nccl"]):
-        pytest.skip("in the full tier")
     out = linear.shard(tmp_path, ranks, "--symbol", "batch:divisor=2")
     arguments = ["-m", "onnxpar.cli", "train", str(out), "--data", "digits", "--lr", "1"]
     arguments += ["--batch-size", str(ROWS), "--steps", str(STEPS), "--seed", "0", *options]

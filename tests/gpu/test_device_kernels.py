@@ -19,6 +19,7 @@ import pytest
 from onnxpar_runtime.devices import machine, obstacle
 from tests.children import with_tests
 from tests.runtime.kernels.one_node import GATHERS
+from tests.tiers import covering
 
 FULL = os.environ.get("ONNXPAR_FULL") == "1"
 Array = np.ndarray
@@ -31,7 +32,8 @@ TYPES = {
 # Half a unit in the last place of numbers of the type, and of what is computed in.
 UNIT = {"float32": 2.0**-24, "bfloat16": 2.0**-9, "float16": 2.0**-12, "float64": 2.0**-53}
 REAL = {"float32": 2.0**-24, "bfloat16": 2.0**-24, "float16": 2.0**-24, "float64": 2.0**-53}
-every_type = pytest.mark.parametrize("kind", TYPES if FULL else list(TYPES)[:2])
+KINDS = list(TYPES) if FULL else list(TYPES)[:2]
+every_type = pytest.mark.parametrize("kind", KINDS)
 Both = Callable[..., tuple[list[Array], list[Array]]]
 
 
@@ -189,11 +191,11 @@ def test_standard_operators_of_one_operand(both: Both) -> None:
             np.testing.assert_allclose(got, want, rtol=16 * UNIT["float32"], atol=8 * 2.0**-24)
 
 
-@pytest.mark.parametrize("kind", ["bfloat16", "float16", "float64"])
-@pytest.mark.parametrize(("op", "attributes", "low", "high"), STANDARD, ids=str)
-def test_standard_operators_in_other_types(
-    worker: Process, op: str, attributes: dict[str, float], low: float, high: float, kind: str
-) -> None:
+@pytest.mark.parametrize(
+    ("number", "kind"), covering(range(len(STANDARD)), ["bfloat16", "float16", "float64"])
+)
+def test_standard_operators_in_other_types(worker: Process, number: int, kind: str) -> None:
+    op, attributes, low, high = STANDARD[number]
     # The CPU has no kernels for most: what is wanted is what float32 gives, rounded.
     x = np.random.default_rng(9).uniform(low, high, (3, 1025)).astype(TYPES[kind])
     asked, _ = worker.ask(op, [x.astype(np.float32)], attributes, [True])
@@ -347,10 +349,12 @@ def labels_of(shape: tuple[int, ...], ignore: int | None) -> Array:
     return labels
 
 
-@every_type
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize(("weighted", "ignore"), [(False, None), (True, -100), (False, 2)])
-def test_loss(both: Both, reduction: str, weighted: bool, ignore: int | None, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "reduction", "how"),
+    covering(KINDS, ["mean", "sum", "none"], [(False, None), (True, -100), (False, 2)]),
+)
+def test_loss(both: Both, reduction: str, how: tuple[bool, int | None], kind: str) -> None:
+    weighted, ignore = how
     attributes = {"reduction": reduction} | ({} if ignore is None else {"ignore_index": ignore})
     for shape in LOSS if FULL or not weighted else LOSS[:4]:
         scores = normal(9, shape, kind, 2)
@@ -433,11 +437,9 @@ STEPS: list[tuple[str, int, list[float], float]] = [
 ]
 
 
-@every_type
-@pytest.mark.parametrize(("op", "states", "numbers", "decay"), STEPS, ids=str)
-def test_step(
-    both: Both, op: str, states: int, numbers: list[float], decay: float, kind: str
-) -> None:
+@pytest.mark.parametrize(("number", "kind"), covering(range(len(STEPS)), KINDS))
+def test_step(both: Both, number: int, kind: str) -> None:
+    op, states, numbers, decay = STEPS[number]
     for shape in SHAPES:
         for given in ([], [decay], [decay, 1.0], [decay, 0.0]):
             state = [normal(15 + i, shape, kind) for i in range(states)]

@@ -71,7 +71,7 @@ def test_every_kernel_compiles(capability: int) -> None:
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.skipif(not FULL, reason="ONNXPAR_FULL is not set")
+@pytest.mark.full
 def test_a_gpu_newer_than_the_compiler_gets_code_that_the_driver_translates() -> None:
     path = compiler()
     if path is None:
@@ -103,7 +103,12 @@ def relu_grad(environment: Mapping[str, str], log: Path) -> object:
 
 @pytest.mark.parametrize(
     ("capability", "code"),
-    [("90", "sm_90"), ("103", "compute_100"), ("121", "compute_100"), ("86", "compute_80")],
+    [
+        ("90", "sm_90"),
+        ("121", "compute_100"),
+        pytest.param("103", "compute_100", marks=pytest.mark.full),
+        pytest.param("86", "compute_80", marks=pytest.mark.full),
+    ],
 )
 def test_what_a_gpu_is_given(
     standin_cuda: Mapping[str, str], tmp_path: Path, capability: str, code: str

@@ -179,9 +179,10 @@ def test_ranks_of_mpirun_take_the_gpus_in_turn(
     ("more", "message"),
     [
         ({}, "NCCL allows that only with NCCL_MULTI_RANK_GPU_ENABLE=1"),
-        (
+        pytest.param(
             {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "STANDIN_NCCL_VERSION": "22907"},
             "NCCL allows that since 2.30.0, and this is 2.29.7",
+            marks=pytest.mark.full,
         ),
     ],
     ids=["not allowed", "too old"],

@@ -220,7 +220,7 @@ def test_the_comparison_works(folder: Path, axis: str) -> None:
     [
         (STAGES, [], "nccl\tSend\t", STEPS * 2 * 2 * 2),  # 4 micro-batches, there and back
         # The optimizer's steps, on two ranks: the host works out sizes of the training.
-        ("dp", CAPTURED, "graph\t", 2 * (STEPS + 1)),
+        pytest.param("dp", CAPTURED, "graph\t", 2 * (STEPS + 1), marks=pytest.mark.full),
     ],
     ids=["stages", "captured"],
 )

@@ -53,7 +53,7 @@ def steps(
 FULL = bool(os.environ.get("ONNXPAR_FULL"))
 
 
-@pytest.mark.skipif(not FULL, reason="half a minute each; with ONNXPAR_FULL=1")
+@pytest.mark.full
 @pytest.mark.parametrize(("level", "share"), [(1, 0.6), (0, 0.7), (3, 0.6)])
 def test_what_is_hidden(
     standin_cuda: Mapping[str, str], tmp_path: Path, level: int, share: float
@@ -83,7 +83,7 @@ def test_what_is_hidden(
         assert apart - hidden >= share * min(behind, communicating)
 
 
-@pytest.mark.skipif(not FULL, reason="two more runs of the stand-ins; ONNXPAR_FULL is not set")
+@pytest.mark.full
 def test_halves_of_the_batch_hide_the_sums_of_the_forward_pass(
     standin_cuda: Mapping[str, str], tmp_path: Path
 ) -> None:

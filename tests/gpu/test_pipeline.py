@@ -102,7 +102,7 @@ def test_nothing_handed_on_passes_through_the_host(
     assert sizes == {BORDER_BYTES}, sizes
 
 
-@pytest.mark.skipif(not FULL, reason="in the full tier")
+@pytest.mark.full
 def test_without_nccl_it_is_pinned(standin_cuda: Mapping[str, str], tmp_path: Path) -> None:
     lines = train(tmp_path, "mpi", standin_cuda)
     messages = STEPS * MICRO_BATCHES * 2

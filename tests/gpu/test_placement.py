@@ -80,8 +80,8 @@ def marked(path: Path) -> tuple[set[str], set[str]]:
         ("newer", "bfloat16", 1, "dp"),
         ("lowered", "float16", 1, "dp"),
         ("mlp", "bfloat16", 4, "dp=2,tp=2"),
-        ("transformer", None, 4, "dp=2,tp=2"),
-        ("transformer", "float16", 1, "dp"),
+        pytest.param("transformer", None, 4, "dp=2,tp=2", marks=pytest.mark.full),
+        pytest.param("transformer", "float16", 1, "dp", marks=pytest.mark.full),
         ("transformer", "bfloat16", 4, "dp=2,tp=2"),
     ],
 )

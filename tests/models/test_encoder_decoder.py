@@ -58,8 +58,6 @@ def built(family: str) -> Any:
 @pytest.fixture
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """The folder of a family."""
-    if request.param == "bart" and not FULL:
-        pytest.skip("half a minute; with ONNXPAR_FULL=1")
     module, encoder, decoder = built(request.param)
     made.save_folder(module.config, encoder, decoder, tmp_path / "model")
     return tmp_path / "model"
@@ -91,7 +89,11 @@ def logits(folder: Path, read: dict[str, Any], ids: Any) -> Any:
     return cached_logits(session, ids, range(PROMPT, LENGTH + 1), own, fixed=fixed)
 
 
-@pytest.mark.parametrize(("folder", "family"), [(f, f) for f in made.FAMILIES], indirect=["folder"])
+@pytest.mark.parametrize(
+    ("folder", "family"),
+    [pytest.param(f, f, marks=() if f == "t5" else pytest.mark.full) for f in made.FAMILIES],
+    indirect=["folder"],
+)
 def test_it_computes_what_transformers_does(folder: Path, family: str) -> None:
     read = source(family)
     ids = np.random.default_rng(1).integers(0, 256, (ROWS, LENGTH))
@@ -105,7 +107,11 @@ def test_it_computes_what_transformers_does(folder: Path, family: str) -> None:
 
 @pytest.mark.parametrize(
     ("folder", "strategy", "steps"),
-    [("whisper", "tp=2", 128), ("t5", "dp=2,tp=2", 12), ("bart", "tp=2", 12)],
+    [
+        pytest.param("whisper", "tp=2", 128, marks=pytest.mark.full),
+        ("t5", "dp=2,tp=2", 12),
+        pytest.param("bart", "tp=2", 12, marks=pytest.mark.full),
+    ],
     indirect=["folder"],
 )
 def test_sharded_it_generates_the_same(
@@ -123,7 +129,9 @@ def test_sharded_it_generates_the_same(
 
 
 @pytest.mark.parametrize(
-    ("folder", "strategy"), [("t5", "tp=2"), ("t5", "dp=2")], indirect=["folder"]
+    ("folder", "strategy"),
+    [("t5", "tp=2"), pytest.param("t5", "dp=2", marks=pytest.mark.full)],
+    indirect=["folder"],
 )
 def test_requests_that_come_and_go_get_the_tokens_of_each_alone(
     folder: Path, strategy: str, tmp_path: Path
@@ -227,7 +235,10 @@ SEARCHES = [
 
 @pytest.mark.parametrize(
     ("folder", "family", "strategy"),
-    [("whisper", "whisper", "tp=2"), ("t5", "t5", "dp=2,tp=2"), ("bart", "bart", "tp=2")],
+    [
+        ("t5", "t5", "tp=2"),
+        *(pytest.param(f, f, "dp=2,tp=2", marks=pytest.mark.full) for f in made.FAMILIES),
+    ],
     indirect=["folder"],
 )
 def test_beam_search_finds_what_transformers_does(
@@ -260,7 +271,7 @@ def test_a_table_of_both_is_stored_once(folder: Path, tmp_path: Path) -> None:
     assert names == ["shared.weight"]
 
 
-@pytest.mark.skipif(not FULL, reason="half a minute; with ONNXPAR_FULL=1")
+@pytest.mark.full
 def test_a_folder_is_described_as_genai_does(tmp_path: Path) -> None:
     configuration("bart", {}, made.FAMILIES, made._SIZES).save_pretrained(tmp_path / "hf")
     out = tmp_path / "out"

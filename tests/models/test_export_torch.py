@@ -189,6 +189,7 @@ class First(torch.nn.Module):
         return self.module(x)[0]
 
 
+@pytest.mark.full
 def test_a_dim_that_pytorch_fixes_is_refused() -> None:
     """It unrolls this module, and says nothing."""
     module = First(torch.nn.RNN(8, 8, batch_first=True))
@@ -202,7 +203,7 @@ def test_a_dim_that_pytorch_fixes_is_refused() -> None:
     assert [str(d) for d in export(fixed).graph.inputs[0].shape or ()] == ["batch", "4", "8"]
 
 
-@pytest.mark.parametrize("optimize", [True, False])
+@pytest.mark.parametrize("optimize", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_a_plain_export_is_what_pytorch_writes(net: Any, optimize: bool) -> None:
     ids = torch.zeros(3, 5, dtype=torch.int64)
     example = Example(net, {"ids": ids}, {"ids": {0: "batch", 1: "seq"}}, outputs=("a",))

@@ -47,7 +47,7 @@ the wrong one, the smallest layers (8 images of 4×4 in ResNet-50) would be off 
 eight times as much. Fifty norms amplify the rounding of 50 steps to 1.3e-4."""
 
 pytestmark = [
-    pytest.mark.skipif(not FULL, reason="minutes; with ONNXPAR_FULL=1"),
+    pytest.mark.full,
     pytest.mark.timeout(900),
     pytest.mark.filterwarnings("ignore"),  # of PyTorch and transformers about themselves
 ]

@@ -110,6 +110,7 @@ def chained(folder: Path) -> list[list[int]]:
     return found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("name", "strategy"), CASES)
 def test_tokens_are_those_of_the_three_files(
     name: str, strategy: str, folders: Any, sharded: Any

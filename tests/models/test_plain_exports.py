@@ -87,8 +87,15 @@ def exported(
     return path, [option for case in cases for option in ("--symbol", case)]
 
 
-@pytest.mark.parametrize("preset", ["dp=2", "tp=2"])
-@pytest.mark.parametrize("train", [False, True], ids=["forward", "training"])
+@pytest.mark.parametrize(
+    ("train", "preset"),
+    [
+        (False, "tp=2"),
+        (True, "dp=2"),
+        pytest.param(False, "dp=2", marks=pytest.mark.full),
+        pytest.param(True, "tp=2", marks=pytest.mark.full),
+    ],
+)
 def test_sharded_at_odd_sizes(
     exported: tuple[Path, list[str]],
     tmp_path: Path,

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -30,7 +29,7 @@ def made(folder: Path, *options: str) -> tuple[int, list[str], list[dict[str, An
     return done.returncode, rows, [json.loads(line) for line in kept.read_text().splitlines()]
 
 
-@pytest.mark.skipif(not os.environ.get("ONNXPAR_FULL"), reason="seconds; with ONNXPAR_FULL=1")
+@pytest.mark.full
 @pytest.mark.timeout(300)
 def test_a_row_that_holds_is_made_once(tmp_path: Path) -> None:
     failed = {"model": "mlp", "exporter": "ours", "strategy": "tp=2", "problem": "not done in 1 s"}

@@ -76,6 +76,7 @@ def verify(directory: Path) -> None:
 CASES = [("gpt2", 2), ("t5", 2), ("gpt2", 4), ("t5", 4)]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("name", "layers"), CASES if FULL else CASES[:1])
 def test_all_layers_are_found(name: str, layers: int) -> None:
     """The first, too, in which sizes and masks stand that all layers read."""
@@ -89,7 +90,7 @@ def test_all_layers_are_found(name: str, layers: int) -> None:
         assert names[0].startswith(prefix) and names[-1].startswith(prefix)
 
 
-@pytest.mark.skipif(not FULL, reason="half a minute each; with ONNXPAR_FULL=1")
+@pytest.mark.full
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("name", "layers"), CASES)
 def test_with_layers_recomputed_it_trains_as_one_device(
@@ -103,7 +104,7 @@ def test_with_layers_recomputed_it_trains_as_one_device(
     verify(out)
 
 
-@pytest.mark.skipif(not FULL, reason="half a minute each; with ONNXPAR_FULL=1")
+@pytest.mark.full
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("stages", [2, 4])
 @pytest.mark.parametrize("name", ["gpt2", "t5"])

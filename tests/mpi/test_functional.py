@@ -44,7 +44,7 @@ def lines(text: str, ranks: int) -> list[str]:
 
 
 @pytest.mark.timeout(2 * SECONDS)
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_every_rank_has_the_complete_result(tmp_path: Path, ranks: int) -> None:
     body = """
 fn = onnxpar.shard(three_blocks.build(), ((size // 2, 2),), level=2,

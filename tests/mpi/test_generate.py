@@ -102,8 +102,15 @@ sys.exit(main(["generate", {directory!r}, "--tokens", {tokens!r}]))
 """
 
 
-@pytest.mark.parametrize("kills", [False, True])
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("rank", "kills"),
+    [
+        (0, False),
+        (1, True),
+        pytest.param(0, True, marks=pytest.mark.full),
+        pytest.param(1, False, marks=pytest.mark.full),
+    ],
+)
 def test_a_stage_that_fails_ends_all(decoder: Path, rank: int, kills: bool, tmp_path: Path) -> None:
     shard_model(decoder, "pp=2", tmp_path / "stages")
     script = FAILS.format(
@@ -131,7 +138,7 @@ def test_tokens_are_printed_as_they_come_and_end_at_eos(decoder: Path, tmp_path:
     ("text", "message"),
     [
         ('[["a"]]', "expected a list of prompts, each a list of numbers from 0"),
-        ("[[1]", "not valid JSON"),
+        pytest.param("[[1]", "not valid JSON", marks=pytest.mark.full),
         ("[[1], [99]]", "expected elements from -96 to 95 for node 'Gather_e' (Gather), got 99"),
     ],
 )

@@ -231,7 +231,7 @@ def test_on_two_machines_what_would_come_again_is_reported(work: Path, machines:
     assert errors.count("step 2: the loss is nan") == 1 and "resuming" not in errors
 
 
-@pytest.mark.skipif(not FULL, reason="seconds; with ONNXPAR_FULL=1")
+@pytest.mark.full
 @pytest.mark.parametrize("whom", [0, 1])
 def test_on_two_machines_a_rank_dies(work: Path, machines: list[str], whom: int) -> None:
     # Either rank may end first: the one that was killed, or the one that lost its peer.
@@ -305,7 +305,7 @@ def test_a_disk_that_is_full(work: Path) -> None:
             checkpoint.verify_file(name)
 
 
-@pytest.mark.skipif(not FULL, reason="seconds; with ONNXPAR_FULL=1")
+@pytest.mark.full
 def test_a_rank_that_stalls(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The others name it after their time limit, and the training continues."""
     monkeypatch.setenv("ONNXPAR_TIMEOUT", "5")
@@ -329,7 +329,7 @@ exec "$@"
 """
 
 
-@pytest.mark.skipif(not FULL, reason="seconds; with ONNXPAR_FULL=1")
+@pytest.mark.full
 def test_shared_memory_of_64_kib(work: Path) -> None:
     """The losses are those of a run with enough: onnxpar's own memory is not in /dev/shm."""
     directory, found = linear.shard(work, 2), []
@@ -353,7 +353,7 @@ def test_shared_memory_of_64_kib(work: Path) -> None:
     assert found[0] == found[1] and len(found[0]) == 3
 
 
-@pytest.mark.skipif(not FULL, reason="seconds; with ONNXPAR_FULL=1")
+@pytest.mark.full
 def test_what_would_come_again_is_not_tried_again(work: Path) -> None:
     arguments = failing(work, linear.shard(work, 2))
     with launched("--retries", "3", "--", *arguments) as p:
@@ -368,7 +368,7 @@ def test_what_would_come_again_is_not_tried_again(work: Path) -> None:
     assert errors.count("No such option") == 1
 
 
-@pytest.mark.skipif(not FULL, reason="seconds; with ONNXPAR_FULL=1")
+@pytest.mark.full
 def test_retries_are_used_up(work: Path) -> None:
     directory = linear.shard(work, 2)
     (work / "dies.py").write_text("import os\ndef batches():\n    os.kill(os.getpid(), 9)\n")
@@ -429,7 +429,7 @@ def test_ranks_with_a_grace_time_write_a_last_checkpoint(
     assert losses(log) == losses(undisturbed)
 
 
-@pytest.mark.skipif(not FULL, reason="seconds; with ONNXPAR_FULL=1")
+@pytest.mark.full
 def test_a_grace_time_ends(work: Path) -> None:
     """A rank that no longer answers does not keep the others longer than that."""
     directory, folder, log = linear.shard(work, 2), work / "ck", work / "log.jsonl"
@@ -446,7 +446,7 @@ def test_a_grace_time_ends(work: Path) -> None:
     assert not complete_steps(folder)
 
 
-@pytest.mark.skipif(not FULL, reason="seconds; with ONNXPAR_FULL=1")
+@pytest.mark.full
 @pytest.mark.parametrize("whom", ["mpirun", "supervisor"])
 def test_no_rank_is_left_behind(work: Path, whom: str) -> None:
     directory, folder = linear.shard(work, 2), work / "ck"

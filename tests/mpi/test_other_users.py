@@ -142,7 +142,7 @@ def attacked(user: int, place: Place) -> tuple[int, list[str]]:
     return seen, opened
 
 
-@pytest.mark.skipif(not os.environ.get("ONNXPAR_FULL"), reason="seconds; with ONNXPAR_FULL=1")
+@pytest.mark.full
 def test_a_training_is_private(place: Place) -> None:
     directory, points = linear.shard(place.folder, 2), place.folder / "points"
     for path in [directory, *directory.iterdir()]:

@@ -21,7 +21,9 @@ def save(tmp_path: Path, batch: int, dtype: str = "float32") -> Path:
     return tmp_path / "in.npz"
 
 
-@pytest.mark.parametrize(("ranks", "batch"), [(1, 3), (2, 5), (4, 9)])
+@pytest.mark.parametrize(
+    ("ranks", "batch"), [(1, 3), (2, 5), pytest.param(4, 9, marks=pytest.mark.full)]
+)
 def test_equal_outputs(tmp_path: Path, ranks: int, batch: int) -> None:
     atoms = [2] * (ranks // 2)
     split = [[("batch", range(len(atoms)))], [(3, [])]]
@@ -203,7 +205,7 @@ def test_a_rank_that_fails_in_the_middle_ends_all(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="Linux's /proc")
-@pytest.mark.parametrize("waits", ["none", "first", "last"])
+@pytest.mark.parametrize("waits", ["none", "first", pytest.param("last", marks=pytest.mark.full)])
 def test_an_interrupt_is_reported_once_and_ends_all_ranks(tmp_path: Path, waits: str) -> None:
     """An interrupt during a computation, and while a rank waits in a collective."""
     directory = hand_made.endless(tmp_path / "a", {"none": None, "first": 0, "last": 1}[waits])

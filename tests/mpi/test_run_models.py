@@ -25,6 +25,7 @@ def largest_difference(model: Path, feeds: dict[str, NDArray], outputs: Path) ->
     return float(np.abs(got - expected).max() / np.abs(expected).max())
 
 
+@pytest.mark.full
 def test_mlp_by_the_tutorials_tuples_on_eight_ranks(tmp_path: Path) -> None:
     model, directory = tmp_path / "mlp.onnx", tmp_path / "mlp8"
     ir.save(mlp.build(), model)
@@ -37,7 +38,7 @@ def test_mlp_by_the_tutorials_tuples_on_eight_ranks(tmp_path: Path) -> None:
     assert largest_difference(model, feeds, outputs) < 1e-5
 
 
-@pytest.mark.parametrize(("batch", "seq"), [(3, 7), (1, 1)])
+@pytest.mark.parametrize(("batch", "seq"), [(3, 7), pytest.param(1, 1, marks=pytest.mark.full)])
 def test_transformer_with_uneven_batches(tmp_path: Path, batch: int, seq: int) -> None:
     model, directory = tmp_path / "gpt.onnx", tmp_path / "gpt4"
     ir.save(transformer.build(layers=2), model)

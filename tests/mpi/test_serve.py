@@ -174,7 +174,7 @@ def test_more_requests_than_slots_and_queue_are_refused(directory: Path) -> None
         assert len(choices(server, {"prompt": [7], "max_tokens": 3})[0]) == 3
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.full), 1])
 def test_a_rank_that_is_ended_ends_all(rank: int, directory: Path) -> None:
     """A client that still waits gets an error in the form that it knows."""
     options = ["--slots", "1", "--max-length", "64"]

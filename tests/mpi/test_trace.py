@@ -86,7 +86,7 @@ def test_a_trace_adds_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert len(json.loads(capsys.readouterr().out)["ranks"]) == 2
 
 
-@pytest.mark.skipif(not FULL, reason="half a minute; with ONNXPAR_FULL=1")
+@pytest.mark.full
 def test_a_trace_of_resnet50_adds_up(tmp_path: Path) -> None:
     """With parameters that are gathered behind the next step, where the transport can do that."""
     zoo = pytest.importorskip("zoo", reason="needs transformers: the extra zoo")

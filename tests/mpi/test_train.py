@@ -23,7 +23,7 @@ def train(ranks: int, directory: Path, *more: str) -> Outcome:
     return mpirun(ranks, ["-m", "onnxpar.cli", "train", str(directory), *more])
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_equals_one_device(tmp_path: Path, ranks: int) -> None:
     directory = linear.shard(tmp_path, ranks)
     log, saved = tmp_path / "log", tmp_path / "w"
@@ -184,7 +184,10 @@ def memory(pid: int) -> set[Path]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize(("body", "whom"), [(SLOW, "mpirun"), (STUCK, "mpirun"), (SLOW, "rank")])
+@pytest.mark.parametrize(
+    ("body", "whom"),
+    [(SLOW, "mpirun"), pytest.param(STUCK, "mpirun", marks=pytest.mark.full), (SLOW, "rank")],
+)
 def test_an_interrupt_ends_all_ranks(tmp_path: Path, body: str, whom: str) -> None:
     directory = regression(tmp_path / "a")
     arguments = ["-m", "onnxpar.cli", "train", str(directory), "--data", "stream_of_mine:f"]

@@ -39,7 +39,7 @@ ENDS_S = 30
 and 9 s for what mpirun left, here the daemon of the other node."""
 DIGITS = ["--data", "digits", "--batch-size", "100", "--lr", "0.01", "--device", "cpu"]
 pytestmark = [
-    pytest.mark.skipif(not os.environ.get("ONNXPAR_FULL"), reason="a minute; with ONNXPAR_FULL=1"),
+    pytest.mark.full,
     pytest.mark.timeout(2 * LIMIT),
 ]
 

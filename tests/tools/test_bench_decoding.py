@@ -1,6 +1,5 @@
 """The benchmarks of steps of one decoder, and of requests side by side: both run and print."""
 
-import os
 import re
 import sys
 from pathlib import Path
@@ -13,9 +12,7 @@ from _exporter import save
 from onnxpar.api.shard_model import shard_model
 from tests.runtime.launching import mpirun
 
-pytestmark = pytest.mark.skipif(
-    not os.environ.get("ONNXPAR_FULL"), reason="seconds; with ONNXPAR_FULL=1"
-)
+pytestmark = pytest.mark.full
 BENCH = Path(__file__).parents[2] / "tools" / "bench"
 
 

@@ -1,6 +1,5 @@
 """The benchmark of generation: its verdicts, and that its sides run and agree."""
 
-import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -53,7 +52,7 @@ def test_a_side_that_cannot_start_says_why(tmp_path: Path) -> None:
         running.connect()
 
 
-@pytest.mark.skipif(not os.environ.get("ONNXPAR_FULL"), reason="seconds; with ONNXPAR_FULL=1")
+@pytest.mark.full
 @pytest.mark.parametrize("bits", [4, 32])
 def test_all_sides_make_the_same_tokens(bits: int, tmp_path: Path) -> None:
     pytest.importorskip("transformers")

@@ -67,7 +67,7 @@ def test_a_side_that_cannot_start_says_why(tmp_path: Path) -> None:
         running.connect()
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("optimizer", [pytest.param("sgd", marks=pytest.mark.full), "adamw"])
 def test_two_ranks_take_the_steps_of_one(optimizer: str, tmp_path: Path) -> None:
     prepared, found = step.PreparedModels(tmp_path, quick=True), {}
     for side in (ONE, TENSOR):

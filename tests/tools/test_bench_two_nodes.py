@@ -1,6 +1,5 @@
 """The benchmark of steps on two nodes: its arithmetic, and that its sides run and agree."""
 
-import os
 from dataclasses import replace
 
 import pytest
@@ -44,7 +43,7 @@ def test_what_is_hidden_is_a_share_of_the_shorter_one(
     assert found.startswith(f"level {level}:") and found.endswith(told)
 
 
-@pytest.mark.skipif(not os.environ.get("ONNXPAR_FULL"), reason="seconds; with ONNXPAR_FULL=1")
+@pytest.mark.full
 def test_all_sides_run_and_agree(capsys: pytest.CaptureFixture[str]) -> None:
     try:
         code = two_nodes.main(["--quick", "--rounds", "1", "--level", "0", "3"])

@@ -37,6 +37,7 @@ def test_what_it_writes_is_read(ranks: int, blocks: tuple[int, ...], tmp_path: P
         assert 0 <= link.wait < 1
 
 
+@pytest.mark.full
 def test_a_busy_machine_is_reported(tmp_path: Path) -> None:
     out = tmp_path / "machine.yaml"
     command = [find_mpirun(), "--oversubscribe", "-n", "2", sys.executable, TOOL, "-o", str(out)]

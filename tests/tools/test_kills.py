@@ -19,9 +19,6 @@ pytestmark = [
     # What one test leaves on purpose, another one would find.
     pytest.mark.xdist_group("test_kills"),
 ]
-FULL = pytest.mark.skipif(
-    not os.environ.get("ONNXPAR_FULL"), reason="a minute; with ONNXPAR_FULL=1"
-)
 KINDS = [(c, "everything") for c in ("merge", "reshard", "shard")]
 KINDS += [("train", whom) for whom in kills.WHOM]
 SEED = int(os.environ.get("ONNXPAR_FUZZ_SEED", "0"))
@@ -32,7 +29,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> kills.Prepared:
     return kills.prepare(tmp_path_factory.mktemp("made"))
 
 
-@FULL
+@pytest.mark.full
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("command", "whom"), KINDS)
 def test_a_kill_leaves_nothing(

@@ -1,6 +1,5 @@
 """`tools/soak.py`: what grows is reported, in numbers made up for it and in a run with a leak."""
 
-import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -74,7 +73,7 @@ def leaking(epoch, seed, train):
 )
 
 
-@pytest.mark.skipif(not os.environ.get("ONNXPAR_FULL"), reason="seconds; with ONNXPAR_FULL=1")
+@pytest.mark.full
 @pytest.mark.timeout(300)
 def test_a_leak_of_one_rank_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # A short run: it takes samples more often, and compares its second quarter with its last.

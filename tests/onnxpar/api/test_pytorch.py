@@ -1,6 +1,5 @@
 """A PyTorch module goes in with all of its names, and its trained parameters come back."""
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -75,9 +74,7 @@ def test_a_trained_module_comes_back_with_all_names(tmp_path: Path) -> None:
     np.testing.assert_allclose(logits, wanted, rtol=0, atol=4e-6 * np.abs(wanted).max())
 
 
-@pytest.mark.skipif(
-    not os.environ.get("ONNXPAR_FULL"), reason="ten seconds each; with ONNXPAR_FULL=1"
-)
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore")  # of transformers and PyTorch, about themselves
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "vit"])
 def test_a_module_of_hugging_face_needs_no_wrapper(kind: str, tmp_path: Path) -> None:

@@ -215,7 +215,7 @@ def test_programs_of_many_calls_are_bounded(pair: Any, monkeypatch: pytest.Monke
     assert len(block.reports) == 2
 
 
-@pytest.mark.skipif(not FULL, reason="exports again; with ONNXPAR_FULL=1")
+@pytest.mark.full
 def test_evaluation_frozen_layers_and_dropout() -> None:
     class Dropping(torch.nn.Module):
         def __init__(self) -> None:
@@ -298,7 +298,7 @@ except onnxpar.OnnxparError as error:
 """
 
 
-@pytest.mark.skipif(not FULL, reason="exports again; with ONNXPAR_FULL=1")
+@pytest.mark.full
 def test_modules_draw_numbers_of_their_own_and_can_be_checkpointed() -> None:
     def block() -> Any:
         parts = torch.nn.Linear(8, 8), torch.nn.Dropout(0.5)
@@ -330,7 +330,7 @@ class Picks(torch.nn.Module):
         return self.drop(x[:, self.index] + x)
 
 
-@pytest.mark.skipif(not FULL, reason="exports again; with ONNXPAR_FULL=1")
+@pytest.mark.full
 def test_changes_of_parts_and_buffers_are_seen() -> None:
     plain = Picks()
     sharded = onnxpar.shard_module(plain, torch.zeros(4, 8), strategy="dp=2")
@@ -342,7 +342,7 @@ def test_changes_of_parts_and_buffers_are_seen() -> None:
     torch.testing.assert_close(sharded(x), x[:, 3:4] + x)
 
 
-@pytest.mark.skipif(not FULL, reason="exports in several processes; with ONNXPAR_FULL=1")
+@pytest.mark.full
 @pytest.mark.timeout(2 * SECONDS)
 @pytest.mark.parametrize("strategy", ["tp=2", "dp=2", "dp=2,tp=2"])
 def test_a_block_under_mpirun_trains_as_in_one_process(tmp_path: Path, strategy: str) -> None:
@@ -399,7 +399,7 @@ if rank == 0:
 """
 
 
-@pytest.mark.skipif(not FULL, reason="exports in two processes; with ONNXPAR_FULL=1")
+@pytest.mark.full
 def test_ranks_that_make_different_calls_are_told_so(tmp_path: Path) -> None:
     program = tmp_path / "different.py"
     program.write_text(DIFFERENT, encoding="utf-8")
@@ -424,7 +424,7 @@ def test_ranks_that_make_different_calls_are_told_so(tmp_path: Path) -> None:
     assert text in done.err, done.err
 
 
-@pytest.mark.skipif(not FULL, reason="exports in two processes; with ONNXPAR_FULL=1")
+@pytest.mark.full
 def test_another_number_of_ranks_is_refused(tmp_path: Path) -> None:
     program = tmp_path / "wrong.py"
     program.write_text(

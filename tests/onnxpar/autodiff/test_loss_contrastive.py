@@ -19,6 +19,7 @@ from onnxpar.api import runtime
 from onnxpar.strategy import Strategy
 from onnxpar_runtime.errors import OnnxparRuntimeError
 from onnxpar_runtime.training.group import TrainerGroup
+from tests.tiers import covering
 from tests.training_cases import hyper, shard
 
 Array = NDArray[Any]
@@ -87,8 +88,7 @@ def batches() -> list[dict[str, Array]]:
     ]
 
 
-@pytest.mark.parametrize("loss", [APPENDED, OWN])
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize(("name", "loss"), covering(STRATEGIES, [APPENDED, OWN]))
 def test_ranks_train_as_one_device(name: str, loss: str, tmp_path: Path) -> None:
     ranks = shard(tmp_path / "a", towers(), STRATEGIES[name], loss=loss, optimizer="adamw")
     sizes = [f"batch={b}" for b in (3, 4, 5)]
@@ -100,8 +100,7 @@ def test_ranks_train_as_one_device(name: str, loss: str, tmp_path: Path) -> None
         assert case.ok, case.problems
 
 
-@pytest.mark.parametrize("loss", [APPENDED, OWN])
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize(("name", "loss"), covering(STRATEGIES, [APPENDED, OWN]))
 def test_losses_and_gradients_are_pytorchs(name: str, loss: str, tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     cross_entropy = torch.nn.functional.cross_entropy

@@ -20,6 +20,9 @@ from onnxpar.ops.table import REGISTRY
 from tests.onnxpar.ops.op_harness import chosen
 from tools.operators import backend
 
+# ONNX makes all of its cases at once, in ten seconds.
+pytestmark = pytest.mark.xdist_group("backend")
+
 Array = np.ndarray[Any, Any]
 
 

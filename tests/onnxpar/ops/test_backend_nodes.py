@@ -22,6 +22,9 @@ from tests.lockstep import evaluator
 from tests.onnxpar.ops.op_harness import FULL, HALF, SEED, Case, chosen
 from tools.operators import backend
 
+# ONNX makes all of its cases at once, in ten seconds.
+pytestmark = pytest.mark.xdist_group("backend")
+
 MESH = Mesh((), (2, 2))
 QUICK_CASES, QUICK_SPLITS = 12, 3
 

@@ -1,7 +1,6 @@
 """The report page in Chromium: no errors, tables sort, the slider changes numbers, keys work."""
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -456,7 +455,7 @@ NETWORKS = {
 LARGEST, LONGEST_S = 5_000_000, 2.0
 
 
-@pytest.mark.skipif(not os.environ.get("ONNXPAR_FULL"), reason="2 minutes; with ONNXPAR_FULL=1")
+@pytest.mark.full
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("network", NETWORKS)
 def test_pages_of_networks(browser: Any, network: str, tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """A rank's graph reduced for people: complete, in order, and without what only machines need."""
 
-import os
 import shutil
 import subprocess
 import sys
@@ -63,7 +62,7 @@ def test_bodies_have_what_was_folded(sharded: Path, tmp_path: Path) -> None:
     assert set(gather.input) == {"input_ids", "wte.weight"}
 
 
-@pytest.mark.skipif(not os.environ.get("ONNXPAR_FULL"), reason="seconds; with ONNXPAR_FULL=1")
+@pytest.mark.full
 @pytest.mark.skipif(
     not (shutil.which("chromium") and shutil.which("chromedriver")),
     reason="needs chromium and chromedriver (Debian: chromium, chromium-driver)",

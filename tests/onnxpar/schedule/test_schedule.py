@@ -98,8 +98,8 @@ def test_every_reader_waits(
     ("preset", "level", "name", "tensors"),
     [
         ("dp=2", 3, "training_model", 2),
-        ("tp=2", 0, "training_model", 1),
-        ("dp=2,tp=2", 2, "training_model", 1),
+        pytest.param("tp=2", 0, "training_model", 1, marks=pytest.mark.full),
+        pytest.param("dp=2,tp=2", 2, "training_model", 1, marks=pytest.mark.full),
         ("tp=2", 0, "paired_model", 2),
     ],
 )

@@ -36,7 +36,6 @@ GPT = transformer.Config(layers=6, d_model=64, heads=4, vocab=128, max_positions
 SIZES = {"batch": 16, "seq": 64}
 DEVICES = 4
 FULL = bool(os.environ.get("ONNXPAR_FULL"))
-slow = pytest.mark.skipif(not FULL, reason="seconds each; with ONNXPAR_FULL=1")
 LIMITS = (64 << 20, 8 << 20, 3 << 20)
 # Two nodes of two devices; starting an operator costs little, so that sharding is worth it.
 MACHINE = replace(
@@ -92,6 +91,7 @@ def test_no_other_configuration_of_the_plans_that_were_made_is_much_better(limit
     assert best(limit).way.seconds <= 1.1 * min(fitting)
 
 
+@pytest.mark.full
 def test_a_part_of_each_layer_takes_less_time_than_complete_layers() -> None:
     limit = LIMITS[1]
     found = best(limit)
@@ -117,12 +117,13 @@ def test_zero_bubble_is_chosen_if_stages_wait_for_few_micro_batches() -> None:
     assert best.way.staged.stages[-1].peak > plain.staged.stages[-1].peak
 
 
+@pytest.mark.full
 def test_less_memory_takes_more_time() -> None:
     seconds = [best(limit).way.seconds for limit in LIMITS]
     assert seconds == sorted(seconds) and seconds[0] < seconds[-1]
 
 
-@slow
+@pytest.mark.full
 @pytest.mark.parametrize("pairs", [None, True])
 def test_more_memory_takes_no_more_time(tmp_path: Path, pairs: bool | None) -> None:
     """With more memory, a plan is found whenever one is found with less, and it is as fast."""
@@ -153,7 +154,7 @@ def test_strategies_that_were_not_tried_are_priced_for_large_programs_too(
     assert last.seconds < APART * min(each.seconds for each in others)
 
 
-@slow
+@pytest.mark.full
 def test_level_1_finds_the_least_memory_within_twice_the_time() -> None:
     auto = load_strategy("auto", 8)
     auto = replace(auto, search=auto.search.model_copy(update={"level": 1}))
@@ -177,7 +178,7 @@ def test_what_is_given_is_kept() -> None:
         assert chosen.parallel.level == 2 and chosen.recompute == given
 
 
-@slow
+@pytest.mark.full
 @pytest.mark.parametrize("strategy", ["auto", "pp=2,dp=2,tp=2"])
 def test_the_number_of_micro_batches_is_nearly_the_best(strategy: str) -> None:
     given = load_strategy(strategy, 8)
@@ -189,7 +190,7 @@ def test_the_number_of_micro_batches_is_nearly_the_best(strategy: str) -> None:
     assert seconds(None) <= 1.1 * min(seconds(count) for count in (1, 4, 16, 64))
 
 
-@slow
+@pytest.mark.full
 def test_if_a_given_mesh_does_not_fit_it_says_how_many_stages_would() -> None:
     limit = 1500 << 10
     tried = configurations(limit, Open((1,)), load_strategy("dp=2,tp=2", DEVICES))
@@ -223,7 +224,7 @@ def test_configurations_are_described() -> None:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("gpt") / "gpt.onnx"
-    config = replace(GPT, layers=6, d_model=32)
+    config = replace(GPT, layers=4, d_model=32)
     save(transformer.build(config), path)
     return path
 
@@ -273,7 +274,7 @@ def test_stages_that_do_not_divide_the_devices_are_refused(
     assert "stages: expected numbers that divide the" in capsys.readouterr().err
 
 
-@slow
+@pytest.mark.full
 def test_the_exact_search_decides_no_configuration(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -282,7 +283,7 @@ def test_the_exact_search_decides_no_configuration(
     assert "the preset that needs least memory" in capsys.readouterr().err
 
 
-@slow
+@pytest.mark.full
 def test_a_table_names_no_plan_twice_and_says_of_what_its_times_are(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -4,8 +4,8 @@ import pytest
 
 from onnxpar.cost.cost_model import CostModel
 from onnxpar.cost.optimizer_parallel import OptimizerParallel
-from onnxpar.search.node_options import Option, options
 from onnxpar.search.cost_weights import CostWeights
+from onnxpar.search.node_options import Option, options
 from onnxpar.search.problem import MOMENTS, build
 from onnxpar.search.rearranged_states import saved_behind
 from onnxpar.search.value_flow import Item, flow

@@ -53,7 +53,12 @@ def programs(op: str, attributes: str, count: int, kind: str, group: list[int]) 
 
 
 @pytest.mark.parametrize(
-    ("kind", "rows"), [*(("float", rows) for rows in ROWS), ("bfloat16", "in_pieces")]
+    ("kind", "rows"),
+    [
+        *(("float", rows) for rows in ROWS if rows != "large"),
+        pytest.param("float", "large", marks=pytest.mark.full),
+        ("bfloat16", "in_pieces"),
+    ],
 )
 @pytest.mark.parametrize("op", FORMS)
 def test_the_bits_of_a_call_for_each(team: Team, op: str, rows: str, kind: str) -> None:

@@ -18,6 +18,7 @@ from onnxpar_runtime.group import Ranks
 from tests.decoders import FEATURES, VOCAB, encoder_decoder
 from tests.runtime.generation.decoders import decoder
 from tests.runtime.generation.plain import encoded, last_logits
+from tests.tiers import covering
 
 RNG = np.random.default_rng(2)
 PROMPTS = [RNG.integers(0, VOCAB, size).tolist() for size in (1, 7, 20)]
@@ -57,9 +58,11 @@ def same(found: list[list[Hypothesis]], want: list[list[Hypothesis]]) -> None:
 
 
 @pytest.mark.parametrize(
-    "strategy", ["replicate", "tp=2", "dp=2,tp=2", "dp=4", "pp=2", "pp=2,dp=2"]
+    ("kind", "strategy"),
+    covering(
+        ["growing", "in_place"], ["replicate", "tp=2", "dp=2,tp=2", "dp=4", "pp=2", "pp=2,dp=2"]
+    ),
 )
-@pytest.mark.parametrize("kind", ["growing", "in_place"])
 def test_any_mesh_finds_the_same_sequences(kind: str, strategy: str, tmp_path: Path) -> None:
     """Three prompts of different lengths, on meshes that do not divide them."""
     model = decoder(kind, tmp_path)

@@ -16,6 +16,7 @@ from onnxpar_runtime.group import Ranks
 from onnxpar_runtime.manifest import Manifest
 from tests.decoders import FEATURES, HIDDEN, VOCAB, encoder_decoder, growing
 from tests.runtime.generation.plain import encoded, greedy
+from tests.tiers import covering
 
 RNG = np.random.default_rng(1)
 PROMPTS = [RNG.integers(0, VOCAB, size).tolist() for size in (1, 7, 64)]
@@ -36,9 +37,9 @@ def plain(folder: Path, prompts: list[list[int]], given: Any, count: int) -> lis
     return greedy(folder / "decoder.onnx", prompts, count, left)
 
 
-@pytest.mark.parametrize("frames", [1, 10])
 @pytest.mark.parametrize(
-    "strategy", ["replicate", "tp=2", "tp=3", "tp=4", "dp=2", "dp=2,tp=2", "dp=4"]
+    ("strategy", "frames"),
+    covering(["replicate", "tp=2", "tp=3", "tp=4", "dp=2", "dp=2,tp=2", "dp=4"], [1, 10]),
 )
 def test_tokens_equal_those_of_the_undivided_model(
     strategy: str, frames: int, tmp_path: Path

@@ -15,6 +15,7 @@ from onnxpar_runtime.generation.generator import Generator, Step
 from onnxpar_runtime.group import Ranks
 from tests.runtime.generation.decoders import decoder, mixed
 from tests.runtime.generation.plain import greedy, last_logits
+from tests.tiers import covering
 
 STRATEGIES = {
     "replicate": 1,
@@ -44,8 +45,7 @@ def drawing(how: Sampling, m: Generator) -> list[list[int]]:
     return m.generate(PROMPTS, max_new_tokens=10, sampling=how)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("kind", ["growing", "in_place"])
+@pytest.mark.parametrize(("kind", "strategy"), covering(["growing", "in_place"], STRATEGIES))
 def test_tokens_equal_those_of_the_undivided_model(
     kind: str, strategy: str, tmp_path: Path
 ) -> None:

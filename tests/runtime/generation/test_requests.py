@@ -19,6 +19,7 @@ from onnxpar_runtime.generation.requests import Requests
 from onnxpar_runtime.group import Ranks
 from tests.runtime.generation.decoders import decoder
 from tests.runtime.generation.plain import greedy, last_logits
+from tests.tiers import covering
 
 RNG = np.random.default_rng(3)
 WAYS = [
@@ -101,8 +102,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[int]]
     return found
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("kind", ["growing", "in_place"])
+@pytest.mark.parametrize(("kind", "strategy"), covering(["growing", "in_place"], STRATEGIES))
 def test_tokens_are_those_of_each_request_alone(
     kind: str, strategy: str, alone: dict[str, list[list[int]]], tmp_path: Path
 ) -> None:
@@ -182,8 +182,9 @@ def test_log_probabilities_are_those_of_each_request_alone(tmp_path: Path) -> No
             tokens.append(event.token)
 
 
-@pytest.mark.parametrize("strategy", ["replicate", "tp=2", "dp=2", "pp=2"])
-@pytest.mark.parametrize("kind", ["growing", "in_place"])
+@pytest.mark.parametrize(
+    ("kind", "strategy"), covering(["growing", "in_place"], ["replicate", "tp=2", "dp=2", "pp=2"])
+)
 def test_prompts_that_begin_alike_are_computed_once(
     kind: str, strategy: str, tmp_path: Path
 ) -> None:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from tests.onnxpar.ops.gradient_harness import GradCase
+from tests.tiers import covering
 
 # Exact in float32, which attributes are.
 EPSILON = 0.125
@@ -38,9 +39,10 @@ def group_norm(groups: int) -> Callable[..., Any]:
     return function
 
 
-@pytest.mark.parametrize("groups", [1, 2, 4])
-@pytest.mark.parametrize("shape", ["double[N,4,3]", "double[N,4,2,3]", "double[2,4,S]"])
-@pytest.mark.parametrize("opset", [18, 21])
+@pytest.mark.parametrize(
+    ("opset", "groups", "shape"),
+    covering([18, 21], [1, 2, 4], ["double[N,4,3]", "double[N,4,2,3]", "double[2,4,S]"]),
+)
 def test_group_norm(groups: int, shape: str, opset: int) -> None:
     double = ", stash_type=11" if opset == 21 else ""
     text = f"y = GroupNormalization<num_groups={groups}, epsilon={EPSILON}{double}>(x, s, b)"

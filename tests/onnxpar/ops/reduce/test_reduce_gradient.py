@@ -7,6 +7,7 @@ import pytest
 
 from onnxpar.autodiff.differentiate import Differentiated
 from tests.onnxpar.ops.gradient_harness import GradCase, between
+from tests.tiers import covering
 
 NSX = {"x": "double[N,S,4]"}
 POSITIVE = {"x": between(0.3, 2)}
@@ -29,9 +30,9 @@ REDUCTIONS: dict[str, tuple[Any, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", REDUCTIONS)
 @pytest.mark.parametrize(
-    ("dims", "keep"), [((1,), 0), ((0, 2), 1), ((0, 1, 2), 0), ((-1,), 1)], ids=str
+    ("name", "dims", "keep"),
+    covering(REDUCTIONS, [(1,), (0, 2), (0, 1, 2), (-1,)], [0, 1]),
 )
 def test_reduction(name: str, dims: tuple[int, ...], keep: int) -> None:
     function, data = REDUCTIONS[name]

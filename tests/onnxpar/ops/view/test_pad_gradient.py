@@ -7,6 +7,7 @@ import pytest
 
 from onnxpar.core.errors import ModelError
 from tests.onnxpar.ops.gradient_harness import GradCase
+from tests.tiers import covering
 
 
 def ints(*values: int) -> np.ndarray:
@@ -58,20 +59,25 @@ y = Pad(x, p, {border}, a)"""
 
 
 @pytest.mark.parametrize(
-    ("ends", "more"), [("z, m", (0, 1)), ("m, z", (1, 0)), ("m, m", (1, 1))], ids=str
+    ("ends", "border", "size"),
+    covering(
+        [("z, m", (0, 1)), ("m, z", (1, 0)), ("m, m", (1, 1))],
+        ["", "c"],
+        [3, 4, 6],
+    ),
 )
-@pytest.mark.parametrize("border", ["", "c"])
-@pytest.mark.parametrize("size", [3, 4, 6])
 def test_a_border_that_is_computed(
-    ends: str, more: tuple[int, int], border: str, size: int
+    ends: tuple[str, tuple[int, int]], border: str, size: int
 ) -> None:
+    where, more = ends
+
     def torch(torch: Any, x: Any, c: Any = 0.0) -> Any:
         before, after = (-size % 4 * n for n in more)
         ends = [torch.ones(5, n, 2, dtype=x.dtype) * c for n in (before, after)]
         return torch.cat([ends[0], x, ends[1]], 1)
 
     GradCase(
-        MULTIPLE.format(ends=ends, border=border),
+        MULTIPLE.format(ends=where, border=border),
         {"x": "double[N,S,2]"} | ({"c": "double"} if border else {}),
         torch,
         sizes={"N": 5, "S": size},
