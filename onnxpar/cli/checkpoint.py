@@ -126,10 +126,15 @@ def import_(
     target: Target,
     to: Annotated[Path, Option("Output of `onnxpar shard --train` for the module.", "DIR")],
     module: Annotated[str, _MODULE],
-    state_dict: Annotated[Path, Option("PyTorch's state dict of the module.", "FILE")],
+    state_dict: Annotated[
+        Path,
+        Option(
+            "PyTorch's state dict of the module: a file, or a folder of torch.distributed.", "PATH"
+        ),
+    ],
     optimizer_state: Annotated[
         Path | None,
-        Option("PyTorch's state dict of Adam or AdamW. Without one, moments are zero.", "FILE"),
+        Option("That of Adam or AdamW, likewise. Without one, moments are zero.", "PATH"),
     ] = None,
     as_json: AsJson = False,
 ) -> None:

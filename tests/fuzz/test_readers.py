@@ -32,7 +32,7 @@ from tests.runtime import hand_made
 SEED = int(os.environ.get("ONNXPAR_FUZZ_SEED", "0"))
 FULL = bool(os.environ.get("ONNXPAR_FULL"))
 CASES = 2000 if FULL else 30
-SLOW = ("state-dict", "graph")
+SLOW = ("state-dict", "state-folder", "graph")
 """To import PyTorch, and to make the page of a report, take seconds."""
 TRAINED = ("idx", "safetensors", "parquet", "tokens")
 """Their commands need directories that train."""

@@ -62,8 +62,8 @@ def import_files(
         target: The checkpoint.
         directory: The training directory that it is for.
         module: As `export_files`.
-        weights: The module's state dict.
-        optimizer_state: The optimizer's state dict.
+        weights: The module's state dict, a file or a folder of `torch.distributed.checkpoint`.
+        optimizer_state: The optimizer's state dict, likewise.
 
     Raises:
         ModelError: As `write_checkpoint`; or a state dict does not fit, or the function returns
@@ -72,10 +72,21 @@ def import_files(
         OnnxparRuntimeError: As `write_checkpoint`; or the function fails.
     """
     net, optimizer = _made(module, optimizer_state is not None)
-    load_state(net, weights)
+    if weights.is_dir():
+        # Loads `torch.distributed.checkpoint`, which takes a second.
+        from onnxpar.api.pytorch.distributed_folder import weights_in
+
+        _fill(net, weights, weights_in(weights, net))
+    else:
+        load_state(net, weights)
     if optimizer_state is None:
         return write_checkpoint(target, directory, net)
-    load_state(optimizer, optimizer_state)
+    if optimizer_state.is_dir():
+        from onnxpar.api.pytorch.distributed_folder import optimizer_in
+
+        _fill(optimizer, optimizer_state, optimizer_in(optimizer_state, net, optimizer))
+    else:
+        load_state(optimizer, optimizer_state)
     return write_checkpoint(target, directory, net, optimizer)
 
 
@@ -108,6 +119,10 @@ def load_state(into: Any, path: Path) -> None:
             content = torch.load(stream, map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged file raises anything, such as UnicodeDecodeError
         raise DirectoryError(f"{path}: expected a file of torch.save: {error}") from None
+    _fill(into, path, content)
+
+
+def _fill(into: Any, path: Path, content: Any) -> None:
     try:
         into.load_state_dict(content)
     except Exception as error:  # PyTorch checks little of the content before it uses it

@@ -2,6 +2,7 @@
 
 import io
 import json
+import pickle
 import zipfile
 from functools import cache, partial
 from importlib.util import find_spec
@@ -115,6 +116,33 @@ def _read_states(case: Path) -> None:
 
     for into, name in zip(_net(), ("net.pt", "optimizer.pt"), strict=True):
         load_state(into, case / name)
+
+
+def _folders(work: Path, case: Path) -> list[Files]:
+    """A folder of torch.distributed.checkpoint."""
+    import warnings
+
+    from torch.distributed import checkpoint
+
+    net, optimizer = (item.state_dict() for item in _net())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is only one process
+        checkpoint.save({"m": net, "o": optimizer}, checkpoint_id=work / "folder", no_dist=True)
+    return [{path.name: path.read_bytes() for path in (work / "folder").iterdir()}]
+
+
+def _change_folder(files: Files, draw: Random) -> Files:
+    name = draw.choice((".metadata", *files))
+    if draw.randrange(10) == 0:
+        return {**files, name: pickle.dumps(Runs())}
+    return {**files, name: change_bytes(files[name], draw)}
+
+
+def _read_folder(case: Path) -> None:
+    from onnxpar.api.pytorch.distributed_folder import optimizer_in, weights_in
+
+    weights_in(case, _net()[0])
+    optimizer_in(case, *_net())
 
 
 # -- others ----------------------------------------------------------------------------------------
@@ -267,6 +295,7 @@ FOREIGN: tuple[Reader, ...] = (
     # Not everyone has the package.
     *((_PARQUET,) if find_spec("pyarrow") else ()),
     Reader("state-dict", _states, _change_states, _read_states, ()),
+    Reader("state-folder", _folders, _change_folder, _read_folder, ()),
     Reader(
         "tokens", _token_files, _change_tokens, _read_token_file,
         (lambda case: trained_on("words", f"tokens:{_token_argument(case)}", case),),

@@ -3,9 +3,13 @@
 import importlib
 import json
 import math
+import os
+import pickle
 import random
 import shutil
+import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -225,6 +229,100 @@ def test_parameters_alone_begin_without_moments(gpt: Any) -> None:
     module = ["--module", "small_gpt:module", "--state-dict", "net.pt"]
     assert main(["checkpoint", "import", "begun", "--to", "d", *module]) == 0
     close(ours(10, resume=Path("begun")), theirs(net, optimizer, 0, 10))
+
+
+SHARDED = """
+import sys
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.fsdp import fully_shard
+
+def rank(number, folder, file):
+    dist.init_process_group("gloo", init_method=f"file://{file}", rank=number, world_size=2)
+    import small_gpt
+    net = small_gpt.module()
+    fully_shard(net)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=3e-3)
+    net(torch.arange(16).reshape(2, 8)).square().mean().backward()
+    optimizer.step()
+    weights, states = get_state_dict(net, optimizer)
+    checkpoint.save({"model": weights, "optim": states}, checkpoint_id=folder)
+    whole = {n: p.full_tensor() for n, p in net.named_parameters()}
+    if number == 0:
+        torch.save(whole, "whole.pt")
+
+if __name__ == "__main__":
+    mp.spawn(rank, args=sys.argv[1:], nprocs=2)
+"""
+
+
+def saved_folder(gpt: Any, folder: str, *, by_name: bool) -> Any:
+    """A folder of torch.distributed.checkpoint of a module that has done a step; both."""
+    distributed = pytest.importorskip("torch.distributed.checkpoint")
+    states = pytest.importorskip("torch.distributed.checkpoint.state_dict")
+    net, optimizer = gpt.make()
+    theirs(net, optimizer, 0, 1)
+    found = states.get_optimizer_state_dict(net, optimizer) if by_name else optimizer.state_dict()
+    whole = {"model": net.state_dict(), "optim": found}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is only one process
+        distributed.save(whole, checkpoint_id=folder, no_dist=True)
+    return net, optimizer
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+def test_a_folder_of_torch_distributed_is_read(gpt: Any, by_name: bool) -> None:
+    net, optimizer = saved_folder(gpt, "dcp", by_name=by_name)
+    import_files(Path("begun"), Path("d"), "small_gpt:make", Path("dcp"), Path("dcp"))
+    for name, tensor in onnxpar.state_dict("begun", net).items():
+        assert torch.equal(tensor, net.state_dict()[name]), name
+    got = onnxpar.optimizer_state_dict("begun", net, optimizer)["state"]
+    for number, state in optimizer.state_dict()["state"].items():
+        for key, tensor in state.items():
+            assert torch.equal(got[number][key], tensor), (number, key)
+
+
+def test_a_folder_that_cannot_be_read_is_refused(gpt: Any) -> None:
+    saved_folder(gpt, "dcp", by_name=True)
+
+    def refused(message: str, module: str = "module", optimizer: bool = False) -> None:
+        states = Path("dcp") if optimizer else None
+        with pytest.raises(OnnxparError, match=message):
+            import_files(Path("x"), Path("d"), f"small_gpt:{module}", Path("dcp"), states)
+        assert not Path("x").exists()
+
+    description = Path("dcp", ".metadata").read_bytes()
+    Path("dcp", ".metadata").write_bytes(pickle.dumps(print))
+    refused("builtins.print, which is no part of a description")
+    Path("dcp", ".metadata").write_bytes(description[:200])
+    refused("expected a folder of torch.distributed.checkpoint")
+    Path("dcp", ".metadata").write_bytes(description.replace(b"model.ln.bias", b"model.ln.bios"))
+    refused("expected a tensor 'model.ln.bias', got none; nearest: 'model.ln.bios'")
+    Path("dcp", ".metadata").write_bytes(description)
+    (file,) = Path("dcp").glob("*.distcp")
+    file.write_bytes(file.read_bytes()[:2000])
+    refused("expected a folder of torch.distributed.checkpoint")
+    file.unlink()
+    refused("no file '__0_0.distcp'")
+
+
+@pytest.mark.skipif(not os.environ.get("ONNXPAR_FULL"), reason="starts processes; ONNXPAR_FULL=1")
+def test_what_fsdp_has_saved_on_two_ranks_is_read(gpt: Any, tmp_path: Path) -> None:
+    Path("sharded.py").write_text(SHARDED)
+    surroundings = {**os.environ, "PYTHONPATH": str(Path(gpt.__file__).parent)}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "sharded.py", "dcp", str(tmp_path / "meet")],
+        env=surroundings, capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert len(list(Path("dcp").glob("*.distcp"))) == 2
+    import_files(Path("begun"), Path("d"), "small_gpt:make", Path("dcp"), Path("dcp"))
+    whole, net = torch.load("whole.pt"), gpt.module()
+    found = onnxpar.state_dict("begun", net)
+    assert all(torch.equal(found[name], tensor) for name, tensor in whole.items())
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,178 @@
+"""Folders of `torch.distributed.checkpoint` (FSDP, DTensor): read in one process, without ranks.
+
+A folder has a description of all tensors, `.metadata`, and files with their shards. The description
+is a pickle; only the classes that PyTorch writes are loaded from it. Of the rest only tensors are
+read, which PyTorch reads without running code.
+"""
+
+import io
+import pickle
+import sys
+import warnings
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from onnxpar.api.pytorch.optimizer_state import MOMENTS, parameters_of
+from onnxpar.core.errors import DirectoryError, ModelError
+from onnxpar.core.name_patterns import nearest
+from onnxpar_format.regular_file import open_regular
+
+_METADATA = ".metadata"
+_CLASSES = {
+    "pathlib": {"PosixPath", "WindowsPath", "PurePosixPath"},
+    "torch": {"Size"},
+    "torch.serialization": {"_get_layout"},
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.distributed.checkpoint.metadata": {
+        *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex"),
+        *("StorageMeta", "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
+    },
+}
+
+
+def weights_in(folder: Path, module: torch.nn.Module) -> dict[str, Tensor]:
+    """Returns the state dict of a module from a folder, for its `load_state_dict`.
+
+    Names in the folder may have a prefix, such as `model.`.
+
+    Raises:
+        DirectoryError: The folder cannot be read.
+        ModelError: It lacks a tensor of the module, or has it in another shape.
+    """
+    own, read = module.state_dict(), _Folder(folder)
+    prefix = _prefix(own, read.sizes)
+    found = read.tensors({f"{prefix}{name}": tuple(t.shape) for name, t in own.items()})
+    return {name: found[f"{prefix}{name}"] for name in own}
+
+
+def optimizer_in(
+    folder: Path, module: torch.nn.Module, optimizer: torch.optim.Optimizer
+) -> dict[str, Any]:
+    """Returns the state dict of Adam or AdamW from a folder, for its `load_state_dict`.
+
+    States are found by the names of parameters (`get_optimizer_state_dict` of PyTorch), or by their
+    numbers (`state_dict` of the optimizer). Settings are those of `optimizer`.
+
+    Raises:
+        DirectoryError: The folder cannot be read.
+        ModelError: It has no state of the optimizer, or one of another shape.
+    """
+    read = _Folder(folder)
+    parameters = list(parameters_of(module, optimizer))
+    of_name = {number: f"state.{name}" for number, (name, _) in enumerate(parameters)}
+    of_number = {number: f"state.{number}" for number in of_name}
+    wanted: dict[str, tuple[int, ...]] = {}
+    held: dict[int, str] = {}
+    for keys in (of_name, of_number):
+        prefix = _prefix([f"{key}.exp_avg" for key in keys.values()], read.sizes)
+        held = {n: f"{prefix}{k}" for n, k in keys.items() if f"{prefix}{k}.exp_avg" in read.sizes}
+        if held:
+            break
+    if not held:
+        raise ModelError(
+            f"{folder}: expected states of {type(optimizer).__name__}, such as "
+            f"'optim.{of_name[0]}.exp_avg', got none"
+        )
+    for number, key in held.items():
+        shape = tuple(parameters[number][1].shape)
+        wanted |= {f"{key}.step": (), **{f"{key}.{part}": shape for part in MOMENTS.values()}}
+    found = read.tensors(wanted)
+    state = {
+        number: {part: found[f"{key}.{part}"] for part in ("step", *MOMENTS.values())}
+        for number, key in held.items()
+    }
+    return {"state": state, "param_groups": optimizer.state_dict()["param_groups"]}
+
+
+def _prefix(names: Iterable[str], keys: Mapping[str, Any]) -> str:
+    """Returns what stands before the names in a folder; the shortest that fits most of them."""
+    names = list(names)
+    found: dict[str, int] = {}
+    for name in names:
+        for key in keys:
+            before = key.removesuffix(name)
+            if (before != key or key == name) and (not before or before.endswith(".")):
+                found[before] = found.get(before, 0) + 1
+    return min(found, key=lambda before: (-found[before], len(before)), default="")
+
+
+class _Folder:
+    """A folder whose description has been read."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        try:
+            with open_regular(folder / _METADATA) as stream:
+                self._metadata = _Unpickler(io.BytesIO(stream.read())).load()
+            entries = self._metadata.state_dict_metadata.items()
+            self.sizes = {
+                name: (tuple(entry.size), entry.properties.dtype)
+                for name, entry in entries
+                if isinstance(entry, TensorStorageMetadata)
+            }
+            files = {info.relative_path for info in self._metadata.storage_data.values()}
+            for name in files:
+                if Path(name).name != name or not (folder / name).is_file():
+                    raise ValueError(f"no file {name!r}")
+        except Exception as error:  # a damaged pickle raises anything
+            raise _unreadable(folder, error) from None
+
+    def tensors(self, wanted: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
+        """Returns the complete tensors with these names, which must have these shapes."""
+        for name, shape in wanted.items():
+            if name not in self.sizes:
+                raise ModelError(
+                    f"{self._folder}: expected a tensor {name!r}, got none"
+                    f"{nearest(name, list(self.sizes))}"
+                )
+            if self.sizes[name][0] != shape:
+                raise ModelError(
+                    f"{self._folder}, tensor {name!r}: expected the shape {shape}, got "
+                    f"{self.sizes[name][0]}"
+                )
+        found = {
+            name: torch.empty(*self.sizes[name][:1], dtype=self.sizes[name][1]) for name in wanted
+        }
+        reader = _Reader(self._folder, self._metadata)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # that there is only one process
+                checkpoint.load(found, storage_reader=reader, no_dist=True)
+        except (Exception, CheckpointException) as error:
+            raise _unreadable(self._folder, error) from None
+        return found
+
+
+class _Reader(checkpoint.FileSystemReader):  # type: ignore[misc]  # PyTorch is not required
+    """Reads the files of a folder whose description has been read."""
+
+    def __init__(self, folder: Path, metadata: Any) -> None:
+        super().__init__(folder)
+        self._known = metadata
+
+    def read_metadata(self, *_: Any, **__: Any) -> Any:
+        return self._known
+
+
+class _Unpickler(pickle.Unpickler):
+    """Loads the classes of a description, and no others: a pickle can name any function."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name in _CLASSES.get(module, ()):
+            return getattr(sys.modules[module], name)  # they are loaded
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        raise pickle.UnpicklingError(f"got {module}.{name}, which is no part of a description")
+
+
+def _unreadable(folder: Path, error: BaseException) -> DirectoryError:
+    return DirectoryError(
+        f"{folder}: expected a folder of torch.distributed.checkpoint: {error!s:.500}"
+    )
