@@ -6,6 +6,8 @@
 import io
 import json
 import os
+import subprocess
+import sys
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -65,6 +67,66 @@ def test_the_guard_sees_escapes(tmp_path: Path) -> None:
     with pytest.raises(Escape, match=r"os\.system"), guarded(tmp_path / "in"):
         os.system("true")
     assert not (tmp_path / "outside").exists()
+
+
+FORKS = """
+import json, os, sys
+from pathlib import Path
+import onnxpar.cli
+from tests.fuzz.hostile import guard
+from tests.fuzz.hostile.commands import forked
+
+case = Path(sys.argv[1])
+
+def caught():
+    try:
+        (case.parent / "outside").write_text("x")
+    except BaseException:
+        return 0
+
+def endless():
+    while True:
+        pass
+
+def refuses():
+    Path("inside").write_text("x")
+    sys.stderr.write("error")
+    return 2
+
+guard.SECONDS = 0.2
+does = {
+    "caught": caught, "endless": endless, "refuses": refuses, "aborts": os.abort,
+    "starts": lambda: os.system("true"), "code": lambda: 7, "silent": lambda: 2,
+    "large": lambda: bytearray(3 << 30),
+}
+found = {}
+for name, onnxpar.cli.main in does.items():
+    found[name] = forked(["run"], case).fault("run")
+print(json.dumps(found))
+"""
+
+
+def test_forks_are_judged(tmp_path: Path) -> None:
+    """In a process without threads: to fork this one could stop the fork."""
+    (tmp_path / "case" / "tmp").mkdir(parents=True)
+    command = [sys.executable, "-c", FORKS, str(tmp_path / "case")]
+    printed = subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout
+    found = json.loads(printed)
+    assert found.pop("refuses") is None
+    expected = {
+        "caught": f"exit code 120: 'Escape: open {tmp_path / 'outside'}",
+        "endless": "exit code 120: 'Hang at ",
+        "aborts": "exit code -6",
+        "starts": "exit code 120: 'Escape at ",
+        "code": "exit code 7",
+        "silent": "no message",
+        "large": "exit code 120: 'MemoryError at",
+    }
+    assert found.keys() == expected.keys()
+    for name, text in expected.items():
+        assert found[name].replace('"', "'").startswith(f"onnxpar run: {text}"), found[name]
+    assert not (tmp_path / "outside").exists()
+    assert (tmp_path / "case" / "tmp" / "inside").exists()
 
 
 def test_the_mark_of_a_killed_process_has_its_case(tmp_path: Path) -> None:
