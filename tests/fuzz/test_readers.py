@@ -36,8 +36,8 @@ FULL = bool(os.environ.get("ONNXPAR_FULL"))
 CASES = 2000 if FULL else 30
 SLOW = ("state-dict", "state-folder", "graph")
 """To import PyTorch, and to make the page of a report, take seconds."""
-TRAINED = ("idx", "safetensors", "parquet", "tokens")
-"""Their commands need directories that train."""
+TRAINED = ("idx", "safetensors", "parquet", "tokens", "tokenizer")
+"""Their commands need directories that train or generate."""
 
 
 @pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.name)

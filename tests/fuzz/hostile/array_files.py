@@ -131,7 +131,7 @@ def read_idx(case: Path) -> None:
 
 
 def tensor_files(work: Path, case: Path) -> list[Files]:
-    """Two tensors, and the parameters of a model of `trainings`."""
+    """Two tensors, and the parameters of a model of `small_directories`."""
     from safetensors.numpy import save
 
     rng = np.random.default_rng(0)

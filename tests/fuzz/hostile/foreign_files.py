@@ -11,7 +11,7 @@ from random import Random
 from typing import Any
 
 from tests.fuzz.hostile.attack import Files, Reader
-from tests.fuzz.hostile.trainings import make, trained_on
+from tests.fuzz.hostile.small_directories import generator, make, trained_on
 from tests.fuzz.hostile.values import (
     change_bytes,
     change_json,
@@ -214,6 +214,11 @@ def _read_tokenizer(case: Path) -> None:
     tokenizer.chat([{"role": "user", "content": "ab"}])
 
 
+def _generated(more: tuple[str, ...], case: Path) -> list[str]:
+    places = [str(case / "generator"), "--tokenizer", str(case / "t")]
+    return ["generate", *places, "--prompt", "ab </s> ba", "--max-new-tokens", "2", *more]
+
+
 def _parquet_files(work: Path, case: Path) -> list[Files]:
     import pyarrow
     from pyarrow import parquet
@@ -301,7 +306,10 @@ FOREIGN: tuple[Reader, ...] = (
         (lambda case: trained_on("words", f"tokens:{_token_argument(case)}", case),),
         partial(make, "words"),
     ),
-    Reader("tokenizer", _tokenizers, _change_tokenizer, _read_tokenizer, ()),
+    Reader(
+        "tokenizer", _tokenizers, _change_tokenizer, _read_tokenizer,
+        (partial(_generated, ()), partial(_generated, ("--chat",))), generator,
+    ),
     Reader("hosts", _hosts, lambda f, d: {"hosts": change_text(f["hosts"], d)}, _read_hosts, ()),
     Reader("request", _bodies, _change_body, _read_body, ()),
 )  # fmt: skip

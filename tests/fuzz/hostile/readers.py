@@ -31,7 +31,7 @@ from tests.fuzz.hostile.array_files import (
 from tests.fuzz.hostile.attack import Files, Reader
 from tests.fuzz.hostile.foreign_files import FOREIGN
 from tests.fuzz.hostile.messages import change_message
-from tests.fuzz.hostile.trainings import make, trained_on
+from tests.fuzz.hostile.small_directories import make, trained_on
 from tests.fuzz.hostile.values import (
     TEXTS,
     change_bytes,

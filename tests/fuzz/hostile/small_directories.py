@@ -1,4 +1,4 @@
-"""Directories that train small models: what reads data and parameters on the command line."""
+"""Directories of small models: what reads data, parameters and tokenizers on the command line."""
 
 from pathlib import Path
 
@@ -19,6 +19,14 @@ _MODELS = {
     <float[16, 4] e = {{{", ".join(["0.5"] * 64)}}}, float[4, 16] w = {{{", ".join(["1"] * 64)}}}>
     {{ rows = Gather(e, ids) logits = MatMul(rows, w) }}
     """,
+    "generator": f"""
+    net (int64[batch, seq] input_ids, float[batch, 1, past, 4] past)
+        => (float[batch, seq, 258] logits, float[batch, 1, total, 4] present)
+    <float[258, 4] e = {{{", ".join(["0.5"] * 1032)}}},
+     float[4, 258] w = {{{", ".join(str(n % 258) for n in range(1032))}}}, int64[1] axis = {{1}}>
+    {{ rows = Gather(e, input_ids) kept = Unsqueeze(rows, axis)
+       present = Concat<axis = 2>(past, kept) logits = MatMul(rows, w) }}
+    """,
 }
 
 
@@ -36,3 +44,10 @@ def trained_on(name: str, data: str, case: Path) -> list[str]:
     """The command that trains a model for a step."""
     more = ["--lr", "0.1", "--batch-size", "2", "--steps", "1"]
     return ["train", str(case / name), "--data", data.replace("{}", str(case)), *more]
+
+
+def generator(case: Path) -> None:
+    """Writes the directory of a model that generates tokens, 258 of them, to a folder."""
+    model = case / "generator.onnx"
+    onnx.save(parser.parse_model(_HEAD + _MODELS["generator"]), model)
+    shard_model(model, "dp=1", case / "generator", states={"past": "present"})
