@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 from onnxpar.cli import main
 from onnxpar_runtime.checkpoint.folder import complete_steps
-from onnxpar_runtime.training.trainer import Trainer
+from onnxpar_runtime.training.step_trainer import StepTrainer
 from tests.cli import linear
 
 CLOSE = 34 * 2.0**-24
@@ -371,7 +371,7 @@ def test_an_interrupt_is_reported_once_and_has_its_own_code(
     def interrupted(*_: object, **__: object) -> None:
         signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr("onnxpar_runtime.training.trainer.Trainer.train_step", interrupted)
+    monkeypatch.setattr("onnxpar_runtime.training.step_trainer.StepTrainer.train_step", interrupted)
     assert main(["train", str(sgd), *RUN]) == 130
     assert capfd.readouterr().err == "onnxpar: error: interrupted\n"
 
@@ -385,17 +385,17 @@ def test_a_single_rank_with_a_grace_time_writes_a_last_checkpoint(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     number, folder = signal.Signals[name], tmp_path / "ck"
-    step = Trainer.train_step
+    step = StepTrainer.train_step
 
     sent = iter([number])
 
-    def interrupted(self: Trainer, *arguments: Any, **options: Any) -> Any:
+    def interrupted(self: StepTrainer, *arguments: Any, **options: Any) -> Any:
         # Only once: a second signal ends the process.
         for first in sent:
             signal.raise_signal(first)
         return step(self, *arguments, **options)
 
-    monkeypatch.setattr(Trainer, "train_step", interrupted)
+    monkeypatch.setattr(StepTrainer, "train_step", interrupted)
     options = [*RUN, "--checkpoint", str(folder), "--grace", "30"]
     assert main(["train", str(sgd), *options]) == 1
     (last,) = complete_steps(folder)

@@ -30,7 +30,7 @@ from onnxpar_runtime.training.run import (
     prepare_run,
 )
 from onnxpar_runtime.training.sources import open_source
-from onnxpar_runtime.training.trainer import Trainer
+from onnxpar_runtime.training.step_trainer import StepTrainer
 
 log = logging.getLogger(__name__)
 Array = NDArray[Any]
@@ -61,7 +61,7 @@ def train(directory: str | Path, wanted: TrainingRun, how: Execution) -> int:
         first = (TRAINING, OPTIMIZER, *evaluates)
         with traced(rank, "train", manifest, how) as trace:
             trainer = opened(
-                Trainer,
+                StepTrainer,
                 rank,
                 manifest,
                 how,
@@ -99,7 +99,7 @@ def evaluation(directory: str | Path, wanted: EvaluationRun, how: Execution) -> 
         chosen = together(rank, prepare)
         with traced(rank, "eval", manifest, how):
             trainer = opened(
-                Trainer, rank, manifest, how, programs=(EVALUATION,), debug_nan=wanted.debug_nan
+                StepTrainer, rank, manifest, how, programs=(EVALUATION,), debug_nan=wanted.debug_nan
             )
             load_from_file(trainer, wanted.parameters)
             result = evaluate(trainer, chosen)

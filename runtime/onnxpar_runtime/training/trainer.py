@@ -30,6 +30,8 @@ class Trainer(StepTrainer):
     `step`, are for loops of one's own.
     """
 
+    __init__ = naming_arguments()(StepTrainer.__init__)
+
     def fit(
         self,
         data: str | Iterable[Any],

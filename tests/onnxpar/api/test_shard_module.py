@@ -184,10 +184,11 @@ def test_results_attributes_hooks_and_copies_are_those_of_the_module() -> None:
         sharded(x[:0])
     sharded.scale = 3.0
     assert plain.scale == 3.0
-    found = sharded(x)
-    assert found.pop("hooked")
-    assert_packed(found, x, 3.0)
-    assert len(sharded.reports) == 2
+    if FULL:
+        found = sharded(x)
+        assert found.pop("hooked")
+        assert_packed(found, x, 3.0)
+        assert len(sharded.reports) == 2
     sharded.double()
     with pytest.raises(
         CallError, match=r"tensor 'bias': expected torch.float32, as when .* got torch.float64"

@@ -138,6 +138,11 @@ def test_norms_of_groups_are_those_of_the_gathered_gradients(tmp_path: Path, mic
             group.on_each(lambda member: member.gradient_norms(["b*"]))
 
 
+def test_mistakes_name_arguments(tmp_path: Path) -> None:
+    with pytest.raises(OnnxparRuntimeError, match=r"^loss_scale 3: the programs"):
+        TrainerGroup(regression(tmp_path / "a"), loss_scale="3")
+
+
 def test_fit_of_a_trainer_is_the_command(tmp_path: Path) -> None:
     np.savez(tmp_path / "a.npz", **batch_of(9, 1))
     told, data = Told(), f"npz:{tmp_path / 'a.npz'}"
