@@ -4,15 +4,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from onnxpar_format.checkpoint import Progress
 from onnxpar_format.options import Saving, Settings, TrainingRun
 from onnxpar_runtime.agree import together
 from onnxpar_runtime.errors import LaunchError
+from onnxpar_runtime.opened import Opening
 from onnxpar_runtime.training.callbacks import Callback
 from onnxpar_runtime.training.checkpoints import load_checkpoint, save_checkpoint
 from onnxpar_runtime.training.gradient_norms import gradient_norms
+from onnxpar_runtime.training.programs import EVALUATION, OPTIMIZER, TRAINING
 from onnxpar_runtime.training.results import Fitted
 from onnxpar_runtime.training.run import save, train_with
 from onnxpar_runtime.training.step_trainer import StepTrainer
@@ -30,7 +32,28 @@ class Trainer(StepTrainer):
     `step`, are for loops of one's own.
     """
 
-    __init__ = naming_arguments()(StepTrainer.__init__)
+    def __init__(
+        self,
+        directory: str | Path,
+        *,
+        seed: int = 0,
+        programs: Sequence[str] = (TRAINING, OPTIMIZER, EVALUATION),
+        measured: bool = False,
+        loss_scale: str | None = None,
+        overlap: bool = True,
+        **opening: Unpack[Opening],
+    ) -> None:
+        """Loads the rank's graphs."""
+        with naming_arguments():
+            super().__init__(
+                directory,
+                seed=seed,
+                programs=programs,
+                measured=measured,
+                loss_scale=loss_scale,
+                overlap=overlap,
+                **opening,
+            )
 
     def fit(
         self,
