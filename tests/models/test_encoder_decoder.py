@@ -215,16 +215,6 @@ def test_requests_that_come_and_go_get_the_tokens_of_each_alone(
             server.end(server.process.pid, 30)
 
 
-@pytest.mark.parametrize("folder", ["whisper"], indirect=True)
-def test_requests_need_an_encoder_of_tokens(folder: Path, tmp_path: Path) -> None:
-    out = shard_model(folder, "replicate", tmp_path / "out", devices=1).out
-    with Generator(out) as generator:
-        with pytest.raises(InputError, match=r"encoder of tokens, got .*'input_features'"):
-            generator.requests(start=[3], length=32)
-        with pytest.raises(InputError, match="start: expected the token with which"):
-            generator.requests(length=32)
-
-
 SEARCHES = [
     BeamSearch(3, 1.0, "false"),
     BeamSearch(4, 0.3, "true"),

@@ -130,8 +130,11 @@ def test_a_decoder_alone_takes_no_inputs_of_an_encoder(tmp_path: Path) -> None:
 def test_requests_of_features_are_refused(tmp_path: Path) -> None:
     folder = encoder_decoder(tmp_path / "model")
     out = shard_model(folder, "replicate", tmp_path / "out", devices=1).out
-    with Generator(out) as generator, pytest.raises(InputError, match="need an encoder of tokens"):
-        generator.requests(slots=2, length=32, start=[1])
+    with Generator(out) as generator:
+        with pytest.raises(InputError, match=r"need an encoder of tokens, got .*'features'"):
+            generator.requests(slots=2, length=32, start=[1])
+        with pytest.raises(InputError, match="start: expected the token with which"):
+            generator.requests(slots=2, length=32)
 
 
 def test_an_encoder_of_features_reads_no_tokens(tmp_path: Path) -> None:
