@@ -13,6 +13,7 @@ from onnxpar.strategy import Strategy
 from onnxpar.strategy.presets import strategy_for
 from onnxpar_runtime import Trainer
 from onnxpar_runtime.group import Ranks
+from tests.tiers import covering
 from tests.training_cases import batch_of, hyper, shard
 
 Call = Callable[[Trainer, dict[str, Any]], object]
@@ -40,8 +41,9 @@ def read(trainer: Trainer, batch: dict[str, Any]) -> object:
     return [trainer.gather(name) for name in sorted(names)]
 
 
-@pytest.mark.parametrize("level", [0, 1, 2])
-@pytest.mark.parametrize("calls", [(step, update, step), (step, more, read, update)])
+@pytest.mark.parametrize(
+    ("level", "calls"), covering([0, 1, 2], [(step, update, step), (step, more, read, update)])
+)
 def test_gradients_of_a_step_are_used_again(
     tmp_path: Path, level: int, calls: tuple[Call, ...]
 ) -> None:

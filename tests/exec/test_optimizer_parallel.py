@@ -220,6 +220,7 @@ def test_a_gathered_parameter_is_dropped_after_its_reader(tmp_path: Path, progra
         assert gathers[name] == uses + (more if program == "training_model" else 0)
 
 
+@pytest.mark.full
 def test_what_is_held_beside_the_states(tmp_path: Path) -> None:
     """One layer's parameters and gradients at a time: what is gathered early would all be there.
 

@@ -118,6 +118,7 @@ def peak(directory: Path, *batches: Mapping[str, Array]) -> tuple[int, float]:
         return max(member.peak_bytes() for member in ranks.members), results[0].loss
 
 
+@pytest.mark.full
 def test_the_peak_falls_with_the_layers(tmp_path: Path) -> None:
     size = {"layers": 6, "d_model": 16, "vocab": 20, "max_positions": 64, "dropout": 0.0}
     found = {}

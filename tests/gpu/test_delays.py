@@ -138,6 +138,7 @@ PIPELINES = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("name", PIPELINES if FULL else ["1f1b"])
 def test_stages(standin_cuda: Mapping[str, str], tmp_path: Path, name: str, seed: int) -> None:

@@ -96,6 +96,7 @@ def test_few_bits_are_those_of_the_weights(bits: int, tmp_path: Path) -> None:
     assert np.abs(want - expected("llama", ids)).max() > RTOL * np.abs(want).max()
 
 
+@pytest.mark.full
 def test_angles_have_the_type_of_the_weights(tmp_path: Path) -> None:
     """Attention on a shared cache takes queries, keys and angles of one type."""
     changes = {"dtype": "float16", "num_hidden_layers": 1}
@@ -143,6 +144,7 @@ def test_sharded_it_generates_the_same(
         assert case.bytes_counted == ROWS[family, cache, bits] * 3 * (64 + 11) * 64 * 4
 
 
+@pytest.mark.full
 def test_beam_search_finds_what_transformers_does(tmp_path: Path) -> None:
     """Prompts of two lengths, in a cache that attention updates, which is permuted in place."""
     path, new = built(tmp_path, "llama", "shared"), 10
@@ -162,6 +164,7 @@ def test_beam_search_finds_what_transformers_does(tmp_path: Path) -> None:
     assert {len(one.tokens) for row in found for one in row} > {new}
 
 
+@pytest.mark.full
 def test_a_folder_is_described_as_genai_does(tmp_path: Path) -> None:
     decoder.configuration("gemma3").save_pretrained(tmp_path / "hf")
     out = tmp_path / "out"

@@ -18,7 +18,7 @@ from zoo_pytorch import outputs, random_batch, random_inputs, train  # noqa: E40
 from onnxpar.api.pytorch.export_module import export, plain_export  # noqa: E402
 
 FULL = bool(os.environ.get("ONNXPAR_FULL"))
-QUICK = ("temperature", "vit_mae")
+QUICK = ("temperature",)
 SIZES = (
     {"batch": 2, "seq": 6, "target": 9, "nodes": 6, "edges": 13},
     {"batch": 5, "seq": 9, "target": 4, "nodes": 9, "edges": 4},

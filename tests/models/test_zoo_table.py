@@ -46,6 +46,7 @@ def test_a_row_that_holds_is_made_once(tmp_path: Path) -> None:
     assert code == 0 and again == [row] and len(rows) == 2
 
 
+@pytest.mark.full
 @pytest.mark.timeout(300)
 def test_a_network_that_takes_too_long_is_reported(tmp_path: Path) -> None:
     code, (row,), (kept,) = made(tmp_path, "--limit", "0.01")

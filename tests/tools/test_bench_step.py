@@ -83,6 +83,7 @@ def test_two_ranks_take_the_steps_of_one(optimizer: str, tmp_path: Path) -> None
     assert found[TENSOR] == pytest.approx(found[ONE], abs=step.DECIMALS)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("model", list(QUICK) if os.environ.get("ONNXPAR_FULL") else ["mlp"])
 def test_pytorch_takes_the_same_steps(model: str, tmp_path: Path) -> None:
     pytest.importorskip("torch")

@@ -24,6 +24,7 @@ from onnxpar.parameters.recognise import read_parameters
 from onnxpar.search.find_plan import SearchSpec, find
 from onnxpar.search.workload import Workload
 from onnxpar.strategy import Strategy, resolve
+from tests.tiers import covering
 
 TEXT = """\
 <ir_version: 10, opset_import: ["" : 21]>
@@ -145,8 +146,7 @@ def test_the_zeros_of_a_slice_gradient_are_placed_as_their_reader() -> None:
         )
 
 
-@pytest.mark.parametrize("devices", [2, 4, 6])
-@pytest.mark.parametrize("algorithm", ["recursive", "ilp"])
+@pytest.mark.parametrize(("algorithm", "devices"), covering(["recursive", "ilp"], [2, 4, 6]))
 def test_a_step_costs_what_the_search_counts(devices: int, algorithm: str) -> None:
     """Where sizes are unknown to divide, so that few splits can be handed on."""
     workload = trained(transformer.build(GPT), "softmax_cross_entropy", {})

@@ -43,8 +43,8 @@ def nodes_of(directory: Path, program: str = "training_model") -> list[onnx.Node
     ("strategy", "level", "background"),
     [
         ("dp=2", 0, {"StartAhead"}),
-        ("dp=2", 1, {"StartAhead"}),
-        ("dp=2", 2, {"StartAhead", "ReduceScatter"}),
+        pytest.param("dp=2", 1, {"StartAhead"}, marks=pytest.mark.full),
+        pytest.param("dp=2", 2, {"StartAhead", "ReduceScatter"}, marks=pytest.mark.full),
         ("dp=2", 3, {"StartAhead", "ReduceScatter", "AllGather"}),
         ("tp=2", 0, {"AllReduce"}),
         ("dp=2,tp=2", 3, {"StartAhead", "AllReduce"}),
