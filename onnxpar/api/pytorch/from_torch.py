@@ -12,6 +12,9 @@ from onnxpar.api.pytorch.export_module import OPSET, Example, export
 from onnxpar.core.errors import CallError, ModelError
 from onnxpar.core.name_patterns import nearest
 
+HOOKS = tuple(name for name in vars(torch.nn.Module()) if "_hooks" in name)
+"""Attributes of a module that hold its hooks."""
+
 OpenDims = Mapping[int, Any] | Sequence[Any] | None
 """The open dims of an input, as `torch.export` takes them: by dim, or one entry for each dim."""
 
@@ -110,7 +113,7 @@ def named_inputs(
 def without_hooks(module: torch.nn.Module) -> Iterator[None]:
     """Takes away the hooks of a module, but not of its parts."""
     own = vars(module)
-    kept = {name: hooks for name, hooks in own.items() if "_hooks" in name}
+    kept = {name: own[name] for name in HOOKS}
     own |= {name: type(hooks)() for name, hooks in kept.items()}
     try:
         yield

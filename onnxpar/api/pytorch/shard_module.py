@@ -30,6 +30,7 @@ from onnxpar.api.pytorch.export_module import (
     first_names,
 )
 from onnxpar.api.pytorch.from_torch import (
+    HOOKS,
     OpenDims,
     check_inputs,
     named_inputs,
@@ -168,7 +169,7 @@ class ShardedModule(torch.nn.Module):  # type: ignore[misc]  # PyTorch is not re
         # The same dicts: what is set here is set there. An attribute would be a submodule, and
         # would change the names of all parameters.
         own = vars(module)
-        self.__dict__ |= {n: own[n] for n in (*_SHARED, *(n for n in own if "_hooks" in n))}
+        self.__dict__ |= {n: own[n] for n in (*_SHARED, *HOOKS)}
         self.__dict__ |= {
             "_example": example,
             "_strategy": strategy,
