@@ -50,11 +50,14 @@ def ranks_in_words(count: int) -> str:
 def argument_names(text: str) -> str:
     """Returns a message of a command for a program: `batch_size` in place of `--batch-size`.
 
-    Only the first line is a message of ours; a traceback of the user's code may follow.
+    Commands in backquotes remain. Only the first line is a message of ours; a traceback of the
+    user's code may follow.
     """
     first, *more = text.split("\n", 1)
+    parts = first.split("`")
 
     def argument(found: re.Match[str]) -> str:
         return _PLURALS.get(found[1], found[1].replace("-", "_"))
 
-    return "\n".join([_OPTION.sub(argument, first), *more])
+    parts[::2] = [_OPTION.sub(argument, part) for part in parts[::2]]
+    return "\n".join(["`".join(parts), *more])

@@ -9,6 +9,7 @@ import pytest
 import two_layer
 
 import onnxpar
+from onnxpar_format.texts import argument_names
 
 
 def test_every_public_name_is_there() -> None:
@@ -49,3 +50,6 @@ def test_errors_name_arguments_not_options(tmp_path: Path) -> None:
         with pytest.raises(onnxpar.OnnxparError, match=message) as caught:
             onnxpar.shard_model(path, out=tmp_path / "out", **arguments)
         assert "--" not in str(caught.value)
+    text = "--eval-every: expected --eval (see `onnxpar train --help`)\nValueError: --mine"
+    named = "eval_every: expected evaluate (see `onnxpar train --help`)\nValueError: --mine"
+    assert argument_names(text) == named
