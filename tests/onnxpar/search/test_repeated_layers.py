@@ -1,5 +1,6 @@
 """Repeated layers as one: choices of the smaller problem cost the same in the complete one."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -35,13 +36,15 @@ def gpt(folder: Path, layers: int) -> Program:
     return analyse(load(path), {"batch": Symbol(divisor=8)})
 
 
-def problems(program: Program, *, trained: bool = False) -> tuple[Folded, Problem, Problem]:
+def problems(
+    program: Program, *, trained: bool = False, one: bool = False
+) -> tuple[Folded, Problem, Problem]:
     """The problems of two mesh axes of two devices: with folded layers, and with every layer."""
     mesh = Mesh.of({"x": 2, "y": 2})
     cost = CostModel(PRESETS["h100"], mesh, program.env.table, SIZES)
     weights = list(program.model.graph.initializers) if trained else []
     seen = flow(program, weights)
-    folded = fold(seen, {})
+    folded = fold(seen, {}, one=one)
     assert folded is not None
     axes = [mesh.axis_atoms(name) for name, _ in mesh.axes]
     known = {item.kind: options(item, axes, cost) for item in seen.items}
@@ -69,11 +72,11 @@ def completed(problem: Problem, nodes: Sequence[int]) -> list[int]:
     return choice
 
 
-@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize(("trained", "one"), [(False, False), (True, False), (True, True)])
 def test_a_choice_of_the_smaller_problem_costs_the_same_in_the_complete_one(
-    tmp_path: Path, trained: bool
+    tmp_path: Path, trained: bool, one: bool
 ) -> None:
-    folded, small, full = problems(gpt(tmp_path, 7), trained=trained)
+    folded, small, full = problems(gpt(tmp_path, 7), trained=trained, one=one)
     rng = np.random.default_rng(0)
     possible = 0
     for _ in range(50):
@@ -100,6 +103,13 @@ def test_depth_adds_nothing_to_decide(tmp_path: Path) -> None:
         sizes.append(len(small.variables))
         assert len(small.variables) < len(full.variables)
     assert sizes[0] == sizes[1]
+
+
+def test_all_layers_may_be_one(tmp_path: Path) -> None:
+    folded, _, _ = problems(gpt(tmp_path, 7), trained=True, one=True)
+    often = Counter(item.count for item in folded.flow.items if item.trained)
+    # The embedding and the head are no layers; the last norm is like those of the layers.
+    assert often[7] > often[1] and set(often) == {1, 7, 8}
 
 
 def test_few_layers_are_decided_one_by_one(tmp_path: Path) -> None:
