@@ -45,7 +45,7 @@ from onnxpar_format.texts import bytes_text
 
 MORE = (2, 4, 8, 16, 64)
 """If nothing fits, as many times the devices are estimated."""
-PRICED = 6
+PRICED = 5
 """The most plans that are made and priced,"""
 NODES, AT_MOST = 40_000, 16
 """unless more have so few nodes together."""
@@ -152,11 +152,13 @@ class Configurations:
             promising = [e for e in fitting if worth(e)]
             if memory_first and known.fitting:
                 promising.sort(key=known.bytes)
-            elif not promising and not known.fitting:
+            elif promising:
+                promising.sort(key=known.likely)
+            elif not known.fitting:
                 # Estimates of bytes may be too high.
                 near = [e for e in left if not found or known.untried(e)]
                 promising = sorted(near, key=known.bytes)
-            elif not promising:
+            else:
                 # Estimates of seconds are too low, and by how much differs between strategies.
                 promising = sorted(filter(known.promises, left), key=known.at_least)
             if not promising:

@@ -35,6 +35,8 @@ class Corrections:
     # The least ratio of seconds to their estimate, for a number of stages, or all (0), and a level
     # of optimizer parallel.
     _seconds: dict[tuple[int, int], float] = field(default_factory=dict)
+    # The same for a number of stages, or of devices of the inner axis.
+    _alike: dict[tuple[str, int], float] = field(default_factory=dict)
     # What was tried of each kind: the estimates of seconds and of bytes, and whether it fits.
     _tried: dict[object, list[tuple[float, float, bool]]] = field(default_factory=dict)
 
@@ -52,9 +54,11 @@ class Corrections:
         for key in _keys(estimate):
             self._bytes[key, estimate.again.amount] = peak / estimate.bytes
         self._ratios.clear()
-        for number in (stages, 0):
-            key = number, estimate.parallel.level
-            self._seconds[key] = min(self._seconds.get(key, inf), seconds / estimate.seconds)
+        level, ratio = estimate.parallel.level, seconds / estimate.seconds
+        for key in ((stages, level), (0, level)):
+            self._seconds[key] = min(self._seconds.get(key, inf), ratio)
+        for part in _common(estimate):
+            self._alike[part] = min(self._alike.get(part, inf), ratio)
         if peak > self.limit:
             return
         self.fitting[stages] = min(self.fitting.get(stages, inf), seconds)
@@ -91,6 +95,13 @@ class Corrections:
         """Seconds of an estimate, corrected upwards only by plans with its level."""
         return estimate.seconds * self._ratio(estimate, min(1.0, *self._seconds.values()))
 
+    def likely(self, estimate: Estimate) -> float:
+        """Seconds of an estimate, corrected only by plans that have much in common with it.
+
+        These have its number of stages or of devices of the inner axis.
+        """
+        return estimate.seconds * max(self._alike.get(key, 1.0) for key in _common(estimate))
+
     def best(self, stages: int = 0) -> float:
         """Seconds of the fastest plan that fits, with a number of stages or with any (0)."""
         return self.fitting[stages] if stages else min(self.fitting.values(), default=inf)
@@ -123,3 +134,8 @@ class Corrections:
 def _keys(estimate: Estimate) -> tuple[object, ...]:
     """Plans that are more and more different."""
     return estimate.kind, estimate.kind[1], estimate.split.stages, 0
+
+
+def _common(estimate: Estimate) -> tuple[tuple[str, int], ...]:
+    """What plans have in common whose estimates of seconds are too low by about as much."""
+    return ("stages", estimate.split.stages), ("inner", estimate.strategy.inner)
