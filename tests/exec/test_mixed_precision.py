@@ -157,7 +157,11 @@ def losses(directory: Path, scale: str | None, steps: int) -> list[float]:
     batch = batch_of(directory, np.random.default_rng(3), batch=6)
     with TrainerGroup(directory, loss_scale=scale) as group:
         scalars = (hyper("adamw", t, 1e-2, clip_norm=1.0) for t in range(1, steps + 1))
-        return [group.train_step([batch], s).loss for s in scalars]
+        results = [group.train_step([batch], s) for s in scalars]
+        (norms, _) = group.on_each(lambda member: member.gradient_norms(["*"]))
+        # The program adds some hundred float32 squares up in another order.
+        assert norms["*"] == pytest.approx(results[-1].grad_norm, rel=1e-5)
+        return [result.loss for result in results]
 
 
 def test_a_scale_that_is_a_power_of_two_changes_nothing(tmp_path: Path) -> None:

@@ -51,6 +51,8 @@ def train(group: TrainerGroup, reference: Reference, sizes: Sequence[int], steps
         loss, norm = reference.step(batches, RATE["lr"])
         for result in group.each(lambda r, b=batches: group.members[r].train_step(b, RATE)):
             assert (result.loss, result.grad_norm) == pytest.approx((loss, norm), rel=RTOL)
+        for norms in group.on_each(lambda member: member.gradient_norms(["*"])):
+            assert norms["*"] == pytest.approx(norm, rel=RTOL)
     for name, array in reference.weights.items():
         np.testing.assert_allclose(group.gather(name), array, atol=RTOL * np.abs(array).max())
     np.testing.assert_array_equal(group.gather("seen"), reference.seen)
