@@ -67,7 +67,7 @@ def write_checkpoint(
             state = states.get(parameter, {"step": 0})
             steps[parameter] = int(state["step"])
             value = state.get(MOMENTS[StateKind(tensor.kind)], torch.zeros_like(value))
-        arrays[name] = _array(value)
+        arrays[name] = _array(parameter, value)
     if len(set(steps.values())) > 1:
         low, high = min(steps, key=steps.__getitem__), max(steps, key=steps.__getitem__)
         raise ModelError(
@@ -75,7 +75,7 @@ def write_checkpoint(
             f"got {steps[low]} for {low!r} and {steps[high]} for {high!r}"
         )
     for name in weights.keys() - {tensor.parameter for tensor in wanted.values()}:
-        runtime.check_weight(manifest, name, _array(weights[name]))
+        runtime.check_weight(manifest, name, _array(name, weights[name]))
     progress = Progress(earlier=max(steps.values(), default=0))
     return runtime.write_whole(manifest, Path(target), arrays, progress, _settings(optimizer))
 
@@ -96,8 +96,14 @@ def _states(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[s
     return states
 
 
-def _array(tensor: torch.Tensor) -> Any:
+def _array(name: str, tensor: torch.Tensor) -> Any:
     """Returns a tensor as an array of the same type."""
+    if hasattr(tensor, "full_tensor"):
+        raise ModelError(
+            f"{name}: expected a complete tensor, got a {type(tensor).__name__}; save module and "
+            "optimizer with torch.distributed.checkpoint, and read that folder with `onnxpar "
+            "checkpoint import`"
+        )
     tensor = tensor.detach().cpu().contiguous()
     if tensor.dtype == torch.bfloat16:
         return tensor.view(torch.uint16).numpy().view(ml_dtypes.bfloat16)

@@ -239,6 +239,7 @@ import torch.multiprocessing as mp
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.fsdp import fully_shard
+import onnxpar
 
 def rank(number, folder, file):
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=number, world_size=2)
@@ -253,6 +254,10 @@ def rank(number, folder, file):
     whole = {n: p.full_tensor() for n, p in net.named_parameters()}
     if number == 0:
         torch.save(whole, "whole.pt")
+        try:
+            onnxpar.write_checkpoint("other", "d", net)
+        except onnxpar.OnnxparError as error:
+            print(error, flush=True)
 
 if __name__ == "__main__":
     mp.spawn(rank, args=sys.argv[1:], nprocs=2)
@@ -318,6 +323,7 @@ def test_what_fsdp_has_saved_on_two_ranks_is_read(gpt: Any, tmp_path: Path) -> N
         env=surroundings, capture_output=True, text=True, timeout=200,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
+    assert "expected a complete tensor, got a DTensor; save module and" in done.stdout
     assert len(list(Path("dcp").glob("*.distcp"))) == 2
     import_files(Path("begun"), Path("d"), "small_gpt:make", Path("dcp"), Path("dcp"))
     whole, net = torch.load("whole.pt"), gpt.module()
