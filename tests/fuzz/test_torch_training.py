@@ -27,7 +27,7 @@ from tests.torch_training import (  # noqa: E402
 )
 
 SEED = int(os.environ.get("ONNXPAR_FUZZ_SEED", "0"))
-CASES = 500 if os.environ.get("ONNXPAR_FULL") else 3
+CASES = 500 if os.environ.get("ONNXPAR_FULL") else 1
 
 
 @pytest.fixture(scope="module", autouse=True)
