@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from onnxpar.core.errors import OnnxparError
 from onnxpar.core.version import __version__
+from onnxpar_format.texts import message_text
 
 if TYPE_CHECKING:
     import typer
@@ -32,8 +33,6 @@ _VERSION = "--version"
 _RANKS = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
 # Seconds for which the other ranks wait, so that rank 0 can print the message.
 _PATIENCE = 3.0
-# Characters of a message: names in a model may have any length.
-_LONGEST = 4000
 
 # Shells and Typer use 128 plus the number of the signal that ended a program.
 _SIGNALS = tuple(
@@ -221,10 +220,8 @@ def _prints() -> bool:
 
 
 def _print_error(message: str) -> None:
-    if len(message) > _LONGEST:
-        message = f"{message[:_LONGEST]}… ({len(message) - _LONGEST} more characters)"
     if _prints():
-        sys.stderr.write(f"onnxpar: error: {message}\n")
+        sys.stderr.write(f"onnxpar: error: {message_text(message)}\n")
         sys.stderr.flush()
 
 

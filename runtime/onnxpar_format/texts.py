@@ -4,6 +4,7 @@ import re
 from collections.abc import Sequence
 
 _DIGITS = 18
+_LONGEST = 4000
 _OPTION = re.compile(r"(?<![\w-])--([a-z][a-z0-9]*(?:-[a-z0-9]+)*)")
 _PLURALS = {"eval": "evaluate", **{n: f"{n}s" for n in ("rank", "state", "symbol")}, "tie": "ties"}
 """Arguments of Python that are not named as the options of commands."""
@@ -15,6 +16,12 @@ def whole(text: str) -> int | None:
     Python refuses to read a number of thousands of digits.
     """
     return int(text) if text.isdecimal() and len(text) <= _DIGITS else None
+
+
+def message_text(message: str) -> str:
+    """Returns a message, shortened after 4,000 characters: names in a file may have any length."""
+    left = len(message) - _LONGEST
+    return message if left <= 0 else f"{message[:_LONGEST]}… ({left} more characters)"
 
 
 def three_digits(number: float) -> str:

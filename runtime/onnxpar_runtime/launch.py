@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from shutil import which
 
+from onnxpar_format.texts import message_text
 from onnxpar_runtime.agree import together
 from onnxpar_runtime.collectives import Rank, World
 from onnxpar_runtime.devices import check_wanted, gather
@@ -154,5 +155,5 @@ def guarded(rank: Rank, action: Callable[[], int]) -> int:
 
 def report(message: str) -> None:
     """Writes one error message for people to stderr."""
-    sys.stderr.write(f"onnxpar: error: {message}\n")
+    sys.stderr.write(f"onnxpar: error: {message_text(message)}\n")
     sys.stderr.flush()

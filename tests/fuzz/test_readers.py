@@ -275,6 +275,16 @@ def test_a_graph_whose_name_is_too_long(tmp_path: Path, capsys: pytest.CaptureFi
     assert "internal error" not in capsys.readouterr().err
 
 
+def test_messages_of_ranks_are_short(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """They are printed by the runtime, which printed 20,000 characters of a damaged file."""
+    shape = f"{{'descr': '<f4', 'fortran_order': False, 'shape': ({'9' * 5000},), }}"
+    file = npz(tmp_path / "in.npz", header(shape))
+    command = ["run", str(sharded(tmp_path)), "--inputs", str(file), "--outputs", "out.npz"]
+    assert main(command) == 2
+    error = capsys.readouterr().err
+    assert "in.npz: not a readable .npz file: array 'x'" in error and len(error) < 4200
+
+
 @pytest.mark.parametrize("report", [7, {}, {"mesh": 1}, "nodes", {"programs": [], "program": {}}])
 def test_a_report_that_was_changed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], report: object
