@@ -26,7 +26,6 @@ from numpy.typing import NDArray
 
 from onnxpar_format.calls import COLUMNS
 from onnxpar_format.dtypes import onnx_code
-from onnxpar_format.texts import message_text
 from onnxpar_runtime.closing import Closing
 from onnxpar_runtime.devices import Device, Placement
 from onnxpar_runtime.errors import LaunchError, RankError
@@ -162,7 +161,7 @@ class World(Closing):
         MPI_Abort, with the exit code `code`.
         """
         if self.comm is not None:
-            print(f"r{rank} | {message_text(message)}", file=sys.stderr, flush=True)
+            print(f"r{rank} | {message}", file=sys.stderr, flush=True)
             self.rank(rank).write_calls(message, fails=True)
             self.comm.Abort(code)
         self._check(self._library.onnxpar_abort(self._handle, f"rank {rank}: {message}".encode()))

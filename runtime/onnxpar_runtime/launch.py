@@ -147,7 +147,7 @@ def guarded(rank: Rank, action: Callable[[], int]) -> int:
         log.exception("unexpected error")
         message, code = f"{type(error).__name__}: {error}", 1
     if rank.world.size > 1:
-        rank.world.abort(rank.index, message, code)
+        rank.world.abort(rank.index, message_text(message), code)
     else:
         report(message)
     return code
