@@ -152,15 +152,12 @@ class Estimates:
         Args:
             progress: Called as each search begins.
         """
-        every = sorted(self.stages())
+        every = self.stages()
         found: list[list[Estimate]] = []
-        best = inf
         for number, stages in enumerate(every, 1):
             progress(f"searching, stages: {stages}", number, len(every))
             found.append(self._fastest(stages))
-            best = min(best, self._quickest(found[-1]))
-            if self._too_many(found, best):
-                break
+        best = self._quickest(e for one in found for e in one)
         # The fastest strategies take less time than those that save memory.
         for one in sorted(found, key=_seconds):
             if _seconds(one) < best and self._may_save(one, best):
@@ -169,19 +166,6 @@ class Estimates:
                 best = min(best, self._quickest(one))
         # Searches may find one strategy several times.
         return list({id(e): e for one in found for e in one}.values())
-
-    def _too_many(self, found: Sequence[Sequence[Estimate]], best: float) -> bool:
-        """Whether even more stages would take longer than the best estimate that fits.
-
-        Args:
-            found: Estimates with the fastest strategies, for ascending numbers of stages.
-            best: Seconds of the best estimate that fits.
-        """
-        if LEVELS[self.strategy.search.level].memory_first or len(found) < 2:
-            return False
-        # More stages have more idle time, which smaller micro-batches need not make up for.
-        before, last = map(_seconds, found[-2:])
-        return last > max(before, best)
 
     def _may_save(self, fastest: Sequence[Estimate], best: float) -> bool:
         """Whether strategies that save memory may be better than the best estimate that fits.
