@@ -50,12 +50,9 @@ def check_dim(owner: str, text: str) -> None:
         raise refuse(f"which has {len(text)} characters; expected at most {MAX_TEXT}")
     if len(_OPERATION.findall(text)) > MAX_OPERATIONS:
         raise refuse(f"which has more than {MAX_OPERATIONS} operations")
-    if any(len(digits) > MAX_DIGITS for digits in re.findall(r"\d+", text)):
-        raise refuse(f"which has a number of more than {MAX_DIGITS} digits")
+    check_numbers(owner, text)
     if _CHOICE.search(text) and text.count(",") >= MAX_CHOICES:
         raise refuse(f"which chooses between more than {MAX_CHOICES} sizes")
-    if prod(int(exponent) for exponent in _POWER_OF_MORE.findall(text)) > MAX_POWER:
-        raise refuse(f"in which a sum or a power has an exponent above {MAX_POWER}")
     try:
         size = as_dim(text)
     except SymbolError as error:
@@ -63,6 +60,22 @@ def check_dim(owner: str, text: str) -> None:
     # `as_dim` reads `9**9**9` as a name, but shape inference would compute the number.
     if "**" in text and size == dim_symbol(text):
         raise refuse("which is not a size")
+
+
+def check_numbers(owner: str, text: str) -> None:
+    """Raises ModelError if a dim has numbers or powers that take long to compute.
+
+    Args:
+        owner: The value that has the dim, for the message.
+        text: The dim.
+    """
+    reason = None
+    if any(len(digits) > MAX_DIGITS for digits in re.findall(r"\d+", text)):
+        reason = f"which has a number of more than {MAX_DIGITS} digits"
+    elif prod(int(exponent) for exponent in _POWER_OF_MORE.findall(text)) > MAX_POWER:
+        reason = f"in which a sum or a power has an exponent above {MAX_POWER}"
+    if reason is not None:
+        raise ModelError(f"{owner} has the dim {short(text)}, {reason}")
 
 
 def check_nesting(nodes: Iterable[ir.Node], depth: int = 0) -> None:

@@ -10,6 +10,7 @@ import onnx_ir as ir
 from onnxpar.core.errors import DirectoryError, OnnxparError, short
 from onnxpar.emit.atomic_directory import MANIFEST
 from onnxpar.emit.read_manifest import read_manifest
+from onnxpar.frontend.limits import check_numbers
 from onnxpar.frontend.load import read
 from onnxpar.report.inspect_data import OF_A_PROGRAM
 
@@ -120,6 +121,12 @@ def read_graph(path: Path) -> ir.Model:
     try:
         graph = ir.from_proto(read(path))
         ir.external_data.set_base_dir(graph.graph, path.parent)
+        for each in graph.graphs():
+            values = (*each.inputs, *(output for node in each for output in node.outputs))
+            for value in values:
+                for dim in value.shape or ():
+                    if isinstance(dim, ir.SymbolicDim) and dim.value is not None:
+                        check_numbers(f"value {value.name!r}", dim.value)
         return graph
     except Exception as error:
         raise DirectoryError(f"{path}: not an ONNX graph: {error}") from None

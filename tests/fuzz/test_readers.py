@@ -275,6 +275,19 @@ def test_a_graph_whose_name_is_too_long(tmp_path: Path, capsys: pytest.CaptureFi
     assert "internal error" not in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("dim", ["floor((a+b+c+d+e)**40/7)", "((((9**64)**64)**64)**64)**64"])
+def test_rank_graphs_with_powers_that_take_long(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], dim: str
+) -> None:
+    path = sharded(tmp_path) / "rank0000.model.onnx"
+    proto = onnx.load(path, load_external_data=False)
+    proto.graph.value_info[0].type.tensor_type.shape.dim[0].dim_param = dim
+    path.write_bytes(proto.SerializeToString())
+    with guarded(tmp_path):
+        assert main(["report", str(path.parent), "-o", str(tmp_path / "p.html")]) == 2
+    assert "a sum or a power has an exponent above 8" in capsys.readouterr().err
+
+
 def test_messages_of_ranks_are_short(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """They are printed by the runtime, which printed 20,000 characters of a damaged file."""
     shape = f"{{'descr': '<f4', 'fortran_order': False, 'shape': ({'9' * 5000},), }}"
