@@ -114,7 +114,8 @@ def _other_state(name: str, draw: Random) -> Any:
 def _read_states(case: Path) -> None:
     from onnxpar.api.pytorch.files import load_state
 
-    for into, name in zip(_net(), ("net.pt", "optimizer.pt"), strict=True):
+    # A copy: what a case leaves in them must not change the next one.
+    for into, name in zip(deepcopy(_net()), ("net.pt", "optimizer.pt"), strict=True):
         load_state(into, case / name)
 
 
