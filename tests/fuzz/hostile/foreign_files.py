@@ -4,6 +4,7 @@ import io
 import json
 import pickle
 import zipfile
+from copy import deepcopy
 from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
