@@ -89,7 +89,8 @@ def _other_state(name: str, draw: Random) -> Any:
     """A state dict with other values, keys, types and shapes."""
     import torch
 
-    state = _net()[name == "optimizer.pt"].state_dict()
+    # A copy: inner dicts of an optimizer are its own.
+    state = deepcopy(_net()[name == "optimizer.pt"].state_dict())
     kind = draw.randrange(5)
     if kind == 0:
         return draw.choice((Runs(), [], {}, None, {"state": Runs()}, {1: 2}, torch.ones(3)))
