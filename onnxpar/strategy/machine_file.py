@@ -58,6 +58,8 @@ def load_machine(text: str) -> Machine:
         raise MachineError(f"{where}: {in_words(first['loc'])}{problem(first)}") from None
     if "float32" not in found.flops:
         raise MachineError(f"{document.where(('flops',))}: expected an entry float32")
+    if found.memory > 1 << 62:
+        raise MachineError(f"{document.where(('memory',))}: expected at most 2**62 bytes of memory")
     sizes = [link.devices for link in found.links]
     blocks = sizes[:-1]
     if None in blocks or any(a is None or (b is not None and a >= b) for a, b in pairwise(sizes)):
