@@ -210,7 +210,8 @@ def test_mistakes_in_a_machine_file(tmp_path: Path, old: str, new: str, message:
 def test_memory_that_no_device_has(tmp_path: Path) -> None:
     """10**400 bytes ended `plan` with an OverflowError."""
     path = tmp_path / "m.yaml"
-    text = "name: a\nflops: {float32: 1.0}\nbandwidth: 1.0\nmemory: MEMORY\noverhead: 0.0\nlinks: [{bandwidth: 1.0, latency: 0.0}]\n"
+    text = "name: a\nflops: {float32: 1.0}\nbandwidth: 1.0\nmemory: MEMORY\noverhead: 0.0\n"
+    text += "links: [{bandwidth: 1.0, latency: 0.0}]\n"
     path.write_text(text.replace("MEMORY", str(10**400)))
     with pytest.raises(MachineError, match=r"m\.yaml:4: expected at most 2\*\*62 bytes"):
         load_machine(str(path))
