@@ -209,5 +209,5 @@ def test_what_cannot_be_computed_in_16_bits_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="expected products of float32 matrices"):
         compute_in(model, HALF, REGISTRY)
     ranks = shard(tmp_path / "a", small_mlp(), "dp", devices=1, loss=CROSS_ENTROPY)
-    with pytest.raises(LaunchError, match="--loss-scale 8: the programs compute in the type"):
+    with pytest.raises(LaunchError, match="loss_scale 8: the programs compute in the type"):
         Trainer(ranks, device="cpu", loss_scale="8")
