@@ -34,7 +34,13 @@ from onnxpar_runtime.inputs import Feeds
 from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.memory import LiveBytes
 from onnxpar_runtime.nonfinite import Watch
-from onnxpar_runtime.options import CPU, cuda_options, session_options, threads_per_rank
+from onnxpar_runtime.options import (
+    CPU,
+    cuda_options,
+    register_libraries,
+    session_options,
+    threads_per_rank,
+)
 from onnxpar_runtime.run_values import ACCUMULATE, LOSS_WEIGHT, Given, Results
 from onnxpar_runtime.tensors import empty, to_host, to_ort
 from onnxpar_runtime.tracing import operators
@@ -165,13 +171,7 @@ class Loader:
         threads = threads_per_rank(world.size, len(world.local_ranks))
         options = session_options(self._pairs, threads)
         self.rank.register(options)
-        for library in self._custom_ops:
-            if not Path(library).is_file():
-                raise LaunchError(f"custom-op library {library}: no such file")
-            try:
-                options.register_custom_ops_library(str(library))
-            except Exception as error:
-                raise LaunchError(f"custom-op library {library}: {first_line(error)}") from None
+        register_libraries(options, self._custom_ops)
         wanted: list[Any] = [CPU]
         if self.queue is not None:
             # Weights are allocated outside the arena, which would never give their memory back.

@@ -1,7 +1,7 @@
 """Options of onnxruntime's sessions and of its CUDA provider, from `key=value` text."""
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,7 @@ import onnxruntime
 
 from onnxpar_format.texts import whole
 from onnxpar_runtime.devices import CUDA
-from onnxpar_runtime.errors import LaunchError
+from onnxpar_runtime.errors import LaunchError, first_line
 
 CPU = "CPUExecutionProvider"
 # Number of the job's processes on this machine: of Open MPI's mpirun, and of MPICH's family.
@@ -187,3 +187,19 @@ def cuda_options(index: int, stream: int, pairs: Mapping[str, str]) -> tuple[str
             "cuda.user_compute_stream: it cannot be set, because each rank uses its own stream"
         )
     return CUDA, settings | own
+
+
+def register_libraries(options: Any, libraries: Sequence[str | Path]) -> None:
+    """Registers custom-op libraries of the user in `onnxruntime.SessionOptions`.
+
+    Raises:
+        LaunchError: A library is no file, or onnxruntime cannot load it.
+    """
+    for library in libraries:
+        if not Path(library).is_file():
+            raise LaunchError(f"custom-op library {library}: no such file")
+        try:
+            options.register_custom_ops_library(str(library))
+        except Exception as error:
+            # onnxruntime has no common base class for what it raises.
+            raise LaunchError(f"custom-op library {library}: {first_line(error)}") from None

@@ -6,11 +6,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from onnxpar_runtime.errors import DirectoryError, InputError, SymbolValueError
+from onnxpar_runtime.errors import DirectoryError, InputError, LaunchError, SymbolValueError
 from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.verify.cases import default_cases
 from onnxpar_runtime.verify.compare import verify
 from onnxpar_runtime.verify.findings import VerifyOptions, difference_of
+from onnxpar_runtime.verify.own_node import OwnNode
 from onnxpar_runtime.verify.random_feeds import Span, drawn_feeds, index_spans
 from onnxpar_runtime.verify.references import ModelReference
 from tests.runtime import hand_made
@@ -193,6 +194,18 @@ def test_integers_stay_in_the_range_of_each_case(tmp_path: Path) -> None:
     assert [c.symbols for c in found] == cases and all(c.ok for c in found)
     with pytest.raises(InputError, match=r"model fails at past=1, total=24, seq=3: .*idx"):
         verify(directory, model, [{"past": 1, "total": 24, "seq": 3}])
+
+
+def test_bad_custom_ops_libraries_are_named(tmp_path: Path) -> None:
+    model = hand_made.undivided(tmp_path / "m.onnx", DOUBLE)
+    graph = hand_made.data_parallel(tmp_path / "a") / "rank0000.model.onnx"
+    (tmp_path / "bad.so").write_text("no library")
+    for name, message in (("none.so", "no such file"), ("a", "no such file"), ("bad.so", ".+")):
+        libraries = [tmp_path / name]
+        with pytest.raises(LaunchError, match=rf"custom-op library .*{name}: {message}"):
+            ModelReference(model, libraries)
+        with pytest.raises(LaunchError, match=rf"custom-op library .*{name}: {message}"):
+            OwnNode(graph, ["y"], ["x"], libraries)
 
 
 def test_zeros_are_drawn_where_not_all_may_be_zeros(tmp_path: Path) -> None:

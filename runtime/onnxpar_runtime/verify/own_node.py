@@ -10,6 +10,7 @@ import onnxruntime
 from numpy.typing import NDArray
 
 from onnxpar_runtime.collectives import World
+from onnxpar_runtime.options import register_libraries
 from onnxpar_runtime.tensors import to_host, to_ort
 
 Array = NDArray[Any]
@@ -53,8 +54,7 @@ class OwnNode:
         options.log_severity_level = 4
         self._world = World.threads(1)
         self._world.rank(0).register(options)
-        for library in custom_ops:
-            options.register_custom_ops_library(str(library))
+        register_libraries(options, custom_ops)
         self._session = onnxruntime.InferenceSession(
             str(path), options, providers=["CPUExecutionProvider"]
         )

@@ -13,6 +13,7 @@ from onnxpar_format.manifest import FILE_NAME
 from onnxpar_runtime.errors import DirectoryError, InputError
 from onnxpar_runtime.group import ThreadsGroup
 from onnxpar_runtime.manifest import Manifest
+from onnxpar_runtime.options import register_libraries
 from onnxpar_runtime.tensors import to_host, to_ort
 
 Array = NDArray[Any]
@@ -50,11 +51,15 @@ class ModelReference:
     """An ONNX model in onnxruntime on the CPU."""
 
     def __init__(self, path: Path, custom_ops: Sequence[str | Path] = ()) -> None:
-        """Loads the model; raises DirectoryError if onnxruntime cannot."""
+        """Loads the model.
+
+        Raises:
+            DirectoryError: onnxruntime cannot load it.
+            LaunchError: A custom-op library cannot be loaded.
+        """
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 4
-        for library in custom_ops:
-            options.register_custom_ops_library(str(library))
+        register_libraries(options, custom_ops)
         try:
             self._session = onnxruntime.InferenceSession(
                 _readable(path, options), options, providers=["CPUExecutionProvider"]
