@@ -4,10 +4,11 @@ They are far above what exporters write. A file that exceeds one is refused with
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from math import prod
 
 import onnx_ir as ir
+from sympy import Integer
 
 from onnxpar.core.errors import ModelError, SymbolError, short
 from onnxpar.core.symbols import as_dim, dim_symbol
@@ -30,6 +31,7 @@ MAX_DIMS = 64
 MAX_NODES = 1_000_000
 """Nodes of a model after its functions have been inlined."""
 
+_LARGEST = 2**63 - 1
 _OPERATION = re.compile(r"[-+*/%(,]")
 _CHOICE = re.compile(r"\b(?:max|min)\s*\(", re.IGNORECASE)
 _POWER_OF_MORE = re.compile(r"\)\s*\*\*\s*(\d+)")
@@ -57,9 +59,31 @@ def check_dim(owner: str, text: str) -> None:
         size = as_dim(text)
     except SymbolError as error:
         raise refuse(f"which is not a size: {error}") from None
-    # `as_dim` reads `9**9**9` as a name, but shape inference would compute the number.
-    if "**" in text and size == dim_symbol(text):
+    if isinstance(size, int) and not 0 <= size <= _LARGEST:
+        raise refuse(f"which is {short(size)}; expected a size from 0 to 2**63 - 1")
+    # `as_dim` reads any other text as a name. For shape inference, `9**9**9` would be a number that
+    # takes long to compute, `max()` a number, and `b;c` an error.
+    is_name = size == dim_symbol(text)
+    if is_name and "**" in text:
         raise refuse("which is not a size")
+    numbers = [] if isinstance(size, int) else size.atoms(Integer)
+    for number in numbers:
+        if abs(number) > _LARGEST:
+            raise refuse(f"which has the number {short(number)}; expected at most 2**63 - 1")
+    names = _names_in(text)
+    if names is None or (is_name and names != {text}):
+        raise refuse(
+            "expected a name or an expression of integers, names, + - * / // % **, parentheses, "
+            "max, min, floor and mod"
+        )
+
+
+def _names_in(text: str) -> Set[str] | None:
+    """Returns the names in a dim as shape inference reads it; None if it cannot."""
+    try:
+        return ir.SymbolicDim(text).free_symbols()
+    except Exception:  # Its reader and sympy raise exceptions of several kinds.
+        return None
 
 
 def check_numbers(owner: str, text: str) -> None:

@@ -16,7 +16,9 @@ DIMS = (
     "floor(batch/3)",
     "batch**8", "2*batch+1", "batch//0", "seq", "1/0", "4", "-4", "0", "a.b", "a b", "batch%seq",
     "Max(batch, 1/0)", "(batch", "batch**-1", "mod(batch,0)", "ceil(batch/2)*2", "batch.real",
-    "batch[0]",
+    "batch[0]", "floor()", "max()", "Min()", "mod(batch)", "floor(batch,2)", "sqrt(batch)",
+    "*".join(["9" * 18] * 3), "batch*" + "*".join(["9" * 18] * 3), "batch;seq", "1e400*batch",
+    "3-5",
 )  # fmt: skip
 """Dims that are expressions, some of them without a value."""
 KEYS = (

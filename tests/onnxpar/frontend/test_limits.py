@@ -33,6 +33,12 @@ def refused(path: Path, capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().err
 
 
+NEITHER = (
+    "floor()", "max()", "mod(b)", "floor(b, 2)", "sqrt(b)", "foo(b)", "b;c", "1e400*b", "b[0]",
+    "b c",
+)  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("dim", "reason"),
     [
@@ -45,6 +51,13 @@ def refused(path: Path, capsys: pytest.CaptureFixture[str]) -> str:
         ("a**b**c", "which is not a size"),
         ("batch%0", "(batch) % (0) divides by zero"),
         ("batch//0", "(batch) / (0) divides by zero"),
+        (
+            "*".join(["9" * 18] * 3),
+            "which is 999999999999999997000000000000000002999999999999999999;",
+        ),
+        ("*".join(["9" * 18] * 3) + "*b", "which has the number 9999999999999999970000000"),
+        ("3-5", "which is -2; expected a size from 0 to 2**63 - 1"),
+        *((dim, "expected a name or an expression") for dim in NEITHER),
     ],
 )
 def test_a_dim_that_takes_long(
