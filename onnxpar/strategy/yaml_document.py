@@ -13,7 +13,7 @@ from unicodedata import category
 
 import yaml
 
-from onnxpar.core.errors import StrategyError
+from onnxpar.core.errors import StrategyError, short
 from onnxpar_format.regular_file import read_regular
 
 Location = tuple[str | int, ...]
@@ -26,6 +26,9 @@ MAX_NODES = 1_000_000
 
 100,000 take 5 s and 80 MB on a busy machine; a file of `MAX_BYTES` could have 33 million.
 """
+
+MAX_DIGITS = 400
+"""Characters of a number: those of base 60 cost time that grows with their square."""
 
 
 @dataclass(frozen=True)
@@ -135,16 +138,20 @@ class _Reader:
         self.count += 1
         self.check(self.count, node)
         if isinstance(node, yaml.ScalarNode):
+            kind = node.tag.rpartition(":")[2]
+            if kind in ("int", "float") and len(node.value) > MAX_DIGITS:
+                raise self.fail(node, f"expected a number of at most {MAX_DIGITS} characters")
             try:
                 value = self.loader.construct_object(node)
             except yaml.YAMLError:
                 raise
             except Exception:
                 # PyYAML computes a value by its tag, whether the text has that form or not.
-                kind = node.tag.rpartition(":")[2]
                 raise self.fail(
                     node, f"not valid YAML: expected a value of the type {kind}"
                 ) from None
+            if isinstance(value, int) and not -(2**63) <= value < 2**63:
+                raise self.fail(node, f"expected an integer of 64 bits, got {short(node.value)}")
             if isinstance(value, str) and any(category(c) in ("Cc", "Cs") for c in value):
                 raise self.fail(node, f"expected text without control characters, got {value!r}")
             return value

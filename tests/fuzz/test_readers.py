@@ -187,6 +187,27 @@ def test_yaml_values_that_are_not_of_their_tag(value: str) -> None:
         parse_document(f"a: {value}", "s.yaml")
 
 
+@pytest.mark.parametrize(
+    "value", ["0x" + "f" * 390, "0" + "7" * 390, "0b" + "1" * 390, "1" + ":59" * 50, str(2**63)]
+)
+def test_yaml_integers_of_more_than_64_bits(value: str) -> None:
+    with pytest.raises(StrategyError, match=r"s\.yaml:1:10: expected an integer of 64 bits"):
+        parse_document(f"devices: {value}", "s.yaml")
+    with pytest.raises(StrategyError, match=r"s\.yaml:1:1: expected an integer of 64 bits"):
+        parse_document(f"{value}: 1", "s.yaml")
+
+
+def test_yaml_numbers_whose_text_is_long() -> None:
+    """Python reads long numbers of other bases than ten, but cannot print them.
+
+    Each part of a number of base 60 costs as much time as the number has digits.
+    """
+    of_base_60 = "1" + ":59" * 5000
+    for value in "0x" + "f" * 5000, "0" + "7" * 5000, of_base_60, of_base_60 + ".0", "9" * 5000:
+        with pytest.raises(StrategyError, match=r"s\.yaml:1:4: expected a number of at most 400"):
+            parse_document(f"a: {value}", "s.yaml")
+
+
 @pytest.mark.parametrize("name", ["a\\0b", "\\ud800", "\\e[31m", "a\\nb"])
 def test_text_that_cannot_be_shown_in_a_line(name: str) -> None:
     """As the name of a mesh axis, a lone surrogate ended `shard` with an internal error."""

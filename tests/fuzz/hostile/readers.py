@@ -61,6 +61,7 @@ TAGS = (
     "!!timestamp x", "!!binary ^", "!!bool x", "!!null x", "!!set {a, b}", "!!omap [a]", "!!int",
     "!!pairs [a]", "!x y", "!<tag:x> y", "&a [*a]", "*nobody", "&b {<<: *b}", "{<<: [1]}", "? [a]",
     "|", ">+9", "2001-99-99", "0o9", "1:99:99", ".inf", "- - -", "{a: 1, a: 2}", "\t", "'", '"\\x"',
+    "0x" + "f" * 5_000, "0" + "7" * 300, "0b" + "1" * 300, "1" + ":59" * 5_000,
 )  # fmt: skip
 """What may stand for a value in YAML."""
 
