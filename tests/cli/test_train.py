@@ -243,11 +243,12 @@ def test_a_function_is_asked_for_batches_of_the_size_that_training_has(
         ({"x": np.zeros((300, 63), np.float32)}, "input 'x', dim 1: expected 64, got 63"),
         (
             {"labels": np.arange(300) // 29},
-            "input 'labels': expected elements from 0 to 9 for node 'onnxpar.loss/",
+            "input 'labels': expected elements from 0 to 9 for node 'onnxpar.loss/"
+            "SoftmaxCrossEntropyLoss' (SoftmaxCrossEntropyLoss), got 10 at [290] of the data\n",
         ),
     ],
 )
-def test_data_to_evaluate_on_is_checked_before_the_first_step(
+def test_data_are_checked_before_the_first_step(
     sgd: Path,
     tmp_path: Path,
     capfd: pytest.CaptureFixture[str],
@@ -259,6 +260,8 @@ def test_data_to_evaluate_on_is_checked_before_the_first_step(
     printed = capfd.readouterr()
     assert printed.err.startswith(f"onnxpar: error: --eval-data {held_out}: {message}")
     assert printed.out == "" and printed.err.count("\n") == 1
+    assert main(["train", str(sgd), *RUN[2:], "--data", held_out]) == 2
+    assert capfd.readouterr() == ("", printed.err.replace("--eval-data", "--data"))
     assert main(["eval", str(sgd), "--data", held_out, "--device", "cpu"]) == 2
     assert f"--data {held_out}: {message}" in capfd.readouterr().err
 

@@ -155,6 +155,7 @@ def prepare_run(
         own=places(specs, manifest.atoms, rank, training.loss, source),
         shard=shard_of(specs, manifest.atoms, rank, training.loss, source),
     )
+    _check_samples(manifest, TRAINING, data)
     hyper = hyperparameters(
         training.optimizer, wanted.settings, set(hyperparameters_read(manifest))
     )
@@ -417,7 +418,15 @@ def data_to_evaluate(
         metrics=metrics,
         shard=shard_of(specs, manifest.atoms, rank, loss, source),
     )
-    if isinstance(source, Samples) and found.plan is not None:
-        # Otherwise a mistake would only be found at the end of the first epoch.
-        check_samples(manifest, program, source, {*found.plan.full, *found.plan.last})
+    _check_samples(manifest, EVALUATION, found)
     return found
+
+
+def _check_samples(manifest: Manifest, program: str, data: EvaluationData) -> None:
+    """Checks samples for a program before the first step, as `check_samples`.
+
+    Otherwise a mistake would only be found at its batch, perhaps after the first epoch.
+    """
+    if isinstance(data.source, Samples) and data.plan is not None:
+        sizes = {*data.plan.full, *data.plan.last}
+        check_samples(manifest, manifest.program(program), data.source, sizes)

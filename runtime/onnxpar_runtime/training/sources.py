@@ -396,7 +396,7 @@ def check_samples(
         try:
             values = symbol_values(manifest.symbols, program, shapes)
             if number == 0 and not source.dtypes:
-                check_index_ranges(program, {**source.rows, **source.fixed}, values, "")
+                check_index_ranges(program, {**source.rows, **source.fixed}, values, " of the data")
         except (InputError, SymbolValueError) as error:
             raise InputError(f"{source.name}: {error}") from None
 
