@@ -212,9 +212,10 @@ def test_memory_that_no_device_has(tmp_path: Path) -> None:
     path = tmp_path / "m.yaml"
     text = "name: a\nflops: {float32: 1.0}\nbandwidth: 1.0\nmemory: MEMORY\noverhead: 0.0\n"
     text += "links: [{bandwidth: 1.0, latency: 0.0}]\n"
-    path.write_text(text.replace("MEMORY", str(10**400)))
-    with pytest.raises(MachineError, match=r"m\.yaml:4: expected at most 2\*\*62 bytes"):
-        load_machine(str(path))
+    for memory in str(5 * 10**18), f"'{10**400}'", f"{10**300}GiB":
+        path.write_text(text.replace("MEMORY", memory))
+        with pytest.raises(MachineError, match=r"m\.yaml:4: expected at most 2\*\*62 bytes"):
+            load_machine(str(path))
 
 
 def test_aliases_are_read_but_may_not_explode() -> None:
