@@ -11,8 +11,7 @@ import netron
 import typer
 
 from onnxpar.cli.options import AsJson, Directory, takes_options
-from onnxpar.core.errors import DirectoryError, short
-from onnxpar.emit.atomic_directory import MANIFEST
+from onnxpar.core.errors import DirectoryError
 from onnxpar.emit.read_manifest import read_manifest
 from onnxpar.frontend.load import read
 from onnxpar.report.read_directory import blamed_on_report, read_report
@@ -93,27 +92,18 @@ def graph_file(directory: Path, program: str | None, rank: int) -> Path:
         DirectoryError: No manifest, no such program or rank, or the file is missing.
     """
     manifest = read_manifest(directory)
-    try:
-        programs = {name: list(entry["files"]) for name, entry in manifest["programs"].items()}
-        staged = manifest.get("pipeline", {}).get("programs", {})
-        replaced = {n: [x for e in split for x in e.values()] for n, split in staged.items()}
-        count = int(manifest["devices"])
-    except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
-        raise DirectoryError(f"{directory / MANIFEST}: not readable: {error!r}") from None
+    programs = {name: entry["files"] for name, entry in manifest["programs"].items()}
+    staged = (manifest.get("pipeline") or {"programs": {}})["programs"]
+    replaced = {n: [x for e in split for x in e.values()] for n, split in staged.items()}
+    count = manifest["devices"]
     known = sorted({*programs, *replaced})
     if program is not None and program not in known:
         raise DirectoryError(f"{directory}: no program {program!r}; it has {', '.join(known)}")
     if rank >= count:
         raise DirectoryError(f"{directory}: expected a rank from 0 to {count - 1}, got {rank}")
     wanted = list(programs) if program is None else [program, *replaced.get(program, ())]
-    mine = {n: f[rank] for n, f in programs.items() if len(f) > rank and f[rank] is not None}
-    name = next((mine[name] for name in wanted if name in mine), None)
-    if name is not None and (not isinstance(name, str) or Path(name).name != name or "\0" in name):
-        # Netron would serve any file that a changed manifest names, also one outside.
-        raise DirectoryError(
-            f"{directory / MANIFEST}: expected the name of a file in the directory, got "
-            f"{short(name)}"
-        )
+    mine = {n: f[rank] for n, f in programs.items() if f[rank] is not None}
+    name: str | None = next((mine[name] for name in wanted if name in mine), None)
     found = None if name is None else directory / name
     if found is None and mine:
         raise DirectoryError(

@@ -444,6 +444,8 @@ class ManifestContents:
         for name, symbol in self.symbols.items():
             if symbol.same_as is not None:
                 yield from self._known(f".symbols.{name}.same_as", "symbols", symbol.same_as)
+        if self.report is not None:
+            yield from self._report_problems(self.report)
         for name in self.files:
             if not is_file_name(name):
                 yield ".files", "a file name without folders", name
@@ -460,6 +462,14 @@ class ManifestContents:
             yield from self._state_problems(f".training.states {state.name!r}", state)
         if self.pipeline is not None:
             yield from self._pipeline_problems(self.pipeline)
+
+    def _report_problems(self, report: Mapping[str, Any]) -> Iterator[Problem]:
+        """Yields what is wrong with the numbers of a report that what shows it relies on."""
+        mesh = {"axes": dict(self.axes), "atoms": list(self.atoms)}
+        facts = {"devices": self.devices, "stages": self.stages, "mesh": mesh}
+        for key, expected in facts.items():
+            if key in report and report[key] != expected:
+                yield f".report.{key}", f"{expected} as in the manifest", report[key]
 
     def _known(self, place: str, what: str, name: str | None) -> Iterator[Problem]:
         """Yields a problem unless `what` (symbols, files, programs or parameters) has the name."""
@@ -553,29 +563,26 @@ class ManifestContents:
                 yield place, f"{value.source!r} to make it with the same type and shape", value
 
 
-def manifest_json(directory: Path) -> Any:
-    """Returns the JSON of a directory's manifest, without checks.
-
-    Raises:
-        FormatError: There is no such directory, or it has no manifest in JSON.
-    """
-    if not directory.is_dir():
-        raise FormatError(f"{directory}: no such directory")
-    missing = f"expected a directory that `onnxpar shard` wrote, got one without {FILE_NAME}"
-    return load_json(directory / FILE_NAME, missing)
-
-
 def read_manifest(directory: Path) -> ManifestContents:
     """Reads and validates a directory's manifest.
 
     Raises:
         FormatError: It is missing, malformed, or of another schema.
     """
-    raw, path = manifest_json(directory), directory / FILE_NAME
+    return validated_manifest(directory)[1]
+
+
+def validated_manifest(directory: Path) -> tuple[Any, ManifestContents]:
+    """Returns a directory's manifest as JSON, and its contents; raises as `read_manifest`."""
+    if not directory.is_dir():
+        raise FormatError(f"{directory}: no such directory")
+    missing = f"expected a directory that `onnxpar shard` wrote, got one without {FILE_NAME}"
+    path = directory / FILE_NAME
+    raw = load_json(path, missing, shown=True)
     schema = raw.get("schema") if isinstance(raw, dict) else None
     if type(schema) is int and schema != SCHEMA:
         raise FormatError(
             f"{path}: expected schema {SCHEMA}, got {schema}: it was written by another version of "
             "onnxpar; run `onnxpar shard` again"
         )
-    return from_json(ManifestContents, raw, f"{path}: manifest")
+    return raw, from_json(ManifestContents, raw, f"{path}: manifest")

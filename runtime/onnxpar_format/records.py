@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, is_dataclass
 from functools import lru_cache
+from math import isfinite
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import (
@@ -96,21 +97,30 @@ _PLAIN: Mapping[Any, tuple[type, ...]] = {
 
 _HALF = re.compile(r"\\u[dD][89a-fA-F]")
 """A surrogate in JSON; one that stands alone cannot be printed or written."""
+_MAYBE_CONTROL = re.compile(r"\\(?:[bfr]|u00[0189])|\\u007|\\u202[89]|[\x7f-\x9f\u2028\u2029]")
+"""What may be a control character in JSON, or follow a backslash."""
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029]")
+"""Control characters, which a terminal may obey, except tabs and ends of lines."""
 
 
-def load_json(path: Path, missing: str) -> Any:
+def load_json(path: Path, missing: str, *, shown: bool = False) -> Any:
     """Returns the JSON of a file.
 
     Args:
         path: The file.
         missing: The message if there is no such file in the folder.
+        shown: Whether commands show its contents, so that control characters, and numbers that are
+            not finite, are refused.
 
     Raises:
         FormatError: It cannot be read, or is not JSON.
     """
     try:
         text = read_regular(path).decode()
-        found = json.loads(text)
+        checks: Any = {"parse_constant": _finite, "parse_float": _finite} if shown else {}
+        found = json.loads(text, **checks)
+        if shown and _MAYBE_CONTROL.search(text):
+            _check_characters(path, found)
         if _HALF.search(text):
             json.dumps(found, ensure_ascii=False).encode()
         return found
@@ -124,6 +134,26 @@ def load_json(path: Path, missing: str) -> Any:
         raise FormatError(f"{path}: expected text, got a lone surrogate") from None
     except (ValueError, RecursionError) as error:
         raise FormatError(f"{path}: not valid JSON: {error}") from None
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not isfinite(number):
+        raise ValueError(f"expected finite numbers, got {text:.80}")
+    return number
+
+
+def _check_characters(path: Path, found: Any) -> None:
+    """Raises FormatError if a text or a key has a control character."""
+    left = [found]
+    while left:
+        item = left.pop()
+        if isinstance(item, dict):
+            left += [*item, *item.values()]
+        elif isinstance(item, list):
+            left += item
+        elif isinstance(item, str) and _CONTROL.search(item):
+            raise failure(str(path), "text without control characters", item)
 
 
 def from_json(kind: type[R], raw: Any, place: str) -> R:

@@ -158,8 +158,8 @@ def test_what_of_a_model_can_be_sharded(here: Path, capsys: pytest.CaptureFixtur
     [
         (None, "expected a directory that `onnxpar shard` wrote"),
         ("{", "not valid JSON"),
-        ("[]", "expected a report"),
-        ('{"report": {"nodes": []}}', "expected a report"),
+        ("[]", "manifest: expected an object, got []"),
+        ('{"report": {"nodes": []}}', "'schema' is missing"),
     ],
 )
 def test_directories_that_are_none(

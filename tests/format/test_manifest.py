@@ -12,6 +12,8 @@ import onnx_ir as ir
 import pytest
 
 from onnxpar.api.shard_model import shard_model
+from onnxpar.core import errors
+from onnxpar.emit.read_manifest import read_manifest
 from onnxpar_format.entries import SymbolEntry
 from onnxpar_runtime.errors import DirectoryError
 from onnxpar_runtime.manifest import Manifest
@@ -209,3 +211,41 @@ def test_constraint(symbol: SymbolEntry, admitted: list[int], refused: list[int]
     # The first ten lie among the first numbers up to ten periods beyond the least.
     search = range(1, symbol.min + 11 * symbol.divisor)
     assert symbol.admissible(1, 10) == [v for v in search if symbol.admits(v)][:10]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda raw: raw.update(schema=99), "expected schema 1, got 99"),
+        (lambda raw: raw.update(devices=float("nan")), "expected finite numbers, got NaN"),
+        (lambda raw: raw["symbols"]["batch"].update(divisor=0), "expected divisor >= 1 and"),
+        (lambda raw: raw["mesh"].update(atoms=[7]), "expected integers > 1 whose product is 2"),
+        (lambda raw: raw["report"].update(devices=10**9), r"\.report\.devices: expected 2 as in"),
+        (lambda raw: raw["report"].update(stages=-1), r"\.report\.stages: expected 1 as in"),
+        (
+            lambda raw: raw["report"]["mesh"].update(atoms=[0]),
+            r"\.report\.mesh: expected {'axes': {'dp': 2}, 'atoms': \[2\]} as in",
+        ),
+        (
+            lambda raw: raw["report"]["symbols"].update(batch="\x1b]0;evil\x07"),
+            r"expected text without control characters, got '\\x1b\]0;evil\\x07'",
+        ),
+        (lambda raw: raw["report"].update({"\x9b2J": 1}), "expected text without control"),
+        (lambda raw: raw["report"].update(text="a\\u001bb\n\t\\r"), None),
+    ],
+)
+def test_what_shows_a_directory_checks_its_manifest(
+    tmp_path: Path, change: Edit, message: str | None
+) -> None:
+    """`inspect` accepted what `run` refuses, and wrote escape sequences to the terminal."""
+    directory = hand_made.data_parallel(tmp_path / "a", 2)
+    report = {"mesh": {"axes": {"dp": 2}, "atoms": [2]}, "devices": 2, "stages": 1, "symbols": {}}
+    edit(directory, lambda raw: raw.update(report=report))
+    assert read_manifest(directory)["report"] == report
+    edit(directory, change)
+    if message is None:
+        assert read_manifest(directory) == json.loads((directory / "manifest.json").read_text())
+        return
+    for read in read_manifest, Manifest.load:
+        with pytest.raises((DirectoryError, errors.DirectoryError), match=message):
+            read(directory)
