@@ -43,10 +43,10 @@ MAX_DEPTH = 16
 def inline_functions(model: ir.Model, registry: Registry) -> None:
     """Replaces every call of a function of the model by its body. The model is changed.
 
-    A function of an older opset is brought to that of the model first.
+    A function of an older opset is brought to that of the model first. None may call itself.
 
     Raises:
-        ModelError: A function calls itself, takes a graph, or is written for another opset in which
+        ModelError: A function takes a graph, or is written for another opset in which
             one of its operators has another meaning.
     """
     if not model.functions:
@@ -60,20 +60,17 @@ def inline_functions(model: ir.Model, registry: Registry) -> None:
         adopt_opset(function, opset)
         for domain, version in function.opset_imports.items():
             model.opset_imports.setdefault(domain, version)
-    for _ in range(MAX_DEPTH):
-        nodes = list(ir.traversal.RecursiveGraphIterator(model.graph))
-        names = names_of(model.graph)
-        calls = [node for node in nodes if node.op_identifier() in model.functions]
-        if not calls:
-            model.functions.clear()
-            return
+    nodes = list(ir.traversal.RecursiveGraphIterator(model.graph))
+    names = names_of(model.graph)
+    while calls := [node for node in nodes if node.op_identifier() in model.functions]:
+        nodes = []
         for node in calls:
             if not node.name:
                 node.name = names.fresh(node.op_type)
-            _by_function(model, node, model.functions[node.op_identifier()], names)
-    raise ModelError(
-        f"node {calls[0].name!r}: the functions of the model call each other recursively"
-    )
+            nodes += every_node(
+                _by_function(model, node, model.functions[node.op_identifier()], names)
+            )
+    model.functions.clear()
 
 
 def expand_unknown(

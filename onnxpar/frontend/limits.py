@@ -4,7 +4,8 @@ They are far above what exporters write. A file that exceeds one is refused with
 """
 
 import re
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Set
+from graphlib import CycleError, TopologicalSorter
 from math import prod
 
 import onnx_ir as ir
@@ -29,7 +30,15 @@ MAX_NESTING = 8
 MAX_DIMS = 64
 """Dims of an input: numpy, which holds the data, has no more."""
 MAX_NODES = 1_000_000
-"""Nodes of a model after its functions have been inlined."""
+"""Nodes that all functions of a model make."""
+MAX_MADE, MAX_GROWTH = 10_000, 200
+"""Nodes that functions make: so many, and so many more for each node of the file.
+
+A node costs `shard` about 1 ms. A network of 100 layers that are one function needs 100 for each.
+PyTorch's exporter inlines its functions.
+"""
+MAX_CALLS = 64
+"""Functions inside one another: names get longer with each of them."""
 
 _LARGEST = 2**63 - 1
 _OPERATION = re.compile(r"[-+*/%(,]")
@@ -115,33 +124,52 @@ def check_nesting(nodes: Iterable[ir.Node], depth: int = 0) -> None:
 
 
 def check_calls(model: ir.Model) -> None:
-    """Raises ModelError if a model has too many nodes once its functions are inlined.
-
-    A function that calls itself is found elsewhere.
-    """
-    sizes: dict[ir.OperatorIdentifier, int] = {}
-    total = _inlined(ir.traversal.RecursiveGraphIterator(model.graph), model.functions, sizes)
-    if total > MAX_NODES:
+    """Raises ModelError if the functions of a model make too many nodes, or never end."""
+    functions, file = model.functions, 0
+    calls = {}
+    own = {}
+    for name, function in functions.items():
+        nodes = [n.op_identifier() for n in ir.traversal.RecursiveGraphIterator(function.graph)]
+        calls[name] = [called for called in nodes if called in functions]
+        own[name] = len(nodes) - len(calls[name])
+        file += len(nodes)
+    try:
+        order = list(TopologicalSorter(calls).static_order())
+    except CycleError as error:
+        cycle = " -> ".join(_title(name) for name in reversed(error.args[1]))
         raise ModelError(
-            f"the model has {total} nodes once its functions are inlined; expected at most "
-            f"{MAX_NODES}"
+            f"the functions of the model call each other without end: {cycle}"
+        ) from None
+    sizes: dict[ir.OperatorIdentifier, int] = {}
+    depths: dict[ir.OperatorIdentifier, int] = {}
+    for (
+        name
+    ) in order:  # The called ones come first. A chain of calls may double the size each time.
+        sizes[name] = min(own[name] + sum(sizes[called] for called in calls[name]), MAX_NODES)
+        depths[name] = 1 + max((depths[called] for called in calls[name]), default=0)
+    made = dict.fromkeys(functions, 0)
+    for node in ir.traversal.RecursiveGraphIterator(model.graph):
+        file += 1
+        name = node.op_identifier()
+        if name not in functions:
+            continue
+        if depths[name] > MAX_CALLS:
+            raise ModelError(
+                f"node {node.name!r}: function {_title(name)}: expected calls of at most "
+                f"{MAX_CALLS} functions inside one another, got {depths[name]}"
+            )
+        made[name] += sizes[name]
+    most = min(MAX_MADE + MAX_GROWTH * file, MAX_NODES)
+    total = sum(made.values())
+    if total > most:
+        largest = max(made, key=made.__getitem__)
+        raise ModelError(
+            f"function {_title(largest)}: expected at most {most} nodes from functions in a model "
+            f"of {file} nodes, got {min(total, MAX_NODES)}{' or more' * (total >= MAX_NODES)} once "
+            f"they are inlined, {made[largest]} of them from this one"
         )
 
 
-def _inlined(
-    nodes: Iterable[ir.Node],
-    functions: Mapping[ir.OperatorIdentifier, ir.Function],
-    sizes: dict[ir.OperatorIdentifier, int],
-) -> int:
-    total = 0
-    for node in nodes:
-        called = node.op_identifier()
-        if called not in functions:
-            total += 1
-            continue
-        if called not in sizes:
-            sizes[called] = 0  # While it is counted: it may call itself.
-            body = ir.traversal.RecursiveGraphIterator(functions[called].graph)
-            sizes[called] = _inlined(body, functions, sizes)
-        total += sizes[called]
-    return total
+def _title(name: ir.OperatorIdentifier) -> str:
+    domain, kind, overload = name
+    return short("::".join([domain, kind] + [overload] * bool(overload)))

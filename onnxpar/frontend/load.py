@@ -233,6 +233,7 @@ def normalise(model: ir.Model, registry: Registry = REGISTRY) -> ir.Model:
         raise ModelError(f"the graph has a cycle: {_cycle(model.graph)}") from error
     hand_on_results(model)
     inline_functions(model, registry)
+    check_nesting(model.graph)  # Functions have bodies too.
     opset = upgrade_model(model, opset, registry)
     weights = {
         value

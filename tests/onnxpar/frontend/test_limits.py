@@ -95,20 +95,81 @@ def test_places_of_external_weights(
     assert f"initializer 'w': external data: expected a number of bytes as '{key}'" in error
 
 
-def test_functions_that_call_functions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Eight levels with eight calls each."""
-    functions = []
-    for level in range(8):
-        names = ["x", *(f"t{n}" for n in range(7)), "y"]
-        kind = ("Relu", "") if level == 7 else (f"F{level + 1}", "f")
-        nodes = [
-            helper.make_node(kind[0], [names[n]], [names[n + 1]], domain=kind[1]) for n in range(8)
-        ]
-        functions.append(helper.make_function("f", f"F{level}", ["x"], ["y"], nodes, OPSETS))
-    call = helper.make_node("F0", ["x"], ["y"], domain="f")
+def of_functions(path: Path, bodies: list[list[onnx.NodeProto]]) -> Path:
+    """A call of the first of some functions F0, F1, … of x, each with the result y."""
+    functions = [
+        helper.make_function("f", f"F{level}", ["x"], ["y"], nodes, OPSETS)
+        for level, nodes in enumerate(bodies)
+    ]
+    call = helper.make_node("F0", ["x"], ["y"], "call", domain="f")
     graph = helper.make_graph([call], "g", [value("x", 2, 4)], [value("y", 2, 4)])
-    error = refused(saved(tmp_path / "m.onnx", graph, functions=functions), capsys)
-    assert "16777216 nodes once its functions are inlined; expected at most 1000000" in error
+    return saved(path, graph, functions=functions)
+
+
+def repeated(levels: int, calls: int) -> list[list[onnx.NodeProto]]:
+    """Functions that each call the next one, the last one Relu."""
+    names = ["x", *(f"t{n}" for n in range(calls - 1)), "y"]
+    kinds = [*((f"F{level}", "f") for level in range(1, levels)), ("Relu", "")]
+    return [
+        [helper.make_node(kind, [names[n]], [names[n + 1]], domain=domain) for n in range(calls)]
+        for kind, domain in kinds
+    ]
+
+
+@pytest.mark.parametrize(
+    ("levels", "calls", "reason"),
+    [
+        (
+            8,
+            8,
+            "expected at most 23000 nodes from functions in a model of 65 nodes, got 1000000 or ",
+        ),
+        (
+            14,
+            2,
+            "expected at most 15800 nodes from functions in a model of 29 nodes, got 16384 once",
+        ),
+        (65, 1, "expected calls of at most 64 functions inside one another, got 65"),
+        (500, 2, "expected calls of at most 64 functions inside one another, got 500"),
+    ],
+)
+def test_functions_that_call_functions(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], levels: int, calls: int, reason: str
+) -> None:
+    error = refused(of_functions(tmp_path / "m.onnx", repeated(levels, calls)), capsys)
+    assert "function 'f::F0': " in error and reason in error
+
+
+def test_functions_that_are_deep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """More than 16 were said to "call each other recursively"."""
+    path = of_functions(tmp_path / "m.onnx", repeated(64, 1))
+    assert main(["inspect", str(path)]) == 0
+    assert "Relu" in capsys.readouterr().out
+
+
+def test_bodies_in_functions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Bodies that are inside one another only once functions are inlined."""
+    bodies = []
+    for level in range(10):
+        kind = ("Relu", "") if level == 9 else (f"F{level + 1}", "f")
+        inner = helper.make_node(kind[0], ["x"], ["r"], domain=kind[1])
+        other = helper.make_node("Neg", ["x"], ["s"])
+        branches = [
+            helper.make_graph([n], "b", [], [onnx.ValueInfoProto(name=n.output[0])])
+            for n in (inner, other)
+        ]
+        bodies.append(
+            [
+                helper.make_node("ReduceMax", ["x"], ["m"], keepdims=0),
+                helper.make_node("Cast", ["m"], ["c"], to=TensorProto.BOOL),
+                helper.make_node(
+                    "If", ["c"], ["y"], then_branch=branches[0], else_branch=branches[1]
+                ),
+            ]
+        )
+    assert "its body is inside 8 others" in refused(
+        of_functions(tmp_path / "m.onnx", bodies), capsys
+    )
 
 
 def nested(depth: int) -> onnx.GraphProto:
