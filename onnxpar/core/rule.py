@@ -25,6 +25,7 @@ A factor without a clause is parallel: local results are shards of the global re
 """
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
@@ -155,12 +156,13 @@ def _parse(text: str) -> OpRule:
             if kinds[factor] != PARALLEL:
                 raise RuleError(f"rule {text!r}: factor {factor!r} has two kinds")
             kinds[factor] = SPECIAL if head == SCALED else head
-    produced = [{f for dim in o.dims for f in dim} for o in outputs if not o.mode]
+    produced = [o for o in outputs if not o.mode]
+    # An operand has a factor once, so this counts outputs.
+    held = Counter(factor for o in produced for dim in o.dims for factor in dim)
     for factor, kind in kinds.items():
-        held = [factor in names for names in produced]
-        if kind == PARALLEL and not any(held):
+        if kind == PARALLEL and not held[factor]:
             raise RuleError(f"rule {text!r}: factor {factor!r} is in no output and no clause")
-        if kind in REDUCTIONS and held and all(held):
+        if kind in REDUCTIONS and produced and held[factor] == len(produced):
             raise RuleError(f"rule {text!r}: reduction factor {factor!r} is in every output")
     for operand in (*inputs, *outputs):
         for names in operand.dims:
