@@ -93,6 +93,11 @@ class ShardBox:
     source: Annotated[tuple[Interval, ...], Key(("global",))]
     local: tuple[Interval, ...]
 
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Length of the box in each dim of the global tensor."""
+        return tuple(end - start for start, end in self.source)
+
 
 @dataclass(frozen=True)
 class SizedSharding:

@@ -6,6 +6,8 @@ file.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
+from operator import gt
 from typing import Annotated, NamedTuple
 
 from onnxpar_format.boxes import ShardBox, SizedSharding
@@ -151,6 +153,10 @@ class TensorEntry:
             yield ".dims", "a list of components for each dim", self.dims
         if len(self.dims) != len(self.shape):
             yield ".shape", f"{len(self.dims)} sizes", self.shape
+        for index, (size, dim) in enumerate(zip(self.shape, self.dims, strict=False)):
+            parts = [n for n, _ in dim if isinstance(n, int)]
+            if len(parts) == len(dim) and isinstance(size, int) and prod(parts) != size:
+                yield f".shape[{index}]", f"the product of its components {parts}", size
 
     def sharding(
         self,
@@ -431,6 +437,37 @@ class ParameterEntry(TensorEntry):
     name: Annotated[str, KEYED]
     dtype: str
     shards: tuple[ShardFile, ...]
+
+    def problems(self) -> Iterator[Problem]:
+        """Yields what is wrong between fields."""
+        yield from super().problems()
+        sizes = [n for dim in self.dims for n, _ in dim]
+        if not all(isinstance(n, int) and 0 <= n < 2**63 for n in (*sizes, *self.shape)):
+            yield ".dims", "integer sizes of 0 to 2**63 - 1", sizes
+
+    def shard_problems(self, sharding: SizedSharding, shard: ShardFile) -> Iterator[Problem]:
+        """Yields how a shard differs from what the sharding says.
+
+        Args:
+            sharding: Of this parameter.
+            shard: A shard whose first rank is that of a mesh.
+        """
+        if shard.local_shape != sharding.local_shape:
+            yield ".local_shape", str(list(sharding.local_shape)), list(shard.local_shape)
+        shapes = sharding.shape, shard.local_shape
+        for box in shard.boxes:
+            for key, ranges, shape in zip(
+                ("global", "local"), (box.source, box.local), shapes, strict=True
+            ):
+                ends = [end for _, end in ranges]
+                if len(ends) != len(shape) or any(map(gt, ends, shape)):
+                    yield f".boxes.{key}", f"ranges of the shape {list(shape)}", ranges
+            if box.lengths != tuple(end - start for start, end in box.local):
+                yield ".boxes.local", f"ranges of the lengths {list(box.lengths)}", box.local
+        held = sum(prod(box.lengths) for box in shard.boxes)
+        valid = prod(sharding.unpadded_shape(shard.ranks[0] % prod(sharding.atoms)))
+        if held != valid:
+            yield ".boxes", f"{valid} elements of rank {shard.ranks[0]}", held
 
 
 @dataclass(frozen=True)

@@ -454,10 +454,15 @@ class ManifestContents:
         for name, parameter in self.parameters.items():
             place = f".parameters.{name}"
             yield from self._tensor_problems(place, parameter)
+            sharding = parameter.sharding(self.atoms)
             for shard in parameter.shards:
                 yield from self._known(f"{place}.shards", "files", shard.file)
                 if any(not 0 <= rank < self.devices for rank in shard.ranks):
                     yield f"{place}.shards", f"ranks from 0 to {self.devices - 1}", shard.ranks
+                if not shard.ranks:
+                    yield f"{place}.shards", "at least one rank", shard.ranks
+                for at, expected, got in parameter.shard_problems(sharding, shard):
+                    yield f"{place}.shards of rank {shard.ranks[0]}{at}", expected, got
         for state in (self.training.states if self.training else {}).values():
             yield from self._state_problems(f".training.states {state.name!r}", state)
         if self.pipeline is not None:

@@ -5,12 +5,14 @@ import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from onnxpar_format.entries import ProgramEntry
 from onnxpar_format.manifest import FILE_NAME, ManifestContents, Training, read_manifest
 from onnxpar_format.regular_file import read_regular
-from onnxpar_runtime.errors import DirectoryError
+from onnxpar_runtime.errors import DirectoryError, InputError
 from onnxpar_runtime.files import check_sum, read_whole
+from onnxpar_runtime.tensor_file import Entry, read_header, stored_as
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,33 @@ class Manifest(ManifestContents):
         """
         for name in sorted(self.files if names is None else names):
             check_sum(self.directory / name, self.files[name], DirectoryError)
+
+    def check_weights(self, rank: int) -> None:
+        """Compares types and local shapes of a rank's parameters with its files of weights.
+
+        Raises:
+            DirectoryError: They differ, or a file cannot be read.
+        """
+        read: dict[str, Any] = {}
+        for name, parameter in self.parameters.items():
+            for shard in parameter.shards:
+                if rank not in shard.ranks:
+                    continue
+                path = self.directory / shard.file
+                if shard.file not in read:
+                    try:
+                        read[shard.file] = read_header(path)[0]
+                    except InputError as error:
+                        raise DirectoryError(str(error)) from None
+                expected = stored_as(Entry(name, parameter.dtype, shard.local_shape))
+                entry = read[shard.file].get(name)
+                got = (entry.get("dtype"), entry.get("shape")) if isinstance(entry, dict) else None
+                if got is None or (expected is not None and got != expected):
+                    shown = "no tensor of this name" if got is None else f"{got[0]} {got[1]}"
+                    raise DirectoryError(
+                        f"{path}: parameter {name!r}: expected {parameter.dtype} "
+                        f"{list(shard.local_shape)}, as {FILE_NAME} says, got {shown:.200}"
+                    )
 
     def files_to_verify(self, rank: int, beside: Sequence[int]) -> set[str]:
         """Returns the files that a rank checks, if each file is checked by one of its readers.

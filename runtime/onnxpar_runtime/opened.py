@@ -77,6 +77,7 @@ class Opened(Closing):
         size = 1 if rank is None else rank.world.size
         if size != self.manifest.devices:
             raise LaunchError(wrong_size(self.manifest, size))
+        self.manifest.check_weights(0 if rank is None else rank.index)
         self._own_world: World | None = None
         if rank is None:
             self._own_world = World.threads(1)

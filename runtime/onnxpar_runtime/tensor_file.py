@@ -90,12 +90,17 @@ def write_tensors(path: str | Path, entries: Sequence[Entry], arrays: Iterable[A
             stream.write(raw_bytes(array))
 
 
-def read_tensors(path: str | Path) -> Mapping[str, Array]:
-    """Returns the tensors of a file by name; they are read-only and stay on the disk until used.
+def stored_as(entry: Entry) -> tuple[str, list[int]] | None:
+    """Returns type and shape of a tensor in a file's header; None for types not known here."""
+    code = _CODES.get(entry.dtype)
+    return None if code is None else (code, list(entry.shape))
+
+
+def read_header(path: str | Path) -> tuple[dict[str, Any], int, int]:
+    """Returns the header of a file, the number of bytes before the data, and that of the file.
 
     Raises:
-        InputError: The file is missing, is not a safetensors file, or has an unknown type; or the
-            tensors overlap, or leave bytes of the file out.
+        InputError: The file is missing, or is not a safetensors file.
     """
     try:
         with open_regular(path) as stream:
@@ -104,7 +109,6 @@ def read_tensors(path: str | Path) -> Mapping[str, Array]:
             if size < 8 or not 2 <= length <= min(size - 8, _MAX_HEADER):
                 raise _malformed(path, "it has no header")
             header = json.loads(stream.read(length), object_pairs_hook=_once)
-        data = np.memmap(path, np.uint8, "r") if size > 8 + length else np.empty(0, np.uint8)
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror or error}") from None
     except (ValueError, RecursionError) as error:
@@ -112,14 +116,29 @@ def read_tensors(path: str | Path) -> Mapping[str, Array]:
     if not isinstance(header, dict):
         raise _malformed(path, "its header is not an object")
     header.pop("__metadata__", None)
-    found = {name: _view(path, name, entry, data, 8 + length) for name, entry in header.items()}
+    return header, 8 + length, size
+
+
+def read_tensors(path: str | Path) -> Mapping[str, Array]:
+    """Returns the tensors of a file by name; they are read-only and stay on the disk until used.
+
+    Raises:
+        InputError: The file is missing, is not a safetensors file, or has an unknown type; or the
+            tensors overlap, or leave bytes of the file out.
+    """
+    header, base, size = read_header(path)
+    try:
+        data = np.memmap(path, np.uint8, "r") if size > base else np.empty(0, np.uint8)
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror or error}") from None
+    found = {name: _view(path, name, entry, data, base) for name, entry in header.items()}
     end = 0
     for start, stop, name in sorted((*header[name]["data_offsets"], name) for name in header):
         if start != end:
             raise _malformed(path, f"{name!r} begins at byte {start}, expected {end}")
         end = stop
-    if 8 + length + end != size:
-        raise _malformed(path, f"{size} bytes, expected {8 + length + end}")
+    if base + end != size:
+        raise _malformed(path, f"{size} bytes, expected {base + end}")
     return found
 
 

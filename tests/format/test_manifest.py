@@ -16,8 +16,9 @@ from onnxpar.core import errors
 from onnxpar.emit.read_manifest import read_manifest
 from onnxpar_format.entries import SymbolEntry
 from onnxpar_runtime.errors import DirectoryError
+from onnxpar_runtime.group import ThreadsGroup
 from onnxpar_runtime.manifest import Manifest
-from tests.runtime import hand_made
+from tests.runtime import hand_made, hand_trained
 
 Edit = Callable[[dict[str, Any]], object]
 
@@ -249,3 +250,41 @@ def test_what_shows_a_directory_checks_its_manifest(
     for read in read_manifest, Manifest.load:
         with pytest.raises((DirectoryError, errors.DirectoryError), match=message):
             read(directory)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("shape", [3000, 2], r"w\.shape\[0\]: expected the product of its components \[3\], got 3"),
+        ("dims", [[{"size": "n", "atoms": []}], [{"size": 2, "atoms": []}]], r"w\.dims: expected"),
+        ("shards 1 local_shape", [3, 2000], r"rank 1\.local_shape: expected \[3, 2\], got \[3, 20"),
+        ("shards 0 boxes 0 global 0", [0, 3000], r"rank 0\.boxes\.global: expected ranges of the"),
+        ("shards 0 boxes 0 local 1", [1, 2], r"rank 0\.boxes\.local: expected ranges of the len"),
+        ("shards 0 boxes", [], r"rank 0\.boxes: expected 6 elements of rank 0, got 0"),
+        ("dtype", "float32", r"weights\.0000\.safetensors: parameter 'w': expected float32 \[3, 2"),
+    ],
+)
+def test_parameters_agree_with_themselves_and_their_weights(
+    tmp_path: Path, path: str, value: object, message: str
+) -> None:
+    directory = hand_trained.regression(tmp_path / "a")
+
+    def change(raw: Any) -> None:
+        *keys, last = [int(k) if k.isdigit() else k for k in path.split()]
+        inside = raw["parameters"]["w"]
+        for key in keys:
+            inside = inside[key]
+        inside[last] = value
+
+    Manifest.load(directory).check_weights(0)
+    edit(directory, change)
+    with pytest.raises(DirectoryError, match=message):
+        ThreadsGroup(directory, program="training_model")
+
+
+def test_a_parameter_that_is_not_in_its_file(tmp_path: Path) -> None:
+    directory = hand_trained.regression(tmp_path / "a")
+    edit(directory, lambda raw: raw["parameters"].update(v=raw["parameters"]["w"]))
+    message = r"weights\.0001\.safetensors: parameter 'v': expected .*, got no tensor of this name"
+    with pytest.raises(DirectoryError, match=message):
+        Manifest.load(directory).check_weights(1)

@@ -13,7 +13,9 @@ import onnx
 from numpy.typing import NDArray
 from onnx import parser
 
+from onnxpar_format.boxes import SizedSharding
 from onnxpar_format.checkpoint import Progress
+from onnxpar_format.records import to_json
 from onnxpar_runtime import TrainerGroup
 from onnxpar_runtime.checkpoint.writer import Checkpointer
 from onnxpar_runtime.tensor_file import Entry, write_tensors
@@ -52,6 +54,12 @@ def hyper(*names: str) -> list[Json]:
     return [
         {"name": f"onnxpar.hyper.{n}", "kind": "hyperparameter", "hyperparameter": n} for n in names
     ]
+
+
+def _boxes(spec: Json, atoms: Sequence[int], rank: int) -> Any:
+    dims = tuple(tuple((n["size"], tuple(n["atoms"])) for n in dim) for dim in spec["dims"])
+    sharding = SizedSharding(tuple(atoms), dims)
+    return to_json(sharding.boxes(rank % prod(atoms), padded=True))
 
 
 def write(
@@ -119,7 +127,7 @@ def write(
                 {
                     "ranks": [rank],
                     "file": f"weights.{rank:04d}.safetensors",
-                    "boxes": [],
+                    "boxes": _boxes(spec, atoms, rank),
                     "local_shape": list(part.shape),
                 }
                 for rank, part in enumerate(held)
