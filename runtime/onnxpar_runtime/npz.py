@@ -1,10 +1,13 @@
 """Reads and writes the arrays of a program: numpy's `.npz` files, and conversion to its inputs."""
 
 from collections.abc import Mapping, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.lib import format as npy
+from numpy.lib.npyio import NpzFile
 from numpy.typing import NDArray
 
 from onnxpar_format.dtypes import DTYPES, lossless
@@ -79,17 +82,35 @@ _NPY = b"\x93NUMPY"
 _ZIP = (b"PK\x03\x04", b"PK\x05\x06")
 
 
-def _member(path: str | Path, archive: Mapping[str, Any], name: str) -> Array:
+def _member(path: str | Path, archive: NpzFile, name: str) -> Array:
     try:
-        array = archive[name]
+        _check_size(archive, name)
+        array: Array = archive[name]
     except Exception as error:
         # numpy's message suggests to allow pickled objects, which may run any code.
         text = str(error) or type(error).__name__
         reason = "it contains Python objects" if "pickle" in text else text
         raise _unreadable(path, f"array {name!r}: {reason}") from None
-    if not isinstance(array, np.ndarray):  # numpy returns other members as bytes
-        raise _unreadable(path, f"{name!r} in it is not an array")
     return array
+
+
+def _check_size(archive: NpzFile, name: str) -> None:
+    """Raises ValueError if a member is no array, or has fewer bytes than its header says.
+
+    numpy finds this once it has unpacked all of them: a small file may have gigabytes of zeros.
+    """
+    assert archive.zip is not None
+    member = archive.zip.getinfo(name if name in archive.zip.namelist() else f"{name}.npy")
+    with archive.zip.open(member) as stream:
+        if stream.read(len(_NPY)) != _NPY:
+            raise ValueError("it is not an array")
+        stream.seek(0)
+        version = npy.read_magic(stream)
+        read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
+        shape, _, dtype = read(stream)
+        needed = stream.tell() + prod(shape) * dtype.itemsize
+    if member.file_size < needed and not dtype.hasobject:
+        raise ValueError(f"expected {needed} bytes by its header, got {member.file_size}")
 
 
 def _unreadable(path: str | Path, reason: str) -> InputError:
