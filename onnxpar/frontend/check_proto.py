@@ -142,13 +142,18 @@ def _tensor_fault(tensor: Any, path: Path) -> str | None:
     if found is not None:
         return found
     for entry in tensor.external_data:
-        if entry.key in ("offset", "length") and not entry.value.isdecimal():
+        text = entry.value
+        if entry.key in ("offset", "length") and not (
+            text.isdecimal() and len(text) < 20 and int(text) < 2**63
+        ):
             return (
-                f"external data: expected a number of bytes as {entry.key!r}, got "
-                f"{short(entry.value)}"
+                f"external data: expected a number of bytes as {entry.key!r}, below 2**63, got "
+                f"{short(text)}"
             )
         if entry.key == "location" and tensor.data_location == onnx.TensorProto.EXTERNAL:
-            outside = _outside(entry.value, path)
+            if _CONTROL.search(text):
+                return f"expected a file's name without control characters, got {short(text)}"
+            outside = _outside(text, path)
             if outside is not None:
                 return outside
     return None

@@ -53,6 +53,8 @@ from onnxpar.ops.size_limits import least_sizes, size_limits
 from onnxpar.ops.table import REGISTRY
 
 MIN_OPSET = 7
+_MOST = 2**31 - 1
+"""Bytes of a model's file, without external files."""
 _SMALL = 1 << 14
 """Bytes of integers that are read with the model."""
 
@@ -74,8 +76,14 @@ def read(path: str | Path) -> onnx.ModelProto:
     """
     path = Path(path)
     if not path.is_file():
-        what = "is a directory" if path.is_dir() else "does not exist"
-        raise ModelError(f"the model {str(path)!r} {what}")
+        what = "is not a regular file" if os.path.exists(path) else "does not exist"
+        raise ModelError(f"the model {str(path)!r} {'is a directory' if path.is_dir() else what}")
+    size = path.stat().st_size
+    if size > _MOST:
+        raise ModelError(
+            f"the model {str(path)!r}: expected at most {_MOST} bytes, which is the limit of "
+            f"protobuf (larger weights belong into external files), got {size}"
+        )
     with _readable(path):
         proto = onnx.load(path, load_external_data=False)
         check_proto(proto, path)

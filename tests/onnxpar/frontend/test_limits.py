@@ -82,7 +82,10 @@ def test_a_model_without_outputs(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "has no outputs: expected at least one" in refused(path, capsys)
 
 
-@pytest.mark.parametrize(("key", "given"), [("offset", "-4"), ("length", "nan")])
+@pytest.mark.parametrize(
+    ("key", "given"),
+    [("offset", "-4"), ("length", "nan"), ("offset", "9" * 5000), ("length", str(2**63))],
+)
 def test_places_of_external_weights(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], key: str, given: str
 ) -> None:
@@ -114,6 +117,22 @@ def repeated(levels: int, calls: int) -> list[list[onnx.NodeProto]]:
         [helper.make_node(kind, [names[n]], [names[n + 1]], domain=domain) for n in range(calls)]
         for kind, domain in kinds
     ]
+
+
+@pytest.mark.parametrize("location", ["a\0b", "a\nb"])
+def test_names_of_external_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], location: str
+) -> None:
+    """NUL ended in "embedded null byte"."""
+    weight = TensorProto(name="w", data_type=1, dims=[4], data_location=1)
+    weight.external_data.add(key="location", value=location)
+    add = helper.make_node("Add", ["x", "w"], ["y"], "r")
+    graph = helper.make_graph([add], "g", [value("x", 4)], [value("y", 4)], [weight])
+    error = refused(saved(tmp_path / "m.onnx", graph), capsys)
+    assert (
+        f"initializer 'w': expected a file's name without control characters, got {location!r}"
+        in error
+    )
 
 
 @pytest.mark.parametrize(
@@ -226,6 +245,19 @@ def test_a_pipe_as_the_file_of_a_weight(tmp_path: Path, capsys: pytest.CaptureFi
     assert main(["shard", str(path), "--strategy", "dp=2", "-o", str(tmp_path / "d")]) == 2
     assert "is not a regular file" in capsys.readouterr().err
     assert not (tmp_path / "d").exists()
+
+
+def test_files_that_are_no_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Pipes "did not exist", and all of a large file was read before protobuf refused it."""
+    os.mkfifo(tmp_path / "pipe")
+    with (tmp_path / "large").open("wb") as stream:
+        stream.truncate(1 << 31)
+    for name, reason in (
+        ("pipe", "is not a regular file"),
+        ("none", "does not exist"),
+        ("large", "expected at most 2147483647 bytes"),
+    ):
+        assert reason in refused(tmp_path / name, capsys)
 
 
 def test_no_memory_is_no_internal_error(
