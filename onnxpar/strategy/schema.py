@@ -297,7 +297,7 @@ class Strategy:
 
 
 def _strategy(document: Document, devices: int | None) -> Strategy:
-    data = {} if document.data is None else document.data
+    data = document.data
     if not isinstance(data, Mapping):
         raise StrategyError(
             f"{document.where()}: expected a mapping with keys such as mesh and nodes, "

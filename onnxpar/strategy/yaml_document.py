@@ -74,7 +74,8 @@ def parse_document(text: str, source: str) -> Document:
     """Parses the text of a strategy file; `source` names it in messages.
 
     Raises:
-        StrategyError: It is not YAML (the message has line and column), or has a key twice.
+        StrategyError: It is not YAML (the message has line and column), has a key twice, or is
+            empty.
     """
     try:
         return _Reader(source).read(text)
@@ -124,6 +125,8 @@ class _Reader:
             data = None if root is None else self.value(root, ())
         finally:
             self.loader.dispose()
+        if data is None:
+            raise StrategyError(f"{self.source}: expected keys, got an empty file")
         return Document(data, self.source, self.lines)
 
     def fail(self, node: yaml.Node, message: str) -> StrategyError:

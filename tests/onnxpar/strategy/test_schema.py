@@ -295,8 +295,12 @@ def test_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert dict(load_strategy("dp", 4).axes) == {"x": 4}
     (tmp_path / "s.json").write_text('{"mesh": {"dp": 2}, "nodes": {"a": {"in": [[null, 2]]}}}')
     assert load_strategy("s.json").nodes["a"].inputs == ((None, 2),)
-    (tmp_path / "empty.yaml").write_text("")
-    assert load_strategy("empty.yaml", 4).devices == 4
+    (tmp_path / "none.yaml").write_text("{}")
+    assert load_strategy("none.yaml", 4).devices == 4
+    for empty in "", "null", "# nothing\r":
+        (tmp_path / "empty.yaml").write_text(empty)
+        with pytest.raises(StrategyError, match=r"^empty\.yaml: expected keys, got an empty file$"):
+            load_strategy("empty.yaml", 4)
     (tmp_path / "binary.yaml").write_bytes(b"mesh: \xff")
     with pytest.raises(StrategyError, match=r"binary.yaml: expected UTF-8 text, got byte 6"):
         load_strategy("binary.yaml")
