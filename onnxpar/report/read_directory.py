@@ -7,7 +7,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from onnxpar.core.errors import DirectoryError, OnnxparError, short
+from onnxpar.core.errors import DirectoryError, OnnxparError
 from onnxpar.emit.atomic_directory import MANIFEST
 from onnxpar.emit.read_manifest import read_manifest
 from onnxpar.frontend.limits import check_numbers
@@ -33,9 +33,9 @@ def blamed_on_report(directory: Path) -> Iterator[None]:
         raise
     except Exception as error:
         raise DirectoryError(
-            f"{directory / MANIFEST}: its report cannot be shown ({type(error).__name__}: "
-            f"{short(str(error))}); run `onnxpar shard` again, unless the file has been changed: "
-            "then restore it"
+            f"{directory / MANIFEST}: expected the report that `onnxpar shard` wrote, got one that "
+            "cannot be shown; run `onnxpar shard` again, unless the file has been changed: then "
+            "restore it"
         ) from error
 
 

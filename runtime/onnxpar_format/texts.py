@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 _DIGITS = 18
 _LONGEST = 4000
+_LONG_WORD = re.compile(r"\S{301,}")
 _OPTION = re.compile(r"(?<![\w-])--([a-z][a-z0-9]*(?:-[a-z0-9]+)*)")
 _PLURALS = {"eval": "evaluate", **{n: f"{n}s" for n in ("rank", "state", "symbol")}, "tie": "ties"}
 """Arguments of Python that are not named as the options of commands."""
@@ -19,9 +20,19 @@ def whole(text: str) -> int | None:
 
 
 def message_text(message: str) -> str:
-    """Returns a message, shortened after 4,000 characters: names in a file may have any length."""
+    """Returns a message whose words, and itself, are shortened: names may have any length.
+
+    Of a word of more than 300 characters, the first and the last 100 remain, so that what follows
+    is still seen; of a message, the first 4,000.
+    """
+    message = _LONG_WORD.sub(_shortened, message)
     left = len(message) - _LONGEST
     return message if left <= 0 else f"{message[:_LONGEST]}… ({left} more characters)"
+
+
+def _shortened(word: re.Match[str]) -> str:
+    text = word[0]
+    return f"{text[:100]}…({len(text) - 200} characters)…{text[-100:]}"
 
 
 def three_digits(number: float) -> str:

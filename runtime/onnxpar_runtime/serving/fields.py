@@ -4,6 +4,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from onnxpar_format.texts import message_text
+
 
 class Refusal(Exception):
     """A request that gets an error instead of an answer.
@@ -23,6 +25,7 @@ class Refusal(Exception):
         self, message: str, status: int = 400, *, field: str | None = None, code: str | None = None
     ) -> None:
         """Writes the answer."""
+        message = message_text(message)
         super().__init__(message)
         kinds = {429: "rate_limit_error", 500: "server_error", 503: "server_error"}
         kind = kinds.get(status, "invalid_request_error")

@@ -78,6 +78,12 @@ def test_what_is_wrong_is_refused(fields: dict[str, Any], message: str) -> None:
     assert error["type"] == "invalid_request_error" and error["param"] == next(iter(fields))
 
 
+def test_a_model_of_any_length_gives_a_short_answer() -> None:
+    with pytest.raises(Refusal, match="model: expected 'm', got 'xxx") as caught:
+        asked(model="x" * 200_000)
+    assert caught.value.status == 404 and len(json.dumps(caught.value.body)) < 500
+
+
 @pytest.mark.parametrize("body", [b"", b"[1]", b"{", b"\xff", b"[" * 100_000])
 def test_bodies_that_are_no_objects_are_refused(body: bytes) -> None:
     with pytest.raises(Refusal, match="body: expected a JSON object"):
