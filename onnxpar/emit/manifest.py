@@ -96,7 +96,8 @@ def manifest(
     return ManifestContents(
         schema=SCHEMA,
         generator=f"{GENERATOR} {__version__}",
-        model=model_name,
+        # Readers refuse control characters, which the name of a file may have.
+        model="".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in model_name),
         axes=tuple(mesh.axes),
         atoms=mesh.atoms,
         devices=devices,

@@ -288,3 +288,10 @@ def test_a_parameter_that_is_not_in_its_file(tmp_path: Path) -> None:
     message = r"weights\.0001\.safetensors: parameter 'v': expected .*, got no tensor of this name"
     with pytest.raises(DirectoryError, match=message):
         Manifest.load(directory).check_weights(1)
+
+
+def test_the_file_of_a_model_may_have_any_name(tmp_path: Path) -> None:
+    model = tmp_path / "a\x1bb\n ü.onnx"
+    ir.save(mlp.build(image=4, hidden=(3,)), model)
+    shard_model(model, "dp=1", tmp_path / "m")
+    assert Manifest.load(tmp_path / "m").model == "a\ufffdb\ufffd ü"
