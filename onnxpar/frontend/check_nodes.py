@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 import onnx
 import onnx_ir as ir
 
-from onnxpar.core.errors import ModelError, NodeError
+from onnxpar.core.errors import ModelError, NodeError, short
 from onnxpar.graph.body_captures import bodies_of
 from onnxpar.graph.node_view import default_opset
 from onnxpar.ops.contrib_schemas import correct_schemas
@@ -27,9 +27,18 @@ def check_operators(model: ir.Model, opset: int) -> None:
 
     Raises:
         ModelError: The standard does not have the operator at this version.
-        NodeError: An attribute is missing, unknown to the operator, or of another type.
+        NodeError: An attribute is missing, unknown to the operator, or of another type, or refers
+            to a function's where there is none.
     """
     correct_schemas()
+    for node in ir.traversal.RecursiveGraphIterator(model.graph):
+        for name, attribute in node.attributes.items():
+            if attribute.is_ref():
+                raise NodeError(
+                    f"node {node.name!r} ({node.op_type}): attribute {name!r}: expected a value, "
+                    f"got a reference to an attribute {short(attribute.ref_attr_name)}, which only "
+                    "functions have"
+                )
     _check_nodes(ir.traversal.RecursiveGraphIterator(model.graph), opset, model)
     for function in model.functions.values():
         version = default_opset(function.opset_imports, opset)

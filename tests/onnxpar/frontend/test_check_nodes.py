@@ -115,3 +115,17 @@ def test_shapes_that_contradict_the_operator(inputs: str, body: str, message: st
     )
     with pytest.raises(NodeError, match=re.escape(message)):
         analyse(ir.from_proto(proto), {})
+
+
+def test_a_reference_outside_of_functions() -> None:
+    """As the value of a Constant, it ended with a TypeError of onnx_ir."""
+    proto = onnx.parser.parse_model("""
+        <ir_version: 10, opset_import: ["": 20]>
+        g (float[n] x) => (float[n] y) { [inner] c = Constant<value_float = 1.0>() y = Add(x, c) }
+        """)
+    attribute = proto.graph.node[0].attribute[0]
+    attribute.name, attribute.type = "value", onnx.AttributeProto.TENSOR
+    attribute.ref_attr_name = "v"
+    message = "node 'inner'.*'value': expected a value, got a reference to an attribute 'v'"
+    with pytest.raises(NodeError, match=message):
+        analyse(ir.from_proto(proto), {})
