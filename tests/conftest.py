@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from onnxpar_runtime.launch import SESSIONS
+from tests.tiers import FULL
 
 # A shell starts background jobs with SIGINT ignored, nohup does so with SIGHUP, and children
 # inherit it: tests that send these signals would wait for programs that never hear them.
@@ -49,9 +50,8 @@ def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
     The latter are tests that start many ranks, or time them, and those of a module that exports
     networks once for all of its tests.
     """
-    full = bool(os.environ.get("ONNXPAR_FULL"))
     for item in items:
-        if not full and item.get_closest_marker("full"):
+        if not FULL and item.get_closest_marker("full"):
             item.add_marker(pytest.mark.skip(reason="of the full tier: ONNXPAR_FULL=1"))
         folder = Path(item.path).parent.name
         if folder in ONE_AT_A_TIME:

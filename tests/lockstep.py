@@ -350,12 +350,12 @@ REFERENCE_OPS = [
 
 def evaluator(model: onnx.ModelProto, reference: bool) -> Evaluate:
     """Returns a function from a model's inputs to its outputs, both by name."""
-    return _evaluator(model.SerializeToString(deterministic=True), reference)
+    return _kept_evaluator(model.SerializeToString(deterministic=True), reference)
 
 
 # Most ways to shard an operator give every device the same nodes, and a session takes milliseconds.
 @lru_cache(maxsize=200)
-def _evaluator(data: bytes, reference: bool) -> Evaluate:
+def _kept_evaluator(data: bytes, reference: bool) -> Evaluate:
     model = onnx.ModelProto.FromString(data)
     names = [o.name for o in model.graph.output]
     if reference:

@@ -11,7 +11,6 @@ import pytest
 from tests.runtime.launching import mpirun
 
 ROOT = Path(__file__).parents[1]
-FULL = bool(os.environ.get("ONNXPAR_FULL"))
 
 
 def shown(kind: str, page: str) -> str:

@@ -1,10 +1,14 @@
-"""What the quick tier leaves out beside what is marked `full`: most combinations of many values."""
+"""The tier that runs, and which combinations of parameters the quick tier leaves out."""
 
+import os
 from collections.abc import Hashable, Iterable
 from itertools import product
 from typing import Any
 
 import pytest
+
+FULL = bool(os.environ.get("ONNXPAR_FULL"))
+"""Whether this is the full tier."""
 
 
 def covering(*axes: Iterable[Hashable]) -> list[Any]:

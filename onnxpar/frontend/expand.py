@@ -43,7 +43,8 @@ MAX_DEPTH = 16
 def inline_functions(model: ir.Model, registry: Registry) -> None:
     """Replaces every call of a function of the model by its body. The model is changed.
 
-    A function of an older opset is brought to that of the model first. None may call itself.
+    A function of an older opset is brought to that of the model first. No function may call itself:
+    `limits.check_calls` refuses those that do.
 
     Raises:
         ModelError: A function takes a graph, or is written for another opset in which

@@ -32,7 +32,7 @@ MAX_DIMS = 64
 MAX_NODES = 1_000_000
 """Nodes that all functions of a model make."""
 MAX_MADE, MAX_GROWTH = 10_000, 200
-"""Nodes that functions make: so many, and so many more for each node of the file.
+"""Nodes that functions may make: a fixed number, and a number for each node of the file.
 
 A node costs `shard` about 1 ms. A network of 100 layers that are one function needs 100 for each.
 PyTorch's exporter inlines its functions.
@@ -142,9 +142,7 @@ def check_calls(model: ir.Model) -> None:
         ) from None
     sizes: dict[ir.OperatorIdentifier, int] = {}
     depths: dict[ir.OperatorIdentifier, int] = {}
-    for (
-        name
-    ) in order:  # The called ones come first. A chain of calls may double the size each time.
+    for name in order:  # Called functions come first. Each call in a chain may double the size.
         sizes[name] = min(own[name] + sum(sizes[called] for called in calls[name]), MAX_NODES)
         depths[name] = 1 + max((depths[called] for called in calls[name]), default=0)
     made = dict.fromkeys(functions, 0)

@@ -76,13 +76,14 @@ def read(path: str | Path) -> onnx.ModelProto:
     """
     path = Path(path)
     if not path.is_file():
-        what = "is not a regular file" if os.path.exists(path) else "does not exist"
-        raise ModelError(f"the model {str(path)!r} {'is a directory' if path.is_dir() else what}")
+        what = "is not a regular file" if path.exists() else "does not exist"
+        what = "is a directory" if path.is_dir() else what
+        raise ModelError(f"the model {str(path)!r} {what}")
     size = path.stat().st_size
     if size > _MOST:
         raise ModelError(
             f"the model {str(path)!r}: expected at most {_MOST} bytes, which is the limit of "
-            f"protobuf (larger weights belong into external files), got {size}"
+            f"protobuf (store larger weights in external files), got {size}"
         )
     with _readable(path):
         proto = onnx.load(path, load_external_data=False)
@@ -100,7 +101,7 @@ def in_memory(proto: onnx.ModelProto, path: str | Path) -> ir.Model:
         model = ir.from_proto(proto)
         ir.external_data.set_base_dir(model.graph, Path(path).parent)
         _settle_external(model)
-    _check_names(model, path)
+    _refuse_hard_links(model, path)
     if not model.opset_imports or not (len(model.graph) or len(model.graph.outputs)):
         raise ModelError(f"{str(path)!r} is not an ONNX model: it has no graph or no opset")
     if not model.graph.outputs:
@@ -133,8 +134,8 @@ def _settle_external(model: ir.Model) -> None:
                 value.const_value = ir.Tensor(tensor.numpy().copy(), name=tensor.name)
 
 
-def _check_names(model: ir.Model, path: str | Path) -> None:
-    """Refuses files of weights with several names (hard links), of which others may be anywhere.
+def _refuse_hard_links(model: ir.Model, path: str | Path) -> None:
+    """Refuses files of weights that have other names (hard links), which may be anywhere.
 
     Rank graphs are not read here; `verify` gives their weights a second name for a while.
 

@@ -33,8 +33,8 @@ from onnxpar.search.find_plan import SearchSpec, find
 from onnxpar.search.workload import Workload
 from onnxpar.strategy import Strategy, load_strategy, resolve
 from onnxpar.strategy.machine_file import load_machine
+from tests.tiers import FULL
 
-FULL = bool(os.environ.get("ONNXPAR_FULL"))
 SEED = int(os.environ.get("ONNXPAR_FUZZ_SEED", "0"))
 GPT = transformer.Config(layers=1, d_model=64, heads=4, vocab=256, max_positions=64)
 MODELS = {

@@ -11,8 +11,8 @@ import pytest
 from onnxpar import __version__
 from onnxpar.cli import main
 from tests.cli import linear
+from tests.tiers import FULL
 
-FULL = bool(os.environ.get("ONNXPAR_FULL"))
 posix = pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
 SIGNALS = pytest.mark.parametrize(
     "name", ["SIGINT", "SIGTERM", pytest.param("SIGHUP", marks=pytest.mark.full)]

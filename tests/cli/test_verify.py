@@ -13,7 +13,6 @@ import pytest
 from onnxpar.cli import main
 from tests.runtime import hand_made
 
-FULL = bool(os.environ.get("ONNXPAR_FULL"))
 SUM = (
     "g (float[batch, 3] x) => (float[1, 3] y) {"
     "  axes = Constant<value_ints = [0]>()  y = ReduceSum<keepdims: int = 1>(x, axes) }"

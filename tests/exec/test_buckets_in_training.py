@@ -1,6 +1,5 @@
 """Training with collectives in buckets has the bits of training with a call for each tensor."""
 
-import os
 from collections import Counter
 from itertools import product
 from pathlib import Path
@@ -14,6 +13,7 @@ from numpy.typing import NDArray
 from onnxpar.stages import partition_training
 from onnxpar.strategy import Strategy
 from onnxpar_runtime import Trainer, TrainerGroup
+from tests.tiers import FULL
 from tests.training_cases import batch_of, hyper, shard
 
 MESHES = {"dp=2": {"dp": 2}, "dp=2,tp=2": {"dp": 2, "tp": 2}}
@@ -52,7 +52,7 @@ def trained(folder: Path) -> dict[str, NDArray[np.generic]]:
 
 @pytest.mark.parametrize(
     ("mesh", "level"),
-    [*product(MESHES, range(4))] if os.environ.get("ONNXPAR_FULL") else [("dp=2", 3)],
+    [*product(MESHES, range(4))] if FULL else [("dp=2", 3)],
 )
 def test_the_bits_of_a_call_for_each(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mesh: str, level: int

@@ -1,6 +1,5 @@
 """What sharded networks send is the least that is known to do: counted, and results compared."""
 
-import os
 from collections import Counter
 from collections.abc import Callable
 from fractions import Fraction
@@ -19,10 +18,10 @@ from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.verify.compare import verify
 from tests import block_models
 from tests.block_models import CHANNELS, HIDDEN, VOCAB
+from tests.tiers import FULL
 from tests.training_cases import shard
 
 LAYERS = 2
-FULL = bool(os.environ.get("ONNXPAR_FULL"))
 
 
 def gpt(**options: bool) -> ir.Model:

@@ -1,6 +1,5 @@
 """A convolutional network whose images are split in space, trained beside one device."""
 
-import os
 from pathlib import Path
 
 import numpy as np
@@ -11,9 +10,9 @@ import pytest
 from onnxpar_format.options import VerifyOptions
 from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.verify.compare import verify
+from tests.tiers import FULL
 from tests.training_cases import shard
 
-FULL = bool(os.environ.get("ONNXPAR_FULL"))
 # Padding, strides, overlapping pools, groups, a convolution of one element and a global pool.
 _NODES = """
     c1 = Conv<pads=[1,1,1,1]>(x, w1, b1)

@@ -1,6 +1,5 @@
 """Predicted memory against measured: bytes alive at the peak, of transformers and classifiers."""
 
-import os
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -38,6 +37,7 @@ from onnxpar_runtime.group import Ranks
 from onnxpar_runtime.training.hyper import hyperparameters
 from onnxpar_runtime.training.programs import OPTIMIZER, TRAINING
 from onnxpar_runtime.verify.random_feeds import random_feeds
+from tests.tiers import FULL
 
 # What a plan says before the program is partitioned: it does not see the nodes that local forms and
 # reshards will add, so this is the planner's promise and no rounding.
@@ -45,7 +45,6 @@ WITHIN = 0.15
 # What a program is read off itself is exact but for small integers, of which there are many.
 EXACT, SMALL = 0.01, 16384
 ADAMW = TrainingSpec(parse_loss("softmax_cross_entropy"), parse_optimizer("adamw"))
-FULL = bool(os.environ.get("ONNXPAR_FULL"))
 CELLS = list(product(("gpt", "mlp"), ("dp=2", "tp=2", "dp=2,tp=2"), (False, True)))
 QUICK = [("gpt", "dp=2,tp=2", True), ("gpt", "tp=2", False), ("mlp", "dp=2", True)]
 # The search sees sizes as numbers: what divides at these is said of the symbols, too.

@@ -31,9 +31,9 @@ from onnxpar_runtime.group import Ranks
 from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.training.programs import OPTIMIZER, TRAINING
 from onnxpar_runtime.verify.compare import verify
+from tests.tiers import FULL
 from tests.training_cases import CROSS_ENTROPY, batch_of, hyper, shard
 
-FULL = bool(os.environ.get("ONNXPAR_FULL"))
 OPTIMIZERS = ("sgd", "momentum", "adam", "adamw", "lamb")
 MESHES: dict[str, dict[str, int]] = {
     "dp=2": {"dp": 2},

@@ -16,9 +16,9 @@ from onnxpar.strategy import Strategy
 from onnxpar_format.options import VerifyOptions
 from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.verify.compare import verify
+from tests.tiers import FULL
 from tests.training_cases import shard
 
-FULL = bool(os.environ.get("ONNXPAR_FULL"))
 SEED = int(os.environ.get("ONNXPAR_FUZZ_SEED", "0"))
 HEADS = ("untied", "tied")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1")

@@ -4,7 +4,6 @@ The models are a few nodes long, and every node's stage is given by its name. `O
 all cases.
 """
 
-import os
 from collections.abc import Mapping
 from itertools import product
 from pathlib import Path
@@ -36,10 +35,10 @@ from onnxpar_runtime.pipeline.simulate import Times, simulate
 from onnxpar_runtime.pipeline.transfers import chain, with_transfers
 from onnxpar_runtime.verify.compare import verify
 from tests.runtime.pipeline.picture import activation_peaks
+from tests.tiers import FULL
 from tests.training_cases import CROSS_ENTROPY, hyper, shard
 
 Array = NDArray[Any]
-FULL = bool(os.environ.get("ONNXPAR_FULL"))
 HEAD = '<ir_version: 10, opset_import: ["" : 21]>'
 WIDTH, CLASSES = 6, 5
 SIGNATURE = f"{HEAD} g (float[batch, {WIDTH}] x) => (float[batch, {CLASSES}] y)"

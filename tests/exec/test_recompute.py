@@ -1,7 +1,6 @@
 """Recomputation changes no bit of training, and lowers the peak of what a rank holds."""
 
 import json
-import os
 from collections.abc import Mapping
 from itertools import product
 from pathlib import Path
@@ -31,6 +30,7 @@ from onnxpar.strategy.recompute_entry import parse_recompute
 from onnxpar_runtime.group import Ranks
 from onnxpar_runtime.training.group import TrainerGroup
 from onnxpar_runtime.training.trainer import Trainer
+from tests.tiers import FULL
 from tests.training_cases import batch_of, hyper, shard
 
 Array = NDArray[Any]
@@ -65,7 +65,6 @@ def again(node: onnx.NodeProto) -> bool:
     return any(entry.key == RECOMPUTED_FROM for entry in node.metadata_props)
 
 
-FULL = bool(os.environ.get("ONNXPAR_FULL"))
 MESHES = ({"dp": 2}, {"tp": 2}, {"dp": 2, "tp": 2})
 WANTED = (
     {"layers": 1},

@@ -1,6 +1,5 @@
 """Example models trained on several devices, all ranks in this process, beside one device."""
 
-import os
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -24,9 +23,9 @@ from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.training.group import TrainerGroup
 from onnxpar_runtime.verify.compare import verify
 from tests import training_cases as cases
+from tests.tiers import FULL
 from tests.training_cases import batch_of, hyper, shard
 
-FULL = bool(os.environ.get("ONNXPAR_FULL"))
 LAYERS = 4
 
 

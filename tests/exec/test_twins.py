@@ -5,7 +5,6 @@ devices. `tools/bench/large_models.py` exports the models. `ONNXPAR_FULL` trains
 quick tier those of GPT, which have the same layouts and fewer nodes.
 """
 
-import os
 from pathlib import Path
 
 import pytest
@@ -19,10 +18,10 @@ from large_models import MODELS, example
 
 from onnxpar.api.pytorch.export_module import export
 from onnxpar.cli import main
+from tests.tiers import FULL
 
 TWINS = Path(__file__).parents[1] / "twins"
 GPT = transformer.Config(layers=4, d_model=64, heads=8, vocab=128, max_positions=64)
-FULL = bool(os.environ.get("ONNXPAR_FULL"))
 NAMES = sorted(path.stem for path in TWINS.glob("*.yaml" if FULL else "gpt-*.yaml"))
 
 

@@ -14,9 +14,10 @@ from onnxpar.strategy.annotation_seeds import annotated_seeds
 from onnxpar.strategy.annotation_writer import annotate_proto
 from tests.random_programs import program
 from tests.random_strategies import document, pinned
+from tests.tiers import FULL
 
 SEED = int(os.environ.get("ONNXPAR_FUZZ_SEED", "0"))
-CASES = 2000 if os.environ.get("ONNXPAR_FULL") else 40
+CASES = 2000 if FULL else 40
 BATCHES = 20
 
 

@@ -16,9 +16,10 @@ from onnxpar_runtime.checkpoint.contents import Checkpoint
 from onnxpar_runtime.checkpoint.reshard import merge
 from onnxpar_runtime.errors import CheckpointError
 from tests.runtime.hand_trained import checkpoint
+from tests.tiers import FULL
 
 SEED = int(os.environ.get("ONNXPAR_FUZZ_SEED", "0"))
-ROUNDS = 3000 if os.environ.get("ONNXPAR_FULL") else 300
+ROUNDS = 3000 if FULL else 300
 VALUES: tuple[Any, ...] = (
     None, True, -1, 0, 1, 2**70, 1.5, "", "x", "../x", "rank0000.safetensors", [], [[0, 1]],
     [[0, 3], [0, 2]], [[-1, 2], [0, 2]], [[2, 1], [0, 2]], {}, {"a": 1}, "f" * 64, float("nan"),

@@ -32,9 +32,9 @@ from onnxpar_runtime.manifest import Manifest
 from tests.fuzz.test_training_programs import by_seed, training_program, weights
 from tests.lockstep import run_model
 from tests.random_programs import feeds, taken
+from tests.tiers import FULL
 
 SEED = int(os.environ.get("ONNXPAR_FUZZ_SEED", "0"))
-FULL = bool(os.environ.get("ONNXPAR_FULL"))
 CASES = 400 if FULL else 16
 BATCHES = 4
 DIRECTORIES = 40 if FULL else 3

@@ -18,9 +18,10 @@ from onnx import TensorProto, numpy_helper
 
 from onnxpar.api.shard_model import shard_model
 from onnxpar.core.errors import OnnxparError
+from tests.tiers import FULL
 
 SEED = int(os.environ.get("ONNXPAR_FUZZ_SEED", "0"))
-CASES = 2000 if os.environ.get("ONNXPAR_FULL") else 60
+CASES = 2000 if FULL else 60
 
 HEAD = '<ir_version: 10, opset_import: ["": 20]>\n'
 NET = """

@@ -18,9 +18,10 @@ from tests.lockstep import evaluator, run_model
 from tests.random_builder import Array
 from tests.random_programs import Sizes, feeds, is_narrow, program, taken, unless_refused
 from tests.random_strategies import pinned, seeds_of
+from tests.tiers import FULL
 
 SEED = int(os.environ.get("ONNXPAR_FUZZ_SEED", "0"))
-CASES = 2000 if os.environ.get("ONNXPAR_FULL") else 30
+CASES = 2000 if FULL else 30
 BATCHES = 10
 # Rounding of 2^-53 and 2^-24 in sums of at most a few hundred terms, each amplified at most a
 # thousandfold by what follows (a norm divides by no less than sqrt(0.1), products multiply).

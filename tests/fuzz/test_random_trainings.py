@@ -11,9 +11,10 @@ import pytest
 
 from tests.layered_models import LAYERS, Layer, Network
 from tests.random_trainings import EQUAL, REFUSED, Training, outcome, text_of, training_of
+from tests.tiers import FULL
 
 SEED = int(os.environ.get("ONNXPAR_FUZZ_SEED", "0"))
-CASES = 200 if os.environ.get("ONNXPAR_FULL") else 3
+CASES = 200 if FULL else 3
 
 _PLAIN = Network("sequence", 8, 4, (), "mse", pooled=False)
 _ONE_STAGE = {"stages": 1, "schedule": "1f1b", "micro_batches": 2}

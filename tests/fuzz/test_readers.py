@@ -31,9 +31,9 @@ from tests.fuzz.hostile.guard import Escape, guarded
 from tests.fuzz.hostile.readers import READERS
 from tests.fuzz.test_models import MODELS
 from tests.runtime import hand_made
+from tests.tiers import FULL
 
 SEED = int(os.environ.get("ONNXPAR_FUZZ_SEED", "0"))
-FULL = bool(os.environ.get("ONNXPAR_FULL"))
 CASES = 2000 if FULL else 30
 SLOW = ("state-dict", "state-folder", "graph")
 """To import PyTorch, and to make the page of a report, take seconds."""

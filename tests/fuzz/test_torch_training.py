@@ -16,6 +16,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("onnxscript")
 
 from tests import random_networks  # noqa: E402
+from tests.tiers import FULL  # noqa: E402
 from tests.torch_training import (  # noqa: E402
     EQUAL,
     NOTICED,
@@ -27,7 +28,7 @@ from tests.torch_training import (  # noqa: E402
 )
 
 SEED = int(os.environ.get("ONNXPAR_FUZZ_SEED", "0"))
-CASES = 500 if os.environ.get("ONNXPAR_FULL") else 1
+CASES = 500 if FULL else 1
 
 
 @pytest.fixture(scope="module", autouse=True)

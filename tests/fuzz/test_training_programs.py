@@ -32,9 +32,10 @@ from onnxpar.propagation.propagate import propagate
 from tests.lockstep import Array, run_model
 from tests.random_programs import Sizes, feeds, is_narrow, program, taken, unless_refused
 from tests.random_strategies import pinned, seeds_of
+from tests.tiers import FULL
 
 SEED = int(os.environ.get("ONNXPAR_FUZZ_SEED", "0"))
-CASES = 600 if os.environ.get("ONNXPAR_FULL") else 20
+CASES = 600 if FULL else 20
 BATCHES = 10
 LOSS, WEIGHT = "onnxpar.loss", "onnxpar.weight."
 # As in test_programs.py; a LayerNormalization of float64 has its statistics in float32.

@@ -5,7 +5,6 @@ early, and kernels that wait for one another in a circle show for some seed. All
 compute is real on the stand-ins, but for some losses.
 """
 
-import os
 import re
 import subprocess
 import sys
@@ -21,9 +20,9 @@ from safetensors.numpy import load_file
 from onnxpar.strategy import Strategy
 from onnxpar_runtime.launch import find_mpirun, mpirun_environment
 from tests.cli import linear
+from tests.tiers import FULL
 from tests.training_cases import shard
 
-FULL = bool(os.environ.get("ONNXPAR_FULL"))
 SEEDS = [1, 2, 3, 4] if FULL else [1]
 SUITE = Path(__file__).parents[1] / "runtime" / "collectives"
 WORKER = Path(__file__).parent / "stage_worker.py"

@@ -19,9 +19,8 @@ import pytest
 from onnxpar_runtime.devices import machine, obstacle
 from tests.children import with_tests
 from tests.runtime.kernels.one_node import GATHERS
-from tests.tiers import covering
+from tests.tiers import FULL, covering
 
-FULL = os.environ.get("ONNXPAR_FULL") == "1"
 Array = np.ndarray
 TYPES = {
     "float32": np.dtype(np.float32),

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from onnxpar_runtime.library import custom_op_library
+from tests.tiers import FULL
 
 # Ampere, Hopper, Blackwell: one of each way in which code for the GPUs of today differs.
-FULL = os.environ.get("ONNXPAR_FULL") == "1"
 CAPABILITIES = (80, 90, 100) if FULL else (90,)
 COMPILE = """
 import ctypes, sys

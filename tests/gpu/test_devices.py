@@ -1,6 +1,5 @@
 """The probe and the queue of a rank, with the stand-in CUDA libraries: no GPU is needed."""
 
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -9,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from onnxpar_runtime.launch import find_mpirun
+from tests.tiers import FULL
 
-FULL = bool(os.environ.get("ONNXPAR_FULL"))
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 MACHINE = """
 from onnxpar_runtime.devices import describe, machine

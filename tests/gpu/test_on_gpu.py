@@ -4,7 +4,6 @@ The comparisons themselves are tried without one, by the CPU in the GPU's place.
 """
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -18,6 +17,7 @@ from onnxpar_runtime.launch import find_mpirun, mpirun_environment
 from tests.children import with_tests
 from tests.gpu import captured_worker
 from tests.gpu.requests_worker import directory
+from tests.tiers import FULL
 
 ROOT = Path(__file__).parents[2]
 STEPS, BATCH, SEQ, VOCAB = 20, 8, 16, 256
@@ -210,7 +210,7 @@ def test_the_comparison_of_requests_works(tmp_path: Path) -> None:
     check_requests(tmp_path, "cpu")
 
 
-@pytest.mark.parametrize("axis", ["dp", STAGES] if os.environ.get("ONNXPAR_FULL") else [STAGES])
+@pytest.mark.parametrize("axis", ["dp", STAGES] if FULL else [STAGES])
 def test_the_comparison_works(folder: Path, axis: str) -> None:
     check_losses(folder, "mlp", axis, 2, "cpu")
 

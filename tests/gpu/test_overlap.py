@@ -1,7 +1,6 @@
 """How much communication with NCCL overlap hides, in simulated time (`standin/README.md`)."""
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -48,9 +47,6 @@ def steps(
     assert done.returncode == 0, done.stdout + done.stderr
     found, traced = json.loads(done.stdout)
     return found, traced
-
-
-FULL = bool(os.environ.get("ONNXPAR_FULL"))
 
 
 @pytest.mark.full

@@ -1,6 +1,5 @@
 """What the stages of a pipeline hand on stays on GPUs; read from the stand-ins' log."""
 
-import os
 import re
 import subprocess
 import sys
@@ -13,10 +12,10 @@ import pytest
 
 from onnxpar.strategy import Strategy
 from onnxpar_runtime.launch import find_mpirun, mpirun_environment
+from tests.tiers import FULL
 from tests.training_cases import shard
 
 WORKER = Path(__file__).parent / "stage_worker.py"
-FULL = bool(os.environ.get("ONNXPAR_FULL"))
 STEPS, ROWS, MICRO_BATCHES, WIDTH = 3, 24, 4, 37
 # Of a micro-batch: no other tensor of the model is as large.
 BORDER_BYTES = ROWS // MICRO_BATCHES * WIDTH * 4

@@ -4,7 +4,6 @@ There is no GPU: libraries stand in for CUDA and NCCL (`standin/README.md`). Ope
 ones, called by onnxruntime's real CUDA provider, and the stand-ins move real data.
 """
 
-import os
 import re
 import subprocess
 import sys
@@ -14,10 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.tiers import FULL
+
 SUITE = Path(__file__).parents[1] / "runtime" / "collectives"
 MPIRUN = Path(sys.executable).parent / "mpirun"
 ALLOWED = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-FULL = bool(os.environ.get("ONNXPAR_FULL"))
 HEAD = """
 import sys
 import numpy as np

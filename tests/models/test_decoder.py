@@ -1,7 +1,6 @@
 """Decoders of Hugging Face with their cache: as transformers computes, and sharded as undivided."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +24,10 @@ from _exporter import save  # noqa: E402
 from llama_4bit import quantise  # noqa: E402
 
 from tests.models.beam_reference import compare  # noqa: E402
+from tests.tiers import FULL  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers about its defaults
 
-FULL = bool(os.environ.get("ONNXPAR_FULL"))
 EVERY = [(family, cache) for family in decoder.FAMILIES for cache in ("growing", "shared")]
 QUICK = [("qwen3", "shared")]
 BATCH, PROMPT, LENGTH = 2, 11, 13

@@ -1,7 +1,6 @@
 """Encoder-decoders of Hugging Face: as transformers computes, and sharded as undivided."""
 
 import json
-import os
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -34,7 +33,6 @@ from tests.models.beam_reference import compare  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers about its defaults
 
-FULL = bool(os.environ.get("ONNXPAR_FULL"))
 Drawn = list[tuple[int, float]]
 """The tokens of a request, and the logarithms of their probabilities."""
 ROWS, PROMPT, LENGTH, SOURCE = 2, 5, 9, 13
@@ -44,15 +42,10 @@ ROWS, PROMPT, LENGTH, SOURCE = 2, 5, 9, 13
 RTOL = 3e-5
 
 
-# In the quick tier; the layers of Whisper are alike.
-LAYERS = {"whisper": {"encoder_layers": 1, "decoder_layers": 1}}
-
-
 @cache
 def built(family: str) -> Any:
     """A network, its encoder and its decoder."""
-    changes = {} if FULL else LAYERS.get(family, {})
-    return made.build(configuration(family, changes, made.FAMILIES, made._SIZES))
+    return made.build(configuration(family, {}, made.FAMILIES, made._SIZES))
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """What experts write for the networks of the zoo, and what the presets `tp=N` send beside it."""
 
-import os
 import re
 from functools import cache
 from math import prod
@@ -18,6 +17,7 @@ from onnxpar.api.plan_strategy import read_workload
 from onnxpar.api.pytorch.export_module import export, save
 from onnxpar.cli import main
 from onnxpar.strategy import load_strategy, resolve
+from tests.tiers import FULL
 
 WIDTH, TOKENS = 32, 64
 """The width of the zoo's transformers; the typical size of a sequence."""
@@ -114,7 +114,6 @@ WHOLE = re.compile(
 routers, and the weights of recurrent networks."""
 HEAD = WIDTH // 4
 """Features of a head."""
-FULL = bool(os.environ.get("ONNXPAR_FULL"))
 SAMPLE = ("vit",)
 NETWORKS = tuple(REDUCED) if FULL else SAMPLE
 WITHOUT_FILE = tuple(PUBLISHED) if FULL else ("mlp",)

@@ -1,6 +1,5 @@
 """The export from PyTorch keeps parameters, names and open dims, and computes the same."""
 
-import os
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +19,7 @@ from export_torch import load_function  # noqa: E402
 
 from onnxpar.api.pytorch.export_module import Example, export, plain_export  # noqa: E402
 from onnxpar_runtime.manifest import Manifest  # noqa: E402
+from tests.tiers import FULL  # noqa: E402
 
 KIND = "pkg.torch.export.graph_signature.InputSpec.kind"
 
@@ -159,9 +159,7 @@ def test_only_parameters_that_need_a_gradient_are_marked_so() -> None:
     np.testing.assert_allclose(got, want, rtol=0, atol=RTOL * np.abs(want).max())
 
 
-@pytest.mark.parametrize(
-    "kind", [torch.nn.LSTM, torch.nn.GRU] if os.environ.get("ONNXPAR_FULL") else [torch.nn.LSTM]
-)
+@pytest.mark.parametrize("kind", [torch.nn.LSTM, torch.nn.GRU] if FULL else [torch.nn.LSTM])
 def test_recurrent_modules_keep_their_length_open(kind: Any) -> None:
     """PyTorch alone fixes it in the second export of a process, and notes it of the output."""
     torch.manual_seed(0)

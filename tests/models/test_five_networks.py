@@ -3,7 +3,6 @@
 import copy
 import json
 import math
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,6 @@ import zoo_pytorch  # noqa: E402
 
 import onnxpar  # noqa: E402
 
-FULL = bool(os.environ.get("ONNXPAR_FULL"))
 NETWORKS = ("gpt2", "llama", "vit", "resnet50", "whisper")
 SIZES = {"batch": 8, "seq": 12}
 STEPS, FIRST, WARMUP, CLIP = 50, 25, 5, 1.0

@@ -1,6 +1,5 @@
 """Folders as Optimum exports them: tokens equal those of its own loop over the undivided files."""
 
-import os
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -29,13 +28,13 @@ from decoder import configuration, network  # noqa: E402
 
 from tests.models.beam_reference import compare  # noqa: E402
 from tests.models.optimum_form import merge, write_folder  # noqa: E402
+from tests.tiers import FULL  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of PyTorch's tracer
 
 RNG = np.random.default_rng(3)
 TEXTS = [RNG.integers(3, 256, size).tolist() for size in (13, 5, 9)]
 START, NEW = [3, 17, 40], 24
-FULL = bool(os.environ.get("ONNXPAR_FULL"))
 CASES = [("bart", "tp=2"), ("t5 merged", "dp=2,tp=2")][0 if FULL else 1 :]
 
 # As in test_encoder_decoder: forty sums of at most 128 terms, one after the other.

@@ -1,7 +1,6 @@
 """The zoo's networks are complete, and all exports of them compute what PyTorch does."""
 
 import inspect
-import os
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +15,8 @@ zoo = pytest.importorskip("zoo", reason="needs transformers: the extra zoo")
 from zoo_pytorch import outputs, random_batch, random_inputs, train  # noqa: E402
 
 from onnxpar.api.pytorch.export_module import export, plain_export  # noqa: E402
+from tests.tiers import FULL  # noqa: E402
 
-FULL = bool(os.environ.get("ONNXPAR_FULL"))
 QUICK = ("temperature",)
 SIZES = (
     {"batch": 2, "seq": 6, "target": 9, "nodes": 6, "edges": 13},

@@ -1,16 +1,16 @@
 """Networks of the zoo train as PyTorch trains them, whoever exports them, or are asked about."""
 
 import json
-import os
 from types import ModuleType
 
 import pytest
+
+from tests.tiers import FULL
 
 pytest.importorskip("torch", reason="exports from PyTorch: the extra zoo")
 pytest.importorskip("onnxscript", reason="exports from PyTorch: the extra zoo")
 zoo = pytest.importorskip("zoo", reason="needs transformers: the extra zoo")
 
-FULL = bool(os.environ.get("ONNXPAR_FULL"))
 QUICK = ("temperature",)
 """A tied head with a scalar, and a norm without scale."""
 

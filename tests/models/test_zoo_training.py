@@ -1,7 +1,6 @@
 """Training of networks exported from PyTorch: in pipeline stages, and with layers recomputed."""
 
 import json
-import os
 import re
 from collections import Counter
 from functools import cache
@@ -25,8 +24,8 @@ from tests.training_cases import shard
 pytest.importorskip("onnxscript", reason="exports from PyTorch: the extra zoo")
 zoo = pytest.importorskip("zoo", reason="needs transformers: the extra zoo")
 from onnxpar.api.pytorch.export_module import export  # noqa: E402
+from tests.tiers import FULL  # noqa: E402
 
-FULL = bool(os.environ.get("ONNXPAR_FULL"))
 SHAPES = ({"batch": 4, "seq": 8, "target": 6}, {"batch": 5, "seq": 7, "target": 9})
 TIED = {"gpt2": "transformer.wte.weight", "t5": "shared.weight"}
 STACKS = {"gpt2": ("transformer/h",), "t5": ("encoder/block", "decoder/block")}

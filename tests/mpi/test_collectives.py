@@ -1,12 +1,12 @@
 """The collectives under mpirun: the suite of the threads transport, and how failures end a job."""
 
-import os
 import re
 from pathlib import Path
 
 import pytest
 
 from tests.runtime.launching import mpirun
+from tests.tiers import FULL
 
 SUITE = Path(__file__).parents[1] / "runtime" / "collectives"
 SECONDS = 20
@@ -49,7 +49,6 @@ NESTED = {"ONNXPAR_SHARED_MEMORY": "1", "ONNXPAR_RANKS_PER_MACHINE": "2"}
 # `test_machines.py` compares their bits with those in shared memory.
 WORLDS = [(1, MEMORY), (4, NESTED), (2, MESSAGES), (4, MEMORY), (2, MEMORY), (4, MESSAGES)]
 NAMES = ["1", "4-nested", "2-messages", "4-memory", "2-memory", "4-messages"]
-FULL = bool(os.environ.get("ONNXPAR_FULL"))
 COUNT = 6 if FULL else 2
 
 

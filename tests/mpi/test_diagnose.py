@@ -13,6 +13,7 @@ from onnxpar.report.diagnosis import Diagnosis, diagnose
 from tests.cli import linear
 from tests.mpi.test_train import DIGITS
 from tests.runtime.launching import Outcome, children, mpirun, start_mpirun
+from tests.tiers import FULL
 
 # Each step runs three AllReduces. From step 4 on, one rank has a fault.
 PROGRAM = """
@@ -77,7 +78,7 @@ CASES = [
     (3, "killed", 2),
     (2, "raises", 1),
 ]
-COUNT = len(CASES) if os.environ.get("ONNXPAR_FULL") else 3
+COUNT = len(CASES) if FULL else 3
 WAYS = [{}, {"ONNXPAR_SHARED_MEMORY": "0"}]
 
 

@@ -22,8 +22,8 @@ from onnxpar_runtime.checkpoint.folder import complete_steps, resolve, step_name
 from onnxpar_runtime.launch import mpirun_environment
 from tests.cli import linear
 from tests.runtime.launching import LIMIT, alive, children, slow_data
+from tests.tiers import FULL
 
-FULL = bool(os.environ.get("ONNXPAR_FULL"))
 SEED = int(os.environ.get("ONNXPAR_FUZZ_SEED", "0"))
 KILLS = range(20) if FULL else (1,)
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

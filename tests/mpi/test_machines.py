@@ -5,14 +5,12 @@ ONNXPAR_RANKS_PER_MACHINE=2, each two ranks share memory, as if they had a machi
 send messages to the others.
 """
 
-import os
 import re
 
 import pytest
 
 from tests.runtime.launching import mpirun
-
-FULL = bool(os.environ.get("ONNXPAR_FULL"))
+from tests.tiers import FULL
 
 HEAD = """
 import os

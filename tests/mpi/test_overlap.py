@@ -1,6 +1,5 @@
 """Communication in the background: the same bits as without, and on all ranks."""
 
-import os
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +14,7 @@ from onnxpar.autodiff.optimizer import parse_optimizer
 from onnxpar.autodiff.training_program import TrainingSpec
 from onnxpar.stages import partition_training
 from tests.runtime.launching import mpirun
+from tests.tiers import FULL
 
 SCRIPT = """
 import sys
@@ -48,7 +48,7 @@ raise SystemExit(guarded(rank, body))
 
 BACKGROUND = {0: "StartAhead", 3: "Start", 1: "Finish"}
 # At level 3 there are a StartAhead and a Start.
-LEVELS = list(BACKGROUND) if os.environ.get("ONNXPAR_FULL") else [3]
+LEVELS = list(BACKGROUND) if FULL else [3]
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -3,7 +3,6 @@
 `ONNXPAR_FULL` runs all cases.
 """
 
-import os
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +10,8 @@ import pytest
 
 from tests.runtime.hand_staged import Reference, Shape, batch_of, staged
 from tests.runtime.launching import LIMIT, mpirun
+from tests.tiers import FULL
 
-FULL = bool(os.environ.get("ONNXPAR_FULL"))
 SCRIPT = """
 import os
 import signal

@@ -17,9 +17,9 @@ from onnxpar.api.shard_model import shard_model
 from onnxpar.strategy import Strategy
 from onnxpar_runtime.manifest import Manifest
 from tests.runtime.launching import LIMIT, Outcome, children, mpirun, run, start_mpirun
+from tests.tiers import FULL
 from tests.training_cases import shard
 
-FULL = bool(os.environ.get("ONNXPAR_FULL"))
 DIGITS = ["--data", "digits", "--batch-size", "100", "--lr", "0.01", "--device", "cpu"]
 MESHES: dict[str, dict[str, Any]] = {
     "pp=2": {"devices": 2, "pipeline": {"stages": 2}},

@@ -1,7 +1,6 @@
 """`--trace` under mpirun, and what `onnxpar trace` says of the file."""
 
 import json
-import os
 import re
 from pathlib import Path
 
@@ -25,8 +24,6 @@ from onnxpar_format.trace_times import PARTS, times
 from tests.chrome_trace import complaints
 from tests.cli import linear
 from tests.mpi.test_train import DIGITS, train
-
-FULL = bool(os.environ.get("ONNXPAR_FULL"))
 
 
 def check(file: Path, trace: Trace, steps: int) -> int:

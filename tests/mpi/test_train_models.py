@@ -14,6 +14,7 @@ from safetensors.numpy import load_file
 from onnxpar.strategy import Strategy
 from tests import training_cases as cases
 from tests.runtime.launching import mpirun
+from tests.tiers import FULL
 
 EPOCHS, STEPS, BATCH = 5, 4, 16
 
@@ -41,7 +42,6 @@ def shared(level: int, **mesh: int) -> Strategy:
     return Strategy.from_dict({"mesh": mesh, "optimizer_parallel": parallel})
 
 
-FULL = bool(os.environ.get("ONNXPAR_FULL"))
 RUNS: dict[str, tuple[int, str | Strategy]] = {
     "tp=2": (2, "tp=2"),
     "dp=8": (8, "dp=8"),

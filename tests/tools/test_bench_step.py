@@ -1,13 +1,14 @@
 """The benchmark of training steps: its verdicts, and that its sides run and agree."""
 
 import json
-import os
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import step
 from step_cases import BATCHES, QUICK, Job, Side
+
+from tests.tiers import FULL
 
 ONE, DATA, TENSOR = step.OURS
 
@@ -84,7 +85,7 @@ def test_two_ranks_take_the_steps_of_one(optimizer: str, tmp_path: Path) -> None
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("model", list(QUICK) if os.environ.get("ONNXPAR_FULL") else ["mlp"])
+@pytest.mark.parametrize("model", list(QUICK) if FULL else ["mlp"])
 def test_pytorch_takes_the_same_steps(model: str, tmp_path: Path) -> None:
     pytest.importorskip("torch")
     prepared, job = (

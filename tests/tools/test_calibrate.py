@@ -1,6 +1,5 @@
 """tools/calibrate.py writes a machine file that is read, of numbers that a computer may have."""
 
-import os
 import re
 import subprocess
 import sys
@@ -10,13 +9,12 @@ import pytest
 
 from onnxpar.strategy.machine_file import load_machine
 from onnxpar_runtime.launch import find_mpirun, mpirun_environment
+from tests.tiers import FULL
 
 TOOL = str(Path(__file__).parents[2] / "tools" / "calibrate.py")
 
 
-@pytest.mark.parametrize(
-    ("ranks", "blocks"), [(1, ()), (4, (2,))] if os.environ.get("ONNXPAR_FULL") else [(1, ())]
-)
+@pytest.mark.parametrize(("ranks", "blocks"), [(1, ()), (4, (2,))] if FULL else [(1, ())])
 def test_what_it_writes_is_read(ranks: int, blocks: tuple[int, ...], tmp_path: Path) -> None:
     out = tmp_path / "machine.yaml"
     command = [sys.executable, TOOL, "-o", str(out), "--seconds", "0.2", "--memory", "3GiB"]

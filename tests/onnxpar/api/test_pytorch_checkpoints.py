@@ -314,7 +314,7 @@ def test_a_folder_that_cannot_be_read_is_refused(gpt: Any) -> None:
     refused("no file '__0_0.distcp'")
 
 
-@pytest.mark.skipif(not os.environ.get("ONNXPAR_FULL"), reason="starts processes; ONNXPAR_FULL=1")
+@pytest.mark.full
 def test_what_fsdp_has_saved_on_two_ranks_is_read(gpt: Any, tmp_path: Path) -> None:
     Path("sharded.py").write_text(SHARDED)
     surroundings = {**os.environ, "PYTHONPATH": str(Path(gpt.__file__).parent)}

@@ -1,7 +1,6 @@
 """A PyTorch module that all ranks compute together, in a training loop of PyTorch."""
 
 import copy
-import os
 import pickle
 import re
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ import pytest
 
 from onnxpar.core.errors import CallError, ModelError, StrategyError
 from tests.runtime.launching import mpirun
+from tests.tiers import FULL
 
 torch = pytest.importorskip("torch", reason="exports from PyTorch: the extra torch")
 pytest.importorskip("onnxscript", reason="exports from PyTorch: the extra torch")
@@ -19,7 +19,6 @@ pytest.importorskip("torch.utils.checkpoint")
 
 import onnxpar  # noqa: E402
 
-FULL = bool(os.environ.get("ONNXPAR_FULL"))
 SECONDS = 240
 """The time limit of a job: loading PyTorch and its exporter on four ranks, on busy cores."""
 ROOT = Path(__file__).parents[3]

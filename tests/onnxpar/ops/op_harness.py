@@ -39,9 +39,9 @@ from onnxpar.partition.partitioned_model import PartitionedModel
 from onnxpar.partition.writer import ProgramWriter
 from tests.lockstep import COMBINE, Array, Lockstep, evaluator
 from tests.shards import concrete, split_and_mask
+from tests.tiers import FULL
 
 GARBAGE_INT = 10**6
-FULL = bool(os.environ.get("ONNXPAR_FULL"))
 SEED = int(os.environ.get("ONNXPAR_SEED", "1"))
 SAMPLES = 2
 

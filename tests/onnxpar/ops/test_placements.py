@@ -1,6 +1,5 @@
 """Every placement that a rule admits holds numerically on every device, and no other does."""
 
-import os
 from dataclasses import replace
 from itertools import product
 
@@ -15,8 +14,8 @@ from onnxpar.core.sharding import REDUCTIONS, Component
 from onnxpar.graph.plan import factor_sizes
 from tests.onnxpar.ops.op_cases import ALL
 from tests.onnxpar.ops.op_harness import Case, chosen, merged_assignments
+from tests.tiers import FULL
 
-FULL = bool(os.environ.get("ONNXPAR_FULL"))
 MESHES = (Mesh((), (2, 2)), Mesh((), (2, 3)))
 
 

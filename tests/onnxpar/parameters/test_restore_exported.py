@@ -1,7 +1,6 @@
 """What PyTorch's exporter does to parameters is undone: each case is one that a module meets."""
 
 import copy
-import os
 import warnings
 from typing import Any
 
@@ -17,12 +16,12 @@ from onnxpar.parameters.origin import Role, origin_of
 from onnxpar.parameters.recognise import read_parameters, recognise
 from onnxpar.parameters.trainable import Selection, select
 from tests.onnxpar.parameters.declared import read
+from tests.tiers import FULL
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("onnxscript")
 nn = torch.nn
 F = torch.nn.functional
-FULL = bool(os.environ.get("ONNXPAR_FULL"))
 full = pytest.mark.full
 BATCH = torch.export.Dim("batch")
 BATCHES = (2, 5)

@@ -5,7 +5,6 @@ members of its group held before. `ONNXPAR_FULL=1` checks every pair (see `Playe
 sample is played; a failure prints the seed of sample and order.
 """
 
-import os
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -24,10 +23,10 @@ from onnxpar.core.symbols import SymbolTable
 from onnxpar.resharding.lowering import permutation
 from onnxpar.resharding.routes import ReshardStep, plan_reshard
 from tests.shards import join
+from tests.tiers import FULL
 
 Ints = NDArray[Any]
 NONE = SymbolTable({})
-FULL = os.environ.get("ONNXPAR_FULL") == "1"
 SAMPLE = 80
 COMBINE = {"sum": np.add, "max": np.maximum, "min": np.minimum, "prod": np.multiply}
 

@@ -1,6 +1,5 @@
 """Resharding: planned by shortest path and executed on all devices, for every pair of shardings."""
 
-import os
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -24,8 +23,8 @@ from onnxpar.resharding.lowering import emit_reshard, permutation
 from onnxpar.resharding.routes import ReshardStep, plan_reshard
 from tests.lockstep import COMBINE, Array, Lockstep
 from tests.shards import concrete
+from tests.tiers import FULL
 
-FULL = os.environ.get("ONNXPAR_FULL") == "1"
 SAMPLE = 60
 NONE = SymbolTable({})
 RANDOM_SEED = 20

@@ -21,9 +21,9 @@ from onnxpar.search.workload import Workload
 from tests.onnxpar.search.every_strategy import Case, Setting, random_machine, random_mesh
 from tests.onnxpar.search.small_networks import network
 from tests.random_programs import program
+from tests.tiers import FULL
 
 SEED = int(os.environ.get("ONNXPAR_FUZZ_SEED", "0"))
-FULL = bool(os.environ.get("ONNXPAR_FULL"))
 CASES = 200 if FULL else 20
 MOST = 20_000 if FULL else 1500
 """Strategies of the largest program that is tried."""

@@ -1,6 +1,5 @@
 """Stages, micro-batches, optimizer parallel and recomputation, decided with the strategy."""
 
-import os
 from dataclasses import replace
 from functools import cache
 from itertools import product
@@ -28,6 +27,7 @@ from onnxpar.search.workload import Workload
 from onnxpar.stages.stage_price import ZERO_BUBBLE, PipelineSplit
 from onnxpar.strategy import Strategy, load_strategy
 from onnxpar.strategy.recompute_entry import RecomputeOptions
+from tests.tiers import FULL
 
 # Searches are made once for all tests.
 pytestmark = pytest.mark.xdist_group("test_configurations")
@@ -35,7 +35,6 @@ pytestmark = pytest.mark.xdist_group("test_configurations")
 GPT = transformer.Config(layers=6, d_model=64, heads=4, vocab=128, max_positions=64)
 SIZES = {"batch": 16, "seq": 64}
 DEVICES = 4
-FULL = bool(os.environ.get("ONNXPAR_FULL"))
 LIMITS = (64 << 20, 8 << 20, 3 << 20)
 # Two nodes of two devices; starting an operator costs little, so that sharding is worth it.
 MACHINE = replace(
@@ -224,7 +223,7 @@ def test_configurations_are_described() -> None:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("gpt") / "gpt.onnx"
-    config = replace(GPT, layers=4, d_model=32)
+    config = replace(GPT, layers=6 if FULL else 4, d_model=32)
     save(transformer.build(config), path)
     return path
 

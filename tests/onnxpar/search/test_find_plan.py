@@ -24,8 +24,8 @@ from onnxpar.graph.plan import Plan
 from onnxpar.graph.seeds import NodeSeed, Seeds
 from onnxpar.propagation.propagate import propagate
 from onnxpar.search.find_plan import Found, SearchSpec, find
+from tests.tiers import FULL
 
-FULL = bool(os.environ.get("ONNXPAR_FULL"))
 ALGORITHMS = ("recursive", "ilp")
 Shape = list[int]
 

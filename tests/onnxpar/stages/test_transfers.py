@@ -1,6 +1,5 @@
 """Values go to other stages in the sharding that is fastest, and every result stays the same."""
 
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from onnxpar.stages.transfers import transfer
 from onnxpar.strategy import load_strategy
 from onnxpar.strategy.pipeline_entry import PipelineEntry
 from onnxpar_runtime.manifest import Manifest
+from tests.tiers import FULL
 
 SPEC = TrainingSpec(parse_loss("softmax_cross_entropy"), parse_optimizer("adamw"))
 SHAPE = (8, 1024, 4096)
@@ -87,7 +87,7 @@ PIPELINES: list[dict[str, Any]] = [
     {"stages": 2, "micro_batches": 2},
     {"stages": 2, "micro_batches": 2, "chunks": 2, "schedule": "interleaved"},
 ]
-if not os.environ.get("ONNXPAR_FULL"):
+if not FULL:
     PIPELINES = PIPELINES[:1]
 
 

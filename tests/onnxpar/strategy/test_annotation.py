@@ -1,7 +1,6 @@
 """Strategies that stand in the model itself: written, read, and by other producers."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +32,7 @@ from tests.onnxpar.strategy.annotated import (
     saved,
     sharded,
 )
+from tests.tiers import FULL
 
 ROOT = Path(__file__).parents[3]
 
@@ -81,7 +81,7 @@ CASES = [
     (name, strategy)
     for name in NAMES
     for strategy in STRATEGIES
-    if (name, strategy) in QUICK or os.environ.get("ONNXPAR_FULL")
+    if (name, strategy) in QUICK or FULL
 ]
 
 

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 import shutil
 from dataclasses import replace
 from math import prod
@@ -27,6 +26,7 @@ from onnxpar_runtime.checkpoint.reshard import export_weights, merge, pieces_of,
 from onnxpar_runtime.checkpoint.writer import Checkpointer
 from onnxpar_runtime.errors import CheckpointError
 from onnxpar_runtime.training import run
+from tests.tiers import FULL
 from tests.training_cases import batch_of, shard
 
 GPT = {"layers": 1, "d_model": 32, "heads": 4, "vocab": 40, "max_positions": 16}
@@ -41,7 +41,7 @@ MESHES: dict[str, str | Strategy] = {
     ),
     "one": "dp=1",
 }
-if not os.environ.get("ONNXPAR_FULL"):
+if not FULL:
     del MESHES["tp3"]
 
 

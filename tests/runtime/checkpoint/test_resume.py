@@ -27,10 +27,9 @@ from onnxpar_runtime.training.hyper import hyperparameters
 from onnxpar_runtime.training.run import train_with
 from onnxpar_runtime.training.trainer import Trainer
 from tests.runtime.hand_trained import batch_of, regression
+from tests.tiers import FULL
 from tests.training_cases import batch_of as random_batch
 from tests.training_cases import shard
-
-FULL = bool(os.environ.get("ONNXPAR_FULL"))
 
 
 def train(directory: Path, wanted: TrainingRun) -> list[float]:

@@ -3,7 +3,6 @@
 Every one of them with ONNXPAR_FULL=1, else those of some of the numbers.
 """
 
-import os
 from collections.abc import Iterator
 
 import pytest
@@ -15,8 +14,8 @@ from onnxpar_runtime.pipeline.schedule_kinds import SCHEDULES, make
 from onnxpar_runtime.pipeline.simulate import Times, simulate
 from onnxpar_runtime.pipeline.transfers import chain, with_transfers
 from tests.runtime.pipeline.picture import activation_peaks
+from tests.tiers import FULL
 
-FULL = bool(os.environ.get("ONNXPAR_FULL"))
 STAGES = range(1, 9) if FULL else (1, 2, 3, 4, 6, 8)
 MICRO_BATCHES = range(1, 17) if FULL else (1, 2, 3, 4, 5, 7, 8, 13, 16)
 CHUNKS = range(1, 5) if FULL else (1, 2, 3)

@@ -26,6 +26,7 @@ from onnxpar.core.symbols import (
     symbol_name,
     symbols_of,
 )
+from tests.tiers import FULL
 
 NAMES = ("a", "b", "c")
 Texts = st.SearchStrategy[str]
@@ -148,7 +149,7 @@ def read(text: str) -> Dim | None:
 
 @pytest.mark.parametrize("texts", [INTEGERS, RATIONALS], ids=["integers", "rationals"])
 @given(data=st.data(), table=tables())
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=300 if FULL else 100, deadline=None, derandomize=True)
 def test_facts_hold_for_every_size(
     texts: st.SearchStrategy[str], data: st.DataObject, table: SymbolTable
 ) -> None:

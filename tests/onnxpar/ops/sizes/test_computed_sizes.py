@@ -17,6 +17,7 @@ from onnx import TensorProto, helper, numpy_helper
 from onnxpar.api.shard_model import analyse
 from onnxpar.core.symbols import symbols_of
 from onnxpar.graph.shapes import ShapeEnv
+from tests.tiers import FULL
 
 HEAD = '<ir_version: 10, opset_import: ["": 20]>\n'
 SIZES = ((1, 1), (2, 3), (3, 1), (5, 8), (7, 4), (12, 9), (31, 17))
@@ -332,7 +333,6 @@ def random_program(seed: int) -> Program:
     return program
 
 
-FULL = bool(os.environ.get("ONNXPAR_FULL"))
 SEED = int(os.environ.get("ONNXPAR_FUZZ_SEED", "0"))
 
 
