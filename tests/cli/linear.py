@@ -9,6 +9,7 @@ from onnx import TensorProto, helper, numpy_helper
 from sklearn.datasets import load_digits
 
 from onnxpar.cli import main
+from onnxpar_runtime.training.permutation import permutation
 
 Array = NDArray[np.float64]
 PIXELS, CLASSES = 64, 10
@@ -63,12 +64,12 @@ def trained(
 ) -> tuple[list[float], Array]:
     """Returns the losses and the weight of a run of SGD in float64, or of its first steps.
 
-    The order of samples is what `--seed` promises: a permutation by PCG64 of (seed, epoch).
+    The order of samples depends on seed and epoch alone.
     """
     x, classes = digits(test=False)
     w, losses = start().astype(np.float64), []
     for epoch in range(1, epochs + 1):
-        order = np.random.default_rng([seed, epoch]).permutation(len(x))
+        order = permutation(len(x), seed, epoch)(np.arange(len(x)))
         for begin in range(0, len(x), batch):
             if len(losses) == steps:
                 return losses, w

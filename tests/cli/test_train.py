@@ -14,6 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 from onnxpar.cli import main
 from onnxpar_runtime.checkpoint.folder import complete_steps
+from onnxpar_runtime.training.permutation import permutation
 from onnxpar_runtime.training.step_trainer import StepTrainer
 from tests.cli import linear
 
@@ -131,7 +132,7 @@ def test_begins_with_what_was_saved(
     again = [*arguments, "--steps", "1", "--parameters", str(saved), "--log", str(log)]
     assert main(again) == 0
     x, classes = linear.digits(test=False)
-    rows = np.random.default_rng([0, 1]).permutation(len(x))[:100]
+    rows = permutation(len(x), 0, 1)(np.arange(100))
     loss, _, _ = linear.loss_of(load_file(saved)["w"].astype(float), x[rows], classes[rows])
     step, evaluation = map(json.loads, log.read_text().splitlines())
     assert step["loss"] == pytest.approx(loss, rel=CLOSE)
@@ -274,7 +275,7 @@ def test_accumulation_and_schedule(sgd: Path, tmp_path: Path) -> None:
     # Quarters of 0.5: exact.
     assert [line["lr"] for line in lines] == [0, 0.25, 0.5, 0.375, 0.25, 0.125]
     x, classes = linear.digits(test=False)
-    rows = np.random.default_rng([0, 1]).permutation(len(x))[:100]
+    rows = permutation(len(x), 0, 1)(np.arange(100))
     loss, gradient, _ = linear.loss_of(linear.start().astype(float), x[rows], classes[rows])
     # Micro-batches of 34, 33 and 33 whose weights are float32.
     assert lines[0]["loss"] == pytest.approx(loss, rel=2e-6)

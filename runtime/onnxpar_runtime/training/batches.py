@@ -6,19 +6,19 @@ gets the same batches on any mesh.
 
 import queue
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, Generic, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from onnxpar_format.entries import SymbolEntry, TensorEntry
 from onnxpar_format.expressions import Size, bare_name
 from onnxpar_runtime.errors import InputError, LaunchError
 from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.training.metrics import NO_METRICS, Metrics
+from onnxpar_runtime.training.permutation import Order, as_they_are, permutation
 from onnxpar_runtime.training.sources import (
     Arrays,
     Batch,
@@ -206,11 +206,6 @@ def _samples(count: int) -> str:
     return f"{count} sample{'' if count == 1 else 's'}"
 
 
-def order(count: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    """Returns the order of the samples in an epoch: a permutation by seed and epoch alone."""
-    return np.random.default_rng([seed, epoch]).permutation(count)
-
-
 @dataclass(frozen=True)
 class Step:
     """The data of one step.
@@ -227,16 +222,16 @@ class Step:
 def steps_of(
     samples: Samples,
     plan: EpochPlan,
-    indices: NDArray[np.int64],
+    order: Order,
     own: Mapping[str, Place] | None = None,
     skip: int = 0,
 ) -> Iterator[Step]:
-    """Returns the steps of an epoch over the samples in the order of `indices`.
+    """Returns the steps of an epoch over the samples.
 
     Args:
         samples: The samples.
         plan: The sizes of steps and micro-batches.
-        indices: The order of the samples.
+        order: The order of the samples.
         own: As `Samples.take`.
         skip: Steps at the beginning that are left out.
     """
@@ -247,7 +242,7 @@ def steps_of(
             continue
         micro_batches = []
         for size in sizes:
-            micro_batches.append(samples.take(indices[start : start + size], own))
+            micro_batches.append(samples.take(order(np.arange(start, start + size)), own))
             start += size
         yield Step(tuple(micro_batches), sum(sizes))
 
@@ -411,10 +406,6 @@ class Ahead(Generic[T]):
         self._thread.join(timeout=2)
 
 
-Order = Callable[[int], NDArray[np.int64]]
-"""Returns the order of so many samples."""
-
-
 @dataclass(frozen=True)
 class EvaluationData:
     """What a model is evaluated on.
@@ -445,17 +436,18 @@ class EvaluationData:
 
     def steps(self) -> Iterator[Step]:
         """Returns the batches of an evaluation, in the order of the source."""
-        steps = self._steps(np.arange, Request(1, self.seed, self.batch, train=False))
+        steps = self._steps(Request(1, self.seed, self.batch, train=False))
         return islice(steps, self.limit)
 
-    def _steps(
-        self, order: Order, request: Request, accumulate: int = 1, skip: int = 0
-    ) -> Iterator[Step]:
+    def _steps(self, request: Request, accumulate: int = 1, skip: int = 0) -> Iterator[Step]:
         if isinstance(self.source, Stream):
             steps = steps_from(self.source, request, self.specs, accumulate, self.dim, self.shard)
             return islice(steps, skip, None)
         assert self.plan is not None
-        return steps_of(self.source, self.plan, order(self.source.count), self.own, skip)
+        order: Order = as_they_are
+        if request.train:
+            order = permutation(self.source.count, request.seed, request.epoch)
+        return steps_of(self.source, self.plan, order, self.own, skip)
 
 
 @dataclass(frozen=True)
@@ -479,9 +471,7 @@ class TrainingData(EvaluationData):
         A stream still makes the steps that are skipped: only its function knows what follows them.
         """
         request = Request(number, self.seed, self.batch, train=True)
-        return self._steps(
-            lambda count: order(count, self.seed, number), request, self.accumulate, skip
-        )
+        return self._steps(request, self.accumulate, skip)
 
 
 def training_data(

@@ -24,6 +24,7 @@ from onnxpar_runtime.npz import convert, read_npz
 from onnxpar_runtime.symbol_checks import check_index_ranges, symbol_values
 from onnxpar_runtime.training.images import handwritten_digits, mnist_files, resize
 from onnxpar_runtime.training.parquet import read_parquet
+from onnxpar_runtime.training.permutation import Order, as_they_are, permutation
 from onnxpar_runtime.training.token_file import token_windows
 from onnxpar_runtime.user_code import named_function, users_code
 
@@ -179,7 +180,7 @@ class Samples:
         parted: Whether training and testing use different samples.
         dtypes: Types to which a batch of `rows` is converted. Such rows are in a file, of which
             only those of a batch are read and checked.
-        chosen: The rows that are the samples; None for all rows.
+        chosen: Returns the rows of samples.
     """
 
     name: str
@@ -188,7 +189,7 @@ class Samples:
     count: int
     parted: bool = False
     dtypes: Mapping[str, np.dtype[Any]] = field(default_factory=dict)
-    chosen: NDArray[np.int64] | None = None
+    chosen: Order = as_they_are
 
     def validation(self, fraction: float, seed: int) -> "tuple[Samples, Samples]":
         """Returns the samples for training and those for validation, chosen by the seed.
@@ -205,11 +206,15 @@ class Samples:
                 f"{self.name} for validation, and one for training, got {number} for validation"
             )
         # Epochs are numbered from 1, so no epoch has this order.
-        order = np.random.default_rng([seed, 0]).permutation(self.count)
-        held_out, rest = np.sort(order[:number]), np.sort(order[number:])
+        order = permutation(self.count, seed, 0)
         return (
-            replace(self, chosen=rest, count=len(rest), parted=True),
-            replace(self, chosen=held_out, count=number, parted=True),
+            replace(
+                self,
+                chosen=lambda samples: order(number + samples),
+                count=self.count - number,
+                parted=True,
+            ),
+            replace(self, chosen=order, count=number, parted=True),
         )
 
     def take(self, indices: NDArray[np.int64], own: Mapping[str, Place] | None = None) -> Arrays:
@@ -220,7 +225,7 @@ class Samples:
             own: Inputs of which the rank needs its own rows only; the memory of their other rows
                 is not written.
         """
-        indices = indices if self.chosen is None else self.chosen[indices]
+        indices = self.chosen(indices)
         batch: dict[str, Array] = {}
         for name, array in self.rows.items():
             dtype = self.dtypes.get(name, array.dtype)

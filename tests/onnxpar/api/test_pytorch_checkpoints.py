@@ -24,8 +24,8 @@ from onnxpar_format.checkpoint import Progress
 from onnxpar_format.options import Saving, Settings, TrainingRun
 from onnxpar_runtime import TrainerGroup
 from onnxpar_runtime.errors import CheckpointError
-from onnxpar_runtime.training.batches import order
 from onnxpar_runtime.training.checkpoints import load_checkpoint, save_checkpoint
+from onnxpar_runtime.training.permutation import permutation
 from onnxpar_runtime.training.run import train_with
 from tests.training_cases import shard
 
@@ -141,7 +141,8 @@ def theirs(net: Any, optimizer: Any, first: int, last: int) -> list[float]:
     data, losses = np.load("a.npz"), []
     for step in range(first, last):
         epoch, number = divmod(step, STEPS_OF_EPOCH)
-        rows = order(SAMPLES, SEED, epoch + 1)[number * BATCH :][:BATCH]
+        places = np.arange(number * BATCH, (number + 1) * BATCH)
+        rows = permutation(SAMPLES, SEED, epoch + 1)(places)
         logits = net(torch.from_numpy(data["ids"][rows]))
         labels = torch.from_numpy(data["labels"][rows])
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())

@@ -18,11 +18,11 @@ from onnxpar_runtime.training.batches import (
     BatchDim,
     EpochPlan,
     evaluation_data,
-    order,
     plan_evaluation,
     plan_training,
     training_data,
 )
+from onnxpar_runtime.training.permutation import permutation
 from onnxpar_runtime.training.sources import Batch, Request, Samples, Stream, places
 from onnxpar_runtime.training.sources import samples as samples_of
 
@@ -149,20 +149,6 @@ def test_evaluation_leaves_out_as_little_as_it_can() -> None:
 # -- order ---------------------------------------------------------------------------------------
 
 
-def test_the_order_is_of_seed_and_epoch() -> None:
-    first = order(50, 3, 1)
-    assert sorted(first) == list(range(50))
-    np.testing.assert_array_equal(first, order(50, 3, 1))
-    assert (first != order(50, 3, 2)).any() and (first != order(50, 4, 1)).any()
-    # The order is fixed, so that later versions give the same runs.
-    assert (
-        order(8, 0, 1).tolist()
-        == np.random.Generator(np.random.PCG64(np.random.SeedSequence([0, 1])))
-        .permutation(8)
-        .tolist()
-    )
-
-
 def test_an_epoch_has_every_sample_once() -> None:
     data = training_data(samples(10), [X, MASK], dim(), batch=4, accumulate=2, seed=5)
     steps = list(data.epoch(2))
@@ -171,7 +157,7 @@ def test_an_epoch_has_every_sample_once() -> None:
     parts = [part for step in steps for part in step.micro_batches]
     assert all(isinstance(part, Mapping) and part["mask"].shape == (2,) for part in parts)
     rows = np.concatenate([part["x"] for part in parts if isinstance(part, Mapping)])
-    np.testing.assert_array_equal(rows[:, 0] // 2, order(10, 5, 2))
+    np.testing.assert_array_equal(rows[:, 0] // 2, permutation(10, 5, 2)(np.arange(10)))
 
 
 def test_evaluation_keeps_the_order_of_the_source() -> None:
@@ -198,7 +184,7 @@ def test_a_rank_gets_its_own_rows(atoms: tuple[int, ...]) -> None:
     all_count = replace(counted, ignore_index=None)
     assert set(places(specs, atoms, 0, all_count, source)) == {"x", "labels"}
     for count in (1, 4, 5):
-        indices = order(11, 0, 1)[:count]
+        indices = permutation(11, 0, 1)(np.arange(count))
         sharding = split.sharding(atoms, {"batch": count})
         expected = arrays["x"][indices]
         for rank, own in enumerate(ranks):

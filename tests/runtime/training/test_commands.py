@@ -14,8 +14,8 @@ from onnxpar_runtime import TrainerGroup
 from onnxpar_runtime.errors import InputError, OnnxparRuntimeError
 from onnxpar_runtime.tensor_file import Entry
 from onnxpar_runtime.training import run
-from onnxpar_runtime.training.batches import order
 from onnxpar_runtime.training.hyper import hyperparameters
+from onnxpar_runtime.training.permutation import permutation
 from tests.runtime.hand_trained import Reference, batch_of, regression, start
 
 
@@ -41,14 +41,14 @@ def test_a_trainer_that_is_there(tmp_path: Path) -> None:
     hyper = hyperparameters("momentum", settings)
     for step in range(1, 7):
         epoch, begin = (step + 2) // 3, 4 * ((step - 1) % 3)
-        rows = order(9, 3, epoch)[begin : begin + 4]
+        rows = permutation(9, 3, epoch)(np.arange(9))[begin : begin + 4]
         batch = {name: array[rows] for name, array in everything.items()}
         loss, _ = reference.step(batch, hyper.at(step, 0.1))
     assert done.steps == 6
     # float64 sums in another order.
     np.testing.assert_allclose(done.loss, loss, rtol=1e-11)
     np.testing.assert_allclose(load_file(tmp_path / "w")["w"], reference.w, rtol=1e-11)
-    rows = order(9, 3, 1)[:4]
+    rows = permutation(9, 3, 1)(np.arange(4))
     loss, _ = reference.gradient({name: array[rows] for name, array in everything.items()})
     np.testing.assert_allclose(again.loss, loss, rtol=1e-11)
 
@@ -69,7 +69,7 @@ def test_a_trainer_that_is_there_evaluates_on_other_data(
         np.savez(tmp_path / "c.npz", **{name: array[:, :1] for name, array in held_out.items()})
         with pytest.raises(InputError, match=r"--eval-data npz:.*c\.npz: input 'x', dim 1: exp"):
             group.on_each(lambda member: run.train_with(member, narrower))
-    rows = order(8, 0, 1)
+    rows = permutation(8, 0, 1)(np.arange(8))
     hyper = hyperparameters("momentum", Settings()).at(1, 0.1)
     reference.step({name: array[rows] for name, array in everything.items()}, hyper)
     loss, _ = reference.gradient(held_out)

@@ -16,6 +16,7 @@ from onnxpar_runtime import TrainerGroup
 from onnxpar_runtime.checkpoint.folder import step_name
 from onnxpar_runtime.errors import CheckpointError, LaunchError
 from onnxpar_runtime.memory import peak_resident
+from onnxpar_runtime.training.permutation import permutation
 from onnxpar_runtime.training.run import train_with
 from tests.training_cases import shard
 
@@ -207,7 +208,7 @@ def test_a_loader_of_pytorch(
             self.epoch = epoch
 
         def __iter__(self) -> Iterator[int]:
-            yield from np.random.default_rng([3, self.epoch + 1]).permutation(22).tolist()
+            yield from permutation(22, 3, self.epoch + 1)(np.arange(22)).tolist()
 
         def __len__(self) -> int:
             return 22

@@ -18,13 +18,13 @@ from onnxpar_runtime.training.batches import (
     EvaluationData,
     TrainingData,
     evaluation_data,
-    order,
     training_data,
 )
 from onnxpar_runtime.training.hyper import hyperparameters
 from onnxpar_runtime.training.learning_rate import LearningRateSchedule
 from onnxpar_runtime.training.log import Reporter
 from onnxpar_runtime.training.loop import evaluate, fit, total_steps
+from onnxpar_runtime.training.permutation import permutation
 from onnxpar_runtime.training.results import Evaluated, Fitted
 from onnxpar_runtime.training.sources import Batch, Request, Samples, Stream, samples
 from tests.runtime.hand_trained import Reference, batch_of, regression
@@ -76,7 +76,7 @@ def test_equals_one_device(tmp_path: Path, ranks: int, accumulate: int) -> None:
     everything = batch_of(17, 3)
     schedule = LearningRateSchedule(0.2, "cosine", warmup=2, total=15)
     for epoch in (1, 2, 3):
-        indices = order(17, 5, epoch)
+        indices = permutation(17, 5, epoch)(np.arange(17))
         for start in range(0, 17, 4):
             rows = indices[start : start + 4]
             step = len(losses) + 1
