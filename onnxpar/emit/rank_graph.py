@@ -15,6 +15,7 @@ import onnx_ir as ir
 from onnxpar.core.errors import DirectoryError
 from onnxpar.core.mesh import Mesh
 from onnxpar.core.sharding import split
+from onnxpar.core.symbols import dim_str
 from onnxpar.emit.weight_layout import WeightLayout, layout
 from onnxpar.facts.host_nodes import HOST, LAYER, host_nodes, is_small
 from onnxpar.graph.body_captures import bodies_of, every_node, read_by
@@ -25,10 +26,13 @@ from onnxpar.graph.local_builder import (
     COUNTER_INPUTS,
     SYMBOL_PREFIX,
 )
+from onnxpar.graph.padding_masks import PADDED, PADDING
 from onnxpar.ops.device.cuda_form import CudaForm, cuda_form, is_narrow
 from onnxpar.ops.device.cuda_functions import put
 from onnxpar.partition.partitioned_model import GraphValue, Parameter, PartitionedModel
+from onnxpar_format import padding_mark
 from onnxpar_format.entries import SECOND
+from onnxpar_format.padding_mark import PaddingMark
 
 DOMAIN_VERSION = 1
 WIDE = int(ir.DataType.FLOAT)
@@ -249,7 +253,7 @@ def _put_nodes(
     for node in pm.builder.nodes:
         proto = onnx.NodeProto()
         ir.serde.serialize_node_into(proto, node)
-        _put_metadata(proto, _layouts(pm, node))
+        _put_metadata(proto, {**_layouts(pm, node), **_padding(pm, node)})
         if node in on_host:
             _put_metadata(proto, {LAYER: HOST})
         graph.node.extend(_formed(proto, node, form))
@@ -319,6 +323,15 @@ def _layouts(pm: PartitionedModel, node: ir.Node) -> dict[str, str]:
     if plan.reason:
         texts["onnxpar.replicated"] = plan.reason
     return texts
+
+
+def _padding(pm: PartitionedModel, node: ir.Node) -> dict[str, str]:
+    """Returns the mark of a node that sets padding which other values of symbols may not need."""
+    component, operand = node.meta.get(PADDING), node.meta.get(PADDED)
+    if component is None or operand is None or isinstance(component.size, int):
+        return {}
+    divisor = pm.plan.mesh.count(component.atoms)
+    return {padding_mark.KEY: str(PaddingMark(operand, dim_str(component.size), divisor))}
 
 
 def _put_value(proto: onnx.ValueInfoProto, item: GraphValue, mesh: Mesh) -> None:

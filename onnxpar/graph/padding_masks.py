@@ -18,8 +18,11 @@ from onnxpar.core.symbols import Dim, ceil_div
 from onnxpar.graph.builder import INT64
 from onnxpar.graph.local_builder import LocalBuilder
 
-PADDING = "padding"
-"""The key in a node's `meta` of the component whose padding it sets."""
+PADDING, PADDED = "padding", "padded"
+"""The keys in a node's `meta` of the component whose padding it sets, and of the operand's index.
+
+A node with a type that Where lacks is cast, and has no such operand.
+"""
 
 
 def valid_count(builder: LocalBuilder, component: Component) -> ir.Value:
@@ -158,6 +161,8 @@ def mask_component(
     maker = kept.producer()
     assert maker is not None
     maker.meta[PADDING] = component
+    if tall in maker.inputs:
+        maker.meta[PADDED] = maker.inputs.index(tall)
     return builder.reshape(kept, local) if before or after else kept
 
 

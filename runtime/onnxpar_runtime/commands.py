@@ -24,6 +24,7 @@ from onnxpar_format.trace_times import times
 from onnxpar_runtime.agree import together, together_for_long
 from onnxpar_runtime.collectives import Rank
 from onnxpar_runtime.errors import DirectoryError, InputError, LaunchError
+from onnxpar_runtime.inputs import Inputs
 from onnxpar_runtime.interrupts import reporting_termination
 from onnxpar_runtime.launch import guarded, init
 from onnxpar_runtime.logs import open_log
@@ -68,8 +69,10 @@ def run(
     def body() -> None:
         manifest = begin(rank, "run", directory, how, outputs)
         with traced(rank, "run", manifest, how):
-            session = opened(Session, rank, manifest, how, debug_nan=debug_nan)
             feeds = together(rank, lambda: read_npz(inputs))
+            program = Inputs(manifest, "model", rank.index)
+            runs = [together(rank, lambda: program.values(feeds))]
+            session = opened(Session, rank, manifest, how, debug_nan=debug_nan, runs=runs)
             start = time.perf_counter()
             results = session.run_global(feeds)
             log.info("ran in %.3f s", time.perf_counter() - start)

@@ -10,14 +10,13 @@ import functools
 import logging
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-import onnxruntime
 from numpy.typing import NDArray
 
 from onnxpar_format.boxes import coordinates
@@ -26,35 +25,21 @@ from onnxpar_format.expressions import ExpressionError
 from onnxpar_format.manifest import TRANSIENT
 from onnxpar_format.trace import PROGRAM
 from onnxpar_runtime.captured import FIXED, obstacle, read_anew
-from onnxpar_runtime.collectives import Rank
-from onnxpar_runtime.cuda import CudaError, Queue, Staged, copy_in
-from onnxpar_runtime.devices import CUDA, NCCL, Device, placed
-from onnxpar_runtime.errors import DirectoryError, LaunchError, RankError, first_line
+from onnxpar_runtime.cuda import Staged, copy_in
+from onnxpar_runtime.errors import DirectoryError, RankError, first_line
 from onnxpar_runtime.inputs import Feeds
+from onnxpar_runtime.loader import Loader
 from onnxpar_runtime.manifest import Manifest
-from onnxpar_runtime.memory import LiveBytes
-from onnxpar_runtime.nonfinite import Watch
-from onnxpar_runtime.options import (
-    CPU,
-    cuda_options,
-    register_libraries,
-    session_options,
-    threads_per_rank,
-)
 from onnxpar_runtime.run_values import ACCUMULATE, LOSS_WEIGHT, Given, Results
 from onnxpar_runtime.tensors import empty, to_host, to_ort
-from onnxpar_runtime.tracing import operators
+from onnxpar_runtime.without_padding import LeanGraph, Values, lean_graph
 
 log = logging.getLogger(__name__)
 Array = NDArray[Any]
 _MAX_BINDINGS = 8
 _MAX_CAPTURES = 64
 """CUDA graphs of a program, each for one set of sizes and memory."""
-_GRAPHS = "cuda.enable_cuda_graph"
-_INITIALIZERS = "session.use_device_allocator_for_initializers"
 _ON_GPU = "Cuda"  # onnxruntime's name of a GPU's memory
-# Part of onnxruntime's message for a graph with nodes on the host.
-_NO_CAPTURE = "cannot use the graph capture feature"
 
 
 class StateMemory(Protocol):
@@ -96,155 +81,6 @@ class _Binding:
     system: list[_Number] = field(default_factory=list)
 
 
-class Loader:
-    """Makes onnxruntime's sessions of one rank, all on one device.
-
-    Args:
-        rank: The rank.
-        device: `auto` (the rank's device if it is decided, else CUDA if it can be used), `cpu`,
-            `cuda` or `cuda:NUMBER`.
-        ort_options: Options of onnxruntime, see `onnxpar_runtime.options.session_options`.
-        custom_ops: Further custom-op libraries that the model needs.
-        measured: Whether to count the bytes that the sessions hold, on the CPU.
-        debug_nan: Whether to watch.
-
-    Attributes:
-        rank: The rank.
-        watch: Looks for values that are not finite; None unless `debug_nan`.
-        memory: Counts the bytes that the sessions hold; None unless `measured`, and before the
-            first session.
-        kept: Copies of the outputs of all runs by name, without states, if they are to be kept.
-        device: The kind of device.
-        index: Number of the device.
-        queue: The streams of the GPU; None on the CPU.
-        graphs: Whether runs are captured as CUDA graphs and replayed, if they can be.
-
-    Raises:
-        LaunchError: The device cannot be used.
-        CudaError: It failed.
-    """
-
-    def __init__(
-        self,
-        rank: Rank,
-        device: str,
-        ort_options: Mapping[str, str] | None,
-        custom_ops: Sequence[str | Path],
-        measured: bool = False,
-        debug_nan: bool = False,
-    ) -> None:
-        """Chooses the device."""
-        self.rank, self.watch = rank, Watch() if debug_nan else None
-        self.memory: LiveBytes | None = None
-        self.kept: dict[str, Array] | None = None
-        self._measured = measured
-        placement = placed(rank, device)
-        if placement is not rank.placement and placement.device is Device.CUDA:
-            rank.place(placement)
-        self.device, self.index = placement.device, placement.index
-        if measured and self.device is not Device.CPU:
-            raise LaunchError(f"memory can only be measured on the CPU, got {self.device.value}")
-        self._pairs = dict(ort_options or {})
-        self._custom_ops = tuple(custom_ops)
-        self.queue = Queue(self.index) if self.device is Device.CUDA else None
-        self.graphs = self.queue is not None and self._pairs.get(_GRAPHS, "0") in ("1", "true")
-        if self.graphs and rank.world.size > 1 and placement.transport != NCCL:
-            raise LaunchError(
-                f"{_GRAPHS}: a captured step cannot copy tensors through the host; expected "
-                "--transport nccl"
-            )
-
-    def load(self, path: Path, graphs: bool, program: ProgramEntry) -> tuple[Any, bool]:
-        """Returns a session of a rank's graph, and whether its runs can be captured.
-
-        Args:
-            path: The graph.
-            graphs: Whether to try to capture runs. Graphs with nodes on the host cannot be
-                captured; only onnxruntime knows which nodes these are.
-            program: The program of which it is the graph.
-
-        Raises:
-            DirectoryError: onnxruntime refuses the graph.
-            LaunchError: The device, an option or a custom-op library cannot be used.
-        """
-        world = self.rank.world
-        threads = threads_per_rank(world.size, len(world.local_ranks))
-        options = session_options(self._pairs, threads)
-        self.rank.register(options)
-        register_libraries(options, self._custom_ops)
-        wanted: list[Any] = [CPU]
-        if self.queue is not None:
-            # Weights are allocated outside the arena, which would never give their memory back.
-            options.add_session_config_entry(_INITIALIZERS, "1")
-            stream = self.queue.stream.value or 0
-            pairs = {k: v for k, v in self._pairs.items() if graphs or k != _GRAPHS}
-            wanted.insert(0, cuda_options(self.index, stream, pairs))
-        timeline = self.rank.timeline
-        if timeline.profiles is not None:
-            operators.enable(options, timeline.profiles)
-        if self._measured and self.memory is None:
-            self.memory = LiveBytes()
-            self.rank.count_background(self.memory.handle)
-        watch = self.watch
-        graph = str(path) if watch is None else watch.exposed(path, program, options)
-        counted = nullcontext() if self.memory is None else self.memory.counted(options)
-        try:
-            with counted:
-                session = onnxruntime.InferenceSession(graph, options, providers=wanted)
-        except LaunchError:
-            raise
-        except Exception as error:
-            # onnxruntime has no common base class for what it raises.
-            if graphs and _NO_CAPTURE in str(error):
-                return self.load(path, False, program)
-            raise DirectoryError(
-                f"{path}: onnxruntime cannot load it: {first_line(error)}"
-            ) from None
-        if self.queue is not None:
-            if CUDA not in session.get_providers():
-                raise LaunchError(
-                    f"device cuda:{self.index}: onnxruntime could not create its CUDA provider; "
-                    "a cuda.* option may be invalid (see onnxruntime's message on stderr)"
-                )
-            session.disable_fallback()
-        if timeline.profiles is not None:
-            timeline.profiled.append((path.name, session))
-        return session, graphs
-
-    def run_options(self, graph: int | None) -> Any:
-        """Returns the options of a run; on a GPU it does not wait for the work that it enqueues.
-
-        Args:
-            graph: Number under which the run is captured as a CUDA graph, or None for no capture.
-        """
-        options = onnxruntime.RunOptions()
-        if self.queue is not None:
-            options.add_run_config_entry("disable_synchronize_execution_providers", "1")
-        if self.graphs:
-            # A session that captures would capture every run without a number.
-            options.add_run_config_entry("gpu_graph_id", "-1" if graph is None else str(graph))
-        return options
-
-    def synchronize(self) -> None:
-        """Waits until the device has done all enqueued work; call it before reading results.
-
-        Raises:
-            RankError: Some of the work failed.
-        """
-        if self.queue is not None:
-            try:
-                self.queue.synchronize()
-            except CudaError as error:
-                raise RankError(self.rank.index, str(error)) from error
-            # After an abort, the enqueued work ends too, but with undefined results.
-            self.rank.check_device(self.queue.stream)
-
-    def close(self) -> None:
-        """Frees the device. No session may run."""
-        if self.queue is not None:
-            self.queue.close()
-
-
 class Executor:
     """One rank's graph of one program.
 
@@ -253,6 +89,7 @@ class Executor:
         program: Name of the program.
         loader: Makes the session.
         buffers: The memory of the program's states.
+        runs: As `expect`.
 
     Attributes:
         manifest: The manifest.
@@ -273,19 +110,62 @@ class Executor:
     """
 
     def __init__(
-        self, manifest: Manifest, program: str, loader: Loader, buffers: StateMemory | None = None
+        self,
+        manifest: Manifest,
+        program: str,
+        loader: Loader,
+        buffers: StateMemory | None = None,
+        runs: Sequence[Values] = (),
     ) -> None:
         """Loads the rank's graph."""
         self.manifest = manifest
         self.program: ProgramEntry = manifest.program(program)
         self.rank = loader.rank
-        path = manifest.graph_path(program, self.rank.index)
-        self.obstacle = obstacle(manifest, self.program) if loader.graphs else None
-        wanted = loader.graphs and self.obstacle is None
-        self.session, self._graphs = loader.load(path, wanted, self.program)
+        self._path = manifest.graph_path(program, self.rank.index)
         self.loader, self.queue = loader, loader.queue
         self.device, self._index = loader.device, loader.index
         self._buffers = buffers
+        self._states = {o.name: o.state for o in self.program.state_outputs}
+        self._sums = manifest.training.sums if manifest.training else {}
+        self._handed = {v.name for v in self.program.handed_out} | manifest.supplying(program)
+        self._coordinates = coordinates(self.rank.index, manifest.atoms)
+        self._bindings: OrderedDict[tuple[Any, ...], _Binding] = OrderedDict()
+        self._captures = count()
+        self._saved = self._writes_saved_states()
+        self._lean = self._lean_graph(runs)
+        self._load()
+        log.info(
+            "rank %d of %d: %s on %s", self.rank.index, manifest.devices, self._path, self.device
+        )
+
+    def expect(self, runs: Sequence[Values]) -> None:
+        """Says what runs will come: nodes that set padding are left out where none has any.
+
+        Any other run may come, too; then all nodes are there from then on.
+
+        Args:
+            runs: The values of symbols in each run; none if they are not known.
+
+        Raises:
+            DirectoryError: As of the constructor.
+        """
+        lean = self._lean_graph(runs)
+        if lean != self._lean:
+            self._lean = lean
+            self._load()
+
+    def _lean_graph(self, runs: Sequence[Values]) -> LeanGraph | None:
+        if not runs or self.loader.watch is not None:
+            return None
+        return lean_graph(self._path, runs)
+
+    def _load(self) -> None:
+        """Makes the session, in place of one that there may be."""
+        self.close()
+        loader, path = self.loader, self._path
+        self.obstacle = obstacle(self.manifest, self.program) if loader.graphs else None
+        wanted = loader.graphs and self.obstacle is None
+        self.session, self._graphs = loader.load(path, wanted, self.program, self._lean)
         inputs, outputs = self.session.get_inputs(), self.session.get_outputs()
         self.graph_inputs = {i.name for i in inputs}
         places = zip(inputs, self.session.get_input_memory_infos(), strict=True)
@@ -298,21 +178,13 @@ class Executor:
         if self.obstacle is not None:
             log.warning("%s: is not captured as a CUDA graph: %s", path, self.obstacle)
         self.made_on_gpu = {o.name for o, place in places if place.name == _ON_GPU}
-        self._states = {o.name: o.state for o in self.program.state_outputs}
-        self._sums = manifest.training.sums if manifest.training else {}
         outputs = [o.name for o in outputs]
-        self._handed = {v.name for v in self.program.handed_out} | manifest.supplying(program)
         self._check_graph(path, set(outputs))
         self._made = [name for name in outputs if name not in self._states]
         specs = {spec.name for spec in self.program.outputs}
         self._data = {name for name in self._made if name in specs or name not in self._handed}
         self._taken = [v.name for v in self.program.handed_in if v.name in self.graph_inputs]
         self._outputs = outputs
-        self._coordinates = coordinates(self.rank.index, manifest.atoms)
-        self._bindings: OrderedDict[tuple[Any, ...], _Binding] = OrderedDict()
-        self._captures = count()
-        self._saved = self._writes_saved_states()
-        log.info("rank %d of %d: %s on %s", self.rank.index, manifest.devices, path, self.device)
 
     def _check_graph(self, path: Path, found: set[str]) -> None:
         program = self.program
@@ -387,6 +259,8 @@ class Executor:
             KeyError: As `run`; or a value is missing.
         """
         feeds = given.feeds
+        if self._lean is not None and not self._lean.fits(feeds.values):
+            self.expect(())
         local = {n: a for n, a in feeds.local.items() if n in self.graph_inputs}
         mode = int(given.numbers.get(ACCUMULATE, 0))
         shapes = tuple((n, a.shape) for n, a in local.items())

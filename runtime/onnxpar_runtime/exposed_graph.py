@@ -1,13 +1,28 @@
-"""Makes values of a rank's graph outputs of it, so that they can be read after a run."""
+"""Reads a rank's graph, and makes values outputs of it, to read them after a run."""
 
 from collections.abc import Collection
+from pathlib import Path
 
 import onnx
+
+from onnxpar_runtime.errors import DirectoryError, first_line
 
 KEPT = "kept:"
 """Prefix of the name under which an input or a new state is exposed."""
 DOMAIN = "onnxpar"
 _VALUE = "value"
+
+
+def read_graph(path: Path) -> onnx.ModelProto:
+    """Returns a rank's graph without its weights.
+
+    Raises:
+        DirectoryError: The file cannot be read.
+    """
+    try:
+        return onnx.load(path, load_external_data=False)
+    except Exception as error:  # protobuf has its own classes
+        raise DirectoryError(f"{path}: cannot be read: {first_line(error)}") from None
 
 
 def add_outputs(

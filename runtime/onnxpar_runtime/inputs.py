@@ -91,6 +91,22 @@ class Inputs:
             SymbolValueError: A symbol's value violates its constraint.
         """
         arrays = convert(self.program.inputs, feeds)
+        values, shards = self._sharded(arrays)
+        local = {
+            # Not ascontiguousarray, which adds a dim to a scalar.
+            name: np.asarray(shards[name].take(a), order="C")
+            for name, a in arrays.items()
+        }
+        check_index_ranges(self.program, local, values)
+        return Feeds(values, local)
+
+    def values(self, feeds: Mapping[str, Array]) -> dict[str, int]:
+        """Returns the symbols' values of whole arrays; raises as `shard_inputs`."""
+        return self._sharded(convert(self.program.inputs, feeds))[0]
+
+    def _sharded(
+        self, arrays: Mapping[str, Array]
+    ) -> tuple[dict[str, int], dict[str, ShardSlices]]:
         key = tuple(a.shape for a in arrays.values())
         with self._lock:
             known = self._known.get(key)
@@ -105,14 +121,7 @@ class Inputs:
                 self._known[key] = known
                 while len(self._known) > _MAX_SHAPES:
                     self._known.popitem(last=False)
-        values, shards = known
-        local = {
-            # Not ascontiguousarray, which adds a dim to a scalar.
-            name: np.asarray(shards[name].take(a), order="C")
-            for name, a in arrays.items()
-        }
-        check_index_ranges(self.program, local, values)
-        return Feeds(values, local)
+        return known
 
     def local_inputs(
         self, feeds: Mapping[str, Array], symbols: Mapping[str, int] | None = None

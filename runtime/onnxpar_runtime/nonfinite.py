@@ -20,8 +20,8 @@ from onnxpar_format.dtypes import DTYPES
 from onnxpar_format.entries import ProgramEntry
 from onnxpar_format.texts import numbered_ranks
 from onnxpar_runtime.agree import agree
-from onnxpar_runtime.errors import DirectoryError, NotFiniteError, first_line
-from onnxpar_runtime.exposed_graph import DOMAIN, KEPT, add_outputs
+from onnxpar_runtime.errors import NotFiniteError
+from onnxpar_runtime.exposed_graph import DOMAIN, KEPT, add_outputs, read_graph
 from onnxpar_runtime.tensors import to_host
 
 Array = NDArray[Any]
@@ -33,7 +33,6 @@ _TESTS: dict[str, Callable[[Array], NDArray[np.bool_]]] = {
     "-Inf": lambda array: np.isinf(array) & (array < 0),
 }
 """What is looked for, the worst first."""
-_WEIGHTS_FOLDER = "session.model_external_initializers_file_folder_path"
 _RUN, _FOREIGN = 1 << 24, 1 << 56
 """Weights in the order of findings: by run, then by node; those from other ranks come last."""
 
@@ -58,21 +57,17 @@ class Watch:
         self._first: _Finding | None = None
         self._runs = 0
 
-    def exposed(self, path: Path, program: ProgramEntry, options: Any) -> bytes:
+    def exposed(self, path: Path, program: ProgramEntry) -> bytes:
         """Returns a rank's graph with all of its floating-point values as outputs.
 
         Args:
             path: The file.
             program: The program of which it is the graph.
-            options: The options of the session, which then finds the weights.
 
         Raises:
             DirectoryError: The file cannot be read.
         """
-        try:
-            model = onnx.load(path, load_external_data=False)
-        except Exception as error:  # protobuf has its own classes
-            raise DirectoryError(f"{path}: cannot be read: {first_line(error)}") from None
+        model = read_graph(path)
         graph = onnx.GraphProto()
         graph.node.extend(model.graph.node)
         self._graphs[program.name] = graph
@@ -83,7 +78,6 @@ class Watch:
         names = {name for name, code in types.items() if code in _FLOATS}
         states = {output.name for output in program.state_outputs}
         add_outputs(model.graph, names, states, inputs=True)
-        options.add_session_config_entry(_WEIGHTS_FOLDER, str(path.parent))
         return bytes(model.SerializeToString())
 
     def look(self, program: ProgramEntry, made: Mapping[str, Any]) -> None:

@@ -11,7 +11,7 @@ from onnxpar_runtime.closing import Closing
 from onnxpar_runtime.collectives import Rank, World
 from onnxpar_runtime.devices import Device
 from onnxpar_runtime.errors import LaunchError
-from onnxpar_runtime.executor import Loader
+from onnxpar_runtime.loader import Loader
 from onnxpar_runtime.manifest import Manifest
 
 Array = NDArray[Any]

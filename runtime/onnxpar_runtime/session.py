@@ -1,6 +1,6 @@
 """One rank's program in onnxruntime, on its local arrays or on whole arrays."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -17,6 +17,7 @@ from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.memory import peak_bytes, weight_bytes
 from onnxpar_runtime.opened import Opened, Opening
 from onnxpar_runtime.pipeline.forward import Forward
+from onnxpar_runtime.without_padding import Values
 
 Array = NDArray[Any]
 
@@ -29,6 +30,7 @@ class Session(Opened):
         program: Which of its programs.
         measured: Whether to count the bytes that the rank holds, for `peak_bytes`; on the CPU only,
             and runs take longer.
+        runs: As `onnxpar_runtime.executor.Executor.expect`.
         opening: How to open the directory, see `Opening`.
 
     Attributes:
@@ -48,6 +50,7 @@ class Session(Opened):
         *,
         program: str = "model",
         measured: bool = False,
+        runs: Sequence[Values] = (),
         **opening: Unpack[Opening],
     ) -> None:
         """Loads the rank's graph."""
@@ -57,10 +60,10 @@ class Session(Opened):
         self.program: ProgramEntry = self.manifest.program(program)
         pipeline = self.manifest.pipeline
         if pipeline is not None and program in pipeline.programs:
-            self._runs = Forward(self.manifest, program, self._loader)
+            self._runs = Forward(self.manifest, program, self._loader, runs)
             self._made = self._runs.made
         else:
-            self._runs = Executor(self.manifest, program, self._loader)
+            self._runs = Executor(self.manifest, program, self._loader, runs=runs)
             self._made = dict.fromkeys(self.program.outputs, 0)
         self._inputs = Inputs(self.manifest, program, self.rank.index)
         self.counters = dict.fromkeys(COUNTERS, 0)

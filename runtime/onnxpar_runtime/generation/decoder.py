@@ -9,9 +9,10 @@ from dataclasses import replace
 from onnxpar_format.entries import CarriedEntry, TensorEntry
 from onnxpar_format.expressions import ExpressionError, bare_name, evaluate, names_of
 from onnxpar_runtime.errors import InputError
-from onnxpar_runtime.executor import Executor, Loader
+from onnxpar_runtime.executor import Executor
 from onnxpar_runtime.generation.roles import Roles, roles_of
 from onnxpar_runtime.generation.stages import Stages
+from onnxpar_runtime.loader import Loader
 from onnxpar_runtime.manifest import Manifest
 
 

@@ -14,9 +14,10 @@ from onnxpar_format.dtypes import DTYPES
 from onnxpar_format.entries import COUNTERS, ProgramEntry, TensorEntry
 from onnxpar_format.expressions import evaluate
 from onnxpar_runtime.errors import InputError
-from onnxpar_runtime.executor import Executor, Loader
+from onnxpar_runtime.executor import Executor
 from onnxpar_runtime.generation.buffers import repeat_rows
 from onnxpar_runtime.inputs import Feeds, Inputs
+from onnxpar_runtime.loader import Loader
 from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.run_values import Given
 

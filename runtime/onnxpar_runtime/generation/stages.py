@@ -7,9 +7,10 @@ program do; here the graphs run as they are bound to a batch.
 from collections.abc import Mapping, Sequence
 
 from onnxpar_format.entries import COUNTERS
-from onnxpar_runtime.executor import Executor, Loader
+from onnxpar_runtime.executor import Executor
 from onnxpar_runtime.generation.bound_graph import BoundGraph
 from onnxpar_runtime.inputs import Feeds
+from onnxpar_runtime.loader import Loader
 from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.pipeline.inbox import Inbox
 from onnxpar_runtime.pipeline.work import FORWARD, Micro, VirtualStages

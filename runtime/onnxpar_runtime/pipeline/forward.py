@@ -1,16 +1,18 @@
 """A program that runs forward through the stages of a pipeline, on one rank."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from numpy.typing import NDArray
 
 from onnxpar_format.entries import TensorEntry
-from onnxpar_runtime.executor import Executor, Loader
+from onnxpar_runtime.executor import Executor
 from onnxpar_runtime.inputs import Feeds
+from onnxpar_runtime.loader import Loader
 from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.pipeline.inbox import Inbox
 from onnxpar_runtime.pipeline.work import FORWARD, Micro, VirtualStages
+from onnxpar_runtime.without_padding import Values
 
 Array = NDArray[Any]
 
@@ -22,6 +24,7 @@ class Forward:
         manifest: The manifest of a pipeline.
         program: Name of the program.
         loader: Makes the sessions.
+        runs: As `Executor.expect`.
 
     Attributes:
         made: The program's outputs, and the stage that makes each.
@@ -32,13 +35,15 @@ class Forward:
         LaunchError: The device or an option cannot be used.
     """
 
-    def __init__(self, manifest: Manifest, program: str, loader: Loader) -> None:
+    def __init__(
+        self, manifest: Manifest, program: str, loader: Loader, runs: Sequence[Values] = ()
+    ) -> None:
         """Loads the rank's graphs."""
         self._executors: dict[str, Executor] = {}
         self._inbox = Inbox(loader.rank)
 
         def load(name: str) -> Executor:
-            self._executors[name] = Executor(manifest, name, loader)
+            self._executors[name] = Executor(manifest, name, loader, runs=runs)
             return self._executors[name]
 
         self._stages = VirtualStages(manifest, program, loader.rank, load, self._inbox)

@@ -421,6 +421,7 @@ class EvaluationData:
         limit: The largest number of batches of an evaluation; None for all of them.
         metrics: What is reported besides loss and accuracy.
         shard: The rows that a stream makes; None if it makes complete batches.
+        runs: The values of symbols in each batch; none if they are not known.
     """
 
     source: Source
@@ -433,6 +434,7 @@ class EvaluationData:
     limit: int | None = field(default=None, kw_only=True)
     metrics: Metrics = field(default=NO_METRICS, kw_only=True)
     shard: Shard | None = field(default=None, kw_only=True)
+    runs: Sequence[Mapping[str, int]] = field(default=(), kw_only=True)
 
     def steps(self) -> Iterator[Step]:
         """Returns the batches of an evaluation, in the order of the source."""

@@ -20,7 +20,7 @@ from onnxpar_runtime.stop import Stop
 from onnxpar_runtime.training.batches import EvaluationData
 from onnxpar_runtime.training.loop import evaluate
 from onnxpar_runtime.training.metrics import chosen_metrics
-from onnxpar_runtime.training.programs import EVALUATION, OPTIMIZER, TRAINING
+from onnxpar_runtime.training.programs import EVALUATION
 from onnxpar_runtime.training.results import Evaluated
 from onnxpar_runtime.training.run import (
     carry_out,
@@ -57,15 +57,13 @@ def train(directory: str | Path, wanted: TrainingRun, how: Execution) -> int:
         manifest = begin(rank, "train", directory, how, wanted.save)
         prepared = together(rank, lambda: prepare_run(manifest, wanted, rank.index))
         checkpoint = checkpoint_of(rank, manifest, wanted)
-        evaluates = (EVALUATION,) if prepared.evaluation is not None else ()
-        first = (TRAINING, OPTIMIZER, *evaluates)
         with traced(rank, "train", manifest, how) as trace:
             trainer = opened(
                 StepTrainer,
                 rank,
                 manifest,
                 how,
-                programs=first,
+                programs=(),
                 seed=wanted.seed,
                 loss_scale=wanted.loss_scale,
                 overlap=not wanted.no_overlap,
@@ -99,8 +97,9 @@ def evaluation(directory: str | Path, wanted: EvaluationRun, how: Execution) -> 
         chosen = together(rank, prepare)
         with traced(rank, "eval", manifest, how):
             trainer = opened(
-                StepTrainer, rank, manifest, how, programs=(EVALUATION,), debug_nan=wanted.debug_nan
+                StepTrainer, rank, manifest, how, programs=(), debug_nan=wanted.debug_nan
             )
+            together(rank, lambda: trainer.expect({EVALUATION: chosen.runs}))
             load_from_file(trainer, wanted.parameters)
             result = evaluate(trainer, chosen)
         if rank.index == 0:

@@ -1,9 +1,13 @@
 """The programs of a training directory on one rank, which share their states."""
 
-from onnxpar_runtime.executor import Executor, Loader
+from collections.abc import Sequence
+
+from onnxpar_runtime.executor import Executor
+from onnxpar_runtime.loader import Loader
 from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.memory import weight_bytes
 from onnxpar_runtime.training.state import States
+from onnxpar_runtime.without_padding import Values
 
 TRAINING = "training_model"
 PAIRED = "paired_model"
@@ -41,6 +45,7 @@ class Programs:
         self._manifest = manifest
         self.loader = loader
         self._executors: dict[str, Executor] = {}
+        self._runs: dict[str, Sequence[Values]] = {}
         self.states = States(manifest, loader)
 
     def load(self, name: str) -> Executor:
@@ -50,8 +55,22 @@ class Programs:
             DirectoryError: There is no such program, or it cannot be loaded.
         """
         if name not in self._executors:
-            self._executors[name] = Executor(self._manifest, name, self.loader, self.states)
+            # Two micro-batches take turns if their sizes are equal.
+            runs = self._runs.get(TRAINING if name == PAIRED else name, ())
+            made = Executor(self._manifest, name, self.loader, self.states, runs)
+            self._executors[name] = made
         return self._executors[name]
+
+    def expect(self, name: str, runs: Sequence[Values]) -> None:
+        """Says what runs of a program will come, also of its parts; see `Executor.expect`.
+
+        Raises:
+            DirectoryError: There is no such program, or it cannot be loaded.
+        """
+        for part in self._manifest.parts(name):
+            self._runs[part] = runs
+            if part in self._executors:
+                self._executors[part].expect(runs)
 
     def loaded(self, name: str) -> Executor | None:
         """Returns a program of this rank if it is loaded. Any thread may call it."""

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from math import inf
@@ -40,6 +40,7 @@ from onnxpar_runtime.training.loop import fit, total_steps
 from onnxpar_runtime.training.metrics import Metrics, chosen_metrics
 from onnxpar_runtime.training.programs import (
     EVALUATION,
+    OPTIMIZER,
     PAIRED,
     TRAINING,
     hyperparameters_read,
@@ -73,6 +74,13 @@ class PreparedRun:
     hyper: Hyperparameters
     schedule: LearningRateSchedule
     run: dict[str, Any]
+
+    @property
+    def runs(self) -> dict[str, Sequence[Mapping[str, int]]]:
+        """The programs of the run, and the values of symbols with which they run, if known."""
+        evaluated = self.evaluation
+        more = {} if evaluated is None else {EVALUATION: evaluated.runs}
+        return {TRAINING: self.data.runs, OPTIMIZER: (), **more}
 
 
 def train_with(
@@ -155,7 +163,7 @@ def prepare_run(
         own=places(specs, manifest.atoms, rank, training.loss, source),
         shard=shard_of(specs, manifest.atoms, rank, training.loss, source),
     )
-    _check_samples(manifest, TRAINING, data)
+    data = replace(data, runs=_checked_runs(manifest, TRAINING, data))
     hyper = hyperparameters(
         training.optimizer, wanted.settings, set(hyperparameters_read(manifest))
     )
@@ -239,6 +247,7 @@ def carry_out(
     """Carries out a prepared run, from a checkpoint if there is one. Every rank must call it."""
     rank = trainer.rank
     together(rank, lambda: check_groups(trainer, wanted.grad_norm))
+    together(rank, lambda: trainer.expect(prepared.runs))
     start, lines = Progress(), []
     if checkpoint is not None:
         start, lines = checkpoint.progress, resume(trainer, checkpoint, prepared.run)
@@ -418,15 +427,17 @@ def data_to_evaluate(
         metrics=metrics,
         shard=shard_of(specs, manifest.atoms, rank, loss, source),
     )
-    _check_samples(manifest, EVALUATION, found)
-    return found
+    return replace(found, runs=_checked_runs(manifest, EVALUATION, found))
 
 
-def _check_samples(manifest: Manifest, program: str, data: EvaluationData) -> None:
+def _checked_runs(
+    manifest: Manifest, program: str, data: EvaluationData
+) -> Sequence[Mapping[str, int]]:
     """Checks samples for a program before the first step, as `check_samples`.
 
     Otherwise a mistake would only be found at its batch, perhaps after the first epoch.
     """
     if isinstance(data.source, Samples) and data.plan is not None:
         sizes = {*data.plan.full, *data.plan.last}
-        check_samples(manifest, manifest.program(program), data.source, sizes)
+        return check_samples(manifest, manifest.program(program), data.source, sizes)
+    return ()

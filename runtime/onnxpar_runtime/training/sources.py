@@ -386,24 +386,30 @@ def tokens(name: str, text: str, specs: Sequence[TensorEntry], labels: str | Non
 
 def check_samples(
     manifest: Manifest, program: ProgramEntry, source: Samples, sizes: Iterable[int]
-) -> None:
+) -> list[dict[str, int]]:
     """Checks that batches of these numbers of samples fit a program, before any is made.
 
     Elements of all samples that operators read as indices, such as labels, are checked too, at the
     sizes of the largest batch.
 
+    Returns:
+        The values of symbols with each number of samples.
+
     Raises:
         InputError: They do not fit; names source, input, expected and got.
     """
+    found = []
     for number, size in enumerate(sorted(set(sizes), reverse=True)):
         shapes = {name: (size, *array.shape[1:]) for name, array in source.rows.items()}
         shapes |= {name: array.shape for name, array in source.fixed.items()}
         try:
             values = symbol_values(manifest.symbols, program, shapes)
+            found.append(values)
             if number == 0 and not source.dtypes:
                 check_index_ranges(program, {**source.rows, **source.fixed}, values, " of the data")
         except (InputError, SymbolValueError) as error:
             raise InputError(f"{source.name}: {error}") from None
+    return found
 
 
 def _classified(

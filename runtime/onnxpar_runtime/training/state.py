@@ -21,7 +21,7 @@ from onnxpar_format.manifest import FROM_FILES, StateEntry
 from onnxpar_runtime.cuda import copy_in
 from onnxpar_runtime.devices import Device
 from onnxpar_runtime.errors import DirectoryError, InputError
-from onnxpar_runtime.executor import Loader
+from onnxpar_runtime.loader import Loader
 from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.tensor_file import read_tensors
 from onnxpar_runtime.tensors import to_host, to_ort

@@ -51,6 +51,7 @@ from onnxpar_runtime.training.results import Evaluation, StepResult
 from onnxpar_runtime.training.runner import Runner, runner
 from onnxpar_runtime.training.sources import Batch, data_rank
 from onnxpar_runtime.training.state import States
+from onnxpar_runtime.without_padding import Values
 
 Array = NDArray[Any]
 INVERSE_SCALE = "loss_scale_inverse"
@@ -168,6 +169,12 @@ class StepTrainer(Opened):
         """
         programs = self._opened.programs
         return peak_bytes(programs.loader.memory, programs.bound_bytes, reset=reset)
+
+    def expect(self, runs: Mapping[str, Sequence[Values]]) -> None:
+        """Loads programs for runs with these values of symbols, as `Executor.expect`."""
+        for name, values in runs.items():
+            self._opened.programs.expect(name, values)
+            self._opened.runner.load(name)
 
     # -- training --------------------------------------------------------------------------------
 
