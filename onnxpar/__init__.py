@@ -4,15 +4,13 @@ Names are loaded when they are first used: the transformer takes a second to loa
 `mpirun -n 8 onnxpar run` do not need it.
 """
 
-from collections.abc import Callable
-from functools import wraps
 from importlib import import_module
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 from onnxpar.core.errors import OnnxparError as OnnxparError
 from onnxpar.core.version import __version__ as __version__
-from onnxpar_format.texts import argument_names
+from onnxpar_format.texts import naming_arguments
 
 if TYPE_CHECKING:
     from onnxpar.api.annotate import annotate
@@ -87,20 +85,6 @@ _HOMES = {
 }
 
 
-def _naming_arguments(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function whose errors name arguments of Python, not options of the command line."""
-
-    @wraps(function)
-    def called(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return function(*args, **kwargs)
-        except OnnxparError as error:
-            error.args = (argument_names(str(error)), *error.args[1:])
-            raise
-
-    return called
-
-
 def __getattr__(name: str) -> Any:
     """Loads a public name (PEP 562)."""
     if name not in _HOMES:
@@ -108,7 +92,7 @@ def __getattr__(name: str) -> Any:
     module, attribute = _HOMES[name]
     value = getattr(import_module(module), attribute)
     if isinstance(value, FunctionType):
-        value = _naming_arguments(value)
+        value = naming_arguments(OnnxparError)(value)
     globals()[name] = value
     return value
 

@@ -1,7 +1,8 @@
 """Numbers, sizes and ranks as text for people."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 _DIGITS = 18
 _LONGEST = 4000
@@ -63,6 +64,16 @@ def numbered_ranks(ranks: Sequence[int]) -> str:
 def ranks_in_words(count: int) -> str:
     """Returns `1 rank` or `2 ranks`."""
     return f"{count} rank" if count == 1 else f"{count} ranks"
+
+
+@contextmanager
+def naming_arguments(kind: type[Exception]) -> Iterator[None]:
+    """Lets errors of a kind name arguments of Python: `batch_size`, not `--batch-size`."""
+    try:
+        yield
+    except kind as error:
+        error.args = (argument_names(str(error)), *error.args[1:])
+        raise
 
 
 def argument_names(text: str) -> str:

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from onnxpar_format.texts import argument_names
 from onnxpar_runtime.errors import InputError, OnnxparRuntimeError
 
 _OURS = {Path(__file__).parent, Path(importlib.__file__).parent}
@@ -75,16 +74,6 @@ def users_code(where: str) -> Iterator[None]:
         if len(text) > _SHOWN:
             text = f"…{text[-_SHOWN:]}"
         raise UserCodeError(f"{where}: this code failed:\n{text}") from None
-
-
-@contextmanager
-def naming_arguments() -> Iterator[None]:
-    """Lets errors name arguments of Python, `batch_size`, where the command has `--batch-size`."""
-    try:
-        yield
-    except OnnxparRuntimeError as error:
-        error.args = (argument_names(str(error)), *error.args[1:])
-        raise
 
 
 def _is_users(file: str) -> bool:

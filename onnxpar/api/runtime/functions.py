@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from onnxpar.core.errors import CallError, OnnxparError
 from onnxpar_format.boxes import SizedSharding
-from onnxpar_format.texts import argument_names
+from onnxpar_format.texts import naming_arguments
 from onnxpar_runtime import Rank, Session, ThreadsGroup, init
 from onnxpar_runtime.agree import together
 from onnxpar_runtime.gather import PIECE_BYTES
@@ -332,7 +332,8 @@ def open_program(devices: int, make: Callable[[Path], Report]) -> tuple[_Program
     """
     if started() is None:
         with TemporaryDirectory(prefix="onnxpar-shard-") as folder:
-            report = _named(make, folder)
+            with naming_arguments(OnnxparError):
+                report = make(Path(folder, "program"))
             group = ThreadsGroup(Path(folder, "program"))
         return _Program(group.members, group), report
     rank, comm = _own_rank()
@@ -345,7 +346,9 @@ def open_program(devices: int, make: Callable[[Path], Report]) -> tuple[_Program
         with TemporaryDirectory(prefix="onnxpar-shard-") as folder:
             report, error = {}, None
             try:
-                report = _named(make, folder)
+                # Before the error goes to the other ranks.
+                with naming_arguments(OnnxparError):
+                    report = make(Path(folder, "program"))
             except OnnxparError as caught:
                 error = caught
             packet = Path(folder, "program"), report, error
@@ -354,15 +357,6 @@ def open_program(devices: int, make: Callable[[Path], Report]) -> tuple[_Program
             return _opened(rank, *packet)
     except BaseException as error:
         _end_all(error, rank)
-        raise
-
-
-def _named(make: Callable[[Path], Report], folder: str) -> Report:
-    """Returns what `make` returns; its errors name arguments of Python, not options."""
-    try:
-        return make(Path(folder, "program"))
-    except OnnxparError as error:
-        error.args = (argument_names(str(error)), *error.args[1:])
         raise
 
 

@@ -4,25 +4,24 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any
 
 from onnxpar_format.checkpoint import Progress
 from onnxpar_format.options import Saving, Settings, TrainingRun
+from onnxpar_format.texts import naming_arguments
 from onnxpar_runtime.agree import together
-from onnxpar_runtime.errors import LaunchError
-from onnxpar_runtime.opened import Opening
+from onnxpar_runtime.errors import LaunchError, OnnxparRuntimeError
 from onnxpar_runtime.training.callbacks import Callback
 from onnxpar_runtime.training.checkpoints import load_checkpoint, save_checkpoint
 from onnxpar_runtime.training.gradient_norms import gradient_norms
-from onnxpar_runtime.training.programs import EVALUATION, OPTIMIZER, TRAINING
 from onnxpar_runtime.training.results import Fitted
 from onnxpar_runtime.training.run import save, train_with
 from onnxpar_runtime.training.step_trainer import StepTrainer
-from onnxpar_runtime.user_code import naming_arguments
 
 _OF_TRAINER = ("loss_scale", "debug_nan", "no_overlap")
 """Options of the command `train` that are arguments of `Trainer` itself."""
 _NESTED = ("settings", "checkpoints")
+_naming = naming_arguments(OnnxparRuntimeError)
 
 
 class Trainer(StepTrainer):
@@ -32,29 +31,9 @@ class Trainer(StepTrainer):
     `step`, are for loops of one's own.
     """
 
-    def __init__(
-        self,
-        directory: str | Path,
-        *,
-        seed: int = 0,
-        programs: Sequence[str] = (TRAINING, OPTIMIZER, EVALUATION),
-        measured: bool = False,
-        loss_scale: str | None = None,
-        overlap: bool = True,
-        **opening: Unpack[Opening],
-    ) -> None:
-        """Loads the rank's graphs."""
-        with naming_arguments():
-            super().__init__(
-                directory,
-                seed=seed,
-                programs=programs,
-                measured=measured,
-                loss_scale=loss_scale,
-                overlap=overlap,
-                **opening,
-            )
+    __init__ = _naming(StepTrainer.__init__)
 
+    @_naming
     def fit(
         self,
         data: str | Iterable[Any],
@@ -83,15 +62,14 @@ class Trainer(StepTrainer):
             LaunchError: An unknown option, or one that cannot be satisfied.
             OnnxparRuntimeError: As `train_step`.
         """
-        with naming_arguments():
-            wanted = together(self.rank, lambda: run_of(data, eval_data, options))
-            return train_with(
-                self,
-                wanted,
-                callbacks,
-                data=None if isinstance(data, str) else data,
-                eval_data=None if isinstance(eval_data, str) else eval_data,
-            )
+        wanted = together(self.rank, lambda: run_of(data, eval_data, options))
+        return train_with(
+            self,
+            wanted,
+            callbacks,
+            data=None if isinstance(data, str) else data,
+            eval_data=None if isinstance(eval_data, str) else eval_data,
+        )
 
     def save(self, path: str | Path) -> None:
         """Writes trained parameters and running statistics, complete, as safetensors.
@@ -142,6 +120,7 @@ class Trainer(StepTrainer):
         """
         return load_checkpoint(self, checkpoint)
 
+    @_naming
     def gradient_norms(self, groups: Sequence[str]) -> dict[str, float]:
         """Returns the 2-norm of the last step's gradients for each group; see `gradient_norms`.
 
@@ -152,8 +131,7 @@ class Trainer(StepTrainer):
             InputError: A group has no trained parameter.
             RankError: A rank failed.
         """
-        with naming_arguments():
-            return gradient_norms(self, groups)
+        return gradient_norms(self, groups)
 
 
 def run_of(data: Any, eval_data: Any, options: Mapping[str, Any]) -> TrainingRun:
