@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from onnxpar_format.checkpoint import Progress
 from onnxpar_format.options import Saving, Settings, TrainingRun
@@ -31,7 +31,8 @@ class Trainer(StepTrainer):
     `step`, are for loops of one's own.
     """
 
-    __init__ = _naming(StepTrainer.__init__)
+    if not TYPE_CHECKING:  # the signature is inherited
+        __init__ = _naming(StepTrainer.__init__)
 
     @_naming
     def fit(
