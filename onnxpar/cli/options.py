@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from inspect import Parameter, Signature, signature
+from math import isfinite
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
@@ -106,7 +107,7 @@ def _of_typer(parameter: Parameter) -> Parameter:
 
 
 def _values(parameters: Iterable[Parameter], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the value of each parameter; OnnxparError if a text is malformed."""
+    """Returns the value of each parameter; OnnxparError if a text or number is malformed."""
     found = {}
     for one in parameters:
         kind: Any = one.annotation
@@ -121,5 +122,7 @@ def _values(parameters: Iterable[Parameter], given: Mapping[str, Any]) -> dict[s
                     value = option.parse(value)
                 except ValueError as error:
                     raise OnnxparError(f"{flag(one.name)}: {error}") from None
+            if isinstance(value, float) and not isfinite(value):
+                raise OnnxparError(f"{flag(one.name)}: expected a finite number, got {value}")
             found[one.name] = value
     return found

@@ -74,6 +74,8 @@ def command(
     """
     if node and dump is None:
         raise DirectoryError("--node: expected --dump FILE as well, got none")
+    if options.prompt_tokens is not None and options.generate is None:
+        raise DirectoryError("--prompt-tokens: expected --generate N as well, got none")
     if (bisect or dump) and (encoder or options.generate is not None):
         other = "--encoder" if encoder else "--generate"
         flag = "--bisect" if bisect else "--dump"

@@ -27,6 +27,7 @@ from typing import (
 )
 
 from onnxpar_format.regular_file import read_regular
+from onnxpar_format.texts import CONTROL
 
 R = TypeVar("R")
 
@@ -99,8 +100,6 @@ _HALF = re.compile(r"\\u[dD][89a-fA-F]")
 """A surrogate in JSON; one that stands alone cannot be printed or written."""
 _MAYBE_CONTROL = re.compile(r"\\(?:[bfr]|u00[0189])|\\u007|\\u202[89]|[\x7f-\x9f\u2028\u2029]")
 """What may be a control character in JSON, or follow a backslash."""
-_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029]")
-"""Control characters, which a terminal may obey, except tabs and ends of lines."""
 
 
 def load_json(path: Path, missing: str, *, shown: bool = False) -> Any:
@@ -152,7 +151,7 @@ def _check_characters(path: Path, found: Any) -> None:
             left += [*item, *item.values()]
         elif isinstance(item, list):
             left += item
-        elif isinstance(item, str) and _CONTROL.search(item):
+        elif isinstance(item, str) and CONTROL.search(item):
             raise failure(str(path), "text without control characters", item)
 
 

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 _DIGITS = 18
 _LONGEST = 4000
 _LONG_WORD = re.compile(r"\S{301,}")
+CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029]")
+"""Control characters, which a terminal may obey, except tabs and ends of lines."""
 _OPTION = re.compile(r"(?<![\w-])--([a-z][a-z0-9]*(?:-[a-z0-9]+)*)")
 _PLURALS = {"eval": "evaluate", **{n: f"{n}s" for n in ("rank", "state", "symbol")}, "tie": "ties"}
 """Arguments of Python that are not named as the options of commands."""
@@ -21,11 +23,12 @@ def whole(text: str) -> int | None:
 
 
 def message_text(message: str) -> str:
-    """Returns a message whose words, and itself, are shortened: names may have any length.
+    """Returns a message for a terminal: names may have any length, and any characters.
 
-    Of a word of more than 300 characters, the first and the last 100 remain, so that what follows
-    is still seen; of a message, the first 4,000.
+    Control characters are escaped. Of a word of more than 300 characters, the first and the last
+    100 remain, so that what follows is still seen; of a message, the first 4,000.
     """
+    message = CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), message)
     message = _LONG_WORD.sub(_shortened, message)
     left = len(message) - _LONGEST
     return message if left <= 0 else f"{message[:_LONGEST]}… ({left} more characters)"

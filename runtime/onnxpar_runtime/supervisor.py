@@ -37,6 +37,7 @@ from onnxpar_runtime.marks import SUPERVISED, Marks
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _GRACE_S = 8.0
 _POLL_S = 0.05
+_MOST_RETRIES = 1000
 # What ended a short run, such as a link that is down, may last: wait longer before each restart.
 _SHORT_S = 10.0
 _PAUSE_S = 1.0
@@ -119,7 +120,7 @@ def supervise(job: Job) -> int:
             restart = f"(restart {number + 1} of {len(plan) - 1})"
             _report(f"{_where(folder)} on {ranks_in_words(count)}, with {again} {restart}")
             if elapsed < _SHORT_S:
-                time.sleep(min(_PAUSE_S * 2**number, _LONGEST_PAUSE_S))
+                time.sleep(min(_PAUSE_S * 2 ** min(number, 10), _LONGEST_PAUSE_S))
             if again != directory:
                 job = _on_answering_machines(job)
     _report("giving up: no retries are left" if len(plan) > 1 else "use --retries to restart")
@@ -150,8 +151,8 @@ def option(arguments: Sequence[str], name: str) -> str | None:
 
 def _attempts(job: Job) -> Iterator[tuple[Path, int]]:
     """Returns directory and number of ranks of each attempt."""
-    if job.retries < 0:
-        raise LaunchError(f"--retries: expected a number >= 0, got {job.retries}")
+    if not 0 <= job.retries <= _MOST_RETRIES:
+        raise LaunchError(f"--retries: expected 0 to {_MOST_RETRIES}, got {job.retries}")
     command = list(job.arguments)
     if len(command) < 2 or command[0] != "train" or not (Path(command[1]) / FILE_NAME).is_file():
         raise LaunchError(

@@ -2,24 +2,25 @@
 
 A folder has a description of all tensors, `.metadata`, and files with their shards. The description
 is a pickle; only the classes that PyTorch writes are loaded from it. Of the rest only tensors are
-read, which PyTorch reads without running code.
+read, without running code, and each must be complete: PyTorch leaves what no chunk has as it is.
 """
 
 import io
+import os
 import pickle
 import sys
-import warnings
 from collections.abc import Iterable, Mapping
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import checkpoint
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint import filesystem  # noqa: F401  # its classes are looked up
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from onnxpar.api.pytorch.optimizer_state import MOMENTS, parameters_of
+from onnxpar.api.pytorch.state_file import read_saved
 from onnxpar.core.errors import DirectoryError, ModelError
 from onnxpar.core.name_patterns import nearest
 from onnxpar_format.regular_file import open_regular
@@ -121,6 +122,8 @@ class _Folder:
             for name in files:
                 if Path(name).name != name or not (folder / name).is_file():
                     raise ValueError(f"no file {name!r}")
+                if (folder / name).resolve().parent != folder.resolve():
+                    raise ValueError(f"expected files in the folder, got {name!r}, a link")
         except Exception as error:  # a damaged pickle raises anything
             raise _unreadable(folder, error) from None
 
@@ -137,28 +140,75 @@ class _Folder:
                     f"{self._folder}, tensor {name!r}: expected the shape {shape}, got "
                     f"{self.sizes[name][0]}"
                 )
-        found = {
-            name: torch.empty(*self.sizes[name][:1], dtype=self.sizes[name][1]) for name in wanted
-        }
-        reader = _Reader(self._folder, self._metadata)
+        return {name: self._tensor(name) for name in wanted}
+
+    def _tensor(self, name: str) -> Tensor:
+        """Returns a tensor, joined from its chunks."""
+        shape, dtype = self.sizes[name]
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # that there is only one process
-                checkpoint.load(found, storage_reader=reader, no_dist=True)
-        except (Exception, CheckpointException) as error:
-            raise _unreadable(self._folder, error) from None
+            chunks = self._chunks(name)
+            found = torch.empty(shape, dtype=dtype)
+            filled = torch.zeros(shape, dtype=torch.bool)
+            for chunk, info in chunks:
+                part = self._read(info)
+                expected = (tuple(chunk.sizes), dtype)
+                if not isinstance(part, Tensor) or (tuple(part.shape), part.dtype) != expected:
+                    got = f"{type(part).__name__} {tuple(getattr(part, 'shape', ()))}"
+                    raise ValueError(f"expected a chunk {expected}, got a {got}")
+                box = tuple(slice(at, at + n) for at, n in zip(*_box(chunk), strict=True))
+                found[box], filled[box] = part, True
+            if not bool(filled.all()):
+                raise ValueError("its chunks overlap, and some elements are in none")
+        except Exception as error:  # a damaged file raises anything
+            raise _unreadable(f"{self._folder}, tensor {name!r}", error) from None
         return found
 
+    def _chunks(self, name: str) -> list[tuple[Any, Any]]:
+        """Returns the chunks of a tensor and where they are; they have as many elements as it."""
+        shape = self.sizes[name][0]
+        found, places = [], set()
+        for chunk in self._metadata.state_dict_metadata[name].chunks:
+            offsets, sizes = _box(chunk)
+            inside = len(offsets) == len(sizes) == len(shape) and all(
+                0 <= at <= at + n <= end for at, n, end in zip(offsets, sizes, shape, strict=True)
+            )
+            if not inside:
+                raise ValueError(
+                    f"expected chunks within its shape {shape}, got one of {sizes} at {offsets}"
+                )
+            if not prod(sizes):
+                continue
+            info = self._metadata.storage_data.get(MetadataIndex(name, chunk.offsets))
+            if info is None:
+                raise ValueError(f"got no data for its chunk at {offsets}")
+            found.append((chunk, info))
+            places.add((info.relative_path, info.offset))
+        elements = sum(prod(chunk.sizes) for chunk, _ in found)
+        if elements != prod(shape) or len(places) != len(found):
+            raise ValueError(
+                f"expected chunks that make up its {prod(shape):,} elements, got {len(places):,} "
+                f"with {elements:,} elements"
+            )
+        return found
 
-class _Reader(checkpoint.FileSystemReader):  # type: ignore[misc]  # PyTorch is not required
-    """Reads the files of a folder whose description has been read."""
+    def _read(self, info: Any) -> Any:
+        """Returns what is in a part of a data file."""
+        if getattr(info, "transform_descriptors", None):
+            raise ValueError(f"{info.relative_path}: its data are compressed, which is not read")
+        path = self._folder / info.relative_path
+        with open_regular(path) as stream:
+            size = stream.seek(0, os.SEEK_END)
+            if not 0 <= info.offset < info.offset + info.length <= size:
+                raise ValueError(
+                    f"{info.relative_path}: expected {info.length} bytes at {info.offset}, got a "
+                    f"file of {size}"
+                )
+            stream.seek(info.offset)
+            return read_saved(io.BytesIO(stream.read(info.length)))
 
-    def __init__(self, folder: Path, metadata: Any) -> None:
-        super().__init__(folder)
-        self._known = metadata
 
-    def read_metadata(self, *_: Any, **__: Any) -> Any:
-        return self._known
+def _box(chunk: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return tuple(chunk.offsets), tuple(chunk.sizes)
 
 
 class _Unpickler(pickle.Unpickler):
@@ -172,7 +222,7 @@ class _Unpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"got {module}.{name}, which is no part of a description")
 
 
-def _unreadable(folder: Path, error: BaseException) -> DirectoryError:
+def _unreadable(where: Path | str, error: Exception) -> DirectoryError:
     return DirectoryError(
-        f"{folder}: expected a folder of torch.distributed.checkpoint: {error!s:.500}"
+        f"{where}: expected a folder of torch.distributed.checkpoint: {error!s:.500}"
     )

@@ -1,5 +1,6 @@
 """PyTorch's files of state dicts: `onnxpar checkpoint export --state-dict`, `checkpoint import`."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -8,10 +9,11 @@ import torch
 from onnxpar.api import runtime
 from onnxpar.api.pytorch.optimizer_state import optimizer_state_dict
 from onnxpar.api.pytorch.state_dict import state_dict
+from onnxpar.api.pytorch.state_file import read_state_file
 from onnxpar.api.pytorch.write_checkpoint import write_checkpoint
 from onnxpar.core.errors import DirectoryError, ModelError
+from onnxpar.core.name_patterns import SHOWN
 from onnxpar_format.new_file import check_file, new_file
-from onnxpar_format.regular_file import open_regular
 
 if TYPE_CHECKING:
     from onnxpar.api.runtime import Made
@@ -49,8 +51,17 @@ def export_files(
         files[optimizer_state] = optimizer_state_dict(checkpoint.directory, net, optimizer)
     for path, content in files.items():
         with new_file(path, DirectoryError) as file:
-            torch.save(content, file)
+            _save(content, file)
     return checkpoint.progress.step
+
+
+def _save(content: Any, file: Path) -> None:
+    try:
+        with file.open("wb") as stream:
+            torch.save(content, stream)
+    except RuntimeError as error:
+        # PyTorch's own error does not say why a stream cannot be written, such as a full disk.
+        raise error.__context__ if isinstance(error.__context__, OSError) else error from None
 
 
 def import_files(
@@ -80,14 +91,73 @@ def import_files(
     else:
         load_state(net, weights)
     if optimizer_state is None:
-        return write_checkpoint(target, directory, net)
+        return _written(target, directory, net, None, str(weights))
     if optimizer_state.is_dir():
         from onnxpar.api.pytorch.distributed_folder import optimizer_in
 
         _fill(optimizer, optimizer_state, optimizer_in(optimizer_state, net, optimizer))
     else:
         load_state(optimizer, optimizer_state)
-    return write_checkpoint(target, directory, net, optimizer)
+    return _written(target, directory, net, optimizer, f"{weights} and {optimizer_state}")
+
+
+def _written(target: Path, directory: Path, net: Any, optimizer: Any, sources: str) -> "Made":
+    try:
+        return write_checkpoint(target, directory, net, optimizer)
+    except ModelError as error:
+        raise ModelError(f"{sources}: {error}") from None
+
+
+def load_state(into: torch.nn.Module | torch.optim.Optimizer, path: Path) -> None:
+    """Loads a file of a state dict into a module or an optimizer; runs no code of the file.
+
+    Raises:
+        DirectoryError: It cannot be read, is damaged, or is no file of `torch.save`.
+        ModelError: It is no state dict, or another module's or optimizer's.
+    """
+    content = read_state_file(path)
+    if isinstance(into, torch.nn.Module):
+        _check_weights(path, content, into.state_dict())
+    else:
+        _check_optimizer_state(path, content)
+    _fill(into, path, content)
+
+
+def _check_weights(path: Path, content: Any, own: Mapping[str, Any]) -> None:
+    """Raises ModelError if a file's content does not have the form of a module's state dict."""
+    if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
+        raise _other(path, "a module's state dict, tensors by name", content)
+    for name, value in content.items():
+        wanted = own.get(name)
+        if not isinstance(wanted, torch.Tensor) or not isinstance(value, torch.Tensor):
+            continue  # PyTorch names these
+        if value.is_complex() and not wanted.is_complex():
+            raise ModelError(f"{path}, {name!r}: expected {wanted.dtype}, got {value.dtype}")
+
+
+def _check_optimizer_state(path: Path, content: Any) -> None:
+    """Raises ModelError if a file's content does not have the form of an optimizer's state dict."""
+    groups = content.get("param_groups") if isinstance(content, dict) else None
+    if (
+        not isinstance(groups, list)
+        or not all(isinstance(one, dict) and isinstance(one.get("params"), list) for one in groups)
+        or not isinstance(content.get("state"), dict)
+        or not all(isinstance(one, dict) for one in content["state"].values())
+    ):
+        wanted = "an optimizer's state dict, with 'state' by number and a list of 'param_groups'"
+        raise _other(path, wanted, content)
+    for number, state in content["state"].items():
+        for key, value in state.items():
+            if not isinstance(value, torch.Tensor | float | int):
+                got = type(value).__name__
+                raise ModelError(f"{path}, state {number}, {key}: expected a tensor, got {got}")
+
+
+def _other(path: Path, expected: str, content: Any) -> ModelError:
+    got = type(content).__name__
+    if isinstance(content, dict):
+        got = f"a dict with {', '.join(map(repr, list(content)[:SHOWN])) or 'nothing'}"
+    return ModelError(f"{path}: expected {expected}, got {got}")
 
 
 def _made(text: str, with_optimizer: bool) -> tuple[torch.nn.Module, Any]:
@@ -107,23 +177,12 @@ def _made(text: str, with_optimizer: bool) -> tuple[torch.nn.Module, Any]:
     return module, optimizer
 
 
-def load_state(into: Any, path: Path) -> None:
-    """Loads a file of a state dict into a module or an optimizer; runs no code of the file.
-
-    Raises:
-        DirectoryError: It cannot be read, or is no file of `torch.save`.
-        ModelError: The state dict is another module's or optimizer's.
-    """
-    try:
-        with open_regular(path) as stream:
-            content = torch.load(stream, map_location="cpu", weights_only=True)
-    except Exception as error:  # a damaged file raises anything, such as UnicodeDecodeError
-        raise DirectoryError(f"{path}: expected a file of torch.save: {error}") from None
-    _fill(into, path, content)
-
-
 def _fill(into: Any, path: Path, content: Any) -> None:
+    """Loads a state dict into a module or an optimizer."""
     try:
         into.load_state_dict(content)
     except Exception as error:  # PyTorch checks little of the content before it uses it
-        raise ModelError(f"{path}: {type(error).__name__}: {error}") from None
+        kind = type(into).__name__
+        raise ModelError(
+            f"{path}: expected a state dict of {kind}: {type(error).__name__}: {error}"
+        ) from None

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from onnxpar.api.runtime import Made
 
 _SETTINGS = ("lr", "betas", "eps", "weight_decay")
+_MOST_STEPS = 1 << 24
+"""PyTorch counts steps in float32, which has all whole numbers up to this."""
 
 
 def write_checkpoint(
@@ -41,7 +43,8 @@ def write_checkpoint(
     Raises:
         ModelError: The module lacks a parameter that the directory trains, or a tensor that is not
             trained differs from the directory's; or the optimizer is another than the directory's,
-            or its parameters have done different numbers of steps.
+            or its parameters have done different numbers of steps; or a parameter or moment is not
+            finite.
         DirectoryError: The directory cannot be read, or is not for training.
         CheckpointError: A tensor has another shape or type, or the checkpoint cannot be written.
     """
@@ -68,6 +71,12 @@ def write_checkpoint(
             steps[parameter] = int(state["step"])
             value = state.get(MOMENTS[StateKind(tensor.kind)], torch.zeros_like(value))
         arrays[name] = _array(parameter, value)
+        if not bool(value.isfinite().all()):
+            raise ModelError(
+                f"{tensor.kind} {parameter!r}: expected finite numbers, got NaN or Inf"
+            )
+        if tensor.kind == StateKind.MOMENT2 and bool((value < 0).any()):
+            raise ModelError(f"{tensor.kind} {parameter!r}: expected no number below 0")
     if len(set(steps.values())) > 1:
         low, high = min(steps, key=steps.__getitem__), max(steps, key=steps.__getitem__)
         raise ModelError(
@@ -91,6 +100,12 @@ def _states(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[s
             raise ModelError(
                 f"{type(optimizer).__name__}: state {number}: expected a parameter's tensors "
                 f"{', '.join(keys)}, and one step, got {', '.join(map(str, state))}"
+            )
+        step = float(state["step"])
+        if not step.is_integer() or not 0 <= step <= _MOST_STEPS:
+            raise ModelError(
+                f"{type(optimizer).__name__}: state {number}: expected a whole number of steps "
+                f"from 0 to {_MOST_STEPS}, got {step:g}"
             )
         states[names[number]] = state
     return states

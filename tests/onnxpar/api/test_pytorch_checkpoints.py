@@ -377,6 +377,14 @@ def test_what_does_not_fit_is_refused(gpt: Any, capsys: pytest.CaptureFixture[st
     optimizer.state[net.wpe.weight]["step"] += 1
     with pytest.raises(ModelError, match=r"got 1 for .* and 2 for 'wpe.weight'"):
         onnxpar.write_checkpoint("c", "d", net, optimizer)
+    optimizer.state[net.wpe.weight]["step"] -= 1
+    for value, message in ((math.nan, "expected finite numbers"), (-1.0, "no number below 0")):
+        optimizer.state[net.wpe.weight]["exp_avg_sq"][0, 0] = value
+        with pytest.raises(ModelError, match=f"moment2 'wpe.weight': expected.*{message[-14:]}"):
+            onnxpar.write_checkpoint("c", "d", net, optimizer)
+    optimizer.state[net.wpe.weight]["step"].fill_(math.nan)
+    with pytest.raises(ModelError, match=r"expected a whole number of steps from 0 to .*, got nan"):
+        onnxpar.write_checkpoint("c", "d", net, optimizer)
     with torch.no_grad():
         net.scale += 1
     with pytest.raises(
@@ -453,5 +461,5 @@ def test_files_that_are_not_pytorchs_and_code_that_fails(
         Path("net.pt").write_bytes(data[:at] + draw.randbytes(4) + data[at + draw.randrange(9) :])
         with suppress(OnnxparError):
             import_files(Path("begun"), Path("d"), "small_gpt:module", Path("net.pt"), None)
-            shutil.rmtree("begun")  # the change was in the elements
+            shutil.rmtree("begun")  # the change was where nobody reads
     assert not Path("begun").exists()
