@@ -35,7 +35,8 @@ def test_mistakes(sharded: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["--", "train", str(sharded)], f"got `-- train {sharded}`"),
         (["-n", "4", *train], "-n 4: "),
         (["--retries", "1", *train], "expected --checkpoint in the command as well"),
-        (["--retries", "-1", *train], "--retries: expected a number >= 0, got -1"),
+        (["--retries", "-1", *train], "--retries: expected 0 to 1000, got -1"),
+        (["--retries", "9" * 9, *train], "--retries: expected 0 to 1000, got 999999999"),
         (
             ["--fallback", str(sharded), *train, "--checkpoint", "c"],
             "expected a directory that `onnxpar shard` wrote",

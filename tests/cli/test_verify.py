@@ -76,6 +76,8 @@ def test_given_inputs(paths: tuple[str, str], tmp_path: Path) -> None:
         (["--symbol", "seq=1"], "expected a symbol of the inputs, one of batch, got 'seq'"),
         (["--symbol", "batch=0"], "symbol 'batch' is 0, which violates its constraint: at least 1"),
         (["--inputs", "none.npz"], "none.npz: no such file"),
+        (["--rtol", "inf"], "--rtol: expected a finite number, got inf"),
+        (["--prompt-tokens", "5"], "--prompt-tokens: expected --generate N as well, got none"),
     ],
 )
 def test_users_mistakes(

@@ -13,3 +13,7 @@ def test_long_words_and_long_messages_are_shortened() -> None:
     )
     message = message_text("word " * 1000)
     assert len(message) < 4100 and message.endswith("… (1000 more characters)")
+
+
+def test_a_message_does_not_control_the_terminal() -> None:
+    assert message_text("'a\x1b[31m\x9b': no\n\tsuch") == "'a\\x1b[31m\\x9b': no\n\tsuch"

@@ -136,6 +136,18 @@ def test_traceback_goes_to_the_log_only(tmp_path: Path, capfd: pytest.CaptureFix
     assert "Traceback" not in capfd.readouterr().err
 
 
+def test_a_log_on_a_full_disk_ends_with_one_warning(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "rank0000.log").symlink_to("/dev/full")
+    path, logger = open_log(tmp_path, 0), logging.getLogger("onnxpar_runtime")
+    for number in range(3):
+        logger.warning("step %d", number)
+    error = capfd.readouterr().err
+    assert error.count("onnxpar: warning: ") == 1 and "No space left on device" in error
+    assert str(path) in error and "Traceback" not in error
+
+
 def test_log_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(LaunchError, match="cannot be written"):

@@ -73,7 +73,7 @@ def owned(root: Path) -> Iterator[None]:
     """
     try:
         root.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(root / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+        descriptor = os.open(root / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     except OSError as error:
         raise cannot_write(root, error) from None
     try:
@@ -127,6 +127,28 @@ def write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> FileEntry:
     return FileEntry(digest.hexdigest(), size)
 
 
+def make_partial(partial: Path, *, shared: bool) -> None:
+    """Makes the folder of an incomplete checkpoint.
+
+    Args:
+        partial: The folder.
+        shared: Whether another rank may have made it already.
+
+    Raises:
+        CheckpointError: It cannot be made. Its name can be guessed, so it may be a link that
+            somebody else has put there; files would then be written to another place.
+    """
+    try:
+        partial.mkdir()
+    except FileExistsError:
+        if not shared or partial.is_symlink() or not partial.is_dir():
+            raise CheckpointError(
+                f"{partial}: expected no such file, since a checkpoint is written there; remove it"
+            ) from None
+    except OSError as error:
+        raise cannot_write(partial, error) from None
+
+
 @contextmanager
 def new_checkpoint(target: Path) -> Iterator[Path]:
     """Yields a folder for the files of a checkpoint, which `finish` gives its name.
@@ -142,9 +164,10 @@ def new_checkpoint(target: Path) -> Iterator[Path]:
     # A run that was killed may have left it.
     shutil.rmtree(partial, ignore_errors=True)
     try:
-        partial.mkdir(parents=True)
+        target.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise cannot_write(target, error) from None
+    make_partial(partial, shared=False)
     try:
         yield partial
     finally:

@@ -31,6 +31,7 @@ from onnxpar_runtime.checkpoint.folder import (
     cannot_write,
     complete_steps,
     finish,
+    make_partial,
     owned,
     partial_name,
     prune,
@@ -268,7 +269,7 @@ class Checkpointer:
             self._own_done.set()
 
     def _write_own(self, partial: Path) -> None:
-        partial.mkdir(exist_ok=True)
+        make_partial(partial, shared=True)
         self._source.finish_copies()
         arrays = [
             part.sharding.unpadded(array, part.place)

@@ -203,11 +203,14 @@ def test_what_cannot_be_is_reported(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "there").mkdir()
+    (tmp_path / ".y.partial").symlink_to(tmp_path / "there")
     other = shard(
         tmp_path / "sgd", transformer.build(**GPT, fused_qkv=True), "tp=2", optimizer="sgd"
     )
     cases = (
         (["merge", str(trained / "ck"), str(tmp_path / "there")], "already exists"),
+        (["merge", str(trained / "ck"), str(tmp_path / "y")],
+         ".y.partial: expected no such file"),
         (["merge", str(trained), str(tmp_path / "x")], "has no complete checkpoint"),
         (["reshard", str(trained / "ck"), str(tmp_path / "x"), "--to", str(other)],
          "expected the optimizer sgd, got adamw"),

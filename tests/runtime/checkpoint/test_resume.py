@@ -230,6 +230,21 @@ def test_a_full_disk_ends_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     ]  # fmt: skip
 
 
+def test_links_with_the_names_of_incomplete_checkpoints_are_not_followed(tmp_path: Path) -> None:
+    wanted = replace(linear(tmp_path), checkpoints=Saving(tmp_path / "ck", every=2))
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    (tmp_path / "ck").mkdir()
+    (tmp_path / "ck" / partial_name(2)).symlink_to(victim)
+    with pytest.raises(OnnxparRuntimeError, match=r"step-00000002.partial: expected no such file"):
+        train(regression(tmp_path / "a"), wanted)
+    (tmp_path / "ck" / ".lock").unlink()
+    (tmp_path / "ck" / ".lock").symlink_to(victim / "made")
+    with pytest.raises(CheckpointError, match="Too many levels of symbolic links"):
+        owned(tmp_path / "ck").__enter__()
+    assert not list(victim.iterdir())
+
+
 def test_a_folder_that_cannot_be_locked_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
