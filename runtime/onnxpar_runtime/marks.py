@@ -77,6 +77,15 @@ class Marks:
         """Returns the ranks that left a mark when they started, and none when they finished."""
         return sorted(self._ranks(_STARTED) - self._ranks(_FINISHED))
 
+    def stopped(self) -> list[int]:
+        """Returns the ranks of this machine whose process is stopped, as by SIGSTOP (Linux)."""
+        return [rank for rank, process in self._processes_here().items() if _is_stopped(process)]
+
+    @property
+    def joined(self) -> bool:
+        """Whether ranks have started together."""
+        return bool(self._ranks(_SEGMENTS))
+
     @property
     def empty(self) -> bool:
         """Whether no rank has left a mark."""
@@ -114,3 +123,12 @@ def _lives(process: int) -> bool:
     except PermissionError:
         return True
     return True
+
+
+def _is_stopped(process: int) -> bool:
+    try:
+        text = Path(f"/proc/{process}/stat").read_text()
+    except OSError:
+        return False
+    # The name of the program is in parentheses, and may contain some itself.
+    return text.rpartition(")")[2].split()[0] == "T"

@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -77,11 +77,13 @@ class _End:
         code: Its exit code.
         interrupted: The signal that this process got, if any.
         why: Why the run failed, though mpirun's code is 0 or this process ended it; else empty.
+        missing: Which ranks kept the others from starting, for people; else empty.
     """
 
     code: int
     interrupted: int | None = None
     why: str = ""
+    missing: str = ""
 
 
 def supervise(job: Job) -> int:
@@ -114,7 +116,7 @@ def supervise(job: Job) -> int:
             return agreed if agreed > 0 else end.code
         elapsed = time.monotonic() - start
         why = end.why or f"a rank failed, and mpirun ended {_how(end.code)}"
-        _report(f"{why} after {elapsed:.1f} s")
+        _report(f"{why} after {elapsed:.1f} s{end.missing}")
         if number + 1 < len(plan):
             again, count = plan[number + 1]
             restart = f"(restart {number + 1} of {len(plan) - 1})"
@@ -225,7 +227,17 @@ def _run(job: Job, ranks: int, arguments: Sequence[str]) -> _End:
         why = stop.why
         if process.returncode == 0 and not why:
             why = _why_unfinished(marks, ranks)
-    return _End(process.returncode, signals.seen, why)
+        missing = "" if marks.joined else _missing(stop.stopped, marks.elsewhere(ranks), ranks)
+    return _End(process.returncode, signals.seen, why, missing)
+
+
+def _missing(stopped: Collection[int], unseen: Sequence[int], ranks: int) -> str:
+    """Says which ranks did not start with the others, if that is known of some."""
+    if stopped:
+        return f"; stopped before all had started: {numbered_ranks(sorted(stopped))}"
+    if unseen and len(unseen) < ranks:
+        return f"; not seen to start: {numbered_ranks(unseen)}"
+    return ""
 
 
 def _why_unfinished(marks: Marks, ranks: int) -> str:
@@ -259,10 +271,12 @@ class _Stop:
 
     Attributes:
         why: Why it had to be ended, if a rank failed; else empty.
+        stopped: The ranks that were seen stopped before all had started.
     """
 
     def __init__(self, signals: "_Signals", grace: float | None) -> None:
         self.why = ""
+        self.stopped: set[int] = set()
         self._signals, self._grace = signals, grace
         self._asked: float | None = None
         self._failed_since: float | None = None
@@ -271,6 +285,8 @@ class _Stop:
     def look(self, process: "subprocess.Popen[bytes]", marks: Marks) -> None:
         """Sends mpirun SIGTERM if it should end, and SIGKILL if that does not end it in time."""
         now = time.monotonic()
+        if not marks.joined:
+            self.stopped.update(marks.stopped())
         if self._terminated is not None:
             if now - self._terminated > _GRACE_S:
                 process.kill()

@@ -323,6 +323,26 @@ def test_a_rank_that_stalls(work: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert len(losses(log)) == 60
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("delay", [0.0, 0.8])
+def test_a_rank_that_never_starts(
+    work: Path, monkeypatch: pytest.MonkeyPatch, delay: float
+) -> None:
+    """The others cannot know which one is missing before MPI has started; `launch` does."""
+    monkeypatch.setenv("ONNXPAR_TIMEOUT", "5")
+    directory = linear.shard(work, 2)
+    with launched("--", *training(work, directory)) as process:
+        ranks = ranks_anywhere(process, 2)
+        time.sleep(delay)
+        os.kill(ranks[1], signal.SIGSTOP)
+        # The limit of a start is 10 s, and there are 8 s in which mpirun ends, or `launch` ends it.
+        assert gone(ranks, 10 + 8 + 10)
+        _, errors = finish(process)
+    assert process.returncode == 1, errors
+    (line,) = [text for text in errors.splitlines() if " after " in text and "launch" in text]
+    assert line.endswith(("stopped before all had started: rank 1", "not seen to start: rank 1"))
+
+
 TINY_MEMORY = """
 mount -t tmpfs -o size=64k none /dev/shm || exit 77
 exec "$@"

@@ -26,6 +26,7 @@ _IDX_NAMES = {
 _IDX_TYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
 
 _PART = 1 << 24
+_MOST_DIMS = 8
 """Bytes that are read at once."""
 
 
@@ -141,6 +142,8 @@ def read_idx(path: Path) -> Array:
         raise InputError(f"{path}: cannot be read: {error}") from None
     if len(data) < 4 or data[:2] != b"\0\0" or data[2] not in _IDX_TYPES:
         raise InputError(f"{path}: not an IDX file, it begins with {data[:4].hex(' ')}")
+    if data[3] > _MOST_DIMS:
+        raise InputError(f"{path}: expected at most {_MOST_DIMS} dims, got {data[3]}")
     dtype, start = np.dtype(_IDX_TYPES[data[2]]), 4 + 4 * data[3]
     shape = [int.from_bytes(data[i : i + 4], "big") for i in range(4, start, 4)]
     expected = start + prod(shape) * dtype.itemsize

@@ -30,9 +30,10 @@ def token_windows(name: str, text: str) -> tuple[Array, Array]:
     """
     path, *parts = text.split(",")
     options = dict(part.partition("=")[::2] for part in parts)
+    twice = len(options) < len(parts)
     dtype, seq = options.pop("dtype", "uint16"), options.pop("seq", "")
     length = whole(seq) or 0
-    if not path or options or dtype not in _DTYPES or length < 1:
+    if not path or options or twice or dtype not in _DTYPES or length < 1:
         raise InputError(f"{name}: expected tokens:{_FORM}")
     try:
         with open_regular(Path(path)):

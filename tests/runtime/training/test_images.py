@@ -59,6 +59,9 @@ def test_no_more_is_read_than_the_header_says(tmp_path: Path) -> None:
         stream.write(content)
         for _ in range(4):
             stream.write(bytes(1 << 24))
+    (tmp_path / "dims").write_bytes(b"\0\0\x08\xff" + bytes(4 * 255))
+    with pytest.raises(InputError, match=r"dims: expected at most 8 dims, got 255"):
+        read_idx(tmp_path / "dims")
     tracemalloc.start()
     with pytest.raises(InputError, match=r"expected 18 bytes for \[2, 3\], got 19 bytes"):
         read_idx(tmp_path / "bomb.gz")

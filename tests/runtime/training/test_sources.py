@@ -218,6 +218,7 @@ def test_each_rank_reads_its_slice_of_a_sparse_file_of_10_gb(tmp_path: Path) -> 
     [
         ("t.bin", "expected tokens:FILE,seq=N"),
         ("t.bin,seq=0", "expected tokens:FILE,seq=N"),
+        ("t.bin,seq=8,seq=9", "expected tokens:FILE,seq=N"),
         ("t.bin,seq=8,length=9", "expected tokens:FILE,seq=N"),
         ("t.bin,seq=8,dtype=float32", r"dtype=uint8\|uint16\|uint32"),
         ("none.bin,seq=8", "expected a file of uint16 numbers"),
