@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ import typer
 from _exporter import save
 
 import onnxpar
+import onnxpar_runtime
 from onnxpar.api.shard_model import shard_model
 from onnxpar.cli import build_app, main
 from onnxpar.ops.operator import Missing
@@ -291,14 +293,22 @@ def test_the_callbacks_shown_have_the_methods_that_are_called(
             assert list(inspect.signature(method).parameters) == list(called.parameters)
 
 
-def test_the_fit_shown_has_options_of_train() -> None:
+def test_the_fit_shown_has_options_of_train(monkeypatch: pytest.MonkeyPatch) -> None:
     (shown,) = python("python fit", "docs/reference/python.md")
     runs = []
 
-    def fitted(data: str, *, callbacks: Any, **options: Any) -> None:
+    def fitted(data: str, *, callbacks: Any, **options: Any) -> SimpleNamespace:
         runs.append(trainer.run_of(data, None, options))
+        return SimpleNamespace(steps=0, loss=0, best_step=0)
 
-    exec(shown, {"trainer": SimpleNamespace(fit=fitted)})
+    for name, stand_in in (
+        ("init", lambda: SimpleNamespace(index=0)),
+        ("guarded", lambda rank, body: body()),
+        ("Trainer", lambda *_, **__: nullcontext(SimpleNamespace(fit=fitted))),
+    ):
+        monkeypatch.setattr(onnxpar_runtime, name, stand_in, raising=False)
+    with pytest.raises(SystemExit, match=r"^0$"):
+        exec(shown, {})
     assert runs[0].checkpoints.keep_best and runs[0].schedule == "cosine"
 
 

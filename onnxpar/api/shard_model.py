@@ -1,7 +1,7 @@
 """From a model to a directory: reads, plans, partitions, writes, in this order."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -257,10 +257,10 @@ class Summary:
     """
 
     out: Path
-    partitioned: PartitionedModel
-    report: dict[str, Any]
+    partitioned: PartitionedModel = field(repr=False)
+    report: dict[str, Any] = field(repr=False)
     seconds: dict[str, float]
-    training: PartitionedTraining | None = None
+    training: PartitionedTraining | None = field(default=None, repr=False)
 
 
 def shard_model(

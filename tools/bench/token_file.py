@@ -96,6 +96,8 @@ def main() -> None:
         print(f"{name:8}" + "".join(f"{value:12.2f}" for value in middle))
         steps = " ".join(f"{run[0]:.1f}" for run in runs)
         print(f"        step ms of each round: {steps}")
+    pairs = zip(found["tokens"], found["npz"], strict=True)
+    print(f"tokens / npz, step: {median(a[0] / b[0] for a, b in pairs):.2f}")
 
 
 if __name__ == "__main__":

@@ -57,7 +57,7 @@ def from_torch(
         raise ModelError(f"module: expected a torch.nn.Module, got {type(module).__name__}")
     if not outputs:
         raise ModelError("outputs: expected a name for at least one result, got none")
-    inputs = named_inputs(module, (args,) if isinstance(args, torch.Tensor) else args, kwargs or {})
+    inputs = named_inputs(module, args, kwargs or {})
     dims, ranges = open_dims(dynamic_shapes, inputs)
     try:
         with without_cache(module):
@@ -83,9 +83,19 @@ def without_cache(module: torch.nn.Module) -> Iterator[None]:
 
 
 def named_inputs(
-    module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+    module: torch.nn.Module, args: Any, kwargs: Mapping[str, Any]
 ) -> dict[str, torch.Tensor]:
-    """Returns the traced tensors by the names of the arguments of `forward`."""
+    """Returns the traced tensors by the names of the arguments of `forward`.
+
+    Args:
+        module: The module.
+        args: A tuple or list of positional arguments, or the only one.
+        kwargs: Further arguments by name.
+
+    Raises:
+        ModelError: They are not those of `forward`, or one is not a tensor.
+    """
+    args = args if isinstance(args, tuple | list) else (args,)
     name, signature = type(module).__name__, inspect.signature(module.forward)
     try:
         bound = signature.bind(*args, **kwargs)

@@ -119,7 +119,7 @@ def _example(
             f"{type(module).__name__} is sharded already or has a sharded part; shard_module "
             "cannot be nested"
         )
-    inputs = named_inputs(module, (args,) if isinstance(args, Tensor) else args, kwargs or {})
+    inputs = named_inputs(module, args, kwargs or {})
     dims, ranges = open_dims(dynamic_shapes, inputs)
     return Example(module, {n: t.detach() for n, t in inputs.items()}, dims, (), ranges)
 

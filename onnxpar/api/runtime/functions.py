@@ -1,6 +1,7 @@
 """Sharded functions: the ranks of this process, and the arrays of one call on all ranks."""
 
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from hashlib import blake2b
@@ -342,7 +343,11 @@ def open_program(devices: int, make: Callable[[Path], Report]) -> tuple[_Program
             # Polled, since a waiting MPI call would take the core that rank 0 computes on.
             while not comm.iprobe(source=0, tag=_TAG):
                 time.sleep(_POLL_S)
-            return _opened(rank, *comm.recv(source=0, tag=_TAG))
+            with warnings.catch_warnings():
+                # PyTorch warns of its own class when a description of results is unpickled.
+                warnings.simplefilter("ignore", FutureWarning)
+                packet = comm.recv(source=0, tag=_TAG)
+            return _opened(rank, *packet)
         with TemporaryDirectory(prefix="onnxpar-shard-") as folder:
             report, error = {}, None
             try:

@@ -1,5 +1,6 @@
 """Files of tokens: numbers one after another, as `numpy.ndarray.tofile` writes them."""
 
+import mmap
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +37,15 @@ def token_windows(name: str, text: str) -> tuple[Array, Array]:
     if not path or options or twice or dtype not in _DTYPES or length < 1:
         raise InputError(f"{name}: expected tokens:{_FORM}")
     try:
-        with open_regular(Path(path)):
-            tokens = np.memmap(path, dtype, "r")
+        with open_regular(Path(path)) as stream:
+            mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+        # Otherwise the system reads some 128 KiB around each window.
+        mapped.madvise(mmap.MADV_RANDOM)
+        tokens = np.frombuffer(mapped, dtype)
     except (OSError, ValueError) as error:
         raise InputError(f"{name}: expected a file of {dtype} numbers: {error}") from None
     count = (len(tokens) - 1) // length
     if count < 1:
         raise InputError(f"{name}: expected at least {length + 1} tokens, got {len(tokens)}")
-    used = np.asarray(tokens)[: count * length + 1]
+    used = tokens[: count * length + 1]
     return used[:-1].reshape(count, length), used[1:].reshape(count, length)

@@ -3,8 +3,10 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
+from numbers import Integral, Real
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import UnionType
+from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 
 from onnxpar_format.checkpoint import Progress
 from onnxpar_format.options import Saving, Settings, TrainingRun
@@ -139,7 +141,7 @@ def run_of(data: Any, eval_data: Any, options: Mapping[str, Any]) -> TrainingRun
     """Returns the options of a run.
 
     Raises:
-        LaunchError: There is no such option.
+        LaunchError: There is no such option, or its value has another type.
     """
     kinds = {name: kind for kind in (TrainingRun, Settings, Saving) for name in _names(kind)}
     for name in options:
@@ -153,6 +155,7 @@ def run_of(data: Any, eval_data: Any, options: Mapping[str, Any]) -> TrainingRun
         raise LaunchError("lr: expected a learning rate, got none")
     given: dict[type, dict[str, Any]] = {kind: {} for kind in (TrainingRun, Settings, Saving)}
     for name, value in options.items():
+        _check_type(name, value, get_type_hints(kinds[name])[name])
         given[kinds[name]][name] = value
     return TrainingRun(
         data=data if isinstance(data, str) else "data",
@@ -166,6 +169,25 @@ def run_of(data: Any, eval_data: Any, options: Mapping[str, Any]) -> TrainingRun
 def _names(kind: type) -> list[str]:
     taken = ("data", "eval_data", *_NESTED, *_OF_TRAINER)
     return [field.name for field in fields(kind) if field.name not in taken]
+
+
+def _check_type(name: str, value: Any, hint: Any) -> None:
+    kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+    names = {
+        kind: "a list" if get_origin(kind) else kind.__name__
+        for kind in kinds
+        if kind is not type(None)
+    }
+    if "a list" in names.values():
+        fits = not isinstance(value, str)
+    else:
+        fits = any(isinstance(value, _ACCEPTED.get(kind, kind)) for kind in kinds)
+    if not fits:
+        raise LaunchError(f"{name}: expected {' or '.join(names.values())}, got {value!r:.80}")
+
+
+_ACCEPTED: dict[Any, Any] = {int: Integral, float: Real, Path: (str, Path)}
+"""NumPy's numbers are neither `int` nor `float`."""
 
 
 def _path(name: str, value: Any) -> Any:

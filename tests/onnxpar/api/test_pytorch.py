@@ -146,6 +146,7 @@ def test_inputs_may_be_positional_or_named_and_symbols_names_or_dims() -> None:
     ("arguments", "message"),
     [
         ({"args": (IDS, None, 3)}, "Language.forward: too many positional arguments"),
+        ({"args": IDS.numpy()}, "Language.forward, argument 'ids': expected a tensor, got ndarray"),
         ({"args": (IDS, 0.5)}, "Language.forward, argument 'scale': expected a tensor, got float"),
         ({"args": IDS, "kwargs": {"idx": IDS}}, "Language.forward: .*idx"),
         (

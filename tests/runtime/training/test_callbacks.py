@@ -168,6 +168,9 @@ def test_fit_of_a_trainer_is_the_command(tmp_path: Path) -> None:
         for wrong, message in (
             ({**options, "batch_siz": 4}, "got 'batch_siz'; did you mean batch_size?"),
             ({"batch_size": 4}, "^lr: expected a learning rate"),
+            ({**options, "lr": "x"}, "^lr: expected float, got 'x'"),
+            ({**options, "batch_size": 4.5}, "^batch_size: expected int, got 4.5"),
+            ({**options, "metric": "top5"}, "^metric: expected a list, got 'top5'"),
             ({**options, "eval_every": 3}, "^eval_every: expected evaluate, eval_data or valid"),
             ({**options, "batch_size": 0}, "^batch_size and accumulate: expected numbers >= 1"),
             ({**options, "loss_scale": "3"}, "^loss_scale: expected as an argument of Trainer"),

@@ -208,6 +208,9 @@ def test_each_rank_reads_its_slice_of_a_sparse_file_of_10_gb(tmp_path: Path) -> 
         assert step.samples == 16
         # Of 16 windows a rank has 4, as inputs and as labels, of 2 bytes a token.
         assert Counted.taken == 2 * 4 * seq * 2
+    # The system reads nothing around it: `rr` is the flag of random reads (proc(5), VmFlags).
+    _, _, mapping = Path("/proc/self/smaps").read_text().partition(f"{path}\n")
+    assert "rr" in mapping.partition("VmFlags:")[2].partition("\n")[0].split()
     # With a label to ignore that is a token, each rank counts all labels.
     wanted = replace(COUNTS, ignore_index=0)
     assert set(places(specs, (4,), 0, wanted, source)) == {"ids"}
