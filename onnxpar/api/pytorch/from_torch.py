@@ -53,8 +53,7 @@ def from_torch(
             results than names.
         torch.onnx.OnnxExporterError: PyTorch cannot export the module.
     """
-    if not isinstance(module, torch.nn.Module):
-        raise ModelError(f"module: expected a torch.nn.Module, got {type(module).__name__}")
+    check_module(module)
     if not outputs:
         raise ModelError("outputs: expected a name for at least one result, got none")
     inputs = named_inputs(module, args, kwargs or {})
@@ -80,6 +79,18 @@ def without_cache(module: torch.nn.Module) -> Iterator[None]:
     finally:
         for config in found:
             config.use_cache = True
+
+
+def check_module(module: Any) -> None:
+    """Raises ModelError unless this is a module whose tensors are complete."""
+    if not isinstance(module, torch.nn.Module):
+        raise ModelError(f"module: expected a torch.nn.Module, got {type(module).__name__}")
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if hasattr(tensor, "full_tensor"):
+            raise ModelError(
+                f"{type(module).__name__}: expected complete tensors, got {name!r} as a shard "
+                f"({type(tensor).__name__}); give the module without FSDP"
+            )
 
 
 def named_inputs(

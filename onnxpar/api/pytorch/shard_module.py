@@ -33,6 +33,7 @@ from onnxpar.api.pytorch.from_torch import (
     HOOKS,
     OpenDims,
     check_inputs,
+    check_module,
     named_inputs,
     open_dims,
     without_cache,
@@ -112,8 +113,7 @@ def _example(
     dynamic_shapes: Mapping[str, OpenDims] | Sequence[OpenDims] | None,
 ) -> Example:
     """Returns the module and how it is to be traced."""
-    if not isinstance(module, torch.nn.Module):
-        raise ModelError(f"module: expected a torch.nn.Module, got {type(module).__name__}")
+    check_module(module)
     if any(isinstance(part, ShardedModule) for part in module.modules()):
         raise ModelError(
             f"{type(module).__name__} is sharded already or has a sharded part; shard_module "

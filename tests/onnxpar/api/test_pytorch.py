@@ -172,6 +172,13 @@ def test_mistakes_are_named(arguments: dict[str, Any], message: str) -> None:
         onnxpar.from_torch(net, IDS)  # type: ignore[arg-type]
 
 
+def test_a_module_of_shards_is_refused() -> None:
+    module = net()
+    module.fc.weight.full_tensor = None  # as a DTensor has it
+    with pytest.raises(ModelError, match=r"Language: expected complete tensors, got 'fc\.weight'"):
+        onnxpar.from_torch(module, IDS)
+
+
 def test_what_is_not_the_modules_is_refused(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
