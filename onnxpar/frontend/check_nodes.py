@@ -11,7 +11,9 @@ import onnx
 import onnx_ir as ir
 
 from onnxpar.core.errors import ModelError, NodeError, short
+from onnxpar.frontend.check_bodies import check_bodies
 from onnxpar.graph.body_captures import bodies_of
+from onnxpar.graph.builder import DOMAIN
 from onnxpar.graph.node_view import default_opset
 from onnxpar.ops.contrib_schemas import correct_schemas
 
@@ -47,6 +49,11 @@ def check_operators(model: ir.Model, opset: int) -> None:
 
 def _check_nodes(nodes: Iterable[ir.Node], opset: int, model: ir.Model) -> None:
     for node in nodes:
+        if node.domain == DOMAIN and node.op_identifier() not in model.functions:
+            raise ModelError(
+                f"node {node.name!r} ({node.op_type}): the domain {DOMAIN!r} is that of sharded "
+                "programs; expected an undivided model"
+            )
         if node.domain not in DEFAULT_DOMAINS or node.op_identifier() in model.functions:
             continue
         if not onnx.defs.has(node.op_type, max_inclusive_version=opset):
@@ -68,6 +75,7 @@ def _check_nodes(nodes: Iterable[ir.Node], opset: int, model: ir.Model) -> None:
         for name, known_attribute in schema.attributes.items():
             if known_attribute.required and name not in node.attributes:
                 raise NodeError(f"{what}: attribute {name!r} is missing")
+        check_bodies(node, opset)
 
 
 def check_inferred(model: ir.Model, opset: int) -> None:

@@ -37,10 +37,10 @@ def check_proto(proto: onnx.ModelProto, path: Path) -> None:
     """
     if not 0 <= proto.ir_version <= onnx.IR_VERSION:
         raise ModelError(
-            f"{str(path)!r}: expected an ir_version of at most {onnx.IR_VERSION}, the newest that "
-            f"the installed onnx knows, got {proto.ir_version}"
+            f"{str(path)!r}: expected an ir_version of 0 to {onnx.IR_VERSION}, the newest that the "
+            f"installed onnx knows, got {proto.ir_version}"
         )
-    found = _fault(proto, "model", "", path)
+    found = _functions_fault(proto) or _fault(proto, "model", "", path)
     if found is not None:
         raise ModelError(f"{str(path)!r}: {found}")
 
@@ -124,6 +124,20 @@ def _node_fault(node: Any, path: Path) -> str | None:
     return f"expected attribute {short(name)} once, got it {count} times" if count > 1 else None
 
 
+def _functions_fault(model: Any) -> str | None:
+    names = Counter((f.domain, f.name, f.overload) for f in model.functions)
+    for (domain, name, _), count in names.items():
+        if count > 1:
+            return f"expected one function {short(f'{domain}::{name}')}, got {count}"
+    return None
+
+
+def _function_fault(function: Any, path: Path) -> str | None:
+    made = {name for node in function.node for name in node.output} | set(function.input)
+    missing = next((name for name in function.output if name not in made), None)
+    return None if missing is None else f"no node makes the output {short(missing)}"
+
+
 def _dim_fault(dim: Any, path: Path) -> str | None:
     # Some exporters write -1 for a size that is not known, and it is read as that.
     if dim.dim_value < -1:
@@ -184,12 +198,16 @@ def _named_tensor(tensor: Any, owner: str) -> str:
 
 _NAMED: Mapping[str, Callable[[Any, str], str]] = {
     "NodeProto": lambda node, owner: f"node {short(node.name)} ({node.op_type})",
+    "FunctionProto": lambda function, owner: (
+        f"function {short(f'{function.domain}::{function.name}')}"
+    ),
     "ValueInfoProto": lambda value, owner: f"value {short(value.name)}",
     "TensorProto": _named_tensor,
     "SparseTensorProto": lambda sparse, owner: _named_tensor(sparse.values, owner),
 }
 _CHECKS: Mapping[str, Callable[[Any, Path], str | None]] = {
     "NodeProto": _node_fault,
+    "FunctionProto": _function_fault,
     "Dimension": _dim_fault,
     "SparseTensorProto": _dims_fault,
     "TensorProto": _tensor_fault,

@@ -8,11 +8,13 @@ from collections.abc import Iterable, Set
 from graphlib import CycleError, TopologicalSorter
 from math import prod
 
+import onnx
 import onnx_ir as ir
 from sympy import Integer
 
 from onnxpar.core.errors import ModelError, SymbolError, short
 from onnxpar.core.symbols import as_dim, dim_symbol
+from onnxpar.frontend.check_nodes import DEFAULT_DOMAINS
 from onnxpar.graph.body_captures import bodies_of
 
 MAX_TEXT = 1000
@@ -27,6 +29,8 @@ MAX_DIGITS = 18
 """Digits of a number in a dim: sizes are 64-bit integers."""
 MAX_NESTING = 8
 """Bodies inside one another: some work doubles with each level."""
+MAX_BODIES = 10_000
+"""Bodies, of which one inside k others counts 2**k: each takes some milliseconds."""
 MAX_DIMS = 64
 """Dims of an input: numpy, which holds the data, has no more."""
 MAX_NODES = 1_000_000
@@ -111,24 +115,44 @@ def check_numbers(owner: str, text: str) -> None:
         raise ModelError(f"{owner} has the dim {short(text)}, {reason}")
 
 
-def check_nesting(nodes: Iterable[ir.Node], depth: int = 0) -> None:
-    """Raises ModelError if bodies are nested too deeply."""
+def check_nesting(nodes: Iterable[ir.Node]) -> None:
+    """Raises ModelError if bodies are nested too deeply, or too many of them are nested."""
     for node in nodes:
-        for body in bodies_of(node).values():
-            if depth == MAX_NESTING:
-                raise ModelError(
-                    f"node {node.name!r} ({node.op_type}): its body is inside {MAX_NESTING} "
-                    f"others; expected at most {MAX_NESTING - 1}"
-                )
-            check_nesting(body, depth + 1)
+        count = _bodies_in(node, node, 0)
+        if count > MAX_BODIES:
+            raise ModelError(
+                f"node {node.name!r} ({node.op_type}): expected at most {MAX_BODIES} bodies, where "
+                f"one inside k others counts 2**k, got {count}"
+            )
+
+
+def _bodies_in(node: ir.Node, outermost: ir.Node, depth: int) -> int:
+    """Returns the number of bodies of a node, as `MAX_BODIES` counts them."""
+    count = 0
+    for body in bodies_of(node).values():
+        if depth == MAX_NESTING:
+            raise ModelError(
+                f"node {outermost.name!r} ({outermost.op_type}): it has a body inside "
+                f"{MAX_NESTING} others; expected at most {MAX_NESTING - 1}"
+            )
+        count += 2**depth + sum(_bodies_in(inner, outermost, depth + 1) for inner in body)
+    return count
 
 
 def check_calls(model: ir.Model) -> None:
-    """Raises ModelError if the functions of a model make too many nodes, or never end."""
+    """Raises ModelError if the functions of a model make too many nodes, or never end.
+
+    Also if one has the name of a standard operator, which runtimes then understand differently, or
+    is called with more operands or results than it has.
+    """
     functions, file = model.functions, 0
     calls = {}
     own = {}
     for name, function in functions.items():
+        if name[0] in DEFAULT_DOMAINS and onnx.defs.has(name[1]):
+            raise ModelError(
+                f"function {_title(name)}: expected another name than that of an operator of ONNX"
+            )
         nodes = [n.op_identifier() for n in ir.traversal.RecursiveGraphIterator(function.graph)]
         calls[name] = [called for called in nodes if called in functions]
         own[name] = len(nodes) - len(calls[name])
@@ -151,6 +175,15 @@ def check_calls(model: ir.Model) -> None:
         name = node.op_identifier()
         if name not in functions:
             continue
+        for what, got, most in (
+            ("operands", len(node.inputs), len(functions[name].inputs)),
+            ("results", len(node.outputs), len(functions[name].outputs)),
+        ):
+            if got > most:
+                raise ModelError(
+                    f"node {node.name!r}: expected at most {most} {what}, as the function "
+                    f"{_title(name)} has, got {got}"
+                )
         if depths[name] > MAX_CALLS:
             raise ModelError(
                 f"node {node.name!r}: function {_title(name)}: expected calls of at most "

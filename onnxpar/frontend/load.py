@@ -35,6 +35,7 @@ from onnxpar.frontend.quiet import quiet
 from onnxpar.frontend.upgrade import upgrade_model
 from onnxpar.graph.body_captures import (
     close,
+    every_node,
     hand_on_results,
     inline_constant_branches,
     lift_constants,
@@ -52,7 +53,7 @@ from onnxpar.ops.registry import Registry
 from onnxpar.ops.size_limits import least_sizes, size_limits
 from onnxpar.ops.table import REGISTRY
 
-MIN_OPSET = 7
+MIN_OPSET, MAX_OPSET = 7, 26
 _MOST = 2**31 - 1
 """Bytes of a model's file, without external files."""
 _SMALL = 1 << 14
@@ -185,9 +186,11 @@ def _opset_of(model: ir.Model, owner: str = "") -> int:
         return OPSET
     if opset is None or opset < MIN_OPSET:
         raise ModelError(f"{owner}expected an opset version of at least {MIN_OPSET}, got {opset}")
-    newest = onnx.defs.onnx_opset_version()
-    if opset > newest:
-        raise ModelError(f"{owner}expected an opset version of at most {newest}, got {opset}")
+    if opset > MAX_OPSET:
+        raise ModelError(
+            f"{owner}expected an opset version of at most {MAX_OPSET}, the newest that onnxruntime "
+            f"runs, got {opset}"
+        )
     return opset
 
 
@@ -239,7 +242,7 @@ def normalise(model: ir.Model, registry: Registry = REGISTRY) -> ir.Model:
     try:
         model.graph.sort()
     except ValueError as error:
-        raise ModelError(f"the graph has a cycle: {_cycle(model.graph)}") from error
+        raise ModelError(f"the graph has a cycle: {_cycle(model)}") from error
     hand_on_results(model)
     inline_functions(model, registry)
     check_nesting(model.graph)  # Functions have bodies too.
@@ -298,6 +301,13 @@ def _infer(model: ir.Model, opset: int, registry: Registry) -> None:
     # The names that models declare for output dims are dropped, since proofs need the inferred
     # expressions. The library does not adopt names either: that is slow for quotients, and finds
     # nothing that is used.
+    types = {
+        value: value.dtype
+        for value in model.graph.outputs
+        if isinstance(value.type, ir.TensorType) and value.producer() is not None
+    }
+    for value in types:
+        value.type = None
     try:
         with quiet("onnx_shape_inference"):
             inference(registry).infer_shapes(model)
@@ -311,6 +321,15 @@ def _infer(model: ir.Model, opset: int, registry: Registry) -> None:
     for value, shape in declared.items():
         if value.shape is None:
             value.shape = _declared(value, shape)
+    for value, dtype in types.items():
+        assert dtype is not None
+        if value.dtype is None:
+            value.dtype = dtype
+        elif value.dtype != dtype:
+            raise ModelError(
+                f"output {value.name!r}: expected {value.dtype}, which its node gives, got {dtype} "
+                "as its declared type"
+            )
 
 
 def _declared(value: ir.Value, shape: ir.Shape) -> ir.Shape:
@@ -357,13 +376,16 @@ def _check_tensor(name: str, tensor: ir.TensorProtocol) -> None:
             )
 
 
-def _cycle(graph: ir.Graph) -> str:
+def _cycle(model: ir.Model) -> str:
     """Names the nodes of one cycle, each before a node whose result it reads."""
-    try:
-        TopologicalSorter({node: node.predecessors() for node in graph}).prepare()
-    except CycleError as error:
-        cycle: list[ir.Node] = error.args[1]
-        return " <- ".join(repr(node.name or node.op_type) for node in reversed(cycle))
+    for graph in model.graphs():
+        # A node also waits for what its bodies read.
+        before = {node: {p for n in every_node([node]) for p in n.predecessors()} for node in graph}
+        try:
+            TopologicalSorter(before).prepare()
+        except CycleError as error:
+            cycle: list[ir.Node] = error.args[1]
+            return " <- ".join(repr(node.name or node.op_type) for node in reversed(cycle))
     return "unknown nodes"
 
 

@@ -36,7 +36,7 @@ def constant(proto: onnx.ModelProto) -> None:
 CHANGES: dict[str, tuple[Callable[[onnx.ModelProto], object], str]] = {
     "version": (
         lambda m: setattr(m, "ir_version", 99),
-        f"expected an ir_version of at most {onnx.IR_VERSION}, the newest that the installed onnx "
+        f"expected an ir_version of 0 to {onnx.IR_VERSION}, the newest that the installed onnx "
         "knows, got 99",
     ),
     "attributes": (

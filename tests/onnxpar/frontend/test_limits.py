@@ -186,7 +186,7 @@ def test_bodies_in_functions(tmp_path: Path, capsys: pytest.CaptureFixture[str])
                 ),
             ]
         )
-    assert "its body is inside 8 others" in refused(
+    assert "it has a body inside 8 others" in refused(
         of_functions(tmp_path / "m.onnx", bodies), capsys
     )
 
@@ -210,7 +210,7 @@ def test_bodies_in_bodies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         graph = helper.make_graph([loop], "g", [value("x", 2, 4), *counts], [value("y", 2, 4)])
         path = saved(tmp_path / "m.onnx", graph)
         assert main(["inspect", str(path)]) == code
-        assert ("its body is inside 8 others" in capsys.readouterr().err) == (code == 2)
+        assert ("it has a body inside 8 others" in capsys.readouterr().err) == (code == 2)
 
 
 @pytest.mark.parametrize(
