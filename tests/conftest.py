@@ -11,6 +11,7 @@ import pytest
 
 from onnxpar_runtime.launch import SESSIONS
 from tests.tiers import FULL
+from tests.torch_registry import keep_if_loaded
 
 # A shell starts background jobs with SIGINT ignored, nohup does so with SIGHUP, and children
 # inherit it: tests that send these signals would wait for programs that never hear them.
@@ -31,12 +32,13 @@ folders = tempfile.TemporaryDirectory(prefix="onnxpar-tests-")
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
-    """Gives the mpiruns of each test a folder of their own.
+    """Gives the mpiruns of each test a folder of their own, and keeps PyTorch's table of functions.
 
     Tests that kill an mpirun leave its session directory, which is named after its PID: PIDs come
     again within a run of all tests.
     """
     os.environ[SESSIONS] = tempfile.mkdtemp(dir=folders.name)
+    keep_if_loaded()
 
 
 ONE_AT_A_TIME = ("mpi", "collectives")
