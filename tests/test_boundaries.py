@@ -14,6 +14,9 @@ import pytest
 
 from tools import house
 
+# The source is parsed once for all tests.
+pytestmark = pytest.mark.xdist_group("test_boundaries")
+
 ROOT = Path(__file__).parents[1]
 EXECUTION = {"mpi4py", "onnxruntime", "onnxpar_runtime"}
 SEAMS = (
@@ -289,21 +292,14 @@ def fresh(code: str, folder: Path) -> str:
     return done.stdout.strip()
 
 
-@pytest.mark.parametrize(
-    "use",
-    [
-        "import onnxpar; [getattr(onnxpar, name) for name in onnxpar.__all__]",
-        "from onnxpar.cli import build_app; build_app()",
-    ],
-)
-def test_the_transformer_loads_nothing_that_executes(use: str, tmp_path: Path) -> None:
+def test_the_transformer_loads_nothing_that_executes(tmp_path: Path) -> None:
+    use = "import onnxpar; [getattr(onnxpar, name) for name in onnxpar.__all__]"
+    use += "\nfrom onnxpar.cli import build_app; build_app()"
     code = f"import sys\n{use}\nprint(sorted({EXECUTION!r} & set(sys.modules)))"
     assert fresh(code, tmp_path) == "[]"
 
 
-@pytest.mark.parametrize(
-    "use", ["import onnxpar_runtime", "import onnxpar.cli.run, onnxpar.cli.train, onnxpar.cli.eval"]
-)
-def test_ranks_load_neither_symbolic_algebra_nor_schemas(use: str, tmp_path: Path) -> None:
+def test_ranks_load_neither_symbolic_algebra_nor_schemas(tmp_path: Path) -> None:
+    use = "import onnxpar_runtime, onnxpar.cli.run, onnxpar.cli.train, onnxpar.cli.eval"
     code = f"import sys\n{use}\nprint(sorted({{'sympy', 'pydantic'}} & set(sys.modules)))"
     assert fresh(code, tmp_path) == "[]"

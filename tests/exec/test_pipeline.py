@@ -5,6 +5,8 @@
 
 import os
 import random
+from collections.abc import Callable
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -62,13 +64,12 @@ def strategy_of(schedule: str, mesh: str, level: int, recompute: str) -> Strateg
 
 
 @pytest.fixture(scope="module")
-def one_device(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The undivided training of each model."""
+def one_device(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The undivided training of a model, sharded once."""
     folder = tmp_path_factory.mktemp("one")
-    return {
-        head: shard(folder / head, model_of(head), "dp", devices=1, optimizer="adamw")
-        for head in HEADS
-    }
+    return cache(
+        lambda head: shard(folder / head, model_of(head), "dp", devices=1, optimizer="adamw")
+    )
 
 
 def model_of(head: str) -> Any:
@@ -78,12 +79,12 @@ def model_of(head: str) -> Any:
 
 
 @pytest.mark.parametrize("cell", CELLS if FULL else sampled(), ids=lambda c: "; ".join(map(str, c)))
-def test_equals_one_device(tmp_path: Path, one_device: dict[str, Path], cell: Cell) -> None:
+def test_equals_one_device(tmp_path: Path, one_device: Callable[[str], Path], cell: Cell) -> None:
     """Evaluation, losses, gradients and parameters; the second step has a micro-batch more."""
     head, schedule, mesh, level, recompute = cell
     strategy = strategy_of(schedule, mesh, level, recompute)
     out = shard(tmp_path / "a", model_of(head), strategy, optimizer="adamw")
-    (case,) = verify(out, one_device[head], [SYMBOLS], options=VerifyOptions(steps=3))
+    (case,) = verify(out, one_device(head), [SYMBOLS], options=VerifyOptions(steps=3))
     assert case.problems == (), f"seed {SEED}"
     assert case.ok and case.bytes_counted == case.bytes_expected
     pipeline = Manifest.load(out).pipeline

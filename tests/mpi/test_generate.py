@@ -38,13 +38,23 @@ def test_json_is_all_that_is_printed(decoder: Path, tmp_path: Path) -> None:
     assert found["sequences"] == greedy(decoder, PROMPTS, 12)
     assert found["first_token_ms"] > 0 and found["token_ms"] > 0
     assert "tokens/s" in outcome.err
+
+
+def test_logprobs_and_beams(decoder: Path, tmp_path: Path) -> None:
+    """The best of two beams is at least as likely as what is chosen token by token."""
     likely = json.loads(generate(tmp_path, "--json", "--logprobs", "2").out)
-    assert likely["sequences"] == found["sequences"]
+    assert likely["sequences"] == greedy(decoder, PROMPTS, 12)
     for tokens, row in zip(likely["sequences"], likely["logprobs"], strict=True):
         assert [one["best"][0] for one in row] == [
             [token, one["logprob"]] for token, one in zip(tokens, row, strict=True)
         ]
         assert all(one["logprob"] > one["best"][1][1] for one in row)
+    given = ["--beams", "2", "--length-penalty", "0", "--early-stopping", "never"]
+    found = json.loads(generate(tmp_path, *given, "--json").out)
+    assert [row[0]["tokens"] for row in found["beams"]] == found["sequences"]
+    assert all(row[0]["score"] >= row[1]["score"] and len(row) == 2 for row in found["beams"])
+    for row, tokens in zip(found["beams"], likely["logprobs"], strict=True):
+        assert row[0]["score"] >= sum(one["logprob"] for one in tokens) - 1e-6
 
 
 def test_shard_names_the_command_that_generates(
@@ -58,18 +68,9 @@ def test_shard_names_the_command_that_generates(
     )
 
 
-def test_beams(decoder: Path, tmp_path: Path) -> None:
-    """The best of two beams is at least as likely as what is chosen token by token."""
-    given = ["--beams", "2", "--length-penalty", "0", "--early-stopping", "never"]
-    found = json.loads(generate(tmp_path, *given, "--json").out)
-    assert [row[0]["tokens"] for row in found["beams"]] == found["sequences"]
-    assert all(row[0]["score"] >= row[1]["score"] and len(row) == 2 for row in found["beams"])
-    likely = json.loads(generate(tmp_path, "--json", "--logprobs", "0").out)["logprobs"]
-    for row, tokens in zip(found["beams"], likely, strict=True):
-        assert row[0]["score"] >= sum(one["logprob"] for one in tokens) - 1e-6
-
-
-@pytest.mark.parametrize(("strategy", "ranks"), [("pp=2", 2), ("pp=2,tp=2", 4)])
+@pytest.mark.parametrize(
+    ("strategy", "ranks"), [pytest.param("pp=2", 2, marks=pytest.mark.full), ("pp=2,tp=2", 4)]
+)
 def test_stages_of_a_pipeline(decoder: Path, strategy: str, ranks: int, tmp_path: Path) -> None:
     shard_model(decoder, strategy, tmp_path / "stages")
     given = ["--tokens", str(tmp_path / "three.json"), "--max-new-tokens", "12", "--json"]
@@ -137,7 +138,11 @@ def test_tokens_are_printed_as_they_come_and_end_at_eos(decoder: Path, tmp_path:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('[["a"]]', "expected a list of prompts, each a list of numbers from 0"),
+        pytest.param(
+            '[["a"]]',
+            "expected a list of prompts, each a list of numbers from 0",
+            marks=pytest.mark.full,
+        ),
         pytest.param("[[1]", "not valid JSON", marks=pytest.mark.full),
         ("[[1], [99]]", "expected elements from -96 to 95 for node 'Gather_e' (Gather), got 99"),
     ],

@@ -54,7 +54,8 @@ def program(rank, op, kind, reduction=None):
 def data(kind, count, rank=me):
     # Sums of floats depend on their order.
     if kind in FLOATS:
-        return np.random.default_rng([rank, count]).normal(size=count).astype(FLOATS[kind])
+        drawn = np.random.default_rng([rank, count]).random(count, np.float32)
+        return (2 * drawn - 1).astype(FLOATS[kind], copy=False)
     return values(kind, (count,), rank)
 
 # Elements of a member's block: around those of one message, and of all that are under way at once.

@@ -23,7 +23,10 @@ from onnxpar_runtime import Trainer, guarded, init
 
 rank = init()
 def body():
-    directory, overlap, out = sys.argv[1:]
+    for way in zip(*[iter(sys.argv[1:])] * 3):
+        train(*way)
+    return 0
+def train(directory, overlap, out):
     with Trainer(directory, rank=rank, device='cpu', overlap=overlap == 'yes') as trainer:
         rng, losses = np.random.default_rng(0), []
         hyper = dict(lr=0.1, momentum=0.9, dampening=0.0, momentum_first=1.0, clip_norm=1.0,
@@ -41,7 +44,6 @@ def body():
         found = {name: trainer.gather(name) for name in names}
         if rank.index == 0:
             np.savez(out, losses=losses, **found)
-    return 0
 raise SystemExit(guarded(rank, body))
 """
 
@@ -70,13 +72,16 @@ def test_states_are_equal_with_and_without(
     script = tmp_path / "body.py"
     script.write_text(SCRIPT)
     ways = [(apart, "no", "0"), (files, "yes", "0"), (files, "no", "0"), (files, "yes", "1")]
-    found = []
-    for number, (directory, overlap, memory) in enumerate(ways):
-        out = tmp_path / f"{number}.npz"
-        arguments = [str(script), str(directory), overlap, str(out)]
-        outcome = mpirun(2, arguments, {"ONNXPAR_SHARED_MEMORY": memory})
+    for memory in ("0", "1"):
+        arguments = [
+            str(argument)
+            for number, (directory, overlap, how) in enumerate(ways)
+            for argument in (directory, overlap, tmp_path / f"{number}.npz")
+            if how == memory
+        ]
+        outcome = mpirun(2, [str(script), *arguments], {"ONNXPAR_SHARED_MEMORY": memory})
         assert outcome.code == 0, outcome.err
-        found.append(dict(np.load(out)))
+    found = [dict(np.load(tmp_path / f"{number}.npz")) for number in range(len(ways))]
     want, *others = found
     for way, got in zip(ways[1:], others, strict=True):
         assert got.keys() == want.keys()

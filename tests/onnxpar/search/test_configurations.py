@@ -237,6 +237,7 @@ def planned(model: Path, folder: Path, *options: str) -> int:
     return main(["plan", str(model), *LOSS, *limits, *options, "-o", str(folder / "s.yaml")])
 
 
+@pytest.mark.full
 def test_a_plan_under_a_limit_is_carried_out(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
