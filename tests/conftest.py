@@ -49,8 +49,8 @@ ONE_AT_A_TIME = ("mpi", "collectives")
 def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
     """Skips what is marked `full` in the quick tier, and gives some tests to one worker.
 
-    The latter are tests that start many ranks, or time them, and those of a module that exports
-    networks once for all of its tests.
+    The latter are tests that start many ranks, or time them, those of a module that exports
+    networks once for all of its tests, and those of a module that share a fixture of it.
     """
     for item in items:
         if not FULL and item.get_closest_marker("full"):
@@ -60,3 +60,14 @@ def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
             item.add_marker(pytest.mark.xdist_group("ranks"))
         elif folder == "models":
             item.add_marker(pytest.mark.xdist_group(Path(item.path).stem))
+        elif not item.get_closest_marker("xdist_group") and shares(item):
+            item.add_marker(pytest.mark.xdist_group(f"{folder}/{Path(item.path).stem}"))
+
+
+def shares(item: pytest.Item) -> bool:
+    """Whether a test uses a fixture that is made once for its module."""
+    return isinstance(item, pytest.Function) and any(
+        fixture.scope == "module"
+        for found in item._fixtureinfo.name2fixturedefs.values()
+        for fixture in found
+    )

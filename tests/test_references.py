@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+# The source is parsed once for all tests.
+pytestmark = pytest.mark.xdist_group("test_references")
+
 ROOT = Path(__file__).parents[1]
 TOPS = {"onnxpar": ROOT, "onnxpar_format": ROOT / "runtime", "onnxpar_runtime": ROOT / "runtime"}
 # Names of values and metadata in graphs, which begin as modules do.
@@ -27,6 +30,7 @@ WRITTEN = {
     "counting.py",
     "dense.py",
     "export.py",
+    "fit.py",
     "genai_config.json",
     "manifest.json",
     "plan.yaml",
@@ -37,6 +41,7 @@ WRITTEN = {
 }
 
 
+@cache
 def files(*suffixes: str) -> list[Path]:
     """The files of the repository with one of the suffixes."""
     done = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
@@ -63,6 +68,12 @@ def modules() -> Mapping[str, frozenset[str]]:
     return found
 
 
+@cache
+def rooms() -> frozenset[str]:
+    """The names of the rooms."""
+    return frozenset(m.split(".")[1] for m in modules() if m.startswith("onnxpar."))
+
+
 def exists(name: str) -> bool:
     """Whether a dotted name is a module, or something in one."""
     parts = name.split(".")
@@ -75,13 +86,12 @@ def exists(name: str) -> bool:
 
 def wrong_names(text: str) -> Iterator[str]:
     """The dotted names in backticks that begin as a package or a room does and do not exist."""
-    rooms = {module.split(".")[1] for module in modules() if module.startswith("onnxpar.")}
     for name in DOTTED.findall(text):
         first, second = name.split(".")[:2]
         if first in TOPS:
             if not VALUES.match(name) and not exists(name):
                 yield name
-        elif first in rooms and second not in ENDINGS and not exists(f"onnxpar.{name}"):
+        elif first in rooms() and second not in ENDINGS and not exists(f"onnxpar.{name}"):
             yield name
 
 

@@ -127,7 +127,10 @@ def losses_of(
     ("build", "loss", "strategy", "symbols", "optimizer", "lr", "settings"),
     [
         (mlp.build, mlp_loss, cases.MLP_STRATEGY, {"batch": 16}, "sgd", 0.05, {}),
-        (mlp.build, mlp_loss, "dp=2,tp=2", {"batch": 9}, "adamw", 1e-3, {"weight_decay": 0.1}),
+        pytest.param(
+            mlp.build, mlp_loss, "dp=2,tp=2", {"batch": 9}, "adamw", 1e-3, {"weight_decay": 0.1},
+            marks=pytest.mark.full,
+        ),
         (
             two_layer.build, two_layer_loss, "dp=8", {"batch": 16}, "momentum", 0.05,
             {"momentum": 0.9, "weight_decay": 0.01, "dampening": 0.2},

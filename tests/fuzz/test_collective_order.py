@@ -37,7 +37,7 @@ from tests.tiers import FULL
 SEED = int(os.environ.get("ONNXPAR_FUZZ_SEED", "0"))
 CASES = 400 if FULL else 16
 BATCHES = 4
-DIRECTORIES = 40 if FULL else 3
+DIRECTORIES = 40 if FULL else 2
 COMMUNICATES = (
     "AllReduce",
     "AllGather",

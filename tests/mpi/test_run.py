@@ -57,7 +57,7 @@ def test_collective_over_mpi(tmp_path: Path) -> None:
     np.testing.assert_array_equal(np.load(outputs)["y"], x.sum(0, keepdims=True))
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.full), 3])
 def test_wrong_number_of_ranks(tmp_path: Path, ranks: int) -> None:
     directory = hand_made.data_parallel(tmp_path / "a", 2)
     outcome, outputs = run(ranks, directory, save(tmp_path, 4))
@@ -77,7 +77,13 @@ def test_violated_symbol(tmp_path: Path) -> None:
     assert "Traceback" not in outcome.err and not outputs.exists()
 
 
-@pytest.mark.parametrize("what", ["manifest", "weights", "input file", "dtype", "option"])
+@pytest.mark.parametrize(
+    "what",
+    [
+        *["manifest", "weights", "dtype"],
+        *(pytest.param(what, marks=pytest.mark.full) for what in ("input file", "option")),
+    ],
+)
 def test_users_mistakes_are_reported_once(tmp_path: Path, what: str) -> None:
     directory = hand_made.data_parallel(tmp_path / "a", 2)
     inputs = save(tmp_path, 4, "float64" if what == "dtype" else "float32")

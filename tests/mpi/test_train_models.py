@@ -1,9 +1,6 @@
 """`mpirun -n N onnxpar train` on models that onnxpar shards: the losses equal one process's."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +8,7 @@ import pytest
 import two_layer
 from safetensors.numpy import load_file
 
+from onnxpar.cli import main
 from onnxpar.strategy import Strategy
 from tests import training_cases as cases
 from tests.runtime.launching import mpirun
@@ -29,7 +27,7 @@ def losses(log: Path) -> list[float]:
 
 def arguments(tmp_path: Path, name: str) -> list[str]:
     return [
-        "-m", "onnxpar.cli", "train", str(tmp_path / name),
+        "train", str(tmp_path / name),
         "--data", f"npz:{tmp_path / 'data.npz'}", "--batch-size", str(BATCH),
         "--epochs", str(EPOCHS), "--lr", "0.1", "--momentum", "0.1", "--device", "cpu",
         "--log", str(tmp_path / f"{name}.jsonl"), "--save", str(tmp_path / f"{name}.weights"),
@@ -64,12 +62,9 @@ def test_the_tutorial_of_two_layers(tmp_path: Path, name: str) -> None:
             tmp_path / out, two_layer.build(), how, loss="mse", optimizer="momentum",
             devices=devices,
         )  # fmt: skip
-    alone = subprocess.run(
-        [sys.executable, *arguments(tmp_path, "one")],
-        capture_output=True, text=True, check=False, timeout=90, env=dict(os.environ),
-    )  # fmt: skip
-    assert alone.returncode == 0, alone.stderr
-    outcome = mpirun(ranks, [*arguments(tmp_path, "ranks"), "--check-replicas", "3"])
+    assert main(arguments(tmp_path, "one")) == 0
+    several = ["-m", "onnxpar.cli", *arguments(tmp_path, "ranks"), "--check-replicas", "3"]
+    outcome = mpirun(ranks, several)
     assert outcome.code == 0, outcome.err
     expected, got = losses(tmp_path / "one.jsonl"), losses(tmp_path / "ranks.jsonl")
     # The project's tolerance of a step, over twenty of them with one linear update each.

@@ -57,14 +57,15 @@ ids = [f"{i}-{c.view.node.op_type}" for i, c in enumerate(ALL)]
 )
 @pytest.mark.parametrize("case", ALL, ids=ids)
 def test_every_split_of_the_factors_holds(case: Case, mesh: Mesh) -> None:
-    for factors in chosen(list(case.assignments(mesh))):
+    for number, factors in enumerate(chosen(list(case.assignments(mesh)))):
         case.check(mesh, factors)
-        case.check(mesh, factors, dirty=False)
+        if FULL or not number:
+            case.check(mesh, factors, dirty=False)
 
 
 @pytest.mark.parametrize("case", ALL, ids=ids)
 def test_splits_of_merged_dims_hold(case: Case) -> None:
-    for factors in chosen(list(merged_assignments(case, MESHES[0])), 4):
+    for factors in chosen(list(merged_assignments(case, MESHES[0]))):
         case.check(MESHES[0], factors)
 
 

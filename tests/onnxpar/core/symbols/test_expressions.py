@@ -175,7 +175,7 @@ def test_facts_hold_for_every_size(
 
 
 @given(INTEGERS)
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=300 if FULL else 100, deadline=None, derandomize=True)
 def test_printing_and_reading_back(text: str) -> None:
     expr = read(text)
     if expr is None:
@@ -190,7 +190,7 @@ def test_printing_and_reading_back(text: str) -> None:
 
 
 @given(INTEGERS, st.integers(1, 12), tables())
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150 if FULL else 50, deadline=None, derandomize=True)
 def test_ceil_div(text: str, k: int, table: SymbolTable) -> None:
     expr = read(text)
     if expr is None:
@@ -224,7 +224,7 @@ def test_exact_div_times_divisor_is_the_dividend(
 
 
 @given(INTEGERS, INTEGERS, tables())
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200 if FULL else 70, deadline=None, derandomize=True)
 def test_what_is_proved_equal_is_equal(first: str, second: str, table: SymbolTable) -> None:
     a, b = read(first), read(second)
     if a is None or b is None:
