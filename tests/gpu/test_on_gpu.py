@@ -12,12 +12,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from onnxpar.cli import main
 from onnxpar_runtime.devices import SHARES_SINCE, machine, obstacle
 from onnxpar_runtime.launch import find_mpirun, mpirun_environment
 from tests.children import with_tests
 from tests.gpu import captured_worker
 from tests.gpu.requests_worker import directory
 from tests.tiers import FULL
+
+# Models are sharded once for all tests.
+pytestmark = pytest.mark.xdist_group("test_on_gpu")
 
 ROOT = Path(__file__).parents[2]
 STEPS, BATCH, SEQ, VOCAB = 20, 8, 16, 256
@@ -63,7 +67,7 @@ def call(*command: str, ranks: int = 1) -> None:
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The models, and data for them."""
+    """Data for the models, which are written beside them when they are first sharded."""
     made = tmp_path_factory.mktemp("gpu")
     rng = np.random.default_rng(0)
     count = STEPS * BATCH
@@ -71,8 +75,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     np.savez(made / "mlp.npz", x=images, labels=rng.integers(0, 10, count))
     tokens = [rng.integers(0, VOCAB, (count, SEQ)) for _ in range(2)]
     np.savez(made / "transformer.npz", input_ids=tokens[0], labels=tokens[1])
-    for model, (script, *options) in EXPORTS.items():
-        call(str(ROOT / "models" / script), "-o", str(made / f"{model}.onnx"), *options)
     return made
 
 
@@ -80,14 +82,18 @@ def shard(folder: Path, model: str, axis: str, ranks: int) -> Path:
     """Returns the model sharded for training, along a mesh axis or in stages; sharded once."""
     out = folder / f"{model}-{axis}{ranks}"
     if not out.exists():
+        file = folder / f"{model}.onnx"
+        if not file.exists():
+            script, *options = EXPORTS[model]
+            call(str(ROOT / "models" / script), "-o", str(file), *options)
         strategy = f"{axis}={ranks}"
         if axis == STAGES:
             strategy = str(folder / f"{model}.yaml")
             stages = {"stages": ranks, "micro_batches": 2 * ranks}
             Path(strategy).write_text(json.dumps({"devices": ranks, "pipeline": stages}))
-        where = [str(folder / f"{model}.onnx"), "--strategy", strategy, "-o", str(out)]
+        where = [str(file), "--strategy", strategy, "-o", str(out)]
         kind = ["--train", "--loss", "softmax_cross_entropy", "--optimizer", "adamw"]
-        call("-m", "onnxpar.cli", "shard", *where, *kind)
+        assert main(["shard", *where, *kind]) == 0
     return out
 
 
