@@ -113,6 +113,7 @@ def test_whatever_is_asked_of_the_search(
     assert written.get("pipeline", {}).get("stages") == said.get("stages")
 
 
+@pytest.mark.full
 def test_a_preset_that_is_better_is_what_shard_takes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -100,7 +100,13 @@ MORE: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("more", MORE)
+# Level 3 shards what level 1 does, a node is recomputed as all are, and stages are given or chosen.
+COVERED = ("optimizer parallel 1", "recomputation of a node", "stages")
+
+
+@pytest.mark.parametrize(
+    "more", [pytest.param(m, marks=pytest.mark.full) if m in COVERED else m for m in MORE]
+)
 def test_with(tmp_path: Path, more: str) -> None:
     strategy = Strategy.from_dict({"mesh": {"dp": 2, "tp": 2}, **MORE[more]})
     ranks = make(tmp_path / "ranks", "convolved", strategy, optimizer="adamw")

@@ -140,15 +140,16 @@ def test_a_limit_of_memory_is_held_with_little_recomputed(tmp_path: Path) -> Non
     size = {"layers": 3, "d_model": 16, "vocab": 20, "max_positions": 32, "dropout": 0.0}
     batch: dict[str, Array] = {}
     counts, peaks = [], []
-    for number, memory in enumerate(("1GiB", "500KiB", "400KiB")):
+    limits = (500, 400) if FULL else (400,)
+    for number, memory in enumerate(("1GiB", *(f"{limit}KiB" for limit in limits))):
         wanted = {"memory": memory, "sizes": SIZES}
         out = shard(tmp_path / str(number), gpt(**size), strategy({"dp": 1}, wanted))
         batch = batch or batch_of(out, np.random.default_rng(0), **SIZES)
         counts.append(sum(map(again, nodes_of(out))))
         peaks.append(peak(out, batch)[0])
-    assert counts[0] == 0 < counts[1] < counts[2]
+    assert counts[0] == 0 and counts == sorted(set(counts))
     assert peaks[0] > 600 * 1024
-    for held, limit in zip(peaks[1:], (500, 400), strict=True):
+    for held, limit in zip(peaks[1:], limits, strict=True):
         # What is predicted is near enough; a bit of recomputation frees less than a tenth.
         assert 0.9 * limit * 1024 < held < 1.05 * limit * 1024
     with pytest.raises(StrategyError, match="expected at most 204,800 bytes on a device"):

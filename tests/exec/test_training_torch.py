@@ -140,7 +140,7 @@ def losses_of(
             {"weight_decay": 0.01}, marks=pytest.mark.full,
         ),
         (
-            small_transformer, transformer_loss, "dp=2,tp=4", {"batch": 4, "seq": 16}, "adamw",
+            small_transformer, transformer_loss, "dp=2,tp=2", {"batch": 4, "seq": 16}, "adamw",
             1e-3, {"weight_decay": 0.1},
         ),
         pytest.param(

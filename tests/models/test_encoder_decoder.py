@@ -1,6 +1,7 @@
 """Encoder-decoders of Hugging Face: as transformers computes, and sharded as undivided."""
 
 import json
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -48,12 +49,34 @@ def built(family: str) -> Any:
     return made.build(configuration(family, {}, made.FAMILIES, made._SIZES))
 
 
-@pytest.fixture
-def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """The folder of a family."""
-    module, encoder, decoder = built(request.param)
-    made.save_folder(module.config, encoder, decoder, tmp_path / "model")
-    return tmp_path / "model"
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of a family, written once."""
+
+    @cache
+    def written(family: str) -> Path:
+        module, encoder, decoder = built(family)
+        folder: Path = tmp_path_factory.mktemp(family) / "model"
+        made.save_folder(module.config, encoder, decoder, folder)
+        return folder
+
+    return written
+
+
+@pytest.fixture(scope="module")
+def sharded(
+    folder_of: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str, str], Path]:
+    """The directory of a family by a strategy, made once."""
+
+    @cache
+    def out(family: str, strategy: str) -> Path:
+        return shard_model(folder_of(family), strategy, tmp_path_factory.mktemp("out") / "out").out
+
+    return out
+
+
+Sharded = Callable[[str, str], Path]
 
 
 def source(family: str) -> dict[str, Any]:
@@ -83,35 +106,33 @@ def logits(folder: Path, read: dict[str, Any], ids: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("folder", "family"),
-    [pytest.param(f, f, marks=() if f == "t5" else pytest.mark.full) for f in made.FAMILIES],
-    indirect=["folder"],
+    "family",
+    [pytest.param(f, marks=() if f == "t5" else pytest.mark.full) for f in made.FAMILIES],
 )
-def test_it_computes_what_transformers_does(folder: Path, family: str) -> None:
+def test_it_computes_what_transformers_does(folder_of: Callable[[str], Path], family: str) -> None:
     read = source(family)
     ids = np.random.default_rng(1).integers(0, 256, (ROWS, LENGTH))
     tensors = {name: torch.from_numpy(array) for name, array in read.items()}
     with torch.no_grad():
         module = built(family)[0]
         want = module(**tensors, decoder_input_ids=torch.from_numpy(ids)).logits.numpy()
-    got = logits(folder, read, ids)
+    got = logits(folder_of(family), read, ids)
     assert np.abs(got - want).max() <= RTOL * np.abs(want).max()
 
 
 @pytest.mark.parametrize(
-    ("folder", "strategy", "steps"),
+    ("family", "strategy", "steps"),
     [
         pytest.param("whisper", "tp=2", 128, marks=pytest.mark.full),
         ("t5", "dp=2,tp=2", 12),
         pytest.param("bart", "tp=2", 12, marks=pytest.mark.full),
     ],
-    indirect=["folder"],
 )
 def test_sharded_it_generates_the_same(
-    folder: Path, strategy: str, steps: int, tmp_path: Path
+    folder_of: Callable[[str], Path], sharded: Sharded, family: str, strategy: str, steps: int
 ) -> None:
-    out = shard_model(folder, strategy, tmp_path / "out").out
-    (case,) = runtime.verify(out, folder, options=VerifyOptions(generate=steps))
+    out = sharded(family, strategy)
+    (case,) = runtime.verify(out, folder_of(family), options=VerifyOptions(generate=steps))
     assert case.ok, case
     assert case.bytes_counted == case.bytes_expected > 0
     assert case.symbols["prompts"] == 3
@@ -122,15 +143,14 @@ def test_sharded_it_generates_the_same(
 
 
 @pytest.mark.parametrize(
-    ("folder", "strategy"),
+    ("family", "strategy"),
     [("t5", "tp=2"), pytest.param("t5", "dp=2", marks=pytest.mark.full)],
-    indirect=["folder"],
 )
 def test_requests_that_come_and_go_get_the_tokens_of_each_alone(
-    folder: Path, strategy: str, tmp_path: Path
+    sharded: Sharded, family: str, strategy: str
 ) -> None:
     """Texts of 1 to 15 tokens, in 4 slots; then with memory for few of them, and by HTTP."""
-    out = shard_model(folder, strategy, tmp_path / "out").out
+    out = sharded(family, strategy)
     rng = np.random.default_rng(7)
     texts = [rng.integers(3, 256, 1 + 2 * n).tolist() for n in range(8)]
     news = [int(n) for n in rng.integers(1, 12, 8)]
@@ -217,20 +237,19 @@ SEARCHES = [
 
 
 @pytest.mark.parametrize(
-    ("folder", "family", "strategy"),
+    ("family", "strategy"),
     [
-        ("t5", "t5", "tp=2"),
-        *(pytest.param(f, f, "dp=2,tp=2", marks=pytest.mark.full) for f in made.FAMILIES),
+        ("t5", "tp=2"),
+        *(pytest.param(f, "dp=2,tp=2", marks=pytest.mark.full) for f in made.FAMILIES),
     ],
-    indirect=["folder"],
 )
 def test_beam_search_finds_what_transformers_does(
-    folder: Path, family: str, strategy: str, tmp_path: Path
+    sharded: Sharded, family: str, strategy: str
 ) -> None:
     """With several tokens that complete a sequence, and ways to stop."""
     module, _, _ = built(family)
     read, new = source(family), 12
-    out = shard_model(folder, strategy, tmp_path / "out").out
+    out = sharded(family, strategy)
     with Ranks(out, Generator) as ranks:
         # Tokens that occur early complete sequences, so that there are some to compare.
         given = {"encoder": read, "max_new_tokens": new}
@@ -247,9 +266,8 @@ def test_beam_search_finds_what_transformers_does(
             compare(first, module, read, how, sorted(eos), new, rtol=RTOL)
 
 
-@pytest.mark.parametrize("folder", ["t5"], indirect=True)
-def test_a_table_of_both_is_stored_once(folder: Path, tmp_path: Path) -> None:
-    out = shard_model(folder, "tp=2", tmp_path / "out").out
+def test_a_table_of_both_is_stored_once(sharded: Sharded) -> None:
+    out = sharded("t5", "tp=2")
     names = [name for name in Manifest.load(out).parameters if name.endswith("shared.weight")]
     assert names == ["shared.weight"]
 
