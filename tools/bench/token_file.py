@@ -49,7 +49,7 @@ def measured(directory: Path, source: str, ranks: int, steps: int, log: Path) ->
     """Runs a training, and returns a number for each column."""
     command = [
         str(find_mpirun()), "--oversubscribe", "-n", str(ranks), sys.executable, "-m",
-        "onnxpar.cli",        "train", str(directory), "--data", source, "--batch-size", str(BATCH),
+        "onnxpar.cli", "train", str(directory), "--data", source, "--batch-size", str(BATCH),
         "--steps", str(steps), "--lr", "1e-4", "--log", str(log), "--print-every", "0",
     ]  # fmt: skip
     environment = mpirun_environment() | {"OMP_NUM_THREADS": "1"}
