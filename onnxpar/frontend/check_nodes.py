@@ -11,11 +11,11 @@ import onnx
 import onnx_ir as ir
 
 from onnxpar.core.errors import ModelError, NodeError, short
-from onnxpar.frontend.check_bodies import check_bodies
 from onnxpar.graph.body_captures import bodies_of
 from onnxpar.graph.builder import DOMAIN
 from onnxpar.graph.node_view import default_opset
 from onnxpar.ops.contrib_schemas import correct_schemas
+from onnxpar.ops.control.body_forms import check_bodies
 
 DEFAULT_DOMAINS = ("", "ai.onnx")
 _INTEGERS = (ir.DataType.INT64, ir.DataType.INT32)

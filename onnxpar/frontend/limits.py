@@ -14,13 +14,10 @@ from sympy import Integer
 
 from onnxpar.core.errors import ModelError, SymbolError, short
 from onnxpar.core.symbols import as_dim, dim_symbol
+from onnxpar.core.symbols.formula_limits import MAX_OPERATIONS, MAX_TEXT, operations
 from onnxpar.frontend.check_nodes import DEFAULT_DOMAINS
 from onnxpar.graph.body_captures import bodies_of
 
-MAX_TEXT = 1000
-"""Characters of a dim."""
-MAX_OPERATIONS = 100
-"""Operators, commas and pairs of parentheses in a dim."""
 MAX_CHOICES = 8
 """Arguments of `max` and `min` in a dim: their order is compared pair by pair."""
 MAX_POWER = 8
@@ -31,8 +28,6 @@ MAX_NESTING = 8
 """Bodies inside one another: some work doubles with each level."""
 MAX_BODIES = 10_000
 """Bodies, of which one inside k others counts 2**k: each takes some milliseconds."""
-MAX_DIMS = 64
-"""Dims of an input: numpy, which holds the data, has no more."""
 MAX_NODES = 1_000_000
 """Nodes that all functions of a model make."""
 MAX_MADE, MAX_GROWTH = 10_000, 200
@@ -45,7 +40,6 @@ MAX_CALLS = 64
 """Functions inside one another: names get longer with each of them."""
 
 _LARGEST = 2**63 - 1
-_OPERATION = re.compile(r"[-+*/%(,]")
 _CHOICE = re.compile(r"\b(?:max|min)\s*\(", re.IGNORECASE)
 _POWER_OF_MORE = re.compile(r"\)\s*\*\*\s*(\d+)")
 
@@ -63,7 +57,7 @@ def check_dim(owner: str, text: str) -> None:
 
     if len(text) > MAX_TEXT:
         raise refuse(f"which has {len(text)} characters; expected at most {MAX_TEXT}")
-    if len(_OPERATION.findall(text)) > MAX_OPERATIONS:
+    if operations(text) > MAX_OPERATIONS:
         raise refuse(f"which has more than {MAX_OPERATIONS} operations")
     check_numbers(owner, text)
     if _CHOICE.search(text) and text.count(",") >= MAX_CHOICES:

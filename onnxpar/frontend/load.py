@@ -26,11 +26,12 @@ from onnx_shape_inference import (
 from onnxpar.core.errors import ModelError, short
 from onnxpar.core.name_patterns import nearest
 from onnxpar.core.symbols import Symbol, SymbolTable, as_dim, symbols_of
+from onnxpar.core.symbols.formula_limits import MAX_DIMS
 from onnxpar.frontend.check_nodes import check_inferred, check_operators
 from onnxpar.frontend.check_proto import check_proto
 from onnxpar.frontend.expand import expand_unknown, inline_functions
 from onnxpar.frontend.fold_constants import fold_constants
-from onnxpar.frontend.limits import MAX_DIMS, check_calls, check_dim, check_nesting
+from onnxpar.frontend.limits import check_calls, check_dim, check_nesting
 from onnxpar.frontend.quiet import quiet
 from onnxpar.frontend.upgrade import upgrade_model
 from onnxpar.graph.body_captures import (

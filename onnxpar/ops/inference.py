@@ -9,14 +9,23 @@ from importlib.util import module_from_spec, spec_from_file_location
 from types import ModuleType, SimpleNamespace
 
 import onnx_ir as ir
-from onnx_shape_inference import OpShapeInferenceRegistry, ShapeInferenceContext, registry
+from onnx_shape_inference import (
+    OpShapeInferenceRegistry,
+    OpUsageError,
+    ShapeInferenceContext,
+    registry,
+)
 from onnx_shape_inference import _engine as _library_engine
 
+from onnxpar.core.symbols.formula_limits import MAX_DIMS
 from onnxpar.ops.elementwise.inference import infer_broadcast
 from onnxpar.ops.operator import OpDef
 from onnxpar.ops.registry import Registry
-from onnxpar.ops.sizes.computed_sizes import put_values
+from onnxpar.ops.sizes.computed_sizes import forget_large, put_values, small
 from onnxpar.ops.slots import InferFn, Library, LibraryFn
+
+_TARGETS = {"Reshape": 1, "Expand": 1, "ConstantOfShape": 0}
+"""The operand that is the shape of the result."""
 
 
 class _Corrected:
@@ -36,7 +45,7 @@ class _Corrected:
         """Returns the function of an operator at a version of its domain, or None."""
         source = self.own if self.own.has(domain, op_type) else registry
         found: LibraryFn | None = source.get(domain, op_type, version)
-        return found
+        return None if found is None else partial(_bounded, found)
 
 
 def _engine(functions: _Corrected) -> ModuleType:
@@ -78,6 +87,32 @@ def _with_values(
     infer(context, node)
     assert definition.values is not None
     put_values(context, node, definition.values)
+
+
+def _bounded(infer: LibraryFn, context: ShapeInferenceContext, node: ir.Node) -> None:
+    """Infers the results of a node, and forgets elements and sizes whose formulas are too large.
+
+    A chain of nodes may double a formula, or the number of elements, with each of them.
+    """
+    _check_rank(node)
+    infer(context, node)
+    for value in node.outputs:
+        forget_large(context, value)
+        if value.shape is not None and not value.shape.is_static():
+            dims = [d if small(d) else context.new_symbolic_dim() for d in value.shape]
+            if any(made is not d for made, d in zip(dims, value.shape, strict=True)):
+                value.shape = ir.Shape(dims)
+
+
+def _check_rank(node: ir.Node) -> None:
+    """Raises OpUsageError if an operand asks for a result of more dims than a tensor can have."""
+    index = _TARGETS.get(node.op_type)
+    target = None if index is None or index >= len(node.inputs) else node.inputs[index]
+    if target is None or target.shape is None or len(target.shape) != 1:
+        return
+    count = target.shape[0]
+    if isinstance(count, int) and count > MAX_DIMS:
+        raise OpUsageError(node, f"expected a shape of at most {MAX_DIMS} dims, got {count}")
 
 
 class Inference:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from onnx_shape_inference import SYM_DATA_KEY, ShapeInferenceContext
 
 from onnxpar.core.symbols import as_dim, symbols_of
+from onnxpar.core.symbols.formula_limits import is_small
 from onnxpar.ops.sizes.element_arithmetic import (
     Number,
     UnknownError,
@@ -87,6 +88,18 @@ def _may_be_known(value: ir.Value) -> bool:
     if not value.shape.is_static():
         return False
     return int(np.prod(value.shape.numpy(), dtype=object)) <= LIMIT
+
+
+def small(item: int | ir.SymbolicDim) -> bool:
+    """Whether an element or a dim is a number, or a formula that is not too large."""
+    return isinstance(item, int) or item.value is None or is_small(item.value)
+
+
+def forget_large(context: ShapeInferenceContext, value: ir.Value) -> None:
+    """Drops the elements of a result if they are too many, or their formulas too large."""
+    said = context._symbolic_values.get(value)
+    if said is not None and (len(said) > LIMIT or not all(map(small, said))):
+        _forget(context, value)
 
 
 def _forget(context: ShapeInferenceContext, value: ir.Value) -> None:

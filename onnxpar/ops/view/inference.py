@@ -1,4 +1,4 @@
-"""Shape inference of Slice, Expand, Split, Pad and Reshape.
+"""Shape inference of Slice, Concat, Expand, Split, Pad and Reshape.
 
 `onnx-shape-inference` assumes that a constant end of a Slice is inside a symbolic dim, and so gives
 the dim a size that it may not have when the model runs.
@@ -10,6 +10,7 @@ from onnx_shape_inference import ShapeInferenceContext
 
 from onnxpar.core.symbols import NO_CONSTRAINTS, Dim, as_dim
 from onnxpar.ops.elementwise.inference import broadcast_shape
+from onnxpar.ops.sizes.computed_sizes import LIMIT
 from onnxpar.ops.sizes.inference import as_library, elements_of, readable_size, round_up
 from onnxpar.ops.slots import Library
 
@@ -44,6 +45,18 @@ def infer_slice(library: Library, context: ShapeInferenceContext, node: ir.Node)
         length = _length(context, size, low, high, step)
         dims[axis] = context.new_symbolic_dim() if length is None else as_library(length)
     node.outputs[0].shape = ir.Shape(dims)
+
+
+def infer_concat(library: Library, context: ShapeInferenceContext, node: ir.Node) -> None:
+    """Concat: a long list of integers is not followed; the library names each unknown element."""
+    lengths = [value.shape[0] for value in node.inputs if value is not None and value.shape]
+    if len(lengths) == len(node.inputs) and all(isinstance(n, int) for n in lengths):
+        total = sum(n for n in lengths if isinstance(n, int))
+        ranks = {len(value.shape) for value in node.inputs if value is not None and value.shape}
+        if ranks == {1} and total > LIMIT and node.inputs[0] is not None:
+            context.set_shape_and_dtype(node.outputs[0], ir.Shape([total]), node.inputs[0].dtype)
+            return
+    library.infer(context, node)
 
 
 def infer_expand(library: Library, context: ShapeInferenceContext, node: ir.Node) -> None:

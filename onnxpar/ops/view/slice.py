@@ -29,7 +29,7 @@ from onnxpar.ops.parts import Taken, same_node
 from onnxpar.ops.sizes.computed_sizes import chosen, concatenated, expanded, parts, sliced
 from onnxpar.ops.slots import FOLLOWS, Kernel, KernelCall
 from onnxpar.ops.value_patterns import repeated, side_by_side
-from onnxpar.ops.view.inference import infer_expand, infer_slice, infer_split
+from onnxpar.ops.view.inference import infer_concat, infer_expand, infer_slice, infer_split
 from onnxpar.ops.view.reshape import further
 from onnxpar.ops.view.reshape_gradient import expand_gradient
 from onnxpar.ops.view.slice_gradient import (
@@ -294,6 +294,7 @@ DEFS = (
         4,
         concat_rule,
         gradient=concat_gradient,
+        infer=infer_concat,
         values=concatenated,
         pattern=side_by_side,
     ),

@@ -284,3 +284,31 @@ def test_an_unknown_exception_is_an_internal_error(
     monkeypatch.setenv("ONNXPAR_TRACEBACK", "1")
     with pytest.raises(ZeroDivisionError):
         main(["inspect", str(tmp_path / "m.onnx")])
+
+
+@pytest.mark.parametrize(
+    ("op_type", "count", "last", "message"),
+    [
+        # Each node doubles the number of elements, or the length of their formulas.
+        ("Concat", 30, "Reshape", f"expected a shape of at most 64 dims, got {2**31}"),
+        ("Concat", 30, "Expand", f"expected a shape of at most 64 dims, got {2**31}"),
+        ("Mul", 60, "Expand", ""),
+        ("Add", 60, "Expand", ""),
+    ],
+)
+def test_sizes_that_double_again_and_again(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    op_type: str,
+    count: int,
+    last: str,
+    message: str,
+) -> None:
+    nodes = [helper.make_node("Shape", ["x"], ["k0"], "shape")]
+    axis = {"axis": 0} if op_type == "Concat" else {}
+    for k in range(count):
+        nodes.append(helper.make_node(op_type, [f"k{k}"] * 2, [f"k{k + 1}"], f"n{k}", **axis))
+    nodes.append(helper.make_node(last, ["x", f"k{count}"], ["y"], "last"))
+    graph = helper.make_graph(nodes, "g", [value("x", "a", "b")], [value("y", "c", "d")])
+    assert main(["inspect", str(saved(tmp_path / "m.onnx", graph))]) == (2 if message else 0)
+    assert message in capsys.readouterr().err
