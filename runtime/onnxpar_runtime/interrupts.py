@@ -57,25 +57,31 @@ def reporting_termination(rank: Rank, stop: Stop | None = None) -> Iterator[None
         yield
         return
 
-    def end(report: Callable[[], None] | None = None) -> None:
+    def end(
+        report: Callable[[], None] | None = None, number: signal.Signals = signal.SIGTERM
+    ) -> None:
         if report is not None:
             report()
         rank.write_calls(TERMINATED)
         remove_folders()
         if not alone:
             time.sleep(_LINGER)
-        os._exit(128 + signal.SIGTERM)
+        os._exit(128 + number)
 
     def asking(*numbers: signal.Signals) -> dict[signal.Signals, Callable[[], None]]:
-        return {} if stop is None else {n: partial(stop.ask, n, end) for n in numbers}
+        if stop is None:
+            return {}
+        codes = {signal.SIGINT: signal.SIGINT}
+        ends = {n: partial(end, None, codes.get(n, signal.SIGTERM)) for n in numbers}
+        return {n: partial(stop.ask, n, ends[n]) for n in numbers}
 
     local = os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE")
     if local != str(rank.world.size) or alone:
-        ends: dict[signal.Signals, Callable[[], None]] = {signal.SIGTERM: end}
+        at_once: dict[signal.Signals, Callable[[], None]] = {signal.SIGTERM: end}
         asks = asking(signal.SIGUSR2, *((signal.SIGTERM,) if local is None else ()))
         if alone:
             asks |= asking(signal.SIGINT)
-        with writing_calls(rank, ends | asks):
+        with writing_calls(rank, at_once | asks):
             yield
         return
     own = os.getpid() if rank.index == 0 else 0

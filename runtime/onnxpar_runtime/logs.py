@@ -40,6 +40,9 @@ def open_log(directory: str | Path, rank: int) -> Path:
     path = Path(directory) / f"rank{rank:04d}.log"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_symlink():
+            # The user did not give this name, so somebody else may have put a link there.
+            raise LaunchError(f"{path}: expected no link, because the log is written there")
         handler = _File(path, mode="w", encoding="utf-8")
     except OSError as error:
         raise LaunchError(f"{path}: cannot be written: {error.strerror or error}") from None

@@ -3,11 +3,14 @@
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 
 import numpy as np
 
 from onnxpar_runtime.collectives import Rank
+
+_TWICE_S = 0.25
 
 
 class Stop:
@@ -24,17 +27,26 @@ class Stop:
         """Nobody has asked yet."""
         self._grace = grace
         self.asked: signal.Signals | None = None
+        self._since = 0.0
         self._timer: threading.Timer | None = None
 
     def ask(self, number: signal.Signals, end: Callable[[], None]) -> None:
         """Asks this rank to stop; `end` ends the process when the time is over.
 
-        It does so at once at a second request. It may be called in any thread.
+        It does so at once at a second request, unless that follows within a quarter of a second:
+        a signal for a group of processes may come twice. It may be called in any thread.
         """
+        now = time.monotonic()
         if self.asked is not None:
+            if now - self._since < _TWICE_S:
+                return
+            sys.stderr.write(
+                f"onnxpar: error: {number.name} again: no last checkpoint is written\n"
+            )
+            sys.stderr.flush()
             end()
             return
-        self.asked = number
+        self.asked, self._since = number, now
 
         def late() -> None:
             sys.stderr.write(

@@ -107,7 +107,7 @@ def test_evaluates_as_numpy_does(
     assert report["correct"] == round(accuracy * 360)
     # JSON has no NaN, which Python would write.
     save_file({"w": np.full_like(w, np.nan, np.float32)}, tmp_path / "w.safetensors")
-    assert main([*arguments, "--parameters", str(tmp_path / "w.safetensors")]) == 0
+    assert main([*arguments, "--parameters", str(tmp_path / "w.safetensors")]) == 1
     text = capfd.readouterr().out
     assert '"loss": null,' in text and "NaN" not in text
     # Without the file the weights of the directory are evaluated.
@@ -265,6 +265,19 @@ def test_data_are_checked_before_the_first_step(
     assert capfd.readouterr() == ("", printed.err.replace("--eval-data", "--data"))
     assert main(["eval", str(sgd), "--data", held_out, "--device", "cpu"]) == 2
     assert f"--data {held_out}: {message}" in capfd.readouterr().err
+
+
+def test_an_evaluation_that_is_not_finite(
+    sgd: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    given = npz(tmp_path / "a.npz", 20)
+    arrays = dict(np.load(given.removeprefix("npz:")))
+    (name,) = (n for n, array in arrays.items() if array.dtype == np.float32)
+    arrays[name][3] = np.nan
+    np.savez(tmp_path / "a.npz", **arrays)
+    assert main(["eval", str(sgd), "--data", given, "--device", "cpu"]) == 1
+    printed = capfd.readouterr()
+    assert "loss is nan" in printed.out and "the loss is nan: expected a finite one" in printed.err
 
 
 def test_accumulation_and_schedule(sgd: Path, tmp_path: Path) -> None:

@@ -1,9 +1,11 @@
 """Ranks from the environment, mpirun, and the end of a rank's program."""
 
+import errno
 import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -139,13 +141,27 @@ def test_traceback_goes_to_the_log_only(tmp_path: Path, capfd: pytest.CaptureFix
 def test_a_log_on_a_full_disk_ends_with_one_warning(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "rank0000.log").symlink_to("/dev/full")
     path, logger = open_log(tmp_path, 0), logging.getLogger("onnxpar_runtime")
+    (handler,) = (h for h in logger.handlers if getattr(h, "baseFilename", "") == str(path))
+    assert isinstance(handler, logging.FileHandler)
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    stream = Mock(write=Mock(side_effect=full))
+    opened = handler.setStream(stream)
+    assert opened is not None
+    opened.close()
     for number in range(3):
         logger.warning("step %d", number)
+    assert stream.write.call_count == 1
     error = capfd.readouterr().err
     assert error.count("onnxpar: warning: ") == 1 and "No space left on device" in error
     assert str(path) in error and "Traceback" not in error
+
+
+def test_a_log_is_not_written_through_a_link(tmp_path: Path) -> None:
+    (tmp_path / "rank0000.log").symlink_to(tmp_path / "victim")
+    with pytest.raises(LaunchError, match=r"rank0000.log: expected no link"):
+        open_log(tmp_path, 0)
+    assert not (tmp_path / "victim").exists()
 
 
 def test_log_folder_that_cannot_be_made(tmp_path: Path) -> None:

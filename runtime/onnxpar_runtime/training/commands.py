@@ -14,6 +14,7 @@ from onnxpar_format.options import EvaluationRun, Execution, TrainingRun
 from onnxpar_runtime.agree import together
 from onnxpar_runtime.collectives import Rank
 from onnxpar_runtime.commands import begin, opened, start, traced
+from onnxpar_runtime.errors import TrainingError
 from onnxpar_runtime.interrupts import reporting_termination
 from onnxpar_runtime.launch import guarded
 from onnxpar_runtime.stop import Stop
@@ -105,6 +106,11 @@ def evaluation(directory: str | Path, wanted: EvaluationRun, how: Execution) -> 
         if rank.index == 0:
             _print_evaluation(wanted, chosen, result)
         trainer.close()
+        if result.labels and not isfinite(result.loss):
+            raise TrainingError(
+                f"the loss is {result.loss:g}: expected a finite one; --debug-nan names the node "
+                "where it begins"
+            ).as_agreed()
 
     return _on_rank(how, body)
 

@@ -47,6 +47,7 @@ from onnxpar_runtime.training.programs import (
 )
 from onnxpar_runtime.training.replicas import ReplicaCheck
 from onnxpar_runtime.training.results import Fitted
+from onnxpar_runtime.training.same_options import check_same_options
 from onnxpar_runtime.training.sources import (
     Samples,
     Source,
@@ -246,6 +247,7 @@ def carry_out(
 ) -> Fitted:
     """Carries out a prepared run, from a checkpoint if there is one. Every rank must call it."""
     rank = trainer.rank
+    check_same_options(rank, wanted)
     together(rank, lambda: check_groups(trainer, wanted.grad_norm))
     together(rank, lambda: trainer.expect(prepared.runs))
     start, lines = Progress(), []

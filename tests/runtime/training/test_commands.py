@@ -53,6 +53,26 @@ def test_a_trainer_that_is_there(tmp_path: Path) -> None:
     np.testing.assert_allclose(again.loss, loss, rtol=1e-11)
 
 
+def test_ranks_with_other_options_do_not_train(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", **batch_of(9, 1))
+    wanted = TrainingRun(f"npz:{tmp_path / 'a.npz'}", lr=0.1, batch_size=4, print_every=0)
+    others = (
+        (replace(wanted, lr=0.5), "--lr: expected the same value on all ranks"),
+        (replace(wanted, settings=Settings(clip_norm=1.0)), "--settings: expected the same"),
+    )
+    with TrainerGroup(regression(tmp_path / "a")) as group:
+        for other, message in others:
+            with pytest.raises(OnnxparRuntimeError, match=message):
+                group.on_each(
+                    lambda member, other=other: run.train_with(
+                        member, other if member.rank.index else wanted
+                    )
+                )
+        # What only rank 0 does may differ.
+        quiet = replace(wanted, print_every=5, log=tmp_path / "log")
+        group.on_each(lambda member: run.train_with(member, wanted if member.rank.index else quiet))
+
+
 def test_a_trainer_that_is_there_evaluates_on_other_data(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
