@@ -1,14 +1,14 @@
 """Checks what a model's file says before anything else reads it, in one pass over its messages.
 
 Text must be UTF-8, names must fit into a line, the version must be known, sizes must not be
-negative, a node must not give an attribute twice, and the files of weights must be in the folder of
-the model. What the operators require is checked later.
+negative, a node must not give an attribute twice, no two values may have one name, and the files of
+weights must be in the folder of the model. What the operators require is checked later.
 """
 
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ def check_proto(proto: onnx.ModelProto, path: Path) -> None:
             f"{str(path)!r}: expected an ir_version of 0 to {onnx.IR_VERSION}, the newest that the "
             f"installed onnx knows, got {proto.ir_version}"
         )
-    found = _functions_fault(proto) or _fault(proto, "model", "", path)
+    found = _functions_fault(proto) or _outputs_fault(proto) or _fault(proto, "model", "", path)
     if found is not None:
         raise ModelError(f"{str(path)!r}: {found}")
 
@@ -85,7 +85,7 @@ def _fault(message: Message, place: str, owner: str, path: Path) -> str | None:
     if kind in _CHECKS:
         found = _CHECKS[kind](message, path)
         if found is not None:
-            return f"{owner}: {found}"
+            return f"{owner}: {found}" if owner else found
     for name, repeated, nested in _text_fields(message.DESCRIPTOR):
         if not repeated and not message.HasField(name):
             continue
@@ -132,7 +132,46 @@ def _functions_fault(model: Any) -> str | None:
     return None
 
 
+def _outputs_fault(model: Any) -> str | None:
+    # A run returns results by name. Bodies return them by position.
+    for name, count in Counter(value.name for value in model.graph.output).items():
+        if count > 1:
+            return f"expected one output {short(name)}, got {count}"
+    return None
+
+
+def _graph_fault(graph: Any, path: Path) -> str | None:
+    if graph.sparse_initializer:
+        name = graph.sparse_initializer[0].values.name
+        return (
+            f"initializer {short(name)}: sparse initializers are not supported: expected all "
+            "elements, as in 'initializer', got 'sparse_initializer'"
+        )
+    inputs = [value.name for value in graph.input]
+    known = set(inputs)  # An initializer may be the default value of an input.
+    weights = [tensor.name for tensor in graph.initializer if tensor.name not in known]
+    return _names_fault(inputs, graph.node, weights)
+
+
+def _names_fault(inputs: Iterable[str], nodes: Any, weights: Iterable[str] = ()) -> str | None:
+    """Says which name two values of a graph or a function have."""
+    first: dict[str, str] = {}
+    for what, names in (
+        ("an input", inputs),
+        ("an initializer", weights),
+        *((f"a result of node {short(n.name)} ({n.op_type})", n.output) for n in nodes),
+    ):
+        for name in filter(None, names):
+            if name in first:
+                return f"expected one value {short(name)}, got {first[name]} and {what}"
+            first[name] = what
+    return None
+
+
 def _function_fault(function: Any, path: Path) -> str | None:
+    twice = _names_fault(function.input, function.node)
+    if twice is not None:
+        return twice
     made = {name for node in function.node for name in node.output} | set(function.input)
     missing = next((name for name in function.output if name not in made), None)
     return None if missing is None else f"no node makes the output {short(missing)}"
@@ -206,6 +245,7 @@ _NAMED: Mapping[str, Callable[[Any, str], str]] = {
     "SparseTensorProto": lambda sparse, owner: _named_tensor(sparse.values, owner),
 }
 _CHECKS: Mapping[str, Callable[[Any, Path], str | None]] = {
+    "GraphProto": _graph_fault,
     "NodeProto": _node_fault,
     "FunctionProto": _function_fault,
     "Dimension": _dim_fault,

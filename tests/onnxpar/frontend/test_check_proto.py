@@ -1,13 +1,13 @@
 """What a model's file may not say, whatever its operators are."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, MutableSequence
 from pathlib import Path
 
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from onnx import SparseTensorProto, TensorProto, ValueInfoProto, helper, numpy_helper
 
 from onnxpar.cli import main
 
@@ -28,9 +28,17 @@ def tensor(dims: list[int]) -> TensorProto:
     return TensorProto(name="t", data_type=TensorProto.FLOAT, dims=dims)
 
 
-def constant(proto: onnx.ModelProto) -> None:
-    node = helper.make_node("Constant", [], ["c"], "const", value=tensor([-3]))
+def constant(proto: onnx.ModelProto, **value: object) -> None:
+    node = helper.make_node("Constant", [], ["c"], "const", **value)
     proto.graph.node.insert(0, node)
+
+
+def again(values: MutableSequence[ValueInfoProto]) -> None:
+    values.append(values[0])
+
+
+def from_node(proto: onnx.ModelProto, name: str) -> None:
+    proto.graph.node.append(helper.make_node("Neg", ["x"], [name], "last"))
 
 
 CHANGES: dict[str, tuple[Callable[[onnx.ModelProto], object], str]] = {
@@ -56,12 +64,30 @@ CHANGES: dict[str, tuple[Callable[[onnx.ModelProto], object], str]] = {
         "initializer 'w': expected dims of at least 0, got [-4, 4]",
     ),
     "constant": (
-        constant,
+        lambda m: constant(m, value=tensor([-3])),
         "node 'const' (Constant): tensor 't': expected dims of at least 0, got [-3]",
     ),
+    "sparse constant": (
+        lambda m: constant(m, sparse_value=SparseTensorProto(dims=[-1, 4], values=tensor([1]))),
+        "node 'const' (Constant): tensor 't': expected dims of at least 0, got [-1, 4]",
+    ),
     "sparse": (
-        lambda m: m.graph.sparse_initializer.add(dims=[-1, 4], values=tensor([1])),
-        "initializer 't': expected dims of at least 0, got [-1, 4]",
+        lambda m: m.graph.sparse_initializer.add(dims=[4, 4], values=tensor([1])),
+        "initializer 't': sparse initializers are not supported: expected all elements, as in "
+        "'initializer', got 'sparse_initializer'",
+    ),
+    "inputs": (
+        lambda m: again(m.graph.input),
+        "expected one value 'x', got an input and an input",
+    ),
+    "outputs": (lambda m: again(m.graph.output), "expected one output 'y', got 2"),
+    "input and result": (
+        lambda m: from_node(m, "x"),
+        "expected one value 'x', got an input and a result of node 'last' (Neg)",
+    ),
+    "initializer and result": (
+        lambda m: from_node(m, "w"),
+        "expected one value 'w', got an initializer and a result of node 'last' (Neg)",
     ),
 }
 
