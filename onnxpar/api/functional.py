@@ -45,7 +45,7 @@ from onnxpar.strategy.call_layouts import (
 )
 from onnxpar.strategy.divided_weights import match_parameters
 from onnxpar.strategy.factor_splits import rank_of, show
-from onnxpar.strategy.machine_file import load_machine
+from onnxpar.strategy.machine_file import machine_of
 from onnxpar.strategy.schema import MAX_DEVICES, SearchEntry
 from onnxpar.strategy.tensor_entry import TensorEntry
 from onnxpar.strategy.yaml_document import Document
@@ -428,7 +428,7 @@ class Sharded:
         entry = strategy.search
         workload = Workload.inference(program)
         undivided = PipelineSplit(stages=1, micro_batches=1)
-        pricing = Pricing(workload, load_machine(entry.machine), entry.sizes, undivided)
+        pricing = Pricing(workload, machine_of(strategy), entry.sizes, undivided)
         found = search(strategy, workload, seeds, peak=pricing.peak)
         parted = propagate_and_partition(program, found.seeds)
         report = directory_data((parted,))

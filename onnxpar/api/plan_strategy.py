@@ -69,7 +69,7 @@ def plan_strategy(
         configure=_open(strategy, stages, micro_batches, level),
         progress=progress,
     )
-    machine, ways = target_machine(strategy.search), decision.ways
+    machine, ways = target_machine(strategy), decision.ways
     if not decision.free:
         split = PipelineSplit(1, ways[0].micro_batches)
         pricing = Pricing(workload, machine, strategy.search.sizes, split)

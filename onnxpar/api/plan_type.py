@@ -14,7 +14,7 @@ from onnxpar.report.found_strategy import FoundStrategy
 from onnxpar.search.rival_plans import Pricing, Way
 from onnxpar.stages.stage_price import PipelineSplit
 from onnxpar.strategy import Strategy
-from onnxpar.strategy.machine_file import load_machine
+from onnxpar.strategy.machine_file import machine_of
 from onnxpar.strategy.recompute_entry import NOTHING, read_recompute
 
 HALF = "bfloat16"
@@ -46,7 +46,7 @@ def plan_any_type(
         OnnxparError: As `plan_strategy`.
     """
     half = replace(training, compute=HALF)
-    if HALF not in load_machine(strategy.search.machine).flops:
+    if HALF not in machine_of(strategy).flops:
         # The machine may not have the type if it states no rate for it.
         return _named(search(training), OWN)
     try:

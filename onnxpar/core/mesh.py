@@ -7,7 +7,7 @@ assignments, Xu et al. 2021, and Shardy's sub-axes express the same idea).
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise, product
@@ -17,6 +17,8 @@ from onnxpar.core.errors import MeshError
 from onnxpar_format.boxes import coordinates
 
 Atoms = tuple[int, ...]
+MAX_AXES = 32
+"""Each axis costs time wherever shardings are compared. Not even 65,536 devices need 17."""
 _AXIS = re.compile(r"[A-Za-z_][\w-]*", re.ASCII)
 
 
@@ -39,7 +41,9 @@ def is_integer(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _check_axes(axes: Iterable[tuple[str, int]]) -> None:
+def _check_axes(axes: Collection[tuple[str, int]]) -> None:
+    if len(axes) > MAX_AXES:
+        raise MeshError(f"expected at most {MAX_AXES} mesh axes, got {len(axes)}")
     for name, size in axes:
         # Strategy files write several axes as `a.b`, and runs of devices as `4@2`.
         if not _AXIS.fullmatch(name):

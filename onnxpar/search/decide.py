@@ -146,7 +146,7 @@ def decide(
     """
     _check_sizes(strategy, workload)
     entry = strategy.search
-    machine = target_machine(entry)
+    machine = target_machine(strategy)
     limit = machine.memory
     trains = bool(workload.gradients)
     if configure is not None and not (trains and configure.anything):
@@ -291,7 +291,7 @@ def _configured(
     if pipeline is not None and pipeline.model_fields_set <= {"stages", "micro_batches"}:
         # `configure` has both numbers; schedule and chunks are open.
         strategy = replace(strategy, devices=strategy.world, pipeline=None)
-    machine = target_machine(entry)
+    machine = target_machine(strategy)
     limit = machine.memory
     configurations = Configurations(strategy, workload, machine, limit, configure, progress)
     tried = configurations.run()
@@ -451,7 +451,7 @@ def search(
     seeds = replace(seeds, nodes={n: seed for n, seed in seeds.nodes.items() if seed.pinned})
     entry = strategy.search
     spec = SearchSpec(
-        target_machine(entry),
+        target_machine(strategy),
         entry.algorithm,
         entry.level,
         entry.memory,

@@ -14,7 +14,7 @@ from onnxpar.graph.plan import shardings
 from onnxpar.stages.partition_chain import Costs, chain_of, partition_chain
 from onnxpar.strategy.annotation_seeds import annotated_virtual_stages
 from onnxpar.strategy.divided_weights import match_nodes
-from onnxpar.strategy.machine_file import load_machine
+from onnxpar.strategy.machine_file import machine_of
 from onnxpar.strategy.pipeline_entry import PipelineEntry
 from onnxpar.strategy.schema import Strategy
 
@@ -91,7 +91,7 @@ def _lines(strategy: Strategy, model: ir.Model) -> dict[str, str]:
 def _costs(strategy: Strategy, program: Program, nodes: Sequence[ir.Node]) -> Costs:
     """Estimated times of nodes and of sending their results, on the strategy's machine."""
     env, rules = program.env, program.rules
-    machine = load_machine(strategy.search.machine)
+    machine = machine_of(strategy)
     mesh = Mesh.of()
     cost = CostModel(machine, mesh, env.table, strategy.search.sizes)
     link = between_stages(machine, strategy.stages, strategy.devices)

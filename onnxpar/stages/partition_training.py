@@ -51,7 +51,7 @@ from onnxpar.stages.stage_memory import fullest_stage
 from onnxpar.stages.stage_programs import Staging, plan_copies
 from onnxpar.stages.state_buffers import Buffer, Buffers
 from onnxpar.strategy import Strategy, resolve
-from onnxpar.strategy.machine_file import background_machine, load_machine, memory_limit
+from onnxpar.strategy.machine_file import background_machine, machine_of, memory_limit
 from onnxpar.strategy.save import PAIR
 from onnxpar_format.manifest import StateKind
 
@@ -119,7 +119,7 @@ def partition_training(
     if staging is None:
         updates, rest = buffers.updates(spec.optimizer, opset, scaled=scaled)
     sizes = _sizes(strategy)
-    machine = background_machine(strategy.search)
+    machine = background_machine(strategy)
     mesh, table = shards.plan.mesh, prepared.program.env.table
     background = CostModel(machine, mesh, table, sizes)
 
@@ -139,7 +139,7 @@ def partition_training(
 
     program = _micro_batch(prepared, shards, places, strategy, staging, device_bytes)
     if staging is None:
-        given = memory_limit(strategy.search), strategy.recompute.memory
+        given = memory_limit(strategy), strategy.recompute.memory
         limits = [limit for limit in given if limit is not None]
         room = min(limits) - device_bytes(program, places) if limits else None
         runs = [(pair_micro_batches(program), 2)] if strategy.pair_micro_batches else []
@@ -244,7 +244,7 @@ def _micro_batch(
     again = strategy.recompute
     check_symbol_sizes(dict(again.sizes), p.program.env.table, f"{again.where}: 'sizes'")
     sizes = _sizes(strategy)
-    machine = load_machine(strategy.search.machine)
+    machine = machine_of(strategy)
     cost = CostModel(machine, shards.plan.mesh, p.program.env.table, sizes)
 
     def weighed(run: Planned) -> int:

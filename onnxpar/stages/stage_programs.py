@@ -24,7 +24,7 @@ from onnxpar.stages.split_program import StageProgram, split
 from onnxpar.stages.stage_price import ZERO_BUBBLE, PipelineSplit
 from onnxpar.stages.transfers import with_transfers
 from onnxpar.strategy import Strategy
-from onnxpar.strategy.machine_file import load_machine
+from onnxpar.strategy.machine_file import machine_of
 from onnxpar.strategy.pipeline_entry import PipelineEntry
 from onnxpar_format.manifest import Pipeline
 
@@ -139,7 +139,7 @@ class Staging:
             plan: Its plan.
             states: Names of its inputs that are buffers of the runtime.
         """
-        strategy, machine = self.strategy, load_machine(self.strategy.search.machine)
+        strategy, machine = self.strategy, machine_of(self.strategy)
         cost = CostModel(machine, plan.mesh, program.env.table, strategy.search.sizes)
         link = between_stages(machine, strategy.stages, plan.mesh.size)
         return with_transfers(places, program, plan, cost, link, states)

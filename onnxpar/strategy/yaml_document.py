@@ -31,6 +31,10 @@ MAX_DIGITS = 400
 """Characters of a number: those of base 60 cost time that grows with their square."""
 
 
+_TAGS = ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
+"""Tags of collections: those that PyYAML gives to the ones without a tag."""
+
+
 @dataclass(frozen=True)
 class Document:
     """Plain data and where it came from.
@@ -158,6 +162,8 @@ class _Reader:
             if isinstance(value, str) and any(category(c) in ("Cc", "Cs") for c in value):
                 raise self.fail(node, f"expected text without control characters, got {value!r}")
             return value
+        if node.tag not in _TAGS:
+            raise self.fail(node, f"expected no tag, got {short(node.tag)}")
         if id(node) in self.open:
             raise self.fail(node, "an alias refers to a node that contains it")
         self.open.add(id(node))

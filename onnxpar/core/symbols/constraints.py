@@ -18,8 +18,8 @@ class Symbol(SymbolSizes):
     """The sizes `divisor · N + remainder`, `N >= 1`, from `min` to `max`; `min=0` admits `N = 0`.
 
     The arguments and their checks are those of MindSpore's `Symbol`; in addition, `bool` in place
-    of an `int` and constraints that no size satisfies are refused. `unique` ties the dims that have
-    this same object.
+    of an `int`, a positive `max` below `min`, and constraints that no size satisfies are refused.
+    `unique` ties the dims that have this same object.
 
     Raises:
         TypeError: An argument has another type.
@@ -46,6 +46,8 @@ class Symbol(SymbolSizes):
                 f"Symbol: remainder: expected at least 0 and less than the divisor {self.divisor}, "
                 f"got {self.remainder}"
             )
+        if 0 < self.max < self.min:
+            raise ValueError(f"Symbol: max: expected at least min, {self.min}, got {self.max}")
         _ = self.facts
 
     @property

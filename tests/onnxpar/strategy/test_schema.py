@@ -8,7 +8,7 @@ from onnxpar.core.errors import MachineError, StrategyError
 from onnxpar.core.layout import Layout
 from onnxpar.core.symbols import Symbol
 from onnxpar.strategy import Strategy, load_strategy
-from onnxpar.strategy.machine_file import load_machine
+from onnxpar.strategy.machine_file import load_machine, target_machine
 from onnxpar.strategy.yaml_document import parse_document
 
 FULL = """\
@@ -124,6 +124,13 @@ def test_tp_and_axes_that_no_entry_uses_shard_parameters(
         ("mesh: {dp: 2}\nmesh: {dp: 3}", "s:2:1: key 'mesh' is already defined on line 1"),
         ("mesh:\n  dp: 2\n  dp: 4", "s:3:3: key 'dp' is already defined on line 2"),
         ("mesh: {on: 2}", "s:1:8: expected text as a key, got True"),
+        ("mesh: !!python/name:os.system {dp: 2}", "s:1:7: expected no tag, got 'tag:yaml.org"),
+        ("!!python/tuple [mesh]", "s:1:1: expected no tag, got 'tag:yaml.org,2002:python/tuple'"),
+        ("mesh: !x {dp: 2}", "s:1:7: expected no tag, got '!x'"),
+        (
+            f"mesh: {{{', '.join(f'a{i}: 1' for i in range(33))}}}",
+            "s:1: expected at most 32 mesh axes, got 33",
+        ),
         ("nodes: &a {x: *a}", "s:1:8: an alias refers to a node that contains it"),
         ("x: \x01", "s: not valid YAML: character 3: special characters are"),
         ("mesh: {dp: 2", "s:1:"),
@@ -187,7 +194,19 @@ def test_a_message_about_data_without_a_file_names_the_key_once() -> None:
     ("old", "new", "message"),
     [
         ("bandwidth: 2", "bandwidth: fast", "2: 'bandwidth': expected a number, got 'fast'"),
-        ("bandwidth: 2", "bandwidth: -1", "2: 'bandwidth': expected a number > 0, got -1"),
+        ("bandwidth: 2", "bandwidth: -1", "2: 'bandwidth': expected a number >= 1, got -1"),
+        ("bandwidth: 2", "bandwidth: 1e-300", "2: 'bandwidth': expected a number >= 1, got 1e-300"),
+        (
+            "overhead: 0",
+            "overhead: 1.0e+308",
+            "2: 'overhead': expected a number <= 1e+06, got 1e+308",
+        ),
+        (
+            "[\n{",
+            f"[\n{'{devices: 2, bandwidth: 1, latency: 1},' * 100}{{",
+            "3: expected increasing numbers of devices, and none for the last entry, got "
+            f"{'[' + '2, ' * 25 + '2'}...",
+        ),
         ("latency: 4", "late: 4", "4: 'links': 0: 'latency': expected this key, got none"),
         ("memory: 3", "memory: lots", "2: 'memory': expected a size such as 80GiB, got 'lots'"),
         ("name: a", "name: a, x: 1", "1: 'x': unknown key"),
@@ -205,6 +224,22 @@ def test_mistakes_in_a_machine_file(tmp_path: Path, old: str, new: str, message:
     with pytest.raises(MachineError) as caught:
         load_machine(str(path))
     assert str(caught.value) == f"{path}:{message}"
+
+
+def test_a_machine_that_a_strategy_names(tmp_path: Path) -> None:
+    """The message names the strategy, and does not show what is in the file."""
+    path, secret = tmp_path / "s.yaml", tmp_path / "secret"
+    secret.write_text("root:x:0")
+    for key in "search", "target":
+        path.write_text(f"mesh: {{dp: 2}}\n{key}: {{machine: {secret}}}")
+        with pytest.raises(MachineError) as caught:
+            target_machine(Strategy.from_file(path))
+        assert str(caught.value) == (
+            f"{path}:2: {key!r}: 'machine': {secret}: expected the keys of a machine file, such as "
+            "flops and links, got a scalar"
+        )
+    with pytest.raises(MachineError, match=r"^machine 'h10': expected a file or a known machine"):
+        target_machine(Strategy.from_dict({"devices": 2, "search": {"machine": "h10"}}))
 
 
 def test_memory_that_no_device_has(tmp_path: Path) -> None:
