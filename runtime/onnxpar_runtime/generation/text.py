@@ -1,5 +1,6 @@
 """Text to tokens and back, by the `tokenizers` package, from the folder of a Hugging Face model."""
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -41,7 +42,7 @@ class Tokenizer:
         path = folder / _FILE
         if not path.is_file():
             raise InputError(f"--tokenizer {folder}: expected a folder with {_FILE}, got none")
-        with _blamed_on(path):
+        with _blamed_on(path), _quiet():
             self._tokenizer: Any = tokenizers.Tokenizer.from_file(str(path))
         self._folder, self._path = folder, path
         self.eos = configured(folder, "eos_token_id")
@@ -97,6 +98,23 @@ def _blamed_on(path: Path) -> Iterator[None]:
         if isinstance(error, Exception) or type(error).__name__ == _PANIC:
             raise InputError(f"{path}: not a tokenizer: {error}") from None
         raise
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Leaves out what is written to stderr: Rust prints a panic there itself, with its stack."""
+    try:
+        kept = os.dup(2)
+    except OSError:  # it is closed
+        yield
+        return
+    try:
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
 
 
 class Stream:

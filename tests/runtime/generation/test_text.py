@@ -74,7 +74,9 @@ def test_a_folder_that_is_none_is_refused(folder: Path) -> None:
         Tokenizer(folder)
 
 
-def test_a_panic_of_the_package_is_an_error(folder: Path) -> None:
+def test_a_panic_of_the_package_is_an_error(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """It is no Exception of Python, and ended `generate` with a traceback."""
     path = folder / "tokenizer.json"
     content = json.loads(path.read_text())
@@ -86,3 +88,4 @@ def test_a_panic_of_the_package_is_an_error(folder: Path) -> None:
     path.write_text(json.dumps(content | {"model": model | {"merges": [["a", "b"]]}}))
     with pytest.raises(InputError, match=r"tokenizer\.json: not a tokenizer: range end index"):
         Tokenizer(folder)
+    assert capfd.readouterr().err == ""
