@@ -48,6 +48,8 @@ def _values(data: Json, screen: Screen) -> None:
         screen.entry("symbol", f"{name}: {constraint or 'any size'}")
     if not data["symbols"]:
         screen.entry("symbols", "none")
+    for notice in data["notices"]:
+        screen.entry("notice", notice)
     rows = []
     for kind in ("inputs", "outputs", "parameters"):
         groups = fold_rows(

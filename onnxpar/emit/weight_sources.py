@@ -53,21 +53,29 @@ def check(parameters: Iterable[Parameter]) -> None:
     """Checks that every parameter's data is there, without reading it.
 
     Raises:
-        DirectoryError: A tensor has no data, its file is missing or outside the model's folder, or
-            has fewer bytes than the tensor.
+        DirectoryError: A tensor has no data, or as `check_tensors`.
+    """
+    check_tensors((parameter.name, _tensor(parameter)) for parameter in parameters)
+
+
+def check_tensors(tensors: Iterable[tuple[str, ir.TensorProtocol]]) -> None:
+    """Checks that the data of tensors, given with their names, is there, without reading it.
+
+    Raises:
+        DirectoryError: A tensor's file is missing or outside the model's folder, or has fewer bytes
+            than the tensor.
     """
     sizes: dict[Path, int] = {}
-    for parameter in parameters:
-        tensor = _tensor(parameter)
+    for name, tensor in tensors:
         if not isinstance(tensor, ir.ExternalTensor):
             continue
-        region = _region(parameter.name, tensor)
+        region = _region(name, tensor)
         if region.path not in sizes:
-            sizes[region.path] = _size(parameter.name, region.path)
+            sizes[region.path] = _size(name, region.path)
         end = region.offset + region.length
         if sizes[region.path] < end:
             raise DirectoryError(
-                f"tensor {parameter.name!r}: its data file {region.path} is truncated: expected at "
+                f"tensor {name!r}: its data file {region.path} is truncated: expected at "
                 f"least {end} bytes ({region.length} from byte {region.offset}), got "
                 f"{sizes[region.path]}"
             )

@@ -8,12 +8,14 @@ from typing import Any
 
 import onnx_ir as ir
 
+from onnxpar.core.errors import DirectoryError
 from onnxpar.core.mesh import Atoms, Mesh
 from onnxpar.core.rule import OpRule, format_rule
 from onnxpar.core.sharding import Sharding
 from onnxpar.core.symbols import Dim, SymbolTable, dim_text, symbols_of
 from onnxpar.core.symbols.expressions import count_str
 from onnxpar.cost.growth import Sizes, grows_faster, large_size
+from onnxpar.emit.weight_sources import check_tensors
 from onnxpar.facts.host_nodes import size_nodes
 from onnxpar.facts.program import Program
 from onnxpar.graph.local_builder import Collective
@@ -337,7 +339,7 @@ def model_data(program: Program) -> Json:
     scalars), `symbols`, and `nodes` with the names of `inputs` and `outputs`, `rule`, `operands`
     (names of the operands that take an entry of a strategy), `factors` (name, size, kind),
     `reason` (why it cannot be sharded) and `computes_sizes` (whether it only computes sizes for
-    kernels).
+    kernels); and `notices`, the first weight whose data is not there, if any is.
     """
     graph, env, rules = program.graph, program.env, program.rules
     sizes = size_nodes(graph, program.registry)
@@ -346,11 +348,21 @@ def model_data(program: Program) -> Json:
         "inputs": [_value(v, env) for v in graph.inputs],
         "outputs": [_value(v, env) for v in graph.outputs],
         "symbols": {name: str(symbol) for name, symbol in env.table.items()},
+        "notices": _missing_data(graph),
         "parameters": [
             _value(v, env) for v in graph.initializers.values() if _is_worth_sharding(v)
         ],
         "nodes": [_rule(node, rules) | {"computes_sizes": node in sizes} for node in graph],
     }
+
+
+def _missing_data(graph: ir.Graph) -> list[str]:
+    weights = graph.initializers.items()
+    try:
+        check_tensors((name, v.const_value) for name, v in weights if v.const_value is not None)
+    except DirectoryError as error:
+        return [f"{error}; `onnxpar shard` needs it"]
+    return []
 
 
 def _is_worth_sharding(value: ir.Value) -> bool:

@@ -1,8 +1,10 @@
 """`onnxpar inspect`: the report of a sharded model, and of a model that has not been sharded."""
 
 import json
+import os
 from pathlib import Path
 
+import numpy as np
 import onnx
 import pytest
 
@@ -233,3 +235,34 @@ def test_what_an_encoder_supplies_is_shown(
     report = json.loads(capsys.readouterr().out)
     assert report["program"] == "encoder" and len(report["nodes"]) == 16
     assert report["supplied"] == []
+
+
+def test_weights_that_are_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A model without its weights can be shown; `shard` refuses it with the same words."""
+    weight = onnx.numpy_helper.from_array(np.ones((8, 8), np.float32), "w")
+    values = [onnx.helper.make_tensor_value_info(n, weight.data_type, ("n", 8)) for n in "xy"]
+    node = onnx.helper.make_node("MatMul", ["x", "w"], ["y"], "product")
+    graph = onnx.helper.make_graph([node], "g", values[:1], values[1:], [weight])
+    opsets = [onnx.helper.make_opsetid("", 21)]
+    model, path = onnx.helper.make_model(graph, opset_imports=opsets), tmp_path / "m.onnx"
+    onnx.save(model, path, save_as_external_data=True, location="w", size_threshold=0)
+
+    def notices() -> tuple[list[str], str]:
+        assert main(["inspect", str(path), "--json"]) == main(["inspect", str(path)]) == 0
+        data, _, shown = capsys.readouterr().out.partition("\n}\n")
+        return json.loads(data + "}")["notices"], shown
+
+    found, shown = notices()
+    assert not found and "notice" not in shown
+    data = tmp_path / "w"
+    os.truncate(data, 255)
+    found, shown = notices()
+    assert found == [
+        f"tensor 'w': its data file {data} is truncated: expected at least 256 bytes (256 from "
+        "byte 0), got 255; `onnxpar shard` needs it"
+    ]
+    assert f"notice        {found[0]}\n" in shown
+    data.unlink()
+    assert notices()[0] == [
+        f"tensor 'w': its data file {data} is missing; `onnxpar shard` needs it"
+    ]
