@@ -2,16 +2,17 @@
 
 import json
 import os
-import threading
+import webbrowser
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated
 
-import netron
 import typer
 
+from onnxpar.cli.netron_server import NetronServer
 from onnxpar.cli.options import AsJson, Directory, takes_options
-from onnxpar.core.errors import DirectoryError
+from onnxpar.core.errors import DirectoryError, OnnxparError
 from onnxpar.emit.read_manifest import read_manifest
 from onnxpar.frontend.load import read
 from onnxpar.report.read_directory import blamed_on_report, read_report
@@ -44,18 +45,32 @@ def command(
     """Show a rank's graph in Netron until interrupted."""
     path = graph_file(directory, program, rank)
     with TemporaryDirectory(prefix="onnxpar-view-") as folder:
+        files = served_files(directory)
         if simple:
             path = simple_file(directory, path, program, Path(folder))
-        address = netron.start(
-            str(path), address=(host, port) if port else (host, None), browse=browser
-        )
-        url = f"http://{address[0]}:{address[1]}"
-        shown = json.dumps({"file": str(path), "url": url}, ensure_ascii=False)
-        typer.echo(shown if as_json else f"{path} at {url} (stop with Ctrl-C)")
         try:
-            threading.Event().wait()
-        except KeyboardInterrupt:
-            netron.stop(address)
+            server = NetronServer(path.name, {**files, path.name: path}, host, port)
+        except OSError as error:
+            text = f"--host {host} --port {port}: {error.strerror or error}"
+            raise OnnxparError(text) from None
+        with server:
+            shown = json.dumps({"file": str(path), "url": server.url}, ensure_ascii=False)
+            typer.echo(shown if as_json else f"{path} at {server.url} (stop with Ctrl-C)")
+            if browser:
+                webbrowser.open(server.url)
+            with suppress(KeyboardInterrupt):
+                server.serve_forever()
+
+
+def served_files(directory: Path) -> dict[str, Path]:
+    """Returns the files of a directory that its manifest names, without links out of it.
+
+    Raises:
+        DirectoryError: There is no readable manifest.
+    """
+    folder = directory.resolve()
+    files = {name: (folder / name).resolve() for name in read_manifest(directory)["files"]}
+    return {name: path for name, path in files.items() if path.is_relative_to(folder)}
 
 
 def simple_file(directory: Path, path: Path, program: str | None, folder: Path) -> Path:

@@ -1,10 +1,13 @@
 """`onnxpar view`: serves the graph of the rank that was asked for."""
 
 import json
+import os
 import signal
+import socket
 import subprocess
 import sys
 import urllib.request
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -12,34 +15,93 @@ import pytest
 from onnxpar.cli import main
 from tests.runtime import hand_made
 
+ATTACKS = [
+    (b"GET /data/.hidden HTTP/1.1\r\n\r\n", 404),
+    (b"GET /data/sub/x HTTP/1.1\r\n\r\n", 404),
+    (b"GET /data/../a/manifest.json HTTP/1.1\r\n\r\n", 404),
+    (b"GET /data/out HTTP/1.1\r\n\r\n", 404),
+    (b"GET /server.py HTTP/1.1\r\n\r\n", 404),
+    (b"GET /data/rank0001.model.onnx%00 HTTP/1.1\r\n\r\n", 404),
+    (b"GET /\x00 HTTP/1.1\r\n\r\n", 404),
+    (b"GET //[ HTTP/1.1\r\n\r\n", 404),
+    (b"GET / HTTP/9.99\r\n\r\n", 505),
+    (b"\r\n\r\n", 400),
+    (b"POST / HTTP/1.1\r\nContent-Length: 9\r\n\r\n", 501),
+    (b"GET /" + b"a" * 70_000 + b" HTTP/1.1\r\n\r\n", 414),
+    (b"GET / HTTP/1.1\r\n" + b"A: b\r\n" * 5_000 + b"\r\n", 431),
+    (b"GET / HTTP/1.1\r\nHost: evil.example\r\n\r\n", 403),
+    (b"GET /data/rank0001.model.onnx HTTP/1.1\r\nHost: localhost.evil.example:80\r\n\r\n", 403),
+]
 
-def test_serves_until_interrupted(tmp_path: Path) -> None:
+
+def asked(port: int, request: bytes) -> bytes:
+    """What is answered to a request."""
+    found = b""
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as client:
+        # The server leaves without reading what is too long.
+        with suppress(ConnectionError):
+            client.sendall(request)
+        with suppress(ConnectionError):
+            while part := client.recv(1 << 16):
+                found += part
+    return found
+
+
+def test_serves_what_the_manifest_names_until_interrupted(tmp_path: Path) -> None:
+    """A full stderr delays neither answers nor the end."""
     directory = hand_made.data_parallel(tmp_path / "a")
+    (directory / "sub").mkdir()
+    for name in (".hidden", "sub/x", "../out"):
+        (directory / name).write_text("secret")
+    (directory / "out").symlink_to(tmp_path / "out")
+    reader, full = os.pipe()
+    os.set_blocking(full, False)
+    with suppress(BlockingIOError):
+        while True:
+            os.write(full, b"x" * 4096)
+    os.set_blocking(full, True)
     command = ["view", str(directory), "--rank", "1", "--no-browser", "--json"]
     process = subprocess.Popen(
         [sys.executable, "-u", "-m", "onnxpar.cli", *command],
         stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
+        stderr=full,
         text=True,
     )
     try:
         assert process.stdout is not None
-        lines = []
-        for line in process.stdout:
-            lines.append(line)
-            if line.startswith("{"):
-                break
-        found = json.loads(lines[-1])
-        assert found["file"] == str(directory / "rank0001.model.onnx")
-        page = urllib.request.urlopen(found["url"], timeout=10).read().decode()
-        assert "rank0001.model.onnx" in page
-        process.send_signal(signal.SIGINT)
+        found = json.loads(process.stdout.readline())
+        graph = directory / "rank0001.model.onnx"
+        assert found["file"] == str(graph)
+        with urllib.request.urlopen(found["url"], timeout=10) as answer:
+            page = answer.read().decode()
+        assert '<meta name="file" content="/data/rank0001.model.onnx">' in page
+        port = int(found["url"].rpartition(":")[2])
+        for request, status in ATTACKS:
+            answer = asked(port, request)
+            assert answer.split()[1:2] == [str(status).encode()], (request[:80], answer[:200])
+            assert b"secret" not in answer
+        refusal = asked(port, b"GET / HTTP/1.1\r\nHost: evil.example\r\n\r\n")
+        assert b"expected localhost, 127.0.0.1 or [::1], got" in refusal
+        for host in (b"localhost", b"127.0.0.1:9", b"[::1]:80", b"LOCALHOST"):
+            request = b"GET /data/rank0001.model.onnx HTTP/1.1\r\nHost: " + host + b"\r\n\r\n"
+            assert asked(port, request).endswith(b"\r\n\r\n" + graph.read_bytes())
+        assert asked(port, b"GET /index.js HTTP/1.1\r\n\r\n").split()[1] == b"200"
+        process.send_signal(signal.SIGTERM)
         assert process.wait(10) == 0
-        assert "Traceback" not in process.stdout.read()
     finally:
         process.kill()
         process.wait()
         process.stdout.close()
+        os.close(full)
+        os.close(reader)
+
+
+def test_a_port_that_is_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = hand_made.data_parallel(tmp_path / "a")
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        assert main(["view", str(directory), "--no-browser", "--port", str(port)]) == 2
+    assert f"--host localhost --port {port}: Address already in use" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,13 @@ from typing import Any
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from onnxpar_format.host_header import problem_of_host
 from onnxpar_runtime.generation.chats import ChatTemplate
 from onnxpar_runtime.generation.text import Tokenizer
 from onnxpar_runtime.serving.answers import Form, Logprob, Text, Usage
@@ -106,6 +108,27 @@ def application(engine: Engine, model: Model) -> Starlette:
         ],
         exception_handlers={404: absent, 405: absent},
     )
+
+
+def only_for_hosts(app: ASGIApp, named: str, bound: str, refused: Callable[[int], None]) -> ASGIApp:
+    """Returns an application that refuses requests for the hosts of other machines.
+
+    Args:
+        app: The application.
+        named: The host that the user named to listen on.
+        bound: The address on which the server listens.
+        refused: Called with the status of each refusal.
+    """
+
+    async def checked(scope: Scope, receive: Receive, send: Send) -> None:
+        problem = problem_of_host(named, bound, Headers(scope=scope).get("host"))
+        if problem is None:
+            await app(scope, receive, send)
+        else:
+            refused(403)
+            await _refused(Refusal(problem, 403))(scope, receive, send)
+
+    return checked
 
 
 async def _body(request: Request) -> bytes:

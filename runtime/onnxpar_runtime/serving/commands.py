@@ -105,7 +105,7 @@ class _Server:
         try:
             import uvicorn
 
-            from onnxpar_runtime.serving.app import Model, application
+            from onnxpar_runtime.serving.app import Model, application, only_for_hosts
             from onnxpar_runtime.serving.connections import bounded_protocol, most_connections
         except ImportError as error:
             raise InputError(
@@ -117,16 +117,6 @@ class _Server:
         most = requests.slots + what.queue
         metrics = Metrics()
         self._engine = Engine(requests, most, eos, metrics)
-        app = application(self._engine, Model(name, tokenizer, template))
-        config = uvicorn.Config(
-            app,
-            http=bounded_protocol(most_connections(most), metrics.refused),
-            log_config=None,
-            access_log=False,
-            lifespan="off",
-            timeout_graceful_shutdown=_GRACE_S,
-        )
-        self._server = uvicorn.Server(config)
         family = socket.AF_INET6 if ":" in what.host else socket.AF_INET
         try:
             self._socket = socket.create_server((what.host, what.port), family=family)
@@ -134,6 +124,18 @@ class _Server:
             raise LaunchError(
                 f"--host {what.host} --port {what.port}: {error.strerror or error}"
             ) from None
+        app = application(self._engine, Model(name, tokenizer, template))
+        bound = self._socket.getsockname()[0]
+        config = uvicorn.Config(
+            only_for_hosts(app, what.host, bound, metrics.refused),
+            http=bounded_protocol(most_connections(most), metrics.refused),
+            log_config=None,
+            log_level="error",  # malformed requests may not fill stderr
+            access_log=False,
+            lifespan="off",
+            timeout_graceful_shutdown=_GRACE_S,
+        )
+        self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._run, name="onnxpar-serve", daemon=True)
         self._thread.start()
         place = f"[{what.host}]" if ":" in what.host else what.host
