@@ -87,6 +87,8 @@ def _summary(report: Json, screen: Screen) -> None:
     screen.entry("devices", texts.pop("devices"), layout=True)
     for name, constraint in report["symbols"].items():
         screen.entry("symbol", f"{name}: {constraint or 'any size'}")
+    for notice in report["notices"]:
+        screen.entry("notice", notice)
     if "training" in report:
         _training(report["training"], screen)
         _programs(report["programs"], screen)

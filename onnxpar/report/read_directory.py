@@ -13,6 +13,7 @@ from onnxpar.emit.read_manifest import read_manifest
 from onnxpar.frontend.limits import check_numbers
 from onnxpar.frontend.load import read
 from onnxpar.report.inspect_data import OF_A_PROGRAM
+from onnxpar_format.file_sizes import size_fault
 
 Json = dict[str, Any]
 
@@ -61,8 +62,9 @@ def read_report(directory: Path, rank: int | None = None, program: str | None = 
     """Returns the report of a directory.
 
     Keys are those of `onnxpar.report.inspect_data.inspect_data` for one program; `program`, its
-    name; `programs`, with the keys `OF_A_PROGRAM` except `nodes` for every program; and, in a
-    training directory, `training`, the manifest's entry of that name.
+    name; `programs`, with the keys `OF_A_PROGRAM` except `nodes` for every program; `notices`, the
+    first file that is missing or has another size, if any has; and, in a training directory,
+    `training`, the manifest's entry of that name.
 
     Args:
         directory: The directory.
@@ -87,7 +89,10 @@ def read_report(directory: Path, rank: int | None = None, program: str | None = 
     every = {
         name: {key: p[key] for key in OF_A_PROGRAM if key != "nodes"} for name, p in known.items()
     }
-    data = {**report, **known[shown], "program": shown, "programs": every}
+    sizes = {name: entry["bytes"] for name, entry in manifest["files"].items()}
+    fault = size_fault(directory, sizes, "manifest")
+    notices = [] if fault is None else [f"{fault}; `onnxpar run` needs it"]
+    data = {**report, **known[shown], "program": shown, "programs": every, "notices": notices}
     if "training" in manifest:
         data["training"] = manifest["training"]
     return data

@@ -1,12 +1,12 @@
 """Checks the files of a directory against the sizes and checksums of its manifest."""
 
 import hashlib
-import stat
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol, TypeVar
 
 from onnxpar_format.entries import FileEntry
+from onnxpar_format.file_sizes import size_fault
 from onnxpar_format.records import FormatError
 from onnxpar_format.regular_file import open_regular
 from onnxpar_runtime.errors import OnnxparRuntimeError
@@ -51,18 +51,9 @@ def check_sizes(
         owner: The record that lists them, for the message.
         error: The class of the error.
     """
-    for name, entry in files.items():
-        path = directory / name
-        try:
-            status = path.stat()
-        except OSError:
-            raise error(f"{path}: missing, though the {owner} names it") from None
-        if not stat.S_ISREG(status.st_mode):
-            raise error(f"{path}: expected a regular file, as the {owner} names it")
-        size = status.st_size
-        if size != entry.bytes:
-            state = "truncated" if size < entry.bytes else "changed"
-            raise error(f"{path}: {state}, expected {entry.bytes} bytes, got {size} bytes")
+    fault = size_fault(directory, {name: entry.bytes for name, entry in files.items()}, owner)
+    if fault is not None:
+        raise error(fault)
 
 
 def check_sum(path: Path, entry: FileEntry, error: type[OnnxparRuntimeError]) -> None:

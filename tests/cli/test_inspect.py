@@ -266,3 +266,23 @@ def test_weights_that_are_not_there(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert notices()[0] == [
         f"tensor 'w': its data file {data} is missing; `onnxpar shard` needs it"
     ]
+
+
+def test_files_that_are_not_there(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The report is shown all the same; nothing is read but the manifest."""
+    files = json.loads((here / "out/manifest.json").read_text())["files"]
+    graph, size = "out/rank0001.model.onnx", files["rank0001.model.onnx"]["bytes"]
+
+    def shown() -> str:
+        capsys.readouterr()
+        assert main(["inspect", "out"]) == 0
+        return capsys.readouterr().out
+
+    assert "notice" not in shown()
+    os.truncate(graph, 9)
+    said = (
+        f"notice        {graph}: truncated, expected {size} bytes, got 9 bytes; `onnxpar run` needs"
+    )
+    assert said in shown()
+    os.remove(graph)
+    assert f"{graph}: missing, though the manifest names it; `onnxpar run` needs it" in shown()
