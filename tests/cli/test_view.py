@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import urllib.request
 from contextlib import suppress
 from pathlib import Path
@@ -67,6 +68,8 @@ def test_serves_what_the_manifest_names_until_interrupted(tmp_path: Path) -> Non
         stderr=full,
         text=True,
     )
+    limit = threading.Timer(30, process.kill)
+    limit.start()
     try:
         assert process.stdout is not None
         found = json.loads(process.stdout.readline())
@@ -89,6 +92,7 @@ def test_serves_what_the_manifest_names_until_interrupted(tmp_path: Path) -> Non
         process.send_signal(signal.SIGTERM)
         assert process.wait(10) == 0
     finally:
+        limit.cancel()
         process.kill()
         process.wait()
         process.stdout.close()
