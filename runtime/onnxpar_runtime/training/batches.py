@@ -19,6 +19,7 @@ from onnxpar_runtime.errors import InputError, LaunchError
 from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.training.metrics import NO_METRICS, Metrics
 from onnxpar_runtime.training.permutation import Order, as_they_are, permutation
+from onnxpar_runtime.training.same_on_ranks import digest_of
 from onnxpar_runtime.training.sources import (
     Arrays,
     Batch,
@@ -213,10 +214,12 @@ class Step:
     Attributes:
         micro_batches: In the order in which they run: batches, or what `Trainer.prepare` returned.
         samples: Number of samples in all of them.
+        digest: A number made of the samples, if each rank made the complete batch itself.
     """
 
     micro_batches: tuple[Any, ...]
     samples: int
+    digest: int | None = None
 
 
 def steps_of(
@@ -278,9 +281,10 @@ def steps_from(
         if shard is not None:
             yield _of_shard(shard, batch, counts[0], accumulate, specs, dim, where)
             continue
+        digest = digest_of(parts, [spec.name for spec in specs])
         # With a dict for each data rank, their rows together are the batch.
         if accumulate == 1:
-            yield Step((batch,), sum(counts))
+            yield Step((batch,), sum(counts), digest)
             continue
         split = [
             _split_arrays(part, count, len(parts), accumulate, specs, dim, where)
@@ -289,7 +293,7 @@ def steps_from(
         micro = tuple(
             tuple(row) if isinstance(batch, tuple) else row[0] for row in zip(*split, strict=True)
         )
-        yield Step(micro, sum(counts))
+        yield Step(micro, sum(counts), digest)
 
 
 def _of_shard(

@@ -25,10 +25,9 @@ from onnxpar_runtime.training.programs import EVALUATION
 from onnxpar_runtime.training.results import Evaluated
 from onnxpar_runtime.training.run import (
     carry_out,
-    checkpoint_of,
     data_to_evaluate,
     load_from_file,
-    prepare_run,
+    prepare_ranks,
 )
 from onnxpar_runtime.training.sources import open_source
 from onnxpar_runtime.training.step_trainer import StepTrainer
@@ -56,8 +55,7 @@ def train(directory: str | Path, wanted: TrainingRun, how: Execution) -> int:
 
     def body(rank: Rank) -> None:
         manifest = begin(rank, "train", directory, how, wanted.save)
-        prepared = together(rank, lambda: prepare_run(manifest, wanted, rank.index))
-        checkpoint = checkpoint_of(rank, manifest, wanted)
+        prepared, checkpoint = prepare_ranks(rank, manifest, wanted)
         with traced(rank, "train", manifest, how) as trace:
             trainer = opened(
                 StepTrainer,

@@ -32,6 +32,7 @@ from onnxpar_runtime.training.log import Reporter
 from onnxpar_runtime.training.metrics import Sums
 from onnxpar_runtime.training.pace import Pace
 from onnxpar_runtime.training.results import Evaluated, Fitted
+from onnxpar_runtime.training.same_on_ranks import check_same_batch
 from onnxpar_runtime.training.sources import Batch, Shard, Stream
 from onnxpar_runtime.training.step_trainer import StepTrainer
 
@@ -135,6 +136,8 @@ def fit(
             epoch, number, step = item
             if data.shard is not None:
                 _check_parts(trainer.rank, data.shard, step, f"{data.source.name}: step {number}")
+            if step.digest is not None:
+                check_same_batch(trainer.rank, step.digest, f"{data.source.name}: step {number}")
             timeline.add(INPUT, "next batch", began)
             pace.waited(began)
             due = epoch != last if evaluate_every is None else done % evaluate_every == 0
@@ -205,7 +208,7 @@ def _numbered(
                 prepared = tuple(trainer.prepare(batch) for batch in step.micro_batches)
             if data.shard is not None:
                 prepared = tuple(_of_parts(micro, data.shard, step.samples) for micro in prepared)
-            yield epoch, number, Step(prepared, step.samples)
+            yield epoch, number, Step(prepared, step.samples, step.digest)
             done += 1
             if done == limit:
                 return
@@ -279,7 +282,9 @@ def evaluate(trainer: StepTrainer, data: EvaluationData) -> Evaluated:
     numbered = ((1, number, step) for number, step in enumerate(data.steps(), 1))
     with Ahead(numbered) as items:
         while (item := _next(items, rank, stream)) is not None:
-            step = item[2]
+            _, number, step = item
+            if step.digest is not None:
+                check_same_batch(rank, step.digest, f"{data.source.name}: batch {number}")
             (batch,) = step.micro_batches
             result = trainer.evaluate(batch, outputs=bool(metrics.of_outputs))
             if metrics.of_outputs:

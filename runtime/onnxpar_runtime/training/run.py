@@ -47,7 +47,7 @@ from onnxpar_runtime.training.programs import (
 )
 from onnxpar_runtime.training.replicas import ReplicaCheck
 from onnxpar_runtime.training.results import Fitted
-from onnxpar_runtime.training.same_options import check_same_options
+from onnxpar_runtime.training.same_on_ranks import check_same_options
 from onnxpar_runtime.training.sources import (
     Samples,
     Source,
@@ -114,11 +114,7 @@ def train_with(
         raise LaunchError(
             "--grace: expected the command `train`, which handles signals; here the caller does"
         ).as_agreed()
-    prepared = together(
-        trainer.rank,
-        lambda: prepare_run(trainer.manifest, wanted, trainer.rank.index, data, eval_data),
-    )
-    checkpoint = checkpoint_of(trainer.rank, trainer.manifest, wanted)
+    prepared, checkpoint = prepare_ranks(trainer.rank, trainer.manifest, wanted, data, eval_data)
     load_from_file(trainer, wanted.parameters)
     return carry_out(trainer, wanted, prepared, checkpoint, callbacks)
 
@@ -129,7 +125,30 @@ def load_from_file(trainer: StepTrainer, parameters: str | Path | None) -> None:
         trainer.load_parameters(together(trainer.rank, lambda: read_tensors(parameters)))
 
 
-def prepare_run(
+def prepare_ranks(
+    rank: Rank,
+    manifest: Manifest,
+    wanted: TrainingRun,
+    batches: Iterable[Any] | None = None,
+    eval_batches: Iterable[Any] | None = None,
+) -> tuple[PreparedRun, Checkpoint | None]:
+    """Returns the checked inputs of a run, and the checkpoint from which it continues.
+
+    Every rank must call it.
+
+    Args:
+        rank: This rank.
+        manifest: A directory that was made for training.
+        wanted: The options.
+        batches: As `data` of `train_with`.
+        eval_batches: As `eval_data` of `train_with`.
+    """
+    check_same_options(rank, wanted)
+    prepared = together(rank, lambda: _prepare(manifest, wanted, rank.index, batches, eval_batches))
+    return prepared, _checkpoint_of(rank, manifest, wanted)
+
+
+def _prepare(
     manifest: Manifest,
     wanted: TrainingRun,
     rank: int,
@@ -226,7 +245,7 @@ def _micro_batches(manifest: Manifest, wanted: int | None) -> int:
     return manifest.pipeline.micro_batches
 
 
-def checkpoint_of(rank: Rank, manifest: Manifest, wanted: TrainingRun) -> Checkpoint | None:
+def _checkpoint_of(rank: Rank, manifest: Manifest, wanted: TrainingRun) -> Checkpoint | None:
     """Returns the checkpoint that the run is to continue from."""
     if wanted.resume is None:
         return None
@@ -247,7 +266,6 @@ def carry_out(
 ) -> Fitted:
     """Carries out a prepared run, from a checkpoint if there is one. Every rank must call it."""
     rank = trainer.rank
-    check_same_options(rank, wanted)
     together(rank, lambda: check_groups(trainer, wanted.grad_norm))
     together(rank, lambda: trainer.expect(prepared.runs))
     start, lines = Progress(), []

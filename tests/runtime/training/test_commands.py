@@ -68,9 +68,32 @@ def test_ranks_with_other_options_do_not_train(tmp_path: Path) -> None:
                         member, other if member.rank.index else wanted
                     )
                 )
+        with pytest.raises(OnnxparRuntimeError, match="--resume: expected the same value on all"):
+            group.on_each(
+                lambda member: run.train_with(
+                    member, replace(wanted, resume=None if member.rank.index else tmp_path)
+                )
+            )
         # What only rank 0 does may differ.
         quiet = replace(wanted, print_every=5, log=tmp_path / "log")
         group.on_each(lambda member: run.train_with(member, wanted if member.rank.index else quiet))
+
+
+def test_ranks_with_other_batches_do_not_train(tmp_path: Path) -> None:
+    """As those of a loader that shuffles with a seed of its own on each rank."""
+    wanted = TrainingRun("", lr=0.1, steps=3, print_every=0)
+    with TrainerGroup(regression(tmp_path / "a")) as group:
+        for differs in (0, 1):
+            batches = [[batch_of(4, 1), batch_of(4, 2 + differs * rank)] for rank in range(2)]
+
+            def train(member: Any, batches: Any = batches) -> None:
+                run.train_with(member, wanted, data=batches[member.rank.index])
+
+            if not differs:
+                group.on_each(train)
+                continue
+            with pytest.raises(InputError, match=r"step 2: expected the same batch on all ranks"):
+                group.on_each(train)
 
 
 def test_a_trainer_that_is_there_evaluates_on_other_data(
