@@ -12,7 +12,7 @@ from onnxpar.core.errors import DirectoryError
 from onnxpar.core.mesh import Atoms, Mesh
 from onnxpar.core.rule import OpRule, format_rule
 from onnxpar.core.sharding import Sharding
-from onnxpar.core.symbols import Dim, SymbolTable, dim_text, symbols_of
+from onnxpar.core.symbols import Dim, SymbolTable, dim_symbol, dim_text, symbols_of
 from onnxpar.core.symbols.expressions import count_str
 from onnxpar.cost.growth import Sizes, grows_faster, large_size
 from onnxpar.emit.weight_sources import check_tensors
@@ -307,16 +307,20 @@ def _totals(
 def _padding(parted: PartitionedModel) -> Json:
     """For each symbol that need not be divisible: how many nodes set padding, and the divisor.
 
-    With this divisor they would not be needed.
+    With this divisor, a multiple of the one that is known, they would not be needed.
     """
     found: dict[str, list[int]] = {}
+    table = parted.builder.table
     for node in parted.builder.nodes:
         component = node.meta.get(PADDING)
-        if component is not None and str(component.size) in parted.builder.table:
+        if component is not None and str(component.size) in table:
             divisor = parted.plan.mesh.count(component.atoms)
             found.setdefault(str(component.size), []).append(divisor)
     return {
-        name: {"divisor": lcm(*divisors), "nodes": len(divisors)}
+        name: {
+            "divisor": lcm(*divisors, max(table.facts(dim_symbol(name)).divisor, 1)),
+            "nodes": len(divisors),
+        }
         for name, divisors in sorted(found.items())
     }
 

@@ -67,6 +67,8 @@ def test_padding_that_a_divisor_makes_unnecessary(
     graph = onnx.load(here / "out" / "rank0000.training_model.onnx").graph
     # Each chooses between the values and zero.
     assert int(found[1]) == sum(node.op_type == "Where" for node in graph.node)
+    assert shard("--strategy", "dp=2", "--symbol", "batch:divisor=3", *training) == 0
+    assert "--symbol batch:divisor=6" in capsys.readouterr().out
     assert shard("--strategy", "dp=2", "--symbol", "batch:divisor=2", *training) == 0
     assert "padding" not in capsys.readouterr().out
     graph = onnx.load(here / "out" / "rank0000.training_model.onnx").graph

@@ -94,13 +94,12 @@ def optimizer_in(
 
 def _prefix(names: Iterable[str], keys: Mapping[str, Any]) -> str:
     """Returns what stands before the names in a folder; the shortest that fits most of them."""
-    names = list(names)
+    wanted = set(names)
     found: dict[str, int] = {}
-    for name in names:
-        for key in keys:
-            before = key.removesuffix(name)
-            if (before != key or key == name) and (not before or before.endswith(".")):
-                found[before] = found.get(before, 0) + 1
+    for key in keys:
+        for at in (0, *(place + 1 for place, letter in enumerate(key) if letter == ".")):
+            if key[at:] in wanted:
+                found[key[:at]] = found.get(key[:at], 0) + 1
     return min(found, key=lambda before: (-found[before], len(before)), default="")
 
 
@@ -215,6 +214,8 @@ class _Unpickler(pickle.Unpickler):
     """Loads the classes of a description, and no others: a pickle can name any function."""
 
     def find_class(self, module: str, name: str) -> Any:
+        if module == "pathlib._local":  # of Python 3.13
+            module = "pathlib"
         if name in _CLASSES.get(module, ()):
             return getattr(sys.modules[module], name)  # they are loaded
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):

@@ -21,6 +21,12 @@ def read_state_file(path: Path) -> Any:
     try:
         with open_regular(path) as stream:
             return read_saved(stream)
+    except OSError as error:
+        raise DirectoryError(f"{path}: cannot be read: {error.strerror or error}") from None
+    except EOFError:
+        raise DirectoryError(
+            f"{path}: expected a file of torch.save, got a truncated one or another file"
+        ) from None
     except Exception as error:  # a damaged file raises anything, such as UnicodeDecodeError
         text = str(error) or type(error).__name__
         raise DirectoryError(f"{path}: expected a file of torch.save: {text:.500}") from None

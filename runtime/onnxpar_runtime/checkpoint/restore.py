@@ -111,7 +111,10 @@ MUST_AGREE: Mapping[str, str] = {
     "seed": "--seed",
     "batch_size": "--batch-size",
     "validation": "--validation",
-    "steps_per_epoch": "the steps of an epoch",
+    "steps_per_epoch": (
+        "the steps of an epoch (by the number of samples, and by `shard --symbol BATCH:divisor=N`, "
+        "which leaves out the rest)"
+    ),
 }
 """Options on which the position in the data depends, by key."""
 

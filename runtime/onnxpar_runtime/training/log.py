@@ -7,7 +7,7 @@ import fcntl
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from io import FileIO
 from pathlib import Path
@@ -23,6 +23,7 @@ from onnxpar_runtime.training.callbacks import Callback
 from onnxpar_runtime.training.live_line import LiveLine
 from onnxpar_runtime.training.results import Evaluated, Fitted
 from onnxpar_runtime.training.step_record import StepRecord, json_line
+from onnxpar_runtime.user_code import users_code
 
 if TYPE_CHECKING:
     from rich.live import Live
@@ -121,8 +122,7 @@ class Reporter(Closing):
             self.tell(record.line)
         self._line.show(record)
         self._write(record.json)
-        for callback in self._callbacks:
-            callback.on_step(self._done, record)
+        self._tell_callbacks(lambda callback: callback.on_step(self._done, record))
 
     def evaluated(self, epoch: int, result: Evaluated, where: str = "") -> None:
         """Reports an evaluation; `where` is the place in the epoch, if it is not the end.
@@ -139,18 +139,20 @@ class Reporter(Closing):
             **{f"evaluation_{name}": value for name, value in result.metrics.items()},
         }
         self._write(json_line(values))
-        for callback in self._callbacks:
-            callback.on_evaluation(self._done, result)
+        self._tell_callbacks(lambda callback: callback.on_evaluation(self._done, result))
 
     def checkpoint(self, step: int, folder: Path) -> None:
         """Reports that the checkpoint of a step was begun, and its folder."""
-        for callback in self._callbacks:
-            callback.on_checkpoint(step, folder)
+        self._tell_callbacks(lambda callback: callback.on_checkpoint(step, folder))
 
     def end(self, result: Fitted) -> None:
         """Reports the end of the run."""
+        self._tell_callbacks(lambda callback: callback.on_end(result))
+
+    def _tell_callbacks(self, tell: Callable[[Callback], None]) -> None:
         for callback in self._callbacks:
-            callback.on_end(result)
+            with users_code(f"callback {type(callback).__name__}"):
+                tell(callback)
 
     def _write(self, line: str) -> None:
         if self._file is None:

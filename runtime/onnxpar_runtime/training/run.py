@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from onnxpar_format.checkpoint import Progress
 from onnxpar_format.manifest import FROM_FILES
-from onnxpar_format.options import TrainingRun
+from onnxpar_format.options import TrainingRun, check_numbers
 from onnxpar_runtime.agree import together
 from onnxpar_runtime.checkpoint.contents import Checkpoint
 from onnxpar_runtime.checkpoint.folder import step_name
@@ -167,6 +167,10 @@ def _prepare(
     Raises:
         OnnxparRuntimeError: An option cannot be satisfied.
     """
+    try:
+        check_numbers(wanted)
+    except ValueError as error:
+        raise LaunchError(str(error)) from None
     check_saving(wanted.checkpoints)
     if wanted.peak_flops is not None and not 0 < wanted.peak_flops < inf:
         raise LaunchError(f"--peak-flops: expected a number > 0, got {wanted.peak_flops:g}")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from onnxpar_format.options import Settings, TrainingRun
+from onnxpar_format.options import Saving, Settings, TrainingRun
 from onnxpar_runtime import TrainerGroup
 from onnxpar_runtime.errors import InputError, OnnxparRuntimeError
 from onnxpar_runtime.tensor_file import Entry
@@ -77,6 +77,26 @@ def test_ranks_with_other_options_do_not_train(tmp_path: Path) -> None:
         # What only rank 0 does may differ.
         quiet = replace(wanted, print_every=5, log=tmp_path / "log")
         group.on_each(lambda member: run.train_with(member, wanted if member.rank.index else quiet))
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"seed": -1}, "--seed: expected a number >= 0, got -1"),
+        ({"patience": -1}, "--patience: expected a number >= 1, got -1"),
+        ({"checkpoints": Saving(Path("ck"), every=0)}, "--every: expected a number >= 1, got 0"),
+    ],
+)
+def test_numbers_that_the_command_refuses(
+    tmp_path: Path, changed: dict[str, Any], message: str
+) -> None:
+    np.savez(tmp_path / "a.npz", **batch_of(9, 1))
+    wanted = TrainingRun(f"npz:{tmp_path / 'a.npz'}", lr=0.1, batch_size=4, print_every=0)
+    with (
+        TrainerGroup(regression(tmp_path / "a")) as group,
+        pytest.raises(OnnxparRuntimeError, match=message),
+    ):
+        group.on_each(lambda member: run.train_with(member, replace(wanted, **changed)))
 
 
 def test_ranks_with_other_batches_do_not_train(tmp_path: Path) -> None:
