@@ -224,6 +224,12 @@ REARRANGE = (
     Case("y = DepthToSpace<blocksize=3>(x)", {"x": "float[2,9,N,2]"}),
     Case("y = SpaceToDepth<blocksize=2>(x)", {"x": "float[N,3,4,6]"}),
     Case(
+        'y = SpaceToDepth<blocksize=2, mode="CRD">(x)',
+        {"x": "float[N,3,4,8]"},
+        opset=28,
+        reference=True,
+    ),
+    Case(
         "y = ReverseSequence(x, s)",
         {"x": "float[7,N,3]", "s": "int64[N]"},
         feeds={"s": [7, 1, 4, 2, 0]},
