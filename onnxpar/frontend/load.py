@@ -54,7 +54,7 @@ from onnxpar.ops.registry import Registry
 from onnxpar.ops.size_limits import least_sizes, size_limits
 from onnxpar.ops.table import REGISTRY
 
-MIN_OPSET, MAX_OPSET = 7, 26
+MIN_OPSET = 7
 _MOST = 2**31 - 1
 """Bytes of a model's file, without external files."""
 _SMALL = 1 << 14
@@ -187,11 +187,9 @@ def _opset_of(model: ir.Model, owner: str = "") -> int:
         return OPSET
     if opset is None or opset < MIN_OPSET:
         raise ModelError(f"{owner}expected an opset version of at least {MIN_OPSET}, got {opset}")
-    if opset > MAX_OPSET:
-        raise ModelError(
-            f"{owner}expected an opset version of at most {MAX_OPSET}, the newest that onnxruntime "
-            f"runs, got {opset}"
-        )
+    newest = onnx.defs.onnx_opset_version()
+    if opset > newest:
+        raise ModelError(f"{owner}expected an opset version of at most {newest}, got {opset}")
     return opset
 
 

@@ -11,21 +11,17 @@ from types import ModuleType, SimpleNamespace
 import onnx_ir as ir
 from onnx_shape_inference import (
     OpShapeInferenceRegistry,
-    OpUsageError,
     ShapeInferenceContext,
     registry,
 )
 from onnx_shape_inference import _engine as _library_engine
 
-from onnxpar.core.symbols.formula_limits import MAX_DIMS
 from onnxpar.ops.elementwise.inference import infer_broadcast
 from onnxpar.ops.operator import OpDef
 from onnxpar.ops.registry import Registry
 from onnxpar.ops.sizes.computed_sizes import forget_large, put_values, small
 from onnxpar.ops.slots import InferFn, Library, LibraryFn
-
-_TARGETS = {"Reshape": 1, "Expand": 1, "ConstantOfShape": 0}
-"""The operand that is the shape of the result."""
+from onnxpar.ops.view.inference import check_rank
 
 
 class _Corrected:
@@ -94,7 +90,7 @@ def _bounded(infer: LibraryFn, context: ShapeInferenceContext, node: ir.Node) ->
 
     A chain of nodes may double a formula, or the number of elements, with each of them.
     """
-    _check_rank(node)
+    check_rank(node)
     infer(context, node)
     for value in node.outputs:
         forget_large(context, value)
@@ -102,17 +98,6 @@ def _bounded(infer: LibraryFn, context: ShapeInferenceContext, node: ir.Node) ->
             dims = [d if small(d) else context.new_symbolic_dim() for d in value.shape]
             if any(made is not d for made, d in zip(dims, value.shape, strict=True)):
                 value.shape = ir.Shape(dims)
-
-
-def _check_rank(node: ir.Node) -> None:
-    """Raises OpUsageError if an operand asks for a result of more dims than a tensor can have."""
-    index = _TARGETS.get(node.op_type)
-    target = None if index is None or index >= len(node.inputs) else node.inputs[index]
-    if target is None or target.shape is None or len(target.shape) != 1:
-        return
-    count = target.shape[0]
-    if isinstance(count, int) and count > MAX_DIMS:
-        raise OpUsageError(node, f"expected a shape of at most {MAX_DIMS} dims, got {count}")
 
 
 class Inference:

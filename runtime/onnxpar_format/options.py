@@ -5,9 +5,9 @@ and the runtime takes the objects. A field's help says what it means.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any
 
 _UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40, "B": 1}
 
@@ -31,26 +31,6 @@ class Option:
     minimum: int | None = None
     maximum: int | None = None
     parse: Callable[[str], Any] | None = None
-
-
-def check_numbers(options: Any) -> None:
-    """Compares the numbers of a dataclass of options with what they may be, as commands do.
-
-    Raises:
-        ValueError: One is too small or too large; the message begins with the option.
-    """
-    for name, hint in get_type_hints(type(options), include_extras=True).items():
-        value = getattr(options, name)
-        if is_dataclass(value):
-            check_numbers(value)
-        for option in getattr(hint, "__metadata__", ()):
-            if not isinstance(option, Option) or not isinstance(value, int | float):
-                continue
-            least, most = option.minimum, option.maximum
-            if (least is not None and value < least) or (most is not None and value > most):
-                limits = f">= {least}" if most is None else f"from {least} to {most}"
-                flag = f"--{name.replace('_', '-')}"
-                raise ValueError(f"{flag}: expected a number {limits}, got {value}")
 
 
 def parse_bytes(text: object) -> int:

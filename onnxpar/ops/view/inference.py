@@ -6,9 +6,10 @@ the dim a size that it may not have when the model runs.
 
 import onnx_ir as ir
 import sympy
-from onnx_shape_inference import ShapeInferenceContext
+from onnx_shape_inference import OpUsageError, ShapeInferenceContext
 
 from onnxpar.core.symbols import NO_CONSTRAINTS, Dim, as_dim
+from onnxpar.core.symbols.formula_limits import MAX_DIMS
 from onnxpar.ops.elementwise.inference import broadcast_shape
 from onnxpar.ops.sizes.computed_sizes import LIMIT
 from onnxpar.ops.sizes.inference import as_library, elements_of, readable_size, round_up
@@ -18,6 +19,19 @@ from onnxpar.ops.slots import Library
 _FAR = 2**31 - 1
 # More elements than the dims of any tensor are not followed.
 _FEW = 64
+_TARGETS = {"Reshape": 1, "Expand": 1, "ConstantOfShape": 0}
+"""The operand that is the shape of the result."""
+
+
+def check_rank(node: ir.Node) -> None:
+    """Raises OpUsageError if an operand asks for a result of more dims than a tensor can have."""
+    index = _TARGETS.get(node.op_type)
+    target = None if index is None or index >= len(node.inputs) else node.inputs[index]
+    if target is None or target.shape is None or len(target.shape) != 1:
+        return
+    count = target.shape[0]
+    if isinstance(count, int) and count > MAX_DIMS:
+        raise OpUsageError(node, f"expected a shape of at most {MAX_DIMS} dims, got {count}")
 
 
 def infer_slice(library: Library, context: ShapeInferenceContext, node: ir.Node) -> None:

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 from onnxpar_format.checkpoint import Progress
 from onnxpar_format.manifest import FROM_FILES
-from onnxpar_format.options import TrainingRun, check_numbers
+from onnxpar_format.option_ranges import check_numbers
+from onnxpar_format.options import TrainingRun
 from onnxpar_runtime.agree import together
 from onnxpar_runtime.checkpoint.contents import Checkpoint
 from onnxpar_runtime.checkpoint.folder import step_name
