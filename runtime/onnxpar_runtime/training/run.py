@@ -143,6 +143,9 @@ def prepare_ranks(
         wanted: The options.
         batches: As `data` of `train_with`.
         eval_batches: As `eval_data` of `train_with`.
+
+    Raises:
+        OnnxparRuntimeError: An option cannot be satisfied, or differs between ranks.
     """
     check_same_options(rank, wanted)
     prepared = together(rank, lambda: _prepare(manifest, wanted, rank.index, batches, eval_batches))
@@ -153,17 +156,12 @@ def _prepare(
     manifest: Manifest,
     wanted: TrainingRun,
     rank: int,
-    batches: Iterable[Any] | None = None,
-    eval_batches: Iterable[Any] | None = None,
+    batches: Iterable[Any] | None,
+    eval_batches: Iterable[Any] | None,
 ) -> PreparedRun:
     """Returns the checked inputs of a run.
 
-    Args:
-        manifest: A directory that was made for training.
-        wanted: The options.
-        rank: This rank's number.
-        batches: As `data` of `train_with`.
-        eval_batches: As `eval_data` of `train_with`.
+    The arguments are those of `prepare_ranks`, with the number of the rank.
 
     Raises:
         OnnxparRuntimeError: An option cannot be satisfied.
