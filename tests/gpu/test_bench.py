@@ -9,8 +9,8 @@ from pathlib import Path
 
 import gpu
 import pytest
-from step import PreparedModels, Row, SideError
 from step_cases import Job, Side
+from step_sides import PreparedModels, Row, SideError
 
 BENCH = Path(gpu.__file__).parent
 
@@ -69,7 +69,7 @@ def test_products_are_measured(standin_cuda: Mapping[str, str], kind: str) -> No
 
 
 def measured(sides: Sequence[Side], job: Job, *_: object) -> list[Row]:
-    """As `step.measure`; tensor parallel and compiled sides fail."""
+    """As `step_sides.measure`; tensor parallel and compiled sides fail."""
     if sides[1].way in ("tp", "compile"):
         raise SideError("it wrote much\nand then: no memory\n")
     one = (1.0,)

@@ -7,8 +7,8 @@ from pathlib import Path
 import generate
 import pytest
 from generate_cases import Job
-from step import SideError
 from step_cases import Side
+from step_sides import SideError
 
 from onnxpar.api.shard_model import shard_model
 

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-import step
+import step_sides
 import two_nodes
 from step_cases import Side
 
@@ -11,10 +11,10 @@ LINKED = Side("onnxpar", "dp", 2, 1, link="1gbit")
 RATE = 100e6
 
 
-def row(side: Side, seconds: tuple[float, ...], sent: float = 0.0) -> step.Row:
+def row(side: Side, seconds: tuple[float, ...], sent: float = 0.0) -> step_sides.Row:
     both = {"forward_backward": seconds, "update": seconds}
     every = tuple(sent for _ in seconds)
-    return step.Row(
+    return step_sides.Row(
         "gpt", "sgd", side, seconds, seconds, seconds, 0.0, least=1.0, parts=both, sent=every
     )
 
@@ -47,7 +47,7 @@ def test_what_is_hidden_is_a_share_of_the_shorter_one(
 def test_all_sides_run_and_agree(capsys: pytest.CaptureFixture[str]) -> None:
     try:
         code = two_nodes.main(["--quick", "--rounds", "1", "--level", "0", "3"])
-    except step.SideError as error:
+    except step_sides.SideError as error:
         if "tools/two-nodes: " not in str(error):
             raise
         pytest.skip(f"no two nodes here: {error}")

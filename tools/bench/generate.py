@@ -40,9 +40,10 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from bench_options import add_results, conditions, parser_of, report_results
 from generate_cases import WARM, Job
-from step import PAUSE, Running, Turn, add_results, conditions, parser_of, report_results
 from step_cases import ROOT, Side
+from step_sides import PAUSE, Running, Turn
 
 from onnxpar.api.shard_model import shard_model
 from onnxpar_runtime.launch import find_mpirun, mpirun_environment

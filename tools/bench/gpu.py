@@ -34,8 +34,8 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
-from step import PreparedModels, Row, SideError, measure
 from step_cases import BATCHES, Job, Side
+from step_sides import PreparedModels, Row, SideError, measure
 
 from onnxpar_runtime.devices import SHARES, SHARES_SINCE, describe, machine, obstacle
 from onnxpar_runtime.launch import find_mpirun, mpirun_environment, own_messages

@@ -22,8 +22,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from step import PreparedModels
 from step_cases import LARGE, MODELS, Batch, Job, Side, Spent
+from step_sides import PreparedModels
 
 Step = Callable[[int, Batch], float]
 WARM, TIMED, PROFILED = 5, 10, 3

@@ -45,8 +45,8 @@ from typing import Any
 import onnx
 from plan_ranks import MODELS
 from scipy.stats import spearmanr
-from step import Running, two_nodes
 from step_cases import ROOT, Model, Side
+from step_sides import Running, two_nodes
 
 from onnxpar.api.plan_strategy import plan_strategy, read_workload, searching
 from onnxpar.api.shard_model import shard_model

@@ -11,7 +11,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Self
@@ -20,6 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 ROOT = Path(__file__).resolve().parents[2]
+MICRO_BATCHES = 4
+"""Of a pipeline's step."""
 BATCHES = 20
 """Number of different batches; step t takes batch (t - 1) mod 20."""
 INTERFACE = "eth"
@@ -34,13 +36,15 @@ class Model:
 
     Attributes:
         name: Its name in the table.
-        script: The exporter, a file of models/.
+        script: The exporter, a file of models/, unless there is a form.
         options: The exporter's options.
         shape: Shape of the first input.
         labels: Shape of the labels.
         classes: Number of classes, and of tokens where the input is tokens.
         tokens: Whether the first input is tokens; else numbers from a normal distribution.
         rates: Learning rate by optimizer.
+        sizes: Of a network of step_networks.py, which is exported from PyTorch.
+        form: Of the export, as in step_export.py.
     """
 
     name: str
@@ -51,6 +55,8 @@ class Model:
     classes: int
     tokens: bool
     rates: dict[str, float]
+    sizes: tuple[int, ...] = ()
+    form: str = ""
 
     @property
     def input(self) -> str:
@@ -59,8 +65,13 @@ class Model:
 
     def export(self, path: Path) -> None:
         """Writes the model as ONNX."""
-        script = str(ROOT / "models" / self.script)
-        command = [sys.executable, script, "-o", str(path), *self.options]
+        if self.form:
+            sizes = [str(size) for size in self.sizes]
+            script = str(ROOT / "tools" / "bench" / "step_export.py")
+            command = [sys.executable, script, self.name, self.form, str(path), *sizes]
+        else:
+            script = str(ROOT / "models" / self.script)
+            command = [sys.executable, script, "-o", str(path), *self.options]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
     def batches(self) -> list[Batch]:
@@ -84,20 +95,34 @@ def gpt(layers: int, d_model: int, heads: int, seq: int, batch: int, vocab: int)
     shape = (batch, seq)
     # AdamW's first steps have the size of the rate whatever the gradient: a small one.
     rates = {"sgd": 0.1, "adamw": 1e-4}
-    return Model("gpt", "transformer.py", options, shape, shape, vocab, True, rates)
+    own = (layers, d_model, heads, seq, vocab)
+    return Model("gpt", "transformer.py", options, shape, shape, vocab, True, rates, own)
 
 
 def mlp(hidden: int, batch: int) -> Model:
     """The network of models/mlp.py."""
     options, rates = ("--hidden", str(hidden), str(hidden)), {"sgd": 0.01, "adamw": 1e-4}
-    return Model("mlp", "mlp.py", options, (batch, 1, 28, 28), (batch,), 10, False, rates)
+    shape = (batch, 1, 28, 28)
+    return Model("mlp", "mlp.py", options, shape, (batch,), 10, False, rates, (hidden,))
 
 
-MODELS = {"mlp": mlp(512, 128), "gpt": gpt(4, 512, 8, 128, 8, 8192)}
+FORMS = ("export", "dynamo", "raw", "legacy")
+"""How a network of step_networks.py is exported."""
+
+
+def with_exports(models: dict[str, Model]) -> dict[str, Model]:
+    """The models, and beside each its network as PyTorch exports it, in all forms."""
+    found = dict(models)
+    for name, model in models.items():
+        found |= {f"{name}-{form}": replace(model, form=form) for form in FORMS}
+    return found
+
+
+MODELS = with_exports({"mlp": mlp(512, 128), "gpt": gpt(4, 512, 8, 128, 8, 8192)})
 LARGE = {"gpt1024": gpt(12, 1024, 16, 1024, 8, 50304)}
 """For GPUs."""
 _TINY = gpt(2, 64, 4, 16, 4, 256)
-QUICK = {"mlp": mlp(64, 16), "gpt": _TINY, "gpt1024": _TINY}
+QUICK = with_exports({"mlp": mlp(64, 16), "gpt": _TINY}) | {"gpt1024": _TINY}
 """Of the same form and so small that the bench takes a minute; says nothing about speed."""
 OPTIMIZERS = ("sgd", "adamw")
 WEIGHT_DECAY = {"sgd": 0.0, "adamw": 0.01}
@@ -110,7 +135,8 @@ class Side:
 
     Attributes:
         system: `onnxpar` or `torch`; or `socket`, which exchanges bytes and computes nothing.
-        way: `one`, `dp` (data parallel) or `tp` (tensor parallel); of PyTorch also `compile`, one
+        way: `one`, `dp` (data parallel), `tp` (tensor parallel) or `pp` (pipeline parallel, with
+            `MICRO_BATCHES` micro-batches); of PyTorch also `compile`, one
             device with torch.compile; of onnxpar also `forward`, the evaluation under data
             parallel.
         ranks: Number of processes.
@@ -172,7 +198,7 @@ class Job(Sent):
         optimizer: One of `OPTIMIZERS`.
         quick: Whether of `QUICK`.
         options: `key=value` options of onnxruntime.
-        profile: Whether onnxruntime writes profiles, to `scratch`.
+        profile: Whether onnxpar writes a trace with operators, to `scratch`.
         files: The directory that onnxpar made, or the ONNX file.
         address: The driver's socket.
         scratch: A folder for files of this side alone.
@@ -183,6 +209,7 @@ class Job(Sent):
         compute: As `Side.compute`.
         transport: As `Side.transport`.
         link: As `Side.link`.
+        level: As `Side.level`.
         overlap: As `Side.overlap`.
     """
 
@@ -200,6 +227,7 @@ class Job(Sent):
     compute: str = ""
     transport: str = "auto"
     link: str = ""
+    level: int = 0
     overlap: bool = True
 
     @property
@@ -236,6 +264,12 @@ def sent(job: Job) -> int:
     """Bytes that this node has sent over the link, headers included."""
     path = Path("/sys/class/net") / INTERFACE / "statistics" / "tx_bytes"
     return int(path.read_text(encoding="ascii")) if job.link else 0
+
+
+def micro_batches(batch: Batch, count: int) -> list[Batch]:
+    """Divides a batch into equal parts."""
+    parts = {name: np.array_split(array, count) for name, array in batch.items()}
+    return [{name: arrays[i] for name, arrays in parts.items()} for i in range(count)]
 
 
 @contextmanager

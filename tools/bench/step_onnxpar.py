@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from started_script import expect_driver
-from step_cases import WEIGHT_DECAY, Batch, Job, Spent, serve
+from step_cases import MICRO_BATCHES, WEIGHT_DECAY, Batch, Job, Spent, micro_batches, serve
 
 from onnxpar_format.options import Settings
 from onnxpar_runtime.collectives import Rank
 from onnxpar_runtime.launch import guarded, init
 from onnxpar_runtime.options import parse_pairs
+from onnxpar_runtime.tracing.recording import Recording, write_trace
 from onnxpar_runtime.training.hyper import hyperparameters
 from onnxpar_runtime.training.runner import OneStage
 from onnxpar_runtime.training.trainer import Trainer
@@ -34,19 +35,21 @@ def timed(spent: Spent, part: str, method: Callable[..., Any]) -> Callable[..., 
 def stepper(job: Job, rank: Rank) -> Iterator[Callable[[int, Batch], float]]:
     """What does a step, and gives its loss."""
     options = {"intra_op_num_threads": str(job.threads), **parse_pairs(job.options)}
-    if job.profile:
-        prefix = Path(job.scratch) / f"profile-{rank.index}"
-        options |= {"enable_profiling": "1", "profile_file_prefix": str(prefix)}
     settings = Settings(weight_decay=WEIGHT_DECAY[job.optimizer])
     hyper = hyperparameters(job.optimizer, settings)
+    recording = Recording(rank, operators=True) if job.profile else None
     with Trainer(job.files, rank=rank, ort_options=options, overlap=job.overlap) as trainer:
 
         def step(number: int, batch: Batch) -> float:
             if job.way == "forward":
                 return trainer.evaluate(batch)["loss"]
-            return trainer.train_step([batch], hyper.at(number, job.rate)).loss
+            parts = micro_batches(batch, MICRO_BATCHES) if job.way == "pp" else [batch]
+            return trainer.train_step(parts, hyper.at(number, job.rate)).loss
 
         yield step
+        if recording is not None:
+            trace = recording.finish("train", trainer.manifest.stage_devices)
+            write_trace(rank, Path(job.scratch) / "trace.json", trace)
 
 
 def main(text: str) -> int:

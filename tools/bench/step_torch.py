@@ -1,7 +1,8 @@
-"""PyTorch's side of tools/bench/step.py: one rank of one process, of DDP or of tensor parallel.
+"""PyTorch's side of tools/bench/step.py: one rank of one process, or of one of its modes.
 
 The networks are written as a user of PyTorch would: fused attention, `nn.Linear`, the optimizers of
-`torch.optim` with their defaults. Weights are those of the ONNX file. Several ranks are joined by
+`torch.optim` with their defaults. Weights are those of the ONNX file, or of
+step_networks.py if the network was exported from there. Several ranks are joined by
 gloo, and find one another through a file. They are the processes that the driver started, one for
 each rank, or those of mpirun on two nodes.
 """
@@ -23,12 +24,17 @@ if __name__ == "__main__":
 
 import numpy as np
 import onnx
+import step_networks
 import torch
 import torch.distributed as dist
 from onnx import numpy_helper
-from step_cases import WEIGHT_DECAY, Batch, Job, Spent, serve
+from step_cases import MICRO_BATCHES, WEIGHT_DECAY, Batch, Job, Spent, serve
+from step_networks import stages
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -126,9 +132,11 @@ class Transformer(nn.Module):
 
 def network(job: Job) -> nn.Module:
     """The job's network with the weights of its ONNX file."""
+    if job.case.form:
+        return step_networks.network(job.case.name, job.case.sizes)
     model = onnx.load(job.files)
     weights = {i.name: numpy_helper.to_array(i) for i in model.graph.initializer}
-    if job.model == "mlp":
+    if job.case.name == "mlp":
         return Perceptron(weights)
     options = job.case.options
     return Transformer(weights, int(options[options.index("--heads") + 1]))
@@ -140,6 +148,17 @@ def tensor_parallel(net: nn.Module, ranks: int) -> nn.Module:
     if isinstance(net, Perceptron):
         plan = {"fc1": ColwiseParallel(), "fc2": RowwiseParallel()}
         plan["fc3"] = ColwiseParallel(output_layouts=Replicate())
+    elif not isinstance(net, Transformer):
+        for part in net.modules():
+            if isinstance(part, step_networks.Block):
+                part.order_by_heads()
+        columns, rows = net.parallel()
+        plan = {name: ColwiseParallel() for name in columns}
+        plan |= {name: RowwiseParallel() for name in rows}
+        if isinstance(net, step_networks.Gpt):
+            head = f"{len(net) - 1}.1"
+            plan["0.tokens"] = RowwiseParallel(input_layouts=Replicate())
+            plan[head] = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
     else:
         columns, rows = ("q", "k", "v", "fc1"), ("o", "fc2")
         plan = {f"blocks.*.{name}": ColwiseParallel() for name in columns}
@@ -159,7 +178,20 @@ def build(job: Job, rank: int) -> nn.Module:
     store = f"file://{Path(job.scratch) / 'gloo'}"
     backend = "gloo" if job.device == "cpu" else "nccl"
     dist.init_process_group(backend, init_method=store, rank=rank, world_size=job.ranks)
-    return DistributedDataParallel(net) if job.way == "dp" else tensor_parallel(net, job.ranks)
+    if job.way == "tp":
+        return tensor_parallel(net, job.ranks)
+    if job.way == "pp":
+        return stages(net, job.ranks)[rank]
+    return fully_sharded(net, job.ranks) if job.level > 1 else DistributedDataParallel(net)
+
+
+def fully_sharded(net: nn.Module, ranks: int) -> nn.Module:
+    """Shards parameters, gradients and states with FSDP2, each part of the network by itself."""
+    mesh = init_device_mesh("cpu", (ranks,))
+    for part in [*net.children(), net]:
+        # gloo has no mean.
+        fully_shard(part, mesh=mesh).set_force_sum_reduction_for_comms(enable=True)
+    return net
 
 
 def optimizer(job: Job, net: nn.Module) -> torch.optim.Optimizer:
@@ -174,7 +206,35 @@ def optimizer(job: Job, net: nn.Module) -> torch.optim.Optimizer:
         "sgd": torch.optim.SGD,
         "adamw": torch.optim.AdamW,
     }
+    if job.level == 1:
+        return ZeroRedundancyOptimizer(groups, kinds[job.optimizer], lr=job.rate)
     return kinds[job.optimizer](groups, lr=job.rate)
+
+
+def pipeline_loss(job: Job, rank: int, stage: nn.Module) -> Callable[[list[Tensor]], Tensor]:
+    """What runs a step's forward and backward passes through the stages, and gives the loss."""
+    device = torch.device(job.device)
+    found = PipelineStage(stage, rank, job.ranks, device)
+    schedule = Schedule1F1B(
+        found,
+        MICRO_BATCHES,
+        loss_fn=lambda logits, labels: functional.cross_entropy(
+            logits.flatten(0, -2), labels.flatten()
+        ),
+    )
+
+    def run(arrays: list[Tensor]) -> Tensor:
+        losses: list[Tensor] = []
+        inputs = arrays[:1] if rank == 0 else ()
+        if rank == job.ranks - 1:
+            schedule.step(*inputs, target=arrays[1], losses=losses)
+        else:
+            schedule.step(*inputs)
+        loss = torch.stack(losses).mean().detach() if losses else torch.zeros(())
+        dist.all_reduce(loss)
+        return loss
+
+    return run
 
 
 def stepper(job: Job, rank: int, spent: Spent) -> Callable[[int, Batch], float]:
@@ -186,6 +246,7 @@ def stepper(job: Job, rank: int, spent: Spent) -> Callable[[int, Batch], float]:
     update = optimizer(job, net)
     # Parameters stay in float32; what autocast computes in 16 bits, onnxpar does too.
     low = nullcontext() if not job.compute else torch.autocast(job.device, torch.bfloat16)
+    through = pipeline_loss(job, rank, net) if job.way == "pp" else None
 
     def step(number: int, batch: Batch) -> float:
         names = (job.case.input, "labels")
@@ -194,6 +255,13 @@ def stepper(job: Job, rank: int, spent: Spent) -> Callable[[int, Batch], float]:
             arrays = [array.tensor_split(job.ranks)[rank] for array in arrays]
         with spent.on("forward_backward"):
             update.zero_grad()
+            if through is not None:
+                found = through(arrays)
+        if through is not None:
+            with spent.on("update"):
+                update.step()
+            return found.item()
+        with spent.on("forward_backward"):
             with low:
                 logits = net(arrays[0]).float()
             # Under tensor parallel a rank has its own columns of the GPT's logits.

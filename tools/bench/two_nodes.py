@@ -34,8 +34,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import step_socket
-from step import DECIMALS, PreparedModels, Row, conditions, measure, parser_of, with_rounds
+from bench_options import conditions, parser_of, with_rounds
 from step_cases import MODELS, OPTIMIZERS, Job, Side
+from step_sides import DECIMALS, PreparedModels, Row, measure
 
 LEVELS = (0, 1, 3)
 COMPARED = 5  # steps whose losses are compared
