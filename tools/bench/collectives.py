@@ -91,7 +91,7 @@ def measure(seconds: float, limit: float) -> Iterator[Row]:
     """
     from mpi4py import MPI  # importing it starts MPI, which only the ranks may do
 
-    function = ctypes.CDLL(str(mpi_library(MPI.Get_library_version()))).onnxpar_mpi_time_all_reduce
+    function = ctypes.CDLL(str(mpi_library())).onnxpar_mpi_time_all_reduce
     function.restype, function.argtypes = MPI_SIGNATURES["onnxpar_mpi_time_all_reduce"]
     comm = MPI.COMM_WORLD.Dup()
     world = World.mpi()

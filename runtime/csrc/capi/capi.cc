@@ -1,6 +1,5 @@
 #include "capi/capi.h"
 
-#include <dlfcn.h>
 
 #include <cstring>
 #include <exception>
@@ -48,15 +47,6 @@ World* add_rank(World* world, std::unique_ptr<Transport> transport,
   world->size = transport->size();
   world->ranks[rank] = new RankContext(std::move(transport), std::move(log));
   return world;
-}
-
-// The transport's library stays loaded: its code may run until the process ends.
-MpiEntry mpi_entry(const char* library) {
-  void* handle = dlopen(library, RTLD_NOW | RTLD_LOCAL);
-  if (handle == nullptr) throw std::runtime_error(dlerror());
-  void* entry = dlsym(handle, kMpiEntryName);
-  if (entry == nullptr) throw std::runtime_error(dlerror());
-  return reinterpret_cast<MpiEntry>(entry);
 }
 
 std::vector<int> group_of(const int* group, int members) { return {group, group + members}; }
@@ -132,8 +122,8 @@ World* onnxpar_mpi(const char* library, const void* communicator, int rank, int 
     auto made = std::make_unique<World>();
     auto log = std::make_shared<CallLog>(rank, size);
     const auto failing = [log](const std::string& reason) { log->fail(reason); };
-    Transport* transport = mpi_entry(library)(communicator, {debug != 0, timeout_s, failing});
-    world = add_rank(made.release(), std::unique_ptr<Transport>(transport), std::move(log));
+    auto transport = open_mpi(library, communicator, {debug != 0, timeout_s, failing});
+    world = add_rank(made.release(), std::move(transport), std::move(log));
   });
   return world;
 }

@@ -390,6 +390,16 @@ ONNXPAR_MPI_EXPORT onnxpar::Transport* onnxpar_mpi_transport(
   return new onnxpar::MpiTransport(*static_cast<const MPI_Comm*>(communicator), options);
 }
 
+ONNXPAR_MPI_EXPORT bool onnxpar_mpi_guard(void (*action)(void*), void* data, std::string& message) {
+  try {
+    action(data);
+    return true;
+  } catch (const std::exception& e) {
+    message = e.what();
+    return false;
+  }
+}
+
 // Which MPI this library was bound to when it was loaded; callable before MPI is initialised.
 ONNXPAR_MPI_EXPORT const char* onnxpar_mpi_version() {
   static char text[MPI_MAX_LIBRARY_VERSION_STRING];
