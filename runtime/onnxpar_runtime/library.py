@@ -156,9 +156,9 @@ def mpi_library() -> Path:
     abi = "openmpi" if version.startswith("Open MPI") else "mpich"
     path = _find(
         f"libonnxpar_mpi_{abi}.so",
-        f"; mpi4py uses {version}, and this installation was built for another MPI: install a wheel "
-        "of onnxpar, or build it with --config-settings=cmake.define.ONNXPAR_MPICXX=<the mpicxx of "
-        "this MPI>",
+        f"; mpi4py uses {version}, and this installation was built for another MPI: install a "
+        "wheel of onnxpar, or build it with "
+        "--config-settings=cmake.define.ONNXPAR_MPICXX=<the mpicxx of this MPI>",
     )
     # The library names no MPI that it needs. It finds the functions of the one that mpi4py has
     # loaded, which this makes visible.
