@@ -10,7 +10,13 @@ from collections.abc import Callable, Sequence
 
 import onnx_ir as ir
 
-from onnxpar.ops.fused.backward import GELU_GRAD, RELU_GRAD, SIGMOID_GRAD, TANH_GRAD
+from onnxpar.ops.fused.backward import (
+    GELU_GRAD,
+    GELU_TANH_GRAD,
+    RELU_GRAD,
+    SIGMOID_GRAD,
+    TANH_GRAD,
+)
 from onnxpar.ops.grad_node import Gradient, GradNode
 
 _BOOL = ir.DataType.BOOL
@@ -244,23 +250,8 @@ def selu(node: GradNode, dy: ir.Value) -> ir.Value:
 @unary
 def gelu(node: GradNode, dy: ir.Value) -> ir.Value:
     """dy·(Φ(x) + x·φ(x)), or the derivative of its approximation by tanh."""
-    if node.attr("approximate", "none") == "tanh":
-        return _gelu_tanh(node, dy)
-    return node.fused(GELU_GRAD, dy, node.input(0))
-
-
-def _gelu_tanh(node: GradNode, dy: ir.Value) -> ir.Value:
-    """dy/2·(1 + t + x·(1 - t²)·u'), t = tanh u, u = √(2/π)·(x + 0.044715·x³)."""
-    scale, cubic = math.sqrt(2 / math.pi), 0.044715
-    # Beyond ±10 the derivative is 0 or 1 to the last bit, and u' overflows in 16 bits.
-    x = node.op("Clip", node.input(0), *(node.number(n, node.input(0)) for n in (-10, 10)))
-    square = node.op("Mul", x, x)
-    inner = _binary(node, "Add", _binary(node, "Mul", square, scale * cubic), scale)
-    t = node.op("Tanh", node.op("Mul", x, inner))
-    rise = _binary(node, "Add", _binary(node, "Mul", square, 3 * scale * cubic), scale)
-    bend = node.op("Mul", _from(node, 1, node.op("Mul", t, t)), node.op("Mul", x, rise))
-    slope = _binary(node, "Add", node.op("Add", t, bend), 1)
-    return node.op("Mul", _binary(node, "Mul", dy, 0.5), slope)
+    exact = node.attr("approximate", "none") == "none"
+    return node.fused(GELU_GRAD if exact else GELU_TANH_GRAD, dy, node.input(0))
 
 
 @unary

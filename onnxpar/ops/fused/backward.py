@@ -83,6 +83,44 @@ GELU_GRAD = Function(f"""
     }}
 """)
 
+# dy/2 (1 + t + x (1 - t²) u'), t = tanh u, u = √(2/π) (x + 0.044715 x³). Beyond ±10 the derivative
+# is 0 or 1 to the last bit, and u' overflows in 16 bits.
+_ROOT, _CUBIC = sqrt(2 / pi), sqrt(2 / pi) * 0.044715
+GELU_TANH_GRAD = Function(f"""
+    GeluTanhGrad (dy, x) => (dx) {{
+        number1 = Constant<value = double {{{_ROOT!r}}}>()
+        number2 = Constant<value = double {{{_CUBIC!r}}}>()
+        number3 = Constant<value = double {{{3 * _CUBIC!r}}}>()
+        number4 = Constant<value = double {{1.0}}>()
+        number5 = Constant<value = double {{0.5}}>()
+        number6 = Constant<value = double {{-10.0}}>()
+        number7 = Constant<value = double {{10.0}}>()
+        root = CastLike(number1, x)
+        cubic = CastLike(number2, x)
+        steep = CastLike(number3, x)
+        one = CastLike(number4, x)
+        half = CastLike(number5, x)
+        low = CastLike(number6, x)
+        high = CastLike(number7, x)
+        v = Clip(x, low, high)
+        square = Mul(v, v)
+        bent = Mul(square, cubic)
+        factor = Add(bent, root)
+        u = Mul(v, factor)
+        t = Tanh(u)
+        steeper = Mul(square, steep)
+        rise = Add(steeper, root)
+        v_rise = Mul(v, rise)
+        t_square = Mul(t, t)
+        rest = Sub(one, t_square)
+        bend = Mul(rest, v_rise)
+        sum = Add(t, bend)
+        slope = Add(sum, one)
+        half_dy = Mul(dy, half)
+        dx = Mul(half_dy, slope)
+    }}
+""")
+
 _AXIS = """
     axis0 = Constant<value_int: int = @axis>()
     one_dim = Constant<value = int64[1] {-1}>()
@@ -243,7 +281,7 @@ DEFS = (
             memory=IN_PLACE,
             function=function,
         )
-        for function in (RELU_GRAD, TANH_GRAD, SIGMOID_GRAD, GELU_GRAD)
+        for function in (RELU_GRAD, TANH_GRAD, SIGMOID_GRAD, GELU_GRAD, GELU_TANH_GRAD)
     ),
     *(
         OpDef(

@@ -13,14 +13,6 @@ constexpr Pointwise::Rule kSigmoid = ONNXPAR_RULE("y", sigmoid_grad);
 constexpr Pointwise::Rule kGelu = ONNXPAR_RULE("x", gelu_grad);
 constexpr Pointwise::Rule kGeluTanh = ONNXPAR_RULE("x", gelu_tanh_grad);
 
-std::unique_ptr<Kernel> gelu(const Node& node) {
-  const std::string approximate = node.attributes.text("approximate").value_or("none");
-  if (approximate != "none" && approximate != "tanh") {
-    throw std::invalid_argument("approximate is '" + approximate + "', expected none or tanh");
-  }
-  return fused<Pointwise>(approximate == "tanh" ? kGeluTanh : kGelu)(node);
-}
-
 Operator gradient(const char* name, decltype(Operator::make) make) {
   return {name, {{}, {}}, {port_like(like<0>)}, in_place<0>, std::move(make)};
 }
@@ -57,7 +49,8 @@ std::vector<Operator> pointwise_operators() {
   return {gradient("ReluGrad", fused<Pointwise>(kRelu)),
           gradient("TanhGrad", fused<Pointwise>(kTanh)),
           gradient("SigmoidGrad", fused<Pointwise>(kSigmoid)),
-          gradient("GeluGrad", gelu),
+          gradient("GeluGrad", fused<Pointwise>(kGelu)),
+          gradient("GeluTanhGrad", fused<Pointwise>(kGeluTanh)),
           {"SquareSum", {{kAny, ort::kVariadic}}, {port_like(wide_scalar)}, never_in_place,
            fused<SquareSum>()}};
 }

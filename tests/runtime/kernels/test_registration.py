@@ -106,7 +106,6 @@ MISTAKES: dict[str, tuple[str, list[np.ndarray], dict[str, Attribute], str]] = {
     "shape": ("ReluGrad", [X, X[:1]], {}, r"y has shape \[1, 3\], expected \[2, 3\] as dy"),
     "types": ("ReluGrad", [X, X.astype(np.float64)], {}, "y is float64, expected float32"),
     "integers": ("TanhGrad", [LABELS, LABELS], {}, "dy is int64, expected float32, float64"),
-    "approximate": ("GeluGrad", [X, X], {"approximate": "erf"}, "approximate is 'erf'"),
     "axis": ("SoftmaxGrad", [X, X], {"axis": 2}, r"axis is 2 for a tensor of shape \[2, 3\]"),
     "no axis": ("LogSoftmaxGrad", [ONE, ONE], {}, r"axis is -1 for a tensor of shape \[\]"),
     "scale": (
