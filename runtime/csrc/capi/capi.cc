@@ -1,6 +1,7 @@
 #include "capi/capi.h"
 
 
+#include <cstdlib>
 #include <cstring>
 #include <exception>
 #include <memory>
@@ -13,6 +14,7 @@
 #include "abi/live_bytes.h"
 #include "abi/nccl_abi.h"
 #include "abi/ort_io.h"
+#include "capi/errors.h"
 #include "capi/ops.h"
 #include "collective/device_rank.h"
 #include "collective/world.h"
@@ -25,21 +27,9 @@ using namespace onnxpar;
 
 namespace {
 
-thread_local std::string t_error;
 thread_local std::string t_text;
 thread_local std::vector<LoggedCall> t_calls;
 thread_local RankContext* t_rank = nullptr;
-
-template <class F>
-int guarded(F&& f) {
-  try {
-    f();
-    return 0;
-  } catch (const std::exception& e) {
-    t_error = e.what();
-    return 1;
-  }
-}
 
 World* add_rank(World* world, std::unique_ptr<Transport> transport,
                 std::shared_ptr<CallLog> log = nullptr) {
@@ -47,6 +37,52 @@ World* add_rank(World* world, std::unique_ptr<Transport> transport,
   world->size = transport->size();
   world->ranks[rank] = new RankContext(std::move(transport), std::move(log));
   return world;
+}
+
+World* mpi_world(const char* library, const void* communicator, int rank, int size, bool debug,
+                 double timeout_s) {
+  auto made = std::make_unique<World>();
+  auto log = std::make_shared<CallLog>(rank, size);
+  const auto failing = [log](const std::string& reason) { log->fail(reason); };
+  auto transport = open_mpi(library, communicator, {debug, timeout_s, failing});
+  return add_rank(made.release(), std::move(transport), std::move(log));
+}
+
+World* whole_mpi_world(double timeout_s) {
+  const MpiWorld whole = begin_mpi();
+  World* world = mpi_world(whole.library.c_str(), whole.communicator, whole.rank, whole.size, true,
+                           timeout_s);
+  world->end = whole.end;
+  return world;
+}
+
+double default_timeout() {
+  const char* text = std::getenv("ONNXPAR_TIMEOUT");
+  return text == nullptr ? TransportOptions().timeout_s : std::strtod(text, nullptr);
+}
+
+// The rank as which sessions act whose options are registered on this thread; null for none.
+RankContext* acting_rank() {
+  if (t_rank != nullptr) return t_rank;
+  const char* wanted = std::getenv("ONNXPAR_WORLD");
+  if (wanted == nullptr || *wanted == '\0') return nullptr;
+  if (std::string(wanted) != "mpi") {
+    throw std::runtime_error(std::string("ONNXPAR_WORLD: expected mpi, got ") + wanted);
+  }
+  static World* world = [] {
+    World* made = whole_mpi_world(default_timeout());
+    // The host makes no call of this library, so the world ends with the process. A rank that fails
+    // would wait here for others that wait for it.
+    static World* kept = made;
+    std::atexit([] {
+      TimeLimit* limit = onnxpar_begin_limit(
+          default_timeout(), "onnxpar: MPI could not be finalised: another rank has not ended\n");
+      onnxpar_close(kept);
+      onnxpar_end_limit(limit);
+    });
+    return made;
+  }();
+  return world->ranks.begin()->second;
 }
 
 std::vector<int> group_of(const int* group, int members) { return {group, group + members}; }
@@ -118,13 +154,13 @@ World* onnxpar_threads(int size, int debug, double timeout_s) {
 World* onnxpar_mpi(const char* library, const void* communicator, int rank, int size, int debug,
                    double timeout_s) {
   World* world = nullptr;
-  guarded([&] {
-    auto made = std::make_unique<World>();
-    auto log = std::make_shared<CallLog>(rank, size);
-    const auto failing = [log](const std::string& reason) { log->fail(reason); };
-    auto transport = open_mpi(library, communicator, {debug != 0, timeout_s, failing});
-    world = add_rank(made.release(), std::move(transport), std::move(log));
-  });
+  guarded([&] { world = mpi_world(library, communicator, rank, size, debug != 0, timeout_s); });
+  return world;
+}
+
+World* onnxpar_mpi_world(double timeout_s) {
+  World* world = nullptr;
+  guarded([&] { world = whole_mpi_world(timeout_s); });
   return world;
 }
 
@@ -163,6 +199,8 @@ int onnxpar_check_computed(void* stream) {
 
 int onnxpar_size(const World* world) { return world->size; }
 
+int onnxpar_rank(const World* world) { return world->ranks.begin()->first; }
+
 int onnxpar_abort(const World* world, const char* message) {
   return guarded([&] {
     for (const auto& entry : world->ranks) entry.second->abort(message);
@@ -172,6 +210,7 @@ int onnxpar_abort(const World* world, const char* message) {
 int onnxpar_close(const World* world) {
   return guarded([&] {
     for (const auto& entry : world->ranks) entry.second->close();
+    if (world->end != nullptr) world->end();
   });
 }
 
@@ -366,7 +405,7 @@ int onnxpar_compile_kernels(int capability) {
   return guarded([&] { cuda::compile_all(capability); });
 }
 
-// Called by onnxruntime. The rank is the one that onnxpar_bind set on this thread.
+// Called by onnxruntime.
 ONNXPAR_EXPORT ort::Status* RegisterCustomOps(ort::SessionOptions* options,
                                               const ort::ApiBase* base) {
   const void* const* table = base->get_api(ort::kVersion);
@@ -381,7 +420,7 @@ ONNXPAR_EXPORT ort::Status* RegisterCustomOps(ort::SessionOptions* options,
       return true;
     }();
     (void)loaded;
-    return register_ops(options, t_rank);
+    return register_ops(options, acting_rank());
   } catch (const std::exception& e) {
     return ort::make_status(table, ort::kFail, e.what());
   }

@@ -1,31 +1,18 @@
-// The library's own C interface, called by Python through ctypes. Functions that can fail return 0
-// on success and leave a message for onnxpar_error on the calling thread.
+// What Python calls through ctypes, besides the public interface, under the same rules.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 
-#define ONNXPAR_EXPORT extern "C" __attribute__((visibility("default")))
+#include "capi/onnxpar.h"
 
 namespace onnxpar {
-struct World;
 class LiveBytes;
 class TimeLimit;
 }
 
-ONNXPAR_EXPORT const char* onnxpar_error();
-// The ranks of one process. Null on failure.
-ONNXPAR_EXPORT onnxpar::World* onnxpar_threads(int size, int debug, double timeout_s);
-// This process as one rank. `library` is the MPI transport's file, `communicator` the address of an
-// MPI_Comm with these ranks; every rank of it must call. Null on failure.
-ONNXPAR_EXPORT onnxpar::World* onnxpar_mpi(const char* library, const void* communicator, int rank,
-                                           int size, int debug, double timeout_s);
 // The version of NCCL in this file, as 10000 major + 100 minor + patch; 0 on failure.
 ONNXPAR_EXPORT int onnxpar_nccl_version(const char* library);
-// Gives the rank a GPU. Collectives of tensors there use NCCL from this file, or the host if `library`
-// is null. Sessions registered later have kernels for the CUDA provider.
-ONNXPAR_EXPORT int onnxpar_open_device(const onnxpar::World* world, int rank, int device,
-                                       const char* library, double timeout_s);
 // Fails if the world was aborted, even if calls on a GPU did not report it.
 ONNXPAR_EXPORT int onnxpar_check_device(const onnxpar::World* world, int rank);
 // Fails if a kernel on the stream, which has been waited for, has found an invalid value, such as a
@@ -36,29 +23,17 @@ ONNXPAR_EXPORT int onnxpar_check_computed(void* stream);
 // Null if no thread can be made.
 ONNXPAR_EXPORT onnxpar::TimeLimit* onnxpar_begin_limit(double seconds, const char* message);
 ONNXPAR_EXPORT void onnxpar_end_limit(onnxpar::TimeLimit* limit);
-ONNXPAR_EXPORT int onnxpar_size(const onnxpar::World* world);
-ONNXPAR_EXPORT int onnxpar_abort(const onnxpar::World* world, const char* message);
-ONNXPAR_EXPORT int onnxpar_close(const onnxpar::World* world);
-// Sets the rank that RegisterCustomOps binds on this thread; a null world unsets it.
-ONNXPAR_EXPORT int onnxpar_bind(const onnxpar::World* world, int rank);
 // Number of operators, their names, and a rank's counts of each.
 ONNXPAR_EXPORT int onnxpar_ops();
 ONNXPAR_EXPORT const char* onnxpar_op_name(int op);
 ONNXPAR_EXPORT int onnxpar_counter(const onnxpar::World* world, int rank, int op, int64_t* calls,
                                    int64_t* bytes);
 ONNXPAR_EXPORT int onnxpar_reset_counters(const onnxpar::World* world, int rank);
-// A reduction of host memory outside a session. It is not counted. `what`: its name in messages, or null.
-ONNXPAR_EXPORT int onnxpar_all_reduce(const onnxpar::World* world, int rank, const int* group,
-                                      int members, const void* in, void* out, size_t count,
-                                      int onnx_type, int reduction, const char* what);
 // Whether data of the group travels while the rank computes: 1 or 0; -1 on failure. In host memory.
 ONNXPAR_EXPORT int onnxpar_overlaps(const onnxpar::World* world, int rank, const int* group,
                                     int members);
 // Whether collectives of the rank may run in the background of its computation (1, at first) or not.
 ONNXPAR_EXPORT int onnxpar_allow_background(const onnxpar::World* world, int rank, int allowed);
-// Waits for collectives that an optimizer's program left running, before anything but the next
-// training program reads the states.
-ONNXPAR_EXPORT int onnxpar_settle(const onnxpar::World* world, int rank);
 // Keeps all calls of the rank from now on, or only the last ones; forgets those that were kept.
 ONNXPAR_EXPORT int onnxpar_keep_calls(const onnxpar::World* world, int rank, int keep);
 // Takes the calls that were kept and have ended: their number; -1 on failure.

@@ -35,8 +35,8 @@ ort::Status* create_kernel(const ort::CustomOp* op, const void*, const ort::Kern
     if (custom.of->of_rank) {
       if (custom.rank == nullptr) {
         throw std::invalid_argument(
-            "the session options were not registered with a rank (onnxpar_runtime.World, "
-            "Rank.register)");
+            "no rank was set when the session's options were registered: call onnxpar_bind before, "
+            "or set ONNXPAR_WORLD=mpi");
       }
       where = "rank " + std::to_string(custom.rank->rank()) + ": " + where;
     }

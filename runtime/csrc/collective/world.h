@@ -157,6 +157,7 @@ class RankContext {
 struct World {
   int size = 0;
   std::map<int, RankContext*> ranks;
+  void (*end)() = nullptr;  // called when the ranks are closed
 
   RankContext& rank(int index) const;
 };

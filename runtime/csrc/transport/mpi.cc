@@ -400,6 +400,30 @@ ONNXPAR_MPI_EXPORT bool onnxpar_mpi_guard(void (*action)(void*), void* data, std
   }
 }
 
+ONNXPAR_MPI_EXPORT void onnxpar_mpi_begin(onnxpar::MpiWorld* found) {
+  using onnxpar::check;
+  static MPI_Comm world = MPI_COMM_WORLD;
+  static bool ours = false;
+  int initialized = 0;
+  int finalized = 0;
+  MPI_Initialized(&initialized);
+  MPI_Finalized(&finalized);
+  if (finalized != 0) throw std::runtime_error("MPI has been finalised already");
+  if (initialized == 0) {
+    int level = MPI_THREAD_SINGLE;
+    check(MPI_Init_thread(nullptr, nullptr, MPI_THREAD_MULTIPLE, &level), "MPI_Init_thread");
+    ours = true;
+  }
+  found->communicator = &world;
+  found->end = [] {
+    int done = 0;
+    MPI_Finalized(&done);
+    if (ours && done == 0) MPI_Finalize();
+  };
+  check(MPI_Comm_rank(world, &found->rank), "MPI_Comm_rank");
+  check(MPI_Comm_size(world, &found->size), "MPI_Comm_size");
+}
+
 // Which MPI this library was bound to when it was loaded; callable before MPI is initialised.
 ONNXPAR_MPI_EXPORT const char* onnxpar_mpi_version() {
   static char text[MPI_MAX_LIBRARY_VERSION_STRING];

@@ -1,5 +1,6 @@
 #include <dlfcn.h>
 
+#include <cstdlib>
 #include <stdexcept>
 #include <utility>
 
@@ -98,6 +99,22 @@ class MpiClient : public Transport {
   const std::unique_ptr<Transport> inner_;
 };
 
+// Makes the functions of MPI visible to the transport's library: of the MPI that the process has loaded;
+// else of the file that the environment names; else of Open MPI or MPICH, whichever is found.
+void load_mpi() {
+  if (dlsym(RTLD_DEFAULT, "MPI_Init_thread") != nullptr) return;
+  std::vector<std::string> files = {"libmpi.so.40", "libmpi.so.12"};
+  // Set by the mpiexec of MPICH's family.
+  if (std::getenv("PMI_RANK") != nullptr) std::swap(files[0], files[1]);
+  if (const char* named = std::getenv("ONNXPAR_MPI_LIBRARY")) files = {named};
+  std::string errors;
+  for (const std::string& file : files) {
+    if (dlopen(file.c_str(), RTLD_NOW | RTLD_GLOBAL) != nullptr) return;
+    errors += std::string(errors.empty() ? "" : "; ") + dlerror();
+  }
+  throw std::runtime_error("MPI cannot be loaded (ONNXPAR_MPI_LIBRARY names its file): " + errors);
+}
+
 }  // namespace
 
 std::unique_ptr<Transport> open_mpi(const char* file, const void* communicator,
@@ -106,6 +123,24 @@ std::unique_ptr<Transport> open_mpi(const char* file, const void* communicator,
   std::unique_ptr<Transport> made;
   library.guarded([&] { made.reset(library.entry(communicator, options)); });
   return std::make_unique<MpiClient>(library, std::move(made));
+}
+
+MpiWorld begin_mpi() {
+  load_mpi();
+  // Only Open MPI has this symbol.
+  const bool open = dlsym(RTLD_DEFAULT, "ompi_mpi_comm_world") != nullptr;
+  Dl_info info{};
+  if (dladdr(reinterpret_cast<const void*>(&open_mpi), &info) == 0) {
+    throw std::runtime_error("the folder of onnxpar's library is not known");
+  }
+  const std::string own = info.dli_fname;
+  MpiWorld world;
+  world.library = own.substr(0, own.rfind('/') + 1) +
+                  (open ? "libonnxpar_mpi_openmpi.so" : "libonnxpar_mpi_mpich.so");
+  const Library library(world.library.c_str());
+  const auto begin = reinterpret_cast<MpiBegin>(library.symbol(kMpiBeginName));
+  library.guarded([&] { begin(&world); });
+  return world;
 }
 
 }  // namespace onnxpar

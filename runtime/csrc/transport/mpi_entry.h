@@ -27,4 +27,19 @@ inline constexpr char kMpiGuardName[] = "onnxpar_mpi_guard";
 std::unique_ptr<Transport> open_mpi(const char* library, const void* communicator,
                                     const TransportOptions& options);
 
+// All processes of the job.
+struct MpiWorld {
+  std::string library;  // the transport's file
+  const void* communicator = nullptr;
+  int rank = 0;
+  int size = 0;
+  void (*end)() = nullptr;  // finalises MPI, if this initialised it
+};
+// Initialises MPI unless the program has.
+using MpiBegin = void (*)(MpiWorld*);
+inline constexpr char kMpiBeginName[] = "onnxpar_mpi_begin";
+
+// For hosts without mpi4py: loads MPI unless the process has, and begins it. Throws std::runtime_error.
+MpiWorld begin_mpi();
+
 }  // namespace onnxpar

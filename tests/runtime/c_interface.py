@@ -1,0 +1,97 @@
+"""The C interface for other languages (`capi/onnxpar.h`), called by ctypes."""
+
+import ctypes
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from onnxpar_format.dtypes import DTYPES, onnx_code
+from onnxpar_runtime.library import custom_op_library
+
+Array = NDArray[Any]
+_BY_CODE = {element.code: element.dtype for element in DTYPES.values()}
+
+
+class Tensor(ctypes.Structure):
+    """`onnxpar_tensor`."""
+
+    _fields_ = (
+        ("name", ctypes.c_char_p),
+        ("type", ctypes.c_int),
+        ("dims", ctypes.c_int),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("data", ctypes.c_void_p),
+        ("bytes", ctypes.c_size_t),
+    )
+
+    def array(self) -> Array:
+        """Its elements, as an array over its memory."""
+        shape = self.shape[: self.dims]
+        memory = (ctypes.c_byte * self.bytes).from_address(self.data or 0)
+        return np.frombuffer(memory, _BY_CODE[self.type]).reshape(shape)
+
+
+class CError(Exception):
+    """What `onnxpar_error` says."""
+
+
+class Host:
+    """One rank of a directory, as a host without Python's runtime has it."""
+
+    def __init__(self, directory: Path, rank: int, world: ctypes.c_void_p | None = None) -> None:
+        self._library = ctypes.CDLL(str(custom_op_library()))
+        self._library.onnxpar_error.restype = ctypes.c_char_p
+        for name in ("open", "new_run", "graph"):
+            self._function(name).restype = ctypes.c_void_p
+        self._world = world
+        self._directory = self._made("open", str(directory).encode(), rank)
+
+    def _function(self, name: str) -> Any:
+        return getattr(self._library, f"onnxpar_{name}")
+
+    def _fail(self) -> CError:
+        return CError(self._library.onnxpar_error().decode())
+
+    def _made(self, name: str, *arguments: Any) -> ctypes.c_void_p:
+        found = self._function(name)(*arguments)
+        if not found:
+            raise self._fail()
+        return ctypes.c_void_p(found)
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        if self._function(name)(*arguments) != 0:
+            raise self._fail()
+
+    def prepared(
+        self,
+        feeds: Mapping[str, Array],
+        numbers: Mapping[str, float] | None = None,
+        program: str = "model",
+    ) -> dict[str, Array]:
+        """What a program's session takes for whole inputs, by name."""
+        run = self._made("new_run", self._directory, program.encode())
+        try:
+            for name, value in (numbers or {}).items():
+                self._call("set", run, name.encode(), ctypes.c_double(value))
+            for name, array in feeds.items():
+                shape = (ctypes.c_int64 * array.ndim)(*array.shape)
+                data = array.ctypes.data_as(ctypes.c_void_p)
+                self._call(
+                    "give", run, name.encode(), onnx_code(array.dtype), shape, array.ndim, data
+                )
+            self._call("prepare", run, self._world)
+            count: Callable[..., int] = self._function("feeds")
+            found = {}
+            for index in range(count(run)):
+                tensor = Tensor()
+                self._call("feed", run, index, ctypes.byref(tensor))
+                found[(tensor.name or b"").decode()] = tensor.array().copy()
+            return found
+        finally:
+            self._function("free_run")(run)
+
+    def close(self) -> None:
+        self._function("free_directory")(self._directory)

@@ -1,0 +1,306 @@
+"""The C interface for other languages: shards and checks as Python's; programs without Python."""
+
+import ctypes
+import os
+import re
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import mlp
+import numpy as np
+import onnx_ir as ir
+import onnxruntime
+import pytest
+
+from onnxpar import shard_model
+from onnxpar.autodiff.append_loss import parse_loss
+from onnxpar.autodiff.optimizer import parse_optimizer
+from onnxpar.autodiff.training_program import TrainingSpec
+from onnxpar_format.options import Settings
+from onnxpar_runtime.collectives import World
+from onnxpar_runtime.group import Ranks
+from onnxpar_runtime.inputs import Inputs
+from onnxpar_runtime.launch import find_mpirun, mpirun_environment
+from onnxpar_runtime.library import custom_op_library
+from onnxpar_runtime.manifest import Manifest
+from onnxpar_runtime.training.hyper import hyperparameters
+from onnxpar_runtime.training.trainer import Trainer
+from tests.runtime import hand_made
+from tests.runtime.c_interface import CError, Host
+
+RUNTIME = Path(__file__).parents[2] / "runtime"
+COMPILER = shutil.which("g++")
+needs_compiler = pytest.mark.skipif(COMPILER is None, reason="needs g++")
+X = np.arange(6 * 64) * 31 % 101 / np.float32(101)
+FEEDS = {"x": X.astype(np.float32).reshape(6, 1, 8, 8), "labels": np.arange(6) * 7 % 10}
+
+
+class Alone(Host):
+    """A rank that prepares runs with the others in this process."""
+
+    @staticmethod
+    def of(directory: Path, ranks: int, **more: Any) -> "list[dict[str, Any] | CError]":
+        """What each rank prepares, or its error."""
+        with World.threads(ranks) as world, ThreadPoolExecutor(ranks) as pool:
+
+            def one(rank: int) -> "dict[str, Any] | CError":
+                host = Host(directory, rank, world._handle)
+                try:
+                    return host.prepared(**more)
+                except CError as error:
+                    return error
+                finally:
+                    host.close()
+
+            return list(pool.map(one, range(ranks)))
+
+
+def written(folder: Path, ranks: int = 6) -> Path:
+    """A directory whose inputs are sharded unevenly, in merged dims and over several atoms."""
+    merged = [[("batch", [0]), ("heads", [1])], [("2*batch + ceil(heads/2)", [])]]
+    return hand_made.write(
+        folder,
+        ["g (float[n] x) => (float[n] x) { }"] * ranks,
+        atoms=[2, 3],
+        inputs=[
+            hand_made.tensor("x", "float32", ["batch", 5], [[("batch", [0, 1])], [(5, [])]]),
+            hand_made.tensor(
+                "h", "float16", ["heads", "batch"], [[("heads", [])], [("batch", [])]]
+            ),
+            hand_made.tensor("m", "int64", ["batch*heads", "2*batch + ceil(heads/2)"], merged),
+            hand_made.tensor("s", "bool", [], []),
+        ],
+        outputs=[],
+        symbols={"batch": {"max": 64}, "heads": {"divisor": 2}},
+        system_inputs=[
+            {"name": "b", "kind": "symbol", "symbol": "batch"},
+            {"name": "c", "kind": "coordinate", "atom": 1},
+        ],
+    )
+
+
+def feeds(batch: int, heads: int) -> dict[str, Any]:
+    """Whole inputs of that directory."""
+    rng = np.random.default_rng([batch, heads])
+    wide = 2 * batch + -(-heads // 2)
+    return {
+        "x": rng.random((batch, 5), np.float32),
+        "h": rng.random((heads, batch)).astype(np.float16),
+        "m": rng.integers(0, 99, (batch * heads, wide)),
+        "s": np.array(True),
+    }
+
+
+@pytest.mark.parametrize(("batch", "heads"), [(1, 2), (7, 2), (12, 8), (64, 4)])
+def test_shards_are_those_of_python(tmp_path: Path, batch: int, heads: int) -> None:
+    directory = written(tmp_path)
+    given = feeds(batch, heads)
+    found = Alone.of(directory, 6, feeds=given)
+    manifest = Manifest.load(directory)
+    for rank, values in enumerate(found):
+        assert not isinstance(values, CError), values
+        expected = Inputs(manifest, "model", rank).shard_inputs(given).local
+        assert {*values} == {*expected, "b", "c"}
+        for name, array in expected.items():
+            np.testing.assert_array_equal(values[name], array)
+        assert (values["b"].tolist(), values["c"].tolist()) == ([batch], [rank % 3])
+
+
+def test_inputs_that_do_not_fit_are_errors_on_all_ranks(tmp_path: Path) -> None:
+    directory, given = written(tmp_path), feeds(6, 2)
+    cases = {
+        "input 'h', dim 1: expected 6 ('batch' in dim 0 of input 'x'), got 5": {
+            "h": given["h"][:, :5].copy()
+        },
+        "input 'm': expected int64, got int32": {"m": given["m"].astype(np.int32)},
+        "input 'x': expected 2 dims [batch, 5], got shape [30]": {"x": given["x"].ravel()},
+        "input 'x', dim 1: expected 5, got 4": {"x": given["x"][:, :4].copy()},
+        "symbol 'batch' is 0, which violates its constraint: at least 1, at most 64": feeds(0, 2),
+        "symbol 'heads' is 3, which violates its constraint: 2*N, N >= 1": feeds(6, 3),
+    }
+    for message, wrong in cases.items():
+        errors = Alone.of(directory, 6, feeds={**given, **wrong})
+        assert [str(e).removeprefix("rank 0: ") for e in errors] == [message] * 6
+    (error, *_) = Alone.of(directory, 6, feeds={"x": given["x"]})
+    assert str(error) == "rank 0: program 'model': input 'h' was not given"
+    (error, *_) = Alone.of(directory, 6, feeds={"y": given["x"]})
+    assert str(error) == "program 'model': no input 'y'; expected 'x', 'h', 'm', 's'"
+
+
+def test_directories_that_cannot_be_used(tmp_path: Path) -> None:
+    directory = written(tmp_path)
+    with pytest.raises(CError, match="made for 6 ranks, and has no rank 6"):
+        Host(directory, 6)
+    with pytest.raises(CError, match="expected a world of 6 ranks, got none"):
+        Host(directory, 0).prepared(feeds(6, 2))
+    with pytest.raises(CError, match="no program 'other'; it has 'model'"):
+        Host(directory, 0).prepared({}, program="other")
+    with pytest.raises(CError, match="no number 'rate'; expected one of accumulate, "):
+        Host(directory, 0).prepared({}, {"rate": 1})
+    manifest = directory / "manifest.json"
+    text = manifest.read_text()
+    for old, new, message in [
+        ('"schema": 1', '"schema": 2', "schema: expected 1"),
+        ('"batch", 5]', '"batch"]', r"inputs\[0\]: expected as many dims as sizes"),
+        ('"atoms": [0, 1]', '"atoms": [0, 2]', r"dims\[0\]\[0\]: expected atoms of the mesh"),
+        ('"float16"', '"float15"', r"dtype: expected an element type, got 'float15'"),
+        ('"rank0000', '"../rank', "expected a file name without folders"),
+        ("}", "", "not JSON: expected "),
+    ]:
+        assert old in text
+        manifest.write_text(text.replace(old, new, 1))
+        with pytest.raises(CError, match=message):
+            Host(directory, 0)
+
+
+def flags() -> list[str]:
+    """How a C++ compiler finds the installed library."""
+    folder = custom_op_library().parent
+    return [f"-I{folder.parent / 'include'}", f"-L{folder}", "-lonnxpar_ops",
+            f"-Wl,-rpath,{folder}"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The example, compiled."""
+    made = tmp_path_factory.mktemp("example") / "train"
+    source = RUNTIME / "examples" / "train.cc"
+    warnings = ["-Wall", "-Wextra", "-Werror", f"-I{RUNTIME / 'csrc'}"]
+    command = [str(COMPILER), "-std=c++17", *warnings, str(source), *flags(), "-ldl"]
+    subprocess.run([*command, "-o", str(made)], check=True, timeout=100)
+    return made
+
+
+def library_file() -> str:
+    """The library in onnxruntime's wheel."""
+    (found,) = (Path(onnxruntime.__file__).parent / "capi").glob("libonnxruntime.so.*")
+    return str(found)
+
+
+def under_mpi(
+    ranks: int, command: list[str], **environment: str
+) -> "subprocess.CompletedProcess[str]":
+    """What a command that is not Python gives under mpirun."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMIX_"))}
+    return subprocess.run(
+        [find_mpirun(), "--oversubscribe", "-n", str(ranks), *command],
+        env={**mpirun_environment(kept), **environment},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+
+
+def network(folder: Path) -> Path:
+    """A classifier of 8x8 images."""
+    ir.save(mlp.build(image=8, hidden=(16,)), folder / "mlp.onnx")
+    return folder / "mlp.onnx"
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory for training on two ranks."""
+    folder = tmp_path_factory.mktemp("trained")
+    spec = TrainingSpec(parse_loss("softmax_cross_entropy"), parse_optimizer("adamw"))
+    shard_model(network(folder), "dp=2", folder / "out", training=spec)
+    return folder / "out"
+
+
+@needs_compiler
+def test_a_program_without_python_trains_on_two_ranks(program: Path, trained: Path) -> None:
+    hyper = hyperparameters("adamw", Settings())
+    with Ranks(trained, Trainer) as ranks:
+        losses = [
+            ranks.on_each(lambda t, s=step: t.train_step([FEEDS], hyper.at(s, 0.1)))[0].loss  # type: ignore[misc]
+            for step in (1, 2, 3)
+        ]
+        weights = ranks.on_each(lambda t: t.parameters())[0]["fc1.weight"]
+    outcome = under_mpi(2, [str(program), str(trained), library_file(), "3", "0.1"])
+    assert outcome.returncode == 0, outcome.stderr
+    lines = [line.split() for line in outcome.stdout.splitlines()]
+    assert [name for name, _ in lines] == ["onnxpar.loss"] * 3 + ["fc1.weight"]
+    # The same graphs and sums; only the order of onnxruntime's nodes may differ, which changes no
+    # result. Nine digits of a float32 say all of it.
+    np.testing.assert_array_equal(np.float32([x for _, x in lines[:3]]), np.float32(losses))
+    # 1,024 weights below 2 in size, added in double precision, printed with nine digits.
+    assert float(lines[3][1]) == pytest.approx(weights.astype(np.float64).sum(), abs=1e-6)
+
+
+@pytest.mark.full
+@needs_compiler
+def test_a_program_without_python_runs_and_refuses(
+    program: Path, trained: Path, tmp_path: Path
+) -> None:
+    shard_model(network(tmp_path), "tp=2", tmp_path / "model")
+    outcome = under_mpi(2, [str(program), str(tmp_path / "model"), library_file()])
+    assert outcome.returncode == 0, outcome.stderr
+    wrong = under_mpi(2, [str(program), str(trained), library_file(), "1", "0.1", "4"])
+    message = "rank 0: input 'labels', dim 0: expected 6 ('batch' in dim 0 of input 'x'), got 4"
+    assert wrong.returncode == 1 and wrong.stderr.count(message) == 2
+    wrong = under_mpi(3, [str(program), str(trained), library_file(), "1", "0.1"])
+    assert wrong.returncode == 1 and "made for 2 ranks, and has no rank 2" in wrong.stderr
+
+
+@pytest.mark.full
+def test_the_environment_alone_makes_ranks(tmp_path: Path) -> None:
+    """Any binding of onnxruntime can load the library, and call nothing of it."""
+    directory = hand_made.reduced(tmp_path / "a", 2)
+    code = f"""
+import numpy as np, onnxruntime, os
+options = onnxruntime.SessionOptions()
+options.register_custom_ops_library({str(custom_op_library())!r})
+rank = os.environ["OMPI_COMM_WORLD_RANK"]
+session = onnxruntime.InferenceSession({str(directory)!r} + f"/rank000{{rank}}.model.onnx", options)
+print(session.run(None, {{"x": np.full((1, 3), 1 + int(rank), np.float32)}})[0].tolist())
+"""
+    outcome = under_mpi(2, [sys.executable, "-c", code], ONNXPAR_WORLD="mpi")
+    assert outcome.returncode == 0, outcome.stderr
+    assert outcome.stdout.splitlines() == ["[[3.0, 3.0, 3.0]]"] * 2
+    outcome = under_mpi(2, [sys.executable, "-c", code], ONNXPAR_WORLD="tcp")
+    assert outcome.returncode == 1 and "ONNXPAR_WORLD: expected mpi, got tcp" in outcome.stderr
+
+
+@pytest.mark.full
+@needs_compiler
+def test_cmake_and_pkg_config_find_the_library_for_c(tmp_path: Path) -> None:
+    source = tmp_path / "main.c"
+    source.write_text(
+        "#include <onnxpar.h>\n#include <stdio.h>\nint main(void) {\n"
+        '  if (onnxpar_open("/nothing", 0) != NULL) return 1;\n'
+        "  puts(onnxpar_error());\n  return 0;\n}\n"
+    )
+    (tmp_path / "CMakeLists.txt").write_text(
+        "cmake_minimum_required(VERSION 3.21)\nproject(host C)\nfind_package(onnxpar REQUIRED)\n"
+        "add_executable(host main.c)\ntarget_link_libraries(host onnxpar::ops)\n"
+        "target_compile_options(host PRIVATE -std=c99 -Wall -Wextra -Wpedantic -Werror)\n"
+    )
+    root = custom_op_library().parent.parent
+    build = tmp_path / "build"
+    for command in [
+        ["cmake", "-S", str(tmp_path), "-B", str(build), f"-DCMAKE_PREFIX_PATH={root}"],
+        ["cmake", "--build", str(build)],
+    ]:
+        subprocess.run(command, check=True, timeout=100)
+    made = [str(build / "host")]
+    if shutil.which("pkg-config"):
+        place = {**os.environ, "PKG_CONFIG_PATH": str(root / "lib" / "pkgconfig")}
+        found = subprocess.run(
+            ["pkg-config", "--cflags", "--libs", "onnxpar"],
+            env=place, check=True, capture_output=True, text=True,
+        ).stdout.split()  # fmt: skip
+        made.append(str(tmp_path / "host"))
+        subprocess.run(["gcc", str(source), *found, "-o", made[1]], check=True, timeout=100)
+    for program in made:
+        out = subprocess.run([program], capture_output=True, text=True, check=True).stdout
+        assert out == "/nothing/manifest.json: cannot be read\n"
+
+
+def test_the_messages_of_the_interface_name_nothing_of_python() -> None:
+    for path in (RUNTIME / "csrc" / "capi").glob("*.*"):
+        messages = re.findall(r'"([^"]*)"', path.read_text())
+        assert not [m for m in messages if re.search(r"onnxpar_runtime|\bWorld\b", m)], path
+    assert ctypes.CDLL(str(custom_op_library())).onnxpar_prepare
