@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from onnxpar.core.errors import OnnxparError
 from onnxpar.core.version import __version__
+from onnxpar_format.place import find_place
 from onnxpar_format.texts import message_text
 
 if TYPE_CHECKING:
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 
 _TRACEBACK = "ONNXPAR_TRACEBACK"
 _VERSION = "--version"
-_RANKS = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
 # Seconds for which the other ranks wait, so that rank 0 can print the message.
 _PATIENCE = 3.0
 
@@ -216,7 +216,8 @@ def _value_error(error: Any) -> str | None:
 
 def _prints() -> bool:
     """Whether this process prints errors: every rank of mpirun finds the same mistake."""
-    return all(os.environ.get(name, "0") == "0" for name in _RANKS)
+    place = find_place()
+    return place is None or place.rank == 0
 
 
 def _print_error(message: str) -> None:
@@ -257,7 +258,7 @@ class _ProgramSignals:
         """Notes that everything is loaded: from now on there may be something to clean up."""
         self._loading = False
         # mpirun ends ranks, and reports it.
-        if self._command in _COMPUTING or any(name in os.environ for name in _RANKS):
+        if self._command in _COMPUTING or find_place() is not None:
             for number in [n for n in self._previous if n != signal.SIGINT]:
                 signal.signal(number, self._previous.pop(number))
 

@@ -1,4 +1,4 @@
-"""`onnxpar launch`: mpirun under a supervisor, which restarts it after a rank has died."""
+"""`onnxpar launch`: mpirun under a supervisor, which restarts training after a rank has died."""
 
 import sys
 from collections.abc import Sequence
@@ -14,13 +14,17 @@ from onnxpar_format.options import Option
 @takes_options
 def command(
     arguments: Annotated[
-        list[str], typer.Argument(metavar="-- train DIR …", help="The command of each rank.")
+        list[str],
+        typer.Argument(
+            metavar="-- COMMAND DIR …",
+            help="The command of each rank: run, generate, serve, train or eval.",
+        ),
     ],
     ranks: Annotated[
         int | None,
         Option("Number of ranks. Default: as many as DIR needs.", "N", flags=("-n", "--ranks")),
     ] = None,
-    retries: Annotated[int, Option("Restart up to K times when a rank fails.", "K")] = 0,
+    retries: Annotated[int, Option("Restart `train` up to K times when a rank fails.", "K")] = 0,
     fallback: Annotated[
         Sequence[Path],
         Option(
@@ -37,10 +41,11 @@ def command(
         ),
     ] = (),
 ) -> None:
-    """Train under mpirun, and restart after failures.
+    """Start all ranks of a command, and restart training after failures.
 
-    Use it as `onnxpar launch -n N --retries K -- train DIR --checkpoint FOLDER …`. If a rank fails,
-    all ranks stop, and training resumes from the last complete checkpoint.
+    Use it as `onnxpar launch -- run DIR …`, or `onnxpar launch --retries K -- train DIR
+    --checkpoint FOLDER …`. If a rank fails, all ranks stop, and training resumes from the last
+    complete checkpoint.
     """
     # It loads onnxruntime, which the other commands do without.
     from onnxpar.api import runtime

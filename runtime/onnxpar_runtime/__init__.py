@@ -12,6 +12,10 @@ from typing import TYPE_CHECKING, Any
 # folder, in every rank. `ORT_DISABLE_TELEMETRY=0` brings them back.
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
+from onnxpar_runtime.installed import check_onnxruntime
+
+check_onnxruntime()
+
 from onnxpar_runtime.collectives import OpCounter, Rank, World, custom_op_library
 from onnxpar_runtime.group import ThreadsGroup, run_threads
 from onnxpar_runtime.launch import guarded, init

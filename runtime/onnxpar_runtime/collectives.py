@@ -26,17 +26,19 @@ from numpy.typing import NDArray
 
 from onnxpar_format.calls import COLUMNS
 from onnxpar_format.dtypes import onnx_code
+from onnxpar_format.place import find_place
 from onnxpar_runtime.closing import Closing
 from onnxpar_runtime.devices import Device, Placement
 from onnxpar_runtime.errors import LaunchError, RankError
+from onnxpar_runtime.installed import INSTALL_MPI, check_one_mpi
 from onnxpar_runtime.library import (
     custom_op_library,
     last_error,
     load_library,
     mpi_library,
+    mpi_version,
     nccl_library,
 )
-from onnxpar_runtime.mpirun_place import mpirun_place
 from onnxpar_runtime.tracing.timeline import Timeline
 
 __all__ = ["OpCounter", "Rank", "World", "custom_op_library"]
@@ -121,16 +123,24 @@ class World(Closing):
             comm: An mpi4py intra-communicator; `MPI.COMM_WORLD` if None.
 
         Raises:
-            LaunchError: MPI cannot be loaded, or it is not the one that the library was built for.
+            LaunchError: MPI cannot be loaded, there is no library for its ABI, or it does not
+                connect the processes that the launcher started.
         """
         # A rank that never starts would make the others wait in MPI for ever.
         with _time_limit():
+            check_one_mpi()
             try:
                 from mpi4py import MPI  # importing it initialises MPI
             except (ImportError, RuntimeError) as error:
-                raise LaunchError(f"MPI cannot be used: {error}") from None
+                raise LaunchError(f"MPI cannot be used: {error}; {INSTALL_MPI}") from None
             if comm is None:
-                comm = MPI.COMM_WORLD
+                comm, place = MPI.COMM_WORLD, find_place()
+                if place is not None and comm.Get_size() == 1 < place.size:
+                    version = mpi_version()
+                    raise LaunchError(
+                        f"{place.launcher} started {place.size} processes, but MPI does not "
+                        f"connect them; mpi4py uses {version}: {place.cure}"
+                    )
             path = mpi_library()
             library = load_library()
             rank, size = comm.Get_rank(), comm.Get_size()
@@ -572,13 +582,13 @@ def _contiguous(array: NDArray[Any]) -> int:
 @contextmanager
 def _time_limit() -> Iterator[None]:
     """Ends the process, with a message, if the block takes longer than ranks wait."""
-    seconds, place = _timeout(), mpirun_place()
+    seconds, place = _timeout(), find_place()
     if not seconds or place is None:
         yield
         return
     seconds = max(seconds, LEAST_START_S)
     text = (
-        f"r{place[0]} | waited {seconds:g} s for all {place[1]} ranks to start; a rank or its "
+        f"r{place.rank} | waited {seconds:g} s for all {place.size} ranks to start; a rank or its "
         "machine hangs, or the limit ONNXPAR_TIMEOUT is too short\n"
     )
     library = load_library()

@@ -18,6 +18,7 @@ import numpy as np
 from onnxpar_format.calls import calls_file
 from onnxpar_format.new_file import check_file
 from onnxpar_format.options import Execution
+from onnxpar_format.place import find_place
 from onnxpar_format.texts import numbered_ranks
 from onnxpar_format.trace import Trace
 from onnxpar_format.trace_times import times
@@ -29,7 +30,6 @@ from onnxpar_runtime.interrupts import reporting_termination
 from onnxpar_runtime.launch import guarded, init
 from onnxpar_runtime.logs import open_log
 from onnxpar_runtime.manifest import Manifest
-from onnxpar_runtime.mpirun_place import mpirun_place
 from onnxpar_runtime.npz import read_npz, write_npz
 from onnxpar_runtime.opened import wrong_size
 from onnxpar_runtime.options import parse_pairs
@@ -264,7 +264,7 @@ def check_size(
     size = rank.world.size
     if size == manifest.devices:
         return
-    if mpirun_place() is None:
+    if find_place() is None:
         more = " --oversubscribe" if manifest.devices > (os.cpu_count() or 1) else ""
         raise LaunchError(
             f"{manifest.directory} was made for {manifest.devices} ranks: start it with "

@@ -16,12 +16,13 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from importlib.metadata import PackageNotFoundError, distribution
 from typing import Any
 
 import onnxruntime
 
+from onnxpar_format.place import local_place
 from onnxpar_runtime.errors import LaunchError
+from onnxpar_runtime.installed import ONNXRUNTIMES, doubled, installed
 
 log = logging.getLogger(__name__)
 CUDA = "CUDAExecutionProvider"
@@ -34,7 +35,6 @@ EXTRA = "pip install 'onnxpar[cuda]'"
 PROBE = ("-m", "onnxpar_runtime.probe")
 PROBE_SECONDS = 180.0
 _WANTED = re.compile(r"auto|cpu|cuda(?::(\d+))?")
-_EXCLUSIVE = ("onnxruntime", "onnxruntime-gpu")
 
 
 class Device(enum.Enum):
@@ -122,11 +122,7 @@ def obstacle(facts: Facts, index: int | None = None) -> str:
         index: A GPU that must be there, or None for any.
     """
     if len(facts.packages) > 1:
-        both = " and ".join(facts.packages)
-        return (
-            f"{both} are both installed and overwrite each other's files: "
-            f"pip uninstall {' '.join(facts.packages)}, then {EXTRA}"
-        )
+        return doubled(facts.packages, EXTRA)
     if not facts.provider:
         return f"this onnxruntime has no CUDA provider: uninstall it, then {EXTRA}"
     if facts.driver_error:
@@ -289,18 +285,6 @@ def _gpus(names: Sequence[str]) -> str:
 # -- finding out ----------------------------------------------------------------------------------
 
 
-def installed() -> tuple[str, ...]:
-    """Returns the installed distributions of onnxruntime, of those that exclude one another."""
-    found = []
-    for name in _EXCLUSIVE:
-        try:
-            distribution(name)
-        except PackageNotFoundError:
-            continue
-        found.append(name)
-    return tuple(found)
-
-
 def built_for() -> tuple[int, ...]:
     """Returns the CUDA version that this onnxruntime was built for, as (13, 0); () without CUDA."""
     numbers = re.findall(r"\d+", onnxruntime.cuda_version or "")
@@ -319,7 +303,7 @@ def machine() -> Facts:
         ctypes.CDLL(DRIVER)
     except OSError as error:
         provider = CUDA in onnxruntime.get_available_providers()
-        return Facts(installed(), provider, built_for(), driver_error=no_driver(error))
+        return Facts(installed(ONNXRUNTIMES), provider, built_for(), driver_error=no_driver(error))
     return look()
 
 
@@ -398,10 +382,10 @@ def placed(rank: Any, wanted: str) -> Placement:
         if index is not None and index != known.index:
             raise LaunchError(f"device {wanted}: the rank already computes on GPU {known.index}")
         return known
-    place, ranks = (os.environ.get(f"OMPI_COMM_WORLD_LOCAL_{n}", "") for n in ("RANK", "SIZE"))
-    if rank.world.comm is None or not place.isdecimal() or not ranks.isdecimal():
+    place = local_place()
+    if rank.world.comm is None or place is None:
         return choose(wanted, machine(), rank.index, rank.world.size)
-    return choose(wanted, machine(), int(place), int(ranks))
+    return choose(wanted, machine(), *place)
 
 
 def gather(rank: Any, wanted: str, transport: str = "auto") -> Placement:

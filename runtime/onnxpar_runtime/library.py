@@ -144,6 +144,13 @@ def _declare(library: ctypes.CDLL, signatures: Signatures) -> None:
         function.argtypes = arguments
 
 
+def mpi_version() -> str:
+    """Returns the name and the version of the MPI that mpi4py uses."""
+    from mpi4py import MPI
+
+    return _first(MPI.Get_library_version())
+
+
 def mpi_library() -> Path:
     """Returns the MPI transport's library for the MPI that mpi4py uses, which must be initialised.
 
@@ -152,7 +159,7 @@ def mpi_library() -> Path:
     """
     from mpi4py import MPI
 
-    version = _first(MPI.Get_library_version())
+    version = mpi_version()
     abi = "openmpi" if version.startswith("Open MPI") else "mpich"
     path = _find(
         f"libonnxpar_mpi_{abi}.so",

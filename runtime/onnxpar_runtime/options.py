@@ -7,13 +7,12 @@ from typing import Any
 
 import onnxruntime
 
+from onnxpar_format.place import local_place
 from onnxpar_format.texts import whole
 from onnxpar_runtime.devices import CUDA
 from onnxpar_runtime.errors import LaunchError, first_line
 
 CPU = "CPUExecutionProvider"
-# Number of the job's processes on this machine: of Open MPI's mpirun, and of MPICH's family.
-_LOCAL_SIZES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 _CPUS, _SIBLINGS = Path("/sys/devices/system/cpu"), "topology/thread_siblings_list"
 # About the time to wake a sleeping thread, so that waiting costs at most twice the minimum.
 # onnxruntime's default is longer than the pauses of a step: the threads of one session would take
@@ -67,9 +66,9 @@ def threads_per_rank(world_size: int, ranks_here: int) -> int:
         world_size: Number of ranks.
         ranks_here: Number of ranks in this process.
     """
-    found = [os.environ[v] for v in _LOCAL_SIZES if os.environ.get(v, "").isdecimal()]
-    # Without the variable, all processes may be on this machine.
-    processes = int(found[0]) if found else world_size // ranks_here
+    local = local_place()
+    # If the launcher does not tell, all processes may be on this machine.
+    processes = local[1] if local else world_size // ranks_here
     return max(1, _cores() // (processes * ranks_here))
 
 

@@ -17,8 +17,9 @@ import numpy as np
 import onnx.parser
 import onnxruntime
 
-from onnxpar_runtime.devices import CUDA, DRIVER, EXTRA, built_for, installed, no_driver
+from onnxpar_runtime.devices import CUDA, DRIVER, EXTRA, built_for, no_driver
 from onnxpar_runtime.errors import LaunchError
+from onnxpar_runtime.installed import ONNXRUNTIMES, installed
 from onnxpar_runtime.library import nccl_library
 
 _NAME_BYTES = 256
@@ -38,7 +39,7 @@ def probe(tell: Callable[[dict[str, Any]], None]) -> None:
     names = onnxruntime.get_available_providers()
     needs = built_for()
     provider = CUDA in names
-    tell({"packages": installed(), "provider": provider, "needs": needs})
+    tell({"packages": installed(ONNXRUNTIMES), "provider": provider, "needs": needs})
     tell({"doing": "loading the driver"})
     if not provider:
         return

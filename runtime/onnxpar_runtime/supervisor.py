@@ -28,12 +28,16 @@ from onnxpar_runtime.errors import LaunchError
 from onnxpar_runtime.hosts import hosts_of
 from onnxpar_runtime.launch import (
     AGREED,
+    crowd_options,
     find_mpirun,
+    is_open_mpi,
     mpirun_environment,
 )
 from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.marks import SUPERVISED, Marks
 
+COMMANDS = ("run", "generate", "serve", "train", "eval")
+"""The commands of which every rank is a process. `verify` runs all ranks in one."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _GRACE_S = 8.0
 _POLL_S = 0.05
@@ -53,9 +57,9 @@ class Job:
 
     Attributes:
         program: The command that starts one rank, without its arguments.
-        arguments: A command that trains: `train DIR …`.
+        arguments: A command of `COMMANDS` and its directory: `train DIR …`.
         ranks: Number of ranks; None for that of the directory.
-        retries: How often the run of a directory is restarted.
+        retries: How often the run of a directory is restarted; only of `train`.
         fallbacks: Directories with which the run continues, one after another, when no retries are
             left: the same training, sharded for fewer ranks.
         options: Further options of mpirun.
@@ -94,7 +98,7 @@ def supervise(job: Job) -> int:
         no retries are left; 128 plus the number of a signal that ended it.
 
     Raises:
-        LaunchError: The command does not train, a directory is for another number of ranks, or
+        LaunchError: The command starts no ranks, a directory is for another number of ranks, or
             there are retries and no checkpoints.
         DirectoryError: A directory cannot be read.
     """
@@ -125,7 +129,8 @@ def supervise(job: Job) -> int:
                 time.sleep(min(_PAUSE_S * 2 ** min(number, 10), _LONGEST_PAUSE_S))
             if again != directory:
                 job = _on_answering_machines(job)
-    _report("giving up: no retries are left" if len(plan) > 1 else "use --retries to restart")
+    if job.arguments[0] == "train":
+        _report("giving up: no retries are left" if len(plan) > 1 else "use --retries to restart")
     return 1
 
 
@@ -156,14 +161,21 @@ def _attempts(job: Job) -> Iterator[tuple[Path, int]]:
     if not 0 <= job.retries <= _MOST_RETRIES:
         raise LaunchError(f"--retries: expected 0 to {_MOST_RETRIES}, got {job.retries}")
     command = list(job.arguments)
-    if len(command) < 2 or command[0] != "train" or not (Path(command[1]) / FILE_NAME).is_file():
+    if len(command) < 2 or command[0] not in COMMANDS or not _is_directory(command[1]):
         raise LaunchError(
-            "expected `-- train DIR …` with the output of `onnxpar shard --train`, got "
-            f"`-- {' '.join(command[:2])}`"
+            f"expected `-- COMMAND DIR …` with a command of {', '.join(COMMANDS)} and the output "
+            f"of `onnxpar shard`, got `-- {' '.join(command[:2])}`"
+        )
+    trains = command[0] == "train"
+    if not trains and (job.retries or job.fallbacks):
+        raise LaunchError(
+            f"--retries and --fallback: expected `-- train DIR …`, got `-- {command[0]}`, which "
+            "has no checkpoints to resume from"
         )
     for place, directory in enumerate((Path(command[1]), *job.fallbacks)):
         manifest = Manifest.load(directory)
-        manifest.trained()
+        if trains:
+            manifest.trained()
         if not place and job.ranks not in (None, manifest.devices):
             raise LaunchError(
                 f"-n {job.ranks}: {directory} was made for "
@@ -171,6 +183,10 @@ def _attempts(job: Job) -> Iterator[tuple[Path, int]]:
             )
         for _ in range(1 + job.retries):
             yield directory, manifest.devices
+
+
+def _is_directory(path: str) -> bool:
+    return (Path(path) / FILE_NAME).is_file()
 
 
 def _arguments(job: Job, directory: Path, folder: str | None) -> list[str]:
@@ -199,10 +215,12 @@ def _how(code: int) -> str:
 
 def _run(job: Job, ranks: int, arguments: Sequence[str]) -> _End:
     """Runs mpirun once, until none of its ranks is left."""
-    more = ["--oversubscribe"] if ranks > (os.cpu_count() or 1) else []
-    # Ranks on other machines only get the variables that are exported to them.
-    more += ["-x", SUPERVISED]
-    command = [find_mpirun(), *more, *job.options, "-n", str(ranks), *job.program, *arguments]
+    mpirun = find_mpirun()
+    more = crowd_options(mpirun, ranks)
+    if is_open_mpi(mpirun):
+        # Ranks on other machines only get the variables that are exported to them.
+        more += ["-x", SUPERVISED]
+    command = [mpirun, *more, *job.options, "-n", str(ranks), *job.program, *arguments]
     known = set(_children())
     with TemporaryDirectory(prefix="onnxpar-launch-") as folder, _handed_on() as signals:
         marks, stop = Marks(Path(folder)), _Stop(signals, _grace(arguments))

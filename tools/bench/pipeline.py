@@ -18,10 +18,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
+from onnxpar_format.place import find_place
 from onnxpar_format.trace import STEP
 from onnxpar_format.trace_times import times
 from onnxpar_runtime.collectives import Rank, World
-from onnxpar_runtime.mpirun_place import mpirun_place
 from onnxpar_runtime.pipeline.carriers import Array, Expected, HostCarrier, Leaving
 from onnxpar_runtime.pipeline.inbox import Inbox
 from onnxpar_runtime.pipeline.player import Place, plan, play
@@ -91,7 +91,7 @@ def measure(rank: Rank, program: PlayedSchedule, seconds: float, rounds: int) ->
 
 def on_all(stages: int, program: PlayedSchedule, seconds: float, rounds: int) -> float | None:
     """Measures on threads of this process, or on the ranks of mpirun."""
-    if mpirun_place() is not None:
+    if find_place() is not None:
         with World.mpi() as world:
             return measure(world.rank(world.local_ranks[0]), program, seconds, rounds)
     with World.threads(stages) as world, ThreadPoolExecutor(stages) as pool:

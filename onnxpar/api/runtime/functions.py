@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 
 from onnxpar.core.errors import CallError, OnnxparError
 from onnxpar_format.boxes import SizedSharding
+from onnxpar_format.place import find_place
 from onnxpar_format.texts import naming_arguments
 from onnxpar_runtime import Rank, Session, ThreadsGroup, init
 from onnxpar_runtime.agree import together
 from onnxpar_runtime.gather import PIECE_BYTES
-from onnxpar_runtime.mpirun_place import mpirun_place
 from onnxpar_runtime.symbol_checks import bind_symbols
 
 Array = NDArray[Any]
@@ -33,8 +33,8 @@ _DIGEST_BYTES = 7
 
 def started() -> int | None:
     """Returns how many ranks mpirun started, or None if ranks are threads of this process."""
-    place = mpirun_place()
-    return None if place is None or place[1] == 1 else place[1]
+    place = find_place()
+    return None if place is None or place.size == 1 else place.size
 
 
 @cache

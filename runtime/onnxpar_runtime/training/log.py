@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, TextIO
 
 from onnxpar_format.manifest import Training
 from onnxpar_format.new_file import check_file
+from onnxpar_format.place import find_place
 from onnxpar_runtime.closing import Closing
 from onnxpar_runtime.errors import InputError
-from onnxpar_runtime.mpirun_place import mpirun_place
 from onnxpar_runtime.training.callbacks import Callback
 from onnxpar_runtime.training.live_line import LiveLine
 from onnxpar_runtime.training.results import Evaluated, Fitted
@@ -225,7 +225,7 @@ def _live(out: TextIO) -> "Live":
 
 def _width() -> int | None:
     """Returns the columns of mpirun's terminal; None without mpirun, or if they are not known."""
-    if mpirun_place() is None:
+    if find_place() is None:
         return None
     try:
         terminal = os.open(f"/proc/{os.getppid()}/fd/1", os.O_RDONLY | os.O_NOCTTY)
@@ -248,7 +248,7 @@ def on_terminal(stream: TextIO) -> bool:
     try:
         if not stream.isatty():
             return False
-        if mpirun_place() is None:
+        if find_place() is None:
             return True
         return os.readlink(f"/proc/{os.getppid()}/fd/1").startswith("/dev/pts/")
     except (OSError, ValueError):

