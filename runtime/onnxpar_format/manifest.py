@@ -120,7 +120,7 @@ class Pipeline:
         """Returns the virtual stages of a stage."""
         return range(stage, self.virtual_stages, self.stages)
 
-    @property
+    @cached_property
     def programs(self) -> dict[str, tuple[VirtualStage, ...]]:
         """The parts of each program that runs through the stages, by virtual stage."""
         return {
@@ -131,7 +131,7 @@ class Pipeline:
             if name not in self.updates
         }
 
-    @property
+    @cached_property
     def updates(self) -> dict[str, tuple[str, ...]]:
         """The parts of each program that works on states alone, by stage or virtual stage."""
         return {

@@ -62,4 +62,4 @@ def serve(job: Job, rank: int, tokens: Iterator[int]) -> None:
             start, used = time.perf_counter(), time.process_time()
             made = [next(tokens) for _ in range(count)]
             used, taken = time.process_time() - used, time.perf_counter() - start
-            driver.send((taken, used, made, {}, 0))
+            driver.send((taken, used, made, {}, 0, 0))

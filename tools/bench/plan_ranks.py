@@ -52,7 +52,7 @@ def main(text: str) -> int:
                 begin = perf_counter()
                 for _ in range(job["steps"]):
                     programs[number - 1]()
-                driver.send((perf_counter() - begin, 0.0, [], {}, 0))
+                driver.send((perf_counter() - begin, 0.0, [], {}, 0, 0))
         return 0
 
     return guarded(rank, body)

@@ -29,6 +29,8 @@ CPU time of a step (cpu ms: that of all threads and ranks, including active wait
 PyTorch's threads sleep with OMP_WAIT_POLICY=passive. A step is all that a user waits for: from
 global arrays in memory to the loss as a number.
 
+MiB is the largest resident memory of a rank's process, libraries included.
+
 --profile says for each side of onnxpar what share of the step is matrix products, exposed
 communication and idle, by rank, and which operators take the time. Goals are those for 2 ranks on 2
 cores. With --check, the exit code is 1 if a goal is missed.
@@ -116,7 +118,8 @@ def tell(rows: Sequence[Row]) -> list[str]:
         print(
             f"{row.model:11s}{row.optimizer:6s} {row.side.label:20s}"
             f"{' '.join(f'{x:9.2f}' for x in took)} {' '.join(f'{x:7.3f}' for x in numbers)} "
-            f"{'' if most is None else format(most, '.3f'):>7s} {row.difference:10.1e}",
+            f"{'' if most is None else format(most, '.3f'):>7s} {row.difference:10.1e} "
+            f"{row.resident / 2**20:6.0f}",
             flush=True,
         )
     return missed
@@ -147,7 +150,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"{conditions()}; ratio: median of {options.rounds} rounds, then the least and the "
         f"largest\n"
         f"{'model':11s}{'optim.':6s} {'side':20s}{'ms/step':>9s} {'cpu ms':>9s} {'ratio':>7s} "
-        f"{'from':>7s} {'to':>7s} {'goal':>7s} {'loss diff.':>10s}",
+        f"{'from':>7s} {'to':>7s} {'goal':>7s} {'loss diff.':>10s} {'MiB':>6s}",
         flush=True,
     )
     every: list[Row] = []

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
+from resource import RUSAGE_SELF, getrusage
 from typing import Self
 
 import numpy as np
@@ -325,4 +326,5 @@ def serve(
             moved = sent(job) - before
             if settle is not None:
                 settle()
-            driver.send((taken, used, losses[:count], dict(spent.seconds), moved))
+            peak = getrusage(RUSAGE_SELF).ru_maxrss * 1024  # in KiB on Linux
+            driver.send((taken, used, losses[:count], dict(spent.seconds), moved, peak))

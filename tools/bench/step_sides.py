@@ -49,6 +49,7 @@ class Turn:
         losses: Loss of each step.
         parts: Seconds of parts of the steps, mean of the ranks.
         sent: Bytes that a rank has sent over the link, mean of the ranks.
+        resident: The most bytes that a rank's process has had in memory, of the largest rank.
     """
 
     seconds: float
@@ -56,6 +57,7 @@ class Turn:
     losses: list[float]
     parts: Mapping[str, float]
     sent: float
+    resident: int
 
 
 class Running:
@@ -128,9 +130,11 @@ class Running:
         except OSError:
             raise self._failed() from None
         answers = [self._receive(line) for line in self._lines]
-        seconds, processor, losses, parts, sent = zip(*answers, strict=True)
+        seconds, processor, losses, parts, sent, resident = zip(*answers, strict=True)
         means = {part: statistics.mean(p[part] for p in parts) for part in parts[0]}
-        return Turn(max(seconds), sum(processor), losses[0], means, statistics.mean(sent))
+        return Turn(
+            max(seconds), sum(processor), losses[0], means, statistics.mean(sent), max(resident)
+        )
 
     def _receive(self, line: Connection) -> Any:
         try:
@@ -265,6 +269,7 @@ class Row:
         least: The smallest of the latter's losses.
         parts: Seconds of parts of one step, by part and round.
         sent: Bytes that a rank sends over the link in one step, by round.
+        resident: As `Turn.resident`.
     """
 
     model: str
@@ -277,6 +282,7 @@ class Row:
     least: float
     parts: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     sent: tuple[float, ...] = ()
+    resident: int = 0
 
     @property
     def ratio(self) -> float:
@@ -344,6 +350,7 @@ def measure(
                 least=min(abs(loss) for loss in first[0].losses),
                 parts={p: tuple(t.parts[p] / each for t in taken) for p in taken[0].parts},
                 sent=tuple(t.sent / each for t in taken),
+                resident=taken[-1].resident,
             )
         )
     return rows

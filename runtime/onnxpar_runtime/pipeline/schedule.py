@@ -26,6 +26,9 @@ class Kind(Enum):
     BACKWARD_INPUT = "I"
     BACKWARD_WEIGHT = "W"
 
+    # Members are singletons; that of Enum is written in Python, and hashes the name.
+    __hash__ = object.__hash__
+
     def __str__(self) -> str:
         """Returns the kind as messages write it."""
         return self.name.lower().replace("_", " ")
@@ -49,6 +52,8 @@ class Payload(Enum):
 
     ACTIVATION = "activation"
     COTANGENT = "cotangent"
+
+    __hash__ = object.__hash__
 
 
 class Point(Enum):

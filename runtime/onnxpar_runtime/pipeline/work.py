@@ -219,15 +219,12 @@ class VirtualStages:
         """Runs the programs of a computation; as `player.Work`."""
         virtual = action.chunk * self._pipeline.stages + self._place.stage
         stage = self._values.stages[virtual]
-        names = {
-            Kind.FORWARD: (stage.forward,),
-            Kind.BACKWARD: (stage.backward, stage.weight),
-            Kind.BACKWARD_INPUT: (stage.backward,),
-            Kind.BACKWARD_WEIGHT: (stage.weight,),
-        }[action.kind]
-        for name in names:
-            if name is not None:
-                self._run(virtual, name, action.micro_batch)
+        if action.kind is Kind.FORWARD:
+            self._run(virtual, stage.forward, action.micro_batch)
+        if action.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
+            self._run(virtual, stage.backward, action.micro_batch)
+        if action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
+            self._run(virtual, stage.weight, action.micro_batch)
 
     def leaving(self, message: Message) -> list[Leaving]:
         """Returns the values of a message; as `player.Work`."""
@@ -285,8 +282,8 @@ class VirtualStages:
 
     # -- running -----------------------------------------------------------------------------------
 
-    def _run(self, virtual: int, name: str, index: int) -> None:
-        if name not in self._executors:
+    def _run(self, virtual: int, name: str | None, index: int) -> None:
+        if name is None or name not in self._executors:
             return
         executor, micro = self._executors[name], self._micro[index]
         held = self._held[virtual, index]

@@ -357,6 +357,8 @@ class _Gradients:
     def __init__(self, manifest: Manifest, programs: Programs) -> None:
         self._manifest, self._programs = manifest, programs
         self._sums = {gradient: name for name, gradient in manifest.trained().sums.items()}
+        # The gradients that each program makes.
+        self._own: dict[str, tuple[str, ...]] = {}
         self.count = 0
         self._complete: dict[str, bool] = {}
         self.ahead = False
@@ -372,8 +374,10 @@ class _Gradients:
     def numbers(self, program: str, index: int) -> Mapping[str, float]:
         """As `Numbers`."""
         states, last = self._programs.states, index == self.count - 1
-        entry = self._manifest.program(program)
-        own = [o.state for o in entry.state_outputs if states[o.state].kind == "gradient"]
+        if program not in self._own:
+            made = [o.state for o in self._manifest.program(program).state_outputs]
+            self._own[program] = tuple(s for s in made if states[s].kind == "gradient")
+        own = self._own[program]
         if not own:
             return {}
         earlier = any(name in self._complete for name in own)

@@ -327,14 +327,22 @@ void layer_norm_grad(T* dx, T* __restrict dscale, T* __restrict dbias, const T* 
   }
 }
 
+// In several sums side by side: one would wait for each of its additions.
 template <class T>
 double square_sum(const T* x, size_t n) {
-  double sum = 0;
-#pragma omp simd reduction(+ : sum)
-  for (size_t i = 0; i < n; ++i) {
-    const double v = x[i];
-    sum += v * v;
+  constexpr size_t kSums = 16;
+  double sums[kSums] = {};
+  size_t i = 0;
+  for (; i + kSums <= n; i += kSums) {
+#pragma omp simd
+    for (size_t j = 0; j < kSums; ++j) {
+      const double v = x[i + j];
+      sums[j] += v * v;
+    }
   }
+  double sum = 0;
+  for (; i < n; ++i) sum += static_cast<double>(x[i]) * x[i];
+  for (double part : sums) sum += part;
   return sum;
 }
 
@@ -375,7 +383,7 @@ void adam_step(T* const* to, const T* const* from, const StepScalars<T>& scalars
     const T second = s.keep2 * v[i] + s.take2 * (gradient * gradient);
     m_out[i] = first;
     v_out[i] = second;
-    p_out[i] = s.decay * p[i] - s.learning * (first / (root(second) / s.correction2 + s.eps));
+    p_out[i] = s.decay * p[i] - s.learning * (first / (root(second) + s.eps));
   }
 }
 

@@ -17,15 +17,14 @@ inline constexpr size_t kColumns = 256;
 template <class T>
 struct StepScalars {
   T scale;         // multiplies the gradient before all else
-  T learning;      // learning rate, with Adam's first correction in it
+  T learning;      // learning rate, with Adam's corrections in it
   T weight_decay;  // times the parameter, added to the gradient
   T decay;         // times the parameter, before the step
   T keep1;         // what stays of the first moment, and the share of the gradient that comes
   T take1;
   T keep2;  // the same of the second
   T take2;
-  T correction2;  // square root of the second moment's correction
-  T eps;
+  T eps;  // times the root of the second moment's correction
 };
 
 template <class T>

@@ -20,9 +20,17 @@ StepScalars<T> rounded(const Scalars& scalars) {
     take1 = first ? 1 : 1 - value(kDampening, 0);
   }
   const auto to = [](double one) { return static_cast<T>(one); };
-  return {to(value(kScale, 1)), to(value(kLearning, 0)), to(value(kWeightDecay, 0)),
-          to(value(kDecay, 1)), to(keep1), to(take1), to(value(kKeep2, 0)),
-          to(value(kTake2, 0)), to(value(kCorrection2, 1)), to(value(kEps, 0))};
+  // lr m / (sqrt(v) / c + eps) is c lr m / (sqrt(v) + c eps), which saves a division of each element.
+  const double correction2 = value(kCorrection2, 1);
+  return {to(value(kScale, 1)),
+          to(value(kLearning, 0) * correction2),
+          to(value(kWeightDecay, 0)),
+          to(value(kDecay, 1)),
+          to(keep1),
+          to(take1),
+          to(value(kKeep2, 0)),
+          to(value(kTake2, 0)),
+          to(value(kEps, 0) * correction2)};
 }
 
 }  // namespace
