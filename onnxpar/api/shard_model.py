@@ -10,7 +10,7 @@ import onnx_ir as ir
 
 from onnxpar.api.encoder_decoder import partition_encoder_decoder
 from onnxpar.autodiff.training_program import TrainingSpec, prepare_training
-from onnxpar.core.errors import ModelError, StrategyError
+from onnxpar.core.errors import DialectError, ModelError, StrategyError
 from onnxpar.core.symbols import Symbol
 from onnxpar.emit import check_target, write
 from onnxpar.emit.rank_graph import emit_rank
@@ -27,6 +27,7 @@ from onnxpar.graph.plan import Plan
 from onnxpar.graph.seeds import Seeds
 from onnxpar.graph.shapes import shapes
 from onnxpar.graph.validity import blamed_on_model
+from onnxpar.ops.collective.dialects import Dialect
 from onnxpar.ops.registry import Registry
 from onnxpar.ops.table import REGISTRY
 from onnxpar.parameters.recognise import Recognised, read_parameters
@@ -278,6 +279,7 @@ def shard_model(
     recompute: RecomputeOptions | None = None,
     states: Mapping[str, str] | None = None,
     encoder: str | Path | None = None,
+    dialect: Dialect | None = None,
 ) -> Summary:
     """Shards a model and writes the output directory.
 
@@ -298,10 +300,14 @@ def shard_model(
             caches are found without it.
         encoder: Path of the ONNX file of the encoder, if the model is the decoder of one. Then the
             directory has two programs, `model` and `encoder`.
+        dialect: The runtime whose collectives a forward program has, if not onnxpar's.
 
     Raises:
+        DialectError: The dialect cannot say the program; names the node and the reason.
         OnnxparError: The model, the strategy or the target is wrong; nothing is written.
     """
+    if dialect is not None and training is not None:
+        raise DialectError(f"the dialect {dialect}: expected a forward program, got one to train")
     check_target(Path(out), force=force)
     given = given_model(model, encoder)
     model = given.path
@@ -332,6 +338,8 @@ def shard_model(
         )
         trained = parted if isinstance(parted, PartitionedTraining) else None
         programs, pipeline, strategy = parted.programs, parted.pipeline, parted.strategy
+        if dialect is not None and pipeline is not None:
+            raise DialectError(f"the dialect {dialect}: expected one stage, got a pipeline")
         first = programs[0] if pipeline is None else pipeline.unsplit[0]
         if dumper:
             dumper.plan("planned", first.source, first.plan)
@@ -364,6 +372,7 @@ def shard_model(
             model_name=Path(model).stem,
             training=None if trained is None else training_entry(trained),
             pipeline=pipeline,
+            dialect=dialect,
         )
         clock.lap("write")
     return Summary(Path(out), first, report, clock.laps, trained)

@@ -25,8 +25,9 @@ from onnxpar.cli.describe import (
 from onnxpar.cli.options import AsJson, Constraints, Devices, takes_options
 from onnxpar.cli.screen import TITLE, Screen, amount, once
 from onnxpar.cli.training_options import TrainingOptions
-from onnxpar.core.errors import ModelError, SymbolError
+from onnxpar.core.errors import DialectError, ModelError, SymbolError
 from onnxpar.core.symbols import Symbol
+from onnxpar.ops.collective.dialects import Dialect
 from onnxpar.report.fold_layers import common_name, fold_rows
 from onnxpar.stages.partition_training import PartitionedTraining
 from onnxpar.strategy.recompute_entry import AGAIN, parse_recompute
@@ -133,6 +134,13 @@ def command(
             "keep|recompute",
         ),
     ] = AGAIN,
+    dialect: Annotated[
+        str | None,
+        Option(
+            "Write the collectives as another runtime has them; for forward programs.",
+            "tensorrt|onnxruntime",
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Shard a model: write one graph for each device."""
@@ -146,6 +154,8 @@ def command(
         raise ModelError(f"{next(iter(given))}: only for training; expected --train as well")
     if train and state:
         raise ModelError("--state: expected a forward program, got --train")
+    if dialect is not None and dialect not in [*Dialect]:
+        raise DialectError(f"--dialect {dialect}: expected {' or '.join(Dialect)}")
     recompute = training.recompute
     summary = shard_model(
         model,
@@ -161,6 +171,7 @@ def command(
         recompute=parse_recompute(recompute, recompute_communication) if recompute else None,
         states=parse_states(state),
         encoder=encoder,
+        dialect=None if dialect is None else Dialect(dialect),
     )
     if as_json:
         seconds = {name: round(taken, 3) for name, taken in summary.seconds.items()}

@@ -47,6 +47,10 @@ class ShardingError(OnnxparError):
     """A sharding that is illegal for its tensor, or an impossible reshard."""
 
 
+class DialectError(OnnxparError):
+    """A collective that cannot be written in the words of another runtime."""
+
+
 class DirectoryError(OnnxparError):
     """Output that cannot be written, or a directory that does not match its manifest."""
 

@@ -74,6 +74,7 @@ def manifest(
     report: Mapping[str, Any],
     training: Training | None = None,
     pipeline: PipelinePrograms | None = None,
+    dialect: str | None = None,
 ) -> ManifestContents:
     """Returns the manifest.
 
@@ -88,6 +89,7 @@ def manifest(
         report: The transformer's report.
         training: What the runtime must know to train, for programs that train.
         pipeline: How the programs make up a pipeline, if they do.
+        dialect: The dialect of the graphs, if they are for another runtime.
     """
     mesh = models[0].plan.mesh
     devices = mesh.size * models[0].stages
@@ -112,6 +114,7 @@ def manifest(
         report=report,
         training=training,
         pipeline=pipeline.entry if pipeline else None,
+        dialect=dialect,
     )
 
 

@@ -5,14 +5,14 @@ locations of weights, and in texts for people. So the graph is serialised once, 
 these few fields are filled in for each rank.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import onnx
 import onnx_ir as ir
 
-from onnxpar.core.errors import DirectoryError
+from onnxpar.core.errors import DialectError, DirectoryError
 from onnxpar.core.mesh import Mesh
 from onnxpar.core.sharding import split
 from onnxpar.core.symbols import dim_str
@@ -27,6 +27,7 @@ from onnxpar.graph.local_builder import (
     SYMBOL_PREFIX,
 )
 from onnxpar.graph.padding_masks import PADDED, PADDING
+from onnxpar.ops.collective.dialects import DOMAINS, Dialect, translate
 from onnxpar.ops.device.cuda_form import CudaForm, cuda_form, is_narrow
 from onnxpar.ops.device.cuda_functions import put
 from onnxpar.partition.partitioned_model import GraphValue, Parameter, PartitionedModel
@@ -57,6 +58,7 @@ class Template:
         weights: `(parameter, position among the initializers)` of each weight in a file.
         shapes: The same for weights that may determine a shape. onnxruntime may read them during
             shape inference, when it refuses external data, so they are stored in the graph.
+        group: The attribute of a collective that has its ranks.
     """
 
     model: PartitionedModel
@@ -65,6 +67,7 @@ class Template:
     collectives: tuple[tuple[int, ir.Node], ...]
     weights: tuple[tuple[str, int], ...]
     shapes: tuple[tuple[Parameter, int], ...]
+    group: str = "group"
 
 
 def emit_rank(pm: PartitionedModel, rank: int) -> ir.Model:
@@ -113,15 +116,19 @@ def used_system_inputs(pm: PartitionedModel) -> tuple[ir.Value, ...]:
     return tuple(value for value in pm.builder.system_inputs.values() if value in read)
 
 
-def template(pm: PartitionedModel, places: WeightLayout) -> Template:
+def template(
+    pm: PartitionedModel, places: WeightLayout, dialect: Dialect | None = None
+) -> Template:
     """Serialises a partitioned model once. Its nodes are not changed.
 
     Args:
         pm: The program of all ranks.
         places: Where its weights are stored.
+        dialect: Whose collectives the graph has; None for those of the domain `onnxpar`.
 
     Raises:
         DirectoryError: A parameter has no place and cannot be written into the graph.
+        DialectError: A node cannot be written in the dialect.
     """
     source, mesh = pm.source, pm.plan.mesh
     proto = onnx.ModelProto(
@@ -136,11 +143,16 @@ def template(pm: PartitionedModel, places: WeightLayout) -> Template:
     nodes = list(every_node(pm.builder.nodes))
     used = {node.domain: 1 for node in nodes if node.domain not in ("", "ai.onnx")}
     form = _form(pm, nodes)
+    functions = _called_functions(pm, form)
     versions = {**used, **source.opset_imports, DOMAIN: DOMAIN_VERSION}
+    if dialect is not None:
+        versions = {DOMAINS[dialect]: 1, **versions}
+        if all(function.domain != DOMAIN for function in functions):
+            del versions[DOMAIN]
     for domain, version in versions.items():
         standard = domain in ("", "ai.onnx")
         proto.opset_import.add(domain=domain, version=form.opset if standard else version)
-    for function in _called_functions(pm, form):
+    for function in functions:
         ir.serde.serialize_function_into(proto.functions.add(), function)
     _put_metadata(
         proto,
@@ -182,8 +194,10 @@ def template(pm: PartitionedModel, places: WeightLayout) -> Template:
         elif parameter.name in places.shards:
             weights.append((parameter.name, len(graph.initializer)))
         _put_parameter(graph.initializer.add(), parameter, places, mesh)
-    collectives = tuple(_put_nodes(graph, pm, form))
-    return Template(pm, places, proto, collectives, tuple(weights), tuple(shapes))
+    known = {function.identifier() for function in functions}
+    collectives = tuple(_put_nodes(graph, pm, form, dialect, known))
+    name = "group" if dialect is None else "groups"
+    return Template(pm, places, proto, collectives, tuple(weights), tuple(shapes), name)
 
 
 def fill(form: Template, rank: int) -> onnx.ModelProto:
@@ -211,7 +225,7 @@ def fill(form: Template, rank: int) -> onnx.ModelProto:
         if key not in groups:
             groups[key] = global_group(mesh, rank, *key)
         group, root = groups[key], node.meta.get("root")
-        _put_attribute(graph.node[index], "group", group)
+        _put_attribute(graph.node[index], form.group, group)
         pairs = node.meta.get("pairs")
         if pairs:
             _put_attribute(graph.node[index], "pairs", [group[i] for pair in pairs for i in pair])
@@ -246,11 +260,19 @@ def _form(pm: PartitionedModel, nodes: Sequence[ir.Node]) -> CudaForm:
 
 
 def _put_nodes(
-    graph: onnx.GraphProto, pm: PartitionedModel, form: CudaForm
+    graph: onnx.GraphProto,
+    pm: PartitionedModel,
+    form: CudaForm,
+    dialect: Dialect | None,
+    functions: Collection[tuple[str, str, str]],
 ) -> Iterator[tuple[int, ir.Node]]:
     outputs = {item.local for item in pm.outputs} | {item.local for item in pm.handed_out}
     on_host = host_nodes(pm.builder.nodes, _given_to_host(pm), pm.registry)
     for node in pm.builder.nodes:
+        if dialect is not None and _is_foreign(node, functions, dialect):
+            for index in _put_translated(graph, pm, node, dialect):
+                yield index, node
+            continue
         proto = onnx.NodeProto()
         ir.serde.serialize_node_into(proto, node)
         _put_metadata(proto, {**_layouts(pm, node), **_padding(pm, node)})
@@ -262,6 +284,44 @@ def _put_nodes(
                 ir.serde.serialize_value_into(graph.value_info.add(), value)
         if "atoms" in node.meta:
             yield len(graph.node) - 1, node
+
+
+def _is_foreign(
+    node: ir.Node, functions: Collection[tuple[str, str, str]], dialect: Dialect
+) -> bool:
+    """Whether a node of our domain needs another form in a dialect.
+
+    Raises:
+        DialectError: It is in a body.
+    """
+    for body in bodies_of(node).values():
+        for inner in body:
+            if _is_foreign(inner, functions, dialect):
+                raise DialectError(
+                    f"node {inner.name!r} ({inner.op_type}): cannot be written in the dialect "
+                    f"{dialect}: it is in a body of node {node.name!r}"
+                )
+    return node.domain == DOMAIN and node.op_identifier() not in functions
+
+
+def _put_translated(
+    graph: onnx.GraphProto, pm: PartitionedModel, node: ir.Node, dialect: Dialect
+) -> Iterator[int]:
+    """Appends what a node is in a dialect; yields the positions of nodes that need its group."""
+    mesh, group = pm.plan.mesh, ()
+    if "atoms" in node.meta:
+        key = node.meta["atoms"], node.meta.get("stages", ())
+        group = global_group(mesh, pm.ranks.start, *key)
+    made = translate(node, dialect, group, mesh.size * pm.stages)
+    graph.initializer.extend(made.constants)
+    start = len(graph.node)
+    for proto in made.nodes:
+        _put_metadata(proto, dict(node.metadata_props))
+        graph.node.append(proto)
+    yield from (start + index for index in made.groups)
+    result = node.outputs[0]
+    if result.type is not None and result not in {item.local for item in pm.outputs}:
+        ir.serde.serialize_value_into(graph.value_info.add(), result)
 
 
 def _formed(proto: onnx.NodeProto, node: ir.Node, form: CudaForm) -> list[onnx.NodeProto]:

@@ -16,6 +16,8 @@ from onnxpar.emit.manifest import manifest
 from onnxpar.emit.rank_graph import fill, template
 from onnxpar.emit.weight_files import write_weights
 from onnxpar.emit.weight_layout import layout
+from onnxpar.graph.builder import DOMAIN
+from onnxpar.ops.collective.dialects import DOMAINS, Dialect
 from onnxpar.partition.partitioned_model import Parameter, PartitionedModel, PipelinePrograms
 from onnxpar_format.entries import FileEntry
 from onnxpar_format.manifest import Training
@@ -42,6 +44,7 @@ def write(
     model_name: str,
     training: Training | None = None,
     pipeline: PipelinePrograms | None = None,
+    dialect: Dialect | None = None,
 ) -> None:
     """Writes programs of one mesh as a directory, completely or not at all.
 
@@ -60,8 +63,10 @@ def write(
         model_name: Name of the model, for people.
         training: What the runtime must know to train.
         pipeline: How the programs make up a pipeline, if they do.
+        dialect: Whose collectives the graphs have; None for those of the domain `onnxpar`.
 
     Raises:
+        DialectError: A node cannot be written in the dialect.
         DirectoryError: The directory cannot be written or must not be replaced, a weight's data is
             missing, or the programs do not fit together.
     """
@@ -90,7 +95,7 @@ def write(
         files = write_weights(list(parameters.values()), places, folder, ranks=chosen)
         graphs: dict[str, list[str | None]] = {}
         for pm in models:
-            form = template(pm, places)
+            form = template(pm, places, dialect)
             graphs[pm.program] = [None] * devices
             for rank in chosen:
                 if rank not in pm.ranks:
@@ -111,6 +116,7 @@ def write(
             report=report or {},
             training=training,
             pipeline=pipeline,
+            dialect=dialect,
         )
         with (folder / MANIFEST).open("w", encoding="utf-8") as stream:
             stream.write(_json(to_json(contents)) + "\n")
@@ -118,15 +124,35 @@ def write(
             # The graphs of other ranks differ only in numbers.
             first = next((name for name in names if name is not None), None)
             if first is not None:
-                _check(folder / first)
+                _check(folder / first, dialect)
 
 
-def _check(path: Path) -> None:
+def _check(path: Path, dialect: Dialect | None) -> None:
     try:
-        onnx.checker.check_model(str(path))
+        if dialect is None or DOMAINS[dialect]:
+            onnx.checker.check_model(str(path))
+        else:
+            _check_foreign(path)
     except onnx.checker.ValidationError as error:
         text = " ".join(str(error).split())
         raise DirectoryError(f"{path.name} would not be valid ONNX: {text}") from error
+
+
+def _check_foreign(path: Path) -> None:
+    """Checks a graph with nodes in ONNX's domain that ONNX does not have, as of another domain."""
+    proto = onnx.load(path, load_external_data=False)
+    version = {entry.domain: entry.version for entry in proto.opset_import}[""]
+    for node in proto.graph.node:
+        if not node.domain and not onnx.defs.has(node.op_type, max_inclusive_version=version):
+            node.domain = DOMAIN
+    if all(entry.domain != DOMAIN for entry in proto.opset_import):
+        proto.opset_import.add(domain=DOMAIN, version=1)
+    other = path.with_suffix(".check")
+    try:
+        other.write_bytes(proto.SerializeToString())
+        onnx.checker.check_model(str(other))
+    finally:
+        other.unlink(missing_ok=True)
 
 
 def _parameters(models: Sequence[PartitionedModel]) -> dict[str, Parameter]:

@@ -396,6 +396,7 @@ class ManifestContents:
         report: Further reports of the transformer.
         training: The training; None in a directory for inference.
         pipeline: The pipeline; None if there is one stage.
+        dialect: The runtime whose collectives the graphs have; None for those of `onnxpar`.
     """
 
     schema: int
@@ -413,6 +414,7 @@ class ManifestContents:
     report: Mapping[str, Any] | None
     training: Annotated[Training | None, OPTIONAL] = None
     pipeline: Annotated[Pipeline | None, OPTIONAL] = None
+    dialect: Annotated[str | None, OPTIONAL] = None
 
     def supplying(self, program: str) -> set[str]:
         """Returns the outputs of a program that are inputs of others."""

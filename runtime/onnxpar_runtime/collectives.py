@@ -277,14 +277,17 @@ class Rank:
         if stream is not None:
             self._call(library.onnxpar_check_computed(stream))
 
-    def register(self, options: Any) -> None:
+    def register(self, options: Any, *, dialects: bool = False) -> None:
         """Registers the operators in `onnxruntime.SessionOptions`, bound to this rank.
+
+        With `dialects`, also those of other runtimes (`shard --dialect`).
 
         Raises:
             Exception: onnxruntime cannot load the library.
         """
         library = self.world._library
         self.world._check(library.onnxpar_bind(self.world._handle, self.index))
+        library.onnxpar_add_dialects(dialects)
         try:
             options.register_custom_ops_library(str(custom_op_library()))
         finally:

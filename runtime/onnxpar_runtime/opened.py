@@ -83,7 +83,15 @@ class Opened(Closing):
             self._own_world = World.threads(1)
             rank = self._own_world.rank(0)
         self.rank: Rank = rank
-        self._loader = Loader(self.rank, device, ort_options, custom_ops, measured, debug_nan)
+        self._loader = Loader(
+            self.rank,
+            device,
+            ort_options,
+            custom_ops,
+            measured,
+            debug_nan,
+            dialects=self.manifest.dialect is not None,
+        )
 
     @property
     def device(self) -> Device:

@@ -30,6 +30,7 @@ namespace {
 thread_local std::string t_text;
 thread_local std::vector<LoggedCall> t_calls;
 thread_local RankContext* t_rank = nullptr;
+thread_local bool t_dialects = false;
 
 World* add_rank(World* world, std::unique_ptr<Transport> transport,
                 std::shared_ptr<CallLog> log = nullptr) {
@@ -216,6 +217,11 @@ int onnxpar_close(const World* world) {
 
 int onnxpar_bind(const World* world, int rank) {
   return guarded([&] { t_rank = world == nullptr ? nullptr : &world->rank(rank); });
+}
+
+int onnxpar_add_dialects(int added) {
+  t_dialects = added != 0;
+  return 0;
 }
 
 int onnxpar_ops() { return kOps; }
@@ -420,7 +426,7 @@ ONNXPAR_EXPORT ort::Status* RegisterCustomOps(ort::SessionOptions* options,
       return true;
     }();
     (void)loaded;
-    return register_ops(options, acting_rank());
+    return register_ops(options, acting_rank(), t_dialects);
   } catch (const std::exception& e) {
     return ort::make_status(table, ort::kFail, e.what());
   }

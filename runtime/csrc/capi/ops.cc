@@ -5,6 +5,7 @@
 #include <stdexcept>
 #include <tuple>
 
+#include "collective/dialects.h"
 #include "collective/operators.h"
 #include "kernels/operators.h"
 
@@ -147,14 +148,13 @@ const CustomOp& kept_op(const Operator& of, RankContext* rank, bool on_device) {
   return kept->emplace(key, make_op(of, std::get<1>(key), on_device)).first->second;
 }
 
-}  // namespace
-
-ort::Status* register_ops(ort::SessionOptions* options, RankContext* rank) {
+ort::Status* add_domain(ort::SessionOptions* options, const char* name,
+                        const std::vector<const std::vector<Operator>*>& all, RankContext* rank) {
   ort::CustomOpDomain* domain = nullptr;
-  if (ort::Status* status = api().create_domain("onnxpar", &domain)) return status;
+  if (ort::Status* status = api().create_domain(name, &domain)) return status;
   // A rank with a GPU has both kernels: onnxruntime runs arithmetic of shapes on the CPU.
   const bool has_gpu = rank != nullptr && rank->device() != nullptr;
-  for (const auto* operators : {&collective_operators(), &fused_operators()}) {
+  for (const auto* operators : all) {
     for (const Operator& of : *operators) {
       for (bool on_device : {false, true}) {
         if (on_device ? of.needs_gpu && !has_gpu : !of.on_host) continue;
@@ -165,6 +165,17 @@ ort::Status* register_ops(ort::SessionOptions* options, RankContext* rank) {
     }
   }
   return api().add_domain(options, domain);
+}
+
+}  // namespace
+
+ort::Status* register_ops(ort::SessionOptions* options, RankContext* rank, bool dialects) {
+  ort::Status* status =
+      add_domain(options, "onnxpar", {&collective_operators(), &fused_operators()}, rank);
+  if (status != nullptr || !dialects) return status;
+  status = add_domain(options, "com.microsoft", {&microsoft_operators()}, rank);
+  if (status != nullptr) return status;
+  return add_domain(options, "", {&tensorrt_operators()}, rank);
 }
 
 }  // namespace onnxpar

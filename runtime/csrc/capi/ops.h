@@ -7,7 +7,8 @@
 namespace onnxpar {
 
 // Adds the domain to the options. The kernels of sessions made with them act as `rank`; without
-// one the graph can be loaded for inspection but no kernel of a collective can be made.
-ort::Status* register_ops(ort::SessionOptions* options, RankContext* rank);
+// one the graph can be loaded for inspection but no kernel of a collective can be made. `dialects`: also
+// adds the collectives of other runtimes.
+ort::Status* register_ops(ort::SessionOptions* options, RankContext* rank, bool dialects);
 
 }  // namespace onnxpar

@@ -282,4 +282,8 @@ std::unique_ptr<Kernel> make_device_kernel(Op op, const Node& node) {
                      FinishLaterKernel, FinishKernel, ForegroundKernel>(op, node);
 }
 
+std::unique_ptr<Kernel> make_device_collective(const Node& node, Collective collective) {
+  return std::make_unique<ForegroundKernel>(node, std::move(collective), Lane::kMain);
+}
+
 }  // namespace onnxpar

@@ -240,4 +240,8 @@ std::unique_ptr<Kernel> make_host_kernel(Op op, const Node& node) {
                      FinishLaterKernel, FinishKernel, ForegroundKernel>(op, node);
 }
 
+std::unique_ptr<Kernel> make_host_collective(const Node& node, Collective collective) {
+  return std::make_unique<ForegroundKernel>(node, std::move(collective), Lane::kMain);
+}
+
 }  // namespace onnxpar

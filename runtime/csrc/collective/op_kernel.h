@@ -64,5 +64,8 @@ Shape waited_shape(const Collective& own, const Tensor& x, const Collective& sta
 // std::invalid_argument if the attributes are wrong.
 std::unique_ptr<Kernel> make_host_kernel(Op op, const Node& node);
 std::unique_ptr<Kernel> make_device_kernel(Op op, const Node& node);
+// The same for a collective whose attributes have other names.
+std::unique_ptr<Kernel> make_host_collective(const Node& node, Collective collective);
+std::unique_ptr<Kernel> make_device_collective(const Node& node, Collective collective);
 
 }  // namespace onnxpar
