@@ -270,7 +270,7 @@ def _put_nodes(
     on_host = host_nodes(pm.builder.nodes, _given_to_host(pm), pm.registry)
     for node in pm.builder.nodes:
         if dialect is not None and _is_foreign(node, functions, dialect):
-            for index in _put_translated(graph, pm, node, dialect):
+            for index in _put_translated(graph, pm, node, dialect, form.opset):
                 yield index, node
             continue
         proto = onnx.NodeProto()
@@ -305,14 +305,14 @@ def _is_foreign(
 
 
 def _put_translated(
-    graph: onnx.GraphProto, pm: PartitionedModel, node: ir.Node, dialect: Dialect
+    graph: onnx.GraphProto, pm: PartitionedModel, node: ir.Node, dialect: Dialect, opset: int
 ) -> Iterator[int]:
     """Appends what a node is in a dialect; yields the positions of nodes that need its group."""
-    mesh, group = pm.plan.mesh, ()
+    mesh, group = pm.plan.mesh, tuple[int, ...]()
     if "atoms" in node.meta:
         key = node.meta["atoms"], node.meta.get("stages", ())
         group = global_group(mesh, pm.ranks.start, *key)
-    made = translate(node, dialect, group, mesh.size * pm.stages)
+    made = translate(node, dialect, opset, group, mesh.size * pm.stages)
     graph.initializer.extend(made.constants)
     start = len(graph.node)
     for proto in made.nodes:

@@ -16,7 +16,6 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,6 +38,7 @@ from onnxpar_runtime.library import (
     mpi_version,
     nccl_library,
 )
+from onnxpar_runtime.op_counter import OpCounter
 from onnxpar_runtime.tracing.timeline import Timeline
 
 __all__ = ["OpCounter", "Rank", "World", "custom_op_library"]
@@ -49,19 +49,6 @@ LEAST_START_S = 10.0
 DEVICE_TRANSPORTS = ("nccl", "staged")
 """How tensors on GPUs travel between ranks: by NCCL, or through the host."""
 _REDUCTIONS = ("sum", "max", "min", "prod")
-
-
-@dataclass(frozen=True)
-class OpCounter:
-    """The calls of one operator on one rank.
-
-    Attributes:
-        calls: How often its kernel ran.
-        bytes: Bytes that the rank sent, by the formulas in `runtime/csrc/collective/collective.h`.
-    """
-
-    calls: int
-    bytes: int
 
 
 class World(Closing):
@@ -277,17 +264,17 @@ class Rank:
         if stream is not None:
             self._call(library.onnxpar_check_computed(stream))
 
-    def register(self, options: Any, *, dialects: bool = False) -> None:
+    def register(self, options: Any, dialect: str | None = None) -> None:
         """Registers the operators in `onnxruntime.SessionOptions`, bound to this rank.
 
-        With `dialects`, also those of other runtimes (`shard --dialect`).
+        Also those of a dialect of `shard --dialect`, if it is given.
 
         Raises:
             Exception: onnxruntime cannot load the library.
         """
         library = self.world._library
         self.world._check(library.onnxpar_bind(self.world._handle, self.index))
-        library.onnxpar_add_dialects(dialects)
+        self.world._check(library.onnxpar_add_dialect(dialect and dialect.encode()))
         try:
             options.register_custom_ops_library(str(custom_op_library()))
         finally:

@@ -29,7 +29,7 @@ SIGNATURES: Signatures = {
     "onnxpar_abort": (_INT, [_POINTER, _TEXT]),
     "onnxpar_close": (_INT, [_POINTER]),
     "onnxpar_bind": (_INT, [_POINTER, _INT]),
-    "onnxpar_add_dialects": (_INT, [_INT]),
+    "onnxpar_add_dialect": (_INT, [_TEXT]),
     "onnxpar_ops": (_INT, []),
     "onnxpar_op_name": (_TEXT, [_INT]),
     "onnxpar_counter": (_INT, [_POINTER, _INT, _INT, _COUNTER, _COUNTER]),

@@ -44,7 +44,7 @@ class Loader:
         custom_ops: Further custom-op libraries that the model needs.
         measured: Whether to count the bytes that the sessions hold, on the CPU.
         debug_nan: Whether to watch.
-        dialects: Whether the graphs have collectives of other runtimes.
+        dialect: The runtime whose collectives the graphs have; None for onnxpar's.
 
     Attributes:
         rank: The rank.
@@ -70,7 +70,7 @@ class Loader:
         custom_ops: Sequence[str | Path],
         measured: bool = False,
         debug_nan: bool = False,
-        dialects: bool = False,
+        dialect: str | None = None,
     ) -> None:
         """Chooses the device."""
         self.rank, self.watch = rank, Watch() if debug_nan else None
@@ -84,7 +84,7 @@ class Loader:
         if measured and self.device is not Device.CPU:
             raise LaunchError(f"memory can only be measured on the CPU, got {self.device.value}")
         self._pairs = dict(ort_options or {})
-        self._custom_ops, self._dialects = tuple(custom_ops), dialects
+        self._custom_ops, self._dialect = tuple(custom_ops), dialect
         self.queue = Queue(self.index) if self.device is Device.CUDA else None
         self.graphs = self.queue is not None and self._pairs.get(_GRAPHS, "0") in ("1", "true")
         if self.graphs and rank.world.size > 1 and placement.transport != NCCL:
@@ -112,7 +112,7 @@ class Loader:
         world = self.rank.world
         threads = threads_per_rank(world.size, len(world.local_ranks))
         options = session_options(self._pairs, threads)
-        self.rank.register(options, dialects=self._dialects)
+        self.rank.register(options, self._dialect)
         register_libraries(options, self._custom_ops)
         wanted: list[Any] = [CPU]
         if self.queue is not None:

@@ -90,7 +90,7 @@ class Opened(Closing):
             custom_ops,
             measured,
             debug_nan,
-            dialects=self.manifest.dialect is not None,
+            dialect=self.manifest.dialect,
         )
 
     @property

@@ -93,6 +93,8 @@ def compare_bytes(
         if expected is None:
             return None, counted, []
         total = max(total, sum(expected.values()))
+        if manifest.dialect is not None:
+            continue  # another runtime may have other collectives in place of those
         for op in sorted(set(expected) | set(counts)):
             want, got = expected.get(op, 0), counts[op].bytes if op in counts else 0
             one_sided = op in ("Permute", "Broadcast", "Send", "Recv")

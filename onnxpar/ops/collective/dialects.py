@@ -73,6 +73,7 @@ class _Writer:
     dialect: Dialect
     members: int
     world: int
+    opset: int
     nodes: list[onnx.NodeProto] = field(default_factory=list)
     groups: list[int] = field(default_factory=list)
     constants: list[onnx.TensorProto] = field(default_factory=list)
@@ -125,7 +126,9 @@ class _Writer:
 
     def parts(self, x: str) -> list[str]:
         """Divides dim 0 into a part for each member."""
-        return self.put("Split", [x], outputs=self.members, axis=0)
+        # Since opset 18, the number of outputs does not say the number of parts.
+        more = {"num_outputs": self.members} if self.opset >= 18 else {}
+        return self.put("Split", [x], outputs=self.members, axis=0, **more)
 
     def exchange(self, x: str) -> str:
         """Sends a block of dim 0 to each member, and puts those received in their places."""
@@ -223,20 +226,21 @@ _TRANSLATIONS: Mapping[str, Callable[[_Writer, str], str]] = {
 
 
 def translate(
-    node: ir.Node, dialect: Dialect, group: Sequence[int] = (), world: int = 1
+    node: ir.Node, dialect: Dialect, opset: int, group: Sequence[int] = (), world: int = 1
 ) -> Translated:
     """Returns the nodes that replace a node of the domain `onnxpar` in a rank's graph.
 
     Args:
         node: The node.
         dialect: The dialect.
+        opset: The version of ONNX's operators in the graph.
         group: The ranks of its group on some rank, if it is a collective.
         world: Number of all ranks.
 
     Raises:
         DialectError: The dialect cannot say it; names the node and the reason.
     """
-    writer = _Writer(node, dialect, len(group), world)
+    writer = _Writer(node, dialect, len(group), world, opset)
     x, (y, *_) = writer.operand.name or "", (value.name or "" for value in node.outputs)
     if is_barrier(node):
         identity = helper.make_node("Identity", [x], [y], name=node.name)

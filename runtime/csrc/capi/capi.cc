@@ -30,7 +30,7 @@ namespace {
 thread_local std::string t_text;
 thread_local std::vector<LoggedCall> t_calls;
 thread_local RankContext* t_rank = nullptr;
-thread_local bool t_dialects = false;
+thread_local std::string t_dialect;
 
 World* add_rank(World* world, std::unique_ptr<Transport> transport,
                 std::shared_ptr<CallLog> log = nullptr) {
@@ -219,9 +219,14 @@ int onnxpar_bind(const World* world, int rank) {
   return guarded([&] { t_rank = world == nullptr ? nullptr : &world->rank(rank); });
 }
 
-int onnxpar_add_dialects(int added) {
-  t_dialects = added != 0;
-  return 0;
+int onnxpar_add_dialect(const char* name) {
+  return guarded([&] {
+    const std::string wanted = name == nullptr ? "" : name;
+    if (!wanted.empty() && wanted != "tensorrt" && wanted != "onnxruntime") {
+      throw std::invalid_argument("dialect: expected tensorrt or onnxruntime, got " + wanted);
+    }
+    t_dialect = wanted;
+  });
 }
 
 int onnxpar_ops() { return kOps; }
@@ -426,7 +431,7 @@ ONNXPAR_EXPORT ort::Status* RegisterCustomOps(ort::SessionOptions* options,
       return true;
     }();
     (void)loaded;
-    return register_ops(options, acting_rank(), t_dialects);
+    return register_ops(options, acting_rank(), t_dialect);
   } catch (const std::exception& e) {
     return ort::make_status(table, ort::kFail, e.what());
   }

@@ -50,10 +50,10 @@ ONNXPAR_EXPORT int onnxpar_rank(const onnxpar_world* world);
    a null world unsets it. Where no rank is set, and the environment has ONNXPAR_WORLD=mpi, sessions
    act as this process's rank of MPI_COMM_WORLD, and no call of this library is needed. */
 ONNXPAR_EXPORT int onnxpar_bind(const onnxpar_world* world, int rank);
-/* Whether sessions whose options are registered on this thread also have the collectives of other
-   runtimes, for graphs that `onnxpar shard --dialect` wrote: TensorRT's DistCollective, and AllReduce,
-   AllGather and AllToAll of com.microsoft. At first they do not. */
-ONNXPAR_EXPORT int onnxpar_add_dialects(int added);
+/* The dialect, "tensorrt" or "onnxruntime", of sessions whose options are registered on this thread, for
+   graphs that `onnxpar shard --dialect` wrote: they also have TensorRT's DistCollective, or AllReduce,
+   AllGather and AllToAll of com.microsoft. Null for none, as at first. */
+ONNXPAR_EXPORT int onnxpar_add_dialect(const char* name);
 /* Gives the rank a GPU. Collectives of tensors there use NCCL from this file, or the host if `library`
    is null. Sessions registered later have kernels for the CUDA provider. */
 ONNXPAR_EXPORT int onnxpar_open_device(const onnxpar_world* world, int rank, int device,

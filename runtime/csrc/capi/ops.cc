@@ -169,13 +169,13 @@ ort::Status* add_domain(ort::SessionOptions* options, const char* name,
 
 }  // namespace
 
-ort::Status* register_ops(ort::SessionOptions* options, RankContext* rank, bool dialects) {
+ort::Status* register_ops(ort::SessionOptions* options, RankContext* rank,
+                          const std::string& dialect) {
   ort::Status* status =
       add_domain(options, "onnxpar", {&collective_operators(), &fused_operators()}, rank);
-  if (status != nullptr || !dialects) return status;
-  status = add_domain(options, "com.microsoft", {&microsoft_operators()}, rank);
-  if (status != nullptr) return status;
-  return add_domain(options, "", {&tensorrt_operators()}, rank);
+  if (status != nullptr || dialect.empty()) return status;
+  if (dialect == "tensorrt") return add_domain(options, "", {&tensorrt_operators()}, rank);
+  return add_domain(options, "com.microsoft", {&microsoft_operators()}, rank);
 }
 
 }  // namespace onnxpar
