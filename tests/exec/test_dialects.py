@@ -1,5 +1,6 @@
 """Graphs with the collectives of other runtimes equal the undivided model."""
 
+import json
 from pathlib import Path
 
 import onnx
@@ -34,6 +35,7 @@ def test_a_transformer(tmp_path: Path, strategy: str, dialect: Dialect) -> None:
     # 5 does not divide by the ranks: shards are padded.
     cases = verify(out, model, ["batch=4,seq=8", "batch=5,seq=3"])
     assert [case.ok for case in cases] == [True, True]
+    assert json.loads((out / "manifest.json").read_text())["dialect"] == dialect
     graph = onnx.load(out / "rank0001.model.onnx", load_external_data=False).graph
     assert "onnxpar" not in {node.domain for node in graph.node}
 
