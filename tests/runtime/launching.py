@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from onnxpar_runtime.launch import find_mpirun, mpirun_environment, own_messages
+from onnxpar_runtime.launch import find_mpirun, is_open_mpi, mpirun_environment, own_messages
 from tests.children import with_tests
 
 LOGS = {"ONNXPAR_LOG_DIR": str(Path(tempfile.gettempdir(), "onnxpar-tests-failed"))}
@@ -59,9 +59,11 @@ def start_mpirun(
 ) -> "subprocess.Popen[str]":
     """Starts Python with `arguments` on `ranks` ranks, with `environment` added to the test's."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMIX_"))}
+    start = find_mpirun()
+    more = ["--oversubscribe"] if is_open_mpi(start) else []
     # Its own session, so that all of mpirun's ranks can be ended with it.
     return subprocess.Popen(
-        [find_mpirun(), "--oversubscribe", "-n", str(ranks), sys.executable, *arguments],
+        [start, *more, "-n", str(ranks), sys.executable, *arguments],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
