@@ -107,9 +107,8 @@ def try_one(
         f"[np.testing.assert_allclose(b[k], a[k], rtol={RTOL}, atol={RTOL}) for k in a]"
     )
     env.run("python", "-c", compare)
-    losses = [
-        [json.loads(line)["loss"] for line in (folder / f"log{n}.jsonl").open()] for n in (1, 2)
-    ]
+    logs = [(folder / f"log{n}.jsonl").read_text().splitlines() for n in (1, 2)]
+    losses = [[json.loads(line)["loss"] for line in log] for log in logs]
     if len(losses[0]) != 3 or any(abs(a - b) > RTOL for a, b in zip(*losses, strict=True)):
         raise Failed(f"losses on one device and on two: {losses}")
     env.run("python", "transformer.py", "-o", "gpt.onnx", "--layers", "2", "--d-model", "64")
