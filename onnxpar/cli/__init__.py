@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 _TRACEBACK = "ONNXPAR_TRACEBACK"
 _VERSION = "--version"
+_COMPLETION = "completion"  # tells of all the others
 # Seconds for which the other ranks wait, so that rank 0 can print the message.
 _PATIENCE = 3.0
 
@@ -61,6 +62,7 @@ COMMANDS: tuple[tuple[str, str], ...] = (
     ("diagnose", "onnxpar.cli.diagnose"),
     ("ops", "onnxpar.cli.ops"),
     ("doctor", "onnxpar.cli.doctor"),
+    ("completion", "onnxpar.cli.completion"),
 )
 
 # While onnxruntime and MPI compute, Python handles no signals. SIGTERM must end these commands
@@ -88,8 +90,10 @@ def build_app(only: str | None = None) -> "typer.Typer":
     """
     import typer
 
+    shown = importlib.import_module("onnxpar.cli.grouped_help")
     app = typer.Typer(
         name="onnxpar",
+        cls=shown.GroupedHelp,
         no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_enable=False,
@@ -103,15 +107,15 @@ def build_app(only: str | None = None) -> "typer.Typer":
         """Shard an ONNX model over devices, and run or train it."""
 
     app.callback()(group)
-    known = only == _VERSION or only in [name for name, _ in COMMANDS]
+    known = only == _VERSION or only in [n for n, _ in COMMANDS if n != _COMPLETION]
     for name, module in COMMANDS:
         if known and name != only:
             continue
         found = importlib.import_module(module)
         if hasattr(found, "app"):
-            app.add_typer(found.app, name=name)
+            app.add_typer(found.app, name=name, epilog=shown.example(name))
         else:
-            app.command(name)(found.command)
+            app.command(name, epilog=shown.example(name))(found.command)
     return app
 
 
