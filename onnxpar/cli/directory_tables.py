@@ -72,6 +72,8 @@ def show_directory(report: Json, wanted: Wanted) -> None:
         _operands(report["nodes"], wanted.nodes, screen)
     if wanted.all or wanted.collectives:
         _collectives(report["collectives"], screen)
+    if "machines" in report:
+        _machines(report["machines"], screen)
     if wanted.all:
         _rest(report, screen)
     screen.legend()
@@ -233,6 +235,30 @@ def _collectives(found: Sequence[Json], screen: Screen) -> None:
     if "for" in titles and any(item["behind"] for item in found):
         screen.line("in the background: between machines and between GPUs;")
         screen.line("ranks that share memory communicate at once")
+
+
+def _machines(traffic: Json, screen: Screen) -> None:
+    columns = (
+        Column("over"), Column("collectives", NUMBER), Column("bytes sent", NUMBER),
+        Column("a group is on"),
+    )  # fmt: skip
+    rows = [
+        (
+            item["over"],
+            f"{item['collectives']:,}",
+            amount(item["bytes"]),
+            "one machine" if item["machines"] == 1 else f"{item['machines']} machines",
+        )
+        for item in traffic["over"]
+    ]
+    screen.table(columns, rows)
+    sent = amount(traffic["bytes"])
+    screen.note(
+        f"With {traffic['ranks_per_machine']} consecutive ranks on each machine, a device sends "
+        f"{sent} bytes in collectives of several machines."
+    )
+    if traffic["advice"]:
+        screen.note(traffic["advice"])
 
 
 def _groups(groups: Sequence[Sequence[int]]) -> str:

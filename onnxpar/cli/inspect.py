@@ -19,6 +19,7 @@ from onnxpar.graph.validity import blamed_on_model
 from onnxpar.report.device_placement import device_data
 from onnxpar.report.fold_layers import layers_data, matching_nodes
 from onnxpar.report.inspect_data import model_data
+from onnxpar.report.machine_traffic import machine_traffic
 from onnxpar.report.read_directory import blamed_on_report, graphs_of, read_report
 from onnxpar_format.options import Option
 
@@ -50,6 +51,10 @@ def command(
     collectives: Annotated[
         bool, Option("Show only the collectives.", flags=("--collectives",))
     ] = False,
+    ranks_per_machine: Annotated[
+        int | None,
+        Option("Show which bytes leave a machine, if each machine has K ranks.", "K", minimum=1),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show how a model was sharded, or how it can be sharded.
@@ -66,8 +71,14 @@ def command(
             data = read_report(target, rank, program)
             if device is not None:
                 data["device"] = device_data(graphs_of(target))
+            if ranks_per_machine is not None:
+                data["machines"] = machine_traffic(
+                    data["collectives"], data["devices"], ranks_per_machine
+                )
             _show(data, wanted, show_directory, as_json)
         return
+    if ranks_per_machine is not None:
+        raise DirectoryError(f"--ranks-per-machine: {target} is a model, which has no collectives")
     if program is not None:
         raise DirectoryError(f"--program {program}: {target} is a model, which has no programs")
     with blamed_on_model(target):
