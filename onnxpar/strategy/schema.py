@@ -157,7 +157,9 @@ class OptimizerParallelEntry(_Section):
     group: Annotated[int, Field(ge=2)] | None = None
 
 
-class _File(_Section):
+class StrategyFile(_Section):
+    """The keys of a strategy file, which `Strategy` describes."""
+
     mesh: dict[str, int] | None = None
     devices: int | None = None
     symbols: dict[str, Annotated[Symbol, PlainValidator(_symbol)]] = {}
@@ -304,7 +306,7 @@ def _strategy(document: Document, devices: int | None) -> Strategy:
             f"got {short(data)}"
         )
     try:
-        parsed = _File.model_validate(dict(data))
+        parsed = StrategyFile.model_validate(dict(data))
     except ValidationError as error:
         raise StrategyError(_message(document, error.errors()[0])) from None
     axes = parsed.mesh or {}
@@ -379,18 +381,18 @@ def _message(document: Document, error: ErrorDetails) -> str:
     # Data without a file have no lines; the message names the keys anyway.
     where = document.where(location) if document.lines else document.source
     if error["type"] == "extra_forbidden":
-        names = _SECTIONS.get(location[0], _File) if len(location) > 1 else _File
+        names = _SECTIONS.get(location[0], StrategyFile) if len(location) > 1 else StrategyFile
         keys = _keys(names)
         inside = "" if len(location) == 1 else " in " + ": ".join(map(repr, location[:-1]))
         return f"{where}: unknown key {location[-1]!r}{inside}{nearest(str(location[-1]), keys)}"
     place = f"{where}: {in_words(location)}"
     if error["type"] in ("model_type", "model_attributes_type"):
-        known = ", ".join(map(repr, _keys(_SECTIONS.get(location[0], _File))))
+        known = ", ".join(map(repr, _keys(_SECTIONS.get(location[0], StrategyFile))))
         return f"{place}expected a mapping with the keys {known}, got {short(error['input'])}"
     return f"{place}{problem(error)}"
 
 
-def _entries(parsed: _File) -> list[tuple[Location, TensorEntry]]:
+def _entries(parsed: StrategyFile) -> list[tuple[Location, TensorEntry]]:
     """Every tensor entry with its location."""
     found: list[tuple[Location, TensorEntry]] = []
     if isinstance(parsed.dataset, dict):
@@ -407,7 +409,7 @@ def _entries(parsed: _File) -> list[tuple[Location, TensorEntry]]:
     return found
 
 
-def _check_axes(document: Document, parsed: _File) -> None:
+def _check_axes(document: Document, parsed: StrategyFile) -> None:
     axes = parsed.mesh or {}
     if parsed.mesh is not None and not axes:
         raise StrategyError(f"{document.where(('mesh',))}: expected mesh axes, got none")
@@ -428,7 +430,7 @@ def _check_axes(document: Document, parsed: _File) -> None:
         )
 
 
-def _check_names(document: Document, parsed: _File, devices: int) -> None:
+def _check_names(document: Document, parsed: StrategyFile, devices: int) -> None:
     """Checks that entries name mesh axes, or runs of devices."""
     axes = parsed.mesh or {}
     partials: list[tuple[Location, TensorEntry]] = [
@@ -462,7 +464,7 @@ def _is_axis(name: str, axes: Mapping[str, int], devices: int) -> bool:
     return name in axes or (run is not None and devices % (run[0] * run[1]) == 0)
 
 
-def _parameter_axes(parsed: _File) -> tuple[str, ...]:
+def _parameter_axes(parsed: StrategyFile) -> tuple[str, ...]:
     """The axes that shard parameters without an entry.
 
     These are the axes that the file names; else `tp`, and every axis but `dp` that no entry uses.
@@ -475,7 +477,7 @@ def _parameter_axes(parsed: _File) -> tuple[str, ...]:
     return tuple(name for name in parsed.mesh or {} if name in free)
 
 
-def _devices(document: Document, parsed: _File, given: int | None) -> int:
+def _devices(document: Document, parsed: StrategyFile, given: int | None) -> int:
     """The number of devices of a stage, on which file, mesh and command line must agree."""
     stages = parsed.pipeline.stages if parsed.pipeline is not None else 1
     of_stages = f" in {stages} stages" if stages > 1 else ""
