@@ -11,6 +11,7 @@ import onnx_ir as ir
 from onnxpar.api.encoder_decoder import partition_encoder_decoder
 from onnxpar.autodiff.training_program import TrainingSpec, prepare_training
 from onnxpar.core.errors import DialectError, ModelError, StrategyError
+from onnxpar.core.html import table
 from onnxpar.core.symbols import Symbol
 from onnxpar.emit import check_target, write
 from onnxpar.emit.rank_graph import emit_rank
@@ -262,6 +263,17 @@ class Summary:
     report: dict[str, Any] = field(repr=False)
     seconds: dict[str, float]
     training: PartitionedTraining | None = field(default=None, repr=False)
+
+    def _repr_html_(self) -> str:
+        """Shows the collectives of the program, in a notebook."""
+        totals = self.report["totals"]
+        title = (
+            f"{self.out}: {self.report['devices']} ranks, {totals['nodes']} nodes, of which "
+            f"{totals['sharded']} are sharded; {totals['calls']} collectives"
+        )
+        keys = ("op", "value", "over", "bytes", "before", "after", "reason")
+        rows = [[entry[key] for key in keys] for entry in self.report["collectives"]]
+        return table(title, keys, rows)
 
 
 def shard_model(

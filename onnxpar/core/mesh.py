@@ -14,6 +14,7 @@ from itertools import pairwise, product
 from math import prod
 
 from onnxpar.core.errors import MeshError
+from onnxpar.core.html import MOST_ROWS, table
 from onnxpar_format.boxes import coordinates
 
 Atoms = tuple[int, ...]
@@ -254,3 +255,13 @@ class Mesh:
                 names.append(f"{self.count(left[:length])}@{self.strides[left[length - 1]]}")
                 left = left[length:]
         return ".".join(names)
+
+    def _repr_html_(self) -> str:
+        """Shows each device with its place on every axis, in a notebook."""
+        names = [name for name, _ in self.axes]
+        title = ", ".join(f"{name}={size}" for name, size in self.axes) or f"{self.size} devices"
+        rows = [
+            [rank, *(self.index(rank, self.axis_atoms(name)) for name in names)]
+            for rank in range(min(self.size, MOST_ROWS + 1))
+        ]
+        return table(f"Mesh {title}", ["device", *names], rows, self.size)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from onnxpar.core.errors import ShardingError
+from onnxpar.core.html import table
 from onnxpar.core.mesh import Atoms, Mesh
 from onnxpar.core.rule import ANY, REPLICATED, Operand, OpRule
 from onnxpar.core.sharding import (
@@ -75,6 +76,21 @@ class Plan:
     outputs: Mapping[str, Sharding]
     resharded: Mapping[str, Sharding] = field(default_factory=dict)
     stages: Mapping[str, int] = field(default_factory=dict)
+
+    def _repr_html_(self) -> str:
+        """Shows the layouts of every node's operands and results, in a notebook."""
+        rows = [
+            (
+                name,
+                " ".join(s.describe(self.mesh) if s else "-" for s in node.inputs),
+                " ".join(s.describe(self.mesh) for s in node.outputs),
+                node.reason,
+            )
+            for name, node in self.nodes.items()
+        ]
+        axes = ", ".join(f"{name}={size}" for name, size in self.mesh.axes)
+        title = f"Plan for {self.mesh.size} devices" + (f" ({axes})" if axes else "")
+        return table(title, ["node", "operands", "results", "replicated because"], rows)
 
 
 def varying(inputs: Mapping[str, Sharding], table: SymbolTable) -> dict[str, frozenset[int]]:
