@@ -16,6 +16,7 @@ from onnxpar_runtime.launch import guarded, init
 from onnxpar_runtime.options import parse_pairs
 from onnxpar_runtime.tracing.recording import Recording, write_trace
 from onnxpar_runtime.training.hyper import hyperparameters
+from onnxpar_runtime.training.programs import EVALUATION, TRAINING
 from onnxpar_runtime.training.runner import OneStage
 from onnxpar_runtime.training.trainer import Trainer
 
@@ -38,13 +39,19 @@ def stepper(job: Job, rank: Rank) -> Iterator[Callable[[int, Batch], float]]:
     settings = Settings(weight_decay=WEIGHT_DECAY[job.optimizer])
     hyper = hyperparameters(job.optimizer, settings)
     recording = Recording(rank, operators=True) if job.profile else None
+
+    def parts(batch: Batch) -> list[Batch]:
+        return micro_batches(batch, MICRO_BATCHES) if job.way == "pp" else [batch]
+
     with Trainer(job.files, rank=rank, ort_options=options, overlap=job.overlap) as trainer:
+        sizes = trainer.prepare(parts(job.case.batches()[0])[0]).feeds.values
+        # As the command `train` does, which knows the sizes of its samples.
+        trainer.expect({EVALUATION if job.way == "forward" else TRAINING: [sizes]})
 
         def step(number: int, batch: Batch) -> float:
             if job.way == "forward":
                 return trainer.evaluate(batch)["loss"]
-            parts = micro_batches(batch, MICRO_BATCHES) if job.way == "pp" else [batch]
-            return trainer.train_step(parts, hyper.at(number, job.rate)).loss
+            return trainer.train_step(parts(batch), hyper.at(number, job.rate)).loss
 
         yield step
         if recording is not None:
