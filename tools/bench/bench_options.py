@@ -1,8 +1,9 @@
-"""The options and results that several measurements have in common."""
+"""What several measurements have in common: options, results, the memory of a process."""
 
 import argparse
 import json
 import os
+import resource
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -52,3 +53,15 @@ def with_rounds(
     if found.quick:
         found.rounds, found.turn = min(found.rounds, 3), min(found.turn, 0.05)
     return found
+
+
+def peak_memory() -> int:
+    """Returns the peak resident set of this process, bytes.
+
+    Linux's `ru_maxrss` begins with that of the process that started this one, so is not asked.
+    """
+    try:
+        status = Path("/proc/self/status").read_text(encoding="ascii")
+    except OSError:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return 1024 * int(status.split("VmHWM:")[1].split()[0])

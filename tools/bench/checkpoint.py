@@ -28,7 +28,7 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-from shard import peak_memory
+from bench_options import peak_memory
 
 from onnxpar_format.checkpoint import GENERATOR, SCHEMA, CheckpointContents, Progress
 from onnxpar_runtime.checkpoint.folder import finish, write_file

@@ -35,23 +35,13 @@ from pathlib import Path
 from time import perf_counter, process_time
 from typing import Any
 
+from bench_options import peak_memory
+
 ROOT = Path(__file__).resolve().parents[2]
 MIB, GIB = 1 << 20, 1 << 30
 GPT3 = {"d_model": 12288, "heads": 96, "vocab": 50257, "max_positions": 2048}
 SMALL = {"d_model": 4096, "heads": 32, "vocab": 8192, "max_positions": 2048}
 BLOCK = 64 * MIB
-
-
-def peak_memory() -> int:
-    """Returns the peak resident set of this process, bytes.
-
-    Linux's `ru_maxrss` begins with that of the process that started this one, so is not asked.
-    """
-    try:
-        status = Path("/proc/self/status").read_text(encoding="ascii")
-    except OSError:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return 1024 * int(status.split("VmHWM:")[1].split()[0])
 
 
 def export(folder: Path, layers: int, sizes: dict[str, int]) -> Path:

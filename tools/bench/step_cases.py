@@ -14,10 +14,10 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from resource import RUSAGE_SELF, getrusage
 from typing import Self
 
 import numpy as np
+from bench_options import peak_memory
 from numpy.typing import NDArray
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -326,5 +326,5 @@ def serve(
             moved = sent(job) - before
             if settle is not None:
                 settle()
-            peak = getrusage(RUSAGE_SELF).ru_maxrss * 1024  # in KiB on Linux
-            driver.send((taken, used, losses[:count], dict(spent.seconds), moved, peak))
+            answer = taken, used, losses[:count], dict(spent.seconds), moved, peak_memory()
+            driver.send(answer)
