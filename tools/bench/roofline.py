@@ -4,11 +4,12 @@
     tools/bench/roofline.py                    # MLP, GPT, Llama, ViT and ResNet-50
     tools/bench/roofline.py --model gpt --threads 1
 
-First the rate of matrix products is measured, for square matrices of 1024 and for each product of a
-step by itself. Networks are exported from PyTorch by `torch.onnx.export` (step_networks.py and
-roofline_networks.py), and trained with AdamW for some steps under onnxruntime's profiler. A table
-has the share of each operator in the time of all operators: medians of steps, so that interruptions
-count little. On a machine with other work, times of several threads mean little; take one thread.
+First the rate of matrix products is measured, for square matrices of 1024. Networks are exported
+from PyTorch (step_networks.py and roofline_networks.py), and trained with AdamW for some steps
+under onnxruntime's profiler. A table has the share of each operator in the time of all operators:
+the least times of nodes, so that interruptions count little.
+On a machine with other work, long nodes are always interrupted, so the share of products is too
+large, and times of several threads mean little.
 
 *Products* are MatMul, Gemm and Conv with what is fused to them. Their operations follow from the
 shapes that the profiler notes. *Of the rate* is what the step's products would take at the rate of
@@ -25,7 +26,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from statistics import median
 from time import perf_counter
 from typing import Any
 
@@ -185,7 +185,7 @@ def measure(network: Network, threads: int, steps: int, folder: Path) -> Spent:
     seconds: dict[str, float] = defaultdict(float)
     calls: dict[str, int] = defaultdict(int)
     for node, times in found.items():
-        seconds[facts[node][0]] += median(times)
+        seconds[facts[node][0]] += min(times)
         calls[facts[node][0]] += 1
     return Spent(seconds, calls, sum(of for _, of in facts.values()))
 
