@@ -157,6 +157,39 @@ def test_directories_that_cannot_be_used(tmp_path: Path) -> None:
             Host(directory, 0)
 
 
+def test_damaged_manifests_are_errors(tmp_path: Path) -> None:
+    """Whatever bytes change, there is an error or a result, and no crash."""
+    directory, given = written(tmp_path, 1), feeds(2, 2)
+    manifest = directory / "manifest.json"
+    text = manifest.read_text().replace('"atoms": [2, 3]', '"atoms": []')
+    text = re.sub(r'"atoms": \[[01, ]+\]', '"atoms": []', text)
+    text = re.sub(
+        r'\{"name": "c"[^}]*\}', '{"name": "c", "kind": "counter", "counter": "seed"}', text
+    )
+    manifest.write_text(text)
+    host = Host(directory, 0)
+    assert host.prepared(given)["c"].tolist() == [0]
+    host.close()
+    rng = np.random.default_rng(0)
+    errors = 0
+    for _ in range(150):
+        data = bytearray(text.encode())
+        for place in rng.integers(0, len(data), rng.integers(1, 4)):
+            data[place] = rng.choice(list(b'0129-"[]{},:ab/*. '))
+        manifest.write_bytes(data)
+        try:
+            host = Host(directory, 0)
+        except CError:
+            errors += 1
+            continue
+        try:
+            host.prepared(given)
+        except CError:
+            errors += 1
+        host.close()
+    assert errors > 75
+
+
 def flags() -> list[str]:
     """How a C++ compiler finds the installed library."""
     folder = custom_op_library().parent

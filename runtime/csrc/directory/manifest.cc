@@ -10,6 +10,7 @@ namespace onnxpar {
 namespace {
 
 constexpr int64_t kSchema = 1;
+constexpr int64_t kMostDevices = 1 << 16;
 
 std::string contents(const std::string& path) {
   std::ifstream stream(path, std::ios::binary);
@@ -161,11 +162,18 @@ Manifest read_manifest(const std::string& folder) {
     throw std::runtime_error(folder + ": it is divided into pipeline stages, which only the Python "
                              "runtime runs");
   }
-  manifest.devices = static_cast<int>(root["devices"].integer());
+  const int64_t devices = root["devices"].integer();
+  if (devices < 1 || devices > kMostDevices) root["devices"].fail("a number of ranks");
+  manifest.devices = static_cast<int>(devices);
   manifest.atoms = root["mesh"]["atoms"].indices();
   int64_t ranks = 1;
-  for (const int atom : manifest.atoms) ranks *= std::max(atom, 1);
-  if (ranks != manifest.devices) root["mesh"]["atoms"].fail("factors of the number of devices");
+  for (const int atom : manifest.atoms) {
+    if (atom < 2 || devices % (ranks * atom) != 0) {
+      root["mesh"]["atoms"].fail("factors of the number of devices");
+    }
+    ranks *= atom;
+  }
+  if (ranks != devices) root["mesh"]["atoms"].fail("factors of the number of devices");
   const size_t atoms = manifest.atoms.size();
   for (const auto& [name, field] : root["symbols"].entries()) {
     SymbolEntry symbol{field["min"].integer(),       field["max"].integer(),

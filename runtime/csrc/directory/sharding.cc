@@ -43,6 +43,8 @@ struct BoxCopy {
   }
 };
 
+constexpr int64_t kMostElements = int64_t{1} << 62;  // so that rounding up does not overflow
+
 int64_t times(int64_t a, int64_t b) {
   int64_t product = 0;
   if (__builtin_mul_overflow(a, b, &product)) throw std::runtime_error("a tensor is too large");
@@ -88,7 +90,9 @@ Shard shard_of(const std::vector<std::vector<DimComponent>>& dims, const Values&
     int64_t local_size = 1;
     for (const DimComponent& component : components) {
       const int64_t size = evaluate(component.size, values);
-      if (size < 0) throw std::runtime_error("the size '" + component.size + "' is negative");
+      if (size < 0 || size > kMostElements) {
+        throw std::runtime_error("the size '" + component.size + "' is " + std::to_string(size));
+      }
       DimBlock block{0, size, size};
       for (const int atom : component.atoms) {
         const auto index = static_cast<size_t>(atom);
