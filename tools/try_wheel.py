@@ -6,7 +6,7 @@ and train one, and the outputs and losses are compared with those of one device:
 
     tools/wheel -o dist
     tools/try_wheel.py dist/*.whl --python python3.11 --python python3.13 --mpi openmpi --mpi mpich
-    tools/try_wheel.py dist/*.whl --onnxruntime 1.24.4 --onnxruntime 1.31.1
+    tools/try_wheel.py dist/*.whl --onnxruntime 1.30.0 --onnxruntime 1.32.0
 
 A line for each environment has the seconds that `pip install` and the first run took. The exit code
 is 1 if one of them failed. PATH has only the environment's programs, so no compiler is found.

