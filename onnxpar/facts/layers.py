@@ -9,7 +9,7 @@ results are equal. Repetitions are found by comparing the row of nodes with itse
 possible length of a layer.
 """
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -78,11 +78,14 @@ def find_layers(nodes: Sequence[ir.Node], env: ShapeEnv) -> list[Layer]:
         nodes: Nodes in topological order, best those of `carriers`.
         env: Their shapes.
     """
-    return find_repetitions([_kind(node, env) for node in nodes], _spans(nodes))
+    return find_repetitions([_kind(node, env) for node in nodes], spans(nodes))
 
 
 def find_repetitions(
-    kinds: Sequence[Hashable], spans: Iterable[tuple[int, int]], smallest: int = SMALLEST
+    kinds: Sequence[Hashable],
+    spans: Iterable[tuple[int, int]],
+    smallest: int = SMALLEST,
+    periods: int | None = None,
 ) -> list[Layer]:
     """Returns the layers of any row of items, in order; none if nothing repeats.
 
@@ -91,11 +94,22 @@ def find_repetitions(
         spans: For each value and each item that reads it, the numbers of the item that makes it
             and of the one that reads it.
         smallest: The least number of items of a layer.
+        periods: How many lengths of a layer are tried: the most frequent distances of an item and
+            the next one that is alike. None: all lengths, in time quadratic in the number of items.
     """
     known: dict[Hashable, int] = {}
     row = np.array([known.setdefault(kind, len(known)) for kind in kinds], np.int64)
     edges = np.array([*spans], np.int64).reshape(-1, 2)
-    return [Layer(a, b) for a, b in _find(row, edges, 0, smallest)]
+    tried = None if periods is None else _distances(row, smallest, periods)
+    return [Layer(a, b) for a, b in _find(row, edges, 0, smallest, tried)]
+
+
+def _distances(row: Numbers, smallest: int, most: int) -> list[int]:
+    """The most frequent distances of an item and the next one that is alike, ascending."""
+    order = np.argsort(row, kind="stable")
+    distances = np.diff(order)[np.diff(row[order]) == 0]
+    lengths, often = np.unique(distances[distances >= smallest], return_counts=True)
+    return sorted(int(n) for n in lengths[np.argsort(-often, kind="stable")[:most]])
 
 
 def _kind(node: ir.Node, env: ShapeEnv) -> Hashable:
@@ -106,8 +120,8 @@ def _kind(node: ir.Node, env: ShapeEnv) -> Hashable:
     return node.domain, node.op_type, operands, tuple(map(facts, node.outputs))
 
 
-def _spans(nodes: Sequence[ir.Node]) -> Iterable[tuple[int, int]]:
-    """Returns the places of the maker and of each reader of the values that nodes exchange."""
+def spans(nodes: Sequence[ir.Node]) -> Iterator[tuple[int, int]]:
+    """Yields the places of the maker and of each reader of the values that nodes exchange."""
     number = {id(node): i for i, node in enumerate(nodes)}
     for i, node in enumerate(nodes):
         for value in node.outputs:
@@ -116,8 +130,10 @@ def _spans(nodes: Sequence[ir.Node]) -> Iterable[tuple[int, int]]:
                     yield i, number[id(user)]
 
 
-def _find(row: Numbers, spans: Numbers, offset: int, smallest: int) -> list[tuple[int, int]]:
-    best = _longest(row, smallest)
+def _find(
+    row: Numbers, spans: Numbers, offset: int, smallest: int, periods: Sequence[int] | None
+) -> list[tuple[int, int]]:
+    best = _longest(row, smallest, periods)
     if best is None:
         return []
     start, period, length = best
@@ -130,9 +146,9 @@ def _find(row: Numbers, spans: Numbers, offset: int, smallest: int) -> list[tupl
     end = first + count[first - start] * period
     inner = [(offset + at, offset + at + period) for at in range(first, end, period)]
     return [
-        *_find(row[:first], spans, offset, smallest),
+        *_find(row[:first], spans, offset, smallest, periods),
         *inner,
-        *_find(row[end:], spans, offset + end, smallest),
+        *_find(row[end:], spans, offset + end, smallest, periods),
     ]
 
 
@@ -151,12 +167,15 @@ def _crossing(spans: Numbers, items: int, period: int) -> Numbers:
     return np.cumsum(change)[:items]
 
 
-def _longest(row: Numbers, smallest: int) -> tuple[int, int, int] | None:
+def _longest(
+    row: Numbers, smallest: int, periods: Sequence[int] | None
+) -> tuple[int, int, int] | None:
     """Start, period and length of the repetition that covers the most nodes."""
     # The shortest period wins: two layers are not one layer.
     best: tuple[int, int, int] | None = None
     covered = 0
-    for period in range(smallest, len(row) // 2 + 1):
+    every = range(smallest, len(row) // 2 + 1)
+    for period in every if periods is None else (n for n in periods if n in every):
         alike = np.concatenate(([False], row[:-period] == row[period:], [False]))
         edges = np.flatnonzero(alike[1:] != alike[:-1])
         begins, lengths = edges[::2], edges[1::2] - edges[::2]

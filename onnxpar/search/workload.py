@@ -24,6 +24,7 @@ from onnxpar.graph.metadata_keys import GRADIENT_OF
 from onnxpar.graph.plan import Plan
 from onnxpar.graph.seeds import NodeSeed, Seeds
 from onnxpar.propagation.propagate import Alike, alike, propagate
+from onnxpar.search.short_program import ShortProgram, shorten
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,8 @@ class Workload:
 
     def plan(self, seeds: Seeds) -> Plan:
         """Returns the plan that follows from seeds."""
-        return propagate(self.program, seeds, self.links, self._alike)
+        found = None if self._short is None else self._short.plan(seeds)
+        return found or propagate(self.program, seeds, self.links, self._alike)
 
     @cached_property
     def batch(self) -> frozenset[str]:
@@ -113,6 +115,10 @@ class Workload:
     @cached_property
     def _alike(self) -> Alike:
         return alike(self.program)
+
+    @cached_property
+    def _short(self) -> ShortProgram | None:
+        return shorten(self.program, self.links, self._alike)
 
     def pinned(self, plan: Plan) -> Seeds:
         """Returns seeds with the shardings that a plan has for forward nodes."""
