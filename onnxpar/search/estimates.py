@@ -55,6 +55,9 @@ FEW_NODES = 5_000
 CLOSE = 1.03
 """For larger programs, searches save memory only with the numbers of stages with which the fastest
 strategies do not fit, or take at most this many times as long as the best that fits."""
+SLOWER = 1.1
+"""For larger programs, more stages are not tried if the fastest strategies with some number of
+stages take more than this many times as long as the best estimate that fits."""
 SLACK = 1.25
 """An estimate of bytes that is this many times the limit may still fit."""
 MICRO_BATCHES = 8
@@ -154,10 +157,14 @@ class Estimates:
         """
         every = self.stages()
         found: list[list[Estimate]] = []
+        best, inner = inf, 0
         for number, stages in enumerate(every, 1):
             progress(f"searching, stages: {stages}", number, len(every))
-            found.append(self._fastest(stages))
-        best = self._quickest(e for one in found for e in one)
+            found.append(self._fastest(stages, inner))
+            best = min(best, self._quickest(found[-1]))
+            if not self._is_small and _seconds(found[-1]) > SLOWER * best:
+                break
+            inner = min(found[-1], key=self._merit).strategy.inner
         # The fastest strategies take less time than those that save memory.
         for one in sorted(found, key=_seconds):
             if _seconds(one) < best and self._may_save(one, best):
@@ -185,11 +192,31 @@ class Estimates:
         found = self._fastest(stages)
         return found + self._saving(found)
 
-    def _fastest(self, stages: int) -> list[Estimate]:
-        """Estimates with the fastest strategies."""
+    def _fastest(self, stages: int, near: int = 0) -> list[Estimate]:
+        """Estimates with the fastest strategies.
+
+        Args:
+            stages: The number of stages.
+            near: For larger programs, the devices of the inner axis that are tried first; then
+                follow those next to the best ones. 0: all numbers of devices are tried.
+        """
         counts = self._micro_batches(stages)
-        inner = self._inner(stages)
-        return [e for one in inner for e in self._with_inner(stages, one, counts)]
+        every = list(dict.fromkeys(self._inner(stages)))
+        left = every
+        if near and not self._is_small:
+            left = [min(every, key=lambda n: abs(log(n / near)))]
+        tried: dict[int, list[Estimate]] = {}
+        while left:
+            tried |= {n: self._with_inner(stages, n, counts) for n in left}
+            best = min(tried, key=lambda n: min(map(self._merit, tried[n])))
+            at = every.index(best)
+            left = [n for n in every[max(at - 1, 0) : at + 2] if n not in tried]
+        return [e for n in sorted(tried) for e in tried[n]]
+
+    def _merit(self, estimate: Estimate) -> tuple[bool, float]:
+        """The sort key of an estimate: those that fit, by seconds; then the others, by bytes."""
+        fits = estimate.bytes <= self.limit
+        return not fits, estimate.seconds if fits else estimate.bytes
 
     def _saving(self, fastest: Sequence[Estimate], best: float = inf) -> list[Estimate]:
         """Estimates with strategies that save memory, if the fastest do not fit.
