@@ -13,6 +13,7 @@ elements come first and the padding last.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from weakref import WeakValueDictionary
 
 import numpy as np
 import sympy
@@ -149,12 +150,13 @@ class Sharding:
         return tuple(_product(local_size(c, mesh, table) for c in dim) for dim in self.dims)
 
     def canonical(self, mesh: Mesh, table: SymbolTable) -> "Sharding":
-        """Returns the form that is the same for all equal shardings."""
-        return Sharding(
+        """Returns the form that is the same for all equal shardings, and the same object."""
+        found = Sharding(
             tuple(canonical_dim(dim, mesh, table) for dim in self.dims),
             tuple(sorted(self.partial)),
             self.reduction if self.partial else "sum",
         )
+        return _CANONICAL.setdefault(found, found)
 
     def sized(self, mesh: Mesh) -> SizedSharding:
         """Returns the sharding without `partial`; all sizes must be integers."""
@@ -184,6 +186,10 @@ class Sharding:
         if self.partial:
             text += f" partial {self.reduction} over {mesh.describe(self.partial)}"
         return text
+
+
+_CANONICAL: WeakValueDictionary[Sharding, Sharding] = WeakValueDictionary()
+"""The canonical shardings that exist: most comparisons then find one object."""
 
 
 def _product(sizes: Iterable[Dim]) -> Dim:

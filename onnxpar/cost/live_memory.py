@@ -12,15 +12,13 @@ contains the masks, reshards and local forms.
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
 from onnxpar.ops.slots import Kernel
 
 
-@dataclass(frozen=True)
-class Made:
+class Made(NamedTuple):
     """A value that a step computes.
 
     Attributes:
@@ -36,8 +34,7 @@ class Made:
     over: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class MemoryStep:
+class MemoryStep(NamedTuple):
     """One node's execution.
 
     Attributes:
@@ -153,8 +150,8 @@ def makes(
     """
     found = []
     for index, (name, size) in enumerate(zip(names, sizes, strict=True)):
-        view = reads[0] if kernel.view and index == 0 and reads else ""
-        over = tuple(reads[i] for i, o in kernel.over if o == index and i < len(reads))
         if name:
-            found.append(Made(name, size, view, tuple(n for n in over if n)))
+            view = reads[0] if kernel.view and index == 0 and reads else ""
+            over = [reads[i] for i, o in kernel.over if o == index and i < len(reads) and reads[i]]
+            found.append(Made(name, size, view, tuple(over)))
     return tuple(found)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import onnx_ir as ir
 
@@ -33,8 +34,7 @@ from onnxpar.graph.plan import Plan
 from onnxpar.graph.shapes import itemsize
 
 
-@dataclass(frozen=True)
-class NodePrice:
+class NodePrice(NamedTuple):
     """The cost of one node on a device.
 
     Attributes:

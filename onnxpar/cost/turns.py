@@ -203,11 +203,11 @@ class PairedSteps:
         def copied(number: int, second: bool) -> MemoryStep:
             step = self.steps[number]
             makes = (
-                replace(
-                    m,
-                    name=named(m.name, second),
-                    view_of=m.view_of and named(m.view_of, second),
-                    over=() if number in self.sent else tuple(named(o, second) for o in m.over),
+                Made(
+                    named(m.name, second),
+                    m.bytes,
+                    m.view_of and named(m.view_of, second),
+                    () if number in self.sent else tuple(named(o, second) for o in m.over),
                 )
                 for m in step.makes
             )

@@ -47,8 +47,10 @@ MORE = (2, 4, 8, 16, 64)
 """If nothing fits, as many times the devices are estimated."""
 PRICED = 5
 """The most plans that are made and priced,"""
-NODES, AT_MOST = 40_000, 16
-"""unless more have so few nodes together."""
+MORE_NODES, AT_MOST = 40_000, 16
+"""or more, if they have no more nodes than this together,"""
+MOST_NODES, AT_LEAST = 120_000, 3
+"""or fewer, if they have more nodes than this together."""
 NEAR = 1.5
 """A configuration whose estimate is this many times slower than the best plan is not priced."""
 RIVALS = 3
@@ -145,7 +147,9 @@ class Configurations:
                 return seconds < ERROR * best
             return estimate.seconds < NEAR * best
 
-        most = max(PRICED, min(NODES // len(self.workload.program.graph), AT_MOST))
+        nodes = len(self.workload.program.graph)
+        few = min(max(MOST_NODES // nodes, AT_LEAST), PRICED)
+        most = max(few, min(MORE_NODES // nodes, AT_MOST))
         for number in range(1, most + 1):
             left = [e for e in left if memory_first or known.open(e)]
             fitting = [e for e in left if known.bytes(e) <= self.limit]

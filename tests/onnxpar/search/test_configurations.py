@@ -146,7 +146,7 @@ def test_strategies_that_were_not_tried_are_priced_for_large_programs_too(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Estimates do not say which of them is fastest."""
-    monkeypatch.setattr("onnxpar.search.configurations.NODES", 0)
+    monkeypatch.setattr("onnxpar.search.configurations.MORE_NODES", 0)
     *others, last = configurations(12 << 20, Open((1, 2, 4))).run()
     kinds = [(id(each.plan), each.configuration.split) for each in (*others, last)]
     assert kinds[-1] not in kinds[:-1]
