@@ -87,6 +87,8 @@ def show_directory(report: Json, wanted: Wanted) -> None:
 def _summary(report: Json, screen: Screen) -> None:
     texts = describe_program(report)
     screen.entry("devices", texts.pop("devices"), layout=True)
+    if report["dialect"] is not None:
+        screen.entry("dialect", f"{report['dialect']}: its collectives, in place of onnxpar's")
     for name, constraint in report["symbols"].items():
         screen.entry("symbol", f"{name}: {constraint or 'any size'}")
     for notice in report["notices"]:

@@ -63,7 +63,8 @@ def read_report(directory: Path, rank: int | None = None, program: str | None = 
 
     Keys are those of `onnxpar.report.inspect_data.inspect_data` for one program; `program`, its
     name; `programs`, with the keys `OF_A_PROGRAM` except `nodes` for every program; `notices`, the
-    first file that is missing or has another size, if any has; and, in a training directory,
+    first file that is missing or has another size, if any has; `dialect`, the runtime whose
+    collectives the graphs have, None for those of `onnxpar`; and, in a training directory,
     `training`, the manifest's entry of that name.
 
     Args:
@@ -93,6 +94,7 @@ def read_report(directory: Path, rank: int | None = None, program: str | None = 
     fault = size_fault(directory, sizes, "manifest")
     notices = [] if fault is None else [f"{fault}; `onnxpar run` needs it"]
     data = {**report, **known[shown], "program": shown, "programs": every, "notices": notices}
+    data["dialect"] = manifest.get("dialect")
     if "training" in manifest:
         data["training"] = manifest["training"]
     return data

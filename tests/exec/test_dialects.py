@@ -14,6 +14,7 @@ from onnxpar.api.shard_model import shard_model
 from onnxpar.autodiff.append_loss import parse_loss
 from onnxpar.autodiff.optimizer import parse_optimizer
 from onnxpar.autodiff.training_program import TrainingSpec
+from onnxpar.cli import main
 from onnxpar.core.errors import DialectError
 from onnxpar.ops.collective.dialects import Dialect
 from tests.runtime import hand_made
@@ -28,7 +29,9 @@ def saved(folder: Path, model: ir.Model) -> Path:
     ("strategy", "dialect"),
     [("dp=2,tp=2", Dialect.TENSORRT), ("tp=2", Dialect.ONNXRUNTIME)],
 )
-def test_a_transformer(tmp_path: Path, strategy: str, dialect: Dialect) -> None:
+def test_a_transformer(
+    tmp_path: Path, strategy: str, dialect: Dialect, capsys: pytest.CaptureFixture[str]
+) -> None:
     sizes = {"layers": 1, "d_model": 16, "heads": 4, "vocab": 24, "max_positions": 16}
     model = saved(tmp_path, transformer.build(**sizes))
     out = shard_model(model, strategy, tmp_path / "out", dialect=dialect).out
@@ -36,6 +39,10 @@ def test_a_transformer(tmp_path: Path, strategy: str, dialect: Dialect) -> None:
     cases = verify(out, model, ["batch=4,seq=8", "batch=5,seq=3"])
     assert [case.ok for case in cases] == [True, True]
     assert json.loads((out / "manifest.json").read_text())["dialect"] == dialect
+    assert main(["inspect", str(out)]) == 0
+    assert f"{dialect}: its collectives" in capsys.readouterr().out
+    assert main(["inspect", str(out), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["dialect"] == dialect
     graph = onnx.load(out / "rank0001.model.onnx", load_external_data=False).graph
     assert "onnxpar" not in {node.domain for node in graph.node}
 
