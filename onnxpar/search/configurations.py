@@ -49,7 +49,7 @@ PRICED = 5
 """The most plans that are made and priced,"""
 MORE_NODES, AT_MOST = 40_000, 16
 """or more, if they have no more nodes than this together,"""
-MOST_NODES, AT_LEAST = 120_000, 3
+MOST_NODES, AT_LEAST = 100_000, 3
 """or fewer, if they have more nodes than this together."""
 NEAR = 1.5
 """A configuration whose estimate is this many times slower than the best plan is not priced."""
