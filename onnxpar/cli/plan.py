@@ -288,7 +288,8 @@ def _print(planned: FoundStrategy, screen: Screen) -> None:
         ],
     )
     if all(row.name == REPLICATED or not row.nodes for row in rows):
-        screen.note("Everything is replicated: every device computes the complete model.")
+        whole = "the complete model" if planned.ways[0].staged is None else "its complete stage"
+        screen.note(f"Everything is replicated: every device computes {whole}.")
     _print_stages(planned.ways[0], screen)
     runs = planned.ways[0].micro_batches
     alike = len({way.micro_batches for way in planned.ways}) == 1

@@ -132,11 +132,14 @@ class FoundStrategy:
         dtype = f", products in {self.types[0][0]}" if self.types else ""
         if self.without is None and not best.name.startswith(FOUND):
             by = f"The preset {best.name} (the search, {entry.algorithm}, found nothing better)"
+        peak, cost = best.peak, f"{runs}: {seconds_text(best.seconds)}{_hidden(best)}"
+        if self.in_turns is not None:
+            runs = runs or " of two halves of the batch"
+            peak = self.in_turns.peak
+            cost = f"{runs} that take turns: {seconds_text(self.in_turns.seconds)}"
         return (
             f"{by} for {self.plan.mesh.size} devices{stages} "
-            f"({self.machine.name}), {sizes}{dtype}.\n"
-            f"A step{runs}: {seconds_text(best.seconds)}{_hidden(best)}; "
-            f"{bytes_text(best.peak)} on a device."
+            f"({self.machine.name}), {sizes}{dtype}.\nA step{cost}; {bytes_text(peak)} on a device."
         )
 
     def report(self, entry: SearchEntry) -> dict[str, Any]:
@@ -242,7 +245,8 @@ class FoundStrategy:
         runs = self.ways[0].micro_batches
         which = "Two halves of the batch" if runs == 1 else "Each two micro-batches"
         return (
-            f"{which} take turns, so that one computes while the other communicates: a step takes "
+            f"{which} take turns in one program. What depends on no input is computed once for "
+            "both, and one computes while the other communicates. A step takes "
             f"{seconds_text(self.in_turns.seconds)}, and needs {bytes_text(self.in_turns.peak)}."
         )
 

@@ -222,6 +222,7 @@ class Configurations:
                 break
             devices = self.strategy.world * times
             other = self._estimates.on(strategy.devices * times, tried)
+            # More stages need less memory, so fewer of them seldom fit if these do not.
             for count in tried[-2:]:
                 fits = [e for e in other.of(count) if e.bytes <= self.limit]
                 if fits:

@@ -155,6 +155,8 @@ def decide(
         # Configurations are estimated with recursive searches, which prove nothing.
         configure = None
     counts = _counts(strategy, stages)
+    if trains:
+        _check_micro_batches(strategy, workload, micro_batches)
     near = machine.links[0].devices
     if configure is not None and 0 < near < strategy.world:
         return _configured(strategy, workload, configure, progress)
@@ -415,6 +417,19 @@ def _counts(strategy: Strategy, stages: Sequence[int] | None) -> list[int]:
                 f"micro-batches already, got pair_micro_batches: true and {count} stages"
             )
     return counts
+
+
+def _check_micro_batches(strategy: Strategy, workload: Workload, given: int | None) -> None:
+    """Checks that the batch of a step has a sample for each micro-batch."""
+    if given is None and strategy.pipeline is not None:
+        given = strategy.pipeline.micro_batches
+    for name in sorted(workload.batch):
+        batch = strategy.search.sizes.get(name)
+        if batch is not None and given is not None and batch < given:
+            raise StrategyError(
+                f"micro-batches: expected at most {batch}, since {name}={batch} is the batch of a "
+                f"step, got {given}"
+            )
 
 
 def _micro_batches(strategy: Strategy, counts: Sequence[int], given: int | None) -> int:

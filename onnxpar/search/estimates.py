@@ -51,7 +51,8 @@ PRICES = (0.125, 0.5, 2.0, 8.0, 32.0)
 """What a byte costs in searches that save memory, as a multiple of the seconds that the fastest
 strategy takes for each of its bytes."""
 FEW_NODES = 5_000
-"""For larger programs, every second price is left out."""
+"""For larger programs, fewer searches are made: of prices, of inner axes and of stages; and virtual
+stages have complete layers if they can."""
 CLOSE = 1.03
 """For larger programs, searches save memory only with the numbers of stages with which the fastest
 strategies do not fit, or take at most this many times as long as the best that fits."""
@@ -300,6 +301,9 @@ class Estimates:
 
     def _making(self, strategy: StageStrategy, count: int) -> Iterator[Estimate]:
         stages, levels = strategy.stages, self.open.levels
+        if strategy.seeds.mesh.size == 1:
+            # There are no replicas that could share states.
+            levels = levels[:1]
         layers = len(self.parts.layers)
         schedules = [each for each in SCHEDULES if 1 < stages <= layers // each[1]]
         if not self._is_small and layers and layers % stages == 0:
@@ -407,7 +411,8 @@ class Estimates:
         every = options if self._folded is None else self._folded.unfold(options)
         layouts = problem.layouts(solution.choice)
         pins = {**seeds.inputs, **seeds.parameters}
-        key = stages, inner, tuple(option.places for option in options), tuple(layouts.items())
+        places = tuple(option.places for option in options)
+        key = seeds.mesh, stages, inner, places, tuple(layouts.items())
         if key not in self._found:
             again = self.parts.choices(self._flow, every, cost, stages)
             seeds = seeds_of(self._flow, every, layouts, seeds)
@@ -519,7 +524,7 @@ class Estimates:
 
     def on(self, devices: int, stages: Sequence[int]) -> "Estimates":
         """Returns estimates for another number of devices, and other numbers of stages."""
-        # The copy keeps what is known of the model.
+        # The copy keeps what is known of the model, and strategies, which are known by their mesh.
         other = copy(self)
         other.strategy = replace(self.strategy, devices=devices)
         other.open = replace(self.open, stages=stages)

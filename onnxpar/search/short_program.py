@@ -34,7 +34,8 @@ _KEPT = 3
 _PERIODS = 32
 """Lengths of a layer that are tried."""
 _SHARED = 3
-"""A value with readers in more layers than this belongs to none of them."""
+"""A value with readers in more layers than this belongs to none of them: it is a constant, a mask
+or a position. A value of one layer is read there, in the next one, and in the backward of one."""
 
 
 @dataclass(frozen=True)
@@ -106,8 +107,9 @@ def shorten(
         known: The result of `alike`.
 
     Returns:
-        None if the layers do not repeat often, once forward and once backward, or are connected in
-        another way than one after the other.
+        None if there are fewer than eight equal layers, or they do not repeat once forward and once
+        backward; if a node has a body; or if layers are connected in another way than one after the
+        other, or share weights with some of the others.
     """
     try:
         return _Shortening(program, links, known).run()

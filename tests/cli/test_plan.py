@@ -365,6 +365,10 @@ def test_a_forward_program_runs_once_whatever_its_stages(
             ["--devices", "4", "--symbol", "batch=12", "--symbol", "batch:divisor=8"],
             "symbol 'batch' is 12, which leaves a remainder of 4 when divided by 8",
         ),
+        (
+            ["--devices", "2", "--loss", "mse", "--symbol", "batch=2", "--micro-batches", "4"],
+            "micro-batches: expected at most 2, since batch=2 is the batch of a step, got 4",
+        ),
     ],
 )
 def test_mistakes(
