@@ -80,8 +80,9 @@ class Host:
                 shape = (ctypes.c_int64 * array.ndim)(*array.shape)
                 data = array.ctypes.data_as(ctypes.c_void_p)
                 self._call(
-                    "give", run, name.encode(), onnx_code(array.dtype), shape, array.ndim, data
-                )
+                    "give", run, name.encode(), onnx_code(array.dtype), shape, array.ndim, data,
+                    ctypes.c_size_t(array.nbytes),
+                )  # fmt: skip
             self._call("prepare", run, self._world)
             count: Callable[..., int] = self._function("feeds")
             found = {}

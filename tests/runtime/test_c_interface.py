@@ -1,12 +1,14 @@
 """The C interface for other languages: shards and checks as Python's; programs without Python."""
 
 import ctypes
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from math import inf, nan
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,7 @@ from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.training.hyper import hyperparameters
 from onnxpar_runtime.training.trainer import Trainer
 from tests.runtime import hand_made
-from tests.runtime.c_interface import CError, Host
+from tests.runtime.c_interface import CError, Host, Tensor
 
 RUNTIME = Path(__file__).parents[2] / "runtime"
 COMPILER = shutil.which("g++")
@@ -157,6 +159,111 @@ def test_directories_that_cannot_be_used(tmp_path: Path) -> None:
             Host(directory, 0)
 
 
+def test_arrays_of_another_size_are_errors(tmp_path: Path) -> None:
+    library, run = opened(written(tmp_path))
+    shape, room = (ctypes.c_int64 * 2)(50, 5), (ctypes.c_float * 250)()
+
+    def give(data: Any, size: int) -> str:
+        failed = library.onnxpar_give(run, b"x", 1, shape, 2, data, ctypes.c_size_t(size))
+        return library.onnxpar_error().decode() if failed else ""
+
+    assert give(room, 1000) == ""
+    assert give(room, 120) == "input 'x': expected 1000 bytes (float32 [50, 5]), got 120"
+    assert give(None, 1000) == "input 'x': expected 1000 bytes (float32 [50, 5]), got null"
+
+
+def test_arrays_for_which_there_is_no_memory(tmp_path: Path) -> None:
+    directory = hand_made.write(
+        tmp_path, ["g (float[n] x) => (float[n] x) { }"], atoms=[],
+        inputs=[hand_made.tensor("x", "float32", ["n", 64], [[("n", [])], [(64, [])]])],
+        outputs=[], symbols={"n": {}},
+    )  # fmt: skip
+    library, run = opened(directory)
+    shape, size = (ctypes.c_int64 * 2)(2**50, 64), ctypes.c_size_t(2**58)
+    assert library.onnxpar_give(run, b"x", 1, shape, 2, ctypes.c_char_p(b""), size) == 0
+    assert library.onnxpar_prepare(run, None) == 1
+    assert library.onnxpar_error().decode() == (
+        f"input 'x' of shape [{2**50}, 64]: no memory for the {2**58} bytes of its shard "
+        f"[{2**50}, 64]"
+    )
+
+
+def test_numbers_out_of_their_ranges_are_errors(tmp_path: Path) -> None:
+    library, run = opened(written(tmp_path))
+    for name, value, expected in [
+        ("lr", nan, "a number >= 0, got nan"),
+        ("lr", -1, "a number >= 0, got -1"),
+        ("lr", inf, "a number >= 0, got inf"),
+        ("step", -5, "an integer from 0 to 2^53, got -5"),
+        ("micro_batch", 1.5, "an integer from 0 to 2^53, got 1.5"),
+        ("beta1", 3, "a number >= 0 and < 1, got 3"),
+        ("dampening", 2, "a number from 0 to 1, got 2"),
+        ("clip_norm", 0, "a number > 0, got 0"),
+        ("accumulate", 7, "0, 1, 2 or 3, got 7"),
+    ]:
+        assert library.onnxpar_set(run, name.encode(), ctypes.c_double(value)) == 1
+        assert library.onnxpar_error().decode() == f"number '{name}': expected {expected}"
+    assert library.onnxpar_set(run, b"clip_norm", ctypes.c_double(inf)) == 0
+
+
+def test_null_pointers_are_errors(tmp_path: Path) -> None:
+    library, run = opened(written(tmp_path))
+    directory = library.onnxpar_open(str(tmp_path).encode(), 0)
+    one, tensor = (ctypes.c_int64 * 1)(1), Tensor()
+    for name, arguments, expected in [
+        ("open", (None, 0), "a folder"),
+        ("ranks", (None,), "a directory"),
+        ("graph", (None, b"model"), "a directory"),
+        ("graph", (ctypes.c_void_p(directory), None), "the name of a program"),
+        ("new_run", (None, b"model"), "a directory"),
+        ("new_run", (ctypes.c_void_p(directory), None), "the name of a program"),
+        ("give", (None, b"x", 1, one, 1, one, ctypes.c_size_t(4)), "a run"),
+        ("give", (run, None, 1, one, 1, one, ctypes.c_size_t(4)), "the name of an input"),
+        ("set", (run, None, ctypes.c_double(1)), "the name of a number"),
+        ("prepare", (None, None), "a run"),
+        ("feeds", (None,), "a run"),
+        ("results", (None,), "a run"),
+        ("feed", (None, 0, ctypes.byref(tensor)), "a run"),
+        ("whole", (run, None, b"y", None), "a tensor to fill"),
+        ("whole_state", (None, None, b"w", ctypes.byref(tensor)), "a directory"),
+        ("size", (None,), "a world"),
+        ("rank", (None,), "a world"),
+        ("settle", (None, 0), "a world"),
+        ("close", (None,), "a world"),
+    ]:
+        assert getattr(library, f"onnxpar_{name}")(*arguments) in (None, 1, -1), name
+        assert library.onnxpar_error().decode() == f"expected {expected}, got null"
+    library.onnxpar_give(run, b"x", 1, None, 2, one, ctypes.c_size_t(4))
+    assert library.onnxpar_error().decode() == "input 'x': expected a shape, got null"
+
+
+def test_graphs_in_a_dialect_need_its_operators(tmp_path: Path) -> None:
+    directory = written(tmp_path)
+    manifest = json.loads((directory / "manifest.json").read_text())
+    (directory / "manifest.json").write_text(json.dumps({**manifest, "dialect": "tensorrt"}))
+    library, _ = opened(directory)
+    handle = ctypes.c_void_p(library.onnxpar_open(str(directory).encode(), 0))
+    assert library.onnxpar_graph(handle, b"model") is None
+    assert 'call onnxpar_add_dialect("tensorrt") on this' in library.onnxpar_error().decode()
+    assert library.onnxpar_add_dialect(b"tensorrt") == 0
+    try:
+        assert library.onnxpar_graph(handle, b"model") is not None
+    finally:
+        library.onnxpar_add_dialect(None)
+
+
+def opened(directory: Path) -> "tuple[ctypes.CDLL, ctypes.c_void_p]":
+    """The library, and a run of a directory's rank 0."""
+    library = ctypes.CDLL(str(custom_op_library()))
+    library.onnxpar_error.restype = ctypes.c_char_p
+    for name in ("open", "new_run", "graph"):
+        getattr(library, f"onnxpar_{name}").restype = ctypes.c_void_p
+    handle = ctypes.c_void_p(library.onnxpar_open(str(directory).encode(), 0))
+    run = library.onnxpar_new_run(handle, b"model")
+    assert run, library.onnxpar_error()
+    return library, ctypes.c_void_p(run)
+
+
 def test_damaged_manifests_are_errors(tmp_path: Path) -> None:
     """Whatever bytes change, there is an error or a result, and no crash."""
     directory, given = written(tmp_path, 1), feeds(2, 2)
@@ -274,6 +381,10 @@ def test_a_program_without_python_runs_and_refuses(
     wrong = under_mpi(2, [str(program), str(trained), library_file(), "1", "0.1", "4"])
     message = "rank 0: input 'labels', dim 0: expected 6 ('batch' in dim 0 of input 'x'), got 4"
     assert wrong.returncode == 1 and wrong.stderr.count(message) == 2
+    wrong = under_mpi(1, [str(program), str(trained), library_file(), "3", "abc"])
+    assert "LEARNING_RATE: expected a number from 0 to 1000000, got 'abc'" in wrong.stderr
+    more = under_mpi(2, [str(program), str(tmp_path / "model"), library_file(), "0", "0", "50"])
+    assert more.returncode == 0 and more.stdout != outcome.stdout, more.stderr
     wrong = under_mpi(3, [str(program), str(trained), library_file(), "1", "0.1"])
     assert wrong.returncode == 1 and "made for 2 ranks, and has no rank 2" in wrong.stderr
 
@@ -307,7 +418,8 @@ def test_cmake_and_pkg_config_find_the_library_for_c(tmp_path: Path) -> None:
         "  puts(onnxpar_error());\n  return 0;\n}\n"
     )
     (tmp_path / "CMakeLists.txt").write_text(
-        "cmake_minimum_required(VERSION 3.21)\nproject(host C)\nfind_package(onnxpar REQUIRED)\n"
+        "cmake_minimum_required(VERSION 3.21)\nproject(host C)\n"
+        "find_package(onnxpar 0.1 REQUIRED)\n"
         "add_executable(host main.c)\ntarget_link_libraries(host onnxpar::ops)\n"
         "target_compile_options(host PRIVATE -std=c99 -Wall -Wextra -Wpedantic -Werror)\n"
     )
@@ -330,6 +442,26 @@ def test_cmake_and_pkg_config_find_the_library_for_c(tmp_path: Path) -> None:
     for program in made:
         out = subprocess.run([program], capture_output=True, text=True, check=True).stdout
         assert out == "/nothing/manifest.json: cannot be read\n"
+
+
+@pytest.mark.full
+@needs_compiler
+@pytest.mark.skipif(shutil.which("pkg-config") is None, reason="needs pkg-config")
+def test_the_commands_of_the_page_work(tmp_path: Path) -> None:
+    page = (RUNTIME.parent / "docs" / "c_api.md").read_text(encoding="utf-8")
+    (commands,) = re.findall(r"^```sh\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    for name in ("models", "runtime"):
+        (tmp_path / name).symlink_to(RUNTIME.parent / name)
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMIX_"))}
+    places = (Path(sys.executable).parent, Path(find_mpirun()).parent, os.environ["PATH"])
+    outcome = subprocess.run(
+        ["bash", "-e", "-c", commands.replace("mpirun", "mpirun --oversubscribe")],
+        cwd=tmp_path,
+        env={**mpirun_environment(kept), "PATH": os.pathsep.join(map(str, places))},
+        capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
+    assert outcome.returncode == 0, outcome.stderr
+    assert outcome.stdout.count("onnxpar.loss") == 3
 
 
 def test_the_messages_of_the_interface_name_nothing_of_python() -> None:

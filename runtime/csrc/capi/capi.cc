@@ -27,10 +27,10 @@ using namespace onnxpar;
 
 namespace {
 
+constexpr const char* kWorld = "a world";
 thread_local std::string t_text;
 thread_local std::vector<LoggedCall> t_calls;
 thread_local RankContext* t_rank = nullptr;
-thread_local std::string t_dialect;
 
 World* add_rank(World* world, std::unique_ptr<Transport> transport,
                 std::shared_ptr<CallLog> log = nullptr) {
@@ -174,7 +174,7 @@ int onnxpar_nccl_version(const char* library) {
 int onnxpar_open_device(const World* world, int rank, int device, const char* library,
                         double timeout_s) {
   return guarded([&] {
-    RankContext& context = world->rank(rank);
+    RankContext& context = given(world, kWorld).rank(rank);
     const std::string file = library == nullptr ? "" : library;
     DeviceRank* has = context.device();
     if (has != nullptr && has->device.index() == device && has->library == file) return;
@@ -189,7 +189,7 @@ int onnxpar_open_device(const World* world, int rank, int device, const char* li
 
 int onnxpar_check_device(const World* world, int rank) {
   return guarded([&] {
-    DeviceRank* device = world->rank(rank).device();
+    DeviceRank* device = given(world, kWorld).rank(rank).device();
     if (device != nullptr) device->transport->check_alive();
   });
 }
@@ -198,19 +198,28 @@ int onnxpar_check_computed(void* stream) {
   return guarded([&] { cuda::check_faults(stream); });
 }
 
-int onnxpar_size(const World* world) { return world->size; }
+int onnxpar_size(const World* world) {
+  int size = -1;
+  guarded([&] { size = given(world, kWorld).size; });
+  return size;
+}
 
-int onnxpar_rank(const World* world) { return world->ranks.begin()->first; }
+int onnxpar_rank(const World* world) {
+  int rank = -1;
+  guarded([&] { rank = given(world, kWorld).ranks.begin()->first; });
+  return rank;
+}
 
 int onnxpar_abort(const World* world, const char* message) {
   return guarded([&] {
-    for (const auto& entry : world->ranks) entry.second->abort(message);
+    const std::string reason = text(message, "a message");
+    for (const auto& entry : given(world, kWorld).ranks) entry.second->abort(reason);
   });
 }
 
 int onnxpar_close(const World* world) {
   return guarded([&] {
-    for (const auto& entry : world->ranks) entry.second->close();
+    for (const auto& entry : given(world, kWorld).ranks) entry.second->close();
     if (world->end != nullptr) world->end();
   });
 }
@@ -234,7 +243,7 @@ const char* onnxpar_op_name(int op) { return op_name(static_cast<Op>(op)); }
 
 int onnxpar_counter(const World* world, int rank, int op, int64_t* calls, int64_t* bytes) {
   return guarded([&] {
-    Counter& counter = world->rank(rank).counter(static_cast<Op>(op));
+    Counter& counter = given(world, kWorld).rank(rank).counter(static_cast<Op>(op));
     *calls = counter.calls;
     *bytes = counter.bytes;
   });
@@ -243,7 +252,7 @@ int onnxpar_counter(const World* world, int rank, int op, int64_t* calls, int64_
 int onnxpar_reset_counters(const World* world, int rank) {
   return guarded([&] {
     for (int op = 0; op < kOps; ++op) {
-      Counter& counter = world->rank(rank).counter(static_cast<Op>(op));
+      Counter& counter = given(world, kWorld).rank(rank).counter(static_cast<Op>(op));
       counter.calls = 0;
       counter.bytes = 0;
     }
@@ -254,7 +263,7 @@ int onnxpar_all_reduce(const World* world, int rank, const int* group, int membe
                        const void* in, void* out, size_t count, int onnx_type, int reduction,
                        const char* what) {
   return guarded([&] {
-    RankContext& context = world->rank(rank);
+    RankContext& context = given(world, kWorld).rank(rank);
     Transport& transport = context.transport();
     const DType type = dtype_from_onnx(onnx_type);
     Group& g = transport.group(group_of(group, members), Lane::kMain);
@@ -273,23 +282,23 @@ int onnxpar_all_reduce(const World* world, int rank, const int* group, int membe
 int onnxpar_overlaps(const World* world, int rank, const int* group, int members) {
   int overlaps = -1;
   guarded([&] {
-    Transport& transport = world->rank(rank).transport();
+    Transport& transport = given(world, kWorld).rank(rank).transport();
     overlaps = transport.overlaps(transport.group(group_of(group, members), Lane::kMain)) ? 1 : 0;
   });
   return overlaps;
 }
 
 int onnxpar_allow_background(const World* world, int rank, int allowed) {
-  return guarded([&] { world->rank(rank).allow_background(allowed != 0); });
+  return guarded([&] { given(world, kWorld).rank(rank).allow_background(allowed != 0); });
 }
 
 int onnxpar_settle(const World* world, int rank) {
-  return guarded([&] { world->rank(rank).settle(); });
+  return guarded([&] { given(world, kWorld).rank(rank).settle(); });
 }
 
 int onnxpar_keep_calls(const World* world, int rank, int keep) {
   return guarded([&] {
-    RankContext& context = world->rank(rank);
+    RankContext& context = given(world, kWorld).rank(rank);
     std::shared_ptr<DeviceClock> clock;
     if (DeviceRank* device = context.device()) {
       device->device.make_current();
@@ -302,7 +311,7 @@ int onnxpar_keep_calls(const World* world, int rank, int keep) {
 int64_t onnxpar_take_calls(const World* world, int rank) {
   int64_t count = -1;
   guarded([&] {
-    RankContext& context = world->rank(rank);
+    RankContext& context = given(world, kWorld).rank(rank);
     if (DeviceRank* device = context.device()) device->device.make_current();
     t_calls = context.calls().take();
     count = static_cast<int64_t>(t_calls.size());
@@ -312,7 +321,7 @@ int64_t onnxpar_take_calls(const World* world, int rank) {
 
 int64_t onnxpar_foreground_ns(const World* world, int rank) {
   int64_t found = -1;
-  guarded([&] { found = world->rank(rank).calls().foreground_ns(); });
+  guarded([&] { found = given(world, kWorld).rank(rank).calls().foreground_ns(); });
   return found;
 }
 
@@ -324,17 +333,17 @@ int onnxpar_read_calls(void* rows) {
 }
 
 const char* onnxpar_call_tables(const World* world, int rank) {
-  return guarded([&] { t_text = world->rank(rank).calls().tables(); }) == 0 ? t_text.c_str()
+  return guarded([&] { t_text = given(world, kWorld).rank(rank).calls().tables(); }) == 0 ? t_text.c_str()
                                                                            : nullptr;
 }
 
 int onnxpar_calls_file(const World* world, int rank, const char* path) {
-  return guarded([&] { world->rank(rank).calls().set_file(path); });
+  return guarded([&] { given(world, kWorld).rank(rank).calls().set_file(path); });
 }
 
 int onnxpar_write_calls(const World* world, int rank, const char* reason, int fails) {
   return guarded([&] {
-    CallLog& calls = world->rank(rank).calls();
+    CallLog& calls = given(world, kWorld).rank(rank).calls();
     fails != 0 ? calls.fail(reason) : calls.write(reason);
   });
 }
@@ -370,19 +379,19 @@ int onnxpar_live_bytes_reset(LiveBytes* counter) {
 }
 
 int onnxpar_live_bytes_count(LiveBytes* counter, const World* world, int rank) {
-  return guarded([&] { world->rank(rank).count_in(counter); });
+  return guarded([&] { given(world, kWorld).rank(rank).count_in(counter); });
 }
 
 int onnxpar_concurrent(const World* world, int rank) {
   int concurrent = -1;
-  guarded([&] { concurrent = world->rank(rank).transport().concurrent() ? 1 : 0; });
+  guarded([&] { concurrent = given(world, kWorld).rank(rank).transport().concurrent() ? 1 : 0; });
   return concurrent;
 }
 
 int onnxpar_send(const World* world, int rank, int peer, int tag, const void* in, size_t bytes,
                  const char* what) {
   return guarded([&] {
-    RankContext& context = world->rank(rank);
+    RankContext& context = given(world, kWorld).rank(rank);
     send(context, context.transport(), peer, tag, in, bytes, nullptr, what);
   });
 }
@@ -390,7 +399,7 @@ int onnxpar_send(const World* world, int rank, int peer, int tag, const void* in
 int onnxpar_recv(const World* world, int rank, int peer, int tag, void* out, size_t bytes,
                  int background, const char* what) {
   return guarded([&] {
-    RankContext& context = world->rank(rank);
+    RankContext& context = given(world, kWorld).rank(rank);
     receive(context, context.transport(), peer, tag, out, bytes, nullptr, background != 0, what);
   });
 }
@@ -398,7 +407,7 @@ int onnxpar_recv(const World* world, int rank, int peer, int tag, void* out, siz
 int onnxpar_send_device(const World* world, int rank, int peer, int tag, const void* in,
                         size_t bytes, void* stream, const char* what) {
   return guarded([&] {
-    RankContext& context = world->rank(rank);
+    RankContext& context = given(world, kWorld).rank(rank);
     send(context, device_transport(context), peer, tag, in, bytes, stream, what);
   });
 }
@@ -406,7 +415,7 @@ int onnxpar_send_device(const World* world, int rank, int peer, int tag, const v
 int onnxpar_recv_device(const World* world, int rank, int peer, int tag, void* out, size_t bytes,
                         void* stream, int background, const char* what) {
   return guarded([&] {
-    RankContext& context = world->rank(rank);
+    RankContext& context = given(world, kWorld).rank(rank);
     receive(context, device_transport(context), peer, tag, out, bytes, stream, background != 0,
             what);
   });

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <exception>
+#include <stdexcept>
 #include <string>
 
 namespace onnxpar {
@@ -19,5 +20,14 @@ int guarded(F&& f) {
     return 1;
   }
 }
+
+// What a program gave for an argument. Throws std::invalid_argument if it is null.
+template <class T>
+T& given(T* argument, const char* what) {
+  if (argument == nullptr) throw std::invalid_argument(std::string("expected ") + what + ", got null");
+  return *argument;
+}
+
+inline std::string text(const char* argument, const char* what) { return &given(argument, what); }
 
 }  // namespace onnxpar

@@ -43,8 +43,9 @@ ONNXPAR_EXPORT onnxpar_world* onnxpar_mpi(const char* library, const void* commu
                                           int size, int debug, double timeout_s);
 /* The ranks of one process, each used by a thread of its own. */
 ONNXPAR_EXPORT onnxpar_world* onnxpar_threads(int size, int debug, double timeout_s);
+/* The number of ranks; -1 on failure. */
 ONNXPAR_EXPORT int onnxpar_size(const onnxpar_world* world);
-/* The rank of this process: the lowest one, if it has several. */
+/* The rank of this process: the lowest one, if it has several; -1 on failure. */
 ONNXPAR_EXPORT int onnxpar_rank(const onnxpar_world* world);
 /* Sets the rank as which sessions act whose options are registered on this thread (RegisterCustomOps);
    a null world unsets it. Where no rank is set, and the environment has ONNXPAR_WORLD=mpi, sessions
@@ -88,10 +89,10 @@ typedef struct {
 ONNXPAR_EXPORT onnxpar_directory* onnxpar_open(const char* folder, int rank);
 /* Frees the directory, after its runs. */
 ONNXPAR_EXPORT void onnxpar_free_directory(onnxpar_directory* directory);
-/* The number of ranks for which it was made. */
+/* The number of ranks for which it was made; -1 on failure. */
 ONNXPAR_EXPORT int onnxpar_ranks(const onnxpar_directory* directory);
 /* The file of the rank's graph of a program ("model", "training_model", "optimizer_model",
-   "eval_model"); until the thread's next call. */
+   "eval_model"); until the thread's next call. Graphs in a dialect need onnxpar_add_dialect before. */
 ONNXPAR_EXPORT const char* onnxpar_graph(const onnxpar_directory* directory, const char* program);
 /* The whole of a state, gathered to rank 0, where `tensor` is filled; it stays until the next call.
    All ranks must call it. The world is not needed if the directory has one rank. */
@@ -101,14 +102,15 @@ ONNXPAR_EXPORT int onnxpar_whole_state(onnxpar_directory* directory, const onnxp
 /* The arguments of a program; they can be changed and used again. */
 ONNXPAR_EXPORT onnxpar_run* onnxpar_new_run(onnxpar_directory* directory, const char* program);
 ONNXPAR_EXPORT void onnxpar_free_run(onnxpar_run* run);
-/* A whole (global) input, the same on all ranks. The data must stay until onnxpar_prepare has
-   returned. */
+/* A whole (global) input, the same on all ranks. `bytes` is the size of the array at `data`,
+   and must be that of the shape. The data must stay until onnxpar_prepare has returned. */
 ONNXPAR_EXPORT int onnxpar_give(onnxpar_run* run, const char* input, int onnx_type,
-                                const int64_t* shape, int dims, const void* data);
+                                const int64_t* shape, int dims, const void* data,
+                                size_t bytes);
 /* A number of the run: "seed", "step" (optimizer steps done), "micro_batch", "loss_weight" (at first
    1), "accumulate" (0: one micro-batch a step; 2: the first, 3: another, 1: the last of several), or a
    setting of the optimizer: "lr", "momentum", "dampening", "beta1", "beta2", "eps", "weight_decay",
-   "clip_norm", with the defaults of `onnxpar train`. Equal on all ranks. */
+   "clip_norm", with the defaults and ranges of `onnxpar train`. Equal on all ranks. */
 ONNXPAR_EXPORT int onnxpar_set(onnxpar_run* run, const char* number, double value);
 /* Checks the inputs, finds the sizes of symbols, divides the inputs, and fills all feeds. All ranks
    must call it: if one fails, all fail with its message. The world may be null if the directory has one

@@ -162,6 +162,7 @@ Manifest read_manifest(const std::string& folder) {
     throw std::runtime_error(folder + ": it is divided into pipeline stages, which only the Python "
                              "runtime runs");
   }
+  if (root.has("dialect")) manifest.dialect = root["dialect"].text();
   const int64_t devices = root["devices"].integer();
   if (devices < 1 || devices > kMostDevices) root["devices"].fail("a number of ranks");
   manifest.devices = static_cast<int>(devices);

@@ -72,6 +72,7 @@ struct StateEntry : TensorEntry {
 
 struct Manifest {
   std::string folder;
+  std::string dialect;  // the runtime whose collectives the graphs have; empty for ours
   int devices = 0;
   std::vector<int> atoms;
   std::map<std::string, SymbolEntry> symbols;

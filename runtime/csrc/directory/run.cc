@@ -2,8 +2,11 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdio>
 #include <cstring>
+#include <functional>
 #include <limits>
+#include <new>
 #include <set>
 #include <stdexcept>
 
@@ -68,6 +71,58 @@ void agree(RankContext& rank, const std::string& error, const Manifest& manifest
                                "values from " + std::to_string(low) + " to " +
                                std::to_string(high));
     }
+  }
+}
+
+// What a number of a run may be: the ranges of `onnxpar train`, in Python
+// `onnxpar_runtime.training.hyper`.
+struct Range {
+  const char* expected;
+  std::function<bool(double)> admits;
+};
+
+const std::map<std::string, Range>& ranges() {
+  // Beyond 2^53 a double does not say which integer it is.
+  static const Range count{"an integer from 0 to 2^53", [](double x) {
+                             return x >= 0 && x <= 9007199254740992.0 && x == std::floor(x);
+                           }};
+  static const Range positive{"a number >= 0",
+                              [](double x) { return std::isfinite(x) && x >= 0; }};
+  static const Range below_one{"a number >= 0 and < 1", [](double x) { return x >= 0 && x < 1; }};
+  static const std::map<std::string, Range> all = {
+      {"seed", count},
+      {"step", count},
+      {"micro_batch", count},
+      {"loss_weight", positive},
+      {"accumulate",
+       {"0, 1, 2 or 3", [](double x) { return x == 0 || x == 1 || x == 2 || x == 3; }}},
+      {"lr", positive},
+      {"momentum", below_one},
+      {"dampening", {"a number from 0 to 1", [](double x) { return x >= 0 && x <= 1; }}},
+      {"beta1", below_one},
+      {"beta2", below_one},
+      {"eps", positive},
+      {"weight_decay", positive},
+      {"clip_norm", {"a number > 0", [](double x) { return x > 0; }}},
+  };
+  return all;
+}
+
+std::string number_text(double value) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%.10g", value);
+  return text;
+}
+
+HostArray allocated(const char* what, const TensorEntry& entry, const Shape& whole,
+                    const Shape& local) {
+  try {
+    return HostArray(local, entry.type);
+  } catch (const std::bad_alloc&) {
+    throw std::runtime_error(std::string(what) + " '" + entry.name + "' of shape " +
+                             to_text(whole) + ": no memory for the " +
+                             std::to_string(bytes_of(local, entry.type)) + " bytes of its shard " +
+                             to_text(local));
   }
 }
 
@@ -167,14 +222,20 @@ void collect(RankContext* rank, const std::vector<int>& atoms, const TensorEntry
 Run::Run(Directory& directory, const std::string& program)
     : directory_(directory), program_(directory.manifest().program(program)) {}
 
-void Run::give(const std::string& input, DType type, Shape shape, const void* data) {
+void Run::give(const std::string& input, DType type, Shape shape, const void* data,
+               size_t bytes) {
   for (const TensorEntry& entry : program_.inputs) {
     if (entry.name != input) continue;
     if (entry.type != type) {
       throw std::runtime_error("input '" + input + "': expected " + dtype_name(entry.type) +
                                ", got " + dtype_name(type));
     }
-    product(shape);  // throws if a dim is negative
+    const size_t needed = bytes_of(shape, type);  // throws if a dim is negative
+    if (bytes != needed || (needed > 0 && data == nullptr)) {
+      throw std::runtime_error("input '" + input + "': expected " + std::to_string(needed) +
+                               " bytes (" + dtype_name(type) + " " + to_text(shape) + "), got " +
+                               (bytes != needed ? std::to_string(bytes) : "null"));
+    }
     given_[input] = {type, std::move(shape), data};
     ready_ = false;
     return;
@@ -188,14 +249,15 @@ void Run::give(const std::string& input, DType type, Shape shape, const void* da
 }
 
 void Run::set(const std::string& number, double value) {
-  static const std::set<std::string> kNumbers = {
-      "seed",     "step",  "micro_batch", "loss_weight",  "accumulate", "lr",
-      "momentum", "beta1", "beta2",       "weight_decay", "dampening",  "eps",
-      "clip_norm"};
-  if (kNumbers.count(number) == 0) {
+  const auto found = ranges().find(number);
+  if (found == ranges().end()) {
     std::string known;
-    for (const std::string& name : kNumbers) known += (known.empty() ? "" : ", ") + name;
+    for (const auto& entry : ranges()) known += (known.empty() ? "" : ", ") + entry.first;
     throw std::runtime_error("no number '" + number + "'; expected one of " + known);
+  }
+  if (!found->second.admits(value)) {
+    throw std::runtime_error("number '" + number + "': expected " + found->second.expected +
+                             ", got " + number_text(value));
   }
   numbers_[number] = value;
   ready_ = false;
@@ -242,7 +304,7 @@ void Run::divide() {
   values_ = symbol_values(directory_.manifest(), program_, shapes);
   for (const TensorEntry& entry : program_.inputs) {
     const Shard shard = directory_.shard(entry, values_);
-    HostArray array(shard.local, entry.type);
+    HostArray array = allocated("input", entry, shard.whole, shard.local);
     shard.take(given_.at(entry.name).data, array.data(), dtype_size(entry.type));
     for (const IndexRange& range : program_.index_ranges) {
       if (range.input == entry.name) {
@@ -289,7 +351,8 @@ void Run::bind_states() {
 void Run::bind_results() {
   for (const TensorEntry& entry : program_.outputs) {
     try {
-      HostArray array(directory_.shard(entry, values_).local, entry.type);
+      const Shard shard = directory_.shard(entry, values_);
+      HostArray array = allocated("output", entry, shard.whole, shard.local);
       results_.push_back({entry.name, entry.type, array.shape(), array.data()});
       memory_[entry.name] = std::move(array);
     } catch (const UnknownSymbol&) {

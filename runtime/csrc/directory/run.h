@@ -66,9 +66,10 @@ class Run {
  public:
   Run(Directory& directory, const std::string& program);
 
-  // A whole input; `data` must stay until `prepare` has returned.
-  void give(const std::string& input, DType type, Shape shape, const void* data);
-  // A counter, a hyperparameter, or another number of a run.
+  // A whole input of this many bytes; `data` must stay until `prepare` has returned.
+  void give(const std::string& input, DType type, Shape shape, const void* data, size_t bytes);
+  // A counter, a hyperparameter, or another number of a run. Throws std::runtime_error: it is unknown, or
+  // out of its range.
   void set(const std::string& number, double value);
   // Checks all that was given, and divides the inputs. With a rank of several, they all call it, and all
   // go on or none.
