@@ -15,11 +15,12 @@ from onnxpar_format.texts import naming_arguments
 if TYPE_CHECKING:
     from onnxpar.api.annotate import annotate
     from onnxpar.api.functional import Sharded, shard
-    from onnxpar.api.pytorch.from_torch import from_torch
-    from onnxpar.api.pytorch.optimizer_state import optimizer_state_dict
-    from onnxpar.api.pytorch.shard_module import ShardedModule, shard_module
-    from onnxpar.api.pytorch.state_dict import state_dict
-    from onnxpar.api.pytorch.write_checkpoint import write_checkpoint
+    from onnxpar.api.pytorch.from_torch import from_torch as from_torch
+    from onnxpar.api.pytorch.optimizer_state import optimizer_state_dict as optimizer_state_dict
+    from onnxpar.api.pytorch.shard_module import ShardedModule as ShardedModule
+    from onnxpar.api.pytorch.shard_module import shard_module as shard_module
+    from onnxpar.api.pytorch.state_dict import state_dict as state_dict
+    from onnxpar.api.pytorch.write_checkpoint import write_checkpoint as write_checkpoint
     from onnxpar.api.shard_model import plan
     from onnxpar.api.shard_model import shard_model as shard_model
     from onnxpar.autodiff.append_loss import LossKind, LossSpec
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from onnxpar.frontend.model_part import part
     from onnxpar.strategy import Strategy
 
+# Without the functions that need PyTorch: `from onnxpar import *` works where it is not installed.
 __all__ = [
     "Layout",
     "LossKind",
@@ -41,22 +43,16 @@ __all__ = [
     "OnnxparError",
     "OptimizerKind",
     "Sharded",
-    "ShardedModule",
     "Sharding",
     "Strategy",
     "Symbol",
     "TrainingSpec",
     "annotate",
-    "from_torch",
     "load",
-    "optimizer_state_dict",
     "part",
     "plan",
     "shard",
     "shard_model",
-    "shard_module",
-    "state_dict",
-    "write_checkpoint",
 ]
 
 _HOMES = {
@@ -99,4 +95,4 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     """The public names, loaded or not."""
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *_HOMES})

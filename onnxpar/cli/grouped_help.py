@@ -7,8 +7,8 @@ from typer.core import TyperGroup
 
 GROUPS: Mapping[str, tuple[str, ...]] = {
     "Shard a model": ("shard", "plan", "annotate", "inspect", "verify", "ops"),
-    "Run it": ("run", "generate", "serve"),
-    "Train it": ("train", "eval", "launch", "checkpoint"),
+    "Run it": ("run", "generate", "serve", "launch"),
+    "Train it": ("train", "eval", "checkpoint"),
     "Look at it": ("view", "report", "trace", "diagnose"),
     "Set up": ("doctor", "completion"),
 }

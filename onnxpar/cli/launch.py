@@ -45,7 +45,8 @@ def command(
 
     Use it as `onnxpar launch -- run DIR …`, or `onnxpar launch --retries K -- train DIR
     --checkpoint FOLDER …`. If a rank fails, all ranks stop, and training resumes from the last
-    complete checkpoint.
+    complete checkpoint. Other programs, and `verify`, which runs all ranks in one process, are
+    started without it.
     """
     # It loads onnxruntime, which the other commands do without.
     from onnxpar.api import runtime

@@ -29,7 +29,7 @@ from onnxpar_format.place import find_place
 from onnxpar_runtime.closing import Closing
 from onnxpar_runtime.devices import Device, Placement
 from onnxpar_runtime.errors import LaunchError, RankError
-from onnxpar_runtime.installed import INSTALL_MPI, check_one_mpi
+from onnxpar_runtime.installed import INSTALL_MPI, check_launcher, check_one_mpi
 from onnxpar_runtime.library import (
     custom_op_library,
     last_error,
@@ -116,6 +116,7 @@ class World(Closing):
         # A rank that never starts would make the others wait in MPI for ever.
         with _time_limit():
             check_one_mpi()
+            check_launcher(os.environ)
             try:
                 from mpi4py import MPI  # importing it initialises MPI
             except (ImportError, RuntimeError) as error:
@@ -123,10 +124,9 @@ class World(Closing):
             if comm is None:
                 comm, place = MPI.COMM_WORLD, find_place()
                 if place is not None and comm.Get_size() == 1 < place.size:
-                    version = mpi_version()
                     raise LaunchError(
                         f"{place.launcher} started {place.size} processes, but MPI does not "
-                        f"connect them; mpi4py uses {version}: {place.cure}"
+                        f"connect them; mpi4py uses {mpi_version()}: {place.cure}"
                     )
             path = mpi_library()
             library = load_library()

@@ -27,7 +27,7 @@ from onnxpar_runtime.collectives import Rank
 from onnxpar_runtime.errors import DirectoryError, InputError, LaunchError
 from onnxpar_runtime.inputs import Inputs
 from onnxpar_runtime.interrupts import reporting_termination
-from onnxpar_runtime.launch import guarded, init
+from onnxpar_runtime.launch import find_mpirun, guarded, init
 from onnxpar_runtime.logs import open_log
 from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.npz import read_npz, write_npz
@@ -265,6 +265,13 @@ def check_size(
     if size == manifest.devices:
         return
     if find_place() is None:
+        try:
+            find_mpirun()
+        except LaunchError as error:
+            raise LaunchError(
+                f"{manifest.directory} was made for {manifest.devices} ranks, but {error}; then "
+                f"`onnxpar launch -- {command} {manifest.directory} …` starts it"
+            ) from None
         more = " --oversubscribe" if manifest.devices > (os.cpu_count() or 1) else ""
         raise LaunchError(
             f"{manifest.directory} was made for {manifest.devices} ranks: start it with "

@@ -18,12 +18,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-import onnxruntime
-
 from onnxpar_format.place import local_place
 from onnxpar_runtime.errors import LaunchError
 from onnxpar_runtime.installed import ONNXRUNTIMES, doubled, installed
 
+# The doctor uses this module without onnxruntime, so functions import that.
 log = logging.getLogger(__name__)
 CUDA = "CUDAExecutionProvider"
 NCCL, STAGED = "nccl", "staged"
@@ -287,6 +286,8 @@ def _gpus(names: Sequence[str]) -> str:
 
 def built_for() -> tuple[int, ...]:
     """Returns the CUDA version that this onnxruntime was built for, as (13, 0); () without CUDA."""
+    import onnxruntime
+
     numbers = re.findall(r"\d+", onnxruntime.cuda_version or "")
     return tuple(int(number) for number in numbers[:2])
 
@@ -299,6 +300,8 @@ def no_driver(error: OSError) -> str:
 @functools.cache
 def machine() -> Facts:
     """Returns what this machine has; runs the probe once in each process, if there is a driver."""
+    import onnxruntime
+
     try:
         ctypes.CDLL(DRIVER)
     except OSError as error:

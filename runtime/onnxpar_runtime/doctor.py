@@ -10,18 +10,18 @@ import sys
 import sysconfig
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import onnx.parser
-import onnxruntime
 
 from onnxpar_format.texts import bytes_text
 from onnxpar_runtime.devices import Facts, describe, look, obstacle
 from onnxpar_runtime.errors import LaunchError, first_line
+from onnxpar_runtime.installed import check_onnxruntime
 from onnxpar_runtime.launch import crowd_options, find_mpirun, mpirun_environment, own_messages
 from onnxpar_runtime.library import custom_op_library, load_library
-from onnxpar_runtime.options import CPU
 
 _PACKAGES = (
     "onnxpar", "onnxruntime", "onnxruntime-gpu", "onnx", "onnx-ir", "onnx-shape-inference",
@@ -60,6 +60,12 @@ class Section:
 
 def examine() -> list[Section]:
     """Returns the findings about this machine. Nothing is changed, and no error is raised."""
+    missing = _missing()
+    if missing:
+        own = Section(
+            "onnxruntime", (("GPUs, two ranks", "not tried without it"),), (missing,), True
+        )
+        return [_versions(), own, _library(), _mpi(), _limits(), _environment()]
     facts = look()
     parts: tuple[Callable[[], Section], ...] = (
         _versions, lambda: _onnxruntime(facts), _library, _mpi, lambda: _gpus(facts), _limits,
@@ -82,13 +88,32 @@ def _versions() -> Section:
     return Section("versions", tuple(facts))
 
 
+def _refusal() -> str:
+    """Returns why onnxpar refuses the onnxruntime that is installed; empty if it does not."""
+    try:
+        check_onnxruntime()
+    except LaunchError as error:
+        return str(error)
+    return ""
+
+
+def _missing() -> str:
+    """Returns why onnxruntime cannot be imported; empty if it can."""
+    try:
+        import_module("onnxruntime")
+    except Exception as error:  # not installed, or a library that it needs cannot be loaded
+        return _refusal() or f"onnxruntime cannot be imported: {first_line(error)}"
+    return ""
+
+
 def _onnxruntime(facts: Facts) -> Section:
-    problems = []
-    if len(facts.packages) > 1:
-        problems.append(obstacle(facts))
+    import onnxruntime
+
+    problems = [text for text in [_refusal()] if text]
+    refused = bool(problems)
     try:
         model = onnx.parser.parse_model(_MODEL).SerializeToString()
-        onnxruntime.InferenceSession(model, providers=[CPU])
+        onnxruntime.InferenceSession(model, providers=["CPUExecutionProvider"])
         runs = "runs a session"
     except Exception as error:  # onnxruntime has no class of its own for what it raises
         runs = "fails"
@@ -98,7 +123,7 @@ def _onnxruntime(facts: Facts) -> Section:
     if "CUDAExecutionProvider" in listed:
         shown.append(("CUDAExecutionProvider", obstacle(facts) or "runs a session"))
     shown += [(name, "listed, not examined") for name in listed if name not in _EXAMINED]
-    return Section("onnxruntime", tuple(shown), tuple(problems), runs == "fails")
+    return Section("onnxruntime", tuple(shown), tuple(problems), refused or runs == "fails")
 
 
 def _library() -> Section:
@@ -197,7 +222,7 @@ def _self_test(device: str) -> Section:
         text = " | ".join(dict.fromkeys(said)) or f"exit code {done.returncode} without a message"
         return Section(title, (), (f"an AllReduce under mpirun fails: {text}",), True)
     found = json.loads(lines[-1])
-    facts = ("AllReduce", "the sum is right on all ranks"), ("MPI", found["mpi"].split(",")[0])
+    facts = ("AllReduce", "the sum is right on all ranks"), ("MPI", found["mpi"])
     return Section(title, facts)
 
 

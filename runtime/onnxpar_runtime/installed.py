@@ -5,10 +5,11 @@ files. Its extras name them.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, distribution, version
 from importlib.util import find_spec
 
+from onnxpar_format.place import find_place
 from onnxpar_runtime.errors import LaunchError
 
 ONNXRUNTIMES = ("onnxruntime", "onnxruntime-gpu")
@@ -68,3 +69,18 @@ def check_one_mpi() -> None:
     found = installed(MPIS)
     if len(found) > 1:
         raise LaunchError(doubled(found, INSTALL_MPI))
+
+
+def check_launcher(environ: Mapping[str, str]) -> None:
+    """Raises LaunchError if MPI would end this process when it starts.
+
+    MPICH's wheel knows no PMIx, by which Open MPI's mpirun and `srun --mpi=pmix` connect processes.
+    """
+    place = find_place(environ)
+    if place is None or "PMIX_RANK" not in environ or installed(MPIS) != ("mpich",):
+        return
+    if "MPI4PY_LIBMPI" not in environ:  # with it, mpi4py takes another MPI than the wheel
+        raise LaunchError(
+            f"{place.launcher} connects processes by PMIx, which mpi4py's MPICH {version('mpich')} "
+            f"does not know: {place.cure}"
+        )

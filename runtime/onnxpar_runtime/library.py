@@ -216,4 +216,5 @@ def nccl_library() -> tuple[str, int]:
 
 
 def _first(version: str) -> str:
-    return version.strip().split(",")[0].splitlines()[0]
+    """Returns `Open MPI v5.0.11` or `MPICH Version: 5.0.2` of what an MPI says about itself."""
+    return " ".join(version.strip().split(",")[0].splitlines()[0].split())

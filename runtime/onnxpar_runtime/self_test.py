@@ -13,6 +13,7 @@ import onnxruntime
 
 from onnxpar_runtime.errors import LaunchError, OnnxparRuntimeError
 from onnxpar_runtime.launch import guarded, init, report
+from onnxpar_runtime.library import mpi_version
 from onnxpar_runtime.options import CPU, cuda_options
 
 _GRAPH = """<ir_version: 10, opset_import: ["" : 21, "onnxpar" : 1]>
@@ -52,9 +53,7 @@ def main() -> int:
                 f"got {found[at]}"
             )
         if rank.index == 0:
-            from mpi4py import MPI
-
-            print(json.dumps({"ranks": world.size, "mpi": MPI.Get_library_version()}), flush=True)
+            print(json.dumps({"ranks": world.size, "mpi": mpi_version()}), flush=True)
         return 0
 
     return guarded(rank, body)

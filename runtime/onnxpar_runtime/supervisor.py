@@ -161,10 +161,20 @@ def _attempts(job: Job) -> Iterator[tuple[Path, int]]:
     if not 0 <= job.retries <= _MOST_RETRIES:
         raise LaunchError(f"--retries: expected 0 to {_MOST_RETRIES}, got {job.retries}")
     command = list(job.arguments)
-    if len(command) < 2 or command[0] not in COMMANDS or not _is_directory(command[1]):
+    if len(command) < 2 or command[0] not in COMMANDS:
+        why = ""
+        if command[:1] == ["verify"]:
+            why = ": verify runs all ranks in one process, so start it without launch"
         raise LaunchError(
-            f"expected `-- COMMAND DIR …` with a command of {', '.join(COMMANDS)} and the output "
-            f"of `onnxpar shard`, got `-- {' '.join(command[:2])}`"
+            f"launch: expected `-- COMMAND DIR …` with a command of {', '.join(COMMANDS)}, got "
+            f"`-- {' '.join(command[:2])}`{why}"
+        )
+    if not Path(command[1]).exists():
+        raise LaunchError(f"launch: {command[1]} does not exist")
+    if not _is_directory(command[1]):
+        raise LaunchError(
+            f"launch: expected the output of `onnxpar shard` after `-- {command[0]}`, got "
+            f"{command[1]}, which has no {FILE_NAME}"
         )
     trains = command[0] == "train"
     if not trains and (job.retries or job.fallbacks):

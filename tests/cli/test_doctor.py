@@ -1,12 +1,14 @@
 """`onnxpar doctor`: what it finds here, and what it says about faults."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from onnxpar.cli import main
-from onnxpar_runtime import doctor
+from onnxpar_runtime import doctor, installed
 from onnxpar_runtime.devices import Facts
 
 
@@ -37,10 +39,33 @@ def test_text(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().out.endswith("onnxpar works here\n")
 
 
-def test_two_packages_of_onnxruntime() -> None:
+def test_two_packages_of_onnxruntime(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(installed, "installed", lambda names: names)
     section = doctor._onnxruntime(Facts(packages=("onnxruntime", "onnxruntime-gpu")))
     assert "both installed and overwrite each other's files" in section.problems[0]
-    assert not section.broken
+    assert section.broken  # every other command refuses to start
+
+
+def test_without_onnxruntime() -> None:
+    """The report comes with what is missing; a command that needs it says only that."""
+    code = """if True:
+        import sys
+        from onnxpar_runtime import installed
+        sys.modules["onnxruntime"] = None
+        installed.installed = lambda names: ()
+        installed.find_spec = lambda name: None
+        from onnxpar.cli import main
+        sys.exit(10 * main(["doctor"]) + main(["run", "out", "--inputs", "i.npz",
+            "--outputs", "o.npz"]))"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    cure = "onnxruntime is not installed: pip install 'onnxpar[cpu]'"
+    assert done.returncode == 12 and done.stderr.startswith(f"onnxpar: error: {cure}")
+    titles = [line for line in done.stdout.splitlines() if line[:1] not in ("", " ")]
+    assert titles == [
+        "versions", "onnxruntime", "operator library", "MPI", "limits", "environment",
+        "onnxpar cannot work here",
+    ]  # fmt: skip
+    assert f"\n  error: {cure}" in done.stdout
 
 
 def test_ranks_that_fail(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -31,8 +31,11 @@ def test_mistakes(sharded: Path, capsys: pytest.CaptureFixture[str]) -> None:
     two = str(sharded / "ranks2")
     train = ["--", "train", two, "--data", "digits", "--lr", "1"]
     cases = (
-        (["--", "verify", two], "expected `-- COMMAND DIR …` with a command of run, generate, "),
-        (["--", "train", str(sharded)], f"got `-- train {sharded}`"),
+        (["--", "verify", two], f"got `-- verify {two}`: verify runs all ranks in one process"),
+        (["--", "python", two], "expected `-- COMMAND DIR …` with a command of run, generate, "),
+        (["--", "run"], "got `-- run`"),
+        (["--", "run", "nodir"], "launch: nodir does not exist"),
+        (["--", "train", str(sharded)], f"got {sharded}, which has no manifest.json"),
         (["--retries", "1", "--", "run", two], "--retries and --fallback: expected `-- train DIR"),
         (["-n", "4", *train], "-n 4: "),
         (["--retries", "1", *train], "expected --checkpoint in the command as well"),

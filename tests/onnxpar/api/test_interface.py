@@ -13,11 +13,25 @@ from onnxpar_format.texts import argument_names
 
 
 def test_every_public_name_is_there() -> None:
-    for name in onnxpar.__all__:
+    for name in (*onnxpar.__all__, "from_torch", "shard_module"):
         assert getattr(onnxpar, name) is not None
         assert name in dir(onnxpar)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = onnxpar.nothing
+
+
+def test_every_name_is_imported_without_pytorch() -> None:
+    code = """if True:
+        import sys
+        sys.modules["torch"] = None
+        from onnxpar import *
+        shard_model, shard, Strategy
+        try:
+            from onnxpar import from_torch
+        except ModuleNotFoundError as error:
+            sys.exit("pip install 'onnxpar[torch]'" not in str(error))
+        sys.exit(1)"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 def test_importing_the_package_loads_no_transformer() -> None:
