@@ -3,15 +3,17 @@
     python tools/release.py 0.2.0 -o dist
 
 Nothing is pushed or uploaded. The tree must be clean, and the changelog must have something under
-"Unreleased". If the wheels cannot be built, the commit and the tag are taken back. In DIR are then
-the wheels and the sdist, `SHA256SUMS`, and for each wheel `NAME.cdx.json`, the packages that it
-needs, in the form of CycloneDX 1.6.
+"Unreleased". The first release has the version that the sources have already. If the wheels cannot
+be built, or after Ctrl-C, the commit, the tag and DIR are taken back. Otherwise DIR has the wheels
+and the sdist, `SHA256SUMS`, and for each wheel `NAME.cdx.json`, the packages that it needs, in the
+form of CycloneDX 1.6.
 """
 
 import argparse
 import hashlib
 import json
 import re
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -60,32 +62,39 @@ def release(root: Path, version: str, out: Path, make: Callable[[Path, Path], No
         ReleaseError: The checkout, the version or the changelog is not ready, or a build failed.
     """
     old = _version(root)
-    if re.fullmatch(r"\d+\.\d+\.\d+", version) is None or _parts(version) <= _parts(old):
-        raise ReleaseError(f"expected a version such as 1.2.3, after {old}, got {version}")
+    tag = f"v{version}"
+    if re.fullmatch(r"\d+\.\d+\.\d+", version) is None or _parts(version) < _parts(old):
+        raise ReleaseError(f"expected a version such as 1.2.3, {old} or later, got {version}")
+    if _git(root, "tag", "--list", tag):
+        raise ReleaseError(f"the tag {tag} exists")
     if out.exists():
         raise ReleaseError(f"{out}: expected a new folder")
     if _git(root, "status", "--porcelain"):
         raise ReleaseError("the tree has changes that are not committed")
-    tag, before = f"v{version}", _git(root, "rev-parse", "HEAD")
-    if _git(root, "tag", "--list", tag):
-        raise ReleaseError(f"the tag {tag} exists")
+    before = _git(root, "rev-parse", "HEAD")
     changelog = released((root / CHANGELOG).read_text("utf-8"), version, date.today())
-    (root / CHANGELOG).write_text(changelog, "utf-8")
-    source = (root / VERSION).read_text("utf-8")
-    (root / VERSION).write_text(source.replace(f'"{old}"', f'"{version}"'), "utf-8")
-    _git(root, "commit", "--quiet", "-m", f"Release {version}", "--", str(CHANGELOG), str(VERSION))
-    _git(root, "tag", "-a", tag, "-m", f"onnxpar {version}")
+    source = (root / VERSION).read_text("utf-8").replace(f'"{old}"', f'"{version}"')
     try:
+        (root / CHANGELOG).write_text(changelog, "utf-8")
+        (root / VERSION).write_text(source, "utf-8")
+        files = str(CHANGELOG), str(VERSION)
+        _git(root, "commit", "--quiet", "-m", f"Release {version}", "--", *files)
+        _git(root, "tag", "-a", tag, "-m", f"onnxpar {version}")
         out.mkdir(parents=True)
         make(root, out)
         for wheel in sorted(out.glob("*.whl")):
             text = json.dumps(sbom(wheel), indent=1) + "\n"
             wheel.with_suffix(".cdx.json").write_text(text, "utf-8")
         (out / "SHA256SUMS").write_text(sums(out), "utf-8")
-    except (OSError, subprocess.CalledProcessError) as error:
-        _git(root, "tag", "-d", tag)
+    except BaseException as error:
+        shutil.rmtree(out, ignore_errors=True)
+        if _git(root, "tag", "--list", tag):
+            _git(root, "tag", "-d", tag)
         _git(root, "reset", "--quiet", "--hard", before)
-        raise ReleaseError(f"taken back: {error}") from error
+        known = (OSError, subprocess.CalledProcessError, ReleaseError, KeyboardInterrupt)
+        if not isinstance(error, known):
+            raise
+        raise ReleaseError(f"taken back: {str(error) or 'interrupted'}") from error
 
 
 def build(root: Path, out: Path) -> None:

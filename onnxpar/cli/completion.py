@@ -18,15 +18,21 @@ from onnxpar.core.errors import OnnxparError
 _WORD, _PLACEHOLDER = re.compile(r"[a-z0-9_]+"), re.compile(r"[A-Z]+")
 # The help of an option that begins with its values: "constant, linear or cosine."
 _LISTED = re.compile(r"((?:[a-z0-9_]+, )*[a-z0-9_]+,? or [a-z0-9_]+)[.:]")
+# What may stand in place of a strategy file.
+_BESIDE_FILES = {"PRESET": ("dp", "tp=", "replicate", "auto"), "AXES": ("dp=", "tp=")}
 
 
 @dataclass(frozen=True)
 class _Flag:
-    """An option: its names, its help, and its values if they are known; None if it takes none."""
+    """An option: its names, its help, and its values if they are known; None if it takes none.
+
+    With `files`, the values are offered together with the names of files.
+    """
 
     names: tuple[str, ...]
     help: str
     values: tuple[str, ...] | None
+    files: bool = False
 
 
 @dataclass(frozen=True)
@@ -70,12 +76,13 @@ def _flags(one: Any) -> Iterator[_Flag]:
         known = tuple(part for part in parts if _WORD.fullmatch(part))
         if len(parts) == 1 or any(map(_PLACEHOLDER.fullmatch, parts)):
             known = ()  # also the name of a file, or a number
+        beside = next((_BESIDE_FILES[part] for part in parts if part in _BESIDE_FILES), ())
         text = getattr(param, "help", None) or ""
         if found := _LISTED.match(text):
             known = tuple(dict.fromkeys(re.split(r",? or |, ", found[1])))
         text = text.split(". ")[0].rstrip(".")
-        taken = None if param.is_flag else known
-        yield _Flag((*param.opts, *param.secondary_opts), text, taken)
+        taken = None if param.is_flag else known or beside
+        yield _Flag((*param.opts, *param.secondary_opts), text, taken, bool(beside))
     yield _Flag(("--help",), "Show this message and exit", None)
 
 
@@ -99,7 +106,7 @@ def _bash(commands: Mapping[str, _Command]) -> str:
         if c.commands
     )
     values = "\n".join(
-        f"    {_cases(n, flag)}) values={_quoted(' '.join(flag.values))} ;;"
+        f"    {_cases(n, flag)}) values={_quoted(' '.join(flag.values))} files={flag.files:d} ;;"
         for n, c in commands.items()
         for flag in c.flags
         if flag.values
@@ -107,7 +114,7 @@ def _bash(commands: Mapping[str, _Command]) -> str:
     return f"""# bash completion of onnxpar: made by `onnxpar completion bash`
 _onnxpar() {{
   local current=${{COMP_WORDS[COMP_CWORD]}} previous=${{COMP_WORDS[COMP_CWORD-1]}}
-  local command= options= words= values= word
+  local command= options= words= values= files= word
   for word in "${{COMP_WORDS[@]:1:COMP_CWORD-1}}"; do
     if [[ $word == -- ]]; then command=; continue; fi
     [[ -z $command && $word != -* ]] && command=$word
@@ -127,6 +134,8 @@ _onnxpar() {{
   esac
   if [[ -n $values ]]; then
     COMPREPLY=($(compgen -W "$values" -- "$current"))
+    [[ $files == 1 ]] && COMPREPLY+=($(compgen -f -- "$current"))
+    [[ ${{COMPREPLY[*]}} == *= ]] && compopt -o nospace 2> /dev/null
   elif [[ $current == -* ]]; then
     COMPREPLY=($(compgen -W "$options" -- "$current"))
   elif [[ -n $words && $previous == "$command" ]]; then
@@ -180,9 +189,8 @@ def _zsh_case(name: str, one: _Command) -> str:
     for flag in one.flags:
         if flag.values:
             names, values = "|".join(flag.names), " ".join(flag.values)
-            lines.append(
-                f"      if [[ $previous == ({names}) ]]; then compadd {values}; return; fi"
-            )
+            add = f"compadd {values}{'; _files' if flag.files else ''}"
+            lines.append(f"      if [[ $previous == ({names}) ]]; then {add}; return; fi")
     lines.append("      found=(")
     lines += [f"        {_described(n, flag.help)}" for flag in one.flags for n in flag.names]
     return "\n".join([*lines, "      ) ;;"])
@@ -200,7 +208,11 @@ def _fish(commands: Mapping[str, _Command]) -> str:
         for flag in one.flags:
             forms = [f"-l {n[2:]}" if n.startswith("--") else f"-s {n[1:]}" for n in flag.names]
             taken = "" if flag.values is None else " -r"
-            taken = f" -xa {_quoted(' '.join(flag.values))}" if flag.values else taken
+            taken = (
+                f" -{'r' if flag.files else 'x'}a {_quoted(' '.join(flag.values))}"
+                if flag.values
+                else taken
+            )
             text = f" -d {_quoted(flag.help)}" if flag.help else ""
             lines.append(f"complete -c onnxpar -n {here} {' '.join(forms)}{taken}{text}")
     return "\n".join(lines) + "\n"

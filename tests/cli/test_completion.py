@@ -41,6 +41,9 @@ def test_bash_completes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
         "launch -n 2 -- train out --schedul": "--schedule",
         "train out --transport nc": "nccl",
         "run scr": "script",
+        "shard model.onnx --strategy ''": "dp tp= replicate auto script",
+        "shard model.onnx --strategy t": "tp=",
+        "plan model.onnx --strategy s": "script",
     }
     lines = [
         f"COMP_WORDS=(onnxpar {words}); COMP_CWORD=$((${{#COMP_WORDS[@]}}-1)); _onnxpar; "

@@ -67,21 +67,36 @@ def test_a_release(checkout: Path, tmp_path: Path) -> None:
     assert library["name"] == "onnxpar_runtime/lib/libonnxpar_ops.so"
 
 
-def test_a_build_that_fails_leaves_no_trace(checkout: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [(OSError("no compiler"), "no compiler"), (KeyboardInterrupt(), "interrupted")],
+)
+def test_a_build_that_fails_leaves_no_trace(
+    checkout: Path, tmp_path: Path, error: BaseException, why: str
+) -> None:
     def fails(root: Path, out: Path) -> None:
-        raise OSError("no compiler")
+        (out / "half.whl").touch()
+        raise error
 
     before = git(checkout, "rev-parse", "HEAD")
-    with pytest.raises(tool.ReleaseError, match="taken back: no compiler"):
+    with pytest.raises(tool.ReleaseError, match=f"taken back: {why}"):
         tool.release(checkout, "0.2.0", tmp_path / "dist", fails)
     assert git(checkout, "rev-parse", "HEAD") == before and git(checkout, "tag") == ""
     assert (checkout / tool.CHANGELOG).read_text() == LOG
+    assert not (tmp_path / "dist").exists()
+
+
+def test_the_first_release_has_the_version_of_the_sources(checkout: Path, tmp_path: Path) -> None:
+    tool.release(checkout, "0.1.0", tmp_path / "dist", lambda root, out: None)
+    assert git(checkout, "describe", "--exact-match") == "v0.1.0"
+    with pytest.raises(tool.ReleaseError, match=r"the tag v0\.1\.0 exists"):
+        tool.release(checkout, "0.1.0", tmp_path / "again", built)
 
 
 def test_what_is_not_ready(checkout: Path, tmp_path: Path) -> None:
     out = tmp_path / "dist"
-    for version in ("0.1.0", "0.0.9", "1.0", "next"):
-        with pytest.raises(tool.ReleaseError, match=r"after 0\.1\.0"):
+    for version in ("0.0.9", "1.0", "next"):
+        with pytest.raises(tool.ReleaseError, match=r"0\.1\.0 or later"):
             tool.release(checkout, version, out, built)
     (checkout / "new").write_text("")
     with pytest.raises(tool.ReleaseError, match="not committed"):
