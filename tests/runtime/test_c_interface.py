@@ -183,8 +183,7 @@ def test_arrays_for_which_there_is_no_memory(tmp_path: Path) -> None:
     assert library.onnxpar_give(run, b"x", 1, shape, 2, ctypes.c_char_p(b""), size) == 0
     assert library.onnxpar_prepare(run, None) == 1
     assert library.onnxpar_error().decode() == (
-        f"input 'x' of shape [{2**50}, 64]: no memory for the {2**58} bytes of its shard "
-        f"[{2**50}, 64]"
+        f"input 'x' of shape [{2**50}, 64]: no memory for the {2**58} bytes of [{2**50}, 64]"
     )
 
 

@@ -333,8 +333,9 @@ int onnxpar_read_calls(void* rows) {
 }
 
 const char* onnxpar_call_tables(const World* world, int rank) {
-  return guarded([&] { t_text = given(world, kWorld).rank(rank).calls().tables(); }) == 0 ? t_text.c_str()
-                                                                           : nullptr;
+  const int failed =
+      guarded([&] { t_text = given(world, kWorld).rank(rank).calls().tables(); });
+  return failed == 0 ? t_text.c_str() : nullptr;
 }
 
 int onnxpar_calls_file(const World* world, int rank, const char* path) {

@@ -121,8 +121,7 @@ HostArray allocated(const char* what, const TensorEntry& entry, const Shape& who
   } catch (const std::bad_alloc&) {
     throw std::runtime_error(std::string(what) + " '" + entry.name + "' of shape " +
                              to_text(whole) + ": no memory for the " +
-                             std::to_string(bytes_of(local, entry.type)) + " bytes of its shard " +
-                             to_text(local));
+                             std::to_string(bytes_of(local, entry.type)) + " bytes of " + to_text(local));
   }
 }
 
@@ -423,7 +422,7 @@ HostArray* Run::whole(RankContext* rank, const std::string& output) {
     const Shard shard = directory_.shard(entry, values);
     const int own = rank == nullptr ? 0 : rank->rank();
     HostArray* whole = nullptr;
-    if (own == 0) whole = &(wholes_[output] = HostArray(shard.whole, entry.type));
+    if (own == 0) whole = &(wholes_[output] = allocated("output", entry, shard.whole, shard.whole));
     collect(rank, directory_.manifest().atoms, entry, values, found->second.data(), whole);
     return whole;
   }
