@@ -21,7 +21,7 @@ VALUES = re.compile(
 DOTTED = re.compile(r"`([a-z_]+(?:\.\w+)+)`")
 PATHS = re.compile(r"`((?:[\w-]+/)*[\w-]+\.(?:py|cc|h|md|json|txt|yaml))`")
 HISTORY = "CHANGELOG.md"
-ENDINGS = ("json", "py", "yaml")
+ENDINGS = ("h", "json", "py", "yaml")
 # Files that examples of the docs write, and that commands do.
 WRITTEN = {
     "back.py",
@@ -88,10 +88,13 @@ def wrong_names(text: str) -> Iterator[str]:
     """The dotted names in backticks that begin as a package or a room does and do not exist."""
     for name in DOTTED.findall(text):
         first, second = name.split(".")[:2]
+        if second in ENDINGS:
+            # A file: see `wrong_paths`.
+            continue
         if first in TOPS:
             if not VALUES.match(name) and not exists(name):
                 yield name
-        elif first in rooms() and second not in ENDINGS and not exists(f"onnxpar.{name}"):
+        elif first in rooms() and not exists(f"onnxpar.{name}"):
             yield name
 
 
