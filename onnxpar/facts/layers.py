@@ -104,6 +104,22 @@ def find_repetitions(
     return [Layer(a, b) for a, b in _find(row, edges, 0, smallest, tried)]
 
 
+def repetitions(layers: Iterable[Layer]) -> list[range]:
+    """Returns layers that follow one another as ranges of the numbers of their first items.
+
+    A range has the length of a layer as its step, and its stop is that of the last layer.
+    """
+    found: list[range] = []
+    for layer in layers:
+        size = layer.stop - layer.start
+        last = found[-1] if found else None
+        if last is not None and (last.step, last.stop) == (size, layer.start):
+            found[-1] = range(last.start, layer.stop, size)
+        else:
+            found.append(range(layer.start, layer.stop, size))
+    return found
+
+
 def _distances(row: Numbers, smallest: int, most: int) -> list[int]:
     """The most frequent distances of an item and the next one that is alike, ascending."""
     order = np.argsort(row, kind="stable")

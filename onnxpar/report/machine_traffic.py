@@ -50,8 +50,8 @@ def machine_traffic(collectives: Sequence[Json], devices: int, ranks: int) -> Js
     advice = ""
     if order and machines[order[0]] > 1 and members[order[0]] <= ranks:
         advice = (
-            f"most bytes, those over {order[0]}, leave a machine: groups of {order[0]} are on one "
-            "machine if it is the last axis of the mesh"
+            f"Most bytes, those over {order[0]}, leave a machine: groups of {order[0]} are on one "
+            "machine if it is the last axis of the mesh."
         )
     return {
         "ranks_per_machine": ranks,

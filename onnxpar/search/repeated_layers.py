@@ -15,7 +15,7 @@ from difflib import SequenceMatcher
 from itertools import takewhile
 
 from onnxpar.core.sharding import Sharding
-from onnxpar.facts.layers import SMALLEST, find_layers
+from onnxpar.facts.layers import SMALLEST, find_layers, repetitions
 from onnxpar.search.node_options import Option
 from onnxpar.search.value_flow import Flow, Item, Use, Value
 
@@ -52,14 +52,7 @@ def _runs(items: Sequence[Item]) -> list[range]:
     """Returns the first nodes of the layers of each repetition that is long enough to be folded."""
     if not items:
         return []
-    found: list[range] = []
-    for layer in find_layers([item.view.node for item in items], items[0].view.env):
-        size = layer.stop - layer.start
-        last = found[-1] if found else None
-        if last and (last.step, last.stop) == (size, layer.start):
-            found[-1] = range(last.start, layer.stop, size)
-        else:
-            found.append(range(layer.start, layer.stop, size))
+    found = repetitions(find_layers([item.view.node for item in items], items[0].view.env))
     return [run for run in found if len(run) >= _LEAST]
 
 

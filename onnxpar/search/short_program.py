@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 import onnx_ir as ir
 
-from onnxpar.facts.layers import SMALLEST, find_repetitions, spans
+from onnxpar.facts.layers import SMALLEST, find_repetitions, repetitions, spans
 from onnxpar.facts.program import Program
 from onnxpar.graph.body_captures import bodies_of
 from onnxpar.graph.metadata_keys import GRADIENT_OF
@@ -103,7 +103,7 @@ def shorten(
 
     Args:
         program: A training program; it is not changed.
-        links: For each cotangent its primals, by name.
+        links: For each cotangent its primals, by name; none for a forward program.
         known: The result of `alike`.
 
     Returns:
@@ -111,6 +111,8 @@ def shorten(
         backward; if a node has a body; or if layers are connected in another way than one after the
         other, or share weights with some of the others.
     """
+    if not links:
+        return None
     try:
         return _Shortening(program, links, known).run()
     except _DifferentLayersError:
@@ -119,15 +121,6 @@ def shorten(
 
 class _DifferentLayersError(Exception):
     """A layer is not connected as the one before it."""
-
-
-@dataclass(frozen=True)
-class _Run:
-    """A repetition: layers of `size` nodes each, from node `start` of the row."""
-
-    start: int
-    size: int
-    count: int
 
 
 @dataclass(frozen=True)
@@ -156,13 +149,13 @@ class _Shortening:
         self.row = list(program.graph)
         kinds = [known.kinds[node.name or ""] for node in self.row]
         self.runs = _runs(kinds, spans(self.row))
-        self.left_out = min((run.count for run in self.runs), default=0) - 2 * _KEPT
+        self.left_out = min(map(len, self.runs), default=0) - 2 * _KEPT
         self.number = {node.name or "": i for i, node in enumerate(self.row)}
         self.places = dict(self._every_place())
         self.homes: dict[str, _Home | None] = {}
 
     def run(self) -> ShortProgram | None:
-        if len(self.runs) != 2 or self.left_out < 2 or any(map(bodies_of, self.row)):
+        if len(self.runs) != 2 or any(map(bodies_of, self.row)):
             return None
         short, links = self._program()
         nodes = {
@@ -175,14 +168,13 @@ class _Shortening:
 
     def _every_place(self) -> Iterator[tuple[int, _Place]]:
         for number, run in enumerate(self.runs):
-            for layer in range(run.count):
-                for node in range(run.size):
-                    yield run.start + layer * run.size + node, _Place(number, layer, node)
+            for layer, first in enumerate(run):
+                for node in range(run.step):
+                    yield first + node, _Place(number, layer, node)
 
     def _node(self, place: _Place) -> int:
         """The number of a node in the row."""
-        run = self.runs[place.run]
-        return run.start + place.layer * run.size + place.node
+        return self.runs[place.run][place.layer] + place.node
 
     def _is_left_out(self, place: _Place) -> bool:
         return _KEPT <= place.layer < _KEPT + self.left_out
@@ -213,7 +205,7 @@ class _Shortening:
             layer = self._short(reader.layer) - (reader.layer - place.layer)
         else:
             layer = reader.layer + place.layer - self.left_out - self._short(reader.layer)
-        if not 0 <= layer < self.runs[place.run].count - self.left_out:
+        if not 0 <= layer < len(self.runs[place.run]) - self.left_out:
             raise _DifferentLayersError
         return replace(place, layer=layer if layer < _KEPT else layer + self.left_out)
 
@@ -273,7 +265,7 @@ class _Shortening:
 
     def _inside(self) -> Iterator[tuple[str, str]]:
         for number, run in enumerate(self.runs):
-            for node in range(run.size):
+            for node in range(run.step):
                 one = _Place(number, _KEPT - 1, node)
                 two = replace(one, layer=_KEPT + self.left_out)
                 yield self.row[self._node(one)].name or "", self.row[self._node(two)].name or ""
@@ -342,14 +334,7 @@ class _Shortening:
         return Rules(rules.by_node, views, rules.reasons, rules.ops)
 
 
-def _runs(kinds: Sequence[int], read: Iterator[tuple[int, int]]) -> list[_Run]:
-    """The repetitions of a row that are long enough to leave out layers."""
-    found: list[_Run] = []
-    for layer in find_repetitions(kinds, read, SMALLEST, _PERIODS):
-        size = layer.stop - layer.start
-        last = found[-1] if found else None
-        if last is not None and (last.size, last.start + last.count * size) == (size, layer.start):
-            found[-1] = replace(last, count=last.count + 1)
-        else:
-            found.append(_Run(layer.start, size, 1))
-    return [run for run in found if run.count > 2 * _KEPT]
+def _runs(kinds: Sequence[int], read: Iterator[tuple[int, int]]) -> list[range]:
+    """The repetitions of a row of which at least two layers are left out."""
+    found = repetitions(find_repetitions(kinds, read, SMALLEST, _PERIODS))
+    return [run for run in found if len(run) >= 2 * _KEPT + 2]

@@ -353,10 +353,11 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_program_without_python_trains_on_two_ranks(program: Path, trained: Path) -> None:
     hyper = hyperparameters("adamw", Settings())
     with Ranks(trained, Trainer) as ranks:
-        losses = [
-            ranks.on_each(lambda t, s=step: t.train_step([FEEDS], hyper.at(s, 0.1)))[0].loss  # type: ignore[misc]
-            for step in (1, 2, 3)
-        ]
+
+        def step(number: int) -> float:
+            return ranks.on_each(lambda t: t.train_step([FEEDS], hyper.at(number, 0.1)))[0].loss
+
+        losses = [step(number) for number in (1, 2, 3)]
         weights = ranks.on_each(lambda t: t.parameters())[0]["fc1.weight"]
     outcome = under_mpi(2, [str(program), str(trained), library_file(), "3", "0.1"])
     assert outcome.returncode == 0, outcome.stderr
