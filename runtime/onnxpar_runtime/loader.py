@@ -29,6 +29,8 @@ Array = NDArray[Any]
 _GRAPHS = "cuda.enable_cuda_graph"
 _WEIGHTS_FOLDER = "session.model_external_initializers_file_folder_path"
 _INITIALIZERS = "session.use_device_allocator_for_initializers"
+# The CPU kernel of Gemm is slow with a transposed first operand, so graphs have copies of these.
+_DISABLED, _SLOWER_ON_CPUS = "optimization.disable_specified_optimizers", "GemmTransposeFusion"
 # Part of onnxruntime's message for a graph with nodes on the host.
 _NO_CAPTURE = "cannot use the graph capture feature"
 
@@ -121,6 +123,8 @@ class Loader:
             stream = self.queue.stream.value or 0
             pairs = {k: v for k, v in self._pairs.items() if graphs or k != _GRAPHS}
             wanted.insert(0, cuda_options(self.index, stream, pairs))
+        elif _DISABLED not in self._pairs:
+            options.add_session_config_entry(_DISABLED, _SLOWER_ON_CPUS)
         timeline = self.rank.timeline
         if timeline.profiles is not None:
             operators.enable(options, timeline.profiles)

@@ -22,6 +22,10 @@ from onnxpar.ops.operator import OpDef
 from onnxpar.ops.parts import same_node
 from onnxpar.ops.slots import HALF, Roles
 
+_MANY_COLUMNS = 128
+_WIDER = 2
+"""A copy of A takes m times k reads and writes, for 2·m·n·k operations of the product."""
+
 
 def matmul_rule(view: NodeView) -> OpRule:
     """numpy.matmul: batch dims broadcast, `m k, k n -> m n`, vectors as numpy does.
@@ -63,11 +67,31 @@ def gemm_rule(view: NodeView) -> OpRule:
 
 
 def gemm_local(node: LocalNode) -> Sequence[ir.Value]:
-    """If K is sharded, only the first device of a group adds the bias; the others add zero."""
-    atoms = node.atoms("K")
-    if not atoms or not node.has(2):
-        return node.copy()
-    return node.copy(inputs=[node.input(0), node.input(1), on_first(node, 2, atoms)])
+    """A transposed A may be copied, and if K is sharded, only the first device adds the bias.
+
+    Gemm of onnxruntime's CPU provider transposes A piece by piece, for each block of columns again,
+    and takes longer than a Transpose and a plain product (docs/design/0038-step.md). For a GPU,
+    onnxruntime makes one Gemm of both again.
+    """
+    a, attributes = node.input(0), {}
+    if _copies_transposed(node):
+        m, k = node.local_size("M"), node.local_size("K")
+        a = node.op("Transpose", a, shape=[m, k], perm=[1, 0])
+        attributes["transA"] = 0
+    operands, atoms = [a, node.input(1)], node.atoms("K")
+    if node.has(2):
+        operands.append(on_first(node, 2, atoms) if atoms else node.input(2))
+    return node.copy(operands, attributes)
+
+
+def _copies_transposed(node: LocalNode) -> bool:
+    """Whether A is transposed and small enough beside the product for a copy of it to pay."""
+    m, n = node.local_size("M"), node.local_size("N")
+    if not isinstance(m, int) or not isinstance(n, int):
+        return False
+    float32 = node.out_dtype() == ir.DataType.FLOAT
+    transposed = node.attr("transA", 0) and not node.attr("transB", 0)
+    return bool(transposed and float32 and n >= _MANY_COLUMNS and m <= _WIDER * n)
 
 
 def on_first(node: LocalNode, operand: int, atoms: Atoms) -> ir.Value:
