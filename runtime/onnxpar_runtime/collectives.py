@@ -117,6 +117,9 @@ class World(Closing):
         with _time_limit():
             check_one_mpi()
             check_launcher(os.environ)
+            # Open MPI sleeps a second when it closes this component, which no machine without such
+            # a network can use. It is for one-sided communication, of which we have none.
+            os.environ.setdefault("OMPI_MCA_btl", "^ofi")
             try:
                 from mpi4py import MPI  # importing it initialises MPI
             except (ImportError, RuntimeError) as error:

@@ -370,6 +370,15 @@ for version in ("MPICH Version:      4.3.0", "Open MPI v4.1.6, package: x"):
     assert "libmpi.so" in lines[1]
 
 
+@pytest.mark.parametrize(
+    ("given", "used"), [({}, "^ofi"), ({"OMPI_MCA_btl": "self,sm"}, "self,sm")]
+)
+def test_the_users_choice_of_components_is_kept(given: dict[str, str], used: str) -> None:
+    """Of Open MPI's components one is left out, which takes a second to close."""
+    result = mpirun(1, program("print('btl', os.environ['OMPI_MCA_btl'])"), given, 60)
+    assert result.code == 0 and f"btl {used}\n" in result.text, result.text
+
+
 def test_an_mpi_that_nobody_initialised() -> None:
     """A second copy of the same MPI looks like this: same version, not initialised."""
     code = """
