@@ -165,8 +165,8 @@ def printed_by(command: str) -> str:
 def _shown(path: Path, printed: str) -> str:
     """Returns the text of what was written or printed."""
     if str(path) == PRINTED:
-        # Leave out what depends on the machine: the time, and the number of cores.
-        return _SECONDS.sub("(time)", printed).replace(" --oversubscribe", "")
+        # Leave out what depends on the machine.
+        return _SECONDS.sub("(time)", printed)
     if not path.is_file():
         there = sorted(str(p) for p in Path().rglob("*") if p.is_file())
         raise RuntimeError(f"expected the file {path}, got {', '.join(there)}")

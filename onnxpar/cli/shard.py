@@ -1,7 +1,6 @@
 """`onnxpar shard`: writes one ONNX file for each rank."""
 
 import json
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -389,16 +388,15 @@ def _conflicts(report: dict[str, Any]) -> list[str]:
 
 def _next(out: Path, report: dict[str, Any], trains: bool) -> str:
     devices = report["devices"]
-    # One device needs no mpirun. Without --oversubscribe, mpirun refuses more ranks than cores.
-    more = " --oversubscribe" if devices > (os.cpu_count() or 1) else ""
-    start = f"mpirun{more} -n {devices} " if devices > 1 else ""
-    run = f"onnxpar run {out} --inputs in.npz --outputs out.npz"
+    run = f"run {out} --inputs in.npz --outputs out.npz"
     if report["supplied"]:
-        run = f"onnxpar generate {out} --inputs in.npz --start TOKEN"
+        run = f"generate {out} --inputs in.npz --start TOKEN"
     elif report["states"]:
-        run = f"onnxpar generate {out} --tokens prompts.json"
+        run = f"generate {out} --tokens prompts.json"
     if trains:
-        run = f"onnxpar train {out} --data SOURCE --batch-size B --epochs E --lr X"
+        run = f"train {out} --data SOURCE --batch-size B --epochs E --lr X"
+    # Not mpirun: more ranks than cores need an option with Open MPI, which MPICH does not know.
+    start = "onnxpar launch -- " if devices > 1 else "onnxpar "
     return (
         f"next          onnxpar inspect {out}\n"
         f"              onnxpar view {out} --rank 0\n"

@@ -265,17 +265,16 @@ def check_size(
     if size == manifest.devices:
         return
     if find_place() is None:
+        start = f"`onnxpar launch -- {command} {manifest.directory} …`"
         try:
             find_mpirun()
         except LaunchError as error:
             raise LaunchError(
                 f"{manifest.directory} was made for {manifest.devices} ranks, but {error}; then "
-                f"`onnxpar launch -- {command} {manifest.directory} …` starts it"
+                f"{start} starts it"
             ) from None
-        more = " --oversubscribe" if manifest.devices > (os.cpu_count() or 1) else ""
         raise LaunchError(
-            f"{manifest.directory} was made for {manifest.devices} ranks: start it with "
-            f"`mpirun{more} -n {manifest.devices} onnxpar {command} {manifest.directory} …`"
+            f"{manifest.directory} was made for {manifest.devices} ranks: start it with {start}"
         )
     if transport == "threads":
         raise LaunchError(

@@ -44,7 +44,7 @@ def test_strategy_file(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     # 32x16 + 16x16 float32 weights; each device has a quarter of both.
     assert "parameters    2, 768 B of 3 KiB on each device" in printed
     assert "1 ReduceScatter" in printed
-    assert "-n 8 onnxpar run out --inputs" in printed
+    assert "onnxpar launch -- run out --inputs" in printed
     manifest = json.loads((here / "out" / "manifest.json").read_text())
     assert manifest["symbols"]["batch"]["divisor"] == 8
     assert manifest["strategy"]["nodes"]["/matmul1/MatMul"]["in"][0]["pieces"] == [2, 4]
@@ -160,26 +160,18 @@ def test_every_node_is_counted(here: Path, capsys: pytest.CaptureFixture[str]) -
     )
 
 
-@pytest.mark.parametrize(
-    ("cores", "option"),
-    [(1, " --oversubscribe -n 2 onnxpar"), (2, " -n 2 onnxpar"), (None, " --oversubscribe")],
-)
-def test_mpirun_gets_oversubscribe_if_ranks_outnumber_cores(
-    here: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    cores: int | None,
-    option: str,
+def test_the_next_step_is_the_same_for_every_mpi(
+    here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("os.cpu_count", lambda: cores)
     assert shard("--strategy", "dp=2") == 0
-    assert f"mpirun{option}" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert " onnxpar launch -- run out " in printed and "mpirun" not in printed
 
 
-def test_one_device_needs_no_mpirun(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_device_needs_no_launch(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert shard("--strategy", "replicate", "--devices", "1") == 0
     printed = capsys.readouterr().out
-    assert "mpirun" not in printed and " onnxpar run " in printed
+    assert "launch" not in printed and " onnxpar run " in printed
 
 
 def test_force(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -63,9 +63,7 @@ def test_shard_names_the_command_that_generates(
     out = decoder.parent / "named"
     assert main(["shard", str(decoder), "--strategy", "tp=2", "-o", str(out)]) == 0
     printed = capsys.readouterr().out
-    assert f"mpirun -n 2 onnxpar generate {out} --tokens prompts.json" in printed.replace(
-        " --oversubscribe", ""
-    )
+    assert f"onnxpar launch -- generate {out} --tokens prompts.json" in printed
 
 
 @pytest.mark.parametrize(

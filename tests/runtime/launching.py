@@ -58,7 +58,9 @@ def start_mpirun(
     ranks: int, arguments: Sequence[str], environment: Mapping[str, str] | None = None
 ) -> "subprocess.Popen[str]":
     """Starts Python with `arguments` on `ranks` ranks, with `environment` added to the test's."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMIX_"))}
+    # Unbuffered, ranks write parts of lines, which MPICH's mpirun passes on in any order.
+    without = ("OMPI_", "PMIX_", "PYTHONUNBUFFERED")
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(without)}
     start = find_mpirun()
     more = ["--oversubscribe"] if is_open_mpi(start) else []
     # Its own session, so that all of mpirun's ranks can be ended with it.

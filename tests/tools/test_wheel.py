@@ -54,6 +54,18 @@ def test_two_ranks_in_a_fresh_environment(
     try_wheel.try_one(wheel, python(version), mpi, None, tmp_path)
 
 
+def test_the_collectives_with_mpich(wheel: Path, tmp_path: Path) -> None:
+    """The tests of `tests/mpi/test_collectives.py`, those of the quick tier."""
+    env = try_wheel.Environment(tmp_path, python("3.11"))
+    asked = f"onnxpar[cpu,mpich] @ {wheel.resolve().as_uri()}"
+    tools = ("pytest>=8,<9.2", "pytest-timeout>=2.3", "pytest-xdist>=3.6")
+    env.run("python", "-m", "pip", "install", "--quiet", asked, *tools)
+    # Not the clone itself: its packages would hide those of the wheel.
+    shutil.copytree(ROOT / "tests", tmp_path / "tests")
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    env.run("python", "-m", "pytest", "-q", "tests/mpi/test_collectives.py")
+
+
 @pytest.mark.parametrize("onnxruntime", [OLDEST, NEWEST])
 def test_both_ends_of_the_range_of_onnxruntime(
     wheel: Path, onnxruntime: str, tmp_path: Path

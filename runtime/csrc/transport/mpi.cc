@@ -84,11 +84,29 @@ struct Header {
   uint64_t bytes;
 };
 
+// Waits until all ranks of a world have come to MPI_Finalize. MPI calls it there: it is the function that
+// deletes an attribute of MPI_COMM_SELF.
+//
+// MPICH takes messages, says that they are sent, and sends them in later calls. Its MPI_Finalize waits for
+// the other processes without sending them (5.0.2 with UCX), and a rank that still needs one waits forever.
+int finish_together(MPI_Comm, int, void* world, void*) {
+  MPI_Request request = MPI_REQUEST_NULL;
+  int all = MPI_Ibarrier(*static_cast<MPI_Comm*>(world), &request) == MPI_SUCCESS ? 0 : 1;
+  Patience patience(Clock::duration::zero());
+  while (all == 0 && MPI_Test(&request, &all, MPI_STATUS_IGNORE) == MPI_SUCCESS) patience.pause();
+  return MPI_SUCCESS;
+}
+
 class MpiTransport : public Transport {
  public:
   MpiTransport(MPI_Comm comm, const TransportOptions& options) : options_(options) {
     check(MPI_Comm_dup(comm, &world_), "MPI_Comm_dup");
     check(MPI_Comm_set_errhandler(world_, MPI_ERRORS_RETURN), "MPI_Comm_set_errhandler");
+    int key = MPI_KEYVAL_INVALID;
+    check(MPI_Comm_create_keyval(MPI_COMM_NULL_COPY_FN, finish_together, &key, nullptr),
+          "MPI_Comm_create_keyval");
+    check(MPI_Comm_set_attr(MPI_COMM_SELF, key, &world_), "MPI_Comm_set_attr");
+    MPI_Comm_free_keyval(&key);  // when the attribute is gone
     check(MPI_Comm_rank(world_, &rank_), "MPI_Comm_rank");
     check(MPI_Comm_size(world_, &size_), "MPI_Comm_size");
     int level = MPI_THREAD_SINGLE;
@@ -233,7 +251,7 @@ class MpiTransport : public Transport {
       }
     }
     groups_.clear();
-    MPI_Comm_free(&world_);
+    // `finish_together` needs the world's communicator.
   }
 
  private:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from onnxpar_format.place import find_place
 from onnxpar_runtime.collectives import World
 from tests.runtime.collectives.teams import UNDER_MPI, Team, open_devices
 
@@ -15,11 +16,11 @@ from tests.runtime.collectives.teams import UNDER_MPI, Team, open_devices
 STANDIN = os.environ.get("ONNXPAR_TEST_STANDIN") == "1"
 SIZES = [int(n) for n in os.environ.get("ONNXPAR_TEST_SIZES", "1 2 4").split()]
 if UNDER_MPI:
-    SIZES = [int(os.environ["OMPI_COMM_WORLD_SIZE"])]
-
-if UNDER_MPI:
+    place = find_place()
+    assert place is not None
+    SIZES = [place.size]
     # Each rank is a pytest of its own, and all at once would clear the same old temporary folders.
-    root = Path(tempfile.gettempdir()) / f"onnxpar-rank{os.environ['OMPI_COMM_WORLD_RANK']}"
+    root = Path(tempfile.gettempdir()) / f"onnxpar-rank{place.rank}"
     root.mkdir(exist_ok=True)
     os.environ["PYTEST_DEBUG_TEMPROOT"] = str(root)
 
