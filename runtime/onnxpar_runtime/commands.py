@@ -5,6 +5,7 @@ The commands of training are in `onnxpar_runtime.training.commands`.
 
 import logging
 import os
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -12,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
+from zlib import crc32
 
 import numpy as np
 
@@ -29,6 +31,7 @@ from onnxpar_runtime.inputs import Inputs
 from onnxpar_runtime.interrupts import reporting_termination
 from onnxpar_runtime.launch import find_mpirun, guarded, init
 from onnxpar_runtime.logs import open_log
+from onnxpar_runtime.machine_layout import layout_notice
 from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.npz import read_npz, write_npz
 from onnxpar_runtime.opened import wrong_size
@@ -164,6 +167,9 @@ def begin(
     manifest = together(rank, prepare)
     rank.calls_file(calls_file(how.log_dir or _default_folder(rank), rank.index))
     check_equal(rank, manifest)
+    machines = _of_each(rank, crc32(socket.gethostname().encode()))
+    if rank.index == 0 and (notice := layout_notice(manifest, machines)):
+        tell(rank, [notice])
     copies = _of_each(rank, manifest.copy_number)
     beside = [index for index, copy in enumerate(copies) if copy == copies[rank.index]]
     names = manifest.files_to_verify(rank.index, beside)

@@ -6,8 +6,10 @@ import time
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 
+from onnxpar.api.shard_model import shard_model
 from onnxpar_runtime.interrupts import MESSAGE
 from onnxpar_runtime.marks import SUPERVISED, Marks
 from tests.cli import linear
@@ -180,6 +182,29 @@ def test_all_ranks_need_the_same_directory(tmp_path: Path, monkeypatch: pytest.M
     (message,) = outcome.messages
     assert "0: expected the same directory on all ranks" in message
     assert "manifest of rank 1 differs from that of rank 0" in message
+
+
+@pytest.mark.full
+def test_axes_that_lie_across_machines(tmp_path: Path) -> None:
+    """Ranks 0 and 1 say that they are on one machine, ranks 2 and 3 on another."""
+    text = (
+        '<ir_version: 10, opset_import: ["": 21]> g (float[batch, 8] x) => (float[batch, 8] y)'
+        " <float[8, 8] v = {" + "1, " * 63 + "1}, float[8, 8] w = {" + "1, " * 63 + "1}>"
+        " { h = MatMul(x, v)  y = MatMul(h, w) }"
+    )
+    onnx.save(onnx.parser.parse_model(text), tmp_path / "m.onnx")
+    shard_model(tmp_path / "m.onnx", "tp=2,dp=2", tmp_path / "out")
+    np.savez(tmp_path / "in.npz", x=np.ones((4, 8), np.float32))
+    script = (
+        "import socket; from onnxpar.cli import main; from onnxpar_format.place import find_place;"
+        "socket.gethostname = lambda: 'ab'[find_place().rank // 2]; raise SystemExit(main())"
+    )
+    files = ["--inputs", str(tmp_path / "in.npz"), "--outputs", str(tmp_path / "out.npz")]
+    outcome = mpirun(4, ["-c", script, "run", str(tmp_path / "out"), *files])
+    assert outcome.code == 0, outcome.err
+    (notice,) = (line for line in outcome.err.splitlines() if line.startswith("notice: "))
+    assert "100% of the bytes" in notice and "in the order dp=2,tp=2, 0% would" in notice
+    assert (np.load(tmp_path / "out.npz")["y"] == 64).all()
 
 
 def test_a_rank_that_never_starts_ends_all(tmp_path: Path) -> None:
