@@ -128,11 +128,11 @@ def sbom(wheel: Path) -> dict[str, Any]:
         names = archive.namelist()
         (metadata,) = (name for name in names if name.endswith(".dist-info/METADATA"))
         header = HeaderParser().parsestr(archive.read(metadata).decode())
+        shared = sorted(name for name in names if name.endswith(".so") or ".so." in name)
         libraries = [
-            {"type": "file", "name": name, "hashes": [_hash(archive.read(name))]}
-            for name in sorted(names)
-            if name.endswith(".so") or ".so." in name
+            {"type": "file", "name": name, "hashes": [_hash(archive.read(name))]} for name in shared
         ]
+        linked = {part for name in shared for part in _linked(name, archive.read(name))}
     name, version = header["Name"], header["Version"]
     needed = [_component(text) for text in header.get_all("Requires-Dist", [])]
     return {
@@ -149,7 +149,32 @@ def sbom(wheel: Path) -> dict[str, Any]:
                 "hashes": [_hash(wheel.read_bytes())],
             }
         },
-        "components": [*needed, *libraries],
+        "components": [*needed, *libraries, *(_static(*part) for part in sorted(linked))],
+    }
+
+
+def _linked(name: str, library: bytes) -> list[tuple[str, str]]:
+    """Returns the parts of LLVM that are linked into a library, with their version.
+
+    `tools/wheel` links zig's libc++ into it, which is that of LLVM, of the compiler's version.
+    """
+    if b"libc++abi" not in library:
+        return []
+    compiler = re.search(rb"clang version (\d+\.\d+\.\d+)", library)
+    if compiler is None:
+        raise ReleaseError(f"{name}: expected the version of its compiler, which is libc++'s")
+    return [(part, compiler[1].decode()) for part in ("libc++", "libc++abi", "libunwind")]
+
+
+def _static(name: str, version: str) -> dict[str, Any]:
+    """Returns a part of LLVM."""
+    return {
+        "type": "library",
+        "name": name,
+        "version": version,
+        "supplier": {"name": "LLVM"},
+        "licenses": [{"expression": "Apache-2.0 WITH LLVM-exception"}],
+        "properties": [{"name": "onnxpar:linked", "value": "statically, from the ziglang wheel"}],
     }
 
 

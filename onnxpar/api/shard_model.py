@@ -387,7 +387,7 @@ def shard_model(
             dialect=dialect,
         )
         clock.lap("write")
-    return Summary(Path(out), first, report, clock.laps, trained)
+    return Summary(Path(out), first, {**report, "dialect": dialect}, clock.laps, trained)
 
 
 def _partition(

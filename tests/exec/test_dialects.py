@@ -34,7 +34,9 @@ def test_a_transformer(
 ) -> None:
     sizes = {"layers": 1, "d_model": 16, "heads": 4, "vocab": 24, "max_positions": 16}
     model = saved(tmp_path, transformer.build(**sizes))
-    out = shard_model(model, strategy, tmp_path / "out", dialect=dialect).out
+    summary = shard_model(model, strategy, tmp_path / "out", dialect=dialect)
+    out = summary.out
+    assert json.loads(json.dumps(summary.report))["dialect"] == dialect
     # 5 does not divide by the ranks: shards are padded.
     cases = verify(out, model, ["batch=4,seq=8", "batch=5,seq=3"])
     assert [case.ok for case in cases] == [True, True]

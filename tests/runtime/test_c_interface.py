@@ -24,12 +24,14 @@ from onnxpar.autodiff.optimizer import parse_optimizer
 from onnxpar.autodiff.training_program import TrainingSpec
 from onnxpar_format.options import Settings
 from onnxpar_runtime.collectives import World
+from onnxpar_runtime.errors import LaunchError
 from onnxpar_runtime.group import Ranks
 from onnxpar_runtime.inputs import Inputs
 from onnxpar_runtime.launch import find_mpirun, mpirun_environment
 from onnxpar_runtime.library import custom_op_library
 from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.training.hyper import hyperparameters
+from onnxpar_runtime.training.learning_rate import LearningRateSchedule
 from onnxpar_runtime.training.trainer import Trainer
 from tests.runtime import hand_made
 from tests.runtime.c_interface import CError, Host, Tensor
@@ -203,6 +205,43 @@ def test_numbers_out_of_their_ranges_are_errors(tmp_path: Path) -> None:
         assert library.onnxpar_set(run, name.encode(), ctypes.c_double(value)) == 1
         assert library.onnxpar_error().decode() == f"number '{name}': expected {expected}"
     assert library.onnxpar_set(run, b"clip_norm", ctypes.c_double(inf)) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "field"),
+    [
+        ("lr", "sgd", "rate"),
+        ("momentum", "momentum", "momentum"),
+        ("dampening", "momentum", "dampening"),
+        ("beta1", "adam", "betas"),
+        ("beta2", "adam", "betas"),
+        ("eps", "adam", "eps"),
+        ("weight_decay", "sgd", "weight_decay"),
+        ("clip_norm", "sgd", "clip_norm"),
+    ],
+)
+def test_the_ranges_of_numbers_are_those_of_train(
+    name: str, kind: str, field: str, tmp_path: Path
+) -> None:
+    library, run = opened(written(tmp_path))
+    refused = 0
+    for value in (-inf, -1.0, -5e-324, -0.0, 0.0, 5e-324, 0.5, 1 - 2**-53, 1.0, 1 + 2**-52,
+                  2.0, 1e308, inf, nan):  # fmt: skip
+        found = ""
+        if library.onnxpar_set(run, name.encode(), ctypes.c_double(value)):
+            found = library.onnxpar_error().decode().partition("expected ")[2]
+        pair = {"beta1": (value, 0.5), "beta2": (0.5, value)}
+        wanted = ""
+        try:
+            if name == "lr":
+                LearningRateSchedule(value)
+            else:
+                hyperparameters(kind, Settings(**{field: pair.get(name, value)}))
+        except LaunchError as error:
+            wanted = str(error).partition("expected ")[2]
+        assert found.partition(",")[0] == wanted.partition(",")[0], value
+        refused += bool(found)
+    assert 4 <= refused < 14
 
 
 def test_null_pointers_are_errors(tmp_path: Path) -> None:

@@ -18,6 +18,8 @@ METADATA = (
     "Metadata-Version: 2.4\nName: onnxpar\nVersion: 0.2.0\nLicense-Expression: Apache-2.0\n"
     "Requires-Dist: numpy<3,>=2.0\nRequires-Dist: mpi4py<5,>=4; extra == 'openmpi'\n\nText.\n"
 )
+LIBRARY = b"code\0libc++abi: \0clang version 22.1.8\0"
+"""Part of what is in a library that zig has linked."""
 
 
 @pytest.fixture
@@ -39,7 +41,7 @@ def built(root: Path, out: Path) -> None:
     assert '"0.2.0"' in (root / tool.VERSION).read_text()
     with zipfile.ZipFile(out / "onnxpar-0.2.0-py3-none-any.whl", "w") as archive:
         archive.writestr("onnxpar-0.2.0.dist-info/METADATA", METADATA)
-        archive.writestr("onnxpar_runtime/lib/libonnxpar_ops.so", b"code")
+        archive.writestr("onnxpar_runtime/lib/libonnxpar_ops.so", LIBRARY)
 
 
 def git(root: Path, *arguments: str) -> str:
@@ -60,11 +62,30 @@ def test_a_release(checkout: Path, tmp_path: Path) -> None:
     assert lines == {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in (wheel, bom)}
     found = json.loads(bom.read_text())
     assert found["metadata"]["component"]["purl"] == "pkg:pypi/onnxpar@0.2.0"
-    numpy, mpi, library = found["components"]
+    numpy, mpi, library, *linked = found["components"]
     assert (numpy["name"], numpy["scope"]) == ("numpy", "required")
     assert numpy["properties"] == [{"name": "onnxpar:requirement", "value": "<3,>=2.0"}]
     assert (mpi["name"], mpi["scope"]) == ("mpi4py", "optional")
     assert library["name"] == "onnxpar_runtime/lib/libonnxpar_ops.so"
+    assert [part["name"] for part in linked] == ["libc++", "libc++abi", "libunwind"]
+    assert all(part["version"] == "22.1.8" for part in linked)
+    assert linked[0]["licenses"] == [{"expression": "Apache-2.0 WITH LLVM-exception"}]
+
+
+@pytest.mark.parametrize(
+    ("library", "parts"),
+    [(b"GCC: (Debian) 12.2.0", 0), (b"libc++abi: \0", "expected the version of its compiler")],
+)
+def test_libraries_of_other_compilers(library: bytes, parts: int | str, tmp_path: Path) -> None:
+    wheel = tmp_path / "a.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("onnxpar-0.2.0.dist-info/METADATA", METADATA)
+        archive.writestr("lib.so", library)
+    if isinstance(parts, str):
+        with pytest.raises(tool.ReleaseError, match=rf"lib\.so: {parts}"):
+            tool.sbom(wheel)
+    else:
+        assert "libc++" not in json.dumps(tool.sbom(wheel))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tools import try_wheel
+from tools import release, try_wheel
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [
@@ -52,6 +52,10 @@ def test_two_ranks_in_a_fresh_environment(
     wheel: Path, version: str, mpi: str, tmp_path: Path
 ) -> None:
     try_wheel.try_one(wheel, python(version), mpi, None, tmp_path)
+
+
+def test_the_sbom_names_the_cpp_library_inside(wheel: Path) -> None:
+    assert "libc++" in {part["name"] for part in release.sbom(wheel)["components"]}
 
 
 def test_the_collectives_with_mpich(wheel: Path, tmp_path: Path) -> None:
