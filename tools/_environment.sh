@@ -37,7 +37,18 @@ fingerprint() {
     find "${paths[@]}" -type f -not -name '*.pyc' -print0 | sort -z | xargs -0 cat | cksum
 }
 
-# ready_environment FOLDER FINGERPRINT PIP_ARGUMENT...: makes the environment, installs if the
+# Prints what a project, such as `.[test,dev]`, requires, one a line.
+requirements() {
+    python - "$1" <<'END'
+import sys, tomllib
+folder, _, extras = sys.argv[1].rstrip("]").partition("[")
+project = tomllib.load(open(f"{folder}/pyproject.toml", "rb"))["project"]
+optional = project["optional-dependencies"]
+print(*project["dependencies"], *(r for e in extras.split(",") for r in optional[e]), sep="\n")
+END
+}
+
+# ready_environment FOLDER FINGERPRINT [PIP_OPTION...] PROJECT: makes the environment, installs if the
 # fingerprint or the arguments have changed since the last installation, and puts its programs first
 # on the PATH.
 ready_environment() {
@@ -59,8 +70,15 @@ ready_environment() {
     if [ "$(cat "$folder/installed" 2>/dev/null)" != "$wanted" ]; then
         echo "+ pip install $*"
         # Quiet twice: show errors, but not warnings about the package index.
-        python -m pip install --quiet --quiet --disable-pip-version-check "$@" ||
-            die "the installation failed; the lines above say why"
+        local pip=(python -m pip install --quiet --quiet --disable-pip-version-check)
+        local project=${!#} options=("${@:1:$#-1}") failed=
+        local others=("${options[@]}")
+        [ $# -eq 1 ] || [ "${others[-1]}" != -e ] || unset 'others[-1]'
+        # At once: by itself pip downloads, compiles and unpacks one after the other, each for a minute.
+        "${pip[@]}" "${options[@]}" "${project%%\[*}" --no-deps &
+        requirements "$project" >"$folder/requirements.txt" &&
+            "${pip[@]}" "${others[@]}" -r "$folder/requirements.txt" || failed=1
+        wait $! && [ -z "$failed" ] || die "the installation failed; the lines above say why"
         printf '%s\n' "$wanted" >"$folder/installed"
     fi
 }
