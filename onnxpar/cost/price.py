@@ -79,6 +79,8 @@ class Price:
         peak: Bytes at the peak: in addition to `held`, inputs, outputs, and the larger of the
             values between nodes and the memory of the optimizer.
         kept: For each parameter, its part of `held`.
+        sums: For each trained parameter, the bytes that a step of several micro-batches holds in
+            addition: the sum of its gradients so far.
         hidden_each: Seconds of communication in a run or a micro-batch that computation hides.
         hidden_once: Those that it hides in the last micro-batch in addition, in which the
             reductions of gradients are started ahead.
@@ -91,6 +93,7 @@ class Price:
     held: int
     peak: int
     kept: Mapping[str, int]
+    sums: Mapping[str, int]
     hidden_each: float = 0.0
     hidden_once: float = 0.0
 
@@ -114,6 +117,10 @@ class Price:
     def hidden(self) -> float:
         """Seconds of communication that computation hides, in a step of one micro-batch."""
         return self.hidden_each + self.hidden_once
+
+    def summed(self, micro_batches: int) -> int:
+        """Returns the bytes that a step of some micro-batches holds in addition to `held`."""
+        return sum(self.sums.values()) if micro_batches > 1 else 0
 
     def step(self, micro_batches: int) -> float:
         """Returns the seconds of a step of some micro-batches, or of as many runs."""
@@ -185,7 +192,9 @@ def price_in_turns(
     pairs, odd = divmod(micro_batches, 2)
     runs = last if odd else both.elapsed(once=True) - both.elapsed()
     seconds = alone.seconds - last + pairs * both.elapsed() + runs
-    return InTurns(seconds, pricing.peak_in_turns(alone.held))
+    # Two micro-batches are one run.
+    held = alone.held + alone.summed(micro_batches // 2 + odd)
+    return InTurns(seconds, pricing.peak_in_turns(held))
 
 
 @dataclass
@@ -235,7 +244,7 @@ class _Pricing:
         updated = (2 * (1 + self.moments) + 1) * sum(self._bytes(s, i) for s, i in trained)
         updating = updated / self.cost.machine.bandwidth
         kept = {n: self._kept(n) for n in plan.parameters}
-        held = sum(kept.values())
+        held, sums = sum(kept.values()), {n: self._gradient(n) for n in self.shards.gradients}
         self._step(MemoryStep("optimizer", tuple(self.started), (), 0), once=True)
         live = live_bytes(self.paired.steps, self._outputs())
         values = max(live, default=0)
@@ -244,7 +253,7 @@ class _Pricing:
         self.tight = peak > self.cost.machine.memory
         peak = self._peak(held, values) if self.tight else peak
         hidden = self._hidden(prices, self.events().foreground() if self.tight else self.events())
-        return Price(prices, outputs, gradients, updating, held, peak, kept, *hidden)
+        return Price(prices, outputs, gradients, updating, held, peak, kept, sums, *hidden)
 
     def peak_in_turns(self, held: int) -> int:
         """Returns the bytes at the peak of two micro-batches that take turns.
@@ -299,9 +308,13 @@ class _Pricing:
         width = self.itemsizes[name]
         size = self._bytes(self.plan.parameters[name], width)
         if name in self.shards.gradients:
-            size += self._bytes(self.shards.gradient(name), width)
+            size += self._gradient(name)
             size += self.moments * self._bytes(self.shards.moment(name), width)
         return size
+
+    def _gradient(self, name: str) -> int:
+        """Bytes of the gradient of a parameter between runs."""
+        return self._bytes(self.shards.gradient(name), self.itemsizes[name])
 
     def _node(self, node: ir.Node) -> NodePrice:
         name = node.name or ""

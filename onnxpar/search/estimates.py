@@ -363,7 +363,7 @@ class Estimates:
         problems = build_levels(seen, options, cost, strategy.pins, weights)
         for each, problem in zip(weights, problems, strict=True):
             choice = solve(problem, 0.0).choice
-            behind = saved_behind(seen, strategy.options, cost, each.parallel, MOMENTS)
+            behind = saved_behind(seen, strategy.options, cost, each, MOMENTS)
             yield problem.seconds(choice), problem.memory(choice) - behind
 
     def _again(self, strategy: StageStrategy, cost: CostModel) -> float:

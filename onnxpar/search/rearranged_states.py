@@ -8,7 +8,7 @@ does. Once an option of each node is chosen, the states that optimizer parallel 
 from collections.abc import Sequence
 
 from onnxpar.cost.cost_model import CostModel
-from onnxpar.cost.optimizer_parallel import OptimizerParallel
+from onnxpar.search.cost_weights import CostWeights
 from onnxpar.search.node_options import Option
 from onnxpar.search.value_flow import Flow, Item
 
@@ -32,7 +32,7 @@ def saved_behind(
     seen: Flow,
     options: Sequence[Option],
     cost: CostModel,
-    parallel: OptimizerParallel,
+    weights: CostWeights,
     moments: int,
 ) -> float:
     """Returns the bytes of states that optimizer parallel saves behind rearrangements.
@@ -41,9 +41,10 @@ def saved_behind(
         seen: The nodes and values.
         options: The option of each node.
         cost: The cost model.
-        parallel: Optimizer parallel.
+        weights: Its optimizer parallel and micro-batches count.
         moments: How many tensors of a parameter's shape the optimizer keeps.
     """
+    parallel = weights.parallel
     if not parallel.level:
         return 0.0
     stored = {v.producer[0]: v for v in seen.values if v.producer is not None and v.stored}
@@ -64,6 +65,6 @@ def saved_behind(
         # A product may gather a parameter over atoms that shard it.
         atoms = set(partial) - set(target.split_atoms)
         replicas = cost.mesh.count(parallel.shared(size, atoms, cost.mesh))
-        bytes_ = parallel.kept(size, 1, moments) - parallel.kept(size, replicas, moments)
-        saved += value.count * bytes_
+        complete, part = (parallel.kept(size, n, moments, weights.gradients) for n in (1, replicas))
+        saved += value.count * (complete - part)
     return saved

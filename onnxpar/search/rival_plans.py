@@ -77,14 +77,16 @@ class Way:
     @property
     def peak(self) -> int:
         """Bytes at the peak of a device of the fullest stage; 0 if the way is impossible."""
-        priced = self.staged or self.price
-        return 0 if priced is None else priced.peak
+        if self.staged is not None:
+            return self.staged.peak
+        return 0 if self.price is None else self.price.peak + self.price.summed(self.micro_batches)
 
     @property
     def held(self) -> int:
         """Bytes held all the time by a device of the stage that holds most."""
-        priced = self.staged or self.price
-        return 0 if priced is None else priced.held
+        if self.staged is not None:
+            return self.staged.held
+        return 0 if self.price is None else self.price.held + self.price.summed(self.micro_batches)
 
     def fits(self, limit: int) -> bool:
         """Whether it is possible within `limit` bytes of a device."""

@@ -21,15 +21,21 @@ def fullest_stage(
     """Returns the bytes at the peak of a device of the stage that needs most.
 
     While one of its programs runs, a stage keeps what the unfinished micro-batches have left for
-    their backwards. These micro-batches count equally for all its virtual stages.
+    their backwards, or for gradients of weights alone. These micro-batches count equally for all
+    its virtual stages.
 
     Args:
-        programs: The forward and backward programs of all stages.
+        programs: The programs of all stages: the forwards first, each backward before that of
+            gradients of weights.
         others: The other programs of a step, of all stages.
         split: Stages, micro-batches and schedule.
         sizes: Sizes of symbols by name; the others have their typical size.
     """
     forwards = {pm.program for pm in programs[: split.virtual_stages]}
+    backwards: dict[int, str] = {}
+    for pm in programs[split.virtual_stages :]:
+        backwards.setdefault(pm.virtual_stage, pm.program)
+    not_last = forwards | set(backwards.values())
     found = []
     for stage in range(split.stages):
         own = [pm for pm in programs if pm.stage == stage]
@@ -45,7 +51,9 @@ def fullest_stage(
                 stashes[pm.virtual_stage][name] = taken[pm.program][name]
                 if handed.source in known:
                     made[pm.virtual_stage][name] = taken[pm.program][name]
-        kept = split.kept(stage) * sum(sum(s.values()) for s in stashes.values()) // len(stashes)
+        complete = sum(sum(s.values()) for s in stashes.values())
+        waiting = sum(sum(taken[p].values()) for p in taken.keys() - not_last)
+        kept = int(split.stash(stage, complete, waiting))
         most = 0
         for pm in own:
             stash = stashes[pm.virtual_stage]

@@ -11,7 +11,7 @@ chunks per stage and at least p micro-batches, m + (p - 1) / v times. With zero 
 al., 2024), stages compute gradients of weights while they would wait.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -20,11 +20,12 @@ import onnx_ir as ir
 from onnxpar.core.machine import Link
 from onnxpar.core.sharding import Sharding
 from onnxpar.cost.cost_model import CostModel
-from onnxpar.cost.live_memory import MemoryStep, live_peak
+from onnxpar.cost.live_memory import Made, MemoryStep, live_peak
 from onnxpar.cost.price import Price
 from onnxpar.graph.body_captures import read_by
-from onnxpar.graph.metadata_keys import EXPANDED_FROM, GRADIENT_OF
+from onnxpar.graph.metadata_keys import EXPANDED_FROM, GRADIENT_OF, RECOMPUTED_FROM
 from onnxpar.graph.plan import Plan
+from onnxpar.ops.collective.barrier import is_barrier
 from onnxpar.stages.partition_chain import Chain, Costs, partition_chain, where_needed
 from onnxpar.stages.transfers import transfer
 
@@ -105,7 +106,7 @@ class StagePrice:
         seconds: Seconds per micro-batch, including receiving and sending.
         late: Seconds of these for which no other stage waits (see `PipelineSplit.step`).
         moving: Seconds per micro-batch of receiving and sending alone.
-        held: Bytes of its parameters, gradients and moments.
+        held: Bytes of its parameters, gradients, their sums over micro-batches, and moments.
         peak: Bytes at the peak, including the activations of all micro-batches that it keeps.
         nodes: Number of nodes of the model.
     """
@@ -191,7 +192,7 @@ class _Staging:
         graph = priced.model.graph
         self.backward = {n.name or "" for n in graph if GRADIENT_OF in n.metadata_props}
         direct = {node.name or "": _origin(node) for node in graph}
-        # A backward node names the node that it differentiates, which may be part of a body.
+        # A backward node names a node that it differentiates or repeats, perhaps part of a body.
         self.roots = {name: direct.get(root, root) for name, root in direct.items()}
         data = set(graph.inputs)
         for node in graph:
@@ -246,14 +247,21 @@ class _Staging:
         """The virtual stages that compute each node; nodes of the loss are in the last one.
 
         A node outside the chain, such as a cast of a weight, is copied to each virtual stage that
-        reads it.
+        reads it, and so is the Barrier of a kept value. What is recomputed is recomputed where it
+        was computed: another stage that reads it has received it.
         """
         graph = self.chain.nodes[0].graph
         assert isinstance(graph, ir.Graph)
         known = where_needed(graph, virtual_by_node)
         by_name = {node.name or "": stages for node, stages in known.items()}
         last = (self.split.virtual_stages - 1,)
-        return {name: by_name.get(root, last) for name, root in self.roots.items()}
+        placed = {name: by_name.get(root, last) for name, root in self.roots.items()}
+        for node in reversed(self.priced.model.graph):
+            if is_barrier(node):
+                uses = node.outputs[0].uses()
+                readers = {at for use in uses for at in placed[use.node.name or ""]}
+                placed[node.name or ""] = tuple(sorted(readers))
+        return placed
 
     def _total(self, stages: Sequence[StagePrice], held: Sequence[int]) -> float:
         if not self.backward:
@@ -329,13 +337,14 @@ class _Staging:
             for value in read_by(node):
                 readers.setdefault(value.name or "", set()).update(stages)
         found = [0] * self.split.stages
-        for name, size in self.priced.price.kept.items():
+        price, several = self.priced.price, self.split.micro_batches > 1
+        for name, size in price.kept.items():
             for stage in readers.get(name, ()):
-                found[stage] += size
+                found[stage] += size + (price.sums.get(name, 0) if several else 0)
         return found
 
     def _activations(self, stage: int, mine: Sequence[int]) -> int:
-        """Bytes at the peak of the values of one stage.
+        """Bytes at the peak of the values of one stage, as in `stage_memory.fullest_stage`.
 
         Activations are kept for forwards taken equally from all of its virtual stages.
 
@@ -344,52 +353,92 @@ class _Staging:
             mine: Its virtual stages, of which one runs at a time.
         """
         weighed = [self._weighed(virtual) for virtual in mine]
-        most = max(peak - complete for peak, complete, _ in weighed)
+        most = max(running for running, _, _ in weighed)
         complete, late = (sum(each[i] for each in weighed) for i in (1, 2))
         return most + int(self.split.stash(stage, complete, late))
 
     @cached_property
-    def _steps(self) -> list[list[MemoryStep]]:
-        """The steps of each virtual stage."""
-        found: list[list[MemoryStep]] = [[] for _ in range(self.split.virtual_stages)]
+    def _steps(self) -> list[list[tuple[str, MemoryStep]]]:
+        """The steps of each virtual stage, each with the node to which it belongs."""
+        found: list[list[tuple[str, MemoryStep]]] = [[] for _ in range(self.split.virtual_stages)]
         waiting: list[MemoryStep] = []
         for step in self.priced.steps:
             # A reshard belongs to the node that follows it.
             waiting.append(step)
             if step.name in self.placed:
                 for virtual in self.placed[step.name]:
-                    found[virtual] += waiting
+                    found[virtual] += [(step.name, each) for each in waiting]
                 waiting = []
         return found
 
-    def _weighed(self, virtual: int) -> tuple[int, int, int]:
-        """Bytes of a virtual stage at the peak of one micro-batch, and bytes kept for backward.
+    @cached_property
+    def _left(self) -> dict[str, Made]:
+        """All results of the forward that a backward may read."""
+        steps = (step for mine in self._steps for name, step in mine if name in self.keeping)
+        return {made.name: made for step in steps for made in step.makes}
 
+    @cached_property
+    def _all(self) -> dict[str, Made]:
+        """All results."""
+        return {made.name: made for step in self.priced.steps for made in step.makes}
+
+    def _weighed(self, virtual: int) -> tuple[int, int, int]:
+        """Bytes of a virtual stage at its peak, and bytes kept for its backward.
+
+        The bytes at the peak are those of one run of its forward or backward, without what is kept.
         The last number is the bytes kept for gradients of weights, if only these are left.
         """
-        mine = self._steps[virtual]
-        forward = [s for s in mine if s.name in self.keeping]
-        stash = _kept(forward, [s for s in mine if s.name in self.backward])
-        late = [s for s in mine if s.name in self.priced.late]
-        before = [s for s in mine if s.name in self.keeping or s.name in self.backward]
-        before = [s for s in before if s.name not in self.priced.late]
-        return live_peak(mine), stash, _kept(before, late) if late else 0
+        mine, late = self._steps[virtual], self.priced.late
+        forward = [s for name, s in mine if name not in self.backward]
+        backward = [s for name, s in mine if name not in self.keeping]
+        left = _read(self._left, (s for name, s in mine if name in self.backward))
+        made = {value.name: value for step in forward for value in step.makes}
+        own = sum(value.bytes for name, value in left.items() if name in made)
+        running, waits = self._run(forward, left) - own, 0
+        if late and self.split.schedule == ZERO_BUBBLE:
+            weights = [s for name, s in mine if name in late]
+            backward = [s for name, s in mine if name not in self.keeping and name not in late]
+            between = {value.name: value for step in backward for value in step.makes}
+            running = max(running, self._run(weights, {}))
+            waits = _bytes(_read(self._left | between, weights))
+            running = max(running, self._run(backward, _read(between, weights)))
+        elif backward:
+            running = max(running, self._run(backward, {}))
+        return running, _bytes(left), waits
+
+    def _run(self, steps: Sequence[MemoryStep], kept: Collection[str]) -> int:
+        """Bytes at the peak of a run of some steps that leaves values to others."""
+        return live_peak([*steps, MemoryStep("kept", tuple(kept), ())]) + self._received(steps)
+
+    def _received(self, steps: Sequence[MemoryStep]) -> int:
+        """Bytes that a run of some steps receives, and that are not kept for the backward."""
+        made = {value.name for step in steps for value in step.makes}
+        runs_forward = not any(step.name in self.backward for step in steps)
+        wanted = {name for step in steps for name in step.reads} - made
+        known = (self._all[name] for name in wanted if name in self._all)
+        return sum(v.bytes for v in known if runs_forward or v.name not in self._left)
 
 
-def _kept(makers: Sequence[MemoryStep], readers: Sequence[MemoryStep]) -> int:
-    """Bytes of the results of some steps that other steps read, themselves or as views."""
-    made = {value.name: value for step in makers for value in step.makes}
+def _read(made: Mapping[str, Made], readers: Iterable[MemoryStep]) -> dict[str, Made]:
+    """The values of `made` that some steps read, themselves or as views, by name."""
     wanted = {name for step in readers for name in step.reads} & made.keys()
-    owners = set()
+    owners = {}
     for name in wanted:
         while (owner := made[name].view_of) in made:
             name = owner
         if not made[name].view_of:
-            owners.add(name)
-    return sum(made[name].bytes for name in owners)
+            owners[name] = made[name]
+    return owners
+
+
+def _bytes(values: Mapping[str, Made]) -> int:
+    return sum(value.bytes for value in values.values())
 
 
 def _origin(node: ir.Node) -> str:
     """Returns the name of the node of the model that a node belongs to, or was made for."""
     props = node.metadata_props
-    return props.get(GRADIENT_OF) or props.get(EXPANDED_FROM) or node.name or ""
+    for key in (RECOMPUTED_FROM, GRADIENT_OF, EXPANDED_FROM):
+        if origin := props.get(key):
+            return origin
+    return node.name or ""

@@ -27,7 +27,7 @@ from onnxpar.search.workload import Workload
 SIZES = {"batch": 96, "seq": 32}
 STATES = {1: 2, 2: 1, 3: 1}
 """The number of tensors of a trained parameter by the level of optimizer parallel that shards them:
-two moments, the gradient, the parameter."""
+two moments, the gradient, the parameter. Several micro-batches have the sum of gradients, too."""
 TOUCHED = 7
 """How often an update reads or writes a tensor of the parameter's size: it reads and writes the
 parameter and two moments, and reads the gradient."""
@@ -365,7 +365,8 @@ class Case:
         if not s.parallel.level or size < s.parallel.threshold:
             shared = ()
         part = size / cost.mesh.count(shared)
-        held = sum(n * (part if s.parallel.level >= level else size) for level, n in STATES.items())
+        counts = {**STATES, 2: 2 if s.micro_batches > 1 else STATES[2]}
+        held = sum(n * (part if s.parallel.level >= level else size) for level, n in counts.items())
         forward, backward = self._behind(value, shared or tuple(partials))
         once = TOUCHED * part / s.machine.bandwidth
         if s.parallel.level < 2 or not shared:

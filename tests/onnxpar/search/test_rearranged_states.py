@@ -33,7 +33,7 @@ def counted(text: str, parallel: OptimizerParallel, *, batch: bool) -> float:
     weights = CostWeights(parallel=parallel, kept=0.0, working=0.0)
     problem = build(seen, [(option,) for option in chosen], cost, {}, weights)
     memory = problem.memory([0] * len(problem.variables))
-    return memory - saved_behind(seen, chosen, cost, parallel, MOMENTS)
+    return memory - saved_behind(seen, chosen, cost, weights, MOMENTS)
 
 
 @pytest.mark.parametrize("batch", [True, False])

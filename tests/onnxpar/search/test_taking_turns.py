@@ -193,7 +193,8 @@ def test_the_memory_of_a_pair_is_that_of_its_program(tmp_path: Path) -> None:
     assert summary.training is not None
     made = {program.program: program for program in summary.training.programs}
     run = [program_memory(made[n], entry.sizes) for n in (PAIRED, "optimizer_model")]
-    assert found.in_turns.peak == pytest.approx(total_bytes(run), rel=0.1)
+    # Four micro-batches are two pairs, whose gradients are added up.
+    assert found.in_turns.peak == pytest.approx(total_bytes(run, several=True), rel=0.1)
 
 
 def test_a_parameter_is_resharded_once_for_a_pair(tmp_path: Path) -> None:
