@@ -1,6 +1,7 @@
 """Names and patterns: lists of names for messages, and which entry applies to which name."""
 
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -101,6 +102,30 @@ def patterns_of(names: Iterable[str], known: Collection[str]) -> list[str]:
         if len(groups) < len(found):
             found = groups
     return [text for key, group in found.items() for text in _pattern(key, group, known)]
+
+
+def prefixes_of(names: Iterable[str], known: Iterable[str]) -> list[str]:
+    """Returns names, and patterns `prefix*`, that match some names and no others.
+
+    A prefix is the first parts of a path; a part ends with `/` or `.`.
+
+    Args:
+        names: The names.
+        known: All names, including these.
+    """
+    wanted = {name: _prefixes(name) for name in names}
+    most, mine = (Counter(p for n in each for p in _prefixes(n)) for each in (known, wanted))
+    found: dict[str, None] = {}
+    for name, prefixes in wanted.items():
+        short = (p for p in prefixes if most[p] == mine[p] > 1)
+        prefix = next(short, None)
+        found[name if prefix is None else f"{escape(prefix)}*"] = None
+    return list(found)
+
+
+def _prefixes(name: str) -> list[str]:
+    """The first parts of a path, the shortest first; without the path `/`."""
+    return [name[: part.end()] for part in re.finditer(r"[/.]", name) if part.end() > 1]
 
 
 def _pattern(key: str, names: Sequence[str], known: Collection[str]) -> Sequence[str]:

@@ -29,11 +29,10 @@ from onnxpar.search.find_plan import (
     silent,
 )
 from onnxpar.search.parameter_axes import decide_parameter_axes
-from onnxpar.search.plan_choices import Open, pipeline_split
+from onnxpar.search.plan_choices import Open, pipeline_data, pipeline_split
 from onnxpar.search.rival_plans import FOUND, SLOWDOWN, Objective, Pricing, Way
 from onnxpar.search.taking_turns import in_turns
 from onnxpar.search.workload import Workload
-from onnxpar.stages.stage_price import StagedPrice
 from onnxpar.strategy.machine_file import target_machine
 from onnxpar.strategy.recompute_entry import NOTHING
 from onnxpar.strategy.resolve_strategy import resolve
@@ -238,7 +237,9 @@ def decide(
     staged: dict[str, Any] | None = None
     if best.staged is not None:
         wanted = strategy.pipeline.micro_batches if strategy.pipeline is not None else None
-        staged = pipeline_data(best.staged, runs if trains else micro_batches or wanted)
+        staged = pipeline_data(
+            best.staged, runs if trains else micro_batches or wanted, workload.forward
+        )
     data = strategy_data(
         found.seeds, workload.program.rules, strategy.symbols, best.parallel, staged
     )
@@ -319,7 +320,7 @@ def _configured(
     assert best.way.plan is not None
     staged = None
     if best.way.staged is not None:
-        staged = pipeline_data(best.way.staged, best.way.micro_batches)
+        staged = pipeline_data(best.way.staged, best.way.micro_batches, workload.forward)
     rules = workload.program.rules
     data = strategy_data(best.found.seeds, rules, strategy.symbols, chosen.parallel, staged)
     if recompute := chosen.recompute or strategy.recompute:
@@ -582,19 +583,3 @@ def _in_time(
             high = min(limit, tried.chosen.memory)
             best = tried if fits(tried) else best
     return best
-
-
-def pipeline_data(staged: StagedPrice, micro_batches: int | None) -> dict[str, Any]:
-    """Returns the section `pipeline` of a strategy file with the same stages.
-
-    Args:
-        staged: The stages.
-        micro_batches: Micro-batches of a step, if the file gives them.
-    """
-    split = staged.split
-    data: dict[str, Any] = {"stages": split.stages, "schedule": split.schedule}
-    if micro_batches is not None:
-        data["micro_batches"] = micro_batches
-    if split.chunks > 1:
-        data["chunks"] = split.chunks
-    return data | {"assign": dict(staged.assign)}

@@ -5,12 +5,15 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import onnx_ir as ir
 
+from onnxpar.core.name_patterns import prefixes_of
 from onnxpar.cost.optimizer_parallel import OptimizerParallel
 from onnxpar.stages.assign_stages import assigned
-from onnxpar.stages.stage_price import ZERO_BUBBLE, PipelineSplit
+from onnxpar.stages.stage_price import ZERO_BUBBLE, PipelineSplit, StagedPrice
+from onnxpar.strategy.divided_weights import divided_nodes
 from onnxpar.strategy.recompute_entry import NOTHING, RecomputeOptions
 from onnxpar.strategy.schema import Strategy
 
@@ -126,3 +129,28 @@ class Open:
         Level 1 sends what level 0 sends, and needs less memory.
         """
         return (1, 2, 3) if self.level is None else (self.level,)
+
+
+def pipeline_data(
+    staged: StagedPrice, micro_batches: int | None, forward: ir.Model
+) -> dict[str, Any]:
+    """Returns the section `pipeline` of a strategy file with the same stages.
+
+    Args:
+        staged: The stages.
+        micro_batches: Micro-batches of a step, if the file gives them.
+        forward: The model that is split.
+    """
+    split = staged.split
+    data: dict[str, Any] = {"stages": split.stages, "schedule": split.schedule}
+    if micro_batches is not None:
+        data["micro_batches"] = micro_batches
+    if split.chunks > 1:
+        data["chunks"] = split.chunks
+    nodes = list(forward.graph)
+    known = {*(node.name or "" for node in nodes), *divided_nodes(nodes).values()}
+    names: dict[int, list[str]] = {virtual: [] for virtual in range(split.virtual_stages)}
+    for name, virtual in staged.assign.items():
+        names[virtual].append(name)
+    patterns = {v: prefixes_of(mine, known) for v, mine in names.items()}
+    return data | {"assign": {key: v for v, keys in patterns.items() for key in keys}}

@@ -157,13 +157,17 @@ def _head(mesh: Mesh, symbols: Mapping[str, Symbol], stages: int) -> dict[str, A
 def write_strategy(data: Mapping[str, Any], head: str = "") -> str:
     """Returns the content of a strategy file as YAML, after `head` as comment lines.
 
-    Each node, tensor and symbol has its own line.
+    Each node, tensor and symbol has its own line, and so has each pattern of assigned nodes.
     """
     lines = [f"# {line}".rstrip() for line in head.splitlines()]
     for key, value in data.items():
         if isinstance(value, Mapping) and value:
             lines.append(f"{key}:")
-            lines += [f"  {_text(str(name))}: {_flow(entry)}" for name, entry in value.items()]
+            for name, entry in value.items():
+                if key == "pipeline" and name == "assign":
+                    lines += [f"  {name}:", *(f"    {_text(k)}: {v}" for k, v in entry.items())]
+                else:
+                    lines.append(f"  {_text(str(name))}: {_flow(entry)}")
         else:
             lines.append(f"{key}: {_flow(value)}")
     return "\n".join([*lines, ""])

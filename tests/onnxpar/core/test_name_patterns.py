@@ -4,7 +4,7 @@ from fnmatch import fnmatchcase
 
 import pytest
 
-from onnxpar.core.name_patterns import patterns_of
+from onnxpar.core.name_patterns import patterns_of, prefixes_of
 
 LAYERS = range(12)
 NAMES = [
@@ -41,5 +41,27 @@ def test_patterns_match_the_names_and_no_others(names: list[str], patterns: list
     found = patterns_of(names, NAMES)
     assert found == patterns
     # A text that is a name stands for it alone.
+    hits = (n for n in NAMES for p in found if (p == n if p in NAMES else fnmatchcase(n, p)))
+    assert sorted(hits) == sorted(names)
+
+
+@pytest.mark.parametrize(
+    ("names", "patterns"),
+    [
+        ([], []),
+        (["Gather"], ["Gather"]),
+        # One part of a path ends before `layers.10`.
+        ([n for n in NAMES if n.startswith("/m/layers.1/")], ["/m/layers.1/*"]),
+        ([n for n in NAMES if n.startswith("/m/layers.3/attn")], ["/m/layers.3/attn/*"]),
+        ([n for n in NAMES if n.startswith("/m/")], ["/m/*"]),
+        ([n for n in NAMES if n.endswith("[3]/Add")], ["/m2/h[3]/Add"]),
+        ([n for n in NAMES if n.startswith("/m2/")], ["/m2/*"]),
+        (NAMES[:2], NAMES[:2]),
+        (["*"], ["*"]),
+    ],
+)
+def test_prefixes_match_the_names_and_no_others(names: list[str], patterns: list[str]) -> None:
+    found = prefixes_of(names, NAMES)
+    assert found == patterns
     hits = (n for n in NAMES for p in found if (p == n if p in NAMES else fnmatchcase(n, p)))
     assert sorted(hits) == sorted(names)
