@@ -593,11 +593,8 @@ def _time_limit() -> Iterator[None]:
 
 
 def _timeout() -> float:
-    text = os.environ.get("ONNXPAR_TIMEOUT", "")
-    if not text:
-        return DEFAULT_TIMEOUT_S
+    text = os.environ.get("ONNXPAR_TIMEOUT") or str(DEFAULT_TIMEOUT_S)
     try:
-        seconds = float(text)
+        return max(float(text), 0.0)
     except ValueError:
         raise LaunchError(f"ONNXPAR_TIMEOUT: expected seconds, got {text!r}") from None
-    return max(seconds, 0.0)
