@@ -1,6 +1,7 @@
 """`mpirun onnxpar serve`: clients get what each would get alone, and the server ends."""
 
 import json
+import os
 import signal
 import time
 from collections.abc import Sequence
@@ -160,17 +161,22 @@ def test_clients_get_what_each_would_get_alone(
 
 
 def test_more_requests_than_slots_and_queue_are_refused(directory: Path) -> None:
+    """While rank 1 is stopped, no answer can be complete."""
     options = ["--slots", "1", "--queue", "1", "--max-length", "64"]
-    with served(2, directory, *options) as server:
-        long = {"model": "two", "prompt": [7], "max_tokens": 60, "stream": True}
-        with server.client.stream("POST", "/v1/completions", json=long) as first:
-            lines = first.iter_lines()
-            next(lines)
-            answer = server.client.post("/v1/completions", json={**long, "n": 2, "stream": False})
-            assert answer.status_code == 429 and answer.headers["retry-after"] == "1"
-            assert answer.json()["error"]["code"] == "rate_limit_exceeded"
-            answer = server.client.post("/v1/completions", json={**long, "n": 3})
-            assert answer.status_code == 400 and "at most 2 answers" in answer.text
+    with served(2, directory, *options) as server, ThreadPoolExecutor(1) as pool:
+        os.kill(server.ranks[1], signal.SIGSTOP)
+        long = {"prompt": [7], "max_tokens": 60}
+        first = pool.submit(choices, server, {**long, "stream": True})
+        while not metric(server, "onnxpar_requests_waiting"):
+            time.sleep(0.01)
+        body = {"model": "two", **long, "n": 2}
+        answer = server.client.post("/v1/completions", json=body)
+        assert answer.status_code == 429 and answer.headers["retry-after"] == "1"
+        assert answer.json()["error"]["code"] == "rate_limit_exceeded"
+        answer = server.client.post("/v1/completions", json={**body, "n": 3})
+        assert answer.status_code == 400 and "at most 2 answers" in answer.text
+        os.kill(server.ranks[1], signal.SIGCONT)
+        assert len(first.result()[0]) == 60
         assert len(choices(server, {"prompt": [7], "max_tokens": 3})[0]) == 3
 
 
