@@ -50,7 +50,8 @@ def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
     """Skips what is marked `full` in the quick tier, and gives some tests to one worker.
 
     The latter are tests that start many ranks, or time them, those of a module that exports
-    networks once for all of its tests, and those of a module that share a fixture of it.
+    networks once for all of its tests, those of a module that share a fixture of it, and the cases
+    of a test: with ten thousand groups xdist needs a quarter of a minute to choose the next one.
     """
     for item in items:
         if not FULL and item.get_closest_marker("full"):
@@ -62,6 +63,9 @@ def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
             item.add_marker(pytest.mark.xdist_group(Path(item.path).stem))
         elif not item.get_closest_marker("xdist_group") and shares(item):
             item.add_marker(pytest.mark.xdist_group(f"{folder}/{Path(item.path).stem}"))
+        elif not item.get_closest_marker("xdist_group") and hasattr(item, "callspec"):
+            name = getattr(item, "originalname", item.name)
+            item.add_marker(pytest.mark.xdist_group(f"{folder}/{Path(item.path).stem}/{name}"))
 
 
 def shares(item: pytest.Item) -> bool:

@@ -35,7 +35,7 @@ from tests.random_programs import feeds, taken
 from tests.tiers import FULL
 
 SEED = int(os.environ.get("ONNXPAR_FUZZ_SEED", "0"))
-CASES = 400 if FULL else 16
+CASES = 400 if FULL else 8
 BATCHES = 4
 DIRECTORIES = 40 if FULL else 2
 COMMUNICATES = (

@@ -35,7 +35,7 @@ from tests.random_strategies import pinned, seeds_of
 from tests.tiers import FULL
 
 SEED = int(os.environ.get("ONNXPAR_FUZZ_SEED", "0"))
-CASES = 600 if FULL else 20
+CASES = 600 if FULL else 10
 BATCHES = 10
 LOSS, WEIGHT = "onnxpar.loss", "onnxpar.weight."
 # As in test_programs.py; a LayerNormalization of float64 has its statistics in float32.
