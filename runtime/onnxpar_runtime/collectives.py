@@ -164,6 +164,7 @@ class World(Closing):
             print(f"r{rank} | {message}", file=sys.stderr, flush=True)
             self.rank(rank).write_calls(message, fails=True)
             self.comm.Abort(code)
+            os._exit(code)  # MPICH's MPI_Abort returns before it ends the process.
         self._check(self._library.onnxpar_abort(self._handle, f"rank {rank}: {message}".encode()))
 
     def close(self) -> None:
@@ -584,12 +585,11 @@ def _time_limit() -> Iterator[None]:
         f"r{place.rank} | waited {seconds:g} s for all {place.size} ranks to start; a rank or its "
         "machine hangs, or the limit ONNXPAR_TIMEOUT is too short\n"
     )
-    library = load_library()
-    limit = library.onnxpar_begin_limit(seconds, text.encode())
+    limit = load_library().onnxpar_begin_limit(seconds, text.encode())
     try:
         yield
     finally:
-        library.onnxpar_end_limit(limit)
+        load_library().onnxpar_end_limit(limit)
 
 
 def _timeout() -> float:

@@ -59,7 +59,7 @@ def test_the_sbom_names_the_cpp_library_inside(wheel: Path) -> None:
 
 
 def test_the_collectives_with_mpich(wheel: Path, tmp_path: Path) -> None:
-    """The tests of `tests/mpi/test_collectives.py`, those of the quick tier."""
+    """The tests of the quick tier, and the end of a job by MPI_Abort."""
     env = try_wheel.Environment(tmp_path, python("3.11"))
     asked = f"onnxpar[cpu,mpich] @ {wheel.resolve().as_uri()}"
     tools = ("pytest>=8,<9.2", "pytest-timeout>=2.3", "pytest-xdist>=3.6")
@@ -67,7 +67,8 @@ def test_the_collectives_with_mpich(wheel: Path, tmp_path: Path) -> None:
     # Not the clone itself: its packages would hide those of the wheel.
     shutil.copytree(ROOT / "tests", tmp_path / "tests")
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    env.run("python", "-m", "pytest", "-q", "tests/mpi/test_collectives.py")
+    abort = "tests/mpi/test_run.py::test_an_exception_of_one_rank_ends_all"
+    env.run("python", "-m", "pytest", "-q", "tests/mpi/test_collectives.py", abort)
 
 
 @pytest.mark.parametrize("onnxruntime", [OLDEST, NEWEST])
