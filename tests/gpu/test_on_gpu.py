@@ -18,7 +18,6 @@ from onnxpar_runtime.launch import find_mpirun, mpirun_environment
 from tests.children import with_tests
 from tests.gpu import captured_worker
 from tests.gpu.requests_worker import directory
-from tests.tiers import FULL
 
 # Models are sharded once for all tests.
 pytestmark = pytest.mark.xdist_group("test_on_gpu")
@@ -216,7 +215,9 @@ def test_the_comparison_of_requests_works(tmp_path: Path) -> None:
     check_requests(tmp_path, "cpu")
 
 
-@pytest.mark.parametrize("axis", ["dp", STAGES] if FULL else [STAGES])
+# The quick tier starts the same trainings below, on the stand-ins and with a profile.
+@pytest.mark.full
+@pytest.mark.parametrize("axis", ["dp", STAGES])
 def test_the_comparison_works(folder: Path, axis: str) -> None:
     check_losses(folder, "mlp", axis, 2, "cpu")
 

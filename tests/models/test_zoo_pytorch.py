@@ -5,14 +5,9 @@ from types import ModuleType
 
 import pytest
 
-from tests.tiers import FULL
-
 pytest.importorskip("torch", reason="exports from PyTorch: the extra zoo")
 pytest.importorskip("onnxscript", reason="exports from PyTorch: the extra zoo")
 zoo = pytest.importorskip("zoo", reason="needs transformers: the extra zoo")
-
-QUICK = ("temperature",)
-"""A tied head with a scalar, and a norm without scale."""
 
 ASKED = frozenset(
     {"efficientnet", "resnet50", "rwkv", "segformer", "swin", "vit_mae", "wav2vec2"}
@@ -20,19 +15,24 @@ ASKED = frozenset(
 """Networks of which `torch.onnx.export(optimize=True)` computes parameters otherwise."""
 
 
+@pytest.mark.full
 @pytest.mark.timeout(900)
 @pytest.mark.filterwarnings("ignore")  # of PyTorch and transformers about themselves
-@pytest.mark.parametrize("name", zoo.ZOO if FULL else QUICK)
+@pytest.mark.parametrize("name", zoo.ZOO)
 def test_a_network_trains_as_in_pytorch(
     name: str, table: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """That the script makes its rows in another process, `test_zoo_table.py` tests."""
-    strategies = table.STRATEGIES if FULL else ("dp=2,tp=2",)
-    pairs = [f"{exporter}:{strategy}" for exporter in table.EXPORTERS for strategy in strategies]
+    """That the script makes its rows in another process, `test_zoo_table.py` tests.
+
+    In the quick tier `exec/test_training_torch.py` and `fuzz/test_torch_training.py` train smaller
+    networks beside PyTorch, and `test_zoo_forward.py` runs an export of the zoo.
+    """
+    exporters, strategies = table.EXPORTERS, table.STRATEGIES
+    pairs = [f"{exporter}:{strategy}" for exporter in exporters for strategy in strategies]
     table.task(name, pairs, 20, False, None)
     printed = capsys.readouterr().out.splitlines()
     rows = [json.loads(line) for line in printed if line.startswith("{")]
-    assert len(rows) == len(pairs) == (9 if FULL else 3)
+    assert len(rows) == len(pairs) == 9
     for row in rows:
         if row["exporter"] == "plain" and name in ASKED:
             assert "the file does not show whether these tensors are trained" in row["problem"]
