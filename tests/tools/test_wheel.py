@@ -62,7 +62,7 @@ def test_the_collectives_with_mpich(wheel: Path, tmp_path: Path) -> None:
     """The tests of the quick tier, and the end of a job by MPI_Abort."""
     env = try_wheel.Environment(tmp_path, python("3.11"))
     asked = f"onnxpar[cpu,mpich] @ {wheel.resolve().as_uri()}"
-    tools = ("pytest>=8,<9.2", "pytest-timeout>=2.3", "pytest-xdist>=3.6")
+    tools = ("pytest>=8,<9.2", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "scikit-learn>=1.5")
     env.run("python", "-m", "pip", "install", "--quiet", asked, *tools)
     # Not the clone itself: its packages would hide those of the wheel.
     shutil.copytree(ROOT / "tests", tmp_path / "tests")
