@@ -341,6 +341,8 @@ class Estimates:
                     step = seconds + slower + choice.seconds * more
                     complete = at_once * (kept - choice.freed * freed)
                     stash = (split.stash(n, complete, waiting) for n in (0, stages - 1))
+                    # One layer at a time has what it has computed again.
+                    one = at_once * freed / layers if choice.freed else 0.0
                     slowest = slowest_stage(step, (before, after), layers, stages)
                     estimate = Estimate(
                         split,
@@ -348,7 +350,7 @@ class Estimates:
                         choice,
                         strategy,
                         split.step(slowest + chunk * moved, late / stages),
-                        (bytes_ + smaller + max(stash)) / stages,
+                        (bytes_ + smaller + max(stash)) / stages + one,
                     )
                     fits |= estimate.bytes <= self.limit and not choice.freed
                     yield estimate

@@ -26,7 +26,7 @@ from onnxpar.cost.cost_model import CostModel
 from onnxpar.facts.layers import Layer, find_layers
 from onnxpar.facts.program import Program
 from onnxpar.ops.kernel_memory import kernel
-from onnxpar.search.node_options import Option
+from onnxpar.search.node_options import Option, bytes_of
 from onnxpar.search.value_flow import Flow
 from onnxpar.strategy.recompute_entry import NOTHING, RecomputeOptions
 
@@ -229,14 +229,21 @@ class RecomputedParts:
         return computing, sending
 
     def _bytes(self, seen: Flow, options: Sequence[Option], cost: CostModel) -> Mapping[str, int]:
-        """Bytes of a device for each result."""
-        found = {}
+        """Bytes of a device for each result, as the backward reads it: perhaps gathered."""
+        found: dict[str, int] = {}
         for item, option in zip(seen.items, options, strict=True):
             if item.name in self._first:
                 node = item.view.node
                 for value, sharding in zip(node.outputs, option.plan.outputs, strict=True):
                     width = 0 if value.dtype is None else int(value.dtype.itemsize)
                     found[value.name or ""] = cost.elements(sharding) * width
+        for item, option in zip(seen.items, options, strict=True):
+            for one in item.saved if item.name in self._first else ():
+                operand = None if one.made else item.view.node.inputs[one.index]
+                name = "" if operand is None else operand.name or ""
+                if name in found:
+                    read = bytes_of(operand, option.plan.inputs[one.index], cost)
+                    found[name] = max(found[name], read)
         return found
 
 
