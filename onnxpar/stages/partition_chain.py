@@ -23,7 +23,9 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from onnxpar.core.errors import StrategyError
+from onnxpar.facts.program import Program
 from onnxpar.graph.body_captures import read_by
+from onnxpar.graph.metadata_keys import GRADIENT_OF
 from onnxpar.ops.fallback import draws
 from onnxpar.ops.registry import Registry
 from onnxpar.stages.rebalance import Rebalance
@@ -366,6 +368,28 @@ def known_virtual_stages(chain: Chain, known: Mapping[str, int]) -> dict[ir.Node
         least = max((virtual_by_node[other] for other in chain.before(node)), default=0)
         virtual_by_node[node] = max(known.get(node.name or "", least), least)
     return virtual_by_node
+
+
+def cheap_again(program: Program) -> frozenset[str]:
+    """Returns the forward nodes that depend on inputs and on no weight: masks, positions.
+
+    Each stage computes them, and its backward computes them again: if it received them from its
+    forward, they would be kept for each micro-batch. Sizes take no memory and are left out.
+
+    Args:
+        program: A program with its backward.
+    """
+    graph, contents = program.graph, program.env.contents
+    chain = set(chain_of(graph, floating(graph), program.registry).nodes)
+    data, found = set(graph.inputs), set()
+    for node in graph:
+        if node in chain or GRADIENT_OF in node.metadata_props:
+            continue
+        if not data.isdisjoint(read_by(node)):
+            data.update(node.outputs)
+            if any((value.name or "") not in contents for value in node.outputs):
+                found.add(node.name or "")
+    return frozenset(found)
 
 
 def where_needed(

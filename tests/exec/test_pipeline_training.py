@@ -113,3 +113,31 @@ def test_data_ranks_of_sizes_of_their_own(tmp_path: Path) -> None:
         for name in ("w1", "w2"):
             want = one.gather(name)
             np.testing.assert_allclose(group.gather(name), want, atol=1e-5 * np.abs(want).max())
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_masks_are_computed_again_in_the_backward(tmp_path: Path, schedule: str) -> None:
+    """They depend on no weight. Otherwise they would be kept for each micro-batch."""
+    proto = parser.parse_model(
+        f"""<ir_version: 10, opset_import: ["" : 21]>
+        g (float[batch, {WIDTH}] x, float[batch, {WIDTH}] z) => (float[batch, {CLASSES}] y) {{
+          [exp] e = Exp(z)  [mask] m = Sigmoid(e)
+          [first] a = MatMul(x, w1)  [one] b = Mul(a, m)
+          [second] c = MatMul(b, w2)  [two] d = Mul(c, m)  [third] y = MatMul(d, w3)
+        }}"""
+    )
+    rng = np.random.default_rng(4)
+    for name, columns in (("w1", WIDTH), ("w2", WIDTH), ("w3", CLASSES)):
+        array = rng.standard_normal((WIDTH, columns), np.float32)
+        proto.graph.initializer.append(onnx.numpy_helper.from_array(array, name))
+    path, out = tmp_path / "m.onnx", tmp_path / "out"
+    onnx.save(proto, path)
+    entry = {"stages": 2, "schedule": schedule, "micro_batches": 3, "assign": {"second": 1}}
+    staged = Strategy.from_dict({"mesh": {"dp": 1}, "pipeline": entry})
+    shard_model(path, staged, out, training=SPEC)
+    for stage in (0, 1):
+        graph = onnx.load(out / f"rank000{stage}.backward_model.{stage}.onnx").graph
+        given = {value.name for value in graph.input}
+        assert "z" in given and not given & {"e", "m"}, given
+    (found,) = runtime.verify(out, path, cases=["batch=7"], options=runtime.VerifyOptions(steps=2))
+    assert found.problems == ()

@@ -16,21 +16,25 @@ from onnxpar.strategy.divided_weights import divided_nodes
 from onnxpar.strategy.recompute_entry import KEEP, RecomputeOptions
 
 
-def recomputed(planned: Planned, options: RecomputeOptions, measure: "Measure") -> Planned:
+def recomputed(
+    planned: Planned,
+    options: RecomputeOptions,
+    measure: "Measure",
+    always: frozenset[str] = frozenset(),
+) -> Planned:
     """Returns a program with the recomputation that the user asks for.
 
     Args:
         planned: Forward and backward of a model; not changed.
         options: The user's options.
         measure: How memory and time are measured, for a limit on memory.
+        always: Names of nodes that are recomputed in any case.
 
     Raises:
         StrategyError: A pattern matches no node that can be recomputed; no layers are found; or the
             program does not fit the limit on memory.
     """
-    if not options:
-        return planned
-    names = chosen_nodes(planned, options)
+    names = always | chosen_nodes(planned, options) if options else always
     if options.memory is None:
         return recompute(planned, Recomputation(names, options.communication == KEEP))
     return _within(planned, options, names, measure)
