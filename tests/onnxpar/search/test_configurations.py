@@ -147,7 +147,7 @@ def test_strategies_that_were_not_tried_are_priced_for_large_programs_too(
 ) -> None:
     """Estimates do not say which of them is fastest."""
     monkeypatch.setattr("onnxpar.search.configurations.MORE_NODES", 0)
-    *others, last = configurations(24 << 20, Open((1, 2, 4))).run()
+    *others, last = configurations(48 << 20, Open((1, 2, 4))).run()
     kinds = [(id(each.plan), each.configuration.split) for each in (*others, last)]
     assert kinds[-1] not in kinds[:-1]
     assert last.seconds < APART * min(each.seconds for each in others)
