@@ -254,10 +254,11 @@ def _machines(traffic: Json, screen: Screen) -> None:
         for item in traffic["over"]
     ]
     screen.table(columns, rows)
-    sent = amount(traffic["bytes"])
+    sent, each = amount(traffic["bytes"]), traffic["ranks_per_machine"]
+    ranks = "one rank" if each == 1 else f"{each} consecutive ranks"
     screen.note(
-        f"With {traffic['ranks_per_machine']} consecutive ranks on each machine, a device sends "
-        f"{sent} bytes in collectives of several machines."
+        f"With {ranks} on each machine, a device sends {sent} bytes in collectives of several "
+        "machines."
     )
     if traffic["advice"]:
         screen.note(traffic["advice"])

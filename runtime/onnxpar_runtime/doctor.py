@@ -234,7 +234,10 @@ def _first_output(command: Sequence[str]) -> str:
         )  # fmt: skip
     except (OSError, subprocess.SubprocessError) as error:
         return first_line(error)
-    return next(iter((done.stdout or done.stderr).splitlines()), "no answer")
+    lines = [line.strip() for line in (done.stdout or done.stderr).splitlines()]
+    # MPICH's mpirun has a title before its version.
+    said = (" ".join(line.split()) for line in lines if line and not line.endswith(":"))
+    return next(said, "no answer")
 
 
 def _limit(value: int, sized: bool) -> str:

@@ -165,6 +165,8 @@ def _attempts(job: Job) -> Iterator[tuple[Path, int]]:
         why = ""
         if command[:1] == ["verify"]:
             why = ": verify runs all ranks in one process, so start it without launch"
+        elif command and command[0] not in COMMANDS:
+            why = ": start a program of your own with `mpirun -n N …`"
         raise LaunchError(
             f"launch: expected `-- COMMAND DIR …` with a command of {', '.join(COMMANDS)}, got "
             f"`-- {' '.join(command[:2])}`{why}"

@@ -256,7 +256,8 @@ def translate(
         raise writer.refuse("its collectives do not reduce boolean tensors")
     if dialect is Dialect.ONNXRUNTIME and len(group) != world:
         raise writer.refuse(
-            f"its only group has all {world} ranks, but the node's has {len(group)}"
+            f"its only group has all {world} ranks, but the node's has {len(group)}; a mesh of one "
+            "axis has no other groups, and the dialect tensorrt has groups of any size"
         )
     if list(group) != sorted(group):
         raise writer.refuse(
