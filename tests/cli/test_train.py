@@ -379,7 +379,7 @@ def test_more_devices_than_ranks_says_what_to_type(
     directory = linear.shard(tmp_path, 2)
     for command, options in (("train", RUN), ("eval", ["--data", "digits"])):
         assert main([command, str(directory), *options]) == 2
-        assert f" -n 2 onnxpar {command} {directory}" in capfd.readouterr().err
+        assert f"onnxpar launch -- {command} {directory} …" in capfd.readouterr().err
 
 
 def test_an_interrupt_is_reported_once_and_has_its_own_code(

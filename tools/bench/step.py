@@ -14,10 +14,10 @@ tanh-Gelu) are exported from PyTorch: `gpt-export` by models/export_torch.py, `g
 `torch.onnx.export(dynamo=False)`.
 
 Modes are one device with 2 threads; and over the ranks (with 1 thread each) data parallel, tensor
-parallel, pipeline parallel with 4 micro-batches, and optimizer parallel of level 1 and 3. With
---torch-parallel PyTorch's own modes run beside them, over gloo: DistributedDataParallel, tensor
-parallel, Schedule1F1B, ZeroRedundancyOptimizer and FSDP2. All sides begin with the same weights and
-take the same batches.
+parallel, pipeline parallel with 4 micro-batches and the schedule zb-h1, and optimizer parallel of
+level 1 and 3. With --torch-parallel PyTorch's own modes run beside them, over gloo:
+DistributedDataParallel, tensor parallel, Schedule1F1B, ZeroRedundancyOptimizer and FSDP2. All sides
+begin with the same weights and take the same batches.
 
 Each side has processes of its own, which wait on a socket while other sides have their turn. First
 each takes 20 steps, and its losses must equal PyTorch's to 5 decimals. Then come rounds: in each,

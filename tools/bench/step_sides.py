@@ -22,6 +22,7 @@ from onnxpar.api.shard_model import shard_model
 from onnxpar.autodiff.append_loss import parse_loss
 from onnxpar.autodiff.optimizer import parse_optimizer
 from onnxpar.autodiff.training_program import TrainingSpec
+from onnxpar.strategy import Strategy
 from onnxpar_runtime.launch import find_mpirun, mpirun_environment
 
 HERE = Path(__file__).resolve().parent
@@ -249,7 +250,10 @@ class PreparedModels:
         if not out.exists():
             spec = TrainingSpec(parse_loss("softmax_cross_entropy"), parse_optimizer(optimizer))
             spec = replace(spec, compute=side.compute or None)
-            mesh = f"{axis}={side.ranks}"
+            mesh: str | Strategy = f"{axis}={side.ranks}"
+            if axis == "pp":
+                stages = {"stages": side.ranks, "schedule": "zb-h1"}
+                mesh = Strategy.from_dict({"mesh": {"dp": 1}, "pipeline": stages})
             shard_model(path, mesh, out, training=spec, optimizer_parallel=side.level)
         return out
 
