@@ -56,6 +56,9 @@ def find_place(environ: Mapping[str, str] | None = None) -> RankPlace | None:
             continue
         if cure in (_SRUN, _TORCHRUN) and int(count) == 1:
             continue
+        if cure == _SRUN and _LOCAL[1][0] in environ:
+            # Hydra's processes inherit the place of the proxy that srun has started for them.
+            continue
         if cure == _TORCHRUN and "MASTER_ADDR" not in environ:
             continue
         return RankPlace(int(number), int(count), launcher, cure)

@@ -27,6 +27,7 @@ from onnxpar_runtime.logs import open_log
 from onnxpar_runtime.marks import SUPERVISED
 
 SLURM = {"SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "4"}
+HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "6", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "3"}
 
 
 @pytest.mark.parametrize(
@@ -38,6 +39,8 @@ SLURM = {"SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "4"}
         (SLURM | {"PMIX_RANK": "2"}, (2, 4, "srun")),
         # mpirun within a job of Slurm: the step is that of its daemons.
         (SLURM | {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "8"}, (0, 8, "Open MPI's")),
+        (SLURM | HYDRA, (1, 6, "mpirun")),
+        (SLURM | {"PMI_RANK": "2", "PMI_SIZE": "4"}, (2, 4, "srun")),  # --mpi=pmi2
         # The script of a job, and a shell in a step.
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, None),
         (SLURM | {"SLURM_STEP_NUM_TASKS": "1"}, None),
