@@ -19,7 +19,7 @@ from onnxpar.search.find_plan import LEVELS, OnProgress
 from onnxpar.search.parameter_axes import decide_parameter_axes
 from onnxpar.search.workload import Workload
 from onnxpar.stages.assign_stages import between_stages
-from onnxpar.stages.partition_chain import chain_of, cheap_again, floating
+from onnxpar.stages.partition_chain import chain_of, floating, weightless_nodes
 from onnxpar.stages.program_places import late_nodes
 from onnxpar.stages.stage_price import PipelineSplit, Priced, StagedPrice, price_stages
 from onnxpar.strategy.presets import load_strategy
@@ -211,7 +211,7 @@ class Pricing:
     def planned(self, plan: Plan) -> Planned:
         """Returns the program with its plan and with what is recomputed."""
         planned = Planned(self.workload.program, plan)
-        names = frozenset[str]() if self.split.stages == 1 else cheap_again(planned.program)
+        names = frozenset[str]() if self.split.stages == 1 else weightless_nodes(planned.program)
         if self.recompute.nodes or self.recompute.layers:
             names |= chosen_nodes(planned, self.recompute)
         keep = self.recompute.communication == KEEP

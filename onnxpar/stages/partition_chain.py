@@ -370,11 +370,11 @@ def known_virtual_stages(chain: Chain, known: Mapping[str, int]) -> dict[ir.Node
     return virtual_by_node
 
 
-def cheap_again(program: Program) -> frozenset[str]:
+def weightless_nodes(program: Program) -> frozenset[str]:
     """Returns the forward nodes that depend on inputs and on no weight: masks, positions.
 
-    Each stage computes them, and its backward computes them again: if it received them from its
-    forward, they would be kept for each micro-batch. Sizes take no memory and are left out.
+    Each stage computes them in its forward, and again in its backward. Otherwise it would keep them
+    for each micro-batch. Sizes take no memory and are left out.
 
     Args:
         program: A program with its backward.

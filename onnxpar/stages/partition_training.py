@@ -47,7 +47,7 @@ from onnxpar.schedule.group import group_collectives
 from onnxpar.schedule.left_running import left_running_bytes
 from onnxpar.schedule.pair_micro_batches import pair_micro_batches
 from onnxpar.schedule.start_ahead import start_ahead
-from onnxpar.stages.partition_chain import cheap_again
+from onnxpar.stages.partition_chain import weightless_nodes
 from onnxpar.stages.stage_memory import fullest_stage
 from onnxpar.stages.stage_programs import Staging, plan_copies
 from onnxpar.stages.state_buffers import Buffer, Buffers
@@ -252,7 +252,7 @@ def _micro_batch(
         return held(partitioned(run), with_added(places, run.added))
 
     planned = Planned(p.program, laid.plan)
-    always = frozenset[str]() if staging is None else cheap_again(p.program)
+    always = frozenset[str]() if staging is None else weightless_nodes(p.program)
     return partitioned(recomputed(planned, again, Measure(cost, weighed), always))
 
 

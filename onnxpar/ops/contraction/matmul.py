@@ -23,8 +23,10 @@ from onnxpar.ops.parts import same_node
 from onnxpar.ops.slots import HALF, Roles
 
 _MANY_COLUMNS = 128
-_WIDER = 2
-"""A copy of A takes m times k reads and writes, for 2·m·n·k operations of the product."""
+"""A copy of A (m·k elements) pays if the result has so many columns; the product takes 2·m·n·k
+operations."""
+_ROWS_FOR_A_COLUMN = 2
+"""It pays if the result has at most so many times as many rows as columns."""
 
 
 def matmul_rule(view: NodeView) -> OpRule:
@@ -67,11 +69,11 @@ def gemm_rule(view: NodeView) -> OpRule:
 
 
 def gemm_local(node: LocalNode) -> Sequence[ir.Value]:
-    """A transposed A may be copied, and if K is sharded, only the first device adds the bias.
+    """If K is sharded, only the first device of a group adds the bias; the others add zero.
 
-    Gemm of onnxruntime's CPU provider transposes A piece by piece, for each block of columns again,
-    and takes longer than a Transpose and a plain product (docs/design/0038-step.md). For a GPU,
-    onnxruntime makes one Gemm of both again.
+    If A is transposed, a Transpose may copy it first. Gemm of onnxruntime's CPU provider transposes
+    A piece by piece, again for each block of columns, and takes longer than both together
+    (docs/design/0038-step.md). On a GPU, onnxruntime merges the two nodes into one Gemm.
     """
     a, attributes = node.input(0), {}
     if _copies_transposed(node):
@@ -85,13 +87,13 @@ def gemm_local(node: LocalNode) -> Sequence[ir.Value]:
 
 
 def _copies_transposed(node: LocalNode) -> bool:
-    """Whether A is transposed and small enough beside the product for a copy of it to pay."""
+    """Whether A is transposed, and a copy of it pays."""
     m, n = node.local_size("M"), node.local_size("N")
     if not isinstance(m, int) or not isinstance(n, int):
         return False
     float32 = node.out_dtype() == ir.DataType.FLOAT
     transposed = node.attr("transA", 0) and not node.attr("transB", 0)
-    return bool(transposed and float32 and n >= _MANY_COLUMNS and m <= _WIDER * n)
+    return bool(transposed and float32 and n >= _MANY_COLUMNS and m <= _ROWS_FOR_A_COLUMN * n)
 
 
 def on_first(node: LocalNode, operand: int, atoms: Atoms) -> ir.Value:

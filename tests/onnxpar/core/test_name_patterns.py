@@ -1,5 +1,6 @@
 """Patterns that stand for names, as in `fnmatch`."""
 
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
 import pytest
@@ -16,6 +17,12 @@ NAMES = [
     "Gather",
     "*",
 ]
+
+
+def matched(patterns: Sequence[str]) -> list[str]:
+    """The names that patterns match; a text that is a name stands for it alone."""
+    pairs = ((n, p) for n in NAMES for p in patterns)
+    return sorted(n for n, p in pairs if (p == n if p in NAMES else fnmatchcase(n, p)))
 
 
 @pytest.mark.parametrize(
@@ -40,9 +47,7 @@ NAMES = [
 def test_patterns_match_the_names_and_no_others(names: list[str], patterns: list[str]) -> None:
     found = patterns_of(names, NAMES)
     assert found == patterns
-    # A text that is a name stands for it alone.
-    hits = (n for n in NAMES for p in found if (p == n if p in NAMES else fnmatchcase(n, p)))
-    assert sorted(hits) == sorted(names)
+    assert matched(found) == sorted(names)
 
 
 @pytest.mark.parametrize(
@@ -63,5 +68,4 @@ def test_patterns_match_the_names_and_no_others(names: list[str], patterns: list
 def test_prefixes_match_the_names_and_no_others(names: list[str], patterns: list[str]) -> None:
     found = prefixes_of(names, NAMES)
     assert found == patterns
-    hits = (n for n in NAMES for p in found if (p == n if p in NAMES else fnmatchcase(n, p)))
-    assert sorted(hits) == sorted(names)
+    assert matched(found) == sorted(names)

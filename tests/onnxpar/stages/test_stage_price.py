@@ -130,5 +130,5 @@ def test_stages_need_the_memory_of_their_programs(
         # Float32: a parameter, its gradient, the sum of these and two moments; and the sizes that
         # the model reads.
         assert priced.held == pytest.approx(20 * mine, rel=0.01)
-    # Of the programs, which have masks and shapes, too, no byte is estimated.
+    # The programs also have masks of padding and shapes, which are small beside activations.
     assert found.peak == pytest.approx(peaks[0], rel=0.03)
