@@ -12,6 +12,7 @@ from onnxpar.core.errors import StrategyError, SymbolError
 from onnxpar.core.symbols import SymbolTable
 
 T = TypeVar("T")
+Group = TypeVar("Group")
 SHOWN = 8
 """The most items that a message lists."""
 
@@ -104,22 +105,29 @@ def patterns_of(names: Iterable[str], known: Collection[str]) -> list[str]:
     return [text for key, group in found.items() for text in _pattern(key, group, known)]
 
 
-def prefixes_of(names: Iterable[str], known: Iterable[str]) -> list[str]:
-    """Returns names, and patterns `prefix*`, that match some names and no others.
+def prefixes_of(
+    groups: Mapping[Group, Collection[str]], known: Iterable[str]
+) -> dict[Group, list[str]]:
+    """Returns names, and patterns `prefix*`, that match the names of each group and no others.
 
     A prefix is the first parts of a path; a part ends with `/` or `.`.
 
     Args:
-        names: The names.
+        groups: The names of each group.
         known: All names, including these.
     """
-    wanted = {name: _prefixes(name) for name in names}
-    most, mine = (Counter(p for n in each for p in _prefixes(n)) for each in (known, wanted))
+    most = Counter(prefix for name in known for prefix in _prefixes(name))
+    return {group: _short(names, most) for group, names in groups.items()}
+
+
+def _short(names: Collection[str], most: Mapping[str, int]) -> list[str]:
+    """The patterns of one group; `most` says how many of all names begin with each prefix."""
+    prefixes = {name: _prefixes(name) for name in names}
+    mine = Counter(prefix for each in prefixes.values() for prefix in each)
     found: dict[str, None] = {}
-    for name, prefixes in wanted.items():
-        short = (p for p in prefixes if most[p] == mine[p] > 1)
-        prefix = next(short, None)
-        found[name if prefix is None else f"{escape(prefix)}*"] = None
+    for name, each in prefixes.items():
+        short = next((p for p in each if most[p] == mine[p] > 1), None)
+        found[name if short is None else f"{escape(short)}*"] = None
     return list(found)
 
 

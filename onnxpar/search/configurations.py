@@ -111,6 +111,7 @@ class Configurations:
     limit: int
     open: Open
     progress: OnProgress = silent
+    _workloads: dict[OptimizerParallel, Workload] = field(default_factory=dict)
     _plans: dict[int, Plan] = field(default_factory=dict)
     _planned: dict[_Recomputing, Planned] = field(default_factory=dict)
     _unstaged: dict[tuple[_Recomputing, int, OptimizerParallel], Priced] = field(
@@ -271,14 +272,16 @@ class Configurations:
 
     def _way(self, chosen: Configuration, plan: Plan) -> tuple[Way, InTurns | None]:
         """Returns a plan on one stage's mesh with a configuration, priced; also in turns."""
-        workload = replace(self.workload, parallel=chosen.parallel)
-        sizes = self.strategy.search.sizes
+        parallel = chosen.parallel
+        if parallel not in self._workloads:
+            self._workloads[parallel] = replace(self.workload, parallel=parallel)
+        workload, sizes = self._workloads[parallel], self.strategy.search.sizes
         pricing = Pricing(workload, self.machine, sizes, chosen.split, chosen.recompute)
         cost = self._estimates.cost(plan.mesh, chosen.split.micro_batches)
         program = id(plan), chosen.recompute
         if program not in self._planned:
             self._planned[program] = pricing.planned(plan)
-        key = program, chosen.split.micro_batches, chosen.parallel
+        key = program, chosen.split.micro_batches, parallel
         if key not in self._unstaged:
             self._unstaged[key] = pricing.unstaged(self._planned[program], cost)
         way = pricing.in_stages(chosen.describe(), self._unstaged[key], cost)

@@ -152,5 +152,5 @@ def pipeline_data(
     names: dict[int, list[str]] = {virtual: [] for virtual in range(split.virtual_stages)}
     for name, virtual in staged.assign.items():
         names[virtual].append(name)
-    patterns = {v: prefixes_of(mine, known) for v, mine in names.items()}
+    patterns = prefixes_of(names, known)
     return data | {"assign": {key: v for v, keys in patterns.items() for key in keys}}

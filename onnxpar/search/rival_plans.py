@@ -19,7 +19,6 @@ from onnxpar.search.find_plan import LEVELS, OnProgress
 from onnxpar.search.parameter_axes import decide_parameter_axes
 from onnxpar.search.workload import Workload
 from onnxpar.stages.assign_stages import between_stages
-from onnxpar.stages.partition_chain import chain_of, floating, weightless_nodes
 from onnxpar.stages.program_places import late_nodes
 from onnxpar.stages.stage_price import PipelineSplit, Priced, StagedPrice, price_stages
 from onnxpar.strategy.presets import load_strategy
@@ -211,7 +210,7 @@ class Pricing:
     def planned(self, plan: Plan) -> Planned:
         """Returns the program with its plan and with what is recomputed."""
         planned = Planned(self.workload.program, plan)
-        names = frozenset[str]() if self.split.stages == 1 else weightless_nodes(planned.program)
+        names = frozenset[str]() if self.split.stages == 1 else self.workload.weightless
         if self.recompute.nodes or self.recompute.layers:
             names |= chosen_nodes(planned, self.recompute)
         keep = self.recompute.communication == KEEP
@@ -244,15 +243,12 @@ class Pricing:
         Raises:
             StrategyError: There are more virtual stages than nodes.
         """
-        split, program, plan = self.split, self.workload.program, priced.plan
-        parallel = self.workload.parallel
+        split, plan, parallel = self.split, priced.plan, self.workload.parallel
         way = Way(name, priced.price, "", None, split.micro_batches, plan, parallel)
         if split.stages == 1:
             return way
-        graph = self.workload.forward.graph
-        chain = chain_of(graph, floating(graph), program.registry)
         link = between_stages(self.machine, split.stages, plan.mesh.size)
-        return replace(way, staged=price_stages(priced, chain, cost, link, split))
+        return replace(way, staged=price_stages(priced, self.workload.chain, cost, link, split))
 
     @cached_property
     def large(self) -> dict[str, int]:

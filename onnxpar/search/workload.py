@@ -25,6 +25,7 @@ from onnxpar.graph.plan import Plan
 from onnxpar.graph.seeds import NodeSeed, Seeds
 from onnxpar.propagation.propagate import Alike, alike, propagate
 from onnxpar.search.short_program import ShortProgram, shorten
+from onnxpar.stages.partition_chain import Chain, chain_of, floating, weightless_nodes
 
 
 @dataclass(frozen=True)
@@ -111,6 +112,17 @@ class Workload:
             for name, size in whole.items()
         ) and not any(symbol.per_rank for symbol in table.values())
         return {**sizes, **self.micro_batch(whole, count)} if whole and admitted else None
+
+    @cached_property
+    def chain(self) -> Chain:
+        """The nodes of the forward that are partitioned into stages."""
+        graph = self.forward.graph
+        return chain_of(graph, floating(graph), self.program.registry)
+
+    @cached_property
+    def weightless(self) -> frozenset[str]:
+        """The nodes that each stage computes again in its backward (see `weightless_nodes`)."""
+        return weightless_nodes(self.program)
 
     @cached_property
     def _alike(self) -> Alike:
