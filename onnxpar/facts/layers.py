@@ -11,6 +11,7 @@ possible length of a layer.
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -25,6 +26,7 @@ SMALLEST = 8
 """The least number of nodes of a layer, so that short repetitions do not count."""
 
 Numbers = NDArray[np.int64]
+Row = NDArray[np.unsignedinteger[Any]]
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,6 @@ def find_repetitions(
     kinds: Sequence[Hashable],
     spans: Iterable[tuple[int, int]],
     smallest: int = SMALLEST,
-    periods: int | None = None,
 ) -> list[Layer]:
     """Returns the layers of any row of items, in order; none if nothing repeats.
 
@@ -94,14 +95,14 @@ def find_repetitions(
         spans: For each value and each item that reads it, the numbers of the item that makes it
             and of the one that reads it.
         smallest: The least number of items of a layer.
-        periods: How many lengths of a layer are tried: the most frequent distances of an item and
-            the next one that is alike. None: all lengths, in time quadratic in the number of items.
     """
     known: dict[Hashable, int] = {}
-    row = np.array([known.setdefault(kind, len(known)) for kind in kinds], np.int64)
+    numbers = [known.setdefault(kind, len(known)) for kind in kinds]
+    # All lengths of a layer are tried, in time quadratic in the number of items: small types are
+    # compared several times as fast.
+    row = np.array(numbers, np.min_scalar_type(len(known)))
     edges = np.array([*spans], np.int64).reshape(-1, 2)
-    tried = None if periods is None else _distances(row, smallest, periods)
-    return [Layer(a, b) for a, b in _find(row, edges, 0, smallest, tried)]
+    return [Layer(a, b) for a, b in _find(row, edges, 0, smallest)]
 
 
 def repetitions(layers: Iterable[Layer]) -> list[range]:
@@ -118,14 +119,6 @@ def repetitions(layers: Iterable[Layer]) -> list[range]:
         else:
             found.append(range(layer.start, layer.stop, size))
     return found
-
-
-def _distances(row: Numbers, smallest: int, most: int) -> list[int]:
-    """The most frequent distances of an item and the next one that is alike, ascending."""
-    order = np.argsort(row, kind="stable")
-    distances = np.diff(order)[np.diff(row[order]) == 0]
-    lengths, often = np.unique(distances[distances >= smallest], return_counts=True)
-    return sorted(int(n) for n in lengths[np.argsort(-often, kind="stable")[:most]])
 
 
 def _kind(node: ir.Node, env: ShapeEnv) -> Hashable:
@@ -146,10 +139,8 @@ def spans(nodes: Sequence[ir.Node]) -> Iterator[tuple[int, int]]:
                     yield i, number[id(user)]
 
 
-def _find(
-    row: Numbers, spans: Numbers, offset: int, smallest: int, periods: Sequence[int] | None
-) -> list[tuple[int, int]]:
-    best = _longest(row, smallest, periods)
+def _find(row: Row, spans: Numbers, offset: int, smallest: int) -> list[tuple[int, int]]:
+    best = _longest(row, smallest)
     if best is None:
         return []
     start, period, length = best
@@ -162,9 +153,9 @@ def _find(
     end = first + count[first - start] * period
     inner = [(offset + at, offset + at + period) for at in range(first, end, period)]
     return [
-        *_find(row[:first], spans, offset, smallest, periods),
+        *_find(row[:first], spans, offset, smallest),
         *inner,
-        *_find(row[end:], spans, offset + end, smallest, periods),
+        *_find(row[end:], spans, offset + end, smallest),
     ]
 
 
@@ -183,20 +174,19 @@ def _crossing(spans: Numbers, items: int, period: int) -> Numbers:
     return np.cumsum(change)[:items]
 
 
-def _longest(
-    row: Numbers, smallest: int, periods: Sequence[int] | None
-) -> tuple[int, int, int] | None:
+def _longest(row: Row, smallest: int) -> tuple[int, int, int] | None:
     """Start, period and length of the repetition that covers the most nodes."""
     # The shortest period wins: two layers are not one layer.
     best: tuple[int, int, int] | None = None
     covered = 0
-    every = range(smallest, len(row) // 2 + 1)
-    for period in every if periods is None else (n for n in periods if n in every):
-        alike = np.concatenate(([False], row[:-period] == row[period:], [False]))
+    for period in range(smallest, len(row) // 2 + 1):
+        alike = row[:-period] == row[period:]
+        # At least two layers, and more than the best repetition covers.
+        if np.count_nonzero(alike) < max(period, covered + 1 - period):
+            continue
+        alike = np.concatenate(([False], alike, [False]))
         edges = np.flatnonzero(alike[1:] != alike[:-1])
         begins, lengths = edges[::2], edges[1::2] - edges[::2]
-        if not len(lengths):
-            continue
         at = int(lengths.argmax())
         length = int(lengths[at]) + period
         repeated = length // period * period

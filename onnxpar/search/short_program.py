@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 import onnx_ir as ir
 
-from onnxpar.facts.layers import SMALLEST, find_repetitions, repetitions, spans
+from onnxpar.facts.layers import find_repetitions, repetitions, spans
 from onnxpar.facts.program import Program
 from onnxpar.graph.body_captures import bodies_of
 from onnxpar.graph.metadata_keys import GRADIENT_OF
@@ -31,8 +31,6 @@ from onnxpar.propagation.propagate import Alike, alike, propagate
 
 _KEPT = 3
 """Layers that are kept at each end of a repetition."""
-_PERIODS = 32
-"""Lengths of a layer that are tried."""
 _SHARED = 3
 """A value with readers in more layers than this belongs to none of them: it is a constant, a mask
 or a position. A value of one layer is read there, in the next one, and in the backward of one."""
@@ -336,5 +334,5 @@ class _Shortening:
 
 def _runs(kinds: Sequence[int], read: Iterator[tuple[int, int]]) -> list[range]:
     """The repetitions of a row of which at least two layers are left out."""
-    found = repetitions(find_repetitions(kinds, read, SMALLEST, _PERIODS))
+    found = repetitions(find_repetitions(kinds, read))
     return [run for run in found if len(run) >= 2 * _KEPT + 2]
