@@ -15,6 +15,12 @@ QUICKSTART = """g (float[16, 32] x, float[32, 16] w, float[16, 16] w2) => (float
     [relu] a = Relu(h)
     [matmul2] y = MatMul(a, w2)
 }"""
+CHAIN = """g (float[16, 32] x, float[32, 16] w, float[16, 16] w2, float[16, 16] w3)
+    => (float[16, 16] y) {
+    [matmul] h = MatMul(x, w)
+    [matmul2] k = MatMul(h, w2)
+    [matmul3] y = MatMul(k, w3)
+}"""
 ACTIVATIONS = """g (float[64, 32] x, float[64, 32] w) => (float[64, 32] y) {
     [mul] m = Mul(x, w)
     [sigmoid] s = Sigmoid(m)
@@ -57,6 +63,13 @@ def spread(model: str, devices: int, nodes: str) -> dict[str, list[tuple[int, ..
             8,
             "{matmul: {in: [[2, 4], [4, 1]]}}",
             {"relu": [(2, 4)], "matmul2": [(2, 4), (4, 1)]},
+        ),
+        # With no node between products, the next one can read the result (2, 1) as it is.
+        (
+            CHAIN,
+            8,
+            "{matmul: {in: [[2, 4], [4, 1]]}}",
+            {"matmul2": [(2, 1), (1, 4)], "matmul3": [(2, 4), (4, 1)]},
         ),
         # The tutorial on dynamic shapes leaves the last product open.
         (
