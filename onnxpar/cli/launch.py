@@ -40,6 +40,14 @@ def command(
             "OPTION",
         ),
     ] = (),
+    keep_placement: Annotated[
+        bool,
+        Option(
+            "Leave ranks on the machines where mpirun places them. Default: several machines get "
+            "the ranks between which most is sent.",
+            flags=("--keep-placement",),
+        ),
+    ] = False,
 ) -> None:
     """Start all ranks of a command, and restart training after failures.
 
@@ -52,5 +60,5 @@ def command(
     from onnxpar.api import runtime
 
     program = (sys.executable, "-m", "onnxpar.cli")
-    job = runtime.Job(program, arguments, ranks, retries, fallback, mpirun)
+    job = runtime.Job(program, arguments, ranks, retries, fallback, mpirun, keep_placement)
     raise typer.Exit(runtime.supervise(job))

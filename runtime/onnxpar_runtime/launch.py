@@ -33,6 +33,8 @@ _INTERRUPTED = 130
 _OWN = re.compile(r"^(?:\x00|-{70,})*((?:r\d+ \||onnxpar: ).*?)(?:-{70,})?$", re.MULTILINE)
 SESSIONS = "PRTE_MCA_prte_local_tmpdir_base"
 """Open MPI's variable for the folder in which an mpirun makes its session directory."""
+_BATCH = ("SLURM_JOB_ID", "PBS_NODEFILE", "LSB_DJOB_HOSTFILE")
+"""Variables of a job in which mpirun asks a batch system for its machines."""
 AGREED = 64
 """Is added to the exit code if all ranks of a supervisor agreed on an error.
 
@@ -88,11 +90,11 @@ def find_mpirun() -> str:
 
 
 def crowd_options(mpirun: str, ranks: int) -> list[str]:
-    """Returns the options with which an mpirun starts more ranks than there are cores.
+    """Returns the options with which an mpirun starts more ranks than this machine has cores.
 
-    MPICH's mpirun needs none.
+    MPICH's mpirun needs none. Within a job of a batch system, the job says how many may start.
     """
-    crowded = ranks > (os.cpu_count() or 1)
+    crowded = ranks > (os.cpu_count() or 1) and not any(name in os.environ for name in _BATCH)
     return ["--oversubscribe"] if crowded and is_open_mpi(mpirun) else []
 
 

@@ -1,8 +1,10 @@
-"""Whether the ranks of a directory are on the machines where their collectives send least."""
+"""On which machines ranks should be, so that the fewest bytes of collectives leave a machine."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from itertools import permutations, product
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, permutations, product
+from operator import mul
 
 from onnxpar_format.expressions import ExpressionError, evaluate_exact, names_of
 from onnxpar_format.manifest import ManifestContents
@@ -13,6 +15,72 @@ _MOST_AXES = 4
 """With more mesh axes, other orders of them are not tried."""
 Axes = Sequence[tuple[str, int]]
 Groups = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The machines of ranks, and what their collectives send to other machines.
+
+    Attributes:
+        machines: The number of each rank's machine.
+        axes: The mesh axes in the order in which they are laid onto machines, major first.
+        total: The bytes that a rank sends in collectives in one step.
+        leaving: How many of them leave its machine, on average over ranks.
+        consecutive: How many would with consecutive ranks on each machine.
+        assumed: The size with which symbols were counted; None if no size has a symbol.
+    """
+
+    machines: tuple[int, ...]
+    axes: Axes
+    total: int
+    leaving: int
+    consecutive: int
+    assumed: int | None
+
+
+def lay_out(manifest: ManifestContents, slots: Sequence[int]) -> Layout | None:
+    """Returns the layout of a directory's ranks on machines from which the fewest bytes leave.
+
+    Mesh axes are laid onto machines in each order, with as many ranks on each machine as it has
+    slots, or fewer, so that no group over the last axes is divided. Stages of a pipeline stay
+    consecutive.
+
+    Args:
+        manifest: The manifest of a directory, whose report has the collectives of a stage.
+        slots: The most ranks of each machine.
+
+    Returns:
+        The layout; None if none is better than consecutive ranks, or the slots are too few.
+    """
+    sent, count = _sent(manifest), manifest.devices
+    if len(slots) < 2 or sum(slots) < count or not sent or len(manifest.axes) > _MOST_AXES:
+        return None
+    begin = range(0, count, manifest.stage_devices)
+    plain = _filled(slots, count)
+    now = best = _leaving(sent, plain, range(manifest.stage_devices))
+    found = None
+    for order in permutations(manifest.axes):
+        places = _places(manifest.axes, order)
+        for block in accumulate((size for _, size in reversed(order)), mul, initial=1):
+            filled = _filled([block * (number // block) for number in slots], count)
+            if len(filled) < count:
+                break
+            share = _leaving(sent, filled, places)
+            if share < best:
+                best = share
+                found = order, [filled[first + place] for first in begin for place in places]
+    if found is None:
+        return None
+    total, symbolic = sent.total(), any(_symbols(manifest))
+    return Layout(
+        machines=tuple(found[1]), axes=found[0], total=total, leaving=round(best * total),
+        consecutive=round(now * total), assumed=_TYPICAL if symbolic else None,
+    )  # fmt: skip
+
+
+def _filled(slots: Sequence[int], count: int) -> list[int]:
+    """Returns the machine of each of `count` ranks that fill machines in order, or of fewer."""
+    return [machine for machine, number in enumerate(slots) for _ in range(number)][:count]
 
 
 def layout_notice(manifest: ManifestContents, machines: Sequence[int]) -> str:
@@ -66,8 +134,14 @@ def _sent(manifest: ManifestContents) -> Counter[Groups]:
     return found
 
 
+def _symbols(manifest: ManifestContents) -> Iterator[str]:
+    """Yields the symbols in the sizes of collectives that `_sent` could read."""
+    for item in (manifest.report or {}).get("collectives", ()):
+        yield from names_of(item["bytes"])
+
+
 def _leaving(sent: Counter[Groups], machines: Sequence[int], places: Sequence[int]) -> float:
-    """Returns the share of the bytes that are sent in groups on several machines.
+    """Returns the share of the bytes that ranks send in groups on several machines.
 
     Args:
         sent: The bytes by the groups of one stage.
@@ -78,9 +152,10 @@ def _leaving(sent: Counter[Groups], machines: Sequence[int], places: Sequence[in
     for begin in range(0, len(machines), len(places)):
         of_rank = [machines[begin + place] for place in places]
         for groups, size in sent.items():
-            total += size
-            if any(len({of_rank[r] for r in group}) > 1 for group in groups):
-                far += size
+            for group in groups:
+                total += size * len(group)
+                if len({of_rank[r] for r in group}) > 1:
+                    far += size * len(group)
     return far / total if total else 0.0
 
 

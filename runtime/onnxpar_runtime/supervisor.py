@@ -35,6 +35,7 @@ from onnxpar_runtime.launch import (
 )
 from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.marks import SUPERVISED, Marks
+from onnxpar_runtime.placement import placed
 
 COMMANDS = ("run", "generate", "serve", "train", "eval")
 """The commands of which every rank is a process. `verify` runs all ranks in one."""
@@ -63,6 +64,7 @@ class Job:
         fallbacks: Directories with which the run continues, one after another, when no retries are
             left: the same training, sharded for fewer ranks.
         options: Further options of mpirun.
+        keep_placement: Whether ranks stay on the machines where mpirun places them by itself.
     """
 
     program: Sequence[str]
@@ -71,6 +73,7 @@ class Job:
     retries: int = 0
     fallbacks: Sequence[Path] = ()
     options: Sequence[str] = ()
+    keep_placement: bool = False
 
 
 @dataclass(frozen=True)
@@ -142,7 +145,7 @@ def _on_answering_machines(job: Job) -> Job:
     if not gone or not left.entries:
         return job
     _report(f"without machines that do not answer: {', '.join(gone)}")
-    return replace(job, options=left.options)
+    return replace(job, options=left.options(find_mpirun()))
 
 
 def option(arguments: Sequence[str], name: str) -> str | None:
@@ -228,13 +231,20 @@ def _how(code: int) -> str:
 def _run(job: Job, ranks: int, arguments: Sequence[str]) -> _End:
     """Runs mpirun once, until none of its ranks is left."""
     mpirun = find_mpirun()
-    more = crowd_options(mpirun, ranks)
+    # With --oversubscribe, Open MPI would start all ranks on the first machine.
+    more = [] if hosts_of(job.options).entries else crowd_options(mpirun, ranks)
     if is_open_mpi(mpirun):
         # Ranks on other machines only get the variables that are exported to them.
         more += ["-x", SUPERVISED]
-    command = [mpirun, *more, *job.options, "-n", str(ranks), *job.program, *arguments]
     known = set(_children())
     with TemporaryDirectory(prefix="onnxpar-launch-") as folder, _handed_on() as signals:
+        options = job.options
+        if not job.keep_placement:
+            manifest = Manifest.load(Path(arguments[1]))
+            options, notice = placed(mpirun, options, manifest, Path(folder))
+            if notice:
+                _report(notice)
+        command = [mpirun, *more, *options, "-n", str(ranks), *job.program, *arguments]
         marks, stop = Marks(Path(folder)), _Stop(signals, _grace(arguments))
         process = subprocess.Popen(
             command,

@@ -136,3 +136,20 @@ def test_attempts_go_from_directory_to_directory(
 def test_a_job_of_another_directory_is_refused(sharded: Path) -> None:
     with pytest.raises(OnnxparRuntimeError, match="leave out -n"):
         supervise(Job(["python"], ["train", str(sharded / "ranks2")], ranks=3))
+
+
+@pytest.mark.parametrize(
+    ("more", "crowds"), [([], True), (["--host", "a:9,b:9"], False), (["-x", "A"], True)]
+)
+def test_machines_that_are_named_say_how_many_ranks_they_take(
+    sharded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: list[str], crowds: bool
+) -> None:
+    """Open MPI with --oversubscribe would start all of them on the first machine."""
+    mpirun = tmp_path / "mpirun"
+    mpirun.write_text(f'#!/bin/sh\necho Open MPI "$@" | tee -a {tmp_path}/calls\n')
+    mpirun.chmod(0o755)
+    monkeypatch.setattr(supervisor, "find_mpirun", lambda: str(mpirun))
+    monkeypatch.setattr("onnxpar_runtime.launch.os.cpu_count", lambda: 1)
+    assert supervise(Job(["python"], ["run", str(sharded / "ranks2")], options=more)) == 1
+    (call,) = (c for c in (tmp_path / "calls").read_text().splitlines() if "--version" not in c)
+    assert call.startswith("Open MPI --oversubscribe") is crowds and call.count("ranks2") == 1

@@ -92,6 +92,23 @@ def nodes() -> None:
     assert process.returncode == 0, (out, err)
 
 
+def test_axes_are_laid_onto_nodes(tmp_path: Path) -> None:
+    """Two ranks on each of two nodes, which have the axis over which most is sent."""
+    ir.save(mlp.build(image=8, hidden=(16, 12)), tmp_path / "m.onnx")
+    directory, inputs, outputs = tmp_path / "out", tmp_path / "in.npz", tmp_path / "out.npz"
+    shard_model(tmp_path / "m.onnx", "tp=2,dp=2", directory)
+    np.savez(inputs, x=np.ones((6, 1, 8, 8), np.float32))
+    command = ["run", str(directory), "--inputs", str(inputs), "--outputs", str(outputs)]
+    moved = "dp=2,tp=2: of the "
+    for more in ([], ["--keep-placement"]):
+        with two_nodes("--slots", "2", "--launch", "--", *more, "--", *command) as process:
+            _, err = process.communicate(timeout=LIMIT)
+        assert process.returncode == 0, err
+        # The notice of the run itself sees the names of the machines.
+        assert (f"laid onto machines in the order {moved}" in err) is not bool(more), err
+        assert ("with the mesh axes in the order dp=2,tp=2, 0% would" in err) is bool(more), err
+
+
 def apart(ranks: int, *arguments: object) -> Outcome:
     """Runs a command of onnxpar with half of its ranks on each node."""
     start = time.monotonic()

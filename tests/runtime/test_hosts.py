@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from onnxpar_runtime import hosts
-from onnxpar_runtime.hosts import Hosts, hosts_of
+from onnxpar_runtime.hosts import Hosts, hosts_of, slots_of
 
 FILE = """
 # the machines
@@ -28,16 +28,35 @@ def test_machines_of_files_and_lists(tmp_path: Path) -> None:
     assert hosts_of(["--hostfile", str(tmp_path / "none")]).entries == ()
 
 
-def test_options_of_machines() -> None:
-    assert Hosts(("a:2", "b"), ("-x", "A")).options == ["-x", "A", "--host", "a:2,b"]
-    assert Hosts((), ("-x", "A")).options == ["-x", "A"]
+def test_slots(tmp_path: Path) -> None:
+    path = tmp_path / "hosts"
+    path.write_text("a slots=2\nb slots=4  # faster\n")
+    file = ["--hostfile", str(path)]
+    assert slots_of([*file, "-x", "A"], open_mpi=True) == {"a": 2, "b": 4}
+    assert slots_of([*file, "--host", "a"], open_mpi=True) == {}
+    path.write_text("a:2\nb\n")
+    assert slots_of(["-f", str(path)], open_mpi=False) == {"a": 2, "b": 1}
+    # Open MPI counts the cores of b.
+    assert slots_of(file, open_mpi=True) == {}
+    assert slots_of(["--host", "a:2,b,a"], open_mpi=True) == {"a": 3, "b": 1}
+    assert slots_of(["-hosts", "a,b,a"], open_mpi=False) == {}
+    for list_ in ("+n1:2,b", "a:*,b", "^a,b"):
+        assert slots_of(["--host", list_], open_mpi=True) == {}
+    assert slots_of(["-x", "A"], open_mpi=True) == {}
+
+
+def test_options_of_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    for open_mpi, name in ((True, "--host"), (False, "-hosts")):
+        monkeypatch.setattr(hosts, "is_open_mpi", lambda path, one=open_mpi: one)
+        assert Hosts(("a:2", "b"), ("-x", "A")).options("m") == ["-x", "A", name, "a:2,b"]
+        assert Hosts((), ("-x", "A")).options("m") == ["-x", "A"]
 
 
 def test_machines_that_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One cannot be reached, and one does not end."""
     mpirun = tmp_path / "mpirun"
     mpirun.write_text(
-        f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\n'
+        f'#!/bin/sh\n[ "$1" = --version ] && exec echo Open MPI\necho "$@" >> {tmp_path}/calls\n'
         'case "$*" in *"--host b "*) exit 1 ;; *"--host c "*) exec sleep 60 ;; esac\n'
     )
     mpirun.chmod(0o755)

@@ -1,4 +1,4 @@
-"""Which notice a run on several machines gives about the places of its ranks."""
+"""On which machines ranks are placed, and which notice a run on several machines gives."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,7 +7,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from onnxpar_runtime.machine_layout import layout_notice
+from onnxpar_runtime.machine_layout import lay_out, layout_notice
 
 # The groups of the axes of a mesh of 2 x 4, the first major.
 MAJOR = [[r, r + 4] for r in range(4)]
@@ -75,3 +75,36 @@ def test_stages_of_a_pipeline() -> None:
 )  # fmt: skip
 def test_a_report_that_is_damaged(damaged: Any, tmp_path: Path) -> None:
     assert layout_notice(manifest(damaged, MESH), BLOCKS) == ""
+
+
+def test_axes_are_laid_onto_machines() -> None:
+    axes = (("tp", 2), ("dp", 4))
+    case = manifest(sent("batch", 40, tp_is_minor=False), axes)
+    found = lay_out(case, [4, 4])
+    # Ranks r and r + 4 of a group of tp are on one machine.
+    assert found is not None and found.machines == (0, 0, 1, 1) * 2
+    assert found.axes == (("dp", 4), ("tp", 2)) and found.assumed == 64
+    assert (found.total, found.leaving, found.consecutive) == (104, 40, 64)
+    # What a launcher does by itself is best, no axis fits a machine, or the slots are too few.
+    assert lay_out(manifest(sent(40, 60, tp_is_minor=False), axes), [4, 4]) is None
+    assert lay_out(case, [1] * 8) is None
+    assert lay_out(case, [4, 3]) is None
+    assert lay_out(case, [8]) is None
+
+
+def test_slots_that_an_axis_does_not_divide() -> None:
+    """Of six slots, four are used: the groups of tp are consecutive, and none is divided."""
+    case = manifest(sent(60, 40), MESH)
+    found = lay_out(case, [6, 6])
+    assert found is not None and found.machines == (0,) * 4 + (1,) * 4
+    assert (found.total, found.leaving, found.assumed) == (100, 40, None)
+    # Ranks 0 to 5 are on the first machine: half of the groups of tp and of dp are divided.
+    assert found.consecutive == 30 + 20
+
+
+def test_stages_are_laid_onto_machines_one_after_another() -> None:
+    axes = (("tp", 2), ("dp", 4))
+    case = manifest(sent(60, 40, tp_is_minor=False), axes, stages=2)
+    assert lay_out(case, [8, 8]) is None
+    found = lay_out(case, [4] * 4)
+    assert found is not None and found.machines == (0, 0, 1, 1) * 2 + (2, 2, 3, 3) * 2
