@@ -94,8 +94,8 @@ def _open(
     free = strategy.pipeline is None and not strategy.axes and not strategy.pair_micro_batches
     if stages is None and free:
         stages = [n for n in range(1, strategy.devices + 1) if strategy.devices % n == 0]
-    if strategy.pipeline is not None and micro_batches is None:
-        micro_batches = strategy.pipeline.micro_batches
+    if micro_batches is None:
+        micro_batches = strategy.step_micro_batches
     given = strategy.recompute if strategy.recompute.nodes or strategy.recompute.layers else None
     return Open(stages or [strategy.stages], micro_batches, level, given)
 

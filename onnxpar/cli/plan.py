@@ -148,10 +148,6 @@ def command(
     screen.line(
         f"next          onnxpar shard {model} --strategy {out}{_training_options(training)} -o DIR"
     )
-    best = planned.ways[0]
-    if best.staged is None and best.micro_batches > 1:
-        # A strategy file has a number of micro-batches for a pipeline only.
-        screen.line(f"              onnxpar train DIR --accumulate {best.micro_batches}")
 
 
 @contextmanager
@@ -321,10 +317,10 @@ def _print(planned: FoundStrategy, screen: Screen) -> None:
             "and of the gradients and the update of a step."
         )
     _print_without(planned, screen)
-    axes = " x ".join(f"{name}={size}" for name, size in planned.plan.mesh.axes)
-    if axes:
-        of_stages = " (each stage)" if planned.ways[0].staged is not None else ""
-        screen.entry("mesh", f"{axes}{of_stages}", layout=True)
+    best = planned.ways[0]
+    if best.mesh:
+        of_stages = " (each stage)" if best.staged is not None else ""
+        screen.entry("mesh", f"{best.mesh}{of_stages}", layout=True)
     screen.entry("reason", planned.reason())
 
 
@@ -353,7 +349,8 @@ def _sign(number: float) -> str:
 def _print_stages(way: Way, screen: Screen) -> None:
     if way.staged is None:
         return
-    titles = ("stage", "nodes", "a micro-batch", "its transfers", "states", "memory")
+    # Rows of layers and `shard` also count the nodes of the backward pass.
+    titles = ("stage", "nodes of the model", "a micro-batch", "its transfers", "states", "memory")
     rows = [
         (
             str(number),

@@ -243,7 +243,7 @@ def _print(summary: Summary, ranks: Sequence[int]) -> None:
     screen.legend()
     if len(ranks) == report["devices"]:
         # Commands are not wrapped, so that they can be copied.
-        screen.line(_next(summary.out, report, summary.training is not None))
+        screen.line(_next(summary.out, report, summary.training))
 
 
 def _carried(report: dict[str, Any]) -> list[str]:
@@ -386,15 +386,18 @@ def _conflicts(report: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _next(out: Path, report: dict[str, Any], trains: bool) -> str:
+def _next(out: Path, report: dict[str, Any], training: PartitionedTraining | None) -> str:
     devices = report["devices"]
     run = f"run {out} --inputs in.npz --outputs out.npz"
     if report["supplied"]:
         run = f"generate {out} --inputs in.npz --start TOKEN"
     elif report["states"]:
         run = f"generate {out} --tokens prompts.json"
-    if trains:
+    if training is not None:
         run = f"train {out} --data SOURCE --batch-size B --epochs E --lr X"
+        # A directory has a number of micro-batches for a pipeline only.
+        runs = training.strategy.micro_batches or 1
+        run += f" --accumulate {runs}" if runs > 1 else ""
     # Not mpirun: more ranks than cores need an option with Open MPI, which MPICH does not know.
     start = "onnxpar launch -- " if devices > 1 else "onnxpar "
     return (

@@ -18,6 +18,8 @@ AIMS = ("time with communication counted tenfold", "memory", "speed")
 """What each level of the objective seeks."""
 EQUAL = 0.98
 """The lesser of two times is mentioned if it is less than this share of the other."""
+STARTING = 0.5
+"""Starting nodes is mentioned if it is this share of the time in which they compute."""
 EXACT = 1e-4
 """A smaller gap is shown as none."""
 HIDDEN = "hidden behind computing"
@@ -235,8 +237,22 @@ class FoundStrategy:
 
     def reason(self) -> str:
         """Returns why it was chosen, for people."""
-        texts = (self._choice(), self._turns(), self.computes(), self.growth())
+        texts = (self._choice(), self._turns(), self.computes(), self.growth(), self._starting())
         return " ".join(filter(None, texts))
+
+    def _starting(self) -> str:
+        """Returns what it takes to start nodes, if this is most of the time."""
+        price, each = self.ways[0].price, self.machine.overhead
+        assert price is not None
+        count = sum(node.work.seconds > 0 for node in price.nodes)
+        seconds, every = each * count, sum(node.computing for node in price.nodes)
+        if seconds < STARTING * every or not count:
+            return ""
+        return (
+            f"Starting nodes takes most of the computing time: {seconds_text(seconds)} of "
+            f"{seconds_text(every)}, {seconds_text(each)} for each of {count:,} nodes. Sharding "
+            "does not reduce this."
+        )
 
     def _turns(self) -> str:
         """Returns which micro-batches take turns, if they do."""

@@ -5,7 +5,6 @@ writes it to a file, so a strategy that searches gives the same shardings with s
 without. Only `onnxpar plan` decides more than shardings (`configure`).
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf, lcm
@@ -30,13 +29,20 @@ from onnxpar.search.find_plan import (
 )
 from onnxpar.search.parameter_axes import decide_parameter_axes
 from onnxpar.search.plan_choices import Open, pipeline_data, pipeline_split
-from onnxpar.search.rival_plans import FOUND, SLOWDOWN, Objective, Pricing, Way
+from onnxpar.search.rival_plans import (
+    FOUND,
+    SLOWDOWN,
+    Objective,
+    Pricing,
+    Way,
+    named_apart,
+)
 from onnxpar.search.taking_turns import in_turns
 from onnxpar.search.workload import Workload
 from onnxpar.strategy.machine_file import target_machine
 from onnxpar.strategy.recompute_entry import NOTHING
 from onnxpar.strategy.resolve_strategy import resolve
-from onnxpar.strategy.save import PAIR, pairing, strategy_data, targeted
+from onnxpar.strategy.save import PAIR, divided, pairing, strategy_data, targeted
 from onnxpar.strategy.schema import SEARCH, Strategy
 from onnxpar_format.texts import bytes_text
 
@@ -104,6 +110,7 @@ def settled(strategy: Strategy, workload: Workload, symbols: Mapping[str, Symbol
         search=strategy.search,
         recompute=strategy.recompute,
         pipeline=found.pipeline or strategy.pipeline,
+        micro_batches=strategy.micro_batches,
         pair_micro_batches=found.pair_micro_batches or strategy.pair_micro_batches,
     )
 
@@ -154,6 +161,7 @@ def decide(
         # Configurations are estimated with recursive searches, which prove nothing.
         configure = None
     counts = _counts(strategy, stages)
+    micro_batches = strategy.step_micro_batches if micro_batches is None else micro_batches
     if trains:
         _check_micro_batches(strategy, workload, micro_batches)
     near = machine.links[0].devices
@@ -236,10 +244,7 @@ def decide(
     assert best.plan is not None
     staged: dict[str, Any] | None = None
     if best.staged is not None:
-        wanted = strategy.pipeline.micro_batches if strategy.pipeline is not None else None
-        staged = pipeline_data(
-            best.staged, runs if trains else micro_batches or wanted, workload.forward
-        )
+        staged = pipeline_data(best.staged, runs if trains else micro_batches, workload.forward)
     data = strategy_data(
         found.seeds, workload.program.rules, strategy.symbols, best.parallel, staged
     )
@@ -253,6 +258,7 @@ def decide(
         if configure is None:
             raise
         return _configured(strategy, workload, configure, progress)
+    data |= divided(runs if staged is None else None)
     data |= pairing(strategy) if turns is None else {PAIR: True}
     data |= targeted(strategy)
     others = [*(way for way, _ in tried[1:]), *refused, *shown]
@@ -325,6 +331,7 @@ def _configured(
     data = strategy_data(best.found.seeds, rules, strategy.symbols, chosen.parallel, staged)
     if recompute := chosen.recompute or strategy.recompute:
         data["recompute"] = recompute.entry
+    data |= divided(best.way.micro_batches if staged is None else None)
     data |= pairing(strategy) if turns is None else {PAIR: True}
     data |= targeted(strategy)
 
@@ -336,24 +343,13 @@ def _configured(
     return Decision(
         best.found,
         best.way.plan,
-        _named_apart(ways),
+        named_apart(ways),
         objective,
         data,
         True,
         tuple(without),
         in_turns=turns,
     )
-
-
-def _named_apart(ways: Iterable[Way]) -> tuple[Way, ...]:
-    """The same ways, with a number if another one before has the same name."""
-    names = Counter[str]()
-    found = []
-    for way in ways:
-        names[way.name] += 1
-        number = names[way.name]
-        found.append(replace(way, name=f"{way.name}, strategy {number}") if number > 1 else way)
-    return tuple(found)
 
 
 def _unpiped(strategy: Strategy, workload: Workload, stages: int, micro_batches: int) -> Strategy:
@@ -422,8 +418,6 @@ def _counts(strategy: Strategy, stages: Sequence[int] | None) -> list[int]:
 
 def _check_micro_batches(strategy: Strategy, workload: Workload, given: int | None) -> None:
     """Checks that the batch of a step has a sample for each micro-batch."""
-    if given is None and strategy.pipeline is not None:
-        given = strategy.pipeline.micro_batches
     for name in sorted(workload.batch):
         batch = strategy.search.sizes.get(name)
         if batch is not None and given is not None and batch < given:
@@ -437,7 +431,7 @@ def _micro_batches(strategy: Strategy, counts: Sequence[int], given: int | None)
     if given is not None:
         return given
     if strategy.pipeline is not None:
-        return strategy.pipeline.micro_batches or strategy.pipeline.stages
+        return strategy.pipeline.stages
     return 1 if list(counts) == [1] else MICRO_BATCHES
 
 

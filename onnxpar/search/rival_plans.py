@@ -1,6 +1,7 @@
 """The plans that are compared: from a search, and from presets."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf
@@ -72,6 +73,12 @@ class Way:
     def stages(self) -> int:
         """Number of pipeline stages."""
         return 1 if self.staged is None else self.staged.split.stages
+
+    @property
+    def mesh(self) -> str:
+        """The axes of the mesh of one stage; empty if the way is impossible."""
+        axes = () if self.plan is None else self.plan.mesh.axes
+        return " x ".join(f"{name}={size}" for name, size in axes)
 
     @property
     def peak(self) -> int:
@@ -311,3 +318,35 @@ def rival_presets(devices: int) -> list[str]:
     """Returns the presets with which a found strategy is compared, for a number of devices."""
     mixed = [f"dp={n},tp={devices // n}" for n in range(2, devices) if devices % n == 0]
     return [f"dp={devices}", *mixed, f"tp={devices}"] if devices > 1 else ["replicate"]
+
+
+def named_apart(ways: Sequence[Way]) -> tuple[Way, ...]:
+    """Returns the same ways, in whose names plans of one configuration differ.
+
+    Such names say by what the plans differ: by the mesh, or by how many nodes are sharded
+    differently than in the first plan of this name.
+    """
+    known: dict[str, list[Way]] = {}
+    for way in ways:
+        known.setdefault(way.name, []).append(way)
+    taken = Counter[str]()
+    found = []
+    for way in ways:
+        alike, name = known[way.name], way.name
+        if len({each.mesh for each in alike}) > 1:
+            name += f", mesh {way.mesh}"
+        first = next(each for each in alike if each.mesh == way.mesh)
+        if first is not way:
+            number = _differences(first, way)
+            name += f", {number} {'node' if number == 1 else 'nodes'} sharded differently"
+        taken[name] += 1
+        found.append(replace(way, name=f"{name} ({taken[name]})" if taken[name] > 1 else name))
+    return tuple(found)
+
+
+def _differences(one: Way, other: Way) -> int:
+    """The number of nodes that two plans on one mesh shard differently."""
+    assert one.plan is not None and other.plan is not None
+    nodes = other.plan.nodes
+    pairs = ((node, nodes[name]) for name, node in one.plan.nodes.items() if name in nodes)
+    return sum((a.inputs, a.outputs) != (b.inputs, b.outputs) for a, b in pairs)

@@ -9,6 +9,7 @@ from onnxpar.strategy.tensor_entry import expected
 Count = Annotated[int, Field(ge=1)]
 MOST_MICRO_BATCHES = 1 << 16
 """Far more than any run has: the schedule of a step, which lists them all, must fit into memory."""
+MicroBatches = Annotated[int, Field(ge=1, le=MOST_MICRO_BATCHES)]
 
 
 class ScheduleEntry(BaseModel):
@@ -24,7 +25,7 @@ class ScheduleEntry(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
-    micro_batches: Annotated[int, Field(ge=1, le=MOST_MICRO_BATCHES)] | None = None
+    micro_batches: MicroBatches | None = None
     schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1"] = "1f1b"
     chunks: Count = 1
 

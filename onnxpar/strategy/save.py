@@ -88,7 +88,12 @@ def plan_data(
         data["pipeline"] = {"stages": entry.stages, **entry.model_dump(exclude_none=True)}
     if strategy.recompute:
         data["recompute"] = strategy.recompute.entry
-    return data | pairing(strategy) | targeted(strategy)
+    return data | divided(strategy.micro_batches) | pairing(strategy) | targeted(strategy)
+
+
+def divided(micro_batches: int | None) -> dict[str, Any]:
+    """Returns the number of micro-batches of one stage, as content of a file; nothing for one."""
+    return {"micro_batches": micro_batches} if (micro_batches or 1) > 1 else {}
 
 
 def pairing(strategy: Strategy) -> dict[str, Any]:

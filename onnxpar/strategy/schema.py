@@ -25,7 +25,7 @@ from onnxpar.core.symbols import Symbol
 from onnxpar.cost.optimizer_parallel import LEVELS, NOT_PARALLEL, THRESHOLD, OptimizerParallel
 from onnxpar.graph.seeds import SPREAD
 from onnxpar.strategy.annotation_reader import Annotation
-from onnxpar.strategy.pipeline_entry import PipelineEntry
+from onnxpar.strategy.pipeline_entry import MicroBatches, PipelineEntry
 from onnxpar.strategy.recompute_entry import NOTHING, RecomputeOptions, read_recompute
 from onnxpar.strategy.tensor_entry import (
     DimEntry,
@@ -175,6 +175,7 @@ class StrategyFile(_Section):
     atoms: list[Annotated[int, Field(ge=2)]] = []
     given: list[str] | None = None
     recompute: Annotated[RecomputeOptions, PlainValidator(read_recompute)] | None = None
+    micro_batches: MicroBatches | None = None
     pair_micro_batches: bool | None = None
 
 
@@ -200,6 +201,8 @@ class Strategy:
         document: The file, for the lines of entries.
         annotation: The model's annotation, which replaces all entries except `symbols`.
         atoms: The atoms of the mesh, if the other entries do not determine them.
+        micro_batches: Micro-batches of a step of training, in one stage; None: whatever the
+            command says. A pipeline has its own number.
         pair_micro_batches: Whether two micro-batches of a step of training take turns in one
             program; None: a search decides, without one they do not.
         given: The nodes whose entries come from the user, in a file that also has entries that
@@ -223,6 +226,7 @@ class Strategy:
     document: Document = field(default_factory=lambda: Document({}, "strategy"), compare=False)
     annotation: Annotation | None = None
     atoms: tuple[int, ...] = ()
+    micro_batches: int | None = None
     pair_micro_batches: bool | None = None
     given: frozenset[str] | None = None
 
@@ -230,6 +234,11 @@ class Strategy:
     def stages(self) -> int:
         """Number of pipeline stages."""
         return 1 if self.pipeline is None else self.pipeline.stages
+
+    @property
+    def step_micro_batches(self) -> int | None:
+        """Micro-batches of a step, of one stage or of a pipeline; None if it does not say."""
+        return self.micro_batches if self.pipeline is None else self.pipeline.micro_batches
 
     @property
     def world(self) -> int:
@@ -316,6 +325,11 @@ def _strategy(document: Document, devices: int | None) -> Strategy:
             f"{document.where(('pair_micro_batches',))}: expected no 'pipeline', since its stages "
             "work on several micro-batches already, got pair_micro_batches: true and a pipeline"
         )
+    if parsed.micro_batches is not None and parsed.pipeline is not None:
+        raise StrategyError(
+            f"{document.where(('micro_batches',))}: expected the micro-batches of a pipeline under "
+            f"'pipeline', got micro_batches: {parsed.micro_batches} and a pipeline"
+        )
     count = _devices(document, parsed, devices)
     _check_names(document, parsed, count)
     rest: Rest = parsed.rest or ("propagate" if parsed.search is None else "search")
@@ -345,6 +359,7 @@ def _strategy(document: Document, devices: int | None) -> Strategy:
         replace(parsed.recompute or NOTHING, where=document.where(("recompute",))),
         document,
         atoms=tuple(parsed.atoms),
+        micro_batches=parsed.micro_batches,
         pair_micro_batches=parsed.pair_micro_batches,
         given=None if parsed.given is None else frozenset(parsed.given),
     )

@@ -86,6 +86,26 @@ def test_shard_carries_out_what_plan_wrote(
     assert main(["verify", str(by_file), "--model", str(model)]) == 0
 
 
+def test_the_micro_batches_of_one_stage_are_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, out = tmp_path / "two_layer.onnx", tmp_path / "d"
+    save(two_layer.build(inputs=8, hidden=8, outputs=8), model)
+    first, second = tmp_path / "first.yaml", tmp_path / "second.yaml"
+    training = ["--loss", "mse", "--optimizer", "sgd"]
+    plan = ["plan", str(model), *training, "--symbol", "batch=8"]
+    assert main([*plan, "--devices", "2", "--micro-batches", "4", "-o", str(first)]) == 0
+    assert yaml.safe_load(first.read_text())["micro_batches"] == 4
+    # The file alone gives the same step again, and `shard` says how to train it.
+    assert main([*plan, "--strategy", str(first), "-o", str(second)]) == 0
+    step = second.read_text().splitlines()[1]
+    assert step.startswith("# A step of 4 micro-batches") and step in first.read_text()
+    command = ["shard", str(model), "--strategy", str(second), "--train", *training]
+    assert main([*command, "-o", str(out)]) == 0
+    assert capsys.readouterr().out.endswith("--epochs E --lr X --accumulate 4\n")
+    assert yaml.safe_load((out / "strategy.yaml").read_text())["micro_batches"] == 4
+
+
 def test_what_is_proved_is_said_of_plans_within_the_limit(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -112,6 +112,11 @@ def test_tp_and_axes_that_no_entry_uses_shard_parameters(
             "mesh: {dp: 2}\ndevices: 2\npipeline: {stages: 2}",
             r"s:2: expected 4 devices, as the mesh dp=2 in 2 stages has, got 2 from 'devices'",
         ),
+        (
+            "mesh: {dp: 2}\nmicro_batches: 4\npipeline: {stages: 2}",
+            "s:2: expected the micro-batches of a pipeline under 'pipeline', got micro_batches: 4",
+        ),
+        ("mesh: {dp: 2}\nmicro_batches: 0", "s:2: 'micro_batches': expected .* got 0"),
         ("recompute: []", "s:1: 'recompute': expected 'nodes', 'layers' or 'memory'"),
         ("optimizer_parallel: {}", "s:1: 'optimizer_parallel': 'level': expected this key, got no"),
         ("optimizer_parallel: {level: 4}", "'level': expected 0, 1, 2 or 3, got 4"),
