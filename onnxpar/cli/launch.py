@@ -16,15 +16,23 @@ def command(
     arguments: Annotated[
         list[str],
         typer.Argument(
-            metavar="-- COMMAND DIR …",
-            help="The command of each rank: run, generate, serve, train or eval.",
+            metavar="-- COMMAND …",
+            help="The command of each rank: run, generate, serve, train or eval with DIR; or a "
+            "program of your own.",
         ),
     ],
     ranks: Annotated[
         int | None,
-        Option("Number of ranks. Default: as many as DIR needs.", "N", flags=("-n", "--ranks")),
+        Option(
+            "Number of ranks. Default: as many as DIR needs.",
+            "N",
+            flags=("-n", "--ranks"),
+            minimum=1,
+        ),
     ] = None,
-    retries: Annotated[int, Option("Restart `train` up to K times when a rank fails.", "K")] = 0,
+    retries: Annotated[
+        int, Option("Restart up to K times when a rank fails: `train`, or your program.", "K")
+    ] = 0,
     fallback: Annotated[
         Sequence[Path],
         Option(
@@ -53,8 +61,8 @@ def command(
 
     Use it as `onnxpar launch -- run DIR …`, or `onnxpar launch --retries K -- train DIR
     --checkpoint FOLDER …`. If a rank fails, all ranks stop, and training resumes from the last
-    complete checkpoint. Other programs, and `verify`, which runs all ranks in one process, are
-    started without it.
+    complete checkpoint. Programs of your own need the number of ranks: `onnxpar launch -n 4 --
+    python fit.py`. `verify` runs all ranks in one process, and is started without it.
     """
     # It loads onnxruntime, which the other commands do without.
     from onnxpar.api import runtime

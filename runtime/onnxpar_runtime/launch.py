@@ -3,9 +3,10 @@
 If a rank raised an error or called `sys.exit`, the others and mpirun would wait for it. So the
 outermost call of a rank's program is `guarded`. It prints an error that all ranks agreed on once,
 and all ranks end in order. It prints an error of one rank with the rank's number, and ends all
-ranks by MPI_Abort.
+ranks by MPI_Abort. In a program that calls only `init`, an exception that nothing catches does so.
 """
 
+import atexit
 import functools
 import logging
 import os
@@ -16,6 +17,7 @@ import sysconfig
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from shutil import which
+from types import TracebackType
 
 from onnxpar_format.place import find_place
 from onnxpar_format.texts import message_text
@@ -54,6 +56,9 @@ def init(transport: str = "auto", device: str = "auto") -> Rank:
             `cuda:NUMBER`, this GPU; or `auto`, which is `cuda` if all ranks can use it, and
             otherwise `cpu`. Sessions and trainers of the rank compute there.
 
+    From then on, an exception that this process does not catch ends all ranks, after its traceback;
+    `guarded` says more about errors.
+
     Raises:
         LaunchError: The transport or the device is unknown or cannot be used; says what is missing.
     """
@@ -68,9 +73,31 @@ def init(transport: str = "auto", device: str = "auto") -> Rank:
     world = World.threads(1) if alone else World.mpi()
     mark_segments(number)
     rank = world.rank(world.local_ranks[0])
+    if not alone:
+        _end_all_at_errors(rank)
     placement = gather(rank, device, transport)
     together(rank, lambda: rank.place(placement))
     return rank
+
+
+def _end_all_at_errors(rank: Rank) -> None:
+    """Lets an exception that nothing catches end all ranks, unless all ranks raise it."""
+    shown = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        shown(kind, error, trace)
+        if not (isinstance(error, OnnxparRuntimeError) and error.agreed):
+            code = _INTERRUPTED if issubclass(kind, KeyboardInterrupt) else 1
+            rank.world.abort(rank.index, message_text(f"{kind.__name__}: {error}"), code)
+
+    sys.excepthook = hook
+    atexit.register(_mark_end, rank.index)
+
+
+def _mark_end(rank: int) -> None:
+    """Marks at the end of a program that it finished, if no exception ended it."""
+    if not hasattr(sys, "last_value"):
+        mark_finished(rank)
 
 
 def find_mpirun() -> str:
@@ -151,6 +178,7 @@ def guarded(rank: Rank, action: Callable[[], int]) -> int:
     Raises:
         SystemExit: The only rank calls `sys.exit`.
     """
+    atexit.unregister(_mark_end)
     try:
         code = action()
         mark_finished(rank.index)

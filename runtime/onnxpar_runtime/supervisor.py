@@ -2,7 +2,8 @@
 
 mpirun ends all ranks when one of them dies. The supervisor decides from the exit code whether to
 start again: an error that all ranks agreed on would come again. Success also needs a mark of each
-rank that it finished (`onnxpar_runtime.marks`). The supervisor ends mpirun if it outlives a rank
+rank that it finished (`onnxpar_runtime.marks`); ranks of another program need one only if they
+have called `init`. The supervisor ends mpirun if it outlives a rank
 that failed, and ranks of this machine whose mpirun has died (on other machines, Open MPI's daemons
 do so). It also passes signals on to mpirun: as SIGUSR2 if the command has `--grace`, so that the
 ranks can write a last checkpoint.
@@ -18,6 +19,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from shutil import which
 from tempfile import TemporaryDirectory
 from types import FrameType
 
@@ -58,9 +60,10 @@ class Job:
 
     Attributes:
         program: The command that starts one rank, without its arguments.
-        arguments: A command of `COMMANDS` and its directory: `train DIR …`.
+        arguments: A command of `COMMANDS` and its directory: `train DIR …`; or another program and
+            its arguments, which are started without `program`.
         ranks: Number of ranks; None for that of the directory.
-        retries: How often the run of a directory is restarted; only of `train`.
+        retries: How often the run of a directory, or another program, is restarted.
         fallbacks: Directories with which the run continues, one after another, when no retries are
             left: the same training, sharded for fewer ranks.
         options: Further options of mpirun.
@@ -74,6 +77,11 @@ class Job:
     fallbacks: Sequence[Path] = ()
     options: Sequence[str] = ()
     keep_placement: bool = False
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the ranks run a command of onnxpar."""
+        return self.arguments[:1] != [] and self.arguments[0] in COMMANDS
 
 
 @dataclass(frozen=True)
@@ -101,19 +109,21 @@ def supervise(job: Job) -> int:
         no retries are left; 128 plus the number of a signal that ended it.
 
     Raises:
-        LaunchError: The command starts no ranks, a directory is for another number of ranks, or
-            there are retries and no checkpoints.
+        LaunchError: The command starts no ranks, a directory is for another number of ranks,
+            there are retries and no checkpoints, or a program is not found.
         DirectoryError: A directory cannot be read.
     """
-    if "--help" in job.arguments:
+    if job.is_own and "--help" in job.arguments:
         return subprocess.call([*job.program, *job.arguments])
-    plan = list(_attempts(job))
-    folder = option(job.arguments, "--checkpoint")
-    if len(plan) > 1 and folder is None:
+    plan = list(_attempts(job) if job.is_own else _attempts_of_program(job))
+    folder = option(job.arguments, "--checkpoint") if job.is_own else None
+    if len(plan) > 1 and folder is None and job.is_own:
         raise LaunchError("--retries and --fallback: expected --checkpoint in the command as well")
     _adopt_orphans()
     for number, (directory, ranks) in enumerate(plan):
-        arguments = _arguments(job, directory, folder if number else None)
+        arguments = list(job.arguments)
+        if isinstance(directory, Path):
+            arguments = _arguments(job, directory, folder if number else None)
         start = time.monotonic()
         end = _run(job, ranks, arguments)
         if end.interrupted is not None:
@@ -127,12 +137,13 @@ def supervise(job: Job) -> int:
         if number + 1 < len(plan):
             again, count = plan[number + 1]
             restart = f"(restart {number + 1} of {len(plan) - 1})"
-            _report(f"{_where(folder)} on {ranks_in_words(count)}, with {again} {restart}")
+            where = f"{_where(folder)} " if job.is_own else "restarting "
+            _report(f"{where}on {ranks_in_words(count)}, with {again} {restart}")
             if elapsed < _SHORT_S:
                 time.sleep(min(_PAUSE_S * 2 ** min(number, 10), _LONGEST_PAUSE_S))
             if again != directory:
                 job = _on_answering_machines(job)
-    if job.arguments[0] == "train":
+    if job.arguments[0] == "train" or job.retries:
         _report("giving up: no retries are left" if len(plan) > 1 else "use --retries to restart")
     return 1
 
@@ -161,19 +172,10 @@ def option(arguments: Sequence[str], name: str) -> str | None:
 
 def _attempts(job: Job) -> Iterator[tuple[Path, int]]:
     """Returns directory and number of ranks of each attempt."""
-    if not 0 <= job.retries <= _MOST_RETRIES:
-        raise LaunchError(f"--retries: expected 0 to {_MOST_RETRIES}, got {job.retries}")
+    retries = _checked_retries(job)
     command = list(job.arguments)
-    if len(command) < 2 or command[0] not in COMMANDS:
-        why = ""
-        if command[:1] == ["verify"]:
-            why = ": verify runs all ranks in one process, so start it without launch"
-        elif command and command[0] not in COMMANDS:
-            why = ": start a program of your own with `mpirun -n N …`"
-        raise LaunchError(
-            f"launch: expected `-- COMMAND DIR …` with a command of {', '.join(COMMANDS)}, got "
-            f"`-- {' '.join(command[:2])}`{why}"
-        )
+    if len(command) < 2:
+        raise LaunchError(f"launch: expected `-- {command[0]} DIR …`, got `-- {command[0]}`")
     if not Path(command[1]).exists():
         raise LaunchError(f"launch: {command[1]} does not exist")
     if not _is_directory(command[1]):
@@ -196,8 +198,35 @@ def _attempts(job: Job) -> Iterator[tuple[Path, int]]:
                 f"-n {job.ranks}: {directory} was made for "
                 f"{ranks_in_words(manifest.devices)}; leave out -n"
             )
-        for _ in range(1 + job.retries):
+        for _ in range(1 + retries):
             yield directory, manifest.devices
+
+
+def _attempts_of_program(job: Job) -> Iterator[tuple[str, int]]:
+    """Returns program and number of ranks of each attempt."""
+    program = job.arguments[0] if job.arguments else ""
+    why = ""
+    if program == "verify":
+        why = ": verify runs all ranks in one process, so start it without launch"
+    elif job.ranks is None:
+        why = ": a program of your own needs -n N"
+    elif which(program) is None:
+        why = f": there is no program {program!r} on the PATH"
+    if why:
+        raise LaunchError(
+            f"launch: expected `-- COMMAND DIR …` with a command of {', '.join(COMMANDS)}, or "
+            f"`-n N -- PROGRAM …`, got `-- {' '.join(job.arguments[:2])}`{why}"
+        )
+    if job.fallbacks:
+        raise LaunchError(f"--fallback: expected `-- train DIR …`, got `-- {program}`")
+    assert job.ranks is not None
+    return ((program, job.ranks) for _ in range(1 + _checked_retries(job)))
+
+
+def _checked_retries(job: Job) -> int:
+    if not 0 <= job.retries <= _MOST_RETRIES:
+        raise LaunchError(f"--retries: expected 0 to {_MOST_RETRIES}, got {job.retries}")
+    return job.retries
 
 
 def _is_directory(path: str) -> bool:
@@ -239,13 +268,14 @@ def _run(job: Job, ranks: int, arguments: Sequence[str]) -> _End:
     known = set(_children())
     with TemporaryDirectory(prefix="onnxpar-launch-") as folder, _handed_on() as signals:
         options = job.options
-        if not job.keep_placement:
+        if job.is_own and not job.keep_placement:
             manifest = Manifest.load(Path(arguments[1]))
             options, notice = placed(mpirun, options, manifest, Path(folder))
             if notice:
                 _report(notice)
-        command = [mpirun, *more, *options, "-n", str(ranks), *job.program, *arguments]
-        marks, stop = Marks(Path(folder)), _Stop(signals, _grace(arguments))
+        program = job.program if job.is_own else ()
+        command = [mpirun, *more, *options, "-n", str(ranks), *program, *arguments]
+        marks, stop = Marks(Path(folder)), _Stop(signals, _grace(arguments) if job.is_own else None)
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -266,7 +296,7 @@ def _run(job: Job, ranks: int, arguments: Sequence[str]) -> _End:
                 marks.remove_segments()
         why = stop.why
         if process.returncode == 0 and not why:
-            why = _why_unfinished(marks, ranks)
+            why = _why_unfinished(marks, ranks, job.is_own)
         missing = "" if marks.joined else _missing(stop.stopped, marks.elsewhere(ranks), ranks)
     return _End(process.returncode, signals.seen, why, missing)
 
@@ -280,8 +310,10 @@ def _missing(stopped: Collection[int], unseen: Sequence[int], ranks: int) -> str
     return ""
 
 
-def _why_unfinished(marks: Marks, ranks: int) -> str:
+def _why_unfinished(marks: Marks, ranks: int, is_own: bool) -> str:
     """Says why a run did not finish, though mpirun reported success; empty if it did."""
+    if marks.empty and not is_own:
+        return ""  # no rank has called `init`
     if marks.empty:
         return (
             "mpirun ended with code 0, but no rank reported that it finished: expected a rank on "

@@ -32,7 +32,12 @@ def test_mistakes(sharded: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train = ["--", "train", two, "--data", "digits", "--lr", "1"]
     cases = (
         (["--", "verify", two], f"got `-- verify {two}`: verify runs all ranks in one process"),
-        (["--", "python", two], "expected `-- COMMAND DIR …` with a command of run, generate, "),
+        (["--", "trian", two], "expected `-- COMMAND DIR …` with a command of run, generate, "),
+        (["--", "trian", two], f"got `-- trian {two}`: a program of your own needs -n N"),
+        (["-n", "2", "--", "trian", two], ": there is no program 'trian' on the PATH"),
+        (["-n", "2", "--fallback", two, "--", "true"], "--fallback: expected `-- train DIR …`"),
+        (["-n", "2", "--retries", "-1", "--", "true"], "--retries: expected 0 to 1000, got -1"),
+        (["-n", "0", "--", "true"], "-n: expected a number >= 1, got 0"),
         (["--", "run"], "got `-- run`"),
         (["--", "run", "nodir"], "launch: nodir does not exist"),
         (["--", "train", str(sharded)], f"got {sharded}, which has no manifest.json"),
@@ -136,6 +141,28 @@ def test_attempts_go_from_directory_to_directory(
 def test_a_job_of_another_directory_is_refused(sharded: Path) -> None:
     with pytest.raises(OnnxparRuntimeError, match="leave out -n"):
         supervise(Job(["python"], ["train", str(sharded / "ranks2")], ranks=3))
+
+
+def test_a_program_of_ones_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It gets its arguments as they are, and succeeds if mpirun says so."""
+    mpirun = tmp_path / "mpirun"
+    mpirun.write_text(
+        f'#!/bin/sh\necho Open MPI "$@" >> {tmp_path}/calls\n'
+        f"[ $(wc -l < {tmp_path}/calls) -lt 4 ] || exit 0\nexit 9\n"
+    )
+    mpirun.chmod(0o755)
+    monkeypatch.setattr(supervisor, "find_mpirun", lambda: str(mpirun))
+    monkeypatch.setattr(supervisor, "is_open_mpi", lambda path: False)
+    monkeypatch.setattr(supervisor, "crowd_options", lambda path, ranks: [])
+    monkeypatch.setattr(supervisor.time, "sleep", lambda seconds: None)
+    arguments = ["sh", "-c", "--help", "--grace", "9"]
+    assert supervise(Job(["python"], arguments, ranks=3, retries=1)) == 1
+    assert "restarting on 3 ranks, with sh (restart 1 of 1)" in capsys.readouterr().err
+    assert supervise(Job(["python"], arguments, ranks=3, retries=1)) == 0
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert calls == ["Open MPI -n 3 sh -c --help --grace 9"] * 4
 
 
 @pytest.mark.parametrize(

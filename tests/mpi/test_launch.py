@@ -495,3 +495,31 @@ def test_no_rank_is_left_behind(work: Path, whom: str) -> None:
     assert whom == "supervisor" or not session.exists()
     # Nobody else removes Open MPI's shared memory when mpirun is killed.
     assert len(shared) == 2 and not [path for path in shared if path.exists()]
+
+
+SCRIPT = """
+import sys
+import numpy as np
+from onnxpar_runtime import init
+rank = init("mpi")
+rank.all_reduce(np.ones(2))
+if rank.index == 1 and sys.argv[1] == "raise":
+    raise ValueError("wrong")
+if rank.index == 1 and sys.argv[1] == "exit":
+    sys.exit(3)
+if sys.argv[1] != "exit":
+    rank.all_reduce(np.ones(2))
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("how", "code"), [("end", 0), ("raise", 1), ("exit", 1)])
+def test_a_script_of_ones_own(work: Path, how: str, code: int) -> None:
+    """A rank that raises an exception must not wait for the others to end."""
+    (work / "script.py").write_text(SCRIPT)
+    with launched("-n", "2", "--", sys.executable, str(work / "script.py"), how) as process:
+        _, errors = finish(process)
+    assert process.returncode == code, errors
+    assert ("r1 | ValueError: wrong" in errors) is (how == "raise"), errors
+    assert ("Traceback" in errors) is (how == "raise"), errors
+    assert ("a rank failed" in errors) is (how != "end"), errors
