@@ -59,17 +59,15 @@ class OptimizerParallel:
             return ()
         return within(atoms, mesh, self.group)
 
-    def kept(self, bytes_: int, replicas: int, moments: int, gradients: int = 1) -> float:
+    def kept(self, bytes_: int, replicas: int, moments: int) -> float:
         """Returns the bytes of a parameter, its gradient and its moments that a device keeps.
 
         Args:
             bytes_: Bytes of a device's shard of the parameter, in the plan.
             replicas: Over how many replicas its states are sharded.
             moments: How many tensors of the parameter's shape the optimizer keeps.
-            gradients: How many gradients are kept: 2 if a step has several micro-batches, whose
-                gradients are added up.
         """
-        counts = {PARAMETERS: 1, GRADIENTS: gradients, MOMENTS: moments}
+        counts = {PARAMETERS: 1, GRADIENTS: 1, MOMENTS: moments}
         return sum(
             bytes_ * count / (replicas if self.level >= level else 1)
             for level, count in counts.items()

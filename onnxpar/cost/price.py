@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, pairwise
+from operator import add
 from typing import NamedTuple
 
 import onnx_ir as ir
@@ -79,8 +80,8 @@ class Price:
         peak: Bytes at the peak: in addition to `held`, inputs, outputs, and the larger of the
             values between nodes and the memory of the optimizer.
         kept: For each parameter, its part of `held`.
-        sums: For each trained parameter, the bytes that a step of several micro-batches holds in
-            addition: the sum of its gradients so far.
+        adding: Bytes by which the peak is higher if a step has several micro-batches: the
+            gradients of one have memory of their own until they have been added up.
         hidden_each: Seconds of communication in a run or a micro-batch that computation hides.
         hidden_once: Those that it hides in the last micro-batch in addition, in which the
             reductions of gradients are started ahead.
@@ -93,7 +94,7 @@ class Price:
     held: int
     peak: int
     kept: Mapping[str, int]
-    sums: Mapping[str, int]
+    adding: int
     hidden_each: float = 0.0
     hidden_once: float = 0.0
 
@@ -118,9 +119,9 @@ class Price:
         """Seconds of communication that computation hides, in a step of one micro-batch."""
         return self.hidden_each + self.hidden_once
 
-    def summed(self, micro_batches: int) -> int:
-        """Returns the bytes that a step of some micro-batches holds in addition to `held`."""
-        return sum(self.sums.values()) if micro_batches > 1 else 0
+    def highest(self, micro_batches: int) -> int:
+        """Returns the bytes at the peak of a step of some micro-batches."""
+        return self.peak + (self.adding if micro_batches > 1 else 0)
 
     def step(self, micro_batches: int) -> float:
         """Returns the seconds of a step of some micro-batches, or of as many runs."""
@@ -193,8 +194,8 @@ def price_in_turns(
     runs = last if odd else both.elapsed(once=True) - both.elapsed()
     seconds = alone.seconds - last + pairs * both.elapsed() + runs
     # Two micro-batches are one run.
-    held = alone.held + alone.summed(micro_batches // 2 + odd)
-    return InTurns(seconds, pricing.peak_in_turns(held))
+    held = pricing.peak_in_turns(alone.held)
+    return InTurns(seconds, held + alone.highest(micro_batches // 2 + odd) - alone.peak)
 
 
 @dataclass
@@ -244,7 +245,7 @@ class _Pricing:
         updated = (2 * (1 + self.moments) + 1) * sum(self._bytes(s, i) for s, i in trained)
         updating = updated / self.cost.machine.bandwidth
         kept = {n: self._kept(n) for n in plan.parameters}
-        held, sums = sum(kept.values()), {n: self._gradient(n) for n in self.shards.gradients}
+        held = sum(kept.values())
         self._step(MemoryStep("optimizer", tuple(self.started), (), 0), once=True)
         live = live_bytes(self.paired.steps, self._outputs())
         values = max(live, default=0)
@@ -252,8 +253,9 @@ class _Pricing:
         # Memory allows less in the background than would pay, so none of it is counted.
         self.tight = peak > self.cost.machine.memory
         peak = self._peak(held, values) if self.tight else peak
+        adding = self._peak(held, self._adding(live)) - self._peak(held, values)
         hidden = self._hidden(prices, self.events().foreground() if self.tight else self.events())
-        return Price(prices, outputs, gradients, updating, held, peak, kept, sums, *hidden)
+        return Price(prices, outputs, gradients, updating, held, peak, kept, adding, *hidden)
 
     def peak_in_turns(self, held: int) -> int:
         """Returns the bytes at the peak of two micro-batches that take turns.
@@ -278,6 +280,20 @@ class _Pricing:
             self.paired.once[len(self.paired.steps)] = once
         self.paired.steps.append(step)
         self.paired.places.append(len(self.computed))
+
+    def _adding(self, live: Sequence[int]) -> int:
+        """Bytes at the peak of values if gradients are values, too, until they are added up.
+
+        Args:
+            live: For each step the bytes that it needs if they are not.
+        """
+        outputs = self._gradients.keys() & self.made.keys()
+        left = {self.made[name][self.plan.outputs[name]] for name in outputs}
+        own = (
+            sum(m.bytes for m in step.makes if m.name in left and not m.view_of)
+            for step in self.paired.steps
+        )
+        return max(map(add, live, own), default=0)
 
     def _once(self, name: str) -> bool | None:
         return False if name in self.shared else None

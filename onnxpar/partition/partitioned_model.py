@@ -69,7 +69,7 @@ class States:
         inputs: Names of inputs and initializers that are read from a buffer of the same name.
         outputs: For each output that is written to a buffer, the buffer's name.
         sums: For each input that is the sum of a gradient over micro-batches, the buffer of the
-            gradient. It has memory only if a step has several micro-batches.
+            gradient (see `onnxpar.schedule.accumulate`).
     """
 
     inputs: frozenset[str] = frozenset()

@@ -22,19 +22,20 @@ class ProgramMemory:
     Attributes:
         weights: Parameters that it reads from files.
         states: The buffers that it reads or writes and that live from run to run, by name.
-        sums: The buffers that it reads only if a step has several micro-batches, by name.
         inputs: Its inputs.
         outputs: Its outputs that are not written to buffers; they are kept for the next run.
         values: The peak of the values between its nodes.
+        adding: The same if a step has several micro-batches: gradients are values, too, until they
+            have been added up in the buffers.
         unknown: Values whose size is not known before the run; they are not counted.
     """
 
     weights: int
     states: Mapping[str, int]
-    sums: Mapping[str, int]
     inputs: int
     outputs: int
     values: int
+    adding: int
     unknown: tuple[str, ...]
 
 
@@ -49,11 +50,12 @@ def program_memory(
     """
     tensors = LocalSizes(program.builder.table, dict(sizes or {}))
     outputs = {o.local.name or "": o for o in program.outputs}
-    sums = {i.name: tensors.bytes(i.local) for i in program.inputs if i.name in program.states.sums}
-    buffers, fed = program.states.outputs, program.states.inputs
+    buffers, fed, sums = program.states.outputs, program.states.inputs, program.states.sums
+    added = {o.local.name or "" for o in program.outputs if buffers.get(o.name) in sums.values()}
     states = {p.name: tensors.bytes(p.local) for p in program.parameters if p.fed}
-    states |= {i.name: tensors.bytes(i.local) for i in program.inputs if i.name in fed}
-    states = {name: size for name, size in states.items() if name not in sums}
+    # The runtime has the sums of gradients in the buffers of the gradients.
+    read = [i for i in program.inputs if i.name in fed and i.name not in sums]
+    states |= {i.name: tensors.bytes(i.local) for i in read}
     states |= {
         buffers[o.name]: tensors.bytes(o.local) for o in program.outputs if o.name in buffers
     }
@@ -63,10 +65,10 @@ def program_memory(
     return ProgramMemory(
         weights=sum(tensors.bytes(p.local) for p in program.parameters if not p.fed),
         states=states,
-        sums=sums,
         inputs=sum(tensors.bytes(i.local) for i in program.inputs if i.name not in fed),
         outputs=sum(tensors.bytes(o.local) for o in program.outputs if o.name not in buffers),
         values=live_peak((*steps, leaving), outputs),
+        adding=live_peak((*steps, leaving), outputs.keys() - added),
         unknown=tuple(tensors.unknown),
     )
 
@@ -101,10 +103,11 @@ def total_bytes(programs: Iterable[ProgramMemory], *, several: bool = False) -> 
     known = tuple(programs)
     states: dict[str, int] = {}
     for program in known:
-        states |= {**program.states, **(program.sums if several else {})}
+        states |= program.states
     bound = sum(p.inputs + p.outputs for p in known)
     weights = max((p.weights for p in known), default=0)
-    return weights + sum(states.values()) + bound + max((p.values for p in known), default=0)
+    values = max((p.adding if several else p.values for p in known), default=0)
+    return weights + sum(states.values()) + bound + values
 
 
 def handed_bytes(program: PartitionedModel, sizes: Mapping[str, int]) -> dict[str, int]:

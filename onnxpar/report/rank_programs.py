@@ -237,7 +237,9 @@ class _Reading:
 
     def _bound(self, formulas: "_Formulas") -> Iterator[list[Any]]:
         states = set(self.entry.get("state_inputs", ()))
-        skipped = self._sums()
+        # The runtime has the sums of gradients in the memory of the gradients.
+        states_of = self.manifest.get("training", {}).get("states", ())
+        sums = {s["name"] for s in states_of if s["kind"] == StateKind.MICRO_GRADIENT}
         kept = {o["name"]: o["state"] for o in self.entry.get("state_outputs", ())}
         handed = {v["name"] for v in self.entry.get("handed_in", ())}
         handed |= {v["name"] for v in self.entry.get("handed_out", ())}
@@ -248,23 +250,16 @@ class _Reading:
             name = value.name or ""
             if name in states:
                 known.add(name)
-                if name not in skipped:
+                if name not in sums:
                     yield [self.tables.text(name), "state", formulas.size(value)]
             elif name not in handed:
                 yield [self.tables.text(name), "input", formulas.size(value)]
         for value in self.model.graph.outputs:
             name = value.name or ""
-            if name in kept and kept[name] not in known | skipped:
+            if name in kept and kept[name] not in known:
                 yield [self.tables.text(kept[name]), "state", formulas.size(value)]
             elif name not in kept and name not in handed:
                 yield [self.tables.text(name), "output", formulas.size(value)]
-
-    def _sums(self) -> set[str]:
-        """Returns the states that have no memory, since a step has one micro-batch."""
-        if self.manifest.get("pipeline", {}).get("micro_batches", 1) > 1:
-            return set()
-        states = self.manifest.get("training", {}).get("states", ())
-        return {state["name"] for state in states if state["kind"] == StateKind.MICRO_GRADIENT}
 
 
 class _Formulas(LocalSizes):

@@ -14,7 +14,6 @@ one buffer: a bucket is a list of tensors.
 
 from collections.abc import Collection, Hashable, Iterator
 from dataclasses import dataclass, replace
-from math import prod
 
 import onnx_ir as ir
 
@@ -25,7 +24,7 @@ from onnxpar.graph.builder import DOMAIN
 from onnxpar.graph.local_builder import START_AHEAD, Collective
 from onnxpar.graph.metadata_keys import BYTES, OVER, VALUE
 from onnxpar.partition.partitioned_model import PartitionedModel
-from onnxpar.schedule.accumulate import accumulate, sums_of
+from onnxpar.schedule.accumulate import Gradient, added_up, gradients_of, put_behind
 from onnxpar.schedule.group import NEXT
 from onnxpar.schedule.tokens import PEERS
 
@@ -36,20 +35,16 @@ _REDUCTIONS = (_IN_PLACE, "ReduceScatter")
 
 
 @dataclass(frozen=True)
-class _Gradient:
+class _Reduced:
     """A gradient whose reduction can start ahead.
 
     Attributes:
-        value: The output of the training program.
-        position: The index of the node that computes it.
+        added: The gradient, which the training program adds up.
         reduction: The node of the optimizer's program that reduces it.
-        bytes: Its local size.
     """
 
-    value: ir.Value
-    position: int
+    added: Gradient
     reduction: ir.Node
-    bytes: int
 
 
 def start_ahead(
@@ -70,27 +65,33 @@ def start_ahead(
         machine: Its links decide how large a bucket is.
         shared: Buffers of gradients that other parts add to.
     """
-    gradients = _gradients(training, optimizer, shared)
-    found = sorted(gradients, key=lambda g: g.position)
-    builder, mesh, sums = training.builder, training.plan.mesh, sums_of(training)
+    found = list(_gradients(training, optimizer, shared))
+    builder, mesh = training.builder, training.plan.mesh
     nodes = list(builder.nodes)
     started: dict[str, str] = {}
     names = {o.local: training.states.outputs.get(o.name, o.name) for o in training.outputs}
     behind: dict[int, list[ir.Node]] = {}
-    token = builder.const([0], ir.DataType.UINT8)
+    token: ir.Value | None = None
     filled = buckets(
-        found, _kind, lambda g: g.bytes, lambda g: machine.link(mesh, g.reduction.meta["atoms"])
+        found,
+        _kind,
+        lambda g: g.added.bytes,
+        lambda g: machine.link(mesh, g.reduction.meta["atoms"]),
     )
-    for bucket in sorted(filled, key=lambda b: b[-1].position):
+    for bucket in sorted(filled, key=lambda b: b[-1].added.position):
         first = bucket[0].reduction
         attributes = {
             name: attribute.value
             for name, attribute in first.attributes.items()
             if name not in PEERS
         }
-        values, over = [g.value for g in bucket], first.metadata_props[OVER]
+        values, over = [g.added.value for g in bucket], first.metadata_props[OVER]
+        adding, token = added_up(builder, [g.added for g in bucket], token)
+        for position, added in adding.items():
+            for node in added:
+                node.meta[AHEAD] = True
+            behind.setdefault(position, []).extend(added)
         builder.nodes = []
-        token = accumulate(builder, token, [(v, sums[v]) for v in values])
         (token,) = builder.ops(
             "StartAhead",
             [token, builder.system_input(START_AHEAD), *values],
@@ -102,18 +103,17 @@ def start_ahead(
                 "input_names": str(["token", "run", *("X" for _ in values)]),
                 VALUE: NEXT.join(v.name or "" for v in values),
                 OVER: over,
-                BYTES: str(sum(g.bytes for g in bucket)),
+                BYTES: str(sum(g.added.bytes for g in bucket)),
             },
         )
-        added, made = builder.nodes
+        made = builder.nodes[-1]
         made.meta.update({key: first.meta[key] for key in ("atoms", "pairs", "stages")})
-        added.meta[AHEAD] = made.meta[AHEAD] = True
-        behind.setdefault(bucket[-1].position, []).extend([added, made])
-        last = f"the nodes of {training.program} after {nodes[bucket[-1].position].name}"
+        made.meta[AHEAD] = True
+        position = bucket[-1].added.position
+        behind.setdefault(position, []).append(made)
+        last = f"the nodes of {training.program} after {nodes[position].name}"
         started |= {g.reduction.name or "": last for g in bucket}
-    builder.nodes = [
-        node for index, own in enumerate(nodes) for node in (own, *behind.get(index, ()))
-    ]
+    builder.nodes = put_behind(nodes, behind)
     later = optimizer.builder
     later.collectives = [
         replace(c, started_in=training.program, behind=started[c.node]) if c.node in started else c
@@ -123,25 +123,20 @@ def start_ahead(
 
 def _gradients(
     training: PartitionedModel, optimizer: PartitionedModel, shared: Collection[str]
-) -> Iterator[_Gradient]:
-    positions = {
-        value: index for index, node in enumerate(training.builder.nodes) for value in node.outputs
-    }
+) -> Iterator[_Reduced]:
     read = {value for node in training.builder.nodes for value in read_by(node)}
     reductions = _reductions(optimizer)
-    for output in training.outputs:
-        state = training.states.outputs.get(output.name, "")
-        found = None if state in shared else reductions.get(state)
-        position, dtype = positions.get(output.local), output.local.dtype
-        if found is None or position is None or dtype is None:
+    state = {o.local: training.states.outputs.get(o.name, "") for o in training.outputs}
+    for gradient in gradients_of(training):
+        value = gradient.value
+        found = None if state[value] in shared else reductions.get(state[value])
+        if found is None or gradient.position < 0:
             continue
         collective, node = found
-        if collective.op == _IN_PLACE and output.local in read:
+        if collective.op == _IN_PLACE and value in read:
             # The sum replaces the gradient, which other nodes may not have read by then.
             continue
-        shape = output.sharding.local_shape(training.plan.mesh)
-        size = prod(int(dim) for dim in shape) * int(dtype.itemsize)
-        yield _Gradient(output.local, position, node, size)
+        yield _Reduced(gradient, node)
 
 
 def _reductions(optimizer: PartitionedModel) -> dict[str, tuple[Collective, ir.Node]]:
@@ -167,8 +162,8 @@ def _reductions(optimizer: PartitionedModel) -> dict[str, tuple[Collective, ir.N
     return found
 
 
-def _kind(gradient: _Gradient) -> Hashable:
+def _kind(gradient: _Reduced) -> Hashable:
     """What the gradients of one bucket have in common."""
     node = gradient.reduction
     attributes = str(sorted((n, str(a.value)) for n, a in node.attributes.items()))
-    return node.op_type, node.meta["atoms"], attributes, gradient.value.dtype
+    return node.op_type, node.meta["atoms"], attributes, gradient.added.value.dtype

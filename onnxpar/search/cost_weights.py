@@ -38,11 +38,6 @@ class CostWeights:
     kept: float = 1.0
     working: float = WORKING
 
-    @property
-    def gradients(self) -> int:
-        """How many gradients of each parameter are held: several micro-batches have a sum, too."""
-        return 2 if self.micro_batches > 1 else 1
-
 
 PLAIN = CostWeights()
 """The weights by default: seconds alone."""

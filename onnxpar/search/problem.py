@@ -441,7 +441,7 @@ class _Builder:
             reduced = self._back(usage.target.with_partial(()), usage, value, met=True)
             once += max(reduced - communication * backward, 0.0)
         seconds = each + once / self.weights.micro_batches
-        return seconds, parallel.kept(size, replicas, MOMENTS, self.weights.gradients)
+        return seconds, parallel.kept(size, replicas, MOMENTS)
 
     def _behind(self, value: Value, atoms: Sequence[int]) -> tuple[float, float]:
         """Seconds of collectives of a parameter that computing hides, forward and backward.

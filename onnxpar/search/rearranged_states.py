@@ -65,6 +65,6 @@ def saved_behind(
         # A product may gather a parameter over atoms that shard it.
         atoms = set(partial) - set(target.split_atoms)
         replicas = cost.mesh.count(parallel.shared(size, atoms, cost.mesh))
-        complete, part = (parallel.kept(size, n, moments, weights.gradients) for n in (1, replicas))
+        complete, part = (parallel.kept(size, n, moments) for n in (1, replicas))
         saved += value.count * (complete - part)
     return saved

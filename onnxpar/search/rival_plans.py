@@ -85,14 +85,14 @@ class Way:
         """Bytes at the peak of a device of the fullest stage; 0 if the way is impossible."""
         if self.staged is not None:
             return self.staged.peak
-        return 0 if self.price is None else self.price.peak + self.price.summed(self.micro_batches)
+        return 0 if self.price is None else self.price.highest(self.micro_batches)
 
     @property
     def held(self) -> int:
         """Bytes held all the time by a device of the stage that holds most."""
         if self.staged is not None:
             return self.staged.held
-        return 0 if self.price is None else self.price.held + self.price.summed(self.micro_batches)
+        return 0 if self.price is None else self.price.held
 
     def fits(self, limit: int) -> bool:
         """Whether it is possible within `limit` bytes of a device."""

@@ -58,7 +58,7 @@ def fullest_stage(
         for pm in own:
             stash = stashes[pm.virtual_stage]
             arrived = sum(size for name, size in taken[pm.program].items() if name not in stash)
-            running = known[pm.program].values + arrived
+            running = known[pm.program].adding + arrived
             if pm.program in forwards:
                 # What it leaves for its own backward is counted in `kept`.
                 running -= sum(made[pm.virtual_stage].values())
@@ -70,5 +70,5 @@ def fullest_stage(
 
 def _held(programs: Sequence[ProgramMemory], besides: Sequence[ProgramMemory], values: int) -> int:
     """Bytes held for programs whose values take at most `values` bytes at the same time."""
-    alone = max((p.values for p in (*programs, *besides)), default=0)
+    alone = max((p.adding for p in (*programs, *besides)), default=0)
     return total_bytes([*programs, *besides], several=True) + max(values - alone, 0)

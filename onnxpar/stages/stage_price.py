@@ -106,7 +106,7 @@ class StagePrice:
         seconds: Seconds per micro-batch, including receiving and sending.
         late: Seconds of these for which no other stage waits (see `PipelineSplit.step`).
         moving: Seconds per micro-batch of receiving and sending alone.
-        held: Bytes of its parameters, gradients, their sums over micro-batches, and moments.
+        held: Bytes of its parameters, gradients and moments.
         peak: Bytes at the peak, including the activations of all micro-batches that it keeps.
         nodes: Number of nodes of the model.
     """
@@ -337,10 +337,9 @@ class _Staging:
             for value in read_by(node):
                 readers.setdefault(value.name or "", set()).update(stages)
         found = [0] * self.split.stages
-        price, several = self.priced.price, self.split.micro_batches > 1
-        for name, size in price.kept.items():
+        for name, size in self.priced.price.kept.items():
             for stage in readers.get(name, ()):
-                found[stage] += size + (price.sums.get(name, 0) if several else 0)
+                found[stage] += size
         return found
 
     def _activations(self, stage: int, mine: Sequence[int]) -> int:

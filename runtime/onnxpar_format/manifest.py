@@ -47,7 +47,8 @@ class StateKind(StrEnum):
     Attributes:
         PARAMETER: A trained parameter.
         GRADIENT: Its gradient, summed over the micro-batches of a step so far.
-        MICRO_GRADIENT: The sum of its gradients over micro-batches, if a step has several.
+        MICRO_GRADIENT: The sum of its gradients over micro-batches, if a step has several. Our
+            runtime has it in the memory of the gradient.
         MOMENT1: The momentum, or the mean of gradients.
         MOMENT2: The mean of squared gradients.
         STATISTIC: A running statistic of the model, which every micro-batch updates.

@@ -17,22 +17,26 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+import onnx
 from numpy.typing import NDArray
 
 from onnxpar_format.boxes import coordinates
 from onnxpar_format.entries import ProgramEntry, SystemInput
 from onnxpar_format.expressions import ExpressionError
 from onnxpar_format.manifest import TRANSIENT
+from onnxpar_format.padding_mark import PaddingMark
 from onnxpar_format.trace import PROGRAM
 from onnxpar_runtime.captured import FIXED, obstacle, read_anew
 from onnxpar_runtime.cuda import Staged, copy_in
 from onnxpar_runtime.errors import DirectoryError, RankError, first_line
+from onnxpar_runtime.exposed_graph import read_graph
 from onnxpar_runtime.inputs import Feeds
 from onnxpar_runtime.loader import Loader
 from onnxpar_runtime.manifest import Manifest
-from onnxpar_runtime.run_values import ACCUMULATE, LOSS_WEIGHT, Given, Results
+from onnxpar_runtime.run_values import ACCUMULATE, ALONE, FIRST, LOSS_WEIGHT, Given, Results
 from onnxpar_runtime.tensors import empty, to_host, to_ort
-from onnxpar_runtime.without_padding import LeanGraph, Values, lean_graph
+from onnxpar_runtime.training.added_up import add_up
+from onnxpar_runtime.without_padding import Values, leave_out, needless
 
 log = logging.getLogger(__name__)
 Array = NDArray[Any]
@@ -90,6 +94,7 @@ class Executor:
         loader: Makes the session.
         buffers: The memory of the program's states.
         runs: As `expect`.
+        several: As `expect`.
 
     Attributes:
         manifest: The manifest.
@@ -116,6 +121,7 @@ class Executor:
         loader: Loader,
         buffers: StateMemory | None = None,
         runs: Sequence[Values] = (),
+        several: bool = False,
     ) -> None:
         """Loads the rank's graph."""
         self.manifest = manifest
@@ -132,40 +138,58 @@ class Executor:
         self._bindings: OrderedDict[tuple[Any, ...], _Binding] = OrderedDict()
         self._captures = count()
         self._saved = self._writes_saved_states()
-        self._lean = self._lean_graph(runs)
-        self._load()
+        # Whether the graph adds up gradients, and whether the one that is loaded does.
+        self._adds = any(entry.kind == ACCUMULATE for entry in self.program.system_inputs)
+        self._several = self._adds and several
+        model, self._left_out = self._model(runs)
+        self._load(model)
         log.info(
             "rank %d of %d: %s on %s", self.rank.index, manifest.devices, self._path, self.device
         )
 
-    def expect(self, runs: Sequence[Values]) -> None:
-        """Says what runs will come: nodes that set padding are left out where none has any.
+    def expect(self, runs: Sequence[Values], *, several: bool | None = None) -> None:
+        """Says what runs will come: nodes that they do not need are left out.
 
-        Any other run may come, too; then all nodes are there from then on.
+        These are nodes that set padding where no run has any, and nodes that add up gradients. Any
+        other run may come, too; then all nodes are there from then on.
 
         Args:
             runs: The values of symbols in each run; none if they are not known.
+            several: Whether steps have several micro-batches; None for as before.
 
         Raises:
             DirectoryError: As of the constructor.
         """
-        lean = self._lean_graph(runs)
-        if lean != self._lean:
-            self._lean = lean
-            self._load()
+        before = self._left_out, self._several
+        self._several = self._several if several is None else self._adds and several
+        model, self._left_out = self._model(runs)
+        if (self._left_out, self._several) != before:
+            self._load(model)
 
-    def _lean_graph(self, runs: Sequence[Values]) -> LeanGraph | None:
-        if not runs or self.loader.watch is not None:
-            return None
-        return lean_graph(self._path, runs)
+    def _model(
+        self, runs: Sequence[Values]
+    ) -> tuple[onnx.ModelProto | None, frozenset[PaddingMark]]:
+        """The graph to load, None for that in the file; and the marks of what is left out of it."""
+        watch, path, marks = self.loader.watch, self._path, frozenset[PaddingMark]()
+        if not (runs or self._adds or watch is not None):
+            return None, marks
+        model = read_graph(path)
+        if self._adds:
+            add_up(model.graph, several=self._several)
+        if watch is not None:
+            watch.expose(model.graph, self.program)
+        elif runs:
+            marks = needless(path, model.graph, runs)
+            leave_out(path, model.graph, marks)
+        return model if marks or self._adds or watch is not None else None, marks
 
-    def _load(self) -> None:
-        """Makes the session, in place of one that there may be."""
+    def _load(self, model: onnx.ModelProto | None) -> None:
+        """Makes the session of a graph, in place of one that there may be."""
         self.close()
         loader, path = self.loader, self._path
         self.obstacle = obstacle(self.manifest, self.program) if loader.graphs else None
         wanted = loader.graphs and self.obstacle is None
-        self.session, self._graphs = loader.load(path, wanted, self.program, self._lean)
+        self.session, self._graphs = loader.load(path, wanted, model)
         inputs, outputs = self.session.get_inputs(), self.session.get_outputs()
         self.graph_inputs = {i.name for i in inputs}
         places = zip(inputs, self.session.get_input_memory_infos(), strict=True)
@@ -188,7 +212,9 @@ class Executor:
 
     def _check_graph(self, path: Path, found: set[str]) -> None:
         program = self.program
-        outputs = {spec.name for spec in program.outputs} | set(self._states) | self._handed
+        added = set(self._sums.values()) if self._several else ()
+        written = {name for name, state in self._states.items() if state not in added}
+        outputs = {spec.name for spec in program.outputs} | written | self._handed
         known = {spec.name for spec in program.inputs} | set(program.state_inputs)
         known |= {entry.name for entry in program.system_inputs}
         known |= {value.name for value in program.handed_in}
@@ -259,20 +285,23 @@ class Executor:
             KeyError: As `run`; or a value is missing.
         """
         feeds = given.feeds
-        if self._lean is not None and not self._lean.fits(feeds.values):
-            self.expect(())
+        mode = int(given.numbers.get(ACCUMULATE, ALONE))
+        padded = not all(mark.needless(feeds.values) for mark in self._left_out)
+        if padded or (mode and not self._several):
+            self.expect((), several=bool(mode) or self._several)
+        if self._several and mode == ALONE:
+            mode = FIRST
         local = {n: a for n, a in feeds.local.items() if n in self.graph_inputs}
-        mode = int(given.numbers.get(ACCUMULATE, 0))
         shapes = tuple((n, a.shape) for n, a in local.items())
         key = tuple(feeds.values.items()), shapes, mode
-        binding = self._bindings.pop(key, None) or self._bind(feeds.values, mode)
+        binding = self._bindings.pop(key, None) or self._bind(feeds.values)
         self._bindings[key] = binding
         while len(self._bindings) > _MAX_BINDINGS:
             self._bindings.popitem(last=False)
         self._feed(binding, local)
         for name in self._taken:
             binding.io.bind_ortvalue_input(name, given.handed[name])
-        self._number(binding, given.counters, given.numbers)
+        self._number(binding, given.counters, {**given.numbers, ACCUMULATE: mode})
         if self.queue is not None and self._saved:
             self.queue.before_writing()
         if not binding.reusable:
@@ -281,7 +310,7 @@ class Executor:
         with self.rank.timeline.span(PROGRAM, self.program.name, sizes=feeds.values):
             try:
                 if binding.captures:
-                    self._capture(binding, mode)
+                    self._capture(binding)
                 self.session.run_with_iobinding(binding.io, binding.options)
             except Exception as error:
                 if self.queue is None:
@@ -310,14 +339,14 @@ class Executor:
         self._let_go(binding)
         return results
 
-    def _capture(self, binding: _Binding, mode: int) -> None:
+    def _capture(self, binding: _Binding) -> None:
         """Has onnxruntime capture a run, and restores the states afterwards.
 
         onnxruntime runs the program several times: to allocate memory, to capture, and to replay.
         States that the program reads and writes would be updated each time.
         """
-        written = {*self._states.values(), *(self._sums if mode else ())}
-        both = sorted(written & set(self.program.state_inputs))
+        read = {self._sums.get(name, name) for name in self.program.state_inputs}
+        both = sorted(read.intersection(self._states.values()))
         self.loader.synchronize()
         kept = {name: to_host(self._state(name)) for name in both}
         self.session.run_with_iobinding(binding.io, binding.options)
@@ -353,7 +382,7 @@ class Executor:
         if self._handed:
             binding.outputs.clear()
 
-    def _bind(self, values: Mapping[str, int], mode: int) -> _Binding:
+    def _bind(self, values: Mapping[str, int]) -> _Binding:
         """Returns a new binding; it keeps output buffers whose sizes follow from the shapes."""
         reusable = True
         for spec in self.program.outputs:
@@ -366,9 +395,7 @@ class Executor:
         binding = _Binding(self.session.io_binding(), reusable, options, captured is not None)
         for name in self.program.state_inputs:
             if name in self.graph_inputs:
-                # A single micro-batch needs no memory for sums.
-                state = name if mode else self._sums.get(name, name)
-                binding.io.bind_ortvalue_input(name, self._state(state))
+                binding.io.bind_ortvalue_input(name, self._state(self._sums.get(name, name)))
         for entry in self.program.system_inputs:
             if entry.name in self.graph_inputs:
                 memory = self.system_memory(entry, values)

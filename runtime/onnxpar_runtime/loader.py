@@ -5,10 +5,10 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import onnx
 import onnxruntime
 from numpy.typing import NDArray
 
-from onnxpar_format.entries import ProgramEntry
 from onnxpar_runtime.collectives import Rank
 from onnxpar_runtime.cuda import CudaError, Queue
 from onnxpar_runtime.devices import CUDA, NCCL, Device, placed
@@ -23,7 +23,6 @@ from onnxpar_runtime.options import (
     threads_per_rank,
 )
 from onnxpar_runtime.tracing import operators
-from onnxpar_runtime.without_padding import LeanGraph
 
 Array = NDArray[Any]
 _GRAPHS = "cuda.enable_cuda_graph"
@@ -96,7 +95,7 @@ class Loader:
             )
 
     def load(
-        self, path: Path, graphs: bool, program: ProgramEntry, lean: LeanGraph | None = None
+        self, path: Path, graphs: bool, model: onnx.ModelProto | None = None
     ) -> tuple[Any, bool]:
         """Returns a session of a rank's graph, and whether its runs can be captured.
 
@@ -104,8 +103,7 @@ class Loader:
             path: The file of the graph.
             graphs: Whether to try to capture runs. Graphs with nodes on the host cannot be
                 captured; only onnxruntime knows which nodes these are.
-            program: The program of which it is the graph.
-            lean: The graph to load instead of that in the file.
+            model: The model to load instead of that in the file.
 
         Raises:
             DirectoryError: onnxruntime refuses the graph.
@@ -131,11 +129,7 @@ class Loader:
         if self._measured and self.memory is None:
             self.memory = LiveBytes()
             self.rank.count_background(self.memory.handle)
-        graph: str | bytes = str(path)
-        if self.watch is not None:
-            graph = self.watch.exposed(path, program)
-        elif lean is not None:
-            graph = lean.model
+        graph = str(path) if model is None else model.SerializeToString()
         options.add_session_config_entry(_WEIGHTS_FOLDER, str(path.parent))
         counted = nullcontext() if self.memory is None else self.memory.counted(options)
         try:
@@ -146,7 +140,7 @@ class Loader:
         except Exception as error:
             # onnxruntime has no common base class for what it raises.
             if graphs and _NO_CAPTURE in str(error):
-                return self.load(path, False, program, lean)
+                return self.load(path, False, model)
             raise DirectoryError(
                 f"{path}: onnxruntime cannot load it: {first_line(error)}"
             ) from None

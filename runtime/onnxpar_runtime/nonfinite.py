@@ -9,7 +9,6 @@ attention, are no fault.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,7 @@ from onnxpar_format.entries import ProgramEntry
 from onnxpar_format.texts import numbered_ranks
 from onnxpar_runtime.agree import agree
 from onnxpar_runtime.errors import NotFiniteError
-from onnxpar_runtime.exposed_graph import DOMAIN, KEPT, add_outputs, read_graph
+from onnxpar_runtime.exposed_graph import DOMAIN, KEPT, add_outputs
 from onnxpar_runtime.tensors import to_host
 
 Array = NDArray[Any]
@@ -57,28 +56,23 @@ class Watch:
         self._first: _Finding | None = None
         self._runs = 0
 
-    def exposed(self, path: Path, program: ProgramEntry) -> bytes:
-        """Returns a rank's graph with all of its floating-point values as outputs.
+    def expose(self, graph: onnx.GraphProto, program: ProgramEntry) -> None:
+        """Makes all floating-point values of a rank's graph outputs.
 
         Args:
-            path: The file.
+            graph: The graph, which is changed.
             program: The program of which it is the graph.
-
-        Raises:
-            DirectoryError: The file cannot be read.
         """
-        model = read_graph(path)
-        graph = onnx.GraphProto()
-        graph.node.extend(model.graph.node)
-        self._graphs[program.name] = graph
+        nodes = onnx.GraphProto()
+        nodes.node.extend(graph.node)
+        self._graphs[program.name] = nodes
         types = {
             value.name: value.type.tensor_type.elem_type
-            for value in (*model.graph.value_info, *model.graph.output)
+            for value in (*graph.value_info, *graph.output)
         }
         names = {name for name, code in types.items() if code in _FLOATS}
         states = {output.name for output in program.state_outputs}
-        add_outputs(model.graph, names, states, inputs=True)
-        return bytes(model.SerializeToString())
+        add_outputs(graph, names, states, inputs=True)
 
     def look(self, program: ProgramEntry, made: Mapping[str, Any]) -> None:
         """Looks at the values of a run.

@@ -13,6 +13,8 @@ LOSS_WEIGHT = "loss_weight"
 """The kind of a loss weight in `onnxpar_format.entries.SystemInput`, and its key in a run."""
 START_AHEAD, FINISH_LATER, ACCUMULATE = "start_ahead", "finish_later", "accumulate"
 """Likewise, of inputs that are set for each run."""
+ALONE, FIRST, ADDED = 0, 2, 3
+"""Values of `ACCUMULATE`: gradients of a step's only micro-batch, of its first, of another."""
 
 
 @dataclass(frozen=True)

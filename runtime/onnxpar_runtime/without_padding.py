@@ -1,63 +1,47 @@
 """A rank's graph without the nodes that set padding, for sizes of which no shard has any."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import onnx
 
 from onnxpar_format.padding_mark import KEY, PaddingMark
 from onnxpar_runtime.errors import DirectoryError
-from onnxpar_runtime.exposed_graph import DOMAIN, read_graph
+from onnxpar_runtime.exposed_graph import DOMAIN
 
 Values = Mapping[str, int]
 
 
-@dataclass(frozen=True)
-class LeanGraph:
-    """A graph without nodes that set padding.
-
-    Attributes:
-        model: The model, serialised.
-        marks: Those of the nodes that it lacks. It may be run with values with which all of them
-            are needless.
-    """
-
-    model: bytes
-    marks: frozenset[PaddingMark]
-
-    def fits(self, values: Values) -> bool:
-        """Whether the graph may be run with these values of symbols."""
-        return all(mark.needless(values) for mark in self.marks)
-
-
-def lean_graph(path: Path, runs: Sequence[Values]) -> LeanGraph | None:
-    """Returns a graph without the nodes that set padding of which no run has any.
+def needless(path: Path, graph: onnx.GraphProto, runs: Sequence[Values]) -> frozenset[PaddingMark]:
+    """Returns the marks of the nodes that set padding of which no run has any.
 
     Args:
-        path: The file.
-        runs: The values of symbols in each run.
-
-    Returns:
-        None if all nodes are needed.
+        path: The file of the graph, for messages.
+        graph: The graph.
+        runs: The values of symbols in each run, at least one.
 
     Raises:
-        DirectoryError: The file cannot be read, or a mark is malformed.
+        DirectoryError: A mark is malformed.
     """
-    model = read_graph(path)
-    left_out = set()
-    for node, mark in _marks(path, model.graph):
-        if all(mark.needless(values) for values in runs):
+    marks = {mark for _, mark in _marks(path, graph)}
+    return frozenset(m for m in marks if all(m.needless(values) for values in runs))
+
+
+def leave_out(path: Path, graph: onnx.GraphProto, left_out: Collection[PaddingMark]) -> None:
+    """Removes the nodes with these marks from a graph, and what only they read.
+
+    Raises:
+        DirectoryError: A mark is malformed.
+    """
+    for node, mark in list(_marks(path, graph)):
+        if mark in left_out:
             operand = node.input[mark.operand]
             del node.input[:], node.attribute[:]
             # onnxruntime removes it, and keeps the name of the result if that is an output.
             node.op_type, node.domain = "Identity", ""
             node.input.append(operand)
-            left_out.add(mark)
-    if not left_out:
-        return None
-    _remove_unread(model.graph)
-    return LeanGraph(model.SerializeToString(), frozenset(left_out))
+    if left_out:
+        _remove_unread(graph)
 
 
 def _marks(path: Path, graph: onnx.GraphProto) -> Iterator[tuple[onnx.NodeProto, PaddingMark]]:

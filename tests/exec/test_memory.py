@@ -62,7 +62,13 @@ def save(folder: Path, name: str, layers: int = 2) -> tuple[Path, dict[str, int]
     return path, GPT if name == "gpt" else CLASSIFIER
 
 
-def measured(directory: Path, trains: bool, sizes: Mapping[str, int], **more: Any) -> int:
+def measured(
+    directory: Path,
+    trains: bool,
+    sizes: Mapping[str, int],
+    micro_batches: int = 1,
+    **more: Any,
+) -> int:
     """Bytes of the fullest rank in the second run, when outputs of the first are there."""
     rng, peaks = np.random.default_rng(0), []
     kind = partial(Trainer, programs=(TRAINING, OPTIMIZER), **more) if trains else Session
@@ -74,7 +80,9 @@ def measured(directory: Path, trains: bool, sizes: Mapping[str, int], **more: An
                 reads = group.manifest.program(OPTIMIZER).system_inputs
                 names = {s.hyperparameter for s in reads if s.hyperparameter is not None}
                 hyper = hyperparameters("adamw", Settings(), names).at(step, 1e-3)
-                group.each(lambda r, h=hyper: group.members[r].train_step([feeds], h))
+                group.each(
+                    lambda r, h=hyper: group.members[r].train_step([feeds] * micro_batches, h)
+                )
             else:
                 group.on_each(lambda member: member.run_global(feeds))
         peaks = [member.peak_bytes() for member in group.members]
@@ -95,6 +103,29 @@ def test_predicted_as_measured(tmp_path: Path, name: str, strategy: str, trains:
     made = summary.training.programs if summary.training else (summary.partitioned,)
     run = [program_memory(p, sizes) for p in made if p.program in ("model", TRAINING, OPTIMIZER)]
     assert total_bytes(run) == pytest.approx(held, rel=EXACT, abs=SMALL)
+
+
+@pytest.mark.parametrize("strategy", ["dp=2", "tp=2"] if FULL else ["dp=2"])
+def test_micro_batches_need_one_buffer_of_gradients(tmp_path: Path, strategy: str) -> None:
+    """The gradients of one micro-batch are there until they have been added up."""
+    path, sizes = save(tmp_path, "gpt")
+    workload = read_workload(path, {}, ADAMW)
+    chosen = load_strategy(strategy, None)
+    plan = workload.plan(resolve(chosen, workload.program))
+    planned = workload.price(plan, load_machine("cpu"), sizes)
+    summary = shard_model(path, chosen, tmp_path / "out", training=ADAMW)
+    assert summary.training is not None
+    one, several = (measured(summary.out, True, sizes, count) for count in (1, 3))
+    run = [p for p in summary.training.programs if p.program in (TRAINING, OPTIMIZER)]
+    made = total_bytes([program_memory(p, sizes) for p in run], several=True)
+    assert made == pytest.approx(several, rel=EXACT, abs=SMALL)
+    assert planned.highest(3) == pytest.approx(several, rel=WITHIN)
+    largest = max(
+        prod(i.sharding.local_shape(plan.mesh))
+        for i in run[0].inputs
+        if i.name.startswith("onnxpar.micro")
+    )
+    assert several - one <= 4 * largest + SMALL
 
 
 @pytest.mark.parametrize(

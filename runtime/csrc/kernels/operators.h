@@ -53,6 +53,7 @@
 //     both states that live in memory of the runtime. It writes into one of them: g += sum in the
 //     last micro-batch (mode 1), sum = g in the first (2), sum += g in between (3); with mode 0,
 //     which stands for a single micro-batch, nothing. It has no function in standard operators.
+//     Where the runtime makes the gradients values inside the graph, only modes 2 and 3 occur.
 //   Philox(key int64, shape int64, global_shape int64, start int64;
 //          distribution = "uniform" | "normal", dtype = 1) -> Y float32
 //     See kernels/host/philox.h. It is of ranks, and its inputs lie in host memory.

@@ -46,6 +46,8 @@ class Programs:
         self.loader = loader
         self._executors: dict[str, Executor] = {}
         self._runs: dict[str, Sequence[Values]] = {}
+        pipeline = manifest.pipeline
+        self._several = pipeline is not None and pipeline.micro_batches > 1
         self.states = States(manifest, loader)
 
     def load(self, name: str) -> Executor:
@@ -57,20 +59,26 @@ class Programs:
         if name not in self._executors:
             # Two micro-batches take turns if their sizes are equal.
             runs = self._runs.get(TRAINING if name == PAIRED else name, ())
-            made = Executor(self._manifest, name, self.loader, self.states, runs)
+            made = Executor(self._manifest, name, self.loader, self.states, runs, self._several)
             self._executors[name] = made
         return self._executors[name]
 
-    def expect(self, name: str, runs: Sequence[Values]) -> None:
+    def expect(self, name: str, runs: Sequence[Values], several: bool) -> None:
         """Says what runs of a program will come, also of its parts; see `Executor.expect`.
+
+        Args:
+            name: The program.
+            runs: The values of symbols in each run.
+            several: Whether a step has several runs of training programs.
 
         Raises:
             DirectoryError: There is no such program, or it cannot be loaded.
         """
+        self._several = several
         for part in self._manifest.parts(name):
             self._runs[part] = runs
             if part in self._executors:
-                self._executors[part].expect(runs)
+                self._executors[part].expect(runs, several=several)
 
     def loaded(self, name: str) -> Executor | None:
         """Returns a program of this rank if it is loaded. Any thread may call it."""

@@ -270,7 +270,7 @@ def carry_out(
     """Carries out a prepared run, from a checkpoint if there is one. Every rank must call it."""
     rank = trainer.rank
     together(rank, lambda: check_groups(trainer, wanted.grad_norm))
-    together(rank, lambda: trainer.expect(prepared.runs))
+    together(rank, lambda: trainer.expect(prepared.runs, prepared.data.accumulate))
     start, lines = Progress(), []
     if checkpoint is not None:
         start, lines = checkpoint.progress, resume(trainer, checkpoint, prepared.run)

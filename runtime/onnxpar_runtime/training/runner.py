@@ -18,7 +18,14 @@ from onnxpar_runtime.inputs import Feeds
 from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.pipeline.inbox import Inbox
 from onnxpar_runtime.pipeline.work import FORWARD, Micro, VirtualStages
-from onnxpar_runtime.run_values import ACCUMULATE, FINISH_LATER, START_AHEAD
+from onnxpar_runtime.run_values import (
+    ACCUMULATE,
+    ADDED,
+    ALONE,
+    FINISH_LATER,
+    FIRST,
+    START_AHEAD,
+)
 from onnxpar_runtime.training.programs import (
     CORRECT,
     EVALUATION,
@@ -344,9 +351,9 @@ class Pipelined(Runner):
 class _Gradients:
     """Where a step's gradients are, and what programs do with them; as `pipeline.work.Numbers`.
 
-    A program writes the gradients of a micro-batch to their states. Nodes `Accumulate` add them up
-    in second states, the sums, and in the last micro-batch in the gradients themselves. Schedules
-    differentiate the micro-batches of a virtual stage in ascending order, as one device does.
+    The program of a step's only micro-batch writes its gradients to their states. Those of several
+    add them up there. Schedules differentiate the micro-batches of a virtual stage in ascending
+    order, as one device does.
 
     Attributes:
         count: Number of runs in the last step, of one micro-batch or of two.
@@ -356,18 +363,18 @@ class _Gradients:
 
     def __init__(self, manifest: Manifest, programs: Programs) -> None:
         self._manifest, self._programs = manifest, programs
-        self._sums = {gradient: name for name, gradient in manifest.trained().sums.items()}
+        self._sums = set(manifest.trained().sums.values())
         # The gradients that each program makes.
         self._own: dict[str, tuple[str, ...]] = {}
         self.count = 0
-        self._complete: dict[str, bool] = {}
+        self._begun: set[str] = set()
         self.ahead = False
 
     def begin(self, count: int, *, accumulate: bool, ahead: bool) -> None:
         """Begins a step of some runs; the other arguments are those of `forward_backward`."""
         self.count = count
-        # For each gradient of earlier runs whether it has their total itself, or else its sum.
-        self._complete = dict.fromkeys(self._sums, True) if accumulate else {}
+        # The gradients that earlier runs have made.
+        self._begun = set(self._sums) if accumulate else set()
         # A captured step cannot leave work behind on another stream.
         self.ahead = ahead and not accumulate and not self._programs.loader.graphs
 
@@ -380,24 +387,22 @@ class _Gradients:
         own = self._own[program]
         if not own:
             return {}
-        earlier = any(name in self._complete for name in own)
-        if earlier or not last:
+        added = not self._begun.isdisjoint(own)
+        if added or not last:
             self._require_sums(program, own)
-        for name in own if earlier else ():
-            # Only where virtual stages of this rank share a parameter, or a caller accumulates.
-            if name not in self._complete:
-                states.clear(self._sums[name])
-            elif self._complete[name]:
-                states.set(self._sums[name], states.get(name))
-        self._complete |= dict.fromkeys(own, last)
-        return {ACCUMULATE: earlier + 2 * (not last), START_AHEAD: last and self.ahead}
+        for name in own if added else ():
+            # Only where virtual stages of this rank share a parameter.
+            if name not in self._begun:
+                states.clear(name)
+        self._begun.update(own)
+        mode = ADDED if added else ALONE if last else FIRST
+        return {ACCUMULATE: mode, START_AHEAD: last and self.ahead}
 
     def _require_sums(self, program: str, gradients: Sequence[str]) -> None:
         """Raises DirectoryError unless a program adds up these gradients."""
         manifest = self._manifest
-        absent = sorted(
-            self._programs.states[name].parameter for name in gradients if name not in self._sums
-        )
+        states = self._programs.states
+        absent = sorted(states[name].parameter for name in gradients if name not in self._sums)
         if absent:
             raise DirectoryError(
                 f"{manifest.directory}: no micro_gradient state for the parameters {absent}"
