@@ -78,8 +78,10 @@ int main(int argc, char** argv) try {
   onnxpar_world* world = check(onnxpar_mpi_world(60));
   const int rank = onnxpar_rank(world);
   onnxpar_directory* directory = check(onnxpar_open(argv[1], rank));
-  if (onnxpar_ranks(directory) != onnxpar_size(world)) {
-    throw std::runtime_error("the directory has another number of ranks than the job");
+  const std::string ranks = std::to_string(onnxpar_ranks(directory));
+  if (ranks != std::to_string(onnxpar_size(world))) {
+    throw std::runtime_error("expected " + ranks + " ranks, got " +
+                             std::to_string(onnxpar_size(world)) + ": mpirun -n " + ranks);
   }
   const example::Ort ort(argv[2]);
   check(onnxpar_bind(world, rank));

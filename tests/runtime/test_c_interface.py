@@ -141,6 +141,11 @@ def test_directories_that_cannot_be_used(tmp_path: Path) -> None:
         Host(directory, 6)
     with pytest.raises(CError, match="expected a world of 6 ranks, got none"):
         Host(directory, 0).prepared(feeds(6, 2))
+    alone = World.threads(1)
+    message = "expected rank 0 of 6, got rank 0 of 1: start 6 processes, as with mpirun -n 6"
+    with pytest.raises(CError, match=message):
+        Host(directory, 0, alone._handle).prepared(feeds(6, 2))
+    alone.close()
     with pytest.raises(CError, match="no program 'other'; it has 'model'"):
         Host(directory, 0).prepared({}, program="other")
     with pytest.raises(CError, match="no number 'rate'; expected one of accumulate, "):
@@ -424,6 +429,16 @@ def test_a_program_without_python_runs_and_refuses(
     assert "LEARNING_RATE: expected a number from 0 to 1000000, got 'abc'" in wrong.stderr
     more = under_mpi(2, [str(program), str(tmp_path / "model"), library_file(), "0", "0", "50"])
     assert more.returncode == 0 and more.stdout != outcome.stdout, more.stderr
+    wrong = under_mpi(1, [str(program), str(trained), library_file(), "1", "0.1"])
+    assert wrong.returncode == 1 and "expected 2 ranks, got 1: mpirun -n 2" in wrong.stderr
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMIX_"))}
+    wrong = subprocess.run(
+        [str(program), str(trained), library_file()],
+        env=kept | {"SLURM_STEP_NUM_TASKS": "2"}, capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    message = "the launcher started 2 processes, but MPI does not connect them: this program uses "
+    message += "Open MPI, so start it with its mpirun (or srun --mpi=pmix), or name the library of "
+    assert wrong.returncode == 1 and message in wrong.stderr
     wrong = under_mpi(3, [str(program), str(trained), library_file(), "1", "0.1"])
     assert wrong.returncode == 1 and "made for 2 ranks, and has no rank 2" in wrong.stderr
 
@@ -443,6 +458,9 @@ print(session.run(None, {{"x": np.full((1, 3), 1 + int(rank), np.float32)}})[0].
     outcome = under_mpi(2, [sys.executable, "-c", code], ONNXPAR_WORLD="mpi")
     assert outcome.returncode == 0, outcome.stderr
     assert outcome.stdout.splitlines() == ["[[3.0, 3.0, 3.0]]"] * 2
+    outcome = under_mpi(1, [sys.executable, "-c", code], ONNXPAR_WORLD="mpi")
+    message = "rank 1 is not in a world of 1 ranks: start a process for each, as by mpirun"
+    assert outcome.returncode == 1 and message in outcome.stderr
     outcome = under_mpi(2, [sys.executable, "-c", code], ONNXPAR_WORLD="tcp")
     assert outcome.returncode == 1 and "ONNXPAR_WORLD: expected mpi, got tcp" in outcome.stderr
 

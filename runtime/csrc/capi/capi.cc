@@ -49,8 +49,30 @@ World* mpi_world(const char* library, const void* communicator, int rank, int si
   return add_rank(made.release(), std::move(transport), std::move(log));
 }
 
+// The number of processes that the launcher started, as `onnxpar_format/place.py` finds it; 1 if none did.
+int launched() {
+  for (const char* name : {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PALS_SIZE", "SLURM_STEP_NUM_TASKS"}) {
+    if (const char* text = std::getenv(name)) return std::atoi(text);
+  }
+  return 1;
+}
+
+// Raises an error if MPI connects none of several processes: with a launcher of another MPI, each of
+// them is a world of its own.
+void check_connected(const MpiWorld& whole) {
+  if (whole.size > 1 || launched() <= 1) return;
+  const bool open = whole.library.find("openmpi") != std::string::npos;
+  throw std::runtime_error(
+      "the launcher started " + std::to_string(launched()) +
+      " processes, but MPI does not connect them: this program uses " +
+      (open ? "Open MPI, so start it with its mpirun (or srun --mpi=pmix)"
+            : "MPICH, so start it with its mpirun (or srun --mpi=pmi2)") +
+      ", or name the library of the launcher's MPI in ONNXPAR_MPI_LIBRARY");
+}
+
 World* whole_mpi_world(double timeout_s) {
   const MpiWorld whole = begin_mpi();
+  check_connected(whole);
   World* world = mpi_world(whole.library.c_str(), whole.communicator, whole.rank, whole.size, true,
                            timeout_s);
   world->end = whole.end;

@@ -205,7 +205,8 @@ Collective parse_collective(Op op, const std::string& node, const Attributes& at
       if (rank < 0 || rank >= world_size) {
         throw std::invalid_argument("group " + to_text(*group) + ": rank " +
                                     std::to_string(rank) + " is not in a world of " +
-                                    std::to_string(world_size) + " ranks");
+                                    std::to_string(world_size) + " ranks" +
+                                    (world_size > 1 ? "" : ": start a process for each, as by mpirun"));
       }
       if (!seen.insert(rank).second) {
         throw std::invalid_argument("group " + to_text(*group) + ": rank " +

@@ -268,7 +268,9 @@ void Run::prepare(RankContext* rank) {
     throw std::runtime_error(manifest.folder + ": expected rank " +
                              std::to_string(directory_.rank()) + " of " +
                              std::to_string(manifest.devices) + ", got rank " +
-                             std::to_string(rank->rank()) + " of " + std::to_string(rank->size()));
+                             std::to_string(rank->rank()) + " of " + std::to_string(rank->size()) +
+                             ": start " + std::to_string(manifest.devices) +
+                             " processes, as with mpirun -n " + std::to_string(manifest.devices));
   }
   std::string error;
   ready_ = false;
