@@ -244,14 +244,14 @@ class FoundStrategy:
         """Returns what it takes to start nodes, if this is most of the time."""
         price, each = self.ways[0].price, self.machine.overhead
         assert price is not None
-        count = sum(node.work.seconds > 0 for node in price.nodes)
-        seconds, every = each * count, sum(node.computing for node in price.nodes)
-        if seconds < STARTING * every or not count:
+        nodes = sum(node.work.seconds > 0 for node in price.nodes)
+        seconds, every = each * nodes, sum(node.computing for node in price.nodes)
+        if seconds < STARTING * every or not nodes:
             return ""
         return (
             f"Starting nodes takes most of the computing time: {seconds_text(seconds)} of "
-            f"{seconds_text(every)}, {seconds_text(each)} for each of {count:,} nodes. Sharding "
-            "does not reduce this."
+            f"{seconds_text(every)}, {seconds_text(each)} for each of "
+            f"{nodes:,} node{'s' if nodes != 1 else ''}. Sharding does not reduce this."
         )
 
     def _turns(self) -> str:

@@ -63,22 +63,23 @@ class Programs:
             self._executors[name] = made
         return self._executors[name]
 
-    def expect(self, name: str, runs: Sequence[Values], several: bool) -> None:
+    def expect(self, name: str, runs: Sequence[Values], micro_batches: int) -> None:
         """Says what runs of a program will come, also of its parts; see `Executor.expect`.
 
         Args:
             name: The program.
-            runs: The values of symbols in each run.
-            several: Whether a step has several runs of training programs.
+            runs: The values of symbols in each run, if they are known.
+            micro_batches: Micro-batches of a step of training.
 
         Raises:
             DirectoryError: There is no such program, or it cannot be loaded.
         """
-        self._several = several
+        # Two micro-batches that take turns are one run.
+        self._several = micro_batches > (2 if PAIRED in self._manifest.programs else 1)
         for part in self._manifest.parts(name):
             self._runs[part] = runs
             if part in self._executors:
-                self._executors[part].expect(runs, several=several)
+                self._executors[part].expect(runs, several=self._several)
 
     def loaded(self, name: str) -> Executor | None:
         """Returns a program of this rank if it is loaded. Any thread may call it."""

@@ -43,7 +43,6 @@ from onnxpar_runtime.training.programs import (
     EVALUATION,
     LOSS,
     OPTIMIZER,
-    PAIRED,
     TRAINING,
     Programs,
     hyperparameters_read,
@@ -172,15 +171,9 @@ class StepTrainer(Opened):
         return peak_bytes(programs.loader.memory, programs.bound_bytes, reset=reset)
 
     def expect(self, runs: Mapping[str, Sequence[Values]], micro_batches: int = 1) -> None:
-        """Loads programs for the runs that will come; others may come, too.
-
-        Args:
-            runs: The programs, and the values of symbols in each of their runs, if they are known.
-            micro_batches: Micro-batches of a step of training.
-        """
-        several = micro_batches > (2 if PAIRED in self.manifest.programs else 1)
+        """Loads programs for the runs that will come, as `Programs.expect` says."""
         for name, values in runs.items():
-            self._opened.programs.expect(name, values, several)
+            self._opened.programs.expect(name, values, micro_batches)
             self._opened.runner.load(name)
 
     # -- training --------------------------------------------------------------------------------
