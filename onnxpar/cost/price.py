@@ -194,8 +194,9 @@ def price_in_turns(
     runs = last if odd else both.elapsed(once=True) - both.elapsed()
     seconds = alone.seconds - last + pairs * both.elapsed() + runs
     # Two micro-batches are one run.
-    held = pricing.peak_in_turns(alone.held)
-    return InTurns(seconds, held + alone.highest(micro_batches // 2 + odd) - alone.peak)
+    several = micro_batches // 2 + odd > 1
+    peak = pricing.peak_in_turns(alone.held) + (alone.adding if several else 0)
+    return InTurns(seconds, peak)
 
 
 @dataclass
@@ -282,7 +283,7 @@ class _Pricing:
         self.paired.places.append(len(self.computed))
 
     def _adding(self, live: Sequence[int]) -> int:
-        """Bytes at the peak of values if gradients are values, too, until they are added up.
+        """Bytes of values at the peak if gradients are values, too, until they are added up.
 
         Args:
             live: For each step the bytes that it needs if they are not.

@@ -7,7 +7,7 @@ sums, and in the last micro-batch they add the sums to the gradients. So the gra
 inside the program of the last micro-batch, where their reductions can start
 (`onnxpar.schedule.start_ahead`).
 
-Our runtime needs only one buffer for both, see `onnxpar_runtime.training.added_up`. For its sake
+Our runtime needs only one buffer for both, see `onnxpar_runtime.added_up`. For its sake
 the nodes come early and in groups: a gradient needs memory only until it has been added.
 """
 

@@ -273,6 +273,7 @@ class Configurations:
     def _way(self, chosen: Configuration, plan: Plan) -> tuple[Way, InTurns | None]:
         """Returns a plan on one stage's mesh with a configuration, priced; also in turns."""
         parallel = chosen.parallel
+        # A workload keeps what does not depend on its plan.
         if parallel not in self._workloads:
             self._workloads[parallel] = replace(self.workload, parallel=parallel)
         workload, sizes = self._workloads[parallel], self.strategy.search.sizes

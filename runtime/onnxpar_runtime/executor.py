@@ -26,6 +26,7 @@ from onnxpar_format.expressions import ExpressionError
 from onnxpar_format.manifest import TRANSIENT
 from onnxpar_format.padding_mark import PaddingMark
 from onnxpar_format.trace import PROGRAM
+from onnxpar_runtime.added_up import add_up
 from onnxpar_runtime.captured import FIXED, obstacle, read_anew
 from onnxpar_runtime.cuda import Staged, copy_in
 from onnxpar_runtime.errors import DirectoryError, RankError, first_line
@@ -35,7 +36,6 @@ from onnxpar_runtime.loader import Loader
 from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.run_values import ACCUMULATE, ALONE, FIRST, LOSS_WEIGHT, Given, Results
 from onnxpar_runtime.tensors import empty, to_host, to_ort
-from onnxpar_runtime.training.added_up import add_up
 from onnxpar_runtime.without_padding import Values, leave_out, needless
 
 log = logging.getLogger(__name__)

@@ -2,11 +2,11 @@
 
 mpirun ends all ranks when one of them dies. The supervisor decides from the exit code whether to
 start again: an error that all ranks agreed on would come again. Success also needs a mark of each
-rank that it finished (`onnxpar_runtime.marks`); ranks of another program need one only if they
-have called `init`. The supervisor ends mpirun if it outlives a rank
-that failed, and ranks of this machine whose mpirun has died (on other machines, Open MPI's daemons
-do so). It also passes signals on to mpirun: as SIGUSR2 if the command has `--grace`, so that the
-ranks can write a last checkpoint.
+rank that it finished (`onnxpar_runtime.marks`); ranks of another program need one only if they have
+called `init`. The supervisor ends mpirun if it outlives a rank that failed, and ranks of this
+machine whose mpirun has died (on other machines, Open MPI's daemons do so). It also passes signals
+on to mpirun: as SIGUSR2 if the command has `--grace`, so that the ranks can write a last
+checkpoint.
 """
 
 import ctypes
@@ -81,7 +81,7 @@ class Job:
     @property
     def is_own(self) -> bool:
         """Whether the ranks run a command of onnxpar."""
-        return self.arguments[:1] != [] and self.arguments[0] in COMMANDS
+        return bool(self.arguments) and self.arguments[0] in COMMANDS
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ def add_up(graph: onnx.GraphProto, *, several: bool) -> None:
             if _is(node, "StartAhead"):
                 node.input[:] = [sums.get(name, name) for name in node.input]
         return
-    # What a node waits for, those that wait for it wait for.
+    # The nodes that wait for one that is removed wait for what it waits for.
     before = {node.output[0]: node.input[0] for node in adding}
     unread = {name for node in adding for name in node.input}
     _keep(graph.node, lambda node: not _is(node, "Accumulate"))
