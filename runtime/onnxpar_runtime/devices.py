@@ -120,21 +120,22 @@ def obstacle(facts: Facts, index: int | None = None) -> str:
         facts: What the machine has.
         index: A GPU that must be there, or None for any.
     """
+    # Without a GPU, no package helps.
+    if facts.driver_error:
+        return facts.driver_error
+    if facts.driver and not facts.gpus:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        setting = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible!r})"
+        return f"the NVIDIA driver shows no GPU{setting}"
     if len(facts.packages) > 1:
         return doubled(facts.packages, EXTRA)
     if not facts.provider:
         return f"this onnxruntime has no CUDA provider: uninstall it, then {EXTRA}"
-    if facts.driver_error:
-        return facts.driver_error
     if facts.driver and facts.driver[:1] < facts.needs[:1]:
         return (
             f"the driver supports CUDA {_version(facts.driver)}, but this onnxruntime needs CUDA "
             f"{_version(facts.needs)}: install a newer NVIDIA driver"
         )
-    if facts.driver and not facts.gpus:
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        setting = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible!r})"
-        return f"the NVIDIA driver shows no GPU{setting}"
     if index is not None and facts.gpus and index >= len(facts.gpus):
         return f"there is no GPU {index}: the driver shows {_gpus(facts.gpus)}"
     if facts.missing:

@@ -160,6 +160,8 @@ def _mpi() -> Section:
 
 
 def _gpus(facts: Facts) -> Section:
+    if not facts.gpus and not facts.crash:
+        return Section("GPUs", (("GPUs", f"none: {obstacle(facts)}"),))
     shown = [line.split(maxsplit=1) for line in describe(facts)]
     return Section("GPUs", tuple((name, text) for name, text in shown))
 

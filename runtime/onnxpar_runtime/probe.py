@@ -41,9 +41,9 @@ def probe(tell: Callable[[dict[str, Any]], None]) -> None:
     provider = CUDA in names
     tell({"packages": installed(ONNXRUNTIMES), "provider": provider, "needs": needs})
     tell({"doing": "loading the driver"})
+    gpus = _tell_driver(tell)
     if not provider:
         return
-    gpus = _tell_driver(tell)
     tell({"doing": "loading CUDA's libraries"})
     # It prints what it cannot find, which is reported by name below.
     onnxruntime.preload_dlls()

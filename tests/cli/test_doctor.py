@@ -9,7 +9,7 @@ import pytest
 
 from onnxpar.cli import main
 from onnxpar_runtime import doctor, installed
-from onnxpar_runtime.devices import Facts
+from onnxpar_runtime.devices import Facts, no_driver
 
 
 def test_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
@@ -44,6 +44,18 @@ def test_two_packages_of_onnxruntime(monkeypatch: pytest.MonkeyPatch) -> None:
     section = doctor._onnxruntime(Facts(packages=("onnxruntime", "onnxruntime-gpu")))
     assert "both installed and overwrite each other's files" in section.problems[0]
     assert section.broken  # every other command refuses to start
+
+
+@pytest.mark.parametrize("package", ["onnxruntime", "onnxruntime-gpu"])
+def test_without_a_gpu_no_package_is_advised(package: str) -> None:
+    gpu = package.endswith("gpu")
+    facts = Facts(
+        (package,), gpu, (13, 0) if gpu else (), driver_error=no_driver(OSError("libcuda.so.1")),
+        missing=("libcublas.so.13",), nccl_error="pip install 'onnxpar[cuda]' brings NCCL",
+    )  # fmt: skip
+    assert doctor._gpus(facts).facts == (("GPUs", "none: no NVIDIA driver: libcuda.so.1"),)
+    with_gpu = doctor.Facts((package,), gpu, gpus=("NVIDIA H200",), driver=(13, 0))
+    assert len(doctor._gpus(with_gpu).facts) == 6
 
 
 def test_without_onnxruntime() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from onnxpar_runtime import devices as module
+from onnxpar_runtime import probe as probing
 from onnxpar_runtime.collectives import World
 from onnxpar_runtime.devices import (
     ON_CPU,
@@ -22,7 +23,7 @@ from onnxpar_runtime.devices import (
 )
 from onnxpar_runtime.errors import LaunchError
 from onnxpar_runtime.launch import init
-from onnxpar_runtime.probe import cause
+from onnxpar_runtime.probe import cause, probe
 
 GOOD = Facts(
     packages=("onnxruntime-gpu",),
@@ -284,6 +285,17 @@ def test_nccl_is_not_for_the_cpu() -> None:
     common = alike([cuda, without], cuda)
     with pytest.raises(LaunchError, match="transport nccl: rank 1 cannot use CUDA: no NVIDIA"):
         route("nccl", [common], common)
+
+
+def test_gpus_are_looked_for_even_if_onnxruntime_cannot_use_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(probing.onnxruntime, "get_available_providers", list)
+    monkeypatch.setattr(probing, "_tell_driver", lambda tell: tell({"gpus": ["NVIDIA H200"]}) or 1)
+    lines: list[bytes] = []
+    probe(lambda found: lines.append(json.dumps(found).encode()))
+    found = choose("auto", read_facts(b"\n".join(lines), ""), 0, 1)
+    assert found.notice.startswith("1 GPU (NVIDIA H200) not used: this onnxruntime has no CUDA")
 
 
 def test_description() -> None:
