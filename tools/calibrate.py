@@ -49,7 +49,7 @@ import onnxruntime
 import yaml
 
 from onnxpar.core.machine import PRESETS
-from onnxpar_format.options import parse_bytes
+from onnxpar_format.option import parse_bytes
 from onnxpar_runtime.collectives import Rank
 from onnxpar_runtime.launch import guarded, init
 from onnxpar_runtime.options import session_options, threads_per_rank

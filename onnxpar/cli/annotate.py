@@ -13,7 +13,8 @@ from onnxpar.api.annotate import annotate
 from onnxpar.cli.describe import SHOWN, count
 from onnxpar.cli.options import AsJson, Constraints, Devices, takes_options
 from onnxpar.cli.shard import parse_symbols
-from onnxpar_format.options import Option
+from onnxpar.strategy.presets import OFFERED
+from onnxpar_format.option import Option
 
 
 @takes_options
@@ -25,6 +26,7 @@ def command(
         Option(
             "Strategy file or preset, as for `shard`. Default: the model's annotations.",
             "FILE|PRESET",
+            values=OFFERED,
         ),
     ] = None,
     devices: Devices = None,

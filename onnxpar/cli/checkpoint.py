@@ -10,7 +10,7 @@ import typer
 
 from onnxpar.cli.options import AsJson, takes_options
 from onnxpar.core.errors import OnnxparError
-from onnxpar_format.options import Option
+from onnxpar_format.option import Option
 
 if TYPE_CHECKING:
     from onnxpar.api.runtime import Exported, Made

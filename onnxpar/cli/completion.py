@@ -4,7 +4,6 @@ The script has all names in it: nothing is started when a key is pressed, since 
 transformer takes a second.
 """
 
-import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -12,14 +11,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from onnxpar.cli.options import takes_options
+from onnxpar.cli.options import described, takes_options
 from onnxpar.core.errors import OnnxparError
-
-_WORD, _PLACEHOLDER = re.compile(r"[a-z0-9_]+"), re.compile(r"[A-Z]+")
-# The help of an option that begins with its values: "constant, linear or cosine."
-_LISTED = re.compile(r"((?:[a-z0-9_]+, )*[a-z0-9_]+,? or [a-z0-9_]+)[.:]")
-# What may stand in place of a strategy file.
-_BESIDE_FILES = {"PRESET": ("dp", "tp=", "replicate", "auto"), "AXES": ("dp=", "tp=")}
 
 
 @dataclass(frozen=True)
@@ -37,11 +30,11 @@ class _Flag:
 
 @dataclass(frozen=True)
 class _Command:
-    """A command: its help, its options, and the names of its own commands."""
+    """A command: its help, its options, and the words that may follow it, if these are known."""
 
     help: str
     flags: tuple[_Flag, ...]
-    commands: tuple[str, ...] = ()
+    words: tuple[str, ...] = ()
 
 
 @takes_options
@@ -64,25 +57,28 @@ def _commands(root: TyperGroup) -> Iterator[tuple[str, _Command]]:
         # The options of `checkpoint merge` and its like are offered together.
         inner = list(found.commands.values()) if isinstance(found, TyperGroup) else [found]
         flags = {flag.names: flag for one in inner for flag in _flags(one)}
-        own = tuple(found.commands) if isinstance(found, TyperGroup) else ()
+        own = tuple(found.commands) if isinstance(found, TyperGroup) else _following(found)
         yield name, _Command(found.get_short_help_str(80), tuple(flags.values()), own)
 
 
+def _following(one: Any) -> tuple[str, ...]:
+    """Returns the values of the first argument if the help names them all, as in `bash|zsh`."""
+    first = next((p for p in one.params if p.param_type_name == "argument"), None)
+    words = tuple(((first and first.metavar) or "").split("|"))
+    return words if all(word.islower() for word in words) else ()
+
+
 def _flags(one: Any) -> Iterator[_Flag]:
+    options = described(one.callback)
     for param in one.params:
         if param.param_type_name != "option":
             continue
-        parts = (param.metavar or "").split("|")
-        known = tuple(part for part in parts if _WORD.fullmatch(part))
-        if len(parts) == 1 or any(map(_PLACEHOLDER.fullmatch, parts)):
-            known = ()  # also the name of a file, or a number
-        beside = next((_BESIDE_FILES[part] for part in parts if part in _BESIDE_FILES), ())
-        text = getattr(param, "help", None) or ""
-        if found := _LISTED.match(text):
-            known = tuple(dict.fromkeys(re.split(r",? or |, ", found[1])))
-        text = text.split(". ")[0].rstrip(".")
-        taken = None if param.is_flag else known or beside
-        yield _Flag((*param.opts, *param.secondary_opts), text, taken, bool(beside))
+        option = options.get(param.name)
+        values = () if option is None else option.values
+        files = "FILE" in (param.metavar or "").split("|")
+        text = (getattr(param, "help", None) or "").split(". ")[0].rstrip(".")
+        names = (*param.opts, *param.secondary_opts)
+        yield _Flag(names, text, None if param.is_flag else values, bool(values) and files)
     yield _Flag(("--help",), "Show this message and exit", None)
 
 
@@ -101,9 +97,7 @@ def _cases(command: str, flag: _Flag) -> str:
 def _bash(commands: Mapping[str, _Command]) -> str:
     options = "\n".join(f"    {n}) options={_quoted(_words(c))} ;;" for n, c in commands.items())
     inner = "\n".join(
-        f"    {n}) words={_quoted(' '.join(c.commands))} ;;"
-        for n, c in commands.items()
-        if c.commands
+        f"    {n}) words={_quoted(' '.join(c.words))} ;;" for n, c in commands.items() if c.words
     )
     values = "\n".join(
         f"    {_cases(n, flag)}) values={_quoted(' '.join(flag.values))} files={flag.files:d} ;;"
@@ -115,6 +109,9 @@ def _bash(commands: Mapping[str, _Command]) -> str:
 _onnxpar() {{
   local current=${{COMP_WORDS[COMP_CWORD]}} previous=${{COMP_WORDS[COMP_CWORD-1]}}
   local command= options= words= values= files= word
+  # Readline makes three words of --option=value.
+  [[ $current == = ]] && current=
+  [[ $previous == = ]] && previous=${{COMP_WORDS[COMP_CWORD-2]}}
   for word in "${{COMP_WORDS[@]:1:COMP_CWORD-1}}"; do
     if [[ $word == -- ]]; then command=; continue; fi
     [[ -z $command && $word != -* ]] && command=$word
@@ -135,7 +132,7 @@ _onnxpar() {{
   if [[ -n $values ]]; then
     COMPREPLY=($(compgen -W "$values" -- "$current"))
     [[ $files == 1 ]] && COMPREPLY+=($(compgen -f -- "$current"))
-    [[ ${{COMPREPLY[*]}} == *= ]] && compopt -o nospace 2> /dev/null
+    [[ ${{COMPREPLY[*]}} == *[=:] ]] && compopt -o nospace 2> /dev/null
   elif [[ $current == -* ]]; then
     COMPREPLY=($(compgen -W "$options" -- "$current"))
   elif [[ -n $words && $previous == "$command" ]]; then
@@ -161,6 +158,10 @@ _onnxpar() {{
     [[ -z $command && $word != -* ]] && command=$word
   done
   local previous=$words[CURRENT-1]
+  if [[ $words[CURRENT] == --*=* ]]; then
+    previous=${{words[CURRENT]%%=*}}
+    compset -P '*='
+  fi
   if [[ -z $command ]]; then
     found=(
 {names}
@@ -183,13 +184,19 @@ def _described(name: str, text: str) -> str:
 
 def _zsh_case(name: str, one: _Command) -> str:
     lines = [f"    {name})"]
-    if one.commands:
-        inner = " ".join(one.commands)
+    if one.words:
+        inner = " ".join(one.words)
         lines.append(f"      if [[ $previous == {name} ]]; then compadd {inner}; return; fi")
     for flag in one.flags:
         if flag.values:
-            names, values = "|".join(flag.names), " ".join(flag.values)
-            add = f"compadd {values}{'; _files' if flag.files else ''}"
+            names = "|".join(flag.names)
+            begun = [value for value in flag.values if value.endswith(("=", ":"))]
+            whole = [value for value in flag.values if value not in begun]
+            add = f"compadd -- {' '.join(whole)}" if whole else ":"
+            if begun:
+                add += f"; compadd -S '' -- {' '.join(begun)}"
+            if flag.files:
+                add += "; _files"
             lines.append(f"      if [[ $previous == ({names}) ]]; then {add}; return; fi")
     lines.append("      found=(")
     lines += [f"        {_described(n, flag.help)}" for flag in one.flags for n in flag.names]
@@ -203,8 +210,8 @@ def _fish(commands: Mapping[str, _Command]) -> str:
             f"complete -c onnxpar -n __fish_use_subcommand -fa {name} -d {_quoted(one.help)}"
         )
         here = _quoted(f"__fish_seen_subcommand_from {name}")
-        if one.commands:
-            lines.append(f"complete -c onnxpar -n {here} -fa {_quoted(' '.join(one.commands))}")
+        if one.words:
+            lines.append(f"complete -c onnxpar -n {here} -fa {_quoted(' '.join(one.words))}")
         for flag in one.flags:
             forms = [f"-l {n[2:]}" if n.startswith("--") else f"-s {n[1:]}" for n in flag.names]
             taken = "" if flag.values is None else " -r"

@@ -21,7 +21,7 @@ from onnxpar.report.fold_layers import layers_data, matching_nodes
 from onnxpar.report.inspect_data import model_data
 from onnxpar.report.machine_traffic import machine_traffic
 from onnxpar.report.read_directory import blamed_on_report, graphs_of, read_report
-from onnxpar_format.options import Option
+from onnxpar_format.option import Option
 
 Json = dict[str, Any]
 
@@ -41,7 +41,11 @@ def command(
     ] = None,
     device: Annotated[
         str | None,
-        Option("Show which nodes onnxruntime would run on the CPU instead of this device.", "cuda"),
+        Option(
+            "Show which nodes onnxruntime would run on the CPU instead of this device.",
+            "cuda",
+            values=("cuda",),
+        ),
     ] = None,
     node: Annotated[
         Sequence[str],

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from onnxpar.cli.options import takes_options
-from onnxpar_format.options import Option
+from onnxpar_format.option import Option
 
 
 @takes_options

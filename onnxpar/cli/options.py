@@ -10,7 +10,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 import typer
 
 from onnxpar.core.errors import OnnxparError
-from onnxpar_format.options import Option
+from onnxpar_format.option import Option
 
 Directory = Annotated[Path, typer.Argument(metavar="DIR", help="Output of `onnxpar shard`.")]
 TrainingDirectory = Annotated[
@@ -27,6 +27,9 @@ Constraints = Annotated[
         "NAME:CONSTRAINTS",
     ),
 ]
+
+
+_DESCRIBED = "__options__"  # the name of an attribute
 
 
 def takes_options(function: Callable[..., None]) -> Callable[..., None]:
@@ -46,7 +49,15 @@ def takes_options(function: Callable[..., None]) -> Callable[..., None]:
     command.__doc__, command.__name__ = function.__doc__, function.__name__
     command.__annotations__ = {one.name: one.annotation for one in parameters}
     command.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+    forms = {one.name: form for one in _flat(own) if (form := _option(one))}
+    setattr(command, _DESCRIBED, forms)
     return command
+
+
+def described(command: Callable[..., Any]) -> Mapping[str, Option]:
+    """Returns the options of what `takes_options` returned, by the names of their parameters."""
+    found: Mapping[str, Option] = getattr(command, _DESCRIBED)
+    return found
 
 
 def flag(name: str) -> str:

@@ -31,6 +31,7 @@ from onnxpar.cli.screen import Column, Content, Screen
 from onnxpar.cli.shard import parse_symbols
 from onnxpar.cli.training_options import TrainingOptions
 from onnxpar.core.errors import DirectoryError, ModelError, StrategyError, short
+from onnxpar.core.machine import PRESETS
 from onnxpar.frontend.load import read
 from onnxpar.graph.validity import blamed_on_model
 from onnxpar.report.found_strategy import REPLICATED, FoundStrategy, seconds_text
@@ -42,7 +43,7 @@ from onnxpar.strategy.save import write_strategy
 from onnxpar.strategy.schema import PIPELINE_AXIS, SearchEntry
 from onnxpar.strategy.validation_errors import in_words, problem
 from onnxpar_format.new_file import check_file, new_file
-from onnxpar_format.options import Option, parse_bytes
+from onnxpar_format.option import Option, parse_bytes
 from onnxpar_format.texts import bytes_text, whole
 
 _SIZE = re.compile(r"([^:=]+)=(\d{1,18})")
@@ -62,10 +63,16 @@ def command(
             "The fixed part of the strategy: a file, or only a mesh such as dp=2,tp=4. The "
             "search decides the rest. Default: the model's annotations.",
             "FILE|AXES",
+            values=tuple(f"{axis}=" for axis in PRESET_AXES),
         ),
     ] = None,
     algorithm: Annotated[
-        str | None, Option("recursive (the default), or ilp for an exact search.", "NAME")
+        str | None,
+        Option(
+            "recursive (the default), or ilp for an exact search.",
+            "NAME",
+            values=("recursive", "ilp"),
+        ),
     ] = None,
     level: Annotated[
         int | None,
@@ -74,13 +81,17 @@ def command(
             "LEVEL",
             minimum=0,
             maximum=2,
+            values=("0", "1", "2"),
         ),
     ] = None,
     memory: Annotated[
         int | None, Option("Memory limit of a device, such as 80GiB.", "SIZE", parse=parse_bytes)
     ] = None,
     machine: Annotated[
-        str | None, Option("cpu (the default), a100, h100, h200, or a file.", "NAME|FILE")
+        str | None,
+        Option(
+            "cpu (the default), a100, h100, h200, or a file.", "NAME|FILE", values=tuple(PRESETS)
+        ),
     ] = None,
     symbol: Annotated[
         Sequence[str],
@@ -94,6 +105,7 @@ def command(
         Option(
             "Number of pipeline stages; auto tries all that divide the number of devices.",
             "N|auto",
+            values=("auto",),
         ),
     ] = None,
     micro_batches: Annotated[int | None, Option("Micro-batches in a step.", "M", minimum=1)] = None,

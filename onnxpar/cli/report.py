@@ -10,8 +10,9 @@ import typer
 from onnxpar.api.report_page import report_page
 from onnxpar.cli.options import AsJson, takes_options
 from onnxpar.core.errors import DirectoryError
+from onnxpar.core.machine import PRESETS
 from onnxpar.strategy.machine_file import load_machine
-from onnxpar_format.options import Option
+from onnxpar_format.option import Option
 from onnxpar_format.texts import whole
 
 
@@ -29,7 +30,9 @@ def command(
     machine: Annotated[
         str,
         Option(
-            "The machine whose times are predicted: cpu, a100, h100, h200, or a file.", "NAME|FILE"
+            "The machine whose times are predicted: cpu, a100, h100, h200, or a file.",
+            "NAME|FILE",
+            values=tuple(PRESETS),
         ),
     ] = "cpu",
     symbol: Annotated[

@@ -6,7 +6,8 @@ from typing import Annotated
 import typer
 
 from onnxpar.cli.options import Directory, takes_options
-from onnxpar_format.options import DebugNan, Execution, Option
+from onnxpar_format.option import Option
+from onnxpar_format.options import DebugNan, Execution
 
 
 @takes_options

@@ -29,9 +29,10 @@ from onnxpar.core.symbols import Symbol
 from onnxpar.ops.collective.dialects import Dialect
 from onnxpar.report.fold_layers import common_name, fold_rows
 from onnxpar.stages.partition_training import PartitionedTraining
+from onnxpar.strategy.presets import OFFERED
 from onnxpar.strategy.recompute_entry import AGAIN, parse_recompute
 from onnxpar_format.manifest import StateKind
-from onnxpar_format.options import Option
+from onnxpar_format.option import Option
 from onnxpar_format.texts import bytes_text, numbered_ranks
 
 
@@ -58,6 +59,7 @@ class _TrainingOptions(TrainingOptions):
             "possible within this memory per device); may be repeated. Default: those of the "
             "strategy, else none.",
             "WHAT",
+            values=("layers", "layers=", "auto="),
         ),
     ] = ()
 
@@ -91,6 +93,7 @@ def command(
             "Strategy file, or one of dp, tp=4, dp=2,tp=4, replicate, auto. Default: the "
             "model's annotations.",
             "FILE|PRESET",
+            values=OFFERED,
         ),
     ] = None,
     devices: Devices = None,
@@ -131,6 +134,7 @@ def command(
         Option(
             "Recompute collectives among the recomputed nodes, or keep their results.",
             "keep|recompute",
+            values=("keep", "recompute"),
         ),
     ] = AGAIN,
     dialect: Annotated[
@@ -138,6 +142,7 @@ def command(
         Option(
             "Write the collectives as another runtime has them; for forward programs.",
             "tensorrt|onnxruntime",
+            values=tuple(Dialect),
         ),
     ] = None,
     as_json: AsJson = False,

@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Annotated, Any
 
-from onnxpar.autodiff.append_loss import parse_loss
-from onnxpar.autodiff.mixed_precision import parse_compute
-from onnxpar.autodiff.optimizer import parse_optimizer
+from onnxpar.autodiff.append_loss import LossKind, parse_loss
+from onnxpar.autodiff.mixed_precision import COMPUTE_TYPES, parse_compute
+from onnxpar.autodiff.optimizer import OptimizerKind, parse_optimizer
 from onnxpar.autodiff.training_program import TrainingSpec
 from onnxpar.cli.options import flag
-from onnxpar_format.options import Option
+from onnxpar_format.option import Option
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,7 @@ class TrainingOptions:
             "output (or of another, as in mse:NAME), or output:NAME for a scalar output of the "
             "model.",
             "LOSS",
+            values=(*(k for k in LossKind if k != LossKind.OUTPUT), "output:"),
         ),
     ] = None
     label_input: Annotated[
@@ -38,6 +39,7 @@ class TrainingOptions:
             "sgd, momentum, adam, adamw or lamb. `shard --train` needs it; `plan` uses "
             "adamw by default.",
             "NAME",
+            values=tuple(OptimizerKind),
         ),
     ] = None
     trainable: Annotated[
@@ -66,6 +68,7 @@ class TrainingOptions:
             "parameters stay float32. bfloat16 runs on CUDA only. With auto, `plan` chooses "
             "between float32 and bfloat16.",
             "TYPE",
+            values=tuple(COMPUTE_TYPES),
         ),
     ] = None
     optimizer_parallel: Annotated[
@@ -76,6 +79,7 @@ class TrainingOptions:
             "LEVEL",
             minimum=0,
             maximum=3,
+            values=("0", "1", "2", "3"),
         ),
     ] = None
 

@@ -10,7 +10,8 @@ from onnxpar.cli.describe import count
 from onnxpar.cli.options import AsJson, Directory, takes_options
 from onnxpar.cli.screen import Column, Content, Screen, once
 from onnxpar.core.errors import DirectoryError
-from onnxpar_format.options import Option, VerifyOptions
+from onnxpar_format.option import Option
+from onnxpar_format.options import VerifyOptions
 from onnxpar_format.texts import numbered_ranks
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from onnxpar.emit.read_manifest import read_manifest
 from onnxpar.frontend.load import read
 from onnxpar.report.read_directory import blamed_on_report, read_report
 from onnxpar.report.simple_graph import simple_graph
-from onnxpar_format.options import Option
+from onnxpar_format.option import Option
 
 
 @takes_options

@@ -14,7 +14,7 @@ from onnxpar.core.name_patterns import nearest
 from onnxpar.strategy.schema import Strategy
 from onnxpar.strategy.validation_errors import in_words, problem
 from onnxpar.strategy.yaml_document import parse_document, read_text
-from onnxpar_format.options import parse_bytes
+from onnxpar_format.option import parse_bytes
 
 _Rate = Annotated[float, Field(ge=1, le=1e24)]
 """Operations or bytes per second: no quotient of sizes by it is too large for a float."""

@@ -14,6 +14,8 @@ from onnxpar.strategy.schema import DATA_AXIS, PARAMETER_AXIS, PIPELINE_AXIS, St
 
 REPLICATE = "replicate"
 AUTO = "auto"
+OFFERED = (DATA_AXIS, f"{PARAMETER_AXIS}=", f"{PIPELINE_AXIS}=", REPLICATE, AUTO)
+"""Presets, and beginnings of presets, that shells offer."""
 _ALGORITHMS = ("recursive", "ilp", "propagation")
 PRESET_AXES = (DATA_AXIS, PARAMETER_AXIS, PIPELINE_AXIS)
 _PART = re.compile(r"([A-Za-z_]\w*)(?:=(\d{1,18}))?")

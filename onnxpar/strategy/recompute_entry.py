@@ -7,7 +7,7 @@ from typing import Any
 from onnxpar.core.errors import StrategyError
 from onnxpar.core.name_patterns import nearest
 from onnxpar.strategy.tensor_entry import expected
-from onnxpar_format.options import parse_bytes
+from onnxpar_format.option import parse_bytes
 from onnxpar_format.texts import whole
 
 KEEP, AGAIN = "keep", "recompute"

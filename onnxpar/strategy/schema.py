@@ -39,7 +39,7 @@ from onnxpar.strategy.tensor_entry import (
 )
 from onnxpar.strategy.validation_errors import in_words, problem
 from onnxpar.strategy.yaml_document import Document, Location, parse_document, read_text
-from onnxpar_format.options import parse_bytes
+from onnxpar_format.option import parse_bytes
 
 DATA_AXIS, PARAMETER_AXIS = "dp", "tp"
 PIPELINE_AXIS = "pp"

@@ -3,7 +3,7 @@
 from dataclasses import is_dataclass
 from typing import Any, get_type_hints
 
-from onnxpar_format.options import Option
+from onnxpar_format.option import Option
 
 
 def check_numbers(options: Any) -> None:

@@ -1,65 +1,15 @@
-"""The form of a command's option, and the options of the commands that run programs.
+"""The options of the commands that run programs.
 
 Each option is declared once: the command line has an option for each field (`Option` describes it),
 and the runtime takes the objects. A field's help says what it means.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-_UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40, "B": 1}
-
-
-@dataclass(frozen=True)
-class Option:
-    """A field or a parameter as an option of a command.
-
-    Attributes:
-        help: The help text.
-        metavar: The placeholder for its value in help texts.
-        flags: Its names on the command line; by default that of the field.
-        minimum: The smallest number that it takes.
-        maximum: The largest number that it takes.
-        parse: Returns the value of a text; raises ValueError with what was expected.
-    """
-
-    help: str
-    metavar: str | None = None
-    flags: tuple[str, ...] = ()
-    minimum: int | None = None
-    maximum: int | None = None
-    parse: Callable[[str], Any] | None = None
-
-
-def parse_bytes(text: object) -> int:
-    """Returns the bytes of a size such as `80GiB`, or of a number.
-
-    Raises:
-        ValueError: It is neither.
-    """
-    if isinstance(text, int) and not isinstance(text, bool):
-        return text
-    if isinstance(text, str):
-        for unit, scale in _UNITS.items():
-            number = text.strip().removesuffix(unit)
-            if number != text.strip():
-                try:
-                    return int(float(number) * scale)
-                except (ValueError, OverflowError):
-                    break
-    raise ValueError(f"expected a size such as 80GiB, got {text!r}")
-
-
-def parse_betas(text: str) -> tuple[float, float]:
-    """Returns the two numbers of a text such as `0.9,0.999`; raises ValueError for other texts."""
-    try:
-        first, second = (float(part) for part in text.split(","))
-    except ValueError:
-        raise ValueError(f"expected two numbers A,B, got {text!r}") from None
-    return first, second
-
+from onnxpar_format.option import Option, parse_betas, parse_bytes
 
 Ort = Annotated[Sequence[str], Option("An option of onnxruntime; may be repeated.", "KEY=VALUE")]
 CustomOps = Annotated[
@@ -93,18 +43,34 @@ Metric = Annotated[
         "which returns an object with the methods update and compute; may be repeated. Accuracy "
         "is reported in any case if the loss has classes.",
         "NAME",
+        values=("perplexity", "f1", "top5"),
     ),
 ]
+
+
+_SOURCES = ("digits", "npz:", "parquet:", "tokens:", "idx:")
 
 
 @dataclass(frozen=True)
 class Execution:
     """How a rank's program runs."""
 
-    device: Annotated[str, Option("auto, cpu, cuda, or cuda:NUMBER for one GPU.", "DEVICE")] = (
-        "auto"
-    )
-    transport: Annotated[str, Option("auto, mpi, nccl or threads.", "TRANSPORT")] = "auto"
+    device: Annotated[
+        str,
+        Option(
+            "auto, cpu, cuda, or cuda:NUMBER for one GPU.",
+            "DEVICE",
+            values=("auto", "cpu", "cuda", "cuda:"),
+        ),
+    ] = "auto"
+    transport: Annotated[
+        str,
+        Option(
+            "auto, mpi, nccl or threads.",
+            "TRANSPORT",
+            values=("auto", "mpi", "nccl", "threads"),
+        ),
+    ] = "auto"
     log_dir: Annotated[
         Path | None, Option("Write rank0000.log, rank0001.log, … to this folder.", "FOLDER")
     ] = None
@@ -190,6 +156,7 @@ class TrainingRun:
             "names of the inputs), tokens:FILE,seq=N (a file of tokens), idx:DIR (MNIST's files) "
             "or module:function (it returns an iterable of dicts).",
             "SOURCE",
+            values=_SOURCES,
         ),
     ]
     lr: Annotated[float, Option("Learning rate.", "X")]
@@ -209,6 +176,7 @@ class TrainingRun:
         Option(
             "Loss scale for 16-bit computation. Default: dynamic for float16, 1 for bfloat16.",
             "dynamic|N",
+            values=("dynamic",),
         ),
     ] = None
     accumulate: Annotated[
@@ -219,7 +187,10 @@ class TrainingRun:
             "K",
         ),
     ] = None
-    schedule: Annotated[str, Option("constant, linear or cosine.", "KIND")] = "constant"
+    schedule: Annotated[
+        str,
+        Option("constant, linear or cosine.", "KIND", values=("constant", "linear", "cosine")),
+    ] = "constant"
     warmup: Annotated[
         int, Option("Number of steps in which the learning rate rises from 0.", "K")
     ] = 0
@@ -232,7 +203,7 @@ class TrainingRun:
     ] = False
     eval_data: Annotated[
         str | None,
-        Option("Evaluate after each epoch on this source, of any kind.", "SOURCE"),
+        Option("Evaluate after each epoch on this source, of any kind.", "SOURCE", values=_SOURCES),
     ] = None
     validation: Annotated[
         float | None,
@@ -330,7 +301,12 @@ class EvaluationRun:
     """The options of `eval`."""
 
     data: Annotated[
-        str, Option("As for `onnxpar train`; digits and idx:DIR use their test split.", "SOURCE")
+        str,
+        Option(
+            "As for `onnxpar train`; digits and idx:DIR use their test split.",
+            "SOURCE",
+            values=_SOURCES,
+        ),
     ]
     parameters: Annotated[
         Path | None, Option("Trained parameters from `onnxpar train --save`.", "FILE")
@@ -400,6 +376,7 @@ class BeamSearch:
             "length, scores better than the worst of them. never: when there are N, and no beam "
             "can ever score better than the worst of them.",
             "WHEN",
+            values=("true", "false", "never"),
         ),
     ] = "false"
 

@@ -11,6 +11,12 @@ import typer
 
 from onnxpar.cli import COMMANDS, build_app, main
 from onnxpar.cli.grouped_help import EXAMPLES, GROUPS
+from onnxpar_runtime import launch
+from onnxpar_runtime.generation import beams
+from onnxpar_runtime.training import learning_rate
+
+DEVICES, TRANSPORTS = "auto cpu cuda cuda:", "auto mpi nccl threads"
+SOURCES = "digits npz: parquet: tokens: idx:"
 
 
 def script(shell: str, capsys: pytest.CaptureFixture[str]) -> str:
@@ -30,6 +36,80 @@ def test_a_script_names_every_command_and_option(
             assert f"-l {flag[2:]}" in text if shell == "fish" else flag in text
 
 
+VALUES = {
+    "shard": {
+        "--strategy": "dp tp= pp= replicate auto FILES",
+        "--loss": "softmax_cross_entropy mse mae bce output:",
+        "--optimizer": "sgd momentum adam adamw lamb",
+        "--compute": "float16 bfloat16",
+        "--optimizer-parallel": "0 1 2 3",
+        "--recompute": "layers layers= auto=",
+        "--recompute-communication": "keep recompute",
+        "--dialect": "tensorrt onnxruntime",
+    },
+    "annotate": {"--strategy": "dp tp= pp= replicate auto FILES"},
+    "plan": {
+        "--strategy": "dp= tp= pp= FILES",
+        "--algorithm": "recursive ilp",
+        "--level": "0 1 2",
+        "--machine": "cpu a100 h100 h200 FILES",
+        "--stages": "auto",
+        "--loss": "softmax_cross_entropy mse mae bce output:",
+        "--optimizer": "sgd momentum adam adamw lamb",
+        "--compute": "float16 bfloat16",
+        "--optimizer-parallel": "0 1 2 3",
+    },
+    "inspect": {"--device": "cuda"},
+    "run": {"--device": DEVICES, "--transport": TRANSPORTS},
+    "generate": {
+        "--early-stopping": "true false never",
+        "--device": DEVICES,
+        "--transport": TRANSPORTS,
+    },
+    "serve": {"--device": DEVICES, "--transport": TRANSPORTS},
+    "train": {
+        "--data": SOURCES,
+        "--loss-scale": "dynamic",
+        "--schedule": "constant linear cosine",
+        "--eval-data": SOURCES,
+        "--metric": "perplexity f1 top5",
+        "--device": DEVICES,
+        "--transport": TRANSPORTS,
+    },
+    "eval": {
+        "--data": SOURCES,
+        "--metric": "perplexity f1 top5",
+        "--device": DEVICES,
+        "--transport": TRANSPORTS,
+    },
+    "report": {"--machine": "cpu a100 h100 h200 FILES"},
+    "completion": {"": "bash zsh fish"},
+    "checkpoint": {"": "reshard merge export import"},
+}
+"""The words that are offered after each option; after the command itself with ""."""
+CHOICES = [
+    (f"{c} {o}".strip(), text) for c, options in VALUES.items() for o, text in options.items()
+]
+
+
+def test_the_values_are_those_that_the_runtime_takes() -> None:
+    assert tuple(TRANSPORTS.split()) == launch.TRANSPORTS
+    assert tuple(VALUES["train"]["--schedule"].split()) == learning_rate.KINDS
+    assert {*VALUES["generate"]["--early-stopping"].split()} == {*beams._WHEN}
+
+
+def test_no_option_with_values_is_forgotten() -> None:
+    """A help text or placeholder that lists words belongs to an option whose values are known."""
+    listed = re.compile(r"(?:[a-z0-9_]+, )+[a-z0-9_]+,? or |[a-z0-9]+ or [a-z0-9]+[:.]|0 \w+.*1 ")
+    for name, command in typer.main.get_command(build_app()).commands.items():
+        for one in getattr(command, "commands", {"": command}).values():
+            for param in one.params:
+                words = [w for w in (param.metavar or "").split("|") if w.islower()]
+                listing = listed.match(getattr(param, "help", None) or "")
+                if param.param_type_name == "option" and (words or listing):
+                    assert param.opts[0] in VALUES[name], (name, param.opts, param.help)
+
+
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
 def test_bash_completes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "script").write_text(script("bash", capsys))
@@ -37,14 +117,17 @@ def test_bash_completes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
         "sha": "shard",
         "shard --dia": "--dialect",
         "shard --dialect t": "tensorrt",
+        "shard --dialect = t": "tensorrt",
+        "shard --dialect =": "tensorrt onnxruntime",
         "checkpoint mer": "merge",
         "launch -n 2 -- train out --schedul": "--schedule",
+        "launch -n 2 -- train out --schedule c": "constant cosine",
         "train out --transport nc": "nccl",
         "run scr": "script",
-        "shard model.onnx --strategy ''": "dp tp= replicate auto script",
         "shard model.onnx --strategy t": "tp=",
         "plan model.onnx --strategy s": "script",
-    }
+        "completion f": "fish",
+    } | {f"{words} ''": text.replace("FILES", "script") for words, text in CHOICES}
     lines = [
         f"COMP_WORDS=(onnxpar {words}); COMP_CWORD=$((${{#COMP_WORDS[@]}}-1)); _onnxpar; "
         'echo "${COMPREPLY[@]}"'
@@ -52,17 +135,51 @@ def test_bash_completes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     ]
     text = "\n".join(["set -u", ". ./script", *lines])
     done = subprocess.run(["bash", "-c", text], cwd=tmp_path, capture_output=True, text=True)
-    assert (done.stderr, done.stdout.splitlines()) == ("", list(cases.values()))
+    assert done.stderr == ""
+    assert dict(zip(cases, done.stdout.splitlines(), strict=True)) == cases
 
 
-@pytest.mark.parametrize("shell", ["zsh", "fish"])
-def test_other_shells_accept_their_script(
-    shell: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    if shutil.which(shell) is None:
-        pytest.skip(f"needs {shell}")
-    (tmp_path / "script").write_text(script(shell, capsys))
-    subprocess.run([shell, "-n", str(tmp_path / "script")], check=True)
+@pytest.mark.skipif(shutil.which("zsh") is None, reason="needs zsh")
+def test_zsh_completes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With stand-ins for the functions that work only while a line is edited."""
+    (tmp_path / "script").write_text(script("zsh", capsys))
+    stand_ins = """
+      compdef() { :; }
+      compset() { :; }
+      _files() { found_values+=(FILES); }
+      _describe() { found_values+=(${(P)2}); }
+      compadd() { while [[ $1 == -* ]]; do [[ $1 == -S ]] && shift; shift; done
+                  found_values+=("$@"); }"""
+    cases = {f"{words} ''": text for words, text in CHOICES}
+    cases["shard --dialect=t"] = cases["shard --dialect ''"]
+    lines = [
+        f'words=(onnxpar {words}); CURRENT=$#words; found_values=(); _onnxpar; echo "$found_values"'
+        for words in cases
+    ]
+    text = "\n".join([stand_ins, ". ./script", *lines])
+    done = subprocess.run(["zsh", "-fc", text], cwd=tmp_path, capture_output=True, text=True)
+    assert done.stderr == ""
+    found = dict(zip(cases, done.stdout.splitlines(), strict=True))
+    assert {k: {*v.split()} for k, v in found.items()} == {
+        k: {*v.split()} for k, v in cases.items()
+    }
+
+
+@pytest.mark.skipif(shutil.which("fish") is None, reason="needs fish")
+def test_fish_completes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "script").write_text(script("fish", capsys))
+    cases = {f"{words} ": text.replace("FILES", "script") for words, text in CHOICES}
+    cases["shard --dialect=t"] = "--dialect=tensorrt"
+    lines = [f'complete -C "onnxpar {words}" | cut -f 1 | string join " "' for words in cases]
+    text = "\n".join(["source script", *lines])
+    done = subprocess.run(
+        ["fish", "--no-config", "-c", text], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.stderr == ""
+    found = dict(zip(cases, done.stdout.splitlines(), strict=True))
+    assert {k: {*v.split()} for k, v in found.items()} == {
+        k: {*v.split()} for k, v in cases.items()
+    }
 
 
 def test_another_shell_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ import typer
 from onnxpar.cli import build_app
 from onnxpar.cli.options import takes_options
 from onnxpar.cli.training_options import TrainingOptions
-from onnxpar_format.options import Option
+from onnxpar_format.option import Option
 
 
 def commands() -> Iterator[typer.core.TyperCommand]:

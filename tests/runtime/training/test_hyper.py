@@ -4,7 +4,8 @@ import math
 
 import pytest
 
-from onnxpar_format.options import Settings, parse_betas
+from onnxpar_format.option import parse_betas
+from onnxpar_format.options import Settings
 from onnxpar_runtime.errors import DirectoryError, LaunchError
 from onnxpar_runtime.training.hyper import hyperparameters
 
