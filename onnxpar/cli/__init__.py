@@ -159,7 +159,7 @@ def _run(given: list[str], name: str | None, interrupts: "_ProgramSignals") -> i
         left = leave.code
     except Exception as error:
         # The errors of transformer and runtime share only this attribute. Typer's usage errors have
-        # it too, and a method that shows them with the usage; a wrong value needs no usage.
+        # it too, and methods that show and word them.
         code = getattr(error, "exit_code", None)
         show = getattr(error, "show", None)
         if os.environ.get(_TRACEBACK) == "1" and show is None:
@@ -188,7 +188,7 @@ def _run(given: list[str], name: str | None, interrupts: "_ProgramSignals") -> i
             time.sleep(_PATIENCE)
         elif show is None:
             _print_error(str(error))
-        elif (message := _value_error(error)) is not None:
+        elif (message := _usage_error(error, name)) is not None:
             _print_error(message)
         else:
             show()
@@ -208,14 +208,25 @@ def _check_text(arguments: Sequence[str]) -> None:
             raise OnnxparError(f"expected arguments in UTF-8, got {argument!r}")
 
 
-def _value_error(error: Any) -> str | None:
-    """Returns our message for a value that pydantic refuses for Typer; None for other errors."""
-    details = getattr(error.__cause__, "errors", None)
-    if details is None:
-        return None
-    from onnxpar.strategy.validation_errors import problem
+def _usage_error(error: Any, name: str | None) -> str | None:
+    """Returns our message for a usage error of Typer; None if this is the help, not an error.
 
-    return f"{error.param.opts[0]}: {problem(details()[0])}"
+    Args:
+        error: The error.
+        name: The command, which some errors do not know.
+    """
+    details = getattr(error.__cause__, "errors", None)
+    if details is not None:  # pydantic refuses a value
+        from onnxpar.strategy.validation_errors import problem
+
+        return f"{error.param.opts[0]}: {problem(details()[0])}"
+    message: str = error.format_message().removesuffix(".")
+    if message.startswith("Usage: "):
+        return None
+    command = f"onnxpar {name}" if name in dict(COMMANDS) else "onnxpar"
+    if error.ctx is not None:
+        command = error.ctx.command_path
+    return f"{message[:1].lower()}{message[1:]}: see {command} --help"
 
 
 def _prints() -> bool:

@@ -122,9 +122,21 @@ def test_missing_files(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Non
 
 def test_usage(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["run"]) == 2
-    assert "Missing argument" in capfd.readouterr().err
+    said = "onnxpar: error: missing argument 'DIR': see onnxpar run --help\n"
+    assert capfd.readouterr().err == said
     assert main(["fly"]) == 2
-    assert "No such command" in capfd.readouterr().err
+    assert capfd.readouterr().err == "onnxpar: error: no such command 'fly': see onnxpar --help\n"
+    for arguments, said in (
+        (["run", "out", "--devic", "cpu"], "no such option: --devic"),
+        (["run", "out", "--device"], "option '--device' requires an argument: see onnxpar run"),
+        (["doctor", "more"], "got unexpected extra argument"),
+        (["checkpoint", "merge", "a"], "missing argument 'DST': see onnxpar checkpoint merge"),
+    ):
+        assert main(arguments) == 2
+        message = capfd.readouterr().err
+        assert message.startswith(f"onnxpar: error: {said}") and message.count("\n") == 1
+    assert main(["checkpoint"]) == 2
+    assert capfd.readouterr().err.startswith("Usage: ")
     assert main(["--help"]) == 0
     shown = capfd.readouterr().out
     assert all(name in shown for name, _ in cli.COMMANDS)
