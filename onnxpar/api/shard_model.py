@@ -363,7 +363,10 @@ def shard_model(
         report = directory_data(shown, programs)
         if pipeline is not None and strategy.pipeline is not None:
             # The stages chosen here, even if costs differ where the file is read.
-            entry = strategy.pipeline.model_copy(update={"assign": dict(pipeline.assign)})
+            decided: dict[str, object] = {"assign": dict(pipeline.assign)}
+            if trained is not None:
+                decided["schedule"] = pipeline.entry.schedule
+            entry = strategy.pipeline.model_copy(update=decided)
             strategy = replace(strategy, pipeline=entry)
         plan, source = first.plan, first.source
         if trained is not None:

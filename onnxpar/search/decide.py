@@ -244,7 +244,9 @@ def decide(
     assert best.plan is not None
     staged: dict[str, Any] | None = None
     if best.staged is not None:
-        staged = pipeline_data(best.staged, runs if trains else micro_batches, workload.forward)
+        step = runs if trains else micro_batches
+        given = None if strategy.pipeline is None else strategy.pipeline.schedule
+        staged = pipeline_data(best.staged, step, workload.forward, given)
     data = strategy_data(
         found.seeds, workload.program.rules, strategy.symbols, best.parallel, staged
     )
@@ -326,7 +328,8 @@ def _configured(
     assert best.way.plan is not None
     staged = None
     if best.way.staged is not None:
-        staged = pipeline_data(best.way.staged, best.way.micro_batches, workload.forward)
+        count, schedule = best.way.micro_batches, chosen.split.schedule
+        staged = pipeline_data(best.way.staged, count, workload.forward, schedule)
     rules = workload.program.rules
     data = strategy_data(best.found.seeds, rules, strategy.symbols, chosen.parallel, staged)
     if recompute := chosen.recompute or strategy.recompute:

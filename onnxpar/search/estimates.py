@@ -310,7 +310,7 @@ class Estimates:
             # Halves of layers take unequal times, so virtual stages with them mostly do not pay.
             schedules = [each for each in schedules if layers // stages % each[1] == 0]
         if (entry := self.strategy.pipeline) is not None:
-            schedules = [(entry.schedule, entry.chunks)]
+            schedules = [(entry.order, entry.chunks)]
         memory_first = LEVELS[self.strategy.search.level].memory_first
         sums = self._sums(strategy, count)
         seconds, bytes_ = next(sums)

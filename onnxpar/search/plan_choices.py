@@ -97,7 +97,7 @@ def pipeline_split(
     if entry is None:
         return PipelineSplit(stages, micro_batches, schedule, chunks)
     fixed = assigned(strategy, model)
-    return PipelineSplit(stages, micro_batches, entry.schedule, entry.chunks, fixed)
+    return PipelineSplit(stages, micro_batches, entry.order, entry.chunks, fixed)
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class Open:
 
 
 def pipeline_data(
-    staged: StagedPrice, micro_batches: int | None, forward: ir.Model
+    staged: StagedPrice, micro_batches: int | None, forward: ir.Model, schedule: str | None
 ) -> dict[str, Any]:
     """Returns the section `pipeline` of a strategy file with the same stages.
 
@@ -140,9 +140,12 @@ def pipeline_data(
         staged: The stages.
         micro_batches: Micro-batches of a step, if the file gives them.
         forward: The model that is split.
+        schedule: The schedule, unless `shard` shall choose one.
     """
     split = staged.split
-    data: dict[str, Any] = {"stages": split.stages, "schedule": split.schedule}
+    data: dict[str, Any] = {"stages": split.stages}
+    if schedule is not None:
+        data["schedule"] = schedule
     if micro_batches is not None:
         data["micro_batches"] = micro_batches
     if split.chunks > 1:

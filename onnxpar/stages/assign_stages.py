@@ -1,6 +1,6 @@
 """The virtual stage of each node: from `pipeline: assign`, and by cost for the other nodes."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from math import prod
 
 import onnx_ir as ir
@@ -90,24 +90,40 @@ def _lines(strategy: Strategy, model: ir.Model) -> dict[str, str]:
 
 def _costs(strategy: Strategy, program: Program, nodes: Sequence[ir.Node]) -> Costs:
     """Estimated times of nodes and of sending their results, on the strategy's machine."""
-    env, rules = program.env, program.rules
-    machine = machine_of(strategy)
-    mesh = Mesh.of()
-    cost = CostModel(machine, mesh, env.table, strategy.search.sizes)
-    link = between_stages(machine, strategy.stages, strategy.devices)
-    seconds: dict[str, float] = {}
+    env, cost = program.env, _undivided_cost(strategy, program)
+    link = between_stages(cost.machine, strategy.stages, strategy.devices)
     crossing: dict[str, float] = {}
-    for node in nodes:
-        name = node.name or ""
+    for value in (v for node in nodes for v in node.outputs):
+        if value.dtype is not None:
+            size = prod(cost.value(d) for d in env.shapes.get(value.name or "", ()))
+            moved = size * value.dtype.itemsize / strategy.devices
+            crossing[value.name or ""] = link.latency + moved / link.bandwidth
+    return Costs(estimated_seconds(strategy, program, nodes), crossing)
+
+
+def estimated_seconds(
+    strategy: Strategy, program: Program, nodes: Iterable[ir.Node]
+) -> dict[str, float]:
+    """Returns estimated seconds of nodes, by name, if the devices of a stage divide all work.
+
+    Args:
+        strategy: The strategy.
+        program: The undivided program.
+        nodes: Nodes of it.
+    """
+    rules, cost = program.rules, _undivided_cost(strategy, program)
+    seconds = {}
+    for name in (node.name or "" for node in nodes):
         rule, view = rules.by_node[name], rules.views[name]
-        plan = shardings(rule, view, {}, mesh)
-        seconds[name] = cost.node(rule, view, plan, rules.costs.get(name)).seconds
-        for value in node.outputs:
-            if value.dtype is not None:
-                size = prod(cost.value(d) for d in env.shapes.get(value.name or "", ()))
-                moved = size * value.dtype.itemsize / strategy.devices
-                crossing[value.name or ""] = link.latency + moved / link.bandwidth
-    return Costs({n: s / strategy.devices for n, s in seconds.items()}, crossing)
+        plan = shardings(rule, view, {}, cost.mesh)
+        found = cost.node(rule, view, plan, rules.costs.get(name)).seconds
+        seconds[name] = found / strategy.devices
+    return seconds
+
+
+def _undivided_cost(strategy: Strategy, program: Program) -> CostModel:
+    table, sizes = program.env.table, strategy.search.sizes
+    return CostModel(machine_of(strategy), Mesh.of(), table, sizes)
 
 
 def between_stages(machine: Machine, stages: int, devices: int) -> Link:

@@ -17,6 +17,7 @@ from onnxpar.ops.registry import Registry
 from onnxpar.partition.partitioned_model import PartitionedModel, PipelinePrograms
 from onnxpar.propagation.propagate import propagate
 from onnxpar.stages.assign_stages import between_stages, decide_virtual_stages
+from onnxpar.stages.choose_schedule import choose_schedule
 from onnxpar.stages.partition_chain import chain_of, floating, known_virtual_stages, where_needed
 from onnxpar.stages.place_nodes import order_by_place, put_stages, virtual_stages_by_name
 from onnxpar.stages.program_places import forward_places, training_places
@@ -56,7 +57,7 @@ class Staging:
         """Stages, micro-batches and schedule, as prices need them."""
         entry = self.entry
         count = entry.micro_batches or entry.stages
-        return PipelineSplit(entry.stages, count, entry.schedule, entry.chunks)
+        return PipelineSplit(entry.stages, count, entry.order, entry.chunks)
 
     def put(self, program: Program, trained: Collection[str]) -> Mapping[str, Copy]:
         """Puts the nodes of a forward program into virtual stages; its model is changed.
@@ -100,11 +101,16 @@ class Staging:
     def training_places(self, prepared: TrainingProgram) -> Places:
         """Returns the places of forward and backward, and orders the graph by them.
 
+        If the strategy leaves the schedule open, it is chosen here.
+
         Raises:
             ModelError: A running statistic is kept by several stages.
         """
         graph = prepared.program.graph
         self._check_statistics(graph, prepared.updated)
+        if self.entry.is_open:
+            chosen = choose_schedule(self.strategy, self.pipeline_split, prepared)
+            self.entry = self.entry.model_copy(update={"schedule": chosen})
         places = training_places(
             graph,
             self.entry.virtual_stages,
@@ -112,7 +118,7 @@ class Staging:
             prepared.links,
             list(prepared.gradients.values()),
             list(prepared.gradients),
-            split=self.entry.schedule == ZERO_BUBBLE,
+            split=self.entry.order == ZERO_BUBBLE,
         )
         order_by_place(graph, places)
         return places
@@ -193,7 +199,7 @@ class Staging:
         entry = Pipeline(
             stages=self.entry.stages,
             chunks=self.entry.chunks,
-            schedule=self.entry.schedule,
+            schedule=self.entry.order,
             micro_batches=self.entry.micro_batches or self.entry.stages,
             parts=parts,
         )

@@ -18,7 +18,9 @@ class ScheduleEntry(BaseModel):
     Attributes:
         micro_batches: Micro-batches of a step, unless the command overrides it; by default the
             number of stages.
-        schedule: The order in which stages work on micro-batches.
+        schedule: The order in which stages work on micro-batches. By default, `interleaved` with
+            several chunks, and else one is chosen where a training program is split
+            (`onnxpar.stages.choose_schedule`).
         chunks: Virtual stages of each stage, in the interleaved schedule: chunk c of stage s is
             virtual stage `c * stages + s`.
     """
@@ -26,16 +28,26 @@ class ScheduleEntry(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     micro_batches: MicroBatches | None = None
-    schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1"] = "1f1b"
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1"] | None = None
     chunks: Count = 1
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if self.chunks > 1 and self.schedule != "interleaved":
+        if self.chunks > 1 and self.schedule not in (None, "interleaved"):
             raise expected("'chunks' of 1, or the schedule 'interleaved'", self.chunks)
         if self.schedule == "interleaved" and self.chunks < 2:
             raise expected("'chunks' of at least 2 for the schedule 'interleaved'", self.chunks)
         return self
+
+    @property
+    def order(self) -> str:
+        """The schedule; without a choice `interleaved` with several chunks, else `1f1b`."""
+        return self.schedule or ("interleaved" if self.chunks > 1 else "1f1b")
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a schedule is still to be chosen."""
+        return self.schedule is None and self.chunks == 1
 
 
 class PipelineEntry(ScheduleEntry):

@@ -100,7 +100,7 @@ def test_tp_and_axes_that_no_entry_uses_shard_parameters(
             "s:2: expected a number of stages that divides the 3 devices, got 2",
         ),
         (
-            "devices: 2\npipeline: {stages: 2, chunks: 2}",
+            "devices: 2\npipeline: {stages: 2, chunks: 2, schedule: 1f1b}",
             "s:2: 'pipeline': expected 'chunks' of 1, or the schedule 'interleaved', got 2",
         ),
         (
