@@ -79,6 +79,8 @@ def read_recompute(entry: object) -> RecomputeOptions:
     if communication not in COMMUNICATION:
         raise expected(f"one of {list(COMMUNICATION)} under 'communication'", communication)
     memory = parse_bytes(given["memory"]) if "memory" in given else None
+    if memory is not None and memory < 1:
+        raise expected("at least 1 byte under 'memory'", given["memory"])
     sizes = given.get("sizes", {})
     if not isinstance(sizes, Mapping) or not all(
         isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in sizes.values()
@@ -112,6 +114,8 @@ def parse_recompute(texts: Sequence[str], communication: str) -> RecomputeOption
                 found = replace(found, memory=parse_bytes(number))
             except ValueError as error:
                 raise StrategyError(f"--recompute {text}: {error}") from None
+            if not found.memory or found.memory < 1:
+                raise StrategyError(f"--recompute {text}: expected at least 1 byte")
         elif word in (LAYERS, AUTO):
             raise StrategyError(
                 f"--recompute: expected layers, layers=K with a number K of at least 1, "

@@ -80,6 +80,13 @@ class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
+def _number(entry: object) -> object:
+    """Refuses a truth value, which Python takes for 0 or 1."""
+    if isinstance(entry, bool):
+        raise expected("a number", entry)
+    return entry
+
+
 class PartialEntry(_Section):
     """Operands of a node that stay partial, so that its output is partial.
 
@@ -140,7 +147,7 @@ class SearchEntry(TargetEntry):
     """
 
     algorithm: Literal["recursive", "ilp"] = "recursive"
-    level: Literal[0, 1, 2] = 2
+    level: Annotated[Literal[0, 1, 2], BeforeValidator(_number)] = 2
 
 
 class OptimizerParallelEntry(_Section):
@@ -152,7 +159,7 @@ class OptimizerParallelEntry(_Section):
         group: The most replicas over which one shard is sharded further.
     """
 
-    level: Literal[0, 1, 2, 3]
+    level: Annotated[Literal[0, 1, 2, 3], BeforeValidator(_number)]
     threshold: Annotated[int, BeforeValidator(parse_bytes), Field(ge=0)] = THRESHOLD
     group: Annotated[int, Field(ge=2)] | None = None
 
