@@ -82,6 +82,7 @@ class NodeTransport : public Transport {
   int rank() const override { return base_->rank(); }
   int size() const override { return base_->size(); }
   bool concurrent() const override { return true; }
+  bool prompt(int peer) const override { return base_->prompt(peer); }
   bool overlaps(const Group&) const override { return true; }
   Group& group(const std::vector<int>& ranks, Lane lane) override {
     std::unique_ptr<NodeGroup>& group = groups_[{lane, ranks}];

@@ -14,8 +14,7 @@ import ctypes
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,13 +38,11 @@ from onnxpar_runtime.library import (
     nccl_library,
 )
 from onnxpar_runtime.op_counter import OpCounter
+from onnxpar_runtime.time_limit import limited_start, timeout
 from onnxpar_runtime.tracing.timeline import Timeline
 
 __all__ = ["OpCounter", "Rank", "World", "custom_op_library"]
 
-DEFAULT_TIMEOUT_S = 60.0
-LEAST_START_S = 10.0
-"""Ranks wait at least this long for one another to start: MPI takes seconds on a busy machine."""
 DEVICE_TRANSPORTS = ("nccl", "staged")
 """How tensors on GPUs travel between ranks: by NCCL, or through the host."""
 _REDUCTIONS = ("sum", "max", "min", "prod")
@@ -71,7 +68,7 @@ class World(Closing):
         self.size = size
         self.local_ranks = local_ranks
         self.comm = comm
-        self.timeout_s = _timeout()
+        self.timeout_s = timeout()
         self.placements: dict[int, Placement] = {}
         self.timelines = {
             rank: Timeline(partial(self._library.onnxpar_foreground_ns, self._handle, rank))
@@ -92,7 +89,7 @@ class World(Closing):
             ValueError: `size` is not positive.
         """
         library = load_library()
-        handle = library.onnxpar_threads(size, debug, _timeout())
+        handle = library.onnxpar_threads(size, debug, timeout())
         if not handle:
             raise ValueError(last_error(library))
         return World(handle, size, range(size))
@@ -114,7 +111,7 @@ class World(Closing):
                 connect the processes that the launcher started.
         """
         # A rank that never starts would make the others wait in MPI for ever.
-        with _time_limit():
+        with limited_start():
             check_one_mpi()
             check_launcher(os.environ)
             # Open MPI sleeps a second when it closes this component, which no machine without such
@@ -135,7 +132,7 @@ class World(Closing):
             library = load_library()
             rank, size = comm.Get_rank(), comm.Get_size()
             address = ctypes.c_void_p(MPI._addressof(comm))
-            handle = library.onnxpar_mpi(str(path).encode(), address, rank, size, True, _timeout())
+            handle = library.onnxpar_mpi(str(path).encode(), address, rank, size, True, timeout())
         if not handle:
             raise LaunchError(f"MPI cannot be used: {last_error(library)}")
         return World(handle, size, range(rank, rank + 1), comm)
@@ -415,6 +412,21 @@ class Rank:
         self._call(int(found < 0))
         return bool(found)
 
+    def prompt(self, peer: int) -> bool:
+        """Returns whether messages from a rank arrive while neither rank communicates.
+
+        If not, they arrive while this rank computes if it receives them in the background.
+
+        Args:
+            peer: The sender's global rank.
+
+        Raises:
+            RankError: The world has no such rank, or is closed.
+        """
+        found = self.world._library.onnxpar_prompt(self.world._handle, self.index, peer)
+        self._call(int(found < 0))
+        return bool(found)
+
     def allow_background(self, allowed: bool) -> None:
         """Decides whether collectives may run in the background of computation (the default).
 
@@ -571,30 +583,3 @@ def _contiguous(array: NDArray[Any]) -> int:
     if not array.flags.c_contiguous:
         raise ValueError(f"expected a contiguous array, got strides {array.strides}")
     return int(array.ctypes.data)
-
-
-@contextmanager
-def _time_limit() -> Iterator[None]:
-    """Ends the process, with a message, if the block takes longer than ranks wait."""
-    seconds, place = _timeout(), find_place()
-    if not seconds or place is None:
-        yield
-        return
-    seconds = max(seconds, LEAST_START_S)
-    text = (
-        f"r{place.rank} | waited {seconds:g} s for all {place.size} ranks to start; a rank or its "
-        "machine hangs, or the limit ONNXPAR_TIMEOUT is too short\n"
-    )
-    limit = load_library().onnxpar_begin_limit(seconds, text.encode())
-    try:
-        yield
-    finally:
-        load_library().onnxpar_end_limit(limit)
-
-
-def _timeout() -> float:
-    text = os.environ.get("ONNXPAR_TIMEOUT") or str(DEFAULT_TIMEOUT_S)
-    try:
-        return max(float(text), 0.0)
-    except ValueError:
-        raise LaunchError(f"ONNXPAR_TIMEOUT: expected seconds, got {text!r}") from None

@@ -59,6 +59,7 @@ SIGNATURES: Signatures = {
     "onnxpar_live_bytes_count": (_INT, [_POINTER, _POINTER, _INT]),
     "onnxpar_compile_kernels": (_INT, [_INT]),
     "onnxpar_concurrent": (_INT, [_POINTER, _INT]),
+    "onnxpar_prompt": (_INT, [_POINTER, _INT, _INT]),
     "onnxpar_send": (_INT, [_POINTER, _INT, _INT, _INT, _POINTER, _SIZE, _TEXT]),
     "onnxpar_recv": (_INT, [_POINTER, _INT, _INT, _INT, _POINTER, _SIZE, _INT, _TEXT]),
     "onnxpar_send_device": (

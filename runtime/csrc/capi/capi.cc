@@ -411,6 +411,20 @@ int onnxpar_concurrent(const World* world, int rank) {
   return concurrent;
 }
 
+int onnxpar_prompt(const World* world, int rank, int peer) {
+  int prompt = -1;
+  guarded([&] {
+    const Transport& transport = given(world, kWorld).rank(rank).transport();
+    if (peer < 0 || peer >= transport.size()) {
+      throw std::invalid_argument("peer: expected a rank below " +
+                                  std::to_string(transport.size()) + ", got " +
+                                  std::to_string(peer));
+    }
+    prompt = transport.prompt(peer) ? 1 : 0;
+  });
+  return prompt;
+}
+
 int onnxpar_send(const World* world, int rank, int peer, int tag, const void* in, size_t bytes,
                  const char* what) {
   return guarded([&] {

@@ -70,6 +70,9 @@ ONNXPAR_EXPORT int onnxpar_compile_kernels(int capability);
 // background has no time limit; if onnxpar_concurrent returns 1 (else 0, or -1 on failure), several
 // threads may receive at once, each from another peer.
 ONNXPAR_EXPORT int onnxpar_concurrent(const onnxpar::World* world, int rank);
+// Whether a message from `peer` arrives although neither rank makes calls while it is under way, so that
+// nothing is gained by receiving it in the background: 1 or 0, or -1 on failure.
+ONNXPAR_EXPORT int onnxpar_prompt(const onnxpar::World* world, int rank, int peer);
 ONNXPAR_EXPORT int onnxpar_send(const onnxpar::World* world, int rank, int peer, int tag,
                                 const void* in, size_t bytes, const char* what);
 ONNXPAR_EXPORT int onnxpar_recv(const onnxpar::World* world, int rank, int peer, int tag, void* out,

@@ -31,6 +31,7 @@
 #include "transport/mpi_memory.h"
 #include "transport/mpi_support.h"
 #include "transport/nested.h"
+#include "transport/parcels.h"
 #include "transport/shared.h"
 
 namespace onnxpar {
@@ -38,13 +39,14 @@ namespace {
 
 // How long the foreground looks for messages without a pause, if it has a core of its own.
 constexpr std::chrono::microseconds kBusy{20};
+constexpr std::chrono::milliseconds kNear{1};  // the same for a message of a rank of the same machine
 constexpr std::chrono::seconds kPatience{5};  // for messages that are not received, at the end
 
 struct MpiGroup : Group {
   MPI_Comm comm = MPI_COMM_NULL;
   // The members on this machine: all of them, or those of `nested`.
   MPI_Comm near_comm = MPI_COMM_NULL;
-  std::unique_ptr<SharedMemory> memory;
+  std::unique_ptr<SharedFile> memory;
   std::unique_ptr<SharedGroup> shared;
   // If the members are on several machines, or cannot share memory: all of them.
   std::unique_ptr<MessageGroup> messages;
@@ -79,9 +81,11 @@ struct Outgoing {
   std::vector<MPI_Request> requests;
 };
 
-// Is sent before a message, so that a wrong size is an error and not a truncated tensor.
+// Is sent before a message, so that a wrong size is an error and not a truncated tensor. The data of a
+// parcel does not follow.
 struct Header {
-  uint64_t bytes;
+  uint64_t bytes = 0;
+  Parcel parcel;
 };
 
 // Waits until all ranks of a world have come to MPI_Finalize. MPI calls it there: it is the function that
@@ -118,12 +122,17 @@ class MpiTransport : public Transport {
     const auto here = std::count(machine_of_.begin(), machine_of_.end(), own);
     if (here > sysconf(_SC_NPROCESSORS_ONLN)) looks_ = 0;
     pretend_machines();
+    near_ = share_with_neighbours();
     watchdog_ = std::make_unique<Watchdog>(rank_, options_, world_, concurrent_);
   }
 
   int rank() const override { return rank_; }
   int size() const override { return size_; }
   bool concurrent() const override { return concurrent_; }
+  bool prompt(int peer) const override {
+    const size_t other = static_cast<size_t>(peer);
+    return near_ && machine_of_[other] == machine_of_[static_cast<size_t>(rank_)];
+  }
 
   Group& group(const std::vector<int>& ranks, Lane lane) override {
     auto& group = groups_[{lane, ranks}];
@@ -194,12 +203,14 @@ class MpiTransport : public Transport {
       std::lock_guard lock(outgoing_mutex_);
       reap();
       Outgoing& message = outgoing_.emplace_back();
-      const Header header{bytes};
+      Header header{bytes, {}};
+      if (prompt(peer)) header.parcel = parcels_out_[peer].put(in, bytes);
+      const size_t follows = header.parcel.file.descriptor < 0 ? bytes : 0;
       const std::byte* head = reinterpret_cast<const std::byte*>(&header);
       const std::byte* data = static_cast<const std::byte*>(in);
-      message.data.reserve(sizeof(header) + bytes);
+      message.data.reserve(sizeof(header) + follows);
       message.data.assign(head, head + sizeof(header));
-      message.data.insert(message.data.end(), data, data + bytes);
+      message.data.insert(message.data.end(), data, data + follows);
       const auto post = [&](size_t begin, size_t length) {
         const Bytes block(length);
         check(MPI_Isend(message.data.data() + begin, block.count(), block.type(), peer, tag,
@@ -207,7 +218,7 @@ class MpiTransport : public Transport {
               "MPI_Isend");
       };
       post(0, sizeof(header));
-      post(sizeof(header), bytes);
+      if (header.parcel.file.descriptor < 0) post(sizeof(header), bytes);
     });
   }
 
@@ -225,7 +236,12 @@ class MpiTransport : public Transport {
         throw std::runtime_error("expected " + std::to_string(bytes) + " bytes, got " +
                                  std::to_string(header.bytes));
       }
-      await(out, Bytes(bytes), peer, tag, lane, call);
+      if (header.parcel.file.descriptor < 0) {
+        await(out, Bytes(bytes), peer, tag, lane, call);
+      } else if (!parcels_from(peer).take(header.parcel, out, bytes)) {
+        throw std::runtime_error("cannot map the memory of rank " + std::to_string(peer) +
+                                 "; ONNXPAR_SHARED_MEMORY=0 sends all data by MPI");
+      }
     });
   }
 
@@ -243,7 +259,12 @@ class MpiTransport : public Transport {
     // A message that its receiver has not received by then keeps its memory: the transport is never
     // freed.
     const Clock::time_point end = Clock::now() + kPatience;
-    for (reap(); !outgoing_.empty() && Clock::now() < end; reap()) std::this_thread::yield();
+    const auto pending = [&] {
+      reap();
+      return !outgoing_.empty() || std::any_of(parcels_out_.begin(), parcels_out_.end(),
+                                               [](auto& each) { return !each.second.empty(); });
+    };
+    while (pending() && Clock::now() < end) std::this_thread::yield();
     for (auto& entry : groups_) {
       MpiGroup& group = *entry.second;
       for (MPI_Comm* made : {&group.near_comm, &group.far_comm, &group.comm}) {
@@ -280,6 +301,21 @@ class MpiTransport : public Transport {
     const int ranks = text == nullptr ? 0 : std::atoi(text);
     if (!all_hold(ranks > 0, world_)) return;
     for (int r = 0; r < size_; ++r) machine_of_[static_cast<size_t>(r)] = r / ranks;
+  }
+
+  // Whether the ranks of each machine can map memory of one another.
+  bool share_with_neighbours() {
+    MPI_Comm near = MPI_COMM_NULL;
+    const int machine = machine_of_[static_cast<size_t>(rank_)];
+    check(MPI_Comm_split(world_, machine, rank_, &near), "MPI_Comm_split");
+    const bool shared = share_memory(near, 1) != nullptr;
+    check(MPI_Comm_free(&near), "MPI_Comm_free");
+    return shared;
+  }
+
+  ParcelReceiver& parcels_from(int peer) {
+    std::lock_guard lock(incoming_mutex_);
+    return parcels_in_[peer];
   }
 
   // Gives the group shared memory, messages, or both.
@@ -357,7 +393,9 @@ class MpiTransport : public Transport {
   void await(void* out, const Bytes& block, int peer, int tag, Lane lane, const Call& call) {
     MPI_Request request = MPI_REQUEST_NULL;
     check(MPI_Irecv(out, block.count(), block.type(), peer, tag, world_, &request), "MPI_Irecv");
-    Patience patience(busy(lane));
+    // A neighbour's message comes at once, so sleeping would take longer than the message.
+    const bool waits = lane == Lane::kMain && looks_ != 0 && prompt(peer);
+    Patience patience(waits ? kNear : busy(lane));
     while (true) {
       int here = 0;
       check(MPI_Test(&request, &here, MPI_STATUS_IGNORE), "MPI_Test");
@@ -390,12 +428,16 @@ class MpiTransport : public Transport {
   int size_ = 0;
   bool concurrent_ = false;
   std::vector<int> machine_of_;  // by rank
+  bool near_ = false;  // whether data of messages on this machine goes through shared memory
   int looks_ = 2000;  // about 30 microseconds
   std::unique_ptr<Watchdog> watchdog_;
   std::map<std::pair<Lane, std::vector<int>>, std::unique_ptr<MpiGroup>> groups_;
   std::atomic<Clock::duration> stopped_{Clock::duration::zero()};
   std::mutex outgoing_mutex_;
   std::list<Outgoing> outgoing_;
+  std::map<int, ParcelSender> parcels_out_;  // by receiver
+  std::mutex incoming_mutex_;
+  std::map<int, ParcelReceiver> parcels_in_;  // by sender
 };
 
 }  // namespace

@@ -44,6 +44,7 @@ class MpiClient : public Transport {
   int rank() const override { return inner_->rank(); }
   int size() const override { return inner_->size(); }
   bool concurrent() const override { return inner_->concurrent(); }
+  bool prompt(int peer) const override { return inner_->prompt(peer); }
 
   Group& group(const std::vector<int>& ranks, Lane lane) override {
     Group* made = nullptr;

@@ -14,30 +14,6 @@
 namespace onnxpar {
 namespace {
 
-class File {
- public:
-  explicit File(int descriptor) : descriptor_(descriptor) {}
-  ~File() {
-    if (descriptor_ >= 0) ::close(descriptor_);
-  }
-  File(const File&) = delete;
-  File& operator=(const File&) = delete;
-  int get() const { return descriptor_; }
-
- private:
-  const int descriptor_;
-};
-
-// The place of the first member's file, and the identity of the file.
-struct Place {
-  int64_t process = 0;
-  int64_t descriptor = -1;  // negative: there is none
-  uint64_t device = 0;
-  uint64_t inode = 0;
-};
-
-// A file without a name. A file in /dev/shm would remain if the job is killed at the wrong moment, and
-// in containers this folder is small.
 int make_file([[maybe_unused]] size_t bytes) {
 #if defined(__linux__)
   const int descriptor = memfd_create("onnxpar", MFD_CLOEXEC);
@@ -51,25 +27,6 @@ int make_file([[maybe_unused]] size_t bytes) {
 #endif
 }
 
-int open_file(const Place& place) {
-  const std::string path =
-      "/proc/" + std::to_string(place.process) + "/fd/" + std::to_string(place.descriptor);
-  return open(path.c_str(), O_RDWR | O_CLOEXEC);
-}
-
-bool is_at(int descriptor, const Place& place) {
-  struct stat status {};
-  return descriptor >= 0 && fstat(descriptor, &status) == 0 &&
-         static_cast<uint64_t>(status.st_dev) == place.device &&
-         static_cast<uint64_t>(status.st_ino) == place.inode;
-}
-
-std::unique_ptr<SharedMemory> map_file(int descriptor, size_t bytes) {
-  void* data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
-  if (data == MAP_FAILED) return nullptr;
-  return std::make_unique<SharedMemory>(data, bytes);
-}
-
 bool wanted() {
   const char* text = std::getenv("ONNXPAR_SHARED_MEMORY");
   return text == nullptr || std::strcmp(text, "0") != 0;
@@ -77,7 +34,55 @@ bool wanted() {
 
 }  // namespace
 
-SharedMemory::~SharedMemory() { munmap(data_, size_); }
+std::unique_ptr<SharedFile> SharedFile::make(size_t bytes) {
+  const int descriptor = make_file(bytes);
+  struct stat status {};
+  if (descriptor < 0) return nullptr;
+  if (fstat(descriptor, &status) != 0) {
+    ::close(descriptor);
+    return nullptr;
+  }
+  const FilePlace place{getpid(), descriptor, status.st_dev, status.st_ino};
+  std::unique_ptr<SharedFile> file(new SharedFile(descriptor, place));
+  return file->map(bytes) ? std::move(file) : nullptr;
+}
+
+std::unique_ptr<SharedFile> SharedFile::open(const FilePlace& place, size_t bytes) {
+  const std::string path =
+      "/proc/" + std::to_string(place.process) + "/fd/" + std::to_string(place.descriptor);
+  const int descriptor = ::open(path.c_str(), O_RDWR | O_CLOEXEC);
+  if (descriptor < 0) return nullptr;
+  std::unique_ptr<SharedFile> file(new SharedFile(descriptor, place));
+  // In another container the process number may name another process.
+  struct stat status {};
+  const bool same = fstat(descriptor, &status) == 0 &&
+                    static_cast<uint64_t>(status.st_dev) == place.device &&
+                    static_cast<uint64_t>(status.st_ino) == place.inode;
+  return same && file->map(bytes) ? std::move(file) : nullptr;
+}
+
+SharedFile::~SharedFile() {
+  if (data_ != nullptr) munmap(data_, size_);
+  close();
+}
+
+bool SharedFile::map(size_t bytes) {
+  void* data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor_, 0);
+  if (data == MAP_FAILED) return false;
+  if (data_ != nullptr) munmap(data_, size_);
+  data_ = data;
+  size_ = bytes;
+  return true;
+}
+
+bool SharedFile::grow(size_t bytes) {
+  return ftruncate(descriptor_, static_cast<off_t>(bytes)) == 0 && map(bytes);
+}
+
+void SharedFile::close() {
+  if (descriptor_ >= 0) ::close(descriptor_);
+  descriptor_ = -1;
+}
 
 bool all_hold(bool holds, MPI_Comm comm) {
   int least = holds ? 1 : 0;
@@ -100,26 +105,19 @@ std::vector<int> machines_of(MPI_Comm comm) {
   return machines;
 }
 
-std::unique_ptr<SharedMemory> share_memory(MPI_Comm comm, size_t bytes) {
+std::unique_ptr<SharedFile> share_memory(MPI_Comm comm, size_t bytes) {
   int index = 0;
   check(MPI_Comm_rank(comm, &index), "MPI_Comm_rank");
   if (!all_hold(wanted(), comm)) return nullptr;
-  Place place;
-  const File made(index == 0 ? make_file(bytes) : -1);
-  struct stat status {};
-  if (made.get() >= 0 && fstat(made.get(), &status) == 0) {
-    place = {getpid(), made.get(), status.st_dev, status.st_ino};
-  }
+  std::unique_ptr<SharedFile> file = index == 0 ? SharedFile::make(bytes) : nullptr;
+  FilePlace place = file ? file->place() : FilePlace();
   check(MPI_Bcast(&place, sizeof(place), MPI_BYTE, 0, comm), "MPI_Bcast");
   if (place.descriptor < 0) return nullptr;
-  // In another container the process number may name another process, so the opened file is compared.
-  const File opened(index == 0 ? -1 : open_file(place));
-  const int descriptor = index == 0 ? made.get() : opened.get();
-  std::unique_ptr<SharedMemory> memory;
-  if (is_at(descriptor, place)) memory = map_file(descriptor, bytes);
+  if (index != 0) file = SharedFile::open(place, bytes);
   // The first member's file stays open until all have opened it.
-  if (!all_hold(memory != nullptr, comm)) return nullptr;
-  return memory;
+  if (!all_hold(file != nullptr, comm)) return nullptr;
+  file->close();
+  return file;
 }
 
 }  // namespace onnxpar

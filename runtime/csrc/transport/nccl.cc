@@ -76,6 +76,7 @@ class NcclTransport : public Transport {
   int rank() const override { return host_.rank(); }
   int size() const override { return host_.size(); }
   bool concurrent() const override { return host_.concurrent(); }
+  bool prompt(int) const override { return false; }
 
   Group& group(const std::vector<int>& ranks, Lane lane) override {
     auto& group = groups_[{lane, ranks}];

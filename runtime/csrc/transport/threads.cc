@@ -268,6 +268,7 @@ class ThreadTransport : public Transport {
   int rank() const override { return rank_; }
   int size() const override { return world_->size(); }
   bool concurrent() const override { return true; }
+  bool prompt(int) const override { return true; }
   bool overlaps(const Group&) const override { return true; }
 
   Group& group(const std::vector<int>& ranks, Lane lane) override {

@@ -118,6 +118,9 @@ class Transport {
   virtual int size() const = 0;
   // Whether two threads of this rank may communicate at once, on different lanes.
   virtual bool concurrent() const = 0;
+  // Whether a message from this rank arrives although neither rank calls the transport while it is under
+  // way. Otherwise a thread should wait for it from the beginning (`recv` on the background lane).
+  virtual bool prompt(int peer) const = 0;
 
   // The group, made at its first use. Only its members call this.
   virtual Group& group(const std::vector<int>& ranks, Lane lane) = 0;

@@ -82,6 +82,13 @@ class Carrier(Protocol):
             RankError: The device is out of memory for it.
         """
 
+    def background(self, peer: int) -> bool:
+        """Whether to receive in the background what a rank sends; it is always the same.
+
+        Args:
+            peer: The sender's global rank.
+        """
+
     def take(self, received: Any) -> Any:
         """Returns a received value in a form for the rank's later computations."""
 
@@ -96,6 +103,7 @@ class HostCarrier:
     def __init__(self, rank: Rank) -> None:
         """Carries nothing yet."""
         self._rank = rank
+        self._background: dict[int, bool] = {}
 
     def send(self, value: Array, with_shape: bool, peer: int, what: str) -> None:
         """As `Carrier`."""
@@ -114,6 +122,12 @@ class HostCarrier:
         array = np.empty(shape, expected.dtype)
         self._rank.recv(array, peer, _TAG, what, background=background)
         return array
+
+    def background(self, peer: int) -> bool:
+        """As `Carrier`: if a message would not arrive otherwise before it is waited for."""
+        if peer not in self._background:
+            self._background[peer] = self._rank.concurrent and not self._rank.prompt(peer)
+        return self._background[peer]
 
     def take(self, received: Array) -> Array:
         """As `Carrier`."""
@@ -207,6 +221,10 @@ class DeviceCarrier:
             background=background,
         )
         return _Eventual(value, self._queue.mark(stream))
+
+    def background(self, peer: int) -> bool:
+        """As `Carrier`: the receive must be on its stream before the value is sent."""
+        return self._rank.concurrent
 
     def take(self, received: _Eventual) -> Any:
         """As `Carrier`."""

@@ -18,12 +18,14 @@ class Ticket(Generic[T]):
     Args:
         receive: Receives it.
         what: What it is, for messages.
+        background: Whether another thread receives it.
     """
 
-    def __init__(self, receive: Callable[[], T], what: str) -> None:
+    def __init__(self, receive: Callable[[bool], T], what: str, *, background: bool) -> None:
         """Has received nothing yet."""
         self.what = what
-        self.done = threading.Event()
+        self.background = background
+        self.done = threading.Event() if background else None
         self._receive = receive
         self._result: T | None = None
         self._error: BaseException | None = None
@@ -31,10 +33,11 @@ class Ticket(Generic[T]):
     def run(self) -> None:
         """Receives; `result` raises its error."""
         try:
-            self._result = self._receive()
+            self._result = self._receive(self.background)
         except BaseException as error:  # raised in the thread that waits
             self._error = error
-        self.done.set()
+        if self.done is not None:
+            self.done.set()
 
     def result(self) -> T:
         """Returns what was received, or raises the error of receiving it."""
@@ -46,34 +49,33 @@ class Ticket(Generic[T]):
 class Inbox:
     """The receives that a rank has posted.
 
-    Messages of one peer are received in the order in which they were posted. If the transport lets
-    other threads receive, there is a thread for each peer; otherwise messages are received when
-    they are waited for.
+    Messages of one peer are received in the order in which they were posted: by a thread of the
+    peer, or when they are waited for. The messages of a peer are all received in the same way.
 
     Args:
         rank: The rank.
-
-    Attributes:
-        background: Whether receives run in other threads, as `Rank.recv` needs to know.
     """
 
     def __init__(self, rank: Rank) -> None:
         """Starts nothing yet."""
         self._rank = rank
-        self.background = rank.concurrent
         self._posted: dict[int, deque[Ticket[Any]]] = {}
         self._queues: dict[int, queue.SimpleQueue[Ticket[Any] | None]] = {}
 
-    def post(self, peer: int, receive: Callable[[], T], what: str) -> Ticket[T]:
+    def post(
+        self, peer: int, receive: Callable[[bool], T], what: str, *, background: bool
+    ) -> Ticket[T]:
         """Returns the ticket of a message from a peer.
 
         Args:
             peer: The sender's global rank.
-            receive: Receives the message.
+            receive: Receives the message, given `background`.
             what: What it is, for messages.
+            background: Whether to receive in a thread of the peer, at once; the rank must be
+                `concurrent`. Otherwise it is received when it is waited for.
         """
-        ticket = Ticket(receive, what)
-        if not self.background:
+        ticket = Ticket(receive, what, background=background)
+        if not background:
             self._posted.setdefault(peer, deque()).append(ticket)
             return ticket
         if peer not in self._queues:
@@ -92,9 +94,10 @@ class Inbox:
             RankError: A rank failed, or nothing arrived within the world's time limit, which ends
                 all ranks.
         """
-        if not self.background:
-            while not ticket.done.is_set():
-                self._posted[peer].popleft().run()
+        if ticket.done is None:
+            posted = self._posted[peer]
+            while ticket in posted:
+                posted.popleft().run()
             return ticket.result()
         world = self._rank.world
         if not ticket.done.wait(world.timeout_s or None):

@@ -126,7 +126,7 @@ def _post(
         for entry in work.expected(step.message)
     ]
 
-    def receive() -> list[Any]:
-        return [of_one(inbox.background) for of_one in wanted]
+    def receive(background: bool) -> list[Any]:
+        return [of_one(background) for of_one in wanted]
 
-    return inbox.post(peer, receive, f"receive {what}")
+    return inbox.post(peer, receive, f"receive {what}", background=carrier.background(peer))
