@@ -1,8 +1,9 @@
 """Names and patterns: lists of names for messages, and which entry applies to which name."""
 
 import re
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from glob import escape
@@ -91,18 +92,19 @@ def patterns_of(names: Iterable[str], known: Collection[str]) -> list[str]:
         names: The names.
         known: All names, including these.
     """
-    split = {name: re.split(r"(\d+)", name) for name in names}
+    split = {name: [escape(part) for part in re.split(r"(\d+)", name)] for name in names}
     most = max(map(len, split.values()), default=0)
     found: dict[str, list[str]] = {name: [] for name in split}
     for place in range(1, most, 2):
         groups: dict[str, list[str]] = {}
         for name, parts in split.items():
-            pieces = [escape(part) for part in parts]
-            pieces[place : place + 1] = ["*"][: len(pieces) - place]
-            groups.setdefault("".join(pieces), []).append(name)
+            starred = "*" if place < len(parts) else ""
+            key = "".join((*parts[:place], starred, *parts[place + 1 :]))
+            groups.setdefault(key, []).append(name)
         if len(groups) < len(found):
             found = groups
-    return [text for key, group in found.items() for text in _pattern(key, group, known)]
+    by_end = _ByEnd(known)
+    return [text for key, group in found.items() for text in _pattern(key, group, by_end)]
 
 
 def prefixes_of(
@@ -136,14 +138,29 @@ def _prefixes(name: str) -> list[str]:
     return [name[: part.end()] for part in re.finditer(r"[/.]", name) if part.end() > 1]
 
 
-def _pattern(key: str, names: Sequence[str], known: Collection[str]) -> Sequence[str]:
+def _pattern(key: str, names: Sequence[str], known: "_ByEnd") -> Sequence[str]:
     """The pattern in a list, if it matches these names alone; else the names."""
     if len(names) < 2:
         return names or [key]
     head, _, tail = key.partition("*")
-    near = (n for n in known if n.endswith(tail) and n.startswith(head.partition("[")[0]))
+    near = (n for n in known.ending(tail) if n.startswith(head.partition("[")[0]))
     hits = {name for name in near if fnmatchcase(name, key)}
     return [key] if hits == set(names) else names
+
+
+class _ByEnd:
+    """Names, of which those with a certain end are found at once."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._reversed = sorted(name[::-1] for name in names)
+
+    def ending(self, end: str) -> Iterator[str]:
+        """Yields the names that end with a text."""
+        begin = end[::-1]
+        for place in range(bisect_left(self._reversed, begin), len(self._reversed)):
+            if not self._reversed[place].startswith(begin):
+                return
+            yield self._reversed[place][::-1]
 
 
 def check_symbol_sizes(sizes: Mapping[str, int], table: SymbolTable, where: str) -> None:

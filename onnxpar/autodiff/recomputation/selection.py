@@ -1,8 +1,9 @@
 """Which nodes are recomputed, by the user's options."""
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
+from fnmatch import translate
 
 from onnxpar.autodiff.recomputation.candidates import ForwardPass, Loads, by_cost
 from onnxpar.autodiff.recomputation.clones import Planned, Recomputation, recompute
@@ -147,8 +148,13 @@ def _matching(
         pattern: The name or pattern.
         where: Where the user gave it, for messages.
     """
+    # Most names of equal layers differ in what follows the last wildcard, which is quickly seen.
+    end, matches = re.split(r"[*?\]]", pattern)[-1], re.compile(translate(pattern)).match
     hits = called.get(pattern) or [
-        name for own, names in called.items() if fnmatchcase(own, pattern) for name in names
+        name
+        for own, names in called.items()
+        if own.endswith(end) and matches(own)
+        for name in names
     ]
     if not hits:
         raise StrategyError(
