@@ -12,7 +12,7 @@ contains the masks, reshards and local forms.
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import NamedTuple
 
 from onnxpar.ops.slots import Kernel
@@ -96,26 +96,26 @@ def lifetimes(steps: Sequence[MemoryStep], kept: Collection[str] = ()) -> Iterat
         kept: Values that stay after the program, in memory of their own: its outputs. They do not
             count either, since their memory is kept from run to run.
     """
-    left = Counter(name for step in steps for name in step.reads)
+    left = Counter(chain.from_iterable(step.reads for step in steps))
     # The memory of each value, by name; the size and beginning of each memory, and the reads to
     # come.
     place: dict[str, str] = {}
     size: dict[str, int] = {}
     reads: dict[str, int] = {}
     begun: dict[str, int] = {}
-    for number, step in enumerate(steps):
-        for made in step.makes:
-            if made.name in kept:
+    for number, (_, operands, results, _) in enumerate(steps):
+        names = []
+        for made in results:
+            name, home = made.name, _home(made, place, size, reads)
+            if home is None or name in kept:
                 continue
-            home = _home(made, place, size, reads)
-            if home is None:
-                continue
-            if home == made.name:
+            if home == name:
                 size[home], reads[home], begun[home] = made.bytes, 0, number
-            place[made.name] = home
+            place[name] = home
             # Computing it counts as a read, so that it is alive until the end of the step.
-            reads[home] += left[made.name] + 1
-        for name in (*step.reads, *(m.name for m in step.makes)):
+            reads[home] += left.get(name, 0) + 1
+            names.append(name)
+        for name in (*operands, *names):
             home = place.get(name)
             if home is None:
                 continue
@@ -152,6 +152,9 @@ def makes(
     for index, (name, size) in enumerate(zip(names, sizes, strict=True)):
         if name:
             view = reads[0] if kernel.view and index == 0 and reads else ""
-            over = [reads[i] for i, o in kernel.over if o == index and i < len(reads) and reads[i]]
-            found.append(Made(name, size, view, tuple(over)))
+            over: tuple[str, ...] = ()
+            if kernel.over:
+                places = (i for i, o in kernel.over if o == index and i < len(reads))
+                over = tuple([reads[i] for i in places if reads[i]])
+            found.append(Made(name, size, view, over))
     return tuple(found)

@@ -58,9 +58,10 @@ class FactsOfNodes:
             chosen: Its plan.
         """
         key = self.program.kinds[node.name or ""], id(chosen)
-        if key not in self._known:
-            self._known[key] = chosen, self._of(node, chosen)
-        return self._known[key][1]
+        known = self._known.get(key)
+        if known is None:
+            known = self._known[key] = chosen, self._of(node, chosen)
+        return known[1]
 
     def _of(self, node: ir.Node, chosen: NodePlan) -> NodeFacts:
         cost, rules, name = self.cost, self.program.rules, node.name or ""

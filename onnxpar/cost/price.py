@@ -6,7 +6,7 @@ The time of a step is that of its schedule (`onnxpar.cost.timeline`).
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, zip_longest
 from operator import add
 from typing import NamedTuple
 
@@ -339,22 +339,26 @@ class _Pricing:
         local = self.local.of(node, chosen)
         filling = moving = 0.0
         reads: list[str] = []
-        for index, value in enumerate(node.inputs):
-            want = chosen.inputs[index] if index < len(chosen.inputs) else None
+        here = len(self.computed)
+        for index, (value, want) in enumerate(zip_longest(node.inputs, chosen.inputs)):
             source = "" if value is None else value.name or ""
+            versions = self.made.get(source)
             # The node reads only the sizes of an operand that it takes in its current layout.
-            if source not in self.made or want is None or rule.inputs[index].mode == ANY:
+            if versions is None or want is None or rule.inputs[index].mode == ANY:
                 reads.append("")
                 continue
-            self.read_at.setdefault(source, len(self.computed))
-            seconds, version = self._fetched(source, want)
-            moving += seconds
+            self.read_at.setdefault(source, here)
+            version = versions.get(want)
+            if version is None:
+                seconds, version = self._fetched(source, want)
+                moving += seconds
             if local.masked[index] and source not in self.outside:
                 spent, version = self._masked(version, source, want)
                 filling += spent
             reads.append(version)
         names = [v.name or "" for v in node.outputs]
-        self.itemsizes.update(zip(names, local.itemsizes, strict=True))
+        for key, width in zip(names, local.itemsizes, strict=True):
+            self.itemsizes[key] = width
         if self.varying is not None and name not in self.varying:
             self.shared.update(names)
             self.shared_nodes.add(len(self.computed))
@@ -366,14 +370,15 @@ class _Pricing:
         )
         self._step(step, once=self._once(names[0]) if names else None)
         for key in names:
-            self._start_ahead(key)
+            if key in self._gradients:
+                self._start_ahead(key)
+        there = here + 1
         for key, out in zip(names, chosen.outputs, strict=True):
-            self.places[self._define(key, out)] = len(self.computed) + 1
+            self.places[self._define(key, out)] = there
             wanted = self.plan.resharded.get(key)
             if wanted is not None and wanted != out:
                 seconds = self._brought(key, wanted)[0]
                 link = self.cost.link(out, wanted, self.itemsizes[key])
-                there = len(self.computed) + 1
                 size = self._bytes(out, self.itemsizes[key])
                 handing = self._handing(link)
                 self.leaving.append(
@@ -394,10 +399,7 @@ class _Pricing:
         return versions[sharding]
 
     def _fetched(self, name: str, want: Sharding) -> tuple[float, str]:
-        """Brings a value into a sharding for the next node; returns as `_brought`."""
-        known = self.made[name].get(want)
-        if known is not None:
-            return 0.0, known
+        """Brings a value into a new sharding for the next node; returns as `_brought`."""
         nearest = self._nearest(name, want)
         ready, needed = self.places.get(self.made[name][nearest], 0), len(self.computed)
         seconds, version = self._brought(name, want)
@@ -513,13 +515,11 @@ class _Pricing:
         return {output: name for name, output in self.shards.gradients.items()}
 
     def _start_ahead(self, output: str) -> None:
-        """Counts the result of a reduce-scatter from the gradient's node to the optimizer.
+        """Counts the result of a gradient's reduce-scatter from its node to the optimizer.
 
         Other reductions replace the gradient. Between ranks that share memory, nothing starts.
         """
-        name = self._gradients.get(output)
-        if name is None:
-            return
+        name = self._gradients[output]
         leaves, shard = self.plan.outputs[output], self.shards.moment(name)
         link = self.cost.link(leaves, shard, self.itemsizes[name])
         if _overlaps(link) and leaves.dims != shard.dims:
