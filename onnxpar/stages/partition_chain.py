@@ -15,6 +15,7 @@ virtual stage that reads their results computes them itself, see `onnxpar.stages
 import heapq
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from types import MappingProxyType
 
@@ -45,7 +46,14 @@ class Chain:
 
     def before(self, node: ir.Node) -> set[ir.Node]:
         """Returns the nodes of the chain that a node reads from."""
-        return {maker for v in self.reads[node] if (maker := v.producer()) is not None}
+        return self._before[node]
+
+    @cached_property
+    def _before(self) -> Mapping[ir.Node, set[ir.Node]]:
+        return {
+            node: {maker for v in self.reads[node] if (maker := v.producer()) is not None}
+            for node in self.nodes
+        }
 
 
 def chain_of(graph: ir.Graph, weights: Collection[str], registry: Registry) -> Chain:
@@ -151,11 +159,11 @@ def partition_chain(
     first = np.zeros(virtual_stages + 1, np.intp)
     last = np.full(virtual_stages + 1, count, np.intp)
     last[0], first[-1] = 0, count
+    lowest, highest = (np.array([bound[n] for n in nodes], np.intp) for bound in (low, high))
     for virtual in range(1, virtual_stages):
-        after = [i for i, n in enumerate(nodes) if high[n] < virtual]
-        until = [i for i, n in enumerate(nodes) if low[n] >= virtual]
-        first[virtual] = max(after[-1] + 1 if after else 0, virtual)
-        last[virtual] = min(until[0] if until else count, count - virtual_stages + virtual)
+        after, until = np.flatnonzero(highest < virtual), np.flatnonzero(lowest >= virtual)
+        first[virtual] = max(after[-1] + 1 if len(after) else 0, virtual)
+        last[virtual] = min(until[0] if len(until) else count, count - virtual_stages + virtual)
         if first[virtual] > last[virtual]:
             raise _no_room(nodes, virtual, low, high, where)
     seconds = [costs.seconds.get(n.name or "", 0.0) for n in nodes]
@@ -405,15 +413,16 @@ def where_needed(
     """
     outputs = set(graph.outputs)
     wanted: dict[ir.Value, set[int]] = {}
-    found = {}
+    found: dict[ir.Node, tuple[int, ...]] = {}
     for node in reversed(list(graph)):
         if node in virtual_by_node:
-            mine = {virtual_by_node[node]}
+            mine: tuple[int, ...] = (virtual_by_node[node],)
         else:
-            mine = set().union(*(wanted.get(value, ()) for value in node.outputs))
-            if not mine or any(value in outputs for value in node.outputs):
-                mine.add(0)
-        found[node] = tuple(sorted(mine))
+            readers = set[int]().union(*(wanted.get(value, ()) for value in node.outputs))
+            if not readers or any(value in outputs for value in node.outputs):
+                readers.add(0)
+            mine = tuple(sorted(readers))
+        found[node] = mine
         for value in read_by(node):
             wanted.setdefault(value, set()).update(mine)
     return dict(reversed(found.items()))

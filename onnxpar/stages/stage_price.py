@@ -190,18 +190,22 @@ class _Staging:
         self.priced, self.chain, self.cost, self.link = priced, chain, cost, link
         self.split = split
         graph = priced.model.graph
-        self.backward = {n.name or "" for n in graph if GRADIENT_OF in n.metadata_props}
-        direct = {node.name or "": _origin(node) for node in graph}
-        # A backward node names a node that it differentiates or repeats, perhaps part of a body.
-        self.roots = {name: direct.get(root, root) for name, root in direct.items()}
+        # What depends on no data, such as a cast of a weight, is computed again in the backward.
+        self.backward, self.keeping = set[str](), set[str]()
+        direct: dict[str, str] = {}
         data = set(graph.inputs)
         for node in graph:
+            name = node.name or ""
+            direct[name] = _origin(node)
+            backward = GRADIENT_OF in node.metadata_props
+            if backward:
+                self.backward.add(name)
             if not data.isdisjoint(read_by(node)):
                 data.update(node.outputs)
-        makers = (value.producer() for value in data)
-        varying = {maker.name or "" for maker in makers if maker is not None}
-        # What depends on no data, such as a cast of a weight, is computed again in the backward.
-        self.keeping = varying - self.backward
+                if not backward:
+                    self.keeping.add(name)
+        # A backward node names a node that it differentiates or repeats, perhaps part of a body.
+        self.roots = {name: direct.get(root, root) for name, root in direct.items()}
 
     def run(self) -> StagedPrice:
         split, price = self.split, self.priced.price
@@ -277,9 +281,10 @@ class _Staging:
     def _crossing(self) -> dict[str, float]:
         """Seconds to send each value to another stage, and its cotangent back, by name."""
         plan = self.priced.plan
+        forward = (n for n in self.priced.model.graph if (n.name or "") not in self.backward)
         made = {
             value.name: (value, sharding)
-            for node in self.priced.model.graph
+            for node in forward
             for value, sharding in zip(
                 node.outputs, plan.nodes[node.name or ""].outputs, strict=True
             )
@@ -331,14 +336,15 @@ class _Staging:
 
     def _held(self) -> list[int]:
         """Bytes that each stage holds all the time for the parameters that it reads."""
-        readers: dict[str, set[int]] = {}
+        kept, count = self.priced.price.kept, self.split.stages
+        readers: dict[str, set[int]] = {name: set() for name in kept}
         for node in self.priced.model.graph:
-            stages = {virtual % self.split.stages for virtual in self.placed[node.name or ""]}
             for value in read_by(node):
-                readers.setdefault(value.name or "", set()).update(stages)
-        found = [0] * self.split.stages
-        for name, size in self.priced.price.kept.items():
-            for stage in readers.get(name, ()):
+                if (name := value.name or "") in readers:
+                    readers[name].update(v % count for v in self.placed[node.name or ""])
+        found = [0] * count
+        for name, size in kept.items():
+            for stage in readers[name]:
                 found[stage] += size
         return found
 
