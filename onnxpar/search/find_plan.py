@@ -340,8 +340,8 @@ def seeds_of(
     parameters = {v.name for v in flow.values if v.parameter}
     inputs = {n: s for n, s in layouts.items() if n not in parameters}
     # A parameter with one reader follows it.
-    several = {v.name for v in flow.values if len(v.uses) > 1}
-    shared = {n: s for n, s in layouts.items() if n in parameters & several}
+    several = {v.name for v in flow.values if v.parameter and len(v.uses) > 1}
+    shared = {n: s for n, s in layouts.items() if n in several}
     return replace(
         seeds,
         inputs={**inputs, **seeds.inputs},
