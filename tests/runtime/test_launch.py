@@ -125,6 +125,17 @@ def test_mpirun_is_found_beside_this_python() -> None:
     assert os.access(find_mpirun(), os.X_OK)
 
 
+def test_mpirun_in_a_folder_that_is_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As /bin is on Debian: Open MPI 4 takes no /bin/mpirun."""
+    (tmp_path / "usr").mkdir()
+    (tmp_path / "usr" / "mpirun").write_text("#!/bin/sh\n")
+    (tmp_path / "usr" / "mpirun").chmod(0o755)
+    (tmp_path / "bin").symlink_to("usr")
+    monkeypatch.setattr("sysconfig.get_path", lambda name: "/nowhere")
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    assert find_mpirun() == str(tmp_path / "usr" / "mpirun")
+
+
 def test_no_mpirun(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))

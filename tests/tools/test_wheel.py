@@ -54,6 +54,13 @@ def test_two_ranks_in_a_fresh_environment(
     try_wheel.try_one(wheel, python(version), mpi, None, tmp_path)
 
 
+def test_two_ranks_with_the_mpi_of_this_machine(wheel: Path, tmp_path: Path) -> None:
+    """Such as Debian's Open MPI 4.1, by the same commands as with a wheel of MPI."""
+    if shutil.which("mpirun", path=os.defpath) is None:
+        pytest.skip(f"no mpirun in {os.defpath} (Debian: apt-get install openmpi-bin)")
+    try_wheel.try_one(wheel, python("3.11"), try_wheel.SYSTEM, None, tmp_path)
+
+
 def test_the_sbom_names_the_cpp_library_inside(wheel: Path) -> None:
     assert "libc++" in {part["name"] for part in release.sbom(wheel)["components"]}
 
