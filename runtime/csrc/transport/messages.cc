@@ -7,6 +7,7 @@
 namespace onnxpar {
 namespace {
 
+constexpr std::chrono::microseconds kAlone{20};          // looks without giving up the core at first
 constexpr std::chrono::microseconds kShortestSleep{10};  // between two looks
 constexpr std::chrono::microseconds kLongestSleep{200};
 constexpr size_t kSmall = size_t{32} << 10;  // bytes of data in a first message at most
@@ -109,7 +110,11 @@ void Patience::pause() {
     since_ = now;
     sleep_ = kShortestSleep;
   }
-  if (now - since_ < busy_) return;
+  if (now - since_ < busy_) {
+    // What the others compute may need this core.
+    if (now - since_ > kAlone) std::this_thread::yield();
+    return;
+  }
   std::this_thread::sleep_for(sleep_);
   sleep_ = std::min(2 * sleep_, kLongestSleep);
 }

@@ -32,8 +32,8 @@
 
 namespace onnxpar {
 
-// How a thread waits for messages: at first it looks without a pause for the time `busy`, then it
-// sleeps between two looks, the longer the longer nothing arrives.
+// How a thread waits for messages: at first it looks for the time `busy`, soon giving up its core
+// between two looks; then it sleeps between two looks, the longer the longer nothing arrives.
 class Patience {
  public:
   explicit Patience(Clock::duration busy) : busy_(busy) {}
