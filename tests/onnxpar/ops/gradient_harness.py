@@ -51,6 +51,12 @@ MESHES = (Mesh.of(x=2), Mesh.of(x=2, y=2))
 # error leaves room for derivatives of up to 1e6, such as those of 1/x at 0.1.
 STEP = 3e-4
 RTOL = 1e-8
+# The directions of differences if PyTorch confirms each element. An error that PyTorch has too,
+# of e in one of n elements, changes the slope along a direction by |e d|, 1/(2 √n) <= |d| <=
+# 2/√n. Whatever the other elements do, the slope is within the tolerance t only if this d is
+# within an interval of 2 t / |e|, of a range of at least 1/√n. For n = 100, t = 1e-8 and e = 1e-4
+# of the scale, the chance of that is 2e-3 for one direction, and 4e-6 for two.
+DIRECTIONS = 2
 # PyTorch uses other formulas; 1e-10 is 1e6 ulp.
 TORCH_RTOL = 1e-10
 # Devices sum the same numbers in another order: 1e3 additions lose 1e3 ulp = 2e-13 at most.
@@ -190,8 +196,8 @@ class GradCase:
     def check(self) -> None:
         """Fails unless the gradients are right, on one device and on all meshes."""
         self.check_program()
-        self.check_differences()
-        self.check_torch()
+        confirmed = self.check_torch()
+        self.check_differences(elements=FULL or not confirmed)
         self.check_meshes()
 
     def check_program(self) -> None:
@@ -208,16 +214,31 @@ class GradCase:
         ]
         assert not dead, f"{self}: nobody reads {dead}"
 
-    def check_differences(self) -> None:
-        """Fails unless the gradients are those of central differences."""
-        for name in self.program.done.gradients:
-            want = self._differences(name)
-            self._close(name, self.single[name], want, self.rtol, "differences")
+    def check_differences(self, elements: bool = True) -> None:
+        """Fails unless the gradients are those of central differences.
 
-    def check_torch(self) -> None:
-        """Fails unless loss and gradients are PyTorch's, if PyTorch is installed."""
+        Args:
+            elements: Whether each element is compared; else the slopes along random directions.
+        """
+        for name in self.program.done.gradients:
+            got = self.single[name]
+            if elements or got.size <= DIRECTIONS:
+                want = self._differences(name)
+                self._close(name, got, want, self.rtol, "differences")
+                continue
+            rng = np.random.default_rng(list(self.nodes.encode()))
+            for _ in range(DIRECTIONS):
+                along = rng.uniform(0.5, 1, got.shape) * rng.choice([-1, 1], got.shape)
+                along /= np.linalg.norm(along)
+                slope = self._slope(name, along)
+                scale = max(float(np.max(np.abs(got))), float(np.abs(self.single[""])))
+                off = abs(slope - float(np.sum(got * along)))
+                assert off <= self.rtol * scale, f"{self}\n{name!r}: slope {slope}, off by {off}"
+
+    def check_torch(self) -> bool:
+        """Fails unless loss and gradients are PyTorch's; returns whether it could tell."""
         if self.torch is None or find_spec("torch") is None:
-            return
+            return False
         torch = import_module("torch")
         forward = {n: a for n, a in self.arrays.items() if not n.startswith(WEIGHT)}
         tensors = {n: torch.tensor(a) for n, a in forward.items()}
@@ -235,6 +256,7 @@ class GradCase:
             self._close(
                 name, self.single[name], tensors[name].grad.numpy(), self.torch_rtol, "torch"
             )
+        return set(self.program.done.gradients) <= set(variables)
 
     def check_meshes(self) -> None:
         """Fails unless every sharding gives the results of one device, also with NaN as padding."""
@@ -254,17 +276,21 @@ class GradCase:
         assert np.all(np.abs(got - want) <= rtol * scale), wrong
 
     def _differences(self, name: str) -> Array:
-        """∂loss/∂`name` by the five-point central difference, element by element."""
-        start = self.arrays[name]
-        slopes = np.zeros(start.size)
-        for index in range(start.size):
-            losses = {}
-            for step in (-2, -1, 1, 2):
-                moved = start.copy()
-                moved.flat[index] += step * STEP
-                losses[step] = self._loss({**self.arrays, name: moved})
-            slopes[index] = (8 * (losses[1] - losses[-1]) - (losses[2] - losses[-2])) / (12 * STEP)
-        return np.asarray(slopes.reshape(start.shape))
+        """∂loss/∂`name`, element by element."""
+        slopes = np.zeros(self.arrays[name].shape)
+        for index in range(slopes.size):
+            along = np.zeros(slopes.shape)
+            along.flat[index] = 1
+            slopes.flat[index] = self._slope(name, along)
+        return slopes
+
+    def _slope(self, name: str, along: Array) -> float:
+        """The slope of the loss along a direction by the five-point central difference."""
+        losses = {
+            step: self._loss({**self.arrays, name: self.arrays[name] + step * STEP * along})
+            for step in (-2, -1, 1, 2)
+        }
+        return (8 * (losses[1] - losses[-1]) - (losses[2] - losses[-2])) / (12 * STEP)
 
     def _loss(self, arrays: Mapping[str, Array]) -> float:
         if self._forward is None:
