@@ -7,6 +7,7 @@ after another with no gap.
 """
 
 import json
+import mmap
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -140,6 +141,19 @@ def read_tensors(path: str | Path) -> Mapping[str, Array]:
     if base + end != size:
         raise _malformed(path, f"{size} bytes, expected {base + end}")
     return found
+
+
+def forget_pages(tensor: Array) -> None:
+    """Lets the system have the memory of the file of a tensor of `read_tensors`.
+
+    Its pages are read from the disk again if they are used again. Without this, they count as
+    memory of the process as long as the file is mapped.
+    """
+    base: Any = tensor
+    while isinstance(base, np.ndarray):
+        base = base.base
+    if isinstance(base, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
+        base.madvise(mmap.MADV_DONTNEED)
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from onnxpar_runtime.errors import InputError
-from onnxpar_runtime.tensor_file import Entry, read_tensors, write_tensors
+from onnxpar_runtime.tensor_file import Entry, forget_pages, read_tensors, write_tensors
 
 ARRAYS = {
     "a.weight": np.arange(6, dtype=np.float32).reshape(2, 3),
@@ -134,3 +134,22 @@ def test_truncated(tmp_path: Path) -> None:
         (tmp_path / "b").write_bytes(content[:length])
         with pytest.raises(InputError, match="not a readable safetensors file"):
             read_tensors(tmp_path / "b")
+
+
+def test_pages_that_are_forgotten_can_be_read_again(tmp_path: Path) -> None:
+    array = np.random.default_rng(0).normal(size=2_000_000)
+    loaded = read_tensors(write(tmp_path / "a", {"x": array, "y": np.zeros(0, np.float32)}))
+    np.testing.assert_array_equal(loaded["x"], array)
+    before = _mapped_bytes()
+    for tensor in loaded.values():
+        forget_pages(tensor)
+    # Of 16 MB, all whole pages are released.
+    assert before - _mapped_bytes() >= 15_000_000
+    np.testing.assert_array_equal(loaded["x"], array)
+
+
+def _mapped_bytes() -> int:
+    """Resident bytes of mapped files."""
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    (line,) = (line for line in status.splitlines() if line.startswith("RssFile:"))
+    return 1024 * int(line.split()[1])

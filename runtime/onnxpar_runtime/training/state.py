@@ -23,7 +23,7 @@ from onnxpar_runtime.devices import Device
 from onnxpar_runtime.errors import DirectoryError, InputError
 from onnxpar_runtime.loader import Loader
 from onnxpar_runtime.manifest import Manifest
-from onnxpar_runtime.tensor_file import read_tensors
+from onnxpar_runtime.tensor_file import forget_pages, read_tensors
 from onnxpar_runtime.tensors import to_host, to_ort
 
 Array = NDArray[Any]
@@ -97,6 +97,7 @@ class States:
                     shape, dtype.code, self._loader.device.value, self._loader.index
                 )
             self._write(name, initial)
+            forget_pages(initial)
         return self._values[name]
 
     @property
@@ -156,7 +157,9 @@ class States:
         self._settle()
         for name in self._values:
             state = self[name]
-            self._write(name, self._initial(state, self.sharding(name).local_shape))
+            initial = self._initial(state, self.sharding(name).local_shape)
+            self._write(name, initial)
+            forget_pages(initial)
 
     def close(self) -> None:
         """Frees the states."""
