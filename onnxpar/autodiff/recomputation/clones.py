@@ -7,7 +7,7 @@ that are kept through a Barrier. This pass runs after planning: a clone is shard
 so the arithmetic is the same.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeGuard
 
@@ -16,6 +16,7 @@ import onnx_ir as ir
 from onnxpar.core.rule import ANY, OpRule
 from onnxpar.core.sharding import Sharding
 from onnxpar.facts.program import Program
+from onnxpar.graph.copies import copied
 from onnxpar.graph.metadata_keys import GRADIENT_OF, RECOMPUTED_FROM, VIRTUAL_STAGE
 from onnxpar.graph.names import Names
 from onnxpar.graph.new_nodes import twin
@@ -26,6 +27,7 @@ from onnxpar.graph.shapes import ShapeEnv
 from onnxpar.ops.collective.barrier import DEFS, barrier_node, barrier_rule
 from onnxpar.ops.node_rules import Rules, completed
 from onnxpar.ops.operator import OpDef
+from onnxpar.ops.registry import Registry
 from onnxpar.resharding.routes import cheapest_route
 
 
@@ -70,6 +72,39 @@ def recompute(planned: Planned, wanted: Recomputation) -> Planned:
     return _Recompute(planned, wanted).run()
 
 
+class _Views(Mapping[str, NodeView]):
+    """The views of nodes, each made when it is asked for: a price asks for one of each kind."""
+
+    def __init__(
+        self,
+        nodes: Mapping[str, ir.Node],
+        env: ShapeEnv,
+        opset: int,
+        ops: Mapping[str, OpDef],
+        registry: Registry,
+    ) -> None:
+        self._nodes, self._env, self._opset = nodes, env, opset
+        self._ops, self._registry = ops, registry
+        self._known: dict[str, NodeView] = {}
+        for name in nodes:
+            # A body may be changed later.
+            if name in ops and ops[name].reads_bodies:
+                self[name]
+
+    def __getitem__(self, name: str) -> NodeView:
+        known = self._known.get(name)
+        if known is None:
+            view = NodeView(self._nodes[name], self._env, self._opset)
+            known = self._known[name] = completed(view, self._ops.get(name), self._registry)
+        return known
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._nodes)
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+
 @dataclass
 class _Recompute:
     old: Planned
@@ -81,7 +116,7 @@ class _Recompute:
 
     def __post_init__(self) -> None:
         old = self.old.program
-        self.model = old.model.clone()
+        self.model = copied(old.model)
         env, rules = old.env, old.rules
         self.shapes, self.contents = dict(env.shapes), dict(env.contents)
         self.env = ShapeEnv(self.shapes, self.contents, env.table)
@@ -110,12 +145,8 @@ class _Recompute:
                 self.passed.add(node)
                 self.last = self.reached[virtual_stage_of(node)] = node.outputs[0]
         registry = self.old.program.registry
-        views = {
-            (name := node.name or ""): completed(
-                NodeView(node, self.env, self.opset), self.ops.get(name), registry
-            )
-            for node in graph
-        }
+        made = {node.name or "": node for node in graph}
+        views = _Views(made, self.env, self.opset, self.ops, registry)
         rules = Rules(self.rules, views, self.reasons, self.ops)
         plan = replace(self.old.plan, nodes=self.plans, resharded=self.resharded)
         program = Program(self.model, self.env, rules, registry)

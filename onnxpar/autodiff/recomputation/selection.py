@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import translate
+from fnmatch import fnmatchcase
 
 from onnxpar.autodiff.recomputation.candidates import ForwardPass, Loads, by_cost
 from onnxpar.autodiff.recomputation.clones import Planned, Recomputation, recompute
@@ -149,11 +149,11 @@ def _matching(
         where: Where the user gave it, for messages.
     """
     # Most names of equal layers differ in what follows the last wildcard, which is quickly seen.
-    end, matches = re.split(r"[*?\]]", pattern)[-1], re.compile(translate(pattern)).match
+    end = re.split(r"[*?\]]", pattern)[-1]
     hits = called.get(pattern) or [
         name
         for own, names in called.items()
-        if own.endswith(end) and matches(own)
+        if own.endswith(end) and fnmatchcase(own, pattern)
         for name in names
     ]
     if not hits:
