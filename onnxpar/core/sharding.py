@@ -222,6 +222,8 @@ def canonical_dim(dim: DimSharding, mesh: Mesh, table: SymbolTable) -> DimShardi
     that is sharded evenly. Any component is merged with the one before it if that is split into
     single elements: the blocks of both together are those of the merged component.
     """
+    if len(dim) == 1:
+        return dim
     merged: list[Component] = []
     for component in dim:
         if component.size == 1 and not component.atoms:

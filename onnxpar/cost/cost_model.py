@@ -88,6 +88,10 @@ class CostModel:
     _shapes: dict[Sharding, tuple[int, ...]] = field(
         default_factory=dict, compare=False, repr=False
     )
+    _padded: dict[Sharding, frozenset[int]] = field(default_factory=dict, compare=False, repr=False)
+    _levels: dict[Atoms, Sequence[tuple[Link, Atoms]]] = field(
+        default_factory=dict, compare=False, repr=False
+    )
     _works: dict[tuple[object, ...], Work] = field(default_factory=dict, compare=False, repr=False)
     _known: dict[tuple[Sharding, Sharding, int], _Moves] = field(
         default_factory=dict, compare=False, repr=False
@@ -115,9 +119,13 @@ class CostModel:
         """Whether components are proved to need no padding."""
         return all(is_even(part, self.mesh, self.table) for part in parts)
 
-    def _uneven(self, sharding: Sharding) -> set[int]:
+    def _uneven(self, sharding: Sharding) -> frozenset[int]:
         """The dims that are padded."""
-        return {d for d, dim in enumerate(sharding.dims) if not self.is_even(dim)}
+        known = self._padded.get(sharding)
+        if known is None:
+            found = (d for d, dim in enumerate(sharding.dims) if not self.is_even(dim))
+            known = self._padded[sharding] = frozenset(found)
+        return known
 
     def local_shape(self, sharding: Sharding) -> tuple[int, ...]:
         """Returns the shape of one device's shard, padding included."""
@@ -141,7 +149,7 @@ class CostModel:
         """
         if not atoms:
             return 0.0
-        levels = self.machine.levels(self.mesh, atoms) if kind in _NESTED else ()
+        levels = self._levels_of(atoms) if kind in _NESTED else ()
         if len(levels) < 2:
             link = self.machine.link(self.mesh, atoms)
             rounds = _ROUNDS.get(kind, 1.0) * max(log2(self.mesh.count(atoms)), 1.0)
@@ -155,6 +163,13 @@ class CostModel:
             seconds += _ROUNDS[kind] * log2(members) * link.latency
             seconds += moved * share / link.bandwidth
         return seconds
+
+    def _levels_of(self, atoms: Atoms) -> Sequence[tuple[Link, Atoms]]:
+        """The links of a collective over atoms, with their atoms."""
+        known = self._levels.get(atoms)
+        if known is None:
+            known = self._levels[atoms] = self.machine.levels(self.mesh, atoms)
+        return known
 
     def wait(self, atoms: Iterable[int]) -> float:
         """Returns the seconds that ranks which differ in `atoms` wait after computing."""
@@ -236,7 +251,8 @@ class CostModel:
 
     def _moves(self, source: Sharding, target: Sharding, itemsize: int) -> _Moves:
         key = (source, target, itemsize)
-        if key not in self._known:
+        known = self._known.get(key)
+        if known is None:
             here, there = self.fixed(source), self.fixed(target)
             if here == there:
                 found = _Moves(0.0)
@@ -258,8 +274,8 @@ class CostModel:
                     between * itemsize * (2 if uneven else 1),
                     tuple(sorted({a for m in costs for a in m.atoms})),
                 )
-            self._known[key] = found
-        return self._known[key]
+            known = self._known[key] = found
+        return known
 
     def _independent(
         self, source: Sharding, target: Sharding, itemsize: int, uneven: Collection[int]
@@ -276,6 +292,8 @@ class CostModel:
         reordered: list[int] = []
         for d, (old, new) in enumerate(zip(source.dims, target.dims, strict=True)):
             for c, (a, b) in enumerate(zip(old, new, strict=True)):
+                if a.atoms == b.atoms:
+                    continue
                 before.update((atom, (d, c)) for atom in a.atoms)
                 after.update((atom, (d, c)) for atom in b.atoms)
                 kept = [x for x in a.atoms if x in b.atoms]

@@ -168,6 +168,9 @@ def operand_sharding(
         if names and names[0] in scaled:
             dims.append((Component(size, atoms_of(factors.get(names[0], ()))),))
             continue
+        if factors.keys().isdisjoint(names):
+            dims.append((Component(size),))
+            continue
         parts = tuple(c for f in names for c in factors.get(f, (Component(sizes[f]),)))
         dims.append(parts if atoms_of(parts) else (Component(size),))
     return Sharding(tuple(dims))

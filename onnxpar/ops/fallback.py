@@ -92,7 +92,12 @@ def settle(rule: OpRule, view: NodeView) -> OpRule:
     fixed = {
         f
         for f in rule.factors
-        if view.table.may_be_empty(sizes[f]) or not readable(view, (sizes[f],))
+        # A number depends on no data.
+        if (size := sizes[f]) == 0
+        or (
+            not isinstance(size, int)
+            and (view.table.may_be_empty(size) or not readable(view, (size,)))
+        )
     }
     if not fixed:
         return rule

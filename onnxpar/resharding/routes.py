@@ -158,6 +158,8 @@ def legs(
     If the components of a dim do not line up, the first move replicates those that do not. All
     other changes are left for the second move, in which both sides have the target's components.
     """
+    if all(_alike(a, b) for a, b in zip(source.dims, target.dims, strict=True)):
+        return ((source, target),)
     pairs = [_align(a, b, mesh, table) for a, b in zip(source.dims, target.dims, strict=True)]
     here = replace(source, dims=tuple(v.source for v in pairs))
     there = replace(target, dims=tuple(v.target for v in pairs))
@@ -171,6 +173,11 @@ def legs(
         for v in pairs
     )
     return ((here, replace(source, dims=gathered)), (replace(source, dims=rewritten), there))
+
+
+def _alike(a: DimSharding, b: DimSharding) -> bool:
+    """Whether two lists of components have the same sizes as they are."""
+    return len(a) == len(b) and all([x.size == y.size for x, y in zip(a, b, strict=True)])
 
 
 @dataclass(frozen=True)
