@@ -4,7 +4,7 @@ Every later pass takes this one record. A pass that changes the model makes a ne
 (`Program.of`), with the same table of operators.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -16,6 +16,35 @@ from onnxpar.ops.kernel_memory import after_bias, kernel
 from onnxpar.ops.node_rules import Rules, find_rules
 from onnxpar.ops.registry import Registry
 from onnxpar.ops.slots import no_workspace
+
+
+class NumberedValues:
+    """Numbers for values, equal for those that are alike.
+
+    Numbers are quickly compared, and what makes values alike is computed once for each value.
+
+    Args:
+        facts: Returns what makes values alike.
+    """
+
+    def __init__(self, facts: Callable[[ir.Value], Hashable]) -> None:
+        """Knows no value yet."""
+        self._facts = facts
+        self._numbers: dict[Hashable, int] = {}
+        self._known: dict[ir.Value | None, int] = {None: -1}
+
+    def of(self, node: ir.Node) -> tuple[int, ...]:
+        """Returns the numbers of the operands and results of a node; -1 for an absent operand."""
+        known = self._known
+        found = []
+        for value in (*node.inputs, *node.outputs):
+            number = known.get(value)
+            if number is None:
+                assert value is not None
+                numbers = self._numbers
+                number = known[value] = numbers.setdefault(self._facts(value), len(numbers))
+            found.append(number)
+        return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -62,12 +91,11 @@ class Program:
         """
         numbers: dict[object, int] = {}
         found = {}
+        shapes = self.env.shapes
+        seen = NumberedValues(lambda v: (v.dtype, shapes.get(v.name or "")))
         for node in self.graph:
-            name, shapes = node.name or "", self.env.shapes
-            operands = tuple(
-                None if v is None else (v.dtype, shapes.get(v.name or ""))
-                for v in (*node.inputs, *node.outputs)
-            )
+            name = node.name or ""
+            operands = seen.of(node)
             memory, count = kernel(node, self.registry), self.rules.costs.get(name)
             more: tuple[object, ...] = ()
             if memory.work is not no_workspace or count is not None:

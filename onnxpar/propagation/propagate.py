@@ -18,7 +18,7 @@ from onnxpar.core.rule import OpRule
 from onnxpar.core.sharding import DimSharding, Sharding
 from onnxpar.cost.cost_model import CostModel
 from onnxpar.cost.growth import large_sizes
-from onnxpar.facts.program import Program
+from onnxpar.facts.program import NumberedValues, Program
 from onnxpar.graph.metadata_keys import GRADIENT_OF
 from onnxpar.graph.node_view import NodeView
 from onnxpar.graph.plan import (
@@ -64,13 +64,13 @@ def alike(program: Program) -> Alike:
     parts = structure(nodes, rules.by_node, rules.views, env.table)
     numbers: dict[object, int] = {}
     kinds: dict[str, int] = {}
+    seen = NumberedValues(
+        lambda v: (v.dtype, env.shapes.get(v.name or ""), parts.get(v.name or ""))
+    )
     for node in nodes:
-        operands = tuple(
-            None if v is None else (v.dtype, env.shapes.get(v.name or ""), parts.get(v.name or ""))
-            for v in (*node.inputs, *node.outputs)
-        )
         name = node.name or ""
-        kinds[name] = numbers.setdefault((rules.by_node[name], operands), len(numbers))
+        key = rules.by_node[name], seen.of(node)
+        kinds[name] = numbers.setdefault(key, len(numbers))
     return Alike(parts, kinds)
 
 
