@@ -30,6 +30,9 @@ _WEIGHTS_FOLDER = "session.model_external_initializers_file_folder_path"
 _INITIALIZERS = "session.use_device_allocator_for_initializers"
 # The CPU kernel of Gemm is slow with a transposed first operand, so graphs have copies of these.
 _DISABLED, _SLOWER_ON_CPUS = "optimization.disable_specified_optimizers", "GemmTransposeFusion"
+# If set, onnxruntime takes one block for all values of a run, from the second run on. Its arena
+# keeps those of the first run, too, so training needs twice the memory for activations.
+_PATTERN = "enable_mem_pattern"
 # Part of onnxruntime's message for a graph with nodes on the host.
 _NO_CAPTURE = "cannot use the graph capture feature"
 
@@ -46,6 +49,7 @@ class Loader:
         measured: Whether to count the bytes that the sessions hold, on the CPU.
         debug_nan: Whether to watch.
         dialect: The runtime whose collectives the graphs have; None for onnxpar's.
+        trains: Whether the programs train a model.
 
     Attributes:
         rank: The rank.
@@ -72,6 +76,7 @@ class Loader:
         measured: bool = False,
         debug_nan: bool = False,
         dialect: str | None = None,
+        trains: bool = False,
     ) -> None:
         """Chooses the device."""
         self.rank, self.watch = rank, Watch() if debug_nan else None
@@ -85,7 +90,7 @@ class Loader:
         if measured and self.device is not Device.CPU:
             raise LaunchError(f"memory can only be measured on the CPU, got {self.device.value}")
         self._pairs = dict(ort_options or {})
-        self._custom_ops, self._dialect = tuple(custom_ops), dialect
+        self._custom_ops, self._dialect, self._trains = tuple(custom_ops), dialect, trains
         self.queue = Queue(self.index) if self.device is Device.CUDA else None
         self.graphs = self.queue is not None and self._pairs.get(_GRAPHS, "0") in ("1", "true")
         if self.graphs and rank.world.size > 1 and placement.transport != NCCL:
@@ -121,8 +126,11 @@ class Loader:
             stream = self.queue.stream.value or 0
             pairs = {k: v for k, v in self._pairs.items() if graphs or k != _GRAPHS}
             wanted.insert(0, cuda_options(self.index, stream, pairs))
-        elif _DISABLED not in self._pairs:
-            options.add_session_config_entry(_DISABLED, _SLOWER_ON_CPUS)
+        else:
+            if _DISABLED not in self._pairs:
+                options.add_session_config_entry(_DISABLED, _SLOWER_ON_CPUS)
+            if self._trains and _PATTERN not in self._pairs:
+                options.enable_mem_pattern = False
         timeline = self.rank.timeline
         if timeline.profiles is not None:
             operators.enable(options, timeline.profiles)

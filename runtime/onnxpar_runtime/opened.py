@@ -91,6 +91,7 @@ class Opened(Closing):
             measured,
             debug_nan,
             dialect=self.manifest.dialect,
+            trains=self.manifest.training is not None,
         )
 
     @property
