@@ -16,7 +16,6 @@ import onnx_ir as ir
 from onnxpar.core.rule import ANY, OpRule
 from onnxpar.core.sharding import Sharding
 from onnxpar.facts.program import Program
-from onnxpar.graph.copies import copied
 from onnxpar.graph.metadata_keys import GRADIENT_OF, RECOMPUTED_FROM, VIRTUAL_STAGE
 from onnxpar.graph.names import Names
 from onnxpar.graph.new_nodes import twin
@@ -116,7 +115,7 @@ class _Recompute:
 
     def __post_init__(self) -> None:
         old = self.old.program
-        self.model = copied(old.model)
+        self.model = old.model.clone()
         env, rules = old.env, old.rules
         self.shapes, self.contents = dict(env.shapes), dict(env.contents)
         self.env = ShapeEnv(self.shapes, self.contents, env.table)
