@@ -19,6 +19,7 @@ from onnxpar.cost.optimizer_parallel import (
     shard_states,
 )
 from onnxpar.cost.price import InTurns, Price, price, price_in_turns
+from onnxpar.facts.batch import batch_symbols, micro_batch_sizes
 from onnxpar.facts.program import Program
 from onnxpar.graph.metadata_keys import GRADIENT_OF
 from onnxpar.graph.plan import Plan
@@ -80,23 +81,12 @@ class Workload:
 
     @cached_property
     def batch(self) -> frozenset[str]:
-        """The symbols that are the batch: dim 0 of an input."""
-        shapes = (self.program.env.shapes[v.name or ""] for v in self.program.graph.inputs)
-        sizes = (shape[0] for shape in shapes if shape)
-        return frozenset(str(s) for s in sizes if not isinstance(s, int) and s.is_Symbol)
+        """The symbols that are the batch."""
+        return batch_symbols(self.program)
 
     def micro_batch(self, sizes: Mapping[str, int], micro_batches: int) -> dict[str, int]:
-        """Returns the sizes of symbols in the largest micro-batch of a step.
-
-        Args:
-            sizes: Sizes of symbols in a step. Symbols without a size have their typical size in
-                each micro-batch.
-            micro_batches: Micro-batches of a step.
-        """
-        return {
-            name: -(-size // micro_batches) if name in self.batch else size
-            for name, size in sizes.items()
-        }
+        """As `onnxpar.facts.batch.micro_batch_sizes`."""
+        return micro_batch_sizes(sizes, self.batch, micro_batches)
 
     def equal_parts(self, sizes: Mapping[str, int], count: int) -> dict[str, int] | None:
         """Returns the sizes of symbols in equal micro-batches; None if they cannot be equal.

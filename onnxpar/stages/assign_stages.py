@@ -1,6 +1,7 @@
 """The virtual stage of each node: from `pipeline: assign`, and by cost for the other nodes."""
 
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
 from math import prod
 
 import onnx_ir as ir
@@ -9,6 +10,7 @@ from onnxpar.core.errors import StrategyError
 from onnxpar.core.machine import Link, Machine
 from onnxpar.core.mesh import Mesh
 from onnxpar.cost.cost_model import CostModel
+from onnxpar.facts.batch import batch_symbols, micro_batch_sizes
 from onnxpar.facts.program import Program
 from onnxpar.graph.plan import shardings
 from onnxpar.stages.partition_chain import Costs, chain_of, partition_chain
@@ -124,6 +126,20 @@ def estimated_seconds(
 def _undivided_cost(strategy: Strategy, program: Program) -> CostModel:
     table, sizes = program.env.table, strategy.search.sizes
     return CostModel(machine_of(strategy), Mesh.of(), table, sizes)
+
+
+def of_micro_batch(strategy: Strategy, program: Program) -> Strategy:
+    """Returns a strategy of training, its sizes of symbols those of a micro-batch.
+
+    Args:
+        strategy: The strategy. Its sizes are those of a step.
+        program: The program that is trained.
+    """
+    count = strategy.step_micro_batches or strategy.stages
+    sizes = micro_batch_sizes(strategy.search.sizes, batch_symbols(program), count)
+    if sizes == strategy.search.sizes:
+        return strategy
+    return replace(strategy, search=strategy.search.model_copy(update={"sizes": sizes}))
 
 
 def between_stages(machine: Machine, stages: int, devices: int) -> Link:

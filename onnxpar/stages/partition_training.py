@@ -47,6 +47,7 @@ from onnxpar.schedule.group import group_collectives
 from onnxpar.schedule.left_running import left_running_bytes
 from onnxpar.schedule.pair_micro_batches import pair_micro_batches
 from onnxpar.schedule.start_ahead import start_ahead
+from onnxpar.stages.assign_stages import of_micro_batch
 from onnxpar.stages.partition_chain import weightless_nodes
 from onnxpar.stages.stage_memory import fullest_stage
 from onnxpar.stages.stage_programs import Staging, plan_copies
@@ -119,7 +120,8 @@ def partition_training(
     rest: Sequence[PartitionedModel] = ()
     if staging is None:
         updates, rest = buffers.updates(spec.optimizer, opset, scaled=scaled)
-    sizes = _sizes(strategy)
+    of_one = of_micro_batch(strategy, prepared.program)
+    sizes = _sizes(of_one)
     machine = background_machine(strategy)
     mesh, table = shards.plan.mesh, prepared.program.env.table
     background = CostModel(machine, mesh, table, sizes)
@@ -138,7 +140,7 @@ def partition_training(
         left = max(left_running_bytes(other, machine, sizes) for other in others)
         return fullest_stage(parts, others, staging.pipeline_split, sizes) + left
 
-    program = _micro_batch(prepared, shards, places, strategy, staging, device_bytes)
+    program = _micro_batch(prepared, shards, places, of_one, staging, device_bytes)
     if staging is None:
         given = memory_limit(strategy), strategy.recompute.memory
         limits = [limit for limit in given if limit is not None]
@@ -219,7 +221,7 @@ def _micro_batch(
         prepared: The program.
         shards: Its plan, and the layouts of its buffers.
         places: Where nodes run in a pipeline.
-        strategy: The strategy, for what is recomputed.
+        strategy: The strategy with the sizes of a micro-batch, for what is recomputed.
         staging: The pipeline, where the strategy has one.
         held: Returns the bytes that a device holds when it trains with such a program.
     """

@@ -16,7 +16,7 @@ from onnxpar.graph.seeds import Seeds
 from onnxpar.ops.registry import Registry
 from onnxpar.partition.partitioned_model import PartitionedModel, PipelinePrograms
 from onnxpar.propagation.propagate import propagate
-from onnxpar.stages.assign_stages import between_stages, decide_virtual_stages
+from onnxpar.stages.assign_stages import between_stages, decide_virtual_stages, of_micro_batch
 from onnxpar.stages.choose_schedule import choose_schedule
 from onnxpar.stages.partition_chain import chain_of, floating, known_virtual_stages, where_needed
 from onnxpar.stages.place_nodes import order_by_place, put_stages, virtual_stages_by_name
@@ -37,7 +37,8 @@ class Staging:
     """The pipeline of one strategy: assigns nodes to virtual stages, and splits programs by them.
 
     Attributes:
-        strategy: The strategy.
+        strategy: The strategy; once a program to train is put into stages, with the sizes of a
+            micro-batch.
         entry: Its section `pipeline`.
         copies: For each copy of an initializer in a further stage, by name: its original.
         virtual_stages: The virtual stage of each node of the forward program, by name.
@@ -71,6 +72,8 @@ class Staging:
         """
         graph = program.graph
         self.trained = frozenset(trained)
+        if trained:
+            self.strategy = of_micro_batch(self.strategy, program)
         weights = {*trained, *floating(graph)}
         virtual_by_node = decide_virtual_stages(self.strategy, self.entry, program, weights)
         computed_in = where_needed(graph, virtual_by_node)

@@ -164,6 +164,19 @@ def test_a_limit_of_memory_is_held_with_little_recomputed(tmp_path: Path) -> Non
         shard(tmp_path / "x", gpt(**size), strategy({"dp": 1}, wanted))
 
 
+def test_sizes_of_a_step_count_by_micro_batch(tmp_path: Path) -> None:
+    """Of 16 samples in 4 micro-batches, the limit holds 4 samples at a time."""
+    size = {"layers": 2, "d_model": 16, "vocab": 20, "max_positions": 32, "dropout": 0.0}
+    data: dict[str, Any] = {"mesh": {"dp": 1}, "recompute": {"memory": "600KiB"}}
+    step = {**data, "target": {"sizes": {"batch": 16, "seq": 32}}, "micro_batches": 4}
+    one = {**data, "target": {"sizes": {"batch": 4, "seq": 32}}}
+    a, b = (
+        shard(tmp_path / name, gpt(**size), Strategy.from_dict(entries))
+        for name, entries in (("a", step), ("b", one))
+    )
+    assert nodes_of(a) == nodes_of(b) and not any(map(again, nodes_of(a)))
+
+
 @pytest.mark.full
 @pytest.mark.timeout(400)  # by bisection over programs
 def test_a_limit_of_memory_holds_for_the_fullest_stage(tmp_path: Path) -> None:
