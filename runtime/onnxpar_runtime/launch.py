@@ -23,6 +23,7 @@ from onnxpar_format.place import find_place
 from onnxpar_format.texts import message_text
 from onnxpar_runtime.agree import together
 from onnxpar_runtime.collectives import Rank, World
+from onnxpar_runtime.cores import cores
 from onnxpar_runtime.devices import check_wanted, gather
 from onnxpar_runtime.errors import LaunchError, OnnxparRuntimeError, RankError
 from onnxpar_runtime.installed import INSTALL_MPI, check_one_mpi
@@ -120,9 +121,10 @@ def find_mpirun() -> str:
 def crowd_options(mpirun: str, ranks: int) -> list[str]:
     """Returns the options with which an mpirun starts more ranks than this machine has cores.
 
-    MPICH's mpirun needs none. Within a job of a batch system, the job says how many may start.
+    MPICH's mpirun needs none. Open MPI counts cores, not their hardware threads. Within a job of a
+    batch system, the job says how many may start.
     """
-    crowded = ranks > (os.cpu_count() or 1) and not any(name in os.environ for name in _BATCH)
+    crowded = ranks > cores() and not any(name in os.environ for name in _BATCH)
     return ["--oversubscribe"] if crowded and is_open_mpi(mpirun) else []
 
 

@@ -1,6 +1,5 @@
 """Options of onnxruntime's sessions and of its CUDA provider, from `key=value` text."""
 
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,11 +8,11 @@ import onnxruntime
 
 from onnxpar_format.place import local_place
 from onnxpar_format.texts import whole
+from onnxpar_runtime.cores import cores
 from onnxpar_runtime.devices import CUDA
 from onnxpar_runtime.errors import LaunchError, first_line
 
 CPU = "CPUExecutionProvider"
-_CPUS, _SIBLINGS = Path("/sys/devices/system/cpu"), "topology/thread_siblings_list"
 # About the time to wake a sleeping thread, so that waiting costs at most twice the minimum.
 # onnxruntime's default is longer than the pauses of a step: the threads of one session would take
 # the processor from those of another (training, optimizer), or from another rank.
@@ -69,19 +68,7 @@ def threads_per_rank(world_size: int, ranks_here: int) -> int:
     local = local_place()
     # If the launcher does not tell, all processes may be on this machine.
     processes = local[1] if local else world_size // ranks_here
-    return max(1, _cores() // (processes * ranks_here))
-
-
-def _cores() -> int:
-    """Returns the number of cores that this process may use."""
-    try:
-        allowed = os.sched_getaffinity(0)
-    except AttributeError:  # not on this system
-        return os.cpu_count() or 1
-    try:
-        return len({(_CPUS / f"cpu{cpu}" / _SIBLINGS).read_text() for cpu in allowed})
-    except OSError:
-        return len(allowed)
+    return max(1, cores() // (processes * ranks_here))
 
 
 def session_options(pairs: Mapping[str, str], threads: int = 1) -> onnxruntime.SessionOptions:

@@ -78,7 +78,8 @@ def written(folder: Path, ranks: int = 6) -> Path:
             hand_made.tensor("m", "int64", ["batch*heads", "2*batch + ceil(heads/2)"], merged),
             hand_made.tensor("s", "bool", [], []),
         ],
-        outputs=[],
+        # A result with the name of an input: the program passes it on.
+        outputs=[hand_made.tensor("x", "float32", ["batch", 5], [[("batch", [0, 1])], [(5, [])]])],
         symbols={"batch": {"max": 64}, "heads": {"divisor": 2}},
         system_inputs=[
             {"name": "b", "kind": "symbol", "symbol": "batch"},
@@ -460,6 +461,13 @@ print(session.run(None, {{"x": np.full((1, 3), 1 + int(rank), np.float32)}})[0].
     assert outcome.stdout.splitlines() == ["[[3.0, 3.0, 3.0]]"] * 2
     outcome = under_mpi(1, [sys.executable, "-c", code], ONNXPAR_WORLD="mpi")
     message = "rank 1 is not in a world of 1 ranks: start a process for each, as by mpirun"
+    assert outcome.returncode == 1 and message in outcome.stderr
+    limitless = {"ONNXPAR_WORLD": "mpi", "ONNXPAR_TIMEOUT": "0"}
+    outcome = under_mpi(2, [sys.executable, "-c", code], **limitless)
+    assert (outcome.returncode, outcome.stderr) == (0, "")
+    limitless["ONNXPAR_TIMEOUT"] = "soon"
+    outcome = under_mpi(2, [sys.executable, "-c", code], **limitless)
+    message = "ONNXPAR_TIMEOUT: expected seconds, got soon"
     assert outcome.returncode == 1 and message in outcome.stderr
     outcome = under_mpi(2, [sys.executable, "-c", code], ONNXPAR_WORLD="tcp")
     assert outcome.returncode == 1 and "ONNXPAR_WORLD: expected mpi, got tcp" in outcome.stderr

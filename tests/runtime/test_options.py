@@ -5,7 +5,8 @@ from pathlib import Path
 import onnxruntime
 import pytest
 
-from onnxpar_runtime import options as module
+from onnxpar_runtime import cores as machine
+from onnxpar_runtime import launch
 from onnxpar_runtime.errors import LaunchError
 from onnxpar_runtime.options import cuda_options, parse_pairs, session_options, threads_per_rank
 
@@ -29,8 +30,8 @@ def sixteen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         place = tmp_path / f"cpu{cpu}" / "topology"
         place.mkdir(parents=True)
         (place / "thread_siblings_list").write_text(f"{cpu % 16},{cpu % 16 + 16}\n")
-    monkeypatch.setattr(module, "_CPUS", tmp_path)
-    monkeypatch.setattr(module.os, "sched_getaffinity", lambda _: set(range(32)))
+    monkeypatch.setattr(machine, "_CPUS", tmp_path)
+    monkeypatch.setattr(machine.os, "sched_getaffinity", lambda _: set(range(32)))
     for name in ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"):
         monkeypatch.delenv(name, raising=False)
 
@@ -50,13 +51,13 @@ def test_ranks_on_one_machine_share_its_cores(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_SIZE", "2")
     assert threads_per_rank(world_size=64, ranks_here=1) == 8
     # Bound to two hardware threads of one core by mpirun.
-    monkeypatch.setattr(module.os, "sched_getaffinity", lambda _: {3, 19})
+    monkeypatch.setattr(machine.os, "sched_getaffinity", lambda _: {3, 19})
     assert threads_per_rank(world_size=64, ranks_here=1) == 1
 
 
 @pytest.mark.usefixtures("sixteen")
 def test_without_a_topology_every_processor_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_CPUS", Path("/absent"))
+    monkeypatch.setattr(machine, "_CPUS", Path("/absent"))
     assert threads_per_rank(world_size=2, ranks_here=2) == 16
 
 
@@ -120,3 +121,13 @@ def test_the_cuda_provider() -> None:
         LaunchError, match="it cannot be set, because each rank uses its own stream"
     ):
         cuda_options(2, 4096, {"cuda.has_user_compute_stream": "1"})
+
+
+@pytest.mark.usefixtures("sixteen")
+def test_open_mpi_is_told_of_more_ranks_than_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It counts cores, of which this machine has half as many as hardware threads."""
+    monkeypatch.setattr(launch, "is_open_mpi", lambda path: True)
+    for name in launch._BATCH:
+        monkeypatch.delenv(name, raising=False)
+    assert launch.crowd_options("mpirun", 16) == []
+    assert launch.crowd_options("mpirun", 17) == ["--oversubscribe"]

@@ -1,6 +1,8 @@
 #include "capi/capi.h"
 
 
+#include <algorithm>
+#include <cmath>
 #include <cstdlib>
 #include <cstring>
 #include <exception>
@@ -81,7 +83,13 @@ World* whole_mpi_world(double timeout_s) {
 
 double default_timeout() {
   const char* text = std::getenv("ONNXPAR_TIMEOUT");
-  return text == nullptr ? TransportOptions().timeout_s : std::strtod(text, nullptr);
+  if (text == nullptr || *text == '\0') return TransportOptions().timeout_s;
+  char* end = nullptr;
+  const double seconds = std::strtod(text, &end);
+  if (*end != '\0' || std::isnan(seconds)) {
+    throw std::runtime_error(std::string("ONNXPAR_TIMEOUT: expected seconds, got ") + text);
+  }
+  return std::max(seconds, 0.0);
 }
 
 // The rank as which sessions act whose options are registered on this thread; null for none.
@@ -93,13 +101,18 @@ RankContext* acting_rank() {
     throw std::runtime_error(std::string("ONNXPAR_WORLD: expected mpi, got ") + wanted);
   }
   static World* world = [] {
-    World* made = whole_mpi_world(default_timeout());
+    static const double timeout = default_timeout();
+    World* made = whole_mpi_world(timeout);
     // The host makes no call of this library, so the world ends with the process. A rank that fails
     // would wait here for others that wait for it.
     static World* kept = made;
     std::atexit([] {
-      TimeLimit* limit = onnxpar_begin_limit(
-          default_timeout(), "onnxpar: MPI could not be finalised: another rank has not ended\n");
+      // 0 means without a limit.
+      TimeLimit* limit = nullptr;
+      if (timeout > 0) {
+        limit = onnxpar_begin_limit(
+            timeout, "onnxpar: MPI could not be finalised: another rank has not ended\n");
+      }
       onnxpar_close(kept);
       onnxpar_end_limit(limit);
     });

@@ -355,7 +355,7 @@ void Run::bind_results() {
       const Shard shard = directory_.shard(entry, values_);
       HostArray array = allocated("output", entry, shard.whole, shard.local);
       results_.push_back({entry.name, entry.type, array.shape(), array.data()});
-      memory_[entry.name] = std::move(array);
+      made_[entry.name] = std::move(array);
     } catch (const UnknownSymbol&) {
       results_.push_back({entry.name, entry.type, {}, nullptr});  // its size depends on data
     }
@@ -417,8 +417,8 @@ HostArray* Run::whole(RankContext* rank, const std::string& output) {
   const Values& values = prepared();
   for (const TensorEntry& entry : program_.outputs) {
     if (entry.name != output) continue;
-    const auto found = memory_.find(output);
-    if (found == memory_.end()) {
+    const auto found = made_.find(output);
+    if (found == made_.end()) {
       throw std::runtime_error("output '" + output + "': its size depends on data");
     }
     const Shard shard = directory_.shard(entry, values);

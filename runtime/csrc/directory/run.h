@@ -103,7 +103,8 @@ class Run {
   std::map<std::string, double> numbers_;
   Values values_;
   bool ready_ = false;
-  std::map<std::string, HostArray> memory_;  // of feeds and results, by name
+  std::map<std::string, HostArray> memory_;  // of feeds, by name; a result may have the name of a feed
+  std::map<std::string, HostArray> made_;    // of results, by name
   std::map<std::string, HostArray> wholes_;
   std::vector<Bound> feeds_;
   std::vector<Bound> results_;
