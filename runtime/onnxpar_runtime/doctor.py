@@ -17,6 +17,7 @@ from pathlib import Path
 import onnx.parser
 
 from onnxpar_format.texts import bytes_text
+from onnxpar_runtime.cores import cores
 from onnxpar_runtime.devices import Facts, describe, look, obstacle
 from onnxpar_runtime.errors import LaunchError, first_line
 from onnxpar_runtime.installed import check_onnxruntime
@@ -168,11 +169,7 @@ def _gpus(facts: Facts) -> Section:
 
 def _limits() -> Section:
     facts, problems = [], []
-    try:
-        cores = len(os.sched_getaffinity(0))
-    except AttributeError:  # not on macOS
-        cores = os.cpu_count() or 1
-    facts.append(("cores", f"{cores} of {os.cpu_count()} for this process"))
+    facts.append(("cores", f"{cores()} for this process; {os.cpu_count()} hardware threads"))
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     facts.append(("memory", bytes_text(pages)))
     shared = Path("/dev/shm")
@@ -184,8 +181,8 @@ def _limits() -> Section:
         )
         if free < _MIN_SHARED:
             problems.append(
-                f"{shared} has only {bytes_text(free)}: ranks of one machine share memory there; "
-                "give a container more (docker run --shm-size=1g), or set ONNXPAR_SHARED_MEMORY=0"
+                f"{shared} has only {bytes_text(free)}: Open MPI takes 16 MiB there for each rank; "
+                "give a container more (docker run --shm-size=1g)"
             )
     names = (("open files", "RLIMIT_NOFILE"), ("processes", "RLIMIT_NPROC"),
              ("locked memory", "RLIMIT_MEMLOCK"), ("stack", "RLIMIT_STACK"))  # fmt: skip

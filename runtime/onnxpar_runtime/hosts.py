@@ -13,6 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from onnxpar_format.regular_file import read_regular
+from onnxpar_runtime.errors import LaunchError
 from onnxpar_runtime.launch import find_mpirun, is_open_mpi, mpirun_environment
 
 _FILES = ("hostfile", "machinefile", "f")
@@ -113,11 +114,13 @@ def _parts(options: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
 
 
 def _listed(path: Path) -> list[str]:
-    """Returns the machines of a hostfile; none if it cannot be read."""
+    """Returns the machines of a hostfile; raises LaunchError if it cannot be read."""
     try:
         lines = read_regular(path).decode().splitlines()
-    except (OSError, UnicodeDecodeError):
-        return []
+    except OSError as error:
+        raise LaunchError(f"hostfile {path}: {error.strerror or error}") from None
+    except UnicodeDecodeError:
+        raise LaunchError(f"hostfile {path}: expected text") from None
     found = []
     for line in lines:
         words = line.partition("#")[0].split()

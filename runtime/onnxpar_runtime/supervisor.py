@@ -211,7 +211,8 @@ def _attempts_of_program(job: Job) -> Iterator[tuple[str, int]]:
     elif job.ranks is None:
         why = ": a program of your own needs -n N"
     elif which(program) is None:
-        why = f": there is no program {program!r} on the PATH"
+        place = "" if "/" in program else " on the PATH"
+        why = f": there is no program {program!r} that can be executed{place}"
     if why:
         raise LaunchError(
             f"launch: expected `-- COMMAND DIR …` with a command of {', '.join(COMMANDS)}, or "

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from onnxpar_runtime import hosts
+from onnxpar_runtime.errors import LaunchError
 from onnxpar_runtime.hosts import Hosts, hosts_of, slots_of
 
 FILE = """
@@ -25,7 +26,8 @@ def test_machines_of_files_and_lists(tmp_path: Path) -> None:
         assert found == Hosts(("a:2", "b", "c:8"), tuple(others))
     assert hosts_of(["--host", "a:2,b", *others, "-H=c"]) == Hosts(("a:2", "b", "c"), tuple(others))
     assert hosts_of(["-x", "host"]) == Hosts((), ("-x", "host"))
-    assert hosts_of(["--hostfile", str(tmp_path / "none")]).entries == ()
+    with pytest.raises(LaunchError, match=r"hostfile .*none: No such file or directory"):
+        hosts_of(["--hostfile", str(tmp_path / "none")])
 
 
 def test_slots(tmp_path: Path) -> None:
