@@ -121,6 +121,8 @@ def command(
     wanted = searching(strategy_for(strategy, devices, proto, f"model {str(model)!r}", AUTO))
     if training.loss is None and (given := [n for n in training.given() if n != "--optimizer"]):
         raise ModelError(f"{given[0]}: only for training; expected --loss as well")
+    if training.loss is None and micro_batches is not None:
+        raise ModelError("--micro-batches: only for training; expected --loss as well")
     search = {"algorithm": algorithm, "level": level, "memory": memory, "machine": machine}
     entry = _entry(wanted, search, sizes)
     any_type = training.compute == OPEN_TYPE

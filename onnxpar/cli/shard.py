@@ -365,6 +365,12 @@ def _states(training: PartitionedTraining, device: str) -> list[str]:
         f"states        {bytes_text(kept[StateKind.PARAMETER])} of trained parameters on {device}, "
         f"{bytes_text(kept[StateKind.GRADIENT])} of gradients, {bytes_text(moments)} of moments"
     ]
+    if training.pipeline is not None:
+        entry = training.pipeline.entry
+        runs = (
+            f"{entry.micro_batches} micro-batches" if entry.micro_batches > 1 else "1 micro-batch"
+        )
+        lines.append(f"schedule      {entry.schedule}; {runs} in a step, or as --accumulate says")
     shards = training.shards
     if shards.options.level:
         # A tensor that several stages hold counts once.

@@ -75,7 +75,7 @@ class TrainingOptions:
         int | None,
         Option(
             "Shard over the replicas of a parameter: 0 nothing, 1 moments, 2 also "
-            "gradients, 3 also parameters. Default: the strategy's level, else 0.",
+            "gradients, 3 also parameters. Default: the strategy's level, else 0; plan chooses.",
             "LEVEL",
             minimum=0,
             maximum=3,
