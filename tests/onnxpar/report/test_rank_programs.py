@@ -209,7 +209,9 @@ def test_on_gpus_reductions_are_hidden_behind_the_backward_pass(folder: Path) ->
 
 
 def test_a_pipeline_is_played_at_the_predicted_times(folder: Path) -> None:
-    sharded(folder, "dp=2,pp=2", "pipeline", training=adamw())
+    strategy = folder / "pipeline.yaml"
+    strategy.write_text("mesh: {dp: 2}\npipeline: {stages: 2, schedule: 1f1b}\n", encoding="utf-8")
+    sharded(folder, str(strategy), "pipeline", training=adamw())
     report_page([folder / "pipeline"], folder / "page.html")
     text = (folder / "page.html").read_text(encoding="utf-8")
     (page,) = json.loads(Elements(text).scripts[0])["directories"]
