@@ -93,12 +93,14 @@ class _End:
         interrupted: The signal that this process got, if any.
         why: Why the run failed, though mpirun's code is 0 or this process ended it; else empty.
         missing: Which ranks kept the others from starting, for people; else empty.
+        started: Whether a rank was seen to start, or the program need not say so.
     """
 
     code: int
     interrupted: int | None = None
     why: str = ""
     missing: str = ""
+    started: bool = True
 
 
 def supervise(job: Job) -> int:
@@ -132,7 +134,8 @@ def supervise(job: Job) -> int:
         if not end.why and (end.code in (0, 2) or agreed in (1, 2)):
             return agreed if agreed > 0 else end.code
         elapsed = time.monotonic() - start
-        why = end.why or f"a rank failed, and mpirun ended {_how(end.code)}"
+        failed = "a rank failed" if end.started else "no rank was seen to start"
+        why = end.why or f"{failed}, and mpirun ended {_how(end.code)}"
         _report(f"{why} after {elapsed:.1f} s{end.missing}")
         if number + 1 < len(plan):
             again, count = plan[number + 1]
@@ -299,7 +302,8 @@ def _run(job: Job, ranks: int, arguments: Sequence[str]) -> _End:
         if process.returncode == 0 and not why:
             why = _why_unfinished(marks, ranks, job.is_own)
         missing = "" if marks.joined else _missing(stop.stopped, marks.elsewhere(ranks), ranks)
-    return _End(process.returncode, signals.seen, why, missing)
+        started = not (marks.empty and job.is_own)
+    return _End(process.returncode, signals.seen, why, missing, started)
 
 
 def _missing(stopped: Collection[int], unseen: Sequence[int], ranks: int) -> str:

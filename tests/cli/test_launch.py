@@ -168,6 +168,21 @@ def test_a_program_of_ones_own(
     assert calls == ["Open MPI -n 3 sh -c --help --grace 9"] * 4
 
 
+def test_ranks_that_never_started_are_not_said_to_have_failed(
+    sharded: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    mpirun = tmp_path / "mpirun"
+    mpirun.write_text('#!/bin/sh\n[ "$1" = --version ] && echo Open MPI || exit 213\n')
+    mpirun.chmod(0o755)
+    monkeypatch.setattr(supervisor, "find_mpirun", lambda: str(mpirun))
+    assert supervise(Job(["python"], ["run", str(sharded / "ranks2")])) == 1
+    message = "launch: no rank was seen to start, and mpirun ended with code 213 after"
+    assert message in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("more", "crowds"), [([], True), (["--host", "a:9,b:9"], False), (["-x", "A"], True)]
 )
