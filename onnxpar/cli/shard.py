@@ -367,10 +367,10 @@ def _states(training: PartitionedTraining, device: str) -> list[str]:
     ]
     if training.pipeline is not None:
         entry = training.pipeline.entry
-        runs = (
-            f"{entry.micro_batches} micro-batches" if entry.micro_batches > 1 else "1 micro-batch"
+        lines.append(
+            f"schedule      {entry.schedule}; micro-batches in a step: {entry.micro_batches}, "
+            "or as --accumulate says"
         )
-        lines.append(f"schedule      {entry.schedule}; {runs} in a step, or as --accumulate says")
     shards = training.shards
     if shards.options.level:
         # A tensor that several stages hold counts once.

@@ -136,6 +136,8 @@ def of_micro_batch(strategy: Strategy, program: Program) -> Strategy:
         program: The program that is trained.
     """
     count = strategy.step_micro_batches or strategy.stages
+    if strategy.pair_micro_batches:
+        count = max(count, 2)  # a step that is not divided otherwise
     sizes = micro_batch_sizes(strategy.search.sizes, batch_symbols(program), count)
     if sizes == strategy.search.sizes:
         return strategy

@@ -38,6 +38,6 @@ def choose_schedule(strategy: Strategy, split: PipelineSplit, prepared: Training
         part = 0 if GRADIENT_OF not in node.metadata_props else 1 + (name in late)
         parts[virtual_stage_of(node)][part] += seconds[name]
     slowest = max(parts, key=sum)
-    bubble = replace(split, schedule=ZERO_BUBBLE)
-    without = bubble.step(sum(slowest), min(slowest)) + split.micro_batches * RUN
-    return ZERO_BUBBLE if without < split.step(sum(slowest), 0.0) else split.schedule
+    zero_bubble = replace(split, schedule=ZERO_BUBBLE)
+    step = zero_bubble.step(sum(slowest), min(slowest)) + split.micro_batches * RUN
+    return ZERO_BUBBLE if step < split.step(sum(slowest), 0.0) else split.schedule

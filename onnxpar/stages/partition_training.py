@@ -120,8 +120,8 @@ def partition_training(
     rest: Sequence[PartitionedModel] = ()
     if staging is None:
         updates, rest = buffers.updates(spec.optimizer, opset, scaled=scaled)
-    of_one = of_micro_batch(strategy, prepared.program)
-    sizes = _sizes(of_one)
+    by_micro_batch = of_micro_batch(strategy, prepared.program)
+    sizes = _sizes(by_micro_batch)
     machine = background_machine(strategy)
     mesh, table = shards.plan.mesh, prepared.program.env.table
     background = CostModel(machine, mesh, table, sizes)
@@ -140,7 +140,7 @@ def partition_training(
         left = max(left_running_bytes(other, machine, sizes) for other in others)
         return fullest_stage(parts, others, staging.pipeline_split, sizes) + left
 
-    program = _micro_batch(prepared, shards, places, of_one, staging, device_bytes)
+    program = _micro_batch(prepared, shards, places, by_micro_batch, staging, device_bytes)
     if staging is None:
         given = memory_limit(strategy), strategy.recompute.memory
         limits = [limit for limit in given if limit is not None]

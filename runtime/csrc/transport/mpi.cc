@@ -39,7 +39,8 @@ namespace {
 
 // How long the foreground looks for messages without a pause, if it has a core of its own.
 constexpr std::chrono::microseconds kBusy{20};
-constexpr std::chrono::milliseconds kNear{1};  // the same for a message of a rank of the same machine
+// The same for a message from a rank of its machine; it soon gives up the core between two looks.
+constexpr std::chrono::milliseconds kNear{1};
 constexpr std::chrono::seconds kPatience{5};  // for messages that are not received, at the end
 
 struct MpiGroup : Group {
@@ -303,7 +304,7 @@ class MpiTransport : public Transport {
     for (int r = 0; r < size_; ++r) machine_of_[static_cast<size_t>(r)] = r / ranks;
   }
 
-  // Whether the ranks of each machine can map memory of one another.
+  // Whether the ranks of this machine can map memory of its first rank, and so of one another.
   bool share_with_neighbours() {
     MPI_Comm near = MPI_COMM_NULL;
     const int machine = machine_of_[static_cast<size_t>(rank_)];

@@ -47,6 +47,8 @@ Parcel ParcelSender::put(const void* data, size_t bytes) {
   }
   mark(*file_, begin).store(0, std::memory_order_relaxed);
   if (bytes != 0) std::memcpy(file_->data() + begin + kLine, data, bytes);
+  // The message that MPI carries orders the accesses of both processes. The fences, here and in `take`,
+  // keep this process's own on their side of it.
   std::atomic_thread_fence(std::memory_order_release);
   blocks_.insert(next, {begin, end});
   return {file_->place(), file_->size(), begin};

@@ -24,7 +24,8 @@ struct Parcel {
   uint64_t offset = 0;  // of the mark, which the data follows
 };
 
-// What one rank sends to another. One thread at a time uses it.
+// What one rank sends to another. One thread at a time uses it. The file grows to hold all that was on
+// its way at once, and keeps that size.
 class ParcelSender {
  public:
   // Copies the data, and returns where it is.
