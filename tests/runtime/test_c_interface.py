@@ -437,9 +437,10 @@ def test_a_program_without_python_runs_and_refuses(
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMIX_"))}
     wrong = subprocess.run(
         [str(program), str(trained), library_file()],
-        env=kept | {"SLURM_STEP_NUM_TASKS": "2"}, capture_output=True, text=True, timeout=100,
+        env=kept | {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"},
+        capture_output=True, text=True, timeout=100,
     )  # fmt: skip
-    message = "the launcher started 2 processes, but MPI does not connect them: this program uses "
+    message = "srun started 2 processes, but MPI does not connect them: this program uses "
     message += "Open MPI, so start it with its mpirun (or srun --mpi=pmix), or name the library of "
     assert wrong.returncode == 1 and message in wrong.stderr
     wrong = under_mpi(3, [str(program), str(trained), library_file(), "1", "0.1"])

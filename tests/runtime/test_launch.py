@@ -3,6 +3,8 @@
 import errno
 import logging
 import os
+import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import Mock
@@ -30,26 +32,28 @@ SLURM = {"SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "4"}
 HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "6", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "3"}
 
 
-@pytest.mark.parametrize(
-    ("environment", "expected"),
-    [
-        ({"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "8"}, (3, 8, "Open MPI's mpirun")),
-        ({"PMI_RANK": "1", "PMI_SIZE": "2"}, (1, 2, "mpirun")),
-        (SLURM, (2, 4, "srun")),
-        (SLURM | {"PMIX_RANK": "2"}, (2, 4, "srun")),
-        # mpirun within a job of Slurm: the step is that of its daemons.
-        (SLURM | {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "8"}, (0, 8, "Open MPI's")),
-        (SLURM | HYDRA, (1, 6, "mpirun")),
-        (SLURM | {"PMI_RANK": "2", "PMI_SIZE": "4"}, (2, 4, "srun")),  # --mpi=pmi2
-        # The script of a job, and a shell in a step.
-        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, None),
-        (SLURM | {"SLURM_STEP_NUM_TASKS": "1"}, None),
-        ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}, (1, 2, "torchrun")),
-        ({"RANK": "1", "WORLD_SIZE": "2"}, None),
-        ({"RANK": "first", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}, None),
-        ({}, None),
-    ],
-)
+PLACES: list[tuple[dict[str, str], tuple[int, int, str] | None]] = [
+    ({"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "8"}, (3, 8, "Open MPI's mpirun")),
+    ({"PMI_RANK": "1", "PMI_SIZE": "2"}, (1, 2, "mpirun")),
+    ({"PMI_SIZE": "2"}, None),
+    ({"PALS_RANKID": "1", "PALS_SIZE": "2"}, (1, 2, "PALS")),
+    (SLURM, (2, 4, "srun")),
+    (SLURM | {"PMIX_RANK": "2"}, (2, 4, "srun")),
+    # mpirun within a job of Slurm: the step is that of its daemons.
+    (SLURM | {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "8"}, (0, 8, "Open MPI's")),
+    (SLURM | HYDRA, (1, 6, "mpirun")),
+    (SLURM | {"PMI_RANK": "2", "PMI_SIZE": "4"}, (2, 4, "srun")),  # --mpi=pmi2
+    # The script of a job, and a shell in a step.
+    ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, None),
+    (SLURM | {"SLURM_STEP_NUM_TASKS": "1"}, None),
+    ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}, (1, 2, "torchrun")),
+    ({"RANK": "1", "WORLD_SIZE": "2"}, None),
+    ({"RANK": "first", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}, None),
+    ({}, None),
+]
+
+
+@pytest.mark.parametrize(("environment", "expected"), PLACES)
 def test_place(environment: dict[str, str], expected: tuple[int, int, str] | None) -> None:
     found = find_place(environment)
     if expected is None:
@@ -57,6 +61,25 @@ def test_place(environment: dict[str, str], expected: tuple[int, int, str] | Non
     else:
         assert isinstance(found, RankPlace) and (found.rank, found.size) == expected[:2]
         assert found.launcher.startswith(expected[2])
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+def test_the_library_finds_the_same_place(tmp_path: Path) -> None:
+    main = tmp_path / "main.cc"
+    main.write_text(
+        '#include "capi/launcher.h"\n#include <cstdio>\nint main() {\n'
+        "  const onnxpar::Launched found = onnxpar::launched();\n"
+        '  std::printf("%d %s", found.size, found.launcher.c_str());\n}\n'
+    )
+    source = Path(__file__).parents[2] / "runtime" / "csrc"
+    program = tmp_path / "main"
+    files = (main, source / "capi" / "launcher.cc")
+    subprocess.run(["g++", "-std=c++17", f"-I{source}", *files, "-o", program], check=True)
+    for environment, _ in PLACES:
+        found = subprocess.run([program], env=environment, capture_output=True, text=True)
+        place = find_place(environment)
+        expected = "1 " if place is None else f"{place.size} {place.launcher}"
+        assert found.stdout == expected, environment
 
 
 def test_place_on_a_machine() -> None:

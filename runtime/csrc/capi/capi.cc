@@ -17,6 +17,7 @@
 #include "abi/nccl_abi.h"
 #include "abi/ort_io.h"
 #include "capi/errors.h"
+#include "capi/launcher.h"
 #include "capi/ops.h"
 #include "collective/device_rank.h"
 #include "collective/world.h"
@@ -51,25 +52,19 @@ World* mpi_world(const char* library, const void* communicator, int rank, int si
   return add_rank(made.release(), std::move(transport), std::move(log));
 }
 
-// The number of processes that the launcher started, as `onnxpar_format/place.py` finds it; 1 if none did.
-int launched() {
-  for (const char* name : {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PALS_SIZE", "SLURM_STEP_NUM_TASKS"}) {
-    if (const char* text = std::getenv(name)) return std::atoi(text);
-  }
-  return 1;
-}
-
 // Raises an error if MPI connects none of several processes: with a launcher of another MPI, each of
 // them is a world of its own.
 void check_connected(const MpiWorld& whole) {
-  if (whole.size > 1 || launched() <= 1) return;
+  const Launched found = launched();
+  if (whole.size > 1 || found.size <= 1) return;
   const bool open = whole.library.find("openmpi") != std::string::npos;
+  const std::string cure =
+      open ? "start it with its mpirun (or srun --mpi=pmix)" : "start it with its mpirun (or srun --mpi=pmi2)";
   throw std::runtime_error(
-      "the launcher started " + std::to_string(launched()) +
-      " processes, but MPI does not connect them: this program uses " +
-      (open ? "Open MPI, so start it with its mpirun (or srun --mpi=pmix)"
-            : "MPICH, so start it with its mpirun (or srun --mpi=pmi2)") +
-      ", or name the library of the launcher's MPI in ONNXPAR_MPI_LIBRARY");
+      found.launcher + " started " + std::to_string(found.size) +
+      " processes, but MPI does not connect them: this program uses " + (open ? "Open MPI" : "MPICH") +
+      ", so " + cure +
+      (found.without_mpi ? "" : ", or name the library of the launcher's MPI in ONNXPAR_MPI_LIBRARY"));
 }
 
 World* whole_mpi_world(double timeout_s) {
