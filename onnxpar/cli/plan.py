@@ -35,6 +35,7 @@ from onnxpar.core.machine import PRESETS
 from onnxpar.frontend.load import read
 from onnxpar.graph.validity import blamed_on_model
 from onnxpar.report.found_strategy import REPLICATED, FoundStrategy, seconds_text
+from onnxpar.search.configurations import Without
 from onnxpar.search.find_plan import OnProgress
 from onnxpar.search.rival_plans import Way
 from onnxpar.strategy import Strategy, strategy_for
@@ -342,22 +343,28 @@ def _print_without(planned: FoundStrategy, screen: Screen) -> None:
     """Prints what each choice besides the strategy saves."""
     if not planned.without:
         return
-    best = planned.ways[0]
+    limit = planned.objective.limit
     rows = []
-    for name, way in planned.without:
-        slower, more = way.seconds - best.seconds, way.peak - best.peak
-        step = f"{seconds_text(way.seconds)} ({_sign(slower)}{seconds_text(abs(slower))})"
-        memory = f"{bytes_text(way.peak)} ({_sign(more)}{bytes_text(abs(more))})"
-        rows.append((name, step, memory))
+    for each in planned.without:
+        about = "about " if each.estimated else ""
+        fits = "" if each.peak <= limit else " (does not fit)"
+        step, memory = seconds_text(each.seconds), bytes_text(each.peak)
+        rows.append((each.choice, f"{about}{step}", f"{about}{memory}{fits}", _saved(each)))
     columns = (
         Column("a step without it", Content.NUMBER),
         Column("memory without it", Content.NUMBER),
     )
-    screen.table((Column("choice"), *columns), rows)
+    screen.table((Column("choice"), *columns, Column("what it saves")), rows)
 
 
-def _sign(number: float) -> str:
-    return "-" if number < 0 else "+"
+def _saved(without: Without) -> str:
+    """Returns what a choice saves, and what it costs."""
+    seconds, bytes_ = without.saved_seconds, without.saved_bytes
+    costs = (seconds, seconds_text(abs(seconds))), (bytes_, bytes_text(abs(bytes_)))
+    saves = " and ".join(text for amount, text in costs if amount > 0)
+    takes = " and ".join(text for amount, text in costs if amount < 0)
+    about = "about " if without.estimated else ""
+    return f"{about}{saves or 'nothing'}" + (f", but takes {takes} more" if takes else "")
 
 
 def _print_stages(way: Way, screen: Screen) -> None:

@@ -9,6 +9,7 @@ from onnxpar.core.machine import Machine
 from onnxpar.cost.price import InTurns, NodePrice
 from onnxpar.facts.program import Program
 from onnxpar.graph.plan import Plan
+from onnxpar.search.configurations import Without
 from onnxpar.search.find_plan import GAP, UNLIMITED, Candidate, Found
 from onnxpar.search.rival_plans import FOUND, Objective, Way
 from onnxpar.strategy.schema import SearchEntry
@@ -66,7 +67,7 @@ class FoundStrategy:
         objective: How plans are compared.
         program: The program that was planned.
         without: If stages, micro-batches, optimizer parallel and recomputation were decided, too:
-            each of these choices with the plan that lacks it.
+            what a step costs without each of these choices.
         types: If the type of products was decided: this type with the plan; then the other type, if
             it was tried, with the best plan that is known for it.
         in_turns: What a step costs whose micro-batches take turns, if they do; None also if it has
@@ -80,7 +81,7 @@ class FoundStrategy:
     machine: Machine
     objective: Objective
     program: Program
-    without: tuple[tuple[str, Way], ...] | None = None
+    without: tuple[Without, ...] | None = None
     types: tuple[tuple[str, Way], ...] = ()
     in_turns: InTurns | None = None
 
@@ -178,8 +179,15 @@ class FoundStrategy:
             if self.in_turns is None
             else {"seconds": self.in_turns.seconds, "peak_bytes": self.in_turns.peak},
             "without": [
-                {"choice": name, "seconds": way.seconds, "peak_bytes": way.peak}
-                for name, way in self.without or ()
+                {
+                    "choice": each.choice,
+                    "seconds": each.seconds,
+                    "peak_bytes": each.peak,
+                    "saved_seconds": each.saved_seconds,
+                    "saved_bytes": each.saved_bytes,
+                    "estimated": each.estimated,
+                }
+                for each in self.without or ()
             ],
             "layers": [asdict(layer) for layer in self.layers()],
             "meshes": [

@@ -11,7 +11,7 @@ The time of a pipeline is that of `stages.stage_price`. Recomputation of every k
 al., 2016; optimizer parallel is ZeRO (Rajbhandari et al., 2020).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -69,6 +69,7 @@ class Configured:
         plan: The plan that follows from it, without recomputation.
         way: The plan, priced.
         turns: What a step costs whose micro-batches take turns, if the user says that they do.
+        ratios: Its seconds and its bytes as it was priced first, divided by those of its estimate.
     """
 
     configuration: Configuration
@@ -76,6 +77,7 @@ class Configured:
     plan: Plan
     way: Way
     turns: InTurns | None = None
+    ratios: tuple[float, float] = (1.0, 1.0)
 
     @property
     def seconds(self) -> float:
@@ -86,6 +88,27 @@ class Configured:
     def peak(self) -> int:
         """Bytes at the peak of a device."""
         return self.way.peak if self.turns is None else self.turns.peak
+
+
+@dataclass(frozen=True)
+class Without:
+    """What a step costs without one of a plan's choices.
+
+    Attributes:
+        choice: The choice, in words.
+        seconds: Seconds of a step without it.
+        peak: Bytes at the peak of a device without it.
+        saved_seconds: Seconds that the choice saves; negative if a step takes longer.
+        saved_bytes: Bytes at the peak that the choice saves; negative if it needs more.
+        estimated: Whether this is a corrected estimate, not the price of a plan.
+    """
+
+    choice: str
+    seconds: float
+    peak: int
+    saved_seconds: float
+    saved_bytes: int
+    estimated: bool
 
 
 _Recomputing = tuple[int, RecomputeOptions]
@@ -118,14 +141,20 @@ class Configurations:
         default_factory=dict
     )
     _refused: list[OnnxparError] = field(default_factory=list)
+    _found: list[Configured] = field(default_factory=list)
 
     def run(self) -> list[Configured]:
         """Returns the plans that were priced; none of them fits if nothing fits."""
-        return self._priced(self._estimates.every(self.progress))
+        self._found = self._priced(self._every)
+        return self._found
 
     @cached_property
     def _estimates(self) -> Estimates:
         return Estimates(self.strategy, self.workload, self.machine, self.limit, self.open)
+
+    @cached_property
+    def _every(self) -> Sequence[Estimate]:
+        return self._estimates.every(self.progress)
 
     def _priced(self, estimates: Sequence[Estimate]) -> list[Configured]:
         """Plans of the configurations that are estimated to be fastest, or to need least memory.
@@ -177,7 +206,8 @@ class Configurations:
             except OnnxparError as error:
                 self._refused.append(error)
                 continue
-            found.append(configured)
+            ratios = configured.seconds / estimate.seconds, configured.peak / estimate.bytes
+            found.append(replace(configured, ratios=ratios))
             known.add(estimate, configured.seconds, configured.peak)
         return found
 
@@ -233,24 +263,73 @@ class Configurations:
         more = devices > self.strategy.world
         return f"{devices} devices would not be enough either" if more else ""
 
-    def improved(self, best: Configured) -> tuple[Configured, list[tuple[str, Way]]]:
+    def improved(self, best: Configured) -> tuple[Configured, list[Without]]:
         """Returns a plan without the choices that do not pay, and it without each other choice.
 
         Estimates leave out much: for example, chunks may make stages unequal.
         """
         while True:
             found = [(name, self._changed(best, other)) for name, other in self._fewer(best)]
-            fitting = [each for _, each in found if each.peak <= self.limit]
-            better = min(fitting, key=self._rank, default=best)
+            better = min((each for _, each in found), key=self._rank, default=best)
             if better is best or self._rank(better) > self._rank(best):
-                return best, [(name, each.way) for name, each in found]
+                lacking = [_without(best, name, each.seconds, each.peak) for name, each in found]
+                return best, [*self._smaller(best), *lacking]
             best = better
 
-    def _rank(self, plan: Configured) -> tuple[float, float]:
-        """The sort key of a plan: its seconds, then its bytes; at level 1, the bytes come first."""
-        seconds, bytes_ = plan.seconds, plan.peak
+    def _rank(self, plan: Configured) -> tuple[bool, float, float]:
+        return self._order(plan.seconds, plan.peak)
+
+    def _order(self, seconds: float, bytes_: float) -> tuple[bool, float, float]:
+        """The sort key of a plan: those that fit, by seconds, or at level 1 by bytes; then others.
+
+        Plans that do not fit are sorted by bytes.
+        """
         memory_first = LEVELS[self.strategy.search.level].memory_first
-        return (bytes_, seconds) if memory_first else (seconds, bytes_)
+        fits = bytes_ <= self.limit
+        costs = (seconds, bytes_) if fits and not memory_first else (bytes_, seconds)
+        return not fits, *costs
+
+    def _smaller(self, best: Configured) -> Iterator[Without]:
+        """Yields what a step costs with fewer stages, and with half as many micro-batches or less.
+
+        These numbers are the next smaller ones that were estimated.
+        """
+        split = best.configuration.split
+        stages, count = split.stages, split.micro_batches
+        splits = {(e.split.stages, e.split.micro_batches) for e in self._every}
+        if fewer := max((n for n, _ in splits if n < stages), default=0):
+            alike = {(n, m) for n, m in splits if n == fewer}
+            yield self._best_of(alike, best, f"{stages} stages, not {fewer}")
+        if half := max((m for n, m in splits if n == stages and 2 * m <= count), default=0):
+            yield self._best_of({(stages, half)}, best, f"{count} micro-batches, not {half}")
+
+    def _best_of(
+        self, splits: Collection[tuple[int, int]], best: Configured, choice: str
+    ) -> Without:
+        """The best plan that was priced, or else estimated, with some splits.
+
+        Args:
+            splits: Numbers of stages and of micro-batches.
+            best: The plan that was chosen. The ratios of its price to its estimate correct others.
+            choice: Why it has another split, in words.
+        """
+        priced = [
+            each
+            for each in self._found
+            if each.peak <= self.limit
+            and (each.configuration.split.stages, each.configuration.split.micro_batches) in splits
+        ]
+        if priced:
+            other = min(priced, key=self._rank)
+            return _without(best, choice, other.seconds, other.peak)
+        slower, larger = best.ratios
+        costs = (
+            (slower * e.seconds, larger * e.bytes)
+            for e in self._every
+            if (e.split.stages, e.split.micro_batches) in splits
+        )
+        seconds, bytes_ = min(costs, key=lambda cost: self._order(*cost))
+        return _without(best, choice, seconds, int(bytes_), estimated=True)
 
     def _fewer(self, best: Configured) -> Iterator[tuple[str, Configuration]]:
         """Yields each choice that was made, and the configuration without it."""
@@ -289,3 +368,11 @@ class Configurations:
         if not self.strategy.pair_micro_batches:
             return way, None
         return way, priced_in_turns(self.strategy, pricing, self._planned[program], way)
+
+
+def _without(
+    best: Configured, choice: str, seconds: float, peak: int, *, estimated: bool = False
+) -> Without:
+    """A plan without a choice, beside the plan with it."""
+    saved = seconds - best.seconds, peak - best.peak
+    return Without(choice, seconds, peak, *saved, estimated)

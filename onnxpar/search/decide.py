@@ -16,7 +16,7 @@ from onnxpar.core.symbols import Symbol, SymbolTable
 from onnxpar.cost.price import InTurns
 from onnxpar.graph.plan import Plan
 from onnxpar.graph.seeds import Seeds
-from onnxpar.search.configurations import Configurations, Configured
+from onnxpar.search.configurations import Configurations, Configured, Without
 from onnxpar.search.estimates import MICRO_BATCHES
 from onnxpar.search.find_plan import (
     UNLIMITED,
@@ -64,7 +64,7 @@ class Decision:
         objective: The objective by which it is the best.
         data: The content of a strategy file for the plan.
         free: Whether the plan was compared with presets: they would keep everything that is fixed.
-        without: If more than the strategy was decided: each choice with the plan that lacks it.
+        without: If more than the strategy was decided: what a step costs without each choice.
         in_turns: What a step costs whose micro-batches take turns, if they do; None also if it has
             stages.
     """
@@ -75,7 +75,7 @@ class Decision:
     objective: Objective
     data: dict[str, Any]
     free: bool
-    without: tuple[tuple[str, Way], ...] | None = None
+    without: tuple[Without, ...] | None = None
     in_turns: InTurns | None = None
 
 

@@ -5,6 +5,7 @@ from functools import cache
 from itertools import product
 from math import inf
 from pathlib import Path
+from typing import Any
 
 import pytest
 import transformer
@@ -18,9 +19,11 @@ from onnxpar.autodiff.training_program import TrainingSpec, prepare_training
 from onnxpar.cli import main
 from onnxpar.core.machine import PRESETS
 from onnxpar.cost.optimizer_parallel import OptimizerParallel
+from onnxpar.cost.price import InTurns
 from onnxpar.parameters.recognise import read_parameters
-from onnxpar.search.configurations import Configurations, Configured
+from onnxpar.search.configurations import Configurations, Configured, Without
 from onnxpar.search.corrections import APART
+from onnxpar.search.estimates import Estimate
 from onnxpar.search.plan_choices import NO_BUBBLE, Configuration, Open
 from onnxpar.search.rival_plans import Pricing
 from onnxpar.search.workload import Workload
@@ -109,11 +112,47 @@ def test_zero_bubble_is_chosen_if_stages_wait_for_few_micro_batches() -> None:
     assert found.configuration.split.schedule == ZERO_BUBBLE
     assert NO_BUBBLE in found.configuration.describe()
     best, without = tried.improved(found)
-    plain = dict(without)[NO_BUBBLE]
-    assert plain.staged is not None and best.way.staged is not None
-    assert plain.staged.split.schedule == "1f1b" and best.way.seconds < plain.seconds
-    # The last stage keeps the gradients of weights for later.
-    assert best.way.staged.stages[-1].peak > plain.staged.stages[-1].peak
+    plain = next(each for each in without if each.choice == NO_BUBBLE)
+    assert plain.saved_seconds == plain.seconds - best.seconds > 0 and not plain.estimated
+    # Stages keep the gradients of weights for later. What is given is no choice.
+    assert plain.saved_bytes < 0 and not any("not" in each.choice for each in without)
+
+
+def test_what_stages_and_micro_batches_save_is_estimated() -> None:
+    """Plans that were priced come before estimates, and those that fit before those that do not."""
+    tried = configurations(100, Open((1, 2, 4)))
+    any_: Any = None
+
+    def estimate(stages: int, count: int, seconds: float, bytes_: float) -> Estimate:
+        split, none = PipelineSplit(stages, count), OptimizerParallel()
+        return Estimate(split, none, any_, any_, seconds, bytes_)
+
+    def priced(stages: int, count: int, seconds: float, bytes_: int) -> Configured:
+        chosen = Configuration(PipelineSplit(stages, count), OptimizerParallel())
+        turns = InTurns(seconds, bytes_)
+        return Configured(chosen, any_, any_, any_, turns, ratios=(1.5, 0.5))
+
+    best = priced(4, 8, 3.0, 90)
+    tried._found = [best, priced(4, 2, 1.0, 110)]
+    tried._every = [
+        estimate(4, 8, 2.0, 180),
+        estimate(4, 4, 1.0, 220),
+        estimate(4, 4, 3.0, 190),
+        estimate(4, 2, 0.5, 200),
+        estimate(2, 2, 1.0, 300),
+        estimate(2, 8, 2.0, 250),
+        estimate(1, 1, 1.0, 150),
+    ]
+    found, without = tried.improved(best)
+    assert found is best
+    assert without == [
+        # Nothing fits with two stages, so what comes closest is shown.
+        Without("4 stages, not 2", 3.0, 125, 0.0, 35, estimated=True),
+        Without("8 micro-batches, not 4", 4.5, 95, 1.5, 5, estimated=True),
+    ]
+    tried._found.append(priced(2, 8, 7.0, 40))
+    found, without = tried.improved(best)
+    assert without[0] == Without("4 stages, not 2", 7.0, 40, 4.0, -50, estimated=False)
 
 
 @pytest.mark.full
@@ -244,7 +283,7 @@ def test_a_plan_under_a_limit_is_carried_out(
     out, directory = tmp_path / "s.yaml", tmp_path / "d"
     assert planned(model, tmp_path) == 0
     shown = capsys.readouterr().out
-    assert "memory without it" in shown
+    assert "memory without it" in shown and "but takes" in shown
     data = yaml.safe_load(out.read_text())
     assert data["recompute"]["nodes"]
     options = ["--strategy", str(out), "--train", *LOSS, "--optimizer", "adamw"]
