@@ -86,7 +86,7 @@ struct Outgoing {
 // parcel does not follow.
 struct Header {
   uint64_t bytes = 0;
-  Parcel parcel;
+  Parcel parcel = kNoParcel;
 };
 
 // Waits until all ranks of a world have come to MPI_Finalize. MPI calls it there: it is the function that
@@ -117,13 +117,12 @@ class MpiTransport : public Transport {
     int level = MPI_THREAD_SINGLE;
     check(MPI_Query_thread(&level), "MPI_Query_thread");
     concurrent_ = level == MPI_THREAD_MULTIPLE;
-    machine_of_ = machines_of(world_);
+    const Processes processes = processes_of(world_);
+    machine_of_ = processes.machine_of;
     // If ranks share cores, a waiting rank must not keep another from working.
-    const int own = machine_of_[static_cast<size_t>(rank_)];
-    const auto here = std::count(machine_of_.begin(), machine_of_.end(), own);
-    if (here > sysconf(_SC_NPROCESSORS_ONLN)) looks_ = 0;
+    if (processes.crowded) looks_ = 0;
     pretend_machines();
-    near_ = share_with_neighbours();
+    share_with_neighbours();
     watchdog_ = std::make_unique<Watchdog>(rank_, options_, world_, concurrent_);
   }
 
@@ -131,8 +130,7 @@ class MpiTransport : public Transport {
   int size() const override { return size_; }
   bool concurrent() const override { return concurrent_; }
   bool prompt(int peer) const override {
-    const size_t other = static_cast<size_t>(peer);
-    return near_ && machine_of_[other] == machine_of_[static_cast<size_t>(rank_)];
+    return parcels_from_.count(peer) != 0;
   }
 
   Group& group(const std::vector<int>& ranks, Lane lane) override {
@@ -204,9 +202,10 @@ class MpiTransport : public Transport {
       std::lock_guard lock(outgoing_mutex_);
       reap();
       Outgoing& message = outgoing_.emplace_back();
-      Header header{bytes, {}};
-      if (prompt(peer)) header.parcel = parcels_out_[peer].put(in, bytes);
-      const size_t follows = header.parcel.file.descriptor < 0 ? bytes : 0;
+      Header header{bytes};
+      if (prompt(peer)) header.parcel = parcels_->put(in, bytes);
+      const bool separate = header.parcel == kNoParcel;
+      const size_t follows = separate ? bytes : 0;
       const std::byte* head = reinterpret_cast<const std::byte*>(&header);
       const std::byte* data = static_cast<const std::byte*>(in);
       message.data.reserve(sizeof(header) + follows);
@@ -219,7 +218,7 @@ class MpiTransport : public Transport {
               "MPI_Isend");
       };
       post(0, sizeof(header));
-      if (header.parcel.file.descriptor < 0) post(sizeof(header), bytes);
+      if (separate) post(sizeof(header), bytes);
     });
   }
 
@@ -237,11 +236,10 @@ class MpiTransport : public Transport {
         throw std::runtime_error("expected " + std::to_string(bytes) + " bytes, got " +
                                  std::to_string(header.bytes));
       }
-      if (header.parcel.file.descriptor < 0) {
+      if (header.parcel == kNoParcel) {
         await(out, Bytes(bytes), peer, tag, lane, call);
-      } else if (!parcels_from(peer).take(header.parcel, out, bytes)) {
-        throw std::runtime_error("cannot map the memory of rank " + std::to_string(peer) +
-                                 "; ONNXPAR_SHARED_MEMORY=0 sends all data by MPI");
+      } else {
+        take_parcel(*parcels_from_.at(peer), header.parcel, out, bytes);
       }
     });
   }
@@ -262,10 +260,10 @@ class MpiTransport : public Transport {
     const Clock::time_point end = Clock::now() + kPatience;
     const auto pending = [&] {
       reap();
-      return !outgoing_.empty() || std::any_of(parcels_out_.begin(), parcels_out_.end(),
-                                               [](auto& each) { return !each.second.empty(); });
+      return !outgoing_.empty() || (parcels_ && !parcels_->empty());
     };
-    while (pending() && Clock::now() < end) std::this_thread::yield();
+    Patience patience(Clock::duration::zero());
+    while (pending() && Clock::now() < end) patience.pause();
     for (auto& entry : groups_) {
       MpiGroup& group = *entry.second;
       for (MPI_Comm* made : {&group.near_comm, &group.far_comm, &group.comm}) {
@@ -273,6 +271,8 @@ class MpiTransport : public Transport {
       }
     }
     groups_.clear();
+    parcels_.reset();
+    parcels_from_.clear();
     // `finish_together` needs the world's communicator.
   }
 
@@ -304,19 +304,23 @@ class MpiTransport : public Transport {
     for (int r = 0; r < size_; ++r) machine_of_[static_cast<size_t>(r)] = r / ranks;
   }
 
-  // Whether the ranks of this machine can map memory of its first rank, and so of one another.
-  bool share_with_neighbours() {
-    MPI_Comm near = MPI_COMM_NULL;
+  // Gives each rank of this machine memory for what it sends, if each can map that of all others.
+  void share_with_neighbours() {
     const int machine = machine_of_[static_cast<size_t>(rank_)];
+    MPI_Comm near = MPI_COMM_NULL;
     check(MPI_Comm_split(world_, machine, rank_, &near), "MPI_Comm_split");
-    const bool shared = share_memory(near, 1) != nullptr;
+    std::map<int, std::unique_ptr<SharedFile>> files;  // by rank
+    int owner = 0;
+    for (int r = 0; r < size_; ++r) {
+      if (machine_of_[static_cast<size_t>(r)] != machine) continue;
+      files[r] = share_memory(near, owner++, ParcelSender::kBytes);
+      if (!files[r]) break;
+    }
     check(MPI_Comm_free(&near), "MPI_Comm_free");
-    return shared;
-  }
-
-  ParcelReceiver& parcels_from(int peer) {
-    std::lock_guard lock(incoming_mutex_);
-    return parcels_in_[peer];
+    if (std::any_of(files.begin(), files.end(), [](auto& each) { return !each.second; })) return;
+    parcels_.emplace(std::move(files.at(rank_)));
+    files.erase(rank_);
+    parcels_from_ = std::move(files);
   }
 
   // Gives the group shared memory, messages, or both.
@@ -343,7 +347,7 @@ class MpiTransport : public Transport {
     int size = 0;
     check(MPI_Comm_rank(comm, &index), "MPI_Comm_rank");
     check(MPI_Comm_size(comm, &size), "MPI_Comm_size");
-    group.memory = share_memory(comm, SharedGroup::bytes(size));
+    group.memory = share_memory(comm, 0, SharedGroup::bytes(size));
     if (!group.memory) return;
     // Pending messages may need this rank's progress, and another member may wait for them first. If
     // the other members wait for messages, this one leaves them the processor.
@@ -429,16 +433,15 @@ class MpiTransport : public Transport {
   int size_ = 0;
   bool concurrent_ = false;
   std::vector<int> machine_of_;  // by rank
-  bool near_ = false;  // whether data of messages on this machine goes through shared memory
   int looks_ = 2000;  // about 30 microseconds
   std::unique_ptr<Watchdog> watchdog_;
   std::map<std::pair<Lane, std::vector<int>>, std::unique_ptr<MpiGroup>> groups_;
   std::atomic<Clock::duration> stopped_{Clock::duration::zero()};
   std::mutex outgoing_mutex_;
   std::list<Outgoing> outgoing_;
-  std::map<int, ParcelSender> parcels_out_;  // by receiver
-  std::mutex incoming_mutex_;
-  std::map<int, ParcelReceiver> parcels_in_;  // by sender
+  // If data of messages on this machine goes through shared memory.
+  std::optional<ParcelSender> parcels_;
+  std::map<int, std::unique_ptr<SharedFile>> parcels_from_;  // by sender
 };
 
 }  // namespace

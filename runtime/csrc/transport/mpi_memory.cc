@@ -1,10 +1,12 @@
 #include "transport/mpi_memory.h"
 
 #include <fcntl.h>
+#include <sched.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <string>
@@ -30,6 +32,21 @@ int make_file([[maybe_unused]] size_t bytes) {
 bool wanted() {
   const char* text = std::getenv("ONNXPAR_SHARED_MEMORY");
   return text == nullptr || std::strcmp(text, "0") != 0;
+}
+
+// The processors that at least one member may use.
+int processors(MPI_Comm comm) {
+#if defined(__linux__)
+  constexpr size_t kMost = 8192;  // of a machine
+  std::vector<unsigned char> allowed(kMost / 8);
+  if (sched_getaffinity(0, allowed.size(), reinterpret_cast<cpu_set_t*>(allowed.data())) == 0) {
+    check(MPI_Allreduce(MPI_IN_PLACE, allowed.data(), static_cast<int>(allowed.size()),
+                        MPI_UNSIGNED_CHAR, MPI_BOR, comm),
+          "MPI_Allreduce");
+    return CPU_COUNT_S(allowed.size(), reinterpret_cast<cpu_set_t*>(allowed.data()));
+  }
+#endif
+  return static_cast<int>(sysconf(_SC_NPROCESSORS_ONLN));
 }
 
 }  // namespace
@@ -69,14 +86,19 @@ SharedFile::~SharedFile() {
 bool SharedFile::map(size_t bytes) {
   void* data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor_, 0);
   if (data == MAP_FAILED) return false;
-  if (data_ != nullptr) munmap(data_, size_);
   data_ = data;
   size_ = bytes;
   return true;
 }
 
-bool SharedFile::grow(size_t bytes) {
-  return ftruncate(descriptor_, static_cast<off_t>(bytes)) == 0 && map(bytes);
+size_t SharedFile::release([[maybe_unused]] size_t begin, size_t end) {
+#if defined(__linux__)
+  static const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+  const size_t first = (begin + page - 1) / page * page;
+  const size_t last = std::min((end + page - 1) / page * page, size_);
+  if (first < last && madvise(data() + first, last - first, MADV_REMOVE) == 0) return first;
+#endif
+  return end;
 }
 
 void SharedFile::close() {
@@ -90,7 +112,7 @@ bool all_hold(bool holds, MPI_Comm comm) {
   return least != 0;
 }
 
-std::vector<int> machines_of(MPI_Comm comm) {
+Processes processes_of(MPI_Comm comm) {
   int own = 0;
   int size = 0;
   check(MPI_Comm_rank(comm, &own), "MPI_Comm_rank");
@@ -99,22 +121,26 @@ std::vector<int> machines_of(MPI_Comm comm) {
   check(MPI_Comm_split_type(comm, MPI_COMM_TYPE_SHARED, 0, MPI_INFO_NULL, &near),
         "MPI_Comm_split_type");
   check(MPI_Bcast(&own, 1, MPI_INT, 0, near), "MPI_Bcast");  // the machine's first process
+  Processes found;
+  int here = 0;
+  check(MPI_Comm_size(near, &here), "MPI_Comm_size");
+  found.crowded = here > processors(near);
   check(MPI_Comm_free(&near), "MPI_Comm_free");
-  std::vector<int> machines(static_cast<size_t>(size));
-  check(MPI_Allgather(&own, 1, MPI_INT, machines.data(), 1, MPI_INT, comm), "MPI_Allgather");
-  return machines;
+  found.machine_of.resize(static_cast<size_t>(size));
+  check(MPI_Allgather(&own, 1, MPI_INT, found.machine_of.data(), 1, MPI_INT, comm), "MPI_Allgather");
+  return found;
 }
 
-std::unique_ptr<SharedFile> share_memory(MPI_Comm comm, size_t bytes) {
+std::unique_ptr<SharedFile> share_memory(MPI_Comm comm, int owner, size_t bytes) {
   int index = 0;
   check(MPI_Comm_rank(comm, &index), "MPI_Comm_rank");
   if (!all_hold(wanted(), comm)) return nullptr;
-  std::unique_ptr<SharedFile> file = index == 0 ? SharedFile::make(bytes) : nullptr;
+  std::unique_ptr<SharedFile> file = index == owner ? SharedFile::make(bytes) : nullptr;
   FilePlace place = file ? file->place() : FilePlace();
-  check(MPI_Bcast(&place, sizeof(place), MPI_BYTE, 0, comm), "MPI_Bcast");
+  check(MPI_Bcast(&place, sizeof(place), MPI_BYTE, owner, comm), "MPI_Bcast");
   if (place.descriptor < 0) return nullptr;
-  if (index != 0) file = SharedFile::open(place, bytes);
-  // The first member's file stays open until all have opened it.
+  if (index != owner) file = SharedFile::open(place, bytes);
+  // The owner's file stays open until all have opened it.
   if (!all_hold(file != nullptr, comm)) return nullptr;
   file->close();
   return file;

@@ -31,8 +31,9 @@ class SharedFile {
   ~SharedFile();
   SharedFile(const SharedFile&) = delete;
   SharedFile& operator=(const SharedFile&) = delete;
-  // Makes it larger, which moves the mapping; whether there was memory. Otherwise nothing changes.
-  bool grow(size_t bytes);
+  // Gives memory between the offsets back, in whole pages; they are zero when they are next used.
+  // Returns where the rest ends that takes memory.
+  size_t release(size_t begin, size_t end);
   // Other processes can no longer open it.
   void close();
   const FilePlace& place() const { return place_; }
@@ -49,14 +50,18 @@ class SharedFile {
   size_t size_ = 0;
 };
 
-// `bytes` zeros, mapped by every member. All members are on one machine, and call it. Null on all
-// members if one of them has ONNXPAR_SHARED_MEMORY=0 in its environment, or if one cannot map it
-// (because of separate containers, or a system other than Linux). Throws MpiError.
-std::unique_ptr<SharedFile> share_memory(MPI_Comm comm, size_t bytes);
+// `bytes` zeros that the member `owner` has made, mapped by every member. All members are on one machine,
+// and call it. Null on all members if one of them has ONNXPAR_SHARED_MEMORY=0 in its environment, or if
+// one cannot map it (because of separate containers, or a system other than Linux). Throws MpiError.
+std::unique_ptr<SharedFile> share_memory(MPI_Comm comm, int owner, size_t bytes);
 
-// The machine of each process: the same number for those of one machine. All members call it. Throws
-// MpiError.
-std::vector<int> machines_of(MPI_Comm comm);
+// Where the processes of a communicator are.
+struct Processes {
+  std::vector<int> machine_of;  // the same number for those of one machine
+  bool crowded = false;  // this process's machine has more of them than processors that they may use
+};
+// All members call it. Throws MpiError.
+Processes processes_of(MPI_Comm comm);
 
 // Whether it holds on all members. All members call it. Throws MpiError.
 bool all_hold(bool holds, MPI_Comm comm);

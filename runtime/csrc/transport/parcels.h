@@ -1,36 +1,36 @@
-// The data of messages between ranks of one machine, in memory that both map.
+// The data of messages between ranks of one machine, in memory that all of them map.
 //
-// A sender has a file for each receiver, into which it copies the data of its messages. MPI carries
-// only where the data is, which is small enough that MPI sends it at once. The receiver maps the file,
-// copies the data, and marks the place as taken; then the sender uses the place again. So no data
-// waits for calls of MPI: MPI asks the receiver before it sends a large message, and the answer waits
-// until the sender calls MPI again, perhaps after a long computation.
+// Each rank has a file that the others have mapped since the world was made, so no later call can fail to
+// map it. A sender copies the data of its messages into its file; MPI carries only where the data is,
+// which is small enough that MPI sends it at once. The receiver copies the data, and marks the place as
+// taken; then the sender uses the place again. So no data waits for calls of MPI: MPI asks the receiver
+// before it sends a large message, and the answer waits until the sender calls MPI again, perhaps after
+// a long computation. What finds no room travels by MPI.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <mutex>
 #include <vector>
 
 #include "transport/mpi_memory.h"
 
 namespace onnxpar {
 
-// Where the data of a message is.
-struct Parcel {
-  FilePlace file;  // without a descriptor: there is no memory, and the data comes by MPI
-  uint64_t file_bytes = 0;
-  uint64_t offset = 0;  // of the mark, which the data follows
-};
+// Where the data of a message is in the sender's file: the offset of its mark, which the data follows.
+using Parcel = int64_t;
+inline constexpr Parcel kNoParcel = -1;
 
-// What one rank sends to another. One thread at a time uses it. The file grows to hold all that was on
-// its way at once, and keeps that size.
+// What one rank sends to the others of its machine. One thread at a time uses it.
 class ParcelSender {
  public:
-  // Copies the data, and returns where it is.
+  // Of a sender's file. Pages that no message has used take no memory.
+  static constexpr size_t kBytes = size_t{1} << 30;
+
+  explicit ParcelSender(std::unique_ptr<SharedFile> file) : file_(std::move(file)) {}
+  // Copies the data, and returns where it is; kNoParcel if there is no room.
   Parcel put(const void* data, size_t bytes);
-  // Whether the receiver has taken all.
+  // Whether the receivers have taken all.
   bool empty();
 
  private:
@@ -39,20 +39,18 @@ class ParcelSender {
     size_t end;
   };
   void forget_taken();
+  // Gives memory back that the last messages did not need.
+  void release_unused();
 
-  std::unique_ptr<SharedFile> file_;
+  const std::unique_ptr<SharedFile> file_;
   std::vector<Block> blocks_;  // not taken yet, by their place
+  size_t used_ = 0;    // where the pages end that take memory
+  int puts_ = 0;       // since memory was last given back
+  size_t needed_ = 0;  // where the data of these has ended
+  size_t before_ = 0;  // and of those before
 };
 
-// What one rank receives from another.
-class ParcelReceiver {
- public:
-  // Copies the data, whose place is free afterwards; whether this process can map it.
-  bool take(const Parcel& parcel, void* out, size_t bytes);
-
- private:
-  std::mutex mutex_;
-  std::unique_ptr<SharedFile> file_;
-};
+// Copies the data of a message out of its sender's file. Its place is free afterwards.
+void take_parcel(const SharedFile& file, Parcel parcel, void* out, size_t bytes);
 
 }  // namespace onnxpar
