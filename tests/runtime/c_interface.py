@@ -39,7 +39,11 @@ class CError(Exception):
 
 
 class Host:
-    """One rank of a directory, as a host without Python's runtime has it."""
+    """One rank of a directory, as a host without Python's runtime has it.
+
+    Attributes:
+        addresses: Where the last inputs are, by name.
+    """
 
     def __init__(self, directory: Path, rank: int, world: ctypes.c_void_p | None = None) -> None:
         self._library = ctypes.CDLL(str(custom_op_library()))
@@ -47,6 +51,8 @@ class Host:
         for name in ("open", "new_run", "graph"):
             self._function(name).restype = ctypes.c_void_p
         self._world = world
+        self._runs: dict[str, ctypes.c_void_p] = {}
+        self.addresses: dict[str, int | None] = {}
         self._directory = self._made("open", str(directory).encode(), rank)
 
     def _function(self, name: str) -> Any:
@@ -71,28 +77,34 @@ class Host:
         numbers: Mapping[str, float] | None = None,
         program: str = "model",
     ) -> dict[str, Array]:
-        """What a program's session takes for whole inputs, by name."""
-        run = self._made("new_run", self._directory, program.encode())
-        try:
-            for name, value in (numbers or {}).items():
-                self._call("set", run, name.encode(), ctypes.c_double(value))
-            for name, array in feeds.items():
-                shape = (ctypes.c_int64 * array.ndim)(*array.shape)
-                data = array.ctypes.data_as(ctypes.c_void_p)
-                self._call(
-                    "give", run, name.encode(), onnx_code(array.dtype), shape, array.ndim, data,
-                    ctypes.c_size_t(array.nbytes),
-                )  # fmt: skip
-            self._call("prepare", run, self._world)
-            count: Callable[..., int] = self._function("feeds")
-            found = {}
-            for index in range(count(run)):
-                tensor = Tensor()
-                self._call("feed", run, index, ctypes.byref(tensor))
-                found[(tensor.name or b"").decode()] = tensor.array().copy()
-            return found
-        finally:
-            self._function("free_run")(run)
+        """What a program's session takes for whole inputs, by name.
+
+        The same run is used each time, so that numbers stay.
+        """
+        if program not in self._runs:
+            self._runs[program] = self._made("new_run", self._directory, program.encode())
+        run = self._runs[program]
+        for name, value in (numbers or {}).items():
+            self._call("set", run, name.encode(), ctypes.c_double(value))
+        for name, array in feeds.items():
+            shape = (ctypes.c_int64 * array.ndim)(*array.shape)
+            data = array.ctypes.data_as(ctypes.c_void_p)
+            self._call(
+                "give", run, name.encode(), onnx_code(array.dtype), shape, array.ndim, data,
+                ctypes.c_size_t(array.nbytes),
+            )  # fmt: skip
+        self._call("prepare", run, self._world)
+        count: Callable[..., int] = self._function("feeds")
+        found = {}
+        for index in range(count(run)):
+            tensor = Tensor()
+            self._call("feed", run, index, ctypes.byref(tensor))
+            name = (tensor.name or b"").decode()
+            found[name] = tensor.array().copy()
+            self.addresses[name] = tensor.data
+        return found
 
     def close(self) -> None:
+        for run in self._runs.values():
+            self._function("free_run")(run)
         self._function("free_directory")(self._directory)

@@ -115,6 +115,26 @@ def test_shards_are_those_of_python(tmp_path: Path, batch: int, heads: int) -> N
         assert (values["b"].tolist(), values["c"].tolist()) == ([batch], [rank % 3])
 
 
+def test_a_run_keeps_its_memory(tmp_path: Path) -> None:
+    """If it is large enough; the padding is zero, whatever was there before."""
+    directory = written(tmp_path)
+    with World.threads(6) as world, ThreadPoolExecutor(6) as pool:
+        hosts = [Host(directory, rank, world._handle) for rank in range(6)]
+        before: list[dict[str, int | None]] = []
+        for batch in (12, 7):
+            given = feeds(batch, 4)
+            found = list(pool.map(lambda host, given=given: host.prepared(given), hosts))
+            addresses = [dict(host.addresses) for host in hosts]
+            assert addresses == (before or addresses)
+            before = addresses
+        for host in hosts:
+            host.close()
+    manifest = Manifest.load(directory)
+    for rank, values in enumerate(found):
+        for name, array in Inputs(manifest, "model", rank).shard_inputs(given).local.items():
+            np.testing.assert_array_equal(values[name], array)
+
+
 def test_inputs_that_do_not_fit_are_errors_on_all_ranks(tmp_path: Path) -> None:
     directory, given = written(tmp_path), feeds(6, 2)
     cases = {
@@ -160,6 +180,8 @@ def test_directories_that_cannot_be_used(tmp_path: Path) -> None:
         ('"float16"', '"float15"', r"dtype: expected an element type, got 'float15'"),
         ('"rank0000', '"../rank', "expected a file name without folders"),
         ("}", "", "not JSON: expected "),
+        ('"schema": 1', '"version": 1', "manifest.json: expected the key 'schema'"),
+        ('"schema": 1', '"schema": 1.5', "manifest.json: schema: expected an integer"),
     ]:
         assert old in text
         manifest.write_text(text.replace(old, new, 1))
@@ -279,6 +301,23 @@ def test_null_pointers_are_errors(tmp_path: Path) -> None:
         assert library.onnxpar_error().decode() == f"expected {expected}, got null"
     library.onnxpar_give(run, b"x", 1, None, 2, one, ctypes.c_size_t(4))
     assert library.onnxpar_error().decode() == "input 'x': expected a shape, got null"
+
+
+def test_an_output_whose_size_depends_on_data_is_not_brought_together(tmp_path: Path) -> None:
+    directory = hand_made.write(
+        tmp_path, ["g (float[n] x) => (float[m] y) { }"], atoms=[],
+        inputs=[hand_made.tensor("x", "float32", ["n"], [[("n", [])]])],
+        outputs=[hand_made.tensor("y", "float32", ["m"], [[("m", [])]])], symbols={"n": {}},
+    )  # fmt: skip
+    library, run = opened(directory)
+    one, tensor, data = (ctypes.c_int64 * 1)(1), Tensor(), (ctypes.c_float * 1)()
+    assert library.onnxpar_give(run, b"x", 1, one, 1, data, ctypes.c_size_t(4)) == 0
+    assert library.onnxpar_prepare(run, None) == 0
+    assert library.onnxpar_result(run, 0, ctypes.byref(tensor)) == 0 and tensor.data is None
+    assert library.onnxpar_whole(run, None, b"y", ctypes.byref(tensor)) == 1
+    message = "output 'y': its size depends on data, so it cannot be brought together; the value "
+    message += "that onnxruntime allocates has this rank's part"
+    assert library.onnxpar_error().decode() == message
 
 
 def test_graphs_in_a_dialect_need_its_operators(tmp_path: Path) -> None:

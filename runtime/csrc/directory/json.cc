@@ -186,14 +186,18 @@ bool Field::has(const char* key) const {
 Field Field::operator[](const char* key) const {
   const Json* found = json_->find(key);
   if (found == nullptr) fail(std::string("the key '") + key + "'");
-  return {*found, place_ + "." + key};
+  return at(*found, key);
+}
+
+Field Field::at(const Json& json, const std::string& key) const {
+  return {json, place_ + key_mark_ + key, "."};
 }
 
 std::vector<Field> Field::list() const {
   if (json_->kind != Json::Kind::kList) fail("a list");
   std::vector<Field> found;
   for (const Json& item : json_->items) {
-    found.emplace_back(item, place_ + "[" + std::to_string(found.size()) + "]");
+    found.emplace_back(item, place_ + "[" + std::to_string(found.size()) + "]", ".");
   }
   return found;
 }
@@ -202,7 +206,7 @@ std::vector<std::pair<std::string, Field>> Field::entries() const {
   if (json_->kind != Json::Kind::kObject) fail("an object");
   std::vector<std::pair<std::string, Field>> found;
   for (size_t i = 0; i < json_->items.size(); ++i) {
-    found.emplace_back(json_->keys[i], Field(json_->items[i], place_ + "." + json_->keys[i]));
+    found.emplace_back(json_->keys[i], at(json_->items[i], json_->keys[i]));
   }
   return found;
 }

@@ -30,7 +30,8 @@ Json parse_json(const std::string& text);
 class Field {
  public:
   // `place`: of the document, such as its file. The document must outlive its fields.
-  Field(const Json& json, std::string place) : json_(&json), place_(std::move(place)) {}
+  Field(const Json& json, std::string place, const char* key_mark = ": ")
+      : json_(&json), place_(std::move(place)), key_mark_(key_mark) {}
 
   bool has(const char* key) const;  // and it is not null
   bool is_null() const { return json_->kind == Json::Kind::kNull; }
@@ -46,8 +47,11 @@ class Field {
   [[noreturn]] void fail(const std::string& expected) const;
 
  private:
+  Field at(const Json& json, const std::string& key) const;
+
   const Json* json_;
   std::string place_;
+  const char* key_mark_;  // stands between this place and a key
 };
 
 }  // namespace onnxpar

@@ -154,7 +154,7 @@ Manifest read_manifest(const std::string& folder) {
   } catch (const std::runtime_error& error) {
     throw std::runtime_error(path + ": " + error.what());
   }
-  const Field root(json, path + ": ");
+  const Field root(json, path);
   Manifest manifest;
   manifest.folder = folder;
   if (root["schema"].integer() != kSchema) root["schema"].fail("1: shard the model again");

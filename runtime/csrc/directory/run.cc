@@ -114,10 +114,12 @@ std::string number_text(double value) {
   return text;
 }
 
-HostArray allocated(const char* what, const TensorEntry& entry, const Shape& whole,
-                    const Shape& local) {
+// Makes it an array of the shape `local`, a part of a tensor of the shape `whole`.
+HostArray& become(HostArray& array, const char* what, const TensorEntry& entry, const Shape& whole,
+                  const Shape& local) {
   try {
-    return HostArray(local, entry.type);
+    array.become(local, entry.type);
+    return array;
   } catch (const std::bad_alloc&) {
     throw std::runtime_error(std::string(what) + " '" + entry.name + "' of shape " +
                              to_text(whole) + ": no memory for the " +
@@ -127,11 +129,23 @@ HostArray allocated(const char* what, const TensorEntry& entry, const Shape& who
 
 }  // namespace
 
-HostArray::HostArray(Shape shape, DType type)
-    : shape_(std::move(shape)), type_(type), bytes_(bytes_of(shape_, type)) {
-  room_.reset(new std::byte[bytes_ + kLine]());
-  const auto address = reinterpret_cast<uintptr_t>(room_.get());
-  data_ = room_.get() + (kLine - address % kLine) % kLine;
+HostArray::HostArray(Shape shape, DType type) {
+  become(shape, type);
+  std::memset(data_, 0, bytes_);
+}
+
+void HostArray::become(const Shape& shape, DType type) {
+  const size_t bytes = bytes_of(shape, type);
+  if (bytes + kLine > room_bytes_) {
+    *this = {};
+    room_.reset(new std::byte[bytes + kLine]);
+    room_bytes_ = bytes + kLine;
+    const auto address = reinterpret_cast<uintptr_t>(room_.get());
+    data_ = room_.get() + (kLine - address % kLine) % kLine;
+  }
+  shape_ = shape;
+  type_ = type;
+  bytes_ = bytes;
 }
 
 Directory::Directory(const std::string& folder, int rank)
@@ -270,7 +284,8 @@ void Run::prepare(RankContext* rank) {
                              std::to_string(manifest.devices) + ", got rank " +
                              std::to_string(rank->rank()) + " of " + std::to_string(rank->size()) +
                              ": start " + std::to_string(manifest.devices) +
-                             " processes, as with mpirun -n " + std::to_string(manifest.devices));
+                             (manifest.devices == 1 ? " process" : " processes") +
+                             ", as with mpirun -n " + std::to_string(manifest.devices));
   }
   std::string error;
   ready_ = false;
@@ -305,7 +320,8 @@ void Run::divide() {
   values_ = symbol_values(directory_.manifest(), program_, shapes);
   for (const TensorEntry& entry : program_.inputs) {
     const Shard shard = directory_.shard(entry, values_);
-    HostArray array = allocated("input", entry, shard.whole, shard.local);
+    HostArray& array = become(memory_[entry.name], "input", entry, shard.whole, shard.local);
+    if (shard.padded()) std::memset(array.data(), 0, array.bytes());
     shard.take(given_.at(entry.name).data, array.data(), dtype_size(entry.type));
     for (const IndexRange& range : program_.index_ranges) {
       if (range.input == entry.name) {
@@ -313,7 +329,6 @@ void Run::divide() {
       }
     }
     feeds_.push_back({entry.name, entry.type, shard.local, array.data()});
-    memory_[entry.name] = std::move(array);
   }
 }
 
@@ -323,7 +338,8 @@ void Run::bind_system_inputs() {
     const bool weight = entry.kind == "loss_weight";
     const bool real = weight || entry.kind == "hyperparameter";
     const DType type = weight ? DType::kFloat32 : real ? DType::kFloat64 : DType::kInt64;
-    HostArray array(real ? Shape{} : Shape{1}, type);
+    HostArray& array = memory_[entry.name];
+    array.become(real ? Shape{} : Shape{1}, type);
     if (entry.kind == "symbol") {
       *static_cast<int64_t*>(array.data()) = evaluate(entry.symbol, values_);
     } else if (entry.kind == "coordinate") {
@@ -336,7 +352,6 @@ void Run::bind_system_inputs() {
       *static_cast<int64_t*>(array.data()) = static_cast<int64_t>(number(entry));
     }
     feeds_.push_back({entry.name, type, array.shape(), array.data()});
-    memory_[entry.name] = std::move(array);
   }
 }
 
@@ -353,9 +368,8 @@ void Run::bind_results() {
   for (const TensorEntry& entry : program_.outputs) {
     try {
       const Shard shard = directory_.shard(entry, values_);
-      HostArray array = allocated("output", entry, shard.whole, shard.local);
+      HostArray& array = become(made_[entry.name], "output", entry, shard.whole, shard.local);
       results_.push_back({entry.name, entry.type, array.shape(), array.data()});
-      made_[entry.name] = std::move(array);
     } catch (const UnknownSymbol&) {
       results_.push_back({entry.name, entry.type, {}, nullptr});  // its size depends on data
     }
@@ -419,12 +433,14 @@ HostArray* Run::whole(RankContext* rank, const std::string& output) {
     if (entry.name != output) continue;
     const auto found = made_.find(output);
     if (found == made_.end()) {
-      throw std::runtime_error("output '" + output + "': its size depends on data");
+      throw std::runtime_error("output '" + output + "': its size depends on data, so it cannot be "
+                               "brought together; the value that onnxruntime allocates has this "
+                               "rank's part");
     }
     const Shard shard = directory_.shard(entry, values);
     const int own = rank == nullptr ? 0 : rank->rank();
     HostArray* whole = nullptr;
-    if (own == 0) whole = &(wholes_[output] = allocated("output", entry, shard.whole, shard.whole));
+    if (own == 0) whole = &become(wholes_[output], "output", entry, shard.whole, shard.whole);
     collect(rank, directory_.manifest().atoms, entry, values, found->second.data(), whole);
     return whole;
   }

@@ -12,11 +12,14 @@
 
 namespace onnxpar {
 
-// Zeros in host memory that begin at a cache line, for fast vector kernels.
+// An array in host memory that begins at a cache line, for fast vector kernels.
 class HostArray {
  public:
   HostArray() = default;
+  // Of zeros.
   HostArray(Shape shape, DType type);
+  // Makes it another array, of undefined values; in the same memory, if that is large enough.
+  void become(const Shape& shape, DType type);
 
   const Shape& shape() const { return shape_; }
   DType type() const { return type_; }
@@ -27,6 +30,7 @@ class HostArray {
   Shape shape_;
   DType type_ = DType::kFloat32;
   size_t bytes_ = 0;
+  size_t room_bytes_ = 0;
   std::unique_ptr<std::byte[]> room_;
   void* data_ = nullptr;
 };

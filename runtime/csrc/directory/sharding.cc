@@ -59,6 +59,11 @@ std::vector<int> coordinates(int rank, const std::vector<int>& atoms) {
   return digits;
 }
 
+bool Shard::padded() const {
+  return std::any_of(blocks.begin(), blocks.end(),
+                     [](const DimBlock& block) { return block.valid < block.local; });
+}
+
 void Shard::take(const void* from, void* to, size_t element_bytes) const {
   BoxCopy copy{{}, sizes, {}, {}, std::vector<int64_t>(sizes.size(), 0), element_bytes};
   for (const DimBlock& block : blocks) {

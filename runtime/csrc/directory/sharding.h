@@ -34,6 +34,8 @@ struct Shard {
   std::vector<int64_t> sizes;     // of all components, in order of dims
   std::vector<DimBlock> blocks;   // of all components
 
+  bool padded() const;  // whether this rank's part has padding
+
   // Copies the rank's elements of a whole tensor to its shard; the padding is not written.
   void take(const void* from, void* to, size_t element_bytes) const;
   // The other way round.
