@@ -204,12 +204,20 @@ def _zsh_case(name: str, one: _Command) -> str:
 
 
 def _fish(commands: Mapping[str, _Command]) -> str:
-    lines = ["# fish completion of onnxpar: made by `onnxpar completion fish`"]
+    options = "\n".join(f"    case {n}; string split -- ' ' {_quoted(_words(c))}"
+                        for n, c in commands.items())  # fmt: skip
+    values = "\n".join(
+        f"    case {_quoted(f'{n} {name}')}; string split -- ' ' {_quoted(' '.join(flag.values))}"
+        for n, c in commands.items()
+        for flag in c.flags
+        if flag.values
+        for name in flag.names
+    )
+    lines = [_FISH_HEAD.format(options=options, values=values)]
     for name, one in commands.items():
-        lines.append(
-            f"complete -c onnxpar -n __fish_use_subcommand -fa {name} -d {_quoted(one.help)}"
-        )
-        here = _quoted(f"__fish_seen_subcommand_from {name}")
+        text = _quoted(one.help)
+        lines.append(f"complete -c onnxpar -n '__onnxpar_is none' -fa {name} -d {text}")
+        here = _quoted(f"__onnxpar_is {name}")
         if one.words:
             lines.append(f"complete -c onnxpar -n {here} -fa {_quoted(' '.join(one.words))}")
         for flag in one.flags:
@@ -224,6 +232,40 @@ def _fish(commands: Mapping[str, _Command]) -> str:
             lines.append(f"complete -c onnxpar -n {here} {' '.join(forms)}{taken}{text}")
     return "\n".join(lines) + "\n"
 
+
+_FISH_HEAD = """# fish completion of onnxpar: made by `onnxpar completion fish`
+# The command to which the next word belongs: behind --, that of the ranks.
+function __onnxpar_command
+  set -l command none
+  for word in (commandline -opc)[2..-1]
+    if test "$word" = --
+      set command none
+    else if test $command = none; and not string match -q -- '-*' $word
+      set command $word
+    end
+  end
+  echo $command
+end
+function __onnxpar_is
+  test "$argv[1]" = (__onnxpar_command)
+end
+# Behind --, fish completes no options by itself.
+function __onnxpar_behind
+  contains -- -- (commandline -opc)
+end
+function __onnxpar_options
+  string match -q -- '-*' (commandline -ct); or return
+  switch (__onnxpar_command)
+{options}
+  end
+end
+function __onnxpar_values
+  set -l words (commandline -opc)
+  switch (__onnxpar_command)" $words[-1]"
+{values}
+  end
+end
+complete -c onnxpar -n __onnxpar_behind -a '(__onnxpar_options) (__onnxpar_values)'"""
 
 _SCRIPTS: Mapping[str, Callable[[Mapping[str, _Command]], str]] = {
     "bash": _bash,

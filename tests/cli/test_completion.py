@@ -170,6 +170,10 @@ def test_fish_completes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     (tmp_path / "script").write_text(script("fish", capsys))
     cases = {f"{words} ": text.replace("FILES", "script") for words, text in CHOICES}
     cases["shard --dialect=t"] = "--dialect=tensorrt"
+    cases["launch -n 2 -- gene"] = "generate"
+    cases["launch -n 2 -- train out --schedul"] = "--schedule"
+    cases["launch -n 2 -- train out --schedule c"] = "constant cosine"
+    cases["launch -- train scr"] = "script"
     lines = [f'complete -C "onnxpar {words}" | cut -f 1 | string join " "' for words in cases]
     text = "\n".join(["source script", *lines])
     done = subprocess.run(
