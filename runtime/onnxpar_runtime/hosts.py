@@ -5,9 +5,11 @@ if one cannot be reached.
 """
 
 import re
+import socket
 import subprocess
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -23,6 +25,8 @@ _NAME = re.compile(r"[\w.-]+", re.ASCII)
 """A machine. Open MPI's files also exclude some, and pick some of a larger list."""
 _ANSWERS_S = 20.0
 """Within this time a machine has started and ended a program."""
+_ABSENT = 77
+"""An exit code that neither mpirun nor a shell has by itself."""
 
 
 @dataclass(frozen=True)
@@ -49,9 +53,25 @@ class Hosts:
         kept = tuple(entry for entry, here in zip(self.entries, found, strict=True) if here)
         return Hosts(kept, self.others)
 
+    def see(self, folder: Path) -> bool:
+        """Returns whether ranks may find a folder of this machine on the machines.
+
+        They do if one may be this machine. Otherwise, the first is asked.
+        """
+        if any(_may_be_here(name) for name in {e.partition(":")[0] for e in self.entries}):
+            return True
+        code = self._code(
+            self.entries[0], "sh", "-c", f'test -d "$0" || exit {_ABSENT}', str(folder)
+        )
+        return code != _ABSENT
+
     def _answers(self, entry: str) -> bool:
+        return self._code(entry, "true") == 0
+
+    def _code(self, entry: str, *program: str) -> int | None:
+        """Returns the exit code of a program on a machine; None if it does not end."""
         mpirun = find_mpirun()
-        line = [mpirun, *Hosts((entry,), self.others).options(mpirun), "-n", "1", "true"]
+        line = [mpirun, *Hosts((entry,), self.others).options(mpirun), "-n", "1", *program]
         with TemporaryDirectory(prefix="onnxpar-launch-") as folder:
             try:
                 done = subprocess.run(
@@ -63,8 +83,8 @@ class Hosts:
                     check=False,
                 )
             except subprocess.TimeoutExpired:
-                return False
-        return done.returncode == 0
+                return None
+        return done.returncode
 
 
 def hosts_of(options: Sequence[str]) -> Hosts:
@@ -100,6 +120,20 @@ def slots_of(options: Sequence[str], open_mpi: bool) -> dict[str, int]:
             return {}
         found[name] = found.get(name, 0) + int(number)
     return found
+
+
+def _may_be_here(name: str) -> bool:
+    """Whether a name is of this machine; or is none that the system knows, as those of ssh."""
+    try:
+        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return True
+    for family, kind, _, _, address in found:
+        # Only addresses of this machine can be bound.
+        with suppress(OSError), socket.socket(family, kind) as bound:
+            bound.bind((address[0], 0, *address[2:]))
+            return True
+    return False
 
 
 def _parts(options: Sequence[str]) -> Iterator[tuple[str, list[str]]]:

@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from shutil import which
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, gettempdir
 from types import FrameType
 
 from onnxpar_format.manifest import FILE_NAME
@@ -112,7 +112,8 @@ def supervise(job: Job) -> int:
 
     Raises:
         LaunchError: The command starts no ranks, a directory is for another number of ranks,
-            there are retries and no checkpoints, or a program is not found.
+            there are retries and no checkpoints, a program is not found, or ranks would all be
+            where this process cannot see their marks.
         DirectoryError: A directory cannot be read.
     """
     if job.is_own and "--help" in job.arguments:
@@ -122,6 +123,8 @@ def supervise(job: Job) -> int:
     if len(plan) > 1 and folder is None and job.is_own:
         raise LaunchError("--retries and --fallback: expected --checkpoint in the command as well")
     _adopt_orphans()
+    if job.is_own:
+        _check_marks_arrive(job)
     for number, (directory, ranks) in enumerate(plan):
         arguments = list(job.arguments)
         if isinstance(directory, Path):
@@ -149,6 +152,17 @@ def supervise(job: Job) -> int:
     if job.arguments[0] == "train" or job.retries:
         _report("giving up: no retries are left" if len(plan) > 1 else "use --retries to restart")
     return 1
+
+
+def _check_marks_arrive(job: Job) -> None:
+    hosts = hosts_of(job.options)
+    with TemporaryDirectory(prefix="onnxpar-launch-") as folder:
+        if hosts.entries and not hosts.see(Path(folder)):
+            raise LaunchError(
+                f"launch: none of the machines {', '.join(hosts.entries)} is this one, and they do "
+                f"not share its folder {gettempdir()}, so it cannot be seen whether ranks finish: "
+                "start launch on one of them, or set TMPDIR to a folder that all share"
+            )
 
 
 def _on_answering_machines(job: Job) -> Job:

@@ -1,12 +1,14 @@
 """Mistakes in `onnxpar launch` and in checkpoint options are reported before anything starts."""
 
 from pathlib import Path
+from tempfile import gettempdir
 
 import pytest
 
 from onnxpar.cli import main
 from onnxpar_runtime import supervisor
 from onnxpar_runtime.errors import OnnxparRuntimeError
+from onnxpar_runtime.hosts import Hosts
 from onnxpar_runtime.supervisor import Job, option, supervise
 from tests.cli import linear
 
@@ -181,6 +183,16 @@ def test_ranks_that_never_started_are_not_said_to_have_failed(
     assert supervise(Job(["python"], ["run", str(sharded / "ranks2")])) == 1
     message = "launch: no rank was seen to start, and mpirun ended with code 213 after"
     assert message in capsys.readouterr().err
+
+
+def test_machines_whose_ranks_cannot_be_seen_are_refused(
+    sharded: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Hosts, "see", lambda self, folder: folder.parent != Path(gettempdir()))
+    job = Job(["python"], ["run", str(sharded / "ranks2")], options=["--host", "a:2,b"])
+    message = "none of the machines a:2, b is this one, and they do not share its folder "
+    with pytest.raises(OnnxparRuntimeError, match=message + gettempdir()):
+        supervise(job)
 
 
 @pytest.mark.parametrize(

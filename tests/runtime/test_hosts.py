@@ -1,5 +1,6 @@
 """The machines in the options of mpirun, and those that answer."""
 
+import socket
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,25 @@ def test_options_of_machines(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(hosts, "is_open_mpi", lambda path, one=open_mpi: one)
         assert Hosts(("a:2", "b"), ("-x", "A")).options("m") == ["-x", "A", name, "a:2,b"]
         assert Hosts((), ("-x", "A")).options("m") == ["-x", "A"]
+
+
+def test_machines_that_see_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mpirun = tmp_path / "mpirun"
+    mpirun.write_text(
+        '#!/bin/sh\n[ "$1" = --version ] && exec echo Open MPI\n'
+        f'echo "$@" >> {tmp_path}/calls\nshift 4\nexec "$@"\n'
+    )
+    mpirun.chmod(0o755)
+    monkeypatch.setattr(hosts, "find_mpirun", lambda: str(mpirun))
+    # An address that is kept for documentation.
+    assert Hosts(("203.0.113.1:2", "203.0.113.2"), ()).see(tmp_path)
+    assert not Hosts(("203.0.113.1:2", "203.0.113.2"), ()).see(tmp_path / "none")
+    assert (tmp_path / "calls").read_text().count("--host 203.0.113.1:2 -n 1 sh") == 2
+    for own in ("localhost:2", "127.0.0.1", socket.gethostname(), "no-such-name.invalid"):
+        assert Hosts(("203.0.113.1", own), ()).see(tmp_path / "none")
+    # mpirun cannot reach it: the ranks will say so.
+    mpirun.write_text("#!/bin/sh\nexit 1\n")
+    assert Hosts(("203.0.113.1",), ()).see(tmp_path / "none")
 
 
 def test_machines_that_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
