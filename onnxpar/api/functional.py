@@ -28,8 +28,8 @@ from onnxpar.facts.program import Program
 from onnxpar.frontend.callable import Exportable, Gates, Source, add_gates, source_of, typed
 from onnxpar.frontend.load import normalise
 from onnxpar.report.inspect_data import directory_data
-from onnxpar.search.decide import search
 from onnxpar.search.find_plan import LEVELS
+from onnxpar.search.limited_search import search
 from onnxpar.search.rival_plans import Pricing
 from onnxpar.search.workload import Workload
 from onnxpar.stages.stage_price import PipelineSplit

@@ -5,51 +5,32 @@ writes it to a file, so a strategy that searches gives the same shardings with s
 without. Only `onnxpar plan` decides more than shardings (`configure`).
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from math import inf, lcm
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from onnxpar.core.errors import OnnxparError, ShardingError, StrategyError
 from onnxpar.core.name_patterns import check_symbol_sizes
-from onnxpar.core.symbols import Symbol, SymbolTable
+from onnxpar.core.symbols import Symbol
+from onnxpar.cost.optimizer_parallel import OptimizerParallel
 from onnxpar.cost.price import InTurns
 from onnxpar.graph.plan import Plan
 from onnxpar.graph.seeds import Seeds
 from onnxpar.search.configurations import Configurations, Configured, Without
 from onnxpar.search.estimates import MICRO_BATCHES
-from onnxpar.search.find_plan import (
-    UNLIMITED,
-    Candidate,
-    Found,
-    OnProgress,
-    SearchSpec,
-    find,
-    silent,
-)
+from onnxpar.search.find_plan import Candidate, Found, OnProgress, silent
+from onnxpar.search.limited_search import TRIES, search
+from onnxpar.search.nothing_fits import nothing_fits
 from onnxpar.search.parameter_axes import decide_parameter_axes
 from onnxpar.search.plan_choices import Open, pipeline_data, pipeline_split
-from onnxpar.search.rival_plans import (
-    FOUND,
-    SLOWDOWN,
-    Objective,
-    Pricing,
-    Way,
-    named_apart,
-)
+from onnxpar.search.rival_plans import FOUND, Objective, Pricing, Way, named_apart
 from onnxpar.search.taking_turns import in_turns
 from onnxpar.search.workload import Workload
 from onnxpar.strategy.machine_file import target_machine
-from onnxpar.strategy.recompute_entry import NOTHING
+from onnxpar.strategy.recompute_entry import NOTHING, RecomputeOptions
 from onnxpar.strategy.resolve_strategy import resolve
 from onnxpar.strategy.save import PAIR, divided, pairing, strategy_data, targeted
 from onnxpar.strategy.schema import SEARCH, Strategy
-from onnxpar_format.texts import bytes_text
-
-_TRIES = 4
-"""Searches with a limit, after the first without one."""
-_FASTEST = 2
-"""The level that minimises time."""
 
 
 @dataclass(frozen=True)
@@ -171,88 +152,27 @@ def decide(
     rival = None
     if configure is not None and configure.level is None:
         rival = replace(strategy.optimizer_parallel, level=configure.levels[0])
-    tried: list[tuple[Way, Found]] = []
-    refused: list[Way] = []
-    pricings = [
-        Pricing(
-            workload,
-            machine,
-            entry.sizes,
-            pipeline_split(strategy, workload.forward, count, runs),
-            strategy.recompute if trains else NOTHING,
-            rival,
-        )
-        for count in counts
-    ]
-    for count, pricing in zip(counts, pricings, strict=True):
-        progress("searching" if counts == [1] else f"searching, stages: {count}", 0, 0)
-        one = _unpiped(strategy, workload, count, runs)
-        try:
-            seeds = resolve(one, workload.program)
-            tries = 0 if configure is not None else _TRIES
-            found = search(one, workload, seeds, progress, runs, pricing.peak, tries)
-            tried.append((pricing.found(found.seeds), found))
-        except OnnxparError as error:
-            if len(counts) == 1 and not isinstance(error, ShardingError):
-                raise
-            refused.append(Way(pricing.title(FOUND), None, str(error)))
-    if configure is not None and refused:
+    again = strategy.recompute if trains else NOTHING
+    splits = {n: pipeline_split(strategy, workload.forward, n, runs) for n in counts}
+    pricings = {
+        n: Pricing(workload, machine, entry.sizes, split, again, rival)
+        for n, split in splits.items()
+    }
+    every = _Candidates(strategy, workload, limit, runs, pricings, progress)
+    every.search(0 if configure is not None else TRIES)
+    if configure is not None and every.refused:
         return _configured(strategy, workload, configure, progress)
-    free = _is_free(strategy)
-    rivals: list[tuple[Way, Pricing]] = []
-    for pricing in pricings if free else ():
-        # A stage of one device has nothing to shard: there is only one plan.
-        if pricing.split.stages == 1 or pricing.split.stages < strategy.world:
-            rivals += [(way, pricing) for way in pricing.presets(strategy, progress)]
-    shown = [way for way, _ in rivals]
-    by_stages = {pricing.split.stages: pricing for pricing in pricings}
-    large = pricings[0].large
-
-    def compared() -> Objective:
-        return Objective.among((*(way for way, _ in tried), *shown), entry.level, limit, large)
-
-    objective = compared()
-    first = min((*(way for way, _ in tried), *shown), key=objective.rank, default=None)
-    known = by_stages[first.stages].grown(first) if first is not None else None
-    if known is not None and known.fits(limit) and known.growth:
-        tried += _at_large_sizes(strategy, by_stages[known.stages], progress, runs)
-        tried = [(by_stages[way.stages].grown(way), found) for way, found in tried]
-        rivals = [(pricing.grown(way), pricing) for way, pricing in rivals]
-        shown = [way for way, _ in rivals]
-        objective = compared()
-    rank = objective.rank
-    tried.sort(key=lambda item: rank(item[0]))
-    for preset, pricing in sorted(rivals, key=lambda item: rank(item[0])):
-        if preset.plan is None or not preset.fits(limit):
-            break
-        if tried and rank(tried[0][0]) <= rank(preset):
-            break
-        # A strategy file has the sharding of each node; another plan may follow from that.
-        seeds = workload.pinned(preset.plan)
-        plan = workload.plan(seeds)
-        way = pricing.at(preset.parallel).way(preset.name, plan)
-        way = pricing.grown(way) if preset.large else way
-        if way.fits(limit) and not (tried and rank(tried[0][0]) <= rank(way)):
-            chosen = Candidate(plan.mesh.axes, way.seconds, way.peak, 0.0, 0.0)
-            meshes = tried[0][1].candidates if tried else ()
-            tried.insert(0, (way, Found(seeds, chosen, meshes)))
-            shown.remove(preset)
-            break
-    if not tried:
-        raise ShardingError(_nothing_fits(refused, shown, workload.program.env.table))
-    best, found = tried[0]
+    every.compare()
+    if not every.found:
+        raise ShardingError(nothing_fits(every.refused, every.presets, workload.program.env.table))
+    best, found = every.found[0]
     assert best.plan is not None
     staged: dict[str, Any] | None = None
     if best.staged is not None:
         step = runs if trains else micro_batches
         given = None if strategy.pipeline is None else strategy.pipeline.schedule
         staged = pipeline_data(best.staged, step, workload.forward, given)
-    data = strategy_data(
-        found.seeds, workload.program.rules, strategy.symbols, best.parallel, staged
-    )
-    if strategy.recompute:
-        data["recompute"] = strategy.recompute.entry
-    pricing = by_stages[best.stages].at(best.parallel)
+    pricing = pricings[best.stages].at(best.parallel)
     plan = workload.plan(found.seeds) if pricing.recompute else best.plan
     try:
         turns = in_turns(strategy, pricing, plan, best, limit)
@@ -260,34 +180,172 @@ def decide(
         if configure is None:
             raise
         return _configured(strategy, workload, configure, progress)
-    data |= divided(runs if staged is None else None)
+    choices = best.parallel, strategy.recompute, runs, staged, turns
+    data = _data(strategy, workload, found.seeds, *choices)
+    ways = every.shown()
+    assert ways[0].plan is not None
+    free = _is_free(strategy)
+    return Decision(found, ways[0].plan, ways, every.objective, data, free, in_turns=turns)
+
+
+def _data(
+    strategy: Strategy,
+    workload: Workload,
+    seeds: Seeds,
+    parallel: OptimizerParallel,
+    recompute: RecomputeOptions,
+    micro_batches: int,
+    staged: Mapping[str, Any] | None,
+    turns: InTurns | None,
+) -> dict[str, Any]:
+    """The content of a strategy file with a plan."""
+    data = strategy_data(seeds, workload.program.rules, strategy.symbols, parallel, staged)
+    if recompute:
+        data["recompute"] = recompute.entry
+    data |= divided(micro_batches if staged is None else None)
     data |= pairing(strategy) if turns is None else {PAIR: True}
-    data |= targeted(strategy)
-    others = [*(way for way, _ in tried[1:]), *refused, *shown]
-    best = known if known is not None and best is first else by_stages[best.stages].grown(best)
-    if large and others:
-        second = min(range(len(others)), key=lambda i: rank(others[i]))
-        others[second] = by_stages[others[second].stages].at_large_sizes(others[second])
-    assert best.plan is not None
-    return Decision(found, best.plan, (best, *others), objective, data, free, in_turns=turns)
+    return data | targeted(strategy)
 
 
-def _at_large_sizes(
-    strategy: Strategy, pricing: Pricing, progress: OnProgress, micro_batches: int
-) -> list[tuple[Way, Found]]:
-    """Searches for large sizes of the symbols: the bytes of what was found grow too fast."""
-    sizes = {**strategy.search.sizes, **pricing.large}
-    entry = strategy.search.model_copy(update={"sizes": sizes})
-    devices = strategy.world // pricing.split.stages
-    one = replace(strategy, devices=devices, pipeline=None, search=entry)
-    workload = pricing.workload
-    try:
-        seeds = resolve(one, workload.program)
-        found = search(one, workload, seeds, progress, micro_batches, pricing.peak)
-        way = pricing.found(found.seeds)
-    except OnnxparError:
-        return []
-    return [(replace(way, name=f"{way.name} at large sizes"), found)]
+@dataclass
+class _Candidates:
+    """The plans among which `decide` chooses: what a search finds, and presets.
+
+    Attributes:
+        strategy: The strategy.
+        workload: The program that is sharded.
+        limit: Bytes that a device may hold.
+        micro_batches: Micro-batches of a step.
+        pricings: The prices of plans, for each number of stages.
+        progress: Called as each step of the search begins.
+        found: The plans that may be chosen, the best one first.
+        refused: The numbers of stages for which no plan was found.
+        presets: The presets that were not chosen.
+        objective: By which they are compared.
+    """
+
+    strategy: Strategy
+    workload: Workload
+    limit: int
+    micro_batches: int
+    pricings: Mapping[int, Pricing]
+    progress: OnProgress
+    found: list[tuple[Way, Found]] = field(default_factory=list)
+    refused: list[Way] = field(default_factory=list)
+    presets: list[Way] = field(default_factory=list)
+    objective: Objective = field(init=False)
+
+    def search(self, tries: int) -> None:
+        """Searches with each number of stages.
+
+        Args:
+            tries: As in `limited_search.search`.
+
+        Raises:
+            OnnxparError: There is only one number, and an entry does not fit the model.
+        """
+        strategy, workload = self.strategy, self.workload
+        for count, pricing in self.pricings.items():
+            alone = len(self.pricings) == 1
+            self.progress("searching" if alone else f"searching, stages: {count}", 0, 0)
+            one = _unpiped(strategy, workload, count, self.micro_batches)
+            runs, peak = self.micro_batches, pricing.peak
+            try:
+                seeds = resolve(one, workload.program)
+                found = search(one, workload, seeds, self.progress, runs, peak, tries)
+                self.found.append((pricing.found(found.seeds), found))
+            except OnnxparError as error:
+                if alone and not isinstance(error, ShardingError):
+                    raise
+                self.refused.append(Way(pricing.title(FOUND), None, str(error)))
+
+    def compare(self) -> None:
+        """Prices the presets, sorts the plans, and takes a preset if it is better than all found.
+
+        If the bytes that the best plan sends grow too fast, large sizes are searched for, too.
+        """
+        for pricing in self.pricings.values() if _is_free(self.strategy) else ():
+            # A stage of one device has nothing to shard: there is only one plan.
+            if pricing.split.stages == 1 or pricing.split.stages < self.strategy.world:
+                self.presets += pricing.presets(self.strategy, self.progress)
+        self.objective = self._compared()
+        first = min(self._ways, key=self.objective.rank, default=None)
+        if first is None:
+            return
+        known = self._grown(first)
+        self._replace(lambda way: known if way is first else way)
+        if known.fits(self.limit) and known.growth:
+            self._search_at_large_sizes(self.pricings[known.stages])
+            self._replace(self._grown)
+            self.objective = self._compared()
+        self.found.sort(key=lambda item: self.objective.rank(item[0]))
+        self._take_preset()
+
+    @property
+    def _ways(self) -> list[Way]:
+        return [*(way for way, _ in self.found), *self.presets]
+
+    def _compared(self) -> Objective:
+        large = next(iter(self.pricings.values())).large
+        return Objective.among(self._ways, self.strategy.search.level, self.limit, large)
+
+    def _replace(self, change: Callable[[Way], Way]) -> None:
+        self.found = [(change(way), found) for way, found in self.found]
+        self.presets = [change(way) for way in self.presets]
+
+    def _take_preset(self) -> None:
+        """Takes the best preset if it fits and is better than what was found."""
+
+        def is_better(way: Way) -> bool:
+            rank = self.objective.rank
+            fits = way.plan is not None and way.fits(self.limit)
+            return fits and not (self.found and rank(self.found[0][0]) <= rank(way))
+
+        for preset in sorted(self.presets, key=self.objective.rank):
+            if preset.plan is None or not is_better(preset):
+                return
+            # A strategy file has the sharding of each node; another plan may follow from that.
+            seeds = self.workload.pinned(preset.plan)
+            plan = self.workload.plan(seeds)
+            way = self.pricings[preset.stages].at(preset.parallel).way(preset.name, plan)
+            way = self._grown(way) if preset.large else way
+            if is_better(way):
+                chosen = Candidate(plan.mesh.axes, way.seconds, way.peak, 0.0, 0.0)
+                meshes = self.found[0][1].candidates if self.found else ()
+                self.found.insert(0, (way, Found(seeds, chosen, meshes)))
+                self.presets.remove(preset)
+                return
+
+    def _search_at_large_sizes(self, pricing: Pricing) -> None:
+        """Searches for large sizes of the symbols: the bytes of what was found grow too fast."""
+        strategy, workload = self.strategy, pricing.workload
+        sizes = {**strategy.search.sizes, **pricing.large}
+        entry = strategy.search.model_copy(update={"sizes": sizes})
+        devices = strategy.world // pricing.split.stages
+        one = replace(strategy, devices=devices, pipeline=None, search=entry)
+        runs, peak = self.micro_batches, pricing.peak
+        try:
+            seeds = resolve(one, workload.program)
+            found = search(one, workload, seeds, self.progress, runs, peak)
+            way = pricing.found(found.seeds)
+        except OnnxparError:
+            return
+        self.found.append((replace(way, name=f"{way.name} at large sizes"), found))
+
+    def _grown(self, way: Way) -> Way:
+        return way if way.plan is None else self.pricings[way.stages].grown(way)
+
+    def shown(self) -> tuple[Way, ...]:
+        """Returns all plans, the best one first; the first two with seconds at large sizes."""
+        best, *others = (way for way, _ in self.found)
+        others += [*self.refused, *self.presets]
+        if others:
+            second = min(range(len(others)), key=lambda i: self.objective.rank(others[i]))
+            others[second] = self._at_large_sizes(others[second])
+        return self._grown(best), *others
+
+    def _at_large_sizes(self, way: Way) -> Way:
+        return way if way.plan is None else self.pricings[way.stages].at_large_sizes(way)
 
 
 def _configured(
@@ -330,13 +388,9 @@ def _configured(
     if best.way.staged is not None:
         count, schedule = best.way.micro_batches, chosen.split.schedule
         staged = pipeline_data(best.way.staged, count, workload.forward, schedule)
-    rules = workload.program.rules
-    data = strategy_data(best.found.seeds, rules, strategy.symbols, chosen.parallel, staged)
-    if recompute := chosen.recompute or strategy.recompute:
-        data["recompute"] = recompute.entry
-    data |= divided(best.way.micro_batches if staged is None else None)
-    data |= pairing(strategy) if turns is None else {PAIR: True}
-    data |= targeted(strategy)
+    recompute = chosen.recompute or strategy.recompute
+    choices = chosen.parallel, recompute, best.way.micro_batches, staged, turns
+    data = _data(strategy, workload, best.found.seeds, *choices)
 
     def cost(way: Way) -> tuple[float, int]:
         return way.seconds, way.peak
@@ -360,38 +414,6 @@ def _unpiped(strategy: Strategy, workload: Workload, stages: int, micro_batches:
     sizes = workload.micro_batch(strategy.search.sizes, micro_batches)
     entry = strategy.search.model_copy(update={"sizes": sizes})
     return replace(strategy, devices=strategy.world // stages, pipeline=None, search=entry)
-
-
-def _nothing_fits(refused: Sequence[Way], presets: Sequence[Way], table: SymbolTable) -> str:
-    """The message if there is no plan: why not, what the presets would need, what may help."""
-    texts = [f"{way.name}: {way.reason}" if refused[1:] else way.reason for way in refused]
-    plans = {way.name: way.plan for way in presets if way.plan is not None}
-    if plans:
-        least = min((way for way in presets if way.name in plans), key=lambda way: way.peak)
-        texts.append(
-            f"the preset that needs least memory is {least.name}, with {bytes_text(least.peak)}"
-        )
-        divisors = _unproved(plans.values(), table)
-        if divisors:
-            options = " ".join(f"--symbol {name}:divisor={n}" for name, n in divisors.items())
-            texts.append(
-                "sizes that may not divide evenly are padded or gathered, which takes memory; if "
-                f"they always divide evenly, {options} may help"
-            )
-    return "; ".join(texts)
-
-
-def _unproved(plans: Iterable[Plan], table: SymbolTable) -> dict[str, int]:
-    """The divisors of symbols, not known so far, with which all dims would divide evenly."""
-    found: dict[str, int] = {}
-    for plan in plans:
-        shardings = (s for node in plan.nodes.values() for s in (*node.inputs, *node.outputs))
-        for part in (c for s in shardings if s is not None for dim in s.dims for c in dim):
-            pieces = plan.mesh.count(part.atoms)
-            is_symbol = not isinstance(part.size, int) and part.size.is_Symbol
-            if is_symbol and not table.divisible(part.size, pieces):
-                found[str(part.size)] = lcm(found.get(str(part.size), 1), pieces)
-    return found
 
 
 def _is_free(strategy: Strategy) -> bool:
@@ -436,147 +458,3 @@ def _micro_batches(strategy: Strategy, counts: Sequence[int], given: int | None)
     if strategy.pipeline is not None:
         return strategy.pipeline.stages
     return 1 if list(counts) == [1] else MICRO_BATCHES
-
-
-def search(
-    strategy: Strategy,
-    workload: Workload,
-    seeds: Seeds,
-    progress: OnProgress = silent,
-    micro_batches: int = 1,
-    peak: Callable[[Seeds], int] | None = None,
-    tries: int = _TRIES,
-) -> Found:
-    """Searches for what a strategy leaves open; presets are not considered.
-
-    Args:
-        strategy: The strategy.
-        workload: The program that is sharded.
-        seeds: What is fixed. Entries of nodes that are not pinned are left to the search.
-        progress: As in `find`.
-        micro_batches: Micro-batches of a step of training.
-        peak: Returns the bytes of a device at the peak of the plan that follows from seeds, for
-            which the limit on memory holds. None: the limit holds for the search's own estimate, a
-            sum over nodes that ignores lifetimes.
-        tries: Searches with a limit, if the fastest plan is not within it; without any, that plan
-            is refused.
-    """
-    seeds = replace(seeds, nodes={n: seed for n, seed in seeds.nodes.items() if seed.pinned})
-    entry = strategy.search
-    spec = SearchSpec(
-        target_machine(strategy),
-        entry.algorithm,
-        entry.level,
-        entry.memory,
-        entry.sizes,
-        parallel=strategy.optimizer_parallel,
-        micro_batches=micro_batches,
-    )
-
-    def run(spec: SearchSpec) -> Found:
-        return find(
-            workload.program,
-            seeds,
-            spec,
-            named=bool(strategy.axes),
-            free_inputs=strategy.dataset == SEARCH,
-            trained=list(workload.gradients),
-            progress=progress,
-        )
-
-    found = run(spec) if peak is None else _within(spec, run, peak, tries)
-    if spec.weights.memory_first:
-        found = _in_time(spec, run, found, peak)
-    return found
-
-
-def _within(
-    spec: SearchSpec,
-    run: Callable[[SearchSpec], Found],
-    peak: Callable[[Seeds], int],
-    tries: int,
-) -> Found:
-    """Returns the best plan found whose peak is within the limit.
-
-    The search limits a sum over nodes. The peak is known only for a complete plan. So the limit of
-    the search is moved between one that is too high and one that fits.
-
-    Raises:
-        ShardingError: The smallest peak found is above the limit.
-    """
-    found = run(replace(spec, memory=UNLIMITED))
-    most = peak(found.seeds)
-    if most <= spec.limit:
-        return found
-    if not tries:
-        raise ShardingError(
-            f"the fastest plan needs {bytes_text(most)}, expected at most {bytes_text(spec.limit)}"
-        )
-    fits: Found | None = None
-    high, low, least = found.chosen.memory, 0.0, most
-    limit = high * spec.limit / most
-    for _ in range(tries):
-        try:
-            tried = run(replace(spec, memory=int(limit)))
-        except ShardingError:
-            low = max(low, limit)
-        else:
-            held = peak(tried.seeds)
-            least = min(least, held)
-            if held > spec.limit:
-                high = min(limit, tried.chosen.memory)
-            elif fits is None or tried.chosen.seconds < fits.chosen.seconds:
-                fits, low = tried, max(low, limit)
-            else:
-                break
-        limit = (low + high) / 2
-    if fits is None:
-        smallest = run(replace(spec, level=1, memory=UNLIMITED))
-        least = min(least, peak(smallest.seeds))
-        if least > spec.limit:
-            raise ShardingError(
-                "no strategy fits the memory limit: the smallest peak found is "
-                f"{bytes_text(least)}, expected at most {bytes_text(spec.limit)}"
-            )
-        fits = smallest
-    return fits
-
-
-def _in_time(
-    spec: SearchSpec,
-    run: Callable[[SearchSpec], Found],
-    found: Found,
-    peak: Callable[[Seeds], int] | None,
-) -> Found:
-    """Returns the plan of least memory that takes at most `SLOWDOWN` times as long as the fastest.
-
-    The last bytes cost much time. If `found` is slower, the fastest plans under limits between the
-    two are tried. The limit on memory comes first: if no plan that fits is fast enough, `found` is
-    returned.
-    """
-    # Proofs of how good these plans are would be useless.
-    fast = replace(spec, level=_FASTEST, gap=inf)
-    fastest = run(replace(fast, memory=UNLIMITED))
-    slowest = SLOWDOWN * fastest.chosen.seconds
-    if found.chosen.seconds <= slowest:
-        return found
-
-    def fits(tried: Found) -> bool:
-        held = tried.chosen.memory if peak is None else peak(tried.seeds)
-        return held <= spec.limit
-
-    low, high = found.chosen.memory, fastest.chosen.memory
-    best = fastest if fits(fastest) else found
-    for _ in range(_TRIES):
-        limit = (low + high) / 2
-        try:
-            tried = run(replace(fast, memory=int(limit)))
-        except ShardingError:
-            low = limit
-            continue
-        if tried.chosen.seconds > slowest:
-            low = limit
-        else:
-            high = min(limit, tried.chosen.memory)
-            best = tried if fits(tried) else best
-    return best

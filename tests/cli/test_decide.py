@@ -28,8 +28,9 @@ from onnxpar.autodiff.optimizer import parse_optimizer
 from onnxpar.autodiff.training_program import TrainingSpec
 from onnxpar.cli import main
 from onnxpar.core.errors import ShardingError
-from onnxpar.search.decide import decide, search
+from onnxpar.search.decide import decide
 from onnxpar.search.find_plan import SearchSpec, find
+from onnxpar.search.limited_search import search
 from onnxpar.search.workload import Workload
 from onnxpar.strategy import Strategy, load_strategy, resolve
 from onnxpar.strategy.machine_file import load_machine
@@ -183,7 +184,7 @@ def test_a_preset_is_taken_where_nothing_found_fits(
     def nothing(*_: object, **__: object) -> None:
         raise ShardingError("no strategy fits the memory limit: the smallest peak found is 9")
 
-    monkeypatch.setattr("onnxpar.search.decide.find", nothing)
+    monkeypatch.setattr("onnxpar.search.limited_search.find", nothing)
 
     def limited(memory: int) -> Strategy:
         return replace(wanted, search=wanted.search.model_copy(update={"memory": memory}))

@@ -36,8 +36,8 @@ from onnxpar.autodiff.optimizer import parse_optimizer
 from onnxpar.autodiff.training_program import TrainingSpec
 from onnxpar.cli import collect_rarely
 from onnxpar.core.errors import OnnxparError
-from onnxpar.search.decide import search
 from onnxpar.search.find_plan import Found
+from onnxpar.search.limited_search import search
 from onnxpar.search.workload import Workload
 from onnxpar.strategy import Strategy, load_strategy, resolve
 from onnxpar.strategy.save import write_strategy
