@@ -283,8 +283,9 @@ class CostModel:
         """A move between equal components in which every atom changes by itself.
 
         Changes that make the value smaller come first, those that make it larger last; the search
-        over sequences of collectives finds the same order. If atoms of one component change their
-        order, all data is exchanged once. A padded dim is copied when it is split or gathered.
+        over sequences of collectives finds the same order. Atoms come and go at the minor end of a
+        component. If they do so in front of others, or others change their order, all data is
+        exchanged once, where it is least. A padded dim is copied when it is split or gathered.
         """
         # The slot of each atom; None if it is partial.
         before: dict[int, _Slot | None] = dict.fromkeys(source.partial)
@@ -296,8 +297,8 @@ class CostModel:
                     continue
                 before.update((atom, (d, c)) for atom in a.atoms)
                 after.update((atom, (d, c)) for atom in b.atoms)
-                kept = [x for x in a.atoms if x in b.atoms]
-                if kept != [x for x in b.atoms if x in a.atoms]:
+                kept = tuple(x for x in a.atoms if x in b.atoms)
+                if kept != a.atoms[: len(kept)] or kept != b.atoms[: len(kept)]:
                     reordered += kept
         moves: dict[tuple[str, _Slot | None, _Slot | None], list[int]] = {}
         for atom in sorted({*before, *after}):
@@ -312,7 +313,7 @@ class CostModel:
             else:
                 kind = "all_gather" if now == _REPLICATED else "all_to_all"
             moves.setdefault((kind, was, now), []).append(atom)
-        size = float(self.elements(source) * itemsize)
+        size = least = float(self.elements(source) * itemsize)
         seconds, meeting = 0.0, set(reordered)
         for (kind, was, now), atoms in sorted(moves.items(), key=lambda m: _ORDER.index(m[0][0])):
             count = self.mesh.count(atoms)
@@ -321,6 +322,7 @@ class CostModel:
                     seconds += self.copying(size * (count if kind == "all_gather" else 1))
             if kind == "slice":
                 size /= count
+                least = min(least, size)
                 seconds += self.copying(size)
                 continue
             meeting.update(atoms)
@@ -329,7 +331,8 @@ class CostModel:
                 size /= count
             elif kind == "all_gather":
                 size *= count
-        seconds += self.collective("permute", tuple(reordered), size)
+            least = min(least, size)
+        seconds += self.collective("permute", tuple(reordered), least)
         return _Moves(seconds, self.wait(sorted(meeting)), atoms=tuple(sorted(meeting)))
 
     # -- nodes -----------------------------------------------------------------------------------

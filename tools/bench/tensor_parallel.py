@@ -6,10 +6,10 @@
 For each network of models/zoo.py (or those that you name; a file is an ONNX model), the script
 prints the bytes that a device sends in one forward run, at typical sizes of the symbols and at
 sixteen times these sizes, the bytes of parameters that it holds, and how many nodes are sharded.
-Bytes are those of ring collectives. They include resharding the outputs to the shardings that
-propagation gives them. An expert's strategy is the file `tests/experts/PRESET/NAME.yaml`, or else
-`tests/experts/NAME.yaml` on the mesh of the preset. Networks are exported once into --models, a
-folder.
+Bytes are those of the collectives in the ranks' graphs, as rings send them. They include resharding
+the outputs to the shardings that propagation gives them. An expert's strategy is the file
+`tests/experts/PRESET/NAME.yaml`, or else `tests/experts/NAME.yaml` on the mesh of the preset.
+Networks are exported once into --models, a folder.
 """
 
 import argparse
@@ -25,9 +25,11 @@ from yaml import safe_load
 
 from onnxpar.api.plan_strategy import read_workload
 from onnxpar.core.machine import Link, Machine
-from onnxpar.cost.cost_model import CostModel
 from onnxpar.cost.growth import large_sizes
 from onnxpar.graph.plan import Plan
+from onnxpar.graph.shapes import itemsize
+from onnxpar.partition.partition import partition
+from onnxpar.resharding.routes import ReshardStep, plan_reshard
 from onnxpar.search.parameter_axes import decide_parameter_axes
 from onnxpar.search.workload import Workload
 from onnxpar.strategy import Strategy, load_strategy, resolve
@@ -49,8 +51,8 @@ class Sent:
         sharded: Number of nodes that are sharded.
     """
 
-    typical: float
-    large: float
+    typical: int
+    large: int
     held: int
     sharded: int
 
@@ -58,15 +60,15 @@ class Sent:
 def sent(workload: Workload, plan: Plan, outputs: Plan) -> Sent:
     """Returns a plan in numbers; its outputs are brought to the shardings of another plan."""
     program = workload.program
+    table = program.env.table
+    steps: list[ReshardStep] = []
+    for value in program.graph.outputs:
+        made, wanted = (p.outputs[value.name or ""] for p in (plan, outputs))
+        steps += plan_reshard(made, wanted, plan.mesh, table, itemsize(value))
+    collectives = partition(program, plan).builder.collectives
 
-    def bytes_at(sizes: Mapping[str, int]) -> float:
-        cost = CostModel(WIRE, plan.mesh, program.env.table, sizes)
-        total = workload.price(plan, WIRE, sizes).communicating
-        for value in program.graph.outputs:
-            made, wanted = (p.outputs[value.name or ""] for p in (plan, outputs))
-            itemsize = int(value.dtype.itemsize) if value.dtype is not None else 4
-            total += cost.reshard(made, wanted, itemsize)
-        return total
+    def bytes_at(sizes: Mapping[str, int]) -> int:
+        return sum(table.typical(call.bytes, sizes) for call in (*collectives, *steps))
 
     return Sent(
         bytes_at({}),

@@ -95,7 +95,8 @@ def test_bytes_rank_nested_reshards_as_their_routes_do() -> None:
 
 
 def test_bytes_rank_reshards_that_reorder_atoms_roughly_alike() -> None:
-    """If atoms go in front of others, the search counts one exchange, and the route may take two
-    (7.1 %). With latencies, the number of collectives counts more (21 %)."""
-    assert share("wire", (4, 2), every=True) < 0.08
-    assert share("h100", (4, 2), every=True) < 0.22
+    """If atoms come or go in front of others, the search counts one exchange in each component, and
+    the route may find a shorter way (4.5 %). With latencies, the number of collectives counts more
+    (13.4 %)."""
+    assert share("wire", (4, 2), every=True) < 0.05
+    assert share("h100", (4, 2), every=True) < 0.14
