@@ -23,9 +23,10 @@ from onnxpar.graph.metadata_keys import GRADIENT_OF, VIRTUAL_STAGE
 from onnxpar.graph.node_view import NodeView, default_opset
 from onnxpar.graph.pipeline_places import virtual_stage_of
 from onnxpar.graph.shapes import ShapeEnv
-from onnxpar.ops.grad_node import GradNode
+from onnxpar.ops.grad_node import GradNode, Placed
 from onnxpar.ops.operator import Missing, NotDifferentiable
 from onnxpar.ops.registry import Registry
+from onnxpar.ops.view.pieces import join_pieces, side_by_side_pieces
 
 GRADIENT_PREFIX = "onnxpar.grad."
 COTANGENT_PREFIX = "onnxpar.cotangent."
@@ -173,7 +174,11 @@ class _Autodiff:
         walk.run({end: cotangent(end) for end in ends})
         gradients, unreached = {}, {}
         # To how many values each part of a cotangent contributes.
-        uses = Counter(part for parts in walk.parts.values() for part in set(parts))
+        uses = Counter(
+            part
+            for parts in walk.parts.values()
+            for part in {part for part in parts if isinstance(part, ir.Value)}
+        )
         families = {self.copies.get(n, n) for n, v in self.sources.items() if v in walk.parts}
         for name, value in self.sources.items():
             if self.copies.get(name, name) in families:
@@ -240,6 +245,21 @@ class _Autodiff:
         return total.name or ""
 
 
+@dataclass(frozen=True)
+class _Piece:
+    """A part of a cotangent that is placed when the other parts are known.
+
+    Attributes:
+        placed: Where it goes.
+        scope: Begins the names of nodes that place it.
+        metadata: Metadata of these nodes.
+    """
+
+    placed: Placed
+    scope: str
+    metadata: Mapping[str, str]
+
+
 @dataclass
 class _Backward:
     """The backward walk over the nodes of one graph.
@@ -263,7 +283,7 @@ class _Backward:
     opsets: Mapping[str, int]
     what: str
     links: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    parts: dict[ir.Value, list[ir.Value]] = field(default_factory=dict)
+    parts: dict[ir.Value, list[ir.Value | _Piece]] = field(default_factory=dict)
     done: dict[ir.Value, ir.Value] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -332,6 +352,11 @@ class _Backward:
             value, made = node.inputs[index], results[index] if index < len(results) else None
             if value is None or made is None:
                 continue
+            if isinstance(made, Placed):
+                self._check(node, index, value, made.piece)
+                piece = _Piece(made, self.builder.scope, self.builder.metadata)
+                self.parts.setdefault(value, []).append(piece)
+                continue
             self._check(node, index, value, made)
             self.parts.setdefault(value, []).append(made)
             self.link(made, value)
@@ -361,16 +386,16 @@ class _Backward:
             return None
         # In a pipeline, each stage adds up its own parts and the sum of later stages, and sends one
         # tensor to the stage before it.
-        groups: dict[int, list[ir.Value]] = {}
+        groups: dict[int, list[ir.Value | _Piece]] = {}
         for part in parts:
-            maker = part.producer()
-            groups.setdefault(0 if maker is None else virtual_stage_of(maker), []).append(part)
+            groups.setdefault(self._stage(part), []).append(part)
         total: ir.Value | None = None
         for stage in sorted(groups, reverse=True):
             # Parts of the first readers are added first: those of queries, keys and values, which
             # may be partial over the same devices, are one sum before the residual's is added.
-            own = groups[stage][-1]
-            for part in reversed(groups[stage][:-1]):
+            whole = self._placed(groups[stage], value)
+            own = whole[-1]
+            for part in reversed(whole[:-1]):
                 own = self._added(part, own, value)
             total = own if total is None else self._added(total, own, value)
         assert total is not None
@@ -379,6 +404,28 @@ class _Backward:
         self.link(total, value)
         self.done[value] = total
         return total
+
+    def _stage(self, part: ir.Value | _Piece) -> int:
+        maker = part.placed.piece.producer() if isinstance(part, _Piece) else part.producer()
+        return 0 if maker is None else virtual_stage_of(maker)
+
+    def _placed(self, parts: Sequence[ir.Value | _Piece], value: ir.Value) -> list[ir.Value]:
+        """The parts of a value's cotangent, in its shape; pieces that do not overlap are one."""
+        builder, shape = self.builder, self.builder.shape_of(value)
+        kept = builder.scope, builder.metadata
+        pieces = {part.placed: part for part in parts if isinstance(part, _Piece)}
+        found = [part for part in parts if not isinstance(part, _Piece)]
+        for group in side_by_side_pieces(builder, pieces):
+            if len(group) == 1:
+                part = pieces[group[0]]
+                builder.scope, builder.metadata = part.scope, dict(part.metadata)
+            else:
+                of_stage = stage_entry(group[0].piece.producer())
+                builder.metadata = {**kept[1], **of_stage}
+            found.append(join_pieces(builder, group, shape[group[0].axis]))
+            self.link(found[-1], value)
+            builder.scope, builder.metadata = kept
+        return found
 
     def _added(self, left: ir.Value, right: ir.Value, value: ir.Value) -> ir.Value:
         """The sum of two parts of a value's cotangent, in the virtual stage of the second part."""

@@ -142,4 +142,21 @@ class GradNode(EmittedNode[GlobalBuilder]):
         return self.builder.reshape_like(x, target)
 
 
-Gradient = Callable[[GradNode], Sequence[ir.Value | None]]
+@dataclass(frozen=True)
+class Placed:
+    """A cotangent that is zero outside of one piece along an axis.
+
+    Pieces of one value are joined with one another before zeros are put between them.
+
+    Attributes:
+        piece: The piece.
+        axis: The axis.
+        start: Its first index along the axis, counted from the front.
+    """
+
+    piece: ir.Value
+    axis: int
+    start: Dim
+
+
+Gradient = Callable[[GradNode], Sequence[ir.Value | Placed | None]]

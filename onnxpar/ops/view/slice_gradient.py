@@ -7,8 +7,9 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxpar.core.symbols import Dim
-from onnxpar.ops.grad_node import GradNode
+from onnxpar.ops.grad_node import GradNode, Placed
 from onnxpar.ops.index.gather_gradient import indexed_gradient
+from onnxpar.ops.view.pieces import join_pieces, resized
 
 
 def split_gradient(node: GradNode) -> Sequence[ir.Value | None]:
@@ -49,29 +50,27 @@ class AxisSlice:
     step: int | None
 
 
-def slice_gradient(node: GradNode, slices: Mapping[int, AxisSlice]) -> ir.Value:
-    """Pads the cotangent with zeros, or scatters it to the indices that were taken.
+def slice_gradient(node: GradNode, slices: Mapping[int, AxisSlice]) -> ir.Value | Placed:
+    """Places the cotangent along each axis, or scatters it to the indices that were taken.
 
     Args:
         node: The Slice.
         slices: How each axis is sliced that does not keep all its elements.
     """
     dy, x = node.cotangent(), node.input(0)
+    left = len(slices)
     for axis, piece in slices.items():
+        left -= 1
         full = node.shape(x)[axis]
-        shape = list(node.shape(dy))
         if piece.step == 1 and piece.start is not None:
-            parts = [dy]
-            after = full - piece.start - shape[axis]
-            if piece.start != 0:
-                parts.insert(0, node.builder.zeros(_with(shape, axis, piece.start), dy.dtype))
-            if after != 0:
-                parts.append(node.builder.zeros(_with(shape, axis, after), dy.dtype))
-            if len(parts) > 1:
-                dy = node.op("Concat", *parts, shape=_with(shape, axis, full), axis=axis)
+            placed = Placed(dy, axis, piece.start)
+            if not left:
+                return placed
+            dy = join_pieces(node.builder, [placed], full)
             continue
-        index = _taken(node, piece, full, shape[axis])
-        dy = indexed_gradient(node, dy, index, axis, _with(shape, axis, full))
+        taken = node.shape(dy)[axis]
+        index = _taken(node, piece, full, taken)
+        dy = indexed_gradient(node, dy, index, axis, resized(node.shape(dy), axis, full))
     return dy
 
 
@@ -93,7 +92,3 @@ def _taken(node: GradNode, piece: AxisSlice, full: Dim, count: Dim) -> ir.Value:
     if node.has(4):
         bounds.append(node.op("Gather", node.input(4), chosen, shape=[1]))
     return node.op("Slice", every, *bounds, shape=[count])
-
-
-def _with(shape: Sequence[Dim], axis: int, size: Dim) -> list[Dim]:
-    return [size if position == axis else s for position, s in enumerate(shape)]

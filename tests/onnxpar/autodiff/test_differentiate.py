@@ -1,5 +1,7 @@
 """Differentiation of complete graphs: what is reached, what is added up, and what is refused."""
 
+from collections import Counter
+
 import numpy as np
 import onnx.parser
 import onnx_ir as ir
@@ -179,3 +181,39 @@ def test_a_loop_that_a_condition_may_end_is_refused() -> None:
     )
     with pytest.raises(ModelError, match=r"\(Loop\): .* a condition that may end the loop"):
         differentiate(model, env, REGISTRY, "loss", ["x"])
+
+
+def test_pieces_of_a_packed_projection_are_joined_and_not_added() -> None:
+    # loss = Σ (x[:, 0:2] x[:, 2:4] + x[:, 5:6]): the fifth element has no reader.
+    model, _ = derive(
+        """axis = Constant<value_ints = [1]>() zero = Constant<value_ints = [0]>()
+           two = Constant<value_ints = [2]>() four = Constant<value_ints = [4]>()
+           five = Constant<value_ints = [5]>() six = Constant<value_ints = [6]>()
+           q = Slice(x, zero, two, axis) v = Slice(x, five, six, axis) k = Slice(x, two, four, axis)
+           qk = Mul(q, k) a = ReduceSum<keepdims=0>(qk) b = ReduceSum<keepdims=0>(v)
+           loss = Add(a, b)""",
+        "double[2,6] x",
+        "x",
+    )
+    backward = [node for node in model.graph if GRADIENT_OF in node.metadata_props]
+    kinds = Counter(node.op_type for node in backward)
+    assert kinds["Concat"] == 1
+    assert kinds["Add"] == 0
+    x = np.arange(12.0).reshape(2, 6)
+    q, k = x[:, 0:2], x[:, 2:4]
+    want = np.concatenate([k, q, np.zeros((2, 1)), np.ones((2, 1))], axis=1)
+    np.testing.assert_array_equal(run(model, x=x)["onnxpar.grad.x"], want)
+
+
+def test_pieces_that_overlap_are_added() -> None:
+    model, _ = derive(
+        """axis = Constant<value_ints = [0]>() zero = Constant<value_ints = [0]>()
+           one = Constant<value_ints = [1]>() two = Constant<value_ints = [2]>()
+           three = Constant<value_ints = [3]>()
+           a = Slice(x, zero, two, axis) b = Slice(x, one, three, axis)
+           y = Mul(a, b) loss = ReduceSum<keepdims=0>(y)""",
+        "double[3] x",
+        "x",
+    )
+    x = np.array([2.0, 3, 5])
+    np.testing.assert_array_equal(run(model, x=x)["onnxpar.grad.x"], [3, 7, 3])
