@@ -177,14 +177,16 @@ class _Autodiff:
         uses = Counter(
             part
             for parts in walk.parts.values()
-            for part in {part for part in parts if isinstance(part, ir.Value)}
+            for part in set(parts)
+            if isinstance(part, ir.Value)
         )
         families = {self.copies.get(n, n) for n, v in self.sources.items() if v in walk.parts}
         for name, value in self.sources.items():
             if self.copies.get(name, name) in families:
                 if value not in walk.parts:
-                    walk.parts[value] = [self._zero(name, value)]
-                    uses.update(walk.parts[value])
+                    zero = self._zero(name, value)
+                    walk.parts[value] = [zero]
+                    uses.update([zero])
                 gradients[name] = self._output(walk, uses, name, value)
             elif value in walk.stopped & reached:
                 unreached[name] = "the loss depends on it only through nodes without a derivative"
@@ -245,7 +247,7 @@ class _Autodiff:
         return total.name or ""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Piece:
     """A part of a cotangent that is placed when the other parts are known.
 

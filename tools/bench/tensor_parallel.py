@@ -26,6 +26,7 @@ from yaml import safe_load
 from onnxpar.api.plan_strategy import read_workload
 from onnxpar.core.machine import Link, Machine
 from onnxpar.cost.growth import large_sizes
+from onnxpar.graph.local_builder import Collective
 from onnxpar.graph.plan import Plan
 from onnxpar.graph.shapes import itemsize
 from onnxpar.partition.partition import partition
@@ -61,14 +62,13 @@ def sent(workload: Workload, plan: Plan, outputs: Plan) -> Sent:
     """Returns a plan in numbers; its outputs are brought to the shardings of another plan."""
     program = workload.program
     table = program.env.table
-    steps: list[ReshardStep] = []
+    calls: list[Collective | ReshardStep] = [*partition(program, plan).builder.collectives]
     for value in program.graph.outputs:
         made, wanted = (p.outputs[value.name or ""] for p in (plan, outputs))
-        steps += plan_reshard(made, wanted, plan.mesh, table, itemsize(value))
-    collectives = partition(program, plan).builder.collectives
+        calls += plan_reshard(made, wanted, plan.mesh, table, itemsize(value))
 
     def bytes_at(sizes: Mapping[str, int]) -> int:
-        return sum(table.typical(call.bytes, sizes) for call in (*collectives, *steps))
+        return sum(table.typical(call.bytes, sizes) for call in calls)
 
     return Sent(
         bytes_at({}),

@@ -19,7 +19,7 @@ from onnxpar.ops.elementwise.broadcast import aligned, axis_names, broadcast_rul
 from onnxpar.ops.elementwise.elementwise_gradient import where_gradient
 from onnxpar.ops.fallback import require_readable
 from onnxpar.ops.folding import MOVE, requested_elements
-from onnxpar.ops.grad_node import GradNode
+from onnxpar.ops.grad_node import GradNode, Placed
 from onnxpar.ops.local_helpers import axis_of, normal_axis
 from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.node_cost import selects
@@ -198,7 +198,7 @@ def slice_local(node: LocalNode) -> Sequence[ir.Value]:
     return node.copy(operands)
 
 
-def sliced_gradient(node: GradNode) -> Sequence[ir.Value | None]:
+def sliced_gradient(node: GradNode) -> Sequence[ir.Value | Placed]:
     """Gives zeros to the elements that were not taken."""
     view = node.view
     slices: dict[int, AxisSlice] = {}
