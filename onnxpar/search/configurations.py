@@ -30,6 +30,7 @@ from onnxpar.search.find_plan import (
     OnProgress,
     silent,
 )
+from onnxpar.search.nothing_fits import MORE
 from onnxpar.search.plan_choices import (
     NO_BUBBLE,
     Configuration,
@@ -43,8 +44,6 @@ from onnxpar.strategy.recompute_entry import NOTHING, RecomputeOptions
 from onnxpar.strategy.schema import Strategy
 from onnxpar_format.texts import bytes_text
 
-MORE = (2, 4, 8, 16, 64)
-"""If nothing fits, as many times the devices are estimated."""
 PRICED = 5
 """The most plans that are made and priced,"""
 MORE_NODES, AT_MOST = 40_000, 16

@@ -164,7 +164,7 @@ def decide(
         return _configured(strategy, workload, configure, progress)
     every.compare()
     if not every.found:
-        raise ShardingError(nothing_fits(every.refused, every.presets, workload.program.env.table))
+        raise ShardingError(nothing_fits(strategy, pricings, every.refused, every.presets))
     best, found = every.found[0]
     assert best.plan is not None
     staged: dict[str, Any] | None = None

@@ -15,8 +15,8 @@ from onnxpar_format.texts import bytes_text
 
 TRIES = 4
 """Searches with a limit, after the first without one."""
-_FASTEST = 2
-"""The level that minimises time."""
+_SMALLEST, _FASTEST = 1, 2
+"""The levels that minimise memory and time."""
 
 
 def search(
@@ -42,6 +42,29 @@ def search(
         tries: Searches with a limit, if the fastest plan is not within it; without any, that plan
             is refused.
     """
+    spec, run = _search_of(strategy, workload, seeds, progress, micro_batches)
+    found = run(spec) if peak is None else _within(spec, run, peak, tries)
+    if spec.weights.memory_first:
+        found = _in_time(spec, run, found, peak)
+    return found
+
+
+def least_memory(
+    strategy: Strategy, workload: Workload, seeds: Seeds, micro_batches: int = 1
+) -> Found:
+    """Searches for the least memory, without a limit and without a proof; arguments as `search`."""
+    spec, run = _search_of(strategy, workload, seeds, silent, micro_batches)
+    return run(replace(spec, algorithm="recursive", level=_SMALLEST, memory=UNLIMITED))
+
+
+def _search_of(
+    strategy: Strategy,
+    workload: Workload,
+    seeds: Seeds,
+    progress: OnProgress,
+    micro_batches: int,
+) -> tuple[SearchSpec, Callable[[SearchSpec], Found]]:
+    """How a strategy searches, and a function that searches in a given way."""
     seeds = replace(seeds, nodes={n: seed for n, seed in seeds.nodes.items() if seed.pinned})
     entry = strategy.search
     spec = SearchSpec(
@@ -65,10 +88,7 @@ def search(
             progress=progress,
         )
 
-    found = run(spec) if peak is None else _within(spec, run, peak, tries)
-    if spec.weights.memory_first:
-        found = _in_time(spec, run, found, peak)
-    return found
+    return spec, run
 
 
 def _within(
@@ -112,7 +132,7 @@ def _within(
                 break
         limit = (low + high) / 2
     if fits is None:
-        smallest = run(replace(spec, level=1, memory=UNLIMITED))
+        smallest = run(replace(spec, level=_SMALLEST, memory=UNLIMITED))
         least = min(least, peak(smallest.seeds))
         if least > spec.limit:
             raise ShardingError(

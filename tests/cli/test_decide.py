@@ -7,6 +7,7 @@
 import json
 import os
 import random
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from onnxpar.autodiff.optimizer import parse_optimizer
 from onnxpar.autodiff.training_program import TrainingSpec
 from onnxpar.cli import main
 from onnxpar.core.errors import ShardingError
-from onnxpar.search.decide import decide
+from onnxpar.search.decide import Decision, decide
 from onnxpar.search.find_plan import SearchSpec, find
 from onnxpar.search.limited_search import search
 from onnxpar.search.workload import Workload
@@ -240,3 +241,34 @@ def test_where_nothing_fits_what_may_be_declared_is_said(tmp_path: Path) -> None
     workload, wanted = unproved(tmp_path, two_layer.build(), "mse")
     with pytest.raises(ShardingError, match="--symbol batch:divisor=4 may help"):
         decide(under(1024, wanted), workload)
+
+
+def test_if_a_model_fits_nowhere_it_says_how_many_devices_would_be_enough(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = two_layer.Config(inputs=64, hidden=256, outputs=8)
+    save(two_layer.build(config), tmp_path / "m.onnx")
+    workload = read_workload(tmp_path / "m.onnx", {})
+
+    def under_limit(strategy: str, devices: int, memory: int) -> Decision:
+        wanted = searching(load_strategy(strategy, devices))
+        entry = {"machine": "cpu", "sizes": {"batch": 8}, "memory": memory}
+        search = wanted.search.model_copy(update=entry)
+        return decide(replace(wanted, search=search), workload)
+
+    def refused(strategy: str, memory: int) -> str:
+        with pytest.raises(ShardingError) as error:
+            under_limit(strategy, 2, memory)
+        return str(error.value)
+
+    # Two devices need 50 KiB each, 36 KiB of them for parameters.
+    limit = 28 << 10
+    enough = re.search(r"; (\d+) devices would be enough, with ", refused("auto", limit))
+    assert enough is not None
+    assert under_limit("auto", int(enough[1]), limit).ways[0].peak <= limit
+    assert "128 devices would not be enough: on 128 devices, " in refused("auto", 16)
+    monkeypatch.setattr("onnxpar.search.nothing_fits.HELPS", 0.1)
+    message = refused("auto", 16)
+    assert "more devices do not help: on 8 devices, " in message and " are parameters" in message
+    # A mesh that is given is that of a stage.
+    assert "4 devices in 2 stages would be enough, with " in refused("tp=2", 48 << 10)
