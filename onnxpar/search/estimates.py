@@ -29,6 +29,7 @@ from onnxpar.search.find_plan import (
     SearchSpec,
     seeds_of,
     silent,
+    two_axes,
 )
 from onnxpar.search.late_work import late_work
 from onnxpar.search.node_options import Option, saved
@@ -404,9 +405,7 @@ class Estimates:
         spec = replace(spec, memory=UNLIMITED, price=price)
         if not self.strategy.axes and not self.strategy.nodes:
             devices = seeds.mesh.size
-            axes = {"x": devices // inner, "y": inner}
-            mesh = Mesh.of({name: size for name, size in axes.items() if size > 1} or {"x": 1})
-            seeds = replace(seeds, mesh=mesh)
+            seeds = replace(seeds, mesh=Mesh.of(two_axes(devices // inner, inner)))
         cost = self.cost(seeds.mesh, count)
         problem, solution, _ = MeshSearch(seen, cost, seeds, spec, silent).solve()
         options = problem.chosen(solution.choice)

@@ -222,15 +222,21 @@ def _meshes(mesh: Mesh, spec: SearchSpec, named: bool, fixed: bool) -> Iterator[
         yield mesh
         return
     if spec.algorithm == "recursive":
-        atoms = mesh.atoms if fixed else tuple(reversed(Mesh.of({"x": mesh.size}).atoms))
+        atoms = mesh.atoms if fixed else tuple(reversed(Mesh.of(two_axes(mesh.size, 1)).atoms))
         yield Mesh.of({f"x{i}": n for i, n in enumerate(atoms)})
         return
     firsts = [n for n in range(2, mesh.size) if mesh.size % n == 0]
     if fixed:
         # An axis is a run of atoms.
         firsts = [n for n in firsts if n in accumulate(mesh.atoms, mul)]
-    for axes in [{"x": n, "y": mesh.size // n} for n in firsts] or [{"x": mesh.size}]:
+    for axes in [two_axes(n, mesh.size // n) for n in firsts or [mesh.size]]:
         yield Mesh.refine(mesh.size, [mesh.atoms], axes) if fixed else Mesh.of(axes)
+
+
+def two_axes(outer: int, inner: int) -> dict[str, int]:
+    """The axes of a mesh that a search chooses, without those of one device; at least one."""
+    axes = {"outer": outer, "inner": inner}
+    return {name: size for name, size in axes.items() if size > 1} or {"outer": 1}
 
 
 @dataclass

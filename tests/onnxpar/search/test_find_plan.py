@@ -10,6 +10,7 @@ from pathlib import Path
 import onnx
 import pytest
 import transformer
+import yaml
 from _exporter import save
 from onnx import helper
 
@@ -24,6 +25,8 @@ from onnxpar.graph.plan import Plan
 from onnxpar.graph.seeds import NodeSeed, Seeds
 from onnxpar.propagation.propagate import propagate
 from onnxpar.search.find_plan import Found, SearchSpec, find
+from onnxpar.strategy import Strategy
+from onnxpar.strategy.save import strategy_data, write_strategy
 from tests.tiers import FULL
 
 ALGORITHMS = ("recursive", "ilp")
@@ -187,3 +190,15 @@ def test_weights_are_sharded_over_any_number_of_devices(tmp_path: Path, devices:
     _, plan = search(program, spec, Seeds(Mesh.of({"x": devices})))
     for node in ("m0", "m1"):
         assert prod(shards(plan, node)[1]) == devices
+
+
+def test_found_axes_need_no_quotes(tmp_path: Path) -> None:
+    """YAML 1.1 reads `y` as a boolean; files in which it is quoted still work."""
+    program = products(tmp_path, [8, 8], [8, 8])
+    for algorithm in ALGORITHMS:
+        spec = SearchSpec(PRESETS["h100"], algorithm)
+        found, _ = search(program, spec)
+        text = write_strategy(strategy_data(found.seeds, program.rules, {}), "found")
+        assert yaml.safe_load(text)["mesh"] == dict(found.chosen.axes) and '"' not in text
+    old = 'mesh: {x: 2, "y": 4}\nnodes:\n  m0: {in: [[x, "y"], ["y", ~]]}\n'
+    assert Strategy.from_text(old).axes == {"x": 2, "y": 4}
