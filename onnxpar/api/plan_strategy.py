@@ -83,6 +83,7 @@ def plan_strategy(
         decision.objective,
         workload.program,
         decision.without,
+        decision.choices,
         in_turns=decision.in_turns,
     )
 

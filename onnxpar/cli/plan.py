@@ -333,6 +333,8 @@ def _print(planned: FoundStrategy, screen: Screen) -> None:
         )
     _print_without(planned, screen)
     best = planned.ways[0]
+    if planned.choices:
+        screen.entry("choices", planned.choices)
     if best.mesh:
         of_stages = " (each stage)" if best.staged is not None else ""
         screen.entry("mesh", f"{best.mesh}{of_stages}", layout=True)

@@ -68,6 +68,7 @@ class FoundStrategy:
         program: The program that was planned.
         without: If stages, micro-batches, optimizer parallel and recomputation were decided, too:
             what a step costs without each of these choices.
+        choices: In the same case, the choices in words.
         types: If the type of products was decided: this type with the plan; then the other type, if
             it was tried, with the best plan that is known for it.
         in_turns: What a step costs whose micro-batches take turns, if they do; None also if it has
@@ -82,6 +83,7 @@ class FoundStrategy:
     objective: Objective
     program: Program
     without: tuple[Without, ...] | None = None
+    choices: str = ""
     types: tuple[tuple[str, Way], ...] = ()
     in_turns: InTurns | None = None
 
@@ -133,7 +135,7 @@ class FoundStrategy:
         runs = f" of {best.micro_batches} micro-batches" if best.micro_batches > 1 else ""
         by = f"Found by {entry.algorithm}"
         dtype = f", products in {self.types[0][0]}" if self.types else ""
-        if self.without is None and not best.name.startswith(FOUND):
+        if not best.name.startswith(FOUND):
             by = f"The preset {best.name} (the search, {entry.algorithm}, found nothing better)"
         peak, cost = best.peak, f"{runs}: {seconds_text(best.seconds)}{_hidden(best)}"
         if self.in_turns is not None:
@@ -178,6 +180,7 @@ class FoundStrategy:
             "in_turns": None
             if self.in_turns is None
             else {"seconds": self.in_turns.seconds, "peak_bytes": self.in_turns.peak},
+            "choices": self.choices or None,
             "without": [
                 {
                     "choice": each.choice,
@@ -309,7 +312,7 @@ class FoundStrategy:
 
 
 def _in_words(way: Way, article: str = "the") -> str:
-    """Returns the name of a plan in a sentence: `dp=4`, or `the plan found with pp=2`."""
+    """Returns the name of a plan in a sentence: `dp=4`, or `the plan found with 2 stages`."""
     if not way.name.startswith(FOUND):
         return way.name
     return f"{article} plan {FOUND}" + way.name.removeprefix(FOUND).replace(",", " with", 1)

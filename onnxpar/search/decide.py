@@ -46,6 +46,7 @@ class Decision:
         data: The content of a strategy file for the plan.
         free: Whether the plan was compared with presets: they would keep everything that is fixed.
         without: If more than the strategy was decided: what a step costs without each choice.
+        choices: In the same case, the choices in words.
         in_turns: What a step costs whose micro-batches take turns, if they do; None also if it has
             stages.
     """
@@ -57,6 +58,7 @@ class Decision:
     data: dict[str, Any]
     free: bool
     without: tuple[Without, ...] | None = None
+    choices: str = ""
     in_turns: InTurns | None = None
 
 
@@ -395,8 +397,12 @@ def _configured(
     def cost(way: Way) -> tuple[float, int]:
         return way.seconds, way.peak
 
-    # Without a choice that changes nothing, a plan costs the same.
-    ways = [best.way, *(each.way for each in tried if cost(each.way) != cost(best.way))]
+    ways = [replace(best.way, name=FOUND)]
+    for each in tried:
+        # Without a choice that changes nothing, a plan costs the same.
+        if cost(each.way) != cost(best.way):
+            other = each.configuration.beside(chosen)
+            ways.append(replace(each.way, name=f"{FOUND}, {other}" if other else FOUND))
     return Decision(
         best.found,
         best.way.plan,
@@ -405,7 +411,8 @@ def _configured(
         data,
         True,
         tuple(without),
-        in_turns=turns,
+        chosen.describe(),
+        turns,
     )
 
 

@@ -21,6 +21,15 @@ NO_BUBBLE = "zero bubble"
 """The schedule `ZERO_BUBBLE` in words."""
 SCHEDULES = (("1f1b", 1), (ZERO_BUBBLE, 1), ("interleaved", 2), ("interleaved", 4))
 """The schedules that are tried, each with a number of virtual stages of a stage."""
+_PLAIN = (
+    "one stage",
+    "no chunks",
+    f"no {NO_BUBBLE}",
+    "one micro-batch",
+    "no optimizer parallel",
+    "no recomputation",
+)
+"""The plain choices in words, in the order of `Configuration.describe`."""
 
 
 @dataclass(frozen=True)
@@ -41,17 +50,25 @@ class Configuration:
 
     def describe(self) -> str:
         """Returns the configuration in words."""
-        split, words = self.split, []
-        if split.stages > 1:
-            words.append(f"{split.stages} stages")
-        if split.chunks > 1:
-            words.append(f"{split.chunks} chunks")
-        if split.schedule == ZERO_BUBBLE:
-            words.append(NO_BUBBLE)
-        if split.micro_batches > 1:
-            words.append(f"{split.micro_batches} micro-batches")
-        words += [text for text in (self.sharded, self.recomputed) if text]
-        return ", ".join(words) or "one stage"
+        return ", ".join(filter(None, self._words)) or "one stage"
+
+    def beside(self, other: "Configuration") -> str:
+        """Returns in words in what it differs from another configuration; empty if in nothing."""
+        pairs = zip(self._words, other._words, _PLAIN, strict=True)
+        return ", ".join(mine or plain for mine, its, plain in pairs if mine != its)
+
+    @property
+    def _words(self) -> tuple[str, ...]:
+        """Each choice in words; empty if it is the plain one."""
+        split = self.split
+        return (
+            f"{split.stages} stages" if split.stages > 1 else "",
+            f"{split.chunks} chunks" if split.chunks > 1 else "",
+            NO_BUBBLE if split.schedule == ZERO_BUBBLE else "",
+            f"{split.micro_batches} micro-batches" if split.micro_batches > 1 else "",
+            self.sharded,
+            self.recomputed,
+        )
 
     @property
     def sharded(self) -> str:

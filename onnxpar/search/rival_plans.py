@@ -41,7 +41,7 @@ class Way:
     """One way to shard the model, priced.
 
     Attributes:
-        name: A preset, or "found"; with the number of pipeline stages if there are several.
+        name: A preset, or "found"; with what else was chosen, or differs from the best plan.
         price: What it costs without stages, on the devices of one stage; None if it is impossible.
         reason: Why it is impossible.
         staged: What it costs in stages, if there are several.
@@ -285,12 +285,11 @@ class Pricing:
         return replace(self.at_large_sizes(way), growth=growth)
 
     def title(self, name: str) -> str:
-        """A name with the number of stages: `pp=2,dp=2` as a preset is written; `found, pp=2`."""
+        """A name with the number of stages: a preset `pp=2,dp=2`, or `found, 2 stages`."""
         stages = self.split.stages
         if stages == 1:
             return name
-        axis = f"{PIPELINE_AXIS}={stages}"
-        return f"{name}, {axis}" if name == FOUND else f"{axis},{name}"
+        return f"{name}, {stages} stages" if name == FOUND else f"{PIPELINE_AXIS}={stages},{name}"
 
     def presets(self, strategy: Strategy, progress: OnProgress) -> Iterator[Way]:
         """Yields each preset on the mesh of one stage, priced.
@@ -321,23 +320,21 @@ def rival_presets(devices: int) -> list[str]:
 
 
 def named_apart(ways: Sequence[Way]) -> tuple[Way, ...]:
-    """Returns the same ways, in whose names plans of one configuration differ.
+    """Returns the same ways, but no two with one name.
 
-    Such names say by what the plans differ: by the mesh, or by how many nodes are sharded
-    differently than in the first plan of this name.
+    The first of a name keeps it. The others say by what they differ from it: by the mesh, or by how
+    many nodes are sharded differently than in the first plan of this name and mesh.
     """
-    known: dict[str, list[Way]] = {}
-    for way in ways:
-        known.setdefault(way.name, []).append(way)
+    first: dict[str, Way] = {}
+    alike: dict[tuple[str, str], Way] = {}
     taken = Counter[str]()
     found = []
     for way in ways:
-        alike, name = known[way.name], way.name
-        if len({each.mesh for each in alike}) > 1:
+        name = way.name
+        if first.setdefault(name, way).mesh != way.mesh:
             name += f", mesh {way.mesh}"
-        first = next(each for each in alike if each.mesh == way.mesh)
-        if first is not way:
-            number = _differences(first, way)
+        if (one := alike.setdefault((way.name, way.mesh), way)) is not way:
+            number = _differences(one, way)
             name += f", {number} {'node' if number == 1 else 'nodes'} sharded differently"
         taken[name] += 1
         found.append(replace(way, name=f"{name} ({taken[name]})" if taken[name] > 1 else name))

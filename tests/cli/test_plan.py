@@ -227,8 +227,8 @@ def test_each_stage_has_its_own_plan(
     assert main([*command, "--json", "-o", str(out)]) == 0
     data = json.loads(capsys.readouterr().out)
     ways = {way["name"]: way for way in data["ways"]}
-    assert {"found", "found, pp=2", "found, pp=4", "dp=4"} <= set(ways)
-    for name, count in (("found", 0), ("found, pp=2", 2), ("found, pp=4", 4)):
+    assert {"found", "found, 2 stages", "found, 4 stages", "dp=4"} <= set(ways)
+    for name, count in (("found", 0), ("found, 2 stages", 2), ("found, 4 stages", 4)):
         way = ways[name]
         assert len(way["stages"]) == count
         if count:
@@ -352,8 +352,8 @@ def test_a_forward_program_runs_once_whatever_its_stages(
     ways = {way["name"]: way for way in json.loads(capsys.readouterr().out)["ways"]}
     assert {way["micro_batches"] for way in ways.values()} == {1}
     # Stages one after another take what they take together, and what goes between them.
-    assert ways["found, pp=4"]["seconds"] > ways["found, pp=4"]["computing"]
-    assert ways["found"]["seconds"] <= ways["found, pp=4"]["seconds"]
+    assert ways["found, 4 stages"]["seconds"] > ways["found, 4 stages"]["computing"]
+    assert ways["found"]["seconds"] <= ways["found, 4 stages"]["seconds"]
 
 
 @pytest.mark.parametrize(

@@ -114,7 +114,10 @@ def main() -> None:
     if options.out:
         options.out.write_text(yaml.safe_dump(planned.data), encoding="utf-8")
     print("| plan | a step | states | memory |\n| --- | --- | --- | --- |")
-    ways = [planned.ways[0], *(published(options, spec, sizes) if options.beside else [])]
+    best = planned.ways[0]
+    ways = [replace(best, name=planned.choices or best.name)]
+    if options.beside:
+        ways += published(options, spec, sizes)
     for way in ways:
         cells = (way.name, seconds_text(way.seconds), bytes_text(way.held), bytes_text(way.peak))
         print(f"| {' | '.join(cells)} |")

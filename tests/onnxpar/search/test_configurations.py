@@ -257,6 +257,9 @@ def test_configurations_are_described() -> None:
     assert chosen.describe() == (
         "4 stages, 2 chunks, 8 micro-batches, optimizer parallel 1, recompute every 2nd layer"
     )
+    other = Configuration(PipelineSplit(4, 1, ZERO_BUBBLE), OptimizerParallel(1))
+    assert other.beside(chosen) == "no chunks, zero bubble, one micro-batch, no recomputation"
+    assert chosen.beside(chosen) == ""
 
 
 @pytest.fixture(scope="module")
@@ -335,9 +338,10 @@ def test_a_table_names_no_plan_twice_and_says_of_what_its_times_are(
     table = shown[shown.index("\nplan ") :].partition("\nThe columns")[0]
     names = [line.split("  ")[0] for line in table.splitlines()[2:]]
     assert len(set(names)) == len(names)
-    # Plans of one configuration are told apart by what differs.
-    apart = [name.partition(", mesh ")[0] for name in names if "sharded" in name or "mesh" in name]
-    assert apart, names
+    assert names[0] == "found" and all(name.startswith("found, ") for name in names[1:]), names
+    # The choices of the best plan have a line of their own, and are not repeated.
+    (choices,) = (line for line in shown.splitlines() if line.startswith("choices  "))
+    assert choices.split(", ")[-1] not in " ".join(names)
 
 
 def test_the_stages_of_a_mesh_may_be_an_option(model: Path, tmp_path: Path) -> None:
