@@ -3,6 +3,7 @@
 #include <fcntl.h>
 #include <sched.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -18,6 +19,9 @@ namespace {
 
 int make_file([[maybe_unused]] size_t bytes) {
 #if defined(__linux__)
+  // Beyond the limit of a file's size, the system ends the process.
+  struct rlimit limit {};
+  if (getrlimit(RLIMIT_FSIZE, &limit) != 0 || limit.rlim_cur < bytes) return -1;
   const int descriptor = memfd_create("onnxpar", MFD_CLOEXEC);
   if (descriptor >= 0 && ftruncate(descriptor, static_cast<off_t>(bytes)) != 0) {
     ::close(descriptor);
