@@ -167,6 +167,15 @@ def test_directories_that_cannot_be_used(tmp_path: Path) -> None:
     with pytest.raises(CError, match=message):
         Host(directory, 0, alone._handle).prepared(feeds(6, 2))
     alone.close()
+    small = hand_made.write(
+        tmp_path / "small", ["g (float[1] x) => (float[1] x) { }"], atoms=[], outputs=[],
+        inputs=[hand_made.tensor("x", "float32", [1], [[(1, [])]])],
+    )  # fmt: skip
+    with (
+        World.threads(2) as two,
+        pytest.raises(CError, match="start 1 process, as with mpirun -n 1"),
+    ):
+        Host(small, 0, two._handle).prepared({"x": np.ones(1, np.float32)})
     with pytest.raises(CError, match="no program 'other'; it has 'model'"):
         Host(directory, 0).prepared({}, program="other")
     with pytest.raises(CError, match="no number 'rate'; expected one of accumulate, "):
