@@ -282,13 +282,9 @@ def _supplied(report: dict[str, Any]) -> list[str]:
 def _pairs(report: dict[str, Any]) -> list[str]:
     """Returns lines about the program of two micro-batches, if there is one."""
     return [
-        line
+        f"pairs         in {name}, {describe_pair(data['totals'])}"
         for name, data in report["programs"].items()
         if "once" in data["totals"]
-        for line in (
-            f"pairs         in {name}, {describe_pair(data['totals'])}",
-            "              train divides a batch into 2 micro-batches, or as --accumulate says",
-        )
     ]
 
 
@@ -359,7 +355,7 @@ def _trained(training: PartitionedTraining, device: str) -> list[str]:
 
 def _states(training: PartitionedTraining, device: str) -> list[str]:
     """Returns what a device keeps from step to step, and how much of it replicas share."""
-    kept = training.kept
+    kept, pairs = training.kept, training.strategy.pair_micro_batches
     moments = kept[StateKind.MOMENT1] + kept[StateKind.MOMENT2]
     lines = [
         f"states        {bytes_text(kept[StateKind.PARAMETER])} of trained parameters on {device}, "
@@ -367,10 +363,9 @@ def _states(training: PartitionedTraining, device: str) -> list[str]:
     ]
     if training.pipeline is not None:
         entry = training.pipeline.entry
-        lines.append(
-            f"schedule      {entry.schedule}; micro-batches in a step: {entry.micro_batches}, "
-            "or as --accumulate says"
-        )
+        lines.append(f"schedule      {entry.schedule}; {_divided(entry.micro_batches)}")
+    elif (runs := max(training.strategy.micro_batches or 1, 2 if pairs else 1)) > 1:
+        lines.append(f"step          {_divided(runs)}")
     shards = training.shards
     if shards.options.level:
         # A tensor that several stages hold counts once.
@@ -382,6 +377,10 @@ def _states(training: PartitionedTraining, device: str) -> list[str]:
             f"that can be sharded, or less than {bytes_text(shards.options.threshold)}"
         )
     return lines
+
+
+def _divided(runs: int) -> str:
+    return f"micro-batches in a step: {runs}, or as --accumulate says"
 
 
 def _conflicts(report: dict[str, Any]) -> list[str]:
@@ -406,9 +405,6 @@ def _next(out: Path, report: dict[str, Any], training: PartitionedTraining | Non
         run = f"generate {out} --tokens prompts.json"
     if training is not None:
         run = f"train {out} --data SOURCE --batch-size B --epochs E --lr X"
-        # A directory has a number of micro-batches for a pipeline only.
-        runs = training.strategy.micro_batches or 1
-        run += f" --accumulate {runs}" if runs > 1 else ""
     # Not mpirun: more ranks than cores need an option with Open MPI, which MPICH does not know.
     start = "onnxpar launch -- " if devices > 1 else "onnxpar "
     return (

@@ -37,6 +37,7 @@ def training_entry(training: PartitionedTraining) -> Training:
         notices=tuple(prepared.notices),
         spec=asdict(training.spec),
         flops=None if flops is None else count_str(flops),
+        micro_batches=training.strategy.micro_batches or 1,
     )
 
 

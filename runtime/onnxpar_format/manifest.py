@@ -320,6 +320,8 @@ class Training:
         flops: Operations of the products, convolutions, attention and recurrent layers in the
             forward and backward of a micro-batch, on all devices together, as an expression; None
             if the sizes of the inputs do not determine it.
+        micro_batches: Default number of micro-batches in a step without stages; a step of pairs
+            has at least two.
     """
 
     loss: Loss
@@ -330,6 +332,7 @@ class Training:
     notices: tuple[str, ...]
     spec: Mapping[str, Any]
     flops: Size | None
+    micro_batches: Annotated[Positive, OPTIONAL] = 1
 
     @cached_property
     def by_tensor(self) -> Mapping[str, tuple[StateEntry, ...]]:

@@ -182,8 +182,8 @@ class TrainingRun:
     accumulate: Annotated[
         int | None,
         Option(
-            "Micro-batches in a step. Default: the number for which the pipeline was made; without "
-            "a pipeline 1, or 2 if micro-batches take turns (pair_micro_batches).",
+            "Micro-batches in a step. Default: the strategy's number; without one, that of the "
+            "stages, 2 if micro-batches take turns (pair_micro_batches), or else 1.",
             "K",
         ),
     ] = None

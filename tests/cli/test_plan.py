@@ -9,6 +9,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
 import onnx.parser
 import pytest
@@ -94,16 +95,28 @@ def test_the_micro_batches_of_one_stage_are_kept(
     first, second = tmp_path / "first.yaml", tmp_path / "second.yaml"
     training = ["--loss", "mse", "--optimizer", "sgd"]
     plan = ["plan", str(model), *training, "--symbol", "batch=8"]
-    assert main([*plan, "--devices", "2", "--micro-batches", "4", "-o", str(first)]) == 0
+    assert main([*plan, "--devices", "1", "--micro-batches", "4", "-o", str(first)]) == 0
     assert yaml.safe_load(first.read_text())["micro_batches"] == 4
-    # The file alone gives the same step again, and `shard` says how to train it.
+    # The file alone gives the same step again, and the directory keeps the number for `train`.
     assert main([*plan, "--strategy", str(first), "-o", str(second)]) == 0
     step = second.read_text().splitlines()[1]
     assert step.startswith("# A step of 4 micro-batches") and step in first.read_text()
     command = ["shard", str(model), "--strategy", str(second), "--train", *training]
     assert main([*command, "-o", str(out)]) == 0
-    assert capsys.readouterr().out.endswith("--epochs E --lr X --accumulate 4\n")
+    assert "step          micro-batches in a step: 4, or as --accumulate" in capsys.readouterr().out
+    manifest = json.loads((out / "manifest.json").read_text())
+    assert manifest["training"]["micro_batches"] == 4
     assert yaml.safe_load((out / "strategy.yaml").read_text())["micro_batches"] == 4
+    data, rows = tmp_path / "d.npz", np.ones((2, 8), np.float32)
+    np.savez(data, x=rows, labels=rows)
+    train = ["train", str(out), "--data", f"npz:{data}", "--batch-size", "2", "--lr", "1"]
+    assert main([*train, "--epochs", "1"]) == 2
+    assert "--batch-size 2 in 4 micro-batches" in capsys.readouterr().err
+    # `--accumulate` comes first, and an older directory has no number.
+    assert main([*train, "--epochs", "1", "--accumulate", "2"]) == 0
+    del manifest["training"]["micro_batches"]
+    (out / "manifest.json").write_text(json.dumps(manifest))
+    assert main([*train, "--epochs", "1"]) == 0
 
 
 def test_what_is_proved_is_said_of_plans_within_the_limit(

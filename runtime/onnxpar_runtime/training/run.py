@@ -243,9 +243,9 @@ def _micro_batches(manifest: Manifest, wanted: int | None) -> int:
     """Returns the number of micro-batches in a step."""
     if wanted is not None:
         return wanted
-    if manifest.pipeline is None:
-        return 2 if PAIRED in manifest.programs else 1
-    return manifest.pipeline.micro_batches
+    if manifest.pipeline is not None:
+        return manifest.pipeline.micro_batches
+    return max(manifest.trained().micro_batches, 2 if PAIRED in manifest.programs else 1)
 
 
 def _checkpoint_of(rank: Rank, manifest: Manifest, wanted: TrainingRun) -> Checkpoint | None:
