@@ -272,7 +272,21 @@ def _entry(strategy: Strategy, given: Mapping[str, object], sizes: dict[str, int
 
 
 def _print(planned: FoundStrategy, screen: Screen) -> None:
-    limit = planned.objective.limit
+    _print_layers(planned, screen)
+    _print_stages(planned.ways[0], screen)
+    _print_ways(planned, screen)
+    _print_without(planned, screen)
+    best = planned.ways[0]
+    if planned.choices:
+        screen.entry("choices", planned.choices)
+    if best.mesh:
+        of_stages = " (each stage)" if best.staged is not None else ""
+        screen.entry("mesh", f"{best.mesh}{of_stages}", layout=True)
+    screen.entry("reason", planned.reason())
+
+
+def _print_layers(planned: FoundStrategy, screen: Screen) -> None:
+    """Prints what the layers of the best plan cost."""
     columns = (
         Column("layers", Content.NAME),
         Column("strategy"),
@@ -301,8 +315,11 @@ def _print(planned: FoundStrategy, screen: Screen) -> None:
     if all(row.name == REPLICATED or not row.nodes for row in rows):
         whole = "the complete model" if planned.ways[0].staged is None else "its complete stage"
         screen.note(f"Everything is replicated: every device computes {whole}.")
-    _print_stages(planned.ways[0], screen)
-    runs = planned.ways[0].micro_batches
+
+
+def _print_ways(planned: FoundStrategy, screen: Screen) -> None:
+    """Prints the plans that were compared."""
+    limit, runs = planned.objective.limit, planned.ways[0].micro_batches
     alike = len({way.micro_batches for way in planned.ways}) == 1
     step = f"a step of {runs} micro-batches" if runs > 1 and alike else "a step"
     numbers = (step, "computing", "communication", "hidden", "states", "memory")
@@ -331,14 +348,6 @@ def _print(planned: FoundStrategy, screen: Screen) -> None:
             "The columns computing and communication are sums over all stages: of one micro-batch, "
             "and of the gradients and the update of a step."
         )
-    _print_without(planned, screen)
-    best = planned.ways[0]
-    if planned.choices:
-        screen.entry("choices", planned.choices)
-    if best.mesh:
-        of_stages = " (each stage)" if best.staged is not None else ""
-        screen.entry("mesh", f"{best.mesh}{of_stages}", layout=True)
-    screen.entry("reason", planned.reason())
 
 
 def _print_without(planned: FoundStrategy, screen: Screen) -> None:

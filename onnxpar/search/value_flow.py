@@ -1,6 +1,6 @@
 """A model as a search sees it: its nodes, and the values between them."""
 
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
@@ -196,14 +196,8 @@ def flow(
     parts = merged(*facts, structure(*facts))
     stored = _stored(nodes, program)
     saved = _saved(program, stored)
-    least = 2 if small else WEIGHT
     varying: set[str] = set(trained)
-    weighty = set(trained)
-    for value in sources:
-        shape = env.shapes.get(value.name or "", ())
-        real = value.dtype is None or value.dtype.is_floating_point()
-        if real and prod(map(env.table.typical, shape)) >= least:
-            weighty.add(value.name or "")
+    weighty = {*trained, *_large(sources, program, 2 if small else WEIGHT)}
     items: list[Item] = []
     kinds: dict[tuple[Hashable, ...], int] = {}
     uses: dict[str, list[Use]] = {}
@@ -253,6 +247,16 @@ def flow(
             )
         )
     return Flow(tuple(items), tuple(values))
+
+
+def _large(values: Iterable[ir.Value], program: Program, least: int) -> Iterator[str]:
+    """Yields the names of floating-point values with at least so many elements."""
+    env = program.env
+    for value in values:
+        shape = env.shapes.get(value.name or "", ())
+        real = value.dtype is None or value.dtype.is_floating_point()
+        if real and prod(map(env.table.typical, shape)) >= least:
+            yield value.name or ""
 
 
 def _stored(nodes: Sequence[ir.Node], program: Program) -> set[str]:
