@@ -327,7 +327,8 @@ class Configurations:
             for e in self._every
             if (e.split.stages, e.split.micro_batches) in splits
         )
-        seconds, bytes_ = min(costs, key=lambda cost: self._order(*cost))
+        # If none fits, the fastest says what memory the choice saves.
+        seconds, bytes_ = min(costs, key=lambda c: (c[1] > self.limit, *c))
         return _without(best, choice, seconds, int(bytes_), estimated=True)
 
     def _fewer(self, best: Configured) -> Iterator[tuple[str, Configuration]]:

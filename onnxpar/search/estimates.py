@@ -167,11 +167,13 @@ class Estimates:
             if not self._is_small and _seconds(found[-1]) > SLOWER * best:
                 break
             inner = min(found[-1], key=self._merit).strategy.inner
-        # The fastest strategies take less time than those that save memory.
         for one in sorted(found, key=_seconds):
-            if _seconds(one) < best and self._may_save(one, best):
+            # With the same micro-batches, strategies that save memory take more time than the
+            # fastest. But they may have larger ones, for which the fastest need too much memory.
+            least = inf if self._is_small else best
+            if _seconds(one) < least and self._may_save(one, best):
                 progress(f"saving memory, stages: {one[0].split.stages}", 0, 0)
-                one += self._saving(one, best)
+                one += self._saving(one, least)
                 best = min(best, self._quickest(one))
         # Searches may find one strategy several times.
         return list({id(e): e for one in found for e in one}.values())

@@ -13,7 +13,7 @@ from onnxpar.strategy.resolve_strategy import resolve
 from onnxpar.strategy.schema import Strategy
 from onnxpar_format.texts import bytes_text
 
-MORE = (2, 4, 8, 16, 64)
+MORE = (2, 4, 8, 16, 32, 64)
 """If nothing fits, as many times the devices are tried."""
 HELPS = 0.9
 """More devices do not help if the smallest plan needs more than this share of the memory that the

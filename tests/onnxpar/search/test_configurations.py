@@ -146,8 +146,8 @@ def test_what_stages_and_micro_batches_save_is_estimated() -> None:
     found, without = tried.improved(best)
     assert found is best
     assert without == [
-        # Nothing fits with two stages, so what comes closest is shown.
-        Without("4 stages, not 2", 3.0, 125, 0.0, 35, estimated=True),
+        # Nothing fits with two stages, so the fastest plan shows what memory is saved.
+        Without("4 stages, not 2", 1.5, 150, -1.5, 60, estimated=True),
         Without("8 micro-batches, not 4", 4.5, 95, 1.5, 5, estimated=True),
     ]
     tried._found.append(priced(2, 8, 7.0, 40))
