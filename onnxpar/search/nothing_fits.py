@@ -1,4 +1,7 @@
-"""The message if no plan fits into the memory of a device, and what would fit."""
+"""The message if no plan fits into the memory of a device, and what would fit.
+
+For complete plans of training, `Configurations.nothing_fits` says it from estimates that it has.
+"""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
