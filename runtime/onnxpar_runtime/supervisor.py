@@ -191,8 +191,10 @@ def _attempts(job: Job) -> Iterator[tuple[Path, int]]:
     """Returns directory and number of ranks of each attempt."""
     retries = _checked_retries(job)
     command = list(job.arguments)
-    if len(command) < 2:
-        raise LaunchError(f"launch: expected `-- {command[0]} DIR …`, got `-- {command[0]}`")
+    # The directory says how many ranks to start, so it stands in a known place.
+    if len(command) < 2 or command[1].startswith("-"):
+        got = " ".join(command[:2])
+        raise LaunchError(f"launch: expected `-- {command[0]} DIR …`, got `-- {got}`")
     if not Path(command[1]).exists():
         raise LaunchError(f"launch: {command[1]} does not exist")
     if not _is_directory(command[1]):

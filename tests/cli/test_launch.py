@@ -45,6 +45,7 @@ def test_mistakes(sharded: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["-n", "0", "--", "true"], "-n: expected a number >= 1, got 0"),
         (["--", "run"], "got `-- run`"),
         (["--", "run", "nodir"], "launch: nodir does not exist"),
+        (["--", "run", "--inputs", "x.npz", two], "expected `-- run DIR …`, got `-- run --inputs`"),
         (["--", "train", str(sharded)], f"got {sharded}, which has no manifest.json"),
         (["--retries", "1", "--", "run", two], "--retries and --fallback: expected `-- train DIR"),
         (["-n", "4", *train], "-n 4: "),

@@ -1,6 +1,8 @@
 """The C interface for other languages (`capi/onnxpar.h`), called by ctypes."""
 
 import ctypes
+import os
+import subprocess
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onnxpar_format.dtypes import DTYPES, onnx_code
+from onnxpar_runtime.launch import find_mpirun, mpirun_environment
 from onnxpar_runtime.library import custom_op_library
 
 Array = NDArray[Any]
@@ -108,3 +111,17 @@ class Host:
         for run in self._runs.values():
             self._function("free_run")(run)
         self._function("free_directory")(self._directory)
+
+
+def under_mpi(
+    ranks: int, command: list[str], **environment: str
+) -> "subprocess.CompletedProcess[str]":
+    """What a command that is not Python gives under mpirun."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMIX_"))}
+    return subprocess.run(
+        [find_mpirun(), "--oversubscribe", "-n", str(ranks), *command],
+        env={**mpirun_environment(kept), **environment},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )

@@ -34,7 +34,7 @@ from onnxpar_runtime.training.hyper import hyperparameters
 from onnxpar_runtime.training.learning_rate import LearningRateSchedule
 from onnxpar_runtime.training.trainer import Trainer
 from tests.runtime import hand_made
-from tests.runtime.c_interface import CError, Host, Tensor
+from tests.runtime.c_interface import CError, Host, Tensor, under_mpi
 
 RUNTIME = Path(__file__).parents[2] / "runtime"
 COMPILER = shutil.which("g++")
@@ -154,6 +154,42 @@ def test_inputs_that_do_not_fit_are_errors_on_all_ranks(tmp_path: Path) -> None:
     assert str(error) == "rank 0: program 'model': input 'h' was not given"
     (error, *_) = Alone.of(directory, 6, feeds={"y": given["x"]})
     assert str(error) == "program 'model': no input 'y'; expected 'x', 'h', 'm', 's'"
+
+
+def test_ranks_with_different_numbers_cannot_go_on(tmp_path: Path) -> None:
+    directory, given = written(tmp_path), feeds(6, 2)
+    with World.threads(6) as world, ThreadPoolExecutor(6) as pool:
+
+        def one(rank: int) -> str:
+            host = Host(directory, rank, world._handle)
+            try:
+                host.prepared(given, {"step": rank // 5})
+            except CError as error:
+                return str(error)
+            finally:
+                host.close()
+            return ""
+
+        errors = list(pool.map(one, range(6)))
+    message = "expected the same program and numbers on all ranks; rank {} has program 'model', "
+    assert errors == [f"{message}step {rank // 5}".format(rank) for rank in range(6)]
+
+
+def test_a_damaged_weight_file_is_named(trained: Path, tmp_path: Path) -> None:
+    directory = shutil.copytree(trained, tmp_path / "copy")
+    for file in directory.glob("weights.*.safetensors"):
+        with file.open("r+b") as stream:
+            stream.seek(8)
+            stream.write(b"?")
+    library = ctypes.CDLL(str(custom_op_library()))
+    library.onnxpar_error.restype = ctypes.c_char_p
+    library.onnxpar_open.restype = ctypes.c_void_p
+    opened = ctypes.c_void_p(library.onnxpar_open(str(directory).encode(), 0))
+    with World.threads(2) as world:
+        tensor = ctypes.byref(Tensor())
+        assert library.onnxpar_whole_state(opened, world._handle, b"fc1.weight", tensor) == 1
+    message = library.onnxpar_error().decode()
+    assert re.match(rf"{directory}/weights\.\d+\.safetensors: not JSON: expected ", message)
 
 
 def test_directories_that_cannot_be_used(tmp_path: Path) -> None:
@@ -414,20 +450,6 @@ def library_file() -> str:
     return str(found)
 
 
-def under_mpi(
-    ranks: int, command: list[str], **environment: str
-) -> "subprocess.CompletedProcess[str]":
-    """What a command that is not Python gives under mpirun."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMIX_"))}
-    return subprocess.run(
-        [find_mpirun(), "--oversubscribe", "-n", str(ranks), *command],
-        env={**mpirun_environment(kept), **environment},
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-
-
 def network(folder: Path) -> Path:
     """A classifier of 8x8 images."""
     ir.save(mlp.build(image=8, hidden=(16,)), folder / "mlp.onnx")
@@ -493,35 +515,6 @@ def test_a_program_without_python_runs_and_refuses(
     assert wrong.returncode == 1 and message in wrong.stderr
     wrong = under_mpi(3, [str(program), str(trained), library_file(), "1", "0.1"])
     assert wrong.returncode == 1 and "made for 2 ranks, and has no rank 2" in wrong.stderr
-
-
-@pytest.mark.full
-def test_the_environment_alone_makes_ranks(tmp_path: Path) -> None:
-    """Any binding of onnxruntime can load the library, and call nothing of it."""
-    directory = hand_made.reduced(tmp_path / "a", 2)
-    code = f"""
-import numpy as np, onnxruntime, os
-options = onnxruntime.SessionOptions()
-options.register_custom_ops_library({str(custom_op_library())!r})
-rank = os.environ["OMPI_COMM_WORLD_RANK"]
-session = onnxruntime.InferenceSession({str(directory)!r} + f"/rank000{{rank}}.model.onnx", options)
-print(session.run(None, {{"x": np.full((1, 3), 1 + int(rank), np.float32)}})[0].tolist())
-"""
-    outcome = under_mpi(2, [sys.executable, "-c", code], ONNXPAR_WORLD="mpi")
-    assert outcome.returncode == 0, outcome.stderr
-    assert outcome.stdout.splitlines() == ["[[3.0, 3.0, 3.0]]"] * 2
-    outcome = under_mpi(1, [sys.executable, "-c", code], ONNXPAR_WORLD="mpi")
-    message = "rank 1 is not in a world of 1 ranks: start a process for each, as by mpirun"
-    assert outcome.returncode == 1 and message in outcome.stderr
-    limitless = {"ONNXPAR_WORLD": "mpi", "ONNXPAR_TIMEOUT": "0"}
-    outcome = under_mpi(2, [sys.executable, "-c", code], **limitless)
-    assert (outcome.returncode, outcome.stderr) == (0, "")
-    limitless["ONNXPAR_TIMEOUT"] = "soon"
-    outcome = under_mpi(2, [sys.executable, "-c", code], **limitless)
-    message = "ONNXPAR_TIMEOUT: expected seconds, got soon"
-    assert outcome.returncode == 1 and message in outcome.stderr
-    outcome = under_mpi(2, [sys.executable, "-c", code], ONNXPAR_WORLD="tcp")
-    assert outcome.returncode == 1 and "ONNXPAR_WORLD: expected mpi, got tcp" in outcome.stderr
 
 
 @pytest.mark.full

@@ -68,6 +68,9 @@ void check_connected(const MpiWorld& whole) {
 }
 
 World* whole_mpi_world(double timeout_s) {
+  if (!(timeout_s >= 0)) {
+    throw std::invalid_argument("timeout: expected seconds >= 0, got " + std::to_string(timeout_s));
+  }
   const MpiWorld whole = begin_mpi();
   check_connected(whole);
   World* world = mpi_world(whole.library.c_str(), whole.communicator, whole.rank, whole.size, true,
@@ -116,7 +119,21 @@ RankContext* acting_rank() {
   return world->ranks.begin()->second;
 }
 
-std::vector<int> group_of(const int* group, int members) { return {group, group + members}; }
+// Throws std::invalid_argument: these are no ranks of the world.
+std::vector<int> group_of(const World& world, const int* group, int members) {
+  if (group == nullptr || members < 1) {
+    throw std::invalid_argument("a group: expected one rank or more, got " +
+                                (group == nullptr ? "null" : std::to_string(members)));
+  }
+  const std::vector<int> ranks(group, group + members);
+  for (const int rank : ranks) {
+    if (rank < 0 || rank >= world.size) {
+      throw std::invalid_argument("a group: expected ranks from 0 to " +
+                                  std::to_string(world.size - 1) + ", got " + std::to_string(rank));
+    }
+  }
+  return ranks;
+}
 
 // The transport of tensors on the rank's GPU.
 Transport& device_transport(RankContext& context) {
@@ -296,7 +313,13 @@ int onnxpar_all_reduce(const World* world, int rank, const int* group, int membe
     RankContext& context = given(world, kWorld).rank(rank);
     Transport& transport = context.transport();
     const DType type = dtype_from_onnx(onnx_type);
-    Group& g = transport.group(group_of(group, members), Lane::kMain);
+    if (reduction < 0 || reduction > static_cast<int>(Reduction::kProd)) {
+      throw std::invalid_argument("a reduction: expected 0 to 3, got " + std::to_string(reduction));
+    }
+    if (count > 0 && (in == nullptr || out == nullptr)) {
+      throw std::invalid_argument("expected memory to read and to write, got null");
+    }
+    Group& g = transport.group(group_of(*world, group, members), Lane::kMain);
     const HostCall call(what == nullptr ? "all_reduce of the program" : kept(what),
                         std::string("all_reduce ") + dtype_name(type) + " x " +
                             std::to_string(count) + " " +
@@ -313,7 +336,7 @@ int onnxpar_overlaps(const World* world, int rank, const int* group, int members
   int overlaps = -1;
   guarded([&] {
     Transport& transport = given(world, kWorld).rank(rank).transport();
-    overlaps = transport.overlaps(transport.group(group_of(group, members), Lane::kMain)) ? 1 : 0;
+    overlaps = transport.overlaps(transport.group(group_of(*world, group, members), Lane::kMain)) ? 1 : 0;
   });
   return overlaps;
 }

@@ -149,8 +149,7 @@ int onnxpar_whole(Run* run, const World* world, const char* output, onnxpar_tens
   return guarded([&] {
     Run& of = given(run, kRun);
     given(tensor, kTensor);
-    HostArray* whole =
-        of.whole(rank_of(world, of.directory()), text(output, "the name of an output"));
-    if (whole != nullptr) fill(tensor, output, *whole);
+    auto* whole = of.whole(rank_of(world, of.directory()), text(output, "the name of an output"));
+    if (whole != nullptr) fill(tensor, whole->first.c_str(), whole->second);
   });
 }

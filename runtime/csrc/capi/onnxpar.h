@@ -103,7 +103,8 @@ ONNXPAR_EXPORT int onnxpar_whole_state(onnxpar_directory* directory, const onnxp
 ONNXPAR_EXPORT onnxpar_run* onnxpar_new_run(onnxpar_directory* directory, const char* program);
 ONNXPAR_EXPORT void onnxpar_free_run(onnxpar_run* run);
 /* A whole (global) input, the same on all ranks. `bytes` is the size of the array at `data`,
-   and must be that of the shape. The data must stay until onnxpar_prepare has returned. */
+   and must be that of the shape. Each onnxpar_prepare reads the data, so the array must stay until the
+   input is given again or the run is not prepared any more. */
 ONNXPAR_EXPORT int onnxpar_give(onnxpar_run* run, const char* input, int onnx_type,
                                 const int64_t* shape, int dims, const void* data,
                                 size_t bytes);

@@ -135,6 +135,14 @@ const typename Map::mapped_type& named(const Map& all, const std::string& name, 
                            (known.empty() ? "none" : known));
 }
 
+Json json_of(const std::string& text, const std::string& path) {
+  try {
+    return parse_json(text);
+  } catch (const std::runtime_error& error) {
+    throw std::runtime_error(path + ": " + error.what());
+  }
+}
+
 }  // namespace
 
 const ProgramEntry& Manifest::program(const std::string& name) const {
@@ -147,13 +155,7 @@ const StateEntry& Manifest::state(const std::string& name) const {
 
 Manifest read_manifest(const std::string& folder) {
   const std::string path = folder + "/manifest.json";
-  const std::string text = contents(path);
-  Json json;
-  try {
-    json = parse_json(text);
-  } catch (const std::runtime_error& error) {
-    throw std::runtime_error(path + ": " + error.what());
-  }
+  const Json json = json_of(contents(path), path);
   const Field root(json, path);
   Manifest manifest;
   manifest.folder = folder;
@@ -227,7 +229,7 @@ void read_tensor(const std::string& path, const std::string& name, DType type, c
   std::string header(length, '\0');
   stream.read(header.data(), static_cast<std::streamsize>(length));
   if (!stream) throw std::runtime_error(path + ": it is truncated");
-  const Json json = parse_json(header);
+  const Json json = json_of(header, path);
   const Json* found = json.find(name);
   if (found == nullptr) throw std::runtime_error(path + ": it has no tensor '" + name + "'");
   const Field field(*found, path + ": " + name);

@@ -35,10 +35,13 @@ void largest(RankContext& rank, std::vector<int64_t>* numbers) {
   *numbers = std::move(found);
 }
 
-// Returns on every rank, or throws on every rank: an error of one, or that symbols differ.
-void agree(RankContext& rank, const std::string& error, const Manifest& manifest,
-           const Values& values) {
+// Returns on every rank, or throws on every rank: an error of one, or that what runs or symbols differ.
+void agree(RankContext& rank, const std::string& error, const std::string& what,
+           const Manifest& manifest, const Values& values) {
   std::vector<int64_t> numbers{error.empty() ? 0 : rank.size() - rank.rank()};
+  const auto mark = static_cast<int64_t>(hash(what) >> 2);
+  numbers.push_back(mark);
+  numbers.push_back(-mark);
   std::vector<std::string> names;
   for (const auto& [name, symbol] : manifest.symbols) {
     if (symbol.per_rank) continue;
@@ -63,9 +66,13 @@ void agree(RankContext& rank, const std::string& error, const Manifest& manifest
     }
     throw std::runtime_error("rank " + std::to_string(failed) + ": " + text);
   }
+  if (numbers[1] != -numbers[2]) {
+    throw std::runtime_error("expected the same program and numbers on all ranks; rank " +
+                             std::to_string(rank.rank()) + " has " + what);
+  }
   for (size_t i = 0; i < names.size(); ++i) {
-    const int64_t high = numbers[1 + 2 * i];
-    const int64_t low = -numbers[2 + 2 * i];
+    const int64_t high = numbers[3 + 2 * i];
+    const int64_t low = -numbers[4 + 2 * i];
     if (high != kAbsent && high != low) {
       throw std::runtime_error("symbol '" + names[i] + "': expected one value on all ranks, got " +
                                "values from " + std::to_string(low) + " to " +
@@ -300,7 +307,9 @@ void Run::prepare(RankContext* rank) {
     error = caught.what();
   }
   if (rank != nullptr && rank->size() > 1) {
-    agree(*rank, error, manifest, values_);
+    std::string what = "program '" + program_.name + "'";
+    for (const auto& [name, value] : numbers_) what += ", " + name + " " + number_text(value);
+    agree(*rank, error, what, manifest, values_);
   } else if (!error.empty()) {
     throw std::runtime_error(error);
   }
@@ -427,7 +436,8 @@ const Values& Run::prepared() const {
   return values_;
 }
 
-HostArray* Run::whole(RankContext* rank, const std::string& output) {
+std::pair<const std::string, HostArray>* Run::whole(RankContext* rank,
+                                                    const std::string& output) {
   const Values& values = prepared();
   for (const TensorEntry& entry : program_.outputs) {
     if (entry.name != output) continue;
@@ -442,7 +452,7 @@ HostArray* Run::whole(RankContext* rank, const std::string& output) {
     HostArray* whole = nullptr;
     if (own == 0) whole = &become(wholes_[output], "output", entry, shard.whole, shard.whole);
     collect(rank, directory_.manifest().atoms, entry, values, found->second.data(), whole);
-    return whole;
+    return own == 0 ? &*wholes_.find(output) : nullptr;
   }
   throw std::runtime_error("program '" + program_.name + "': no output '" + output + "'");
 }

@@ -70,7 +70,7 @@ class Run {
  public:
   Run(Directory& directory, const std::string& program);
 
-  // A whole input of this many bytes; `data` must stay until `prepare` has returned.
+  // A whole input of this many bytes; each `prepare` reads `data`, until the input is given again.
   void give(const std::string& input, DType type, Shape shape, const void* data, size_t bytes);
   // A counter, a hyperparameter, or another number of a run. Throws std::runtime_error: it is unknown, or
   // out of its range.
@@ -83,7 +83,7 @@ class Run {
   const std::vector<Bound>& results() const { return prepared(), results_; }
   const Directory& directory() const { return directory_; }
   // The whole of an output on rank 0; null on others.
-  HostArray* whole(RankContext* rank, const std::string& output);
+  std::pair<const std::string, HostArray>* whole(RankContext* rank, const std::string& output);
 
  private:
   struct Given {

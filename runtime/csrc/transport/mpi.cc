@@ -468,6 +468,7 @@ ONNXPAR_MPI_EXPORT void onnxpar_mpi_begin(onnxpar::MpiWorld* found) {
   using onnxpar::check;
   static MPI_Comm world = MPI_COMM_WORLD;
   static bool ours = false;
+  static std::atomic<int> worlds = 0;
   int initialized = 0;
   int finalized = 0;
   MPI_Initialized(&initialized);
@@ -482,8 +483,9 @@ ONNXPAR_MPI_EXPORT void onnxpar_mpi_begin(onnxpar::MpiWorld* found) {
   found->end = [] {
     int done = 0;
     MPI_Finalized(&done);
-    if (ours && done == 0) MPI_Finalize();
+    if (--worlds == 0 && ours && done == 0) MPI_Finalize();
   };
+  ++worlds;
   check(MPI_Comm_rank(world, &found->rank), "MPI_Comm_rank");
   check(MPI_Comm_size(world, &found->size), "MPI_Comm_size");
 }

@@ -107,11 +107,14 @@ void load_mpi() {
   std::vector<std::string> files = {"libmpi.so.40", "libmpi.so.12"};
   // Set by the mpiexec of MPICH's family.
   if (std::getenv("PMI_RANK") != nullptr) std::swap(files[0], files[1]);
-  if (const char* named = std::getenv("ONNXPAR_MPI_LIBRARY")) files = {named};
+  const char* named = std::getenv("ONNXPAR_MPI_LIBRARY");
+  if (named != nullptr && *named != '\0') files = {named};
   std::string errors;
   for (const std::string& file : files) {
-    if (dlopen(file.c_str(), RTLD_NOW | RTLD_GLOBAL) != nullptr) return;
-    errors += std::string(errors.empty() ? "" : "; ") + dlerror();
+    const bool opened = dlopen(file.c_str(), RTLD_NOW | RTLD_GLOBAL) != nullptr;
+    if (opened && dlsym(RTLD_DEFAULT, "MPI_Init_thread") != nullptr) return;
+    errors += (errors.empty() ? "" : "; ") +
+              (opened ? file + " has no function MPI_Init_thread" : std::string(dlerror()));
   }
   throw std::runtime_error("MPI cannot be loaded (ONNXPAR_MPI_LIBRARY names its file): " + errors);
 }
