@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from onnxpar.cli.grouped_help import example
 from onnxpar.cli.options import AsJson, takes_options
 from onnxpar.core.errors import OnnxparError
 from onnxpar_format.option import Option
@@ -36,7 +37,7 @@ _MODULE = Option(
 )
 
 
-@app.command()
+@app.command(epilog=example("checkpoint reshard"))
 @takes_options
 def reshard(
     source: SourceFolder,
@@ -52,7 +53,7 @@ def reshard(
     _print(runtime.reshard(source, target, to, verify=verify), as_json)
 
 
-@app.command()
+@app.command(epilog=example("checkpoint merge"))
 @takes_options
 def merge(
     source: SourceFolder, target: Target, verify: Verify = False, as_json: AsJson = False
@@ -63,7 +64,7 @@ def merge(
     _print(runtime.merge(source, target, verify=verify), as_json)
 
 
-@app.command()
+@app.command(epilog=example("checkpoint export"))
 @takes_options
 def export(
     source: SourceFolder,
@@ -120,7 +121,7 @@ def export(
         typer.echo(f"{', '.join(paths)}: after step {step}")
 
 
-@app.command(name="import")
+@app.command(name="import", epilog=example("checkpoint import"))
 @takes_options
 def import_(
     target: Target,

@@ -28,6 +28,12 @@ EXAMPLES: Mapping[str, str] = {
     "eval": "mpirun -n 8 onnxpar eval out --data digits --batch-size 64 --metric accuracy",
     "launch": "onnxpar launch -- eval out --data digits --batch-size 64 --metric accuracy",
     "checkpoint": "onnxpar checkpoint reshard checkpoints/step-100 new --to out",
+    "checkpoint reshard": "onnxpar checkpoint reshard checkpoints/step-100 new --to out",
+    "checkpoint merge": "onnxpar checkpoint merge checkpoints/step-100 complete",
+    "checkpoint export": "onnxpar checkpoint export checkpoints -o new.onnx --model model.onnx",
+    "checkpoint import": (
+        "onnxpar checkpoint import new --to out --module net:build --state-dict net.pt"
+    ),
     "view": "onnxpar view out --rank 3",
     "report": "onnxpar report out --log train.jsonl -o report.html",
     "trace": "onnxpar trace traces",
@@ -35,7 +41,7 @@ EXAMPLES: Mapping[str, str] = {
     "doctor": "onnxpar doctor",
     "completion": "onnxpar completion bash > ~/.local/share/bash-completion/completions/onnxpar",
 }
-"""An example of each command."""
+"""An example of each command, and of each command of a group."""
 
 
 def example(name: str) -> str:
