@@ -16,8 +16,10 @@ pytestmark = [
     pytest.mark.full,
     pytest.mark.timeout(600),
     pytest.mark.skipif(
-        os.geteuid() != 0 or not all(map(shutil.which, ("slurmd", "slurmctld", "munged", "srun"))),
-        reason="needs root, and Debian's slurmctld, slurmd, slurm-client and munge",
+        os.geteuid() != 0
+        or not all(map(shutil.which, ("slurmd", "slurmctld", "munged", "srun")))
+        or not any(Path("/usr/lib").glob("*/pmix2/lib/libpmix.so")),
+        reason="needs root, and Debian's slurmctld, slurmd, slurm-client, munge and libpmix-dev",
     ),
 ]
 
