@@ -1,6 +1,6 @@
 """The message if no plan fits into the memory of a device, and what would fit.
 
-For complete plans of training, `Configurations.nothing_fits` says it from estimates that it has.
+For complete plans of training, `Configurations.nothing_fits` makes the message, from estimates.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence

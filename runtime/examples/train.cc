@@ -25,11 +25,13 @@ T* check(T* made) {
   return made;
 }
 
-double number(const char* name, const char* text) {
+double number(const char* name, const char* text, bool whole = false) {
   char* end = nullptr;
   const double value = std::strtod(text, &end);
-  if (end != text && *end == '\0' && value >= 0 && value <= 1e6) return value;
-  throw std::runtime_error(std::string(name) + ": expected a number from 0 to 1000000, got " + text);
+  const bool fits = end != text && *end == '\0' && value >= 0 && value <= 1e6;
+  if (fits && (!whole || value == double(int64_t(value)))) return value;
+  throw std::runtime_error(std::string(name) + ": expected " + (whole ? "an integer" : "a number") +
+                           " from 0 to 1000000, got " + text);
 }
 
 void print(const onnxpar_tensor& t) {
@@ -37,16 +39,15 @@ void print(const onnxpar_tensor& t) {
   for (size_t i = 0; i < t.bytes / sizeof(float); ++i) sum += static_cast<const float*>(t.data)[i];
   std::printf("%s %.9g\n", t.name, sum);
 }
-
 }  // namespace
 
 int main(int argc, char** argv) try {
   if (argc < 3 || argc == 4 || argc > 6) {
     throw std::runtime_error("expected DIRECTORY LIBONNXRUNTIME [STEPS LEARNING_RATE [ROWS]]");
   }
-  const int64_t steps = argc > 4 ? static_cast<int64_t>(number("STEPS", argv[3])) : 0;
+  const int64_t steps = argc > 4 ? static_cast<int64_t>(number("STEPS", argv[3], true)) : 0;
   const double rate = argc > 4 ? number("LEARNING_RATE", argv[4]) : 0;
-  const int64_t label_rows = argc > 5 ? static_cast<int64_t>(number("ROWS", argv[5])) : 6;
+  const int64_t label_rows = argc > 5 ? static_cast<int64_t>(number("ROWS", argv[5], true)) : 6;
   const int64_t shape[] = {steps > 0 ? 6 : label_rows, 1, 8, 8};
   std::vector<float> images;
   for (int64_t i = 0; i < shape[0] * 64; ++i) images.push_back(float(i * 31 % 101) / 101.0F);
