@@ -20,6 +20,7 @@ import onnx_ir as ir
 
 from onnxpar.graph.builder import DOMAIN
 from onnxpar.graph.node_view import default_opset
+from onnxpar.ops.contrib_schemas import MICROSOFT
 
 VERSION = 1
 
@@ -60,7 +61,8 @@ class Function:
         return tuple(self._proto.attribute)
 
     def _parsed(self, opset: int) -> onnx.FunctionProto:
-        head = f'<domain: "{DOMAIN}", opset_import: ["": {opset}]>'
+        more = f', "{MICROSOFT}": 1' if f"{MICROSOFT}." in self.text else ""
+        head = f'<domain: "{DOMAIN}", opset_import: ["": {opset}{more}]>'
         return onnx.parser.parse_function(f"{head} {self.text}")
 
     def made(self, opset: int) -> ir.Function:

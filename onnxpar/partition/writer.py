@@ -30,6 +30,7 @@ from onnxpar.graph.pipeline_places import ONE_PLACE, Places
 from onnxpar.graph.plan import NodePlan, Plan
 from onnxpar.ops.fallback import refuse_random
 from onnxpar.ops.local_node import LocalNode, PartitionBody, copy_node
+from onnxpar.partition.fuse_attention import fuse_attention
 from onnxpar.partition.partitioned_model import GraphValue, Parameter, PartitionedModel, States
 from onnxpar.propagation.conflicts import Conflict
 from onnxpar.resharding.lowering import emit_reshard
@@ -128,7 +129,10 @@ class ProgramWriter:
             local.shape = ir_shape(sharding.local_shape(mesh, table))
             used.add(name)
             outputs.append(GraphValue(name, local, sharding))
-        remove_unused(self.builder, [o.local for o in outputs])
+        results = [o.local for o in outputs]
+        remove_unused(self.builder, results)
+        if fuse_attention(self.builder, results):
+            remove_unused(self.builder, results)
         needed = {v for node in self.builder.nodes for v in read_by(node)}
         needed |= {o.local for o in outputs}
         replicated = tuple(

@@ -140,7 +140,7 @@ def test_a_limit_of_memory_is_held_with_little_recomputed(tmp_path: Path) -> Non
     size = {"layers": 3, "d_model": 16, "vocab": 20, "max_positions": 32, "dropout": 0.0}
     batch: dict[str, Array] = {}
     counts, peaks = [], []
-    limits = (500, 400) if FULL else (400,)
+    limits = (450, 400) if FULL else (400,)
     for number, memory in enumerate(("1GiB", *(f"{limit}KiB" for limit in limits))):
         wanted = {"memory": memory, "sizes": SIZES}
         out = shard(tmp_path / str(number), gpt(**size), strategy({"dp": 1}, wanted))
@@ -148,7 +148,7 @@ def test_a_limit_of_memory_is_held_with_little_recomputed(tmp_path: Path) -> Non
         counts.append(sum(map(again, nodes_of(out))))
         peaks.append(peak(out, batch)[0])
     assert counts[0] == 0 and counts == sorted(set(counts))
-    assert peaks[0] > 600 * 1024
+    assert peaks[0] > 500 * 1024
     for held, limit in zip(peaks[1:], limits, strict=True):
         # What is predicted is near enough; a bit of recomputation frees less than a tenth.
         assert 0.9 * limit * 1024 < held < 1.05 * limit * 1024
@@ -184,7 +184,7 @@ def test_a_limit_of_memory_holds_for_the_fullest_stage(tmp_path: Path) -> None:
     size = {"layers": 4, "d_model": 16, "vocab": 20, "max_positions": 32, "dropout": 0.0}
     pipeline = {"stages": 2, "micro_batches": 4, "schedule": "gpipe"}
     peaks, losses = [], []
-    for number, memory in enumerate(("1GiB", "1400KiB")):
+    for number, memory in enumerate(("1GiB", "1100KiB")):
         wanted = {"memory": memory, "sizes": SIZES}
         data = {"devices": 2, "pipeline": pipeline, "recompute": wanted}
         out = shard(tmp_path / str(number), gpt(**size), Strategy.from_dict(data))
@@ -193,8 +193,8 @@ def test_a_limit_of_memory_holds_for_the_fullest_stage(tmp_path: Path) -> None:
         peaks.append(held)
         losses.append(loss)
     assert losses[0] == losses[1]
-    assert peaks[0] > 1450 * 1024
-    assert 0.85 * 1400 * 1024 < peaks[1] < 1.05 * 1400 * 1024
+    assert peaks[0] > 1200 * 1024
+    assert 0.85 * 1100 * 1024 < peaks[1] < 1.05 * 1100 * 1024
     with pytest.raises(StrategyError, match="expected at most 102,400 bytes on a device"):
         data["recompute"] = {"memory": "100KiB", "sizes": SIZES}
         shard(tmp_path / "x", gpt(**size), Strategy.from_dict(data))

@@ -17,6 +17,7 @@ inline constexpr int kAny = 0;
 inline constexpr int kFloat = static_cast<int>(DType::kFloat32);
 inline constexpr int kDouble = static_cast<int>(DType::kFloat64);
 inline constexpr int kInt64 = static_cast<int>(DType::kInt64);
+inline constexpr int kBool = static_cast<int>(DType::kBool);
 inline constexpr int kToken = static_cast<int>(DType::kUint8);
 
 struct InPort {
@@ -99,6 +100,7 @@ struct Operator {
   bool needs_gpu = false;  // registered for the CUDA provider only if the rank has a GPU
   // Pairs that share memory always, also if the input is one of the graph.
   InPlace alias = never_in_place;
+  bool needs_no_gpu = false;  // registered only if the rank has no GPU; else a function has it
 };
 
 }  // namespace onnxpar

@@ -156,8 +156,9 @@ ort::Status* add_domain(ort::SessionOptions* options, const char* name,
   const bool has_gpu = rank != nullptr && rank->device() != nullptr;
   for (const auto* operators : all) {
     for (const Operator& of : *operators) {
+      if (of.needs_no_gpu && has_gpu) continue;
       for (bool on_device : {false, true}) {
-        if (on_device ? of.needs_gpu && !has_gpu : !of.on_host) continue;
+        if (on_device ? of.needs_no_gpu || (of.needs_gpu && !has_gpu) : !of.on_host) continue;
         if (ort::Status* status = api().domain_add(domain, &kept_op(of, rank, on_device))) {
           return status;
         }

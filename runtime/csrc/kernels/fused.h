@@ -65,6 +65,7 @@ inline OutPort port_like(Inferred (*infer)(const ShapeQuery&),
 
 // The operators of each family, for fused_operators().
 std::vector<Operator> accumulate_operators();
+std::vector<Operator> attention_operators();
 std::vector<Operator> pointwise_operators();
 std::vector<Operator> row_operators();
 std::vector<Operator> loss_operators();

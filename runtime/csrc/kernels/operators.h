@@ -36,6 +36,19 @@
 //     label has gradient 0.
 //   GatherGrad(dy T, indices int64, data T; axis = 0) -> dx T with the shape of data
 //     Of Gather(data, indices); the elements of data are not read.
+//   ScaledDotProductAttention(q T [..., S, D], kt T [..., D, K], v T [..., K, E], bias T;
+//                             scale = 1) -> y T [..., S, E]
+//     Softmax(scale q kt + bias) v. All dims but the last two broadcast; bias broadcasts against the
+//     scores [..., S, K], which exist for a few queries at a time. Keys that no query of a block sees,
+//     by a bias of -1e30 or less, are left out.
+//   SafeScaledDotProductAttention: the same; a row of shares that are no numbers counts as zeros,
+//     as where a bias of -inf hides all keys.
+//   MaskedScaledDotProductAttention(q T, kt T, v T, seen bool; scale = 1, hidden): the same, but
+//     scores are `hidden` where `seen` is false; nothing is added.
+//   ScaledDotProductAttentionGrad(dy T [..., S, E], q T, kt T, v T, bias T; scale = 1)
+//       -> (dq T? [..., S, D], dkt T? [..., D, K], dv T? [..., K, E])
+//     It computes the scores again. There are a Safe and a Masked form, too. These six are registered
+//     only where there is no GPU.
 //   SquareSum(x T, ...) -> sum [], float64 where the first x is, else float32
 //     The sum of the squares of all elements of all inputs, whose shapes may differ.
 //   SgdStep(p T, g T, scale D, lr D, weight_decay D?, active D?) -> p' T

@@ -387,6 +387,8 @@ void adam_step(T* const* to, const T* const* from, const StepScalars<T>& scalars
   }
 }
 
+#include "kernels/host/tiles.h"
+
 template <class T>
 constexpr Loops<T> loops() {
   return {relu_grad<T>,
@@ -404,6 +406,9 @@ constexpr Loops<T> loops() {
           log_softmax_each<T>,
           scaled_exp<T>,
           scaled_exp_each<T>,
+          pack<T>,
+          product<T>,
+          softmax_scores<T>,
           layer_norm_grad<T>,
           add<T>,
           square_sum<T>,

@@ -13,6 +13,13 @@ namespace onnxpar {
 // The most columns of a reduction over a dim that is not the last that a loop takes together.
 inline constexpr size_t kColumns = 256;
 
+// Elements that a packed matrix [k, n] takes: n is rounded up to 64 bytes.
+template <class T>
+constexpr size_t packed_size(size_t k, size_t n) {
+  constexpr size_t kWidth = 64 / sizeof(T);
+  return k * ((n + kWidth - 1) / kWidth * kWidth);
+}
+
 // What an optimizer step needs besides tensors; see kernels/operators.h.
 template <class T>
 struct StepScalars {
@@ -61,6 +68,17 @@ struct Loops {
   // dx[i] = factor * exp(y[i]), and the same with a factor for each element.
   void (*scaled_exp)(T* dx, const T* y, T factor, size_t n);
   void (*scaled_exp_each)(T* dx, const T* y, const T* factors, size_t n);
+
+  // Copies B [k, n], whose elements are `row` and `column` apart, for `product`: packed_size(k, n)
+  // elements.
+  void (*pack)(T* to, const T* b, size_t row, size_t column, size_t k, size_t n);
+  // C [m, n] = A B, or C += A B with `add`. Rows of C are `c_row` apart; the element (i, p) of A is at
+  // i * a_row + p * a_column. B was packed with `packed_k` rows, of which `packed` points to the
+  // first that is used.
+  void (*product)(T* c, size_t c_row, const T* a, size_t a_row, size_t a_column, const T* packed,
+                  size_t packed_k, size_t m, size_t n, size_t k, bool add);
+  // One row: x = softmax(scale x + bias). The bias has n elements, or one if `bias_step` is 0.
+  void (*softmax_scores)(T* x, const T* bias, size_t bias_step, T scale, size_t n);
 
   // One row of n elements: writes dx, adds to dscale and dbias, which overlap no other array.
   void (*layer_norm_grad)(T* dx, T* dscale, T* dbias, const T* dy, const T* x, const T* scale,

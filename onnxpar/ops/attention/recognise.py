@@ -1,0 +1,314 @@
+"""Finds attention in the form of exporters: product, scale, mask, Softmax and product.
+
+The result is what `onnxpar.ops.attention.fused` computes in one node: the forward part, and the
+backward part if there is one. Both are found together, because the shares (the result of the
+Softmax) need not be computed if every node that reads them is replaced.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeGuard
+
+import numpy as np
+import onnx_ir as ir
+
+from onnxpar.graph.body_captures import read_by
+from onnxpar.ops.attention.fused import BIASED, MASKED, SAFE, Form
+from onnxpar.ops.contrib_schemas import MICROSOFT
+
+LEAST_KEYS = 256
+"""A sequence of fewer keys stays as it is: its scores take little memory and time
+(docs/design/0040-attention.md)."""
+
+
+_TYPES = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+
+
+@dataclass(frozen=True)
+class FusedNodes:
+    """Nodes that one node replaces.
+
+    Attributes:
+        nodes: The nodes; the last one computes the result of the forward part.
+        inputs: The values that the new node reads.
+        outputs: The values that it computes; None for one that nobody reads.
+    """
+
+    nodes: tuple[ir.Node, ...]
+    inputs: tuple[ir.Value | None, ...]
+    outputs: tuple[ir.Value | None, ...]
+
+
+@dataclass(frozen=True)
+class Attention:
+    """One attention: Softmax(scale · q·kt + bias)·v, or with a mask in place of the bias.
+
+    Attributes:
+        form: Its form.
+        attributes: The attributes of the new nodes.
+        forward: The nodes from the scores to the result, with the operands q, kt, v, and bias or
+            mask (None: zero is added); None if nothing reads the result, as where it is recomputed.
+        backward: The nodes of the gradient, with dy before these operands, and the results dq, dkt
+            and dv; None without a gradient.
+        inner: The values that are no longer computed.
+    """
+
+    form: Form
+    attributes: Mapping[str, float]
+    forward: FusedNodes | None
+    backward: FusedNodes | None
+    inner: tuple[ir.Value, ...]
+
+
+def find_attentions(
+    nodes: Sequence[ir.Node], kept: Collection[ir.Value], keys: Callable[[ir.Value], int | None]
+) -> Iterator[Attention]:
+    """Yields each attention that can be replaced.
+
+    Args:
+        nodes: The nodes of a graph, in order.
+        kept: Values that must be computed: the graph's outputs.
+        keys: Returns the greatest size that the last dim of a value may have; None if that is not
+            bounded.
+    """
+    graph = _Graph(nodes, kept)
+    for node in nodes:
+        # In float64, the factor would lose digits as an attribute.
+        if _is(node, "Softmax") and _over_last(node) and node.outputs[0].dtype in _TYPES:
+            most = keys(node.outputs[0])
+            if most is None or most >= LEAST_KEYS:
+                found = _attention(node, graph)
+                if found is not None:
+                    yield found
+
+
+class _Graph:
+    """Who makes and who reads a value, among some nodes."""
+
+    def __init__(self, nodes: Sequence[ir.Node], kept: Collection[ir.Value]) -> None:
+        self._nodes, self._kept = set(nodes), set(kept)
+        self._readers: dict[ir.Value, list[ir.Node]] = defaultdict(list)
+        for node in nodes:
+            for value in dict.fromkeys(read_by(node)):
+                self._readers[value].append(node)
+
+    def readers(self, value: ir.Value) -> list[ir.Node]:
+        """The nodes that read a value."""
+        return self._readers[value]
+
+    def needs(self, values: Iterable[ir.Value], nodes: Collection[ir.Node]) -> bool:
+        """Whether some of the values are needed by others than these nodes."""
+        return any(v in self._kept or not set(nodes).issuperset(self._readers[v]) for v in values)
+
+    def maker(self, value: ir.Value | None) -> ir.Node | None:
+        """The node that makes a value."""
+        node = None if value is None else value.producer()
+        return node if node in self._nodes else None
+
+
+def _is(node: ir.Node | None, op_type: str, domain: str = "") -> TypeGuard[ir.Node]:
+    return node is not None and (node.op_type, node.domain) == (op_type, domain)
+
+
+def _over_last(softmax: ir.Node) -> bool:
+    shape = softmax.outputs[0].shape
+    axis = softmax.attributes.get_int("axis", -1)
+    return axis == -1 or (shape is not None and axis == len(shape) - 1)
+
+
+def _is_transposed(node: ir.Node, *, first: bool, second: bool) -> bool:
+    """Whether a node is the product of matrices of which the first or the second is transposed."""
+    if not _is(node, "FusedMatMul", MICROSOFT) or node.attributes.get_float("alpha", 1.0) != 1.0:
+        return False
+    flags = [bool(node.attributes.get_int(name, 0)) for name in ("transA", "transB")]
+    return flags == [first, second]
+
+
+@dataclass(frozen=True)
+class _Scores:
+    """What a Softmax takes: scale · q·kt + bias, or what a mask leaves of scale · q·kt.
+
+    Attributes:
+        nodes: The nodes that compute it, in order.
+        q: The first operand of the product.
+        kt: The second one.
+        scaling: The node that scales the product, if there is one.
+        scale: The factor.
+        mask: What is added, or which scores are left, if there is something.
+        hidden: What replaces the others; None if the mask is added.
+    """
+
+    nodes: tuple[ir.Node, ...]
+    q: ir.Value
+    kt: ir.Value
+    scaling: ir.Node | None
+    scale: float
+    mask: ir.Value | None = None
+    hidden: float | None = None
+
+
+def _scores(softmax: ir.Node, graph: _Graph) -> _Scores | None:
+    value = softmax.inputs[0]
+    last = graph.maker(value)
+    hidden: float | None = None
+    found: list[tuple[ir.Value | None, ir.Value | None]] = [(value, None)]
+    if _is(last, "Add"):
+        found = [(last.inputs[0], last.inputs[1]), (last.inputs[1], last.inputs[0])]
+    elif _is(last, "Where"):
+        found, hidden = [(last.inputs[1], last.inputs[0])], _number(last.inputs[2])
+        if hidden is None:
+            return None
+    for product, mask in found:
+        scores = _scaled(product, graph)
+        if scores is not None and mask is None:
+            return scores
+        if scores is not None and last is not None and _shape(product) == _shape(value):
+            return replace(scores, nodes=(*scores.nodes, last), mask=mask, hidden=hidden)
+    return None
+
+
+def _scaled(value: ir.Value | None, graph: _Graph) -> _Scores | None:
+    """The scores that are a product, scaled or not."""
+    node = graph.maker(value)
+    scaling, scale = None, 1.0
+    if _is(node, "Mul") or _is(node, "Div"):
+        factor = _number(node.inputs[1])
+        if not factor:
+            return None
+        scaling, scale = node, factor if node.op_type == "Mul" else 1 / factor
+        node = graph.maker(node.inputs[0])
+    if not _is(node, "MatMul"):
+        return None
+    q, kt = node.inputs
+    if q is None or kt is None or min(len(_shape(q)), len(_shape(kt))) < 2:
+        return None
+    return _Scores((node,) if scaling is None else (node, scaling), q, kt, scaling, scale)
+
+
+def _shape(value: ir.Value | None) -> tuple[object, ...]:
+    return () if value is None or value.shape is None else tuple(value.shape)
+
+
+def _number(value: ir.Value | None) -> float | None:
+    """The number that a constant of one element is."""
+    tensor = None if value is None else value.const_value
+    if tensor is None or tensor.size != 1 or len(tensor.shape) > 1:
+        return None
+    return float(np.asarray(tensor.numpy()).reshape(()))
+
+
+def _attention(softmax: ir.Node, graph: _Graph) -> Attention | None:
+    scores, shares = _scores(softmax, graph), softmax.outputs[0]
+    if scores is None:
+        return None
+    before = [*scores.nodes, softmax]
+    none: ir.Node | None = None
+    for node in graph.readers(shares):
+        if _is(node, "IsNaN"):
+            none = node
+    if none is not None:
+        if scores.hidden is not None:
+            return None
+        choice = next((n for n in graph.readers(shares) if _chooses(n, none, shares)), None)
+        if choice is None:
+            return None
+        before += [none, choice]
+    result = before[-1].outputs[0]
+    products = [n for n in graph.readers(result) if _is(n, "MatMul") and n.inputs[0] is result]
+    slopes = [n for n in graph.readers(shares) if n.op_type == "SoftmaxGrad"]
+    if len(products) > 1 or len(slopes) > 1 or not products + slopes:
+        return None
+    backward = _backward(scores, slopes[0], result, none, graph) if slopes else None
+    if slopes and backward is None:
+        return None
+    if backward is not None and products and backward.inputs[3] is not products[0].inputs[1]:
+        return None
+    inner = tuple(v for node in before for v in node.outputs)
+    replaced = {*before, *products, *(backward.nodes if backward is not None else ())}
+    if graph.needs(inner, replaced):
+        return None
+    forward = None
+    if products:
+        product = products[0]
+        if _shape(product.outputs[0])[:-1] != _shape(result)[:-1]:
+            return None
+        inputs = (scores.q, scores.kt, product.inputs[1], scores.mask)
+        forward = FusedNodes((*before, product), inputs, (product.outputs[0],))
+    attributes = {"scale": scores.scale}
+    form = BIASED if none is None else SAFE
+    if scores.hidden is not None:
+        form, attributes["hidden"] = MASKED, scores.hidden
+    return Attention(form, attributes, forward, backward, inner)
+
+
+def _chooses(node: ir.Node, none: ir.Node, value: ir.Value) -> bool:
+    """Whether a node is zero where a value is no number, and the value elsewhere."""
+    if not _is(node, "Where") or node.inputs[0] is not none.outputs[0]:
+        return False
+    return node.inputs[2] is value and _number(node.inputs[1]) == 0.0
+
+
+def _backward(
+    scores: _Scores, slope: ir.Node, result: ir.Value, none: ir.Node | None, graph: _Graph
+) -> FusedNodes | None:
+    """The gradient of an attention.
+
+    Args:
+        scores: Its scores.
+        slope: The node with the gradient of the Softmax.
+        result: What is multiplied by the values.
+        none: The node that says where a share is no number, if there is one.
+        graph: The graph.
+    """
+    nodes = [slope]
+    before = graph.maker(slope.inputs[0])
+    if none is not None and before is not None:
+        value = before.inputs[2] if _is(before, "Where") else None
+        if value is None or not _chooses(before, none, value):
+            return None
+        nodes.append(before)
+        before = graph.maker(value)
+    if before is None or not _is_transposed(before, first=False, second=True):
+        return None
+    nodes.append(before)
+    dy, v = before.inputs
+    inner = [before.outputs[0], nodes[-2].outputs[0], slope.outputs[0]]
+    slopes = slope.outputs[0]
+    for forward in (scores.nodes[-1] if scores.hidden is not None else None, scores.scaling):
+        if forward is None:
+            continue
+        reading = graph.readers(slopes)
+        if len(reading) != 1 or not _is_gradient(reading[0], forward, slopes):
+            return None
+        after = reading[0]
+        nodes.append(after)
+        slopes = after.outputs[0]
+        inner.append(slopes)
+    made: dict[str, ir.Node] = {}
+    for node in graph.readers(slopes):
+        if _is_transposed(node, first=False, second=True) and node.inputs[1] is scores.kt:
+            made["dq"] = node
+        elif _is_transposed(node, first=True, second=False) and node.inputs[0] is scores.q:
+            made["dkt"] = node
+        else:
+            return None
+    for node in graph.readers(result):
+        if _is_transposed(node, first=True, second=False) and node.inputs[1] is dy:
+            made["dv"] = node
+    nodes += made.values()
+    if graph.needs(inner, nodes):
+        return None
+    outputs = tuple(made[n].outputs[0] if n in made else None for n in ("dq", "dkt", "dv"))
+    inputs = (dy, scores.q, scores.kt, v, scores.mask)
+    return FusedNodes(tuple(nodes), inputs, outputs)
+
+
+def _is_gradient(after: ir.Node, forward: ir.Node, slopes: ir.Value) -> bool:
+    """Whether a node of the same operator computes the gradient of another one, from `slopes`."""
+    if not _is(after, forward.op_type):
+        return False
+    if forward.op_type == "Where":
+        test, kept, zero = after.inputs
+        return test is forward.inputs[0] and kept is slopes and _number(zero) == 0.0
+    return after.inputs[0] is slopes and after.inputs[1] is forward.inputs[1]
