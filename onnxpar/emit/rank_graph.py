@@ -141,9 +141,10 @@ def template(
         proto.model_version = source.model_version
     # ONNX's checker needs an import of every domain; onnxruntime does not.
     nodes = list(every_node(pm.builder.nodes))
-    used = {node.domain: 1 for node in nodes if node.domain not in ("", "ai.onnx")}
     form = _form(pm, nodes)
     functions = _called_functions(pm, form)
+    read = [node.domain for node in nodes] + [d for f in functions for d in f.opset_imports]
+    used = {domain: 1 for domain in read if domain not in ("", "ai.onnx")}
     versions = {**used, **source.opset_imports, DOMAIN: DOMAIN_VERSION}
     if dialect is not None:
         versions = {DOMAINS[dialect]: 1, **versions}

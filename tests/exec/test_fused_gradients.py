@@ -10,6 +10,7 @@ import pytest
 from onnx import helper
 
 from onnxpar.graph.builder import DOMAIN
+from onnxpar.ops.contrib_schemas import MICROSOFT
 from onnxpar.ops.function import VERSION
 from onnxpar.ops.old_node import OPSET
 from onnxpar.ops.table import REGISTRY
@@ -76,6 +77,26 @@ CASES: Mapping[str, tuple[str, Mapping[str, object], list[Array], int]] = {
         2,
     ),
     "lookup": ("GatherGrad", {}, [numbers(3, 2, 4), PLACES, numbers(7, 4)], 1),
+    **{
+        f"{form or 'Biased'} attention{grad}": (
+            f"{form}ScaledDotProductAttention{grad}",
+            {"scale": 0.5, **({"hidden": -1e4} if form == "Masked" else {})},
+            [
+                *([numbers(2, 3, 5, 2)] if grad else []),
+                numbers(2, 3, 5, 4),
+                numbers(2, 1, 4, 6),
+                numbers(2, 1, 6, 2),
+                mask,
+            ],
+            3 if grad else 1,
+        )
+        for form, mask in (
+            ("", numbers(5, 6)),
+            ("Safe", np.where(np.arange(30).reshape(5, 6) < 24, numbers(5, 6), -np.inf)),
+            ("Masked", np.arange(30).reshape(5, 6) % 7 < 5),
+        )
+        for grad in ("", "Grad")
+    },
 }
 # A sum of at most 60 products, each of less than 20 roundings: 80 units, and as much again for
 # what cancels in the difference of sums.
@@ -105,7 +126,11 @@ def model(name: str, dtype: type[np.floating], opset: int) -> tuple[onnx.ModelPr
     )
     return helper.make_model(
         graph,
-        opset_imports=[helper.make_opsetid("", opset), helper.make_opsetid(DOMAIN, VERSION)],
+        opset_imports=[
+            helper.make_opsetid("", opset),
+            helper.make_opsetid(DOMAIN, VERSION),
+            helper.make_opsetid(MICROSOFT, 1),
+        ],
         functions=[ir.to_proto(function.made(opset))],
         ir_version=10,
     ), arrays

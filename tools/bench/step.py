@@ -11,7 +11,8 @@ vocabulary 8192 not tied: 21 M parameters). `mlp` and `gpt` are those of models/
 models/transformer.py. Those of step_networks.py (one matrix for queries, keys and values, and
 tanh-Gelu) are exported from PyTorch: `gpt-export` by models/export_torch.py, `gpt-dynamo` by
 `torch.onnx.export`, `gpt-raw` by `torch.onnx.export(optimize=False)` and `gpt-legacy` by
-`torch.onnx.export(dynamo=False)`.
+`torch.onnx.export(dynamo=False)`. `long` and `long-dynamo`, …, are the GPT with 2 sequences of
+1,024 tokens, whose attention scores take most of the memory.
 
 Modes are one device with 2 threads; and over the ranks (with 1 thread each) data parallel, tensor
 parallel, pipeline parallel with 4 micro-batches and the schedule zb-h1, and optimizer parallel of

@@ -119,11 +119,18 @@ def with_exports(models: dict[str, Model]) -> dict[str, Model]:
     return found
 
 
-MODELS = with_exports({"mlp": mlp(512, 128), "gpt": gpt(4, 512, 8, 128, 8, 8192)})
+MODELS = with_exports(
+    {
+        "mlp": mlp(512, 128),
+        "gpt": gpt(4, 512, 8, 128, 8, 8192),
+        "long": gpt(4, 512, 8, 1024, 2, 8192),
+    }
+)
+"""`long` has long sequences, whose attention scores take most of the memory."""
 LARGE = {"gpt1024": gpt(12, 1024, 16, 1024, 8, 50304)}
 """For GPUs."""
 _TINY = gpt(2, 64, 4, 16, 4, 256)
-QUICK = with_exports({"mlp": mlp(64, 16), "gpt": _TINY}) | {"gpt1024": _TINY}
+QUICK = with_exports({"mlp": mlp(64, 16), "gpt": _TINY, "long": _TINY}) | {"gpt1024": _TINY}
 """Of the same form and so small that the bench takes a minute; says nothing about speed."""
 OPTIMIZERS = ("sgd", "adamw")
 WEIGHT_DECAY = {"sgd": 0.0, "adamw": 0.01}

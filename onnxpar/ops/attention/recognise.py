@@ -17,7 +17,7 @@ from onnxpar.graph.body_captures import read_by
 from onnxpar.ops.attention.fused import BIASED, MASKED, SAFE, Form
 from onnxpar.ops.contrib_schemas import MICROSOFT
 
-LEAST_KEYS = 256
+LEAST_KEYS = 128
 """A sequence of fewer keys stays as it is: its scores take little memory and time
 (docs/design/0040-attention.md)."""
 
