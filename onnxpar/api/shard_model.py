@@ -81,6 +81,8 @@ def propagate_and_partition(
     seeds: Seeds,
     states: Sequence[CarriedState] = (),
     fixed: Collection[str] = (),
+    *,
+    fuses: bool = True,
 ) -> PartitionedModel:
     """Fills in what seeds leave open, and partitions the program.
 
@@ -89,11 +91,12 @@ def propagate_and_partition(
         seeds: The part of the plan that the user fixed.
         states: The states of a forward program; each gets one layout.
         fixed: Inputs whose layout the user fixed.
+        fuses: As in `partition`.
 
     Raises:
         ShardingError: A strategy does not fit its node.
     """
-    found = partition(program, propagate_with_states(program, seeds, states, fixed))
+    found = partition(program, propagate_with_states(program, seeds, states, fixed), fuses=fuses)
     return replace(found, carried=tuple(states))
 
 
@@ -154,6 +157,8 @@ def partition_forward(
     strategy: Strategy,
     symbols: Mapping[str, Symbol],
     states: Mapping[str, str] | None = None,
+    *,
+    fuses: bool = True,
 ) -> PartitionedForward:
     """Plans and partitions a forward program, which is used up.
 
@@ -162,6 +167,7 @@ def partition_forward(
         strategy: The strategy.
         symbols: Constraints on symbols, the strategy's included.
         states: States that the user names, output by input.
+        fuses: As in `partition`.
 
     Raises:
         OnnxparError: The strategy does not fit the model.
@@ -170,13 +176,14 @@ def partition_forward(
     strategy = settled(strategy, Workload.inference(program), symbols)
     carried = carried_states(program, states)
     if strategy.pipeline is None:
-        made = propagate_and_partition(program, resolve(strategy, program), carried, fixed)
+        seeds = resolve(strategy, program)
+        made = propagate_and_partition(program, seeds, carried, fixed, fuses=fuses)
         return PartitionedForward((made,), strategy)
     staging = Staging(strategy, strategy.pipeline)
     program, places = assign_virtual_stages(program, staging)
     plan = propagate_with_states(program, resolve(strategy, program), carried, fixed)
     places = staging.transfers(places, program, plan)
-    parted = replace(partition(program, plan, places=places), carried=carried)
+    parted = replace(partition(program, plan, places=places, fuses=fuses), carried=carried)
     split = staging.split(parted, places, "model")
     return PartitionedForward(split.programs, strategy, staging.pipeline([split]))
 
@@ -343,10 +350,14 @@ def shard_model(
         if dumper:
             dumper.model("loaded", loaded)
         constraints = {**strategy.symbols, **(symbols or {})}
+        # Another runtime has no operators of the domain `onnxpar`.
+        fuses = dialect is None
         parted = (
-            _partition(loaded, strategy, constraints, states, training, dumper, clock)
+            _partition(loaded, strategy, constraints, states, training, dumper, clock, fuses)
             if given.encoder is None
-            else _partition_both(loaded, given, supplied, strategy, constraints, states, clock)
+            else _partition_both(
+                loaded, given, supplied, strategy, constraints, states, clock, fuses
+            )
         )
         trained = parted if isinstance(parted, PartitionedTraining) else None
         programs, pipeline, strategy = parted.programs, parted.pipeline, parted.strategy
@@ -401,6 +412,7 @@ def _partition(
     training: TrainingSpec | None,
     dumper: Dumper | None,
     clock: "_Clock",
+    fuses: bool,
 ) -> PartitionedForward | PartitionedTraining:
     """Partitions a model, which is used up, or the programs that train it."""
     parted: PartitionedForward | PartitionedTraining
@@ -409,7 +421,7 @@ def _partition(
         if dumper:
             dumper.model("normalised", program.model)
         clock.lap("analyse")
-        parted = partition_forward(program, strategy, symbols, states)
+        parted = partition_forward(program, strategy, symbols, states, fuses=fuses)
     else:
         recognised = read_parameters(model, training.ties)
         if dumper:
@@ -427,6 +439,7 @@ def _partition_both(
     symbols: Mapping[str, Symbol],
     states: Mapping[str, str] | None,
     clock: "_Clock",
+    fuses: bool,
 ) -> PartitionedForward:
     """Partitions a decoder, which is used up, and its encoder."""
     assert given.encoder is not None
@@ -439,6 +452,7 @@ def _partition_both(
             lambda model, own, known: analyse(model, own, states=known),
             states,
             supplied,
+            fuses,
         )
     clock.lap("partition")
     return PartitionedForward(programs, strategy)

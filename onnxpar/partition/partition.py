@@ -18,6 +18,7 @@ def partition(
     states: States = STATELESS,
     gathered: frozenset[str] = frozenset(),
     places: Places = ONE_PLACE,
+    fuses: bool = True,
 ) -> PartitionedModel:
     """Returns the program of all ranks for a plan.
 
@@ -31,6 +32,7 @@ def partition(
         places: Where nodes run in a pipeline, for `onnxpar.stages.split_program`; the nodes are in
             the order of their places. A stage gets each value in the sharding in which it was
             made, or in that of `Places.sent`.
+        fuses: Whether attention may become an operator of the domain `onnxpar`.
 
     Raises:
         ShardingError: A node has no local form for its sharding in the plan.
@@ -47,4 +49,5 @@ def partition(
         gathered,
         places,
         conflicts(program, plan, gathered),
+        fuses,
     ).run()

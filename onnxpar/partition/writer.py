@@ -55,6 +55,7 @@ class ProgramWriter:
         gathered: Values that are resharded again for each node that reads them.
         places: Where nodes run in a pipeline.
         conflicts: Why neighbours want different shardings, for people.
+        fuses: Whether attention may become an operator of the domain `onnxpar`.
         made: The sharding of each value as it was made, by name.
         home: The virtual stage that made each value, by name.
         versions: The shardings in which each value exists, with their virtual stages, by name.
@@ -71,6 +72,7 @@ class ProgramWriter:
     gathered: frozenset[str] = frozenset()
     places: Places = ONE_PLACE
     conflicts: tuple[Conflict, ...] = ()
+    fuses: bool = True
     made: dict[str, Sharding] = field(default_factory=dict)
     home: dict[str, int] = field(default_factory=dict)
     versions: dict[str, dict[tuple[int, Sharding], ir.Value]] = field(default_factory=dict)
@@ -131,7 +133,7 @@ class ProgramWriter:
             outputs.append(GraphValue(name, local, sharding))
         results = [o.local for o in outputs]
         remove_unused(self.builder, results)
-        if fuse_attention(self.builder, results):
+        if self.fuses and fuse_attention(self.builder, results):
             remove_unused(self.builder, results)
         needed = {v for node in self.builder.nodes for v in read_by(node)}
         needed |= {o.local for o in outputs}

@@ -41,7 +41,8 @@ def test_a_training_graph(sharded: Path, tmp_path: Path) -> None:
     assert {name for name in outputs if name.startswith(("onnxpar.grad.", "onnxpar.loss"))} <= made
     # Each layer has its products and norms once, and each collective says over what it is.
     kinds = Counter(node.op_type for node in nodes)
-    assert kinds["Softmax"] == kinds["SoftmaxGrad"] == kinds["Gelu"] == 3
+    attention = "ScaledDotProductAttention"
+    assert kinds[attention] == kinds[f"{attention}Grad"] == kinds["Gelu"] == 3
     assert kinds["LayerNormalization"] == 7
     found = {kind for kind in kinds if kind.startswith("AllReduce")}
     assert {"AllReduce over tp", "AllReduce over dp (start)"} <= found
