@@ -129,13 +129,23 @@ def test_micro_batches_need_one_buffer_of_gradients(tmp_path: Path, strategy: st
 
 
 @pytest.mark.parametrize(
-    ("channels", "kernel", "stride"), [(3, 5, 1), (32, 3, 1), (32, 3, 2), (32, 1, 2), (4, 1, 1)]
+    ("channels", "kernel", "stride", "size"),
+    [
+        (3, 5, 1, 24),
+        (32, 3, 1, 24),
+        (32, 3, 2, 24),
+        (32, 1, 2, 24),
+        (4, 1, 1, 24),
+        (4, 3, 1, 3),
+        (32, 3, 1, 4),
+        (32, 1, 2, 4),
+    ],
 )
 def test_filters_gradients_take_room(
-    tmp_path: Path, channels: int, kernel: int, stride: int
+    tmp_path: Path, channels: int, kernel: int, stride: int, size: int
 ) -> None:
     """Slices of the image, beside each other or one after another, are seen in the plan."""
-    size, pad = 24, kernel // 2
+    pad, batch = kernel // 2, 8 * (24 // size) ** 2
     w = np.random.default_rng(0).normal(size=(8, channels, kernel, kernel)).astype(np.float32)
     graph = onnx.parser.parse_graph(
         f"g (float[batch, {channels}, {size}, {size}] x) => (float[batch, 8, p, q] y) {{"
@@ -145,7 +155,7 @@ def test_filters_gradients_take_room(
     path = tmp_path / "conv.onnx"
     opsets = [onnx.helper.make_opsetid("", 20)]
     onnx.save(onnx.helper.make_model(graph, opset_imports=opsets, ir_version=10), path)
-    spec, sizes = TrainingSpec(parse_loss("mse"), parse_optimizer("adamw")), {"batch": 8}
+    spec, sizes = TrainingSpec(parse_loss("mse"), parse_optimizer("adamw")), {"batch": batch}
     chosen = load_strategy("dp=2", None)
     workload = read_workload(path, {}, spec)
     plan = workload.plan(resolve(chosen, workload.program))

@@ -121,40 +121,58 @@ def weight_grad_local(node: LocalNode) -> Sequence[ir.Value]:
     """A product over batch and results for each element of the kernel.
 
     With many channels these are separate products. With few channels they are one product, whose
-    operand is the unrolled image (im2col).
+    operand is the unrolled image (im2col). If channels come first in both operands, a product runs
+    over all images; else there is one for each image, and they are summed.
     """
     dims = _weight_dims(node.view)
     group = int(_weight_channels(node.view).local_group(node))
     image = windowed(node, 0, dims)
     shape, results = list(image.shape), node.in_shape(1)
     few, many = int(shape[1]) // group, int(results[1]) // group
-    x = image.x
+    places = list(product(*(range(d.kernel) for d in dims)))
+    count, batch = prod(results[2:]), shape[0]
+    filters = group * many * few * len(places)
+    first = _channels_first(batch, count, group * few, group * many, filters)
+    x, dy = image.x, node.input(1)
+    if first and len(places) > 1:
+        x, shape = _exchanged(node, x, shape)
     if any(image.pads):
         rank = len(dims)
         begins = [0, 0, *image.pads[:rank]]
         ends = [0, 0, *image.pads[rank:]]
         shape = [s + b + e for s, b, e in zip(shape, begins, ends, strict=True)]
         x = node.op("Pad", x, node.builder.const([*begins, *ends]), shape=shape)
-    count = prod(results[2:])
-    batch = shape[0]
     groups = [group] if group > 1 else []
-    dy = node.builder.reshape(node.input(1), [batch, *groups, many, count])
-    rows = [*groups, many]
-    places = list(product(*(range(d.kernel) for d in dims)))
+    # The images that have a product each.
+    lead = [] if first or batch == 1 else [batch]
+    if first:
+        dy, _ = _exchanged(node, dy, results)
+        count *= batch
+    dy = node.builder.reshape(dy, [*lead, *groups, many, count])
+
+    def product_with(taps: ir.Value, columns: Dim) -> ir.Value:
+        made = [*lead, *groups, many, columns]
+        (y,) = node.builder.ops(
+            "FusedMatMul", [dy, taps], [(x.dtype, made)], {"transB": 1}, domain=MICROSOFT
+        )
+        return node.builder.reduce("ReduceSum", y, [0]) if lead else y
 
     def tap(place: Sequence[int]) -> ir.Value:
         met = _tap(node, x, shape, dims, place, results[2:])
-        return node.builder.reshape(met, [batch, *groups, few, count])
+        if first and len(places) == 1:
+            # The slice of a single element is smaller than the image.
+            met, _ = _exchanged(node, met, [*shape[:2], *results[2:]])
+        return node.builder.reshape(met, [*lead, *groups, few, count])
 
     if few < FEW_CHANNELS and len(places) > 1:
-        made = [batch, *groups, len(places) * few, count]
-        axis = {"axis": len(groups) + 1}
+        made = [*lead, *groups, len(places) * few, count]
+        axis = {"axis": len(made) - 2}
         (taps,) = node.builder.ops("Concat", [tap(p) for p in places], [(x.dtype, made)], axis)
-        products = [_summed(node, dy, taps, [batch, *rows], few * len(places))]
+        products = [product_with(taps, few * len(places))]
     else:
         # Each product follows its slice, so that memory holds one slice at a time.
-        products = [_summed(node, dy, tap(place), [batch, *rows], few) for place in places]
-    joined = [1, *rows, few * len(places)]
+        products = [product_with(tap(place), few) for place in places]
+    joined = [*groups, many, few * len(places)]
     y = products[0]
     if len(products) > 1:
         (y,) = node.builder.ops("Concat", products, [(x.dtype, joined)], {"axis": len(joined) - 1})
@@ -190,22 +208,33 @@ def _tap(
     return node.op("Slice", x, begin, node.builder.sizes(ends), along, step, shape=made)
 
 
-def _summed(
-    node: LocalNode, dy: ir.Value, x: ir.Value, rows: Sequence[Dim], columns: Dim
-) -> ir.Value:
-    """The product of [N, …, M, P] and [N, …, C, P] over P, summed over N: [1, …, M, C]."""
-    made = [*rows, columns]
-    (y,) = node.builder.ops(
-        "FusedMatMul", [dy, x], [(dy.dtype, made)], {"transB": 1}, domain=MICROSOFT
-    )
-    return y if rows[0] == 1 else node.builder.reduce("ReduceSum", y, [0], keepdims=True)
+def _channels_first(batch: Dim, count: Dim, image: Dim, results: Dim, filters: Dim) -> bool:
+    """Whether to exchange batch and channels in both operands, rather than sum over images.
+
+    Args:
+        batch: Number of images.
+        count: Number of results in a channel of an image.
+        image: Number of channels of the image.
+        results: Number of channels of the results.
+        filters: Number of elements of the weights.
+    """
+    # What is copied of an image, and what is summed for it: about the same time for each element.
+    copied = count * (image + results)
+    return batch != 1 and isinstance(copied, int) and isinstance(filters, int) and copied < filters
+
+
+def _exchanged(node: LocalNode, x: ir.Value, shape: Sequence[Dim]) -> tuple[ir.Value, list[Dim]]:
+    """Exchanges batch and channels; returns the value and its shape."""
+    made = [shape[1], shape[0], *shape[2:]]
+    perm = [1, 0, *range(2, len(shape))]
+    return node.op("Transpose", x, shape=made, perm=perm), made
 
 
 def _unrolled(call: KernelCall) -> int:
-    """The padded image, and its slices that are multiplied by the cotangent.
+    """The padded image, its slices that are multiplied by the cotangent, and exchanged operands.
 
-    With few channels all slices exist before their product, with many channels one at a time; each
-    product is then summed over the batch.
+    With few channels all slices exist before their product, with many channels one at a time; a
+    product for each image is then summed over the batch.
     """
     image, cotangent, filters = call.inputs[0], call.inputs[1], call.outputs[0]
     if image is None or cotangent is None or filters is None:
@@ -219,12 +248,17 @@ def _unrolled(call: KernelCall) -> int:
     tap = prod(image[:2]) * prod(cotangent[2:]) if sliced else 0
     window = prod(image[:2]) * prod(padded) if any(pads) else 0
     full = prod(filters)
+    held, before, each = window, 0, full * (batch + 1 if batch > 1 else 1)
+    if _channels_first(batch, prod(cotangent[2:]), image[1], cotangent[1], full):
+        # Nothing reads the cotangent after it is exchanged.
+        held, before, each = prod(image[:2]) * prod(cotangent[2:]), prod(cotangent), full
+        if taps > 1:
+            held, before = window or prod(image), max(prod(cotangent), prod(image)) + window
     if few < FEW_CHANNELS and taps > 1:
-        each = full * (batch + 1 if batch > 1 else 1)
-        most = max(window + taps * tap, 2 * taps * tap, taps * tap + each)
+        most = max(before, held + taps * tap, held - window + 2 * taps * tap, taps * tap + each)
     else:
-        each = full // taps * (batch + 1 if batch > 1 else 1)
-        most = max(window + tap + full - full // taps + each, 2 * full)
+        each //= taps
+        most = max(before, held + tap + full - full // taps + each, 2 * full)
     # The result itself exists only at the end.
     return max(most - full, 0) * call.itemsize
 

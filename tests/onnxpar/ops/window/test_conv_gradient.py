@@ -47,6 +47,16 @@ CONV = (
     ),
     # Enough channels for one product after another.
     _case("Conv<pads=[1,1]>", "double[1,16,3]", "double[1,16,3]", "", _torch(padding=1)),
+    # More filters than elements of an image: batch and channels are exchanged.
+    _case(
+        "Conv<group=2, pads=[2,2], strides=[2]>",
+        "double[2,4,3]",
+        "double[8,2,3]",
+        "",
+        _torch(groups=2, padding=2, stride=2),
+    ),
+    _case("Conv<pads=[1,1]>", "double[N,16,2]", "double[2,16,3]", "", _torch(padding=1)),
+    _case("Conv<strides=[2]>", "double[2,4,3]", "double[7,4,1]", "", _torch(stride=2)),
     _case("Conv", "double[N,2,3,2]", "double[2,2,1,1]", "double[2]", _torch()),
     _case("Conv<strides=[2,2]>", "double[1,2,5,4]", "double[2,2,1,1]", "", _torch(stride=2)),
     _case(
