@@ -45,7 +45,14 @@ def norm(axis: int) -> list[Array]:
     return [numbers(3, 4, 5), x, numbers(*x.shape[axis:]), mean, inverse]
 
 
-LN = "LayerNormalizationGrad"
+def channels(*shape: int) -> list[Array]:
+    """The operands of BatchNormalizationInputGrad; those of the sums are the first ones."""
+    inverse, total, slope = np.abs(numbers(shape[1])), numbers(shape[1]), numbers(shape[1])
+    scale, mean, count = numbers(shape[1]), numbers(shape[1]), np.array([7.0])
+    return [numbers(*shape), numbers(*shape), scale, mean, inverse, total, slope, count]
+
+
+LN, BN = "LayerNormalizationGrad", "BatchNormalizationInputGrad"
 LOSS = "SoftmaxCrossEntropyLossGrad"
 ONE = np.array(0.3)
 # Name of the operator, attributes, operands, number of outputs.
@@ -63,6 +70,10 @@ CASES: Mapping[str, tuple[str, Mapping[str, object], list[Array], int]] = {
     "norm of all dims": (LN, {"axis": -3}, norm(-3), 3),
     "norm without bias": (LN, {"axis": -1}, norm(-1), 2),
     "norm alone": (LN, {"axis": -1}, norm(-1), 1),
+    "channels": (BN, {}, channels(3, 4, 5), 1),
+    "channels alone": (BN, {}, channels(3, 4), 1),
+    "sums": ("ChannelSums", {}, channels(2, 3, 4, 2)[:3], 2),
+    "squares": ("ChannelSquareSum", {}, channels(2, 3, 4, 2)[1:3], 1),
     "loss": (LOSS, {"reduction": "sum", "ignore_index": -100}, [ONE, log_prob(5, 6), ROWS], 1),
     "loss of each": (
         LOSS,

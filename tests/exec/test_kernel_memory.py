@@ -150,6 +150,13 @@ CASES: Mapping[Key, tuple[Case, ...]] = {
         ),
     ),
     **{(DOMAIN, name): (between(f"{DOMAIN}.{name}", "a, x"),) for name in GRADIENTS},
+    (DOMAIN, "BatchNormalizationInputGrad"): (
+        between(
+            f"{DOMAIN}.BatchNormalizationInputGrad",
+            f"a, x, {', '.join(['bias'] * 5)}, one",
+            f"{BIAS}, float[1] one = {{1.0}}",
+        ),
+    ),
     (DOMAIN, "LayerNormalizationGrad"): (
         Case(
             f"a = Exp(x)  m = ReduceMean(x, last)  "

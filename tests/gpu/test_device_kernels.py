@@ -329,6 +329,25 @@ def test_layer_norm_outputs_left_out(both: Both) -> None:
             np.testing.assert_allclose(got, want, rtol=0, atol=2.0**-24 * 100)
 
 
+@every_type
+def test_batch_norm(both: Both, kind: str) -> None:
+    for shape in ((6, 3), (2, 3, 4), (4, 5, 30, 11), (2, 130, 2)):
+        x, dy = normal(5, shape, kind), normal(6, shape, kind)
+        vectors = [normal(i, shape[1:2], kind) for i in range(7, 12)]
+        count = x.size // shape[1]
+        # Sums in another order, as for layer_norm.
+        units = 2 * REAL[kind] * 4 * (np.sqrt(count) + 8)
+        op, given = "BatchNormalizationInputGrad", (*vectors, np.array([count], TYPES[kind]))
+        for of in (
+            both("ChannelSums", dy, x, vectors[1], outputs=[True] * 2),
+            both("ChannelSquareSum", x, vectors[1]),
+            both(op, dy, x, *given),
+        ):
+            for want, got in zip(*of, strict=True):
+                size = max(1.0, np.abs(want.astype(np.float64)).max())
+                close(got, want, kind, units * size)
+
+
 LOSS = [(6, 5), (4, 2056), (3, 1501), (3, 4, 7), (2, 3, 2, 5), (40, 8)]
 
 

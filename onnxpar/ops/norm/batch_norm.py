@@ -13,7 +13,8 @@ from onnxpar.core.symbols import Dim
 from onnxpar.graph.builder import DOMAIN
 from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.elementwise.broadcast import axis_names
-from onnxpar.ops.local_helpers import reduced, work_dtype
+from onnxpar.ops.function import Function
+from onnxpar.ops.local_helpers import work_dtype
 from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.norm.batch_norm_gradient import BATCH_NORM_GRAD, batch_norm_gradient
 from onnxpar.ops.norm.old_versions import statistics_of_channels, training_as_attribute
@@ -21,11 +22,57 @@ from onnxpar.ops.norm.split_statistics import (
     global_count,
     inverse_deviation,
     masker,
-    mean_and_variance,
 )
 from onnxpar.ops.old_node import Upgrade
-from onnxpar.ops.operator import Missing, OpDef
-from onnxpar.ops.slots import Roles
+from onnxpar.ops.operator import Missing, OpDef, for_ranks
+from onnxpar.ops.slots import IN_PLACE, Roles
+
+# A tensor as [N, C, the rest], and a vector of channels that broadcasts to it.
+_ROWS = """
+    rows = Constant<value = int64[3] {0, 0, -1}>()
+    column = Constant<value = int64[2] {-1, 1}>()
+    axes = Constant<value = int64[2] {0, 2}>()
+    x_rows = Reshape(x, rows)
+    middle = Reshape(mean, column)
+    centred = Sub(x_rows, middle)
+"""
+
+CHANNEL_SQUARE_SUM = Function(f"""
+    ChannelSquareSum (x, mean) => (sum) {{
+        {_ROWS}
+        sum = ReduceSumSquare<keepdims = 0>(centred, axes)
+    }}
+""")
+
+CHANNEL_SUMS = Function(f"""
+    ChannelSums (dy, x, mean) => (total, along) {{
+        {_ROWS}
+        dy_rows = Reshape(dy, rows)
+        part = Mul(dy_rows, centred)
+        total = ReduceSum<keepdims = 0>(dy_rows, axes)
+        along = ReduceSum<keepdims = 0>(part, axes)
+    }}
+""")
+
+INPUT_GRAD = Function(f"""
+    BatchNormalizationInputGrad (dy, x, scale, mean, inv_std, total, slope, count) => (dx) {{
+        {_ROWS}
+        dy_rows = Reshape(dy, rows)
+        mean_dy = Div(total, count)
+        mean_slope = Div(slope, count)
+        bend = Mul(mean_slope, inv_std)
+        step = Mul(scale, inv_std)
+        mean_column = Reshape(mean_dy, column)
+        bend_column = Reshape(bend, column)
+        step_column = Reshape(step, column)
+        part = Sub(dy_rows, mean_column)
+        share = Mul(centred, bend_column)
+        rest = Sub(part, share)
+        dx_rows = Mul(rest, step_column)
+        shape = Shape(x)
+        dx = Reshape(dx_rows, shape)
+    }}
+""")
 
 
 def _axes(rank: int) -> tuple[int, ...]:
@@ -67,11 +114,22 @@ def batch_norm_local(node: LocalNode) -> Sequence[ir.Value]:
     wide = work_dtype(dtype)
     channels = [shape[1]]
     axes = _axes(len(shape))
+    mask, atoms = masker(node), node.split_atoms("special")
     x = node.builder.cast(node.input(0), wide)
-    sizes = [view.shape(0)[axis] for axis in axes]
-    _, mean, variance = mean_and_variance(node, x, shape, axes, sizes, masker(node))
-    assert mean is not None
-    statistics = [node.builder.reshape(value, channels) for value in (mean, variance)]
+    count = global_count(node, [view.shape(0)[axis] for axis in axes], wide)
+    counted = mask(x, node.zero[0])
+    total = node.all_reduce(node.builder.reduce("ReduceSum", counted, axes), atoms)
+    mean = node.op("Div", total, count, shape=channels)
+    # Of x - mean: E[x²] - E[x]² loses all digits where the mean is large (Chan, Golub & LeVeque,
+    # 1983).
+    if all(node.is_even(factor) for factor in node.split_factors("special")):
+        squares = node.op(CHANNEL_SQUARE_SUM.name, x, mean, shape=channels, domain=DOMAIN)
+    else:
+        middle = node.builder.unsqueeze(mean, axes)
+        centred = mask(node.op("Sub", x, middle, shape=shape), False)
+        squares = node.builder.reduce("ReduceSumSquare", centred, axes)
+    variance = node.op("Div", node.all_reduce(squares, atoms), count, shape=channels)
+    statistics = [mean, variance]
     scale, bias = (node.builder.cast(node.input(i), wide) for i in (1, 2))
     epsilon = float(view.attr("epsilon", 1e-5))
     y = node.op("BatchNormalization", x, scale, bias, *statistics, shape=shape, epsilon=epsilon)
@@ -109,45 +167,40 @@ def batch_norm_grad_local(node: LocalNode) -> Sequence[ir.Value]:
     """
     view, shape = node.view, node.in_shape(0)
     wide = work_dtype(node.out_dtype())
-    axes = _axes(len(shape))
-    kept = reduced(shape, axes)
+    channels = [shape[1]]
+    dy, x, scale, mean, variance = (node.builder.cast(node.input(i), wide) for i in range(5))
+    count = global_count(node, [view.shape(0)[axis] for axis in _axes(len(shape))], wide)
+    inverse = inverse_deviation(node, variance, float(view.attr("epsilon", 1e-5)), channels)
     mask = masker(node)
-    dy, x = (node.builder.cast(node.input(i), wide) for i in (0, 1))
-    scale, mean, variance = (
-        node.builder.reshape(node.builder.cast(node.input(i), wide), kept) for i in (2, 3, 4)
+    sums = node.builder.ops(
+        CHANNEL_SUMS.name,
+        [mask(dy, node.zero[0]), mask(x, node.zero[1]), mean],
+        [(wide, channels)] * 2,
+        domain=DOMAIN,
     )
-    count = global_count(node, [view.shape(0)[axis] for axis in axes], wide)
-    inverse = inverse_deviation(node, variance, float(view.attr("epsilon", 1e-5)), kept)
-    centred = node.op("Sub", x, mean, shape=shape)
-    along = node.op("Mul", dy, centred, shape=shape)
-    counted = [
-        node.builder.reduce("ReduceSum", mask(values, False), axes, keepdims=True)
-        for values in (dy, along)
-    ]
-    total, slope = _summed(node, counted, kept)
-    slope = node.op("Mul", slope, inverse, shape=kept)
-    step = node.op("Mul", scale, inverse, shape=kept)
-    mean_dy = node.op("Div", total, count, shape=kept)
-    bend = node.op("Mul", node.op("Div", slope, count, shape=kept), inverse, shape=kept)
-    rest = node.op("Sub", dy, mean_dy, shape=shape)
-    rest = node.op("Sub", rest, node.op("Mul", centred, bend, shape=shape), shape=shape)
-    found = [node.op("Mul", rest, step, shape=shape)]
-    found += [node.builder.reshape(value, [shape[1]]) for value in (slope, total)]
+    total, along = _all_reduced(node, sums, shape[1])
+    slope = node.op("Mul", along, inverse, shape=channels)
+    vectors = (scale, mean, inverse, total, slope, count)
+    dx = node.op(INPUT_GRAD.name, dy, x, *vectors, shape=shape, domain=DOMAIN)
+    found = [dx, slope, total]
+    for index in (1, 2):
+        if not view.node.outputs[index].name:
+            # A separate value, since it will lose its name; no node reads it.
+            found[index] = node.op("Identity", found[index], shape=channels)
     return [node.builder.cast(value, node.out_dtype(index)) for index, value in enumerate(found)]
 
 
-def _summed(node: LocalNode, parts: Sequence[ir.Value], shape: Sequence[Dim]) -> list[ir.Value]:
-    """All-reduces values of one shape, whose first dim is 1, in one collective."""
+def _all_reduced(node: LocalNode, parts: Sequence[ir.Value], size: Dim) -> Sequence[ir.Value]:
+    """All-reduces vectors of one size in one collective."""
     atoms = node.split_atoms("special")
     if not atoms:
-        return list(parts)
-    both = [len(parts), *shape[1:]]
-    joined = node.builder.ops("Concat", list(parts), [(parts[0].dtype, both)], {"axis": 0})[0]
+        return parts
+    dtype, count = parts[0].dtype, len(parts)
+    (joined,) = node.builder.ops("Concat", list(parts), [(dtype, [count * size])], {"axis": 0})
     joined = node.all_reduce(joined, atoms)
-    return [
-        node.op("Gather", joined, node.builder.const([index]), shape=shape, axis=0)
-        for index in range(len(parts))
-    ]
+    return node.builder.ops(
+        "Split", [joined], [(dtype, [size])] * count, {"axis": 0, "num_outputs": count}
+    )
 
 
 DEFS = (
@@ -169,4 +222,7 @@ DEFS = (
         batch_norm_grad_local,
         gradient=Missing("it is already a gradient"),
     ),
+    for_ranks(CHANNEL_SQUARE_SUM.name, function=CHANNEL_SQUARE_SUM),
+    for_ranks(CHANNEL_SUMS.name, function=CHANNEL_SUMS),
+    for_ranks(INPUT_GRAD.name, function=INPUT_GRAD, memory=IN_PLACE),
 )

@@ -25,6 +25,13 @@
 //       -> (dx T, dscale T?, dbias T?)
 //     scale has the shape of x from `axis` on, mean and inv_std one element for each row before it;
 //     U is T or float32, as ONNX's stash_type has it.
+//   ChannelSums(dy T [N, C, ...], x T, mean T [C]) -> (total T [C], along T [C])
+//     For each channel the sums of dy and of dy (x - mean).
+//   ChannelSquareSum(x T [N, C, ...], mean T [C]) -> sum T [C]      of (x - mean)^2
+//   BatchNormalizationInputGrad(dy T [N, C, ...], x T, scale T [C], mean T [C], inv_std T [C],
+//                               total T [C], slope T [C], count T [1]) -> dx T
+//     total is the sum of dy, slope that of dy (x - mean) inv_std, over count elements:
+//     scale inv_std (dy - total / count - (x - mean) inv_std slope / count).
 //   SoftmaxCrossEntropyLoss(scores T [N, C, ...], labels int64 [N, ...], weights T? [C];
 //                           reduction = "mean" | "sum" | "none", ignore_index?)
 //       -> (loss T [] or that of labels, log_prob T?)

@@ -327,6 +327,33 @@ void layer_norm_grad(T* dx, T* __restrict dscale, T* __restrict dbias, const T* 
   }
 }
 
+template <class T>
+void channel_sums(T* total, T* along, const T* dy, const T* x, T mean, size_t n) {
+  for (size_t begin = 0; begin < n; begin += kBlock) {
+    const size_t end = n - begin < kBlock ? n : begin + kBlock;
+    T sum = 0;
+    T dot = 0;
+#pragma omp simd reduction(+ : sum, dot)
+    for (size_t i = begin; i < end; ++i) {
+      sum += dy[i];
+      dot += dy[i] * (x[i] - mean);
+    }
+    *total += sum;
+    *along += dot;
+  }
+}
+
+template <class T>
+T centred_square_sum(const T* x, T mean, size_t n) {
+  return blocked_sum<T>(n, [=](size_t i) { return (x[i] - mean) * (x[i] - mean); });
+}
+
+template <class T>
+void batch_norm_grad(T* dx, const T* dy, const T* x, T mean, T mean_dy, T bend, T step, size_t n) {
+#pragma omp simd
+  for (size_t i = 0; i < n; ++i) dx[i] = step * (dy[i] - mean_dy - (x[i] - mean) * bend);
+}
+
 // In several sums side by side: one would wait for each of its additions.
 template <class T>
 double square_sum(const T* x, size_t n) {
@@ -410,6 +437,9 @@ constexpr Loops<T> loops() {
           product<T>,
           softmax_scores<T>,
           layer_norm_grad<T>,
+          channel_sums<T>,
+          centred_square_sum<T>,
+          batch_norm_grad<T>,
           add<T>,
           square_sum<T>,
           sgd_step<T>,

@@ -84,6 +84,13 @@ struct Loops {
   void (*layer_norm_grad)(T* dx, T* dscale, T* dbias, const T* dy, const T* x, const T* scale,
                           T mean, T inv_std, size_t n);
 
+  // A channel of a batch normalisation. Adds the sums of dy and of dy (x - mean) to two numbers;
+  // the sum of (x - mean)^2; dx = step (dy - mean_dy - (x - mean) bend).
+  void (*channel_sums)(T* total, T* along, const T* dy, const T* x, T mean, size_t n);
+  T (*centred_square_sum)(const T* x, T mean, size_t n);
+  void (*batch_norm_grad)(T* dx, const T* dy, const T* x, T mean, T mean_dy, T bend, T step,
+                          size_t n);
+
   // to[i] += from[i]
   void (*add)(T* to, const T* from, size_t n);
   double (*square_sum)(const T* x, size_t n);
