@@ -72,6 +72,7 @@ CASES: Mapping[str, tuple[str, Mapping[str, object], list[Array], int]] = {
     "norm alone": (LN, {"axis": -1}, norm(-1), 1),
     "channels": (BN, {}, channels(3, 4, 5), 1),
     "channels alone": (BN, {}, channels(3, 4), 1),
+    "turned": ("TurnedWeights", {"group": 2}, [numbers(6, 4, 3, 2)], 1),
     "sums": ("ChannelSums", {}, channels(2, 3, 4, 2)[:3], 2),
     "squares": ("ChannelSquareSum", {}, channels(2, 3, 4, 2)[1:3], 1),
     "loss": (LOSS, {"reduction": "sum", "ignore_index": -100}, [ONE, log_prob(5, 6), ROWS], 1),

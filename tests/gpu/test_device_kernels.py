@@ -348,6 +348,13 @@ def test_batch_norm(both: Both, kind: str) -> None:
                 close(got, want, kind, units * size)
 
 
+@every_type
+def test_turned_weights(both: Both, kind: str) -> None:
+    for shape, group in (((6, 3, 3, 3), 1), ((8, 5, 2), 2), ((4, 7), 1)):
+        wants, gots = both("TurnedWeights", normal(5, shape, kind), group=group)
+        np.testing.assert_array_equal(gots[0], wants[0])
+
+
 LOSS = [(6, 5), (4, 2056), (3, 1501), (3, 4, 7), (2, 3, 2, 5), (40, 8)]
 
 

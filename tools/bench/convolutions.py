@@ -29,6 +29,7 @@ from onnxpar.graph.shapes import shapes
 from onnxpar.ops.table import REGISTRY
 from onnxpar.partition.partition import partition
 from onnxpar.propagation.propagate import propagate
+from onnxpar_runtime.library import custom_op_library
 
 Run = Callable[[], object]
 
@@ -119,6 +120,7 @@ def _runs(layer: Layer, threads: int) -> tuple[Run, Run]:
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
     options.log_severity_level = 3
+    options.register_custom_ops_library(str(custom_op_library()))
     session = ort.InferenceSession(
         _program(layer, results).SerializeToString(), options, providers=["CPUExecutionProvider"]
     )

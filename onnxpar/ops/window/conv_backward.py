@@ -2,15 +2,14 @@
 
 They are the transposes of the convolution in its image and in its weights, so each can be sharded
 along every dim of the convolution. The gradient by the image sums over sharded output channels, the
-gradient by the weights over a sharded batch and sharded spatial dims. Local forms consist of
-standard operators; docs/design/0008-convolutions.md says which ones, and how fast they are.
+gradient by the weights over a sharded batch and sharded spatial dims. Which operators the local
+forms have, and how fast they are, is in docs/design/0008-convolutions.md.
 """
 
 from collections.abc import Sequence
 from itertools import product
 from math import prod
 
-import numpy as np
 import onnx_ir as ir
 
 from onnxpar.core.rule import OpRule, parse_rule
@@ -18,9 +17,10 @@ from onnxpar.core.symbols import Dim
 from onnxpar.graph.builder import DOMAIN
 from onnxpar.graph.node_view import NodeView
 from onnxpar.ops.contrib_schemas import MICROSOFT
+from onnxpar.ops.function import Function
 from onnxpar.ops.local_node import LocalNode
 from onnxpar.ops.node_cost import convolves
-from onnxpar.ops.operator import Missing, OpDef
+from onnxpar.ops.operator import Missing, OpDef, for_ranks
 from onnxpar.ops.slots import Kernel, KernelCall
 from onnxpar.ops.window.channels import BATCH, Channels, channels
 from onnxpar.ops.window.conv import transposed_channels, transposed_rule
@@ -31,6 +31,28 @@ from onnxpar.ops.window.transposed import spread
 _ITSELF = Missing("it is already a gradient")
 FEW_CHANNELS = 16
 """With fewer channels in a group, all elements of the kernel share one product."""
+
+TURNED_WEIGHTS = Function("""
+    TurnedWeights <group> (w) => (turned) {
+        one = Constant<value = int64[1] {1}>()
+        rest = Constant<value = int64[1] {-1}>()
+        last = Constant<value = int64[1] {3}>()
+        lowest = Constant<value = int64[1] {-9223372036854775808}>()
+        rows_shape = Constant<value = int64[3] {0, 0, -1}>()
+        group0 = Constant<value_int: int = @group>()
+        groups = Reshape(group0, one)
+        rows = Reshape(w, rows_shape)
+        filter = Shape<start = 1>(rows)
+        parts_shape = Concat<axis = 0>(groups, rest, filter)
+        parts = Reshape(rows, parts_shape)
+        exchanged = Transpose<perm = [0, 2, 1, 3]>(parts)
+        reversed = Slice(exchanged, rest, lowest, last, rest)
+        many = Shape<start = 2, end = 3>(exchanged)
+        kernel = Shape<start = 2>(w)
+        shape = Concat<axis = 0>(rest, many, kernel)
+        turned = Reshape(reversed, shape)
+    }
+""")
 
 
 def _input_dims(view: NodeView) -> tuple[Spatial, ...]:
@@ -77,26 +99,12 @@ def _turned_dims(node: LocalNode, dims: Sequence[Spatial]) -> tuple[Spatial, ...
 
 def _turned(node: LocalNode, group: int) -> ir.Value:
     """Local weights with input and output channels exchanged and the kernel reversed."""
-    w, shape = node.input(1), list(node.in_shape(1))
-    kernel = [int(k) for k in shape[2:]]
-    many, few = int(shape[0]) // group, int(shape[1])
-    turned = [group * few, many, *kernel]
-    if few == 1 or many == 1:
-        w = node.builder.reshape(w, turned)
-    elif group == 1:
-        perm = [1, 0, *range(2, len(shape))]
-        w = node.op("Transpose", w, shape=turned, perm=perm)
-    else:
-        w = node.builder.reshape(w, [group, many, few, *kernel])
-        perm = [0, 2, 1, *range(3, len(shape) + 1)]
-        w = node.op("Transpose", w, shape=[group, few, many, *kernel], perm=perm)
-        w = node.builder.reshape(w, turned)
-    axes = [2 + d for d, k in enumerate(kernel) if k > 1]
-    if not axes:
-        return w
-    last, before_first = [-1] * len(axes), [int(np.iinfo(np.int64).min)] * len(axes)
-    bounds = map(node.builder.const, (last, before_first, axes, last))
-    return node.op("Slice", w, *bounds, shape=turned)
+    shape = list(node.in_shape(1))
+    turned = [group * int(shape[1]), int(shape[0]) // group, *shape[2:]]
+    if 1 in (shape[1], turned[1]) and prod(shape[2:]) == 1:
+        return node.builder.reshape(node.input(1), turned)
+    name = TURNED_WEIGHTS.name
+    return node.op(name, node.input(1), shape=turned, domain=DOMAIN, group=group)
 
 
 def _weight_dims(view: NodeView) -> tuple[Spatial, ...]:
@@ -283,4 +291,5 @@ DEFS = (
         cost=convolves(1, None),
         memory=Kernel(work=_unrolled, form=True),
     ),
+    for_ranks(TURNED_WEIGHTS.name, function=TURNED_WEIGHTS),
 )

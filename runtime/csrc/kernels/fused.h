@@ -70,6 +70,7 @@ std::vector<Operator> pointwise_operators();
 std::vector<Operator> row_operators();
 std::vector<Operator> loss_operators();
 std::vector<Operator> channel_operators();
+std::vector<Operator> filter_operators();
 std::vector<Operator> gather_operators();
 std::vector<Operator> step_operators();
 std::vector<Operator> philox_operators();

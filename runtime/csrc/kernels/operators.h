@@ -32,6 +32,8 @@
 //                               total T [C], slope T [C], count T [1]) -> dx T
 //     total is the sum of dy, slope that of dy (x - mean) inv_std, over count elements:
 //     scale inv_std (dy - total / count - (x - mean) inv_std slope / count).
+//   TurnedWeights(w T [G M, C, ...]; group = G) -> y T [G C, M, ...]
+//     In each group both kinds of channels are exchanged, and all dims behind them reversed.
 //   SoftmaxCrossEntropyLoss(scores T [N, C, ...], labels int64 [N, ...], weights T? [C];
 //                           reduction = "mean" | "sum" | "none", ignore_index?)
 //       -> (loss T [] or that of labels, log_prob T?)
