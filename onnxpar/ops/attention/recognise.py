@@ -19,7 +19,7 @@ from onnxpar.ops.contrib_schemas import MICROSOFT
 
 LEAST_KEYS = 128
 """A sequence of fewer keys stays as it is: its scores take little memory and time
-(docs/design/0040-attention.md)."""
+(docs/design/0039-attention.md)."""
 
 
 _TYPES = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)

@@ -1,6 +1,8 @@
 // What fused kernels share: tensors as arrays of float or double, and pieces of work.
 #pragma once
 
+#include <exception>
+#include <mutex>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -103,19 +105,28 @@ size_t axis_of(const Shape& shape, int64_t axis);
 // Elements in one piece of work: some microseconds, against 0.1 for handing it out.
 inline constexpr size_t kPiece = 16384;
 
-// Calls body(begin, length) for all of `count` in pieces, on the session's threads.
+// Calls body(begin, length) for all of `count` in pieces, on the session's threads. What one of the
+// calls throws is thrown after all of them: no exception may pass onnxruntime's threads.
 template <class Body>
 void pieces(const Io& io, size_t count, size_t piece, const Body& body) {
   if (count == 0) return;
   struct Work {
     const Body& body;
     size_t count, piece;
-  } work{body, count, piece};
+    std::mutex mutex;
+    std::exception_ptr failure;
+  } work{body, count, piece, {}, nullptr};
   io.parallel((count + piece - 1) / piece, &work, [](void* data, size_t index) {
-    const Work& w = *static_cast<const Work*>(data);
+    Work& w = *static_cast<Work*>(data);
     const size_t begin = index * w.piece;
-    w.body(begin, w.count - begin < w.piece ? w.count - begin : w.piece);
+    try {
+      w.body(begin, w.count - begin < w.piece ? w.count - begin : w.piece);
+    } catch (...) {
+      std::lock_guard lock(w.mutex);
+      w.failure = std::current_exception();
+    }
   });
+  if (work.failure) std::rethrow_exception(work.failure);
 }
 
 }  // namespace onnxpar

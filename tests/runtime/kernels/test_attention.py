@@ -171,6 +171,39 @@ def test_a_query_whose_keys_are_all_hidden_by_a_finite_number_sees_all(run: Run)
     np.testing.assert_allclose(y[0, 2], arrays[2][0].mean(0), rtol=0, atol=20 * 4 * 2.0**-24)
 
 
+def test_no_keys(run: Run) -> None:
+    """A sum over no key is zero, as in a product of matrices."""
+    q, kt, v = (np.ones(shape, np.float32) for shape in ((2, 3, 5), (2, 5, 0), (2, 0, 4)))
+    none = np.zeros((), np.float32)
+    (y,) = run("ScaledDotProductAttention", q, kt, v, none)
+    np.testing.assert_array_equal(y, np.zeros((2, 3, 4)))
+    dy, every = np.ones((2, 3, 4), np.float32), (True, True, True)
+    dq, dkt, dv = run("ScaledDotProductAttentionGrad", dy, q, kt, v, none, outputs=every)
+    np.testing.assert_array_equal(dq, np.zeros((2, 3, 5)))
+    assert dkt.shape == (2, 5, 0) and dv.shape == (2, 0, 4)
+
+
+MISTAKES = {
+    "kt has 4 rows, expected 5": ((2, 3, 5), (2, 4, 6), (2, 6, 4), (3, 6)),
+    "v has 7 rows, expected 6": ((2, 3, 5), (2, 5, 6), (2, 7, 4), (3, 6)),
+    "bias has 2 rows, expected 3": ((2, 3, 5), (2, 5, 6), (2, 6, 4), (2, 6)),
+    "bias has 5 columns, expected 6": ((2, 3, 5), (2, 5, 6), (2, 6, 4), (3, 5)),
+    r"v has leading dims \[3\], expected dims that broadcast against \[2\]": (
+        (2, 3, 5),
+        (2, 5, 6),
+        (3, 6, 4),
+        (3, 6),
+    ),
+}
+
+
+@pytest.mark.parametrize("message", MISTAKES)
+def test_mistakes(run: Run, message: str) -> None:
+    arrays = [np.zeros(shape, np.float32) for shape in MISTAKES[message]]
+    with pytest.raises(Exception, match=f"ScaledDotProductAttention 'node': .*{message}"):
+        run("ScaledDotProductAttention", *arrays)
+
+
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("shape", [(50, 60), (3, 1, 60), (50, 1), ()])
 def test_a_mask_of_booleans(run: Run, shape: tuple[int, ...], dtype: type[np.floating]) -> None:
