@@ -72,7 +72,6 @@ def partition_encoder_decoder(
     analyse: Analyse,
     states: Mapping[str, str] | None,
     declared: Mapping[str, str] | None,
-    fuses: bool,
 ) -> tuple[PartitionedModel, PartitionedModel]:
     """Returns the decoder and the encoder, partitioned for one mesh.
 
@@ -88,7 +87,6 @@ def partition_encoder_decoder(
         analyse: Makes a program of a model, with constraints and declared states.
         states: The decoder's states that are known, output by input.
         declared: Outputs of the encoder that are known, by input of the decoder.
-        fuses: As in `partition`.
 
     Raises:
         OnnxparError: The models do not belong together, or the strategy does not fit one of them.
@@ -126,10 +124,10 @@ def partition_encoder_decoder(
         program = analyse(encoder, own["e"], None)
         second = _half(program, replace(strategy, symbols=own["e"]), own["e"])
         plans = _plans(first, second, carried, supplied)
-    parted = partition(first.program, plans[0], fuses=fuses)
+    parted = partition(first.program, plans[0])
     return (
         replace(parted, carried=carried, supplied=supplied),
-        partition(second.program, plans[1], name=ENCODER, fuses=fuses),
+        partition(second.program, plans[1], name=ENCODER),
     )
 
 

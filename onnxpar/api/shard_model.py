@@ -81,8 +81,6 @@ def propagate_and_partition(
     seeds: Seeds,
     states: Sequence[CarriedState] = (),
     fixed: Collection[str] = (),
-    *,
-    fuses: bool = True,
 ) -> PartitionedModel:
     """Fills in what seeds leave open, and partitions the program.
 
@@ -91,12 +89,11 @@ def propagate_and_partition(
         seeds: The part of the plan that the user fixed.
         states: The states of a forward program; each gets one layout.
         fixed: Inputs whose layout the user fixed.
-        fuses: As in `partition`.
 
     Raises:
         ShardingError: A strategy does not fit its node.
     """
-    found = partition(program, propagate_with_states(program, seeds, states, fixed), fuses=fuses)
+    found = partition(program, propagate_with_states(program, seeds, states, fixed))
     return replace(found, carried=tuple(states))
 
 
@@ -157,8 +154,6 @@ def partition_forward(
     strategy: Strategy,
     symbols: Mapping[str, Symbol],
     states: Mapping[str, str] | None = None,
-    *,
-    fuses: bool = True,
 ) -> PartitionedForward:
     """Plans and partitions a forward program, which is used up.
 
@@ -167,7 +162,6 @@ def partition_forward(
         strategy: The strategy.
         symbols: Constraints on symbols, the strategy's included.
         states: States that the user names, output by input.
-        fuses: As in `partition`.
 
     Raises:
         OnnxparError: The strategy does not fit the model.
@@ -176,14 +170,13 @@ def partition_forward(
     strategy = settled(strategy, Workload.inference(program), symbols)
     carried = carried_states(program, states)
     if strategy.pipeline is None:
-        seeds = resolve(strategy, program)
-        made = propagate_and_partition(program, seeds, carried, fixed, fuses=fuses)
+        made = propagate_and_partition(program, resolve(strategy, program), carried, fixed)
         return PartitionedForward((made,), strategy)
     staging = Staging(strategy, strategy.pipeline)
     program, places = assign_virtual_stages(program, staging)
     plan = propagate_with_states(program, resolve(strategy, program), carried, fixed)
     places = staging.transfers(places, program, plan)
-    parted = replace(partition(program, plan, places=places, fuses=fuses), carried=carried)
+    parted = replace(partition(program, plan, places=places), carried=carried)
     split = staging.split(parted, places, "model")
     return PartitionedForward(split.programs, strategy, staging.pipeline([split]))
 
@@ -193,6 +186,8 @@ def partition_for_training(
     strategy: Strategy,
     symbols: Mapping[str, Symbol],
     spec: TrainingSpec,
+    *,
+    fuses: bool = True,
 ) -> PartitionedTraining:
     """Plans and partitions the programs that train a model.
 
@@ -201,6 +196,7 @@ def partition_for_training(
         strategy: The strategy.
         symbols: Constraints on the symbols of its inputs.
         spec: What to train and how.
+        fuses: Whether attention may become one operator.
 
     Raises:
         OnnxparError: The loss, the parameters or the strategy do not fit the model, or an operator
@@ -208,7 +204,7 @@ def partition_for_training(
     """
     parallel = strategy.optimizer_parallel
     if strategy.pipeline is None:
-        prepared = prepare_training(recognised, symbols, spec)
+        prepared = replace(prepare_training(recognised, symbols, spec), fuses=fuses)
         strategy = settled(strategy, Workload.training(prepared, spec, parallel), symbols)
         return partition_training(prepared, strategy, symbols, spec)
     if strategy.rest == SEARCH or strategy.parameter_axes:
@@ -217,7 +213,7 @@ def partition_for_training(
         strategy = settled(strategy, Workload.training(unstaged, spec, parallel), symbols)
     assert strategy.pipeline is not None
     staging = Staging(strategy, strategy.pipeline)
-    prepared = prepare_training(recognised, symbols, spec, staging.put)
+    prepared = replace(prepare_training(recognised, symbols, spec, staging.put), fuses=fuses)
     return partition_training(prepared, strategy, symbols, spec, staging)
 
 
@@ -299,6 +295,7 @@ def shard_model(
     states: Mapping[str, str] | None = None,
     encoder: str | Path | None = None,
     dialect: Dialect | None = None,
+    fuses: bool = True,
 ) -> Summary:
     """Shards a model and writes the output directory.
 
@@ -320,6 +317,8 @@ def shard_model(
         encoder: Path of the ONNX file of the encoder, if the model is the decoder of one. Then the
             directory has two programs, `model` and `encoder`.
         dialect: The runtime whose collectives a forward program has, if not onnxpar's.
+        fuses: Whether attention of training programs may become one operator; a program with which
+            others are compared keeps the nodes of the model.
 
     Raises:
         DialectError: The dialect cannot say the program; names the node and the reason.
@@ -350,14 +349,10 @@ def shard_model(
         if dumper:
             dumper.model("loaded", loaded)
         constraints = {**strategy.symbols, **(symbols or {})}
-        # Another runtime has no operators of the domain `onnxpar`.
-        fuses = dialect is None
         parted = (
             _partition(loaded, strategy, constraints, states, training, dumper, clock, fuses)
             if given.encoder is None
-            else _partition_both(
-                loaded, given, supplied, strategy, constraints, states, clock, fuses
-            )
+            else _partition_both(loaded, given, supplied, strategy, constraints, states, clock)
         )
         trained = parted if isinstance(parted, PartitionedTraining) else None
         programs, pipeline, strategy = parted.programs, parted.pipeline, parted.strategy
@@ -421,12 +416,12 @@ def _partition(
         if dumper:
             dumper.model("normalised", program.model)
         clock.lap("analyse")
-        parted = partition_forward(program, strategy, symbols, states, fuses=fuses)
+        parted = partition_forward(program, strategy, symbols, states)
     else:
         recognised = read_parameters(model, training.ties)
         if dumper:
             dumper.model("normalised", recognised.model)
-        parted = partition_for_training(recognised, strategy, symbols, training)
+        parted = partition_for_training(recognised, strategy, symbols, training, fuses=fuses)
     clock.lap("partition")
     return parted
 
@@ -439,7 +434,6 @@ def _partition_both(
     symbols: Mapping[str, Symbol],
     states: Mapping[str, str] | None,
     clock: "_Clock",
-    fuses: bool,
 ) -> PartitionedForward:
     """Partitions a decoder, which is used up, and its encoder."""
     assert given.encoder is not None
@@ -452,7 +446,6 @@ def _partition_both(
             lambda model, own, known: analyse(model, own, states=known),
             states,
             supplied,
-            fuses,
         )
     clock.lap("partition")
     return PartitionedForward(programs, strategy)

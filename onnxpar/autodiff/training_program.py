@@ -76,6 +76,7 @@ class TrainingProgram:
         evaluation: The model without loss and backward.
         compute: The 16-bit type of its products, if parameters are float32 masters; else None.
         copies: The copies of initializers in further pipeline stages, by name.
+        fuses: Whether attention may become one operator.
     """
 
     program: Program
@@ -89,6 +90,7 @@ class TrainingProgram:
     evaluation: ir.Model
     compute: str | None = None
     copies: Mapping[str, Copy] = field(default_factory=dict)
+    fuses: bool = True
 
 
 Stager = Callable[[Program, Collection[str]], Mapping[str, Copy]]

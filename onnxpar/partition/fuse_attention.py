@@ -19,11 +19,14 @@ from onnxpar.ops.function import Function
 
 
 def fuse_attention(builder: LocalBuilder, outputs: Collection[ir.Value]) -> bool:
-    """Replaces each attention that may have enough keys; returns whether there is one.
+    """Replaces each attention of a training program that may have enough keys.
 
     Args:
         builder: Holds the graph, in which every node is needed; it is changed.
         outputs: The outputs of the graph, which keep their nodes.
+
+    Returns:
+        Whether any was replaced.
     """
 
     def keys(value: ir.Value) -> int | None:
@@ -31,7 +34,10 @@ def fuse_attention(builder: LocalBuilder, outputs: Collection[ir.Value]) -> bool
         return 0 if not shape else builder.table.bounds(shape[-1])[1]
 
     found = tuple(find_attentions(builder.nodes, outputs, keys))
-    return bool(found) and _Fusion(builder, frozenset(outputs)).run(found)
+    # Without a gradient nothing keeps the scores, and for a few queries the nodes are faster.
+    return any(attention.backward for attention in found) and _Fusion(
+        builder, frozenset(outputs)
+    ).run(found)
 
 
 @dataclass

@@ -242,6 +242,7 @@ def _micro_batch(
             states=states,
             gathered=laid.gathered,
             places=with_added(places, run.added),
+            fuses=p.fuses,
         )
 
     again = strategy.recompute

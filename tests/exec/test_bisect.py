@@ -164,17 +164,14 @@ def _reductions(graph: onnx.GraphProto) -> list[onnx.NodeProto]:
 
 
 Q = "/layer0/attn/q_proj/MatMul"
-# One node computes an attention, under the name of its last product.
-ATTENTION = "/layer{}/attn/values/MatMul"
 FORWARD: list[tuple[str, Change, Sequence[int], str]] = [
     # What is planted, on which ranks (none: on all), and the node to be found.
     ("scaled, heads", scaled(f"{Q}_output_0"), [1], Q),
     ("scaled, columns", scaled("/layer1/mlp/Gelu_output_0"), [2], "/layer1/mlp/Gelu"),
     ("scaled, partial", scaled("/layer0/mlp/fc2/MatMul_output_0"), [3], "/layer0/mlp/fc2/MatMul"),
-    ("noise, heads", noisy(f"{ATTENTION.format(0)}_output_0"), [0], ATTENTION.format(0)),
+    ("noise, heads", noisy("/layer0/attn/Softmax_output_0"), [0], "/layer0/attn/Softmax"),
     ("noise, replicated", noisy("/layer1/residual1/Add_output_0"), [3], "/layer1/residual1/Add"),
-    ("attribute, all", with_attribute("ScaledDotProductAttention", "scale", 50.0), [],
-     ATTENTION.format(1)),
+    ("attribute, all", with_attribute("Softmax", "axis", 2), [], "/layer1/attn/Softmax"),
     ("attribute, one", with_attribute("LayerNormalization", "epsilon", 0.5), [1],
      "/ln_f/LayerNormalization"),
     ("not reduced, 1", bypassed(1), [], "/layer0/attn/out_proj/Add"),
@@ -243,7 +240,8 @@ def test_wrong_rules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, operator: 
     assert found.agree >= 1
 
 
-BACKWARD = f"{ATTENTION.format(1)}/grad/FusedMatMul.1"
+# One node computes the gradient of an attention, under the name of its last product.
+BACKWARD = "/layer1/attn/values/MatMul/grad/FusedMatMul.1"
 PRODUCT = "/layer0/mlp/fc1/MatMul/grad/FusedMatMul"
 
 

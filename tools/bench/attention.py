@@ -4,6 +4,8 @@
     tools/bench/attention.py                 # several lengths, one thread
     tools/bench/attention.py --keys 4096 --threads 2
 
+There are 2,048 queries of all samples together, and at least one sample; 8 heads of 64.
+
 Each side computes Softmax(q·kt + bias)·v and the gradients of q, kt and v, in one process and in
 turn; PyTorch by scaled_dot_product_attention and its backward. Numbers are milliseconds of
 processor time, the median of the rounds; a ratio is the median of those of single rounds. `scores`

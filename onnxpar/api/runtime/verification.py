@@ -162,7 +162,11 @@ def one_device(manifest: Manifest, model: Path) -> Iterator[Path]:
     spec = None if manifest.training is None else TrainingSpec.of(manifest.training.spec)
     with temporary_folder("onnxpar-verify-") as folder:
         made = folder / "undivided"
-        shard_model(model, "replicate", made, devices=1, symbols=_symbols(manifest), training=spec)
+        symbols = _symbols(manifest)
+        # With the nodes of the model, so that a fault of what replaces them is seen.
+        shard_model(
+            model, "replicate", made, devices=1, symbols=symbols, training=spec, fuses=False
+        )
         yield made
 
 

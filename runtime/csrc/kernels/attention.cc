@@ -58,6 +58,13 @@ Inferred result(const ShapeQuery& query) {
   return x;
 }
 
+Shape with_lead(const Attention::Operands& o, size_t rows, size_t columns) {
+  Shape shape = o.lead;
+  shape.push_back(static_cast<int64_t>(rows));
+  shape.push_back(static_cast<int64_t>(columns));
+  return shape;
+}
+
 }  // namespace
 
 Attention::Attention(const Node& node, Form form)
@@ -110,34 +117,21 @@ Attention::Operands Attention::inputs(const Io& io, size_t first) const {
   return o;
 }
 
-namespace {
-
-Output matrices(const Io& io, size_t index, const Attention::Operands& o, size_t rows,
-                size_t columns) {
-  Shape shape = o.lead;
-  shape.push_back(static_cast<int64_t>(rows));
-  shape.push_back(static_cast<int64_t>(columns));
-  return output(io, index, shape, o.q.tensor.type);
-}
-
-}  // namespace
-
 Attention::Operands Attention::read(const Io& io) const {
   Operands o = inputs(io, 0);
-  o.y = matrices(io, 0, o, o.s, o.e);
+  o.y = output(io, 0, with_lead(o, o.s, o.e), o.q.tensor.type);
   return o;
 }
 
 AttentionGrad::Operands AttentionGrad::read(const Io& io) const {
   Operands o = inputs(io, 1);
-  o.dq = matrices(io, 0, o, o.s, o.d);
-  o.dkt = matrices(io, 1, o, o.d, o.t);
-  o.dv = matrices(io, 2, o, o.t, o.e);
+  const DType type = o.q.tensor.type;
+  o.dq = output(io, 0, with_lead(o, o.s, o.d), type);
+  o.dkt = output(io, 1, with_lead(o, o.d, o.t), type);
+  o.dv = output(io, 2, with_lead(o, o.t, o.e), type);
   o.dy = io.input(0);
-  expect_type(o.dy, "dy", o.q.tensor.type);
-  Shape shape = o.lead;
-  shape.push_back(static_cast<int64_t>(o.s));
-  shape.push_back(static_cast<int64_t>(o.e));
+  expect_type(o.dy, "dy", type);
+  const Shape shape = with_lead(o, o.s, o.e);
   if (o.dy.shape != shape) {
     throw std::invalid_argument("dy has shape " + to_text(o.dy.shape) + ", expected " +
                                 to_text(shape));

@@ -49,11 +49,12 @@
 //                             scale = 1) -> y T [..., S, E]
 //     Softmax(scale q kt + bias) v. All dims but the last two broadcast; bias broadcasts against the
 //     scores [..., S, K], which exist for a few queries at a time. Keys that no query of a block sees,
-//     by a bias of -1e30 or less, are left out.
+//     by a bias of -1e30 or less, are left out, since their shares are 0 for any finite scores.
 //   SafeScaledDotProductAttention: the same; a row of shares that are no numbers counts as zeros,
 //     as where a bias of -inf hides all keys.
 //   MaskedScaledDotProductAttention(q T, kt T, v T, seen bool; scale = 1, hidden): the same, but
-//     scores are `hidden` where `seen` is false; nothing is added.
+//     scores are `hidden` where `seen` is false; nothing is added. Keys are left out if `hidden` is
+//     -1e30 or less.
 //   ScaledDotProductAttentionGrad(dy T [..., S, E], q T, kt T, v T, bias T; scale = 1)
 //       -> (dq T? [..., S, D], dkt T? [..., D, K], dv T? [..., K, E])
 //     It computes the scores again. There are a Safe and a Masked form, too. These six are registered

@@ -206,7 +206,10 @@ def test_mistakes(run: Run, message: str) -> None:
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("shape", [(50, 60), (3, 1, 60), (50, 1), ()])
-def test_a_mask_of_booleans(run: Run, shape: tuple[int, ...], dtype: type[np.floating]) -> None:
+@pytest.mark.parametrize("hidden", [-1e30, -1e4, -1.0, 5.0])
+def test_a_mask_of_booleans(
+    run: Run, hidden: float, shape: tuple[int, ...], dtype: type[np.floating]
+) -> None:
     case = Case((3, 50, 8), (3, 8, 60), (3, 60, 9), scale=0.25)
     arrays = operands(case, dtype)[:3]
     seen = np.random.default_rng(9).random(shape) > 0.3
@@ -214,11 +217,11 @@ def test_a_mask_of_booleans(run: Run, shape: tuple[int, ...], dtype: type[np.flo
         seen[:, 40:] = False
         seen[7] = False
     dy = numbers(*case.scores[:-1], 9, seed=5).astype(dtype)
-    op, given = "MaskedScaledDotProductAttention", {"scale": 0.25, "hidden": -1e30}
+    op, given = "MaskedScaledDotProductAttention", {"scale": 0.25, "hidden": hidden}
     (y,) = run(op, *arrays, seen, **given)
     found = run(f"{op}Grad", dy, *arrays, seen, outputs=(True, True, True), **given)
     q, kt, v = (a.astype(np.float64) for a in arrays)
-    scores = np.where(seen, 0.25 * (q @ kt), -1e30)
+    scores = np.where(seen, 0.25 * (q @ kt), hidden)
     powers = np.exp(scores - scores.max(-1, keepdims=True))
     shares = powers / powers.sum(-1, keepdims=True)
     close(y, shares @ v, 60)

@@ -8,7 +8,15 @@ from tests.runtime.kernels.one_node import Run
 TYPES = [np.float32, np.float64]
 UNIT = {np.float32: 2.0**-24, np.float64: 2.0**-53}
 # Runs of one element, of a block and a bit, of more channels than one piece of work has.
-SHAPES = [(6, 3), (1, 1, 1), (3, 5, 7), (2, 3, 20, 13), (2, 600, 5, 11), (3, 2, 40, 1, 40)]
+SHAPES = [
+    (6, 3),
+    (700, 300),
+    (1, 1, 1),
+    (3, 5, 7),
+    (2, 3, 20, 13),
+    (2, 600, 5, 11),
+    (3, 2, 40, 1, 40),
+]
 
 
 @pytest.mark.parametrize("dtype", TYPES)

@@ -60,7 +60,8 @@ struct Problem {
 
   bool sees(size_t mask, size_t key) const {
     const size_t at = mask + key * o.mask_column;
-    return masked ? visible[at] : !(bias.data()[at] <= T(kHidden));
+    if (masked) return visible[at] || !(hidden <= T(kHidden));
+    return !(bias.data()[at] <= T(kHidden));
   }
 
   bool sees_any(size_t mask, size_t begin, size_t end) const {
