@@ -1,8 +1,8 @@
 """Attention as one operator, and its gradient: the scores exist for a few queries at a time.
 
-Rank graphs of trainings have these operators in place of the product, mask, Softmax and product of exporters
-(`onnxpar.ops.attention.recognise`). The scores of all queries, which grow with the square of the
-sequence, are then no values of the graph: the gradient computes them again, as in selective
+Rank graphs of trainings have these operators in place of the product, mask, Softmax and product of
+exporters (`onnxpar.ops.attention.recognise`). The scores of all queries, which grow with the square
+of the sequence, are then no values of the graph: the gradient computes them again, as in selective
 recomputation (Korthikanti et al., 2022) and flash attention (Dao et al., 2022).
 """
 
