@@ -48,10 +48,10 @@ class _Fusion:
 
     def __post_init__(self) -> None:
         self.place = {node: index for index, node in enumerate(self.builder.nodes)}
-        self.first_read: dict[ir.Value, list[int]] = defaultdict(list)
+        self.read_at: dict[ir.Value, list[int]] = defaultdict(list)
         for node, index in self.place.items():
             for value in read_by(node):
-                self.first_read[value].append(index)
+                self.read_at[value].append(index)
 
     def run(self, found: tuple[Attention, ...]) -> bool:
         """Replaces both parts of each attention, or none; returns whether any was replaced."""
@@ -95,7 +95,7 @@ class _Fusion:
         behind = max((self.place[m] for m in makers if m in self.place), default=-1)
         place = max(min(self.place[node] for node in part.nodes), behind + 1)
         gone = {self.place[node] for node in part.nodes}
-        read = [index for v in made for index in self.first_read[v] if index not in gone]
+        read = [index for v in made for index in self.read_at[v] if index not in gone]
         return place if place <= min(read, default=place) else None
 
     def _node(

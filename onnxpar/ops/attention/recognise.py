@@ -20,8 +20,6 @@ from onnxpar.ops.contrib_schemas import MICROSOFT
 LEAST_KEYS = 128
 """A sequence of fewer keys stays as it is: its scores take little memory and time
 (docs/design/0039-attention.md)."""
-
-
 _TYPES = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
 
@@ -51,14 +49,12 @@ class Attention:
             mask (None: zero is added); None if nothing reads the result, as where it is recomputed.
         backward: The nodes of the gradient, with dy before these operands, and the results dq, dkt
             and dv; None without a gradient.
-        inner: The values that are no longer computed.
     """
 
     form: Form
     attributes: Mapping[str, float]
     forward: FusedNodes | None
     backward: FusedNodes | None
-    inner: tuple[ir.Value, ...]
 
 
 def find_attentions(
@@ -224,7 +220,7 @@ def _attention(softmax: ir.Node, graph: _Graph) -> Attention | None:
         return None
     if backward is not None and products and backward.inputs[3] is not products[0].inputs[1]:
         return None
-    inner = tuple(v for node in before for v in node.outputs)
+    inner = [v for node in before for v in node.outputs]
     replaced = {*before, *products, *(backward.nodes if backward is not None else ())}
     if graph.needs(inner, replaced):
         return None
@@ -239,7 +235,7 @@ def _attention(softmax: ir.Node, graph: _Graph) -> Attention | None:
     form = BIASED if none is None else SAFE
     if scores.hidden is not None:
         form, attributes["hidden"] = MASKED, scores.hidden
-    return Attention(form, attributes, forward, backward, inner)
+    return Attention(form, attributes, forward, backward)
 
 
 def _chooses(node: ir.Node, none: ir.Node, value: ir.Value) -> bool:
