@@ -17,7 +17,6 @@ from onnxpar.graph.plan import Plan
 from onnxpar.graph.seeds import Seeds
 from onnxpar.partition.partition import partition
 from onnxpar.partition.partitioned_model import PartitionedModel
-from onnxpar.propagation.propagate import propagate
 from onnxpar.propagation.state_layouts import propagate_with_states
 from onnxpar.search.decide import settled
 from onnxpar.search.workload import Workload
@@ -37,7 +36,7 @@ Analyse = Callable[[ir.Model, Symbols, Mapping[str, str] | None], Program]
 class _Half:
     """One of the two programs, with the part of its plan that is fixed."""
 
-    program: Program
+    workload: Workload
     seeds: Seeds
 
 
@@ -124,10 +123,10 @@ def partition_encoder_decoder(
         program = analyse(encoder, own["e"], None)
         second = _half(program, replace(strategy, symbols=own["e"]), own["e"])
         plans = _plans(first, second, carried, supplied)
-    parted = partition(first.program, plans[0])
+    parted = partition(first.workload.program, plans[0])
     return (
         replace(parted, carried=carried, supplied=supplied),
-        partition(second.program, plans[1], name=ENCODER),
+        partition(second.workload.program, plans[1], name=ENCODER),
     )
 
 
@@ -143,8 +142,9 @@ def _names(dim: ir.SymbolicDim) -> Collection[str]:
 
 
 def _half(program: Program, strategy: Strategy, symbols: Symbols) -> _Half:
-    strategy = settled(strategy, Workload.inference(program), symbols)
-    return _Half(program, resolve(strategy, program))
+    workload = Workload.inference(program)
+    strategy = settled(strategy, workload, symbols)
+    return _Half(workload, resolve(strategy, program))
 
 
 def _plans(
@@ -158,8 +158,8 @@ def _plans(
     Of two layouts, it is the one that shards the tensor more, so neither program holds more than it
     needs.
     """
-    taking = propagate_with_states(decoder.program, decoder.seeds, carried)
-    making = propagate(encoder.program, encoder.seeds)
+    taking = propagate_with_states(decoder.workload.plan, decoder.seeds, carried)
+    making = encoder.workload.plan(encoder.seeds)
     inputs, outputs = dict(decoder.seeds.inputs), dict(encoder.seeds.outputs)
     held = set(decoder.seeds.held)
     for pair in supplied:
@@ -176,8 +176,8 @@ def _plans(
     # A preset may hold all inputs as they come, so `held` does not show what has changed.
     if inputs != decoder.seeds.inputs or outputs != encoder.seeds.outputs:
         seeds = replace(decoder.seeds, inputs=inputs, held=frozenset(held))
-        taking = propagate_with_states(decoder.program, seeds, carried)
-        making = propagate(encoder.program, replace(encoder.seeds, outputs=outputs))
+        taking = propagate_with_states(decoder.workload.plan, seeds, carried)
+        making = encoder.workload.plan(replace(encoder.seeds, outputs=outputs))
     return taking, making
 
 

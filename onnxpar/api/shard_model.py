@@ -1,7 +1,8 @@
 """From a model to a directory: reads, plans, partitions, writes, in this order."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -16,7 +17,7 @@ from onnxpar.core.symbols import Symbol
 from onnxpar.emit import check_target, write
 from onnxpar.emit.rank_graph import emit_rank
 from onnxpar.emit.training_entry import training_entry
-from onnxpar.facts.carried_states import CarriedState, carried_states
+from onnxpar.facts.carried_states import carried_states
 from onnxpar.facts.program import Program
 from onnxpar.frontend.fused_weights import divide_fused_weights
 from onnxpar.frontend.given_model import GivenModel
@@ -76,25 +77,17 @@ def analyse(
     return divide_fused_weights(Program.of(model, env, registry))
 
 
-def propagate_and_partition(
-    program: Program,
-    seeds: Seeds,
-    states: Sequence[CarriedState] = (),
-    fixed: Collection[str] = (),
-) -> PartitionedModel:
+def propagate_and_partition(program: Program, seeds: Seeds) -> PartitionedModel:
     """Fills in what seeds leave open, and partitions the program.
 
     Args:
         program: The program.
         seeds: The part of the plan that the user fixed.
-        states: The states of a forward program; each gets one layout.
-        fixed: Inputs whose layout the user fixed.
 
     Raises:
         ShardingError: A strategy does not fit its node.
     """
-    found = partition(program, propagate_with_states(program, seeds, states, fixed))
-    return replace(found, carried=tuple(states))
+    return partition(program, propagate(program, seeds))
 
 
 def assign_virtual_stages(program: Program, staging: Staging) -> tuple[Program, Places]:
@@ -167,14 +160,18 @@ def partition_forward(
         OnnxparError: The strategy does not fit the model.
     """
     fixed = () if isinstance(strategy.dataset, str) else tuple(strategy.dataset)
-    strategy = settled(strategy, Workload.inference(program), symbols)
+    workload = Workload.inference(program)
+    strategy = settled(strategy, workload, symbols)
     carried = carried_states(program, states)
     if strategy.pipeline is None:
-        made = propagate_and_partition(program, resolve(strategy, program), carried, fixed)
-        return PartitionedForward((made,), strategy)
+        seeds = resolve(strategy, program)
+        plan = propagate_with_states(workload.plan, seeds, carried, fixed)
+        parted = replace(partition(program, plan), carried=carried)
+        return PartitionedForward((parted,), strategy)
     staging = Staging(strategy, strategy.pipeline)
     program, places = assign_virtual_stages(program, staging)
-    plan = propagate_with_states(program, resolve(strategy, program), carried, fixed)
+    seeds = resolve(strategy, program)
+    plan = propagate_with_states(partial(propagate, program), seeds, carried, fixed)
     places = staging.transfers(places, program, plan)
     parted = replace(partition(program, plan, places=places), carried=carried)
     split = staging.split(parted, places, "model")

@@ -1,18 +1,16 @@
 """Layouts of states: what a run leaves must be what the next one takes."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 from onnxpar.core.sharding import Component, Sharding
 from onnxpar.facts.carried_states import CarriedState
-from onnxpar.facts.program import Program
 from onnxpar.graph.plan import Plan
 from onnxpar.graph.seeds import Seeds
-from onnxpar.propagation.propagate import propagate
 
 
 def propagate_with_states(
-    program: Program,
+    propagated: Callable[[Seeds], Plan],
     seeds: Seeds,
     states: Sequence[CarriedState] = (),
     fixed: Collection[str] = (),
@@ -22,16 +20,16 @@ def propagate_with_states(
     A layout that the user fixed is kept; otherwise the one that shards the state more.
 
     Args:
-        program: The program of one device.
+        propagated: Gives the plan of the program that follows from seeds.
         seeds: The part of the plan that the user, or a search, fixed. A search does not know what
             states are, and holds inputs as they come.
         states: The states of the program.
         fixed: Inputs whose layout the user fixed.
 
     Raises:
-        ShardingError: As `propagate`.
+        ShardingError: As `onnxpar.propagation.propagate.propagate`.
     """
-    plan = propagate(program, seeds)
+    plan = propagated(seeds)
     inputs, outputs = dict(seeds.inputs), dict(seeds.outputs)
     for state in states:
         taken, left = plan.inputs[state.input], plan.outputs[state.output]
@@ -44,7 +42,7 @@ def propagate_with_states(
     if inputs == seeds.inputs and outputs == seeds.outputs:
         return plan
     held = seeds.held | {state.input for state in states if state.output in outputs}
-    return propagate(program, replace(seeds, inputs=inputs, outputs=outputs, held=held))
+    return propagated(replace(seeds, inputs=inputs, outputs=outputs, held=held))
 
 
 def _atoms(sharding: Sharding) -> tuple[tuple[int, ...], ...]:

@@ -75,9 +75,15 @@ class Workload:
         )
 
     def plan(self, seeds: Seeds) -> Plan:
-        """Returns the plan that follows from seeds."""
-        found = None if self._short is None else self._short.plan(seeds)
-        return found or propagate(self.program, seeds, self.links, self._alike)
+        """Returns the plan that follows from seeds; the first one is kept, and given again."""
+        for known, plan in self._planned:
+            if known == seeds:
+                return plan
+        short = None if self._short is None else self._short.plan(seeds)
+        found = short or propagate(self.program, seeds, self.links, self._alike)
+        if not self._planned:
+            self._planned.append((seeds, found))
+        return found
 
     @cached_property
     def batch(self) -> frozenset[str]:
@@ -113,6 +119,10 @@ class Workload:
     def weightless(self) -> frozenset[str]:
         """The nodes that each stage computes again in its backward (see `weightless_nodes`)."""
         return weightless_nodes(self.program)
+
+    @cached_property
+    def _planned(self) -> list[tuple[Seeds, Plan]]:
+        return []
 
     @cached_property
     def _alike(self) -> Alike:
