@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import onnx_ir as ir
 
 from onnxpar.graph.body_captures import read_by
-from onnxpar.graph.builder import DOMAIN
+from onnxpar.graph.builder import DOMAIN, GENERATED
 from onnxpar.graph.local_builder import PLACE, LocalBuilder
 from onnxpar.ops.attention.recognise import Attention, FusedNodes, find_attentions
 from onnxpar.ops.function import Function
@@ -72,7 +72,8 @@ class _Fusion:
                 continue
             for (part, function), place in zip(parts, places, strict=True):
                 assert place is not None
-                new[place].append(self._node(part, function, attention.attributes))
+                node = self._node(part, function, attention.attributes)
+                new[place] += [self._inverse(node), node] if attention.inverted else [node]
                 gone.update(part.nodes)
         nodes = []
         for index, node in enumerate(self.builder.nodes):
@@ -116,6 +117,19 @@ class _Fusion:
         )
         node.metadata_props.update(old.metadata_props)
         node.meta[PLACE] = old.meta[PLACE]
+        return node
+
+    def _inverse(self, fused: ir.Node) -> ir.Node:
+        """A node that inverts the mask of a new node, which then reads its result."""
+        mask = fused.inputs[-1]
+        assert mask is not None
+        name = self.builder.node_names.fresh(f"{fused.name}/seen")
+        seen = ir.Value(name=self.builder.fresh(f"{name}{GENERATED}"))
+        self.builder.declare(seen, ir.DataType.BOOL, self.builder.shapes.get(mask))
+        fused.replace_input_with(len(fused.inputs) - 1, seen)
+        node = ir.Node("", "Not", [mask], outputs=[seen], name=name)
+        node.metadata_props.update(fused.metadata_props)
+        node.meta[PLACE] = fused.meta[PLACE]
         return node
 
     def _renew(self, value: ir.Value | None) -> ir.Value:

@@ -25,6 +25,10 @@ FORMS = {
         "none = IsNaN(soft)  shares = Where(none, zero, soft)",
     ),
     "masked": ("scaled = Mul(product, scale)  scores = Where(seen, scaled, lowest)", ""),
+    "filled": (
+        "scaled = Mul(product, scale)  unseen = Not(seen)  scores = Where(unseen, lowest, scaled)",
+        "",
+    ),
     "replaced": ("scaled = Mul(product, scale)  scores = Where(seen, scaled, half)", ""),
 }
 MODEL = """<ir_version: 10, opset_import: ["": 20]>
@@ -86,7 +90,7 @@ def trained(directory: Path, seqs: tuple[int, ...]) -> tuple[list[float], dict[s
         return losses, {n: group.gather(n) for n in ("wq", "wk", "wv", "wo")}
 
 
-PREFIX = {"safe": "Safe", "masked": "Masked", "replaced": "Masked"}
+PREFIX = {"safe": "Safe", "masked": "Masked", "filled": "Masked", "replaced": "Masked"}
 
 
 CASES = [(form, strategy) for form in FORMS for strategy in ("dp=1", "dp=2", "tp=2")]

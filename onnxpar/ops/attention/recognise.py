@@ -49,12 +49,15 @@ class Attention:
             mask (None: zero is added); None if nothing reads the result, as where it is recomputed.
         backward: The nodes of the gradient, with dy before these operands, and the results dq, dkt
             and dv; None without a gradient.
+        inverted: Whether the mask among the operands is true where a score is hidden, which is the
+            opposite of the new nodes' mask.
     """
 
     form: Form
     attributes: Mapping[str, float]
     forward: FusedNodes | None
     backward: FusedNodes | None
+    inverted: bool = False
 
 
 def find_attentions(
@@ -133,6 +136,7 @@ class _Scores:
         scale: The factor.
         mask: What is added, or which scores are left, if there is something.
         hidden: What replaces the others; None if the mask is added.
+        inverted: Whether the mask is true for the others.
     """
 
     nodes: tuple[ir.Node, ...]
@@ -142,17 +146,20 @@ class _Scores:
     scale: float
     mask: ir.Value | None = None
     hidden: float | None = None
+    inverted: bool = False
 
 
 def _scores(softmax: ir.Node, graph: _Graph) -> _Scores | None:
     value = softmax.inputs[0]
     last = graph.maker(value)
-    hidden: float | None = None
+    hidden, inverted = None, False
     found: list[tuple[ir.Value | None, ir.Value | None]] = [(value, None)]
     if _is(last, "Add"):
         found = [(last.inputs[0], last.inputs[1]), (last.inputs[1], last.inputs[0])]
     elif _is(last, "Where"):
-        found, hidden = [(last.inputs[1], last.inputs[0])], _number(last.inputs[2])
+        inverted = _number(last.inputs[1]) is not None
+        kept, other = _branches(last, inverted)
+        found, hidden = [(kept, last.inputs[0])], _number(other)
         if hidden is None:
             return None
     for product, mask in found:
@@ -160,8 +167,15 @@ def _scores(softmax: ir.Node, graph: _Graph) -> _Scores | None:
         if scores is not None and mask is None:
             return scores
         if scores is not None and last is not None and _shape(product) == _shape(value):
-            return replace(scores, nodes=(*scores.nodes, last), mask=mask, hidden=hidden)
+            nodes = (*scores.nodes, last)
+            return replace(scores, nodes=nodes, mask=mask, hidden=hidden, inverted=inverted)
     return None
+
+
+def _branches(where: ir.Node, inverted: bool) -> tuple[ir.Value | None, ir.Value | None]:
+    """What a Where takes where its test is true, and where it is false; or the other way round."""
+    _, true, false = where.inputs
+    return (false, true) if inverted else (true, false)
 
 
 def _scaled(value: ir.Value | None, graph: _Graph) -> _Scores | None:
@@ -235,7 +249,7 @@ def _attention(softmax: ir.Node, graph: _Graph) -> Attention | None:
     form = BIASED if none is None else SAFE
     if scores.hidden is not None:
         form, attributes["hidden"] = MASKED, scores.hidden
-    return Attention(form, attributes, forward, backward)
+    return Attention(form, attributes, forward, backward, scores.inverted)
 
 
 def _chooses(node: ir.Node, none: ir.Node, value: ir.Value) -> bool:
@@ -275,7 +289,7 @@ def _backward(
         if forward is None:
             continue
         reading = graph.readers(slopes)
-        if len(reading) != 1 or not _is_gradient(reading[0], forward, slopes):
+        if len(reading) != 1 or not _is_gradient(reading[0], forward, slopes, scores.inverted):
             return None
         after = reading[0]
         nodes.append(after)
@@ -300,11 +314,11 @@ def _backward(
     return FusedNodes(tuple(nodes), inputs, outputs)
 
 
-def _is_gradient(after: ir.Node, forward: ir.Node, slopes: ir.Value) -> bool:
+def _is_gradient(after: ir.Node, forward: ir.Node, slopes: ir.Value, inverted: bool) -> bool:
     """Whether a node of the same operator computes the gradient of another one, from `slopes`."""
     if not _is(after, forward.op_type):
         return False
     if forward.op_type == "Where":
-        test, kept, zero = after.inputs
-        return test is forward.inputs[0] and kept is slopes and _number(zero) == 0.0
+        kept, zero = _branches(after, inverted)
+        return after.inputs[0] is forward.inputs[0] and kept is slopes and _number(zero) == 0.0
     return after.inputs[0] is slopes and after.inputs[1] is forward.inputs[1]
