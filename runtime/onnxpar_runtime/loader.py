@@ -13,6 +13,7 @@ from onnxpar_runtime.collectives import Rank
 from onnxpar_runtime.cuda import CudaError, Queue
 from onnxpar_runtime.devices import CUDA, NCCL, Device, placed
 from onnxpar_runtime.errors import DirectoryError, LaunchError, RankError, first_line
+from onnxpar_runtime.exposed_graph import read_graph
 from onnxpar_runtime.memory import LiveBytes
 from onnxpar_runtime.nonfinite import Watch
 from onnxpar_runtime.options import (
@@ -23,10 +24,13 @@ from onnxpar_runtime.options import (
     threads_per_rank,
 )
 from onnxpar_runtime.tracing import operators
+from onnxpar_runtime.wanted_operators import want_operators
 
 Array = NDArray[Any]
 _GRAPHS = "cuda.enable_cuda_graph"
 _WEIGHTS_FOLDER = "session.model_external_initializers_file_folder_path"
+# Bytes. To read a larger graph takes as long as to register operators that it does not need.
+_SMALL = 1 << 18
 _INITIALIZERS = "session.use_device_allocator_for_initializers"
 # The CPU kernel of Gemm is slow with a transposed first operand, so graphs have copies of these.
 _DISABLED, _SLOWER_ON_CPUS = "optimization.disable_specified_optimizers", "GemmTransposeFusion"
@@ -117,6 +121,8 @@ class Loader:
         world = self.rank.world
         threads = threads_per_rank(world.size, len(world.local_ranks))
         options = session_options(self._pairs, threads)
+        if model is not None or (path.is_file() and path.stat().st_size <= _SMALL):
+            want_operators(options, model or read_graph(path))
         self.rank.register(options, self._dialect)
         register_libraries(options, self._custom_ops)
         wanted: list[Any] = [CPU]

@@ -15,6 +15,7 @@ from onnxpar.ops.function import VERSION
 from onnxpar.ops.old_node import OPSET
 from onnxpar.ops.table import REGISTRY
 from onnxpar_runtime.library import custom_op_library
+from onnxpar_runtime.wanted_operators import want_operators
 from tests.lockstep import evaluator
 
 FUNCTIONS = {d.op_type: d.function for d in REGISTRY.defs if d.function is not None}
@@ -153,6 +154,7 @@ def run(proto: onnx.ModelProto, arrays: list[Array], *, kernel: bool) -> list[Ar
     options.intra_op_num_threads = 1
     options.log_severity_level = 3
     if kernel:
+        want_operators(options, proto)
         options.register_custom_ops_library(str(custom_op_library()))
     session = onnxruntime.InferenceSession(
         proto.SerializeToString(), options, providers=["CPUExecutionProvider"]

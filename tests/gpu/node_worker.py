@@ -20,6 +20,7 @@ from onnxpar.ops.table import REGISTRY
 from onnxpar_runtime.collectives import Rank, World
 from onnxpar_runtime.cuda import Queue
 from onnxpar_runtime.options import cuda_options
+from onnxpar_runtime.wanted_operators import want_operators
 from tests.runtime.kernels.one_node import Attribute, model_of
 
 STANDARD = {d.op_type: d.device_function for d in REGISTRY.defs if d.device_function is not None}
@@ -66,6 +67,7 @@ def _run(
     if queue is not None:
         provider = cuda_options(queue.index, queue.stream.value or 0, {})
         options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
+    want_operators(options, model)
     rank.register(options)
     session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=[provider])
     names = [output.name for output in session.get_outputs()]

@@ -7,6 +7,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+import onnx
 import pytest
 from numpy.typing import NDArray
 
@@ -257,11 +258,21 @@ def broken_graph(directory: Path) -> Path:
     return directory
 
 
+def unknown_operator(directory: Path) -> Path:
+    path = directory / "rank0001.model.onnx"
+    model = onnx.load(path, load_external_data=False)
+    node = model.graph.node[0]
+    node.op_type = "X" * len(node.op_type)  # the manifest has the size of the file
+    onnx.save(model, path)
+    return directory
+
+
 @pytest.mark.parametrize(
     ("damage", "kind", "message"),
     [
         (without_input, DirectoryError, r"outputs \['z'\] are not in the graph"),
-        (broken_graph, OnnxparRuntimeError, "rank0001.model.onnx: onnxruntime cannot load it"),
+        (broken_graph, OnnxparRuntimeError, "rank0001.model.onnx: cannot be read"),
+        (unknown_operator, OnnxparRuntimeError, "rank0001.model.onnx: onnxruntime cannot load it"),
     ],
 )
 def test_graphs_that_do_not_fit(

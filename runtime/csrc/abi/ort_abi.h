@@ -76,6 +76,8 @@ inline constexpr int kAttrString = 5;
   X(177, unregister_allocator, Status* (*)(Env*, const MemoryInfo*))                            \
   X(193, gpu_stream, Status* (*)(const KernelContext*, void**))                                 \
   X(231, info_output_count, Status* (*)(const KernelInfo*, size_t*))                            \
+  X(237, has_entry, Status* (*)(const SessionOptions*, const char*, int*))                      \
+  X(238, entry, Status* (*)(const SessionOptions*, const char*, char*, size_t*))                \
   X(244, node_name, Status* (*)(const KernelInfo*, char*, size_t*))                             \
   X(267, shape_input_count, Status* (*)(const ShapeContext*, size_t*))                          \
   X(268, shape_input, Status* (*)(const ShapeContext*, size_t, TensorInfo**))                   \

@@ -2,7 +2,10 @@
 
 #include <map>
 #include <mutex>
+#include <set>
+#include <sstream>
 #include <stdexcept>
+#include <string>
 #include <tuple>
 
 #include "collective/dialects.h"
@@ -148,8 +151,29 @@ const CustomOp& kept_op(const Operator& of, RankContext* rank, bool on_device) {
   return kept->emplace(key, make_op(of, std::get<1>(key), on_device)).first->second;
 }
 
+// The operators' names in the entry `onnxpar.operators` of the options, separated by commas. Null without
+// this entry, for all operators. onnxruntime builds the schemas of all registered operators for each
+// session, so a session of a small graph takes much longer with all of them than with those it needs.
+std::unique_ptr<std::set<std::string>> wanted_operators(const ort::SessionOptions* options) {
+  constexpr const char* kEntry = "onnxpar.operators";
+  int found = 0;
+  check(api().has_entry(options, kEntry, &found));
+  if (!found) return nullptr;
+  size_t size = 0;
+  check(api().entry(options, kEntry, nullptr, &size));
+  std::string names(size, '\0');
+  check(api().entry(options, kEntry, names.data(), &size));
+  names.resize(size - 1);  // without the 0 at the end
+  auto wanted = std::make_unique<std::set<std::string>>();
+  std::istringstream rest(names);
+  for (std::string name; std::getline(rest, name, ',');) wanted->insert(name);
+  return wanted;
+}
+
+// `wanted` are the names of the operators to add, null for all.
 ort::Status* add_domain(ort::SessionOptions* options, const char* name,
-                        const std::vector<const std::vector<Operator>*>& all, RankContext* rank) {
+                        const std::vector<const std::vector<Operator>*>& all, RankContext* rank,
+                        const std::set<std::string>* wanted) {
   ort::CustomOpDomain* domain = nullptr;
   if (ort::Status* status = api().create_domain(name, &domain)) return status;
   // A rank with a GPU has both kernels: onnxruntime runs arithmetic of shapes on the CPU.
@@ -157,6 +181,7 @@ ort::Status* add_domain(ort::SessionOptions* options, const char* name,
   for (const auto* operators : all) {
     for (const Operator& of : *operators) {
       if (of.needs_no_gpu && has_gpu) continue;
+      if (wanted != nullptr && wanted->count(of.name) == 0) continue;
       for (bool on_device : {false, true}) {
         if (on_device ? of.needs_no_gpu || (of.needs_gpu && !has_gpu) : !of.on_host) continue;
         if (ort::Status* status = api().domain_add(domain, &kept_op(of, rank, on_device))) {
@@ -172,11 +197,12 @@ ort::Status* add_domain(ort::SessionOptions* options, const char* name,
 
 ort::Status* register_ops(ort::SessionOptions* options, RankContext* rank,
                           const std::string& dialect) {
-  ort::Status* status =
-      add_domain(options, "onnxpar", {&collective_operators(), &fused_operators()}, rank);
+  const auto wanted = wanted_operators(options);
+  ort::Status* status = add_domain(
+      options, "onnxpar", {&collective_operators(), &fused_operators()}, rank, wanted.get());
   if (status != nullptr || dialect.empty()) return status;
-  if (dialect == "tensorrt") return add_domain(options, "", {&tensorrt_operators()}, rank);
-  return add_domain(options, "com.microsoft", {&microsoft_operators()}, rank);
+  if (dialect == "tensorrt") return add_domain(options, "", {&tensorrt_operators()}, rank, nullptr);
+  return add_domain(options, "com.microsoft", {&microsoft_operators()}, rank, nullptr);
 }
 
 }  // namespace onnxpar

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from onnxpar_runtime.collectives import World
 from onnxpar_runtime.options import register_libraries
 from onnxpar_runtime.tensors import to_host, to_ort
+from onnxpar_runtime.wanted_operators import want_operators
 
 Array = NDArray[Any]
 _FILE = "own.onnx"
@@ -52,6 +53,7 @@ class OwnNode:
         onnx.save(model, path)
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 4
+        want_operators(options, model)
         self._world = World.threads(1)
         self._world.rank(0).register(options)
         register_libraries(options, custom_ops)

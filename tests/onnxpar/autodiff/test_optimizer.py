@@ -26,6 +26,7 @@ from onnxpar.autodiff.optimizer import (
 from onnxpar.core.errors import ModelError
 from onnxpar.parameters.trainable import ParameterInfo
 from onnxpar_runtime.library import custom_op_library
+from onnxpar_runtime.wanted_operators import want_operators
 
 Array = NDArray[Any]
 FLOAT, DOUBLE = ir.DataType.FLOAT, ir.DataType.DOUBLE
@@ -91,6 +92,7 @@ class Machine:
         options.intra_op_num_threads = 1
         options.execution_order = onnxruntime.ExecutionOrder.PRIORITY_BASED
         if kernels:
+            want_operators(options, proto)
             options.register_custom_ops_library(str(custom_op_library()))
         self.session = onnxruntime.InferenceSession(
             proto.SerializeToString(), options, providers=["CPUExecutionProvider"]

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from onnxpar_runtime.collectives import Rank, World
 from onnxpar_runtime.tensors import to_host, to_ort
+from onnxpar_runtime.wanted_operators import want_operators
 
 T = TypeVar("T")
 Array = NDArray[Any]
@@ -97,6 +98,7 @@ def session(
     options.execution_order = onnxruntime.ExecutionOrder.PRIORITY_BASED
     options.intra_op_num_threads = 1
     options.log_severity_level = 4
+    want_operators(options, model)
     rank.register(options)
     settings = {"device_id": str(rank.index % DEVICES)} if ON_DEVICE else {}
     made = onnxruntime.InferenceSession(

@@ -9,6 +9,7 @@ import onnxruntime
 from onnx import helper
 
 from onnxpar_runtime.library import custom_op_library
+from onnxpar_runtime.wanted_operators import want_operators
 
 Array = np.ndarray
 Attribute = str | int | float | list[int]
@@ -32,6 +33,7 @@ def session(model: onnx.ModelProto, threads: int = 1) -> onnxruntime.InferenceSe
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     options.log_severity_level = 3
+    want_operators(options, model)
     options.register_custom_ops_library(str(custom_op_library()))
     return onnxruntime.InferenceSession(
         model.SerializeToString(), options, providers=["CPUExecutionProvider"]

@@ -8,6 +8,7 @@ import pytest
 
 from onnxpar_runtime.library import custom_op_library
 from onnxpar_runtime.tensors import to_ort
+from onnxpar_runtime.wanted_operators import want_operators
 
 SHAPES = [(2, 3), (16384 * 2 + 5,), (0,), ()]
 TYPES = {
@@ -23,6 +24,7 @@ def session_of(graph: str) -> onnxruntime.InferenceSession:
         f'<ir_version: 9, opset_import: ["": 21, "onnxpar": 1]> {graph}'
     )
     options = onnxruntime.SessionOptions()
+    want_operators(options, model)
     options.register_custom_ops_library(str(custom_op_library()))
     providers = ["CPUExecutionProvider"]
     return onnxruntime.InferenceSession(model.SerializeToString(), options, providers=providers)

@@ -1,11 +1,15 @@
 """How onnxruntime sees the kernels: functions of the same name, shapes, memory and errors."""
 
+from contextlib import nullcontext
+
 import numpy as np
 import onnxruntime
 import pytest
 from onnx import parser
 
 from onnxpar_runtime.collectives import World
+from onnxpar_runtime.library import custom_op_library
+from onnxpar_runtime.wanted_operators import want_operators
 from tests.runtime.kernels.one_node import Attribute, Run, model_of, session
 
 HEADER = '<ir_version: 10, opset_import: ["" : 21, "onnxpar" : 1]>\n'
@@ -43,6 +47,36 @@ def test_registered_with_a_rank() -> None:
             model.SerializeToString(), options, providers=["CPUExecutionProvider"]
         )
         assert made.run(None, {"i0": np.full(3, 2, np.float32)})[0] == 12
+
+
+def test_only_what_the_options_name() -> None:
+    model = model_of("SquareSum", [np.ones(3, np.float32)], [True], {})
+    for names in ("SquareSum", "ReluGrad,SquareSum,NoSuchOperator", "ReluGrad", ""):
+        options = onnxruntime.SessionOptions()
+        options.add_session_config_entry("onnxpar.operators", names)
+        options.register_custom_ops_library(str(custom_op_library()))
+        absent = pytest.raises(Exception, match=r"SquareSum.* is not a registered")
+        with nullcontext() if "SquareSum" in names.split(",") else absent:
+            onnxruntime.InferenceSession(
+                model.SerializeToString(), options, providers=["CPUExecutionProvider"]
+            )
+
+
+def test_operators_of_bodies_and_functions_are_wanted() -> None:
+    text = """
+    g (float[n] x, bool c) => (float[n] y) {
+      z = own.F (x)
+      y = If (c) <
+        then_branch = t () => (a) { a = onnxpar.ReluGrad (z, z) },
+        else_branch = e () => (b) { b = Neg (z) }
+      >
+    }
+    <domain: "own", opset_import: ["" : 21, "onnxpar" : 1]>
+    F (x) => (y) { y = onnxpar.TanhGrad (x, x) }"""
+    options = onnxruntime.SessionOptions()
+    want_operators(options, parser.parse_model(HEADER.replace("]>", ', "own" : 1]>') + text))
+    found = options.get_session_config_entry("onnxpar.operators")
+    assert found.split(",") == ["ReluGrad", "TanhGrad"]
 
 
 def test_inferred_shapes() -> None:
