@@ -14,9 +14,9 @@ pytestmark = pytest.mark.xdist_group("test_references")
 
 ROOT = Path(__file__).parents[1]
 TOPS = {"onnxpar": ROOT, "onnxpar_format": ROOT / "runtime", "onnxpar_runtime": ROOT / "runtime"}
-# Names of values and metadata in graphs, which begin as modules do.
+# Names of values and metadata in graphs, and of an option of sessions, which begin as modules do.
 VALUES = re.compile(
-    r"onnxpar\.(accumulate|annotation|captured|correct|grad|grad_norm|hyper|loss|loss_weight|micro|moment[12])\b"
+    r"onnxpar\.(accumulate|annotation|captured|correct|grad|grad_norm|hyper|loss|loss_weight|micro|moment[12]|operators)\b"
 )
 DOTTED = re.compile(r"`([a-z_]+(?:\.\w+)+)`")
 PATHS = re.compile(r"`((?:[\w-]+/)*[\w-]+\.(?:py|cc|h|md|json|txt|yaml))`")
