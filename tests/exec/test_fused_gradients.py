@@ -63,6 +63,7 @@ CASES: Mapping[str, tuple[str, Mapping[str, object], list[Array], int]] = {
     "sigmoid": ("SigmoidGrad", {}, [numbers(3, 5), 1 / (1 + np.exp(numbers(3, 5)))], 1),
     "gelu": ("GeluGrad", {}, [numbers(3, 5), 2 * numbers(3, 5)], 1),
     "gelu tanh": ("GeluTanhGrad", {}, [numbers(3, 5), 2 * numbers(3, 5)], 1),
+    "silu": ("SiluGrad", {}, [numbers(3, 5), 2 * numbers(3, 5)], 1),
     "softmax": ("SoftmaxGrad", {"axis": 2}, [numbers(3, 4, 5), softmax(2)], 1),
     "softmax before": ("SoftmaxGrad", {"axis": 1}, [numbers(3, 4, 5), softmax(1)], 1),
     "log softmax": ("LogSoftmaxGrad", {"axis": 1}, [numbers(5, 6), log_prob(5, 6)], 1),

@@ -100,8 +100,8 @@ IN_PLACE = (
     "Softplus", "Softsign", "Tanh", "ThresholdedRelu", "Trilu",
 )  # fmt: skip
 GRADIENTS = (
-    "GeluGrad", "GeluTanhGrad", "LogSoftmaxGrad", "ReluGrad", "SigmoidGrad", "SoftmaxGrad",
-    "TanhGrad",
+    "GeluGrad", "GeluTanhGrad", "LogSoftmaxGrad", "ReluGrad", "SigmoidGrad", "SiluGrad",
+    "SoftmaxGrad", "TanhGrad",
 )  # fmt: skip
 BIAS = f"float[{COLUMNS}] bias = {{{', '.join(['0.5'] * COLUMNS)}}}"
 BIASED = "b = Add(a, bias)"

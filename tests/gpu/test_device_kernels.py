@@ -129,7 +129,7 @@ def close(got: Array, want: Array, kind: str, error: Array | float) -> None:
 
 # One element, less than a pack, packs with a rest, and more than one block.
 SHAPES = [(), (0,), (1,), (3, 5), (257,), (3, 1025)]
-POINTWISE = ["ReluGrad", "TanhGrad", "SigmoidGrad", "GeluGrad", "GeluTanhGrad"]
+POINTWISE = ["ReluGrad", "TanhGrad", "SigmoidGrad", "GeluGrad", "GeluTanhGrad", "SiluGrad"]
 
 
 @every_type
@@ -146,8 +146,8 @@ def test_pointwise(both: Both, op: str, kind: str) -> None:
         close(got, want, kind, error * (slope if op in ("TanhGrad", "SigmoidGrad") else abs(dy)))
 
 
-@pytest.mark.parametrize("op", ["GeluGrad", "GeluTanhGrad"])
-def test_gelu_far_out(both: Both, op: str) -> None:
+@pytest.mark.parametrize("op", ["GeluGrad", "GeluTanhGrad", "SiluGrad"])
+def test_slopes_far_out(both: Both, op: str) -> None:
     x = np.array([-1e30, -1e4, -30, -9, -0.0, 9, 30, 1e4, 1e30, np.nan], np.float32)
     (want,), (got,) = both(op, np.ones_like(x), x)
     np.testing.assert_allclose(got, want, rtol=0, atol=2e-6)

@@ -15,6 +15,7 @@ from onnxpar.ops.fused.backward import (
     GELU_TANH_GRAD,
     RELU_GRAD,
     SIGMOID_GRAD,
+    SILU_GRAD,
     TANH_GRAD,
 )
 from onnxpar.ops.grad_node import Gradient, GradNode
@@ -314,8 +315,13 @@ def sub_gradient(node: GradNode) -> Cotangents:
 
 
 def mul_gradient(node: GradNode) -> Cotangents:
-    """dy·b and dy·a."""
+    """dy·b and dy·a. Of x·sigmoid x (SiLU), as exporters write it, both at once."""
     dy, factors = node.cotangent(), (node.input(0), node.input(1))
+    for i, x in enumerate(factors):
+        if _is_sigmoid_of(factors[1 - i], x):
+            both: list[ir.Value | None] = [None, None]
+            both[i] = node.fused(SILU_GRAD, dy, x) if node.wants(i) else None
+            return both
     if factors[0] is factors[1]:
         part = node.op("Mul", dy, factors[0])
         return [part, part]
@@ -323,6 +329,15 @@ def mul_gradient(node: GradNode) -> Cotangents:
         node.unbroadcast(node.op("Mul", dy, factors[1 - i]), i) if node.wants(i) else None
         for i in (0, 1)
     ]
+
+
+def _is_sigmoid_of(value: ir.Value, x: ir.Value) -> bool:
+    maker = value.producer()
+    return (
+        maker is not None
+        and (maker.op_type, maker.domain) == ("Sigmoid", "")
+        and maker.inputs[0] is x
+    )
 
 
 def div_gradient(node: GradNode) -> Cotangents:

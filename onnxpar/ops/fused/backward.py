@@ -121,6 +121,20 @@ GELU_TANH_GRAD = Function(f"""
     }}
 """)
 
+# Of x p, p = sigmoid x: dy p (1 + x q) (Elfwing et al., 2018). 1 - p would lose the digits of q.
+SILU_GRAD = Function(f"""
+    SiluGrad (dy, x) => (dx) {{
+        {_ONE}
+        p = Sigmoid(x)
+        opposite = Neg(x)
+        q = Sigmoid(opposite)
+        rise = Mul(x, q)
+        sum = Add(rise, one)
+        slope = Mul(p, sum)
+        dx = Mul(dy, slope)
+    }}
+""")
+
 _AXIS = """
     axis0 = Constant<value_int: int = @axis>()
     one_dim = Constant<value = int64[1] {-1}>()
@@ -281,7 +295,7 @@ DEFS = (
             memory=IN_PLACE,
             function=function,
         )
-        for function in (RELU_GRAD, TANH_GRAD, SIGMOID_GRAD, GELU_GRAD, GELU_TANH_GRAD)
+        for function in (RELU_GRAD, TANH_GRAD, SIGMOID_GRAD, GELU_GRAD, GELU_TANH_GRAD, SILU_GRAD)
     ),
     *(
         OpDef(

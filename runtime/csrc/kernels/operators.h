@@ -19,6 +19,7 @@
 //   SigmoidGrad(dy T, y T) -> dx T                                   dy y (1 - y)
 //   GeluGrad(dy T, x T) -> dx T
 //   GeluTanhGrad(dy T, x T) -> dx T                                  of Gelu's form with tanh
+//   SiluGrad(dy T, x T) -> dx T                                      of x sigmoid(x)
 //   SoftmaxGrad(dy T, y T; axis = -1) -> dx T                        y (dy - sum(dy y))
 //   LogSoftmaxGrad(dy T, y T; axis = -1) -> dx T                     dy - exp(y) sum(dy)
 //   LayerNormalizationGrad(dy T, x T, scale T, mean U, inv_std U; axis = -1)

@@ -12,6 +12,7 @@ constexpr Pointwise::Rule kTanh = ONNXPAR_RULE("y", tanh_grad);
 constexpr Pointwise::Rule kSigmoid = ONNXPAR_RULE("y", sigmoid_grad);
 constexpr Pointwise::Rule kGelu = ONNXPAR_RULE("x", gelu_grad);
 constexpr Pointwise::Rule kGeluTanh = ONNXPAR_RULE("x", gelu_tanh_grad);
+constexpr Pointwise::Rule kSilu = ONNXPAR_RULE("x", silu_grad);
 
 Operator gradient(const char* name, decltype(Operator::make) make) {
   return {name, {{}, {}}, {port_like(like<0>)}, in_place<0>, std::move(make)};
@@ -51,6 +52,7 @@ std::vector<Operator> pointwise_operators() {
           gradient("SigmoidGrad", fused<Pointwise>(kSigmoid)),
           gradient("GeluGrad", fused<Pointwise>(kGelu)),
           gradient("GeluTanhGrad", fused<Pointwise>(kGeluTanh)),
+          gradient("SiluGrad", fused<Pointwise>(kSilu)),
           {"SquareSum", {{kAny, ort::kVariadic}}, {port_like(wide_scalar)}, never_in_place,
            fused<SquareSum>()}};
 }

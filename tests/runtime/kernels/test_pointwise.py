@@ -35,12 +35,17 @@ def gelu_tanh(x: np.ndarray) -> np.ndarray:
     return 0.5 * (1 + np.tanh(u)) + 0.5 * x / np.cosh(u) ** 2 * ROOT * (1 + 3 * 0.044715 * x * x)
 
 
+def silu(x: np.ndarray) -> np.ndarray:
+    return (1 + x / (1 + np.exp(x))) / (1 + np.exp(-x))
+
+
 OPS = {
     "ReluGrad": relu,
     "TanhGrad": tanh,
     "SigmoidGrad": sigmoid,
     "GeluGrad": gelu,
     "GeluTanhGrad": gelu_tanh,
+    "SiluGrad": silu,
 }
 # The derivatives are at most 1.13, made of at most 10 roundings of numbers no greater than that
 # (2^-24 or 2^-53 each), of which the library promises a sum below 1e-6 in float32.
@@ -63,9 +68,9 @@ def test_gradient(run: Run, name: str, shape: tuple[int, ...], dtype: type[np.fl
     assert np.all(np.abs(dx - want) <= TOLERANCE[dtype] * np.abs(dy))
 
 
-@pytest.mark.parametrize("name", ["GeluGrad", "GeluTanhGrad"])
+@pytest.mark.parametrize("name", ["GeluGrad", "GeluTanhGrad", "SiluGrad"])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_gelu_everywhere(run: Run, name: str, dtype: type[np.floating]) -> None:
+def test_slopes_everywhere(run: Run, name: str, dtype: type[np.floating]) -> None:
     x = np.concatenate([np.linspace(-20, 20, 20001), [-1e30, -1e4, -0.0, 1e4, 1e30]]).astype(dtype)
     (dx,) = run(name, np.ones_like(x), x)
     with np.errstate(over="ignore", invalid="ignore"):

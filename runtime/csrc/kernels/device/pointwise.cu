@@ -74,6 +74,18 @@ struct GeluTanhGrad {
   }
 };
 
+// Of x p with p = 1 / (1 + exp(-x)). With q = 1 - p, computed without cancellation, the derivative
+// is p (1 + x q).
+struct SiluGrad {
+  __device__ Real operator()(Real d, Real x) const {
+    // Beyond 40 the derivative is 0 or 1 in either type.
+    const Real w = x > Real(40) ? Real(40) : (x < Real(-40) ? Real(-40) : x);
+    const Real power = exponential(w);
+    const Real q = Real(1) / (Real(1) + power);
+    return d * (power * q * (Real(1) + w * q));
+  }
+};
+
 }  // namespace
 
 extern "C" __global__ void relu_grad(Element* dx, const Element* dy, const Element* y, Index n) {
@@ -92,4 +104,7 @@ extern "C" __global__ void gelu_grad(Element* dx, const Element* dy, const Eleme
 extern "C" __global__ void gelu_tanh_grad(Element* dx, const Element* dy, const Element* y,
                                           Index n) {
   pointwise(dx, dy, y, n, GeluTanhGrad());
+}
+extern "C" __global__ void silu_grad(Element* dx, const Element* dy, const Element* y, Index n) {
+  pointwise(dx, dy, y, n, SiluGrad());
 }

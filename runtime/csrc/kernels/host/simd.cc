@@ -170,6 +170,19 @@ void gelu_tanh_grad(T* dx, const T* dy, const T* x, size_t n) {
   });
 }
 
+// Of x p with p = 1 / (1 + exp(-x)). With q = 1 - p, computed without cancellation, the derivative
+// is p (1 + x q).
+template <class T>
+void silu_grad(T* dx, const T* dy, const T* x, size_t n) {
+  pointwise(dx, dy, x, n, [](T d, T v) {
+    // Beyond 40 the derivative is 0 or 1 in either type.
+    const T w = v > T(40) ? T(40) : (v < T(-40) ? T(-40) : v);
+    const T power = exponential(w);
+    const T q = T(1) / (T(1) + power);
+    return d * (power * q * (T(1) + w * q));
+  });
+}
+
 // Sums are taken in blocks, so that their error does not grow with the length of a row: a float32
 // sum of 50,000 probabilities would lose 6 of its 24 bits.
 constexpr size_t kBlock = 256;
@@ -423,6 +436,7 @@ constexpr Loops<T> loops() {
           sigmoid_grad<T>,
           gelu_grad<T>,
           gelu_tanh_grad<T>,
+          silu_grad<T>,
           softmax_grad<T>,
           log_softmax_grad<T>,
           softmax_grad_columns<T>,

@@ -50,6 +50,7 @@ struct Loops {
   // Of x, not y. Error in float32 below 1e-6 |dy| (the derivative lies between -0.13 and 1.13).
   GradLoop<T> gelu_grad;
   GradLoop<T> gelu_tanh_grad;
+  GradLoop<T> silu_grad;
 
   // One row of a softmax or its logarithm.
   GradLoop<T> softmax_grad;

@@ -101,6 +101,10 @@ def several(nodes: str, torch: Torch | None, *shapes: str, **more: Any) -> GradC
     return GradCase(nodes, inputs, torch, **more)
 
 
+def silu_and_sigmoid(torch: Any, a: Any) -> Any:
+    return torch.nn.functional.silu(a) - a.sigmoid()
+
+
 @pytest.mark.parametrize(
     "case",
     [
@@ -115,6 +119,9 @@ def several(nodes: str, torch: Torch | None, *shapes: str, **more: Any) -> GradC
         several("y = Mul(a, b)", lambda torch, a, b: a * b, "6", "N,S,1"),
         several("y = Mul(a, b)", lambda torch, a, b: a * b, "6", "N,6", by=["a"]),
         several("y = Mul(a, a)", lambda torch, a: a * a, "N,6"),
+        several("s = Sigmoid(a) y = Mul(a, s)", lambda t, a: t.nn.functional.silu(a), "N,6"),
+        several("s = Sigmoid(a) m = Mul(s, a) y = Sub(m, s)", silu_and_sigmoid, "N,6"),
+        several("s = Sigmoid(a) y = Mul(s, b)", lambda torch, a, b: a.sigmoid() * b, "N,6", "N,6"),
         several("y = Div(a, b)", lambda torch, a, b: a / b, "N,6", "N,6"),
         several("y = Div(a, b)", lambda torch, a, b: a / b, "N,1", "6"),
         several("y = Div(a, b)", lambda torch, a, b: a / b, "5,6", "N,6", by=["a"]),
@@ -291,3 +298,11 @@ def test_partial_cotangent(first: str) -> None:
     case.check_program()
     case.check_differences()
     case.check_meshes()
+
+
+@pytest.mark.parametrize("nodes", ["s = Sigmoid(a) y = Mul(a, s)", "s = Sigmoid(a) y = Mul(s, a)"])
+def test_the_gradient_of_silu_is_one_node(nodes: str) -> None:
+    graph = several(nodes, None, "N,6").program.model.graph
+    kinds = [node.op_type for node in graph]
+    assert kinds.count("SiluGrad") == 1
+    assert "SigmoidGrad" not in kinds
