@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,7 @@ for number, default in (
 # them again and again takes a fifth of the time of the tests that transform models.
 gc.set_threshold(100_000, 20, 50)
 
+numbers = count()
 folders = tempfile.TemporaryDirectory(prefix="onnxpar-tests-")
 
 
@@ -37,9 +39,10 @@ def pytest_runtest_setup() -> None:
     """Gives the mpiruns of each test a folder of their own, and keeps PyTorch's table of functions.
 
     Tests that kill an mpirun leave its session directory, which is named after its PID: PIDs come
-    again within a run of all tests.
+    again within a run of all tests. mpirun makes the folder: few tests need one, and to remove the
+    empty folders of all others takes half a minute.
     """
-    os.environ[SESSIONS] = tempfile.mkdtemp(dir=folders.name)
+    os.environ[SESSIONS] = f"{folders.name}/{next(numbers)}"
     keep_if_loaded()
 
 
