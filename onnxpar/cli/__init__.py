@@ -80,7 +80,8 @@ def collect_rarely() -> None:
 
     A model is hundreds of thousands of objects that live as long as the process. To traverse them
     again and again takes a fifth of the time of `shard`. When Python ends, it traverses them three
-    more times, with those of all modules, which takes half a second: `gc.freeze` exempts them.
+    more times, with those of all modules, which takes half a second or more: `gc.freeze` exempts
+    them.
     """
     gc.set_threshold(1_000_000, 20, 50)
     atexit.register(gc.freeze)

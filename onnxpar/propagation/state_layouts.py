@@ -10,7 +10,7 @@ from onnxpar.graph.seeds import Seeds
 
 
 def propagate_with_states(
-    propagated: Callable[[Seeds], Plan],
+    plan_of: Callable[[Seeds], Plan],
     seeds: Seeds,
     states: Sequence[CarriedState] = (),
     fixed: Collection[str] = (),
@@ -20,7 +20,7 @@ def propagate_with_states(
     A layout that the user fixed is kept; otherwise the one that shards the state more.
 
     Args:
-        propagated: Gives the plan of the program that follows from seeds.
+        plan_of: Returns the plan of the program that follows from seeds.
         seeds: The part of the plan that the user, or a search, fixed. A search does not know what
             states are, and holds inputs as they come.
         states: The states of the program.
@@ -29,7 +29,7 @@ def propagate_with_states(
     Raises:
         ShardingError: As `onnxpar.propagation.propagate.propagate`.
     """
-    plan = propagated(seeds)
+    plan = plan_of(seeds)
     inputs, outputs = dict(seeds.inputs), dict(seeds.outputs)
     for state in states:
         taken, left = plan.inputs[state.input], plan.outputs[state.output]
@@ -42,7 +42,7 @@ def propagate_with_states(
     if inputs == seeds.inputs and outputs == seeds.outputs:
         return plan
     held = seeds.held | {state.input for state in states if state.output in outputs}
-    return propagated(replace(seeds, inputs=inputs, outputs=outputs, held=held))
+    return plan_of(replace(seeds, inputs=inputs, outputs=outputs, held=held))
 
 
 def _atoms(sharding: Sharding) -> tuple[tuple[int, ...], ...]:

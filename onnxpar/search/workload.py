@@ -1,7 +1,7 @@
 """What is planned: a program, and everything that the prices of its plans depend on."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import onnx_ir as ir
@@ -48,6 +48,9 @@ class Workload:
     moments: int
     forward: ir.Model
     parallel: OptimizerParallel = NOT_PARALLEL
+    _first: list[tuple[Seeds, Plan]] = field(
+        default_factory=list, init=False, repr=False, compare=False
+    )
 
     @staticmethod
     def inference(program: Program) -> "Workload":
@@ -75,14 +78,13 @@ class Workload:
         )
 
     def plan(self, seeds: Seeds) -> Plan:
-        """Returns the plan that follows from seeds; the first one is kept, and given again."""
-        for known, plan in self._planned:
-            if known == seeds:
-                return plan
+        """Returns the plan that follows from seeds. The first one is kept, for who asks again."""
+        if self._first and self._first[0][0] == seeds:
+            return self._first[0][1]
         short = None if self._short is None else self._short.plan(seeds)
         found = short or propagate(self.program, seeds, self.links, self._alike)
-        if not self._planned:
-            self._planned.append((seeds, found))
+        if not self._first:
+            self._first.append((seeds, found))
         return found
 
     @cached_property
@@ -119,10 +121,6 @@ class Workload:
     def weightless(self) -> frozenset[str]:
         """The nodes that each stage computes again in its backward (see `weightless_nodes`)."""
         return weightless_nodes(self.program)
-
-    @cached_property
-    def _planned(self) -> list[tuple[Seeds, Plan]]:
-        return []
 
     @cached_property
     def _alike(self) -> Alike:

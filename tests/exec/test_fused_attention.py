@@ -26,6 +26,10 @@ FORMS = {
     ),
     "masked": ("scaled = Mul(product, scale)  scores = Where(seen, scaled, lowest)", ""),
     "filled": (
+        "scaled = Mul(product, scale)  scores = Where(later, lowest, scaled)",
+        "",
+    ),
+    "filled where it is not": (
         "scaled = Mul(product, scale)  unseen = Not(seen)  scores = Where(unseen, lowest, scaled)",
         "",
     ),
@@ -42,6 +46,7 @@ g (float[batch, seq, 6] x, float[batch, seq] hidden) => (float[batch, seq, 6] y)
     size = Shape <start = 1, end = 2> (x)
     square = Concat <axis = 0> (size, size)
     ones = Expand (one, square)  lower = Trilu <upper = 0> (ones)  seen = Cast <to = 9> (lower)
+    later = Less (lower, one)
     causal = Where (seen, zero, inf)
     away = Greater (hidden, half)  away4 = Unsqueeze (away, outer)
     padding = Where (away4, inf, zero)
@@ -90,13 +95,14 @@ def trained(directory: Path, seqs: tuple[int, ...]) -> tuple[list[float], dict[s
         return losses, {n: group.gather(n) for n in ("wq", "wk", "wv", "wo")}
 
 
-PREFIX = {"safe": "Safe", "masked": "Masked", "filled": "Masked", "replaced": "Masked"}
+PREFIX = dict.fromkeys(FORMS, "") | {"safe": "Safe"}
+PREFIX |= dict.fromkeys(("masked", "filled", "filled where it is not", "replaced"), "Masked")
 
 
 CASES = [(form, strategy) for form in FORMS for strategy in ("dp=1", "dp=2", "tp=2")]
 # Recognition depends on the form alone, and so does the operator.
 QUICK = [(form, strategy) for form, strategy in CASES if strategy == "dp=1"]
-QUICK += [("bias", "tp=2"), ("safe", "dp=2"), ("masked", "tp=2")]
+QUICK += [("bias", "tp=2"), ("safe", "dp=2"), ("filled", "tp=2")]
 
 
 @pytest.mark.parametrize(("form", "strategy"), CASES if FULL else QUICK)
@@ -106,10 +112,12 @@ def test_it_trains_as_before(
     fused = shard(tmp_path / "fused", model(form), strategy, loss="mse")
     monkeypatch.setattr("onnxpar.partition.fuse_attention.find_attentions", lambda *_: iter(()))
     plain = shard(tmp_path / "plain", model(form), strategy, loss="mse")
-    name = f"{PREFIX.get(form, '')}ScaledDotProductAttention"
+    name = f"{PREFIX[form]}ScaledDotProductAttention"
     found = kinds(fused)
     assert (found[name], found[f"{name}Grad"], found["Softmax"]) == (1, 1, 0)
     assert kinds(plain)["Softmax"] == kinds(plain)["SoftmaxGrad"] == 1
+    # The operator's mask is the other way round, once for each direction.
+    assert found["Not"] == (2 if form == "filled" else 0)
     assert kinds(fused, "eval_model")["Softmax"] == 1
     seqs = (5, 40, 1)
     (losses, weights), (wanted, others) = trained(fused, seqs), trained(plain, seqs)

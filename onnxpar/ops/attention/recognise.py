@@ -49,8 +49,8 @@ class Attention:
             mask (None: zero is added); None if nothing reads the result, as where it is recomputed.
         backward: The nodes of the gradient, with dy before these operands, and the results dq, dkt
             and dv; None without a gradient.
-        inverted: Whether the mask among the operands is true where a score is hidden, which is the
-            opposite of the new nodes' mask.
+        inverted: Whether the mask among the operands is true where a score is hidden. The masks of
+            the new nodes are true where a score is seen.
     """
 
     form: Form
@@ -136,7 +136,7 @@ class _Scores:
         scale: The factor.
         mask: What is added, or which scores are left, if there is something.
         hidden: What replaces the others; None if the mask is added.
-        inverted: Whether the mask is true for the others.
+        inverted: Whether the mask is true for those that are replaced.
     """
 
     nodes: tuple[ir.Node, ...]
@@ -157,7 +157,7 @@ def _scores(softmax: ir.Node, graph: _Graph) -> _Scores | None:
     if _is(last, "Add"):
         found = [(last.inputs[0], last.inputs[1]), (last.inputs[1], last.inputs[0])]
     elif _is(last, "Where"):
-        inverted = _number(last.inputs[1]) is not None
+        inverted = _is_filled(last)
         kept, other = _branches(last, inverted)
         found, hidden = [(kept, last.inputs[0])], _number(other)
         if hidden is None:
@@ -167,13 +167,21 @@ def _scores(softmax: ir.Node, graph: _Graph) -> _Scores | None:
         if scores is not None and mask is None:
             return scores
         if scores is not None and last is not None and _shape(product) == _shape(value):
+            opposite = graph.maker(mask)
+            if inverted and _is(opposite, "Not"):
+                mask, inverted = opposite.inputs[0], False
             nodes = (*scores.nodes, last)
             return replace(scores, nodes=nodes, mask=mask, hidden=hidden, inverted=inverted)
     return None
 
 
+def _is_filled(where: ir.Node) -> bool:
+    """Whether a Where takes a number where its test is true, as `masked_fill` is written."""
+    return _number(where.inputs[1]) is not None
+
+
 def _branches(where: ir.Node, inverted: bool) -> tuple[ir.Value | None, ir.Value | None]:
-    """What a Where takes where its test is true, and where it is false; or the other way round."""
+    """The operand that a Where takes where a score is seen, and the other one."""
     _, true, false = where.inputs
     return (false, true) if inverted else (true, false)
 
@@ -289,7 +297,7 @@ def _backward(
         if forward is None:
             continue
         reading = graph.readers(slopes)
-        if len(reading) != 1 or not _is_gradient(reading[0], forward, slopes, scores.inverted):
+        if len(reading) != 1 or not _is_gradient(reading[0], forward, slopes):
             return None
         after = reading[0]
         nodes.append(after)
@@ -314,11 +322,11 @@ def _backward(
     return FusedNodes(tuple(nodes), inputs, outputs)
 
 
-def _is_gradient(after: ir.Node, forward: ir.Node, slopes: ir.Value, inverted: bool) -> bool:
+def _is_gradient(after: ir.Node, forward: ir.Node, slopes: ir.Value) -> bool:
     """Whether a node of the same operator computes the gradient of another one, from `slopes`."""
     if not _is(after, forward.op_type):
         return False
     if forward.op_type == "Where":
-        kept, zero = _branches(after, inverted)
+        kept, zero = _branches(after, _is_filled(forward))
         return after.inputs[0] is forward.inputs[0] and kept is slopes and _number(zero) == 0.0
     return after.inputs[0] is slopes and after.inputs[1] is forward.inputs[1]

@@ -256,6 +256,13 @@ def gelu(node: GradNode, dy: ir.Value) -> ir.Value:
 
 
 @unary
+def swish(node: GradNode, dy: ir.Value) -> ir.Value:
+    """dy·p·(1 + αx·(1 - p)), p = sigmoid αx."""
+    x, alpha = node.input(0), node.attr("alpha", 1.0)
+    return node.fused(SILU_GRAD, dy, x if alpha == 1 else _binary(node, "Mul", x, alpha))
+
+
+@unary
 def mish(node: GradNode, dy: ir.Value) -> ir.Value:
     """dy·(t + x·sigmoid(x)·(1 - t²)), t = tanh softplus x."""
     x = node.input(0)
@@ -315,12 +322,13 @@ def sub_gradient(node: GradNode) -> Cotangents:
 
 
 def mul_gradient(node: GradNode) -> Cotangents:
-    """dy·b and dy·a. Of x·sigmoid x (SiLU), as exporters write it, both at once."""
+    """dy·b and dy·a. Of x·sigmoid(αx), as exporters write SiLU and CLIP's Gelu, both at once."""
     dy, factors = node.cotangent(), (node.input(0), node.input(1))
     for i, x in enumerate(factors):
-        if _is_sigmoid_of(factors[1 - i], x):
+        steep = _in_sigmoid(node, factors[1 - i], x)
+        if steep is not None:
             both: list[ir.Value | None] = [None, None]
-            both[i] = node.fused(SILU_GRAD, dy, x) if node.wants(i) else None
+            both[i] = node.fused(SILU_GRAD, dy, steep) if node.wants(i) else None
             return both
     if factors[0] is factors[1]:
         part = node.op("Mul", dy, factors[0])
@@ -331,13 +339,21 @@ def mul_gradient(node: GradNode) -> Cotangents:
     ]
 
 
-def _is_sigmoid_of(value: ir.Value, x: ir.Value) -> bool:
+def _in_sigmoid(node: GradNode, value: ir.Value, x: ir.Value) -> ir.Value | None:
+    """The operand of the Sigmoid that makes a value, if it is x or x times a constant number."""
     maker = value.producer()
-    return (
-        maker is not None
-        and (maker.op_type, maker.domain) == ("Sigmoid", "")
-        and maker.inputs[0] is x
-    )
+    if maker is None or (maker.op_type, maker.domain) != ("Sigmoid", ""):
+        return None
+    found = maker.inputs[0]
+    if found is None or found is x:
+        return found
+    scaling = found.producer()
+    if scaling is None or (scaling.op_type, scaling.domain) != ("Mul", ""):
+        return None
+    rest = [v for v in scaling.inputs if v is not None and v is not x]
+    number = rest[0].const_value if len(rest) == 1 else None
+    scaled = number is not None and number.size == 1 and node.shape(found) == node.shape(x)
+    return found if scaled else None
 
 
 def div_gradient(node: GradNode) -> Cotangents:

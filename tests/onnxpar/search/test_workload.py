@@ -1,5 +1,7 @@
 """What decides changes no model."""
 
+from typing import Any
+
 import onnx
 import onnx_ir as ir
 import pytest
@@ -15,9 +17,13 @@ from onnxpar.core.symbols import Symbol
 from onnxpar.cost.optimizer_parallel import NOT_PARALLEL
 from onnxpar.facts.equalities import assumed_equalities
 from onnxpar.facts.index_ranges import demanded_ranges
+from onnxpar.facts.program import Program
+from onnxpar.graph.plan import Plan
+from onnxpar.graph.seeds import Seeds
 from onnxpar.parameters.recognise import read_parameters
 from onnxpar.partition.partition import partition
 from onnxpar.propagation.conflicts import conflicts
+from onnxpar.propagation.propagate import propagate
 from onnxpar.search.decide import settled
 from onnxpar.search.workload import Workload
 from onnxpar.strategy import load_strategy, resolve
@@ -59,3 +65,20 @@ def test_no_decision_changes_the_model(name: str, trains: bool, strategy: str) -
     demanded_ranges(program)
     partition(program, plan)
     assert (written(program.model), written(made.forward)) == before
+
+
+def test_a_preset_whose_parameter_axes_stay_is_planned_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    planned: list[Seeds] = []
+
+    def counted(program: Program, seeds: Seeds, *more: Any) -> Plan:
+        planned.append(seeds)
+        return propagate(program, seeds, *more)
+
+    monkeypatch.setattr("onnxpar.search.workload.propagate", counted)
+    made = workload("gpt", trains=False)
+    chosen = settled(load_strategy("tp=2", 2), made, SYMBOLS)
+    plan = made.plan(resolve(chosen, made.program))
+    assert len(planned) == 1
+    assert plan == propagate(made.program, planned[0])

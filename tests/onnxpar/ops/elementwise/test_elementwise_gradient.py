@@ -101,6 +101,16 @@ def several(nodes: str, torch: Torch | None, *shapes: str, **more: Any) -> GradC
     return GradCase(nodes, inputs, torch, **more)
 
 
+QUICK_GELU = """
+    f = Constant<value = double {1.702}>()  f_a = Mul(f, a)
+    s = Sigmoid(f_a)  y = Mul(a, s)
+"""
+
+
+def quick_gelu(torch: Any, a: Any) -> Any:
+    return a * (1.702 * a).sigmoid()
+
+
 def silu_and_sigmoid(torch: Any, a: Any) -> Any:
     return torch.nn.functional.silu(a) - a.sigmoid()
 
@@ -121,6 +131,7 @@ def silu_and_sigmoid(torch: Any, a: Any) -> Any:
         several("y = Mul(a, a)", lambda torch, a: a * a, "N,6"),
         several("s = Sigmoid(a) y = Mul(a, s)", lambda t, a: t.nn.functional.silu(a), "N,6"),
         several("s = Sigmoid(a) m = Mul(s, a) y = Sub(m, s)", silu_and_sigmoid, "N,6"),
+        several(QUICK_GELU, quick_gelu, "N,6"),
         several("s = Sigmoid(a) y = Mul(s, b)", lambda torch, a, b: a.sigmoid() * b, "N,6", "N,6"),
         several("y = Div(a, b)", lambda torch, a, b: a / b, "N,6", "N,6"),
         several("y = Div(a, b)", lambda torch, a, b: a / b, "N,1", "6"),
@@ -300,9 +311,18 @@ def test_partial_cotangent(first: str) -> None:
     case.check_meshes()
 
 
-@pytest.mark.parametrize("nodes", ["s = Sigmoid(a) y = Mul(a, s)", "s = Sigmoid(a) y = Mul(s, a)"])
+@pytest.mark.parametrize(
+    "nodes",
+    [
+        "s = Sigmoid(a) y = Mul(a, s)",
+        "s = Sigmoid(a) y = Mul(s, a)",
+        QUICK_GELU,
+        "y = Swish(a)",
+        "y = Swish<alpha = 0.5>(a)",
+    ],
+)
 def test_the_gradient_of_silu_is_one_node(nodes: str) -> None:
-    graph = several(nodes, None, "N,6").program.model.graph
+    graph = several(nodes, None, "N,6", opset=24).program.model.graph
     kinds = [node.op_type for node in graph]
     assert kinds.count("SiluGrad") == 1
     assert "SigmoidGrad" not in kinds
