@@ -15,6 +15,7 @@ from onnxpar.graph.body_captures import read_by
 from onnxpar.graph.builder import DOMAIN, GENERATED
 from onnxpar.graph.local_builder import PLACE, LocalBuilder
 from onnxpar.ops.attention.recognise import Attention, FusedNodes, find_attentions
+from onnxpar.ops.collective.barrier import is_barrier
 from onnxpar.ops.function import Function
 
 
@@ -57,6 +58,7 @@ class _Fusion:
         """Replaces both parts of each attention, or none; returns whether any was replaced."""
         new: dict[int, list[ir.Node]] = defaultdict(list)
         gone: set[ir.Node] = set()
+        awaited: dict[ir.Value, ir.Value] = {}
         for attention in found:
             parts = [
                 (part, function)
@@ -75,11 +77,20 @@ class _Fusion:
                 node = self._node(part, function, attention.attributes)
                 new[place] += [self._inverse(node), node] if attention.inverted else [node]
                 gone.update(part.nodes)
+                first = part.inputs[0]
+                assert first is not None
+                awaited |= {value: first for old in part.nodes for value in old.outputs}
         nodes = []
         for index, node in enumerate(self.builder.nodes):
             nodes += new[index]
             if node not in gone:
                 nodes.append(node)
+        for node in filter(is_barrier, nodes):
+            # What is recomputed behind it waits for the gradient, which still begins there.
+            for index, value in enumerate(node.inputs):
+                if value in awaited:
+                    first = awaited[value]
+                    node.replace_input_with(index, self.renewed.get(first, first))
         self.builder.nodes = nodes
         return bool(gone)
 

@@ -127,6 +127,26 @@ def test_it_trains_as_before(
         np.testing.assert_allclose(weight, others[key], rtol=0, atol=2e-5, err_msg=key)
 
 
+@pytest.mark.parametrize("form", ["masked", "filled"])
+def test_a_stage_that_computes_the_mask(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    """Without the operator, the stage computes the mask again for the backward."""
+    fused = shard(tmp_path / "fused", model(form), "pp=2", loss="mse")
+    monkeypatch.setattr("onnxpar.partition.fuse_attention.find_attentions", lambda *_: iter(()))
+    plain = shard(tmp_path / "plain", model(form), "pp=2", loss="mse")
+    name = "MaskedScaledDotProductAttention"
+    assert kinds(fused, "forward_model.0")[name] == kinds(plain, "forward_model.0")["Softmax"] == 1
+    found = kinds(fused, "backward_model.0")
+    assert (found[f"{name}Grad"], found["SoftmaxGrad"], found["Barrier"]) == (1, 0, 0)
+    assert kinds(plain, "backward_model.0")["Barrier"] == 1
+    (losses, weights), (wanted, others) = trained(fused, (5, 40)), trained(plain, (5, 40))
+    # As above.
+    np.testing.assert_allclose(losses, wanted, rtol=2e-5)
+    for key, weight in weights.items():
+        np.testing.assert_allclose(weight, others[key], rtol=0, atol=2e-5, err_msg=key)
+
+
 def test_heads_that_the_devices_do_not_divide(tmp_path: Path) -> None:
     """Two heads on three devices: one holds padding alone."""
     fused = shard(tmp_path / "fused", model("bias"), "tp=3", loss="mse")

@@ -14,7 +14,9 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxpar.graph.body_captures import read_by
+from onnxpar.graph.metadata_keys import RECOMPUTED_FROM
 from onnxpar.ops.attention.fused import BIASED, MASKED, SAFE, Form
+from onnxpar.ops.collective.barrier import is_barrier
 from onnxpar.ops.contrib_schemas import MICROSOFT
 
 LEAST_KEYS = 128
@@ -89,8 +91,11 @@ class _Graph:
         self._nodes, self._kept = set(nodes), set(kept)
         self._readers: dict[ir.Value, list[ir.Node]] = defaultdict(list)
         for node in nodes:
-            for value in dict.fromkeys(read_by(node)):
-                self._readers[value].append(node)
+            # For its further operands, a Barrier only waits.
+            read = node.inputs[:1] if is_barrier(node) else read_by(node)
+            for value in dict.fromkeys(read):
+                if value is not None:
+                    self._readers[value].append(node)
 
     def readers(self, value: ir.Value) -> list[ir.Node]:
         """The nodes that read a value."""
@@ -322,11 +327,22 @@ def _backward(
     return FusedNodes(tuple(nodes), inputs, outputs)
 
 
+def _is_same(value: ir.Value | None, original: ir.Value | None) -> bool:
+    """Whether a value is another one, or what a recomputed copy of its node makes."""
+    if value is None or original is None or value is original:
+        return value is original
+    copy, node = value.producer(), original.producer()
+    if copy is None or node is None or value.index() != original.index():
+        return False
+    return copy.metadata_props.get(RECOMPUTED_FROM) == node.name
+
+
 def _is_gradient(after: ir.Node, forward: ir.Node, slopes: ir.Value) -> bool:
     """Whether a node of the same operator computes the gradient of another one, from `slopes`."""
     if not _is(after, forward.op_type):
         return False
     if forward.op_type == "Where":
         kept, zero = _branches(after, _is_filled(forward))
-        return after.inputs[0] is forward.inputs[0] and kept is slopes and _number(zero) == 0.0
+        same = _is_same(after.inputs[0], forward.inputs[0])
+        return same and kept is slopes and _number(zero) == 0.0
     return after.inputs[0] is slopes and after.inputs[1] is forward.inputs[1]
