@@ -145,9 +145,10 @@ def test_a_run_that_cannot_go_on_ends(
             "    yield GOOD\n",
             "onnxpar: error: r1 | --data stream_of_mine:f: this code failed:",
         ),
-        (
+        pytest.param(
             "def f():\n    yield GOOD\n    raise ValueError('a mistake of mine')\n",
             "onnxpar: error: --data stream_of_mine:f: this code failed:",
+            marks=pytest.mark.full,
         ),
         (
             "def f(batch_size):\n    yield GOOD\n    np.zeros(batch_size + 'a mistake of mine')\n",

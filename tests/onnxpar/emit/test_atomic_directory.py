@@ -209,7 +209,9 @@ write([two_layers(MESH)], out, model_name="net")
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.full)]
+)
 def test_an_interrupted_run_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
     process = child(SLOW, tmp_path)
     assert process.stdout is not None

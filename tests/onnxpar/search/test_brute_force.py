@@ -21,7 +21,7 @@ from onnxpar.search.workload import Workload
 from tests.onnxpar.search.every_strategy import Case, Setting, random_machine, random_mesh
 from tests.onnxpar.search.small_networks import network
 from tests.random_programs import program
-from tests.tiers import FULL
+from tests.tiers import FULL, covering
 
 SEED = int(os.environ.get("ONNXPAR_FUZZ_SEED", "0"))
 CASES = 200 if FULL else 20
@@ -70,8 +70,9 @@ def _everything_weighs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.timeout(1200 if FULL else 120)
-@pytest.mark.parametrize("entries", [eliminate.EASY_ENTRIES, 16])
-@pytest.mark.parametrize("case_of", [forward, training])
+@pytest.mark.parametrize(
+    ("entries", "case_of"), covering([eliminate.EASY_ENTRIES, 16], [forward, training])
+)
 def test_nothing_is_better_than_what_is_found(
     monkeypatch: pytest.MonkeyPatch, entries: int, case_of: Callable[[int], Case]
 ) -> None:
