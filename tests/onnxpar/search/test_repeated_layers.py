@@ -79,7 +79,10 @@ def completed(problem: Problem, nodes: Sequence[int]) -> list[int]:
     return choice
 
 
-@pytest.mark.parametrize(("trained", "one"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize(
+    ("trained", "one"),
+    [(False, False), pytest.param(True, False, marks=pytest.mark.full), (True, True)],
+)
 def test_a_choice_of_the_smaller_problem_costs_the_same_in_the_complete_one(
     gpt: Callable[[int], Program], trained: bool, one: bool
 ) -> None:
