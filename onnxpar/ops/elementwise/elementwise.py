@@ -318,7 +318,7 @@ DEFS = (
     ),
     _op("Sum", 6, grad.sum_gradient, _sum_rule, zero=True, broadcasts=True, values=SUM),
     OpDef("", "Shrink", 9, _shrink_rule, gradient=BY_BODY, body=_shrink_body, memory=IN_PLACE),
-    _op("Swish", 24, grad.swish, _rule(), zero=True, precision=FOLLOWS),
+    OpDef("", "Swish", 24, _rule(), gradient=BY_BODY, keeps_zero=True, precision=FOLLOWS),
     OpDef(
         "",
         "Mean",

@@ -256,13 +256,6 @@ def gelu(node: GradNode, dy: ir.Value) -> ir.Value:
 
 
 @unary
-def swish(node: GradNode, dy: ir.Value) -> ir.Value:
-    """dy·p·(1 + αx·(1 - p)), p = sigmoid αx."""
-    x, alpha = node.input(0), node.attr("alpha", 1.0)
-    return node.fused(SILU_GRAD, dy, x if alpha == 1 else _binary(node, "Mul", x, alpha))
-
-
-@unary
 def mish(node: GradNode, dy: ir.Value) -> ir.Value:
     """dy·(t + x·sigmoid(x)·(1 - t²)), t = tanh softplus x."""
     x = node.input(0)
