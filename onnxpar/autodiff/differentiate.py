@@ -346,9 +346,8 @@ class _Backward:
         self.builder.metadata = {GRADIENT_OF: node.name or "", **stage_entry(node)}
         cotangents = tuple(self.total(out) for out in node.outputs)
         view = NodeView(node, self.builder.env, self.builder.opset)
-        grad = GradNode(
-            view, self.builder, cotangents, wanted, _Inner(self.registry, self.opsets, self.what)
-        )
+        inner = _Inner(self.registry, self.opsets, self.what)
+        grad = GradNode(view, self.builder, cotangents, wanted, self.varying, inner)
         results = list(gradient(grad))
         for index in sorted(wanted):
             value, made = node.inputs[index], results[index] if index < len(results) else None

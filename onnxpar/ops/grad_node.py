@@ -7,7 +7,7 @@ of y). It may read the node's operands and results, ask for further outputs of t
 are partitioned later, like all others.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -63,11 +63,13 @@ class GradNode(EmittedNode[GlobalBuilder]):
         cotangents: Cotangent of each output, with its shape and dtype; None if the loss does not
             depend on that output.
         wanted: Indices of the operands whose cotangent is needed; others may be omitted.
+        varying: The values of the node's graph that depend on what is differentiated by.
         inner: Differentiates bodies.
     """
 
     cotangents: tuple[ir.Value | None, ...]
     wanted: frozenset[int]
+    varying: Collection[ir.Value]
     inner: InnerGradients
 
     # -- the node --------------------------------------------------------------------------------

@@ -333,20 +333,24 @@ def mul_gradient(node: GradNode) -> Cotangents:
 
 
 def _in_sigmoid(node: GradNode, value: ir.Value, x: ir.Value) -> ir.Value | None:
-    """The operand of the Sigmoid that makes a value, if it is x or x times a constant number."""
+    """The operand of the Sigmoid that makes a value, if it is x, or x times what does not vary."""
+    steep = _operands(node, value, "Sigmoid")
+    if len(steep) != 1 or steep[0] is x:
+        return steep[0] if steep else None
+    factors = _operands(node, steep[0], "Mul")
+    others = [factor for factor in factors if factor is not x]
+    if len(factors) != 2 or len(others) != 1 or others[0] in node.varying:
+        return None
+    return steep[0] if node.shape(steep[0]) == node.shape(x) else None
+
+
+def _operands(node: GradNode, value: ir.Value, op_type: str) -> tuple[ir.Value, ...]:
+    """The operands of the node that makes a value, if it is in the same graph and this operator."""
     maker = value.producer()
-    if maker is None or (maker.op_type, maker.domain) != ("Sigmoid", ""):
-        return None
-    found = maker.inputs[0]
-    if found is None or found is x:
-        return found
-    scaling = found.producer()
-    if scaling is None or (scaling.op_type, scaling.domain) != ("Mul", ""):
-        return None
-    rest = [v for v in scaling.inputs if v is not None and v is not x]
-    number = rest[0].const_value if len(rest) == 1 else None
-    scaled = number is not None and number.size == 1 and node.shape(found) == node.shape(x)
-    return found if scaled else None
+    if maker is None or maker.graph is not node.view.node.graph:
+        return ()
+    found = tuple(operand for operand in maker.inputs if operand is not None)
+    return found if (maker.op_type, maker.domain) == (op_type, "") else ()
 
 
 def div_gradient(node: GradNode) -> Cotangents:

@@ -4,9 +4,15 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
+import onnx.parser
+import onnx_ir as ir
 import pytest
 
+from onnxpar.autodiff.append_loss import parse_loss
+from onnxpar.autodiff.optimizer import parse_optimizer
+from onnxpar.autodiff.training_program import TrainingSpec, prepare_training
 from onnxpar.core.errors import ModelError
+from onnxpar.parameters.recognise import read_parameters
 from tests.onnxpar.ops.gradient_harness import Data, GradCase, between
 
 Torch = Callable[..., Any]
@@ -111,6 +117,13 @@ def quick_gelu(torch: Any, a: Any) -> Any:
     return a * (1.702 * a).sigmoid()
 
 
+LEARNED = "b_a = Mul(b, a) s = Sigmoid(b_a) y = Mul(a, s)"
+
+
+def learned(torch: Any, a: Any, b: Any) -> Any:
+    return a * (b * a).sigmoid()
+
+
 def silu_and_sigmoid(torch: Any, a: Any) -> Any:
     return torch.nn.functional.silu(a) - a.sigmoid()
 
@@ -132,6 +145,8 @@ def silu_and_sigmoid(torch: Any, a: Any) -> Any:
         several("s = Sigmoid(a) y = Mul(a, s)", lambda t, a: t.nn.functional.silu(a), "N,6"),
         several("s = Sigmoid(a) m = Mul(s, a) y = Sub(m, s)", silu_and_sigmoid, "N,6"),
         several(QUICK_GELU, quick_gelu, "N,6"),
+        several(LEARNED, learned, "N,6", ""),
+        several(LEARNED, learned, "N,6", "", by=["a"]),
         several("s = Sigmoid(a) y = Mul(s, b)", lambda torch, a, b: a.sigmoid() * b, "N,6", "N,6"),
         several("y = Div(a, b)", lambda torch, a, b: a / b, "N,6", "N,6"),
         several("y = Div(a, b)", lambda torch, a, b: a / b, "N,1", "6"),
@@ -326,3 +341,13 @@ def test_the_gradient_of_silu_is_one_node(nodes: str) -> None:
     kinds = [node.op_type for node in graph]
     assert kinds.count("SiluGrad") == 1
     assert "SigmoidGrad" not in kinds
+
+
+def test_a_learned_factor_in_the_sigmoid_is_trained() -> None:
+    text = """<ir_version: 10, opset_import: ["": 20]>
+    g (float[batch,2] x) => (float[batch,2] y) <float[2] w = {1, 2}, float[1] beta = {1.5}> {
+        h = Mul(x, w)  steep = Mul(beta, h)  s = Sigmoid(steep)  y = Mul(h, s)
+    }"""
+    recognised = read_parameters(ir.from_proto(onnx.parser.parse_model(text)))
+    spec = TrainingSpec(parse_loss("mse"), parse_optimizer("sgd"))
+    assert prepare_training(recognised, {}, spec).gradients.keys() == {"w", "beta"}
