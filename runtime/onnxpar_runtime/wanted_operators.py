@@ -1,4 +1,4 @@
-"""Which of our operators a session has registered: those that its model's nodes name."""
+"""The operators of ours that are registered for a session: those that its graph needs."""
 
 from typing import Any
 
@@ -10,14 +10,14 @@ _ENTRY = "onnxpar.operators"
 
 
 def want_operators(options: Any, model: onnx.ModelProto) -> None:
-    """Limits the operators that options then get registered to those that a model needs.
+    """Says which operators a model needs, so that the library registers no others.
 
-    onnxruntime builds the schemas of all registered operators for each session. That takes 10 ms
-    for all of ours, and else a session of a few nodes takes less than 1 ms.
+    onnxruntime builds the schemas of all registered operators for each session. For all of ours
+    this takes up to 10 ms. The rest of a session of a few nodes takes less than 1 ms.
 
     Args:
-        options: `onnxruntime.SessionOptions`, before the operator library is registered.
-        model: The model; its nodes, those of its functions and of bodies count.
+        options: `onnxruntime.SessionOptions`, before the library is registered with them.
+        model: The model. Nodes of its functions and of bodies count too.
     """
     found = set()
     graphs: list[onnx.GraphProto | onnx.FunctionProto] = [model.graph, *model.functions]

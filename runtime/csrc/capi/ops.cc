@@ -151,9 +151,9 @@ const CustomOp& kept_op(const Operator& of, RankContext* rank, bool on_device) {
   return kept->emplace(key, make_op(of, std::get<1>(key), on_device)).first->second;
 }
 
-// The operators' names in the entry `onnxpar.operators` of the options, separated by commas. Null without
-// this entry, for all operators. onnxruntime builds the schemas of all registered operators for each
-// session, so a session of a small graph takes much longer with all of them than with those it needs.
+// The names of operators in the entry `onnxpar.operators` of the options, separated by commas. Null
+// without this entry: all operators are wanted. onnxruntime builds the schemas of all registered
+// operators for each session, which takes longer than the rest of a session of a small graph.
 std::unique_ptr<std::set<std::string>> wanted_operators(const ort::SessionOptions* options) {
   constexpr const char* kEntry = "onnxpar.operators";
   int found = 0;
