@@ -3,6 +3,8 @@
 // `compute_90:PATH` PTX. STANDIN_HERE is the folder of this file. Programs are kept beside this
 // library and not compiled twice.
 #include <dlfcn.h>
+#include <fcntl.h>
+#include <sys/file.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -79,6 +81,19 @@ bool compiler(const std::string& arguments, const fs::path& log) {
   return std::system(("g++ -std=c++17 " + arguments + " 2>" + log.string()).c_str()) == 0;
 }
 
+// Ranks begin together and need the same programs: one compiles, and the others wait for it.
+class Lock {
+ public:
+  explicit Lock(const fs::path& path)
+      : file_(open(path.c_str(), O_CREAT | O_RDWR | O_CLOEXEC, 0600)) {
+    flock(file_, LOCK_EX);
+  }
+  ~Lock() { close(file_); }
+
+ private:
+  const int file_;
+};
+
 }  // namespace
 
 extern "C" {
@@ -132,6 +147,7 @@ int nvrtcCompileProgram(Program* program, int count, const char* const* options)
   const std::string name = std::to_string(std::hash<std::string>()(all));
   const fs::path made = folder / (name + ".so");
   program->path = made.string();
+  const Lock lock(folder / (name + ".lock"));
   if (fs::exists(made)) return kSuccess;
   const fs::path work = folder / (name + "." + std::to_string(getpid()));
   fs::create_directories(work);
