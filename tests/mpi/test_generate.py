@@ -67,7 +67,7 @@ def test_shard_names_the_command_that_generates(
 
 
 @pytest.mark.parametrize(
-    ("strategy", "ranks"), [pytest.param("pp=2", 2, marks=pytest.mark.full), ("pp=2,tp=2", 4)]
+    ("strategy", "ranks"), [("pp=2", 2), pytest.param("pp=2,tp=2", 4, marks=pytest.mark.full)]
 )
 def test_stages_of_a_pipeline(decoder: Path, strategy: str, ranks: int, tmp_path: Path) -> None:
     shard_model(decoder, strategy, tmp_path / "stages")

@@ -413,7 +413,8 @@ def test_retries_are_used_up(work: Path) -> None:
     assert len(reported) == 4 and reported[3] == "onnxpar: launch: giving up: no retries are left"
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT] if FULL else [signal.SIGTERM])
+@pytest.mark.full
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_all_ranks(work: Path, number: signal.Signals) -> None:
     directory, folder = linear.shard(work, 2), work / "ck"
     saving = ["--checkpoint", str(folder), "--every", "1"]
@@ -428,7 +429,7 @@ def test_a_signal_ends_all_ranks(work: Path, number: signal.Signals) -> None:
     assert "onnxpar: error: interrupted" in errors and "resuming" not in errors
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT] if FULL else [signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT] if FULL else [signal.SIGTERM])
 def test_ranks_with_a_grace_time_write_a_last_checkpoint(
     work: Path, number: signal.Signals
 ) -> None:

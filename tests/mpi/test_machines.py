@@ -13,6 +13,7 @@ from tests.runtime.launching import mpirun
 from tests.tiers import FULL
 
 HEAD = """
+import functools
 import os
 import numpy as np
 from tests.runtime.collectives.teams import feed, same_everywhere, session
@@ -51,6 +52,7 @@ def program(rank, op, kind, reduction=None):
     then = f"z, u = {node} (y, t)" if op == "AllReduce" else "z = Identity (y)"
     return session(rank, f"g ({kind}[n] x) => ({kind}[m] z) {{ y, t = {node} (x) {then} }}")
 
+@functools.cache
 def data(kind, count, rank=me):
     # Sums of floats depend on their order.
     if kind in FLOATS:

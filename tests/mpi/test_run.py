@@ -82,8 +82,11 @@ def test_violated_symbol(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "what",
     [
-        *["manifest", "weights", "dtype"],
-        *(pytest.param(what, marks=pytest.mark.full) for what in ("input file", "option")),
+        "weights",
+        *(
+            pytest.param(what, marks=pytest.mark.full)
+            for what in ("manifest", "dtype", "input file", "option")
+        ),
     ],
 )
 def test_users_mistakes_are_reported_once(tmp_path: Path, what: str) -> None:
@@ -277,7 +280,9 @@ def loaded(log: Path) -> bool:
     return log.exists() and " of 2: " in log.read_text()
 
 
-@pytest.mark.parametrize("mistake", [["--bogus"], ["--device"], []])
+@pytest.mark.parametrize(
+    "mistake", [["--bogus"], *(pytest.param(m, marks=pytest.mark.full) for m in (["--device"], []))]
+)
 def test_a_mistake_of_usage_is_reported_once(tmp_path: Path, mistake: list[str]) -> None:
     outcome = mpirun(3, ["-m", "onnxpar.cli", "run", str(tmp_path), *mistake])
     assert outcome.code == 2
@@ -301,7 +306,8 @@ raise SystemExit(guarded(rank, body))
     ("failure", "message"),
     [
         ("raise ValueError('the disk is full')", "r1 | ValueError: the disk is full"),
-        ("raise KeyboardInterrupt", "r1 | interrupted"),
+        # As `test_train.py` interrupts a rank.
+        pytest.param("raise KeyboardInterrupt", "r1 | interrupted", marks=pytest.mark.full),
     ],
 )
 def test_an_exception_of_one_rank_ends_all(failure: str, message: str) -> None:

@@ -94,10 +94,12 @@ def module(folder: Path, body: str) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("body", "code", "message"),
     [
-        (
+        # As `test_trainer.py` has it.
+        pytest.param(
             "def f():\n    yield GOOD\n    yield {**GOOD, 'labels': np.full((4, 2), np.nan)}\n",
             1,
             "onnxpar: error: epoch 1, step 2: the loss is nan",
+            marks=pytest.mark.full,
         ),
         (
             "def f():\n    rank = int(os.environ['OMPI_COMM_WORLD_RANK'])\n"
@@ -150,9 +152,10 @@ def test_a_run_that_cannot_go_on_ends(
             "onnxpar: error: --data stream_of_mine:f: this code failed:",
             marks=pytest.mark.full,
         ),
-        (
+        pytest.param(
             "def f(batch_size):\n    yield GOOD\n    np.zeros(batch_size + 'a mistake of mine')\n",
             "onnxpar: error: --data stream_of_mine:f: this code failed:",
+            marks=pytest.mark.full,
         ),
         (
             "raise ValueError('a mistake of mine')\n",
