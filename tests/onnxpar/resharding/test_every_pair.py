@@ -27,7 +27,7 @@ from tests.tiers import FULL
 
 Ints = NDArray[Any]
 NONE = SymbolTable({})
-SAMPLE = 80
+SAMPLE = 80 if FULL else 30
 COMBINE = {"sum": np.add, "max": np.maximum, "min": np.minimum, "prod": np.multiply}
 
 

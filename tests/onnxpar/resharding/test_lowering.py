@@ -25,7 +25,7 @@ from tests.lockstep import COMBINE, Array, Lockstep
 from tests.shards import concrete
 from tests.tiers import FULL
 
-SAMPLE = 60
+SAMPLE = 60 if FULL else 25
 NONE = SymbolTable({})
 RANDOM_SEED = 20
 

@@ -13,6 +13,7 @@ from onnxpar.search.eliminate import solve
 from onnxpar.search.lower_bound import Bounded, Scoped
 from onnxpar.search.memory_bounded import Effort, best, least
 from onnxpar.search.problem import Problem, Table, Term, Variable
+from tests.tiers import FULL
 
 
 def random_problem(seed: int) -> Problem:
@@ -80,7 +81,7 @@ def test_bounds_exclude_no_best_choice(
         thinned.append(sum(map(len, units)) - sum(map(len, found.kept)))
         return found
 
-    problems = [entangled(seed) for seed in range(40)]
+    problems = [entangled(seed) for seed in range(40 if FULL else 15)]
     exact = [p.seconds(solve(p).choice) for p in problems]
     monkeypatch.setattr(eliminate, "bounded", watched)
     monkeypatch.setattr(eliminate, "EASY_ENTRIES", easy)
@@ -158,7 +159,7 @@ def test_a_gap_ends_branching() -> None:
     assert found.gap <= 0.5
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(20 if FULL else 6))
 @pytest.mark.parametrize("total", [0, 1 << 20])
 def test_less_work_leaves_a_true_bound(seed: int, total: int) -> None:
     problem, limit = between(seed)

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from onnxpar.core.symbols import Facts
 from onnxpar.core.symbols import congruences as known
+from tests.tiers import FULL
 
-SEEDED = settings(derandomize=True, deadline=None)
+SEEDED = settings(derandomize=True, deadline=None, max_examples=100 if FULL else 30)
 
 REACH = 40
 """Facts without a bound are sampled this far past the other one; periods are below it."""
