@@ -35,7 +35,7 @@ from onnxpar_runtime.inputs import Feeds
 from onnxpar_runtime.loader import Loader
 from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.run_values import ACCUMULATE, ALONE, FIRST, LOSS_WEIGHT, Given, Results
-from onnxpar_runtime.tensors import empty, to_host, to_ort
+from onnxpar_runtime.tensors import bind_input, empty, to_host, to_ort
 from onnxpar_runtime.without_padding import Values, leave_out, needless
 
 log = logging.getLogger(__name__)
@@ -61,12 +61,14 @@ class _Number:
         entry: Its entry in the manifest.
         memory: Its value on the host, which onnxruntime reads at every run.
         on_gpu: Whether onnxruntime reads it on the GPU instead.
+        differs: Whether the value may differ between the runs of a binding.
         sent: The value that the GPU has; None before the first.
     """
 
     entry: SystemInput
     memory: Array
     on_gpu: bool
+    differs: bool
     sent: Array | None = None
 
 
@@ -75,6 +77,8 @@ class _Binding:
     """An IO binding for one set of input shapes: its outputs keep their buffers."""
 
     io: Any
+    # The inputs that the graph reads.
+    names: tuple[str, ...]
     reusable: bool
     options: Any
     # Whether its next run is captured as a CUDA graph; later runs replay it.
@@ -206,7 +210,10 @@ class Executor:
         self._check_graph(path, set(outputs))
         self._made = [name for name in outputs if name not in self._states]
         specs = {spec.name for spec in self.program.outputs}
-        self._data = {name for name in self._made if name in specs or name not in self._handed}
+        # Each output's place among those that are not states.
+        numbered = list(enumerate(self._made))
+        self._data = [(n, i) for i, n in numbered if n in specs or n not in self._handed]
+        self._to_hand = [(n, i) for i, n in numbered if n in self._handed]
         self._taken = [v.name for v in self.program.handed_in if v.name in self.graph_inputs]
         self._outputs = outputs
 
@@ -286,22 +293,19 @@ class Executor:
         """
         feeds = given.feeds
         mode = int(given.numbers.get(ACCUMULATE, ALONE))
-        padded = not all(mark.needless(feeds.values) for mark in self._left_out)
-        if padded or (mode and not self._several):
-            self.expect((), several=bool(mode) or self._several)
-        if self._several and mode == ALONE:
-            mode = FIRST
-        local = {n: a for n, a in feeds.local.items() if n in self.graph_inputs}
-        shapes = tuple((n, a.shape) for n, a in local.items())
-        key = tuple(feeds.values.items()), shapes, mode
-        binding = self._bindings.pop(key, None) or self._bind(feeds.values)
-        self._bindings[key] = binding
-        while len(self._bindings) > _MAX_BINDINGS:
-            self._bindings.popitem(last=False)
-        self._feed(binding, local)
+        key = feeds.key, self._mode(mode)
+        binding = self._bindings.get(key)
+        if binding is None:
+            self._require(feeds.values, mode)
+            key = feeds.key, self._mode(mode)
+            binding = self._bindings[key] = self._bind(feeds, key[1])
+            while len(self._bindings) > _MAX_BINDINGS:
+                self._bindings.popitem(last=False)
+        self._bindings.move_to_end(key)
+        self._feed(binding, feeds.local)
         for name in self._taken:
             binding.io.bind_ortvalue_input(name, given.handed[name])
-        self._number(binding, given.counters, {**given.numbers, ACCUMULATE: mode})
+        self._number(binding, given.counters, given.numbers)
         if self.queue is not None and self._saved:
             self.queue.before_writing()
         if not binding.reusable:
@@ -327,17 +331,32 @@ class Executor:
         if not binding.outputs:
             # Outputs that are not states were bound first.
             binding.outputs = binding.io.get_outputs()[: len(self._made)]
-        made = dict(zip(self._made, binding.outputs, strict=True))
+        made = binding.outputs
         results = Results(
-            {name: to_host(value) for name, value in made.items() if read and name in self._data},
-            {name: value for name, value in made.items() if name in self._handed},
+            {name: to_host(made[place]) for name, place in self._data} if read else {},
+            {name: made[place] for name, place in self._to_hand},
         )
+        if self.loader.kept is not None or self.loader.watch is not None:
+            self._show(dict(zip(self._made, made, strict=True)))
+        self._let_go(binding)
+        return results
+
+    def _mode(self, mode: int) -> int:
+        """Returns how the loaded graph is told to add up gradients in a mode of a run."""
+        return FIRST if self._several and mode == ALONE else mode
+
+    def _require(self, values: Mapping[str, int], mode: int) -> None:
+        """Loads the whole graph if a run needs what was left out of it."""
+        padded = not all(mark.needless(values) for mark in self._left_out)
+        if padded or (mode and not self._several):
+            self.expect((), several=bool(mode) or self._several)
+
+    def _show(self, made: Mapping[str, Any]) -> None:
+        """Hands what a run has made to those who look at it."""
         if self.loader.kept is not None:
             self.loader.kept |= {name: to_host(value) for name, value in made.items()}
         if self.loader.watch is not None:
             self.loader.watch.look(self.program, made)
-        self._let_go(binding)
-        return results
 
     def _capture(self, binding: _Binding) -> None:
         """Has onnxruntime capture a run, and restores the states afterwards.
@@ -361,14 +380,15 @@ class Executor:
         """Writes the system inputs of a run."""
         for number in binding.system:
             entry, memory = number.entry, number.memory
-            if entry.counter is not None:
-                memory[...] = counters[entry.key]
-            elif entry.kind == LOSS_WEIGHT:
-                memory[...] = numbers[entry.key]
-            elif entry.kind in FIXED:
-                memory[...] = int(numbers.get(entry.kind, 0))
-            elif entry.hyperparameter is not None:
-                memory[...] = numbers[entry.hyperparameter]
+            if number.differs:
+                if entry.counter is not None:
+                    memory[...] = counters[entry.key]
+                elif entry.kind == LOSS_WEIGHT:
+                    memory[...] = numbers[entry.key]
+                elif entry.hyperparameter is not None:
+                    memory[...] = numbers[entry.hyperparameter]
+                else:
+                    memory[...] = int(numbers.get(entry.kind, 0))
             if number.on_gpu and (number.sent is None or not np.array_equal(number.sent, memory)):
                 self._put(binding, entry.name, memory)
                 number.sent = memory.copy()
@@ -382,9 +402,12 @@ class Executor:
         if self._handed:
             binding.outputs.clear()
 
-    def _bind(self, values: Mapping[str, int]) -> _Binding:
-        """Returns a new binding; it keeps output buffers whose sizes follow from the shapes."""
-        reusable = True
+    def _bind(self, feeds: Feeds, mode: int) -> _Binding:
+        """Returns a new binding for runs of the same sizes and mode.
+
+        It keeps output buffers whose sizes follow from the shapes.
+        """
+        reusable, values = True, feeds.values
         for spec in self.program.outputs:
             try:
                 spec.sharding(self.manifest.atoms, values)
@@ -392,19 +415,23 @@ class Executor:
                 reusable = False
         captured = self.capture() if reusable and self.captures else None
         options = self.loader.run_options(None) if captured is None else captured
-        binding = _Binding(self.session.io_binding(), reusable, options, captured is not None)
+        names = tuple(name for name in feeds.local if name in self.graph_inputs)
+        io = self.session.io_binding()
+        binding = _Binding(io, names, reusable, options, captured is not None)
         for name in self.program.state_inputs:
             if name in self.graph_inputs:
                 binding.io.bind_ortvalue_input(name, self._state(self._sums.get(name, name)))
         for entry in self.program.system_inputs:
             if entry.name in self.graph_inputs:
                 memory = self.system_memory(entry, values)
-                number = _Number(entry, memory, entry.name in self.on_gpu)
-                binding.system.append(number)
+                differs = entry.symbol is None and entry.atom is None and entry.kind != ACCUMULATE
+                if entry.kind == ACCUMULATE:
+                    memory[...] = mode
+                number = _Number(entry, memory, entry.name in self.on_gpu, differs)
+                if differs or number.on_gpu:
+                    binding.system.append(number)
                 if not number.on_gpu:
-                    value = to_ort(memory)
-                    binding.inputs[entry.name] = value
-                    binding.io.bind_ortvalue_input(entry.name, value)
+                    binding.inputs[entry.name] = bind_input(binding.io, entry.name, memory)
         self._bind_outputs(binding)
         return binding
 
@@ -465,13 +492,12 @@ class Executor:
 
     def _feed(self, binding: _Binding, local: Mapping[str, Array | Staged]) -> None:
         """Binds the inputs: on the CPU the arrays themselves, on a GPU the binding's own memory."""
-        for name, array in local.items():
+        for name in binding.names:
+            array = local[name]
             if isinstance(array, Staged) or name in self.on_gpu:
                 self._put(binding, name, array)
-                continue
-            value = to_ort(array)
-            binding.inputs[name] = value
-            binding.io.bind_ortvalue_input(name, value)
+            else:
+                binding.inputs[name] = bind_input(binding.io, name, array)
 
     def _put(self, binding: _Binding, name: str, array: Array | Staged) -> None:
         """Enqueues writing an input to the binding's memory on the GPU."""
@@ -488,7 +514,10 @@ class Executor:
     def bound_bytes(self) -> int:
         """Bytes of the inputs that are bound to the session, without states."""
         values = {id(v): v for b in self._bindings.values() for v in b.inputs.values()}
-        return sum(v.tensor_size_in_bytes() for v in values.values())
+        return sum(
+            v.nbytes if isinstance(v, np.ndarray) else v.tensor_size_in_bytes()
+            for v in values.values()
+        )
 
     def close(self) -> None:
         """Frees the session."""

@@ -4,6 +4,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,16 @@ class Feeds:
 
     values: Mapping[str, int]
     local: Mapping[str, Array | Staged]
+
+    @cached_property
+    def sizes(self) -> tuple[tuple[str, int], ...]:
+        """The symbols' values as a key of dicts."""
+        return tuple(self.values.items())
+
+    @cached_property
+    def key(self) -> tuple[Any, ...]:
+        """What is equal for runs whose inputs have equal sizes."""
+        return self.sizes, tuple((name, array.shape) for name, array in self.local.items())
 
 
 def sharding_of(

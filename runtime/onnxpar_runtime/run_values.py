@@ -1,8 +1,8 @@
 """What a program takes and makes in one run, besides states."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from numpy.typing import NDArray
 
@@ -17,8 +17,10 @@ ALONE, FIRST, ADDED = 0, 2, 3
 """Values of `ACCUMULATE`: gradients of a step's only micro-batch, of its first, of another."""
 
 
-@dataclass(frozen=True)
-class Given:
+_NONE: Mapping[str, Any] = MappingProxyType({})
+
+
+class Given(NamedTuple):
     """What a program takes in a run, besides states.
 
     Attributes:
@@ -32,12 +34,11 @@ class Given:
 
     feeds: Feeds
     counters: Mapping[str, int]
-    numbers: Mapping[str, float] = field(default_factory=dict)
-    handed: Mapping[str, Any] = field(default_factory=dict)
+    numbers: Mapping[str, float] = _NONE
+    handed: Mapping[str, Any] = _NONE
 
 
-@dataclass(frozen=True)
-class Results:
+class Results(NamedTuple):
     """The results of a run, besides states.
 
     Attributes:

@@ -31,6 +31,20 @@ def to_ort(array: Array, device: str = "cpu", index: int = 0) -> Any:
     return make.ortvalue_from_numpy(array)
 
 
+def bind_input(binding: Any, name: str, array: Array) -> Any:
+    """Binds an input to a C-contiguous array in host memory, which onnxruntime reads itself.
+
+    Returns:
+        What holds the memory, as long as it is bound.
+    """
+    if array.dtype == _BFLOAT16.dtype:
+        value = to_ort(array)
+        binding.bind_ortvalue_input(name, value)
+        return value
+    binding.bind_cpu_input(name, array)
+    return array
+
+
 def empty(shape: Sequence[int], dtype: np.dtype[Any], device: str, index: int) -> Any:
     """Returns an OrtValue on a device whose elements are not set."""
     make = onnxruntime.OrtValue.ortvalue_from_shape_and_type
@@ -53,12 +67,11 @@ def to_host(value: Any) -> Array:
 
     A copy from a GPU waits for the work that was enqueued before.
     """
-    shape = tuple(value.shape())
     if value.device_name() != "cpu":
-        array = np.empty(shape, _BY_CODE[value.element_type()])
+        array = np.empty(tuple(value.shape()), _BY_CODE[value.element_type()])
         copy_out(value.data_ptr(), array)
         return array
     if value.data_type() != "tensor(bfloat16)":
         return np.array(value.numpy())
     raw = ctypes.string_at(value.data_ptr(), value.tensor_size_in_bytes())
-    return np.frombuffer(bytearray(raw), _BFLOAT16.dtype).reshape(shape)
+    return np.frombuffer(bytearray(raw), _BFLOAT16.dtype).reshape(tuple(value.shape()))

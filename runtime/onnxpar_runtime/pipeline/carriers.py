@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import onnxruntime
@@ -19,8 +19,7 @@ _TAG = 0x5049
 _MOST_DIMS = 32
 
 
-@dataclass(frozen=True)
-class Leaving:
+class Leaving(NamedTuple):
     """A value that is sent.
 
     Attributes:

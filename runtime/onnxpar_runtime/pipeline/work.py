@@ -3,7 +3,7 @@
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,12 +35,12 @@ from onnxpar_runtime.tensors import host_view, to_ort
 Array = NDArray[Any]
 FORWARD = "forward"
 """The schedule without backwards."""
+_Sizes = tuple[tuple[str, int], ...]
 _MAX_SIZES = 64
 """Number of sets of the symbols' values for which shapes are kept."""
 
 
-@dataclass(frozen=True)
-class Micro:
+class Micro(NamedTuple):
     """A micro-batch to run.
 
     Attributes:
@@ -81,7 +81,40 @@ class _Held:
 
     def __init__(self, value: Any, readers: int) -> None:
         self.value = value
+        self.bytes: int = value.tensor_size_in_bytes()
         self.readers = readers
+
+
+@dataclass(frozen=True)
+class _Route:
+    """Where a value goes that a program makes.
+
+    Attributes:
+        value: The value.
+        near: The virtual stages of this rank that take it.
+        sent: The messages that have it.
+    """
+
+    value: HandedEntry
+    near: Sequence[int]
+    sent: Sequence[Ends]
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    """A program of a virtual stage, with what it takes from others and makes for them.
+
+    Attributes:
+        name: Its name.
+        part: The program.
+        taken: Names of the values that it takes.
+        routes: The values that it makes.
+    """
+
+    name: str
+    part: Part
+    taken: Sequence[str]
+    routes: Sequence[_Route]
 
 
 class VirtualStages:
@@ -130,26 +163,38 @@ class VirtualStages:
             HostCarrier(rank) if self._queue is None else DeviceCarrier(rank, self._queue)
         )
         # For each value that a part makes: the messages and the virtual stages here that take it.
-        self._sent: dict[tuple[str, str], list[Ends]] = defaultdict(list)
-        self._near: dict[tuple[str, str], list[int]] = defaultdict(list)
+        sent: dict[tuple[str, str], list[Ends]] = defaultdict(list)
+        near: dict[tuple[str, str], list[int]] = defaultdict(list)
         for ends, values in self._values.messages.items():
             _, source, target = ends
             for value in values:
                 key = (self._maker(source, value.name), value.name)
                 if target in own:
-                    self._near[key].append(target)
+                    near[key].append(target)
                 else:
-                    self._sent[key].append(ends)
+                    sent[key].append(ends)
         for stage in own:
             for name in self._values.kept[stage]:
-                self._near[self._maker(stage, name), name].append(stage)
+                near[self._maker(stage, name), name].append(stage)
+        self._loaded = {
+            name: _Loaded(
+                name,
+                part,
+                [value.name for value in part.program.handed_in],
+                [
+                    _Route(value, near[name, value.name], sent[name, value.name])
+                    for value in part.program.handed_out
+                ],
+            )
+            for name, part in self._executors.items()
+        }
         self._counters: Mapping[str, int] = {}
         self._more: Numbers | None = None
         self._micro: Sequence[Micro] = ()
         self._held: dict[tuple[int, int], dict[str, _Held]] = defaultdict(dict)
         self._leaving: dict[tuple[Ends, int], dict[str, Any]] = defaultdict(dict)
         self._found: list[dict[str, Array]] = []
-        self._known: OrderedDict[tuple[tuple[str, int], ...], dict[str, Expected]] = OrderedDict()
+        self._known: OrderedDict[_Sizes, dict[str, Expected]] = OrderedDict()
         self._bytes = 0
         self.peak_bytes = 0
 
@@ -258,14 +303,14 @@ class VirtualStages:
 
     def _expected(self, value: HandedEntry, index: int) -> Expected:
         """Returns type and shape of a value, computed once for each set of sizes."""
-        symbols = self._micro[index].feeds.values
-        key = tuple(symbols.items())
-        known = self._known.setdefault(key, {})
-        self._known.move_to_end(key)
-        while len(self._known) > _MAX_SIZES:
-            self._known.popitem(last=False)
+        feeds = self._micro[index].feeds
+        known = self._known.get(feeds.sizes)
+        if known is None:
+            known = self._known[feeds.sizes] = {}
+            while len(self._known) > _MAX_SIZES:
+                self._known.popitem(last=False)
         if value.name not in known:
-            known[value.name] = self._described(value, symbols)
+            known[value.name] = self._described(value, feeds.values)
         return known[value.name]
 
     def _described(self, value: HandedEntry, symbols: Mapping[str, int]) -> Expected:
@@ -283,27 +328,30 @@ class VirtualStages:
     # -- running -----------------------------------------------------------------------------------
 
     def _run(self, virtual: int, name: str | None, index: int) -> None:
-        if name is None or name not in self._executors:
+        loaded = self._loaded.get(name) if name is not None else None
+        if loaded is None:
             return
-        executor, micro = self._executors[name], self._micro[index]
-        held = self._held[virtual, index]
-        more = {} if self._more is None else self._more.numbers(name, index)
+        micro, held = self._micro[index], self._held[virtual, index]
+        numbers = micro.numbers
+        if self._more is not None:
+            numbers = {**numbers, **self._more.numbers(loaded.name, index)}
         given = Given(
             micro.feeds,
             {**self._counters, "micro_batch": micro.number},
-            {**micro.numbers, **more},
-            {value.name: held[value.name].value for value in executor.program.handed_in},
+            numbers,
+            {taken: held[taken].value for taken in loaded.taken},
         )
-        results = executor.run_part(given)
-        for taken in executor.program.handed_in:
-            self._read(held, taken.name)
-        for value in executor.program.handed_out:
-            made = results.handed[value.name]
-            self._check(value, made, index)
-            for target in self._near.get((name, value.name), ()):
-                self._keep(target, index, value.name, made)
-            for ends in self._sent.get((name, value.name), ()):
-                self._leaving[ends, index][value.name] = made
+        results = loaded.part.run_part(given)
+        for taken in loaded.taken:
+            self._read(held, taken)
+        for route in loaded.routes:
+            value = route.value.name
+            made = results.handed[value]
+            self._check(route.value, made, index)
+            for target in route.near:
+                self._keep(target, index, value, made)
+            for ends in route.sent:
+                self._leaving[ends, index][value] = made
         self._found[index] |= results.data
 
     def _check(self, value: HandedEntry, made: Any, index: int) -> None:
@@ -317,15 +365,17 @@ class VirtualStages:
             )
 
     def _keep(self, virtual: int, index: int, name: str, value: Any) -> None:
-        self._held[virtual, index][name] = _Held(value, self._values.readers[virtual][name])
-        self._bytes += value.tensor_size_in_bytes()
+        kept = _Held(value, self._values.readers[virtual][name])
+        self._held[virtual, index][name] = kept
+        self._bytes += kept.bytes
         self.peak_bytes = max(self.peak_bytes, self._bytes)
 
     def _read(self, held: dict[str, _Held], name: str) -> None:
         """Forgets a value when its last reader has read it."""
-        held[name].readers -= 1
-        if not held[name].readers:
-            self._bytes -= held.pop(name).value.tensor_size_in_bytes()
+        value = held[name]
+        value.readers -= 1
+        if not value.readers:
+            self._bytes -= held.pop(name).bytes
 
 
 def _makes(manifest: Manifest, name: str) -> bool:

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import nan
 from typing import Any
 
@@ -239,13 +239,13 @@ class OneStage(Runner):
         loss = 0.0
         for index, (micro, *others) in enumerate(runs):
             name = PAIRED if others else TRAINING
-            local, now = dict(micro.feeds.local), {**counters, "micro_batch": micro.number}
+            feeds, now = micro.feeds, {**counters, "micro_batch": micro.number}
             numbers = {**micro.numbers, **self._gradients.numbers(name, index)}
             for other in others:
-                local |= {f"{SECOND}{n}": array for n, array in other.feeds.local.items()}
+                second = {f"{SECOND}{n}": array for n, array in other.feeds.local.items()}
+                feeds = Feeds(feeds.values, {**feeds.local, **second})
                 now[f"{SECOND}micro_batch"] = other.number
                 numbers |= {f"{SECOND}{n}": number for n, number in other.numbers.items()}
-            feeds = Feeds(micro.feeds.values, local)
             outputs = self._programs.load(name).run(feeds, now, numbers, read=read)
             loss += float(outputs[LOSS].item()) if read else nan
         return loss
@@ -331,7 +331,7 @@ class Pipelined(Runner):
 
     def _evaluate(self, micro_batch: Micro, counters: Counters) -> Found:
         """As `Runner`."""
-        micro = replace(micro_batch, number=counters["micro_batch"])
+        micro = micro_batch._replace(number=counters["micro_batch"])
         (parts,) = self._through(EVALUATION).run(FORWARD, [micro], counters)
         names = [spec.name for spec in self.outputs if spec.name in (LOSS, CORRECT)]
         numbers = {n: float(parts[n].item()) if n in parts else 0.0 for n in names}
