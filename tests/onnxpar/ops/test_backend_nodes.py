@@ -26,7 +26,7 @@ from tools.operators import backend
 pytestmark = pytest.mark.xdist_group("backend")
 
 MESH = Mesh((), (2, 2))
-QUICK_CASES, QUICK_SPLITS = 6, 3
+QUICK_CASES, QUICK_SPLITS = 4, 2
 
 # Operands that models hold as constants; the tests give them as inputs.
 _CONSTANT = {
