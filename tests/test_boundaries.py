@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -45,14 +44,23 @@ def parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), str(path))
 
 
-def imported(path: Path) -> Iterator[tuple[int, str]]:
+@cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    """All nodes of the syntax tree of a file."""
+    return list(ast.walk(parsed(path)))
+
+
+@cache
+def imported(path: Path) -> list[tuple[int, str]]:
     """Line and absolute module name of every import, wherever in the file it stands."""
-    for node in ast.walk(parsed(path)):
+    found = []
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
+            found += [(node.lineno, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
-            yield node.lineno, node.module
-            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+            found.append((node.lineno, node.module))
+            found += [(node.lineno, f"{node.module}.{alias.name}") for alias in node.names]
+    return found
 
 
 def violations(paths: list[Path], forbidden: set[str]) -> list[str]:
@@ -111,7 +119,7 @@ def test_functions_import_the_seams_alone() -> None:
     inside = [
         (path, child)
         for path in sources("onnxpar")
-        for node in ast.walk(parsed(path))
+        for node in nodes_of(path)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         for child in ast.walk(node)
         if isinstance(child, ast.Import | ast.ImportFrom)
@@ -131,7 +139,7 @@ def test_only_public_names_commands_and_operators_are_loaded_by_name() -> None:
     loaders = {
         str(path.relative_to(ROOT))
         for path in sources("onnxpar")
-        for node in ast.walk(parsed(path))
+        for node in nodes_of(path)
         if house.loads(node)
     }
     packages = {f"onnxpar/{name}__init__.py" for name in ("", "api/runtime/", "cli/")}
@@ -172,16 +180,15 @@ def test_the_table_of_operators_is_an_argument() -> None:
     """Its name is read where it is the default of a parameter, so that nobody need patch it."""
     wrong = []
     for path in sources("onnxpar"):
-        tree = parsed(path)
         defaults = {
             id(default)
-            for node in ast.walk(tree)
+            for node in nodes_of(path)
             if isinstance(node, ast.arguments)
             for default in (*node.defaults, *node.kw_defaults)
         }
         wrong += [
             f"{path.relative_to(ROOT)}:{node.lineno}"
-            for node in ast.walk(tree)
+            for node in nodes_of(path)
             if isinstance(node, ast.Name | ast.Attribute)
             and isinstance(node.ctx, ast.Load)
             and (node.id if isinstance(node, ast.Name) else node.attr) == "REGISTRY"
@@ -242,7 +249,7 @@ def test_only_ops_tells_operators_apart() -> None:
         f"{path.relative_to(ROOT)}:{node.lineno}"
         for path in sources("onnxpar")
         if ops not in path.parents
-        for node in ast.walk(parsed(path))
+        for node in nodes_of(path)
         if isinstance(node, ast.Compare | ast.Match) and names_an_operator(node)
     ]
     assert found == []

@@ -11,8 +11,9 @@ A room imports only rooms before it in `ROOMS`. `tests/test_boundaries.py` enfor
 import argparse
 import ast
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TypeGuard
 
@@ -79,12 +80,14 @@ def modules(root: Path = ROOT) -> dict[str, Path]:
     return found
 
 
-def imports(root: Path = ROOT) -> Iterator[Import]:
-    """Yields every import of the package inside the package, anywhere in a file.
+@cache
+def imports(root: Path = ROOT) -> Sequence[Import]:
+    """Returns every import of the package inside the package, anywhere in a file.
 
     This includes relative imports, and `import_module` of a text.
     """
     known = modules(root)
+    found = []
     for source, path in known.items():
         tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
         package = source if path.name == "__init__.py" else source.rpartition(".")[0]
@@ -92,7 +95,8 @@ def imports(root: Path = ROOT) -> Iterator[Import]:
             for target, name in _targets(node, package, known):
                 if target.split(".")[0] == PACKAGE:
                     where = str(path.relative_to(root))
-                    yield Import(where, node.lineno, source, target, name, inside)
+                    found.append(Import(where, node.lineno, source, target, name, inside))
+    return found
 
 
 Statement = ast.Import | ast.ImportFrom | ast.Call
