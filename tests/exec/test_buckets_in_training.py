@@ -22,7 +22,9 @@ MESHES = {"dp=2": {"dp": 2}, "dp=2,tp=2": {"dp": 2, "tp": 2}}
 def directory(folder: Path, mesh: str, level: int) -> Path:
     """A directory for training of a small transformer."""
     content = {"mesh": MESHES[mesh], "optimizer_parallel": {"level": level, "threshold": 1024}}
-    model = transformer.build(layers=2, d_model=32, heads=4, vocab=40, max_positions=16)
+    model = transformer.build(
+        layers=2 if FULL else 1, d_model=32, heads=4, vocab=40, max_positions=16
+    )
     return shard(folder, model, Strategy.from_dict(content), optimizer="adamw")
 
 

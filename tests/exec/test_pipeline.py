@@ -68,7 +68,12 @@ def one_device(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
 
 def model_of(head: str) -> Any:
     return transformer.build(
-        layers=4, d_model=16, heads=4, vocab=VOCAB, max_positions=16, tied_head=head == "tied"
+        layers=4 if FULL else 2,
+        d_model=16,
+        heads=4,
+        vocab=VOCAB,
+        max_positions=16,
+        tied_head=head == "tied",
     )
 
 

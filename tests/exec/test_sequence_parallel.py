@@ -68,7 +68,8 @@ def test_it_saves_what_the_paper_says(tmp_path: Path) -> None:
         "tp": STRATEGY.format(ranks=RANKS, between="~, ~, ~"),
         "sp": STRATEGY.format(ranks=RANKS, between="~, tp, ~"),
     }
-    wanted["sp, gathered again"] = wanted["sp"] + AGAIN
+    if FULL:
+        wanted["sp, gathered again"] = wanted["sp"] + AGAIN
     layer, losses = {}, {}
     for name, strategy in wanted.items():
         (low, _), (high, losses[name]) = (
@@ -83,6 +84,8 @@ def test_it_saves_what_the_paper_says(tmp_path: Path) -> None:
     # The operands of both normalizations are sharded. Their gathered results are kept.
     part = 1 - 1 / RANKS
     assert layer["tp"] - layer["sp"] == pytest.approx(2 * part, abs=0.1)
+    if not FULL:
+        return
     # With the normalizations computed again and their results gathered again, nothing is kept of
     # those, which is at least what the paper saves.
     saved = layer["tp"] - layer["sp, gathered again"]

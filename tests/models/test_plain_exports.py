@@ -90,10 +90,11 @@ def exported(
 @pytest.mark.parametrize(
     ("train", "preset"),
     [
-        (False, "tp=2"),
-        (True, "dp=2"),
-        pytest.param(False, "dp=2", marks=pytest.mark.full),
-        pytest.param(True, "tp=2", marks=pytest.mark.full),
+        (True, "tp=2"),
+        *(
+            pytest.param(train, preset, marks=pytest.mark.full)
+            for train, preset in ((False, "tp=2"), (False, "dp=2"), (True, "dp=2"))
+        ),
     ],
 )
 def test_sharded_at_odd_sizes(

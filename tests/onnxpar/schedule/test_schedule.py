@@ -42,7 +42,7 @@ def nodes_of(directory: Path, program: str = "training_model") -> list[onnx.Node
 @pytest.mark.parametrize(
     ("strategy", "level", "background"),
     [
-        ("dp=2", 0, {"StartAhead"}),
+        pytest.param("dp=2", 0, {"StartAhead"}, marks=pytest.mark.full),
         pytest.param("dp=2", 1, {"StartAhead"}, marks=pytest.mark.full),
         pytest.param("dp=2", 2, {"StartAhead", "ReduceScatter"}, marks=pytest.mark.full),
         ("dp=2", 3, {"StartAhead", "ReduceScatter", "AllGather"}),
@@ -152,12 +152,17 @@ def test_the_peak_of_memory_rises_by_few_tensors(
         # They take less time than it takes to hand the sum over.
         ("links: [{bandwidth: 1.2e+8, latency: 1.0e-4, overlaps: true}]", 2, False),
         # A link that needs so little time that there is nothing to hide.
-        ("links: [{bandwidth: 1.0e+15, latency: 1.0e-9, overlaps: true}]", 256, False),
+        pytest.param(
+            "links: [{bandwidth: 1.0e+15, latency: 1.0e-9, overlaps: true}]",
+            256,
+            False,
+            marks=pytest.mark.full,
+        ),
         # A processor moves the data.
         ("links: [{bandwidth: 1.2e+8, latency: 1.0e-4}]", 256, False),
         # Nobody says where the program runs.
         ("", 256, True),
-        ("", 2, False),
+        pytest.param("", 2, False, marks=pytest.mark.full),
     ],
 )
 def test_prices_decide_what_runs_in_the_background(
