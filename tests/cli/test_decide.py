@@ -93,8 +93,13 @@ def alike(
 
 @pytest.mark.parametrize(
     ("name", "train"),
-    # The other test trains the GPT.
-    [(name, train) for name in MODELS for train in (False, True) if name != "gpt" or not train],
+    # The other test trains the GPT. What is searched of a training has the forward pass.
+    [
+        pytest.param(name, train, marks=() if train or name == "gpt" else pytest.mark.full)
+        for name in MODELS
+        for train in (False, True)
+        if name != "gpt" or not train
+    ],
 )
 def test_every_example(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, train: bool

@@ -35,9 +35,8 @@ from tests.random_programs import feeds, taken
 from tests.tiers import FULL
 
 SEED = int(os.environ.get("ONNXPAR_FUZZ_SEED", "0"))
-CASES = 400 if FULL else 8
-BATCHES = 4
-DIRECTORIES = 40 if FULL else 2
+CASES, BATCHES = (400, 4) if FULL else (4, 1)
+DIRECTORIES = 40 if FULL else 1
 COMMUNICATES = (
     "AllReduce",
     "AllGather",

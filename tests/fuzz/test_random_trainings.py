@@ -15,7 +15,7 @@ from tests.random_trainings import EQUAL, REFUSED, Training, outcome, text_of, t
 from tests.tiers import FULL
 
 SEED = int(os.environ.get("ONNXPAR_FUZZ_SEED", "0"))
-CASES = 200 if FULL else 3
+CASES = 200 if FULL else 2
 
 _PLAIN = Network("sequence", 8, 4, (), "mse", pooled=False)
 _ONE_STAGE = {"stages": 1, "schedule": "1f1b", "micro_batches": 2}

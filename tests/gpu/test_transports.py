@@ -241,7 +241,9 @@ with world(2) as w:
 """
 
 
-@pytest.mark.parametrize("ranks", [0, 2], ids=["threads", "processes"])
+@pytest.mark.parametrize(
+    "ranks", [0, pytest.param(2, marks=pytest.mark.full)], ids=["threads", "processes"]
+)
 def test_nothing_waits_on_the_gpu_for_a_receiver(
     program: Program, tmp_path: Path, ranks: int
 ) -> None:

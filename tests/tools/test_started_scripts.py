@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.onnxpar.ops.op_harness import chosen
+
 BENCH = Path(__file__).resolve().parents[2] / "tools" / "bench"
 DRIVERS = {
     "generate_genai.py": "generate.py",
@@ -20,7 +22,7 @@ DRIVERS = {
 }
 
 
-@pytest.mark.parametrize("script", DRIVERS)
+@pytest.mark.parametrize("script", chosen([*DRIVERS], 3))
 def test_a_script_names_the_one_that_starts_it(script: str) -> None:
     driver = f"tools/bench/{DRIVERS[script]}"
     for arguments in [], ["--help"]:
