@@ -139,6 +139,8 @@ def test_what_is_proved_is_said_of_plans_within_the_limit(
     assert main([*command, "--memory", "3MiB", "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert all(mesh["limit"] <= 3 << 20 for mesh in data["meshes"])
+    assert main([*command, "--memory", "1KiB"]) == 2
+    assert "no strategy fits the memory limit: the smallest" in capsys.readouterr().err
 
 
 def test_a_plan_that_shards_nothing_says_so(
@@ -383,12 +385,6 @@ def test_a_forward_program_runs_once_whatever_its_stages(
         (["--devices", "4", "--level", "fast"], "--level: expected an integer, got 'fast'"),
         (["--devices", "4", "--algorithm", "magic"], "--algorithm: expected one of recursive, ilp"),
         (["--devices", "4", "--memory", "much"], "--memory: expected a size such as 80GiB"),
-        # As `test_find_plan.py` finds it.
-        pytest.param(
-            ["--devices", "4", "--memory", "1KiB"],
-            "no strategy fits the memory limit: the smallest",
-            marks=pytest.mark.full,
-        ),
         (
             ["--devices", "4", "--machine", "h1000"],
             "machine 'h1000': expected a file or a known machine; nearest: 'h100'",
