@@ -16,7 +16,7 @@ import two_layer
 from _exporter import save
 
 from onnxpar.cli import main
-from tests.tiers import FULL
+from tests.tiers import FULL, covering
 
 TRAIN = ["--train", "--optimizer", "adamw", "--loss"]
 CONFIG = transformer.Config(layers=1, d_model=32, heads=4, vocab=64, max_positions=16)
@@ -66,9 +66,9 @@ def again(folder: Path, strategy: str, *training: str) -> None:
     assert "strategy.yaml" in sums(folder / "first")
 
 
-@pytest.mark.parametrize("train", [False, True])
-@pytest.mark.parametrize(("name", "strategy"), CASES)
-def test_the_same_bytes(tmp_path: Path, name: str, strategy: str, train: bool) -> None:
+@pytest.mark.parametrize(("case", "train"), covering(CASES, [True, False]))
+def test_the_same_bytes(tmp_path: Path, case: tuple[str, str], train: bool) -> None:
+    name, strategy = case
     make, loss = MODELS[name]
     make(tmp_path / "m.onnx")
     again(tmp_path, strategy, *([*TRAIN, loss] if train else []))

@@ -10,9 +10,16 @@ import transformer
 from onnxpar.cli import main
 from onnxpar.cli.screen import Column, Content, Screen, fit, once
 from onnxpar.cli.wrap import indented, shortened, shortened_names, wrapped
+from tests.tiers import covering
 
 COLOURS = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
 LAYERS = 6
+REPORTS = (
+    "inspect out",
+    "inspect out --layers --collectives",
+    "inspect out --node /layer*/attn/*",
+    "inspect gpt.onnx",
+)
 
 
 @pytest.fixture(scope="module")
@@ -33,17 +40,9 @@ def on_a_terminal(monkeypatch: pytest.MonkeyPatch, width: int, *, colour: bool =
         monkeypatch.setenv("NO_COLOR", "1")
 
 
-@pytest.mark.parametrize("colour", [True, False])
-@pytest.mark.parametrize("width", [80, 120])
 @pytest.mark.parametrize(
-    "arguments",
-    [
-        ["inspect", "out"],
-        ["inspect", "out", "--layers", "--collectives"],
-        ["inspect", "out", "--node", "/layer*/attn/*"],
-        ["inspect", "gpt.onnx"],
-    ],
-    ids=" ".join,
+    ("arguments", "width", "colour"),
+    covering(REPORTS, [80, 120], [True, False]),
 )
 def test_reports_fit_a_terminal(
     sharded: Path,
@@ -51,14 +50,14 @@ def test_reports_fit_a_terminal(
     capsys: pytest.CaptureFixture[str],
     width: int,
     colour: bool,
-    arguments: list[str],
+    arguments: str,
 ) -> None:
     monkeypatch.chdir(sharded)
     on_a_terminal(monkeypatch, width, colour=colour)
-    assert main(arguments) == 0
+    assert main(arguments.split()) == 0
     text = capsys.readouterr().out
     shown = COLOURS.sub("", text)
-    assert ("\x1b[33mtp" in text) == (colour and arguments[1] == "out")
+    assert ("\x1b[33mtp" in text) == (colour and "out" in arguments)
     # Sentences that are not wrapped by us are wrapped by the terminal.
     rows = [line for line in shown.splitlines() if "  " in line.strip()]
     assert rows and max(map(len, rows)) <= width

@@ -83,7 +83,7 @@ def assert_close(got: Any, want: Any) -> None:
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("level", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_a_checkpoint_has_the_parameters_of_its_step(tmp_path: Path, level: int) -> None:
     """It copies states as soon as a step returns, when large gathers still run."""
     model = mlp.build(image=8, hidden=(2048, 2048, 2048))

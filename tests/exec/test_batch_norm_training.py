@@ -71,7 +71,11 @@ def named(name: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "opset"), [("dp=2", 13), ("tp=2", 18), ("dp=3", 18), ("dp=2,tp=2", 18)]
+    ("strategy", "opset"),
+    [
+        *(("dp=2", 13), ("dp=2,tp=2", 18)),
+        *(pytest.param(strategy, 18, marks=pytest.mark.full) for strategy in ("tp=2", "dp=3")),
+    ],
 )
 def test_steps_equal_pytorchs(strategy: str, opset: int, tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")

@@ -43,7 +43,11 @@ def model() -> ir.Model:
     return ir.from_proto(proto)
 
 
-@pytest.mark.parametrize("strategy", ["dp=2,tp=2", "tp=2", ENTRIES], ids=["both", "tp", "entries"])
+@pytest.mark.parametrize(
+    "strategy",
+    ["dp=2,tp=2", pytest.param("tp=2", marks=pytest.mark.full), ENTRIES],
+    ids=["both", "tp", "entries"],
+)
 def test_losses_gradients_and_states(
     strategy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

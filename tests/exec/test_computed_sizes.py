@@ -98,15 +98,16 @@ def strategy(folder: Path, name: str, preset: str) -> str:
     return str(path)
 
 
-CELLS = [(name, preset) for name in NETWORKS for preset in ("dp=2", "tp=2")]
-CELLS += [(name, "file") for name in SPLITS]
-
-
-@pytest.mark.parametrize(("cell", "train"), covering(CELLS, [False, True]))
+@pytest.mark.parametrize(
+    ("name", "preset", "train"),
+    [
+        *covering(NETWORKS, ["dp=2", "tp=2"], [False, True]),
+        *covering(SPLITS, ["file"], [True, False]),
+    ],
+)
 def test_sharded(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], cell: tuple[str, str], train: bool
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, preset: str, train: bool
 ) -> None:
-    name, preset = cell
     model, out = written(tmp_path, name), str(tmp_path / "out")
     chosen = strategy(tmp_path, name, preset)
     options = TRAIN if train else []

@@ -21,6 +21,7 @@ from onnxpar.strategy import Strategy
 from onnxpar_format.options import VerifyOptions
 from onnxpar_runtime.manifest import Manifest
 from onnxpar_runtime.verify.compare import verify
+from tests.tiers import covering
 
 RNG = np.random.default_rng(0)
 CNN = """<ir_version: 9, opset_import: ["": 17]> g (float[N,3,8,8] x) => (float[N,10] y) {
@@ -159,8 +160,9 @@ def check(folder: Path, model: Path, strategy: str | Strategy) -> Manifest:
     return Manifest.load(folder / "sharded")
 
 
-@pytest.mark.parametrize("kind", ["qdq", "qdq by channel", "operators", "dynamic"])
-@pytest.mark.parametrize("name", ["cnn", "block"])
+@pytest.mark.parametrize(
+    ("name", "kind"), covering(["cnn", "block"], ["qdq", "qdq by channel", "operators", "dynamic"])
+)
 def test_presets(tmp_path: Path, name: str, kind: str) -> None:
     manifest = check(tmp_path, quantised(tmp_path, name, kind), "dp=2,tp=2")
     (batch,) = manifest.program("model").inputs

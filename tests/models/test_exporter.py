@@ -14,6 +14,7 @@ import two_layer
 from _exporter import EXTERNAL_BYTES, GraphWriter, save, weight_bytes
 
 from tests.models.example import weights
+from tests.onnxpar.ops.op_harness import chosen
 
 MODELS = Path(__file__).parents[2] / "models"
 
@@ -74,7 +75,9 @@ def test_one_name_is_one_weight() -> None:
         writer.weight("w", (2,), std=1)
 
 
-@pytest.mark.parametrize("script", ["mlp.py", "two_layer.py", "three_blocks.py", "transformer.py"])
+@pytest.mark.parametrize(
+    "script", chosen(["mlp.py", "two_layer.py", "three_blocks.py", "transformer.py"], 2)
+)
 def test_each_file_runs_as_a_script(script: str, tmp_path: Path) -> None:
     path = tmp_path / "folder" / "model.onnx"
     done = subprocess.run(

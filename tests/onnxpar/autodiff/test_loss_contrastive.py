@@ -5,6 +5,7 @@ input), or it is a scalar of the model, as CLIP's mean over rows and columns.
 """
 
 from collections.abc import Mapping
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,13 @@ STRATEGIES: Mapping[str, str | Strategy] = {
 }
 
 
+QUICK = (("tp", APPENDED), ("both", OWN), ("rows and classes", APPENDED))
+CASES = [
+    pytest.param(*case, marks=() if case in QUICK else pytest.mark.full)
+    for case in product(STRATEGIES, (APPENDED, OWN))
+]
+
+
 def towers() -> ir.Model:
     proto = onnx.parser.parse_model(MODEL)
     for node in proto.graph.node:
@@ -88,7 +96,7 @@ def batches() -> list[dict[str, Array]]:
     ]
 
 
-@pytest.mark.parametrize(("name", "loss"), covering(STRATEGIES, [APPENDED, OWN]))
+@pytest.mark.parametrize(("name", "loss"), CASES)
 def test_ranks_train_as_one_device(name: str, loss: str, tmp_path: Path) -> None:
     ranks = shard(tmp_path / "a", towers(), STRATEGIES[name], loss=loss, optimizer="adamw")
     sizes = [f"batch={b}" for b in (3, 4, 5)]
@@ -100,7 +108,7 @@ def test_ranks_train_as_one_device(name: str, loss: str, tmp_path: Path) -> None
         assert case.ok, case.problems
 
 
-@pytest.mark.parametrize(("name", "loss"), covering(STRATEGIES, [APPENDED, OWN]))
+@pytest.mark.parametrize(("name", "loss"), CASES)
 def test_losses_and_gradients_are_pytorchs(name: str, loss: str, tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     cross_entropy = torch.nn.functional.cross_entropy
@@ -138,8 +146,7 @@ def test_losses_and_gradients_are_pytorchs(name: str, loss: str, tmp_path: Path)
                 np.testing.assert_allclose(step, gradient.numpy(), rtol=0, atol=1e-5 * scale + 1e-6)
 
 
-@pytest.mark.parametrize("name", ["one device", "both", "classes"])
-@pytest.mark.parametrize("label", [3, -1])
+@pytest.mark.parametrize(("name", "label"), covering(["one device", "both", "classes"], [3, -1]))
 def test_labels_are_rows_of_the_batch(name: str, label: int, tmp_path: Path) -> None:
     """What is in range in one batch is not in a smaller one."""
     ranks = shard(tmp_path / "a", towers(), STRATEGIES[name])

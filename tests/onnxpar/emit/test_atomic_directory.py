@@ -210,7 +210,12 @@ write([two_layers(MESH)], out, model_name="net")
 
 @pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
 @pytest.mark.parametrize(
-    "number", [signal.SIGINT, signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.full)]
+    "number",
+    # An interrupt is in the next test, too.
+    [
+        signal.SIGTERM,
+        *(pytest.param(n, marks=pytest.mark.full) for n in (signal.SIGINT, signal.SIGHUP)),
+    ],
 )
 def test_an_interrupted_run_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
     process = child(SLOW, tmp_path)

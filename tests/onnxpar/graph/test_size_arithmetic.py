@@ -12,6 +12,7 @@ from onnxpar.core.mesh import Mesh
 from onnxpar.core.symbols import Dim, Symbol, SymbolTable, as_dim, dim_str
 from onnxpar.graph.local_builder import SYMBOL_PREFIX, LocalBuilder
 from onnxpar_format.expressions import evaluate
+from tests.tiers import FULL
 
 TABLE = SymbolTable({"a": Symbol(), "b": Symbol()})
 VALUES = [{"a": a, "b": b} for a in (1, 2, 7, 12, 31) for b in (1, 3, 8, 10)]
@@ -48,7 +49,7 @@ def drawn(draw: random.Random, depth: int) -> str:
     return f"{kind}({left}, {right})" if kind in ("min", "max") else f"({left}) {kind} ({right})"
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(20 if FULL else 8))
 def test_arithmetic_of_a_graph_and_of_a_manifest(seed: int) -> None:
     draw = random.Random(seed)
     texts = [drawn(draw, 3) for _ in range(12)]

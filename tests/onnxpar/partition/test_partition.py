@@ -57,7 +57,10 @@ def reductions(parted: PartitionedModel, axis: str) -> list[str]:
 
 @pytest.mark.parametrize(
     "form",
-    [{}, {"fused_qkv": True}, {"merged_heads": True}, {"tied_head": True}, {"loss": True}],
+    [
+        *({}, {"fused_qkv": True}, {"tied_head": True}),
+        *(pytest.param({name: True}, marks=pytest.mark.full) for name in ("merged_heads", "loss")),
+    ],
     ids=str,
 )
 def test_transformer_dp2_tp4(form: dict[str, bool]) -> None:

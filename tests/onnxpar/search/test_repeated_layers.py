@@ -81,7 +81,7 @@ def completed(problem: Problem, nodes: Sequence[int]) -> list[int]:
 
 @pytest.mark.parametrize(
     ("trained", "one"),
-    [(False, False), pytest.param(True, False, marks=pytest.mark.full), (True, True)],
+    [*(pytest.param(t, False, marks=pytest.mark.full) for t in (False, True)), (True, True)],
 )
 def test_a_choice_of_the_smaller_problem_costs_the_same_in_the_complete_one(
     gpt: Callable[[int], Program], trained: bool, one: bool

@@ -68,8 +68,10 @@ def test_tokens_equal_those_of_the_undivided_model(
     assert len(set(shares)) == 1
 
 
-@pytest.mark.parametrize("strategy", ["tp=2", "dp=2,tp=2", "dp=4", "pp=2"])
-@pytest.mark.parametrize("kind", ["growing", "in_place"])
+@pytest.mark.parametrize(
+    ("kind", "strategy"),
+    covering(["growing", "in_place"], ["tp=2", "dp=2,tp=2", "dp=4", "pp=2"]),
+)
 def test_long_prompts_and_common_beginnings_give_the_same_tokens(
     kind: str, strategy: str, tmp_path: Path
 ) -> None:

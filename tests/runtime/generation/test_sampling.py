@@ -13,6 +13,7 @@ from onnxpar_format.options import Sampling
 from onnxpar_runtime.collectives import Rank, World
 from onnxpar_runtime.generation.candidates import Share, likelihoods
 from onnxpar_runtime.generation.sampling import NO_TOKEN, Chooser, Draws, gumbel
+from tests.tiers import covering
 
 Array = NDArray[Any]
 T = TypeVar("T")
@@ -81,9 +82,10 @@ def direct(sampling: Sampling) -> list[list[int]]:
     return found
 
 
-@pytest.mark.parametrize("sampling", WAYS, ids=str)
 @pytest.mark.parametrize(
-    "dims", [((), ()), ((), (0,)), ((), (0, 1)), ((0,), (1,)), ((1, 0), ())], ids=str
+    ("sampling", "dims"),
+    covering(WAYS, [((), ()), ((), (0,)), ((), (0, 1)), ((0,), (1,)), ((1, 0), ())]),
+    ids=str,
 )
 def test_tokens_of_any_sharding_are_those_of_a_direct_computation(
     dims: tuple[tuple[int, ...], tuple[int, ...]], sampling: Sampling

@@ -14,6 +14,7 @@ from onnxpar.autodiff.training_program import TrainingSpec, prepare_training
 from onnxpar.core.errors import ModelError
 from onnxpar.parameters.recognise import read_parameters
 from tests.onnxpar.ops.gradient_harness import Data, GradCase, between
+from tests.onnxpar.ops.op_harness import chosen
 
 Torch = Callable[..., Any]
 
@@ -298,13 +299,16 @@ def test_no_overflow_far_from_zero(text: str) -> None:
 
 @pytest.mark.parametrize(
     "first",
-    [
-        *("Relu(x)", "Tanh(x)", "Gelu(x)", "Abs(x)", "Neg(x)", "Softplus(x)", "Elu(x)"),
-        *("Add(x, b)", "Sub(b, x)", "Mul(x, b)", "Div(x, b)", "Max(x, b)", "Pow(b, x)"),
-        *("PRelu(x, b)", "Where(c, x, b)", "Where(c, b, x)", "Clip(x, l)", "Sum(x, x, b)"),
-        *("ReduceSum(x, a)", "ReduceMean(x, a)", "ReduceMax(x, a)", "ReduceLogSumExp(x, a)"),
-        *("CumSum(x, i)", "Identity(x)"),
-    ],
+    chosen(
+        [
+            *("Relu(x)", "Tanh(x)", "Gelu(x)", "Abs(x)", "Neg(x)", "Softplus(x)", "Elu(x)"),
+            *("Add(x, b)", "Sub(b, x)", "Mul(x, b)", "Div(x, b)", "Max(x, b)", "Pow(b, x)"),
+            *("PRelu(x, b)", "Where(c, x, b)", "Where(c, b, x)", "Clip(x, l)", "Sum(x, x, b)"),
+            *("ReduceSum(x, a)", "ReduceMean(x, a)", "ReduceMax(x, a)", "ReduceLogSumExp(x, a)"),
+            *("CumSum(x, i)", "Identity(x)"),
+        ],
+        10,
+    ),
 )
 def test_partial_cotangent(first: str) -> None:
     # If w is sharded by columns, the cotangent of h is a partial sum, as in Megatron's MLP.

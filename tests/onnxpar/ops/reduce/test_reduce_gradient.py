@@ -58,8 +58,9 @@ def test_axes_as_attributes(nodes: str) -> None:
     GradCase(nodes, NSX, opset=13).check()
 
 
-@pytest.mark.parametrize("name", [*REDUCTIONS, "ReduceProd"])
-@pytest.mark.parametrize("empty", ["", "<noop_with_empty_axes=1>"])
+@pytest.mark.parametrize(
+    ("name", "empty"), covering([*REDUCTIONS, "ReduceProd"], ["", "<noop_with_empty_axes=1>"])
+)
 def test_no_axes(name: str, empty: str) -> None:
     # Without axes these are x, |x|, x² and log x where they reduce nothing.
     GradCase(f"y = {name}{empty}(x)", {"x": "double[N,3]"}, data=POSITIVE).check()
