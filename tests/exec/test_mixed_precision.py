@@ -136,7 +136,7 @@ def test_a_mask_that_half_cannot_hold_stays_wide() -> None:
 @pytest.mark.parametrize(
     ("build", "strategy", "symbols", "optimizer"),
     [
-        (small_mlp, "dp=2,tp=2", {"batch": 5}, "adamw"),
+        pytest.param(small_mlp, "dp=2,tp=2", {"batch": 5}, "adamw", marks=pytest.mark.full),
         (small_transformer, "tp=2", {"batch": 3, "seq": 7}, "lamb"),
     ],
     ids=["mlp", "gpt"],

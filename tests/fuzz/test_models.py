@@ -21,7 +21,7 @@ from onnxpar.core.errors import OnnxparError
 from tests.tiers import FULL
 
 SEED = int(os.environ.get("ONNXPAR_FUZZ_SEED", "0"))
-CASES = 2000 if FULL else 60
+CASES = 2000 if FULL else 40
 
 HEAD = '<ir_version: 10, opset_import: ["": 20]>\n'
 NET = """

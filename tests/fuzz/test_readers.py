@@ -34,7 +34,7 @@ from tests.runtime import hand_made
 from tests.tiers import FULL
 
 SEED = int(os.environ.get("ONNXPAR_FUZZ_SEED", "0"))
-CASES = 2000 if FULL else 30
+CASES = 2000 if FULL else 20
 SLOW = ("state-dict", "state-folder", "graph")
 """To import PyTorch, and to make the page of a report, take seconds."""
 TRAINED = ("idx", "safetensors", "parquet", "tokens", "tokenizer")

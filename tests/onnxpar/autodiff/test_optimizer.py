@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import ml_dtypes
@@ -27,6 +28,7 @@ from onnxpar.core.errors import ModelError
 from onnxpar.parameters.trainable import ParameterInfo
 from onnxpar_runtime.library import custom_op_library
 from onnxpar_runtime.wanted_operators import want_operators
+from tests.onnxpar.ops.op_harness import chosen
 
 Array = NDArray[Any]
 FLOAT, DOUBLE = ir.DataType.FLOAT, ir.DataType.DOUBLE
@@ -215,10 +217,10 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("kernels", [False, True], ids=["functions", "kernels"])
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda d: d.name.lower())
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "dtype", "variant", "kernels"),
+    chosen([*product(KINDS, TOLERANCE, VARIANTS, [False, True])], 60),
+)
 def test_five_steps_are_the_textbook(
     kind: OptimizerKind, dtype: ir.DataType, variant: str, kernels: bool
 ) -> None:

@@ -13,6 +13,7 @@ from onnxpar.core.sharding import Component, DimSharding, Sharding, is_even, spl
 from onnxpar.core.symbols import Symbol, SymbolTable, dim_symbol
 from onnxpar_format.boxes import Block, block
 from tests.shards import concrete, join
+from tests.tiers import FULL
 
 NONE = SymbolTable({})
 MESHES = [
@@ -69,7 +70,7 @@ def parts_of(shard: np.ndarray, count: int, reduction: str, seed: int) -> list[n
     return parts
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300 if FULL else 100, deadline=None)
 @given(shardings(), st.integers(0, 2**31))
 def test_splitting_then_joining_gives_the_tensor_back(
     case: tuple[Mesh, Sharding], seed: int
@@ -88,7 +89,7 @@ def test_splitting_then_joining_gives_the_tensor_back(
     assert np.array_equal(join(shards, sharding, mesh), array)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300 if FULL else 100, deadline=None)
 @given(shardings())
 def test_the_canonical_form_holds_the_same_local_data(
     case: tuple[Mesh, Sharding],
